@@ -1,0 +1,206 @@
+//! The baton: one owner at a time, and nobody waits for it.
+//!
+//! A [`Baton`] keeps something that several threads share and one at a time may touch, a hardware queue. It is a lock without a
+//! slow path: a thread that finds it held leaves word that there is work, and goes. The one who holds it cannot put it down
+//! without having taken note.
+//!
+//! ```text
+//!                       take                            take, by another
+//!               ┌─────────────────▶ ┌───────┐ ─────────────────────────▶ ┌─────────────────┐
+//!      ┌──────┐ │                   │ owned │                            │ owned with work │──┐ take, by another
+//!      │ idle │─┘                   └───────┘ ◀───────────────────────── └─────────────────┘◀─┘
+//!      └──────┘ ◀──────────────────────┘                 heed                     │
+//!                     give back                                                   └─ give back: refused
+//! ```
+//!
+//! What makes it safe to leave: *work* is set by a read-modify-write after the leaver has published what it has, and idle is
+//! reached only from *owned*. So either the compare-exchange to idle comes first, and the leaver finds idle and takes the baton
+//! itself; or it comes second, fails, and the holder heeds, which makes what was published visible to it. There is one word, and all
+//! orders of events are orders of its values: no other fence is needed.
+//!
+//! How often a holder heeds before it passes on, and to whom, is the business of whoever shares something this way: `mq`'s software
+//! queue. A thread that is interrupted while it holds the baton delays the others; they can leave and sleep meanwhile, but not
+//! go around it.
+//!
+//! Unsafe: what is kept is reached by the holder's reference, through the shared baton.
+
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+
+use crate::sync::{AtomicU32, Line, Ordering, UnsafeCell};
+
+const IDLE: u32 = 0;
+const OWNED: u32 = 1;
+/// Only ever beside `OWNED`.
+const WORK: u32 = 2;
+/// A holder panicked: what was kept is in no state to go on with. For good.
+const BROKEN: u32 = 4;
+
+/// Something with one owner at a time.
+#[derive(Debug)]
+pub struct Baton<T> {
+    word: Line<AtomicU32>,
+    kept: UnsafeCell<T>,
+}
+
+// SAFETY: the word lets one thread at a time reach what is kept, and hands it from one to the next with release and acquire. So
+// it moves between threads, which is what `Send` allows, and is never shared between them.
+unsafe impl<T: Send> Sync for Baton<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Send for Baton<T> {}
+
+/// Holds the baton. Must be [given back](Holder::give_back): dropping it breaks the baton for everyone.
+#[must_use = "a holder that is dropped breaks the baton"]
+#[derive(Debug)]
+pub struct Holder<'a, T> {
+    baton: &'a Baton<T>,
+    /// A holder is as good as `&mut T`: sharing one shares `T`.
+    marker: PhantomData<&'a mut T>,
+}
+
+impl<T> Baton<T> {
+    /// Keeps `kept`, idle.
+    pub fn new(kept: T) -> Baton<T> {
+        Baton { word: Line(AtomicU32::new(IDLE)), kept: UnsafeCell::new(kept) }
+    }
+
+    /// Takes the baton if it is idle; otherwise leaves word for its holder that there is work, who will find what this
+    /// thread has published before.
+    ///
+    /// # Panics
+    /// If a holder panicked.
+    #[inline]
+    pub fn take(&self) -> Option<Holder<'_, T>> {
+        if let Some(holder) = self.take_idle() {
+            return Some(holder);
+        }
+        // Release pairs with the swap in `Holder::heed`: the holder sees what we published. Acquire pairs with the
+        // compare-exchange in `Holder::give_back`, for the case that we find it idle after all; then the word says "work"
+        // although it is only us, and we heed ourselves.
+        match self.word.0.fetch_or(OWNED | WORK, Ordering::AcqRel) {
+            IDLE => Some(self.holder()),
+            was => {
+                assert!(was & BROKEN == 0, "the owner of this queue panicked");
+                None
+            }
+        }
+    }
+
+    /// Takes the baton if it is idle; otherwise leaves no trace.
+    #[inline]
+    pub fn take_if_idle(&self) -> Option<Holder<'_, T>> {
+        // Looks first: a thread that polls must not pull the line away from the holder each time.
+        match self.word.0.load(Ordering::Relaxed) {
+            IDLE => self.take_idle(),
+            was => {
+                assert!(was & BROKEN == 0, "the owner of this queue panicked");
+                None
+            }
+        }
+    }
+
+    /// Whether a holder panicked.
+    pub fn is_broken(&self) -> bool {
+        self.word.0.load(Ordering::Relaxed) & BROKEN != 0
+    }
+
+    #[inline]
+    fn take_idle(&self) -> Option<Holder<'_, T>> {
+        // Acquire pairs with the compare-exchange in `Holder::give_back`: we see all that the last holder did.
+        let taken = self.word.0.compare_exchange(IDLE, OWNED, Ordering::Acquire, Ordering::Relaxed);
+        taken.is_ok().then(|| self.holder())
+    }
+
+    #[inline]
+    fn holder(&self) -> Holder<'_, T> {
+        Holder { baton: self, marker: PhantomData }
+    }
+}
+
+impl<'a, T> Holder<'a, T> {
+    /// Takes note of work that others left. True if there was any: what they published before they left is visible from here
+    /// on.
+    #[inline]
+    pub fn heed(&mut self) -> bool {
+        let word = &self.baton.word.0;
+        // A plain load may miss what comes just now; then `give_back` does not.
+        if word.load(Ordering::Relaxed) & WORK == 0 {
+            return false;
+        }
+        // Acquire pairs with the fetch-or in `Baton::take`. Those who left before the last one are covered too: read-modify-writes
+        // continue a release.
+        word.swap(OWNED, Ordering::Acquire);
+        true
+    }
+
+    /// Puts the baton down.
+    ///
+    /// # Errors
+    /// Somebody left work that was not [heeded](Holder::heed). The holder stays in charge.
+    #[inline]
+    pub fn give_back(self) -> Result<(), Holder<'a, T>> {
+        // Release pairs with the acquires in `Baton::take` and `Baton::take_if_idle`: the next holder sees what we did.
+        match self.baton.word.0.compare_exchange(OWNED, IDLE, Ordering::Release, Ordering::Relaxed) {
+            Ok(_) => {
+                std::mem::forget(self);
+                Ok(())
+            }
+            Err(_) => Err(self),
+        }
+    }
+}
+
+impl<T> Drop for Holder<'_, T> {
+    fn drop(&mut self) {
+        self.baton.word.0.fetch_or(BROKEN, Ordering::Release);
+    }
+}
+
+impl<T> Deref for Holder<'_, T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: there is one holder at a time, and this borrows it.
+        self.baton.kept.with(|kept| unsafe { &*kept })
+    }
+}
+
+impl<T> DerefMut for Holder<'_, T> {
+    #[inline]
+    fn deref_mut(&mut self) -> &mut T {
+        // SAFETY: there is one holder at a time, and this borrows it mutably.
+        self.baton.kept.with_mut(|kept| unsafe { &mut *kept })
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_leaves_work_is_heeded_before_the_baton_is_put_down() {
+        let baton = Baton::new(7);
+        let mut holder = baton.take().unwrap();
+        assert!(!holder.heed(), "taking an idle baton leaves no work");
+        assert!(baton.take_if_idle().is_none());
+        assert!(!holder.heed(), "and neither does looking at it");
+        assert!(baton.take().is_none());
+        let mut holder = holder.give_back().unwrap_err();
+        assert!(holder.heed() && !holder.heed());
+        *holder += 1;
+        holder.give_back().unwrap();
+        let holder = baton.take_if_idle().unwrap();
+        assert_eq!(*holder, 8);
+        holder.give_back().unwrap();
+    }
+
+    #[test]
+    #[should_panic(expected = "the owner of this queue panicked")]
+    fn a_dropped_baton_is_broken_for_all() {
+        let baton = Baton::new(());
+        drop(baton.take());
+        assert!(baton.is_broken());
+        let _ = baton.take();
+    }
+}

@@ -1,0 +1,122 @@
+//! SIGBUS, contained.
+//!
+//! A peer that shares a file with us may truncate it while we have it mapped; the next touch raises SIGBUS, which
+//! ends a process that does not handle it. Here the whole region is replaced by private zero pages and marked as
+//! faulted; the thread goes on, finds zeroes, and its owner stops the export that the region belonged to. A SIGBUS
+//! anywhere else ends the process as it always did.
+//!
+//! The handler runs in the thread that touched the page. It uses nothing but atomics and one system call, `mmap`. The region it looks
+//! up cannot go away meanwhile: the interrupted thread is inside an access that borrows it.
+
+use std::io;
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
+
+/// Regions mapped from files at one time, in the whole process: 16 exports of 64 slots.
+const MAPPINGS_MAX: usize = 1024;
+
+struct Slot {
+    /// Zero when the slot is free; `BUSY` while it is being filled.
+    start: AtomicUsize,
+    len: AtomicUsize,
+    faulted: AtomicPtr<AtomicBool>,
+}
+
+const FREE: usize = 0;
+const BUSY: usize = 1;
+
+static SLOTS: [Slot; MAPPINGS_MAX] = [const {
+    Slot { start: AtomicUsize::new(FREE), len: AtomicUsize::new(0), faulted: AtomicPtr::new(std::ptr::null_mut()) }
+}; MAPPINGS_MAX];
+
+/// One registered mapping. Dropping it ends the registration; the mapping must still be there then.
+pub(crate) struct Watched {
+    slot: usize,
+    faulted: Box<AtomicBool>,
+}
+
+impl Watched {
+    /// Watches `len` bytes from `start`, a page-aligned mapping that belongs to the caller.
+    ///
+    /// # Errors
+    /// All slots are taken, or the handler could not be installed.
+    pub(crate) fn new(start: usize, len: usize) -> io::Result<Watched> {
+        install()?;
+        let faulted = Box::new(AtomicBool::new(false));
+        for (index, slot) in SLOTS.iter().enumerate() {
+            if slot.start.compare_exchange(FREE, BUSY, Ordering::Acquire, Ordering::Relaxed).is_ok() {
+                // Who reads this length sees the slot busy, or later, when it looks at the start again.
+                slot.len.store(len, Ordering::Release);
+                slot.faulted.store(std::ptr::from_ref(&*faulted).cast_mut(), Ordering::Relaxed);
+                // Pairs with the handler's load: who sees the start sees the length and the flag.
+                slot.start.store(start, Ordering::Release);
+                return Ok(Watched { slot: index, faulted });
+            }
+        }
+        Err(io::Error::other(format!("more than {MAPPINGS_MAX} shared memory regions are mapped at once")))
+    }
+
+    pub(crate) fn faulted(&self) -> bool {
+        self.faulted.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Watched {
+    fn drop(&mut self) {
+        SLOTS[self.slot].start.store(FREE, Ordering::Release);
+    }
+}
+
+fn install() -> io::Result<()> {
+    static INSTALLED: Once = Once::new();
+    static FAILED: AtomicBool = AtomicBool::new(false);
+    INSTALLED.call_once(|| {
+        // SAFETY: an all-zero sigaction is a valid value to start from.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        action.sa_sigaction = on_sigbus as *const () as usize;
+        action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        // SAFETY: `action` is initialised and the handler has the signature that SA_SIGINFO asks for; it does only
+        // what a signal handler may.
+        let status = unsafe { libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut()) };
+        FAILED.store(status != 0, Ordering::Relaxed);
+    });
+    if FAILED.load(Ordering::Relaxed) {
+        return Err(io::Error::other("the handler for SIGBUS could not be installed"));
+    }
+    Ok(())
+}
+
+extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _context: *mut libc::c_void) {
+    // SAFETY: with SA_SIGINFO the kernel passes a valid siginfo, which for SIGBUS holds an address.
+    let address = unsafe { (*info).si_addr() } as usize;
+    for slot in &SLOTS {
+        let start = slot.start.load(Ordering::Acquire);
+        let len = slot.len.load(Ordering::Acquire);
+        // Another thread may be giving the slot to another region: start and length must be of one. Pairs with the
+        // stores in `Watched::new`.
+        if start <= BUSY || slot.start.load(Ordering::Acquire) != start || address < start || address - start >= len {
+            continue;
+        }
+        // SAFETY: the range is a mapping of ours, watched, and therefore alive; replacing its pages at the
+        // same place keeps every pointer into it valid.
+        let replaced = unsafe {
+            libc::mmap(
+                start as *mut libc::c_void,
+                len,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_FIXED | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        if replaced == libc::MAP_FAILED {
+            break;
+        }
+        // SAFETY: the flag outlives the registration, which ends before the flag is freed.
+        unsafe { (*slot.faulted.load(Ordering::Relaxed)).store(true, Ordering::Relaxed) };
+        return;
+    }
+    // Not ours: let the default action take the process when the instruction is tried again.
+    // SAFETY: setting the default disposition is always allowed, in a handler too.
+    unsafe { libc::signal(signal, libc::SIG_DFL) };
+}

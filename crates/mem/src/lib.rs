@@ -1,0 +1,27 @@
+//! Every byte that has more than one writer.
+//!
+//! A guest, the kernel and other threads write to memory that we read. This crate is the one place where such
+//! memory is touched: regions and the segments that point into them, views of fields shared with a
+//! peer, the rings between threads, and the word that says who owns a queue. Everything here is `unsafe` inside
+//! and safe outside. It knows nothing of I/O, devices or protocols.
+
+mod baton;
+mod counting;
+mod fault;
+mod region;
+pub mod ring;
+mod segment;
+pub mod sync;
+mod view;
+
+pub use baton::{Baton, Holder};
+pub use counting::CountingAllocator;
+pub use region::{MapError, Region};
+pub use segment::{RegionTable, Segment, Span};
+pub use view::View;
+
+/// Bytes in a page of the host's memory, as the mappings here assume.
+///
+/// x86-64 and most others. Regions are aligned to it, so that file I/O straight into them satisfies any alignment a
+/// file system asks for.
+pub const PAGE_BYTES: usize = 4096;

@@ -1,0 +1,257 @@
+//! A run of memory that someone else may write at any time.
+//!
+//! A [`Region`] is mapped once and stays where it is until its last holder lets go. It may be memory of our own that the
+//! kernel reads into, or a file shared with a virtual machine. No reference into it is ever formed: bytes go in
+//! and out by copy, fields through [`crate::View`].
+
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+
+use crate::PAGE_BYTES;
+use crate::fault::Watched;
+use crate::segment::Span;
+
+/// Mapped memory with more than one writer.
+pub struct Region {
+    /// First byte of the region; not page-aligned if its place in the file is not.
+    base: NonNull<u8>,
+    len: usize,
+    mapping: *mut std::ffi::c_void,
+    mapping_len: usize,
+    watched: Option<Watched>,
+}
+
+// SAFETY: a region is an address range that stays mapped while the region lives; all access is by raw copies and
+// atomics, which any thread may do.
+unsafe impl Send for Region {}
+// SAFETY: as above; no method hands out a reference into the memory.
+unsafe impl Sync for Region {}
+
+/// Why a file could not be mapped as a region.
+#[derive(Debug, thiserror::Error)]
+pub enum MapError {
+    /// The region's end lies beyond the end of its file; touching it would raise SIGBUS.
+    #[error("memory region of {len} bytes at offset {offset} ends beyond its file of {file_len} bytes")]
+    BeyondEnd {
+        /// Place of the region in the file, bytes.
+        offset: u64,
+        /// Length of the region, bytes.
+        len: u64,
+        /// Length of the file, bytes.
+        file_len: u64,
+    },
+    /// Only files whose length can be known are mapped.
+    #[error("memory region's descriptor is not a file: share the memory as a memfd or a file on tmpfs or hugetlbfs")]
+    NotAFile,
+    /// Length zero, or offset and length beyond what an address can hold.
+    #[error("memory region of {len} bytes at offset {offset} has no valid extent")]
+    Extent {
+        /// Place of the region in the file, bytes.
+        offset: u64,
+        /// Length of the region, bytes.
+        len: u64,
+    },
+    /// The system refused.
+    #[error("memory region cannot be mapped: {0}")]
+    System(#[from] io::Error),
+}
+
+impl Region {
+    /// Maps `len` bytes of zeroed memory of our own, page-aligned. Pages are taken when they are touched.
+    ///
+    /// # Errors
+    /// The system has no room, or `len` is zero.
+    pub fn anonymous(len: usize) -> io::Result<Arc<Region>> {
+        let too_long = || io::Error::from(io::ErrorKind::OutOfMemory);
+        let mapping_len = len.checked_next_multiple_of(PAGE_BYTES).ok_or_else(too_long)?;
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+        let mapping = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                mapping_len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )?
+        };
+        let base = NonNull::new(mapping.cast()).ok_or_else(|| io::Error::other("mapped at address zero"))?;
+        Ok(Arc::new(Region { base, len, mapping, mapping_len, watched: None }))
+    }
+
+    /// Maps `len` bytes at `offset` of a file, shared with whoever else has it. Should the file shrink later, the region
+    /// turns into zeroes and [`Region::is_faulted`] says so.
+    ///
+    /// # Errors
+    /// See [`MapError`]; nothing stays mapped.
+    pub fn map_file(file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<Arc<Region>, MapError> {
+        let end = offset.checked_add(len).filter(|_| len > 0).ok_or(MapError::Extent { offset, len })?;
+        let stat = rustix::fs::fstat(file).map_err(io::Error::from)?;
+        if rustix::fs::FileType::from_raw_mode(stat.st_mode) != rustix::fs::FileType::RegularFile {
+            return Err(MapError::NotAFile);
+        }
+        let file_len = u64::try_from(stat.st_size).unwrap_or(0);
+        if end > file_len {
+            return Err(MapError::BeyondEnd { offset, len, file_len });
+        }
+        // Huge pages want offsets of their own size; a block size beyond a page is how hugetlbfs tells its own.
+        let page = u64::try_from(stat.st_blksize).unwrap_or(0).max(PAGE_BYTES as u64);
+        let page = if page.is_power_of_two() && offset.is_multiple_of(page) { page } else { PAGE_BYTES as u64 };
+        let lead = (offset % page) as usize;
+        let extent = || MapError::Extent { offset, len };
+        let mapping_len = usize::try_from(len)
+            .ok()
+            .and_then(|len| len.checked_add(lead))
+            .and_then(|len| len.checked_next_multiple_of(page as usize))
+            .ok_or_else(extent)?;
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+        let mapping = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                mapping_len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED | MapFlags::NORESERVE,
+                file,
+                offset - lead as u64,
+            )
+            .map_err(io::Error::from)?
+        };
+        let base = NonNull::new(mapping.cast::<u8>().wrapping_add(lead)).ok_or_else(extent)?;
+        let mut region = Region { base, len: len as usize, mapping, mapping_len, watched: None };
+        region.watched = Some(Watched::new(mapping as usize, mapping_len)?);
+        Ok(Arc::new(region))
+    }
+
+    /// Bytes in the region.
+    #[expect(clippy::len_without_is_empty, reason = "a region is never empty")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the file behind the region was cut short while it was mapped. What the region held is gone.
+    pub fn is_faulted(&self) -> bool {
+        self.watched.as_ref().is_some_and(Watched::faulted)
+    }
+
+    /// The `len` bytes from `offset`, or nothing if they do not lie in the region.
+    #[inline]
+    pub fn span(&self, offset: u64, len: usize) -> Option<Span<'_>> {
+        let offset = usize::try_from(offset).ok()?;
+        if offset.checked_add(len)? > self.len {
+            return None;
+        }
+        // SAFETY: offset + len <= self.len, so the range lies inside the mapping, which lives as long as `self`.
+        Some(unsafe { Span::new(self.base.add(offset), len) })
+    }
+
+    /// Zeroes `len` bytes from `offset` of a region of our own, giving whole pages back to the system.
+    ///
+    /// # Panics
+    /// If they do not lie in the region.
+    pub fn zero(&self, offset: u64, len: usize) {
+        let Some(span) = self.span(offset, len) else { panic!("zeroing outside the region") };
+        let lead = span.as_ptr().align_offset(PAGE_BYTES).min(len);
+        let pages = (len - lead) / PAGE_BYTES * PAGE_BYTES;
+        // Below this a system call costs more than the stores. A file's pages would come back as they are in the file.
+        if pages < 64 * PAGE_BYTES || self.watched.is_some() {
+            span.fill(0);
+            return;
+        }
+        span.part(0, lead).fill(0);
+        span.part(lead + pages, len - lead - pages).fill(0);
+        let middle = span.part(lead, pages);
+        // SAFETY: whole pages of a private anonymous mapping of ours; they read as zeroes afterwards.
+        let dropped = unsafe { rustix::mm::madvise(middle.as_ptr().cast(), pages, rustix::mm::Advice::LinuxDontNeed) };
+        if dropped.is_err() {
+            middle.fill(0);
+        }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        self.watched = None;
+        // SAFETY: the mapping is ours, and every span borrowed from it has ended. Failure would leave it mapped, which
+        // harms nobody.
+        let _ = unsafe { munmap(self.mapping, self.mapping_len) };
+    }
+}
+
+impl std::fmt::Debug for Region {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Region").field("len", &self.len).field("faulted", &self.is_faulted()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    #[test]
+    fn a_region_keeps_what_is_copied_in() {
+        let region = Region::anonymous(10_000).unwrap();
+        region.span(9_990, 10).unwrap().copy_from_slice(b"0123456789");
+        let mut back = [0; 10];
+        region.span(9_990, 10).unwrap().copy_to_slice(&mut back);
+        assert_eq!(&back, b"0123456789");
+    }
+
+    #[test]
+    fn zeroing_touches_what_it_names_and_nothing_else() {
+        let region = Region::anonymous(1 << 20).unwrap();
+        for (offset, len) in [(0, 1 << 20), (1, 4095), (5000, 600_000), (4096, 500_000), (100, 0)] {
+            region.span(0, 1 << 20).unwrap().fill(7);
+            region.zero(offset, len);
+            let mut bytes = vec![1; 1 << 20];
+            region.span(0, 1 << 20).unwrap().copy_to_slice(&mut bytes);
+            let range = offset as usize..offset as usize + len;
+            assert!(bytes[range.clone()].iter().all(|b| *b == 0), "{offset}+{len}");
+            assert!(bytes[..range.start].iter().chain(&bytes[range.end..]).all(|b| *b == 7), "{offset}+{len}");
+        }
+    }
+
+    #[test]
+    fn spans_outside_the_region_do_not_exist() {
+        let region = Region::anonymous(4096).unwrap();
+        assert!(region.span(4096, 1).is_none());
+        assert!(region.span(4095, 2).is_none());
+        assert!(region.span(u64::MAX, 1).is_none());
+        assert!(region.span(1, usize::MAX).is_none());
+        assert!(region.span(4096, 0).is_some());
+    }
+
+    #[test]
+    fn a_region_beyond_the_end_of_its_file_is_refused() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(8192).unwrap();
+        assert!(matches!(Region::map_file(file.as_fd(), 4096, 4097), Err(MapError::BeyondEnd { .. })));
+        assert!(matches!(Region::map_file(file.as_fd(), u64::MAX, 2), Err(MapError::Extent { .. })));
+        assert!(matches!(Region::map_file(file.as_fd(), 0, 0), Err(MapError::Extent { .. })));
+        assert!(Region::map_file(file.as_fd(), 100, 8092).is_ok());
+    }
+
+    #[test]
+    fn a_pipe_is_not_memory() {
+        let (reader, _writer) = std::io::pipe().unwrap();
+        assert!(matches!(Region::map_file(reader.as_fd(), 0, 4096), Err(MapError::NotAFile)));
+    }
+
+    #[test]
+    fn a_file_cut_short_while_mapped_turns_into_zeroes_and_the_process_lives() {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(8192).unwrap();
+        let other = Region::map_file(file.as_fd(), 0, 4096).unwrap();
+        let region = Region::map_file(file.as_fd(), 0, 8192).unwrap();
+        region.span(5000, 4).unwrap().copy_from_slice(b"data");
+        file.set_len(4096).unwrap();
+        assert!(!region.is_faulted());
+        let mut back = [1; 4];
+        region.span(5000, 4).unwrap().copy_to_slice(&mut back);
+        assert_eq!(back, [0; 4]);
+        assert!(region.is_faulted());
+        assert!(!other.is_faulted(), "a region that lies within what is left goes on");
+    }
+}

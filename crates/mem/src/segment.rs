@@ -1,0 +1,194 @@
+//! Where the bytes of an I/O are: segments, and the table of regions they point into.
+//!
+//! A [`Segment`] is three numbers and proves nothing. It becomes a [`Span`] only through the [`RegionTable`] that its
+//! owner holds, which checks it. So a segment may be copied and queued without counting references; who holds
+//! the table keeps the memory mapped.
+
+use std::marker::PhantomData;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::Region;
+
+/// A run of bytes in a region of a table.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Segment {
+    /// First byte, from the start of the region.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u32,
+    /// Which region of the table.
+    pub region: u32,
+}
+
+/// The regions that the segments of one queue may point into. Places keep their numbers for as long as the table
+/// lives; a table is replaced as a whole, and only when nothing is in flight that points into it.
+#[derive(Clone, Debug, Default)]
+pub struct RegionTable {
+    places: Vec<Option<Arc<Region>>>,
+}
+
+impl RegionTable {
+    /// A table of these regions, numbered from zero.
+    pub fn new(regions: Vec<Arc<Region>>) -> RegionTable {
+        RegionTable { places: regions.into_iter().map(Some).collect() }
+    }
+
+    /// Puts a region into the first free place; returns its number.
+    pub fn insert(&mut self, region: Arc<Region>) -> u32 {
+        let free = self.places.iter().position(Option::is_none);
+        let index = free.unwrap_or_else(|| {
+            self.places.push(None);
+            self.places.len() - 1
+        });
+        self.places[index] = Some(region);
+        index as u32
+    }
+
+    /// Takes the region out of a place, which stays empty.
+    pub fn remove(&mut self, index: u32) -> Option<Arc<Region>> {
+        self.places.get_mut(index as usize)?.take()
+    }
+
+    /// The region in a place.
+    #[inline]
+    pub fn region(&self, index: u32) -> Option<&Arc<Region>> {
+        self.places.get(index as usize)?.as_ref()
+    }
+
+    /// Every region with its number.
+    pub fn iter(&self) -> impl Iterator<Item = (u32, &Arc<Region>)> {
+        self.places.iter().enumerate().filter_map(|(index, place)| Some((index as u32, place.as_ref()?)))
+    }
+
+    /// The bytes a segment points to, or nothing if it points outside the table.
+    #[inline]
+    pub fn resolve(&self, segment: Segment) -> Option<Span<'_>> {
+        self.region(segment.region)?.span(segment.offset, segment.len as usize)
+    }
+
+    /// Whether the file behind any of the regions was cut short while mapped.
+    pub fn is_faulted(&self) -> bool {
+        self.places.iter().flatten().any(|region| region.is_faulted())
+    }
+}
+
+/// Bytes inside a region, checked to be there. Others may write them while we look: they are copied, never
+/// referenced.
+#[derive(Clone, Copy)]
+pub struct Span<'a> {
+    start: NonNull<u8>,
+    len: usize,
+    region: PhantomData<&'a Region>,
+}
+
+impl Span<'_> {
+    /// # Safety
+    /// `len` bytes from `start` stay mapped, readable and writable, for the lifetime of the span.
+    pub(crate) unsafe fn new(start: NonNull<u8>, len: usize) -> Self {
+        Span { start, len, region: PhantomData }
+    }
+
+    /// Bytes in the span.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The address of the first byte, for the kernel or a device.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+
+    /// The `len` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// If they do not lie inside the span: offsets are computed by us from lengths already checked.
+    #[inline]
+    #[must_use]
+    pub fn part(&self, offset: usize, len: usize) -> Self {
+        if offset > self.len || len > self.len - offset {
+            outside(offset, len, self.len);
+        }
+        // SAFETY: the part lies inside the span, and lives as long.
+        unsafe { Span::new(self.start.add(offset), len) }
+    }
+
+    /// Copies all bytes out into `to`, which is as long.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[inline]
+    pub fn copy_to_slice(&self, to: &mut [u8]) {
+        assert_eq!(self.len, to.len());
+        // SAFETY: both sides are valid for `len` bytes and do not overlap, since no reference into a region exists.
+        // Another writer may be at work: the bytes are plain data for which any value is valid.
+        unsafe { std::ptr::copy_nonoverlapping(self.start.as_ptr(), to.as_mut_ptr(), self.len) };
+    }
+
+    /// Copies `from`, which is as long, into the span.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[inline]
+    pub fn copy_from_slice(&self, from: &[u8]) {
+        assert_eq!(self.len, from.len());
+        // SAFETY: as in `copy_to_slice`, the other way.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.start.as_ptr(), self.len) };
+    }
+
+    /// Copies the bytes of another span, which is as long and may overlap, into this one.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[inline]
+    pub fn copy_from(&self, from: &Span<'_>) {
+        assert_eq!(self.len, from.len);
+        // SAFETY: both spans are mapped for `len` bytes; `copy` allows overlap.
+        unsafe { std::ptr::copy(from.start.as_ptr(), self.start.as_ptr(), self.len) };
+    }
+
+    /// Sets every byte.
+    #[inline]
+    pub fn fill(&self, byte: u8) {
+        // SAFETY: the span is mapped and writable for `len` bytes.
+        unsafe { std::ptr::write_bytes(self.start.as_ptr(), byte, self.len) };
+    }
+}
+
+/// Takes its arguments by value, so that the callers need not keep them in memory for a message.
+#[cold]
+#[inline(never)]
+fn outside(offset: usize, len: usize, of: usize) -> ! {
+    panic!("the part {offset}+{len} of a span of {of} bytes lies outside it")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn places_keep_their_numbers_when_others_go() {
+        let mut table = RegionTable::default();
+        for len in [4096, 8192, 12288] {
+            table.insert(Region::anonymous(len).unwrap());
+        }
+        table.remove(1);
+        assert!(table.resolve(Segment { region: 1, offset: 0, len: 1 }).is_none());
+        assert_eq!(table.region(2).unwrap().len(), 12288);
+        assert_eq!(table.insert(Region::anonymous(4096).unwrap()), 1);
+        assert_eq!(table.iter().count(), 3);
+    }
+
+    #[test]
+    fn a_segment_outside_the_table_is_no_span() {
+        let table = RegionTable::new(vec![Region::anonymous(4096).unwrap()]);
+        assert!(table.resolve(Segment { region: 0, offset: 4000, len: 96 }).is_some());
+        assert!(table.resolve(Segment { region: 0, offset: 4000, len: 97 }).is_none());
+        assert!(table.resolve(Segment { region: 7, offset: 0, len: 1 }).is_none());
+    }
+}

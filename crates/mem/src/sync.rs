@@ -1,0 +1,59 @@
+//! Atomics and cells as the model checkers want to see them.
+//!
+//! What several threads share goes through here, in this crate and above, so that `--cfg loom` and `--cfg shuttle` put
+//! checked ones in the place of those of the machine. loom tries every order of a small model, weak memory included; shuttle
+//! draws orders of a large one. In an ordinary build nothing of this is left.
+
+#[cfg(loom)]
+pub use loom::{
+    cell::UnsafeCell,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
+    },
+};
+
+#[cfg(all(shuttle, not(loom)))]
+pub use shuttle::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
+};
+
+#[cfg(not(any(loom, shuttle)))]
+pub use std::sync::{
+    Arc,
+    atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
+};
+
+/// A cell whose content is reached through closures, as loom's is.
+#[cfg(not(loom))]
+#[derive(Debug)]
+#[repr(transparent)]
+pub struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
+
+#[cfg(not(loom))]
+impl<T> UnsafeCell<T> {
+    /// A cell with this content.
+    pub const fn new(value: T) -> UnsafeCell<T> {
+        UnsafeCell(std::cell::UnsafeCell::new(value))
+    }
+
+    /// Lends the content for reading. What may be done with the pointer is the caller's to prove.
+    #[inline(always)]
+    pub fn with<R>(&self, read: impl FnOnce(*const T) -> R) -> R {
+        read(self.0.get())
+    }
+
+    /// Lends the content for writing. What may be done with the pointer is the caller's to prove.
+    #[inline(always)]
+    pub fn with_mut<R>(&self, write: impl FnOnce(*mut T) -> R) -> R {
+        write(self.0.get())
+    }
+}
+
+/// Something that has its cache lines to itself.
+///
+/// 128 bytes: two lines of 64, since x86 fetches them in pairs; one line on others.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub struct Line<T>(pub T);

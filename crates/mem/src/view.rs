@@ -1,0 +1,123 @@
+//! Fields of a structure that two parties share, such as the rings of a virtqueue.
+//!
+//! A [`View`] is a checked part of a region. Its fields are read and written whole, once, as atomics, little-endian as virtio
+//! has them. What a field means is not known here.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
+
+use crate::Region;
+
+/// A part of a region, read and written field by field. Offsets are bytes from its start.
+#[derive(Clone, Debug)]
+pub struct View {
+    /// Keeps what `start` points to mapped.
+    region: Arc<Region>,
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a view is a part of a region, which may be used from any thread; all access is by atomics.
+unsafe impl Send for View {}
+// SAFETY: as above.
+unsafe impl Sync for View {}
+
+macro_rules! field {
+    ($load:ident, $store:ident, $int:ty, $atomic:ty) => {
+        /// Reads the field at `offset` once.
+        ///
+        /// # Panics
+        /// If it does not lie in the view or is not aligned: offsets come from us, not from the peer.
+        #[inline]
+        pub fn $load(&self, offset: usize, order: Ordering) -> $int {
+            <$int>::from_le(self.field::<$atomic>(offset).load(order))
+        }
+
+        /// Writes the field at `offset` once.
+        ///
+        /// # Panics
+        /// As for the load.
+        #[inline]
+        pub fn $store(&self, offset: usize, value: $int, order: Ordering) {
+            self.field::<$atomic>(offset).store(value.to_le(), order);
+        }
+    };
+}
+
+impl View {
+    /// The `len` bytes at `offset` of a region, if they lie in it and start at a multiple of `align` in memory.
+    pub fn new(region: Arc<Region>, offset: u64, len: usize, align: usize) -> Option<View> {
+        let start = NonNull::new(region.span(offset, len)?.as_ptr())?;
+        start.addr().get().is_multiple_of(align).then_some(View { region, start, len })
+    }
+
+    /// Bytes in the view.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The region the view is a part of.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    field!(load_u16, store_u16, u16, AtomicU16);
+    field!(load_u32, store_u32, u32, AtomicU32);
+    field!(load_u64, store_u64, u64, AtomicU64);
+
+    #[inline]
+    fn field<A>(&self, offset: usize) -> &A {
+        let size = size_of::<A>();
+        if offset > self.len || self.len - offset < size {
+            outside(offset, self.len);
+        }
+        // SAFETY: the field lies in the view, and the view in its region.
+        let at = unsafe { self.start.add(offset) };
+        if !at.addr().get().is_multiple_of(align_of::<A>()) {
+            outside(offset, self.len);
+        }
+        // SAFETY: mapped, aligned (both checked above) and alive as long as `self`; A is an atomic integer (see the
+        // macro), for which every bit pattern is valid and shared writing is allowed.
+        unsafe { at.cast::<A>().as_ref() }
+    }
+}
+
+/// Takes its arguments by value, so that the callers need not keep them in memory for a message.
+#[cold]
+#[inline(never)]
+fn outside(offset: usize, len: usize) -> ! {
+    panic!("the field at {offset} of a view of {len} bytes lies outside it, or is not aligned")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Ordering::Relaxed;
+
+    #[test]
+    fn fields_are_little_endian_and_keep_apart() {
+        let region = Region::anonymous(4096).unwrap();
+        let view = View::new(Arc::clone(&region), 64, 16, 16).unwrap();
+        view.store_u16(0, 0x1234, Relaxed);
+        view.store_u32(4, 0x89ab_cdef, Relaxed);
+        view.store_u64(8, 0x0102_0304_0506_0708, Relaxed);
+        let mut bytes = [0; 16];
+        region.span(64, 16).unwrap().copy_to_slice(&mut bytes);
+        assert_eq!(bytes, [0x34, 0x12, 0, 0, 0xef, 0xcd, 0xab, 0x89, 8, 7, 6, 5, 4, 3, 2, 1]);
+        assert_eq!(view.load_u32(4, Relaxed), 0x89ab_cdef);
+    }
+
+    #[test]
+    fn a_view_must_lie_in_its_region_and_be_aligned() {
+        let region = Region::anonymous(4096).unwrap();
+        assert!(View::new(Arc::clone(&region), 4090, 8, 1).is_none());
+        assert!(View::new(Arc::clone(&region), 8, 8, 16).is_none());
+        assert!(View::new(region, 32, 8, 16).is_some());
+    }
+}
