@@ -1,0 +1,93 @@
+//! The bio: what somebody wants from a block device.
+
+use blkyard_mem::Segment;
+
+use crate::{SECTOR_SHIFT, Status};
+
+/// What is wanted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Op {
+    /// Device to memory.
+    #[default]
+    Read,
+    /// Memory to device.
+    Write,
+    /// Make durable what has completed.
+    Flush,
+    /// The contents of a range no longer matter.
+    Discard,
+    /// A range reads as zeroes from now on.
+    WriteZeroes,
+}
+
+impl Op {
+    /// Whether the operation carries data in segments.
+    #[inline]
+    pub fn has_data(self) -> bool {
+        matches!(self, Op::Read | Op::Write)
+    }
+
+    /// Whether the operation changes what the device holds; a read-only device refuses it.
+    #[inline]
+    pub fn is_write(self) -> bool {
+        matches!(self, Op::Write | Op::Discard | Op::WriteZeroes)
+    }
+}
+
+bitflags::bitflags! {
+    /// How it is wanted.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub struct BioFlags: u8 {
+        /// The write is durable when it completes.
+        const FUA = 1;
+        /// Zeroed blocks stay allocated.
+        const NO_UNMAP = 2;
+    }
+}
+
+/// A wish for I/O on a contiguous range of sectors, and later its outcome.
+///
+/// A bio is made once, by the submitter, and goes round: filled in, submitted, given back with its status, filled in
+/// again. The list of segments keeps its capacity, so that the round allocates nothing.
+#[derive(Debug, Default)]
+#[repr(align(64))]
+pub struct Bio {
+    /// What is wanted.
+    pub op: Op,
+    /// How.
+    pub flags: BioFlags,
+    /// What became of it, once it is given back.
+    pub status: Status,
+    /// Sectors of 512 bytes, whatever the logical block. For operations with data this is the sum of the segments.
+    pub sectors: u32,
+    /// First sector.
+    pub sector: u64,
+    /// The submitter's own word; comes back untouched.
+    pub cookie: u64,
+    /// Where the data is, in order. Empty for operations without data.
+    pub segments: Vec<Segment>,
+}
+
+impl Bio {
+    /// A bio with room for this many segments.
+    pub fn with_capacity(segments: usize) -> Box<Bio> {
+        Box::new(Bio { segments: Vec::with_capacity(segments), ..Bio::default() })
+    }
+
+    /// Forgets the last round; the capacity stays.
+    #[inline]
+    pub fn reset(&mut self) {
+        self.flags = BioFlags::empty();
+        self.status = Status::Ok;
+        self.sectors = 0;
+        self.sector = 0;
+        self.segments.clear();
+    }
+
+    /// Bytes of the range.
+    #[inline]
+    pub fn bytes(&self) -> u64 {
+        u64::from(self.sectors) << SECTOR_SHIFT
+    }
+}

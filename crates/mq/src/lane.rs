@@ -1,0 +1,229 @@
+//! The lane: one thread's worth of queues, and when it may sleep.
+//!
+//! A lane turns the crank of each of its stations in turn. A station is a queue with whoever feeds it: a virtqueue and its
+//! hardware queue, a job of load. After work a lane goes on turning for a bounded time, since the next wish tends to come soon; then it asks
+//! every station's outside to ring a bell, looks once more, and sleeps. It does not know what a thread, a bell or
+//! a sleep is made of: that is told by whoever runs it.
+
+use std::os::fd::BorrowedFd;
+
+/// Wakes whoever sleeps at the other end. May be called from any thread, and when nobody sleeps.
+pub trait Wake: Send + Sync {
+    /// Makes the next sleep, or the one going on, end at once.
+    fn wake(&self);
+}
+
+/// Rings bells of the outside, for the stations of a lane. Whoever holds the other end may have arranged that a plain write
+/// would wait for it; here nobody waits.
+pub trait Chime {
+    /// Rings a bell. If an earlier ring under the same `place` has not gone through, the bell cannot be missed, and this
+    /// does nothing. A place is the caller's own, and given a number when it is first used.
+    fn chime(&mut self, place: &mut ChimePlace, bell: BorrowedFd<'_>);
+
+    /// The bell under this place is about to be another: what has not gone through is called off.
+    fn forget(&mut self, place: &mut ChimePlace);
+}
+
+/// Where a station's ring is kept track of.
+#[derive(Debug, Default)]
+pub struct ChimePlace(pub Option<u32>);
+
+/// Rings nothing: for lanes that are models.
+impl Chime for () {
+    fn chime(&mut self, _place: &mut ChimePlace, _bell: BorrowedFd<'_>) {}
+    fn forget(&mut self, _place: &mut ChimePlace) {}
+}
+
+/// What a turn of the crank came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Crank {
+    /// Nothing is wanted and nothing is in flight.
+    Idle,
+    /// Something is in flight, or due later; the device will tell.
+    Waiting,
+    /// Something moved.
+    Busy,
+}
+
+/// A queue and whoever feeds it. `Cx` is what the stations of a lane share.
+pub trait Station<Cx: ?Sized> {
+    /// One round: gives back what is over, takes what is wanted, passes it on.
+    fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank;
+
+    /// Asks the outside to ring the bell from now on. True if something came in before it heard: then do not sleep.
+    fn arm(&mut self) -> bool;
+
+    /// The outside need not ring any more.
+    fn disarm(&mut self);
+
+    /// The event descriptor the outside rings, if it has one now.
+    fn bell(&self) -> Option<BorrowedFd<'_>>;
+
+    /// When to be cranked next although no bell may ring.
+    fn deadline_ns(&self) -> Option<u64> {
+        None
+    }
+
+    /// Called now and then, at most every second or so: for looking after what takes long.
+    fn tick(&mut self, _now_ns: u64) {}
+
+    /// Nothing will ever come again.
+    fn is_over(&self) -> bool;
+}
+
+/// How long a lane turns without work before it sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IdlePolicy {
+    /// Nanoseconds from the last work to sleep; zero sleeps at once, the largest number never.
+    pub spin_ns: u64,
+}
+
+impl Default for IdlePolicy {
+    fn default() -> Self {
+        // About what two wake-ups of a thread cost: turning longer wastes more than a sleep would have.
+        IdlePolicy { spin_ns: 50_000 }
+    }
+}
+
+/// What the lane wants next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Idle {
+    /// Another turn, at once.
+    Turn,
+    /// Sleep until a bell, a completion, or this time.
+    Sleep(Option<u64>),
+    /// All stations are over.
+    End,
+}
+
+/// How often stations are ticked.
+const TICK_NS: u64 = 1_000_000_000;
+
+/// The stations of one thread.
+#[derive(Debug)]
+pub struct Lane<S> {
+    stations: Vec<S>,
+    policy: IdlePolicy,
+    last_work_ns: u64,
+    last_tick_ns: u64,
+    armed: bool,
+}
+
+impl<S> Lane<S> {
+    /// A lane of these stations.
+    pub fn new(stations: Vec<S>, policy: IdlePolicy) -> Lane<S> {
+        Lane { stations, policy, last_work_ns: 0, last_tick_ns: 0, armed: false }
+    }
+
+    /// The stations, in the order they are cranked.
+    pub fn stations(&self) -> &[S] {
+        &self.stations
+    }
+
+    /// Cranks every station once, and says whether to go on or sleep. Before a sleep every station is armed; the
+    /// next turn disarms it.
+    pub fn turn<Cx: ?Sized>(&mut self, cx: &mut Cx, now_ns: u64) -> Idle
+    where
+        S: Station<Cx>,
+    {
+        if self.armed {
+            self.armed = false;
+            self.stations.iter_mut().for_each(S::disarm);
+        }
+        let mut busiest = Crank::Idle;
+        for station in &mut self.stations {
+            busiest = busiest.max(station.crank(cx, now_ns));
+        }
+        if now_ns.saturating_sub(self.last_tick_ns) >= TICK_NS {
+            self.last_tick_ns = now_ns;
+            self.stations.iter_mut().for_each(|station| station.tick(now_ns));
+        }
+        if busiest == Crank::Busy {
+            self.last_work_ns = now_ns;
+            return Idle::Turn;
+        }
+        if self.stations.iter().all(S::is_over) {
+            return Idle::End;
+        }
+        if now_ns.saturating_sub(self.last_work_ns) < self.policy.spin_ns {
+            return Idle::Turn;
+        }
+        self.armed = true;
+        // Every station is armed, even after one had work: what is armed is what the next turn disarms.
+        let work = self.stations.iter_mut().fold(false, |work, station| station.arm() | work);
+        if work {
+            return Idle::Turn;
+        }
+        let deadline = self.stations.iter().filter_map(S::deadline_ns).min();
+        // While anything is in flight the tick must come, for it is what counts I/O that takes too long.
+        let tick = (busiest == Crank::Waiting).then_some(self.last_tick_ns + TICK_NS);
+        Idle::Sleep([deadline, tick].into_iter().flatten().min())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Default)]
+    struct Fake {
+        work: u32,
+        comes_while_arming: bool,
+        armed: bool,
+        over: bool,
+        due: Option<u64>,
+    }
+
+    impl Station<()> for Fake {
+        fn crank(&mut self, (): &mut (), _: u64) -> Crank {
+            assert!(!self.armed, "cranked while armed");
+            if self.work == 0 {
+                return Crank::Idle;
+            }
+            self.work -= 1;
+            Crank::Busy
+        }
+        fn arm(&mut self) -> bool {
+            self.armed = true;
+            std::mem::take(&mut self.comes_while_arming)
+        }
+        fn disarm(&mut self) {
+            self.armed = false;
+        }
+        fn bell(&self) -> Option<BorrowedFd<'_>> {
+            None
+        }
+        fn deadline_ns(&self) -> Option<u64> {
+            self.due
+        }
+        fn is_over(&self) -> bool {
+            self.over
+        }
+    }
+
+    #[test]
+    fn a_lane_spins_for_a_bounded_time_after_work_then_sleeps() {
+        let mut lane =
+            Lane::new(vec![Fake { work: 1, ..Fake::default() }, Fake::default()], IdlePolicy { spin_ns: 100 });
+        assert_eq!(lane.turn(&mut (), 1000), Idle::Turn);
+        assert_eq!(lane.turn(&mut (), 1099), Idle::Turn);
+        assert_eq!(lane.turn(&mut (), 1100), Idle::Sleep(None));
+        assert!(lane.stations().iter().all(|s| s.armed));
+        lane.turn(&mut (), 1100);
+    }
+
+    #[test]
+    fn work_that_comes_while_arming_is_not_slept_over() {
+        let fakes =
+            vec![Fake { comes_while_arming: true, ..Fake::default() }, Fake { due: Some(77), ..Fake::default() }];
+        let mut lane = Lane::new(fakes, IdlePolicy { spin_ns: 0 });
+        assert_eq!(lane.turn(&mut (), 5), Idle::Turn);
+        assert_eq!(lane.turn(&mut (), 6), Idle::Sleep(Some(77)));
+    }
+
+    #[test]
+    fn a_lane_ends_when_all_its_stations_are_over() {
+        let mut lane = Lane::new(vec![Fake { over: true, ..Fake::default() }], IdlePolicy::default());
+        assert_eq!(lane.turn(&mut (), 5), Idle::End);
+    }
+}

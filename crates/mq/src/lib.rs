@@ -1,0 +1,46 @@
+//! The queue core: many software queues feed many hardware queues, every request in flight holds a tag, and nothing on
+//! the way is shared that need not be.
+//!
+//! A submitter fills a [`Bio`] and hands it to a [`HwQueue`]; the queue cuts it into requests within the
+//! [`QueueLimits`] of the device, gives each a [`Tag`], and passes them in batches to its [`Driver`]. What the driver
+//! finishes comes back as the same bio with its [`Status`]. Work on a hardware queue happens through `&mut`: one owner at
+//! a time.
+//!
+//! This crate starts no thread, reads no clock and makes no system call. Time is an argument.
+#![forbid(unsafe_code)]
+
+mod bio;
+mod driver;
+mod fifo;
+mod hw;
+mod lane;
+mod limits;
+mod map;
+mod null;
+mod pace;
+mod ram;
+mod request;
+mod stats;
+mod status;
+mod sw;
+mod tag;
+
+pub use bio::{Bio, BioFlags, Op};
+pub use blkyard_mem::{Region, RegionTable, Segment, Span};
+pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver};
+pub use hw::{HwQueue, HwQueueConfig};
+pub use lane::{Chime, ChimePlace, Crank, Idle, IdlePolicy, Lane, Station, Wake};
+pub use limits::{Cursor, Cut, LimitsError, QueueLimits};
+pub use map::{CpuPlace, QueueMap};
+pub use null::{NullConfig, NullDevice, NullQueue};
+pub use ram::{RamDevice, RamQueue};
+pub use request::{Request, Segments};
+pub use stats::{Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot};
+pub use status::Status;
+pub use sw::{Bed, Context, SwQueue};
+pub use tag::{Cid, Cids, Forged, Tag, TagSet};
+
+/// Bytes in a sector, whatever the logical block of the device.
+pub const SECTOR_BYTES: u64 = 512;
+/// The same as a shift.
+pub const SECTOR_SHIFT: u32 = 9;

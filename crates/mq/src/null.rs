@@ -1,0 +1,113 @@
+//! The null device: completes everything and keeps nothing, for measuring all that is not the device.
+//!
+//! Its knobs are those of Linux's null_blk that have a meaning here: size, block size, latency, throughput
+//! ceiling, discard. Reads leave the memory as it was.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use blkyard_mem::RegionTable;
+
+use crate::driver::{Batch, BlockDevice, DeviceInfo, Done, Driver};
+use crate::pace::Pace;
+use crate::{Status, Tag};
+
+/// What a null or RAM device is like.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NullConfig {
+    /// Time from submission to completion; zero completes on the spot.
+    pub latency_ns: u64,
+    /// Throughput ceiling of the whole device, bytes per second; zero for none.
+    pub bytes_per_s: u64,
+}
+
+/// A device that does nothing.
+#[derive(Debug)]
+pub struct NullDevice {
+    info: DeviceInfo,
+    pace: Arc<Pace>,
+}
+
+impl NullDevice {
+    /// A null device as `info` describes it.
+    pub fn new(info: DeviceInfo, config: NullConfig) -> NullDevice {
+        NullDevice { info, pace: Arc::new(Pace::new(config.latency_ns, config.bytes_per_s)) }
+    }
+}
+
+impl BlockDevice for NullDevice {
+    type Queue = NullQueue;
+
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn queue(&self, depth: usize) -> NullQueue {
+        NullQueue { timed: Timed::new(Arc::clone(&self.pace), depth) }
+    }
+}
+
+/// One queue of a null device.
+#[derive(Debug)]
+pub struct NullQueue {
+    timed: Timed,
+}
+
+impl<Cx: ?Sized> Driver<Cx> for NullQueue {
+    #[inline]
+    fn queue_rqs(&mut self, _cx: &mut Cx, _memory: &RegionTable, batch: &mut Batch<'_>) {
+        if self.timed.pace.is_instant() {
+            while let Some((tag, _, _)) = batch.take() {
+                batch.complete(tag, Status::Ok);
+            }
+            return;
+        }
+        let now_ns = batch.now_ns();
+        while let Some((tag, request, _)) = batch.take() {
+            let bytes = if request.op().has_data() { request.bytes() } else { 0 };
+            self.timed.push(now_ns, bytes, tag, Status::Ok);
+        }
+    }
+
+    #[inline]
+    fn poll(&mut self, _cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        self.timed.poll(done, now_ns);
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        self.timed.deadline_ns()
+    }
+}
+
+/// Requests that will be done at a known time, in order.
+#[derive(Debug)]
+pub(crate) struct Timed {
+    pub(crate) pace: Arc<Pace>,
+    due: VecDeque<(u64, Tag, Status)>,
+}
+
+impl Timed {
+    pub(crate) fn new(pace: Arc<Pace>, depth: usize) -> Timed {
+        Timed { pace, due: VecDeque::with_capacity(depth) }
+    }
+
+    #[inline]
+    pub(crate) fn push(&mut self, now_ns: u64, bytes: u64, tag: Tag, status: Status) {
+        // Latency is the same for all, so due times never go back.
+        self.due.push_back((self.pace.due_ns(now_ns, bytes), tag, status));
+    }
+
+    #[inline]
+    pub(crate) fn poll(&mut self, done: &mut Done<'_>, now_ns: u64) {
+        while self.due.front().is_some_and(|(due, _, _)| *due <= now_ns) {
+            if let Some((_, tag, status)) = self.due.pop_front() {
+                done.complete(tag, status);
+            }
+        }
+    }
+
+    #[inline]
+    pub(crate) fn deadline_ns(&self) -> Option<u64> {
+        self.due.front().map(|(due, _, _)| *due)
+    }
+}

@@ -1,0 +1,102 @@
+//! The RAM device: a disk in memory of our own, gone when the process ends.
+//!
+//! All queues share one region and copy in and out of it on the spot; two writes to the same sector at one time leave
+//! either's bytes, as on a disk. With a latency or a ceiling the data moves at once and the completion waits.
+
+use std::io;
+use std::sync::Arc;
+
+use blkyard_mem::{Region, RegionTable};
+
+use crate::driver::{Batch, BlockDevice, DeviceInfo, Done, Driver};
+use crate::null::{NullConfig, Timed};
+use crate::pace::Pace;
+use crate::request::{Request, Segments};
+use crate::{Op, SECTOR_SHIFT, Status};
+
+/// A disk in memory.
+#[derive(Debug)]
+pub struct RamDevice {
+    info: DeviceInfo,
+    store: Arc<Region>,
+    pace: Arc<Pace>,
+}
+
+impl RamDevice {
+    /// A disk as `info` describes it, all zeroes. Memory is taken as it is written.
+    ///
+    /// # Errors
+    /// The address space has no room for it.
+    pub fn new(info: DeviceInfo, config: NullConfig) -> io::Result<RamDevice> {
+        let bytes = usize::try_from(info.capacity_sectors << SECTOR_SHIFT).map_err(io::Error::other)?;
+        let store = Region::anonymous(bytes)?;
+        Ok(RamDevice { info, store, pace: Arc::new(Pace::new(config.latency_ns, config.bytes_per_s)) })
+    }
+}
+
+impl BlockDevice for RamDevice {
+    type Queue = RamQueue;
+
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn queue(&self, depth: usize) -> RamQueue {
+        RamQueue { store: Arc::clone(&self.store), timed: Timed::new(Arc::clone(&self.pace), depth) }
+    }
+}
+
+/// One queue of a RAM device.
+#[derive(Debug)]
+pub struct RamQueue {
+    store: Arc<Region>,
+    timed: Timed,
+}
+
+impl RamQueue {
+    #[inline]
+    fn transfer(&self, memory: &RegionTable, request: &Request, segments: Segments<'_>) -> Status {
+        let Some(place) = self.store.span(request.offset_bytes(), request.bytes() as usize) else {
+            return Status::Invalid;
+        };
+        match request.op() {
+            Op::Flush => {}
+            Op::Discard | Op::WriteZeroes => self.store.zero(request.offset_bytes(), request.bytes() as usize),
+            op @ (Op::Read | Op::Write) => {
+                let mut at = 0;
+                for segment in segments {
+                    let Some(span) = memory.resolve(segment) else { return Status::Invalid };
+                    let part = place.part(at, span.len());
+                    at += span.len();
+                    if op == Op::Read { span.copy_from(&part) } else { part.copy_from(&span) }
+                }
+            }
+        }
+        Status::Ok
+    }
+}
+
+impl<Cx: ?Sized> Driver<Cx> for RamQueue {
+    #[inline]
+    fn queue_rqs(&mut self, _cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
+        let now_ns = batch.now_ns();
+        while let Some((tag, request, segments)) = batch.take() {
+            let status = self.transfer(memory, request, segments);
+            if self.timed.pace.is_instant() {
+                batch.complete(tag, status);
+            } else {
+                let bytes = if request.op().has_data() { request.bytes() } else { 0 };
+                self.timed.push(now_ns, bytes, tag, status);
+            }
+        }
+    }
+
+    #[inline]
+    fn poll(&mut self, _cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        self.timed.poll(done, now_ns);
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        self.timed.deadline_ns()
+    }
+}

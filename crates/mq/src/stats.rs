@@ -1,0 +1,402 @@
+//! Statistics, always on: counters and a latency histogram for each hardware queue.
+//!
+//! One writer, the queue's owner, with plain loads and stores; any number of readers, who see each number whole and
+//! the set of them a moment apart. Completions of one batch share their timestamp, so runs of equal ones are
+//! counted together.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::{Op, SECTOR_SHIFT};
+
+/// The kinds of operation that are told apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum OpClass {
+    /// Reads.
+    Read,
+    /// Writes.
+    Write,
+    /// Flushes.
+    Flush,
+    /// Discards and writes of zeroes.
+    Trim,
+}
+
+impl OpClass {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [OpClass; 4] = [OpClass::Read, OpClass::Write, OpClass::Flush, OpClass::Trim];
+
+    /// The class of an operation.
+    #[inline]
+    pub fn of(op: Op) -> OpClass {
+        match op {
+            Op::Read => OpClass::Read,
+            Op::Write => OpClass::Write,
+            Op::Flush => OpClass::Flush,
+            Op::Discard | Op::WriteZeroes => OpClass::Trim,
+        }
+    }
+}
+
+/// Adds without a locked instruction: there is one writer.
+#[inline]
+fn add(counter: &AtomicU64, n: u64) {
+    counter.store(counter.load(Relaxed).wrapping_add(n), Relaxed);
+}
+
+const SUB_BITS: u32 = 5;
+/// Values from here on fall into the last bucket: 2^37 ns, more than two minutes.
+const VALUE_BITS: u32 = 37;
+const BUCKETS: usize = ((VALUE_BITS - SUB_BITS + 1) as usize) << SUB_BITS;
+
+/// A log-linear histogram of nanoseconds: exact below 32, then 32 buckets to each power of two, so that a value is off by at most
+/// 1/32. The layout is that of HdrHistogram.
+#[derive(Debug)]
+pub struct Histogram {
+    buckets: Box<[AtomicU64]>,
+}
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Histogram { buckets: (0..BUCKETS).map(|_| AtomicU64::new(0)).collect() }
+    }
+}
+
+impl Histogram {
+    #[inline]
+    fn index(value: u64) -> usize {
+        let value = value.min((1 << VALUE_BITS) - 1);
+        let shift = (value | 1).ilog2().saturating_sub(SUB_BITS);
+        ((shift as usize) << SUB_BITS) + (value >> shift) as usize
+    }
+
+    /// The largest value that falls into the bucket.
+    fn upper(index: usize) -> u64 {
+        let shift = (index >> SUB_BITS).saturating_sub(1) as u32;
+        (((index - ((shift as usize) << SUB_BITS)) as u64 + 1) << shift) - 1
+    }
+
+    /// Counts a value `n` times.
+    #[inline]
+    pub fn record(&self, value: u64, n: u64) {
+        add(&self.buckets[Histogram::index(value)], n);
+    }
+
+    /// The counts so far.
+    pub fn snapshot(&self) -> HistogramSnapshot {
+        HistogramSnapshot { counts: self.buckets.iter().map(|bucket| bucket.load(Relaxed)).collect() }
+    }
+}
+
+/// The counts of a [`Histogram`] at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HistogramSnapshot {
+    counts: Vec<u64>,
+}
+
+impl Default for HistogramSnapshot {
+    fn default() -> Self {
+        HistogramSnapshot { counts: vec![0; BUCKETS] }
+    }
+}
+
+impl HistogramSnapshot {
+    /// How many values were counted.
+    pub fn samples(&self) -> u64 {
+        self.counts.iter().sum()
+    }
+
+    /// The value that `percent` of the samples do not exceed, in nanoseconds, rounded up to its bucket's end; zero without samples.
+    pub fn percentile_ns(&self, percent: f64) -> u64 {
+        let samples = self.samples();
+        let rank = ((samples as f64 * percent / 100.0).ceil() as u64).clamp(1, samples.max(1));
+        let mut seen = 0;
+        for (index, count) in self.counts.iter().enumerate() {
+            seen += count;
+            if seen >= rank {
+                return Histogram::upper(index);
+            }
+        }
+        0
+    }
+
+    /// Each bucket that holds samples: its largest value and its count.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.counts.iter().enumerate().filter(|(_, count)| **count > 0).map(|(i, count)| (Histogram::upper(i), *count))
+    }
+
+    /// Adds the counts of another.
+    pub fn merge(&mut self, other: &HistogramSnapshot) {
+        self.counts.iter_mut().zip(&other.counts).for_each(|(to, from)| *to += from);
+    }
+
+    /// What was counted since an earlier snapshot of the same histogram.
+    #[must_use]
+    pub fn since(&self, earlier: &HistogramSnapshot) -> HistogramSnapshot {
+        let counts = self.counts.iter().zip(&earlier.counts).map(|(now, then)| now.wrapping_sub(*then)).collect();
+        HistogramSnapshot { counts }
+    }
+}
+
+#[derive(Debug, Default)]
+struct OpStats {
+    ios: AtomicU64,
+    bytes: AtomicU64,
+    errors: AtomicU64,
+    sum_ns: AtomicU64,
+    /// Sum of squares of microseconds, for the deviation: nanoseconds would overflow within hours.
+    sum_us2: AtomicU64,
+    min_ns_inverted: AtomicU64,
+    max_ns: AtomicU64,
+    latency: Histogram,
+}
+
+/// The counters of one hardware queue, written by its owner alone.
+#[derive(Debug, Default)]
+#[repr(align(128))]
+pub struct HwStats {
+    ops: [OpStats; 4],
+    refused: AtomicU64,
+    slow: AtomicU64,
+    slow_now: AtomicU64,
+    /// Requests taken by the driver in one call: 0, 1, 2, 4, 8, 16, 32 and more, as blk-mq's `dispatched` has them.
+    dispatched: [AtomicU64; 7],
+}
+
+/// Completions that look alike, not yet counted: of the same operation, handed to the driver together, and over together.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Run {
+    op: Op,
+    start_ns: u64,
+    now_ns: u64,
+    ios: u64,
+    sectors: u64,
+}
+
+impl Run {
+    /// An empty run of what is over at `now_ns`.
+    pub(crate) fn new(now_ns: u64) -> Run {
+        Run { op: Op::Read, start_ns: 0, now_ns, ios: 0, sectors: 0 }
+    }
+
+    /// Adds one completion, counting the run so far if it differs.
+    #[inline]
+    pub(crate) fn push(&mut self, stats: &HwStats, op: Op, start_ns: u64, sectors: u32) {
+        if self.op != op || self.start_ns != start_ns {
+            self.flush(stats);
+            self.op = op;
+            self.start_ns = start_ns;
+        }
+        self.ios += 1;
+        self.sectors += u64::from(sectors);
+    }
+
+    #[inline]
+    pub(crate) fn flush(&mut self, stats: &HwStats) {
+        if self.ios > 0 {
+            let latency_ns = self.now_ns.saturating_sub(self.start_ns);
+            stats.completed(OpClass::of(self.op), latency_ns, self.ios, self.sectors << SECTOR_SHIFT);
+            self.ios = 0;
+            self.sectors = 0;
+        }
+    }
+}
+
+impl HwStats {
+    #[inline]
+    fn completed(&self, class: OpClass, latency_ns: u64, ios: u64, bytes: u64) {
+        let op = &self.ops[class as usize];
+        add(&op.ios, ios);
+        add(&op.bytes, bytes);
+        add(&op.sum_ns, latency_ns.wrapping_mul(ios));
+        let us = latency_ns / 1000;
+        add(&op.sum_us2, us.wrapping_mul(us).wrapping_mul(ios));
+        if latency_ns > op.max_ns.load(Relaxed) {
+            op.max_ns.store(latency_ns, Relaxed);
+        }
+        // Kept inverted, so that zero stands for "none yet".
+        if !latency_ns > op.min_ns_inverted.load(Relaxed) {
+            op.min_ns_inverted.store(!latency_ns, Relaxed);
+        }
+        op.latency.record(latency_ns, ios);
+    }
+
+    #[inline]
+    pub(crate) fn failed(&self, class: OpClass) {
+        add(&self.ops[class as usize].errors, 1);
+    }
+
+    #[inline]
+    pub(crate) fn refused(&self) {
+        add(&self.refused, 1);
+    }
+
+    #[inline]
+    pub(crate) fn slow(&self) {
+        add(&self.slow, 1);
+    }
+
+    #[inline]
+    pub(crate) fn slow_ended(&self) {
+        self.slow_now.store(self.slow_now.load(Relaxed).saturating_sub(1), Relaxed);
+    }
+
+    pub(crate) fn set_slow_now(&self, n: u64) {
+        self.slow_now.store(n, Relaxed);
+    }
+
+    #[inline]
+    pub(crate) fn dispatched(&self, n: usize) {
+        let bucket = (usize::BITS - n.leading_zeros()).min(6) as usize;
+        add(&self.dispatched[bucket], 1);
+    }
+
+    /// The numbers so far.
+    pub fn snapshot(&self) -> StatsSnapshot {
+        StatsSnapshot {
+            ops: OpClass::ALL.map(|class| {
+                let op = &self.ops[class as usize];
+                OpSnapshot {
+                    ios: op.ios.load(Relaxed),
+                    bytes: op.bytes.load(Relaxed),
+                    errors: op.errors.load(Relaxed),
+                    sum_ns: op.sum_ns.load(Relaxed),
+                    sum_us2: op.sum_us2.load(Relaxed),
+                    min_ns: !op.min_ns_inverted.load(Relaxed),
+                    max_ns: op.max_ns.load(Relaxed),
+                    latency: op.latency.snapshot(),
+                }
+            }),
+            refused: self.refused.load(Relaxed),
+            slow: self.slow.load(Relaxed),
+            slow_now: self.slow_now.load(Relaxed),
+            dispatched: std::array::from_fn(|i| self.dispatched[i].load(Relaxed)),
+        }
+    }
+}
+
+/// The counters of one class of operations at one moment.
+#[derive(Clone, Debug)]
+pub struct OpSnapshot {
+    /// Requests completed, well or not.
+    pub ios: u64,
+    /// Bytes of their ranges.
+    pub bytes: u64,
+    /// Requests that failed.
+    pub errors: u64,
+    /// Sum of their times with the device.
+    pub sum_ns: u64,
+    /// Sum of the squares of those times in microseconds.
+    pub sum_us2: u64,
+    /// Shortest; the largest number there is if there are none.
+    pub min_ns: u64,
+    /// Longest.
+    pub max_ns: u64,
+    /// All of them.
+    pub latency: HistogramSnapshot,
+}
+
+impl Default for OpSnapshot {
+    fn default() -> Self {
+        OpSnapshot {
+            ios: 0,
+            bytes: 0,
+            errors: 0,
+            sum_ns: 0,
+            sum_us2: 0,
+            min_ns: u64::MAX,
+            max_ns: 0,
+            latency: HistogramSnapshot::default(),
+        }
+    }
+}
+
+/// The numbers of one queue, or of several added up, at one moment.
+#[derive(Clone, Debug, Default)]
+pub struct StatsSnapshot {
+    /// By class, in the order of [`OpClass::ALL`].
+    pub ops: [OpSnapshot; 4],
+    /// Bios given back without reaching the device.
+    pub refused: u64,
+    /// Requests that were, or are, slow.
+    pub slow: u64,
+    /// Requests that are slow and still with the device.
+    pub slow_now: u64,
+    /// Calls to the driver by how many requests it took: 0, 1, 2, 4, 8, 16, 32 and more.
+    pub dispatched: [u64; 7],
+}
+
+impl StatsSnapshot {
+    /// The numbers of one class.
+    pub fn op(&self, class: OpClass) -> &OpSnapshot {
+        &self.ops[class as usize]
+    }
+
+    /// Adds the numbers of another queue.
+    pub fn merge(&mut self, other: &StatsSnapshot) {
+        for (to, from) in self.ops.iter_mut().zip(&other.ops) {
+            to.ios += from.ios;
+            to.bytes += from.bytes;
+            to.errors += from.errors;
+            to.sum_ns = to.sum_ns.wrapping_add(from.sum_ns);
+            to.sum_us2 = to.sum_us2.wrapping_add(from.sum_us2);
+            to.min_ns = to.min_ns.min(from.min_ns);
+            to.max_ns = to.max_ns.max(from.max_ns);
+            to.latency.merge(&from.latency);
+        }
+        self.refused += other.refused;
+        self.slow += other.slow;
+        self.slow_now += other.slow_now;
+        self.dispatched.iter_mut().zip(other.dispatched).for_each(|(to, from)| *to += from);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn runs_of_equal_completions_are_counted_as_if_one_by_one() {
+        let stats = HwStats::default();
+        let mut run = Run::new(10_000);
+        for (op, ns) in [(Op::Read, 100), (Op::Read, 100), (Op::Write, 100), (Op::Read, 7000)] {
+            run.push(&stats, op, 10_000 - ns, 1);
+        }
+        run.flush(&stats);
+        run.flush(&stats);
+        let now = stats.snapshot();
+        let read = now.op(OpClass::Read);
+        assert_eq!((read.ios, read.bytes, read.sum_ns, read.min_ns, read.max_ns), (3, 1536, 7200, 100, 7000));
+        assert_eq!(now.op(OpClass::Write).ios, 1);
+        assert_eq!(read.latency.samples(), 3);
+        assert_eq!(now.op(OpClass::Flush).min_ns, u64::MAX);
+    }
+
+    #[test]
+    fn percentiles_of_a_known_set() {
+        let histogram = Histogram::default();
+        (1..=1000).for_each(|us| histogram.record(us * 1000, 1));
+        let snapshot = histogram.snapshot();
+        for (percent, want) in [(50.0, 500_000.0), (99.0, 990_000.0), (99.9, 999_000.0), (100.0, 1_000_000.0)] {
+            let got = snapshot.percentile_ns(percent) as f64;
+            assert!(got >= want && got <= want * (1.0 + 1.0 / 32.0), "{percent}: {got}");
+        }
+        assert_eq!(HistogramSnapshot::default().percentile_ns(50.0), 0);
+    }
+
+    #[test]
+    fn dispatch_batches_fall_into_powers_of_two() {
+        let stats = HwStats::default();
+        [0, 1, 2, 3, 4, 8, 31, 32, 500].into_iter().for_each(|n| stats.dispatched(n));
+        assert_eq!(stats.snapshot().dispatched, [1, 1, 2, 1, 1, 1, 2]);
+    }
+
+    proptest! {
+        #[test]
+        fn a_value_lies_within_one_thirty_second_of_its_bucket(value in 0_u64..1 << VALUE_BITS) {
+            let upper = Histogram::upper(Histogram::index(value));
+            prop_assert!(upper >= value && upper - value <= value / 32);
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! Tags: places in flight, as things one holds.
+//!
+//! A [`Tag`] can be moved and not copied; who holds it may use the request of its number, and must give it back. A [`Cid`]
+//! is the number under which somebody outside knows the request; it proves nothing until it is redeemed.
+
+/// A place in flight. Dropping one that is out is a bug of ours, and loud.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "a tag that is not given back is lost"]
+pub struct Tag(u16);
+
+impl Tag {
+    /// The number of the place.
+    #[inline]
+    pub fn index(&self) -> usize {
+        usize::from(self.0)
+    }
+
+    /// Puts the tag down in a list of the queue it belongs to, which is still out of the set.
+    #[inline]
+    pub(crate) fn put_down(self) -> u16 {
+        let number = self.0;
+        std::mem::forget(self);
+        number
+    }
+
+    /// Picks up a tag that was put down, once.
+    #[inline]
+    pub(crate) fn pick_up(number: u16) -> Tag {
+        Tag(number)
+    }
+}
+
+impl Drop for Tag {
+    fn drop(&mut self) {
+        // While a panic unwinds there is nobody left to give it back to.
+        assert!(std::thread::panicking(), "tag {} was dropped while it was out", self.0);
+    }
+}
+
+/// The tags of one hardware queue. They belong to its owner: plain words, no atomics. What came back last is taken
+/// first, while its request is still in the cache.
+#[derive(Debug)]
+pub struct TagSet {
+    /// The numbers that are in, up to `free`; what lies beyond is out.
+    numbers: Box<[u16]>,
+    free: usize,
+}
+
+impl TagSet {
+    /// Tags one set may hold, as in Linux (`BLK_MQ_MAX_DEPTH`).
+    pub const DEPTH_MAX: usize = 10_240;
+
+    /// A set of `depth` tags, all in.
+    ///
+    /// # Panics
+    /// If `depth` is zero or above [`TagSet::DEPTH_MAX`]: depths are checked where they are configured.
+    pub fn new(depth: usize) -> TagSet {
+        assert!((1..=TagSet::DEPTH_MAX).contains(&depth), "a tag set of {depth}");
+        TagSet { numbers: (0..depth as u16).rev().collect(), free: depth }
+    }
+
+    /// How many tags there are.
+    pub fn depth(&self) -> usize {
+        self.numbers.len()
+    }
+
+    /// How many are out.
+    #[inline]
+    pub fn in_use(&self) -> usize {
+        self.numbers.len() - self.free
+    }
+
+    /// How many are in.
+    #[inline]
+    pub fn free(&self) -> usize {
+        self.free
+    }
+
+    /// Takes the tag that came back last.
+    #[inline]
+    pub fn take(&mut self) -> Option<Tag> {
+        let top = self.free.checked_sub(1)?;
+        let tag = Tag(self.numbers[top]);
+        self.free = top;
+        Some(tag)
+    }
+
+    /// Takes a tag back. That no tag comes back twice is certain, for it cannot be copied.
+    ///
+    /// # Panics
+    /// If the tag is not from this set: all are in, or its number is beyond the depth.
+    #[inline]
+    pub fn put(&mut self, tag: Tag) {
+        let number = tag.put_down();
+        let ours = usize::from(number) < self.numbers.len();
+        let Some(place) = self.numbers.get_mut(self.free).filter(|_| ours) else {
+            panic!("tag {number} came back to a set it is not from");
+        };
+        *place = number;
+        self.free += 1;
+    }
+}
+
+/// The number by which a device or the kernel knows a request: generation in the upper half, place in the lower.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Cid(pub u32);
+
+/// A completion that names no request in flight: late, repeated or invented.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("completion for id {0:#x}, which is not in flight")]
+pub struct Forged(pub u32);
+
+#[derive(Debug)]
+struct Parked {
+    generation: u16,
+    tag: Option<Tag>,
+}
+
+/// The tags a driver has handed to the other side, each under an id that is good once.
+#[derive(Debug)]
+pub struct Cids {
+    places: Box<[Parked]>,
+}
+
+impl Cids {
+    /// Room for the tags of a set of `depth`.
+    pub fn new(depth: usize) -> Cids {
+        Cids { places: (0..depth).map(|_| Parked { generation: 0, tag: None }).collect() }
+    }
+
+    /// Parks a tag; the id redeems it, once.
+    ///
+    /// # Panics
+    /// If the tag's place is taken, which would take two tags of one number.
+    #[inline]
+    pub fn park(&mut self, tag: Tag) -> Cid {
+        let index = tag.index();
+        let place = &mut self.places[index];
+        assert!(place.tag.is_none(), "tag {index} is parked already");
+        place.tag = Some(tag);
+        Cid(u32::from(place.generation) << 16 | index as u32)
+    }
+
+    /// The place a valid id names, without redeeming it.
+    ///
+    /// # Errors
+    /// The id is not in flight.
+    #[inline]
+    pub fn look(&self, cid: Cid) -> Result<usize, Forged> {
+        let index = (cid.0 & 0xffff) as usize;
+        match self.places.get(index) {
+            Some(place) if place.tag.is_some() && u32::from(place.generation) == cid.0 >> 16 => Ok(index),
+            _ => Err(Forged(cid.0)),
+        }
+    }
+
+    /// Gives the tag back for its id.
+    ///
+    /// # Errors
+    /// The id is not in flight: unknown, redeemed before, or of an earlier generation.
+    #[inline]
+    pub fn redeem(&mut self, cid: Cid) -> Result<Tag, Forged> {
+        let index = self.look(cid)?;
+        let place = &mut self.places[index];
+        place.generation = place.generation.wrapping_add(1);
+        place.tag.take().ok_or(Forged(cid.0))
+    }
+
+    /// Whether nothing is parked.
+    pub fn is_empty(&self) -> bool {
+        self.places.iter().all(|place| place.tag.is_none())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_set_gives_each_tag_once() {
+        for depth in [1, 2, 63, 64, 65, 128, 1023, TagSet::DEPTH_MAX] {
+            let mut set = TagSet::new(depth);
+            let tags: Vec<Tag> = std::iter::from_fn(|| set.take()).collect();
+            assert_eq!(tags.len(), depth);
+            assert!(tags.iter().enumerate().all(|(i, tag)| tag.index() == i));
+            tags.into_iter().for_each(|tag| set.put(tag));
+            assert_eq!(set.in_use(), 0);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "dropped while it was out")]
+    fn dropping_a_tag_is_loud() {
+        drop(TagSet::new(4).take());
+    }
+
+    #[test]
+    fn an_id_is_good_once() {
+        let mut set = TagSet::new(4);
+        let mut cids = Cids::new(4);
+        let cid = cids.park(set.take().unwrap());
+        assert_eq!(cids.redeem(Cid(cid.0 + 1)), Err(Forged(cid.0 + 1)));
+        assert_eq!(cids.redeem(Cid(0xffff)), Err(Forged(0xffff)));
+        set.put(cids.redeem(cid).unwrap());
+        assert_eq!(cids.redeem(cid), Err(Forged(cid.0)));
+        let next = cids.park(set.take().unwrap());
+        assert_ne!(next, cid, "the same place has another generation");
+        assert_eq!(cids.redeem(cid), Err(Forged(cid.0)));
+        set.put(cids.redeem(next).unwrap());
+    }
+
+    proptest! {
+        /// No tag is owned twice, and what is out is what was taken less what came back.
+        #[test]
+        fn tags_out_are_distinct_and_counted(depth in 1_usize..300, steps in proptest::collection::vec(any::<(bool, u16)>(), 0..600)) {
+            let mut set = TagSet::new(depth);
+            let mut out: Vec<Tag> = Vec::new();
+            for (take, pick) in steps {
+                if take {
+                    if let Some(tag) = set.take() {
+                        prop_assert!(tag.index() < depth);
+                        prop_assert!(!out.contains(&tag));
+                        out.push(tag);
+                    } else {
+                        prop_assert_eq!(out.len(), depth);
+                    }
+                } else if !out.is_empty() {
+                    let tag = out.swap_remove(usize::from(pick) % out.len());
+                    set.put(tag);
+                }
+                prop_assert_eq!(set.in_use(), out.len());
+            }
+            out.into_iter().for_each(|tag| set.put(tag));
+        }
+    }
+}

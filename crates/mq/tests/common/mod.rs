@@ -1,0 +1,49 @@
+//! A clock and a place to sleep, for tests with real threads. Those of the program are in `os`.
+
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use blkyard_mq::{Bed, Wake};
+
+/// Nanoseconds since the first call.
+pub fn now_ns() -> u64 {
+    static START: OnceLock<Instant> = OnceLock::new();
+    START.get_or_init(Instant::now).elapsed().as_nanos() as u64
+}
+
+/// A bed for devices that say nothing and only have deadlines.
+#[derive(Default)]
+pub struct TimedBed {
+    called: Mutex<bool>,
+    bell: Condvar,
+}
+
+impl TimedBed {
+    pub fn new() -> Arc<TimedBed> {
+        Arc::default()
+    }
+}
+
+impl Wake for TimedBed {
+    fn wake(&self) {
+        *self.called.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.bell.notify_all();
+    }
+}
+
+impl Bed for TimedBed {
+    fn sleep(&self) {
+        let mut called = self.called.lock().unwrap_or_else(PoisonError::into_inner);
+        while !*called {
+            called = self.bell.wait(called).unwrap_or_else(PoisonError::into_inner);
+        }
+        *called = false;
+    }
+
+    fn watch(&self, deadline_ns: u64) {
+        let left = Duration::from_nanos(deadline_ns.saturating_sub(now_ns()));
+        let called = self.called.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.bell.wait_timeout_while(called, left, |called| !*called);
+        *waited.unwrap_or_else(PoisonError::into_inner).0 = false;
+    }
+}

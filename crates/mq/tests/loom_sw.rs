@@ -1,0 +1,146 @@
+//! Software queues under loom: small, and every order within the bound, weak memory included.
+//!
+//! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mq --test loom_sw`
+//!
+//! The real code over the null device. What the queue has in it is reached through the baton's cell, so an access without the
+//! right order fails the model, as does a schedule in which all sleep. Each model names its bound on preemptions and
+//! prints how many orders it has.
+//!
+//! A watch with a near deadline ends at once, time having passed: that it may end later is covered by the thread being
+//! held up afterwards. The far deadline, the tick, never comes.
+#![cfg(loom)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use blkyard_mq::{
+    Bed, Bio, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op, QueueLimits,
+    SwQueue, Wake,
+};
+use loom::sync::Notify;
+use loom::thread;
+
+const FAR_NS: u64 = 100_000_000;
+
+struct ModelBed {
+    called: Notify,
+    /// Not modelled: time is the same for all.
+    clock: Arc<AtomicU64>,
+}
+
+impl Wake for ModelBed {
+    fn wake(&self) {
+        self.called.notify();
+    }
+}
+
+impl Bed for ModelBed {
+    fn sleep(&self) {
+        self.called.wait();
+    }
+
+    fn watch(&self, deadline_ns: u64) {
+        if deadline_ns.saturating_sub(self.clock.load(Ordering::Relaxed)) >= FAR_NS {
+            self.called.wait();
+        } else {
+            self.clock.fetch_max(deadline_ns, Ordering::Relaxed);
+        }
+    }
+}
+
+fn info() -> DeviceInfo {
+    DeviceInfo {
+        name: "model".into(),
+        capacity_sectors: 1024,
+        limits: QueueLimits::default(),
+        read_only: false,
+        volatile_cache: false,
+    }
+}
+
+fn flush(cookie: u64) -> Box<Bio> {
+    let mut bio = Bio::with_capacity(0);
+    bio.op = Op::Flush;
+    bio.cookie = cookie;
+    bio
+}
+
+/// What a thread of a model does with its end.
+type Life = fn(SwQueue<NullQueue, ()>, u64, &dyn Fn() -> u64);
+
+/// Submits one bio and sleeps for it.
+fn sleeper(mut queue: SwQueue<NullQueue, ()>, me: u64, clock: &dyn Fn() -> u64) {
+    let mut ended = 0;
+    queue.submit(flush(me));
+    queue.ring(&clock);
+    queue.leave(&clock, &mut |bio| {
+        assert_eq!(bio.cookie, me);
+        ended += 1;
+    });
+    assert_eq!(ended, 1);
+}
+
+/// The same, without ringing first: all is left to the sleep.
+fn quiet_sleeper(mut queue: SwQueue<NullQueue, ()>, me: u64, clock: &dyn Fn() -> u64) {
+    let mut ended = 0;
+    queue.submit(flush(me));
+    queue.leave(&clock, &mut |_| ended += 1);
+    assert_eq!(ended, 1);
+}
+
+/// Looks in once before it sleeps.
+fn poller(mut queue: SwQueue<NullQueue, ()>, me: u64, clock: &dyn Fn() -> u64) {
+    let mut ended = 0;
+    queue.submit(flush(me));
+    queue.ring(&clock);
+    queue.poll(&clock, &mut |_| ended += 1);
+    queue.leave(&clock, &mut |_| ended += 1);
+    assert_eq!(ended, 1);
+}
+
+fn model(name: &str, preemptions: usize, latency_ns: u64, lives: &'static [Life]) {
+    let orders = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&orders);
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(preemptions);
+    builder.max_branches = 10_000;
+    builder.check(move || {
+        counter.fetch_add(1, Ordering::Relaxed);
+        let time = Arc::new(AtomicU64::new(0));
+        let device = NullDevice::new(info(), NullConfig { latency_ns, bytes_per_s: 0 });
+        let config = HwQueueConfig { depth: 1, bios_max: 2, ..HwQueueConfig::default() };
+        let hw = HwQueue::new(device.queue(1), Arc::new(info()), config);
+        let bed = |_: &Life| Arc::new(ModelBed { called: Notify::new(), clock: Arc::clone(&time) }) as Arc<dyn Bed>;
+        let mut ends = SwQueue::share(hw, (), 1, lives.iter().map(bed).collect()).into_iter().zip(0..);
+        let (first, _) = ends.next().unwrap();
+        let others: Vec<_> = ends
+            .map(|(end, seat)| {
+                let time = Arc::clone(&time);
+                thread::spawn(move || lives[seat as usize](end, seat, &|| time.fetch_add(10, Ordering::Relaxed)))
+            })
+            .collect();
+        lives[0](first, 0, &|| time.fetch_add(10, Ordering::Relaxed));
+        others.into_iter().for_each(|other| other.join().unwrap());
+    });
+    println!("{name}: {} orders, at most {preemptions} preemptions", orders.load(Ordering::Relaxed));
+}
+
+#[test]
+fn two_sleepers_on_a_device_that_takes_its_time() {
+    model("two sleepers, latency", 3, 500, &[sleeper, sleeper]);
+}
+
+#[test]
+fn two_sleepers_on_a_device_that_answers_on_the_spot() {
+    model("two sleepers, on the spot", 3, 0, &[quiet_sleeper, quiet_sleeper]);
+}
+
+#[test]
+fn a_poller_and_a_sleeper() {
+    model("a poller and a sleeper", 3, 500, &[poller, quiet_sleeper]);
+}
+
+#[test]
+fn three_sleepers() {
+    model("three sleepers", 2, 500, &[sleeper, quiet_sleeper, quiet_sleeper]);
+}

@@ -1,0 +1,214 @@
+//! What a shared queue does step by step, where the order of events can be arranged: one ring of the bell gets everything
+//! through, turns are fair, and a sleeper's watch follows the deadlines.
+#![cfg(not(any(loom, shuttle)))]
+
+mod common;
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use blkyard_mq::{
+    Batch, Bed, Bio, BlockDevice, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice,
+    Op, QueueLimits, RegionTable, Status, SwQueue, Tag,
+};
+use common::{TimedBed, now_ns};
+
+fn info() -> DeviceInfo {
+    let limits = QueueLimits { discard_sectors_max: 1 << 20, ..QueueLimits::default() };
+    DeviceInfo { name: "test".into(), capacity_sectors: 1 << 40, limits, read_only: false, volatile_cache: false }
+}
+
+fn share<D: Driver<Cx>, Cx: Context>(
+    driver: D,
+    cx: Cx,
+    config: HwQueueConfig,
+    places: usize,
+    threads: usize,
+) -> Vec<SwQueue<D, Cx>> {
+    let beds = (0..threads).map(|_| TimedBed::new() as Arc<dyn Bed>).collect();
+    SwQueue::share(HwQueue::new(driver, Arc::new(info()), config), cx, places, beds)
+}
+
+/// A bio without data; its sector is all that the drivers here look at.
+fn bio(sector: u64) -> Box<Bio> {
+    let mut bio = Bio::with_capacity(0);
+    bio.op = Op::Discard;
+    bio.sector = sector;
+    bio.sectors = 1;
+    bio.cookie = !sector;
+    bio
+}
+
+#[test]
+fn one_ring_gets_everything_through_a_small_queue() {
+    let device = NullDevice::new(info(), NullConfig::default());
+    let config = HwQueueConfig { depth: 1, bios_max: 2, ..HwQueueConfig::default() };
+    let mut queue = share(device.queue(1), (), config, 8, 1).remove(0);
+    (0..8).for_each(|sector| queue.submit(bio(sector)));
+    assert_eq!((queue.room(), queue.in_flight()), (0, 8));
+    queue.ring(&|| 5);
+    let mut ended = Vec::new();
+    // The clock is not asked: nothing is left to crank.
+    assert_eq!(queue.poll(&|| panic!("cranked once more"), &mut |bio| ended.push((bio.sector, !bio.cookie))), 8);
+    assert_eq!(ended, (0..8).map(|sector| (sector, sector)).collect::<Vec<_>>());
+    assert_eq!((queue.poll(&|| 6, &mut |_| ()), queue.wait(&|| 6, &mut |_| ())), (0, 0));
+}
+
+/// Answers on the spot, and does something besides at its first call.
+struct Hooked {
+    first: Option<Box<dyn FnOnce() + Send>>,
+    order: Arc<Mutex<Vec<u64>>>,
+}
+
+impl Driver<()> for Hooked {
+    fn queue_rqs(&mut self, (): &mut (), _: &RegionTable, batch: &mut Batch<'_>) {
+        while let Some((tag, request, _)) = batch.take() {
+            self.order.lock().unwrap().push(request.sector());
+            batch.complete(tag, Status::Ok);
+        }
+        if let Some(first) = self.first.take() {
+            first();
+        }
+    }
+
+    fn poll(&mut self, (): &mut (), _: &RegionTable, _: &mut Done<'_>, _: u64) {}
+}
+
+#[test]
+fn a_burst_of_one_does_not_keep_out_the_others() {
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let late: Arc<Mutex<Option<SwQueue<Hooked, ()>>>> = Arc::default();
+    let hook = {
+        let late = Arc::clone(&late);
+        move || {
+            let mut late = late.lock().unwrap();
+            let late = late.as_mut().unwrap();
+            late.submit(bio(1000));
+            // The queue is owned: this leaves word and returns, without a look at the clock.
+            late.ring(&|| panic!("the queue had two owners"));
+        }
+    };
+    let driver = Hooked { first: Some(Box::new(hook)), order: Arc::clone(&order) };
+    let mut ends = share(driver, (), HwQueueConfig::default(), 200, 2);
+    *late.lock().unwrap() = ends.pop();
+    let mut early = ends.remove(0);
+    (0..200).for_each(|sector| early.submit(bio(sector)));
+    early.ring(&|| 5);
+    let place = order.lock().unwrap().iter().position(|sector| *sector == 1000).unwrap();
+    assert_eq!(order.lock().unwrap().len(), 201, "the owner went on until all was done");
+    assert!((32..=64).contains(&place), "was served at place {place}, and came when 32 had been");
+    let mut ended = 0;
+    early.leave(&|| 6, &mut |_| ended += 1);
+    let mut late = late.lock().unwrap().take().unwrap();
+    assert_eq!((ended, late.poll(&|| 6, &mut |_| ())), (200, 1));
+}
+
+#[test]
+fn under_pressure_rings_are_served_in_turn() {
+    type Ends = Vec<SwQueue<Hooked, ()>>;
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let others: Arc<Mutex<Ends>> = Arc::default();
+    let hook = {
+        let others = Arc::clone(&others);
+        move || {
+            for (end, base) in others.lock().unwrap().iter_mut().zip([100, 200]) {
+                (0..4).for_each(|sector| end.submit(bio(base + sector)));
+                end.ring(&|| panic!("the queue had two owners"));
+            }
+        }
+    };
+    let driver = Hooked { first: Some(Box::new(hook)), order: Arc::clone(&order) };
+    // One bio at a time: whoever is served is decided anew each time.
+    let config = HwQueueConfig { depth: 1, bios_max: 1, ..HwQueueConfig::default() };
+    let mut ends = share(driver, (), config, 4, 3);
+    *others.lock().unwrap() = ends.split_off(1);
+    let mut first = ends.remove(0);
+    (0..4).for_each(|sector| first.submit(bio(sector)));
+    first.ring(&|| 5);
+    assert_eq!(*order.lock().unwrap(), [0, 100, 200, 1, 101, 201, 2, 102, 202, 3, 103, 203]);
+    first.leave(&|| 6, &mut |_| ());
+    others.lock().unwrap().drain(..).for_each(|end| end.leave(&|| 6, &mut |_| ()));
+}
+
+/// A request takes as many milliseconds as its sector says.
+#[derive(Default)]
+struct Timed {
+    due: VecDeque<(u64, Tag)>,
+    ended: Arc<Mutex<Vec<(u64, u64)>>>,
+}
+
+impl Driver<()> for Timed {
+    fn queue_rqs(&mut self, (): &mut (), _: &RegionTable, batch: &mut Batch<'_>) {
+        let now_ns = batch.now_ns();
+        while let Some((tag, request, _)) = batch.take() {
+            let due_ns = now_ns + request.sector() * 1_000_000;
+            self.due.push_back((due_ns, tag));
+        }
+        self.due.make_contiguous().sort_by_key(|(due_ns, _)| *due_ns);
+    }
+
+    fn poll(&mut self, (): &mut (), _: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        while self.due.front().is_some_and(|(due_ns, _)| *due_ns <= now_ns) {
+            let (_, tag) = self.due.pop_front().unwrap();
+            self.ended.lock().unwrap().push((done.request(&tag).0.sector(), now_ns));
+            done.complete(tag, Status::Ok);
+        }
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        self.due.front().map(|(due_ns, _)| *due_ns)
+    }
+}
+
+#[test]
+fn whoever_keeps_watch_is_told_of_an_earlier_deadline() {
+    let driver = Timed::default();
+    let ended = Arc::clone(&driver.ended);
+    let mut ends = share(driver, (), HwQueueConfig::default(), 2, 2);
+    let (mut slow, mut fast) = (ends.remove(0), ends.remove(0));
+    let sleeper = thread::spawn(move || {
+        slow.submit(bio(700));
+        assert_eq!(slow.wait(&now_ns, &mut |_| ()), 1);
+    });
+    thread::sleep(Duration::from_millis(50));
+    // Passed on while the other keeps watch; then this thread minds its own business.
+    fast.submit(bio(10));
+    fast.ring(&now_ns);
+    sleeper.join().unwrap();
+    let ended = ended.lock().unwrap().clone();
+    assert_eq!(ended.iter().map(|(sector, _)| *sector).collect::<Vec<_>>(), [10, 700]);
+    assert!(ended[1].1 - ended[0].1 > 100_000_000, "the fast one was only seen with the slow one: {ended:?}");
+    assert_eq!(fast.poll(&now_ns, &mut |_| ()), 1);
+}
+
+/// Counts what an owner must do for what its drivers share.
+#[derive(Default)]
+struct Counted {
+    committed: Arc<Mutex<(u32, u32)>>,
+}
+
+impl Context for Counted {
+    fn commit(&mut self) {
+        self.committed.lock().unwrap().0 += 1;
+    }
+
+    fn collect(&mut self) {
+        self.committed.lock().unwrap().1 += 1;
+    }
+}
+
+#[test]
+fn each_round_announces_and_fetches_once() {
+    let cx = Counted::default();
+    let calls = Arc::clone(&cx.committed);
+    let device = NullDevice::new(info(), NullConfig { latency_ns: 10, bytes_per_s: 0 });
+    let mut queue = share(device.queue(4), cx, HwQueueConfig { depth: 4, ..HwQueueConfig::default() }, 4, 1).remove(0);
+    (0..4).for_each(|sector| queue.submit(bio(sector)));
+    queue.ring(&|| 100);
+    assert_eq!(*calls.lock().unwrap(), (1, 1));
+    assert_eq!(queue.poll(&|| 105, &mut |_| ()), 0);
+    assert_eq!(queue.poll(&|| 110, &mut |_| ()), 4);
+    assert_eq!(*calls.lock().unwrap(), (3, 3));
+}
