@@ -1,0 +1,74 @@
+//! Where a thread sleeps that shares a queue with others, over a ring that changes owners.
+//!
+//! A [`RingBed`] has a bell of its own, and a second descriptor of the ring itself. Who merely sleeps listens to the bell; who
+//! keeps watch listens to both. The ring's descriptor is readable as long as completions wait in it, so a watch that
+//! begins after one came ends at once: nothing is slept over.
+//!
+//! Made for rings without a [single owner](crate::RingConfig::single_owner): there the kernel hands completions over by itself.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use blkyard_mq::{Bed, Context, Wake};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use crate::{Ring, now_ns};
+
+/// One thread's place to sleep beside a shared ring.
+#[derive(Debug)]
+pub struct RingBed {
+    bell: OwnedFd,
+    ring: OwnedFd,
+}
+
+impl RingBed {
+    /// A bed beside this ring.
+    ///
+    /// # Errors
+    /// The system has no descriptors left.
+    pub fn new(ring: &Ring) -> io::Result<Arc<RingBed>> {
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Arc::new(RingBed { bell, ring: ring.descriptor().try_clone_to_owned()? }))
+    }
+
+    fn quiet(&self) {
+        // Nothing to read is as quiet as it gets.
+        let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+    }
+}
+
+impl Wake for RingBed {
+    fn wake(&self) {
+        // Fails only when 2^64 calls were not heard; then it is ringing anyway.
+        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+    }
+}
+
+impl Bed for RingBed {
+    fn sleep(&self) {
+        // Whatever ends this early, a signal say, whoever slept looks again.
+        let _ = poll(&mut [PollFd::new(&self.bell, PollFlags::IN)], None);
+        self.quiet();
+    }
+
+    fn watch(&self, deadline_ns: u64) {
+        let left_ns = deadline_ns.saturating_sub(now_ns());
+        let timeout = Timespec { tv_sec: (left_ns / 1_000_000_000) as i64, tv_nsec: (left_ns % 1_000_000_000) as i64 };
+        let mut fds = [PollFd::new(&self.bell, PollFlags::IN), PollFd::new(&self.ring, PollFlags::IN)];
+        let _ = poll(&mut fds, Some(&timeout));
+        if !fds[0].revents().is_empty() {
+            self.quiet();
+        }
+    }
+}
+
+impl Context for Ring {
+    fn commit(&mut self) {
+        self.submit();
+    }
+
+    fn collect(&mut self) {
+        self.reap();
+    }
+}

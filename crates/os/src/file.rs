@@ -1,0 +1,185 @@
+//! A file or a block device as a disk.
+//!
+//! [`FileDevice::open`] finds out what the file can do, locks it, and from then on only its queues touch it, through
+//! the ring of the lane they live on. Direct I/O where the file system does it, through the page cache where it does
+//! not; the alignment direct I/O asks for becomes the logical block, and memory that does not fit it is copied and
+//! counted.
+//!
+//! The lock sits on the very description that carries the I/O, and the kernel keeps that open until the last
+//! operation is over. So nobody else gets the image while any I/O of ours is unfinished, however we end.
+//!
+//! It does not cache, does not grow the file, and does not know image formats: bytes are where they are.
+
+mod error;
+mod lock;
+mod open;
+mod place;
+mod queue;
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+
+use blkyard_mem::Region;
+use blkyard_mq::{BlockDevice, DeviceInfo};
+
+pub use error::OpenError;
+pub use queue::FileQueue;
+
+/// Whether I/O goes past the page cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Direct {
+    /// Where the file system does it.
+    #[default]
+    Auto,
+    /// Always; an error where it cannot.
+    On,
+    /// Never.
+    Off,
+}
+
+/// What to open, and how.
+#[derive(Clone, Debug)]
+pub struct FileConfig {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Writes are refused, and other readers welcome.
+    pub read_only: bool,
+    /// Whether I/O goes past the page cache.
+    pub direct: Direct,
+    /// Logical block, bytes; by default 512, or what direct I/O asks for if that is more.
+    pub block_bytes: Option<u32>,
+    /// Each write is durable when it completes, so that flushes have nothing to do.
+    pub write_through: bool,
+}
+
+impl FileConfig {
+    /// The file at `path` as it is: writable, direct where possible, with a cache that wants flushing.
+    pub fn new(path: impl Into<PathBuf>) -> FileConfig {
+        FileConfig {
+            path: path.into(),
+            read_only: false,
+            direct: Direct::Auto,
+            block_bytes: None,
+            write_through: false,
+        }
+    }
+}
+
+/// How I/O reaches the file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Past the page cache.
+    Direct {
+        /// What memory must be aligned to, bytes; memory that is not is copied.
+        memory_align: u32,
+        /// What places and lengths in the file must be aligned to, bytes.
+        offset_align: u32,
+    },
+    /// Through the page cache.
+    Buffered {
+        /// Why.
+        reason: &'static str,
+    },
+}
+
+impl std::fmt::Display for Mode {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Mode::Direct { offset_align: 1, .. } => f.write_str("direct"),
+            Mode::Direct { memory_align, .. } if *memory_align > 1 => {
+                write!(f, "past the page cache, from memory aligned to {memory_align}")
+            }
+            Mode::Direct { .. } => write!(f, "past the page cache"),
+            Mode::Buffered { reason } => write!(f, "through the page cache ({reason})"),
+        }
+    }
+}
+
+/// What happened to a file beside I/O going well. Counted by all its queues, readable by anyone.
+#[derive(Debug, Default)]
+pub struct FileCounters {
+    bounced: AtomicU64,
+    continued: AtomicU64,
+    retried: AtomicU64,
+    forged: AtomicU64,
+}
+
+impl FileCounters {
+    /// Requests whose data was copied because their memory was not aligned.
+    pub fn bounced(&self) -> u64 {
+        self.bounced.load(Relaxed)
+    }
+
+    /// Times the kernel did less than it was asked, and was asked for the rest.
+    pub fn continued(&self) -> u64 {
+        self.continued.load(Relaxed)
+    }
+
+    /// Times the kernel asked us to try again.
+    pub fn retried(&self) -> u64 {
+        self.retried.load(Relaxed)
+    }
+
+    /// Completions for requests that were not in flight.
+    pub fn forged(&self) -> u64 {
+        self.forged.load(Relaxed)
+    }
+}
+
+/// What all queues of a file share.
+#[derive(Debug)]
+struct Shared {
+    file: Arc<OwnedFd>,
+    /// Bits that must be zero in the address of memory; zero if any will do.
+    memory_mask: usize,
+    /// Bits that must be zero in places in the file, and in the length of each segment.
+    offset_mask: u64,
+    bounce_bytes: u32,
+    segments_max: u16,
+    write_through: bool,
+    counters: FileCounters,
+    is_block_device: bool,
+    /// Learned from refusals, since asking would take changing the file.
+    no_trim: AtomicBool,
+    no_punch: AtomicBool,
+    no_zero_range: AtomicBool,
+    /// A sync has failed. The kernel says so once and forgets, to one of all who ask through this description: what was lost
+    /// is lost for all, so no flush succeeds from then on.
+    sync_failed: AtomicBool,
+    /// What is written where zeroes cannot be asked for. Never touched, so it takes no memory.
+    zeroes: Arc<Region>,
+}
+
+/// An open file or block device.
+#[derive(Debug)]
+pub struct FileDevice {
+    info: DeviceInfo,
+    mode: Mode,
+    shared: Arc<Shared>,
+}
+
+impl FileDevice {
+    /// How I/O reaches the file.
+    pub fn mode(&self) -> &Mode {
+        &self.mode
+    }
+
+    /// What happened beside I/O going well.
+    pub fn counters(&self) -> &FileCounters {
+        &self.shared.counters
+    }
+}
+
+impl BlockDevice for FileDevice {
+    type Queue = FileQueue;
+
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn queue(&self, depth: usize) -> FileQueue {
+        FileQueue::new(Arc::clone(&self.shared), depth)
+    }
+}

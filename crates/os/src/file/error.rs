@@ -1,0 +1,143 @@
+//! Why a file cannot be a disk: each case with its object, its cause and its cure.
+
+use std::io;
+use std::path::PathBuf;
+
+/// Why a file could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// It is not there.
+    #[error("{path}: there is no such file. Make an image with `truncate -s 1G {path}`", path = path.display())]
+    Missing {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A directory.
+    #[error("{path} is a directory: name a file in it, or a block device", path = path.display())]
+    Directory {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// Something that has no blocks.
+    #[error("{path} is a {kind}: only regular files and block devices can be disks", path = path.display())]
+    Kind {
+        /// The file.
+        path: PathBuf,
+        /// What it is.
+        kind: &'static str,
+    },
+    /// Not for us.
+    #[error(
+        "{path}: permission denied. Give the user of this process {wanted} permission{hint}",
+        path = path.display()
+    )]
+    Permission {
+        /// The file.
+        path: PathBuf,
+        /// What it lacks.
+        wanted: &'static str,
+        /// What else would help.
+        hint: &'static str,
+    },
+    /// The file system, or the file on it, takes no writes.
+    #[error("{path} cannot be written: {cause}. Open it with ?readonly=on", path = path.display())]
+    ReadOnly {
+        /// The file.
+        path: PathBuf,
+        /// What stands against it.
+        cause: &'static str,
+    },
+    /// Nothing in it.
+    #[error("{path} is empty: give it a size with `truncate -s 1G {path}`", path = path.display())]
+    Empty {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The last block is not whole.
+    #[error(
+        "{path} has {bytes} bytes, which is not a multiple of its block of {block}. Round it up with \
+         `truncate -s %{block} {path}`{hint}",
+        path = path.display()
+    )]
+    OddSize {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        bytes: u64,
+        /// The logical block.
+        block: u32,
+        /// What else would help.
+        hint: &'static str,
+    },
+    /// No size for a block.
+    #[error(
+        "{path}: a block of {asked} bytes cannot be: ask for a power of two from 512 to {max}",
+        path = path.display()
+    )]
+    Block {
+        /// The file.
+        path: PathBuf,
+        /// What was asked for.
+        asked: u32,
+        /// The largest that can be.
+        max: u32,
+    },
+    /// Smaller than direct I/O can do.
+    #[error(
+        "{path}: blocks of {asked} bytes were asked for, but direct I/O needs {align} here. Ask for {align}{hint}",
+        path = path.display()
+    )]
+    BlockTooSmall {
+        /// The file.
+        path: PathBuf,
+        /// What was asked for.
+        asked: u32,
+        /// What the file system or the device needs.
+        align: u32,
+        /// What else would help.
+        hint: &'static str,
+    },
+    /// Direct I/O was asked for and cannot be had.
+    #[error("{path}: {reason}, but direct I/O was asked for. Open it with ?direct=off", path = path.display())]
+    NotDirect {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// Someone else has it.
+    #[error(
+        "{path} is in use: {holder}. Stop that program (`fuser -v {path}` may name it){hint}",
+        path = path.display()
+    )]
+    InUse {
+        /// The image.
+        path: PathBuf,
+        /// Who, as far as can be told.
+        holder: String,
+        /// What else would help.
+        hint: &'static str,
+    },
+    /// Locks do not work there.
+    #[error(
+        "{path} cannot be locked: {source}. Keep images on a file system with locks; for NFS, mount it with \
+         local_lock=posix if no other host uses the image",
+        path = path.display()
+    )]
+    Lock {
+        /// The image.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Something else.
+    #[error("{path}: {what}: {source}", path = path.display())]
+    System {
+        /// The file.
+        path: PathBuf,
+        /// What was being done.
+        what: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+}

@@ -1,0 +1,316 @@
+//! Opening a file: what it is, how large, how aligned, and whether it is ours.
+//!
+//! Runs once, at start, before anything is served. Changes nothing in the file.
+//!
+//! Unsafe: two questions to block devices have no safe wrapper.
+
+use std::fs::{FileType, Metadata, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use blkyard_mem::{PAGE_BYTES, Region};
+use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_SHIFT};
+use rustix::fs::{AtFlags, SeekFrom, StatxFlags, seek, statx};
+
+use super::lock::{Locked, lock};
+use super::place::{BOUNCES, ZEROES_BYTES};
+use super::{Direct, FileConfig, FileCounters, FileDevice, Mode, OpenError, Shared};
+
+/// Largest logical block: what virtio and its guests can do with pages of the usual size.
+const BLOCK_BYTES_MAX: u32 = 4096;
+/// Alignment of direct I/O where nobody states it: no disk in use needs more.
+const ALIGN_UNKNOWN: u32 = 4096;
+/// A process that ends takes its locks with it only once the kernel has taken its rings apart, some milliseconds
+/// later. One that follows on its heels waits for that, a third of a second in all.
+const LOCK_TRIES: u32 = 15;
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
+/// Sectors of the longest discard or write of zeroes: four gibibytes less a sector, as Linux's loop driver has it.
+/// Shortened to a multiple of the block.
+const TRIM_SECTORS_MAX: u32 = u32::MAX >> SECTOR_SHIFT;
+
+const WRITE_PROTECTED: &str = "the device is write-protected";
+
+const _: () = assert!(BOUNCES > 0);
+
+impl FileDevice {
+    /// Opens, probes and locks a file or block device.
+    ///
+    /// # Errors
+    /// See [`OpenError`].
+    pub fn open(config: FileConfig) -> Result<FileDevice, OpenError> {
+        let system = |what| {
+            let path = config.path.clone();
+            move |source: io::Error| OpenError::System { path, what, source }
+        };
+        let block_device = kind_of(&config.path, metadata(&config)?.file_type())?;
+        let (file, probed) = open_file(&config, block_device)?;
+        // The name may have come to mean something else since we looked.
+        let file = std::fs::File::from(file);
+        let now = file.metadata().map_err(system("its kind cannot be read"))?;
+        kind_of(&config.path, now.file_type())?;
+        let file = OwnedFd::from(file);
+        // Some kernels open such a device all the same, and refuse each write.
+        if block_device && !config.read_only && is_read_only(file.as_fd()) {
+            return Err(OpenError::ReadOnly { path: config.path, cause: WRITE_PROTECTED });
+        }
+        take(&config, file.as_fd())?;
+
+        let bytes = seek(&file, SeekFrom::End(0)).map_err(|e| system("its size cannot be read")(e.into()))?;
+        let device_block = if block_device { rustix::fs::ioctl_blksszget(&file).unwrap_or(512) } else { 512 };
+        let mode = mode(&config, file.as_fd(), device_block, probed)?;
+        let block = logical_block(&config, &mode, device_block)?;
+        if bytes == 0 {
+            return Err(OpenError::Empty { path: config.path });
+        }
+        if !bytes.is_multiple_of(u64::from(block)) {
+            let hint = if block > 512 && config.block_bytes.is_none() { ", or open it with ?direct=off" } else { "" };
+            return Err(OpenError::OddSize { path: config.path, bytes, block, hint });
+        }
+        let physical = if block_device {
+            rustix::fs::ioctl_blkpbszget(&file).unwrap_or(block)
+        } else {
+            // What the file system allocates, if it is a size one can believe; huge pages are not.
+            u32::try_from(now.blksize()).ok().filter(|size| (512..=1 << 16).contains(size)).unwrap_or(4096)
+        };
+        let physical = if physical.is_power_of_two() { physical.max(block) } else { block };
+        let limits = limits(block, physical);
+        let info = DeviceInfo {
+            name: config.path.display().to_string(),
+            capacity_sectors: bytes >> SECTOR_SHIFT,
+            limits,
+            read_only: config.read_only,
+            volatile_cache: !config.write_through,
+        };
+        let (memory_mask, offset_mask) = match mode {
+            Mode::Direct { memory_align, offset_align } => (memory_align as usize - 1, u64::from(offset_align) - 1),
+            Mode::Buffered { .. } => (0, 0),
+        };
+        let shared = Shared {
+            file: Arc::new(file),
+            memory_mask,
+            offset_mask,
+            bounce_bytes: limits.sectors_max << SECTOR_SHIFT,
+            segments_max: limits.segments_max,
+            write_through: config.write_through,
+            counters: FileCounters::default(),
+            is_block_device: block_device,
+            no_trim: AtomicBool::new(false),
+            no_punch: AtomicBool::new(false),
+            sync_failed: false.into(),
+            no_zero_range: AtomicBool::new(false),
+            zeroes: Region::anonymous(ZEROES_BYTES).map_err(system("no memory for its buffers"))?,
+        };
+        Ok(FileDevice { info, mode, shared: Arc::new(shared) })
+    }
+}
+
+fn limits(block: u32, physical: u32) -> QueueLimits {
+    let trim = TRIM_SECTORS_MAX / (physical >> SECTOR_SHIFT) * (physical >> SECTOR_SHIFT);
+    QueueLimits {
+        logical_block_bytes: block,
+        physical_block_bytes: physical,
+        discard_sectors_max: trim,
+        discard_granularity_bytes: physical,
+        write_zeroes_sectors_max: trim,
+        ..QueueLimits::default()
+    }
+}
+
+fn metadata(config: &FileConfig) -> Result<Metadata, OpenError> {
+    std::fs::metadata(&config.path).map_err(|source| match source.kind() {
+        io::ErrorKind::NotFound => OpenError::Missing { path: config.path.clone() },
+        io::ErrorKind::PermissionDenied => {
+            OpenError::Permission { path: config.path.clone(), wanted: "search", hint: " on the folders above it" }
+        }
+        _ => OpenError::System { path: config.path.clone(), what: "it cannot be looked at", source },
+    })
+}
+
+/// Whether it is a block device.
+fn kind_of(path: &Path, kind: FileType) -> Result<bool, OpenError> {
+    let path = path.to_path_buf();
+    match kind {
+        kind if kind.is_file() => Ok(false),
+        kind if kind.is_block_device() => Ok(true),
+        kind if kind.is_dir() => Err(OpenError::Directory { path }),
+        kind if kind.is_fifo() => Err(OpenError::Kind { path, kind: "pipe" }),
+        kind if kind.is_socket() => Err(OpenError::Kind { path, kind: "socket" }),
+        kind if kind.is_char_device() => Err(OpenError::Kind { path, kind: "character device" }),
+        _ => Err(OpenError::Kind { path, kind: "file of an unknown kind" }),
+    }
+}
+
+/// What opening told about direct I/O.
+#[derive(Clone, Copy)]
+enum Probed {
+    Direct,
+    Refused,
+    NotAsked,
+}
+
+fn open_file(config: &FileConfig, block_device: bool) -> Result<(OwnedFd, Probed), OpenError> {
+    let open = |flags: i32| {
+        let mut options = OpenOptions::new();
+        // A block device that is mounted, or part of something larger, is refused with this flag.
+        let exclusive = if block_device && !config.read_only { libc::O_EXCL } else { 0 };
+        options.read(true).write(!config.read_only).custom_flags(flags | exclusive);
+        options.open(&config.path).map(OwnedFd::from)
+    };
+    let opened = match config.direct {
+        Direct::Off => open(0).map(|file| (file, Probed::NotAsked)),
+        Direct::Auto | Direct::On => match open(libc::O_DIRECT) {
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => open(0).map(|file| (file, Probed::Refused)),
+            opened => opened.map(|file| (file, Probed::Direct)),
+        },
+    };
+    opened.map_err(|source| open_error(config, block_device, source))
+}
+
+fn open_error(config: &FileConfig, block_device: bool, source: io::Error) -> OpenError {
+    let path = config.path.clone();
+    match source.raw_os_error() {
+        Some(libc::ENOENT) => OpenError::Missing { path },
+        Some(libc::EROFS) => OpenError::ReadOnly { path, cause: "its file system is mounted read-only" },
+        Some(libc::EBUSY) => OpenError::InUse {
+            path,
+            holder: "it is mounted, or part of another device".into(),
+            hint: ", unmount it, or open it with ?readonly=on",
+        },
+        Some(libc::ETXTBSY) => OpenError::ReadOnly { path, cause: "it is a program that is running" },
+        Some(libc::EACCES | libc::EPERM) if !config.read_only => {
+            let Ok(readable) = OpenOptions::new().read(true).open(&config.path) else {
+                return OpenError::Permission { path, wanted: "read and write", hint: "" };
+            };
+            if block_device && is_read_only(readable.as_fd()) {
+                return OpenError::ReadOnly { path, cause: WRITE_PROTECTED };
+            }
+            if source.raw_os_error() == Some(libc::EPERM) {
+                return OpenError::ReadOnly { path, cause: "it is marked immutable" };
+            }
+            OpenError::Permission { path, wanted: "write", hint: ", or open it with ?readonly=on" }
+        }
+        Some(libc::EACCES | libc::EPERM) => OpenError::Permission { path, wanted: "read", hint: "" },
+        _ => OpenError::System { path, what: "it cannot be opened", source },
+    }
+}
+
+fn take(config: &FileConfig, file: BorrowedFd<'_>) -> Result<(), OpenError> {
+    let path = config.path.clone();
+    let mut locked = lock(file, config.read_only);
+    for _ in 0..LOCK_TRIES {
+        if !matches!(locked, Ok(Locked::Taken { .. })) {
+            break;
+        }
+        std::thread::sleep(LOCK_PAUSE);
+        locked = lock(file, config.read_only);
+    }
+    match locked {
+        Ok(Locked::Yes) => Ok(()),
+        Ok(Locked::Taken { pid }) => {
+            let holder = match pid {
+                Some(pid) => format!("process {pid} holds a lock on it"),
+                None => "another program, or another device of this one, holds a lock on it".into(),
+            };
+            let hint = if config.read_only { "" } else { ", or open it with ?readonly=on if that only reads, too" };
+            Err(OpenError::InUse { path, holder, hint })
+        }
+        Err(source) => Err(OpenError::Lock { path, source }),
+    }
+}
+
+fn mode(config: &FileConfig, file: BorrowedFd<'_>, device_block: u32, probed: Probed) -> Result<Mode, OpenError> {
+    let aligned = match probed {
+        Probed::NotAsked => return Ok(Mode::Buffered { reason: "as asked" }),
+        Probed::Refused => None,
+        Probed::Direct => stated_alignment(file, device_block),
+    };
+    if let Some((memory_align, offset_align)) = aligned {
+        return Ok(Mode::Direct { memory_align, offset_align });
+    }
+    let reason = "the file system does no direct I/O on this file";
+    if config.direct == Direct::On {
+        return Err(OpenError::NotDirect { path: config.path.clone(), reason });
+    }
+    // The flag was accepted, yet I/O would be refused.
+    let flags = rustix::fs::fcntl_getfl(file)
+        .and_then(|flags| rustix::fs::fcntl_setfl(file, flags.difference(rustix::fs::OFlags::DIRECT)));
+    match flags {
+        Ok(()) => Ok(Mode::Buffered { reason }),
+        Err(errno) => Err(OpenError::System {
+            path: config.path.clone(),
+            what: "direct I/O cannot be switched off",
+            source: errno.into(),
+        }),
+    }
+}
+
+/// What direct I/O on this file needs of memory and of places, bytes; nothing if there is none.
+fn stated_alignment(file: BorrowedFd<'_>, device_block: u32) -> Option<(u32, u32)> {
+    /// `statfs(2)`, TMPFS_MAGIC.
+    const TMPFS: i64 = 0x0102_1994;
+    let stated = statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+    if let Ok(stated) = stated
+        && stated.stx_mask & StatxFlags::DIOALIGN.bits() != 0
+    {
+        let (memory, offset) = (stated.stx_dio_mem_align, stated.stx_dio_offset_align);
+        return (memory.is_power_of_two() && offset.is_power_of_two()).then_some((memory, offset));
+    }
+    // On tmpfs direct and cached are the same, and any place will do.
+    if rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == TMPFS) {
+        return Some((1, 1));
+    }
+    let from = device_block.max(512);
+    let works = |align: &u32| try_read(file, u64::from(*align));
+    let offset =
+        std::iter::successors(Some(from), |align| Some(align * 2)).take_while(|a| *a <= ALIGN_UNKNOWN).find(works);
+    // Memory aligned like places always will do.
+    offset.map(|offset| (offset, offset))
+}
+
+/// Whether a direct read works at a place that is aligned to `align` and no better. Holes tell nothing, for no device
+/// is asked: without data only the most cautious answer will do.
+fn try_read(file: BorrowedFd<'_>, align: u64) -> bool {
+    if align == u64::from(ALIGN_UNKNOWN) {
+        return true;
+    }
+    let Ok(memory) = Region::anonymous(PAGE_BYTES) else { return false };
+    let Ok(data) = seek(file, SeekFrom::Data(0)) else { return false };
+    let place = data.next_multiple_of(u64::from(ALIGN_UNKNOWN)) + align;
+    let Some(span) = memory.span(0, align as usize) else { return false };
+    // SAFETY: `span` is mapped and writable for its length, and nobody else uses it.
+    let read = unsafe { libc::pread(file.as_raw_fd(), span.as_ptr().cast(), span.len(), place as i64) };
+    read == align as isize
+}
+
+fn logical_block(config: &FileConfig, mode: &Mode, device_block: u32) -> Result<u32, OpenError> {
+    let align = match mode {
+        Mode::Direct { offset_align, .. } => (*offset_align).max(device_block),
+        Mode::Buffered { .. } => 512,
+    }
+    .max(512);
+    let path = || config.path.clone();
+    let Some(asked) = config.block_bytes else { return Ok(align) };
+    if !asked.is_power_of_two() || !(512..=BLOCK_BYTES_MAX.max(align)).contains(&asked) {
+        return Err(OpenError::Block { path: path(), asked, max: BLOCK_BYTES_MAX.max(align) });
+    }
+    if asked < align {
+        let hint = if config.direct == Direct::On { "" } else { ", or open it with ?direct=off" };
+        return Err(OpenError::BlockTooSmall { path: path(), asked, align, hint });
+    }
+    Ok(asked)
+}
+
+/// Whether a block device is write-protected.
+fn is_read_only(device: BorrowedFd<'_>) -> bool {
+    /// `linux/fs.h`, `_IO(0x12, 94)`.
+    const BLKROGET: libc::Ioctl = 0x125e;
+    let mut protected: libc::c_int = 0;
+    // SAFETY: the question writes one int, which `protected` is.
+    let asked = unsafe { libc::ioctl(device.as_raw_fd(), BLKROGET, &raw mut protected) };
+    asked == 0 && protected != 0
+}

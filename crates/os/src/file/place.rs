@@ -1,0 +1,424 @@
+//! One request in the kernel's hands: what it was asked, and what to ask next.
+//!
+//! ```text
+//!   read, write ──▶ the rest of it (short), the same again (EAGAIN) ──▶ done
+//!   flush       ──▶ done
+//!   discard     ──▶ trim ─or─ punch ──▶ done
+//!   write zeroes ─▶ punch ─or─ zero range ─or─ punch, allocate ─or─ writes of zeroes ──▶ sync if durable ──▶ done
+//! ```
+//!
+//! Pure: takes results, gives entries. A request is over only when the kernel has answered its last question.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use blkyard_mq::{BioFlags, Op, Request, Status};
+use io_uring::types::{Fd, FsyncFlags};
+use io_uring::{opcode, squeue};
+
+use super::Shared;
+use crate::ring::RingFile;
+
+/// Buffers for copies that one queue holds: unaligned memory is what firmware and old guests bring, with few requests
+/// at a time.
+pub(super) const BOUNCES: usize = 16;
+/// Longest single write where zeroes must be written out.
+pub(super) const ZEROES_BYTES: usize = 1 << 20;
+/// Times in a row that the kernel may ask to try again. It does so when it is short of memory, which passes; this
+/// many mean that it will not.
+const RETRIES_MAX: u16 = 10_000;
+
+/// `BLOCK_URING_CMD_DISCARD` of linux/blkdev.h, the ioctl `BLKDISCARD` without the waiting. Linux 6.12.
+const BLOCK_DISCARD: u32 = 0x12 << 8;
+
+const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+const ALLOCATE: i32 = libc::FALLOC_FL_KEEP_SIZE;
+
+/// What the kernel is doing for a request.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Step {
+    #[default]
+    Read,
+    Write,
+    Sync,
+    Discard,
+    /// The same on a block device: its own discard, which promises nothing of what is read afterwards.
+    Trim,
+    /// Zeroes by giving the space back.
+    Punch,
+    /// Zeroes that keep the space.
+    ZeroRange,
+    /// The same in two steps, where the file system has no such call.
+    PunchThenAllocate,
+    Allocate,
+    /// The same by writing them.
+    Zeroes,
+}
+
+/// Where the bytes of a request are.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) enum Data {
+    #[default]
+    None,
+    /// One run of memory that the ring knows by number.
+    Fixed { address: u64, buffer: u16 },
+    /// One run of memory.
+    One { address: u64 },
+    /// Several: the vectors of the place, from the first that is not done.
+    Many { first: u16, count: u16 },
+}
+
+/// A place for a request, made at start.
+#[derive(Debug, Default)]
+pub(super) struct Place {
+    step: Step,
+    keep_space: bool,
+    durable: bool,
+    offset: u64,
+    len: u64,
+    done: u64,
+    data: Data,
+    retries: u16,
+    /// The buffer that stands in for the request's own memory.
+    pub(super) bounce: Option<u16>,
+}
+
+/// What comes after an answer of the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    Over(Status),
+    /// Ask again: see [`Place::entry`].
+    Ask,
+}
+
+impl Place {
+    /// A request begins, with its data where the caller has put it.
+    pub(super) fn begin(&mut self, request: &Request, data: Data, shared: &Shared) -> Next {
+        let fua = request.flags().contains(BioFlags::FUA) || shared.write_through;
+        *self = Place {
+            step: Step::Read,
+            keep_space: request.flags().contains(BioFlags::NO_UNMAP),
+            durable: fua && request.op().is_write(),
+            offset: request.offset_bytes(),
+            len: request.bytes(),
+            done: 0,
+            data,
+            retries: 0,
+            bounce: self.bounce,
+        };
+        self.step = match request.op() {
+            op if (self.durable || op == Op::Flush) && shared.sync_failed.load(Relaxed) => {
+                return Next::Over(Status::Io);
+            }
+            Op::Read => Step::Read,
+            Op::Write => Step::Write,
+            Op::Flush => Step::Sync,
+            Op::Discard if shared.is_block_device && !shared.no_trim.load(Relaxed) => Step::Trim,
+            Op::Discard if shared.no_punch.load(Relaxed) => return Next::Over(Status::NotSupported),
+            Op::Discard => Step::Discard,
+            Op::WriteZeroes => self.way_to_zeroes(shared),
+        };
+        Next::Ask
+    }
+
+    /// Whether the request reads into memory.
+    pub(super) fn is_read(&self) -> bool {
+        self.step == Step::Read
+    }
+
+    /// The next question to the kernel. `vectors` are those of this place.
+    #[inline]
+    pub(super) fn entry(&self, file: RingFile, vectors: *const libc::iovec, shared: &Shared) -> squeue::Entry {
+        let fd = Fd(file.number);
+        let at = self.offset + self.done;
+        let left = self.len - self.done;
+        let sync = if self.durable { libc::RWF_DSYNC } else { 0 };
+        let entry = match (self.step, self.data) {
+            (Step::Read, Data::Fixed { address, buffer }) => {
+                let start = (address + self.done) as *mut u8;
+                opcode::ReadFixed::new(fd, start, left as u32, buffer).offset(at).build()
+            }
+            (Step::Read, Data::One { address }) => {
+                opcode::Read::new(fd, (address + self.done) as *mut u8, left as u32).offset(at).build()
+            }
+            (Step::Read, Data::Many { first, count }) => {
+                opcode::Readv::new(fd, vectors.wrapping_add(first.into()), count.into()).offset(at).build()
+            }
+            (Step::Write, Data::Fixed { address, buffer }) => {
+                let start = (address + self.done) as *const u8;
+                opcode::WriteFixed::new(fd, start, left as u32, buffer).offset(at).rw_flags(sync).build()
+            }
+            (Step::Write, Data::One { address }) => {
+                let start = (address + self.done) as *const u8;
+                opcode::Write::new(fd, start, left as u32).offset(at).rw_flags(sync).build()
+            }
+            (Step::Write, Data::Many { first, count }) => {
+                let vectors = vectors.wrapping_add(first.into());
+                opcode::Writev::new(fd, vectors, count.into()).offset(at).rw_flags(sync).build()
+            }
+            (Step::Zeroes, _) => {
+                let len = left.min(ZEROES_BYTES as u64) as u32;
+                let start =
+                    shared.zeroes.span(0, len as usize).map_or(std::ptr::null(), |span| span.as_ptr().cast_const());
+                opcode::Write::new(fd, start, len).offset(at).rw_flags(sync).build()
+            }
+            (Step::Discard | Step::Punch | Step::PunchThenAllocate, _) => {
+                opcode::Fallocate::new(fd, self.len).offset(self.offset).mode(PUNCH).build()
+            }
+            (Step::ZeroRange, _) => opcode::Fallocate::new(fd, self.len).offset(self.offset).mode(ZERO_RANGE).build(),
+            (Step::Allocate, _) => opcode::Fallocate::new(fd, self.len).offset(self.offset).mode(ALLOCATE).build(),
+            (Step::Trim, _) => {
+                // The range's start goes into the entry's address, its length into the first word of the command.
+                let mut command = [0; 16];
+                command[..8].copy_from_slice(&self.len.to_ne_bytes());
+                opcode::UringCmd16::new(fd, BLOCK_DISCARD).addr(Some(self.offset)).cmd(command).build()
+            }
+            (Step::Sync, _) | (_, Data::None) => opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build(),
+        };
+        entry.flags(file.flags)
+    }
+
+    /// The kernel has answered.
+    #[inline]
+    pub(super) fn answer(&mut self, result: i32, vectors: &mut [libc::iovec], shared: &Shared) -> Next {
+        match (self.step, result) {
+            (_, i32::MIN..0) => self.failed(-result, shared),
+            (Step::Read | Step::Write | Step::Zeroes, _) => self.moved(result as u64, vectors, shared),
+            (Step::Sync | Step::Discard | Step::Trim, _) => Next::Over(Status::Ok),
+            (Step::PunchThenAllocate, _) => {
+                self.step = Step::Allocate;
+                Next::Ask
+            }
+            (Step::Punch | Step::ZeroRange | Step::Allocate, _) => self.zeroed(),
+        }
+    }
+
+    fn moved(&mut self, bytes: u64, vectors: &mut [libc::iovec], shared: &Shared) -> Next {
+        self.retries = 0;
+        if bytes == self.len - self.done {
+            return Next::Over(Status::Ok);
+        }
+        self.done += bytes;
+        // Nothing at all is the end of the file, which has become shorter than the disk; so is a part of a block where
+        // only whole ones can be asked for.
+        if bytes == 0 || bytes > self.len || self.done & shared.offset_mask != 0 {
+            return Next::Over(Status::Io);
+        }
+        if self.step != Step::Zeroes {
+            shared.counters.continued.fetch_add(1, Relaxed);
+        }
+        if let Data::Many { first, count } = &mut self.data {
+            skip(vectors, first, count, bytes as usize);
+        }
+        Next::Ask
+    }
+
+    /// The range reads as zeroes, perhaps not durably so.
+    fn zeroed(&mut self) -> Next {
+        if !self.durable {
+            return Next::Over(Status::Ok);
+        }
+        self.step = Step::Sync;
+        Next::Ask
+    }
+
+    fn failed(&mut self, errno: i32, shared: &Shared) -> Next {
+        match errno {
+            // The last one when the thread that submitted has ended; nothing of ours cancels I/O.
+            libc::EAGAIN | libc::EINTR | libc::ECANCELED if self.retries < RETRIES_MAX => {
+                self.retries += 1;
+                shared.counters.retried.fetch_add(1, Relaxed);
+                Next::Ask
+            }
+            libc::EOPNOTSUPP | libc::ENOSYS => self.refused(shared),
+            _ => {
+                if self.step == Step::Sync || self.durable && self.step != Step::Read {
+                    shared.sync_failed.store(true, Relaxed);
+                }
+                Next::Over(Status::from_errno(errno))
+            }
+        }
+    }
+
+    /// The file system does not do this; there may be another way.
+    fn refused(&mut self, shared: &Shared) -> Next {
+        match self.step {
+            Step::Trim => {
+                // Kernels before 6.12 have no such command, and not every device can; the call for files may do.
+                shared.no_trim.store(true, Relaxed);
+                self.step = Step::Discard;
+                return Next::Ask;
+            }
+            Step::Discard => {
+                shared.no_punch.store(true, Relaxed);
+                return Next::Over(Status::NotSupported);
+            }
+            Step::Punch | Step::PunchThenAllocate => shared.no_punch.store(true, Relaxed),
+            Step::ZeroRange => shared.no_zero_range.store(true, Relaxed),
+            Step::Allocate => {
+                // The hole is there already; written zeroes fill it.
+                self.step = Step::Zeroes;
+                return Next::Ask;
+            }
+            Step::Read | Step::Write | Step::Sync | Step::Zeroes => return Next::Over(Status::NotSupported),
+        }
+        self.step = self.way_to_zeroes(shared);
+        Next::Ask
+    }
+
+    /// The best way to zeroes among those not known to be refused.
+    fn way_to_zeroes(&self, shared: &Shared) -> Step {
+        let punch = !shared.no_punch.load(Relaxed);
+        let zero_range = !shared.no_zero_range.load(Relaxed);
+        match (self.keep_space, punch, zero_range) {
+            (false, true, _) => Step::Punch,
+            (_, _, true) => Step::ZeroRange,
+            (true, true, false) => Step::PunchThenAllocate,
+            (_, false, false) => Step::Zeroes,
+        }
+    }
+}
+
+/// Drops `bytes` from the front of the vectors from `first` on.
+fn skip(vectors: &mut [libc::iovec], first: &mut u16, count: &mut u16, mut bytes: usize) {
+    while *count > 0 {
+        let vector = &mut vectors[usize::from(*first)];
+        if bytes < vector.iov_len {
+            vector.iov_base = vector.iov_base.wrapping_byte_add(bytes);
+            vector.iov_len -= bytes;
+            return;
+        }
+        bytes -= vector.iov_len;
+        *first += 1;
+        *count -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn vector(address: usize, len: usize) -> libc::iovec {
+        libc::iovec { iov_base: address as *mut libc::c_void, iov_len: len }
+    }
+
+    fn shared(offset_mask: u64) -> Shared {
+        Shared {
+            file: std::sync::Arc::new(std::fs::File::open("/dev/null").unwrap().into()),
+            memory_mask: 0,
+            offset_mask,
+            bounce_bytes: 1 << 20,
+            segments_max: 4,
+            write_through: false,
+            counters: super::super::FileCounters::default(),
+            is_block_device: false,
+            no_trim: false.into(),
+            no_punch: false.into(),
+            no_zero_range: false.into(),
+            sync_failed: false.into(),
+            zeroes: blkyard_mem::Region::anonymous(ZEROES_BYTES).unwrap(),
+        }
+    }
+
+    fn place(step: Step, len: u64, data: Data) -> Place {
+        Place { step, len, data, ..Place::default() }
+    }
+
+    #[test]
+    fn a_short_transfer_goes_on_where_it_stopped() {
+        let shared = shared(511);
+        let mut vectors = [vector(0x1000, 512), vector(0x3000, 1024), vector(0x8000, 512)];
+        let mut place = place(Step::Write, 2048, Data::Many { first: 0, count: 3 });
+        assert_eq!(place.answer(1024, &mut vectors, &shared), Next::Ask);
+        let Data::Many { first: 1, count: 2 } = place.data else { panic!("{:?}", place.data) };
+        assert_eq!((vectors[1].iov_base as usize, vectors[1].iov_len), (0x3200, 512));
+        assert_eq!(place.answer(512, &mut vectors, &shared), Next::Ask);
+        let Data::Many { first: 2, count: 1 } = place.data else { panic!("{:?}", place.data) };
+        assert_eq!(place.answer(512, &mut vectors, &shared), Next::Over(Status::Ok));
+        assert_eq!(shared.counters.continued(), 2);
+    }
+
+    #[test]
+    fn the_end_of_the_file_is_an_error() {
+        for (step, so_far, result) in [(Step::Read, 0, 0), (Step::Write, 512, 0), (Step::Read, 0, 100)] {
+            let mut place = place(step, 4096, Data::One { address: 0x1000 });
+            place.done = so_far;
+            assert_eq!(place.answer(result, &mut [], &shared(511)), Next::Over(Status::Io));
+        }
+        let mut cached = place(Step::Read, 4096, Data::One { address: 0x1000 });
+        assert_eq!(cached.answer(100, &mut [], &shared(0)), Next::Ask, "any place will do there");
+    }
+
+    #[test]
+    fn the_kernel_may_ask_to_try_again_but_not_for_ever() {
+        let shared = shared(0);
+        let mut place = place(Step::Read, 512, Data::One { address: 0x1000 });
+        for _ in 0..RETRIES_MAX {
+            assert_eq!(place.answer(-libc::EAGAIN, &mut [], &shared), Next::Ask);
+        }
+        assert_eq!(place.answer(-libc::EAGAIN, &mut [], &shared), Next::Over(Status::Io));
+        assert_eq!(shared.counters.retried(), u64::from(RETRIES_MAX));
+        assert_eq!(place.answer(-libc::ENOSPC, &mut [], &shared), Next::Over(Status::NoSpace));
+    }
+
+    #[test]
+    fn a_sync_that_failed_is_not_forgotten() {
+        let shared = shared(0);
+        let mut first = place(Step::Sync, 0, Data::None);
+        assert_eq!(first.answer(-libc::EIO, &mut [], &shared), Next::Over(Status::Io));
+        assert!(shared.sync_failed.load(Relaxed), "every later flush fails, whichever queue it comes by");
+        let fresh = self::shared(0);
+        let mut read = place(Step::Read, 512, Data::One { address: 0x1000 });
+        assert_eq!(read.answer(-libc::EIO, &mut [], &fresh), Next::Over(Status::Io));
+        assert!(!fresh.sync_failed.load(Relaxed), "a read that failed says nothing of what was written");
+    }
+
+    #[test]
+    fn a_discard_that_the_device_refuses_is_tried_as_for_files() {
+        let shared = Shared { is_block_device: true, ..shared(0) };
+        let mut place = place(Step::Trim, 4096, Data::None);
+        assert_eq!(place.answer(-libc::EOPNOTSUPP, &mut [], &shared), Next::Ask);
+        assert_eq!(place.step, Step::Discard);
+        assert_eq!(place.answer(-libc::EOPNOTSUPP, &mut [], &shared), Next::Over(Status::NotSupported));
+        assert!(shared.no_trim.load(Relaxed) && shared.no_punch.load(Relaxed), "neither is asked for again");
+    }
+
+    /// The steps that a write of zeroes takes if the file system refuses some of them.
+    fn steps(keep_space: bool, durable: bool, refused: &[Step]) -> (Vec<Step>, Status) {
+        let shared = shared(0);
+        let mut place = place(Step::Read, 3 << 20, Data::None);
+        (place.keep_space, place.durable) = (keep_space, durable);
+        place.step = place.way_to_zeroes(&shared);
+        let mut steps = Vec::new();
+        loop {
+            steps.push(place.step);
+            let result = match place.step {
+                step if refused.contains(&step) => -libc::EOPNOTSUPP,
+                Step::Zeroes => 1 << 20,
+                _ => 0,
+            };
+            if let Next::Over(status) = place.answer(result, &mut [], &shared) {
+                return (steps, status);
+            }
+        }
+    }
+
+    #[test]
+    fn zeroes_are_had_one_way_or_another() {
+        use Step::{Allocate, Punch, PunchThenAllocate, Sync, ZeroRange, Zeroes};
+        let table: &[(bool, bool, &[Step], &[Step])] = &[
+            (false, false, &[], &[Punch]),
+            (false, true, &[], &[Punch, Sync]),
+            (false, false, &[Punch], &[Punch, ZeroRange]),
+            (false, true, &[Punch, ZeroRange], &[Punch, ZeroRange, Zeroes, Zeroes, Zeroes]),
+            (true, false, &[], &[ZeroRange]),
+            (true, true, &[ZeroRange], &[ZeroRange, PunchThenAllocate, Allocate, Sync]),
+            (true, false, &[ZeroRange, Allocate], &[ZeroRange, PunchThenAllocate, Allocate, Zeroes, Zeroes, Zeroes]),
+            (true, false, &[ZeroRange, PunchThenAllocate], &[ZeroRange, PunchThenAllocate, Zeroes, Zeroes, Zeroes]),
+        ];
+        for (keep_space, durable, refused, want) in table {
+            assert_eq!(steps(*keep_space, *durable, refused), (want.to_vec(), Status::Ok), "{refused:?}");
+        }
+        assert_eq!(steps(false, false, &[Punch, ZeroRange, Zeroes]).1, Status::NotSupported);
+    }
+}

@@ -1,0 +1,310 @@
+//! The driver: one hardware queue of a file, through the ring of its lane.
+//!
+//! Requests become entries as they are taken; the lane submits them for all its queues with one call. Takes nothing
+//! while the ring has no room for the answer, or no buffer is left for a request that must be copied: both come back
+//! with a completion on this lane.
+//!
+//! Owns no memory of requests. The regions they point into are attached to the ring, which keeps them mapped while
+//! anything of ours is in flight.
+//!
+//! Unsafe: entries carry addresses. They point into attached regions, or into tables of this queue that are leaked
+//! rather than freed should it be dropped with I/O in flight.
+
+use std::mem::ManuallyDrop;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use blkyard_mem::{Region, RegionTable, Span};
+use blkyard_mq::{Batch, Cids, Done, Driver, Op, Request, Segment, Segments, Status};
+
+use super::Shared;
+use super::place::{BOUNCES, Data, Next, Place};
+use crate::ring::{Attachment, InboxId, Ring, RingFile};
+
+/// One hardware queue of a file.
+pub struct FileQueue {
+    shared: Arc<Shared>,
+    door: Option<Door>,
+    /// The regions of the queue's memory, by their number.
+    attached: ManuallyDrop<Vec<Option<Arc<Attachment>>>>,
+    cids: Cids,
+    places: Box<[Place]>,
+    /// Room for the vectors of each place, one after another.
+    vectors: ManuallyDrop<Box<[libc::iovec]>>,
+    bounces: ManuallyDrop<Bounces>,
+    in_flight: usize,
+}
+
+// SAFETY: the vectors hold addresses for the kernel, which mean the same on every thread; nothing here reads through
+// them.
+unsafe impl Send for FileQueue {}
+
+/// How this queue is known to its ring.
+#[derive(Clone, Copy, Debug)]
+struct Door {
+    inbox: InboxId,
+    file: RingFile,
+}
+
+impl FileQueue {
+    pub(super) fn new(shared: Arc<Shared>, depth: usize) -> FileQueue {
+        let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        let vectors = vec![empty; depth * usize::from(shared.segments_max)].into_boxed_slice();
+        let any_memory = shared.memory_mask == 0 && shared.offset_mask == 0;
+        let bounces = Bounces::new(if any_memory { 0 } else { BOUNCES.min(depth) }, shared.bounce_bytes);
+        FileQueue {
+            door: None,
+            attached: ManuallyDrop::new(Vec::new()),
+            cids: Cids::new(depth),
+            places: (0..depth).map(|_| Place::default()).collect(),
+            vectors: ManuallyDrop::new(vectors),
+            bounces: ManuallyDrop::new(bounces),
+            in_flight: 0,
+            shared,
+        }
+    }
+
+    /// Makes the queue known to the ring of its lane, once.
+    #[inline]
+    fn door(&mut self, ring: &mut Ring) -> Door {
+        match self.door {
+            Some(door) => door,
+            None => self.open_door(ring),
+        }
+    }
+
+    #[cold]
+    fn open_door(&mut self, ring: &mut Ring) -> Door {
+        let door = Door { inbox: ring.inbox(self.places.len()), file: ring.file(&self.shared.file) };
+        *self.door.insert(door)
+    }
+
+    /// Whether direct I/O cannot use the memory of a request.
+    #[inline]
+    fn needs_bounce(&self, memory: &RegionTable, request: &Request, segments: Segments<'_>) -> bool {
+        let (memory_mask, length_mask) = (self.shared.memory_mask, self.shared.offset_mask as usize);
+        if memory_mask | length_mask == 0 || !request.op().has_data() {
+            return false;
+        }
+        let mut segments = segments;
+        segments.any(|segment| {
+            let torn = |span: Span<'_>| span.as_ptr() as usize & memory_mask | span.len() & length_mask != 0;
+            memory.resolve(segment).is_some_and(torn)
+        })
+    }
+
+    /// Finds out where the data of a request is, for the place `index`. Nothing if it is not in memory.
+    #[inline]
+    fn lay_out(
+        &mut self,
+        ring: &Ring,
+        memory: &RegionTable,
+        index: usize,
+        op: Op,
+        segments: Segments<'_>,
+    ) -> Option<Data> {
+        if !op.has_data() {
+            return Some(Data::None);
+        }
+        if let Some(bounce) = self.places[index].bounce {
+            let buffer = self.bounces.buffer(bounce);
+            if op == Op::Write {
+                copy(memory, segments, |at, span| buffer.part(at, span.len()).copy_from(&span))?;
+            }
+            return Some(Data::One { address: buffer.as_ptr() as u64 });
+        }
+        let mut segments = segments;
+        let first = segments.next()?;
+        let span = memory.resolve(first)?;
+        let address = span.as_ptr() as u64;
+        let Some(second) = segments.next() else {
+            return Some(match self.fixed(ring, first) {
+                Some(buffer) => Data::Fixed { address, buffer },
+                None => Data::One { address },
+            });
+        };
+        let max = usize::from(self.shared.segments_max);
+        let vectors = &mut self.vectors[index * max..(index + 1) * max];
+        let mut count = 0;
+        for segment in [first, second].into_iter().chain(segments) {
+            let span = memory.resolve(segment)?;
+            *vectors.get_mut(count)? = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
+            count += 1;
+        }
+        Some(Data::Many { first: 0, count: count as u16 })
+    }
+
+    #[inline]
+    fn fixed(&self, ring: &Ring, segment: Segment) -> Option<u16> {
+        let attachment = self.attached.get(segment.region as usize)?.as_ref()?;
+        ring.fixed(attachment, segment.offset, segment.len)
+    }
+
+    fn vectors_of(&mut self, index: usize) -> &mut [libc::iovec] {
+        let max = usize::from(self.shared.segments_max);
+        &mut self.vectors[index * max..(index + 1) * max]
+    }
+
+    /// The request at `index` is over: what it read goes where it belongs, and its buffer back to the others.
+    fn settle(&mut self, memory: &RegionTable, index: usize, segments: Segments<'_>, status: Status) -> Status {
+        let Some(bounce) = self.places[index].bounce.take() else { return status };
+        let buffer = self.bounces.buffer(bounce);
+        let mut status = status;
+        if self.places[index].is_read() && status.is_ok() {
+            let copied = copy(memory, segments, |at, span| span.copy_from(&buffer.part(at, span.len())));
+            status = if copied.is_some() { status } else { Status::Invalid };
+        }
+        self.bounces.put(bounce);
+        status
+    }
+}
+
+/// Calls `each` with the spans of a request and where they lie in it. Nothing if one of them is not in memory.
+fn copy(memory: &RegionTable, segments: Segments<'_>, mut each: impl FnMut(usize, Span<'_>)) -> Option<()> {
+    let mut at = 0;
+    for segment in segments {
+        let span = memory.resolve(segment)?;
+        each(at, span);
+        at += span.len();
+    }
+    Some(())
+}
+
+impl Driver<Ring> for FileQueue {
+    #[inline]
+    fn queue_rqs(&mut self, ring: &mut Ring, memory: &RegionTable, batch: &mut Batch<'_>) {
+        let door = self.door(ring);
+        while ring.room() > 0 {
+            let Some((request, segments)) = batch.peek() else { return };
+            let needs_bounce = self.needs_bounce(memory, request, segments);
+            if needs_bounce && self.bounces.free.is_empty() && self.bounces.region.is_some() {
+                return;
+            }
+            let Some((tag, request, segments)) = batch.take() else { return };
+            let index = tag.index();
+            if needs_bounce && self.bounces.region.is_none() {
+                batch.complete(tag, Status::Io);
+                continue;
+            }
+            if needs_bounce {
+                self.shared.counters.bounced.fetch_add(1, Relaxed);
+                self.places[index].bounce = self.bounces.free.pop();
+            }
+            let next = match self.lay_out(ring, memory, index, request.op(), segments) {
+                Some(data) => self.places[index].begin(request, data, &self.shared),
+                None => Next::Over(Status::Invalid),
+            };
+            if let Next::Over(status) = next {
+                if let Some(bounce) = self.places[index].bounce.take() {
+                    self.bounces.put(bounce);
+                }
+                batch.complete(tag, status);
+                continue;
+            }
+            let max = usize::from(self.shared.segments_max);
+            let vectors = self.vectors[index * max..].as_ptr();
+            let entry = self.places[index].entry(door.file, vectors, &self.shared);
+            self.in_flight += 1;
+            // SAFETY: the entry points into regions that are attached or bounce buffers, vectors of this place, or
+            // the shared zeroes; all stay until the tag is redeemed, or are leaked if the queue goes before.
+            unsafe { ring.push(door.inbox, self.cids.park(tag), entry) };
+        }
+    }
+
+    #[inline]
+    fn poll(&mut self, ring: &mut Ring, memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
+        let Some(door) = self.door else { return };
+        while let Some(completion) = ring.take(door.inbox) {
+            let Ok(index) = self.cids.look(completion.cid) else {
+                self.shared.counters.forged.fetch_add(1, Relaxed);
+                continue;
+            };
+            let max = usize::from(self.shared.segments_max);
+            let vectors = &mut self.vectors[index * max..(index + 1) * max];
+            match self.places[index].answer(completion.result, vectors, &self.shared) {
+                Next::Over(status) => {
+                    let (_, segments) = done.request_at(index);
+                    let status = self.settle(memory, index, segments, status);
+                    let Ok(tag) = self.cids.redeem(completion.cid) else { continue };
+                    self.in_flight -= 1;
+                    done.complete(tag, status);
+                }
+                Next::Ask => {
+                    let vectors = self.vectors_of(index).as_ptr();
+                    let entry = self.places[index].entry(door.file, vectors, &self.shared);
+                    // SAFETY: as when it was pushed first; the place of the answer just taken is free.
+                    unsafe { ring.push(door.inbox, completion.cid, entry) };
+                }
+            }
+        }
+    }
+
+    fn set_memory(&mut self, ring: &mut Ring, memory: &RegionTable) {
+        self.door(ring);
+        // What stays keeps its attachment. What goes is let go before anything new is attached: both together might
+        // be more than may be locked.
+        let kept = std::mem::take(&mut *self.attached);
+        let kept: Vec<_> = kept.into_iter().flatten().filter(|held| ring.is_attached_in(held, memory)).collect();
+        ring.sweep();
+        for (number, region) in memory.iter() {
+            let number = number as usize;
+            if self.attached.len() <= number {
+                self.attached.resize(number + 1, None);
+            }
+            self.attached[number] = Some(ring.attach(region));
+        }
+        drop(kept);
+    }
+}
+
+impl Drop for FileQueue {
+    fn drop(&mut self) {
+        if self.in_flight > 0 {
+            // Only while a panic unwinds. The kernel may still use all this, and the zeroes of the device.
+            std::mem::forget(Arc::clone(&self.shared.zeroes));
+            return;
+        }
+        // SAFETY: each is dropped here, once, and not used again.
+        unsafe {
+            ManuallyDrop::drop(&mut self.attached);
+            ManuallyDrop::drop(&mut self.vectors);
+            ManuallyDrop::drop(&mut self.bounces);
+        }
+    }
+}
+
+impl std::fmt::Debug for FileQueue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FileQueue")
+            .field("depth", &self.places.len())
+            .field("in_flight", &self.in_flight)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Aligned buffers that stand in for memory that is not. Their pages are taken when they are first used.
+struct Bounces {
+    region: Option<Arc<Region>>,
+    bytes: u32,
+    free: Vec<u16>,
+}
+
+impl Bounces {
+    fn new(count: usize, bytes: u32) -> Bounces {
+        // An address space without room for this fails the requests that need it, and no others.
+        let region = (count > 0).then(|| Region::anonymous(count * bytes as usize).ok()).flatten();
+        let count = if region.is_some() { count } else { 0 };
+        Bounces { region, bytes, free: (0..count as u16).rev().collect() }
+    }
+
+    fn buffer(&self, index: u16) -> Span<'_> {
+        let start = u64::from(index) * u64::from(self.bytes);
+        let span = self.region.as_ref().and_then(|region| region.span(start, self.bytes as usize));
+        let Some(span) = span else { unreachable!("a buffer that was given out is there") };
+        span
+    }
+
+    fn put(&mut self, index: u16) {
+        self.free.push(index);
+    }
+}

@@ -1,0 +1,22 @@
+//! The real world: rings of system calls, files, threads, descriptors, CPUs, signals, the clock.
+//!
+//! Everything below this floor gets time and events as arguments; here they come from. A lane thread owns one
+//! [`Ring`] and lends it to its queues; a [`FileDevice`] gives out queues that read and write through it. Nothing
+//! here knows what is exported, or to whom.
+
+mod bed;
+mod clock;
+mod file;
+mod lane_thread;
+mod ring;
+mod signals;
+mod topology;
+mod wake;
+
+pub use bed::RingBed;
+pub use clock::now_ns;
+pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
+pub use lane_thread::{LaneConfig, LaneError, LaneThread, spawn};
+pub use ring::{Attachment, BELLS_MAX, FixedBuffers, Ring, RingConfig, RingError, RingView};
+pub use signals::{Signal, Signals};
+pub use topology::{cpu_places, lanes_default};

@@ -1,0 +1,415 @@
+//! The ring of system calls, one to a lane: what all its queues want of the kernel goes in with one call, and the
+//! lane sleeps here.
+//!
+//! Owned by one thread at a time, and lent to each driver for the length of a call (`Cx` of `blkyard_mq::Driver`). A
+//! driver opens an inbox, pushes entries for it, and takes from it what the lane has reaped. An entry carries the
+//! inbox and the driver's [`Cid`]; what comes back under a name that is not out is counted and dropped, never
+//! followed.
+//!
+//! The completion ring cannot overflow: an entry is pushed only while there is [room](Ring::room) for its answer, and
+//! the place is given back when the driver takes it. Bells have places of their own.
+//!
+//! It reads no clock but for the length of a sleep, and knows nothing of requests, files or guests.
+//!
+//! Unsafe: entries hold addresses that the kernel will use later. Who pushes one promises that they stay valid until
+//! the completion is taken; the ring in turn is not gone before the kernel has finished.
+
+mod bells;
+mod buffers;
+mod chimes;
+mod error;
+mod files;
+mod setup;
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use blkyard_mem::{Region, RegionTable};
+use blkyard_mq::Cid;
+use io_uring::types::{CancelBuilder, SubmitArgs, Timespec};
+use io_uring::{IoUring, squeue};
+
+use crate::now_ns;
+pub use bells::BELLS_MAX;
+use bells::Bells;
+use buffers::Buffers;
+pub use buffers::{Attachment, FixedBuffers};
+use chimes::Chimes;
+pub use error::RingError;
+pub use error::RingView;
+use files::Files;
+pub(crate) use files::RingFile;
+pub use setup::RingConfig;
+use setup::set_up;
+
+/// Names one driver's inbox. Only good with the ring that gave it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct InboxId {
+    ring: u32,
+    index: u32,
+}
+
+/// What the kernel said to one entry: a count, or a negative errno.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Completion {
+    pub(crate) cid: Cid,
+    pub(crate) result: i32,
+}
+
+#[derive(Debug)]
+struct Inbox {
+    arrived: VecDeque<Completion>,
+    /// Pushed and not yet reaped.
+    out: u32,
+}
+
+/// Who an entry belongs to: the upper byte of its name.
+const KIND_DRIVER: u64 = 1;
+const KIND_BELL: u64 = 2;
+const KIND_CANCEL: u64 = 3;
+const KIND_CHIME: u64 = 4;
+const KIND_SHIFT: u32 = 56;
+/// Below the kind, above the 32 bits of the cid, or of a bell's generation.
+const INDEX_SHIFT: u32 = 32;
+const INDEX_MASK: u64 = 0xff_ffff;
+
+fn name(kind: u64, index: u32, low: u32) -> u64 {
+    kind << KIND_SHIFT | u64::from(index) << INDEX_SHIFT | u64::from(low)
+}
+
+/// One io_uring.
+pub struct Ring {
+    uring: IoUring,
+    id: u32,
+    inboxes: Vec<Inbox>,
+    bells: Bells,
+    chimes: Chimes,
+    buffers: Buffers,
+    files: Files,
+    view: Arc<RingView>,
+    /// Places of the completion ring that drivers hold: pushed and not yet taken.
+    held: usize,
+    held_max: usize,
+    /// Completions reaped and not yet taken: while there are any, nobody sleeps.
+    untaken: usize,
+    /// Entries pushed and completions reaped, ever: the difference, less what still waits in the ring, is with the
+    /// kernel.
+    pushed: u64,
+    reaped: u64,
+}
+
+impl Ring {
+    /// Makes a ring. With [`RingConfig::single_owner`] this is the thread that uses it.
+    ///
+    /// # Errors
+    /// See [`RingError`]: io_uring may be switched off, or too old.
+    pub fn new(config: RingConfig) -> Result<Ring, RingError> {
+        static NEXT: AtomicU32 = AtomicU32::new(0);
+        let uring = set_up(config)?;
+        let view = Arc::new(RingView::default());
+        Ok(Ring {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            inboxes: Vec::new(),
+            bells: Bells::default(),
+            chimes: Chimes::new(),
+            buffers: Buffers::new(&uring, Arc::clone(&view)),
+            files: Files::new(&uring),
+            view,
+            held: 0,
+            untaken: 0,
+            held_max: setup::room(uring.params(), config),
+            pushed: 0,
+            reaped: 0,
+            uring,
+        })
+    }
+
+    /// What others may see of this ring.
+    pub fn view(&self) -> &Arc<RingView> {
+        &self.view
+    }
+
+    /// The ring's own descriptor: readable while completions wait in it.
+    pub(crate) fn descriptor(&self) -> BorrowedFd<'_> {
+        self.uring.as_fd()
+    }
+
+    /// Whether memory that was attached is known to the kernel for good, or why not.
+    pub fn buffers(&self) -> FixedBuffers {
+        self.view.buffers()
+    }
+
+    /// Makes a region known to the kernel, so that I/O into it need not look up its pages each time. Where the kernel
+    /// refuses, I/O goes on without, and [`Ring::buffers`] says why. The region stays mapped at least until the last
+    /// holder of the attachment lets go.
+    pub fn attach(&mut self, region: &Arc<Region>) -> Arc<Attachment> {
+        self.buffers.attach(&self.uring, region)
+    }
+
+    /// Whether the region that this holds attached is one of the table.
+    pub(crate) fn is_attached_in(&self, attachment: &Attachment, memory: &RegionTable) -> bool {
+        let attached = self.buffers.region(attachment);
+        attached.is_some_and(|attached| memory.iter().any(|(_, region)| Arc::ptr_eq(region, attached)))
+    }
+
+    /// Forgets the memory and the files that nobody holds any more. A control operation.
+    pub fn sweep(&mut self) {
+        self.buffers.sweep(&self.uring);
+        self.files.sweep(&self.uring);
+    }
+
+    /// The number under which the kernel knows these bytes of an attached region, if it does.
+    #[inline]
+    pub(crate) fn fixed(&self, attachment: &Attachment, offset: u64, len: u32) -> Option<u16> {
+        self.buffers.fixed(attachment, offset, len)
+    }
+
+    /// Makes a file known to the kernel. It stays open at least until its last holder lets go.
+    pub(crate) fn file(&mut self, file: &Arc<OwnedFd>) -> RingFile {
+        self.sweep();
+        self.files.file(&self.uring, file)
+    }
+
+    /// An inbox for a driver that has at most `depth` entries out at one time.
+    pub(crate) fn inbox(&mut self, depth: usize) -> InboxId {
+        let index = self.inboxes.len() as u32;
+        assert!(u64::from(index) <= INDEX_MASK, "more inboxes than names");
+        self.inboxes.push(Inbox { arrived: VecDeque::with_capacity(depth), out: 0 });
+        InboxId { ring: self.id, index }
+    }
+
+    /// How many more entries may be pushed by drivers: places for their completions.
+    #[inline]
+    pub(crate) fn room(&self) -> usize {
+        self.held_max - self.held
+    }
+
+    /// Puts an entry into the ring, for the next call into the kernel. Makes that call if the ring is full.
+    ///
+    /// # Safety
+    /// What the entry points to stays valid until the completion is [taken](Ring::take), or the ring is gone.
+    ///
+    /// # Panics
+    /// If there is no [room](Ring::room), or the inbox is another ring's.
+    #[inline]
+    pub(crate) unsafe fn push(&mut self, inbox: InboxId, cid: Cid, entry: squeue::Entry) {
+        assert!(inbox.ring == self.id && self.held < self.held_max, "pushed to another ring, or without a place");
+        self.held += 1;
+        self.inboxes[inbox.index as usize].out += 1;
+        // SAFETY: promised by the caller.
+        unsafe { self.push_named(&entry.user_data(name(KIND_DRIVER, inbox.index, cid.0))) };
+    }
+
+    /// # Safety
+    /// As for [`Ring::push`].
+    #[inline]
+    unsafe fn push_named(&mut self, entry: &squeue::Entry) {
+        // SAFETY: promised by the caller.
+        while unsafe { self.uring.submission().push(entry) }.is_err() {
+            self.submit();
+            if self.uring.submission().is_full() {
+                // The kernel is short of memory for requests. It has ours that are in flight to finish first.
+                std::thread::yield_now();
+            }
+        }
+        self.pushed += 1;
+    }
+
+    /// The next completion for an inbox, in the order they were reaped.
+    #[inline]
+    pub(crate) fn take(&mut self, inbox: InboxId) -> Option<Completion> {
+        assert!(inbox.ring == self.id, "took from another ring");
+        let completion = self.inboxes[inbox.index as usize].arrived.pop_front()?;
+        self.held -= 1;
+        self.untaken -= 1;
+        Some(completion)
+    }
+
+    /// Tells the kernel all that was pushed since the last call, for all queues, and lets it hand over what it has
+    /// finished. Without either, no call is made. What the kernel does not accept now stays in the ring for the next
+    /// call.
+    #[inline]
+    pub fn submit(&mut self) {
+        let (waiting, wanted) = {
+            let queue = self.uring.submission();
+            (queue.len(), queue.taskrun() || queue.cq_overflow())
+        };
+        if waiting > 0 || wanted {
+            self.enter();
+        }
+    }
+
+    fn enter(&mut self) {
+        /// Calls in a row that may be refused for want of memory before the queues get their turn again.
+        const TRIES: u32 = 8;
+        for _ in 0..TRIES {
+            match self.uring.submit() {
+                Ok(_) if self.uring.submission().is_empty() => return,
+                Ok(_) => {}
+                Err(error) => self.refused(&error),
+            }
+        }
+    }
+
+    /// Takes note of a call that did nothing: all it would have submitted is still in the ring.
+    fn refused(&mut self, error: &std::io::Error) {
+        match error.raw_os_error() {
+            Some(libc::EINTR | libc::ETIME) => {}
+            // Too little memory, or completions that must be taken first.
+            Some(libc::EAGAIN | libc::EBUSY | libc::ENOMEM) => {
+                self.reap();
+                std::thread::yield_now();
+            }
+            _ => panic!("the kernel refuses our ring: {error}"),
+        }
+    }
+
+    /// Moves what the kernel has finished into the inboxes, and quiets the bells that rang. Makes no call into the
+    /// ring. Returns how many completions there were.
+    #[inline]
+    pub fn reap(&mut self) -> usize {
+        let mut count = 0;
+        for entry in self.uring.completion() {
+            count += 1;
+            let (data, result) = (entry.user_data(), entry.result());
+            let index = (data >> INDEX_SHIFT & INDEX_MASK) as usize;
+            let known = match data >> KIND_SHIFT {
+                KIND_DRIVER => match self.inboxes.get_mut(index) {
+                    Some(inbox) if inbox.out > 0 => {
+                        inbox.out -= 1;
+                        inbox.arrived.push_back(Completion { cid: Cid(data as u32), result });
+                        self.untaken += 1;
+                        true
+                    }
+                    _ => false,
+                },
+                KIND_BELL => self.bells.rang(index, data as u32, result),
+                KIND_CHIME => self.chimes.rang(index, data as u32),
+                KIND_CANCEL => true,
+                _ => false,
+            };
+            if !known {
+                self.view.count_stray();
+            }
+        }
+        self.reaped += count;
+        count as usize
+    }
+
+    /// Listens to a bell from now on, an event descriptor, under a number of the caller's: when it is rung, a sleep
+    /// ends, the descriptor is made quiet, and it is listened to no more. Does nothing if it is listened to already.
+    ///
+    /// # Panics
+    /// If the number is beyond [what one lane may have](BELLS_MAX).
+    pub fn watch(&mut self, bell: BorrowedFd<'_>, index: usize) {
+        let Some(step) = self.bells.watch(bell, index) else { return };
+        if let Some(old) = step.cancel {
+            self.cancel(old);
+        }
+        // SAFETY: the entry points to no memory, and its descriptor is a duplicate that the bells hold.
+        unsafe { self.push_named(&step.poll) };
+    }
+
+    /// Stops listening to the bell of this number, if there is one.
+    pub fn unwatch(&mut self, index: usize) {
+        if let Some(old) = self.bells.forget(index) {
+            self.cancel(old);
+        }
+    }
+
+    /// Stops listening to all bells. For when the caller cannot tell whether they are what they were: a descriptor
+    /// may have been replaced by another of the same number.
+    pub fn unwatch_all(&mut self) {
+        for index in 0..self.bells.len() {
+            self.unwatch(index);
+        }
+    }
+
+    fn cancel(&mut self, name_of_poll: u64) {
+        let entry = io_uring::opcode::AsyncCancel::new(name_of_poll).build().user_data(name(KIND_CANCEL, 0, 0));
+        // SAFETY: the entry points to no memory.
+        unsafe { self.push_named(&entry) };
+    }
+
+    /// Submits what waits and sleeps until a completion, a bell, a signal, or the time is there. Returns at once if a
+    /// completion has not been reaped yet, or was reaped and not taken by its driver.
+    pub fn sleep(&mut self, deadline_ns: Option<u64>) {
+        if self.untaken > 0 {
+            self.submit();
+            return;
+        }
+        let slept = match deadline_ns {
+            None => self.uring.submit_and_wait(1),
+            Some(deadline_ns) => {
+                let left_ns = deadline_ns.saturating_sub(now_ns());
+                let time = Timespec::new().sec(left_ns / 1_000_000_000).nsec((left_ns % 1_000_000_000) as u32);
+                self.uring.submitter().submit_with_args(1, &SubmitArgs::new().timespec(&time))
+            }
+        };
+        if let Err(error) = slept {
+            self.refused(&error);
+        }
+    }
+}
+
+impl Drop for Ring {
+    /// Waits until the kernel has finished everything that was submitted: it may be writing to memory that is
+    /// unmapped right after. What was pushed and never submitted is forgotten.
+    fn drop(&mut self) {
+        if self.quiesce() {
+            // The kernel takes a ring apart some time after it is closed; locks on its files and limits on locked
+            // memory should not have to wait for that. If it refuses, they do.
+            let _ = self.uring.submitter().unregister_files();
+            let _ = self.uring.submitter().unregister_buffers();
+        } else {
+            // We cannot learn when it has finished: what it may write to stays mapped for good.
+            self.buffers.leak();
+        }
+    }
+}
+
+impl Ring {
+    /// Waits until nothing is with the kernel that could touch memory. False if that cannot be known.
+    fn quiesce(&mut self) -> bool {
+        // Polls and rings are over once they are cancelled. One that rang meanwhile, or was never submitted, is not found.
+        // Kernels before 6.0 cannot cancel so; there a poll ends with the ring, and need not be waited for, since it
+        // writes to no memory.
+        let left = |old: u64| match self.uring.submitter().register_sync_cancel(None, CancelBuilder::user_data(old)) {
+            Ok(()) => false,
+            Err(error) => error.kind() != std::io::ErrorKind::NotFound,
+        };
+        let polls_left = self.bells.armed().chain(self.chimes.out()).filter(|old| left(*old)).count() as u64;
+        loop {
+            self.reap();
+            let waiting = self.uring.submission().len() as u64;
+            let with_kernel = self.pushed - self.reaped - waiting;
+            if with_kernel <= polls_left {
+                return true;
+            }
+            // SAFETY: nothing is submitted, and no argument is passed.
+            let waited = unsafe {
+                self.uring.submitter().enter::<libc::sigset_t>(0, 1, io_uring::EnterFlags::GETEVENTS.bits(), None)
+            };
+            if let Err(error) = waited
+                && !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
+            {
+                return false;
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Ring {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Ring")
+            .field("inboxes", &self.inboxes.len())
+            .field("held", &self.held)
+            .field("buffers", &self.buffers())
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,208 @@
+//! Memory that a ring knows by number ("fixed buffers"): its pages are looked up and pinned once instead of for each
+//! I/O.
+//!
+//! The kernel takes pieces of at most a gibibyte and counts them as locked memory. A region that it refuses, for that
+//! or another reason, is used without; it is tried again when another region has gone. Registered or not, a region
+//! that is attached stays mapped.
+//!
+//! Unsafe: the kernel is told addresses that it will use until it is told otherwise.
+
+use std::sync::Arc;
+
+use blkyard_mem::Region;
+use io_uring::IoUring;
+
+use super::RingView;
+
+/// Bytes of the largest piece the kernel takes (`io_uring_register(2)`, IORING_REGISTER_BUFFERS).
+const PIECE_BYTES: u64 = 1 << PIECE_SHIFT;
+const PIECE_SHIFT: u32 = 30;
+/// Pieces of one lane: four guests with a tebibyte each. The kernel's own bound is 16384.
+const PIECES_MAX: usize = 4096;
+
+/// Whether memory is known to the kernel by number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FixedBuffers {
+    /// All of it, this much.
+    Registered {
+        /// Bytes attached.
+        bytes: u64,
+    },
+    /// Not all of it: I/O into the rest looks up its pages each time.
+    Plain {
+        /// Why, and the cure if there is one.
+        reason: String,
+    },
+}
+
+impl Default for FixedBuffers {
+    fn default() -> Self {
+        FixedBuffers::Registered { bytes: 0 }
+    }
+}
+
+/// Holds a region attached to a ring.
+#[derive(Debug)]
+pub struct Attachment {
+    index: u32,
+}
+
+#[derive(Debug)]
+struct Attached {
+    region: Arc<Region>,
+    holder: Arc<Attachment>,
+    /// First of its consecutive pieces in the table, if it is registered.
+    first: Option<u16>,
+    refusal: Option<String>,
+}
+
+impl Attached {
+    fn pieces(&self) -> usize {
+        (self.region.len() as u64).div_ceil(PIECE_BYTES) as usize
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Buffers {
+    attached: Vec<Option<Attached>>,
+    /// Which pieces of the table are taken; empty if there is no table.
+    taken: Vec<bool>,
+    no_table: Option<String>,
+    view: Arc<RingView>,
+}
+
+impl Buffers {
+    pub(super) fn new(uring: &IoUring, view: Arc<RingView>) -> Buffers {
+        let made = uring.submitter().register_buffers_sparse(PIECES_MAX as u32);
+        let no_table = made.err().map(|error| format!("the kernel makes no table of buffers: {error}"));
+        let taken = if no_table.is_none() { vec![false; PIECES_MAX] } else { Vec::new() };
+        Buffers { attached: Vec::new(), taken, no_table, view }
+    }
+
+    #[inline]
+    pub(super) fn fixed(&self, attachment: &Attachment, offset: u64, len: u32) -> Option<u16> {
+        let first = self.attached.get(attachment.index as usize)?.as_ref()?.first?;
+        let last = (offset + u64::from(len) - 1) >> PIECE_SHIFT;
+        (offset >> PIECE_SHIFT == last).then_some(first + last as u16)
+    }
+
+    pub(super) fn region(&self, attachment: &Attachment) -> Option<&Arc<Region>> {
+        Some(&self.attached.get(attachment.index as usize)?.as_ref()?.region)
+    }
+
+    pub(super) fn attach(&mut self, uring: &IoUring, region: &Arc<Region>) -> Arc<Attachment> {
+        self.sweep(uring);
+        if let Some(known) = self.attached.iter().flatten().find(|known| Arc::ptr_eq(&known.region, region)) {
+            return Arc::clone(&known.holder);
+        }
+        let index = self.attached.iter().position(Option::is_none).unwrap_or_else(|| {
+            self.attached.push(None);
+            self.attached.len() - 1
+        });
+        let holder = Arc::new(Attachment { index: index as u32 });
+        let mut attached =
+            Attached { region: Arc::clone(region), holder: Arc::clone(&holder), first: None, refusal: None };
+        self.register(uring, &mut attached);
+        self.attached[index] = Some(attached);
+        self.tell();
+        holder
+    }
+
+    /// Lets go of regions that nobody holds attached, and tries those again that were refused before.
+    pub(super) fn sweep(&mut self, uring: &IoUring) {
+        let mut gone = false;
+        for index in 0..self.attached.len() {
+            let free = |attached: &Attached| Arc::strong_count(&attached.holder) == 1;
+            if !self.attached[index].as_ref().is_some_and(free) {
+                continue;
+            }
+            if let Some(attached) = self.attached[index].take() {
+                if let Some(first) = attached.first {
+                    self.withdraw(uring, usize::from(first), attached.pieces());
+                }
+                gone = true;
+            }
+        }
+        if !gone {
+            return;
+        }
+        for index in 0..self.attached.len() {
+            if let Some(mut attached) = self.attached[index].take() {
+                if attached.first.is_none() {
+                    self.register(uring, &mut attached);
+                }
+                self.attached[index] = Some(attached);
+            }
+        }
+        self.tell();
+    }
+
+    fn register(&mut self, uring: &IoUring, attached: &mut Attached) {
+        let pieces = attached.pieces();
+        attached.refusal.clone_from(&self.no_table);
+        if attached.refusal.is_some() {
+            return;
+        }
+        let Some(first) = self.taken.windows(pieces).position(|run| run.iter().all(|taken| !taken)) else {
+            attached.refusal = Some(format!("more than {PIECES_MAX} pieces of memory on one lane"));
+            return;
+        };
+        for piece in 0..pieces {
+            let offset = piece as u64 * PIECE_BYTES;
+            let len = (attached.region.len() as u64 - offset).min(PIECE_BYTES);
+            let Some(span) = attached.region.span(offset, len as usize) else { unreachable!("inside the region") };
+            let buffer = libc::iovec { iov_base: span.as_ptr().cast(), iov_len: span.len() };
+            // SAFETY: the region stays mapped while it is attached, and is withdrawn from the table before it goes.
+            let updated = unsafe { uring.submitter().register_buffers_update((first + piece) as u32, &[buffer], None) };
+            if let Err(error) = updated {
+                attached.refusal = Some(reason(&error));
+                self.withdraw(uring, first, piece);
+                return;
+            }
+            self.taken[first + piece] = true;
+        }
+        attached.first = Some(first as u16);
+    }
+
+    /// Empties places of the table. I/O in flight keeps its pages pinned until it is over.
+    fn withdraw(&mut self, uring: &IoUring, first: usize, pieces: usize) {
+        for place in first..first + pieces {
+            let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+            // SAFETY: an empty entry names no memory.
+            let updated = unsafe { uring.submitter().register_buffers_update(place as u32, &[empty], None) };
+            // A place that stays full keeps its pages pinned, which harms nobody; it is not used again.
+            self.taken[place] = updated.is_err();
+        }
+    }
+
+    fn tell(&self) {
+        let refusal = self.attached.iter().flatten().find_map(|attached| attached.refusal.clone());
+        let bytes = self.attached.iter().flatten().map(|attached| attached.region.len() as u64).sum();
+        self.view.set_buffers(match refusal {
+            Some(reason) => FixedBuffers::Plain { reason },
+            None => FixedBuffers::Registered { bytes },
+        });
+    }
+
+    /// Keeps all regions mapped for good.
+    pub(super) fn leak(&mut self) {
+        std::mem::forget(std::mem::take(&mut self.attached));
+    }
+}
+
+fn reason(error: &std::io::Error) -> String {
+    match error.raw_os_error() {
+        Some(libc::ENOMEM) => {
+            let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+            let limit = limit.map_or("no limit is set".into(), |bytes| format!("{} KiB", bytes >> 10));
+            format!(
+                "more memory than may be locked ({limit}): raise it with `ulimit -l unlimited` or LimitMEMLOCK=infinity"
+            )
+        }
+        Some(libc::EOPNOTSUPP) => {
+            "memory on an ordinary file cannot be locked: share it as a memfd or on tmpfs or hugetlbfs".into()
+        }
+        Some(libc::EFAULT) => "memory that is not there, or cannot be written".into(),
+        _ => format!("the kernel refuses to lock memory: {error}"),
+    }
+}

@@ -1,0 +1,104 @@
+//! Bells of others that a lane rings: event descriptors that a front-end gave us to call it by.
+//!
+//! Each ring is an entry of the lane's own ring, submitted at once. The kernel writes without waiting as long as the descriptor allows;
+//! if whoever shares it has made it blocking and filled its counter, the entry waits, and the lane does not. One entry for each place
+//! may be out, so such a peer holds up nothing but its own bell.
+//!
+//! Unsafe: entries carry the address of the count that is written, which is static.
+
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+
+use blkyard_mq::{Chime, ChimePlace};
+use io_uring::{opcode, types};
+
+use super::{KIND_CHIME, Ring, name};
+
+/// Places of one lane: one for each station that may have a bell.
+pub(super) const CHIMES_MAX: usize = super::bells::BELLS_MAX - 1;
+
+/// What is added to the counter of an event descriptor.
+static ONE: [u8; 8] = 1_u64.to_ne_bytes();
+
+/// A place, and whether it has a ring out.
+#[derive(Debug, Default)]
+struct Place {
+    out: bool,
+    /// How often the bell was replaced: what comes back under an older number is of another bell.
+    generation: u32,
+    /// Our duplicate of the bell: an entry may have to wait for the kernel, while its owner closes the descriptor and the number
+    /// comes to mean another file.
+    bell: Option<OwnedFd>,
+}
+
+/// The places of a lane, and bells that entries not yet submitted may still name.
+#[derive(Debug)]
+pub(super) struct Chimes(Vec<Place>, Vec<OwnedFd>);
+
+impl Chimes {
+    pub(super) fn new() -> Chimes {
+        Chimes(Vec::with_capacity(CHIMES_MAX), Vec::new())
+    }
+
+    /// The number of a place, given when it is first asked for.
+    fn number(&mut self, place: &mut ChimePlace) -> u32 {
+        *place.0.get_or_insert_with(|| {
+            assert!(self.0.len() < CHIMES_MAX, "more than {CHIMES_MAX} stations of a lane ring bells");
+            self.0.push(Place::default());
+            self.0.len() as u32 - 1
+        })
+    }
+
+    /// A ring went through, or failed for good. False if none was ever out there.
+    pub(super) fn rang(&mut self, index: usize, generation: u32) -> bool {
+        let Some(place) = self.0.get_mut(index) else { return false };
+        if generation != place.generation {
+            return true; // Of a bell that was replaced.
+        }
+        std::mem::take(&mut place.out)
+    }
+
+    /// The rings that the kernel may have.
+    pub(super) fn out(&self) -> impl Iterator<Item = u64> {
+        let out = self.0.iter().enumerate().filter(|(_, place)| place.out);
+        out.map(|(index, place)| name(KIND_CHIME, index as u32, place.generation))
+    }
+}
+
+impl Chime for Ring {
+    fn chime(&mut self, place: &mut ChimePlace, bell: BorrowedFd<'_>) {
+        let index = self.chimes.number(place);
+        let place = &mut self.chimes.0[index as usize];
+        if place.out {
+            return;
+        }
+        if place.bell.is_none() {
+            match bell.try_clone_to_owned() {
+                Ok(own) => place.bell = Some(own),
+                Err(error) => return tracing::error!(%error, "a bell cannot be duplicated, so it is not rung"),
+            }
+        }
+        let Some(own) = &place.bell else { return };
+        place.out = true;
+        let name = name(KIND_CHIME, index, place.generation);
+        let write = opcode::Write::new(types::Fd(own.as_raw_fd()), ONE.as_ptr(), ONE.len() as u32);
+        // SAFETY: the entry points to a static, and its descriptor is kept open until it is submitted.
+        unsafe { self.push_named(&write.build().user_data(name)) };
+        self.submit();
+        self.reap();
+    }
+
+    fn forget(&mut self, place: &mut ChimePlace) {
+        let index = self.chimes.number(place);
+        let place = &mut self.chimes.0[index as usize];
+        let (was_out, bell) = (std::mem::take(&mut place.out), place.bell.take());
+        if was_out {
+            let old = name(KIND_CHIME, index, place.generation);
+            place.generation = place.generation.wrapping_add(1);
+            self.chimes.1.extend(bell);
+            self.cancel(old);
+        }
+        if self.uring.submission().is_empty() {
+            self.chimes.1.clear();
+        }
+    }
+}

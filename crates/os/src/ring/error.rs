@@ -1,0 +1,109 @@
+//! Why there is no ring, and what others may see of one.
+
+use std::io;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use super::FixedBuffers;
+
+/// Why a ring could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum RingError {
+    /// The administrator switched it off, for all or for us.
+    #[error(
+        "io_uring is switched off: {cause}. Set `sysctl kernel.io_uring_disabled=0`, or let the container's seccomp \
+         profile allow io_uring_setup, io_uring_enter and io_uring_register"
+    )]
+    Disabled {
+        /// What switched it off, as far as can be told.
+        cause: String,
+    },
+    /// The kernel lacks it, or a part that we cannot do without.
+    #[error("io_uring of this kernel lacks {missing}: Linux 5.19 or later is needed")]
+    TooOld {
+        /// The part.
+        missing: &'static str,
+    },
+    /// Rings count as locked memory on some kernels.
+    #[error(
+        "io_uring has no memory for a ring: raise the limit on locked memory (`ulimit -l`, LimitMEMLOCK=), or ask for \
+         fewer entries"
+    )]
+    Memory,
+    /// Something else.
+    #[error("io_uring could not be set up: {0}")]
+    System(#[source] io::Error),
+}
+
+impl RingError {
+    pub(super) fn from_setup(error: io::Error) -> RingError {
+        match error.raw_os_error() {
+            Some(libc::EPERM | libc::EACCES) => {
+                let switch = std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").unwrap_or_default();
+                let cause = match switch.trim() {
+                    "1" => "kernel.io_uring_disabled is 1, for all but the members of kernel.io_uring_group".into(),
+                    "2" => "kernel.io_uring_disabled is 2".into(),
+                    _ => format!("the kernel answers {error}, most likely because of a seccomp filter"),
+                };
+                RingError::Disabled { cause }
+            }
+            Some(libc::ENOSYS) => RingError::Disabled {
+                cause: "the kernel does not know the system call, or a seccomp filter hides it".into(),
+            },
+            Some(libc::ENOMEM) => RingError::Memory,
+            Some(libc::EINVAL) => RingError::TooOld { missing: "a flag that we set up rings with" },
+            _ => RingError::System(error),
+        }
+    }
+}
+
+/// What threads other than its owner may see of a ring.
+#[derive(Debug, Default)]
+pub struct RingView {
+    buffers: Mutex<FixedBuffers>,
+    strays: AtomicU64,
+}
+
+impl RingView {
+    /// Whether the memory of the lane's queues is known to the kernel for good.
+    pub fn buffers(&self) -> FixedBuffers {
+        match self.buffers.lock() {
+            Ok(buffers) => buffers.clone(),
+            Err(poisoned) => poisoned.into_inner().clone(),
+        }
+    }
+
+    pub(super) fn set_buffers(&self, buffers: FixedBuffers) {
+        match self.buffers.lock() {
+            Ok(mut now) => *now = buffers,
+            Err(mut poisoned) => **poisoned.get_mut() = buffers,
+        }
+    }
+
+    /// Completions that nobody was waiting for.
+    pub fn strays(&self) -> u64 {
+        self.strays.load(Relaxed)
+    }
+
+    pub(crate) fn count_stray(&self) {
+        self.strays.fetch_add(1, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_names_the_switch_and_the_cure() {
+        for (errno, words) in [
+            (libc::EPERM, ["switched off", "kernel.io_uring_disabled=0"]),
+            (libc::ENOSYS, ["seccomp", "kernel.io_uring_disabled=0"]),
+            (libc::ENOMEM, ["locked memory", "ulimit -l"]),
+            (libc::EINVAL, ["lacks", "Linux 5.19"]),
+        ] {
+            let text = RingError::from_setup(io::Error::from_raw_os_error(errno)).to_string();
+            assert!(words.iter().all(|word| text.contains(word)), "{text}");
+        }
+    }
+}

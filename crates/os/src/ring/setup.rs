@@ -1,0 +1,82 @@
+//! Making a ring as good as the kernel can, and as large as we are allowed.
+
+use std::io;
+
+use io_uring::{Builder, IoUring, Parameters};
+
+use super::{RingError, bells};
+
+/// How a ring is made.
+#[derive(Clone, Copy, Debug)]
+pub struct RingConfig {
+    /// Entries that can be pushed between two system calls; more cost a call of their own.
+    pub entries: u32,
+    /// Completions that may be outstanding at one time, for all queues of the lane.
+    pub outstanding_max: u32,
+    /// Only the thread that makes the ring uses it. Cheaper: completions are then handed over inside our own calls.
+    /// Without, the ring may change owners, one at a time.
+    pub single_owner: bool,
+}
+
+impl Default for RingConfig {
+    fn default() -> Self {
+        // 256: two full queues at once; beyond that the share of the call in one operation is below a nanosecond.
+        // 16384 with the share of the bells: a hundred queues of the usual depth, in a quarter of a mebibyte.
+        let outstanding_max = 16_384 - bells::COMPLETIONS_MAX as u32;
+        RingConfig { entries: 256, outstanding_max, single_owner: true }
+    }
+}
+
+/// Completions of the smallest ring that is tried: the bells' share and a few thousand more.
+const COMPLETIONS_MIN: u32 = 8192;
+const _: () = assert!(COMPLETIONS_MIN as usize > bells::COMPLETIONS_MAX);
+
+/// Makes the kernel's side. Some kernels count it as locked memory: where the whole does not fit, smaller ones are
+/// tried.
+pub(super) fn set_up(config: RingConfig) -> Result<IoUring, RingError> {
+    let mut completions = config.outstanding_max.saturating_add(bells::COMPLETIONS_MAX as u32).max(config.entries);
+    let uring = loop {
+        match build(config, completions) {
+            Err(error) if error.raw_os_error() == Some(libc::ENOMEM) && completions > COMPLETIONS_MIN => {
+                completions = (completions / 2).max(COMPLETIONS_MIN);
+            }
+            made => break made.map_err(RingError::from_setup)?,
+        }
+    };
+    check_features(uring.params())?;
+    Ok(uring)
+}
+
+/// Completions that drivers may have outstanding in a ring as it was made.
+pub(super) fn room(params: &Parameters, config: RingConfig) -> usize {
+    let made = (params.cq_entries() as usize).saturating_sub(bells::COMPLETIONS_MAX);
+    made.min(config.outstanding_max as usize).max(1)
+}
+
+fn build(config: RingConfig, completions: u32) -> io::Result<IoUring> {
+    let plain = || {
+        let mut builder: Builder = IoUring::builder();
+        // A bad entry fails alone; the ring goes on with those behind it. Sizes beyond the kernel's are cut to them.
+        builder.setup_submit_all().setup_clamp().setup_cqsize(completions);
+        builder
+    };
+    if config.single_owner {
+        // Completions wait until we enter, and the kernel need not look for other submitters. Linux 6.1.
+        let made = plain().setup_single_issuer().setup_defer_taskrun().setup_taskrun_flag().build(config.entries);
+        if !matches!(&made, Err(error) if error.raw_os_error() == Some(libc::EINVAL)) {
+            return made;
+        }
+    }
+    // A ring that changes owners does without cooperation: completions are handed over by the thread that submitted,
+    // and with cooperation that thread would do so only at its next system call, while another waits.
+    plain().build(config.entries)
+}
+
+fn check_features(params: &Parameters) -> Result<(), RingError> {
+    let needed = [
+        (params.is_feature_nodrop(), "completions that are kept when the ring is full"),
+        (params.is_feature_submit_stable(), "entries that may be reused once submitted"),
+        (params.is_feature_ext_arg(), "a time limit on waiting"),
+    ];
+    needed.iter().find(|(there, _)| !there).map_or(Ok(()), |(_, what)| Err(RingError::TooOld { missing: what }))
+}

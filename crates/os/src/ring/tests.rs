@@ -1,0 +1,288 @@
+//! The ring against the real kernel, without a driver.
+
+use std::io::Write;
+use std::os::fd::{AsFd, AsRawFd};
+use std::time::{Duration, Instant};
+
+use io_uring::opcode;
+use io_uring::types::Fd;
+use rustix::event::{EventfdFlags, eventfd};
+
+use super::*;
+
+fn ring(entries: u32, outstanding_max: u32) -> Ring {
+    Ring::new(RingConfig { entries, outstanding_max, single_owner: true }).unwrap()
+}
+
+fn nop(ring: &mut Ring, inbox: InboxId, cid: u32) {
+    // SAFETY: the entry points to no memory.
+    unsafe { ring.push(inbox, Cid(cid), opcode::Nop::new().build()) };
+}
+
+fn bell() -> OwnedFd {
+    eventfd(0, EventfdFlags::CLOEXEC).unwrap()
+}
+
+fn ring_bell(bell: &OwnedFd) {
+    rustix::io::write(bell, &1_u64.to_ne_bytes()).unwrap();
+}
+
+fn is_quiet(bell: &OwnedFd) -> bool {
+    let mut wanted = [rustix::event::PollFd::new(bell, rustix::event::PollFlags::IN)];
+    rustix::event::poll(&mut wanted, Some(&rustix::event::Timespec::default())).unwrap() == 0
+}
+
+fn soon() -> u64 {
+    now_ns() + 20_000_000
+}
+
+fn sleeps(ring: &mut Ring, deadline_ns: Option<u64>) -> Duration {
+    let start = Instant::now();
+    ring.sleep(deadline_ns);
+    start.elapsed()
+}
+
+const LONG: Duration = Duration::from_secs(5);
+
+fn later() -> u64 {
+    now_ns() + 2 * LONG.as_nanos() as u64
+}
+
+#[test]
+fn more_entries_than_the_ring_holds_all_come_back_to_their_own_inbox() {
+    for single_owner in [true, false] {
+        let mut ring = Ring::new(RingConfig { entries: 4, outstanding_max: 1000, single_owner }).unwrap();
+        let inboxes = [ring.inbox(500), ring.inbox(500)];
+        for cid in 0..1000 {
+            nop(&mut ring, inboxes[cid as usize % 2], cid);
+        }
+        ring.submit();
+        ring.reap();
+        for (which, inbox) in inboxes.into_iter().enumerate() {
+            let cids: Vec<_> = std::iter::from_fn(|| ring.take(inbox)).map(|done| done.cid.0 as usize).collect();
+            assert_eq!(cids, (0..500).map(|i| 2 * i + which).collect::<Vec<_>>());
+        }
+        assert_eq!(ring.view().strays(), 0);
+    }
+}
+
+#[test]
+fn a_place_is_held_until_its_completion_is_taken() {
+    let mut ring = ring(8, 8);
+    let inbox = ring.inbox(64);
+    let all = ring.room();
+    (0..5).for_each(|cid| nop(&mut ring, inbox, cid));
+    ring.submit();
+    assert_eq!(ring.reap(), 5);
+    assert_eq!(ring.room(), all - 5);
+    while ring.take(inbox).is_some() {}
+    assert_eq!(ring.room(), all);
+}
+
+#[test]
+#[should_panic(expected = "another ring")]
+fn an_inbox_is_good_with_its_own_ring_only() {
+    let (mut one, mut other) = (ring(8, 8), ring(8, 8));
+    let inbox = one.inbox(1);
+    nop(&mut other, inbox, 0);
+}
+
+#[test]
+fn a_completion_nobody_waits_for_is_counted_and_dropped() {
+    let mut ring = ring(8, 64);
+    let inbox = ring.inbox(4);
+    for stray in [name(KIND_DRIVER, 0, 7), name(KIND_DRIVER, 55, 7), name(KIND_BELL, 3, 0), name(9, 0, 0)] {
+        // SAFETY: the entry points to no memory.
+        unsafe { ring.push_named(&opcode::Nop::new().build().user_data(stray)) };
+    }
+    ring.submit();
+    assert_eq!(ring.reap(), 4);
+    assert_eq!(ring.take(inbox), None);
+    assert_eq!(ring.view().strays(), 4);
+}
+
+#[test]
+fn a_sleep_ends_at_its_time() {
+    let mut ring = ring(8, 64);
+    let slept = sleeps(&mut ring, Some(soon()));
+    assert!(slept >= Duration::from_millis(20) && slept < LONG, "{slept:?}");
+    assert!(sleeps(&mut ring, Some(0)) < LONG);
+}
+
+#[test]
+fn a_sleep_submits_and_ends_with_a_completion_even_one_from_before() {
+    let mut ring = ring(8, 64);
+    let inbox = ring.inbox(4);
+    nop(&mut ring, inbox, 1);
+    assert!(sleeps(&mut ring, Some(later())) < LONG);
+    // Not reaped yet: sleeping on it would be sleeping through it.
+    assert!(sleeps(&mut ring, None) < LONG);
+    ring.reap();
+    assert_eq!(ring.take(inbox), Some(Completion { cid: Cid(1), result: 0 }));
+}
+
+#[test]
+fn a_bell_ends_a_sleep_whenever_it_rings_and_is_quiet_after() {
+    let mut ring = ring(8, 64);
+    let bell = bell();
+    for before in [true, false] {
+        if before {
+            ring_bell(&bell);
+        }
+        ring.watch(bell.as_fd(), 3);
+        ring.watch(bell.as_fd(), 3);
+        if !before {
+            ring_bell(&bell);
+        }
+        assert!(sleeps(&mut ring, Some(later())) < LONG);
+        assert_eq!(ring.reap(), 1, "listened to once");
+        assert!(is_quiet(&bell));
+    }
+    assert!(sleeps(&mut ring, Some(soon())) >= Duration::from_millis(20), "not listened to any more");
+}
+
+#[test]
+fn a_bell_that_is_forgotten_ends_no_sleep() {
+    let mut ring = ring(8, 64);
+    let bell = bell();
+    ring.watch(bell.as_fd(), 0);
+    ring.submit();
+    ring.unwatch(0);
+    // The two answers of the cancellation.
+    ring.submit();
+    ring.reap();
+    ring_bell(&bell);
+    ring.sleep(Some(soon()));
+    ring.reap();
+    assert!(!is_quiet(&bell), "nobody reads a bell that is not watched");
+    assert_eq!(ring.view().strays(), 0);
+}
+
+#[test]
+fn another_bell_under_the_same_number_is_heard_once_asked_for() {
+    let mut ring = ring(8, 64);
+    let first = bell();
+    let number = first.as_raw_fd();
+    ring.watch(first.as_fd(), 0);
+    ring.submit();
+    drop(first);
+    let second = bell();
+    // Not on another thread's account: descriptors are given out lowest first, but tests run side by side.
+    if second.as_raw_fd() != number {
+        return;
+    }
+    ring.unwatch_all();
+    ring.watch(second.as_fd(), 0);
+    ring_bell(&second);
+    let start = Instant::now();
+    while !is_quiet(&second) {
+        ring.sleep(Some(later()));
+        ring.reap();
+        assert!(start.elapsed() < LONG);
+    }
+}
+
+#[test]
+fn a_bell_of_another_number_takes_the_place_of_the_first() {
+    let mut ring = ring(8, 64);
+    let (first, second) = (bell(), bell());
+    ring.watch(first.as_fd(), 0);
+    ring.submit();
+    ring.watch(second.as_fd(), 0);
+    ring_bell(&second);
+    let start = Instant::now();
+    while !is_quiet(&second) {
+        ring.sleep(Some(later()));
+        ring.reap();
+        assert!(start.elapsed() < LONG);
+    }
+    assert_eq!(ring.view().strays(), 0);
+}
+
+#[test]
+fn what_is_no_event_descriptor_is_given_up_not_spun_on() {
+    let mut ring = ring(8, 64);
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    writer.write_all(b"x").unwrap();
+    ring.watch(reader.as_fd(), 0);
+    ring.sleep(Some(soon()));
+    ring.reap();
+    ring.watch(reader.as_fd(), 0);
+    assert!(sleeps(&mut ring, Some(soon())) >= Duration::from_millis(20));
+}
+
+#[test]
+fn a_ring_is_not_gone_before_the_kernel_has_finished() {
+    for single_owner in [true, false] {
+        let (reader, mut writer) = std::io::pipe().unwrap();
+        let mut ring = Ring::new(RingConfig { single_owner, ..RingConfig::default() }).unwrap();
+        let inbox = ring.inbox(1);
+        let bell = bell();
+        ring.watch(bell.as_fd(), 0);
+        let mut byte = Box::new(0_u8);
+        let read = opcode::Read::new(Fd(reader.as_raw_fd()), &raw mut *byte, 1).build();
+        // SAFETY: the box outlives the ring.
+        unsafe { ring.push(inbox, Cid(0), read) };
+        ring.submit();
+        let start = Instant::now();
+        let other = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(30));
+            writer.write_all(b"!").unwrap();
+        });
+        drop(ring);
+        assert!(start.elapsed() >= Duration::from_millis(30));
+        assert_eq!(*byte, b'!');
+        other.join().unwrap();
+    }
+}
+
+#[test]
+fn what_was_never_submitted_is_forgotten_with_the_ring() {
+    let (reader, _writer) = std::io::pipe().unwrap();
+    let mut ring = ring(8, 64);
+    let inbox = ring.inbox(1);
+    let bell = bell();
+    let mut byte = 0_u8;
+    ring.watch(bell.as_fd(), 0);
+    // SAFETY: never submitted.
+    unsafe { ring.push(inbox, Cid(0), opcode::Read::new(Fd(reader.as_raw_fd()), &raw mut byte, 1).build()) };
+}
+
+#[test]
+fn a_ring_without_an_owner_for_good_goes_from_thread_to_thread() {
+    let mut ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() }).unwrap();
+    let inbox = ring.inbox(4);
+    for cid in 0..4 {
+        ring = std::thread::spawn(move || {
+            nop(&mut ring, inbox, cid);
+            ring.submit();
+            ring
+        })
+        .join()
+        .unwrap();
+        ring.sleep(Some(later()));
+        ring.reap();
+        assert_eq!(ring.take(inbox).map(|done| done.cid), Some(Cid(cid)));
+    }
+}
+
+#[test]
+fn memory_is_attached_once_and_let_go_with_its_last_holder() {
+    let mut ring = ring(8, 64);
+    let region = Region::anonymous(1 << 20).unwrap();
+    let (one, two) = (ring.attach(&region), ring.attach(&region));
+    assert!(Arc::ptr_eq(&one, &two));
+    if let FixedBuffers::Registered { bytes } = ring.buffers() {
+        assert_eq!(bytes, 1 << 20);
+        assert_eq!(ring.fixed(&one, 4096, 4096), Some(0));
+    }
+    drop(one);
+    ring.sweep();
+    assert_eq!(Arc::strong_count(&region), 2, "still held by the second");
+    drop(two);
+    ring.sweep();
+    assert_eq!(Arc::strong_count(&region), 1);
+    assert_eq!(ring.buffers(), FixedBuffers::Registered { bytes: 0 });
+    let again = ring.attach(&region);
+    assert!(ring.fixed(&again, 0, 1 << 20).is_none_or(|buffer| buffer == 0), "the place is free again");
+}

@@ -1,0 +1,118 @@
+//! SIGINT and SIGTERM as something the main thread can wait for.
+//!
+//! The handler leaves a note and rings an event descriptor. It is good for one signal of each kind: the second does
+//! what it does by default, so that a user who presses Ctrl-C twice is obeyed even if the orderly end hangs.
+//!
+//! Unsafe: installing a handler is, and so is what runs in it. It uses atomics and one `write`, both of which a
+//! handler may.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+/// A wish that the program end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Signal {
+    /// Ctrl-C.
+    Interrupt,
+    /// `kill`, or the service manager.
+    Terminate,
+}
+
+/// The handler's descriptor; none if negative.
+static BELL: AtomicI32 = AtomicI32::new(-1);
+/// Signals that came and were not waited for yet: bit 0 for SIGINT, bit 1 for SIGTERM.
+static CAME: AtomicU8 = AtomicU8::new(0);
+
+const KINDS: [(libc::c_int, Signal); 2] = [(libc::SIGINT, Signal::Interrupt), (libc::SIGTERM, Signal::Terminate)];
+
+/// The one place where the program waits for signals.
+#[derive(Debug)]
+pub struct Signals {
+    bell: &'static OwnedFd,
+}
+
+impl Signals {
+    /// Takes SIGINT and SIGTERM over, for the whole process and for good; again after each was delivered once.
+    ///
+    /// # Errors
+    /// The system refuses a descriptor or the handler.
+    pub fn install() -> io::Result<Signals> {
+        static KEPT: std::sync::OnceLock<OwnedFd> = std::sync::OnceLock::new();
+        // Never closed: the handler may use it at any time.
+        let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let bell = KEPT.get_or_init(|| made);
+        BELL.store(bell.as_raw_fd(), Ordering::Release);
+        for (signal, _) in KINDS {
+            // SAFETY: an all-zero sigaction is a valid value to start from.
+            let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+            action.sa_sigaction = on_signal as *const () as usize;
+            action.sa_flags = libc::SA_RESTART | libc::SA_RESETHAND;
+            // SAFETY: `action` is initialised, the handler has the plain signature and does only what a handler may.
+            if unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) } != 0 {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(Signals { bell })
+    }
+
+    /// Waits for a signal, but no longer than this. A signal that came before is found at once.
+    pub fn wait(&self, timeout: Option<Duration>) -> Option<Signal> {
+        let end = timeout.map(|timeout| std::time::Instant::now() + timeout);
+        loop {
+            if let Some(signal) = taken() {
+                return Some(signal);
+            }
+            let left = end.map(|end| end.saturating_duration_since(std::time::Instant::now()));
+            if left == Some(Duration::ZERO) && timeout != Some(Duration::ZERO) {
+                return None;
+            }
+            let time = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+            let mut wanted = [PollFd::new(&self.bell, PollFlags::IN)];
+            match poll(&mut wanted, time.as_ref()) {
+                Ok(0) => return None,
+                Ok(_) => {
+                    // Before we look again: a signal between the two rings once more.
+                    let _ = rustix::io::read(self.bell, &mut [0; 8]);
+                }
+                // Interrupted, most likely by what we wait for.
+                Err(_) => {}
+            }
+        }
+    }
+}
+
+impl AsFd for Signals {
+    /// Readable once a signal has come, until it is waited for.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.bell.as_fd()
+    }
+}
+
+fn taken() -> Option<Signal> {
+    for (index, (_, signal)) in KINDS.iter().enumerate() {
+        if CAME.fetch_and(!(1 << index), Ordering::AcqRel) & 1 << index != 0 {
+            return Some(*signal);
+        }
+    }
+    None
+}
+
+extern "C" fn on_signal(number: libc::c_int) {
+    // SAFETY: the calling thread's errno, which the write below must leave as the interrupted code knows it.
+    let errno = unsafe { libc::__errno_location() };
+    // SAFETY: as above, valid for the thread's life.
+    let before = unsafe { *errno };
+    if let Some(index) = KINDS.iter().position(|(signal, _)| *signal == number) {
+        CAME.fetch_or(1 << index, Ordering::AcqRel);
+    }
+    let one = 1_u64;
+    // SAFETY: eight bytes of ours; the descriptor is never closed once it is stored. Nothing could be done about a
+    // failure.
+    unsafe { libc::write(BELL.load(Ordering::Acquire), (&raw const one).cast(), 8) };
+    // SAFETY: as above.
+    unsafe { *errno = before };
+}

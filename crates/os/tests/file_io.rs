@@ -1,0 +1,242 @@
+//! Data through a file device: what is written is in the file, what is in the file is read.
+
+mod common;
+
+use std::fs;
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use blkyard_mq::{BioFlags, BlockDevice, Op, Status};
+use blkyard_os::{Direct, FileConfig, FixedBuffers, Mode, RingConfig};
+use common::{Bench, bio, crank, folders, image, pattern, range};
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn what_is_written_is_in_the_file_and_read_back_at_all_sizes() {
+    for folder in folders() {
+        for direct in [Direct::Auto, Direct::Off] {
+            let path = image(&folder, 16 * MIB);
+            let mut bench = Bench::new(FileConfig { direct, ..FileConfig::new(&path) }, 32);
+            let block = bench.device.info().limits.logical_block_bytes;
+            let mut sector = 0;
+            for (seed, len) in [1, 2, 7, 8, 16, 31, 128, 255, 600].into_iter().map(|n| n * block).enumerate() {
+                let data = pattern(len as usize, seed as u32);
+                bench.fill(0, &data);
+                bench.fill(4 * MIB, &vec![0xee; len as usize]);
+                assert_eq!(bench.one(bio(Op::Write, sector, &[(0, len)])), Status::Ok);
+                let mut back = vec![0; len as usize];
+                fs::File::open(&path).unwrap().read_exact_at(&mut back, sector * 512).unwrap();
+                assert!(back == data, "{len} bytes, written");
+                assert_eq!(bench.one(bio(Op::Read, sector, &[(4 * MIB, len)])), Status::Ok);
+                assert!(bench.bytes(4 * MIB, len as usize) == data, "{len} bytes, read");
+                sector += u64::from(len / 512);
+            }
+        }
+    }
+}
+
+#[test]
+fn torn_requests_go_straight_from_and_to_their_pieces() {
+    for folder in folders() {
+        let path = image(&folder, 4 * MIB);
+        let mut bench = Bench::new(FileConfig::new(&path), 8);
+        let data = pattern(5 * 4096, 9);
+        bench.fill(0, &data);
+        // Out of order, and more pieces than one request may have.
+        let torn: Vec<_> = (0..5).rev().map(|i| (i * 4096, 4096)).collect();
+        assert_eq!(bench.one(bio(Op::Write, 64, &torn)), Status::Ok);
+        let mut back = vec![0; data.len()];
+        fs::File::open(&path).unwrap().read_exact_at(&mut back, 64 * 512).unwrap();
+        for (piece, want) in back.chunks(4096).zip(data.chunks(4096).rev()) {
+            assert!(piece == want);
+        }
+        let many: Vec<_> = (0..300).map(|i| (MIB + i * 8192, 4096)).collect();
+        assert_eq!(bench.one(bio(Op::Read, 0, &many)), Status::Ok);
+        assert!(bench.bytes(MIB + 8 * 8192, 4096) == back[..4096]);
+        assert_eq!(bench.device.counters().bounced(), 0);
+    }
+}
+
+#[test]
+fn memory_that_is_not_aligned_is_copied_and_counted_and_right() {
+    for folder in folders() {
+        let path = image(&folder, 4 * MIB);
+        let mut bench = Bench::new(FileConfig::new(&path), 64);
+        let aligned = match bench.device.mode() {
+            Mode::Direct { memory_align, .. } => *memory_align == 1,
+            Mode::Buffered { .. } => true,
+        };
+        let data = pattern(100 * 4096, 3);
+        bench.fill(1, &data);
+        // More at once than there are buffers to copy into; some in two pieces that only together make a block.
+        let place = |i: u64| 1 + i * 4096;
+        let writes = (0..100).map(|i| match i % 2 {
+            0 => bio(Op::Write, i * 8, &[(place(i), 4096)]),
+            _ => bio(Op::Write, i * 8, &[(place(i), 1000), (place(i) + 1000, 3096)]),
+        });
+        assert!(bench.run(writes.collect()).iter().all(|bio| bio.status.is_ok()));
+        assert!(fs::read(&path).unwrap()[..data.len()] == data);
+        bench.fill(0, &vec![0; MIB as usize]);
+        let reads = (0..100).map(|i| bio(Op::Read, i * 8, &[(place(i), 7), (place(i) + 7, 4089)]));
+        assert!(bench.run(reads.collect()).iter().all(|bio| bio.status.is_ok()));
+        assert!(bench.bytes(1, data.len()) == data);
+        assert_eq!(bench.device.counters().bounced(), if aligned { 0 } else { 200 });
+    }
+}
+
+#[test]
+fn flushes_and_durable_writes_are_done() {
+    for folder in folders() {
+        for write_through in [false, true] {
+            let path = image(&folder, MIB);
+            let mut bench = Bench::new(FileConfig { write_through, ..FileConfig::new(&path) }, 4);
+            assert_eq!(bench.device.info().volatile_cache, !write_through);
+            let mut durable = bio(Op::Write, 0, &[(0, 4096)]);
+            durable.flags = BioFlags::FUA;
+            bench.fill(0, &pattern(4096, 1));
+            assert_eq!(bench.one(durable), Status::Ok);
+            assert_eq!(bench.one(range(Op::Flush, 0, 0, BioFlags::empty())), Status::Ok);
+            assert_eq!(bench.one(range(Op::WriteZeroes, 0, 8, BioFlags::FUA)), Status::Ok);
+            assert!(fs::read(&path).unwrap().iter().all(|byte| *byte == 0));
+        }
+    }
+}
+
+#[test]
+fn trims_give_back_space_or_keep_it_and_leave_the_rest() {
+    for folder in folders() {
+        let path = image(&folder, 4 * MIB);
+        let mut bench = Bench::new(FileConfig::new(&path), 4);
+        let data = pattern(MIB as usize, 5);
+        let blocks = || fs::metadata(&path).unwrap().blocks();
+        let sectors = 1024;
+        for (op, flags, kept) in [
+            (Op::Discard, BioFlags::empty(), false),
+            (Op::WriteZeroes, BioFlags::empty(), false),
+            (Op::WriteZeroes, BioFlags::NO_UNMAP, true),
+            (Op::WriteZeroes, BioFlags::NO_UNMAP, true),
+        ] {
+            bench.fill(0, &data);
+            assert_eq!(bench.one(bio(Op::Write, 0, &[(0, MIB as u32)])), Status::Ok);
+            assert_eq!(bench.one(range(Op::Flush, 0, 0, BioFlags::empty())), Status::Ok);
+            let before = blocks();
+            assert_eq!(bench.one(range(op, 512, sectors, flags)), Status::Ok, "{op:?}");
+            let after = blocks();
+            if kept {
+                assert!(after >= before, "{op:?} {flags:?}: {before} blocks, then {after}");
+            } else {
+                assert!(after + u64::from(sectors) <= before, "{op:?}: {before} blocks, then {after}");
+            }
+            let file = fs::read(&path).unwrap();
+            let zeroes = 512 * 512..(512 + sectors as usize) * 512;
+            assert!(file[zeroes.clone()].iter().all(|byte| *byte == 0), "{op:?}");
+            assert!(file[..zeroes.start] == data[..zeroes.start]);
+            assert!(file[zeroes.end..MIB as usize] == data[zeroes.end..]);
+            assert_eq!(file.len() as u64, 4 * MIB, "the size stays");
+        }
+        assert_eq!(bench.one(range(Op::WriteZeroes, 0, (4 * MIB / 512) as u32, BioFlags::NO_UNMAP)), Status::Ok);
+        assert!(blocks() >= 4 * MIB / 512);
+    }
+}
+
+#[test]
+fn a_file_that_became_shorter_fails_what_lies_beyond_its_end() {
+    for folder in folders() {
+        for direct in [Direct::Auto, Direct::Off] {
+            let path = image(&folder, MIB);
+            let mut bench = Bench::new(FileConfig { direct, ..FileConfig::new(&path) }, 4);
+            fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(8192 + 1000).unwrap();
+            assert_eq!(bench.one(bio(Op::Read, 0, &[(0, 8192)])), Status::Ok);
+            assert_eq!(bench.one(bio(Op::Read, 8, &[(0, 65536)])), Status::Io, "cut off in the middle");
+            assert_eq!(bench.one(bio(Op::Read, 1024, &[(0, 4096)])), Status::Io, "beyond the end");
+            assert_eq!(bench.one(bio(Op::Read, 8, &[(0, 4096), (8192, 8192)])), Status::Io, "in pieces");
+        }
+    }
+}
+
+#[test]
+fn a_read_only_device_reads_and_takes_no_writes() {
+    for folder in folders() {
+        let path = image(&folder, MIB);
+        fs::write(&path, pattern(MIB as usize, 2)).unwrap();
+        let mut bench = Bench::new(FileConfig { read_only: true, ..FileConfig::new(&path) }, 4);
+        assert!(bench.device.info().read_only);
+        assert_eq!(bench.one(bio(Op::Read, 8, &[(0, 4096)])), Status::Ok);
+        assert!(bench.bytes(0, 4096) == pattern(MIB as usize, 2)[4096..8192]);
+        assert_eq!(bench.one(range(Op::Flush, 0, 0, BioFlags::empty())), Status::Ok);
+        assert_eq!(bench.one(bio(Op::Write, 0, &[(0, 4096)])), Status::NotSupported);
+        assert_eq!(bench.one(range(Op::Discard, 0, 8, BioFlags::empty())), Status::NotSupported);
+    }
+}
+
+#[test]
+fn a_request_outside_its_memory_is_refused_before_the_kernel_sees_it() {
+    let folder = &folders()[0];
+    let mut bench = Bench::new(FileConfig::new(image(folder, MIB)), 4);
+    assert_eq!(bench.one(bio(Op::Read, 0, &[(8 * MIB - 2048, 4096)])), Status::Invalid);
+    let mut elsewhere = bio(Op::Write, 0, &[(0, 4096)]);
+    elsewhere.segments[0].region = 5;
+    assert_eq!(bench.one(elsewhere), Status::Invalid);
+    assert_eq!(bench.one(bio(Op::Read, 0, &[(0, 4096)])), Status::Ok, "the next goes on");
+}
+
+#[test]
+fn a_ring_with_little_room_serves_a_deep_queue() {
+    let folder = &folders()[0];
+    let path = image(folder, MIB);
+    for single_owner in [true, false] {
+        let ring = RingConfig { entries: 2, outstanding_max: 1, single_owner };
+        let mut bench = Bench::with_ring(FileConfig::new(&path), 64, ring);
+        let reads = (0..200).map(|i| bio(Op::Read, i * 8, &[(i * 4096, 4096)]));
+        assert!(bench.run(reads.collect()).iter().all(|bio| bio.status.is_ok()));
+    }
+}
+
+#[test]
+fn memory_beyond_one_piece_is_used_across_the_seam() {
+    let folder = folders().pop().unwrap();
+    let path = image(&folder, MIB);
+    let mut bench = Bench::new(FileConfig::new(&path), 4);
+    let gib = 1_u64 << 30;
+    let large = blkyard_mq::Region::anonymous((gib + 65_536) as usize).unwrap();
+    let table = blkyard_mq::RegionTable::new(vec![large.clone()]);
+    bench.queue.set_memory(&mut bench.ring, std::sync::Arc::new(table));
+    match bench.ring.buffers() {
+        FixedBuffers::Registered { bytes } => assert_eq!(bytes, gib + 65_536),
+        FixedBuffers::Plain { reason } => println!("without fixed buffers: {reason}"),
+    }
+    fs::write(&path, pattern(MIB as usize, 4)).unwrap();
+    for offset in [gib - 4096, gib - 8192, gib - 12_288, gib, gib + 4096] {
+        assert_eq!(bench.one(bio(Op::Read, 0, &[(offset, 8192)])), Status::Ok);
+        let mut back = vec![0; 8192];
+        large.span(offset, 8192).unwrap().copy_to_slice(&mut back);
+        assert!(back == pattern(MIB as usize, 4)[..8192], "{offset:#x}");
+    }
+}
+
+#[test]
+fn io_outlives_the_thread_that_submitted_it() {
+    for folder in folders() {
+        let path = image(&folder, MIB);
+        fs::write(&path, pattern(MIB as usize, 7)).unwrap();
+        let ring = RingConfig { single_owner: false, ..RingConfig::default() };
+        let mut bench = Bench::with_ring(FileConfig::new(&path), 64, ring);
+        for round in 0..20 {
+            bench.fill(0, &vec![0; MIB as usize]);
+            let submitted = std::thread::spawn(move || {
+                (0..64).for_each(|i| bench.queue.submit(bio(Op::Read, i * 8, &[(i * 4096, 4096)])));
+                bench.queue.issue(&mut bench.ring, 1);
+                bench.ring.submit();
+                bench
+            });
+            // The kernel gives up what an ended thread had not begun.
+            bench = submitted.join().unwrap();
+            let mut ended = 0;
+            while ended < 64 {
+                ended += crank(&mut bench.queue, &mut bench.ring, &mut |bio| assert_eq!(bio.status, Status::Ok));
+            }
+            assert!(bench.bytes(0, 64 * 4096) == pattern(MIB as usize, 7)[..64 * 4096], "round {round}");
+        }
+        println!("asked again {} times", bench.device.counters().retried());
+    }
+}

@@ -1,0 +1,391 @@
+//! Lane threads: they wake when there is something, sleep when there is nothing, and end when all is over.
+
+mod common;
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use blkyard_mq::{
+    Bio, BlockDevice, Crank, HwQueue, HwQueueConfig, IdlePolicy, Op, Region, RegionTable, Station, Status,
+};
+use blkyard_os::{FileConfig, FileQueue, LaneConfig, LaneError, Ring, RingConfig, now_ns, spawn};
+use common::{bio, folders, image, open, pattern};
+use rustix::event::{EventfdFlags, eventfd};
+
+fn config(name: &str, spin_ns: u64) -> LaneConfig {
+    LaneConfig { name: name.into(), policy: IdlePolicy { spin_ns }, ..LaneConfig::default() }
+}
+
+/// Counts as far as it is asked to; the asking is seen by looking, or announced by a bell.
+struct Counter {
+    shared: Arc<Shared>,
+    seen: u64,
+    last_deadline: Option<u64>,
+}
+
+#[derive(Default)]
+struct Shared {
+    asked: AtomicU64,
+    answered: AtomicU64,
+    bell_wanted: AtomicBool,
+    over: AtomicBool,
+    cranks: AtomicU64,
+    bell: Mutex<Option<Arc<OwnedFd>>>,
+    deadline_ns: AtomicU64,
+}
+
+impl Shared {
+    /// Asks, and rings if that is wanted, as a guest does.
+    fn ask(&self, n: u64) {
+        self.asked.store(n, Ordering::SeqCst);
+        if self.bell_wanted.load(Ordering::SeqCst) {
+            let bell = self.bell.lock().unwrap().clone();
+            rustix::io::write(bell.unwrap(), &1_u64.to_ne_bytes()).unwrap();
+        }
+    }
+
+    fn await_answer(&self, n: u64) {
+        let start = Instant::now();
+        while self.answered.load(Ordering::SeqCst) < n {
+            assert!(start.elapsed() < Duration::from_secs(10), "the lane sleeps through call {n}");
+            std::hint::spin_loop();
+        }
+    }
+}
+
+struct Counting {
+    counter: Counter,
+    /// What `bell` gives out; taken from the shared place when cranked.
+    bell: Option<Arc<OwnedFd>>,
+}
+
+fn counting(shared: &Arc<Shared>) -> Counting {
+    Counting { counter: Counter { shared: Arc::clone(shared), seen: 0, last_deadline: None }, bell: None }
+}
+
+impl Station<Ring> for Counting {
+    fn crank(&mut self, _ring: &mut Ring, now_ns: u64) -> Crank {
+        let counter = &mut self.counter;
+        counter.shared.cranks.fetch_add(1, Ordering::Relaxed);
+        if let Ok(bell) = counter.shared.bell.lock() {
+            self.bell.clone_from(&bell);
+        }
+        let due = counter.shared.deadline_ns.load(Ordering::SeqCst);
+        counter.last_deadline = (due > 0).then_some(due);
+        if due > 0 && now_ns >= due {
+            counter.shared.deadline_ns.store(0, Ordering::SeqCst);
+            counter.last_deadline = None;
+            counter.shared.answered.fetch_add(1, Ordering::SeqCst);
+        }
+        let asked = counter.shared.asked.load(Ordering::SeqCst);
+        if asked == counter.seen {
+            return Crank::Idle;
+        }
+        counter.seen = asked;
+        counter.shared.answered.store(asked, Ordering::SeqCst);
+        Crank::Busy
+    }
+
+    fn arm(&mut self) -> bool {
+        self.counter.shared.bell_wanted.store(true, Ordering::SeqCst);
+        self.counter.shared.asked.load(Ordering::SeqCst) != self.counter.seen
+    }
+
+    fn disarm(&mut self) {
+        self.counter.shared.bell_wanted.store(false, Ordering::SeqCst);
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        self.bell.as_ref().map(|bell| bell.as_fd())
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        self.counter.last_deadline
+    }
+
+    fn is_over(&self) -> bool {
+        self.counter.shared.over.load(Ordering::SeqCst)
+    }
+}
+
+fn new_bell() -> Arc<OwnedFd> {
+    Arc::new(eventfd(0, EventfdFlags::CLOEXEC).unwrap())
+}
+
+/// A little disorder, so that calls come at every moment of falling asleep.
+fn wait_a_little(n: u64) {
+    (0..n.wrapping_mul(2_654_435_761) % 4000).for_each(|_| std::hint::spin_loop());
+}
+
+#[test]
+fn no_call_of_the_waker_is_slept_through() {
+    for spin_ns in [0, 2_000] {
+        let shared = Arc::new(Shared::default());
+        let station = Arc::clone(&shared);
+        let lane = spawn(config("wakes", spin_ns), move |_| vec![counting(&station)]).unwrap();
+        let waker = lane.waker();
+        for n in 1..=5_000 {
+            shared.asked.store(n, Ordering::Relaxed);
+            waker.wake();
+            shared.await_answer(n);
+            wait_a_little(n);
+        }
+        shared.over.store(true, Ordering::SeqCst);
+        waker.wake();
+        lane.join().unwrap();
+    }
+}
+
+#[test]
+fn no_bell_is_slept_through_also_when_it_is_replaced() {
+    let shared = Arc::new(Shared { bell: Mutex::new(Some(new_bell())), ..Shared::default() });
+    let station = Arc::clone(&shared);
+    let lane = spawn(config("bells", 0), move |_| vec![counting(&station)]).unwrap();
+    let waker = lane.waker();
+    for n in 1..=5_000 {
+        if n % 100 == 0 {
+            // The old one is closed first, so that the new one gets its number.
+            *shared.bell.lock().unwrap() = None;
+            *shared.bell.lock().unwrap() = Some(new_bell());
+            waker.wake();
+        }
+        shared.ask(n);
+        shared.await_answer(n);
+        wait_a_little(n);
+    }
+    shared.over.store(true, Ordering::SeqCst);
+    waker.wake();
+    lane.join().unwrap();
+}
+
+#[test]
+fn an_idle_lane_sleeps_and_wakes_for_a_deadline() {
+    let shared = Arc::new(Shared { bell: Mutex::new(Some(new_bell())), ..Shared::default() });
+    let stations: Vec<_> = (0..16).map(|_| counting(&shared)).collect();
+    let lane = spawn(config("idle", 50_000), move |_| stations).unwrap();
+    std::thread::sleep(Duration::from_millis(20));
+    let (cranks, cpu_ns) = (shared.cranks.load(Ordering::Relaxed), lane.cpu_ns().unwrap());
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(shared.cranks.load(Ordering::Relaxed), cranks, "turned while idle");
+    assert!(lane.cpu_ns().unwrap() - cpu_ns < 1_000_000);
+    let due = now_ns() + 30_000_000;
+    shared.deadline_ns.store(due, Ordering::SeqCst);
+    lane.waker().wake();
+    shared.await_answer(1);
+    assert!(now_ns() >= due);
+    shared.over.store(true, Ordering::SeqCst);
+    lane.waker().wake();
+    lane.join().unwrap();
+}
+
+struct Fails;
+
+impl Station<Ring> for Fails {
+    fn crank(&mut self, _: &mut Ring, _: u64) -> Crank {
+        panic!("the sky falls");
+    }
+    fn arm(&mut self) -> bool {
+        false
+    }
+    fn disarm(&mut self) {}
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn is_over(&self) -> bool {
+        true
+    }
+}
+
+#[test]
+fn a_lane_that_panics_is_an_error_to_whoever_joins() {
+    let lane = spawn(config("fails", 0), |_| vec![Fails]).unwrap();
+    let error = lane.join().unwrap_err().to_string();
+    assert!(error.contains("lane fails panicked") && error.contains("the sky falls"), "{error}");
+    let early = spawn(config("early", 0), |_| -> Vec<Fails> { panic!("while building") }).unwrap_err();
+    assert!(matches!(early, LaneError::Panicked { .. }), "{early}");
+}
+
+#[test]
+fn a_lane_that_cannot_start_says_so_to_whoever_spawns() {
+    let pinned = LaneConfig { cpus: Some(vec![100_000]), ..config("pinned", 0) };
+    let error = spawn(pinned, |_| vec![Fails]).unwrap_err();
+    assert!(error.to_string().contains("pinned to CPUs [100000]"), "{error}");
+    let error = spawn(config("full", 0), |_| (0..2000).map(|_| Fails).collect()).unwrap_err();
+    assert!(error.to_string().contains("given 2000 queues"), "{error}");
+    let cpu = blkyard_os::cpu_places()[0].cpu;
+    let pinned = LaneConfig { cpus: Some(vec![cpu]), ..config("pinned", 0) };
+    let place = Arc::new(AtomicU64::new(u64::MAX));
+    let told = Arc::clone(&place);
+    let lane = spawn(pinned, move |_| {
+        told.store(rustix::thread::sched_getcpu() as u64, Ordering::SeqCst);
+        Vec::<Fails>::new()
+    })
+    .unwrap();
+    lane.join().unwrap();
+    assert_eq!(place.load(Ordering::SeqCst), u64::from(cpu));
+}
+
+enum Wish {
+    Io(Box<Bio>),
+    Memory(Arc<RegionTable>),
+    End,
+}
+
+/// Falls over with I/O in the kernel's hands.
+struct FailsInFlight {
+    queue: HwQueue<FileQueue>,
+}
+
+impl Station<Ring> for FailsInFlight {
+    fn crank(&mut self, ring: &mut Ring, now_ns: u64) -> Crank {
+        (0..16).for_each(|i| self.queue.submit(bio(Op::Read, i * 8, &[(i * 8192, 2048), (i * 8192 + 4096, 2048)])));
+        self.queue.issue(ring, now_ns);
+        ring.submit();
+        self.queue.submit(bio(Op::Read, 0, &[(0, 2048), (4096, 2048)]));
+        self.queue.issue(ring, now_ns);
+        panic!("with {} in flight", self.queue.in_flight());
+    }
+    fn arm(&mut self) -> bool {
+        false
+    }
+    fn disarm(&mut self) {}
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn is_over(&self) -> bool {
+        false
+    }
+}
+
+#[test]
+fn a_lane_that_panics_with_io_in_flight_takes_nothing_with_it() {
+    let folder = &folders()[0];
+    let path = image(folder, 1 << 20);
+    let device = open(FileConfig::new(&path));
+    let lane = spawn(config("in flight", 0), move |ring| {
+        let info = Arc::new(device.info().clone());
+        let mut queue = HwQueue::new(device.queue(32), info, HwQueueConfig { depth: 32, ..Default::default() });
+        queue.set_memory(ring, table().0);
+        vec![FailsInFlight { queue }]
+    });
+    let error = lane.unwrap().join().unwrap_err().to_string();
+    assert!(error.contains("with 17 in flight"), "{error}");
+    open(FileConfig::new(&path));
+}
+
+/// Feeds a hardware queue of a file from a channel.
+struct Disk {
+    queue: HwQueue<FileQueue>,
+    wishes: mpsc::Receiver<Wish>,
+    waiting: VecDeque<Wish>,
+    ended: mpsc::Sender<Box<Bio>>,
+    over: bool,
+}
+
+impl Disk {
+    fn look(&mut self) -> bool {
+        self.waiting.extend(self.wishes.try_iter());
+        !self.waiting.is_empty()
+    }
+}
+
+impl Station<Ring> for Disk {
+    fn crank(&mut self, ring: &mut Ring, now_ns: u64) -> Crank {
+        let ended = &self.ended;
+        let mut moved = self.queue.reap(ring, now_ns, &mut |bio| ended.send(bio).unwrap());
+        self.look();
+        while self.queue.room() > 0 {
+            match self.waiting.pop_front() {
+                Some(Wish::Io(bio)) => self.queue.submit(bio),
+                // Memory in use must stay: whoever wants to replace it waits for what is in flight.
+                Some(wish @ Wish::Memory(_)) if !self.queue.is_idle() => {
+                    self.waiting.push_front(wish);
+                    break;
+                }
+                Some(Wish::Memory(table)) => self.queue.set_memory(ring, table),
+                Some(Wish::End) => self.over = true,
+                None => break,
+            }
+            moved += 1;
+        }
+        moved += self.queue.issue(ring, now_ns);
+        match moved {
+            0 if self.queue.is_idle() => Crank::Idle,
+            0 => Crank::Waiting,
+            _ => Crank::Busy,
+        }
+    }
+
+    fn arm(&mut self) -> bool {
+        self.look()
+    }
+    fn disarm(&mut self) {}
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+    fn tick(&mut self, now_ns: u64) {
+        self.queue.mark_slow(now_ns);
+    }
+    fn is_over(&self) -> bool {
+        self.over && self.queue.is_idle()
+    }
+}
+
+fn table() -> (Arc<RegionTable>, Arc<Region>) {
+    let region = Region::anonymous(4 << 20).unwrap();
+    (Arc::new(RegionTable::new(vec![Arc::clone(&region)])), region)
+}
+
+#[test]
+fn a_file_is_served_by_a_lane_while_its_memory_is_replaced() {
+    for folder in folders() {
+        for single_owner in [true, false] {
+            let path = image(&folder, 4 << 20);
+            let device = open(FileConfig::new(&path));
+            let (wish, wishes) = mpsc::channel();
+            let (end, ended) = mpsc::channel();
+            let ring = RingConfig { single_owner, ..RingConfig::default() };
+            let lane = spawn(LaneConfig { ring, ..config("disk", 20_000) }, move |ring| {
+                let info = Arc::new(device.info().clone());
+                let mut queue = HwQueue::new(device.queue(32), info, HwQueueConfig { depth: 32, ..Default::default() });
+                queue.set_memory(ring, Arc::default());
+                vec![Disk { queue, wishes, waiting: VecDeque::new(), ended: end, over: false }]
+            })
+            .unwrap();
+            let waker = lane.waker();
+            let send = |wishes: Vec<Wish>| {
+                wishes.into_iter().for_each(|one| wish.send(one).unwrap());
+                waker.wake();
+            };
+            let await_all = |n| {
+                for _ in 0..n {
+                    let bio = ended.recv_timeout(Duration::from_secs(20)).expect("an answer");
+                    assert_eq!(bio.status, Status::Ok);
+                }
+            };
+            for round in 0..20 {
+                let (memory, region) = table();
+                let data = pattern(64 * 4096, round);
+                region.span(0, data.len()).unwrap().copy_from_slice(&data);
+                let writes = (0..64).map(|i| Wish::Io(bio(Op::Write, i * 8, &[(i * 4096, 4096)])));
+                send(std::iter::once(Wish::Memory(memory)).chain(writes).collect());
+                // The next memory is asked for while these are in flight.
+                let (memory, region) = table();
+                let reads = (0..64).map(|i| Wish::Io(bio(Op::Read, i * 8, &[(i * 4096, 4096)])));
+                send(std::iter::once(Wish::Memory(memory)).chain(reads).collect());
+                await_all(128);
+                let mut back = vec![0; data.len()];
+                region.span(0, back.len()).unwrap().copy_to_slice(&mut back);
+                assert!(back == data, "round {round}");
+            }
+            send(vec![Wish::Memory(Arc::default()), Wish::End]);
+            assert_eq!(lane.ring().strays(), 0);
+            lane.join().unwrap();
+            // The lane is gone, and with it the lock.
+            open(FileConfig::new(&path));
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! Threads that share one hardware queue of a real file, over a ring that changes owners.
+
+use std::sync::Arc;
+
+use blkyard_mq::{Bed, Bio, BlockDevice, HwQueue, HwQueueConfig, Op, Region, RegionTable, Segment, Status, SwQueue};
+use blkyard_os::{FileConfig, FileDevice, Ring, RingBed, RingConfig, now_ns};
+
+const THREADS: usize = 4;
+const DEPTH: usize = 16;
+const BLOCKS: u64 = 512;
+
+#[test]
+fn more_threads_than_queues_write_and_read_back_a_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(THREADS as u64 * BLOCKS * 4096).unwrap();
+    let device = FileDevice::open(FileConfig::new(path)).unwrap();
+    let mut ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() }).unwrap();
+    let beds: Vec<Arc<dyn Bed>> = (0..THREADS).map(|_| RingBed::new(&ring).unwrap() as Arc<dyn Bed>).collect();
+    let config = HwQueueConfig { depth: 8, bios_max: 32, ..HwQueueConfig::default() };
+    let mut hw = HwQueue::new(device.queue(config.depth), Arc::new(device.info().clone()), config);
+    let regions: Vec<_> = (0..THREADS).map(|_| Region::anonymous(DEPTH * 4096).unwrap()).collect();
+    hw.set_memory(&mut ring, Arc::new(RegionTable::new(regions.clone())));
+    let queues = SwQueue::share(hw, ring, DEPTH, beds);
+    // What a thread has issued for others is the kernel's until it is done: nobody ends before all are done.
+    let done = std::sync::Barrier::new(THREADS);
+    std::thread::scope(|scope| {
+        for (thread, (mut queue, region)) in queues.into_iter().zip(&regions).enumerate() {
+            let done = &done;
+            scope.spawn(move || {
+                for op in [Op::Write, Op::Read] {
+                    let mut free: Vec<_> = (0..DEPTH as u64).map(|slot| (slot, Bio::with_capacity(1))).collect();
+                    let (mut next, mut ended) = (0, 0);
+                    while ended < BLOCKS {
+                        while next < BLOCKS
+                            && let Some((slot, mut bio)) = free.pop()
+                        {
+                            bio.reset();
+                            bio.op = op;
+                            bio.sectors = 8;
+                            bio.sector = (thread as u64 * BLOCKS + next) * 8;
+                            bio.cookie = slot | next << 8;
+                            bio.segments.push(Segment { region: thread as u32, offset: slot * 4096, len: 4096 });
+                            let span = region.span(slot * 4096, 4096).unwrap();
+                            span.fill(if op == Op::Write { pattern(thread, next) } else { 0 });
+                            queue.submit(bio);
+                            next += 1;
+                        }
+                        queue.ring(&now_ns);
+                        queue.wait(&now_ns, &mut |bio| {
+                            assert_eq!(bio.status, Status::Ok);
+                            let (slot, block) = (bio.cookie & 0xff, bio.cookie >> 8);
+                            let mut bytes = [0; 4096];
+                            region.span(slot * 4096, 4096).unwrap().copy_to_slice(&mut bytes);
+                            assert_eq!(bytes, [pattern(thread, block); 4096], "{op:?} of block {block}");
+                            free.push((slot, bio));
+                            ended += 1;
+                        });
+                    }
+                }
+                queue.leave(&now_ns, &mut |_| ());
+                done.wait();
+            });
+        }
+    });
+}
+
+fn pattern(thread: usize, block: u64) -> u8 {
+    (block * 7 + thread as u64 * 31 + 1) as u8
+}

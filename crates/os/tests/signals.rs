@@ -1,0 +1,28 @@
+//! Signals as something to wait for. Its own process: handlers are.
+
+use std::time::{Duration, Instant};
+
+use blkyard_os::{Signal, Signals};
+use rustix::process::{Signal as Number, getpid, kill_process};
+
+#[test]
+fn signals_are_waited_for_each_once() {
+    let signals = Signals::install().unwrap();
+    let start = Instant::now();
+    assert_eq!(signals.wait(Some(Duration::from_millis(20))), None);
+    assert!(start.elapsed() >= Duration::from_millis(20));
+    assert_eq!(signals.wait(Some(Duration::ZERO)), None);
+    kill_process(getpid(), Number::TERM).unwrap();
+    assert_eq!(signals.wait(Some(Duration::from_secs(5))), Some(Signal::Terminate));
+    assert_eq!(signals.wait(Some(Duration::ZERO)), None);
+    let later = std::thread::spawn(|| {
+        std::thread::sleep(Duration::from_millis(20));
+        kill_process(getpid(), Number::INT).unwrap();
+    });
+    assert_eq!(signals.wait(None), Some(Signal::Interrupt));
+    later.join().unwrap();
+    // Each was good once; taking them over again makes them so again.
+    let signals = Signals::install().unwrap();
+    kill_process(getpid(), Number::INT).unwrap();
+    assert_eq!(signals.wait(Some(Duration::from_secs(5))), Some(Signal::Interrupt));
+}
