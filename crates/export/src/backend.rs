@@ -1,0 +1,362 @@
+//! The control path of one vhost-user-blk export: what the front-end's messages mean.
+//!
+//! Owned by the export's own thread, which handles one message at a time. It keeps what the front-end has said of each
+//! ring; a ring runs while it has size, addresses and a kick descriptor and is enabled. Whenever something changes under a running
+//! ring, memory above all, the ring is suspended first: what was fetched is finished, then it goes on
+//! from where it stood (see [`rings`]). Nothing here touches a ring or a request.
+
+mod rings;
+
+use std::fs::File;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use blkyard_virtio::{BlkConfig, Features};
+use vhost::vhost_user::GpuBackend;
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
+    VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
+    VhostUserSingleMemoryRegion, VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBackendReqHandlerMut};
+
+use crate::event::Event;
+use crate::memory::{Announced, Memory, SLOTS_MAX};
+use crate::remote::QueueRemote;
+
+use rings::{Kick, Vring};
+
+/// Queues one export may have: as many as QEMU gives a vhost-user-blk device.
+pub const QUEUES_MAX: u16 = 64;
+/// Entries one ring may have: QEMU's bound for virtio devices.
+pub const QUEUE_SIZE_MAX: u16 = 1024;
+/// Data segments one request may have: what fits a ring of 128 with header and status, as other back-ends offer.
+pub const SEG_MAX: u32 = 126;
+
+/// What we can do beyond the bare protocol.
+const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
+    .union(VhostUserProtocolFeatures::CONFIG)
+    .union(VhostUserProtocolFeatures::REPLY_ACK)
+    .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
+    .union(VhostUserProtocolFeatures::BACKEND_REQ)
+    .union(VhostUserProtocolFeatures::RESET_DEVICE);
+
+type RegionBase = vhost::VhostUserMemoryRegionBase;
+
+/// What one export serves.
+pub struct BackendConfig {
+    /// Its name, for messages.
+    pub name: String,
+    /// The disk as the guest sees it.
+    pub disk: BlkConfig,
+    /// One for each virtqueue.
+    pub queues: Vec<QueueRemote>,
+    /// Whether writes start out as write-back.
+    pub write_back: bool,
+}
+
+pub(crate) struct Backend {
+    config: BackendConfig,
+    vrings: Vec<Vring>,
+    memory: Memory,
+    /// What the front-end took of what we offered; nothing before it says.
+    features: Features,
+    write_back: Arc<AtomicBool>,
+    connection: Arc<UnixStream>,
+    /// Kept open for the front-end, which expects it; nothing is sent on it yet.
+    channel: Option<FrontEndChannel>,
+    /// The lane of one of the queues has ended: no session can go on, or begin.
+    lane_gone: bool,
+}
+
+impl Backend {
+    pub(crate) fn new(config: BackendConfig, connection: Arc<UnixStream>) -> Backend {
+        let vrings = config.queues.iter().map(|_| Vring::default()).collect();
+        let write_back = Arc::new(AtomicBool::new(config.write_back));
+        Backend {
+            vrings,
+            memory: Memory::default(),
+            features: Features::empty(),
+            write_back,
+            connection,
+            channel: None,
+            lane_gone: false,
+            config,
+        }
+    }
+
+    /// Finishes what was fetched, lets go of the guest's memory, and gives the queues back for the next session. Without their lane
+    /// there is no next session; the queues on other lanes are at rest all the same.
+    pub(crate) fn end(mut self) -> (BackendConfig, Result<()>) {
+        let _ = self.suspend_all();
+        (self.config, if self.lane_gone { Err(Error::BackendInternalError) } else { Ok(()) })
+    }
+
+    fn offered(&self) -> Features {
+        self.config.disk.features() | Features::PROTOCOL_FEATURES
+    }
+
+    fn vring(&mut self, index: u32) -> Result<&mut Vring> {
+        self.vrings.get_mut(index as usize).ok_or(Error::InvalidParam)
+    }
+
+    /// Logs why a message is refused; the front-end only hears that it is.
+    fn refuse(&self, what: &str, why: impl std::fmt::Display) -> Error {
+        tracing::warn!("{}: {what} refused: {why}", self.config.name);
+        Error::InvalidParam
+    }
+
+    /// Whether writes need a flush to be durable, from what was negotiated (virtio 1.2, 5.2.5.1).
+    fn update_write_back(&self) {
+        let flush = self.features.contains(Features::FLUSH);
+        let wce = self.config.disk.wce();
+        let write_back = if self.features.contains(Features::CONFIG_WCE) { wce } else { flush };
+        self.write_back.store(write_back, Ordering::Release);
+    }
+
+    /// Makes durable what completed while writes were not: a driver in write-through mode flushes no more.
+    fn flush(&self) -> Result<()> {
+        let Some(index) = self.vrings.iter().position(|vring| vring.running) else { return Ok(()) };
+        match self.config.queues[index].flush() {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(self.refuse("write-through mode", "what was written before cannot be made durable")),
+            Err(_) => Err(Error::BackendInternalError),
+        }
+    }
+
+    fn event(&self, what: &str, file: Option<File>) -> Result<Option<Arc<Event>>> {
+        let event = file.map(Event::new).transpose().map_err(|error| self.refuse(what, error))?;
+        Ok(event.map(Arc::new))
+    }
+}
+
+impl VhostUserBackendReqHandlerMut for Backend {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> Result<()> {
+        self.reset_device()
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        self.suspend_all()?;
+        for vring in &mut self.vrings {
+            *vring = Vring { call: vring.call.take(), error: vring.error.take(), ..Vring::default() };
+        }
+        self.features = Features::empty();
+        Ok(())
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(self.offered().bits())
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<()> {
+        let offered = self.offered();
+        let taken = Features::from_bits(features).filter(|taken| offered.contains(*taken));
+        let taken = taken.ok_or_else(|| {
+            self.refuse("the features", format!("{:#x} were never offered", features & !offered.bits()))
+        })?;
+        if taken != self.features {
+            self.suspend_all()?;
+            self.features = taken;
+            self.update_write_back();
+        }
+        // Without protocol features there is no message that enables a ring.
+        if !taken.contains(Features::PROTOCOL_FEATURES) {
+            self.vrings.iter_mut().for_each(|vring| vring.enabled = true);
+        }
+        (0..self.vrings.len()).try_for_each(|index| self.run_if_ready(index))
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        Ok(PROTOCOL_FEATURES)
+    }
+
+    fn set_protocol_features(&mut self, features: u64) -> Result<()> {
+        match features & !PROTOCOL_FEATURES.bits() {
+            0 => Ok(()),
+            more => Err(self.refuse("the protocol features", format!("{more:#x} were never offered"))),
+        }
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(self.vrings.len() as u64)
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy_listening: Option<bool>,
+    ) -> Result<Option<Vec<RegionBase>>> {
+        if regions.len() != files.len() {
+            return Err(self.refuse("the memory table", "it has not one descriptor for each region"));
+        }
+        let announced = regions.iter().map(|region| Announced {
+            guest_addr: region.guest_phys_addr,
+            user_addr: region.user_addr,
+            len: region.memory_size,
+            file_offset: region.mmap_offset,
+        });
+        let announced: Vec<_> = announced.zip(files).collect();
+        self.change_memory(|_| Memory::table(&announced))?;
+        Ok(None)
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Ok(SLOTS_MAX as u64)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        file: File,
+        _postcopy_listening: Option<bool>,
+    ) -> Result<Option<RegionBase>> {
+        let announced = single(region);
+        self.change_memory(|memory| memory.with(announced, &file))?;
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        let announced = single(region);
+        self.change_memory(|memory| memory.without(&announced))
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        let size = u16::try_from(num).ok().filter(|n| n.is_power_of_two() && *n <= QUEUE_SIZE_MAX);
+        let size = size
+            .ok_or_else(|| self.refuse("a ring size", format!("{num} is not a power of two up to {QUEUE_SIZE_MAX}")))?;
+        self.change_vring(index, |vring| vring.size = size)
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        _flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> Result<()> {
+        self.change_vring(index, |vring| vring.addresses = Some([descriptor, available, used]))
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        let base = u16::try_from(base).map_err(|_| self.refuse("a ring's base", format!("{base} is no ring index")))?;
+        self.change_vring(index, |vring| vring.next_avail = base)
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        self.vring(index)?;
+        self.suspend(index as usize)?;
+        let vring = self.vring(index)?;
+        // Stopped now: it starts again with the next kick descriptor.
+        vring.kick = Kick::Unknown;
+        Ok(VhostUserVringState::new(index, u32::from(vring.next_avail)))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let index = usize::from(index);
+        self.vring(index as u32)?;
+        let event = self.event("a kick descriptor", file)?;
+        self.suspend(index)?;
+        self.vrings[index].kick = event.map_or(Kick::Polled, Kick::Rung);
+        self.run_if_ready(index)
+    }
+
+    fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let event = self.event("a call descriptor", file)?;
+        let vring = self.vring(u32::from(index))?;
+        vring.call.clone_from(&event);
+        if vring.running {
+            let index = usize::from(index);
+            self.config.queues[index].set_call(event).map_err(|gone| self.lost_lane(index, &gone))?;
+        }
+        Ok(())
+    }
+
+    fn set_vring_err(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let event = self.event("an error descriptor", file)?;
+        self.change_vring(u32::from(index), |vring| vring.error = event)
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        self.vring(index)?.enabled = enable;
+        if enable { self.run_if_ready(index as usize) } else { self.suspend(index as usize) }
+    }
+
+    fn get_config(&mut self, offset: u32, size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        self.config.disk.read(offset, size).ok_or_else(|| {
+            // The session goes on after this one, so a warning would let the front-end write our log.
+            tracing::debug!("{}: {size} bytes at {offset} of the configuration are not there", self.config.name);
+            Error::InvalidParam
+        })
+    }
+
+    fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
+        if !self.config.disk.write(offset, bytes) {
+            let what = format!("{} bytes at {offset}: only the cache mode, a 0 or 1, can be written", bytes.len());
+            return Err(self.refuse("writing the configuration", what));
+        }
+        let was = self.write_back.load(Ordering::Relaxed);
+        self.update_write_back();
+        if was && !self.write_back.load(Ordering::Relaxed) {
+            self.flush()?;
+        }
+        Ok(())
+    }
+
+    fn set_backend_req_fd(&mut self, channel: FrontEndChannel) {
+        self.channel = Some(channel);
+    }
+
+    fn set_gpu_socket(&mut self, _gpu_backend: GpuBackend) -> Result<()> {
+        Err(Error::InvalidOperation("a disk has no display"))
+    }
+
+    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {
+        Err(Error::InvalidOperation("no objects are shared"))
+    }
+
+    fn get_inflight_fd(&mut self, _inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        Err(Error::InvalidOperation("in-flight tracking was not offered"))
+    }
+
+    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
+        Err(Error::InvalidOperation("in-flight tracking was not offered"))
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        _file: File,
+    ) -> Result<Option<File>> {
+        Err(Error::InvalidOperation("device state was not offered"))
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        Err(Error::InvalidOperation("device state was not offered"))
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        Err(Error::InvalidOperation("shared memory regions were not offered"))
+    }
+
+    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
+        Err(Error::InvalidOperation("dirty page logging was not offered"))
+    }
+}
+
+fn single(region: &VhostUserSingleMemoryRegion) -> Announced {
+    Announced {
+        guest_addr: region.guest_phys_addr,
+        user_addr: region.user_addr,
+        len: region.memory_size,
+        file_offset: region.mmap_offset,
+    }
+}

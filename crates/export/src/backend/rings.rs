@@ -1,0 +1,140 @@
+//! The rings of one export, as the control path sees them: when they run, and how they come to rest.
+//!
+//! ```text
+//!                    size, addresses, kick descriptor, enabled
+//!   at rest ───────────────────────────────────────────────────▶ running
+//!      ▲                                                            │
+//!      └── disabled, stopped, or something under it changes: what ──┘
+//!          was fetched is finished first
+//! ```
+//!
+//! What the messages mean is not known here.
+
+use std::sync::Arc;
+
+use blkyard_virtio::{Features, RingLayout};
+use vhost::vhost_user::{Error, Result};
+
+use super::Backend;
+use crate::event::Event;
+use crate::memory::{Memory, MemoryError};
+use crate::remote::{DiskView, Gone, Setup, Suspension};
+
+/// How a ring tells of new work.
+#[derive(Default)]
+pub(super) enum Kick {
+    /// Not said yet: the ring is stopped.
+    #[default]
+    Unknown,
+    /// Not at all: we are to look by ourselves.
+    Polled,
+    /// By this.
+    Rung(Arc<Event>),
+}
+
+/// What the front-end has said of a ring.
+#[derive(Default)]
+pub(super) struct Vring {
+    pub(super) size: u16,
+    /// Front-end addresses: descriptors, available, used.
+    pub(super) addresses: Option<[u64; 3]>,
+    pub(super) next_avail: u16,
+    pub(super) kick: Kick,
+    pub(super) call: Option<Arc<Event>>,
+    pub(super) error: Option<Arc<Event>>,
+    pub(super) enabled: bool,
+    pub(super) running: bool,
+}
+
+impl Backend {
+    pub(super) fn lost_lane(&mut self, index: usize, gone: &Gone) -> Error {
+        tracing::error!("{}: queue {index}: {gone}", self.config.name);
+        self.lane_gone = true;
+        Error::BackendInternalError
+    }
+
+    pub(super) fn suspend(&mut self, index: usize) -> Result<()> {
+        self.suspend_these(&[index])
+    }
+
+    /// Suspends every running ring; says which they were.
+    pub(super) fn suspend_all(&mut self) -> Result<Vec<usize>> {
+        let running: Vec<usize> = (0..self.vrings.len()).filter(|index| self.vrings[*index].running).collect();
+        self.suspend_these(&running)?;
+        Ok(running)
+    }
+
+    /// Suspends those of these rings that run, all at once. One whose lane is gone keeps no other from coming to rest.
+    fn suspend_these(&mut self, indexes: &[usize]) -> Result<()> {
+        let running = indexes.iter().copied().filter(|index| self.vrings[*index].running);
+        let asked: Vec<_> = running.map(|index| (index, self.config.queues[index].suspend())).collect();
+        let mut outcome = Ok(());
+        for (index, asked) in asked {
+            self.vrings[index].running = false;
+            match asked.and_then(Suspension::wait) {
+                Ok(next_avail) => self.vrings[index].next_avail = next_avail,
+                Err(gone) => outcome = Err(self.lost_lane(index, &gone)),
+            }
+        }
+        outcome
+    }
+
+    /// Changes what is known of a ring. If it runs, it goes on with what is known then.
+    pub(super) fn change_vring(&mut self, index: u32, change: impl FnOnce(&mut Vring)) -> Result<()> {
+        let runs = self.vring(index)?.running;
+        let index = index as usize;
+        self.suspend(index)?;
+        change(&mut self.vrings[index]);
+        if runs { self.run_if_ready(index) } else { Ok(()) }
+    }
+
+    /// Runs a ring if all is known of it and it is enabled.
+    pub(super) fn run_if_ready(&mut self, index: usize) -> Result<()> {
+        let vring = &self.vrings[index];
+        let kick = match &vring.kick {
+            Kick::Unknown => return Ok(()),
+            Kick::Polled => None,
+            Kick::Rung(event) => Some(Arc::clone(event)),
+        };
+        let (Some(addresses), true, false) = (vring.addresses, vring.enabled && vring.size > 0, vring.running) else {
+            return Ok(());
+        };
+        let memory = self.memory.snapshot().map_err(|error| self.refuse("the memory table", error))?;
+        let layout =
+            RingLayout::locate(&memory, vring.size, addresses).map_err(|error| self.refuse("a ring", error))?;
+        let setup = Setup {
+            layout,
+            size: vring.size,
+            event_idx: self.features.contains(Features::EVENT_IDX),
+            indirect: self.features.contains(Features::INDIRECT_DESC),
+            next_avail: vring.next_avail,
+            kick,
+            call: vring.call.clone(),
+            error: vring.error.clone(),
+            disk: DiskView { features: self.features, write_back: Arc::clone(&self.write_back) },
+            connection: Arc::clone(&self.connection),
+            memory,
+        };
+        match self.config.queues[index].run(setup) {
+            Ok(Ok(())) => {
+                self.vrings[index].running = true;
+                tracing::debug!("{}: queue {index} runs", self.config.name);
+                Ok(())
+            }
+            Ok(Err(why)) => Err(self.refuse("a ring", why)),
+            Err(gone) => Err(self.lost_lane(index, &gone)),
+        }
+    }
+
+    /// Replaces the memory under whatever runs.
+    pub(super) fn change_memory(
+        &mut self,
+        change: impl FnOnce(&Memory) -> std::result::Result<Memory, MemoryError>,
+    ) -> Result<()> {
+        let memory = change(&self.memory).and_then(|memory| memory.snapshot().map(|_| memory));
+        let memory = memory.map_err(|error| self.refuse("the memory", error))?;
+        let running = self.suspend_all()?;
+        self.memory = memory;
+        running.into_iter().try_for_each(|index| self.run_if_ready(index))
+    }
+}

@@ -1,0 +1,20 @@
+//! What others see: the exports.
+//!
+//! Today one: a vhost-user-blk back-end, for virtual machines and for programs that speak virtio-blk over a socket. The messages
+//! of the control path come through the `vhost` crate; rings, requests and data are ours, and every virtqueue
+//! feeds a hardware queue of its own. This crate does no file I/O and starts one thread per export, for its socket.
+#![forbid(unsafe_code)]
+
+mod backend;
+mod event;
+mod memory;
+mod queue;
+mod remote;
+mod server;
+mod socket;
+
+pub use backend::{BackendConfig, QUEUE_SIZE_MAX, QUEUES_MAX, SEG_MAX};
+pub use queue::VhostQueue;
+pub use remote::{QueuePort, QueueRemote, queue_pair};
+pub use server::{ExportStatus, Server};
+pub use socket::{BoundSocket, SocketConfig, SocketError};

@@ -1,0 +1,90 @@
+//! The memory a front-end shares with us: a table of regions that comes whole, or slot by slot.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use blkyard_mem::{MapError, Region, RegionTable};
+use blkyard_virtio::{GuestMemory, GuestRange};
+
+/// Regions one front-end may have, as many as QEMU's memory slots in practice.
+pub(crate) const SLOTS_MAX: usize = 64;
+
+/// What a message says of one region.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Announced {
+    pub(crate) guest_addr: u64,
+    pub(crate) user_addr: u64,
+    pub(crate) len: u64,
+    pub(crate) file_offset: u64,
+}
+
+/// Why a table was not taken. What was there before stays.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum MemoryError {
+    #[error("guest memory at {guest_addr:#x}: {source}")]
+    Map { guest_addr: u64, source: MapError },
+    #[error("more than {SLOTS_MAX} memory regions")]
+    TooMany,
+    #[error("no memory region at {0:#x} to remove")]
+    Unknown(u64),
+    #[error("guest memory: {0}")]
+    Overlap(String),
+}
+
+/// The regions in force.
+#[derive(Debug, Default)]
+pub(crate) struct Memory {
+    slots: Vec<(Announced, Arc<Region>)>,
+}
+
+impl Memory {
+    /// The regions as the queues see them.
+    pub(crate) fn snapshot(&self) -> Result<Arc<GuestMemory>, MemoryError> {
+        let mut table = RegionTable::default();
+        let ranges = self.slots.iter().map(|(announced, region)| GuestRange {
+            guest_addr: announced.guest_addr,
+            user_addr: announced.user_addr,
+            len: announced.len,
+            region: table.insert(Arc::clone(region)),
+            offset: 0,
+        });
+        let ranges = ranges.collect();
+        let memory = GuestMemory::new(Arc::new(table), ranges);
+        memory.map(Arc::new).map_err(|error| MemoryError::Overlap(error.to_string()))
+    }
+
+    /// Maps a whole new table.
+    pub(crate) fn table(announced: &[(Announced, File)]) -> Result<Memory, MemoryError> {
+        let mut memory = Memory::default();
+        for (announced, file) in announced {
+            memory = memory.with(*announced, file)?;
+        }
+        Ok(memory)
+    }
+
+    /// These regions and one more.
+    pub(crate) fn with(&self, announced: Announced, file: &File) -> Result<Memory, MemoryError> {
+        if self.slots.len() == SLOTS_MAX {
+            return Err(MemoryError::TooMany);
+        }
+        let region = Region::map_file(file.as_fd(), announced.file_offset, announced.len)
+            .map_err(|source| MemoryError::Map { guest_addr: announced.guest_addr, source })?;
+        let mut slots = self.slots.clone();
+        slots.push((announced, region));
+        Ok(Memory { slots })
+    }
+
+    /// These regions less one, found by its addresses and size.
+    pub(crate) fn without(&self, announced: &Announced) -> Result<Memory, MemoryError> {
+        let same = |slot: &Announced| {
+            slot.guest_addr == announced.guest_addr
+                && slot.user_addr == announced.user_addr
+                && slot.len == announced.len
+        };
+        let mut slots = self.slots.clone();
+        let found = slots.iter().position(|(slot, _)| same(slot)).ok_or(MemoryError::Unknown(announced.guest_addr))?;
+        slots.remove(found);
+        Ok(Memory { slots })
+    }
+}

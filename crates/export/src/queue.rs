@@ -1,0 +1,425 @@
+//! A virtqueue and the hardware queue it feeds, as a station of a lane.
+//!
+//! A round gives back what the device finished, fetches what the guest published, and passes it on; one look at the
+//! clock, one used index and at most one call for all of it. A chain is fetched only while a bio is at hand to carry it. The guest's mistakes
+//! end in an error status, or stop this queue with a counted reason; they reach nobody else.
+//!
+//! Owned by its lane. What the control path wants comes as commands (see [`crate::remote`]).
+
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::Sender;
+
+use blkyard_mq::{Bio, Chime, ChimePlace, Crank, Driver, HwQueue, RegionTable, Segment, Station};
+use blkyard_virtio::{
+    Chain, GuestMemory, Head, ParseContext, Parsed, Refusals, SerialId, SplitRing, VirtioStatus, parse, status_of,
+    write_status, written,
+};
+
+use crate::event::Event;
+use crate::remote::{Command, DiskView, QueuePort, Setup};
+
+/// Segments a bio has room for from the start: as many as we tell the guest it may send, and header and status.
+const SEGMENTS: usize = crate::backend::SEG_MAX as usize + 2;
+
+/// How often a queue without a kick descriptor looks for work by itself.
+const POLL_NS: u64 = 200_000;
+
+/// Chains fetched in one round, at most: as many as there are bios by default. A request that is answered on the spot gives its bio
+/// back at once, so without this a guest that publishes as fast as we fetch would keep the lane from its other queues.
+const ROUND_MAX: usize = 256;
+
+/// A virtqueue and its hardware queue.
+pub struct VhostQueue<D> {
+    hw: HwQueue<D>,
+    port: QueuePort,
+    serial: SerialId,
+    refusals: Arc<Refusals>,
+    session: Option<Session>,
+    desk: Desk,
+    suspending: Vec<Sender<u16>>,
+    flushing: Flushing,
+    retiring: bool,
+    now_ns: u64,
+    chime: ChimePlace,
+}
+
+/// The guest's side of a queue that runs.
+struct Session {
+    ring: SplitRing,
+    memory: Arc<GuestMemory>,
+    kick: Option<Arc<Event>>,
+    call: Option<Arc<Event>>,
+    error: Option<Arc<Event>>,
+    disk: DiskView,
+    connection: Arc<UnixStream>,
+    chain: Chain,
+    /// A broken ring is fetched from no more; what was fetched still ends.
+    broken: bool,
+    /// It broke in this round: the front-end is to be told.
+    alarm: bool,
+    /// Its memory was cut short, and the control path has been told.
+    lost: bool,
+}
+
+/// What is known of the requests under way: bios not in use, and for those in use what their end needs.
+struct Desk {
+    free: Vec<Box<Bio>>,
+    places: Box<[Option<Place>]>,
+}
+
+/// Flushes that the control path asks for, one at a time.
+struct Flushing {
+    /// Not on its way: ready for the next.
+    bio: Option<Box<Bio>>,
+    asked: Vec<Sender<bool>>,
+}
+
+/// The cookie of the control path's flush, which is no request of the guest.
+const FLUSH: u64 = u64::MAX;
+
+impl Flushing {
+    fn new() -> Flushing {
+        let mut bio = Bio::with_capacity(0);
+        bio.op = blkyard_mq::Op::Flush;
+        bio.cookie = FLUSH;
+        Flushing { bio: Some(bio), asked: Vec::new() }
+    }
+
+    /// Sends a flush on its way if one is asked for and there is room.
+    #[inline]
+    fn submit<D>(&mut self, hw: &mut HwQueue<D>) {
+        if !self.asked.is_empty()
+            && hw.room() > 0
+            && let Some(bio) = self.bio.take()
+        {
+            hw.submit(bio);
+        }
+    }
+
+    #[cold]
+    fn end(&mut self, bio: Box<Bio>) {
+        for answer in self.asked.drain(..) {
+            let _ = answer.send(bio.status.is_ok());
+        }
+        self.bio = Some(bio);
+    }
+}
+
+struct Place {
+    head: Head,
+    status_at: Segment,
+    /// Room for data before the status.
+    room_bytes: u64,
+}
+
+impl<D> VhostQueue<D> {
+    /// A queue on its lane, stopped.
+    pub fn new(hw: HwQueue<D>, serial: SerialId, port: QueuePort) -> VhostQueue<D> {
+        let room = hw.room();
+        let bio = |index| {
+            let mut bio = Bio::with_capacity(SEGMENTS);
+            bio.cookie = index as u64;
+            bio
+        };
+        let refusals = Arc::new(Refusals::default());
+        let _ = port.shared.stats.set(Arc::clone(hw.stats()));
+        let _ = port.shared.refusals.set(Arc::clone(&refusals));
+        VhostQueue {
+            hw,
+            port,
+            serial,
+            refusals,
+            session: None,
+            desk: Desk { free: (0..room).map(bio).collect(), places: (0..room).map(|_| None).collect() },
+            suspending: Vec::new(),
+            flushing: Flushing::new(),
+            retiring: false,
+            now_ns: 0,
+            chime: ChimePlace::default(),
+        }
+    }
+
+    #[cold]
+    fn read_mail<Cx: ?Sized + Chime>(&mut self, cx: &mut Cx)
+    where
+        D: Driver<Cx>,
+    {
+        while let Ok(command) = self.port.commands.try_recv() {
+            match command {
+                Command::Run(setup, answer) => {
+                    let _ = answer.send(self.start(cx, *setup));
+                }
+                Command::Suspend(answer) => self.suspending.push(answer),
+                Command::Flush(answer) => self.flushing.asked.push(answer),
+                Command::Call(call) => {
+                    if let Some(session) = &mut self.session {
+                        cx.forget(&mut self.chime);
+                        session.call = call;
+                        // The guest may have missed one that went to the old descriptor.
+                        session.call(cx, &mut self.chime);
+                    }
+                }
+                Command::Retire => self.retiring = true,
+            }
+        }
+    }
+
+    fn start<Cx: ?Sized>(&mut self, cx: &mut Cx, setup: Setup) -> Result<(), String>
+    where
+        D: Driver<Cx>,
+    {
+        if self.session.is_some() {
+            return Err("the queue runs already".into());
+        }
+        let ring = SplitRing::new(setup.layout, setup.size, setup.event_idx, setup.indirect, setup.next_avail)
+            .map_err(|error| error.to_string())?;
+        self.hw.set_memory(cx, Arc::clone(setup.memory.table()));
+        let mut session = Session {
+            // A small ring may still bring chains as long as we said they may be, in tables of their own.
+            chain: Chain::new(setup.size.max(SEGMENTS as u16)),
+            ring,
+            memory: setup.memory,
+            kick: setup.kick,
+            call: setup.call,
+            error: setup.error,
+            disk: setup.disk,
+            connection: setup.connection,
+            broken: false,
+            alarm: false,
+            lost: false,
+        };
+        session.ring.disable_notify();
+        self.session = Some(session);
+        Ok(())
+    }
+
+    /// Once nothing fetched is left: lets go of the guest and says where the queue stands.
+    #[cold]
+    fn rest<Cx: ?Sized + Chime>(&mut self, cx: &mut Cx)
+    where
+        D: Driver<Cx>,
+    {
+        cx.forget(&mut self.chime);
+        let Some(mut session) = self.session.take() else { return };
+        // Whoever looks at the ring now may kick us as usual.
+        session.ring.enable_notify();
+        let next_avail = session.ring.next_avail();
+        drop(session);
+        self.hw.set_memory(cx, Arc::new(RegionTable::default()));
+        for answer in self.suspending.drain(..) {
+            let _ = answer.send(next_avail);
+        }
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.retiring || !self.suspending.is_empty()
+    }
+}
+
+impl Session {
+    /// Fetches chains while there are bios to carry them, and not too many in one round. Returns whether anything was
+    /// fetched.
+    #[inline]
+    fn fetch<D>(&mut self, hw: &mut HwQueue<D>, desk: &mut Desk, serial: &SerialId, refusals: &Refusals) -> bool {
+        let mut fetched = false;
+        for _ in 0..ROUND_MAX {
+            let Some(mut bio) = desk.free.pop() else { break };
+            let head = match self.ring.fetch(&self.memory, &mut self.chain) {
+                Ok(Some(head)) => head,
+                Ok(None) => {
+                    desk.free.push(bio);
+                    break;
+                }
+                Err(fault) => {
+                    desk.free.push(bio);
+                    // A ring whose memory is gone reads as zeroes: that is not what the guest wrote.
+                    if !self.memory.is_faulted() {
+                        refusals.ring_fault(&fault);
+                        self.stop(&fault.to_string());
+                    }
+                    break;
+                }
+            };
+            fetched = true;
+            // Looked at after the chain was found: what was published after the mode had changed is done in the new one.
+            let write_back = self.disk.write_back.load(Ordering::Acquire);
+            let context = ParseContext { features: self.disk.features, write_back };
+            match parse(&self.chain, &self.memory, &context, &mut bio) {
+                Parsed::Io { status_at } => {
+                    let room_bytes = self.chain.writable_bytes() - 1;
+                    desk.places[bio.cookie as usize] = Some(Place { head, status_at, room_bytes });
+                    hw.submit(bio);
+                }
+                Parsed::GetId { status_at } => {
+                    let id_bytes = serial.write(&self.memory, self.chain.writable());
+                    write_status(&self.memory, status_at, VirtioStatus::Ok);
+                    // Between a longer buffer's first bytes and the status is a gap.
+                    let whole = u64::from(id_bytes) + 1 == self.chain.writable_bytes();
+                    self.ring.complete(head, id_bytes + u32::from(whole));
+                    desk.free.push(bio);
+                }
+                Parsed::Reject { status, status_at, reason } => {
+                    refusals.request(&reason);
+                    match status_at {
+                        Some(at) => self.finish(head, at, status, self.chain.writable_bytes() - 1),
+                        None => self.ring.complete(head, 0),
+                    }
+                    desk.free.push(bio);
+                }
+            }
+        }
+        fetched
+    }
+
+    /// Writes a request's status and puts it into the used ring.
+    #[inline]
+    fn finish(&mut self, head: Head, status_at: Segment, status: VirtioStatus, room_bytes: u64) {
+        write_status(&self.memory, status_at, status);
+        self.ring.complete(head, written(room_bytes, status));
+    }
+
+    /// A bio has ended.
+    #[inline]
+    fn end(&mut self, desk: &mut Desk, bio: Box<Bio>) {
+        let Some(place) = desk.places[bio.cookie as usize].take() else {
+            unreachable!("a bio that is out has its place");
+        };
+        self.finish(place.head, place.status_at, status_of(bio.status), place.room_bytes);
+        desk.free.push(bio);
+    }
+
+    #[inline]
+    fn call<Cx: ?Sized + Chime>(&self, cx: &mut Cx, place: &mut ChimePlace) {
+        if let Some(call) = &self.call {
+            cx.chime(place, call.as_fd());
+        }
+    }
+
+    /// Fetches no more from this ring.
+    #[cold]
+    fn stop(&mut self, why: &str) {
+        if !self.broken {
+            self.broken = true;
+            self.alarm = true;
+            tracing::warn!("a virtqueue is stopped: {why}");
+        }
+    }
+
+    /// The memory was cut short under the ring. Ends the control path's session, which suspends all queues and lets go of the
+    /// memory.
+    #[cold]
+    fn lose(&mut self) {
+        if !self.lost {
+            self.lost = true;
+            self.stop("the memory it lives in was truncated by the front-end");
+            let _ = self.connection.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
+    fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank {
+        self.now_ns = now_ns;
+        // The swap pairs with the sender's store: the flag goes down before we look, so that nothing is missed.
+        let mail = &self.port.shared.mail;
+        let had_mail = mail.load(Ordering::Relaxed) && mail.swap(false, Ordering::Acquire);
+        if had_mail {
+            self.read_mail(cx);
+        }
+        let stopping = self.is_stopping();
+        let Some(session) = &mut self.session else {
+            // At rest already: memory was let go of when the session ended.
+            for answer in self.suspending.drain(..) {
+                let _ = answer.send(0);
+            }
+            // Without memory nothing was written since.
+            for answer in self.flushing.asked.drain(..) {
+                let _ = answer.send(true);
+            }
+            return if had_mail { Crank::Busy } else { Crank::Idle };
+        };
+        let desk = &mut self.desk;
+        let mut busy = had_mail;
+        if !self.hw.is_idle() {
+            let flushing = &mut self.flushing;
+            busy |= self.hw.reap(cx, now_ns, &mut |bio| match bio.cookie {
+                FLUSH => flushing.end(bio),
+                _ => session.end(desk, bio),
+            }) > 0;
+        }
+        self.flushing.submit(&mut self.hw);
+        if !stopping && !session.broken {
+            busy |= session.fetch(&mut self.hw, desk, &self.serial, &self.refusals);
+        }
+        // Before the device has its turn, which may take a while: the guest need not wait for that.
+        if busy && session.ring.publish() {
+            session.call(cx, &mut self.chime);
+        }
+        busy |= self.hw.issue(cx, now_ns) > 0;
+        // Also without work: looking for some touches the memory.
+        if session.memory.is_faulted() {
+            session.lose();
+        }
+        if std::mem::take(&mut session.alarm)
+            && let Some(error) = &session.error
+        {
+            // Another bell under the same place, once.
+            cx.forget(&mut self.chime);
+            cx.chime(&mut self.chime, error.as_fd());
+            cx.forget(&mut self.chime);
+            busy = true;
+        }
+        if stopping && self.hw.is_idle() {
+            self.rest(cx);
+            return Crank::Busy;
+        }
+        match (busy || self.hw.has_work(), self.hw.is_idle()) {
+            (true, _) => Crank::Busy,
+            (false, false) => Crank::Waiting,
+            (false, true) => Crank::Idle,
+        }
+    }
+
+    fn arm(&mut self) -> bool {
+        // A queue that is being stopped fetches nothing, whatever the guest publishes: it waits for completions only.
+        let fetches = !self.is_stopping();
+        let work = match &mut self.session {
+            Some(session) if fetches && !session.broken => {
+                let offered = session.ring.enable_notify() && !self.desk.free.is_empty();
+                offered || session.memory.is_faulted()
+            }
+            _ => false,
+        };
+        work || self.port.shared.mail.load(Ordering::SeqCst)
+    }
+
+    fn disarm(&mut self) {
+        if let Some(session) = &mut self.session {
+            session.ring.disable_notify();
+        }
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        let session = self.session.as_ref().filter(|session| !session.broken && !self.is_stopping())?;
+        session.kick.as_ref().map(|kick| kick.as_fd())
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        let polls = |session: &Session| session.kick.is_none() && !session.broken;
+        let unkicked = !self.is_stopping() && self.session.as_ref().is_some_and(polls);
+        let poll = unkicked.then_some(self.now_ns + POLL_NS);
+        [self.hw.deadline_ns(), poll].into_iter().flatten().min()
+    }
+
+    fn tick(&mut self, now_ns: u64) {
+        self.hw.mark_slow(now_ns);
+    }
+
+    fn is_over(&self) -> bool {
+        self.retiring && self.session.is_none()
+    }
+}

@@ -1,0 +1,158 @@
+//! The two ends of a queue: the station on its lane, and the hand that the control path has on it.
+//!
+//! A queue that runs belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and waits
+//! for the answer, which for a suspension comes only when all that was fetched is finished.
+
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, OnceLock};
+
+use blkyard_mq::{HwStats, Wake};
+use blkyard_virtio::{GuestMemory, RingLayout};
+
+use crate::event::Event;
+
+/// All a queue needs to run.
+pub(crate) struct Setup {
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) layout: RingLayout,
+    pub(crate) size: u16,
+    pub(crate) event_idx: bool,
+    pub(crate) indirect: bool,
+    /// Where the queue goes on in the available ring.
+    pub(crate) next_avail: u16,
+    pub(crate) kick: Option<Arc<Event>>,
+    pub(crate) call: Option<Arc<Event>>,
+    pub(crate) error: Option<Arc<Event>>,
+    pub(crate) disk: DiskView,
+    /// The connection, to be closed should the shared memory go away under us.
+    pub(crate) connection: Arc<UnixStream>,
+}
+
+/// What requests are judged by, the same for all queues of a session.
+#[derive(Clone)]
+pub(crate) struct DiskView {
+    pub(crate) features: blkyard_virtio::Features,
+    /// Whether writes may be lost until they are flushed; changes while running.
+    pub(crate) write_back: Arc<AtomicBool>,
+}
+
+pub(crate) enum Command {
+    /// Run with this; the answer says whether the rings are sound.
+    Run(Box<Setup>, Sender<Result<(), String>>),
+    /// Finish what was fetched, then say where the queue stands.
+    Suspend(Sender<u16>),
+    /// Make durable what has completed, then say whether that worked.
+    Flush(Sender<bool>),
+    /// Ring this from now on.
+    Call(Option<Arc<Event>>),
+    /// Finish what was fetched, then never run again.
+    Retire,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Shared {
+    /// Set when a command waits: looked at once a round, where the channel itself would cost more.
+    pub(crate) mail: AtomicBool,
+    pub(crate) stats: OnceLock<Arc<HwStats>>,
+    pub(crate) refusals: OnceLock<Arc<blkyard_virtio::Refusals>>,
+}
+
+/// The lane's end, from which a [`VhostQueue`](crate::VhostQueue) is made.
+pub struct QueuePort {
+    pub(crate) commands: Receiver<Command>,
+    pub(crate) shared: Arc<Shared>,
+}
+
+/// The control path's end. A queue without it is retired: nobody else could ever end it.
+pub struct QueueRemote {
+    commands: Sender<Command>,
+    shared: Arc<Shared>,
+    waker: OnceLock<Arc<dyn Wake>>,
+}
+
+/// The lane is gone.
+#[derive(Debug, thiserror::Error)]
+#[error("the lane of this queue has ended")]
+pub(crate) struct Gone;
+
+/// A queue that was asked to come to rest.
+pub(crate) struct Suspension(Receiver<u16>);
+
+impl Suspension {
+    /// Waits until all that was fetched is finished; says where the queue stands.
+    pub(crate) fn wait(self) -> Result<u16, Gone> {
+        self.0.recv().map_err(|_| Gone)
+    }
+}
+
+/// Makes the two ends of a queue.
+pub fn queue_pair() -> (QueueRemote, QueuePort) {
+    let (sender, receiver) = channel();
+    let shared = Arc::new(Shared::default());
+    let remote = QueueRemote { commands: sender, shared: Arc::clone(&shared), waker: OnceLock::new() };
+    (remote, QueuePort { commands: receiver, shared })
+}
+
+impl QueueRemote {
+    /// Says how to wake the lane that the other end lives on. To be called before anything else.
+    pub fn attach(&self, waker: Arc<dyn Wake>) {
+        let _ = self.waker.set(waker);
+    }
+
+    /// The counters of the hardware queue, once it is on its lane.
+    pub fn stats(&self) -> Option<&Arc<HwStats>> {
+        self.shared.stats.get()
+    }
+
+    /// What the guest sent that made no sense, by reason.
+    pub fn refusals(&self) -> Option<&Arc<blkyard_virtio::Refusals>> {
+        self.shared.refusals.get()
+    }
+
+    /// Ends the queue once it has finished what it fetched.
+    pub fn retire(&self) {
+        let _ = self.send(Command::Retire);
+    }
+
+    pub(crate) fn run(&self, setup: Setup) -> Result<Result<(), String>, Gone> {
+        let (answer, wait) = channel();
+        self.send(Command::Run(Box::new(setup), answer))?;
+        wait.recv().map_err(|_| Gone)
+    }
+
+    /// Asks the queue to come to rest. Several may be asked before any is waited for.
+    pub(crate) fn suspend(&self) -> Result<Suspension, Gone> {
+        let (answer, wait) = channel();
+        self.send(Command::Suspend(answer))?;
+        Ok(Suspension(wait))
+    }
+
+    /// Makes durable what has completed, whichever queue it came by; true if that worked.
+    pub(crate) fn flush(&self) -> Result<bool, Gone> {
+        let (answer, wait) = channel();
+        self.send(Command::Flush(answer))?;
+        wait.recv().map_err(|_| Gone)
+    }
+
+    pub(crate) fn set_call(&self, call: Option<Arc<Event>>) -> Result<(), Gone> {
+        self.send(Command::Call(call))
+    }
+
+    fn send(&self, command: Command) -> Result<(), Gone> {
+        self.commands.send(command).map_err(|_| Gone)?;
+        // Pairs with the station's swap: who sees the flag finds the command.
+        self.shared.mail.store(true, Ordering::Release);
+        if let Some(waker) = self.waker.get() {
+            waker.wake();
+        }
+        Ok(())
+    }
+}
+
+impl Drop for QueueRemote {
+    fn drop(&mut self) {
+        self.retire();
+    }
+}

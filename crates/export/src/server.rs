@@ -1,0 +1,200 @@
+//! The thread of one export: takes one front-end after another, and handles its messages.
+//!
+//! While a front-end is connected the next one waits in the socket's backlog. When one leaves, or sends what cannot be
+//! answered, its queues finish what they fetched, its memory is let go, and the next finds the disk as it is.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use vhost::vhost_user::{BackendReqHandler, Error};
+
+use crate::backend::{Backend, BackendConfig};
+use crate::socket::BoundSocket;
+
+/// What others may know of an export while it serves.
+#[derive(Debug, Default)]
+pub struct ExportStatus {
+    connected: AtomicBool,
+    sessions: AtomicU64,
+}
+
+impl ExportStatus {
+    /// Whether a front-end is connected.
+    pub fn is_connected(&self) -> bool {
+        self.connected.load(Ordering::Relaxed)
+    }
+
+    /// Front-ends so far.
+    pub fn sessions(&self) -> u64 {
+        self.sessions.load(Ordering::Relaxed)
+    }
+}
+
+/// An export that serves.
+pub struct Server {
+    thread: JoinHandle<()>,
+    stop: Arc<Stop>,
+    status: Arc<ExportStatus>,
+}
+
+/// How the thread is told to end, wherever it waits.
+struct Stop {
+    bell: OwnedFd,
+    asked: AtomicBool,
+    /// The connection of the session going on.
+    session: Mutex<Option<UnixStream>>,
+}
+
+impl Server {
+    /// Serves a disk on a socket, from now on.
+    ///
+    /// # Errors
+    /// The system gives no thread or descriptor.
+    pub fn start(socket: BoundSocket, config: BackendConfig) -> io::Result<Server> {
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let stop = Arc::new(Stop { bell, asked: AtomicBool::new(false), session: Mutex::new(None) });
+        let status = Arc::new(ExportStatus::default());
+        let (thread_stop, thread_status) = (Arc::clone(&stop), Arc::clone(&status));
+        let thread = std::thread::Builder::new()
+            .name("export".into())
+            .spawn(move || serve(&socket, config, &thread_stop, &thread_status))?;
+        Ok(Server { thread, stop, status })
+    }
+
+    /// What others may know of it.
+    pub fn status(&self) -> &Arc<ExportStatus> {
+        &self.status
+    }
+
+    /// Whether the thread has ended by itself, which it does only when its lanes are gone.
+    pub fn is_finished(&self) -> bool {
+        self.thread.is_finished()
+    }
+
+    /// Asks it to end: no new front-end is taken, the one there is let go of once what it had fetched is finished.
+    pub fn ask_to_stop(&self) {
+        self.stop.asked.store(true, Ordering::SeqCst);
+        let _ = rustix::io::write(&self.stop.bell, &1_u64.to_ne_bytes());
+        if let Ok(session) = self.stop.session.lock()
+            && let Some(session) = &*session
+        {
+            let _ = session.shutdown(std::net::Shutdown::Read);
+        }
+    }
+
+    /// Waits until it has ended.
+    pub fn join(self) {
+        if self.thread.join().is_err() {
+            tracing::error!("the thread of an export panicked");
+        }
+    }
+}
+
+fn serve(socket: &BoundSocket, mut config: BackendConfig, stop: &Stop, status: &ExportStatus) {
+    while let Some(connection) = next(socket, stop) {
+        let name = config.name.clone();
+        let (back, outcome) = session(connection, config, stop, status);
+        config = back;
+        if let Err(error) = outcome {
+            tracing::error!("{name}: the export ends: {error}");
+            break;
+        }
+        if stop.asked.load(Ordering::SeqCst) {
+            break;
+        }
+    }
+    config.queues.iter().for_each(crate::QueueRemote::retire);
+}
+
+/// The next front-end; none once the export is to stop.
+fn next(socket: &BoundSocket, stop: &Stop) -> Option<UnixStream> {
+    let listener = socket.listener();
+    loop {
+        if stop.asked.load(Ordering::SeqCst) {
+            return None;
+        }
+        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(&stop.bell, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => {
+                tracing::error!("{}: cannot wait for a connection: {error}", socket.path().display());
+                return None;
+            }
+            Ok(_) if !fds[1].revents().is_empty() => return None,
+            Ok(_) => {}
+        }
+        match listener.accept() {
+            Ok((connection, _)) => return Some(connection),
+            Err(error) => {
+                tracing::warn!("{}: a connection failed: {error}", socket.path().display());
+                // Out of descriptors, most likely: do not spin until somebody closes some.
+                std::thread::sleep(std::time::Duration::from_millis(100));
+            }
+        }
+    }
+}
+
+/// Waits until the front-end has room for an answer; false if we are to stop instead. One that asks and never reads would
+/// otherwise keep us in the middle of an answer, out of reach.
+fn may_answer(connection: &UnixStream, stop: &Stop) -> bool {
+    loop {
+        // Writable means three quarters of the buffer are free, and no answer is longer than a page.
+        let mut fds = [PollFd::new(connection, PollFlags::OUT), PollFd::new(&stop.bell, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => return false,
+            Ok(_) => return fds[1].revents().is_empty(),
+        }
+    }
+}
+
+/// One front-end from its first message to its last. Gives back what the next session needs, and whether there can be one.
+fn session(
+    connection: UnixStream,
+    config: BackendConfig,
+    stop: &Stop,
+    status: &ExportStatus,
+) -> (BackendConfig, Result<(), Error>) {
+    let name = config.name.clone();
+    let (Ok(for_stop), Ok(for_queues)) = (connection.try_clone(), connection.try_clone()) else {
+        tracing::warn!("{name}: no descriptors left for a connection");
+        return (config, Ok(()));
+    };
+    let for_queues = Arc::new(for_queues);
+    if let Ok(mut session) = stop.session.lock() {
+        *session = Some(for_stop);
+    }
+    status.connected.store(true, Ordering::Relaxed);
+    status.sessions.fetch_add(1, Ordering::Relaxed);
+    tracing::info!("{name}: a front-end connected");
+    let backend = Arc::new(Mutex::new(Backend::new(config, Arc::clone(&for_queues))));
+    let mut handler = BackendReqHandler::from_stream(connection, Arc::clone(&backend));
+    let error = loop {
+        // The bell is never silenced, so this also finds that we were asked before there was a session to shut down.
+        if !may_answer(&for_queues, stop) {
+            break Error::Disconnected;
+        }
+        if let Err(error) = handler.handle_request() {
+            break error;
+        }
+    };
+    if let Ok(mut session) = stop.session.lock() {
+        *session = None;
+    }
+    // The handler's share of the back-end; the connection stays open until the queues have finished.
+    drop(handler);
+    let Some(backend) = Arc::into_inner(backend) else { unreachable!("the handler had the only other share") };
+    let (config, ended) = backend.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).end();
+    drop(for_queues);
+    status.connected.store(false, Ordering::Relaxed);
+    match error {
+        Error::Disconnected => tracing::info!("{name}: the front-end left"),
+        error => tracing::warn!("{name}: the front-end is let go: {error}"),
+    }
+    (config, ended)
+}

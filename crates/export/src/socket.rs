@@ -1,0 +1,167 @@
+//! The socket an export listens on: where it may be made, and who may connect.
+
+use std::io;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+/// Where an export listens.
+#[derive(Clone, Debug, Default)]
+pub struct SocketConfig {
+    /// The path of the socket.
+    pub path: PathBuf,
+    /// Its permissions; what the umask leaves, if not given.
+    pub mode: Option<u32>,
+    /// The number of the group it belongs to; the process's own, if not given.
+    pub group: Option<u32>,
+}
+
+/// Why a socket cannot be had.
+#[derive(Debug, thiserror::Error)]
+pub enum SocketError {
+    /// Somebody listens there.
+    #[error("socket {}: another server is listening on it; stop that one or give this export another path", .0.display())]
+    Alive(PathBuf),
+    /// Something else has that name.
+    #[error("socket {}: a file that is not a socket has that name; remove it or give this export another path", .0.display())]
+    NotASocket(PathBuf),
+    /// The name is too long for the system.
+    #[error("socket {}: the path has {} bytes, a socket's may have 107; choose a shorter one", .0.display(), .0.as_os_str().len())]
+    TooLong(PathBuf),
+    /// The system refused.
+    #[error("socket {}: {doing}: {source}; {cure}", path.display())]
+    System {
+        /// The path of the socket.
+        path: PathBuf,
+        /// What was being done.
+        doing: &'static str,
+        /// What helps.
+        cure: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// A socket that listens, and is removed in the end.
+#[derive(Debug)]
+pub struct BoundSocket {
+    listener: UnixListener,
+    path: PathBuf,
+    /// Device and inode, so that only our own socket is removed.
+    identity: (u64, u64),
+}
+
+impl BoundSocket {
+    /// Listens at the path. A socket that nobody listens on any more is replaced.
+    ///
+    /// # Errors
+    /// See [`SocketError`].
+    pub fn bind(config: &SocketConfig) -> Result<BoundSocket, SocketError> {
+        let path = config.path.clone();
+        // sun_path holds 108 bytes with the zero at its end.
+        if path.as_os_str().len() > 107 {
+            return Err(SocketError::TooLong(path));
+        }
+        let failed = |doing, cure| {
+            let path = path.clone();
+            move |source| SocketError::System { path, doing, cure, source }
+        };
+        remove_stale(&path, &failed)?;
+        let listener =
+            UnixListener::bind(&path).map_err(failed("cannot listen", "see that its folder exists and is writable"))?;
+        let metadata =
+            std::fs::symlink_metadata(&path).map_err(failed("cannot look at it", "see who else changes it"))?;
+        let bound = BoundSocket { listener, identity: (metadata.dev(), metadata.ino()), path: path.clone() };
+        if let Some(group) = config.group {
+            std::os::unix::fs::chown(&path, None, Some(group))
+                .map_err(failed("cannot give it to the group", "name a group this user belongs to"))?;
+        }
+        if let Some(mode) = config.mode {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode))
+                .map_err(failed("cannot set its mode", "see that this user owns it"))?;
+        }
+        Ok(bound)
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub(crate) fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+}
+
+impl Drop for BoundSocket {
+    fn drop(&mut self) {
+        if std::fs::symlink_metadata(&self.path).is_ok_and(|m| (m.dev(), m.ino()) == self.identity) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Makes room for a socket: nothing there is fine, a dead socket is removed, anything else stays.
+fn remove_stale<F>(path: &Path, failed: &impl Fn(&'static str, &'static str) -> F) -> Result<(), SocketError>
+where
+    F: FnOnce(io::Error) -> SocketError,
+{
+    let metadata = match std::fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Err(error) => return Err(failed("cannot look at it", "see that its folder can be read")(error)),
+    };
+    if !metadata.file_type().is_socket() {
+        return Err(SocketError::NotASocket(path.into()));
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => Err(SocketError::Alive(path.into())),
+        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+            std::fs::remove_file(path).map_err(failed("is left over and cannot be removed", "remove it by hand"))
+        }
+        // A full backlog is somebody who listens.
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(SocketError::Alive(path.into())),
+        Err(error) => {
+            Err(failed("cannot tell whether somebody listens on it", "remove it by hand if nobody does")(error))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(path: PathBuf) -> SocketConfig {
+        SocketConfig { path, mode: Some(0o660), group: None }
+    }
+
+    #[test]
+    fn a_socket_that_is_alive_is_left_alone_and_a_dead_one_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let first = BoundSocket::bind(&at(path.clone())).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o660);
+        assert!(matches!(BoundSocket::bind(&at(path.clone())), Err(SocketError::Alive(_))));
+        // Closed without being removed, as after a crash.
+        let listener = first.listener().try_clone().unwrap();
+        std::mem::forget(listener);
+        drop(first);
+        assert!(!path.exists(), "our own socket goes with us");
+        drop(UnixListener::bind(&path).unwrap());
+        assert!(path.exists());
+        let again = BoundSocket::bind(&at(path.clone())).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, "mine").unwrap();
+        drop(again);
+        assert!(path.exists(), "what is not ours stays");
+        assert!(matches!(BoundSocket::bind(&at(path)), Err(SocketError::NotASocket(_))));
+    }
+
+    #[test]
+    fn paths_that_cannot_be_are_named() {
+        let long = PathBuf::from("/tmp").join("x".repeat(120));
+        assert!(matches!(BoundSocket::bind(&at(long)), Err(SocketError::TooLong(_))));
+        let error = BoundSocket::bind(&at("/nonexistent/s".into())).unwrap_err().to_string();
+        assert!(error.contains("/nonexistent/s") && error.contains("folder exists"), "{error}");
+    }
+}

@@ -1,0 +1,88 @@
+//! An export whose one lane is the test's own thread: it turns when the test says so, and never sleeps.
+
+use std::sync::Arc;
+
+use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
+use blkyard_mq::{BlockDevice, Crank, HwQueue, HwQueueConfig, NullConfig, RamDevice, RamQueue, Station, Wake};
+use blkyard_virtio::{BlkConfig, Refusals, SerialId};
+
+use super::{Front, Ram, Vq, disk_info};
+
+/// A queue to be cranked by hand.
+pub struct Hand {
+    queue: VhostQueue<RamQueue>,
+    refusals: Arc<Refusals>,
+    server: Server,
+    now_ns: u64,
+    folder: tempfile::TempDir,
+}
+
+struct NeverAsleep;
+
+impl Wake for NeverAsleep {
+    fn wake(&self) {}
+}
+
+impl Hand {
+    /// A disk in memory with one queue.
+    pub fn new(latency_ns: u64) -> Hand {
+        let folder = tempfile::tempdir().unwrap();
+        let device = RamDevice::new(disk_info(), NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
+        let (remote, port) = queue_pair();
+        let config = HwQueueConfig::default();
+        let hw = HwQueue::new(device.queue(config.depth), Arc::new(disk_info()), config);
+        let queue = VhostQueue::new(hw, SerialId::new("by hand").unwrap(), port);
+        remote.attach(Arc::new(NeverAsleep));
+        let refusals = Arc::clone(remote.refusals().unwrap());
+        let socket = SocketConfig { path: folder.path().join("disk.sock"), mode: None, group: None };
+        let disk = BlkConfig::new(&disk_info(), 1, SEG_MAX, true);
+        let config = BackendConfig { name: "disk".into(), disk, queues: vec![remote], write_back: true };
+        let server = Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
+        Hand { queue, refusals, server, now_ns: 0, folder }
+    }
+
+    /// One round, a microsecond after the last.
+    pub fn turn(&mut self) -> Crank {
+        self.now_ns += 1000;
+        self.queue.crank(&mut (), self.now_ns)
+    }
+
+    /// Goes to sleep, as far as the queue can tell, and wakes up again; says whether it would have had to stay awake.
+    pub fn nod(&mut self) -> bool {
+        let work = Station::<()>::arm(&mut self.queue);
+        Station::<()>::disarm(&mut self.queue);
+        work
+    }
+
+    /// Requests refused so far.
+    pub fn refused(&self) -> u64 {
+        self.refusals.total()
+    }
+
+    /// Somebody with the queue running.
+    pub fn connect(&mut self) -> (Front, Vq) {
+        let path = self.folder.path().join("disk.sock");
+        let begin = std::thread::spawn(move || {
+            let ram = Ram::new(1 << 20);
+            let mut front = Front::dial(&path);
+            front.negotiate(!(1 << 29));
+            front.share(&[&ram]).unwrap();
+            let vq = Vq::new(&ram, 0);
+            front.start(0, &vq);
+            (front, vq)
+        });
+        while !begin.is_finished() {
+            self.turn();
+        }
+        begin.join().unwrap()
+    }
+
+    /// Turns until the export has ended.
+    pub fn stop(mut self) {
+        self.server.ask_to_stop();
+        while !self.server.is_finished() {
+            self.turn();
+        }
+        self.server.join();
+    }
+}

@@ -1,0 +1,131 @@
+//! Exports on real lanes, several in one process.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use blkyard_export::{BackendConfig, BoundSocket, ExportStatus, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
+use blkyard_mq::{HwQueue, HwQueueConfig, HwStats, IdlePolicy};
+use blkyard_os::{LaneConfig, LaneThread, RingConfig};
+use blkyard_virtio::{BlkConfig, Refusals, SerialId};
+
+use super::AnyDevice;
+use super::devices::AnyQueue;
+
+/// The serial number of every disk here.
+pub const SERIAL: &str = "yard-0001";
+
+/// An export that serves.
+pub struct Served {
+    pub path: PathBuf,
+    server: Option<Server>,
+    status: Arc<ExportStatus>,
+    stats: Vec<Arc<HwStats>>,
+    refusals: Vec<Arc<Refusals>>,
+}
+
+impl Served {
+    pub fn status(&self) -> &ExportStatus {
+        &self.status
+    }
+
+    pub fn server(&self) -> &Server {
+        self.server.as_ref().unwrap()
+    }
+
+    /// What a queue has counted of I/O.
+    pub fn stats(&self, queue: usize) -> &HwStats {
+        &self.stats[queue]
+    }
+
+    /// How often a queue has refused something, by the words for the reason.
+    pub fn refused(&self, queue: usize, reason: &str) -> u64 {
+        let count = self.refusals[queue].iter().find(|(name, _)| name.contains(reason));
+        count.unwrap_or_else(|| panic!("no reason is called {reason}")).1
+    }
+
+    pub fn refused_in_all(&self, queue: usize) -> u64 {
+        self.refusals[queue].total()
+    }
+}
+
+/// Lanes and the exports whose queues live on them.
+pub struct World {
+    pub exports: Vec<Served>,
+    pub lanes: Vec<LaneThread>,
+    folder: tempfile::TempDir,
+}
+
+impl World {
+    /// One export for each device, with as many queues each, dealt to the lanes in turn.
+    pub fn new(devices: Vec<AnyDevice>, queues: usize, lanes: usize) -> World {
+        let folder = tempfile::tempdir().unwrap();
+        let mut placed: Vec<Vec<Box<dyn FnOnce() -> VhostQueue<AnyQueue> + Send>>> = Vec::new();
+        placed.resize_with(lanes, Vec::new);
+        let mut made = Vec::new();
+        let mut next = 0;
+        for device in devices {
+            let info = Arc::new(device.info.clone());
+            let mut remotes = Vec::new();
+            for _ in 0..queues {
+                let (remote, port) = queue_pair();
+                let config = HwQueueConfig::default();
+                let (driver, info) = (device.queue(config.depth), Arc::clone(&info));
+                let serial = SerialId::new(SERIAL).unwrap();
+                placed[next % lanes]
+                    .push(Box::new(move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port)));
+                remotes.push((remote, next % lanes));
+                next += 1;
+            }
+            made.push((device.info, remotes));
+        }
+        let spawn = |(index, builders): (usize, Vec<Box<dyn FnOnce() -> VhostQueue<AnyQueue> + Send>>)| {
+            let config = LaneConfig {
+                name: format!("lane{index}"),
+                cpus: None,
+                policy: IdlePolicy::default(),
+                ring: RingConfig::default(),
+            };
+            blkyard_os::spawn(config, move |_| builders.into_iter().map(|build| build()).collect()).unwrap()
+        };
+        let lanes: Vec<LaneThread> = placed.into_iter().enumerate().map(spawn).collect();
+        let serve = |(number, (info, remotes)): (usize, (_, Vec<_>))| {
+            let path = folder.path().join(format!("{number}.sock"));
+            let socket = SocketConfig { path: path.clone(), mode: None, group: None };
+            let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
+            let mut hands = Vec::new();
+            for (remote, lane) in remotes {
+                let (remote, lane): (blkyard_export::QueueRemote, usize) = (remote, lane);
+                remote.attach(lanes[lane].waker());
+                hands.push(remote);
+            }
+            let stats = hands.iter().map(|remote| Arc::clone(remote.stats().unwrap())).collect();
+            let refusals = hands.iter().map(|remote| Arc::clone(remote.refusals().unwrap())).collect();
+            let name = format!("export {number}");
+            let config = BackendConfig { name, disk, queues: hands, write_back: true };
+            let server = Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
+            Served { path, status: Arc::clone(server.status()), server: Some(server), stats, refusals }
+        };
+        let exports = made.into_iter().enumerate().map(serve).collect();
+        World { exports, lanes, folder }
+    }
+
+    /// Two disks in memory with two queues each, on two lanes.
+    pub fn pair() -> World {
+        World::new(vec![AnyDevice::ram(0), AnyDevice::ram(0)], 2, 2)
+    }
+
+    /// A recording disk and one in memory, each with two queues.
+    pub fn gated(gate: &Arc<super::Gate>) -> World {
+        World::new(vec![AnyDevice::gated(gate), AnyDevice::ram(0)], 2, 2)
+    }
+
+    /// Asks all to end and waits for it, as the daemon does; panics if it takes too long.
+    pub fn stop(mut self) {
+        self.exports.iter().for_each(|export| export.server().ask_to_stop());
+        super::until("the exports end", || self.exports.iter().all(|export| export.server().is_finished()));
+        self.exports.iter_mut().filter_map(|export| export.server.take()).for_each(Server::join);
+        super::until("the lanes end", || self.lanes.iter().all(LaneThread::is_finished));
+        self.lanes.drain(..).for_each(|lane| lane.join().unwrap());
+        assert_eq!(self.folder.path().read_dir().unwrap().count(), 0, "a socket was left behind");
+    }
+}

@@ -1,0 +1,39 @@
+//! Idle queues cost nothing, and are heard when they wake. By itself, so that nobody else uses the CPUs meanwhile.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::{AnyDevice, Data, Front, Ram, Vq, World, kind};
+
+#[test]
+fn sixteen_idle_queues_use_no_measurable_time_and_hear_a_kick() {
+    let world = World::new(vec![AnyDevice::ram(0)], 16, 2);
+    let ram = Ram::new(16 << 20);
+    for event_idx in [false, true] {
+        let mut front = Front::dial(&world.exports[0].path);
+        front.negotiate(if event_idx { !0 } else { !(1 << 29) });
+        front.share(&[&ram]).unwrap();
+        ram.write(0, &vec![0; 16 << 20]);
+        let mut vqs: Vec<_> = (0..16).map(|number| Vq::new(&ram, number)).collect();
+        for (index, vq) in vqs.iter_mut().enumerate() {
+            vq.event_idx = event_idx;
+            front.start(index, vq);
+            assert_eq!(vq.write(index as u64, &[1; 512]), 0);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+        let used = || world.lanes.iter().map(|lane| lane.cpu_ns().unwrap()).sum::<u64>();
+        let (before, start) = (used(), Instant::now());
+        std::thread::sleep(Duration::from_secs(1));
+        let (spent, passed) = (used() - before, start.elapsed().as_nanos() as u64);
+        assert!(spent * 100 <= passed, "idle lanes used {spent} ns of {passed} ns");
+        for (index, vq) in vqs.iter_mut().enumerate() {
+            vq.put(0, kind::IN, index as u64, Data::In(512));
+            let kicked = vq.publish();
+            assert!(kicked || index > 0, "lanes that sleep do not want to be kicked");
+            assert_eq!(vq.wait_used(), (0, 513));
+        }
+        front.leave(&world.exports[0]);
+    }
+    world.stop();
+}

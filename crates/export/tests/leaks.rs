@@ -1,0 +1,86 @@
+//! Sessions of all kinds leave nothing behind: no descriptor, no mapping. By itself, so that nobody else opens any meanwhile.
+
+mod common;
+
+use std::os::fd::AsFd;
+
+use common::{Front, Gate, Ram, Raw, Request, Vq, World, event, one_queue, until, words64};
+use vhost::vhost_user::VhostUserFrontend;
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+fn mappings() -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains("memfd:guest")).count()
+}
+
+/// One session of every kind that ends well or badly.
+fn sessions(world: &World) {
+    let export = &world.exports[0];
+    let (mut front, mut vq) = one_queue(export);
+    assert_eq!(vq.write(0, &[1; 512]), 0);
+    // Everything replaced, some of it refused.
+    for _ in 0..3 {
+        let dimm = Ram::at(1 << 32, 1 << 20);
+        front.add(&dimm).unwrap();
+        front.share(&[&vq.ram]).unwrap();
+        assert!(front.set_event(Request::SetVringCall, 0, Some(&event())));
+        assert!(front.set_event(Request::SetVringErr, 0, Some(&event())));
+        assert!(front.set_event(Request::SetVringKick, 0, Some(&event())));
+        let (channel, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        front.set_backend_request_fd(&channel).unwrap();
+    }
+    front.reset_device().unwrap();
+    front.leave(export);
+    let ram = Ram::new(1 << 20);
+    for bad in 0..4 {
+        let raw = Raw::connect(&export.path);
+        raw.negotiate(!0);
+        let mut table = common::state(2, 0);
+        table.extend(words64(&ram.words()));
+        table.extend(words64(&ram.words()));
+        let (_reader, pipe) = std::io::pipe().unwrap();
+        match bad {
+            0 => assert!(!raw.accepts(Request::SetMemTable, &table, &[ram.file.as_fd(); 2])),
+            1 => assert!(!raw.accepts(Request::SetVringKick, &words64(&[0]), &[pipe.as_fd()])),
+            2 => assert!(!raw.accepts(Request::SetFeatures, &words64(&[1 << 63]), &[])),
+            _ => assert!(raw.send(&Raw::message(1, 1, &[]), &[pipe.as_fd(); 32])),
+        }
+        raw.wait_closed();
+    }
+    // Memory that goes away under a running ring.
+    let mut front = Front::connect(export);
+    let ram = Ram::new(1 << 20);
+    front.share(&[&ram]).unwrap();
+    let vq = Vq::new(&ram, 0);
+    front.start(0, &vq);
+    ram.truncate(0);
+    common::ring(&vq.kick);
+    front.raw.wait_closed();
+    drop(front);
+    until("all are let go", || !export.status().is_connected());
+}
+
+#[test]
+fn sessions_that_end_well_or_badly_leave_nothing_behind() {
+    let gate = Gate::open();
+    let world = World::gated(&gate);
+    sessions(&world);
+    // Lanes notice by and by that a bell is gone; with all asleep the count stands still.
+    let settled = || {
+        let mut last = (0, 0);
+        until("the counts stand still", || {
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            let now = (descriptors(), mappings());
+            std::mem::replace(&mut last, now) == now
+        });
+        last
+    };
+    let before = settled();
+    (0..20).for_each(|_| sessions(&world));
+    assert_eq!(settled(), before);
+    assert_eq!(before.1, 0, "guest memory stays mapped");
+    world.stop();
+}

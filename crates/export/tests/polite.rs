@@ -1,0 +1,402 @@
+//! A front-end and a guest that keep to the rules get what they asked for.
+
+mod common;
+
+use std::time::Duration;
+
+use blkyard_mq::{BioFlags, Op};
+use common::{
+    AnyDevice, Data, Front, Gate, Ram, Request, SERIAL, Seen, Vq, World, event, kind, one_queue, range, readable, rung,
+    until,
+};
+use vhost::VhostBackend;
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserProtocolFeatures;
+
+/// What a whole disk offers: all that we know but the bit for read-only ones.
+const ALL: u64 = 0x1_7000_7e44;
+
+#[test]
+fn a_disk_tells_what_it_is_and_can_do() {
+    let world = World::pair();
+    let mut front = Front::connect(&world.exports[0]);
+    assert_eq!(front.get_features().unwrap(), ALL);
+    let wanted = VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::CONFIG
+        | VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+        | VhostUserProtocolFeatures::BACKEND_REQ
+        | VhostUserProtocolFeatures::RESET_DEVICE;
+    assert_eq!(front.get_protocol_features().unwrap(), wanted);
+    assert_eq!(front.get_queue_num().unwrap(), 2);
+    assert_eq!(front.get_max_mem_slots().unwrap(), 64);
+    assert_eq!(front.config(0, 8).unwrap(), 16384_u64.to_le_bytes());
+    assert_eq!(front.config(32, 4).unwrap(), [1, 0, 2, 0], "cache mode and number of queues");
+    assert_eq!(front.config(255, 1).unwrap(), [0]);
+    world.stop();
+}
+
+#[test]
+fn the_cache_mode_decides_whether_writes_are_durable_at_once() {
+    let gate = Gate::open();
+    let world = World::gated(&gate);
+    let (mut front, mut vq) = one_queue(&world.exports[0]);
+    let flags_of = |vq: &mut Vq| {
+        gate.forget();
+        assert_eq!(vq.write(8, &[1; 512]), 0);
+        let zeroes = range(0, 8, 1);
+        assert_eq!(vq.run(kind::WRITE_ZEROES, 0, Data::Out(&zeroes)), (0, 1));
+        let taken = gate.seen().into_iter().filter_map(|seen| match seen {
+            Seen::Taken(_, flags, _) => Some(flags),
+            _ => None,
+        });
+        taken.collect::<Vec<_>>()
+    };
+    assert_eq!(flags_of(&mut vq), [BioFlags::empty(); 2]);
+    gate.forget();
+    front.set_wce(false);
+    // A driver that takes the disk for write-through flushes no more, so what it wrote before is made durable now.
+    assert!(matches!(gate.seen()[..], [Seen::Taken(Op::Flush, ..), Seen::Ended(Op::Flush, _)]), "{:?}", gate.seen());
+    assert_eq!(front.config(32, 1).unwrap(), [0]);
+    assert_eq!(flags_of(&mut vq), [BioFlags::FUA; 2]);
+    front.set_wce(true);
+    assert_eq!(flags_of(&mut vq), [BioFlags::empty(); 2]);
+    // A driver that cannot flush gets nothing else, whatever the field says.
+    front.set_features(front.features & !(1 << 9 | 1 << 11)).unwrap();
+    assert_eq!(flags_of(&mut vq), [BioFlags::FUA; 2]);
+    drop(front);
+    world.stop();
+}
+
+#[test]
+fn the_serial_number_is_told() {
+    let world = World::pair();
+    let (front, mut vq) = one_queue(&world.exports[0]);
+    let mut want = [0; 20];
+    want[..SERIAL.len()].copy_from_slice(SERIAL.as_bytes());
+    assert_eq!(vq.run(kind::GET_ID, 0, Data::In(20)), (0, 21));
+    assert_eq!(vq.ram.read(vq.data_at(0), 20), want);
+    // In a longer buffer there is a gap before the status, which the used length may not cover.
+    assert_eq!(vq.run(kind::GET_ID, 0, Data::In(64)), (0, 20));
+    drop(front);
+    world.stop();
+}
+
+#[test]
+fn what_is_written_is_read_back_and_what_is_trimmed_is_gone() {
+    let world = World::pair();
+    let (front, mut vq) = one_queue(&world.exports[0]);
+    let pattern: Vec<u8> = (0..8192_u32).map(|i| (i * 7 % 251) as u8).collect();
+    assert_eq!(vq.write(16, &pattern), 0);
+    assert_eq!(vq.run(kind::FLUSH, 0, Data::None), (0, 1));
+    assert_eq!(vq.read(16, 8192), pattern);
+    assert_eq!(vq.run(kind::DISCARD, 0, Data::Out(&range(16, 2, 0))), (0, 1));
+    assert_eq!(vq.run(kind::WRITE_ZEROES, 0, Data::Out(&range(20, 2, 0))), (0, 1));
+    let mut want = pattern.clone();
+    want[..1024].fill(0);
+    want[2048..3072].fill(0);
+    assert_eq!(vq.read(16, 8192), want);
+    // The last sector, and the first that is not there.
+    assert_eq!(vq.write(16383, &[9; 512]), 0);
+    assert_eq!(vq.read(16383, 512), [9; 512]);
+    assert_eq!(vq.run(kind::IN, 16384, Data::In(512)), (1, 0), "a failed read promises no bytes");
+    assert_eq!(world.exports[0].refused_in_all(0), 0);
+    drop(front);
+    world.stop();
+}
+
+#[test]
+fn all_queues_see_one_disk_and_each_counts_for_itself() {
+    let world = World::new(vec![AnyDevice::ram(0)], 4, 2);
+    let export = &world.exports[0];
+    let ram = Ram::new(4 << 20);
+    let mut front = Front::connect(export);
+    front.share(&[&ram]).unwrap();
+    let mut vqs: Vec<_> = (0..4).map(|number| Vq::new(&ram, number)).collect();
+    (0..4).for_each(|index| front.start(index, &vqs[index]));
+    for (index, vq) in vqs.iter_mut().enumerate() {
+        let sector = index as u64 * 8;
+        for slot in 0..8 {
+            vq.put(slot, kind::OUT, sector + u64::from(slot), Data::Out(&[index as u8 + 1; 512]));
+        }
+        vq.publish();
+    }
+    for vq in &mut vqs {
+        (0..8).for_each(|_| assert_eq!(vq.wait_used().1, 1));
+    }
+    for index in 0..4 {
+        assert_eq!(vqs[3 - index].read(index as u64 * 8, 4096), [index as u8 + 1; 4096]);
+        assert_eq!(export.stats(3 - index).snapshot().ops.iter().map(|op| op.ios).sum::<u64>(), 9);
+    }
+    drop(front);
+    world.stop();
+}
+
+#[test]
+fn with_event_indexes_the_guest_is_called_where_it_asked_to_be() {
+    let world = World::pair();
+    let ram = Ram::new(1 << 20);
+    let mut front = Front::dial(&world.exports[0].path);
+    front.negotiate(!0);
+    front.share(&[&ram]).unwrap();
+    let mut vq = Vq::new(&ram, 0);
+    vq.event_idx = true;
+    front.start(0, &vq);
+    // What the first answer brings is told in any case, since nobody knows what was told before.
+    vq.write(0, &[1; 512]);
+    until("the used index stands still", || vq.next_avail == vq.used_seen);
+    rung(&vq.call);
+    for wanted_after in [1_u16, 5, 3] {
+        // Wants to be called when so many more have been used; they come one by one.
+        let event = vq.used_seen.wrapping_add(wanted_after - 1);
+        vq.avail.store_u16(4 + 2 * 64, event, std::sync::atomic::Ordering::SeqCst);
+        for n in 1..=wanted_after {
+            assert_eq!(rung(&vq.call), 0, "called before it was wanted");
+            vq.put(0, kind::IN, 0, Data::In(512));
+            vq.publish();
+            let mut element = None;
+            until("a request is answered", || {
+                element = vq.poll();
+                element.is_some()
+            });
+            assert_eq!(element, Some((0, 513)), "request {n}");
+        }
+        assert!(readable(&vq.call, common::PATIENCE), "not called when it was wanted");
+        assert_eq!(rung(&vq.call), 1);
+    }
+    drop(front);
+    world.stop();
+}
+
+#[test]
+fn kicks_are_asked_for_only_by_a_queue_that_sleeps() {
+    let world = World::pair();
+    for event_idx in [false, true] {
+        let ram = Ram::new(1 << 20);
+        let mut front = Front::dial(&world.exports[0].path);
+        front.negotiate(if event_idx { !0 } else { !(1 << 29) });
+        front.share(&[&ram]).unwrap();
+        let mut vq = Vq::new(&ram, 0);
+        vq.event_idx = event_idx;
+        front.start(0, &vq);
+        for round in 0..50 {
+            // Whether it was asleep or not: whoever kicks only when asked to is always heard.
+            if round % 5 == 0 {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            assert_eq!(vq.write(round, &[round as u8; 512]), 0);
+        }
+        front.leave(&world.exports[0]);
+    }
+    world.stop();
+}
+
+#[test]
+fn a_call_descriptor_can_be_replaced_while_the_queue_runs() {
+    let gate = Gate::shut();
+    let world = World::gated(&gate);
+    let (front, mut vq) = one_queue(&world.exports[0]);
+    vq.put(0, kind::OUT, 0, Data::Out(&[1; 512]));
+    vq.publish();
+    until("the request is with the device", || gate.held() == 1);
+    let old = std::mem::replace(&mut vq.call, event());
+    rung(&old);
+    assert!(front.set_event(Request::SetVringCall, 0, Some(&vq.call)));
+    assert!(readable(&vq.call, common::PATIENCE), "what went to the old one may have been missed");
+    rung(&vq.call);
+    gate.set_shut(false);
+    assert_eq!(vq.wait_used(), (0, 1));
+    assert_eq!(rung(&old), 0);
+    // And be taken away: then the guest looks by itself.
+    assert!(front.set_event(Request::SetVringCall, 0, None));
+    vq.put(0, kind::OUT, 0, Data::Out(&[1; 512]));
+    vq.publish();
+    until("a request is answered without a call", || vq.poll().is_some());
+    drop(front);
+    world.stop();
+}
+
+#[test]
+fn a_disabled_ring_does_nothing_and_keeps_its_requests() {
+    let gate = Gate::open();
+    let world = World::gated(&gate);
+    let (mut front, mut vq) = one_queue(&world.exports[0]);
+    front.set_vring_enable(0, false).unwrap();
+    gate.forget();
+    for slot in 0..4 {
+        vq.put(slot, kind::OUT, u64::from(slot), Data::Out(&[1; 512]));
+    }
+    common::ring(&vq.kick);
+    vq.publish();
+    // The other queue of the disk goes on, so the lanes had their turns.
+    let more = Ram::at(0x4000_0000, 1 << 20);
+    let mut other = Vq::new(&more, 0);
+    front.add(&more).unwrap();
+    front.start(1, &other);
+    (0..20).for_each(|_| assert_eq!(other.write(100, &[2; 512]), 0));
+    assert!(!gate.seen().iter().any(|seen| matches!(seen, Seen::Taken(_, _, 0..4))), "a disabled ring was served");
+    assert!(vq.poll().is_none());
+    front.set_vring_enable(0, true).unwrap();
+    (0..4).for_each(|_| assert_eq!(vq.wait_used().1, 1));
+    assert_eq!(gate.seen().iter().filter(|seen| matches!(seen, Seen::Ended(Op::Write, 0..4))).count(), 4);
+    drop(front);
+    world.stop();
+}
+
+#[test]
+fn a_ring_without_a_kick_descriptor_is_looked_at_by_itself() {
+    let world = World::pair();
+    let ram = Ram::new(1 << 20);
+    let mut front = Front::connect(&world.exports[0]);
+    front.share(&[&ram]).unwrap();
+    let mut vq = Vq::new(&ram, 0);
+    front.set_ring(0, &vq);
+    assert!(front.set_event(Request::SetVringKick, 0, None));
+    front.set_vring_enable(0, true).unwrap();
+    for sector in 0..10 {
+        std::thread::sleep(Duration::from_millis(1));
+        vq.put(0, kind::OUT, sector, Data::Out(&[3; 512]));
+        vq.publish_silently();
+        assert_eq!(vq.wait_used(), (0, 1));
+    }
+    drop(front);
+    world.stop();
+}
+
+#[test]
+fn rings_run_without_protocol_features_however_little_is_negotiated() {
+    let world = World::pair();
+    for features in [1 << 32, 0] {
+        let ram = Ram::new(1 << 20);
+        let front = Front::dial(&world.exports[0].path);
+        front.set_owner().unwrap();
+        assert_ne!(front.get_features().unwrap() & 1 << 30, 0);
+        front.set_features(features).unwrap();
+        front.share(&[&ram]).unwrap();
+        let mut vq = Vq::new(&ram, 0);
+        let [desc, avail, used] = vq.user_addrs();
+        assert!(front.raw.tell(Request::SetVringNum, &common::state(0, 64), &[]));
+        assert!(front.raw.tell(Request::SetVringBase, &common::state(0, 0), &[]));
+        assert!(front.raw.tell(Request::SetVringAddr, &common::addresses(0, [desc, avail, used]), &[]));
+        let fd = std::os::fd::AsFd::as_fd;
+        assert!(front.raw.tell(Request::SetVringCall, &0_u64.to_ne_bytes(), &[fd(&vq.call)]));
+        assert!(front.raw.tell(Request::SetVringKick, &0_u64.to_ne_bytes(), &[fd(&vq.kick)]));
+        assert_eq!(vq.write(3, &[5; 512]), 0, "features {features:#x}");
+        front.leave(&world.exports[0]);
+    }
+    world.stop();
+}
+
+#[test]
+fn asking_where_a_ring_stands_waits_until_all_that_was_fetched_is_finished() {
+    let gate = Gate::shut();
+    let world = World::gated(&gate);
+    let (front, mut vq) = one_queue(&world.exports[0]);
+    for slot in 0..3 {
+        vq.put(slot, kind::OUT, u64::from(slot), Data::Out(&[1; 512]));
+    }
+    vq.publish();
+    until("the requests are with the device", || gate.held() == 3);
+    let asking = (*front).clone();
+    let asked = std::thread::spawn(move || asking.get_vring_base(0).unwrap());
+    std::thread::sleep(Duration::from_millis(20));
+    // Offered after that: stays in the ring. The lane sleeps meanwhile, although the ring is not empty.
+    vq.put(3, kind::OUT, 3, Data::Out(&[1; 512]));
+    vq.publish();
+    common::ring(&vq.kick);
+    let before = gate.polls();
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(gate.polls() - before < 2000, "the lane spins while it waits: {}", gate.polls() - before);
+    assert!(!asked.is_finished(), "answered while requests were with the device");
+    assert_eq!(gate.held(), 3);
+    gate.set_shut(false);
+    assert_eq!(asked.join().unwrap(), 3);
+    let used: Vec<_> = std::iter::from_fn(|| vq.poll()).collect();
+    assert_eq!(used.len(), 3, "the used ring shows them all when the answer comes");
+    assert!((0..3).all(|slot| vq.status(slot) == 0));
+    assert_eq!(vq.status(3), 0xff);
+    drop(front);
+    world.stop();
+}
+
+#[test]
+fn whoever_comes_back_finds_the_disk_and_goes_on_where_the_ring_stood() {
+    let world = World::new(vec![AnyDevice::ram(2_000_000)], 1, 1);
+    let export = &world.exports[0];
+    let (mut front, mut vq) = one_queue(export);
+    for round in 0..5_u8 {
+        assert_eq!(vq.write(u64::from(round), &[round; 512]), 0);
+        // Leaves with something under way, some of it not even fetched.
+        for slot in 0..4 {
+            vq.put(slot, kind::OUT, 100 + u64::from(slot), Data::Out(&[round; 512]));
+        }
+        vq.publish();
+        let ram = std::sync::Arc::clone(&vq.ram);
+        front.leave(export);
+        let finished = std::iter::from_fn(|| vq.poll()).count() as u16;
+        // What was not fetched is fetched by the next session: the guest has not forgotten it.
+        let offered = vq.next_avail;
+        vq.next_avail = offered.wrapping_sub(4 - finished);
+        front = Front::connect(export);
+        front.share(&[&ram]).unwrap();
+        front.start(0, &vq);
+        vq.next_avail = offered;
+        (finished..4).for_each(|_| assert_eq!(vq.wait_used().1, 1));
+        assert_eq!(vq.read(u64::from(round), 512), [round; 512]);
+        assert_eq!(vq.read(103, 512), [round; 512]);
+    }
+    assert_eq!(export.status().sessions(), 6);
+    drop(front);
+    world.stop();
+}
+
+#[test]
+fn a_ring_that_is_moved_while_it_runs_goes_on_in_its_new_place() {
+    let world = World::pair();
+    let ram = Ram::new(2 << 20);
+    let mut front = Front::connect(&world.exports[0]);
+    front.share(&[&ram]).unwrap();
+    let mut vq = Vq::new(&ram, 0);
+    front.start(0, &vq);
+    assert_eq!(vq.write(0, &[1; 512]), 0);
+    let mut moved = Vq::new(&ram, 1);
+    moved.avail.store_u16(2, 1, std::sync::atomic::Ordering::SeqCst);
+    moved.used.store_u16(2, 1, std::sync::atomic::Ordering::SeqCst);
+    (moved.next_avail, moved.used_seen) = (1, 1);
+    (moved.kick, moved.call) = (vq.kick, vq.call);
+    assert!(front.raw.accepts(Request::SetVringAddr, &common::addresses(0, moved.user_addrs()), &[]));
+    assert_eq!(moved.write(8, &[2; 512]), 0);
+    assert_eq!(moved.read(0, 512), [1; 512]);
+    assert_eq!(vq.used.load_u16(2, std::sync::atomic::Ordering::SeqCst), 1);
+    drop(front);
+    world.stop();
+}
+
+#[test]
+fn a_reset_stops_all_rings_and_keeps_memory() {
+    let gate = Gate::shut();
+    let world = World::gated(&gate);
+    let (mut front, mut vq) = one_queue(&world.exports[0]);
+    vq.put(0, kind::OUT, 0, Data::Out(&[1; 512]));
+    vq.publish();
+    until("the request is with the device", || gate.held() == 1);
+    let mut resetting = (*front).clone();
+    let reset = std::thread::spawn(move || resetting.reset_device().unwrap());
+    std::thread::sleep(Duration::from_millis(10));
+    assert!(!reset.is_finished(), "reset under a request in flight");
+    gate.set_shut(false);
+    reset.join().unwrap();
+    assert_eq!(vq.poll(), Some((0, 1)));
+    vq.put(1, kind::OUT, 1, Data::Out(&[1; 512]));
+    vq.publish();
+    common::ring(&vq.kick);
+    // The guest boots again: new rings in the memory that is still shared.
+    vq.ram.write(0, &vec![0; 64 << 10]);
+    let mut again = Vq::new(&vq.ram, 0);
+    front.set_features(front.features).unwrap();
+    front.start(0, &again);
+    assert_eq!(again.write(5, &[4; 512]), 0);
+    assert!(!gate.seen().contains(&Seen::Taken(Op::Write, BioFlags::empty(), 1)), "served after a reset");
+    drop(front);
+    world.stop();
+}

@@ -1,0 +1,34 @@
+//! Virtio rings and the virtio-blk device logic.
+//!
+//! A guest shares its memory and a ring with us. [`SplitRing`] takes chains of descriptors from the ring,
+//! [`GuestMemory`] says where their bytes are, [`parse`] turns a chain into a bio, and the answer goes back as a
+//! status byte and a used element. Everything the guest writes is hostile: each field is read once into a copy, the
+//! copy is parsed into a type that cannot be wrong, and what is refused has a reason that is counted ([`Refusals`]).
+//!
+//! This crate does no I/O, has no thread and makes no system call; it knows neither eventfds nor sockets. Nothing is
+//! allocated between the construction of a ring and its end.
+//!
+//! Clauses in brackets are those of the Virtual I/O Device (VIRTIO) specification, version 1.2.
+#![forbid(unsafe_code)]
+
+mod blk;
+mod chain;
+mod config;
+mod counters;
+pub mod driver_model;
+mod features;
+mod guest;
+#[cfg(test)]
+mod notify_model;
+mod split;
+
+pub use blk::{
+    ParseContext, Parsed, Refusal, RequestFault, SerialError, SerialId, VirtioStatus, parse, status_of, write_status,
+    written,
+};
+pub use chain::{Chain, ChainFault, INDIRECT_BYTES_MAX};
+pub use config::{BlkConfig, CONFIG_BYTES};
+pub use counters::Refusals;
+pub use features::Features;
+pub use guest::{GuestMemory, GuestRange, RangeError, TranslateError};
+pub use split::{Head, RING_SIZE_MAX, RingFault, RingLayout, RingSetupError, SplitRing, ring_bytes};

@@ -1,0 +1,95 @@
+//! From set-up on a ring allocates nothing, whatever the guest does. Its own process: the allocator is everybody's.
+#![forbid(unsafe_code)]
+
+mod common;
+
+use std::alloc::System;
+
+use blkyard_virtio::driver_model::{Buffer, Descriptor, Guest, blk_header};
+use blkyard_virtio::{Parsed, VirtioStatus, parse, write_status, written};
+use common::{Device, SEGMENTS};
+use stats_alloc::{INSTRUMENTED_SYSTEM, Region, StatsAlloc};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+/// Fetches and answers all there is; returns how many were I/O, and how many were refused.
+fn turn(device: &mut Device) -> (u32, u32) {
+    let (mut io, mut refused) = (0, 0);
+    while let Ok(Some(head)) = device.ring.fetch(&device.memory, &mut device.chain) {
+        let parsed = parse(&device.chain, &device.memory, &device.context, &mut device.bio);
+        let (status, status_at) = match parsed {
+            Parsed::Io { status_at } => {
+                io += 1;
+                (VirtioStatus::Ok, Some(status_at))
+            }
+            Parsed::GetId { status_at } => {
+                device.serial.write(&device.memory, device.chain.writable());
+                (VirtioStatus::Ok, Some(status_at))
+            }
+            Parsed::Reject { status, status_at, reason } => {
+                device.refusals.request(&reason);
+                refused += 1;
+                (status, status_at)
+            }
+        };
+        if let Some(at) = status_at {
+            write_status(&device.memory, at, status);
+        }
+        device.ring.complete(head, written(device.bio.bytes(), status));
+    }
+    let _ = device.ring.publish();
+    device.ring.enable_notify();
+    device.ring.disable_notify();
+    (io, refused)
+}
+
+#[test]
+fn a_ring_allocates_nothing_whatever_the_guest_does() {
+    let mut guest = Guest::new(64, 0x10000, true);
+    let mut device = Device::new(&guest, true);
+    let header = guest.alloc(16, 16);
+    let data = guest.alloc(4096, 512);
+    let status = guest.alloc(1, 1);
+    let table = guest.alloc(16 * 64, 16);
+    let buffers = |parts: u16| {
+        let mut buffers = vec![Buffer { addr: header, len: 16, writable: false }];
+        buffers.extend((0..parts).map(|_| Buffer { addr: data, len: 512, writable: true }));
+        buffers.push(Buffer { addr: status, len: 1, writable: true });
+        buffers
+    };
+    let mut saw = (0, 0);
+    for (name, kind, parts) in [
+        ("a read", 0, 1),
+        ("a read of as many segments as there may be", 0, SEGMENTS),
+        ("a read of one more", 0, SEGMENTS + 1),
+        ("a read of many more", 0, 50),
+        ("the serial number", 8, 1),
+        ("an unknown request", 77, 1),
+    ] {
+        for indirect in [false, true] {
+            guest.write(header, &blk_header(kind, 1));
+            let buffers = buffers(parts);
+            let head = if indirect { guest.chain_indirect(table, &buffers) } else { guest.chain(&buffers) };
+            guest.offer(head.unwrap());
+            guest.publish();
+            let region = Region::new(ALLOCATOR);
+            let (io, refused) = turn(&mut device);
+            let change = region.change();
+            assert_eq!((change.allocations, change.reallocations), (0, 0), "{name}");
+            assert_eq!(guest.poll().map(|used| used.0), head.map(u32::from), "{name}");
+            saw = (saw.0 + io, saw.1 + refused);
+        }
+    }
+    assert_eq!(saw, (4, 6));
+    // A chain that is a circle, and a ring that breaks.
+    guest.set_descriptor(guest.addrs()[0], 5, Descriptor { addr: data, len: 1, flags: 1, next: 5 });
+    guest.offer(5);
+    guest.offer(64);
+    guest.publish();
+    let region = Region::new(ALLOCATOR);
+    assert_eq!(turn(&mut device), (0, 1));
+    let change = region.change();
+    assert_eq!((change.allocations, change.reallocations), (0, 0));
+    assert!(device.ring.fault().is_some());
+}
