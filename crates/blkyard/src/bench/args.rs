@@ -1,0 +1,330 @@
+//! What `bench` may be told, in fio's words, and the plan that comes of it.
+//!
+//! Everything is checked here, against itself and against the device; what runs later has nothing left to refuse.
+
+use blkyard_mq::{DeviceInfo, SECTOR_SHIFT, TagSet};
+use clap::ValueEnum;
+
+use crate::spec::{SpecError, parse_size, show_size};
+
+/// Command-line options of `bench`. Names and meanings follow fio; where they differ the text says so.
+#[derive(Clone, Debug, clap::Args)]
+pub struct BenchArgs {
+    /// The device: ram:SIZE, null:SIZE, file:PATH or a bare path. Writing load destroys what is on it.
+    ///
+    /// Options follow as ?key=value, as for `serve`: ram:1G?latency_us=100, say.
+    #[arg(value_name = "DEVICE")]
+    pub device: String,
+    /// What to do: read, write, randread, randwrite, rw (half reads, half writes), randrw, trim, randtrim.
+    ///
+    /// Sequential jobs each have a slice of the device and go round in it; random ones share all of it.
+    #[arg(long, visible_alias = "readwrite", value_enum, value_name = "PATTERN", default_value_t = Pattern::Read)]
+    pub rw: Pattern,
+    /// Bytes per I/O: 4k, 128k, 1m.
+    #[arg(long, visible_alias = "blocksize", value_name = "SIZE", default_value = "4k")]
+    pub bs: String,
+    /// I/Os that each job keeps in flight. 1 measures latency; 32 or more, throughput.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub iodepth: u32,
+    /// Start new I/Os only once this many places are free, so that they go to the device together.
+    #[arg(long = "iodepth_batch", visible_alias = "iodepth-batch", value_name = "N", default_value_t = 1)]
+    pub iodepth_batch: u32,
+    /// Jobs, each a thread with its own stream of I/O.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub numjobs: u32,
+    /// Hardware queues. With fewer than jobs, jobs share them. Default: one a job, but no more than CPUs.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub queues: Option<u32>,
+    /// How long to run: 10, 10s, 2m, 1h. Jobs start over when they are through, as with fio's time_based.
+    ///
+    /// Default: until all of --size has been done once.
+    #[arg(long, value_name = "TIME")]
+    pub runtime: Option<String>,
+    /// The part of the device to use, from its start: 512m, or 10%. All jobs together, unlike fio. Default: all of
+    /// it.
+    #[arg(long, value_name = "SIZE", default_value = "100%")]
+    pub size: String,
+    /// Percentage of reads in rw and randrw.
+    #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(0..=100))]
+    pub rwmixread: Option<u32>,
+    /// Give every block a header with place, origin and checksum, and check it on reading.
+    ///
+    /// write and randwrite write all of --size once (or what --runtime allows), then read it all back; read and
+    /// randread check what an earlier run with the same --bs wrote. A block that differs is reported with its sector
+    /// and what differs, and the exit code is 1.
+    #[arg(long, value_enum, value_name = "METHOD")]
+    pub verify: Option<Verify>,
+    /// Seed of all that is random: places, mix, contents. The same seed makes the same I/O.
+    #[arg(long, value_name = "SEED", default_value_t = 0x0062_6c6b_7961_7264)]
+    pub randseed: u64,
+    /// Flush after every so many writes of a job. The flush is queued like any other I/O; 0 for never.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub fsync: u64,
+    /// How long a thread with nothing to do keeps looking before it sleeps, microseconds.
+    ///
+    /// 0 sleeps at once, as fio's io_uring engine does. More shortens latency where the device answers sooner than a
+    /// sleeper wakes and has a CPU of its own; elsewhere it takes the device's CPU away.
+    #[arg(long = "spin_us", visible_alias = "spin-us", value_name = "US", default_value_t = 0)]
+    pub spin_us: u64,
+    /// The report: for people, or for programs (with fio's keys).
+    #[arg(long = "output-format", value_enum, value_name = "FORMAT", default_value_t = Format::Normal)]
+    pub output_format: Format,
+}
+
+/// Patterns of I/O, by fio's names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "lower")]
+#[expect(missing_docs, reason = "the names are fio's and say it")]
+pub enum Pattern {
+    Read,
+    Write,
+    RandRead,
+    RandWrite,
+    #[value(alias = "readwrite")]
+    Rw,
+    RandRw,
+    Trim,
+    RandTrim,
+}
+
+impl Pattern {
+    /// Whether places are random.
+    pub fn is_random(self) -> bool {
+        matches!(self, Pattern::RandRead | Pattern::RandWrite | Pattern::RandRw | Pattern::RandTrim)
+    }
+
+    /// Whether it changes what the device holds.
+    pub fn is_write(self) -> bool {
+        !matches!(self, Pattern::Read | Pattern::RandRead)
+    }
+
+    /// fio's name.
+    pub fn name(self) -> String {
+        self.to_possible_value().map(|value| value.get_name().to_string()).unwrap_or_default()
+    }
+}
+
+/// How blocks are checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "lower")]
+pub enum Verify {
+    /// A header with the CRC-32C of the block.
+    Crc32c,
+}
+
+/// What the report looks like.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "lower")]
+pub enum Format {
+    /// Text.
+    Normal,
+    /// fio's JSON.
+    Json,
+}
+
+/// The options, checked and worked out.
+#[derive(Clone, Debug)]
+pub(crate) struct Plan {
+    pub(crate) pattern: Pattern,
+    pub(crate) block_bytes: u32,
+    /// Blocks of the part that is used.
+    pub(crate) blocks: u64,
+    pub(crate) iodepth: usize,
+    pub(crate) batch: usize,
+    pub(crate) jobs: usize,
+    pub(crate) queues: usize,
+    pub(crate) runtime_ns: Option<u64>,
+    pub(crate) read_percent: u32,
+    pub(crate) verify: bool,
+    pub(crate) seed: u64,
+    pub(crate) fsync: u64,
+}
+
+impl Plan {
+    pub(crate) fn new(args: &BenchArgs, info: &DeviceInfo, cpus: usize) -> Result<Plan, SpecError> {
+        let block_bytes = block_bytes(args, info)?;
+        let capacity = info.capacity_sectors << SECTOR_SHIFT;
+        let bytes = part_bytes(&args.size, capacity)?;
+        let blocks = bytes / u64::from(block_bytes);
+        let runtime_ns = args.runtime.as_deref().map(runtime_ns).transpose()?;
+        let (jobs, pattern) = (args.numjobs as usize, args.rw);
+        let wrong = |object: &str, cause: String, cure: &str| Err(SpecError::new(object, cause, cure));
+        if pattern.is_write() && info.read_only {
+            return wrong(
+                &info.name,
+                format!("--rw {} on a read-only device", pattern.name()),
+                "use --rw read or randread",
+            );
+        }
+        if matches!(pattern, Pattern::Trim | Pattern::RandTrim) && info.limits.discard_sectors_max == 0 {
+            return wrong(&info.name, "the device cannot discard".into(), "choose another --rw");
+        }
+        let mixed = matches!(pattern, Pattern::Rw | Pattern::RandRw);
+        if args.rwmixread.is_some() && !mixed {
+            let cause = format!("there is nothing to mix in --rw {}", pattern.name());
+            return wrong("--rwmixread", cause, "use --rw rw or randrw");
+        }
+        if args.verify.is_some() && (mixed || matches!(pattern, Pattern::Trim | Pattern::RandTrim)) {
+            let cause = format!("--rw {} cannot be verified", pattern.name());
+            return wrong("--verify", cause, "use write, randwrite, read or randread");
+        }
+        if args.iodepth_batch == 0 || args.iodepth_batch > args.iodepth {
+            let cause = format!("{} is not from 1 to --iodepth, which is {}", args.iodepth_batch, args.iodepth);
+            return wrong("--iodepth_batch", cause, "give a number in between");
+        }
+        let sliced = !pattern.is_random() || args.verify.is_some();
+        if blocks == 0 || (sliced && blocks < jobs as u64) {
+            let cause = format!("{} holds {blocks} blocks of {}", show_size(bytes), show_size(block_bytes.into()));
+            return wrong("--size", cause, "choose a larger --size or device, a smaller --bs or fewer --numjobs");
+        }
+        Ok(Plan {
+            pattern,
+            block_bytes,
+            blocks,
+            iodepth: args.iodepth as usize,
+            batch: args.iodepth_batch as usize,
+            jobs,
+            queues: args.queues.map_or(jobs.min(cpus), |queues| jobs.min(queues as usize)).max(1),
+            runtime_ns,
+            read_percent: args.rwmixread.unwrap_or(50),
+            verify: args.verify.is_some(),
+            seed: args.randseed,
+            fsync: args.fsync,
+        })
+    }
+
+    /// The blocks of one job: first, and how many. Random jobs without verification share all.
+    pub(crate) fn slice(&self, job: usize) -> (u64, u64) {
+        if self.pattern.is_random() && !self.verify {
+            return (0, self.blocks);
+        }
+        let at = |job: usize| (u128::from(self.blocks) * job as u128 / self.jobs as u128) as u64;
+        (at(job), at(job + 1) - at(job))
+    }
+
+    /// Blocks that one job does before it is through, unless it runs for a time.
+    pub(crate) fn share(&self, job: usize) -> u64 {
+        let at = |job: usize| (u128::from(self.blocks) * job as u128 / self.jobs as u128) as u64;
+        at(job + 1) - at(job)
+    }
+
+    /// Tags that a queue of this many jobs wants: one for each request that their bios are cut into.
+    pub(crate) fn depth(&self, info: &DeviceInfo, jobs: usize) -> usize {
+        let parts = self.block_bytes.div_ceil(info.limits.sectors_max << SECTOR_SHIFT).max(1);
+        (self.iodepth * jobs * parts as usize).min(TagSet::DEPTH_MAX)
+    }
+}
+
+fn block_bytes(args: &BenchArgs, info: &DeviceInfo) -> Result<u32, SpecError> {
+    /// A bio's length is counted in 32 bits; this leaves room and is more than anybody measures with.
+    const BLOCK_BYTES_MAX: u64 = 1 << 30;
+    let object = format!("--bs {}", args.bs);
+    let lbs = u64::from(info.limits.logical_block_bytes);
+    let cure = format!("give a multiple of the device's block of {lbs} bytes, such as 4k or 1m, up to 1g");
+    let bytes = parse_size(&args.bs).ok_or_else(|| SpecError::new(&object, "this is not a size", &cure))?;
+    if bytes == 0 || bytes > BLOCK_BYTES_MAX || !bytes.is_multiple_of(lbs) {
+        return Err(SpecError::new(&object, format!("{} cannot do I/O of this size", info.name), &cure));
+    }
+    Ok(bytes as u32)
+}
+
+fn part_bytes(size: &str, capacity: u64) -> Result<u64, SpecError> {
+    let object = format!("--size {size}");
+    let cure = "give a size such as 512m, or a percentage such as 10%";
+    let bytes = match size.strip_suffix('%') {
+        Some(percent) => {
+            let percent = percent.parse::<u64>().ok().filter(|percent| (1..=100).contains(percent));
+            percent.map(|percent| (u128::from(capacity) * u128::from(percent) / 100) as u64)
+        }
+        None => parse_size(size),
+    };
+    let bytes = bytes.ok_or_else(|| SpecError::new(&object, "this is neither a size nor a percentage", cure))?;
+    if bytes > capacity {
+        return Err(SpecError::new(&object, format!("the device has {}", show_size(capacity)), cure));
+    }
+    Ok(bytes)
+}
+
+fn runtime_ns(text: &str) -> Result<u64, SpecError> {
+    const S: u64 = 1_000_000_000;
+    let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let unit_ns = match unit {
+        "" | "s" => S,
+        "ms" => S / 1000,
+        "m" => 60 * S,
+        "h" => 3600 * S,
+        _ => 0,
+    };
+    let ns = number.parse::<f64>().map_or(0.0, |number| number * unit_ns as f64);
+    // A year; beyond, it is a slip of the keyboard.
+    if !(1.0..=3.2e16).contains(&ns) {
+        let object = format!("--runtime {text}");
+        return Err(SpecError::new(object, "this is not a length of time", "write it as 10, 10s, 500ms, 2m or 1h"));
+    }
+    Ok(ns as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blkyard_mq::QueueLimits;
+    use clap::Parser;
+
+    #[derive(Debug, clap::Parser)]
+    struct Cli {
+        #[command(flatten)]
+        bench: BenchArgs,
+    }
+
+    fn info() -> DeviceInfo {
+        DeviceInfo {
+            name: "ram:1M".into(),
+            capacity_sectors: 2048,
+            limits: QueueLimits::default(),
+            read_only: false,
+            volatile_cache: false,
+        }
+    }
+
+    fn plan(line: &str) -> Result<Plan, String> {
+        let words = ["bench", "ram:1M"].into_iter().chain(line.split_whitespace());
+        let cli = Cli::try_parse_from(words).map_err(|error| error.to_string())?;
+        Plan::new(&cli.bench, &info(), 2).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn fio_flags_mean_what_they_mean() {
+        let got = plan("--rw randrw --rwmixread=70 --bs 8k --iodepth 32 --numjobs 3 --runtime 2m --size 50%").unwrap();
+        assert_eq!((got.block_bytes, got.blocks, got.read_percent), (8192, 64, 70));
+        assert_eq!((got.queues, got.runtime_ns), (2, Some(120_000_000_000)));
+        assert_eq!(plan("--rw readwrite --blocksize=1m --iodepth-batch 1").unwrap().blocks, 1);
+        assert_eq!(plan("--runtime 500ms").unwrap().runtime_ns, Some(500_000_000));
+    }
+
+    #[test]
+    fn what_does_not_go_together_says_what_would() {
+        for (line, words) in [
+            ("--bs 4097", ["--bs 4097", "multiple"]),
+            ("--bs 0", ["--bs 0", "4k"]),
+            ("--size 2m", ["--size 2m", "has 1 MiB"]),
+            ("--size 101%", ["--size 101%", "percentage"]),
+            ("--runtime soon", ["--runtime soon", "10s"]),
+            ("--rwmixread 50", ["--rwmixread", "randrw"]),
+            ("--rw trim", ["cannot discard", "--rw"]),
+            ("--rw rw --verify crc32c", ["--verify", "randwrite"]),
+            ("--iodepth 4 --iodepth_batch 5", ["--iodepth_batch", "1 to --iodepth"]),
+            ("--bs 1m --numjobs 2", ["--numjobs", "1 blocks"]),
+        ] {
+            let error = plan(line).unwrap_err();
+            assert!(words.iter().all(|word| error.contains(word)), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn slices_cover_the_part_and_keep_apart() {
+        let plan = plan("--rw write --numjobs 3").unwrap();
+        let slices: Vec<_> = (0..3).map(|job| plan.slice(job)).collect();
+        assert_eq!(slices, [(0, 85), (85, 85), (170, 86)]);
+    }
+}

@@ -1,0 +1,341 @@
+//! A job: one stream of I/O, what it wants next and what became of it.
+//!
+//! The job owns its bios, its buffers and its tallies, and is owned by one thread. It decides what comes next and
+//! accounts for what is over; how a bio gets to the device and back is the business of whoever drives it, a queue of
+//! its own ([`super::own`]) or one shared with other jobs ([`super::shared`]). It reads no clock and, once made,
+//! allocates nothing but the words of a complaint.
+//!
+//! ```text
+//!   waiting ──gate opens──▶ working ──all done or time is up──▶ over
+//!                              └──wrote, and verifies──▶ checking ──▶ over
+//! ```
+//!
+//! A phase ends when nothing of it is in flight.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
+
+use blkyard_mq::{Bio, Op, Region, RegionTable, SECTOR_SHIFT, Segment, Status};
+
+use super::args::{Pattern, Plan};
+use super::places::{Mix, Order, Rng, stir};
+use super::tally::{Live, Summary, Tallies};
+use super::verify;
+
+/// What all jobs look at: whether to begin, and whether to stop.
+#[derive(Debug, Default)]
+pub(crate) struct Gate {
+    pub(crate) open: AtomicBool,
+    pub(crate) stop: AtomicBool,
+}
+
+/// What a job has to say when it is over.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    pub(crate) summary: Summary,
+    /// Blocks that were not what they should be, of those read back.
+    pub(crate) mismatches: u64,
+    pub(crate) checked: u64,
+    /// Words about the first few things that went wrong.
+    pub(crate) complaints: Vec<String>,
+}
+
+/// Complaints that a job words; the rest are counted.
+const COMPLAINTS_MAX: usize = 10;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    Waiting,
+    Working,
+    Checking,
+    Over,
+}
+
+/// One job.
+#[derive(Debug)]
+pub(crate) struct Job {
+    plan: Arc<Plan>,
+    number: usize,
+    gate: Arc<Gate>,
+    live: Arc<Live>,
+    report: Sender<Outcome>,
+    memory: Arc<RegionTable>,
+    /// First block of its slice, and how many.
+    first: u64,
+    blocks: u64,
+    order: Order,
+    mix: Mix,
+    phase: Phase,
+    /// Blocks to do in this phase.
+    left: u64,
+    until_ns: u64,
+    /// Blocks written, in the order of `order`: those that can be checked.
+    written: u64,
+    unflushed: u64,
+    free: Vec<Box<Bio>>,
+    /// When each bio in flight was submitted, by its cookie.
+    stamps: Box<[u64]>,
+    in_flight: usize,
+    tallies: Tallies,
+    block: Box<[u8]>,
+    scratch: Box<[u8]>,
+    mismatches: u64,
+    checked: u64,
+    complaints: Vec<String>,
+}
+
+impl Job {
+    /// Makes a job with its buffers, ready to wait for the gate.
+    ///
+    /// # Errors
+    /// There is no memory for the buffers.
+    pub(crate) fn new(
+        plan: &Arc<Plan>,
+        number: usize,
+        gate: &Arc<Gate>,
+        live: &Arc<Live>,
+        report: Sender<Outcome>,
+    ) -> std::io::Result<Job> {
+        let block_bytes = plan.block_bytes as usize;
+        let region = Region::anonymous(block_bytes * plan.iodepth)?;
+        scribble(&region, plan.seed ^ number as u64);
+        let (first, blocks) = plan.slice(number);
+        let scratch = || vec![0; if plan.verify { block_bytes } else { 0 }].into_boxed_slice();
+        let free = (0..plan.iodepth).rev().map(|slot| {
+            let mut bio = Bio::with_capacity(1);
+            bio.cookie = slot as u64;
+            bio
+        });
+        let mut job = Job {
+            number,
+            gate: Arc::clone(gate),
+            live: Arc::clone(live),
+            report,
+            memory: Arc::new(RegionTable::new(vec![region])),
+            first,
+            blocks,
+            order: Order::Sequential { next: 0 },
+            mix: Mix::new(job_seed(plan.seed, number), plan.read_percent),
+            phase: Phase::Waiting,
+            left: if plan.verify || plan.runtime_ns.is_none() { plan.share(number) } else { u64::MAX },
+            until_ns: u64::MAX,
+            written: 0,
+            unflushed: 0,
+            free: free.collect(),
+            stamps: vec![0; plan.iodepth].into(),
+            in_flight: 0,
+            tallies: Tallies::new(plan.block_bytes),
+            block: scratch(),
+            scratch: scratch(),
+            mismatches: 0,
+            checked: 0,
+            complaints: Vec::with_capacity(COMPLAINTS_MAX),
+            plan: Arc::clone(plan),
+        };
+        job.order = job.order_anew();
+        Ok(job)
+    }
+
+    /// The table of its buffers, for the queue that it uses alone.
+    pub(crate) fn memory(&self) -> &Arc<RegionTable> {
+        &self.memory
+    }
+
+    fn order_anew(&self) -> Order {
+        Order::new(self.plan.pattern.is_random(), self.plan.verify, job_seed(self.plan.seed, self.number), self.blocks)
+    }
+
+    /// Whether it will never want anything again.
+    pub(crate) fn is_over(&self) -> bool {
+        self.phase == Phase::Over
+    }
+
+    /// How many of its bios are out.
+    #[inline]
+    pub(crate) fn in_flight(&self) -> usize {
+        self.in_flight
+    }
+
+    /// Whether now is the time to submit: enough places are free for a batch, or nothing is in flight.
+    #[inline]
+    pub(crate) fn is_ready(&self) -> bool {
+        self.left > 0
+            && matches!(self.phase, Phase::Working | Phase::Checking)
+            && (self.free.len() >= self.plan.batch || self.in_flight == 0)
+    }
+
+    /// The next wish, if there is one and a place for it. Segments point into `region` of the queue's table.
+    #[inline]
+    pub(crate) fn wish(&mut self, region: u32, now_ns: u64) -> Option<Box<Bio>> {
+        if self.left == 0 {
+            return None;
+        }
+        let mut bio = self.free.pop()?;
+        let slot = bio.cookie as usize;
+        bio.reset();
+        bio.op = self.op();
+        if bio.op != Op::Flush {
+            self.left -= 1;
+            let bytes = self.plan.block_bytes;
+            let block = self.first + self.order.next(self.blocks);
+            bio.sectors = bytes >> SECTOR_SHIFT;
+            bio.sector = block * u64::from(bio.sectors);
+            if bio.op.has_data() {
+                bio.segments.push(Segment { region, offset: slot as u64 * u64::from(bytes), len: bytes });
+            }
+            if bio.op == Op::Write {
+                self.unflushed += 1;
+                if self.plan.verify {
+                    self.prepare(slot, bio.sector);
+                }
+            }
+        }
+        self.stamps[slot] = now_ns;
+        self.in_flight += 1;
+        self.tallies.submitted(bio.op, self.in_flight, now_ns);
+        Some(bio)
+    }
+
+    #[inline]
+    fn op(&mut self) -> Op {
+        if self.plan.fsync > 0 && self.unflushed >= self.plan.fsync {
+            self.unflushed = 0;
+            return Op::Flush;
+        }
+        if self.phase == Phase::Checking {
+            return Op::Read;
+        }
+        match self.plan.pattern {
+            Pattern::Read | Pattern::RandRead => Op::Read,
+            Pattern::Write | Pattern::RandWrite => Op::Write,
+            Pattern::Trim | Pattern::RandTrim => Op::Discard,
+            Pattern::Rw | Pattern::RandRw => {
+                if self.mix.next_is_read() {
+                    Op::Read
+                } else {
+                    Op::Write
+                }
+            }
+        }
+    }
+
+    /// A bio came back.
+    #[inline]
+    pub(crate) fn ended(&mut self, bio: Box<Bio>, now_ns: u64) {
+        self.in_flight -= 1;
+        let slot = bio.cookie as usize;
+        if bio.status == Status::Ok {
+            self.tallies.ended(bio.op, now_ns.saturating_sub(self.stamps[slot]));
+            if self.plan.verify {
+                match bio.op {
+                    Op::Read => self.check(slot, bio.sector),
+                    Op::Write => self.written += 1,
+                    _ => {}
+                }
+            }
+        } else {
+            self.fail(&bio);
+        }
+        self.free.push(bio);
+    }
+
+    /// The end of a round: what was counted can be seen, and the phase changes if it is time.
+    #[inline]
+    pub(crate) fn settle(&mut self, now_ns: u64) {
+        if self.phase == Phase::Waiting {
+            // Pairs with the store that opens it: what was set up before is seen.
+            if self.gate.open.load(Ordering::Acquire) {
+                self.phase = Phase::Working;
+                self.until_ns = self.plan.runtime_ns.map_or(u64::MAX, |runtime_ns| now_ns + runtime_ns);
+            }
+            return;
+        }
+        self.tallies.publish(&self.live, now_ns);
+        if now_ns >= self.until_ns && self.phase == Phase::Working || self.gate.stop.load(Ordering::Relaxed) {
+            self.left = 0;
+        }
+        if self.left == 0 && self.in_flight == 0 && self.phase != Phase::Over {
+            self.end_phase();
+        }
+    }
+
+    fn end_phase(&mut self) {
+        let stopped = self.gate.stop.load(Ordering::Relaxed) || !self.complaints.is_empty();
+        if self.phase == Phase::Working && self.plan.verify && self.written > 0 && !stopped {
+            self.phase = Phase::Checking;
+            self.left = self.written;
+            self.unflushed = 0;
+            self.order = self.order_anew();
+            return;
+        }
+        self.phase = Phase::Over;
+        // Whoever asked is waiting; if it is gone, so is the interest.
+        let _ = self.report.send(Outcome {
+            summary: self.tallies.summary(),
+            mismatches: self.mismatches,
+            checked: self.checked,
+            complaints: std::mem::take(&mut self.complaints),
+        });
+    }
+
+    fn span(&self, slot: usize) -> Option<blkyard_mq::Span<'_>> {
+        let len = self.plan.block_bytes;
+        self.memory.resolve(Segment { region: 0, offset: slot as u64 * u64::from(len), len })
+    }
+
+    /// Fills a buffer with what belongs to its place.
+    fn prepare(&mut self, slot: usize, sector: u64) {
+        verify::fill(&mut self.block, sector, self.plan.seed);
+        if let Some(span) = self.span(slot) {
+            span.copy_from_slice(&self.block);
+        }
+    }
+
+    fn check(&mut self, slot: usize, sector: u64) {
+        let mut block = std::mem::take(&mut self.block);
+        if let Some(span) = self.span(slot) {
+            span.copy_to_slice(&mut block);
+        }
+        self.checked += 1;
+        if let Err(what) = verify::check(&block, sector, &mut self.scratch) {
+            self.mismatches += 1;
+            self.complain(|| format!("verify: block at sector {sector}: {what}"));
+        }
+        self.block = block;
+    }
+
+    /// As with fio, the first failure ends the job.
+    #[cold]
+    fn fail(&mut self, bio: &Bio) {
+        self.left = 0;
+        self.tallies.failed(bio.op);
+        let Bio { op, sector, sectors, status, .. } = *bio;
+        self.complain(|| format!("{op:?} of {sectors} sectors at sector {sector}: {status}"));
+    }
+
+    fn complain(&mut self, words: impl FnOnce() -> String) {
+        if self.complaints.len() < COMPLAINTS_MAX {
+            let job = self.number;
+            self.complaints.push(format!("job {job}: {}", words()));
+        }
+    }
+}
+
+/// Each job has numbers of its own.
+fn job_seed(seed: u64, number: usize) -> u64 {
+    stir(seed.wrapping_add(number as u64))
+}
+
+/// Touches every page, so that none is first touched while the clock runs, with bytes that no device can shrink.
+fn scribble(region: &Region, seed: u64) {
+    let mut rng = Rng::new(seed);
+    let mut page = vec![0; blkyard_mem::PAGE_BYTES];
+    for offset in (0..region.len()).step_by(page.len()) {
+        let len = page.len().min(region.len() - offset);
+        page.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&rng.next().to_le_bytes()));
+        if let Some(span) = region.span(offset as u64, len) {
+            span.copy_from_slice(&page[..len]);
+        }
+    }
+}

@@ -1,0 +1,259 @@
+//! The command `bench`: load on any device, through the same core that serves guests, in fio's words.
+//!
+//! Jobs are streams of I/O. Up to as many jobs as hardware queues, each has a queue and a lane to itself (`own`);
+//! beyond, threads share queues (`shared`). What a job wants and counts is the same in both (`job`). This module checks
+//! the wishes, sets everything up, opens the gate, waits, and adds up.
+//!
+//! It does not touch the device's data but through I/O of the jobs, and it does not ask before it overwrites it.
+
+mod args;
+mod cpu;
+mod job;
+mod own;
+mod places;
+mod progress;
+mod report;
+mod shared;
+mod tally;
+mod text;
+mod verify;
+
+#[cfg(test)]
+mod tests;
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy};
+use blkyard_os::{LaneConfig, LaneError, LaneThread, RingConfig, Signals, cpu_places};
+
+pub use args::{BenchArgs, Format, Pattern, Verify};
+pub use report::Report;
+
+use crate::spec::SpecError;
+use crate::{Device, DeviceError};
+use args::Plan;
+use cpu::CpuTime;
+use job::{Gate, Job, Outcome};
+use own::Own;
+use progress::Progress;
+use tally::{Live, Summary};
+
+/// Why there is no report.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// The options do not go together, or not with the device.
+    #[error(transparent)]
+    Args(#[from] SpecError),
+    /// The device cannot be opened.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// A lane cannot run.
+    #[error(transparent)]
+    Lane(#[from] LaneError),
+    /// There is no memory for buffers.
+    #[error("buffers of {bytes} bytes for job {job}: {source}; lower --bs or --iodepth")]
+    Memory {
+        /// The job.
+        job: usize,
+        /// What it wanted.
+        bytes: u64,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The system gave no descriptor.
+    #[error("bench cannot start: {0}; see the limits on threads and open files")]
+    System(#[from] std::io::Error),
+    /// A thread ended without a word.
+    #[error("a job ended by itself after {0} of {1} had reported; see the messages above, and report this")]
+    Lost(usize, usize),
+}
+
+/// Runs the command: opens the device, measures, prints. Exit code 1 if an I/O failed or a block was not what it
+/// should be.
+///
+/// # Errors
+/// See [`BenchError`]; nothing was measured then.
+pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
+    let device = Device::open(&args.device)?;
+    lay_out(args, &device)?;
+    let report = measure(args, &device)?;
+    match args.output_format {
+        Format::Normal => print!("{}", text::text(&report)),
+        Format::Json => println!("{}", report.json()),
+    }
+    Ok(if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Writes a fresh RAM device once. Pages never written are all the same page of zeroes, which sits in the cache and makes
+/// reads look several times as fast as memory is; pages written first while the clock runs make writes look slow.
+fn lay_out(args: &BenchArgs, device: &Device) -> Result<(), BenchError> {
+    if !matches!(device, Device::Ram(_)) || device.info().read_only {
+        return Ok(());
+    }
+    let plan = Plan::new(args, device.info(), 1)?;
+    let bytes = plan.blocks * u64::from(plan.block_bytes);
+    if memory_available().is_some_and(|available| bytes > available / 2) {
+        tracing::warn!(
+            "{}: too large to be written before the run: reads of what was never written look fast",
+            args.device
+        );
+        return Ok(());
+    }
+    let write = BenchArgs {
+        rw: Pattern::Write,
+        iodepth: 1,
+        iodepth_batch: 1,
+        numjobs: 1,
+        runtime: None,
+        rwmixread: None,
+        verify: None,
+        fsync: 0,
+        ..args.clone()
+    };
+    measure(&write, device).map(|_| ())
+}
+
+/// Memory that can be had without swapping.
+fn memory_available() -> Option<u64> {
+    let words = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = words.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
+}
+
+/// Runs the load on an open device. SIGINT ends it early, with the report of what was done so far.
+///
+/// # Errors
+/// See [`BenchError`].
+pub fn measure(args: &BenchArgs, device: &Device) -> Result<Report, BenchError> {
+    let plan = Arc::new(Plan::new(args, device.info(), cpu_places().len())?);
+    let signals = Signals::install()?;
+    let gate = Arc::new(Gate::default());
+    let lives: Vec<_> = (0..plan.jobs).map(|_| Arc::new(Live::default())).collect();
+    let (tell, told) = channel();
+    let mut jobs = Vec::with_capacity(plan.jobs);
+    for (number, live) in lives.iter().enumerate() {
+        let bytes = u64::from(plan.block_bytes) * plan.iodepth as u64;
+        let memory = |source| BenchError::Memory { job: number, bytes, source };
+        jobs.push(Job::new(&plan, number, &gate, live, tell.clone()).map_err(memory)?);
+    }
+    drop(tell);
+    let workers = if plan.jobs <= plan.queues {
+        Workers::Lanes(spawn_own(args, &plan, device, jobs)?)
+    } else {
+        Workers::Threads(shared::spawn(args, &plan, device, &gate, jobs)?)
+    };
+    let cpu_before = CpuTime::now();
+    gate.open.store(true, Ordering::Release);
+    workers.call();
+    let shown = std::io::stderr().is_terminal();
+    let mut progress = Progress::new(&plan, lives, shown);
+    let outcomes = wait(&plan, &gate, &told, &signals, &mut progress);
+    let cpu = CpuTime::now().since(cpu_before);
+    progress.finish();
+    if !workers.join()? || outcomes.len() < plan.jobs {
+        return Err(BenchError::Lost(outcomes.len(), plan.jobs));
+    }
+    Ok(add_up(args, &plan, device, outcomes, cpu))
+}
+
+/// Who does the work.
+enum Workers {
+    Lanes(Vec<LaneThread>),
+    Threads(Vec<JoinHandle<()>>),
+}
+
+impl Workers {
+    /// Has them look at the gate.
+    fn call(&self) {
+        match self {
+            Workers::Lanes(lanes) => lanes.iter().for_each(|lane| lane.waker().wake()),
+            Workers::Threads(threads) => threads.iter().for_each(|thread| thread.thread().unpark()),
+        }
+    }
+
+    /// Waits for their end. False if one of them panicked, which it has told the world itself.
+    fn join(self) -> Result<bool, LaneError> {
+        match self {
+            Workers::Lanes(lanes) => lanes.into_iter().try_for_each(LaneThread::join).map(|()| true),
+            Workers::Threads(threads) => Ok(threads.into_iter().map(JoinHandle::join).all(|end| end.is_ok())),
+        }
+    }
+}
+
+/// Each job on a queue and a lane of its own.
+fn spawn_own(args: &BenchArgs, plan: &Plan, device: &Device, jobs: Vec<Job>) -> Result<Vec<LaneThread>, LaneError> {
+    let cpus: Vec<_> = cpu_places().iter().map(|place| place.cpu).collect();
+    // One thread a CPU stays where it is; more than that the system spreads better than we.
+    let pinned = jobs.len() <= cpus.len();
+    let info = Arc::new(device.info().clone());
+    let mut lanes = Vec::new();
+    for (number, job) in jobs.into_iter().enumerate() {
+        let depth = plan.depth(&info, 1);
+        let queue = HwQueueConfig { depth, bios_max: plan.iodepth, ..HwQueueConfig::default() };
+        let mut hw = HwQueue::new(device.queue(depth), Arc::clone(&info), queue);
+        let config = LaneConfig {
+            name: format!("bench-{number}"),
+            cpus: pinned.then(|| vec![cpus[number]]),
+            policy: IdlePolicy { spin_ns: args.spin_us.saturating_mul(1000) },
+            ring: RingConfig::default(),
+        };
+        lanes.push(blkyard_os::spawn(config, move |ring| {
+            hw.set_memory(ring, Arc::clone(job.memory()));
+            vec![Own::new(hw, job)]
+        })?);
+    }
+    Ok(lanes)
+}
+
+/// Waits until all jobs have reported, or until a signal, and then until they have stopped.
+fn wait(
+    plan: &Plan,
+    gate: &Gate,
+    told: &Receiver<Outcome>,
+    signals: &Signals,
+    progress: &mut Progress,
+) -> Vec<Outcome> {
+    const DRAW_EVERY: Duration = Duration::from_millis(250);
+    let start = Instant::now();
+    let mut outcomes = Vec::with_capacity(plan.jobs);
+    while outcomes.len() < plan.jobs {
+        match told.recv_timeout(DRAW_EVERY) {
+            Ok(outcome) => outcomes.push(outcome),
+            Err(RecvTimeoutError::Timeout) => {
+                progress.draw(start.elapsed());
+                if signals.wait(Some(Duration::ZERO)).is_some() {
+                    gate.stop.store(true, Ordering::Relaxed);
+                }
+            }
+            Err(RecvTimeoutError::Disconnected) => break,
+        }
+    }
+    outcomes
+}
+
+fn add_up(args: &BenchArgs, plan: &Plan, device: &Device, outcomes: Vec<Outcome>, cpu: CpuTime) -> Report {
+    let mut summary = Summary::default();
+    let (mut checked, mut mismatches, mut complaints) = (0, 0, Vec::new());
+    for outcome in outcomes {
+        summary.merge(&outcome.summary);
+        checked += outcome.checked;
+        mismatches += outcome.mismatches;
+        complaints.extend(outcome.complaints);
+    }
+    Report {
+        device: device.info().name.clone(),
+        options: report::options(args, plan),
+        jobs: plan.jobs,
+        summary,
+        cpu,
+        checked,
+        mismatches,
+        complaints,
+    }
+}

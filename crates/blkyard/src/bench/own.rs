@@ -1,0 +1,70 @@
+//! A job with a hardware queue to itself, run to completion on a lane: no lock, no hand-off, nothing shared per I/O.
+//!
+//! Each round gives back what is over, submits what comes next, and passes it on; one timestamp ends the one batch
+//! and begins the other.
+
+use std::os::fd::BorrowedFd;
+
+use blkyard_mq::{Crank, Driver, HwQueue, Station};
+
+use super::job::Job;
+
+/// The station of one job.
+#[derive(Debug)]
+pub(crate) struct Own<D> {
+    hw: HwQueue<D>,
+    job: Job,
+    deadline_ns: Option<u64>,
+}
+
+impl<D> Own<D> {
+    /// A job on a queue whose memory is the job's.
+    pub(crate) fn new(hw: HwQueue<D>, job: Job) -> Own<D> {
+        Own { hw, job, deadline_ns: None }
+    }
+}
+
+impl<D: Driver<Cx>, Cx: ?Sized> Station<Cx> for Own<D> {
+    #[inline]
+    fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank {
+        let Own { hw, job, .. } = self;
+        let mut moved = hw.reap(cx, now_ns, &mut |bio| job.ended(bio, now_ns));
+        if job.is_ready() {
+            // There is room for all bios of the job.
+            while let Some(bio) = job.wish(0, now_ns) {
+                hw.submit(bio);
+                moved += 1;
+            }
+        }
+        moved += hw.issue(cx, now_ns);
+        job.settle(now_ns);
+        if moved > 0 || hw.has_work() || job.is_ready() {
+            return Crank::Busy;
+        }
+        self.deadline_ns = hw.deadline_ns::<Cx>();
+        if job.in_flight() > 0 { Crank::Waiting } else { Crank::Idle }
+    }
+
+    /// Nobody outside has anything to tell but who opens the gate, and that one calls the lane.
+    fn arm(&mut self) -> bool {
+        self.hw.has_work() || self.job.is_ready()
+    }
+
+    fn disarm(&mut self) {}
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        self.deadline_ns
+    }
+
+    fn tick(&mut self, now_ns: u64) {
+        self.hw.mark_slow(now_ns);
+    }
+
+    fn is_over(&self) -> bool {
+        self.job.is_over() && self.hw.is_idle()
+    }
+}

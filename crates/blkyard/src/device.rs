@@ -1,0 +1,250 @@
+//! Devices by name: `file:PATH`, a bare path, `ram:SIZE`, `null:SIZE`.
+//!
+//! The one place that knows every kind of device there is. Whoever has a [`Device`] treats all of them alike.
+
+use std::path::PathBuf;
+
+use blkyard_mq::{
+    Batch, BlockDevice, DeviceInfo, Done, Driver, NullConfig, NullDevice, NullQueue, QueueLimits, RamDevice, RamQueue,
+    RegionTable,
+};
+use blkyard_os::{Direct, FileConfig, FileDevice, FileQueue, Ring};
+
+use crate::spec::{Spec, SpecError, parse_size};
+
+/// Devices of memory do not care how long a request is; this bounds what one queue does in one go.
+const MEMORY_SECTORS_MAX: u32 = 8 << 11;
+/// A discard of memory costs little, however long.
+const MEMORY_DISCARD_SECTORS_MAX: u32 = 1 << 21;
+
+/// Why a device cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// Its name is not understood.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// The file or block device cannot be used.
+    #[error(transparent)]
+    File(#[from] blkyard_os::OpenError),
+    /// There is no memory for it.
+    #[error("{name}: there is no memory for it: {source}; choose a smaller size")]
+    Memory {
+        /// The device's name.
+        name: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+/// An open device.
+#[derive(Debug)]
+pub enum Device {
+    /// A file or block device.
+    File(FileDevice),
+    /// A disk in memory.
+    Ram(RamDevice),
+    /// A disk that does nothing.
+    Null(NullDevice),
+}
+
+/// One hardware queue's driver, of whatever kind the device is.
+#[derive(Debug)]
+pub enum DeviceQueue {
+    /// Through io_uring.
+    File(FileQueue),
+    /// By copying.
+    Ram(RamQueue),
+    /// Not at all.
+    Null(NullQueue),
+}
+
+impl Device {
+    /// Opens a device by its name.
+    ///
+    /// # Errors
+    /// See [`DeviceError`]: each names the device, what is wrong and what helps.
+    pub fn open(name: &str) -> Result<Device, DeviceError> {
+        Device::from_spec(Spec::parse(name)?)
+    }
+
+    /// Opens a device by its name taken apart.
+    ///
+    /// # Errors
+    /// As for [`Device::open`].
+    pub fn from_spec(spec: Spec) -> Result<Device, DeviceError> {
+        match spec.scheme.as_str() {
+            "" | "file" => open_file(spec),
+            "ram" | "null" => open_memory(spec),
+            other => {
+                let cause = format!("'{other}' is no kind of device");
+                Err(SpecError::new(&spec.name, cause, "use file:PATH, ram:SIZE or null:SIZE").into())
+            }
+        }
+    }
+
+    /// What the device is.
+    pub fn info(&self) -> &DeviceInfo {
+        match self {
+            Device::File(device) => device.info(),
+            Device::Ram(device) => device.info(),
+            Device::Null(device) => device.info(),
+        }
+    }
+
+    /// A line on how the device is reached, for people.
+    pub fn describe(&self) -> String {
+        match self {
+            Device::File(device) => device.mode().to_string(),
+            Device::Ram(_) => "memory, gone when this ends".into(),
+            Device::Null(_) => "nothing: writes vanish, reads bring nothing".into(),
+        }
+    }
+
+    /// Opens one more queue of `depth` requests.
+    pub fn queue(&self, depth: usize) -> DeviceQueue {
+        match self {
+            Device::File(device) => DeviceQueue::File(device.queue(depth)),
+            Device::Ram(device) => DeviceQueue::Ram(device.queue(depth)),
+            Device::Null(device) => DeviceQueue::Null(device.queue(depth)),
+        }
+    }
+}
+
+fn open_file(mut spec: Spec) -> Result<Device, DeviceError> {
+    let direct = spec.take_with("direct", "auto, on or off", |value| match value {
+        "auto" => Some(Direct::Auto),
+        "on" => Some(Direct::On),
+        "off" => Some(Direct::Off),
+        _ => None,
+    })?;
+    let write_back = take_write_back(&mut spec)?;
+    let config = FileConfig {
+        path: PathBuf::from(&spec.body),
+        read_only: spec.take_switch("readonly")?.unwrap_or(false),
+        block_bytes: take_block_bytes(&mut spec)?,
+        direct: direct.unwrap_or(Direct::Auto),
+        write_through: !write_back.unwrap_or(true),
+    };
+    spec.finish()?;
+    Ok(Device::File(FileDevice::open(config)?))
+}
+
+fn open_memory(mut spec: Spec) -> Result<Device, DeviceError> {
+    let block_bytes = take_block_bytes(&mut spec)?.unwrap_or(512);
+    let size = parse_size(&spec.body).filter(|size| *size > 0 && size.is_multiple_of(u64::from(block_bytes)));
+    let size = size.ok_or_else(|| {
+        let cause = format!("'{}' is not a size in blocks of {block_bytes} bytes", spec.body);
+        SpecError::new(&spec.name, cause, "write it as 512M or 4G, say")
+    })?;
+    let latency_us = spec.take_number("latency_us", 0, 10_000_000)?.unwrap_or(0);
+    let mbps = spec.take_number("mbps", 1, 1_000_000)?.unwrap_or(0);
+    let read_only = spec.take_switch("readonly")?.unwrap_or(false);
+    let discard = spec.take_switch("discard")?.unwrap_or(true);
+    let write_back = take_write_back(&mut spec)?.unwrap_or(false);
+    let sectors_max = spec.take_number("max_sectors", 8, u64::from(MEMORY_SECTORS_MAX))?;
+    let virt_boundary = spec.take_switch("virt_boundary")?.unwrap_or(false);
+    let (is_ram, name) = (spec.scheme == "ram", spec.name.clone());
+    spec.finish()?;
+    let trim_sectors_max = if discard { MEMORY_DISCARD_SECTORS_MAX } else { 0 };
+    let limits = QueueLimits {
+        logical_block_bytes: block_bytes,
+        physical_block_bytes: block_bytes.max(4096),
+        sectors_max: sectors_max.map_or(MEMORY_SECTORS_MAX, |sectors| sectors as u32),
+        virt_boundary_mask: if virt_boundary { 4095 } else { 0 },
+        segments_max: 256,
+        segment_bytes_max: 1 << 30,
+        discard_sectors_max: trim_sectors_max,
+        discard_granularity_bytes: block_bytes.max(4096),
+        write_zeroes_sectors_max: trim_sectors_max,
+        ..QueueLimits::default()
+    };
+    let info =
+        DeviceInfo { name: name.clone(), capacity_sectors: size >> 9, limits, read_only, volatile_cache: write_back };
+    let config = NullConfig { latency_ns: latency_us * 1000, bytes_per_s: mbps * 1_000_000 };
+    if is_ram {
+        Ok(Device::Ram(RamDevice::new(info, config).map_err(|source| DeviceError::Memory { name, source })?))
+    } else {
+        Ok(Device::Null(NullDevice::new(info, config)))
+    }
+}
+
+/// Whether completed writes may wait for a flush.
+fn take_write_back(spec: &mut Spec) -> Result<Option<bool>, SpecError> {
+    spec.take_with("cache", "writeback or writethrough", |value| match value {
+        "writeback" => Some(true),
+        "writethrough" => Some(false),
+        _ => None,
+    })
+}
+
+fn take_block_bytes(spec: &mut Spec) -> Result<Option<u32>, SpecError> {
+    spec.take_with("block_size", "512, 1k, 2k or 4k", |value| {
+        let bytes = u32::try_from(parse_size(value)?).ok()?;
+        (bytes.is_power_of_two() && (512..=4096).contains(&bytes)).then_some(bytes)
+    })
+}
+
+impl Driver<Ring> for DeviceQueue {
+    #[inline]
+    fn queue_rqs(&mut self, ring: &mut Ring, memory: &RegionTable, batch: &mut Batch<'_>) {
+        match self {
+            DeviceQueue::File(queue) => queue.queue_rqs(ring, memory, batch),
+            DeviceQueue::Ram(queue) => queue.queue_rqs(ring, memory, batch),
+            DeviceQueue::Null(queue) => queue.queue_rqs(ring, memory, batch),
+        }
+    }
+
+    #[inline]
+    fn poll(&mut self, ring: &mut Ring, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        match self {
+            DeviceQueue::File(queue) => queue.poll(ring, memory, done, now_ns),
+            DeviceQueue::Ram(queue) => queue.poll(ring, memory, done, now_ns),
+            DeviceQueue::Null(queue) => queue.poll(ring, memory, done, now_ns),
+        }
+    }
+
+    fn set_memory(&mut self, ring: &mut Ring, memory: &RegionTable) {
+        match self {
+            DeviceQueue::File(queue) => queue.set_memory(ring, memory),
+            DeviceQueue::Ram(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
+            DeviceQueue::Null(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
+        }
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        match self {
+            DeviceQueue::File(queue) => Driver::<Ring>::deadline_ns(queue),
+            DeviceQueue::Ram(queue) => Driver::<Ring>::deadline_ns(queue),
+            DeviceQueue::Null(queue) => Driver::<Ring>::deadline_ns(queue),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_devices_by_name() {
+        let device = Device::open("ram:64M?block_size=4k&readonly=on").unwrap();
+        let info = device.info();
+        assert_eq!((info.capacity_sectors, info.limits.logical_block_bytes, info.read_only), (131_072, 4096, true));
+        info.limits.check().unwrap();
+        assert!(matches!(Device::open("null:8T").unwrap(), Device::Null(_)));
+    }
+
+    #[test]
+    fn names_that_are_wrong_say_what_would_be_right() {
+        for (name, words) in [
+            ("ram:lots", ["lots", "512M"]),
+            ("ram:1000", ["1000", "blocks of 512"]),
+            ("floppy:a", ["floppy", "file:PATH"]),
+            ("null:1G?sise=4", ["sise", "latency_us"]),
+            ("ram:1G?block_size=513", ["block_size=513", "4k"]),
+            ("file:/x?direct=perhaps", ["direct=perhaps", "auto"]),
+        ] {
+            let error = Device::open(name).unwrap_err().to_string();
+            assert!(words.iter().all(|word| error.contains(word)), "{name}: {error}");
+        }
+    }
+}

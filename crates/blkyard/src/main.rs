@@ -1,0 +1,69 @@
+//! The program `blkyard`: reads the command line and runs one command.
+#![forbid(unsafe_code)]
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use blkyard::plan::Word;
+use blkyard::{bench, serve};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
+
+/// Multi-queue disks for virtual machines, hosts and programs, from user space.
+#[derive(Debug, Parser)]
+#[command(version, arg_required_else_help = true)]
+struct Cli {
+    /// Say more of what happens, on standard error.
+    #[arg(long, short, global = true)]
+    verbose: bool,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Serve disks to virtual machines, until Ctrl-C.
+    ///
+    /// Without arguments: makes a 1 GiB sparse image and a socket in this folder, and serves the one on the other.
+    Serve(serve::ServeArgs),
+    /// Put load on a device and report as fio does.
+    ///
+    /// The device is named as for serve. Writing patterns overwrite it without asking.
+    Bench(bench::BenchArgs),
+}
+
+fn main() -> ExitCode {
+    let matches = Cli::command().get_matches();
+    let cli = match Cli::from_arg_matches(&matches) {
+        Ok(cli) => cli,
+        Err(error) => error.exit(),
+    };
+    let level = if cli.verbose { tracing::Level::DEBUG } else { tracing::Level::INFO };
+    let log = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_target(false);
+    log.without_time().with_ansi(std::io::stderr().is_terminal()).init();
+    match cli.command {
+        Command::Serve(args) => {
+            let words = matches.subcommand_matches("serve").map(words).unwrap_or_default();
+            report(serve::run(&args, &words).map(|()| ExitCode::SUCCESS))
+        }
+        Command::Bench(args) => report(bench::run(&args)),
+    }
+}
+
+fn report<E: std::fmt::Display>(result: Result<ExitCode, E>) -> ExitCode {
+    result.unwrap_or_else(|error| {
+        eprintln!("blkyard: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+/// Devices and exports in the order they stand on the command line, which says what belongs together.
+fn words(matches: &ArgMatches) -> Vec<Word> {
+    let of = |id: &str, make: fn(String) -> Word| {
+        let places = matches.indices_of(id).into_iter().flatten();
+        let values = matches.get_many::<String>(id).into_iter().flatten().cloned();
+        places.zip(values.map(make)).collect::<Vec<_>>()
+    };
+    let mut words = [of("device", Word::Device), of("export", Word::Export)].concat();
+    words.sort_by_key(|(place, _)| *place);
+    words.into_iter().map(|(_, word)| word).collect()
+}

@@ -1,0 +1,247 @@
+//! What a daemon is asked to serve, from the command line or a file: checked names, nothing opened yet.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use crate::spec::{Spec, SpecError};
+
+/// All that a configuration file says.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// The disks.
+    pub disks: Vec<DiskPlan>,
+    /// What else it sets; each is what the flag of the same name sets.
+    pub settings: Settings,
+}
+
+/// Settings of the whole daemon. What is not set here is as the command line says.
+#[derive(Debug, Clone, Default)]
+pub struct Settings {
+    /// Threads that do the work.
+    pub lanes: Option<u64>,
+    /// CPUs they are kept on.
+    pub cpus: Option<Vec<u32>>,
+    /// How long one looks for work before it sleeps, microseconds.
+    pub spin_us: Option<u64>,
+    /// Seconds between lines of statistics.
+    pub stats: Option<u64>,
+}
+
+/// A device and the exports that serve it.
+#[derive(Debug, Clone)]
+pub struct DiskPlan {
+    /// The device's name, with its options.
+    pub device: Spec,
+    /// Its exports' names, with theirs.
+    pub exports: Vec<Spec>,
+}
+
+/// Why a configuration file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// The file cannot be read.
+    #[error("configuration {}: {source}; name a file that exists and can be read", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The file is not what it should be.
+    #[error("configuration {}: {source}", path.display())]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and where.
+        source: Box<toml::de::Error>,
+    },
+    /// A name in it, or on the command line, is not understood.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+}
+
+/// One word of the command line, in the order they stood there.
+#[derive(Debug, Clone)]
+pub enum Word {
+    /// `--device`
+    Device(String),
+    /// `--export`
+    Export(String),
+}
+
+/// Puts devices and exports together: an export serves the device named last before it.
+///
+/// # Errors
+/// An export without a device, a device without an export, a name that is not understood.
+pub fn from_words(words: &[Word]) -> Result<Vec<DiskPlan>, PlanError> {
+    let mut disks: Vec<DiskPlan> = Vec::new();
+    for word in words {
+        match word {
+            Word::Device(name) => disks.push(DiskPlan { device: Spec::parse(name)?, exports: Vec::new() }),
+            Word::Export(name) => {
+                let export = Spec::parse(name)?;
+                let cause = "no device stands before this export";
+                let cure = "write --device SPEC before the exports that serve it";
+                let disk = disks.last_mut().ok_or_else(|| SpecError::new(name, cause, cure))?;
+                disk.exports.push(export);
+            }
+        }
+    }
+    every_device_is_served(disks)
+}
+
+/// Keys of the whole file.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    #[serde(default)]
+    device: Vec<Entry>,
+    lanes: Option<u64>,
+    cpus: Option<Vec<u32>>,
+    spin_us: Option<u64>,
+    stats: Option<u64>,
+}
+
+/// A device or an export: its name, its options as keys, and for a device its exports.
+#[derive(Debug, Deserialize)]
+struct Entry {
+    spec: String,
+    #[serde(default)]
+    export: Vec<Entry>,
+    #[serde(flatten)]
+    options: std::collections::BTreeMap<String, toml::Value>,
+}
+
+/// Reads a configuration file:
+///
+/// ```toml
+/// lanes = 2        # all of these may be left out
+/// cpus = [0, 1]
+/// spin_us = 50
+/// stats = 1
+///
+/// [[device]]
+/// spec = "file:disk.img"
+/// readonly = true
+///
+/// [[device.export]]
+/// spec = "vhost-user-blk:/run/blkyard/disk.sock"
+/// queues = 4
+/// ```
+///
+/// # Errors
+/// See [`PlanError`].
+pub fn from_file(path: &Path) -> Result<Plan, PlanError> {
+    let text = std::fs::read_to_string(path).map_err(|source| PlanError::Read { path: path.into(), source })?;
+    from_toml(&text, path)
+}
+
+fn from_toml(text: &str, path: &Path) -> Result<Plan, PlanError> {
+    let file: File =
+        toml::from_str(text).map_err(|source| PlanError::Parse { path: path.into(), source: Box::new(source) })?;
+    let mut disks = Vec::new();
+    for entry in file.device {
+        let exports = entry.export.iter().map(|export| {
+            if export.export.is_empty() {
+                return entry_spec(export);
+            }
+            Err(SpecError::new(&export.spec, "an export has no exports", "list it under its device"))
+        });
+        let exports = exports.collect::<Result<_, _>>()?;
+        disks.push(DiskPlan { device: entry_spec(&entry)?, exports });
+    }
+    let settings = Settings { lanes: file.lanes, cpus: file.cpus, spin_us: file.spin_us, stats: file.stats };
+    Ok(Plan { disks: every_device_is_served(disks)?, settings })
+}
+
+fn entry_spec(entry: &Entry) -> Result<Spec, SpecError> {
+    let mut spec = Spec::parse(&entry.spec)?;
+    for (key, value) in &entry.options {
+        let value = match value {
+            toml::Value::String(text) => text.clone(),
+            toml::Value::Integer(number) => number.to_string(),
+            toml::Value::Boolean(switch) => switch.to_string(),
+            toml::Value::Array(list) => list.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
+            other => {
+                let cause = format!("the value of '{key}' is a {}", other.type_str());
+                return Err(SpecError::new(&entry.spec, cause, "give a string, a number, true, false or a list"));
+            }
+        };
+        spec.set(key, &value)?;
+    }
+    Ok(spec)
+}
+
+fn every_device_is_served(disks: Vec<DiskPlan>) -> Result<Vec<DiskPlan>, PlanError> {
+    if disks.is_empty() {
+        return Err(SpecError::new(
+            "nothing",
+            "no device is named",
+            "name one with --device, or [[device]] in the file",
+        )
+        .into());
+    }
+    match disks.iter().find(|disk| disk.exports.is_empty()) {
+        None => Ok(disks),
+        Some(disk) => {
+            let cure = "add --export vhost-user-blk:SOCKET after it, or [[device.export]] in the file";
+            Err(SpecError::new(&disk.device.name, "no export serves this device", cure).into())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_export_serves_the_device_before_it() {
+        let words = [
+            Word::Device("a.img".into()),
+            Word::Export("vhost-user-blk:a.sock?queues=2".into()),
+            Word::Device("ram:1G".into()),
+            Word::Export("vhost-user-blk:b.sock".into()),
+            Word::Export("vhost-user-blk:c.sock".into()),
+        ];
+        let disks = from_words(&words).unwrap();
+        let shape: Vec<_> = disks.iter().map(|disk| (disk.device.name.as_str(), disk.exports.len())).collect();
+        assert_eq!(shape, [("a.img", 1), ("ram:1G", 2)]);
+        assert!(from_words(&words[1..]).unwrap_err().to_string().contains("--device SPEC before"));
+        assert!(from_words(&words[..1]).unwrap_err().to_string().contains("--export"));
+    }
+
+    #[test]
+    fn a_file_says_the_same_with_keys() {
+        let text = r#"
+            [[device]]
+            spec = "file:disk.img"
+            readonly = true
+            [[device.export]]
+            spec = "vhost-user-blk:/run/a.sock"
+            queues = 4
+            lanes = [0, 1]
+        "#;
+        let mut disks = from_toml(text, Path::new("x.toml")).unwrap().disks;
+        assert_eq!(disks[0].device.take_switch("readonly"), Ok(Some(true)));
+        let export = &mut disks[0].exports[0];
+        assert_eq!(export.take_number("queues", 1, 64), Ok(Some(4)));
+        assert_eq!(export.take("lanes").as_deref(), Some("0,1"));
+    }
+
+    #[test]
+    fn a_file_with_an_unknown_key_or_no_device_is_refused() {
+        for (text, word) in [
+            ("lane = 3", "lane"),
+            ("lanes = \"many\"", "lanes"),
+            ("", "no device"),
+            ("[[device]]\nspec = \"ram:1G\"", "no export"),
+            ("[[device]]\nspec = \"ram:1G\"\nreadonly = {}", "readonly"),
+            ("[[device]]\n", "spec"),
+        ] {
+            let error = from_toml(text, Path::new("x.toml")).unwrap_err().to_string();
+            assert!(error.contains(word), "{text}: {error}");
+        }
+        assert!(from_file(Path::new("/nonexistent.toml")).unwrap_err().to_string().contains("/nonexistent.toml"));
+    }
+}

@@ -1,0 +1,354 @@
+//! The command `serve`: opens devices, makes queues and lanes, serves exports until it is told to stop.
+//!
+//! Everything is checked before anything is served: names, devices, sockets. Queues are dealt to lanes once, at start.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use blkyard_export::{
+    BackendConfig, BoundSocket, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair,
+};
+use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueMap};
+use blkyard_os::{LaneConfig, LaneThread, RingConfig, Signals, cpu_places};
+use blkyard_virtio::{BlkConfig, SerialId};
+
+use crate::device::{Device, DeviceError, DeviceQueue};
+use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words};
+use crate::spec::{Spec, SpecError, show_size};
+use crate::watch::Watch;
+
+/// What `serve` may be told.
+#[derive(Debug, clap::Args)]
+pub struct ServeArgs {
+    /// A disk to serve: file:PATH or a bare path, ram:SIZE, null:SIZE. Repeat for more disks.
+    ///
+    /// Options follow as ?key=value&key=value. For files: readonly=on|off, direct=auto|on|off (bypass the page cache),
+    /// cache=writeback|writethrough, block_size=512|4k. For ram and null: readonly, cache, block_size, latency_us, mbps,
+    /// discard=on|off, max_sectors, virt_boundary=on|off. For all: share=on to give one writable disk to several exports.
+    #[arg(long, value_name = "SPEC")]
+    pub device: Vec<String>,
+    /// How the disk named before is served: vhost-user-blk:SOCKET. Repeat for more exports.
+    ///
+    /// Options follow as ?key=value: queues=N (default: one for each CPU), serial=TEXT (up to 20 characters), mode=0660 and group=NAME
+    /// of the socket, lanes=0,1,... (which lane each queue lives on, in turn).
+    #[arg(long, value_name = "SPEC")]
+    pub export: Vec<String>,
+    /// Read devices and exports from a TOML file instead: tables `device` and `device.export`, each with spec = "..." and
+    /// the options above as keys; at the top lanes, cpus, spin_us and stats.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["device", "export"])]
+    pub config: Option<PathBuf>,
+    /// Print a line for each export every so many seconds.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub stats: Option<u64>,
+    /// Threads that do the work. Default: one for each CPU, but no more than there are queues.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=256))]
+    pub lanes: Option<u64>,
+    /// Keep lanes on these CPUs, one after another: 0,1,2,3. Default: the system chooses.
+    #[arg(long, value_name = "LIST", value_delimiter = ',')]
+    pub cpus: Vec<u32>,
+    /// How long a lane keeps looking for work before it sleeps, microseconds. More shortens latency and costs CPU. Default: 50.
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
+    pub spin_us: Option<u64>,
+}
+
+impl ServeArgs {
+    /// These, but what the file sets and the command line does not.
+    fn or(&self, settings: Settings) -> Result<ServeArgs, SpecError> {
+        let bounded = |key: &str, value: Option<u64>, min: u64, max: u64| match value {
+            Some(value) if !(min..=max).contains(&value) => {
+                let cause = format!("{value} is out of bounds");
+                Err(SpecError::new(key, cause, format!("give a number from {min} to {max}")))
+            }
+            value => Ok(value),
+        };
+        Ok(ServeArgs {
+            device: self.device.clone(),
+            export: self.export.clone(),
+            config: self.config.clone(),
+            stats: self.stats.or(bounded("stats", settings.stats, 1, 86_400)?),
+            lanes: self.lanes.or(bounded("lanes", settings.lanes, 1, 256)?),
+            cpus: if self.cpus.is_empty() { settings.cpus.unwrap_or_default() } else { self.cpus.clone() },
+            spin_us: self.spin_us.or(bounded("spin_us", settings.spin_us, 0, 1_000_000)?),
+        })
+    }
+}
+
+/// Why nothing is served, or no more.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// A name or file is not understood.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// A name is not understood.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// A device cannot be opened.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// A socket cannot be had.
+    #[error(transparent)]
+    Socket(#[from] blkyard_export::SocketError),
+    /// A lane cannot run.
+    #[error(transparent)]
+    Lane(#[from] blkyard_os::LaneError),
+    /// The default image cannot be made.
+    #[error("image {}: cannot be made: {source}; run this in a folder you may write to, or name a device", path.display())]
+    Image {
+        /// The image.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The system gave no thread or descriptor.
+    #[error("the daemon cannot start: {0}; see the limits on threads and open files")]
+    System(#[from] std::io::Error),
+    /// A part of the daemon ended by itself.
+    #[error("{0}")]
+    Broken(String),
+}
+
+/// One export, ready to be served.
+struct Export {
+    name: String,
+    socket: BoundSocket,
+    disk: BlkConfig,
+    write_back: bool,
+    remotes: Vec<QueueRemote>,
+    device: usize,
+}
+
+/// Where each queue of each export lives.
+type Placed = Vec<Vec<Box<dyn FnOnce() -> VhostQueue<DeviceQueue> + Send>>>;
+
+/// Serves until SIGINT or SIGTERM.
+///
+/// # Errors
+/// See [`ServeError`]. What was in flight is finished first.
+pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
+    let signals = Signals::install()?;
+    let Plan { disks, settings } = match &args.config {
+        Some(path) => from_file(path)?,
+        None if words.is_empty() => Plan { disks: from_words(&default_disk()?)?, settings: Settings::default() },
+        None => Plan { disks: from_words(words)?, settings: Settings::default() },
+    };
+    let args = &args.or(settings)?;
+    let opened = open(disks)?;
+    let queues: usize = opened.iter().flat_map(|(_, exports)| exports).map(|export| export.queues).sum();
+    let lanes = args.lanes.map_or_else(|| cpu_places().len().min(queues), |lanes| lanes as usize);
+    let mut placed: Placed = (0..lanes).map(|_| Vec::new()).collect();
+    let mut exports = Vec::new();
+    let mut devices = Vec::new();
+    let mut first_lane = 0;
+    for (device, wanted) in opened {
+        for want in wanted {
+            exports.push(place(&device, devices.len(), want, &mut placed, &mut first_lane)?);
+        }
+        devices.push(device);
+    }
+    let (threads, thread_of) = spawn_lanes(args, placed)?;
+    for (export, lane_of) in &exports {
+        for (remote, lane) in export.remotes.iter().zip(lane_of) {
+            remote.attach(threads[thread_of[*lane]].waker());
+        }
+    }
+    introduce(&devices, &exports, lanes);
+    let mut watch = Watch::default();
+    let mut servers = Vec::new();
+    for (export, _) in exports {
+        watch.add(&export.name, &export.remotes, export.device);
+        let config = BackendConfig {
+            name: export.name,
+            disk: export.disk,
+            queues: export.remotes,
+            write_back: export.write_back,
+        };
+        servers.push(Server::start(export.socket, config)?);
+    }
+    println!("ready");
+    let _ = std::io::stdout().flush();
+
+    let mut broken = None;
+    let mut seconds = 0;
+    while signals.wait(Some(Duration::from_secs(1))).is_none() {
+        seconds += 1;
+        watch.tell_buffers(&threads);
+        if args.stats.is_some_and(|every| seconds % every == 0) {
+            watch.print(&servers, &devices);
+        }
+        if servers.iter().any(Server::is_finished) || threads.iter().any(LaneThread::is_finished) {
+            broken = Some("a lane ended by itself; see the messages above, and report this");
+            break;
+        }
+    }
+    tracing::info!("stopping: finishing what is in flight");
+    servers.iter().for_each(Server::ask_to_stop);
+    servers.into_iter().for_each(Server::join);
+    for thread in threads {
+        thread.join()?;
+    }
+    broken.map_or(Ok(()), |why| Err(ServeError::Broken(why.into())))
+}
+
+/// What an export is to be, checked.
+struct Wanted {
+    name: String,
+    socket: SocketConfig,
+    serial: SerialId,
+    queues: usize,
+    lanes: Option<Vec<usize>>,
+}
+
+/// Opens every device and checks every export.
+fn open(plans: Vec<DiskPlan>) -> Result<Vec<(Device, Vec<Wanted>)>, ServeError> {
+    let mut opened = Vec::new();
+    let mut exports = 0;
+    for mut plan in plans {
+        let share = plan.device.take_switch("share")?.unwrap_or(false);
+        let name = plan.device.name.clone();
+        let device = Device::from_spec(plan.device)?;
+        if plan.exports.len() > 1 && !share && !device.info().read_only {
+            let cause = format!("{} exports would write to one disk", plan.exports.len());
+            let cure =
+                "guests that do not know of each other destroy its data: add ?readonly=on, or ?share=on if they do";
+            return Err(SpecError::new(name, cause, cure).into());
+        }
+        let mut wanted = Vec::new();
+        for export in plan.exports {
+            wanted.push(want(export, exports)?);
+            exports += 1;
+        }
+        opened.push((device, wanted));
+    }
+    Ok(opened)
+}
+
+fn want(mut spec: Spec, number: usize) -> Result<Wanted, ServeError> {
+    if spec.scheme != "vhost-user-blk" {
+        let cause = format!("'{}' is no kind of export", spec.scheme);
+        return Err(SpecError::new(&spec.name, cause, "use vhost-user-blk:SOCKET").into());
+    }
+    let queues = spec.take_number("queues", 1, u64::from(QUEUES_MAX))?;
+    let queues = queues.unwrap_or_else(|| cpu_places().len().min(usize::from(QUEUES_MAX)) as u64) as usize;
+    let serial = spec.take("serial").unwrap_or_else(|| format!("blkyard-{number}"));
+    let serial = SerialId::new(&serial)
+        .map_err(|error| SpecError::new(&spec.name, error, "give up to 20 printable ASCII characters"))?;
+    let mode = spec.take_with("mode", "octal permissions, such as 0660", |text| {
+        u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o777)
+    })?;
+    let group = spec.take("group").map(|name| group_number(&spec.name, &name)).transpose()?;
+    let lanes = spec.take_with("lanes", "numbers of lanes, such as 0,1", |text| {
+        text.split(',').map(|lane| lane.trim().parse::<usize>().ok()).collect::<Option<Vec<_>>>()
+    })?;
+    let name = format!("{}:{}", spec.scheme, spec.body);
+    let path = PathBuf::from(&spec.body);
+    spec.finish()?;
+    Ok(Wanted { name, socket: SocketConfig { path, mode, group }, serial, queues, lanes })
+}
+
+/// The number of a group, by its name or number.
+fn group_number(object: &str, name: &str) -> Result<u32, SpecError> {
+    if let Ok(number) = name.parse() {
+        return Ok(number);
+    }
+    let groups = std::fs::read_to_string("/etc/group").unwrap_or_default();
+    let mut lines = groups.lines().map(|line| line.split(':').collect::<Vec<_>>());
+    let found = lines.find(|fields| fields.first() == Some(&name)).and_then(|fields| fields.get(2)?.parse().ok());
+    found.ok_or_else(|| {
+        SpecError::new(object, format!("there is no group '{name}'"), "name one of /etc/group, or a number")
+    })
+}
+
+/// Binds an export's socket and deals its queues to lanes. Returns the export and the lane of each queue.
+fn place(
+    device: &Device,
+    device_index: usize,
+    want: Wanted,
+    placed: &mut Placed,
+    first_lane: &mut usize,
+) -> Result<(Export, Vec<usize>), ServeError> {
+    let lanes = placed.len();
+    let lane_of: Vec<usize> = if let Some(list) = &want.lanes {
+        (0..want.queues).map(|queue| list[queue % list.len()]).collect()
+    } else {
+        let map = QueueMap::even(want.queues, lanes);
+        (0..want.queues).map(|queue| (map.queue_of(queue) + *first_lane) % lanes).collect()
+    };
+    // The next export begins where this one's queues end, so that small exports do not all share the first lane.
+    *first_lane += want.queues;
+    if let Some(lane) = lane_of.iter().find(|lane| **lane >= lanes) {
+        let cause = format!("there is no lane {lane}");
+        return Err(SpecError::new(&want.name, cause, format!("lanes are numbered 0 to {}", lanes - 1)).into());
+    }
+    let info = Arc::new(device.info().clone());
+    let mut remotes = Vec::new();
+    for lane in &lane_of {
+        let (remote, port) = queue_pair();
+        let config = HwQueueConfig::default();
+        let (driver, info, serial) = (device.queue(config.depth), Arc::clone(&info), want.serial);
+        placed[*lane].push(Box::new(move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port)));
+        remotes.push(remote);
+    }
+    let socket = BoundSocket::bind(&want.socket)?;
+    let write_back = info.volatile_cache;
+    let disk = BlkConfig::new(&info, want.queues as u16, SEG_MAX, write_back);
+    Ok((Export { name: want.name, socket, disk, write_back, remotes, device: device_index }, lane_of))
+}
+
+/// Starts a thread for every lane that has a queue. Returns them, and for each lane the place of its thread.
+fn spawn_lanes(args: &ServeArgs, placed: Placed) -> Result<(Vec<LaneThread>, Vec<usize>), ServeError> {
+    let (mut threads, mut thread_of) = (Vec::new(), Vec::new());
+    for (index, builders) in placed.into_iter().enumerate() {
+        thread_of.push(threads.len());
+        if builders.is_empty() {
+            continue;
+        }
+        let config = LaneConfig {
+            name: format!("lane{index}"),
+            cpus: (!args.cpus.is_empty()).then(|| vec![args.cpus[index % args.cpus.len()]]),
+            policy: args.spin_us.map_or_else(IdlePolicy::default, |us| IdlePolicy { spin_ns: us * 1000 }),
+            ring: RingConfig::default(),
+        };
+        let build = move |_: &mut blkyard_os::Ring| builders.into_iter().map(|build| build()).collect();
+        threads.push(blkyard_os::spawn(config, build)?);
+    }
+    Ok((threads, thread_of))
+}
+
+/// The disk of someone who named none.
+fn default_disk() -> Result<[Word; 2], ServeError> {
+    const BYTES: u64 = 1 << 30;
+    let path = Path::new("blkyard.img");
+    let failed = |source| ServeError::Image { path: path.into(), source };
+    match std::fs::File::create_new(path) {
+        Ok(image) => {
+            image.set_len(BYTES).map_err(|error| {
+                // Left behind, it would be taken for somebody's disk next time.
+                let _ = std::fs::remove_file(path);
+                failed(error)
+            })?;
+            println!("made {}, {} sparse", path.display(), show_size(BYTES));
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(failed(error)),
+    }
+    Ok([Word::Device("file:blkyard.img".into()), Word::Export("vhost-user-blk:blkyard.sock".into())])
+}
+
+/// Says what is served, and how to attach it.
+fn introduce(devices: &[Device], exports: &[(Export, Vec<usize>)], lanes: usize) {
+    for (index, (export, lane_of)) in exports.iter().enumerate() {
+        let device = &devices[export.device];
+        let info = device.info();
+        let access = if info.read_only { ", read-only" } else { "" };
+        println!("{}: {}{access}; {}", info.name, show_size(info.capacity_sectors << 9), device.describe());
+        println!("  on {} with {} queues, on lanes {lane_of:?} of {lanes}", export.name, export.remotes.len());
+        println!("  attach it to a virtual machine with");
+        println!("    qemu-system-x86_64 -m 1G -smp {} ... \\", export.remotes.len().max(1));
+        println!("      -object memory-backend-memfd,id=mem,size=1G,share=on -machine q35,memory-backend=mem \\");
+        let path = std::path::absolute(export.socket.path()).unwrap_or_else(|_| export.socket.path().into());
+        println!("      -chardev socket,id=disk{index},path={} \\", path.display());
+        println!("      -device vhost-user-blk-pci,chardev=disk{index},num-queues={}", export.remotes.len());
+    }
+}

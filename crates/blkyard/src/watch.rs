@@ -1,0 +1,116 @@
+//! What `serve` says while it serves: on request a line for each export with what happened since the last one, and
+//! unasked how the memory of the guests is reached, whenever that changes.
+
+use std::fmt::Write;
+use std::sync::Arc;
+use std::time::Instant;
+
+use blkyard_export::{QueueRemote, Server};
+use blkyard_mq::{HwStats, OpClass, StatsSnapshot};
+use blkyard_os::{FixedBuffers, LaneThread};
+use blkyard_virtio::Refusals;
+
+use crate::Device;
+use crate::spec::show_size;
+
+/// The exports that are watched.
+#[derive(Default)]
+pub struct Watch {
+    exports: Vec<Watched>,
+    buffers: Vec<FixedBuffers>,
+}
+
+struct Watched {
+    name: String,
+    stats: Vec<Arc<HwStats>>,
+    refusals: Vec<Arc<Refusals>>,
+    device: usize,
+    before: StatsSnapshot,
+    at: Instant,
+}
+
+impl Watch {
+    /// Watches an export of one of the daemon's devices, whose queues are on their lanes.
+    pub fn add(&mut self, name: &str, remotes: &[QueueRemote], device: usize) {
+        self.exports.push(Watched {
+            name: name.into(),
+            stats: remotes.iter().filter_map(QueueRemote::stats).cloned().collect(),
+            refusals: remotes.iter().filter_map(QueueRemote::refusals).cloned().collect(),
+            device,
+            before: StatsSnapshot::default(),
+            at: Instant::now(),
+        });
+    }
+
+    /// Says of each lane how it reaches the guests' memory, if that is not as it was.
+    pub fn tell_buffers(&mut self, lanes: &[LaneThread]) {
+        let now: Vec<_> = lanes.iter().map(LaneThread::buffers).collect();
+        for (index, (lane, buffers)) in lanes.iter().zip(&now).enumerate() {
+            if self.buffers.get(index) != Some(buffers) {
+                match buffers {
+                    FixedBuffers::Registered { bytes: 0 } => {}
+                    FixedBuffers::Registered { bytes } => {
+                        tracing::info!(
+                            "{}: {} of guest memory registered as fixed buffers",
+                            lane.name(),
+                            show_size(*bytes)
+                        );
+                    }
+                    FixedBuffers::Plain { reason } => {
+                        tracing::info!("{}: guest memory by plain vectored calls: {reason}", lane.name());
+                    }
+                }
+            }
+        }
+        self.buffers = now;
+    }
+
+    /// Prints a line for each.
+    pub fn print(&mut self, servers: &[Server], devices: &[Device]) {
+        for (export, server) in self.exports.iter_mut().zip(servers) {
+            let state = if server.status().is_connected() { "connected" } else { "waiting" };
+            let line = export.line(&devices[export.device]);
+            println!("{} {state} {line}", export.name);
+        }
+    }
+}
+
+impl Watched {
+    fn line(&mut self, device: &Device) -> String {
+        let mut now = StatsSnapshot::default();
+        self.stats.iter().for_each(|stats| now.merge(&stats.snapshot()));
+        let seconds = self.at.elapsed().as_secs_f64().max(1e-9);
+        self.at = Instant::now();
+        let mut line = String::new();
+        for (class, name) in [(OpClass::Read, "read"), (OpClass::Write, "write")] {
+            let (op, before) = (now.op(class), self.before.op(class));
+            let latency = op.latency.since(&before.latency);
+            let _ = write!(
+                line,
+                "{name} {:.0} IOPS {:.1} MiB/s p50 {:.0} us p99 {:.0} us | ",
+                (op.ios - before.ios) as f64 / seconds,
+                (op.bytes - before.bytes) as f64 / seconds / f64::from(1 << 20),
+                latency.percentile_ns(50.0) as f64 / 1000.0,
+                latency.percentile_ns(99.0) as f64 / 1000.0,
+            );
+        }
+        let since = |class| now.op(class).ios - self.before.op(class).ios;
+        let errors: u64 = now.ops.iter().map(|op| op.errors).sum();
+        let refused: u64 = now.refused + self.refusals.iter().map(|refusals| refusals.total()).sum::<u64>();
+        let _ = write!(
+            line,
+            "flush {} trim {} | errors {errors} refused {refused} slow {} ({} now)",
+            since(OpClass::Flush),
+            since(OpClass::Trim),
+            now.slow,
+            now.slow_now,
+        );
+        if let Device::File(file) = device
+            && file.counters().bounced() > 0
+        {
+            let _ = write!(line, " | bounced {}", file.counters().bounced());
+        }
+        self.before = now;
+        line
+    }
+}
