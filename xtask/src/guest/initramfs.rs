@@ -1,0 +1,149 @@
+//! The guest's root: busybox, the programs tests need with their libraries, the kernel's modules.
+//!
+//! Kept twice: as the archive the kernel unpacks, and as the tree it was made from, which also makes
+//! an image to boot from. Nothing in it is compressed: the emulated processor is slow at unpacking.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::kernel::{self, Modules};
+use super::parts::{LIBRARIES, LIBRARIES_OF_CEPH};
+use crate::process::{run, succeed};
+
+/// The first process; see the file.
+const INIT: &str = include_str!("init");
+
+/// Programs of the guest beside busybox, whose own versions lack what tests ask of them. Its shell prefers
+/// its own all the same, unless it is given the whole path.
+const PROGRAMS: &[&str] = &["usr/bin/fio", "usr/sbin/blkdiscard", "usr/sbin/blockdev", "usr/sbin/mkfs.ext4"];
+
+/// The way of the task into the guest, its output's way out, the disk under test and its file system.
+const MODULES: &[&str] =
+    &["qemu_fw_cfg", "virtio_pci", "virtio_console", "virtio_blk", "ext4", "crc32c_generic", "crc32c_intel"];
+
+/// Loaded by name at run time, so no program lists it: the C library's thread cancellation needs it.
+const HIDDEN_LIBRARIES: &[&str] = &["libgcc_s.so.1"];
+
+const FOLDERS: &[&str] =
+    &["dev", "etc", "proc", "root", "run", "sys", "sysroot", "tmp", "usr/bin", "usr/sbin", "usr/lib", "usr/lib64"];
+
+/// Raised when the code below makes something else of the same list.
+const VERSION: u32 = 2;
+
+const TOOL_LIMIT: Duration = Duration::from_mins(2);
+
+pub fn recipe() -> String {
+    format!("version {VERSION}\n{} {}\n{INIT}", PROGRAMS.join(" "), MODULES.join(" "))
+}
+
+pub fn build(guest: &Path, new: &Path) -> Result<()> {
+    let tree = new.join("tree");
+    for folder in FOLDERS {
+        fs::create_dir_all(tree.join(folder)).with_context(|| format!("cannot make {}", tree.display()))?;
+    }
+    for folder in ["bin", "sbin", "lib", "lib64"] {
+        symlink(format!("usr/{folder}"), tree.join(folder))?;
+    }
+    fs::write(tree.join("etc/passwd"), "root:x:0:0:root:/root:/bin/sh\n")?;
+    fs::write(tree.join("etc/group"), "root:x:0:\n")?;
+    let init = tree.join("init");
+    fs::write(&init, INIT)?;
+    fs::set_permissions(&init, fs::Permissions::from_mode(0o755))?;
+
+    programs(&guest.join("userland"), &tree)?;
+    modules(guest, &tree)?;
+    archive(guest, &tree, &new.join("cpio"))
+}
+
+/// Copies the programs with the libraries their loader finds for them, then busybox under every
+/// name that is still free.
+fn programs(from: &Path, tree: &Path) -> Result<()> {
+    let loader = from.join("usr/lib64/ld-linux-x86-64.so.2");
+    copy(&loader, &tree.join("usr/lib64/ld-linux-x86-64.so.2"))?;
+    let libraries = from.join(LIBRARIES);
+    let search = format!("{}:{}", libraries.display(), from.join(LIBRARIES_OF_CEPH).display());
+    let mut needed: BTreeSet<PathBuf> = HIDDEN_LIBRARIES.iter().map(|name| libraries.join(name)).collect();
+    for program in PROGRAMS {
+        copy(&from.join(program), &tree.join(program))?;
+        let mut list = Command::new(&loader);
+        list.arg("--library-path").arg(&search).arg("--list").arg(from.join(program));
+        needed.extend(listed_libraries(&succeed("the dynamic loader", &list, TOOL_LIMIT)?));
+    }
+    fs::create_dir_all(tree.join(LIBRARIES))?;
+    for library in needed {
+        let name = library.file_name().context("a library without a name")?;
+        copy(&library, &tree.join(LIBRARIES).join(name))?;
+    }
+
+    let busybox = tree.join("usr/bin/busybox");
+    copy(&from.join("usr/bin/busybox"), &busybox)?;
+    let mut list = Command::new(&busybox);
+    list.arg("--list");
+    for applet in succeed("busybox", &list, TOOL_LIMIT)?.lines() {
+        let taken = ["usr/bin", "usr/sbin"].iter().any(|folder| tree.join(folder).join(applet).exists());
+        if !taken {
+            symlink("busybox", tree.join("usr/bin").join(applet))?;
+        }
+    }
+    // The kernel has its own idea of where this is, and asks for checksums of file systems there.
+    symlink("../bin/busybox", tree.join("usr/sbin/modprobe"))?;
+    Ok(())
+}
+
+/// The loader lists a library as `NAME => PATH (ADDRESS)`.
+fn listed_libraries(listing: &str) -> impl Iterator<Item = PathBuf> + '_ {
+    listing.lines().filter_map(|line| line.split_once(" => ")?.1.split(' ').next()).map(PathBuf::from)
+}
+
+fn modules(guest: &Path, tree: &Path) -> Result<()> {
+    let kernel = guest.join("kernel");
+    let version = kernel::version(&kernel)?;
+    let modules = Modules::read(&kernel)?;
+    let to = tree.join("usr/lib/modules").join(&version);
+    for path in modules.closure(MODULES)? {
+        let packed = to.join(&path);
+        fs::create_dir_all(packed.parent().context("a module outside every folder")?)?;
+        copy(&modules.folder().join(&path), &packed)?;
+        if packed.extension().is_some_and(|extension| extension == "xz") {
+            let mut xz = Command::new(guest.join("bin/xz"));
+            succeed("xz", xz.args(["-d", "-q"]).arg(&packed), TOOL_LIMIT)?;
+        }
+    }
+    for table in ["modules.builtin", "modules.builtin.modinfo", "modules.order"] {
+        copy(&modules.folder().join(table), &to.join(table))?;
+    }
+    kernel::depmod(guest, tree, &version)
+}
+
+fn archive(guest: &Path, tree: &Path, to: &Path) -> Result<()> {
+    let script = "find . -print0 | LC_ALL=C sort -z | \"$1\" --null --create --format=newc --owner=0:0 --quiet >\"$2\"";
+    let mut command = Command::new("sh");
+    command.args(["-ec", script, "archive"]).arg(guest.join("bin/cpio")).arg(to).current_dir(tree);
+    let ended = run("cpio", &command, TOOL_LIMIT)?;
+    let size = to.metadata().map_or(0, |metadata| metadata.len());
+    ensure!(ended.status.success() && size > 0, "cpio failed ({}):\n{}", ended.status, ended.said());
+    Ok(())
+}
+
+/// Copies what `from` stands for, with its permissions.
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    fs::copy(from, to).with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_are_those_with_a_path() {
+        let listing = "\tlinux-vdso.so.1 (0x7f)\n\tlibc.so.6 => /x/libc.so.6 (0x7f)\n\t/lib64/ld.so (0x7f)\n";
+        assert_eq!(listed_libraries(listing).collect::<Vec<_>>(), [PathBuf::from("/x/libc.so.6")]);
+    }
+}

@@ -1,0 +1,194 @@
+//! The test guest: a kernel, an initramfs and the programs that drive them, all from Debian packages.
+//!
+//! Nothing is installed and no root rights are needed. Each part is built beside its place and moved
+//! there whole, and only then gets its stamp, so a build that was killed leaves nothing that looks
+//! finished. A stamp holds the recipe it was made from; a part whose recipe changed is made again.
+//! Does not boot anything: see `vm`.
+
+mod apt;
+mod initramfs;
+mod kernel;
+mod parts;
+
+use std::cell::OnceCell;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+
+use self::apt::Suite;
+use crate::host;
+
+/// The release the guest's kernel and programs come from.
+const USERLAND_SUITE: &str = "trixie";
+/// The first release whose QEMU tools speak vhost-user-blk as we test it (QEMU 11.1 with libblkio).
+const QEMU_SUITE: &str = "trixie-backports";
+
+/// A folder that holds a finished guest.
+pub struct Guest {
+    folder: PathBuf,
+}
+
+impl Guest {
+    /// The guest, built first where it is missing, anew where `rebuild` says so.
+    pub fn ensure(rebuild: bool) -> Result<Self> {
+        let folder = folder()?;
+        Builder::new(&folder)?.build(rebuild)?;
+        Ok(Self { folder })
+    }
+
+    /// A program of the guest's packages, for use on the host.
+    pub fn program(&self, name: &str) -> PathBuf {
+        self.folder.join("bin").join(name)
+    }
+
+    /// The same, ready to take arguments.
+    pub fn command(&self, name: &str) -> Command {
+        Command::new(self.program(name))
+    }
+
+    /// The kernel, uncompressed: emulated processors are slow at unpacking.
+    pub fn kernel(&self) -> PathBuf {
+        self.folder.join("kernel/vmlinux")
+    }
+
+    pub fn initramfs(&self) -> PathBuf {
+        self.folder.join("initramfs/cpio")
+    }
+
+    /// The initramfs as a tree, from which an image to boot from can be made.
+    pub fn root_tree(&self) -> PathBuf {
+        self.folder.join("initramfs/tree")
+    }
+
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The release string of the kernel.
+    pub fn kernel_version(&self) -> Result<String> {
+        kernel::version(&self.folder.join("kernel"))
+    }
+}
+
+/// Where the guest lives: `$BLKYARD_GUEST`, or a folder of its own in the user's cache.
+fn folder() -> Result<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let chosen = match (set("BLKYARD_GUEST"), set("XDG_CACHE_HOME"), set("HOME")) {
+        (Some(folder), _, _) => folder,
+        (None, Some(cache), _) => cache.join("blkyard/guest"),
+        (None, None, Some(home)) => home.join(".cache/blkyard/guest"),
+        (None, None, None) => bail!("nowhere to keep the test guest: set BLKYARD_GUEST to a folder with 1 GB of room"),
+    };
+    std::path::absolute(&chosen).with_context(|| format!("cannot tell where {} is", chosen.display()))
+}
+
+/// Builds what is missing, in order; holds the folder's lock while it lives.
+struct Builder<'a> {
+    folder: &'a Path,
+    userland: OnceCell<Suite>,
+    qemu: OnceCell<Suite>,
+    _lock: File,
+}
+
+impl<'a> Builder<'a> {
+    fn new(folder: &'a Path) -> Result<Self> {
+        fs::create_dir_all(folder.join("stamps"))
+            .with_context(|| format!("cannot make {}: choose another folder with BLKYARD_GUEST", folder.display()))?;
+        let path = folder.join("lock");
+        let lock = File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
+        if lock.try_lock().is_err() {
+            eprintln!("guest: waiting for another build in {}", folder.display());
+            lock.lock().with_context(|| format!("cannot lock {}", path.display()))?;
+        }
+        Ok(Self { folder, userland: OnceCell::new(), qemu: OnceCell::new(), _lock: lock })
+    }
+
+    fn build(&self, rebuild: bool) -> Result<()> {
+        if rebuild {
+            remove(&self.folder.join("stamps"))?;
+            fs::create_dir_all(self.folder.join("stamps"))?;
+        }
+        let mut made = false;
+        made |= self.part("userland", &parts::userland_recipe(), |new| parts::userland(self.userland()?, new))?;
+        made |= self.part("qemu", &parts::qemu_recipe(), |new| parts::qemu(self.qemu()?, new))?;
+        made |= self.part("bin", &parts::programs_recipe(), |new| parts::programs(self.folder, new))?;
+        made |= self.part("kernel", &kernel::recipe(), |new| kernel::build(self.userland()?, self.folder, new))?;
+        let mut recipe = initramfs::recipe();
+        for part in ["userland", "kernel"] {
+            recipe.push_str(&self.folder_contents(part)?);
+        }
+        made |= self.part("initramfs", &recipe, |new| initramfs::build(self.folder, new))?;
+        if made {
+            // Half the size, and of no use once everything is unpacked.
+            remove(&self.folder.join("apt"))?;
+        }
+        Ok(())
+    }
+
+    /// Makes the part `name` unless its stamp says that this very recipe made it already.
+    fn part(&self, name: &str, recipe: &str, make: impl FnOnce(&Path) -> Result<()>) -> Result<bool> {
+        let stamp = self.folder.join("stamps").join(name);
+        let place = self.folder.join(name);
+        if place.is_dir() && fs::read_to_string(&stamp).is_ok_and(|made_from| made_from == recipe) {
+            return Ok(false);
+        }
+        let start = Instant::now();
+        eprintln!("guest: making {name}");
+        let new = self.folder.join(format!("{name}.new"));
+        remove(&new)?;
+        fs::create_dir(&new).with_context(|| format!("cannot make {}", new.display()))?;
+        make(&new)
+            .with_context(|| format!("cannot make the test guest's part '{name}' in {}", self.folder.display()))?;
+        // The old stamp goes first and the new one comes last, so that at no moment a stamp stands
+        // beside something it does not describe.
+        remove(&stamp)?;
+        remove(&place)?;
+        fs::rename(&new, &place).with_context(|| format!("cannot move {} into place", new.display()))?;
+        let stamp_new = self.folder.join(format!("stamps/{name}.new"));
+        fs::write(&stamp_new, recipe).with_context(|| format!("cannot write {}", stamp_new.display()))?;
+        fs::rename(&stamp_new, &stamp).with_context(|| format!("cannot write {}", stamp.display()))?;
+        eprintln!("guest: made {name} in {:.1} s", start.elapsed().as_secs_f64());
+        Ok(true)
+    }
+
+    /// Which packages a part was made of, with their versions.
+    fn folder_contents(&self, part: &str) -> Result<String> {
+        let path = self.folder.join(part).join(parts::CONTENTS);
+        fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
+    }
+
+    fn userland(&self) -> Result<&Suite> {
+        self.suite(&self.userland, USERLAND_SUITE)
+    }
+
+    fn qemu(&self) -> Result<&Suite> {
+        self.suite(&self.qemu, QEMU_SUITE)
+    }
+
+    fn suite<'s>(&self, cell: &'s OnceCell<Suite>, name: &'static str) -> Result<&'s Suite> {
+        if let Some(suite) = cell.get() {
+            return Ok(suite);
+        }
+        if std::env::consts::ARCH != "x86_64" {
+            bail!("the test guest is for x86-64 and this machine is {}", std::env::consts::ARCH);
+        }
+        host::require(&[("apt-get", "apt"), ("dpkg-deb", "dpkg"), ("tar", "tar")])?;
+        eprintln!("guest: reading the package lists of Debian {name}");
+        let suite = Suite::open(&self.folder.join("apt"), name)?;
+        Ok(cell.get_or_init(|| suite))
+    }
+}
+
+/// Removes a file or a tree, if it is there.
+fn remove(path: &Path) -> Result<()> {
+    let done = match path.symlink_metadata() {
+        Ok(metadata) if metadata.is_dir() => fs::remove_dir_all(path),
+        Ok(_) => fs::remove_file(path),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+    };
+    done.with_context(|| format!("cannot remove {}", path.display()))
+}

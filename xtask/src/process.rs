@@ -1,0 +1,235 @@
+//! Other programs, run so that none of them outlives us.
+//!
+//! Every child leads a process group of its own, is killed by the kernel should we die first, and is
+//! ended by its own id when its owner lets go of it. Output goes to files, never to pipes, so a
+//! child cannot block on a reader and what it has said so far can be read at any time.
+//!
+//! Starts no thread, and must itself be called from the main thread only: the kernel ties the
+//! death signal of a child to the thread that started it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+
+/// How often a child is asked whether it has ended. Short beside anything we time, long beside the
+/// microseconds that asking costs.
+const POLL: Duration = Duration::from_millis(10);
+
+/// What a program left behind.
+pub struct Ended {
+    pub status: ExitStatus,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Ended {
+    /// Both streams, for a message to a person.
+    pub fn said(&self) -> String {
+        let mut said = self.stdout.trim_end().to_owned();
+        if !said.is_empty() && !self.stderr.trim().is_empty() {
+            said.push('\n');
+        }
+        said.push_str(self.stderr.trim_end());
+        said
+    }
+}
+
+/// A child that is running, or has ended and was not yet asked for.
+///
+/// Dropping it kills its process group.
+pub struct Running {
+    name: String,
+    child: Child,
+    stdout: File,
+    stderr: File,
+    ended: Option<ExitStatus>,
+}
+
+impl Running {
+    /// Starts `command` with nothing on its standard input. Its output is kept in nameless files.
+    pub fn start(name: &str, command: &Command) -> Result<Self> {
+        let stdout = tempfile::tempfile().context("cannot make a temporary file for a program's output")?;
+        let stderr = tempfile::tempfile().context("cannot make a temporary file for a program's output")?;
+        Self::start_into(name, command, stdout, stderr)
+    }
+
+    /// Starts `command` with both streams going to `log`.
+    pub fn start_logged(name: &str, command: &Command, log: &File) -> Result<Self> {
+        let again = || log.try_clone().context("cannot open a log a second time");
+        Self::start_into(name, command, again()?, again()?)
+    }
+
+    fn start_into(name: &str, command: &Command, stdout: File, stderr: File) -> Result<Self> {
+        let handle = |file: &File| file.try_clone().map(Stdio::from).context("cannot pass a file to a program");
+        // setpriv and not a hook between fork and exec: a hook would be unsafe code.
+        let mut wrapped = Command::new("setpriv");
+        wrapped.args(["--pdeathsig", "KILL", "--"]).arg(command.get_program()).args(command.get_args());
+        for (key, value) in command.get_envs() {
+            match value {
+                Some(value) => wrapped.env(key, value),
+                None => wrapped.env_remove(key),
+            };
+        }
+        if let Some(folder) = command.get_current_dir() {
+            wrapped.current_dir(folder);
+        }
+        let child = wrapped
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(handle(&stdout)?)
+            .stderr(handle(&stderr)?)
+            .spawn()
+            .with_context(|| format!("cannot start {name}: setpriv is missing (Debian package util-linux)"))?;
+        Ok(Self { name: name.to_owned(), child, stdout, stderr, ended: None })
+    }
+
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What the program has written to its standard output so far.
+    pub fn stdout(&self) -> Result<String> {
+        contents(&self.stdout)
+    }
+
+    /// What the program has written to its standard error so far.
+    pub fn stderr(&self) -> Result<String> {
+        contents(&self.stderr)
+    }
+
+    /// The exit status, if the program has ended.
+    pub fn poll(&mut self) -> Result<Option<ExitStatus>> {
+        if self.ended.is_none() {
+            self.ended = self.child.try_wait().with_context(|| format!("cannot ask after {}", self.name))?;
+        }
+        Ok(self.ended)
+    }
+
+    /// Asks the program to end (SIGTERM). One that has ended already is left alone.
+    pub fn ask_to_end(&mut self) -> Result<()> {
+        if self.poll()?.is_none() {
+            kill_process(self.pid(), Signal::TERM).with_context(|| format!("cannot signal {}", self.name))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until the program has ended. One that takes longer than `limit` is killed, and an error.
+    pub fn wait(mut self, limit: Duration) -> Result<Ended> {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.poll()? {
+                return Ok(Ended { status, stdout: self.stdout()?, stderr: self.stderr()? });
+            }
+            if start.elapsed() >= limit {
+                let said = format!("{}{}", self.stdout()?, self.stderr()?);
+                bail!("{} was killed: it had not ended after {limit:?}; it said:\n{}", self.name, tail(&said, 20));
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Waits until `ready` is true of the running program; false when it ended before that.
+    pub fn wait_until(&mut self, limit: Duration, mut ready: impl FnMut(&Self) -> Result<bool>) -> Result<bool> {
+        let start = Instant::now();
+        loop {
+            if ready(self)? {
+                return Ok(true);
+            }
+            if self.poll()?.is_some() {
+                return Ok(false);
+            }
+            if start.elapsed() >= limit {
+                bail!(
+                    "{} was not where it should be after {limit:?}; it said:\n{}{}",
+                    self.name,
+                    self.stdout()?,
+                    self.stderr()?
+                );
+            }
+            std::thread::sleep(POLL);
+        }
+    }
+
+    fn pid(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if let Ok(None) = self.poll() {
+            // The group, since a build tool or a shell has children of its own. It has our child's
+            // id, which cannot belong to anyone else before we have waited for that child.
+            let _ = kill_process_group(self.pid(), Signal::KILL);
+            let _ = self.child.wait();
+        }
+    }
+}
+
+/// Runs a program to its end and returns what it said, whatever its exit status.
+pub fn run(name: &str, command: &Command, limit: Duration) -> Result<Ended> {
+    Running::start(name, command)?.wait(limit)
+}
+
+/// Runs a program that must succeed, and returns its standard output.
+pub fn succeed(name: &str, command: &Command, limit: Duration) -> Result<String> {
+    let ended = run(name, command, limit)?;
+    if !ended.status.success() {
+        bail!("{name} failed ({}):\n{}", ended.status, tail(&ended.said(), 20));
+    }
+    Ok(ended.stdout)
+}
+
+/// The last `lines` lines of a text.
+pub fn tail(text: &str, lines: usize) -> String {
+    let all: Vec<&str> = text.trim_end().lines().collect();
+    all[all.len().saturating_sub(lines)..].join("\n")
+}
+
+fn contents(file: &File) -> Result<String> {
+    // Read by position: the offset belongs to the child, which shares this open file.
+    let length = file.metadata().context("cannot ask a log for its length")?.len();
+    let mut bytes = vec![0; usize::try_from(length).context("a log too long to read")?];
+    file.read_exact_at(&mut bytes, 0).context("cannot read a program's output")?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+
+    #[test]
+    fn output_and_status_come_back() {
+        let ended = run("sh", &shell("echo out; echo err >&2; exit 3"), Duration::from_secs(10)).unwrap();
+        assert_eq!((ended.status.code(), ended.stdout.as_str(), ended.stderr.as_str()), (Some(3), "out\n", "err\n"));
+        assert_eq!(ended.said(), "out\nerr");
+    }
+
+    #[test]
+    fn a_program_over_its_limit_is_killed_with_its_children() {
+        let folder = tempfile::tempdir().unwrap();
+        let alive = folder.path().join("alive");
+        let script = format!("(sleep 1; touch {}) & echo begun; wait", alive.display());
+        let error = run("sleeper", &shell(&script), Duration::from_millis(200)).err().unwrap().to_string();
+        assert!(error.contains("sleeper was killed") && error.contains("begun"), "{error}");
+        std::thread::sleep(Duration::from_millis(1500));
+        assert!(!alive.exists(), "a grandchild outlived its group");
+    }
+
+    #[test]
+    fn tail_keeps_the_end() {
+        assert_eq!(tail("a\nb\nc\n", 2), "b\nc");
+        assert_eq!(tail("a", 5), "a");
+    }
+}

@@ -1,0 +1,371 @@
+//! What a Linux guest finds behind its virtio disk, and what the host then finds in the image.
+//!
+//! Each boot takes seconds, so a boot asks several questions where they belong together. Rates in
+//! an emulated guest mean nothing and are not looked at.
+
+use std::collections::BTreeMap;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::{Ground, KIB, MIB, Place, Scenario};
+use crate::process::{run, succeed};
+use crate::server::Device;
+use crate::vm::Vm;
+
+pub const SCENARIOS: &[Scenario] = &[
+    Scenario {
+        name: "guest-queues",
+        sentence: "a guest has as many hardware queues as the smaller of its processors and the export's queues",
+        place: Place::Guest,
+        ours: false,
+        tell: queues,
+    },
+    Scenario {
+        name: "guest-idle",
+        sentence: "with a guest's sixteen queues attached and nothing to do, the daemon uses less than 1 % of a processor",
+        place: Place::Guest,
+        ours: false,
+        tell: idle,
+    },
+    Scenario {
+        name: "guest-serial",
+        sentence: "a guest sees the serial number and the size that were set",
+        place: Place::Guest,
+        ours: true,
+        tell: serial,
+    },
+    Scenario {
+        name: "guest-file-system",
+        sentence: "files in an ext4 made by the guest have the same sums before and after a remount, and on the host",
+        place: Place::Guest,
+        ours: false,
+        tell: file_system,
+    },
+    Scenario {
+        name: "guest-fio-verify",
+        sentence: "fio, writing from several jobs at once, finds every block's checksum intact",
+        place: Place::Guest,
+        ours: false,
+        tell: fio_verify,
+    },
+    Scenario {
+        name: "guest-discard",
+        sentence: "blkdiscard gives blocks back to the host, and zeroes out what it is told to",
+        place: Place::Guest,
+        ours: false,
+        tell: discard,
+    },
+    Scenario {
+        name: "guest-boots-from-disk",
+        sentence: "a guest boots from a root on the disk, and what it leaves there is there",
+        place: Place::Guest,
+        ours: false,
+        tell: boots_from_disk,
+    },
+    Scenario {
+        name: "guest-restarted",
+        sentence: "a guest that is started again, and one that reboots, find their data with the same daemon",
+        place: Place::Guest,
+        ours: false,
+        tell: restarted,
+    },
+    Scenario {
+        name: "guest-daemon-sigterm",
+        sentence: "a daemon stopped amid a guest's writes loses none that the guest saw acknowledged and synced",
+        place: Place::Guest,
+        ours: false,
+        tell: daemon_sigterm,
+    },
+    Scenario {
+        name: "guest-write-cache",
+        sentence: "a guest can turn the disk's write cache off and on, and writes both ways",
+        place: Place::Guest,
+        ours: false,
+        tell: write_cache,
+    },
+    Scenario {
+        name: "guest-read-only",
+        sentence: "a guest is told that a read-only disk is one, and cannot write to it",
+        place: Place::Guest,
+        ours: false,
+        tell: read_only,
+    },
+];
+
+fn queues(ground: &Ground) -> Result<()> {
+    let (_image, export, server) = ground.serve_image(16 * MIB, 4)?;
+    for processors in [4, 2] {
+        let vm = Vm::new(ground.guest, processors).disk(&export.socket, 4);
+        // Each processor's request goes out through its own queue.
+        let task = "set -e
+            modprobe virtio_blk
+            ls /sys/block/vda/mq | wc -l
+            for cpu in $(ls /sys/block/vda/mq); do
+                taskset -c $cpu dd if=/dev/vda of=/dev/null bs=64k count=4 iflag=direct 2>/dev/null
+            done";
+        let output = vm.succeed(task)?;
+        ensure!(
+            output.trim() == processors.to_string(),
+            "{processors} processors, 4 queues, and the guest has {output}"
+        );
+    }
+    server.stop()?;
+    Ok(())
+}
+
+fn idle(ground: &Ground) -> Result<()> {
+    const WATCHED: Duration = Duration::from_secs(3);
+    // Four disks of four queues: a machine with sixteen processors takes most of a minute to boot here.
+    let mut exports = Vec::new();
+    let mut vm = Vm::new(ground.guest, 4);
+    for number in 0..4 {
+        let image = ground.image(&format!("{number}.img"), 16 * MIB)?;
+        let export = ground.export(Device::File(image.path), &format!("{number}.sock"), 4);
+        vm = vm.disk(&export.socket, 4);
+        exports.push(export);
+    }
+    let server = ground.serve(&exports)?;
+    let mut machine = vm.start("modprobe virtio_blk && ls -d /sys/block/vd?/mq/* | wc -l && sleep 100")?;
+    machine.wait_for_output(|output| output.contains('\n'))?;
+    ensure!(machine.output().trim() == "16", "the guest has {} queues", machine.output());
+    std::thread::sleep(Duration::from_secs(1));
+    let before = server.processor_time()?;
+    std::thread::sleep(WATCHED);
+    let used = server.processor_time()?.saturating_sub(before);
+    ensure!(used < WATCHED / 100, "the idle daemon used {used:?} of processor time in {WATCHED:?}");
+    drop(machine);
+    server.stop()?;
+    Ok(())
+}
+
+fn serial(ground: &Ground) -> Result<()> {
+    let image = ground.image("disk.img", 24 * MIB)?;
+    let mut export = ground.export(Device::File(image.path), "disk.sock", 1);
+    export.serial = Some("abc-123");
+    let server = ground.serve(std::slice::from_ref(&export))?;
+    let vm = Vm::new(ground.guest, 1).disk(&export.socket, 1);
+    let output = vm.succeed("modprobe virtio_blk && cat /sys/block/vda/serial && echo && cat /sys/block/vda/size")?;
+    let words: Vec<_> = output.split_whitespace().collect();
+    ensure!(words == ["abc-123", "49152"], "the guest sees {words:?}");
+    server.stop()?;
+    Ok(())
+}
+
+fn file_system(ground: &Ground) -> Result<()> {
+    let (image, export, server) = ground.serve_image(96 * MIB, 2)?;
+    let task = "set -e
+        modprobe -a virtio_blk ext4
+        mkfs.ext4 -q /dev/vda
+        mkdir /tmp/disk
+        mount -t ext4 /dev/vda /tmp/disk
+        cd /tmp/disk
+        mkdir -p deep/er
+        for kib in 1 3 64 257 1024 5000; do
+            dd if=/dev/urandom of=deep/er/$kib bs=1k count=$kib 2>/dev/null
+        done
+        cd deep/er && sha256sum * >/tmp/sums && cd /
+        umount /tmp/disk
+        mount -t ext4 /dev/vda /tmp/disk
+        cd /tmp/disk/deep/er && sha256sum -c -s /tmp/sums && cd /
+        umount /tmp/disk
+        cat /tmp/sums";
+    let output = Vm::new(ground.guest, 2).disk(&export.socket, 2).succeed(task)?;
+    let sums = parse_sums(&output);
+    ensure!(sums.len() == 6, "the guest should have summed 6 files:\n{output}");
+    // First with the daemon still there: the host's view must not depend on its end.
+    check_file_system(ground, &image, &sums)?;
+    server.stop()?;
+    check_file_system(ground, &image, &sums)
+}
+
+/// Checks an ext4 with the host's tools, and the sums of the files in deep/er.
+fn check_file_system(ground: &Ground, image: &super::Image, sums: &BTreeMap<String, String>) -> Result<()> {
+    let limit = Duration::from_mins(1);
+    let mut check = ground.guest.command("e2fsck");
+    succeed("e2fsck", check.args(["-f", "-n"]).arg(&image.path), limit)?;
+    for (name, sum) in sums {
+        let copy = ground.path("copy");
+        let mut dump = ground.guest.command("debugfs");
+        dump.args(["-R", &format!("dump /deep/er/{name} {}", copy.display())]).arg(&image.path);
+        succeed("debugfs", &dump, limit)?;
+        let host = succeed("sha256sum", Command::new("sha256sum").arg(&copy), limit)?;
+        ensure!(host.starts_with(sum.as_str()), "file {name}: the guest's sum is {sum}, the host's {host}");
+        std::fs::remove_file(&copy).context("debugfs left no copy")?;
+    }
+    Ok(())
+}
+
+/// Lines of `SUM  NAME`.
+fn parse_sums(text: &str) -> BTreeMap<String, String> {
+    text.lines().filter_map(|line| line.split_once("  ")).map(|(sum, name)| (name.to_owned(), sum.to_owned())).collect()
+}
+
+fn fio_verify(ground: &Ground) -> Result<()> {
+    let (image, export, server) = ground.serve_image(64 * MIB, 4)?;
+    let task = "modprobe virtio_blk && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread --group_reporting \
+        --verify=crc32c --verify_fatal=1 --iodepth=16 --output-format=terse --output=/dev/null \
+        --name=small --rw=randwrite --bs=4k --size=4m --numjobs=4 --offset_increment=8m \
+        --name=mixed --rw=randwrite --bsrange=4k-128k --size=8m --offset=40m \
+        --name=sectors --rw=randwrite --bs=512 --size=256k --offset=56m && echo verified";
+    let output = Vm::new(ground.guest, 4).disk(&export.socket, 4).succeed(task)?;
+    ensure!(output.trim() == "verified", "fio said:\n{output}");
+    let written = image.allocated()?;
+    ensure!(written >= 24 * MIB, "only {written} bytes of what fio wrote are in the image");
+    server.stop()?;
+    Ok(())
+}
+
+fn discard(ground: &Ground) -> Result<()> {
+    let (image, export, server) = ground.serve_image(32 * MIB, 2)?;
+    let task = "set -e
+        modprobe virtio_blk
+        cd /sys/block/vda/queue
+        test $(cat discard_max_bytes) -gt 0
+        test $(cat write_zeroes_max_bytes) -gt 0
+        tr '\\0' '\\377' </dev/zero | dd of=/dev/vda bs=64k count=256 iflag=fullblock 2>/dev/null
+        sync
+        /usr/sbin/blkdiscard -o 4M -l 4M /dev/vda
+        /usr/sbin/blkdiscard -z -o 10M -l 1M /dev/vda
+        sync
+        echo 3 >/proc/sys/vm/drop_caches
+        left() { dd if=/dev/vda bs=1M skip=$1 count=$2 2>/dev/null | tr -d '\\0' | wc -c; }
+        echo $(left 0 4) $(left 4 4) $(left 8 2) $(left 10 1) $(left 11 5) $(left 16 16)";
+    let output = Vm::new(ground.guest, 2).disk(&export.socket, 2).succeed(task)?;
+    ensure!(output.trim() == "4194304 0 2097152 0 5242880 0", "the guest counts as not zero: {output}");
+    for (offset, length, byte) in [(0, 4, 0xff), (4, 4, 0), (8, 2, 0xff), (10, 1, 0), (11, 5, 0xff), (16, 16, 0)] {
+        image.check_pattern(offset * MIB, length * MIB, byte)?;
+    }
+    let allocated = image.allocated()?;
+    ensure!(allocated <= 12 * MIB + 64 * KIB, "4 of 16 MiB were discarded, and {allocated} bytes are still allocated");
+    server.stop()?;
+    Ok(())
+}
+
+fn boots_from_disk(ground: &Ground) -> Result<()> {
+    let image = ground.image("root.img", 384 * MIB)?;
+    let limit = Duration::from_mins(1);
+    let mut make = ground.guest.command("mke2fs");
+    make.args(["-q", "-F", "-t", "ext4", "-E", "root_owner=0:0", "-d"]).arg(ground.guest.root_tree()).arg(&image.path);
+    succeed("mke2fs", &make, limit)?;
+    let export = ground.export(Device::File(image.path.clone()), "root.sock", 2);
+    let server = ground.serve(std::slice::from_ref(&export))?;
+    let vm = Vm::new(ground.guest, 2).disk(&export.socket, 2).boot_from_disk();
+    let output = vm.succeed("grep ' / ' /proc/mounts && fio --version && echo 'the guest was here' >/trace && sync")?;
+    ensure!(output.starts_with("/dev/vda / ext4") || output.contains("\n/dev/vda / ext4"), "the root is:\n{output}");
+    let again = vm.succeed("cat /trace")?;
+    ensure!(again.trim() == "the guest was here", "the second boot finds: {again}");
+    server.stop()?;
+    let mut check = ground.guest.command("e2fsck");
+    let checked = run("e2fsck", check.args(["-f", "-n"]).arg(&image.path), limit)?;
+    ensure!(checked.status.success(), "the root's file system is damaged:\n{}", checked.said());
+    let mut show = ground.guest.command("debugfs");
+    let trace = succeed("debugfs", show.args(["-R", "cat /trace"]).arg(&image.path), limit)?;
+    ensure!(trace.trim() == "the guest was here", "the host finds: {trace}");
+    Ok(())
+}
+
+fn restarted(ground: &Ground) -> Result<()> {
+    let (image, export, mut server) = ground.serve_image(16 * MIB, 2)?;
+    let vm = Vm::new(ground.guest, 2).disk(&export.socket, 2);
+    vm.succeed("modprobe virtio_blk && echo first | dd of=/dev/vda bs=512 seek=8 conv=sync,fsync 2>/dev/null")?;
+    server.check_alive()?;
+    // Another queue count, as after a change of the machine, and a reboot without a new QEMU.
+    let task = "modprobe virtio_blk
+        block() { dd if=/dev/vda bs=512 skip=$1 count=1 2>/dev/null | head -n 1 | tr -d '\\0'; }
+        if [ \"$(block 16)\" != second ]; then
+            echo second | dd of=/dev/vda bs=512 seek=16 conv=sync,fsync 2>/dev/null
+            echo before: $(block 8)
+            reboot -f
+            sleep 60
+        fi
+        echo after: $(block 8) $(block 16)";
+    let output = Vm::new(ground.guest, 1).disk(&export.socket, 1).may_reboot().succeed(task)?;
+    let lines: Vec<_> = output.lines().collect();
+    ensure!(lines == ["before: first", "after: first second"], "the guest says: {lines:?}");
+    ensure!(image.read(8 * 512, 6)? == b"first\n", "the image does not hold what the first guest wrote");
+    server.check_alive()?;
+    server.stop()?;
+    Ok(())
+}
+
+fn daemon_sigterm(ground: &Ground) -> Result<()> {
+    let (image, export, server) = ground.serve_image(64 * MIB, 2)?;
+    // Numbers one by one in the lower half, each printed only once it is synced; in the upper half
+    // many writes at a time, so that some are in flight when the end comes.
+    let task = "modprobe virtio_blk
+        fio --name=load --filename=/dev/vda --offset=32m --size=32m --direct=1 --ioengine=libaio --iodepth=16 \
+            --thread --rw=randwrite --bs=4k --time_based --runtime=100 --output=/dev/null &
+        number=0
+        while printf '%04096d' $number | dd of=/dev/vda bs=4k seek=$number conv=notrunc,fsync 2>/dev/null; do
+            echo $number
+            number=$((number + 1))
+        done
+        sleep 100";
+    let mut machine = Vm::new(ground.guest, 2).disk(&export.socket, 2).start(task)?;
+    machine.wait_for_output(|output| output.lines().count() >= 40)?;
+    server.stop()?;
+    // The guest may still print what was acknowledged just before the end.
+    std::thread::sleep(Duration::from_millis(500));
+    let output = machine.output();
+    drop(machine);
+    // What follows the last line break is not a whole number.
+    let whole = output.rsplit_once('\n').map_or("", |(whole, _)| whole);
+    for (expected, line) in whole.lines().enumerate() {
+        ensure!(line == expected.to_string(), "the guest's {expected}th line is {line:?}");
+        let block = image.read(expected as u64 * 4 * KIB, 4 * KIB)?;
+        ensure!(
+            block == format!("{expected:04096}").as_bytes(),
+            "write {expected} was acknowledged and synced, and is not in the image"
+        );
+    }
+    // The lock went with the daemon, and the image can be served again.
+    ground.serve(std::slice::from_ref(&export))?.stop()?;
+    Ok(())
+}
+
+fn write_cache(ground: &Ground) -> Result<()> {
+    let (image, export, server) = ground.serve_image(16 * MIB, 1)?;
+    let task = "set -e
+        modprobe virtio_blk
+        show() { cat /sys/block/vda/cache_type /sys/block/vda/queue/write_cache; }
+        fill() { tr '\\0' \"$1\" </dev/zero | dd of=/dev/vda bs=4k seek=$2 count=64 oflag=direct iflag=fullblock conv=notrunc; }
+        show
+        echo 'write through' >/sys/block/vda/cache_type
+        show
+        fill '\\021' 0 2>/dev/null
+        echo 'write back' >/sys/block/vda/cache_type
+        show
+        fill '\\042' 64 2>/dev/null
+        sync";
+    let output = Vm::new(ground.guest, 1).disk(&export.socket, 1).succeed(task)?;
+    let lines: Vec<_> = output.lines().collect();
+    let (back, through) = ("write back", "write through");
+    ensure!(lines.len() == 6, "the guest says: {lines:?}");
+    // What it is at first is the server's choice; ours offers the cache.
+    ensure!(lines[..2] == [back, back] || !ground.program.is_ours(), "the guest's settings are at first: {lines:?}");
+    ensure!(lines[2..] == [through, through, back, back], "the guest's settings are: {lines:?}");
+    image.check_pattern(0, 256 * KIB, 0x11)?;
+    image.check_pattern(256 * KIB, 256 * KIB, 0x22)?;
+    server.stop()?;
+    Ok(())
+}
+
+fn read_only(ground: &Ground) -> Result<()> {
+    let image = ground.image("disk.img", 8 * MIB)?;
+    image.write(0, &[b'r'; 4096])?;
+    let export = ground.export(Device::ReadOnly(image.path.clone()), "disk.sock", 1);
+    let server = ground.serve(std::slice::from_ref(&export))?;
+    let task = "modprobe virtio_blk
+        cat /sys/block/vda/ro
+        dd if=/dev/vda bs=1 count=4 2>/dev/null; echo
+        /usr/sbin/blockdev --setrw /dev/vda
+        echo w | dd of=/dev/vda bs=512 conv=sync,fsync 2>/dev/null || echo refused";
+    let output = Vm::new(ground.guest, 1).disk(&export.socket, 1).succeed(task)?;
+    let lines: Vec<_> = output.lines().collect();
+    ensure!(lines == ["1", "rrrr", "refused"], "the guest says: {lines:?}");
+    image.check_pattern(0, 4096, b'r')?;
+    server.stop()?;
+    Ok(())
+}

@@ -1,0 +1,192 @@
+//! Stories about the running daemon, told by clients that nobody here wrote.
+//!
+//! A scenario has a name, a sentence that completes "This test shows that …", and a function. Each
+//! gets a ground of its own: an empty folder, the server's program, the guest's programs. Scenarios
+//! do not share state and do not know the order they run in.
+
+mod daemon;
+mod foreign;
+mod guest;
+mod refusals;
+
+use std::fs::File;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+use tempfile::TempDir;
+
+use crate::guest::Guest;
+use crate::process::{self, Ended, Running};
+use crate::server::{self, Device, Export, Program, Server};
+
+/// Ends a client that hangs. The longest takes 3 s on an idle machine.
+const CLIENT_LIMIT: Duration = Duration::from_mins(1);
+
+pub const KIB: u64 = 1 << 10;
+pub const MIB: u64 = 1 << 20;
+
+/// Where a scenario is told, and so what it needs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    /// Clients on this machine.
+    Host,
+    /// A booted guest.
+    Guest,
+}
+
+pub struct Scenario {
+    pub name: &'static str,
+    /// Completes "This test shows that …".
+    pub sentence: &'static str,
+    pub place: Place,
+    /// Whether it holds of blkyard alone, and not of any server of vhost-user-blk.
+    pub ours: bool,
+    pub tell: fn(&Ground) -> Result<()>,
+}
+
+/// All of them, in the order they are told.
+pub fn all() -> impl Iterator<Item = &'static Scenario> {
+    foreign::SCENARIOS.iter().chain(daemon::SCENARIOS).chain(refusals::SCENARIOS).chain(guest::SCENARIOS)
+}
+
+/// What a scenario stands on.
+pub struct Ground<'a> {
+    pub program: &'a Program,
+    pub guest: &'a Guest,
+    /// What servers say while the scenario runs.
+    pub log: File,
+    folder: TempDir,
+}
+
+impl<'a> Ground<'a> {
+    pub fn new(program: &'a Program, guest: &'a Guest, log: File) -> Result<Self> {
+        // A short path: the name of a socket has 108 bytes.
+        let folder = tempfile::Builder::new().prefix("blkyard-").tempdir().context("cannot make a temporary folder")?;
+        Ok(Self { program, guest, log, folder })
+    }
+
+    pub fn path(&self, leaf: &str) -> PathBuf {
+        self.folder.path().join(leaf)
+    }
+
+    /// A sparse image of that many bytes.
+    pub fn image(&self, leaf: &str, bytes: u64) -> Result<Image> {
+        let path = self.path(leaf);
+        let file = File::create_new(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        file.set_len(bytes).with_context(|| format!("cannot size {}", path.display()))?;
+        Ok(Image { path })
+    }
+
+    /// An export of `device` at the socket `leaf`.
+    pub fn export(&self, device: Device, leaf: &str, queues: u16) -> Export {
+        Export { device, socket: self.path(leaf), queues, serial: None }
+    }
+
+    pub fn serve(&self, exports: &[Export]) -> Result<Server> {
+        Server::start(self.program, exports, &self.log)
+    }
+
+    /// The most usual ground: an image of so many bytes, served at a socket.
+    pub fn serve_image(&self, bytes: u64, queues: u16) -> Result<(Image, Export, Server)> {
+        let image = self.image("disk.img", bytes)?;
+        let export = self.export(Device::File(image.path.clone()), "disk.sock", queues);
+        let server = self.serve(std::slice::from_ref(&export))?;
+        Ok((image, export, server))
+    }
+
+    /// qemu-io at a socket with a list of commands, which all have to succeed.
+    pub fn qemu_io(&self, socket: &Path, commands: &[String]) -> Result<String> {
+        let ended = self.try_qemu_io(socket, commands, &[])?;
+        let said = ended.said();
+        // Some failures leave the exit status alone.
+        let bad = ["fail", "error", "Error"].iter().any(|word| said.contains(word));
+        ensure!(ended.status.success() && !bad, "qemu-io failed ({}):\n{}", ended.status, process::tail(&said, 20));
+        Ok(said)
+    }
+
+    /// The same with further options, whatever comes of it.
+    pub fn try_qemu_io(&self, socket: &Path, commands: &[String], options: &[&str]) -> Result<Ended> {
+        let mut command = self.guest.command("qemu-io");
+        command.args(options).arg("--image-opts").arg(client_options(socket));
+        for line in commands {
+            command.args(["-c", line]);
+        }
+        process::run("qemu-io", &command, CLIENT_LIMIT)
+    }
+
+    /// `qemu-img bench` at a socket, to its end.
+    pub fn qemu_bench(&self, socket: &Path, options: &[&str]) -> Result<()> {
+        process::succeed("qemu-img bench", &self.bench_command(socket, options), CLIENT_LIMIT)?;
+        Ok(())
+    }
+
+    /// The same, left running.
+    pub fn start_qemu_bench(&self, socket: &Path, options: &[&str]) -> Result<Running> {
+        Running::start("qemu-img bench", &self.bench_command(socket, options))
+    }
+
+    fn bench_command(&self, socket: &Path, options: &[&str]) -> Command {
+        let mut command = self.guest.command("qemu-img");
+        command.args(["bench", "-t", "none"]).args(options).arg("--image-opts").arg(client_options(socket));
+        command
+    }
+
+    /// qemu-io, connected to a socket and then silent.
+    pub fn start_silent_client(&self, socket: &Path, time: Duration) -> Result<Running> {
+        let mut command = self.guest.command("qemu-io");
+        let sleep = format!("sleep {}", time.as_millis());
+        command.arg("--image-opts").arg(client_options(socket)).args(["-c", "read 0 4k", "-c", &sleep]);
+        let mut running = Running::start("qemu-io", &command)?;
+        // Not its own words: it keeps them to itself until it ends.
+        let connected = running.wait_until(CLIENT_LIMIT, |_| Ok(server::has_client(socket)))?;
+        ensure!(connected, "the client ended too early: {}{}", running.stdout()?, running.stderr()?);
+        Ok(running)
+    }
+}
+
+/// QEMU's name for a disk behind a vhost-user-blk socket, reached through libblkio.
+fn client_options(socket: &Path) -> String {
+    format!("driver=virtio-blk-vhost-user,path={},cache.direct=on", socket.display())
+}
+
+/// A disk image on the host.
+pub struct Image {
+    pub path: PathBuf,
+}
+
+impl Image {
+    /// The bytes of a range, as anyone else on this machine finds them.
+    pub fn read(&self, offset: u64, length: u64) -> Result<Vec<u8>> {
+        let file = File::open(&self.path).with_context(|| format!("cannot open {}", self.path.display()))?;
+        let mut bytes = vec![0; usize::try_from(length)?];
+        file.read_exact_at(&mut bytes, offset).with_context(|| format!("cannot read {}", self.path.display()))?;
+        Ok(bytes)
+    }
+
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
+        let file = File::options().write(true).open(&self.path);
+        file.and_then(|file| file.write_all_at(bytes, offset))
+            .with_context(|| format!("cannot write {}", self.path.display()))
+    }
+
+    /// Checks that a range holds one byte over and over.
+    pub fn check_pattern(&self, offset: u64, length: u64, byte: u8) -> Result<()> {
+        match self.read(offset, length)?.iter().position(|&found| found != byte) {
+            None => Ok(()),
+            Some(at) => bail!(
+                "{} should hold {byte:#04x} from {offset} on for {length} bytes, and does not at {}",
+                self.path.display(),
+                offset + at as u64
+            ),
+        }
+    }
+
+    /// How many bytes the file system keeps for the image: holes do not count.
+    pub fn allocated(&self) -> Result<u64> {
+        let metadata = self.path.metadata().with_context(|| format!("cannot look at {}", self.path.display()))?;
+        Ok(metadata.blocks() * 512)
+    }
+}

@@ -1,0 +1,245 @@
+//! The server under test, started and stopped.
+//!
+//! It is `blkyard serve`. In its place can stand a server that nobody here wrote,
+//! qemu-storage-daemon: a scenario that fails against both is a mistake of the scenario.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::process::{Ended, Running, run, tail};
+
+/// A server that is not ready by then never will be. Mostly used up by a machine that compiles beside it.
+const READY_LIMIT: Duration = Duration::from_secs(20);
+
+/// How long a server may take to finish what is in flight. Nothing we send takes a disk longer than that.
+pub const STOP_LIMIT: Duration = Duration::from_secs(10);
+
+/// Which program serves.
+pub enum Program {
+    Blkyard(PathBuf),
+    /// qemu-storage-daemon.
+    Foreign(PathBuf),
+}
+
+/// What is served.
+#[derive(Clone)]
+pub enum Device {
+    File(PathBuf),
+    ReadOnly(PathBuf),
+    /// Bytes in memory, so many MiB.
+    Ram(u32),
+    /// Nothing at all, so many MiB of it.
+    Null(u32),
+    /// In blkyard's own words.
+    Spec(String),
+}
+
+impl Device {
+    /// In blkyard's words.
+    pub fn spec(&self) -> String {
+        match self {
+            Self::File(path) => format!("file:{}", path.display()),
+            Self::ReadOnly(path) => format!("file:{}?readonly=on", path.display()),
+            Self::Ram(mib) => format!("ram:{mib}M"),
+            Self::Null(mib) => format!("null:{mib}M"),
+            Self::Spec(spec) => spec.clone(),
+        }
+    }
+}
+
+/// One disk at one socket.
+#[derive(Clone)]
+pub struct Export {
+    pub device: Device,
+    pub socket: PathBuf,
+    pub queues: u16,
+    pub serial: Option<&'static str>,
+}
+
+impl Export {
+    fn spec(&self) -> String {
+        let serial = self.serial.map(|serial| format!("&serial={serial}")).unwrap_or_default();
+        format!("vhost-user-blk:{}?queues={}{serial}", self.socket.display(), self.queues)
+    }
+}
+
+impl Program {
+    /// Whether this is the product, and so has to keep promises that only the product makes.
+    pub fn is_ours(&self) -> bool {
+        matches!(self, Self::Blkyard(_))
+    }
+
+    /// The product with arguments of its own.
+    pub fn command(&self) -> Result<Command> {
+        match self {
+            Self::Blkyard(path) => Ok(Command::new(path)),
+            Self::Foreign(_) => bail!("this scenario is for blkyard only"),
+        }
+    }
+
+    /// The command that serves these exports.
+    pub fn serve(&self, exports: &[Export]) -> Result<Command> {
+        match self {
+            Self::Blkyard(path) => {
+                let mut command = Command::new(path);
+                command.arg("serve");
+                for export in exports {
+                    command.args(["--device", &export.device.spec(), "--export", &export.spec()]);
+                }
+                Ok(command)
+            }
+            Self::Foreign(path) => foreign(path, exports),
+        }
+    }
+
+    /// What the product says when it refuses to serve. Serving instead is an error.
+    pub fn refusal(&self, arguments: &[&str]) -> Result<String> {
+        let ended = run("blkyard serve", self.command()?.arg("serve").args(arguments), READY_LIMIT)
+            .context("serve should have refused this at once")?;
+        ensure!(!ended.status.success(), "serve should have refused this, and ended with success: {}", ended.said());
+        ensure!(ended.status.code().is_some(), "serve should have refused this, and was killed: {}", ended.status);
+        ensure!(!ended.said().contains("panicked"), "serve panicked:\n{}", ended.said());
+        Ok(ended.stderr)
+    }
+}
+
+fn foreign(path: &Path, exports: &[Export]) -> Result<Command> {
+    let mut command = Command::new(path);
+    for (index, export) in exports.iter().enumerate() {
+        let (node, writable) = match &export.device {
+            Device::File(image) => (file_node(image), "on"),
+            Device::ReadOnly(image) => (format!("{},read-only=on", file_node(image)), "off"),
+            Device::Null(mib) => (format!("null-co,size={},read-zeroes=on", u64::from(*mib) << 20), "on"),
+            Device::Spec(spec) => bail!("only blkyard understands {spec}"),
+            Device::Ram(mib) => {
+                let image = export.socket.with_extension("ram");
+                let file = File::create(&image).with_context(|| format!("cannot make {}", image.display()))?;
+                file.set_len(u64::from(*mib) << 20).with_context(|| format!("cannot size {}", image.display()))?;
+                (file_node(&image), "on")
+            }
+        };
+        command.args(["--blockdev", &format!("driver={node},node-name=disk{index}")]).arg("--export").arg(format!(
+            "vhost-user-blk,id=export{index},node-name=disk{index},writable={writable},num-queues={},\
+             addr.type=unix,addr.path={}",
+            export.queues,
+            export.socket.display()
+        ));
+    }
+    Ok(command)
+}
+
+fn file_node(image: &Path) -> String {
+    format!("file,filename={},discard=unmap", image.display())
+}
+
+/// A server that is ready. Dropping it kills it.
+pub struct Server {
+    running: Running,
+}
+
+impl Server {
+    /// Starts `program` on these exports; what it says goes into `log`.
+    pub fn start(program: &Program, exports: &[Export], log: &File) -> Result<Self> {
+        let sockets: Vec<_> = exports.iter().map(|export| export.socket.clone()).collect();
+        Self::start_command(&program.serve(exports)?, &sockets, log)
+    }
+
+    /// Starts a command of the caller's own making and waits until it listens at the sockets.
+    pub fn start_command(command: &Command, sockets: &[PathBuf], log: &File) -> Result<Self> {
+        let mut running = Running::start_logged("the server", command, log)?;
+        let listening = |_: &Running| Ok(sockets.iter().all(|socket| listens(socket)));
+        if running.wait_until(READY_LIMIT, listening)? {
+            return Ok(Self { running });
+        }
+        let said = running.stdout()?;
+        let ended = running.wait(Duration::ZERO)?;
+        bail!("the server ended before it was ready ({}); it said:\n{}", ended.status, tail(&said, 20));
+    }
+
+    /// Asks the server to end, which it must do soon and with success.
+    pub fn stop(mut self) -> Result<Ended> {
+        let start = Instant::now();
+        self.running.ask_to_end()?;
+        let ended = self.running.wait(STOP_LIMIT).context("SIGTERM did not end the server")?;
+        ensure!(ended.status.success(), "the server ended with {} after SIGTERM", ended.status);
+        ensure!(start.elapsed() < STOP_LIMIT, "the server took {:?} to end", start.elapsed());
+        Ok(ended)
+    }
+
+    /// Ends the server as a crash would.
+    pub fn kill(self) {
+        drop(self);
+    }
+
+    /// Waits until the server has said `word`, and returns all it has said. It listens before it has said everything, and
+    /// a log that others wrote to may hold the word already.
+    pub fn said_after(&mut self, word: &str) -> Result<String> {
+        let told = self.running.wait_until(READY_LIMIT, |running| Ok(running.stdout()?.contains(word)))?;
+        ensure!(told, "the server ended before it said '{word}'");
+        self.said()
+    }
+
+    /// What the server, and whoever else shares its log, has said so far.
+    pub fn said(&self) -> Result<String> {
+        self.running.stdout()
+    }
+
+    /// The server is still there.
+    pub fn check_alive(&mut self) -> Result<()> {
+        match self.running.poll()? {
+            None => Ok(()),
+            Some(status) => bail!("the server should still be there, and ended with {status}"),
+        }
+    }
+
+    /// Processor time that all threads of the server have used.
+    pub fn processor_time(&self) -> Result<Duration> {
+        let folder = format!("/proc/{}/task", self.running.id());
+        let mut total = 0;
+        for task in fs::read_dir(&folder).with_context(|| format!("cannot read {folder}"))? {
+            // The first word is the time on a processor, in nanoseconds; finer than the ticks of `stat`.
+            let path = task?.path().join("schedstat");
+            let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+            let word = text.split(' ').next().unwrap_or_default();
+            total += word.parse::<u64>().with_context(|| format!("cannot understand {}", path.display()))?;
+        }
+        Ok(Duration::from_nanos(total))
+    }
+}
+
+/// Whether a socket is there and someone listens at it.
+fn listens(socket: &Path) -> bool {
+    // `__SO_ACCEPTCON` among the flags.
+    socket.exists() && table_entries(socket).any(|entry| entry.flags == "00010000")
+}
+
+/// Whether a client is connected to the server at a socket.
+pub fn has_client(socket: &Path) -> bool {
+    // `SS_CONNECTED`: the server's end of a connection has the name of the socket it came in by.
+    table_entries(socket).any(|entry| entry.state == "03")
+}
+
+/// What the kernel knows of a socket and its connections. Its table is asked, since a connection
+/// made to find out would count as a client.
+struct TableEntry {
+    flags: String,
+    state: String,
+}
+
+fn table_entries(socket: &Path) -> impl Iterator<Item = TableEntry> {
+    let table = fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    // A server that was given a relative path is in the table by that.
+    let names = [Some(socket.as_os_str()), socket.file_name()];
+    let entry = |line: &str| match line.split_whitespace().collect::<Vec<_>>()[..] {
+        // Number, references, protocol, flags, type, state, inode, path.
+        [_, _, _, flags, _, state, _, path] if names.contains(&Some(path.as_ref())) => {
+            Some(TableEntry { flags: flags.to_owned(), state: state.to_owned() })
+        }
+        _ => None,
+    };
+    table.lines().filter_map(entry).collect::<Vec<_>>().into_iter()
+}

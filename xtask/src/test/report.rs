@@ -1,0 +1,169 @@
+//! The account of a test run: a line for each item as it ends, all failures again at the end, and a
+//! closing line for programs: `N passed, N failed, N skipped`.
+
+use std::io::{IsTerminal, Write};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+
+/// How a thing ended that did not fail as a whole.
+pub enum Verdict {
+    /// So many tests in it passed.
+    Passed(usize),
+    /// It has tests of its own, and some of them failed.
+    Mixed { passed: usize, failed: usize, skipped: usize, text: String },
+    /// It did not run, for this reason.
+    Skipped(String),
+}
+
+impl Verdict {
+    pub fn passed() -> Self {
+        Self::Passed(1)
+    }
+
+    pub fn skipped(reason: impl Into<String>) -> Self {
+        Self::Skipped(reason.into())
+    }
+}
+
+pub struct Report {
+    /// What did not run has failed.
+    strict: bool,
+    start: Instant,
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+    /// Name and text of everything that should be read again at the end.
+    failures: Vec<(String, String)>,
+    left_out: Vec<(String, String)>,
+}
+
+impl Report {
+    pub fn new(strict: bool) -> Self {
+        Self {
+            strict,
+            start: Instant::now(),
+            passed: 0,
+            failed: 0,
+            skipped: 0,
+            failures: Vec::new(),
+            left_out: Vec::new(),
+        }
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.passed + self.failed + self.skipped == 0
+    }
+
+    /// Runs one item and says how it ended.
+    pub fn item(&mut self, name: &str, run: impl FnOnce() -> Result<Verdict>) {
+        // Whoever watches should see what is taking so long; in a file, half a line would only be in the
+        // way of what others write.
+        let watched = std::io::stdout().is_terminal();
+        if watched {
+            print!("{name:24} ");
+            let _ = std::io::stdout().flush();
+        }
+        let start = Instant::now();
+        let verdict = run();
+        let took = start.elapsed();
+        let strict = self.strict;
+        let (word, text) = self.count(name, verdict);
+        let start_of_line = if watched { "\r" } else { "" };
+        println!("{start_of_line}{name:24} {word:8} {}{text}", seconds(took));
+        if strict && word == "skipped" {
+            println!("{:24} CI is set, so this counts as failed", "");
+        }
+    }
+
+    /// Takes note of a verdict; returns the word for it and what else belongs on its line.
+    fn count(&mut self, name: &str, verdict: Result<Verdict>) -> (&'static str, String) {
+        match verdict {
+            Ok(Verdict::Passed(1)) => {
+                self.passed += 1;
+                ("ok", String::new())
+            }
+            Ok(Verdict::Passed(count)) => {
+                self.passed += count;
+                ("ok", format!("  {count} tests"))
+            }
+            Ok(Verdict::Mixed { passed, failed, skipped, text }) => {
+                self.passed += passed;
+                self.failed += failed;
+                self.skipped += skipped;
+                self.failures.push((name.to_owned(), text.clone()));
+                ("FAILED", format!("  {passed} tests passed, {failed} failed\n{}", indent(&text)))
+            }
+            Ok(Verdict::Skipped(reason)) => {
+                if self.strict {
+                    self.failed += 1;
+                } else {
+                    self.skipped += 1;
+                }
+                self.left_out.push((name.to_owned(), reason.clone()));
+                ("skipped", format!("  {reason}"))
+            }
+            Err(error) => {
+                self.failed += 1;
+                let text = format!("{error:#}");
+                self.failures.push((name.to_owned(), text.clone()));
+                ("FAILED", format!("\n{}", indent(&text)))
+            }
+        }
+    }
+
+    /// Says it all again in short, with the closing line.
+    pub fn close(self) -> ExitCode {
+        println!();
+        for (name, reason) in &self.left_out {
+            println!("did not run: {name}: {reason}");
+        }
+        for (name, text) in &self.failures {
+            println!("failed: {name}: {}", text.lines().next().unwrap_or_default());
+        }
+        println!("after {}:", seconds(self.start.elapsed()).trim());
+        println!("{}", self.closing_line());
+        if self.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    }
+
+    fn closing_line(&self) -> String {
+        format!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped)
+    }
+}
+
+fn seconds(time: Duration) -> String {
+    format!("{:6.1} s", time.as_secs_f64())
+}
+
+fn indent(text: &str) -> String {
+    text.lines().map(|line| format!("    {line}")).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::anyhow;
+
+    use super::*;
+
+    fn counted(strict: bool) -> Report {
+        let mut report = Report::new(strict);
+        report.count("a", Ok(Verdict::passed()));
+        report.count("b", Ok(Verdict::Passed(5)));
+        report.count("c", Ok(Verdict::skipped("no reason")));
+        report.count("d", Err(anyhow!("broken")));
+        report.count("e", Ok(Verdict::Mixed { passed: 2, failed: 1, skipped: 0, text: "one".into() }));
+        report
+    }
+
+    #[test]
+    fn everything_is_counted() {
+        assert_eq!(counted(false).closing_line(), "8 passed, 2 failed, 1 skipped");
+        assert_eq!(counted(false).failures.len(), 2);
+    }
+
+    #[test]
+    fn where_nothing_is_optional_the_skipped_have_failed() {
+        assert_eq!(counted(true).closing_line(), "8 passed, 3 failed, 0 skipped");
+    }
+}

@@ -1,0 +1,255 @@
+//! What needs no daemon: format, lints, tidiness, documentation, tests, models, and the build of the product.
+
+use std::env;
+use std::ffi::OsString;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use super::report::Verdict;
+use crate::process::{Ended, Running, tail};
+use crate::tidy;
+
+/// Covers a first build of everything on two busy processors; ends a test that hangs.
+const CARGO_LIMIT: Duration = Duration::from_mins(15);
+
+/// How much of a failed step's output is shown; the rest is in its log.
+const SHOWN_LINES: usize = 40;
+
+/// One call of cargo, or a family of them.
+pub struct Step {
+    pub name: &'static str,
+    pub sentence: &'static str,
+    kind: Kind,
+}
+
+enum Kind {
+    /// Either fine or not.
+    Check { arguments: &'static [&'static str], environment: &'static [(&'static str, &'static str)] },
+    /// What no tool of cargo's checks.
+    Tidy,
+    /// Tests that count themselves.
+    Tests,
+    /// The models in `tests/TOOL*.rs` of any crate, built with `--cfg TOOL`.
+    Models(&'static str),
+}
+
+pub const ALL: &[Step] = &[
+    Step {
+        name: "format",
+        sentence: "the source is as cargo fmt would have it",
+        kind: Kind::Check { arguments: &["fmt", "--all", "--", "--check", "--color=never"], environment: &[] },
+    },
+    Step {
+        name: "clippy",
+        sentence: "clippy has nothing to say",
+        kind: Kind::Check {
+            arguments: &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"],
+            environment: &[],
+        },
+    },
+    Step {
+        name: "tidy",
+        sentence: "floors, unsafe code, sizes, heads and leftovers are as they should be",
+        kind: Kind::Tidy,
+    },
+    Step {
+        name: "doc",
+        sentence: "the documentation builds without warnings",
+        kind: Kind::Check {
+            arguments: &["doc", "--no-deps", "--workspace"],
+            environment: &[("RUSTDOCFLAGS", "-D warnings")],
+        },
+    },
+    Step { name: "unit", sentence: "the tests of all crates pass", kind: Kind::Tests },
+    Step {
+        name: "loom",
+        sentence: "the models of what threads share hold in every interleaving",
+        kind: Kind::Models("loom"),
+    },
+    Step {
+        name: "shuttle",
+        sentence: "the real code of what threads share holds in schedules drawn at random",
+        kind: Kind::Models("shuttle"),
+    },
+];
+
+pub fn run(step: &Step, root: &Path, log: &File) -> Result<Verdict> {
+    match &step.kind {
+        Kind::Check { arguments, environment } => {
+            let mut command = cargo(root);
+            command.args(*arguments).envs(environment.iter().copied());
+            let ended = logged(step.name, &command, log)?;
+            check(&ended)?;
+            Ok(Verdict::passed())
+        }
+        Kind::Tidy => {
+            let findings: Vec<_> = tidy::check(root)?.iter().map(ToString::to_string).collect();
+            ensure!(findings.is_empty(), "{}", findings.join("\n"));
+            Ok(Verdict::passed())
+        }
+        Kind::Tests => {
+            let mut command = cargo(root);
+            command.args(["test", "--workspace", "--no-fail-fast"]);
+            verdict(&logged(step.name, &command, log)?)
+        }
+        Kind::Models(tool) => models(tool, root, log),
+    }
+}
+
+/// Builds the product as its users do; returns the program.
+pub fn release(root: &Path, log: &File) -> Result<PathBuf> {
+    let mut command = cargo(root);
+    command.args(["build", "--release", "-p", "blkyard"]);
+    check(&logged("cargo build", &command, log)?)?;
+    let program = target_folder(root).join("release/blkyard");
+    ensure!(program.exists(), "cargo built no {}", program.display());
+    Ok(program)
+}
+
+/// Where cargo puts what it builds.
+pub fn target_folder(root: &Path) -> PathBuf {
+    root.join(env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from))
+}
+
+/// Runs all models, with cargo's output folder of their own: they are built with another flag, and would
+/// otherwise drive everything else out of it.
+fn models(tool: &str, root: &Path, log: &File) -> Result<Verdict> {
+    let found = find_models(tool, root)?;
+    if found.is_empty() {
+        return Ok(Verdict::skipped(format!("no crate has a tests/{tool}*.rs")));
+    }
+    let mut flags = env::var_os("RUSTFLAGS").unwrap_or_default();
+    if !flags.is_empty() {
+        flags.push(" ");
+    }
+    flags.push("--cfg ");
+    flags.push(tool);
+    let (mut passed, mut failed, mut skipped, mut texts) = (0, 0, 0, Vec::new());
+    for (package, tests) in &found {
+        let mut command = cargo(root);
+        command.args(["test", "--release", "--no-fail-fast", "-p", package]);
+        for test in tests {
+            command.args(["--test", test]);
+        }
+        command.env("RUSTFLAGS", &flags).env("CARGO_TARGET_DIR", target_folder(root).join(tool));
+        // The models should run fast, but need not be linked as the product is.
+        command.env("CARGO_PROFILE_RELEASE_LTO", "off").env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16");
+        match verdict(&logged(&format!("{tool} of {package}"), &command, log)?)? {
+            Verdict::Passed(count) => passed += count,
+            Verdict::Mixed { passed: p, failed: f, skipped: s, text } => {
+                (passed, failed, skipped) = (passed + p, failed + f, skipped + s);
+                texts.push(text);
+            }
+            Verdict::Skipped(reason) => bail!("{package}: {reason}"),
+        }
+    }
+    match failed + skipped {
+        0 => Ok(Verdict::Passed(passed)),
+        _ => Ok(Verdict::Mixed { passed, failed, skipped, text: texts.join("\n") }),
+    }
+}
+
+/// Each package with models, and the names of the test targets that hold them.
+fn find_models(tool: &str, root: &Path) -> Result<Vec<(String, Vec<String>)>> {
+    let crates = root.join("crates");
+    let mut found = Vec::new();
+    for entry in fs::read_dir(&crates).with_context(|| format!("cannot read {}", crates.display()))? {
+        let folder = entry?.path();
+        let Ok(tests) = fs::read_dir(folder.join("tests")) else { continue };
+        let mut names = Vec::new();
+        for test in tests {
+            let leaf = test?.file_name().to_string_lossy().into_owned();
+            if let Some(name) = leaf.strip_suffix(".rs").filter(|name| name.starts_with(tool)) {
+                names.push(name.to_owned());
+            }
+        }
+        if !names.is_empty() {
+            names.sort();
+            found.push((package_name(&folder)?, names));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn package_name(folder: &Path) -> Result<String> {
+    let path = folder.join("Cargo.toml");
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let manifest: toml::Table = text.parse().with_context(|| format!("cannot understand {}", path.display()))?;
+    let name = manifest.get("package").and_then(|package| package.get("name")).and_then(toml::Value::as_str);
+    Ok(name.with_context(|| format!("{} names no package", path.display()))?.to_owned())
+}
+
+pub fn cargo(root: &Path) -> Command {
+    let mut command = Command::new(env::var_os("CARGO").unwrap_or_else(|| OsString::from("cargo")));
+    command.current_dir(root).env("CARGO_TERM_COLOR", "never");
+    command
+}
+
+fn logged(name: &str, command: &Command, log: &File) -> Result<Ended> {
+    Running::start_logged(name, command, log)?.wait(CARGO_LIMIT)
+}
+
+fn check(ended: &Ended) -> Result<()> {
+    // Both streams go to the same log, so either has it all.
+    ensure!(ended.status.success(), "cargo ended with {}:\n{}", ended.status, tail(&ended.stdout, SHOWN_LINES));
+    Ok(())
+}
+
+/// Adds up what the test programs of one call of `cargo test` say of themselves.
+fn verdict(ended: &Ended) -> Result<Verdict> {
+    let (passed, failed, skipped) = add_up(&ended.stdout);
+    if ended.status.success() && failed == 0 && skipped == 0 {
+        return Ok(Verdict::Passed(passed));
+    }
+    if failed == 0 && skipped == 0 {
+        // Something else than a test: it does not compile, or a test program died.
+        check(ended)?;
+    }
+    Ok(Verdict::Mixed { passed, failed, skipped, text: tail(&ended.stdout, SHOWN_LINES) })
+}
+
+/// Sums of passed, failed and ignored over all lines `test result: …`.
+fn add_up(output: &str) -> (usize, usize, usize) {
+    let mut sums = (0, 0, 0);
+    for line in output.lines().filter(|line| line.starts_with("test result: ")) {
+        let count = |word: &str| {
+            let before = line.split(word).next().unwrap_or_default();
+            before.split_whitespace().next_back().and_then(|number| number.parse().ok()).unwrap_or(0)
+        };
+        sums = (sums.0 + count("passed;"), sums.1 + count("failed;"), sums.2 + count("ignored;"));
+    }
+    sums
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_add_up() {
+        let output = "running 3 tests\n\
+            test result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s\n\
+            noise\n\
+            test result: FAILED. 10 passed; 2 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s\n";
+        assert_eq!(add_up(output), (13, 2, 1));
+    }
+
+    #[test]
+    fn models_are_found_by_their_names() {
+        let root = tempfile::tempdir().unwrap();
+        let tests = root.path().join("crates/mq/tests");
+        fs::create_dir_all(&tests).unwrap();
+        fs::create_dir_all(root.path().join("crates/mem/tests")).unwrap();
+        fs::write(root.path().join("crates/mq/Cargo.toml"), "[package]\nname = \"blkyard-mq\"\n").unwrap();
+        for leaf in ["loom_queue.rs", "loom.rs", "other.rs", "loom.txt"] {
+            fs::write(tests.join(leaf), "").unwrap();
+        }
+        let found = find_models("loom", root.path()).unwrap();
+        assert_eq!(found, [("blkyard-mq".to_owned(), vec!["loom".to_owned(), "loom_queue".to_owned()])]);
+    }
+}

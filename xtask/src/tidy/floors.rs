@@ -1,0 +1,161 @@
+//! The floors of the house: which of our crates may import which.
+//!
+//! The table is compared with the manifests, for programs, build scripts and tests alike; what tests alone may import
+//! besides is a table of its own. A crate outside the table has no floor yet: whoever makes one adds its line here.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+
+use super::Finding;
+
+/// Folder of each crate in `crates/`, and the crates it may import.
+const FLOORS: &[(&str, &[&str])] = &[
+    ("mem", &[]),
+    ("mq", &["mem"]),
+    ("virtio", &["mem", "mq"]),
+    ("export", &["mem", "mq", "virtio"]),
+    ("os", &["mem", "mq"]),
+    ("blkyard", &["mem", "mq", "virtio", "export", "os"]),
+];
+
+/// What a crate's tests may import besides: an export is tested on real lanes.
+const TESTS: &[(&str, &[&str])] = &[("export", &["os"])];
+
+pub fn check(root: &Path) -> Result<Vec<Finding>> {
+    let folder = root.join("crates");
+    let mut findings = Vec::new();
+    let mut names = Vec::new();
+    for entry in fs::read_dir(&folder).with_context(|| format!("cannot read {}", folder.display()))? {
+        names.push(entry?.file_name().to_string_lossy().into_owned());
+    }
+    names.sort();
+    for name in names {
+        let manifest = Path::new("crates").join(&name).join("Cargo.toml");
+        let path = root.join(&manifest);
+        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        compare(&name, &text, &manifest, &mut findings);
+    }
+    let manifest = Path::new("xtask/Cargo.toml");
+    if let Ok(text) = fs::read_to_string(root.join(manifest)) {
+        for (_, import) in imports(&text) {
+            findings.push(Finding::new(
+                manifest,
+                0,
+                format!("the chores may not import the product, and import {import}"),
+            ));
+        }
+    }
+    Ok(findings)
+}
+
+fn compare(name: &str, manifest_text: &str, manifest: &Path, findings: &mut Vec<Finding>) {
+    let Some((_, allowed)) = FLOORS.iter().find(|(known, _)| *known == name) else {
+        findings.push(Finding::new(
+            manifest,
+            0,
+            format!("crate {name} has no floor: add it to FLOORS in xtask/src/tidy/floors.rs"),
+        ));
+        return;
+    };
+    let Ok(parsed) = manifest_text.parse::<toml::Table>() else {
+        findings.push(Finding::new(manifest, 0, "is not TOML"));
+        return;
+    };
+    let expected = package(name);
+    let found = parsed.get("package").and_then(|package| package.get("name")).and_then(toml::Value::as_str);
+    if found != Some(&expected) {
+        findings.push(Finding::new(manifest, 0, format!("the package in crates/{name} should be called {expected}")));
+    }
+    let for_tests = TESTS.iter().find(|(known, _)| *known == name).map_or(&[][..], |(_, imports)| imports);
+    for (kind, import) in imports(manifest_text) {
+        let more = if kind == "dev-dependencies" { for_tests } else { &[] };
+        if !allowed.iter().chain(more).any(|below| package(below) == import) {
+            findings.push(Finding::new(manifest, 0, format!("{expected} may not import {import}")));
+        }
+    }
+}
+
+/// The package that lives in a folder; the roof has the plain name.
+fn package(folder: &str) -> String {
+    if folder == "blkyard" { folder.to_owned() } else { format!("blkyard-{folder}") }
+}
+
+/// Which of our crates a manifest imports, by whatever name and for whatever target, and in which of its tables.
+fn imports(manifest_text: &str) -> Vec<(&'static str, String)> {
+    let Ok(manifest) = manifest_text.parse::<toml::Table>() else { return Vec::new() };
+    let mut places = vec![&manifest];
+    if let Some(targets) = manifest.get("target").and_then(toml::Value::as_table) {
+        places.extend(targets.values().filter_map(toml::Value::as_table));
+    }
+    let mut found = Vec::new();
+    for place in places {
+        for kind in ["dependencies", "dev-dependencies", "build-dependencies"] {
+            let Some(table) = place.get(kind).and_then(toml::Value::as_table) else { continue };
+            for (name, value) in table {
+                let real = value.get("package").and_then(toml::Value::as_str).unwrap_or(name);
+                if real == "blkyard" || real.starts_with("blkyard-") {
+                    found.push((kind, real.to_owned()));
+                }
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn findings(name: &str, rest: &str) -> Vec<String> {
+        let text = format!("[package]\nname = \"{}\"\n{rest}", package(name));
+        let mut findings = Vec::new();
+        compare(name, &text, Path::new("Cargo.toml"), &mut findings);
+        findings.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn imports_from_below_are_fine() {
+        let text = "[dependencies]\nblkyard-mem.workspace = true\nlibc = \"0.2\"\n[dev-dependencies]\nblkyard-mq = { path = \"../mq\" }\n";
+        assert!(findings("virtio", text).is_empty());
+    }
+
+    #[test]
+    fn imports_from_above_or_beside_are_found() {
+        for text in [
+            "[dependencies]\nblkyard-os.workspace = true\n",
+            "[dev-dependencies]\nblkyard-os.workspace = true\n",
+            "[build-dependencies]\nblkyard-os.workspace = true\n",
+            "[target.'cfg(loom)'.dependencies]\nblkyard-os.workspace = true\n",
+            "[dependencies]\nrenamed = { package = \"blkyard-os\", path = \"../os\" }\n",
+            "[dependencies]\nblkyard-os = \"1\"\n",
+        ] {
+            assert_eq!(findings("virtio", text), ["Cargo.toml: blkyard-virtio may not import blkyard-os"], "{text}");
+        }
+        assert_eq!(findings("mem", "[dependencies]\nblkyard = \"1\"\n").len(), 1);
+    }
+
+    #[test]
+    fn what_tests_alone_may_import_is_found_elsewhere() {
+        assert!(findings("export", "[dev-dependencies]\nblkyard-os.workspace = true\n").is_empty());
+        assert_eq!(findings("export", "[dependencies]\nblkyard-os.workspace = true\n").len(), 1);
+    }
+
+    #[test]
+    fn a_crate_needs_a_floor_and_its_name() {
+        assert!(findings("attic", "")[0].contains("no floor"));
+        let mut findings = Vec::new();
+        compare("mem", "[package]\nname = \"memory\"\n", Path::new("Cargo.toml"), &mut findings);
+        assert!(findings[0].to_string().contains("should be called blkyard-mem"));
+    }
+
+    #[test]
+    fn the_table_has_no_circle() {
+        for (place, (name, below)) in FLOORS.iter().enumerate() {
+            for import in *below {
+                assert!(FLOORS[..place].iter().any(|(earlier, _)| earlier == import), "{name} imports {import}");
+            }
+        }
+    }
+}

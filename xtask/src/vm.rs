@@ -1,0 +1,186 @@
+//! A virtual machine that boots the test guest, does one task and ends.
+//!
+//! The task goes in through QEMU's firmware configuration; its output and its exit status come back
+//! through serial ports of their own, into files, so the kernel's messages never mix with them and
+//! everything said so far can be read while the machine runs. Emulated, since KVM cannot be relied
+//! on. Knows nothing of the server of its disks but a socket.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use tempfile::TempDir;
+
+use crate::guest::Guest;
+use crate::process::{Running, tail};
+
+/// Start to end of an empty task is 3 s on an idle machine with two processors, and 15 s on one that compiles
+/// at the same time.
+const LIMIT: Duration = Duration::from_mins(2);
+
+/// Enough for the root (80 MB), a file system's cache and fio's shared memory.
+const MEMORY_MIB: u32 = 512;
+
+/// What a machine looks like.
+pub struct Vm<'a> {
+    guest: &'a Guest,
+    processors: u16,
+    boot_from_disk: bool,
+    may_reboot: bool,
+    disks: Vec<(PathBuf, u16)>,
+}
+
+/// What came of a task.
+pub struct Outcome {
+    /// The task's exit status.
+    pub status: i32,
+    /// What the task wrote, on both streams.
+    pub output: String,
+    /// What the kernel wrote.
+    pub console: String,
+}
+
+impl Outcome {
+    /// The output of a task that must have succeeded.
+    pub fn success(self) -> Result<String> {
+        if self.status != 0 {
+            bail!(
+                "the guest's task ended with status {}; it said:\n{}\nand the guest's kernel:\n{}",
+                self.status,
+                tail(&self.output, 20),
+                tail(&self.console, 10)
+            );
+        }
+        Ok(self.output)
+    }
+}
+
+impl<'a> Vm<'a> {
+    pub fn new(guest: &'a Guest, processors: u16) -> Self {
+        Self { guest, processors, boot_from_disk: false, may_reboot: false, disks: Vec::new() }
+    }
+
+    /// Adds a disk behind a vhost-user-blk socket. The first one is /dev/vda.
+    pub fn disk(mut self, socket: impl Into<PathBuf>, queues: u16) -> Self {
+        self.disks.push((socket.into(), queues));
+        self
+    }
+
+    /// Lets the guest change to a root on /dev/vda before it looks at its task.
+    pub fn boot_from_disk(mut self) -> Self {
+        self.boot_from_disk = true;
+        self
+    }
+
+    /// Lets a reboot begin the same task anew, in the same QEMU, instead of ending the machine.
+    pub fn may_reboot(mut self) -> Self {
+        self.may_reboot = true;
+        self
+    }
+
+    /// Boots, runs `task` in the guest's shell, and waits for the end.
+    pub fn run(&self, task: &str) -> Result<Outcome> {
+        self.start(task)?.wait()
+    }
+
+    /// The same, for a task that must succeed.
+    pub fn succeed(&self, task: &str) -> Result<String> {
+        self.run(task)?.success()
+    }
+
+    /// Boots and leaves the machine running.
+    pub fn start(&self, task: &str) -> Result<Machine> {
+        let folder =
+            tempfile::Builder::new().prefix("blkyard-vm-").tempdir().context("cannot make a temporary folder")?;
+        let path = |leaf: &str| folder.path().join(leaf).display().to_string();
+        fs::write(folder.path().join("task"), task).context("cannot write the guest's task")?;
+
+        let mut words = "console=ttyS0 quiet panic=-1 mitigations=off init_on_alloc=0 apparmor=0".to_owned();
+        if self.boot_from_disk {
+            words.push_str(" root=/dev/vda");
+        }
+        let mut qemu = self.guest.command("qemu-system-x86_64");
+        qemu.args(["-nodefaults", "-no-user-config", "-display", "none"])
+            .args(["-accel", "tcg,thread=multi", "-cpu", "max"])
+            .args(["-smp", &self.processors.to_string(), "-m", &MEMORY_MIB.to_string()])
+            // The server of the disks maps the guest's memory, so it must be shareable.
+            .args(["-object", &format!("memory-backend-memfd,id=memory,size={MEMORY_MIB}M,share=on")])
+            .args(["-machine", "q35,memory-backend=memory"])
+            .arg("-kernel")
+            .arg(self.guest.kernel())
+            .arg("-initrd")
+            .arg(self.guest.initramfs())
+            .args(["-append", &words])
+            .args(["-serial", &format!("file:{}", path("console"))])
+            .args(["-fw_cfg", &format!("name=opt/blkyard/task,file={}", path("task"))])
+            .args(["-device", "virtio-serial-pci"]);
+        if !self.may_reboot {
+            qemu.arg("-no-reboot");
+        }
+        for port in ["output", "status"] {
+            qemu.args(["-chardev", &format!("file,id={port},path={}", path(port))])
+                .args(["-device", &format!("virtserialport,chardev={port},name=blkyard.{port}")]);
+        }
+        for (index, (socket, queues)) in self.disks.iter().enumerate() {
+            qemu.args(["-chardev", &format!("socket,id=disk{index},path={}", socket.display())])
+                .args(["-device", &format!("vhost-user-blk-pci,chardev=disk{index},num-queues={queues}")]);
+        }
+        Ok(Machine { running: Running::start("the guest", &qemu)?, folder })
+    }
+}
+
+/// A machine that was started. Dropping it is pulling its plug.
+pub struct Machine {
+    running: Running,
+    folder: TempDir,
+}
+
+impl Machine {
+    /// What the task has written so far.
+    pub fn output(&self) -> String {
+        self.read("output")
+    }
+
+    /// Waits until `ready` is true of the task's output so far.
+    pub fn wait_for_output(&mut self, mut ready: impl FnMut(&str) -> bool) -> Result<()> {
+        let folder = self.folder.path().join("output");
+        let seen = |_: &Running| Ok(ready(&String::from_utf8_lossy(&fs::read(&folder).unwrap_or_default())));
+        if self.running.wait_until(LIMIT, seen)? {
+            return Ok(());
+        }
+        bail!("the guest ended too early\n{}", self.account());
+    }
+
+    /// Waits until the machine has powered itself off.
+    pub fn wait(self) -> Result<Outcome> {
+        let Self { mut running, folder } = self;
+        let timed_out = running.wait_until(LIMIT, |_| Ok(false)).is_err();
+        let machine = Self { running, folder };
+        if timed_out {
+            bail!("the guest was stopped after {LIMIT:?}\n{}", machine.account());
+        }
+        let Ok(status) = machine.read("status").trim().parse() else {
+            bail!("the guest ended without an exit status\n{}", machine.account());
+        };
+        Ok(Outcome { status, output: machine.output(), console: machine.read("console") })
+    }
+
+    /// Everything that was said, for a message to a person.
+    fn account(&self) -> String {
+        let part = |title: &str, text: &str| match text.trim() {
+            "" => format!("{title}: nothing\n"),
+            _ => format!("{title}:\n{}\n", tail(text, 20)),
+        };
+        [
+            part("its task said", &self.output()),
+            part("its kernel said", &self.read("console")),
+            part("QEMU said", &self.running.stderr().unwrap_or_default()),
+        ]
+        .concat()
+    }
+
+    fn read(&self, leaf: &str) -> String {
+        String::from_utf8_lossy(&fs::read(self.folder.path().join(leaf)).unwrap_or_default()).into_owned()
+    }
+}
