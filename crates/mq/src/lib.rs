@@ -10,6 +10,7 @@
 #![forbid(unsafe_code)]
 
 mod bio;
+mod budget;
 mod driver;
 mod fifo;
 mod hw;
@@ -27,6 +28,7 @@ mod tag;
 
 pub use bio::{Bio, BioFlags, Op};
 pub use blkyard_mem::{Region, RegionTable, Segment, Span};
+pub use budget::{Budget, BudgetError, BudgetShare};
 pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver};
 pub use hw::{HwQueue, HwQueueConfig};
 pub use lane::{Chime, ChimePlace, Crank, Idle, IdlePolicy, Lane, Station, Wake};
