@@ -43,6 +43,18 @@ bitflags::bitflags! {
         const FUA = 1;
         /// Zeroed blocks stay allocated.
         const NO_UNMAP = 2;
+        /// What has completed before is durable before this begins.
+        const PREFLUSH = 4;
+        /// Rather comes back with [`Status::Again`] than wait for a tag or a thaw.
+        const NOWAIT = 8;
+        /// Is done as one request or not at all.
+        const ATOMIC = 16;
+        /// Its submitter polls for it.
+        const POLLED = 32;
+        /// Stays a request of its own.
+        const NO_MERGE = 64;
+        /// Takes a reserved tag, and so gets through when all others are out.
+        const RESERVED = 128;
     }
 }
 

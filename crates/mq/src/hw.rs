@@ -22,7 +22,7 @@ use crate::fifo::Fifo;
 use crate::limits::{Cursor, Plain};
 use crate::request::Request;
 use crate::stats::{HwStats, OpClass, Run};
-use crate::{Bio, Op, QueueLimits, Status, Tag, TagSet};
+use crate::{Bio, BioFlags, Op, QueueLimits, Status, Tag, TagSet};
 
 /// How a hardware queue is made.
 #[derive(Clone, Copy, Debug)]
@@ -81,7 +81,7 @@ impl<D> HwQueue<D> {
         HwQueue {
             driver,
             limits: info.limits,
-            plain: Plain::new(&info.limits, info.capacity_sectors, info.read_only),
+            plain: Plain::new(&info.limits, info.capacity_sectors, info.read_only, BioFlags::empty()),
             capacity_sectors: info.capacity_sectors,
             info,
             memory: Arc::new(RegionTable::default()),
@@ -405,7 +405,7 @@ impl<D> HwQueue<D> {
 
     /// Makes a request and lists it for dispatch; the caller says what bio it is of.
     #[inline(always)]
-    fn enter(&mut self, op: Op, flags: crate::BioFlags, sector: u64, sectors: u32) -> &mut Request {
+    fn enter(&mut self, op: Op, flags: BioFlags, sector: u64, sectors: u32) -> &mut Request {
         let Some(tag) = self.tags.take() else { unreachable!("checked by the caller") };
         let request = &mut self.requests[tag.index()];
         request.op = op;

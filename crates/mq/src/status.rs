@@ -10,12 +10,16 @@ pub enum Status {
     Ok = 0,
     /// The device does not do this operation.
     NotSupported = 1,
+    /// The device did not answer in time, and the request was taken back.
+    Timeout = 2,
     /// No room left behind the device.
     NoSpace = 3,
     /// The medium cannot give back what was written.
     Medium = 7,
     /// Anything else that went wrong at the device.
     Io = 10,
+    /// It would have had to wait, and was told not to.
+    Again = 12,
     /// The device is gone.
     Offline = 16,
     /// The request makes no sense: unaligned, beyond the end, without length, or in memory that is not there.
@@ -33,6 +37,8 @@ impl Status {
             61 => Status::Medium,        // ENODATA
             19 | 6 => Status::Offline,   // ENODEV, ENXIO
             22 => Status::Invalid,       // EINVAL
+            110 | 62 => Status::Timeout, // ETIMEDOUT, ETIME
+            11 => Status::Again,         // EAGAIN
             _ => Status::Io,
         }
     }
@@ -54,9 +60,11 @@ impl std::fmt::Display for Status {
         f.write_str(match self {
             Status::Ok => "ok",
             Status::NotSupported => "not supported",
+            Status::Timeout => "timed out",
             Status::NoSpace => "no space",
             Status::Medium => "medium error",
             Status::Io => "I/O error",
+            Status::Again => "would have had to wait",
             Status::Offline => "device offline",
             Status::Invalid => "invalid request",
         })

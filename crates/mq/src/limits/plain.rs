@@ -1,0 +1,109 @@
+//! Telling at a glance that a bio needs no care.
+//!
+//! Nearly all bios are plain. Whoever finds one so may make a request of it as it stands; whoever does not has to
+//! ask [`QueueLimits::admit`] and [`QueueLimits::cut`], which know the rules.
+
+use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT};
+
+/// What makes a bio plain: data in one segment, nothing wrong with it, no wish out of the ordinary, and one request of one
+/// piece as it stands. What the rules would find out is boiled down to a few comparisons.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Plain {
+    capacity_sectors: u64,
+    block_mask: u64,
+    dma_mask: u64,
+    /// Bits in which the first and the last byte of a segment may not differ.
+    boundary_bits: u64,
+    /// Zero if requests must not cross chunks: then no bio is plain.
+    sectors_max: u32,
+    /// Operations up to this one.
+    op_max: u8,
+    /// Wishes that somebody has to look after.
+    flags_slow: BioFlags,
+}
+
+const _: () = assert!((Op::Read as u8) < Op::Write as u8 && Op::Write as u8 == 1);
+
+impl Plain {
+    /// What is plain on a device; a bio with one of `flags_slow` never is, nor is one that must stay whole.
+    pub(crate) fn new(limits: &QueueLimits, capacity_sectors: u64, read_only: bool, flags_slow: BioFlags) -> Plain {
+        let sectors_max = limits.sectors_max.min(limits.segment_bytes_max >> SECTOR_SHIFT);
+        Plain {
+            capacity_sectors,
+            block_mask: u64::from((limits.logical_block_bytes >> SECTOR_SHIFT) - 1),
+            dma_mask: u64::from(limits.dma_alignment_mask),
+            boundary_bits: !u64::from(limits.segment_boundary_mask),
+            sectors_max: if limits.chunk_sectors == 0 { sectors_max } else { 0 },
+            op_max: if read_only { Op::Read as u8 } else { Op::Write as u8 },
+            // Whether a device takes these at all, and how long they may be, are rules of their own.
+            flags_slow: flags_slow | BioFlags::ATOMIC,
+        }
+    }
+
+    #[inline]
+    pub(crate) fn is(&self, bio: &Bio) -> bool {
+        let [segment] = bio.segments[..] else { return false };
+        let (sectors, len) = (u64::from(bio.sectors), u64::from(segment.len));
+        let last_byte = segment.offset.wrapping_add(len).wrapping_sub(1);
+        let torn = ((bio.sector | sectors) & self.block_mask)
+            | ((len | segment.offset) & self.dma_mask)
+            | ((segment.offset ^ last_byte) & self.boundary_bits);
+        bio.op as u8 <= self.op_max
+            && bio.sectors.wrapping_sub(1) < self.sectors_max
+            && len == sectors << SECTOR_SHIFT
+            && bio.sector < self.capacity_sectors
+            && sectors <= self.capacity_sectors - bio.sector
+            && torn | u64::from((bio.flags & self.flags_slow).bits()) == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::limits::Cursor;
+    use crate::{Segment, Status};
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(1024))]
+
+        /// What is taken at a glance is what the long way would admit, and pass on in one piece; and little else is left to it.
+        #[test]
+        fn a_plain_bio_is_one_request(
+            op in prop::sample::select(&[Op::Read, Op::Write, Op::Discard, Op::Flush][..]), read_only: bool,
+            flags in prop_oneof![3 => Just(0_u8), 1 => any::<u8>()],
+            sector in 0_u64..120, sectors in 0_u32..12, offset in 0_u64..20, extra in 0_u32..2,
+            sectors_max in 8_u32..10, chunk in prop::sample::select(&[0_u32, 8][..]),
+            block in prop::sample::select(&[512_u32, 4096][..]), dma_mask in prop::sample::select(&[0_u32, 3, 511][..]),
+            boundary in prop::sample::select(&[4095_u32, u32::MAX][..]), atomic in 0_u32..9,
+        ) {
+            let limits = QueueLimits {
+                sectors_max, chunk_sectors: chunk, dma_alignment_mask: dma_mask, discard_sectors_max: 8,
+                logical_block_bytes: block, physical_block_bytes: 4096, discard_granularity_bytes: 4096,
+                segment_boundary_mask: boundary, atomic_sectors_max: atomic, ..QueueLimits::default()
+            };
+            let flags = BioFlags::from_bits_truncate(flags);
+            let slow = BioFlags::FUA | BioFlags::NOWAIT;
+            let segment = Segment { region: 0, offset, len: sectors * 512 + extra };
+            let bio = Bio { op, flags, sector, sectors, segments: vec![segment], ..Bio::default() };
+            let admitted = limits.admit(&bio, 100).is_ok() && !(read_only && op.is_write());
+            let whole = admitted && op.has_data() && limits.cut(&bio, Cursor::default()).map(|cut| (cut.sectors, cut.segments)) == Ok((sectors, 1));
+            let plain = Plain::new(&limits, 100, read_only, slow).is(&bio);
+            prop_assert!(!plain || whole);
+            prop_assert!(plain || !whole || chunk != 0 || flags.intersects(slow | BioFlags::ATOMIC));
+        }
+    }
+
+    #[test]
+    fn a_bio_that_wants_more_than_its_data_moved_is_not_plain() {
+        let plain = Plain::new(&QueueLimits::default(), 100, false, BioFlags::PREFLUSH | BioFlags::RESERVED);
+        let segment = Segment { region: 0, offset: 0, len: 4096 };
+        let mut bio = Bio { op: Op::Write, sectors: 8, segments: vec![segment], status: Status::Ok, ..Bio::default() };
+        for flag in BioFlags::all().iter() {
+            bio.flags = flag;
+            let slow = flag.intersects(BioFlags::PREFLUSH | BioFlags::RESERVED | BioFlags::ATOMIC);
+            assert_eq!(plain.is(&bio), !slow, "{flag:?}");
+        }
+    }
+}
