@@ -9,10 +9,12 @@ mod cut;
 mod merge;
 mod plain;
 #[cfg(test)]
+mod properties;
+#[cfg(test)]
 mod tests;
 
 pub use self::cut::{Cursor, Cut};
-#[expect(unused_imports, reason = "the hardware queue does not merge yet")]
+#[cfg_attr(not(test), expect(unused_imports, reason = "the hardware queue does not merge yet"))]
 pub(crate) use self::merge::{Merge, NoMerge, Shape};
 pub(crate) use self::plain::Plain;
 use crate::{Bio, BioFlags, Op, SECTOR_SHIFT, Status};

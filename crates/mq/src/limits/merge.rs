@@ -152,9 +152,10 @@ impl QueueLimits {
             let end = last.offset.wrapping_add(u64::from(last.len));
             // As Linux, which so leaves alone requests that began torn, rather than to follow them for long.
             let begins_torn = kind == Merge::Back && front.first.offset & boundary != 0;
-            // What was joined before would be joined otherwise if its first bytes now went with those before them: their
-            // seams, which were no seams, might then be gaps.
-            let shifts = kind == Merge::Front && pieces.joins(last, Segment { len: 1, ..first });
+            // What was joined before would be joined otherwise if its first bytes now went with those before them: its
+            // seams, which were none, might then be gaps. A segment of several pieces was never joined.
+            let one_byte = Segment { len: 1, ..first };
+            let shifts = kind == Merge::Front && pieces.is_one(first) && pieces.joins(last, one_byte);
             if (end | first.offset) & boundary != 0 || begins_torn || shifts {
                 return None;
             }
