@@ -297,6 +297,17 @@ mod tests {
     }
 
     #[test]
+    fn what_was_joined_stays_joined() {
+        let prp = QueueLimits { virt_boundary_mask: 4095, segment_bytes_max: 8192, ..QueueLimits::default() };
+        let read = |sector, at, sectors: u32| bio(Op::Read, sector, sectors, &[(at, sectors * 512)]);
+        let mut shape = Shape::of(&read(8, 12288, 4), 1);
+        assert_eq!(prp.merge(&mut shape, &read(12, 14336, 12)), Ok(Back));
+        assert_eq!((shape.segments, shape.first.len), (1, 8192));
+        // Joined from the front, the first 6 KiB would be one segment and leave a gap at 14336.
+        assert_eq!(prp.merge(&mut shape, &read(0, 8192, 8)), Err(Limits));
+    }
+
+    #[test]
     fn a_row_of_bios_becomes_one_segment_until_it_is_long_enough() {
         let limits = QueueLimits { segment_bytes_max: 8192, ..QueueLimits::default() };
         let read = |n: u64| bio(Op::Read, n * 4, 4, &[(n * 2048, 2048)]);
