@@ -160,6 +160,11 @@ impl Server {
         bail!("the server ended before it was ready ({}); it said:\n{}", ended.status, tail(&said, 20));
     }
 
+    /// The server's process.
+    pub fn id(&self) -> u32 {
+        self.running.id()
+    }
+
     /// Asks the server to end, which it must do soon and with success.
     pub fn stop(mut self) -> Result<Ended> {
         let start = Instant::now();

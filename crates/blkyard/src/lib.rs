@@ -6,6 +6,8 @@
 #![forbid(unsafe_code)]
 
 pub mod bench;
+pub mod control;
+pub mod inspect;
 pub mod plan;
 pub mod serve;
 pub mod spec;

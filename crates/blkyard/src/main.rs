@@ -5,7 +5,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use blkyard::plan::Word;
-use blkyard::{bench, serve};
+use blkyard::{bench, inspect, serve};
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Multi-queue disks for virtual machines, hosts and programs, from user space.
@@ -29,6 +29,10 @@ enum Command {
     ///
     /// The device is named as for serve. Writing patterns overwrite it without asking.
     Bench(bench::BenchArgs),
+    /// Show what a running daemon has open, serves and does.
+    ///
+    /// Queues, requests, latencies, lanes; as text or JSON.
+    Inspect(inspect::InspectArgs),
 }
 
 fn main() -> ExitCode {
@@ -46,6 +50,7 @@ fn main() -> ExitCode {
             report(serve::run(&args, &words).map(|()| ExitCode::SUCCESS))
         }
         Command::Bench(args) => report(bench::run(&args)),
+        Command::Inspect(args) => report(inspect::run(&args)),
     }
 }
 

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
+use crate::control::ControlPlace;
 use crate::spec::{Spec, SpecError};
 
 /// All that a configuration file says.
@@ -26,6 +27,8 @@ pub struct Settings {
     pub spin_us: Option<u64>,
     /// Seconds between lines of statistics.
     pub stats: Option<u64>,
+    /// Where to listen for those who inspect and set.
+    pub control: Option<ControlPlace>,
 }
 
 /// A device and the exports that serve it.
@@ -101,6 +104,7 @@ struct File {
     cpus: Option<Vec<u32>>,
     spin_us: Option<u64>,
     stats: Option<u64>,
+    control: Option<String>,
 }
 
 /// A device or an export: its name, its options as keys, and for a device its exports.
@@ -120,6 +124,7 @@ struct Entry {
 /// cpus = [0, 1]
 /// spin_us = 50
 /// stats = 1
+/// control = "/run/blkyard/disks.sock"
 ///
 /// [[device]]
 /// spec = "file:disk.img"
@@ -151,7 +156,13 @@ fn from_toml(text: &str, path: &Path) -> Result<Plan, PlanError> {
         let exports = exports.collect::<Result<_, _>>()?;
         disks.push(DiskPlan { device: entry_spec(&entry)?, exports });
     }
-    let settings = Settings { lanes: file.lanes, cpus: file.cpus, spin_us: file.spin_us, stats: file.stats };
+    let settings = Settings {
+        lanes: file.lanes,
+        cpus: file.cpus,
+        spin_us: file.spin_us,
+        stats: file.stats,
+        control: file.control.map(|place| place.as_str().into()),
+    };
     Ok(Plan { disks: every_device_is_served(disks)?, settings })
 }
 

@@ -5,7 +5,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blkyard_export::{
     BackendConfig, BoundSocket, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair,
@@ -14,6 +14,7 @@ use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueMap};
 use blkyard_os::{LaneConfig, LaneThread, RingConfig, Signals, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
+use crate::control::{self, ControlPlace, ControlServer, Daemon, RunningLane, ServedExport};
 use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words};
 use crate::spec::{Spec, SpecError, show_size};
@@ -51,6 +52,10 @@ pub struct ServeArgs {
     /// How long a lane keeps looking for work before it sleeps, microseconds. More shortens latency and costs CPU. Default: 50.
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
     pub spin_us: Option<u64>,
+    /// Where to listen for blkyard inspect and set, or none. Default: PID.sock in $XDG_RUNTIME_DIR/blkyard or /run/blkyard,
+    /// or SOCKET.control beside the first export.
+    #[arg(long, value_name = "PATH", value_parser = |text: &str| Ok::<_, String>(ControlPlace::from(text)))]
+    pub control: Option<ControlPlace>,
 }
 
 impl ServeArgs {
@@ -71,6 +76,7 @@ impl ServeArgs {
             lanes: self.lanes.or(bounded("lanes", settings.lanes, 1, 256)?),
             cpus: if self.cpus.is_empty() { settings.cpus.unwrap_or_default() } else { self.cpus.clone() },
             spin_us: self.spin_us.or(bounded("spin_us", settings.spin_us, 0, 1_000_000)?),
+            control: self.control.clone().or(settings.control),
         })
     }
 }
@@ -147,25 +153,41 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         }
         devices.push(device);
     }
-    let (threads, thread_of) = spawn_lanes(args, placed)?;
+    let (threads, thread_of, running) = spawn_lanes(args, placed)?;
     for (export, lane_of) in &exports {
         for (remote, lane) in export.remotes.iter().zip(lane_of) {
             remote.attach(threads[thread_of[*lane]].waker());
         }
     }
     introduce(&devices, &exports, lanes);
+    let control =
+        args.control.clone().unwrap_or_default().bind(exports.first().map(|(export, _)| export.socket.path()))?;
     let mut watch = Watch::default();
     let mut servers = Vec::new();
-    for (export, _) in exports {
-        watch.add(&export.name, &export.remotes, export.device);
+    let mut served = Vec::new();
+    for (export, lane_of) in exports {
+        let queues: Vec<_> = export.remotes.iter().map(QueueRemote::watch).zip(lane_of).collect();
+        watch.add(&queues);
+        let (name, device) = (export.name.clone(), export.device);
         let config = BackendConfig {
             name: export.name,
             disk: export.disk,
             queues: export.remotes,
             write_back: export.write_back,
         };
-        servers.push(Server::start(export.socket, config)?);
+        let server = Server::start(export.socket, config)?;
+        served.push(ServedExport { name, device, status: Arc::clone(server.status()), queues });
+        servers.push(server);
     }
+    let daemon = Arc::new(Daemon {
+        started: Instant::now(),
+        stats_s: args.stats.unwrap_or(0).into(),
+        devices,
+        exports: served,
+        lanes: running,
+    });
+    // Answered to the very end: what is in flight while the daemon stops is worth a look, too.
+    let _control = control.map(|socket| introduce_control(socket, &daemon)).transpose()?;
     println!("ready");
     let _ = std::io::stdout().flush();
 
@@ -174,8 +196,8 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     while signals.wait(Some(Duration::from_secs(1))).is_none() {
         seconds += 1;
         watch.tell_buffers(&threads);
-        if args.stats.is_some_and(|every| seconds % every == 0) {
-            watch.print(&servers, &devices);
+        if daemon.stats_every().is_some_and(|every| seconds % every == 0) {
+            watch.print(&daemon);
         }
         if servers.iter().any(Server::is_finished) || threads.iter().any(LaneThread::is_finished) {
             broken = Some("a lane ended by itself; see the messages above, and report this");
@@ -296,9 +318,13 @@ fn place(
     Ok((Export { name: want.name, socket, disk, write_back, remotes, device: device_index }, lane_of))
 }
 
-/// Starts a thread for every lane that has a queue. Returns them, and for each lane the place of its thread.
-fn spawn_lanes(args: &ServeArgs, placed: Placed) -> Result<(Vec<LaneThread>, Vec<usize>), ServeError> {
-    let (mut threads, mut thread_of) = (Vec::new(), Vec::new());
+/// Starts a thread for every lane that has a queue. Returns them, for each lane the place of its thread, and what
+/// others may see of them.
+fn spawn_lanes(
+    args: &ServeArgs,
+    placed: Placed,
+) -> Result<(Vec<LaneThread>, Vec<usize>, Vec<RunningLane>), ServeError> {
+    let (mut threads, mut thread_of, mut running) = (Vec::new(), Vec::new(), Vec::new());
     for (index, builders) in placed.into_iter().enumerate() {
         thread_of.push(threads.len());
         if builders.is_empty() {
@@ -311,9 +337,13 @@ fn spawn_lanes(args: &ServeArgs, placed: Placed) -> Result<(Vec<LaneThread>, Vec
             ring: RingConfig::default(),
         };
         let build = move |_: &mut blkyard_os::Ring| builders.into_iter().map(|build| build()).collect();
-        threads.push(blkyard_os::spawn(config, build)?);
+        let (cpus, spin_us) = (config.cpus.clone(), config.policy.spin_ns / 1000);
+        let thread = blkyard_os::spawn(config, build)?;
+        let (name, ring) = (thread.name().to_owned(), Arc::clone(thread.ring()));
+        running.push(RunningLane { number: index, thread: name, cpus, spin_us, ring });
+        threads.push(thread);
     }
-    Ok((threads, thread_of))
+    Ok((threads, thread_of, running))
 }
 
 /// The disk of someone who named none.
@@ -334,6 +364,14 @@ fn default_disk() -> Result<[Word; 2], ServeError> {
         Err(error) => return Err(failed(error)),
     }
     Ok([Word::Device("file:blkyard.img".into()), Word::Export("vhost-user-blk:blkyard.sock".into())])
+}
+
+/// Answers at the control socket, and says how to reach it.
+fn introduce_control(socket: BoundSocket, daemon: &Arc<Daemon>) -> Result<ControlServer, ServeError> {
+    let path = std::path::absolute(socket.path()).unwrap_or_else(|_| socket.path().into());
+    println!("look at it with");
+    println!("  blkyard inspect --control {}", path.display());
+    Ok(control::serve(socket, Arc::clone(daemon))?)
 }
 
 /// Says what is served, and how to attach it.

@@ -5,12 +5,13 @@ use std::fmt::Write;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blkyard_export::{QueueRemote, Server};
+use blkyard_export::QueueWatch;
 use blkyard_mq::{HwStats, OpClass, StatsSnapshot};
 use blkyard_os::{FixedBuffers, LaneThread};
 use blkyard_virtio::Refusals;
 
 use crate::Device;
+use crate::control::Daemon;
 use crate::spec::show_size;
 
 /// The exports that are watched.
@@ -21,22 +22,18 @@ pub struct Watch {
 }
 
 struct Watched {
-    name: String,
     stats: Vec<Arc<HwStats>>,
     refusals: Vec<Arc<Refusals>>,
-    device: usize,
     before: StatsSnapshot,
     at: Instant,
 }
 
 impl Watch {
-    /// Watches an export of one of the daemon's devices, whose queues are on their lanes.
-    pub fn add(&mut self, name: &str, remotes: &[QueueRemote], device: usize) {
+    /// Watches the daemon's next export, whose queues are on their lanes.
+    pub fn add(&mut self, queues: &[(QueueWatch, usize)]) {
         self.exports.push(Watched {
-            name: name.into(),
-            stats: remotes.iter().filter_map(QueueRemote::stats).cloned().collect(),
-            refusals: remotes.iter().filter_map(QueueRemote::refusals).cloned().collect(),
-            device,
+            stats: queues.iter().filter_map(|(queue, _)| queue.stats()).cloned().collect(),
+            refusals: queues.iter().filter_map(|(queue, _)| queue.refusals()).cloned().collect(),
             before: StatsSnapshot::default(),
             at: Instant::now(),
         });
@@ -66,10 +63,10 @@ impl Watch {
     }
 
     /// Prints a line for each.
-    pub fn print(&mut self, servers: &[Server], devices: &[Device]) {
-        for (export, server) in self.exports.iter_mut().zip(servers) {
-            let state = if server.status().is_connected() { "connected" } else { "waiting" };
-            let line = export.line(&devices[export.device]);
+    pub fn print(&mut self, daemon: &Daemon) {
+        for (watched, export) in self.exports.iter_mut().zip(&daemon.exports) {
+            let state = if export.status.is_connected() { "connected" } else { "waiting" };
+            let line = watched.line(&daemon.devices[export.device]);
             println!("{} {state} {line}", export.name);
         }
     }

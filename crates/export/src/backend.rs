@@ -24,6 +24,7 @@ use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBack
 use crate::event::Event;
 use crate::memory::{Announced, Memory, SLOTS_MAX};
 use crate::remote::QueueRemote;
+use crate::view::{SessionView, VringView};
 
 use rings::{Kick, Vring};
 
@@ -91,6 +92,19 @@ impl Backend {
     pub(crate) fn end(mut self) -> (BackendConfig, Result<()>) {
         let _ = self.suspend_all();
         (self.config, if self.lane_gone { Err(Error::BackendInternalError) } else { Ok(()) })
+    }
+
+    /// What there is to see of the session.
+    pub(crate) fn view(&self) -> SessionView {
+        let queue = |vring: &Vring| VringView { size: vring.size, enabled: vring.enabled, running: vring.running };
+        let (regions, memory_bytes) = self.memory.extent();
+        SessionView {
+            features: self.features,
+            regions,
+            memory_bytes,
+            has_channel: self.channel.is_some(),
+            queues: self.vrings.iter().map(queue).collect(),
+        }
     }
 
     fn offered(&self) -> Features {

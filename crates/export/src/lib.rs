@@ -12,9 +12,11 @@ mod queue;
 mod remote;
 mod server;
 mod socket;
+mod view;
 
 pub use backend::{BackendConfig, QUEUE_SIZE_MAX, QUEUES_MAX, SEG_MAX};
 pub use queue::VhostQueue;
-pub use remote::{QueuePort, QueueRemote, queue_pair};
+pub use remote::{QueuePort, QueueRemote, QueueWatch, queue_pair};
 pub use server::{ExportStatus, Server};
 pub use socket::{BoundSocket, SocketConfig, SocketError};
+pub use view::{QueueView, RingView, SessionView, VringView};

@@ -54,6 +54,11 @@ impl Memory {
         memory.map(Arc::new).map_err(|error| MemoryError::Overlap(error.to_string()))
     }
 
+    /// How many regions there are, and their bytes all together.
+    pub(crate) fn extent(&self) -> (usize, u64) {
+        (self.slots.len(), self.slots.iter().map(|(announced, _)| announced.len).sum())
+    }
+
     /// Maps a whole new table.
     pub(crate) fn table(announced: &[(Announced, File)]) -> Result<Memory, MemoryError> {
         let mut memory = Memory::default();

@@ -21,6 +21,7 @@ use blkyard_virtio::{
 
 use crate::event::Event;
 use crate::remote::{Command, DiskView, QueuePort, Setup};
+use crate::view::{QueueView, RingView};
 
 /// Segments a bio has room for from the start: as many as we tell the guest it may send, and header and status.
 const SEGMENTS: usize = crate::backend::SEG_MAX as usize + 2;
@@ -163,6 +164,9 @@ impl<D> VhostQueue<D> {
                         session.call(cx, &mut self.chime);
                     }
                 }
+                Command::Look(answer) => {
+                    let _ = answer.send(self.view());
+                }
                 Command::Retire => self.retiring = true,
             }
         }
@@ -212,6 +216,24 @@ impl<D> VhostQueue<D> {
         self.hw.set_memory(cx, Arc::new(RegionTable::default()));
         for answer in self.suspending.drain(..) {
             let _ = answer.send(next_avail);
+        }
+    }
+
+    /// What there is to see.
+    fn view(&self) -> QueueView {
+        let ring = self.session.as_ref().map(|session| RingView {
+            size: session.ring.size(),
+            next_avail: session.ring.next_avail(),
+            in_flight: session.ring.in_flight(),
+            is_broken: session.broken,
+        });
+        let bios_max = self.desk.places.len();
+        QueueView {
+            ring,
+            in_flight: self.hw.in_flight(),
+            bios: bios_max - self.hw.room(),
+            bios_max,
+            is_suspending: self.is_stopping() && self.session.is_some(),
         }
     }
 

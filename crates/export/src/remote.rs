@@ -11,6 +11,7 @@ use std::sync::{Arc, OnceLock};
 use blkyard_mq::{HwStats, Wake};
 use blkyard_virtio::{GuestMemory, RingLayout};
 
+use crate::QueueView;
 use crate::event::Event;
 
 /// All a queue needs to run.
@@ -47,16 +48,19 @@ pub(crate) enum Command {
     Flush(Sender<bool>),
     /// Ring this from now on.
     Call(Option<Arc<Event>>),
+    /// Say what there is to see. Of no consequence to anything else.
+    Look(Sender<QueueView>),
     /// Finish what was fetched, then never run again.
     Retire,
 }
 
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(crate) struct Shared {
     /// Set when a command waits: looked at once a round, where the channel itself would cost more.
     pub(crate) mail: AtomicBool,
     pub(crate) stats: OnceLock<Arc<HwStats>>,
     pub(crate) refusals: OnceLock<Arc<blkyard_virtio::Refusals>>,
+    waker: OnceLock<Arc<dyn Wake>>,
 }
 
 /// The lane's end, from which a [`VhostQueue`](crate::VhostQueue) is made.
@@ -67,9 +71,20 @@ pub struct QueuePort {
 
 /// The control path's end. A queue without it is retired: nobody else could ever end it.
 pub struct QueueRemote {
+    line: Line,
+}
+
+/// The hand of one who looks on: sees the queue for as long as it is there, and keeps nothing alive.
+#[derive(Clone)]
+pub struct QueueWatch {
+    line: Line,
+}
+
+/// How commands reach the queue.
+#[derive(Clone)]
+struct Line {
     commands: Sender<Command>,
     shared: Arc<Shared>,
-    waker: OnceLock<Arc<dyn Wake>>,
 }
 
 /// The lane is gone.
@@ -91,60 +106,86 @@ impl Suspension {
 pub fn queue_pair() -> (QueueRemote, QueuePort) {
     let (sender, receiver) = channel();
     let shared = Arc::new(Shared::default());
-    let remote = QueueRemote { commands: sender, shared: Arc::clone(&shared), waker: OnceLock::new() };
+    let remote = QueueRemote { line: Line { commands: sender, shared: Arc::clone(&shared) } };
     (remote, QueuePort { commands: receiver, shared })
 }
 
 impl QueueRemote {
     /// Says how to wake the lane that the other end lives on. To be called before anything else.
     pub fn attach(&self, waker: Arc<dyn Wake>) {
-        let _ = self.waker.set(waker);
+        let _ = self.line.shared.waker.set(waker);
     }
 
     /// The counters of the hardware queue, once it is on its lane.
     pub fn stats(&self) -> Option<&Arc<HwStats>> {
-        self.shared.stats.get()
+        self.line.shared.stats.get()
     }
 
     /// What the guest sent that made no sense, by reason.
     pub fn refusals(&self) -> Option<&Arc<blkyard_virtio::Refusals>> {
-        self.shared.refusals.get()
+        self.line.shared.refusals.get()
     }
 
     /// Ends the queue once it has finished what it fetched.
     pub fn retire(&self) {
-        let _ = self.send(Command::Retire);
+        let _ = self.line.send(Command::Retire);
     }
 
     pub(crate) fn run(&self, setup: Setup) -> Result<Result<(), String>, Gone> {
         let (answer, wait) = channel();
-        self.send(Command::Run(Box::new(setup), answer))?;
+        self.line.send(Command::Run(Box::new(setup), answer))?;
         wait.recv().map_err(|_| Gone)
     }
 
     /// Asks the queue to come to rest. Several may be asked before any is waited for.
     pub(crate) fn suspend(&self) -> Result<Suspension, Gone> {
         let (answer, wait) = channel();
-        self.send(Command::Suspend(answer))?;
+        self.line.send(Command::Suspend(answer))?;
         Ok(Suspension(wait))
     }
 
     /// Makes durable what has completed, whichever queue it came by; true if that worked.
     pub(crate) fn flush(&self) -> Result<bool, Gone> {
         let (answer, wait) = channel();
-        self.send(Command::Flush(answer))?;
+        self.line.send(Command::Flush(answer))?;
         wait.recv().map_err(|_| Gone)
     }
 
     pub(crate) fn set_call(&self, call: Option<Arc<Event>>) -> Result<(), Gone> {
-        self.send(Command::Call(call))
+        self.line.send(Command::Call(call))
     }
 
+    /// A hand on the queue that only looks.
+    pub fn watch(&self) -> QueueWatch {
+        QueueWatch { line: self.line.clone() }
+    }
+}
+
+impl QueueWatch {
+    /// The counters of the hardware queue, once it is on its lane.
+    pub fn stats(&self) -> Option<&Arc<HwStats>> {
+        self.line.shared.stats.get()
+    }
+
+    /// What the guest sent that made no sense, by reason.
+    pub fn refusals(&self) -> Option<&Arc<blkyard_virtio::Refusals>> {
+        self.line.shared.refusals.get()
+    }
+
+    /// Asks the queue's owner what there is to see; the answer comes once its lane has turned. Nothing if the lane has ended.
+    pub fn look(&self) -> Option<Receiver<QueueView>> {
+        let (answer, wait) = channel();
+        self.line.send(Command::Look(answer)).ok()?;
+        Some(wait)
+    }
+}
+
+impl Line {
     fn send(&self, command: Command) -> Result<(), Gone> {
         self.commands.send(command).map_err(|_| Gone)?;
         // Pairs with the station's swap: who sees the flag finds the command.
         self.shared.mail.store(true, Ordering::Release);
-        if let Some(waker) = self.waker.get() {
+        if let Some(waker) = self.shared.waker.get() {
             waker.wake();
         }
         Ok(())

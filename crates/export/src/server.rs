@@ -7,7 +7,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -15,12 +15,14 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 
 use crate::backend::{Backend, BackendConfig};
 use crate::socket::BoundSocket;
+use crate::view::SessionView;
 
 /// What others may know of an export while it serves.
 #[derive(Debug, Default)]
 pub struct ExportStatus {
     connected: AtomicBool,
     sessions: AtomicU64,
+    session: Mutex<SessionView>,
 }
 
 impl ExportStatus {
@@ -32,6 +34,16 @@ impl ExportStatus {
     /// Front-ends so far.
     pub fn sessions(&self) -> u64 {
         self.sessions.load(Ordering::Relaxed)
+    }
+
+    /// The front-end that is connected, as of its last message; none if there is none.
+    pub fn session(&self) -> Option<SessionView> {
+        let session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
+        self.is_connected().then(|| session.clone())
+    }
+
+    fn note(&self, session: SessionView) {
+        *self.session.lock().unwrap_or_else(PoisonError::into_inner) = session;
     }
 }
 
@@ -169,6 +181,7 @@ fn session(
     if let Ok(mut session) = stop.session.lock() {
         *session = Some(for_stop);
     }
+    status.note(SessionView::default());
     status.connected.store(true, Ordering::Relaxed);
     status.sessions.fetch_add(1, Ordering::Relaxed);
     tracing::info!("{name}: a front-end connected");
@@ -182,6 +195,7 @@ fn session(
         if let Err(error) = handler.handle_request() {
             break error;
         }
+        status.note(backend.lock().unwrap_or_else(PoisonError::into_inner).view());
     };
     if let Ok(mut session) = stop.session.lock() {
         *session = None;
@@ -189,7 +203,7 @@ fn session(
     // The handler's share of the back-end; the connection stays open until the queues have finished.
     drop(handler);
     let Some(backend) = Arc::into_inner(backend) else { unreachable!("the handler had the only other share") };
-    let (config, ended) = backend.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).end();
+    let (config, ended) = backend.into_inner().unwrap_or_else(PoisonError::into_inner).end();
     drop(for_queues);
     status.connected.store(false, Ordering::Relaxed);
     match error {

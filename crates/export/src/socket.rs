@@ -20,10 +20,10 @@ pub struct SocketConfig {
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
     /// Somebody listens there.
-    #[error("socket {}: another server is listening on it; stop that one or give this export another path", .0.display())]
+    #[error("socket {}: another server is listening on it; stop that one or choose another path", .0.display())]
     Alive(PathBuf),
     /// Something else has that name.
-    #[error("socket {}: a file that is not a socket has that name; remove it or give this export another path", .0.display())]
+    #[error("socket {}: a file that is not a socket has that name; remove it or choose another path", .0.display())]
     NotASocket(PathBuf),
     /// The name is too long for the system.
     #[error("socket {}: the path has {} bytes, a socket's may have 107; choose a shorter one", .0.display(), .0.as_os_str().len())]
@@ -88,7 +88,8 @@ impl BoundSocket {
         &self.path
     }
 
-    pub(crate) fn listener(&self) -> &UnixListener {
+    /// What it listens with.
+    pub fn listener(&self) -> &UnixListener {
         &self.listener
     }
 }

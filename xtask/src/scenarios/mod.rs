@@ -4,6 +4,7 @@
 //! gets a ground of its own: an empty folder, the server's program, the guest's programs. Scenarios
 //! do not share state and do not know the order they run in.
 
+mod control;
 mod daemon;
 mod foreign;
 mod guest;
@@ -49,7 +50,8 @@ pub struct Scenario {
 
 /// All of them, in the order they are told.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
-    foreign::SCENARIOS.iter().chain(daemon::SCENARIOS).chain(refusals::SCENARIOS).chain(guest::SCENARIOS)
+    let host = foreign::SCENARIOS.iter().chain(daemon::SCENARIOS).chain(control::SCENARIOS).chain(refusals::SCENARIOS);
+    host.chain(guest::SCENARIOS)
 }
 
 /// What a scenario stands on.

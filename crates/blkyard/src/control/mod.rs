@@ -1,0 +1,34 @@
+//! The control socket of a daemon: how `inspect` looks at one that runs, and `set` changes it.
+//!
+//! A thread of its own answers there. No I/O passes through it, and while nobody asks it costs nothing: counters are read
+//! where they are, and what only the owner of a queue knows is asked of it when somebody wants to know.
+
+mod client;
+mod daemon;
+mod place;
+mod server;
+mod target;
+mod wire;
+
+use std::sync::Arc;
+
+use blkyard_export::BoundSocket;
+
+pub use client::{AskError, ask};
+pub use daemon::{Daemon, RunningLane, ServedExport};
+pub use place::ControlPlace;
+pub use server::ControlServer;
+pub use target::{Kind, Target};
+pub use wire::Wish;
+
+use crate::inspect;
+
+/// Answers for a daemon at a socket, from now on.
+///
+/// # Errors
+/// The system gives no thread or descriptor.
+pub fn serve(socket: BoundSocket, daemon: Arc<Daemon>) -> std::io::Result<ControlServer> {
+    ControlServer::start(socket, move |wish| match wish {
+        Wish::Inspect => serde_json::to_value(inspect::collect(&daemon)).map_err(|error| error.to_string()),
+    })
+}

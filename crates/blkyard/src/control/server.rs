@@ -1,0 +1,403 @@
+//! The thread of a control socket: takes a bounded number of clients and answers one request at a time.
+//!
+//! A client may be slow, silent, endless or gone: it holds up nobody but itself, and only for a bounded time. While
+//! its answer is not sent it is not read from, so what is kept for it is bounded as well.
+//!
+//! Does not know what the requests mean.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use blkyard_export::BoundSocket;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use serde_json::Value;
+
+use super::wire::{REQUEST_BYTES_MAX, Wish, answer_line, parse_request};
+
+/// Clients at one time. The next waits in the socket's backlog until one leaves or its time is up.
+pub const CLIENTS_MAX: usize = 8;
+
+/// How long a client may take from one request to the next, and to read an answer. People do not type here.
+pub const CLIENT_TIME: Duration = Duration::from_secs(10);
+
+/// A control socket that is answered.
+#[derive(Debug)]
+pub struct ControlServer {
+    thread: Option<JoinHandle<()>>,
+    stop: Arc<OwnedFd>,
+}
+
+impl ControlServer {
+    /// Answers at a socket, from now on, through `answer`.
+    ///
+    /// # Errors
+    /// The system gives no thread or descriptor.
+    pub fn start<A>(socket: BoundSocket, answer: A) -> io::Result<ControlServer>
+    where
+        A: FnMut(Wish) -> Result<Value, String> + Send + 'static,
+    {
+        ControlServer::start_with(socket, CLIENT_TIME, answer)
+    }
+
+    fn start_with<A>(socket: BoundSocket, client_time: Duration, answer: A) -> io::Result<ControlServer>
+    where
+        A: FnMut(Wish) -> Result<Value, String> + Send + 'static,
+    {
+        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        socket.listener().set_nonblocking(true)?;
+        let serving = Serving { socket, stop: Arc::clone(&stop), clients: Vec::new(), client_time, answer };
+        let thread = std::thread::Builder::new().name("control".into()).spawn(move || serving.run())?;
+        Ok(ControlServer { thread: Some(thread), stop })
+    }
+}
+
+/// Ends the thread, and removes the socket. A request under way is finished first.
+impl Drop for ControlServer {
+    fn drop(&mut self) {
+        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread of the control socket panicked");
+        }
+    }
+}
+
+struct Serving<A> {
+    socket: BoundSocket,
+    stop: Arc<OwnedFd>,
+    clients: Vec<Client>,
+    client_time: Duration,
+    answer: A,
+}
+
+struct Client {
+    stream: UnixStream,
+    /// What was read of the next request.
+    input: Vec<u8>,
+    /// The answer that is being sent, and how much of it was.
+    output: Vec<u8>,
+    sent: usize,
+    /// When its last request was answered.
+    since: Instant,
+    /// It gets its answer and no more.
+    closing: bool,
+}
+
+/// What a client's turn came to.
+enum Turn {
+    /// Nothing to do before it is readable or writable again.
+    Wait,
+    /// A whole request.
+    Request(Vec<u8>),
+    /// It is over.
+    Gone,
+}
+
+impl<A: FnMut(Wish) -> Result<Value, String>> Serving<A> {
+    fn run(mut self) {
+        while !self.wait() {
+            self.accept();
+            let mut index = 0;
+            while index < self.clients.len() {
+                if self.turn(index) {
+                    index += 1;
+                } else {
+                    self.clients.swap_remove(index);
+                }
+            }
+            let (now, time) = (Instant::now(), self.client_time);
+            self.clients.retain(|client| now.duration_since(client.since) < time);
+        }
+    }
+
+    /// Waits until there is something to do; true if that is to end.
+    fn wait(&self) -> bool {
+        let now = Instant::now();
+        let left = |client: &Client| {
+            let left = self.client_time.saturating_sub(now.duration_since(client.since));
+            if client.has_request() { Duration::ZERO } else { left }
+        };
+        let due = self.clients.iter().map(left).min();
+        let timeout =
+            due.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) });
+        let mut fds = vec![PollFd::new(&*self.stop, PollFlags::IN)];
+        if self.clients.len() < CLIENTS_MAX {
+            fds.push(PollFd::new(self.socket.listener(), PollFlags::IN));
+        }
+        for client in &self.clients {
+            let flags = if client.is_owed() { PollFlags::OUT } else { PollFlags::IN };
+            fds.push(PollFd::from_borrowed_fd(client.stream.as_fd(), flags));
+        }
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) => !fds[0].revents().is_empty(),
+            Err(rustix::io::Errno::INTR) => false,
+            Err(error) => {
+                tracing::error!("the control socket is given up: {error}");
+                true
+            }
+        }
+    }
+
+    fn accept(&mut self) {
+        while self.clients.len() < CLIENTS_MAX {
+            match self.socket.listener().accept() {
+                Ok((stream, _)) if is_ours(&stream) && stream.set_nonblocking(true).is_ok() => {
+                    self.clients.push(Client::new(stream));
+                }
+                Ok(_) => tracing::warn!("the control socket: another user's process was turned away"),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Err(error) => {
+                    tracing::warn!("the control socket: a connection failed: {error}");
+                    // Out of descriptors, most likely: do not spin until somebody closes some.
+                    std::thread::sleep(Duration::from_millis(100));
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Takes a client as far as it goes without waiting, but no further than one request; false once it is over.
+    fn turn(&mut self, index: usize) -> bool {
+        match self.clients[index].advance() {
+            Turn::Wait => true,
+            Turn::Gone => false,
+            Turn::Request(line) => {
+                let begin = Instant::now();
+                let outcome = parse_request(&line).and_then(|wish| (self.answer)(wish));
+                self.clients[index].owe(answer_line(&outcome));
+                // The time we took is not theirs.
+                let spent = begin.elapsed();
+                self.clients.iter_mut().for_each(|client| client.since += spent);
+                !matches!(self.clients[index].send(), Turn::Gone)
+            }
+        }
+    }
+}
+
+/// Whether the other end is a process of the same user, or of root: between the making of a socket and the setting of
+/// its mode others may have slipped in.
+fn is_ours(stream: &UnixStream) -> bool {
+    let peer = rustix::net::sockopt::socket_peercred(stream);
+    peer.is_ok_and(|peer| peer.uid.is_root() || peer.uid == rustix::process::geteuid())
+}
+
+impl Client {
+    fn new(stream: UnixStream) -> Client {
+        Client { stream, input: Vec::new(), output: Vec::new(), sent: 0, since: Instant::now(), closing: false }
+    }
+
+    /// Whether part of an answer is still to be sent.
+    fn is_owed(&self) -> bool {
+        self.sent < self.output.len()
+    }
+
+    fn owe(&mut self, line: String) {
+        self.output = line.into_bytes();
+        self.sent = 0;
+    }
+
+    /// Whether a whole request was read and not yet answered.
+    fn has_request(&self) -> bool {
+        !self.is_owed() && !self.closing && self.input.contains(&b'\n')
+    }
+
+    /// Sends what is owed, as far as it goes.
+    fn send(&mut self) -> Turn {
+        while self.is_owed() {
+            match self.stream.write(&self.output[self.sent..]) {
+                Ok(0) => return Turn::Gone,
+                Ok(n) => self.sent += n,
+                Err(error) => return Turn::after(&error),
+            }
+            if !self.is_owed() {
+                self.output = Vec::new();
+                self.sent = 0;
+                self.since = Instant::now();
+            }
+        }
+        if self.closing { Turn::Gone } else { Turn::Wait }
+    }
+
+    fn advance(&mut self) -> Turn {
+        match self.send() {
+            Turn::Wait if !self.is_owed() => {}
+            turn => return turn,
+        }
+        loop {
+            if let Some(end) = self.input.iter().position(|byte| *byte == b'\n') {
+                let rest = self.input.split_off(end + 1);
+                return Turn::Request(std::mem::replace(&mut self.input, rest));
+            }
+            if self.input.len() >= REQUEST_BYTES_MAX {
+                self.closing = true;
+                self.owe(answer_line(&Err(format!("the request is longer than {REQUEST_BYTES_MAX} bytes; send less"))));
+                return self.send();
+            }
+            let mut bytes = [0; 4096];
+            let room = bytes.len().min(REQUEST_BYTES_MAX - self.input.len());
+            match self.stream.read(&mut bytes[..room]) {
+                Ok(0) => return Turn::Gone,
+                Ok(n) => self.input.extend_from_slice(&bytes[..n]),
+                Err(error) => return Turn::after(&error),
+            }
+        }
+    }
+}
+
+impl Turn {
+    fn after(error: &io::Error) -> Turn {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Turn::Wait,
+            _ => Turn::Gone,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::wire::{parse_answer, request_line};
+    use blkyard_export::SocketConfig;
+    use std::io::{BufRead, BufReader};
+    use std::path::PathBuf;
+
+    /// Patience with a machine that does other things as well.
+    const LIMIT: Duration = Duration::from_secs(30);
+
+    struct Ground {
+        _server: ControlServer,
+        path: PathBuf,
+        _folder: tempfile::TempDir,
+    }
+
+    /// A server that answers `long` bytes to everything.
+    fn ground(client_time: Duration, long: usize) -> Ground {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("c");
+        let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: Some(0o600), group: None }).unwrap();
+        let server = ControlServer::start_with(socket, client_time, move |wish| {
+            assert_eq!(wish, Wish::Inspect);
+            Ok(Value::from("x".repeat(long)))
+        });
+        Ground { _server: server.unwrap(), path, _folder: folder }
+    }
+
+    impl Ground {
+        fn dial(&self) -> BufReader<UnixStream> {
+            let stream = UnixStream::connect(&self.path).unwrap();
+            stream.set_read_timeout(Some(LIMIT)).unwrap();
+            stream.set_write_timeout(Some(LIMIT)).unwrap();
+            BufReader::new(stream)
+        }
+    }
+
+    fn say(to: &BufReader<UnixStream>, bytes: &[u8]) -> io::Result<()> {
+        to.get_ref().write_all(bytes)
+    }
+
+    fn hear(from: &mut BufReader<UnixStream>) -> Option<Result<Value, String>> {
+        let mut line = Vec::new();
+        from.read_until(b'\n', &mut line).ok().filter(|n| *n > 0)?;
+        Some(parse_answer(&line))
+    }
+
+    /// A connection that the server has ended, as seen from the other side.
+    fn is_closed(client: &mut BufReader<UnixStream>) -> bool {
+        match client.get_ref().read(&mut [0; 64]) {
+            Ok(0) => true,
+            Err(error) => error.kind() == io::ErrorKind::ConnectionReset,
+            Ok(_) => false,
+        }
+    }
+
+    #[test]
+    fn one_client_may_ask_many_things_in_whatever_pieces() {
+        let ground = ground(LIMIT, 3);
+        let mut client = ground.dial();
+        let line = request_line(&Wish::Inspect);
+        say(&client, line.repeat(3).as_bytes()).unwrap();
+        (0..3).for_each(|_| assert_eq!(hear(&mut client).unwrap().unwrap(), "xxx"));
+        line.as_bytes().iter().for_each(|byte| say(&client, &[*byte]).unwrap());
+        assert_eq!(hear(&mut client).unwrap().unwrap(), "xxx");
+        say(&client, b"nonsense\n").unwrap();
+        assert!(hear(&mut client).unwrap().unwrap_err().contains("not one of ours"));
+        say(&client, line.as_bytes()).unwrap();
+        assert!(hear(&mut client).unwrap().is_ok(), "one mistake is forgiven");
+    }
+
+    #[test]
+    fn a_line_without_end_is_cut_off() {
+        let ground = ground(LIMIT, 3);
+        let mut client = ground.dial();
+        let _ = say(&client, &vec![b' '; REQUEST_BYTES_MAX + 1]);
+        assert!(hear(&mut client).unwrap().unwrap_err().contains("longer than"));
+        assert!(is_closed(&mut client));
+    }
+
+    #[test]
+    fn silent_clients_are_let_go_and_the_one_that_waits_is_served() {
+        let ground = ground(Duration::from_millis(300), 3);
+        let mut silent: Vec<_> = (0..CLIENTS_MAX).map(|_| ground.dial()).collect();
+        say(&silent[0], b"{").unwrap();
+        let mut waiting = ground.dial();
+        say(&waiting, request_line(&Wish::Inspect).as_bytes()).unwrap();
+        assert_eq!(hear(&mut waiting).unwrap().unwrap(), "xxx");
+        assert!(silent.iter_mut().all(is_closed));
+    }
+
+    #[test]
+    fn a_client_that_dribbles_has_no_more_time_than_others() {
+        let ground = ground(Duration::from_millis(300), 3);
+        let client = ground.dial();
+        let begin = Instant::now();
+        while say(&client, b" ").is_ok() {
+            assert!(begin.elapsed() < LIMIT, "it is served for ever");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    #[test]
+    fn a_client_that_does_not_read_its_answer_is_let_go_and_disturbs_nobody() {
+        // Long enough for one who reads on a machine that does other things as well.
+        let ground = ground(Duration::from_secs(5), 1 << 20);
+        let stuck = ground.dial();
+        say(&stuck, request_line(&Wish::Inspect).repeat(50).as_bytes()).unwrap();
+        let mut other = ground.dial();
+        for _ in 0..3 {
+            say(&other, request_line(&Wish::Inspect).as_bytes()).unwrap();
+            assert_eq!(hear(&mut other).unwrap().unwrap().as_str().unwrap().len(), 1 << 20);
+        }
+        let begin = Instant::now();
+        while say(&stuck, b" ").is_ok() {
+            assert!(begin.elapsed() < LIMIT, "it is kept for ever");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    #[test]
+    fn a_client_that_leaves_in_the_middle_is_no_matter() {
+        let ground = ground(LIMIT, 8 << 20);
+        for bytes in [&b"{\"blk"[..], request_line(&Wish::Inspect).as_bytes()] {
+            for _ in 0..CLIENTS_MAX * 2 {
+                say(&ground.dial(), bytes).unwrap();
+            }
+        }
+        let mut client = ground.dial();
+        say(&client, request_line(&Wish::Inspect).as_bytes()).unwrap();
+        assert!(hear(&mut client).unwrap().is_ok());
+    }
+
+    #[test]
+    fn the_socket_goes_with_the_server() {
+        let ground = ground(LIMIT, 3);
+        let client = ground.dial();
+        assert!(ground.path.exists());
+        let Ground { _server: server, path, _folder } = ground;
+        drop(server);
+        assert!(!path.exists());
+        drop(client);
+    }
+}

@@ -1,0 +1,188 @@
+//! Makes the tree of a daemon.
+//!
+//! Counters are read where they are. What only the owner of a queue knows is asked of all queues at once and waited for
+//! together, for a bounded time: a lane that hangs is what one most wants to hear of.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use blkyard_export::{QueueView, QueueWatch};
+use blkyard_mq::{OpClass, OpSnapshot, QueueLimits, StatsSnapshot};
+use blkyard_os::FixedBuffers;
+
+use super::tree::{
+    DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, SessionNode, Tree,
+};
+use crate::Device;
+use crate::control::{Daemon, RunningLane, ServedExport};
+use crate::spec::show_size;
+
+/// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is woken.
+const ANSWER_TIME: Duration = Duration::from_secs(2);
+
+/// Percentiles that are told.
+const PERCENTS: [(&str, f64); 5] = [("50", 50.0), ("90", 90.0), ("99", 99.0), ("99.9", 99.9), ("99.99", 99.99)];
+
+/// The tree as it is now.
+pub fn collect(daemon: &Daemon) -> Tree {
+    let asked: Vec<Vec<_>> =
+        daemon.exports.iter().map(|export| export.queues.iter().map(|(queue, _)| queue.look()).collect()).collect();
+    let until = Instant::now() + ANSWER_TIME;
+    let wait = |asked: Option<std::sync::mpsc::Receiver<QueueView>>| {
+        asked?.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
+    };
+    let exports = daemon.exports.iter().zip(asked).enumerate().map(|(number, (export, asked))| {
+        let views = asked.into_iter().map(wait);
+        let queues = export.queues.iter().zip(views).enumerate();
+        let queues =
+            queues.map(|(number, ((queue, lane), view))| queue_node(number, queue, *lane, view.as_ref())).collect();
+        export_node(number, export, queues)
+    });
+    Tree {
+        exports: exports.collect(),
+        daemon: DaemonNode {
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: std::process::id(),
+            uptime_s: daemon.started.elapsed().as_secs(),
+            stats_s: daemon.stats_every().unwrap_or(0),
+        },
+        devices: daemon.devices.iter().enumerate().map(|(number, device)| device_node(number, device)).collect(),
+        lanes: daemon.lanes.iter().map(|lane| lane_node(lane, daemon)).collect(),
+    }
+}
+
+fn device_node(number: usize, device: &Device) -> DeviceNode {
+    let info = device.info();
+    let mut counters = BTreeMap::new();
+    if let Device::File(file) = device {
+        let counted = file.counters();
+        for (name, count) in [
+            ("bounced", counted.bounced()),
+            ("continued", counted.continued()),
+            ("retried", counted.retried()),
+            ("forged", counted.forged()),
+        ] {
+            counters.insert(name.to_owned(), count);
+        }
+    }
+    DeviceNode {
+        number,
+        name: info.name.clone(),
+        reached: device.describe(),
+        size_bytes: info.capacity_sectors << blkyard_mq::SECTOR_SHIFT,
+        read_only: info.read_only,
+        volatile_cache: info.volatile_cache,
+        limits: limits(&info.limits),
+        counters,
+    }
+}
+
+fn limits(limits: &QueueLimits) -> BTreeMap<String, u64> {
+    let all = [
+        ("logical_block_bytes", limits.logical_block_bytes),
+        ("physical_block_bytes", limits.physical_block_bytes),
+        ("sectors_max", limits.sectors_max),
+        ("segments_max", u32::from(limits.segments_max)),
+        ("segment_bytes_max", limits.segment_bytes_max),
+        ("chunk_sectors", limits.chunk_sectors),
+        ("virt_boundary_mask", limits.virt_boundary_mask),
+        ("dma_alignment_mask", limits.dma_alignment_mask),
+        ("discard_sectors_max", limits.discard_sectors_max),
+        ("discard_granularity_bytes", limits.discard_granularity_bytes),
+        ("write_zeroes_sectors_max", limits.write_zeroes_sectors_max),
+    ];
+    all.map(|(name, limit)| (name.to_owned(), u64::from(limit))).into()
+}
+
+fn export_node(number: usize, export: &ServedExport, queues: Vec<QueueNode>) -> ExportNode {
+    let session = export.status.session().map(|session| SessionNode {
+        features: session.features.iter_names().map(|(name, _)| name.to_owned()).collect(),
+        memory_bytes: session.memory_bytes,
+        regions: session.regions,
+        has_channel: session.has_channel,
+    });
+    ExportNode {
+        number,
+        name: export.name.clone(),
+        device: export.device,
+        sessions: export.status.sessions(),
+        session,
+        queues,
+    }
+}
+
+fn queue_node(number: usize, queue: &QueueWatch, lane: usize, view: Option<&QueueView>) -> QueueNode {
+    let stats = queue.stats().map_or_else(StatsSnapshot::default, |stats| stats.snapshot());
+    let ops = OpClass::ALL.map(|class| (op_name(class).to_owned(), op_node(stats.op(class))));
+    let refusals = queue.refusals().into_iter().flat_map(|refusals| refusals.iter());
+    QueueNode {
+        number,
+        lane,
+        now: view.map(queue_now),
+        ops: ops.into(),
+        batches: stats.dispatched,
+        refused: stats.refused,
+        slow: stats.slow,
+        slow_now: stats.slow_now,
+        refusals: refusals.filter(|(_, n)| *n > 0).map(|(reason, n)| (reason.to_owned(), n)).collect(),
+    }
+}
+
+fn op_name(class: OpClass) -> &'static str {
+    match class {
+        OpClass::Read => "read",
+        OpClass::Write => "write",
+        OpClass::Flush => "flush",
+        OpClass::Trim => "trim",
+    }
+}
+
+fn queue_now(view: &QueueView) -> QueueNow {
+    let state = match &view.ring {
+        None => "at rest",
+        Some(ring) if ring.is_broken => "broken",
+        Some(_) if view.is_suspending => "suspending",
+        Some(_) => "running",
+    };
+    QueueNow {
+        state: state.into(),
+        ring_size: view.ring.map_or(0, |ring| ring.size),
+        chains: view.ring.map_or(0, |ring| ring.in_flight),
+        in_flight: view.in_flight,
+        bios: view.bios,
+        bios_max: view.bios_max,
+    }
+}
+
+fn op_node(op: &OpSnapshot) -> OpNode {
+    let latency = (op.ios > 0).then(|| LatencyNode {
+        min_ns: op.min_ns,
+        mean_ns: op.sum_ns / op.ios,
+        max_ns: op.max_ns,
+        percentile_ns: PERCENTS.map(|(name, percent)| (name.to_owned(), op.latency.percentile_ns(percent))).into(),
+        histogram: op.latency.iter().collect(),
+    });
+    OpNode { ios: op.ios, bytes: op.bytes, errors: op.errors, latency }
+}
+
+fn lane_node(lane: &RunningLane, daemon: &Daemon) -> LaneNode {
+    let memory = match lane.ring.buffers() {
+        FixedBuffers::Registered { bytes: 0 } => "none".into(),
+        FixedBuffers::Registered { bytes } => format!("{} registered as fixed buffers", show_size(bytes)),
+        FixedBuffers::Plain { reason } => format!("plain vectored calls: {reason}"),
+    };
+    let queues = daemon.exports.iter().enumerate().flat_map(|(number, export)| {
+        let of_lane =
+            move |(queue, (_, at)): (usize, &(QueueWatch, usize))| (*at == lane.number).then_some((number, queue));
+        export.queues.iter().enumerate().filter_map(of_lane)
+    });
+    LaneNode {
+        number: lane.number,
+        thread: lane.thread.clone(),
+        cpus: lane.cpus.clone(),
+        spin_us: lane.spin_us,
+        memory,
+        strays: lane.ring.strays(),
+        queues: queues.collect(),
+    }
+}

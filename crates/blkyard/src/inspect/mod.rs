@@ -1,0 +1,112 @@
+//! The command `inspect`: shows what a running daemon has open, serves and does.
+
+mod collect;
+mod text;
+mod tree;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use serde_json::Value;
+
+use crate::control::{AskError, Kind, Target, Wish, ask};
+pub use collect::collect;
+pub use tree::Tree;
+
+/// What `inspect` may be told.
+#[derive(Debug, clap::Args)]
+pub struct InspectArgs {
+    /// The daemon's control socket. Default: that of the only daemon there is.
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
+    /// Print JSON, for programs.
+    #[arg(long)]
+    pub json: bool,
+    /// Show only these: daemon, devices, exports, lanes, or one of them as device:0, export:0, lane:0. Repeat for more.
+    ///
+    /// A device or an export may also be called as it was for serve, or by the end of that.
+    #[arg(value_name = "PART")]
+    pub parts: Vec<Target>,
+}
+
+/// Why there is nothing to show.
+#[derive(Debug, thiserror::Error)]
+pub enum InspectError {
+    /// No daemon, or no answer.
+    #[error(transparent)]
+    Ask(#[from] AskError),
+    /// Another version of the program, most likely.
+    #[error("the daemon's answer is not understood: {0}; use the program that the daemon was started from, or --json")]
+    Tree(#[from] serde_json::Error),
+    /// There is no such part.
+    #[error("{0}: the daemon has none of that name; blkyard inspect alone shows all there is")]
+    Absent(Target),
+}
+
+/// Asks a daemon and prints what it says.
+///
+/// # Errors
+/// See [`InspectError`].
+pub fn run(args: &InspectArgs) -> Result<ExitCode, InspectError> {
+    let mut tree = ask(args.control.as_deref(), &Wish::Inspect)?;
+    if !args.parts.is_empty() {
+        select(&mut tree, &args.parts).map_err(|part| InspectError::Absent(part.clone()))?;
+    }
+    let text = if args.json {
+        format!("{tree:#}\n")
+    } else {
+        let whole = args.parts.is_empty() || args.parts.iter().any(|part| part.kind == Kind::Daemon);
+        text::text(&serde_json::from_value(tree)?, whole)
+    };
+    // Who pipes us into `head` does not want to hear that it ended.
+    let _ = std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes());
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Leaves in the tree only what these parts mean. Gives back a part that means nothing.
+fn select<'a>(tree: &mut Value, parts: &'a [Target]) -> Result<(), &'a Target> {
+    let mut found = vec![false; parts.len()];
+    for (kind, list, name) in
+        [(Kind::Device, "devices", "name"), (Kind::Export, "exports", "name"), (Kind::Lane, "lanes", "thread")]
+    {
+        let Some(nodes) = tree[list].as_array_mut() else { continue };
+        nodes.retain(|node| {
+            let number = node["number"].as_u64().map_or(usize::MAX, |number| number as usize);
+            let name = node[name].as_str().unwrap_or_default();
+            let means = |part: &Target| part.kind == kind && part.means(number, name);
+            let mut meant = false;
+            for (part, found) in parts.iter().zip(&mut found) {
+                *found |= part.kind == Kind::Daemon || means(part);
+                meant |= means(part);
+            }
+            meant
+        });
+    }
+    found.iter().position(|found| !found).map_or(Ok(()), |absent| Err(&parts[absent]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_parts_that_were_asked_for_are_left() {
+        let tree = serde_json::json!({
+            "daemon": {},
+            "devices": [{"number": 0, "name": "a.img"}, {"number": 1, "name": "b.img"}],
+            "exports": [{"number": 0, "name": "vhost-user-blk:a.sock"}],
+            "lanes": [{"number": 0, "thread": "lane0"}],
+        });
+        let selected = |parts: &[&str]| {
+            let parts: Vec<Target> = parts.iter().map(|part| part.parse().unwrap()).collect();
+            let mut tree = tree.clone();
+            select(&mut tree, &parts).map_err(ToString::to_string)?;
+            let count = |list: &str| tree[list].as_array().unwrap().len();
+            Ok((count("devices"), count("exports"), count("lanes")))
+        };
+        assert_eq!(selected(&["devices"]), Ok((2, 0, 0)));
+        assert_eq!(selected(&["device:b.img", "lane:0"]), Ok((1, 0, 1)));
+        assert_eq!(selected(&["daemon"]), Ok((0, 0, 0)));
+        assert_eq!(selected(&["device:c.img"]), Err::<_, String>("device:c.img".into()));
+    }
+}

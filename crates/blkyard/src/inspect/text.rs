@@ -1,0 +1,134 @@
+//! The tree as text, for people.
+
+use std::fmt::Write;
+
+use super::tree::{DeviceNode, ExportNode, LaneNode, OpNode, QueueNode, Tree};
+use crate::spec::show_size;
+
+/// The tree, with the daemon itself or without.
+pub fn text(tree: &Tree, with_daemon: bool) -> String {
+    let mut out = String::new();
+    let daemon = &tree.daemon;
+    if with_daemon {
+        let uptime = show_time(daemon.uptime_s.saturating_mul(1_000_000_000));
+        line(&mut out, 0, &format!("blkyard {}, process {}, up for {uptime}", daemon.version, daemon.pid));
+    }
+    tree.devices.iter().for_each(|node| device(&mut out, node));
+    tree.exports.iter().for_each(|node| export(&mut out, node));
+    tree.lanes.iter().for_each(|node| lane(&mut out, node));
+    out
+}
+
+fn line(out: &mut String, depth: usize, text: &str) {
+    let _ = writeln!(out, "{:width$}{text}", "", width = depth * 2);
+}
+
+fn device(out: &mut String, node: &DeviceNode) {
+    line(out, 0, &format!("device {}: {}", node.number, node.name));
+    let access = if node.read_only { "read-only" } else { "writable" };
+    let cache = if node.volatile_cache { "write-back" } else { "write-through" };
+    line(out, 1, &format!("{}, {access}, {cache}; {}", show_size(node.size_bytes), node.reached));
+    let limits = node.limits.iter().map(|(name, limit)| format!("{name} {limit}")).collect::<Vec<_>>();
+    line(out, 1, &format!("limits: {}", limits.join(", ")));
+    let counters: Vec<_> =
+        node.counters.iter().filter(|(_, n)| **n > 0).map(|(name, n)| format!("{name} {n}")).collect();
+    if !counters.is_empty() {
+        line(out, 1, &format!("counted: {}", counters.join(", ")));
+    }
+}
+
+fn export(out: &mut String, node: &ExportNode) {
+    line(out, 0, &format!("export {}: {}, of device {}", node.number, node.name, node.device));
+    match &node.session {
+        None => line(out, 1, &format!("waiting for a front-end; {} so far", node.sessions)),
+        Some(session) => {
+            let memory = format!("{} in {} regions", show_size(session.memory_bytes), session.regions);
+            line(out, 1, &format!("front-end {} is connected and shares {memory}", node.sessions));
+            line(out, 1, &format!("features: {}", session.features.join(" ")));
+        }
+    }
+    node.queues.iter().for_each(|node| queue(out, node));
+}
+
+fn queue(out: &mut String, node: &QueueNode) {
+    let now = match &node.now {
+        None => "its lane does not answer".into(),
+        Some(now) => format!(
+            "{}, ring of {}, {} in flight, {} of {} bios",
+            now.state, now.ring_size, now.in_flight, now.bios, now.bios_max
+        ),
+    };
+    line(out, 1, &format!("queue {} on lane {}: {now}", node.number, node.lane));
+    node.ops.iter().filter(|(_, node)| node.ios > 0).for_each(|(name, node)| op(out, name, node));
+    if node.batches.iter().any(|n| *n > 0) {
+        let names = ["0", "1", "2", "4", "8", "16", "32+"];
+        let batches: Vec<_> = names.iter().zip(node.batches).map(|(name, n)| format!("{name}: {n}")).collect();
+        line(out, 2, &format!("batches  {}", batches.join("  ")));
+    }
+    let counted = [("refused", node.refused), ("slow", node.slow), ("slow now", node.slow_now)];
+    let refusals = node.refusals.iter().map(|(reason, n)| (reason.as_str(), *n));
+    let counted: Vec<_> =
+        counted.into_iter().chain(refusals).filter(|(_, n)| *n > 0).map(|(name, n)| format!("{name}: {n}")).collect();
+    if !counted.is_empty() {
+        line(out, 2, &counted.join(", "));
+    }
+}
+
+fn op(out: &mut String, name: &str, node: &OpNode) {
+    let mut text = format!("{name:<5}  {} of {}", node.ios, show_size(node.bytes));
+    if node.errors > 0 {
+        let _ = write!(text, ", {} failed", node.errors);
+    }
+    if let Some(latency) = &node.latency {
+        let _ = write!(text, "; mean {}", show_time(latency.mean_ns));
+        for (percent, ns) in &latency.percentile_ns {
+            let _ = write!(text, ", p{percent} {}", show_time(*ns));
+        }
+        let _ = write!(text, ", max {}", show_time(latency.max_ns));
+    }
+    line(out, 2, &text);
+}
+
+fn lane(out: &mut String, node: &LaneNode) {
+    let cpus = match &node.cpus {
+        None => "any CPU".into(),
+        Some(cpus) => format!("CPU {}", cpus.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")),
+    };
+    line(out, 0, &format!("lane {}: thread {}, on {cpus}, spins {} us", node.number, node.thread, node.spin_us));
+    let queues: Vec<_> = node.queues.iter().map(|(export, queue)| format!("{export}/{queue}")).collect();
+    line(out, 1, &format!("queues (export/queue): {}", queues.join(" ")));
+    line(out, 1, &format!("guest memory: {}", node.memory));
+}
+
+/// A time as a person would write it: three digits and a unit.
+pub fn show_time(ns: u64) -> String {
+    let seconds = ns / 1_000_000_000;
+    match ns {
+        0..1_000 => format!("{ns} ns"),
+        1_000..1_000_000 => format!("{:.1} us", ns as f64 / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} ms", ns as f64 / 1e6),
+        1_000_000_000..60_000_000_000 => format!("{:.1} s", ns as f64 / 1e9),
+        _ if seconds < 3600 => format!("{} min {} s", seconds / 60, seconds % 60),
+        _ => format!("{} h {} min", seconds / 3600, seconds / 60 % 60),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_readable() {
+        for (ns, text) in [
+            (0, "0 ns"),
+            (999, "999 ns"),
+            (76_500, "76.5 us"),
+            (12_300_000, "12.3 ms"),
+            (1_500_000_000, "1.5 s"),
+            (61_000_000_000, "1 min 1 s"),
+            (7_380_000_000_000, "2 h 3 min"),
+        ] {
+            assert_eq!(show_time(ns), text);
+        }
+    }
+}

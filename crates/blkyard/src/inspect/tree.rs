@@ -1,0 +1,173 @@
+//! The tree of a running daemon, as plain data: what `inspect` shows, and its JSON.
+//!
+//! Names of fields are part of the interface: fields may be added, and none changes its meaning. Units stand last in the
+//! names. What is counted is counted from the start of the daemon.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// Everything.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Tree {
+    /// The daemon itself.
+    pub daemon: DaemonNode,
+    /// What it has open.
+    pub devices: Vec<DeviceNode>,
+    /// What others see of it.
+    pub exports: Vec<ExportNode>,
+    /// The threads that do the work.
+    pub lanes: Vec<LaneNode>,
+}
+
+/// The daemon itself.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DaemonNode {
+    /// Of the program.
+    pub version: String,
+    /// Its process.
+    pub pid: u32,
+    /// Since it serves.
+    pub uptime_s: u64,
+    /// Seconds between the lines it prints of each export; zero for none.
+    pub stats_s: u64,
+}
+
+/// A device.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct DeviceNode {
+    /// Its number: `device:0`.
+    pub number: usize,
+    /// As the user named it.
+    pub name: String,
+    /// How I/O reaches it.
+    pub reached: String,
+    /// What is served of it.
+    pub size_bytes: u64,
+    /// Writes are refused.
+    pub read_only: bool,
+    /// Completed writes may be lost until they are flushed.
+    pub volatile_cache: bool,
+    /// What one request may look like, by the names of the queue's limits.
+    pub limits: BTreeMap<String, u64>,
+    /// What happened beside I/O going well; for files.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// An export.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ExportNode {
+    /// Its number: `export:0`.
+    pub number: usize,
+    /// As the user named it.
+    pub name: String,
+    /// The number of the device behind it.
+    pub device: usize,
+    /// Front-ends so far.
+    pub sessions: u64,
+    /// The one that is connected.
+    pub session: Option<SessionNode>,
+    /// Its queues.
+    pub queues: Vec<QueueNode>,
+}
+
+/// A front-end that is connected.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SessionNode {
+    /// The features it took.
+    pub features: Vec<String>,
+    /// Memory it shares.
+    pub memory_bytes: u64,
+    /// In so many regions.
+    pub regions: usize,
+    /// It can be told of changes.
+    pub has_channel: bool,
+}
+
+/// A hardware queue, and the guest's ring that feeds it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct QueueNode {
+    /// Its number within the export.
+    pub number: usize,
+    /// The number of the lane it lives on.
+    pub lane: usize,
+    /// What its owner said; none if it did not answer in time.
+    pub now: Option<QueueNow>,
+    /// By operation.
+    pub ops: BTreeMap<String, OpNode>,
+    /// Calls to the driver, by how many requests it took: 0, 1, 2, 4, 8, 16, 32 and more.
+    pub batches: [u64; 7],
+    /// Bios given back without reaching the device.
+    pub refused: u64,
+    /// Requests that were, or are, slow.
+    pub slow: u64,
+    /// Of these, still with the device.
+    pub slow_now: u64,
+    /// What the guest sent that made no sense, by reason.
+    pub refusals: BTreeMap<String, u64>,
+}
+
+/// What the owner of a queue sees.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct QueueNow {
+    /// `at rest`, `running`, `suspending` or `broken`.
+    pub state: String,
+    /// Entries of the guest's ring.
+    pub ring_size: u16,
+    /// Chains fetched and not given back.
+    pub chains: u16,
+    /// Requests that the device has.
+    pub in_flight: usize,
+    /// Bios in the queue.
+    pub bios: usize,
+    /// Bios there may be.
+    pub bios_max: usize,
+}
+
+/// What was counted of one kind of operation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct OpNode {
+    /// Requests completed, well or not.
+    pub ios: u64,
+    /// Bytes of their ranges.
+    pub bytes: u64,
+    /// Requests that failed.
+    pub errors: u64,
+    /// Time with the device; none before the first.
+    pub latency: Option<LatencyNode>,
+}
+
+/// Times with the device.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LatencyNode {
+    /// Shortest.
+    pub min_ns: u64,
+    /// Arithmetic mean.
+    pub mean_ns: u64,
+    /// Longest.
+    pub max_ns: u64,
+    /// What so many percent do not exceed: 50, 90, 99, 99.9 and 99.99, each to one part in 32.
+    pub percentile_ns: BTreeMap<String, u64>,
+    /// Buckets that are not empty: the largest value in nanoseconds, and the count of each.
+    pub histogram: Vec<(u64, u64)>,
+}
+
+/// A lane.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct LaneNode {
+    /// Its number: `lane:0`.
+    pub number: usize,
+    /// The name of its thread.
+    pub thread: String,
+    /// CPUs it is kept on; none if the system chooses.
+    pub cpus: Option<Vec<u32>>,
+    /// How long it looks for work before it sleeps.
+    pub spin_us: u64,
+    /// How it reaches the memory of guests.
+    pub memory: String,
+    /// Completions that nobody was waiting for.
+    pub strays: u64,
+    /// Its queues: the numbers of export and queue.
+    pub queues: Vec<(usize, usize)>,
+}
