@@ -1,26 +1,38 @@
 //! The command `serve` as a process, without a client.
 
 use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::process::{Child, Command, Stdio};
 
-/// Serves, waits for longer than the daemon takes to look after its lanes, and stops it. The whole must end well.
+/// A daemon that does not outlive its test.
+struct Daemon(Child);
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Serves until the daemon has looked after its lanes twice, and stops it. The whole must end well.
 fn serves_until_told_to_stop(arguments: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
-    let mut daemon = Command::new(env!("CARGO_BIN_EXE_blkyard"))
+    let daemon = Command::new(env!("CARGO_BIN_EXE_blkyard"))
         .arg("serve")
         .args(arguments)
+        .args(["--stats", "1"])
         .current_dir(folder.path())
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut lines = BufReader::new(daemon.stdout.take().unwrap()).lines();
+    let mut daemon = Daemon(daemon);
+    let mut lines = BufReader::new(daemon.0.stdout.take().unwrap()).lines();
     assert!(lines.by_ref().any(|line| line.unwrap() == "ready"), "{arguments:?}: not ready");
-    std::thread::sleep(Duration::from_millis(1500));
-    assert!(daemon.try_wait().unwrap().is_none(), "{arguments:?}: ended by itself");
-    let pid = rustix::process::Pid::from_child(&daemon);
+    // It says what it counted just before it looks after its lanes; that it says so again shows that it went on.
+    let counted = lines.by_ref().filter(|line| line.as_ref().unwrap().contains(" IOPS ")).take(2).count();
+    assert_eq!(counted, 2, "{arguments:?}: ended by itself");
+    let pid = rustix::process::Pid::from_child(&daemon.0);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-    assert!(daemon.wait().unwrap().success(), "{arguments:?}: ended badly");
+    assert!(daemon.0.wait().unwrap().success(), "{arguments:?}: ended badly");
     assert!(!folder.path().join("s").exists(), "the socket is left behind");
 }
 

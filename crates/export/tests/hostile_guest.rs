@@ -225,8 +225,7 @@ fn headers_and_descriptors_rewritten_while_requests_run_harm_nobody() {
         });
         let start = Instant::now();
         let mut answered = 0_u64;
-        while start.elapsed() < Duration::from_millis(700) || answered < 1000 {
-            assert!(start.elapsed() < PATIENCE, "only {answered} requests were answered");
+        while start.elapsed() < Duration::from_millis(700) || answered < 1000 || wild.load(Relaxed) < 1000 {
             let head = vq.build(0, kind::OUT, 0, Data::Out(&[1; 512]), &Arc::clone(&vq.ram));
             vq.offer(head);
             vq.publish();
@@ -240,7 +239,6 @@ fn headers_and_descriptors_rewritten_while_requests_run_harm_nobody() {
         }
         ending.store(true, Relaxed);
     });
-    assert!(wild.load(Relaxed) > 1000);
     assert!(!readable(&vq.err, Duration::ZERO));
     drop((front, bystander));
     world.stop();

@@ -68,19 +68,11 @@ fn sessions_that_end_well_or_badly_leave_nothing_behind() {
     let gate = Gate::open();
     let world = World::gated(&gate);
     sessions(&world);
-    // Lanes notice by and by that a bell is gone; with all asleep the count stands still.
-    let settled = || {
-        let mut last = (0, 0);
-        until("the counts stand still", || {
-            std::thread::sleep(std::time::Duration::from_millis(20));
-            let now = (descriptors(), mappings());
-            std::mem::replace(&mut last, now) == now
-        });
-        last
-    };
-    let before = settled();
+    // Lanes notice by and by that a bell is gone, so the count to begin with may be some too high: by fewer than twenty
+    // times what one session of each kind could leave behind.
+    let before = descriptors();
     (0..20).for_each(|_| sessions(&world));
-    assert_eq!(settled(), before);
-    assert_eq!(before.1, 0, "guest memory stays mapped");
+    until("no more descriptors are open than before", || descriptors() <= before);
+    until("no guest memory is mapped", || mappings() == 0);
     world.stop();
 }

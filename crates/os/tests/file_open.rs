@@ -7,10 +7,14 @@ use std::io::{BufRead, BufReader};
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
 
 use blkyard_mq::{BlockDevice, HwQueue, HwQueueConfig, RegionTable};
 use blkyard_os::{Direct, FileConfig, FileDevice, Mode, OpenError, Ring, RingConfig};
 use common::{folders, image, open};
+
+/// Longer than anything here takes on a busy machine.
+const PATIENCE: Duration = Duration::from_mins(1);
 
 fn refusal(config: FileConfig) -> OpenError {
     let path = config.path.clone();
@@ -174,14 +178,22 @@ fn an_image_that_qemu_writes_or_reads_is_in_use_for_us_as_for_qemu() {
         let file = fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
         lock_bytes(&file, locks) && !others_hold(&file, free)
     };
+    // A child of a test beside this one holds our files, and their locks, until it has begun its own program.
+    let qemu_gets_it_soon = |wanted| {
+        let start = Instant::now();
+        while !qemu_gets_it(wanted) {
+            assert!(start.elapsed() < PATIENCE, "QEMU is kept out for ever");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    };
     let ours = open(FileConfig::new(&path));
     assert!(!qemu_gets_it(WRITER) && !qemu_gets_it(READER));
     drop(ours);
     let ours = open(read_only(&path));
     assert!(!qemu_gets_it(WRITER));
-    assert!(qemu_gets_it(READER));
+    qemu_gets_it_soon(READER);
     drop(ours);
-    assert!(qemu_gets_it(WRITER));
+    qemu_gets_it_soon(WRITER);
     drop(file);
 }
 
@@ -220,7 +232,12 @@ fn an_image_of_another_process_is_in_use_until_that_is_gone() {
         assert!(matches!(refusal(read_only(&path)), OpenError::InUse { .. }));
         child.kill().unwrap();
         child.wait().unwrap();
-        // At once: the kernel may still be taking the ring apart, which holds the file.
-        open(FileConfig::new(&path));
+        // The kernel may still be taking the ring apart, which holds the file. Opening waits for that, though not as long as
+        // the kernel may need on a busy machine.
+        let start = Instant::now();
+        while let Err(error) = FileDevice::open(FileConfig::new(&path)) {
+            assert!(matches!(error, OpenError::InUse { .. }), "{error}");
+            assert!(start.elapsed() < PATIENCE, "{error}");
+        }
     }
 }

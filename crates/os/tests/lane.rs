@@ -15,6 +15,9 @@ use blkyard_os::{FileConfig, FileQueue, LaneConfig, LaneError, Ring, RingConfig,
 use common::{bio, folders, image, open, pattern};
 use rustix::event::{EventfdFlags, eventfd};
 
+/// Longer than anything here takes on a busy machine; what takes longer hangs.
+const PATIENCE: Duration = Duration::from_mins(1);
+
 fn config(name: &str, spin_ns: u64) -> LaneConfig {
     LaneConfig { name: name.into(), policy: IdlePolicy { spin_ns }, ..LaneConfig::default() }
 }
@@ -50,7 +53,7 @@ impl Shared {
     fn await_answer(&self, n: u64) {
         let start = Instant::now();
         while self.answered.load(Ordering::SeqCst) < n {
-            assert!(start.elapsed() < Duration::from_secs(10), "the lane sleeps through call {n}");
+            assert!(start.elapsed() < PATIENCE, "the lane sleeps through call {n}");
             std::hint::spin_loop();
         }
     }
@@ -166,11 +169,18 @@ fn an_idle_lane_sleeps_and_wakes_for_a_deadline() {
     let shared = Arc::new(Shared { bell: Mutex::new(Some(new_bell())), ..Shared::default() });
     let stations: Vec<_> = (0..16).map(|_| counting(&shared)).collect();
     let lane = spawn(config("idle", 50_000), move |_| stations).unwrap();
-    std::thread::sleep(Duration::from_millis(20));
-    let (cranks, cpu_ns) = (shared.cranks.load(Ordering::Relaxed), lane.cpu_ns().unwrap());
-    std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(shared.cranks.load(Ordering::Relaxed), cranks, "turned while idle");
-    assert!(lane.cpu_ns().unwrap() - cpu_ns < 1_000_000);
+    // When it falls asleep for the first time is the system's affair; a lane that keeps turning never has a quiet window.
+    let start = Instant::now();
+    loop {
+        let (cranks, cpu_ns) = (shared.cranks.load(Ordering::Relaxed), lane.cpu_ns().unwrap());
+        std::thread::sleep(Duration::from_millis(100));
+        let turned = shared.cranks.load(Ordering::Relaxed) - cranks;
+        let used_ns = lane.cpu_ns().unwrap() - cpu_ns;
+        if turned == 0 && cranks > 0 && used_ns < 1_000_000 {
+            break;
+        }
+        assert!(start.elapsed() < PATIENCE, "{turned} turns and {used_ns} ns of CPU time in 100 ms without work");
+    }
     let due = now_ns() + 30_000_000;
     shared.deadline_ns.store(due, Ordering::SeqCst);
     lane.waker().wake();
@@ -362,7 +372,7 @@ fn a_file_is_served_by_a_lane_while_its_memory_is_replaced() {
             };
             let await_all = |n| {
                 for _ in 0..n {
-                    let bio = ended.recv_timeout(Duration::from_secs(20)).expect("an answer");
+                    let bio = ended.recv_timeout(PATIENCE).expect("an answer");
                     assert_eq!(bio.status, Status::Ok);
                 }
             };

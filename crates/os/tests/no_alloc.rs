@@ -1,33 +1,14 @@
-//! After start the data path allocates nothing. Its own process: the allocator is everybody's.
+//! After start the data path allocates nothing.
 
 mod common;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-
+use blkyard_mem::CountingAllocator;
 use blkyard_mq::{BioFlags, Op};
 use blkyard_os::{Direct, FileConfig};
 use common::{Bench, bio, crank, folders, image, range};
 
-struct Counting;
-
-static COUNT: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: all is passed on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        COUNT.fetch_add(1, Relaxed);
-        // SAFETY: as promised by the caller.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: as promised by the caller.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
 #[global_allocator]
-static ALLOCATOR: Counting = Counting;
+static ALLOCATOR: CountingAllocator = CountingAllocator;
 
 #[test]
 fn requests_of_all_kinds_allocate_nothing() {
@@ -48,14 +29,15 @@ fn requests_of_all_kinds_allocate_nothing() {
                 .collect();
             let mut ended = Vec::with_capacity(bios.len());
             for round in 0..4 {
-                let before = COUNT.load(Relaxed);
+                let before = CountingAllocator::count();
                 let all = bios.len();
                 bios.drain(..).for_each(|bio| bench.queue.submit(bio));
                 while ended.len() < all {
                     crank(&mut bench.queue, &mut bench.ring, &mut |bio| ended.push(bio));
                 }
-                let allocated = COUNT.load(Relaxed) - before;
+                let allocated = CountingAllocator::count() - before;
                 assert!(ended.iter().all(|bio| bio.status.is_ok()));
+                assert!(before > 0, "the allocator counts");
                 assert_eq!(allocated, 0, "in round {round}");
                 std::mem::swap(&mut bios, &mut ended);
             }

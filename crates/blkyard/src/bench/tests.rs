@@ -41,7 +41,10 @@ fn without_a_time_each_block_is_done_once() {
 
 #[test]
 fn the_report_has_the_keys_of_fio() {
-    let report = bench("null:1G", "--rw randrw --rwmixread 75 --iodepth 16 --runtime 300ms --fsync 8");
+    // So many I/Os and not so long: on a machine without a CPU to spare, a time holds too few for the mix, and for ticks of CPU
+    // time.
+    let report = bench("null:4G", "--rw randrw --rwmixread 75 --iodepth 16 --fsync 8");
+    assert!(report.ios() >= 1 << 20, "{}", report.ios());
     let json = json(&report);
     let job = &json["jobs"][0];
     let iops = |direction: &str| job[direction]["iops"].as_f64().unwrap();
@@ -65,11 +68,16 @@ fn the_report_has_the_keys_of_fio() {
 
 #[test]
 fn latency_is_what_the_device_takes() {
+    let report = bench("null:1G?latency_us=2000", "--rw randread --iodepth 4 --size 400k");
+    let read = &json(&report)["jobs"][0]["read"];
+    // A busy machine adds to most of a hundred, but not to all.
+    let min = read["lat_ns"]["min"].as_u64().unwrap();
+    assert!((2_000_000..20_000_000).contains(&min), "{read}");
+    // Four at a time.
+    assert!(report.ios() == 100 && read["runtime"].as_u64().unwrap() >= 49, "{read}");
+    // 200 ms at 4 in 2 ms at the most; how much less is the machine's affair.
     let report = bench("null:1G?latency_us=2000", "--rw randread --iodepth 4 --runtime 200ms");
-    let read = &json(&report)["jobs"][0]["read"]["lat_ns"];
-    assert!(read["min"].as_u64().unwrap() >= 2_000_000, "{read}");
-    // 200 ms at 4 in 2 ms, less what a busy machine takes.
-    assert!((40..=400).contains(&report.ios()), "{}", report.ios());
+    assert!((4..=400).contains(&report.ios()), "{}", report.ios());
 }
 
 #[test]

@@ -23,7 +23,7 @@ pub use raw::{Raw, Request, addresses, state, words64};
 pub use world::{SERIAL, Served, World};
 
 /// Longer than anything here takes on a busy machine; what takes longer hangs.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Waits until something holds; looks again every millisecond.
 pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
