@@ -38,7 +38,8 @@ pub fn require(programs: &[(&str, &str)]) -> Result<()> {
 
 fn apt_get(arguments: &[&str]) -> Command {
     let mut command = Command::new("apt-get");
-    command.env("DEBIAN_FRONTEND", "noninteractive").arg("-q").args(arguments);
+    // A machine that has just started may be installing its updates.
+    command.env("DEBIAN_FRONTEND", "noninteractive").args(["-q", "-oDPkg::Lock::Timeout=300"]).args(arguments);
     command
 }
 

@@ -47,6 +47,8 @@ pub struct Running {
     child: Child,
     stdout: File,
     stderr: File,
+    /// How much of both was there before the program began: a log may hold what others have said.
+    before: u64,
     ended: Option<ExitStatus>,
 }
 
@@ -55,16 +57,17 @@ impl Running {
     pub fn start(name: &str, command: &Command) -> Result<Self> {
         let stdout = tempfile::tempfile().context("cannot make a temporary file for a program's output")?;
         let stderr = tempfile::tempfile().context("cannot make a temporary file for a program's output")?;
-        Self::start_into(name, command, stdout, stderr)
+        Self::start_into(name, command, stdout, stderr, 0)
     }
 
-    /// Starts `command` with both streams going to `log`.
+    /// Starts `command` with both streams going to `log`, after what is there already.
     pub fn start_logged(name: &str, command: &Command, log: &File) -> Result<Self> {
         let again = || log.try_clone().context("cannot open a log a second time");
-        Self::start_into(name, command, again()?, again()?)
+        let before = log.metadata().context("cannot ask a log for its length")?.len();
+        Self::start_into(name, command, again()?, again()?, before)
     }
 
-    fn start_into(name: &str, command: &Command, stdout: File, stderr: File) -> Result<Self> {
+    fn start_into(name: &str, command: &Command, stdout: File, stderr: File, before: u64) -> Result<Self> {
         let handle = |file: &File| file.try_clone().map(Stdio::from).context("cannot pass a file to a program");
         // setpriv and not a hook between fork and exec: a hook would be unsafe code.
         let mut wrapped = Command::new("setpriv");
@@ -85,7 +88,7 @@ impl Running {
             .stderr(handle(&stderr)?)
             .spawn()
             .with_context(|| format!("cannot start {name}: setpriv is missing (Debian package util-linux)"))?;
-        Ok(Self { name: name.to_owned(), child, stdout, stderr, ended: None })
+        Ok(Self { name: name.to_owned(), child, stdout, stderr, before, ended: None })
     }
 
     pub fn id(&self) -> u32 {
@@ -94,12 +97,12 @@ impl Running {
 
     /// What the program has written to its standard output so far.
     pub fn stdout(&self) -> Result<String> {
-        contents(&self.stdout)
+        contents(&self.stdout, self.before)
     }
 
     /// What the program has written to its standard error so far.
     pub fn stderr(&self) -> Result<String> {
-        contents(&self.stderr)
+        contents(&self.stderr, self.before)
     }
 
     /// The exit status, if the program has ended.
@@ -141,7 +144,8 @@ impl Running {
                 return Ok(true);
             }
             if self.poll()?.is_some() {
-                return Ok(false);
+                // It may have got there between the look and its end.
+                return ready(self);
             }
             if start.elapsed() >= limit {
                 bail!(
@@ -191,11 +195,11 @@ pub fn tail(text: &str, lines: usize) -> String {
     all[all.len().saturating_sub(lines)..].join("\n")
 }
 
-fn contents(file: &File) -> Result<String> {
+fn contents(file: &File, from: u64) -> Result<String> {
     // Read by position: the offset belongs to the child, which shares this open file.
-    let length = file.metadata().context("cannot ask a log for its length")?.len();
+    let length = file.metadata().context("cannot ask a log for its length")?.len().saturating_sub(from);
     let mut bytes = vec![0; usize::try_from(length).context("a log too long to read")?];
-    file.read_exact_at(&mut bytes, 0).context("cannot read a program's output")?;
+    file.read_exact_at(&mut bytes, from).context("cannot read a program's output")?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
@@ -209,22 +213,43 @@ mod tests {
         command
     }
 
+    /// Longer than anything here takes on a busy machine.
+    const PATIENCE: Duration = Duration::from_mins(1);
+
     #[test]
     fn output_and_status_come_back() {
-        let ended = run("sh", &shell("echo out; echo err >&2; exit 3"), Duration::from_secs(10)).unwrap();
+        let ended = run("sh", &shell("echo out; echo err >&2; exit 3"), PATIENCE).unwrap();
         assert_eq!((ended.status.code(), ended.stdout.as_str(), ended.stderr.as_str()), (Some(3), "out\n", "err\n"));
         assert_eq!(ended.said(), "out\nerr");
     }
 
     #[test]
+    fn who_shares_a_log_is_told_only_what_it_said_itself() {
+        let log = tempfile::tempfile().unwrap();
+        for word in ["one", "another"] {
+            let ended = Running::start_logged("sh", &shell(&format!("echo {word}")), &log).unwrap().wait(PATIENCE);
+            assert_eq!(ended.unwrap().stdout, format!("{word}\n"));
+        }
+    }
+
+    #[test]
     fn a_program_over_its_limit_is_killed_with_its_children() {
-        let folder = tempfile::tempdir().unwrap();
-        let alive = folder.path().join("alive");
-        let script = format!("(sleep 1; touch {}) & echo begun; wait", alive.display());
-        let error = run("sleeper", &shell(&script), Duration::from_millis(200)).err().unwrap().to_string();
-        assert!(error.contains("sleeper was killed") && error.contains("begun"), "{error}");
-        std::thread::sleep(Duration::from_millis(1500));
-        assert!(!alive.exists(), "a grandchild outlived its group");
+        let mut sleeper = Running::start("sleeper", &shell("sleep 1000 & echo $!; wait")).unwrap();
+        assert!(sleeper.wait_until(PATIENCE, |sleeper| Ok(sleeper.stdout()?.ends_with('\n'))).unwrap());
+        let grandchild = sleeper.stdout().unwrap().trim().to_owned();
+        let error = sleeper.wait(Duration::from_millis(1)).err().unwrap().to_string();
+        assert!(error.contains("sleeper was killed") && error.contains(&grandchild), "{error}");
+        let start = Instant::now();
+        while is_alive(&grandchild) {
+            assert!(start.elapsed() < PATIENCE, "a grandchild outlived its group");
+            std::thread::sleep(POLL);
+        }
+    }
+
+    /// Whether a process is there, and more than the memory of one that nobody has asked after yet.
+    fn is_alive(id: &str) -> bool {
+        let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+        stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
     }
 
     #[test]

@@ -56,6 +56,8 @@ impl Suite {
             "Acquire::Languages=none".into(),
             "Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false".into(),
             "Acquire::Retries=3".into(),
+            // Half a list would be found out only by what is missing from it.
+            "APT::Update::Error-Mode=any".into(),
             "Debug::NoLocking=true".into(),
         ]
         .map(|option| format!("-o{option}"))

@@ -147,6 +147,9 @@ impl<'a> Builder<'a> {
         remove(&stamp)?;
         remove(&place)?;
         fs::rename(&new, &place).with_context(|| format!("cannot move {} into place", new.display()))?;
+        // A machine that stops here may keep the stamp and lose what it stands for, unless that is on the disk first.
+        let whole = File::open(&place).with_context(|| format!("cannot open {}", place.display()))?;
+        rustix::fs::syncfs(&whole).with_context(|| format!("cannot write {} out", place.display()))?;
         let stamp_new = self.folder.join(format!("stamps/{name}.new"));
         fs::write(&stamp_new, recipe).with_context(|| format!("cannot write {}", stamp_new.display()))?;
         fs::rename(&stamp_new, &stamp).with_context(|| format!("cannot write {}", stamp.display()))?;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::{Ground, KIB, MIB, Place, Scenario};
+use super::{CLIENT_LIMIT, Ground, KIB, MIB, Place, Scenario};
 use crate::process::{run, succeed};
 use crate::server::Device;
 use crate::vm::Vm;
@@ -116,7 +116,6 @@ fn queues(ground: &Ground) -> Result<()> {
 }
 
 fn idle(ground: &Ground) -> Result<()> {
-    const WATCHED: Duration = Duration::from_secs(3);
     // Four disks of four queues: a machine with sixteen processors takes most of a minute to boot here.
     let mut exports = Vec::new();
     let mut vm = Vm::new(ground.guest, 4);
@@ -130,11 +129,7 @@ fn idle(ground: &Ground) -> Result<()> {
     let mut machine = vm.start("modprobe virtio_blk && ls -d /sys/block/vd?/mq/* | wc -l && sleep 100")?;
     machine.wait_for_output(|output| output.contains('\n'))?;
     ensure!(machine.output().trim() == "16", "the guest has {} queues", machine.output());
-    std::thread::sleep(Duration::from_secs(1));
-    let before = server.processor_time()?;
-    std::thread::sleep(WATCHED);
-    let used = server.processor_time()?.saturating_sub(before);
-    ensure!(used < WATCHED / 100, "the idle daemon used {used:?} of processor time in {WATCHED:?}");
+    super::check_idle(&server)?;
     drop(machine);
     server.stop()?;
     Ok(())
@@ -182,15 +177,14 @@ fn file_system(ground: &Ground) -> Result<()> {
 
 /// Checks an ext4 with the host's tools, and the sums of the files in deep/er.
 fn check_file_system(ground: &Ground, image: &super::Image, sums: &BTreeMap<String, String>) -> Result<()> {
-    let limit = Duration::from_mins(1);
     let mut check = ground.guest.command("e2fsck");
-    succeed("e2fsck", check.args(["-f", "-n"]).arg(&image.path), limit)?;
+    succeed("e2fsck", check.args(["-f", "-n"]).arg(&image.path), CLIENT_LIMIT)?;
     for (name, sum) in sums {
         let copy = ground.path("copy");
         let mut dump = ground.guest.command("debugfs");
         dump.args(["-R", &format!("dump /deep/er/{name} {}", copy.display())]).arg(&image.path);
-        succeed("debugfs", &dump, limit)?;
-        let host = succeed("sha256sum", Command::new("sha256sum").arg(&copy), limit)?;
+        succeed("debugfs", &dump, CLIENT_LIMIT)?;
+        let host = succeed("sha256sum", Command::new("sha256sum").arg(&copy), CLIENT_LIMIT)?;
         ensure!(host.starts_with(sum.as_str()), "file {name}: the guest's sum is {sum}, the host's {host}");
         std::fs::remove_file(&copy).context("debugfs left no copy")?;
     }
@@ -245,10 +239,9 @@ fn discard(ground: &Ground) -> Result<()> {
 
 fn boots_from_disk(ground: &Ground) -> Result<()> {
     let image = ground.image("root.img", 384 * MIB)?;
-    let limit = Duration::from_mins(1);
     let mut make = ground.guest.command("mke2fs");
     make.args(["-q", "-F", "-t", "ext4", "-E", "root_owner=0:0", "-d"]).arg(ground.guest.root_tree()).arg(&image.path);
-    succeed("mke2fs", &make, limit)?;
+    succeed("mke2fs", &make, CLIENT_LIMIT)?;
     let export = ground.export(Device::File(image.path.clone()), "root.sock", 2);
     let server = ground.serve(std::slice::from_ref(&export))?;
     let vm = Vm::new(ground.guest, 2).disk(&export.socket, 2).boot_from_disk();
@@ -258,10 +251,10 @@ fn boots_from_disk(ground: &Ground) -> Result<()> {
     ensure!(again.trim() == "the guest was here", "the second boot finds: {again}");
     server.stop()?;
     let mut check = ground.guest.command("e2fsck");
-    let checked = run("e2fsck", check.args(["-f", "-n"]).arg(&image.path), limit)?;
+    let checked = run("e2fsck", check.args(["-f", "-n"]).arg(&image.path), CLIENT_LIMIT)?;
     ensure!(checked.status.success(), "the root's file system is damaged:\n{}", checked.said());
     let mut show = ground.guest.command("debugfs");
-    let trace = succeed("debugfs", show.args(["-R", "cat /trace"]).arg(&image.path), limit)?;
+    let trace = succeed("debugfs", show.args(["-R", "cat /trace"]).arg(&image.path), CLIENT_LIMIT)?;
     ensure!(trace.trim() == "the guest was here", "the host finds: {trace}");
     Ok(())
 }
