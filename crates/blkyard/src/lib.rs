@@ -7,6 +7,7 @@
 
 pub mod bench;
 pub mod control;
+pub mod floor;
 pub mod inspect;
 pub mod plan;
 pub mod serve;

@@ -5,7 +5,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use blkyard::plan::Word;
-use blkyard::{bench, inspect, serve};
+use blkyard::{bench, floor, inspect, serve};
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Multi-queue disks for virtual machines, hosts and programs, from user space.
@@ -33,6 +33,10 @@ enum Command {
     ///
     /// Queues, requests, latencies, lanes; as text or JSON.
     Inspect(inspect::InspectArgs),
+    /// Measure what this machine can do at most: hand-offs, copies, wake-ups, system calls.
+    ///
+    /// Takes both of two CPUs, 1 GiB of memory, and half a minute.
+    Floor(floor::FloorArgs),
 }
 
 fn main() -> ExitCode {
@@ -51,6 +55,7 @@ fn main() -> ExitCode {
         }
         Command::Bench(args) => report(bench::run(&args)),
         Command::Inspect(args) => report(inspect::run(&args)),
+        Command::Floor(args) => floor::run(args),
     }
 }
 

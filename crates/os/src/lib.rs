@@ -5,6 +5,7 @@
 //! here knows what is exported, or to whom.
 
 mod bed;
+mod caches;
 mod clock;
 mod file;
 mod lane_thread;
@@ -14,9 +15,10 @@ mod topology;
 mod wake;
 
 pub use bed::RingBed;
+pub use caches::cache_bytes;
 pub use clock::now_ns;
 pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
 pub use lane_thread::{LaneConfig, LaneError, LaneThread, spawn};
-pub use ring::{Attachment, BELLS_MAX, FixedBuffers, Ring, RingConfig, RingError, RingView};
+pub use ring::{Attachment, BELLS_MAX, FixedBuffers, NopRing, Ring, RingConfig, RingError, RingView};
 pub use signals::{Signal, Signals};
 pub use topology::{cpu_places, lanes_default};

@@ -19,6 +19,7 @@ mod buffers;
 mod chimes;
 mod error;
 mod files;
+mod nops;
 mod setup;
 
 use std::collections::VecDeque;
@@ -41,6 +42,7 @@ pub use error::RingError;
 pub use error::RingView;
 use files::Files;
 pub(crate) use files::RingFile;
+pub use nops::NopRing;
 pub use setup::RingConfig;
 use setup::set_up;
 

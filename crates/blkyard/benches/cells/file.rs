@@ -14,11 +14,12 @@ use std::process::Command;
 
 use blkyard::Device;
 use blkyard::bench::{BenchArgs, measure};
+use blkyard::floor::{Plan, Samples};
 use clap::Parser;
 use serde_json::Value;
 
+use crate::limits::measure_beside;
 use crate::report::{self, Figure, Report};
-use crate::windows::Samples;
 
 const FOLDER: &str = "/dev/shm";
 const FILE_BYTES: usize = 256 << 20;
@@ -37,7 +38,7 @@ struct Figures {
 }
 
 /// `file-tmpfs-4k-randread-*`.
-pub fn tmpfs_cells(quick: bool, report: &mut Report) {
+pub fn tmpfs_cells(plan: Plan, quick: bool, report: &mut Report) {
     for depth in [1, 32] {
         let cell = format!("file-tmpfs-4k-randread-qd{depth}");
         let cpu_cell = format!("{cell}-cpu");
@@ -49,10 +50,12 @@ pub fn tmpfs_cells(quick: bool, report: &mut Report) {
             Err(why) => report::skip(&cell, &why),
             Ok((ours, theirs)) => {
                 let beside = |samples: &Samples| Some(samples.percentile(50.0)).filter(|value| value.is_finite());
-                let iops = Figure::median(cell, "iops", &ours.iops);
-                report.add(iops.against(None, beside(&theirs.iops)));
-                let cpu = Figure::median(cpu_cell, "ns/io", &ours.cpu_ns);
-                report.add(cpu.against(None, beside(&theirs.cpu_ns)));
+                // Right after: the limits are of milliseconds, the windows above of a second each.
+                let ([], floors) = measure_beside(plan, &[&cell, &cpu_cell], []);
+                let iops = Figure::median(&cell, "iops", &ours.iops).over(&floors);
+                report.add(iops.beside(beside(&theirs.iops)));
+                let cpu = Figure::median(&cpu_cell, "ns/io", &ours.cpu_ns).over(&floors);
+                report.add(cpu.beside(beside(&theirs.cpu_ns)));
             }
         }
     }

@@ -4,15 +4,14 @@
 //! Threads poll and never sleep: waking is the system's price, and `core-*` have none of it either.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
-use std::time::{Duration, Instant};
 
+use blkyard::floor::{HAND_OFF, Limit, Places, Plan, Round, together, variant};
 use blkyard_mq::{Bed, Bio, BlockDevice, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, SwQueue, Wake};
-use blkyard_os::{cpu_places, now_ns};
+use blkyard_os::now_ns;
 
-use crate::core::{Places, bios, fill, info, load_alone};
+use crate::limits::measure_beside;
+use crate::load::{bios, fill, info, null};
 use crate::report::{self, Figure, Report};
-use crate::windows::{Plan, Round, Variant, measure, variant};
 
 const BATCH: usize = 32;
 
@@ -59,9 +58,8 @@ impl Round for Load {
         let Load { queue, free, places } = self;
         let ended = queue.poll(&now_ns, &mut |bio| free.push(bio));
         if !free.is_empty() {
-            while let Some(mut bio) = free.pop() {
-                let slot = bio.cookie;
-                fill(&mut bio, slot, places.next());
+            for mut bio in free.drain(..) {
+                fill(&mut bio, places);
                 queue.submit(bio);
             }
             queue.ring(&now_ns);
@@ -78,72 +76,28 @@ impl Drop for Load {
     }
 }
 
-/// What two threads tell each other.
-#[derive(Default)]
-struct Partner {
-    on: AtomicBool,
-    over: AtomicBool,
-    done: AtomicU64,
-}
-
-/// The load of one thread while another does the same from another CPU; both count.
-fn together(mut ours: Load, partner: Arc<Partner>) -> Variant<'static> {
-    Box::new(move |window: Duration| {
-        let before = partner.done.load(Relaxed);
-        partner.on.store(true, Relaxed);
-        let start = Instant::now();
-        let mut done = 0;
-        while start.elapsed() < window {
-            (0..64).for_each(|_| done += ours.round());
-        }
-        let passed = start.elapsed();
-        partner.on.store(false, Relaxed);
-        done += partner.done.load(Relaxed) - before;
-        passed.as_nanos() as f64 / done.max(1) as f64
-    })
-}
-
-/// `shared-null-*`.
+/// `shared-null-*`: the cost through a shared queue, and how many times one thread that owns its queue two are that share one.
 pub fn null_cells(plan: Plan, report: &mut Report) {
-    let (one, two) = ("shared-null-b32", "shared-null-b32-threads2");
+    let (one, two, times) = ("shared-null-b32", "shared-null-b32-threads2", "shared-null-2x1-b32");
     if report.wants(one)
         && let Some(load) = Load::sharing(1).pop()
     {
-        let [shared, alone] = measure(plan, [variant(load), load_alone(BATCH)]);
-        report.add(Figure::cost(one.into(), &shared).against(Some(alone.cost()), None));
+        let ([shared], floors) = measure_beside(plan, &[one], [variant(load)]);
+        report.add(Figure::cost(one, &shared).over(&floors));
     }
-    if !report.wants(two) {
+    if !report.wants(two) && !report.wants(times) {
         return;
     }
-    let here = cpu_places();
-    let Some(elsewhere) = crate::unpinned().iter().copied().find(|cpu| here.iter().all(|place| place.cpu != *cpu))
-    else {
-        report::skip(two, "two threads want two CPUs, and this process has one");
-        return;
-    };
     let mut loads = Load::sharing(2);
-    let (Some(ours), Some(mut theirs)) = (loads.pop(), loads.pop()) else { return };
-    let partner = Arc::new(Partner::default());
-    let thread = std::thread::spawn({
-        let partner = Arc::clone(&partner);
-        move || {
-            crate::pin_to(elsewhere);
-            while !partner.over.load(Relaxed) {
-                if partner.on.load(Relaxed) {
-                    let mut done = 0;
-                    (0..16).for_each(|_| done += theirs.round());
-                    partner.done.store(partner.done.load(Relaxed) + done, Relaxed);
-                } else {
-                    std::thread::sleep(Duration::from_micros(100));
-                }
-            }
+    let (Some(ours), Some(theirs)) = (loads.pop(), loads.pop()) else { return };
+    let limits = Limit::of(HAND_OFF).map_or_else(|| Err("no such limit".into()), Limit::variant);
+    match together(ours, theirs).and_then(|shared| Ok((shared, limits?))) {
+        Err(why) => report::skip(two, &why),
+        Ok((shared, hand_off)) => {
+            let variants = [shared, variant(null(BATCH, true, now_ns)), hand_off];
+            let ([shared, alone, hand_off], floors) = measure_beside(plan, &[two], variants);
+            report.add(Figure::cost(two, &shared).over(&floors).across(&hand_off));
+            report.add(Figure::times(times, &alone, &shared).over(&floors).across(&hand_off));
         }
-    });
-    let [shared] = measure(plan, [together(ours, Arc::clone(&partner))]);
-    partner.over.store(true, Relaxed);
-    if thread.join().is_err() {
-        report::skip(two, "the second thread panicked");
-        return;
     }
-    report.add(Figure::cost(two.into(), &shared));
 }

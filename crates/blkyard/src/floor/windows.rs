@@ -4,13 +4,13 @@
 //! end is what the neighbours cost. So a cost is the 10th percentile of its windows, and a difference is taken
 //! between windows that lie side by side. Nothing here knows what is measured.
 
-use std::time::{Duration, Instant};
+use blkyard_os::now_ns;
 
 /// How long and how often.
 #[derive(Clone, Copy, Debug)]
 pub struct Plan {
     /// Length of one window.
-    pub window: Duration,
+    pub window_ns: u64,
     /// Windows of each variant that count.
     pub windows: usize,
     /// Windows of each variant before that.
@@ -36,8 +36,15 @@ impl Samples {
     }
 
     /// Window by window, how much more this one took.
+    #[must_use]
     pub fn more_than(&self, other: &Samples) -> Samples {
         Samples(self.0.iter().zip(&other.0).map(|(this, other)| this - other).collect())
+    }
+
+    /// Window by window, how many times this one took.
+    #[must_use]
+    pub fn over(&self, other: &Samples) -> Samples {
+        Samples(self.0.iter().zip(&other.0).map(|(this, other)| this / other).collect())
     }
 
     /// Adds a window.
@@ -59,39 +66,71 @@ impl<F: FnMut() -> u64> Round for F {
     }
 }
 
-/// A variant, ready to be run for a window.
-pub type Variant<'a> = Box<dyn FnMut(Duration) -> f64 + 'a>;
+/// A variant, ready to be run for a window of so many nanoseconds; returns nanoseconds per operation.
+pub type Variant<'a> = Box<dyn FnMut(u64) -> f64 + 'a>;
 
 /// Rounds between two looks at the clock that ends a window; together they take some microseconds.
 const ROUNDS: u64 = 64;
 
 /// Makes a variant of a round. The loop lies inside, so that the call through the box is paid once a window.
 pub fn variant<'a>(mut round: impl Round + 'a) -> Variant<'a> {
-    Box::new(move |window| {
-        let start = Instant::now();
-        let mut done = 0;
-        loop {
-            for _ in 0..ROUNDS {
-                done += round.round();
-            }
-            let passed = start.elapsed();
-            if passed >= window {
-                break passed.as_nanos() as f64 / done as f64;
-            }
+    Box::new(move |window_ns| for_a_window(window_ns, || round.round()))
+}
+
+/// Rounds for as long as the window; returns nanoseconds per operation.
+#[inline]
+pub(crate) fn for_a_window(window_ns: u64, mut round: impl FnMut() -> u64) -> f64 {
+    let start_ns = now_ns();
+    let mut done = 0;
+    loop {
+        (0..ROUNDS).for_each(|_| done += round());
+        let passed_ns = now_ns() - start_ns;
+        if passed_ns >= window_ns {
+            break passed_ns as f64 / done.max(1) as f64;
         }
-    })
+    }
 }
 
 /// Runs the variants in turn; returns the windows of each.
-pub fn measure<const N: usize>(plan: Plan, mut variants: [Variant<'_>; N]) -> [Samples; N] {
-    let mut samples = std::array::from_fn(|_| Samples::default());
+pub fn measure(plan: Plan, variants: &mut [Variant<'_>]) -> Vec<Samples> {
+    let mut samples = vec![Samples::default(); variants.len()];
     for window in 0..plan.warm_up + plan.windows {
         for (variant, samples) in variants.iter_mut().zip(&mut samples) {
-            let value = variant(plan.window);
+            let value = variant(plan.window_ns);
             if window >= plan.warm_up {
                 samples.push(value);
             }
         }
     }
     samples
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_of_the_windows_in_order() {
+        let mut samples = Samples::default();
+        (0..100).rev().for_each(|value| samples.push(f64::from(value)));
+        assert_eq!([0.0, 10.0, 50.0, 100.0].map(|percent| samples.percentile(percent) as u32), [0, 10, 50, 99]);
+        assert!(Samples::default().cost().is_nan());
+    }
+
+    #[test]
+    fn variants_take_turns_and_warm_up_without_being_counted() {
+        let order = std::cell::RefCell::new(Vec::new());
+        let of = |name: f64| -> Variant<'_> {
+            let order = &order;
+            Box::new(move |_| {
+                order.borrow_mut().push(name as u32);
+                name
+            })
+        };
+        let plan = Plan { window_ns: 1, windows: 2, warm_up: 1 };
+        let samples = measure(plan, &mut [of(1.0), of(2.0)]);
+        assert_eq!(*order.borrow(), [1, 2, 1, 2, 1, 2]);
+        assert_eq!(samples[1].over(&samples[0]).percentile(50.0) as i32, 2);
+        assert_eq!(samples[0].more_than(&samples[1]).percentile(50.0) as i32, -1);
+    }
 }

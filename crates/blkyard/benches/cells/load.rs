@@ -1,0 +1,114 @@
+//! The load of the core cells, as light as it can be, and the same load without a core.
+//!
+//! A round is what a lane does: collect what is over, fill the bios anew, hand them in, offer them to the device. Filling is
+//! an operation, a place from a cheap generator, and one segment. One owner, one thread, nothing shared.
+
+use std::hint::black_box;
+use std::sync::Arc;
+
+use blkyard::floor::{IO_BYTES, Places, Round, STORE_BYTES, touched};
+use blkyard_mem::{Region, RegionTable, Segment};
+use blkyard_mq::{Bio, BlockDevice, DeviceInfo, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op};
+use blkyard_mq::{QueueLimits, SECTOR_BYTES};
+
+const IO_SECTORS: u32 = IO_BYTES / SECTOR_BYTES as u32;
+const BLOCKS: u32 = (STORE_BYTES / IO_BYTES as u64) as u32;
+
+pub fn info() -> DeviceInfo {
+    DeviceInfo {
+        name: "cell".into(),
+        capacity_sectors: STORE_BYTES / SECTOR_BYTES,
+        limits: QueueLimits::default(),
+        read_only: false,
+        volatile_cache: false,
+    }
+}
+
+/// Makes a read of the next place of it.
+#[inline]
+pub fn fill(bio: &mut Bio, places: &mut Places) {
+    let slot = bio.cookie;
+    bio.reset();
+    bio.op = Op::Read;
+    bio.sector = places.next(BLOCKS) * u64::from(IO_SECTORS);
+    bio.sectors = IO_SECTORS;
+    bio.cookie = slot;
+    bio.segments.push(Segment { region: 0, offset: slot * u64::from(IO_BYTES), len: IO_BYTES });
+}
+
+pub fn bios(count: usize) -> Vec<Box<Bio>> {
+    let mut bios: Vec<_> = (0..count).map(|_| Bio::with_capacity(1)).collect();
+    bios.iter_mut().enumerate().for_each(|(slot, bio)| bio.cookie = slot as u64);
+    bios
+}
+
+/// A hardware queue under load, and a clock that is read once a round.
+pub struct Load<D: Driver<()>, C> {
+    queue: HwQueue<D>,
+    clock: C,
+    free: Vec<Box<Bio>>,
+    places: Places,
+}
+
+impl<D: Driver<()>, C: FnMut() -> u64> Load<D, C> {
+    pub fn new(driver: D, depth: usize, stats: bool, clock: C) -> Load<D, C> {
+        let config = HwQueueConfig { depth: depth.max(2), bios_max: depth.max(2), stats, ..HwQueueConfig::default() };
+        let mut queue = HwQueue::new(driver, Arc::new(info()), config);
+        queue.set_memory(&mut (), Arc::new(RegionTable::new(vec![buffers(depth)])));
+        Load { queue, clock, free: bios(depth), places: Places::new() }
+    }
+}
+
+/// The core alone: a queue over the null device.
+pub fn null<C: FnMut() -> u64>(depth: usize, stats: bool, clock: C) -> Load<NullQueue, C> {
+    let device = NullDevice::new(info(), NullConfig::default());
+    Load::new(device.queue(depth), depth, stats, clock)
+}
+
+impl<D: Driver<()>, C: FnMut() -> u64> Round for Load<D, C> {
+    #[inline]
+    fn round(&mut self) -> u64 {
+        let now_ns = (self.clock)();
+        let free = &mut self.free;
+        let ended = self.queue.reap(&mut (), now_ns, &mut |bio| free.push(bio));
+        for mut bio in free.drain(..) {
+            fill(&mut bio, &mut self.places);
+            self.queue.submit(bio);
+        }
+        self.queue.issue(&mut (), now_ns);
+        ended as u64
+    }
+}
+
+impl<D: Driver<()>, C> Drop for Load<D, C> {
+    /// What is in flight comes back before the queue may go.
+    fn drop(&mut self) {
+        while !self.queue.is_idle() {
+            self.queue.issue(&mut (), 0);
+            self.queue.reap(&mut (), 0, &mut |_| ());
+        }
+    }
+}
+
+/// The load without the core: the clock, the places, the bios.
+pub fn load_only(depth: usize, mut clock: impl FnMut() -> u64) -> impl Round {
+    let (mut ended, mut free, mut places) = (bios(depth), Vec::with_capacity(depth), Places::new());
+    move || {
+        black_box(clock());
+        for bio in ended.drain(..) {
+            free.push(black_box(bio));
+        }
+        for mut bio in free.drain(..) {
+            fill(&mut bio, &mut places);
+            ended.push(black_box(bio));
+        }
+        depth as u64
+    }
+}
+
+pub fn buffers(depth: usize) -> Arc<Region> {
+    match touched(depth as u64 * u64::from(IO_BYTES)) {
+        Ok(region) => region,
+        Err(why) => panic!("{why}"),
+    }
+}

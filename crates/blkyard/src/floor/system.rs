@@ -1,0 +1,131 @@
+//! Limits of one thread and its kernel: copies, the clock, a locked instruction, system calls, a wake-up.
+
+use std::hint::black_box;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+
+use blkyard_mem::Region;
+use blkyard_os::{NopRing, cache_bytes, now_ns};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::{read, retry_on_intr, write};
+
+use super::cpus::{partner_cpu, pin_to};
+use super::windows::{Variant, for_a_window, variant};
+use super::{IO_BYTES, Places};
+
+/// Where what is copied comes from.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum From {
+    L2,
+    L3,
+    Dram,
+}
+
+/// Beyond any last-level cache, so that the copy comes from memory, as it would on a disk's worth of data.
+pub const STORE_BYTES: u64 = 1 << 30;
+/// What caches are taken for where the system does not tell: common sizes.
+const L2_BYTES: u64 = 1 << 20;
+const L3_BYTES: u64 = 16 << 20;
+/// Buffers that are copied into, in turn.
+const BUFFERS: u64 = 16;
+
+impl From {
+    /// A part of the cache, since others use it too; for the third level still several times the second.
+    fn bytes(self) -> u64 {
+        let l2 = cache_bytes(2).unwrap_or(L2_BYTES);
+        match self {
+            From::L2 => l2 / 4,
+            From::L3 => (cache_bytes(3).unwrap_or(L3_BYTES) / 4).max(l2 * 4),
+            From::Dram => STORE_BYTES,
+        }
+    }
+}
+
+/// 4 KiB from a random place into one of a few buffers, as a read from memory is.
+pub(super) fn copy(from: From) -> Result<Variant<'static>, String> {
+    let store = touched(from.bytes())?;
+    let buffers = touched(BUFFERS * u64::from(IO_BYTES))?;
+    let blocks = (store.len() / IO_BYTES as usize) as u32;
+    let mut places = Places::new();
+    Ok(variant(move || {
+        for buffer in 0..BUFFERS {
+            let from = store.span(places.next(blocks) * u64::from(IO_BYTES), IO_BYTES as usize);
+            let to = buffers.span(buffer * u64::from(IO_BYTES), IO_BYTES as usize);
+            if let (Some(from), Some(to)) = (from, to) {
+                to.copy_from(&from);
+            }
+        }
+        BUFFERS
+    }))
+}
+
+/// Memory with every page written, so that none is the shared page of zeroes.
+///
+/// # Errors
+/// It cannot be mapped.
+pub fn touched(bytes: u64) -> Result<Arc<Region>, String> {
+    let region = Region::anonymous(bytes as usize)
+        .map_err(|error| format!("{bytes} bytes of memory cannot be mapped: {error}"))?;
+    if let Some(all) = region.span(0, region.len()) {
+        all.fill(0xa5);
+    }
+    Ok(region)
+}
+
+/// One reading of the clock that everything here is timed by.
+pub(super) fn clock() -> Variant<'static> {
+    variant(|| {
+        (0..32).for_each(|_| {
+            black_box(now_ns());
+        });
+        32
+    })
+}
+
+/// One locked addition to a word that nobody else uses.
+pub(super) fn locked_add() -> Variant<'static> {
+    let word = AtomicU64::new(0);
+    variant(move || {
+        (0..32).for_each(|_| {
+            black_box(word.fetch_add(1, Relaxed));
+        });
+        32
+    })
+}
+
+/// One operation of a ring of system calls, that does nothing, in calls of so many.
+pub(super) fn nops(batch: usize) -> Result<Variant<'static>, String> {
+    let mut ring = NopRing::new(batch as u32).map_err(|error| error.to_string())?;
+    if ring.round(batch) != batch {
+        return Err("io_uring does not complete operations that do nothing".into());
+    }
+    Ok(variant(move || ring.round(batch) as u64))
+}
+
+/// From ringing the bell of a sleeping thread to its being awake: half of there and back, between two CPUs.
+pub(super) fn wake_up() -> Result<Variant<'static>, String> {
+    let cpu = partner_cpu()?;
+    let bell = || eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| format!("no event descriptor: {error}"));
+    let (there, back) = (bell()?, bell()?);
+    let one = 1_u64.to_ne_bytes();
+    Ok(Box::new(move |window_ns| {
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let partner = scope.spawn(|| {
+                pin_to(cpu);
+                let heard = || retry_on_intr(|| read(&there, &mut [0; 8])).is_ok();
+                while heard() && !over.load(Relaxed) {
+                    let _ = write(&back, &one);
+                }
+            });
+            let cost = for_a_window(window_ns, || {
+                let rang = write(&there, &one).and_then(|_| retry_on_intr(|| read(&back, &mut [0; 8])));
+                2 * u64::from(rang.is_ok())
+            });
+            // Heard by the partner in its last round, and not answered: both descriptors are at zero again.
+            over.store(true, Relaxed);
+            let rang = write(&there, &one).is_ok();
+            if rang && partner.join().is_ok() { cost } else { f64::NAN }
+        })
+    }))
+}
