@@ -8,6 +8,7 @@
 mod bench;
 mod guest;
 mod host;
+mod instructions;
 mod process;
 mod scenarios;
 mod server;
@@ -46,8 +47,13 @@ enum Chore {
     /// target/xtask-logs. The last line is "N passed, N failed, N skipped", and the exit status is 1 if
     /// anything failed. With CI set in the environment, what cannot run has failed.
     Test(test::Options),
-    /// Measure, with the benchmark cells of the crate blkyard; the arguments are theirs.
+    /// Measure, with the benchmark cells of the crate blkyard; the arguments are theirs: [CELL..] [--json] [--quick].
+    ///
+    /// Each cell is shown as a multiple of a limit of this machine; `blkyard floor` shows the limits alone.
     Bench {
+        /// Count the instructions of an I/O instead, and write down what `cargo xtask test instructions` compares with.
+        #[arg(long)]
+        record_instructions: bool,
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
@@ -71,7 +77,11 @@ fn run(chore: Chore) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Chore::Test(options) => test::run(&options),
-        Chore::Bench { arguments } => bench::run(&arguments),
+        Chore::Bench { record_instructions: true, .. } => {
+            instructions::record()?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Chore::Bench { arguments, .. } => bench::run(&arguments),
     }
 }
 

@@ -13,7 +13,9 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use self::report::{Report, Verdict};
+use self::report::Report;
+pub use self::report::Verdict;
+pub use self::steps::cargo;
 use crate::guest::Guest;
 use crate::scenarios::{self, Ground, Place, Scenario};
 use crate::server::Program;

@@ -1,4 +1,4 @@
-//! What needs no daemon: format, lints, tidiness, documentation, tests, models, and the build of the product.
+//! What needs no daemon: format, lints, tidiness, documentation, tests, models, instructions, and the build of the product.
 
 use std::env;
 use std::ffi::OsString;
@@ -11,7 +11,7 @@ use anyhow::{Context, Result, bail, ensure};
 
 use super::report::Verdict;
 use crate::process::{Ended, Running, tail};
-use crate::tidy;
+use crate::{instructions, tidy};
 
 /// Covers a first build of everything on two processors that others use as well; ends a test that hangs.
 const CARGO_LIMIT: Duration = Duration::from_hours(1);
@@ -33,6 +33,8 @@ enum Kind {
     Tidy,
     /// Tests that count themselves.
     Tests,
+    /// No more work for an I/O than was recorded.
+    Instructions,
     /// The models in `tests/TOOL*.rs` of any crate, built with `--cfg TOOL`.
     Models(&'static str),
 }
@@ -75,6 +77,11 @@ pub const ALL: &[Step] = &[
         sentence: "the real code of what threads share holds in schedules drawn at random",
         kind: Kind::Models("shuttle"),
     },
+    Step {
+        name: "instructions",
+        sentence: "an I/O takes no more instructions than recorded",
+        kind: Kind::Instructions,
+    },
 ];
 
 pub fn run(step: &Step, root: &Path, log: &File) -> Result<Verdict> {
@@ -97,6 +104,7 @@ pub fn run(step: &Step, root: &Path, log: &File) -> Result<Verdict> {
             verdict(&logged(step.name, &command, log)?)
         }
         Kind::Models(tool) => models(tool, root, log),
+        Kind::Instructions => instructions::test(root, log),
     }
 }
 

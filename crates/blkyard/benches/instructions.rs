@@ -1,0 +1,128 @@
+//! Work to count instructions of, for `cargo xtask test instructions`, which runs it under valgrind.
+//!
+//! `instructions CASE ROUNDS` does so many rounds of a case and ends, printing how many I/Os that were. The same
+//! arguments always do the same: time is counted, not read, one microsecond to a round. What a round costs is the
+//! difference between two runs of different length, so that start and end do not count.
+//!
+//! Measures nothing itself.
+
+#[path = "cells/load.rs"]
+mod load;
+
+use std::hint::black_box;
+use std::process::ExitCode;
+use std::sync::atomic::Ordering::Release;
+
+use blkyard::floor::Round;
+use blkyard_mq::Bio;
+use blkyard_virtio::driver_model::{Buffer, Guest, blk_header};
+use blkyard_virtio::{Chain, Features, ParseContext, Parsed, SplitRing, VirtioStatus, parse, write_status, written};
+
+use load::{load_only, null};
+
+/// Each case, by the name of the cell or path it stands for.
+const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
+    ("core-null-b1", || Box::new(null(1, true, clock()))),
+    ("core-null-b8", || Box::new(null(8, true, clock()))),
+    ("core-null-b32", || Box::new(null(32, true, clock()))),
+    ("core-null-b32-nostats", || Box::new(null(32, false, clock()))),
+    ("load-only-b32", || Box::new(load_only(32, clock()))),
+    ("virtio-walk-indirect-b32", || Box::new(Ring::new(true, false))),
+    ("virtio-walk-direct-b32", || Box::new(Ring::new(false, false))),
+    ("virtio-request-indirect-b32", || Box::new(Ring::new(true, true))),
+];
+
+fn main() -> ExitCode {
+    // Cargo says `--bench` to every bench it runs.
+    let words: Vec<_> = std::env::args().skip(1).filter(|word| word != "--bench").collect();
+    let [case, rounds] = words.as_slice() else {
+        CASES.iter().for_each(|(name, _)| println!("{name}"));
+        return ExitCode::SUCCESS;
+    };
+    let case = CASES.iter().find(|(name, _)| name == case);
+    let (Some((_, make)), Ok(rounds)) = (case, rounds.parse::<u64>()) else {
+        eprintln!("give one of the cases and a number of rounds; without either the cases are listed");
+        return ExitCode::FAILURE;
+    };
+    let mut case = make();
+    println!("{}", (0..rounds).map(|_| case.round()).sum::<u64>());
+    ExitCode::SUCCESS
+}
+
+/// A clock that goes on by a microsecond each time it is read.
+fn clock() -> impl FnMut() -> u64 {
+    let mut now_ns = 0;
+    move || {
+        now_ns += 1000;
+        now_ns
+    }
+}
+
+const BATCH: u16 = 32;
+const RING_SIZE: u16 = 128;
+
+/// The device's side of a virtqueue of 4 KiB reads: fetch, complete and publish; with requests also what lies between, the
+/// parsing of the header and the writing of the status. The driver only moves its index.
+struct Ring {
+    guest: Guest,
+    device: SplitRing,
+    chain: Chain,
+    bio: Box<Bio>,
+    offered: u16,
+    requests: bool,
+}
+
+impl Ring {
+    fn new(indirect: bool, requests: bool) -> Ring {
+        let mut guest = Guest::new(RING_SIZE, 1 << 21, true);
+        // As many chains as the ring has descriptors for, and their heads in the available ring, over and over.
+        let chains = if indirect { RING_SIZE } else { BATCH };
+        let heads: Vec<u16> = (0..chains).map(|sector| read_4k(&mut guest, indirect, u64::from(sector))).collect();
+        let device = guest.device(true);
+        (0..RING_SIZE).for_each(|index| guest.offer(heads[usize::from(index % chains)]));
+        Ring { guest, device, chain: Chain::new(130), bio: Bio::with_capacity(130), offered: 0, requests }
+    }
+}
+
+impl Round for Ring {
+    fn round(&mut self) -> u64 {
+        let Ring { guest, device, chain, bio, offered, requests } = self;
+        let context = ParseContext { features: Features::all(), write_back: true };
+        *offered = offered.wrapping_add(BATCH);
+        guest.layout().avail.store_u16(2, *offered, Release);
+        let mut ios = 0;
+        while let Ok(Some(head)) = device.fetch(guest.memory(), chain) {
+            if *requests {
+                let Parsed::Io { status_at } = parse(chain, guest.memory(), &context, bio) else { break };
+                black_box(&mut *bio);
+                write_status(guest.memory(), status_at, VirtioStatus::Ok);
+                device.complete(head, written(bio.bytes(), VirtioStatus::Ok));
+            } else {
+                black_box(&mut *chain);
+                device.complete(head, 4097);
+            }
+            ios += 1;
+        }
+        black_box(device.publish());
+        ios
+    }
+}
+
+fn read_4k(guest: &mut Guest, indirect: bool, sector: u64) -> u16 {
+    // Header and status share a line, as in Linux's driver.
+    let request = guest.alloc(64, 64);
+    guest.write(request, &blk_header(0, sector));
+    let buffers = [
+        Buffer { addr: request, len: 16, writable: false },
+        Buffer { addr: guest.alloc(4096, 4096), len: 4096, writable: true },
+        Buffer { addr: request + 16, len: 1, writable: true },
+    ];
+    let head = if indirect {
+        let table = guest.alloc(48, 16);
+        guest.chain_indirect(table, &buffers)
+    } else {
+        guest.chain(&buffers)
+    };
+    let Some(head) = head else { panic!("the ring has no descriptors for {sector} requests") };
+    head
+}

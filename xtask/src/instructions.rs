@@ -1,0 +1,219 @@
+//! Instructions for each I/O, counted by valgrind and compared with those that were recorded.
+//!
+//! Time depends on the neighbours, instructions do not: the same program executes as many each time. So this finds what
+//! a benchmark on a busy machine cannot. The record holds for one compiler and one architecture; another compiler makes
+//! another program of the same source, so there it is not compared.
+//!
+//! Says nothing of how long an instruction takes.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail, ensure};
+
+use crate::process::{Running, succeed, tail};
+use crate::test::{Verdict, cargo};
+use crate::{host, repository};
+
+/// How much more than recorded is an error. Below lies what a new version of the C library or a moved branch makes.
+const EXCESS_MAX: f64 = 0.03;
+/// Rounds of the shorter and the longer run of a case. Their difference makes an error of one instruction a round visible, and
+/// valgrind takes a second for both.
+const ROUNDS: [u64; 2] = [1000, 5000];
+/// One run under valgrind; some 20 times what it takes.
+const RUN_LIMIT: Duration = Duration::from_mins(1);
+/// A first build of everything on a busy machine.
+const BUILD_LIMIT: Duration = Duration::from_mins(15);
+
+const RECORD: &str = "xtask/instructions.toml";
+const ANEW: &str = "cargo xtask bench --record-instructions";
+
+/// Instructions for each I/O, by case.
+type Counts = BTreeMap<String, f64>;
+
+/// What was recorded, and where that holds.
+#[derive(Debug, PartialEq)]
+struct Record {
+    rustc: String,
+    arch: String,
+    counts: Counts,
+}
+
+/// The test: nothing may take more instructions than recorded.
+pub fn test(root: &Path, log: &File) -> Result<Verdict> {
+    let path = root.join(RECORD);
+    let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let record =
+        Record::parse(&text).with_context(|| format!("cannot understand {}; write it with {ANEW}", path.display()))?;
+    let (rustc, arch) = (rustc_version()?, std::env::consts::ARCH);
+    if record.rustc != rustc || record.arch != arch {
+        return Ok(Verdict::skipped(format!(
+            "{RECORD} was recorded with rustc {} on {}, and this is rustc {rustc} on {arch}; {ANEW} records anew",
+            record.rustc, record.arch
+        )));
+    }
+    let counts = count(root, log)?;
+    let complaints = compare(&record.counts, &counts);
+    ensure!(
+        complaints.is_empty(),
+        "{}\nIf that is the price of something wanted, record anew: {ANEW}",
+        complaints.join("\n")
+    );
+    Ok(Verdict::Passed(counts.len()))
+}
+
+/// Counts, and writes the record.
+pub fn record() -> Result<()> {
+    let root = repository()?;
+    let log = tempfile::tempfile().context("cannot make a temporary file for the output of cargo")?;
+    let counts = count(&root, &log)?;
+    let record = Record { rustc: rustc_version()?, arch: std::env::consts::ARCH.into(), counts };
+    let text = record.text();
+    let path = root.join(RECORD);
+    fs::write(&path, &text).with_context(|| format!("cannot write {}", path.display()))?;
+    print!("{text}");
+    Ok(())
+}
+
+fn compare(recorded: &Counts, counted: &Counts) -> Vec<String> {
+    let mut complaints = Vec::new();
+    for (case, count) in counted {
+        match recorded.get(case) {
+            None => complaints.push(format!("{case}: {count:.1} instructions, and {RECORD} has no such case")),
+            Some(old) if *count > old * (1.0 + EXCESS_MAX) => complaints.push(format!(
+                "{case}: {count:.1} instructions for each I/O, {:.1} % more than the {old:.1} in {RECORD}",
+                (count / old - 1.0) * 100.0
+            )),
+            Some(_) => {}
+        }
+    }
+    let gone = recorded.keys().filter(|case| !counted.contains_key(*case));
+    complaints.extend(gone.map(|case| format!("{case}: in {RECORD}, and no longer a case")));
+    complaints
+}
+
+impl Record {
+    fn parse(text: &str) -> Result<Record> {
+        let table: toml::Table = text.parse()?;
+        let string = |key: &str| {
+            let value = table.get(key).and_then(toml::Value::as_str);
+            value.map(ToOwned::to_owned).with_context(|| format!("`{key}` is missing, or no string"))
+        };
+        let cases = table.get("instructions_per_io").and_then(toml::Value::as_table);
+        let cases = cases.context("the table `instructions_per_io` is missing")?;
+        let number = |(case, value): (&String, &toml::Value)| {
+            let count = value.as_float().filter(|count| *count > 0.0);
+            Ok((case.clone(), count.with_context(|| format!("`{case}` is no number such as 120.5"))?))
+        };
+        let counts = cases.iter().map(number).collect::<Result<_>>()?;
+        Ok(Record { rustc: string("rustc")?, arch: string("arch")?, counts })
+    }
+
+    fn text(&self) -> String {
+        let mut text = format!(
+            "# Instructions for each I/O, load included, as valgrind counts them. Written by `{ANEW}`.\n\n\
+             rustc = \"{}\"\narch = \"{}\"\n\n[instructions_per_io]\n",
+            self.rustc, self.arch
+        );
+        for (case, count) in &self.counts {
+            let _ = writeln!(text, "{case} = {count:.1}");
+        }
+        text
+    }
+}
+
+/// Counts every case that the program has.
+fn count(root: &Path, log: &File) -> Result<Counts> {
+    host::require(&[("valgrind", "valgrind")])?;
+    let program = build(root, log)?;
+    let cases = succeed("the cases", &Command::new(&program), RUN_LIMIT)?;
+    let mut counts = Counts::new();
+    for case in cases.lines() {
+        let [(ios, instructions), (more_ios, more_instructions)] =
+            [run(&program, case, ROUNDS[0])?, run(&program, case, ROUNDS[1])?];
+        ensure!(more_ios > ios && more_instructions > instructions, "{case} did nothing in its further rounds");
+        counts.insert(case.into(), (more_instructions - instructions) as f64 / (more_ios - ios) as f64);
+    }
+    Ok(counts)
+}
+
+/// Builds the program as the product is built, and finds it.
+fn build(root: &Path, log: &File) -> Result<PathBuf> {
+    let mut command = cargo(root);
+    command.args(["bench", "--no-run", "-p", "blkyard", "--bench", "instructions", "--message-format=json"]);
+    let ended = Running::start_logged("cargo bench --no-run", &command, log)?.wait(BUILD_LIMIT)?;
+    ensure!(ended.status.success(), "cargo ended with {}:\n{}", ended.status, tail(&ended.stdout, 40));
+    let messages = ended.stdout.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
+    // The product is built too, since benchmarks may run it.
+    let mut ours = messages.filter(|message| message["target"]["name"] == "instructions");
+    let program = ours.find_map(|message| Some(PathBuf::from(message["executable"].as_str()?)));
+    program.context("cargo names no program of the benchmark `instructions`")
+}
+
+/// I/Os and instructions of one run.
+fn run(program: &Path, case: &str, rounds: u64) -> Result<(u64, u64)> {
+    let mut command = Command::new("valgrind");
+    command.args(["--tool=cachegrind", "--cache-sim=no", "--cachegrind-out-file=/dev/null"]);
+    command.arg(program).arg(case).arg(rounds.to_string());
+    let ended = Running::start("valgrind", &command)?.wait(RUN_LIMIT)?;
+    ensure!(ended.status.success(), "{case} under valgrind ended with {}:\n{}", ended.status, tail(&ended.said(), 20));
+    let ios = ended.stdout.trim().parse().with_context(|| format!("{case} does not say how many I/Os it did"))?;
+    Ok((ios, instructions(&ended.stderr)?))
+}
+
+/// The number in cachegrind's line `==1== I   refs:      1,234`.
+fn instructions(said: &str) -> Result<u64> {
+    for line in said.lines() {
+        if let Some((before, number)) = line.split_once("refs:")
+            && before.trim_end().ends_with('I')
+        {
+            return number.replace(',', "").trim().parse().with_context(|| format!("no number in: {line}"));
+        }
+    }
+    bail!("valgrind counted nothing; it said:\n{}", tail(said, 20))
+}
+
+fn rustc_version() -> Result<String> {
+    let said = succeed("rustc", Command::new("rustc").arg("--version"), RUN_LIMIT)?;
+    let version = said.split_whitespace().nth(1).with_context(|| format!("rustc --version says {said:?}"))?;
+    Ok(version.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counts(cases: &[(&str, f64)]) -> Counts {
+        cases.iter().map(|(case, count)| ((*case).to_owned(), *count)).collect()
+    }
+
+    #[test]
+    fn three_percent_more_is_noise_and_beyond_is_an_error() {
+        let recorded = counts(&[("a", 100.0), ("b", 100.0), ("c", 100.0)]);
+        assert!(compare(&recorded, &counts(&[("a", 102.9), ("b", 40.0), ("c", 100.0)])).is_empty());
+        let complaints = compare(&recorded, &counts(&[("a", 103.1), ("b", 100.0), ("d", 1.0)]));
+        assert_eq!(complaints.len(), 3, "{complaints:?}");
+        assert!(complaints[0].starts_with("a: 103.1 instructions for each I/O, 3.1 % more"), "{complaints:?}");
+        assert!(complaints[1].starts_with("d: ") && complaints[2].starts_with("c: "), "{complaints:?}");
+    }
+
+    #[test]
+    fn the_record_is_read_as_it_was_written() {
+        let counts = counts(&[("core-null-b1", 205.3), ("virtio-walk-direct-b32", 90.0)]);
+        let record = Record { rustc: "1.95.0".into(), arch: "x86_64".into(), counts };
+        assert_eq!(Record::parse(&record.text()).unwrap(), record);
+        assert!(Record::parse("rustc = \"1\"\narch = \"x\"\n[instructions_per_io]\na = \"b\"\n").is_err());
+    }
+
+    #[test]
+    fn what_cachegrind_counted_is_found_in_what_it_says() {
+        for line in ["==1234== I   refs:      12,345,678", "==1== I refs:        12,345,678"] {
+            assert_eq!(instructions(&format!("==1== Cachegrind\n{line}\n")).unwrap(), 12_345_678);
+        }
+        assert!(instructions("valgrind: no such tool\n").is_err());
+    }
+}
