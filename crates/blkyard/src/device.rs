@@ -158,8 +158,14 @@ fn open_memory(mut spec: Spec) -> Result<Device, DeviceError> {
         write_zeroes_sectors_max: trim_sectors_max,
         ..QueueLimits::default()
     };
-    let info =
-        DeviceInfo { name: name.clone(), capacity_sectors: size >> 9, limits, read_only, volatile_cache: write_back };
+    let info = DeviceInfo {
+        name: name.clone(),
+        capacity_sectors: size >> 9,
+        limits,
+        read_only,
+        volatile_cache: write_back,
+        fua: true,
+    };
     let config = NullConfig { latency_ns: latency_us * 1000, bytes_per_s: mbps * 1_000_000 };
     if is_ram {
         Ok(Device::Ram(RamDevice::new(info, config).map_err(|source| DeviceError::Memory { name, source })?))

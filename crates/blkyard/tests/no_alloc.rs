@@ -17,7 +17,14 @@ const OPS: [Op; 5] = [Op::Read, Op::Write, Op::Flush, Op::Discard, Op::WriteZero
 
 fn info(limits: QueueLimits) -> DeviceInfo {
     let limits = QueueLimits { discard_sectors_max: 64, write_zeroes_sectors_max: 64, ..limits };
-    DeviceInfo { name: "test".into(), capacity_sectors: 1 << 16, limits, read_only: false, volatile_cache: false }
+    DeviceInfo {
+        name: "test".into(),
+        capacity_sectors: 1 << 16,
+        limits,
+        read_only: false,
+        volatile_cache: false,
+        fua: false,
+    }
 }
 
 /// Rounds of a full batch of all operations, some of which are refused; the count of allocations must not change.

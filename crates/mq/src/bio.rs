@@ -58,6 +58,16 @@ bitflags::bitflags! {
     }
 }
 
+bitflags::bitflags! {
+    /// Steps of a flush sequence: see `hw/flush.rs`.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub(crate) struct Steps: u8 {
+        const PREFLUSH = 1;
+        const DATA = 2;
+        const POSTFLUSH = 4;
+    }
+}
+
 /// A wish for I/O on a contiguous range of sectors, and later its outcome.
 ///
 /// A bio is made once, by the submitter, and goes round: filled in, submitted, given back with its status, filled in
@@ -71,6 +81,10 @@ pub struct Bio {
     pub flags: BioFlags,
     /// What became of it, once it is given back.
     pub status: Status,
+    /// What of its flush sequence is still to come.
+    pub(crate) steps: Steps,
+    /// Which namespace of the hardware queue it is for; zero where there is one.
+    pub namespace: u16,
     /// Sectors of 512 bytes, whatever the logical block. For operations with data this is the sum of the segments.
     pub sectors: u32,
     /// First sector.
@@ -92,6 +106,7 @@ impl Bio {
     pub fn reset(&mut self) {
         self.flags = BioFlags::empty();
         self.status = Status::Ok;
+        self.namespace = 0;
         self.sectors = 0;
         self.sector = 0;
         self.segments.clear();

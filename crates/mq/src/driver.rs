@@ -3,9 +3,8 @@
 use blkyard_mem::RegionTable;
 
 use crate::fifo::Fifo;
-use crate::limits::Cursor;
-use crate::request::{Request, Segments, pieces};
-use crate::{Bio, QueueLimits, Status, Tag};
+use crate::request::{Ranges, Request, RequestState, Segments, Table};
+use crate::{QueueLimits, Status, Tag};
 
 /// What a hardware queue drives: one queue pair of a device.
 ///
@@ -13,8 +12,8 @@ use crate::{Bio, QueueLimits, Status, Tag};
 /// that need nothing work with any.
 pub trait Driver<Cx: ?Sized> {
     /// Takes requests from the front of the batch, in order, until the batch is empty or the device is full. What is taken is
-    /// in flight until its tag comes back, here ([`Batch::complete`]) or in [`Driver::poll`]; what is left stays with the
-    /// core, which offers it again, in the same order, after a completion.
+    /// in flight until its tag comes back, here ([`Batch::complete`], [`Batch::put_back`]) or in [`Driver::poll`]; what is left stays
+    /// with the core, which offers it again, in the same order. When depends on what the driver was short of ([`Batch::short_of`]).
     ///
     /// Before it returns the driver announces to the device all it took: one doorbell for the batch. A driver whose
     /// doorbell is shared by the whole lane leaves that to the lane.
@@ -22,6 +21,20 @@ pub trait Driver<Cx: ?Sized> {
 
     /// Hands over what the device has finished since the last call. `now_ns` is the time of this batch.
     fn poll(&mut self, cx: &mut Cx, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64);
+
+    /// The request at this place has been in flight for longer than it may; what the device has finished by now has been handed
+    /// over. A driver that can prove that the device will not touch the request any more may complete it. One that cannot, as
+    /// with a file in the hands of the kernel, leaves it as it is, however late: that is what happens by default.
+    fn timed_out(
+        &mut self,
+        _cx: &mut Cx,
+        _memory: &RegionTable,
+        _place: usize,
+        _done: &mut Done<'_>,
+        _now_ns: u64,
+    ) -> TimedOut {
+        TimedOut::MoreTime
+    }
 
     /// The memory of the requests to come; nothing is in flight. A driver may prepare it, by registering it with the
     /// kernel, say, and lets go of what it prepared before.
@@ -33,38 +46,49 @@ pub trait Driver<Cx: ?Sized> {
     }
 }
 
-/// Requests of one queue.
-pub(crate) type Table = [Request];
+/// What a driver does about a request whose time is up (`BLK_EH_DONE` and `BLK_EH_RESET_TIMER` of Linux).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TimedOut {
+    /// It has completed it, or will: the request is not asked about again.
+    TakenBack,
+    /// It is given as much time again, and asked about again after that.
+    MoreTime,
+}
 
-/// Bios that were cut into several requests, by place.
-#[derive(Debug)]
-pub(crate) struct Split {
-    pub(crate) bio: Option<Box<Bio>>,
-    pub(crate) parts_in_flight: u32,
-    pub(crate) uncut: bool,
+/// Why a driver leaves requests in a batch, and so what must happen before it is offered them again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Shortage {
+    /// The device is full: something must come back from it. If nothing is there, the queue tries again after a while.
+    #[default]
+    Device,
+    /// Something is missing that nobody will tell of: the queue tries again after a while.
+    System,
+    /// What the lane shares is used up until it has been passed on, which it is before the next round.
+    Lane,
 }
 
 /// Requests on their way to the driver.
 #[derive(Debug)]
 pub struct Batch<'a> {
     pub(crate) waiting: &'a mut Fifo,
-    pub(crate) requests: &'a mut Table,
-    pub(crate) splits: &'a [Split],
-    pub(crate) segment_bytes_max: u32,
+    pub(crate) table: &'a mut Table,
     pub(crate) done: &'a mut Vec<(u16, Status)>,
     pub(crate) now_ns: u64,
+    /// How many may still be taken.
+    pub(crate) left: usize,
     pub(crate) taken: usize,
+    pub(crate) shortage: Shortage,
 }
 
 impl Batch<'_> {
     /// Requests not yet taken.
     pub fn len(&self) -> usize {
-        self.waiting.len()
+        self.left
     }
 
     /// Whether all are taken.
     pub fn is_empty(&self) -> bool {
-        self.waiting.is_empty()
+        self.left == 0
     }
 
     /// The time of this batch.
@@ -75,28 +99,54 @@ impl Batch<'_> {
     /// The next request, without taking it.
     #[inline]
     pub fn peek(&self) -> Option<(&Request, Segments<'_>)> {
-        let request = &self.requests[usize::from(self.waiting.front()?)];
-        Some((request, segments(request, self.splits, self.segment_bytes_max)))
+        let number = usize::from(self.waiting.front().filter(|_| self.left > 0)?);
+        Some((&self.table.requests[number], self.table.segments(number)))
     }
 
     /// Takes the next request: it is in flight from here on.
     // Always inlined, so that a driver that does not look at the segments does not pay for them.
     #[inline(always)]
     pub fn take(&mut self) -> Option<(Tag, &Request, Segments<'_>)> {
+        if self.left == 0 {
+            return None;
+        }
         let tag = Tag::pick_up(self.waiting.pop()?);
-        let request = &mut self.requests[tag.index()];
-        assert!(!request.in_flight, "request {} was started twice", tag.index());
-        request.in_flight = true;
+        self.left -= 1;
+        let request = &mut self.table.requests[tag.index()];
+        assert!(request.state == RequestState::Idle, "request {} was started twice", tag.index());
+        request.state = RequestState::InFlight;
         request.start_ns = self.now_ns;
         self.taken += 1;
-        let request = &*request;
-        Some((tag, request, segments(request, self.splits, self.segment_bytes_max)))
+        let index = tag.index();
+        Some((tag, &self.table.requests[index], self.table.segments(index)))
+    }
+
+    /// The ranges of a discard that was taken.
+    pub fn ranges(&self, tag: &Tag) -> Ranges<'_> {
+        self.table.ranges(tag.index())
     }
 
     /// Completes a request on the spot.
     #[inline]
     pub fn complete(&mut self, tag: Tag, status: Status) {
+        self.table.requests[tag.index()].state = RequestState::Complete;
         self.done.push((tag.put_down(), status));
+    }
+
+    /// Gives back a request that the device would not have after all: it waits again, where it stood.
+    pub fn put_back(&mut self, tag: Tag) {
+        let (requests, number) = (&mut self.table.requests, tag.put_down());
+        let request = &mut requests[usize::from(number)];
+        request.set_idle();
+        let order = request.order;
+        self.waiting.put_back(number, |other| requests[usize::from(other)].is_later_than(order));
+        self.taken -= 1;
+        self.left += 1;
+    }
+
+    /// Says why requests are left. Without a word it is the device that is full.
+    pub fn short_of(&mut self, shortage: Shortage) {
+        self.shortage = shortage;
     }
 }
 
@@ -104,9 +154,8 @@ impl Batch<'_> {
 #[derive(Debug)]
 pub struct Done<'a> {
     pub(crate) ended: &'a mut Vec<(u16, Status)>,
-    pub(crate) requests: &'a Table,
-    pub(crate) splits: &'a [Split],
-    pub(crate) segment_bytes_max: u32,
+    pub(crate) requeued: &'a mut Vec<u16>,
+    pub(crate) table: &'a mut Table,
 }
 
 impl Done<'_> {
@@ -119,30 +168,25 @@ impl Done<'_> {
     /// The request at a place, and its segments.
     #[inline]
     pub fn request_at(&self, index: usize) -> (&Request, Segments<'_>) {
-        let request = &self.requests[index];
-        (request, segments(request, self.splits, self.segment_bytes_max))
+        (&self.table.requests[index], self.table.segments(index))
     }
 
-    /// The request is over.
+    /// A request is over.
     #[inline]
     pub fn complete(&mut self, tag: Tag, status: Status) {
+        self.table.requests[tag.index()].state = RequestState::Complete;
         self.ended.push((tag.put_down(), status));
     }
-}
 
-#[inline(always)]
-fn segments<'a>(request: &'a Request, splits: &'a [Split], segment_bytes_max: u32) -> Segments<'a> {
-    let (bio, from) = match &request.whole {
-        Some(bio) => (Some(bio), Cursor::default()),
-        None => (splits.get(usize::from(request.part_of)).and_then(|split| split.bio.as_ref()), request.from),
-    };
-    let all = bio.map_or(&[][..], |bio| &bio.segments);
-    let sectors = if request.op.has_data() { request.sectors } else { 0 };
-    pieces(all, from, sectors, segment_bytes_max)
+    /// A request is to be done again: it waits before all that was submitted after it.
+    pub fn requeue(&mut self, tag: Tag) {
+        self.table.requests[tag.index()].set_idle();
+        self.requeued.push(tag.put_down());
+    }
 }
 
 /// What a device is, the same for all its queues.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub struct DeviceInfo {
     /// As the user named it, for messages.
     pub name: String,
@@ -154,6 +198,8 @@ pub struct DeviceInfo {
     pub read_only: bool,
     /// Completed writes may be lost on power failure until they are flushed.
     pub volatile_cache: bool,
+    /// With a volatile cache: the device makes single writes durable by itself when they say FUA. Otherwise the queue flushes.
+    pub fua: bool,
 }
 
 /// What a user opens: a disk that gives out hardware queues.

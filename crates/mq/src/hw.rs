@@ -2,35 +2,70 @@
 //!
 //! Owned by one lane at a time, through `&mut`. A round has two halves: [`HwQueue::reap`] gives back what is over,
 //! [`HwQueue::issue`] passes on what waits. The lane reads the clock once between rounds, so that one timestamp ends a batch and
-//! begins the next.
+//! begins the next. What is submitted between two calls of `issue` is a plug: it merges, and reaches the driver as one batch.
 //!
 //! ```text
-//!  submit ──▶ bios ──cut──▶ dispatch ──▶ driver ──▶ done ──▶ sink
-//!  (room)    waiting   tag   waiting     in flight   (tag back)
+//!            ┌─ merge ──────────┐
+//!  submit ───┤                  ▼
+//!  (room)    └▶ bios ──cut──▶ dispatch ──▶ driver ──▶ done ──▶ sink
+//!               waiting   tag   waiting     in flight  (tag back)
+//!                 ▲                ▲           │         │
+//!                 └─ flush ◀───────┴─ requeue ─┘         │
+//!                      └─────────── next step ◀──────────┘
 //! ```
 //!
-//! A bio is only accepted while there is room for it, and a request only cut when there is a tag: nothing is held that
+//! A bio is only accepted while there is room for it, and a request only made when there is a tag: nothing is held that
 //! cannot be put down. After construction nothing here allocates.
+//!
+//! Several devices may live behind one queue pair, the namespaces of a controller. They share its tags fairly (`namespace.rs`).
+//! What is rare has a file of its own: making requests (`cut.rs`), flushes (`flush.rs`), timeouts (`timeout.rs`), changing a queue that
+//! runs (`control.rs`), looking into one (`inspect.rs`).
+
+mod control;
+mod cut;
+mod flush;
+mod inspect;
+mod namespace;
+mod timeout;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
 use blkyard_mem::RegionTable;
 
-use crate::driver::{Batch, DeviceInfo, Done, Driver, Split};
+pub use self::inspect::{FlushSnapshot, HwSnapshot, NamespaceSnapshot, RequestSnapshot};
+use self::namespace::Namespace;
+use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
-use crate::limits::{Cursor, Plain};
-use crate::request::Request;
+use crate::request::{Marks, RequestState, Table};
 use crate::stats::{HwStats, OpClass, Run};
-use crate::{Bio, BioFlags, Op, QueueLimits, Status, Tag, TagSet};
+use crate::{Bio, BudgetShare, Status, Tag, TagSet};
+
+/// Which bios may share a request, as Linux's `nomerges` has it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Merging {
+    /// None.
+    Off,
+    /// With the bio that was submitted just before.
+    Last,
+    /// With any of the last few that wait.
+    #[default]
+    Recent,
+}
 
 /// How a hardware queue is made.
 #[derive(Clone, Copy, Debug)]
 pub struct HwQueueConfig {
-    /// Requests in flight at one time: tags.
+    /// Requests in flight at one time: tags, with those reserved.
     pub depth: usize,
+    /// Tags kept for bios that say [`RESERVED`](crate::BioFlags::RESERVED).
+    pub reserved: usize,
     /// Bios in the queue at one time, waiting or in flight.
     pub bios_max: usize,
+    /// Which bios may share a request.
+    pub merging: Merging,
+    /// Time after which the driver is asked about a request it has; zero for never.
+    pub timeout_ns: u64,
     /// Age at which a request in flight counts as slow.
     pub slow_ns: u64,
     /// Whether I/O is counted and timed; off only to measure what that costs.
@@ -39,9 +74,18 @@ pub struct HwQueueConfig {
 
 impl Default for HwQueueConfig {
     fn default() -> Self {
-        // 128: a ring's worth for virtio disks. Five seconds: far beyond what a healthy disk takes, far below the
-        // thirty after which a guest gives up on a request.
-        HwQueueConfig { depth: 128, bios_max: 256, slow_ns: 5_000_000_000, stats: true }
+        HwQueueConfig {
+            // A ring's worth for virtio disks.
+            depth: 128,
+            reserved: 0,
+            bios_max: 256,
+            merging: Merging::default(),
+            // As in Linux (`blk_mq_alloc_tag_set`).
+            timeout_ns: 30_000_000_000,
+            // Far beyond what a healthy disk takes, far below the time after which a guest gives up on a request.
+            slow_ns: 5_000_000_000,
+            stats: true,
+        }
     }
 }
 
@@ -49,60 +93,102 @@ impl Default for HwQueueConfig {
 #[derive(Debug)]
 pub struct HwQueue<D> {
     driver: D,
-    info: Arc<DeviceInfo>,
-    /// Copied from `info`, to be at hand.
-    limits: QueueLimits,
-    capacity_sectors: u64,
-    plain: Plain,
     memory: Arc<RegionTable>,
     config: HwQueueConfig,
+    namespaces: Box<[Namespace]>,
     tags: TagSet,
-    requests: Box<[Request]>,
-    splits: Box<[Split]>,
-    /// Bios not yet cut, in the order they came. The first may be cut in part, up to `cut_to`.
-    bios: VecDeque<Box<Bio>>,
-    /// Set while the first of `bios` is cut in part: its place in `splits` and how far.
-    partial: Option<(u16, Cursor)>,
+    table: Table,
     /// Bios in the queue, waiting or in flight.
     bios_held: usize,
-    /// Bios that were not worth a request, on their way back.
-    refused: Vec<Box<Bio>>,
+    /// Bios not yet cut, of all namespaces, and those who wait for a flush that is not issued.
+    uncut: usize,
+    /// The namespace whose turn it is to be cut from.
+    turn: usize,
+    /// Requests made so far.
+    order: u32,
+    /// Where the request made last begins and ends, for merging; both beyond any device if it is not to be merged with.
+    plug: Plug,
     /// Requests on their way to the driver.
     dispatch: Fifo,
+    /// What the driver has finished.
     done: Vec<(u16, Status)>,
-    stats: Arc<HwStats>,
+    /// What the driver has handed back.
+    requeued: Vec<u16>,
+    /// Bios that are over and were no request of their own, on their way back.
+    over: VecDeque<Box<Bio>>,
+    /// Where each request needs a place beside its tag before it is offered to the driver.
+    budget: Option<BudgetShare>,
+    /// Not to be offered to the driver again before this, if nothing comes back first.
+    retry_ns: Option<u64>,
+    /// To be offered again in the next round: the driver waits for its lane alone.
+    again: bool,
+    /// How often of late something was left over, as `dispatch_busy` of Linux has it: zero for not at all.
+    busy: u32,
+    /// When to look for requests whose time is up; never, while nothing is in flight.
+    expire_ns: u64,
+    /// When it was looked for namespaces at rest.
+    looked_ns: u64,
+    frozen: u32,
+    quiesced: u32,
+}
+
+/// The range of the request made last.
+#[derive(Clone, Copy, Debug)]
+struct Plug {
+    start: u64,
+    end: u64,
+}
+
+impl Plug {
+    const NONE: Plug = Plug { start: u64::MAX, end: u64::MAX };
 }
 
 impl<D> HwQueue<D> {
     /// A queue of a device over its driver, without memory yet: see [`HwQueue::set_memory`].
     pub fn new(driver: D, info: Arc<DeviceInfo>, config: HwQueueConfig) -> HwQueue<D> {
+        HwQueue::with_namespaces(driver, vec![info], config)
+    }
+
+    /// A queue that several devices share over one driver. Bios say which they are for ([`Bio::namespace`]).
+    ///
+    /// # Panics
+    /// If there is no device, or the depth makes no sense: see [`TagSet::new`].
+    pub fn with_namespaces(driver: D, infos: Vec<Arc<DeviceInfo>>, config: HwQueueConfig) -> HwQueue<D> {
+        assert!(!infos.is_empty(), "a hardware queue of no device");
         let depth = config.depth;
-        let split = || Split { bio: None, parts_in_flight: 0, uncut: false };
+        let mut table = Table::new(depth, config.bios_max, infos.len());
+        infos.iter().enumerate().for_each(|(number, info)| table.set_limits(number, &info.limits));
+        let namespaces = infos.into_iter().map(|info| Namespace::new(info, config.bios_max, depth)).collect();
         HwQueue {
             driver,
-            limits: info.limits,
-            plain: Plain::new(&info.limits, info.capacity_sectors, info.read_only, BioFlags::empty()),
-            capacity_sectors: info.capacity_sectors,
-            info,
             memory: Arc::new(RegionTable::default()),
             config,
-            tags: TagSet::new(depth),
-            requests: (0..depth).map(|_| Request::default()).collect(),
-            // At most one bio is cut in part; every other split bio has a part in flight.
-            splits: (0..=depth).map(|_| split()).collect(),
-            bios: VecDeque::with_capacity(config.bios_max),
-            partial: None,
+            namespaces,
+            tags: TagSet::new(depth, config.reserved),
+            table,
             bios_held: 0,
-            refused: Vec::with_capacity(config.bios_max),
+            uncut: 0,
+            turn: 0,
+            order: 0,
+            plug: Plug::NONE,
             dispatch: Fifo::new(depth),
             done: Vec::with_capacity(depth),
-            stats: Arc::new(HwStats::default()),
+            requeued: Vec::with_capacity(depth),
+            over: VecDeque::with_capacity(config.bios_max),
+            budget: None,
+            retry_ns: None,
+            again: false,
+            busy: 0,
+            expire_ns: u64::MAX,
+            looked_ns: 0,
+            frozen: 0,
+            quiesced: 0,
         }
     }
 
-    /// What the device is.
+    /// What the device is; of several namespaces the first.
     pub fn info(&self) -> &Arc<DeviceInfo> {
-        &self.info
+        &self.namespaces[0].info
     }
 
     /// The memory that segments point into.
@@ -110,9 +196,14 @@ impl<D> HwQueue<D> {
         &self.memory
     }
 
-    /// The queue's counters, readable by anyone.
+    /// The counters, readable by anyone; of several namespaces those of the first.
     pub fn stats(&self) -> &Arc<HwStats> {
-        &self.stats
+        &self.namespaces[0].stats
+    }
+
+    /// The counters of a namespace, if there is one of that number.
+    pub fn namespace_stats(&self, namespace: u16) -> Option<&Arc<HwStats>> {
+        self.namespaces.get(usize::from(namespace)).map(|namespace| &namespace.stats)
     }
 
     /// The driver, for what only its kind can do.
@@ -120,23 +211,10 @@ impl<D> HwQueue<D> {
         &mut self.driver
     }
 
-    /// Replaces the memory that segments point into, and lets the driver prepare for it.
-    ///
-    /// # Panics
-    /// If the queue is not [idle](HwQueue::is_idle): memory in use must stay.
-    pub fn set_memory<Cx: ?Sized>(&mut self, cx: &mut Cx, memory: Arc<RegionTable>)
-    where
-        D: Driver<Cx>,
-    {
-        assert!(self.is_idle(), "memory was replaced under I/O in flight");
-        self.driver.set_memory(cx, &memory);
-        self.memory = memory;
-    }
-
-    /// How many more bios fit.
+    /// How many more bios fit; none while the queue is [frozen](HwQueue::freeze).
     #[inline]
     pub fn room(&self) -> usize {
-        self.config.bios_max - self.bios_held
+        if self.frozen == 0 { self.config.bios_max - self.bios_held } else { 0 }
     }
 
     /// Whether no bio is in the queue.
@@ -149,14 +227,15 @@ impl<D> HwQueue<D> {
     #[inline]
     pub fn has_work(&self) -> bool {
         !self.done.is_empty()
-            || !self.refused.is_empty()
-            || ((!self.bios.is_empty() || self.partial.is_some()) && self.tags.free() > 0)
+            || !self.over.is_empty()
+            || (self.again && self.quiesced == 0)
+            || (self.uncut > 0 && self.can_cut())
     }
 
     /// Requests that the device has.
     #[inline]
     pub fn in_flight(&self) -> usize {
-        self.tags.in_use() - self.dispatch.len()
+        self.tags.in_use() - self.dispatch.len() - self.done.len() - self.requeued.len()
     }
 
     /// Accepts a bio; it comes back through [`HwQueue::reap`], whatever happens.
@@ -167,55 +246,64 @@ impl<D> HwQueue<D> {
     pub fn submit(&mut self, bio: Box<Bio>) {
         assert!(self.room() > 0, "a bio was submitted to a full queue");
         self.bios_held += 1;
-        if self.plain.is(&bio) && self.tags.free() > 0 && self.bios.is_empty() && self.partial.is_none() {
-            self.enter_whole(bio);
+        // With one namespace, nothing waiting and a tag at hand, a plain bio is a request as it stands.
+        if self.namespaces.len() == 1
+            && self.uncut == 0
+            && self.namespaces[0].plain.is(&bio)
+            && bio.namespace == 0
+            && bio.sector != self.plug.end
+            && bio.sector + u64::from(bio.sectors) != self.plug.start
+            && let Some(tag) = self.tags.take()
+        {
+            self.enter_plain(tag, bio);
         } else {
             self.submit_slow(bio);
         }
     }
 
-    /// What is not plain, or has to wait.
-    #[inline(never)]
-    fn submit_slow(&mut self, mut bio: Box<Bio>) {
-        let admitted = self.limits.admit(&bio, self.capacity_sectors);
-        if let Err(status) = admitted.and_then(|()| self.permit(&bio)) {
-            bio.status = status;
-            self.refused.push(bio);
-        } else if self.bios.is_empty() && self.partial.is_none() && self.tags.free() > 0 {
-            self.cut_first(bio);
-        } else {
-            self.bios.push_back(bio);
-        }
-    }
-
-    #[inline]
-    fn permit(&self, bio: &Bio) -> Result<(), Status> {
-        if self.info.read_only && bio.op.is_write() { Err(Status::NotSupported) } else { Ok(()) }
-    }
-
-    /// Cuts waiting bios into requests while there are tags, and offers them to the driver. Returns how many it took.
+    /// Makes requests of waiting bios while there are tags, and offers them to the driver. Returns how many it took.
     #[inline]
     pub fn issue<Cx: ?Sized>(&mut self, cx: &mut Cx, now_ns: u64) -> usize
     where
         D: Driver<Cx>,
     {
-        self.cut();
-        if self.dispatch.is_empty() {
+        if self.uncut > 0 || self.namespaces.len() > 1 {
+            self.cut(now_ns);
+        }
+        self.plug = Plug::NONE;
+        if self.dispatch.is_empty() || self.quiesced > 0 || self.retry_ns.is_some_and(|retry_ns| now_ns < retry_ns) {
+            if let Some(budget) = &mut self.budget {
+                // What is not offered must not keep places from others.
+                budget.take(0);
+            }
             return 0;
         }
+        let offered = match &mut self.budget {
+            None => self.dispatch.len(),
+            Some(budget) => budget.take(self.dispatch.len()),
+        };
         let mut batch = Batch {
             waiting: &mut self.dispatch,
-            requests: &mut self.requests,
-            splits: &self.splits,
-            segment_bytes_max: self.limits.segment_bytes_max,
+            table: &mut self.table,
             done: &mut self.done,
             now_ns,
+            left: offered,
             taken: 0,
+            shortage: Shortage::Device,
         };
         self.driver.queue_rqs(cx, &self.memory, &mut batch);
-        let taken = batch.taken;
+        let (taken, shortage) = (batch.taken, batch.shortage);
+        if let Some(budget) = &mut self.budget {
+            budget.give(offered - taken);
+        }
         if self.config.stats {
-            self.stats.dispatched(taken);
+            self.namespaces[0].stats.dispatched(taken);
+        }
+        if self.expire_ns == u64::MAX && self.config.timeout_ns > 0 {
+            self.expire_ns = now_ns + self.config.timeout_ns;
+        }
+        if !self.dispatch.is_empty() || self.busy > 0 || self.again {
+            self.settle(shortage, now_ns);
         }
         taken
     }
@@ -226,93 +314,126 @@ impl<D> HwQueue<D> {
     where
         D: Driver<Cx>,
     {
-        if self.tags.in_use() > self.dispatch.len() + self.done.len() {
-            let mut done = Done {
-                ended: &mut self.done,
-                requests: &self.requests,
-                splits: &self.splits,
-                segment_bytes_max: self.limits.segment_bytes_max,
-            };
+        if self.in_flight() > 0 {
+            let mut done = Done { ended: &mut self.done, requeued: &mut self.requeued, table: &mut self.table };
             self.driver.poll(cx, &self.memory, &mut done, now_ns);
         }
-        let mut ended = 0;
-        while let Some(bio) = self.refused.pop() {
-            self.bios_held -= 1;
-            ended += 1;
-            if self.config.stats {
-                self.stats.refused();
-            }
-            sink(bio);
+        let mut ended = if self.done.is_empty() { 0 } else { self.finish_all(now_ns, sink) };
+        if now_ns >= self.expire_ns {
+            self.expire(cx, now_ns);
+            ended += self.finish_all(now_ns, sink);
         }
-        if self.done.is_empty() {
-            return ended;
+        if !self.requeued.is_empty() {
+            self.requeue();
         }
-        let mut run = Run::new(now_ns);
-        let mut done = std::mem::take(&mut self.done);
-        for (number, status) in done.drain(..) {
-            ended += self.finish(Tag::pick_up(number), status, &mut run, sink);
+        if !self.over.is_empty() {
+            ended += self.give_back(sink);
         }
-        self.done = done;
-        run.flush(&self.stats);
         ended
     }
 
-    /// When the driver must be polled next, at the latest.
+    /// When the queue must be looked after next, at the latest, although the device may say nothing.
     pub fn deadline_ns<Cx: ?Sized>(&self) -> Option<u64>
     where
         D: Driver<Cx>,
     {
-        self.driver.deadline_ns()
+        if self.bios_held == 0 {
+            return self.driver.deadline_ns();
+        }
+        let expire_ns = Some(self.expire_ns).filter(|ns| *ns < u64::MAX);
+        let flush_ns = self.namespaces.iter().filter_map(|namespace| namespace.flush.due_ns()).min();
+        [self.driver.deadline_ns(), self.retry_ns, expire_ns, flush_ns].into_iter().flatten().min()
     }
 
-    /// Counts requests that have been with the device for too long, each once. For now and then, not for each round.
-    pub fn mark_slow(&mut self, now_ns: u64) {
-        let mut slow = 0;
-        for request in self.requests.iter_mut().filter(|request| request.in_flight) {
-            if now_ns.saturating_sub(request.start_ns) > self.config.slow_ns {
-                slow += 1;
-                if !request.slow {
-                    request.slow = true;
-                    self.stats.slow();
-                }
-            }
+    /// Gives the bios of everything done to `sink`.
+    #[inline]
+    fn finish_all(&mut self, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        // What came back makes room for what the driver did not take.
+        self.retry_ns = None;
+        let mut run = Run::new(now_ns);
+        let mut done = std::mem::take(&mut self.done);
+        if let Some(budget) = &mut self.budget {
+            budget.give(done.len());
         }
-        self.stats.set_slow_now(slow);
+        let mut ended = 0;
+        for (number, status) in done.drain(..) {
+            ended += self.finish(Tag::pick_up(number), status, &mut run, sink);
+        }
+        self.done = done;
+        run.flush(&self.namespaces[usize::from(run.namespace())].stats);
+        ended
     }
 
     #[inline]
     fn finish(&mut self, tag: Tag, status: Status, run: &mut Run, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        let request = &mut self.requests[tag.index()];
-        assert!(request.in_flight, "request {} ended twice", tag.index());
-        request.in_flight = false;
-        if std::mem::take(&mut request.slow) {
-            self.stats.slow_ended();
-        }
+        let request = &mut self.table.requests[tag.index()];
+        assert!(request.state == RequestState::Complete, "request {} ended twice", tag.index());
+        request.state = RequestState::Idle;
         if self.config.stats {
-            run.push(&self.stats, request.op, request.start_ns, request.sectors);
+            let (kind, start_ns, sectors) = (request.kind(), request.start_ns, request.sectors);
+            if !run.push(kind, start_ns, sectors) {
+                run.flush(&self.namespaces[usize::from(run.namespace())].stats);
+                run.begin(kind, start_ns, sectors);
+            }
             if !status.is_ok() {
-                self.stats.failed(OpClass::of(request.op));
+                self.namespaces[usize::from(request.namespace)].stats.failed(OpClass::of(request.op));
             }
         }
-        let (whole, part_of) = (request.whole.take(), request.part_of);
+        if !request.marks.is_empty() || self.namespaces.len() > 1 {
+            return self.finish_slow(tag, status, sink);
+        }
+        let Some(mut bio) = request.bio.take() else { unreachable!("what has no marks is a whole bio") };
         self.tags.put(tag);
-        let bio = match whole {
-            Some(mut bio) => {
-                bio.status = status;
-                bio
+        self.bios_held -= 1;
+        bio.status = status;
+        sink(bio);
+        1
+    }
+
+    /// The end of a request that is not simply one bio.
+    #[inline(never)]
+    fn finish_slow(&mut self, tag: Tag, status: Status, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        let request = &mut self.table.requests[tag.index()];
+        let (marks, namespace, more, first) = (request.marks, request.namespace, request.more, request.bio.take());
+        self.tags.put(tag);
+        self.uncount_tag(usize::from(namespace));
+        if marks.contains(Marks::SLOW) {
+            self.namespaces[usize::from(namespace)].stats.slow_ended();
+        }
+        if marks.contains(Marks::FLUSH) {
+            self.flushed(usize::from(namespace), status);
+            return 0;
+        }
+        let mut ended = 0;
+        if marks.contains(Marks::PART) {
+            if let Some(bio) = self.finish_part(more, status) {
+                ended += self.end_bio(bio, sink);
             }
-            None => match self.finish_part(part_of, status) {
-                Some(bio) => bio,
-                None => return 0,
-            },
-        };
+        } else if let Some(mut bio) = first {
+            bio.status = status;
+            ended += self.end_bio(bio, sink);
+        }
+        if marks.contains(Marks::CHAINED) {
+            let mut at = more;
+            while let Some((mut bio, next)) = self.table.unlink(at) {
+                bio.status = status;
+                ended += self.end_bio(bio, sink);
+                at = next;
+            }
+        }
+        ended
+    }
+
+    /// A bio's data is over: so is the bio, if it was not in the middle of a flush sequence.
+    fn end_bio(&mut self, bio: Box<Bio>, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        let Some(bio) = self.leave_sequence(bio) else { return 0 };
         self.bios_held -= 1;
         sink(bio);
         1
     }
 
     fn finish_part(&mut self, place: u16, status: Status) -> Option<Box<Bio>> {
-        let split = &mut self.splits[usize::from(place)];
+        let split = &mut self.table.splits[usize::from(place)];
         split.parts_in_flight -= 1;
         if let Some(bio) = &mut split.bio {
             bio.status = bio.status.and(status);
@@ -320,99 +441,15 @@ impl<D> HwQueue<D> {
         if split.parts_in_flight > 0 || split.uncut { None } else { split.bio.take() }
     }
 
-    /// Turns waiting bios into requests, in order, while there are tags.
-    #[inline]
-    fn cut(&mut self) {
-        while self.tags.free() > 0 {
-            if let Some((place, from)) = self.partial {
-                self.cut_part(place, from);
-                continue;
-            }
-            let Some(bio) = self.bios.pop_front() else { return };
-            self.cut_first(bio);
-        }
-    }
-
-    /// Turns a bio into a request, or into the first of several. There is a tag.
-    #[inline(always)]
-    fn cut_first(&mut self, bio: Box<Bio>) {
-        if self.limits.takes_whole(&bio) {
-            self.enter_whole(bio);
-        } else {
-            self.cut_slow(bio);
-        }
-    }
-
+    /// Gives back what was no request.
     #[inline(never)]
-    fn cut_slow(&mut self, bio: Box<Bio>) {
-        match self.limits.cut(&bio, Cursor::default()) {
-            Ok(cut) if cut.sectors == bio.sectors || bio.op == Op::Flush => self.enter_whole(bio),
-            Ok(_) => {
-                let place = self.split_place();
-                let split = &mut self.splits[usize::from(place)];
-                *split = Split { bio: Some(bio), parts_in_flight: 0, uncut: true };
-                self.partial = Some((place, Cursor::default()));
-            }
-            Err(status) => self.refuse(bio, status),
+    fn give_back(&mut self, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        let mut ended = 0;
+        while let Some(bio) = self.over.pop_front() {
+            self.bios_held -= 1;
+            ended += 1;
+            sink(bio);
         }
-    }
-
-    #[inline(always)]
-    fn enter_whole(&mut self, bio: Box<Bio>) {
-        let sectors = if bio.op == Op::Flush { 0 } else { bio.sectors };
-        let request = self.enter(bio.op, bio.flags, bio.sector, sectors);
-        request.whole = Some(bio);
-    }
-
-    /// Cuts the next request from the bio that is cut in part.
-    fn cut_part(&mut self, place: u16, from: Cursor) {
-        let split = &mut self.splits[usize::from(place)];
-        let Some(bio) = &mut split.bio else { unreachable!("the bio being cut is in its place") };
-        match self.limits.cut(bio, from) {
-            Ok(cut) => {
-                split.parts_in_flight += 1;
-                split.uncut = cut.end.sectors < bio.sectors;
-                self.partial = split.uncut.then_some((place, cut.end));
-                let (op, flags, sector) = (bio.op, bio.flags, bio.sector + u64::from(from.sectors));
-                let request = self.enter(op, flags, sector, cut.sectors);
-                request.from = from;
-                request.part_of = place;
-            }
-            Err(status) => {
-                bio.status = bio.status.and(status);
-                split.uncut = false;
-                self.partial = None;
-                if split.parts_in_flight == 0
-                    && let Some(bio) = split.bio.take()
-                {
-                    let status = bio.status;
-                    self.refuse(bio, status);
-                }
-            }
-        }
-    }
-
-    fn refuse(&mut self, mut bio: Box<Bio>, status: Status) {
-        bio.status = status;
-        self.refused.push(bio);
-    }
-
-    fn split_place(&self) -> u16 {
-        let free = self.splits.iter().position(|split| split.bio.is_none());
-        let Some(place) = free else { unreachable!("there are more places than requests") };
-        place as u16
-    }
-
-    /// Makes a request and lists it for dispatch; the caller says what bio it is of.
-    #[inline(always)]
-    fn enter(&mut self, op: Op, flags: BioFlags, sector: u64, sectors: u32) -> &mut Request {
-        let Some(tag) = self.tags.take() else { unreachable!("checked by the caller") };
-        let request = &mut self.requests[tag.index()];
-        request.op = op;
-        request.flags = flags;
-        request.sector = sector;
-        request.sectors = sectors;
-        self.dispatch.push(tag.put_down());
-        request
+        ended
     }
 }

@@ -4,8 +4,6 @@
 //! said in `cut.rs`, which bios may share a request in `merge.rs`, which need no look at all in `plain.rs`.
 
 mod cut;
-// Used by the hardware queue as soon as it merges.
-#[cfg_attr(not(test), expect(dead_code, reason = "the hardware queue does not merge yet"))]
 mod merge;
 mod plain;
 #[cfg(test)]
@@ -13,8 +11,8 @@ mod properties;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use self::cut::Pieces;
 pub use self::cut::{Cursor, Cut};
-#[cfg_attr(not(test), expect(unused_imports, reason = "the hardware queue does not merge yet"))]
 pub(crate) use self::merge::{Merge, NoMerge, Shape};
 pub(crate) use self::plain::Plain;
 use crate::{Bio, BioFlags, Op, SECTOR_SHIFT, Status};

@@ -1,9 +1,46 @@
-//! The request: a share of a bio that fits the device, in a table made at start.
+//! The request: what a driver is given. A share of a bio that fits the device, one bio whole, or several that lie side by side.
+//!
+//! Requests stand in a table made at start, each at the place its tag names. The table belongs to its hardware queue; drivers
+//! see it through [`Batch`](crate::Batch) and [`Done`](crate::Done).
 
 use blkyard_mem::Segment;
 
-use crate::limits::Cursor;
-use crate::{Bio, BioFlags, Op, SECTOR_SHIFT};
+use crate::limits::{Cursor, Pieces, Shape};
+use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT};
+
+/// Where a request is in its life. Everything before the driver is idle, wherever it is listed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub enum RequestState {
+    /// Free, or waiting for the driver.
+    #[default]
+    Idle,
+    /// With the driver.
+    InFlight,
+    /// The driver has said what became of it; its bios are not given back yet.
+    Complete,
+}
+
+bitflags::bitflags! {
+    /// What makes a request other than most: whatever is set here is looked after off the short way.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+    pub(crate) struct Marks: u8 {
+        /// Counted as slow already.
+        const SLOW = 1;
+        /// The driver was told that its time is up, and has not asked for more.
+        const TIMED_OUT = 2;
+        /// More bios than the first are in the chain.
+        const CHAINED = 4;
+        /// A part of a bio in `splits`.
+        const PART = 8;
+        /// A flush on behalf of all who wait for one.
+        const FLUSH = 16;
+        /// Its bio is in the middle of a flush sequence.
+        const SEQUENCE = 32;
+        /// Not worth another attempt to merge.
+        const NO_MERGE = 64;
+    }
+}
 
 /// One wish to the device, at the place its tag names.
 #[derive(Debug, Default)]
@@ -11,20 +48,30 @@ use crate::{Bio, BioFlags, Op, SECTOR_SHIFT};
 pub struct Request {
     pub(crate) op: Op,
     pub(crate) flags: BioFlags,
+    pub(crate) namespace: u16,
     pub(crate) sectors: u32,
     pub(crate) sector: u64,
     /// When it was handed to the driver.
     pub(crate) start_ns: u64,
-    /// Where in its bio a part begins; of no meaning for a whole.
+    /// The bio, or the first of several; none for a part or a flush.
+    pub(crate) bio: Option<Box<Bio>>,
+    pub(crate) state: RequestState,
+    pub(crate) marks: Marks,
+    /// Segments, as [`QueueLimits`] counts them. Kept where requests may merge.
+    pub(crate) segments: u16,
+    /// When it was made, counted in requests: what is handed back goes before what was made later.
+    pub(crate) order: u32,
+    /// Milliseconds that the driver has been given beyond the queue's timeout.
+    pub(crate) grace_ms: u32,
+    /// The place of the split bio it is a part of, or the first link of its chain.
+    pub(crate) more: u16,
+    /// The last link of its chain.
+    pub(crate) last: u16,
+    /// Where in its bio a part begins; of no meaning for others.
     pub(crate) from: Cursor,
-    pub(crate) in_flight: bool,
-    /// Counted as slow already.
-    pub(crate) slow: bool,
-    /// The bio, if the request is the whole of it.
-    pub(crate) whole: Option<Box<Bio>>,
-    /// Otherwise the place of the split bio it is a part of.
-    pub(crate) part_of: u16,
 }
+
+const _: () = assert!(size_of::<Request>() == 64, "a request is one line of cache");
 
 impl Request {
     /// What is wanted.
@@ -37,6 +84,12 @@ impl Request {
     #[inline]
     pub fn flags(&self) -> BioFlags {
         self.flags
+    }
+
+    /// Which namespace of the hardware queue it is for.
+    #[inline]
+    pub fn namespace(&self) -> u16 {
+        self.namespace
     }
 
     /// First sector.
@@ -57,6 +110,25 @@ impl Request {
         self.sector << SECTOR_SHIFT
     }
 
+    /// Back from the driver, to wait for it again: what it was told about time is forgotten.
+    pub(crate) fn set_idle(&mut self) {
+        self.state = RequestState::Idle;
+        self.marks.remove(Marks::TIMED_OUT);
+        self.grace_ms = 0;
+    }
+
+    /// Whether it was made after the one of this order.
+    pub(crate) fn is_later_than(&self, order: u32) -> bool {
+        // Orders go round; requests that exist at one time are close together.
+        (self.order.wrapping_sub(order) as i32) > 0
+    }
+
+    /// What requests have in common that are counted together.
+    #[inline]
+    pub(crate) fn kind(&self) -> (Op, u16) {
+        (self.op, self.namespace)
+    }
+
     /// Length in bytes.
     #[inline]
     pub fn bytes(&self) -> u64 {
@@ -64,21 +136,255 @@ impl Request {
     }
 }
 
-/// The segments of one request, in order, cut to the limits of the device.
-#[derive(Clone, Debug)]
-pub struct Segments<'a> {
-    rest: std::slice::Iter<'a, Segment>,
-    /// Bytes of the next segment that belong to an earlier request or piece.
-    skip: u32,
-    bytes_left: u64,
-    segment_bytes_max: u32,
+/// How far a piece may reach if nobody says.
+const ANY: Pieces = Pieces { bytes_max: u32::MAX, boundary_mask: u32::MAX };
+
+/// No link.
+const NONE: u16 = u16::MAX;
+
+/// Bios that were merged into requests, behind the first of each.
+#[derive(Debug)]
+pub(crate) struct Chain {
+    links: Box<[Link]>,
+    free: u16,
 }
 
-/// The pieces of `segments` that a request of `sectors` from `from` covers.
-#[inline]
-pub(crate) fn pieces(segments: &[Segment], from: Cursor, sectors: u32, segment_bytes_max: u32) -> Segments<'_> {
-    let rest = segments.get(usize::from(from.segment)..).unwrap_or_default().iter();
-    Segments { rest, skip: from.offset, bytes_left: u64::from(sectors) << SECTOR_SHIFT, segment_bytes_max }
+#[derive(Debug)]
+struct Link {
+    bio: Option<Box<Bio>>,
+    next: u16,
+}
+
+impl Chain {
+    fn new(bios: usize) -> Chain {
+        let count = bios.min(usize::from(NONE)) as u16;
+        let links = (0..count).map(|at| Link { bio: None, next: if at + 1 < count { at + 1 } else { NONE } }).collect();
+        Chain { links, free: if count == 0 { NONE } else { 0 } }
+    }
+
+    fn get(&self, at: u16) -> Option<&Link> {
+        self.links.get(usize::from(at))
+    }
+}
+
+/// Bios that were cut into several requests, by place.
+#[derive(Debug, Default)]
+pub(crate) struct Split {
+    pub(crate) bio: Option<Box<Bio>>,
+    pub(crate) parts_in_flight: u32,
+    pub(crate) uncut: bool,
+}
+
+/// The requests of one hardware queue, and the bios they are made of.
+#[derive(Debug)]
+pub(crate) struct Table {
+    pub(crate) requests: Box<[Request]>,
+    pub(crate) splits: Box<[Split]>,
+    chain: Chain,
+    /// By place: what merging knows of a request of several bios.
+    shapes: Box<[Shape]>,
+    /// By namespace: how long a piece of memory may be, and which boundary it must not cross.
+    pieces: Box<[Pieces]>,
+}
+
+impl Table {
+    pub(crate) fn new(depth: usize, bios_max: usize, namespaces: usize) -> Table {
+        Table {
+            requests: (0..depth).map(|_| Request::default()).collect(),
+            // At most one bio of each namespace is cut in part; every other split bio has a part in flight.
+            splits: (0..depth + namespaces).map(|_| Split::default()).collect(),
+            chain: Chain::new(bios_max),
+            shapes: (0..depth).map(|_| Shape::default()).collect(),
+            pieces: (0..namespaces).map(|_| ANY).collect(),
+        }
+    }
+
+    /// The limits of a namespace are these from now on.
+    pub(crate) fn set_limits(&mut self, namespace: usize, limits: &QueueLimits) {
+        self.pieces[namespace] = limits.pieces();
+    }
+
+    pub(crate) fn free_split(&self) -> u16 {
+        let free = self.splits.iter().position(|split| split.bio.is_none());
+        let Some(place) = free else { unreachable!("there are more places than requests") };
+        place as u16
+    }
+
+    /// Puts a bio behind the others of a request. Gives it back if there is no link.
+    pub(crate) fn chain_back(&mut self, number: u16, bio: Box<Bio>) -> Result<(), Box<Bio>> {
+        let at = self.link(bio, NONE)?;
+        let request = &mut self.requests[usize::from(number)];
+        if request.marks.contains(Marks::CHAINED) {
+            self.chain.links[usize::from(request.last)].next = at;
+        } else {
+            request.marks |= Marks::CHAINED;
+            request.more = at;
+        }
+        request.last = at;
+        Ok(())
+    }
+
+    /// Puts a bio before the others of a request. Gives it back if there is no link.
+    pub(crate) fn chain_front(&mut self, number: u16, bio: Box<Bio>) -> Result<(), Box<Bio>> {
+        if self.chain.free == NONE {
+            return Err(bio);
+        }
+        let request = &mut self.requests[usize::from(number)];
+        let Some(first) = request.bio.replace(bio) else { unreachable!("only requests of whole bios merge") };
+        let chained = request.marks.contains(Marks::CHAINED);
+        let next = if chained { request.more } else { NONE };
+        let Ok(at) = self.link(first, next) else { unreachable!("looked at above") };
+        let request = &mut self.requests[usize::from(number)];
+        request.more = at;
+        if !chained {
+            request.marks |= Marks::CHAINED;
+            request.last = at;
+        }
+        Ok(())
+    }
+
+    fn link(&mut self, bio: Box<Bio>, next: u16) -> Result<u16, Box<Bio>> {
+        let at = self.chain.free;
+        let Some(link) = self.chain.links.get_mut(usize::from(at)) else { return Err(bio) };
+        self.chain.free = std::mem::replace(&mut link.next, next);
+        link.bio = Some(bio);
+        Ok(at)
+    }
+
+    /// Takes the bio at a link out of its chain; also says which link comes next.
+    pub(crate) fn unlink(&mut self, at: u16) -> Option<(Box<Bio>, u16)> {
+        let link = self.chain.links.get_mut(usize::from(at))?;
+        let next = std::mem::replace(&mut link.next, self.chain.free);
+        self.chain.free = at;
+        link.bio.take().map(|bio| (bio, next))
+    }
+
+    /// What merging must know of a request; nothing if it is of a kind that does not merge.
+    pub(crate) fn shape(&self, number: u16) -> Option<Shape> {
+        let request = &self.requests[usize::from(number)];
+        if request.marks.intersects(Marks::PART | Marks::FLUSH | Marks::SEQUENCE | Marks::NO_MERGE) {
+            None
+        } else if request.marks.contains(Marks::CHAINED) {
+            Some(self.shapes[usize::from(number)])
+        } else {
+            request.bio.as_ref().map(|bio| Shape::of(bio, request.segments))
+        }
+    }
+
+    /// A bio was chained to a request, which looks like this now.
+    pub(crate) fn set_shape(&mut self, number: u16, shape: Shape) {
+        let request = &mut self.requests[usize::from(number)];
+        request.sector = shape.sector;
+        request.sectors = shape.sectors;
+        request.segments = shape.segments;
+        self.shapes[usize::from(number)] = shape;
+    }
+
+    /// The segments of a request, cut to the limits of its namespace.
+    #[inline(always)]
+    pub(crate) fn segments(&self, number: usize) -> Segments<'_> {
+        let request = &self.requests[number];
+        let (bio, from) = match &request.bio {
+            Some(bio) => (Some(bio), Cursor::default()),
+            None => (self.splits.get(usize::from(request.more)).and_then(|split| split.bio.as_ref()), request.from),
+        };
+        let all = bio.map_or(&[][..], |bio| &bio.segments);
+        let sectors = if request.op.has_data() { request.sectors } else { 0 };
+        Segments {
+            rest: all.get(usize::from(from.segment)..).unwrap_or_default().iter(),
+            skip: from.offset,
+            run: Segment::default(),
+            bytes_left: u64::from(sectors) << SECTOR_SHIFT,
+            pieces: self.pieces.get(usize::from(request.namespace)).copied().unwrap_or(ANY),
+            chain: &self.chain,
+            next: if request.marks.contains(Marks::CHAINED) { request.more } else { NONE },
+        }
+    }
+
+    /// The ranges of a discard: first sector and length of each bio in it.
+    pub(crate) fn ranges(&self, number: usize) -> Ranges<'_> {
+        let request = &self.requests[number];
+        let first = (request.sector, request.sectors);
+        match &request.bio {
+            Some(bio) if request.marks.contains(Marks::CHAINED) => {
+                // The request counts the sectors of all.
+                Ranges { first: Some((bio.sector, bio.sectors)), chain: &self.chain, next: request.more }
+            }
+            _ => Ranges { first: Some(first), chain: &self.chain, next: NONE },
+        }
+    }
+}
+
+/// The ranges of one discard, each a first sector and a length in sectors. They need not touch.
+#[derive(Clone, Debug)]
+pub struct Ranges<'a> {
+    first: Option<(u64, u32)>,
+    chain: &'a Chain,
+    next: u16,
+}
+
+impl Iterator for Ranges<'_> {
+    type Item = (u64, u32);
+
+    fn next(&mut self) -> Option<(u64, u32)> {
+        self.first.take().or_else(|| {
+            let link = self.chain.get(self.next)?;
+            self.next = link.next;
+            link.bio.as_ref().map(|bio| (bio.sector, bio.sectors))
+        })
+    }
+}
+
+/// The pieces of memory of one request, in order, cut to the limits of the device. Where one bio ends and the next begins, memory
+/// that goes on is one piece; counted the same way in `limits/merge.rs`.
+#[derive(Clone, Debug)]
+pub struct Segments<'a> {
+    /// Segments after `run`, of the same bio.
+    rest: std::slice::Iter<'a, Segment>,
+    /// Bytes of the first segment that belong to an earlier request.
+    skip: u32,
+    /// What is left of the segment we are in, with those of later bios that continue it.
+    run: Segment,
+    bytes_left: u64,
+    pieces: Pieces,
+    chain: &'a Chain,
+    next: u16,
+}
+
+impl<'a> Segments<'a> {
+    /// The segments of the next bio.
+    #[inline]
+    fn next_bio(&mut self) -> Option<std::slice::Iter<'a, Segment>> {
+        let link = self.chain.get(self.next)?;
+        self.next = link.next;
+        link.bio.as_ref().map(|bio| bio.segments.iter())
+    }
+
+    /// Begins the next run.
+    #[inline]
+    fn load(&mut self) -> Option<()> {
+        while self.run.len == 0 {
+            let Some(segment) = self.rest.next() else {
+                self.rest = self.next_bio()?;
+                continue;
+            };
+            let skip = std::mem::take(&mut self.skip);
+            self.run = Segment { offset: segment.offset + u64::from(skip), len: segment.len - skip, ..*segment };
+        }
+        while self.rest.len() == 0 {
+            let Some(rest) = self.next_bio() else { break };
+            self.rest = rest;
+            match self.rest.as_slice().first() {
+                Some(first) if self.pieces.joins(self.run, *first) => {
+                    self.run.len += first.len;
+                    self.rest.next();
+                }
+                Some(_) => break,
+                None => {}
+            }
+        }
+        Some(())
+    }
 }
 
 impl Iterator for Segments<'_> {
@@ -86,22 +392,18 @@ impl Iterator for Segments<'_> {
 
     #[inline]
     fn next(&mut self) -> Option<Segment> {
-        loop {
-            if self.bytes_left == 0 {
-                return None;
-            }
-            let segment = self.rest.as_slice().first()?;
-            let left = segment.len - self.skip;
-            if left == 0 {
-                self.rest.next();
-                self.skip = 0;
-                continue;
-            }
-            let len = u64::from(left.min(self.segment_bytes_max)).min(self.bytes_left) as u32;
-            let piece = Segment { offset: segment.offset + u64::from(self.skip), len, region: segment.region };
-            self.bytes_left -= u64::from(len);
-            self.skip += len;
-            return Some(piece);
+        if self.bytes_left == 0 {
+            return None;
         }
+        if self.run.len == 0 {
+            self.load()?;
+        }
+        let most = self.pieces.first_len(self.run.offset, u64::from(self.run.len));
+        let len = u64::from(most).min(self.bytes_left) as u32;
+        let piece = Segment { len, ..self.run };
+        self.run.offset += u64::from(len);
+        self.run.len -= len;
+        self.bytes_left -= u64::from(len);
+        Some(piece)
     }
 }

@@ -6,6 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use crate::limits::Merge;
 use crate::{Op, SECTOR_SHIFT};
 
 /// The kinds of operation that are told apart.
@@ -159,14 +160,20 @@ pub struct HwStats {
     refused: AtomicU64,
     slow: AtomicU64,
     slow_now: AtomicU64,
+    /// Bios merged into requests: behind, before, discards.
+    merged: [AtomicU64; 3],
+    requeued: AtomicU64,
+    timed_out: AtomicU64,
+    flushes: AtomicU64,
     /// Requests taken by the driver in one call: 0, 1, 2, 4, 8, 16, 32 and more, as blk-mq's `dispatched` has them.
     dispatched: [AtomicU64; 7],
 }
 
-/// Completions that look alike, not yet counted: of the same operation, handed to the driver together, and over together.
+/// Completions that look alike, not yet counted: of the same operation and namespace, handed to the driver together, and over
+/// together.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Run {
-    op: Op,
+    kind: (Op, u16),
     start_ns: u64,
     now_ns: u64,
     ios: u64,
@@ -175,27 +182,40 @@ pub(crate) struct Run {
 
 impl Run {
     /// An empty run of what is over at `now_ns`.
-    pub(crate) fn new(now_ns: u64) -> Run {
-        Run { op: Op::Read, start_ns: 0, now_ns, ios: 0, sectors: 0 }
-    }
-
-    /// Adds one completion, counting the run so far if it differs.
     #[inline]
-    pub(crate) fn push(&mut self, stats: &HwStats, op: Op, start_ns: u64, sectors: u32) {
-        if self.op != op || self.start_ns != start_ns {
-            self.flush(stats);
-            self.op = op;
-            self.start_ns = start_ns;
-        }
-        self.ios += 1;
-        self.sectors += u64::from(sectors);
+    pub(crate) fn new(now_ns: u64) -> Run {
+        Run { kind: (Op::Read, 0), start_ns: 0, now_ns, ios: 0, sectors: 0 }
     }
 
+    /// The namespace whose completions these are.
+    #[inline]
+    pub(crate) fn namespace(&self) -> u16 {
+        self.kind.1
+    }
+
+    /// Adds one completion; false if it is of another kind, and a new run must begin.
+    #[inline]
+    pub(crate) fn push(&mut self, kind: (Op, u16), start_ns: u64, sectors: u32) -> bool {
+        let same = self.kind == kind && self.start_ns == start_ns;
+        if same {
+            self.ios += 1;
+            self.sectors += u64::from(sectors);
+        }
+        same
+    }
+
+    /// Begins anew, with one completion of another kind.
+    #[inline]
+    pub(crate) fn begin(&mut self, kind: (Op, u16), start_ns: u64, sectors: u32) {
+        *self = Run { kind, start_ns, now_ns: self.now_ns, ios: 1, sectors: u64::from(sectors) };
+    }
+
+    /// Counts what was gathered.
     #[inline]
     pub(crate) fn flush(&mut self, stats: &HwStats) {
         if self.ios > 0 {
             let latency_ns = self.now_ns.saturating_sub(self.start_ns);
-            stats.completed(OpClass::of(self.op), latency_ns, self.ios, self.sectors << SECTOR_SHIFT);
+            stats.completed(OpClass::of(self.kind.0), latency_ns, self.ios, self.sectors << SECTOR_SHIFT);
             self.ios = 0;
             self.sectors = 0;
         }
@@ -231,9 +251,30 @@ impl HwStats {
         add(&self.refused, 1);
     }
 
-    #[inline]
-    pub(crate) fn slow(&self) {
-        add(&self.slow, 1);
+    /// A request is slow; seen so for the first time, or again.
+    pub(crate) fn slow(&self, first: bool) {
+        add(&self.slow, u64::from(first));
+        add(&self.slow_now, 1);
+    }
+
+    /// A bio was merged into a request.
+    pub(crate) fn merged(&self, merge: Merge) {
+        add(&self.merged[merge as usize], 1);
+    }
+
+    /// A request came back from the driver to be done again.
+    pub(crate) fn requeued(&self) {
+        add(&self.requeued, 1);
+    }
+
+    /// The driver was asked about a request whose time is up.
+    pub(crate) fn timed_out(&self) {
+        add(&self.timed_out, 1);
+    }
+
+    /// A flush was issued for all who waited for one.
+    pub(crate) fn flush_issued(&self) {
+        add(&self.flushes, 1);
     }
 
     #[inline]
@@ -270,6 +311,10 @@ impl HwStats {
             refused: self.refused.load(Relaxed),
             slow: self.slow.load(Relaxed),
             slow_now: self.slow_now.load(Relaxed),
+            merged: std::array::from_fn(|i| self.merged[i].load(Relaxed)),
+            requeued: self.requeued.load(Relaxed),
+            timed_out: self.timed_out.load(Relaxed),
+            flushes: self.flushes.load(Relaxed),
             dispatched: std::array::from_fn(|i| self.dispatched[i].load(Relaxed)),
         }
     }
@@ -322,6 +367,14 @@ pub struct StatsSnapshot {
     pub slow: u64,
     /// Requests that are slow and still with the device.
     pub slow_now: u64,
+    /// Bios that share a request with another: put behind it, before it, and discards joined to others.
+    pub merged: [u64; 3],
+    /// Requests that came back from the driver to be done again.
+    pub requeued: u64,
+    /// How often the driver was asked about a request whose time was up.
+    pub timed_out: u64,
+    /// Flushes issued, each for all who waited for one.
+    pub flushes: u64,
     /// Calls to the driver by how many requests it took: 0, 1, 2, 4, 8, 16, 32 and more.
     pub dispatched: [u64; 7],
 }
@@ -347,6 +400,10 @@ impl StatsSnapshot {
         self.refused += other.refused;
         self.slow += other.slow;
         self.slow_now += other.slow_now;
+        self.merged.iter_mut().zip(other.merged).for_each(|(to, from)| *to += from);
+        self.requeued += other.requeued;
+        self.timed_out += other.timed_out;
+        self.flushes += other.flushes;
         self.dispatched.iter_mut().zip(other.dispatched).for_each(|(to, from)| *to += from);
     }
 }
@@ -361,7 +418,10 @@ mod tests {
         let stats = HwStats::default();
         let mut run = Run::new(10_000);
         for (op, ns) in [(Op::Read, 100), (Op::Read, 100), (Op::Write, 100), (Op::Read, 7000)] {
-            run.push(&stats, op, 10_000 - ns, 1);
+            if !run.push((op, 0), 10_000 - ns, 1) {
+                run.flush(&stats);
+                run.begin((op, 0), 10_000 - ns, 1);
+            }
         }
         run.flush(&stats);
         run.flush(&stats);

@@ -405,9 +405,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             self.ticked_ns = now_ns;
             self.hw.mark_slow(now_ns);
         }
-        // With bios in the queue and none at the device, nobody but us moves them.
-        let stalled = !self.hw.is_idle() && self.hw.in_flight() == 0;
-        self.hw.has_work() || stalled || (more && self.hw.room() > 0)
+        self.hw.has_work() || (more && self.hw.room() > 0)
     }
 
     /// Takes from the members' rings, in turn, while the hardware queue has room. True if something may be left in them.

@@ -39,50 +39,110 @@ impl Drop for Tag {
 
 /// The tags of one hardware queue. They belong to its owner: plain words, no atomics. What came back last is taken
 /// first, while its request is still in the cache.
+///
+/// The lowest numbers may be reserved, for what must get through when all others are out.
 #[derive(Debug)]
 pub struct TagSet {
-    /// The numbers that are in, up to `free`; what lies beyond is out.
+    normal: Stack,
+    reserved: Stack,
+    /// Normal tags that stay in, since the depth was lowered.
+    kept: usize,
+}
+
+/// Numbers that are in, up to `free`; what lies beyond is out.
+#[derive(Debug)]
+struct Stack {
     numbers: Box<[u16]>,
     free: usize,
+}
+
+impl Stack {
+    fn of(numbers: std::ops::Range<usize>) -> Stack {
+        let numbers: Box<[u16]> = numbers.rev().map(|number| number as u16).collect();
+        Stack { free: numbers.len(), numbers }
+    }
+
+    #[inline]
+    fn put(&mut self, number: u16) {
+        let Some(place) = self.numbers.get_mut(self.free) else {
+            panic!("tag {number} came back to a set it is not from");
+        };
+        *place = number;
+        self.free += 1;
+    }
 }
 
 impl TagSet {
     /// Tags one set may hold, as in Linux (`BLK_MQ_MAX_DEPTH`).
     pub const DEPTH_MAX: usize = 10_240;
 
-    /// A set of `depth` tags, all in.
+    /// A set of `depth` tags, all in, of which the first `reserved` are.
     ///
     /// # Panics
-    /// If `depth` is zero or above [`TagSet::DEPTH_MAX`]: depths are checked where they are configured.
-    pub fn new(depth: usize) -> TagSet {
-        assert!((1..=TagSet::DEPTH_MAX).contains(&depth), "a tag set of {depth}");
-        TagSet { numbers: (0..depth as u16).rev().collect(), free: depth }
+    /// If `depth` is zero or above [`TagSet::DEPTH_MAX`], or all are reserved: depths are checked where they are configured.
+    pub fn new(depth: usize, reserved: usize) -> TagSet {
+        assert!(
+            (1..=TagSet::DEPTH_MAX).contains(&depth) && reserved < depth,
+            "a tag set of {depth}, {reserved} reserved"
+        );
+        TagSet { normal: Stack::of(reserved..depth), reserved: Stack::of(0..reserved), kept: 0 }
     }
 
-    /// How many tags there are.
+    /// How many tags there are, with those reserved.
     pub fn depth(&self) -> usize {
-        self.numbers.len()
+        self.normal.numbers.len() + self.reserved.numbers.len()
+    }
+
+    /// How many are reserved.
+    pub fn reserved(&self) -> usize {
+        self.reserved.numbers.len()
+    }
+
+    /// How many tags may be out at one time, with those reserved.
+    pub fn limit(&self) -> usize {
+        self.depth() - self.kept
+    }
+
+    /// Lets no more than `limit` tags out from now on, those reserved among them: at least one that is not, and at most all. What
+    /// is out beyond that comes back when it is over. Returns what the limit has become.
+    pub fn set_limit(&mut self, limit: usize) -> usize {
+        let limit = limit.clamp(self.reserved() + 1, self.depth());
+        self.kept = self.depth() - limit;
+        limit
     }
 
     /// How many are out.
     #[inline]
     pub fn in_use(&self) -> usize {
-        self.numbers.len() - self.free
+        self.normal.numbers.len() - self.normal.free + self.reserved.numbers.len() - self.reserved.free
     }
 
-    /// How many are in.
+    /// How many may be taken that are not reserved.
     #[inline]
     pub fn free(&self) -> usize {
-        self.free
+        self.normal.free.saturating_sub(self.kept)
+    }
+
+    /// How many may be taken that are reserved.
+    #[inline]
+    pub fn reserved_free(&self) -> usize {
+        self.reserved.free
     }
 
     /// Takes the tag that came back last.
     #[inline]
     pub fn take(&mut self) -> Option<Tag> {
-        let top = self.free.checked_sub(1)?;
-        let tag = Tag(self.numbers[top]);
-        self.free = top;
-        Some(tag)
+        if self.normal.free <= self.kept {
+            return None;
+        }
+        self.normal.free -= 1;
+        Some(Tag(self.normal.numbers[self.normal.free]))
+    }
+
+    /// Takes a reserved tag.
+    pub fn take_reserved(&mut self) -> Option<Tag> {
+        self.reserved.free = self.reserved.free.checked_sub(1)?;
+        Some(Tag(self.reserved.numbers[self.reserved.free]))
     }
 
     /// Takes a tag back. That no tag comes back twice is certain, for it cannot be copied.
@@ -92,12 +152,9 @@ impl TagSet {
     #[inline]
     pub fn put(&mut self, tag: Tag) {
         let number = tag.put_down();
-        let ours = usize::from(number) < self.numbers.len();
-        let Some(place) = self.numbers.get_mut(self.free).filter(|_| ours) else {
-            panic!("tag {number} came back to a set it is not from");
-        };
-        *place = number;
-        self.free += 1;
+        assert!(usize::from(number) < self.depth(), "tag {number} came back to a set it is not from");
+        if usize::from(number) < self.reserved.numbers.len() { &mut self.reserved } else { &mut self.normal }
+            .put(number);
     }
 }
 
@@ -180,7 +237,7 @@ mod tests {
     #[test]
     fn a_set_gives_each_tag_once() {
         for depth in [1, 2, 63, 64, 65, 128, 1023, TagSet::DEPTH_MAX] {
-            let mut set = TagSet::new(depth);
+            let mut set = TagSet::new(depth, 0);
             let tags: Vec<Tag> = std::iter::from_fn(|| set.take()).collect();
             assert_eq!(tags.len(), depth);
             assert!(tags.iter().enumerate().all(|(i, tag)| tag.index() == i));
@@ -192,12 +249,12 @@ mod tests {
     #[test]
     #[should_panic(expected = "dropped while it was out")]
     fn dropping_a_tag_is_loud() {
-        drop(TagSet::new(4).take());
+        drop(TagSet::new(4, 0).take());
     }
 
     #[test]
     fn an_id_is_good_once() {
-        let mut set = TagSet::new(4);
+        let mut set = TagSet::new(4, 0);
         let mut cids = Cids::new(4);
         let cid = cids.park(set.take().unwrap());
         assert_eq!(cids.redeem(Cid(cid.0 + 1)), Err(Forged(cid.0 + 1)));
@@ -210,26 +267,46 @@ mod tests {
         set.put(cids.redeem(next).unwrap());
     }
 
+    #[test]
+    fn reserved_tags_are_left_when_all_others_are_out() {
+        let mut set = TagSet::new(4, 2);
+        let normal: Vec<Tag> = std::iter::from_fn(|| set.take()).collect();
+        assert_eq!(normal.iter().map(Tag::index).collect::<Vec<_>>(), [2, 3]);
+        let reserved: Vec<Tag> = std::iter::from_fn(|| set.take_reserved()).collect();
+        assert_eq!(reserved.iter().map(Tag::index).collect::<Vec<_>>(), [0, 1]);
+        reserved.into_iter().for_each(|tag| set.put(tag));
+        assert!(set.take().is_none() && set.reserved_free() == 2, "a reserved tag stays reserved");
+        normal.into_iter().for_each(|tag| set.put(tag));
+    }
+
     proptest! {
-        /// No tag is owned twice, and what is out is what was taken less what came back.
+        /// No tag is owned twice, what is out is what was taken less what came back, and what is taken stays within the limit, which
+        /// may change at any time.
         #[test]
-        fn tags_out_are_distinct_and_counted(depth in 1_usize..300, steps in proptest::collection::vec(any::<(bool, u16)>(), 0..600)) {
-            let mut set = TagSet::new(depth);
+        fn tags_out_are_distinct_counted_and_within_the_limit(
+            depth in 1_usize..300,
+            steps in proptest::collection::vec((0_u8..8, any::<u16>()), 0..600),
+        ) {
+            let mut set = TagSet::new(depth, 0);
             let mut out: Vec<Tag> = Vec::new();
-            for (take, pick) in steps {
-                if take {
+            for (step, pick) in steps {
+                if step == 0 {
+                    let limit = set.set_limit(usize::from(pick) % 400);
+                    prop_assert!((1..=depth).contains(&limit) && limit == set.limit());
+                } else if step < 5 {
+                    let before = out.len();
                     if let Some(tag) = set.take() {
-                        prop_assert!(tag.index() < depth);
-                        prop_assert!(!out.contains(&tag));
+                        prop_assert!(before < set.limit() && tag.index() < depth && !out.contains(&tag));
                         out.push(tag);
                     } else {
-                        prop_assert_eq!(out.len(), depth);
+                        prop_assert!(before >= set.limit());
                     }
                 } else if !out.is_empty() {
                     let tag = out.swap_remove(usize::from(pick) % out.len());
                     set.put(tag);
                 }
                 prop_assert_eq!(set.in_use(), out.len());
+                prop_assert_eq!(set.free(), set.limit().saturating_sub(out.len()));
             }
             out.into_iter().for_each(|tag| set.put(tag));
         }

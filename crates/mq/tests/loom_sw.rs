@@ -55,6 +55,7 @@ fn info() -> DeviceInfo {
         limits: QueueLimits::default(),
         read_only: false,
         volatile_cache: false,
+        fua: false,
     }
 }
 

@@ -12,7 +12,14 @@ const CAPACITY: u64 = 2048;
 
 fn info(limits: QueueLimits) -> DeviceInfo {
     limits.check().unwrap();
-    DeviceInfo { name: "test".into(), capacity_sectors: CAPACITY, limits, read_only: false, volatile_cache: false }
+    DeviceInfo {
+        name: "test".into(),
+        capacity_sectors: CAPACITY,
+        limits,
+        read_only: false,
+        volatile_cache: false,
+        fua: false,
+    }
 }
 
 fn memory(bytes: usize) -> (Arc<RegionTable>, Arc<Region>) {

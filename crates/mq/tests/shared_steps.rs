@@ -10,14 +10,21 @@ use std::thread;
 use std::time::Duration;
 
 use blkyard_mq::{
-    Batch, Bed, Bio, BlockDevice, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice,
-    Op, QueueLimits, RegionTable, Status, SwQueue, Tag,
+    Batch, Bed, Bio, BlockDevice, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Merging, NullConfig,
+    NullDevice, Op, QueueLimits, RegionTable, Status, SwQueue, Tag,
 };
 use common::{TimedBed, now_ns};
 
 fn info() -> DeviceInfo {
     let limits = QueueLimits { discard_sectors_max: 1 << 20, ..QueueLimits::default() };
-    DeviceInfo { name: "test".into(), capacity_sectors: 1 << 40, limits, read_only: false, volatile_cache: false }
+    DeviceInfo {
+        name: "test".into(),
+        capacity_sectors: 1 << 40,
+        limits,
+        read_only: false,
+        volatile_cache: false,
+        fua: false,
+    }
 }
 
 fn share<D: Driver<Cx>, Cx: Context>(
@@ -91,7 +98,9 @@ fn a_burst_of_one_does_not_keep_out_the_others() {
         }
     };
     let driver = Hooked { first: Some(Box::new(hook)), order: Arc::clone(&order) };
-    let mut ends = share(driver, (), HwQueueConfig::default(), 200, 2);
+    // Sectors in a row would share requests.
+    let config = HwQueueConfig { merging: Merging::Off, ..HwQueueConfig::default() };
+    let mut ends = share(driver, (), config, 200, 2);
     *late.lock().unwrap() = ends.pop();
     let mut early = ends.remove(0);
     (0..200).for_each(|sector| early.submit(bio(sector)));

@@ -27,6 +27,7 @@ fn info() -> DeviceInfo {
         limits: QueueLimits::default(),
         read_only: false,
         volatile_cache: false,
+        fua: false,
     }
 }
 

@@ -161,6 +161,7 @@ fn info() -> DeviceInfo {
         limits: QueueLimits::default(),
         read_only: false,
         volatile_cache: false,
+        fua: false,
     }
 }
 

@@ -144,6 +144,7 @@ mod tests {
             },
             read_only: false,
             volatile_cache: true,
+            fua: true,
         }
     }
 

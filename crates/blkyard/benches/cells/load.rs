@@ -20,7 +20,7 @@ pub fn info() -> DeviceInfo {
         capacity_sectors: STORE_BYTES / SECTOR_BYTES,
         limits: QueueLimits::default(),
         read_only: false,
-        volatile_cache: false,
+        ..DeviceInfo::default()
     }
 }
 

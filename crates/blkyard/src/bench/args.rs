@@ -284,6 +284,7 @@ mod tests {
             limits: QueueLimits::default(),
             read_only: false,
             volatile_cache: false,
+            fua: false,
         }
     }
 

@@ -13,7 +13,14 @@ use blkyard_os::Ring;
 /// A disk of 8 MiB that can do everything.
 pub fn disk_info() -> DeviceInfo {
     let limits = QueueLimits { discard_sectors_max: 8192, write_zeroes_sectors_max: 8192, ..QueueLimits::default() };
-    DeviceInfo { name: "test".into(), capacity_sectors: 16384, limits, read_only: false, volatile_cache: true }
+    DeviceInfo {
+        name: "test".into(),
+        capacity_sectors: 16384,
+        limits,
+        read_only: false,
+        volatile_cache: true,
+        fua: true,
+    }
 }
 
 /// A device of any kind, as a maker of queues.

@@ -8,7 +8,7 @@
 //! [`Pieces`](super::cut::Pieces) says. Where two bios meet, and only there, the last segment of the one and the first of the
 //! other are one segment if [`joins`](Pieces::joins) says so. What was joined counts as the last segment of its bio for
 //! the next seam, so that a row of small bios whose memory is in a row becomes one segment. Whoever iterates over the
-//! segments of a request from its first bio on, and joins at seams by the same function, finds exactly
+//! segments of a request from its first bio on, and joins wherever memory goes on and the limits allow, finds at most
 //! [`Shape::segments`] of them.
 
 use super::cut::{Cursor, Pieces};

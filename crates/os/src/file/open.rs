@@ -85,6 +85,8 @@ impl FileDevice {
             limits,
             read_only: config.read_only,
             volatile_cache: !config.write_through,
+            // A write with RWF_DSYNC.
+            fua: true,
         };
         let (memory_mask, offset_mask) = match mode {
             Mode::Direct { memory_align, offset_align } => (memory_align as usize - 1, u64::from(offset_align) - 1),

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mem::{Region, RegionTable, Span};
-use blkyard_mq::{Batch, Cids, Done, Driver, Op, Request, Segment, Segments, Status};
+use blkyard_mq::{Batch, Cids, Done, Driver, Op, Request, Segment, Segments, Shortage, Status};
 
 use super::Shared;
 use super::place::{BOUNCES, Data, Next, Place};
@@ -174,7 +174,11 @@ impl Driver<Ring> for FileQueue {
     #[inline]
     fn queue_rqs(&mut self, ring: &mut Ring, memory: &RegionTable, batch: &mut Batch<'_>) {
         let door = self.door(ring);
-        while ring.room() > 0 {
+        loop {
+            if ring.room() == 0 {
+                // The lane enters the kernel before the next round.
+                return batch.short_of(Shortage::Lane);
+            }
             let Some((request, segments)) = batch.peek() else { return };
             let needs_bounce = self.needs_bounce(memory, request, segments);
             if needs_bounce && self.bounces.free.is_empty() && self.bounces.region.is_some() {

@@ -1,0 +1,118 @@
+//! Changing a queue that runs: memory, size, limits, depth; keeping bios out (freeze) or requests in (quiesce).
+//!
+//! | | bios enter | requests reach the driver | what is in |
+//! |---|---|---|---|
+//! | frozen | no: there is no room | yes | drains; when the queue is [idle](HwQueue::is_idle) nothing is in it |
+//! | quiesced | yes | no | waits; what the driver has still comes back |
+//!
+//! Both nest. A queue has one owner, so the call that quiesces it is the proof that no driver call runs. A queue that is frozen and
+//! quiesced does not drain: who recovers a device lets it run again before waiting for it to drain.
+
+use std::sync::Arc;
+
+use blkyard_mem::RegionTable;
+
+use super::HwQueue;
+use crate::BudgetShare;
+use crate::driver::{DeviceInfo, Driver, Shortage};
+
+/// How long after the driver found itself short of something that nobody will tell of the queue tries again, as in Linux
+/// (`BLK_MQ_RESOURCE_DELAY`).
+const RETRY_NS: u64 = 3_000_000;
+/// `dispatch_busy` of Linux: weight of the past, and what a round that left something counts.
+const BUSY_WEIGHT: u32 = 8;
+const BUSY_FACTOR: u32 = 16;
+
+impl<D> HwQueue<D> {
+    /// Replaces the memory that segments point into, and lets the driver prepare for it.
+    ///
+    /// # Panics
+    /// If the queue is not [idle](HwQueue::is_idle): memory in use must stay.
+    pub fn set_memory<Cx: ?Sized>(&mut self, cx: &mut Cx, memory: Arc<RegionTable>)
+    where
+        D: Driver<Cx>,
+    {
+        assert!(self.is_idle(), "memory was replaced under I/O in flight");
+        self.driver.set_memory(cx, &memory);
+        self.memory = memory;
+    }
+
+    /// Replaces what a namespace is: its size, limits, caches. A namespace that does not exist stays that way.
+    ///
+    /// # Panics
+    /// If the queue is not [idle](HwQueue::is_idle): what waits was judged by what held before.
+    pub fn set_info(&mut self, namespace: u16, info: Arc<DeviceInfo>) {
+        assert!(self.is_idle(), "limits were replaced under I/O in flight");
+        let number = usize::from(namespace);
+        if let Some(namespace) = self.namespaces.get_mut(number) {
+            self.table.set_limits(number, &info.limits);
+            namespace.set_info(info);
+        }
+    }
+
+    /// Lets no more than `depth` requests out at one time from now on, those reserved among them: at least one that is not
+    /// reserved, at most as many as the queue was made with. Returns what the depth has become. What is out beyond that comes
+    /// back when it is over.
+    pub fn set_depth(&mut self, depth: usize) -> usize {
+        let depth = self.tags.set_limit(depth);
+        self.reshare();
+        depth
+    }
+
+    /// Has each request take a place from a budget, beside its tag, before it is offered to the driver. Whoever turns this
+    /// queue's crank is woken when the budget has places for it.
+    ///
+    /// # Panics
+    /// If the queue is not [idle](HwQueue::is_idle): what is with the driver has taken no place.
+    pub fn set_budget(&mut self, budget: Option<BudgetShare>) {
+        assert!(self.is_idle(), "a budget was set under I/O in flight");
+        self.budget = budget;
+    }
+
+    /// Lets no bio in, until it is [thawed](HwQueue::thaw) as often. What is in drains.
+    pub fn freeze(&mut self) {
+        self.frozen += 1;
+    }
+
+    /// Undoes one [`HwQueue::freeze`].
+    ///
+    /// # Panics
+    /// If the queue is not frozen.
+    pub fn thaw(&mut self) {
+        assert!(self.frozen > 0, "a queue was thawed that is not frozen");
+        self.frozen -= 1;
+    }
+
+    /// Passes nothing on to the driver, until it is [let run](HwQueue::unquiesce) as often. Bios still enter, as long as there
+    /// is room, and what the driver has still comes back.
+    pub fn quiesce(&mut self) {
+        self.quiesced += 1;
+    }
+
+    /// Undoes one [`HwQueue::quiesce`]. The owner turns the crank afterwards, for what has gathered.
+    ///
+    /// # Panics
+    /// If the queue is not quiesced.
+    pub fn unquiesce(&mut self) {
+        assert!(self.quiesced > 0, "a queue was let run that is not quiesced");
+        self.quiesced -= 1;
+    }
+
+    /// The driver has left requests, or has lately: when they are offered again is decided here.
+    #[inline(never)]
+    pub(super) fn settle(&mut self, shortage: Shortage, now_ns: u64) {
+        let left = !self.dispatch.is_empty();
+        self.busy = (self.busy * (BUSY_WEIGHT - 1) + if left { BUSY_FACTOR } else { 0 }) / BUSY_WEIGHT;
+        self.again = left && shortage == Shortage::Lane;
+        // With nothing on its way back, nobody else would ever restart this queue.
+        let on_its_way = self.in_flight() > 0 || !self.done.is_empty();
+        self.retry_ns = match shortage {
+            _ if !left => None,
+            Shortage::Lane => None,
+            // Woken when there are places.
+            _ if self.budget.as_ref().is_some_and(BudgetShare::is_waiting) => None,
+            Shortage::Device if on_its_way => None,
+            Shortage::Device | Shortage::System => Some(now_ns + RETRY_NS),
+        };
+    }
+}

@@ -1,0 +1,337 @@
+//! From bios to requests: what is refused, merged, held back for want of a tag, or cut.
+//!
+//! A bio is merged into a request that waits for the driver if it can be (Linux `block/blk-merge.c`): with the one submitted just before, or,
+//! when requests are left over from earlier rounds, with any of the last few. Merging takes no tag. Otherwise it
+//! becomes a request as soon as there is a tag, in the order of submission; several if it does not fit the limits of the device.
+//! Namespaces take turns, one bio each.
+
+use super::flush::{self, Next};
+use super::{HwQueue, Merging, Plug};
+use crate::bio::Steps;
+use crate::limits::{Cursor, Merge, NoMerge, Shape};
+use crate::request::{Marks, Request};
+use crate::{Bio, BioFlags, Op, Status, Tag};
+
+/// Requests that are tried for merging, the newest first, as in Linux (`blk_bio_list_merge`).
+const LOOK_BACK: usize = 8;
+
+impl<D> HwQueue<D> {
+    /// A bio that is a request as it stands, whose tag is at hand; the common case.
+    #[inline(always)]
+    pub(super) fn enter_plain(&mut self, tag: Tag, bio: Box<Bio>) {
+        let request = &mut self.table.requests[tag.index()];
+        request.op = bio.op;
+        request.flags = bio.flags & self.namespaces[0].request_flags;
+        request.sectors = bio.sectors;
+        request.sector = bio.sector;
+        request.marks = Marks::empty();
+        request.segments = 1;
+        request.order = self.order;
+        request.grace_ms = 0;
+        self.order = self.order.wrapping_add(1);
+        self.plug = Plug { start: bio.sector, end: bio.sector + u64::from(bio.sectors) };
+        request.bio = Some(bio);
+        self.dispatch.push(tag.put_down());
+    }
+
+    /// What is not plain, may be merged, or has to wait.
+    #[inline(never)]
+    pub(super) fn submit_slow(&mut self, mut bio: Box<Bio>) {
+        let number = usize::from(bio.namespace);
+        let Some(namespace) = self.namespaces.get(number) else { return self.refuse(0, bio, Status::Invalid) };
+        let info = &namespace.info;
+        if info.read_only && bio.op.is_write() {
+            return self.refuse(number, bio, Status::NotSupported);
+        }
+        if let Err(status) = namespace.limits.admit(&bio, info.capacity_sectors) {
+            return self.refuse(number, bio, status);
+        }
+        let steps = flush::steps(&bio, info);
+        if self.namespaces.len() > 1 {
+            self.activate(number);
+        }
+        bio.steps = Steps::empty();
+        if steps.is_empty() {
+            // A flush, and nothing that could be lost.
+            bio.status = Status::Ok;
+            return self.over.push_back(bio);
+        }
+        if steps != Steps::DATA {
+            bio.status = Status::Ok;
+            bio.steps = steps;
+            let Some(back) = self.namespaces[number].flush.begin(bio) else {
+                self.uncut += 1;
+                return;
+            };
+            bio = back;
+        }
+        let reserved = bio.flags.contains(BioFlags::RESERVED) && self.tags.reserved_free() > 0;
+        if reserved || !self.namespaces[number].is_waiting() {
+            match self.place(number, bio) {
+                Ok(()) => return,
+                Err(back) => bio = back,
+            }
+        }
+        if bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty() {
+            return self.refuse(number, bio, Status::Again);
+        }
+        self.namespaces[number].bios.push_back(bio);
+        self.uncut += 1;
+    }
+
+    /// Gives a bio back that is not worth a request.
+    fn refuse(&mut self, number: usize, mut bio: Box<Bio>, status: Status) {
+        bio.status = status;
+        if self.config.stats {
+            self.namespaces[number].stats.refused();
+        }
+        if let Some(bio) = self.leave_sequence(bio) {
+            self.over.push_back(bio);
+        }
+    }
+
+    /// Merges a bio, or makes a request of it. Given back if there is no tag.
+    fn place(&mut self, number: usize, bio: Box<Bio>) -> Result<(), Box<Bio>> {
+        let Some(bio) = self.merge(number, bio) else { return Ok(()) };
+        if !self.may_take(number, bio.flags) {
+            return Err(bio);
+        }
+        self.cut_first(number, bio);
+        Ok(())
+    }
+
+    fn may_take(&self, number: usize, flags: BioFlags) -> bool {
+        let reserved = flags.contains(BioFlags::RESERVED) && self.tags.reserved_free() > 0;
+        reserved || (self.tags.free() > 0 && (self.namespaces.len() == 1 || self.namespaces[number].may_take()))
+    }
+
+    /// Whether anything that waits could become a request now.
+    pub(super) fn can_cut(&self) -> bool {
+        self.namespaces.iter().enumerate().any(|(number, namespace)| {
+            let flags = namespace.bios.front().map_or(BioFlags::empty(), |bio| bio.flags);
+            (namespace.is_waiting() || namespace.flush.is_free()) && self.may_take(number, flags)
+        })
+    }
+
+    /// Turns waiting bios into requests while there are tags.
+    #[inline(never)]
+    pub(super) fn cut(&mut self, now_ns: u64) {
+        self.look_for_idle(now_ns);
+        for number in 0..self.namespaces.len() {
+            if self.may_take(number, BioFlags::empty()) && self.namespaces[number].flush.is_due(now_ns) {
+                self.enter_flush(number);
+            }
+        }
+        // Over when nobody could move in a whole turn.
+        let mut stuck = 0;
+        while stuck < self.namespaces.len() {
+            if self.turn >= self.namespaces.len() {
+                self.turn = 0;
+            }
+            stuck = if self.step(self.turn) { 0 } else { stuck + 1 };
+            self.turn += 1;
+        }
+    }
+
+    /// Moves one bio of a namespace on, or one part of it. False if it cannot.
+    fn step(&mut self, number: usize) -> bool {
+        if let Some((place, from)) = self.namespaces[number].partial {
+            let may = self.may_take(number, BioFlags::empty());
+            if may {
+                self.cut_part(number, place, from);
+            }
+            return may;
+        }
+        let Some(bio) = self.namespaces[number].bios.pop_front() else { return false };
+        match self.place(number, bio) {
+            Ok(()) => {
+                self.uncut -= 1;
+                true
+            }
+            Err(bio) => {
+                self.namespaces[number].bios.push_front(bio);
+                false
+            }
+        }
+    }
+
+    /// Turns a bio into a request, or into the first of several. There is a tag.
+    fn cut_first(&mut self, number: usize, bio: Box<Bio>) {
+        let namespace = &mut self.namespaces[number];
+        match namespace.limits.cut(&bio, Cursor::default()) {
+            Ok(cut) if cut.sectors == bio.sectors => {
+                let marks = if bio.steps.is_empty() { Marks::empty() } else { Marks::SEQUENCE };
+                let (op, flags, sector, sectors) = (bio.op, bio.flags, bio.sector, bio.sectors);
+                let request = self.enter(number, op, flags, sector, sectors);
+                request.marks = marks;
+                request.segments = cut.segments;
+                request.bio = Some(bio);
+                self.plug = Plug { start: sector, end: sector + u64::from(sectors) };
+            }
+            Ok(_) => {
+                let place = self.table.free_split();
+                let split = &mut self.table.splits[usize::from(place)];
+                split.bio.insert(bio).status = Status::Ok;
+                split.parts_in_flight = 0;
+                split.uncut = true;
+                namespace.partial = Some((place, Cursor::default()));
+                self.uncut += 1;
+                self.cut_part(number, place, Cursor::default());
+            }
+            Err(status) => self.refuse(number, bio, status),
+        }
+    }
+
+    /// Cuts the next request from the bio that is cut in part. There is a tag.
+    fn cut_part(&mut self, number: usize, place: u16, from: Cursor) {
+        let namespace = &mut self.namespaces[number];
+        let split = &mut self.table.splits[usize::from(place)];
+        let Some(bio) = &mut split.bio else { unreachable!("the bio being cut is in its place") };
+        match namespace.limits.cut(bio, from) {
+            Ok(cut) => {
+                split.parts_in_flight += 1;
+                split.uncut = cut.end.sectors < bio.sectors;
+                namespace.partial = split.uncut.then_some((place, cut.end));
+                self.uncut -= usize::from(!split.uncut);
+                let (op, flags, sector) = (bio.op, bio.flags, bio.sector + u64::from(from.sectors));
+                let request = self.enter(number, op, flags, sector, cut.sectors);
+                request.from = from;
+                request.more = place;
+                request.marks = Marks::PART;
+                self.plug = Plug::NONE;
+            }
+            Err(status) => {
+                bio.status = bio.status.and(status);
+                split.uncut = false;
+                namespace.partial = None;
+                self.uncut -= 1;
+                if split.parts_in_flight == 0
+                    && let Some(bio) = split.bio.take()
+                {
+                    let status = bio.status;
+                    self.refuse(number, bio, status);
+                }
+            }
+        }
+    }
+
+    /// Makes a request and lists it for dispatch; the caller says what bio it is of. There is a tag.
+    fn enter(&mut self, number: usize, op: Op, flags: BioFlags, sector: u64, sectors: u32) -> &mut Request {
+        let reserved = if flags.contains(BioFlags::RESERVED) { self.tags.take_reserved() } else { None };
+        let Some(tag) = reserved.or_else(|| self.tags.take()) else { unreachable!("checked by the caller") };
+        self.count_tag(number);
+        let namespace = &self.namespaces[number];
+        let request = &mut self.table.requests[tag.index()];
+        request.op = op;
+        request.flags = flags & namespace.request_flags;
+        request.namespace = number as u16;
+        request.sector = sector;
+        request.sectors = sectors;
+        request.segments = 0;
+        request.order = self.order;
+        request.grace_ms = 0;
+        self.order = self.order.wrapping_add(1);
+        self.dispatch.push(tag.put_down());
+        request
+    }
+
+    /// Issues a flush for all who wait for one, before whatever else waits. There is a tag.
+    fn enter_flush(&mut self, number: usize) {
+        let Some(tag) = self.tags.take() else { unreachable!("checked by the caller") };
+        self.count_tag(number);
+        let namespace = &mut self.namespaces[number];
+        self.uncut -= namespace.flush.riders().0;
+        namespace.flush.issued();
+        if self.config.stats {
+            namespace.stats.flush_issued();
+        }
+        let request = &mut self.table.requests[tag.index()];
+        *request = Request {
+            op: Op::Flush,
+            namespace: number as u16,
+            marks: Marks::FLUSH,
+            order: self.order,
+            ..Request::default()
+        };
+        self.order = self.order.wrapping_add(1);
+        self.dispatch.push_front(tag.put_down());
+    }
+
+    /// A flush is over: those who rode on it go on.
+    pub(super) fn flushed(&mut self, number: usize, status: Status) {
+        let HwQueue { namespaces, over, uncut, .. } = self;
+        let namespace = &mut namespaces[number];
+        let bios = &mut namespace.bios;
+        // Bios in the queue are fewer than places in either list.
+        namespace.flush.flushed(status, |next| match next {
+            Next::Data(bio) => {
+                *uncut += 1;
+                bios.push_front(bio);
+            }
+            Next::Over(bio) => over.push_front(bio),
+        });
+    }
+
+    /// The data of a bio is over. Given back if nothing of a flush sequence is left.
+    #[inline]
+    pub(super) fn leave_sequence(&mut self, bio: Box<Bio>) -> Option<Box<Bio>> {
+        if bio.steps.is_empty() {
+            return Some(bio);
+        }
+        let back = self.namespaces[usize::from(bio.namespace)].flush.data_ended(bio);
+        self.uncut += usize::from(back.is_none());
+        back
+    }
+
+    /// Merges a bio into a request that waits for the driver. Given back if it cannot be.
+    fn merge(&mut self, number: usize, bio: Box<Bio>) -> Option<Box<Bio>> {
+        let look_back = match self.config.merging {
+            Merging::Recent if self.busy > 0 => LOOK_BACK,
+            Merging::Recent | Merging::Last => 1,
+            Merging::Off => 0,
+        };
+        if !bio.steps.is_empty() {
+            return Some(bio);
+        }
+        let found = {
+            let newest = self.dispatch.newest_first().take(LOOK_BACK);
+            let of_same = newest.filter(|at| usize::from(self.table.requests[usize::from(*at)].namespace) == number);
+            let mut tried = of_same.take(look_back).map(|at| (at, self.try_merge(number, at, &bio)));
+            // The first that is of a kind to merge with decides.
+            tried.find(|(_, tried)| !matches!(tried, Err(NoMerge::Kind)))
+        };
+        match found {
+            Some((at, Ok((merge, shape)))) => self.join(at, merge, shape, bio),
+            Some((at, Err(_))) => {
+                self.table.requests[usize::from(at)].marks |= Marks::NO_MERGE;
+                Some(bio)
+            }
+            None => Some(bio),
+        }
+    }
+
+    fn join(&mut self, at: u16, merge: Merge, shape: Shape, bio: Box<Bio>) -> Option<Box<Bio>> {
+        let number = usize::from(bio.namespace);
+        let chained = match merge {
+            Merge::Back | Merge::Discard => self.table.chain_back(at, bio),
+            Merge::Front => self.table.chain_front(at, bio),
+        };
+        if let Err(bio) = chained {
+            return Some(bio);
+        }
+        self.table.set_shape(at, shape);
+        if self.dispatch.newest_first().next() == Some(at) {
+            self.plug = Plug { start: shape.sector, end: shape.sector + u64::from(shape.sectors) };
+        }
+        if self.config.stats {
+            self.namespaces[number].stats.merged(merge);
+        }
+        None
+    }
+
+    fn try_merge(&self, number: usize, at: u16, bio: &Bio) -> Result<(Merge, Shape), NoMerge> {
+        let mut shape = self.table.shape(at).ok_or(NoMerge::Kind)?;
+        let merge = self.namespaces[number].limits.merge(&mut shape, bio)?;
+        Ok((merge, shape))
+    }
+}

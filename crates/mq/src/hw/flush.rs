@@ -1,0 +1,159 @@
+//! The flush machine: who wants something to be durable shares one flush of the device with all others who do.
+//!
+//! A bio may ask for up to three steps: a flush before its data, the data, a flush after. Which are needed follows from its flags
+//! and the device (Linux `block/blk-flush.c`, the policy):
+//!
+//! | device | flush | write, PREFLUSH | write, FUA |
+//! |---|---|---|---|
+//! | no volatile cache | done at once | data | data |
+//! | cache, FUA of its own | flush | flush, data | data with FUA |
+//! | cache | flush | flush, data | data, flush |
+//!
+//! Two lists make sure that a flush covers only what came before it: those who wait for one that is yet to be issued, and those who
+//! ride on the one in flight. A flush is issued if none is in flight and someone waits, once no data of a sequence is in
+//! flight, whose flush could be shared too, or the first has waited for too long.
+//!
+//! Each namespace of each hardware queue has its own machine, owned by the queue. A flush of one still covers what has
+//! completed on the others before, for it is the device's cache that is flushed. This holds bios and decides; requests and tags are
+//! the queue's business.
+
+use std::collections::VecDeque;
+
+use crate::bio::Steps;
+use crate::{Bio, BioFlags, DeviceInfo, Op, Status};
+
+/// How long those who wait for a flush let data of other sequences go first, as Linux has it (`FLUSH_PENDING_TIMEOUT`).
+const PENDING_MAX_NS: u64 = 5_000_000_000;
+
+/// What of its flags a device must be asked for in steps.
+pub(super) fn steps(bio: &Bio, info: &DeviceInfo) -> Steps {
+    let mut steps = if bio.op == Op::Flush { Steps::empty() } else { Steps::DATA };
+    if info.volatile_cache {
+        if bio.op == Op::Flush || bio.flags.contains(BioFlags::PREFLUSH) {
+            steps |= Steps::PREFLUSH;
+        }
+        if bio.op != Op::Flush && bio.flags.contains(BioFlags::FUA) && !info.fua {
+            steps |= Steps::POSTFLUSH;
+        }
+    }
+    steps
+}
+
+/// The flags that a request takes over from its bio: those that its driver must know of.
+pub(super) fn request_flags(info: &DeviceInfo) -> BioFlags {
+    let fua = if info.volatile_cache && info.fua { BioFlags::FUA } else { BioFlags::empty() };
+    fua | BioFlags::NO_UNMAP | BioFlags::ATOMIC
+}
+
+/// Who waits for a flush in one namespace of one hardware queue.
+#[derive(Debug, Default)]
+pub(super) struct Flush {
+    /// Those who wait for the next flush.
+    pending: VecDeque<Box<Bio>>,
+    /// Those who ride on the flush in flight.
+    running: VecDeque<Box<Bio>>,
+    in_flight: bool,
+    /// Bios whose data is on its way, within a sequence.
+    data_in_flight: usize,
+    /// When the first of `pending` was seen waiting.
+    pending_since_ns: Option<u64>,
+}
+
+/// What a bio that has made a step does next.
+#[derive(Debug)]
+pub(super) enum Next {
+    /// Its data goes to the device, before what else waits.
+    Data(Box<Bio>),
+    /// It is over.
+    Over(Box<Bio>),
+}
+
+impl Flush {
+    /// Room for so many bios.
+    pub(super) fn new(bios_max: usize) -> Flush {
+        Flush {
+            pending: VecDeque::with_capacity(bios_max),
+            running: VecDeque::with_capacity(bios_max),
+            ..Flush::default()
+        }
+    }
+
+    /// A bio that needs more than its data. Given back if the data comes first.
+    pub(super) fn begin(&mut self, bio: Box<Bio>) -> Option<Box<Bio>> {
+        if bio.steps.contains(Steps::PREFLUSH) {
+            self.pending.push_back(bio);
+            return None;
+        }
+        self.data_in_flight += 1;
+        Some(bio)
+    }
+
+    /// Whether a flush is to be issued now.
+    pub(super) fn is_due(&mut self, now_ns: u64) -> bool {
+        if self.pending.is_empty() || self.in_flight {
+            return false;
+        }
+        let since_ns = *self.pending_since_ns.get_or_insert(now_ns);
+        self.data_in_flight == 0 || now_ns.saturating_sub(since_ns) >= PENDING_MAX_NS
+    }
+
+    /// Whether a flush could be issued without waiting for anything but a tag.
+    pub(super) fn is_free(&self) -> bool {
+        self.is_wanted() && self.data_in_flight == 0
+    }
+
+    /// When a flush becomes due by waiting alone.
+    pub(super) fn due_ns(&self) -> Option<u64> {
+        let waits = !self.pending.is_empty() && !self.in_flight;
+        waits.then(|| self.pending_since_ns.map_or(0, |since_ns| since_ns + PENDING_MAX_NS))
+    }
+
+    /// A flush is on its way for those who wait.
+    pub(super) fn issued(&mut self) {
+        debug_assert!(!self.in_flight && self.running.is_empty());
+        std::mem::swap(&mut self.pending, &mut self.running);
+        self.in_flight = true;
+        self.pending_since_ns = None;
+    }
+
+    /// The flush in flight is over. Each who rode on it makes its next step; the last comes first, so that who puts each
+    /// before others keeps their order.
+    pub(super) fn flushed(&mut self, status: Status, mut each: impl FnMut(Next)) {
+        self.in_flight = false;
+        while let Some(mut bio) = self.running.pop_back() {
+            // It rode for the step it was at: a flush before its data while that is to come, else the one after.
+            let before = bio.steps.contains(Steps::PREFLUSH);
+            bio.steps.remove(if before { Steps::PREFLUSH } else { Steps::POSTFLUSH });
+            if status.is_ok() && bio.steps.contains(Steps::DATA) {
+                self.data_in_flight += 1;
+                each(Next::Data(bio));
+            } else {
+                bio.status = bio.status.and(status);
+                bio.steps = Steps::empty();
+                each(Next::Over(bio));
+            }
+        }
+    }
+
+    /// The data of a sequence is over, its status in the bio. Given back if that was all.
+    pub(super) fn data_ended(&mut self, mut bio: Box<Bio>) -> Option<Box<Bio>> {
+        self.data_in_flight -= 1;
+        bio.steps.remove(Steps::DATA);
+        if bio.status.is_ok() && bio.steps.contains(Steps::POSTFLUSH) {
+            self.pending.push_back(bio);
+            return None;
+        }
+        bio.steps = Steps::empty();
+        Some(bio)
+    }
+
+    /// Whether someone waits for a flush that is not issued.
+    pub(super) fn is_wanted(&self) -> bool {
+        !self.pending.is_empty() && !self.in_flight
+    }
+
+    /// Those who wait for the next flush, and those who ride on the one in flight.
+    pub(super) fn riders(&self) -> (usize, usize) {
+        (self.pending.len(), self.running.len())
+    }
+}

@@ -1,0 +1,153 @@
+//! A namespace: one of the devices behind a hardware queue, and its share of the tags.
+//!
+//! A namespace alone may have all tags. When several are active each may hold as many as an equal share, rounded up, and never fewer
+//! than four (Linux `hctx_may_queue`): a busy one cannot keep the others out, and a few tags are left idle rather
+//! than fought over. One becomes active with its first bio, before it gets a tag, and stops being so when it has had none for a tenth of a
+//! second. Linux waits for the timeout of a request before it notices; until then the others have half.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::HwQueue;
+use super::flush::{self, Flush};
+use crate::limits::{Cursor, Plain};
+use crate::stats::HwStats;
+use crate::{Bio, BioFlags, DeviceInfo, QueueLimits};
+
+/// The least that an active namespace may hold.
+const SHARE_MIN: usize = 4;
+/// A namespace without bios for so long leaves its tags to the others: long against the pauses of someone who works, short against
+/// what a person notices.
+const IDLE_NS: u64 = 100_000_000;
+/// How often it is looked for such.
+const LOOK_NS: u64 = 10_000_000;
+
+/// One device behind a hardware queue.
+#[derive(Debug)]
+pub(super) struct Namespace {
+    pub(super) info: Arc<DeviceInfo>,
+    /// Copied from `info`, to be at hand.
+    pub(super) limits: QueueLimits,
+    pub(super) plain: Plain,
+    /// The flags of bios that requests take over.
+    pub(super) request_flags: BioFlags,
+    /// Bios not yet cut, in the order they came. The first may be cut in part.
+    pub(super) bios: VecDeque<Box<Bio>>,
+    /// Set while a bio is cut in part: its place among the splits and how far.
+    pub(super) partial: Option<(u16, Cursor)>,
+    pub(super) flush: Flush,
+    pub(super) stats: Arc<HwStats>,
+    /// Tags it holds. Counted while there are others.
+    held: usize,
+    /// Tags it may hold.
+    share: usize,
+    active: bool,
+    /// When it was last seen with something to do.
+    seen_ns: u64,
+}
+
+impl Namespace {
+    pub(super) fn new(info: Arc<DeviceInfo>, bios_max: usize, depth: usize) -> Namespace {
+        let mut namespace = Namespace {
+            limits: info.limits,
+            plain: Plain::new(&info.limits, 0, true, BioFlags::all()),
+            request_flags: BioFlags::empty(),
+            info: Arc::clone(&info),
+            bios: VecDeque::with_capacity(bios_max),
+            partial: None,
+            flush: Flush::new(bios_max),
+            stats: Arc::new(HwStats::default()),
+            held: 0,
+            share: depth,
+            active: false,
+            seen_ns: 0,
+        };
+        namespace.set_info(info);
+        namespace
+    }
+
+    pub(super) fn set_info(&mut self, info: Arc<DeviceInfo>) {
+        // What a request takes over as it is needs no steps.
+        self.request_flags = flush::request_flags(&info);
+        let in_steps = BioFlags::PREFLUSH | BioFlags::FUA;
+        let slow = (in_steps - self.request_flags) | BioFlags::NOWAIT | BioFlags::ATOMIC | BioFlags::RESERVED;
+        self.plain = Plain::new(&info.limits, info.capacity_sectors, info.read_only, slow);
+        self.limits = info.limits;
+        self.info = info;
+    }
+
+    /// Whether bios wait to be cut.
+    #[inline]
+    pub(super) fn is_waiting(&self) -> bool {
+        self.partial.is_some() || !self.bios.is_empty()
+    }
+
+    /// Whether its share lets it have one more tag.
+    #[inline]
+    pub(super) fn may_take(&self) -> bool {
+        self.held < self.share
+    }
+
+    /// Tags it holds and may hold, and whether it counts among those who share.
+    pub(super) fn tags(&self) -> (usize, usize, bool) {
+        (self.held, self.share, self.active)
+    }
+}
+
+impl<D> HwQueue<D> {
+    /// A namespace has something to do.
+    #[inline]
+    pub(super) fn activate(&mut self, number: usize) {
+        let namespace = &mut self.namespaces[number];
+        if !namespace.active {
+            namespace.active = true;
+            namespace.seen_ns = self.looked_ns;
+            self.reshare();
+        }
+    }
+
+    /// A namespace got a tag.
+    #[inline]
+    pub(super) fn count_tag(&mut self, number: usize) {
+        if self.namespaces.len() > 1 {
+            self.namespaces[number].held += 1;
+        }
+    }
+
+    /// A tag of a namespace is back.
+    #[inline]
+    pub(super) fn uncount_tag(&mut self, number: usize) {
+        if self.namespaces.len() > 1 {
+            self.namespaces[number].held -= 1;
+        }
+    }
+
+    /// Deals the tags out among those who are active.
+    #[inline(never)]
+    pub(super) fn reshare(&mut self) {
+        let tags = self.tags.limit() - self.tags.reserved();
+        let active = self.namespaces.iter().filter(|namespace| namespace.active).count();
+        let share = if active > 1 { tags.div_ceil(active).max(SHARE_MIN).min(tags) } else { tags };
+        self.namespaces.iter_mut().for_each(|namespace| namespace.share = share);
+    }
+
+    /// Notes who is at rest.
+    pub(super) fn look_for_idle(&mut self, now_ns: u64) {
+        if self.namespaces.len() == 1 || now_ns.saturating_sub(self.looked_ns) < LOOK_NS {
+            return;
+        }
+        self.looked_ns = now_ns;
+        let mut left = false;
+        for namespace in self.namespaces.iter_mut().filter(|namespace| namespace.active) {
+            if namespace.held > 0 || namespace.is_waiting() || namespace.flush.is_wanted() {
+                namespace.seen_ns = now_ns;
+            } else if now_ns.saturating_sub(namespace.seen_ns) >= IDLE_NS {
+                namespace.active = false;
+                left = true;
+            }
+        }
+        if left {
+            self.reshare();
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! Requests whose time is up, and requests that come back to be done again.
+//!
+//! A request has a deadline from the moment the driver takes it. Nothing is done about it as it completes: the queue
+//! knows of one time at which a deadline may have passed, and only then goes through the requests; it acts on those that are late and
+//! takes the earliest deadline of the others for the next time (Linux `blk_mq_timeout_work`). In steady state that is once a timeout.
+//!
+//! The driver hears of what it had finished before it hears of what is late, so a request that completes while it is looked for is
+//! simply complete. What it answers decides: what it can take back it completes, now or later, and is not asked again; to what it
+//! cannot take back it gives more time. A request that waits for the driver has no deadline, whatever it had before.
+
+use super::HwQueue;
+use crate::driver::{Done, Driver, TimedOut};
+use crate::request::{Marks, RequestState};
+
+/// Requests may be this much late before anyone looks, as a share of the timeout: so that a queue with many deadlines close together
+/// is not gone through for each.
+const SLACK_SHARE: u64 = 16;
+
+impl<D> HwQueue<D> {
+    /// Asks the driver about each request whose time is up.
+    #[inline(never)]
+    pub(super) fn expire<Cx: ?Sized>(&mut self, cx: &mut Cx, now_ns: u64)
+    where
+        D: Driver<Cx>,
+    {
+        let mut next_ns = u64::MAX;
+        for index in 0..self.table.requests.len() {
+            let timeout_ns = self.config.timeout_ns;
+            let request = &mut self.table.requests[index];
+            // Looked at anew for each: what the driver does about one may end others.
+            if request.state != RequestState::InFlight || request.marks.contains(Marks::TIMED_OUT) {
+                continue;
+            }
+            let due_ns = request.start_ns + timeout_ns + u64::from(request.grace_ms) * 1_000_000;
+            if now_ns < due_ns {
+                next_ns = next_ns.min(due_ns);
+                continue;
+            }
+            request.marks |= Marks::TIMED_OUT;
+            let namespace = usize::from(request.namespace);
+            self.namespaces[namespace].stats.timed_out();
+            let mut done = Done { ended: &mut self.done, requeued: &mut self.requeued, table: &mut self.table };
+            let answer = self.driver.timed_out(cx, &self.memory, index, &mut done, now_ns);
+            let request = &mut self.table.requests[index];
+            if answer == TimedOut::MoreTime && request.state == RequestState::InFlight {
+                request.marks.remove(Marks::TIMED_OUT);
+                let late_ns = now_ns - request.start_ns;
+                request.grace_ms = (late_ns / 1_000_000).try_into().unwrap_or(u32::MAX);
+                next_ns = next_ns.min(now_ns + timeout_ns);
+            }
+        }
+        self.expire_ns = if next_ns == u64::MAX {
+            // Until something is taken, if nothing is left; and what is with the driver past its time is not asked for again.
+            u64::MAX
+        } else {
+            next_ns.max(now_ns + self.config.timeout_ns / SLACK_SHARE)
+        };
+    }
+
+    /// Lists what the driver has handed back before all that was made later.
+    #[inline(never)]
+    pub(super) fn requeue(&mut self) {
+        if let Some(budget) = &mut self.budget {
+            budget.give(self.requeued.len());
+        }
+        let HwQueue { requeued, dispatch, table, namespaces, .. } = self;
+        for number in requeued.drain(..) {
+            let request = &table.requests[usize::from(number)];
+            let order = request.order;
+            namespaces[usize::from(request.namespace)].stats.requeued();
+            dispatch.put_back(number, |other| table.requests[usize::from(other)].is_later_than(order));
+        }
+    }
+
+    /// Counts requests that have been with the device for too long, each once. For now and then, not for each round.
+    pub fn mark_slow(&mut self, now_ns: u64) {
+        for namespace in &self.namespaces {
+            namespace.stats.set_slow_now(0);
+        }
+        for request in self.table.requests.iter_mut().filter(|request| request.state == RequestState::InFlight) {
+            if now_ns.saturating_sub(request.start_ns) > self.config.slow_ns {
+                let first = !request.marks.contains(Marks::SLOW);
+                request.marks |= Marks::SLOW;
+                self.namespaces[usize::from(request.namespace)].stats.slow(first);
+            }
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! The flush machine in its queue: who shares a flush, who does not, and what becomes of errors (Linux `block/blk-flush.c`).
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use blkyard_mq::{
+    Batch, Bio, BioFlags, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Op, RegionTable, Status, Tag,
+};
+
+/// A device that answers when it is told to.
+#[derive(Default)]
+struct Hand {
+    held: VecDeque<(Op, BioFlags, Tag)>,
+    ready: Vec<(Tag, Status)>,
+}
+
+impl Hand {
+    fn ops(&self) -> Vec<Op> {
+        self.held.iter().map(|(op, ..)| *op).collect()
+    }
+
+    /// Ends the first request of this kind.
+    fn end(&mut self, op: Op, status: Status) {
+        let at = self.held.iter().position(|(other, ..)| *other == op).expect("there is no such request");
+        let (_, _, tag) = self.held.remove(at).unwrap();
+        self.ready.push((tag, status));
+    }
+}
+
+impl Driver<()> for Hand {
+    fn queue_rqs(&mut self, (): &mut (), _: &RegionTable, batch: &mut Batch<'_>) {
+        while let Some((tag, request, _)) = batch.take() {
+            let (op, flags) = (request.op(), request.flags());
+            self.held.push_back((op, flags, tag));
+        }
+    }
+
+    fn poll(&mut self, (): &mut (), _: &RegionTable, done: &mut Done<'_>, _: u64) {
+        self.ready.drain(..).for_each(|(tag, status)| done.complete(tag, status));
+    }
+}
+
+struct Bench {
+    queue: HwQueue<Hand>,
+    now_ns: u64,
+    ended: Vec<(u64, Status)>,
+}
+
+impl Bench {
+    fn new(volatile_cache: bool, fua: bool) -> Bench {
+        let info =
+            DeviceInfo { name: "hand".into(), capacity_sectors: 1 << 20, volatile_cache, fua, ..DeviceInfo::default() };
+        let queue = HwQueue::new(Hand::default(), Arc::new(info), HwQueueConfig::default());
+        Bench { queue, now_ns: 0, ended: Vec::new() }
+    }
+
+    fn submit(&mut self, cookie: u64, op: Op, flags: BioFlags) {
+        let mut bio = Bio::with_capacity(0);
+        (bio.op, bio.flags, bio.cookie, bio.sector) = (op, flags, cookie, cookie * 1000);
+        if op != Op::Flush {
+            bio.sectors = 8;
+            bio.segments.push(blkyard_mq::Segment { region: 0, offset: 0, len: 4096 });
+        }
+        self.queue.submit(bio);
+    }
+
+    fn turn(&mut self) {
+        self.now_ns += 1;
+        let ended = &mut self.ended;
+        self.queue.reap(&mut (), self.now_ns, &mut |bio| ended.push((bio.cookie, bio.status)));
+        self.queue.issue(&mut (), self.now_ns);
+        self.queue.reap(&mut (), self.now_ns, &mut |bio| ended.push((bio.cookie, bio.status)));
+    }
+
+    fn ops(&mut self) -> Vec<Op> {
+        self.queue.driver_mut().ops()
+    }
+
+    fn end(&mut self, op: Op, status: Status) {
+        self.queue.driver_mut().end(op, status);
+        self.turn();
+    }
+
+    fn take_ended(&mut self) -> Vec<(u64, Status)> {
+        std::mem::take(&mut self.ended)
+    }
+}
+
+#[test]
+fn without_a_volatile_cache_a_flush_is_over_at_once_and_a_write_is_a_write() {
+    let mut bench = Bench::new(false, false);
+    bench.submit(1, Op::Flush, BioFlags::empty());
+    bench.submit(2, Op::Write, BioFlags::FUA | BioFlags::PREFLUSH);
+    bench.turn();
+    assert_eq!((bench.take_ended(), bench.ops()), (vec![(1, Status::Ok)], vec![Op::Write]));
+    assert_eq!(bench.queue.driver_mut().held[0].1, BioFlags::empty());
+    bench.end(Op::Write, Status::Ok);
+    assert_eq!(bench.take_ended(), [(2, Status::Ok)]);
+}
+
+#[test]
+fn a_device_with_fua_of_its_own_gets_the_flag_and_no_flush_after() {
+    let mut bench = Bench::new(true, true);
+    bench.submit(1, Op::Write, BioFlags::FUA);
+    bench.turn();
+    assert_eq!(bench.queue.driver_mut().held[0].1, BioFlags::FUA);
+    bench.end(Op::Write, Status::Ok);
+    assert_eq!((bench.take_ended(), bench.ops()), (vec![(1, Status::Ok)], vec![]));
+}
+
+#[test]
+fn a_write_with_both_is_flush_data_flush_and_ends_once() {
+    let mut bench = Bench::new(true, false);
+    bench.submit(1, Op::Write, BioFlags::FUA | BioFlags::PREFLUSH);
+    bench.turn();
+    assert_eq!(bench.ops(), [Op::Flush]);
+    bench.end(Op::Flush, Status::Ok);
+    assert_eq!((bench.ops(), bench.ended.len()), (vec![Op::Write], 0));
+    bench.end(Op::Write, Status::Ok);
+    assert_eq!((bench.ops(), bench.ended.len()), (vec![Op::Flush], 0), "its data is over, the bio is not");
+    bench.end(Op::Flush, Status::Ok);
+    assert_eq!(bench.take_ended(), [(1, Status::Ok)]);
+    assert!(bench.queue.is_idle());
+}
+
+#[test]
+fn all_who_wait_share_one_flush_and_who_comes_later_takes_the_next() {
+    let mut bench = Bench::new(true, false);
+    bench.submit(1, Op::Flush, BioFlags::empty());
+    bench.turn();
+    (2..6).for_each(|cookie| bench.submit(cookie, Op::Flush, BioFlags::empty()));
+    bench.turn();
+    assert_eq!(bench.ops(), [Op::Flush], "one at a time");
+    bench.end(Op::Flush, Status::Ok);
+    // The flush in flight was issued before the others came: it does not cover what they were promised.
+    assert_eq!((bench.take_ended(), bench.ops()), (vec![(1, Status::Ok)], vec![Op::Flush]));
+    bench.end(Op::Flush, Status::Ok);
+    assert_eq!(bench.take_ended(), (2..6).map(|cookie| (cookie, Status::Ok)).collect::<Vec<_>>());
+    assert_eq!(bench.queue.stats().snapshot().flushes, 2);
+}
+
+#[test]
+fn a_flush_waits_for_data_of_other_sequences_but_not_for_ever() {
+    let mut bench = Bench::new(true, false);
+    bench.submit(1, Op::Write, BioFlags::FUA);
+    bench.turn();
+    bench.submit(2, Op::Flush, BioFlags::empty());
+    bench.turn();
+    assert_eq!(bench.ops(), [Op::Write], "the write will want a flush too: it may be shared");
+    bench.end(Op::Write, Status::Ok);
+    assert_eq!(bench.ops(), [Op::Flush]);
+    bench.submit(3, Op::Write, BioFlags::FUA);
+    bench.end(Op::Flush, Status::Ok);
+    let mut ended = bench.take_ended();
+    ended.sort_unstable_by_key(|(cookie, _)| *cookie);
+    assert_eq!(ended, [(1, Status::Ok), (2, Status::Ok)]);
+    // Data that never ends holds nobody up for more than five seconds.
+    bench.submit(4, Op::Flush, BioFlags::empty());
+    bench.turn();
+    assert_eq!(bench.ops(), [Op::Write]);
+    let due_ns = bench.queue.deadline_ns::<()>().unwrap();
+    assert!(due_ns <= bench.now_ns + 5_000_000_000);
+    bench.now_ns = due_ns;
+    bench.turn();
+    assert_eq!(bench.ops(), [Op::Write, Op::Flush]);
+    bench.end(Op::Flush, Status::Ok);
+    assert_eq!(bench.take_ended(), [(4, Status::Ok)]);
+    bench.end(Op::Write, Status::Io);
+}
+
+#[test]
+fn an_error_ends_the_sequence_it_happens_in_and_a_flush_that_fails_fails_all_its_riders() {
+    let mut bench = Bench::new(true, false);
+    bench.submit(1, Op::Write, BioFlags::FUA);
+    bench.turn();
+    bench.end(Op::Write, Status::Medium);
+    assert_eq!((bench.take_ended(), bench.ops()), (vec![(1, Status::Medium)], vec![]), "no flush after a lost write");
+    bench.submit(2, Op::Write, BioFlags::PREFLUSH);
+    bench.submit(3, Op::Flush, BioFlags::empty());
+    bench.turn();
+    bench.end(Op::Flush, Status::Io);
+    assert_eq!((bench.take_ended(), bench.ops()), (vec![(2, Status::Io), (3, Status::Io)], vec![]));
+    assert!(bench.queue.is_idle());
+}
