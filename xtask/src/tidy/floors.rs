@@ -17,7 +17,8 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("virtio", &["mem", "mq"]),
     ("export", &["mem", "mq", "virtio"]),
     ("os", &["mem", "mq"]),
-    ("blkyard", &["mem", "mq", "virtio", "export", "os"]),
+    ("sim", &["mem", "mq"]),
+    ("blkyard", &["mem", "mq", "virtio", "export", "os", "sim"]),
 ];
 
 /// What a crate's tests may import besides: an export is tested on real lanes.

@@ -1,0 +1,122 @@
+//! Clock and calendar: what happens next, and what time it is then.
+//!
+//! Owned by whoever runs the world. Events of one instant come in the order they were entered, so a run depends on nothing but
+//! its seed. It does not know what an event means.
+
+use std::cmp::Ordering;
+use std::collections::BinaryHeap;
+
+/// Events to come, and the time of the last one that came.
+#[derive(Debug)]
+pub struct Events<E> {
+    now_ns: u64,
+    entered: u64,
+    heap: BinaryHeap<Entry<E>>,
+}
+
+#[derive(Debug)]
+struct Entry<E> {
+    at_ns: u64,
+    sequence: u64,
+    event: E,
+}
+
+impl<E> Default for Events<E> {
+    fn default() -> Self {
+        Events { now_ns: 0, entered: 0, heap: BinaryHeap::new() }
+    }
+}
+
+impl<E> Events<E> {
+    /// The time, nanoseconds since the world began.
+    #[inline]
+    pub fn now_ns(&self) -> u64 {
+        self.now_ns
+    }
+
+    /// Enters an event for a time that is not past.
+    ///
+    /// # Panics
+    /// If it is past: the model would change what has happened.
+    #[inline]
+    pub fn at(&mut self, at_ns: u64, event: impl Into<E>) {
+        assert!(at_ns >= self.now_ns, "an event for {at_ns} was entered at {}", self.now_ns);
+        self.heap.push(Entry { at_ns, sequence: self.entered, event: event.into() });
+        self.entered += 1;
+    }
+
+    /// Enters an event for some time from now.
+    #[inline]
+    pub fn after(&mut self, delay_ns: u64, event: impl Into<E>) {
+        self.at(self.now_ns + delay_ns, event);
+    }
+
+    /// The next event; its time is now.
+    #[inline]
+    pub fn advance(&mut self) -> Option<E> {
+        let entry = self.heap.pop()?;
+        self.now_ns = entry.at_ns;
+        Some(entry.event)
+    }
+}
+
+impl<E> Ord for Entry<E> {
+    /// The heap gives the greatest first: that is the earliest, and of one instant the one entered first.
+    fn cmp(&self, other: &Self) -> Ordering {
+        (other.at_ns, other.sequence).cmp(&(self.at_ns, self.sequence))
+    }
+}
+
+impl<E> PartialOrd for Entry<E> {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl<E> PartialEq for Entry<E> {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other) == Ordering::Equal
+    }
+}
+
+impl<E> Eq for Entry<E> {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn time_is_that_of_the_event_and_moves_only_with_it() {
+        let mut events = Events::<&str>::default();
+        events.after(20, "second");
+        events.at(5, "first");
+        assert_eq!(events.now_ns(), 0);
+        assert_eq!((events.advance(), events.now_ns()), (Some("first"), 5));
+        events.after(20, "third");
+        assert_eq!((events.advance(), events.now_ns()), (Some("second"), 20));
+        assert_eq!((events.advance(), events.now_ns()), (Some("third"), 25));
+        assert_eq!((events.advance(), events.now_ns()), (None, 25));
+    }
+
+    #[test]
+    #[should_panic(expected = "an event for 4 was entered at 5")]
+    fn the_past_cannot_be_changed() {
+        let mut events = Events::<u8>::default();
+        events.at(5, 0);
+        events.advance();
+        events.at(4, 1);
+    }
+
+    proptest! {
+        /// Events come by time, and those of one instant as they were entered.
+        #[test]
+        fn events_come_in_order(times in proptest::collection::vec(0_u64..20, 0..200)) {
+            let mut events = Events::<(u64, usize)>::default();
+            times.iter().enumerate().for_each(|(n, at)| events.at(*at, (*at, n)));
+            let mut want: Vec<_> = times.iter().copied().enumerate().map(|(n, at)| (at, n)).collect();
+            want.sort_unstable();
+            prop_assert_eq!(std::iter::from_fn(|| events.advance()).collect::<Vec<_>>(), want);
+        }
+    }
+}

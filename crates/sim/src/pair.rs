@@ -1,0 +1,138 @@
+//! A queue pair in memory: commands one way, completions the other, as an NVMe controller has it.
+//!
+//! The host owns [`HostEnd`], the device [`DeviceEnd`]; they may live in one thread or in two. Commands are written first and told of
+//! later, by one store, which stands for the doorbell. It knows no time and no tags: what an id means is the host's business.
+
+use blkyard_mem::Segment;
+use blkyard_mem::ring::{Consumer, Producer, channel};
+use blkyard_mq::{Op, Status};
+
+/// What the host wants, as it stands in a submission queue: 64 bytes, as with NVMe.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C, align(64))]
+pub struct Command {
+    /// What the completion will be known by.
+    pub cid: u32,
+    /// What is wanted.
+    pub op: Op,
+    /// First sector.
+    pub sector: u64,
+    /// Sectors of 512 bytes.
+    pub sectors: u32,
+    /// Where the first byte of data is; the models move none.
+    pub data: Segment,
+}
+
+/// What became of a command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C, align(16))]
+pub struct Completion {
+    /// Of which.
+    pub cid: u32,
+    /// How it went.
+    pub status: Status,
+}
+
+/// The host's end.
+#[derive(Debug)]
+pub struct HostEnd {
+    sq: Producer<Command>,
+    cq: Consumer<Completion>,
+}
+
+/// The device's end.
+#[derive(Debug)]
+pub struct DeviceEnd {
+    sq: Consumer<Command>,
+    cq: Producer<Completion>,
+}
+
+/// A pair of queues of `entries` each.
+///
+/// # Panics
+/// If there are no entries.
+pub fn queue_pair(entries: usize) -> (HostEnd, DeviceEnd) {
+    let (sq, sq_device) = channel(entries);
+    let (cq_device, cq) = channel(entries);
+    (HostEnd { sq, cq }, DeviceEnd { sq: sq_device, cq: cq_device })
+}
+
+impl HostEnd {
+    /// Commands that still fit.
+    #[inline]
+    pub fn room(&mut self) -> usize {
+        self.sq.room()
+    }
+
+    /// Writes a command; the device does not see it before the [doorbell](HostEnd::ring) rings.
+    ///
+    /// # Panics
+    /// If there is no [room](HostEnd::room).
+    #[inline]
+    pub fn post(&mut self, command: Command) {
+        assert!(self.sq.push(command).is_ok(), "a command was posted to a full queue");
+    }
+
+    /// Rings the doorbell for all that was posted.
+    #[inline]
+    pub fn ring(&mut self) {
+        self.sq.publish();
+    }
+
+    /// The next completion. Its entry is the device's again once [told](HostEnd::release).
+    #[inline]
+    pub fn completion(&mut self) -> Option<Completion> {
+        self.cq.pop()
+    }
+
+    /// Tells the device which entries it may use again.
+    #[inline]
+    pub fn release(&mut self) {
+        self.cq.release();
+    }
+}
+
+impl DeviceEnd {
+    /// The next command that was rung for.
+    #[inline]
+    pub fn command(&mut self) -> Option<Command> {
+        let command = self.sq.pop();
+        self.sq.release();
+        command
+    }
+
+    /// Posts a completion, which the host sees at once.
+    ///
+    /// # Panics
+    /// If the host has left no entry: it has more out than the queue is long.
+    #[inline]
+    pub fn complete(&mut self, completion: Completion) {
+        assert!(self.cq.push(completion).is_ok(), "the completion queue overran");
+        self.cq.publish();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn commands_are_seen_once_the_doorbell_rings() {
+        let (mut host, mut device) = queue_pair(4);
+        host.post(Command { cid: 1, ..Command::default() });
+        host.post(Command { cid: 2, ..Command::default() });
+        assert_eq!((host.room(), device.command()), (2, None));
+        host.ring();
+        assert_eq!(device.command().map(|command| command.cid), Some(1));
+        assert_eq!(device.command().map(|command| command.cid), Some(2));
+        assert_eq!((host.room(), device.command()), (4, None));
+        device.complete(Completion { cid: 2, status: Status::Ok });
+        assert_eq!(host.completion(), Some(Completion { cid: 2, status: Status::Ok }));
+        assert_eq!(host.completion(), None);
+    }
+
+    #[test]
+    fn entries_have_the_sizes_of_nvme() {
+        assert_eq!((size_of::<Command>(), size_of::<Completion>()), (64, 16));
+    }
+}
