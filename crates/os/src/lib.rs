@@ -16,7 +16,7 @@ mod wake;
 
 pub use bed::RingBed;
 pub use caches::cache_bytes;
-pub use clock::now_ns;
+pub use clock::{now_ns, thread_cpu_ns, thread_cpu_split_ns};
 pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
 pub use lane_thread::{LaneConfig, LaneError, LaneThread, spawn};
 pub use ring::{Attachment, BELLS_MAX, FixedBuffers, NopRing, Ring, RingConfig, RingError, RingView};
