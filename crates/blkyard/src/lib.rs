@@ -12,6 +12,7 @@ pub mod inspect;
 pub mod plan;
 pub mod serve;
 pub mod spec;
+pub mod study;
 
 mod device;
 mod watch;

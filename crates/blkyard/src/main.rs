@@ -5,7 +5,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use blkyard::plan::Word;
-use blkyard::{bench, floor, inspect, serve};
+use blkyard::{bench, floor, inspect, serve, study};
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Multi-queue disks for virtual machines, hosts and programs, from user space.
@@ -37,6 +37,10 @@ enum Command {
     ///
     /// Takes both of two CPUs, 1 GiB of memory, and half a minute.
     Floor(floor::FloorArgs),
+    /// Run a published claim again, and print its figures beside ours.
+    ///
+    /// What depends on the code is measured on this machine; the rest happens in virtual time.
+    Study(study::StudyArgs),
 }
 
 fn main() -> ExitCode {
@@ -56,6 +60,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => report(bench::run(&args)),
         Command::Inspect(args) => report(inspect::run(&args)),
         Command::Floor(args) => floor::run(args),
+        Command::Study(args) => report(study::run(&args)),
     }
 }
 

@@ -34,6 +34,7 @@ use blkyard_os::{LaneConfig, LaneError, LaneThread, RingConfig, Signals, cpu_pla
 
 pub use args::{BenchArgs, Format, Pattern, Verify};
 pub use report::Report;
+pub(crate) use text::count;
 
 use crate::spec::SpecError;
 use crate::{Device, DeviceError};

@@ -1,0 +1,353 @@
+//! Mode `bio`: the driver that takes bios as they are, as the NVMe driver did before it moved to the multi-queue core.
+//!
+//! No requests and no tags of the core. Each queue has one lock and, under it, a bitmap of command ids and a list of bios for which
+//! there was none. Every bio rings the doorbell for itself. Once the list holds anything, whatever comes is put behind it, and only the
+//! helper takes from it: one thread for all queues, called by whoever takes completions while the list holds something, and
+//! besides by a tick. (Linux 3.12, drivers/block/nvme-core.c: `nvme_make_request`, `nvme_kthread`, `nvme_resubmit_bios`.)
+//!
+//! Written with the same care as the core, so that what differs is the design: plain words under the lock, no search from the first
+//! id, completions looked up by id and checked, I/Os counted and timed.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+use blkyard_mq::{Bio, Status, Wake};
+use blkyard_sim::{Command, HostEnd};
+
+use super::end::{End, Moved, info};
+use super::seats::{Seat, deliver, lock, seat_of};
+
+/// One queue, for all jobs that use it and the helper.
+pub(crate) struct BioQueue {
+    inner: Mutex<Inner>,
+    seats: Arc<[Seat]>,
+    helper: Arc<dyn Wake>,
+}
+
+/// What is under the lock.
+struct Inner {
+    host: HostEnd,
+    ids: Ids,
+    /// By id: what is in flight.
+    places: Box<[Place]>,
+    /// Bios for which there was no id, in the order they came.
+    list: VecDeque<Box<Bio>>,
+    capacity_sectors: u64,
+    account: Account,
+}
+
+#[derive(Default)]
+struct Place {
+    bio: Option<Box<Bio>>,
+    start_ns: u64,
+}
+
+/// What the driver counts, as the one of the time did for /proc/diskstats.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Account {
+    pub(crate) ios: u64,
+    pub(crate) sectors: u64,
+    pub(crate) total_ns: u64,
+}
+
+impl BioQueue {
+    /// A queue of `ids` commands, for at most `bios` bios.
+    pub(crate) fn new(
+        host: HostEnd,
+        ids: usize,
+        bios: usize,
+        seats: Arc<[Seat]>,
+        helper: Arc<dyn Wake>,
+    ) -> Arc<BioQueue> {
+        let inner = Inner {
+            host,
+            ids: Ids::new(ids),
+            places: (0..ids).map(|_| Place::default()).collect(),
+            list: VecDeque::with_capacity(bios),
+            capacity_sectors: info().capacity_sectors,
+            account: Account::default(),
+        };
+        Arc::new(BioQueue { inner: Mutex::new(inner), seats, helper })
+    }
+
+    /// What was counted.
+    #[cfg(test)]
+    pub(crate) fn account(&self) -> Account {
+        lock(&self.inner).account
+    }
+
+    /// Bios that wait for an id.
+    #[cfg(test)]
+    pub(crate) fn listed(&self) -> usize {
+        lock(&self.inner).list.len()
+    }
+}
+
+impl Inner {
+    /// Passes a bio on under an id.
+    #[inline]
+    fn start(&mut self, id: usize, bio: Box<Bio>, now_ns: u64) {
+        self.host.post(Command {
+            cid: id as u32,
+            op: bio.op,
+            sector: bio.sector,
+            sectors: bio.sectors,
+            data: bio.segments.first().copied().unwrap_or_default(),
+        });
+        self.host.ring();
+        self.places[id] = Place { bio: Some(bio), start_ns: now_ns };
+    }
+
+    /// Takes what the device has finished.
+    #[inline]
+    fn reap(&mut self, now_ns: u64, mut sink: impl FnMut(Box<Bio>)) -> usize {
+        let mut reaped = 0;
+        while let Some(completion) = self.host.completion() {
+            let id = completion.cid as usize;
+            // What names nothing in flight is dropped, as everywhere.
+            let Some(Place { bio, start_ns }) = self.places.get_mut(id) else { continue };
+            let Some(mut bio) = bio.take() else { continue };
+            self.ids.put(id);
+            bio.status = completion.status;
+            self.account.ios += 1;
+            self.account.sectors += u64::from(bio.sectors);
+            self.account.total_ns += now_ns.saturating_sub(*start_ns);
+            reaped += 1;
+            sink(bio);
+        }
+        self.host.release();
+        reaped
+    }
+}
+
+/// A job's end.
+pub(crate) struct BioEnd {
+    queue: Arc<BioQueue>,
+    seat: usize,
+    /// What was taken for others, on its way to them.
+    away: Vec<Box<Bio>>,
+}
+
+impl BioEnd {
+    pub(crate) fn new(queue: &Arc<BioQueue>, seat: usize, bios: usize) -> BioEnd {
+        BioEnd { queue: Arc::clone(queue), seat, away: Vec::with_capacity(bios) }
+    }
+}
+
+impl End for BioEnd {
+    const BATCH: usize = 1;
+    const LOCKED: bool = true;
+
+    #[inline]
+    fn submit(&mut self, bios: &mut Vec<Box<Bio>>, now_ns: u64) -> Moved {
+        let mut moved = Moved::default();
+        for mut bio in bios.drain(..) {
+            let mut inner = lock(&self.queue.inner);
+            if bio.sector + u64::from(bio.sectors) > inner.capacity_sectors {
+                drop(inner);
+                bio.status = Status::Invalid;
+                deliver(&self.queue.seats, &mut vec![bio]);
+                continue;
+            }
+            if inner.list.is_empty()
+                && let Some(id) = inner.ids.take()
+            {
+                inner.start(id, bio, now_ns);
+                moved.submitted += 1;
+            } else {
+                inner.list.push_back(bio);
+                moved.listed += 1;
+            }
+        }
+        moved
+    }
+
+    #[inline]
+    fn collect(&mut self, now_ns: u64, out: &mut Vec<Box<Bio>>) -> Moved {
+        let BioEnd { queue, seat, away } = self;
+        let mailed = queue.seats[*seat].take_mail(out);
+        let mut inner = lock(&queue.inner);
+        let reaped = inner.reap(now_ns, |bio| if seat_of(&bio) == *seat { out.push(bio) } else { away.push(bio) });
+        let helper_wanted = reaped > 0 && !inner.list.is_empty();
+        drop(inner);
+        let delivered = away.len();
+        if delivered > 0 {
+            deliver(&queue.seats, away);
+        }
+        if helper_wanted {
+            queue.helper.wake();
+        }
+        Moved { reaped, delivered, mailed, ..Moved::default() }
+    }
+}
+
+/// The helper: takes bios off the lists once there are ids again.
+pub(crate) struct Helper {
+    queues: Vec<Arc<BioQueue>>,
+    away: Vec<Box<Bio>>,
+}
+
+impl Helper {
+    pub(crate) fn new(queues: Vec<Arc<BioQueue>>, bios: usize) -> Helper {
+        Helper { queues, away: Vec::with_capacity(bios) }
+    }
+
+    /// Looks after one queue: takes what is over, and passes on what waits while there are ids.
+    #[inline]
+    pub(crate) fn look_after(&mut self, queue: usize, now_ns: u64) -> Moved {
+        let Helper { queues, away } = self;
+        let queue = &queues[queue];
+        let mut inner = lock(&queue.inner);
+        let reaped = inner.reap(now_ns, |bio| away.push(bio));
+        let mut resubmitted = 0;
+        while !inner.list.is_empty()
+            && let Some(id) = inner.ids.take()
+            && let Some(bio) = inner.list.pop_front()
+        {
+            inner.start(id, bio, now_ns);
+            resubmitted += 1;
+        }
+        drop(inner);
+        let delivered = away.len();
+        if delivered > 0 {
+            deliver(&queue.seats, away);
+        }
+        Moved { reaped, delivered, resubmitted, ..Moved::default() }
+    }
+}
+
+/// Command ids as a bitmap: a set bit is an id in use.
+#[derive(Debug)]
+struct Ids {
+    words: Box<[u64]>,
+    /// Words before this one have no id left.
+    from: usize,
+}
+
+impl Ids {
+    fn new(count: usize) -> Ids {
+        let mut words = vec![0; count.div_ceil(64)];
+        if let Some(last) = words.last_mut()
+            && !count.is_multiple_of(64)
+        {
+            // Ids beyond the count are in use for good.
+            *last = !0 << (count % 64);
+        }
+        Ids { words: words.into(), from: 0 }
+    }
+
+    #[inline]
+    fn take(&mut self) -> Option<usize> {
+        while let Some(word) = self.words.get_mut(self.from) {
+            if *word != !0 {
+                let bit = word.trailing_ones() as usize;
+                *word |= 1 << bit;
+                return Some(self.from * 64 + bit);
+            }
+            self.from += 1;
+        }
+        None
+    }
+
+    #[inline]
+    fn put(&mut self, id: usize) {
+        self.words[id / 64] &= !(1 << (id % 64));
+        self.from = self.from.min(id / 64);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::study::world::Bell;
+    use blkyard_sim::{Completion, DeviceEnd, queue_pair};
+
+    #[test]
+    fn ids_are_given_once_and_all_of_them() {
+        for count in [1, 63, 64, 65, 1023] {
+            let mut ids = Ids::new(count);
+            let all: Vec<_> = std::iter::from_fn(|| ids.take()).collect();
+            assert_eq!(all, (0..count).collect::<Vec<_>>());
+            ids.put(count / 2);
+            assert_eq!((ids.take(), ids.take()), (Some(count / 2), None));
+        }
+    }
+
+    fn bio(seat: usize, slot: usize) -> Box<Bio> {
+        let mut bio = Bio::with_capacity(1);
+        (bio.op, bio.sectors, bio.cookie) = (blkyard_mq::Op::Write, 8, super::super::seats::cookie(seat, slot));
+        bio
+    }
+
+    fn finish(device: &mut DeviceEnd, count: usize) {
+        for _ in 0..count {
+            let cid = device.command().unwrap().cid;
+            device.complete(Completion { cid, status: Status::Ok });
+        }
+    }
+
+    /// A queue of two ids for two jobs.
+    fn queue() -> (Arc<BioQueue>, [BioEnd; 2], Arc<[Arc<Bell>; 3]>, DeviceEnd) {
+        let (host, device) = queue_pair(4);
+        let bells = Arc::new([(); 3].map(|()| Arc::new(Bell::default())));
+        let seats = bells[..2].iter().map(|bell| Seat::new(8, bell.clone())).collect();
+        let queue = BioQueue::new(host, 2, 16, seats, bells[2].clone());
+        let ends = [0, 1].map(|seat| BioEnd::new(&queue, seat, 8));
+        (queue, ends, bells, device)
+    }
+
+    #[test]
+    fn without_ids_bios_wait_on_the_list_and_only_the_helper_takes_from_it() {
+        let (queue, [mut end, _], bells, mut device) = queue();
+        let mut helper = Helper::new(vec![Arc::clone(&queue)], 8);
+        for slot in 0..4 {
+            end.submit(&mut vec![bio(0, slot)], 0);
+        }
+        assert_eq!(queue.listed(), 2);
+        finish(&mut device, 1);
+        let mut out = Vec::new();
+        end.collect(5, &mut out);
+        assert_eq!((out.len(), queue.listed(), bells[2].take()), (1, 2, true));
+        // There is an id, but the list is not empty: the newcomer goes behind it.
+        assert_eq!(end.submit(&mut out, 5).listed, 1);
+        assert_eq!(helper.look_after(0, 6), Moved { resubmitted: 1, ..Moved::default() });
+        assert_eq!(queue.listed(), 2);
+        // In the order they came.
+        let order: Vec<_> = (0..4)
+            .map(|_| {
+                finish(&mut device, 1);
+                end.collect(7, &mut out);
+                helper.look_after(0, 7);
+                out.pop().map(|bio| super::super::seats::slot_of(&bio))
+            })
+            .collect();
+        assert_eq!(order, [Some(1), Some(2), Some(3), Some(0)]);
+        assert_eq!(queue.account().ios, 5);
+    }
+
+    #[test]
+    fn what_ended_for_another_job_is_in_its_box_and_its_bell_rings() {
+        let (_, [mut one, mut two], bells, mut device) = queue();
+        one.submit(&mut vec![bio(0, 7)], 0);
+        two.submit(&mut vec![bio(1, 9)], 0);
+        finish(&mut device, 2);
+        let mut out = Vec::new();
+        let moved = one.collect(1, &mut out);
+        assert_eq!((moved.reaped, moved.delivered, out.len()), (2, 1, 1));
+        assert!(bells[1].take() && !bells[0].take() && !bells[2].take());
+        let moved = two.collect(1, &mut out);
+        assert_eq!((moved.reaped, moved.mailed, out.len()), (0, 1, 2));
+    }
+
+    #[test]
+    fn what_lies_beyond_the_end_is_refused() {
+        let (_, [mut one, _], bells, _) = queue();
+        let mut beyond = bio(0, 0);
+        beyond.sector = info().capacity_sectors;
+        one.submit(&mut vec![beyond], 0);
+        let mut out = Vec::new();
+        assert!(bells[0].take());
+        one.collect(1, &mut out);
+        assert_eq!(out[0].status, Status::Invalid);
+    }
+}

@@ -1,0 +1,146 @@
+//! What the steps of a mode cost on this machine: data, and how a step is charged. Nothing here measures.
+
+use serde::Serialize;
+
+use super::end::Moved;
+
+/// The sizes of batch that are measured; between them costs are interpolated, beyond them the last slope goes on.
+pub(crate) const BATCHES: [usize; 9] = [0, 1, 2, 4, 8, 16, 32, 64, 128];
+
+/// Cost of a step by the size of its batch, nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub(crate) struct Curve(pub(crate) [f64; BATCHES.len()]);
+
+impl Curve {
+    /// So much for each, and nothing else.
+    pub(crate) fn each(ns: f64) -> Curve {
+        Curve(BATCHES.map(|n| n as f64 * ns))
+    }
+
+    /// For a batch of `n`.
+    pub(crate) fn at(&self, n: usize) -> f64 {
+        let above = BATCHES.partition_point(|size| *size < n).clamp(1, BATCHES.len() - 1);
+        let (low, high) = (BATCHES[above - 1] as f64, BATCHES[above] as f64);
+        let slope = (self.0[above] - self.0[above - 1]) / (high - low);
+        (self.0[above - 1] + slope * (n as f64 - low)).max(0.0)
+    }
+}
+
+/// The steps of one mode. All of it is user time: none of them makes a system call.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct StepCosts {
+    /// Taking what is over.
+    pub(crate) collect: Curve,
+    /// Filling bios in and passing them on.
+    pub(crate) submit: Curve,
+    /// Filling bios in and putting them on a list, since there is no id. Only `bio` does.
+    pub(crate) list: Curve,
+    /// The helper's look after one queue, by what it passes on. Only `bio` has one.
+    pub(crate) pass: Curve,
+}
+
+/// One mode, while there is an id for every bio and while there is not.
+#[derive(Clone, Copy, Debug, Default, Serialize)]
+pub(crate) struct ModeCosts {
+    pub(crate) within: StepCosts,
+    pub(crate) beyond: StepCosts,
+}
+
+/// CPU time of something that calls the system.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub(crate) struct CallCost {
+    pub(crate) user_ns: f64,
+    pub(crate) system_ns: f64,
+}
+
+impl CallCost {
+    pub(crate) fn total_ns(self) -> f64 {
+        self.user_ns + self.system_ns
+    }
+}
+
+/// All that was measured.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Costs {
+    pub(crate) bio: ModeCosts,
+    pub(crate) single: ModeCosts,
+    pub(crate) mq: ModeCosts,
+    /// Putting a bio into another job's box, and taking it out there: half each.
+    pub(crate) mail_ns: f64,
+    /// To go to sleep on a bell, and to be back after it rang.
+    pub(crate) sleep: CallCost,
+    /// To ring the bell of one who sleeps.
+    pub(crate) ring: CallCost,
+    /// What a lock and its data cost more if the last holder was on another CPU. Unknown, and not charged, where there is one CPU.
+    pub(crate) hand_over_ns: Option<f64>,
+    /// Windows that each figure is the 10th percentile of.
+    pub(crate) windows: usize,
+}
+
+/// A step of somebody's loop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Collect,
+    Submit,
+    /// Of the helper, after this queue.
+    LookAfter(usize),
+}
+
+impl StepCosts {
+    /// What a step costs that came to this.
+    pub(crate) fn charge(&self, step: Step, moved: &Moved, mail_ns: f64) -> f64 {
+        let mail = (moved.delivered + moved.mailed) as f64 * mail_ns / 2.0;
+        mail + match step {
+            Step::Collect => self.collect.at(moved.reaped),
+            Step::Submit => self.submit.at(moved.submitted) + self.list.at(moved.listed),
+            Step::LookAfter(_) => self.pass.at(moved.resubmitted) + self.collect.at(moved.reaped) - self.collect.at(0),
+        }
+    }
+}
+
+#[cfg(test)]
+impl Costs {
+    /// Round figures of about the right size.
+    pub(crate) fn example() -> Costs {
+        let curve = |first: f64, each: f64| Curve(BATCHES.map(|n| first + each * n as f64));
+        let steps = |lock: f64| StepCosts {
+            collect: curve(10.0 + lock, 20.0),
+            submit: curve(10.0 + lock, 30.0),
+            list: Curve::each(20.0 + lock),
+            pass: curve(lock, 30.0),
+        };
+        let mode = |lock| ModeCosts { within: steps(lock), beyond: steps(lock) };
+        Costs {
+            bio: mode(20.0),
+            single: mode(20.0),
+            mq: mode(0.0),
+            mail_ns: 40.0,
+            sleep: CallCost { user_ns: 100.0, system_ns: 1500.0 },
+            ring: CallCost { user_ns: 50.0, system_ns: 900.0 },
+            hand_over_ns: Some(100.0),
+            windows: 0,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_curve_goes_through_its_points_and_on() {
+        let curve = Curve(BATCHES.map(|n| if n == 0 { 5.0 } else { 10.0 + 2.0 * n as f64 }));
+        for (n, want) in [(0, 5.0), (1, 12.0), (3, 16.0), (100, 210.0), (128, 266.0), (256, 522.0)] {
+            assert!((curve.at(n) - want).abs() < 1e-9, "{n}: {}", curve.at(n));
+        }
+        assert!((Curve::each(3.0).at(2048) - 6144.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn a_step_is_charged_for_all_it_moved() {
+        let costs = Costs::example();
+        let moved = Moved { reaped: 4, delivered: 1, mailed: 1, ..Moved::default() };
+        let alone = costs.mq.within.collect.at(4);
+        assert!((costs.mq.within.charge(Step::Collect, &moved, 40.0) - alone - 40.0).abs() < 1e-9);
+    }
+}

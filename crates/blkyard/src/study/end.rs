@@ -1,0 +1,69 @@
+//! A job's end of its queue: what every mode must offer, to be run in virtual time and to be measured in real time.
+
+use std::sync::Arc;
+
+use blkyard_mq::{Bio, DeviceInfo, HwQueueConfig, Op, QueueLimits, SECTOR_SHIFT, Segment};
+use blkyard_sim::Rng;
+
+/// Size of the model disk. Nothing is stored, so it is only a range for random places.
+const CAPACITY_SECTORS: u64 = 1 << 31;
+/// The post's block.
+const IO_BYTES: u32 = 4096;
+const IO_SECTORS: u32 = IO_BYTES >> SECTOR_SHIFT;
+
+/// What one step came to: what it is charged for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Moved {
+    /// Completions taken off the device.
+    pub(crate) reaped: usize,
+    /// Of these, put into the boxes of other jobs.
+    pub(crate) delivered: usize,
+    /// Taken out of our own box.
+    pub(crate) mailed: usize,
+    /// Bios submitted towards the device.
+    pub(crate) submitted: usize,
+    /// Bios put on a list to wait, since there were no ids.
+    pub(crate) listed: usize,
+    /// Bios taken off that list and passed on.
+    pub(crate) resubmitted: usize,
+}
+
+/// A job's end of the queue it uses.
+pub(crate) trait End {
+    /// Bios that one call of [`End::submit`] may be given: one, if each rings the doorbell for itself.
+    const BATCH: usize;
+    /// Whether everything happens under a lock of the queue.
+    const LOCKED: bool;
+
+    /// Submits bios of this job and tells the device.
+    fn submit(&mut self, bios: &mut Vec<Box<Bio>>, now_ns: u64) -> Moved;
+
+    /// Takes what is over, for this job and, where the queue is shared, on behalf of others.
+    fn collect(&mut self, now_ns: u64, out: &mut Vec<Box<Bio>>) -> Moved;
+}
+
+/// Fills a bio in: what the job itself does for each I/O, a 4 KiB write at a random place. Its cookie stays.
+#[inline]
+pub(crate) fn fill(bio: &mut Bio, slot: usize, rng: &mut Rng) {
+    bio.reset();
+    bio.op = Op::Write;
+    bio.sector = rng.below(CAPACITY_SECTORS / u64::from(IO_SECTORS)) * u64::from(IO_SECTORS);
+    bio.sectors = IO_SECTORS;
+    bio.segments.push(Segment { region: 0, offset: slot as u64 * u64::from(IO_BYTES), len: IO_BYTES });
+}
+
+/// The model disk, as the core is told.
+pub(crate) fn info() -> Arc<DeviceInfo> {
+    Arc::new(DeviceInfo {
+        name: "model:nvme-2013".into(),
+        capacity_sectors: CAPACITY_SECTORS,
+        limits: QueueLimits::default(),
+        read_only: false,
+        volatile_cache: false,
+    })
+}
+
+/// A hardware queue for `bios` bios over a device that takes `ids` commands.
+pub(crate) fn config(ids: usize, bios: usize) -> HwQueueConfig {
+    HwQueueConfig { depth: ids, bios_max: bios, ..HwQueueConfig::default() }
+}

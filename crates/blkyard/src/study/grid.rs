@@ -1,0 +1,247 @@
+//! The post's grid, played in every mode.
+
+use std::sync::Arc;
+
+use blkyard_mq::Wake;
+use blkyard_sim::{DeviceModel, ModelDevice};
+use serde::Serialize;
+
+use super::bio::{BioEnd, BioQueue, Helper};
+use super::costs::{Costs, ModeCosts, StepCosts};
+use super::meter::Outcome;
+use super::mq::MqEnd;
+use super::post::{POST, PostRow};
+use super::seats::Seat;
+use super::single::{Single, SingleEnd};
+use super::world::{Bell, Cast, Scene, World};
+
+/// Period of the helper's tick. Fitted: in 7 of the post's 16 rows the longest latency of the bio driver lies between 2.11 and 2.17 ms.
+pub(crate) const TICK_NS: u64 = 2_100_000;
+
+/// How long each point is played.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Length {
+    /// I/Os at least.
+    pub(crate) ios: u64,
+    /// Times that every place in flight is used, at least.
+    pub(crate) rounds: u64,
+}
+
+/// One point of the grid.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Row {
+    pub(crate) post: PostRow,
+    /// With the tick.
+    pub(crate) bio: Outcome,
+    /// Without it: the helper is only called.
+    pub(crate) bio_untimed: Outcome,
+    pub(crate) single: Outcome,
+    pub(crate) mq: Outcome,
+}
+
+/// One figure of mq over the same of bio.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Ratios {
+    pub(crate) iops: f64,
+    pub(crate) cpu: f64,
+    pub(crate) max: f64,
+    pub(crate) stdev: f64,
+}
+
+impl Row {
+    /// What came out here.
+    pub(crate) fn ratios(&self) -> Ratios {
+        Ratios::of(&self.mq, &self.bio)
+    }
+
+    /// What the post claims.
+    pub(crate) fn post_ratios(&self) -> Ratios {
+        let PostRow { jobs, mq, bio, .. } = self.post;
+        Ratios {
+            iops: mq.iops / bio.iops,
+            cpu: mq.cpu_ns(jobs) / bio.cpu_ns(jobs),
+            max: mq.max_us / bio.max_us,
+            stdev: mq.stdev_us / bio.stdev_us,
+        }
+    }
+}
+
+impl Ratios {
+    pub(crate) fn of(mq: &Outcome, bio: &Outcome) -> Ratios {
+        Ratios {
+            iops: mq.iops / bio.iops,
+            cpu: mq.cpu_ns() / bio.cpu_ns(),
+            max: mq.max_us / bio.max_us,
+            stdev: mq.stdev_us / bio.stdev_us,
+        }
+    }
+}
+
+/// Plays every point in every mode. `progress` hears of each point as it begins.
+pub(crate) fn play(model: DeviceModel, costs: &Costs, length: Length, seed: u64, progress: impl Fn(usize)) -> Vec<Row> {
+    let point = |(number, post): (usize, &PostRow)| {
+        progress(number);
+        let point = Point { model, costs, length, seed, jobs: post.jobs, depth: post.depth };
+        Row {
+            post: *post,
+            bio: point.bio(Some(TICK_NS)),
+            bio_untimed: point.bio(None),
+            single: point.single(),
+            mq: point.mq(),
+        }
+    };
+    POST.iter().enumerate().map(point).collect()
+}
+
+/// One point, with all it takes to play it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Point<'a> {
+    pub(crate) model: DeviceModel,
+    pub(crate) costs: &'a Costs,
+    pub(crate) length: Length,
+    pub(crate) seed: u64,
+    pub(crate) jobs: usize,
+    pub(crate) depth: usize,
+}
+
+impl Point<'_> {
+    /// A queue for each job, all with one helper.
+    pub(crate) fn bio(&self, tick_ns: Option<u64>) -> Outcome {
+        let (ids, Point { jobs, depth, .. }) = (self.model.commands_max(), *self);
+        let scene = self.scene(self.steps(&self.costs.bio, depth), tick_ns);
+        let cast = |device: &mut ModelDevice, bells: &[Arc<Bell>]| {
+            let seats = self.seats(bells);
+            let helper: Arc<dyn Wake> = bells[jobs].clone();
+            let queues: Vec<_> = (0..jobs)
+                .map(|_| BioQueue::new(device.open_queue(), ids, depth, Arc::clone(&seats), Arc::clone(&helper)))
+                .collect();
+            Cast {
+                ends: queues.iter().enumerate().map(|(seat, queue)| BioEnd::new(queue, seat, depth)).collect(),
+                queue_of: (0..jobs).collect(),
+                helper: Some(Helper::new(queues, jobs * depth)),
+            }
+        };
+        World::new(scene, cast).run()
+    }
+
+    /// One queue for all jobs.
+    pub(crate) fn single(&self) -> Outcome {
+        let (ids, bios) = (self.model.commands_max(), self.jobs * self.depth);
+        let scene = self.scene(self.steps(&self.costs.single, bios), None);
+        let cast = |device: &mut ModelDevice, bells: &[Arc<Bell>]| {
+            let queue = Single::new(device.open_queue(), ids, bios, self.seats(bells));
+            let ends = (0..self.jobs).map(|seat| SingleEnd::new(&queue, seat, bios)).collect();
+            Cast { ends, queue_of: vec![0; self.jobs], helper: None }
+        };
+        World::new(scene, cast).run()
+    }
+
+    /// A queue for each job, which owns it.
+    pub(crate) fn mq(&self) -> Outcome {
+        let ids = self.model.commands_max();
+        let scene = self.scene(self.steps(&self.costs.mq, self.depth), None);
+        let cast = |device: &mut ModelDevice, _: &[Arc<Bell>]| {
+            let ends = (0..self.jobs).map(|_| MqEnd::new(device.open_queue(), ids, self.depth)).collect();
+            Cast { ends, queue_of: (0..self.jobs).collect(), helper: None }
+        };
+        World::new(scene, cast).run()
+    }
+
+    /// What a queue's steps cost with so many bios on it.
+    fn steps<'a>(&self, mode: &'a ModeCosts, bios: usize) -> &'a StepCosts {
+        if bios > self.model.commands_max() { &mode.beyond } else { &mode.within }
+    }
+
+    fn scene<'a>(&'a self, steps: &'a StepCosts, tick_ns: Option<u64>) -> Scene<'a> {
+        let Point { model, costs, length, seed, jobs, depth } = *self;
+        let places = (jobs * depth) as u64;
+        Scene {
+            model,
+            jobs,
+            depth,
+            ios: length.ios.max(length.rounds * places),
+            warm_up: (length.ios / 10).max(2 * places),
+            seed,
+            steps,
+            costs,
+            tick_ns,
+        }
+    }
+
+    fn seats(&self, bells: &[Arc<Bell>]) -> Arc<[Seat]> {
+        bells[..self.jobs].iter().map(|bell| Seat::new(self.depth, bell.clone())).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::study::costs::CallCost;
+
+    fn point(costs: &Costs, jobs: usize, depth: usize) -> Point<'_> {
+        let length = Length { ios: 20_000, rounds: 4 };
+        Point { model: DeviceModel::NVME_2013, costs, length, seed: 1, jobs, depth }
+    }
+
+    #[test]
+    fn one_seed_is_one_outcome_to_the_bit_in_every_mode() {
+        let costs = Costs::example();
+        let point = point(&costs, 4, 300);
+        assert_eq!(point.mq(), point.mq());
+        assert_eq!(point.single(), point.single());
+        assert_eq!(point.bio(Some(TICK_NS)), point.bio(Some(TICK_NS)));
+        assert_ne!(point.mq(), Point { seed: 2, ..point }.mq());
+    }
+
+    #[test]
+    fn alone_an_io_takes_the_device_and_the_steps_around_it() {
+        let costs = Costs { sleep: CallCost::default(), ..Costs::example() };
+        let mq = point(&costs, 1, 1).mq();
+        // Submit 40 ns, the device 11.9 us, collect 30 ns; all whole nanoseconds.
+        assert!((mq.mean_us - 11.97).abs() < 0.02, "{mq:?}");
+        assert!((mq.iops * mq.mean_us / 1e6 - 1.0).abs() < 0.01);
+        assert!((mq.cpu_ns() - 80.0).abs() < 1.0, "with one look for nothing: {mq:?}");
+    }
+
+    #[test]
+    fn littles_law_holds_in_every_mode() {
+        let costs = Costs::example();
+        for (jobs, depth) in [(1, 16), (1, 2048), (4, 1024), (4, 8)] {
+            let point = point(&costs, jobs, depth);
+            for (mode, outcome) in [
+                ("mq", point.mq()),
+                ("single", point.single()),
+                ("bio", point.bio(Some(TICK_NS))),
+                ("untimed", point.bio(None)),
+            ] {
+                let out = outcome.iops * outcome.mean_us / 1e6;
+                let want = (jobs * depth) as f64;
+                assert!((out / want - 1.0).abs() < 0.05, "{mode} {jobs} x {depth}: {out}");
+                assert!(outcome.iops < 270_500.0, "{mode} {jobs} x {depth}: {outcome:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn bios_wait_on_a_list_and_the_helper_runs_only_when_ids_run_out() {
+        let costs = Costs::example();
+        let within = point(&costs, 1, 1023).bio(None);
+        assert_eq!((within.listed, within.helper_wakes), (0.0, 0.0));
+        let beyond = point(&costs, 1, 1024).bio(None);
+        assert!(beyond.listed > 0.5 && beyond.helper_wakes > 0.0, "{beyond:?}");
+        assert!(beyond.cpu_ns() > within.cpu_ns() * 1.3);
+        // The tick alone wakes the helper once in 2.1 ms.
+        let ticked = point(&costs, 1, 1).bio(Some(TICK_NS));
+        let period_us = 1e6 / (ticked.helper_wakes * ticked.iops);
+        assert!((period_us - 2100.0).abs() < 100.0, "{period_us}");
+    }
+
+    #[test]
+    fn tags_are_handed_over_first_come_first_served() {
+        let costs = Costs::example();
+        for depth in [1024, 2048] {
+            let mq = point(&costs, 4, depth).mq();
+            assert!(mq.stdev_us / mq.mean_us < 0.1 && mq.max_us < 2.5 * mq.mean_us, "{depth}: {mq:?}");
+        }
+    }
+}

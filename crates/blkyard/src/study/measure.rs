@@ -1,0 +1,346 @@
+//! What the steps of each mode cost here and now: the very code that runs in virtual time, run against the clock.
+//!
+//! One thread, one CPU, the device played by the same thread. Costs are differences between phases that share the device's part:
+//!
+//! ```text
+//!   posts:    the device posts n                                            × 128/n
+//!   reaps:    the device posts n, collect                                   × 128/n     collect = reaps - posts
+//!   turns:    the device posts n, collect, fill in and submit n             × 128/n     submit  = turns - reaps
+//!   passes:   the device posts n, collect, the helper looks after the queue × 128/n     pass    = passes - reaps
+//! ```
+//!
+//! All modes take turns in short windows, so that what disturbs one disturbs all; a figure is the 10th percentile of its windows. The
+//! monotonic clock divides a window among its phases; the thread's CPU clock says how much of it the thread really ran. There is no
+//! system call in any of this, so it is all user time.
+
+use std::collections::VecDeque;
+use std::hint::black_box;
+use std::sync::Arc;
+
+use blkyard_mq::{Bio, Status};
+use blkyard_os::{now_ns, thread_cpu_ns};
+use blkyard_sim::{Completion, DeviceEnd, DeviceModel, HostEnd, Rng, queue_pair};
+
+use super::bio::{BioEnd, BioQueue, Helper};
+use super::costs::{BATCHES, Curve, ModeCosts, StepCosts};
+use super::end::{End, fill};
+use super::mq::MqEnd;
+use super::seats::{Seat, cookie, deliver, slot_of};
+use super::single::{Single, SingleEnd};
+use super::world::Bell;
+
+/// I/Os of one phase.
+const BURST: usize = 128;
+/// Bios out while there is an id for each: two bursts, so that a phase never runs dry.
+const WITHIN: usize = 256;
+/// Length of one window.
+const WINDOW_NS: u64 = 200_000;
+/// Windows that do not count.
+const WARM_UP: usize = 3;
+
+/// What was measured of the modes' own code.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Measured {
+    pub(crate) bio: ModeCosts,
+    pub(crate) single: ModeCosts,
+    pub(crate) mq: ModeCosts,
+    pub(crate) mail_ns: f64,
+}
+
+/// Measures all steps of all modes, in so many windows each. `beyond` is how many bios are out when there are fewer ids.
+pub(crate) fn modes(model: DeviceModel, beyond: usize, windows: usize) -> Measured {
+    let ids = model.commands_max();
+    let mut rigs: [Box<dyn Windowed>; 6] = [
+        Box::new(bio_rig(model, ids, WITHIN)),
+        Box::new(bio_rig(model, ids, beyond)),
+        Box::new(single_rig(model, ids, WITHIN)),
+        Box::new(single_rig(model, ids, beyond)),
+        Box::new(mq_rig(model, ids, WITHIN)),
+        Box::new(mq_rig(model, ids, beyond)),
+    ];
+    let mut samples: [[Samples; BATCHES.len()]; 6] = Default::default();
+    let mut mail = Mail::new();
+    let mut mail_ns = Vec::new();
+    for window in 0..WARM_UP + windows {
+        for (place, batch) in BATCHES.into_iter().enumerate() {
+            for (rig, samples) in rigs.iter_mut().zip(&mut samples) {
+                let phases = rig.window(batch);
+                if window >= WARM_UP {
+                    samples[place].push(phases);
+                }
+            }
+        }
+        mail_ns.push(mail.window());
+    }
+    let [bio, bio_beyond, single, single_beyond, mq, mq_beyond] = samples.map(|samples| steps(&samples));
+    let each = |steps: StepCosts| Curve::each(steps.submit.0[1]);
+    // Every bio goes by itself, and those beyond the ids go to the list.
+    let bio = StepCosts { submit: each(bio), ..bio };
+    let bio_beyond = StepCosts { submit: bio.submit, list: each(bio_beyond), ..bio_beyond };
+    Measured {
+        bio: ModeCosts {
+            within: StepCosts { pass: bio_beyond.pass, list: bio_beyond.list, ..bio },
+            beyond: bio_beyond,
+        },
+        single: ModeCosts { within: single, beyond: single_beyond },
+        mq: ModeCosts { within: mq, beyond: mq_beyond },
+        mail_ns: tenth(&mut mail_ns),
+    }
+}
+
+/// The value that one in ten of the samples does not exceed.
+pub(crate) fn tenth(samples: &mut [f64]) -> f64 {
+    samples.sort_by(f64::total_cmp);
+    samples.get(samples.len() / 10).copied().unwrap_or_default()
+}
+
+/// Nanoseconds of CPU for one step of each phase.
+#[derive(Clone, Copy, Debug, Default)]
+struct Phases {
+    posts: f64,
+    reaps: f64,
+    turns: f64,
+    passes: f64,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Samples {
+    posts: Vec<f64>,
+    reaps: Vec<f64>,
+    turns: Vec<f64>,
+    passes: Vec<f64>,
+}
+
+impl Samples {
+    fn push(&mut self, phases: Phases) {
+        self.posts.push(phases.posts);
+        self.reaps.push(phases.reaps);
+        self.turns.push(phases.turns);
+        self.passes.push(phases.passes);
+    }
+}
+
+fn steps(samples: &[Samples; BATCHES.len()]) -> StepCosts {
+    let mut costs = StepCosts::default();
+    for (place, samples) in samples.iter().enumerate() {
+        let Samples { posts, reaps, turns, passes } = &mut samples.clone();
+        let [posts, reaps, turns, passes] = [posts, reaps, turns, passes].map(|phase| tenth(phase));
+        costs.collect.0[place] = (reaps - posts).max(0.0);
+        costs.submit.0[place] = (turns - reaps).max(0.0);
+        costs.pass.0[place] = (passes - reaps).max(0.0);
+    }
+    costs
+}
+
+/// Something that can be measured for a window, with batches of this size.
+trait Windowed {
+    fn window(&mut self, batch: usize) -> Phases;
+}
+
+/// A mode with the device's other end, and bios out.
+struct Rig<M: End> {
+    end: M,
+    device: DeviceEnd,
+    /// For the device's part alone.
+    idle: (HostEnd, DeviceEnd),
+    /// Ids the device has, in order.
+    cids: VecDeque<u32>,
+    free: Vec<Box<Bio>>,
+    batch: Vec<Box<Bio>>,
+    rng: Rng,
+    helper: Option<Helper>,
+}
+
+fn bells() -> (Arc<[Seat]>, Arc<Bell>) {
+    let seat = Seat::new(BURST, Arc::new(Bell::default()));
+    (Arc::new([seat]), Arc::new(Bell::default()))
+}
+
+fn bio_rig(model: DeviceModel, ids: usize, bios: usize) -> Rig<BioEnd> {
+    let (host, device) = queue_pair(model.ring_entries);
+    let (seats, bell) = bells();
+    let queue = BioQueue::new(host, ids, bios, seats, bell);
+    let helper = (bios > ids).then(|| Helper::new(vec![Arc::clone(&queue)], bios));
+    Rig::new(BioEnd::new(&queue, 0, bios), device, model, bios, helper)
+}
+
+fn single_rig(model: DeviceModel, ids: usize, bios: usize) -> Rig<SingleEnd> {
+    let (host, device) = queue_pair(model.ring_entries);
+    Rig::new(SingleEnd::new(&Single::new(host, ids, bios, bells().0), 0, bios), device, model, bios, None)
+}
+
+fn mq_rig(model: DeviceModel, ids: usize, bios: usize) -> Rig<MqEnd> {
+    let (host, device) = queue_pair(model.ring_entries);
+    Rig::new(MqEnd::new(host, ids, bios), device, model, bios, None)
+}
+
+impl<M: End> Rig<M> {
+    fn new(end: M, device: DeviceEnd, model: DeviceModel, bios: usize, helper: Option<Helper>) -> Rig<M> {
+        let bio = |slot| {
+            let mut bio = Bio::with_capacity(1);
+            bio.cookie = cookie(0, slot);
+            bio
+        };
+        let mut rig = Rig {
+            end,
+            device,
+            idle: queue_pair(model.ring_entries),
+            cids: VecDeque::with_capacity(model.ring_entries),
+            free: (0..bios).map(bio).collect(),
+            batch: Vec::with_capacity(BURST),
+            rng: Rng::new(1),
+            helper,
+        };
+        rig.settle();
+        rig
+    }
+
+    /// Everything that is free goes out again, and the device has seen it. In batches, since the queue holds no more at once.
+    fn settle(&mut self) {
+        while !self.free.is_empty() {
+            self.submit(BURST);
+            self.fetch();
+        }
+        if let Some(helper) = &mut self.helper {
+            helper.look_after(0, 0);
+        }
+        self.fetch();
+    }
+
+    fn fetch(&mut self) {
+        while let Some(command) = self.device.command() {
+            self.cids.push_back(command.cid);
+        }
+    }
+
+    #[inline]
+    fn post(&mut self, batch: usize) {
+        for _ in 0..batch {
+            let Some(cid) = self.cids.pop_front() else { unreachable!("more is out than a phase answers") };
+            self.device.complete(Completion { cid, status: Status::Ok });
+        }
+    }
+
+    #[inline]
+    fn collect(&mut self, now_ns: u64) {
+        black_box(self.end.collect(now_ns, &mut self.free));
+    }
+
+    /// Fills in and submits so many of what is free.
+    #[inline]
+    fn submit(&mut self, batch: usize) {
+        let mut left = batch.min(self.free.len());
+        while left > 0 {
+            for _ in 0..left.min(M::BATCH) {
+                let Some(mut bio) = self.free.pop() else { unreachable!("counted before") };
+                let slot = slot_of(&bio);
+                fill(&mut bio, slot, &mut self.rng);
+                self.batch.push(bio);
+                left -= 1;
+            }
+            black_box(self.end.submit(&mut self.batch, 1));
+        }
+    }
+
+    /// One phase: so many steps. Returns how long it took.
+    #[inline]
+    fn phase(&mut self, steps: usize, mut step: impl FnMut(&mut Self)) -> u64 {
+        let start_ns = now_ns();
+        (0..steps).for_each(|_| step(self));
+        now_ns() - start_ns
+    }
+}
+
+impl<M: End> Windowed for Rig<M> {
+    fn window(&mut self, batch: usize) -> Phases {
+        let steps = BURST / batch.max(1);
+        let (start_ns, start_cpu_ns) = (now_ns(), thread_cpu_ns());
+        let (mut rounds, mut sums) = (0, [0_u64; 4]);
+        while now_ns() - start_ns < WINDOW_NS {
+            rounds += 1;
+            sums[0] += self.phase(steps, |rig| {
+                for _ in 0..batch {
+                    let Some(cid) = rig.cids.pop_front() else { unreachable!("more is out than a phase answers") };
+                    rig.cids.push_back(cid);
+                    rig.idle.1.complete(Completion { cid, status: Status::Ok });
+                }
+            });
+            while self.idle.0.completion().is_some() {}
+            self.idle.0.release();
+            sums[1] += self.phase(steps, |rig| {
+                rig.post(batch);
+                rig.collect(1);
+            });
+            self.settle();
+            sums[2] += self.phase(steps, |rig| {
+                rig.post(batch);
+                rig.collect(1);
+                rig.submit(batch);
+            });
+            self.settle();
+            if let Some(mut helper) = self.helper.take() {
+                sums[3] += self.phase(steps, |rig| {
+                    rig.post(batch);
+                    rig.collect(1);
+                    black_box(helper.look_after(0, 1));
+                });
+                self.helper = Some(helper);
+                self.settle();
+            }
+        }
+        let (ran_ns, cpu_ns) = (now_ns() - start_ns, thread_cpu_ns() - start_cpu_ns);
+        // What the thread did not run it is not charged for.
+        let share = (cpu_ns as f64 / ran_ns as f64).min(1.0);
+        let [posts, reaps, turns, passes] = sums.map(|sum| sum as f64 * share / (rounds * steps) as f64);
+        Phases { posts, reaps, turns, passes }
+    }
+}
+
+/// Two jobs, of which one leaves mail for the other.
+struct Mail {
+    seats: [Seat; 1],
+    bios: Vec<Box<Bio>>,
+}
+
+impl Mail {
+    fn new() -> Mail {
+        let bio = |_| Bio::with_capacity(1);
+        Mail { seats: [Seat::new(BURST, Arc::new(Bell::default()))], bios: (0..BURST).map(bio).collect() }
+    }
+
+    /// Nanoseconds for one bio, delivered and taken. One at a time, as they come off the device.
+    fn window(&mut self) -> f64 {
+        let mut one = Vec::with_capacity(1);
+        let (start_ns, start_cpu_ns) = (now_ns(), thread_cpu_ns());
+        let mut moved = 0;
+        while now_ns() - start_ns < WINDOW_NS {
+            for _ in 0..BURST {
+                one.extend(self.bios.pop());
+                deliver(&self.seats, &mut one);
+                moved += self.seats[0].take_mail(&mut one);
+                self.bios.append(&mut one);
+            }
+        }
+        (thread_cpu_ns() - start_cpu_ns) as f64 / moved.max(1) as f64
+    }
+}
+
+impl<M: End> Drop for Rig<M> {
+    /// What is out comes back before a queue may go.
+    fn drop(&mut self) {
+        loop {
+            self.fetch();
+            if self.cids.is_empty() {
+                return;
+            }
+            self.post(self.cids.len());
+            self.collect(1);
+            self.free.clear();
+            if let Some(helper) = &mut self.helper {
+                helper.look_after(0, 1);
+            }
+            // Of nothing; what waited in the queue goes out with it.
+            self.end.submit(&mut self.batch, 1);
+        }
+    }
+}

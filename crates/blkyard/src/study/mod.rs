@@ -1,0 +1,141 @@
+//! `blkyard study`: a published claim, run again. The post's figures and ours stand next to each other, then each goal with its verdict.
+//!
+//! `mq-vs-bio` is the first: the NVMe driver moves from bios to the multi-queue core (M. Bjørling, linux-nvme, October 2013). Each
+//! mode's own code is measured step by step on this machine ([`measure`], [`wakes`]) and then run on a model of the post's device and
+//! host in virtual time, which charges each step what it was measured to cost ([`world`]). So the noise of the machine has no part in
+//! the latencies, and the cost of the code does.
+
+mod bio;
+mod costs;
+mod end;
+mod goals;
+mod grid;
+mod measure;
+mod meter;
+mod mq;
+mod post;
+mod report;
+mod seats;
+mod single;
+mod svg;
+mod wakes;
+mod world;
+
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::thread;
+
+use blkyard_os::cpu_places;
+use blkyard_sim::DeviceModel;
+use clap::ValueEnum;
+
+use costs::Costs;
+use grid::Length;
+use report::Report;
+
+/// Command-line options of `study`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct StudyArgs {
+    /// Which claim.
+    #[arg(value_enum, value_name = "NAME")]
+    pub name: Study,
+    /// One JSON object instead of tables.
+    #[arg(long)]
+    pub json: bool,
+    /// Draw the figures into a file as well.
+    #[arg(long, value_name = "FILE")]
+    pub svg: Option<PathBuf>,
+    /// Exit with 1 if a goal is missed.
+    #[arg(long)]
+    pub check: bool,
+    /// Finish within a minute: fewer windows, shorter runs.
+    #[arg(long)]
+    pub quick: bool,
+    /// Seed of all chance: places and jitter.
+    #[arg(long, value_name = "SEED", default_value_t = 0x0062_6c6b_7961_7264)]
+    pub seed: u64,
+}
+
+/// The claims that can be run again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Study {
+    /// NVMe on the multi-queue core against the bio-based driver, 2013.
+    MqVsBio,
+}
+
+/// Why a study was not run.
+#[derive(Debug, thiserror::Error)]
+pub enum StudyError {
+    /// What the measurement takes was not to be had.
+    #[error("the machine cannot be measured: {0}; free descriptors and threads and run the study again")]
+    Measure(#[from] io::Error),
+    /// The picture was not written.
+    #[error("{path}: {error}; name a file that can be written with --svg")]
+    Picture {
+        /// Where to.
+        path: PathBuf,
+        /// Why.
+        error: io::Error,
+    },
+}
+
+/// Bios out when there are to be fewer ids: the most that a queue has in the grid.
+const BEYOND: usize = 2048;
+
+/// Runs a study and prints its report.
+///
+/// # Errors
+/// The machine cannot be measured, or the picture not written.
+pub fn run(args: &StudyArgs) -> Result<ExitCode, StudyError> {
+    let Study::MqVsBio = args.name;
+    let model = DeviceModel::NVME_2013;
+    let (windows, length) =
+        if args.quick { (60, Length { ios: 30_000, rounds: 8 }) } else { (400, Length { ios: 200_000, rounds: 25 }) };
+    let say = |what: String| {
+        if !args.json {
+            eprintln!("{what}");
+        }
+    };
+    say("measuring the steps of each mode ...".into());
+    let costs = measure(model, windows)?;
+    let rows = grid::play(model, &costs, length, args.seed, |point| {
+        if point % 4 == 0 {
+            say(format!("virtual time: {point} of {} points ...", post::POST.len()));
+        }
+    });
+    let report = Report::new(model, &costs, length, args.seed, rows);
+    if let Some(path) = &args.svg {
+        let picture = svg::picture(&report);
+        std::fs::write(path, picture).map_err(|error| StudyError::Picture { path: path.clone(), error })?;
+    }
+    if args.json {
+        println!("{}", report.json());
+    } else {
+        print!("{}", report.text());
+    }
+    Ok(if args.check && !report.is_met() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// Measures everything on a thread of its own, which stays on one CPU.
+fn measure(model: DeviceModel, windows: usize) -> io::Result<Costs> {
+    let places = cpu_places();
+    let cpu = places.first().map_or(0, |place| place.cpu);
+    let measuring = thread::Builder::new().spawn(move || {
+        let hand_over_ns = wakes::hand_over_ns(windows)?;
+        wakes::pin_to(cpu);
+        let (sleep, ring) = wakes::sleep_and_ring(windows)?;
+        let modes = measure::modes(model, BEYOND, windows);
+        Ok(Costs {
+            bio: modes.bio,
+            single: modes.single,
+            mq: modes.mq,
+            mail_ns: modes.mail_ns,
+            sleep,
+            ring,
+            hand_over_ns,
+            windows,
+        })
+    })?;
+    measuring.join().unwrap_or_else(|_| Err(io::Error::other("a measuring thread panicked")))
+}

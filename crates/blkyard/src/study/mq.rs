@@ -1,0 +1,37 @@
+//! Mode `mq`: the core as it is meant. A job owns its hardware queue: no lock, nothing shared, one doorbell for a batch.
+
+use blkyard_mq::{Bio, HwQueue};
+use blkyard_sim::{HostEnd, PairDriver};
+
+use super::end::{End, Moved, config, info};
+
+/// A job's end: the hardware queue itself.
+pub(crate) struct MqEnd {
+    hw: HwQueue<PairDriver>,
+}
+
+impl MqEnd {
+    /// A queue of `ids` commands, for at most `bios` bios.
+    pub(crate) fn new(host: HostEnd, ids: usize, bios: usize) -> MqEnd {
+        MqEnd { hw: HwQueue::new(PairDriver::new(host, ids), info(), config(ids, bios)) }
+    }
+}
+
+impl End for MqEnd {
+    const BATCH: usize = usize::MAX;
+    const LOCKED: bool = false;
+
+    #[inline]
+    fn submit(&mut self, bios: &mut Vec<Box<Bio>>, now_ns: u64) -> Moved {
+        let submitted = bios.len();
+        bios.drain(..).for_each(|bio| self.hw.submit(bio));
+        self.hw.issue(&mut (), now_ns);
+        Moved { submitted, ..Moved::default() }
+    }
+
+    #[inline]
+    fn collect(&mut self, now_ns: u64, out: &mut Vec<Box<Bio>>) -> Moved {
+        let reaped = self.hw.reap(&mut (), now_ns, &mut |bio| out.push(bio));
+        Moved { reaped, ..Moved::default() }
+    }
+}

@@ -1,0 +1,271 @@
+//! What came out, for people and for programs. Pure formatting.
+
+use std::fmt::Write;
+
+use blkyard_sim::DeviceModel;
+use serde::Serialize;
+
+use super::costs::{BATCHES, CallCost, Costs, ModeCosts};
+use super::goals::{Claim, Goal, claims, goals};
+use super::grid::{Length, Ratios, Row, TICK_NS};
+use super::meter::Outcome;
+use super::post::PostCell;
+use super::world::CPUS;
+use crate::bench::count;
+
+/// Everything.
+#[derive(Debug)]
+pub(crate) struct Report {
+    pub(crate) model: DeviceModel,
+    pub(crate) costs: Costs,
+    pub(crate) length: Length,
+    pub(crate) seed: u64,
+    pub(crate) rows: Vec<Row>,
+    pub(crate) goals: Vec<Goal>,
+    pub(crate) claims: Vec<Claim>,
+}
+
+impl Report {
+    pub(crate) fn new(model: DeviceModel, costs: &Costs, length: Length, seed: u64, rows: Vec<Row>) -> Report {
+        let (goals, claims) = (goals(&rows), claims(&rows));
+        Report { model, costs: costs.clone(), length, seed, rows, goals, claims }
+    }
+
+    /// Whether every goal is met.
+    pub(crate) fn is_met(&self) -> bool {
+        self.goals.iter().all(|goal| goal.met)
+    }
+
+    /// The tables.
+    pub(crate) fn text(&self) -> String {
+        let mut out = String::new();
+        let Report { model, length, seed, .. } = self;
+        let _ = writeln!(
+            out,
+            "study mq-vs-bio: 4 KiB random writes, a queue for each job (single: one for all), {CPUS} CPUs, virtual time\n\
+             device: {:.2} us one by one, then {:.2} us together (stdev {:.2}); rings of {} ({})\n\
+             length: {} I/Os a point, or each place {} times if that is more; seed {seed}\n",
+            us(model.serial_ns),
+            us(model.parallel_ns),
+            us(model.jitter_ns),
+            model.ring_entries,
+            model.source,
+            length.ios,
+            length.rounds
+        );
+        self.steps(&mut out);
+        self.grid(&mut out);
+        let _ = writeln!(out, "\nclaims of the post");
+        for Claim { what, found, reproduced, reason } in &self.claims {
+            let verdict = if *reproduced { "reproduced".into() } else { format!("not reproduced: {reason}") };
+            let _ = writeln!(out, "  {what}: {found}; {verdict}");
+        }
+        let _ = writeln!(out, "\ngoals (against bio with or without its tick, whichever is harder)");
+        for Goal { what, value, limit, at, met } in &self.goals {
+            let verdict = if *met { "met" } else { "MISSED" };
+            let _ = writeln!(out, "  {verdict:6}  {what}: {value:.3} (goal {limit}), the worst at {at}");
+        }
+        out
+    }
+
+    fn steps(&self, out: &mut String) {
+        let Costs { bio, single, mq, mail_ns, sleep, ring, hand_over_ns, windows } = &self.costs;
+        let _ = writeln!(
+            out,
+            "CPU of the steps, ns for each I/O, measured on this machine: 10th percentile of {windows} windows\n  \
+             {:34}{:>8}{:>8}{:>8}{:>8}{:>8}",
+            "in batches of", 1, 4, 16, 64, 128
+        );
+        let modes = [("bio", bio), ("single", single), ("mq", mq)];
+        for (name, ModeCosts { within, beyond }) in modes {
+            let mut curves = vec![
+                ("collect", within.collect),
+                ("fill, submit", within.submit),
+                ("collect, fewer ids than bios", beyond.collect),
+            ];
+            if name == "bio" {
+                curves.push(("fill, put on the list", beyond.list));
+                curves.push(("helper: take from the list", beyond.pass));
+            } else {
+                curves.push(("fill, submit, fewer ids than bios", beyond.submit));
+            }
+            for (step, curve) in curves {
+                let _ = write!(out, "  {:34}", format!("{name}: {step}"));
+                for (place, batch) in BATCHES.into_iter().enumerate() {
+                    if [1, 4, 16, 64, 128].contains(&batch) {
+                        let _ = write!(out, "{:8.1}", curve.0[place] / batch as f64);
+                    }
+                }
+                let _ = writeln!(out);
+            }
+        }
+        let call = |cost: &CallCost| format!("{:.0} (user {:.0})", cost.total_ns(), cost.user_ns);
+        let _ = writeln!(
+            out,
+            "  sleep and be woken {}, ring a sleeper's bell {}, mail a bio {mail_ns:.0}, lock from another CPU {}\n",
+            call(sleep),
+            call(ring),
+            hand_over_ns.map_or("unknown: one CPU".into(), |ns| format!("{ns:.0} more"))
+        );
+    }
+
+    fn grid(&self, out: &mut String) {
+        let _ = writeln!(
+            out,
+            "{:11}{:16}{:>8}  {:>18}  {:>40}\n{:11}{:16}{:>8}  {:>6}{:>6}{:>6}  {:>10}{:>10}{:>10}{:>10}",
+            "",
+            "",
+            "",
+            "CPU ns/io",
+            "lat (usec)",
+            "jobs,depth",
+            "",
+            "IOPS",
+            "usr",
+            "sys",
+            "all",
+            "min",
+            "max",
+            "avg",
+            "stdev"
+        );
+        for row in &self.rows {
+            let mut name = format!("{},{}", row.post.jobs, row.post.depth);
+            let modes = [("bio", row.bio), ("bio, no tick", row.bio_untimed), ("single", row.single), ("mq", row.mq)];
+            for (mode, outcome) in modes {
+                let Outcome { iops, user_ns, system_ns, min_us, max_us, mean_us, stdev_us, .. } = outcome;
+                let _ = writeln!(
+                    out,
+                    "{:11}{mode:16}{:>8}  {user_ns:6.0}{system_ns:6.0}{:6.0}  {min_us:10.2}{max_us:10.2}{mean_us:10.2}{stdev_us:10.2}",
+                    std::mem::take(&mut name),
+                    count(iops),
+                    outcome.cpu_ns()
+                );
+            }
+            for (name, Ratios { iops, cpu, max, stdev }) in
+                [("mq/bio", row.ratios()), ("mq/bio, post", row.post_ratios())]
+            {
+                let _ = writeln!(
+                    out,
+                    "{:11}{name:16}{iops:8.3}  {:12}{cpu:6.2}  {:10}{max:10.2}{:10}{stdev:10.2}",
+                    "", "", "", ""
+                );
+            }
+        }
+    }
+
+    /// The same, for programs.
+    pub(crate) fn json(&self) -> String {
+        let Report { model, costs, length, seed, rows, goals, claims } = self;
+        let whole = Json {
+            study: "mq-vs-bio",
+            model: Model {
+                source: model.source,
+                serial_ns: model.serial_ns,
+                parallel_ns: model.parallel_ns,
+                jitter_ns: model.jitter_ns,
+                ring_entries: model.ring_entries,
+                cpus: CPUS,
+                tick_ns: TICK_NS,
+            },
+            ios_min: length.ios,
+            rounds_min: length.rounds,
+            seed: *seed,
+            batches: &BATCHES,
+            costs,
+            rows: rows.iter().map(JsonRow::of).collect(),
+            claims,
+            goals,
+        };
+        serde_json::to_string_pretty(&whole).unwrap_or_else(|error| format!("{{\"error\": \"{error}\"}}"))
+    }
+}
+
+fn us(ns: u64) -> f64 {
+    ns as f64 / 1e3
+}
+
+#[derive(Serialize)]
+struct Json<'a> {
+    study: &'static str,
+    model: Model,
+    ios_min: u64,
+    rounds_min: u64,
+    seed: u64,
+    /// The sizes of batch that the curves in `costs` are of.
+    batches: &'a [usize],
+    costs: &'a Costs,
+    rows: Vec<JsonRow>,
+    claims: &'a [Claim],
+    goals: &'a [Goal],
+}
+
+#[derive(Serialize)]
+struct Model {
+    source: &'static str,
+    serial_ns: u64,
+    parallel_ns: u64,
+    jitter_ns: u64,
+    ring_entries: usize,
+    cpus: usize,
+    tick_ns: u64,
+}
+
+#[derive(Serialize)]
+struct JsonRow {
+    jobs: usize,
+    depth: usize,
+    bio: Outcome,
+    bio_no_tick: Outcome,
+    single: Outcome,
+    mq: Outcome,
+    ratios: Ratios,
+    post_mq: Post,
+    post_bio: Post,
+    post_ratios: Ratios,
+}
+
+impl JsonRow {
+    fn of(row: &Row) -> JsonRow {
+        JsonRow {
+            jobs: row.post.jobs,
+            depth: row.post.depth,
+            bio: row.bio,
+            bio_no_tick: row.bio_untimed,
+            single: row.single,
+            mq: row.mq,
+            ratios: row.ratios(),
+            post_mq: Post::of(&row.post.mq, row.post.jobs),
+            post_bio: Post::of(&row.post.bio, row.post.jobs),
+            post_ratios: row.post_ratios(),
+        }
+    }
+}
+
+/// A cell of the post's, in the words of an [`Outcome`].
+#[derive(Serialize)]
+struct Post {
+    iops: f64,
+    user_ns: f64,
+    system_ns: f64,
+    min_us: f64,
+    max_us: f64,
+    mean_us: f64,
+    stdev_us: f64,
+}
+
+impl Post {
+    fn of(cell: &PostCell, jobs: usize) -> Post {
+        let ns = |percent: f64| percent / (cell.user_percent + cell.system_percent) * cell.cpu_ns(jobs);
+        let PostCell { iops, min_us, max_us, mean_us, stdev_us, .. } = *cell;
+        Post {
+            iops,
+            user_ns: ns(cell.user_percent),
+            system_ns: ns(cell.system_percent),
+            min_us,
+            max_us,
+            mean_us,
+            stdev_us,
+        }
+    }
+}

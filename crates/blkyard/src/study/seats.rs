@@ -1,0 +1,86 @@
+//! What a job is to those who share its queue: a mailbox for what ended while somebody else was looking, and a bell.
+//!
+//! For the modes with a lock. Whoever takes a completion off the device for another job puts it into that job's box, and rings
+//! once. It knows nothing of sleep: a bell is anything that [wakes](Wake).
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use blkyard_mq::{Bio, Wake};
+
+/// A bio's cookie on its way: the seat above, the job's own number below.
+const SEAT_SHIFT: u32 = 32;
+
+/// The cookie of a bio of this seat.
+#[inline]
+pub(crate) fn cookie(seat: usize, slot: usize) -> u64 {
+    (seat as u64) << SEAT_SHIFT | slot as u64
+}
+
+/// Whose bio it is.
+#[inline]
+pub(crate) fn seat_of(bio: &Bio) -> usize {
+    (bio.cookie >> SEAT_SHIFT) as usize
+}
+
+/// The job's own number for it.
+#[inline]
+pub(crate) fn slot_of(bio: &Bio) -> usize {
+    (bio.cookie & ((1 << SEAT_SHIFT) - 1)) as usize
+}
+
+/// One job.
+pub(crate) struct Seat {
+    mail: Mutex<Vec<Box<Bio>>>,
+    has_mail: AtomicBool,
+    bell: Arc<dyn Wake>,
+}
+
+impl std::fmt::Debug for Seat {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Seat").field("has_mail", &self.has_mail).finish_non_exhaustive()
+    }
+}
+
+impl Seat {
+    /// A seat for a job with this many bios.
+    pub(crate) fn new(bios: usize, bell: Arc<dyn Wake>) -> Seat {
+        Seat { mail: Mutex::new(Vec::with_capacity(bios)), has_mail: AtomicBool::new(false), bell }
+    }
+
+    /// Takes what others have left. Returns how many.
+    #[inline]
+    pub(crate) fn take_mail(&self, out: &mut Vec<Box<Bio>>) -> usize {
+        if !self.has_mail.load(Ordering::Acquire) {
+            return 0;
+        }
+        let mut mail = lock(&self.mail);
+        self.has_mail.store(false, Ordering::Relaxed);
+        let count = mail.len();
+        out.append(&mut mail);
+        count
+    }
+}
+
+/// Gives bios of other jobs to them, and rings for each job once for a run of its own.
+pub(crate) fn deliver(seats: &[Seat], bios: &mut Vec<Box<Bio>>) {
+    let mut rest = bios.drain(..).peekable();
+    while let Some(first) = rest.next() {
+        let number = seat_of(&first);
+        let seat = &seats[number];
+        let mut mail = lock(&seat.mail);
+        mail.push(first);
+        while let Some(bio) = rest.next_if(|bio| seat_of(bio) == number) {
+            mail.push(bio);
+        }
+        seat.has_mail.store(true, Ordering::Release);
+        drop(mail);
+        seat.bell.wake();
+    }
+}
+
+/// Takes a lock. That another holder panicked ends the study anyway.
+#[inline]
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,72 @@
+//! Mode `single`: the core with one hardware queue for all, under one lock.
+//!
+//! What a port without thought for queues would be: requests, tags and batches of the core, but every job waits for the same lock,
+//! and what ends for another job goes to its box.
+
+use std::sync::{Arc, Mutex};
+
+use blkyard_mq::{Bio, HwQueue};
+use blkyard_sim::{HostEnd, PairDriver};
+
+use super::end::{End, Moved, config, info};
+use super::seats::{Seat, deliver, lock, seat_of};
+
+/// The queue.
+pub(crate) struct Single {
+    hw: Mutex<HwQueue<PairDriver>>,
+    seats: Arc<[Seat]>,
+}
+
+impl Single {
+    /// A queue of `ids` commands, for at most `bios` bios.
+    pub(crate) fn new(host: HostEnd, ids: usize, bios: usize, seats: Arc<[Seat]>) -> Arc<Single> {
+        let hw = HwQueue::new(PairDriver::new(host, ids), info(), config(ids, bios));
+        Arc::new(Single { hw: Mutex::new(hw), seats })
+    }
+}
+
+/// A job's end.
+pub(crate) struct SingleEnd {
+    queue: Arc<Single>,
+    seat: usize,
+    away: Vec<Box<Bio>>,
+}
+
+impl SingleEnd {
+    pub(crate) fn new(queue: &Arc<Single>, seat: usize, bios: usize) -> SingleEnd {
+        SingleEnd { queue: Arc::clone(queue), seat, away: Vec::with_capacity(bios) }
+    }
+}
+
+impl End for SingleEnd {
+    const BATCH: usize = usize::MAX;
+    const LOCKED: bool = true;
+
+    #[inline]
+    fn submit(&mut self, bios: &mut Vec<Box<Bio>>, now_ns: u64) -> Moved {
+        let submitted = bios.len();
+        let mut hw = lock(&self.queue.hw);
+        bios.drain(..).for_each(|bio| hw.submit(bio));
+        hw.issue(&mut (), now_ns);
+        Moved { submitted, ..Moved::default() }
+    }
+
+    #[inline]
+    fn collect(&mut self, now_ns: u64, out: &mut Vec<Box<Bio>>) -> Moved {
+        let SingleEnd { queue, seat, away } = self;
+        let mailed = queue.seats[*seat].take_mail(out);
+        let mut hw = lock(&queue.hw);
+        let route = &mut |bio: Box<Bio>| if seat_of(&bio) == *seat { out.push(bio) } else { away.push(bio) };
+        let reaped = hw.reap(&mut (), now_ns, route);
+        // Tags came back, and somebody's bios may wait for them.
+        if reaped > 0 && hw.has_work() {
+            hw.issue(&mut (), now_ns);
+        }
+        drop(hw);
+        let delivered = away.len();
+        if delivered > 0 {
+            deliver(&queue.seats, away);
+        }
+        Moved { reaped, delivered, mailed, ..Moved::default() }
+    }
+}

@@ -1,0 +1,406 @@
+//! The host in virtual time: CPUs, jobs, locks, sleep, around the real code of a mode and the model of the device.
+//!
+//! A task runs step by step. A step begins when its CPU is free and, in a mode with a lock, when the lock is; then the real code
+//! runs, at once, and its CPU is taken for as long as such a step was measured to take. At the end of that time the device hears
+//! the doorbell, I/Os count as over, and those wake whose bells were rung.
+//!
+//! ```text
+//!   job:     submit ─▶ collect ─▶ submit ─▶ ... ─▶ nothing came ─▶ sleep ─▶ interrupt, or a bell ─▶ collect
+//!   helper:  sleep ─▶ a bell, or the tick ─▶ look after queue 0, 1, .. ─▶ again if rung meanwhile, else sleep
+//! ```
+//!
+//! As fio's jobs do over libaio, a job keeps its depth out: it takes what is over, submits as many anew, and sleeps only if nothing
+//! is over. Each job has a CPU to itself; the helper runs on one that is idle if there is one, and waits for the
+//! first to be free otherwise. An interrupt costs what it costs to be woken by a bell, in every mode. Who waits for a lock spins.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use blkyard_mq::{Bio, Wake};
+use blkyard_sim::{DeviceEvent, DeviceModel, Events, ModelDevice, Rng};
+
+use super::bio::Helper;
+use super::costs::{CallCost, Costs, Step, StepCosts};
+use super::end::{End, Moved, fill};
+use super::meter::{Meter, Outcome};
+use super::seats::{cookie, slot_of};
+
+/// CPUs of the post's host.
+pub(crate) const CPUS: usize = 4;
+
+/// What is to be dreamed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Scene<'a> {
+    pub(crate) model: DeviceModel,
+    pub(crate) jobs: usize,
+    /// I/Os that each job keeps out.
+    pub(crate) depth: usize,
+    /// I/Os that count, after as many as are needed to settle.
+    pub(crate) ios: u64,
+    pub(crate) warm_up: u64,
+    pub(crate) seed: u64,
+    pub(crate) steps: &'a StepCosts,
+    pub(crate) costs: &'a Costs,
+    /// Period of the helper's tick, if it has one.
+    pub(crate) tick_ns: Option<u64>,
+}
+
+/// A bell that only remembers.
+#[derive(Debug, Default)]
+pub(crate) struct Bell(AtomicBool);
+
+impl Bell {
+    /// Whether it was rung since the last time it was asked.
+    pub(crate) fn take(&self) -> bool {
+        self.0.swap(false, Ordering::Relaxed)
+    }
+}
+
+impl Wake for Bell {
+    fn wake(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// The ends of the jobs, the queue each uses, and the helper if the mode has one.
+pub(crate) struct Cast<M> {
+    pub(crate) ends: Vec<M>,
+    pub(crate) queue_of: Vec<usize>,
+    pub(crate) helper: Option<Helper>,
+}
+
+#[derive(Debug)]
+enum Event {
+    Device(DeviceEvent),
+    /// A task wants its CPU.
+    Run(usize),
+    /// The step of a task is over.
+    Over(usize),
+    Tick,
+}
+
+impl From<DeviceEvent> for Event {
+    fn from(event: DeviceEvent) -> Event {
+        Event::Device(event)
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Asleep,
+    /// Its bell was rung, and whoever rang it has not finished doing so.
+    Called,
+    /// Awake as soon as it gets its CPU and has paid for it.
+    Waking,
+    At(Step),
+}
+
+struct Task {
+    state: State,
+    cpu: usize,
+    /// Its bell was rung while it was awake.
+    again: bool,
+    /// Whom to wake when its step is over.
+    calls: Vec<usize>,
+}
+
+struct Job<M> {
+    end: M,
+    queue: usize,
+    /// Bios that are not out, in the order they came back.
+    free: VecDeque<Box<Bio>>,
+    batch: Vec<Box<Bio>>,
+    /// When the bio of each slot was submitted.
+    since_ns: Vec<u64>,
+    rng: Rng,
+    out: usize,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Queue {
+    /// Completions the device has posted and nobody has taken.
+    posted: usize,
+    lock_free_ns: u64,
+    lock_cpu: Option<usize>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Cpu {
+    free_ns: u64,
+    /// Part of a nanosecond that is still to be paid for: steps are not whole nanoseconds, and time is.
+    owed_ns: f64,
+}
+
+/// The whole.
+pub(crate) struct World<'a, M> {
+    scene: Scene<'a>,
+    events: Events<Event>,
+    device: ModelDevice,
+    jobs: Vec<Job<M>>,
+    helper: Option<Helper>,
+    /// Jobs first, then the helper.
+    tasks: Vec<Task>,
+    bells: Vec<Arc<Bell>>,
+    queues: Vec<Queue>,
+    cpus: [Cpu; CPUS],
+    meter: Meter,
+    stopping: bool,
+}
+
+impl<'a, M: End> World<'a, M> {
+    /// Sets the scene. `cast` opens the queues of the device; the bells are one for each job, then the helper's.
+    pub(crate) fn new(scene: Scene<'a>, cast: impl FnOnce(&mut ModelDevice, &[Arc<Bell>]) -> Cast<M>) -> World<'a, M> {
+        assert!(scene.jobs <= CPUS, "each job has a CPU to itself");
+        let mut device = ModelDevice::new(scene.model, scene.seed);
+        let bells: Vec<_> = (0..=scene.jobs).map(|_| Arc::new(Bell::default())).collect();
+        let Cast { ends, queue_of, helper } = cast(&mut device, &bells);
+        let queues = queue_of.iter().max().map_or(0, |last| last + 1);
+        let job = |(number, (end, queue)): (usize, (M, usize))| Job {
+            end,
+            queue,
+            free: (0..scene.depth).map(|slot| bio(number, slot)).collect(),
+            batch: Vec::with_capacity(scene.depth),
+            since_ns: vec![0; scene.depth],
+            rng: Rng::new(scene.seed ^ (number as u64 + 1)),
+            out: 0,
+        };
+        let jobs: Vec<_> = ends.into_iter().zip(queue_of).enumerate().map(job).collect();
+        let task = |number| Task {
+            state: if number < scene.jobs { State::At(Step::Submit) } else { State::Asleep },
+            cpu: number % CPUS,
+            again: false,
+            calls: Vec::with_capacity(scene.jobs + 1),
+        };
+        let mut events = Events::default();
+        (0..scene.jobs).for_each(|job| events.at(0, Event::Run(job)));
+        if let Some(tick_ns) = scene.tick_ns
+            && helper.is_some()
+        {
+            events.at(tick_ns, Event::Tick);
+        }
+        World {
+            scene,
+            events,
+            device,
+            jobs,
+            helper,
+            tasks: (0..=scene.jobs).map(task).collect(),
+            bells,
+            queues: vec![Queue::default(); queues],
+            cpus: [Cpu::default(); CPUS],
+            meter: Meter::default(),
+            stopping: false,
+        }
+    }
+
+    /// Lets it happen, and says what came of it. Everything that went out has come back then.
+    pub(crate) fn run(mut self) -> Outcome {
+        let mut outcome = None;
+        while !self.stopping || self.jobs.iter().any(|job| job.out > 0) {
+            let Some(event) = self.events.advance() else { panic!("the model stands still with I/O in flight") };
+            match event {
+                Event::Device(event) => {
+                    if let Some(queue) = self.device.handle(event, &mut self.events) {
+                        self.interrupt(queue);
+                    }
+                }
+                Event::Run(task) => self.step(task),
+                Event::Over(task) => self.over(task),
+                Event::Tick => self.tick(),
+            }
+            let now_ns = self.events.now_ns();
+            if !self.meter.is_on() && self.meter.ios() >= self.scene.warm_up {
+                self.meter.start(now_ns);
+            } else if !self.stopping && self.meter.is_on() && self.meter.ios() >= self.scene.ios {
+                outcome = Some(self.meter.outcome(now_ns));
+                self.stopping = true;
+            }
+        }
+        outcome.unwrap_or_default()
+    }
+
+    /// The device has posted a completion: the first job of its queue hears of it, if it sleeps.
+    fn interrupt(&mut self, queue: usize) {
+        self.queues[queue].posted += 1;
+        let home = self.jobs.iter().position(|job| job.queue == queue);
+        if let Some(home) = home
+            && self.tasks[home].state == State::Asleep
+        {
+            self.wake(home);
+        }
+    }
+
+    fn tick(&mut self) {
+        let helper = self.scene.jobs;
+        if self.tasks[helper].state == State::Asleep {
+            self.wake(helper);
+        }
+        if let Some(tick_ns) = self.scene.tick_ns {
+            self.events.after(tick_ns, Event::Tick);
+        }
+    }
+
+    fn wake(&mut self, task: usize) {
+        if task == self.scene.jobs {
+            // The one that is free first; among equals the last, for jobs live on the first.
+            let now_ns = self.events.now_ns();
+            let free = (0..CPUS).rev().min_by_key(|cpu| self.cpus[*cpu].free_ns.max(now_ns));
+            self.tasks[task].cpu = free.unwrap_or(0);
+        }
+        self.tasks[task].state = State::Waking;
+        self.events.after(0, Event::Run(task));
+    }
+
+    /// A task gets its CPU, or learns when to ask again.
+    fn step(&mut self, task: usize) {
+        let now_ns = self.events.now_ns();
+        let cpu = self.tasks[task].cpu;
+        if self.cpus[cpu].free_ns > now_ns {
+            return self.events.at(self.cpus[cpu].free_ns, Event::Run(task));
+        }
+        let step = match self.tasks[task].state {
+            State::At(step) => step,
+            State::Waking => {
+                let sleep = self.scene.costs.sleep;
+                self.meter.woke(task == self.scene.jobs);
+                let until_ns = self.occupy(cpu, sleep);
+                let first = if task == self.scene.jobs { Step::LookAfter(0) } else { Step::Collect };
+                self.tasks[task].state = State::At(first);
+                return self.events.at(until_ns, Event::Run(task));
+            }
+            State::Asleep | State::Called => unreachable!("a sleeper has no steps"),
+        };
+        let queue = match step {
+            Step::LookAfter(queue) => queue,
+            Step::Collect | Step::Submit => self.jobs[task].queue,
+        };
+        let mut hand_over_ns = 0.0;
+        if M::LOCKED {
+            let lock = &mut self.queues[queue];
+            if lock.lock_free_ns > now_ns {
+                let until_ns = lock.lock_free_ns;
+                self.occupy(cpu, CallCost { user_ns: (until_ns - now_ns) as f64, system_ns: 0.0 });
+                // To the whole nanosecond, at which the lock is free.
+                self.cpus[cpu].free_ns = until_ns;
+                return self.events.at(until_ns, Event::Run(task));
+            }
+            if lock.lock_cpu.replace(cpu).is_some_and(|last| last != cpu) {
+                hand_over_ns = self.scene.costs.hand_over_ns.unwrap_or(0.0);
+            }
+        }
+        let moved = self.act(task, step, now_ns);
+        self.queues[queue].posted -= moved.reaped;
+        self.meter.moved(&moved);
+        let user_ns = self.scene.steps.charge(step, &moved, self.scene.costs.mail_ns) + hand_over_ns;
+        let mut until_ns = self.occupy(cpu, CallCost { user_ns, system_ns: 0.0 });
+        self.queues[queue].lock_free_ns = until_ns;
+        // Bells are rung after the lock is given back.
+        for called in self.answer_bells(task) {
+            until_ns = self.occupy(cpu, self.scene.costs.ring);
+            self.tasks[task].calls.push(called);
+        }
+        self.events.at(until_ns, Event::Over(task));
+    }
+
+    /// The real code of a step.
+    fn act(&mut self, task: usize, step: Step, now_ns: u64) -> Moved {
+        if let Step::LookAfter(queue) = step {
+            let Some(helper) = &mut self.helper else { unreachable!("only a helper looks after queues") };
+            return helper.look_after(queue, now_ns);
+        }
+        let Job { end, free, batch, since_ns, rng, out, .. } = &mut self.jobs[task];
+        if step == Step::Collect {
+            let moved = end.collect(now_ns, batch);
+            *out -= batch.len();
+            free.extend(batch.drain(..));
+            return moved;
+        }
+        for mut bio in free.drain(..free.len().min(M::BATCH)) {
+            let slot = slot_of(&bio);
+            since_ns[slot] = now_ns;
+            fill(&mut bio, slot, rng);
+            batch.push(bio);
+        }
+        *out += batch.len();
+        end.submit(batch, now_ns)
+    }
+
+    /// Whose bells were rung in their sleep. Those who are awake will look again.
+    fn answer_bells(&mut self, me: usize) -> Vec<usize> {
+        let mut called = Vec::new();
+        for (task, bell) in self.bells.iter().enumerate() {
+            if !bell.take() {
+                continue;
+            }
+            if self.tasks[task].state == State::Asleep {
+                self.tasks[task].state = State::Called;
+                called.push(task);
+            } else if task != me {
+                self.tasks[task].again = true;
+            }
+        }
+        called
+    }
+
+    fn over(&mut self, task: usize) {
+        let State::At(step) = self.tasks[task].state else { unreachable!("a step ends once") };
+        let mut calls = std::mem::take(&mut self.tasks[task].calls);
+        calls.drain(..).for_each(|called| self.wake(called));
+        self.tasks[task].calls = calls;
+        let queue = match step {
+            Step::LookAfter(queue) => queue,
+            Step::Collect | Step::Submit => self.jobs[task].queue,
+        };
+        self.device.doorbell(queue, &mut self.events);
+        if step == Step::Collect {
+            let now_ns = self.events.now_ns();
+            let Job { free, since_ns, .. } = &mut self.jobs[task];
+            free.iter().for_each(|bio| self.meter.ended(now_ns - since_ns[slot_of(bio)]));
+        }
+        let next = self.next(task, step);
+        self.tasks[task].state = next.map_or(State::Asleep, State::At);
+        if next.is_some() {
+            self.events.after(0, Event::Run(task));
+        }
+    }
+
+    /// What a task does after a step; nothing if it sleeps.
+    fn next(&mut self, task: usize, step: Step) -> Option<Step> {
+        if let Step::LookAfter(queue) = step {
+            let next = queue + 1;
+            if next < self.queues.len() {
+                return Some(Step::LookAfter(next));
+            }
+            return std::mem::take(&mut self.tasks[task].again).then_some(Step::LookAfter(0));
+        }
+        let job = &mut self.jobs[task];
+        if !job.free.is_empty() {
+            if self.stopping {
+                // Nothing is submitted any more, but the queue goes on passing on what it holds.
+                job.free.clear();
+            }
+            return Some(Step::Submit);
+        }
+        let rung = std::mem::take(&mut self.tasks[task].again);
+        (step == Step::Submit || rung || self.queues[job.queue].posted > 0).then_some(Step::Collect)
+    }
+
+    /// Charges a CPU from now, or from when it is free, on. Returns until when.
+    fn occupy(&mut self, cpu: usize, cost: CallCost) -> u64 {
+        self.meter.charge(cost);
+        let now_ns = self.events.now_ns();
+        let cpu = &mut self.cpus[cpu];
+        cpu.owed_ns += cost.total_ns();
+        let whole_ns = cpu.owed_ns as u64;
+        cpu.owed_ns -= whole_ns as f64;
+        cpu.free_ns = cpu.free_ns.max(now_ns) + whole_ns;
+        cpu.free_ns
+    }
+}
+
+fn bio(job: usize, slot: usize) -> Box<Bio> {
+    let mut bio = Bio::with_capacity(1);
+    bio.cookie = cookie(job, slot);
+    bio
+}
