@@ -65,18 +65,12 @@ mod tests {
 
     use super::*;
     use crate::pair::{Completion, queue_pair};
-    use blkyard_mq::{Bio, DeviceInfo, HwQueue, HwQueueConfig, Op, QueueLimits, Status};
+    use blkyard_mq::{Bio, DeviceInfo, HwQueue, HwQueueConfig, Op, Status};
 
     #[test]
     fn what_goes_out_as_a_command_comes_back_as_its_bio_and_once() {
         let (host, mut device) = queue_pair(8);
-        let info = DeviceInfo {
-            name: "pair".into(),
-            capacity_sectors: 100,
-            limits: QueueLimits::default(),
-            read_only: false,
-            volatile_cache: false,
-        };
+        let info = DeviceInfo { name: "pair".into(), capacity_sectors: 100, ..DeviceInfo::default() };
         let config = HwQueueConfig { depth: 4, bios_max: 8, ..HwQueueConfig::default() };
         let mut queue = HwQueue::new(PairDriver::new(host, 4), Arc::new(info), config);
         let mut bio = Bio::with_capacity(1);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use blkyard_mq::{Bio, DeviceInfo, HwQueueConfig, Op, QueueLimits, SECTOR_SHIFT, Segment};
+use blkyard_mq::{Bio, DeviceInfo, HwQueueConfig, Op, SECTOR_SHIFT, Segment};
 use blkyard_sim::Rng;
 
 /// Size of the model disk. Nothing is stored, so it is only a range for random places.
@@ -54,13 +54,7 @@ pub(crate) fn fill(bio: &mut Bio, slot: usize, rng: &mut Rng) {
 
 /// The model disk, as the core is told.
 pub(crate) fn info() -> Arc<DeviceInfo> {
-    Arc::new(DeviceInfo {
-        name: "model:nvme-2013".into(),
-        capacity_sectors: CAPACITY_SECTORS,
-        limits: QueueLimits::default(),
-        read_only: false,
-        volatile_cache: false,
-    })
+    Arc::new(DeviceInfo { name: "model:nvme-2013".into(), capacity_sectors: CAPACITY_SECTORS, ..DeviceInfo::default() })
 }
 
 /// A hardware queue for `bios` bios over a device that takes `ids` commands.
