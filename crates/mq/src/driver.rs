@@ -100,7 +100,8 @@ impl Batch<'_> {
     #[inline]
     pub fn peek(&self) -> Option<(&Request, Segments<'_>)> {
         let number = usize::from(self.waiting.front().filter(|_| self.left > 0)?);
-        Some((&self.table.requests[number], self.table.segments(number)))
+        let request = &self.table.requests[number];
+        Some((request, self.table.bios.segments(request)))
     }
 
     /// Takes the next request: it is in flight from here on.
@@ -112,24 +113,24 @@ impl Batch<'_> {
         }
         let tag = Tag::pick_up(self.waiting.pop()?);
         self.left -= 1;
-        let request = &mut self.table.requests[tag.index()];
+        self.taken += 1;
+        let Table { requests, bios } = &mut *self.table;
+        let request = &mut requests[tag.index()];
         assert!(request.state == RequestState::Idle, "request {} was started twice", tag.index());
         request.state = RequestState::InFlight;
         request.start_ns = self.now_ns;
-        self.taken += 1;
-        let index = tag.index();
-        Some((tag, &self.table.requests[index], self.table.segments(index)))
+        let request = &*request;
+        Some((tag, request, bios.segments(request)))
     }
 
     /// The ranges of a discard that was taken.
     pub fn ranges(&self, tag: &Tag) -> Ranges<'_> {
-        self.table.ranges(tag.index())
+        self.table.bios.ranges(&self.table.requests[tag.index()])
     }
 
     /// Completes a request on the spot.
     #[inline]
     pub fn complete(&mut self, tag: Tag, status: Status) {
-        self.table.requests[tag.index()].state = RequestState::Complete;
         self.done.push((tag.put_down(), status));
     }
 
@@ -168,13 +169,13 @@ impl Done<'_> {
     /// The request at a place, and its segments.
     #[inline]
     pub fn request_at(&self, index: usize) -> (&Request, Segments<'_>) {
-        (&self.table.requests[index], self.table.segments(index))
+        let request = &self.table.requests[index];
+        (request, self.table.bios.segments(request))
     }
 
     /// A request is over.
     #[inline]
     pub fn complete(&mut self, tag: Tag, status: Status) {
-        self.table.requests[tag.index()].state = RequestState::Complete;
         self.ended.push((tag.put_down(), status));
     }
 

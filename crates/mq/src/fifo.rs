@@ -1,7 +1,8 @@
 //! A bounded first-in-first-out list of tag numbers.
 //!
-//! Holds tags that were put down on their way to the driver. Plain indexes that run free and are masked on use; it never
-//! grows, since there are no more numbers than tags.
+//! Holds tags that were put down on their way to the driver. It stands in an array twice as long as it can get, and is moved to its
+//! front when it reaches the end: which is rare, for a driver that takes all it is offered leaves it empty. It never grows, since
+//! there are no more numbers than tags.
 
 #[derive(Debug)]
 pub(crate) struct Fifo {
@@ -12,17 +13,12 @@ pub(crate) struct Fifo {
 
 impl Fifo {
     pub(crate) fn new(capacity: usize) -> Fifo {
-        Fifo { places: vec![0; capacity.next_power_of_two()].into_boxed_slice(), head: 0, tail: 0 }
-    }
-
-    #[inline]
-    fn at(&self, index: usize) -> usize {
-        index & (self.places.len() - 1)
+        Fifo { places: vec![0; 2 * capacity].into_boxed_slice(), head: 0, tail: 0 }
     }
 
     #[inline]
     pub(crate) fn len(&self) -> usize {
-        self.tail.wrapping_sub(self.head)
+        self.tail - self.head
     }
 
     #[inline]
@@ -32,21 +28,34 @@ impl Fifo {
 
     #[inline]
     pub(crate) fn push(&mut self, number: u16) {
-        debug_assert!(self.len() < self.places.len());
-        self.places[self.at(self.tail)] = number;
-        self.tail = self.tail.wrapping_add(1);
+        if self.tail == self.places.len() {
+            self.move_to(0);
+        }
+        self.places[self.tail] = number;
+        self.tail += 1;
+    }
+
+    /// The list begins at `head` from now on.
+    #[cold]
+    fn move_to(&mut self, head: usize) {
+        let len = self.len();
+        assert!(head + len < self.places.len(), "more numbers than tags");
+        self.places.copy_within(self.head..self.tail, head);
+        (self.head, self.tail) = (head, head + len);
     }
 
     /// Puts a number before all those that `later` says come after it: at the front, and behind what came back before it.
     pub(crate) fn put_back(&mut self, number: u16, later: impl Fn(u16) -> bool) {
-        debug_assert!(self.len() < self.places.len());
-        self.head = self.head.wrapping_sub(1);
-        let mut at = self.head;
-        while at.wrapping_add(1) != self.tail && !later(self.places[self.at(at.wrapping_add(1))]) {
-            self.places[self.at(at)] = self.places[self.at(at.wrapping_add(1))];
-            at = at.wrapping_add(1);
+        if self.head == 0 {
+            self.move_to(self.places.len() - self.len() - 1);
         }
-        self.places[self.at(at)] = number;
+        self.head -= 1;
+        let mut at = self.head;
+        while at + 1 < self.tail && !later(self.places[at + 1]) {
+            self.places[at] = self.places[at + 1];
+            at += 1;
+        }
+        self.places[at] = number;
     }
 
     /// Puts a number before all others.
@@ -56,18 +65,21 @@ impl Fifo {
 
     /// The numbers, the last one first.
     pub(crate) fn newest_first(&self) -> impl Iterator<Item = u16> {
-        (0..self.len()).map(|back| self.places[self.at(self.tail.wrapping_sub(1 + back))])
+        self.places[self.head..self.tail].iter().rev().copied()
     }
 
     #[inline]
     pub(crate) fn front(&self) -> Option<u16> {
-        (!self.is_empty()).then(|| self.places[self.at(self.head)])
+        (!self.is_empty()).then(|| self.places[self.head])
     }
 
     #[inline]
     pub(crate) fn pop(&mut self) -> Option<u16> {
         let number = self.front()?;
-        self.head = self.head.wrapping_add(1);
+        self.head += 1;
+        if self.head == self.tail {
+            (self.head, self.tail) = (0, 0);
+        }
         Some(number)
     }
 }
@@ -91,19 +103,21 @@ mod tests {
 
     #[test]
     fn numbers_come_out_in_the_order_they_went_in() {
-        let mut fifo = Fifo::new(3);
-        let (mut next_in, mut next_out) = (0, 0);
-        for round in 0..100 {
-            for _ in 0..=round % 3 {
-                fifo.push(next_in);
-                next_in += 1;
+        for left in 0..3 {
+            let mut fifo = Fifo::new(5);
+            let (mut next_in, mut next_out) = (0, 0);
+            for round in 0..100 {
+                for _ in 0..=round % 3 {
+                    fifo.push(next_in);
+                    next_in += 1;
+                }
+                assert_eq!(fifo.len(), usize::from(next_in - next_out));
+                while fifo.len() > left {
+                    assert_eq!(fifo.pop(), Some(next_out));
+                    next_out += 1;
+                }
             }
-            assert_eq!(fifo.len(), usize::from(next_in - next_out));
-            while let Some(number) = fifo.pop() {
-                assert_eq!(number, next_out);
-                next_out += 1;
-            }
+            assert_eq!(usize::from(next_in - next_out), left);
         }
-        assert_eq!((next_in, fifo.front()), (next_out, None));
     }
 }

@@ -37,6 +37,7 @@ pub use self::inspect::{FlushSnapshot, HwSnapshot, NamespaceSnapshot, RequestSna
 use self::namespace::Namespace;
 use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
+use crate::limits::Plain;
 use crate::request::{Marks, RequestState, Table};
 use crate::stats::{HwStats, OpClass, Run};
 use crate::{Bio, BudgetShare, Status, Tag, TagSet};
@@ -100,6 +101,10 @@ pub struct HwQueue<D> {
     table: Table,
     /// Bios in the queue, waiting or in flight.
     bios_held: usize,
+    /// Bios that may be: none while the queue is frozen.
+    bios_max: usize,
+    /// What is a request as it stands, without a look at anything else. Nothing is if there are several namespaces.
+    plain: Plain,
     /// Bios not yet cut, of all namespaces, and those who wait for a flush that is not issued.
     uncut: usize,
     /// The namespace whose turn it is to be cut from.
@@ -141,6 +146,12 @@ struct Plug {
 
 impl Plug {
     const NONE: Plug = Plug { start: u64::MAX, end: u64::MAX };
+
+    /// Whether a bio ends where the request begins, or begins where it ends.
+    #[inline]
+    fn touches(self, bio: &Bio) -> bool {
+        bio.sector == self.end || bio.sector + u64::from(bio.sectors) == self.start
+    }
 }
 
 impl<D> HwQueue<D> {
@@ -159,7 +170,7 @@ impl<D> HwQueue<D> {
         let mut table = Table::new(depth, config.bios_max, infos.len());
         infos.iter().enumerate().for_each(|(number, info)| table.set_limits(number, &info.limits));
         let namespaces = infos.into_iter().map(|info| Namespace::new(info, config.bios_max, depth)).collect();
-        HwQueue {
+        let mut queue = HwQueue {
             driver,
             memory: Arc::new(RegionTable::default()),
             config,
@@ -167,6 +178,8 @@ impl<D> HwQueue<D> {
             tags: TagSet::new(depth, config.reserved),
             table,
             bios_held: 0,
+            bios_max: config.bios_max,
+            plain: Plain::NOTHING,
             uncut: 0,
             turn: 0,
             order: 0,
@@ -183,6 +196,15 @@ impl<D> HwQueue<D> {
             looked_ns: 0,
             frozen: 0,
             quiesced: 0,
+        };
+        queue.choose_plain();
+        queue
+    }
+
+    /// Says anew what is plain.
+    fn choose_plain(&mut self) {
+        if let [only] = &self.namespaces[..] {
+            self.plain = only.plain();
         }
     }
 
@@ -214,7 +236,7 @@ impl<D> HwQueue<D> {
     /// How many more bios fit; none while the queue is [frozen](HwQueue::freeze).
     #[inline]
     pub fn room(&self) -> usize {
-        if self.frozen == 0 { self.config.bios_max - self.bios_held } else { 0 }
+        self.bios_max.saturating_sub(self.bios_held)
     }
 
     /// Whether no bio is in the queue.
@@ -244,15 +266,12 @@ impl<D> HwQueue<D> {
     /// If there is no [room](HwQueue::room): the caller holds a place before it takes a wish.
     #[inline]
     pub fn submit(&mut self, bio: Box<Bio>) {
-        assert!(self.room() > 0, "a bio was submitted to a full queue");
+        assert!(self.bios_held < self.bios_max, "a bio was submitted to a full queue");
         self.bios_held += 1;
-        // With one namespace, nothing waiting and a tag at hand, a plain bio is a request as it stands.
-        if self.namespaces.len() == 1
-            && self.uncut == 0
-            && self.namespaces[0].plain.is(&bio)
-            && bio.namespace == 0
-            && bio.sector != self.plug.end
-            && bio.sector + u64::from(bio.sectors) != self.plug.start
+        // With nothing waiting and a tag at hand, a plain bio that does not touch the one before is a request.
+        if self.uncut == 0
+            && self.plain.is(&bio)
+            && !self.plug.touches(&bio)
             && let Some(tag) = self.tags.take()
         {
             self.enter_plain(tag, bio);
@@ -355,50 +374,69 @@ impl<D> HwQueue<D> {
         if let Some(budget) = &mut self.budget {
             budget.give(done.len());
         }
-        let mut ended = 0;
-        for (number, status) in done.drain(..) {
-            ended += self.finish(Tag::pick_up(number), status, &mut run, sink);
+        // Their requests are not made again before the last of them is looked at here.
+        self.tags.put_all(done.iter().map(|(number, _)| Tag::pick_up(*number)));
+        let (mut at, mut ended) = (0, 0);
+        while at < done.len() {
+            let plain = self.finish_plain(&done[at..], &mut run, sink);
+            at += plain;
+            ended += plain;
+            if let Some((number, status)) = done.get(at) {
+                ended += self.finish_slow(usize::from(*number), *status, &mut run, sink);
+                at += 1;
+            }
         }
-        self.done = done;
         run.flush(&self.namespaces[usize::from(run.namespace())].stats);
+        done.clear();
+        self.done = done;
         ended
     }
 
+    /// Ends requests that are simply one bio each, up to one that is not. Returns how many.
     #[inline]
-    fn finish(&mut self, tag: Tag, status: Status, run: &mut Run, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        let request = &mut self.table.requests[tag.index()];
-        assert!(request.state == RequestState::Complete, "request {} ended twice", tag.index());
-        request.state = RequestState::Idle;
-        if self.config.stats {
-            let (kind, start_ns, sectors) = (request.kind(), request.start_ns, request.sectors);
-            if !run.push(kind, start_ns, sectors) {
-                run.flush(&self.namespaces[usize::from(run.namespace())].stats);
-                run.begin(kind, start_ns, sectors);
+    fn finish_plain(&mut self, done: &[(u16, Status)], run: &mut Run, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        let (requests, namespaces) = (&mut self.table.requests[..], &self.namespaces[..]);
+        let mut ended = 0;
+        for (number, status) in done {
+            let request = &mut requests[usize::from(*number)];
+            if !request.marks.is_empty() || !status.is_ok() {
+                break;
             }
-            if !status.is_ok() {
-                self.namespaces[usize::from(request.namespace)].stats.failed(OpClass::of(request.op));
+            assert!(request.state == RequestState::InFlight, "request {number} ended twice");
+            request.state = RequestState::Idle;
+            if self.config.stats {
+                run.count(request, namespaces);
             }
+            let Some(mut bio) = request.bio.take() else { unreachable!("what has no marks is a whole bio") };
+            bio.status = Status::Ok;
+            ended += 1;
+            sink(bio);
         }
-        if !request.marks.is_empty() || self.namespaces.len() > 1 {
-            return self.finish_slow(tag, status, sink);
-        }
-        let Some(mut bio) = request.bio.take() else { unreachable!("what has no marks is a whole bio") };
-        self.tags.put(tag);
-        self.bios_held -= 1;
-        bio.status = status;
-        sink(bio);
-        1
+        self.bios_held -= ended;
+        ended
     }
 
-    /// The end of a request that is not simply one bio.
+    /// The end of a request that is not simply one bio, or that failed.
     #[inline(never)]
-    fn finish_slow(&mut self, tag: Tag, status: Status, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        let request = &mut self.table.requests[tag.index()];
-        let (marks, namespace, more, first) = (request.marks, request.namespace, request.more, request.bio.take());
-        self.tags.put(tag);
+    fn finish_slow(&mut self, number: usize, status: Status, run: &mut Run, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        let request = &mut self.table.requests[number];
+        assert!(request.state == RequestState::InFlight, "request {number} ended twice");
+        request.state = RequestState::Idle;
+        if self.config.stats {
+            run.count(request, &self.namespaces);
+        }
+        let (op, marks, namespace) = (request.op, request.marks, request.namespace);
+        let (more, first) = (request.more, request.bio.take());
+        request.marks = Marks::empty();
+        request.taken_back = false;
+        request.grace_ms = 0;
         self.uncount_tag(usize::from(namespace));
+        let stats = &self.namespaces[usize::from(namespace)].stats;
+        if !status.is_ok() && self.config.stats {
+            stats.failed(OpClass::of(op));
+        }
         if marks.contains(Marks::SLOW) {
-            self.namespaces[usize::from(namespace)].stats.slow_ended();
+            stats.slow_ended();
         }
         if marks.contains(Marks::FLUSH) {
             self.flushed(usize::from(namespace), status);
@@ -433,7 +471,7 @@ impl<D> HwQueue<D> {
     }
 
     fn finish_part(&mut self, place: u16, status: Status) -> Option<Box<Bio>> {
-        let split = &mut self.table.splits[usize::from(place)];
+        let split = &mut self.table.bios.splits[usize::from(place)];
         split.parts_in_flight -= 1;
         if let Some(bio) = &mut split.bio {
             bio.status = bio.status.and(status);

@@ -15,9 +15,9 @@ pub enum RequestState {
     /// Free, or waiting for the driver.
     #[default]
     Idle,
-    /// With the driver.
+    /// With the driver, or handed back by it and not yet looked at.
     InFlight,
-    /// The driver has said what became of it; its bios are not given back yet.
+    /// The driver has said what became of it; its bios are not given back yet. Seen only by who looks in between.
     Complete,
 }
 
@@ -27,8 +27,8 @@ bitflags::bitflags! {
     pub(crate) struct Marks: u8 {
         /// Counted as slow already.
         const SLOW = 1;
-        /// The driver was told that its time is up, and has not asked for more.
-        const TIMED_OUT = 2;
+        /// The driver was told that its time is up.
+        const LATE = 2;
         /// More bios than the first are in the chain.
         const CHAINED = 4;
         /// A part of a bio in `splits`.
@@ -39,6 +39,8 @@ bitflags::bitflags! {
         const SEQUENCE = 32;
         /// Not worth another attempt to merge.
         const NO_MERGE = 64;
+        /// Its namespace has neighbours, and so its tag is counted.
+        const SHARED = 128;
     }
 }
 
@@ -56,12 +58,14 @@ pub struct Request {
     /// The bio, or the first of several; none for a part or a flush.
     pub(crate) bio: Option<Box<Bio>>,
     pub(crate) state: RequestState,
+    /// The driver has taken it back, or will: it is not asked again.
+    pub(crate) taken_back: bool,
     pub(crate) marks: Marks,
     /// Segments, as [`QueueLimits`] counts them. Kept where requests may merge.
     pub(crate) segments: u16,
     /// When it was made, counted in requests: what is handed back goes before what was made later.
     pub(crate) order: u32,
-    /// Milliseconds that the driver has been given beyond the queue's timeout.
+    /// Milliseconds that the driver has been given beyond the queue's timeout; zero without the mark.
     pub(crate) grace_ms: u32,
     /// The place of the split bio it is a part of, or the first link of its chain.
     pub(crate) more: u16,
@@ -113,7 +117,8 @@ impl Request {
     /// Back from the driver, to wait for it again: what it was told about time is forgotten.
     pub(crate) fn set_idle(&mut self) {
         self.state = RequestState::Idle;
-        self.marks.remove(Marks::TIMED_OUT);
+        self.marks.remove(Marks::LATE);
+        self.taken_back = false;
         self.grace_ms = 0;
     }
 
@@ -179,33 +184,40 @@ pub(crate) struct Split {
 #[derive(Debug)]
 pub(crate) struct Table {
     pub(crate) requests: Box<[Request]>,
+    pub(crate) bios: Bios,
+}
+
+/// Bios that are not simply one request each.
+#[derive(Debug)]
+pub(crate) struct Bios {
     pub(crate) splits: Box<[Split]>,
     chain: Chain,
-    /// By place: what merging knows of a request of several bios.
+    /// By place of the request: what merging knows of one of several bios.
     shapes: Box<[Shape]>,
-    /// By namespace: how long a piece of memory may be, and which boundary it must not cross.
+    /// By namespace: how far a piece of memory may reach.
     pieces: Box<[Pieces]>,
 }
 
 impl Table {
     pub(crate) fn new(depth: usize, bios_max: usize, namespaces: usize) -> Table {
-        Table {
-            requests: (0..depth).map(|_| Request::default()).collect(),
+        let bios = Bios {
             // At most one bio of each namespace is cut in part; every other split bio has a part in flight.
             splits: (0..depth + namespaces).map(|_| Split::default()).collect(),
             chain: Chain::new(bios_max),
             shapes: (0..depth).map(|_| Shape::default()).collect(),
             pieces: (0..namespaces).map(|_| ANY).collect(),
-        }
+        };
+        Table { requests: (0..depth).map(|_| Request::default()).collect(), bios }
     }
 
     /// The limits of a namespace are these from now on.
     pub(crate) fn set_limits(&mut self, namespace: usize, limits: &QueueLimits) {
-        self.pieces[namespace] = limits.pieces();
+        self.bios.pieces[namespace] = limits.pieces();
     }
 
+    /// A place for a bio that is cut in parts.
     pub(crate) fn free_split(&self) -> u16 {
-        let free = self.splits.iter().position(|split| split.bio.is_none());
+        let free = self.bios.splits.iter().position(|split| split.bio.is_none());
         let Some(place) = free else { unreachable!("there are more places than requests") };
         place as u16
     }
@@ -215,7 +227,7 @@ impl Table {
         let at = self.link(bio, NONE)?;
         let request = &mut self.requests[usize::from(number)];
         if request.marks.contains(Marks::CHAINED) {
-            self.chain.links[usize::from(request.last)].next = at;
+            self.bios.chain.links[usize::from(request.last)].next = at;
         } else {
             request.marks |= Marks::CHAINED;
             request.more = at;
@@ -226,7 +238,7 @@ impl Table {
 
     /// Puts a bio before the others of a request. Gives it back if there is no link.
     pub(crate) fn chain_front(&mut self, number: u16, bio: Box<Bio>) -> Result<(), Box<Bio>> {
-        if self.chain.free == NONE {
+        if self.bios.chain.free == NONE {
             return Err(bio);
         }
         let request = &mut self.requests[usize::from(number)];
@@ -244,18 +256,20 @@ impl Table {
     }
 
     fn link(&mut self, bio: Box<Bio>, next: u16) -> Result<u16, Box<Bio>> {
-        let at = self.chain.free;
-        let Some(link) = self.chain.links.get_mut(usize::from(at)) else { return Err(bio) };
-        self.chain.free = std::mem::replace(&mut link.next, next);
+        let chain = &mut self.bios.chain;
+        let at = chain.free;
+        let Some(link) = chain.links.get_mut(usize::from(at)) else { return Err(bio) };
+        chain.free = std::mem::replace(&mut link.next, next);
         link.bio = Some(bio);
         Ok(at)
     }
 
     /// Takes the bio at a link out of its chain; also says which link comes next.
     pub(crate) fn unlink(&mut self, at: u16) -> Option<(Box<Bio>, u16)> {
-        let link = self.chain.links.get_mut(usize::from(at))?;
-        let next = std::mem::replace(&mut link.next, self.chain.free);
-        self.chain.free = at;
+        let chain = &mut self.bios.chain;
+        let link = chain.links.get_mut(usize::from(at))?;
+        let next = std::mem::replace(&mut link.next, chain.free);
+        chain.free = at;
         link.bio.take().map(|bio| (bio, next))
     }
 
@@ -265,7 +279,7 @@ impl Table {
         if request.marks.intersects(Marks::PART | Marks::FLUSH | Marks::SEQUENCE | Marks::NO_MERGE) {
             None
         } else if request.marks.contains(Marks::CHAINED) {
-            Some(self.shapes[usize::from(number)])
+            Some(self.bios.shapes[usize::from(number)])
         } else {
             request.bio.as_ref().map(|bio| Shape::of(bio, request.segments))
         }
@@ -277,13 +291,14 @@ impl Table {
         request.sector = shape.sector;
         request.sectors = shape.sectors;
         request.segments = shape.segments;
-        self.shapes[usize::from(number)] = shape;
+        self.bios.shapes[usize::from(number)] = shape;
     }
+}
 
+impl Bios {
     /// The segments of a request, cut to the limits of its namespace.
     #[inline(always)]
-    pub(crate) fn segments(&self, number: usize) -> Segments<'_> {
-        let request = &self.requests[number];
+    pub(crate) fn segments<'a>(&'a self, request: &'a Request) -> Segments<'a> {
         let (bio, from) = match &request.bio {
             Some(bio) => (Some(bio), Cursor::default()),
             None => (self.splits.get(usize::from(request.more)).and_then(|split| split.bio.as_ref()), request.from),
@@ -302,8 +317,7 @@ impl Table {
     }
 
     /// The ranges of a discard: first sector and length of each bio in it.
-    pub(crate) fn ranges(&self, number: usize) -> Ranges<'_> {
-        let request = &self.requests[number];
+    pub(crate) fn ranges(&self, request: &Request) -> Ranges<'_> {
         let first = (request.sector, request.sectors);
         match &request.bio {
             Some(bio) if request.marks.contains(Marks::CHAINED) => {

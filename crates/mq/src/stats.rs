@@ -7,6 +7,7 @@
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::limits::Merge;
+use crate::request::Request;
 use crate::{Op, SECTOR_SHIFT};
 
 /// The kinds of operation that are told apart.
@@ -193,21 +194,17 @@ impl Run {
         self.kind.1
     }
 
-    /// Adds one completion; false if it is of another kind, and a new run must begin.
+    /// Adds one completion; what was gathered is counted first if it is of another kind. The statistics are those of each namespace.
     #[inline]
-    pub(crate) fn push(&mut self, kind: (Op, u16), start_ns: u64, sectors: u32) -> bool {
-        let same = self.kind == kind && self.start_ns == start_ns;
-        if same {
-            self.ios += 1;
-            self.sectors += u64::from(sectors);
+    pub(crate) fn count(&mut self, request: &Request, namespaces: &[impl AsRef<HwStats>]) {
+        let kind = request.kind();
+        if self.kind != kind || self.start_ns != request.start_ns {
+            self.flush(namespaces[usize::from(self.kind.1)].as_ref());
+            self.kind = kind;
+            self.start_ns = request.start_ns;
         }
-        same
-    }
-
-    /// Begins anew, with one completion of another kind.
-    #[inline]
-    pub(crate) fn begin(&mut self, kind: (Op, u16), start_ns: u64, sectors: u32) {
-        *self = Run { kind, start_ns, now_ns: self.now_ns, ios: 1, sectors: u64::from(sectors) };
+        self.ios += 1;
+        self.sectors += u64::from(request.sectors);
     }
 
     /// Counts what was gathered.
@@ -412,16 +409,15 @@ impl StatsSnapshot {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::sync::Arc;
 
     #[test]
     fn runs_of_equal_completions_are_counted_as_if_one_by_one() {
-        let stats = HwStats::default();
+        let stats = Arc::new(HwStats::default());
         let mut run = Run::new(10_000);
         for (op, ns) in [(Op::Read, 100), (Op::Read, 100), (Op::Write, 100), (Op::Read, 7000)] {
-            if !run.push((op, 0), 10_000 - ns, 1) {
-                run.flush(&stats);
-                run.begin((op, 0), 10_000 - ns, 1);
-            }
+            let request = Request { op, start_ns: 10_000 - ns, sectors: 1, ..Request::default() };
+            run.count(&request, std::slice::from_ref(&stats));
         }
         run.flush(&stats);
         run.flush(&stats);

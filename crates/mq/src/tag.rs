@@ -61,15 +61,6 @@ impl Stack {
         let numbers: Box<[u16]> = numbers.rev().map(|number| number as u16).collect();
         Stack { free: numbers.len(), numbers }
     }
-
-    #[inline]
-    fn put(&mut self, number: u16) {
-        let Some(place) = self.numbers.get_mut(self.free) else {
-            panic!("tag {number} came back to a set it is not from");
-        };
-        *place = number;
-        self.free += 1;
-    }
 }
 
 impl TagSet {
@@ -151,10 +142,26 @@ impl TagSet {
     /// If the tag is not from this set: all are in, or its number is beyond the depth.
     #[inline]
     pub fn put(&mut self, tag: Tag) {
-        let number = tag.put_down();
-        assert!(usize::from(number) < self.depth(), "tag {number} came back to a set it is not from");
-        if usize::from(number) < self.reserved.numbers.len() { &mut self.reserved } else { &mut self.normal }
-            .put(number);
+        self.put_all(std::iter::once(tag));
+    }
+
+    /// Takes many tags back at once.
+    ///
+    /// # Panics
+    /// As [`TagSet::put`] does.
+    #[inline]
+    pub(crate) fn put_all(&mut self, tags: impl Iterator<Item = Tag>) {
+        let reserved = self.reserved.numbers.len();
+        let end = reserved + self.normal.numbers.len();
+        for tag in tags {
+            let number = tag.put_down();
+            let stack = if usize::from(number) < reserved { &mut self.reserved } else { &mut self.normal };
+            let Some(place) = stack.numbers.get_mut(stack.free).filter(|_| usize::from(number) < end) else {
+                panic!("tag {number} came back to a set it is not from");
+            };
+            *place = number;
+            stack.free += 1;
+        }
     }
 }
 

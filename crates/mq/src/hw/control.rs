@@ -48,6 +48,7 @@ impl<D> HwQueue<D> {
             self.table.set_limits(number, &info.limits);
             namespace.set_info(info);
         }
+        self.choose_plain();
     }
 
     /// Lets no more than `depth` requests out at one time from now on, those reserved among them: at least one that is not
@@ -72,6 +73,7 @@ impl<D> HwQueue<D> {
     /// Lets no bio in, until it is [thawed](HwQueue::thaw) as often. What is in drains.
     pub fn freeze(&mut self) {
         self.frozen += 1;
+        self.bios_max = 0;
     }
 
     /// Undoes one [`HwQueue::freeze`].
@@ -81,6 +83,9 @@ impl<D> HwQueue<D> {
     pub fn thaw(&mut self) {
         assert!(self.frozen > 0, "a queue was thawed that is not frozen");
         self.frozen -= 1;
+        if self.frozen == 0 {
+            self.bios_max = self.config.bios_max;
+        }
     }
 
     /// Passes nothing on to the driver, until it is [let run](HwQueue::unquiesce) as often. Bios still enter, as long as there

@@ -21,16 +21,16 @@ impl<D> HwQueue<D> {
     pub(super) fn enter_plain(&mut self, tag: Tag, bio: Box<Bio>) {
         let request = &mut self.table.requests[tag.index()];
         request.op = bio.op;
-        request.flags = bio.flags & self.namespaces[0].request_flags;
+        // Nothing in them that is done in steps: a bio that asks for that is not plain.
+        request.flags = bio.flags;
         request.sectors = bio.sectors;
         request.sector = bio.sector;
-        request.marks = Marks::empty();
         request.segments = 1;
         request.order = self.order;
-        request.grace_ms = 0;
         self.order = self.order.wrapping_add(1);
         self.plug = Plug { start: bio.sector, end: bio.sector + u64::from(bio.sectors) };
-        request.bio = Some(bio);
+        // There was none. Forgotten rather than dropped, so that nobody looks.
+        std::mem::forget(request.bio.replace(bio));
         self.dispatch.push(tag.put_down());
     }
 
@@ -160,7 +160,8 @@ impl<D> HwQueue<D> {
         let namespace = &mut self.namespaces[number];
         match namespace.limits.cut(&bio, Cursor::default()) {
             Ok(cut) if cut.sectors == bio.sectors => {
-                let marks = if bio.steps.is_empty() { Marks::empty() } else { Marks::SEQUENCE };
+                let shared = if self.namespaces.len() > 1 { Marks::SHARED } else { Marks::empty() };
+                let marks = if bio.steps.is_empty() { shared } else { Marks::SEQUENCE };
                 let (op, flags, sector, sectors) = (bio.op, bio.flags, bio.sector, bio.sectors);
                 let request = self.enter(number, op, flags, sector, sectors);
                 request.marks = marks;
@@ -170,7 +171,7 @@ impl<D> HwQueue<D> {
             }
             Ok(_) => {
                 let place = self.table.free_split();
-                let split = &mut self.table.splits[usize::from(place)];
+                let split = &mut self.table.bios.splits[usize::from(place)];
                 split.bio.insert(bio).status = Status::Ok;
                 split.parts_in_flight = 0;
                 split.uncut = true;
@@ -185,7 +186,7 @@ impl<D> HwQueue<D> {
     /// Cuts the next request from the bio that is cut in part. There is a tag.
     fn cut_part(&mut self, number: usize, place: u16, from: Cursor) {
         let namespace = &mut self.namespaces[number];
-        let split = &mut self.table.splits[usize::from(place)];
+        let split = &mut self.table.bios.splits[usize::from(place)];
         let Some(bio) = &mut split.bio else { unreachable!("the bio being cut is in its place") };
         match namespace.limits.cut(bio, from) {
             Ok(cut) => {
@@ -229,7 +230,6 @@ impl<D> HwQueue<D> {
         request.sectors = sectors;
         request.segments = 0;
         request.order = self.order;
-        request.grace_ms = 0;
         self.order = self.order.wrapping_add(1);
         self.dispatch.push(tag.put_down());
         request

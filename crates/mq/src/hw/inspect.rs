@@ -101,9 +101,13 @@ impl<D> HwQueue<D> {
             flags: request.flags,
             sector: request.sector,
             sectors: request.sectors,
-            state: request.state,
+            state: if self.done.iter().any(|(done, _)| usize::from(*done) == tag) {
+                RequestState::Complete
+            } else {
+                request.state
+            },
             age_ns: (request.state != RequestState::Idle).then(|| now_ns.saturating_sub(request.start_ns)),
-            timed_out: request.marks.contains(Marks::TIMED_OUT),
+            timed_out: request.marks.contains(Marks::LATE),
         });
         let namespaces = self.namespaces.iter().map(|namespace| {
             let (tags_held, tags_max, active) = namespace.tags();

@@ -28,7 +28,6 @@ pub(super) struct Namespace {
     pub(super) info: Arc<DeviceInfo>,
     /// Copied from `info`, to be at hand.
     pub(super) limits: QueueLimits,
-    pub(super) plain: Plain,
     /// The flags of bios that requests take over.
     pub(super) request_flags: BioFlags,
     /// Bios not yet cut, in the order they came. The first may be cut in part.
@@ -50,7 +49,6 @@ impl Namespace {
     pub(super) fn new(info: Arc<DeviceInfo>, bios_max: usize, depth: usize) -> Namespace {
         let mut namespace = Namespace {
             limits: info.limits,
-            plain: Plain::new(&info.limits, 0, true, BioFlags::all()),
             request_flags: BioFlags::empty(),
             info: Arc::clone(&info),
             bios: VecDeque::with_capacity(bios_max),
@@ -67,13 +65,17 @@ impl Namespace {
     }
 
     pub(super) fn set_info(&mut self, info: Arc<DeviceInfo>) {
-        // What a request takes over as it is needs no steps.
         self.request_flags = flush::request_flags(&info);
-        let in_steps = BioFlags::PREFLUSH | BioFlags::FUA;
-        let slow = (in_steps - self.request_flags) | BioFlags::NOWAIT | BioFlags::ATOMIC | BioFlags::RESERVED;
-        self.plain = Plain::new(&info.limits, info.capacity_sectors, info.read_only, slow);
         self.limits = info.limits;
         self.info = info;
+    }
+
+    /// What is a request as it stands.
+    pub(super) fn plain(&self) -> Plain {
+        // What a request takes over as it is needs no steps.
+        let in_steps = BioFlags::PREFLUSH | BioFlags::FUA;
+        let slow = (in_steps - self.request_flags) | BioFlags::NOWAIT | BioFlags::ATOMIC | BioFlags::RESERVED;
+        Plain::new(&self.limits, self.info.capacity_sectors, self.info.read_only, slow)
     }
 
     /// Whether bios wait to be cut.
@@ -91,6 +93,12 @@ impl Namespace {
     /// Tags it holds and may hold, and whether it counts among those who share.
     pub(super) fn tags(&self) -> (usize, usize, bool) {
         (self.held, self.share, self.active)
+    }
+}
+
+impl AsRef<HwStats> for Namespace {
+    fn as_ref(&self) -> &HwStats {
+        &self.stats
     }
 }
 

@@ -28,7 +28,7 @@ impl<D> HwQueue<D> {
             let timeout_ns = self.config.timeout_ns;
             let request = &mut self.table.requests[index];
             // Looked at anew for each: what the driver does about one may end others.
-            if request.state != RequestState::InFlight || request.marks.contains(Marks::TIMED_OUT) {
+            if request.state != RequestState::InFlight || request.taken_back {
                 continue;
             }
             let due_ns = request.start_ns + timeout_ns + u64::from(request.grace_ms) * 1_000_000;
@@ -36,18 +36,26 @@ impl<D> HwQueue<D> {
                 next_ns = next_ns.min(due_ns);
                 continue;
             }
-            request.marks |= Marks::TIMED_OUT;
+            request.marks |= Marks::LATE;
+            request.taken_back = true;
             let namespace = usize::from(request.namespace);
             self.namespaces[namespace].stats.timed_out();
             let mut done = Done { ended: &mut self.done, requeued: &mut self.requeued, table: &mut self.table };
             let answer = self.driver.timed_out(cx, &self.memory, index, &mut done, now_ns);
+            // So that those it has ended are not asked about.
+            for (ended, _) in &self.done {
+                self.table.requests[usize::from(*ended)].state = RequestState::Complete;
+            }
             let request = &mut self.table.requests[index];
             if answer == TimedOut::MoreTime && request.state == RequestState::InFlight {
-                request.marks.remove(Marks::TIMED_OUT);
+                request.taken_back = false;
                 let late_ns = now_ns - request.start_ns;
                 request.grace_ms = (late_ns / 1_000_000).try_into().unwrap_or(u32::MAX);
                 next_ns = next_ns.min(now_ns + timeout_ns);
             }
+        }
+        for (ended, _) in &self.done {
+            self.table.requests[usize::from(*ended)].state = RequestState::InFlight;
         }
         self.expire_ns = if next_ns == u64::MAX {
             // Until something is taken, if nothing is left; and what is with the driver past its time is not asked for again.

@@ -14,8 +14,8 @@ pub(crate) struct Plain {
     dma_mask: u64,
     /// Bits in which the first and the last byte of a segment may not differ.
     boundary_bits: u64,
-    /// Zero if requests must not cross chunks: then no bio is plain.
-    sectors_max: u32,
+    /// No more than there are. Zero if requests must not cross chunks: then no bio is plain.
+    sectors_max: u64,
     /// Operations up to this one.
     op_max: u8,
     /// Wishes that somebody has to look after.
@@ -25,7 +25,18 @@ pub(crate) struct Plain {
 const _: () = assert!((Op::Read as u8) < Op::Write as u8 && Op::Write as u8 == 1);
 
 impl Plain {
-    /// What is plain on a device; a bio with one of `flags_slow` never is, nor is one that must stay whole.
+    /// Nothing is plain.
+    pub(crate) const NOTHING: Plain = Plain {
+        capacity_sectors: 0,
+        block_mask: 0,
+        dma_mask: 0,
+        boundary_bits: 0,
+        sectors_max: 0,
+        op_max: 0,
+        flags_slow: BioFlags::all(),
+    };
+
+    /// What is plain on a device that is alone behind its queue; a bio with one of `flags_slow` never is, nor is one that must stay whole.
     pub(crate) fn new(limits: &QueueLimits, capacity_sectors: u64, read_only: bool, flags_slow: BioFlags) -> Plain {
         let sectors_max = limits.sectors_max.min(limits.segment_bytes_max >> SECTOR_SHIFT);
         Plain {
@@ -33,7 +44,7 @@ impl Plain {
             block_mask: u64::from((limits.logical_block_bytes >> SECTOR_SHIFT) - 1),
             dma_mask: u64::from(limits.dma_alignment_mask),
             boundary_bits: !u64::from(limits.segment_boundary_mask),
-            sectors_max: if limits.chunk_sectors == 0 { sectors_max } else { 0 },
+            sectors_max: if limits.chunk_sectors == 0 { u64::from(sectors_max).min(capacity_sectors) } else { 0 },
             op_max: if read_only { Op::Read as u8 } else { Op::Write as u8 },
             // Whether a device takes these at all, and how long they may be, are rules of their own.
             flags_slow: flags_slow | BioFlags::ATOMIC,
@@ -45,15 +56,17 @@ impl Plain {
         let [segment] = bio.segments[..] else { return false };
         let (sectors, len) = (u64::from(bio.sectors), u64::from(segment.len));
         let last_byte = segment.offset.wrapping_add(len).wrapping_sub(1);
-        let torn = ((bio.sector | sectors) & self.block_mask)
+        let wrong = ((bio.sector | sectors) & self.block_mask)
             | ((len | segment.offset) & self.dma_mask)
-            | ((segment.offset ^ last_byte) & self.boundary_bits);
-        bio.op as u8 <= self.op_max
-            && bio.sectors.wrapping_sub(1) < self.sectors_max
-            && len == sectors << SECTOR_SHIFT
-            && bio.sector < self.capacity_sectors
-            && sectors <= self.capacity_sectors - bio.sector
-            && torn | u64::from((bio.flags & self.flags_slow).bits()) == 0
+            | ((segment.offset ^ last_byte) & self.boundary_bits)
+            | (len ^ (sectors << SECTOR_SHIFT))
+            | u64::from((bio.flags & self.flags_slow).bits())
+            | u64::from(bio.namespace);
+        wrong == 0
+            && bio.op as u8 <= self.op_max
+            && sectors.wrapping_sub(1) < self.sectors_max
+            // What is within the longest is within the device.
+            && bio.sector <= self.capacity_sectors - sectors
     }
 }
 
