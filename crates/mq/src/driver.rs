@@ -37,7 +37,8 @@ pub trait Driver<Cx: ?Sized> {
     }
 
     /// The memory of the requests to come; nothing is in flight. A driver may prepare it, by registering it with the
-    /// kernel, say, and lets go of what it prepared before.
+    /// kernel, say, and lets go of what it prepared before. Given none at all it lets go of all it has with this `cx`, for
+    /// the next call may bring another.
     fn set_memory(&mut self, _cx: &mut Cx, _memory: &RegionTable) {}
 
     /// When the driver must be polled next, at the latest, although nothing outside will wake it; for models with timers.

@@ -19,6 +19,8 @@ pub use caches::cache_bytes;
 pub use clock::{now_ns, thread_cpu_ns, thread_cpu_split_ns};
 pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
 pub use lane_thread::{LaneConfig, LaneError, LaneThread, spawn};
-pub use ring::{Attachment, BELLS_MAX, FixedBuffers, NopRing, Ring, RingConfig, RingError, RingView};
+pub use ring::{
+    Attachment, BELLS_MAX, FixedBuffers, Holdings, NopRing, Ring, RingConfig, RingError, RingView,
+};
 pub use signals::{Signal, Signals};
 pub use topology::{cpu_places, lanes_default};

@@ -39,9 +39,9 @@ use buffers::Buffers;
 pub use buffers::{Attachment, FixedBuffers};
 use chimes::Chimes;
 pub use error::RingError;
-pub use error::RingView;
+pub use error::{Holdings, RingView};
 use files::Files;
-pub(crate) use files::RingFile;
+pub(crate) use files::{FileHolder, RingFile};
 pub use nops::NopRing;
 pub use setup::RingConfig;
 use setup::set_up;
@@ -65,6 +65,8 @@ struct Inbox {
     arrived: VecDeque<Completion>,
     /// Pushed and not yet reaped.
     out: u32,
+    /// Given back: free for another driver.
+    closed: bool,
 }
 
 /// Who an entry belongs to: the upper byte of its name.
@@ -115,9 +117,9 @@ impl Ring {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             inboxes: Vec::new(),
             bells: Bells::default(),
-            chimes: Chimes::new(),
+            chimes: Chimes::new(Arc::clone(&view)),
             buffers: Buffers::new(&uring, Arc::clone(&view)),
-            files: Files::new(&uring),
+            files: Files::new(&uring, Arc::clone(&view)),
             view,
             held: 0,
             untaken: 0,
@@ -168,18 +170,36 @@ impl Ring {
         self.buffers.fixed(attachment, offset, len)
     }
 
-    /// Makes a file known to the kernel. It stays open at least until its last holder lets go.
-    pub(crate) fn file(&mut self, file: &Arc<OwnedFd>) -> RingFile {
+    /// Makes a file known to the kernel. It stays open at least until the last holder of what this returns lets go.
+    pub(crate) fn file(&mut self, file: &Arc<OwnedFd>) -> (RingFile, FileHolder) {
         self.sweep();
         self.files.file(&self.uring, file)
     }
 
     /// An inbox for a driver that has at most `depth` entries out at one time.
     pub(crate) fn inbox(&mut self, depth: usize) -> InboxId {
-        let index = self.inboxes.len() as u32;
-        assert!(u64::from(index) <= INDEX_MASK, "more inboxes than names");
-        self.inboxes.push(Inbox { arrived: VecDeque::with_capacity(depth), out: 0 });
-        InboxId { ring: self.id, index }
+        let inbox = Inbox { arrived: VecDeque::with_capacity(depth), out: 0, closed: false };
+        let free = self.inboxes.iter().position(|inbox| inbox.closed);
+        let index = free.unwrap_or(self.inboxes.len());
+        assert!(index as u64 <= INDEX_MASK, "more inboxes than names");
+        match self.inboxes.get_mut(index) {
+            Some(place) => *place = inbox,
+            None => self.inboxes.push(inbox),
+        }
+        self.view.count_inboxes(1);
+        InboxId { ring: self.id, index: index as u32 }
+    }
+
+    /// Takes an inbox back from a driver that leaves this ring. Its number may be another's from now on.
+    ///
+    /// # Panics
+    /// If an entry is out, or an answer was not taken: it would be another's.
+    pub(crate) fn close(&mut self, inbox: InboxId) {
+        assert!(inbox.ring == self.id, "closed an inbox of another ring");
+        let inbox = &mut self.inboxes[inbox.index as usize];
+        assert!(inbox.out == 0 && inbox.arrived.is_empty() && !inbox.closed, "an inbox was closed while in use");
+        *inbox = Inbox { arrived: VecDeque::new(), out: 0, closed: true };
+        self.view.count_inboxes(-1);
     }
 
     /// How many more entries may be pushed by drivers: places for their completions.

@@ -19,12 +19,14 @@ use blkyard_mq::{Batch, Cids, Done, Driver, Op, Request, Segment, Segments, Shor
 
 use super::Shared;
 use super::place::{BOUNCES, Data, Next, Place};
-use crate::ring::{Attachment, InboxId, Ring, RingFile};
+use crate::ring::{Attachment, FileHolder, InboxId, Ring, RingFile};
 
 /// One hardware queue of a file.
 pub struct FileQueue {
     shared: Arc<Shared>,
     door: Option<Door>,
+    /// Keeps the file known to the ring while there is a door.
+    file: Option<FileHolder>,
     /// The regions of the queue's memory, by their number.
     attached: ManuallyDrop<Vec<Option<Arc<Attachment>>>>,
     cids: Cids,
@@ -54,6 +56,7 @@ impl FileQueue {
         let bounces = Bounces::new(if any_memory { 0 } else { BOUNCES.min(depth) }, shared.bounce_bytes);
         FileQueue {
             door: None,
+            file: None,
             attached: ManuallyDrop::new(Vec::new()),
             cids: Cids::new(depth),
             places: (0..depth).map(|_| Place::default()).collect(),
@@ -64,7 +67,7 @@ impl FileQueue {
         }
     }
 
-    /// Makes the queue known to the ring of its lane, once.
+    /// Makes the queue known to the ring of its lane, once for as long as it stays there.
     #[inline]
     fn door(&mut self, ring: &mut Ring) -> Door {
         match self.door {
@@ -75,8 +78,19 @@ impl FileQueue {
 
     #[cold]
     fn open_door(&mut self, ring: &mut Ring) -> Door {
-        let door = Door { inbox: ring.inbox(self.places.len()), file: ring.file(&self.shared.file) };
-        *self.door.insert(door)
+        let (file, holder) = ring.file(&self.shared.file);
+        self.file = Some(holder);
+        *self.door.insert(Door { inbox: ring.inbox(self.places.len()), file })
+    }
+
+    /// Leaves the ring: nothing of this queue is known to it any more.
+    fn close_door(&mut self, ring: &mut Ring) {
+        if let Some(door) = self.door.take() {
+            ring.close(door.inbox);
+        }
+        self.file = None;
+        self.attached.clear();
+        ring.sweep();
     }
 
     /// Whether direct I/O cannot use the memory of a request.
@@ -244,6 +258,9 @@ impl Driver<Ring> for FileQueue {
     }
 
     fn set_memory(&mut self, ring: &mut Ring, memory: &RegionTable) {
+        if memory.iter().next().is_none() {
+            return self.close_door(ring);
+        }
         self.door(ring);
         // What stays keeps its attachment. What goes is let go before anything new is attached: both together might
         // be more than may be locked.

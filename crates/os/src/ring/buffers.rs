@@ -178,6 +178,7 @@ impl Buffers {
     fn tell(&self) {
         let refusal = self.attached.iter().flatten().find_map(|attached| attached.refusal.clone());
         let bytes = self.attached.iter().flatten().map(|attached| attached.region.len() as u64).sum();
+        self.view.set_regions(self.attached.iter().flatten().count());
         self.view.set_buffers(match refusal {
             Some(reason) => FixedBuffers::Plain { reason },
             None => FixedBuffers::Registered { bytes },

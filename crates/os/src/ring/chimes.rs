@@ -7,11 +7,12 @@
 //! Unsafe: entries carry the address of the count that is written, which is static.
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use blkyard_mq::{Chime, ChimePlace};
 use io_uring::{opcode, types};
 
-use super::{KIND_CHIME, Ring, name};
+use super::{KIND_CHIME, Ring, RingView, name};
 
 /// Places of one lane: one for each station that may have a bell.
 pub(super) const CHIMES_MAX: usize = super::bells::BELLS_MAX - 1;
@@ -23,34 +24,51 @@ static ONE: [u8; 8] = 1_u64.to_ne_bytes();
 #[derive(Debug, Default)]
 struct Place {
     out: bool,
-    /// How often the bell was replaced: what comes back under an older number is of another bell.
+    /// How many rings were called off: what comes back under an older number is of another bell.
     generation: u32,
+    /// Whether it is anybody's now.
+    taken: bool,
     /// Our duplicate of the bell: an entry may have to wait for the kernel, while its owner closes the descriptor and the number
     /// comes to mean another file.
     bell: Option<OwnedFd>,
 }
 
-/// The places of a lane, and bells that entries not yet submitted may still name.
+/// The places of a lane.
 #[derive(Debug)]
-pub(super) struct Chimes(Vec<Place>, Vec<OwnedFd>);
+pub(super) struct Chimes {
+    places: Vec<Place>,
+    /// Bells of rings that were called off, which entries not yet submitted may still name.
+    parting: Vec<OwnedFd>,
+    view: Arc<RingView>,
+}
 
 impl Chimes {
-    pub(super) fn new() -> Chimes {
-        Chimes(Vec::with_capacity(CHIMES_MAX), Vec::new())
+    pub(super) fn new(view: Arc<RingView>) -> Chimes {
+        Chimes { places: Vec::with_capacity(CHIMES_MAX), parting: Vec::new(), view }
     }
 
     /// The number of a place, given when it is first asked for.
+    #[inline]
     fn number(&mut self, place: &mut ChimePlace) -> u32 {
-        *place.0.get_or_insert_with(|| {
-            assert!(self.0.len() < CHIMES_MAX, "more than {CHIMES_MAX} stations of a lane ring bells");
-            self.0.push(Place::default());
-            self.0.len() as u32 - 1
-        })
+        *place.0.get_or_insert_with(|| self.give())
+    }
+
+    #[cold]
+    fn give(&mut self) -> u32 {
+        let free = self.places.iter().position(|place| !place.taken);
+        let index = free.unwrap_or_else(|| {
+            assert!(self.places.len() < CHIMES_MAX, "more than {CHIMES_MAX} stations of a lane ring bells");
+            self.places.push(Place::default());
+            self.places.len() - 1
+        });
+        self.places[index].taken = true;
+        self.view.count_chimes(1);
+        index as u32
     }
 
     /// A ring went through, or failed for good. False if none was ever out there.
     pub(super) fn rang(&mut self, index: usize, generation: u32) -> bool {
-        let Some(place) = self.0.get_mut(index) else { return false };
+        let Some(place) = self.places.get_mut(index) else { return false };
         if generation != place.generation {
             return true; // Of a bell that was replaced.
         }
@@ -59,7 +77,7 @@ impl Chimes {
 
     /// The rings that the kernel may have.
     pub(super) fn out(&self) -> impl Iterator<Item = u64> {
-        let out = self.0.iter().enumerate().filter(|(_, place)| place.out);
+        let out = self.places.iter().enumerate().filter(|(_, place)| place.out);
         out.map(|(index, place)| name(KIND_CHIME, index as u32, place.generation))
     }
 }
@@ -67,7 +85,7 @@ impl Chimes {
 impl Chime for Ring {
     fn chime(&mut self, place: &mut ChimePlace, bell: BorrowedFd<'_>) {
         let index = self.chimes.number(place);
-        let place = &mut self.chimes.0[index as usize];
+        let place = &mut self.chimes.places[index as usize];
         if place.out {
             return;
         }
@@ -88,17 +106,19 @@ impl Chime for Ring {
     }
 
     fn forget(&mut self, place: &mut ChimePlace) {
-        let index = self.chimes.number(place);
-        let place = &mut self.chimes.0[index as usize];
-        let (was_out, bell) = (std::mem::take(&mut place.out), place.bell.take());
+        let Some(index) = place.0.take() else { return };
+        let place = &mut self.chimes.places[index as usize];
+        let old = name(KIND_CHIME, index, place.generation);
+        let (was_out, bell) = (place.out, place.bell.take());
+        *place = Place { generation: place.generation.wrapping_add(was_out.into()), ..Place::default() };
+        self.view.count_chimes(-1);
         if was_out {
-            let old = name(KIND_CHIME, index, place.generation);
-            place.generation = place.generation.wrapping_add(1);
-            self.chimes.1.extend(bell);
+            self.chimes.parting.extend(bell);
             self.cancel(old);
+            self.submit();
         }
         if self.uring.submission().is_empty() {
-            self.chimes.1.clear();
+            self.chimes.parting.clear();
         }
     }
 }

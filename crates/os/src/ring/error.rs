@@ -2,7 +2,7 @@
 
 use std::io;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use super::FixedBuffers;
 
@@ -57,11 +57,28 @@ impl RingError {
     }
 }
 
+/// What a ring has of its queues. A queue that has left the lane counts in none of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Holdings {
+    /// Inboxes of drivers.
+    pub inboxes: u32,
+    /// Files known by number.
+    pub files: u32,
+    /// Regions attached.
+    pub regions: u32,
+    /// Places of bells that stations ring.
+    pub chimes: u32,
+}
+
 /// What threads other than its owner may see of a ring.
 #[derive(Debug, Default)]
 pub struct RingView {
     buffers: Mutex<FixedBuffers>,
     strays: AtomicU64,
+    inboxes: AtomicU32,
+    files: AtomicU32,
+    regions: AtomicU32,
+    chimes: AtomicU32,
 }
 
 impl RingView {
@@ -83,6 +100,32 @@ impl RingView {
     /// Completions that nobody was waiting for.
     pub fn strays(&self) -> u64 {
         self.strays.load(Relaxed)
+    }
+
+    /// What the ring has of its queues.
+    pub fn holdings(&self) -> Holdings {
+        Holdings {
+            inboxes: self.inboxes.load(Relaxed),
+            files: self.files.load(Relaxed),
+            regions: self.regions.load(Relaxed),
+            chimes: self.chimes.load(Relaxed),
+        }
+    }
+
+    pub(super) fn count_inboxes(&self, more: i32) {
+        self.inboxes.fetch_add(more.cast_unsigned(), Relaxed);
+    }
+
+    pub(super) fn count_files(&self, more: i32) {
+        self.files.fetch_add(more.cast_unsigned(), Relaxed);
+    }
+
+    pub(super) fn count_chimes(&self, more: i32) {
+        self.chimes.fetch_add(more.cast_unsigned(), Relaxed);
+    }
+
+    pub(super) fn set_regions(&self, count: usize) {
+        self.regions.store(count as u32, Relaxed);
     }
 
     pub(crate) fn count_stray(&self) {

@@ -4,6 +4,7 @@ use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::{Duration, Instant};
 
+use blkyard_mq::{Chime, ChimePlace};
 use io_uring::opcode;
 use io_uring::types::Fd;
 use rustix::event::{EventfdFlags, eventfd};
@@ -295,4 +296,59 @@ fn memory_is_attached_once_and_let_go_with_its_last_holder() {
     assert_eq!(ring.buffers(), FixedBuffers::Registered { bytes: 0 });
     let again = ring.attach(&region);
     assert!(ring.fixed(&again, 0, 1 << 20).is_none_or(|buffer| buffer == 0), "the place is free again");
+}
+
+#[test]
+fn a_driver_that_leaves_makes_room_for_the_next_and_leaves_nothing() {
+    let mut ring = ring(8, 64);
+    let file = Arc::new(bell());
+    let (first, holder) = ring.file(&file);
+    let inbox = ring.inbox(4);
+    nop(&mut ring, inbox, 1);
+    ring.submit();
+    ring.reap();
+    assert!(ring.take(inbox).is_some());
+    ring.close(inbox);
+    drop(holder);
+    ring.sweep();
+    assert_eq!((ring.view().holdings(), Arc::strong_count(&file)), (Holdings::default(), 1));
+    let (again, _holder) = ring.file(&file);
+    assert_eq!((again.number, ring.inbox(4)), (first.number, inbox), "the places are free again");
+    ring.reap();
+    assert_eq!(ring.take(inbox), None, "an answer of the one before");
+}
+
+#[test]
+#[should_panic(expected = "closed while in use")]
+fn an_inbox_with_an_entry_out_is_not_closed() {
+    let mut ring = ring(8, 64);
+    let inbox = ring.inbox(4);
+    nop(&mut ring, inbox, 1);
+    ring.close(inbox);
+}
+
+#[test]
+fn a_ring_of_a_bell_that_was_called_off_is_not_taken_for_one_of_the_next_at_its_place() {
+    let mut ring = ring(8, 64);
+    // Blocking and full: a ring of it does not go through.
+    let full = bell();
+    rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    let (mut one, mut two) = (ChimePlace::default(), ChimePlace::default());
+    ring.chime(&mut one, full.as_fd());
+    assert_eq!(ring.view().holdings().chimes, 1);
+    ring.forget(&mut one);
+    assert!(ring.view().holdings() == Holdings::default() && one.0.is_none());
+    // The place is another's now, whose rings are all heard.
+    let heard = bell();
+    for _ in 0..3 {
+        ring.chime(&mut two, heard.as_fd());
+        ring.sleep(Some(soon()));
+        ring.reap();
+        assert!(!is_quiet(&heard));
+        rustix::io::read(&heard, &mut [0; 8]).unwrap();
+    }
+    assert_eq!((two.0, ring.view().strays()), (Some(0), 0));
+    ring.forget(&mut two);
+    ring.forget(&mut two);
+    assert_eq!(ring.view().holdings(), Holdings::default());
 }
