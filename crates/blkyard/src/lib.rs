@@ -15,6 +15,8 @@ pub mod spec;
 pub mod study;
 
 mod device;
+mod lanes;
 mod watch;
 
 pub use device::{Device, DeviceError, DeviceQueue};
+pub use lanes::{ServedLanes, Share};

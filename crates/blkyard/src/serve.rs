@@ -1,6 +1,7 @@
 //! The command `serve`: opens devices, makes queues and lanes, serves exports until it is told to stop.
 //!
-//! Everything is checked before anything is served: names, devices, sockets. Queues are dealt to lanes once, at start.
+//! Everything is checked before anything is served: names, devices, sockets. Which queue lives on which lane is said in
+//! [`crate::lanes`].
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -10,12 +11,13 @@ use std::time::{Duration, Instant};
 use blkyard_export::{
     BackendConfig, BoundSocket, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair,
 };
-use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueMap};
+use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy};
 use blkyard_os::{LaneConfig, LaneThread, RingConfig, Signals, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
 use crate::control::{self, ControlPlace, ControlServer, Daemon, RunningLane, ServedExport};
 use crate::device::{Device, DeviceError, DeviceQueue};
+use crate::lanes::{LANES_MAX, ServedLanes, Share, deal};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words};
 use crate::spec::{Spec, SpecError, show_size};
 use crate::watch::Watch;
@@ -44,7 +46,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     pub stats: Option<u64>,
     /// Threads that do the work. Default: one for each CPU, but no more than there are queues.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=256))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=LANES_MAX))]
     pub lanes: Option<u64>,
     /// Keep lanes on these CPUs, one after another: 0,1,2,3. Default: the system chooses.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
@@ -73,7 +75,7 @@ impl ServeArgs {
             export: self.export.clone(),
             config: self.config.clone(),
             stats: self.stats.or(bounded("stats", settings.stats, 1, 86_400)?),
-            lanes: self.lanes.or(bounded("lanes", settings.lanes, 1, 256)?),
+            lanes: self.lanes.or(bounded("lanes", settings.lanes, 1, LANES_MAX)?),
             cpus: if self.cpus.is_empty() { settings.cpus.unwrap_or_default() } else { self.cpus.clone() },
             spin_us: self.spin_us.or(bounded("spin_us", settings.spin_us, 0, 1_000_000)?),
             control: self.control.clone().or(settings.control),
@@ -125,8 +127,8 @@ struct Export {
     device: usize,
 }
 
-/// Where each queue of each export lives.
-type Placed = Vec<Vec<Box<dyn FnOnce() -> VhostQueue<DeviceQueue> + Send>>>;
+/// How a queue is made, on its lane.
+type Make = Box<dyn FnOnce() -> VhostQueue<DeviceQueue> + Send>;
 
 /// Serves until SIGINT or SIGTERM.
 ///
@@ -141,25 +143,26 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     };
     let args = &args.or(settings)?;
     let opened = open(disks)?;
-    let queues: usize = opened.iter().flat_map(|(_, exports)| exports).map(|export| export.queues).sum();
-    let lanes = args.lanes.map_or_else(|| cpu_places().len().min(queues), |lanes| lanes as usize);
-    let mut placed: Placed = (0..lanes).map(|_| Vec::new()).collect();
+    let shares: Vec<Share> = opened.iter().flat_map(|(_, exports)| exports).map(|want| want.share.clone()).collect();
+    let queues = shares.iter().map(|share| share.queues).sum();
+    let count = args.lanes.map_or_else(|| cpu_places().len().min(queues), |lanes| lanes as usize);
+    let places = deal(&shares, count)?;
     let mut exports = Vec::new();
     let mut devices = Vec::new();
-    let mut first_lane = 0;
+    let mut makes = Vec::new();
     for (device, wanted) in opened {
         for want in wanted {
-            exports.push(place(&device, devices.len(), want, &mut placed, &mut first_lane)?);
+            let lane_of = places[makes.len()..makes.len() + want.share.queues].to_vec();
+            exports.push((bind(&device, devices.len(), want, &mut makes)?, lane_of));
         }
         devices.push(device);
     }
-    let (threads, thread_of, running) = spawn_lanes(args, placed)?;
-    for (export, lane_of) in &exports {
-        for (remote, lane) in export.remotes.iter().zip(lane_of) {
-            remote.attach(threads[thread_of[*lane]].waker());
-        }
+    let config = lane_configs(args);
+    let mut lanes = ServedLanes::start(count, shares, config.clone())?;
+    for (lane, make) in places.into_iter().zip(makes) {
+        lanes.admit(lane, make)?;
     }
-    introduce(&devices, &exports, lanes);
+    introduce(&devices, &exports, count);
     let control =
         args.control.clone().unwrap_or_default().bind(exports.first().map(|(export, _)| export.socket.path()))?;
     let mut watch = Watch::default();
@@ -184,7 +187,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         stats_s: args.stats.unwrap_or(0).into(),
         devices,
         exports: served,
-        lanes: running,
+        lanes: running(&lanes, &config),
     });
     // Answered to the very end: what is in flight while the daemon stops is worth a look, too.
     let _control = control.map(|socket| introduce_control(socket, &daemon)).transpose()?;
@@ -195,11 +198,11 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     let mut seconds = 0;
     while signals.wait(Some(Duration::from_secs(1))).is_none() {
         seconds += 1;
-        watch.tell_buffers(&threads);
+        watch.tell_buffers(lanes.threads());
         if daemon.stats_every().is_some_and(|every| seconds % every == 0) {
             watch.print(&daemon);
         }
-        if servers.iter().any(Server::is_finished) || threads.iter().any(LaneThread::is_finished) {
+        if servers.iter().any(Server::is_finished) || lanes.threads().iter().any(LaneThread::is_finished) {
             broken = Some("a lane ended by itself; see the messages above, and report this");
             break;
         }
@@ -207,19 +210,15 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     tracing::info!("stopping: finishing what is in flight");
     servers.iter().for_each(Server::ask_to_stop);
     servers.into_iter().for_each(Server::join);
-    for thread in threads {
-        thread.join()?;
-    }
+    lanes.join()?;
     broken.map_or(Ok(()), |why| Err(ServeError::Broken(why.into())))
 }
 
 /// What an export is to be, checked.
 struct Wanted {
-    name: String,
+    share: Share,
     socket: SocketConfig,
     serial: SerialId,
-    queues: usize,
-    lanes: Option<Vec<usize>>,
 }
 
 /// Opens every device and checks every export.
@@ -260,13 +259,13 @@ fn want(mut spec: Spec, number: usize) -> Result<Wanted, ServeError> {
         u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o777)
     })?;
     let group = spec.take("group").map(|name| group_number(&spec.name, &name)).transpose()?;
-    let lanes = spec.take_with("lanes", "numbers of lanes, such as 0,1", |text| {
+    let named = spec.take_with("lanes", "numbers of lanes, such as 0,1", |text| {
         text.split(',').map(|lane| lane.trim().parse::<usize>().ok()).collect::<Option<Vec<_>>>()
     })?;
     let name = format!("{}:{}", spec.scheme, spec.body);
     let path = PathBuf::from(&spec.body);
     spec.finish()?;
-    Ok(Wanted { name, socket: SocketConfig { path, mode, group }, serial, queues, lanes })
+    Ok(Wanted { share: Share { name, queues, named }, socket: SocketConfig { path, mode, group }, serial })
 }
 
 /// The number of a group, by its name or number.
@@ -282,68 +281,44 @@ fn group_number(object: &str, name: &str) -> Result<u32, SpecError> {
     })
 }
 
-/// Binds an export's socket and deals its queues to lanes. Returns the export and the lane of each queue.
-fn place(
-    device: &Device,
-    device_index: usize,
-    want: Wanted,
-    placed: &mut Placed,
-    first_lane: &mut usize,
-) -> Result<(Export, Vec<usize>), ServeError> {
-    let lanes = placed.len();
-    let lane_of: Vec<usize> = if let Some(list) = &want.lanes {
-        (0..want.queues).map(|queue| list[queue % list.len()]).collect()
-    } else {
-        let map = QueueMap::even(want.queues, lanes);
-        (0..want.queues).map(|queue| (map.queue_of(queue) + *first_lane) % lanes).collect()
-    };
-    // The next export begins where this one's queues end, so that small exports do not all share the first lane.
-    *first_lane += want.queues;
-    if let Some(lane) = lane_of.iter().find(|lane| **lane >= lanes) {
-        let cause = format!("there is no lane {lane}");
-        return Err(SpecError::new(&want.name, cause, format!("lanes are numbered 0 to {}", lanes - 1)).into());
-    }
+/// Binds an export's socket, and says how its queues are made.
+fn bind(device: &Device, device_index: usize, want: Wanted, makes: &mut Vec<Make>) -> Result<Export, ServeError> {
     let info = Arc::new(device.info().clone());
+    let Share { name, queues, .. } = want.share;
     let mut remotes = Vec::new();
-    for lane in &lane_of {
+    for _ in 0..queues {
         let (remote, port) = queue_pair();
         let config = HwQueueConfig::default();
         let (driver, info, serial) = (device.queue(config.depth), Arc::clone(&info), want.serial);
-        placed[*lane].push(Box::new(move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port)));
+        makes.push(Box::new(move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port)));
         remotes.push(remote);
     }
     let socket = BoundSocket::bind(&want.socket)?;
     let write_back = info.volatile_cache;
-    let disk = BlkConfig::new(&info, want.queues as u16, SEG_MAX, write_back);
-    Ok((Export { name: want.name, socket, disk, write_back, remotes, device: device_index }, lane_of))
+    let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, write_back);
+    Ok(Export { name, socket, disk, write_back, remotes, device: device_index })
 }
 
-/// Starts a thread for every lane that has a queue. Returns them, for each lane the place of its thread, and what
-/// others may see of them.
-fn spawn_lanes(
-    args: &ServeArgs,
-    placed: Placed,
-) -> Result<(Vec<LaneThread>, Vec<usize>, Vec<RunningLane>), ServeError> {
-    let (mut threads, mut thread_of, mut running) = (Vec::new(), Vec::new(), Vec::new());
-    for (index, builders) in placed.into_iter().enumerate() {
-        thread_of.push(threads.len());
-        if builders.is_empty() {
-            continue;
-        }
-        let config = LaneConfig {
-            name: format!("lane{index}"),
-            cpus: (!args.cpus.is_empty()).then(|| vec![args.cpus[index % args.cpus.len()]]),
-            policy: args.spin_us.map_or_else(IdlePolicy::default, |us| IdlePolicy { spin_ns: us * 1000 }),
-            ring: RingConfig::default(),
-        };
-        let build = move |_: &mut blkyard_os::Ring| builders.into_iter().map(|build| build()).collect();
-        let (cpus, spin_us) = (config.cpus.clone(), config.policy.spin_ns / 1000);
-        let thread = blkyard_os::spawn(config, build)?;
-        let (name, ring) = (thread.name().to_owned(), Arc::clone(thread.ring()));
-        running.push(RunningLane { number: index, thread: name, cpus, spin_us, ring });
-        threads.push(thread);
+/// How each lane is made.
+fn lane_configs(args: &ServeArgs) -> impl Fn(usize) -> LaneConfig + Clone + Send + Sync + 'static {
+    let cpus = args.cpus.clone();
+    let policy = args.spin_us.map_or_else(IdlePolicy::default, |us| IdlePolicy { spin_ns: us * 1000 });
+    move |lane| LaneConfig {
+        name: format!("lane{lane}"),
+        cpus: (!cpus.is_empty()).then(|| vec![cpus[lane % cpus.len()]]),
+        policy,
+        ring: RingConfig::default(),
     }
-    Ok((threads, thread_of, running))
+}
+
+/// What others may see of the lanes.
+fn running(lanes: &ServedLanes, config: impl Fn(usize) -> LaneConfig) -> Vec<RunningLane> {
+    let see = |(number, thread): (usize, &LaneThread<_>)| {
+        let LaneConfig { cpus, policy, .. } = config(number);
+        let (name, ring) = (thread.name().to_owned(), Arc::clone(thread.ring()));
+        RunningLane { number, thread: name, cpus, spin_us: policy.spin_ns / 1000, ring }
+    };
+    lanes.threads().iter().enumerate().map(see).collect()
 }
 
 /// The disk of someone who named none.

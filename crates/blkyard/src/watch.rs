@@ -40,7 +40,7 @@ impl Watch {
     }
 
     /// Says of each lane how it reaches the guests' memory, if that is not as it was.
-    pub fn tell_buffers(&mut self, lanes: &[LaneThread]) {
+    pub fn tell_buffers<S>(&mut self, lanes: &[LaneThread<S>]) {
         let now: Vec<_> = lanes.iter().map(LaneThread::buffers).collect();
         for (index, (lane, buffers)) in lanes.iter().zip(&now).enumerate() {
             if self.buffers.get(index) != Some(buffers) {

@@ -4,7 +4,8 @@
 //! clock, one used index and at most one call for all of it. A chain is fetched only while a bio is at hand to carry it. The guest's mistakes
 //! end in an error status, or stop this queue with a counted reason; they reach nobody else.
 //!
-//! Owned by its lane. What the control path wants comes as commands (see [`crate::remote`]).
+//! Owned by its lane. What the control path wants comes as commands (see [`crate::remote`]). A queue that moves to
+//! another lane comes to rest first and takes its session along: whoever is connected notices a pause and nothing else.
 
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -13,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 
-use blkyard_mq::{Bio, Chime, ChimePlace, Crank, Driver, HwQueue, RegionTable, Segment, Station};
+use blkyard_mq::{Bio, Chime, ChimePlace, Crank, Driver, HwQueue, RegionTable, Segment, Station, Wake};
 use blkyard_virtio::{
     Chain, GuestMemory, Head, ParseContext, Parsed, Refusals, SerialId, SplitRing, VirtioStatus, parse, status_of,
     write_status, written,
@@ -44,6 +45,8 @@ pub struct VhostQueue<D> {
     suspending: Vec<Sender<u16>>,
     flushing: Flushing,
     retiring: bool,
+    /// To move to another lane once what was fetched is finished.
+    leaving: bool,
     now_ns: u64,
     chime: ChimePlace,
 }
@@ -139,6 +142,7 @@ impl<D> VhostQueue<D> {
             suspending: Vec::new(),
             flushing: Flushing::new(),
             retiring: false,
+            leaving: false,
             now_ns: 0,
             chime: ChimePlace::default(),
         }
@@ -238,7 +242,7 @@ impl<D> VhostQueue<D> {
     }
 
     fn is_stopping(&self) -> bool {
-        self.retiring || !self.suspending.is_empty()
+        self.retiring || self.leaving || !self.suspending.is_empty()
     }
 }
 
@@ -344,6 +348,30 @@ impl Session {
 }
 
 impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
+    fn enter(&mut self, cx: &mut Cx, waker: &Arc<dyn Wake>) {
+        self.leaving = false;
+        if let Some(session) = &self.session {
+            self.hw.set_memory(cx, Arc::clone(session.memory.table()));
+        }
+        // Before the first crank, which looks for mail.
+        self.port.shared.moved(waker);
+    }
+
+    fn leave(&mut self, cx: &mut Cx) -> bool {
+        self.leaving = true;
+        if !self.hw.is_idle() {
+            return false;
+        }
+        // A call that has not gone through goes to a bell that is ringing already.
+        cx.forget(&mut self.chime);
+        self.hw.set_memory(cx, Arc::new(RegionTable::default()));
+        true
+    }
+
+    fn stay(&mut self) {
+        self.leaving = false;
+    }
+
     fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank {
         self.now_ns = now_ns;
         // The swap pairs with the sender's store: the flag goes down before we look, so that nothing is missed.
@@ -395,7 +423,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             cx.forget(&mut self.chime);
             busy = true;
         }
-        if stopping && self.hw.is_idle() {
+        if stopping && self.hw.is_idle() && (self.retiring || !self.suspending.is_empty()) {
             self.rest(cx);
             return Crank::Busy;
         }

@@ -2,11 +2,15 @@
 //!
 //! A queue that runs belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and waits
 //! for the answer, which for a suspension comes only when all that was fetched is finished.
+//!
+//! The queue may move to another lane meanwhile, and takes its mail along. Whoever has written to it wakes the lane that it
+//! is known to live on; should that be the old one, the letter was there before the queue told us of the new one, which
+//! looks for mail once that is done.
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use blkyard_mq::{HwStats, Wake};
 use blkyard_virtio::{GuestMemory, RingLayout};
@@ -58,9 +62,17 @@ pub(crate) enum Command {
 pub(crate) struct Shared {
     /// Set when a command waits: looked at once a round, where the channel itself would cost more.
     pub(crate) mail: AtomicBool,
+    /// Wakes the lane that the queue lives on.
+    waker: Mutex<Option<Arc<dyn Wake>>>,
     pub(crate) stats: OnceLock<Arc<HwStats>>,
     pub(crate) refusals: OnceLock<Arc<blkyard_virtio::Refusals>>,
-    waker: OnceLock<Arc<dyn Wake>>,
+}
+
+impl Shared {
+    /// The queue lives on another lane from now on. It looks for mail after this: see `Line::send`.
+    pub(crate) fn moved(&self, waker: &Arc<dyn Wake>) {
+        *self.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(waker));
+    }
 }
 
 /// The lane's end, from which a [`VhostQueue`](crate::VhostQueue) is made.
@@ -111,11 +123,6 @@ pub fn queue_pair() -> (QueueRemote, QueuePort) {
 }
 
 impl QueueRemote {
-    /// Says how to wake the lane that the other end lives on. To be called before anything else.
-    pub fn attach(&self, waker: Arc<dyn Wake>) {
-        let _ = self.line.shared.waker.set(waker);
-    }
-
     /// The counters of the hardware queue, once it is on its lane.
     pub fn stats(&self) -> Option<&Arc<HwStats>> {
         self.line.shared.stats.get()
@@ -185,7 +192,9 @@ impl Line {
         self.commands.send(command).map_err(|_| Gone)?;
         // Pairs with the station's swap: who sees the flag finds the command.
         self.shared.mail.store(true, Ordering::Release);
-        if let Some(waker) = self.shared.waker.get() {
+        // After the flag: a queue that moves puts its new lane here before it looks at the flag. So either we wake that one,
+        // or it finds the flag by itself. A queue that lives on no lane yet will look when it does.
+        if let Some(waker) = &*self.shared.waker.lock().unwrap_or_else(PoisonError::into_inner) {
             waker.wake();
         }
         Ok(())

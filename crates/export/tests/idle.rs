@@ -22,7 +22,7 @@ fn sixteen_idle_queues_use_no_measurable_time_and_hear_a_kick() {
             assert_eq!(vq.write(index as u64, &[1; 512]), 0);
         }
         std::thread::sleep(Duration::from_millis(10));
-        let used = || world.lanes.iter().map(|lane| lane.cpu_ns().unwrap()).sum::<u64>();
+        let used = || world.lanes.threads().iter().map(|lane| lane.cpu_ns().unwrap()).sum::<u64>();
         let (before, start) = (used(), Instant::now());
         std::thread::sleep(Duration::from_secs(1));
         let (spent, passed) = (used() - before, start.elapsed().as_nanos() as u64);

@@ -152,7 +152,7 @@ fn when_a_lane_ends_by_a_bug_its_exports_end_and_the_others_go_on() {
     gate.plant_bug();
     on_lane_0.put(0, kind::OUT, 16, Data::Out(&[1; 512]));
     on_lane_0.publish();
-    until("the lane ends", || world.lanes[0].is_finished());
+    until("the lane ends", || world.lanes.threads()[0].is_finished());
     // The control thread learns of it with the next message; the write on the other lane is finished before all ends.
     let asking = (*front).clone();
     let asked = std::thread::spawn(move || asking.get_vring_base(0).is_err());
@@ -165,7 +165,8 @@ fn when_a_lane_ends_by_a_bug_its_exports_end_and_the_others_go_on() {
     // An export whose queues live elsewhere; its lanes end with it.
     world.exports[1].server().ask_to_stop();
     until("the other export ends", || world.exports[1].server().is_finished());
-    until("the other lane ends", || world.lanes[1].is_finished());
+    let error = common::end(world.lanes).unwrap_err().to_string();
+    assert!(error.contains("lane lane0 panicked: a bug that the test planted"), "{error}");
     drop(front);
 }
 

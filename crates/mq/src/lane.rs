@@ -4,8 +4,19 @@
 //! hardware queue, a job of load. After work a lane goes on turning for a bounded time, since the next wish tends to come soon; then it asks
 //! every station's outside to ring a bell, looks once more, and sleeps. It does not know what a thread, a bell or
 //! a sleep is made of: that is told by whoever runs it.
+//!
+//! Stations come and go while the others work. One that is to leave comes to rest first: it takes nothing more and
+//! finishes what it took; then nothing of it is left here, and it may be carried to another lane.
+//!
+//! ```text
+//!            ask_to_leave                     at rest
+//!   living ───────────────▶ coming to rest ────────────▶ parted
+//!     ▲  ◀───────────────────┘ ask_to_stay                 │
+//!     └────────────────────────────────────────────────────┘ admit, here or on another lane
+//! ```
 
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
 /// Wakes whoever sleeps at the other end. May be called from any thread, and when nobody sleeps.
 pub trait Wake: Send + Sync {
@@ -47,6 +58,19 @@ pub enum Crank {
 
 /// A queue and whoever feeds it. `Cx` is what the stations of a lane share.
 pub trait Station<Cx: ?Sized> {
+    /// It lives on a lane from now on, which `waker` wakes. Called before the first crank there.
+    fn enter(&mut self, _cx: &mut Cx, _waker: &Arc<dyn Wake>) {}
+
+    /// It is to leave: from now on it takes nothing more and finishes what it took. Asked after every turn until it is
+    /// true; then nothing is in flight, nothing of it is left with `cx`, and it may enter another lane. By default a
+    /// station stays for good.
+    fn leave(&mut self, _cx: &mut Cx) -> bool {
+        false
+    }
+
+    /// It need not leave after all.
+    fn stay(&mut self) {}
+
     /// One round: gives back what is over, takes what is wanted, passes it on.
     fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank;
 
@@ -92,17 +116,27 @@ pub enum Idle {
     Turn,
     /// Sleep until a bell, a completion, or this time.
     Sleep(Option<u64>),
-    /// All stations are over.
+    /// All stations are over, or there are none.
     End,
 }
 
 /// How often stations are ticked.
 const TICK_NS: u64 = 1_000_000_000;
 
+/// A station, by the name that whoever runs the lanes gave it.
+#[derive(Debug)]
+struct Resident<S> {
+    name: u32,
+    station: S,
+    leaving: bool,
+}
+
 /// The stations of one thread.
 #[derive(Debug)]
 pub struct Lane<S> {
-    stations: Vec<S>,
+    residents: Vec<Resident<S>>,
+    /// How many were asked to leave.
+    leaving: usize,
     policy: IdlePolicy,
     last_work_ns: u64,
     last_tick_ns: u64,
@@ -110,14 +144,69 @@ pub struct Lane<S> {
 }
 
 impl<S> Lane<S> {
-    /// A lane of these stations.
-    pub fn new(stations: Vec<S>, policy: IdlePolicy) -> Lane<S> {
-        Lane { stations, policy, last_work_ns: 0, last_tick_ns: 0, armed: false }
+    /// A lane without stations yet.
+    pub fn new(policy: IdlePolicy) -> Lane<S> {
+        Lane { residents: Vec::new(), leaving: 0, policy, last_work_ns: 0, last_tick_ns: 0, armed: false }
     }
 
     /// The stations, in the order they are cranked.
-    pub fn stations(&self) -> &[S] {
-        &self.stations
+    pub fn stations(&self) -> impl Iterator<Item = &S> {
+        self.residents.iter().map(|resident| &resident.station)
+    }
+
+    /// A station lives here from now on, under a name that no other one here has.
+    pub fn admit<Cx: ?Sized>(&mut self, cx: &mut Cx, waker: &Arc<dyn Wake>, name: u32, mut station: S)
+    where
+        S: Station<Cx>,
+    {
+        station.enter(cx, waker);
+        self.residents.push(Resident { name, station, leaving: false });
+    }
+
+    /// Asks a station to come to rest; [`Lane::part`] gives it back then. False if there is none of this name.
+    pub fn ask_to_leave(&mut self, name: u32) -> bool {
+        let found = self.residents.iter_mut().find(|resident| resident.name == name);
+        let Some(resident) = found else { return false };
+        self.leaving += usize::from(!resident.leaving);
+        resident.leaving = true;
+        true
+    }
+
+    /// Lets a station stay that was asked to leave and has not parted.
+    pub fn ask_to_stay<Cx: ?Sized>(&mut self, name: u32)
+    where
+        S: Station<Cx>,
+    {
+        let found = self.residents.iter_mut().find(|resident| resident.name == name && resident.leaving);
+        let Some(resident) = found else { return };
+        resident.leaving = false;
+        resident.station.stay();
+        self.leaving -= 1;
+    }
+
+    /// The next station of those asked to leave that has come to rest, with its name. To be asked after every turn.
+    #[inline]
+    pub fn part<Cx: ?Sized>(&mut self, cx: &mut Cx) -> Option<(u32, S)>
+    where
+        S: Station<Cx>,
+    {
+        if self.leaving == 0 { None } else { self.part_slow(cx) }
+    }
+
+    #[cold]
+    fn part_slow<Cx: ?Sized>(&mut self, cx: &mut Cx) -> Option<(u32, S)>
+    where
+        S: Station<Cx>,
+    {
+        let ready = |resident: &mut Resident<S>| resident.leaving && resident.station.leave(cx);
+        let index = self.residents.iter_mut().position(ready)?;
+        let Resident { name, mut station, .. } = self.residents.remove(index);
+        self.leaving -= 1;
+        if self.armed {
+            // Our next turn would have; it is not among ours any more.
+            station.disarm();
+        }
+        Some((name, station))
     }
 
     /// Cranks every station once, and says whether to go on or sleep. Before a sleep every station is armed; the
@@ -128,21 +217,21 @@ impl<S> Lane<S> {
     {
         if self.armed {
             self.armed = false;
-            self.stations.iter_mut().for_each(S::disarm);
+            self.residents.iter_mut().for_each(|resident| resident.station.disarm());
         }
         let mut busiest = Crank::Idle;
-        for station in &mut self.stations {
-            busiest = busiest.max(station.crank(cx, now_ns));
+        for resident in &mut self.residents {
+            busiest = busiest.max(resident.station.crank(cx, now_ns));
         }
         if now_ns.saturating_sub(self.last_tick_ns) >= TICK_NS {
             self.last_tick_ns = now_ns;
-            self.stations.iter_mut().for_each(|station| station.tick(now_ns));
+            self.residents.iter_mut().for_each(|resident| resident.station.tick(now_ns));
         }
         if busiest == Crank::Busy {
             self.last_work_ns = now_ns;
             return Idle::Turn;
         }
-        if self.stations.iter().all(S::is_over) {
+        if self.stations().all(S::is_over) {
             return Idle::End;
         }
         if now_ns.saturating_sub(self.last_work_ns) < self.policy.spin_ns {
@@ -150,11 +239,11 @@ impl<S> Lane<S> {
         }
         self.armed = true;
         // Every station is armed, even after one had work: what is armed is what the next turn disarms.
-        let work = self.stations.iter_mut().fold(false, |work, station| station.arm() | work);
+        let work = self.residents.iter_mut().fold(false, |work, resident| resident.station.arm() | work);
         if work {
             return Idle::Turn;
         }
-        let deadline = self.stations.iter().filter_map(S::deadline_ns).min();
+        let deadline = self.stations().filter_map(S::deadline_ns).min();
         // While anything is in flight the tick must come, for it is what counts I/O that takes too long.
         let tick = (busiest == Crank::Waiting).then_some(self.last_tick_ns + TICK_NS);
         Idle::Sleep([deadline, tick].into_iter().flatten().min())
@@ -172,9 +261,17 @@ mod tests {
         armed: bool,
         over: bool,
         due: Option<u64>,
+        leaving: bool,
     }
 
     impl Station<()> for Fake {
+        fn leave(&mut self, (): &mut ()) -> bool {
+            self.leaving = true;
+            self.work == 0
+        }
+        fn stay(&mut self) {
+            self.leaving = false;
+        }
         fn crank(&mut self, (): &mut (), _: u64) -> Crank {
             assert!(!self.armed, "cranked while armed");
             if self.work == 0 {
@@ -201,14 +298,26 @@ mod tests {
         }
     }
 
+    fn lane(stations: Vec<Fake>, spin_ns: u64) -> Lane<Fake> {
+        struct Nobody;
+        impl Wake for Nobody {
+            fn wake(&self) {}
+        }
+        let waker: Arc<dyn Wake> = Arc::new(Nobody);
+        let mut lane = Lane::new(IdlePolicy { spin_ns });
+        for (name, station) in stations.into_iter().enumerate() {
+            lane.admit(&mut (), &waker, name as u32, station);
+        }
+        lane
+    }
+
     #[test]
     fn a_lane_spins_for_a_bounded_time_after_work_then_sleeps() {
-        let mut lane =
-            Lane::new(vec![Fake { work: 1, ..Fake::default() }, Fake::default()], IdlePolicy { spin_ns: 100 });
+        let mut lane = lane(vec![Fake { work: 1, ..Fake::default() }, Fake::default()], 100);
         assert_eq!(lane.turn(&mut (), 1000), Idle::Turn);
         assert_eq!(lane.turn(&mut (), 1099), Idle::Turn);
         assert_eq!(lane.turn(&mut (), 1100), Idle::Sleep(None));
-        assert!(lane.stations().iter().all(|s| s.armed));
+        assert!(lane.stations().all(|s| s.armed));
         lane.turn(&mut (), 1100);
     }
 
@@ -216,14 +325,42 @@ mod tests {
     fn work_that_comes_while_arming_is_not_slept_over() {
         let fakes =
             vec![Fake { comes_while_arming: true, ..Fake::default() }, Fake { due: Some(77), ..Fake::default() }];
-        let mut lane = Lane::new(fakes, IdlePolicy { spin_ns: 0 });
+        let mut lane = lane(fakes, 0);
         assert_eq!(lane.turn(&mut (), 5), Idle::Turn);
         assert_eq!(lane.turn(&mut (), 6), Idle::Sleep(Some(77)));
     }
 
     #[test]
     fn a_lane_ends_when_all_its_stations_are_over() {
-        let mut lane = Lane::new(vec![Fake { over: true, ..Fake::default() }], IdlePolicy::default());
+        let mut lane = lane(vec![Fake { over: true, ..Fake::default() }], 50_000);
         assert_eq!(lane.turn(&mut (), 5), Idle::End);
+    }
+
+    #[test]
+    fn a_station_that_is_to_leave_parts_once_at_rest_and_unarmed() {
+        let mut lane = lane(vec![Fake { work: 2, ..Fake::default() }, Fake::default()], 0);
+        assert!(lane.ask_to_leave(0) && lane.ask_to_leave(0) && !lane.ask_to_leave(7));
+        assert_eq!(lane.turn(&mut (), 1), Idle::Turn);
+        assert!(lane.part(&mut ()).is_none(), "parted with work in hand");
+        lane.turn(&mut (), 2);
+        assert_eq!(lane.turn(&mut (), 3), Idle::Sleep(None));
+        let (name, station) = lane.part(&mut ()).unwrap();
+        assert!(name == 0 && !station.armed && lane.stations().count() == 1);
+        assert!(lane.part(&mut ()).is_none(), "the other one was not asked");
+        lane.turn(&mut (), 4);
+    }
+
+    #[test]
+    fn a_station_that_may_stay_after_all_goes_on() {
+        let mut lane = lane(vec![Fake { work: 9, ..Fake::default() }], 0);
+        lane.ask_to_leave(0);
+        lane.turn(&mut (), 1);
+        assert!(lane.part(&mut ()).is_none() && lane.stations().all(|s| s.leaving));
+        lane.ask_to_stay(0);
+        assert!(lane.stations().all(|s| !s.leaving));
+        for now_ns in 2..99 {
+            lane.turn(&mut (), now_ns);
+            assert!(lane.part(&mut ()).is_none());
+        }
     }
 }

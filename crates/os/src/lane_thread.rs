@@ -1,11 +1,15 @@
 //! The thread that runs a lane: it owns a ring, the stations built on it, and the one place where they sleep.
 //!
 //! ```text
-//!   ┌─▶ now ─▶ reap ─▶ turn ─┬─ Turn ──▶ submit ────────────────────────────────┐
-//!   │                        ├─ Sleep ─▶ settle ─▶ watch all bells ─▶ sleep ────┤
-//!   └────────────────────────┼──────────────────────────────────────────────────┘
-//!                            └─ End ──▶ the thread ends
+//!   ┌─▶ now ─▶ reap ─▶ orders ─▶ turn ─▶ part ─┬─ Turn ──▶ submit ───────────────────────────┐
+//!   │                                          ├─ Sleep ─▶ settle ─▶ watch all bells ─▶ sleep ─┤
+//!   └──────────────────────────────────────────┼────────────────────────────────────────────┘
+//!                                              └─ End ──▶ the thread ends, once nobody can give orders
 //! ```
+//!
+//! Orders let a station in, ask for one back, or let it stay after all; they come through a channel that is looked at
+//! when a flag says so. A station that has parted is listened to no more before it is handed over: a bell is made quiet by
+//! reading it, and this lane must not take what was meant for the next.
 //!
 //! No wake-up is lost. A lane sleeps only after a turn in which every station was asked to have its bell rung from
 //! now on, and looked once more after asking (`Lane::turn`); what comes later rings. Bells are level-triggered and
@@ -22,8 +26,10 @@
 
 use std::os::unix::thread::JoinHandleExt;
 use std::sync::Arc;
-use std::sync::mpsc::sync_channel;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use blkyard_mq::{Idle, IdlePolicy, Lane, Station, Wake};
 
@@ -44,7 +50,7 @@ pub struct LaneConfig {
     pub ring: RingConfig,
 }
 
-/// Why a lane thread did not start, or how it ended.
+/// Why a lane thread did not start, or how it ended, or why a station cannot come or go.
 #[derive(Debug, thiserror::Error)]
 pub enum LaneError {
     /// It has no ring.
@@ -67,7 +73,7 @@ pub enum LaneError {
         source: std::io::Error,
     },
     /// More than it can listen to.
-    #[error("lane {name} was given {count} queues and can listen to {max}: run more lanes", max = BELLS_MAX - 1)]
+    #[error("lane {name} was given {count} queues and can listen to {STATIONS_MAX}: run more lanes")]
     Stations {
         /// The lane.
         name: String,
@@ -82,6 +88,25 @@ pub enum LaneError {
         /// What the system said.
         source: std::io::Error,
     },
+    /// A station was to leave and has work in hand that does not end.
+    #[error(
+        "queue {station} did not come to rest within {limit:?} and stays on lane {name}: its device has a request that \
+         does not end. Try again when it has"
+    )]
+    Restless {
+        /// The lane.
+        name: String,
+        /// The station, by its number.
+        station: u32,
+        /// How long it was given.
+        limit: Duration,
+    },
+    /// A lane that is gone neither gives nor takes stations.
+    #[error("lane {name} has ended; see the messages above")]
+    Ended {
+        /// The lane.
+        name: String,
+    },
     /// A bug of ours. Its queues are not served any more.
     #[error("lane {name} panicked: {message}")]
     Panicked {
@@ -92,29 +117,71 @@ pub enum LaneError {
     },
 }
 
-/// A running lane. It runs until all its stations are over; dropping the handle does not stop it.
-#[derive(Debug)]
-pub struct LaneThread {
+/// Stations one lane can have: one bell is the waker's.
+pub const STATIONS_MAX: usize = BELLS_MAX - 1;
+
+/// A running lane. It runs until all its stations are over and nobody can give it more: dropping the handle does not stop
+/// it, but lets it end.
+pub struct LaneThread<S> {
     name: String,
     thread: JoinHandle<()>,
-    waker: Arc<Waker>,
+    desk: Desk<S>,
     ring: Arc<RingView>,
 }
 
-/// Starts a thread, makes its ring and lets `build` make its stations there, so that they need not be `Send`. Returns
+/// What is asked of a lane from outside.
+enum Order<S> {
+    /// A station comes to live here; it is made or carried here by this. Answered when it has entered.
+    Admit(u32, Box<dyn FnOnce() -> S + Send>, Sender<()>),
+    /// A station is to come to rest and leave. The answer is the station, or none if it stays after all.
+    Leave(u32, Sender<Option<S>>),
+    /// It may stay, if it has not left.
+    Stay(u32),
+    /// No more orders.
+    Close,
+}
+
+/// Where orders are given.
+struct Desk<S> {
+    orders: Sender<Order<S>>,
+    /// Set when an order waits: looked at once a round, where the channel itself would cost more.
+    waiting: Arc<AtomicBool>,
+    waker: Arc<Waker>,
+}
+
+impl<S> Desk<S> {
+    /// If the lane is gone the order is dropped, and with it the channel for the answer.
+    fn give(&self, order: Order<S>) {
+        let _ = self.orders.send(order);
+        // Pairs with the lane's swap: who sees the flag finds the order.
+        self.waiting.store(true, Ordering::Release);
+        self.waker.wake();
+    }
+}
+
+impl<S> Drop for Desk<S> {
+    fn drop(&mut self) {
+        self.give(Order::Close);
+    }
+}
+
+/// Starts a thread, makes its ring and lets `build` make its first stations there, in the order of their names. Returns
 /// when they are made.
 ///
 /// # Errors
 /// See [`LaneError`]; no thread is left behind.
-pub fn spawn<S, B>(config: LaneConfig, build: B) -> Result<LaneThread, LaneError>
+pub fn spawn<S, B>(config: LaneConfig, build: B) -> Result<LaneThread<S>, LaneError>
 where
-    S: Station<Ring> + 'static,
+    S: Station<Ring> + Send + 'static,
     B: FnOnce(&mut Ring) -> Vec<S> + Send + 'static,
 {
     let name = config.name.clone();
     let failed = |source| LaneError::Thread { name: name.clone(), source };
     let waker = Waker::new().map_err(failed)?;
     let (told, started) = sync_channel(1);
+    let (orders, ordered) = channel();
+    let waiting = Arc::new(AtomicBool::new(false));
+    let mail = Mail { orders: ordered, waiting: Arc::clone(&waiting), asked: Vec::new(), closed: false };
     let on_thread = Arc::clone(&waker);
     let run = move || {
         let made = pin(&config).and_then(|()| {
@@ -127,22 +194,22 @@ where
             }
             Ok(mut ring) => {
                 let stations = build(&mut ring);
-                // One bell is the waker's.
-                if stations.len() >= BELLS_MAX {
+                if stations.len() > STATIONS_MAX {
                     let _ = told.send(Err(LaneError::Stations { name: config.name, count: stations.len() }));
                     return;
                 }
                 let view = Arc::clone(ring.view());
-                let turning = Turning { ring, lane: Lane::new(stations, config.policy) };
+                let mut turning = Turning { ring, lane: Lane::new(config.policy), mail, waker: on_thread };
+                stations.into_iter().enumerate().for_each(|(name, station)| turning.admit(name as u32, station));
                 // The spawner waits for this and nothing else; should it be gone, we run all the same.
                 let _ = told.send(Ok(view));
-                turning.run(&on_thread);
+                turning.run();
             }
         }
     };
     let thread = std::thread::Builder::new().name(name.clone()).spawn(run).map_err(failed)?;
     match started.recv() {
-        Ok(Ok(ring)) => Ok(LaneThread { name, thread, waker, ring }),
+        Ok(Ok(ring)) => Ok(LaneThread { name, thread, desk: Desk { orders, waiting, waker }, ring }),
         Ok(Err(error)) => {
             let _ = thread.join();
             Err(error)
@@ -162,50 +229,130 @@ fn pin(config: &LaneConfig) -> Result<(), LaneError> {
     })
 }
 
+/// The lane's end of the desk.
+struct Mail<S> {
+    orders: Receiver<Order<S>>,
+    waiting: Arc<AtomicBool>,
+    /// Who waits for which station.
+    asked: Vec<(u32, Sender<Option<S>>)>,
+    /// No order will come any more.
+    closed: bool,
+}
+
 /// The ring goes first, also when a panic unwinds: it waits for I/O into memory that the stations hold.
 struct Turning<S> {
     ring: Ring,
     lane: Lane<S>,
+    mail: Mail<S>,
+    waker: Arc<Waker>,
 }
 
 impl<S: Station<Ring>> Turning<S> {
-    fn run(mut self, waker: &Waker) {
-        /// The waker's bell comes before those of the stations.
-        const OWN: usize = 0;
-        let Turning { ring, lane } = &mut self;
+    fn run(mut self) {
         let mut was_called = false;
         loop {
             let now_ns = now_ns();
-            ring.reap();
-            match lane.turn(ring, now_ns) {
-                Idle::Turn => ring.submit(),
-                Idle::End => break,
-                Idle::Sleep(deadline_ns) => {
-                    if waker.settle() {
-                        was_called = true;
-                        ring.submit();
-                        continue;
-                    }
-                    if std::mem::take(&mut was_called) {
-                        ring.unwatch_all();
-                    }
-                    ring.watch(waker.bell(), OWN);
-                    for (index, station) in lane.stations().iter().enumerate() {
-                        match station.bell() {
-                            Some(bell) => ring.watch(bell, OWN + 1 + index),
-                            None => ring.unwatch(OWN + 1 + index),
-                        }
-                    }
-                    ring.sleep(deadline_ns);
-                    waker.rise();
+            self.ring.reap();
+            if self.mail.waiting.load(Ordering::Relaxed) && self.mail.waiting.swap(false, Ordering::Acquire) {
+                self.read_orders();
+            }
+            let idle = self.lane.turn(&mut self.ring, now_ns);
+            if let Some((name, station)) = self.lane.part(&mut self.ring) {
+                self.hand_over(name, station);
+                continue;
+            }
+            let deadline_ns = match idle {
+                Idle::Turn => {
+                    self.ring.submit();
+                    continue;
                 }
+                Idle::End if self.mail.closed => break,
+                Idle::End => None,
+                Idle::Sleep(deadline_ns) => deadline_ns,
+            };
+            if self.waker.settle() {
+                was_called = true;
+                self.ring.submit();
+                continue;
+            }
+            if std::mem::take(&mut was_called) {
+                self.ring.unwatch_all();
+            }
+            self.watch_all();
+            self.ring.sleep(deadline_ns);
+            self.waker.rise();
+        }
+        self.ring.submit();
+    }
+
+    fn watch_all(&mut self) {
+        /// The waker's bell comes before those of the stations.
+        const OWN: usize = 0;
+        self.ring.watch(self.waker.bell(), OWN);
+        for (index, station) in self.lane.stations().enumerate() {
+            match station.bell() {
+                Some(bell) => self.ring.watch(bell, OWN + 1 + index),
+                None => self.ring.unwatch(OWN + 1 + index),
             }
         }
-        ring.submit();
+    }
+
+    #[cold]
+    fn read_orders(&mut self) {
+        while let Ok(order) = self.mail.orders.try_recv() {
+            match order {
+                Order::Admit(name, make, entered) => {
+                    self.admit(name, make());
+                    let _ = entered.send(());
+                }
+                Order::Leave(name, answer) => {
+                    if self.lane.ask_to_leave(name) {
+                        self.mail.asked.push((name, answer));
+                    } else {
+                        let _ = answer.send(None);
+                    }
+                }
+                Order::Stay(name) => {
+                    self.lane.ask_to_stay::<Ring>(name);
+                    let stays = self.mail.asked.extract_if(.., |(asked, _)| *asked == name);
+                    stays.for_each(|(_, answer)| drop(answer.send(None)));
+                }
+                Order::Close => self.mail.closed = true,
+            }
+        }
+    }
+
+    fn admit(&mut self, name: u32, station: S) {
+        let waker = Arc::clone(&self.waker) as Arc<dyn Wake>;
+        self.lane.admit(&mut self.ring, &waker, name, station);
+    }
+
+    /// Gives a station that has parted to whoever asked for it. From here on nothing of it comes to this lane.
+    #[cold]
+    fn hand_over(&mut self, name: u32, station: S) {
+        // Those behind it have other numbers now; all are listened to anew before the next sleep.
+        self.ring.unwatch_all();
+        self.ring.submit();
+        let asked = self.mail.asked.iter().position(|(asked, _)| *asked == name);
+        match asked.map(|index| self.mail.asked.swap_remove(index)) {
+            Some((_, answer)) => {
+                if let Err(SendError(Some(station))) = answer.send(Some(station)) {
+                    // Whoever asked is gone. It is better served here than nowhere.
+                    self.admit(name, station);
+                }
+            }
+            None => unreachable!("a station leaves only when it is asked for"),
+        }
     }
 }
 
-impl LaneThread {
+impl<S> std::fmt::Debug for LaneThread<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LaneThread").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+impl<S> LaneThread<S> {
     /// The name it was given.
     pub fn name(&self) -> &str {
         &self.name
@@ -213,7 +360,42 @@ impl LaneThread {
 
     /// Wakes the lane from any thread: for who has published something to one of its stations, or replaced a bell.
     pub fn waker(&self) -> Arc<dyn Wake> {
-        Arc::clone(&self.waker) as Arc<dyn Wake>
+        Arc::clone(&self.desk.waker) as Arc<dyn Wake>
+    }
+
+    /// Has a station live here from now on, under a name that no other one here has. It is made, or unpacked, on the
+    /// lane's thread. Returns when it has entered.
+    ///
+    /// # Errors
+    /// The lane has ended, and the station with it.
+    pub(crate) fn admit(&self, name: u32, make: Box<dyn FnOnce() -> S + Send>) -> Result<(), LaneError> {
+        let (entered, wait) = channel();
+        self.desk.give(Order::Admit(name, make, entered));
+        wait.recv().map_err(|_| self.ended())
+    }
+
+    /// Asks for a station back that lives here: it comes to rest, nothing of it is left on this lane, and here it is. If
+    /// that takes longer than `limit` it stays and goes on.
+    ///
+    /// # Errors
+    /// It did not come to rest in time, or the lane has ended.
+    pub(crate) fn release(&self, name: u32, limit: Duration) -> Result<S, LaneError> {
+        let (answer, wait) = channel();
+        self.desk.give(Order::Leave(name, answer));
+        let station = match wait.recv_timeout(limit) {
+            Ok(station) => station,
+            Err(RecvTimeoutError::Disconnected) => return Err(self.ended()),
+            Err(RecvTimeoutError::Timeout) => {
+                self.desk.give(Order::Stay(name));
+                // It may have left at the last moment.
+                wait.recv().map_err(|_| self.ended())?
+            }
+        };
+        station.ok_or_else(|| LaneError::Restless { name: self.name.clone(), station: name, limit })
+    }
+
+    fn ended(&self) -> LaneError {
+        LaneError::Ended { name: self.name.clone() }
     }
 
     /// Whether the memory of its queues is known to the kernel for good.
@@ -239,11 +421,12 @@ impl LaneThread {
         self.thread.is_finished()
     }
 
-    /// Waits until all its stations are over.
+    /// Waits until all its stations are over; it gets no more.
     ///
     /// # Errors
     /// It panicked.
     pub fn join(self) -> Result<(), LaneError> {
+        drop(self.desk);
         end(&self.name, self.thread)
     }
 }

@@ -9,6 +9,7 @@ mod caches;
 mod clock;
 mod file;
 mod lane_thread;
+mod lanes;
 mod ring;
 mod signals;
 mod topology;
@@ -18,9 +19,8 @@ pub use bed::RingBed;
 pub use caches::cache_bytes;
 pub use clock::{now_ns, thread_cpu_ns, thread_cpu_split_ns};
 pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
-pub use lane_thread::{LaneConfig, LaneError, LaneThread, spawn};
-pub use ring::{
-    Attachment, BELLS_MAX, FixedBuffers, Holdings, NopRing, Ring, RingConfig, RingError, RingView,
-};
+pub use lane_thread::{LaneConfig, LaneError, LaneThread, STATIONS_MAX, spawn};
+pub use lanes::{Lanes, Moves};
+pub use ring::{Attachment, BELLS_MAX, FixedBuffers, Holdings, NopRing, Ring, RingConfig, RingError, RingView};
 pub use signals::{Signal, Signals};
 pub use topology::{cpu_places, lanes_default};

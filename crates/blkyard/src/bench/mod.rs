@@ -37,7 +37,7 @@ pub use report::Report;
 pub(crate) use text::count;
 
 use crate::spec::SpecError;
-use crate::{Device, DeviceError};
+use crate::{Device, DeviceError, DeviceQueue};
 use args::Plan;
 use cpu::CpuTime;
 use job::{Gate, Job, Outcome};
@@ -165,7 +165,7 @@ pub fn measure(args: &BenchArgs, device: &Device) -> Result<Report, BenchError> 
 
 /// Who does the work.
 enum Workers {
-    Lanes(Vec<LaneThread>),
+    Lanes(Vec<LaneThread<Own<DeviceQueue>>>),
     Threads(Vec<JoinHandle<()>>),
 }
 
@@ -188,7 +188,12 @@ impl Workers {
 }
 
 /// Each job on a queue and a lane of its own.
-fn spawn_own(args: &BenchArgs, plan: &Plan, device: &Device, jobs: Vec<Job>) -> Result<Vec<LaneThread>, LaneError> {
+fn spawn_own(
+    args: &BenchArgs,
+    plan: &Plan,
+    device: &Device,
+    jobs: Vec<Job>,
+) -> Result<Vec<LaneThread<Own<DeviceQueue>>>, LaneError> {
     let cpus: Vec<_> = cpu_places().iter().map(|place| place.cpu).collect();
     // One thread a CPU stays where it is; more than that the system spreads better than we.
     let pinned = jobs.len() <= cpus.len();

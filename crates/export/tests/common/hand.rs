@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
-use blkyard_mq::{BlockDevice, Crank, HwQueue, HwQueueConfig, NullConfig, RamDevice, RamQueue, Station, Wake};
+use blkyard_mq::{BlockDevice, Crank, HwQueue, HwQueueConfig, NullConfig, RamDevice, RamQueue, Station};
 use blkyard_virtio::{BlkConfig, Refusals, SerialId};
 
 use super::{Front, Ram, Vq, disk_info};
@@ -17,12 +17,6 @@ pub struct Hand {
     folder: tempfile::TempDir,
 }
 
-struct NeverAsleep;
-
-impl Wake for NeverAsleep {
-    fn wake(&self) {}
-}
-
 impl Hand {
     /// A disk in memory with one queue.
     pub fn new(latency_ns: u64) -> Hand {
@@ -32,7 +26,6 @@ impl Hand {
         let config = HwQueueConfig::default();
         let hw = HwQueue::new(device.queue(config.depth), Arc::new(disk_info()), config);
         let queue = VhostQueue::new(hw, SerialId::new("by hand").unwrap(), port);
-        remote.attach(Arc::new(NeverAsleep));
         let refusals = Arc::clone(remote.refusals().unwrap());
         let socket = SocketConfig { path: folder.path().join("disk.sock"), mode: None, group: None };
         let disk = BlkConfig::new(&disk_info(), 1, SEG_MAX, true);

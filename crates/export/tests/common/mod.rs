@@ -20,7 +20,7 @@ pub use front::{Bystander, Front, one_queue};
 pub use guest::{DATA_MAX, Data, Ram, VQ_BYTES, Vq, kind, range};
 pub use hand::Hand;
 pub use raw::{Raw, Request, addresses, state, words64};
-pub use world::{SERIAL, Served, World};
+pub use world::{SERIAL, Served, World, end};
 
 /// Longer than anything here takes on a busy machine; what takes longer hangs.
 pub const PATIENCE: Duration = Duration::from_mins(1);

@@ -2,10 +2,13 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 
-use blkyard_export::{BackendConfig, BoundSocket, ExportStatus, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
-use blkyard_mq::{HwQueue, HwQueueConfig, HwStats, IdlePolicy};
-use blkyard_os::{LaneConfig, LaneThread, RingConfig};
+use blkyard_export::{
+    BackendConfig, BoundSocket, ExportStatus, QueueRemote, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair,
+};
+use blkyard_mq::{HwQueue, HwQueueConfig, HwStats};
+use blkyard_os::{LaneConfig, LaneError, Lanes};
 use blkyard_virtio::{BlkConfig, Refusals, SerialId};
 
 use super::AnyDevice;
@@ -51,7 +54,7 @@ impl Served {
 /// Lanes and the exports whose queues live on them.
 pub struct World {
     pub exports: Vec<Served>,
-    pub lanes: Vec<LaneThread>,
+    pub lanes: Lanes<VhostQueue<AnyQueue>>,
     folder: tempfile::TempDir,
 }
 
@@ -59,8 +62,8 @@ impl World {
     /// One export for each device, with as many queues each, dealt to the lanes in turn.
     pub fn new(devices: Vec<AnyDevice>, queues: usize, lanes: usize) -> World {
         let folder = tempfile::tempdir().unwrap();
-        let mut placed: Vec<Vec<Box<dyn FnOnce() -> VhostQueue<AnyQueue> + Send>>> = Vec::new();
-        placed.resize_with(lanes, Vec::new);
+        let config = |number| LaneConfig { name: format!("lane{number}"), ..LaneConfig::default() };
+        let mut dealt = Lanes::start(lanes, config).unwrap();
         let mut made = Vec::new();
         let mut next = 0;
         for device in devices {
@@ -71,33 +74,17 @@ impl World {
                 let config = HwQueueConfig::default();
                 let (driver, info) = (device.queue(config.depth), Arc::clone(&info));
                 let serial = SerialId::new(SERIAL).unwrap();
-                placed[next % lanes]
-                    .push(Box::new(move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port)));
-                remotes.push((remote, next % lanes));
+                let make = move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port);
+                dealt.admit(next % lanes, make).unwrap();
+                remotes.push(remote);
                 next += 1;
             }
             made.push((device.info, remotes));
         }
-        let spawn = |(index, builders): (usize, Vec<Box<dyn FnOnce() -> VhostQueue<AnyQueue> + Send>>)| {
-            let config = LaneConfig {
-                name: format!("lane{index}"),
-                cpus: None,
-                policy: IdlePolicy::default(),
-                ring: RingConfig::default(),
-            };
-            blkyard_os::spawn(config, move |_| builders.into_iter().map(|build| build()).collect()).unwrap()
-        };
-        let lanes: Vec<LaneThread> = placed.into_iter().enumerate().map(spawn).collect();
-        let serve = |(number, (info, remotes)): (usize, (_, Vec<_>))| {
+        let serve = |(number, (info, hands)): (usize, (_, Vec<QueueRemote>))| {
             let path = folder.path().join(format!("{number}.sock"));
             let socket = SocketConfig { path: path.clone(), mode: None, group: None };
             let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
-            let mut hands = Vec::new();
-            for (remote, lane) in remotes {
-                let (remote, lane): (blkyard_export::QueueRemote, usize) = (remote, lane);
-                remote.attach(lanes[lane].waker());
-                hands.push(remote);
-            }
             let stats = hands.iter().map(|remote| Arc::clone(remote.stats().unwrap())).collect();
             let refusals = hands.iter().map(|remote| Arc::clone(remote.refusals().unwrap())).collect();
             let name = format!("export {number}");
@@ -106,7 +93,7 @@ impl World {
             Served { path, status: Arc::clone(server.status()), server: Some(server), stats, refusals }
         };
         let exports = made.into_iter().enumerate().map(serve).collect();
-        World { exports, lanes, folder }
+        World { exports, lanes: dealt, folder }
     }
 
     /// Two disks in memory with two queues each, on two lanes.
@@ -124,8 +111,14 @@ impl World {
         self.exports.iter().for_each(|export| export.server().ask_to_stop());
         super::until("the exports end", || self.exports.iter().all(|export| export.server().is_finished()));
         self.exports.iter_mut().filter_map(|export| export.server.take()).for_each(Server::join);
-        super::until("the lanes end", || self.lanes.iter().all(LaneThread::is_finished));
-        self.lanes.drain(..).for_each(|lane| lane.join().unwrap());
+        end(self.lanes).unwrap();
         assert_eq!(self.folder.path().read_dir().unwrap().count(), 0, "a socket was left behind");
     }
+}
+
+/// Waits until the lanes have ended; panics if that takes too long.
+pub fn end(lanes: Lanes<VhostQueue<AnyQueue>>) -> Result<(), LaneError> {
+    let (told, ended) = channel();
+    std::thread::spawn(move || told.send(lanes.join()));
+    ended.recv_timeout(super::PATIENCE).expect("the lanes end")
 }

@@ -1,6 +1,8 @@
 //! What the tests of this crate share: places for files, and a queue that is driven to rest.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
+pub mod mover;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 

@@ -1,0 +1,194 @@
+//! The lanes of the daemon, and the rule by which queues live on them.
+//!
+//! Each export has its queues spread evenly, beginning where those of the one before ended, unless it names lanes of
+//! its own. The rule holds for any number of lanes, so the number can change while guests do I/O: only queues whose
+//! place changes move, one after another, and each goes on where it stood.
+
+use blkyard_export::VhostQueue;
+use blkyard_mq::QueueMap;
+use blkyard_os::{LaneConfig, LaneError, LaneThread, Lanes, Moves};
+
+use crate::device::DeviceQueue;
+use crate::serve::ServeError;
+use crate::spec::SpecError;
+
+/// Lanes of one daemon. More than any machine we know has CPUs that one disk could use.
+pub const LANES_MAX: u64 = 256;
+
+/// What one export asks of the lanes.
+#[derive(Clone, Debug)]
+pub struct Share {
+    /// The export, for messages.
+    pub name: String,
+    /// How many queues it has.
+    pub queues: usize,
+    /// The lanes they live on, in turn; spread evenly if none are named.
+    pub named: Option<Vec<usize>>,
+}
+
+/// The lane of each queue, export by export, with so many lanes.
+///
+/// # Errors
+/// An export names a lane that there is not.
+pub fn deal(shares: &[Share], lanes: usize) -> Result<Vec<usize>, SpecError> {
+    let mut places = Vec::new();
+    for share in shares {
+        // Where the queues so far end, so that small exports do not all share the first lane.
+        let first = places.len();
+        let map = QueueMap::even(share.queues, lanes);
+        for queue in 0..share.queues {
+            let lane = match &share.named {
+                Some(named) => named[queue % named.len()],
+                None => (map.queue_of(queue) + first) % lanes,
+            };
+            if lane >= lanes {
+                let cause = format!("there is no lane {lane}");
+                let cure = format!("lanes are numbered 0 to {}: name others, or run more lanes", lanes - 1);
+                return Err(SpecError::new(&share.name, cause, cure));
+            }
+            places.push(lane);
+        }
+    }
+    Ok(places)
+}
+
+/// The lanes, running.
+#[derive(Debug)]
+pub struct ServedLanes {
+    lanes: Lanes<VhostQueue<DeviceQueue>>,
+    shares: Vec<Share>,
+}
+
+impl ServedLanes {
+    /// Starts so many lanes for these exports; their queues are yet to come.
+    ///
+    /// # Errors
+    /// A lane cannot be started.
+    pub fn start(
+        count: usize,
+        shares: Vec<Share>,
+        config: impl Fn(usize) -> LaneConfig + Send + Sync + 'static,
+    ) -> Result<ServedLanes, LaneError> {
+        Ok(ServedLanes { lanes: Lanes::start(count, config)?, shares })
+    }
+
+    /// The next queue, in the order of the exports, to be made on its lane.
+    ///
+    /// # Errors
+    /// The lane is full, or has ended.
+    pub fn admit(
+        &mut self,
+        lane: usize,
+        make: impl FnOnce() -> VhostQueue<DeviceQueue> + Send + 'static,
+    ) -> Result<(), LaneError> {
+        self.lanes.admit(lane, make)
+    }
+
+    /// Changes the number of lanes while they serve. Returns when every queue lives where it would if there had been so
+    /// many from the start, and lanes that are too many have ended.
+    ///
+    /// # Errors
+    /// The number is out of bounds, or an export names a lane that there would not be: nothing has changed. A queue does not
+    /// come to rest, or a lane cannot be started or has ended: see [`Lanes::deal`]; trying again does what is left.
+    pub fn set_lanes(&mut self, count: u64) -> Result<Moves, ServeError> {
+        if !(1..=LANES_MAX).contains(&count) {
+            let cause = format!("{count} is out of bounds");
+            return Err(SpecError::new("lanes", cause, format!("give a number from 1 to {LANES_MAX}")).into());
+        }
+        let count = count as usize;
+        let places = deal(&self.shares, count)?;
+        Ok(self.lanes.deal(count, |queue| places[queue])?)
+    }
+
+    /// The lanes, by their number.
+    pub fn threads(&self) -> &[LaneThread<VhostQueue<DeviceQueue>>] {
+        self.lanes.threads()
+    }
+
+    /// The lane of each queue, export by export.
+    pub fn places(&self) -> &[usize] {
+        self.lanes.places()
+    }
+
+    /// Waits until all queues are retired and the lanes have ended.
+    ///
+    /// # Errors
+    /// One of them panicked.
+    pub fn join(self) -> Result<(), LaneError> {
+        self.lanes.join()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Device;
+    use blkyard_export::{QueueRemote, queue_pair};
+    use blkyard_mq::{HwQueue, HwQueueConfig};
+    use blkyard_virtio::SerialId;
+    use std::sync::Arc;
+
+    fn share(queues: usize, named: Option<Vec<usize>>) -> Share {
+        Share { name: format!("of {queues}"), queues, named }
+    }
+
+    #[test]
+    fn queues_are_dealt_evenly_and_the_next_export_begins_where_the_last_ended() {
+        let shares = [share(4, None), share(1, None), share(2, None)];
+        assert_eq!(deal(&shares, 1).unwrap(), [0; 7]);
+        assert_eq!(deal(&shares, 2).unwrap(), [0, 0, 1, 1, 0, 1, 0]);
+        assert_eq!(deal(&shares, 4).unwrap(), [0, 1, 2, 3, 0, 1, 2]);
+    }
+
+    #[test]
+    fn lanes_that_are_named_are_taken_in_turn_and_must_be_there() {
+        let shares = [share(1, None), share(3, Some(vec![2, 0]))];
+        assert_eq!(deal(&shares, 3).unwrap(), [0, 2, 0, 2]);
+        let error = deal(&shares, 2).unwrap_err().to_string();
+        assert!(error.contains("of 3") && error.contains("no lane 2") && error.contains("0 to 1"), "{error}");
+    }
+
+    /// Lanes with queues that nobody is connected to.
+    fn served(count: usize, shares: Vec<Share>) -> (ServedLanes, Vec<QueueRemote>) {
+        let device = Device::open("ram:1M").unwrap();
+        let info = Arc::new(device.info().clone());
+        let places = deal(&shares, count).unwrap();
+        let mut lanes = ServedLanes::start(count, shares, |_| LaneConfig::default()).unwrap();
+        let mut remotes = Vec::new();
+        for lane in places {
+            let (remote, port) = queue_pair();
+            let hw = HwQueue::new(device.queue(8), Arc::clone(&info), HwQueueConfig { depth: 8, ..Default::default() });
+            let serial = SerialId::new("x").unwrap();
+            lanes.admit(lane, move || VhostQueue::new(hw, serial, port)).unwrap();
+            remotes.push(remote);
+        }
+        (lanes, remotes)
+    }
+
+    #[test]
+    fn the_number_of_lanes_changes_and_each_queue_lives_where_the_rule_says() {
+        let shares = vec![share(4, None), share(3, None)];
+        let (mut lanes, remotes) = served(2, shares.clone());
+        for count in [4, 1, 3, 8, 2] {
+            let before = lanes.places().to_vec();
+            let moves = lanes.set_lanes(count).unwrap();
+            let places = deal(&shares, count as usize).unwrap();
+            assert_eq!((lanes.threads().len(), lanes.places()), (count as usize, &places[..]));
+            assert_eq!(moves.count, before.iter().zip(&places).filter(|(was, is)| was != is).count());
+        }
+        drop(remotes);
+        lanes.join().unwrap();
+    }
+
+    #[test]
+    fn numbers_that_make_no_sense_are_refused_and_change_nothing() {
+        let (mut lanes, remotes) = served(2, vec![share(2, Some(vec![0, 1]))]);
+        for (count, words) in [(0, "1 to 256"), (257, "1 to 256"), (1, "no lane 1")] {
+            let error = lanes.set_lanes(count).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+            assert_eq!((lanes.threads().len(), lanes.places()), (2, &[0, 1][..]));
+        }
+        drop(remotes);
+        lanes.join().unwrap();
+    }
+}

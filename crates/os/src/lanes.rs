@@ -1,0 +1,156 @@
+//! A set of lanes, and which station lives on which.
+//!
+//! Lanes are started and retired, and stations moved from one to another, while all of them work. A move is: the
+//! station comes to rest on its lane and leaves it, is carried over, and goes on where it stood. Only what has to move
+//! does, one station at a time, so that the others go on meanwhile.
+//!
+//! Owned by whoever is in control; its calls wait for the lanes, each for a bounded time. What a station is, and which
+//! lane is the right one for it, it does not know.
+
+use std::time::{Duration, Instant};
+
+use blkyard_mq::Station;
+
+use crate::lane_thread::{LaneConfig, LaneError, LaneThread, STATIONS_MAX, spawn};
+use crate::ring::Ring;
+
+/// How long a station may take to come to rest before it is let stay where it is. A healthy disk needs milliseconds; a
+/// guest gives up on a request after thirty seconds, and should find its queue fetching again before.
+const REST_MAX: Duration = Duration::from_secs(10);
+
+/// Lanes and where their stations live.
+pub struct Lanes<S> {
+    config: Box<dyn Fn(usize) -> LaneConfig + Send + Sync>,
+    threads: Vec<LaneThread<S>>,
+    /// The lane of each station, by the station's number.
+    places: Vec<usize>,
+    rest_max: Duration,
+}
+
+/// What re-dealing came to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Moves {
+    /// Stations that live elsewhere now.
+    pub count: usize,
+    /// The longest that one was on its way: from when it was asked to come to rest until it went on.
+    pub longest: Duration,
+}
+
+impl<S: Station<Ring> + Send + 'static> Lanes<S> {
+    /// Starts `count` lanes without stations. Lane `n`, now or later, is made as `config(n)` says.
+    ///
+    /// # Errors
+    /// One of them cannot be started; then none is.
+    pub fn start(
+        count: usize,
+        config: impl Fn(usize) -> LaneConfig + Send + Sync + 'static,
+    ) -> Result<Lanes<S>, LaneError> {
+        let mut lanes = Lanes { config: Box::new(config), threads: Vec::new(), places: Vec::new(), rest_max: REST_MAX };
+        lanes.grow(count)?;
+        Ok(lanes)
+    }
+
+    /// Has a new station live on a lane; it is made there. Stations are numbered in the order they come.
+    ///
+    /// # Errors
+    /// The lane is full, or has ended.
+    ///
+    /// # Panics
+    /// If there is no such lane.
+    pub fn admit(&mut self, lane: usize, make: impl FnOnce() -> S + Send + 'static) -> Result<(), LaneError> {
+        self.check(lane, self.places.iter().filter(|place| **place == lane).count() + 1)?;
+        self.threads[lane].admit(self.places.len() as u32, Box::new(make))?;
+        self.places.push(lane);
+        Ok(())
+    }
+
+    /// Changes the number of lanes to `count`, and has each station live where `place` says, given its number. Lanes are
+    /// started first, then stations move, then lanes are retired; stations go on working all the while, but for the
+    /// moment they move.
+    ///
+    /// # Errors
+    /// A lane cannot be started or would be full: nothing has changed. A station does not come to rest, or a lane has
+    /// ended: what has moved lives where it should, the rest where it did, and no lane is retired; trying again does what is
+    /// left.
+    ///
+    /// # Panics
+    /// If there are to be no lanes, or `place` names one that is not to be.
+    pub fn deal(&mut self, count: usize, place: impl Fn(usize) -> usize) -> Result<Moves, LaneError> {
+        let wanted: Vec<usize> = (0..self.places.len()).map(place).collect();
+        assert!(count > 0 && wanted.iter().all(|lane| *lane < count), "dealt to lanes that are not to be");
+        for lane in 0..count {
+            // Those to come may all be there before any has gone.
+            let both = self.places.iter().zip(&wanted).filter(|(is, to_be)| **is == lane || **to_be == lane);
+            self.check(lane, both.count())?;
+        }
+        self.grow(count)?;
+        let mut moves = Moves::default();
+        for (station, to) in wanted.into_iter().enumerate() {
+            if self.places[station] != to {
+                moves.longest = moves.longest.max(self.carry(station, to)?);
+                moves.count += 1;
+            }
+        }
+        self.threads.drain(count..).try_for_each(LaneThread::join)?;
+        Ok(moves)
+    }
+
+    /// Moves one station to another lane; says how long it took.
+    fn carry(&mut self, station: usize, to: usize) -> Result<Duration, LaneError> {
+        let start = Instant::now();
+        let name = station as u32;
+        let carried = self.threads[self.places[station]].release(name, self.rest_max)?;
+        self.places[station] = to;
+        self.threads[to].admit(name, Box::new(move || carried))?;
+        Ok(start.elapsed())
+    }
+
+    /// Starts the lanes that are missing, or none.
+    fn grow(&mut self, count: usize) -> Result<(), LaneError> {
+        let mut more = Vec::new();
+        for number in self.threads.len()..count {
+            more.push(spawn((self.config)(number), |_| Vec::new())?);
+        }
+        self.threads.append(&mut more);
+        Ok(())
+    }
+
+    fn check(&self, lane: usize, stations: usize) -> Result<(), LaneError> {
+        if stations <= STATIONS_MAX {
+            return Ok(());
+        }
+        Err(LaneError::Stations { name: (self.config)(lane).name, count: stations })
+    }
+}
+
+impl<S> Lanes<S> {
+    /// The lanes, by their number.
+    pub fn threads(&self) -> &[LaneThread<S>] {
+        &self.threads
+    }
+
+    /// The lane of each station, by the station's number.
+    pub fn places(&self) -> &[usize] {
+        &self.places
+    }
+
+    /// How long a station may take to come to rest when it is to move.
+    pub fn set_rest_max(&mut self, rest_max: Duration) {
+        self.rest_max = rest_max;
+    }
+
+    /// Waits until all stations are over, and the lanes have ended.
+    ///
+    /// # Errors
+    /// One of them panicked; the others have ended all the same.
+    pub fn join(self) -> Result<(), LaneError> {
+        let ends: Vec<_> = self.threads.into_iter().map(LaneThread::join).collect();
+        ends.into_iter().collect()
+    }
+}
+
+impl<S> std::fmt::Debug for Lanes<S> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Lanes").field("threads", &self.threads).field("places", &self.places).finish_non_exhaustive()
+    }
+}

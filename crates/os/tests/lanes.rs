@@ -1,0 +1,292 @@
+//! Lanes that come and go under load: stations move from one to another, nothing is lost, and what has left leaves nothing.
+
+mod common;
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+
+use blkyard_mq::{Crank, IdlePolicy, QueueMap, Station, Wake};
+use blkyard_os::{FileConfig, Holdings, LaneConfig, LaneError, LaneThread, Lanes, Ring};
+use common::mover::{BLOCKS, Mover, Tally};
+use common::{folders, image, open};
+use rustix::event::{EventfdFlags, eventfd};
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn lane(number: usize) -> LaneConfig {
+    LaneConfig { name: format!("lane{number}"), policy: IdlePolicy { spin_ns: 5_000 }, ..LaneConfig::default() }
+}
+
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+/// So many stations on a file, each with the tally of its own.
+fn movers(lanes: &mut Lanes<Mover>, folder: &tempfile::TempDir, count: usize) -> Vec<Arc<Tally>> {
+    let path = image(folder, count as u64 * BLOCKS * 4096);
+    let device = Arc::new(open(FileConfig::new(&path)));
+    let tallies: Vec<Arc<Tally>> = (0..count).map(|_| Arc::default()).collect();
+    let map = QueueMap::even(count, lanes.threads().len());
+    for (number, tally) in tallies.iter().enumerate() {
+        let (device, tally) = (Arc::clone(&device), Arc::clone(tally));
+        lanes.admit(map.queue_of(number), move || Mover::new(&device, number as u64, &tally)).unwrap();
+    }
+    tallies
+}
+
+fn ended(tallies: &[Arc<Tally>]) -> Vec<u64> {
+    tallies.iter().map(|tally| tally.ended.load(SeqCst)).collect()
+}
+
+#[test]
+fn queues_move_between_lanes_under_load_and_no_request_is_lost_repeated_or_wrong() {
+    const QUEUES: usize = 6;
+    for folder in folders() {
+        let mut lanes = Lanes::start(2, lane).unwrap();
+        let tallies = movers(&mut lanes, &folder, QUEUES);
+        let (mut moves, mut longest) = (0, Vec::new());
+        for round in 0.. {
+            let count = [4, 1, 3, 6, 2, 1, 5][round % 7];
+            let map = QueueMap::even(QUEUES, count);
+            // Now and then the other way round.
+            let place =
+                |station| if round % 3 == 2 { count - 1 - map.queue_of(station) } else { map.queue_of(station) };
+            let before = ended(&tallies);
+            let dealt = lanes.deal(count, place).unwrap();
+            assert_eq!(lanes.threads().len(), count);
+            assert!((0..QUEUES).all(|station| lanes.places()[station] == place(station)));
+            moves += dealt.count;
+            longest.push(dealt.longest);
+            until("all queues go on", || ended(&tallies).iter().zip(&before).all(|(now, before)| now > before));
+            if moves > 200 {
+                break;
+            }
+        }
+        let entered: u64 = tallies.iter().map(|tally| tally.entered.load(SeqCst)).sum();
+        assert_eq!(entered as usize, QUEUES + moves, "only what has to move does");
+        longest.sort_unstable();
+        println!(
+            "{moves} moves; the longest of a deal: median {:?}, all {:?}",
+            longest[longest.len() / 2],
+            longest.last()
+        );
+        // All on the one, then all on the other: nothing of them is left on the first.
+        lanes.deal(2, |_| 0).unwrap();
+        let all = Holdings { inboxes: QUEUES as u32, files: 1, regions: QUEUES as u32, chimes: 0 };
+        assert_eq!(lanes.threads()[0].ring().holdings(), all);
+        lanes.deal(2, |_| 1).unwrap();
+        assert_eq!(lanes.threads()[0].ring().holdings(), Holdings::default());
+        assert_eq!(lanes.threads()[1].ring().holdings(), all);
+        assert!(lanes.threads().iter().all(|lane| lane.ring().strays() == 0));
+        tallies.iter().for_each(|tally| tally.over.store(true, SeqCst));
+        lanes.threads().iter().for_each(|lane| lane.waker().wake());
+        lanes.join().unwrap();
+    }
+}
+
+/// Answers what it is asked; sleeps until its bell rings.
+struct Ringer {
+    shared: Arc<Shared>,
+    seen: u64,
+    leaving: bool,
+    /// Does not come to rest while this is set.
+    restless: Arc<AtomicBool>,
+}
+
+struct Shared {
+    bell: OwnedFd,
+    asked: AtomicU64,
+    answered: AtomicU64,
+    bell_wanted: AtomicBool,
+    over: AtomicBool,
+    panics: AtomicBool,
+}
+
+impl Shared {
+    fn new() -> Arc<Shared> {
+        Arc::new(Shared {
+            bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap(),
+            asked: AtomicU64::new(0),
+            answered: AtomicU64::new(0),
+            bell_wanted: AtomicBool::new(false),
+            over: AtomicBool::new(false),
+            panics: AtomicBool::new(false),
+        })
+    }
+
+    /// Asks, and rings if that is wanted, as a guest does.
+    fn ask(&self, n: u64) {
+        self.asked.store(n, SeqCst);
+        if self.bell_wanted.load(SeqCst) {
+            rustix::io::write(&self.bell, &1_u64.to_ne_bytes()).unwrap();
+        }
+    }
+
+    fn await_answer(&self, n: u64) {
+        let start = Instant::now();
+        while self.answered.load(SeqCst) < n {
+            assert!(start.elapsed() < PATIENCE, "call {n} is slept through");
+            std::thread::yield_now();
+        }
+    }
+}
+
+impl Station<Ring> for Ringer {
+    fn enter(&mut self, _ring: &mut Ring, _waker: &Arc<dyn Wake>) {
+        self.leaving = false;
+    }
+
+    fn leave(&mut self, _ring: &mut Ring) -> bool {
+        self.leaving = true;
+        !self.restless.load(SeqCst)
+    }
+
+    fn stay(&mut self) {
+        self.leaving = false;
+    }
+
+    fn crank(&mut self, _ring: &mut Ring, _now_ns: u64) -> Crank {
+        assert!(!self.shared.panics.load(SeqCst), "a bug that the test planted");
+        let asked = self.shared.asked.load(SeqCst);
+        if self.leaving || asked == self.seen {
+            return Crank::Idle;
+        }
+        self.seen = asked;
+        self.shared.answered.store(asked, SeqCst);
+        Crank::Busy
+    }
+
+    fn arm(&mut self) -> bool {
+        self.shared.bell_wanted.store(true, SeqCst);
+        !self.leaving && self.shared.asked.load(SeqCst) != self.seen
+    }
+
+    fn disarm(&mut self) {
+        self.shared.bell_wanted.store(false, SeqCst);
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.shared.bell.as_fd())
+    }
+
+    fn is_over(&self) -> bool {
+        self.shared.over.load(SeqCst)
+    }
+}
+
+impl Ringer {
+    fn new(shared: &Arc<Shared>, restless: &Arc<AtomicBool>) -> Ringer {
+        Ringer { shared: Arc::clone(shared), seen: 0, leaving: false, restless: Arc::clone(restless) }
+    }
+}
+
+/// Two lanes with one station.
+fn ringing(shared: &Arc<Shared>, restless: &Arc<AtomicBool>) -> Lanes<Ringer> {
+    let mut lanes = Lanes::start(2, |number| LaneConfig { policy: IdlePolicy { spin_ns: 0 }, ..lane(number) }).unwrap();
+    let (shared, restless) = (Arc::clone(shared), Arc::clone(restless));
+    lanes.admit(0, move || Ringer::new(&shared, &restless)).unwrap();
+    lanes
+}
+
+fn end(shared: &Shared, lanes: Lanes<Ringer>) -> Result<(), LaneError> {
+    shared.over.store(true, SeqCst);
+    lanes.threads().iter().for_each(|lane| lane.waker().wake());
+    lanes.join()
+}
+
+/// A station that has moved leaves its lane unarmed: the lane it comes to looks before it sleeps. But its old lane must
+/// not make the bell quiet that rings for the new one.
+#[test]
+fn no_bell_is_slept_through_while_its_station_moves() {
+    let shared = Shared::new();
+    let mut lanes = ringing(&shared, &Arc::default());
+    let ended = Arc::new(AtomicBool::new(false));
+    let asking = std::thread::spawn({
+        let (shared, ended) = (Arc::clone(&shared), Arc::clone(&ended));
+        move || {
+            let mut n = 0_u64;
+            while !ended.load(SeqCst) {
+                n += 1;
+                shared.ask(n);
+                shared.await_answer(n);
+                (0..n.wrapping_mul(2_654_435_761) % 4000).for_each(|_| std::hint::spin_loop());
+            }
+            n
+        }
+    });
+    for round in 0..500 {
+        lanes.deal(2, |_| 1 - round % 2).unwrap();
+        let answered = shared.answered.load(SeqCst);
+        shared.await_answer(answered + 1);
+    }
+    ended.store(true, SeqCst);
+    assert!(asking.join().unwrap() >= 500);
+    end(&shared, lanes).unwrap();
+}
+
+#[test]
+fn a_station_that_does_not_come_to_rest_stays_and_goes_on_and_may_move_later() {
+    let shared = Shared::new();
+    let restless = Arc::new(AtomicBool::new(true));
+    let mut lanes = ringing(&shared, &restless);
+    lanes.set_rest_max(Duration::from_millis(20));
+    let error = lanes.deal(1, |_| 0).map(|_| lanes.deal(3, |_| 2).unwrap_err()).unwrap();
+    assert!(matches!(error, LaneError::Restless { station: 0, .. }), "{error}");
+    assert!(error.to_string().contains("stays on lane lane0"), "{error}");
+    // The lanes that were started for it are there; it lives where it did.
+    assert_eq!((lanes.threads().len(), lanes.places()), (3, &[0][..]));
+    shared.ask(1);
+    shared.await_answer(1);
+    restless.store(false, SeqCst);
+    lanes.deal(3, |_| 2).unwrap();
+    shared.ask(2);
+    shared.await_answer(2);
+    // An empty lane goes when it is not wanted; the one with the station cannot.
+    restless.store(true, SeqCst);
+    lanes.deal(1, |_| 0).unwrap_err();
+    assert_eq!(lanes.threads().len(), 3);
+    restless.store(false, SeqCst);
+    lanes.deal(1, |_| 0).unwrap();
+    assert_eq!(lanes.threads().len(), 1);
+    shared.ask(3);
+    shared.await_answer(3);
+    end(&shared, lanes).unwrap();
+}
+
+#[test]
+fn a_lane_that_fell_over_gives_nothing_and_takes_nothing() {
+    let shared = Shared::new();
+    let mut lanes = ringing(&shared, &Arc::default());
+    shared.panics.store(true, SeqCst);
+    lanes.threads()[0].waker().wake();
+    until("the lane ends", || lanes.threads()[0].is_finished());
+    assert!(!lanes.threads()[1].is_finished(), "a lane without stations waits for some");
+    let error = lanes.deal(2, |_| 1).unwrap_err();
+    assert!(matches!(&error, LaneError::Ended { name } if name == "lane0"), "{error}");
+    let late = lanes.admit(0, || unreachable!("nobody is there to make it"));
+    assert!(matches!(late, Err(LaneError::Ended { .. })));
+    let end = lanes.join().unwrap_err();
+    assert!(end.to_string().contains("lane lane0 panicked: a bug that the test planted"), "{end}");
+}
+
+#[test]
+fn more_stations_than_a_lane_can_listen_to_are_refused_before_anything_moves() {
+    let shared = Shared::new();
+    let mut lanes = ringing(&shared, &Arc::default());
+    for number in 1..blkyard_os::STATIONS_MAX + 10 {
+        let shared = Arc::clone(&shared);
+        lanes.admit(number % 2, move || Ringer::new(&shared, &Arc::default())).unwrap();
+    }
+    let before = lanes.places().to_vec();
+    let error = lanes.deal(1, |_| 0).unwrap_err();
+    assert!(error.to_string().contains("given 1034 queues and can listen to 1024"), "{error}");
+    assert!(lanes.places() == before && lanes.threads().len() == 2);
+    assert!(lanes.threads().iter().all(|lane| !LaneThread::is_finished(lane)));
+    end(&shared, lanes).unwrap();
+}
