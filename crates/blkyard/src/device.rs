@@ -1,12 +1,13 @@
-//! Devices by name: `file:PATH`, a bare path, `ram:SIZE`, `null:SIZE`.
+//! Devices by name: `file:PATH`, a bare path, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`.
 //!
 //! The one place that knows every kind of device there is. Whoever has a [`Device`] treats all of them alike.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use blkyard_mq::{
-    Batch, BlockDevice, DeviceInfo, Done, Driver, NullConfig, NullDevice, NullQueue, QueueLimits, RamDevice, RamQueue,
-    RegionTable,
+    Batch, BlockDevice, ChaosConfig, ChaosDevice, ChaosQueue, DeviceInfo, Done, Driver, NullConfig, NullDevice,
+    NullQueue, QueueLimits, RamDevice, RamQueue, RegionTable, TimedOut,
 };
 use blkyard_os::{Direct, FileConfig, FileDevice, FileQueue, Ring};
 
@@ -45,6 +46,8 @@ pub enum Device {
     Ram(RamDevice),
     /// A disk that does nothing.
     Null(NullDevice),
+    /// A disk in memory that means ill.
+    Chaos(ChaosDevice),
 }
 
 /// One hardware queue's driver, of whatever kind the device is.
@@ -56,6 +59,8 @@ pub enum DeviceQueue {
     Ram(RamQueue),
     /// Not at all.
     Null(NullQueue),
+    /// As it pleases.
+    Chaos(ChaosQueue),
 }
 
 impl Device {
@@ -74,10 +79,10 @@ impl Device {
     pub fn from_spec(spec: Spec) -> Result<Device, DeviceError> {
         match spec.scheme.as_str() {
             "" | "file" => open_file(spec),
-            "ram" | "null" => open_memory(spec),
+            "ram" | "null" | "chaos" => open_memory(spec),
             other => {
                 let cause = format!("'{other}' is no kind of device");
-                Err(SpecError::new(&spec.name, cause, "use file:PATH, ram:SIZE or null:SIZE").into())
+                Err(SpecError::new(&spec.name, cause, "use file:PATH, ram:SIZE, null:SIZE or chaos:SIZE").into())
             }
         }
     }
@@ -88,6 +93,7 @@ impl Device {
             Device::File(device) => device.info(),
             Device::Ram(device) => device.info(),
             Device::Null(device) => device.info(),
+            Device::Chaos(device) => device.info(),
         }
     }
 
@@ -97,6 +103,7 @@ impl Device {
             Device::File(device) => device.mode().to_string(),
             Device::Ram(_) => "memory, gone when this ends".into(),
             Device::Null(_) => "nothing: writes vanish, reads bring nothing".into(),
+            Device::Chaos(_) => "memory, gone when this ends, behind a device that makes trouble".into(),
         }
     }
 
@@ -106,6 +113,7 @@ impl Device {
             Device::File(device) => DeviceQueue::File(device.queue(depth)),
             Device::Ram(device) => DeviceQueue::Ram(device.queue(depth)),
             Device::Null(device) => DeviceQueue::Null(device.queue(depth)),
+            Device::Chaos(device) => DeviceQueue::Chaos(device.queue(depth)),
         }
     }
 }
@@ -136,8 +144,9 @@ fn open_memory(mut spec: Spec) -> Result<Device, DeviceError> {
         let cause = format!("'{}' is not a size in blocks of {block_bytes} bytes", spec.body);
         SpecError::new(&spec.name, cause, "write it as 512M or 4G, say")
     })?;
-    let latency_us = spec.take_number("latency_us", 0, 10_000_000)?.unwrap_or(0);
-    let mbps = spec.take_number("mbps", 1, 1_000_000)?.unwrap_or(0);
+    let latency_us = spec.take_number("latency_us", 0, 10_000_000)?;
+    let chaos = if spec.scheme == "chaos" { Some(take_chaos(&mut spec, latency_us)?) } else { None };
+    let mbps = if chaos.is_none() { spec.take_number("mbps", 1, 1_000_000)? } else { None };
     let read_only = spec.take_switch("readonly")?.unwrap_or(false);
     let discard = spec.take_switch("discard")?.unwrap_or(true);
     let write_back = take_write_back(&mut spec)?.unwrap_or(false);
@@ -166,12 +175,31 @@ fn open_memory(mut spec: Spec) -> Result<Device, DeviceError> {
         volatile_cache: write_back,
         fua: true,
     };
-    let config = NullConfig { latency_ns: latency_us * 1000, bytes_per_s: mbps * 1_000_000 };
-    if is_ram {
-        Ok(Device::Ram(RamDevice::new(info, config).map_err(|source| DeviceError::Memory { name, source })?))
+    let no_memory = |source| DeviceError::Memory { name, source };
+    let config = NullConfig { latency_ns: latency_us.unwrap_or(0) * 1000, bytes_per_s: mbps.unwrap_or(0) * 1_000_000 };
+    if let Some(config) = chaos {
+        Ok(Device::Chaos(ChaosDevice::new(vec![Arc::new(info)], config).map_err(no_memory)?))
+    } else if is_ram {
+        Ok(Device::Ram(RamDevice::new(info, config).map_err(no_memory)?))
     } else {
         Ok(Device::Null(NullDevice::new(info, config)))
     }
+}
+
+/// What trouble is made, after Linux's null_blk: what is injected, and how often, once in so many requests (`interval`).
+fn take_chaos(spec: &mut Spec, latency_us: Option<u64>) -> Result<ChaosConfig, SpecError> {
+    let config = ChaosConfig::wild(spec.take_number("seed", 0, u64::MAX)?.unwrap_or(0));
+    let mut every = |key, usual| {
+        let every = spec.take_number(key, 0, u64::from(u32::MAX))?;
+        Ok(every.map_or(usual, |every| every as u32))
+    };
+    Ok(ChaosConfig {
+        delay_ns_max: latency_us.map_or(config.delay_ns_max, |latency_us| latency_us * 1000),
+        fail_every: every("errors", config.fail_every)?,
+        requeue_every: every("requeues", config.requeue_every)?,
+        lose_every: every("timeouts", config.lose_every)?,
+        ..config
+    })
 }
 
 /// Whether completed writes may wait for a flush.
@@ -197,6 +225,7 @@ impl Driver<Ring> for DeviceQueue {
             DeviceQueue::File(queue) => queue.queue_rqs(ring, memory, batch),
             DeviceQueue::Ram(queue) => queue.queue_rqs(ring, memory, batch),
             DeviceQueue::Null(queue) => queue.queue_rqs(ring, memory, batch),
+            DeviceQueue::Chaos(queue) => queue.queue_rqs(ring, memory, batch),
         }
     }
 
@@ -206,6 +235,23 @@ impl Driver<Ring> for DeviceQueue {
             DeviceQueue::File(queue) => queue.poll(ring, memory, done, now_ns),
             DeviceQueue::Ram(queue) => queue.poll(ring, memory, done, now_ns),
             DeviceQueue::Null(queue) => queue.poll(ring, memory, done, now_ns),
+            DeviceQueue::Chaos(queue) => queue.poll(ring, memory, done, now_ns),
+        }
+    }
+
+    fn timed_out(
+        &mut self,
+        ring: &mut Ring,
+        memory: &RegionTable,
+        place: usize,
+        done: &mut Done<'_>,
+        now_ns: u64,
+    ) -> TimedOut {
+        match self {
+            DeviceQueue::File(queue) => queue.timed_out(ring, memory, place, done, now_ns),
+            DeviceQueue::Ram(queue) => queue.timed_out(ring, memory, place, done, now_ns),
+            DeviceQueue::Null(queue) => queue.timed_out(ring, memory, place, done, now_ns),
+            DeviceQueue::Chaos(queue) => queue.timed_out(ring, memory, place, done, now_ns),
         }
     }
 
@@ -214,6 +260,7 @@ impl Driver<Ring> for DeviceQueue {
             DeviceQueue::File(queue) => queue.set_memory(ring, memory),
             DeviceQueue::Ram(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
             DeviceQueue::Null(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
+            DeviceQueue::Chaos(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
         }
     }
 
@@ -222,6 +269,7 @@ impl Driver<Ring> for DeviceQueue {
             DeviceQueue::File(queue) => Driver::<Ring>::deadline_ns(queue),
             DeviceQueue::Ram(queue) => Driver::<Ring>::deadline_ns(queue),
             DeviceQueue::Null(queue) => Driver::<Ring>::deadline_ns(queue),
+            DeviceQueue::Chaos(queue) => Driver::<Ring>::deadline_ns(queue),
         }
     }
 }
@@ -240,12 +288,23 @@ mod tests {
     }
 
     #[test]
+    fn a_chaos_device_makes_the_trouble_it_is_told_to() {
+        let Device::Chaos(device) = Device::open("chaos:1M?seed=7&errors=9&timeouts=100&latency_us=3").unwrap() else {
+            panic!("another kind of device");
+        };
+        let config = ChaosConfig { fail_every: 9, lose_every: 100, delay_ns_max: 3000, ..ChaosConfig::wild(7) };
+        assert_eq!((device.config(), device.info().capacity_sectors), (&config, 2048));
+    }
+
+    #[test]
     fn names_that_are_wrong_say_what_would_be_right() {
         for (name, words) in [
             ("ram:lots", ["lots", "512M"]),
             ("ram:1000", ["1000", "blocks of 512"]),
             ("floppy:a", ["floppy", "file:PATH"]),
             ("null:1G?sise=4", ["sise", "latency_us"]),
+            ("null:1G?seed=4", ["seed", "latency_us"]),
+            ("chaos:1G?mbps=4", ["mbps", "timeouts"]),
             ("ram:1G?block_size=513", ["block_size=513", "4k"]),
             ("file:/x?direct=perhaps", ["direct=perhaps", "auto"]),
         ] {

@@ -25,11 +25,12 @@ use crate::watch::Watch;
 /// What `serve` may be told.
 #[derive(Debug, clap::Args)]
 pub struct ServeArgs {
-    /// A disk to serve: file:PATH or a bare path, ram:SIZE, null:SIZE. Repeat for more disks.
+    /// A disk to serve: file:PATH or a bare path, ram:SIZE, null:SIZE, chaos:SIZE. Repeat for more disks.
     ///
     /// Options follow as ?key=value&key=value. For files: readonly=on|off, direct=auto|on|off (bypass the page cache),
     /// cache=writeback|writethrough, block_size=512|4k. For ram and null: readonly, cache, block_size, latency_us, mbps,
-    /// discard=on|off, max_sectors, virt_boundary=on|off. For all: share=on to give one writable disk to several exports.
+    /// discard=on|off, max_sectors, virt_boundary=on|off. For chaos, a disk that makes trouble, the same without mbps; seed; and once in how
+    /// many requests: errors, requeues, timeouts. For all: share=on to give one writable disk to several exports.
     #[arg(long, value_name = "SPEC")]
     pub device: Vec<String>,
     /// How the disk named before is served: vhost-user-blk:SOCKET. Repeat for more exports.

@@ -124,6 +124,12 @@ impl Batch<'_> {
         Some((tag, request, bios.segments(request)))
     }
 
+    /// A request that was taken, and its segments.
+    pub fn request(&self, tag: &Tag) -> (&Request, Segments<'_>) {
+        let request = &self.table.requests[tag.index()];
+        (request, self.table.bios.segments(request))
+    }
+
     /// The ranges of a discard that was taken.
     pub fn ranges(&self, tag: &Tag) -> Ranges<'_> {
         self.table.bios.ranges(&self.table.requests[tag.index()])
@@ -172,6 +178,11 @@ impl Done<'_> {
     pub fn request_at(&self, index: usize) -> (&Request, Segments<'_>) {
         let request = &self.table.requests[index];
         (request, self.table.bios.segments(request))
+    }
+
+    /// The ranges of a discard.
+    pub fn ranges(&self, tag: &Tag) -> Ranges<'_> {
+        self.table.bios.ranges(&self.table.requests[tag.index()])
     }
 
     /// A request is over.

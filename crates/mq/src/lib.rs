@@ -11,6 +11,7 @@
 
 mod bio;
 mod budget;
+mod chaos;
 mod driver;
 mod fifo;
 mod hw;
@@ -29,6 +30,7 @@ mod tag;
 pub use bio::{Bio, BioFlags, Op};
 pub use blkyard_mem::{Region, RegionTable, Segment, Span};
 pub use budget::{Budget, BudgetError, BudgetShare};
+pub use chaos::{ChaosConfig, ChaosCounts, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep};
 pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOut};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
 pub use lane::{Chime, ChimePlace, Crank, Idle, IdlePolicy, Lane, Station, Wake};

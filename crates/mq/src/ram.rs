@@ -6,7 +6,7 @@
 use std::io;
 use std::sync::Arc;
 
-use blkyard_mem::{Region, RegionTable};
+use blkyard_mem::{Region, RegionTable, Span};
 
 use crate::driver::{Batch, BlockDevice, DeviceInfo, Done, Driver};
 use crate::null::{NullConfig, Timed};
@@ -56,24 +56,33 @@ pub struct RamQueue {
 impl RamQueue {
     #[inline]
     fn transfer(&self, memory: &RegionTable, request: &Request, segments: Segments<'_>) -> Status {
-        let Some(place) = self.store.span(request.offset_bytes(), request.bytes() as usize) else {
-            return Status::Invalid;
-        };
+        let (at, len) = (request.offset_bytes(), request.bytes() as usize);
         match request.op() {
-            Op::Flush => {}
-            Op::Discard | Op::WriteZeroes => self.store.zero(request.offset_bytes(), request.bytes() as usize),
+            Op::Flush => Status::Ok,
+            Op::Discard | Op::WriteZeroes if self.store.span(at, len).is_none() => Status::Invalid,
+            Op::Discard | Op::WriteZeroes => {
+                self.store.zero(at, len);
+                Status::Ok
+            }
             op @ (Op::Read | Op::Write) => {
-                let mut at = 0;
-                for segment in segments {
-                    let Some(span) = memory.resolve(segment) else { return Status::Invalid };
-                    let part = place.part(at, span.len());
-                    at += span.len();
-                    if op == Op::Read { span.copy_from(&part) } else { part.copy_from(&span) }
-                }
+                let place = self.store.span(at, len);
+                place.map_or(Status::Invalid, |place| copy(memory, op == Op::Read, place, segments))
             }
         }
-        Status::Ok
     }
+}
+
+/// Moves the data of a request between a place in a store and the submitter's memory.
+#[inline]
+pub(crate) fn copy(memory: &RegionTable, is_read: bool, place: Span<'_>, segments: Segments<'_>) -> Status {
+    let mut at = 0;
+    for segment in segments {
+        let Some(span) = memory.resolve(segment) else { return Status::Invalid };
+        let part = place.part(at, span.len());
+        at += span.len();
+        if is_read { span.copy_from(&part) } else { part.copy_from(&span) }
+    }
+    Status::Ok
 }
 
 impl<Cx: ?Sized> Driver<Cx> for RamQueue {
