@@ -31,10 +31,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel, sy
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use blkyard_mq::{Idle, IdlePolicy, Lane, Station, Wake};
+use blkyard_mq::{Idle, IdlePolicy, Lane, RegionTable, Station, Wake};
 
 use crate::clock::{clock_ns, now_ns};
-use crate::ring::{BELLS_MAX, FixedBuffers, Ring, RingConfig, RingError, RingView};
+use crate::ring::{Attachment, BELLS_MAX, FixedBuffers, Ring, RingConfig, RingError, RingView};
 use crate::wake::Waker;
 
 /// How a lane thread is made.
@@ -137,6 +137,13 @@ enum Order<S> {
     Leave(u32, Sender<Option<S>>),
     /// It may stay, if it has not left.
     Stay(u32),
+    /// Keep the memory of a station attached until told to let go; the answer is that memory. Learning and forgetting it
+    /// takes the kernel a tenth of a second for each gibibyte, for which the station should not have to rest.
+    Keep(u32, Sender<Arc<RegionTable>>),
+    /// The same for memory of a station that is to come. Answered when it is attached.
+    Prepare(Arc<RegionTable>, Sender<()>),
+    /// Let go of memory that was kept attached. Answered when that is done.
+    LetGo(Sender<()>),
     /// No more orders.
     Close,
 }
@@ -199,7 +206,8 @@ where
                     return;
                 }
                 let view = Arc::clone(ring.view());
-                let mut turning = Turning { ring, lane: Lane::new(config.policy), mail, waker: on_thread };
+                let mut turning =
+                    Turning { ring, lane: Lane::new(config.policy), mail, kept: Vec::new(), waker: on_thread };
                 stations.into_iter().enumerate().for_each(|(name, station)| turning.admit(name as u32, station));
                 // The spawner waits for this and nothing else; should it be gone, we run all the same.
                 let _ = told.send(Ok(view));
@@ -244,6 +252,8 @@ struct Turning<S> {
     ring: Ring,
     lane: Lane<S>,
     mail: Mail<S>,
+    /// Memory attached for stations that are coming or going.
+    kept: Vec<Arc<Attachment>>,
     waker: Arc<Waker>,
 }
 
@@ -317,8 +327,28 @@ impl<S: Station<Ring>> Turning<S> {
                     let stays = self.mail.asked.extract_if(.., |(asked, _)| *asked == name);
                     stays.for_each(|(_, answer)| drop(answer.send(None)));
                 }
+                Order::Keep(name, answer) => {
+                    let memory = self.lane.memory_of::<Ring>(name).cloned().unwrap_or_default();
+                    self.hold(&memory);
+                    let _ = answer.send(memory);
+                }
+                Order::Prepare(memory, ready) => {
+                    self.hold(&memory);
+                    let _ = ready.send(());
+                }
+                Order::LetGo(done) => {
+                    self.kept.clear();
+                    self.ring.sweep();
+                    let _ = done.send(());
+                }
                 Order::Close => self.mail.closed = true,
             }
+        }
+    }
+
+    fn hold(&mut self, memory: &RegionTable) {
+        for (_, region) in memory.iter() {
+            self.kept.push(self.ring.attach(region));
         }
     }
 
@@ -392,6 +422,34 @@ impl<S> LaneThread<S> {
             }
         };
         station.ok_or_else(|| LaneError::Restless { name: self.name.clone(), station: name, limit })
+    }
+
+    /// Keeps the memory of a station attached until [`LaneThread::let_go`]; returns it.
+    ///
+    /// # Errors
+    /// The lane has ended.
+    pub(crate) fn keep(&self, name: u32) -> Result<Arc<RegionTable>, LaneError> {
+        let (answer, wait) = channel();
+        self.desk.give(Order::Keep(name, answer));
+        wait.recv().map_err(|_| self.ended())
+    }
+
+    /// Attaches the memory of a station that is to come, until [`LaneThread::let_go`].
+    ///
+    /// # Errors
+    /// The lane has ended.
+    pub(crate) fn prepare(&self, memory: Arc<RegionTable>) -> Result<(), LaneError> {
+        let (ready, wait) = channel();
+        self.desk.give(Order::Prepare(memory, ready));
+        wait.recv().map_err(|_| self.ended())
+    }
+
+    /// Lets go of memory that was kept for stations that were coming or going. What is in use stays. A lane that has ended
+    /// holds nothing.
+    pub(crate) fn let_go(&self) {
+        let (done, wait) = channel();
+        self.desk.give(Order::LetGo(done));
+        let _ = wait.recv();
     }
 
     fn ended(&self) -> LaneError {

@@ -95,14 +95,21 @@ impl<S: Station<Ring> + Send + 'static> Lanes<S> {
         Ok(moves)
     }
 
-    /// Moves one station to another lane; says how long it took.
+    /// Moves one station to another lane; says how long it rested. Its memory is made known to the new lane before, and
+    /// forgotten by the old one after.
     fn carry(&mut self, station: usize, to: usize) -> Result<Duration, LaneError> {
-        let start = Instant::now();
-        let name = station as u32;
-        let carried = self.threads[self.places[station]].release(name, self.rest_max)?;
-        self.places[station] = to;
-        self.threads[to].admit(name, Box::new(move || carried))?;
-        Ok(start.elapsed())
+        let (old, new) = (&self.threads[self.places[station]], &self.threads[to]);
+        let ready = old.keep(station as u32).and_then(|memory| new.prepare(memory));
+        let carried = ready.and_then(|()| {
+            let start = Instant::now();
+            let carried = old.release(station as u32, self.rest_max)?;
+            self.places[station] = to;
+            new.admit(station as u32, Box::new(move || carried))?;
+            Ok(start.elapsed())
+        });
+        old.let_go();
+        new.let_go();
+        carried
     }
 
     /// Starts the lanes that are missing, or none.

@@ -220,13 +220,14 @@ fn no_bell_is_slept_through_while_its_station_moves() {
             n
         }
     });
-    for round in 0..500 {
+    for round in 0..300 {
         lanes.deal(2, |_| 1 - round % 2).unwrap();
+        // Some of these find the new lane asleep, and the old one must not answer for it.
         let answered = shared.answered.load(SeqCst);
-        shared.await_answer(answered + 1);
+        shared.await_answer(answered + 20);
     }
     ended.store(true, SeqCst);
-    assert!(asking.join().unwrap() >= 500);
+    assert!(asking.join().unwrap() >= 300 * 20);
     end(&shared, lanes).unwrap();
 }
 
