@@ -106,6 +106,10 @@ struct Shared {
     bell_wanted: AtomicBool,
     over: AtomicBool,
     panics: AtomicBool,
+    /// Its bell is not listened to.
+    deaf: AtomicBool,
+    /// It always has something to do.
+    busy: AtomicBool,
 }
 
 impl Shared {
@@ -117,6 +121,8 @@ impl Shared {
             bell_wanted: AtomicBool::new(false),
             over: AtomicBool::new(false),
             panics: AtomicBool::new(false),
+            deaf: AtomicBool::new(false),
+            busy: AtomicBool::new(false),
         })
     }
 
@@ -153,6 +159,9 @@ impl Station<Ring> for Ringer {
 
     fn crank(&mut self, _ring: &mut Ring, _now_ns: u64) -> Crank {
         assert!(!self.shared.panics.load(SeqCst), "a bug that the test planted");
+        if self.shared.busy.load(SeqCst) {
+            return Crank::Busy;
+        }
         let asked = self.shared.asked.load(SeqCst);
         if self.leaving || asked == self.seen {
             return Crank::Idle;
@@ -172,7 +181,7 @@ impl Station<Ring> for Ringer {
     }
 
     fn bell(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.shared.bell.as_fd())
+        (!self.shared.deaf.load(SeqCst)).then(|| self.shared.bell.as_fd())
     }
 
     fn is_over(&self) -> bool {
@@ -228,6 +237,32 @@ fn no_bell_is_slept_through_while_its_station_moves() {
     }
     ended.store(true, SeqCst);
     assert!(asking.join().unwrap() >= 300 * 20);
+    end(&shared, lanes).unwrap();
+}
+
+#[test]
+fn a_lane_that_a_station_has_left_does_not_answer_its_bell() {
+    let shared = Shared::new();
+    let mut lanes = ringing(&shared, &Arc::default());
+    // One that stays keeps the old lane from sleeping, for before a sleep it listens to all bells anew.
+    let stays = Shared::new();
+    let station = Arc::clone(&stays);
+    lanes.admit(0, move || Ringer::new(&station, &Arc::default())).unwrap();
+    until("the lane listens", || shared.bell_wanted.load(SeqCst));
+    std::thread::sleep(Duration::from_millis(20));
+    stays.busy.store(true, SeqCst);
+    lanes.threads()[0].waker().wake();
+    // Nobody is to listen where it goes: so if the bell falls silent, it was the lane that it left.
+    shared.deaf.store(true, SeqCst);
+    lanes.deal(2, |station| usize::from(station == 0)).unwrap();
+    rustix::io::write(&shared.bell, &5_u64.to_ne_bytes()).unwrap();
+    // Time for the old lane to look at all that happened.
+    std::thread::sleep(Duration::from_millis(50));
+    let mut count = [0; 8];
+    assert_eq!(rustix::io::read(&shared.bell, &mut count), Ok(8), "the old lane has made it quiet");
+    assert_eq!(u64::from_ne_bytes(count), 5);
+    stays.busy.store(false, SeqCst);
+    stays.over.store(true, SeqCst);
     end(&shared, lanes).unwrap();
 }
 
