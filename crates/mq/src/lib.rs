@@ -35,7 +35,7 @@ pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOu
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
 pub use lane::{Chime, ChimePlace, Crank, Idle, IdlePolicy, Lane, Station, Wake};
 pub use limits::{Cursor, Cut, LimitsError, QueueLimits};
-pub use map::{CpuPlace, QueueMap};
+pub use map::{CpuPlace, QueueCounts, QueueKind, QueueMap, QueueMaps, QueueRange};
 pub use null::{NullConfig, NullDevice, NullQueue};
 pub use ram::{RamDevice, RamQueue};
 pub use request::{Ranges, Request, RequestState, Segments};

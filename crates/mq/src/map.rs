@@ -1,8 +1,13 @@
-//! Which queue serves which CPU.
+//! Which queue serves which CPU, for which kind of I/O.
 //!
 //! The rule is that of Linux (`lib/group_cpus.c`, `blk_mq_map_queues`): CPUs are dealt to as many groups as there are queues;
 //! every NUMA node gets a share of the groups that matches its CPUs, at least one; inside a node CPUs go in order with the threads of a
 //! core together, and the first groups take what is left over.
+//!
+//! A device may set queues aside for reads, and for submitters that poll. Each kind then has a map of its own over its own range of hardware
+//! queues; a kind without queues uses those of the default kind (`HCTX_TYPE_*`, `blk_mq_map_swqueue`).
+
+use crate::Op;
 
 /// Where a CPU sits. Numbers are the system's and need not be dense.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -91,6 +96,167 @@ impl QueueMap {
     }
 }
 
+/// What hardware queues may be set aside for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum QueueKind {
+    /// All that has no queues of its own.
+    #[default]
+    Default,
+    /// Reads.
+    Read,
+    /// Whatever its submitter polls for. Nobody sleeps on such a queue.
+    Poll,
+}
+
+impl QueueKind {
+    /// All kinds, in order.
+    pub const ALL: [QueueKind; 3] = [QueueKind::Default, QueueKind::Read, QueueKind::Poll];
+
+    /// The kind that an I/O asks for.
+    #[inline]
+    pub fn of(op: Op, polled: bool) -> QueueKind {
+        match op {
+            _ if polled => QueueKind::Poll,
+            Op::Read => QueueKind::Read,
+            _ => QueueKind::Default,
+        }
+    }
+
+    /// Its name, for people.
+    pub fn name(self) -> &'static str {
+        match self {
+            QueueKind::Default => "default",
+            QueueKind::Read => "read",
+            QueueKind::Poll => "poll",
+        }
+    }
+}
+
+/// Consecutive hardware queues of one kind.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QueueRange {
+    /// The first of them.
+    pub first: usize,
+    /// How many; zero if the kind has none of its own.
+    pub count: usize,
+}
+
+/// How many hardware queues each kind has of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueCounts {
+    /// For all that has no other; at least one.
+    pub default: usize,
+    /// For reads.
+    pub read: usize,
+    /// For submitters that poll.
+    pub poll: usize,
+}
+
+impl QueueCounts {
+    /// So many queues for everything.
+    pub fn only(default: usize) -> QueueCounts {
+        QueueCounts { default, read: 0, poll: 0 }
+    }
+
+    /// The same, but of each kind no more than there are threads to use them.
+    #[must_use]
+    pub fn up_to(self, threads: usize) -> QueueCounts {
+        let QueueCounts { default, read, poll } = self;
+        QueueCounts { default: default.min(threads), read: read.min(threads), poll: poll.min(threads) }
+    }
+
+    /// All of them.
+    pub fn total(self) -> usize {
+        self.default + self.read + self.poll
+    }
+
+    /// Of one kind.
+    pub fn of(self, kind: QueueKind) -> usize {
+        match kind {
+            QueueKind::Default => self.default,
+            QueueKind::Read => self.read,
+            QueueKind::Poll => self.poll,
+        }
+    }
+
+    /// One range after the other: default, read, poll.
+    pub fn ranges(self) -> [QueueRange; 3] {
+        let QueueCounts { default, read, poll } = self;
+        [(0, default), (default, read), (default + read, poll)].map(|(first, count)| QueueRange { first, count })
+    }
+}
+
+/// The maps of a device: for each CPU and kind, the hardware queue.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QueueMaps {
+    /// By kind; none where a kind has no queues.
+    maps: [Option<(usize, QueueMap)>; 3],
+}
+
+impl QueueMaps {
+    /// Maps CPUs to the queues of each kind, by where they sit; `ranges` in the order of [`QueueKind::ALL`].
+    ///
+    /// # Panics
+    /// If the default kind has no queues.
+    pub fn spread(places: &[CpuPlace], ranges: [QueueRange; 3]) -> QueueMaps {
+        assert!(ranges[0].count > 0, "maps without a default queue");
+        let map = |range: QueueRange| (range.count > 0).then(|| (range.first, QueueMap::spread(places, range.count)));
+        QueueMaps { maps: ranges.map(map) }
+    }
+
+    /// Maps `count` equal members, numbered from zero.
+    ///
+    /// # Panics
+    /// If the default kind has no queues.
+    pub fn even(count: usize, ranges: [QueueRange; 3]) -> QueueMaps {
+        let places: Vec<_> = (0..count as u32).map(|cpu| CpuPlace { node: 0, core: cpu, cpu }).collect();
+        QueueMaps::spread(&places, ranges)
+    }
+
+    /// The kind whose queues serve this one: itself, or the default.
+    #[inline]
+    pub fn served_by(&self, kind: QueueKind) -> QueueKind {
+        if self.maps[kind as usize].is_some() { kind } else { QueueKind::Default }
+    }
+
+    /// The hardware queue that a CPU uses for this kind of I/O.
+    #[inline]
+    pub fn queue_of(&self, kind: QueueKind, cpu: usize) -> usize {
+        match &self.maps[kind as usize] {
+            Some((first, map)) => first + map.queue_of(cpu),
+            None if kind == QueueKind::Default => unreachable!("the default kind has queues"),
+            None => self.queue_of(QueueKind::Default, cpu),
+        }
+    }
+
+    /// What kind a hardware queue is of: the last that lists it. None if no kind does.
+    pub fn kind_of(&self, queue: usize) -> Option<QueueKind> {
+        let lists = |kind: &&QueueKind| {
+            let map = &self.maps[**kind as usize];
+            map.as_ref().is_some_and(|(first, map)| (*first..first + map.queues()).contains(&queue))
+        };
+        QueueKind::ALL.iter().rev().find(lists).copied()
+    }
+
+    /// The CPUs that use a hardware queue, each once, whatever for.
+    pub fn cpus_of(&self, queue: usize) -> Vec<usize> {
+        let mut cpus: Vec<usize> = Vec::new();
+        for (first, map) in self.maps.iter().flatten() {
+            if let Some(queue) = queue.checked_sub(*first) {
+                cpus.extend(map.cpus_of(queue));
+            }
+        }
+        cpus.sort_unstable();
+        cpus.dedup();
+        cpus
+    }
+
+    /// How many hardware queues there are: one beyond the last that is listed.
+    pub fn queues(&self) -> usize {
+        self.maps.iter().flatten().map(|(first, map)| first + map.queues()).max().unwrap_or(0)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -137,5 +303,64 @@ mod tests {
             prop_assert!(sizes.iter().max().unwrap() - sizes.iter().min().unwrap() <= 1);
             prop_assert!((1..cpus).all(|cpu| map.queue_of(cpu) >= map.queue_of(cpu - 1)));
         }
+    }
+
+    /// Queues by member, for the three kinds.
+    fn table(maps: &QueueMaps, members: usize) -> [Vec<usize>; 3] {
+        QueueKind::ALL.map(|kind| (0..members).map(|cpu| maps.queue_of(kind, cpu)).collect())
+    }
+
+    #[test]
+    fn an_io_asks_for_the_queues_of_its_kind() {
+        for (op, polled, kind) in [
+            (Op::Read, false, QueueKind::Read),
+            (Op::Write, false, QueueKind::Default),
+            (Op::Flush, false, QueueKind::Default),
+            (Op::Discard, false, QueueKind::Default),
+            (Op::WriteZeroes, false, QueueKind::Default),
+            (Op::Read, true, QueueKind::Poll),
+            (Op::Write, true, QueueKind::Poll),
+        ] {
+            assert_eq!(QueueKind::of(op, polled), kind, "{op:?}, polled: {polled}");
+        }
+    }
+
+    #[test]
+    fn each_kind_has_its_own_range_and_map() {
+        let counts = QueueCounts { default: 2, read: 4, poll: 1 };
+        let maps = QueueMaps::even(4, counts.ranges());
+        assert_eq!(table(&maps, 4), [vec![0, 0, 1, 1], vec![2, 3, 4, 5], vec![6, 6, 6, 6]]);
+        assert_eq!((maps.queues(), counts.total()), (7, 7));
+        let kinds: Vec<_> = (0..8).map(|queue| maps.kind_of(queue).map(QueueKind::name)).collect();
+        let (default, read, poll) = (Some("default"), Some("read"), Some("poll"));
+        assert_eq!(kinds, [default, default, read, read, read, read, poll, None]);
+        assert_eq!((maps.cpus_of(1), maps.cpus_of(5), maps.cpus_of(6)), (vec![2, 3], vec![3], vec![0, 1, 2, 3]));
+    }
+
+    #[test]
+    fn a_kind_without_queues_uses_the_default_ones() {
+        let maps = QueueMaps::even(6, QueueCounts::only(4).ranges());
+        assert_eq!(table(&maps, 6), [(); 3].map(|()| vec![0, 0, 1, 1, 2, 3]));
+        assert_eq!(maps.served_by(QueueKind::Read), QueueKind::Default);
+        let maps = QueueMaps::even(2, QueueCounts { default: 1, read: 0, poll: 2 }.ranges());
+        assert_eq!(table(&maps, 2), [vec![0, 0], vec![0, 0], vec![1, 2]]);
+        assert_eq!(maps.served_by(QueueKind::Poll), QueueKind::Poll);
+    }
+
+    #[test]
+    fn a_queue_that_two_kinds_list_is_mapped_once_and_of_the_later_kind() {
+        let both = QueueRange { first: 0, count: 2 };
+        let maps = QueueMaps::even(4, [both, both, QueueRange { first: 1, count: 1 }]);
+        assert_eq!(table(&maps, 4), [vec![0, 0, 1, 1], vec![0, 0, 1, 1], vec![1; 4]]);
+        assert_eq!((maps.cpus_of(0), maps.cpus_of(1)), (vec![0, 1], vec![0, 1, 2, 3]));
+        assert_eq!((maps.kind_of(0), maps.kind_of(1)), (Some(QueueKind::Read), Some(QueueKind::Poll)));
+        assert_eq!(maps.queues(), 2);
+    }
+
+    #[test]
+    fn a_cpu_nobody_listed_uses_the_first_queue_of_each_kind() {
+        let places = [CpuPlace { node: 0, core: 0, cpu: 0 }, CpuPlace { node: 0, core: 3, cpu: 3 }];
+        let maps = QueueMaps::spread(&places, QueueCounts { default: 2, read: 2, poll: 0 }.ranges());
+        assert_eq!(table(&maps, 6), [vec![0, 0, 0, 1, 0, 0], vec![2, 2, 2, 3, 2, 2], vec![0, 0, 0, 1, 0, 0]]);
     }
 }
