@@ -93,6 +93,8 @@ pub struct Bio {
     pub cookie: u64,
     /// Where the data is, in order. Empty for operations without data.
     pub segments: Vec<Segment>,
+    /// Of whom a shared queue has it.
+    pub(crate) seat: u16,
 }
 
 impl Bio {

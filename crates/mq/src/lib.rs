@@ -12,6 +12,7 @@
 mod bio;
 mod budget;
 mod chaos;
+mod disk;
 mod driver;
 mod fifo;
 mod hw;
@@ -31,6 +32,7 @@ pub use bio::{Bio, BioFlags, Op};
 pub use blkyard_mem::{Region, RegionTable, Segment, Span};
 pub use budget::{Budget, BudgetError, BudgetShare};
 pub use chaos::{ChaosConfig, ChaosCounts, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep};
+pub use disk::{Disk, QueueFactory, QueuesError, Submitter};
 pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOut};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
 pub use lane::{Chime, ChimePlace, Crank, Idle, IdlePolicy, Lane, Station, Wake};

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use blkyard_mq::{
-    Bed, Bio, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op, QueueLimits,
-    SwQueue, Wake,
+    Bed, Bio, BioFlags, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op,
+    QueueLimits, SwQueue, Wake,
 };
 use loom::sync::Notify;
 use loom::thread;
@@ -52,16 +52,17 @@ fn info() -> DeviceInfo {
     DeviceInfo {
         name: "model".into(),
         capacity_sectors: 1024,
-        limits: QueueLimits::default(),
+        limits: QueueLimits { discard_sectors_max: 1024, ..QueueLimits::default() },
         read_only: false,
         volatile_cache: false,
         fua: false,
     }
 }
 
-fn flush(cookie: u64) -> Box<Bio> {
+/// A bio that goes to the device, as a request of its own.
+fn discard(cookie: u64) -> Box<Bio> {
     let mut bio = Bio::with_capacity(0);
-    bio.op = Op::Flush;
+    (bio.op, bio.flags, bio.sector, bio.sectors) = (Op::Discard, BioFlags::NO_MERGE, cookie, 1);
     bio.cookie = cookie;
     bio
 }
@@ -72,7 +73,7 @@ type Life = fn(SwQueue<NullQueue, ()>, u64, &dyn Fn() -> u64);
 /// Submits one bio and sleeps for it.
 fn sleeper(mut queue: SwQueue<NullQueue, ()>, me: u64, clock: &dyn Fn() -> u64) {
     let mut ended = 0;
-    queue.submit(flush(me));
+    queue.submit(discard(me));
     queue.ring(&clock);
     queue.leave(&clock, &mut |bio| {
         assert_eq!(bio.cookie, me);
@@ -84,7 +85,7 @@ fn sleeper(mut queue: SwQueue<NullQueue, ()>, me: u64, clock: &dyn Fn() -> u64) 
 /// The same, without ringing first: all is left to the sleep.
 fn quiet_sleeper(mut queue: SwQueue<NullQueue, ()>, me: u64, clock: &dyn Fn() -> u64) {
     let mut ended = 0;
-    queue.submit(flush(me));
+    queue.submit(discard(me));
     queue.leave(&clock, &mut |_| ended += 1);
     assert_eq!(ended, 1);
 }
@@ -92,7 +93,7 @@ fn quiet_sleeper(mut queue: SwQueue<NullQueue, ()>, me: u64, clock: &dyn Fn() ->
 /// Looks in once before it sleeps.
 fn poller(mut queue: SwQueue<NullQueue, ()>, me: u64, clock: &dyn Fn() -> u64) {
     let mut ended = 0;
-    queue.submit(flush(me));
+    queue.submit(discard(me));
     queue.ring(&clock);
     queue.poll(&clock, &mut |_| ended += 1);
     queue.leave(&clock, &mut |_| ended += 1);

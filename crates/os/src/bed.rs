@@ -1,7 +1,7 @@
 //! Where a thread sleeps that shares a queue with others, over a ring that changes owners.
 //!
-//! A [`RingBed`] has a bell of its own, and a second descriptor of the ring itself. Who merely sleeps listens to the bell; who
-//! keeps watch listens to both. The ring's descriptor is readable as long as completions wait in it, so a watch that
+//! A [`RingBed`] has a bell of its own, and a second descriptor of the ring itself, or of each of a few. Who merely sleeps listens to the
+//! bell; who keeps watch listens to both. The ring's descriptor is readable as long as completions wait in it, so a watch that
 //! begins after one came ends at once: nothing is slept over.
 //!
 //! Made for rings without a [single owner](crate::RingConfig::single_owner): there the kernel hands completions over by itself.
@@ -19,8 +19,11 @@ use crate::{Ring, now_ns};
 #[derive(Debug)]
 pub struct RingBed {
     bell: OwnedFd,
-    ring: OwnedFd,
+    rings: Box<[OwnedFd]>,
 }
+
+/// Rings that one bed may be beside: one for each kind of queue that a disk has.
+const RINGS_MAX: usize = 3;
 
 impl RingBed {
     /// A bed beside this ring.
@@ -28,8 +31,34 @@ impl RingBed {
     /// # Errors
     /// The system has no descriptors left.
     pub fn new(ring: &Ring) -> io::Result<Arc<RingBed>> {
+        RingBed::beside(&[ring])
+    }
+
+    /// A bed beside these rings.
+    ///
+    /// # Errors
+    /// The system has no descriptors left.
+    ///
+    /// # Panics
+    /// If there are more rings than kinds of queues.
+    pub fn beside(rings: &[&Ring]) -> io::Result<Arc<RingBed>> {
+        assert!(rings.len() <= RINGS_MAX, "a bed beside {} rings", rings.len());
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Arc::new(RingBed { bell, ring: ring.descriptor().try_clone_to_owned()? }))
+        let rings = rings.iter().map(|ring| ring.descriptor().try_clone_to_owned()).collect::<io::Result<_>>()?;
+        Ok(Arc::new(RingBed { bell, rings }))
+    }
+
+    fn listen(&self, rings: &[OwnedFd], deadline_ns: u64) {
+        let left_ns = deadline_ns.saturating_sub(now_ns());
+        let timeout = Timespec { tv_sec: (left_ns / 1_000_000_000) as i64, tv_nsec: (left_ns % 1_000_000_000) as i64 };
+        // Places that no ring has listen to the bell again, which is harmless.
+        let mut fds: [PollFd<'_>; 1 + RINGS_MAX] = std::array::from_fn(|place| {
+            PollFd::new(place.checked_sub(1).and_then(|ring| rings.get(ring)).unwrap_or(&self.bell), PollFlags::IN)
+        });
+        let _ = poll(&mut fds[..=rings.len()], Some(&timeout));
+        if !fds[0].revents().is_empty() {
+            self.quiet();
+        }
     }
 
     fn quiet(&self) {
@@ -53,13 +82,15 @@ impl Bed for RingBed {
     }
 
     fn watch(&self, deadline_ns: u64) {
-        let left_ns = deadline_ns.saturating_sub(now_ns());
-        let timeout = Timespec { tv_sec: (left_ns / 1_000_000_000) as i64, tv_nsec: (left_ns % 1_000_000_000) as i64 };
-        let mut fds = [PollFd::new(&self.bell, PollFlags::IN), PollFd::new(&self.ring, PollFlags::IN)];
-        let _ = poll(&mut fds, Some(&timeout));
-        if !fds[0].revents().is_empty() {
-            self.quiet();
-        }
+        self.listen(&self.rings, deadline_ns);
+    }
+
+    fn watch_one(&self, beside: usize, deadline_ns: u64) {
+        self.listen(&self.rings[beside..=beside], deadline_ns);
+    }
+
+    fn give_way(&self) {
+        std::thread::yield_now();
     }
 }
 

@@ -1,0 +1,471 @@
+//! The disk that threads share: all hardware queues of a device, their maps, and a [`Submitter`] for each thread.
+//!
+//! A thread submits to its own submitter, which has an end of one hardware queue of each kind the device has: by the kind of an I/O
+//! and the thread's number, as the maps say. How many queues there are may change while all threads run:
+//!
+//! ```text
+//!   make      new queues, by the factory; if it cannot, all stays as it was
+//!   freeze    the old queues take nothing more in; what is submitted waits in the threads' rings
+//!   drain     what the old queues have comes to its end; each that is empty is taken apart
+//!   move      the rings go to the new queues, by new maps; the threads are told, and woken if they sleep
+//! ```
+//!
+//! A thread takes no part in it and need not be running. On the way of an I/O there is nothing to look at: a thread notices when it
+//! next goes to its queue and finds it closed. What it submitted meanwhile is in its ring, in order, and goes on from there.
+//!
+//! The rules are those of Linux (`blk_mq_update_nr_hw_queues`), with one difference: the new queues are made before the old ones are gone, so
+//! that there is nothing to go back to when that fails, and a device must have room for both.
+//!
+//! It does not choose a thread's number, and does not say what a queue is made of: see [`QueueFactory`].
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use blkyard_mem::sync::{AtomicBool, Ordering};
+
+use crate::map::{QueueCounts, QueueKind, QueueMaps};
+use crate::stats::HwStats;
+use crate::sw::{Desk, Ends, Member, POLLS_MAX, Turn, Yard, rings};
+use crate::{Bed, Bio, BioFlags, Context, Driver, HwQueue, Status, SwQueue};
+
+/// Makes hardware queues, with what their drivers need, for whatever the device is.
+pub trait QueueFactory {
+    /// What drives a queue.
+    type Driver: Driver<Self::Cx>;
+    /// What a driver borrows from whoever cranks its queue: each queue has its own.
+    type Cx: Context;
+    /// Why a queue cannot be made.
+    type Error: std::error::Error + 'static;
+
+    /// Makes the queue of this number, idle and with its memory set, for so many threads.
+    ///
+    /// # Errors
+    /// The device, or the system, has no more.
+    fn queue(
+        &mut self,
+        kind: QueueKind,
+        number: usize,
+        threads: usize,
+    ) -> Result<(HwQueue<Self::Driver>, Self::Cx), Self::Error>;
+
+    /// Makes a place to sleep for a thread that uses these queues, one of each kind the disk has, in order.
+    ///
+    /// # Errors
+    /// The system has no more.
+    fn bed(&mut self, beside: &[&Self::Cx]) -> Result<Arc<dyn Bed>, Self::Error>;
+}
+
+/// Why a disk cannot have these queues. It keeps those it had.
+#[derive(Debug, thiserror::Error)]
+pub enum QueuesError<E: std::error::Error + 'static> {
+    /// None at all.
+    #[error("a disk without a default queue was asked for; ask for at least 1")]
+    None,
+    /// A kind would come or go.
+    #[error("{} queues were to become {asked} from {has}, and a kind of queue is there from the start or never; keep {}",
+        .kind.name(), if *.has == 0 { "it at 0" } else { "at least 1" })]
+    Kind {
+        /// Which.
+        kind: QueueKind,
+        /// Queues of that kind there are.
+        has: usize,
+        /// Queues of that kind asked for.
+        asked: usize,
+    },
+    /// They could not be made.
+    #[error("the new queues could not be made: {0}; the disk keeps those it has")]
+    Make(#[source] E),
+}
+
+/// A device that threads share, seen by whoever changes it. The threads have its [`Submitter`]s.
+pub struct Disk<F: QueueFactory> {
+    /// For one change at a time. No thread that does I/O comes here.
+    state: Mutex<State<F>>,
+    /// The queues are being changed.
+    frozen: Arc<AtomicBool>,
+    threads: usize,
+    /// The kinds that have queues of their own, in order: what is by thread and kind below is in this order.
+    kinds: Vec<QueueKind>,
+}
+
+struct State<F: QueueFactory> {
+    factory: F,
+    counts: QueueCounts,
+    queues: Vec<Open<F>>,
+    /// By thread and kind: where the thread is told of moves.
+    desks: Vec<Arc<Desk<F::Driver, F::Cx>>>,
+}
+
+/// A queue that is in use.
+struct Open<F: QueueFactory> {
+    kind: QueueKind,
+    yard: Arc<Yard<F::Driver, F::Cx>>,
+    /// By seat: of whom it is, by thread and kind.
+    users: Vec<usize>,
+}
+
+/// Queues that nobody uses yet.
+struct Made<F: QueueFactory> {
+    queues: Vec<(HwQueue<F::Driver>, F::Cx, QueueKind)>,
+    /// By queue: by thread and kind, who is to use it.
+    users: Vec<Vec<usize>>,
+    /// By thread.
+    beds: Vec<Arc<dyn Bed>>,
+    /// By queue: for whoever closes it.
+    closers: Vec<Arc<dyn Bed>>,
+}
+
+impl<F: QueueFactory> Disk<F> {
+    /// Opens a disk for so many threads, each of which may have up to `places` bios out. More queues of a kind than threads are of no
+    /// use, and not made. What comes with the disk is for the threads, in the order of their numbers.
+    ///
+    /// # Errors
+    /// See [`QueuesError`].
+    ///
+    /// # Panics
+    /// If there are no threads, or no places.
+    #[expect(clippy::type_complexity, reason = "two things, each named by its own type")]
+    pub fn open(
+        mut factory: F,
+        threads: usize,
+        places: usize,
+        counts: QueueCounts,
+    ) -> Result<(Disk<F>, Vec<Submitter<F::Driver, F::Cx>>), QueuesError<F::Error>> {
+        assert!(threads > 0 && places > 0, "a disk for {threads} threads with {places} places each");
+        if counts.default == 0 {
+            return Err(QueuesError::None);
+        }
+        let counts = counts.up_to(threads);
+        let kinds: Vec<_> = QueueKind::ALL.into_iter().filter(|kind| counts.of(*kind) > 0).collect();
+        let made = make(&mut factory, counts, &kinds, threads).map_err(QueuesError::Make)?;
+        let (ends, members): (Vec<Ends>, Vec<_>) = (0..threads * kinds.len()).map(|_| rings(places)).unzip();
+        let queues = seat(made, members, kinds.len());
+        let mut sw_queues: Vec<_> = ends.into_iter().map(Some).map(|ends| (ends, None)).collect();
+        for open in &queues {
+            for (seat, user) in open.users.iter().enumerate() {
+                let (ends, queue) = &mut sw_queues[*user];
+                *queue = ends.take().map(|ends| SwQueue::seated(&open.yard, seat, ends));
+            }
+        }
+        let mut sw_queues: Vec<_> = sw_queues.into_iter().filter_map(|(_, queue)| queue).collect();
+        let desks = sw_queues.iter().map(|queue| Arc::clone(queue.desk())).collect();
+        let frozen = Arc::new(AtomicBool::new(false));
+        let end_of = QueueKind::ALL.map(|kind| match kinds.iter().position(|own| *own == kind) {
+            None if kind != QueueKind::Poll => Some(0),
+            own => own,
+        });
+        let submitter = |_| Submitter {
+            ends: sw_queues.drain(..kinds.len()).collect(),
+            end_of,
+            places,
+            held: 0,
+            refused: Vec::with_capacity(places),
+            frozen: Arc::clone(&frozen),
+        };
+        let submitters = (0..threads).map(submitter).collect();
+        let state = Mutex::new(State { factory, counts, queues, desks });
+        Ok((Disk { state, frozen, threads, kinds }, submitters))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State<F>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many queues there are.
+    pub fn queues(&self) -> QueueCounts {
+        self.state().counts
+    }
+
+    /// The counters of each queue, in the order of their numbers.
+    pub fn stats(&self) -> Vec<(QueueKind, Arc<HwStats>)> {
+        self.state().queues.iter().map(|open| (open.kind, Arc::clone(open.yard.stats()))).collect()
+    }
+
+    /// Changes how many queues there are, while threads use them. Returns how many there are now: of each kind no more than threads.
+    /// Waits until all that is in the old queues is over, and helps it along.
+    ///
+    /// Meanwhile a bio that says `NOWAIT` comes back with [`Status::Again`]; others wait in their rings. The order in which a thread
+    /// submitted to one kind of queue is kept.
+    ///
+    /// # Errors
+    /// See [`QueuesError`]; the disk then keeps the queues it had.
+    pub fn set_queues(
+        &self,
+        asked: QueueCounts,
+        clock: &impl Fn() -> u64,
+    ) -> Result<QueueCounts, QueuesError<F::Error>> {
+        let mut guard = self.state();
+        let state = &mut *guard;
+        if asked.default == 0 {
+            return Err(QueuesError::None);
+        }
+        for kind in QueueKind::ALL {
+            let (has, asked) = (state.counts.of(kind), asked.of(kind));
+            if (has == 0) != (asked == 0) {
+                return Err(QueuesError::Kind { kind, has, asked });
+            }
+        }
+        let counts = asked.up_to(self.threads);
+        if counts == state.counts {
+            return Ok(counts);
+        }
+        let made = make(&mut state.factory, counts, &self.kinds, self.threads).map_err(QueuesError::Make)?;
+        self.frozen.store(true, Ordering::Relaxed);
+        let old = std::mem::take(&mut state.queues);
+        let mut calls = Vec::new();
+        // All are told before the first is waited for.
+        old.iter().for_each(|open| open.yard.freeze(&mut calls));
+        let mut members: Vec<Option<Member>> = state.desks.iter().map(|_| None).collect();
+        for open in &old {
+            for (user, member) in open.users.iter().zip(open.yard.close(&mut calls, clock)) {
+                members[*user] = Some(member);
+            }
+        }
+        state.queues = seat(made, members.into_iter().flatten().collect(), self.kinds.len());
+        for open in &state.queues {
+            open.users.iter().enumerate().for_each(|(seat, user)| state.desks[*user].tell(&open.yard, seat));
+        }
+        state.counts = counts;
+        self.frozen.store(false, Ordering::Relaxed);
+        old.iter().for_each(|open| open.yard.wake_all());
+        // What was submitted meanwhile: its threads may believe that somebody has it.
+        state.queues.iter().for_each(|open| open.yard.start(&mut calls, clock));
+        Ok(counts)
+    }
+}
+
+/// Makes queues and beds. Nothing is changed by it.
+fn make<F: QueueFactory>(
+    factory: &mut F,
+    counts: QueueCounts,
+    kinds: &[QueueKind],
+    threads: usize,
+) -> Result<Made<F>, F::Error> {
+    let maps = QueueMaps::even(threads, counts.ranges());
+    let mut users: Vec<Vec<usize>> = (0..counts.total()).map(|_| Vec::new()).collect();
+    let queues_of = |thread| kinds.iter().map(move |kind| (*kind, thread));
+    for (user, (kind, thread)) in (0..threads).flat_map(queues_of).enumerate() {
+        users[maps.queue_of(kind, thread)].push(user);
+    }
+    let mut queues = Vec::with_capacity(users.len());
+    for (number, users) in users.iter().enumerate() {
+        let kind = maps.kind_of(number).unwrap_or_default();
+        let (hw, cx) = factory.queue(kind, number, users.len())?;
+        queues.push((hw, cx, kind));
+    }
+    let mut beds = Vec::with_capacity(threads);
+    for thread in 0..threads {
+        let beside: Vec<_> = kinds.iter().map(|kind| &queues[maps.queue_of(*kind, thread)].1).collect();
+        beds.push(factory.bed(&beside)?);
+    }
+    let closers = queues.iter().map(|(_, cx, _)| factory.bed(&[cx])).collect::<Result<_, _>>()?;
+    Ok(Made { queues, users, beds, closers })
+}
+
+/// Gives the queues their members: by thread and kind.
+fn seat<F: QueueFactory>(made: Made<F>, members: Vec<Member>, kinds: usize) -> Vec<Open<F>> {
+    let Made { queues, users, beds, closers } = made;
+    let mut members: Vec<_> = members.into_iter().map(Some).collect();
+    queues
+        .into_iter()
+        .zip(users)
+        .zip(closers)
+        .map(|(((hw, cx, kind), users), closer)| {
+            let here = users.iter().filter_map(|user| members[*user].take()).collect();
+            let bed = |user: &usize| (Arc::clone(&beds[user / kinds]), user % kinds);
+            let beds = users.iter().map(bed).chain([(closer, 0)]).collect();
+            let yard = Yard::open(hw, cx, here, beds, kind == QueueKind::Poll);
+            Open { kind, yard: Arc::new(yard), users }
+        })
+        .collect()
+}
+
+/// One thread's way to a [`Disk`].
+///
+/// Made by [`Disk::open`], then moved to its thread. Before it goes it must [leave](Submitter::leave).
+pub struct Submitter<D, Cx> {
+    /// For each kind that the disk has queues for, in order.
+    ends: Vec<SwQueue<D, Cx>>,
+    /// By kind: which of them serves it.
+    end_of: [Option<usize>; 3],
+    /// Bios that may be out.
+    places: usize,
+    /// Bios that are.
+    held: usize,
+    /// Bios that never got into a ring, on their way back.
+    refused: Vec<Box<Bio>>,
+    /// The queues are being changed.
+    frozen: Arc<AtomicBool>,
+}
+
+impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
+    /// How many more bios may be submitted before one comes back.
+    #[inline]
+    pub fn room(&self) -> usize {
+        self.places - self.held
+    }
+
+    /// Bios submitted and not given back.
+    #[inline]
+    pub fn in_flight(&self) -> usize {
+        self.held
+    }
+
+    /// Accepts a bio into a ring of this thread's, by its kind, where nobody sees it before [`Submitter::ring`]. It comes back
+    /// through [`Submitter::poll`] or [`Submitter::wait`], whatever happens: with [`Status::NotSupported`] if it is to be
+    /// polled for and there are no queues for that, with [`Status::Again`] if it must not wait and the queues are being
+    /// changed.
+    ///
+    /// # Panics
+    /// If there is no [room](Submitter::room): the caller holds a place before it makes a wish.
+    #[inline]
+    pub fn submit(&mut self, bio: Box<Bio>) {
+        assert!(self.held < self.places, "a bio was submitted without a place");
+        self.held += 1;
+        let kind = QueueKind::of(bio.op, bio.flags.contains(BioFlags::POLLED));
+        match self.end_of[kind as usize] {
+            Some(_) if bio.flags.contains(BioFlags::NOWAIT) && self.frozen.load(Ordering::Relaxed) => {
+                self.refuse(bio, Status::Again);
+            }
+            Some(end) => self.ends[end].submit(bio),
+            None => self.refuse(bio, Status::NotSupported),
+        }
+    }
+
+    #[inline(never)]
+    fn refuse(&mut self, mut bio: Box<Bio>, status: Status) {
+        bio.status = status;
+        self.refused.push(bio);
+    }
+
+    /// Makes visible what was submitted, and passes it on to the device, or has it passed on by whoever is at it.
+    #[inline]
+    pub fn ring(&mut self, clock: &impl Fn() -> u64) {
+        self.ends.iter_mut().for_each(|end| end.ring(clock));
+    }
+
+    /// Gives back what is over, without waiting. Looks after the queues if nothing has come and nobody else does. Returns how
+    /// many bios were given back.
+    #[inline]
+    pub fn poll(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        let mut ended = self.give_back_refused(sink);
+        for end in &mut self.ends {
+            ended += end.poll(clock, sink);
+        }
+        self.held -= ended;
+        ended
+    }
+
+    /// Makes visible what was submitted and sleeps until at least one bio is over. Returns how many were given back: none only if
+    /// none is out.
+    ///
+    /// A thread that has bios out on a queue for polling does not sleep: it polls, and now and then lets others have the CPU.
+    pub fn wait(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        let mut ended = self.give_back_refused(sink);
+        if ended == 0 {
+            let mut busy = self.ends.iter_mut().filter(|end| end.in_flight() > 0);
+            ended = match (busy.next(), busy.next()) {
+                (None, _) => 0,
+                (Some(end), None) => end.wait(clock, sink),
+                _ => self.wait_for_any(clock, sink),
+            };
+        }
+        self.held -= ended;
+        ended
+    }
+
+    /// Leaves: waits until all bios of this thread are given back. The same holds as for [`SwQueue::leave`].
+    pub fn leave(mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) {
+        while self.wait(clock, sink) > 0 {}
+    }
+
+    /// The memory that segments point into.
+    pub fn memory(&self) -> &Arc<crate::RegionTable> {
+        self.ends[0].memory()
+    }
+
+    #[inline]
+    fn give_back_refused(&mut self, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        let count = self.refused.len();
+        self.refused.drain(..).for_each(sink);
+        count
+    }
+
+    /// Sleeps on several queues at once: lies down at each, and gets up from all.
+    #[inline(never)]
+    fn wait_for_any(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        if self.ends.iter().any(|end| end.is_polled() && end.in_flight() > 0) {
+            return self.poll_for_any(clock, sink);
+        }
+        self.ends.iter_mut().for_each(SwQueue::publish);
+        let mut lies = [false; 3];
+        loop {
+            let mut ended = 0;
+            for end in &mut self.ends {
+                ended += end.drain(sink);
+            }
+            if ended > 0 {
+                // Also where something came: an owner that served us before it heard us would write us down as asleep after.
+                self.ends.iter_mut().zip(lies).filter(|(_, lies)| *lies).for_each(|(end, _)| end.get_up(clock));
+                return ended;
+            }
+            let (mut again, mut closed) = (false, None);
+            // Where this thread keeps watch: nowhere, at one queue, or at several; and until when.
+            let mut watch: Option<(Option<usize>, u64)> = None;
+            for (index, end) in self.ends.iter_mut().enumerate().filter(|(_, end)| end.in_flight() > 0) {
+                let turn = end.lie_down(clock);
+                lies[index] = matches!(turn, Turn::Owned | Turn::Park | Turn::Watch(_));
+                match turn {
+                    Turn::Cranked => again = true,
+                    Turn::Closed => closed = Some(index),
+                    Turn::Watch(due_ns) => {
+                        watch = Some(watch.map_or((Some(index), due_ns), |(_, until_ns)| (None, until_ns.min(due_ns))));
+                    }
+                    Turn::Owned | Turn::Park => {}
+                }
+            }
+            if again {
+                continue;
+            }
+            // The beds of one thread are one and the same. Only while the rings arrive at new queues, one after the other, there
+            // may be an old and a new one; whoever moves them wakes the old one in the end.
+            let bed = closed.map_or_else(|| self.bed(), |index| self.ends[index].bed());
+            match watch {
+                None => bed.sleep(),
+                Some((Some(index), until_ns)) => bed.watch_one(index, until_ns),
+                Some((None, until_ns)) => bed.watch(until_ns),
+            }
+        }
+    }
+
+    /// The bed of the queues that this thread waits for.
+    fn bed(&self) -> &Arc<dyn Bed> {
+        let busy = self.ends.iter().find(|end| end.in_flight() > 0);
+        busy.unwrap_or(&self.ends[0]).bed()
+    }
+
+    #[inline(never)]
+    fn poll_for_any(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        self.ring(clock);
+        loop {
+            for _ in 0..POLLS_MAX {
+                let ended = self.ends.iter_mut().map(|end| end.poll(clock, sink)).sum();
+                if ended > 0 {
+                    return ended;
+                }
+            }
+            self.bed().give_way();
+        }
+    }
+}
+
+impl<F: QueueFactory> std::fmt::Debug for Disk<F> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Disk").field("threads", &self.threads).field("kinds", &self.kinds).finish_non_exhaustive()
+    }
+}
+
+impl<D, Cx> std::fmt::Debug for Submitter<D, Cx> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Submitter").field("ends", &self.ends).field("places", &self.places).finish_non_exhaustive()
+    }
+}

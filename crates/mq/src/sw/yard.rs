@@ -1,0 +1,596 @@
+//! What all who share a hardware queue have in common: the queue under its baton, and the seats of its threads.
+//!
+//! The turns, the records of who sleeps, and the end of a queue are here; how it looks from a thread is in [`SwQueue`](super::SwQueue).
+
+use std::sync::Arc;
+
+use blkyard_mem::ring::{Consumer, Producer};
+use blkyard_mem::sync::{AtomicBool, Ordering};
+use blkyard_mem::{Baton, Holder, RegionTable};
+
+use super::{Bed, Context};
+use crate::stats::HwStats;
+use crate::{Bio, DeviceInfo, Driver, HwQueue};
+
+/// Bios that one ring may get through in one round: a batch as submitters tend to make them.
+const SHARE: usize = 32;
+/// Rounds that an owner turns for others before it passes on: 16 rounds of a few batches take about as long as the wake-up of a
+/// thread, which is what passing on costs.
+const ROUNDS_MAX: u32 = 16;
+/// How often requests are looked at that take too long, and so how long a watch lasts at most.
+const TICK_NS: u64 = 1_000_000_000;
+
+/// A shared hardware queue.
+pub(crate) struct Yard<D, Cx> {
+    /// Empty once the queue is closed.
+    baton: Baton<Option<Core<D, Cx>>>,
+    /// Those of the members, and one for whoever closes the queue if it can be.
+    seats: Box<[Seat]>,
+    /// The queue is to take nothing more in. Set before the baton is gone to, and so heard by its holder.
+    closing: AtomicBool,
+    /// Nobody sleeps here.
+    polled: bool,
+    info: Arc<DeviceInfo>,
+    memory: Arc<RegionTable>,
+    stats: Arc<HwStats>,
+}
+
+/// What others may know of a thread without holding the baton.
+#[repr(align(128))]
+struct Seat {
+    /// Set by the thread that wants to be parked, cleared by the owner who wakes it.
+    parked: AtomicBool,
+    /// Set by a thread that has got up, whatever is on record; cleared by the owner who has heard it.
+    up: AtomicBool,
+    bed: Arc<dyn Bed>,
+    /// Our device's place among those the bed is beside.
+    beside: usize,
+}
+
+/// What is done under the baton alone.
+pub(crate) struct Core<D, Cx> {
+    hw: HwQueue<D>,
+    cx: Cx,
+    members: Box<[Member]>,
+    /// What ended in this round, before it is dealt out.
+    ended: Vec<Box<Bio>>,
+    /// Whose turn it is to be served first.
+    next: usize,
+    /// By seat: who is parked, by our own record.
+    asleep: Box<[bool]>,
+    /// How many are.
+    parked: usize,
+    watch: Option<Watch>,
+    ticked_ns: u64,
+    /// Nothing is taken in any more, for good.
+    frozen: bool,
+}
+
+/// The queue's ends of a thread's rings.
+pub(crate) struct Member {
+    sq: Consumer<Box<Bio>>,
+    cq: Producer<Box<Bio>>,
+    /// Something was put into `cq` in this round.
+    served: bool,
+}
+
+impl Member {
+    pub(super) fn new(sq: Consumer<Box<Bio>>, cq: Producer<Box<Bio>>) -> Member {
+        Member { sq, cq, served: false }
+    }
+}
+
+/// Who keeps watch, and until when.
+#[derive(Clone, Copy)]
+struct Watch {
+    seat: usize,
+    until_ns: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Why {
+    /// There is something new in the ring.
+    Ring,
+    /// To see whether anything has come.
+    Poll,
+    /// Nothing can be done before something has come.
+    Wait,
+    /// Something has come elsewhere: we do not sleep here any more.
+    Up,
+}
+
+/// What going to the baton came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// It is owned by another.
+    Owned,
+    /// We cranked, and put it down.
+    Cranked,
+    /// The same, and now we are parked.
+    Park,
+    /// The same, and now we keep watch until then.
+    Watch(u64),
+    /// There is nothing here any more.
+    Closed,
+}
+
+impl<D, Cx> Yard<D, Cx> {
+    /// Shares an idle hardware queue among members. There is a bed for each of them, with the place it has for this device, and one more for
+    /// whoever [closes](Yard::close) the queue, if somebody does.
+    ///
+    /// # Panics
+    /// If the queue is not idle.
+    pub(crate) fn open(
+        hw: HwQueue<D>,
+        cx: Cx,
+        members: Vec<Member>,
+        beds: Vec<(Arc<dyn Bed>, usize)>,
+        polled: bool,
+    ) -> Yard<D, Cx> {
+        assert!(hw.is_idle() && hw.room() > 0, "a queue is shared before it is used");
+        assert!(beds.len() >= members.len() && u16::try_from(beds.len()).is_ok(), "{} seats", beds.len());
+        let (info, memory, stats) = (Arc::clone(hw.info()), Arc::clone(hw.memory()), Arc::clone(hw.stats()));
+        let core = Core {
+            ended: Vec::with_capacity(hw.room()),
+            hw,
+            cx,
+            members: members.into(),
+            next: 0,
+            asleep: vec![false; beds.len()].into(),
+            parked: 0,
+            watch: None,
+            ticked_ns: 0,
+            frozen: false,
+        };
+        let seat = |(bed, beside)| Seat { parked: AtomicBool::new(false), up: AtomicBool::new(false), bed, beside };
+        let seats = beds.into_iter().map(seat).collect();
+        let (baton, closing) = (Baton::new(Some(core)), AtomicBool::new(false));
+        Yard { baton, seats, closing, polled, info, memory, stats }
+    }
+
+    pub(crate) fn info(&self) -> &Arc<DeviceInfo> {
+        &self.info
+    }
+
+    pub(crate) fn memory(&self) -> &Arc<RegionTable> {
+        &self.memory
+    }
+
+    pub(crate) fn stats(&self) -> &Arc<HwStats> {
+        &self.stats
+    }
+
+    /// Seats that can be called in one turn.
+    pub(crate) fn calls_max(&self) -> usize {
+        self.seats.len() + 1
+    }
+
+    #[inline]
+    pub(super) fn is_polled(&self) -> bool {
+        self.polled
+    }
+
+    pub(super) fn bed(&self, seat: usize) -> &Arc<dyn Bed> {
+        &self.seats[seat].bed
+    }
+
+    /// The thread wants to be parked.
+    pub(super) fn announce(&self, seat: usize) {
+        self.seats[seat].parked.store(true, Ordering::Release);
+    }
+
+    /// The thread is not parked any more, and does not keep watch.
+    pub(super) fn announce_up(&self, seat: usize) {
+        self.seats[seat].parked.store(false, Ordering::Release);
+        self.seats[seat].up.store(true, Ordering::Release);
+    }
+
+    /// Sleeps as it was agreed.
+    pub(super) fn rest(&self, seat: usize, turn: Turn) {
+        let bed = &self.seats[seat].bed;
+        match turn {
+            Turn::Watch(until_ns) => bed.watch_one(self.seats[seat].beside, until_ns),
+            // Pairs with the store in `Core::rouse`. Only an owner ends this, and strikes us off its record as it does; so
+            // nobody who is awake is counted on as a sleeper.
+            Turn::Owned | Turn::Park if !self.polled => {
+                while self.seats[seat].parked.load(Ordering::Acquire) {
+                    bed.sleep();
+                }
+            }
+            // Whoever moves the rings wakes us when they have arrived.
+            Turn::Closed => bed.sleep(),
+            _ if self.polled => bed.give_way(),
+            _ => {}
+        }
+    }
+
+    /// Wakes all, who will find that there is nothing here any more and go after their rings.
+    pub(crate) fn wake_all(&self) {
+        for seat in &self.seats {
+            seat.parked.store(false, Ordering::Release);
+            seat.bed.wake();
+        }
+    }
+
+    pub(super) fn is_broken(&self) -> bool {
+        self.baton.is_broken()
+    }
+
+    /// Wakes those who are to be woken.
+    #[inline]
+    fn call(&self, calls: &mut Vec<usize>) {
+        calls.drain(..).for_each(|seat| self.seats[seat].bed.wake());
+    }
+
+    /// Puts down the baton of a queue that is closed. Who left word counts on us, and is woken: not before, or it might come back
+    /// and find us here again, and again.
+    #[inline(never)]
+    fn leave_closed(&self, mut holder: Holder<'_, Option<Core<D, Cx>>>, me: usize) {
+        self.seats[me].parked.store(false, Ordering::Relaxed);
+        let mut heeded = holder.heed();
+        while let Err(still) = holder.give_back() {
+            holder = still;
+            heeded |= holder.heed();
+        }
+        if heeded {
+            self.wake_all();
+        }
+    }
+}
+
+impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
+    /// Goes to the baton, and cranks the queue if it is ours. `cq` is where completions for this thread would be.
+    pub(super) fn turn(
+        &self,
+        me: usize,
+        why: Why,
+        cq: &mut Consumer<Box<Bio>>,
+        calls: &mut Vec<usize>,
+        clock: &impl Fn() -> u64,
+    ) -> Turn {
+        let taken = if why == Why::Poll { self.baton.take_if_idle() } else { self.baton.take() };
+        let Some(mut holder) = taken else { return Turn::Owned };
+        if holder.is_none() {
+            self.leave_closed(holder, me);
+            return Turn::Closed;
+        }
+        if matches!(why, Why::Wait | Why::Up) {
+            core(&mut holder).get_up(me, self);
+        }
+        let (mut rounds, mut left) = (0, true);
+        let turn = loop {
+            // Nobody is woken later than the round after.
+            self.call(calls);
+            let heeded = holder.heed();
+            let core = core(&mut holder);
+            if heeded {
+                core.hear(self, calls);
+            }
+            let mut may_go_on = rounds < ROUNDS_MAX || (why == Why::Wait && cq.is_empty());
+            if may_go_on {
+                left = core.round(clock, self, calls);
+                rounds += 1;
+                may_go_on = rounds < ROUNDS_MAX || (why == Why::Wait && cq.is_empty());
+            } else {
+                left |= heeded;
+            }
+            if left && may_go_on {
+                continue;
+            }
+            let turn = if why == Why::Wait && cq.is_empty() {
+                core.lie_down(me, self, calls)
+            } else {
+                core.pass_on(left, self, calls);
+                Turn::Cranked
+            };
+            match holder.give_back() {
+                Ok(()) => break turn,
+                Err(still) => {
+                    holder = still;
+                    if why == Why::Wait {
+                        self::core(&mut holder).get_up(me, self);
+                    }
+                }
+            }
+        };
+        self.call(calls);
+        turn
+    }
+
+    /// Takes in what is in the rings, for threads that may not know yet where these are.
+    pub(crate) fn start(&self, calls: &mut Vec<usize>, clock: &impl Fn() -> u64) {
+        let (_, mut nothing) = blkyard_mem::ring::channel(1);
+        self.turn(self.seats.len() - 1, Why::Ring, &mut nothing, calls, clock);
+    }
+
+    /// Takes nothing more in from now on. Whoever has the queue hears it.
+    pub(crate) fn freeze(&self, calls: &mut Vec<usize>) {
+        // Made known by the baton's read-modify-write, like all that is announced.
+        self.closing.store(true, Ordering::Release);
+        let Some(mut holder) = self.baton.take() else { return };
+        loop {
+            holder.heed();
+            core(&mut holder).hear(self, calls);
+            core(&mut holder).pass_on(false, self, calls);
+            match holder.give_back() {
+                Ok(()) => break,
+                Err(still) => holder = still,
+            }
+        }
+        self.call(calls);
+    }
+
+    /// Waits until nothing is left in a queue that is frozen, and takes it apart. Returns the members with their
+    /// rings; queue and context are gone.
+    pub(crate) fn close(&self, calls: &mut Vec<usize>, clock: &impl Fn() -> u64) -> Vec<Member> {
+        let me = self.seats.len() - 1;
+        loop {
+            if !self.polled {
+                self.announce(me);
+            }
+            let Some(mut holder) = self.baton.take() else {
+                self.rest(me, Turn::Owned);
+                continue;
+            };
+            let turn = loop {
+                core(&mut holder).get_up(me, self);
+                self.call(calls);
+                holder.heed();
+                core(&mut holder).hear(self, calls);
+                if core(&mut holder).hw.is_idle() {
+                    let core = holder.take();
+                    self.leave_closed(holder, me);
+                    self.call(calls);
+                    return core.map_or_else(Vec::new, |core| core.members.into());
+                }
+                let left = core(&mut holder).round(clock, self, calls);
+                if left || core(&mut holder).hw.is_idle() {
+                    continue;
+                }
+                let turn = if self.polled { Turn::Cranked } else { core(&mut holder).lie_down(me, self, calls) };
+                match holder.give_back() {
+                    Ok(()) => break turn,
+                    Err(still) => holder = still,
+                }
+            };
+            self.call(calls);
+            self.rest(me, turn);
+        }
+    }
+}
+
+/// What the baton keeps, of a queue that is not closed.
+#[inline]
+fn core<'a, D, Cx>(holder: &'a mut Holder<'_, Option<Core<D, Cx>>>) -> &'a mut Core<D, Cx> {
+    let Some(core) = holder.as_mut() else { unreachable!("a queue is closed by one thread, and looked at before") };
+    core
+}
+
+#[inline]
+fn put_back(cq: &mut Producer<Box<Bio>>, bio: Box<Bio>) {
+    let Ok(()) = cq.push(bio) else { unreachable!("its submitter holds a place for it") };
+}
+
+impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
+    /// One round: takes from the rings, passes on, gives back. True if there is more to do that the device will not tell us of.
+    #[inline]
+    fn round(&mut self, clock: &impl Fn() -> u64, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) -> bool {
+        let mut now_ns = clock();
+        let more = self.take_in();
+        let issued = self.hw.issue(&mut self.cx, now_ns);
+        self.cx.commit();
+        if issued > 0 {
+            // Devices that work on the spot have taken their time meanwhile.
+            now_ns = clock();
+        }
+        self.cx.collect();
+        if self.deliver(now_ns) > 0 {
+            self.publish(yard, calls);
+        }
+        if now_ns.saturating_sub(self.ticked_ns) >= TICK_NS {
+            self.ticked_ns = now_ns;
+            self.hw.mark_slow(now_ns);
+        }
+        self.hw.has_work() || (more && self.hw.room() > 0)
+    }
+
+    /// Takes from the members' rings, in turn, while the hardware queue has room. True if something may be left in them.
+    #[inline]
+    fn take_in(&mut self) -> bool {
+        let Core { hw, members, next, .. } = self;
+        let mut more = false;
+        for step in 0..members.len() {
+            let seat = if *next + step < members.len() { *next + step } else { *next + step - members.len() };
+            let room = hw.room();
+            if room == 0 {
+                // Who was not served is first in the next round.
+                *next = seat;
+                return true;
+            }
+            let sq = &mut members[seat].sq;
+            let share = SHARE.min(room);
+            let mut taken = 0;
+            while taken < share
+                && let Some(mut bio) = sq.pop()
+            {
+                bio.seat = seat as u16;
+                hw.submit(bio);
+                taken += 1;
+            }
+            sq.release();
+            more |= taken == share && !sq.is_empty();
+        }
+        more
+    }
+
+    /// Puts what is over into its submitter's ring.
+    #[inline]
+    fn deliver(&mut self, now_ns: u64) -> usize {
+        let Core { hw, cx, members, ended, .. } = self;
+        let count = hw.reap(cx, now_ns, &mut |bio| ended.push(bio));
+        // In runs, since what one thread submitted together tends to end together.
+        let mut bios = ended.drain(..);
+        let mut next = bios.next();
+        while let Some(first) = next.take() {
+            let seat = first.seat;
+            let member = &mut members[usize::from(seat)];
+            member.served = true;
+            put_back(&mut member.cq, first);
+            for bio in bios.by_ref() {
+                if bio.seat != seat {
+                    next = Some(bio);
+                    break;
+                }
+                put_back(&mut member.cq, bio);
+            }
+        }
+        drop(bios);
+        count
+    }
+
+    /// Tells the members what was put into their rings, and wakes those who sleep on them.
+    #[inline]
+    fn publish(&mut self, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
+        for seat in 0..self.members.len() {
+            let member = &mut self.members[seat];
+            if !std::mem::take(&mut member.served) {
+                continue;
+            }
+            member.cq.publish();
+            if self.asleep[seat] {
+                self.rouse(seat, yard, calls);
+            } else if self.watch.is_some_and(|watch| watch.seat == seat) {
+                self.watch = None;
+                calls.push(seat);
+            }
+        }
+    }
+
+    /// Writes down who has announced that it wants to be parked, or has got up. Called after the baton's word was heeded.
+    fn hear(&mut self, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
+        // Pairs with the store in `Yard::freeze`.
+        if !self.frozen && yard.closing.load(Ordering::Acquire) {
+            self.frozen = true;
+            self.hw.freeze();
+        }
+        for (seat, place) in yard.seats.iter().enumerate() {
+            // Pairs with the store in `Yard::announce_up`: what it has announced since then is seen below.
+            if place.up.load(Ordering::Relaxed) && place.up.swap(false, Ordering::Acquire) {
+                self.strike_off(seat);
+            }
+            // Pairs with the store in `Yard::announce`.
+            if self.asleep[seat] || !place.parked.load(Ordering::Acquire) {
+                continue;
+            }
+            // Who comes off its watch and finds the queue owned is parked from here on.
+            if self.watch.is_some_and(|watch| watch.seat == seat) {
+                self.watch = None;
+            }
+            self.asleep[seat] = true;
+            self.parked += 1;
+            // It looked before we published, perhaps in an earlier round, when we did not know of it.
+            if self.members.get_mut(seat).is_some_and(|member| !member.cq.is_empty()) {
+                self.rouse(seat, yard, calls);
+            }
+        }
+    }
+
+    /// Strikes a parked member off the record, and notes that it is to be woken.
+    fn rouse(&mut self, seat: usize, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
+        self.asleep[seat] = false;
+        self.parked -= 1;
+        // Pairs with the load in `SwQueue::wait`.
+        yard.seats[seat].parked.store(false, Ordering::Release);
+        calls.push(seat);
+    }
+
+    /// Rouses one parked member, if there is one, in turn.
+    fn rouse_one(&mut self, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) -> bool {
+        if self.parked == 0 {
+            return false;
+        }
+        let count = self.asleep.len();
+        let first = (0..count).map(|step| (self.next + step) % count).find(|seat| self.asleep[*seat]);
+        let Some(seat) = first else { unreachable!("those parked are counted") };
+        self.next = if seat < self.members.len() { seat } else { 0 };
+        self.rouse(seat, yard, calls);
+        true
+    }
+
+    /// Before the owner goes on with its own: sees to it that those who sleep are not forgotten.
+    #[inline]
+    fn pass_on(&mut self, left: bool, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
+        if self.frozen {
+            self.tell_closer(yard, calls);
+        }
+        let roused = (left || self.watch.is_none()) && self.rouse_one(yard, calls);
+        // Whoever was roused takes the queue, and then keeps watch itself. Who keeps watch already is disturbed if there is nobody else to
+        // take over, or if it would sleep too long.
+        if let Some(watch) = self.watch
+            && !roused
+            && (left || self.due_ns() < watch.until_ns)
+        {
+            self.watch = None;
+            calls.push(watch.seat);
+        }
+    }
+
+    /// Before the owner sleeps: it keeps watch if nobody does so well enough.
+    fn lie_down(&mut self, me: usize, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) -> Turn {
+        if self.frozen {
+            self.tell_closer(yard, calls);
+        }
+        let due_ns = self.due_ns();
+        match self.watch {
+            Some(watch) if watch.until_ns <= due_ns => {
+                self.asleep[me] = true;
+                self.parked += 1;
+                yard.seats[me].parked.store(true, Ordering::Relaxed);
+                Turn::Park
+            }
+            other => {
+                calls.extend(other.map(|watch| watch.seat));
+                self.watch = Some(Watch { seat: me, until_ns: due_ns });
+                Turn::Watch(due_ns)
+            }
+        }
+    }
+
+    /// Wakes whoever closes the queue once there is nothing in it.
+    #[inline(never)]
+    fn tell_closer(&mut self, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
+        let closer = yard.seats.len() - 1;
+        if !self.hw.is_idle() {
+            return;
+        }
+        if self.asleep[closer] {
+            self.rouse(closer, yard, calls);
+        } else if self.watch.is_some_and(|watch| watch.seat == closer) {
+            self.watch = None;
+            calls.push(closer);
+        }
+    }
+
+    /// This thread is awake, whatever was announced or written down before.
+    fn get_up(&mut self, me: usize, yard: &Yard<D, Cx>) {
+        self.strike_off(me);
+        yard.seats[me].parked.store(false, Ordering::Relaxed);
+        yard.seats[me].up.store(false, Ordering::Relaxed);
+    }
+
+    /// Nobody sleeps at this seat, by our record.
+    fn strike_off(&mut self, seat: usize) {
+        if self.watch.is_some_and(|watch| watch.seat == seat) {
+            self.watch = None;
+        }
+        if std::mem::take(&mut self.asleep[seat]) {
+            self.parked -= 1;
+        }
+    }
+
+    /// When somebody must look after the queue although nothing may have come.
+    fn due_ns(&self) -> u64 {
+        let tick_ns = self.ticked_ns + TICK_NS;
+        self.hw.deadline_ns::<Cx>().map_or(tick_ns, |due_ns| due_ns.min(tick_ns))
+    }
+}
