@@ -2,7 +2,7 @@
 //!
 //! Everything is checked here, against itself and against the device; what runs later has nothing left to refuse.
 
-use blkyard_mq::{DeviceInfo, SECTOR_SHIFT, TagSet};
+use blkyard_mq::{DeviceInfo, QueueCounts, SECTOR_SHIFT, TagSet};
 use clap::ValueEnum;
 
 use crate::spec::{SpecError, parse_size, show_size};
@@ -35,6 +35,17 @@ pub struct BenchArgs {
     /// Hardware queues. With fewer than jobs, jobs share them. Default: one a job, but no more than CPUs.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub queues: Option<u32>,
+    /// Hardware queues for reads alone, beside --queues for the rest. Jobs then share the device's queues.
+    #[arg(long = "read_queues", visible_alias = "read-queues", value_name = "N",
+        value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub read_queues: Option<u32>,
+    /// Poll for reads and writes: they go to queues that nobody sleeps on. Keeps a CPU busy for each job.
+    #[arg(long)]
+    pub hipri: bool,
+    /// Hardware queues for --hipri. Default: as many as --queues.
+    #[arg(long = "poll_queues", visible_alias = "poll-queues", value_name = "N", requires = "hipri",
+        value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub poll_queues: Option<u32>,
     /// How long to run: 10, 10s, 2m, 1h. Jobs start over when they are through, as with fio's time_based.
     ///
     /// Default: until all of --size has been done once.
@@ -132,7 +143,9 @@ pub(crate) struct Plan {
     pub(crate) iodepth: usize,
     pub(crate) batch: usize,
     pub(crate) jobs: usize,
-    pub(crate) queues: usize,
+    pub(crate) queues: QueueCounts,
+    /// Reads and writes are polled for.
+    pub(crate) polled: bool,
     pub(crate) runtime_ns: Option<u64>,
     pub(crate) read_percent: u32,
     pub(crate) verify: bool,
@@ -177,6 +190,9 @@ impl Plan {
             let cause = format!("{} holds {blocks} blocks of {}", show_size(bytes), show_size(block_bytes.into()));
             return wrong("--size", cause, "choose a larger --size or device, a smaller --bs or fewer --numjobs");
         }
+        let queues = args.queues.map_or(jobs.min(cpus), |queues| queues as usize).max(1);
+        let read = args.read_queues.map_or(0, |queues| queues as usize);
+        let poll = args.poll_queues.map_or(if args.hipri { queues } else { 0 }, |queues| queues as usize);
         Ok(Plan {
             pattern,
             block_bytes,
@@ -184,13 +200,19 @@ impl Plan {
             iodepth: args.iodepth as usize,
             batch: args.iodepth_batch as usize,
             jobs,
-            queues: args.queues.map_or(jobs.min(cpus), |queues| jobs.min(queues as usize)).max(1),
+            queues: QueueCounts { default: queues, read, poll }.up_to(jobs),
+            polled: args.hipri,
             runtime_ns,
             read_percent: args.rwmixread.unwrap_or(50),
             verify: args.verify.is_some(),
             seed: args.randseed,
             fsync: args.fsync,
         })
+    }
+
+    /// Whether jobs share queues, or use several.
+    pub(crate) fn shares(&self) -> bool {
+        self.jobs > self.queues.default || self.queues.total() > self.queues.default
     }
 
     /// The blocks of one job: first, and how many. Random jobs without verification share all.
@@ -298,7 +320,7 @@ mod tests {
     fn fio_flags_mean_what_they_mean() {
         let got = plan("--rw randrw --rwmixread=70 --bs 8k --iodepth 32 --numjobs 3 --runtime 2m --size 50%").unwrap();
         assert_eq!((got.block_bytes, got.blocks, got.read_percent), (8192, 64, 70));
-        assert_eq!((got.queues, got.runtime_ns), (2, Some(120_000_000_000)));
+        assert_eq!((got.queues, got.runtime_ns), (QueueCounts::only(2), Some(120_000_000_000)));
         assert_eq!(plan("--rw readwrite --blocksize=1m --iodepth-batch 1").unwrap().blocks, 1);
         assert_eq!(plan("--runtime 500ms").unwrap().runtime_ns, Some(500_000_000));
     }

@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 
-use blkyard_mq::{Bio, Op, Region, RegionTable, SECTOR_SHIFT, Segment, Status};
+use blkyard_mq::{Bio, BioFlags, Op, Region, RegionTable, SECTOR_SHIFT, Segment, Status};
 
 use super::args::{Pattern, Plan};
 use super::places::{Mix, Order, Rng, stir};
@@ -182,6 +182,7 @@ impl Job {
             bio.sectors = bytes >> SECTOR_SHIFT;
             bio.sector = block * u64::from(bio.sectors);
             if bio.op.has_data() {
+                bio.flags.set(BioFlags::POLLED, self.plan.polled);
                 bio.segments.push(Segment { region, offset: slot as u64 * u64::from(bytes), len: bytes });
             }
             if bio.op == Op::Write {

@@ -111,6 +111,9 @@ fn lay_out(args: &BenchArgs, device: &Device) -> Result<(), BenchError> {
         iodepth: 1,
         iodepth_batch: 1,
         numjobs: 1,
+        read_queues: None,
+        poll_queues: None,
+        hipri: false,
         runtime: None,
         rwmixread: None,
         verify: None,
@@ -144,10 +147,10 @@ pub fn measure(args: &BenchArgs, device: &Device) -> Result<Report, BenchError> 
         jobs.push(Job::new(&plan, number, &gate, live, tell.clone()).map_err(memory)?);
     }
     drop(tell);
-    let workers = if plan.jobs <= plan.queues {
-        Workers::Lanes(spawn_own(args, &plan, device, jobs)?)
-    } else {
+    let workers = if plan.shares() {
         Workers::Threads(shared::spawn(args, &plan, device, &gate, jobs)?)
+    } else {
+        Workers::Lanes(spawn_own(args, &plan, device, jobs)?)
     };
     let cpu_before = CpuTime::now();
     gate.open.store(true, Ordering::Release);

@@ -120,13 +120,16 @@ pub(crate) fn options(args: &BenchArgs, plan: &Plan) -> BTreeMap<&'static str, S
         ("bs", args.bs.clone()),
         ("iodepth", plan.iodepth.to_string()),
         ("numjobs", plan.jobs.to_string()),
-        ("queues", plan.queues.to_string()),
+        ("queues", plan.queues.default.to_string()),
         ("size", args.size.clone()),
         ("randseed", plan.seed.to_string()),
     ]);
     let given = [
         ("runtime", args.runtime.clone()),
         ("rwmixread", args.rwmixread.map(|percent| percent.to_string())),
+        ("read_queues", (plan.queues.read > 0).then(|| plan.queues.read.to_string())),
+        ("poll_queues", (plan.queues.poll > 0).then(|| plan.queues.poll.to_string())),
+        ("hipri", plan.polled.then(|| "1".into())),
         ("verify", plan.verify.then(|| "crc32c".into())),
         ("fsync", (plan.fsync > 0).then(|| plan.fsync.to_string())),
         ("iodepth_batch", (plan.batch > 1).then(|| plan.batch.to_string())),

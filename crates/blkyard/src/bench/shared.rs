@@ -1,21 +1,25 @@
-//! Jobs that share hardware queues: more threads than queues, each at its own end of one.
+//! Jobs that share hardware queues: more threads than queues, or queues of several kinds; each job at its own way to the
+//! disk.
 //!
 //! A thread submits into its ring, makes it visible, and takes back what is over; whoever finds the queue idle turns
-//! its crank for all (see [`SwQueue`]). With nothing to do it polls for a while and then sleeps on its own ring.
+//! its crank for all (see [`Disk`]). With nothing to do it polls for a while and then sleeps on its own ring.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 
-use blkyard_mq::{Bed, Context, Driver, HwQueue, HwQueueConfig, RegionTable, SwQueue};
+use blkyard_mq::{
+    Bed, Context, DeviceInfo, Disk, Driver, HwQueue, HwQueueConfig, QueueFactory, QueueKind, QueuesError, RegionTable,
+    Submitter,
+};
 use blkyard_os::{Ring, RingBed, RingConfig, now_ns};
 
 use super::BenchError;
 use super::args::{BenchArgs, Plan};
 use super::job::{Gate, Job};
-use crate::Device;
+use crate::{Device, DeviceQueue};
 
-/// Deals the jobs out to the plan's queues and starts a thread for each. They wait for the gate.
+/// Opens the disk for the jobs and starts a thread for each. They wait for the gate.
 pub(crate) fn spawn(
     args: &BenchArgs,
     plan: &Plan,
@@ -23,50 +27,65 @@ pub(crate) fn spawn(
     gate: &Arc<Gate>,
     jobs: Vec<Job>,
 ) -> Result<Vec<JoinHandle<()>>, BenchError> {
-    let mut groups: Vec<Vec<Job>> = (0..plan.queues).map(|_| Vec::new()).collect();
-    jobs.into_iter().enumerate().for_each(|(number, job)| groups[number % plan.queues].push(job));
+    let regions = jobs.iter().filter_map(|job| job.memory().region(0).cloned()).collect();
+    let (info, memory) = (Arc::new(device.info().clone()), Arc::new(RegionTable::new(regions)));
+    let (_, submitters) = Disk::open(Queues { device, plan, info, memory }, plan.jobs, plan.iodepth, plan.queues)
+        .map_err(|error| match error {
+            QueuesError::Make(error) => error,
+            other => BenchError::System(std::io::Error::other(other)),
+        })?;
     let spin_ns = args.spin_us.saturating_mul(1000);
+    // Who has issued I/O for others stays until theirs is over: see `SwQueue::leave`.
+    let all_done = Arc::new(Barrier::new(plan.jobs));
     let mut threads = Vec::with_capacity(plan.jobs);
-    for (number, group) in groups.into_iter().enumerate() {
-        // Who has issued I/O for others stays until theirs is over: see `SwQueue::leave`.
-        let all_done = Arc::new(Barrier::new(group.len()));
-        for (member, (queue, job)) in share(plan, device, number, group)?.into_iter().enumerate() {
-            let (gate, all_done) = (Arc::clone(gate), Arc::clone(&all_done));
-            let worker = Worker { queue, job, region: member as u32, spin_ns };
-            let name = format!("bench-{number}.{member}");
-            threads.push(std::thread::Builder::new().name(name).spawn(move || {
-                while !gate.open.load(Ordering::Acquire) {
-                    std::thread::park();
-                }
-                // Dropped also while a panic unwinds: the others must not wait for this one in vain.
-                let _meet = Meet(all_done);
-                worker.run();
-            })?);
-        }
+    for (number, (queue, job)) in submitters.into_iter().zip(jobs).enumerate() {
+        let (gate, all_done) = (Arc::clone(gate), Arc::clone(&all_done));
+        let worker = Worker { queue, job, region: number as u32, spin_ns };
+        threads.push(std::thread::Builder::new().name(format!("bench-{number}")).spawn(move || {
+            while !gate.open.load(Ordering::Acquire) {
+                std::thread::park();
+            }
+            // Dropped also while a panic unwinds: the others must not wait for this one in vain.
+            let _meet = Meet(all_done);
+            worker.run();
+        })?);
     }
     Ok(threads)
 }
 
-/// One hardware queue with its ring, shared among the jobs of a group.
-fn share(
-    plan: &Plan,
-    device: &Device,
-    number: usize,
-    group: Vec<Job>,
-) -> Result<Vec<(SwQueue<crate::DeviceQueue, Ring>, Job)>, BenchError> {
-    let info = Arc::new(device.info().clone());
-    let depth = plan.depth(&info, group.len());
-    let name = format!("bench-{number}");
-    let mut ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() })
-        .map_err(|source| blkyard_os::LaneError::Ring { name, source })?;
-    let config = HwQueueConfig { depth, bios_max: plan.iodepth * group.len(), ..HwQueueConfig::default() };
-    let mut hw = HwQueue::new(device.queue(depth), info, config);
-    // One table for all; a job's buffers are the region of its number in the group.
-    let regions = group.iter().filter_map(|job| job.memory().region(0).cloned()).collect();
-    hw.set_memory(&mut ring, Arc::new(RegionTable::new(regions)));
-    let beds = group.iter().map(|_| Ok(RingBed::new(&ring)? as Arc<dyn Bed>));
-    let beds = beds.collect::<std::io::Result<Vec<_>>>()?;
-    Ok(SwQueue::share(hw, ring, plan.iodepth, beds).into_iter().zip(group).collect())
+/// Queues of the device, each with a ring that changes owners. All have one table of memory: a job's buffers are the region of its
+/// number.
+struct Queues<'a> {
+    device: &'a Device,
+    plan: &'a Plan,
+    info: Arc<DeviceInfo>,
+    memory: Arc<RegionTable>,
+}
+
+impl QueueFactory for Queues<'_> {
+    type Driver = DeviceQueue;
+    type Cx = Ring;
+    type Error = BenchError;
+
+    fn queue(
+        &mut self,
+        _kind: QueueKind,
+        number: usize,
+        threads: usize,
+    ) -> Result<(HwQueue<DeviceQueue>, Ring), BenchError> {
+        let depth = self.plan.depth(&self.info, threads);
+        let name = format!("bench-{number}");
+        let mut ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() })
+            .map_err(|source| blkyard_os::LaneError::Ring { name, source })?;
+        let config = HwQueueConfig { depth, bios_max: self.plan.iodepth * threads, ..HwQueueConfig::default() };
+        let mut hw = HwQueue::new(self.device.queue(depth), Arc::clone(&self.info), config);
+        hw.set_memory(&mut ring, Arc::clone(&self.memory));
+        Ok((hw, ring))
+    }
+
+    fn bed(&mut self, beside: &[&Ring]) -> Result<Arc<dyn Bed>, BenchError> {
+        Ok(RingBed::beside(beside)?)
+    }
 }
 
 /// Waits for the others in the end.
@@ -78,9 +97,9 @@ impl Drop for Meet {
     }
 }
 
-/// One job at its end of a queue.
+/// One job at its way to the disk.
 struct Worker<D, Cx> {
-    queue: SwQueue<D, Cx>,
+    queue: Submitter<D, Cx>,
     job: Job,
     region: u32,
     spin_ns: u64,

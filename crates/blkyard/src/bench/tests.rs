@@ -33,6 +33,9 @@ fn without_a_time_each_block_is_done_once() {
         ("--rw trim --bs 128k", 32),
         // Shared by four.
         ("--rw randwrite --iodepth 8 --numjobs 4 --queues 1", 1024),
+        // Reads and writes on queues of their own, and nobody sleeps.
+        ("--rw randrw --iodepth 8 --numjobs 3 --queues 2 --read_queues 1", 1024),
+        ("--rw randrw --iodepth 8 --numjobs 2 --hipri --poll_queues 1", 1024),
     ] {
         let report = bench("ram:4M", line);
         assert!(report.is_good() && report.ios() == ios, "{line}: {report:?}");
@@ -86,9 +89,13 @@ fn what_is_written_is_found_again_and_what_is_changed_is_found_out() {
     let path = folder.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
     let name = path.to_str().unwrap();
-    for line in
-        ["--rw write --iodepth 4", "--rw randwrite --iodepth 16 --numjobs 2", "--rw randwrite --numjobs 3 --queues 1"]
-    {
+    for line in [
+        "--rw write --iodepth 4",
+        "--rw randwrite --iodepth 16 --numjobs 2",
+        "--rw randwrite --numjobs 3 --queues 1",
+        "--rw randwrite --iodepth 4 --numjobs 3 --queues 2 --read_queues 2",
+        "--rw write --iodepth 4 --hipri",
+    ] {
         let report = bench(name, &format!("{line} --verify crc32c"));
         assert!(report.is_good() && report.checked == 256, "{line}: {report:?}");
     }
