@@ -77,7 +77,6 @@ pub struct Batch<'a> {
     pub(crate) now_ns: u64,
     /// How many may still be taken.
     pub(crate) left: usize,
-    pub(crate) taken: usize,
     pub(crate) shortage: Shortage,
 }
 
@@ -114,7 +113,6 @@ impl Batch<'_> {
         }
         let tag = Tag::pick_up(self.waiting.pop()?);
         self.left -= 1;
-        self.taken += 1;
         let Table { requests, bios } = &mut *self.table;
         let request = &mut requests[tag.index()];
         assert!(request.state == RequestState::Idle, "request {} was started twice", tag.index());
@@ -148,7 +146,6 @@ impl Batch<'_> {
         request.set_idle();
         let order = request.order;
         self.waiting.put_back(number, |other| requests[usize::from(other)].is_later_than(order));
-        self.taken -= 1;
         self.left += 1;
     }
 

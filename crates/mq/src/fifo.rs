@@ -1,61 +1,69 @@
 //! A bounded first-in-first-out list of tag numbers.
 //!
-//! Holds tags that were put down on their way to the driver. It stands in an array twice as long as it can get, and is moved to its
-//! front when it reaches the end: which is rare, for a driver that takes all it is offered leaves it empty. It never grows, since
-//! there are no more numbers than tags.
+//! Holds tags that were put down on their way to the driver. It stands in an array with room for twice as many as there can be, and
+//! is moved to its front when it reaches the end: which is rare, for a driver that takes all it is offered leaves it empty. It never
+//! grows, since there are no more numbers than tags.
 
 #[derive(Debug)]
 pub(crate) struct Fifo {
-    places: Box<[u16]>,
+    /// What was taken, and from `head` on what is in.
+    numbers: Vec<u16>,
     head: usize,
-    tail: usize,
 }
 
 impl Fifo {
     pub(crate) fn new(capacity: usize) -> Fifo {
-        Fifo { places: vec![0; 2 * capacity].into_boxed_slice(), head: 0, tail: 0 }
+        Fifo { numbers: Vec::with_capacity(2 * capacity), head: 0 }
     }
 
     #[inline]
     pub(crate) fn len(&self) -> usize {
-        self.tail - self.head
+        self.numbers.len() - self.head
     }
 
     #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        self.head == self.tail
+        self.numbers.len() == self.head
     }
 
     #[inline]
     pub(crate) fn push(&mut self, number: u16) {
-        if self.tail == self.places.len() {
-            self.move_to(0);
+        if self.numbers.len() < self.numbers.capacity() {
+            self.numbers.push(number);
+        } else {
+            self.push_moved(number);
         }
-        self.places[self.tail] = number;
-        self.tail += 1;
     }
 
-    /// The list begins at `head` from now on.
+    #[cold]
+    fn push_moved(&mut self, number: u16) {
+        self.move_to(0);
+        self.numbers.push(number);
+    }
+
+    /// The list begins at `head` from now on, and has room behind it.
     #[cold]
     fn move_to(&mut self, head: usize) {
-        let len = self.len();
-        assert!(head + len < self.places.len(), "more numbers than tags");
-        self.places.copy_within(self.head..self.tail, head);
-        (self.head, self.tail) = (head, head + len);
+        let (from, end) = (self.head..self.numbers.len(), head + self.len());
+        assert!(end < self.numbers.capacity(), "more numbers than tags");
+        self.numbers.resize(end.max(from.end), 0);
+        self.numbers.copy_within(from, head);
+        self.numbers.truncate(end);
+        self.head = head;
     }
 
     /// Puts a number before all those that `later` says come after it: at the front, and behind what came back before it.
     pub(crate) fn put_back(&mut self, number: u16, later: impl Fn(u16) -> bool) {
         if self.head == 0 {
-            self.move_to(self.places.len() - self.len() - 1);
+            self.move_to(self.numbers.capacity() - self.len() - 1);
         }
         self.head -= 1;
         let mut at = self.head;
-        while at + 1 < self.tail && !later(self.places[at + 1]) {
-            self.places[at] = self.places[at + 1];
+        while at + 1 < self.numbers.len() && !later(self.numbers[at + 1]) {
+            self.numbers[at] = self.numbers[at + 1];
             at += 1;
         }
-        self.places[at] = number;
+        self.numbers[at] = number;
     }
 
     /// Puts a number before all others.
@@ -65,22 +73,31 @@ impl Fifo {
 
     /// The numbers, the last one first.
     pub(crate) fn newest_first(&self) -> impl Iterator<Item = u16> {
-        self.places[self.head..self.tail].iter().rev().copied()
+        self.numbers[self.head..].iter().rev().copied()
     }
 
     #[inline]
     pub(crate) fn front(&self) -> Option<u16> {
-        (!self.is_empty()).then(|| self.places[self.head])
+        self.numbers.get(self.head).copied()
     }
 
+    /// Takes the first number. Its place is of use again once the list is [rewound](Fifo::rewind) or moved.
     #[inline]
     pub(crate) fn pop(&mut self) -> Option<u16> {
         let number = self.front()?;
         self.head += 1;
-        if self.head == self.tail {
-            (self.head, self.tail) = (0, 0);
-        }
         Some(number)
+    }
+
+    /// Begins at the front again if the list is empty. Returns whether it is.
+    #[inline]
+    pub(crate) fn rewind(&mut self) -> bool {
+        let is_empty = self.is_empty();
+        if is_empty {
+            self.numbers.clear();
+            self.head = 0;
+        }
+        is_empty
     }
 }
 

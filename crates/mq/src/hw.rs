@@ -39,8 +39,8 @@ use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
 use crate::limits::Plain;
 use crate::request::{Marks, RequestState, Table};
-use crate::stats::{HwStats, OpClass, Run};
-use crate::{Bio, BudgetShare, Status, Tag, TagSet};
+use crate::stats::{HwStats, OpClass};
+use crate::{Bio, BudgetShare, SECTOR_SHIFT, Status, Tag, TagSet};
 
 /// Which bios may share a request, as Linux's `nomerges` has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -307,11 +307,10 @@ impl<D> HwQueue<D> {
             done: &mut self.done,
             now_ns,
             left: offered,
-            taken: 0,
             shortage: Shortage::Device,
         };
         self.driver.queue_rqs(cx, &self.memory, &mut batch);
-        let (taken, shortage) = (batch.taken, batch.shortage);
+        let (taken, shortage) = (offered - batch.left, batch.shortage);
         if let Some(budget) = &mut self.budget {
             budget.give(offered - taken);
         }
@@ -321,7 +320,7 @@ impl<D> HwQueue<D> {
         if self.expire_ns == u64::MAX && self.config.timeout_ns > 0 {
             self.expire_ns = now_ns + self.config.timeout_ns;
         }
-        if !self.dispatch.is_empty() || self.busy > 0 || self.again {
+        if !self.dispatch.rewind() || self.busy > 0 || self.again {
             self.settle(shortage, now_ns);
         }
         taken
@@ -333,7 +332,7 @@ impl<D> HwQueue<D> {
     where
         D: Driver<Cx>,
     {
-        if self.in_flight() > 0 {
+        if !self.is_idle() {
             let mut done = Done { ended: &mut self.done, requeued: &mut self.requeued, table: &mut self.table };
             self.driver.poll(cx, &self.memory, &mut done, now_ns);
         }
@@ -369,62 +368,66 @@ impl<D> HwQueue<D> {
     fn finish_all(&mut self, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         // What came back makes room for what the driver did not take.
         self.retry_ns = None;
-        let mut run = Run::new(now_ns);
-        let mut done = std::mem::take(&mut self.done);
         if let Some(budget) = &mut self.budget {
-            budget.give(done.len());
+            budget.give(self.done.len());
         }
-        // Their requests are not made again before the last of them is looked at here.
-        self.tags.put_all(done.iter().map(|(number, _)| Tag::pick_up(*number)));
         let (mut at, mut ended) = (0, 0);
-        while at < done.len() {
-            let plain = self.finish_plain(&done[at..], &mut run, sink);
-            at += plain;
-            ended += plain;
-            if let Some((number, status)) = done.get(at) {
-                ended += self.finish_slow(usize::from(*number), *status, &mut run, sink);
+        while at < self.done.len() {
+            let alike = self.finish_alike(at, now_ns, sink);
+            ended += alike;
+            at += alike;
+            if alike == 0 {
+                ended += self.finish_slow(at, now_ns, sink);
                 at += 1;
             }
         }
-        run.flush(&self.namespaces[usize::from(run.namespace())].stats);
-        done.clear();
-        self.done = done;
+        self.done.clear();
         ended
     }
 
-    /// Ends requests that are simply one bio each, up to one that is not. Returns how many.
+    /// Ends requests that are simply one bio each, from one of those done up to one that is not like it: of another operation, or
+    /// handed to the driver at another time. They are counted together. Returns how many.
     #[inline]
-    fn finish_plain(&mut self, done: &[(u16, Status)], run: &mut Run, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        let (requests, namespaces) = (&mut self.table.requests[..], &self.namespaces[..]);
-        let mut ended = 0;
+    fn finish_alike(&mut self, from: usize, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        let HwQueue { table, tags, done, .. } = self;
+        let requests = &mut table.requests[..];
+        let done = &done[from..];
+        let Some((number, _)) = done.first() else { return 0 };
+        let first = &requests[usize::from(*number)];
+        let (op, start_ns) = (first.op, first.start_ns);
+        let (mut ended, mut sectors) = (0, 0);
         for (number, status) in done {
             let request = &mut requests[usize::from(*number)];
-            if !request.marks.is_empty() || !status.is_ok() {
+            if !request.marks.is_empty() || !status.is_ok() || request.op != op || request.start_ns != start_ns {
                 break;
             }
             assert!(request.state == RequestState::InFlight, "request {number} ended twice");
             request.state = RequestState::Idle;
-            if self.config.stats {
-                run.count(request, namespaces);
-            }
             let Some(mut bio) = request.bio.take() else { unreachable!("what has no marks is a whole bio") };
-            bio.status = Status::Ok;
             ended += 1;
+            sectors += u64::from(request.sectors);
+            tags.put(Tag::pick_up(*number));
+            bio.status = Status::Ok;
             sink(bio);
         }
         self.bios_held -= ended;
+        if self.config.stats && ended > 0 {
+            // What has no marks has no neighbours.
+            let bytes = sectors << SECTOR_SHIFT;
+            self.namespaces[0].stats.completed(OpClass::of(op), now_ns.saturating_sub(start_ns), ended as u64, bytes);
+        }
         ended
     }
 
     /// The end of a request that is not simply one bio, or that failed.
     #[inline(never)]
-    fn finish_slow(&mut self, number: usize, status: Status, run: &mut Run, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        let request = &mut self.table.requests[number];
+    fn finish_slow(&mut self, at: usize, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        let (number, status) = self.done[at];
+        let request = &mut self.table.requests[usize::from(number)];
         assert!(request.state == RequestState::InFlight, "request {number} ended twice");
         request.state = RequestState::Idle;
-        if self.config.stats {
-            run.count(request, &self.namespaces);
-        }
+        self.tags.put(Tag::pick_up(number));
+        let (latency_ns, bytes) = (now_ns.saturating_sub(request.start_ns), request.bytes());
         let (op, marks, namespace) = (request.op, request.marks, request.namespace);
         let (more, first) = (request.more, request.bio.take());
         request.marks = Marks::empty();
@@ -432,8 +435,11 @@ impl<D> HwQueue<D> {
         request.grace_ms = 0;
         self.uncount_tag(usize::from(namespace));
         let stats = &self.namespaces[usize::from(namespace)].stats;
-        if !status.is_ok() && self.config.stats {
-            stats.failed(OpClass::of(op));
+        if self.config.stats {
+            stats.completed(OpClass::of(op), latency_ns, 1, bytes);
+            if !status.is_ok() {
+                stats.failed(OpClass::of(op));
+            }
         }
         if marks.contains(Marks::SLOW) {
             stats.slow_ended();

@@ -128,12 +128,6 @@ impl Request {
         (self.order.wrapping_sub(order) as i32) > 0
     }
 
-    /// What requests have in common that are counted together.
-    #[inline]
-    pub(crate) fn kind(&self) -> (Op, u16) {
-        (self.op, self.namespace)
-    }
-
     /// Length in bytes.
     #[inline]
     pub fn bytes(&self) -> u64 {

@@ -6,9 +6,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use crate::Op;
 use crate::limits::Merge;
-use crate::request::Request;
-use crate::{Op, SECTOR_SHIFT};
 
 /// The kinds of operation that are told apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,58 +169,10 @@ pub struct HwStats {
     dispatched: [AtomicU64; 7],
 }
 
-/// Completions that look alike, not yet counted: of the same operation and namespace, handed to the driver together, and over
-/// together.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Run {
-    kind: (Op, u16),
-    start_ns: u64,
-    now_ns: u64,
-    ios: u64,
-    sectors: u64,
-}
-
-impl Run {
-    /// An empty run of what is over at `now_ns`.
-    #[inline]
-    pub(crate) fn new(now_ns: u64) -> Run {
-        Run { kind: (Op::Read, 0), start_ns: 0, now_ns, ios: 0, sectors: 0 }
-    }
-
-    /// The namespace whose completions these are.
-    #[inline]
-    pub(crate) fn namespace(&self) -> u16 {
-        self.kind.1
-    }
-
-    /// Adds one completion; what was gathered is counted first if it is of another kind. The statistics are those of each namespace.
-    #[inline]
-    pub(crate) fn count(&mut self, request: &Request, namespaces: &[impl AsRef<HwStats>]) {
-        let kind = request.kind();
-        if self.kind != kind || self.start_ns != request.start_ns {
-            self.flush(namespaces[usize::from(self.kind.1)].as_ref());
-            self.kind = kind;
-            self.start_ns = request.start_ns;
-        }
-        self.ios += 1;
-        self.sectors += u64::from(request.sectors);
-    }
-
-    /// Counts what was gathered.
-    #[inline]
-    pub(crate) fn flush(&mut self, stats: &HwStats) {
-        if self.ios > 0 {
-            let latency_ns = self.now_ns.saturating_sub(self.start_ns);
-            stats.completed(OpClass::of(self.kind.0), latency_ns, self.ios, self.sectors << SECTOR_SHIFT);
-            self.ios = 0;
-            self.sectors = 0;
-        }
-    }
-}
-
 impl HwStats {
+    /// Counts requests that took equally long, and the bytes of all.
     #[inline]
-    fn completed(&self, class: OpClass, latency_ns: u64, ios: u64, bytes: u64) {
+    pub(crate) fn completed(&self, class: OpClass, latency_ns: u64, ios: u64, bytes: u64) {
         let op = &self.ops[class as usize];
         add(&op.ios, ios);
         add(&op.bytes, bytes);
@@ -409,18 +360,13 @@ impl StatsSnapshot {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::sync::Arc;
 
     #[test]
-    fn runs_of_equal_completions_are_counted_as_if_one_by_one() {
-        let stats = Arc::new(HwStats::default());
-        let mut run = Run::new(10_000);
-        for (op, ns) in [(Op::Read, 100), (Op::Read, 100), (Op::Write, 100), (Op::Read, 7000)] {
-            let request = Request { op, start_ns: 10_000 - ns, sectors: 1, ..Request::default() };
-            run.count(&request, std::slice::from_ref(&stats));
+    fn what_took_equally_long_is_counted_as_if_one_by_one() {
+        let stats = HwStats::default();
+        for (class, ns, ios) in [(OpClass::Read, 100, 2), (OpClass::Write, 100, 1), (OpClass::Read, 7000, 1)] {
+            stats.completed(class, ns, ios, 512 * ios);
         }
-        run.flush(&stats);
-        run.flush(&stats);
         let now = stats.snapshot();
         let read = now.op(OpClass::Read);
         assert_eq!((read.ios, read.bytes, read.sum_ns, read.min_ns, read.max_ns), (3, 1536, 7200, 100, 7000));

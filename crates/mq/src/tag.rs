@@ -3,6 +3,8 @@
 //! A [`Tag`] can be moved and not copied; who holds it may use the request of its number, and must give it back. A [`Cid`]
 //! is the number under which somebody outside knows the request; it proves nothing until it is redeemed.
 
+use std::ops::Range;
+
 /// A place in flight. Dropping one that is out is a bug of ours, and loud.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a tag that is not given back is lost"]
@@ -43,24 +45,14 @@ impl Drop for Tag {
 /// The lowest numbers may be reserved, for what must get through when all others are out.
 #[derive(Debug)]
 pub struct TagSet {
-    normal: Stack,
-    reserved: Stack,
+    /// Normal tags that are in; there is room for all.
+    normal: Vec<u16>,
+    /// Reserved tags that are in; there is room for all.
+    reserved: Vec<u16>,
     /// Normal tags that stay in, since the depth was lowered.
     kept: usize,
-}
-
-/// Numbers that are in, up to `free`; what lies beyond is out.
-#[derive(Debug)]
-struct Stack {
-    numbers: Box<[u16]>,
-    free: usize,
-}
-
-impl Stack {
-    fn of(numbers: std::ops::Range<usize>) -> Stack {
-        let numbers: Box<[u16]> = numbers.rev().map(|number| number as u16).collect();
-        Stack { free: numbers.len(), numbers }
-    }
+    /// The numbers of normal tags.
+    numbers: Range<usize>,
 }
 
 impl TagSet {
@@ -76,17 +68,18 @@ impl TagSet {
             (1..=TagSet::DEPTH_MAX).contains(&depth) && reserved < depth,
             "a tag set of {depth}, {reserved} reserved"
         );
-        TagSet { normal: Stack::of(reserved..depth), reserved: Stack::of(0..reserved), kept: 0 }
+        let stack = |numbers: Range<usize>| numbers.rev().map(|number| number as u16).collect();
+        TagSet { normal: stack(reserved..depth), reserved: stack(0..reserved), kept: 0, numbers: reserved..depth }
     }
 
     /// How many tags there are, with those reserved.
     pub fn depth(&self) -> usize {
-        self.normal.numbers.len() + self.reserved.numbers.len()
+        self.numbers.end
     }
 
     /// How many are reserved.
     pub fn reserved(&self) -> usize {
-        self.reserved.numbers.len()
+        self.numbers.start
     }
 
     /// How many tags may be out at one time, with those reserved.
@@ -105,35 +98,30 @@ impl TagSet {
     /// How many are out.
     #[inline]
     pub fn in_use(&self) -> usize {
-        self.normal.numbers.len() - self.normal.free + self.reserved.numbers.len() - self.reserved.free
+        self.depth() - self.normal.len() - self.reserved.len()
     }
 
     /// How many may be taken that are not reserved.
     #[inline]
     pub fn free(&self) -> usize {
-        self.normal.free.saturating_sub(self.kept)
+        self.normal.len().saturating_sub(self.kept)
     }
 
     /// How many may be taken that are reserved.
     #[inline]
     pub fn reserved_free(&self) -> usize {
-        self.reserved.free
+        self.reserved.len()
     }
 
     /// Takes the tag that came back last.
     #[inline]
     pub fn take(&mut self) -> Option<Tag> {
-        if self.normal.free <= self.kept {
-            return None;
-        }
-        self.normal.free -= 1;
-        Some(Tag(self.normal.numbers[self.normal.free]))
+        if self.normal.len() > self.kept { self.normal.pop().map(Tag) } else { None }
     }
 
     /// Takes a reserved tag.
     pub fn take_reserved(&mut self) -> Option<Tag> {
-        self.reserved.free = self.reserved.free.checked_sub(1)?;
-        Some(Tag(self.reserved.numbers[self.reserved.free]))
+        self.reserved.pop().map(Tag)
     }
 
     /// Takes a tag back. That no tag comes back twice is certain, for it cannot be copied.
@@ -142,26 +130,20 @@ impl TagSet {
     /// If the tag is not from this set: all are in, or its number is beyond the depth.
     #[inline]
     pub fn put(&mut self, tag: Tag) {
-        self.put_all(std::iter::once(tag));
+        let number = tag.put_down();
+        // Both stacks were made full.
+        if self.numbers.contains(&usize::from(number)) && self.normal.len() < self.normal.capacity() {
+            self.normal.push(number);
+        } else {
+            self.put_reserved(number);
+        }
     }
 
-    /// Takes many tags back at once.
-    ///
-    /// # Panics
-    /// As [`TagSet::put`] does.
-    #[inline]
-    pub(crate) fn put_all(&mut self, tags: impl Iterator<Item = Tag>) {
-        let reserved = self.reserved.numbers.len();
-        let end = reserved + self.normal.numbers.len();
-        for tag in tags {
-            let number = tag.put_down();
-            let stack = if usize::from(number) < reserved { &mut self.reserved } else { &mut self.normal };
-            let Some(place) = stack.numbers.get_mut(stack.free).filter(|_| usize::from(number) < end) else {
-                panic!("tag {number} came back to a set it is not from");
-            };
-            *place = number;
-            stack.free += 1;
-        }
+    #[cold]
+    fn put_reserved(&mut self, number: u16) {
+        let is_ours = usize::from(number) < self.numbers.start && self.reserved.len() < self.numbers.start;
+        assert!(is_ours, "tag {number} came back to a set it is not from");
+        self.reserved.push(number);
     }
 }
 

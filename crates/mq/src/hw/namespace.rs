@@ -96,12 +96,6 @@ impl Namespace {
     }
 }
 
-impl AsRef<HwStats> for Namespace {
-    fn as_ref(&self) -> &HwStats {
-        &self.stats
-    }
-}
-
 impl<D> HwQueue<D> {
     /// A namespace has something to do.
     #[inline]
