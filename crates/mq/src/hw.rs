@@ -103,7 +103,8 @@ pub struct HwQueue<D> {
     bios_held: usize,
     /// Bios that may be: none while the queue is frozen.
     bios_max: usize,
-    /// What is a request as it stands, without a look at anything else. Nothing is if there are several namespaces.
+    /// What is a request as it stands, without a look at anything else. Nothing is if there are several namespaces, or while
+    /// requests are left over.
     plain: Plain,
     /// Bios not yet cut, of all namespaces, and those who wait for a flush that is not issued.
     uncut: usize,
@@ -125,7 +126,7 @@ pub struct HwQueue<D> {
     budget: Option<BudgetShare>,
     /// Not to be offered to the driver again before this, if nothing comes back first.
     retry_ns: Option<u64>,
-    /// To be offered again in the next round: the driver waits for its lane alone.
+    /// To be offered again in the next round: the driver waits for its lane alone, or something has come back since.
     again: bool,
     /// How often of late something was left over, as `dispatch_busy` of Linux has it: zero for not at all.
     busy: u32,
@@ -201,11 +202,12 @@ impl<D> HwQueue<D> {
         queue
     }
 
-    /// Says anew what is plain.
+    /// Says anew what is plain. Nothing is while requests are left over: a bio may belong to any of them.
     fn choose_plain(&mut self) {
-        if let [only] = &self.namespaces[..] {
-            self.plain = only.plain();
-        }
+        self.plain = match &self.namespaces[..] {
+            [only] if self.busy == 0 => only.plain(),
+            _ => Plain::NOTHING,
+        };
     }
 
     /// What the device is; of several namespaces the first.
@@ -310,7 +312,7 @@ impl<D> HwQueue<D> {
             shortage: Shortage::Device,
         };
         self.driver.queue_rqs(cx, &self.memory, &mut batch);
-        let (taken, shortage) = (offered - batch.left, batch.shortage);
+        let (taken, shortage, refused) = (offered - batch.left, batch.shortage, batch.left > 0);
         if let Some(budget) = &mut self.budget {
             budget.give(offered - taken);
         }
@@ -321,7 +323,7 @@ impl<D> HwQueue<D> {
             self.expire_ns = now_ns + self.config.timeout_ns;
         }
         if !self.dispatch.rewind() || self.busy > 0 || self.again {
-            self.settle(shortage, now_ns);
+            self.settle(shortage, refused, now_ns);
         }
         taken
     }
@@ -359,15 +361,18 @@ impl<D> HwQueue<D> {
             return self.driver.deadline_ns();
         }
         let expire_ns = Some(self.expire_ns).filter(|ns| *ns < u64::MAX);
-        let flush_ns = self.namespaces.iter().filter_map(|namespace| namespace.flush.due_ns()).min();
-        [self.driver.deadline_ns(), self.retry_ns, expire_ns, flush_ns].into_iter().flatten().min()
+        // A queue that is quiesced offers nothing; it is cranked when it is let run.
+        let retry_ns = self.retry_ns.filter(|_| self.quiesced == 0);
+        let due_ns = [self.driver.deadline_ns(), retry_ns, expire_ns, self.waiting_due_ns()];
+        due_ns.into_iter().flatten().min()
     }
 
     /// Gives the bios of everything done to `sink`.
     #[inline]
     fn finish_all(&mut self, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        // What came back makes room for what the driver did not take.
+        // What came back makes room for what the driver did not take. Whoever reaps last in a round hears of it, too.
         self.retry_ns = None;
+        self.again |= !self.dispatch.is_empty();
         if let Some(budget) = &mut self.budget {
             budget.give(self.done.len());
         }

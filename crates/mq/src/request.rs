@@ -323,23 +323,37 @@ impl Bios {
     }
 }
 
-/// The ranges of one discard, each a first sector and a length in sectors. They need not touch.
+/// The ranges of one discard, each a first sector and a length in sectors. They need not touch; bios that do, one after the other, are
+/// one range, so that a device that takes one is never given two.
 #[derive(Clone, Debug)]
 pub struct Ranges<'a> {
+    /// Where the next range begins.
     first: Option<(u64, u32)>,
     chain: &'a Chain,
     next: u16,
+}
+
+impl Ranges<'_> {
+    fn next_link(&mut self) -> Option<(u64, u32)> {
+        let link = self.chain.get(self.next)?;
+        self.next = link.next;
+        link.bio.as_ref().map(|bio| (bio.sector, bio.sectors))
+    }
 }
 
 impl Iterator for Ranges<'_> {
     type Item = (u64, u32);
 
     fn next(&mut self) -> Option<(u64, u32)> {
-        self.first.take().or_else(|| {
-            let link = self.chain.get(self.next)?;
-            self.next = link.next;
-            link.bio.as_ref().map(|bio| (bio.sector, bio.sectors))
-        })
+        let (sector, mut sectors) = self.first.take()?;
+        while let Some(next) = self.next_link() {
+            if sector + u64::from(sectors) != next.0 {
+                self.first = Some(next);
+                break;
+            }
+            sectors += next.1;
+        }
+        Some((sector, sectors))
     }
 }
 

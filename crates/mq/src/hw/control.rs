@@ -23,6 +23,12 @@ const RETRY_NS: u64 = 3_000_000;
 const BUSY_WEIGHT: u32 = 8;
 const BUSY_FACTOR: u32 = 16;
 
+/// How busy a queue is after a round that left something or did not, in whole numbers as Linux has it
+/// (`blk_mq_update_dispatch_busy`).
+fn busy_after(busy: u32, left: bool) -> u32 {
+    (busy * (BUSY_WEIGHT - 1) + if left { BUSY_FACTOR } else { 0 }) / BUSY_WEIGHT
+}
+
 impl<D> HwQueue<D> {
     /// Replaces the memory that segments point into, and lets the driver prepare for it.
     ///
@@ -103,21 +109,37 @@ impl<D> HwQueue<D> {
         self.quiesced -= 1;
     }
 
-    /// The driver has left requests, or has lately: when they are offered again is decided here.
+    /// The driver has left requests, or has lately: when they are offered again is decided here. Not all were offered to it if there
+    /// is a budget; `refused` are those that were.
     #[inline(never)]
-    pub(super) fn settle(&mut self, shortage: Shortage, now_ns: u64) {
+    pub(super) fn settle(&mut self, shortage: Shortage, refused: bool, now_ns: u64) {
         let left = !self.dispatch.is_empty();
-        self.busy = (self.busy * (BUSY_WEIGHT - 1) + if left { BUSY_FACTOR } else { 0 }) / BUSY_WEIGHT;
+        let busy = busy_after(self.busy, left);
+        if (std::mem::replace(&mut self.busy, busy) > 0) != (busy > 0) {
+            self.choose_plain();
+        }
         self.again = left && shortage == Shortage::Lane;
         // With nothing on its way back, nobody else would ever restart this queue.
         let on_its_way = self.in_flight() > 0 || !self.done.is_empty();
         self.retry_ns = match shortage {
             _ if !left => None,
             Shortage::Lane => None,
-            // Woken when there are places.
-            _ if self.budget.as_ref().is_some_and(BudgetShare::is_waiting) => None,
+            // Woken when there are places. If the driver refused those it could have, being woken is no help.
+            _ if !refused && self.budget.as_ref().is_some_and(BudgetShare::is_waiting) => None,
             Shortage::Device if on_its_way => None,
             Shortage::Device | Shortage::System => Some(now_ns + RETRY_NS),
         };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn busy_fades_within_a_dozen_rounds_and_grows_to_nine() {
+        let steps = |busy, left| std::iter::successors(Some(busy), move |busy| Some(busy_after(*busy, left))).skip(1);
+        assert_eq!(steps(16, false).take(13).collect::<Vec<_>>(), [14, 12, 10, 8, 7, 6, 5, 4, 3, 2, 1, 0, 0]);
+        assert_eq!((steps(0, true).nth(100), steps(16, true).nth(100)), (Some(9), Some(16)));
     }
 }

@@ -65,8 +65,7 @@ impl<D> HwQueue<D> {
             };
             bio = back;
         }
-        let reserved = bio.flags.contains(BioFlags::RESERVED) && self.tags.reserved_free() > 0;
-        if reserved || !self.namespaces[number].is_waiting() {
+        if !self.namespaces[number].is_waiting() || self.may_overtake(number, &bio) {
             match self.place(number, bio) {
                 Ok(()) => return,
                 Err(back) => bio = back,
@@ -105,12 +104,41 @@ impl<D> HwQueue<D> {
         reserved || (self.tags.free() > 0 && (self.namespaces.len() == 1 || self.namespaces[number].may_take()))
     }
 
+    /// Whether a bio need not wait behind others: there is a reserved tag for it, and it is one request. One bio is cut at a time.
+    fn may_overtake(&self, number: usize, bio: &Bio) -> bool {
+        bio.flags.contains(BioFlags::RESERVED)
+            && self.tags.reserved_free() > 0
+            && self.namespaces[number].limits.cut(bio, Cursor::default()).is_ok_and(|cut| cut.sectors == bio.sectors)
+    }
+
     /// Whether anything that waits could become a request now.
     pub(super) fn can_cut(&self) -> bool {
         self.namespaces.iter().enumerate().any(|(number, namespace)| {
-            let flags = namespace.bios.front().map_or(BioFlags::empty(), |bio| bio.flags);
-            (namespace.is_waiting() || namespace.flush.is_free()) && self.may_take(number, flags)
+            let waits = namespace.is_waiting() && self.may_take(number, self.next_flags(number));
+            waits || (namespace.flush.is_free() && self.may_take(number, BioFlags::empty()))
         })
+    }
+
+    /// The flags of the bio of a namespace whose turn is next: the one cut in part, or the first that waits.
+    fn next_flags(&self, number: usize) -> BioFlags {
+        let namespace = &self.namespaces[number];
+        let bio = match namespace.partial {
+            Some((place, _)) => self.table.bios.splits[usize::from(place)].bio.as_ref(),
+            None => namespace.bios.front(),
+        };
+        bio.map_or(BioFlags::empty(), |bio| bio.flags)
+    }
+
+    /// When what waits must be looked after, although nothing comes back.
+    pub(super) fn waiting_due_ns(&self) -> Option<u64> {
+        if self.uncut == 0 {
+            return None;
+        }
+        // For want of a tag a flush waits until one comes back.
+        let free = |number: &usize| self.may_take(*number, BioFlags::empty());
+        let flushes =
+            (0..self.namespaces.len()).filter(free).filter_map(|number| self.namespaces[number].flush.due_ns());
+        flushes.chain(self.rest_due_ns()).min()
     }
 
     /// Turns waiting bios into requests while there are tags.
@@ -136,7 +164,7 @@ impl<D> HwQueue<D> {
     /// Moves one bio of a namespace on, or one part of it. False if it cannot.
     fn step(&mut self, number: usize) -> bool {
         if let Some((place, from)) = self.namespaces[number].partial {
-            let may = self.may_take(number, BioFlags::empty());
+            let may = self.may_take(number, self.next_flags(number));
             if may {
                 self.cut_part(number, place, from);
             }
@@ -245,12 +273,14 @@ impl<D> HwQueue<D> {
         if self.config.stats {
             namespace.stats.flush_issued();
         }
+        // Made now, but it stands first: also if it comes back.
+        let first = self.dispatch.front().map(|first| self.table.requests[usize::from(first)].order.wrapping_sub(1));
         let request = &mut self.table.requests[tag.index()];
         *request = Request {
             op: Op::Flush,
             namespace: number as u16,
             marks: Marks::FLUSH,
-            order: self.order,
+            order: first.unwrap_or(self.order),
             ..Request::default()
         };
         self.order = self.order.wrapping_add(1);

@@ -41,6 +41,8 @@ pub(super) struct Namespace {
     /// Tags it may hold.
     share: usize,
     active: bool,
+    /// It got a bio since it was last looked at.
+    used: bool,
     /// When it was last seen with something to do.
     seen_ns: u64,
 }
@@ -58,6 +60,7 @@ impl Namespace {
             held: 0,
             share: depth,
             active: false,
+            used: false,
             seen_ns: 0,
         };
         namespace.set_info(info);
@@ -90,6 +93,11 @@ impl Namespace {
         self.held < self.share
     }
 
+    /// Whether it has something to do just now.
+    fn is_busy(&self) -> bool {
+        self.held > 0 || self.is_waiting() || self.flush.is_wanted()
+    }
+
     /// Tags it holds and may hold, and whether it counts among those who share.
     pub(super) fn tags(&self) -> (usize, usize, bool) {
         (self.held, self.share, self.active)
@@ -101,6 +109,7 @@ impl<D> HwQueue<D> {
     #[inline]
     pub(super) fn activate(&mut self, number: usize) {
         let namespace = &mut self.namespaces[number];
+        namespace.used = true;
         if !namespace.active {
             namespace.active = true;
             namespace.seen_ns = self.looked_ns;
@@ -133,6 +142,16 @@ impl<D> HwQueue<D> {
         self.namespaces.iter_mut().for_each(|namespace| namespace.share = share);
     }
 
+    /// When to look next for those at rest, if there are any whose tags others may be waiting for.
+    pub(super) fn rest_due_ns(&self) -> Option<u64> {
+        if self.namespaces.len() == 1 {
+            return None;
+        }
+        let resting = self.namespaces.iter().filter(|namespace| namespace.active && !namespace.is_busy());
+        let rested_ns = |namespace: &Namespace| if namespace.used { 0 } else { namespace.seen_ns + IDLE_NS };
+        resting.map(rested_ns).min().map(|due_ns| due_ns.max(self.looked_ns + LOOK_NS))
+    }
+
     /// Notes who is at rest.
     pub(super) fn look_for_idle(&mut self, now_ns: u64) {
         if self.namespaces.len() == 1 || now_ns.saturating_sub(self.looked_ns) < LOOK_NS {
@@ -141,7 +160,7 @@ impl<D> HwQueue<D> {
         self.looked_ns = now_ns;
         let mut left = false;
         for namespace in self.namespaces.iter_mut().filter(|namespace| namespace.active) {
-            if namespace.held > 0 || namespace.is_waiting() || namespace.flush.is_wanted() {
+            if std::mem::take(&mut namespace.used) || namespace.is_busy() {
                 namespace.seen_ns = now_ns;
             } else if now_ns.saturating_sub(namespace.seen_ns) >= IDLE_NS {
                 namespace.active = false;

@@ -65,9 +65,10 @@ impl<D> HwQueue<D> {
         };
     }
 
-    /// Lists what the driver has handed back before all that was made later.
+    /// Lists what the driver has handed back before all that was made later, to be offered again at once.
     #[inline(never)]
     pub(super) fn requeue(&mut self) {
+        (self.retry_ns, self.again) = (None, true);
         if let Some(budget) = &mut self.budget {
             budget.give(self.requeued.len());
         }

@@ -1,88 +1,43 @@
 //! The flush machine in its queue: who shares a flush, who does not, and what becomes of errors (Linux `block/blk-flush.c`).
 
-use std::collections::VecDeque;
-use std::sync::Arc;
+use blkyard_mq::{BioFlags, DeviceInfo, HwQueueConfig, Op, Status};
 
-use blkyard_mq::{
-    Batch, Bio, BioFlags, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Op, RegionTable, Status, Tag,
-};
+use crate::hand::{self, bio, disk, with};
 
-/// A device that answers when it is told to.
-#[derive(Default)]
-struct Hand {
-    held: VecDeque<(Op, BioFlags, Tag)>,
-    ready: Vec<(Tag, Status)>,
-}
-
-impl Hand {
-    fn ops(&self) -> Vec<Op> {
-        self.held.iter().map(|(op, ..)| *op).collect()
-    }
-
-    /// Ends the first request of this kind.
-    fn end(&mut self, op: Op, status: Status) {
-        let at = self.held.iter().position(|(other, ..)| *other == op).expect("there is no such request");
-        let (_, _, tag) = self.held.remove(at).unwrap();
-        self.ready.push((tag, status));
-    }
-}
-
-impl Driver<()> for Hand {
-    fn queue_rqs(&mut self, (): &mut (), _: &RegionTable, batch: &mut Batch<'_>) {
-        while let Some((tag, request, _)) = batch.take() {
-            let (op, flags) = (request.op(), request.flags());
-            self.held.push_back((op, flags, tag));
-        }
-    }
-
-    fn poll(&mut self, (): &mut (), _: &RegionTable, done: &mut Done<'_>, _: u64) {
-        self.ready.drain(..).for_each(|(tag, status)| done.complete(tag, status));
-    }
-}
-
-struct Bench {
-    queue: HwQueue<Hand>,
-    now_ns: u64,
-    ended: Vec<(u64, Status)>,
-}
+struct Bench(hand::Bench);
 
 impl Bench {
     fn new(volatile_cache: bool, fua: bool) -> Bench {
-        let info =
-            DeviceInfo { name: "hand".into(), capacity_sectors: 1 << 20, volatile_cache, fua, ..DeviceInfo::default() };
-        let queue = HwQueue::new(Hand::default(), Arc::new(info), HwQueueConfig::default());
-        Bench { queue, now_ns: 0, ended: Vec::new() }
+        Bench(hand::Bench::new(DeviceInfo { volatile_cache, fua, ..disk() }, HwQueueConfig::default()))
     }
 
     fn submit(&mut self, cookie: u64, op: Op, flags: BioFlags) {
-        let mut bio = Bio::with_capacity(0);
-        (bio.op, bio.flags, bio.cookie, bio.sector) = (op, flags, cookie, cookie * 1000);
-        if op != Op::Flush {
-            bio.sectors = 8;
-            bio.segments.push(blkyard_mq::Segment { region: 0, offset: 0, len: 4096 });
-        }
-        self.queue.submit(bio);
-    }
-
-    fn turn(&mut self) {
-        self.now_ns += 1;
-        let ended = &mut self.ended;
-        self.queue.reap(&mut (), self.now_ns, &mut |bio| ended.push((bio.cookie, bio.status)));
-        self.queue.issue(&mut (), self.now_ns);
-        self.queue.reap(&mut (), self.now_ns, &mut |bio| ended.push((bio.cookie, bio.status)));
+        let sectors = if op == Op::Flush { 0 } else { 8 };
+        let mut bio = with(bio(op, cookie * 1000, sectors), flags);
+        bio.cookie = cookie;
+        self.0.submit(bio);
     }
 
     fn ops(&mut self) -> Vec<Op> {
-        self.queue.driver_mut().ops()
+        self.0.device().ops()
     }
 
     fn end(&mut self, op: Op, status: Status) {
-        self.queue.driver_mut().end(op, status);
-        self.turn();
+        self.0.device().end(|held| held.op == op, status);
+        self.0.turn();
     }
+}
 
-    fn take_ended(&mut self) -> Vec<(u64, Status)> {
-        std::mem::take(&mut self.ended)
+impl std::ops::Deref for Bench {
+    type Target = hand::Bench;
+    fn deref(&self) -> &hand::Bench {
+        &self.0
+    }
+}
+
+impl std::ops::DerefMut for Bench {
+    fn deref_mut(&mut self) -> &mut hand::Bench {
+        &mut self.0
     }
 }
 
@@ -93,7 +48,7 @@ fn without_a_volatile_cache_a_flush_is_over_at_once_and_a_write_is_a_write() {
     bench.submit(2, Op::Write, BioFlags::FUA | BioFlags::PREFLUSH);
     bench.turn();
     assert_eq!((bench.take_ended(), bench.ops()), (vec![(1, Status::Ok)], vec![Op::Write]));
-    assert_eq!(bench.queue.driver_mut().held[0].1, BioFlags::empty());
+    assert_eq!(bench.device().held[0].flags, BioFlags::empty());
     bench.end(Op::Write, Status::Ok);
     assert_eq!(bench.take_ended(), [(2, Status::Ok)]);
 }
@@ -103,7 +58,7 @@ fn a_device_with_fua_of_its_own_gets_the_flag_and_no_flush_after() {
     let mut bench = Bench::new(true, true);
     bench.submit(1, Op::Write, BioFlags::FUA);
     bench.turn();
-    assert_eq!(bench.queue.driver_mut().held[0].1, BioFlags::FUA);
+    assert_eq!(bench.device().held[0].flags, BioFlags::FUA);
     bench.end(Op::Write, Status::Ok);
     assert_eq!((bench.take_ended(), bench.ops()), (vec![(1, Status::Ok)], vec![]));
 }

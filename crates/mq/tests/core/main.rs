@@ -1,0 +1,15 @@
+//! The queue core by worked examples: each rule of blk-mq that it keeps, shown on a device driven by hand. `docs/queue-core.md` says
+//! which test shows which rule.
+#![cfg(not(any(loom, shuttle)))]
+
+mod control;
+mod flush;
+mod hand;
+mod merge;
+mod order;
+mod restart;
+mod rounds;
+
+mod share;
+mod tags;
+mod timeout;
