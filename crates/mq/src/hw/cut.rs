@@ -74,7 +74,13 @@ impl<D> HwQueue<D> {
         if bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty() {
             return self.refuse(number, bio, Status::Again);
         }
-        self.namespaces[number].bios.push_back(bio);
+        let bios = &mut self.namespaces[number].bios;
+        if bio.flags.contains(BioFlags::RESERVED) {
+            let urgent = bios.iter().take_while(|bio| bio.flags.contains(BioFlags::RESERVED)).count();
+            bios.insert(urgent, bio);
+        } else {
+            bios.push_back(bio);
+        }
         self.uncut += 1;
     }
 
@@ -115,7 +121,8 @@ impl<D> HwQueue<D> {
     pub(super) fn can_cut(&self) -> bool {
         self.namespaces.iter().enumerate().any(|(number, namespace)| {
             let waits = namespace.is_waiting() && self.may_take(number, self.next_flags(number));
-            waits || (namespace.flush.is_free() && self.may_take(number, BioFlags::empty()))
+            let overtakes = namespace.bios.front().is_some_and(|bio| self.may_overtake(number, bio));
+            waits || overtakes || (namespace.flush.is_free() && self.may_take(number, BioFlags::empty()))
         })
     }
 
@@ -167,8 +174,11 @@ impl<D> HwQueue<D> {
             let may = self.may_take(number, self.next_flags(number));
             if may {
                 self.cut_part(number, place, from);
+                return true;
             }
-            return may;
+            if !self.namespaces[number].bios.front().is_some_and(|bio| self.may_overtake(number, bio)) {
+                return false;
+            }
         }
         let Some(bio) = self.namespaces[number].bios.pop_front() else { return false };
         match self.place(number, bio) {

@@ -71,6 +71,24 @@ fn a_lane_sleeps_while_a_reserved_bio_waits_behind_one_that_is_cut() {
 }
 
 #[test]
+fn a_reserved_bio_is_the_first_to_get_the_next_reserved_tag() {
+    let limits = QueueLimits { sectors_max: 8, ..QueueLimits::default() };
+    let mut bench = reserving(2, 1, limits);
+    // One is cut and has the normal tag, others wait behind it; the reserved tag is out, too.
+    bench.submit_all([bio(Op::Read, 0, 24), urgent(1000), read(2000), urgent(3000), urgent(4000)]);
+    bench.turn();
+    assert_eq!((bench.device().sectors(), bench.queue.has_work()), (vec![0, 1000], false));
+    bench.end(1000, Status::Ok);
+    assert_eq!((bench.device().sectors(), bench.queue.has_work()), (vec![0, 3000], false));
+    bench.end(3000, Status::Ok);
+    assert_eq!(bench.device().sectors(), [0, 4000]);
+    bench.end(0, Status::Ok);
+    assert_eq!(bench.device().sectors(), [4000, 8], "the normal tag is for who was first");
+    bench.end_all();
+    assert_eq!(bench.take_ok(), [1000, 3000, 4000, 0, 2000]);
+}
+
+#[test]
 fn the_depth_shrinks_below_what_is_out_and_grows_back() {
     let mut bench = Bench::deep(8);
     bench.submit_all((0..30).map(|n| read(n * 1000)));
