@@ -106,7 +106,7 @@ fn who_goes_to_rest_leaves_its_tags_to_the_others_within_a_tenth_of_a_second() {
 fn who_is_served_at_once_counts_as_active_although_it_never_holds_a_tag_for_long() {
     let mut bench = shared(2, 16);
     bench.submit(of(0, read(0)));
-    bench.turn();
+    bench.turn_at(LOOK_NS);
     // A bio between each two looks at who is at rest, over by the next.
     for n in 1..40 {
         bench.submit(of(1, read(n * 1000)));

@@ -233,6 +233,24 @@ fn a_driver_that_is_short_does_not_move_the_time_of_what_it_has() {
     bench.end_all();
 }
 
+#[test]
+fn a_look_for_late_requests_does_not_forget_what_is_to_be_offered_again() {
+    let mut bench = bench(&[Late::MoreTime]);
+    (bench.device().room, bench.device().short_of) = (1, Shortage::System);
+    bench.submit_all([read(0), read(1000)]);
+    bench.turn_at(1);
+    bench.turn_at(TIMEOUT_NS);
+    assert_eq!(bench.deadline_ns(), Some(TIMEOUT_NS + 1), "before the retry is due");
+    bench.now_ns = TIMEOUT_NS + 1;
+    bench.reap();
+    assert_eq!(bench.device().asked, [0]);
+    assert!(bench.queue.has_work(), "nobody would offer it again within a second");
+    bench.device().room = 2;
+    bench.turn();
+    assert_eq!(bench.device().sectors(), [0, 1000]);
+    bench.end_all();
+}
+
 /// A device that knows requests by ids, loses its answers, and delivers them after a reset.
 struct Wire {
     cids: Cids,
