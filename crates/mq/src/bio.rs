@@ -72,17 +72,14 @@ bitflags::bitflags! {
 ///
 /// A bio is made once, by the submitter, and goes round: filled in, submitted, given back with its status, filled in
 /// again. The list of segments keeps its capacity, so that the round allocates nothing.
+// In this order, so that what is looked at together is read at once.
 #[derive(Debug, Default)]
-#[repr(align(64))]
+#[repr(C, align(64))]
 pub struct Bio {
     /// What is wanted.
     pub op: Op,
     /// How.
     pub flags: BioFlags,
-    /// What became of it, once it is given back.
-    pub status: Status,
-    /// What of its flush sequence is still to come.
-    pub(crate) steps: Steps,
     /// Which namespace of the hardware queue it is for; zero where there is one.
     pub namespace: u16,
     /// Sectors of 512 bytes, whatever the logical block. For operations with data this is the sum of the segments.
@@ -95,6 +92,10 @@ pub struct Bio {
     pub segments: Vec<Segment>,
     /// Of whom a shared queue has it.
     pub(crate) seat: u16,
+    /// What became of it, once it is given back.
+    pub status: Status,
+    /// What of its flush sequence is still to come.
+    pub(crate) steps: Steps,
 }
 
 impl Bio {

@@ -40,7 +40,7 @@ use crate::fifo::Fifo;
 use crate::limits::Plain;
 use crate::request::{Marks, RequestState, Table};
 use crate::stats::{HwStats, OpClass};
-use crate::{Bio, BudgetShare, SECTOR_SHIFT, Status, Tag, TagSet};
+use crate::{Bio, BudgetShare, SECTOR_SHIFT, Status, TagSet};
 
 /// Which bios may share a request, as Linux's `nomerges` has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -124,6 +124,9 @@ pub struct HwQueue<D> {
     over: VecDeque<Box<Bio>>,
     /// Where each request needs a place beside its tag before it is offered to the driver.
     budget: Option<BudgetShare>,
+    /// Whether a round has to look at more than what waits, for there are neighbours or a budget, or something holds requests back
+    /// or did so lately. Set by whatever begins that; [`HwQueue::settle`] finds out when it is over.
+    careful: bool,
     /// Not to be offered to the driver again before this, if nothing comes back first.
     retry_ns: Option<u64>,
     /// To be offered again in the next round: the driver waits for its lane alone, or something has come back since.
@@ -167,7 +170,7 @@ impl<D> HwQueue<D> {
     /// If there is no device, or the depth makes no sense: see [`TagSet::new`].
     pub fn with_namespaces(driver: D, infos: Vec<Arc<DeviceInfo>>, config: HwQueueConfig) -> HwQueue<D> {
         assert!(!infos.is_empty(), "a hardware queue of no device");
-        let depth = config.depth;
+        let (depth, several) = (config.depth, infos.len() > 1);
         let mut table = Table::new(depth, config.bios_max, infos.len());
         infos.iter().enumerate().for_each(|(number, info)| table.set_limits(number, &info.limits));
         let namespaces = infos.into_iter().map(|info| Namespace::new(info, config.bios_max, depth)).collect();
@@ -190,6 +193,7 @@ impl<D> HwQueue<D> {
             requeued: Vec::with_capacity(depth),
             over: VecDeque::with_capacity(config.bios_max),
             budget: None,
+            careful: several,
             retry_ns: None,
             again: false,
             busy: 0,
@@ -288,21 +292,11 @@ impl<D> HwQueue<D> {
     where
         D: Driver<Cx>,
     {
-        if self.uncut > 0 || self.namespaces.len() > 1 {
-            self.cut(now_ns);
-        }
+        let offered = if self.careful || self.uncut > 0 { self.make_ready(now_ns) } else { self.dispatch.len() };
         self.plug = Plug::NONE;
-        if self.dispatch.is_empty() || self.quiesced > 0 || self.retry_ns.is_some_and(|retry_ns| now_ns < retry_ns) {
-            if let Some(budget) = &mut self.budget {
-                // What is not offered must not keep places from others.
-                budget.take(0);
-            }
+        if offered == 0 {
             return 0;
         }
-        let offered = match &mut self.budget {
-            None => self.dispatch.len(),
-            Some(budget) => budget.take(self.dispatch.len()),
-        };
         let mut batch = Batch {
             waiting: &mut self.dispatch,
             table: &mut self.table,
@@ -312,20 +306,35 @@ impl<D> HwQueue<D> {
             shortage: Shortage::Device,
         };
         self.driver.queue_rqs(cx, &self.memory, &mut batch);
-        let (taken, shortage, refused) = (offered - batch.left, batch.shortage, batch.left > 0);
-        if let Some(budget) = &mut self.budget {
-            budget.give(offered - taken);
-        }
+        let (refused, shortage) = (batch.left, batch.shortage);
+        let taken = offered - refused;
         if self.config.stats {
             self.namespaces[0].stats.dispatched(taken);
         }
         if self.expire_ns == u64::MAX && self.config.timeout_ns > 0 {
             self.expire_ns = now_ns + self.config.timeout_ns;
         }
-        if !self.dispatch.rewind() || self.busy > 0 || self.again {
+        if !self.dispatch.rewind() || self.careful {
             self.settle(shortage, refused, now_ns);
         }
         taken
+    }
+
+    /// Cuts what waits, and says how many requests may be offered to the driver now.
+    #[inline(never)]
+    fn make_ready(&mut self, now_ns: u64) -> usize {
+        if self.uncut > 0 || self.namespaces.len() > 1 {
+            self.cut(now_ns);
+        }
+        let held_back = self.quiesced > 0 || self.retry_ns.is_some_and(|retry_ns| now_ns < retry_ns);
+        let wanted = if held_back { 0 } else { self.dispatch.len() };
+        let Some(budget) = &mut self.budget else { return wanted };
+        // What is not offered must not keep places from others: none are wanted then.
+        let offered = budget.take(wanted);
+        if offered == 0 && wanted > 0 {
+            self.settle(Shortage::Device, 0, now_ns);
+        }
+        offered
     }
 
     /// Collects what is over and gives each bio back to `sink`. Returns how many.
@@ -338,11 +347,10 @@ impl<D> HwQueue<D> {
             let mut done = Done { ended: &mut self.done, requeued: &mut self.requeued, table: &mut self.table };
             self.driver.poll(cx, &self.memory, &mut done, now_ns);
         }
-        let mut ended = if self.done.is_empty() { 0 } else { self.finish_all(now_ns, sink) };
         if now_ns >= self.expire_ns {
             self.expire(cx, now_ns);
-            ended += self.finish_all(now_ns, sink);
         }
+        let mut ended = if self.done.is_empty() { 0 } else { self.finish_all(now_ns, sink) };
         if !self.requeued.is_empty() {
             self.requeue();
         }
@@ -370,11 +378,8 @@ impl<D> HwQueue<D> {
     /// Gives the bios of everything done to `sink`.
     #[inline]
     fn finish_all(&mut self, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        // What came back makes room for what the driver did not take. Whoever reaps last in a round hears of it, too.
-        self.retry_ns = None;
-        self.again |= !self.dispatch.is_empty();
-        if let Some(budget) = &mut self.budget {
-            budget.give(self.done.len());
+        if self.careful {
+            self.make_room();
         }
         let (mut at, mut ended) = (0, 0);
         while at < self.done.len() {
@@ -390,6 +395,17 @@ impl<D> HwQueue<D> {
         ended
     }
 
+    /// What is done makes room: for what the driver did not take, and for others who share the budget.
+    #[inline(never)]
+    fn make_room(&mut self) {
+        self.retry_ns = None;
+        // Whoever reaps last in a round hears of it, too.
+        self.again |= !self.dispatch.is_empty();
+        if let Some(budget) = &mut self.budget {
+            budget.give(self.done.len());
+        }
+    }
+
     /// Ends requests that are simply one bio each, from one of those done up to one that is not like it: of another operation, or
     /// handed to the driver at another time. They are counted together. Returns how many.
     #[inline]
@@ -399,19 +415,18 @@ impl<D> HwQueue<D> {
         let done = &done[from..];
         let Some((number, _)) = done.first() else { return 0 };
         let first = &requests[usize::from(*number)];
-        let (op, start_ns) = (first.op, first.start_ns);
+        let (op, start_ns, plain) = (first.op, first.start_ns, first.look_of_plain());
         let (mut ended, mut sectors) = (0, 0);
         for (number, status) in done {
             let request = &mut requests[usize::from(*number)];
-            if !request.marks.is_empty() || !status.is_ok() || request.op != op || request.start_ns != start_ns {
+            if request.look() != plain || request.start_ns != start_ns || !status.is_ok() {
                 break;
             }
-            assert!(request.state == RequestState::InFlight, "request {number} ended twice");
             request.state = RequestState::Idle;
             let Some(mut bio) = request.bio.take() else { unreachable!("what has no marks is a whole bio") };
             ended += 1;
             sectors += u64::from(request.sectors);
-            tags.put(Tag::pick_up(*number));
+            tags.put_number(*number);
             bio.status = Status::Ok;
             sink(bio);
         }
@@ -431,7 +446,7 @@ impl<D> HwQueue<D> {
         let request = &mut self.table.requests[usize::from(number)];
         assert!(request.state == RequestState::InFlight, "request {number} ended twice");
         request.state = RequestState::Idle;
-        self.tags.put(Tag::pick_up(number));
+        self.tags.put_number(number);
         let (latency_ns, bytes) = (now_ns.saturating_sub(request.start_ns), request.bytes());
         let (op, marks, namespace) = (request.op, request.marks, request.namespace);
         let (more, first) = (request.more, request.bio.take());

@@ -45,28 +45,29 @@ bitflags::bitflags! {
 }
 
 /// One wish to the device, at the place its tag names.
+// In this order, so that what is looked at together is read at once.
 #[derive(Debug, Default)]
-#[repr(align(64))]
+#[repr(C, align(64))]
 pub struct Request {
     pub(crate) op: Op,
     pub(crate) flags: BioFlags,
-    pub(crate) namespace: u16,
+    pub(crate) state: RequestState,
+    pub(crate) marks: Marks,
     pub(crate) sectors: u32,
     pub(crate) sector: u64,
     /// When it was handed to the driver.
     pub(crate) start_ns: u64,
     /// The bio, or the first of several; none for a part or a flush.
     pub(crate) bio: Option<Box<Bio>>,
-    pub(crate) state: RequestState,
-    /// The driver has taken it back, or will: it is not asked again.
-    pub(crate) taken_back: bool,
-    pub(crate) marks: Marks,
-    /// Segments, as [`QueueLimits`] counts them. Kept where requests may merge.
-    pub(crate) segments: u16,
     /// When it was made, counted in requests: what is handed back goes before what was made later.
     pub(crate) order: u32,
+    /// Segments, as [`QueueLimits`] counts them. Kept where requests may merge.
+    pub(crate) segments: u16,
+    pub(crate) namespace: u16,
     /// Milliseconds that the driver has been given beyond the queue's timeout; zero without the mark.
     pub(crate) grace_ms: u32,
+    /// The driver has taken it back, or will: it is not asked again.
+    pub(crate) taken_back: bool,
     /// The place of the split bio it is a part of, or the first link of its chain.
     pub(crate) more: u16,
     /// The last link of its chain.
@@ -82,6 +83,18 @@ impl Request {
     #[inline]
     pub fn op(&self) -> Op {
         self.op
+    }
+
+    /// What it is and where it stands, in one word.
+    #[inline]
+    pub(crate) fn look(&self) -> u32 {
+        u32::from_ne_bytes([self.op as u8, self.flags.bits(), self.state as u8, self.marks.bits()])
+    }
+
+    /// How it looks if it is in flight and one bio as it stands.
+    #[inline]
+    pub(crate) fn look_of_plain(&self) -> u32 {
+        u32::from_ne_bytes([self.op as u8, self.flags.bits(), RequestState::InFlight as u8, Marks::empty().bits()])
     }
 
     /// How.

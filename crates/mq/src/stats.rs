@@ -54,21 +54,20 @@ const BUCKETS: usize = ((VALUE_BITS - SUB_BITS + 1) as usize) << SUB_BITS;
 /// 1/32. The layout is that of HdrHistogram.
 #[derive(Debug)]
 pub struct Histogram {
-    buckets: Box<[AtomicU64]>,
+    buckets: Box<[AtomicU64; BUCKETS]>,
 }
 
 impl Default for Histogram {
     fn default() -> Self {
-        Histogram { buckets: (0..BUCKETS).map(|_| AtomicU64::new(0)).collect() }
+        Histogram { buckets: Box::new([const { AtomicU64::new(0) }; BUCKETS]) }
     }
 }
 
 impl Histogram {
     #[inline]
     fn index(value: u64) -> usize {
-        let value = value.min((1 << VALUE_BITS) - 1);
-        let shift = (value | 1).ilog2().saturating_sub(SUB_BITS);
-        ((shift as usize) << SUB_BITS) + (value >> shift) as usize
+        let shift = (value | 1 << SUB_BITS).ilog2() - SUB_BITS;
+        (((shift as usize) << SUB_BITS) + (value >> shift) as usize).min(BUCKETS - 1)
     }
 
     /// The largest value that falls into the bucket.

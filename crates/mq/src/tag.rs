@@ -130,9 +130,15 @@ impl TagSet {
     /// If the tag is not from this set: all are in, or its number is beyond the depth.
     #[inline]
     pub fn put(&mut self, tag: Tag) {
-        let number = tag.put_down();
+        assert!(tag.index() < self.numbers.end, "tag {} came back to a set it is not from", tag.index());
+        self.put_number(tag.put_down());
+    }
+
+    /// Takes back a tag of this set that was put down.
+    #[inline]
+    pub(crate) fn put_number(&mut self, number: u16) {
         // Both stacks were made full.
-        if self.numbers.contains(&usize::from(number)) && self.normal.len() < self.normal.capacity() {
+        if usize::from(number) >= self.numbers.start && self.normal.len() < self.normal.capacity() {
             self.normal.push(number);
         } else {
             self.put_reserved(number);
@@ -142,7 +148,7 @@ impl TagSet {
     #[cold]
     fn put_reserved(&mut self, number: u16) {
         let is_ours = usize::from(number) < self.numbers.start && self.reserved.len() < self.numbers.start;
-        assert!(is_ours, "tag {number} came back to a set it is not from");
+        assert!(is_ours, "tag {number} came back to a set that has all of its own");
         self.reserved.push(number);
     }
 }

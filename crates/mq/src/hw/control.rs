@@ -74,6 +74,7 @@ impl<D> HwQueue<D> {
     pub fn set_budget(&mut self, budget: Option<BudgetShare>) {
         assert!(self.is_idle(), "a budget was set under I/O in flight");
         self.budget = budget;
+        self.careful = true;
     }
 
     /// Lets no bio in, until it is [thawed](HwQueue::thaw) as often. What is in drains.
@@ -98,6 +99,7 @@ impl<D> HwQueue<D> {
     /// is room, and what the driver has still comes back.
     pub fn quiesce(&mut self) {
         self.quiesced += 1;
+        self.careful = true;
     }
 
     /// Undoes one [`HwQueue::quiesce`]. The owner turns the crank afterwards, for what has gathered.
@@ -109,10 +111,13 @@ impl<D> HwQueue<D> {
         self.quiesced -= 1;
     }
 
-    /// The driver has left requests, or has lately: when they are offered again is decided here. Not all were offered to it if there
-    /// is a budget; `refused` are those that were.
+    /// The driver has left requests, or might have, or has lately: when they are offered again is decided here. Not all were offered
+    /// to it if there is a budget; `refused` are those that were.
     #[inline(never)]
-    pub(super) fn settle(&mut self, shortage: Shortage, refused: bool, now_ns: u64) {
+    pub(super) fn settle(&mut self, shortage: Shortage, refused: usize, now_ns: u64) {
+        if let Some(budget) = &mut self.budget {
+            budget.give(refused);
+        }
         let left = !self.dispatch.is_empty();
         let busy = busy_after(self.busy, left);
         if (std::mem::replace(&mut self.busy, busy) > 0) != (busy > 0) {
@@ -125,10 +130,13 @@ impl<D> HwQueue<D> {
             _ if !left => None,
             Shortage::Lane => None,
             // Woken when there are places. If the driver refused those it could have, being woken is no help.
-            _ if !refused && self.budget.as_ref().is_some_and(BudgetShare::is_waiting) => None,
+            _ if refused == 0 && self.budget.as_ref().is_some_and(BudgetShare::is_waiting) => None,
             Shortage::Device if on_its_way => None,
             Shortage::Device | Shortage::System => Some(now_ns + RETRY_NS),
         };
+        let shared = self.namespaces.len() > 1 || self.budget.is_some();
+        let held_back = self.quiesced > 0 || self.retry_ns.is_some();
+        self.careful = shared || held_back || self.again || self.busy > 0;
     }
 }
 

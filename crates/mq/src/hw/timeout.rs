@@ -17,17 +17,17 @@ use crate::request::{Marks, RequestState};
 const SLACK_SHARE: u64 = 16;
 
 impl<D> HwQueue<D> {
-    /// Asks the driver about each request whose time is up.
+    /// Asks the driver about each request whose time is up. What it has finished is not looked at here.
     #[inline(never)]
     pub(super) fn expire<Cx: ?Sized>(&mut self, cx: &mut Cx, now_ns: u64)
     where
         D: Driver<Cx>,
     {
         let mut next_ns = u64::MAX;
+        self.mark_done(RequestState::Complete);
         for index in 0..self.table.requests.len() {
             let timeout_ns = self.config.timeout_ns;
             let request = &mut self.table.requests[index];
-            // Looked at anew for each: what the driver does about one may end others.
             if request.state != RequestState::InFlight || request.taken_back {
                 continue;
             }
@@ -42,10 +42,8 @@ impl<D> HwQueue<D> {
             self.namespaces[namespace].stats.timed_out();
             let mut done = Done { ended: &mut self.done, requeued: &mut self.requeued, table: &mut self.table };
             let answer = self.driver.timed_out(cx, &self.memory, index, &mut done, now_ns);
-            // So that those it has ended are not asked about.
-            for (ended, _) in &self.done {
-                self.table.requests[usize::from(*ended)].state = RequestState::Complete;
-            }
+            // What it does about one may end others.
+            self.mark_done(RequestState::Complete);
             let request = &mut self.table.requests[index];
             if answer == TimedOut::MoreTime && request.state == RequestState::InFlight {
                 request.taken_back = false;
@@ -54,9 +52,7 @@ impl<D> HwQueue<D> {
                 next_ns = next_ns.min(now_ns + timeout_ns);
             }
         }
-        for (ended, _) in &self.done {
-            self.table.requests[usize::from(*ended)].state = RequestState::InFlight;
-        }
+        self.mark_done(RequestState::InFlight);
         self.expire_ns = if next_ns == u64::MAX {
             // Until something is taken, if nothing is left; and what is with the driver past its time is not asked for again.
             u64::MAX
@@ -65,10 +61,16 @@ impl<D> HwQueue<D> {
         };
     }
 
+    fn mark_done(&mut self, state: RequestState) {
+        for (number, _) in &self.done {
+            self.table.requests[usize::from(*number)].state = state;
+        }
+    }
+
     /// Lists what the driver has handed back before all that was made later, to be offered again at once.
     #[inline(never)]
     pub(super) fn requeue(&mut self) {
-        (self.retry_ns, self.again) = (None, true);
+        (self.retry_ns, self.again, self.careful) = (None, true, true);
         if let Some(budget) = &mut self.budget {
             budget.give(self.requeued.len());
         }

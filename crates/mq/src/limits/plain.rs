@@ -16,13 +16,18 @@ pub(crate) struct Plain {
     boundary_bits: u64,
     /// No more than there are. Zero if requests must not cross chunks: then no bio is plain.
     sectors_max: u64,
-    /// Operations up to this one.
-    op_max: u8,
-    /// Wishes that somebody has to look after.
-    flags_slow: BioFlags,
+    /// Bits of operation, flags and namespace, as in [`what`], that no plain bio has.
+    what_slow: u32,
 }
 
-const _: () = assert!((Op::Read as u8) < Op::Write as u8 && Op::Write as u8 == 1);
+const _: () = assert!(Op::Read as u8 == 0 && Op::Write as u8 == 1, "one bit tells data from all else");
+
+/// Operation, flags and namespace in one word.
+#[inline]
+fn what(op: u8, flags: BioFlags, namespace: u16) -> u32 {
+    let [low, high] = namespace.to_ne_bytes();
+    u32::from_ne_bytes([op, flags.bits(), low, high])
+}
 
 impl Plain {
     /// Nothing is plain.
@@ -32,8 +37,7 @@ impl Plain {
         dma_mask: 0,
         boundary_bits: 0,
         sectors_max: 0,
-        op_max: 0,
-        flags_slow: BioFlags::all(),
+        what_slow: u32::MAX,
     };
 
     /// What is plain on a device that is alone behind its queue; a bio with one of `flags_slow` never is, nor is one that must stay whole.
@@ -45,9 +49,8 @@ impl Plain {
             dma_mask: u64::from(limits.dma_alignment_mask),
             boundary_bits: !u64::from(limits.segment_boundary_mask),
             sectors_max: if limits.chunk_sectors == 0 { u64::from(sectors_max).min(capacity_sectors) } else { 0 },
-            op_max: if read_only { Op::Read as u8 } else { Op::Write as u8 },
-            // Whether a device takes these at all, and how long they may be, are rules of their own.
-            flags_slow: flags_slow | BioFlags::ATOMIC,
+            // Whether a device takes atomic writes at all, and how long they may be, are rules of their own.
+            what_slow: what(!(Op::Write as u8 * u8::from(!read_only)), flags_slow | BioFlags::ATOMIC, u16::MAX),
         }
     }
 
@@ -60,10 +63,8 @@ impl Plain {
             | ((len | segment.offset) & self.dma_mask)
             | ((segment.offset ^ last_byte) & self.boundary_bits)
             | (len ^ (sectors << SECTOR_SHIFT))
-            | u64::from((bio.flags & self.flags_slow).bits())
-            | u64::from(bio.namespace);
+            | u64::from(what(bio.op as u8, bio.flags, bio.namespace) & self.what_slow);
         wrong == 0
-            && bio.op as u8 <= self.op_max
             && sectors.wrapping_sub(1) < self.sectors_max
             // What is within the longest is within the device.
             && bio.sector <= self.capacity_sectors - sectors
