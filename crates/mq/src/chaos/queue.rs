@@ -125,7 +125,7 @@ impl ChaosQueue {
             status = status.and(self.shared.store.transfer(memory, request, segments, done.ranges(&tag), held.keep));
         }
         if status.is_ok() {
-            self.shared.store.ended(request, done.ranges(&tag), held.flush_clock);
+            self.shared.store.ended(request, done.ranges(&tag), held.keep, held.flush_clock);
         }
         self.shared.story().tell(now_ns, ChaosStep::Ended(status), tag.index(), request);
         done.complete(tag, status);
@@ -180,7 +180,7 @@ impl<Cx: ?Sized> Driver<Cx> for ChaosQueue {
             }
             if instant {
                 if held.status.is_ok() {
-                    self.shared.store.ended(request, batch.ranges(&tag), held.flush_clock);
+                    self.shared.store.ended(request, batch.ranges(&tag), held.keep, held.flush_clock);
                 }
                 self.shared.story().tell(now_ns, ChaosStep::Ended(held.status), tag.index(), request);
                 batch.complete(tag, held.status);

@@ -115,9 +115,9 @@ impl Store {
     }
 
     /// A request has completed without error: what it wrote is dirty, or stable; what a flush covers is stable.
-    pub(super) fn ended(&self, request: &Request, ranges: Ranges<'_>, flush_clock: u64) {
+    pub(super) fn ended(&self, request: &Request, ranges: Ranges<'_>, keep: bool, flush_clock: u64) {
         let Some(place) = self.namespaces.get(usize::from(request.namespace())) else { return };
-        if !request.op().is_write() && request.op() != Op::Flush {
+        if !request.op().is_write() && request.op() != Op::Flush || request.op() == Op::Discard && keep {
             return;
         }
         let mut cache = self.cache();

@@ -1,0 +1,131 @@
+//! Bios: properties 5 and 6.
+
+use blkyard_mq::{BioFlags, ChaosConfig, ChaosStep, Merging, Op, Status};
+use proptest::prelude::*;
+
+use super::world::{Entry, Plan, Step, Wish, World, any_plan};
+
+/// What the device said of the requests that have to do with a bio, while it was there.
+fn told<'a>(world: &'a World, wish: &'a Wish, until: usize) -> impl Iterator<Item = Status> {
+    let flushes = wish.op == Op::Flush || wish.flags.intersects(BioFlags::PREFLUSH | BioFlags::FUA);
+    world.log[wish.submitted..until].iter().filter_map(move |entry| match entry {
+        Entry::Device(event) => match event.step {
+            ChaosStep::Ended(status) if wish.is_meant(event) => Some(status),
+            ChaosStep::Ended(status) if flushes && event.op == Op::Flush && event.namespace == wish.namespace => {
+                Some(status)
+            }
+            _ => None,
+        },
+        _ => None,
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    // 5
+    #[test]
+    fn a_bio_ends_once_with_the_status_of_the_first_part_that_failed(plan in any_plan()) {
+        let mut plan = plan;
+        // The range of a discard of several is not what its event says.
+        plan.limits.discard_segments_max = 1;
+        let world = World::run(&plan);
+        let mut ended = vec![0; world.wishes.len()];
+        for (at, entry) in world.log.iter().enumerate() {
+            let Entry::Ended(id, status) = *entry else { continue };
+            let wish = &world.wishes[id as usize];
+            ended[id as usize] += 1;
+            let own: Vec<Status> = {
+                let of_kind = world.log[wish.submitted..at].iter().filter_map(|entry| match entry {
+                    Entry::Device(event) if wish.is_meant(event) => Some(event.step),
+                    _ => None,
+                });
+                of_kind.filter_map(|step| if let ChaosStep::Ended(status) = step { Some(status) } else { None }).collect()
+            };
+            let first_failed = own.iter().find(|status| !status.is_ok());
+            match status {
+                Status::Ok => {
+                    prop_assert_eq!(first_failed, None, "bio {} failed in part: {:?}", id, wish);
+                    let done: u64 = world.log[wish.submitted..at].iter().map(|entry| match entry {
+                        Entry::Device(event) if wish.is_meant(event) && event.step == ChaosStep::Ended(Status::Ok) => {
+                            let end = (event.sector + u64::from(event.sectors)).min(wish.sector + wish.sectors);
+                            end - event.sector.max(wish.sector)
+                        }
+                        _ => 0,
+                    }).sum();
+                    prop_assert_eq!(done, wish.sectors, "bio {} was not done, or twice: {:?}", id, wish);
+                }
+                Status::Io | Status::Medium | Status::Timeout => {
+                    let mut said = told(&world, wish, at);
+                    prop_assert!(first_failed == Some(&status) || said.any(|other| other == status), "bio {id}: {status}");
+                    if first_failed.is_some() && wish.op != Op::Flush && !wish.flags.intersects(BioFlags::PREFLUSH | BioFlags::FUA) {
+                        prop_assert_eq!(first_failed, Some(&status));
+                    }
+                }
+                Status::Again => prop_assert!(wish.flags.contains(BioFlags::NOWAIT) && own.is_empty(), "{wish:?}"),
+                // Refused, before the device has heard of it; or cut in part, and the rest cannot be.
+                Status::Invalid | Status::NotSupported => {
+                    prop_assert!(own.is_empty() || status == Status::Invalid, "{wish:?} {own:?}");
+                }
+                Status::NoSpace | Status::Offline => prop_assert!(false, "{wish:?} ended with {status}"),
+            }
+        }
+        prop_assert!(ended.iter().all(|times| *times == 1));
+    }
+
+    // 6
+    #[test]
+    fn without_merges_and_requeues_requests_reach_the_device_in_the_order_of_submission(plan in any_plan()) {
+        // Nothing is late either: what is late may be taken back and done again.
+        let delay_ns_max = plan.chaos.delay_ns_max.min(1_000_000);
+        let chaos = ChaosConfig { put_back_every: 0, requeue_every: 0, lose_every: 0, delay_ns_max, ..plan.chaos };
+        let mut plan = Plan { chaos, ..plan };
+        plan.config.merging = Merging::Off;
+        for step in &mut plan.steps {
+            if let Step::Submit { op, flags, .. } = step {
+                *flags &= BioFlags::NOWAIT | BioFlags::NO_MERGE;
+                *op = if *op == Op::Flush { Op::Read } else { *op };
+            }
+        }
+        let world = World::run(&plan);
+        let mut last = vec![(0, 0); plan.namespaces];
+        for (at, entry) in world.log.iter().enumerate() {
+            let Entry::Device(event) = entry else { continue };
+            if event.step != ChaosStep::Taken {
+                continue;
+            }
+            // The newest that was there by then: ranges are no two bios' at one time.
+            let found = world.wishes.iter().rposition(|wish| wish.submitted <= at && wish.is_meant(event));
+            let now = (found.unwrap(), event.sector);
+            let before = std::mem::replace(&mut last[usize::from(event.namespace)], now);
+            prop_assert!(before < now || (before, now.0) == ((0, 0), 0), "{before:?} was passed by {now:?}");
+        }
+    }
+
+    /// The order in which what is put back or handed back is done again is that of submission, too.
+    #[test]
+    fn what_comes_back_goes_before_what_came_later(plan in any_plan()) {
+        let chaos = ChaosConfig { delay_ns_max: 0, lose_every: 0, instant_every: 0, ..plan.chaos };
+        let mut plan = Plan { chaos, ..plan };
+        plan.config.merging = Merging::Off;
+        for step in &mut plan.steps {
+            if let Step::Submit { op, flags, sectors, .. } = step {
+                (*op, *flags, *sectors) = (Op::Read, BioFlags::empty(), 1);
+            }
+        }
+        let world = World::run(&plan);
+        // Between two turns the driver is offered one batch: it takes from it in order, or puts one back for later.
+        let mut last = vec![None; plan.namespaces];
+        for (at, entry) in world.log.iter().enumerate() {
+            match entry {
+                Entry::Device(event) if event.step == ChaosStep::Taken => {
+                    let found = world.wishes.iter().rposition(|wish| wish.submitted <= at && wish.is_meant(event));
+                    let before = last[usize::from(event.namespace)].replace(found);
+                    prop_assert!(before.is_none_or(|before| before < found), "{before:?} and {found:?}");
+                }
+                Entry::Turned(..) => last.fill(None),
+                _ => {}
+            }
+        }
+    }
+}

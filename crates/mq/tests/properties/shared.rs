@@ -1,0 +1,143 @@
+//! Queues that several threads share, in an order that is drawn and not left to them: properties 9 and 11. Under schedules of all
+//! kinds: `shuttle_*.rs`.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use blkyard_mq::{Bed, Bio, BlockDevice, ChaosDevice, HwQueue, Op, QueueLimits, SwQueue, Wake};
+use proptest::prelude::*;
+
+use super::world::{Bell, Belled, Plan, any_plan, infos};
+
+/// Sleeps by turning the clock on.
+struct ClockBed(Arc<AtomicU64>, Bell);
+
+impl Wake for ClockBed {
+    fn wake(&self) {}
+}
+
+impl Bed for ClockBed {
+    fn sleep(&self) {
+        panic!("a thread went to sleep, and all the others are at rest");
+    }
+
+    fn watch(&self, deadline_ns: u64) {
+        assert_eq!(self.1.0.lock().unwrap().unannounced, 0, "slept on what was not announced");
+        self.0.fetch_max(deadline_ns, Ordering::Relaxed);
+    }
+}
+
+/// What the threads of a shared queue do, one at a time.
+#[derive(Clone, Debug)]
+enum Act {
+    Submit(usize, u64),
+    Ring(usize),
+    Poll(usize),
+    Wait(usize),
+    /// The thread goes.
+    Leave(usize),
+}
+
+fn any_acts() -> impl Strategy<Value = Vec<Act>> {
+    let act = prop_oneof![
+        8 => (0_usize..4, 0_u64..20).prop_map(|(end, sector)| Act::Submit(end, sector * 8)),
+        3 => (0_usize..4).prop_map(Act::Ring),
+        3 => (0_usize..4).prop_map(Act::Poll),
+        1 => (0_usize..4).prop_map(Act::Wait),
+        1 => (0_usize..4).prop_map(Act::Leave),
+    ];
+    proptest::collection::vec(act, 1..200)
+}
+
+struct Yard {
+    ends: Vec<Option<SwQueue<Belled, Bell>>>,
+    /// By end: bios submitted and given back.
+    counts: Vec<(u64, u64)>,
+    clock: Arc<AtomicU64>,
+    bell: Bell,
+    device: ChaosDevice,
+}
+
+impl Yard {
+    fn new(plan: &Plan) -> Yard {
+        let limits = QueueLimits { write_zeroes_sectors_max: 64, ..QueueLimits::default() };
+        let infos = infos(&Plan { limits, volatile_cache: true, ..plan.clone() });
+        let device = ChaosDevice::new(infos.clone(), plan.chaos).unwrap();
+        let driver = Belled(device.queue(plan.config.depth));
+        let hw = HwQueue::with_namespaces(driver, infos, plan.config);
+        let (clock, bell) = (Arc::new(AtomicU64::new(0)), Bell::default());
+        let bed = |_| Arc::new(ClockBed(Arc::clone(&clock), bell.clone())) as Arc<dyn Bed>;
+        let ends: Vec<_> = SwQueue::share(hw, bell.clone(), 16, (0..4).map(bed).collect());
+        Yard { ends: ends.into_iter().map(Some).collect(), counts: vec![(0, 0); 4], clock, bell, device }
+    }
+
+    /// Does one thing. When it is done, whatever the device has been given has been announced.
+    fn act(&mut self, act: &Act) {
+        let Yard { ends, counts, clock, bell, .. } = self;
+        let clock = || clock.fetch_add(1000, Ordering::Relaxed);
+        let (Act::Submit(end, _) | Act::Ring(end) | Act::Poll(end) | Act::Wait(end) | Act::Leave(end)) = *act;
+        let Some(queue) = &mut ends[end] else { return };
+        let mut sink = |bio: Box<Bio>| {
+            assert_eq!(bio.cookie, end as u64, "given back to another thread");
+            counts[end].1 += 1;
+        };
+        match *act {
+            Act::Submit(_, sector) if queue.room() > 0 => {
+                let mut bio = Bio::with_capacity(0);
+                bio.op = if sector % 3 == 0 { Op::Flush } else { Op::WriteZeroes };
+                (bio.sector, bio.sectors, bio.cookie) = (sector, 8, end as u64);
+                queue.submit(bio);
+                self.counts[end].0 += 1;
+                return;
+            }
+            Act::Submit(..) => return,
+            Act::Ring(_) => queue.ring(&clock),
+            Act::Poll(_) => {
+                queue.poll(&clock, &mut sink);
+            }
+            Act::Wait(_) => {
+                queue.wait(&clock, &mut sink);
+            }
+            Act::Leave(_) => {
+                let Some(queue) = ends[end].take() else { return };
+                queue.leave(&clock, &mut sink);
+                assert_eq!(counts[end].0, counts[end].1, "something of a thread that went is still there");
+            }
+        }
+        assert_eq!(bell.0.lock().unwrap().unannounced, 0, "{act:?} left requests that were not announced");
+    }
+
+    fn finish(&mut self) {
+        (0..4).for_each(|end| self.act(&Act::Leave(end)));
+        let counts = self.device.counts();
+        assert_eq!(counts.sent, counts.refused);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    // 9
+    #[test]
+    fn whenever_a_run_ends_all_that_the_device_was_given_is_announced(plan in any_plan(), acts in any_acts()) {
+        let mut yard = Yard::new(&plan);
+        acts.iter().for_each(|act| yard.act(act));
+        yard.finish();
+        let submitted: u64 = yard.counts.iter().map(|(submitted, _)| submitted).sum();
+        prop_assert_eq!(yard.bell.0.lock().unwrap().taken > 0, submitted > 0);
+    }
+
+    // 11
+    #[test]
+    fn a_thread_that_leaves_leaves_nothing_in_its_ring_while_others_go_on(plan in any_plan(), acts in any_acts(), gone in 0_usize..4) {
+        let mut yard = Yard::new(&plan);
+        let middle = acts.len() / 2;
+        acts[..middle].iter().for_each(|act| yard.act(act));
+        // Bios nobody has seen yet, too: it goes without having rung.
+        (0..5).for_each(|at| yard.act(&Act::Submit(gone, at * 8)));
+        yard.act(&Act::Leave(gone));
+        acts[middle..].iter().for_each(|act| yard.act(act));
+        yard.finish();
+        prop_assert!(yard.counts.iter().all(|(submitted, ended)| submitted == ended));
+    }
+}
