@@ -1,6 +1,6 @@
 //! The clock, the only one of the project. Whoever needs the time gets it from a caller who read it here.
 //!
-//! Unsafe: calls of the C library, since the safe wrapper would bring a feature of its own, and has none for the last.
+//! Unsafe: one call of the C library, since the safe wrapper would bring a feature of its own.
 
 /// Nanoseconds of the monotonic clock; only differences mean anything.
 ///
@@ -15,18 +15,6 @@ pub fn now_ns() -> u64 {
 /// A system call, about a microsecond under a hypervisor: for windows, not for steps.
 pub fn thread_cpu_ns() -> u64 {
     clock_ns(libc::CLOCK_THREAD_CPUTIME_ID).unwrap_or(0)
-}
-
-/// Nanoseconds of CPU that this thread has used, in user mode and in the system.
-///
-/// The sum is exact; how it divides is sampled by the kernel's tick, so it takes many ticks to mean anything.
-pub fn thread_cpu_split_ns() -> (u64, u64) {
-    // SAFETY: all zeroes is a valid value of a structure of numbers.
-    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-    // SAFETY: `usage` is valid for the one structure that is written.
-    let status = unsafe { libc::getrusage(libc::RUSAGE_THREAD, &raw mut usage) };
-    let ns = |time: libc::timeval| time.tv_sec as u64 * 1_000_000_000 + time.tv_usec as u64 * 1_000;
-    if status == 0 { (ns(usage.ru_utime), ns(usage.ru_stime)) } else { (0, 0) }
 }
 
 /// Nanoseconds of any clock of the system, if it can be read.
@@ -51,7 +39,7 @@ mod tests {
 
     #[test]
     fn a_thread_is_charged_for_what_it_runs_and_not_for_its_sleep() {
-        let (start, split) = (thread_cpu_ns(), thread_cpu_split_ns());
+        let start = thread_cpu_ns();
         let mut n = 0_u64;
         while thread_cpu_ns() - start < 30_000_000 {
             n = std::hint::black_box(n + 1);
@@ -59,7 +47,6 @@ mod tests {
         let ran = thread_cpu_ns();
         std::thread::sleep(std::time::Duration::from_millis(50));
         assert!(thread_cpu_ns() - ran < 20_000_000);
-        let (user, system) = thread_cpu_split_ns();
-        assert!(user + system - split.0 - split.1 >= 20_000_000, "{n}");
+        assert!(n > 0);
     }
 }
