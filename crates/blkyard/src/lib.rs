@@ -11,7 +11,6 @@ pub mod floor;
 pub mod inspect;
 pub mod plan;
 pub mod serve;
-pub mod set;
 pub mod spec;
 pub mod study;
 

@@ -7,12 +7,12 @@
 //!
 //! The time-stamp counter is not among them: reading it is no safe code, and nothing of ours does.
 
-mod cpus;
+pub(crate) mod cpus;
 mod lines;
 mod mock;
 mod report;
 mod system;
-mod windows;
+pub(crate) mod windows;
 
 use std::process::ExitCode;
 

@@ -11,7 +11,7 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
-use blkyard_mq::{Bio, Status, Wake};
+use blkyard_mq::{Bio, DeviceInfo, SECTOR_BYTES, Status, Wake};
 use blkyard_sim::{Command, HostEnd};
 
 use super::end::{End, Moved, info};
@@ -32,7 +32,7 @@ struct Inner {
     places: Box<[Place]>,
     /// Bios for which there was no id, in the order they came.
     list: VecDeque<Box<Bio>>,
-    capacity_sectors: u64,
+    info: Arc<DeviceInfo>,
     account: Account,
 }
 
@@ -64,7 +64,7 @@ impl BioQueue {
             ids: Ids::new(ids),
             places: (0..ids).map(|_| Place::default()).collect(),
             list: VecDeque::with_capacity(bios),
-            capacity_sectors: info().capacity_sectors,
+            info: info(),
             account: Account::default(),
         };
         Arc::new(BioQueue { inner: Mutex::new(inner), seats, helper })
@@ -84,6 +84,22 @@ impl BioQueue {
 }
 
 impl Inner {
+    /// Whether a bio makes sense and fits one command. The driver of the time split those that do not fit; here the load has none.
+    #[inline]
+    fn takes(&self, bio: &Bio) -> bool {
+        let DeviceInfo { capacity_sectors, limits, read_only, .. } = &*self.info;
+        let block_mask = limits.logical_block_bytes / SECTOR_BYTES as u32 - 1;
+        let [segment] = &bio.segments[..] else { return false };
+        bio.op.has_data()
+            && !(*read_only && bio.op.is_write())
+            && (bio.sectors.wrapping_sub(1)) < limits.sectors_max
+            && (bio.sectors | bio.sector as u32) & block_mask == 0
+            && bio.sector <= capacity_sectors.saturating_sub(bio.sectors.into())
+            && u64::from(segment.len) == bio.bytes()
+            && segment.len <= limits.segment_bytes_max
+            && segment.offset as u32 & limits.dma_alignment_mask == 0
+    }
+
     /// Passes a bio on under an id.
     #[inline]
     fn start(&mut self, id: usize, bio: Box<Bio>, now_ns: u64) {
@@ -143,7 +159,7 @@ impl End for BioEnd {
         let mut moved = Moved::default();
         for mut bio in bios.drain(..) {
             let mut inner = lock(&self.queue.inner);
-            if bio.sector + u64::from(bio.sectors) > inner.capacity_sectors {
+            if !inner.takes(&bio) {
                 drop(inner);
                 bio.status = Status::Invalid;
                 deliver(&self.queue.seats, &mut vec![bio]);
@@ -259,7 +275,9 @@ impl Ids {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::study::seats::{cookie, slot_of};
     use crate::study::world::Bell;
+    use blkyard_mq::{Op, Segment};
     use blkyard_sim::{Completion, DeviceEnd, queue_pair};
 
     #[test]
@@ -275,7 +293,8 @@ mod tests {
 
     fn bio(seat: usize, slot: usize) -> Box<Bio> {
         let mut bio = Bio::with_capacity(1);
-        (bio.op, bio.sectors, bio.cookie) = (blkyard_mq::Op::Write, 8, super::super::seats::cookie(seat, slot));
+        (bio.op, bio.sectors, bio.cookie) = (Op::Write, 8, cookie(seat, slot));
+        bio.segments.push(Segment { region: 0, offset: 0, len: 4096 });
         bio
     }
 
@@ -318,7 +337,7 @@ mod tests {
                 finish(&mut device, 1);
                 end.collect(7, &mut out);
                 helper.look_after(0, 7);
-                out.pop().map(|bio| super::super::seats::slot_of(&bio))
+                out.pop().map(|bio| slot_of(&bio))
             })
             .collect();
         assert_eq!(order, [Some(1), Some(2), Some(3), Some(0)]);
@@ -340,14 +359,24 @@ mod tests {
     }
 
     #[test]
-    fn what_lies_beyond_the_end_is_refused() {
-        let (_, [mut one, _], bells, _) = queue();
-        let mut beyond = bio(0, 0);
-        beyond.sector = info().capacity_sectors;
-        one.submit(&mut vec![beyond], 0);
+    fn what_makes_no_sense_is_refused() {
+        let (queue, [mut one, _], bells, _) = queue();
+        let wrong: [fn(&mut Bio); 5] = [
+            |bio| bio.sector = info().capacity_sectors - 7,
+            |bio| bio.sectors = 0,
+            |bio| bio.sectors = 16,
+            |bio| bio.segments.clear(),
+            |bio| bio.op = Op::Flush,
+        ];
         let mut out = Vec::new();
-        assert!(bells[0].take());
-        one.collect(1, &mut out);
-        assert_eq!(out[0].status, Status::Invalid);
+        for make_wrong in wrong {
+            let mut bio = bio(0, 0);
+            make_wrong(&mut bio);
+            one.submit(&mut vec![bio], 0);
+            assert!(bells[0].take());
+            one.collect(1, &mut out);
+            assert_eq!(out.pop().map(|bio| bio.status), Some(Status::Invalid));
+        }
+        assert_eq!(queue.account().ios, 0);
     }
 }

@@ -29,8 +29,11 @@ pub(crate) struct Claim {
 pub(crate) fn goals(rows: &[Row]) -> Vec<Goal> {
     let iops = |row: &Row| both(row).map(|ratios| ratios.iops).into_iter().fold(f64::INFINITY, f64::min);
     let cpu = |row: &Row| both(row).map(|ratios| ratios.cpu).into_iter().fold(0.0, f64::max);
-    let of_mean = |row: &Row| row.mq.stdev_us / row.mq.mean_us;
-    let max_of_mean = |row: &Row| row.mq.max_us / row.mq.mean_us;
+    // A queue for each job has one job's bios to hand its tags to; the queue for all has those of four.
+    let of_mean =
+        |row: &Row| [row.mq, row.single].map(|mode| mode.stdev_us / mode.mean_us).into_iter().fold(0.0, f64::max);
+    let max_of_mean =
+        |row: &Row| [row.mq, row.single].map(|mode| mode.max_us / mode.mean_us).into_iter().fold(0.0, f64::max);
     let all = |_: &Row| true;
     let one_job = |row: &Row| row.post.jobs == 1;
     let at = |jobs, depth| move |row: &Row| row.post.jobs == jobs && row.post.depth == depth;
@@ -40,8 +43,8 @@ pub(crate) fn goals(rows: &[Row]) -> Vec<Goal> {
         at_most("CPU per I/O, mq/bio, at 1 x 2048", 0.65, rows, at(1, 2048), cpu),
         at_most("CPU per I/O, mq/bio, at 4 x 2048", 0.5, rows, at(4, 2048), cpu),
         at_most("CPU per I/O, mq/bio, in the rows of one job", 1.0, rows, one_job, cpu),
-        at_most("latency of mq, stdev/mean, at 4 x 1024 and 4 x 2048", 0.1, rows, crowded, of_mean),
-        at_most("latency of mq, max/mean, at 4 x 1024 and 4 x 2048", 2.5, rows, crowded, max_of_mean),
+        at_most("latency of mq and of single, stdev/mean, at 4 x 1024 and 4 x 2048", 0.1, rows, crowded, of_mean),
+        at_most("latency of mq and of single, max/mean, at 4 x 1024 and 4 x 2048", 2.5, rows, crowded, max_of_mean),
     ]
 }
 

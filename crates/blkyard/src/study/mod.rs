@@ -26,13 +26,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::thread;
 
-use blkyard_os::cpu_places;
 use blkyard_sim::DeviceModel;
 use clap::ValueEnum;
 
 use costs::Costs;
 use grid::Length;
 use report::Report;
+
+use crate::floor::cpus;
 
 /// Command-line options of `study`.
 #[derive(Clone, Debug, clap::Args)]
@@ -91,7 +92,7 @@ pub fn run(args: &StudyArgs) -> Result<ExitCode, StudyError> {
     let Study::MqVsBio = args.name;
     let model = DeviceModel::NVME_2013;
     let (windows, length) =
-        if args.quick { (60, Length { ios: 30_000, rounds: 8 }) } else { (400, Length { ios: 200_000, rounds: 25 }) };
+        if args.quick { (100, Length { ios: 30_000, rounds: 8 }) } else { (400, Length { ios: 200_000, rounds: 25 }) };
     let say = |what: String| {
         if !args.json {
             eprintln!("{what}");
@@ -119,11 +120,9 @@ pub fn run(args: &StudyArgs) -> Result<ExitCode, StudyError> {
 
 /// Measures everything on a thread of its own, which stays on one CPU.
 fn measure(model: DeviceModel, windows: usize) -> io::Result<Costs> {
-    let places = cpu_places();
-    let cpu = places.first().map_or(0, |place| place.cpu);
     let measuring = thread::Builder::new().spawn(move || {
         let hand_over_ns = wakes::hand_over_ns(windows)?;
-        wakes::pin_to(cpu);
+        cpus::pin();
         let (sleep, ring) = wakes::sleep_and_ring(windows)?;
         let modes = measure::modes(model, BEYOND, windows);
         Ok(Costs {

@@ -5,7 +5,7 @@ use std::fmt::Write;
 use blkyard_sim::DeviceModel;
 use serde::Serialize;
 
-use super::costs::{BATCHES, CallCost, Costs, ModeCosts};
+use super::costs::{BATCHES, Costs, ModeCosts};
 use super::goals::{Claim, Goal, claims, goals};
 use super::grid::{Length, Ratios, Row, TICK_NS};
 use super::meter::Outcome;
@@ -99,12 +99,11 @@ impl Report {
                 let _ = writeln!(out);
             }
         }
-        let call = |cost: &CallCost| format!("{:.0} (user {:.0})", cost.total_ns(), cost.user_ns);
         let _ = writeln!(
             out,
-            "  sleep and be woken {}, ring a sleeper's bell {}, mail a bio {mail_ns:.0}, lock from another CPU {}\n",
-            call(sleep),
-            call(ring),
+            "  sleep and be woken {:.0}, ring a sleeper's bell {:.0} (both system), mail a bio {mail_ns:.0}, lock from another CPU {}\n",
+            sleep.total_ns(),
+            ring.total_ns(),
             hand_over_ns.map_or("unknown: one CPU".into(), |ns| format!("{ns:.0} more"))
         );
     }

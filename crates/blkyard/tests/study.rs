@@ -1,0 +1,49 @@
+//! The first study as a user runs it: quick, checked, as JSON and as a picture.
+//!
+//! What is virtual time holds everywhere. What is CPU time depends on the machine and on how the program was built, so of that the
+//! test asks only that verdicts and exit code agree.
+
+use std::fs;
+use std::process::Command;
+
+use serde_json::Value;
+
+#[test]
+fn the_first_study_prints_both_tables_and_its_verdicts_decide_the_exit_code() {
+    let folder = tempfile::tempdir().unwrap();
+    let picture = folder.path().join("study.svg");
+    let output = Command::new(env!("CARGO_BIN_EXE_blkyard"))
+        .args(["study", "mq-vs-bio", "--quick", "--check", "--json", "--svg"])
+        .arg(&picture)
+        .output()
+        .unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+
+    let rows = report["rows"].as_array().unwrap();
+    let number = |value: &Value| value.as_f64().unwrap();
+    let points: Vec<_> = rows.iter().map(|row| (number(&row["jobs"]) as u32, number(&row["depth"]) as u32)).collect();
+    let depths = [1, 2, 4, 8, 16, 128, 1024, 2048];
+    assert_eq!(points, [1, 4].into_iter().flat_map(|jobs| depths.map(|depth| (jobs, depth))).collect::<Vec<_>>());
+    for row in rows {
+        for mode in ["bio", "bio_no_tick", "single", "mq"] {
+            for figure in ["iops", "user_ns", "min_us", "mean_us", "max_us", "stdev_us"] {
+                assert!(number(&row[mode][figure]) > 0.0, "{mode}, {figure}: {row}");
+            }
+        }
+    }
+
+    let goals = report["goals"].as_array().unwrap();
+    for goal in goals {
+        let met = goal["met"].as_bool().unwrap();
+        assert!(met || goal["what"].as_str().unwrap().starts_with("CPU"), "missed in virtual time: {goal}");
+    }
+    let all_met = goals.iter().all(|goal| goal["met"] == true);
+    assert_eq!(output.status.code(), Some(i32::from(!all_met)));
+    let picture = fs::read_to_string(picture).unwrap();
+    assert!(picture.starts_with("<svg ") && picture.ends_with("</svg>\n"));
+    assert_eq!(
+        picture.matches("<circle").count(),
+        2 + 3 * 2 * 16,
+        "a claim and a replay for each point of three panels"
+    );
+}
