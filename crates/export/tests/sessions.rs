@@ -36,7 +36,7 @@ fn a_front_end_that_leaves_in_the_middle_has_its_writes_finished_before_memory_g
     let mut bystander = Bystander::new(&world.exports[1]);
     let (front, mut vq) = one_queue(&world.exports[0]);
     for slot in 0..8 {
-        vq.put(slot, kind::OUT, u64::from(slot), Data::Out(&[1; 512]));
+        vq.put(slot, kind::OUT, u64::from(slot) * 2, Data::Out(&[1; 512]));
     }
     vq.publish();
     until("the writes are with the device", || gate.held() == 8);
@@ -46,7 +46,7 @@ fn a_front_end_that_leaves_in_the_middle_has_its_writes_finished_before_memory_g
     std::thread::sleep(Duration::from_millis(20));
     bystander.goes_on();
     assert!(world.exports[0].status().is_connected(), "let go of with writes in flight");
-    assert_eq!(gate.seen().last(), Some(&Seen::Taken(Op::Write, blkyard_mq::BioFlags::empty(), 7)));
+    assert_eq!(gate.seen().last(), Some(&Seen::Taken(Op::Write, blkyard_mq::BioFlags::empty(), 14)));
     gate.set_shut(false);
     until("the front-end is let go", || !world.exports[0].status().is_connected());
     let seen = gate.seen();
@@ -65,7 +65,7 @@ fn stopping_finishes_what_is_in_flight_and_fetches_no_more() {
     let world = World::gated(&gate);
     let (front, mut vq) = one_queue(&world.exports[0]);
     for slot in 0..8 {
-        vq.put(slot, kind::OUT, u64::from(slot), Data::Out(&[1; 512]));
+        vq.put(slot, kind::OUT, u64::from(slot) * 2, Data::Out(&[1; 512]));
     }
     vq.publish();
     until("the writes are with the device", || gate.held() == 8);
