@@ -11,6 +11,7 @@ pub mod floor;
 pub mod inspect;
 pub mod plan;
 pub mod serve;
+pub mod set;
 pub mod spec;
 pub mod study;
 

@@ -5,7 +5,7 @@ use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use blkyard::plan::Word;
-use blkyard::{bench, floor, inspect, serve, study};
+use blkyard::{bench, floor, inspect, serve, set, study};
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Multi-queue disks for virtual machines, hosts and programs, from user space.
@@ -33,6 +33,10 @@ enum Command {
     ///
     /// Queues, requests, latencies, lanes; as text or JSON.
     Inspect(inspect::InspectArgs),
+    /// Change a running daemon: the size of a disk, limits, what an export offers.
+    ///
+    /// A guest whose disk has grown is told.
+    Set(set::SetArgs),
     /// Measure what this machine can do at most: hand-offs, copies, wake-ups, system calls.
     ///
     /// Takes both of two CPUs, 1 GiB of memory, and half a minute.
@@ -59,6 +63,7 @@ fn main() -> ExitCode {
         }
         Command::Bench(args) => report(bench::run(&args)),
         Command::Inspect(args) => report(inspect::run(&args)),
+        Command::Set(args) => report(set::run(&args)),
         Command::Floor(args) => floor::run(args),
         Command::Study(args) => report(study::run(&args)),
     }

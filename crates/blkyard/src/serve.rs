@@ -15,7 +15,7 @@ use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy};
 use blkyard_os::{LaneConfig, LaneThread, RingConfig, Signals, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
-use crate::control::{self, ControlPlace, ControlServer, Daemon, RunningLane, ServedExport};
+use crate::control::{self, ControlPlace, ControlServer, Daemon, RunningLane, ServedDevice, ServedExport};
 use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::lanes::{LANES_MAX, ServedLanes, Share, deal};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words};
@@ -180,13 +180,20 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
             write_back: export.write_back,
         };
         let server = Server::start(export.socket, config)?;
-        served.push(ServedExport { name, device, status: Arc::clone(server.status()), queues });
+        served.push(ServedExport {
+            name,
+            device,
+            status: Arc::clone(server.status()),
+            hand: server.hand().clone(),
+            queues,
+            depth_max: HwQueueConfig::default().depth,
+        });
         servers.push(server);
     }
     let daemon = Arc::new(Daemon {
         started: Instant::now(),
         stats_s: args.stats.unwrap_or(0).into(),
-        devices,
+        devices: devices.into_iter().map(ServedDevice::new).collect(),
         exports: served,
         lanes: running(&lanes, &config),
     });

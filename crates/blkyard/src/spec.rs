@@ -71,6 +71,11 @@ impl Spec {
         Ok(spec)
     }
 
+    /// Options of a thing that is named otherwise.
+    pub fn of_options(name: &str, options: BTreeMap<String, String>) -> Spec {
+        Spec { name: name.into(), scheme: String::new(), body: String::new(), options, known: Vec::new() }
+    }
+
     /// Adds an option that is given apart from the name, as a configuration file does.
     ///
     /// # Errors

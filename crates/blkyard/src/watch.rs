@@ -66,7 +66,7 @@ impl Watch {
     pub fn print(&mut self, daemon: &Daemon) {
         for (watched, export) in self.exports.iter_mut().zip(&daemon.exports) {
             let state = if export.status.is_connected() { "connected" } else { "waiting" };
-            let line = watched.line(&daemon.devices[export.device]);
+            let line = watched.line(&daemon.devices[export.device].device);
             println!("{} {state} {line}", export.name);
         }
     }

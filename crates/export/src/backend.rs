@@ -12,6 +12,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use blkyard_mq::DeviceInfo;
 use blkyard_virtio::{BlkConfig, Features};
 use vhost::vhost_user::GpuBackend;
 use vhost::vhost_user::message::{
@@ -21,8 +22,10 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBackendReqHandlerMut};
 
+use crate::channel::Channel;
 use crate::event::Event;
 use crate::memory::{Announced, Memory, SLOTS_MAX};
+use crate::orders::Changed;
 use crate::remote::QueueRemote;
 use crate::view::{SessionView, VringView};
 
@@ -57,6 +60,25 @@ pub struct BackendConfig {
     pub write_back: bool,
 }
 
+impl BackendConfig {
+    /// The device is this from now on. Its queues are at rest.
+    pub(crate) fn change(&mut self, info: &Arc<DeviceInfo>) -> std::result::Result<(), String> {
+        for (number, queue) in self.queues.iter().enumerate() {
+            let changed = queue.change(info).unwrap_or_else(|gone| Err(gone.to_string()));
+            changed.map_err(|why| format!("queue {number}: {why}"))?;
+        }
+        self.disk.set_info(info);
+        Ok(())
+    }
+
+    /// Bounds the requests in flight of each queue; says what the bound has become.
+    pub(crate) fn set_depth(&mut self, depth: usize) -> std::result::Result<usize, String> {
+        let set = self.queues.iter().map(|queue| queue.set_depth(depth));
+        let depths = set.collect::<std::result::Result<Vec<_>, _>>().map_err(|gone| gone.to_string())?;
+        Ok(depths.into_iter().min().unwrap_or(depth))
+    }
+}
+
 pub(crate) struct Backend {
     config: BackendConfig,
     vrings: Vec<Vring>,
@@ -65,15 +87,15 @@ pub(crate) struct Backend {
     features: Features,
     write_back: Arc<AtomicBool>,
     connection: Arc<UnixStream>,
-    /// Kept open for the front-end, which expects it; nothing is sent on it yet.
-    channel: Option<FrontEndChannel>,
+    /// On which the front-end is told what changes by itself.
+    channel: Option<Channel>,
     /// The lane of one of the queues has ended: no session can go on, or begin.
     lane_gone: bool,
 }
 
 impl Backend {
     pub(crate) fn new(config: BackendConfig, connection: Arc<UnixStream>) -> Backend {
-        let vrings = config.queues.iter().map(|_| Vring::default()).collect();
+        let vrings = (0..config.disk.queues()).map(|_| Vring::default()).collect();
         let write_back = Arc::new(AtomicBool::new(config.write_back));
         Backend {
             vrings,
@@ -92,6 +114,36 @@ impl Backend {
     pub(crate) fn end(mut self) -> (BackendConfig, Result<()>) {
         let _ = self.suspend_all();
         (self.config, if self.lane_gone { Err(Error::BackendInternalError) } else { Ok(()) })
+    }
+
+    pub(crate) fn config_mut(&mut self) -> &mut BackendConfig {
+        &mut self.config
+    }
+
+    /// The front-end is told here of what changes by itself.
+    pub(crate) fn set_channel(&mut self, channel: Channel) {
+        self.channel = Some(channel);
+    }
+
+    /// The device is this from now on: queues finish what they fetched, change and go on where they stood. Of another size the
+    /// front-end is told.
+    pub(crate) fn change(&mut self, info: &Arc<DeviceInfo>) -> std::result::Result<Changed, String> {
+        let resized = info.capacity_sectors != self.config.disk.info().capacity_sectors;
+        let running = self.suspend_all().map_err(|error| error.to_string())?;
+        let changed = self.config.change(info);
+        let again = running.into_iter().try_for_each(|index| self.run_if_ready(index));
+        changed.and(again.map_err(|error| error.to_string()))?;
+        if !resized {
+            return Ok(Changed::Silent);
+        }
+        match self.channel.as_ref().map(Channel::config_changed) {
+            Some(Ok(())) => Ok(Changed::Told),
+            Some(Err(error)) => {
+                tracing::warn!("{}: the front-end cannot be told of the new size: {error}", self.config.name);
+                Ok(Changed::Untold)
+            }
+            None => Ok(Changed::Untold),
+        }
     }
 
     /// What there is to see of the session.
@@ -324,8 +376,8 @@ impl VhostUserBackendReqHandlerMut for Backend {
         Ok(())
     }
 
-    fn set_backend_req_fd(&mut self, channel: FrontEndChannel) {
-        self.channel = Some(channel);
+    fn set_backend_req_fd(&mut self, _channel: FrontEndChannel) {
+        // Ours is a copy that can say what this cannot: see `Backend::set_channel`.
     }
 
     fn set_gpu_socket(&mut self, _gpu_backend: GpuBackend) -> Result<()> {

@@ -6,8 +6,10 @@
 #![forbid(unsafe_code)]
 
 mod backend;
+mod channel;
 mod event;
 mod memory;
+mod orders;
 mod queue;
 mod remote;
 mod server;
@@ -15,6 +17,7 @@ mod socket;
 mod view;
 
 pub use backend::{BackendConfig, QUEUE_SIZE_MAX, QUEUES_MAX, SEG_MAX};
+pub use orders::{Changed, ExportHand};
 pub use queue::VhostQueue;
 pub use remote::{QueuePort, QueueRemote, QueueWatch, queue_pair};
 pub use server::{ExportStatus, Server};

@@ -168,6 +168,16 @@ impl<D> VhostQueue<D> {
                         session.call(cx, &mut self.chime);
                     }
                 }
+                Command::Change(info, answer) => {
+                    let at_rest = self.session.is_none() && self.hw.is_idle();
+                    if at_rest {
+                        self.hw.set_info(0, info);
+                    }
+                    let _ = answer.send(at_rest.then_some(()).ok_or_else(|| "the queue runs".into()));
+                }
+                Command::Depth(depth, answer) => {
+                    let _ = answer.send(self.hw.set_depth(depth));
+                }
                 Command::Look(answer) => {
                     let _ = answer.send(self.view());
                 }
@@ -231,12 +241,9 @@ impl<D> VhostQueue<D> {
             in_flight: session.ring.in_flight(),
             is_broken: session.broken,
         });
-        let bios_max = self.desk.places.len();
         QueueView {
             ring,
-            in_flight: self.hw.in_flight(),
-            bios: bios_max - self.hw.room(),
-            bios_max,
+            hw: self.hw.snapshot(self.now_ns),
             is_suspending: self.is_stopping() && self.session.is_some(),
         }
     }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use blkyard_mq::{HwStats, Wake};
+use blkyard_mq::{DeviceInfo, HwStats, Wake};
 use blkyard_virtio::{GuestMemory, RingLayout};
 
 use crate::QueueView;
@@ -52,6 +52,10 @@ pub(crate) enum Command {
     Flush(Sender<bool>),
     /// Ring this from now on.
     Call(Option<Arc<Event>>),
+    /// The device is this from now on; the queue is at rest.
+    Change(Arc<DeviceInfo>, Sender<Result<(), String>>),
+    /// Have no more requests in flight than this, then say how many that are.
+    Depth(usize, Sender<usize>),
     /// Say what there is to see. Of no consequence to anything else.
     Look(Sender<QueueView>),
     /// Finish what was fetched, then never run again.
@@ -123,16 +127,6 @@ pub fn queue_pair() -> (QueueRemote, QueuePort) {
 }
 
 impl QueueRemote {
-    /// The counters of the hardware queue, once it is on its lane.
-    pub fn stats(&self) -> Option<&Arc<HwStats>> {
-        self.line.shared.stats.get()
-    }
-
-    /// What the guest sent that made no sense, by reason.
-    pub fn refusals(&self) -> Option<&Arc<blkyard_virtio::Refusals>> {
-        self.line.shared.refusals.get()
-    }
-
     /// Ends the queue once it has finished what it fetched.
     pub fn retire(&self) {
         let _ = self.line.send(Command::Retire);
@@ -155,6 +149,20 @@ impl QueueRemote {
     pub(crate) fn flush(&self) -> Result<bool, Gone> {
         let (answer, wait) = channel();
         self.line.send(Command::Flush(answer))?;
+        wait.recv().map_err(|_| Gone)
+    }
+
+    /// Has the queue, which is at rest, serve a device that is this from now on.
+    pub(crate) fn change(&self, info: &Arc<DeviceInfo>) -> Result<Result<(), String>, Gone> {
+        let (answer, wait) = channel();
+        self.line.send(Command::Change(Arc::clone(info), answer))?;
+        wait.recv().map_err(|_| Gone)
+    }
+
+    /// Bounds the requests in flight; says what the bound has become.
+    pub(crate) fn set_depth(&self, depth: usize) -> Result<usize, Gone> {
+        let (answer, wait) = channel();
+        self.line.send(Command::Depth(depth, answer))?;
         wait.recv().map_err(|_| Gone)
     }
 

@@ -3,6 +3,7 @@
 //! The owner of a queue makes a [`QueueView`] when a command asks for one; nothing is kept for it meanwhile. What the export's
 //! thread knows of its session it notes after each message, which is no part of any I/O.
 
+use blkyard_mq::HwSnapshot;
 use blkyard_virtio::Features;
 
 /// A queue at one moment, as its owner sees it.
@@ -10,12 +11,8 @@ use blkyard_virtio::Features;
 pub struct QueueView {
     /// Where its ring stands; none while no front-end runs it.
     pub ring: Option<RingView>,
-    /// Requests that the device has.
-    pub in_flight: usize,
-    /// Bios under way, waiting or in flight.
-    pub bios: usize,
-    /// Bios there may be.
-    pub bios_max: usize,
+    /// The hardware queue.
+    pub hw: HwSnapshot,
     /// It fetches no more, and comes to rest once all it fetched is finished.
     pub is_suspending: bool,
 }

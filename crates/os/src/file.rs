@@ -8,13 +8,14 @@
 //! The lock sits on the very description that carries the I/O, and the kernel keeps that open until the last
 //! operation is over. So nobody else gets the image while any I/O of ours is unfinished, however we end.
 //!
-//! It does not cache, does not grow the file, and does not know image formats: bytes are where they are.
+//! It does not cache, does not grow the file unless it is told to, and does not know image formats: bytes are where they are.
 
 mod error;
 mod lock;
 mod open;
 mod place;
 mod queue;
+mod size;
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;

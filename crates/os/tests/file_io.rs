@@ -61,7 +61,7 @@ fn torn_requests_go_straight_from_and_to_their_pieces() {
 fn memory_that_is_not_aligned_is_copied_and_counted_and_right() {
     for folder in folders() {
         let path = image(&folder, 4 * MIB);
-        let mut bench = Bench::new(FileConfig::new(&path), 64);
+        let mut bench = Bench::unmerged(FileConfig::new(&path), 64);
         let aligned = match bench.device.mode() {
             Mode::Direct { memory_align, .. } => *memory_align == 1,
             Mode::Buffered { .. } => true,
@@ -81,6 +81,27 @@ fn memory_that_is_not_aligned_is_copied_and_counted_and_right() {
         assert!(bench.run(reads.collect()).iter().all(|bio| bio.status.is_ok()));
         assert!(bench.bytes(1, data.len()) == data);
         assert_eq!(bench.device.counters().bounced(), if aligned { 0 } else { 200 });
+    }
+}
+
+#[test]
+fn bios_in_a_row_share_requests_and_each_has_its_data() {
+    for folder in folders() {
+        let path = image(&folder, 4 * MIB);
+        let mut bench = Bench::new(FileConfig::new(&path), 4);
+        let data = pattern(64 * 4096, 7);
+        bench.fill(0, &data);
+        // Memory out of order, so that nothing is one piece by chance; more than are in flight at one time.
+        let place = |i: u64| (i ^ 1) * 4096;
+        let row = |op| (0..64).map(|i| bio(op, i * 8, &[(place(i), 4096)])).collect();
+        assert!(bench.run(row(Op::Write)).iter().all(|bio| bio.status.is_ok()));
+        let file = fs::read(&path).unwrap();
+        assert!((0..64).all(|i| file[i * 4096..][..4096] == data[(i ^ 1) * 4096..][..4096]));
+        bench.fill(0, &vec![0; MIB as usize]);
+        assert!(bench.run(row(Op::Read)).iter().all(|bio| bio.status.is_ok()));
+        assert!(bench.bytes(0, data.len()) == data);
+        let merged: u64 = bench.queue.stats().snapshot().merged.iter().sum();
+        assert!(merged > 64, "{merged} of 128 bios shared a request");
     }
 }
 

@@ -251,7 +251,7 @@ struct FailsInFlight {
 
 impl Station<Ring> for FailsInFlight {
     fn crank(&mut self, ring: &mut Ring, now_ns: u64) -> Crank {
-        (0..16).for_each(|i| self.queue.submit(bio(Op::Read, i * 8, &[(i * 8192, 2048), (i * 8192 + 4096, 2048)])));
+        (0..16).for_each(|i| self.queue.submit(bio(Op::Read, i * 16, &[(i * 8192, 2048), (i * 8192 + 4096, 2048)])));
         self.queue.issue(ring, now_ns);
         ring.submit();
         self.queue.submit(bio(Op::Read, 0, &[(0, 2048), (4096, 2048)]));

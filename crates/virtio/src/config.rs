@@ -1,7 +1,7 @@
 //! What a virtio-blk device says of itself: feature bits and configuration space. [5.2.3, 5.2.4]
 //!
-//! Owned by the control path of one exported disk. Everything but the cache mode is fixed when the disk is opened.
-//! What was negotiated is not known here.
+//! Owned by the control path of one exported disk. The driver can write the cache mode and nothing else; we may change the
+//! size under it, and tell it. What was negotiated is not known here.
 
 use blkyard_mq::{DeviceInfo, SECTOR_SHIFT};
 
@@ -80,6 +80,21 @@ impl BlkConfig {
     /// guest's reset does this, too. [5.2.5.2]
     pub fn set_wce(&mut self, wce: bool) {
         self.wce = wce && self.info.volatile_cache;
+    }
+
+    /// The device behind it is this from now on. The cache mode stays as the driver chose it.
+    pub fn set_info(&mut self, info: &DeviceInfo) {
+        self.info = info.clone();
+        self.wce &= info.volatile_cache;
+    }
+
+    /// Serves the disk with so many queues from now on: not under a driver that was told of another number.
+    ///
+    /// # Panics
+    /// Without queues.
+    pub fn set_queues(&mut self, queues: u16) {
+        assert!(queues > 0, "a disk has at least one queue");
+        self.queues = queues;
     }
 
     /// Queues the disk is served with.
@@ -198,6 +213,18 @@ mod tests {
         let read_only = BlkConfig::new(&DeviceInfo { read_only: true, ..info() }, 1, 1, true);
         assert!(read_only.features().contains(Features::RO));
         assert!(!read_only.features().intersects(Features::DISCARD | Features::WRITE_ZEROES));
+    }
+
+    #[test]
+    fn another_size_changes_the_capacity_and_nothing_else() {
+        let mut config = BlkConfig::new(&info(), 4, 126, true);
+        assert!(config.write(32, &[0]));
+        let before = config.read(0, 60).unwrap();
+        config.set_info(&DeviceInfo { capacity_sectors: 7, ..info() });
+        assert_eq!(config.read(0, 8).unwrap(), 7_u64.to_le_bytes());
+        assert_eq!(config.read(8, 52).unwrap(), before[8..], "the cache mode among the rest");
+        config.set_queues(1);
+        assert_eq!((config.read(34, 2).unwrap(), config.features().contains(Features::MQ)), (vec![0, 0], false));
     }
 
     #[test]

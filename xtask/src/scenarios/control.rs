@@ -11,6 +11,7 @@ use serde_json::Value;
 use super::{CLIENT_LIMIT, Ground, MIB, Place, Scenario};
 use crate::process::{self, Ended};
 use crate::server::{Device, Export, Server};
+use crate::vm::Vm;
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
@@ -26,6 +27,34 @@ pub const SCENARIOS: &[Scenario] = &[
         place: Place::Host,
         ours: true,
         tell: socket,
+    },
+    Scenario {
+        name: "control-size",
+        sentence: "set grows a disk and its file, finds a file that others have grown, and shrinks none that is attached",
+        place: Place::Host,
+        ours: true,
+        tell: size,
+    },
+    Scenario {
+        name: "control-limits",
+        sentence: "set bounds requests in flight and their length under load, and what an export offers",
+        place: Place::Host,
+        ours: true,
+        tell: limits,
+    },
+    Scenario {
+        name: "control-refusals",
+        sentence: "what cannot be set is refused with its name, the reason and what helps, and changes nothing",
+        place: Place::Host,
+        ours: true,
+        tell: refusals,
+    },
+    Scenario {
+        name: "control-guest-grows",
+        sentence: "a guest that does I/O sees its disk grow, uses what was added, and loses nothing",
+        place: Place::Guest,
+        ours: true,
+        tell: guest_grows,
     },
 ];
 
@@ -79,7 +108,7 @@ fn inspect(ground: &Ground) -> Result<()> {
     let slow = ground.export(Device::Spec("null:64M?latency_us=300000".into()), "slow.sock", 1);
     let server = serve(ground, &[file.clone(), slow.clone()])?;
     ground.qemu_io(&file.socket, &["write 0 64k".into(), "read 0 4k".into(), "flush".into()])?;
-    let bench = ground.start_qemu_bench(&slow.socket, &["-c", "100000", "-d", "16", "-s", "4k"])?;
+    let bench = ground.start_qemu_bench(&slow.socket, &["-c", "100000", "-d", "16", "-s", "4k", "-S", "64k"])?;
     let seen = tree_when(ground, "16 requests in flight and the first client gone", |tree| {
         tree.pointer("/exports/1/queues/0/now/in_flight").and_then(Value::as_u64) == Some(16)
             && tree["exports"][0]["session"].is_null()
@@ -96,6 +125,14 @@ fn inspect(ground: &Ground) -> Result<()> {
     ] {
         ensure!(seen.pointer(pointer) == Some(&want), "{pointer} should be {want}:\n{seen:#}");
     }
+    let requests = seen.pointer("/exports/1/queues/0/now/requests").and_then(Value::as_array).context("no requests")?;
+    let whole = |request: &Value| {
+        request["op"] == "read"
+            && request["state"] == "in flight"
+            && request["sectors"] == 8
+            && request["age_ns"].as_u64().is_some_and(|age_ns| age_ns < CLIENT_LIMIT.as_nanos() as u64)
+    };
+    ensure!(requests.len() == 16 && requests.iter().all(whole), "16 reads of 4 KiB are in flight:\n{requests:#?}");
     let session = &seen["exports"][1]["session"];
     ensure!(session["memory_bytes"].as_u64() > Some(0), "the session shares no memory: {session}");
     ensure!(session["features"].as_array().is_some_and(|all| all.contains(&"VERSION_1".into())), "features: {session}");
@@ -110,9 +147,20 @@ fn inspect(ground: &Ground) -> Result<()> {
     while !text.contains("16 in flight") && begin.elapsed() < CLIENT_LIMIT {
         text = succeed(ground, &["inspect"])?;
     }
-    for word in
-        ["blkyard", "device 0", "disk.img", "8 MiB", "slow.sock", "16 in flight", "at rest", "write  ", "lane 0"]
-    {
+    for word in [
+        "blkyard",
+        "device 0",
+        "disk.img",
+        "8 MiB",
+        "slow.sock",
+        "16 in flight",
+        "at rest",
+        "write  ",
+        "lane 0",
+        "tags 16 of 128",
+        "tag 0",
+        "+8, in flight for",
+    ] {
         ensure!(text.contains(word), "the text should say '{word}':\n{text}");
     }
     let part = succeed(ground, &["inspect", "export:slow.sock"])?;
@@ -181,5 +229,164 @@ fn socket(ground: &Ground) -> Result<()> {
     let fourth = serve("e.sock", &[])?;
     ensure!(sockets()?.len() == 1, "sockets of the dead are left: {:?}", sockets()?);
     fourth.stop()?;
+    Ok(())
+}
+
+/// What `set` says to a change that it must refuse: one of each group of words.
+fn refused(ground: &Ground, words: &[&str], explained: &[&str]) -> Result<()> {
+    let ended = ask(ground, words)?;
+    ensure!(!ended.status.success(), "blkyard {words:?} should have been refused: {}", ended.said());
+    for word in explained {
+        ensure!(ended.stderr.contains(word), "blkyard {words:?} should say '{word}', and says: {}", ended.stderr);
+    }
+    Ok(())
+}
+
+fn size(ground: &Ground) -> Result<()> {
+    let image = ground.image("disk.img", 8 * MIB)?;
+    let file = ground.export(Device::File(image.path.clone()), "disk.sock", 2);
+    let null = ground.export(Device::Null(64), "null.sock", 1);
+    let server = serve(ground, &[file.clone(), null.clone()])?;
+    let served = |device: usize| -> Result<u64> {
+        tree(ground)?["devices"][device]["size_bytes"].as_u64().context("a device without a size")
+    };
+    let length = || Ok::<_, anyhow::Error>(image.path.metadata()?.len());
+
+    let said = succeed(ground, &["set", "device:disk.img", "size=16M"])?;
+    ensure!(said.contains("16 MiB") && said.contains("was grown") && said.contains("no front-end"), "set says: {said}");
+    ensure!((served(0)?, length()?) == (16 * MIB, 16 * MIB), "{} served of {}", served(0)?, length()?);
+    ground.qemu_io(&file.socket, &["write -P 0x61 15M 1M".into()])?;
+    image.check_pattern(15 * MIB, MIB, 0x61)?;
+
+    // Somebody else makes it longer: nothing happens before we are told.
+    std::fs::File::options().write(true).open(&image.path)?.set_len(24 * MIB)?;
+    ensure!(served(0)? == 16 * MIB, "the size changed by itself");
+    succeed(ground, &["set", "device:0", "size=probe"])?;
+    ensure!(served(0)? == 24 * MIB, "{} are served after the probe", served(0)?);
+
+    let client = ground.start_silent_client(&file.socket, &image)?;
+    refused(ground, &["set", "device:0", "size=20M"], &["device:0", "from 24 MiB to 20 MiB", "force=on"])?;
+    let said = succeed(ground, &["set", "device:0", "size=20M", "force=on"])?;
+    ensure!(said.contains("the file keeps its 24 MiB"), "set says: {said}");
+    ensure!((served(0)?, length()?) == (20 * MIB, 24 * MIB), "{} served of {}", served(0)?, length()?);
+    succeed(ground, &["set", "device:0", "size=32M"])?;
+    drop(client);
+    tree_when(ground, "the client's end", |tree| tree["exports"][0]["session"].is_null())?;
+    ground.qemu_io(&file.socket, &["read -P 0x61 15M 1M".into(), "write -P 0x62 31M 1M".into()])?;
+    image.check_pattern(31 * MIB, MIB, 0x62)?;
+
+    succeed(ground, &["set", "device:1", "size=1T"])?;
+    ground.qemu_io(&null.socket, &["write 1023G 4k".into()])?;
+    server.stop()?;
+    Ok(())
+}
+
+fn limits(ground: &Ground) -> Result<()> {
+    let export = ground.export(Device::Spec("null:64M?latency_us=20000".into()), "slow.sock", 2);
+    let server = serve(ground, std::slice::from_ref(&export))?;
+    let bench = ground.start_qemu_bench(&export.socket, &["-c", "10000000", "-d", "16", "-s", "4k", "-S", "64k"])?;
+    let in_flight = |wanted: u64| {
+        tree_when(ground, &format!("{wanted} requests in flight"), move |tree| {
+            tree.pointer("/exports/0/queues/0/now/in_flight").and_then(Value::as_u64) == Some(wanted)
+        })
+    };
+    in_flight(16)?;
+    let said = succeed(ground, &["set", "device:0", "depth=4"])?;
+    ensure!(said.contains("at most 4 requests in flight"), "set says: {said}");
+    in_flight(4)?;
+    succeed(ground, &["set", "export:slow.sock", "depth=128"])?;
+    in_flight(16)?;
+
+    // 4 KiB are four requests of two sectors.
+    succeed(ground, &["set", "device:0", "sectors_max=2"])?;
+    in_flight(64)?;
+    let limit = tree(ground)?["devices"][0]["limits"]["sectors_max"].as_u64();
+    ensure!(limit == Some(2), "the limit is shown as {limit:?}");
+
+    let said = succeed(ground, &["set", "export:0", "queues=1"])?;
+    ensure!(said.contains("keeps what it has"), "set says: {said}");
+    ensure!(tree(ground)?["exports"][0]["offered"] == 1, "it does not offer one queue");
+    drop(bench);
+    tree_when(ground, "the client's end", |tree| tree["exports"][0]["session"].is_null())?;
+    ground.qemu_io(&export.socket, &["read 0 64k".into()])?;
+
+    let lines =
+        |server: &Server| Ok::<_, anyhow::Error>(server.said()?.lines().filter(|line| line.contains("IOPS")).count());
+    ensure!(lines(&server)? == 0, "it prints statistics that nobody asked for");
+    succeed(ground, &["set", "daemon", "stats=1"])?;
+    let begin = Instant::now();
+    while lines(&server)? < 2 {
+        ensure!(begin.elapsed() < CLIENT_LIMIT, "it prints no statistics:\n{}", server.said()?);
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    server.stop()?;
+    Ok(())
+}
+
+fn refusals(ground: &Ground) -> Result<()> {
+    let image = ground.image("disk.img", 8 * MIB)?;
+    let locked = ground.image("locked.img", 8 * MIB)?;
+    let exports = [
+        ground.export(Device::File(image.path.clone()), "disk.sock", 2),
+        ground.export(Device::Ram(16), "ram.sock", 1),
+        ground.export(Device::ReadOnly(locked.path.clone()), "locked.sock", 1),
+    ];
+    let server = serve(ground, &exports)?;
+    let before = tree(ground)?;
+    for (words, explained) in [
+        (&["device:0", "size=lots"][..], &["device:0", "size=lots", "2G"][..]),
+        (&["device:0", "size=1000"], &["device:0", "1000 bytes", "blocks of 512"]),
+        (&["device:1", "size=32M"], &["device:1", "taken at start", "larger"]),
+        (&["device:2", "size=16M"], &["device:2", "reading only", "size=probe"]),
+        (&["device:0", "force=on"], &["device:0", "force=on", "which size"]),
+        (&["device:0", "colour=red"], &["device:0", "unknown key 'colour'", "sectors_max"]),
+        (&["device:0", "size=16M", "depth=0"], &["device:0", "depth=0", "from 1 to"]),
+        (&["device:0", "size=16M", "sectors_max=999999999"], &["device:0", "sectors_max=999999999", "from 1 to"]),
+        (&["device:0", "size=16M", "size=24M"], &["device:0", "twice"]),
+        (&["device:img", "depth=8"], &["device:img", "any of 0", "by its number"]),
+        (&["device:9", "depth=8"], &["device:9", "none of that name", "inspect"]),
+        (&["floor:0", "depth=8"], &["floor:0", "device:0"]),
+        (&["export:0", "queues=3"], &["export:0", "queues=3", "from 1 to 2"]),
+        (&["lane:0", "spin_us=3"], &["lane:0", "set daemon"]),
+        (&["daemon", "stats=never"], &["daemon", "stats=never"]),
+    ] {
+        refused(ground, &[&["set"], words].concat(), explained)?;
+    }
+    let after = tree(ground)?;
+    ensure!(after["devices"] == before["devices"], "something has changed all the same:\n{after:#}");
+    ensure!(image.path.metadata()?.len() == 8 * MIB, "the image was grown");
+    server.stop()?;
+    refused(ground, &["set", "device:0", "size=16M"], &["control.sock", "see that the daemon runs"])
+}
+
+fn guest_grows(ground: &Ground) -> Result<()> {
+    let image = ground.image("disk.img", 16 * MIB)?;
+    let export = ground.export(Device::File(image.path.clone()), "disk.sock", 2);
+    let server = serve(ground, std::slice::from_ref(&export))?;
+    let task = "modprobe virtio_blk
+        size() { cat /sys/block/vda/size; }
+        ( rounds=0
+          while [ ! -e /tmp/enough ]; do
+              tr '\\0' '\\121' </dev/zero | dd of=/dev/vda bs=64k count=16 iflag=fullblock oflag=direct conv=notrunc 2>/dev/null || echo failed
+              rounds=$((rounds + 1))
+          done
+          echo $rounds >/tmp/rounds ) &
+        size
+        while [ $(size) = 32768 ]; do sleep 1; done
+        size
+        echo 'the end' | dd of=/dev/vda bs=512 seek=65535 conv=sync,fsync 2>/dev/null || echo failed
+        touch /tmp/enough
+        wait
+        test $(cat /tmp/rounds) -gt 0 && echo done";
+    let mut machine = Vm::new(ground.guest, 2).disk(&export.socket, 2).start(task)?;
+    machine.wait_for_output(|output| output.contains('\n'))?;
+    let said = succeed(ground, &["set", "device:0", "size=32M"])?;
+    ensure!(said.contains("its front-end was told"), "set says: {said}");
+    let output = machine.wait()?.success()?;
+    let lines: Vec<_> = output.lines().collect();
+    ensure!(lines == ["32768", "65536", "done"], "the guest says: {lines:?}");
+    ensure!(image.read(65_535 * 512, 8)? == b"the end\n", "what the guest wrote at the end is not in the image");
+    image.check_pattern(0, MIB, 0x51)?;
+    server.stop()?;
     Ok(())
 }

@@ -15,13 +15,13 @@ use std::sync::Arc;
 use blkyard_export::BoundSocket;
 
 pub use client::{AskError, ask};
-pub use daemon::{Daemon, RunningLane, ServedExport};
+pub use daemon::{Daemon, RunningLane, ServedDevice, ServedExport};
 pub use place::ControlPlace;
 pub use server::ControlServer;
 pub use target::{Kind, Target};
 pub use wire::Wish;
 
-use crate::inspect;
+use crate::{inspect, set};
 
 /// Answers for a daemon at a socket, from now on.
 ///
@@ -30,5 +30,6 @@ use crate::inspect;
 pub fn serve(socket: BoundSocket, daemon: Arc<Daemon>) -> std::io::Result<ControlServer> {
     ControlServer::start(socket, move |wish| match wish {
         Wish::Inspect => serde_json::to_value(inspect::collect(&daemon)).map_err(|error| error.to_string()),
+        Wish::Set { what, values } => set::apply(&daemon, &what, values).map(Into::into),
     })
 }

@@ -29,6 +29,13 @@ pub const ANSWER_BYTES_MAX: usize = 256 << 20;
 pub enum Wish {
     /// The whole tree, as [`Tree`](crate::inspect::Tree).
     Inspect,
+    /// Change values of a part.
+    Set {
+        /// Which one: see [`Target`](super::Target).
+        what: String,
+        /// What it is to be.
+        values: BTreeMap<String, String>,
+    },
 }
 
 #[derive(Deserialize)]
@@ -99,9 +106,17 @@ mod tests {
 
     #[test]
     fn requests_and_answers_come_back_as_they_went() {
-        let line = request_line(&Wish::Inspect);
-        assert_eq!(line, "{\"blkyard\":1,\"do\":\"inspect\"}\n");
-        assert_eq!(parse_request(line.as_bytes()), Ok(Wish::Inspect));
+        let values = BTreeMap::from([("size".to_owned(), "2G".to_owned())]);
+        for (wish, text) in [
+            (Wish::Inspect, "{\"blkyard\":1,\"do\":\"inspect\"}\n"),
+            (
+                Wish::Set { what: "device:0".into(), values },
+                "{\"blkyard\":1,\"do\":\"set\",\"what\":\"device:0\",\"values\":{\"size\":\"2G\"}}\n",
+            ),
+        ] {
+            assert_eq!(request_line(&wish), text);
+            assert_eq!(parse_request(text.as_bytes()), Ok(wish));
+        }
         for outcome in [Ok(serde_json::json!({"a": [1, 2]})), Err("why\nnot".to_owned())] {
             let line = answer_line(&outcome);
             assert_eq!(line.matches('\n').count(), 1, "{line}");

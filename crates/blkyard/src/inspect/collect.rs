@@ -7,14 +7,17 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use blkyard_export::{QueueView, QueueWatch};
-use blkyard_mq::{OpClass, OpSnapshot, QueueLimits, StatsSnapshot};
+use blkyard_mq::{
+    NamespaceSnapshot, Op, OpClass, OpSnapshot, QueueLimits, RequestSnapshot, RequestState, StatsSnapshot,
+};
 use blkyard_os::FixedBuffers;
 
 use super::tree::{
-    DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, SessionNode, Tree,
+    DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SessionNode,
+    TagsNode, Tree,
 };
 use crate::Device;
-use crate::control::{Daemon, RunningLane, ServedExport};
+use crate::control::{Daemon, RunningLane, ServedDevice, ServedExport};
 use crate::spec::show_size;
 
 /// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is woken.
@@ -51,8 +54,8 @@ pub fn collect(daemon: &Daemon) -> Tree {
     }
 }
 
-fn device_node(number: usize, device: &Device) -> DeviceNode {
-    let info = device.info();
+fn device_node(number: usize, served: &ServedDevice) -> DeviceNode {
+    let (device, info) = (&served.device, served.info());
     let mut counters = BTreeMap::new();
     if let Device::File(file) = device {
         let counted = file.counters();
@@ -72,6 +75,7 @@ fn device_node(number: usize, device: &Device) -> DeviceNode {
         size_bytes: info.capacity_sectors << blkyard_mq::SECTOR_SHIFT,
         read_only: info.read_only,
         volatile_cache: info.volatile_cache,
+        fua: info.fua,
         limits: limits(&info.limits),
         counters,
     }
@@ -84,11 +88,16 @@ fn limits(limits: &QueueLimits) -> BTreeMap<String, u64> {
         ("sectors_max", limits.sectors_max),
         ("segments_max", u32::from(limits.segments_max)),
         ("segment_bytes_max", limits.segment_bytes_max),
+        ("segment_boundary_mask", limits.segment_boundary_mask),
         ("chunk_sectors", limits.chunk_sectors),
         ("virt_boundary_mask", limits.virt_boundary_mask),
         ("dma_alignment_mask", limits.dma_alignment_mask),
+        ("write_granularity_bytes", limits.write_granularity_bytes),
+        ("atomic_sectors_max", limits.atomic_sectors_max),
         ("discard_sectors_max", limits.discard_sectors_max),
         ("discard_granularity_bytes", limits.discard_granularity_bytes),
+        ("discard_alignment_bytes", limits.discard_alignment_bytes),
+        ("discard_segments_max", u32::from(limits.discard_segments_max)),
         ("write_zeroes_sectors_max", limits.write_zeroes_sectors_max),
     ];
     all.map(|(name, limit)| (name.to_owned(), u64::from(limit))).into()
@@ -106,6 +115,7 @@ fn export_node(number: usize, export: &ServedExport, queues: Vec<QueueNode>) -> 
         name: export.name.clone(),
         device: export.device,
         sessions: export.status.sessions(),
+        offered: export.status.offered(),
         session,
         queues,
     }
@@ -121,11 +131,25 @@ fn queue_node(number: usize, queue: &QueueWatch, lane: usize, view: Option<&Queu
         now: view.map(queue_now),
         ops: ops.into(),
         batches: stats.dispatched,
-        refused: stats.refused,
-        slow: stats.slow,
-        slow_now: stats.slow_now,
+        counters: counters(&stats),
         refusals: refusals.filter(|(_, n)| *n > 0).map(|(reason, n)| (reason.to_owned(), n)).collect(),
     }
+}
+
+fn counters(stats: &StatsSnapshot) -> BTreeMap<String, u64> {
+    let [back, front, discards] = stats.merged;
+    let all = [
+        ("refused", stats.refused),
+        ("slow", stats.slow),
+        ("slow_now", stats.slow_now),
+        ("merged_back", back),
+        ("merged_front", front),
+        ("merged_discards", discards),
+        ("requeued", stats.requeued),
+        ("timed_out", stats.timed_out),
+        ("flushes", stats.flushes),
+    ];
+    all.map(|(name, count)| (name.to_owned(), count)).into()
 }
 
 fn op_name(class: OpClass) -> &'static str {
@@ -144,13 +168,55 @@ fn queue_now(view: &QueueView) -> QueueNow {
         Some(_) if view.is_suspending => "suspending",
         Some(_) => "running",
     };
+    let hw = &view.hw;
+    let sum = |of: fn(&NamespaceSnapshot) -> usize| hw.namespaces.iter().map(of).sum();
     QueueNow {
         state: state.into(),
         ring_size: view.ring.map_or(0, |ring| ring.size),
         chains: view.ring.map_or(0, |ring| ring.in_flight),
-        in_flight: view.in_flight,
-        bios: view.bios,
-        bios_max: view.bios_max,
+        bios: hw.bios,
+        bios_max: hw.bios_max,
+        waiting: sum(|namespace| namespace.waiting),
+        dispatch: hw.dispatch,
+        in_flight: hw.in_flight,
+        tags: TagsNode {
+            depth: hw.depth,
+            limit: hw.depth_limit,
+            reserved: hw.reserved,
+            in_use: hw.tags_in_use,
+            active_users: sum(|namespace| namespace.active.into()),
+        },
+        dispatch_busy: hw.dispatch_busy,
+        frozen: hw.frozen,
+        quiesced: hw.quiesced,
+        flush_pending: sum(|namespace| namespace.flush.pending),
+        flush_running: sum(|namespace| namespace.flush.running),
+        requests: hw.requests.iter().map(request_node).collect(),
+    }
+}
+
+fn request_node(request: &RequestSnapshot) -> RequestNode {
+    let op = match request.op {
+        Op::Read => "read",
+        Op::Write => "write",
+        Op::Flush => "flush",
+        Op::Discard => "discard",
+        Op::WriteZeroes => "write-zeroes",
+    };
+    let state = match request.state {
+        RequestState::Idle => "waiting",
+        RequestState::InFlight => "in flight",
+        RequestState::Complete => "complete",
+    };
+    RequestNode {
+        tag: request.tag,
+        op: op.into(),
+        flags: request.flags.iter_names().map(|(name, _)| name.to_owned()).collect(),
+        sector: request.sector,
+        sectors: request.sectors,
+        state: state.into(),
+        age_ns: request.age_ns,
+        timed_out: request.timed_out,
     }
 }
 

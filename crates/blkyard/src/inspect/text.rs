@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::tree::{DeviceNode, ExportNode, LaneNode, OpNode, QueueNode, Tree};
+use super::tree::{DeviceNode, ExportNode, LaneNode, OpNode, QueueNode, QueueNow, RequestNode, Tree};
 use crate::spec::show_size;
 
 /// The tree, with the daemon itself or without.
@@ -26,7 +26,11 @@ fn line(out: &mut String, depth: usize, text: &str) {
 fn device(out: &mut String, node: &DeviceNode) {
     line(out, 0, &format!("device {}: {}", node.number, node.name));
     let access = if node.read_only { "read-only" } else { "writable" };
-    let cache = if node.volatile_cache { "write-back" } else { "write-through" };
+    let cache = match (node.volatile_cache, node.fua) {
+        (false, _) => "write-through",
+        (true, false) => "write-back",
+        (true, true) => "write-back with FUA",
+    };
     line(out, 1, &format!("{}, {access}, {cache}; {}", show_size(node.size_bytes), node.reached));
     let limits = node.limits.iter().map(|(name, limit)| format!("{name} {limit}")).collect::<Vec<_>>();
     line(out, 1, &format!("limits: {}", limits.join(", ")));
@@ -47,31 +51,75 @@ fn export(out: &mut String, node: &ExportNode) {
             line(out, 1, &format!("features: {}", session.features.join(" ")));
         }
     }
+    if usize::from(node.offered) != node.queues.len() {
+        line(out, 1, &format!("offers {} of {} queues to the next front-end", node.offered, node.queues.len()));
+    }
     node.queues.iter().for_each(|node| queue(out, node));
 }
 
 fn queue(out: &mut String, node: &QueueNode) {
     let now = match &node.now {
         None => "its lane does not answer".into(),
-        Some(now) => format!(
-            "{}, ring of {}, {} in flight, {} of {} bios",
-            now.state, now.ring_size, now.in_flight, now.bios, now.bios_max
-        ),
+        Some(now) => format!("{}, ring of {}", now.state, now.ring_size),
     };
     line(out, 1, &format!("queue {} on lane {}: {now}", node.number, node.lane));
+    node.now.iter().for_each(|node| now_of(out, node));
     node.ops.iter().filter(|(_, node)| node.ios > 0).for_each(|(name, node)| op(out, name, node));
     if node.batches.iter().any(|n| *n > 0) {
         let names = ["0", "1", "2", "4", "8", "16", "32+"];
         let batches: Vec<_> = names.iter().zip(node.batches).map(|(name, n)| format!("{name}: {n}")).collect();
         line(out, 2, &format!("batches  {}", batches.join("  ")));
     }
-    let counted = [("refused", node.refused), ("slow", node.slow), ("slow now", node.slow_now)];
-    let refusals = node.refusals.iter().map(|(reason, n)| (reason.as_str(), *n));
-    let counted: Vec<_> =
-        counted.into_iter().chain(refusals).filter(|(_, n)| *n > 0).map(|(name, n)| format!("{name}: {n}")).collect();
+    let counted = node.counters.iter().chain(&node.refusals).filter(|(_, n)| **n > 0);
+    let counted: Vec<_> = counted.map(|(name, n)| format!("{name}: {n}")).collect();
     if !counted.is_empty() {
         line(out, 2, &counted.join(", "));
     }
+}
+
+/// What the owner of a queue sees.
+fn now_of(out: &mut String, node: &QueueNow) {
+    let tags = &node.tags;
+    let mut text = format!("tags {} of {}", tags.in_use, tags.limit);
+    if tags.limit < tags.depth {
+        let _ = write!(text, " (made for {})", tags.depth);
+    }
+    if tags.reserved > 0 {
+        let _ = write!(text, ", {} reserved", tags.reserved);
+    }
+    let _ = write!(
+        text,
+        "; {} in flight, {} dispatched, {} of {} bios",
+        node.in_flight, node.dispatch, node.bios, node.bios_max
+    );
+    for (name, n) in [
+        ("waiting", node.waiting),
+        ("for the next flush", node.flush_pending),
+        ("on the flush in flight", node.flush_running),
+        ("times frozen", node.frozen as usize),
+        ("times quiesced", node.quiesced as usize),
+    ] {
+        if n > 0 {
+            let _ = write!(text, ", {n} {name}");
+        }
+    }
+    line(out, 2, &text);
+    node.requests.iter().for_each(|node| request(out, node));
+}
+
+fn request(out: &mut String, node: &RequestNode) {
+    let mut text = format!("tag {:<4} {} {} +{}", node.tag, node.op, node.sector, node.sectors);
+    for flag in &node.flags {
+        let _ = write!(text, " {flag}");
+    }
+    let _ = write!(text, ", {}", node.state);
+    if let Some(age_ns) = node.age_ns {
+        let _ = write!(text, " for {}", show_time(age_ns));
+    }
+    if node.timed_out {
+        text.push_str(", its time is up");
+    }
+    line(out, 3, &text);
 }
 
 fn op(out: &mut String, name: &str, node: &OpNode) {

@@ -48,6 +48,8 @@ pub struct DeviceNode {
     pub read_only: bool,
     /// Completed writes may be lost until they are flushed.
     pub volatile_cache: bool,
+    /// It makes single writes durable by itself when they say so.
+    pub fua: bool,
     /// What one request may look like, by the names of the queue's limits.
     pub limits: BTreeMap<String, u64>,
     /// What happened beside I/O going well; for files.
@@ -66,6 +68,8 @@ pub struct ExportNode {
     pub device: usize,
     /// Front-ends so far.
     pub sessions: u64,
+    /// Queues that the next one is offered.
+    pub offered: u16,
     /// The one that is connected.
     pub session: Option<SessionNode>,
     /// Its queues.
@@ -98,12 +102,8 @@ pub struct QueueNode {
     pub ops: BTreeMap<String, OpNode>,
     /// Calls to the driver, by how many requests it took: 0, 1, 2, 4, 8, 16, 32 and more.
     pub batches: [u64; 7],
-    /// Bios given back without reaching the device.
-    pub refused: u64,
-    /// Requests that were, or are, slow.
-    pub slow: u64,
-    /// Of these, still with the device.
-    pub slow_now: u64,
+    /// What else was counted: bios refused or merged; requests slow, slow now, requeued or timed out; flushes issued.
+    pub counters: BTreeMap<String, u64>,
     /// What the guest sent that made no sense, by reason.
     pub refusals: BTreeMap<String, u64>,
 }
@@ -117,12 +117,66 @@ pub struct QueueNow {
     pub ring_size: u16,
     /// Chains fetched and not given back.
     pub chains: u16,
-    /// Requests that the device has.
-    pub in_flight: usize,
     /// Bios in the queue.
     pub bios: usize,
     /// Bios there may be.
     pub bios_max: usize,
+    /// Of these, how many wait to become requests.
+    pub waiting: usize,
+    /// Requests that wait for the driver.
+    pub dispatch: usize,
+    /// Requests that the device has.
+    pub in_flight: usize,
+    /// The places in flight.
+    pub tags: TagsNode,
+    /// How often of late the driver left something over: zero for never, 9 to 16 for always.
+    pub dispatch_busy: u32,
+    /// How often bios are kept out of it.
+    pub frozen: u32,
+    /// How often requests are kept from the driver.
+    pub quiesced: u32,
+    /// Bios that wait for the next flush.
+    pub flush_pending: usize,
+    /// Bios that ride on the flush in flight.
+    pub flush_running: usize,
+    /// Requests that have a tag, by tag.
+    pub requests: Vec<RequestNode>,
+}
+
+/// The tags of a queue.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TagsNode {
+    /// There are.
+    pub depth: usize,
+    /// May be out at one time: see `set depth=`.
+    pub limit: usize,
+    /// Are reserved.
+    pub reserved: usize,
+    /// Are out.
+    pub in_use: usize,
+    /// Devices that share them and have I/O.
+    pub active_users: usize,
+}
+
+/// A request.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RequestNode {
+    /// Its tag.
+    pub tag: usize,
+    /// Read, write, flush, discard, write-zeroes.
+    pub op: String,
+    /// How.
+    pub flags: Vec<String>,
+    /// First sector, of 512 bytes.
+    pub sector: u64,
+    /// How many.
+    pub sectors: u32,
+    /// `waiting` for the driver, `in flight`, or `complete`.
+    pub state: String,
+    /// Since the driver took it; none while it waits.
+    pub age_ns: Option<u64>,
+    /// Its time is up, and the driver is at it.
+    pub timed_out: bool,
 }
 
 /// What was counted of one kind of operation.

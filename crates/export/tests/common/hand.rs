@@ -26,7 +26,7 @@ impl Hand {
         let config = HwQueueConfig::default();
         let hw = HwQueue::new(device.queue(config.depth), Arc::new(disk_info()), config);
         let queue = VhostQueue::new(hw, SerialId::new("by hand").unwrap(), port);
-        let refusals = Arc::clone(remote.refusals().unwrap());
+        let refusals = Arc::clone(remote.watch().refusals().unwrap());
         let socket = SocketConfig { path: folder.path().join("disk.sock"), mode: None, group: None };
         let disk = BlkConfig::new(&disk_info(), 1, SEG_MAX, true);
         let config = BackendConfig { name: "disk".into(), disk, queues: vec![remote], write_back: true };

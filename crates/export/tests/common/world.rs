@@ -5,7 +5,8 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 
 use blkyard_export::{
-    BackendConfig, BoundSocket, ExportStatus, QueueRemote, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair,
+    BackendConfig, BoundSocket, ExportStatus, QueueRemote, QueueWatch, SEG_MAX, Server, SocketConfig, VhostQueue,
+    queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, HwStats};
 use blkyard_os::{LaneConfig, LaneError, Lanes};
@@ -22,8 +23,7 @@ pub struct Served {
     pub path: PathBuf,
     server: Option<Server>,
     status: Arc<ExportStatus>,
-    stats: Vec<Arc<HwStats>>,
-    refusals: Vec<Arc<Refusals>>,
+    watches: Vec<QueueWatch>,
 }
 
 impl Served {
@@ -37,17 +37,26 @@ impl Served {
 
     /// What a queue has counted of I/O.
     pub fn stats(&self, queue: usize) -> &HwStats {
-        &self.stats[queue]
+        self.watches[queue].stats().unwrap()
+    }
+
+    /// A hand on a queue that only looks.
+    pub fn watch(&self, queue: usize) -> &QueueWatch {
+        &self.watches[queue]
+    }
+
+    fn refusals(&self, queue: usize) -> &Refusals {
+        self.watches[queue].refusals().unwrap()
     }
 
     /// How often a queue has refused something, by the words for the reason.
     pub fn refused(&self, queue: usize, reason: &str) -> u64 {
-        let count = self.refusals[queue].iter().find(|(name, _)| name.contains(reason));
+        let count = self.refusals(queue).iter().find(|(name, _)| name.contains(reason));
         count.unwrap_or_else(|| panic!("no reason is called {reason}")).1
     }
 
     pub fn refused_in_all(&self, queue: usize) -> u64 {
-        self.refusals[queue].total()
+        self.refusals(queue).total()
     }
 }
 
@@ -85,12 +94,11 @@ impl World {
             let path = folder.path().join(format!("{number}.sock"));
             let socket = SocketConfig { path: path.clone(), mode: None, group: None };
             let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
-            let stats = hands.iter().map(|remote| Arc::clone(remote.stats().unwrap())).collect();
-            let refusals = hands.iter().map(|remote| Arc::clone(remote.refusals().unwrap())).collect();
+            let watches = hands.iter().map(QueueRemote::watch).collect();
             let name = format!("export {number}");
             let config = BackendConfig { name, disk, queues: hands, write_back: true };
             let server = Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
-            Served { path, status: Arc::clone(server.status()), server: Some(server), stats, refusals }
+            Served { path, status: Arc::clone(server.status()), server: Some(server), watches }
         };
         let exports = made.into_iter().enumerate().map(serve).collect();
         World { exports, lanes: dealt, folder }

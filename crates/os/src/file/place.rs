@@ -235,7 +235,9 @@ impl Place {
                 if self.step == Step::Sync || self.durable && self.step != Step::Read {
                     shared.sync_failed.store(true, Relaxed);
                 }
-                Next::Over(Status::from_errno(errno))
+                // Nobody told the kernel not to wait: what it would not do for so long has failed.
+                let status = Status::from_errno(errno);
+                Next::Over(if status == Status::Again { Status::Io } else { status })
             }
         }
     }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blkyard_mq::{
-    Bio, BioFlags, BlockDevice, Driver, HwQueue, HwQueueConfig, Op, Region, RegionTable, Segment, Status,
+    Bio, BioFlags, BlockDevice, Driver, HwQueue, HwQueueConfig, Merging, Op, Region, RegionTable, Segment, Status,
 };
 use blkyard_os::{FileConfig, FileDevice, FileQueue, Ring, RingConfig, now_ns};
 
@@ -45,10 +45,19 @@ impl Bench {
         Bench::with_ring(config, depth, RingConfig::default())
     }
 
+    /// As [`Bench::new`], with a request for each bio.
+    pub fn unmerged(config: FileConfig, depth: usize) -> Bench {
+        Bench::made(config, depth, RingConfig::default(), Merging::Off)
+    }
+
     pub fn with_ring(config: FileConfig, depth: usize, ring: RingConfig) -> Bench {
+        Bench::made(config, depth, ring, Merging::default())
+    }
+
+    fn made(config: FileConfig, depth: usize, ring: RingConfig, merging: Merging) -> Bench {
         let device = open(config);
         let mut ring = Ring::new(ring).unwrap();
-        let queue_config = HwQueueConfig { depth, bios_max: 256, ..HwQueueConfig::default() };
+        let queue_config = HwQueueConfig { depth, bios_max: 256, merging, ..HwQueueConfig::default() };
         let mut queue = HwQueue::new(device.queue(depth), Arc::new(device.info().clone()), queue_config);
         let region = Region::anonymous(8 << 20).unwrap();
         queue.set_memory(&mut ring, Arc::new(RegionTable::new(vec![Arc::clone(&region)])));

@@ -1,0 +1,236 @@
+//! Does what `set` asks of a daemon that runs: sizes, limits, queues, habits.
+//!
+//! Runs on the thread of the control socket. Everything is checked before anything is changed. What a queue must come to rest for is done
+//! by the thread of its export; here it is waited for, for a bounded time.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use blkyard_export::Changed;
+use blkyard_mq::{DeviceInfo, SECTOR_SHIFT};
+
+use super::size::{Backing, Resize};
+use crate::Device;
+use crate::control::{Daemon, Kind, ServedDevice, ServedExport, Target};
+use crate::spec::{Spec, SpecError, show_size};
+
+/// How long exports have to change. What is in flight is finished first, so it takes as long as the slowest request.
+const CHANGE_TIME: Duration = Duration::from_secs(20);
+
+/// Sets `values` of the part that is called `what`. Says what was done, in sentences.
+///
+/// # Errors
+/// Names the part, what stands against it, and what helps. Nothing has changed then, unless the error says so.
+pub fn apply(daemon: &Daemon, what: &str, values: BTreeMap<String, String>) -> Result<Vec<String>, String> {
+    let target: Target = what.parse().map_err(|error: SpecError| error.to_string())?;
+    if values.is_empty() {
+        return Err(SpecError::new(target, "nothing is to be set", "write what, as key=value").to_string());
+    }
+    let keys = Spec::of_options(&target.to_string(), values);
+    let done = match target.kind {
+        Kind::Daemon => set_daemon(daemon, keys).map_err(Problem::from),
+        Kind::Device => the_one(&target, daemon.devices.iter().map(|device| device.device.info().name.as_str()))
+            .map_err(Problem::from)
+            .and_then(|number| set_device(daemon, number, keys)),
+        Kind::Export => the_one(&target, daemon.exports.iter().map(|export| export.name.as_str()))
+            .map_err(Problem::from)
+            .and_then(|number| set_export(daemon, number, keys)),
+        Kind::Lane => {
+            Err(SpecError::new(target, "a lane by itself has nothing to set", "see blkyard set daemon").into())
+        }
+    };
+    done.map_err(|Problem(text)| text)
+}
+
+/// What stands against a change, in words.
+struct Problem(String);
+
+impl From<SpecError> for Problem {
+    fn from(error: SpecError) -> Problem {
+        Problem(error.to_string())
+    }
+}
+
+/// The number of the one part that is meant.
+fn the_one<'a>(target: &Target, names: impl Iterator<Item = &'a str>) -> Result<usize, SpecError> {
+    let meant: Vec<_> = names.enumerate().filter(|(number, name)| target.means(*number, name)).collect();
+    match meant[..] {
+        [(number, _)] => Ok(number),
+        [] => Err(SpecError::new(target, "the daemon has none of that name", "blkyard inspect shows what there is")),
+        _ => {
+            let all: Vec<_> = meant.iter().map(|(number, name)| format!("{number} ({name})")).collect();
+            Err(SpecError::new(target, format!("that may be any of {}", all.join(", ")), "name one by its number"))
+        }
+    }
+}
+
+fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, SpecError> {
+    let stats = keys.take_number("stats", 0, 86_400)?;
+    keys.finish()?;
+    let mut done = Vec::new();
+    if let Some(seconds) = stats {
+        daemon.stats_s.store(seconds, Relaxed);
+        done.push(match seconds {
+            0 => "daemon: it prints no statistics any more".into(),
+            _ => format!("daemon: it prints statistics every {seconds} s"),
+        });
+    }
+    Ok(done)
+}
+
+fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<String>, Problem> {
+    let served = &daemon.devices[number];
+    let (name, made) = (keys.name.clone(), served.device.info());
+    let exports: Vec<_> = daemon.exports.iter().filter(|export| export.device == number).collect();
+    let block_sectors = made.limits.logical_block_bytes >> SECTOR_SHIFT;
+    let depth_max = exports.iter().map(|export| export.depth_max).min().unwrap_or(1);
+
+    let size = keys.take("size");
+    let force = keys.take_switch("force")?.unwrap_or(false);
+    let sectors_max = keys.take_number("sectors_max", u64::from(block_sectors), u64::from(made.limits.sectors_max))?;
+    let depth = keys.take_number("depth", 1, depth_max as u64)?;
+    keys.finish()?;
+    if force && size.is_none() {
+        return Err(SpecError::new(name, "force=on goes with size", "say which size").into());
+    }
+
+    let mut info = (*served.info()).clone();
+    let mut done = Vec::new();
+    if let Some(sectors_max) = sectors_max {
+        info.limits.sectors_max = sectors_max as u32;
+        info.limits.check().map_err(|error| SpecError::new(&name, error, "choose a multiple of the block"))?;
+        done.push(format!("{name}: requests have at most {sectors_max} sectors"));
+    }
+    if let Some(wish) = size {
+        let in_use = exports.iter().any(|export| export.status.is_connected());
+        done.push(resize(served, &name, &mut info, &wish, in_use, force)?);
+    }
+    let mut problems = Vec::new();
+    if !done.is_empty() {
+        let info = Arc::new(info);
+        served.set_info(Arc::clone(&info));
+        change(&exports, &info, &mut done, &mut problems);
+    }
+    if let Some(depth) = depth {
+        bound(&exports, depth as usize, &mut done, &mut problems);
+    }
+    if problems.is_empty() { Ok(done) } else { Err(Problem([done, problems].concat().join("\n"))) }
+}
+
+/// Decides about another size, grows the file if it takes that, and notes the size in `info`.
+fn resize(
+    served: &ServedDevice,
+    name: &str,
+    info: &mut DeviceInfo,
+    wish: &str,
+    in_use: bool,
+    force: bool,
+) -> Result<String, SpecError> {
+    let made = served.device.info();
+    let now_bytes = info.capacity_sectors << SECTOR_SHIFT;
+    let backing = match &served.device {
+        Device::Null(_) => Backing::Nothing,
+        Device::Ram(_) | Device::Chaos(_) => Backing::Memory(made.capacity_sectors << SECTOR_SHIFT),
+        Device::File(file) => {
+            let unknown =
+                |error| SpecError::new(name, format!("its length is not known: {error}"), "see that it is still there");
+            let fixed = if file.is_block_device() {
+                Some(("is a block device", "grow that by its own means, and then set size=probe"))
+            } else if made.read_only {
+                Some(("is open for reading only", "grow it from outside, and then set size=probe"))
+            } else {
+                None
+            };
+            Backing::File { bytes: file.length_bytes().map_err(unknown)?, fixed }
+        }
+    };
+    let resize =
+        Resize { object: name, now_bytes, block_bytes: made.limits.logical_block_bytes, backing, in_use, force };
+    let decision = resize.decide(wish)?;
+    if decision.grows_file
+        && let Device::File(file) = &served.device
+    {
+        file.grow(decision.bytes).map_err(|error| {
+            let cause = format!("the file cannot be grown to {}: {error}", show_size(decision.bytes));
+            SpecError::new(name, cause, "see what the file system allows; nothing has changed")
+        })?;
+    }
+    info.capacity_sectors = decision.bytes >> SECTOR_SHIFT;
+    let file = match backing {
+        _ if decision.grows_file => "; the file was grown".into(),
+        Backing::File { bytes, .. } if bytes > decision.bytes => format!("; the file keeps its {}", show_size(bytes)),
+        _ => String::new(),
+    };
+    Ok(format!("{name}: {}, and was {}{file}", show_size(decision.bytes), show_size(now_bytes)))
+}
+
+/// Has all these exports serve the device as it is now.
+fn change(exports: &[&ServedExport], info: &Arc<DeviceInfo>, done: &mut Vec<String>, problems: &mut Vec<String>) {
+    let asked: Vec<_> = exports.iter().map(|export| export.hand.change(Arc::clone(info))).collect();
+    for (export, answer) in wait_for_all(exports, asked) {
+        match answer {
+            Ok(Changed::Unseen) => done.push(format!("{export}: no front-end is connected; the next finds it so")),
+            Ok(Changed::Silent) => done.push(format!("{export}: in force")),
+            Ok(Changed::Told) => done.push(format!("{export}: its front-end was told")),
+            Ok(Changed::Untold) => done.push(format!(
+                "{export}: its front-end gave no way to be told; it finds the size when it looks or connects again"
+            )),
+            Err(why) => problems.push(format!("{export}: {why}")),
+        }
+    }
+}
+
+/// Bounds the requests in flight of each queue of these exports.
+fn bound(exports: &[&ServedExport], depth: usize, done: &mut Vec<String>, problems: &mut Vec<String>) {
+    let asked: Vec<_> = exports.iter().map(|export| export.hand.set_depth(depth)).collect();
+    for (export, answer) in wait_for_all(exports, asked) {
+        match answer {
+            Ok(depth) => done.push(format!("{export}: each queue has at most {depth} requests in flight")),
+            Err(why) => problems.push(format!("{export}: {why}")),
+        }
+    }
+}
+
+/// The answers of exports that were all asked at once, with their names.
+fn wait_for_all<T>(
+    exports: &[&ServedExport],
+    asked: Vec<Receiver<Result<T, String>>>,
+) -> Vec<(String, Result<T, String>)> {
+    let until = Instant::now() + CHANGE_TIME;
+    let wait = |asked: Receiver<Result<T, String>>| match asked
+        .recv_timeout(until.saturating_duration_since(Instant::now()))
+    {
+        Ok(answer) => answer.map_err(|why| format!("{why}; see the messages of the daemon")),
+        Err(RecvTimeoutError::Disconnected) => Err("it has ended; see the messages of the daemon".into()),
+        Err(RecvTimeoutError::Timeout) => Err(format!(
+            "not within {CHANGE_TIME:?}: a request in flight does not end, or its front-end has stopped in the middle of a \
+             message; it is done as soon as that is over"
+        )),
+    };
+    exports.iter().map(ToString::to_string).zip(asked.into_iter().map(wait)).collect()
+}
+
+fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<String>, Problem> {
+    let export = &daemon.exports[number];
+    let queues = keys.take_number("queues", 1, export.queues.len() as u64)?;
+    let depth = keys.take_number("depth", 1, export.depth_max as u64)?;
+    keys.finish()?;
+    let (mut done, mut problems) = (Vec::new(), Vec::new());
+    if let Some(queues) = queues {
+        for (export, answer) in wait_for_all(&[export], vec![export.hand.offer(queues as u16)]) {
+            let from = |when| format!("{export}: it offers {queues} queues{when}");
+            match answer {
+                Ok(Changed::Unseen) => done.push(from("")),
+                Ok(_) => done.push(from(" from the next front-end on; the one that is connected keeps what it has")),
+                Err(why) => problems.push(format!("{export}: {why}")),
+            }
+        }
+    }
+    if let Some(depth) = depth {
+        bound(&[export], depth as usize, &mut done, &mut problems);
+    }
+    if problems.is_empty() { Ok(done) } else { Err(Problem([done, problems].concat().join("\n"))) }
+}

@@ -1,0 +1,66 @@
+//! The command `set`: changes what may change of a daemon while it runs.
+
+mod apply;
+mod size;
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use crate::control::{AskError, Wish, ask};
+pub use apply::apply;
+
+/// What `set` may be told.
+#[derive(Debug, clap::Args)]
+pub struct SetArgs {
+    /// The daemon's control socket. Default: that of the only daemon there is.
+    #[arg(long, value_name = "PATH")]
+    pub control: Option<PathBuf>,
+    /// What is to change: device:0 or export:0 by its number, its name or the end of its name; or daemon.
+    #[arg(value_name = "PART")]
+    pub part: String,
+    /// What it is to be.
+    ///
+    /// Of a device: size=2G (a file that is shorter is grown; a longer one keeps its length), size=probe (the file was grown
+    /// from outside), force=on (shrink it although it is attached), sectors_max=N (longest request), depth=N (requests in flight
+    /// of each queue). Of an export: queues=N (from the next front-end on), depth=N. Of the daemon: stats=SECONDS (0 for none).
+    #[arg(value_name = "KEY=VALUE", required = true, value_parser = pair)]
+    pub values: Vec<(String, String)>,
+}
+
+fn pair(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or("write it as key=value")?;
+    Ok((key.into(), value.into()))
+}
+
+/// Why nothing was changed.
+#[derive(Debug, thiserror::Error)]
+pub enum SetError {
+    /// No daemon, or it said no.
+    #[error(transparent)]
+    Ask(#[from] AskError),
+    /// A key stands there twice.
+    #[error("{part}: {key} is given twice; keep one of them")]
+    Twice {
+        /// What was to change.
+        part: String,
+        /// The key.
+        key: String,
+    },
+}
+
+/// Asks a daemon to change, and prints what it did.
+///
+/// # Errors
+/// See [`SetError`].
+pub fn run(args: &SetArgs) -> Result<ExitCode, SetError> {
+    let mut values = BTreeMap::new();
+    for (key, value) in &args.values {
+        if values.insert(key.clone(), value.clone()).is_some() {
+            return Err(SetError::Twice { part: args.part.clone(), key: key.clone() });
+        }
+    }
+    let done = ask(args.control.as_deref(), &Wish::Set { what: args.part.clone(), values })?;
+    done.as_array().into_iter().flatten().filter_map(|line| line.as_str()).for_each(|line| println!("{line}"));
+    Ok(ExitCode::SUCCESS)
+}

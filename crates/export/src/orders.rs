@@ -1,0 +1,95 @@
+//! What an export may be told while it serves, from outside its socket: another size, other limits, another number of queues.
+//!
+//! The export's own thread does it, between two messages of its front-end or while it waits for one. So nothing changes
+//! under a message, and a front-end that stops in the middle of one delays what its own disk is told.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+
+use blkyard_mq::DeviceInfo;
+use rustix::event::{EventfdFlags, eventfd};
+
+/// What came of a change.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Changed {
+    /// No front-end is connected; the next finds it so.
+    Unseen,
+    /// The front-end need not know.
+    Silent,
+    /// The front-end was told.
+    Told,
+    /// The front-end cannot be told, and finds it so when it looks.
+    Untold,
+}
+
+pub(crate) enum Order {
+    /// The device is this from now on.
+    Change(Arc<DeviceInfo>, Sender<Result<Changed, String>>),
+    /// Each queue has no more than so many requests in flight; the answer is what that came to.
+    Depth(usize, Sender<Result<usize, String>>),
+    /// Offer so many queues from the next front-end on.
+    Offer(u16, Sender<Result<Changed, String>>),
+}
+
+/// A hand on an export from outside. Cloned at will; keeps nothing alive.
+#[derive(Clone)]
+pub struct ExportHand {
+    orders: Sender<Order>,
+    bell: Arc<OwnedFd>,
+}
+
+/// The export's end.
+pub(crate) struct Orders {
+    orders: Receiver<Order>,
+    bell: Arc<OwnedFd>,
+}
+
+/// Makes the two ends.
+pub(crate) fn orders() -> io::Result<(ExportHand, Orders)> {
+    let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+    let (sender, receiver) = channel();
+    Ok((ExportHand { orders: sender, bell: Arc::clone(&bell) }, Orders { orders: receiver, bell }))
+}
+
+impl ExportHand {
+    /// Asks that the device be this from now on: of another size, of other limits. Queues finish what they fetched, change and go on;
+    /// a front-end that can be told hears of another size. The channel ends without an answer if the export has ended.
+    pub fn change(&self, info: Arc<DeviceInfo>) -> Receiver<Result<Changed, String>> {
+        self.give(|answer| Order::Change(info, answer))
+    }
+
+    /// Asks that each queue have no more than so many requests in flight. What the limit has become is the answer: at most what
+    /// the queues were made for.
+    pub fn set_depth(&self, depth: usize) -> Receiver<Result<usize, String>> {
+        self.give(|answer| Order::Depth(depth, answer))
+    }
+
+    /// Asks that so many queues be offered from the next front-end on: at least one, at most as many as were made.
+    pub fn offer(&self, queues: u16) -> Receiver<Result<Changed, String>> {
+        self.give(|answer| Order::Offer(queues, answer))
+    }
+
+    fn give<T>(&self, order: impl FnOnce(Sender<T>) -> Order) -> Receiver<T> {
+        let (answer, wait) = channel();
+        // Without its thread the order is dropped, and the channel for the answer with it.
+        let _ = self.orders.send(order(answer));
+        let _ = rustix::io::write(&*self.bell, &1_u64.to_ne_bytes());
+        wait
+    }
+}
+
+impl Orders {
+    /// Readable while there is an order.
+    pub(crate) fn bell(&self) -> &OwnedFd {
+        &self.bell
+    }
+
+    /// The next order, if there is one.
+    pub(crate) fn next(&self) -> Option<Order> {
+        // Before we look: an order that comes later rings again.
+        let _ = rustix::io::read(&*self.bell, &mut [0; 8]);
+        self.orders.try_recv().ok()
+    }
+}
