@@ -97,7 +97,36 @@ impl ServedLanes {
         }
         let count = count as usize;
         let places = deal(&self.shares, count)?;
-        Ok(self.lanes.deal(count, |queue| places[queue])?)
+        self.lanes.deal(count, |queue| places[queue]).map_err(|error| match error {
+            // Those who read it know queues by their export.
+            LaneError::Restless { name, station, limit } => {
+                let object = self.name_of(station as usize);
+                let cause = format!(
+                    "it did not come to rest within {limit:?} and stays on {name}, since its device has a request that \
+                     does not end"
+                );
+                let cure = "queues that have moved stay where they are now; set the same lanes again when it has ended";
+                SpecError::new(object, cause, cure).into()
+            }
+            error => error.into(),
+        })
+    }
+
+    /// What people call a queue, given its place among all.
+    fn name_of(&self, queue: usize) -> String {
+        let mut number = queue;
+        for share in &self.shares {
+            if number < share.queues {
+                return format!("{}, queue {number}", share.name);
+            }
+            number -= share.queues;
+        }
+        format!("queue {queue}")
+    }
+
+    /// How a lane is made.
+    pub fn config(&self, lane: usize) -> LaneConfig {
+        self.lanes.config(lane)
     }
 
     /// The lanes, by their number.
@@ -176,6 +205,15 @@ mod tests {
             assert_eq!((lanes.threads().len(), lanes.places()), (count as usize, &places[..]));
             assert_eq!(moves.count, before.iter().zip(&places).filter(|(was, is)| was != is).count());
         }
+        drop(remotes);
+        lanes.join().unwrap();
+    }
+
+    #[test]
+    fn a_queue_is_called_by_its_export_and_its_number_there() {
+        let (lanes, remotes) = served(1, vec![share(2, None), share(3, None)]);
+        let names: Vec<_> = (0..5).map(|queue| lanes.name_of(queue)).collect();
+        assert_eq!(names, ["of 2, queue 0", "of 2, queue 1", "of 3, queue 0", "of 3, queue 1", "of 3, queue 2"]);
         drop(remotes);
         lanes.join().unwrap();
     }

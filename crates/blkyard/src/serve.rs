@@ -5,7 +5,7 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkyard_export::{
@@ -15,7 +15,7 @@ use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy};
 use blkyard_os::{LaneConfig, LaneThread, RingConfig, Signals, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
-use crate::control::{self, ControlPlace, ControlServer, Daemon, RunningLane, ServedDevice, ServedExport};
+use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, ServedExport};
 use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::lanes::{LANES_MAX, ServedLanes, Share, deal};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words};
@@ -158,8 +158,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         }
         devices.push(device);
     }
-    let config = lane_configs(args);
-    let mut lanes = ServedLanes::start(count, shares, config.clone())?;
+    let mut lanes = ServedLanes::start(count, shares, lane_configs(args))?;
     for (lane, make) in places.into_iter().zip(makes) {
         lanes.admit(lane, make)?;
     }
@@ -169,8 +168,8 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     let mut watch = Watch::default();
     let mut servers = Vec::new();
     let mut served = Vec::new();
-    for (export, lane_of) in exports {
-        let queues: Vec<_> = export.remotes.iter().map(QueueRemote::watch).zip(lane_of).collect();
+    for (export, _) in exports {
+        let queues: Vec<_> = export.remotes.iter().map(QueueRemote::watch).collect();
         watch.add(&queues);
         let (name, device) = (export.name.clone(), export.device);
         let config = BackendConfig {
@@ -195,10 +194,9 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         stats_s: args.stats.unwrap_or(0).into(),
         devices: devices.into_iter().map(ServedDevice::new).collect(),
         exports: served,
-        lanes: running(&lanes, &config),
+        lanes: Mutex::new(lanes),
     });
-    // Answered to the very end: what is in flight while the daemon stops is worth a look, too.
-    let _control = control.map(|socket| introduce_control(socket, &daemon)).transpose()?;
+    let control = control.map(|socket| introduce_control(socket, &daemon)).transpose()?;
     println!("ready");
     let _ = std::io::stdout().flush();
 
@@ -206,11 +204,16 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     let mut seconds = 0;
     while signals.wait(Some(Duration::from_secs(1))).is_none() {
         seconds += 1;
-        watch.tell_buffers(lanes.threads());
         if daemon.stats_every().is_some_and(|every| seconds % every == 0) {
             watch.print(&daemon);
         }
-        if servers.iter().any(Server::is_finished) || lanes.threads().iter().any(LaneThread::is_finished) {
+        let mut ended = servers.iter().any(Server::is_finished);
+        // While their number changes they are looked at by who changes it.
+        if let Some(lanes) = daemon.lanes_at_rest() {
+            watch.tell_buffers(lanes.threads());
+            ended |= lanes.threads().iter().any(LaneThread::is_finished);
+        }
+        if ended {
             broken = Some("a lane ended by itself; see the messages above, and report this");
             break;
         }
@@ -218,7 +221,10 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     tracing::info!("stopping: finishing what is in flight");
     servers.iter().for_each(Server::ask_to_stop);
     servers.into_iter().for_each(Server::join);
-    lanes.join()?;
+    // Answered until here: what is in flight while the daemon stops is worth a look, too. From now on nothing is.
+    drop(control);
+    let daemon = Arc::into_inner(daemon).unwrap_or_else(|| unreachable!("the control socket's thread has ended"));
+    daemon.lanes.into_inner().unwrap_or_else(PoisonError::into_inner).join()?;
     broken.map_or(Ok(()), |why| Err(ServeError::Broken(why.into())))
 }
 
@@ -308,7 +314,7 @@ fn bind(device: &Device, device_index: usize, want: Wanted, makes: &mut Vec<Make
 }
 
 /// How each lane is made.
-fn lane_configs(args: &ServeArgs) -> impl Fn(usize) -> LaneConfig + Clone + Send + Sync + 'static {
+fn lane_configs(args: &ServeArgs) -> impl Fn(usize) -> LaneConfig + Send + Sync + 'static {
     let cpus = args.cpus.clone();
     let policy = args.spin_us.map_or_else(IdlePolicy::default, |us| IdlePolicy { spin_ns: us * 1000 });
     move |lane| LaneConfig {
@@ -317,16 +323,6 @@ fn lane_configs(args: &ServeArgs) -> impl Fn(usize) -> LaneConfig + Clone + Send
         policy,
         ring: RingConfig::default(),
     }
-}
-
-/// What others may see of the lanes.
-fn running(lanes: &ServedLanes, config: impl Fn(usize) -> LaneConfig) -> Vec<RunningLane> {
-    let see = |(number, thread): (usize, &LaneThread<_>)| {
-        let LaneConfig { cpus, policy, .. } = config(number);
-        let (name, ring) = (thread.name().to_owned(), Arc::clone(thread.ring()));
-        RunningLane { number, thread: name, cpus, spin_us: policy.spin_ns / 1000, ring }
-    };
-    lanes.threads().iter().enumerate().map(see).collect()
 }
 
 /// The disk of someone who named none.

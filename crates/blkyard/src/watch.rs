@@ -30,10 +30,10 @@ struct Watched {
 
 impl Watch {
     /// Watches the daemon's next export, whose queues are on their lanes.
-    pub fn add(&mut self, queues: &[(QueueWatch, usize)]) {
+    pub fn add(&mut self, queues: &[QueueWatch]) {
         self.exports.push(Watched {
-            stats: queues.iter().filter_map(|(queue, _)| queue.stats()).cloned().collect(),
-            refusals: queues.iter().filter_map(|(queue, _)| queue.refusals()).cloned().collect(),
+            stats: queues.iter().filter_map(QueueWatch::stats).cloned().collect(),
+            refusals: queues.iter().filter_map(QueueWatch::refusals).cloned().collect(),
             before: StatsSnapshot::default(),
             at: Instant::now(),
         });

@@ -141,6 +141,11 @@ impl<S> Lanes<S> {
         &self.places
     }
 
+    /// How a lane is made, whether it runs or not.
+    pub fn config(&self, lane: usize) -> LaneConfig {
+        (self.config)(lane)
+    }
+
     /// How long a station may take to come to rest when it is to move.
     pub fn set_rest_max(&mut self, rest_max: Duration) {
         self.rest_max = rest_max;

@@ -2,10 +2,12 @@
 //!
 //! `inspect` and `set` are run as a user runs them; their JSON is looked at as a user's program would.
 
+use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::Value;
 
 use super::{CLIENT_LIMIT, Ground, MIB, Place, Scenario};
@@ -41,6 +43,13 @@ pub const SCENARIOS: &[Scenario] = &[
         place: Place::Host,
         ours: true,
         tell: limits,
+    },
+    Scenario {
+        name: "control-lanes",
+        sentence: "set changes the number of lanes under load: queues move and go on, and every byte is where it belongs",
+        place: Place::Host,
+        ours: true,
+        tell: lanes,
     },
     Scenario {
         name: "control-refusals",
@@ -323,6 +332,89 @@ fn limits(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
+fn lanes(ground: &Ground) -> Result<()> {
+    const BYTE: u8 = 0x71;
+    let (filled, checked) = (ground.image("filled.img", 4 * MIB)?, ground.image("checked.img", 4 * MIB)?);
+    let exports = [
+        ground.export(Device::Ram(16), "idle.sock", 1),
+        ground.export(Device::File(filled.path.clone()), "filled.sock", 1),
+        ground.export(Device::File(checked.path.clone()), "checked.sock", 1),
+    ];
+    let mut command = ground.program.serve(&exports)?;
+    command.args(["--lanes", "2", "--control"]).arg(ground.path("control.sock"));
+    let sockets: Vec<_> = exports.iter().map(|export| export.socket.clone()).collect();
+    let server = Server::start_command(&command, &sockets, &ground.log)?;
+
+    let pattern = format!("--pattern={BYTE}");
+    let options = ["-w", &pattern, "-c", "100000000", "-d", "16", "-s", "4k"];
+    let mut bench = ground.start_qemu_bench(&exports[1].socket, &options)?;
+    let enough = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let checking = scope.spawn(|| check_until(ground, &exports[2].socket, &enough));
+        let told = (|| {
+            all_write_on(ground)?;
+            // Each queue begins one lane after that of the export before.
+            for (lanes, places) in [(1, [0, 0, 0]), (3, [0, 1, 2]), (2, [0, 1, 0])] {
+                let said = succeed(ground, &["set", "daemon", &format!("lanes={lanes}")])?;
+                ensure!(said.contains(&format!("lanes: {lanes}, and was")), "set says: {said}");
+                check_places(&tree(ground)?, lanes, &places)?;
+                all_write_on(ground)?;
+            }
+            ensure!(bench.poll()?.is_none(), "the client has ended: {}{}", bench.stdout()?, bench.stderr()?);
+            Ok(())
+        })();
+        enough.store(true, Relaxed);
+        let checked = checking.join().map_err(|_| anyhow!("the checking thread panicked"))?;
+        told.and(checked)
+    })?;
+    let after = tree(ground)?;
+    ensure!(sum(&after, "/ops/write/errors") + sum(&after, "/ops/read/errors") == 0, "requests failed:\n{after:#}");
+    drop(bench);
+    tree_when(ground, "the client's end", |tree| tree["exports"][1]["session"].is_null())?;
+    // The client begins anew before the last block.
+    filled.check_pattern(0, 4 * MIB - 4096, BYTE)?;
+    server.stop()?;
+    Ok(())
+}
+
+/// Writes and reads back at a socket until it is enough: each time other bytes, each time as another front-end.
+fn check_until(ground: &Ground, socket: &Path, enough: &AtomicBool) -> Result<()> {
+    for round in 0_u32.. {
+        if enough.load(Relaxed) {
+            break;
+        }
+        let place = |n: u32| format!("-P {} {}k 64k", (round + n) % 255 + 1, n * 64);
+        let writes = (0..64).map(|n| format!("write {}", place(n)));
+        let reads = (0..64).map(|n| format!("read {}", place(n)));
+        ground.qemu_io(socket, &writes.chain(reads).collect::<Vec<_>>())?;
+    }
+    Ok(())
+}
+
+/// Waits until each export but the first has completed more writes.
+fn all_write_on(ground: &Ground) -> Result<()> {
+    let writes =
+        |tree: &Value| [1, 2].map(|export| tree["exports"][export]["queues"][0]["ops"]["write"]["ios"].as_u64());
+    let before = writes(&tree(ground)?);
+    tree_when(ground, "more writes", |tree| writes(tree).iter().zip(&before).all(|(now, before)| now > before))?;
+    Ok(())
+}
+
+/// Checks that so many lanes run, and that the first queue of each export is shown on its lane, from both sides.
+fn check_places(tree: &Value, lanes: usize, places: &[usize]) -> Result<()> {
+    let running = tree["lanes"].as_array().context("no lanes")?;
+    ensure!(running.len() == lanes, "{} lanes are shown, not {lanes}:\n{tree:#}", running.len());
+    for (export, &place) in places.iter().enumerate() {
+        let of_queue = &tree["exports"][export]["queues"][0]["lane"];
+        let of_lane = running[place]["queues"].as_array().context("a lane without queues")?;
+        ensure!(
+            *of_queue == place && of_lane.contains(&serde_json::json!([export, 0])),
+            "the queue of export {export} should be on lane {place} of {lanes}:\n{tree:#}"
+        );
+    }
+    Ok(())
+}
+
 fn refusals(ground: &Ground) -> Result<()> {
     let image = ground.image("disk.img", 8 * MIB)?;
     let locked = ground.image("locked.img", 8 * MIB)?;
@@ -349,11 +441,17 @@ fn refusals(ground: &Ground) -> Result<()> {
         (&["export:0", "queues=3"], &["export:0", "queues=3", "from 1 to 2"]),
         (&["lane:0", "spin_us=3"], &["lane:0", "set daemon"]),
         (&["daemon", "stats=never"], &["daemon", "stats=never"]),
+        (&["daemon", "lanes=0"], &["daemon", "lanes=0", "from 1 to"]),
+        (&["daemon", "lanes=2", "stats=never"], &["daemon", "stats=never"]),
     ] {
         refused(ground, &[&["set"], words].concat(), explained)?;
     }
     let after = tree(ground)?;
-    ensure!(after["devices"] == before["devices"], "something has changed all the same:\n{after:#}");
+    let lanes = |tree: &Value| tree["lanes"].as_array().map(Vec::len);
+    ensure!(
+        after["devices"] == before["devices"] && lanes(&after) == lanes(&before),
+        "something has changed all the same:\n{after:#}"
+    );
     ensure!(image.path.metadata()?.len() == 8 * MIB, "the image was grown");
     server.stop()?;
     refused(ground, &["set", "device:0", "size=16M"], &["control.sock", "see that the daemon runs"])

@@ -1,18 +1,17 @@
 //! A daemon as the control socket sees it: what there is to look at and to change.
 //!
-//! Made by `serve` when all is placed, shared with the thread of the control socket. Holds watching hands only: it
-//! keeps no queue and no lane alive.
+//! Made by `serve` when all is placed, shared with the thread of the control socket. The lanes are its own, since
+//! their number can be set; `serve` takes them back at the end. Of queues and exports it holds watching hands only.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
 use blkyard_export::{ExportHand, ExportStatus, QueueWatch};
 use blkyard_mq::DeviceInfo;
-use blkyard_os::RingView;
 
-use crate::Device;
+use crate::{Device, ServedLanes};
 
 /// What a daemon serves, and with what.
 pub struct Daemon {
@@ -25,7 +24,7 @@ pub struct Daemon {
     /// What others see of it.
     pub exports: Vec<ServedExport>,
     /// The threads that do the work.
-    pub lanes: Vec<RunningLane>,
+    pub lanes: Mutex<ServedLanes>,
 }
 
 /// A device that is served.
@@ -63,8 +62,8 @@ pub struct ServedExport {
     pub status: Arc<ExportStatus>,
     /// For changing it.
     pub hand: ExportHand,
-    /// Each queue, and the number of its lane.
-    pub queues: Vec<(QueueWatch, usize)>,
+    /// Each queue.
+    pub queues: Vec<QueueWatch>,
     /// Requests in flight that each queue was made for.
     pub depth_max: usize,
 }
@@ -75,23 +74,23 @@ impl fmt::Display for ServedExport {
     }
 }
 
-/// A lane that runs.
-pub struct RunningLane {
-    /// Its number, for its queues.
-    pub number: usize,
-    /// The name of its thread.
-    pub thread: String,
-    /// CPUs it is kept on; any if none are named.
-    pub cpus: Option<Vec<u32>>,
-    /// How long it looks for work before it sleeps.
-    pub spin_us: u64,
-    /// What can be seen of its ring.
-    pub ring: Arc<RingView>,
-}
-
 impl Daemon {
     /// Seconds between the lines it prints; none if it prints none.
     pub fn stats_every(&self) -> Option<u64> {
         Some(self.stats_s.load(Relaxed)).filter(|seconds| *seconds > 0)
+    }
+
+    /// The lanes. While their number changes, which may take as long as a queue takes to come to rest, this waits.
+    pub fn lanes(&self) -> MutexGuard<'_, ServedLanes> {
+        self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The lanes, unless their number is changing.
+    pub fn lanes_at_rest(&self) -> Option<MutexGuard<'_, ServedLanes>> {
+        match self.lanes.try_lock() {
+            Ok(lanes) => Some(lanes),
+            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
     }
 }

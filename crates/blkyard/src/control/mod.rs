@@ -15,7 +15,7 @@ use std::sync::Arc;
 use blkyard_export::BoundSocket;
 
 pub use client::{AskError, ask};
-pub use daemon::{Daemon, RunningLane, ServedDevice, ServedExport};
+pub use daemon::{Daemon, ServedDevice, ServedExport};
 pub use place::ControlPlace;
 pub use server::ControlServer;
 pub use target::{Kind, Target};

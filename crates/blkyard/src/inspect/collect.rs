@@ -10,15 +10,15 @@ use blkyard_export::{QueueView, QueueWatch};
 use blkyard_mq::{
     NamespaceSnapshot, Op, OpClass, OpSnapshot, QueueLimits, RequestSnapshot, RequestState, StatsSnapshot,
 };
-use blkyard_os::FixedBuffers;
+use blkyard_os::{FixedBuffers, LaneConfig, LaneThread};
 
 use super::tree::{
     DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SessionNode,
     TagsNode, Tree,
 };
-use crate::Device;
-use crate::control::{Daemon, RunningLane, ServedDevice, ServedExport};
+use crate::control::{Daemon, ServedDevice, ServedExport};
 use crate::spec::show_size;
+use crate::{Device, ServedLanes};
 
 /// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is woken.
 const ANSWER_TIME: Duration = Duration::from_secs(2);
@@ -29,16 +29,21 @@ const PERCENTS: [(&str, f64); 5] = [("50", 50.0), ("90", 90.0), ("99", 99.0), ("
 /// The tree as it is now.
 pub fn collect(daemon: &Daemon) -> Tree {
     let asked: Vec<Vec<_>> =
-        daemon.exports.iter().map(|export| export.queues.iter().map(|(queue, _)| queue.look()).collect()).collect();
+        daemon.exports.iter().map(|export| export.queues.iter().map(QueueWatch::look).collect()).collect();
+    let (lanes, places) = {
+        let lanes = daemon.lanes();
+        (lane_nodes(&lanes, &daemon.exports), lanes.places().to_vec())
+    };
+    let mut places = places.into_iter();
     let until = Instant::now() + ANSWER_TIME;
     let wait = |asked: Option<std::sync::mpsc::Receiver<QueueView>>| {
         asked?.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
     };
     let exports = daemon.exports.iter().zip(asked).enumerate().map(|(number, (export, asked))| {
         let views = asked.into_iter().map(wait);
-        let queues = export.queues.iter().zip(views).enumerate();
+        let queues = export.queues.iter().zip(places.by_ref()).zip(views).enumerate();
         let queues =
-            queues.map(|(number, ((queue, lane), view))| queue_node(number, queue, *lane, view.as_ref())).collect();
+            queues.map(|(number, ((queue, lane), view))| queue_node(number, queue, lane, view.as_ref())).collect();
         export_node(number, export, queues)
     });
     Tree {
@@ -50,7 +55,7 @@ pub fn collect(daemon: &Daemon) -> Tree {
             stats_s: daemon.stats_every().unwrap_or(0),
         },
         devices: daemon.devices.iter().enumerate().map(|(number, device)| device_node(number, device)).collect(),
-        lanes: daemon.lanes.iter().map(|lane| lane_node(lane, daemon)).collect(),
+        lanes,
     }
 }
 
@@ -231,24 +236,26 @@ fn op_node(op: &OpSnapshot) -> OpNode {
     OpNode { ios: op.ios, bytes: op.bytes, errors: op.errors, latency }
 }
 
-fn lane_node(lane: &RunningLane, daemon: &Daemon) -> LaneNode {
-    let memory = match lane.ring.buffers() {
-        FixedBuffers::Registered { bytes: 0 } => "none".into(),
-        FixedBuffers::Registered { bytes } => format!("{} registered as fixed buffers", show_size(bytes)),
-        FixedBuffers::Plain { reason } => format!("plain vectored calls: {reason}"),
+fn lane_nodes(lanes: &ServedLanes, exports: &[ServedExport]) -> Vec<LaneNode> {
+    let of_export =
+        |(number, export): (usize, &ServedExport)| (0..export.queues.len()).map(move |queue| (number, queue));
+    let placed: Vec<_> = lanes.places().iter().zip(exports.iter().enumerate().flat_map(of_export)).collect();
+    let see = |(number, thread): (usize, &LaneThread<_>)| {
+        let LaneConfig { cpus, policy, .. } = lanes.config(number);
+        let memory = match thread.buffers() {
+            FixedBuffers::Registered { bytes: 0 } => "none".into(),
+            FixedBuffers::Registered { bytes } => format!("{} registered as fixed buffers", show_size(bytes)),
+            FixedBuffers::Plain { reason } => format!("plain vectored calls: {reason}"),
+        };
+        LaneNode {
+            number,
+            thread: thread.name().to_owned(),
+            cpus,
+            spin_us: policy.spin_ns / 1000,
+            memory,
+            strays: thread.ring().strays(),
+            queues: placed.iter().filter(|(lane, _)| **lane == number).map(|(_, queue)| *queue).collect(),
+        }
     };
-    let queues = daemon.exports.iter().enumerate().flat_map(|(number, export)| {
-        let of_lane =
-            move |(queue, (_, at)): (usize, &(QueueWatch, usize))| (*at == lane.number).then_some((number, queue));
-        export.queues.iter().enumerate().filter_map(of_lane)
-    });
-    LaneNode {
-        number: lane.number,
-        thread: lane.thread.clone(),
-        cpus: lane.cpus.clone(),
-        spin_us: lane.spin_us,
-        memory,
-        strays: lane.ring.strays(),
-        queues: queues.collect(),
-    }
+    lanes.threads().iter().enumerate().map(see).collect()
 }

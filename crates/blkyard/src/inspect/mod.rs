@@ -11,6 +11,7 @@ use serde_json::Value;
 
 use crate::control::{AskError, Kind, Target, Wish, ask};
 pub use collect::collect;
+pub use text::show_time;
 pub use tree::Tree;
 
 /// What `inspect` may be told.

@@ -13,9 +13,11 @@ use blkyard_export::Changed;
 use blkyard_mq::{DeviceInfo, SECTOR_SHIFT};
 
 use super::size::{Backing, Resize};
-use crate::Device;
 use crate::control::{Daemon, Kind, ServedDevice, ServedExport, Target};
+use crate::inspect::show_time;
+use crate::lanes::LANES_MAX;
 use crate::spec::{Spec, SpecError, show_size};
+use crate::{Device, ServedLanes};
 
 /// How long exports have to change. What is in flight is finished first, so it takes as long as the slowest request.
 const CHANGE_TIME: Duration = Duration::from_secs(20);
@@ -31,7 +33,7 @@ pub fn apply(daemon: &Daemon, what: &str, values: BTreeMap<String, String>) -> R
     }
     let keys = Spec::of_options(&target.to_string(), values);
     let done = match target.kind {
-        Kind::Daemon => set_daemon(daemon, keys).map_err(Problem::from),
+        Kind::Daemon => set_daemon(daemon, keys),
         Kind::Device => the_one(&target, daemon.devices.iter().map(|device| device.device.info().name.as_str()))
             .map_err(Problem::from)
             .and_then(|number| set_device(daemon, number, keys)),
@@ -67,10 +69,15 @@ fn the_one<'a>(target: &Target, names: impl Iterator<Item = &'a str>) -> Result<
     }
 }
 
-fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, SpecError> {
+fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, Problem> {
     let stats = keys.take_number("stats", 0, 86_400)?;
+    let lanes = keys.take_number("lanes", 1, LANES_MAX)?;
     keys.finish()?;
     let mut done = Vec::new();
+    // First, since it is the one that may fail.
+    if let Some(lanes) = lanes {
+        done.push(set_lanes(&mut daemon.lanes(), lanes)?);
+    }
     if let Some(seconds) = stats {
         daemon.stats_s.store(seconds, Relaxed);
         done.push(match seconds {
@@ -79,6 +86,21 @@ fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, SpecError>
         });
     }
     Ok(done)
+}
+
+/// Changes the number of lanes, and says which queues that moved.
+fn set_lanes(lanes: &mut ServedLanes, count: u64) -> Result<String, Problem> {
+    let before = lanes.threads().len();
+    let moves = lanes.set_lanes(count).map_err(|error| Problem(format!("daemon: lanes={count}: {error}")))?;
+    let moved = match moves.count {
+        0 => "no queue had to move".into(),
+        n => {
+            let longest = show_time(u64::try_from(moves.longest.as_nanos()).unwrap_or(u64::MAX));
+            let queues = if n == 1 { "queue" } else { "queues" };
+            format!("{n} {queues} moved, and rested {longest} at most")
+        }
+    };
+    Ok(format!("daemon: lanes: {count}, and was {before}; {moved}"))
 }
 
 fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<String>, Problem> {
