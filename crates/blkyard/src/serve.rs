@@ -1,7 +1,7 @@
 //! The command `serve`: opens devices, makes queues and lanes, serves exports until it is told to stop.
 //!
 //! Everything is checked before anything is served: names, devices, sockets. Which queue lives on which lane is said in
-//! [`crate::lanes`].
+//! `lanes.rs`.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
