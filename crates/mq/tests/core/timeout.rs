@@ -244,9 +244,10 @@ fn a_look_for_late_requests_does_not_forget_what_is_to_be_offered_again() {
     bench.now_ns = TIMEOUT_NS + 1;
     bench.reap();
     assert_eq!(bench.device().asked, [0]);
-    assert!(bench.queue.has_work(), "nobody would offer it again within a second");
+    let retry_ns = TIMEOUT_NS + 3_000_000;
+    assert_eq!(bench.deadline_ns(), Some(retry_ns), "nobody would offer it again within a second");
     bench.device().room = 2;
-    bench.turn();
+    bench.turn_at(retry_ns);
     assert_eq!(bench.device().sectors(), [0, 1000]);
     bench.end_all();
 }
