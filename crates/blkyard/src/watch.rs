@@ -2,6 +2,7 @@
 //! unasked how the memory of the guests is reached, whenever that changes.
 
 use std::fmt::Write;
+use std::io::Write as _;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -67,7 +68,8 @@ impl Watch {
         for (watched, export) in self.exports.iter_mut().zip(&daemon.exports) {
             let state = if export.status.is_connected() { "connected" } else { "waiting" };
             let line = watched.line(&daemon.devices[export.device].device);
-            println!("{} {state} {line}", export.name);
+            // Whoever listened may be gone by now: that ends the telling, not the daemon.
+            let _ = writeln!(std::io::stdout(), "{} {state} {line}", export.name);
         }
     }
 }

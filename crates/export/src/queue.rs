@@ -160,13 +160,14 @@ impl<D> VhostQueue<D> {
                 }
                 Command::Suspend(answer) => self.suspending.push(answer),
                 Command::Flush(answer) => self.flushing.asked.push(answer),
-                Command::Call(call) => {
+                Command::Call(call, answer) => {
                     if let Some(session) = &mut self.session {
                         cx.forget(&mut self.chime);
                         session.call = call;
                         // The guest may have missed one that went to the old descriptor.
                         session.call(cx, &mut self.chime);
                     }
+                    let _ = answer.send(());
                 }
                 Command::Change(info, answer) => {
                     let at_rest = self.session.is_none() && self.hw.is_idle();

@@ -51,7 +51,7 @@ pub(crate) enum Command {
     /// Make durable what has completed, then say whether that worked.
     Flush(Sender<bool>),
     /// Ring this from now on.
-    Call(Option<Arc<Event>>),
+    Call(Option<Arc<Event>>, Sender<()>),
     /// The device is this from now on; the queue is at rest.
     Change(Arc<DeviceInfo>, Sender<Result<(), String>>),
     /// Have no more requests in flight than this, then say how many that are.
@@ -166,8 +166,12 @@ impl QueueRemote {
         wait.recv().map_err(|_| Gone)
     }
 
+    /// Has the queue ring this from now on. Waited for, as everything a front-end asks for is: else one that asks faster than a
+    /// lane hears would have us hold descriptors without end.
     pub(crate) fn set_call(&self, call: Option<Arc<Event>>) -> Result<(), Gone> {
-        self.line.send(Command::Call(call))
+        let (answer, wait) = channel();
+        self.line.send(Command::Call(call, answer))?;
+        wait.recv().map_err(|_| Gone)
     }
 
     /// A hand on the queue that only looks.

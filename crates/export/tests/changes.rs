@@ -197,7 +197,10 @@ fn who_looks_at_a_queue_sees_what_it_does() {
     assert_eq!((ring.size, ring.in_flight, ring.next_avail, ring.is_broken), (vq.size, 3, 3, false));
     assert_eq!((view.hw.in_flight, view.hw.bios, view.hw.tags_in_use, view.is_suspending), (3, 3, 3, false));
     assert!(view.hw.requests.iter().all(|request| (request.op, request.sectors) == (Op::Write, 1)));
-    let session = world.exports[0].status().session().unwrap();
+    // The front-end is answered before the session is noted.
+    let noted = || world.exports[0].status().session().filter(|session| session.queues[0].running);
+    until("the session is noted", || noted().is_some());
+    let session = noted().unwrap();
     assert_eq!((session.regions, session.memory_bytes, session.queues[0].running), (1, 1 << 20, true));
     gate.set_shut(false);
     until("all is answered", || look().hw.in_flight == 0);

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::QueueMap;
-use common::{AnyDevice, Data, Front, Gate, Ram, VQ_BYTES, Vq, World, kind, until};
+use common::{AnyDevice, Data, Front, Gate, PATIENCE, Ram, VQ_BYTES, Vq, World, kind, until};
 use vhost::vhost_user::VhostUserFrontend;
 
 const QUEUES: usize = 4;
@@ -152,6 +152,7 @@ fn a_queue_whose_device_hangs_stays_and_is_answered_and_then_moves() {
     vq.publish();
     until("the write is with the device", || gate.held() == 1);
     let error = world.lanes.deal(2, |station| 1 - station % 2).unwrap_err();
+    world.lanes.set_rest_max(PATIENCE);
     assert!(error.to_string().contains("queue 0 did not come to rest"), "{error}");
     // It fetches again.
     vq.put(1, kind::OUT, 8, Data::Out(&[2; 512]));

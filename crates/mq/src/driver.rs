@@ -139,7 +139,8 @@ impl Batch<'_> {
         self.done.push((tag.put_down(), status));
     }
 
-    /// Gives back a request that the device would not have after all: it waits again, where it stood.
+    /// Gives back a request of this batch that the device would not have after all: it waits again, where it stood. One that was
+    /// taken earlier comes back through [`Done::requeue`].
     pub fn put_back(&mut self, tag: Tag) {
         let (requests, number) = (&mut self.table.requests, tag.put_down());
         let request = &mut requests[usize::from(number)];

@@ -56,6 +56,11 @@ impl Signals {
                 return Err(io::Error::last_os_error());
             }
         }
+        // A file that may not grow as far as somebody wants is an error of that wish, and no reason to end.
+        // SAFETY: ignoring a signal runs no code of ours.
+        if unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) } == libc::SIG_ERR {
+            return Err(io::Error::last_os_error());
+        }
         Ok(Signals { bell })
     }
 

@@ -271,8 +271,10 @@ fn a_station_that_does_not_come_to_rest_stays_and_goes_on_and_may_move_later() {
     let shared = Shared::new();
     let restless = Arc::new(AtomicBool::new(true));
     let mut lanes = ringing(&shared, &restless);
+    lanes.deal(1, |_| 0).unwrap();
     lanes.set_rest_max(Duration::from_millis(20));
-    let error = lanes.deal(1, |_| 0).map(|_| lanes.deal(3, |_| 2).unwrap_err()).unwrap();
+    let error = lanes.deal(3, |_| 2).unwrap_err();
+    lanes.set_rest_max(PATIENCE);
     assert!(matches!(error, LaneError::Restless { station: 0, .. }), "{error}");
     assert!(error.to_string().contains("stays on lane lane0"), "{error}");
     // The lanes that were started for it are there; it lives where it did.
@@ -285,7 +287,9 @@ fn a_station_that_does_not_come_to_rest_stays_and_goes_on_and_may_move_later() {
     shared.await_answer(2);
     // An empty lane goes when it is not wanted; the one with the station cannot.
     restless.store(true, SeqCst);
+    lanes.set_rest_max(Duration::from_millis(20));
     lanes.deal(1, |_| 0).unwrap_err();
+    lanes.set_rest_max(PATIENCE);
     assert_eq!(lanes.threads().len(), 3);
     restless.store(false, SeqCst);
     lanes.deal(1, |_| 0).unwrap();

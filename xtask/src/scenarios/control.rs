@@ -360,6 +360,10 @@ fn lanes(ground: &Ground) -> Result<()> {
                 check_places(&tree(ground)?, lanes, &places)?;
                 all_write_on(ground)?;
             }
+            // Twice the image, so that all of it has been written at least once.
+            tree_when(ground, "a whole lap of the client", |tree| {
+                tree.pointer("/exports/1/queues/0/ops/write/bytes").and_then(Value::as_u64) >= Some(8 * MIB)
+            })?;
             ensure!(bench.poll()?.is_none(), "the client has ended: {}{}", bench.stdout()?, bench.stderr()?);
             Ok(())
         })();

@@ -116,6 +116,10 @@ impl<D> HwQueue<D> {
     #[inline(never)]
     pub(super) fn settle(&mut self, shortage: Shortage, refused: usize, now_ns: u64) {
         if let Some(budget) = &mut self.budget {
+            if refused > 0 {
+                // It is the driver that is short: more places would only be dealt to us and refused again.
+                budget.take(0);
+            }
             budget.give(refused);
         }
         let left = !self.dispatch.is_empty();

@@ -65,7 +65,9 @@ impl<D> HwQueue<D> {
             };
             bio = back;
         }
-        if !self.namespaces[number].is_waiting() || self.may_overtake(number, &bio) {
+        // A tag that something waiting could have is not for who comes now: a flush, or another namespace.
+        let is_next = !self.namespaces[number].is_waiting() && (self.uncut == 0 || !self.can_cut());
+        if is_next || self.may_overtake(number, &bio) {
             match self.place(number, bio) {
                 Ok(()) => return,
                 Err(back) => bio = back,
@@ -306,7 +308,10 @@ impl<D> HwQueue<D> {
         namespace.flush.flushed(status, |next| match next {
             Next::Data(bio) => {
                 *uncut += 1;
-                bios.push_front(bio);
+                // Behind those that have a right to a reserved tag.
+                let reserved = |bio: &Bio| bio.flags.contains(BioFlags::RESERVED);
+                let urgent = if reserved(&bio) { 0 } else { bios.iter().take_while(|bio| reserved(bio)).count() };
+                bios.insert(urgent, bio);
             }
             Next::Over(bio) => over.push_front(bio),
         });

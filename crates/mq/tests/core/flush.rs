@@ -137,3 +137,20 @@ fn an_error_ends_the_sequence_it_happens_in_and_a_flush_that_fails_fails_all_its
     assert_eq!((bench.take_ended(), bench.ops()), (vec![(2, Status::Io), (3, Status::Io)], vec![]));
     assert!(bench.queue.is_idle());
 }
+
+#[test]
+fn a_flush_gets_the_first_tag_that_comes_back_although_others_come_as_fast() {
+    let info = DeviceInfo { volatile_cache: true, fua: false, ..disk() };
+    let mut bench = hand::Bench::new(info, HwQueueConfig { depth: 2, ..HwQueueConfig::default() });
+    bench.submit_all([0, 1000].map(|sector| bio(Op::Write, sector, 8)));
+    bench.turn();
+    bench.submit(bio(Op::Flush, 0, 0));
+    bench.turn();
+    // As many come as go, each before the queue has had its turn.
+    bench.device().end(|held| held.op == Op::Write, Status::Ok);
+    bench.reap();
+    bench.submit(bio(Op::Write, 2000, 8));
+    bench.issue();
+    assert_eq!(bench.device().ops(), [Op::Write, Op::Flush]);
+    bench.end_all();
+}

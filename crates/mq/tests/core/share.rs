@@ -138,3 +138,23 @@ fn a_bio_for_a_namespace_that_is_not_there_comes_back_invalid() {
     bench.turn();
     assert_eq!(bench.take_ended(), [(0, Status::Invalid)]);
 }
+
+#[test]
+fn who_refills_as_fast_as_it_is_served_does_not_keep_out_the_other() {
+    // Four tags, and a share of four for each: one namespace can have them all.
+    let mut bench = shared(2, 4);
+    (0..4).for_each(|n| bench.submit(of(0, read(n * 1000))));
+    bench.turn();
+    bench.submit(of(1, read(0)));
+    bench.turn();
+    assert_eq!(counts(&mut bench), [4, 0]);
+    // They take turns: two tags that come back are one for each.
+    for n in 5..7 {
+        bench.device().end(|held| held.namespace == 0, Status::Ok);
+        bench.reap();
+        bench.submit(of(0, read(n * 1000)));
+        bench.issue();
+    }
+    assert_eq!(counts(&mut bench), [3, 1]);
+    bench.end_all();
+}
