@@ -5,48 +5,21 @@
 //! The real code over the null device. What the queue has in it is reached through the baton's cell, so an access without the
 //! right order fails the model, as does a schedule in which all sleep. Each model names its bound on preemptions and
 //! prints how many orders it has.
-//!
-//! A watch with a near deadline ends at once, time having passed: that it may end later is covered by the thread being
-//! held up afterwards. The far deadline, the tick, never comes.
 #![cfg(loom)]
+
+#[path = "common/model_bed.rs"]
+mod model_bed;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use blkyard_mq::{
-    Bed, Bio, BioFlags, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op,
-    QueueLimits, SwQueue, Wake,
+    Bio, BioFlags, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op, QueueLimits,
+    SwQueue,
 };
-use loom::sync::Notify;
 use loom::thread;
 
-const FAR_NS: u64 = 100_000_000;
-
-struct ModelBed {
-    called: Notify,
-    /// Not modelled: time is the same for all.
-    clock: Arc<AtomicU64>,
-}
-
-impl Wake for ModelBed {
-    fn wake(&self) {
-        self.called.notify();
-    }
-}
-
-impl Bed for ModelBed {
-    fn sleep(&self) {
-        self.called.wait();
-    }
-
-    fn watch(&self, deadline_ns: u64) {
-        if deadline_ns.saturating_sub(self.clock.load(Ordering::Relaxed)) >= FAR_NS {
-            self.called.wait();
-        } else {
-            self.clock.fetch_max(deadline_ns, Ordering::Relaxed);
-        }
-    }
-}
+use model_bed::ModelBed;
 
 fn info() -> DeviceInfo {
     DeviceInfo {
@@ -112,8 +85,8 @@ fn model(name: &str, preemptions: usize, latency_ns: u64, lives: &'static [Life]
         let device = NullDevice::new(info(), NullConfig { latency_ns, bytes_per_s: 0 });
         let config = HwQueueConfig { depth: 1, bios_max: 2, ..HwQueueConfig::default() };
         let hw = HwQueue::new(device.queue(1), Arc::new(info()), config);
-        let bed = |_: &Life| Arc::new(ModelBed { called: Notify::new(), clock: Arc::clone(&time) }) as Arc<dyn Bed>;
-        let mut ends = SwQueue::share(hw, (), 1, lives.iter().map(bed).collect()).into_iter().zip(0..);
+        let beds = lives.iter().map(|_| ModelBed::beside(&time)).collect();
+        let mut ends = SwQueue::share(hw, (), 1, beds).into_iter().zip(0..);
         let (first, _) = ends.next().unwrap();
         let others: Vec<_> = ends
             .map(|(end, seat)| {
