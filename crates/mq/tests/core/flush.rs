@@ -1,6 +1,11 @@
 //! The flush machine in its queue: who shares a flush, who does not, and what becomes of errors (Linux `block/blk-flush.c`).
 
-use blkyard_mq::{BioFlags, DeviceInfo, HwQueueConfig, Op, Status};
+use std::sync::Arc;
+
+use blkyard_mq::{
+    Bio, BioFlags, BlockDevice, ChaosConfig, ChaosDevice, ChaosQueue, DeviceInfo, HwQueue, HwQueueConfig, Op, Region,
+    RegionTable, Status,
+};
 
 use crate::hand::{self, bio, disk, with};
 
@@ -153,4 +158,70 @@ fn a_flush_gets_the_first_tag_that_comes_back_although_others_come_as_fast() {
     bench.issue();
     assert_eq!(bench.device().ops(), [Op::Write, Op::Flush]);
     bench.end_all();
+}
+
+/// Two queues of a disk whose cache gives nothing away that is not flushed.
+struct Two {
+    device: ChaosDevice,
+    queues: [HwQueue<ChaosQueue>; 2],
+    now_ns: u64,
+}
+
+impl Two {
+    fn new() -> Two {
+        let info = DeviceInfo { capacity_sectors: 64, volatile_cache: true, ..disk() };
+        let config = ChaosConfig { instant_every: 0, ..ChaosConfig::quiet(1) };
+        let device = ChaosDevice::new(vec![Arc::new(info)], config).unwrap();
+        let region = Region::anonymous(64 * 512).unwrap();
+        region.span(0, region.len()).unwrap().fill(1);
+        let queue = || {
+            let mut queue = HwQueue::new(device.queue(8), Arc::clone(&device.infos()[0]), HwQueueConfig::default());
+            queue.set_memory(&mut (), Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
+            queue
+        };
+        let queues = [queue(), queue()];
+        Two { device, queues, now_ns: 0 }
+    }
+
+    /// Hands a bio to the device, through this queue.
+    fn begin(&mut self, queue: usize, bio: Box<Bio>) {
+        self.queues[queue].submit(bio);
+        self.queues[queue].issue(&mut (), self.now_ns);
+    }
+
+    /// Rounds of this queue until nothing is left in it.
+    fn end(&mut self, queue: usize) {
+        while !self.queues[queue].is_idle() {
+            self.now_ns += 1;
+            self.queues[queue].reap(&mut (), self.now_ns, &mut |bio| assert!(bio.status.is_ok()));
+            self.queues[queue].issue(&mut (), self.now_ns);
+        }
+    }
+
+    /// What sectors 0 and 8 would be after a power failure.
+    fn stable(&self) -> [u8; 2] {
+        [0, 8].map(|sector| {
+            let mut bytes = [0; 512];
+            self.device.read_stable(0, sector, &mut bytes);
+            bytes[0]
+        })
+    }
+}
+
+#[test]
+fn a_flush_covers_what_completed_on_another_queue_before_it_and_nothing_after() {
+    let mut two = Two::new();
+    two.begin(0, bio(Op::Write, 0, 8));
+    two.end(0);
+    assert_eq!(two.stable(), [0, 0]);
+    two.begin(1, bio(Op::Flush, 0, 0));
+    // While the flush is at the device, through a queue that knows nothing of it.
+    two.begin(0, bio(Op::Write, 8, 8));
+    two.end(0);
+    two.end(1);
+    assert_eq!(two.stable(), [1, 0]);
+    // So the next is no flush too many, though this queue has written nothing.
+    two.begin(1, bio(Op::Flush, 0, 0));
+    two.end(1);
+    assert_eq!(two.stable(), [1, 1]);
 }

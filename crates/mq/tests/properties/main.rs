@@ -12,4 +12,5 @@ mod control;
 mod flush;
 mod shared;
 mod tags;
+mod two_queues;
 mod world;
