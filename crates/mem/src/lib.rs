@@ -8,6 +8,8 @@
 mod baton;
 mod counting;
 mod fault;
+#[cfg(kill)]
+pub mod kill;
 mod region;
 pub mod ring;
 mod segment;

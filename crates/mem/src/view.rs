@@ -40,6 +40,8 @@ macro_rules! field {
         /// As for the load.
         #[inline]
         pub fn $store(&self, offset: usize, value: $int, order: Ordering) {
+            #[cfg(kill)]
+            crate::kill::before_store();
             self.field::<$atomic>(offset).store(value.to_le(), order);
         }
     };

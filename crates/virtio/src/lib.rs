@@ -18,6 +18,7 @@ mod counters;
 pub mod driver_model;
 mod features;
 mod guest;
+mod inflight;
 #[cfg(test)]
 mod notify_model;
 mod split;
@@ -31,4 +32,5 @@ pub use config::{BlkConfig, CONFIG_BYTES};
 pub use counters::Refusals;
 pub use features::Features;
 pub use guest::{GuestMemory, GuestRange, RangeError, TranslateError};
+pub use inflight::{Inflight, InflightFault, inflight_bytes};
 pub use split::{Head, RING_SIZE_MAX, RingFault, RingLayout, RingSetupError, SplitRing, ring_bytes};

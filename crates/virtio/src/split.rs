@@ -11,7 +11,8 @@ use blkyard_mem::View;
 
 use crate::chain::{DESC_BYTES, Table};
 use crate::counters::reasons;
-use crate::{Chain, GuestMemory};
+use crate::inflight::SplitInflight;
+use crate::{Chain, GuestMemory, Inflight, InflightFault};
 
 /// The largest ring. [2.7]
 pub const RING_SIZE_MAX: u16 = 32768;
@@ -143,6 +144,10 @@ pub struct SplitRing {
     fault: Option<RingFault>,
     /// Which heads are out. A byte each, not a bit: neighbours in one word would wait for each other.
     out: Box<[bool]>,
+    /// What the driver has been owed since before the set-up: fetched before anything else, from the end on.
+    left: Vec<u16>,
+    /// Where what is in flight is recorded.
+    inflight: Option<SplitInflight>,
 }
 
 impl SplitRing {
@@ -177,7 +182,34 @@ impl SplitRing {
             lead: next_avail.wrapping_sub(next_used),
             fault: None,
             out: vec![false; usize::from(size)].into(),
+            left: Vec::new(),
+            inflight: None,
         })
+    }
+
+    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first, and the
+    /// ring goes on after it, wherever it was said to. To be called before anything is fetched.
+    ///
+    /// # Errors
+    /// The record makes no sense; it was not changed.
+    pub fn track(&mut self, record: Inflight) -> Result<(), InflightFault> {
+        let (inflight, left) = SplitInflight::recover(record, self.size, self.next_used)?;
+        self.inflight = Some(inflight);
+        if let Some(left) = left {
+            left.iter().for_each(|head| self.out[usize::from(*head)] = true);
+            // Chains are fetched in the order they were offered, so those in flight are all between the two indexes.
+            self.next_avail = self.next_used.wrapping_add(left.len() as u16);
+            self.avail_seen = self.next_avail;
+            self.lead = 0;
+            self.left = left;
+        }
+        Ok(())
+    }
+
+    /// Chains that were in flight before the set-up and have not been fetched again.
+    #[inline]
+    pub fn left(&self) -> usize {
+        self.left.len()
     }
 
     /// Entries.
@@ -192,8 +224,13 @@ impl SplitRing {
     /// The ring is broken. It stays so, and every further fetch says the same.
     #[inline]
     pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingFault> {
-        if self.next_avail == self.avail_seen && !self.look()? {
-            return Ok(None);
+        if self.next_avail == self.avail_seen {
+            if let Some(index) = self.left.pop() {
+                return Ok(Some(self.take(memory, chain, index)));
+            }
+            if !self.look()? {
+                return Ok(None);
+            }
         }
         let place = usize::from(self.next_avail & self.mask);
         let index = self.layout.avail.load_u16(RING + place * AVAIL_ELEMENT, Relaxed);
@@ -204,9 +241,17 @@ impl SplitRing {
             return Err(self.breaks(RingFault::HeadTwice));
         }
         self.next_avail = self.next_avail.wrapping_add(1);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.fetched(index);
+        }
+        Ok(Some(self.take(memory, chain, index)))
+    }
+
+    #[inline]
+    fn take(&self, memory: &GuestMemory, chain: &mut Chain, index: u16) -> Head {
         let table = Table { view: &self.layout.desc, size: self.size, indirect: self.indirect };
         chain.walk(memory, table, index);
-        Ok(Some(Head(index)))
+        Head(index)
     }
 
     /// Reads the available index. Says whether there is something to fetch.
@@ -245,6 +290,9 @@ impl SplitRing {
         self.layout.used.store_u32(element, u32::from(index), Relaxed);
         self.layout.used.store_u32(element + 4, written, Relaxed);
         self.next_used = self.next_used.wrapping_add(1);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.completed(index);
+        }
     }
 
     /// Shows the driver all that was completed since the last time. Says whether the driver wants a call for it.
@@ -262,6 +310,9 @@ impl SplitRing {
         // and we its wish: it would sleep for ever. [2.7.7.2, 2.7.14]
         // The store also releases the used elements and the data to whoever sees the index.
         self.layout.used.store_u16(INDEX, self.next_used, SeqCst);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.published(self.next_used);
+        }
         let wanted = if self.event_idx {
             let event = self.layout.avail.load_u16(RING + usize::from(self.size) * AVAIL_ELEMENT, SeqCst);
             needs_event(event, self.next_used, old)
@@ -290,7 +341,7 @@ impl SplitRing {
         } else {
             self.layout.used.store_u16(FLAGS, 0, SeqCst);
         }
-        self.fault.is_none() && self.layout.avail.load_u16(INDEX, SeqCst) != self.next_avail
+        !self.left.is_empty() || self.fault.is_none() && self.layout.avail.load_u16(INDEX, SeqCst) != self.next_avail
     }
 
     /// Tells the driver that we look by ourselves. A hint: notifications may come nevertheless. With event indexes

@@ -78,6 +78,11 @@ pub const ALL: &[Step] = &[
         kind: Kind::Models("shuttle"),
     },
     Step {
+        name: "kill",
+        sentence: "what a daemon killed at any store leaves in shared memory is enough to go on from",
+        kind: Kind::Models("kill"),
+    },
+    Step {
         name: "instructions",
         sentence: "an I/O takes no more instructions than recorded",
         kind: Kind::Instructions,

@@ -1,0 +1,46 @@
+//! A life that ends at a chosen store: what one that is killed there leaves in shared memory.
+//!
+//! For tests built with `--cfg kill`. A process that gets SIGKILL stops between two instructions: all it stored before is
+//! there, nothing after it. Which instructions lie between two stores to shared memory makes no difference to
+//! whoever looks at the memory, so to stop before each store in turn is to stop everywhere. Counts the stores of
+//! [`View`](crate::View) on one thread; bytes copied into a region are not counted.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+thread_local! {
+    /// Stores left to this life; none if nobody wants its death.
+    static LEFT: Cell<Option<u64>> = const { Cell::new(None) };
+}
+
+/// What a life ends with.
+struct Killed;
+
+/// Runs `life`, which dies before its store number `stores`, counted from 0. Nothing if it did.
+pub fn after<R>(stores: u64, life: impl FnOnce() -> R) -> Option<R> {
+    LEFT.set(Some(stores));
+    let end = catch_unwind(AssertUnwindSafe(life));
+    LEFT.set(None);
+    match end {
+        Ok(value) => Some(value),
+        Err(end) if end.is::<Killed>() => None,
+        Err(panic) => resume_unwind(panic),
+    }
+}
+
+/// Does what somebody else does while a life goes on: its stores do not count.
+pub fn spared<R>(other: impl FnOnce() -> R) -> R {
+    let left = LEFT.take();
+    let value = other();
+    LEFT.set(left);
+    value
+}
+
+pub(crate) fn before_store() {
+    match LEFT.get() {
+        None => {}
+        // Not a panic: nobody is to hear of it, and nothing is wrong.
+        Some(0) => resume_unwind(Box::new(Killed)),
+        Some(left) => LEFT.set(Some(left - 1)),
+    }
+}

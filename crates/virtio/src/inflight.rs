@@ -1,0 +1,88 @@
+//! What of a ring is in flight, recorded in memory that outlives us. [vhost-user, Inflight I/O tracking]
+//!
+//! The front-end keeps a region of memory for each queue. What is fetched is recorded there before it is acted on, and
+//! crossed out when its used element is published. A daemon that is killed leaves in the region and the ring together
+//! what it owed the driver; the next one reads both when it sets the ring up, and fetches that first, in the order
+//! it was fetched before. So a request may be done twice, and is answered once.
+//!
+//! The layout is that of the vhost-user document, byte for byte: other back-ends can go on from what we leave,
+//! and we from what they leave. Fields are little-endian. Whoever sees the memory may write to it, so the region is
+//! read when the ring is set up and never again: after that it only mirrors what is known here. A region that makes no
+//! sense is refused before anything in it is changed.
+//!
+//! Owned by the ring it records. Knows nothing of chains and requests.
+
+mod split;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use blkyard_mem::{Region, View};
+
+use crate::counters::reasons;
+
+pub(crate) use split::SplitInflight;
+
+/// Queues begin at multiples of this in a region, as other back-ends have it.
+const QUEUE_ALIGN: usize = 64;
+
+// Fields at the beginning of a queue's part, in both formats.
+const FEATURES: usize = 0;
+const VERSION: usize = 8;
+const DESC_NUM: usize = 10;
+
+/// What a part that is in use has for a version. A fresh one has zero.
+const VERSION_ONE: u16 = 1;
+
+/// Bytes of one queue's part of a region, for a split ring of up to `size` entries. Parts follow each other.
+pub fn inflight_bytes(size: u16) -> usize {
+    split::bytes(size).next_multiple_of(QUEUE_ALIGN)
+}
+
+/// One queue's part of a region.
+#[derive(Clone, Debug)]
+pub struct Inflight(View);
+
+impl Inflight {
+    /// The `len` bytes at `offset` of a region, if they lie in it and begin at a multiple of 8 in memory.
+    pub fn new(region: Arc<Region>, offset: u64, len: usize) -> Option<Inflight> {
+        View::new(region, offset, len, align_of::<u64>()).map(Inflight)
+    }
+
+    /// What every format asks of a part before it is read. Returns how many records are in use; nothing if it is fresh.
+    fn open(&self, size: u16, bytes: fn(u16) -> usize) -> Result<Option<u16>, InflightFault> {
+        if self.0.len() < bytes(size) {
+            return Err(InflightFault::TooSmall);
+        }
+        match self.0.load_u16(VERSION, Relaxed) {
+            0 => return Ok(None),
+            VERSION_ONE => {}
+            _ => return Err(InflightFault::Version),
+        }
+        if self.0.load_u64(FEATURES, Relaxed) != 0 {
+            return Err(InflightFault::Features);
+        }
+        let records = self.0.load_u16(DESC_NUM, Relaxed);
+        if self.0.len() < bytes(records) { Err(InflightFault::DescNum) } else { Ok(Some(records)) }
+    }
+}
+
+reasons! {
+    /// Why a region is not believed.
+    InflightFault {
+        /// It has no room for the ring.
+        TooSmall = "it is shorter than its ring needs",
+        /// Of a format that is not known here.
+        Version = "it has a version other than 0 and 1",
+        /// It uses what is not known here.
+        Features = "it has features that are not known here",
+        /// Its number of records cannot be: they do not fit, or are fewer than the ring has while something is in flight.
+        DescNum = "its number of records does not go with its length and its ring",
+        /// The used index is further ahead than the ring is long, though something is in flight.
+        UsedJumped = "its used index is further from the ring's than the ring is long",
+        /// The list of what was published last leads out of the ring.
+        BatchOutOfRange = "the list of its last batch leads out of the ring",
+        /// A descriptor beyond the ring is in flight.
+        HeadOutOfRange = "it has a descriptor in flight that its ring does not have",
+    }
+}

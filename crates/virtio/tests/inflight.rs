@@ -1,0 +1,216 @@
+//! The record of what is in flight: as the vhost-user document draws it, readable from other back-ends, and never believed.
+//!
+//! That nothing is lost or done twice when a device dies is shown by `kill_inflight.rs`.
+#![forbid(unsafe_code)]
+
+use std::sync::Arc;
+
+use blkyard_mem::Region;
+use blkyard_virtio::driver_model::{Buffer, GUEST_BASE, Guest};
+use blkyard_virtio::{Chain, Inflight, InflightFault, SplitRing, inflight_bytes};
+use proptest::prelude::*;
+
+const SIZE: u16 = 8;
+
+struct Bench {
+    guest: Guest,
+    region: Arc<Region>,
+    ring: SplitRing,
+    chain: Chain,
+}
+
+impl Bench {
+    /// As below, with the heads 0, 1, 2 …
+    fn new(offered: u16, used_idx: u16, record: &[u8]) -> (Bench, Result<(), InflightFault>) {
+        Bench::offering(&(0..offered).collect::<Vec<_>>(), used_idx, record)
+    }
+
+    /// A driver that has offered these heads, a device that has fetched nothing, and a record with these bytes.
+    fn offering(heads: &[u16], used_idx: u16, record: &[u8]) -> (Bench, Result<(), InflightFault>) {
+        let mut guest = Guest::new(SIZE, 0x1000, false);
+        guest.start_at(used_idx);
+        for _ in 0..SIZE {
+            guest.chain(&[Buffer { addr: GUEST_BASE, len: 1, writable: true }]).unwrap();
+        }
+        heads.iter().for_each(|head| guest.offer(*head));
+        let _ = guest.publish();
+        // As the front-end says it after a crash: it knows the used index only.
+        let layout = guest.layout().clone();
+        let mut ring = SplitRing::new(layout, SIZE, false, false, used_idx).unwrap();
+        let region = Region::anonymous(inflight_bytes(SIZE)).unwrap();
+        region.span(0, record.len()).unwrap().copy_from_slice(record);
+        let outcome = ring.track(Inflight::new(Arc::clone(&region), 0, region.len()).unwrap());
+        (Bench { guest, region, ring, chain: Chain::new(4) }, outcome)
+    }
+
+    fn fetch(&mut self) -> Option<blkyard_virtio::Head> {
+        self.ring.fetch(self.guest.memory(), &mut self.chain).unwrap()
+    }
+
+    /// All there is to fetch, by its heads.
+    fn fetch_all(&mut self) -> Vec<u16> {
+        std::iter::from_fn(|| self.fetch().map(|head| head.index())).collect()
+    }
+
+    fn bytes(&self, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.region.span(0, len).unwrap().copy_to_slice(&mut bytes);
+        bytes
+    }
+}
+
+/// A record as it lies in memory: version, used index, head of the last batch; and in flight, next and counter of each entry.
+fn record(version: u16, used_idx: u16, last: u16, entries: [(u8, u16, u64); SIZE as usize]) -> Vec<u8> {
+    let mut bytes = vec![0; 8];
+    for field in [version, SIZE, last, used_idx] {
+        bytes.extend(field.to_le_bytes());
+    }
+    for (inflight, next, counter) in entries {
+        bytes.extend([inflight, 0, 0, 0, 0, 0]);
+        bytes.extend(next.to_le_bytes());
+        bytes.extend(counter.to_le_bytes());
+    }
+    bytes
+}
+
+const NONE: (u8, u16, u64) = (0, 0, 0);
+
+#[test]
+fn the_record_is_as_the_document_draws_it() {
+    let (mut bench, outcome) = Bench::new(5, 100, &[]);
+    outcome.unwrap();
+    assert_eq!(bench.bytes(144), record(1, 100, 0, [NONE; 8]));
+    let heads: Vec<_> = std::iter::from_fn(|| bench.fetch()).collect();
+    let mut entries = [NONE; 8];
+    (0..5).for_each(|at| entries[at] = (1, 0, at as u64));
+    assert_eq!(bench.bytes(144), record(1, 100, 0, entries));
+    let mut heads = heads.into_iter();
+    // The one in the middle stays.
+    for (at, head) in heads.by_ref().take(2).enumerate() {
+        bench.ring.complete(head, 1);
+        entries[at] = (1, at.saturating_sub(1) as u16, at as u64);
+    }
+    let kept = heads.next();
+    heads.for_each(|head| bench.ring.complete(head, 1));
+    (entries[3], entries[4]) = ((1, 1, 3), (1, 3, 4));
+    assert_eq!(bench.bytes(144), record(1, 100, 4, entries), "completed, and nothing published");
+    let _ = bench.ring.publish();
+    [0, 1, 3, 4].iter().for_each(|at: &usize| entries[*at].0 = 0);
+    assert_eq!(bench.bytes(144), record(1, 104, 4, entries));
+    assert_eq!(kept.map(|head| head.index()), Some(2));
+}
+
+#[test]
+fn parts_lie_as_other_back_ends_have_them() {
+    // Rounded up to 64: two of them put 66 entries' part at 1088.
+    for (size, bytes) in [(1, 64), (4, 128), (66, 1088), (128, 2112), (256, 4160), (1024, 16448)] {
+        assert_eq!(inflight_bytes(size), bytes, "{size}");
+    }
+    let region = Region::anonymous(4096).unwrap();
+    assert!(Inflight::new(Arc::clone(&region), 4, 64).is_none(), "not aligned");
+    assert!(Inflight::new(region, 4064, 64).is_none(), "beyond the end");
+}
+
+#[test]
+fn what_another_back_end_left_is_fetched_in_the_order_it_was_fetched_before() {
+    let mut entries = [NONE; 8];
+    (entries[0], entries[1], entries[3]) = ((1, 7, 7), (1, 0, 5), (1, 0, 6));
+    // What is not 1 is not in flight.
+    entries[5] = (2, 0, 1);
+    // Three of those offered were fetched, in another order than their numbers.
+    let (mut bench, outcome) = Bench::offering(&[1, 3, 0, 4], 65534, &record(1, 65534, 3, entries));
+    outcome.unwrap();
+    assert_eq!((bench.ring.left(), bench.ring.in_flight(), bench.ring.next_avail()), (3, 3, 1));
+    assert!(bench.ring.enable_notify(), "there is work");
+    // Then what is offered behind the three that were in flight.
+    let then: Vec<_> = std::iter::from_fn(|| bench.fetch().map(|head| head.index())).take(4).collect();
+    assert_eq!(then, [1, 3, 0, 4]);
+}
+
+#[test]
+fn what_was_published_before_the_end_is_not_fetched_again() {
+    let mut entries = [NONE; 8];
+    // Published together: 2, then 1, then 0. The end came when one of them was crossed out.
+    entries[0] = (1, 1, 0);
+    entries[1] = (0, 2, 1);
+    entries[2] = (1, 6, 2);
+    entries[6] = (1, 0, 3);
+    let (mut bench, outcome) = Bench::offering(&[6], 13, &record(1, 10, 0, entries));
+    outcome.unwrap();
+    assert_eq!(bench.fetch_all(), [6]);
+    entries[0].0 = 0;
+    entries[2].0 = 0;
+    assert_eq!(bench.bytes(144), record(1, 13, 0, entries));
+}
+
+#[test]
+fn a_record_with_nothing_in_flight_goes_with_any_ring() {
+    // The driver has set its ring up anew, and another back-end made the record for a smaller one.
+    let mut bytes = record(1, 40_000, 9999, [(0, 50, 3); 8]);
+    bytes[10] = 4;
+    let (mut bench, outcome) = Bench::new(2, 0, &bytes);
+    outcome.unwrap();
+    assert_eq!(bench.fetch_all(), [0, 1]);
+}
+
+#[test]
+fn a_record_that_makes_no_sense_is_refused_and_left_as_it_is() {
+    let in_flight = |index: usize| {
+        let mut entries = [NONE; 8];
+        entries[index] = (1, 0, 0);
+        entries
+    };
+    let with = |at: usize, byte: u8| {
+        let mut bytes = record(1, 10, 0, in_flight(0));
+        bytes[at] = byte;
+        bytes
+    };
+    for (bytes, fault) in [
+        (record(2, 10, 0, [NONE; 8]), InflightFault::Version),
+        (with(3, 1), InflightFault::Features),
+        (with(10, 7), InflightFault::DescNum),
+        (with(11, 1), InflightFault::DescNum),
+        (record(1, 1, 0, in_flight(0)), InflightFault::UsedJumped),
+        (record(1, 11, 0, in_flight(0)), InflightFault::UsedJumped),
+        (record(1, 9, 8, in_flight(0)), InflightFault::BatchOutOfRange),
+    ] {
+        let (bench, outcome) = Bench::new(0, 10, &bytes);
+        assert_eq!(outcome, Err(fault));
+        assert_eq!(bench.bytes(144), bytes, "{fault}");
+    }
+    let mut ring = Guest::new(16, 0, false).device(false);
+    let short = Region::anonymous(1024).unwrap();
+    assert_eq!(ring.track(Inflight::new(short, 0, 256).unwrap()), Err(InflightFault::TooSmall));
+}
+
+proptest! {
+    /// Whatever a record says, no more is fetched than the ring has, nothing twice, and the ring goes on.
+    #[test]
+    fn any_bytes_in_a_record_do_no_harm(
+        mut bytes in proptest::collection::vec(prop_oneof![Just(0), Just(1), any::<u8>()], 144),
+        version in 0..2_u8,
+        used_ahead in 0..10_u8,
+        offered in 0..=SIZE,
+    ) {
+        bytes[..8].fill(0);
+        bytes[8..12].copy_from_slice(&[version, 0, 8, 0]);
+        bytes[13] = 0;
+        bytes[14..16].copy_from_slice(&[100 - used_ahead, 0]);
+        let (mut bench, outcome) = Bench::new(offered, 100, &bytes);
+        if outcome.is_err() {
+            prop_assert_eq!(bench.bytes(144), bytes);
+            return Ok(());
+        }
+        let mut seen = [false; SIZE as usize];
+        let mut fetched = Vec::new();
+        while let Ok(Some(head)) = bench.ring.fetch(bench.guest.memory(), &mut bench.chain) {
+            prop_assert!(!std::mem::replace(&mut seen[usize::from(head.index())], true));
+            fetched.push(head);
+        }
+        for head in fetched {
+            bench.ring.complete(head, 0);
+        }
+        let _ = bench.ring.publish();
+        prop_assert_eq!(bench.ring.in_flight(), 0);
+    }
+}
