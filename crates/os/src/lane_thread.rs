@@ -33,7 +33,7 @@ use std::time::Duration;
 
 use blkyard_mq::{Idle, IdlePolicy, Lane, RegionTable, Station, Wake};
 
-use crate::clock::{clock_ns, now_ns};
+use crate::clock::{Clock, clock_ns};
 use crate::ring::{Attachment, BELLS_MAX, FixedBuffers, Ring, RingConfig, RingError, RingView};
 use crate::wake::Waker;
 
@@ -259,9 +259,10 @@ struct Turning<S> {
 
 impl<S: Station<Ring>> Turning<S> {
     fn run(mut self) {
+        let clock = Clock::new();
         let mut was_called = false;
         loop {
-            let now_ns = now_ns();
+            let now_ns = clock.now_ns();
             self.ring.reap();
             if self.mail.waiting.load(Ordering::Relaxed) && self.mail.waiting.swap(false, Ordering::Acquire) {
                 self.read_orders();

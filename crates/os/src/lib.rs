@@ -17,7 +17,7 @@ mod wake;
 
 pub use bed::RingBed;
 pub use caches::cache_bytes;
-pub use clock::{now_ns, thread_cpu_ns};
+pub use clock::{Clock, now_ns, thread_cpu_ns};
 pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
 pub use lane_thread::{LaneConfig, LaneError, LaneThread, STATIONS_MAX, spawn};
 pub use lanes::{Lanes, Moves};

@@ -6,11 +6,17 @@ use std::sync::Arc;
 use blkyard::floor::{IO_BYTES, Mock, Plan, STORE_BYTES, Stamps, together, variant};
 use blkyard_mem::{RegionTable, Segment};
 use blkyard_mq::{Bio, BlockDevice, HwQueue, HwQueueConfig, NullConfig, Op, RamDevice, SECTOR_BYTES};
-use blkyard_os::now_ns;
+use blkyard_os::Clock;
 
 use crate::limits::measure_beside;
 use crate::load::{Load, buffers, info, load_only, null};
 use crate::report::{self, Figure, Report};
+
+/// A clock such as a lane has.
+pub fn clock() -> impl Fn() -> u64 {
+    let clock = Clock::new();
+    move || clock.now_ns()
+}
 
 /// `core-null-*` on one thread: what the core itself costs, and `load-only-*`, which is in each of them.
 pub fn null_cells(plan: Plan, report: &mut Report) {
@@ -22,9 +28,9 @@ pub fn null_cells(plan: Plan, report: &mut Report) {
             continue;
         }
         let variants = [
-            variant(null(depth, true, now_ns)),
-            variant(null(depth, false, now_ns)),
-            variant(load_only(depth, now_ns)),
+            variant(null(depth, true, clock())),
+            variant(null(depth, false, clock())),
+            variant(load_only(depth, clock())),
         ];
         let ([with, without, alone], floors) = measure_beside(plan, &[&name, &nostats, &cost], variants);
         report.add(Figure::cost(&name, &with).over(&floors));
@@ -41,7 +47,7 @@ pub fn two_queues_cell(plan: Plan, report: &mut Report) {
     if !report.wants(cell) {
         return;
     }
-    let core = || null(32, true, now_ns);
+    let core = || null(32, true, clock());
     let mock = || Mock::new(32, Stamps::Batch);
     let both = together(core(), core()).and_then(|cores| Ok((cores, together(mock(), mock())?)));
     match both {
@@ -70,7 +76,7 @@ pub fn ram_cells(plan: Plan, report: &mut Report) {
             }
         };
         write_all(&device);
-        let load = Load::new(device.queue(depth), depth, true, now_ns);
+        let load = Load::new(device.queue(depth), depth, true, clock());
         let ([core], floors) = measure_beside(plan, &[&name], [variant(load)]);
         report.add(Figure::cost(&name, &core).over(&floors));
     }

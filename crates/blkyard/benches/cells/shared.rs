@@ -7,8 +7,9 @@ use std::sync::Arc;
 
 use blkyard::floor::{HAND_OFF, Limit, Places, Plan, Round, together, variant};
 use blkyard_mq::{Bed, Bio, BlockDevice, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, SwQueue, Wake};
-use blkyard_os::now_ns;
+use blkyard_os::Clock;
 
+use crate::core::clock;
 use crate::limits::measure_beside;
 use crate::load::{bios, fill, info, null};
 use crate::report::{self, Figure, Report};
@@ -35,6 +36,7 @@ impl Bed for Restless {
 /// One thread's load at its end of a shared queue.
 struct Load {
     queue: SwQueue<NullQueue, ()>,
+    clock: Clock,
     free: Vec<Box<Bio>>,
     places: Places,
 }
@@ -47,7 +49,7 @@ impl Load {
         let config = HwQueueConfig { depth, bios_max: depth, ..HwQueueConfig::default() };
         let hw = HwQueue::new(device.queue(depth), Arc::new(info()), config);
         let beds = (0..threads).map(|_| Arc::new(Restless) as Arc<dyn Bed>).collect();
-        let load = |queue| Load { queue, free: bios(BATCH), places: Places::new() };
+        let load = |queue| Load { queue, clock: Clock::new(), free: bios(BATCH), places: Places::new() };
         SwQueue::share(hw, (), BATCH, beds).into_iter().map(load).collect()
     }
 }
@@ -55,14 +57,15 @@ impl Load {
 impl Round for Load {
     #[inline]
     fn round(&mut self) -> u64 {
-        let Load { queue, free, places } = self;
-        let ended = queue.poll(&now_ns, &mut |bio| free.push(bio));
+        let Load { queue, clock, free, places } = self;
+        let clock = &|| clock.now_ns();
+        let ended = queue.poll(clock, &mut |bio| free.push(bio));
         if !free.is_empty() {
             for mut bio in free.drain(..) {
                 fill(&mut bio, places);
                 queue.submit(bio);
             }
-            queue.ring(&now_ns);
+            queue.ring(clock);
         }
         ended as u64
     }
@@ -71,7 +74,7 @@ impl Round for Load {
 impl Drop for Load {
     fn drop(&mut self) {
         while self.queue.in_flight() > 0 {
-            self.queue.poll(&now_ns, &mut |_| ());
+            self.queue.poll(&|| self.clock.now_ns(), &mut |_| ());
         }
     }
 }
@@ -94,7 +97,7 @@ pub fn null_cells(plan: Plan, report: &mut Report) {
     match together(ours, theirs).and_then(|shared| Ok((shared, limits?))) {
         Err(why) => report::skip(two, &why),
         Ok((shared, hand_off)) => {
-            let variants = [shared, variant(null(BATCH, true, now_ns)), hand_off];
+            let variants = [shared, variant(null(BATCH, true, clock())), hand_off];
             let ([shared, alone, hand_off], floors) = measure_beside(plan, &[two], variants);
             report.add(Figure::cost(two, &shared).over(&floors).across(&hand_off));
             report.add(Figure::times(times, &alone, &shared).over(&floors).across(&hand_off));

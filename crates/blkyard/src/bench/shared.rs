@@ -12,7 +12,7 @@ use blkyard_mq::{
     Bed, Context, DeviceInfo, Disk, Driver, HwQueue, HwQueueConfig, QueueFactory, QueueKind, QueuesError, RegionTable,
     Submitter,
 };
-use blkyard_os::{Ring, RingBed, RingConfig, now_ns};
+use blkyard_os::{Clock, Ring, RingBed, RingConfig};
 
 use super::BenchError;
 use super::args::{BenchArgs, Plan};
@@ -109,19 +109,21 @@ impl<D: Driver<Cx>, Cx: Context> Worker<D, Cx> {
     fn run(mut self) {
         let Worker { queue, job, region, spin_ns } = &mut self;
         let mut ended = Vec::with_capacity(queue.room());
-        let mut worked_ns = now_ns();
+        let clock = Clock::new();
+        let clock = &|| clock.now_ns();
+        let mut worked_ns = clock();
         while !job.is_over() {
-            let mut now_ns = now_ns();
-            if queue.poll(&blkyard_os::now_ns, &mut |bio| ended.push(bio)) == 0
+            let mut now_ns = clock();
+            if queue.poll(clock, &mut |bio| ended.push(bio)) == 0
                 && queue.in_flight() > 0
                 && !job.is_ready()
                 && now_ns.saturating_sub(worked_ns) >= *spin_ns
             {
-                queue.wait(&blkyard_os::now_ns, &mut |bio| ended.push(bio));
+                queue.wait(clock, &mut |bio| ended.push(bio));
             }
             if !ended.is_empty() {
                 // Polling may have taken a turn for all, and waiting a sleep.
-                now_ns = blkyard_os::now_ns();
+                now_ns = clock();
                 ended.drain(..).for_each(|bio| job.ended(bio, now_ns));
                 worked_ns = now_ns;
             }
@@ -129,11 +131,11 @@ impl<D: Driver<Cx>, Cx: Context> Worker<D, Cx> {
                 while let Some(bio) = job.wish(*region, now_ns) {
                     queue.submit(bio);
                 }
-                queue.ring(&blkyard_os::now_ns);
+                queue.ring(clock);
                 worked_ns = now_ns;
             }
             job.settle(now_ns);
         }
-        self.queue.leave(&now_ns, &mut |_| ());
+        self.queue.leave(clock, &mut |_| ());
     }
 }

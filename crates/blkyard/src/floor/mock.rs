@@ -4,7 +4,7 @@
 //! counts it, puts the place back. No limits, no cutting, no owner to give the I/O back to, no error. Plain memory of one
 //! thread.
 
-use blkyard_os::now_ns as clock_ns;
+use blkyard_os::Clock;
 
 use super::windows::Round;
 use super::{IO_BYTES, Places};
@@ -41,6 +41,7 @@ const SUB_BITS: u32 = 5;
 pub struct Mock {
     batch: usize,
     stamps: Stamps,
+    clock: Clock,
     /// The numbers of free places, as a stack.
     free: [u8; PLACES],
     /// What the device is given, and gives back.
@@ -62,6 +63,7 @@ impl Mock {
         Mock {
             batch: usize::from(batch).min(PLACES),
             stamps,
+            clock: Clock::new(),
             free: std::array::from_fn(|place| place as u8),
             ring: [0; PLACES],
             done: 0,
@@ -105,7 +107,7 @@ impl Mock {
                     }
                     (run_ns, ios, bytes) = (start_ns, 1, len);
                 }
-                Stamps::Io => self.count(clock_ns().saturating_sub(start_ns), 1, len),
+                Stamps::Io => self.count(self.clock.now_ns().saturating_sub(start_ns), 1, len),
             }
         }
         if ios > 0 {
@@ -118,7 +120,7 @@ impl Mock {
     fn submit(&mut self, now_ns: u64) {
         for index in 0..self.batch {
             let place = self.free[(self.batch - 1 - index) & MASK];
-            let start_ns = if self.stamps == Stamps::Io { clock_ns() } else { now_ns };
+            let start_ns = if self.stamps == Stamps::Io { self.clock.now_ns() } else { now_ns };
             let offset = u64::from(place) * u64::from(IO_BYTES);
             let sector = self.places.next(BLOCKS) * u64::from(IO_BYTES / 512);
             self.requests[usize::from(place) & MASK] =
@@ -141,7 +143,7 @@ impl Mock {
 impl Round for Mock {
     #[inline]
     fn round(&mut self) -> u64 {
-        let now_ns = if self.stamps == Stamps::Batch { clock_ns() } else { 0 };
+        let now_ns = if self.stamps == Stamps::Batch { self.clock.now_ns() } else { 0 };
         let ended = self.done as u64;
         self.reap(now_ns);
         self.submit(now_ns);

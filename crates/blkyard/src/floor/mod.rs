@@ -4,8 +4,6 @@
 //! another, copies, wake-ups, the clock, system calls, and the least a queue core can cost. The benchmark cells measure them
 //! beside each path. What is here is measured with plain loads and stores; it uses no ring, queue or core of ours, or a slow
 //! one would make its own floor.
-//!
-//! The time-stamp counter is not among them: reading it is no safe code, and nothing of ours does.
 
 pub(crate) mod cpus;
 mod lines;
@@ -84,7 +82,8 @@ pub const LIMITS: &[Limit] = limits! {
     "copy-4k-l2", "a copy of 4 KiB from the second-level cache", false, system::copy(From::L2);
     "copy-4k-l3", "the same from the third level", false, system::copy(From::L3);
     "copy-4k-dram", "the same from memory, at random in 1 GiB", false, system::copy(From::Dram);
-    "clock", "one reading of the clock (clock_gettime)", false, Ok(system::clock());
+    "clock", "one reading of the system's clock (clock_gettime)", false, Ok(system::clock());
+    "clock-lane", "the same of a lane's, by the time-stamp counter where that can be trusted", false, Ok(system::lane_clock());
     "locked-add", "a locked addition to a word that nobody else uses", false, Ok(system::locked_add());
     "uring-b1", "an io_uring operation that does nothing, one to a call", false, system::nops(1);
     "uring-b8", "the same, 8 to a call", false, system::nops(8);

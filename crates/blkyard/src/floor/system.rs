@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blkyard_mem::Region;
-use blkyard_os::{NopRing, cache_bytes, now_ns};
+use blkyard_os::{Clock, NopRing, cache_bytes, now_ns};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, retry_on_intr, write};
 
@@ -74,9 +74,19 @@ pub fn touched(bytes: u64) -> Result<Arc<Region>, String> {
 
 /// One reading of the clock that everything here is timed by.
 pub(super) fn clock() -> Variant<'static> {
-    variant(|| {
+    readings(now_ns)
+}
+
+/// One reading of the clock that a lane has.
+pub(super) fn lane_clock() -> Variant<'static> {
+    let clock = Clock::new();
+    readings(move || clock.now_ns())
+}
+
+fn readings(clock: impl Fn() -> u64 + 'static) -> Variant<'static> {
+    variant(move || {
         (0..32).for_each(|_| {
-            black_box(now_ns());
+            black_box(clock());
         });
         32
     })
