@@ -456,18 +456,24 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             }
             _ => false,
         };
-        work || self.port.shared.mail.load(Ordering::SeqCst)
+        let finished = self.hw.arm::<Cx>();
+        work || finished || self.port.shared.mail.load(Ordering::SeqCst)
     }
 
     fn disarm(&mut self) {
         if let Some(session) = &mut self.session {
             session.ring.disable_notify();
         }
+        self.hw.disarm::<Cx>();
     }
 
     fn bell(&self) -> Option<BorrowedFd<'_>> {
         let session = self.session.as_ref().filter(|session| !session.broken && !self.is_stopping())?;
         session.kick.as_ref().map(|kick| kick.as_fd())
+    }
+
+    fn device_bell(&self) -> Option<BorrowedFd<'_>> {
+        self.hw.bell::<Cx>()
     }
 
     fn deadline_ns(&self) -> Option<u64> {

@@ -1,5 +1,7 @@
 //! What a hardware queue drives, and what a user opens.
 
+use std::os::fd::BorrowedFd;
+
 use blkyard_mem::RegionTable;
 
 use crate::fifo::Fifo;
@@ -40,6 +42,21 @@ pub trait Driver<Cx: ?Sized> {
     /// kernel, say, and lets go of what it prepared before. Given none at all it lets go of all it has with this `cx`, for
     /// the next call may bring another.
     fn set_memory(&mut self, _cx: &mut Cx, _memory: &RegionTable) {}
+
+    /// Asks the device to ring the [bell](Driver::bell) from now on, whenever it has finished something. True if something came
+    /// before it heard: then there is something to poll for. Nothing to do for a driver without a bell.
+    fn arm(&mut self) -> bool {
+        false
+    }
+
+    /// The device need not ring any more.
+    fn disarm(&mut self) {}
+
+    /// The event descriptor that the device rings, if it tells of what it has finished by one. The same one for as long as the
+    /// driver lives.
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 
     /// When the driver must be polled next, at the latest, although nothing outside will wake it; for models with timers.
     fn deadline_ns(&self) -> Option<u64> {

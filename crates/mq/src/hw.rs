@@ -29,6 +29,7 @@ mod namespace;
 mod timeout;
 
 use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use blkyard_mem::RegionTable;
@@ -373,6 +374,33 @@ impl<D> HwQueue<D> {
         let retry_ns = self.retry_ns.filter(|_| self.quiesced == 0);
         let due_ns = [self.driver.deadline_ns(), retry_ns, expire_ns, self.waiting_due_ns()];
         due_ns.into_iter().flatten().min()
+    }
+
+    /// Asks the device to ring its bell from now on, if it has one. True if something came before it heard.
+    #[inline]
+    pub fn arm<Cx: ?Sized>(&mut self) -> bool
+    where
+        D: Driver<Cx>,
+    {
+        self.driver.arm()
+    }
+
+    /// The device need not ring any more.
+    #[inline]
+    pub fn disarm<Cx: ?Sized>(&mut self)
+    where
+        D: Driver<Cx>,
+    {
+        self.driver.disarm();
+    }
+
+    /// The event descriptor that the device rings, if it has one.
+    #[inline]
+    pub fn bell<Cx: ?Sized>(&self) -> Option<BorrowedFd<'_>>
+    where
+        D: Driver<Cx>,
+    {
+        self.driver.bell()
     }
 
     /// Gives the bios of everything done to `sink`.

@@ -81,7 +81,8 @@ pub trait Station<Cx: ?Sized> {
     /// One round: gives back what is over, takes what is wanted, passes it on.
     fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank;
 
-    /// Asks the outside to ring the bell from now on. True if something came in before it heard: then do not sleep.
+    /// Asks the outside, on both sides of the queue, to ring from now on. True if something came in before it heard: then do not
+    /// sleep.
     fn arm(&mut self) -> bool;
 
     /// The outside need not ring any more.
@@ -89,6 +90,11 @@ pub trait Station<Cx: ?Sized> {
 
     /// The event descriptor the outside rings, if it has one now.
     fn bell(&self) -> Option<BorrowedFd<'_>>;
+
+    /// The event descriptor the device behind the queue rings, if it tells of what it has finished by one.
+    fn device_bell(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 
     /// When to be cranked next although no bell may ring.
     fn deadline_ns(&self) -> Option<u64> {

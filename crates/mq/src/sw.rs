@@ -47,6 +47,7 @@
 
 mod yard;
 
+use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blkyard_mem::RegionTable;
@@ -89,6 +90,10 @@ pub trait Context {
 
     /// Fetches what the device has finished, for drivers to find.
     fn collect(&mut self) {}
+
+    /// Whoever keeps watch is told when this bell rings, a driver's, once: as if a completion had come. [`Context::collect`] makes it
+    /// quiet again.
+    fn listen(&mut self, _bell: BorrowedFd<'_>) {}
 }
 
 impl Context for () {}

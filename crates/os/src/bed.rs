@@ -2,12 +2,12 @@
 //!
 //! A [`RingBed`] has a bell of its own, and a second descriptor of the ring itself, or of each of a few. Who merely sleeps listens to the
 //! bell; who keeps watch listens to both. The ring's descriptor is readable as long as completions wait in it, so a watch that
-//! begins after one came ends at once: nothing is slept over.
+//! begins after one came ends at once: nothing is slept over. A driver's bell is listened to by the ring, and so ends a watch as well.
 //!
 //! Made for rings without a [single owner](crate::RingConfig::single_owner): there the kernel hands completions over by itself.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use blkyard_mq::{Bed, Context, Wake};
@@ -101,5 +101,11 @@ impl Context for Ring {
 
     fn collect(&mut self) {
         self.reap();
+    }
+
+    fn listen(&mut self, bell: BorrowedFd<'_>) {
+        // A shared ring has one queue, and so one bell.
+        self.watch(bell, 0);
+        self.submit();
     }
 }

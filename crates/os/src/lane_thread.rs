@@ -117,8 +117,10 @@ pub enum LaneError {
     },
 }
 
+/// Bells a station may have: those of who feeds its queue, and of the device behind it.
+const BELLS_EACH: usize = 2;
 /// Stations one lane can have: one bell is the waker's.
-pub const STATIONS_MAX: usize = BELLS_MAX - 1;
+pub const STATIONS_MAX: usize = (BELLS_MAX - 1) / BELLS_EACH;
 
 /// A running lane. It runs until all its stations are over and nobody can give it more: dropping the handle does not stop
 /// it, but lets it end.
@@ -301,9 +303,12 @@ impl<S: Station<Ring>> Turning<S> {
         const OWN: usize = 0;
         self.ring.watch(self.waker.bell(), OWN);
         for (index, station) in self.lane.stations().enumerate() {
-            match station.bell() {
-                Some(bell) => self.ring.watch(bell, OWN + 1 + index),
-                None => self.ring.unwatch(OWN + 1 + index),
+            let first = OWN + 1 + index * BELLS_EACH;
+            for (index, bell) in [(first, station.bell()), (first + 1, station.device_bell())] {
+                match bell {
+                    Some(bell) => self.ring.watch(bell, index),
+                    None => self.ring.unwatch(index),
+                }
             }
         }
     }

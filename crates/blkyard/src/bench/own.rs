@@ -45,15 +45,21 @@ impl<D: Driver<Cx>, Cx: ?Sized> Station<Cx> for Own<D> {
         if job.in_flight() > 0 { Crank::Waiting } else { Crank::Idle }
     }
 
-    /// Nobody outside has anything to tell but who opens the gate, and that one calls the lane.
     fn arm(&mut self) -> bool {
-        self.hw.has_work() || self.job.is_ready()
+        self.hw.arm::<Cx>() || self.hw.has_work() || self.job.is_ready()
     }
 
-    fn disarm(&mut self) {}
+    fn disarm(&mut self) {
+        self.hw.disarm::<Cx>();
+    }
 
+    /// Nobody has anything to tell the job but who opens the gate, and that one calls the lane.
     fn bell(&self) -> Option<BorrowedFd<'_>> {
         None
+    }
+
+    fn device_bell(&self) -> Option<BorrowedFd<'_>> {
+        self.hw.bell::<Cx>()
     }
 
     fn deadline_ns(&self) -> Option<u64> {

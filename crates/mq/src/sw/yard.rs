@@ -64,6 +64,8 @@ pub(crate) struct Core<D, Cx> {
     ticked_ns: u64,
     /// Nothing is taken in any more, for good.
     frozen: bool,
+    /// The device was asked to ring its bell.
+    armed: bool,
 }
 
 /// The queue's ends of a thread's rings.
@@ -141,6 +143,7 @@ impl<D, Cx> Yard<D, Cx> {
             watch: None,
             ticked_ns: 0,
             frozen: false,
+            armed: false,
         };
         let seat = |(bed, beside)| Seat { parked: AtomicBool::new(false), up: AtomicBool::new(false), bed, beside };
         let seats = beds.into_iter().map(seat).collect();
@@ -277,7 +280,14 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
             if left && may_go_on {
                 continue;
             }
-            let turn = if why == Why::Wait && cq.is_empty() {
+            let sleeps = why == Why::Wait && cq.is_empty();
+            if (sleeps || core.watch.is_some()) && core.arm() {
+                left = true;
+                if may_go_on {
+                    continue;
+                }
+            }
+            let turn = if sleeps {
                 core.lie_down(me, self, calls)
             } else {
                 core.pass_on(left, self, calls);
@@ -344,7 +354,7 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
                     return core.map_or_else(Vec::new, |core| core.members.into());
                 }
                 let left = core(&mut holder).round(clock, self, calls);
-                if left || core(&mut holder).hw.is_idle() {
+                if left || core(&mut holder).hw.is_idle() || (!self.polled && core(&mut holder).arm()) {
                     continue;
                 }
                 let turn = if self.polled { Turn::Cranked } else { core(&mut holder).lie_down(me, self, calls) };
@@ -375,6 +385,9 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
     /// One round: takes from the rings, passes on, gives back. True if there is more to do that the device will not tell us of.
     #[inline]
     fn round(&mut self, clock: &impl Fn() -> u64, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) -> bool {
+        if std::mem::take(&mut self.armed) {
+            self.hw.disarm::<Cx>();
+        }
         let mut now_ns = clock();
         let more = self.take_in();
         let issued = self.hw.issue(&mut self.cx, now_ns);
@@ -392,6 +405,16 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             self.hw.mark_slow(now_ns);
         }
         self.hw.has_work() || (more && self.hw.room() > 0)
+    }
+
+    /// Before anybody relies on a watch: has the device ring, if it has a bell. True if something came before it heard.
+    #[inline]
+    fn arm(&mut self) -> bool {
+        let Core { hw, cx, armed, .. } = self;
+        let Some(bell) = hw.bell::<Cx>() else { return false };
+        cx.listen(bell);
+        *armed = true;
+        hw.arm::<Cx>()
     }
 
     /// Takes from the members' rings, in turn, while the hardware queue has room. True if something may be left in them.

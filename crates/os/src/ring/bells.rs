@@ -17,7 +17,7 @@ use io_uring::{opcode, squeue, types};
 
 use super::{KIND_BELL, name};
 
-/// Bells of one lane: 16 exports of 64 queues, and the lane's own.
+/// Bells of one lane: 8 exports of 64 queues with a bell on either side, and the lane's own.
 pub const BELLS_MAX: usize = 1025;
 /// Completions that bells may have outstanding: the poll, the poll that is being cancelled, and the cancellation; and the
 /// same for the rings of others' bells.

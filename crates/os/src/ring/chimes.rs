@@ -14,7 +14,7 @@ use io_uring::{opcode, types};
 
 use super::{KIND_CHIME, Ring, RingView, name};
 
-/// Places of one lane: one for each station that may have a bell.
+/// Places of one lane: one for each bell that a station may have to ring, on either side.
 pub(super) const CHIMES_MAX: usize = super::bells::BELLS_MAX - 1;
 
 /// What is added to the counter of an event descriptor.

@@ -1,0 +1,174 @@
+//! Drivers whose device rings a bell: sleepers hear it, on a lane and on a shared queue, long before they would look by themselves.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use blkyard_mq::{
+    Batch, Bed, Bio, Crank, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, IdlePolicy, Op, QueueLimits, RegionTable,
+    Station, Status, SwQueue, Tag,
+};
+use blkyard_os::{LaneConfig, Ring, RingBed, RingConfig, now_ns, spawn};
+use rustix::event::{EventfdFlags, eventfd};
+
+/// I/Os one after another. Who does not hear the bell looks once a second, and takes minutes.
+const ROUNDS: u64 = 200;
+const LIMIT: Duration = Duration::from_mins(1);
+
+/// What device and driver share.
+struct Wire {
+    finished: Mutex<Vec<usize>>,
+    armed: AtomicBool,
+    bell: OwnedFd,
+}
+
+/// A device of one thread: finishes what it is given, and rings if it was asked to.
+struct Belled {
+    wire: Arc<Wire>,
+    work: Sender<usize>,
+    tags: Vec<Option<Tag>>,
+}
+
+impl Belled {
+    fn new(depth: usize) -> Belled {
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let wire = Arc::new(Wire { finished: Mutex::default(), armed: AtomicBool::new(false), bell });
+        let (work, wanted) = channel();
+        let device = Arc::clone(&wire);
+        std::thread::spawn(move || serve(&device, &wanted));
+        Belled { wire, work, tags: (0..depth).map(|_| None).collect() }
+    }
+}
+
+fn serve(wire: &Wire, wanted: &Receiver<usize>) {
+    while let Ok(place) = wanted.recv() {
+        // Long enough for the other side to fall asleep now and then, whatever the order.
+        std::thread::sleep(Duration::from_micros(50 * (place as u64 % 5)));
+        wire.finished.lock().unwrap().push(place);
+        if wire.armed.swap(false, Ordering::SeqCst) {
+            rustix::io::write(&wire.bell, &1_u64.to_ne_bytes()).unwrap();
+        }
+    }
+}
+
+impl<Cx: ?Sized> Driver<Cx> for Belled {
+    fn queue_rqs(&mut self, _: &mut Cx, _: &RegionTable, batch: &mut Batch<'_>) {
+        while let Some((tag, _, _)) = batch.take() {
+            let place = tag.index();
+            self.tags[place] = Some(tag);
+            self.work.send(place).unwrap();
+        }
+    }
+
+    fn poll(&mut self, _: &mut Cx, _: &RegionTable, done: &mut Done<'_>, _: u64) {
+        for place in self.wire.finished.lock().unwrap().drain(..) {
+            done.complete(self.tags[place].take().unwrap(), Status::Ok);
+        }
+    }
+
+    fn arm(&mut self) -> bool {
+        self.wire.armed.store(true, Ordering::SeqCst);
+        !self.wire.finished.lock().unwrap().is_empty()
+    }
+
+    fn disarm(&mut self) {
+        self.wire.armed.store(false, Ordering::SeqCst);
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.wire.bell.as_fd())
+    }
+}
+
+fn queue(depth: usize) -> HwQueue<Belled> {
+    let limits = QueueLimits { discard_sectors_max: 1024, ..QueueLimits::default() };
+    let info = DeviceInfo { name: "belled".into(), capacity_sectors: 1 << 20, limits, ..DeviceInfo::default() };
+    HwQueue::new(Belled::new(depth), Arc::new(info), HwQueueConfig { depth, bios_max: 64, ..Default::default() })
+}
+
+/// An I/O without data.
+fn wish(sector: u64) -> Box<Bio> {
+    let mut bio = Bio::with_capacity(0);
+    (bio.op, bio.sector, bio.sectors) = (Op::Discard, sector, 8);
+    bio
+}
+
+/// Does one I/O after another.
+struct OneByOne {
+    queue: HwQueue<Belled>,
+    left: u64,
+}
+
+impl Station<Ring> for OneByOne {
+    fn crank(&mut self, ring: &mut Ring, now_ns: u64) -> Crank {
+        let mut moved = self.queue.reap(ring, now_ns, &mut |bio| assert_eq!(bio.status, Status::Ok));
+        if self.queue.is_idle() && self.left > 0 {
+            self.left -= 1;
+            self.queue.submit(wish(self.left * 8));
+            moved += 1;
+        }
+        moved += self.queue.issue(ring, now_ns);
+        if moved > 0 { Crank::Busy } else { Crank::Waiting }
+    }
+
+    fn arm(&mut self) -> bool {
+        self.queue.arm::<Ring>()
+    }
+
+    fn disarm(&mut self) {
+        self.queue.disarm::<Ring>();
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn device_bell(&self) -> Option<BorrowedFd<'_>> {
+        self.queue.bell::<Ring>()
+    }
+
+    fn is_over(&self) -> bool {
+        self.left == 0 && self.queue.is_idle()
+    }
+}
+
+#[test]
+fn a_lane_that_sleeps_is_woken_by_the_bell_of_a_device() {
+    let start = Instant::now();
+    let policy = IdlePolicy { spin_ns: 0 };
+    let config = LaneConfig { name: "belled".into(), policy, ..LaneConfig::default() };
+    let stations = |_: &mut Ring| (0..3).map(|_| OneByOne { queue: queue(4), left: ROUNDS }).collect();
+    spawn(config, stations).unwrap().join().unwrap();
+    assert!(start.elapsed() < LIMIT, "{:?} for {ROUNDS} I/Os", start.elapsed());
+}
+
+#[test]
+fn threads_that_share_a_queue_are_woken_by_the_bell_of_its_device() {
+    const THREADS: usize = 3;
+    let start = Instant::now();
+    let ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() }).unwrap();
+    let beds: Vec<Arc<dyn Bed>> = (0..THREADS).map(|_| RingBed::new(&ring).unwrap() as Arc<dyn Bed>).collect();
+    let queues = SwQueue::share(queue(8), ring, 8, beds);
+    let all_done = std::sync::Barrier::new(THREADS);
+    std::thread::scope(|scope| {
+        for mut queue in queues {
+            let all_done = &all_done;
+            scope.spawn(move || {
+                for round in 0..ROUNDS {
+                    queue.submit(wish(round * 8));
+                    let mut ended = 0;
+                    queue.wait(&now_ns, &mut |bio| {
+                        assert_eq!(bio.status, Status::Ok);
+                        ended += 1;
+                    });
+                    assert_eq!(ended, 1);
+                }
+                queue.leave(&now_ns, &mut |_| ());
+                all_done.wait();
+            });
+        }
+    });
+    assert!(start.elapsed() < LIMIT, "{:?} for {ROUNDS} I/Os of each thread", start.elapsed());
+}
