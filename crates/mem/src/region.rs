@@ -5,7 +5,7 @@
 //! and out by copy, fields through [`crate::View`].
 
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -23,6 +23,8 @@ pub struct Region {
     mapping: *mut std::ffi::c_void,
     mapping_len: usize,
     watched: Option<Watched>,
+    /// What others map to share it, and its place there.
+    file: Option<(OwnedFd, u64)>,
 }
 
 // SAFETY: a region is an address range that stays mapped while the region lives; all access is by raw copies and
@@ -78,7 +80,23 @@ impl Region {
             )?
         };
         let base = NonNull::new(mapping.cast()).ok_or_else(|| io::Error::other("mapped at address zero"))?;
-        Ok(Arc::new(Region { base, len, mapping, mapping_len, watched: None }))
+        Ok(Arc::new(Region { base, len, mapping, mapping_len, watched: None, file: None }))
+    }
+
+    /// Maps `len` bytes of zeroed memory of our own that [can be shared](Region::file): an unnamed file, whose length nobody can
+    /// change any more.
+    ///
+    /// # Errors
+    /// The system has no room, or `len` is zero.
+    pub fn shared(len: usize) -> io::Result<Arc<Region>> {
+        use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+        let file = memfd_create("blkyard", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        ftruncate(&file, len as u64)?;
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        Region::map_file(file.as_fd(), 0, len as u64).map_err(|error| match error {
+            MapError::System(error) => error,
+            other => io::Error::new(io::ErrorKind::InvalidInput, other),
+        })
     }
 
     /// Maps `len` bytes at `offset` of a file, shared with whoever else has it. Should the file shrink later, the region
@@ -119,8 +137,9 @@ impl Region {
             .map_err(io::Error::from)?
         };
         let base = NonNull::new(mapping.cast::<u8>().wrapping_add(lead)).ok_or_else(extent)?;
-        let mut region = Region { base, len: len as usize, mapping, mapping_len, watched: None };
+        let mut region = Region { base, len: len as usize, mapping, mapping_len, watched: None, file: None };
         region.watched = Some(Watched::new(mapping as usize, mapping_len)?);
+        region.file = Some((file.try_clone_to_owned()?, offset));
         Ok(Arc::new(region))
     }
 
@@ -128,6 +147,12 @@ impl Region {
     #[expect(clippy::len_without_is_empty, reason = "a region is never empty")]
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// The file that is mapped, and the offset of the region there, for those who are to map the same memory. None if the
+    /// memory is private.
+    pub fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
+        self.file.as_ref().map(|(file, offset)| (file.as_fd(), *offset))
     }
 
     /// Whether the file behind the region was cut short while it was mapped. What the region held is gone.
@@ -188,7 +213,6 @@ impl std::fmt::Debug for Region {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::fd::AsFd;
 
     #[test]
     fn a_region_keeps_what_is_copied_in() {
@@ -231,6 +255,19 @@ mod tests {
         assert!(matches!(Region::map_file(file.as_fd(), u64::MAX, 2), Err(MapError::Extent { .. })));
         assert!(matches!(Region::map_file(file.as_fd(), 0, 0), Err(MapError::Extent { .. })));
         assert!(Region::map_file(file.as_fd(), 100, 8092).is_ok());
+    }
+
+    #[test]
+    fn shared_memory_is_the_same_for_all_who_map_its_file_and_keeps_its_length() {
+        let ours = Region::shared(10_000).unwrap();
+        let (file, offset) = ours.file().unwrap();
+        let theirs = Region::map_file(file, offset, ours.len() as u64).unwrap();
+        theirs.span(9_990, 10).unwrap().copy_from_slice(b"0123456789");
+        let mut back = [0; 10];
+        ours.span(9_990, 10).unwrap().copy_to_slice(&mut back);
+        assert_eq!(&back, b"0123456789");
+        assert!(rustix::fs::ftruncate(file, 4096).is_err() && rustix::fs::ftruncate(file, 20_000).is_err());
+        assert!(Region::anonymous(4096).unwrap().file().is_none() && Region::shared(0).is_err());
     }
 
     #[test]
