@@ -24,6 +24,7 @@ use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBack
 
 use crate::channel::Channel;
 use crate::event::Event;
+use crate::inflight::{self, Records};
 use crate::memory::{Announced, Memory, SLOTS_MAX};
 use crate::orders::Changed;
 use crate::remote::QueueRemote;
@@ -44,6 +45,7 @@ const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::
     .union(VhostUserProtocolFeatures::REPLY_ACK)
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
     .union(VhostUserProtocolFeatures::BACKEND_REQ)
+    .union(VhostUserProtocolFeatures::INFLIGHT_SHMFD)
     .union(VhostUserProtocolFeatures::RESET_DEVICE);
 
 type RegionBase = vhost::VhostUserMemoryRegionBase;
@@ -83,6 +85,8 @@ pub(crate) struct Backend {
     config: BackendConfig,
     vrings: Vec<Vring>,
     memory: Memory,
+    /// Where the queues record what is in flight, if the front-end keeps such memory.
+    records: Option<Records>,
     /// What the front-end took of what we offered; nothing before it says.
     features: Features,
     write_back: Arc<AtomicBool>,
@@ -100,6 +104,7 @@ impl Backend {
         Backend {
             vrings,
             memory: Memory::default(),
+            records: None,
             features: Features::empty(),
             write_back,
             connection,
@@ -388,12 +393,25 @@ impl VhostUserBackendReqHandlerMut for Backend {
         Err(Error::InvalidOperation("no objects are shared"))
     }
 
-    fn get_inflight_fd(&mut self, _inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
-        Err(Error::InvalidOperation("in-flight tracking was not offered"))
+    fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        let VhostUserInflight { num_queues, queue_size, .. } = *wanted;
+        if usize::from(num_queues) > self.vrings.len() || queue_size > QUEUE_SIZE_MAX {
+            let why =
+                format!("{num_queues} queues of {queue_size} are more than {} of {QUEUE_SIZE_MAX}", self.vrings.len());
+            return Err(self.refuse("memory for what is in flight", why));
+        }
+        let made = inflight::make(num_queues, queue_size);
+        let (file, bytes) = made.map_err(|error| self.refuse("memory for what is in flight", error))?;
+        Ok((VhostUserInflight::new(bytes, 0, num_queues, queue_size), file))
     }
 
-    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
-        Err(Error::InvalidOperation("in-flight tracking was not offered"))
+    fn set_inflight_fd(&mut self, kept: &VhostUserInflight, file: File) -> Result<()> {
+        let VhostUserInflight { mmap_size, mmap_offset, num_queues, queue_size } = *kept;
+        let records = Records::map(&file, mmap_offset, mmap_size, num_queues, queue_size)
+            .map_err(|error| self.refuse("the memory for what is in flight", error))?;
+        let running = self.suspend_all()?;
+        self.records = Some(records);
+        running.into_iter().try_for_each(|index| self.run_if_ready(index))
     }
 
     fn set_device_state_fd(

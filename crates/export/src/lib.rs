@@ -8,6 +8,7 @@
 mod backend;
 mod channel;
 mod event;
+mod inflight;
 mod memory;
 mod orders;
 mod queue;

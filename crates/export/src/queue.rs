@@ -14,6 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 
+use blkyard_mem::Region;
 use blkyard_mq::{Bio, Chime, ChimePlace, Crank, Driver, HwQueue, RegionTable, Segment, Station, Wake};
 use blkyard_virtio::{
     Chain, GuestMemory, Head, ParseContext, Parsed, Refusals, SerialId, SplitRing, VirtioStatus, parse, status_of,
@@ -55,6 +56,8 @@ pub struct VhostQueue<D> {
 struct Session {
     ring: SplitRing,
     memory: Arc<GuestMemory>,
+    /// Where the record of what is in flight lies.
+    records: Option<Arc<Region>>,
     kick: Option<Arc<Event>>,
     call: Option<Arc<Event>>,
     error: Option<Arc<Event>>,
@@ -187,21 +190,29 @@ impl<D> VhostQueue<D> {
         }
     }
 
-    fn start<Cx: ?Sized>(&mut self, cx: &mut Cx, setup: Setup) -> Result<(), String>
+    fn start<Cx: ?Sized + Chime>(&mut self, cx: &mut Cx, setup: Setup) -> Result<(), String>
     where
         D: Driver<Cx>,
     {
         if self.session.is_some() {
             return Err("the queue runs already".into());
         }
-        let ring = SplitRing::new(setup.layout, setup.size, setup.event_idx, setup.indirect, setup.next_avail)
+        let mut ring = SplitRing::new(setup.layout, setup.size, setup.event_idx, setup.indirect, setup.next_avail)
             .map_err(|error| error.to_string())?;
+        let records = setup.record.as_ref().map(|record| Arc::clone(record.region()));
+        if let Some(record) = setup.record {
+            ring.track(record).map_err(|fault| format!("the record of what is in flight cannot be: {fault}"))?;
+            if ring.left() > 0 {
+                tracing::info!("a virtqueue begins with {} requests that were in flight before", ring.left());
+            }
+        }
         self.hw.set_memory(cx, Arc::clone(setup.memory.table()));
         let mut session = Session {
             // A small ring may still bring chains as long as we said they may be, in tables of their own.
             chain: Chain::new(setup.size.max(SEGMENTS as u16)),
             ring,
             memory: setup.memory,
+            records,
             kick: setup.kick,
             call: setup.call,
             error: setup.error,
@@ -212,6 +223,10 @@ impl<D> VhostQueue<D> {
             lost: false,
         };
         session.ring.disable_notify();
+        if session.records.is_some() {
+            // Who had the ring before us may have died between showing the guest an answer and calling it.
+            session.call(cx, &mut self.chime);
+        }
         self.session = Some(session);
         Ok(())
     }
@@ -255,12 +270,24 @@ impl<D> VhostQueue<D> {
 }
 
 impl Session {
-    /// Fetches chains while there are bios to carry them, and not too many in one round. Returns whether anything was
-    /// fetched.
+    /// Memory that the front-end shares with us has gone away.
     #[inline]
-    fn fetch<D>(&mut self, hw: &mut HwQueue<D>, desk: &mut Desk, serial: &SerialId, refusals: &Refusals) -> bool {
+    fn is_cut_short(&self) -> bool {
+        self.memory.is_faulted() || self.records.as_ref().is_some_and(|records| records.is_faulted())
+    }
+
+    /// Fetches chains while there are bios to carry them, but no more than `most`. Returns whether anything was fetched.
+    #[inline]
+    fn fetch<D>(
+        &mut self,
+        hw: &mut HwQueue<D>,
+        desk: &mut Desk,
+        serial: &SerialId,
+        refusals: &Refusals,
+        most: usize,
+    ) -> bool {
         let mut fetched = false;
-        for _ in 0..ROUND_MAX {
+        for _ in 0..most {
             let Some(mut bio) = desk.free.pop() else { break };
             let head = match self.ring.fetch(&self.memory, &mut self.chain) {
                 Ok(Some(head)) => head,
@@ -271,7 +298,7 @@ impl Session {
                 Err(fault) => {
                     desk.free.push(bio);
                     // A ring whose memory is gone reads as zeroes: that is not what the guest wrote.
-                    if !self.memory.is_faulted() {
+                    if !self.is_cut_short() {
                         refusals.ring_fault(&fault);
                         self.stop(&fault.to_string());
                     }
@@ -414,8 +441,10 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             }) > 0;
         }
         self.flushing.submit(&mut self.hw);
-        if !stopping && !session.broken {
-            busy |= session.fetch(&mut self.hw, desk, &self.serial, &self.refusals);
+        if !session.broken {
+            // A queue that comes to rest owes what was in flight before it began, and nothing else that it has not fetched.
+            let most = if stopping { session.ring.left().min(ROUND_MAX) } else { ROUND_MAX };
+            busy |= session.fetch(&mut self.hw, desk, &self.serial, &self.refusals, most);
         }
         // Before the device has its turn, which may take a while: the guest need not wait for that.
         if busy && session.ring.publish() {
@@ -423,7 +452,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         }
         busy |= self.hw.issue(cx, now_ns) > 0;
         // Also without work: looking for some touches the memory.
-        if session.memory.is_faulted() {
+        if session.is_cut_short() {
             session.lose();
         }
         if std::mem::take(&mut session.alarm)
@@ -435,7 +464,8 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             cx.forget(&mut self.chime);
             busy = true;
         }
-        if stopping && self.hw.is_idle() && (self.retiring || !self.suspending.is_empty()) {
+        let owes = session.ring.left() > 0 && !session.broken;
+        if stopping && !owes && self.hw.is_idle() && (self.retiring || !self.suspending.is_empty()) {
             self.rest(cx);
             return Crank::Busy;
         }
@@ -452,7 +482,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         let work = match &mut self.session {
             Some(session) if fetches && !session.broken => {
                 let offered = session.ring.enable_notify() && !self.desk.free.is_empty();
-                offered || session.memory.is_faulted()
+                offered || session.is_cut_short()
             }
             _ => false,
         };

@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use blkyard_mq::{DeviceInfo, HwStats, Wake};
-use blkyard_virtio::{GuestMemory, RingLayout};
+use blkyard_virtio::{GuestMemory, Inflight, RingLayout};
 
 use crate::QueueView;
 use crate::event::Event;
@@ -27,6 +27,8 @@ pub(crate) struct Setup {
     pub(crate) indirect: bool,
     /// Where the queue goes on in the available ring.
     pub(crate) next_avail: u16,
+    /// Where it records what is in flight. Says where it goes on, once it has been used.
+    pub(crate) record: Option<Inflight>,
     pub(crate) kick: Option<Arc<Event>>,
     pub(crate) call: Option<Arc<Event>>,
     pub(crate) error: Option<Arc<Event>>,

@@ -26,6 +26,7 @@ fn a_disk_tells_what_it_is_and_can_do() {
         | VhostUserProtocolFeatures::REPLY_ACK
         | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
         | VhostUserProtocolFeatures::BACKEND_REQ
+        | VhostUserProtocolFeatures::INFLIGHT_SHMFD
         | VhostUserProtocolFeatures::RESET_DEVICE;
     assert_eq!(front.get_protocol_features().unwrap(), wanted);
     assert_eq!(front.get_queue_num().unwrap(), 2);

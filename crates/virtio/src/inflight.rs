@@ -49,6 +49,11 @@ impl Inflight {
         View::new(region, offset, len, align_of::<u64>()).map(Inflight)
     }
 
+    /// The memory it lies in.
+    pub fn region(&self) -> &Arc<Region> {
+        self.0.region()
+    }
+
     /// What every format asks of a part before it is read. Returns how many records are in use; nothing if it is fresh.
     fn open(&self, size: u16, bytes: fn(u16) -> usize) -> Result<Option<u16>, InflightFault> {
         if self.0.len() < bytes(size) {

@@ -108,6 +108,7 @@ impl Backend {
             event_idx: self.features.contains(Features::EVENT_IDX),
             indirect: self.features.contains(Features::INDIRECT_DESC),
             next_avail: vring.next_avail,
+            record: self.records.as_ref().and_then(|records| records.part(index)),
             kick,
             call: vring.call.clone(),
             error: vring.error.clone(),

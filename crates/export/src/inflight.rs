@@ -1,0 +1,69 @@
+//! The memory in which a session's queues record what is in flight, so that another daemon can go on should this one die.
+//!
+//! Made here when the front-end asks for it, kept by the front-end, and given back to whoever serves it: the daemon
+//! that made it, an older or newer one, another back-end's successor. What comes is looked at before it is mapped. What is
+//! written in it is the business of `blkyard_virtio`.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use blkyard_mem::{MapError, Region};
+use blkyard_virtio::{Inflight, inflight_bytes};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+/// Zeroed memory for the records of so many queues, as a file that cannot become shorter under whoever maps it; and its
+/// length in bytes.
+///
+/// # Errors
+/// The system gives no memory or descriptor.
+pub(crate) fn make(queues: u16, queue_size: u16) -> io::Result<(File, u64)> {
+    let bytes = u64::from(queues) * inflight_bytes(queue_size) as u64;
+    let file = memfd_create("blkyard-inflight", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    ftruncate(&file, bytes)?;
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok((file.into(), bytes))
+}
+
+/// Why a region was not taken.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum RecordError {
+    #[error(transparent)]
+    Map(#[from] MapError),
+    #[error("{bytes} bytes at {offset} have no room for the records of {queues} queues of {queue_size}")]
+    TooSmall { bytes: u64, offset: u64, queues: u16, queue_size: u16 },
+}
+
+/// A session's records.
+pub(crate) struct Records {
+    region: Arc<Region>,
+    queues: u16,
+    queue_size: u16,
+}
+
+impl Records {
+    /// Maps what the front-end has kept: so many bytes at a place in a file.
+    pub(crate) fn map(
+        file: &File,
+        offset: u64,
+        bytes: u64,
+        queues: u16,
+        queue_size: u16,
+    ) -> Result<Records, RecordError> {
+        let region = Region::map_file(file.as_fd(), offset, bytes)?;
+        let records = Records { region, queues, queue_size };
+        let last = queues.checked_sub(1).map(usize::from);
+        match last.and_then(|last| records.part(last)) {
+            Some(_) => Ok(records),
+            None => Err(RecordError::TooSmall { bytes, offset, queues, queue_size }),
+        }
+    }
+
+    /// The record of one queue; nothing if there is none.
+    pub(crate) fn part(&self, queue: usize) -> Option<Inflight> {
+        let bytes = inflight_bytes(self.queue_size);
+        let place = (queue < usize::from(self.queues)).then_some(queue * bytes)?;
+        Inflight::new(Arc::clone(&self.region), place as u64, bytes)
+    }
+}
