@@ -29,6 +29,8 @@ pub struct Settings {
     pub stats: Option<u64>,
     /// Where to listen for those who inspect and set.
     pub control: Option<ControlPlace>,
+    /// How long to wait for an image that a daemon which died still has, seconds.
+    pub lock_wait_s: Option<u64>,
 }
 
 /// A device and the exports that serve it.
@@ -105,6 +107,7 @@ struct File {
     spin_us: Option<u64>,
     stats: Option<u64>,
     control: Option<String>,
+    lock_wait_s: Option<u64>,
 }
 
 /// A device or an export: its name, its options as keys, and for a device its exports.
@@ -162,6 +165,7 @@ fn from_toml(text: &str, path: &Path) -> Result<Plan, PlanError> {
         spin_us: file.spin_us,
         stats: file.stats,
         control: file.control.map(|place| place.as_str().into()),
+        lock_wait_s: file.lock_wait_s,
     };
     Ok(Plan { disks: every_device_is_served(disks)?, settings })
 }

@@ -12,7 +12,7 @@ use blkyard_export::{
     BackendConfig, BoundSocket, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy};
-use blkyard_os::{LaneConfig, LaneThread, RingConfig, Signals, cpu_places};
+use blkyard_os::{LaneConfig, LaneThread, OpenError, RingConfig, Signals, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
 use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, ServedExport};
@@ -40,7 +40,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "SPEC")]
     pub export: Vec<String>,
     /// Read devices and exports from a TOML file instead: tables `device` and `device.export`, each with spec = "..." and
-    /// the options above as keys; at the top lanes, cpus, spin_us and stats.
+    /// the options above as keys; at the top lanes, cpus, spin_us, stats, control and lock_wait_s.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["device", "export"])]
     pub config: Option<PathBuf>,
     /// Print a line for each export every so many seconds.
@@ -59,7 +59,16 @@ pub struct ServeArgs {
     /// or SOCKET.control beside the first export.
     #[arg(long, value_name = "PATH", value_parser = |text: &str| Ok::<_, String>(ControlPlace::from(text)))]
     pub control: Option<ControlPlace>,
+    /// How long to wait for an image that nobody alive is seen to have: a daemon that was killed leaves I/O behind that must end before its
+    /// requests are done again. Seconds; default: 60.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(0..=LOCK_WAIT_S_MAX))]
+    pub lock_wait_s: Option<u64>,
 }
+
+/// Longer than any disk tries to do an operation: Linux gives one of SCSI up after 30 s, and after five more tries.
+const LOCK_WAIT_S_MAX: u64 = 3600;
+/// One such try of a SCSI disk, and the reset that may follow.
+const LOCK_WAIT_S: u64 = 60;
 
 impl ServeArgs {
     /// These, but what the file sets and the command line does not.
@@ -80,6 +89,7 @@ impl ServeArgs {
             cpus: if self.cpus.is_empty() { settings.cpus.unwrap_or_default() } else { self.cpus.clone() },
             spin_us: self.spin_us.or(bounded("spin_us", settings.spin_us, 0, 1_000_000)?),
             control: self.control.clone().or(settings.control),
+            lock_wait_s: self.lock_wait_s.or(bounded("lock_wait_s", settings.lock_wait_s, 0, LOCK_WAIT_S_MAX)?),
         })
     }
 }
@@ -143,7 +153,8 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         None => Plan { disks: from_words(words)?, settings: Settings::default() },
     };
     let args = &args.or(settings)?;
-    let opened = open(disks)?;
+    let patience = Patience { signals: &signals, limit: Duration::from_secs(args.lock_wait_s.unwrap_or(LOCK_WAIT_S)) };
+    let Some(opened) = open(disks, &patience)? else { return Ok(()) };
     let shares: Vec<Share> = opened.iter().flat_map(|(_, exports)| exports).map(|want| want.share.clone()).collect();
     let queues = shares.iter().map(|share| share.queues).sum();
     let count = args.lanes.map_or_else(|| cpu_places().len().min(queues), |lanes| lanes as usize);
@@ -235,14 +246,51 @@ struct Wanted {
     serial: SerialId,
 }
 
-/// Opens every device and checks every export.
-fn open(plans: Vec<DiskPlan>) -> Result<Vec<(Device, Vec<Wanted>)>, ServeError> {
+/// How long we wait for images.
+struct Patience<'a> {
+    /// By which the user ends it.
+    signals: &'a Signals,
+    limit: Duration,
+}
+
+impl Patience<'_> {
+    /// Opens a device. While what has its image is seen to be no process, it is tried again. Nothing if we were told to stop.
+    fn open(&self, spec: &Spec) -> Result<Option<Device>, DeviceError> {
+        let start = Instant::now();
+        let mut told = false;
+        loop {
+            match Device::from_spec(spec.clone()) {
+                Err(DeviceError::File(OpenError::Held { .. })) if start.elapsed() < self.limit => {
+                    if !std::mem::replace(&mut told, true) {
+                        tracing::warn!(
+                            "{}: waiting for its lock, up to {} s: nobody is seen to hold it, so a daemon that died may have I/O under way",
+                            spec.name,
+                            self.limit.as_secs()
+                        );
+                    }
+                    if self.signals.wait(Some(Duration::ZERO)).is_some() {
+                        return Ok(None);
+                    }
+                }
+                opened => {
+                    if told && opened.is_ok() {
+                        tracing::info!("{}: locked after {:.1} s", spec.name, start.elapsed().as_secs_f64());
+                    }
+                    return opened.map(Some);
+                }
+            }
+        }
+    }
+}
+
+/// Opens every device and checks every export; nothing if we were told to stop meanwhile.
+fn open(plans: Vec<DiskPlan>, patience: &Patience<'_>) -> Result<Option<Vec<(Device, Vec<Wanted>)>>, ServeError> {
     let mut opened = Vec::new();
     let mut exports = 0;
     for mut plan in plans {
         let share = plan.device.take_switch("share")?.unwrap_or(false);
         let name = plan.device.name.clone();
-        let device = Device::from_spec(plan.device)?;
+        let Some(device) = patience.open(&plan.device)? else { return Ok(None) };
         if plan.exports.len() > 1 && !share && !device.info().read_only {
             let cause = format!("{} exports would write to one disk", plan.exports.len());
             let cure =
@@ -256,7 +304,7 @@ fn open(plans: Vec<DiskPlan>) -> Result<Vec<(Device, Vec<Wanted>)>, ServeError> 
         }
         opened.push((device, wanted));
     }
-    Ok(opened)
+    Ok(Some(opened))
 }
 
 fn want(mut spec: Spec, number: usize) -> Result<Wanted, ServeError> {

@@ -11,6 +11,7 @@
 //! It does not cache, does not grow the file unless it is told to, and does not know image formats: bytes are where they are.
 
 mod error;
+mod holder;
 mod lock;
 mod open;
 mod place;

@@ -3,8 +3,10 @@
 mod common;
 
 use std::fs;
-use std::io::{BufRead, BufReader};
-use std::os::fd::AsRawFd;
+use std::io::{BufRead, BufReader, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -12,6 +14,7 @@ use std::time::{Duration, Instant};
 use blkyard_mq::{BlockDevice, HwQueue, HwQueueConfig, RegionTable};
 use blkyard_os::{Direct, FileConfig, FileDevice, Mode, OpenError, Ring, RingConfig};
 use common::{folders, image, open};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 /// Longer than anything here takes on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -228,7 +231,9 @@ fn an_image_of_another_process_is_in_use_until_that_is_gone() {
     for folder in folders() {
         let path = image(&folder, 1 << 20);
         let mut child = holder(&path);
-        assert!(matches!(refusal(FileConfig::new(&path)), OpenError::InUse { .. }));
+        let error = refusal(FileConfig::new(&path));
+        assert!(matches!(error, OpenError::InUse { .. }), "{error}");
+        assert!(error.to_string().contains(&format!("process {}", child.id())), "names who has it: {error}");
         assert!(matches!(refusal(read_only(&path)), OpenError::InUse { .. }));
         child.kill().unwrap();
         child.wait().unwrap();
@@ -236,8 +241,28 @@ fn an_image_of_another_process_is_in_use_until_that_is_gone() {
         // the kernel may need on a busy machine.
         let start = Instant::now();
         while let Err(error) = FileDevice::open(FileConfig::new(&path)) {
-            assert!(matches!(error, OpenError::InUse { .. }), "{error}");
+            assert!(matches!(error, OpenError::Held { .. }), "{error}");
             assert!(start.elapsed() < PATIENCE, "{error}");
         }
+    }
+}
+
+#[test]
+fn an_image_that_nobody_alive_has_is_held_until_the_kernel_lets_go() {
+    for folder in folders() {
+        let path = image(&folder, 1 << 20);
+        let file = fs::File::options().read(true).write(true).open(&path).unwrap();
+        assert!(lock_bytes(&file, &[0]));
+        // On its way through a socket it is in no process's hands, as the file of one that died with I/O under way.
+        let (near, far) = UnixStream::pair().unwrap();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let sent = [file.as_fd()];
+        assert!(control.push(SendAncillaryMessage::ScmRights(&sent)));
+        sendmsg(&near, &[IoSlice::new(b"x")], &mut control, SendFlags::empty()).unwrap();
+        drop(file);
+        assert!(matches!(refusal(FileConfig::new(&path)), OpenError::Held { .. }));
+        drop((near, far));
+        open(FileConfig::new(&path));
     }
 }

@@ -118,6 +118,16 @@ pub enum OpenError {
         /// What else would help.
         hint: &'static str,
     },
+    /// Nobody is seen who has it: what is left is I/O that the kernel has not finished for somebody who died.
+    #[error(
+        "{path} is in use, and by no process that can be seen: either one of another user or container holds a lock on it, \
+         then stop that; or I/O of one that was killed is still under way, then wait until it has ended",
+        path = path.display()
+    )]
+    Held {
+        /// The image.
+        path: PathBuf,
+    },
     /// Locks do not work there.
     #[error(
         "{path} cannot be locked: {source}. Keep images on a file system with locks; for NFS, mount it with \

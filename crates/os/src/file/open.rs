@@ -17,6 +17,7 @@ use blkyard_mem::{PAGE_BYTES, Region};
 use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_SHIFT};
 use rustix::fs::{AtFlags, SeekFrom, StatxFlags, seek, statx};
 
+use super::holder::living_holder;
 use super::lock::{Locked, lock};
 use super::place::{BOUNCES, ZEROES_BYTES};
 use super::{Direct, FileConfig, FileCounters, FileDevice, Mode, OpenError, Shared};
@@ -26,9 +27,9 @@ const BLOCK_BYTES_MAX: u32 = 4096;
 /// Alignment of direct I/O where nobody states it: no disk in use needs more.
 const ALIGN_UNKNOWN: u32 = 4096;
 /// A process that ends takes its locks with it only once the kernel has taken its rings apart, some milliseconds
-/// later. One that follows on its heels waits for that, a third of a second in all.
-const LOCK_TRIES: u32 = 15;
-const LOCK_PAUSE: Duration = Duration::from_millis(20);
+/// later. One that follows on its heels waits for that, a third of a second in all, and asks often: a guest waits, too.
+const CLAIM_TRIES: u32 = 150;
+const CLAIM_PAUSE: Duration = Duration::from_millis(2);
 /// Sectors of the longest discard or write of zeroes: four gibibytes less a sector, as Linux's loop driver has it.
 /// Shortened to a multiple of the block.
 const TRIM_SECTORS_MAX: u32 = u32::MAX >> SECTOR_SHIFT;
@@ -43,22 +44,8 @@ impl FileDevice {
     /// # Errors
     /// See [`OpenError`].
     pub fn open(config: FileConfig) -> Result<FileDevice, OpenError> {
-        let system = |what| {
-            let path = config.path.clone();
-            move |source: io::Error| OpenError::System { path, what, source }
-        };
-        let block_device = kind_of(&config.path, metadata(&config)?.file_type())?;
-        let (file, probed) = open_file(&config, block_device)?;
-        // The name may have come to mean something else since we looked.
-        let file = std::fs::File::from(file);
-        let now = file.metadata().map_err(system("its kind cannot be read"))?;
-        kind_of(&config.path, now.file_type())?;
-        let file = OwnedFd::from(file);
-        // Some kernels open such a device all the same, and refuse each write.
-        if block_device && !config.read_only && is_read_only(file.as_fd()) {
-            return Err(OpenError::ReadOnly { path: config.path, cause: WRITE_PROTECTED });
-        }
-        take(&config, file.as_fd())?;
+        let system = |what| system(&config, what);
+        let Claimed { file, now, block_device, probed } = claim(&config)?;
 
         let bytes = seek(&file, SeekFrom::End(0)).map_err(|e| system("its size cannot be read")(e.into()))?;
         let device_block = if block_device { rustix::fs::ioctl_blksszget(&file).unwrap_or(512) } else { 512 };
@@ -111,6 +98,70 @@ impl FileDevice {
     }
 }
 
+/// A file that is ours.
+struct Claimed {
+    file: OwnedFd,
+    now: Metadata,
+    block_device: bool,
+    probed: Probed,
+}
+
+/// Whether a file can be had.
+enum Claim {
+    Got(Claimed),
+    /// Somebody else has it: the process, if its lock names it.
+    Held(Option<i32>),
+}
+
+/// Opens and locks a file, and waits a little where somebody else has it.
+fn claim(config: &FileConfig) -> Result<Claimed, OpenError> {
+    let mut held = None;
+    for _ in 0..CLAIM_TRIES {
+        match try_claim(config)? {
+            Claim::Got(claimed) => return Ok(claimed),
+            Claim::Held(process) => held = process,
+        }
+        std::thread::sleep(CLAIM_PAUSE);
+    }
+    let path = config.path.clone();
+    let named = held.map(|process| format!("process {process} holds a lock on it"));
+    let Some(holder) = named.or_else(|| living_holder(&metadata(config).ok()?)) else {
+        return Err(OpenError::Held { path });
+    };
+    let hint = if config.read_only { "" } else { ", or open it with ?readonly=on if that only reads, too" };
+    Err(OpenError::InUse { path, holder, hint })
+}
+
+fn try_claim(config: &FileConfig) -> Result<Claim, OpenError> {
+    let block_device = kind_of(&config.path, metadata(config)?.file_type())?;
+    let (file, probed) = match open_file(config, block_device) {
+        Ok(opened) => opened,
+        // Somebody has it for himself: see `open_file`.
+        Err(error) if error.raw_os_error() == Some(libc::EBUSY) => return Ok(Claim::Held(None)),
+        Err(error) => return Err(open_error(config, block_device, error)),
+    };
+    // The name may have come to mean something else since we looked.
+    let file = std::fs::File::from(file);
+    let now = file.metadata().map_err(system(config, "its kind cannot be read"))?;
+    kind_of(&config.path, now.file_type())?;
+    let file = OwnedFd::from(file);
+    // Some kernels open such a device all the same, and refuse each write.
+    if block_device && !config.read_only && is_read_only(file.as_fd()) {
+        return Err(OpenError::ReadOnly { path: config.path.clone(), cause: WRITE_PROTECTED });
+    }
+    match lock(file.as_fd(), config.read_only) {
+        Ok(Locked::Yes) => Ok(Claim::Got(Claimed { file, now, block_device, probed })),
+        Ok(Locked::Taken { pid }) => Ok(Claim::Held(pid)),
+        Err(source) => Err(OpenError::Lock { path: config.path.clone(), source }),
+    }
+}
+
+/// What the system said, for whom it said it.
+fn system(config: &FileConfig, what: &'static str) -> impl FnOnce(io::Error) -> OpenError + use<> {
+    let path = config.path.clone();
+    move |source| OpenError::System { path, what, source }
+}
+
 fn limits(block: u32, physical: u32) -> QueueLimits {
     let trim = TRIM_SECTORS_MAX / (physical >> SECTOR_SHIFT) * (physical >> SECTOR_SHIFT);
     QueueLimits {
@@ -155,7 +206,7 @@ enum Probed {
     NotAsked,
 }
 
-fn open_file(config: &FileConfig, block_device: bool) -> Result<(OwnedFd, Probed), OpenError> {
+fn open_file(config: &FileConfig, block_device: bool) -> io::Result<(OwnedFd, Probed)> {
     let open = |flags: i32| {
         let mut options = OpenOptions::new();
         // A block device that is mounted, or part of something larger, is refused with this flag.
@@ -163,14 +214,13 @@ fn open_file(config: &FileConfig, block_device: bool) -> Result<(OwnedFd, Probed
         options.read(true).write(!config.read_only).custom_flags(flags | exclusive);
         options.open(&config.path).map(OwnedFd::from)
     };
-    let opened = match config.direct {
+    match config.direct {
         Direct::Off => open(0).map(|file| (file, Probed::NotAsked)),
         Direct::Auto | Direct::On => match open(libc::O_DIRECT) {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => open(0).map(|file| (file, Probed::Refused)),
             opened => opened.map(|file| (file, Probed::Direct)),
         },
-    };
-    opened.map_err(|source| open_error(config, block_device, source))
+    }
 }
 
 fn open_error(config: &FileConfig, block_device: bool, source: io::Error) -> OpenError {
@@ -178,11 +228,6 @@ fn open_error(config: &FileConfig, block_device: bool, source: io::Error) -> Ope
     match source.raw_os_error() {
         Some(libc::ENOENT) => OpenError::Missing { path },
         Some(libc::EROFS) => OpenError::ReadOnly { path, cause: "its file system is mounted read-only" },
-        Some(libc::EBUSY) => OpenError::InUse {
-            path,
-            holder: "it is mounted, or part of another device".into(),
-            hint: ", unmount it, or open it with ?readonly=on",
-        },
         Some(libc::ETXTBSY) => OpenError::ReadOnly { path, cause: "it is a program that is running" },
         Some(libc::EACCES | libc::EPERM) if !config.read_only => {
             let Ok(readable) = OpenOptions::new().read(true).open(&config.path) else {
@@ -198,30 +243,6 @@ fn open_error(config: &FileConfig, block_device: bool, source: io::Error) -> Ope
         }
         Some(libc::EACCES | libc::EPERM) => OpenError::Permission { path, wanted: "read", hint: "" },
         _ => OpenError::System { path, what: "it cannot be opened", source },
-    }
-}
-
-fn take(config: &FileConfig, file: BorrowedFd<'_>) -> Result<(), OpenError> {
-    let path = config.path.clone();
-    let mut locked = lock(file, config.read_only);
-    for _ in 0..LOCK_TRIES {
-        if !matches!(locked, Ok(Locked::Taken { .. })) {
-            break;
-        }
-        std::thread::sleep(LOCK_PAUSE);
-        locked = lock(file, config.read_only);
-    }
-    match locked {
-        Ok(Locked::Yes) => Ok(()),
-        Ok(Locked::Taken { pid }) => {
-            let holder = match pid {
-                Some(pid) => format!("process {pid} holds a lock on it"),
-                None => "another program, or another device of this one, holds a lock on it".into(),
-            };
-            let hint = if config.read_only { "" } else { ", or open it with ?readonly=on if that only reads, too" };
-            Err(OpenError::InUse { path, holder, hint })
-        }
-        Err(source) => Err(OpenError::Lock { path, source }),
     }
 }
 
