@@ -28,6 +28,7 @@ pub struct Vm<'a> {
     processors: u16,
     boot_from_disk: bool,
     may_reboot: bool,
+    reconnect_ms: Option<u32>,
     disks: Vec<(PathBuf, u16)>,
 }
 
@@ -58,7 +59,7 @@ impl Outcome {
 
 impl<'a> Vm<'a> {
     pub fn new(guest: &'a Guest, processors: u16) -> Self {
-        Self { guest, processors, boot_from_disk: false, may_reboot: false, disks: Vec::new() }
+        Self { guest, processors, boot_from_disk: false, may_reboot: false, reconnect_ms: None, disks: Vec::new() }
     }
 
     /// Adds a disk behind a vhost-user-blk socket. The first one is /dev/vda.
@@ -76,6 +77,12 @@ impl<'a> Vm<'a> {
     /// Lets a reboot begin the same task anew, in the same QEMU, instead of ending the machine.
     pub fn may_reboot(mut self) -> Self {
         self.may_reboot = true;
+        self
+    }
+
+    /// Has QEMU connect anew to a server that has gone, after so long each time.
+    pub fn reconnects_every_ms(mut self, reconnect_ms: u32) -> Self {
+        self.reconnect_ms = Some(reconnect_ms);
         self
     }
 
@@ -122,8 +129,9 @@ impl<'a> Vm<'a> {
             qemu.args(["-chardev", &format!("file,id={port},path={}", path(port))])
                 .args(["-device", &format!("virtserialport,chardev={port},name=blkyard.{port}")]);
         }
+        let again = self.reconnect_ms.map(|ms| format!(",reconnect-ms={ms}")).unwrap_or_default();
         for (index, (socket, queues)) in self.disks.iter().enumerate() {
-            qemu.args(["-chardev", &format!("socket,id=disk{index},path={}", socket.display())])
+            qemu.args(["-chardev", &format!("socket,id=disk{index},path={}{again}", socket.display())])
                 .args(["-device", &format!("vhost-user-blk-pci,chardev=disk{index},num-queues={queues}")]);
         }
         Ok(Machine { running: Running::start("the guest", &qemu)?, folder })
@@ -147,6 +155,14 @@ impl Machine {
         let folder = self.folder.path().join("output");
         let seen = |_: &Running| Ok(ready(&String::from_utf8_lossy(&fs::read(&folder).unwrap_or_default())));
         if self.running.wait_until(LIMIT, seen)? {
+            return Ok(());
+        }
+        bail!("the guest ended too early\n{}", self.account());
+    }
+
+    /// Waits until something is true beside the running machine.
+    pub fn wait_until(&mut self, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
+        if self.running.wait_until(LIMIT, |_| ready())? {
             return Ok(());
         }
         bail!("the guest ended too early\n{}", self.account());

@@ -5,6 +5,7 @@
 //! do not share state and do not know the order they run in.
 
 mod control;
+mod crash;
 mod daemon;
 mod foreign;
 mod guest;
@@ -51,8 +52,20 @@ pub struct Scenario {
 /// All of them, in the order they are told.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let host = foreign::SCENARIOS.iter().chain(daemon::SCENARIOS).chain(control::SCENARIOS).chain(refusals::SCENARIOS);
-    host.chain(guest::SCENARIOS)
+    host.chain(guest::SCENARIOS).chain(crash::SCENARIOS)
 }
+
+/// What this machine lacks for a scenario, which is then not told.
+#[derive(Debug)]
+pub struct Missing(pub String);
+
+impl std::fmt::Display for Missing {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Missing {}
 
 /// What a scenario stands on.
 pub struct Ground<'a> {

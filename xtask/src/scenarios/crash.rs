@@ -1,0 +1,170 @@
+//! Daemons that are killed in the middle of a guest's writes, and those that come after them.
+//!
+//! The guest is not told. Its QEMU connects to the next daemon, and brings what it has kept of what was in flight.
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use super::{CLIENT_LIMIT, Ground, Image, KIB, MIB, Missing, Place, Scenario};
+use crate::process::{self, Running};
+use crate::server::{Device, STOP_LIMIT};
+use crate::vm::{Machine, Vm};
+
+pub const SCENARIOS: &[Scenario] = &[
+    Scenario {
+        name: "crash-guest-fio",
+        sentence: "a guest goes on through eight daemons killed amid its writes, and fio finds every block's checksum intact",
+        place: Place::Guest,
+        ours: true,
+        tell: guest_fio,
+    },
+    Scenario {
+        name: "crash-slow-disk",
+        sentence: "what a killed daemon had handed to a slow disk is on it before the next one serves, and is then done again",
+        place: Place::Guest,
+        ours: true,
+        tell: slow_disk,
+    },
+];
+
+/// Deaths of one guest's daemons.
+const KILLS: usize = 8;
+
+/// How often QEMU looks for the next daemon.
+const RECONNECT_MS: u32 = 20;
+
+/// What a queue says that begins with requests of a daemon that died.
+const LEFT: &str = "requests that were in flight before";
+
+/// How many requests daemons found in flight when they began.
+fn left(said: &str) -> u64 {
+    let counts = said.lines().filter(|line| line.contains(LEFT));
+    counts.filter_map(|line| line.split(LEFT).next()?.split_whitespace().next_back()?.parse::<u64>().ok()).sum()
+}
+
+fn guest_fio(ground: &Ground) -> Result<()> {
+    let (image, export, mut server) = ground.serve_image(64 * MIB, 4)?;
+    // Every block once, and then all of them read; the rate makes it last through all those deaths.
+    let task = "modprobe virtio_blk && echo begins && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
+        --group_reporting --verify=crc32c --verify_fatal=1 --iodepth=32 --output-format=terse --output=/dev/null \
+        --name=small --rw=randwrite --bs=4k --size=6m --numjobs=4 --offset_increment=8m --rate_iops=150 \
+        --name=mixed --rw=randwrite --bsrange=4k-128k --size=8m --offset=40m --rate_iops=20 && echo verified";
+    let mut machine = Vm::new(ground.guest, 4).disk(&export.socket, 4).reconnects_every_ms(RECONNECT_MS).start(task)?;
+    machine.wait_for_output(|output| output.contains("begins"))?;
+    let mut found = 0;
+    for kill in 0..KILLS {
+        wait_for_growth(&mut machine, &image, 512 * KIB)?;
+        server.kill();
+        server = ground.serve(std::slice::from_ref(&export)).with_context(|| format!("after kill {kill}"))?;
+        found += left(&server.said()?);
+    }
+    wait_for_growth(&mut machine, &image, 512 * KIB).context("after the last kill")?;
+    found += left(&server.said()?);
+    let output = machine.wait()?.success()?;
+    ensure!(output.contains("verified"), "fio said:\n{output}");
+    ensure!(image.allocated()? >= 32 * MIB, "only {} bytes of what fio wrote are in the image", image.allocated()?);
+    ensure!(found > 0, "no daemon was killed in the middle of anything");
+    server.stop()?;
+    Ok(())
+}
+
+/// Waits until the guest has written so much more.
+fn wait_for_growth(machine: &mut Machine, image: &Image, bytes: u64) -> Result<()> {
+    let before = image.allocated()?;
+    machine.wait_until(|| Ok(image.allocated()? >= before + bytes))
+}
+
+/// Blocks that the guest writes at one time, so far from each other that no two become one request.
+const BLOCKS: u64 = 8;
+const APART: u64 = 64 * KIB;
+const BYTE: u8 = 0x5a;
+/// How often the slow disk does a write.
+const WRITE_EVERY: Duration = Duration::from_secs(1);
+
+fn slow_disk(ground: &Ground) -> Result<()> {
+    let image = ground.image("disk.img", 8 * MIB)?;
+    let slow = SlowDisk::start(ground, &image)?;
+    let export = ground.export(Device::File(slow.device.clone()), "disk.sock", 1);
+    let server = ground.serve(std::slice::from_ref(&export))?;
+    let task = format!(
+        "modprobe virtio_blk && tr '\\0' '\\{BYTE:o}' </dev/zero | dd of=/tmp/block bs=4k count=1 iflag=fullblock 2>/dev/null
+        for block in $(seq 0 {}); do
+            dd if=/tmp/block of=/dev/vda bs=4k count=1 seek=$((block * {})) oflag=direct conv=notrunc 2>/dev/null &
+        done
+        wait && echo written",
+        BLOCKS - 1,
+        APART / (4 * KIB)
+    );
+    let mut machine =
+        Vm::new(ground.guest, 2).disk(&export.socket, 1).reconnects_every_ms(RECONNECT_MS).start(&task)?;
+    let landed = || (0..BLOCKS).try_fold(0, |sum, block| Ok(sum + u64::from(image.holds(block * APART, BYTE)?)));
+    // By the time of the second all have been sent.
+    machine.wait_until(|| landed().map(|landed| landed >= 2))?;
+    server.kill();
+    let (died, on_disk) = (Instant::now(), landed()?);
+    ensure!(on_disk < BLOCKS, "the disk is not slow: all {BLOCKS} blocks were on it before the kill");
+    let server = ground.serve(std::slice::from_ref(&export))?;
+    let (waited, on_disk_then) = (died.elapsed(), landed()?);
+    let said = server.said()?;
+    ensure!(said.contains("waiting for its lock"), "the second daemon does not say what it waits for:\n{said}");
+    // It serves only now, and the disk takes a second for whatever comes next: so these are the first daemon's.
+    ensure!(on_disk_then == BLOCKS, "{on_disk_then} of {BLOCKS} blocks are on the disk when the second daemon serves");
+    let least = WRITE_EVERY.mul_f64((BLOCKS - on_disk - 1) as f64 * 0.9);
+    ensure!(waited >= least, "the second daemon served after {waited:?}, the first one's writes took {least:?}");
+    ensure!(!machine.output().contains("written"), "the guest was answered by nobody");
+    let output = machine.wait()?.success()?;
+    ensure!(output.trim() == "written", "the guest said: {output}");
+    let found = left(&server.said()?);
+    ensure!(found >= BLOCKS - on_disk, "{found} requests were done again, and {on_disk} of {BLOCKS} had been done");
+    server.stop()?;
+    (0..BLOCKS).try_for_each(|block| image.check_pattern(block * APART, 4 * KIB, BYTE))
+}
+
+/// A disk that does one write a second, whatever becomes of who asked for it: a loop device, which has threads of the kernel, on a file
+/// of a FUSE server that nobody here wrote, qemu-storage-daemon.
+struct SlowDisk {
+    server: Running,
+    device: PathBuf,
+}
+
+impl SlowDisk {
+    fn start(ground: &Ground, image: &Image) -> Result<SlowDisk> {
+        let file = ground.path("slow.img");
+        File::create_new(&file).with_context(|| format!("cannot make {}", file.display()))?;
+        let mut command = ground.guest.command("qemu-storage-daemon");
+        command.args(["--object", "throttle-group,id=slow,x-iops-write=1"]);
+        command.args(["--blockdev", &format!("driver=file,filename={},node-name=image", image.path.display())]);
+        command.args(["--blockdev", "driver=throttle,throttle-group=slow,file=image,node-name=disk"]);
+        command.args(["--export", &format!("fuse,id=slow,node-name=disk,mountpoint={},writable=on", file.display())]);
+        // Undone from here on when it is dropped.
+        let mut slow = SlowDisk { server: Running::start("the slow disk", &command)?, device: PathBuf::new() };
+        let bytes = image.path.metadata()?.len();
+        if !slow.server.wait_until(CLIENT_LIMIT, |_| Ok(file.metadata()?.len() == bytes))? {
+            let why = slow.server.stderr()?;
+            return Err(Missing(format!("no FUSE file can be mounted here: {}", why.trim())).into());
+        }
+        let mut losetup = Command::new("losetup");
+        losetup.args(["--find", "--show", "--direct-io=on"]).arg(&file);
+        match process::run("losetup", &losetup, CLIENT_LIMIT) {
+            Ok(ended) if ended.status.success() => slow.device = ended.stdout.trim().into(),
+            Ok(ended) => return Err(Missing(format!("no loop device can be had here: {}", ended.said())).into()),
+            Err(error) => return Err(Missing(format!("no loop device can be had here: {error:#}")).into()),
+        }
+        Ok(slow)
+    }
+}
+
+impl Drop for SlowDisk {
+    fn drop(&mut self) {
+        if self.device.as_os_str() != "" {
+            let _ = process::run("losetup", Command::new("losetup").arg("--detach").arg(&self.device), CLIENT_LIMIT);
+        }
+        // Asked, it takes its mount along.
+        let _ = self.server.ask_to_end();
+        let _ = self.server.wait_until(STOP_LIMIT, |_| Ok(false));
+    }
+}
