@@ -5,7 +5,7 @@
 //! place changes move, one after another, and each goes on where it stood.
 
 use blkyard_export::VhostQueue;
-use blkyard_mq::QueueMap;
+use blkyard_mq::{IdlePolicy, QueueMap};
 use blkyard_os::{LaneConfig, LaneError, LaneThread, Lanes, Moves};
 
 use crate::device::DeviceQueue;
@@ -14,6 +14,8 @@ use crate::spec::SpecError;
 
 /// Lanes of one daemon. More than any machine we know has CPUs that one disk could use.
 pub const LANES_MAX: u64 = 256;
+/// Longest that a lane may look for work before it sleeps, microseconds: a second, after which it might as well never sleep.
+pub const SPIN_US_MAX: u64 = 1_000_000;
 
 /// What one export asks of the lanes.
 #[derive(Clone, Debug)]
@@ -110,6 +112,14 @@ impl ServedLanes {
             }
             error => error.into(),
         })
+    }
+
+    /// Changes how long lanes look for work before they sleep, microseconds.
+    ///
+    /// # Errors
+    /// A lane has ended by itself.
+    pub fn set_spin_us(&mut self, spin_us: u64) -> Result<(), LaneError> {
+        self.lanes.set_policy(IdlePolicy { spin_ns: spin_us * 1000 })
     }
 
     /// What people call a queue, given its place among all.

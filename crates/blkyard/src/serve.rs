@@ -17,7 +17,7 @@ use blkyard_virtio::{BlkConfig, SerialId};
 
 use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, ServedExport};
 use crate::device::{Device, DeviceError, DeviceQueue};
-use crate::lanes::{LANES_MAX, ServedLanes, Share, deal};
+use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words};
 use crate::spec::{Spec, SpecError, show_size};
 use crate::watch::Watch;
@@ -53,7 +53,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cpus: Vec<u32>,
     /// How long a lane keeps looking for work before it sleeps, microseconds. More shortens latency and costs CPU. Default: 50.
-    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=1_000_000))]
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=SPIN_US_MAX))]
     pub spin_us: Option<u64>,
     /// Where to listen for blkyard inspect and set, or none. Default: PID.sock in $XDG_RUNTIME_DIR/blkyard or /run/blkyard,
     /// or SOCKET.control beside the first export.
@@ -87,7 +87,7 @@ impl ServeArgs {
             stats: self.stats.or(bounded("stats", settings.stats, 1, 86_400)?),
             lanes: self.lanes.or(bounded("lanes", settings.lanes, 1, LANES_MAX)?),
             cpus: if self.cpus.is_empty() { settings.cpus.unwrap_or_default() } else { self.cpus.clone() },
-            spin_us: self.spin_us.or(bounded("spin_us", settings.spin_us, 0, 1_000_000)?),
+            spin_us: self.spin_us.or(bounded("spin_us", settings.spin_us, 0, SPIN_US_MAX)?),
             control: self.control.clone().or(settings.control),
             lock_wait_s: self.lock_wait_s.or(bounded("lock_wait_s", settings.lock_wait_s, 0, LOCK_WAIT_S_MAX)?),
         })

@@ -162,6 +162,11 @@ impl<S> Lane<S> {
         Lane { residents: Vec::new(), leaving: 0, policy, last_work_ns: 0, last_tick_ns: 0, armed: false }
     }
 
+    /// From now on it turns without work for as long as this says.
+    pub fn set_policy(&mut self, policy: IdlePolicy) {
+        self.policy = policy;
+    }
+
     /// The stations, in the order they are cranked.
     pub fn stations(&self) -> impl Iterator<Item = &S> {
         self.residents.iter().map(|resident| &resident.station)

@@ -146,6 +146,8 @@ enum Order<S> {
     Prepare(Arc<RegionTable>, Sender<()>),
     /// Let go of memory that was kept attached. Answered when that is done.
     LetGo(Sender<()>),
+    /// Look for work for as long as this says before each sleep. Answered when it does.
+    Policy(IdlePolicy, Sender<()>),
     /// No more orders.
     Close,
 }
@@ -347,6 +349,10 @@ impl<S: Station<Ring>> Turning<S> {
                     self.ring.sweep();
                     let _ = done.send(());
                 }
+                Order::Policy(policy, done) => {
+                    self.lane.set_policy(policy);
+                    let _ = done.send(());
+                }
                 Order::Close => self.mail.closed = true,
             }
         }
@@ -456,6 +462,16 @@ impl<S> LaneThread<S> {
         let (done, wait) = channel();
         self.desk.give(Order::LetGo(done));
         let _ = wait.recv();
+    }
+
+    /// Changes how long it turns without work before it sleeps; from its next turn on.
+    ///
+    /// # Errors
+    /// The lane has ended.
+    pub(crate) fn set_policy(&self, policy: IdlePolicy) -> Result<(), LaneError> {
+        let (done, wait) = channel();
+        self.desk.give(Order::Policy(policy, done));
+        wait.recv().map_err(|_| self.ended())
     }
 
     fn ended(&self) -> LaneError {

@@ -9,7 +9,7 @@
 
 use std::time::{Duration, Instant};
 
-use blkyard_mq::Station;
+use blkyard_mq::{IdlePolicy, Station};
 
 use crate::lane_thread::{LaneConfig, LaneError, LaneThread, STATIONS_MAX, spawn};
 use crate::ring::Ring;
@@ -25,6 +25,8 @@ pub struct Lanes<S> {
     /// The lane of each station, by the station's number.
     places: Vec<usize>,
     rest_max: Duration,
+    /// What was decided since about sleep, for all of them.
+    policy: Option<IdlePolicy>,
 }
 
 /// What re-dealing came to.
@@ -45,7 +47,13 @@ impl<S: Station<Ring> + Send + 'static> Lanes<S> {
         count: usize,
         config: impl Fn(usize) -> LaneConfig + Send + Sync + 'static,
     ) -> Result<Lanes<S>, LaneError> {
-        let mut lanes = Lanes { config: Box::new(config), threads: Vec::new(), places: Vec::new(), rest_max: REST_MAX };
+        let mut lanes = Lanes {
+            config: Box::new(config),
+            threads: Vec::new(),
+            places: Vec::new(),
+            rest_max: REST_MAX,
+            policy: None,
+        };
         lanes.grow(count)?;
         Ok(lanes)
     }
@@ -116,7 +124,7 @@ impl<S: Station<Ring> + Send + 'static> Lanes<S> {
     fn grow(&mut self, count: usize) -> Result<(), LaneError> {
         let mut more = Vec::new();
         for number in self.threads.len()..count {
-            more.push(spawn((self.config)(number), |_| Vec::new())?);
+            more.push(spawn(self.config(number), |_| Vec::new())?);
         }
         self.threads.append(&mut more);
         Ok(())
@@ -141,9 +149,20 @@ impl<S> Lanes<S> {
         &self.places
     }
 
-    /// How a lane is made, whether it runs or not.
+    /// How a lane is made, whether it runs or not, and with what was decided since.
     pub fn config(&self, lane: usize) -> LaneConfig {
-        (self.config)(lane)
+        let made = (self.config)(lane);
+        LaneConfig { policy: self.policy.unwrap_or(made.policy), ..made }
+    }
+
+    /// Changes how long all lanes, those to come among them, turn without work before they sleep.
+    ///
+    /// # Errors
+    /// A lane has ended. The others do as they are told.
+    pub fn set_policy(&mut self, policy: IdlePolicy) -> Result<(), LaneError> {
+        self.policy = Some(policy);
+        let told: Vec<_> = self.threads.iter().map(|lane| lane.set_policy(policy)).collect();
+        told.into_iter().collect()
     }
 
     /// How long a station may take to come to rest when it is to move.

@@ -299,6 +299,32 @@ fn a_station_that_does_not_come_to_rest_stays_and_goes_on_and_may_move_later() {
     end(&shared, lanes).unwrap();
 }
 
+/// A lane that never sleeps never asks for its bell; one that does answers nobody who does not ring it.
+#[test]
+fn how_long_lanes_look_for_work_changes_while_they_run() {
+    let shared = Shared::new();
+    let mut lanes = ringing(&shared, &Arc::default());
+    until("the lane sleeps", || shared.bell_wanted.load(SeqCst));
+    lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).unwrap();
+    for n in 1..50 {
+        shared.asked.store(n, SeqCst);
+        shared.await_answer(n);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    lanes.set_policy(IdlePolicy { spin_ns: 0 }).unwrap();
+    until("the lane sleeps again", || shared.bell_wanted.load(SeqCst));
+    // One that is started later knows of it.
+    lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).unwrap();
+    lanes.deal(4, |_| 3).unwrap();
+    for n in 50..100 {
+        shared.asked.store(n, SeqCst);
+        shared.await_answer(n);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(lanes.config(9).policy.spin_ns, u64::MAX);
+    end(&shared, lanes).unwrap();
+}
+
 #[test]
 fn a_lane_that_fell_over_gives_nothing_and_takes_nothing() {
     let shared = Shared::new();

@@ -361,16 +361,23 @@ mod tests {
 
     #[test]
     fn a_client_that_does_not_read_its_answer_is_let_go_and_disturbs_nobody() {
-        // Long enough for one who reads on a machine that does other things as well.
         let ground = ground(Duration::from_secs(5), 1 << 20);
         let stuck = ground.dial();
         say(&stuck, request_line(&Wish::Inspect).repeat(50).as_bytes()).unwrap();
-        let mut other = ground.dial();
-        for _ in 0..3 {
-            say(&other, request_line(&Wish::Inspect).as_bytes()).unwrap();
-            assert_eq!(hear(&mut other).unwrap().unwrap().as_str().unwrap().len(), 1 << 20);
-        }
         let begin = Instant::now();
+        let (mut other, mut answers) = (ground.dial(), 0);
+        while answers < 3 {
+            let _ = say(&other, request_line(&Wish::Inspect).as_bytes());
+            match hear(&mut other) {
+                Some(Ok(answer)) => {
+                    assert_eq!(answer.as_str().unwrap().len(), 1 << 20);
+                    answers += 1;
+                }
+                // On a machine that does other things as well its time may be up, too.
+                _ => other = ground.dial(),
+            }
+            assert!(begin.elapsed() < LIMIT, "nobody else is served");
+        }
         while say(&stuck, b" ").is_ok() {
             assert!(begin.elapsed() < LIMIT, "it is kept for ever");
             std::thread::sleep(Duration::from_millis(10));

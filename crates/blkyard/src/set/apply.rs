@@ -15,7 +15,7 @@ use blkyard_mq::{DeviceInfo, SECTOR_SHIFT};
 use super::size::{Backing, Resize};
 use crate::control::{Daemon, Kind, ServedDevice, ServedExport, Target};
 use crate::inspect::show_time;
-use crate::lanes::LANES_MAX;
+use crate::lanes::{LANES_MAX, SPIN_US_MAX};
 use crate::spec::{Spec, SpecError, show_size};
 use crate::{Device, ServedLanes};
 
@@ -72,11 +72,19 @@ fn the_one<'a>(target: &Target, names: impl Iterator<Item = &'a str>) -> Result<
 fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, Problem> {
     let stats = keys.take_number("stats", 0, 86_400)?;
     let lanes = keys.take_number("lanes", 1, LANES_MAX)?;
+    let spin_us = keys.take_number("spin_us", 0, SPIN_US_MAX)?;
     keys.finish()?;
     let mut done = Vec::new();
     // First, since it is the one that may fail.
     if let Some(lanes) = lanes {
         done.push(set_lanes(&mut daemon.lanes(), lanes)?);
+    }
+    if let Some(spin_us) = spin_us {
+        daemon.lanes().set_spin_us(spin_us).map_err(|error| Problem(format!("daemon: spin_us={spin_us}: {error}")))?;
+        done.push(match spin_us {
+            0 => "daemon: lanes sleep as soon as they find no work".into(),
+            _ => format!("daemon: lanes look for work for {spin_us} us before they sleep"),
+        });
     }
     if let Some(seconds) = stats {
         daemon.stats_s.store(seconds, Relaxed);
