@@ -310,7 +310,7 @@ pub struct StatsSnapshot {
     pub ops: [OpSnapshot; 4],
     /// Bios given back without reaching the device.
     pub refused: u64,
-    /// Requests that were, or are, slow.
+    /// Requests that were, or are, slow; one that is done again may be so again.
     pub slow: u64,
     /// Requests that are slow and still with the device.
     pub slow_now: u64,

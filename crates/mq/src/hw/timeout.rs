@@ -76,14 +76,20 @@ impl<D> HwQueue<D> {
         }
         let HwQueue { requeued, dispatch, table, namespaces, .. } = self;
         for number in requeued.drain(..) {
-            let request = &table.requests[usize::from(number)];
+            let request = &mut table.requests[usize::from(number)];
             let order = request.order;
-            namespaces[usize::from(request.namespace)].stats.requeued();
+            let stats = &namespaces[usize::from(request.namespace)].stats;
+            stats.requeued();
+            if request.marks.contains(Marks::SLOW) {
+                // The device has it no more. If it is slow again, it is so once more.
+                request.marks.remove(Marks::SLOW);
+                stats.slow_ended();
+            }
             dispatch.put_back(number, |other| table.requests[usize::from(other)].is_later_than(order));
         }
     }
 
-    /// Counts requests that have been with the device for too long, each once. For now and then, not for each round.
+    /// Counts requests that have been with the device for too long, each once for each time it had them. For now and then, not for each round.
     pub fn mark_slow(&mut self, now_ns: u64) {
         for namespace in &self.namespaces {
             namespace.stats.set_slow_now(0);

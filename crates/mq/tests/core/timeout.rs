@@ -174,6 +174,32 @@ fn what_cannot_be_taken_back_is_never_answered_early_but_counted() {
 }
 
 #[test]
+fn what_is_slow_is_so_while_the_device_has_it() {
+    let mut bench = Bench::new(disk(), HwQueueConfig { timeout_ns: 0, ..HwQueueConfig::default() });
+    let slow = |bench: &Bench| {
+        let stats = bench.queue.stats().snapshot();
+        (stats.slow, stats.slow_now)
+    };
+    bench.submit_all([read(0), read(1000)]);
+    bench.turn_at(1);
+    let late_ns = HwQueueConfig::default().slow_ns + 2;
+    bench.queue.mark_slow(late_ns);
+    assert_eq!(slow(&bench), (2, 2));
+    bench.device().room = 1;
+    bench.device().requeue(|held| held.sector == 0);
+    bench.turn_at(late_ns);
+    assert_eq!(slow(&bench), (2, 1), "it waits, and is not slow");
+    bench.queue.mark_slow(late_ns + 1);
+    bench.device().room = 2;
+    bench.turn_at(late_ns + 2);
+    assert_eq!(bench.device().sectors(), [1000, 0]);
+    bench.end(0, Status::Ok);
+    assert_eq!((bench.take_ok(), slow(&bench)), (vec![0], (2, 1)), "the other one is");
+    bench.end(1000, Status::Ok);
+    assert_eq!((bench.take_ok(), slow(&bench)), (vec![1000], (2, 0)));
+}
+
+#[test]
 fn while_nothing_is_late_requests_are_gone_through_once_a_timeout() {
     let mut bench = bench(&[]);
     let (mut looks, mut last) = (0, None);
