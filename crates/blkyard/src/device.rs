@@ -167,6 +167,7 @@ fn open_memory(mut spec: Spec) -> Result<Device, DeviceError> {
         write_zeroes_sectors_max: trim_sectors_max,
         ..QueueLimits::default()
     };
+    limits.check().map_err(|error| SpecError::new(&name, error, "choose another block_size or max_sectors"))?;
     let info = DeviceInfo {
         name: name.clone(),
         capacity_sectors: size >> 9,

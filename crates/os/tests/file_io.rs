@@ -4,10 +4,11 @@ mod common;
 
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use blkyard_mq::{BioFlags, BlockDevice, Op, Status};
 use blkyard_os::{Direct, FileConfig, FixedBuffers, Mode, RingConfig};
-use common::{Bench, bio, crank, folders, image, pattern, range};
+use common::{Bench, bio, crank, folders, image, open, pattern, range};
 
 const MIB: u64 = 1 << 20;
 
@@ -259,5 +260,41 @@ fn io_outlives_the_thread_that_submitted_it() {
             assert!(bench.bytes(0, 64 * 4096) == pattern(MIB as usize, 7)[..64 * 4096], "round {round}");
         }
         println!("asked again {} times", bench.device.counters().retried());
+    }
+}
+
+#[test]
+fn growing_a_file_never_cuts_what_somebody_else_grew_in_that_moment() {
+    const STEPS: u64 = 1000;
+    for folder in folders() {
+        let path = image(&folder, MIB);
+        fs::write(&path, pattern(MIB as usize, 9)).unwrap();
+        let device = open(FileConfig::new(&path));
+        device.grow(0).unwrap();
+        device.grow(MIB / 2).unwrap();
+        assert!(fs::read(&path).unwrap() == pattern(MIB as usize, 9));
+
+        let other = fs::File::options().write(true).open(&path).unwrap();
+        let length = || other.metadata().unwrap().len();
+        let enough = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !enough.load(Relaxed) {
+                    device.grow(device.length_bytes().unwrap() + 512).unwrap();
+                }
+            });
+            for step in 1..=STEPS {
+                other.set_len(MIB + step * 8192).unwrap();
+                std::thread::yield_now();
+                let now = length();
+                enough.store(step == STEPS || now < MIB + step * 8192, Relaxed);
+                assert!(now >= MIB + step * 8192, "it was cut to {now} in step {step}");
+            }
+        });
+        device.grow(64 * MIB).unwrap();
+        assert_eq!(device.length_bytes().unwrap(), 64 * MIB);
+        let taken = other.metadata().unwrap().blocks() * 512;
+        assert!(taken < 24 * MIB, "{taken} bytes are taken by a file that was to be sparse");
+        assert!(fs::read(&path).unwrap()[..MIB as usize] == pattern(MIB as usize, 9));
     }
 }

@@ -105,6 +105,14 @@ pub enum OpenError {
         /// Why not.
         reason: &'static str,
     },
+    /// What the system says of it makes no sense.
+    #[error("{path}: its limits contradict each other: {source}. Open it with another ?block_size", path = path.display())]
+    Limits {
+        /// The file.
+        path: PathBuf,
+        /// What does.
+        source: blkyard_mq::LimitsError,
+    },
     /// Someone else has it.
     #[error(
         "{path} is in use: {holder}. Stop that program (`fuser -v {path}` may name it){hint}",

@@ -66,6 +66,9 @@ impl FileDevice {
         };
         let physical = if physical.is_power_of_two() { physical.max(block) } else { block };
         let limits = limits(block, physical);
+        if let Err(source) = limits.check() {
+            return Err(OpenError::Limits { path: config.path, source });
+        }
         let info = DeviceInfo {
             name: config.path.display().to_string(),
             capacity_sectors: bytes >> SECTOR_SHIFT,

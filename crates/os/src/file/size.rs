@@ -2,7 +2,8 @@
 
 use std::io;
 
-use rustix::fs::{SeekFrom, seek};
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, ftruncate, seek};
+use rustix::io::Errno;
 
 use super::FileDevice;
 
@@ -21,14 +22,20 @@ impl FileDevice {
         self.shared.is_block_device
     }
 
-    /// Makes it longer, sparsely. One that is as long already stays as it is.
+    /// Makes it longer, sparsely but for its last byte. One that is as long already stays as it is, even if somebody else makes it so
+    /// just now.
     ///
     /// # Errors
     /// What the system said: it is open for reading only, or the file system cannot hold a file of that length.
     pub fn grow(&self, bytes: u64) -> io::Result<()> {
-        if bytes > self.length_bytes()? {
-            rustix::fs::ftruncate(&*self.shared.file, bytes)?;
+        let file = &*self.shared.file;
+        // Asking for the last byte makes a file longer and never shorter, and changes no data.
+        let Some(last) = bytes.checked_sub(1) else { return Ok(()) };
+        match rustix::io::retry_on_intr(|| fallocate(file, FallocateFlags::empty(), last, 1)) {
+            // The file system has no such call. What another does between these two is lost.
+            Err(Errno::OPNOTSUPP) if self.length_bytes()? < bytes => Ok(ftruncate(file, bytes)?),
+            Err(Errno::OPNOTSUPP) => Ok(()),
+            done => Ok(done?),
         }
-        Ok(())
     }
 }
