@@ -12,7 +12,7 @@ use blkyard_export::{
     BackendConfig, BoundSocket, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy};
-use blkyard_os::{LaneConfig, LaneThread, OpenError, RingConfig, Signals, cpu_places};
+use blkyard_os::{LaneConfig, LaneThread, OpenError, RingConfig, Signals, allow_all_descriptors, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
 use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, ServedExport};
@@ -147,6 +147,9 @@ type Make = Box<dyn FnOnce() -> VhostQueue<DeviceQueue> + Send>;
 /// See [`ServeError`]. What was in flight is finished first.
 pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     let signals = Signals::install()?;
+    if let Err(error) = allow_all_descriptors() {
+        tracing::warn!("the limit on open files stays as it is: {error}");
+    }
     let Plan { disks, settings } = match &args.config {
         Some(path) => from_file(path)?,
         None if words.is_empty() => Plan { disks: from_words(&default_disk()?)?, settings: Settings::default() },

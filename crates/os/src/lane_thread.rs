@@ -146,6 +146,8 @@ enum Order<S> {
     Prepare(Arc<RegionTable>, Sender<()>),
     /// Let go of memory that was kept attached. Answered when that is done.
     LetGo(Sender<()>),
+    /// Try again to make memory known to the kernel that it refused before. Answered when that is done.
+    RetryBuffers(Sender<()>),
     /// Look for work for as long as this says before each sleep. Answered when it does.
     Policy(IdlePolicy, Sender<()>),
     /// No more orders.
@@ -349,6 +351,10 @@ impl<S: Station<Ring>> Turning<S> {
                     self.ring.sweep();
                     let _ = done.send(());
                 }
+                Order::RetryBuffers(done) => {
+                    self.ring.retry_buffers();
+                    let _ = done.send(());
+                }
                 Order::Policy(policy, done) => {
                     self.lane.set_policy(policy);
                     let _ = done.send(());
@@ -461,6 +467,13 @@ impl<S> LaneThread<S> {
     pub(crate) fn let_go(&self) {
         let (done, wait) = channel();
         self.desk.give(Order::LetGo(done));
+        let _ = wait.recv();
+    }
+
+    /// Tries again to make memory known to the kernel that it refused before. A lane that has ended holds nothing.
+    pub(crate) fn retry_buffers(&self) {
+        let (done, wait) = channel();
+        self.desk.give(Order::RetryBuffers(done));
         let _ = wait.recv();
     }
 

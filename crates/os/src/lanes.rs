@@ -100,6 +100,10 @@ impl<S: Station<Ring> + Send + 'static> Lanes<S> {
             }
         }
         self.threads.drain(count..).try_for_each(LaneThread::join)?;
+        if moves.count > 0 {
+            // On its way a station's memory was locked twice, which may have been too much.
+            self.threads.iter().for_each(LaneThread::retry_buffers);
+        }
         Ok(moves)
     }
 

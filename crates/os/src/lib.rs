@@ -7,6 +7,7 @@
 mod bed;
 mod caches;
 mod clock;
+mod descriptors;
 mod file;
 mod lane_thread;
 mod lanes;
@@ -18,6 +19,7 @@ mod wake;
 pub use bed::RingBed;
 pub use caches::cache_bytes;
 pub use clock::{Clock, now_ns, thread_cpu_ns};
+pub use descriptors::allow_all_descriptors;
 pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
 pub use lane_thread::{LaneConfig, LaneError, LaneThread, STATIONS_MAX, spawn};
 pub use lanes::{Lanes, Moves};

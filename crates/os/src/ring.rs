@@ -70,6 +70,10 @@ struct Inbox {
 }
 
 /// Who an entry belongs to: the upper byte of its name.
+/// How long a lane sleeps at most while it lacks a descriptor to hear a bell by: seldom enough to cost nothing, often enough that a
+/// guest waits and does not give up.
+const DEAF_NS: u64 = 100_000_000;
+
 const KIND_DRIVER: u64 = 1;
 const KIND_BELL: u64 = 2;
 const KIND_CANCEL: u64 = 3;
@@ -150,6 +154,12 @@ impl Ring {
     /// holder of the attachment lets go.
     pub fn attach(&mut self, region: &Arc<Region>) -> Arc<Attachment> {
         self.buffers.attach(&self.uring, region)
+    }
+
+    /// Tries again to make memory known that was refused. For when other rings may have let go of it, since what may be locked is counted
+    /// for all of a user's rings together.
+    pub(crate) fn retry_buffers(&mut self) {
+        self.buffers.retry(&self.uring);
     }
 
     /// Whether the region that this holds attached is one of the table.
@@ -362,6 +372,12 @@ impl Ring {
             self.submit();
             return;
         }
+        // Nobody would end a sleep for a bell that we do not hear.
+        let deadline_ns = if self.bells.are_deaf() {
+            Some(deadline_ns.unwrap_or(u64::MAX).min(now_ns() + DEAF_NS))
+        } else {
+            deadline_ns
+        };
         let slept = match deadline_ns {
             None => self.uring.submit_and_wait(1),
             Some(deadline_ns) => {

@@ -9,7 +9,8 @@
 //!
 //! Polls are level-triggered: a bell rung before we listen ends the next sleep all the same, so nothing is lost
 //! between looking and sleeping. Holds a duplicate of each descriptor, since its owner may close it at any time and the
-//! number may come to mean another file. Pushes nothing itself.
+//! number may come to mean another file. One that cannot be duplicated, for want of descriptors, is tried again before each sleep, and
+//! no sleep is long until then. Pushes nothing itself.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
@@ -31,11 +32,15 @@ struct Bell {
     listening: bool,
     /// Could not be made quiet: listening again would never end.
     broken: bool,
+    /// Could not be duplicated the last time.
+    deaf: bool,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Bells {
     bells: Vec<Bell>,
+    /// How many could not be duplicated.
+    deaf: usize,
 }
 
 /// What the ring does to listen to a bell.
@@ -50,6 +55,12 @@ impl Bells {
         self.bells.len()
     }
 
+    /// Whether some bell cannot be heard until it is watched again.
+    #[inline]
+    pub(super) fn are_deaf(&self) -> bool {
+        self.deaf > 0
+    }
+
     pub(super) fn watch(&mut self, fd: BorrowedFd<'_>, index: usize) -> Option<Step> {
         assert!(index < BELLS_MAX, "bell {index} of a lane that may have {BELLS_MAX}");
         if self.bells.len() <= index {
@@ -59,14 +70,21 @@ impl Bells {
         if same && (self.bells[index].listening || self.bells[index].broken) {
             return None;
         }
-        let cancel = if same { None } else { self.forget(index) };
+        let is_other = !same && self.bells[index].held.is_some();
+        let cancel = if is_other { self.forget(index) } else { None };
         let bell = &mut self.bells[index];
         if bell.held.is_none() {
             match fd.try_clone_to_owned() {
-                Ok(own) => bell.held = Some((own, fd.as_raw_fd())),
+                Ok(own) => {
+                    bell.held = Some((own, fd.as_raw_fd()));
+                    self.deaf -= usize::from(std::mem::take(&mut bell.deaf));
+                }
                 Err(error) => {
-                    // Without it the lane would sleep through what the bell announces.
-                    tracing::error!(%error, "a bell cannot be duplicated, so its queue is not served");
+                    if !bell.deaf {
+                        tracing::error!(%error, index, "a bell cannot be duplicated: its queue is looked at now and then");
+                        bell.deaf = true;
+                        self.deaf += 1;
+                    }
                     return None;
                 }
             }
@@ -86,6 +104,7 @@ impl Bells {
         let bell = self.bells.get_mut(index)?;
         let old = name(KIND_BELL, index as u32, bell.generation);
         let listened = bell.listening;
+        self.deaf -= usize::from(bell.deaf);
         bell.generation = bell.generation.wrapping_add(1);
         *bell = Bell { generation: bell.generation, ..Bell::default() };
         listened.then_some(old)

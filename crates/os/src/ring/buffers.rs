@@ -123,9 +123,13 @@ impl Buffers {
                 gone = true;
             }
         }
-        if !gone {
-            return;
+        if gone {
+            self.retry(uring);
         }
+    }
+
+    /// Tries those again that were refused before.
+    pub(super) fn retry(&mut self, uring: &IoUring) {
         for index in 0..self.attached.len() {
             if let Some(mut attached) = self.attached[index].take() {
                 if attached.first.is_none() {
