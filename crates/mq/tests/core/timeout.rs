@@ -158,6 +158,23 @@ fn a_second_timeout_resets_the_device_and_ends_the_others_too() {
 }
 
 #[test]
+fn what_the_driver_takes_back_is_not_asked_about_again_though_others_are_late() {
+    let mut bench = bench(&[Late::Abort, Late::MoreTime]);
+    bench.submit(read(0));
+    bench.turn_at(1);
+    bench.submit(read(1000));
+    bench.turn_at(TIMEOUT_NS / 2);
+    bench.turn_at(TIMEOUT_NS + 1);
+    assert_eq!(bench.device().asked, [0]);
+    bench.turn_at(2 * TIMEOUT_NS);
+    bench.turn_at(4 * TIMEOUT_NS);
+    assert_eq!(bench.device().asked, [0, 1000, 1000]);
+    bench.end(0, Status::Timeout);
+    bench.end(1000, Status::Ok);
+    assert_eq!(bench.take_ended(), [(0, Status::Timeout), (1000, Status::Ok)]);
+}
+
+#[test]
 fn what_cannot_be_taken_back_is_never_answered_early_but_counted() {
     let mut bench = bench(&[Late::MoreTime]);
     bench.submit(read(0));
