@@ -1,6 +1,7 @@
 //! Devices under test, of any kind on one lane, and one whose completions wait for the test.
 
 use std::collections::VecDeque;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
@@ -8,7 +9,7 @@ use blkyard_mq::{
     Batch, BioFlags, BlockDevice, DeviceInfo, Done, Driver, NullConfig, NullDevice, Op, QueueLimits, RamDevice,
     RegionTable, Status, Tag,
 };
-use blkyard_os::Ring;
+use blkyard_os::{FileConfig, FileDevice, Ring};
 
 /// A disk of 8 MiB that can do everything.
 pub fn disk_info() -> DeviceInfo {
@@ -41,6 +42,17 @@ impl AnyDevice {
     pub fn ram_with(info: DeviceInfo, latency_ns: u64) -> AnyDevice {
         let device = RamDevice::new(info.clone(), NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
         AnyDevice { info, make: Box::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
+    }
+
+    /// A file, as soon as nobody else has it.
+    pub fn file(path: &Path) -> AnyDevice {
+        let mut device = None;
+        super::until("the image is free", || {
+            device = FileDevice::open(FileConfig::new(path)).ok();
+            device.is_some()
+        });
+        let Some(device) = device else { unreachable!("waited for") };
+        AnyDevice { info: device.info().clone(), make: Box::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
     }
 
     /// Nothing at all.
