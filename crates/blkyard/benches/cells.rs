@@ -16,6 +16,8 @@ mod limits;
 mod load;
 #[path = "cells/report.rs"]
 mod report;
+#[path = "cells/ring.rs"]
+mod ring;
 #[path = "cells/shared.rs"]
 mod shared;
 
@@ -49,5 +51,6 @@ fn main() {
     core::two_queues_cell(plan, &mut report);
     shared::null_cells(plan, &mut report);
     core::ram_cells(plan, &mut report);
+    core::ring_cells(plan, &mut report);
     file::tmpfs_cells(plan, quick, &mut report);
 }

@@ -5,7 +5,7 @@
 
 use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 use crate::Region;
 
@@ -69,6 +69,7 @@ impl View {
         &self.region
     }
 
+    field!(load_u8, store_u8, u8, AtomicU8);
     field!(load_u16, store_u16, u16, AtomicU16);
     field!(load_u32, store_u32, u32, AtomicU32);
     field!(load_u64, store_u64, u64, AtomicU64);
@@ -113,6 +114,8 @@ mod tests {
         region.span(64, 16).unwrap().copy_to_slice(&mut bytes);
         assert_eq!(bytes, [0x34, 0x12, 0, 0, 0xef, 0xcd, 0xab, 0x89, 8, 7, 6, 5, 4, 3, 2, 1]);
         assert_eq!(view.load_u32(4, Relaxed), 0x89ab_cdef);
+        view.store_u8(5, 0xff, Relaxed);
+        assert_eq!((view.load_u32(4, Relaxed), view.load_u8(7, Relaxed)), (0x89ab_ffef, 0x89));
     }
 
     #[test]

@@ -10,20 +10,20 @@ use blkyard_mq::{Bio, BioFlags, Op, SECTOR_BYTES, Segment, Status};
 use crate::counters::reasons;
 use crate::{Chain, ChainFault, Features, GuestMemory};
 
-const HEADER_BYTES: usize = 16;
+pub(crate) const HEADER_BYTES: usize = 16;
 /// A range of discard and write zeroes: sector, sectors, flags. [5.2.6]
-const RANGE_BYTES: usize = 16;
-const RANGE_UNMAP: u32 = 1;
-const ID_BYTES: usize = 20;
+pub(crate) const RANGE_BYTES: usize = 16;
+pub(crate) const RANGE_UNMAP: u32 = 1;
+pub(crate) const ID_BYTES: usize = 20;
 
 /// Request types. [5.2.6]
-mod kind {
-    pub(super) const IN: u32 = 0;
-    pub(super) const OUT: u32 = 1;
-    pub(super) const FLUSH: u32 = 4;
-    pub(super) const GET_ID: u32 = 8;
-    pub(super) const DISCARD: u32 = 11;
-    pub(super) const WRITE_ZEROES: u32 = 13;
+pub(crate) mod kind {
+    pub(crate) const IN: u32 = 0;
+    pub(crate) const OUT: u32 = 1;
+    pub(crate) const FLUSH: u32 = 4;
+    pub(crate) const GET_ID: u32 = 8;
+    pub(crate) const DISCARD: u32 = 11;
+    pub(crate) const WRITE_ZEROES: u32 = 13;
 }
 
 /// The last byte of a request. [5.2.6]
@@ -374,6 +374,21 @@ pub fn written(data_bytes: u64, status: VirtioStatus) -> u32 {
     match status {
         VirtioStatus::Ok => u32::try_from(data_bytes + 1).unwrap_or(u32::MAX),
         _ => u32::from(data_bytes == 0),
+    }
+}
+
+/// What became of a request, by its status byte; nothing if it is none that the specification knows.
+#[inline]
+pub(crate) fn status_from(byte: u8) -> Option<Status> {
+    const OK: u8 = VirtioStatus::Ok as u8;
+    const IOERR: u8 = VirtioStatus::IoErr as u8;
+    const UNSUPP: u8 = VirtioStatus::Unsupp as u8;
+    match byte {
+        OK => Some(Status::Ok),
+        // And those of zoned devices, which have no zones for us. [5.2.6]
+        IOERR | 3..=6 => Some(Status::Io),
+        UNSUPP => Some(Status::NotSupported),
+        _ => None,
     }
 }
 

@@ -56,9 +56,9 @@ pub(crate) struct Desc {
 }
 
 impl Desc {
-    const NEXT: u16 = 1;
-    const WRITE: u16 = 2;
-    const INDIRECT: u16 = 4;
+    pub(crate) const NEXT: u16 = 1;
+    pub(crate) const WRITE: u16 = 2;
+    pub(crate) const INDIRECT: u16 = 4;
 
     #[inline]
     fn from_words(addr: u64, rest: u64) -> Desc {

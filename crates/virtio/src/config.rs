@@ -11,8 +11,23 @@ use crate::Features;
 /// define reads as zero, so that a driver that knows more fields than we do finds them absent.
 pub const CONFIG_BYTES: u32 = 256;
 
-/// Where the field `wce` is.
-const WCE: usize = 32;
+/// Where the fields are. [5.2.4]
+pub(crate) mod field {
+    pub(crate) const CAPACITY: usize = 0;
+    pub(crate) const SIZE_MAX: usize = 8;
+    pub(crate) const SEG_MAX: usize = 12;
+    pub(crate) const BLK_SIZE: usize = 20;
+    pub(crate) const PHYSICAL_BLOCK_EXP: usize = 24;
+    pub(crate) const MIN_IO_SIZE: usize = 26;
+    pub(crate) const WCE: usize = 32;
+    pub(crate) const NUM_QUEUES: usize = 34;
+    pub(crate) const MAX_DISCARD_SECTORS: usize = 36;
+    pub(crate) const MAX_DISCARD_SEG: usize = 40;
+    pub(crate) const DISCARD_SECTOR_ALIGNMENT: usize = 44;
+    pub(crate) const MAX_WRITE_ZEROES_SECTORS: usize = 48;
+    pub(crate) const MAX_WRITE_ZEROES_SEG: usize = 52;
+    pub(crate) const WRITE_ZEROES_MAY_UNMAP: usize = 56;
+}
 
 /// The configuration of one disk.
 #[derive(Clone, Debug)]
@@ -63,7 +78,7 @@ impl BlkConfig {
     /// anything else, and nothing has changed.
     pub fn write(&mut self, offset: u32, bytes: &[u8]) -> bool {
         match bytes {
-            [wce @ (0 | 1)] if offset as usize == WCE && self.info.volatile_cache => {
+            [wce @ (0 | 1)] if offset as usize == field::WCE && self.info.volatile_cache => {
                 self.wce = *wce == 1;
                 true
             }
@@ -114,27 +129,27 @@ impl BlkConfig {
         let features = self.features();
         let limits = &self.info.limits;
         let blocks_per_physical = limits.physical_block_bytes / limits.logical_block_bytes;
-        put(0, &self.info.capacity_sectors.to_le_bytes());
-        put(12, &self.seg_max.to_le_bytes());
-        put(20, &limits.logical_block_bytes.to_le_bytes());
-        put(24, &[blocks_per_physical.trailing_zeros() as u8]); // physical_block_exp
+        put(field::CAPACITY, &self.info.capacity_sectors.to_le_bytes());
+        put(field::SEG_MAX, &self.seg_max.to_le_bytes());
+        put(field::BLK_SIZE, &limits.logical_block_bytes.to_le_bytes());
+        put(field::PHYSICAL_BLOCK_EXP, &[blocks_per_physical.trailing_zeros() as u8]);
         // 25, alignment_offset: the first block begins a physical one.
-        put(26, &u16::try_from(blocks_per_physical).unwrap_or(u16::MAX).to_le_bytes()); // min_io_size, in blocks
+        put(field::MIN_IO_SIZE, &u16::try_from(blocks_per_physical).unwrap_or(u16::MAX).to_le_bytes()); // in blocks
         // 28, opt_io_size: no length is better than others.
-        put(WCE, &[u8::from(self.wce)]);
+        put(field::WCE, &[u8::from(self.wce)]);
         if features.contains(Features::MQ) {
-            put(34, &self.queues.to_le_bytes());
+            put(field::NUM_QUEUES, &self.queues.to_le_bytes());
         }
         let discard_alignment = limits.discard_granularity_bytes >> SECTOR_SHIFT;
         if features.contains(Features::DISCARD) {
-            put(36, &limits.discard_sectors_max.to_le_bytes());
-            put(40, &1_u32.to_le_bytes()); // max_discard_seg
-            put(44, &discard_alignment.to_le_bytes());
+            put(field::MAX_DISCARD_SECTORS, &limits.discard_sectors_max.to_le_bytes());
+            put(field::MAX_DISCARD_SEG, &1_u32.to_le_bytes());
+            put(field::DISCARD_SECTOR_ALIGNMENT, &discard_alignment.to_le_bytes());
         }
         if features.contains(Features::WRITE_ZEROES) {
-            put(48, &limits.write_zeroes_sectors_max.to_le_bytes());
-            put(52, &1_u32.to_le_bytes()); // max_write_zeroes_seg
-            put(56, &[u8::from(features.contains(Features::DISCARD))]); // write_zeroes_may_unmap
+            put(field::MAX_WRITE_ZEROES_SECTORS, &limits.write_zeroes_sectors_max.to_le_bytes());
+            put(field::MAX_WRITE_ZEROES_SEG, &1_u32.to_le_bytes());
+            put(field::WRITE_ZEROES_MAY_UNMAP, &[u8::from(features.contains(Features::DISCARD))]);
         }
         space
     }
@@ -180,7 +195,7 @@ mod tests {
             0, 0x40, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, // write zeroes
         ];
         assert_eq!(config.read(0, 60).unwrap(), want);
-        assert_eq!(config.features(), Features::all() - Features::RO);
+        assert_eq!(config.features(), Features::all() - Features::RO - Features::SIZE_MAX);
         assert_eq!(config.read(34, 2).unwrap(), [4, 0]);
         assert!(config.read(60, CONFIG_BYTES - 60).unwrap().iter().all(|byte| *byte == 0));
     }
@@ -201,7 +216,8 @@ mod tests {
         let none = QueueLimits { discard_sectors_max: 0, write_zeroes_sectors_max: 0, ..info().limits };
         let plain = DeviceInfo { limits: none, volatile_cache: false, ..info() };
         let config = BlkConfig::new(&plain, 1, 0, true);
-        let absent = Features::SEG_MAX
+        let absent = Features::SIZE_MAX
+            | Features::SEG_MAX
             | Features::RO
             | Features::FLUSH
             | Features::CONFIG_WCE

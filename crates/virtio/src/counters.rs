@@ -5,6 +5,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::driver::{Complaint, DeviceFault};
 use crate::{ChainFault, Refusal, RequestFault, RingFault};
 
 /// Makes an enum of reasons, each with a name for display, and the list of them all.
@@ -83,6 +84,43 @@ impl Refusals {
     }
 }
 
+/// What a driver has against its device, and how often.
+#[derive(Debug)]
+pub struct Complaints {
+    ring: [AtomicU64; DeviceFault::ALL.len()],
+    request: [AtomicU64; Complaint::ALL.len()],
+}
+
+impl Default for Complaints {
+    fn default() -> Self {
+        Complaints { ring: [const { AtomicU64::new(0) }; _], request: [const { AtomicU64::new(0) }; _] }
+    }
+}
+
+impl Complaints {
+    /// The device broke a ring.
+    pub fn ring_fault(&self, fault: DeviceFault) {
+        bump(&self.ring[fault as usize]);
+    }
+
+    /// A request failed in a way the device did not tell.
+    pub fn request(&self, complaint: Complaint) {
+        bump(&self.request[complaint as usize]);
+    }
+
+    /// All counts with their names.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        let ring = DeviceFault::ALL.iter().map(|fault| fault.name()).zip(self.ring.iter().map(load));
+        ring.chain(Complaint::ALL.iter().map(|complaint| complaint.name()).zip(self.request.iter().map(load)))
+    }
+
+    /// All of them together.
+    pub fn total(&self) -> u64 {
+        self.iter().map(|(_, count)| count).sum()
+    }
+}
+
 /// One writer: a plain load and store, without the price of a locked add.
 fn bump(count: &AtomicU64) {
     count.store(count.load(Ordering::Relaxed) + 1, Ordering::Relaxed);
@@ -99,6 +137,12 @@ mod tests {
         ChainFault::ALL.iter().for_each(|fault| refusals.request(&Refusal::Chain(*fault)));
         RequestFault::ALL.iter().for_each(|fault| refusals.request(&Refusal::Request(*fault)));
         assert!(refusals.iter().all(|(_, count)| count == 1));
+        let complaints = Complaints::default();
+        DeviceFault::ALL.iter().for_each(|fault| complaints.ring_fault(*fault));
+        Complaint::ALL.iter().for_each(|complaint| complaints.request(*complaint));
+        assert!(complaints.iter().all(|(_, count)| count == 1));
+        let names: std::collections::HashSet<_> = complaints.iter().map(|(name, _)| name).collect();
+        assert_eq!(names.len() as u64, complaints.total());
         let names: std::collections::HashSet<_> = refusals.iter().map(|(name, _)| name).collect();
         assert_eq!(names.len() as u64, refusals.total());
     }

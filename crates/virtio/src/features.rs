@@ -4,6 +4,8 @@ bitflags::bitflags! {
     /// The feature bits this crate knows. [virtio 1.2, 5.2.3 and 6]
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub struct Features: u64 {
+        /// The config space says how long a segment may be. [5.2.3]
+        const SIZE_MAX = 1 << 1;
         /// The config space says how many segments a request may have. [5.2.3]
         const SEG_MAX = 1 << 2;
         /// The disk is read-only.

@@ -1,9 +1,11 @@
-//! Virtio rings and the virtio-blk device logic.
+//! Virtio rings and the logic of virtio-blk, of the device and of the driver.
 //!
 //! A guest shares its memory and a ring with us. [`SplitRing`] takes chains of descriptors from the ring,
 //! [`GuestMemory`] says where their bytes are, [`parse`] turns a chain into a bio, and the answer goes back as a
 //! status byte and a used element. Everything the guest writes is hostile: each field is read once into a copy, the
 //! copy is parsed into a type that cannot be wrong, and what is refused has a reason that is counted ([`Refusals`]).
+//!
+//! The other side of both is in [`driver`], which trusts the device as little.
 //!
 //! This crate does no I/O, has no thread and makes no system call; it knows neither eventfds nor sockets. Nothing is
 //! allocated between the construction of a ring and its end.
@@ -15,6 +17,7 @@ mod blk;
 mod chain;
 mod config;
 mod counters;
+pub mod driver;
 pub mod driver_model;
 mod features;
 mod guest;
@@ -29,7 +32,7 @@ pub use blk::{
 };
 pub use chain::{Chain, ChainFault, INDIRECT_BYTES_MAX};
 pub use config::{BlkConfig, CONFIG_BYTES};
-pub use counters::Refusals;
+pub use counters::{Complaints, Refusals};
 pub use features::Features;
 pub use guest::{GuestMemory, GuestRange, RangeError, TranslateError};
 pub use inflight::{Inflight, InflightFault, inflight_bytes};

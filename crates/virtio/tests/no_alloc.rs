@@ -2,6 +2,8 @@
 #![forbid(unsafe_code)]
 
 mod common;
+#[path = "common/driver/mod.rs"]
+mod driver_common;
 
 use blkyard_mem::CountingAllocator;
 use blkyard_virtio::driver_model::{Buffer, Descriptor, Guest, blk_header};
@@ -89,4 +91,35 @@ fn a_ring_allocates_nothing_whatever_the_guest_does() {
     assert_eq!(turn(&mut device), (0, 1));
     assert_eq!(CountingAllocator::count() - before, 0);
     assert!(device.ring.fault().is_some());
+}
+
+#[test]
+fn a_driver_allocates_nothing_whatever_it_is_asked() {
+    use blkyard_mq::{BioFlags, Op};
+    for format in driver_common::formats() {
+        let mut bench = driver_common::disk::bench(
+            &driver_common::disk::config(format, 64),
+            driver_common::disk::ram(driver_common::disk::store()),
+        );
+        let pieces: Vec<(u64, u32)> = (0..30).map(|piece| (piece * 2048, 512)).collect();
+        for round in 0..3 {
+            for number in 0..100 {
+                bench.submit(Op::Read, BioFlags::NO_MERGE, number, 1, &pieces[..1], number);
+                bench.submit(Op::Write, BioFlags::NO_MERGE, 1000 + 30 * number, 30, &pieces, number);
+                bench.submit(Op::Discard, BioFlags::empty(), 100 * number % 1000, 8, &[], number);
+                bench.submit(Op::Flush, BioFlags::empty(), 0, 0, &[], number);
+            }
+            let before = CountingAllocator::count();
+            let mut rounds = 0;
+            while !bench.hw.is_idle() {
+                bench.round();
+                bench.hw.driver_mut().driver.arm();
+                bench.hw.driver_mut().driver.disarm();
+                rounds += 1;
+            }
+            assert_eq!(CountingAllocator::count() - before, 0, "{format:?}, round {round}");
+            assert!(rounds > 1 && bench.ended.iter().all(|bio| bio.status.is_ok()));
+            bench.ended.clear();
+        }
+    }
 }

@@ -1,5 +1,5 @@
-//! Cells of the core over memory: the null device, which leaves the core alone, and the RAM device, which adds one
-//! copy.
+//! Cells of the core over memory: the null device, which leaves the core alone, the RAM device, which adds one copy, and a
+//! virtio ring with its device on the same thread.
 
 use std::sync::Arc;
 
@@ -11,6 +11,7 @@ use blkyard_os::Clock;
 use crate::limits::measure_beside;
 use crate::load::{Load, buffers, info, load_only, null};
 use crate::report::{self, Figure, Report};
+use crate::ring::ring;
 
 /// A clock such as a lane has.
 pub fn clock() -> impl Fn() -> u64 {
@@ -79,6 +80,17 @@ pub fn ram_cells(plan: Plan, report: &mut Report) {
         let load = Load::new(device.queue(depth), depth, true, clock());
         let ([core], floors) = measure_beside(plan, &[&name], [variant(load)]);
         report.add(Figure::cost(&name, &core).over(&floors));
+    }
+}
+
+/// `virtio-ring-*`: the core over a driver, a ring and a device that does nothing, all on one thread.
+pub fn ring_cells(plan: Plan, report: &mut Report) {
+    for depth in [1, 32, 128] {
+        let name = format!("virtio-ring-split-qd{depth}");
+        if report.wants(&name) {
+            let ([cost], _) = measure_beside(plan, &[], [variant(ring(depth, clock()))]);
+            report.add(Figure::cost(&name, &cost));
+        }
     }
 }
 

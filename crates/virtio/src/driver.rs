@@ -1,0 +1,237 @@
+//! The driver's side: a ring over shared memory, and the virtio-blk driver on it.
+//!
+//! [`DriverRing`] offers chains of buffers to a device and takes back what it has used. Owned by one thread. It does no I/O and wakes
+//! nobody: it says when the device wants a kick, and somebody rings. A chain is known by its *token*, a small number of
+//! the owner's choice: the place of its request. On one ring all chains have a table of their own each, at a place that its token
+//! names ([`Tables`]), or none has.
+//!
+//! The device is not trusted. What it writes is read once; what no honest device writes breaks the ring for good
+//! ([`DeviceFault`]), for nothing that follows it can be believed. Whoever owns the ring then ends the session, and only
+//! after that are the buffers his again.
+
+mod blk;
+mod disk;
+mod loopback;
+mod place;
+mod split;
+
+use blkyard_mem::View;
+
+use crate::chain::DESC_BYTES;
+use crate::counters::reasons;
+use crate::{Features, RingLayout, RingSetupError};
+
+pub use blk::{BlkRing, Complaint, SharedMemory};
+pub use disk::{BlkDisk, ConfigCause, ConfigError, DRIVER_FEATURES, SEGMENTS_MAX};
+pub use loopback::{Backend, Loopback, LoopbackConfig};
+pub use place::BlkLayout;
+pub use split::SplitDriver;
+
+/// A buffer of a chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Buffer {
+    /// First byte, as the device sees it (guest physical).
+    pub addr: u64,
+    /// Bytes.
+    pub len: u32,
+    /// Whether the device may write it.
+    pub writable: bool,
+}
+
+/// A chain that came back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Used {
+    /// The token it was offered with, which may be used again.
+    pub token: u16,
+    /// How many bytes the device says it has written, from the first writable one on; no more than there are.
+    pub written: u32,
+}
+
+/// The ring has not enough free descriptors for a chain: some must come back first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NoRoom;
+
+reasons! {
+    /// What a device did that no device does. Its ring is used no more.
+    DeviceFault {
+        /// More chains came back than are in flight.
+        UsedJumped = "used index jumped further than chains are in flight",
+        /// An id that no chain can have.
+        IdOutOfRange = "used id outside the ring",
+        /// An id that was not given, or has come back already.
+        IdNotInFlight = "used id that is not in flight",
+        /// More bytes written than the chain has room for.
+        LengthTooLong = "used length beyond the writable bytes",
+    }
+}
+
+/// Tables of descriptors, one for each token, each at its own fixed place. [2.7.5.3]
+#[derive(Clone, Debug)]
+pub struct Tables {
+    view: View,
+    addr: u64,
+    stride: usize,
+    rows: u16,
+}
+
+impl Tables {
+    /// Tables of `rows` descriptors, `stride` bytes apart. `view` begins with the first of them, which the device
+    /// knows at `addr`.
+    ///
+    /// # Panics
+    /// If a table has no rows or reaches into the next one, or not all are aligned: the layout is of our own making.
+    pub fn new(view: View, addr: u64, stride: usize, rows: u16) -> Tables {
+        let bytes = usize::from(rows) * DESC_BYTES;
+        assert!(
+            rows > 0 && bytes <= stride && stride.is_multiple_of(DESC_BYTES) && addr.is_multiple_of(DESC_BYTES as u64),
+            "tables of {rows} rows, {stride} bytes apart from {addr:#x}"
+        );
+        Tables { view, addr, stride, rows }
+    }
+
+    /// Whether all tokens below `tokens` have a table.
+    fn reach(&self, tokens: u16) -> bool {
+        let last = usize::from(tokens.saturating_sub(1)) * self.stride;
+        last + usize::from(self.rows) * DESC_BYTES <= self.view.len()
+    }
+
+    /// Where the device finds the table of a token.
+    #[inline]
+    fn addr(&self, token: u16) -> u64 {
+        self.addr + u64::from(token) * self.stride as u64
+    }
+
+    /// Writes the rows of a token's table. `link` makes the second word of a row, given the first buffers' number.
+    ///
+    /// # Panics
+    /// If there are more buffers than rows.
+    #[inline]
+    fn write(&self, token: u16, buffers: &[Buffer], link: impl Fn(usize, &Buffer) -> u64) {
+        assert!(buffers.len() <= usize::from(self.rows), "a chain of {} buffers for {} rows", buffers.len(), self.rows);
+        let start = usize::from(token) * self.stride;
+        for (row, buffer) in buffers.iter().enumerate() {
+            write_desc(&self.view, start + row * DESC_BYTES, buffer.addr, link(row, buffer));
+        }
+    }
+}
+
+/// Writes a descriptor whose place nobody reads yet, as the two words that a device reads.
+#[inline]
+fn write_desc(view: &View, at: usize, addr: u64, rest: u64) {
+    use std::sync::atomic::Ordering::Relaxed;
+    view.store_u64(at, addr, Relaxed);
+    view.store_u64(at + 8, rest, Relaxed);
+}
+
+/// Bytes of a chain that the device may write, as far as a used length can say.
+#[inline]
+fn writable_bytes(buffers: &[Buffer]) -> u32 {
+    let bytes: u64 = buffers.iter().filter(|buffer| buffer.writable).map(|buffer| u64::from(buffer.len)).sum();
+    u32::try_from(bytes).unwrap_or(u32::MAX)
+}
+
+/// What a chain must be like, whatever the ring.
+///
+/// # Panics
+/// If it is empty, has a buffer without bytes, or a readable one after a writable one: chains are of our own making.
+#[inline]
+fn check_chain(buffers: &[Buffer]) {
+    let in_order = buffers.is_sorted_by_key(|buffer| buffer.writable);
+    assert!(!buffers.is_empty() && in_order, "a chain is readable buffers, then writable ones");
+    debug_assert!(buffers.iter().all(|buffer| buffer.len > 0), "a buffer without bytes");
+}
+
+/// The driver's side of a ring.
+#[derive(Debug)]
+pub enum DriverRing {
+    /// Descriptor table, available ring, used ring. [2.7]
+    Split(SplitDriver),
+}
+
+macro_rules! either {
+    ($ring:expr, $name:ident => $call:expr) => {
+        match $ring {
+            DriverRing::Split($name) => $call,
+        }
+    };
+}
+
+impl DriverRing {
+    /// An empty ring of `size` entries. The features say what was negotiated for rings. No device may look at the memory
+    /// yet. Both sides begin at index `start`.
+    ///
+    /// # Errors
+    /// The size is none for this format.
+    ///
+    /// # Panics
+    /// If there are tables, but not for each entry.
+    pub fn new(
+        layout: RingLayout,
+        size: u16,
+        features: Features,
+        tables: Option<Tables>,
+        start: u16,
+    ) -> Result<DriverRing, RingSetupError> {
+        SplitDriver::new(layout, size, features, tables, start).map(DriverRing::Split)
+    }
+
+    /// Adds a chain: readable buffers, then writable ones. The device sees it with the next [`DriverRing::publish`].
+    ///
+    /// # Errors
+    /// There are not enough free descriptors; nothing has changed. With tables there always are.
+    ///
+    /// # Panics
+    /// If the token is in flight or not below the ring's size, or the chain is longer than its table or the ring, or out of order.
+    #[inline]
+    pub fn add(&mut self, token: u16, buffers: &[Buffer]) -> Result<(), NoRoom> {
+        either!(self, ring => ring.add(token, buffers))
+    }
+
+    /// Shows the device all that was added since the last time. Says whether it wants a kick for it.
+    #[inline]
+    #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
+    pub fn publish(&mut self) -> bool {
+        either!(self, ring => ring.publish())
+    }
+
+    /// Takes the next chain that the device has used, if there is one.
+    ///
+    /// # Errors
+    /// The device broke the ring. It stays so, and every further poll says the same.
+    #[inline]
+    pub fn poll(&mut self) -> Result<Option<Used>, DeviceFault> {
+        either!(self, ring => ring.poll())
+    }
+
+    /// Asks the device to call when it uses the next chain. Says whether one is there already: then there may be no call.
+    pub fn arm(&mut self) -> bool {
+        either!(self, ring => ring.arm())
+    }
+
+    /// Asks the device to call when it has used three quarters of what is in flight, if it can count that (event
+    /// index); otherwise with the next chain. Says whether any is there already: then there may be no call.
+    pub fn arm_delayed(&mut self) -> bool {
+        either!(self, ring => ring.arm_delayed())
+    }
+
+    /// Tells the device that we look by ourselves. A hint: calls may come nevertheless.
+    pub fn disarm(&mut self) {
+        either!(self, ring => ring.disarm());
+    }
+
+    /// Chains added and not come back.
+    #[inline]
+    pub fn in_flight(&self) -> u16 {
+        either!(self, ring => ring.in_flight())
+    }
+
+    /// Entries.
+    pub fn size(&self) -> u16 {
+        either!(self, ring => ring.size())
+    }
+
+    /// Why the ring is broken, if it is.
+    pub fn fault(&self) -> Option<DeviceFault> {
+        either!(self, ring => ring.fault())
+    }
+}

@@ -1,0 +1,362 @@
+//! The virtio-blk driver of one queue: requests become chains, used chains become statuses. [5.2.6]
+//!
+//! Owned by one thread, inside whatever is the queue core's driver. It says when to kick and never does; it knows no session
+//! and no clock. A request is known to the device by the place of its tag. Header, status and table are in memory that
+//! is shared for the purpose ([`BlkLayout`]); the data stays where its segments point, and whoever owns the queue says where the device
+//! finds that.
+//!
+//! A device that breaks its ring, or whose session is lost, leaves requests in flight. Only when it can no longer touch the memory
+//! are they taken back ([`BlkRing::take_in_flight`]), to be done again or failed; then a new `BlkRing` goes over the same memory.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use blkyard_mem::{Region, Segment, View};
+use blkyard_mq::{Batch, BioFlags, Done, Op, Shortage, Status, Tag};
+
+use super::place::{ID_AT, RANGES_AT, STATUS_AT, TABLE_AT};
+use super::{BlkDisk, BlkLayout, Buffer, DeviceFault, DriverRing, NoRoom, Tables, Used};
+use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES, RANGE_UNMAP, kind, status_from};
+use crate::chain::DESC_BYTES;
+use crate::counters::reasons;
+use crate::{Complaints, Features, RingLayout, RingSetupError};
+
+/// What a status byte is before the device writes it: none of the specification's.
+const NOT_WRITTEN: u8 = 0xff;
+
+reasons! {
+    /// Why a request failed without the device saying so.
+    Complaint {
+        /// Some of its data is not in memory that the device shares.
+        NotReachable = "data outside the memory shared with the device",
+        /// An operation that was not negotiated.
+        NotNegotiated = "operation that was not negotiated",
+        /// It came back without a status, or with one that means nothing.
+        NoStatus = "used without a status that means anything",
+    }
+}
+
+/// Memory that the device shares, for one queue.
+#[derive(Clone, Debug)]
+pub struct SharedMemory {
+    /// Where it is for us.
+    pub region: Arc<Region>,
+    /// Its first byte in the region; [`BlkLayout::bytes`] from there on are the queue's.
+    pub offset: u64,
+    /// Its first byte as the device sees it (guest physical).
+    pub addr: u64,
+}
+
+/// The driver's side of one virtio-blk queue.
+#[derive(Debug)]
+pub struct BlkRing {
+    ring: DriverRing,
+    /// The places of requests, and where the device finds them.
+    places: View,
+    places_addr: u64,
+    stride: usize,
+    features: Features,
+    may_unmap: bool,
+    ranges_max: usize,
+    /// The tags of requests in flight, by place.
+    parked: Box<[Option<Tag>]>,
+    /// The chain being made.
+    buffers: Vec<Buffer>,
+    phase: Phase,
+    complaints: Arc<Complaints>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Requests go through.
+    Serving,
+    /// The serial number is asked for; requests wait.
+    Asking,
+    /// All was taken back.
+    Over,
+}
+
+/// What a request says beside its data.
+#[derive(Clone, Copy)]
+struct Wish {
+    kind: u32,
+    sector: u64,
+}
+
+impl BlkRing {
+    /// The queue of a disk over this memory, which no device looks at yet. Complaints outlive the queue: its successor
+    /// goes on counting them.
+    ///
+    /// # Errors
+    /// No ring has this size.
+    ///
+    /// # Panics
+    /// If the memory is too short or not aligned ([`BlkLayout::ALIGN`]): its layout is of our own making.
+    pub fn new(
+        disk: &BlkDisk,
+        size: u16,
+        memory: &SharedMemory,
+        complaints: Arc<Complaints>,
+    ) -> Result<BlkRing, RingSetupError> {
+        let layout = BlkLayout::new(disk, size);
+        let view = |at: usize, len: usize| {
+            let view = View::new(Arc::clone(&memory.region), memory.offset + at as u64, len, BlkLayout::ALIGN);
+            view.filter(|_| memory.addr.is_multiple_of(BlkLayout::ALIGN as u64)).expect("memory as its layout wants it")
+        };
+        let [desc, avail, used] = layout.parts;
+        let ring = RingLayout {
+            desc: view(desc, avail - desc),
+            avail: view(avail, used - avail),
+            used: view(used, layout.places - used),
+        };
+        let places = view(layout.places, layout.bytes - layout.places);
+        let places_addr = memory.addr + layout.places as u64;
+        let tables = disk.features.contains(Features::INDIRECT_DESC).then(|| {
+            let tables = View::new(
+                Arc::clone(&memory.region),
+                memory.offset + (layout.places + TABLE_AT) as u64,
+                places.len() - TABLE_AT,
+                DESC_BYTES,
+            );
+            let tables = tables.expect("a part of the places");
+            Tables::new(tables, places_addr + TABLE_AT as u64, layout.stride, layout.rows)
+        });
+        let ring = DriverRing::new(ring, size, disk.features, tables, 0)?;
+        Ok(BlkRing {
+            ring,
+            places,
+            places_addr,
+            stride: layout.stride,
+            features: disk.features,
+            may_unmap: disk.may_unmap,
+            ranges_max: usize::from(disk.info.limits.discard_segments_max),
+            parked: (0..layout.depth).map(|_| None).collect(),
+            buffers: Vec::with_capacity(usize::from(layout.rows)),
+            phase: Phase::Serving,
+            complaints,
+        })
+    }
+
+    /// Requests that may be in flight at one time: the queue core has as many tags, or fewer.
+    pub fn depth(&self) -> u16 {
+        self.parked.len() as u16
+    }
+
+    /// Takes requests from the batch and offers them to the device, all at once. `translate` says where the device finds the
+    /// bytes of a segment, or nothing if it cannot reach them. Says whether the device wants a kick.
+    #[inline]
+    #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
+    pub fn queue(&mut self, batch: &mut Batch<'_>, mut translate: impl FnMut(Segment) -> Option<u64>) -> bool {
+        if self.phase != Phase::Serving || self.ring.fault().is_some() {
+            batch.short_of(Shortage::Device);
+            return false;
+        }
+        while let Some((tag, request, segments)) = batch.take() {
+            let place = tag.index();
+            let (op, sector, sectors, flags) = (request.op(), request.sector(), request.sectors(), request.flags());
+            self.begin(place);
+            let mut made = Ok(());
+            match op {
+                Op::Read | Op::Write => made = self.put_data(op == Op::Read, segments, &mut translate),
+                Op::Flush => {}
+                Op::Discard => self.put_ranges(place, batch.ranges(&tag), 0),
+                Op::WriteZeroes => {
+                    let unmap = self.may_unmap && !flags.contains(BioFlags::NO_UNMAP);
+                    self.put_ranges(place, std::iter::once((sector, sectors)), if unmap { RANGE_UNMAP } else { 0 });
+                }
+            }
+            let wish = made.and_then(|()| self.wish(op, sector));
+            match wish {
+                Ok(wish) if self.finish(place, wish).is_ok() => self.parked[place] = Some(tag),
+                Ok(_) => {
+                    batch.put_back(tag);
+                    batch.short_of(Shortage::Device);
+                    break;
+                }
+                Err(complaint) => {
+                    self.complaints.request(complaint);
+                    let refused = matches!(complaint, Complaint::NotNegotiated);
+                    batch.complete(tag, if refused { Status::NotSupported } else { Status::Invalid });
+                }
+            }
+        }
+        self.ring.publish()
+    }
+
+    /// Hands over what the device has used since the last time.
+    ///
+    /// # Errors
+    /// The device broke the ring, now or before. What is in flight stays so: see [`BlkRing::take_in_flight`].
+    #[inline]
+    pub fn poll(&mut self, done: &mut Done<'_>) -> Result<(), DeviceFault> {
+        while let Some(used) = self.next_used()? {
+            let place = usize::from(used.token);
+            let status = self.status(place);
+            match self.parked[place].take() {
+                Some(tag) => done.complete(tag, status),
+                // Nothing else was offered.
+                None => self.phase = Phase::Serving,
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn next_used(&mut self) -> Result<Option<Used>, DeviceFault> {
+        let is_news = self.ring.fault().is_none();
+        self.ring.poll().inspect_err(|fault| {
+            if is_news {
+                self.complaints.ring_fault(*fault);
+            }
+        })
+    }
+
+    /// Begins a chain: the header.
+    #[inline]
+    fn begin(&mut self, place: usize) {
+        self.buffers.clear();
+        self.buffers.push(Buffer { addr: self.addr(place, 0), len: HEADER_BYTES as u32, writable: false });
+    }
+
+    #[inline]
+    fn put_data(
+        &mut self,
+        writable: bool,
+        segments: impl Iterator<Item = Segment>,
+        translate: &mut impl FnMut(Segment) -> Option<u64>,
+    ) -> Result<(), Complaint> {
+        for segment in segments {
+            let addr = translate(segment).ok_or(Complaint::NotReachable)?;
+            self.buffers.push(Buffer { addr, len: segment.len, writable });
+        }
+        Ok(())
+    }
+
+    /// Writes ranges, each sector, sectors, flags. [5.2.6]
+    fn put_ranges(&mut self, place: usize, ranges: impl Iterator<Item = (u64, u32)>, flags: u32) {
+        let mut count = 0;
+        for (sector, sectors) in ranges {
+            assert!(count < self.ranges_max, "a request of more than {} ranges", self.ranges_max);
+            let at = place * self.stride + RANGES_AT + count * RANGE_BYTES;
+            self.places.store_u64(at, sector, Relaxed);
+            self.places.store_u64(at + 8, u64::from(sectors) | u64::from(flags) << 32, Relaxed);
+            count += 1;
+        }
+        let len = (count * RANGE_BYTES) as u32;
+        self.buffers.push(Buffer { addr: self.addr(place, RANGES_AT), len, writable: false });
+    }
+
+    /// The header's words for an operation. Those that only read and write need no feature.
+    #[inline]
+    fn wish(&self, op: Op, sector: u64) -> Result<Wish, Complaint> {
+        let (kind, sector, needs) = match op {
+            Op::Read => (kind::IN, sector, Features::empty()),
+            Op::Write => (kind::OUT, sector, Features::empty()),
+            Op::Flush => (kind::FLUSH, 0, Features::FLUSH),
+            Op::Discard => (kind::DISCARD, 0, Features::DISCARD),
+            Op::WriteZeroes => (kind::WRITE_ZEROES, 0, Features::WRITE_ZEROES),
+        };
+        if self.features.contains(needs) { Ok(Wish { kind, sector }) } else { Err(Complaint::NotNegotiated) }
+    }
+
+    /// Writes header and status of the request at a place, and adds its chain to the ring.
+    #[inline]
+    fn finish(&mut self, place: usize, wish: Wish) -> Result<(), NoRoom> {
+        let at = place * self.stride;
+        self.places.store_u64(at, u64::from(wish.kind), Relaxed);
+        self.places.store_u64(at + 8, wish.sector, Relaxed);
+        self.places.store_u8(at + STATUS_AT, NOT_WRITTEN, Relaxed);
+        self.buffers.push(Buffer { addr: self.addr(place, STATUS_AT), len: 1, writable: true });
+        self.ring.add(place as u16, &self.buffers)
+    }
+
+    /// What the status byte at a place says.
+    #[inline]
+    fn status(&self, place: usize) -> Status {
+        let byte = self.places.load_u8(place * self.stride + STATUS_AT, Relaxed);
+        status_from(byte).unwrap_or_else(|| {
+            self.complaints.request(Complaint::NoStatus);
+            Status::Io
+        })
+    }
+
+    /// Where the device finds a byte of a place.
+    #[inline]
+    fn addr(&self, place: usize, at: usize) -> u64 {
+        self.places_addr + (place * self.stride + at) as u64
+    }
+
+    /// Asks for the disk's serial number, before the queue has its first request. Says whether the device wants a kick.
+    ///
+    /// # Panics
+    /// If anything is in flight.
+    #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
+    pub fn ask_id(&mut self) -> bool {
+        let is_idle = self.phase == Phase::Serving && self.ring.in_flight() == 0;
+        assert!(is_idle, "the serial number is asked for on an idle queue");
+        self.begin(0);
+        self.buffers.push(Buffer { addr: self.addr(0, ID_AT), len: ID_BYTES as u32, writable: true });
+        let added = self.finish(0, Wish { kind: kind::GET_ID, sector: 0 });
+        assert!(added.is_ok(), "three descriptors in an empty ring");
+        self.phase = Phase::Asking;
+        self.ring.publish()
+    }
+
+    /// The serial number, once it is there: up to 20 bytes, padded with zeroes, or why there is none.
+    ///
+    /// # Errors
+    /// The device broke the ring.
+    ///
+    /// # Panics
+    /// If it was not asked for.
+    pub fn poll_id(&mut self) -> Result<Option<Result<[u8; ID_BYTES], Status>>, DeviceFault> {
+        assert!(self.phase == Phase::Asking, "nobody asked for the serial number");
+        if self.next_used()?.is_none() {
+            return Ok(None);
+        }
+        self.phase = Phase::Serving;
+        let mut id = [0; ID_BYTES];
+        for (at, byte) in id.iter_mut().enumerate() {
+            *byte = self.places.load_u8(ID_AT + at, Relaxed);
+        }
+        let status = self.status(0);
+        Ok(Some(if status.is_ok() { Ok(id) } else { Err(status) }))
+    }
+
+    /// Asks the device to call when something comes back. Says whether it has already: then there may be no call.
+    pub fn arm(&mut self) -> bool {
+        self.ring.arm()
+    }
+
+    /// Asks the device to call when most of what is in flight has come back. Says whether any has already.
+    pub fn arm_delayed(&mut self) -> bool {
+        self.ring.arm_delayed()
+    }
+
+    /// Tells the device that we look by ourselves.
+    pub fn disarm(&mut self) {
+        self.ring.disarm();
+    }
+
+    /// The places of all requests in flight.
+    pub fn in_flight(&self) -> impl Iterator<Item = usize> {
+        self.parked.iter().enumerate().filter(|(_, tag)| tag.is_some()).map(|(place, _)| place)
+    }
+
+    /// Takes back the tags of all requests in flight, to be done again elsewhere or failed. The ring must not be used any more. The
+    /// device must have let go of the memory: its session is over, and its process gone or reset.
+    pub fn take_in_flight(&mut self) -> impl Iterator<Item = Tag> {
+        self.phase = Phase::Over;
+        self.parked.iter_mut().filter_map(Option::take)
+    }
+
+    /// What there is against the device.
+    pub fn complaints(&self) -> &Arc<Complaints> {
+        &self.complaints
+    }
+
+    /// The ring, for what only it knows.
+    pub fn ring(&self) -> &DriverRing {
+        &self.ring
+    }
+}

@@ -1,0 +1,82 @@
+//! Where the parts of a virtio-blk queue lie in the memory shared with the device.
+//!
+//! ```text
+//!  ┌────────────┬─────────┬────────┬─────────┬─────────┬─
+//!  │ desc       │ avail   │ used   │ place 0 │ place 1 │ …      each part and place on lines of its own
+//!  └────────────┴─────────┴────────┴─────────┴─────────┴─
+//!   a place   0  header: type, reserved, sector        64  table: header, first segment, …
+//!            16  status                               112  … or, in a discard, ranges
+//!            20  serial number
+//! ```
+//!
+//! Header and status are one line: we write it, the device reads and writes it, we read it. The table is the next one, for a
+//! request of one segment, and processors fetch lines in pairs. A request with ranges has a table of three rows and
+//! no segments, so that the rest of its rows is room for them.
+
+use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES};
+use crate::chain::DESC_BYTES;
+use crate::driver::disk::BlkDisk;
+use crate::ring_bytes;
+
+const LINE_BYTES: usize = 64;
+/// Lines are fetched in pairs.
+const PLACE_ALIGN: usize = 2 * LINE_BYTES;
+
+pub(super) const STATUS_AT: usize = HEADER_BYTES;
+pub(super) const ID_AT: usize = HEADER_BYTES + 4;
+const _: () = assert!(ID_AT + ID_BYTES <= LINE_BYTES);
+
+/// The rows of a place.
+pub(super) const TABLE_AT: usize = LINE_BYTES;
+/// Rows that a request with ranges needs for its table: header, ranges, status.
+const RANGE_ROWS: u16 = 3;
+pub(super) const RANGES_AT: usize = TABLE_AT + RANGE_ROWS as usize * DESC_BYTES;
+const _: () = assert!(RANGE_BYTES == DESC_BYTES);
+
+/// Rows for a request of so many segments, header and status included; at least what one with a range needs.
+fn rows(segments_max: u16) -> u16 {
+    (segments_max + 2).max(RANGE_ROWS + 1)
+}
+
+/// Ranges there is room for.
+pub(super) fn ranges_max(segments_max: u16) -> u16 {
+    rows(segments_max) - RANGE_ROWS
+}
+
+/// The memory of one queue. Offsets are bytes from its start, which must be a multiple of [`BlkLayout::ALIGN`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlkLayout {
+    /// Entries of the ring.
+    pub size: u16,
+    /// Where descriptors, available and used ring are.
+    pub parts: [usize; 3],
+    /// Where the places of requests begin.
+    pub places: usize,
+    /// From one place to the next.
+    pub stride: usize,
+    /// Places.
+    pub depth: u16,
+    /// Rows of each place's table.
+    pub rows: u16,
+    /// Bytes in all.
+    pub bytes: usize,
+}
+
+impl BlkLayout {
+    /// What the memory must begin at a multiple of, here and for the device.
+    pub const ALIGN: usize = PLACE_ALIGN;
+
+    /// The memory for a queue of this disk whose ring has `size` entries.
+    pub fn new(disk: &BlkDisk, size: u16) -> BlkLayout {
+        let mut at = 0;
+        let parts = ring_bytes(size).map(|(bytes, _)| {
+            let part = at;
+            at += bytes.next_multiple_of(PLACE_ALIGN);
+            part
+        });
+        let rows = rows(disk.info.limits.segments_max);
+        let stride = (TABLE_AT + usize::from(rows) * DESC_BYTES).next_multiple_of(PLACE_ALIGN);
+        let depth = disk.depth(size);
+        BlkLayout { size, parts, places: at, stride, depth, rows, bytes: at + usize::from(depth) * stride }
+    }
+}

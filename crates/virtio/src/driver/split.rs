@@ -1,0 +1,289 @@
+//! The driver's side of a split virtqueue. [2.7]
+//!
+//! Owned by one thread. Descriptors and the available ring are written by us only, and what we need of them later is kept in
+//! memory of our own: nothing that the device could have changed is ever read back. Of the used ring the index is read
+//! once for a run of elements, each element once.
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+
+use super::{Buffer, DeviceFault, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
+use crate::chain::{DESC_BYTES, Desc};
+use crate::split::needs_event;
+use crate::{Features, RingLayout, RingSetupError};
+
+// Places in the available ring [2.7.6] and the used ring [2.7.8], as in the device's half.
+const FLAGS: usize = 0;
+const INDEX: usize = 2;
+const RING: usize = 4;
+const AVAIL_ELEMENT: usize = 2;
+const USED_ELEMENT: usize = 8;
+const NO_INTERRUPT: u16 = 1;
+const NO_NOTIFY: u16 = 1;
+
+/// A chain by the place of its first descriptor.
+#[derive(Clone, Copy, Debug, Default)]
+struct Out {
+    token: u16,
+    /// Its last descriptor.
+    tail: u16,
+    /// Descriptors of the ring; none if the chain is not in flight.
+    descriptors: u16,
+    writable_bytes: u32,
+}
+
+/// A split ring, seen from the driver.
+///
+/// Indexes run freely modulo 2^16:
+///
+/// ```text
+///  used ring ── last_used ──────▶ used_seen      available ring ── published ──────▶ next_avail
+///                     used, not taken                                added, not told
+/// ```
+// On lines of its own: rings of neighbour queues are written by other threads.
+#[derive(Debug)]
+#[repr(align(128))]
+pub struct SplitDriver {
+    layout: RingLayout,
+    /// With tables the first descriptor of a chain stands at the place of its token, and never changes.
+    tables: Option<Tables>,
+    size: u16,
+    mask: u16,
+    event_idx: bool,
+    next_avail: u16,
+    /// The available index as the device can see it.
+    published: u16,
+    last_used: u16,
+    /// The used index as last read.
+    used_seen: u16,
+    /// Free descriptors, and the first of them.
+    free: u16,
+    free_head: u16,
+    fault: Option<DeviceFault>,
+    /// The descriptor after each one, in its chain or among those that are free.
+    next: Box<[u16]>,
+    out: Box<[Out]>,
+}
+
+impl SplitDriver {
+    /// An empty ring of `size` entries whose parts have the lengths and alignments of [`ring_bytes`](crate::ring_bytes), with what
+    /// the features say of rings. The memory is made ready here; no device may look at it yet. Both indexes begin at `start`.
+    ///
+    /// # Errors
+    /// The size is not a power of two.
+    ///
+    /// # Panics
+    /// If there are tables, but not for each entry.
+    pub fn new(
+        layout: RingLayout,
+        size: u16,
+        features: Features,
+        tables: Option<Tables>,
+        start: u16,
+    ) -> Result<SplitDriver, RingSetupError> {
+        if !size.is_power_of_two() {
+            return Err(RingSetupError::Size(size));
+        }
+        assert!(tables.as_ref().is_none_or(|tables| tables.reach(size)), "a table for each entry");
+        layout.avail.store_u16(FLAGS, 0, Relaxed);
+        layout.avail.store_u16(INDEX, start, Relaxed);
+        layout.avail.store_u16(RING + usize::from(size) * AVAIL_ELEMENT, start, Relaxed);
+        layout.used.store_u16(FLAGS, 0, Relaxed);
+        layout.used.store_u16(INDEX, start, Relaxed);
+        layout.used.store_u16(RING + usize::from(size) * USED_ELEMENT, start, Relaxed);
+        if let Some(tables) = &tables {
+            // The length is that of the whole table: where a chain ends in it, its rows say. [2.7.5.3.1] So the
+            // descriptor is written once, and its line stays in the device's cache.
+            let bytes = u64::from(tables.rows) * DESC_BYTES as u64;
+            let rest = bytes | u64::from(Desc::INDIRECT) << 32;
+            for token in 0..size {
+                write_desc(&layout.desc, usize::from(token) * DESC_BYTES, tables.addr(token), rest);
+            }
+        }
+        Ok(SplitDriver {
+            layout,
+            tables,
+            size,
+            mask: size - 1,
+            event_idx: features.contains(Features::EVENT_IDX),
+            next_avail: start,
+            published: start,
+            last_used: start,
+            used_seen: start,
+            free: size,
+            free_head: 0,
+            fault: None,
+            // The last one's successor is never looked at: none is free then.
+            next: (0..size).map(|at| (at + 1) & (size - 1)).collect(),
+            out: vec![Out::default(); usize::from(size)].into(),
+        })
+    }
+
+    /// See [`DriverRing::add`](super::DriverRing::add).
+    #[inline]
+    pub fn add(&mut self, token: u16, buffers: &[Buffer]) -> Result<(), NoRoom> {
+        check_chain(buffers);
+        assert!(token < self.size, "token {token} on a ring of {}", self.size);
+        let writable_bytes = writable_bytes(buffers);
+        let head = if let Some(tables) = &self.tables {
+            assert!(self.out[usize::from(token)].descriptors == 0, "token {token} is in flight");
+            tables.write(token, buffers, |row, buffer| link(buffer, row + 1 < buffers.len(), row as u16 + 1));
+            self.out[usize::from(token)] = Out { token, tail: token, descriptors: 1, writable_bytes };
+            token
+        } else {
+            self.add_direct(token, buffers, writable_bytes)?
+        };
+        let place = RING + usize::from(self.next_avail & self.mask) * AVAIL_ELEMENT;
+        self.layout.avail.store_u16(place, head, Relaxed);
+        self.next_avail = self.next_avail.wrapping_add(1);
+        Ok(())
+    }
+
+    /// Writes the chain into free descriptors; returns the first.
+    #[inline]
+    fn add_direct(&mut self, token: u16, buffers: &[Buffer], writable_bytes: u32) -> Result<u16, NoRoom> {
+        assert!(buffers.len() <= usize::from(self.size), "a chain of {} in a ring of {}", buffers.len(), self.size);
+        let descriptors = buffers.len() as u16;
+        if descriptors > self.free {
+            return Err(NoRoom);
+        }
+        let head = self.free_head;
+        let mut tail = head;
+        for (row, buffer) in buffers.iter().enumerate() {
+            tail = self.free_head;
+            let next = self.next[usize::from(tail)];
+            let rest = link(buffer, row + 1 < buffers.len(), next);
+            write_desc(&self.layout.desc, usize::from(tail) * DESC_BYTES, buffer.addr, rest);
+            self.free_head = next;
+        }
+        self.free -= descriptors;
+        self.out[usize::from(head)] = Out { token, tail, descriptors, writable_bytes };
+        Ok(head)
+    }
+
+    /// See [`DriverRing::publish`](super::DriverRing::publish).
+    #[inline]
+    #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
+    pub fn publish(&mut self) -> bool {
+        if self.next_avail == self.published {
+            return false;
+        }
+        let old = std::mem::replace(&mut self.published, self.next_avail);
+        // A fence has two sides. We store the index, then load what the device wants; the device, before it sleeps,
+        // stores what it wants, then loads the index (`SplitRing::enable_notify`). Were either load to overtake its store, the device could
+        // miss the chain and we its wish. The store also releases descriptors, ring entries and the chains' data.
+        // [2.7.13.3, 2.7.13.4]
+        self.layout.avail.store_u16(INDEX, self.next_avail, SeqCst);
+        if self.event_idx {
+            let event = self.layout.used.load_u16(RING + usize::from(self.size) * USED_ELEMENT, SeqCst);
+            needs_event(event, self.next_avail, old)
+        } else {
+            self.layout.used.load_u16(FLAGS, SeqCst) & NO_NOTIFY == 0
+        }
+    }
+
+    /// See [`DriverRing::poll`](super::DriverRing::poll).
+    #[inline]
+    pub fn poll(&mut self) -> Result<Option<Used>, DeviceFault> {
+        if self.last_used == self.used_seen && !self.look()? {
+            return Ok(None);
+        }
+        let element = RING + usize::from(self.last_used & self.mask) * USED_ELEMENT;
+        let id = self.layout.used.load_u32(element, Relaxed);
+        let written = self.layout.used.load_u32(element + 4, Relaxed);
+        let Some(out) = self.out.get_mut(id as usize) else {
+            return Err(self.breaks(DeviceFault::IdOutOfRange));
+        };
+        if out.descriptors == 0 {
+            return Err(self.breaks(DeviceFault::IdNotInFlight));
+        }
+        if written > out.writable_bytes {
+            return Err(self.breaks(DeviceFault::LengthTooLong));
+        }
+        let Out { token, tail, descriptors, .. } = *out;
+        out.descriptors = 0;
+        self.last_used = self.last_used.wrapping_add(1);
+        if self.tables.is_none() {
+            self.next[usize::from(tail)] = self.free_head;
+            self.free_head = id as u16;
+            self.free += descriptors;
+        }
+        Ok(Some(Used { token, written }))
+    }
+
+    /// Reads the used index. Says whether there is something to take.
+    #[inline]
+    fn look(&mut self) -> Result<bool, DeviceFault> {
+        if let Some(fault) = self.fault {
+            return Err(fault);
+        }
+        // Pairs with the device's release of its elements, status bytes and data (`SplitRing::publish`). [2.7.14]
+        let used = self.layout.used.load_u16(INDEX, Acquire);
+        if used.wrapping_sub(self.last_used) > self.published.wrapping_sub(self.last_used) {
+            return Err(self.breaks(DeviceFault::UsedJumped));
+        }
+        self.used_seen = used;
+        Ok(used != self.last_used)
+    }
+
+    #[cold]
+    fn breaks(&mut self, fault: DeviceFault) -> DeviceFault {
+        self.used_seen = self.last_used;
+        *self.fault.get_or_insert(fault)
+    }
+
+    /// See [`DriverRing::arm`](super::DriverRing::arm).
+    pub fn arm(&mut self) -> bool {
+        self.arm_at(self.last_used)
+    }
+
+    /// See [`DriverRing::arm_delayed`](super::DriverRing::arm_delayed).
+    pub fn arm_delayed(&mut self) -> bool {
+        let out = self.published.wrapping_sub(self.last_used);
+        self.arm_at(self.last_used.wrapping_add(out - out.div_ceil(4)))
+    }
+
+    /// Asks for a call when the used index passes `event`.
+    fn arm_at(&mut self, event: u16) -> bool {
+        // The mirror image of `SplitRing::publish`: we store our wish, then load the index; the device stores the
+        // index, then loads our wish. [2.7.7.1]
+        if self.event_idx {
+            let place = RING + usize::from(self.size) * AVAIL_ELEMENT;
+            self.layout.avail.store_u16(place, event, SeqCst);
+        } else {
+            self.layout.avail.store_u16(FLAGS, 0, SeqCst);
+        }
+        self.layout.used.load_u16(INDEX, SeqCst) != self.last_used
+    }
+
+    /// See [`DriverRing::disarm`](super::DriverRing::disarm). With event indexes there is nothing to store, since
+    /// the wish of the last [`SplitDriver::arm`] is fulfilled once. [2.7.7]
+    pub fn disarm(&mut self) {
+        if !self.event_idx {
+            self.layout.avail.store_u16(FLAGS, NO_INTERRUPT, Relaxed);
+        }
+    }
+
+    /// Chains added and not come back.
+    #[inline]
+    pub fn in_flight(&self) -> u16 {
+        self.next_avail.wrapping_sub(self.last_used)
+    }
+
+    /// Entries.
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// Why the ring is broken, if it is.
+    pub fn fault(&self) -> Option<DeviceFault> {
+        self.fault
+    }
+}
+
+/// The second word of a buffer's descriptor. [2.7.5]
+#[inline]
+fn link(buffer: &Buffer, more: bool, next: u16) -> u64 {
+    let write = if buffer.writable { Desc::WRITE } else { 0 };
+    let (flags, next) = if more { (write | Desc::NEXT, next) } else { (write, 0) };
+    u64::from(buffer.len) | u64::from(flags) << 32 | u64::from(next) << 48
+}

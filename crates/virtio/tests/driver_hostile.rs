@@ -1,0 +1,137 @@
+//! A device that lies: what no device writes is found, breaks the ring for good, and harms nothing.
+#![forbid(unsafe_code)]
+
+#[path = "common/driver/mod.rs"]
+mod driver_common;
+
+use blkyard_virtio::Features;
+use blkyard_virtio::driver::DeviceFault::{self, *};
+use driver_common::{Rig, formats};
+use proptest::prelude::*;
+
+const USED: usize = 2;
+const SPLIT: Features = Features::VERSION_1;
+
+/// A ring of four with tokens 1 and 2 in flight, one writable byte each; token 0 has come back.
+fn rig(features: Features) -> Rig {
+    let mut rig = Rig::fresh(features | Features::INDIRECT_DESC, 4);
+    let buffers = rig.buffers(0, &[16], &[1]);
+    (0..3).for_each(|token| rig.driver.add(token, &buffers).unwrap());
+    let _ = rig.driver.publish();
+    let (head, _) = rig.fetch().unwrap();
+    rig.device.complete(head, 1);
+    let _ = rig.device.publish();
+    assert_eq!(rig.driver.poll().unwrap().unwrap().token, 0);
+    rig
+}
+
+/// A used element in the second place of a split ring, and the index.
+fn lie_split(rig: &Rig, id: u32, len: u32, index: u16) {
+    rig.put_u32(USED, 4 + 8, id);
+    rig.put_u32(USED, 4 + 12, len);
+    rig.put_u16(USED, 2, index);
+}
+
+fn expect(mut rig: Rig, want: DeviceFault, name: &str) {
+    assert_eq!(rig.driver.poll(), Err(want), "{name}");
+    assert_eq!((rig.driver.fault(), rig.driver.in_flight()), (Some(want), 2), "{name}");
+    // The truth comes too late.
+    while let Ok(Some(head)) = rig.device.fetch(&rig.memory, &mut rig.chain) {
+        rig.device.complete(head, 1);
+    }
+    let _ = rig.device.publish();
+    assert_eq!(rig.driver.poll(), Err(want), "{name}");
+    let buffers = rig.buffers(0, &[16], &[1]);
+    rig.driver.add(3, &buffers).unwrap();
+    let _ = rig.driver.publish();
+    assert_eq!(rig.driver.poll(), Err(want), "{name}");
+}
+
+#[test]
+fn lies_in_a_used_ring_are_found() {
+    let table: &[(&str, u32, u32, u16, DeviceFault)] = &[
+        ("one more than is in flight", 1, 0, 4, UsedJumped),
+        ("far ahead", 1, 0, 0x8000, UsedJumped),
+        ("back", 1, 0, 0, UsedJumped),
+        ("the first id outside", 4, 0, 2, IdOutOfRange),
+        ("an id whose lower half is right", 0x1_0001, 0, 2, IdOutOfRange),
+        ("the largest id", u32::MAX, 0, 2, IdOutOfRange),
+        ("an id that came back already", 0, 0, 2, IdNotInFlight),
+        ("an id never given", 3, 0, 2, IdNotInFlight),
+        ("one byte more than there is", 1, 2, 2, LengthTooLong),
+        ("as many as can be said", 2, u32::MAX, 2, LengthTooLong),
+    ];
+    for (name, id, len, index, want) in table {
+        let rig = rig(SPLIT);
+        lie_split(&rig, *id, *len, *index);
+        expect(rig, *want, name);
+    }
+}
+
+#[test]
+fn an_id_given_back_twice_breaks_the_ring() {
+    let mut rig = rig(SPLIT);
+    rig.put_u32(USED, 4 + 16, 2);
+    lie_split(&rig, 2, 1, 3);
+    assert_eq!(rig.driver.poll().unwrap().unwrap().token, 2);
+    assert_eq!(rig.driver.poll(), Err(IdNotInFlight));
+}
+
+#[test]
+fn a_device_with_nothing_to_do_cannot_invent_anything() {
+    for features in formats() {
+        let mut rig = Rig::fresh(features, 4);
+        lie_split(&rig, 1, 0, 1);
+        assert_eq!(rig.driver.poll(), Err(UsedJumped));
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+    /// Whatever the device writes into its parts, at any time: no token comes back that was not in flight, none twice, no length beyond
+    /// the room, and nothing panics.
+    #[test]
+    fn garbage_gives_nothing_back_that_was_not_given(
+        format in 0_usize..4,
+        rounds in prop::collection::vec(
+            (prop::collection::vec((0_usize..38, any::<u8>()), 0..6), any::<bool>(), any::<bool>()),
+            1..40),
+    ) {
+        let features = formats().nth(format).unwrap();
+        let mut rig = Rig::fresh(features, 4);
+        let buffers = rig.buffers(0, &[16], &[7]);
+        let mut out = [false; 4];
+        for (writes, honest, add) in rounds {
+            if add
+                && let Some(token) = out.iter().position(|out| !out)
+                && rig.driver.add(token as u16, &buffers).is_ok()
+            {
+                out[token] = true;
+                let _ = rig.driver.publish();
+            }
+            if honest && let Ok(Some(head)) = rig.device.fetch(&rig.memory, &mut rig.chain) {
+                rig.device.complete(head, 7);
+                let _ = rig.device.publish();
+            }
+            for (at, byte) in writes {
+                rig.part(USED, at, 1).fill(byte);
+            }
+            rig.driver.arm();
+            loop {
+                match rig.driver.poll() {
+                    Ok(Some(used)) => {
+                        let was_out = std::mem::take(&mut out[usize::from(used.token)]);
+                        prop_assert!(was_out && used.written <= 7);
+                    }
+                    Ok(None) => break,
+                    Err(fault) => {
+                        prop_assert_eq!(rig.driver.fault(), Some(fault));
+                        break;
+                    }
+                }
+            }
+            prop_assert_eq!(usize::from(rig.driver.in_flight()), out.iter().filter(|out| **out).count());
+        }
+    }
+}
