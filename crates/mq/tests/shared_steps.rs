@@ -5,13 +5,14 @@
 mod common;
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
 use blkyard_mq::{
     Batch, Bed, Bio, BlockDevice, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Merging, NullConfig,
-    NullDevice, Op, QueueLimits, RegionTable, Status, SwQueue, Tag,
+    NullDevice, Op, QueueLimits, RegionTable, Status, SwQueue, Tag, Wake,
 };
 use common::{TimedBed, now_ns};
 
@@ -190,6 +191,70 @@ fn whoever_keeps_watch_is_told_of_an_earlier_deadline() {
     assert_eq!(ended.iter().map(|(sector, _)| *sector).collect::<Vec<_>>(), [10, 700]);
     assert!(ended[1].1 - ended[0].1 > 100_000_000, "the fast one was only seen with the slow one: {ended:?}");
     assert_eq!(fast.poll(&now_ns, &mut |_| ()), 1);
+}
+
+/// Says that it is done with all it has when it is told to, and has no deadline.
+#[derive(Default)]
+struct Silent {
+    held: Vec<Tag>,
+    done: Arc<AtomicBool>,
+}
+
+impl Driver<()> for Silent {
+    fn queue_rqs(&mut self, (): &mut (), _: &RegionTable, batch: &mut Batch<'_>) {
+        while let Some((tag, ..)) = batch.take() {
+            self.held.push(tag);
+        }
+    }
+
+    fn poll(&mut self, (): &mut (), _: &RegionTable, done: &mut Done<'_>, _: u64) {
+        if self.done.load(Relaxed) {
+            self.held.drain(..).for_each(|tag| done.complete(tag, Status::Ok));
+        }
+    }
+}
+
+/// Does something instead of keeping watch, and must have been woken by then.
+struct HookedBed {
+    meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    woken: AtomicBool,
+}
+
+impl Wake for HookedBed {
+    fn wake(&self) {
+        self.woken.store(true, Relaxed);
+    }
+}
+
+impl Bed for HookedBed {
+    fn sleep(&self) {
+        panic!("it alone sleeps, and so keeps watch");
+    }
+
+    fn watch(&self, _deadline_ns: u64) {
+        let meanwhile = self.meanwhile.lock().unwrap().take().expect("there is nothing more to wait for");
+        meanwhile();
+        assert!(self.woken.load(Relaxed), "it would sleep until the deadline, with its bio in its ring");
+    }
+}
+
+#[test]
+fn whoever_keeps_watch_is_called_when_another_brings_what_it_waits_for() {
+    let driver = Silent::default();
+    let done = Arc::clone(&driver.done);
+    let bed = Arc::new(HookedBed { meanwhile: Mutex::new(None), woken: AtomicBool::new(false) });
+    let beds = vec![Arc::clone(&bed) as Arc<dyn Bed>, TimedBed::new()];
+    let hw = HwQueue::new(driver, Arc::new(info()), HwQueueConfig::default());
+    let mut ends = SwQueue::share(hw, (), 2, beds);
+    let (mut other, mut sleeper) = (ends.pop().unwrap(), ends.pop().unwrap());
+    *bed.meanwhile.lock().unwrap() = Some(Box::new(move || {
+        done.store(true, Relaxed);
+        other.submit(bio(1000));
+        other.ring(&|| 6);
+        assert_eq!(other.poll(&|| 7, &mut |_| ()), 1);
+    }));
+    sleeper.submit(bio(0));
+    assert_eq!(sleeper.wait(&|| 5, &mut |_| ()), 1);
 }
 
 /// Counts what an owner must do for what its drivers share.
