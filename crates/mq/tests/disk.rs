@@ -38,6 +38,8 @@ struct Board {
     holds: AtomicBool,
     /// Queues that are there.
     queues: AtomicUsize,
+    /// Called by the second queue whenever it is polled. While it says so, what came since the last time is not done yet.
+    feeds: Mutex<Option<Box<dyn FnMut() -> bool + Send>>>,
 }
 
 /// Writes down what it gets, and may keep it for a while.
@@ -45,6 +47,8 @@ struct Queue {
     board: Arc<Board>,
     number: usize,
     kept: VecDeque<Tag>,
+    /// How many of these were there when it was fed last.
+    older: usize,
 }
 
 impl Driver<()> for Queue {
@@ -56,7 +60,10 @@ impl Driver<()> for Queue {
     }
 
     fn poll(&mut self, (): &mut (), _: &RegionTable, done: &mut Done<'_>, _: u64) {
-        if !self.board.holds.load(Ordering::Relaxed) {
+        if self.number == 1 && self.board.feeds.lock().unwrap().as_mut().is_some_and(|feed| feed()) {
+            self.kept.drain(..self.older).for_each(|tag| done.complete(tag, Status::Ok));
+            self.older = self.kept.len();
+        } else if !self.board.holds.load(Ordering::Relaxed) {
             self.kept.drain(..).for_each(|tag| done.complete(tag, Status::Ok));
         }
     }
@@ -94,7 +101,7 @@ impl QueueFactory for Factory {
             return Err(NoMore(self.queues_max));
         }
         self.board.queues.fetch_add(1, Ordering::Relaxed);
-        let queue = Queue { board: Arc::clone(&self.board), number, kept: VecDeque::new() };
+        let queue = Queue { board: Arc::clone(&self.board), number, kept: VecDeque::new(), older: 0 };
         let config = HwQueueConfig { depth: 4, bios_max: 8, ..HwQueueConfig::default() };
         Ok((HwQueue::new(queue, Arc::new(info()), config), ()))
     }
@@ -295,6 +302,34 @@ fn the_order_of_a_thread_is_kept_over_a_change() {
     finish(&mut threads[1]);
     let order = board.order.lock().unwrap().iter().map(|(_, sector)| *sector).collect::<Vec<_>>();
     assert_eq!(order, (0..8).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_queue_that_is_to_go_takes_nothing_more_however_fast_it_is_fed() {
+    let (board, disk, mut threads) = open(2, QueueCounts::only(2));
+    board.holds.store(true, Ordering::Relaxed);
+    threads[1].submit(discard(0));
+    threads[1].ring(&now_ns);
+    let thread = Arc::new(Mutex::new(threads.pop().unwrap()));
+    let (feeder, mut fed) = (Arc::clone(&thread), 0);
+    *board.feeds.lock().unwrap() = Some(Box::new(move || {
+        let mut thread = feeder.lock().unwrap();
+        thread.poll(&now_ns, &mut |_| ());
+        fed += 1;
+        if thread.room() > 0 {
+            thread.submit(discard(fed));
+            thread.ring(&now_ns);
+        }
+        fed < 100
+    }));
+    disk.set_queues(QueueCounts::only(1), &now_ns).unwrap();
+    *board.feeds.lock().unwrap() = None;
+    board.holds.store(false, Ordering::Relaxed);
+    finish(&mut thread.lock().unwrap());
+    let order = board.order.lock().unwrap().clone();
+    let (old, new): (Vec<_>, Vec<_>) = order.into_iter().partition(|(queue, _)| *queue == 1);
+    assert_eq!(old, [(1, 0)]);
+    assert!(!new.is_empty(), "what was fed went to the new queue");
 }
 
 #[test]
