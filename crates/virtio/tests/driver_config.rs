@@ -86,6 +86,7 @@ fn limits_are_those_of_the_device_as_far_as_there_is_room() {
         (none, 12, 126, 1, segments, 1),
         (none, 20, 4096, 128, blocks, 4096),
         (Features::SIZE_MAX, 8, 4096, 128, longest, 4096),
+        (Features::SIZE_MAX, 8, 0, 128, longest, u32::MAX.into()),
         (none, 36, 0, 128, discards, u32::MAX.into()),
         (none, 40, 0, 128, ranges, 125),
         (none, 40, 16, 128, ranges, 16),

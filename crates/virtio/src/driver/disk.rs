@@ -206,7 +206,7 @@ fn read_blocks(features: Features, space: &Space<'_>, limits: &mut QueueLimits) 
     limits.discard_granularity_bytes = limits.logical_block_bytes;
     limits.segment_bytes_max = u32::MAX;
     if features.contains(Features::SIZE_MAX) {
-        limits.segment_bytes_max = space.u32(field::SIZE_MAX, "longest segment")?;
+        limits.segment_bytes_max = or_unlimited(space.u32(field::SIZE_MAX, "longest segment")?);
         if limits.segment_bytes_max < limits.logical_block_bytes {
             return Err(ConfigCause::SizeMax(limits.segment_bytes_max));
         }
