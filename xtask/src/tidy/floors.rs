@@ -16,13 +16,14 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("mq", &["mem"]),
     ("virtio", &["mem", "mq"]),
     ("export", &["mem", "mq", "virtio"]),
+    ("attach", &["mem", "mq", "virtio"]),
     ("os", &["mem", "mq"]),
     ("sim", &["mem", "mq"]),
-    ("blkyard", &["mem", "mq", "virtio", "export", "os", "sim"]),
+    ("blkyard", &["mem", "mq", "virtio", "export", "attach", "os", "sim"]),
 ];
 
-/// What a crate's tests may import besides: an export is tested on real lanes.
-const TESTS: &[(&str, &[&str])] = &[("export", &["os"])];
+/// What a crate's tests may import besides: an export is tested on real lanes, what is attached against an export.
+const TESTS: &[(&str, &[&str])] = &[("export", &["os"]), ("attach", &["export", "os"])];
 
 pub fn check(root: &Path) -> Result<Vec<Finding>> {
     let folder = root.join("crates");

@@ -1,0 +1,88 @@
+//! The channel on which a back-end speaks unasked: the configuration of its disk has changed.
+//!
+//! What else it may say is refused, and descriptors that come along are let go of. Nothing here waits.
+
+use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+
+use crate::message::{HEADER_BYTES, Header, NEED_REPLY, REPLY, message, read_now, words};
+
+/// The configuration has changed.
+const CONFIG_CHANGE: u32 = 2;
+
+/// Our end.
+#[derive(Debug)]
+pub(crate) struct Channel {
+    stream: UnixStream,
+    /// What has come of the next message.
+    come: Vec<u8>,
+}
+
+impl Channel {
+    /// Our end, and the one for the back-end.
+    pub(crate) fn pair() -> io::Result<(Channel, UnixStream)> {
+        let (stream, theirs) = UnixStream::pair()?;
+        stream.set_nonblocking(true)?;
+        Ok((Channel { stream, come: Vec::new() }, theirs))
+    }
+
+    /// Reads what has come. True if the configuration has changed.
+    ///
+    /// # Errors
+    /// The back-end has closed its end, or talks nonsense: nothing more will come.
+    pub(crate) fn read(&mut self) -> io::Result<bool> {
+        let mut bytes = [0; 512];
+        let count = read_now(&self.stream, &mut bytes)?;
+        self.come.extend_from_slice(&bytes[..count]);
+        let mut changed = false;
+        while let Some(head) = self.come.first_chunk::<HEADER_BYTES>() {
+            let header = Header::parse(*head).ok_or(io::ErrorKind::InvalidData)?;
+            let end = HEADER_BYTES + header.len;
+            if self.come.len() < end {
+                break;
+            }
+            self.come.drain(..end);
+            let known = header.request == CONFIG_CHANGE;
+            changed |= known;
+            if header.flags & NEED_REPLY != 0 {
+                // One who does not read its answers goes without.
+                let answer = message(header.request, REPLY, &words(&[u64::from(!known)]));
+                let _ = (&self.stream).write(&answer);
+            }
+        }
+        Ok(changed)
+    }
+}
+
+impl AsFd for Channel {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+
+    #[test]
+    fn a_change_is_heard_whole_and_answered_if_that_is_wanted() {
+        let (mut channel, mut theirs) = Channel::pair().unwrap();
+        assert!(!channel.read().unwrap(), "nothing was said");
+        let said = message(CONFIG_CHANGE, NEED_REPLY, &[]);
+        theirs.write_all(&said[..5]).unwrap();
+        assert!(!channel.read().unwrap());
+        theirs.write_all(&said[5..]).unwrap();
+        assert!(channel.read().unwrap() && !channel.read().unwrap());
+        theirs.write_all(&message(4, NEED_REPLY, &[0; 20])).unwrap();
+        assert!(!channel.read().unwrap());
+        let mut answers = [0; 2 * (HEADER_BYTES + 8)];
+        theirs.read_exact(&mut answers).unwrap();
+        assert_eq!(answers, [message(2, REPLY, &words(&[0])), message(4, REPLY, &words(&[1]))].concat()[..]);
+        theirs.write_all(&[0xff; HEADER_BYTES]).unwrap();
+        assert!(channel.read().is_err());
+        drop(theirs);
+        assert!(channel.read().is_err());
+    }
+}

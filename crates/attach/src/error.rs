@@ -1,0 +1,143 @@
+//! Why a disk cannot be attached, or a back-end is left: object, cause, cure.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use blkyard_virtio::driver::ConfigError;
+
+/// What went wrong between us and a back-end. The connection is of no use after it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TalkError {
+    /// It has closed.
+    #[error("its back-end hung up at {request}: see what that says")]
+    Closed {
+        /// What it was told or asked.
+        request: String,
+    },
+    /// The same, while nothing was said.
+    #[error("its back-end hung up: see what that says")]
+    HungUp,
+    /// Nothing is wrong with it.
+    #[error("a queue is opened a second time, and with it the account of what is in flight begins anew")]
+    Renewed,
+    /// It did not answer in time.
+    #[error(
+        "its back-end did not answer {request} within {limit:?}: it hangs, or serves another front-end, of which most have one at a \
+         time; end that one, start the back-end anew, or allow more with timeout_s"
+    )]
+    Late {
+        /// What it was told or asked.
+        request: String,
+        /// How long it had.
+        limit: Duration,
+    },
+    /// It answered something else.
+    #[error("its back-end answers {request} with nonsense: it is no vhost-user back-end, or a broken one")]
+    Nonsense {
+        /// What it was told or asked.
+        request: String,
+    },
+    /// It said no.
+    #[error("its back-end refuses {request} ({code}): see what that says")]
+    Refused {
+        /// What it was told.
+        request: String,
+        /// Its answer.
+        code: u64,
+    },
+    /// It says that a ring of ours makes no sense to it.
+    #[error("its back-end says that a ring is broken: see what that says")]
+    RingError,
+    /// It broke a ring.
+    #[error("its back-end broke {queue}: {fault}")]
+    Fault {
+        /// The queue, by its name.
+        queue: String,
+        /// What it did.
+        fault: String,
+    },
+    /// It is not what it was.
+    #[error("its back-end came back as another: {what}; serve the same disk there with the same options")]
+    Changed {
+        /// What differs.
+        what: String,
+    },
+    /// The system refused.
+    #[error("the system refuses: {0}")]
+    System(String),
+}
+
+/// Why a disk is not attached.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// There is no way to the socket.
+    #[error("vhost-user:{}: {cause}", path.display())]
+    Socket {
+        /// The socket.
+        path: PathBuf,
+        /// Why, and what helps.
+        cause: String,
+    },
+    /// The back-end does not do as it should.
+    #[error("vhost-user:{}: {source}", path.display())]
+    Talk {
+        /// The socket.
+        path: PathBuf,
+        /// What it did.
+        #[source]
+        source: TalkError,
+    },
+    /// The back-end cannot do what is needed.
+    #[error("vhost-user:{}: its back-end does not offer {feature}: {cure}", path.display())]
+    Feature {
+        /// The socket.
+        path: PathBuf,
+        /// What is missing.
+        feature: &'static str,
+        /// What helps.
+        cure: &'static str,
+    },
+    /// What the back-end says of its disk makes no sense.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// More queues are wanted than there are.
+    #[error("vhost-user:{}: {wanted} queues are wanted and its back-end has {have}: {cure}", path.display())]
+    Queues {
+        /// The socket.
+        path: PathBuf,
+        /// What was asked for.
+        wanted: usize,
+        /// What there is.
+        have: usize,
+        /// What helps.
+        cure: &'static str,
+    },
+    /// A queue deeper than its ring.
+    #[error(
+        "vhost-user:{}: a queue of {depth} requests does not fit a ring that holds {room}: ask for fewer, or add ?queue_size=N, up \
+         to {}", path.display(), crate::QUEUE_SIZE_MAX
+    )]
+    Depth {
+        /// The socket.
+        path: PathBuf,
+        /// What was asked for.
+        depth: usize,
+        /// What fits.
+        room: usize,
+    },
+    /// The system gives no memory, thread or descriptor.
+    #[error("vhost-user:{}: the system refuses: {source}; see the limits on memory, threads and open files", path.display())]
+    System {
+        /// The socket.
+        path: PathBuf,
+        /// What it said.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The thread that talks to the back-end is gone: a bug of ours.
+    #[error("vhost-user:{}: its control thread has ended; see the messages above, and report this", path.display())]
+    Ended {
+        /// The socket.
+        path: PathBuf,
+    },
+}

@@ -1,0 +1,317 @@
+//! Messages to a back-end, and its answers: a header of three words, a payload, descriptors beside it. [vhost-user protocol]
+//!
+//! Every wait has an end: a back-end that does not answer, or not with what was asked for, is an error, after which the connection is of
+//! no use any more. What the payloads mean is known elsewhere (`session.rs`).
+//!
+//! The `vhost` crate has such messages, too. Its front-end waits for ever, and has no words for a packed ring's base, or for
+//! descriptors that are not of its own type.
+
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, sendmsg, socket_with,
+};
+
+use crate::TalkError;
+
+/// What a front-end may say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+#[expect(non_camel_case_types, reason = "the names of the protocol")]
+pub(crate) enum Request {
+    GET_FEATURES = 1,
+    SET_FEATURES = 2,
+    SET_OWNER = 3,
+    SET_MEM_TABLE = 5,
+    SET_VRING_NUM = 8,
+    SET_VRING_ADDR = 9,
+    SET_VRING_BASE = 10,
+    GET_VRING_BASE = 11,
+    SET_VRING_KICK = 12,
+    SET_VRING_CALL = 13,
+    SET_VRING_ERR = 14,
+    GET_PROTOCOL_FEATURES = 15,
+    SET_PROTOCOL_FEATURES = 16,
+    GET_QUEUE_NUM = 17,
+    SET_VRING_ENABLE = 18,
+    SET_BACKEND_REQ_FD = 21,
+    GET_CONFIG = 24,
+    GET_INFLIGHT_FD = 31,
+    SET_INFLIGHT_FD = 32,
+    GET_MAX_MEM_SLOTS = 36,
+    ADD_MEM_REG = 37,
+    REM_MEM_REG = 38,
+}
+
+/// Bytes of a header: request, flags, bytes of the payload.
+pub(crate) const HEADER_BYTES: usize = 12;
+/// The version of the protocol, in the flags of every message.
+pub(crate) const VERSION: u32 = 1;
+const VERSION_MASK: u32 = 3;
+/// The message is an answer.
+pub(crate) const REPLY: u32 = 4;
+/// The message wants an answer, though by itself it has none.
+pub(crate) const NEED_REPLY: u32 = 8;
+/// Bytes of a payload, at most: as QEMU and the `vhost` crate have it.
+pub(crate) const PAYLOAD_MAX: usize = 4096;
+/// Descriptors beside one message.
+pub(crate) const DESCRIPTORS_MAX: usize = 8;
+
+/// The words of a header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) request: u32,
+    pub(crate) flags: u32,
+    pub(crate) len: usize,
+}
+
+impl Header {
+    /// Reads one; nothing if it is of another version, or longer than messages are.
+    pub(crate) fn parse(bytes: [u8; HEADER_BYTES]) -> Option<Header> {
+        let word = |at: usize| u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let header = Header { request: word(0), flags: word(4), len: word(8) as usize };
+        (header.flags & VERSION_MASK == VERSION && header.len <= PAYLOAD_MAX).then_some(header)
+    }
+}
+
+/// A message as it lies on the wire.
+pub(crate) fn message(request: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
+    let words = [request, flags | VERSION, payload.len() as u32];
+    words.into_iter().flat_map(u32::to_ne_bytes).chain(payload.iter().copied()).collect()
+}
+
+/// A payload of words.
+pub(crate) fn words(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+/// A payload about one queue: its number, and a word.
+pub(crate) fn state(queue: u16, word: u32) -> Vec<u8> {
+    [u32::from(queue), word].into_iter().flat_map(u32::to_ne_bytes).collect()
+}
+
+/// A connection to a back-end.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    stream: UnixStream,
+    /// How long an answer may take.
+    reply_max: Duration,
+    /// Every message is answered.
+    acknowledged: bool,
+}
+
+impl Connection {
+    /// Connects. A back-end that is busy with others is waited for.
+    pub(crate) fn open(path: &Path, reply_max: Duration) -> io::Result<Connection> {
+        /// How soon a full queue of connections is looked at again.
+        const AGAIN: Duration = Duration::from_millis(5);
+        let end = Instant::now() + reply_max;
+        let address = SocketAddrUnix::new(path)?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        while let Err(error) = connect(&socket, &address) {
+            match error {
+                Errno::INTR => {}
+                Errno::AGAIN if Instant::now() < end => std::thread::sleep(AGAIN),
+                Errno::AGAIN => return Err(io::ErrorKind::TimedOut.into()),
+                error => return Err(error.into()),
+            }
+        }
+        let stream = UnixStream::from(socket);
+        stream.set_nonblocking(false)?;
+        stream.set_write_timeout(Some(reply_max))?;
+        Ok(Connection { stream, reply_max, acknowledged: false })
+    }
+
+    /// From now on every message is to be answered: both sides have agreed on it.
+    pub(crate) fn acknowledge(&mut self) {
+        self.acknowledged = true;
+    }
+
+    /// Says something. Where messages are answered, waits until it was accepted.
+    pub(crate) fn tell(&self, request: Request, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), TalkError> {
+        self.send(request, if self.acknowledged { NEED_REPLY } else { 0 }, payload, fds)?;
+        if self.acknowledged {
+            match self.number(request)? {
+                0 => {}
+                code => return Err(TalkError::Refused { request: format!("{request:?}"), code }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks for what comes with one word.
+    pub(crate) fn ask_number(&self, request: Request) -> Result<u64, TalkError> {
+        self.send(request, 0, &[], &[])?;
+        self.number(request)
+    }
+
+    /// Asks for what comes with a payload, and may bring a descriptor.
+    pub(crate) fn ask(&self, request: Request, payload: &[u8]) -> Result<(Vec<u8>, Option<OwnedFd>), TalkError> {
+        self.send(request, 0, payload, &[])?;
+        self.receive(request)
+    }
+
+    /// Waits until all that was said has been dealt with.
+    pub(crate) fn settle(&self) -> Result<(), TalkError> {
+        // Answered in order, and by every back-end.
+        if self.acknowledged { Ok(()) } else { self.ask_number(Request::GET_FEATURES).map(drop) }
+    }
+
+    fn number(&self, request: Request) -> Result<u64, TalkError> {
+        let (payload, _) = self.receive(request)?;
+        let bytes = payload.try_into().map_err(|_| TalkError::Nonsense { request: format!("{request:?}") })?;
+        Ok(u64::from_ne_bytes(bytes))
+    }
+
+    fn send(&self, request: Request, flags: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), TalkError> {
+        let bytes = message(request as u32, flags, payload);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)), "{} descriptors", fds.len());
+        let failed = |error: io::Error| self.failed(request, &error);
+        let sent = loop {
+            match sendmsg(&self.stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
+                Err(Errno::INTR) => {}
+                sent => break sent.map_err(io::Error::from).map_err(failed)?,
+            }
+        };
+        (&self.stream).write_all(&bytes[sent..]).map_err(failed)
+    }
+
+    fn receive(&self, request: Request) -> Result<(Vec<u8>, Option<OwnedFd>), TalkError> {
+        let nonsense = || TalkError::Nonsense { request: format!("{request:?}") };
+        let end = Instant::now() + self.reply_max;
+        let mut header = [0; HEADER_BYTES];
+        let mut descriptor = None;
+        self.fill(request, &mut header, end, &mut descriptor)?;
+        let header = Header::parse(header).ok_or_else(nonsense)?;
+        if header.request != request as u32 || header.flags & REPLY == 0 {
+            return Err(nonsense());
+        }
+        let mut payload = vec![0; header.len];
+        self.fill(request, &mut payload, end, &mut descriptor)?;
+        Ok((payload, descriptor))
+    }
+
+    /// Reads as much as there is room for, and keeps the first descriptor that comes along.
+    fn fill(
+        &self,
+        request: Request,
+        mut to: &mut [u8],
+        end: Instant,
+        descriptor: &mut Option<OwnedFd>,
+    ) -> Result<(), TalkError> {
+        while !to.is_empty() {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(self.late(request));
+            }
+            let set = self.stream.set_read_timeout(Some(left));
+            set.map_err(|error| self.failed(request, &error))?;
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
+            let mut control = RecvAncillaryBuffer::new(&mut space);
+            match recvmsg(&self.stream, &mut [IoSliceMut::new(to)], &mut control, RecvFlags::CMSG_CLOEXEC) {
+                Ok(message) if message.bytes == 0 => return Err(TalkError::Closed { request: format!("{request:?}") }),
+                Ok(message) => {
+                    let brought = control.drain().find_map(|message| match message {
+                        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+                        _ => None,
+                    });
+                    *descriptor = descriptor.take().or(brought);
+                    to = &mut to[message.bytes..];
+                }
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(self.failed(request, &error.into())),
+            }
+        }
+        Ok(())
+    }
+
+    fn failed(&self, request: Request, error: &io::Error) -> TalkError {
+        match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => self.late(request),
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+                TalkError::Closed { request: format!("{request:?}") }
+            }
+            _ => TalkError::System(error.to_string()),
+        }
+    }
+
+    fn late(&self, request: Request) -> TalkError {
+        TalkError::Late { request: format!("{request:?}"), limit: self.reply_max }
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+/// Reads without waiting; how much there was, or nothing if the other side has closed.
+pub(crate) fn read_now(stream: &UnixStream, to: &mut [u8]) -> io::Result<usize> {
+    match (&*stream).read(to) {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(0),
+        Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+        read => read,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair(reply_max: Duration) -> (Connection, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        (Connection { stream: ours, reply_max, acknowledged: true }, theirs)
+    }
+
+    fn answer(theirs: &mut UnixStream, request: Request, flags: u32, payload: &[u8]) {
+        theirs.write_all(&message(request as u32, flags, payload)).unwrap();
+    }
+
+    #[test]
+    fn an_answer_is_waited_for_and_read_for_what_it_says() {
+        let (talk, mut theirs) = pair(Duration::from_mins(1));
+        answer(&mut theirs, Request::SET_OWNER, REPLY, &words(&[0]));
+        talk.tell(Request::SET_OWNER, &[], &[]).unwrap();
+        answer(&mut theirs, Request::SET_VRING_NUM, REPLY, &words(&[22]));
+        let refused = talk.tell(Request::SET_VRING_NUM, &state(3, 64), &[]).unwrap_err();
+        assert!(matches!(refused, TalkError::Refused { code: 22, .. }), "{refused}");
+        let mut said = [0; 2 * HEADER_BYTES + 8];
+        theirs.read_exact(&mut said).unwrap();
+        assert_eq!(said[..12], message(3, NEED_REPLY, &[]));
+        assert_eq!(said[12..], message(8, NEED_REPLY, &[3, 0, 0, 0, 64, 0, 0, 0]));
+    }
+
+    #[test]
+    fn nonsense_silence_and_an_end_are_three_errors() {
+        let (talk, mut theirs) = pair(Duration::from_millis(20));
+        let late = talk.ask_number(Request::GET_FEATURES).unwrap_err();
+        assert!(matches!(late, TalkError::Late { .. }), "{late}");
+        for (request, flags, payload) in [
+            (Request::GET_QUEUE_NUM, REPLY, words(&[1])),
+            (Request::GET_FEATURES, 0, words(&[1])),
+            (Request::GET_FEATURES, REPLY | 2, words(&[1])),
+            (Request::GET_FEATURES, REPLY, words(&[1, 2])),
+            (Request::GET_FEATURES, REPLY, vec![0; PAYLOAD_MAX + 1]),
+        ] {
+            let (talk, mut theirs) = pair(Duration::from_mins(1));
+            answer(&mut theirs, request, flags, &payload);
+            let nonsense = talk.ask_number(Request::GET_FEATURES).unwrap_err();
+            assert!(matches!(nonsense, TalkError::Nonsense { .. }), "{request:?} {flags} {payload:?}: {nonsense}");
+        }
+        theirs.write_all(&[1, 0]).unwrap();
+        drop(theirs);
+        let closed = talk.ask_number(Request::GET_FEATURES).unwrap_err();
+        assert!(matches!(closed, TalkError::Closed { .. }), "{closed}");
+    }
+}

@@ -1,0 +1,223 @@
+//! One virtqueue as the driver of a hardware queue.
+//!
+//! ```text
+//!            ring and memory known        the back-end is lost: a new ring comes, and
+//!   waiting ──────────────────────▶ serving ────────────────┐  what was in flight is done again
+//!      ▲  ◀──────────── other memory ─┘ ▲ └─────────────────┘
+//!      └───────── a new ring ──────── failing ◀── nobody serves it for too long
+//! ```
+//!
+//! Owned by its lane. It never waits: what it wants of the back-end it asks of the control thread (`control.rs`), and takes no
+//! request until that has said so. Kicks go through the lane, since whoever holds the other end might make us wait.
+//!
+//! While a back-end is gone that kept account of what was in flight, the queue goes on filling its ring, for the next one.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use blkyard_mq::{Batch, Chime, ChimePlace, Done, Driver, RegionTable, Shortage, Status, TimedOut};
+use blkyard_virtio::driver::BlkRing;
+
+use crate::door::{Door, Letter, Line, Opened, Order};
+use crate::event::Event;
+
+/// One hardware queue of an attached disk.
+// On lines of its own, whatever is beside it.
+#[repr(align(128))]
+pub struct AttachedQueue {
+    ring: Option<BlkRing>,
+    kick: Option<Arc<Event>>,
+    place: ChimePlace,
+    /// The kick under the place is another by now.
+    moved: bool,
+    /// By number of a region: whether the back-end can reach it.
+    reach: Vec<bool>,
+    /// The back-end knows the memory.
+    known: bool,
+    failing: bool,
+    /// The back-end broke the ring, and the control thread knows.
+    broken: bool,
+    door: Arc<Door>,
+    number: u16,
+    /// Of the ring, and of the memory.
+    ring_number: u64,
+    memory_number: u64,
+    line: Line,
+}
+
+impl AttachedQueue {
+    pub(crate) fn new(opened: Opened, line: Line) -> AttachedQueue {
+        AttachedQueue {
+            ring: None,
+            kick: None,
+            place: ChimePlace::default(),
+            moved: false,
+            reach: Vec::new(),
+            known: false,
+            failing: false,
+            broken: false,
+            door: opened.door,
+            number: opened.number,
+            ring_number: 0,
+            memory_number: 0,
+            line,
+        }
+    }
+
+    /// `req.N` or `req_poll.N`.
+    pub fn name(&self) -> &str {
+        &self.door.view.name
+    }
+
+    fn is_empty(&self) -> bool {
+        self.ring.as_ref().is_none_or(|ring| ring.in_flight().next().is_none())
+    }
+
+    /// Reads what the control thread has to say. `done` takes what was in flight; without it, nothing is.
+    #[cold]
+    fn read_mail(&mut self, mut done: Option<&mut Done<'_>>) {
+        for letter in self.door.take() {
+            match letter {
+                Letter::Run(ring, kick, number) => {
+                    self.leave_ring(done.as_deref_mut(), None);
+                    (self.ring, self.kick, self.ring_number) = (Some(*ring), Some(kick), number);
+                    (self.moved, self.failing, self.broken) = (true, false, false);
+                }
+                Letter::Memory(number, reached) if number == self.memory_number => {
+                    self.known = true;
+                    if !reached {
+                        self.reach.clear();
+                    }
+                }
+                Letter::Memory(..) => {}
+                Letter::Fail => {
+                    self.leave_ring(done.as_deref_mut(), Some(Status::Io));
+                    self.failing = true;
+                }
+            }
+        }
+    }
+
+    /// The back-end of the ring is gone: takes what it has still finished. The rest ends with this status, or is to be done again.
+    fn leave_ring(&mut self, done: Option<&mut Done<'_>>, status: Option<Status>) {
+        let Some(mut ring) = self.ring.take() else { return };
+        let Some(done) = done else { return };
+        // A broken ring has nothing more to say.
+        let _ = ring.poll(done);
+        for tag in ring.take_in_flight() {
+            match status {
+                Some(status) => done.complete(tag, status),
+                None => done.requeue(tag),
+            }
+        }
+    }
+}
+
+impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
+    #[inline]
+    fn queue_rqs(&mut self, cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
+        if self.door.has_mail() && self.is_empty() {
+            self.read_mail(None);
+        }
+        let (Some(ring), true, false) = (&mut self.ring, self.known, self.failing) else {
+            if self.failing {
+                while let Some((tag, _, _)) = batch.take() {
+                    batch.complete(tag, Status::Io);
+                }
+            }
+            return batch.short_of(Shortage::Device);
+        };
+        let reach = &self.reach;
+        let kick_wanted = ring.queue(batch, |segment| {
+            let reached = reach.get(segment.region as usize).is_some_and(|reached| *reached);
+            memory.resolve(segment).filter(|_| reached).map(|span| span.as_ptr() as u64)
+        });
+        if kick_wanted && let Some(kick) = &self.kick {
+            if std::mem::take(&mut self.moved) {
+                cx.forget(&mut self.place);
+            }
+            cx.chime(&mut self.place, kick.as_fd());
+        }
+    }
+
+    #[inline]
+    fn poll(&mut self, _cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
+        if let Some(ring) = &mut self.ring
+            && let Err(fault) = ring.poll(done)
+            && !std::mem::replace(&mut self.broken, true)
+        {
+            self.line.send(Order::Fault(self.number, self.ring_number, fault.to_string()));
+        }
+        if self.door.has_mail() {
+            self.read_mail(Some(done));
+        }
+    }
+
+    /// A request in the hands of a back-end stays there. But the back-end may hang, and is asked whether it does.
+    fn timed_out(&mut self, _: &mut Cx, _: &RegionTable, _: usize, _: &mut Done<'_>, _: u64) -> TimedOut {
+        self.line.send(Order::Late(self.number));
+        TimedOut::MoreTime
+    }
+
+    fn set_memory(&mut self, cx: &mut Cx, memory: &RegionTable) {
+        self.known = false;
+        self.memory_number += 1;
+        self.reach.clear();
+        let mut regions = Vec::new();
+        for (number, region) in memory.iter() {
+            self.reach.resize(number as usize + 1, false);
+            if region.file().is_some() {
+                self.reach[number as usize] = true;
+                regions.push(Arc::clone(region));
+            }
+        }
+        if memory.iter().next().is_none() {
+            // The next call may come from another lane.
+            cx.forget(&mut self.place);
+        }
+        self.line.send(Order::Memory(self.number, self.memory_number, regions));
+    }
+
+    fn arm(&mut self) -> bool {
+        if self.door.polled {
+            return false;
+        }
+        let finished = !self.broken && self.ring.as_mut().is_some_and(BlkRing::arm);
+        if !self.door.has_mail() {
+            return finished;
+        }
+        // Without anything in flight nobody would poll. What waits may go on with what is read.
+        if self.is_empty() {
+            self.read_mail(None);
+        }
+        true
+    }
+
+    fn disarm(&mut self) {
+        if !self.broken
+            && let Some(ring) = &mut self.ring
+        {
+            ring.disarm();
+        }
+    }
+
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        (!self.door.polled).then(|| self.door.bell.as_fd())
+    }
+}
+
+impl Drop for AttachedQueue {
+    fn drop(&mut self) {
+        self.line.send(Order::Close(self.number));
+    }
+}
+
+impl std::fmt::Debug for AttachedQueue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AttachedQueue")
+            .field("name", &self.name())
+            .field("known", &self.known)
+            .field("failing", &self.failing)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,196 @@
+//! What the tests of this crate share: back-ends that serve a disk in memory, one that means ill, and a user of an attached disk.
+//!
+//! Nothing here waits without a limit: who waits too long panics and says for what.
+#![allow(dead_code, unused_imports, reason = "each test file uses its own part")]
+
+mod fake;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
+use blkyard_export::{BackendConfig, BoundSocket, QueueRemote, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
+use blkyard_mem::{Region, RegionTable, Segment};
+use blkyard_mq::{
+    Bio, BioFlags, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, Op, QueueKind, QueueLimits, RamDevice,
+    RamQueue, Status,
+};
+use blkyard_os::{LaneConfig, Lanes, Ring, RingConfig, now_ns};
+use blkyard_virtio::{BlkConfig, SerialId};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+pub use fake::{Fake, Ill};
+
+/// Longer than anything here takes on a busy machine; what takes longer hangs.
+pub const PATIENCE: Duration = Duration::from_mins(1);
+
+/// Waits until something holds; looks again every millisecond.
+pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !holds() {
+        assert!(start.elapsed() < PATIENCE, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A disk of 8 MiB that can do everything.
+pub fn disk_info() -> DeviceInfo {
+    let limits = QueueLimits { discard_sectors_max: 8192, write_zeroes_sectors_max: 8192, ..QueueLimits::default() };
+    let name = "test".into();
+    DeviceInfo { name, capacity_sectors: 16384, limits, volatile_cache: true, fua: true, ..DeviceInfo::default() }
+}
+
+/// What a back-end says of a disk.
+pub fn blk_config(info: &DeviceInfo, queues: usize) -> BlkConfig {
+    BlkConfig::new(info, queues as u16, SEG_MAX, true)
+}
+
+/// A disk in memory that outlives its back-ends.
+pub fn disk() -> RamDevice {
+    RamDevice::new(disk_info(), NullConfig { latency_ns: 0, bytes_per_s: 0 }).unwrap()
+}
+
+/// A back-end of our own.
+pub struct Backend {
+    pub server: Server,
+    lanes: Lanes<VhostQueue<RamQueue>>,
+}
+
+impl Backend {
+    pub fn start(path: &Path, device: &RamDevice, queues: usize) -> Backend {
+        let mut lanes = Lanes::start(1, |_| LaneConfig { name: "lane".into(), ..LaneConfig::default() }).unwrap();
+        let info = Arc::new(device.info().clone());
+        let mut remotes: Vec<QueueRemote> = Vec::new();
+        for _ in 0..queues {
+            let (remote, port) = queue_pair();
+            let config = HwQueueConfig::default();
+            let (driver, info) = (device.queue(config.depth), Arc::clone(&info));
+            let make = move || VhostQueue::new(HwQueue::new(driver, info, config), SerialId::new("x").unwrap(), port);
+            lanes.admit(0, make).unwrap();
+            remotes.push(remote);
+        }
+        let socket = SocketConfig { path: path.into(), mode: None, group: None };
+        let disk = blk_config(&info, queues);
+        let config = BackendConfig { name: "backend".into(), disk, queues: remotes, write_back: true };
+        Backend { server: Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap(), lanes }
+    }
+
+    pub fn stop(self) {
+        self.server.ask_to_stop();
+        self.server.join();
+        self.lanes.join().unwrap();
+    }
+}
+
+/// Blocks that a user can have out at one time.
+pub const SLOTS: u64 = 64;
+const BLOCK: u32 = 4096;
+
+/// A user of one queue of an attached disk, on the thread of the test.
+pub struct User {
+    ring: Ring,
+    pub hw: HwQueue<AttachedQueue>,
+    region: Arc<Region>,
+    /// Bios that came back, in order.
+    pub ended: Vec<Box<Bio>>,
+}
+
+impl User {
+    pub fn new(disk: &Attached, kind: QueueKind) -> User {
+        User::over(disk, kind, Region::shared((SLOTS * u64::from(BLOCK)) as usize).unwrap())
+    }
+
+    pub fn over(disk: &Attached, kind: QueueKind, region: Arc<Region>) -> User {
+        let config = HwQueueConfig { depth: 64, ..HwQueueConfig::default() };
+        let mut hw = HwQueue::new(disk.queue(kind, config.depth).unwrap(), Arc::new(disk.info().clone()), config);
+        let mut ring = Ring::new(RingConfig::default()).unwrap();
+        hw.set_memory(&mut ring, Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
+        User { ring, hw, region, ended: Vec::new() }
+    }
+
+    /// Submits an I/O of a block, whose data is at the slot, that is not merged with others.
+    pub fn submit(&mut self, op: Op, block: u64, slot: u64) {
+        let mut bio = Bio::with_capacity(1);
+        (bio.op, bio.cookie) = (op, slot);
+        bio.flags |= BioFlags::NO_MERGE;
+        if op != Op::Flush {
+            (bio.sector, bio.sectors) = (block * 8, 8);
+        }
+        if op.has_data() {
+            bio.segments.push(Segment { region: 0, offset: slot * u64::from(BLOCK), len: BLOCK });
+        }
+        self.hw.submit(bio);
+    }
+
+    pub fn fill(&self, slot: u64, byte: u8) {
+        self.region.span(slot * u64::from(BLOCK), BLOCK as usize).unwrap().fill(byte);
+    }
+
+    /// Whether the block at a slot is this byte throughout.
+    pub fn holds(&self, slot: u64, byte: u8) -> bool {
+        let mut bytes = [0; BLOCK as usize];
+        self.region.span(slot * u64::from(BLOCK), bytes.len()).unwrap().copy_to_slice(&mut bytes);
+        bytes == [byte; BLOCK as usize]
+    }
+
+    /// One round. How many came back in it.
+    pub fn turn(&mut self) -> usize {
+        let (now_ns, ended) = (now_ns(), &mut self.ended);
+        self.ring.reap();
+        let count = self.hw.reap(&mut self.ring, now_ns, &mut |bio| ended.push(bio));
+        self.hw.issue(&mut self.ring, now_ns);
+        self.ring.submit();
+        count
+    }
+
+    /// Turns until nothing is out.
+    pub fn drain(&mut self) {
+        let start = Instant::now();
+        while !self.hw.is_idle() {
+            if self.turn() == 0 {
+                std::thread::yield_now();
+            }
+            assert!(start.elapsed() < PATIENCE, "waited in vain: {:?}", self.hw);
+        }
+    }
+
+    /// The same, and sleeps in between as a lane does: by the bell alone, but for what the queue itself is due for.
+    pub fn drain_asleep(&mut self) {
+        while !self.hw.is_idle() {
+            if self.turn() > 0 || self.hw.is_idle() || self.hw.arm::<Ring>() {
+                self.hw.disarm::<Ring>();
+                continue;
+            }
+            let due = self.hw.deadline_ns::<Ring>().map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(now_ns())));
+            let limit = due.unwrap_or(PATIENCE).min(PATIENCE);
+            let bell = self.hw.bell::<Ring>().expect("a queue that is not polled has a bell");
+            let time = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
+            let rang = poll(&mut [PollFd::new(&bell, PollFlags::IN)], Some(&time)).unwrap() > 0;
+            assert!(rang || limit < Duration::from_secs(10), "nobody rang");
+            if rang {
+                let _ = rustix::io::read(bell, &mut [0; 8]);
+            }
+            self.hw.disarm::<Ring>();
+        }
+    }
+
+    /// One I/O from beginning to end.
+    pub fn one(&mut self, op: Op, block: u64, slot: u64) -> Status {
+        self.submit(op, block, slot);
+        self.drain();
+        self.ended.pop().expect("an I/O comes back").status
+    }
+}
+
+/// A folder with a socket in it.
+pub fn place() -> (tempfile::TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk.sock");
+    (folder, path)
+}
+
+/// As disks are attached in tests.
+pub fn config(path: &Path) -> AttachConfig {
+    AttachConfig { queue_size: 64, reply_max: PATIENCE, gone_max: PATIENCE, ..AttachConfig::new(path) }
+}
