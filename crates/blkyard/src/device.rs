@@ -1,13 +1,16 @@
-//! Devices by name: `file:PATH`, a bare path, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`.
+//! Devices by name: `file:PATH`, a bare path, `vhost-user:SOCKET`, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`.
 //!
 //! The one place that knows every kind of device there is. Whoever has a [`Device`] treats all of them alike.
 
+use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
+use blkyard_attach::{AttachConfig, AttachError, Attached, AttachedQueue};
 use blkyard_mq::{
     Batch, BlockDevice, ChaosConfig, ChaosDevice, ChaosQueue, DeviceInfo, Done, Driver, NullConfig, NullDevice,
-    NullQueue, QueueLimits, RamDevice, RamQueue, RegionTable, TimedOut,
+    NullQueue, QueueKind, QueueLimits, RamDevice, RamQueue, Region, RegionTable, TagSet, TimedOut,
 };
 use blkyard_os::{Direct, FileConfig, FileDevice, FileQueue, Ring};
 
@@ -27,6 +30,9 @@ pub enum DeviceError {
     /// The file or block device cannot be used.
     #[error(transparent)]
     File(#[from] blkyard_os::OpenError),
+    /// The back-end that serves it cannot be used, or has no more queues.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
     /// There is no memory for it.
     #[error("{name}: there is no memory for it: {source}; choose a smaller size")]
     Memory {
@@ -42,6 +48,8 @@ pub enum DeviceError {
 pub enum Device {
     /// A file or block device.
     File(FileDevice),
+    /// A disk that another process serves.
+    Attached(Attached),
     /// A disk in memory.
     Ram(RamDevice),
     /// A disk that does nothing.
@@ -55,6 +63,8 @@ pub enum Device {
 pub enum DeviceQueue {
     /// Through io_uring.
     File(FileQueue),
+    /// Through rings in shared memory.
+    Attached(Box<AttachedQueue>),
     /// By copying.
     Ram(RamQueue),
     /// Not at all.
@@ -79,10 +89,16 @@ impl Device {
     pub fn from_spec(spec: Spec) -> Result<Device, DeviceError> {
         match spec.scheme.as_str() {
             "" | "file" => open_file(spec),
+            "vhost-user" => attach(spec),
             "ram" | "null" | "chaos" => open_memory(spec),
             other => {
                 let cause = format!("'{other}' is no kind of device");
-                Err(SpecError::new(&spec.name, cause, "use file:PATH, ram:SIZE, null:SIZE or chaos:SIZE").into())
+                Err(SpecError::new(
+                    &spec.name,
+                    cause,
+                    "use file:PATH, vhost-user:SOCKET, ram:SIZE, null:SIZE or chaos:SIZE",
+                )
+                .into())
             }
         }
     }
@@ -91,6 +107,7 @@ impl Device {
     pub fn info(&self) -> &DeviceInfo {
         match self {
             Device::File(device) => device.info(),
+            Device::Attached(device) => device.info(),
             Device::Ram(device) => device.info(),
             Device::Null(device) => device.info(),
             Device::Chaos(device) => device.info(),
@@ -101,6 +118,10 @@ impl Device {
     pub fn describe(&self) -> String {
         match self {
             Device::File(device) => device.mode().to_string(),
+            Device::Attached(device) => {
+                let features: Vec<_> = device.features().iter_names().map(|(name, _)| name.to_lowercase()).collect();
+                format!("vhost-user, up to {} queues; {}", device.queues_max(), features.join(", "))
+            }
             Device::Ram(_) => "memory, gone when this ends".into(),
             Device::Null(_) => "nothing: writes vanish, reads bring nothing".into(),
             Device::Chaos(_) => "memory, gone when this ends, behind a device that makes trouble".into(),
@@ -108,14 +129,59 @@ impl Device {
     }
 
     /// Opens one more queue of `depth` requests.
-    pub fn queue(&self, depth: usize) -> DeviceQueue {
-        match self {
+    ///
+    /// # Errors
+    /// The device has no more queues, or none so deep.
+    pub fn queue(&self, kind: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {
+        Ok(match self {
             Device::File(device) => DeviceQueue::File(device.queue(depth)),
+            Device::Attached(device) => DeviceQueue::Attached(Box::new(device.queue(kind, depth)?)),
             Device::Ram(device) => DeviceQueue::Ram(device.queue(depth)),
             Device::Null(device) => DeviceQueue::Null(device.queue(depth)),
             Device::Chaos(device) => DeviceQueue::Chaos(device.queue(depth)),
-        }
+        })
     }
+
+    /// Queues that can be open at one time.
+    pub fn queues_max(&self) -> usize {
+        if let Device::Attached(device) = self { device.queues_max() } else { usize::MAX }
+    }
+
+    /// Requests that one queue can have in flight.
+    pub fn depth_max(&self) -> usize {
+        if let Device::Attached(device) = self { device.depth_max() } else { TagSet::DEPTH_MAX }
+    }
+
+    /// Memory of our own that its queues can reach.
+    ///
+    /// # Errors
+    /// The system has no room.
+    pub fn memory(&self, bytes: usize) -> std::io::Result<Arc<Region>> {
+        // Whoever serves a disk has to map the memory, too. For others private memory is cheaper.
+        if matches!(self, Device::Attached(_)) { Region::shared(bytes) } else { Region::anonymous(bytes) }
+    }
+}
+
+fn attach(mut spec: Spec) -> Result<Device, DeviceError> {
+    let usual = AttachConfig::new(&spec.body);
+    let queues = spec.take_number("queues", 1, 256)?;
+    let size = spec.take_with("queue_size", "a power of two from 2 to 1024", |value| {
+        let size = value.parse::<u16>().ok()?;
+        (size.is_power_of_two() && (2..=blkyard_attach::QUEUE_SIZE_MAX).contains(&size)).then_some(size)
+    })?;
+    let packed = spec.take_switch("packed")?.unwrap_or(usual.packed);
+    let timeout_s = spec.take_number("timeout_s", 1, 3600)?;
+    let gone_s = spec.take_number("gone_s", 0, u64::from(u32::MAX))?;
+    spec.finish()?;
+    let config = AttachConfig {
+        queues: queues.map(|queues| queues as u16),
+        queue_size: size.unwrap_or(usual.queue_size),
+        packed,
+        reply_max: timeout_s.map_or(usual.reply_max, Duration::from_secs),
+        gone_max: gone_s.map_or(usual.gone_max, Duration::from_secs),
+        ..usual
+    };
+    Ok(Device::Attached(Attached::open(config)?))
 }
 
 fn open_file(mut spec: Spec) -> Result<Device, DeviceError> {
@@ -224,6 +290,7 @@ impl Driver<Ring> for DeviceQueue {
     fn queue_rqs(&mut self, ring: &mut Ring, memory: &RegionTable, batch: &mut Batch<'_>) {
         match self {
             DeviceQueue::File(queue) => queue.queue_rqs(ring, memory, batch),
+            DeviceQueue::Attached(queue) => queue.queue_rqs(ring, memory, batch),
             DeviceQueue::Ram(queue) => queue.queue_rqs(ring, memory, batch),
             DeviceQueue::Null(queue) => queue.queue_rqs(ring, memory, batch),
             DeviceQueue::Chaos(queue) => queue.queue_rqs(ring, memory, batch),
@@ -234,6 +301,7 @@ impl Driver<Ring> for DeviceQueue {
     fn poll(&mut self, ring: &mut Ring, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         match self {
             DeviceQueue::File(queue) => queue.poll(ring, memory, done, now_ns),
+            DeviceQueue::Attached(queue) => queue.poll(ring, memory, done, now_ns),
             DeviceQueue::Ram(queue) => queue.poll(ring, memory, done, now_ns),
             DeviceQueue::Null(queue) => queue.poll(ring, memory, done, now_ns),
             DeviceQueue::Chaos(queue) => queue.poll(ring, memory, done, now_ns),
@@ -250,6 +318,7 @@ impl Driver<Ring> for DeviceQueue {
     ) -> TimedOut {
         match self {
             DeviceQueue::File(queue) => queue.timed_out(ring, memory, place, done, now_ns),
+            DeviceQueue::Attached(queue) => queue.timed_out(ring, memory, place, done, now_ns),
             DeviceQueue::Ram(queue) => queue.timed_out(ring, memory, place, done, now_ns),
             DeviceQueue::Null(queue) => queue.timed_out(ring, memory, place, done, now_ns),
             DeviceQueue::Chaos(queue) => queue.timed_out(ring, memory, place, done, now_ns),
@@ -259,15 +328,36 @@ impl Driver<Ring> for DeviceQueue {
     fn set_memory(&mut self, ring: &mut Ring, memory: &RegionTable) {
         match self {
             DeviceQueue::File(queue) => queue.set_memory(ring, memory),
+            DeviceQueue::Attached(queue) => queue.set_memory(ring, memory),
             DeviceQueue::Ram(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
             DeviceQueue::Null(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
             DeviceQueue::Chaos(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
         }
     }
 
+    // Of all of these one kind alone has a bell.
+
+    #[inline]
+    fn arm(&mut self) -> bool {
+        if let DeviceQueue::Attached(queue) = self { Driver::<Ring>::arm(&mut **queue) } else { false }
+    }
+
+    #[inline]
+    fn disarm(&mut self) {
+        if let DeviceQueue::Attached(queue) = self {
+            Driver::<Ring>::disarm(&mut **queue);
+        }
+    }
+
+    #[inline]
+    fn bell(&self) -> Option<BorrowedFd<'_>> {
+        if let DeviceQueue::Attached(queue) = self { Driver::<Ring>::bell(&**queue) } else { None }
+    }
+
     fn deadline_ns(&self) -> Option<u64> {
         match self {
             DeviceQueue::File(queue) => Driver::<Ring>::deadline_ns(queue),
+            DeviceQueue::Attached(queue) => Driver::<Ring>::deadline_ns(&**queue),
             DeviceQueue::Ram(queue) => Driver::<Ring>::deadline_ns(queue),
             DeviceQueue::Null(queue) => Driver::<Ring>::deadline_ns(queue),
             DeviceQueue::Chaos(queue) => Driver::<Ring>::deadline_ns(queue),
@@ -301,6 +391,11 @@ mod tests {
     fn names_that_are_wrong_say_what_would_be_right() {
         for (name, words) in [
             ("ram:lots", ["lots", "512M"]),
+            ("vhost-user:/nonexistent.sock", ["/nonexistent.sock", "start its back-end"]),
+            ("vhost-user:/dev/null", ["/dev/null", "nobody listens"]),
+            ("vhost-user:/x?queue_size=100", ["queue_size=100", "power of two"]),
+            ("vhost-user:/x?queues=0", ["queues=0", "from 1"]),
+            ("vhost-user:/x?queue=1", ["'queue'", "queues, queue_size, packed"]),
             ("ram:1000", ["1000", "blocks of 512"]),
             ("floppy:a", ["floppy", "file:PATH"]),
             ("null:1G?sise=4", ["sise", "latency_us"]),

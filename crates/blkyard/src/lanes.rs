@@ -163,7 +163,7 @@ mod tests {
     use super::*;
     use crate::Device;
     use blkyard_export::{QueueRemote, queue_pair};
-    use blkyard_mq::{HwQueue, HwQueueConfig};
+    use blkyard_mq::{HwQueue, HwQueueConfig, QueueKind};
     use blkyard_virtio::SerialId;
     use std::sync::Arc;
 
@@ -196,7 +196,8 @@ mod tests {
         let mut remotes = Vec::new();
         for lane in places {
             let (remote, port) = queue_pair();
-            let hw = HwQueue::new(device.queue(8), Arc::clone(&info), HwQueueConfig { depth: 8, ..Default::default() });
+            let driver = device.queue(QueueKind::Default, 8).unwrap();
+            let hw = HwQueue::new(driver, Arc::clone(&info), HwQueueConfig { depth: 8, ..Default::default() });
             let serial = SerialId::new("x").unwrap();
             lanes.admit(lane, move || VhostQueue::new(hw, serial, port)).unwrap();
             remotes.push(remote);

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use blkyard_export::{
     BackendConfig, BoundSocket, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair,
 };
-use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy};
+use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind};
 use blkyard_os::{LaneConfig, LaneThread, OpenError, RingConfig, Signals, allow_all_descriptors, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
@@ -25,10 +25,11 @@ use crate::watch::Watch;
 /// What `serve` may be told.
 #[derive(Debug, clap::Args)]
 pub struct ServeArgs {
-    /// A disk to serve: file:PATH or a bare path, ram:SIZE, null:SIZE, chaos:SIZE. Repeat for more disks.
+    /// A disk to serve: file:PATH or a bare path, vhost-user:SOCKET, ram:SIZE, null:SIZE, chaos:SIZE. Repeat for more disks.
     ///
     /// Options follow as ?key=value&key=value. For files: readonly=on|off, direct=auto|on|off (bypass the page cache),
-    /// cache=writeback|writethrough, block_size=512|4k. For ram and null: readonly, cache, block_size, latency_us, mbps,
+    /// cache=writeback|writethrough, block_size=512|4k. For vhost-user, a disk that another process serves: queues=N, queue_size=N,
+    /// packed=on|off, timeout_s (how long an answer may take), gone_s (how long I/O waits for a back-end that is gone). For ram and null: readonly, cache, block_size, latency_us, mbps,
     /// discard=on|off, max_sectors, virt_boundary=on|off. For chaos, a disk that makes trouble, the same without mbps; seed; and once in how
     /// many requests: errors, requeues, timeouts. For all: share=on to give one writable disk to several exports.
     #[arg(long, value_name = "SPEC")]
@@ -199,7 +200,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
             status: Arc::clone(server.status()),
             hand: server.hand().clone(),
             queues,
-            depth_max: HwQueueConfig::default().depth,
+            depth_max: depth_of(&devices[device]),
         });
         servers.push(server);
     }
@@ -221,6 +222,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         if daemon.stats_every().is_some_and(|every| seconds % every == 0) {
             watch.print(&daemon);
         }
+        daemon.devices.iter().enumerate().for_each(|(number, device)| follow_size(&daemon, number, device));
         let mut ended = servers.iter().any(Server::is_finished);
         // While their number changes they are looked at by who changes it.
         if let Some(lanes) = daemon.lanes_at_rest() {
@@ -240,6 +242,20 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     let daemon = Arc::into_inner(daemon).unwrap_or_else(|| unreachable!("the control socket's thread has ended"));
     daemon.lanes.into_inner().unwrap_or_else(PoisonError::into_inner).join()?;
     broken.map_or(Ok(()), |why| Err(ServeError::Broken(why.into())))
+}
+
+/// A disk that another process serves may have been resized there: whoever has it attached here is told.
+fn follow_size(daemon: &Daemon, number: usize, served: &ServedDevice) {
+    let Device::Attached(disk) = &served.device else { return };
+    if disk.capacity_sectors() == served.info().capacity_sectors {
+        return;
+    }
+    // It has that size already, whatever is lost.
+    let values = [("size", "probe"), ("force", "on")].map(|(key, value)| (key.into(), value.into()));
+    match crate::set::apply(daemon, &format!("device:{number}"), values.into()) {
+        Ok(done) => done.iter().for_each(|line| tracing::info!("{line}")),
+        Err(why) => tracing::warn!("{why}"),
+    }
 }
 
 /// What an export is to be, checked.
@@ -302,7 +318,7 @@ fn open(plans: Vec<DiskPlan>, patience: &Patience<'_>) -> Result<Option<Vec<(Dev
         }
         let mut wanted = Vec::new();
         for export in plan.exports {
-            wanted.push(want(export, exports)?);
+            wanted.push(want(export, exports, device.queues_max())?);
             exports += 1;
         }
         opened.push((device, wanted));
@@ -310,13 +326,14 @@ fn open(plans: Vec<DiskPlan>, patience: &Patience<'_>) -> Result<Option<Vec<(Dev
     Ok(Some(opened))
 }
 
-fn want(mut spec: Spec, number: usize) -> Result<Wanted, ServeError> {
+fn want(mut spec: Spec, number: usize, queues_max: usize) -> Result<Wanted, ServeError> {
     if spec.scheme != "vhost-user-blk" {
         let cause = format!("'{}' is no kind of export", spec.scheme);
         return Err(SpecError::new(&spec.name, cause, "use vhost-user-blk:SOCKET").into());
     }
     let queues = spec.take_number("queues", 1, u64::from(QUEUES_MAX))?;
-    let queues = queues.unwrap_or_else(|| cpu_places().len().min(usize::from(QUEUES_MAX)) as u64) as usize;
+    let usual = || cpu_places().len().min(usize::from(QUEUES_MAX)).min(queues_max);
+    let queues = queues.map_or_else(usual, |queues| queues as usize);
     let serial = spec.take("serial").unwrap_or_else(|| format!("blkyard-{number}"));
     let serial = SerialId::new(&serial)
         .map_err(|error| SpecError::new(&spec.name, error, "give up to 20 printable ASCII characters"))?;
@@ -331,6 +348,11 @@ fn want(mut spec: Spec, number: usize) -> Result<Wanted, ServeError> {
     let path = PathBuf::from(&spec.body);
     spec.finish()?;
     Ok(Wanted { share: Share { name, queues, named }, socket: SocketConfig { path, mode, group }, serial })
+}
+
+/// Requests in flight of each queue that serves a device.
+fn depth_of(device: &Device) -> usize {
+    HwQueueConfig::default().depth.min(device.depth_max())
 }
 
 /// The number of a group, by its name or number.
@@ -353,8 +375,9 @@ fn bind(device: &Device, device_index: usize, want: Wanted, makes: &mut Vec<Make
     let mut remotes = Vec::new();
     for _ in 0..queues {
         let (remote, port) = queue_pair();
-        let config = HwQueueConfig::default();
-        let (driver, info, serial) = (device.queue(config.depth), Arc::clone(&info), want.serial);
+        let config = HwQueueConfig { depth: depth_of(device), ..HwQueueConfig::default() };
+        let driver = device.queue(QueueKind::Default, config.depth)?;
+        let (info, serial) = (Arc::clone(&info), want.serial);
         makes.push(Box::new(move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port)));
         remotes.push(remote);
     }

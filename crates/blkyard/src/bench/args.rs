@@ -10,7 +10,7 @@ use crate::spec::{SpecError, parse_size, show_size};
 /// Command-line options of `bench`. Names and meanings follow fio; where they differ the text says so.
 #[derive(Clone, Debug, clap::Args)]
 pub struct BenchArgs {
-    /// The device: ram:SIZE, null:SIZE, file:PATH or a bare path. Writing load destroys what is on it.
+    /// The device: ram:SIZE, null:SIZE, file:PATH or a bare path, vhost-user:SOCKET. Writing load destroys what is on it.
     ///
     /// Options follow as ?key=value, as for `serve`: ram:1G?latency_us=100, say.
     #[arg(value_name = "DEVICE")]

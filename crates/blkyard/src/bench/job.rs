@@ -86,19 +86,16 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// Makes a job with its buffers, ready to wait for the gate.
-    ///
-    /// # Errors
-    /// There is no memory for the buffers.
+    /// Makes a job, ready to wait for the gate. Its buffers are in a region of its own, of `iodepth` blocks.
     pub(crate) fn new(
         plan: &Arc<Plan>,
         number: usize,
         gate: &Arc<Gate>,
         live: &Arc<Live>,
         report: Sender<Outcome>,
-    ) -> std::io::Result<Job> {
+        region: Arc<Region>,
+    ) -> Job {
         let block_bytes = plan.block_bytes as usize;
-        let region = Region::anonymous(block_bytes * plan.iodepth)?;
         scribble(&region, plan.seed ^ number as u64);
         let (first, blocks) = plan.slice(number);
         let scratch = || vec![0; if plan.verify { block_bytes } else { 0 }].into_boxed_slice();
@@ -134,7 +131,7 @@ impl Job {
             plan: Arc::clone(plan),
         };
         job.order = job.order_anew();
-        Ok(job)
+        job
     }
 
     /// The table of its buffers, for the queue that it uses alone.

@@ -29,7 +29,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy};
+use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind};
 use blkyard_os::{LaneConfig, LaneError, LaneThread, RingConfig, Signals, cpu_places};
 
 pub use args::{BenchArgs, Format, Pattern, Verify};
@@ -135,7 +135,7 @@ fn memory_available() -> Option<u64> {
 /// # Errors
 /// See [`BenchError`].
 pub fn measure(args: &BenchArgs, device: &Device) -> Result<Report, BenchError> {
-    let plan = Arc::new(Plan::new(args, device.info(), cpu_places().len())?);
+    let plan = Arc::new(Plan::new(args, device.info(), cpu_places().len().min(device.queues_max()))?);
     let signals = Signals::install()?;
     let gate = Arc::new(Gate::default());
     let lives: Vec<_> = (0..plan.jobs).map(|_| Arc::new(Live::default())).collect();
@@ -144,7 +144,8 @@ pub fn measure(args: &BenchArgs, device: &Device) -> Result<Report, BenchError> 
     for (number, live) in lives.iter().enumerate() {
         let bytes = u64::from(plan.block_bytes) * plan.iodepth as u64;
         let memory = |source| BenchError::Memory { job: number, bytes, source };
-        jobs.push(Job::new(&plan, number, &gate, live, tell.clone()).map_err(memory)?);
+        let region = device.memory(bytes as usize).map_err(memory)?;
+        jobs.push(Job::new(&plan, number, &gate, live, tell.clone(), region));
     }
     drop(tell);
     let workers = if plan.shares() {
@@ -196,16 +197,16 @@ fn spawn_own(
     plan: &Plan,
     device: &Device,
     jobs: Vec<Job>,
-) -> Result<Vec<LaneThread<Own<DeviceQueue>>>, LaneError> {
+) -> Result<Vec<LaneThread<Own<DeviceQueue>>>, BenchError> {
     let cpus: Vec<_> = cpu_places().iter().map(|place| place.cpu).collect();
     // One thread a CPU stays where it is; more than that the system spreads better than we.
     let pinned = jobs.len() <= cpus.len();
     let info = Arc::new(device.info().clone());
     let mut lanes = Vec::new();
     for (number, job) in jobs.into_iter().enumerate() {
-        let depth = plan.depth(&info, 1);
+        let depth = plan.depth(&info, 1).min(device.depth_max());
         let queue = HwQueueConfig { depth, bios_max: plan.iodepth, ..HwQueueConfig::default() };
-        let mut hw = HwQueue::new(device.queue(depth), Arc::clone(&info), queue);
+        let mut hw = HwQueue::new(device.queue(QueueKind::Default, depth)?, Arc::clone(&info), queue);
         let config = LaneConfig {
             name: format!("bench-{number}"),
             cpus: pinned.then(|| vec![cpus[number]]),

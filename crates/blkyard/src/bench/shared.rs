@@ -69,16 +69,16 @@ impl QueueFactory for Queues<'_> {
 
     fn queue(
         &mut self,
-        _kind: QueueKind,
+        kind: QueueKind,
         number: usize,
         threads: usize,
     ) -> Result<(HwQueue<DeviceQueue>, Ring), BenchError> {
-        let depth = self.plan.depth(&self.info, threads);
+        let depth = self.plan.depth(&self.info, threads).min(self.device.depth_max());
         let name = format!("bench-{number}");
         let mut ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() })
             .map_err(|source| blkyard_os::LaneError::Ring { name, source })?;
         let config = HwQueueConfig { depth, bios_max: self.plan.iodepth * threads, ..HwQueueConfig::default() };
-        let mut hw = HwQueue::new(self.device.queue(depth), Arc::clone(&self.info), config);
+        let mut hw = HwQueue::new(self.device.queue(kind, depth)?, Arc::clone(&self.info), config);
         hw.set_memory(&mut ring, Arc::clone(&self.memory));
         Ok((hw, ring))
     }

@@ -73,6 +73,20 @@ fn device_node(number: usize, served: &ServedDevice) -> DeviceNode {
             counters.insert(name.to_owned(), count);
         }
     }
+    if let Device::Attached(disk) = device {
+        let view = disk.view();
+        for (name, count) in [
+            ("connected", u64::from(view.is_connected)),
+            ("sessions", view.sessions),
+            ("faults", view.faults),
+            ("tracked", u64::from(view.is_tracked)),
+        ] {
+            counters.insert(name.to_owned(), count);
+        }
+        for queue in view.queues {
+            counters.insert(format!("{} complaints", queue.name), queue.complaints.total());
+        }
+    }
     DeviceNode {
         number,
         name: info.name.clone(),

@@ -164,6 +164,10 @@ fn resize(
     let backing = match &served.device {
         Device::Null(_) => Backing::Nothing,
         Device::Ram(_) | Device::Chaos(_) => Backing::Memory(made.capacity_sectors << SECTOR_SHIFT),
+        Device::Attached(disk) => {
+            let fixed = Some(("is served by another process", "resize it there, and the new size is known here"));
+            Backing::File { bytes: disk.capacity_sectors() << SECTOR_SHIFT, fixed }
+        }
         Device::File(file) => {
             let unknown =
                 |error| SpecError::new(name, format!("its length is not known: {error}"), "see that it is still there");
