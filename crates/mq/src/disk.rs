@@ -24,7 +24,7 @@ use blkyard_mem::sync::{AtomicBool, Ordering};
 
 use crate::map::{QueueCounts, QueueKind, QueueMaps};
 use crate::stats::HwStats;
-use crate::sw::{Desk, Ends, Member, POLLS_MAX, Turn, Yard, rings};
+use crate::sw::{Desk, Ends, Member, POLLS_MAX, Places, Turn, Yard, rings};
 use crate::{Bed, Bio, BioFlags, Context, Driver, HwQueue, Status, SwQueue};
 
 /// Makes hardware queues, with what their drivers need, for whatever the device is.
@@ -156,8 +156,7 @@ impl<F: QueueFactory> Disk<F> {
         let submitter = |_| Submitter {
             ends: sw_queues.drain(..kinds.len()).collect(),
             end_of,
-            places,
-            held: 0,
+            places: Places::new(places),
             refused: Vec::with_capacity(places),
             frozen: Arc::clone(&frozen),
         };
@@ -287,10 +286,7 @@ pub struct Submitter<D, Cx> {
     ends: Vec<SwQueue<D, Cx>>,
     /// By kind: which of them serves it.
     end_of: [Option<usize>; 3],
-    /// Bios that may be out.
-    places: usize,
-    /// Bios that are.
-    held: usize,
+    places: Places,
     /// Bios that never got into a ring, on their way back.
     refused: Vec<Box<Bio>>,
     /// The queues are being changed.
@@ -301,13 +297,13 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
     /// How many more bios may be submitted before one comes back.
     #[inline]
     pub fn room(&self) -> usize {
-        self.places - self.held
+        self.places.room()
     }
 
     /// Bios submitted and not given back.
     #[inline]
     pub fn in_flight(&self) -> usize {
-        self.held
+        self.places.held()
     }
 
     /// Accepts a bio into a ring of this thread's, by its kind, where nobody sees it before [`Submitter::ring`]. It comes back
@@ -319,8 +315,7 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
     /// If there is no [room](Submitter::room): the caller holds a place before it makes a wish.
     #[inline]
     pub fn submit(&mut self, bio: Box<Bio>) {
-        assert!(self.held < self.places, "a bio was submitted without a place");
-        self.held += 1;
+        self.places.hold();
         let kind = QueueKind::of(bio.op, bio.flags.contains(BioFlags::POLLED));
         match self.end_of[kind as usize] {
             Some(_) if bio.flags.contains(BioFlags::NOWAIT) && self.frozen.load(Ordering::Relaxed) => {
@@ -351,7 +346,7 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
         for end in &mut self.ends {
             ended += end.poll(clock, sink);
         }
-        self.held -= ended;
+        self.places.free(ended);
         ended
     }
 
@@ -369,7 +364,7 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
                 _ => self.wait_for_any(clock, sink),
             };
         }
-        self.held -= ended;
+        self.places.free(ended);
         ended
     }
 
@@ -396,7 +391,8 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
         if self.ends.iter().any(|end| end.is_polled() && end.in_flight() > 0) {
             return self.poll_for_any(clock, sink);
         }
-        self.ends.iter_mut().for_each(SwQueue::publish);
+        // Also if something has come already: who has left no word is not heard.
+        self.ring(clock);
         let mut lies = [false; 3];
         loop {
             let mut ended = 0;

@@ -1,8 +1,8 @@
 //! The software queue: a submitting thread's own end of a hardware queue that it shares with others.
 //!
 //! Each thread has a [`SwQueue`] to itself: a ring of wishes, a ring of answers, and a number of places. Between them stands
-//! one hardware queue under a [`Baton`]. Whoever finds it idle turns its crank, for all; whoever finds it owned leaves word and
-//! goes.
+//! one hardware queue under a [`Baton`]. Whoever finds it idle turns its crank; whoever finds it owned leaves word and goes, and
+//! then the owner cranks for it, too.
 //!
 //! ```text
 //!   thread A   submit ─▶ sq ─┐                                  ┌─ sq ◀─ submit   thread B
@@ -14,6 +14,17 @@
 //!
 //! **Places.** A submitter holds a place from [`submit`](SwQueue::submit) until the bio is given back, and both its rings have as many places. So
 //! nothing enters the left ring without a place on the right, and a completion always has room.
+//!
+//! **Rings are for what crosses.** What a thread passes on by itself goes to the hardware queue straight from its plug, and what it finds to
+//! be over straight to its own list. Only when word is left do the bios go into the ring; and the owner looks at the rings of others only
+//! when it has heard word, so that threads that take turns do not touch each other's lines.
+//!
+//! **Stays.** A bio that is carried to another CPU costs two cache lines there and two back; the queue, some sixty once. So it is
+//! better that the queue goes to the batch than the batch to the queue, and best if it then stays for many. A thread that is back with a batch
+//! within moments of its last, as happens where the device answers on the spot, lets the others have the queue for a
+//! while (`STAY_NS`) if it finds it owned. Then it takes it between two of their batches; or, if it does not come to that soon, leaves word
+//! like everyone. It waits for that time to pass, not for a holder. Small batches, and those of devices that take their time, are
+//! not kept waiting.
 //!
 //! **Turns.** The owner takes from the rings in turn, a bounded share of each per round, so that first come is first served and
 //! nobody's burst keeps the others out. It goes on while work is left or can be made, for a bounded number of rounds; then it passes
@@ -40,23 +51,24 @@
 //! rings, or sleeps until it is told where they are. So a move costs nothing on the way of an I/O. See [`Disk`](crate::Disk).
 //!
 //! **The price**: an owner that is preempted delays those who share its queue; they sleep. Threads that only poll come last after
-//! those that sleep when the rounds are used up.
+//! those that sleep when the rounds are used up. Who waits out a stay uses its CPU for nothing; it has no more places to submit from.
 //!
 //! It starts no thread, reads no clock and makes no system call: time is a closure, sleep is a [`Bed`]. It does not choose the
 //! queue for a thread: see [`Disk`](crate::Disk). It does not bind bios to the thread that issued them: see [`SwQueue::leave`].
 
+mod ends;
 mod yard;
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blkyard_mem::RegionTable;
-use blkyard_mem::ring::{Consumer, Producer, channel};
 
 use crate::stats::HwStats;
 use crate::{Bio, DeviceInfo, Driver, HwQueue, Wake};
+pub(crate) use ends::{Ends, Member, Places, rings};
 use yard::Why;
-pub(crate) use yard::{Member, Turn, Yard};
+pub(crate) use yard::{Turn, Yard};
 
 /// Times that a thread looks at a queue it polls before it lets others have the CPU.
 pub(crate) const POLLS_MAX: u32 = 64;
@@ -101,15 +113,13 @@ impl Context for () {}
 /// One thread's end of a shared hardware queue.
 ///
 /// Made by [`SwQueue::share`], then moved to its thread. Before it goes it must [leave](SwQueue::leave).
+// Shares no cache line with the one of another thread, wherever they are kept.
+#[repr(align(128))]
 pub struct SwQueue<D, Cx> {
     yard: Arc<Yard<D, Cx>>,
     seat: usize,
-    sq: Producer<Box<Bio>>,
-    cq: Consumer<Box<Bio>>,
-    /// Bios that may be out.
-    places: usize,
-    /// Bios that are.
-    held: usize,
+    ends: Ends,
+    places: Places,
     /// Seats whose threads are to be woken as soon as the baton is put down.
     calls: Vec<usize>,
     /// Where we are told of moves.
@@ -126,27 +136,13 @@ impl<D, Cx> Desk<D, Cx> {
     }
 }
 
-/// The rings of a thread: its own ends, and those that the queue has.
-pub(crate) fn rings(places: usize) -> (Ends, Member) {
-    let (to_queue, sq) = channel(places);
-    let (cq, from_queue) = channel(places);
-    (Ends { sq: to_queue, cq: from_queue, places }, Member::new(sq, cq))
-}
-
-/// A thread's own ends of its rings.
-pub(crate) struct Ends {
-    sq: Producer<Box<Bio>>,
-    cq: Consumer<Box<Bio>>,
-    places: usize,
-}
-
 impl<D, Cx> SwQueue<D, Cx> {
     /// Whoever has these ends sits here.
     pub(crate) fn seated(yard: &Arc<Yard<D, Cx>>, seat: usize, ends: Ends) -> SwQueue<D, Cx> {
-        let Ends { sq, cq, places } = ends;
+        let places = Places::new(ends.places());
         let calls = Vec::with_capacity(yard.calls_max());
         let desk = Arc::new(Desk(Mutex::new((Arc::clone(yard), seat))));
-        SwQueue { yard: Arc::clone(yard), seat, sq, cq, places, held: 0, calls, desk }
+        SwQueue { yard: Arc::clone(yard), seat, ends, places, calls, desk }
     }
 
     /// Where this thread is told of moves.
@@ -186,31 +182,31 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
     /// How many more bios may be submitted before one comes back.
     #[inline]
     pub fn room(&self) -> usize {
-        self.places - self.held
+        self.places.room()
     }
 
     /// Bios submitted and not given back.
     #[inline]
     pub fn in_flight(&self) -> usize {
-        self.held
+        self.places.held()
     }
 
-    /// Accepts a bio into this thread's ring, where nobody sees it before [`SwQueue::ring`]. It comes back through
-    /// [`SwQueue::poll`] or [`SwQueue::wait`], whatever happens.
+    /// Accepts a bio, which nobody sees before [`SwQueue::ring`]. It comes back through [`SwQueue::poll`] or [`SwQueue::wait`],
+    /// whatever happens.
     ///
     /// # Panics
     /// If there is no [room](SwQueue::room): the caller holds a place before it makes a wish.
     #[inline]
     pub fn submit(&mut self, bio: Box<Bio>) {
-        assert!(self.held < self.places, "a bio was submitted without a place");
-        self.held += 1;
-        let Ok(()) = self.sq.push(bio) else { unreachable!("the ring has a place for each place held") };
+        self.places.hold();
+        self.ends.plug.push(bio);
     }
 
-    /// Makes visible what was submitted. If the queue is idle, passes it on to the device; if it is owned, its owner will.
+    /// Passes on to the device what was submitted, if the queue is idle; if it is owned, makes it visible and its owner will.
+    /// With a batch at a device that answers on the spot it may take its turn, some microseconds later: see the module's head.
     #[inline]
     pub fn ring(&mut self, clock: &impl Fn() -> u64) {
-        if self.sq.publish() {
+        if !self.ends.plug.is_empty() {
             self.turn(Why::Ring, clock);
         }
     }
@@ -237,14 +233,14 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
     /// It sleeps as soon as it can; a thread that rather spins a while polls first. On a queue that is
     /// [polled](crate::QueueKind::Poll) it does not sleep: it polls, and now and then lets others have the CPU.
     pub fn wait(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        self.sq.publish();
         loop {
             let ended = self.drain(sink);
             if ended > 0 || self.in_flight() == 0 {
+                self.ring(clock);
                 return ended;
             }
             let turn = self.lie_down(clock);
-            if turn != Turn::Cranked || self.cq.is_empty() {
+            if turn != Turn::Cranked || self.ends.is_empty() {
                 self.yard.rest(self.seat, turn);
             }
         }
@@ -258,11 +254,6 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         while self.wait(clock, sink) > 0 {}
     }
 
-    /// Makes visible what was submitted, for a turn to come.
-    pub(crate) fn publish(&mut self) {
-        self.sq.publish();
-    }
-
     /// Whether nobody sleeps here.
     pub(crate) fn is_polled(&self) -> bool {
         self.yard.is_polled()
@@ -272,9 +263,10 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         self.yard.bed(self.seat)
     }
 
-    /// Cranks, unless another does, and gets ready to sleep; what it comes to says how. A queue that is polled is cranked for a while,
-    /// and nobody gets ready for anything.
+    /// Makes visible what was submitted, cranks, unless another does, and gets ready to sleep; what it comes to says how. A queue
+    /// that is polled is cranked for a while, and nobody gets ready for anything.
     pub(crate) fn lie_down(&mut self, clock: &impl Fn() -> u64) -> Turn {
+        self.ends.publish();
         if !self.yard.is_polled() {
             // Announced here, made known by the baton's read-modify-write: an owner who is there hears it before it leaves.
             // Release, so that an owner who hears it early knows our ring as empty as we left it.
@@ -285,7 +277,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         for _ in 0..POLLS_MAX {
             match self.turn(why, clock) {
                 Turn::Closed => return Turn::Closed,
-                _ if !self.cq.is_empty() => return Turn::Cranked,
+                _ if !self.ends.is_empty() => return Turn::Cranked,
                 _ => why = Why::Poll,
             }
         }
@@ -300,21 +292,16 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
 
     #[inline]
     pub(crate) fn drain(&mut self, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        let mut ended = 0;
-        while let Some(bio) = self.cq.pop() {
-            self.held -= 1;
-            ended += 1;
-            sink(bio);
-        }
-        self.cq.release();
+        let ended = self.ends.drain(sink);
+        self.places.free(ended);
         ended
     }
 
     /// Goes to the baton, and cranks the queue if it is ours.
     #[inline]
     fn turn(&mut self, why: Why, clock: &impl Fn() -> u64) -> Turn {
-        let SwQueue { yard, seat, cq, calls, .. } = self;
-        match yard.turn(*seat, why, cq, calls, clock) {
+        let SwQueue { yard, seat, ends, calls, .. } = self;
+        match yard.turn(*seat, why, ends, calls, clock) {
             Turn::Closed => self.follow(why, clock),
             turn => turn,
         }
@@ -336,7 +323,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
             return Turn::Cranked;
         }
         // Even for one who only looks: we may have been left word at the old place, which is to be heard at the new one.
-        self.turn(Why::Ring, clock)
+        self.turn(if why == Why::Poll { Why::Up } else { why }, clock)
     }
 }
 
@@ -346,7 +333,8 @@ impl<D, Cx> Drop for SwQueue<D, Cx> {
             // They find out as they look again.
             self.yard.wake_all();
         }
-        assert!(self.held == 0 || std::thread::panicking(), "a thread left its queue with {} bios out", self.held);
+        let held = self.places.held();
+        assert!(held == 0 || std::thread::panicking(), "a thread left its queue with {held} bios out");
     }
 }
 
@@ -355,7 +343,6 @@ impl<D, Cx> std::fmt::Debug for SwQueue<D, Cx> {
         f.debug_struct("SwQueue")
             .field("device", &self.yard.info().name)
             .field("seat", &self.seat)
-            .field("held", &self.held)
             .field("places", &self.places)
             .finish_non_exhaustive()
     }

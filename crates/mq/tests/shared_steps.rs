@@ -4,8 +4,9 @@
 
 mod common;
 
+use std::cell::Cell;
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -64,20 +65,22 @@ fn one_ring_gets_everything_through_a_small_queue() {
     assert_eq!((queue.poll(&|| 6, &mut |_| ()), queue.wait(&|| 6, &mut |_| ())), (0, 0));
 }
 
-/// Answers on the spot, and does something besides at its first call.
+/// Answers on the spot, and does something besides once it sees a bio of sector zero.
 struct Hooked {
-    first: Option<Box<dyn FnOnce() + Send>>,
+    hook: Option<Box<dyn FnOnce() + Send>>,
     order: Arc<Mutex<Vec<u64>>>,
 }
 
 impl Driver<()> for Hooked {
     fn queue_rqs(&mut self, (): &mut (), _: &RegionTable, batch: &mut Batch<'_>) {
+        let mut sees_zero = false;
         while let Some((tag, request, _)) = batch.take() {
+            sees_zero |= request.sector() == 0;
             self.order.lock().unwrap().push(request.sector());
             batch.complete(tag, Status::Ok);
         }
-        if let Some(first) = self.first.take() {
-            first();
+        if sees_zero && let Some(hook) = self.hook.take() {
+            hook();
         }
     }
 
@@ -98,7 +101,7 @@ fn a_burst_of_one_does_not_keep_out_the_others() {
             late.ring(&|| panic!("the queue had two owners"));
         }
     };
-    let driver = Hooked { first: Some(Box::new(hook)), order: Arc::clone(&order) };
+    let driver = Hooked { hook: Some(Box::new(hook)), order: Arc::clone(&order) };
     // Sectors in a row would share requests.
     let config = HwQueueConfig { merging: Merging::Off, ..HwQueueConfig::default() };
     let mut ends = share(driver, (), config, 200, 2);
@@ -129,7 +132,7 @@ fn under_pressure_rings_are_served_in_turn() {
             }
         }
     };
-    let driver = Hooked { first: Some(Box::new(hook)), order: Arc::clone(&order) };
+    let driver = Hooked { hook: Some(Box::new(hook)), order: Arc::clone(&order) };
     // One bio at a time: whoever is served is decided anew each time.
     let config = HwQueueConfig { depth: 1, bios_max: 1, ..HwQueueConfig::default() };
     let mut ends = share(driver, (), config, 4, 3);
@@ -255,6 +258,68 @@ fn whoever_keeps_watch_is_called_when_another_brings_what_it_waits_for() {
     }));
     sleeper.submit(bio(0));
     assert_eq!(sleeper.wait(&|| 5, &mut |_| ()), 1);
+}
+
+#[test]
+fn what_did_not_fit_goes_before_what_is_submitted_after_it() {
+    let driver = Timed::default();
+    let ended = Arc::clone(&driver.ended);
+    let config = HwQueueConfig { depth: 1, bios_max: 1, ..HwQueueConfig::default() };
+    let mut queue = share(driver, (), config, 4, 1).remove(0);
+    (0..3).for_each(|step| queue.submit(bio(9 - step)));
+    queue.ring(&|| 0);
+    queue.submit(bio(6));
+    queue.ring(&|| 0);
+    let time = Cell::new(0);
+    let clock = || time.replace(time.get() + 1_000_000);
+    let mut came = Vec::new();
+    while queue.in_flight() > 0 {
+        queue.poll(&clock, &mut |bio| came.push(bio.sector));
+    }
+    // One at a time, each faster than the one before.
+    assert_eq!(came, [9, 8, 7, 6]);
+    assert_eq!(ended.lock().unwrap().iter().map(|(sector, _)| *sector).collect::<Vec<_>>(), came);
+}
+
+/// How often a thread that finds the queue owned reads its clock, which moves by a microsecond each time, before it leaves word: it
+/// comes with so many bios, so long after it was there.
+fn reads_before_word_is_left(bios: u64, away_ns: u64) -> u64 {
+    let time = Arc::new(AtomicU64::new(1_000_000));
+    let late: Arc<Mutex<Option<SwQueue<Hooked, ()>>>> = Arc::default();
+    let reads = Arc::new(AtomicU64::new(0));
+    let hook = {
+        let (late, time, reads) = (Arc::clone(&late), Arc::clone(&time), Arc::clone(&reads));
+        move || {
+            let mut late = late.lock().unwrap();
+            let late = late.as_mut().unwrap();
+            (0..bios).for_each(|sector| late.submit(bio(1000 + 2 * sector)));
+            let before = time.fetch_add(away_ns, Relaxed) + away_ns;
+            late.ring(&|| time.fetch_add(1000, Relaxed));
+            reads.store((time.load(Relaxed) - before) / 1000, Relaxed);
+        }
+    };
+    let driver = Hooked { hook: Some(Box::new(hook)), order: Arc::default() };
+    let mut ends = share(driver, (), HwQueueConfig::default(), 64, 2);
+    let mut second = ends.pop().unwrap();
+    second.submit(bio(1));
+    second.ring(&|| time.load(Relaxed));
+    assert_eq!(second.poll(&|| 0, &mut |_| ()), 1);
+    *late.lock().unwrap() = Some(second);
+    let mut first = ends.remove(0);
+    first.submit(bio(0));
+    first.ring(&|| time.load(Relaxed));
+    first.leave(&|| 0, &mut |_| ());
+    let mut second = late.lock().unwrap().take().unwrap();
+    assert_eq!(second.poll(&|| panic!("the owner did not serve it"), &mut |_| ()) as u64, bios);
+    reads.load(Relaxed)
+}
+
+#[test]
+fn who_is_back_at_once_with_a_batch_lets_the_other_stay() {
+    assert_eq!(reads_before_word_is_left(8, 0), 0, "a few bios are carried over");
+    assert_eq!(reads_before_word_is_left(32, 50_000), 1, "who was elsewhere meanwhile is kept waiting by nobody");
+    let reads = reads_before_word_is_left(32, 0);
+    assert!((16..=20).contains(&reads), "a stay is some microseconds, and here it took {reads}");
 }
 
 /// Counts what an owner must do for what its drivers share.

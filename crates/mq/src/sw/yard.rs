@@ -4,11 +4,11 @@
 
 use std::sync::Arc;
 
-use blkyard_mem::ring::{Consumer, Producer};
+use blkyard_mem::ring::Producer;
 use blkyard_mem::sync::{AtomicBool, Ordering};
 use blkyard_mem::{Baton, Holder, RegionTable};
 
-use super::{Bed, Context};
+use super::{Bed, Context, Ends, Member, rings};
 use crate::stats::HwStats;
 use crate::{Bio, DeviceInfo, Driver, HwQueue};
 
@@ -17,6 +17,19 @@ const SHARE: usize = 32;
 /// Rounds that an owner turns for others before it passes on: 16 rounds of a few batches take about as long as the wake-up of a
 /// thread, which is what passing on costs.
 const ROUNDS_MAX: u32 = 16;
+/// Bios from which on a batch is worth waiting for the queue itself to come over, some sixty cache lines once, instead of
+/// being carried to it: two lines for each bio, there and back.
+const WORTH_A_STAY: usize = 16;
+/// Within this a thread is back with its next batch if the device answers on the spot. Where one takes its time, it is kept
+/// waiting by nobody.
+const BACK_NS: u64 = 2_000;
+/// How long a thread that is back so soon lets the others have the queue: some thirty batches, for which its lines cross once; and
+/// still less than a wake-up takes.
+const STAY_NS: u64 = 16_000;
+/// Looks at the clock in that time, at most: one may stand still.
+const STAY_LOOKS_MAX: u32 = 2048;
+/// Looks at the baton after that: it is put down between two batches.
+const LOOKS_MAX: u32 = 64;
 /// How often requests are looked at that take too long, and so how long a watch lasts at most.
 const TICK_NS: u64 = 1_000_000_000;
 
@@ -52,8 +65,8 @@ pub(crate) struct Core<D, Cx> {
     hw: HwQueue<D>,
     cx: Cx,
     members: Box<[Member]>,
-    /// What ended in this round, before it is dealt out.
-    ended: Vec<Box<Bio>>,
+    /// Word was left by others, and something may be in their rings.
+    heard: bool,
     /// Whose turn it is to be served first.
     next: usize,
     /// By seat: who is parked, by our own record.
@@ -66,20 +79,6 @@ pub(crate) struct Core<D, Cx> {
     frozen: bool,
     /// The device was asked to ring its bell.
     armed: bool,
-}
-
-/// The queue's ends of a thread's rings.
-pub(crate) struct Member {
-    sq: Consumer<Box<Bio>>,
-    cq: Producer<Box<Bio>>,
-    /// Something was put into `cq` in this round.
-    served: bool,
-}
-
-impl Member {
-    pub(super) fn new(sq: Consumer<Box<Bio>>, cq: Producer<Box<Bio>>) -> Member {
-        Member { sq, cq, served: false }
-    }
 }
 
 /// Who keeps watch, and until when.
@@ -133,10 +132,10 @@ impl<D, Cx> Yard<D, Cx> {
         assert!(beds.len() >= members.len() && u16::try_from(beds.len()).is_ok(), "{} seats", beds.len());
         let (info, memory, stats) = (Arc::clone(hw.info()), Arc::clone(hw.memory()), Arc::clone(hw.stats()));
         let core = Core {
-            ended: Vec::with_capacity(hw.room()),
             hw,
             cx,
             members: members.into(),
+            heard: true,
             next: 0,
             asleep: vec![false; beds.len()].into(),
             parked: 0,
@@ -242,18 +241,25 @@ impl<D, Cx> Yard<D, Cx> {
 }
 
 impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
-    /// Goes to the baton, and cranks the queue if it is ours. `cq` is where completions for this thread would be.
+    /// Goes to the baton, and cranks the queue if it is ours.
     pub(super) fn turn(
         &self,
         me: usize,
         why: Why,
-        cq: &mut Consumer<Box<Bio>>,
+        ends: &mut Ends,
         calls: &mut Vec<usize>,
         clock: &impl Fn() -> u64,
     ) -> Turn {
-        let taken = if why == Why::Poll { self.baton.take_if_idle() } else { self.baton.take() };
+        let taken = match why {
+            Why::Poll => self.baton.take_if_idle(),
+            Why::Ring => self.take_with(ends, clock),
+            Why::Wait | Why::Up => self.baton.take(),
+        };
         let Some(mut holder) = taken else { return Turn::Owned };
         if holder.is_none() {
+            if why == Why::Ring {
+                ends.publish();
+            }
             self.leave_closed(holder, me);
             return Turn::Closed;
         }
@@ -269,23 +275,27 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
             if heeded {
                 core.hear(self, calls);
             }
-            let mut may_go_on = rounds < ROUNDS_MAX || (why == Why::Wait && cq.is_empty());
+            let mut may_go_on = rounds < ROUNDS_MAX || (why == Why::Wait && ends.is_empty());
             if may_go_on {
-                left = core.round(clock, self, calls);
+                left = core.round(me, why, ends, clock, self, calls);
                 rounds += 1;
-                may_go_on = rounds < ROUNDS_MAX || (why == Why::Wait && cq.is_empty());
+                may_go_on = rounds < ROUNDS_MAX || (why == Why::Wait && ends.is_empty());
             } else {
                 left |= heeded;
             }
             if left && may_go_on {
                 continue;
             }
-            let sleeps = why == Why::Wait && cq.is_empty();
+            let sleeps = why == Why::Wait && ends.is_empty();
             if (sleeps || core.watch.is_some()) && core.arm() {
                 left = true;
                 if may_go_on {
                     continue;
                 }
+            }
+            if why == Why::Ring {
+                // What did not fit: the queue knows that there is more.
+                ends.publish();
             }
             let turn = if sleeps {
                 core.lie_down(me, self, calls)
@@ -307,10 +317,47 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
         turn
     }
 
+    /// Takes the baton for what was submitted; or makes that visible and leaves word.
+    #[inline]
+    fn take_with(&self, ends: &mut Ends, clock: &impl Fn() -> u64) -> Option<Holder<'_, Option<Core<D, Cx>>>> {
+        let mut holder = self.baton.take_if_idle();
+        if holder.is_none() && ends.plug.len() >= WORTH_A_STAY {
+            holder = self.take_after_a_stay(ends.rang_ns, clock);
+        }
+        holder.or_else(|| {
+            ends.publish();
+            self.baton.take()
+        })
+    }
+
+    /// Takes the baton if it is put down, after a stay of the others. It is that time which passes here, whatever they do: a holder
+    /// that is off its CPU is not waited for.
+    #[inline(never)]
+    fn take_after_a_stay(&self, rang_ns: u64, clock: &impl Fn() -> u64) -> Option<Holder<'_, Option<Core<D, Cx>>>> {
+        let start_ns = clock();
+        if start_ns.saturating_sub(rang_ns) >= BACK_NS {
+            return None;
+        }
+        for _ in 0..STAY_LOOKS_MAX {
+            if clock().saturating_sub(start_ns) >= STAY_NS {
+                break;
+            }
+            std::hint::spin_loop();
+        }
+        for _ in 0..LOOKS_MAX {
+            let holder = self.baton.take_if_idle();
+            if holder.is_some() {
+                return holder;
+            }
+            std::hint::spin_loop();
+        }
+        None
+    }
+
     /// Takes in what is in the rings, for threads that may not know yet where these are.
     pub(crate) fn start(&self, calls: &mut Vec<usize>, clock: &impl Fn() -> u64) {
-        let (_, mut nothing) = blkyard_mem::ring::channel(1);
-        self.turn(self.seats.len() - 1, Why::Ring, &mut nothing, calls, clock);
+        let (mut nobody, _) = rings(1);
+        self.turn(self.seats.len() - 1, Why::Up, &mut nobody, calls, clock);
     }
 
     /// Takes nothing more in from now on. Whoever has the queue hears it.
@@ -334,6 +381,7 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
     /// rings; queue and context are gone.
     pub(crate) fn close(&self, calls: &mut Vec<usize>, clock: &impl Fn() -> u64) -> Vec<Member> {
         let me = self.seats.len() - 1;
+        let (mut nobody, _) = rings(1);
         loop {
             if !self.polled {
                 self.announce(me);
@@ -353,7 +401,7 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
                     self.call(calls);
                     return core.map_or_else(Vec::new, |core| core.members.into());
                 }
-                let left = core(&mut holder).round(clock, self, calls);
+                let left = core(&mut holder).round(me, Why::Up, &mut nobody, clock, self, calls);
                 if left || core(&mut holder).hw.is_idle() || (!self.polled && core(&mut holder).arm()) {
                     continue;
                 }
@@ -382,14 +430,22 @@ fn put_back(cq: &mut Producer<Box<Bio>>, bio: Box<Bio>) {
 }
 
 impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
-    /// One round: takes from the rings, passes on, gives back. True if there is more to do that the device will not tell us of.
+    /// One round: takes in, passes on, gives back. True if there is more to do that the device will not tell us of.
     #[inline]
-    fn round(&mut self, clock: &impl Fn() -> u64, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) -> bool {
+    fn round(
+        &mut self,
+        me: usize,
+        why: Why,
+        ends: &mut Ends,
+        clock: &impl Fn() -> u64,
+        yard: &Yard<D, Cx>,
+        calls: &mut Vec<usize>,
+    ) -> bool {
         if std::mem::take(&mut self.armed) {
             self.hw.disarm::<Cx>();
         }
         let mut now_ns = clock();
-        let more = self.take_in();
+        let more = self.take_in(me, (why == Why::Ring).then_some(&mut ends.plug));
         let issued = self.hw.issue(&mut self.cx, now_ns);
         self.cx.commit();
         if issued > 0 {
@@ -397,8 +453,16 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             now_ns = clock();
         }
         self.cx.collect();
-        if self.deliver(now_ns) > 0 {
+        let Core { hw, cx, members, .. } = self;
+        let ended = hw.reap(cx, now_ns, &mut |bio| {
+            let seat = usize::from(bio.seat);
+            if seat == me { ends.own.push(bio) } else { put_back(&mut members[seat].cq, bio) }
+        });
+        if ended > 0 {
             self.publish(yard, calls);
+        }
+        if why == Why::Ring {
+            ends.rang_ns = now_ns;
         }
         if now_ns.saturating_sub(self.ticked_ns) >= TICK_NS {
             self.ticked_ns = now_ns;
@@ -417,58 +481,51 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         hw.arm::<Cx>()
     }
 
-    /// Takes from the members' rings, in turn, while the hardware queue has room. True if something may be left in them.
+    /// Takes what this thread has, and what others have if they left word, while the hardware queue has room. True if something may
+    /// be left.
     #[inline]
-    fn take_in(&mut self) -> bool {
-        let Core { hw, members, next, .. } = self;
+    fn take_in(&mut self, me: usize, plug: Option<&mut Vec<Box<Bio>>>) -> bool {
+        self.heard = if self.heard { self.take_from_all(me, plug) } else { self.take_from(me, plug) };
+        self.heard
+    }
+
+    /// Takes from all members in turn.
+    fn take_from_all(&mut self, me: usize, mut plug: Option<&mut Vec<Box<Bio>>>) -> bool {
+        let (first, count) = (self.next, self.members.len());
         let mut more = false;
-        for step in 0..members.len() {
-            let seat = if *next + step < members.len() { *next + step } else { *next + step - members.len() };
-            let room = hw.room();
-            if room == 0 {
+        for step in 0..count {
+            let seat = if first + step < count { first + step } else { first + step - count };
+            if self.hw.room() == 0 {
                 // Who was not served is first in the next round.
-                *next = seat;
+                self.next = seat;
                 return true;
             }
-            let sq = &mut members[seat].sq;
-            let share = SHARE.min(room);
-            let mut taken = 0;
-            while taken < share
-                && let Some(mut bio) = sq.pop()
-            {
-                bio.seat = seat as u16;
-                hw.submit(bio);
-                taken += 1;
-            }
-            sq.release();
-            more |= taken == share && !sq.is_empty();
+            more |= self.take_from(seat, if seat == me { plug.take() } else { None });
         }
         more
     }
 
-    /// Puts what is over into its submitter's ring.
+    /// Takes a member's share from its ring, then from its plug. True if something may be left.
     #[inline]
-    fn deliver(&mut self, now_ns: u64) -> usize {
-        let Core { hw, cx, members, ended, .. } = self;
-        let count = hw.reap(cx, now_ns, &mut |bio| ended.push(bio));
-        // In runs, since what one thread submitted together tends to end together.
-        let mut bios = ended.drain(..);
-        let mut next = bios.next();
-        while let Some(first) = next.take() {
-            let seat = first.seat;
-            let member = &mut members[usize::from(seat)];
-            member.served = true;
-            put_back(&mut member.cq, first);
-            for bio in bios.by_ref() {
-                if bio.seat != seat {
-                    next = Some(bio);
-                    break;
-                }
-                put_back(&mut member.cq, bio);
-            }
+    fn take_from(&mut self, seat: usize, plug: Option<&mut Vec<Box<Bio>>>) -> bool {
+        let Core { hw, members, .. } = self;
+        let Some(Member { sq, .. }) = members.get_mut(seat) else { return false };
+        let mut share = SHARE.min(hw.room());
+        let mut submit = |mut bio: Box<Bio>| {
+            bio.seat = seat as u16;
+            hw.submit(bio);
+        };
+        while share > 0
+            && let Some(bio) = sq.pop()
+        {
+            submit(bio);
+            share -= 1;
         }
-        drop(bios);
-        count
+        sq.release();
+        let Some(plug) = plug else { return share == 0 && !sq.is_empty() };
+        let count = plug.len().min(share);
+        plug.drain(..count).for_each(submit);
+        !plug.is_empty() || (share == 0 && !sq.is_empty())
     }
 
     /// Tells the members what was put into their rings, and wakes those who sleep on them.
@@ -476,10 +533,9 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
     fn publish(&mut self, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
         for seat in 0..self.members.len() {
             let member = &mut self.members[seat];
-            if !std::mem::take(&mut member.served) {
+            if !member.cq.publish() {
                 continue;
             }
-            member.cq.publish();
             if self.asleep[seat] {
                 self.rouse(seat, yard, calls);
             } else if self.watch.is_some_and(|watch| watch.seat == seat) {
@@ -491,6 +547,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
 
     /// Writes down who has announced that it wants to be parked, or has got up. Called after the baton's word was heeded.
     fn hear(&mut self, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
+        self.heard = true;
         // Pairs with the store in `Yard::freeze`.
         if !self.frozen && yard.closing.load(Ordering::Acquire) {
             self.frozen = true;
