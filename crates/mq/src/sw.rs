@@ -60,12 +60,12 @@ mod ends;
 mod yard;
 
 use std::os::fd::BorrowedFd;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
 use blkyard_mem::RegionTable;
 
 use crate::stats::HwStats;
-use crate::{Bio, DeviceInfo, Driver, HwQueue, Wake};
+use crate::{Bio, Budget, BudgetError, DeviceInfo, Driver, HwQueue, Wake};
 pub(crate) use ends::{Ends, Member, Places, rings};
 use yard::Why;
 pub(crate) use yard::{Turn, Yard};
@@ -126,6 +126,29 @@ pub struct SwQueue<D, Cx> {
     desk: Arc<Desk<D, Cx>>,
 }
 
+/// Has somebody turn the crank of a shared queue, for a budget that it takes from.
+struct YardWaker<D, Cx> {
+    /// Known once the queue is shared; it is idle before. The queue has the budget, and the budget this waker: so it does not keep the
+    /// queue.
+    yard: OnceLock<Weak<Yard<D, Cx>>>,
+    /// Seats whose threads are to be woken. Not locked for longer than that takes.
+    calls: Mutex<Vec<usize>>,
+}
+
+impl<D, Cx> YardWaker<D, Cx> {
+    fn wakes(&self, yard: &Arc<Yard<D, Cx>>) {
+        self.yard.get_or_init(|| Arc::downgrade(yard));
+    }
+}
+
+impl<D: Driver<Cx> + Send, Cx: Context + Send> Wake for YardWaker<D, Cx> {
+    fn wake(&self) {
+        if let Some(yard) = self.yard.get().and_then(Weak::upgrade) {
+            yard.leave_word(true, &mut self.calls.lock().unwrap_or_else(PoisonError::into_inner));
+        }
+    }
+}
+
 /// Where a thread is told which queue its rings lead to, and at which seat.
 pub(crate) struct Desk<D, Cx>(Mutex<(Arc<Yard<D, Cx>>, usize)>);
 
@@ -162,6 +185,30 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         let beds = beds.into_iter().map(|bed| (bed, 0)).collect();
         let yard = Arc::new(Yard::open(hw, cx, members, beds, false));
         ends.into_iter().enumerate().map(|(seat, ends)| SwQueue::seated(&yard, seat, ends)).collect()
+    }
+
+    /// As [`SwQueue::share`], where each request takes a place from a budget, too: see [`HwQueue::set_budget`]. When the budget has
+    /// places for this queue, one of its threads turns the crank.
+    ///
+    /// # Errors
+    /// The budget is shared by as many queues as it was made for.
+    pub fn share_within(
+        budget: &Budget,
+        mut hw: HwQueue<D>,
+        cx: Cx,
+        places: usize,
+        beds: Vec<Arc<dyn Bed>>,
+    ) -> Result<Vec<SwQueue<D, Cx>>, BudgetError>
+    where
+        D: Send + 'static,
+        Cx: Send + 'static,
+    {
+        let waker =
+            Arc::new(YardWaker { yard: OnceLock::new(), calls: Mutex::new(Vec::with_capacity(beds.len() + 1)) });
+        hw.set_budget(Some(budget.join(Arc::clone(&waker) as Arc<dyn Wake>)?));
+        let queues = SwQueue::share(hw, cx, places, beds);
+        queues.iter().take(1).for_each(|queue| waker.wakes(&queue.yard));
+        Ok(queues)
     }
 
     /// What the device is.

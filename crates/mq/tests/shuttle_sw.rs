@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blkyard_mq::{
-    Batch, Bed, Bio, BlockDevice, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice,
-    Op, QueueLimits, QueueMap, RegionTable, Segment, Status, SwQueue, Tag, Wake,
+    Batch, Bed, Bio, BlockDevice, Budget, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig,
+    NullDevice, Op, QueueLimits, QueueMap, RegionTable, Segment, Status, SwQueue, Tag, Wake,
 };
 use shuttle::rand::Rng;
 use shuttle::sync::{Condvar, Mutex};
@@ -210,6 +210,8 @@ struct Plan {
     queues: usize,
     bios: u64,
     polls: bool,
+    /// Places of a budget that all queues share; zero for none.
+    budget: usize,
 }
 
 fn run<D>(plan: Plan, driver: impl Fn(&Arc<World>) -> D, devices: bool)
@@ -218,6 +220,7 @@ where
 {
     let clock = Arc::new(Clock::default());
     let map = QueueMap::even(plan.threads, plan.queues);
+    let budget = (plan.budget > 0).then(|| Budget::new(plan.budget, plan.queues));
     let (mut threads, mut worlds, mut device_threads) = (Vec::new(), Vec::new(), Vec::new());
     for queue in 0..plan.queues {
         let world = World::new(map.cpus_of(queue).count(), &clock);
@@ -228,7 +231,10 @@ where
         if beds.is_empty() {
             continue;
         }
-        let ends = SwQueue::share(hw, (), 3, beds);
+        let ends = match &budget {
+            Some(budget) => SwQueue::share_within(budget, hw, (), 3, beds).unwrap(),
+            None => SwQueue::share(hw, (), 3, beds),
+        };
         if devices {
             let world = Arc::clone(&world);
             device_threads.push(thread::spawn(move || world.run_device()));
@@ -249,7 +255,7 @@ fn null(latency_ns: u64) -> impl Fn(&Arc<World>) -> blkyard_mq::NullQueue {
     move |_| device.queue(2)
 }
 
-const MANY: Plan = Plan { threads: 5, queues: 2, bios: 6, polls: true };
+const MANY: Plan = Plan { threads: 5, queues: 2, bios: 6, polls: true, budget: 0 };
 const SLEEPERS: Plan = Plan { polls: false, ..MANY };
 
 #[test]
@@ -272,6 +278,19 @@ fn four_threads_on_one_queue_whose_device_rings() {
 fn two_threads_on_three_queues_whose_devices_ring() {
     let plan = Plan { threads: 2, queues: 3, ..MANY };
     shuttle::check_random(move || run(plan, |world| EventDriver(Arc::clone(world)), true), 10_000);
+}
+
+/// Who comes out short sleeps until the other queue gives back: with no deadline that would end it.
+#[test]
+fn threads_on_two_queues_that_share_a_budget() {
+    for budget in [1, 3] {
+        let plan = Plan { threads: 4, bios: 4, budget, ..MANY };
+        shuttle::check_random(move || run(plan, null(500), false), 5000);
+        shuttle::check_random(move || run(plan, |world| EventDriver(Arc::clone(world)), true), 5000);
+        let plan = Plan { polls: false, ..plan };
+        shuttle::check_random(move || run(plan, null(0), false), 5000);
+        shuttle::check_pct(move || run(plan, |world| EventDriver(Arc::clone(world)), true), 5000, 3);
+    }
 }
 
 /// Schedules with few, well placed preemptions find what random ones rarely do; no thread may spin then, so all sleep.

@@ -364,11 +364,17 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
     pub(crate) fn freeze(&self, calls: &mut Vec<usize>) {
         // Made known by the baton's read-modify-write, like all that is announced.
         self.closing.store(true, Ordering::Release);
+        self.leave_word(false, calls);
+    }
+
+    /// Leaves word for whoever has the queue, or takes note in its place. If something may be `left` to do, whoever has the queue will turn
+    /// the crank, or a sleeper is woken who does; if none sleeps, all who want something are running, and come for it.
+    pub(super) fn leave_word(&self, left: bool, calls: &mut Vec<usize>) {
         let Some(mut holder) = self.baton.take() else { return };
         loop {
             holder.heed();
             core(&mut holder).hear(self, calls);
-            core(&mut holder).pass_on(false, self, calls);
+            core(&mut holder).pass_on(left, self, calls);
             match holder.give_back() {
                 Ok(()) => break,
                 Err(still) => holder = still,
