@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering::Release;
 use blkyard::floor::Round;
 use blkyard_mq::Bio;
 use blkyard_virtio::driver_model::{Buffer, Guest, blk_header};
-use blkyard_virtio::{Chain, Features, ParseContext, Parsed, SplitRing, VirtioStatus, parse, write_status, written};
+use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioStatus, parse, write_status, written};
 
 use load::{load_only, null};
 
@@ -65,7 +65,7 @@ const RING_SIZE: u16 = 128;
 /// parsing of the header and the writing of the status. The driver only moves its index.
 struct Ring {
     guest: Guest,
-    device: SplitRing,
+    device: DeviceRing,
     chain: Chain,
     bio: Box<Bio>,
     offered: u16,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use blkyard_mq::DeviceInfo;
-use blkyard_virtio::{BlkConfig, Features};
+use blkyard_virtio::{BlkConfig, Features, RingBase};
 use vhost::vhost_user::GpuBackend;
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
@@ -298,9 +298,12 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
-        let size = u16::try_from(num).ok().filter(|n| n.is_power_of_two() && *n <= QUEUE_SIZE_MAX);
-        let size = size
-            .ok_or_else(|| self.refuse("a ring size", format!("{num} is not a power of two up to {QUEUE_SIZE_MAX}")))?;
+        let packed = self.features.contains(Features::RING_PACKED);
+        let fits = |size: &u16| (1..=QUEUE_SIZE_MAX).contains(size) && (packed || size.is_power_of_two());
+        let size = u16::try_from(num).ok().filter(fits).ok_or_else(|| {
+            let what = if packed { "from 1" } else { "a power of two" };
+            self.refuse("a ring size", format!("{num} is not {what} up to {QUEUE_SIZE_MAX}"))
+        })?;
         self.change_vring(index, |vring| vring.size = size)
     }
 
@@ -317,17 +320,20 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
-        let base = u16::try_from(base).map_err(|_| self.refuse("a ring's base", format!("{base} is no ring index")))?;
-        self.change_vring(index, |vring| vring.next_avail = base)
+        if !self.features.contains(Features::RING_PACKED) && base > u16::MAX.into() {
+            return Err(self.refuse("a ring's base", format!("{base} is no ring index")));
+        }
+        self.change_vring(index, |vring| vring.base = Some(RingBase::from_bits(base)))
     }
 
     fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
         self.vring(index)?;
         self.suspend(index as usize)?;
+        let features = self.features;
         let vring = self.vring(index)?;
         // Stopped now: it starts again with the next kick descriptor.
         vring.kick = Kick::Unknown;
-        Ok(VhostUserVringState::new(index, u32::from(vring.next_avail)))
+        Ok(VhostUserVringState::new(index, vring.base(features).bits()))
     }
 
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {

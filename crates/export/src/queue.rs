@@ -17,8 +17,8 @@ use std::sync::mpsc::Sender;
 use blkyard_mem::Region;
 use blkyard_mq::{Bio, Chime, ChimePlace, Crank, Driver, HwQueue, RegionTable, Segment, Station, Wake};
 use blkyard_virtio::{
-    Chain, GuestMemory, Head, ParseContext, Parsed, Refusals, SerialId, SplitRing, VirtioStatus, parse, status_of,
-    write_status, written,
+    Chain, DeviceRing, GuestMemory, Head, ParseContext, Parsed, Refusals, RingBase, SerialId, VirtioStatus, parse,
+    status_of, write_status, written,
 };
 
 use crate::event::Event;
@@ -43,7 +43,7 @@ pub struct VhostQueue<D> {
     refusals: Arc<Refusals>,
     session: Option<Session>,
     desk: Desk,
-    suspending: Vec<Sender<u16>>,
+    suspending: Vec<Sender<RingBase>>,
     flushing: Flushing,
     retiring: bool,
     /// To move to another lane once what was fetched is finished.
@@ -54,7 +54,7 @@ pub struct VhostQueue<D> {
 
 /// The guest's side of a queue that runs.
 struct Session {
-    ring: SplitRing,
+    ring: DeviceRing,
     memory: Arc<GuestMemory>,
     /// Where the record of what is in flight lies.
     records: Option<Arc<Region>>,
@@ -197,7 +197,7 @@ impl<D> VhostQueue<D> {
         if self.session.is_some() {
             return Err("the queue runs already".into());
         }
-        let mut ring = SplitRing::new(setup.layout, setup.size, setup.event_idx, setup.indirect, setup.next_avail)
+        let mut ring = DeviceRing::new(setup.layout, setup.size, setup.disk.features, setup.base)
             .map_err(|error| error.to_string())?;
         let records = setup.record.as_ref().map(|record| Arc::clone(record.region()));
         if let Some(record) = setup.record {
@@ -241,11 +241,11 @@ impl<D> VhostQueue<D> {
         let Some(mut session) = self.session.take() else { return };
         // Whoever looks at the ring now may kick us as usual.
         session.ring.enable_notify();
-        let next_avail = session.ring.next_avail();
+        let base = session.ring.base();
         drop(session);
         self.hw.set_memory(cx, Arc::new(RegionTable::default()));
         for answer in self.suspending.drain(..) {
-            let _ = answer.send(next_avail);
+            let _ = answer.send(base);
         }
     }
 
@@ -253,7 +253,7 @@ impl<D> VhostQueue<D> {
     fn view(&self) -> QueueView {
         let ring = self.session.as_ref().map(|session| RingView {
             size: session.ring.size(),
-            next_avail: session.ring.next_avail(),
+            next_avail: session.ring.base().next_avail(),
             in_flight: session.ring.in_flight(),
             is_broken: session.broken,
         });
@@ -423,7 +423,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         let Some(session) = &mut self.session else {
             // At rest already: memory was let go of when the session ended.
             for answer in self.suspending.drain(..) {
-                let _ = answer.send(0);
+                let _ = answer.send(RingBase::SPLIT_START);
             }
             // Without memory nothing was written since.
             for answer in self.flushing.asked.drain(..) {

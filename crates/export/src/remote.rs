@@ -13,7 +13,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use blkyard_mq::{DeviceInfo, HwStats, Wake};
-use blkyard_virtio::{GuestMemory, Inflight, RingLayout};
+use blkyard_virtio::{GuestMemory, Inflight, RingBase, RingLayout};
 
 use crate::QueueView;
 use crate::event::Event;
@@ -23,10 +23,8 @@ pub(crate) struct Setup {
     pub(crate) memory: Arc<GuestMemory>,
     pub(crate) layout: RingLayout,
     pub(crate) size: u16,
-    pub(crate) event_idx: bool,
-    pub(crate) indirect: bool,
-    /// Where the queue goes on in the available ring.
-    pub(crate) next_avail: u16,
+    /// Where the ring goes on.
+    pub(crate) base: RingBase,
     /// Where it records what is in flight. Says where it goes on, once it has been used.
     pub(crate) record: Option<Inflight>,
     pub(crate) kick: Option<Arc<Event>>,
@@ -49,7 +47,7 @@ pub(crate) enum Command {
     /// Run with this; the answer says whether the rings are sound.
     Run(Box<Setup>, Sender<Result<(), String>>),
     /// Finish what was fetched, then say where the queue stands.
-    Suspend(Sender<u16>),
+    Suspend(Sender<RingBase>),
     /// Make durable what has completed, then say whether that worked.
     Flush(Sender<bool>),
     /// Ring this from now on.
@@ -111,11 +109,11 @@ struct Line {
 pub(crate) struct Gone;
 
 /// A queue that was asked to come to rest.
-pub(crate) struct Suspension(Receiver<u16>);
+pub(crate) struct Suspension(Receiver<RingBase>);
 
 impl Suspension {
     /// Waits until all that was fetched is finished; says where the queue stands.
-    pub(crate) fn wait(self) -> Result<u16, Gone> {
+    pub(crate) fn wait(self) -> Result<RingBase, Gone> {
         self.0.recv().map_err(|_| Gone)
     }
 }

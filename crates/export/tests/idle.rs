@@ -12,7 +12,7 @@ fn sixteen_idle_queues_use_no_measurable_time_and_hear_a_kick() {
     let ram = Ram::new(16 << 20);
     for event_idx in [false, true] {
         let mut front = Front::dial(&world.exports[0].path);
-        front.negotiate(if event_idx { !0 } else { !(1 << 29) });
+        front.negotiate(if event_idx { common::SPLIT } else { common::PLAIN });
         front.share(&[&ram]).unwrap();
         ram.write(0, &vec![0; 16 << 20]);
         let mut vqs: Vec<_> = (0..16).map(|number| Vq::new(&ram, number)).collect();

@@ -42,7 +42,7 @@ fn sessions(world: &mut World) {
     let ram = Ram::new(1 << 20);
     for bad in 0..4 {
         let raw = Raw::connect(&export.path);
-        raw.negotiate(!0);
+        raw.negotiate(common::SPLIT);
         let mut table = common::state(2, 0);
         table.extend(words64(&ram.words()));
         table.extend(words64(&ram.words()));

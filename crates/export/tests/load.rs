@@ -39,7 +39,7 @@ fn a_deep_load_on_all_queues_is_answered_in_full() {
         let ram = Ram::new(4 * VQ_BYTES);
         for event_idx in [false, true] {
             let mut front = Front::dial(&world.exports[0].path);
-            front.negotiate(if event_idx { !0 } else { !(1 << 29) });
+            front.negotiate(if event_idx { common::SPLIT } else { common::PLAIN });
             front.share(&[&ram]).unwrap();
             ram.write(0, &vec![0; 4 << 20]);
             let mut vqs: Vec<_> = (0..4).map(|number| Vq::new(&ram, number)).collect();

@@ -14,7 +14,7 @@ use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
 /// What a whole disk offers: all that we know but the bit for read-only ones.
-const ALL: u64 = 0x1_7000_7e44;
+const ALL: u64 = 0xd_7000_7e44;
 
 #[test]
 fn a_disk_tells_what_it_is_and_can_do() {
@@ -140,7 +140,7 @@ fn with_event_indexes_the_guest_is_called_where_it_asked_to_be() {
     let world = World::pair();
     let ram = Ram::new(1 << 20);
     let mut front = Front::dial(&world.exports[0].path);
-    front.negotiate(!0);
+    front.negotiate(common::SPLIT);
     front.share(&[&ram]).unwrap();
     let mut vq = Vq::new(&ram, 0);
     vq.event_idx = true;
@@ -180,7 +180,7 @@ fn kicks_are_asked_for_only_by_a_queue_that_sleeps() {
     for event_idx in [false, true] {
         let ram = Ram::new(1 << 20);
         let mut front = Front::dial(&world.exports[0].path);
-        front.negotiate(if event_idx { !0 } else { !(1 << 29) });
+        front.negotiate(if event_idx { common::SPLIT } else { common::PLAIN });
         front.share(&[&ram]).unwrap();
         let mut vq = Vq::new(&ram, 0);
         vq.event_idx = event_idx;

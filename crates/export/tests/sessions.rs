@@ -15,7 +15,7 @@ fn a_second_front_end_waits_and_is_served_when_the_first_leaves() {
     let (first, mut vq) = one_queue(&world.exports[0]);
     let mut second = Front::dial(&world.exports[0].path);
     let waiting = std::thread::spawn(move || {
-        second.negotiate(!(1 << 29));
+        second.negotiate(common::PLAIN);
         second
     });
     for sector in 0..50 {
@@ -87,7 +87,7 @@ fn stopping_finishes_what_is_in_flight_and_fetches_no_more() {
 fn a_front_end_that_asks_and_never_reads_does_not_keep_the_daemon_from_stopping() {
     let world = World::pair();
     let raw = Raw::connect(&world.exports[0].path);
-    raw.negotiate(!0);
+    raw.negotiate(common::SPLIT);
     // Far more questions than both buffers hold answers.
     raw.0.set_nonblocking(true).unwrap();
     let question = Raw::message(Request::GetFeatures as u32, 1, &[]);
@@ -177,7 +177,7 @@ fn front_ends_that_come_and_go_quickly_are_all_let_go() {
     for round in 0..100 {
         let raw = Raw::connect(&world.exports[0].path);
         match round % 3 {
-            0 => raw.negotiate(!0),
+            0 => raw.negotiate(common::SPLIT),
             1 => assert!(raw.tell(Request::GetFeatures, &[], &[])),
             _ => {}
         }

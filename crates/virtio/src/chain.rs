@@ -52,6 +52,7 @@ pub(crate) struct Desc {
     addr: u64,
     len: u32,
     flags: u16,
+    /// In a packed ring: the id.
     next: u16,
 }
 
@@ -65,15 +66,18 @@ impl Desc {
         Desc { addr, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 }
     }
 
-    /// Reads a descriptor once, as two words.
+    /// A packed descriptor has an id where a split one has its flags, and flags where that names its next. [2.8.13]
     #[inline]
-    fn from_span(span: &Span<'_>) -> Desc {
-        let word = |at| {
-            let mut bytes = [0; 8];
-            span.part(at, 8).copy_to_slice(&mut bytes);
-            u64::from_le_bytes(bytes)
-        };
-        Desc::from_words(word(0), word(8))
+    fn from_packed_words(addr: u64, rest: u64) -> Desc {
+        Desc { addr, len: rest as u32, flags: (rest >> 48) as u16, next: (rest >> 32) as u16 }
+    }
+
+    /// In an indirect table of a packed ring only the direction means anything. [2.8.7]
+    #[inline]
+    fn from_packed_table((addr, rest): (u64, u64), goes_on: bool) -> Desc {
+        let desc = Desc::from_packed_words(addr, rest);
+        let more = if goes_on { Desc::NEXT } else { 0 };
+        Desc { flags: desc.flags & Desc::WRITE | more, ..desc }
     }
 
     #[inline]
@@ -82,7 +86,7 @@ impl Desc {
     }
 }
 
-/// The descriptor table of a ring.
+/// The descriptor table of a split ring.
 #[derive(Clone, Copy)]
 pub(crate) struct Table<'a> {
     pub(crate) view: &'a View,
@@ -100,6 +104,60 @@ impl Table<'_> {
         let at = usize::from(index) * DESC_BYTES;
         Desc::from_words(self.view.load_u64(at, Relaxed), self.view.load_u64(at + 8, Relaxed))
     }
+}
+
+/// The part of a packed ring that the driver may have filled.
+#[derive(Clone, Copy)]
+pub(crate) struct Slots<'a> {
+    pub(crate) view: &'a View,
+    /// Descriptors in the ring.
+    pub(crate) size: u16,
+    /// The first of the driver's.
+    pub(crate) place: u16,
+    /// How many are the driver's: one at least.
+    pub(crate) free: u16,
+    /// Whether indirect descriptors were negotiated.
+    pub(crate) indirect: bool,
+}
+
+impl Slots<'_> {
+    /// Where the descriptor lies that is so many places further on.
+    #[inline]
+    fn offset(self, ahead: u32) -> usize {
+        let place = u32::from(self.place) + ahead;
+        let size = u32::from(self.size);
+        (if place < size { place } else { place - size }) as usize * DESC_BYTES
+    }
+
+    /// Reads a descriptor once, as two words.
+    #[inline]
+    fn read(self, ahead: u32) -> Desc {
+        use std::sync::atomic::Ordering::Relaxed;
+        let at = self.offset(ahead);
+        Desc::from_packed_words(self.view.load_u64(at, Relaxed), self.view.load_u64(at + 8, Relaxed))
+    }
+}
+
+/// Reads a descriptor of an indirect table once, as two words.
+#[inline]
+fn read_words(span: &Span<'_>, index: u32) -> (u64, u64) {
+    let span = span.part(index as usize * DESC_BYTES, DESC_BYTES);
+    let word = |at| {
+        let mut bytes = [0; 8];
+        span.part(at, 8).copy_to_slice(&mut bytes);
+        u64::from_le_bytes(bytes)
+    };
+    (word(0), word(8))
+}
+
+/// The same where the table lies across ranges: each descriptor is gathered by itself.
+#[cold]
+fn read_torn(memory: &GuestMemory, table: u64, index: u32) -> Option<(u64, u64)> {
+    let mut bytes = [0; DESC_BYTES];
+    let at = table.checked_add(u64::from(index) * DESC_BYTES as u64)?;
+    let there = memory.read(at, &mut bytes);
+    let words = u128::from_le_bytes(bytes);
+    there.then_some((words as u64, (words >> 64) as u64))
 }
 
 /// A chain of buffers: what the device may read, then what it may write.
@@ -127,16 +185,6 @@ struct Tally {
     ends_writable: bool,
 }
 
-/// A place in a table of descriptors, whichever table it is.
-struct Cursor {
-    /// Descriptors in the table.
-    size: u32,
-    /// How many may still be read before it must be a circle.
-    left: u32,
-    /// The descriptor read last, not taken yet.
-    desc: Desc,
-}
-
 /// Why a walk does not simply go on.
 enum Stop {
     /// The chain ends here.
@@ -149,14 +197,40 @@ enum Stop {
     Fault(ChainFault),
 }
 
-impl Cursor {
-    fn new(size: u32, first: Desc) -> Cursor {
-        Cursor { size, left: size - 1, desc: first }
-    }
+/// Where descriptors come from, one after the other.
+trait Steps {
+    /// The descriptor read last, not taken yet.
+    fn desc(&self) -> Desc;
 
     /// Goes on to the descriptor after this one, if there is one.
+    fn step(&mut self) -> Result<(), Stop>;
+}
+
+/// Descriptors that name their next, as in a split ring and its indirect tables.
+struct Linked<R> {
+    /// Descriptors in the table.
+    size: u32,
+    /// How many may still be read before it must be a circle.
+    left: u32,
+    desc: Desc,
+    read: R,
+}
+
+impl<R: Fn(u32) -> Option<Desc>> Linked<R> {
     #[inline]
-    fn step(&mut self, read: impl FnOnce(u32) -> Option<Desc>) -> Result<(), Stop> {
+    fn new(size: u32, first: Desc, read: R) -> Linked<R> {
+        Linked { size, left: size - 1, desc: first, read }
+    }
+}
+
+impl<R: Fn(u32) -> Option<Desc>> Steps for Linked<R> {
+    #[inline]
+    fn desc(&self) -> Desc {
+        self.desc
+    }
+
+    #[inline]
+    fn step(&mut self) -> Result<(), Stop> {
         if !self.desc.is(Desc::NEXT) {
             return Err(Stop::End);
         }
@@ -165,7 +239,37 @@ impl Cursor {
             return Err(Stop::Fault(ChainFault::NextOutOfRange));
         }
         self.left = self.left.checked_sub(1).ok_or(Stop::Fault(ChainFault::Loop))?;
-        self.desc = read(next).ok_or(Stop::Fault(ChainFault::IndirectNotMapped))?;
+        self.desc = (self.read)(next).ok_or(Stop::Fault(ChainFault::IndirectNotMapped))?;
+        Ok(())
+    }
+}
+
+/// Descriptors that follow each other, as in a packed ring and its indirect tables.
+struct Row<R> {
+    /// How many there may be.
+    size: u32,
+    /// How many were read.
+    len: u32,
+    desc: Desc,
+    read: R,
+}
+
+impl<R: Fn(u32) -> Option<Desc>> Steps for Row<R> {
+    #[inline]
+    fn desc(&self) -> Desc {
+        self.desc
+    }
+
+    #[inline]
+    fn step(&mut self) -> Result<(), Stop> {
+        if !self.desc.is(Desc::NEXT) {
+            return Err(Stop::End);
+        }
+        if self.len == self.size {
+            return Err(Stop::Fault(ChainFault::Loop));
+        }
+        self.desc = (self.read)(self.len).ok_or(Stop::Fault(ChainFault::IndirectNotMapped))?;
+        self.len += 1;
         Ok(())
     }
 }
@@ -216,40 +320,27 @@ impl Chain {
         Some(Segment { region: last.region, offset: last.offset + u64::from(last.len - 1), len: 1 })
     }
 
-    /// Walks the chain that begins at `head`, which lies in the table.
+    /// Walks the chain that begins at `head`, which lies in the table of a split ring.
     #[inline]
     pub(crate) fn walk(&mut self, memory: &GuestMemory, table: Table<'_>, head: u16) {
         self.fault = None;
         self.tally = Tally::default();
         let mut desc = table.read(head);
         if !desc.is(Desc::INDIRECT) {
-            let cursor = Cursor::new(u32::from(table.size), desc);
-            match self.walk_table(memory, cursor, |index| Some(table.read(index as u16))) {
+            let mut steps = Linked::new(u32::from(table.size), desc, |index| Some(table.read(index as u16)));
+            match self.walk_table(memory, &mut steps) {
                 Some(indirect) => desc = indirect,
                 None => return,
             }
         }
-        if table.indirect {
-            self.walk_indirect(memory, desc);
-        } else {
-            self.spoil(ChainFault::IndirectNotNegotiated);
-        }
-    }
-
-    /// The rest of the chain is in a table of its own. The device ignores the descriptor's write flag. [2.7.5.3.2]
-    #[inline]
-    fn walk_indirect(&mut self, memory: &GuestMemory, desc: Desc) {
-        if desc.is(Desc::NEXT) {
-            return self.spoil(ChainFault::IndirectWithNext);
-        }
-        if desc.len == 0 || !desc.len.is_multiple_of(DESC_BYTES as u32) || desc.len > INDIRECT_BYTES_MAX {
-            return self.spoil(ChainFault::IndirectLength);
-        }
-        let size = desc.len / DESC_BYTES as u32;
+        let Some(size) = self.indirect_size(desc, table.indirect) else { return };
         // Nearly always the table lies in one range.
         let nested = if let Some(span) = memory.span(desc.addr, desc.len, &mut self.hint) {
-            let read = |index| Desc::from_span(&span.part(index as usize * DESC_BYTES, DESC_BYTES));
-            self.walk_table(memory, Cursor::new(size, read(0)), |index| Some(read(index)))
+            let read = |index| {
+                let (addr, rest) = read_words(&span, index);
+                Desc::from_words(addr, rest)
+            };
+            self.walk_table(memory, &mut Linked::new(size, read(0), |index| Some(read(index))))
         } else {
             self.walk_torn(memory, size, desc.addr)
         };
@@ -258,36 +349,97 @@ impl Chain {
         }
     }
 
-    /// The table lies across ranges: each descriptor is gathered by itself.
+    /// The table lies across ranges.
     #[cold]
-    fn walk_torn(&mut self, memory: &GuestMemory, size: u32, addr: u64) -> Option<Desc> {
-        let read = |index| {
-            let mut bytes = [0; DESC_BYTES];
-            let at = addr.checked_add(u64::from(index) * DESC_BYTES as u64)?;
-            let there = memory.read(at, &mut bytes);
-            let words = u128::from_le_bytes(bytes);
-            there.then(|| Desc::from_words(words as u64, (words >> 64) as u64))
-        };
+    #[inline(never)]
+    fn walk_torn(&mut self, memory: &GuestMemory, size: u32, table: u64) -> Option<Desc> {
+        let read = |index| read_torn(memory, table, index).map(|(addr, rest)| Desc::from_words(addr, rest));
         let Some(first) = read(0) else {
             self.spoil(ChainFault::IndirectNotMapped);
             return None;
         };
-        self.walk_table(memory, Cursor::new(size, first), read)
+        self.walk_table(memory, &mut Linked::new(size, first, read))
+    }
+
+    /// Walks the chain at the first of these places of a packed ring; `rest` is the second word of its first
+    /// descriptor. Returns the chain's id and how many places it takes; nothing if it does not end there.
+    #[inline]
+    pub(crate) fn walk_packed(&mut self, memory: &GuestMemory, slots: Slots<'_>, rest: u64) -> Option<(u16, u16)> {
+        self.fault = None;
+        self.tally = Tally::default();
+        let addr = slots.view.load_u64(slots.offset(0), std::sync::atomic::Ordering::Relaxed);
+        let desc = Desc::from_packed_words(addr, rest);
+        // One place that points to a table: most chains of drivers that may do so.
+        if desc.flags & (Desc::INDIRECT | Desc::NEXT) == Desc::INDIRECT {
+            self.walk_packed_table(memory, desc, slots.indirect);
+            return Some((desc.next, 1));
+        }
+        let mut steps = Row { size: u32::from(slots.free), len: 1, desc, read: |ahead| Some(slots.read(ahead)) };
+        if self.walk_table(memory, &mut steps).is_some() {
+            // A table in a chain of several. [2.8.19]
+            self.spoil(ChainFault::IndirectWithNext);
+        }
+        // Whatever is wrong with the chain, the next one begins behind its end.
+        loop {
+            match steps.step() {
+                Ok(()) => {}
+                Err(Stop::End) => return Some((steps.desc.next, steps.len as u16)),
+                Err(_) => return None,
+            }
+        }
+    }
+
+    /// Walks the indirect table of a packed chain: its descriptors follow each other to the table's end. [2.8.7]
+    #[inline]
+    fn walk_packed_table(&mut self, memory: &GuestMemory, desc: Desc, negotiated: bool) {
+        let Some(size) = self.indirect_size(desc, negotiated) else { return };
+        if let Some(span) = memory.span(desc.addr, desc.len, &mut self.hint) {
+            let read = |index| Desc::from_packed_table(read_words(&span, index), index + 1 < size);
+            self.walk_table(memory, &mut Row { size, len: 1, desc: read(0), read: |index| Some(read(index)) });
+        } else {
+            self.walk_packed_torn(memory, size, desc.addr);
+        }
+    }
+
+    /// The table lies across ranges.
+    #[cold]
+    #[inline(never)]
+    fn walk_packed_torn(&mut self, memory: &GuestMemory, size: u32, table: u64) {
+        let read = |index| {
+            let words = read_torn(memory, table, index)?;
+            Some(Desc::from_packed_table(words, index + 1 < size))
+        };
+        match read(0) {
+            Some(first) => drop(self.walk_table(memory, &mut Row { size, len: 1, desc: first, read })),
+            None => self.spoil(ChainFault::IndirectNotMapped),
+        }
+    }
+
+    /// Descriptors in the table that an indirect descriptor points to, if it may. The device ignores the descriptor's
+    /// write flag. [2.7.5.3.2, 2.8.7]
+    #[inline]
+    fn indirect_size(&mut self, desc: Desc, negotiated: bool) -> Option<u32> {
+        let fault = if !negotiated {
+            ChainFault::IndirectNotNegotiated
+        } else if desc.is(Desc::NEXT) {
+            ChainFault::IndirectWithNext
+        } else if desc.len == 0 || !desc.len.is_multiple_of(DESC_BYTES as u32) || desc.len > INDIRECT_BYTES_MAX {
+            ChainFault::IndirectLength
+        } else {
+            return Some(desc.len / DESC_BYTES as u32);
+        };
+        self.spoil(fault);
+        None
     }
 
     /// Walks one table to its end, or to an indirect descriptor, which is returned.
     #[inline]
-    fn walk_table(
-        &mut self,
-        memory: &GuestMemory,
-        mut cursor: Cursor,
-        read: impl Fn(u32) -> Option<Desc>,
-    ) -> Option<Desc> {
+    fn walk_table(&mut self, memory: &GuestMemory, steps: &mut impl Steps) -> Option<Desc> {
         loop {
-            let mut stop = self.walk_plain(memory, &mut cursor, &read);
+            let mut stop = self.walk_plain(memory, steps);
             if let Stop::Odd = stop {
-                self.take(memory, cursor.desc);
-                match cursor.step(&read) {
+                self.take(memory, steps.desc());
+                match steps.step() {
                     Ok(()) => continue,
                     Err(next) => stop = next,
                 }
@@ -309,15 +461,16 @@ impl Chain {
     /// Walks on as long as buffers are in one range each, in order, and nothing is wrong. What is counted is kept in
     /// plain variables, which stay in registers.
     #[inline]
-    fn walk_plain(&mut self, memory: &GuestMemory, cursor: &mut Cursor, read: &impl Fn(u32) -> Option<Desc>) -> Stop {
+    fn walk_plain(&mut self, memory: &GuestMemory, steps: &mut impl Steps) -> Stop {
         if self.fault.is_some() {
-            return if cursor.desc.is(Desc::INDIRECT) { Stop::Indirect(cursor.desc) } else { Stop::Odd };
+            let desc = steps.desc();
+            return if desc.is(Desc::INDIRECT) { Stop::Indirect(desc) } else { Stop::Odd };
         }
         let (mut readable, mut writable) = (self.tally.readable, self.tally.writable);
         let (mut readable_bytes, mut writable_bytes) = (self.tally.readable_bytes, self.tally.writable_bytes);
         let mut range = memory.range(self.hint);
         let stop = loop {
-            let desc = cursor.desc;
+            let desc = steps.desc();
             if desc.is(Desc::INDIRECT) {
                 break Stop::Indirect(desc);
             }
@@ -345,7 +498,7 @@ impl Chain {
                 readable += 1;
                 readable_bytes += u64::from(desc.len);
             }
-            if let Err(stop) = cursor.step(read) {
+            if let Err(stop) = steps.step() {
                 break stop;
             }
         };

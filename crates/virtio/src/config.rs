@@ -55,6 +55,8 @@ impl BlkConfig {
             | Features::TOPOLOGY
             | Features::INDIRECT_DESC
             | Features::EVENT_IDX
+            | Features::RING_PACKED
+            | Features::IN_ORDER
             | Features::VERSION_1
             | Features::PROTOCOL_FEATURES;
         let limits = &self.info.limits;

@@ -1,16 +1,20 @@
-//! A guest in a box: memory, one split ring, and the driver's side of it. For tests and benchmarks.
+//! A guest in a box: memory, one ring of either format, and the driver's side of it. For tests and benchmarks.
 //!
 //! Small and plain rather than fast, and as honest as a test wants it: chains are built properly from free
 //! descriptors, or any bytes are written anywhere. Owned by one thread, which may be another one than the device's.
-//! It trusts the device where a real driver must not.
+//! It trusts the device where a real driver must not. It shares no arithmetic with the device's side.
 
+mod packed;
+mod split;
+
+use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
 use blkyard_mem::{Region, RegionTable};
 
-use crate::split::needs_event;
-use crate::{GuestMemory, GuestRange, RingLayout, SplitRing, ring_bytes};
+use self::packed::PackedDriver;
+use self::split::SplitDriver;
+use crate::{DeviceRing, Features, GuestMemory, GuestRange, RingBase, RingLayout, packed_ring_bytes, ring_bytes};
 
 /// Where the guest's memory begins; nothing is mapped below.
 pub const GUEST_BASE: u64 = 0x10_0000;
@@ -37,7 +41,7 @@ pub struct Descriptor {
     pub len: u32,
     /// [`Descriptor::NEXT`] and the others.
     pub flags: u16,
-    /// Place of the next descriptor.
+    /// Place of the next descriptor; in a packed ring the id.
     pub next: u16,
 }
 
@@ -49,7 +53,7 @@ impl Descriptor {
     /// The buffer is a table of descriptors.
     pub const INDIRECT: u16 = 4;
 
-    /// As in memory.
+    /// As in the memory of a split ring.
     pub fn to_bytes(self) -> [u8; 16] {
         let mut bytes = [0; 16];
         bytes[..8].copy_from_slice(&self.addr.to_le_bytes());
@@ -57,6 +61,11 @@ impl Descriptor {
         bytes[12..14].copy_from_slice(&self.flags.to_le_bytes());
         bytes[14..].copy_from_slice(&self.next.to_le_bytes());
         bytes
+    }
+
+    /// As in the memory of a packed ring, where id and flags have changed places. [2.8.13]
+    pub fn to_packed_bytes(self) -> [u8; 16] {
+        Descriptor { flags: self.next, next: self.flags, ..self }.to_bytes()
     }
 }
 
@@ -67,24 +76,51 @@ pub struct Guest {
     layout: RingLayout,
     addrs: [u64; 3],
     size: u16,
-    event_idx: bool,
-    avail: u16,
-    avail_published: u16,
-    used_seen: u16,
-    free: Vec<u16>,
-    /// Descriptors of the chain that begins at each place, by the driver's own account.
-    chains: Vec<Vec<u16>>,
+    features: Features,
+    driver: Driver,
+    /// With `IN_ORDER`: what was offered and not polled.
+    offered: VecDeque<u16>,
+    /// The last chain of a batch that is being polled, and the bytes written to it.
+    batch: Option<(u32, u32)>,
     heap: u64,
 }
 
+/// The driver's side of a ring.
+#[derive(Debug)]
+enum Driver {
+    Split(SplitDriver),
+    Packed(PackedDriver),
+}
+
+/// Calls the same method of whichever driver it is.
+macro_rules! driver {
+    ($guest:ident, $driver:ident => $call:expr) => {
+        match &mut $guest.driver {
+            Driver::Split($driver) => $call,
+            Driver::Packed($driver) => $call,
+        }
+    };
+}
+
 impl Guest {
-    /// A guest with an empty ring of `size` entries and `heap_bytes` of memory for buffers.
+    /// A guest with an empty split ring of `size` entries and `heap_bytes` of memory for buffers.
     ///
     /// # Panics
     /// If the size is not a power of two, or there is no memory.
     pub fn new(size: u16, heap_bytes: usize, event_idx: bool) -> Guest {
+        let features = if event_idx { Features::EVENT_IDX } else { Features::empty() };
+        Guest::with(features, size, heap_bytes)
+    }
+
+    /// A guest with an empty ring of the kind these features say.
+    ///
+    /// # Panics
+    /// If no such ring has this size, or there is no memory.
+    pub fn with(features: Features, size: u16, heap_bytes: usize) -> Guest {
+        let is_packed = features.contains(Features::RING_PACKED);
+        let bytes = if is_packed { packed_ring_bytes(size) } else { ring_bytes(size) };
         let mut at = 0;
-        let places = ring_bytes(size).map(|(bytes, _)| {
+        let places = bytes.map(|(bytes, _)| {
             let place = at as u64;
             at = (at + bytes).next_multiple_of(4096);
             place
@@ -94,34 +130,51 @@ impl Guest {
             GuestRange { guest_addr: GUEST_BASE, user_addr: USER_BASE, len: region.len() as u64, region: 0, offset: 0 };
         let table = Arc::new(RegionTable::new(vec![region]));
         let memory = Arc::new(GuestMemory::new(table, vec![range]).expect("one range overlaps nothing"));
-        let layout =
-            RingLayout::locate(&memory, size, places.map(|place| USER_BASE + place)).expect("it was made to fit");
+        let user_addrs = places.map(|place| USER_BASE + place);
+        let layout = RingLayout::locate(&memory, features, size, user_addrs).expect("it was made to fit");
+        let event_idx = features.contains(Features::EVENT_IDX);
+        let driver = if is_packed {
+            Driver::Packed(PackedDriver::new(layout.clone(), size, event_idx))
+        } else {
+            Driver::Split(SplitDriver::new(layout.clone(), size, event_idx))
+        };
         Guest {
             memory,
             layout,
             addrs: places.map(|place| GUEST_BASE + place),
             size,
-            event_idx,
-            avail: 0,
-            avail_published: 0,
-            used_seen: 0,
-            free: (0..size).rev().collect(),
-            chains: vec![Vec::new(); usize::from(size)],
+            features,
+            driver,
+            offered: VecDeque::new(),
+            batch: None,
             heap: GUEST_BASE + at as u64,
         }
     }
 
-    /// Lets both indexes begin at `index`, as if that many chains had gone round already.
+    /// Lets the ring begin as if so many chains, or places of a packed ring, had gone round already.
     pub fn start_at(&mut self, index: u16) {
-        (self.avail, self.avail_published, self.used_seen) = (index, index, index);
-        self.layout.avail.store_u16(2, index, Relaxed);
-        self.layout.used.store_u16(2, index, Relaxed);
+        driver!(self, driver => driver.start_at(index));
     }
 
     /// The device's side of the ring, from where the guest stands.
-    pub fn device(&self, indirect: bool) -> SplitRing {
-        let ring = SplitRing::new(self.layout.clone(), self.size, self.event_idx, indirect, self.avail_published);
-        ring.expect("the size was checked")
+    pub fn device(&self, indirect: bool) -> DeviceRing {
+        let base = match &self.driver {
+            Driver::Split(driver) => driver.base(),
+            Driver::Packed(driver) => driver.base(),
+        };
+        self.device_at(indirect, base)
+    }
+
+    /// The device's side of the ring, from anywhere.
+    pub fn device_at(&self, indirect: bool, base: RingBase) -> DeviceRing {
+        let mut features = self.features;
+        features.set(Features::INDIRECT_DESC, indirect);
+        DeviceRing::new(self.layout.clone(), self.size, features, base).expect("the size was checked")
+    }
+
+    /// What was agreed on about the ring.
+    pub fn features(&self) -> Features {
+        self.features
     }
 
     /// The memory, as the device gets it.
@@ -134,7 +187,7 @@ impl Guest {
         &self.layout
     }
 
-    /// Guest addresses of descriptor table, available ring and used ring.
+    /// Guest addresses of descriptors, available ring or driver's area, used ring or device's area.
     pub fn addrs(&self) -> [u64; 3] {
         self.addrs
     }
@@ -171,88 +224,69 @@ impl Guest {
         bytes
     }
 
-    /// Writes a descriptor into any table.
+    /// Writes a descriptor into any table, in the manner of this ring.
     pub fn set_descriptor(&self, table: u64, index: u16, descriptor: Descriptor) {
-        self.write(table + u64::from(index) * 16, &descriptor.to_bytes());
+        let is_packed = self.features.contains(Features::RING_PACKED);
+        let bytes = if is_packed { descriptor.to_packed_bytes() } else { descriptor.to_bytes() };
+        self.write(table + u64::from(index) * 16, &bytes);
     }
 
     /// Builds a chain of free descriptors; nothing if there are not enough.
     pub fn chain(&mut self, buffers: &[Buffer]) -> Option<u16> {
-        let rest = self.free.len().checked_sub(buffers.len())?;
-        let mut places = self.free.split_off(rest);
-        places.reverse();
-        for (at, buffer) in buffers.iter().enumerate() {
-            self.set_descriptor(self.addrs[0], places[at], link(*buffer, places.get(at + 1).copied()));
-        }
-        let head = *places.first()?;
-        self.chains[usize::from(head)] = places;
-        Some(head)
+        driver!(self, driver => driver.chain(buffers))
     }
 
     /// Builds a chain in a table of its own, and one descriptor that points to it.
     pub fn chain_indirect(&mut self, table: u64, buffers: &[Buffer]) -> Option<u16> {
-        let head = self.free.pop()?;
         for (at, buffer) in buffers.iter().enumerate() {
-            let next = (at + 1 < buffers.len()).then_some(at as u16 + 1);
+            // In a packed ring's table the order says what is next.
+            let next = (at + 1 < buffers.len() && matches!(self.driver, Driver::Split(_))).then_some(at as u16 + 1);
             self.set_descriptor(table, at as u16, link(*buffer, next));
         }
-        let len = buffers.len() as u32 * 16;
-        let descriptor = Descriptor { addr: table, len, flags: Descriptor::INDIRECT, next: 0 };
-        self.set_descriptor(self.addrs[0], head, descriptor);
-        self.chains[usize::from(head)] = vec![head];
-        Some(head)
+        driver!(self, driver => driver.chain_indirect(table, buffers))
     }
 
-    /// Puts a head, any number, into the available ring. The device sees it with the next [`Guest::publish`].
+    /// Offers a chain. The device sees it with the next [`Guest::publish`]. In a split ring the head may be any
+    /// number.
     pub fn offer(&mut self, head: u16) {
-        let place = usize::from(self.avail & (self.size - 1));
-        self.layout.avail.store_u16(4 + 2 * place, head, Relaxed);
-        self.avail = self.avail.wrapping_add(1);
+        driver!(self, driver => driver.offer(head));
+        if self.features.contains(Features::IN_ORDER) {
+            self.offered.push_back(head);
+        }
     }
 
     /// Shows the device what was offered. Says whether it wants to be notified.
     pub fn publish(&mut self) -> bool {
-        let old = std::mem::replace(&mut self.avail_published, self.avail);
-        // The other side of `SplitRing::enable_notify`.
-        self.layout.avail.store_u16(2, self.avail, SeqCst);
-        if self.event_idx {
-            let event = self.layout.used.load_u16(4 + 8 * usize::from(self.size), SeqCst);
-            needs_event(event, self.avail, old)
-        } else {
-            self.layout.used.load_u16(0, SeqCst) & 1 == 0
-        }
+        driver!(self, driver => driver.publish())
     }
 
-    /// Takes the next used element: head and length. Its descriptors are free again.
+    /// Takes the next chain the device gives back: head and length. Its descriptors are free again.
+    ///
+    /// # Panics
+    /// If a device that keeps the order gives back what was not offered.
     pub fn poll(&mut self) -> Option<(u32, u32)> {
-        if self.layout.used.load_u16(2, Acquire) == self.used_seen {
-            return None;
+        let told = self.batch.take().or_else(|| driver!(self, driver => driver.look()));
+        let (mut id, mut len) = told?;
+        if self.features.contains(Features::IN_ORDER) {
+            let first = self.offered.pop_front().expect("what comes back was offered");
+            if u32::from(first) != id {
+                // All before the last of a batch were filled.
+                self.batch = told;
+                (id, len) = (first.into(), driver!(self, driver => driver.room(first)));
+            }
         }
-        let place = 4 + 8 * usize::from(self.used_seen & (self.size - 1));
-        self.used_seen = self.used_seen.wrapping_add(1);
-        let (id, len) = (self.layout.used.load_u32(place, Relaxed), self.layout.used.load_u32(place + 4, Relaxed));
-        if let Some(chain) = self.chains.get_mut(id as usize) {
-            self.free.append(chain);
-        }
+        driver!(self, driver => driver.pass(id));
         Some((id, len))
     }
 
-    /// Asks for a call with the next used element. Says whether there is one already.
+    /// Asks for a call with the next chain that comes back. Says whether there is one already.
     pub fn enable_calls(&mut self) -> bool {
-        // The other side of `SplitRing::publish`.
-        if self.event_idx {
-            self.layout.avail.store_u16(4 + 2 * usize::from(self.size), self.used_seen, SeqCst);
-        } else {
-            self.layout.avail.store_u16(0, 0, SeqCst);
-        }
-        self.layout.used.load_u16(2, SeqCst) != self.used_seen
+        driver!(self, driver => driver.enable_calls())
     }
 
-    /// Asks for no calls; a hint, and with event indexes not even that.
+    /// Asks for no calls; a hint, and with event indexes of a split ring not even that.
     pub fn disable_calls(&mut self) {
-        if !self.event_idx {
-            self.layout.avail.store_u16(0, 1, Release);
-        }
+        driver!(self, driver => driver.disable_calls());
     }
 }
 
@@ -261,6 +295,12 @@ fn link(buffer: Buffer, next: Option<u16>) -> Descriptor {
     let write = if buffer.writable { Descriptor::WRITE } else { 0 };
     let more = if next.is_some() { Descriptor::NEXT } else { 0 };
     Descriptor { addr: buffer.addr, len: buffer.len, flags: write | more, next: next.unwrap_or(0) }
+}
+
+/// Bytes the device may write.
+fn room(buffers: &[Buffer]) -> u32 {
+    let writable = buffers.iter().filter(|buffer| buffer.writable);
+    u32::try_from(writable.map(|buffer| u64::from(buffer.len)).sum::<u64>()).unwrap_or(u32::MAX)
 }
 
 /// The header of a virtio-blk request. [5.2.6]

@@ -32,5 +32,9 @@ bitflags::bitflags! {
         const PROTOCOL_FEATURES = 1 << 30;
         /// Not the legacy interface: little-endian, no assumption on how a request is laid out. [6.1]
         const VERSION_1 = 1 << 32;
+        /// Rings are packed: descriptors and used elements share one ring. [2.8]
+        const RING_PACKED = 1 << 34;
+        /// Chains come back in the order they were offered. [2.7.9, 2.8.11]
+        const IN_ORDER = 1 << 35;
     }
 }

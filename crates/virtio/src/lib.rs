@@ -1,6 +1,6 @@
 //! Virtio rings and the logic of virtio-blk, of the device and of the driver.
 //!
-//! A guest shares its memory and a ring with us. [`SplitRing`] takes chains of descriptors from the ring,
+//! A guest shares its memory and a ring with us. [`DeviceRing`] takes chains of descriptors from the ring,
 //! [`GuestMemory`] says where their bytes are, [`parse`] turns a chain into a bio, and the answer goes back as a
 //! status byte and a used element. Everything the guest writes is hostile: each field is read once into a copy, the
 //! copy is parsed into a type that cannot be wrong, and what is refused has a reason that is counted ([`Refusals`]).
@@ -24,6 +24,9 @@ mod guest;
 mod inflight;
 #[cfg(test)]
 mod notify_model;
+mod order;
+mod packed;
+mod ring;
 mod split;
 
 pub use blk::{
@@ -36,4 +39,6 @@ pub use counters::{Complaints, Refusals};
 pub use features::Features;
 pub use guest::{GuestMemory, GuestRange, RangeError, TranslateError};
 pub use inflight::{Inflight, InflightFault, inflight_bytes};
-pub use split::{Head, RING_SIZE_MAX, RingFault, RingLayout, RingSetupError, SplitRing, ring_bytes};
+pub use packed::{PackedRing, packed_ring_bytes};
+pub use ring::{DeviceRing, Head, RING_SIZE_MAX, RingBase, RingFault, RingLayout, RingSetupError};
+pub use split::{SplitRing, ring_bytes};

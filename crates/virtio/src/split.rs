@@ -3,19 +3,15 @@
 //! Owned by one thread. It takes heads from the available ring, and puts used elements into the used ring; indexes
 //! are read and written once per batch. The guest may write any of it at any time: an index or head that makes no
 //! sense, or a head that is still out, breaks the ring for good ([`RingFault`]), since nothing that follows it can be
-//! believed. It does not look into buffers, does not wake anybody (it only says when to), and has no packed format.
+//! believed. It does not look into buffers and does not wake anybody: it only says when to.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
-use blkyard_mem::View;
-
 use crate::chain::{DESC_BYTES, Table};
-use crate::counters::reasons;
 use crate::inflight::SplitInflight;
-use crate::{Chain, GuestMemory, Inflight, InflightFault};
-
-/// The largest ring. [2.7]
-pub const RING_SIZE_MAX: u16 = 32768;
+use crate::order::{InOrder, Used};
+use crate::ring::{Head, RingBase, RingFault, RingLayout, RingSetupError, check_size};
+use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
 
 // Places in the available ring [2.7.6] and the used ring [2.7.8]; both begin with flags and index.
 const FLAGS: usize = 0;
@@ -26,93 +22,10 @@ const USED_ELEMENT: usize = 8;
 const NO_INTERRUPT: u16 = 1;
 const NO_NOTIFY: u16 = 1;
 
-/// The three parts of a ring, as [`ring_bytes`] wants them.
-#[derive(Clone, Debug)]
-pub struct RingLayout {
-    /// The descriptor table. The device only reads it.
-    pub desc: View,
-    /// The available ring. The device only reads it.
-    pub avail: View,
-    /// The used ring. The device only writes it, and reads its index once, at the start.
-    pub used: View,
-}
-
 /// Bytes and alignment of descriptor table, available ring and used ring, event indexes included. [2.7]
 pub fn ring_bytes(size: u16) -> [(usize, usize); 3] {
     let size = usize::from(size);
     [(size * DESC_BYTES, 16), (RING + size * AVAIL_ELEMENT + 2, 2), (RING + size * USED_ELEMENT + 2, 4)]
-}
-
-impl RingLayout {
-    /// Finds the parts of a ring of `size` at these addresses of the front-end's process: descriptor table, available
-    /// ring, used ring.
-    ///
-    /// # Errors
-    /// Names the part that is not in shared memory, or not aligned.
-    pub fn locate(memory: &GuestMemory, size: u16, user_addrs: [u64; 3]) -> Result<RingLayout, RingSetupError> {
-        check_size(size)?;
-        let bytes = ring_bytes(size);
-        let view = |part: usize, what| {
-            let (len, align) = bytes[part];
-            let addr = user_addrs[part];
-            memory.view_user(addr, len, align).ok_or(RingSetupError::Unreachable { what, addr, len, align })
-        };
-        Ok(RingLayout {
-            desc: view(0, "descriptor table")?,
-            avail: view(1, "available ring")?,
-            used: view(2, "used ring")?,
-        })
-    }
-}
-
-/// Why a ring cannot be set up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum RingSetupError {
-    /// Index arithmetic needs a power of two. [2.7]
-    #[error("a ring of {0} entries: the size must be a power of two, from 1 to {RING_SIZE_MAX}")]
-    Size(u16),
-    /// A part of the ring does not lie in one region, or is not aligned.
-    #[error("the {what}, {len} bytes at {addr:#x}, does not lie in one shared region at a multiple of {align}")]
-    Unreachable {
-        /// Which part.
-        what: &'static str,
-        /// Where it should be, in the front-end's process.
-        addr: u64,
-        /// Its length, bytes.
-        len: usize,
-        /// What its address must be a multiple of.
-        align: usize,
-    },
-}
-
-fn check_size(size: u16) -> Result<(), RingSetupError> {
-    // A power of two that fits 16 bits is at most 32768.
-    if size.is_power_of_two() { Ok(()) } else { Err(RingSetupError::Size(size)) }
-}
-
-reasons! {
-    /// What is wrong with a ring. It is used no more until the driver sets it up again.
-    RingFault {
-        /// The available index is further ahead than the ring is long.
-        AvailJumped = "available index jumped further than the ring is long",
-        /// A head lies outside the descriptor table.
-        HeadOutOfRange = "head outside the descriptor table",
-        /// A head was offered that has not come back yet.
-        HeadTwice = "head offered again before it was used",
-    }
-}
-
-/// A chain that was fetched and has not been completed. It can be redeemed once, at the ring it came from.
-#[derive(Debug, PartialEq, Eq)]
-#[must_use = "a head that is not completed is lost to the guest"]
-pub struct Head(u16);
-
-impl Head {
-    /// The first descriptor's place in the table: the guest's word for the request.
-    #[inline]
-    pub fn index(&self) -> u16 {
-        self.0
-    }
 }
 
 /// A split ring, seen from the device.
@@ -148,10 +61,13 @@ pub struct SplitRing {
     left: Vec<u16>,
     /// Where what is in flight is recorded.
     inflight: Option<SplitInflight>,
+    /// If the driver wants its chains back in the order it offered them.
+    order: Option<InOrder>,
 }
 
 impl SplitRing {
-    /// A ring of `size` entries whose parts have the lengths and alignments of [`ring_bytes`].
+    /// A ring of `size` entries whose parts have the lengths and alignments of [`ring_bytes`], with what the features
+    /// say of rings.
     ///
     /// `next_avail` is where fetching goes on. Where used elements go on is read from the ring: only a device ever
     /// writes that index, and the driver compares what it has seen with nothing else, so to go on from any other
@@ -162,18 +78,17 @@ impl SplitRing {
     pub fn new(
         layout: RingLayout,
         size: u16,
-        event_idx: bool,
-        indirect: bool,
+        features: Features,
         next_avail: u16,
     ) -> Result<SplitRing, RingSetupError> {
-        check_size(size)?;
+        check_size(features - Features::RING_PACKED, size)?;
         let next_used = layout.used.load_u16(INDEX, Relaxed);
         Ok(SplitRing {
             layout,
             size,
             mask: size - 1,
-            event_idx,
-            indirect,
+            event_idx: features.contains(Features::EVENT_IDX),
+            indirect: features.contains(Features::INDIRECT_DESC),
             next_avail,
             avail_seen: next_avail,
             next_used,
@@ -184,6 +99,7 @@ impl SplitRing {
             out: vec![false; usize::from(size)].into(),
             left: Vec::new(),
             inflight: None,
+            order: features.contains(Features::IN_ORDER).then(|| InOrder::new(size)),
         })
     }
 
@@ -224,34 +140,36 @@ impl SplitRing {
     /// The ring is broken. It stays so, and every further fetch says the same.
     #[inline]
     pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingFault> {
-        if self.next_avail == self.avail_seen {
-            if let Some(index) = self.left.pop() {
-                return Ok(Some(self.take(memory, chain, index)));
-            }
-            if !self.look()? {
-                return Ok(None);
-            }
-        }
+        let left = if self.next_avail == self.avail_seen { self.left.pop() } else { None };
+        let index = match left {
+            Some(index) => index,
+            None if self.next_avail == self.avail_seen && !self.look()? => return Ok(None),
+            None => self.take()?,
+        };
+        let table = Table { view: &self.layout.desc, size: self.size, indirect: self.indirect };
+        chain.walk(memory, table, index);
+        let place = self.order.as_mut().map_or(0, |order| order.fetched(index, 1, chain.writable_bytes()));
+        Ok(Some(Head { id: index, slots: 1, place }))
+    }
+
+    /// Takes the next head out of the available ring.
+    #[inline]
+    fn take(&mut self) -> Result<u16, RingFault> {
         let place = usize::from(self.next_avail & self.mask);
         let index = self.layout.avail.load_u16(RING + place * AVAIL_ELEMENT, Relaxed);
         if index >= self.size {
             return Err(self.breaks(RingFault::HeadOutOfRange));
         }
-        if std::mem::replace(&mut self.out[usize::from(index)], true) {
+        // In order, a head that has ended may still wait to be told.
+        let is_full = self.order.as_ref().is_some_and(InOrder::is_full);
+        if std::mem::replace(&mut self.out[usize::from(index)], true) || is_full {
             return Err(self.breaks(RingFault::HeadTwice));
         }
         self.next_avail = self.next_avail.wrapping_add(1);
         if let Some(inflight) = &mut self.inflight {
             inflight.fetched(index);
         }
-        Ok(Some(self.take(memory, chain, index)))
-    }
-
-    #[inline]
-    fn take(&self, memory: &GuestMemory, chain: &mut Chain, index: u16) -> Head {
-        let table = Table { view: &self.layout.desc, size: self.size, indirect: self.indirect };
-        chain.walk(memory, table, index);
-        Head(index)
+        Ok(index)
     }
 
     /// Reads the available index. Says whether there is something to fetch.
@@ -283,22 +201,38 @@ impl SplitRing {
     #[inline]
     #[expect(clippy::needless_pass_by_value, reason = "a head is spent when its chain is completed")]
     pub fn complete(&mut self, head: Head, written: u32) {
-        let index = head.index();
-        let out = self.out.get_mut(usize::from(index)).is_some_and(std::mem::take);
-        assert!(out, "head {index} is not out of this ring");
-        let element = RING + usize::from(self.next_used & self.mask) * USED_ELEMENT;
-        self.layout.used.store_u32(element, u32::from(index), Relaxed);
-        self.layout.used.store_u32(element + 4, written, Relaxed);
-        self.next_used = self.next_used.wrapping_add(1);
-        if let Some(inflight) = &mut self.inflight {
-            inflight.completed(index);
+        let Head { id, slots, place } = head;
+        let out = self.out.get_mut(usize::from(id)).is_some_and(std::mem::take);
+        assert!(out, "head {id} is not out of this ring");
+        match &mut self.order {
+            None => {
+                self.put(Used { id, written, chains: 1, slots });
+                if let Some(inflight) = &mut self.inflight {
+                    inflight.completed(id);
+                }
+            }
+            Some(order) => order.done(place, written),
         }
+    }
+
+    /// A batch takes the first of its elements and leaves the others as they were. [2.7.9]
+    #[inline]
+    fn put(&mut self, used: Used) {
+        let element = RING + usize::from(self.next_used & self.mask) * USED_ELEMENT;
+        self.layout.used.store_u32(element, u32::from(used.id), Relaxed);
+        self.layout.used.store_u32(element + 4, used.written, Relaxed);
+        self.next_used = self.next_used.wrapping_add(used.chains);
     }
 
     /// Shows the driver all that was completed since the last time. Says whether the driver wants a call for it.
     #[inline]
     #[must_use = "a driver that is not called when it wants to be sleeps for ever"]
     pub fn publish(&mut self) -> bool {
+        while let Some(order) = &mut self.order {
+            let each = |id| self.inflight.iter_mut().for_each(|inflight| inflight.completed(id));
+            let Some(used) = order.tell(each) else { break };
+            self.put(used);
+        }
         if self.next_used == self.published {
             return false;
         }
@@ -320,13 +254,6 @@ impl SplitRing {
             self.layout.avail.load_u16(FLAGS, SeqCst) & NO_INTERRUPT == 0
         };
         std::mem::replace(&mut self.untold, false) || wanted
-    }
-
-    /// Chains the driver has offered beyond those fetched; more than the ring holds if the index makes no sense.
-    /// Reads shared memory each time.
-    #[inline]
-    pub fn available(&self) -> u16 {
-        self.layout.avail.load_u16(INDEX, Relaxed).wrapping_sub(self.next_avail)
     }
 
     /// Asks the driver to notify us of the next chain it offers. Says whether one is there already: then there may be
@@ -354,12 +281,11 @@ impl SplitRing {
     }
 
     /// The index of the next chain to fetch: where another device could go on, once nothing is in flight.
-    #[inline]
-    pub fn next_avail(&self) -> u16 {
-        self.next_avail
+    pub fn base(&self) -> RingBase {
+        RingBase::split(self.next_avail)
     }
 
-    /// Chains fetched and not completed.
+    /// Chains fetched and not given back.
     #[inline]
     pub fn in_flight(&self) -> u16 {
         self.next_avail.wrapping_sub(self.next_used).wrapping_sub(self.lead)

@@ -44,9 +44,9 @@ proptest! {
                 guest.write(GUEST_BASE + at * 16, &bytes[..len]);
             }
             // Near where it stands, so that there is something to fetch.
-            let avail = device.ring.next_avail().wrapping_add(index % (size + 2));
+            let avail = device.ring.base().next_avail().wrapping_add(index % (size + 2));
             guest.write(guest.addrs()[1] + 2, &avail.to_le_bytes());
-            let before = device.ring.next_avail();
+            let before = device.ring.base().next_avail();
             let mut fetched = 0_u16;
             let fault = loop {
                 match device.step() {
@@ -57,7 +57,7 @@ proptest! {
                 fetched += 1;
                 prop_assert!(fetched <= size, "more chains than the ring holds");
             };
-            prop_assert_eq!(device.ring.next_avail().wrapping_sub(before), fetched);
+            prop_assert_eq!(device.ring.base().next_avail().wrapping_sub(before), fetched);
             prop_assert_eq!(device.ring.in_flight(), 0);
             let _ = device.ring.publish();
             device.ring.enable_notify();

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use blkyard_mem::Region;
 use blkyard_virtio::driver_model::{Buffer, GUEST_BASE, Guest};
-use blkyard_virtio::{Chain, Inflight, InflightFault, SplitRing, inflight_bytes};
+use blkyard_virtio::{Chain, DeviceRing, Features, Inflight, InflightFault, SplitRing, inflight_bytes};
 use proptest::prelude::*;
 
 const SIZE: u16 = 8;
@@ -36,7 +36,7 @@ impl Bench {
         let _ = guest.publish();
         // As the front-end says it after a crash: it knows the used index only.
         let layout = guest.layout().clone();
-        let mut ring = SplitRing::new(layout, SIZE, false, false, used_idx).unwrap();
+        let mut ring = SplitRing::new(layout, SIZE, Features::empty(), used_idx).unwrap();
         let region = Region::anonymous(inflight_bytes(SIZE)).unwrap();
         region.span(0, record.len()).unwrap().copy_from_slice(record);
         let outcome = ring.track(Inflight::new(Arc::clone(&region), 0, region.len()).unwrap());
@@ -49,7 +49,7 @@ impl Bench {
 
     /// All there is to fetch, by its heads.
     fn fetch_all(&mut self) -> Vec<u16> {
-        std::iter::from_fn(|| self.fetch().map(|head| head.index())).collect()
+        std::iter::from_fn(|| self.fetch().map(|head| head.id())).collect()
     }
 
     fn bytes(&self, len: usize) -> Vec<u8> {
@@ -97,7 +97,7 @@ fn the_record_is_as_the_document_draws_it() {
     let _ = bench.ring.publish();
     [0, 1, 3, 4].iter().for_each(|at: &usize| entries[*at].0 = 0);
     assert_eq!(bench.bytes(144), record(1, 104, 4, entries));
-    assert_eq!(kept.map(|head| head.index()), Some(2));
+    assert_eq!(kept.map(|head| head.id()), Some(2));
 }
 
 #[test]
@@ -120,10 +120,10 @@ fn what_another_back_end_left_is_fetched_in_the_order_it_was_fetched_before() {
     // Three of those offered were fetched, in another order than their numbers.
     let (mut bench, outcome) = Bench::offering(&[1, 3, 0, 4], 65534, &record(1, 65534, 3, entries));
     outcome.unwrap();
-    assert_eq!((bench.ring.left(), bench.ring.in_flight(), bench.ring.next_avail()), (3, 3, 1));
+    assert_eq!((bench.ring.left(), bench.ring.in_flight(), bench.ring.base().next_avail()), (3, 3, 1));
     assert!(bench.ring.enable_notify(), "there is work");
     // Then what is offered behind the three that were in flight.
-    let then: Vec<_> = std::iter::from_fn(|| bench.fetch().map(|head| head.index())).take(4).collect();
+    let then: Vec<_> = std::iter::from_fn(|| bench.fetch().map(|head| head.id())).take(4).collect();
     assert_eq!(then, [1, 3, 0, 4]);
 }
 
@@ -178,7 +178,7 @@ fn a_record_that_makes_no_sense_is_refused_and_left_as_it_is() {
         assert_eq!(outcome, Err(fault));
         assert_eq!(bench.bytes(144), bytes, "{fault}");
     }
-    let mut ring = Guest::new(16, 0, false).device(false);
+    let DeviceRing::Split(mut ring) = Guest::new(16, 0, false).device(false) else { unreachable!() };
     let short = Region::anonymous(1024).unwrap();
     assert_eq!(ring.track(Inflight::new(short, 0, 256).unwrap()), Err(InflightFault::TooSmall));
 }
@@ -204,7 +204,7 @@ proptest! {
         let mut seen = [false; SIZE as usize];
         let mut fetched = Vec::new();
         while let Ok(Some(head)) = bench.ring.fetch(bench.guest.memory(), &mut bench.chain) {
-            prop_assert!(!std::mem::replace(&mut seen[usize::from(head.index())], true));
+            prop_assert!(!std::mem::replace(&mut seen[usize::from(head.id())], true));
             fetched.push(head);
         }
         for head in fetched {

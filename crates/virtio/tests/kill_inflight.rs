@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use blkyard_mem::{Region, kill};
 use blkyard_virtio::driver_model::{Buffer, GUEST_BASE, Guest};
-use blkyard_virtio::{Chain, GuestMemory, Head, Inflight, SplitRing, inflight_bytes};
+use blkyard_virtio::{Chain, DeviceRing, GuestMemory, Head, Inflight, SplitRing, inflight_bytes};
 
 /// Chains in one story.
 const CHAINS: u32 = 7;
@@ -93,7 +93,7 @@ struct Device {
 impl Device {
     fn new(world: &World) -> Device {
         let record = Inflight::new(Arc::clone(&world.record), 0, world.record.len()).unwrap();
-        let mut ring = world.guest.device(false);
+        let DeviceRing::Split(mut ring) = world.guest.device(false) else { unreachable!() };
         ring.track(record).unwrap();
         let memory = Arc::clone(world.guest.memory());
         Device { ring, memory, chain: Chain::new(4), held: Vec::new(), last: None }
@@ -102,7 +102,7 @@ impl Device {
     fn fetch(&mut self, world: &World, most: usize) {
         for _ in 0..most {
             let Some(head) = self.ring.fetch(&self.memory, &mut self.chain).unwrap() else { break };
-            let number = world.out[&u32::from(head.index())];
+            let number = world.out[&u32::from(head.id())];
             assert!(self.last.replace(number) < Some(number), "{number} comes late");
             self.held.push((number, head));
         }

@@ -103,7 +103,7 @@ proptest! {
                 prop_assert_eq!(fetched, Err(RingFault::HeadTwice));
                 return Ok(());
             }
-            prop_assert_eq!(fetched.unwrap().unwrap().index(), seen.head);
+            prop_assert_eq!(fetched.unwrap().unwrap().id(), seen.head);
             compare(&chain, &seen)?;
         }
         prop_assert_eq!(device.fetch(guest.memory(), &mut chain), Ok(None));
@@ -134,7 +134,7 @@ proptest! {
         let mut chain = Chain::new(16);
         for seen in ask_oracle(&guest, start).unwrap() {
             let head = device.fetch(guest.memory(), &mut chain).unwrap().unwrap();
-            prop_assert_eq!(head.index(), seen.head);
+            prop_assert_eq!(head.id(), seen.head);
             prop_assert_eq!(chain.fault(), None);
             compare(&chain, &seen)?;
         }

@@ -3,12 +3,12 @@
 
 mod common;
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 
 use blkyard_mq::Op;
 use blkyard_virtio::driver_model::{Buffer, Guest, USER_BASE, blk_header};
-use blkyard_virtio::{Chain, RingLayout, RingSetupError, SplitRing};
-use common::{Device, Outcome};
+use blkyard_virtio::{Chain, DeviceRing, Features, RingBase, RingLayout, RingSetupError};
+use common::{Device, Outcome, kinds};
 
 /// A guest that reads sector after sector with chains of three, direct and indirect in turn.
 struct Reader {
@@ -16,15 +16,17 @@ struct Reader {
     places: Vec<(u64, u64)>,
     data: u64,
     sector: u64,
+    /// Chains so far, or places of a packed ring.
+    passed: u64,
 }
 
 impl Reader {
-    fn new(size: u16, event_idx: bool, start: u16) -> Reader {
-        let mut guest = Guest::new(size, usize::from(size) * 128 + 0x2000, event_idx);
+    fn new(features: Features, size: u16, start: u16) -> Reader {
+        let mut guest = Guest::with(features, size, usize::from(size) * 128 + 0x2000);
         guest.start_at(start);
         let data = guest.alloc(512, 512);
         let places = (0..size).map(|_| (guest.alloc(17, 1), guest.alloc(48, 1))).collect();
-        Reader { guest, places, data, sector: 0 }
+        Reader { guest, places, data, sector: 0, passed: start.into() }
     }
 
     fn offer(&mut self) -> Option<u16> {
@@ -39,89 +41,179 @@ impl Reader {
         let head = if direct { self.guest.chain(&buffers) } else { self.guest.chain_indirect(table, &buffers) }?;
         self.guest.offer(head);
         self.sector += 1;
+        self.passed += if direct && is_packed(&self.guest) { 3 } else { 1 };
         Some(head)
+    }
+
+    /// Where the ring stands once all is done, by plain counting.
+    fn base(&self) -> RingBase {
+        if !is_packed(&self.guest) {
+            return RingBase::from_bits(u32::from(self.passed as u16));
+        }
+        let size = self.places.len() as u64;
+        let word = (self.passed % size) as u32 | u32::from((self.passed / size).is_multiple_of(2)) << 15;
+        RingBase::from_bits(word | word << 16)
     }
 }
 
+fn is_packed(guest: &Guest) -> bool {
+    guest.features().contains(Features::RING_PACKED)
+}
+
 #[test]
-fn chains_go_round_whatever_the_size_and_wherever_the_indexes_stand() {
-    for size in [1, 2, 4, 128, 32768] {
-        for (event_idx, start) in [(true, 0), (false, 0), (true, 65535), (false, 65533), (true, 32767)] {
-            let mut reader = Reader::new(size, event_idx, start);
-            let mut device = Device::new(&reader.guest, true);
-            let mut expected = 0;
-            for round in 0..if size > 128 { 3 } else { 400_u64 } {
-                let mut heads = VecDeque::new();
-                // Full every time, or a few.
-                let want = if round % 3 == 0 { u64::from(size) } else { 1 + round % u64::from(size) };
-                while (heads.len() as u64) < want
-                    && let Some(head) = reader.offer()
-                {
-                    heads.push_back(head);
-                }
-                reader.guest.publish();
-                assert_eq!(usize::from(device.ring.available()), heads.len());
-                for outcome in device.turn().unwrap() {
-                    let Outcome::Io { op: Op::Read, sector, sectors: 1, .. } = outcome else { panic!("{outcome:?}") };
-                    assert_eq!(sector, expected, "size {size}, start {start}");
-                    expected += 1;
-                }
-                for head in heads {
-                    assert_eq!(reader.guest.poll(), Some((u32::from(head), 513)), "size {size}, start {start}");
-                }
-                assert_eq!(reader.guest.poll(), None);
-                assert_eq!(device.ring.in_flight(), 0);
+fn chains_go_round_whatever_the_size_and_wherever_the_ring_stands() {
+    for features in kinds() {
+        let packed = features.contains(Features::RING_PACKED);
+        for size in if packed { &[1, 2, 3, 5, 100, 32767, 32768][..] } else { &[1, 2, 4, 128, 32768] } {
+            for start in [0, 65535, 65533, 32767] {
+                go_round(features, *size, start);
             }
-            assert_eq!(expected, reader.sector);
-            assert_eq!(device.ring.next_avail(), start.wrapping_add(expected as u16));
         }
     }
+}
+
+fn go_round(features: Features, size: u16, start: u16) {
+    let mut reader = Reader::new(features, size, start);
+    let mut device = Device::new(&reader.guest, true);
+    let mut expected = 0;
+    for round in 0..if size > 128 { 3 } else { 400_u64 } {
+        let mut heads = VecDeque::new();
+        // Full every time, or a few.
+        let want = if round % 3 == 0 { u64::from(size) } else { 1 + round % u64::from(size) };
+        while (heads.len() as u64) < want
+            && let Some(head) = reader.offer()
+        {
+            heads.push_back(head);
+        }
+        reader.guest.publish();
+        for outcome in device.turn().unwrap() {
+            let Outcome::Io { op: Op::Read, sector, sectors: 1, .. } = outcome else { panic!("{outcome:?}") };
+            assert_eq!(sector, expected, "{features:?}, size {size}, start {start}");
+            expected += 1;
+        }
+        assert_eq!(expected, reader.sector);
+        for head in heads {
+            assert_eq!(reader.guest.poll(), Some((u32::from(head), 513)), "{features:?}, size {size}, start {start}");
+        }
+        assert_eq!(reader.guest.poll(), None);
+        assert_eq!(device.ring.in_flight(), 0);
+    }
+    assert_eq!(device.ring.base(), reader.base(), "{features:?}, size {size}, start {start}");
 }
 
 #[test]
 fn chains_come_back_in_any_order_and_places_are_used_again() {
-    let mut reader = Reader::new(8, true, 65530);
-    let mut device = Device::new(&reader.guest, true);
-    let mut out = Vec::new();
-    for round in 0..2000_usize {
-        while reader.offer().is_some() {}
-        reader.guest.publish();
-        while let Some(head) = device.ring.fetch(&device.memory, &mut device.chain).unwrap() {
-            out.push(head);
+    for (features, size) in [(Features::empty(), 8), (Features::RING_PACKED, 8), (Features::RING_PACKED, 7)] {
+        let mut reader = Reader::new(features | Features::EVENT_IDX, size, 65530);
+        let mut device = Device::new(&reader.guest, true);
+        let mut out = Vec::new();
+        for round in 0..2000_usize {
+            while reader.offer().is_some() {}
+            reader.guest.publish();
+            while let Some(head) = device.ring.fetch(&device.memory, &mut device.chain).unwrap() {
+                out.push(head);
+            }
+            assert_eq!(usize::from(device.ring.in_flight()), out.len());
+            for _ in 0..=round % out.len() {
+                let head = out.swap_remove((round * 7) % out.len());
+                let id = head.id();
+                device.ring.complete(head, 1);
+                assert_eq!(reader.guest.poll(), None, "not yet published");
+                let _ = device.ring.publish();
+                assert_eq!(reader.guest.poll(), Some((u32::from(id), 1)));
+            }
         }
-        assert_eq!(usize::from(device.ring.in_flight()), out.len());
-        for _ in 0..=round % out.len() {
-            let head = out.swap_remove((round * 7) % out.len());
-            let index = head.index();
-            device.ring.complete(head, 1);
-            assert_eq!(reader.guest.poll(), None, "not yet published");
+    }
+}
+
+#[test]
+fn chains_come_back_in_order_if_that_was_agreed_on() {
+    for (features, size) in [(Features::empty(), 8), (Features::RING_PACKED, 8), (Features::RING_PACKED, 7)] {
+        let mut reader = Reader::new(features | Features::IN_ORDER, size, 65530);
+        let mut device = Device::new(&reader.guest, true);
+        let (mut out, mut fetched, mut lengths) = (Vec::new(), VecDeque::new(), HashMap::new());
+        let mut told = 0;
+        for round in 0..2000_usize {
+            while reader.offer().is_some() {}
+            reader.guest.publish();
+            while let Some(head) = device.ring.fetch(&device.memory, &mut device.chain).unwrap() {
+                fetched.push_back(head.id());
+                out.push(head);
+            }
+            for _ in 0..round % (out.len() + 1) {
+                let head = out.swap_remove((round * 7) % out.len());
+                // Some fail: then nobody knows how much was written, and no later one may speak for them.
+                let written = if (round + out.len()).is_multiple_of(5) { 0 } else { 513 };
+                lengths.insert(head.id(), written);
+                device.ring.complete(head, written);
+            }
             let _ = device.ring.publish();
-            assert_eq!(reader.guest.poll(), Some((u32::from(index), 1)));
+            while let Some(written) = fetched.front().and_then(|id| lengths.remove(id)) {
+                assert_eq!(reader.guest.poll(), Some((u32::from(fetched.pop_front().unwrap()), written)));
+                told += 1;
+            }
+            assert_eq!(reader.guest.poll(), None, "one before it is not done");
+        }
+        assert!(told > 2000, "only {told} came back");
+    }
+}
+
+#[test]
+fn a_batch_in_order_is_one_used_element() {
+    for features in [Features::empty(), Features::RING_PACKED] {
+        let mut reader = Reader::new(features | Features::IN_ORDER, 16, 0);
+        let mut device = Device::new(&reader.guest, true);
+        let heads: Vec<_> = (0..4).map(|_| reader.offer().unwrap()).collect();
+        reader.guest.publish();
+        let packed = is_packed(&reader.guest);
+        let ring = reader.guest.addrs()[if packed { 0 } else { 2 }];
+        let before = reader.guest.read(ring, 256);
+        device.turn().unwrap();
+        let after = reader.guest.read(ring, 256);
+        let changed: Vec<_> = (0..256).filter(|at| before[*at] != after[*at]).collect();
+        // The index of a split ring, and the first element; or the second half of the first descriptor.
+        let allowed = if packed { 8..16 } else { 2..12 };
+        assert!(changed.iter().all(|at| allowed.contains(at)), "{changed:?}");
+        for head in heads {
+            assert_eq!(reader.guest.poll(), Some((u32::from(head), 513)));
         }
     }
 }
 
 #[test]
 fn a_ring_goes_on_where_an_earlier_device_left_it() {
-    let mut reader = Reader::new(8, true, 0);
-    let mut device = Device::new(&reader.guest, true);
-    for _ in 0..3 {
-        reader.offer();
+    for features in kinds() {
+        let mut reader = Reader::new(features, 8, 3);
+        let mut device = Device::new(&reader.guest, true);
+        for _ in 0..3 {
+            reader.offer();
+        }
+        reader.guest.publish();
+        device.step().unwrap();
+        let _ = device.ring.publish();
+        assert_eq!(reader.guest.poll().map(|used| used.1), Some(513));
+        let base = device.ring.base();
+        device.ring = reader.guest.device_at(true, RingBase::from_bits(base.bits()));
+        assert_eq!(device.ring.base(), base);
+        assert_eq!(device.turn().unwrap().len(), 2);
+        assert!(reader.guest.poll().is_some() && reader.guest.poll().is_some());
+        assert_eq!(device.ring.base(), reader.base());
     }
-    reader.guest.publish();
-    device.step().unwrap();
-    let _ = device.ring.publish();
-    assert_eq!(reader.guest.poll().map(|used| used.1), Some(513));
-    let next_avail = device.ring.next_avail();
-    assert_eq!(next_avail, 1);
-    let layout = reader.guest.layout().clone();
-    device.ring = SplitRing::new(layout, 8, true, true, next_avail).unwrap();
-    assert_eq!(device.turn().unwrap().len(), 2);
-    assert!(reader.guest.poll().is_some() && reader.guest.poll().is_some());
-    // After a crash the base may be anything, yet used elements go on where the driver looks for them.
+}
+
+#[test]
+fn used_elements_of_a_split_ring_go_on_where_the_driver_looks_for_them() {
+    // After a crash the base may be anything.
+    let mut reader = Reader::new(Features::EVENT_IDX, 8, 3);
+    let mut device = Device::new(&reader.guest, true);
     reader.offer();
     reader.guest.publish();
-    device.ring = SplitRing::new(reader.guest.layout().clone(), 8, true, true, 3).unwrap();
+    device.turn().unwrap();
+    assert!(reader.guest.poll().is_some());
+    reader.offer();
+    reader.offer();
+    reader.guest.publish();
+    device.ring = reader.guest.device_at(true, RingBase::from_bits(5));
     assert_eq!(device.ring.in_flight(), 0);
     assert_eq!(device.turn().unwrap().len(), 1);
     assert!(reader.guest.poll().is_some());
@@ -129,11 +221,13 @@ fn a_ring_goes_on_where_an_earlier_device_left_it() {
 
 #[test]
 fn the_first_publish_calls_since_the_last_device_may_not_have() {
-    for event_idx in [true, false] {
-        let mut reader = Reader::new(8, event_idx, 0);
+    for features in kinds() {
+        let mut reader = Reader::new(features, 8, 0);
         reader.guest.disable_calls();
-        // With event indexes: an event that was passed long ago.
-        reader.guest.write(reader.guest.addrs()[1] + 4 + 16, &1000_u16.to_le_bytes());
+        if features & (Features::EVENT_IDX | Features::RING_PACKED) == Features::EVENT_IDX {
+            // An event that was passed long ago.
+            reader.guest.write(reader.guest.addrs()[1] + 4 + 16, &1000_u16.to_le_bytes());
+        }
         let mut device = Device::new(&reader.guest, true);
         assert!(!device.ring.publish(), "nothing to tell");
         for calls in [true, false] {
@@ -147,22 +241,34 @@ fn the_first_publish_calls_since_the_last_device_may_not_have() {
 
 #[test]
 fn a_batch_is_one_call() {
-    let mut reader = Reader::new(8, true, 0);
-    let mut device = Device::new(&reader.guest, true);
-    let _ = device.turn();
-    for _ in 0..5 {
-        reader.offer();
+    for features in kinds() {
+        let mut reader = Reader::new(features, 16, 0);
+        let mut device = Device::new(&reader.guest, true);
+        let _ = device.turn();
+        for _ in 0..5 {
+            reader.offer();
+        }
+        reader.guest.publish();
+        while device.step().unwrap().is_some() {}
+        assert!(device.ring.publish());
+        assert!(!device.ring.publish(), "told once");
     }
-    reader.guest.publish();
-    while device.step().unwrap().is_some() {}
-    assert!(device.ring.publish());
-    assert!(!device.ring.publish(), "told once");
 }
 
 #[test]
 #[should_panic(expected = "is not out of this ring")]
 fn a_head_of_another_ring_is_not_taken() {
-    let mut reader = Reader::new(4, true, 0);
+    give_to_another(Features::empty());
+}
+
+#[test]
+#[should_panic(expected = "is not out of this ring")]
+fn a_head_of_another_packed_ring_is_not_taken() {
+    give_to_another(Features::RING_PACKED);
+}
+
+fn give_to_another(features: Features) {
+    let mut reader = Reader::new(features, 4, 0);
     let mut device = Device::new(&reader.guest, true);
     reader.offer();
     reader.guest.publish();
@@ -173,14 +279,23 @@ fn a_head_of_another_ring_is_not_taken() {
 #[test]
 fn rings_of_no_possible_shape_are_refused() {
     let guest = Guest::new(8, 0x1000, true);
+    let new = |features, size, base| {
+        DeviceRing::new(guest.layout().clone(), size, features, RingBase::from_bits(base)).map(|_| ())
+    };
     for size in [0, 3, 6, 100, 32769, 65535] {
-        let layout = guest.layout().clone();
-        assert_eq!(SplitRing::new(layout, size, true, true, 0).unwrap_err(), RingSetupError::Size(size));
+        assert_eq!(new(Features::empty(), size, 0), Err(RingSetupError::Size(size)));
     }
+    for size in [0, 32769, 65535] {
+        assert_eq!(new(Features::RING_PACKED, size, 0), Err(RingSetupError::PackedSize(size)));
+    }
+    for base in [3, 0x8003, 3 << 16, 0x8003 << 16, 0x7fff, u32::MAX] {
+        assert_eq!(new(Features::RING_PACKED, 3, base), Err(RingSetupError::Base { base, size: 3 }));
+    }
+    assert_eq!(new(Features::RING_PACKED, 3, 0x8002_0002), Ok(()));
     let at = |part: usize, addr: u64| {
         let mut addrs = [USER_BASE, USER_BASE + 0x1000, USER_BASE + 0x2000];
         addrs[part] = addr;
-        RingLayout::locate(guest.memory(), 8, addrs)
+        RingLayout::locate(guest.memory(), Features::empty(), 8, addrs)
     };
     assert!(at(0, USER_BASE).is_ok());
     let end = USER_BASE + guest.memory().ranges()[0].len;

@@ -12,7 +12,7 @@
 
 use std::sync::Arc;
 
-use blkyard_virtio::{Features, RingLayout};
+use blkyard_virtio::{Features, RingBase, RingLayout};
 use vhost::vhost_user::{Error, Result};
 
 use super::Backend;
@@ -36,14 +36,22 @@ pub(super) enum Kick {
 #[derive(Default)]
 pub(super) struct Vring {
     pub(super) size: u16,
-    /// Front-end addresses: descriptors, available, used.
+    /// Front-end addresses: descriptors, available ring or driver's area, used ring or device's area.
     pub(super) addresses: Option<[u64; 3]>,
-    pub(super) next_avail: u16,
+    /// Where the ring goes on; at its beginning if nobody said.
+    pub(super) base: Option<RingBase>,
     pub(super) kick: Kick,
     pub(super) call: Option<Arc<Event>>,
     pub(super) error: Option<Arc<Event>>,
     pub(super) enabled: bool,
     pub(super) running: bool,
+}
+
+impl Vring {
+    /// Where the ring goes on.
+    pub(super) fn base(&self, features: Features) -> RingBase {
+        self.base.unwrap_or(RingBase::start(features))
+    }
 }
 
 impl Backend {
@@ -72,7 +80,7 @@ impl Backend {
         for (index, asked) in asked {
             self.vrings[index].running = false;
             match asked.and_then(Suspension::wait) {
-                Ok(next_avail) => self.vrings[index].next_avail = next_avail,
+                Ok(base) => self.vrings[index].base = Some(base),
                 Err(gone) => outcome = Err(self.lost_lane(index, &gone)),
             }
         }
@@ -100,14 +108,12 @@ impl Backend {
             return Ok(());
         };
         let memory = self.memory.snapshot().map_err(|error| self.refuse("the memory table", error))?;
-        let layout =
-            RingLayout::locate(&memory, vring.size, addresses).map_err(|error| self.refuse("a ring", error))?;
+        let layout = RingLayout::locate(&memory, self.features, vring.size, addresses)
+            .map_err(|error| self.refuse("a ring", error))?;
         let setup = Setup {
             layout,
             size: vring.size,
-            event_idx: self.features.contains(Features::EVENT_IDX),
-            indirect: self.features.contains(Features::INDIRECT_DESC),
-            next_avail: vring.next_avail,
+            base: vring.base(self.features),
             record: self.records.as_ref().and_then(|records| records.part(index)),
             kick,
             call: vring.call.clone(),

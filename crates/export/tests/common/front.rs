@@ -15,6 +15,11 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use super::raw::{Raw, Request};
 use super::{PATIENCE, Ram, Served, Vq};
 
+/// All that is offered for split rings, which need not keep the order.
+pub const SPLIT: u64 = !(1 << 34 | 1 << 35);
+/// The same without event indexes.
+pub const PLAIN: u64 = SPLIT & !(1 << 29);
+
 /// A connected front-end.
 pub struct Front {
     polite: Frontend,
@@ -39,10 +44,10 @@ impl DerefMut for Front {
 }
 
 impl Front {
-    /// Connects and negotiates all that is offered, event indexes apart.
+    /// Connects and negotiates what [`PLAIN`] says.
     pub fn connect(export: &Served) -> Front {
         let mut front = Front::dial(&export.path);
-        front.negotiate(!(1 << 29));
+        front.negotiate(PLAIN);
         front
     }
 

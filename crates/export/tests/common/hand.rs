@@ -58,7 +58,7 @@ impl Hand {
         let begin = std::thread::spawn(move || {
             let ram = Ram::new(1 << 20);
             let mut front = Front::dial(&path);
-            front.negotiate(!(1 << 29));
+            front.negotiate(super::PLAIN);
             front.share(&[&ram]).unwrap();
             let vq = Vq::new(&ram, 0);
             front.start(0, &vq);

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 pub use devices::{AnyDevice, Gate, Seen, disk_info};
-pub use front::{Bystander, Front, one_queue};
+pub use front::{Bystander, Front, PLAIN, SPLIT, one_queue};
 pub use guest::{DATA_MAX, Data, Ram, VQ_BYTES, Vq, kind, range};
 pub use hand::Hand;
 pub use raw::{Raw, Request, addresses, state, words64};

@@ -78,10 +78,8 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> Loopback<S> {
         let driver = BlkRing::new(&disk, config.size, &shared, Arc::new(Complaints::default()));
         let memory = guest_memory(&queue, &RegionTable::default())?;
         let addrs = layout.parts.map(|part| QUEUE_ADDR + part as u64);
-        let has = |feature| features.contains(feature);
-        let ring = RingLayout::locate(&memory, config.size, addrs).and_then(|ring| {
-            SplitRing::new(ring, config.size, has(Features::EVENT_IDX), has(Features::INDIRECT_DESC), 0)
-        });
+        let ring = RingLayout::locate(&memory, features, config.size, addrs)
+            .and_then(|ring| SplitRing::new(ring, config.size, features, 0));
         let device = Backend {
             ring: ring.map_err(io::Error::other)?,
             refusals: Refusals::default(),

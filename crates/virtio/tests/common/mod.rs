@@ -7,12 +7,22 @@ use std::sync::Arc;
 use blkyard_mq::{Bio, BioFlags, Op, Segment};
 use blkyard_virtio::driver_model::Guest;
 use blkyard_virtio::{
-    Chain, Features, GuestMemory, ParseContext, Parsed, Refusal, Refusals, RingFault, SerialId, SplitRing,
+    Chain, DeviceRing, Features, GuestMemory, ParseContext, Parsed, Refusal, Refusals, RingFault, SerialId,
     VirtioStatus, parse, write_status, written,
 };
 
 /// Segments in a bio; a chain has room for header and status, too.
 pub const SEGMENTS: u16 = 8;
+
+/// Every kind of ring there is, for what means the same in all of them.
+pub fn kinds() -> Vec<Features> {
+    let bits = [Features::RING_PACKED, Features::EVENT_IDX, Features::IN_ORDER];
+    (0..8_u32)
+        .map(|kind| {
+            (0..3).filter(|bit| kind >> bit & 1 == 1).map(|bit| bits[bit]).fold(Features::empty(), |all, one| all | one)
+        })
+        .collect()
+}
 
 /// What became of one chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,7 +33,7 @@ pub enum Outcome {
 }
 
 pub struct Device {
-    pub ring: SplitRing,
+    pub ring: DeviceRing,
     pub chain: Chain,
     pub bio: Box<Bio>,
     pub context: ParseContext,

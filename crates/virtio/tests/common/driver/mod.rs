@@ -58,7 +58,6 @@ impl Rig {
             avail: view(parts[1], bytes[1].0),
             used: view(parts[2], bytes[2].0),
         };
-        let has = |feature| features.contains(feature);
         let tables = features
             .contains(Features::INDIRECT_DESC)
             .then(|| Tables::new(view(tables_at, heap - tables_at), BASE + tables_at as u64, STRIDE, ROWS));
@@ -66,8 +65,7 @@ impl Rig {
         let table = Arc::new(RegionTable::new(vec![Arc::clone(&region)]));
         Rig {
             driver: DriverRing::new(layout(), size, features, tables, start).unwrap(),
-            device: SplitRing::new(layout(), size, has(Features::EVENT_IDX), has(Features::INDIRECT_DESC), start)
-                .unwrap(),
+            device: SplitRing::new(layout(), size, features, start).unwrap(),
             memory: Arc::new(GuestMemory::new(table, vec![range]).unwrap()),
             chain: Chain::new(64),
             parts,

@@ -1,0 +1,307 @@
+//! The device side of a packed virtqueue. [2.8]
+//!
+//! One ring of descriptors: the driver fills places in turn and marks them available, the device writes used elements
+//! over them in turn. Two wrap counters say which lap a mark belongs to. A chain lies in neighbouring places, its id
+//! stands in the last of them, and its used element takes the first place that is due and skips as many as the chain
+//! had.
+//!
+//! Owned by one thread. The guest may write any of it at any time: a chain that does not end, or places offered that
+//! are still out, break the ring for good ([`RingFault`]), for then nobody knows where the next chain begins. An id is
+//! the driver's word and is given back as it came; no number of the driver's is a place in a table of ours.
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+
+use crate::chain::{DESC_BYTES, Slots};
+use crate::order::{InOrder, Used};
+use crate::ring::{Head, RingBase, RingFault, RingLayout, RingSetupError, check_size};
+use crate::{Chain, Features, GuestMemory};
+
+/// The marks in a descriptor's flags. [2.8.1]
+const AVAIL: u16 = 1 << 7;
+const USED: u16 = 1 << 15;
+/// In a used element: the device has written to the buffer. [2.8.4]
+const WRITE: u16 = 1 << 1;
+
+/// The wrap counter, in a place as the other side is told it. [2.8.10]
+const WRAP: u16 = 1 << 15;
+
+/// What a side wants to be told of, the upper half of an event area; the lower half is a place. [2.8.10]
+mod wish {
+    /// Everything.
+    pub(super) const ENABLE: u32 = 0;
+    /// Nothing.
+    pub(super) const DISABLE: u32 = 1;
+    /// The moment a place is passed.
+    pub(super) const DESC: u32 = 2;
+}
+const EVENT_BYTES: usize = 4;
+
+/// Bytes and alignment of descriptor ring, driver's event area and device's event area. [2.8.10.1]
+pub fn packed_ring_bytes(size: u16) -> [(usize, usize); 3] {
+    [(usize::from(size) * DESC_BYTES, 16), (EVENT_BYTES, 4), (EVENT_BYTES, 4)]
+}
+
+/// A place in the ring and the lap it belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Position {
+    place: u16,
+    wrap: bool,
+}
+
+impl Position {
+    /// From a word that both sides understand; nothing if the ring has no such place.
+    fn from_word(word: u16, size: u16) -> Option<Position> {
+        let place = word & !WRAP;
+        (place < size).then_some(Position { place, wrap: word & WRAP != 0 })
+    }
+
+    #[inline]
+    fn word(self) -> u16 {
+        self.place | if self.wrap { WRAP } else { 0 }
+    }
+
+    /// Moves on by no more places than there are.
+    #[inline]
+    fn advance(&mut self, slots: u16, size: u16) {
+        // At most twice 32768 less one.
+        let place = self.place + slots;
+        if place >= size {
+            self.place = place - size;
+            self.wrap = !self.wrap;
+        } else {
+            self.place = place;
+        }
+    }
+
+    /// Where its descriptor is.
+    #[inline]
+    fn offset(self) -> usize {
+        usize::from(self.place) * DESC_BYTES
+    }
+
+    /// Places from `old` on to this one, in a ring in which every other lap looks the same.
+    #[inline]
+    fn after(self, old: Position, size: u16) -> u32 {
+        let lap = |at: Position| u32::from(at.place) + if at.wrap { 0 } else { u32::from(size) };
+        let two_laps = 2 * u32::from(size);
+        (lap(self) % two_laps + two_laps - lap(old)) % two_laps
+    }
+}
+
+/// A packed ring, seen from the device.
+///
+/// ```text
+///        ── published ──▶ next_used ─────▶ next_avail ─────▶
+///   seen by the driver │ completed,  │ out           │ the driver's to fill
+///                      │ not told    │               │
+/// ```
+#[derive(Debug)]
+pub struct PackedRing {
+    layout: RingLayout,
+    size: u16,
+    event_idx: bool,
+    indirect: bool,
+    /// The next descriptor to look at.
+    next_avail: Position,
+    /// Where the next used element goes.
+    next_used: Position,
+    /// Places passed by used elements that the driver cannot see yet.
+    unpublished: u16,
+    /// The first of these elements and where it goes. Until it is written, the driver does not look at the others.
+    first: (Position, u64),
+    /// Nothing was published since the set-up. Whether the driver was told of what an earlier owner of the ring
+    /// published is not known.
+    untold: bool,
+    /// Places the driver must not fill: of chains that are out, and of used elements it cannot see yet.
+    slots_out: u16,
+    /// Chains that are out.
+    in_flight: u16,
+    fault: Option<RingFault>,
+    /// If the driver wants its chains back in the order it offered them.
+    order: Option<InOrder>,
+}
+
+impl PackedRing {
+    /// A ring of `size` entries whose parts have the lengths and alignments of [`packed_ring_bytes`], with what the
+    /// features say of rings. It goes on from `base`: shared memory does not tell where used elements go on, unlike
+    /// in a split ring.
+    ///
+    /// # Errors
+    /// The size is zero or beyond [`RING_SIZE_MAX`](crate::RING_SIZE_MAX), or the base lies outside the ring.
+    pub fn new(
+        layout: RingLayout,
+        size: u16,
+        features: Features,
+        base: RingBase,
+    ) -> Result<PackedRing, RingSetupError> {
+        check_size(features | Features::RING_PACKED, size)?;
+        let position = |word| Position::from_word(word, size).ok_or(RingSetupError::Base { base: base.bits(), size });
+        let (next_avail, next_used) = (position(base.next_avail())?, position(base.next_used())?);
+        Ok(PackedRing {
+            layout,
+            size,
+            event_idx: features.contains(Features::EVENT_IDX),
+            indirect: features.contains(Features::INDIRECT_DESC),
+            next_avail,
+            next_used,
+            unpublished: 0,
+            first: (next_used, 0),
+            untold: true,
+            slots_out: 0,
+            in_flight: 0,
+            fault: None,
+            order: features.contains(Features::IN_ORDER).then(|| InOrder::new(size)),
+        })
+    }
+
+    /// Entries.
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// Takes the next chain, if one is offered. A chain that is wrong in itself is returned like any other, with
+    /// its [`Chain::fault`].
+    ///
+    /// # Errors
+    /// The ring is broken. It stays so, and every further fetch says the same.
+    #[inline]
+    pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingFault> {
+        if let Some(fault) = self.fault {
+            return Err(fault);
+        }
+        // Pairs with the driver's barrier between all else of a chain and the flags of its first descriptor. [2.8.21]
+        let rest = self.layout.desc.load_u64(self.next_avail.offset() + 8, Acquire);
+        if !self.is_available(rest) {
+            return Ok(None);
+        }
+        let free = self.size - self.slots_out;
+        if free == 0 {
+            return Err(self.breaks(RingFault::AvailJumped));
+        }
+        let slots = Slots {
+            view: &self.layout.desc,
+            size: self.size,
+            place: self.next_avail.place,
+            free,
+            indirect: self.indirect,
+        };
+        let Some((id, slots)) = chain.walk_packed(memory, slots, rest) else {
+            return Err(self.breaks(RingFault::ChainOverrun));
+        };
+        self.next_avail.advance(slots, self.size);
+        self.slots_out += slots;
+        self.in_flight += 1;
+        // Each chain takes a place at least, so there is one for it in the order, too.
+        let place = self.order.as_mut().map_or(0, |order| order.fetched(id, slots, chain.writable_bytes()));
+        Ok(Some(Head { id, slots, place }))
+    }
+
+    /// Whether the second word of the next descriptor says that it is offered in this lap.
+    #[inline]
+    fn is_available(&self, rest: u64) -> bool {
+        let marks = (rest >> 48) as u16 & (AVAIL | USED);
+        marks == if self.next_avail.wrap { AVAIL } else { USED }
+    }
+
+    #[cold]
+    fn breaks(&mut self, fault: RingFault) -> RingFault {
+        *self.fault.get_or_insert(fault)
+    }
+
+    /// Makes a used element for the chain. `written` are the bytes that were written from the first writable byte on,
+    /// without a gap. [2.8.4] The driver learns of it with the next [`PackedRing::publish`].
+    ///
+    /// # Panics
+    /// If no such head can be out: it belongs to another ring.
+    #[inline]
+    #[expect(clippy::needless_pass_by_value, reason = "a head is spent when its chain is completed")]
+    pub fn complete(&mut self, head: Head, written: u32) {
+        let Head { id, slots, place } = head;
+        assert!(self.in_flight > 0 && slots <= self.slots_out - self.unpublished, "head {id} is not out of this ring");
+        match &mut self.order {
+            None => self.put(Used { id, written, chains: 1, slots }),
+            Some(order) => order.done(place, written),
+        }
+    }
+
+    /// A batch takes the first of its places and leaves the others as they were. [2.8.11]
+    #[inline]
+    fn put(&mut self, used: Used) {
+        self.in_flight -= used.chains;
+        let marks = if self.next_used.wrap { AVAIL | USED } else { 0 };
+        let flags = marks | if used.written > 0 { WRITE } else { 0 };
+        let element = u64::from(used.written) | u64::from(used.id) << 32 | u64::from(flags) << 48;
+        if self.unpublished == 0 {
+            self.first = (self.next_used, element);
+        } else {
+            self.layout.desc.store_u64(self.next_used.offset() + 8, element, Relaxed);
+        }
+        self.unpublished += used.slots;
+        self.next_used.advance(used.slots, self.size);
+    }
+
+    /// Shows the driver all that was completed since the last time. Says whether the driver wants a call for it.
+    #[inline]
+    #[must_use = "a driver that is not called when it wants to be sleeps for ever"]
+    pub fn publish(&mut self) -> bool {
+        while let Some(used) = self.order.as_mut().and_then(|order| order.tell(|_| {})) {
+            self.put(used);
+        }
+        if self.unpublished == 0 {
+            return false;
+        }
+        let passed = std::mem::replace(&mut self.unpublished, 0);
+        self.slots_out -= passed;
+        let (old, element) = self.first;
+        // As in a split ring: we store an element, then load what the driver wants; the driver, before it sleeps,
+        // stores what it wants, has a full barrier, then loads that element. If either side's load overtook its own
+        // store, the driver could miss the element and we its wish, and it would sleep for ever. [2.8.21.3]
+        // The store also releases the other elements of the batch, and the data, to whoever sees this one.
+        self.layout.desc.store_u64(old.offset() + 8, element, SeqCst);
+        let wish = self.layout.avail.load_u32(0, SeqCst);
+        let wanted = match wish >> 16 & 3 {
+            wish::DISABLE => false,
+            wish::DESC if self.event_idx => {
+                let place = Position { place: wish as u16 & !WRAP, wrap: wish as u16 & WRAP != 0 };
+                place.after(old, self.size) < u32::from(passed)
+            }
+            // Also what was not negotiated, and what means nothing.
+            _ => true,
+        };
+        std::mem::replace(&mut self.untold, false) || wanted
+    }
+
+    /// Asks the driver to notify us of the next chain it offers. Says whether one is there already: then there may be
+    /// no notification.
+    pub fn enable_notify(&mut self) -> bool {
+        // The mirror image of `publish`: we store our wish, then load the next descriptor; the driver stores that,
+        // has a full barrier, then loads our wish. Were our load to overtake our store, a chain offered between the
+        // two would be seen by nobody. [2.8.10, 2.8.21.3] Place and flags of a wish are one store.
+        let wish = if self.event_idx { wish::DESC << 16 | u32::from(self.next_avail.word()) } else { wish::ENABLE };
+        self.layout.used.store_u32(0, wish, SeqCst);
+        let rest = self.layout.desc.load_u64(self.next_avail.offset() + 8, SeqCst);
+        self.fault.is_none() && self.is_available(rest)
+    }
+
+    /// Tells the driver that we look by ourselves. A hint: notifications may come nevertheless.
+    pub fn disable_notify(&mut self) {
+        // Also with event indexes: a place that was wished for comes round again in every other lap.
+        self.layout.used.store_u32(0, wish::DISABLE << 16, Relaxed);
+    }
+
+    /// Where fetching and used elements go on: where another device could, once nothing is in flight.
+    pub fn base(&self) -> RingBase {
+        RingBase::packed(self.next_avail.word(), self.next_used.word())
+    }
+
+    /// Chains fetched and not given back.
+    #[inline]
+    pub fn in_flight(&self) -> u16 {
+        self.in_flight
+    }
+
+    /// Why the ring is broken, if it is.
+    pub fn fault(&self) -> Option<RingFault> {
+        self.fault
+    }
+}

@@ -1,0 +1,318 @@
+//! The device side of a virtqueue, in whichever of the two formats was negotiated.
+//!
+//! What the formats have in common is here: where the parts of a ring lie, where a ring stands, what breaks it, and
+//! the head that names a chain while it is out. What a ring is made of is known to [`SplitRing`] and [`PackedRing`]
+//! alone. One branch at each call tells them apart; neither knows of the other.
+
+use blkyard_mem::View;
+
+use crate::counters::reasons;
+use crate::packed::{PackedRing, packed_ring_bytes};
+use crate::split::{SplitRing, ring_bytes};
+use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
+
+/// The largest ring of either format. [2.7, 2.8.10.1]
+pub const RING_SIZE_MAX: u16 = 32768;
+
+/// The three parts of a ring, as [`ring_bytes`] or [`packed_ring_bytes`] wants them.
+#[derive(Clone, Debug)]
+pub struct RingLayout {
+    /// The descriptors. The device only reads them in a split ring; in a packed one it writes used elements over
+    /// them.
+    pub desc: View,
+    /// Split: the available ring. Packed: which calls the driver wants. The device only reads it.
+    pub avail: View,
+    /// Split: the used ring. Packed: which kicks the device wants. The device writes it, and of a split ring reads
+    /// the index once, at the start.
+    pub used: View,
+}
+
+impl RingLayout {
+    /// Finds the parts of a ring of `size` at these addresses of the front-end's process: descriptors, available
+    /// ring or driver's area, used ring or device's area.
+    ///
+    /// # Errors
+    /// The size is none for this format; or a part is not in shared memory, or not aligned.
+    pub fn locate(
+        memory: &GuestMemory,
+        features: Features,
+        size: u16,
+        user_addrs: [u64; 3],
+    ) -> Result<RingLayout, RingSetupError> {
+        check_size(features, size)?;
+        let (bytes, names) = if features.contains(Features::RING_PACKED) {
+            (packed_ring_bytes(size), ["descriptor ring", "driver's event area", "device's event area"])
+        } else {
+            (ring_bytes(size), ["descriptor table", "available ring", "used ring"])
+        };
+        let view = |part: usize| {
+            let (len, align) = bytes[part];
+            let (what, addr) = (names[part], user_addrs[part]);
+            memory.view_user(addr, len, align).ok_or(RingSetupError::Unreachable { what, addr, len, align })
+        };
+        Ok(RingLayout { desc: view(0)?, avail: view(1)?, used: view(2)? })
+    }
+}
+
+/// Why a ring cannot be set up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RingSetupError {
+    /// Index arithmetic of split rings needs a power of two. [2.7]
+    #[error("a ring of {0} entries: the size must be a power of two, from 1 to {RING_SIZE_MAX}")]
+    Size(u16),
+    /// A packed ring may have any size up to the largest. [2.8.10.1]
+    #[error("a packed ring of {0} entries: the size must be from 1 to {RING_SIZE_MAX}")]
+    PackedSize(u16),
+    /// A part of the ring does not lie in one region, or is not aligned.
+    #[error("the {what}, {len} bytes at {addr:#x}, does not lie in one shared region at a multiple of {align}")]
+    Unreachable {
+        /// Which part.
+        what: &'static str,
+        /// Where it should be, in the front-end's process.
+        addr: u64,
+        /// Its length, bytes.
+        len: usize,
+        /// What its address must be a multiple of.
+        align: usize,
+    },
+    /// The ring cannot stand there.
+    #[error("a ring's base of {base:#x}: the ring has only {size} entries")]
+    Base {
+        /// As the front-end said it.
+        base: u32,
+        /// Entries.
+        size: u16,
+    },
+}
+
+/// Whether a ring may have this size.
+pub(crate) fn check_size(features: Features, size: u16) -> Result<(), RingSetupError> {
+    if features.contains(Features::RING_PACKED) {
+        if (1..=RING_SIZE_MAX).contains(&size) { Ok(()) } else { Err(RingSetupError::PackedSize(size)) }
+    } else {
+        // A power of two that fits 16 bits is at most 32768.
+        if size.is_power_of_two() { Ok(()) } else { Err(RingSetupError::Size(size)) }
+    }
+}
+
+/// Where a ring stands, as vhost-user's SET_VRING_BASE and GET_VRING_BASE have it.
+///
+/// ```text
+///  split    0 .. 15  index of the next chain to fetch      (used elements go on where the used ring says)
+///  packed   0 .. 14  place of the next descriptor to fetch    15  its wrap counter
+///          16 .. 30  place of the next used element           31  its wrap counter
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingBase(u32);
+
+impl RingBase {
+    /// Where a split ring begins.
+    pub const SPLIT_START: RingBase = RingBase(0);
+    /// Where a packed ring begins: both places zero, both wrap counters one. [2.8.1]
+    pub const PACKED_START: RingBase = RingBase(0x8000_8000);
+
+    /// Where a ring of this format begins.
+    pub fn start(features: Features) -> RingBase {
+        if features.contains(Features::RING_PACKED) { RingBase::PACKED_START } else { RingBase::SPLIT_START }
+    }
+
+    /// From a message; any number may be in one.
+    pub fn from_bits(bits: u32) -> RingBase {
+        RingBase(bits)
+    }
+
+    /// For a message.
+    pub fn bits(self) -> u32 {
+        self.0
+    }
+
+    /// The lower half: where fetching goes on. Of a packed ring, place and wrap counter.
+    pub fn next_avail(self) -> u16 {
+        self.0 as u16
+    }
+
+    /// The upper half: where used elements go on in a packed ring, place and wrap counter. Zero for a split ring.
+    pub fn next_used(self) -> u16 {
+        (self.0 >> 16) as u16
+    }
+
+    pub(crate) fn split(next_avail: u16) -> RingBase {
+        RingBase(u32::from(next_avail))
+    }
+
+    pub(crate) fn packed(next_avail: u16, next_used: u16) -> RingBase {
+        RingBase(u32::from(next_avail) | u32::from(next_used) << 16)
+    }
+}
+
+reasons! {
+    /// What is wrong with a ring. It is used no more until the driver sets it up again.
+    RingFault {
+        /// The available index is further ahead than the ring is long, or a packed ring offers places that are out.
+        AvailJumped = "available index jumped further than the ring is long",
+        /// A head lies outside the descriptor table.
+        HeadOutOfRange = "head outside the descriptor table",
+        /// A head was offered that has not come back yet.
+        HeadTwice = "head offered again before it was used",
+        /// A chain of a packed ring does not end within the places the driver may fill, so that nobody knows where the
+        /// next one begins.
+        ChainOverrun = "chain longer than the free part of a packed ring",
+    }
+}
+
+/// A chain that was fetched and has not been completed. It can be redeemed once, at the ring it came from.
+#[derive(Debug, PartialEq, Eq)]
+#[must_use = "a head that is not completed is lost to the guest"]
+pub struct Head {
+    /// Split: the first descriptor's place in the table. Packed: the buffer's id.
+    pub(crate) id: u16,
+    /// Descriptors it takes in a packed ring; 1 in a split one.
+    pub(crate) slots: u16,
+    /// Its place among those that wait for their order; means nothing otherwise.
+    pub(crate) place: u16,
+}
+
+impl Head {
+    /// The guest's word for the request.
+    #[inline]
+    pub fn id(&self) -> u16 {
+        self.id
+    }
+}
+
+/// A ring, seen from the device.
+#[derive(Debug)]
+pub enum DeviceRing {
+    /// Three tables. [2.7]
+    Split(SplitRing),
+    /// One ring of descriptors that are written by both sides. [2.8]
+    Packed(PackedRing),
+}
+
+impl DeviceRing {
+    /// A ring of `size` entries that goes on from `base`. The parts are those that [`RingLayout::locate`] finds for the
+    /// same features and size; the features say which format it is, and what else was negotiated for rings.
+    ///
+    /// # Errors
+    /// The size is none for this format, or the base lies outside the ring.
+    pub fn new(
+        layout: RingLayout,
+        size: u16,
+        features: Features,
+        base: RingBase,
+    ) -> Result<DeviceRing, RingSetupError> {
+        if features.contains(Features::RING_PACKED) {
+            PackedRing::new(layout, size, features, base).map(DeviceRing::Packed)
+        } else {
+            SplitRing::new(layout, size, features, base.next_avail()).map(DeviceRing::Split)
+        }
+    }
+
+    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first, and the
+    /// ring goes on after it, wherever it was said to. To be called before anything is fetched. A packed ring has no
+    /// record yet: what is in flight in one when we die is lost.
+    ///
+    /// # Errors
+    /// The record makes no sense; it was not changed.
+    pub fn track(&mut self, record: Inflight) -> Result<(), InflightFault> {
+        match self {
+            DeviceRing::Split(ring) => ring.track(record),
+            DeviceRing::Packed(_) => Ok(()),
+        }
+    }
+
+    /// Chains that were in flight before the set-up and have not been fetched again.
+    #[inline]
+    pub fn left(&self) -> usize {
+        match self {
+            DeviceRing::Split(ring) => ring.left(),
+            DeviceRing::Packed(_) => 0,
+        }
+    }
+
+    /// Entries.
+    pub fn size(&self) -> u16 {
+        match self {
+            DeviceRing::Split(ring) => ring.size(),
+            DeviceRing::Packed(ring) => ring.size(),
+        }
+    }
+
+    /// Takes the next chain, if one is offered. A chain that is wrong in itself is returned like any other, with
+    /// its [`Chain::fault`].
+    ///
+    /// # Errors
+    /// The ring is broken. It stays so, and every further fetch says the same.
+    #[inline]
+    pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingFault> {
+        match self {
+            DeviceRing::Split(ring) => ring.fetch(memory, chain),
+            DeviceRing::Packed(ring) => ring.fetch(memory, chain),
+        }
+    }
+
+    /// Gives a chain back. `written` are the bytes that were written from the first writable byte on, without a gap.
+    /// [2.7.8.2] The driver learns of it with the next [`DeviceRing::publish`].
+    ///
+    /// # Panics
+    /// If the head is not out: it belongs to another ring.
+    #[inline]
+    pub fn complete(&mut self, head: Head, written: u32) {
+        match self {
+            DeviceRing::Split(ring) => ring.complete(head, written),
+            DeviceRing::Packed(ring) => ring.complete(head, written),
+        }
+    }
+
+    /// Shows the driver all that was completed since the last time. Says whether the driver wants a call for it.
+    #[inline]
+    #[must_use = "a driver that is not called when it wants to be sleeps for ever"]
+    pub fn publish(&mut self) -> bool {
+        match self {
+            DeviceRing::Split(ring) => ring.publish(),
+            DeviceRing::Packed(ring) => ring.publish(),
+        }
+    }
+
+    /// Asks the driver to notify us of the next chain it offers. Says whether one is there already: then there may be
+    /// no notification.
+    pub fn enable_notify(&mut self) -> bool {
+        match self {
+            DeviceRing::Split(ring) => ring.enable_notify(),
+            DeviceRing::Packed(ring) => ring.enable_notify(),
+        }
+    }
+
+    /// Tells the driver that we look by ourselves. A hint: notifications may come nevertheless.
+    pub fn disable_notify(&mut self) {
+        match self {
+            DeviceRing::Split(ring) => ring.disable_notify(),
+            DeviceRing::Packed(ring) => ring.disable_notify(),
+        }
+    }
+
+    /// Where the ring stands: where another device could go on, once nothing is in flight.
+    pub fn base(&self) -> RingBase {
+        match self {
+            DeviceRing::Split(ring) => ring.base(),
+            DeviceRing::Packed(ring) => ring.base(),
+        }
+    }
+
+    /// Chains fetched and not given back.
+    #[inline]
+    pub fn in_flight(&self) -> u16 {
+        match self {
+            DeviceRing::Split(ring) => ring.in_flight(),
+            DeviceRing::Packed(ring) => ring.in_flight(),
+        }
+    }
+
+    /// Why the ring is broken, if it is.
+    pub fn fault(&self) -> Option<RingFault> {
+        match self {
+            DeviceRing::Split(ring) => ring.fault(),
+            DeviceRing::Packed(ring) => ring.fault(),
+        }
+    }
+}
