@@ -97,8 +97,9 @@ fn who_goes_to_rest_leaves_its_tags_to_the_others_within_a_tenth_of_a_second() {
         assert!(due_ns > bench.now_ns, "the lane does not sleep at all");
         bench.turn_at(due_ns);
         turns += 1;
+        let late = bench.now_ns > rest_ns + IDLE_NS + LOOK_NS || turns > 2;
+        assert!(!late, "{} ns, {turns} turns", bench.now_ns - rest_ns);
     }
-    assert!(bench.now_ns <= rest_ns + IDLE_NS + LOOK_NS && turns <= 2, "{} ns, {turns} turns", bench.now_ns - rest_ns);
     bench.end_all();
 }
 
