@@ -12,6 +12,7 @@
 mod blk;
 mod disk;
 mod loopback;
+mod packed;
 mod place;
 mod split;
 
@@ -19,11 +20,12 @@ use blkyard_mem::View;
 
 use crate::chain::DESC_BYTES;
 use crate::counters::reasons;
-use crate::{Features, RingLayout, RingSetupError};
+use crate::{Features, RingBase, RingLayout, RingSetupError};
 
 pub use blk::{BlkRing, Complaint, SharedMemory};
 pub use disk::{BlkDisk, ConfigCause, ConfigError, DRIVER_FEATURES, SEGMENTS_MAX};
 pub use loopback::{Backend, Loopback, LoopbackConfig};
+pub use packed::PackedDriver;
 pub use place::BlkLayout;
 pub use split::SplitDriver;
 
@@ -62,10 +64,12 @@ reasons! {
         IdNotInFlight = "used id that is not in flight",
         /// More bytes written than the chain has room for.
         LengthTooLong = "used length beyond the writable bytes",
+        /// Flags that neither side writes. [2.8.1]
+        FlagsNonsense = "used descriptor with flags that nobody writes",
     }
 }
 
-/// Tables of descriptors, one for each token, each at its own fixed place. [2.7.5.3]
+/// Tables of descriptors, one for each token, each at its own fixed place. [2.7.5.3, 2.8.7]
 #[derive(Clone, Debug)]
 pub struct Tables {
     view: View,
@@ -141,27 +145,30 @@ fn check_chain(buffers: &[Buffer]) {
     debug_assert!(buffers.iter().all(|buffer| buffer.len > 0), "a buffer without bytes");
 }
 
-/// The driver's side of a ring.
+/// The driver's side of a ring of either format.
 #[derive(Debug)]
 pub enum DriverRing {
     /// Descriptor table, available ring, used ring. [2.7]
     Split(SplitDriver),
+    /// One ring of descriptors that both sides write. [2.8]
+    Packed(PackedDriver),
 }
 
 macro_rules! either {
     ($ring:expr, $name:ident => $call:expr) => {
         match $ring {
             DriverRing::Split($name) => $call,
+            DriverRing::Packed($name) => $call,
         }
     };
 }
 
 impl DriverRing {
-    /// An empty ring of `size` entries. The features say what was negotiated for rings. No device may look at the memory
-    /// yet. Both sides begin at index `start`.
+    /// An empty ring of `size` entries that begins at `base`. The features say which format it is, and what else was
+    /// negotiated for rings; the parts are as that format wants them. No device may look at the memory yet.
     ///
     /// # Errors
-    /// The size is none for this format.
+    /// The size is none for this format, or the base lies outside the ring.
     ///
     /// # Panics
     /// If there are tables, but not for each entry.
@@ -170,9 +177,13 @@ impl DriverRing {
         size: u16,
         features: Features,
         tables: Option<Tables>,
-        start: u16,
+        base: RingBase,
     ) -> Result<DriverRing, RingSetupError> {
-        SplitDriver::new(layout, size, features, tables, start).map(DriverRing::Split)
+        if features.contains(Features::RING_PACKED) {
+            PackedDriver::new(layout, size, features, tables, base).map(DriverRing::Packed)
+        } else {
+            SplitDriver::new(layout, size, features, tables, base).map(DriverRing::Split)
+        }
     }
 
     /// Adds a chain: readable buffers, then writable ones. The device sees it with the next [`DriverRing::publish`].

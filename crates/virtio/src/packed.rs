@@ -17,22 +17,22 @@ use crate::ring::{Head, RingBase, RingFault, RingLayout, RingSetupError, check_s
 use crate::{Chain, Features, GuestMemory};
 
 /// The marks in a descriptor's flags. [2.8.1]
-const AVAIL: u16 = 1 << 7;
-const USED: u16 = 1 << 15;
+pub(crate) const AVAIL: u16 = 1 << 7;
+pub(crate) const USED: u16 = 1 << 15;
 /// In a used element: the device has written to the buffer. [2.8.4]
 const WRITE: u16 = 1 << 1;
 
 /// The wrap counter, in a place as the other side is told it. [2.8.10]
-const WRAP: u16 = 1 << 15;
+pub(crate) const WRAP: u16 = 1 << 15;
 
 /// What a side wants to be told of, the upper half of an event area; the lower half is a place. [2.8.10]
-mod wish {
+pub(crate) mod wish {
     /// Everything.
-    pub(super) const ENABLE: u32 = 0;
+    pub(crate) const ENABLE: u32 = 0;
     /// Nothing.
-    pub(super) const DISABLE: u32 = 1;
+    pub(crate) const DISABLE: u32 = 1;
     /// The moment a place is passed.
-    pub(super) const DESC: u32 = 2;
+    pub(crate) const DESC: u32 = 2;
 }
 const EVENT_BYTES: usize = 4;
 
@@ -43,26 +43,26 @@ pub fn packed_ring_bytes(size: u16) -> [(usize, usize); 3] {
 
 /// A place in the ring and the lap it belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Position {
-    place: u16,
-    wrap: bool,
+pub(crate) struct Position {
+    pub(crate) place: u16,
+    pub(crate) wrap: bool,
 }
 
 impl Position {
     /// From a word that both sides understand; nothing if the ring has no such place.
-    fn from_word(word: u16, size: u16) -> Option<Position> {
+    pub(crate) fn from_word(word: u16, size: u16) -> Option<Position> {
         let place = word & !WRAP;
         (place < size).then_some(Position { place, wrap: word & WRAP != 0 })
     }
 
     #[inline]
-    fn word(self) -> u16 {
+    pub(crate) fn word(self) -> u16 {
         self.place | if self.wrap { WRAP } else { 0 }
     }
 
     /// Moves on by no more places than there are.
     #[inline]
-    fn advance(&mut self, slots: u16, size: u16) {
+    pub(crate) fn advance(&mut self, slots: u16, size: u16) {
         // At most twice 32768 less one.
         let place = self.place + slots;
         if place >= size {
@@ -75,13 +75,13 @@ impl Position {
 
     /// Where its descriptor is.
     #[inline]
-    fn offset(self) -> usize {
+    pub(crate) fn offset(self) -> usize {
         usize::from(self.place) * DESC_BYTES
     }
 
     /// Places from `old` on to this one, in a ring in which every other lap looks the same.
     #[inline]
-    fn after(self, old: Position, size: u16) -> u32 {
+    pub(crate) fn after(self, old: Position, size: u16) -> u32 {
         let lap = |at: Position| u32::from(at.place) + if at.wrap { 0 } else { u32::from(size) };
         let two_laps = 2 * u32::from(size);
         (lap(self) % two_laps + two_laps - lap(old)) % two_laps

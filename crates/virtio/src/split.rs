@@ -14,13 +14,13 @@ use crate::ring::{Head, RingBase, RingFault, RingLayout, RingSetupError, check_s
 use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
 
 // Places in the available ring [2.7.6] and the used ring [2.7.8]; both begin with flags and index.
-const FLAGS: usize = 0;
-const INDEX: usize = 2;
-const RING: usize = 4;
-const AVAIL_ELEMENT: usize = 2;
-const USED_ELEMENT: usize = 8;
-const NO_INTERRUPT: u16 = 1;
-const NO_NOTIFY: u16 = 1;
+pub(crate) const FLAGS: usize = 0;
+pub(crate) const INDEX: usize = 2;
+pub(crate) const RING: usize = 4;
+pub(crate) const AVAIL_ELEMENT: usize = 2;
+pub(crate) const USED_ELEMENT: usize = 8;
+pub(crate) const NO_INTERRUPT: u16 = 1;
+pub(crate) const NO_NOTIFY: u16 = 1;
 
 /// Bytes and alignment of descriptor table, available ring and used ring, event indexes included. [2.7]
 pub fn ring_bytes(size: u16) -> [(usize, usize); 3] {

@@ -1,4 +1,4 @@
-//! The virtio-blk driver against our device, both on one thread: every operation on every kind of ring, with its content.
+//! The virtio-blk driver against our device, both on one thread: every operation in every format, with its content.
 #![forbid(unsafe_code)]
 
 #[path = "common/driver/mod.rs"]
@@ -9,9 +9,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blkyard_mem::{Region, RegionTable};
-use blkyard_mq::{Batch, Bio, BioFlags, Done, Driver, Op, Status};
-use blkyard_virtio::Features;
-use blkyard_virtio::driver::{BlkLayout, DeviceFault, Loopback, LoopbackConfig};
+use blkyard_mq::{Batch, Bio, BioFlags, DeviceInfo, Done, Driver, Op, QueueLimits, Status};
+use blkyard_virtio::driver::{BlkDisk, BlkLayout, BlkRing, DeviceFault, Loopback, LoopbackConfig, SharedMemory};
+use blkyard_virtio::{
+    BlkConfig, Chain, DeviceRing, Features, GuestMemory, GuestRange, RingBase, RingLayout, VirtioStatus, write_status,
+};
 use driver_common::disk::{Bench, SECTORS, bench, config, info, ram, store};
 use driver_common::formats;
 use proptest::prelude::*;
@@ -94,7 +96,7 @@ proptest! {
     /// A disk behind a driver, a ring and a device is a disk. What overlaps with anything in flight waits for it here.
     #[test]
     fn a_disk_is_a_disk_whatever_lies_between(
-        format in 0_usize..4,
+        format in 0_usize..8,
         size in prop_oneof![Just(4_u16), Just(8), Just(64), Just(128)],
         wishes in prop::collection::vec(wish(), 1..80),
     ) {
@@ -273,8 +275,14 @@ fn what_a_lost_session_had_is_done_again_or_fails() {
 /// The device breaks the ring, and is seen no more.
 fn lie<S: FnMut(&Bio, &RegionTable) -> Status>(half: &mut Loopback<S>) {
     let layout = BlkLayout::new(&half.disk, half.driver.ring().size());
+    let (part, at, bytes) = if half.disk.features.contains(Features::RING_PACKED) {
+        // Used in this lap, and an id beyond the ring.
+        (layout.parts[0], 12, vec![0xff, 0xff, 0x80, 0x80])
+    } else {
+        (layout.parts[2], 2, vec![0xff, 0xff])
+    };
     half.device.is_running = false;
-    half.device.queue_memory().span(layout.parts[2] as u64 + 2, 2).unwrap().fill(0xff);
+    half.device.queue_memory().span((part + at) as u64, bytes.len()).unwrap().copy_from_slice(&bytes);
 }
 
 #[test]
@@ -291,7 +299,7 @@ fn a_broken_ring_keeps_its_requests_until_they_are_taken_back() {
         }
         assert!(bench.ended.is_empty());
         let half = bench.hw.driver_mut();
-        assert_eq!(half.driver.ring().fault(), Some(DeviceFault::UsedJumped));
+        assert!(matches!(half.driver.ring().fault(), Some(DeviceFault::UsedJumped | DeviceFault::IdOutOfRange)));
         assert_eq!(half.driver.in_flight().collect::<Vec<_>>(), [0]);
         assert_eq!(complaints(&mut bench).len(), 1, "counted once: {:?}", complaints(&mut bench));
         // For the test ends here.
@@ -332,6 +340,84 @@ fn every_place_is_written_within_its_own_memory() {
             let mut bytes = [0; 1024];
             store.span(number * 20 * 512, 1024).unwrap().copy_to_slice(&mut bytes);
             assert_eq!(bytes, [number as u8 + 1; 1024]);
+        }
+    }
+}
+
+/// A device that looks at discards and says yes.
+struct Ranges {
+    blk: BlkRing,
+    ring: DeviceRing,
+    memory: GuestMemory,
+    chain: Chain,
+    /// What each chain had to read.
+    seen: Vec<Vec<u8>>,
+}
+
+impl Ranges {
+    /// With so many ranges in a discard, whatever the ring.
+    fn new(features: Features, ranges: u16) -> (Ranges, BlkDisk) {
+        let mut space = BlkConfig::new(&info(), 1, 126, true).read(0, 60).unwrap();
+        space[40..42].copy_from_slice(&ranges.to_le_bytes());
+        let disk = BlkDisk::new("ranges", features | Features::DISCARD | Features::SEG_MAX, &space, 128).unwrap();
+        let layout = BlkLayout::new(&disk, 128);
+        let region = Region::anonymous(layout.bytes).unwrap();
+        let addr = 1 << 20;
+        let shared = SharedMemory { region: Arc::clone(&region), offset: 0, addr };
+        let blk = BlkRing::new(&disk, 128, &shared, Arc::default()).unwrap();
+        let range = GuestRange { guest_addr: addr, user_addr: addr, len: layout.bytes as u64, region: 0, offset: 0 };
+        let memory = GuestMemory::new(Arc::new(RegionTable::new(vec![region])), vec![range]).unwrap();
+        let parts = layout.parts.map(|part| addr + part as u64);
+        let ring = RingLayout::locate(&memory, disk.features, 128, parts).unwrap();
+        let ring = DeviceRing::new(ring, 128, disk.features, RingBase::start(disk.features)).unwrap();
+        (Ranges { blk, ring, memory, chain: Chain::new(128), seen: vec![] }, disk)
+    }
+}
+
+impl Driver<()> for Ranges {
+    fn queue_rqs(&mut self, _cx: &mut (), _memory: &RegionTable, batch: &mut Batch<'_>) {
+        let _ = self.blk.queue(batch, |_| None);
+    }
+
+    fn poll(&mut self, _cx: &mut (), _memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
+        while let Some(head) = self.ring.fetch(&self.memory, &mut self.chain).unwrap() {
+            let mut bytes = vec![];
+            for segment in self.chain.readable() {
+                let span = self.memory.table().resolve(*segment).unwrap();
+                let at = bytes.len();
+                bytes.resize(at + span.len(), 0);
+                span.copy_to_slice(&mut bytes[at..]);
+            }
+            self.seen.push(bytes);
+            write_status(&self.memory, self.chain.status_at().unwrap(), VirtioStatus::Ok);
+            self.ring.complete(head, 1);
+        }
+        let _ = self.ring.publish();
+        self.blk.poll(done).unwrap();
+    }
+}
+
+#[test]
+fn a_discard_of_many_ranges_has_them_one_after_the_other() {
+    for format in formats() {
+        for (most, want) in [(1, vec![1; 100]), (60, vec![60, 40]), (125, vec![100])] {
+            let (ranges, disk) = Ranges::new(format, most);
+            let limits = QueueLimits { discard_sectors_max: 1 << 20, ..disk.info.limits };
+            let mut bench = Bench::new(ranges, DeviceInfo { limits, ..disk.info }, 64);
+            (0..100).for_each(|number| bench.submit(Op::Discard, NONE, number * 40, 8, &[], number));
+            assert!(bench.finish().iter().all(|(_, status)| status.is_ok()));
+            let seen = &bench.hw.driver_mut().seen;
+            let lens: Vec<usize> = seen.iter().map(|bytes| bytes.len() / 16 - 1).collect();
+            assert_eq!(lens, want, "{format:?}");
+            let words = |bytes: &[u8]| (u64::from_le_bytes(bytes[..8].try_into().unwrap()), bytes[8..16].to_vec());
+            let mut number = 0;
+            for bytes in seen {
+                assert_eq!(words(bytes), (11, vec![0; 8]), "type, and no sector");
+                for range in bytes[16..].chunks(16) {
+                    assert_eq!(words(range), (number * 40, vec![8, 0, 0, 0, 0, 0, 0, 0]));
+                    number += 1;
+                }
+            }
         }
     }
 }

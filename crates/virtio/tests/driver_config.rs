@@ -167,7 +167,7 @@ proptest! {
         size in 1_u16..300,
     ) {
         let features = Features::from_bits_truncate(features) & DRIVER_FEATURES | Features::VERSION_1;
-        let size = size.next_power_of_two();
+        let size = if features.contains(Features::RING_PACKED) { size } else { size.next_power_of_two() };
         if let Ok(disk) = BlkDisk::new("any", features, &space, size) {
             prop_assert!(disk.info.limits.check().is_ok() && disk.queues > 0);
             let layout = BlkLayout::new(&disk, size);

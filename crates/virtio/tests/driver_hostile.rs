@@ -9,7 +9,9 @@ use blkyard_virtio::driver::DeviceFault::{self, *};
 use driver_common::{Rig, formats};
 use proptest::prelude::*;
 
+const DESC: usize = 0;
 const USED: usize = 2;
+const PACKED: Features = Features::RING_PACKED;
 const SPLIT: Features = Features::VERSION_1;
 
 /// A ring of four with tokens 1 and 2 in flight, one writable byte each; token 0 has come back.
@@ -32,10 +34,17 @@ fn lie_split(rig: &Rig, id: u32, len: u32, index: u16) {
     rig.put_u16(USED, 2, index);
 }
 
+/// A used descriptor in the second place of a packed ring.
+fn lie_packed(rig: &Rig, id: u16, len: u32, flags: u16) {
+    rig.put_u32(DESC, 16 + 8, len);
+    rig.put_u16(DESC, 16 + 12, id);
+    rig.put_u16(DESC, 16 + 14, flags);
+}
+
 fn expect(mut rig: Rig, want: DeviceFault, name: &str) {
     assert_eq!(rig.driver.poll(), Err(want), "{name}");
     assert_eq!((rig.driver.fault(), rig.driver.in_flight()), (Some(want), 2), "{name}");
-    // The truth comes too late.
+    // The truth comes too late. A lie in a packed ring may have written over it.
     while let Ok(Some(head)) = rig.device.fetch(&rig.memory, &mut rig.chain) {
         rig.device.complete(head, 1);
     }
@@ -69,6 +78,31 @@ fn lies_in_a_used_ring_are_found() {
 }
 
 #[test]
+fn lies_in_a_packed_ring_are_found() {
+    const BOTH: u16 = 1 << 15 | 1 << 7;
+    const WRITE: u16 = 2;
+    let table: &[(&str, u16, u32, u16, DeviceFault)] = &[
+        ("flags of the lap before, used", 1, 0, 0, FlagsNonsense),
+        ("flags of the lap before, available", 1, 0, 1 << 15, FlagsNonsense),
+        ("the first id outside", 4, 0, BOTH, IdOutOfRange),
+        ("the largest id", u16::MAX, 0, BOTH, IdOutOfRange),
+        ("an id that came back already", 0, 0, BOTH, IdNotInFlight),
+        ("an id never given", 3, 0, BOTH, IdNotInFlight),
+        ("one byte more than there is", 1, 2, BOTH | WRITE, LengthTooLong),
+        ("as many as can be said", 2, u32::MAX, BOTH | WRITE, LengthTooLong),
+    ];
+    for (name, id, len, flags, want) in table {
+        let rig = rig(PACKED);
+        lie_packed(&rig, *id, *len, *flags);
+        expect(rig, *want, name);
+    }
+    // Without the flag the length means nothing.
+    let mut rig = rig(PACKED);
+    lie_packed(&rig, 1, u32::MAX, BOTH);
+    assert_eq!(rig.driver.poll().unwrap().map(|used| (used.token, used.written)), Some((1, 0)));
+}
+
+#[test]
 fn an_id_given_back_twice_breaks_the_ring() {
     let mut rig = rig(SPLIT);
     rig.put_u32(USED, 4 + 16, 2);
@@ -81,8 +115,15 @@ fn an_id_given_back_twice_breaks_the_ring() {
 fn a_device_with_nothing_to_do_cannot_invent_anything() {
     for features in formats() {
         let mut rig = Rig::fresh(features, 4);
-        lie_split(&rig, 1, 0, 1);
-        assert_eq!(rig.driver.poll(), Err(UsedJumped));
+        if features.contains(PACKED) {
+            lie_packed(&rig, 1, 0, 1 << 15 | 1 << 7);
+            rig.put_u16(DESC, 14, 1 << 15 | 1 << 7);
+            assert_eq!(rig.driver.poll(), Ok(None));
+            assert!(!rig.driver.arm());
+        } else {
+            lie_split(&rig, 1, 0, 1);
+            assert_eq!(rig.driver.poll(), Err(UsedJumped));
+        }
     }
 }
 
@@ -93,9 +134,9 @@ proptest! {
     /// the room, and nothing panics.
     #[test]
     fn garbage_gives_nothing_back_that_was_not_given(
-        format in 0_usize..4,
+        format in 0_usize..8,
         rounds in prop::collection::vec(
-            (prop::collection::vec((0_usize..38, any::<u8>()), 0..6), any::<bool>(), any::<bool>()),
+            (prop::collection::vec((any::<bool>(), 0_usize..64, any::<u8>()), 0..6), any::<bool>(), any::<bool>()),
             1..40),
     ) {
         let features = formats().nth(format).unwrap();
@@ -114,8 +155,10 @@ proptest! {
                 rig.device.complete(head, 7);
                 let _ = rig.device.publish();
             }
-            for (at, byte) in writes {
-                rig.part(USED, at, 1).fill(byte);
+            for (in_ring, at, byte) in writes {
+                let part = if in_ring && features.contains(PACKED) { DESC } else { USED };
+                let len = if part == DESC { 64 } else if features.contains(PACKED) { 4 } else { 38 };
+                rig.part(part, at % len, 1).fill(byte);
             }
             rig.driver.arm();
             loop {

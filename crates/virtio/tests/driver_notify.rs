@@ -1,8 +1,9 @@
 //! A driver and a device that sleep whenever they may: in whatever order they take their turns, neither sleeps for
-//! ever.
+//! ever, in either format.
 //!
 //! The real rings on both sides, one call at a time, in every order of the first turns. What happens within a call,
-//! between one access and the next, is the business of `notify_model` in the crate.
+//! between one access and the next, is the business of `notify_model` in the crate: both formats publish and arm as it has it, a store
+//! and a load of two words each, all sequentially consistent.
 #![forbid(unsafe_code)]
 
 #[path = "common/driver/mod.rs"]
@@ -47,8 +48,9 @@ struct Pair {
 
 impl Pair {
     fn new(features: Features, size: u16, delayed: bool) -> Pair {
-        // Indexes wrap on the way.
-        let mut rig = Rig::new(features, size, 65534);
+        let packed = features.contains(Features::RING_PACKED);
+        // Indexes and laps wrap on the way.
+        let mut rig = Rig::new(features, size, if packed { size - 1 } else { 65534 });
         let buffers = rig.buffers(0, &[], &[1]);
         rig.device.disable_notify();
         rig.driver.disarm();

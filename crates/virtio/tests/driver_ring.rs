@@ -1,4 +1,4 @@
-//! The driver's side of a ring against our device's: what is added comes out as it went in and goes back once,
+//! The driver's side of a ring against our device's: what is added comes out as it went in and goes back once, in both formats,
 //! wherever the indexes stand.
 #![forbid(unsafe_code)]
 
@@ -123,16 +123,24 @@ impl Pair {
     }
 }
 
-/// Where a ring may begin: at indexes that wrap soon, among others.
-fn starts(size: u16) -> Vec<u16> {
-    vec![0, 65535, 65533, 32767, size]
+/// Where a ring may begin: split indexes that wrap soon, packed positions of either lap.
+fn starts(features: Features, size: u16) -> Vec<u16> {
+    if features.contains(Features::RING_PACKED) {
+        vec![1 << 15, size - 1, (size - 1) | 1 << 15, 0, size / 2]
+    } else {
+        vec![0, 65535, 65533, 32767, size]
+    }
 }
 
 #[test]
 fn full_rings_go_round_whatever_the_size_and_wherever_the_indexes_stand() {
     for features in formats() {
-        for size in [1, 2, 4, 128, 1024, 32768] {
-            for start in starts(size) {
+        let packed = features.contains(Features::RING_PACKED);
+        for size in [1, 2, 3, 4, 100, 128, 1024, 32768] {
+            if !packed && !u16::is_power_of_two(size) {
+                continue;
+            }
+            for start in starts(features, size) {
                 let mut pair = Pair::new(features, size, start);
                 for round in 0..if size > 128 { 2 } else { 40 } {
                     for chain in 0..size {
@@ -172,14 +180,14 @@ proptest! {
     /// In whatever order the two sides take their steps, and the device completes.
     #[test]
     fn what_goes_in_comes_out_and_back_once(
-        format in 0_usize..4,
+        format in 0_usize..8,
         size in prop_oneof![1_u16..9, Just(16), Just(100)],
         start in 0_usize..5,
         steps in prop::collection::vec(step(), 0..300),
     ) {
         let features = formats().nth(format).unwrap();
-        let size = size.next_power_of_two();
-        let mut pair = Pair::new(features, size, starts(size)[start]);
+        let size = if features.contains(Features::RING_PACKED) { size } else { size.next_power_of_two() };
+        let mut pair = Pair::new(features, size, starts(features, size)[start]);
         for step in steps {
             match step {
                 Step::Add(readable, writable) => pair.add(readable, writable),

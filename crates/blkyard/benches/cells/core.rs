@@ -86,11 +86,14 @@ pub fn ram_cells(plan: Plan, report: &mut Report) {
 /// `virtio-ring-*`: the core over a driver, a ring and a device that does nothing, all on one thread.
 pub fn ring_cells(plan: Plan, report: &mut Report) {
     for depth in [1, 32, 128] {
-        let name = format!("virtio-ring-split-qd{depth}");
-        if report.wants(&name) {
-            let ([cost], _) = measure_beside(plan, &[], [variant(ring(depth, clock()))]);
-            report.add(Figure::cost(&name, &cost));
+        let [split, packed] = ["split", "packed"].map(|format| format!("virtio-ring-{format}-qd{depth}"));
+        if ![&split, &packed].into_iter().any(|cell| report.wants(cell)) {
+            continue;
         }
+        let variants = [variant(ring(false, depth, clock())), variant(ring(true, depth, clock()))];
+        let ([of_split, of_packed], _) = measure_beside(plan, &[], variants);
+        report.add(Figure::cost(&split, &of_split));
+        report.add(Figure::cost(&packed, &of_packed));
     }
 }
 

@@ -19,7 +19,7 @@ use super::{BlkDisk, BlkLayout, Buffer, DeviceFault, DriverRing, NoRoom, Tables,
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES, RANGE_UNMAP, kind, status_from};
 use crate::chain::DESC_BYTES;
 use crate::counters::reasons;
-use crate::{Complaints, Features, RingLayout, RingSetupError};
+use crate::{Complaints, Features, RingBase, RingLayout, RingSetupError};
 
 /// What a status byte is before the device writes it: none of the specification's.
 const NOT_WRITTEN: u8 = 0xff;
@@ -121,7 +121,7 @@ impl BlkRing {
             let tables = tables.expect("a part of the places");
             Tables::new(tables, places_addr + TABLE_AT as u64, layout.stride, layout.rows)
         });
-        let ring = DriverRing::new(ring, size, disk.features, tables, 0)?;
+        let ring = DriverRing::new(ring, size, disk.features, tables, RingBase::start(disk.features))?;
         Ok(BlkRing {
             ring,
             places,

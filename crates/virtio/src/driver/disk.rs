@@ -21,7 +21,8 @@ pub const DRIVER_FEATURES: Features = Features::SIZE_MAX
     .union(Features::WRITE_ZEROES)
     .union(Features::INDIRECT_DESC)
     .union(Features::EVENT_IDX)
-    .union(Features::VERSION_1);
+    .union(Features::VERSION_1)
+    .union(Features::RING_PACKED);
 
 /// Most data segments in one request, whatever the device allows: 1 MiB in pages of 4 KiB without two that touch is as
 /// much as a request has sectors.
@@ -179,7 +180,7 @@ fn read(name: &str, features: Features, space: &Space<'_>, ring_size: u16) -> Re
 }
 
 /// Data segments in one request. The device's limit; one if it names none. A chain is no longer than the ring, were
-/// it in a table of its own. [2.7.5.3.1]
+/// it in a table of its own. [2.7.5.3.1, 2.8.8]
 fn segments_max(features: Features, space: &Space<'_>, ring_size: u16) -> Result<u16, ConfigCause> {
     let said = if features.contains(Features::SEG_MAX) { space.u32(field::SEG_MAX, "most segments")? } else { 1 };
     let fits = ring_size.saturating_sub(2).clamp(1, SEGMENTS_MAX);

@@ -11,8 +11,8 @@ use blkyard_mq::{Batch, Bio, DeviceInfo, Done, Driver, Status};
 
 use super::{BlkDisk, BlkLayout, BlkRing, DRIVER_FEATURES, SEGMENTS_MAX, SharedMemory};
 use crate::{
-    BlkConfig, Chain, Complaints, Features, GuestMemory, GuestRange, ParseContext, Parsed, Refusals, RingLayout,
-    SerialId, SplitRing, VirtioStatus, parse, status_of, write_status, written,
+    BlkConfig, Chain, Complaints, DeviceRing, Features, GuestMemory, GuestRange, ParseContext, Parsed, Refusals,
+    RingBase, RingLayout, SerialId, VirtioStatus, parse, status_of, write_status, written,
 };
 
 /// Where the device finds the memory of the queue, and from where on the regions of the requests, each at a multiple of
@@ -48,7 +48,7 @@ pub struct Loopback<S> {
 #[derive(Debug)]
 pub struct Backend<S> {
     /// The ring.
-    pub ring: SplitRing,
+    pub ring: DeviceRing,
     /// What was refused.
     pub refusals: Refusals,
     /// Whether it does anything at its turn.
@@ -79,7 +79,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> Loopback<S> {
         let memory = guest_memory(&queue, &RegionTable::default())?;
         let addrs = layout.parts.map(|part| QUEUE_ADDR + part as u64);
         let ring = RingLayout::locate(&memory, features, config.size, addrs)
-            .and_then(|ring| SplitRing::new(ring, config.size, features, 0));
+            .and_then(|ring| DeviceRing::new(ring, config.size, features, RingBase::start(features)));
         let device = Backend {
             ring: ring.map_err(io::Error::other)?,
             refusals: Refusals::default(),

@@ -16,7 +16,7 @@
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES};
 use crate::chain::DESC_BYTES;
 use crate::driver::disk::BlkDisk;
-use crate::ring_bytes;
+use crate::{Features, packed_ring_bytes, ring_bytes};
 
 const LINE_BYTES: usize = 64;
 /// Lines are fetched in pairs.
@@ -48,7 +48,8 @@ pub(super) fn ranges_max(segments_max: u16) -> u16 {
 pub struct BlkLayout {
     /// Entries of the ring.
     pub size: u16,
-    /// Where descriptors, available and used ring are.
+    /// Where descriptors, available and used ring are; of a packed ring the descriptors, the driver's and the device's
+    /// event area.
     pub parts: [usize; 3],
     /// Where the places of requests begin.
     pub places: usize,
@@ -68,8 +69,9 @@ impl BlkLayout {
 
     /// The memory for a queue of this disk whose ring has `size` entries.
     pub fn new(disk: &BlkDisk, size: u16) -> BlkLayout {
+        let packed = disk.features.contains(Features::RING_PACKED);
         let mut at = 0;
-        let parts = ring_bytes(size).map(|(bytes, _)| {
+        let parts = if packed { packed_ring_bytes(size) } else { ring_bytes(size) }.map(|(bytes, _)| {
             let part = at;
             at += bytes.next_multiple_of(PLACE_ALIGN);
             part

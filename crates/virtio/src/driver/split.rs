@@ -8,17 +8,9 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use super::{Buffer, DeviceFault, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
 use crate::chain::{DESC_BYTES, Desc};
-use crate::split::needs_event;
-use crate::{Features, RingLayout, RingSetupError};
-
-// Places in the available ring [2.7.6] and the used ring [2.7.8], as in the device's half.
-const FLAGS: usize = 0;
-const INDEX: usize = 2;
-const RING: usize = 4;
-const AVAIL_ELEMENT: usize = 2;
-const USED_ELEMENT: usize = 8;
-const NO_INTERRUPT: u16 = 1;
-const NO_NOTIFY: u16 = 1;
+use crate::ring::check_size;
+use crate::split::{AVAIL_ELEMENT, FLAGS, INDEX, NO_INTERRUPT, NO_NOTIFY, RING, USED_ELEMENT, needs_event};
+use crate::{Features, RingBase, RingLayout, RingSetupError};
 
 /// A chain by the place of its first descriptor.
 #[derive(Clone, Copy, Debug, Default)]
@@ -66,7 +58,7 @@ pub struct SplitDriver {
 
 impl SplitDriver {
     /// An empty ring of `size` entries whose parts have the lengths and alignments of [`ring_bytes`](crate::ring_bytes), with what
-    /// the features say of rings. The memory is made ready here; no device may look at it yet. Both indexes begin at `start`.
+    /// the features say of rings. The memory is made ready here; no device may look at it yet. Both indexes begin at `base`.
     ///
     /// # Errors
     /// The size is not a power of two.
@@ -78,11 +70,10 @@ impl SplitDriver {
         size: u16,
         features: Features,
         tables: Option<Tables>,
-        start: u16,
+        base: RingBase,
     ) -> Result<SplitDriver, RingSetupError> {
-        if !size.is_power_of_two() {
-            return Err(RingSetupError::Size(size));
-        }
+        check_size(features - Features::RING_PACKED, size)?;
+        let start = base.next_avail();
         assert!(tables.as_ref().is_none_or(|tables| tables.reach(size)), "a table for each entry");
         layout.avail.store_u16(FLAGS, 0, Relaxed);
         layout.avail.store_u16(INDEX, start, Relaxed);

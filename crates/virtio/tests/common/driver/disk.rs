@@ -52,7 +52,7 @@ pub fn ram(store: Arc<Region>) -> impl FnMut(&Bio, &RegionTable) -> Status {
 }
 
 pub fn config(format: Features, size: u16) -> LoopbackConfig {
-    let rings = Features::INDIRECT_DESC | Features::EVENT_IDX;
+    let rings = Features::RING_PACKED | Features::INDIRECT_DESC | Features::EVENT_IDX;
     LoopbackConfig {
         info: info(),
         wanted: (DRIVER_FEATURES - rings) | format,

@@ -8,7 +8,9 @@ use std::sync::Arc;
 
 use blkyard_mem::{Region, RegionTable, Span, View};
 use blkyard_virtio::driver::{Buffer, DriverRing, Tables};
-use blkyard_virtio::{Chain, Features, GuestMemory, GuestRange, Head, RingLayout, SplitRing, ring_bytes};
+use blkyard_virtio::{
+    Chain, DeviceRing, Features, GuestMemory, GuestRange, Head, RingBase, RingLayout, packed_ring_bytes, ring_bytes,
+};
 
 /// Where the device finds the memory; for us it begins at zero.
 pub const BASE: u64 = 0x10_0000;
@@ -18,10 +20,10 @@ pub const ROWS: u16 = 8;
 const STRIDE: usize = 160;
 const HEAP_BYTES: usize = 0x1_0000;
 
-/// Every kind of ring: with or without tables and event indexes.
+/// Every format there is: packed or split, with or without tables and event indexes.
 pub fn formats() -> impl Iterator<Item = Features> {
-    let features = [Features::INDIRECT_DESC, Features::EVENT_IDX];
-    (0..4).map(move |bits| {
+    let features = [Features::RING_PACKED, Features::INDIRECT_DESC, Features::EVENT_IDX];
+    (0..8).map(move |bits| {
         let chosen = features.iter().enumerate().filter(|(bit, _)| bits >> bit & 1 == 1);
         chosen.fold(Features::VERSION_1, |all, (_, feature)| all | *feature)
     })
@@ -29,7 +31,7 @@ pub fn formats() -> impl Iterator<Item = Features> {
 
 pub struct Rig {
     pub driver: DriverRing,
-    pub device: SplitRing,
+    pub device: DeviceRing,
     pub memory: Arc<GuestMemory>,
     pub chain: Chain,
     /// Offsets of the ring's parts.
@@ -40,10 +42,11 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// An empty ring that both sides begin at index `start`.
+    /// An empty ring that both sides begin at `start`: an index, or of a packed ring a position and wrap counter.
     pub fn new(features: Features, size: u16, start: u16) -> Rig {
+        let packed = features.contains(Features::RING_PACKED);
         let mut at = 0;
-        let bytes = ring_bytes(size);
+        let bytes = if packed { packed_ring_bytes(size) } else { ring_bytes(size) };
         let parts = bytes.map(|(bytes, _)| {
             let part = at;
             at = (at + bytes).next_multiple_of(64);
@@ -61,11 +64,12 @@ impl Rig {
         let tables = features
             .contains(Features::INDIRECT_DESC)
             .then(|| Tables::new(view(tables_at, heap - tables_at), BASE + tables_at as u64, STRIDE, ROWS));
+        let base = RingBase::from_bits(u32::from(start) | if packed { u32::from(start) << 16 } else { 0 });
         let range = GuestRange { guest_addr: BASE, user_addr: BASE, len: region.len() as u64, region: 0, offset: 0 };
         let table = Arc::new(RegionTable::new(vec![Arc::clone(&region)]));
         Rig {
-            driver: DriverRing::new(layout(), size, features, tables, start).unwrap(),
-            device: SplitRing::new(layout(), size, features, start).unwrap(),
+            driver: DriverRing::new(layout(), size, features, tables, base).unwrap(),
+            device: DeviceRing::new(layout(), size, features, base).unwrap(),
             memory: Arc::new(GuestMemory::new(table, vec![range]).unwrap()),
             chain: Chain::new(64),
             parts,
@@ -76,7 +80,7 @@ impl Rig {
 
     /// A ring that begins where a new one does.
     pub fn fresh(features: Features, size: u16) -> Rig {
-        Rig::new(features, size, 0)
+        Rig::new(features, size, if features.contains(Features::RING_PACKED) { 1 << 15 } else { 0 })
     }
 
     /// The address of a byte of the heap.

@@ -1,0 +1,279 @@
+//! The driver's side of a packed virtqueue. [2.8]
+//!
+//! Owned by one thread. One ring of descriptors goes round: we write chains into it, the device writes over them what it has
+//! used, each from its own position, and a bit that flips with every lap (the wrap counter) tells new from old. What we need
+//! of a chain later is kept in memory of our own. It has no in-order completion.
+
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+
+use super::{Buffer, DeviceFault, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
+use crate::chain::{DESC_BYTES, Desc};
+use crate::packed::{AVAIL, Position, USED, WRAP, wish};
+use crate::ring::check_size;
+use crate::{Features, RingBase, RingLayout, RingSetupError};
+
+/// Where the second word of a descriptor is: length, id, flags. [2.8.13]
+const REST: usize = 8;
+
+/// How the marks of a descriptor here show that it is available.
+#[inline]
+fn available(at: Position) -> u16 {
+    if at.wrap { AVAIL } else { USED }
+}
+
+/// How they show that it is used.
+#[inline]
+fn used(at: Position) -> u16 {
+    if at.wrap { AVAIL | USED } else { 0 }
+}
+
+/// A chain by its id, which is its token.
+#[derive(Clone, Copy, Debug, Default)]
+struct Out {
+    /// Descriptors of the ring; none if the chain is not in flight.
+    descriptors: u16,
+    writable_bytes: u32,
+}
+
+/// A packed ring, seen from the driver.
+///
+/// ```text
+///  ── used ─────────────────────▶ published ──────▶ next
+///          in flight, in any order         added, not told
+/// ```
+// On lines of its own: rings of neighbour queues are written by other threads.
+#[derive(Debug)]
+#[repr(align(128))]
+pub struct PackedDriver {
+    layout: RingLayout,
+    tables: Option<Tables>,
+    size: u16,
+    event_idx: bool,
+    /// Where the next chain begins.
+    next: Position,
+    /// Where the next used element will be.
+    used: Position,
+    /// The first descriptor that the device has not been told of: where it is, and the word that will tell.
+    held: Option<(Position, u64)>,
+    /// Descriptors added since the last publish.
+    added: u16,
+    /// Free descriptors.
+    free: u16,
+    /// Chains in flight, and how many of them the device knows.
+    in_flight: u16,
+    published: u16,
+    fault: Option<DeviceFault>,
+    out: Box<[Out]>,
+}
+
+impl PackedDriver {
+    /// An empty ring of `size` entries whose parts have the lengths and alignments of
+    /// [`packed_ring_bytes`](crate::packed_ring_bytes), with what the features say of rings. The memory is made ready here; no device
+    /// may look at it yet. Both sides begin at `base`, and nothing is in flight.
+    ///
+    /// # Errors
+    /// The size is zero or beyond [`RING_SIZE_MAX`](crate::RING_SIZE_MAX), or the base lies outside the ring.
+    ///
+    /// # Panics
+    /// If there are tables, but not for each entry.
+    pub fn new(
+        layout: RingLayout,
+        size: u16,
+        features: Features,
+        tables: Option<Tables>,
+        base: RingBase,
+    ) -> Result<PackedDriver, RingSetupError> {
+        check_size(features | Features::RING_PACKED, size)?;
+        let bad = RingSetupError::Base { base: base.bits(), size };
+        let start = Position::from_word(base.next_avail(), size).ok_or(bad)?;
+        assert!(tables.as_ref().is_none_or(|tables| tables.reach(size)), "a table for each entry");
+        layout.avail.store_u32(0, wish::ENABLE << 16, Relaxed);
+        layout.used.store_u32(0, wish::ENABLE << 16, Relaxed);
+        for place in 0..size {
+            // As if used in the lap before.
+            let old = Position { place, wrap: if place < start.place { start.wrap } else { !start.wrap } };
+            write_desc(&layout.desc, old.offset(), 0, u64::from(used(old)) << 48);
+        }
+        Ok(PackedDriver {
+            layout,
+            tables,
+            size,
+            event_idx: features.contains(Features::EVENT_IDX),
+            next: start,
+            used: start,
+            held: None,
+            added: 0,
+            free: size,
+            in_flight: 0,
+            published: 0,
+            fault: None,
+            out: vec![Out::default(); usize::from(size)].into(),
+        })
+    }
+
+    /// See [`DriverRing::add`](super::DriverRing::add).
+    #[inline]
+    pub fn add(&mut self, token: u16, buffers: &[Buffer]) -> Result<(), NoRoom> {
+        check_chain(buffers);
+        assert!(token < self.size, "token {token} on a ring of {}", self.size);
+        assert!(self.out[usize::from(token)].descriptors == 0, "token {token} is in flight");
+        let mut descriptors = 1;
+        if let Some(tables) = &self.tables {
+            tables.write(token, buffers, |_, buffer| word(buffer.len, 0, write_flag(buffer)));
+            let len = (buffers.len() * DESC_BYTES) as u32;
+            self.put(tables.addr(token), len, token, Desc::INDIRECT);
+        } else {
+            assert!(buffers.len() <= usize::from(self.size), "a chain of {} in a ring of {}", buffers.len(), self.size);
+            descriptors = buffers.len() as u16;
+            if descriptors > self.free {
+                return Err(NoRoom);
+            }
+            for (row, buffer) in buffers.iter().enumerate() {
+                let more = if row + 1 < buffers.len() { Desc::NEXT } else { 0 };
+                self.put(buffer.addr, buffer.len, token, write_flag(buffer) | more);
+            }
+        }
+        self.free -= descriptors;
+        self.added += descriptors;
+        self.in_flight += 1;
+        self.out[usize::from(token)] = Out { descriptors, writable_bytes: writable_bytes(buffers) };
+        Ok(())
+    }
+
+    /// Writes the next descriptor. The device goes from one to the next only as long as they are available, so that
+    /// of all added since the last publish only the first has to wait for it.
+    #[inline]
+    fn put(&mut self, addr: u64, len: u32, id: u16, flags: u16) {
+        let rest = word(len, id, flags | available(self.next));
+        self.layout.desc.store_u64(self.next.offset(), addr, Relaxed);
+        if self.held.is_none() {
+            self.held = Some((self.next, rest));
+        } else {
+            self.layout.desc.store_u64(self.next.offset() + REST, rest, Relaxed);
+        }
+        self.next.advance(1, self.size);
+    }
+
+    /// See [`DriverRing::publish`](super::DriverRing::publish).
+    #[inline]
+    #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
+    pub fn publish(&mut self) -> bool {
+        let Some((old, rest)) = self.held.take() else { return false };
+        if self.fault.is_none() {
+            self.published = self.in_flight;
+        }
+        let added = std::mem::take(&mut self.added);
+        // As in `SplitDriver::publish`: we store a descriptor, then load what the device wants; the device stores what it
+        // wants, then loads the descriptor (`PackedRing::enable_notify`). The store also releases all descriptors after
+        // it. [2.8.21.3]
+        self.layout.desc.store_u64(old.offset() + REST, rest, SeqCst);
+        let wish = self.layout.used.load_u32(0, SeqCst);
+        match wish >> 16 & 3 {
+            wish::DISABLE => false,
+            wish::DESC if self.event_idx => {
+                let event = Position { place: wish as u16 & !WRAP, wrap: wish as u16 & WRAP != 0 };
+                event.after(old, self.size) < u32::from(added)
+            }
+            // What means nothing is no reason to be silent.
+            _ => true,
+        }
+    }
+
+    /// See [`DriverRing::poll`](super::DriverRing::poll).
+    #[inline]
+    pub fn poll(&mut self) -> Result<Option<Used>, DeviceFault> {
+        if self.published == 0 {
+            return self.fault.map_or(Ok(None), Err);
+        }
+        // Pairs with the device's release of the rest of the element, status bytes and data. [2.8.6]
+        let rest = self.layout.desc.load_u64(self.used.offset() + REST, Acquire);
+        let (written, id, flags) = (rest as u32, (rest >> 32) as u16, (rest >> 48) as u16);
+        let whose = flags & (AVAIL | USED);
+        if whose == available(self.used) {
+            return Ok(None);
+        }
+        if whose != used(self.used) {
+            // What stands here was written by us in this lap, and only the device has written since.
+            return Err(self.breaks(DeviceFault::FlagsNonsense));
+        }
+        // Without the flag nothing was written, and the length means nothing. [2.8.5]
+        let written = if flags & Desc::WRITE == 0 { 0 } else { written };
+        let Some(out) = self.out.get_mut(usize::from(id)) else {
+            return Err(self.breaks(DeviceFault::IdOutOfRange));
+        };
+        if out.descriptors == 0 {
+            return Err(self.breaks(DeviceFault::IdNotInFlight));
+        }
+        if written > out.writable_bytes {
+            return Err(self.breaks(DeviceFault::LengthTooLong));
+        }
+        let descriptors = std::mem::take(&mut out.descriptors);
+        self.used.advance(descriptors, self.size);
+        self.free += descriptors;
+        self.in_flight -= 1;
+        self.published -= 1;
+        Ok(Some(Used { token: id, written }))
+    }
+
+    #[cold]
+    fn breaks(&mut self, fault: DeviceFault) -> DeviceFault {
+        // Nothing is looked at any more.
+        self.published = 0;
+        *self.fault.get_or_insert(fault)
+    }
+
+    /// See [`DriverRing::arm`](super::DriverRing::arm).
+    pub fn arm(&mut self) -> bool {
+        self.arm_at(self.used)
+    }
+
+    /// See [`DriverRing::arm_delayed`](super::DriverRing::arm_delayed).
+    pub fn arm_delayed(&mut self) -> bool {
+        let out = self.size - self.free;
+        let mut event = self.used;
+        event.advance(out - out.div_ceil(4), self.size);
+        self.arm_at(event)
+    }
+
+    /// Asks for a call when the device's position passes `event`.
+    fn arm_at(&mut self, event: Position) -> bool {
+        // The mirror image of the device's publish, as in `SplitDriver::arm`. Position and flags are one word, so
+        // that no device sees the one without the other. [2.8.10]
+        let wish = if self.event_idx { wish::DESC << 16 | u32::from(event.word()) } else { wish::ENABLE };
+        self.layout.avail.store_u32(0, wish, SeqCst);
+        let rest = self.layout.desc.load_u64(self.used.offset() + REST, SeqCst);
+        self.published > 0 && (rest >> 48) as u16 & (AVAIL | USED) != available(self.used)
+    }
+
+    /// See [`DriverRing::disarm`](super::DriverRing::disarm).
+    pub fn disarm(&mut self) {
+        self.layout.avail.store_u32(0, wish::DISABLE << 16, Relaxed);
+    }
+
+    /// Chains added and not come back.
+    #[inline]
+    pub fn in_flight(&self) -> u16 {
+        self.in_flight
+    }
+
+    /// Entries.
+    pub fn size(&self) -> u16 {
+        self.size
+    }
+
+    /// Why the ring is broken, if it is.
+    pub fn fault(&self) -> Option<DeviceFault> {
+        self.fault
+    }
+}
+
+/// The second word of a descriptor. [2.8.13]
+#[inline]
+fn word(len: u32, id: u16, flags: u16) -> u64 {
+    u64::from(len) | u64::from(id) << 32 | u64::from(flags) << 48
+}
+
+#[inline]
+fn write_flag(buffer: &Buffer) -> u16 {
+    if buffer.writable { Desc::WRITE } else { 0 }
+}
