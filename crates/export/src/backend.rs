@@ -8,12 +8,14 @@
 mod rings;
 
 use std::fs::File;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use blkyard_mem::Region;
 use blkyard_mq::DeviceInfo;
-use blkyard_virtio::{BlkConfig, Features, RingBase};
+use blkyard_virtio::{BlkConfig, DirtyLog, Features, RingBase};
 use vhost::vhost_user::GpuBackend;
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
@@ -46,6 +48,7 @@ const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS)
     .union(VhostUserProtocolFeatures::BACKEND_REQ)
     .union(VhostUserProtocolFeatures::INFLIGHT_SHMFD)
+    .union(VhostUserProtocolFeatures::LOG_SHMFD)
     .union(VhostUserProtocolFeatures::RESET_DEVICE);
 
 type RegionBase = vhost::VhostUserMemoryRegionBase;
@@ -87,6 +90,8 @@ pub(crate) struct Backend {
     memory: Memory,
     /// Where the queues record what is in flight, if the front-end keeps such memory.
     records: Option<Records>,
+    /// Where the front-end looks for the pages that were written, once it has said so.
+    log: Option<Arc<DirtyLog>>,
     /// What the front-end took of what we offered; nothing before it says.
     features: Features,
     write_back: Arc<AtomicBool>,
@@ -105,6 +110,7 @@ impl Backend {
             vrings,
             memory: Memory::default(),
             records: None,
+            log: None,
             features: Features::empty(),
             write_back,
             connection,
@@ -165,7 +171,7 @@ impl Backend {
     }
 
     fn offered(&self) -> Features {
-        self.config.disk.features() | Features::PROTOCOL_FEATURES
+        self.config.disk.features() | Features::PROTOCOL_FEATURES | Features::LOG_ALL
     }
 
     fn vring(&mut self, index: u32) -> Result<&mut Vring> {
@@ -310,13 +316,17 @@ impl VhostUserBackendReqHandlerMut for Backend {
     fn set_vring_addr(
         &mut self,
         index: u32,
-        _flags: VhostUserVringAddrFlags,
+        flags: VhostUserVringAddrFlags,
         descriptor: u64,
         used: u64,
         available: u64,
-        _log: u64,
+        log: u64,
     ) -> Result<()> {
-        self.change_vring(index, |vring| vring.addresses = Some([descriptor, available, used]))
+        let logged = flags.contains(VhostUserVringAddrFlags::VHOST_VRING_F_LOG);
+        self.change_vring(index, |vring| {
+            vring.addresses = Some([descriptor, available, used]);
+            vring.log_at = logged.then_some(log);
+        })
     }
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
@@ -437,8 +447,12 @@ impl VhostUserBackendReqHandlerMut for Backend {
         Err(Error::InvalidOperation("shared memory regions were not offered"))
     }
 
-    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
-        Err(Error::InvalidOperation("dirty page logging was not offered"))
+    fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
+        let region = Region::map_file(file.as_fd(), log.mmap_offset, log.mmap_size);
+        let log = region.map(DirtyLog::new).map_err(|error| self.refuse("the log of pages that are written", error))?;
+        let running = self.suspend_all()?;
+        self.log = log.map(Arc::new);
+        running.into_iter().try_for_each(|index| self.run_if_ready(index))
     }
 }
 

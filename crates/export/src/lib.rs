@@ -10,6 +10,7 @@ mod channel;
 mod event;
 mod inflight;
 mod memory;
+mod notes;
 mod orders;
 mod queue;
 mod remote;

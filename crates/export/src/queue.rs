@@ -22,6 +22,7 @@ use blkyard_virtio::{
 };
 
 use crate::event::Event;
+use crate::notes::Notes;
 use crate::remote::{Command, DiskView, QueuePort, Setup};
 use crate::view::{QueueView, RingView};
 
@@ -58,6 +59,8 @@ struct Session {
     memory: Arc<GuestMemory>,
     /// Where the record of what is in flight lies.
     records: Option<Arc<Region>>,
+    /// Where is noted which of the guest's pages are written, if somebody wants to know.
+    notes: Option<Notes>,
     kick: Option<Arc<Event>>,
     call: Option<Arc<Event>>,
     error: Option<Arc<Event>>,
@@ -213,6 +216,7 @@ impl<D> VhostQueue<D> {
             ring,
             memory: setup.memory,
             records,
+            notes: setup.notes,
             kick: setup.kick,
             call: setup.call,
             error: setup.error,
@@ -222,7 +226,7 @@ impl<D> VhostQueue<D> {
             alarm: false,
             lost: false,
         };
-        session.ring.disable_notify();
+        session.disable_notify();
         if session.records.is_some() {
             // Who had the ring before us may have died between showing the guest an answer and calling it.
             session.call(cx, &mut self.chime);
@@ -240,7 +244,7 @@ impl<D> VhostQueue<D> {
         cx.forget(&mut self.chime);
         let Some(mut session) = self.session.take() else { return };
         // Whoever looks at the ring now may kick us as usual.
-        session.ring.enable_notify();
+        session.enable_notify();
         let base = session.ring.base();
         drop(session);
         self.hw.set_memory(cx, Arc::new(RegionTable::default()));
@@ -318,6 +322,9 @@ impl Session {
                 Parsed::GetId { status_at } => {
                     let id_bytes = serial.write(&self.memory, self.chain.writable());
                     write_status(&self.memory, status_at, VirtioStatus::Ok);
+                    if let Some(notes) = &self.notes {
+                        notes.segments(&self.memory, self.chain.writable());
+                    }
                     // Between a longer buffer's first bytes and the status is a gap.
                     let whole = u64::from(id_bytes) + 1 == self.chain.writable_bytes();
                     self.ring.complete(head, id_bytes + u32::from(whole));
@@ -340,6 +347,9 @@ impl Session {
     #[inline]
     fn finish(&mut self, head: Head, status_at: Segment, status: VirtioStatus, room_bytes: u64) {
         write_status(&self.memory, status_at, status);
+        if let Some(notes) = &self.notes {
+            notes.segments(&self.memory, &[status_at]);
+        }
         self.ring.complete(head, written(room_bytes, status));
     }
 
@@ -349,8 +359,37 @@ impl Session {
         let Some(place) = desk.places[bio.cookie as usize].take() else {
             unreachable!("a bio that is out has its place");
         };
+        if let Some(notes) = &self.notes {
+            notes.ended(&self.memory, &bio);
+        }
         self.finish(place.head, place.status_at, status_of(bio.status), place.room_bytes);
         desk.free.push(bio);
+    }
+
+    /// Shows the guest what was completed; says whether it wants a call for it.
+    #[inline]
+    fn publish(&mut self) -> bool {
+        let wanted = self.ring.publish();
+        self.note_ring();
+        wanted
+    }
+
+    fn enable_notify(&mut self) -> bool {
+        let offered = self.ring.enable_notify();
+        self.note_ring();
+        offered
+    }
+
+    fn disable_notify(&mut self) {
+        self.ring.disable_notify();
+        self.note_ring();
+    }
+
+    #[inline]
+    fn note_ring(&self) {
+        if let Some(notes) = &self.notes {
+            notes.ring();
+        }
     }
 
     #[inline]
@@ -447,7 +486,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             busy |= session.fetch(&mut self.hw, desk, &self.serial, &self.refusals, most);
         }
         // Before the device has its turn, which may take a while: the guest need not wait for that.
-        if busy && session.ring.publish() {
+        if busy && session.publish() {
             session.call(cx, &mut self.chime);
         }
         busy |= self.hw.issue(cx, now_ns) > 0;
@@ -481,7 +520,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         let fetches = !self.is_stopping();
         let work = match &mut self.session {
             Some(session) if fetches && !session.broken => {
-                let offered = session.ring.enable_notify() && !self.desk.free.is_empty();
+                let offered = session.enable_notify() && !self.desk.free.is_empty();
                 offered || session.is_cut_short()
             }
             _ => false,
@@ -492,7 +531,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
 
     fn disarm(&mut self) {
         if let Some(session) = &mut self.session {
-            session.ring.disable_notify();
+            session.disable_notify();
         }
         self.hw.disarm::<Cx>();
     }

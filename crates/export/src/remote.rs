@@ -17,6 +17,7 @@ use blkyard_virtio::{GuestMemory, Inflight, RingBase, RingLayout};
 
 use crate::QueueView;
 use crate::event::Event;
+use crate::notes::Notes;
 
 /// All a queue needs to run.
 pub(crate) struct Setup {
@@ -27,6 +28,8 @@ pub(crate) struct Setup {
     pub(crate) base: RingBase,
     /// Where it records what is in flight. Says where it goes on, once it has been used.
     pub(crate) record: Option<Inflight>,
+    /// Where it notes which of the guest's pages it writes.
+    pub(crate) notes: Option<Notes>,
     pub(crate) kick: Option<Arc<Event>>,
     pub(crate) call: Option<Arc<Event>>,
     pub(crate) error: Option<Arc<Event>>,

@@ -14,7 +14,7 @@ use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
 /// What a whole disk offers: all that we know but the bit for read-only ones.
-const ALL: u64 = 0xd_7000_7e44;
+const ALL: u64 = 0xd_7400_7e44;
 
 #[test]
 fn a_disk_tells_what_it_is_and_can_do() {
@@ -27,6 +27,7 @@ fn a_disk_tells_what_it_is_and_can_do() {
         | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
         | VhostUserProtocolFeatures::BACKEND_REQ
         | VhostUserProtocolFeatures::INFLIGHT_SHMFD
+        | VhostUserProtocolFeatures::LOG_SHMFD
         | VhostUserProtocolFeatures::RESET_DEVICE;
     assert_eq!(front.get_protocol_features().unwrap(), wanted);
     assert_eq!(front.get_queue_num().unwrap(), 2);

@@ -74,6 +74,26 @@ impl View {
     field!(load_u32, store_u32, u32, AtomicU32);
     field!(load_u64, store_u64, u64, AtomicU64);
 
+    /// Sets bits of the byte at `offset`, in one step with whoever else sets or takes bits of it. What was written before
+    /// is seen by whoever sees them.
+    ///
+    /// # Panics
+    /// As for the load.
+    #[inline]
+    pub fn set_bits(&self, offset: usize, bits: u8) {
+        self.field::<AtomicU8>(offset).fetch_or(bits, Ordering::SeqCst);
+    }
+
+    /// Takes all bits of the byte at `offset` away, in one step with whoever sets some: the other side of
+    /// [`View::set_bits`].
+    ///
+    /// # Panics
+    /// As for the load.
+    #[inline]
+    pub fn take_bits(&self, offset: usize) -> u8 {
+        self.field::<AtomicU8>(offset).swap(0, Ordering::SeqCst)
+    }
+
     #[inline]
     fn field<A>(&self, offset: usize) -> &A {
         let size = size_of::<A>();

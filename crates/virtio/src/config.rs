@@ -197,7 +197,8 @@ mod tests {
             0, 0x40, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, // write zeroes
         ];
         assert_eq!(config.read(0, 60).unwrap(), want);
-        assert_eq!(config.features(), Features::all() - Features::RO - Features::SIZE_MAX);
+        let own = Features::RO | Features::SIZE_MAX | Features::LOG_ALL;
+        assert_eq!(config.features(), Features::all() - own);
         assert_eq!(config.read(34, 2).unwrap(), [4, 0]);
         assert!(config.read(60, CONFIG_BYTES - 60).unwrap().iter().all(|byte| *byte == 0));
     }
@@ -219,6 +220,7 @@ mod tests {
         let plain = DeviceInfo { limits: none, volatile_cache: false, ..info() };
         let config = BlkConfig::new(&plain, 1, 0, true);
         let absent = Features::SIZE_MAX
+            | Features::LOG_ALL
             | Features::SEG_MAX
             | Features::RO
             | Features::FLUSH

@@ -77,29 +77,125 @@ pub struct Guest {
     addrs: [u64; 3],
     size: u16,
     features: Features,
-    driver: Driver,
+    driver: RingDriver,
+    heap: u64,
+}
+
+/// The driver's side of a ring, wherever its memory is.
+#[derive(Debug)]
+pub struct RingDriver {
+    features: Features,
+    format: Format,
     /// With `IN_ORDER`: what was offered and not polled.
     offered: VecDeque<u16>,
     /// The last chain of a batch that is being polled, and the bytes written to it.
     batch: Option<(u32, u32)>,
-    heap: u64,
 }
 
-/// The driver's side of a ring.
 #[derive(Debug)]
-enum Driver {
+enum Format {
     Split(SplitDriver),
     Packed(PackedDriver),
 }
 
 /// Calls the same method of whichever driver it is.
 macro_rules! driver {
-    ($guest:ident, $driver:ident => $call:expr) => {
-        match &mut $guest.driver {
-            Driver::Split($driver) => $call,
-            Driver::Packed($driver) => $call,
+    ($ring:ident, $driver:ident => $call:expr) => {
+        match &mut $ring.format {
+            Format::Split($driver) => $call,
+            Format::Packed($driver) => $call,
         }
     };
+}
+
+impl RingDriver {
+    /// An empty ring in these parts, all zero, of the kind the features say.
+    pub fn new(layout: RingLayout, size: u16, features: Features) -> RingDriver {
+        let event_idx = features.contains(Features::EVENT_IDX);
+        let format = if features.contains(Features::RING_PACKED) {
+            Format::Packed(PackedDriver::new(layout, size, event_idx))
+        } else {
+            Format::Split(SplitDriver::new(layout, size, event_idx))
+        };
+        RingDriver { features, format, offered: VecDeque::new(), batch: None }
+    }
+
+    /// See [`Guest::start_at`].
+    pub fn start_at(&mut self, index: u16) {
+        driver!(self, driver => driver.start_at(index));
+    }
+
+    /// Where a device begins that has seen all there is.
+    pub fn base(&self) -> RingBase {
+        match &self.format {
+            Format::Split(driver) => driver.base(),
+            Format::Packed(driver) => driver.base(),
+        }
+    }
+
+    /// Builds a chain of free descriptors; nothing if there are not enough.
+    pub fn chain(&mut self, buffers: &[Buffer]) -> Option<u16> {
+        driver!(self, driver => driver.chain(buffers))
+    }
+
+    /// One descriptor for a chain that lies in a table of its own, which is as [`RingDriver::table`] says.
+    pub fn chain_indirect(&mut self, table: u64, buffers: &[Buffer]) -> Option<u16> {
+        driver!(self, driver => driver.chain_indirect(table, buffers))
+    }
+
+    /// The bytes of an indirect table.
+    pub fn table(&self, buffers: &[Buffer]) -> Vec<u8> {
+        let is_packed = matches!(self.format, Format::Packed(_));
+        let row = buffers.iter().enumerate().flat_map(|(at, buffer)| {
+            // In a packed ring's table the order says what is next.
+            let next = (at + 1 < buffers.len() && !is_packed).then_some(at as u16 + 1);
+            let descriptor = link(*buffer, next);
+            if is_packed { descriptor.to_packed_bytes() } else { descriptor.to_bytes() }
+        });
+        row.collect()
+    }
+
+    /// Offers a chain. The device sees it with the next [`RingDriver::publish`].
+    pub fn offer(&mut self, head: u16) {
+        driver!(self, driver => driver.offer(head));
+        if self.features.contains(Features::IN_ORDER) {
+            self.offered.push_back(head);
+        }
+    }
+
+    /// Shows the device what was offered. Says whether it wants to be notified.
+    pub fn publish(&mut self) -> bool {
+        driver!(self, driver => driver.publish())
+    }
+
+    /// Takes the next chain the device gives back: head and length. Its descriptors are free again.
+    ///
+    /// # Panics
+    /// If a device that keeps the order gives back what was not offered.
+    pub fn poll(&mut self) -> Option<(u32, u32)> {
+        let told = self.batch.take().or_else(|| driver!(self, driver => driver.look()));
+        let (mut id, mut len) = told?;
+        if self.features.contains(Features::IN_ORDER) {
+            let first = self.offered.pop_front().expect("what comes back was offered");
+            if u32::from(first) != id {
+                // All before the last of a batch were filled.
+                self.batch = told;
+                (id, len) = (first.into(), driver!(self, driver => driver.room(first)));
+            }
+        }
+        driver!(self, driver => driver.pass(id));
+        Some((id, len))
+    }
+
+    /// Asks for a call with the next chain that comes back. Says whether there is one already.
+    pub fn enable_calls(&mut self) -> bool {
+        driver!(self, driver => driver.enable_calls()) || self.batch.is_some()
+    }
+
+    /// Asks for no calls; a hint, and with event indexes of a split ring not even that.
+    pub fn disable_calls(&mut self) {
+        driver!(self, driver => driver.disable_calls());
+    }
 }
 
 impl Guest {
@@ -132,12 +228,7 @@ impl Guest {
         let memory = Arc::new(GuestMemory::new(table, vec![range]).expect("one range overlaps nothing"));
         let user_addrs = places.map(|place| USER_BASE + place);
         let layout = RingLayout::locate(&memory, features, size, user_addrs).expect("it was made to fit");
-        let event_idx = features.contains(Features::EVENT_IDX);
-        let driver = if is_packed {
-            Driver::Packed(PackedDriver::new(layout.clone(), size, event_idx))
-        } else {
-            Driver::Split(SplitDriver::new(layout.clone(), size, event_idx))
-        };
+        let driver = RingDriver::new(layout.clone(), size, features);
         Guest {
             memory,
             layout,
@@ -145,24 +236,18 @@ impl Guest {
             size,
             features,
             driver,
-            offered: VecDeque::new(),
-            batch: None,
             heap: GUEST_BASE + at as u64,
         }
     }
 
     /// Lets the ring begin as if so many chains, or places of a packed ring, had gone round already.
     pub fn start_at(&mut self, index: u16) {
-        driver!(self, driver => driver.start_at(index));
+        self.driver.start_at(index);
     }
 
     /// The device's side of the ring, from where the guest stands.
     pub fn device(&self, indirect: bool) -> DeviceRing {
-        let base = match &self.driver {
-            Driver::Split(driver) => driver.base(),
-            Driver::Packed(driver) => driver.base(),
-        };
-        self.device_at(indirect, base)
+        self.device_at(indirect, self.driver.base())
     }
 
     /// The device's side of the ring, from anywhere.
@@ -231,62 +316,40 @@ impl Guest {
         self.write(table + u64::from(index) * 16, &bytes);
     }
 
-    /// Builds a chain of free descriptors; nothing if there are not enough.
+    /// See [`RingDriver::chain`].
     pub fn chain(&mut self, buffers: &[Buffer]) -> Option<u16> {
-        driver!(self, driver => driver.chain(buffers))
+        self.driver.chain(buffers)
     }
 
     /// Builds a chain in a table of its own, and one descriptor that points to it.
     pub fn chain_indirect(&mut self, table: u64, buffers: &[Buffer]) -> Option<u16> {
-        for (at, buffer) in buffers.iter().enumerate() {
-            // In a packed ring's table the order says what is next.
-            let next = (at + 1 < buffers.len() && matches!(self.driver, Driver::Split(_))).then_some(at as u16 + 1);
-            self.set_descriptor(table, at as u16, link(*buffer, next));
-        }
-        driver!(self, driver => driver.chain_indirect(table, buffers))
+        self.write(table, &self.driver.table(buffers));
+        self.driver.chain_indirect(table, buffers)
     }
 
-    /// Offers a chain. The device sees it with the next [`Guest::publish`]. In a split ring the head may be any
-    /// number.
+    /// See [`RingDriver::offer`]. In a split ring the head may be any number.
     pub fn offer(&mut self, head: u16) {
-        driver!(self, driver => driver.offer(head));
-        if self.features.contains(Features::IN_ORDER) {
-            self.offered.push_back(head);
-        }
+        self.driver.offer(head);
     }
 
-    /// Shows the device what was offered. Says whether it wants to be notified.
+    /// See [`RingDriver::publish`].
     pub fn publish(&mut self) -> bool {
-        driver!(self, driver => driver.publish())
+        self.driver.publish()
     }
 
-    /// Takes the next chain the device gives back: head and length. Its descriptors are free again.
-    ///
-    /// # Panics
-    /// If a device that keeps the order gives back what was not offered.
+    /// See [`RingDriver::poll`].
     pub fn poll(&mut self) -> Option<(u32, u32)> {
-        let told = self.batch.take().or_else(|| driver!(self, driver => driver.look()));
-        let (mut id, mut len) = told?;
-        if self.features.contains(Features::IN_ORDER) {
-            let first = self.offered.pop_front().expect("what comes back was offered");
-            if u32::from(first) != id {
-                // All before the last of a batch were filled.
-                self.batch = told;
-                (id, len) = (first.into(), driver!(self, driver => driver.room(first)));
-            }
-        }
-        driver!(self, driver => driver.pass(id));
-        Some((id, len))
+        self.driver.poll()
     }
 
-    /// Asks for a call with the next chain that comes back. Says whether there is one already.
+    /// See [`RingDriver::enable_calls`].
     pub fn enable_calls(&mut self) -> bool {
-        driver!(self, driver => driver.enable_calls())
+        self.driver.enable_calls()
     }
 
-    /// Asks for no calls; a hint, and with event indexes of a split ring not even that.
+    /// See [`RingDriver::disable_calls`].
     pub fn disable_calls(&mut self) {
-        driver!(self, driver => driver.disable_calls());
+        self.driver.disable_calls();
     }
 }
 

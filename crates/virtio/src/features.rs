@@ -24,6 +24,8 @@ bitflags::bitflags! {
         const DISCARD = 1 << 13;
         /// Ranges can be zeroed without sending zeroes.
         const WRITE_ZEROES = 1 << 14;
+        /// vhost-user's own: we note which pages of guest memory we write. The guest never sees it.
+        const LOG_ALL = 1 << 26;
         /// A descriptor may point to a table of descriptors. [2.7.5.3]
         const INDIRECT_DESC = 1 << 28;
         /// Each side says at which index it wants to be notified. [2.7.7, 2.7.10]

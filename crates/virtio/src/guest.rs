@@ -249,6 +249,23 @@ impl GuestMemory {
         View::new(Arc::clone(region), range.offset + (user_addr - range.user_addr), len, align)
     }
 
+    /// The guest address of a segment's first byte, if it lies in one range.
+    pub fn guest_addr(&self, segment: Segment) -> Option<u64> {
+        let holds = |range: &&GuestRange| {
+            let into = segment.offset.wrapping_sub(range.offset);
+            range.region == segment.region && into < range.len && u64::from(segment.len) <= range.len - into
+        };
+        let range = self.ranges.iter().find(holds)?;
+        Some(range.guest_addr + (segment.offset - range.offset))
+    }
+
+    /// The guest address of what lies at an address of the front-end's process.
+    pub fn guest_addr_of_user(&self, user_addr: u64) -> Option<u64> {
+        let into = |range: &GuestRange| user_addr.wrapping_sub(range.user_addr);
+        let range = self.ranges.iter().find(|range| into(range) < range.len)?;
+        Some(range.guest_addr + into(range))
+    }
+
     fn find(&self, addr: u64) -> Option<usize> {
         let index = self.ranges.partition_point(|range| range.guest_addr <= addr).checked_sub(1)?;
         (addr - self.ranges[index].guest_addr < self.ranges[index].len).then_some(index)

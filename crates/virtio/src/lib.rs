@@ -17,6 +17,7 @@ mod blk;
 mod chain;
 mod config;
 mod counters;
+mod dirty;
 pub mod driver;
 pub mod driver_model;
 mod features;
@@ -36,6 +37,7 @@ pub use blk::{
 pub use chain::{Chain, ChainFault, INDIRECT_BYTES_MAX};
 pub use config::{BlkConfig, CONFIG_BYTES};
 pub use counters::{Complaints, Refusals};
+pub use dirty::{DirtyLog, LOG_PAGE_BYTES};
 pub use features::Features;
 pub use guest::{GuestMemory, GuestRange, RangeError, TranslateError};
 pub use inflight::{Inflight, InflightFault, inflight_bytes};

@@ -164,7 +164,8 @@ impl PackedRing {
     ///
     /// # Errors
     /// The ring is broken. It stays so, and every further fetch says the same.
-    #[inline]
+    // Not inlined: it would take registers from the loop of split rings beside it.
+    #[inline(never)]
     pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingFault> {
         if let Some(fault) = self.fault {
             return Err(fault);

@@ -63,6 +63,8 @@ pub struct SplitRing {
     inflight: Option<SplitInflight>,
     /// If the driver wants its chains back in the order it offered them.
     order: Option<InOrder>,
+    /// Neither of these: what is asked of each chain instead of both.
+    plain: bool,
 }
 
 impl SplitRing {
@@ -100,6 +102,7 @@ impl SplitRing {
             left: Vec::new(),
             inflight: None,
             order: features.contains(Features::IN_ORDER).then(|| InOrder::new(size)),
+            plain: !features.contains(Features::IN_ORDER),
         })
     }
 
@@ -111,6 +114,7 @@ impl SplitRing {
     pub fn track(&mut self, record: Inflight) -> Result<(), InflightFault> {
         let (inflight, left) = SplitInflight::recover(record, self.size, self.next_used)?;
         self.inflight = Some(inflight);
+        self.plain = false;
         if let Some(left) = left {
             left.iter().for_each(|head| self.out[usize::from(*head)] = true);
             // Chains are fetched in the order they were offered, so those in flight are all between the two indexes.
@@ -148,7 +152,8 @@ impl SplitRing {
         };
         let table = Table { view: &self.layout.desc, size: self.size, indirect: self.indirect };
         chain.walk(memory, table, index);
-        let place = self.order.as_mut().map_or(0, |order| order.fetched(index, 1, chain.writable_bytes()));
+        let order = if self.plain { None } else { self.order.as_mut() };
+        let place = order.map_or(0, |order| order.fetched(index, 1, chain.writable_bytes()));
         Ok(Some(Head { id: index, slots: 1, place }))
     }
 
@@ -160,16 +165,22 @@ impl SplitRing {
         if index >= self.size {
             return Err(self.breaks(RingFault::HeadOutOfRange));
         }
-        // In order, a head that has ended may still wait to be told.
-        let is_full = self.order.as_ref().is_some_and(InOrder::is_full);
-        if std::mem::replace(&mut self.out[usize::from(index)], true) || is_full {
+        if std::mem::replace(&mut self.out[usize::from(index)], true) || !(self.plain || self.enter(index)) {
             return Err(self.breaks(RingFault::HeadTwice));
         }
         self.next_avail = self.next_avail.wrapping_add(1);
-        if let Some(inflight) = &mut self.inflight {
+        Ok(index)
+    }
+
+    /// Records a head that is fetched. False if there is no place for it in the order: one that has ended, and waits to be
+    /// told, was offered again.
+    #[inline(never)]
+    fn enter(&mut self, index: u16) -> bool {
+        let has_place = !self.order.as_ref().is_some_and(InOrder::is_full);
+        if let Some(inflight) = self.inflight.as_mut().filter(|_| has_place) {
             inflight.fetched(index);
         }
-        Ok(index)
+        has_place
     }
 
     /// Reads the available index. Says whether there is something to fetch.
@@ -204,14 +215,29 @@ impl SplitRing {
         let Head { id, slots, place } = head;
         let out = self.out.get_mut(usize::from(id)).is_some_and(std::mem::take);
         assert!(out, "head {id} is not out of this ring");
-        match &mut self.order {
-            None => {
-                self.put(Used { id, written, chains: 1, slots });
-                if let Some(inflight) = &mut self.inflight {
-                    inflight.completed(id);
-                }
-            }
-            Some(order) => order.done(place, written),
+        let used = Used { id, written, chains: 1, slots };
+        if self.plain { self.put(used) } else { self.end(place, used) }
+    }
+
+    /// A chain has ended that is recorded, or waits for its turn.
+    #[inline(never)]
+    fn end(&mut self, place: u16, used: Used) {
+        if let Some(order) = &mut self.order {
+            return order.done(place, used.written);
+        }
+        self.put(used);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.completed(used.id);
+        }
+    }
+
+    /// Makes the used elements of all whose turn has come.
+    #[inline(never)]
+    fn tell(&mut self) {
+        while let Some(order) = &mut self.order {
+            let each = |id| self.inflight.iter_mut().for_each(|inflight| inflight.completed(id));
+            let Some(used) = order.tell(each) else { break };
+            self.put(used);
         }
     }
 
@@ -228,10 +254,8 @@ impl SplitRing {
     #[inline]
     #[must_use = "a driver that is not called when it wants to be sleeps for ever"]
     pub fn publish(&mut self) -> bool {
-        while let Some(order) = &mut self.order {
-            let each = |id| self.inflight.iter_mut().for_each(|inflight| inflight.completed(id));
-            let Some(used) = order.tell(each) else { break };
-            self.put(used);
+        if !self.plain {
+            self.tell();
         }
         if self.next_used == self.published {
             return false;

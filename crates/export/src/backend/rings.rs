@@ -12,12 +12,13 @@
 
 use std::sync::Arc;
 
-use blkyard_virtio::{Features, RingBase, RingLayout};
+use blkyard_virtio::{Features, GuestMemory, RingBase, RingLayout, packed_ring_bytes, ring_bytes};
 use vhost::vhost_user::{Error, Result};
 
 use super::Backend;
 use crate::event::Event;
 use crate::memory::{Memory, MemoryError};
+use crate::notes::Notes;
 use crate::remote::{DiskView, Gone, Setup, Suspension};
 
 /// How a ring tells of new work.
@@ -40,6 +41,8 @@ pub(super) struct Vring {
     pub(super) addresses: Option<[u64; 3]>,
     /// Where the ring goes on; at its beginning if nobody said.
     pub(super) base: Option<RingBase>,
+    /// Where the used ring begins in guest memory, if writes to the ring are to be noted in the log.
+    pub(super) log_at: Option<u64>,
     pub(super) kick: Kick,
     pub(super) call: Option<Arc<Event>>,
     pub(super) error: Option<Arc<Event>>,
@@ -114,6 +117,7 @@ impl Backend {
             layout,
             size: vring.size,
             base: vring.base(self.features),
+            notes: self.notes(vring, addresses, &memory),
             record: self.records.as_ref().and_then(|records| records.part(index)),
             kick,
             call: vring.call.clone(),
@@ -131,6 +135,22 @@ impl Backend {
             Ok(Err(why)) => Err(self.refuse("a ring", why)),
             Err(gone) => Err(self.lost_lane(index, &gone)),
         }
+    }
+
+    /// Where a ring notes what it writes, if the front-end wants to know.
+    fn notes(&self, vring: &Vring, [desc, _, used]: [u64; 3], memory: &GuestMemory) -> Option<Notes> {
+        let log = self.log.as_ref().filter(|_| self.features.contains(Features::LOG_ALL))?;
+        let ring = match vring.log_at {
+            None => Vec::new(),
+            // The address is that of one part, and we write to two.
+            Some(_) if self.features.contains(Features::RING_PACKED) => {
+                let [desc_bytes, _, used_bytes] = packed_ring_bytes(vring.size).map(|(bytes, _)| bytes as u64);
+                let area = |addr, bytes| Some((memory.guest_addr_of_user(addr)?, bytes));
+                [area(desc, desc_bytes), area(used, used_bytes)].into_iter().flatten().collect()
+            }
+            Some(at) => vec![(at, ring_bytes(vring.size)[2].0 as u64)],
+        };
+        Some(Notes::new(Arc::clone(log), ring))
     }
 
     /// Replaces the memory under whatever runs.

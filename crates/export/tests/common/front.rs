@@ -15,8 +15,8 @@ use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
 use super::raw::{Raw, Request};
 use super::{PATIENCE, Ram, Served, Vq};
 
-/// All that is offered for split rings, which need not keep the order.
-pub const SPLIT: u64 = !(1 << 34 | 1 << 35);
+/// All that is offered for split rings, which need not keep the order, without a log of what is written.
+pub const SPLIT: u64 = !(1 << 26 | 1 << 34 | 1 << 35);
 /// The same without event indexes.
 pub const PLAIN: u64 = SPLIT & !(1 << 29);
 

@@ -7,6 +7,7 @@ mod devices;
 mod front;
 mod guest;
 mod hand;
+mod line;
 mod raw;
 mod world;
 
@@ -19,6 +20,7 @@ pub use devices::{AnyDevice, Gate, Seen, disk_info};
 pub use front::{Bystander, Front, PLAIN, SPLIT, one_queue};
 pub use guest::{DATA_MAX, Data, Ram, VQ_BYTES, Vq, kind, range};
 pub use hand::Hand;
+pub use line::{LINE_BYTES, Line, PAGE, kinds};
 pub use raw::{Raw, Request, addresses, state, words64};
 pub use world::{SERIAL, Served, World, end};
 

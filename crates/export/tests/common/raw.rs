@@ -19,6 +19,7 @@ pub enum Request {
     SetFeatures = 2,
     SetOwner = 3,
     SetMemTable = 5,
+    SetLogBase = 6,
     SetVringNum = 8,
     SetVringAddr = 9,
     SetVringBase = 10,

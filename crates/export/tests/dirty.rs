@@ -1,0 +1,204 @@
+//! The log of pages we write, for a front-end that moves its guest elsewhere while it runs.
+#![forbid(unsafe_code)]
+
+mod common;
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use blkyard_mem::{Region, View};
+use blkyard_virtio::{Features, LOG_PAGE_BYTES};
+use common::{
+    AnyDevice, Data, Front, LINE_BYTES, Line, PAGE, PATIENCE, PLAIN, Ram, Request, World, kind, kinds, words64,
+};
+use rustix::fs::MemfdFlags;
+
+const LOG_ALL: u64 = 1 << 26;
+
+/// The log, as the front-end has it.
+struct Log {
+    file: OwnedFd,
+    region: Arc<Region>,
+}
+
+impl Log {
+    /// For guest memory up to this address. It begins somewhere in its file.
+    fn new(end: u64) -> Log {
+        let len = end.div_ceil(LOG_PAGE_BYTES * 8);
+        let file = rustix::fs::memfd_create("log", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, PAGE + len).unwrap();
+        let region = Region::map_file(file.as_fd(), PAGE, len).unwrap();
+        Log { file, region }
+    }
+
+    fn set_base(&self, front: &Front) -> bool {
+        let words = [self.region.len() as u64, PAGE];
+        front.raw.ask(Request::SetLogBase, &words64(&words), &[self.file.as_fd()]).is_some()
+    }
+
+    /// Takes all bits away; returns the pages they stood for.
+    fn take(&self) -> Vec<u64> {
+        let view = View::new(Arc::clone(&self.region), 0, self.region.len(), 1).unwrap();
+        let bytes = (0..self.region.len()).map(|at| (at as u64, view.take_bits(at)));
+        bytes
+            .flat_map(|(at, bits)| (0..8).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| at * 8 + bit))
+            .collect()
+    }
+}
+
+/// Connects with one queue of this kind running, and all of it logged or not.
+fn connect(world: &World, ram: &Arc<Ram>, features: Features, size: u16) -> (Front, Line) {
+    let mut front = Front::dial(&world.exports[0].path);
+    front.negotiate(PLAIN | features.bits());
+    front.share(&[ram]).unwrap();
+    let line = Line::new(ram, 0, size, features);
+    line.start(&front, 0, false);
+    (front, line)
+}
+
+/// Begins or ends the logging of everything but rings.
+fn set_logging(front: &Front, on: bool) {
+    let features = front.features | if on { LOG_ALL } else { 0 };
+    assert!(front.raw.accepts(Request::SetFeatures, &words64(&[features]), &[]));
+}
+
+/// One request from offering to its end.
+fn run(line: &mut Line, slot: u16, kind: u32, sector: u64, data: Data<'_>) {
+    assert!(line.put(slot, kind, sector, data, true));
+    line.publish();
+    assert_eq!(line.wait_used().0, slot);
+}
+
+#[test]
+fn every_page_we_write_is_noted_and_no_other() {
+    let world = World::new(vec![AnyDevice::ram(0)], 1, 1);
+    for features in kinds() {
+        let ram = Ram::new(LINE_BYTES);
+        let (front, mut line) = connect(&world, &ram, features, 64);
+        let log = Log::new(ram.guest_addr + ram.len);
+        assert!(log.set_base(&front));
+        let page = |at: u64| (ram.guest_addr + at) / LOG_PAGE_BYTES;
+        let status = page(line.status_at(0));
+        let packed = features.contains(Features::RING_PACKED);
+        let [desc, _, used] = line.guest_addrs().map(|addr| addr / LOG_PAGE_BYTES);
+        let mut ring = if packed { vec![desc, used] } else { vec![used] };
+        ring.sort_unstable();
+        // Not before it is asked for.
+        run(&mut line, 0, kind::IN, 0, Data::In(4096));
+        assert!(log.take().is_empty());
+        for (name, logged) in [("data and status", false), ("rings too", true)] {
+            set_logging(&front, true);
+            line.set_addresses(&front, 0, logged);
+            log.take();
+            let expect = |what: &str, pages: &[u64]| {
+                let mut expected = pages.to_vec();
+                expected.extend(if logged { &ring[..] } else { &[] });
+                expected.sort_unstable();
+                assert_eq!(log.take(), expected, "{features:?}, {name}: {what}");
+            };
+            run(&mut line, 0, kind::IN, 0, Data::In(4096));
+            expect("a read", &[status, page(line.data_at(0))]);
+            run(&mut line, 0, kind::OUT, 0, Data::Out(&[1; 4096]));
+            expect("a write", &[status]);
+            run(&mut line, 0, kind::FLUSH, 0, Data::None);
+            expect("a flush", &[status]);
+            run(&mut line, 3, kind::IN, 8, Data::In(3 * 4096));
+            let data = page(line.data_at(3));
+            expect("a long read", &[status, data, data + 1, data + 2]);
+            run(&mut line, 0, kind::GET_ID, 0, Data::In(20));
+            expect("the serial number", &[status, page(line.data_at(0))]);
+            run(&mut line, 0, kind::IN, u64::MAX / 2, Data::In(512));
+            expect("a read that is refused", &[status, page(line.data_at(0))]);
+            run(&mut line, 0, 77, 0, Data::In(512));
+            expect("a request nobody knows", &[status]);
+        }
+        set_logging(&front, false);
+        log.take();
+        run(&mut line, 0, kind::IN, 0, Data::In(4096));
+        assert!(log.take().is_empty(), "not after that");
+        line.stop(&front, 0);
+        front.leave(&world.exports[0]);
+    }
+    world.stop();
+}
+
+#[test]
+fn a_guest_that_is_copied_while_it_reads_is_whole_at_the_end() {
+    for features in [Features::empty(), Features::RING_PACKED | Features::IN_ORDER] {
+        let world = World::new(vec![AnyDevice::ram(5_000)], 1, 1);
+        let ram = Ram::new(LINE_BYTES);
+        let (front, mut line) = connect(&world, &ram, features, 256);
+        // Blocks that differ, so that a page that was not copied shows.
+        for block in 0..64 {
+            line.ram.write(line.data_at(0), &[0; 4096]);
+            let bytes = (block + 1_u64).to_le_bytes().repeat(512);
+            run(&mut line, 0, kind::OUT, block * 8, Data::Out(&bytes));
+        }
+        let log = Log::new(ram.guest_addr + ram.len);
+        let over = AtomicBool::new(false);
+        let (first, end) = (line.data_at(0), line.data_at(64));
+        let copy = std::thread::scope(|scope| {
+            let guest = scope.spawn(|| {
+                let mut reads = 0_u64;
+                while !over.load(Ordering::Relaxed) {
+                    // Any block into any page; by their numbers alone, so that a failure comes again.
+                    for slot in 0..64 {
+                        let block = (reads * 7 + u64::from(slot) * 13) % 64;
+                        assert!(line.put(slot, kind::IN, block * 8, Data::In(4096), slot % 2 == 0));
+                        reads += 1;
+                    }
+                    line.publish();
+                    (0..64).for_each(|_| assert_eq!(line.wait_used().1, 4097));
+                }
+                (line, reads)
+            });
+            assert!(log.set_base(&front));
+            set_logging(&front, true);
+            let mut copy = ram.read(0, ram.len as usize);
+            let mut copied = 0;
+            let mut sync = || {
+                for page in log.take() {
+                    let at = page * LOG_PAGE_BYTES - ram.guest_addr;
+                    copy[at as usize..][..4096].copy_from_slice(&ram.read(at, 4096));
+                    copied += 1;
+                }
+                copied
+            };
+            let start = Instant::now();
+            while sync() < 5000 {
+                assert!(start.elapsed() < PATIENCE, "the guest does not read");
+            }
+            over.store(true, Ordering::Relaxed);
+            let (line, reads) = guest.join().unwrap();
+            assert!(reads > 1000);
+            line.stop(&front, 0);
+            sync();
+            copy
+        });
+        let now = ram.read(first, (end - first) as usize);
+        for (page, (now, copy)) in now.chunks(4096).zip(copy[first as usize..end as usize].chunks(4096)).enumerate() {
+            assert!(now == copy, "{features:?}: page {page} was written and not copied");
+        }
+        front.leave(&world.exports[0]);
+        world.stop();
+    }
+}
+
+#[test]
+fn a_log_that_is_shorter_than_memory_or_than_it_says_does_no_harm() {
+    let world = World::new(vec![AnyDevice::ram(0)], 1, 1);
+    let ram = Ram::new(LINE_BYTES);
+    let (front, mut line) = connect(&world, &ram, Features::empty(), 64);
+    let log = Log::new(ram.guest_addr / 2);
+    assert!(log.set_base(&front));
+    set_logging(&front, true);
+    run(&mut line, 0, kind::IN, 0, Data::In(4096));
+    assert!(log.take().is_empty());
+    // One that ends beyond its file is refused, and the session with it.
+    let payload = words64(&[1 << 30, 0]);
+    assert!(front.raw.ask(Request::SetLogBase, &payload, &[log.file.as_fd()]).is_none());
+    drop(front);
+    world.stop();
+}

@@ -1,0 +1,126 @@
+//! Rings of every kind, as many and as large as there may be, enabled and disabled while they work.
+#![forbid(unsafe_code)]
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use blkyard_virtio::Features;
+use common::{AnyDevice, Front, LINE_BYTES, Line, PLAIN, Ram, Request, World, kind, kinds, state};
+
+/// Connects and agrees on this kind of ring.
+fn connect(world: &World, features: Features) -> Front {
+    let mut front = Front::dial(&world.exports[0].path);
+    front.negotiate(PLAIN | features.bits());
+    front
+}
+
+#[test]
+fn every_kind_of_ring_carries_data_whatever_its_size() {
+    let world = World::new(vec![AnyDevice::ram(0)], 1, 1);
+    for features in kinds() {
+        let packed = features.contains(Features::RING_PACKED);
+        for size in if packed { [1, 3, 7, 100, 1024] } else { [1, 2, 8, 128, 1024] } {
+            let front = connect(&world, features);
+            let ram = Ram::new(LINE_BYTES);
+            front.share(&[&ram]).unwrap();
+            let mut line = Line::new(&ram, 0, size, features);
+            for round in 0..3 {
+                line.start(&front, 0, false);
+                line.all(300, 40, kind::OUT, round);
+                line.all(300, 40, kind::IN, round);
+                // It goes on next time where it stood.
+                line.stop(&front, 0);
+            }
+            front.leave(&world.exports[0]);
+        }
+    }
+    world.stop();
+}
+
+#[test]
+fn sizes_that_are_no_power_of_two_are_for_packed_rings() {
+    let world = World::pair();
+    for (features, size, accepted) in [
+        (Features::empty(), 3, false),
+        (Features::empty(), 1024, true),
+        (Features::RING_PACKED, 3, true),
+        (Features::RING_PACKED, 1024, true),
+        (Features::RING_PACKED, 0, false),
+        (Features::RING_PACKED, 1025, false),
+    ] {
+        let front = connect(&world, features);
+        assert_eq!(front.raw.accepts(Request::SetVringNum, &state(0, size), &[]), accepted, "{features:?} {size}");
+        front.leave(&world.exports[0]);
+    }
+    world.stop();
+}
+
+#[test]
+fn sixty_four_queues_of_1024_all_carry_data() {
+    for features in [Features::EVENT_IDX, Features::EVENT_IDX | Features::RING_PACKED | Features::IN_ORDER] {
+        let world = World::new(vec![AnyDevice::ram(0)], 64, 2);
+        let front = connect(&world, features);
+        let ram = Ram::new(64 * LINE_BYTES);
+        front.share(&[&ram]).unwrap();
+        let mut lines: Vec<_> = (0..64).map(|number| Line::new(&ram, number, 1024, features)).collect();
+        lines.iter().zip(0..).for_each(|(line, index)| line.start(&front, index, false));
+        // Sixteen at a time: this process has threads for the lanes, too.
+        for kind in [kind::OUT, kind::IN] {
+            for (group, lines) in lines.chunks_mut(16).enumerate() {
+                std::thread::scope(|scope| {
+                    for (line, number) in lines.iter_mut().zip(group as u64 * 16..) {
+                        scope.spawn(move || line.all(255, number * 255, kind, number));
+                    }
+                });
+            }
+        }
+        lines.iter().zip(0..).for_each(|(line, index)| line.stop(&front, index));
+        drop(front);
+        world.stop();
+    }
+}
+
+#[test]
+fn queues_are_disabled_and_enabled_and_memory_comes_and_goes_while_others_and_they_work() {
+    for features in [Features::empty(), Features::RING_PACKED, Features::RING_PACKED | Features::IN_ORDER] {
+        let world = World::new(vec![AnyDevice::ram(20_000)], 3, 2);
+        let mut front = connect(&world, features);
+        // Each queue's memory is its own: one region's comings and goings are the business of no other.
+        let rams: Vec<_> = (1..=3).map(|n| Ram::at(n << 32, LINE_BYTES)).collect();
+        let mut lines: Vec<_> = rams.iter().map(|ram| Line::new(ram, 0, 64, features)).collect();
+        rams.iter().for_each(|ram| front.add(ram).unwrap());
+        lines.iter().zip(0..).for_each(|(line, index)| line.start(&front, index, false));
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let workers: Vec<_> = lines
+                .iter_mut()
+                .zip(0..)
+                .map(|(line, number)| {
+                    let over = &over;
+                    scope.spawn(move || {
+                        let mut rounds = 0;
+                        while !over.load(Ordering::Relaxed) || rounds < 3 {
+                            line.all(40, number * 40, kind::OUT, rounds);
+                            line.all(40, number * 40, kind::IN, rounds);
+                            rounds += 1;
+                        }
+                    })
+                })
+                .collect();
+            let dimm = Ram::at(9 << 32, 1 << 20);
+            for round in 0..30 {
+                let index = round % 3;
+                assert!(front.raw.accepts(Request::SetVringEnable, &state(index, 0), &[]));
+                front.add(&dimm).unwrap();
+                assert!(front.raw.accepts(Request::SetVringEnable, &state(index, 1), &[]));
+                front.remove(&dimm).unwrap();
+            }
+            over.store(true, Ordering::Relaxed);
+            workers.into_iter().for_each(|worker| worker.join().unwrap());
+        });
+        lines.iter().zip(0..).for_each(|(line, index)| line.stop(&front, index));
+        drop(front);
+        world.stop();
+    }
+}
