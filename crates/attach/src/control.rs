@@ -21,13 +21,14 @@ use std::time::{Duration, Instant};
 
 use blkyard_mem::{Region, View};
 use blkyard_mq::QueueKind;
+use blkyard_virtio::Features;
 use blkyard_virtio::driver::{BlkDisk, BlkLayout, BlkRing, SharedMemory};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::attached::Shared;
 use crate::door::{Door, Letter, Opened, Order};
 use crate::event::Event;
-use crate::session::{Inflight, RING_PACKED, RingPlace, Session, addr_of, has};
+use crate::session::{Inflight, RingPlace, Session, addr_of, has};
 use crate::{AttachConfig, AttachError, TalkError};
 
 /// The first pause before a back-end that is gone is looked for again, and the longest. Connecting to nobody costs microseconds.
@@ -329,7 +330,7 @@ impl Control {
             offset: offset as u64,
             addr: addr_of(&self.rings) + offset as u64,
         };
-        let packed = self.disk.features.contains(RING_PACKED);
+        let packed = self.disk.features.contains(Features::RING_PACKED);
         let goes_on = goes_on && slot.ring.is_some();
         let base = match (packed, goes_on) {
             (true, _) => PACKED_BASE,

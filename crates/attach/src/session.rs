@@ -14,9 +14,6 @@ use crate::event::Event;
 use crate::message::{Connection, DESCRIPTORS_MAX, Request, state, words};
 use crate::{AttachConfig, AttachError, TalkError};
 
-/// Rings of one table that both sides write. [2.8]
-pub(crate) const RING_PACKED: Features = Features::from_bits_retain(1 << 34);
-
 /// Protocol features, by bit.
 mod protocol {
     pub(super) const MQ: u64 = 1 << 0;
@@ -100,12 +97,9 @@ impl Session {
         }
         let mut features = Features::from_bits_truncate(offered) & DRIVER_FEATURES;
         if !config.packed {
-            features.remove(RING_PACKED);
-        } else if !features.contains(RING_PACKED) {
-            return Err(missing(
-                "packed rings (RING_PACKED) that we know, too",
-                "leave out packed=on, or switch them on there",
-            ));
+            features.remove(Features::RING_PACKED);
+        } else if !features.contains(Features::RING_PACKED) {
+            return Err(missing("packed rings (RING_PACKED)", "leave out packed=on, or switch them on there"));
         }
         let queues =
             if protocol & protocol::MQ == 0 { 1 } else { talk.ask_number(Request::GET_QUEUE_NUM).map_err(failed)? };
@@ -196,7 +190,7 @@ impl Session {
     /// Whether it keeps what is in flight for the one after it. Of packed rings that is not relied on: back-ends that offer it, ours
     /// among them, keep an account of split ones alone.
     pub(crate) fn tracks(&self) -> bool {
-        self.protocol & protocol::INFLIGHT_SHMFD != 0 && !self.disk.features.contains(RING_PACKED)
+        self.protocol & protocol::INFLIGHT_SHMFD != 0 && !self.disk.features.contains(Features::RING_PACKED)
     }
 
     /// Memory for what will be in flight, if the back-end keeps that.
