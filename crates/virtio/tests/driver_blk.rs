@@ -309,6 +309,25 @@ fn a_broken_ring_keeps_its_requests_until_they_are_taken_back() {
 }
 
 #[test]
+fn what_comes_back_after_all_was_taken_back_is_not_listened_to() {
+    for format in formats() {
+        let mut bench = bench(&config(format, 16), |_: &Bio, _: &RegionTable| Status::Ok);
+        bench.submit(Op::Read, NONE, 0, 1, &[(0, 512)], 0);
+        bench.hw.issue(&mut (), 1);
+        bench.hw.driver_mut().driver.take_in_flight().for_each(std::mem::forget);
+        bench.submit(Op::Read, NONE, 100, 1, &[(0, 512)], 1);
+        (0..3).for_each(|_| bench.round());
+        let half = bench.hw.driver_mut();
+        assert_eq!(
+            (half.device.ring.in_flight(), half.driver.ring().in_flight()),
+            (0, 1),
+            "{format:?}: answered, and not heard"
+        );
+        assert!(half.driver.in_flight().next().is_none() && bench.ended.is_empty());
+    }
+}
+
+#[test]
 fn header_and_status_are_one_line_and_nothing_overlaps() {
     for format in formats() {
         for size in [4, 128, 1024] {

@@ -189,6 +189,9 @@ impl BlkRing {
     /// The device broke the ring, now or before. What is in flight stays so: see [`BlkRing::take_in_flight`].
     #[inline]
     pub fn poll(&mut self, done: &mut Done<'_>) -> Result<(), DeviceFault> {
+        if self.phase == Phase::Over {
+            return Ok(());
+        }
         while let Some(used) = self.next_used()? {
             let place = usize::from(used.token);
             let status = self.status(place);
@@ -343,8 +346,9 @@ impl BlkRing {
         self.parked.iter().enumerate().filter(|(_, tag)| tag.is_some()).map(|(place, _)| place)
     }
 
-    /// Takes back the tags of all requests in flight, to be done again elsewhere or failed. The ring must not be used any more. The
-    /// device must have let go of the memory: its session is over, and its process gone or reset.
+    /// Takes back the tags of all requests in flight, to be done again elsewhere or failed. From then on nothing is taken from a batch, and
+    /// what the device still says is not listened to. It must have let go of the memory: its session is over, and its
+    /// process gone or reset.
     pub fn take_in_flight(&mut self) -> impl Iterator<Item = Tag> {
         self.phase = Phase::Over;
         self.parked.iter_mut().filter_map(Option::take)
