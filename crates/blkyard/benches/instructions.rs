@@ -8,6 +8,8 @@
 
 #[path = "cells/load.rs"]
 mod load;
+#[path = "cells/ring.rs"]
+mod ring;
 
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -19,6 +21,7 @@ use blkyard_virtio::driver_model::{Buffer, Guest, blk_header};
 use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioStatus, parse, write_status, written};
 
 use load::{load_only, null};
+use ring::ring;
 
 /// Each case, by the name of the cell or path it stands for.
 const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
@@ -30,6 +33,9 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("virtio-walk-indirect-b32", || Box::new(Ring::new(true, false))),
     ("virtio-walk-direct-b32", || Box::new(Ring::new(false, false))),
     ("virtio-request-indirect-b32", || Box::new(Ring::new(true, true))),
+    ("virtio-ring-split-b1", || Box::new(ring(false, 1, clock()))),
+    ("virtio-ring-split-b32", || Box::new(ring(false, 32, clock()))),
+    ("virtio-ring-packed-b32", || Box::new(ring(true, 32, clock()))),
 ];
 
 fn main() -> ExitCode {
