@@ -144,8 +144,6 @@ struct OpStats {
     bytes: AtomicU64,
     errors: AtomicU64,
     sum_ns: AtomicU64,
-    /// Sum of squares of microseconds, for the deviation: nanoseconds would overflow within hours.
-    sum_us2: AtomicU64,
     min_ns_inverted: AtomicU64,
     max_ns: AtomicU64,
     latency: Histogram,
@@ -176,8 +174,6 @@ impl HwStats {
         add(&op.ios, ios);
         add(&op.bytes, bytes);
         add(&op.sum_ns, latency_ns.wrapping_mul(ios));
-        let us = latency_ns / 1000;
-        add(&op.sum_us2, us.wrapping_mul(us).wrapping_mul(ios));
         if latency_ns > op.max_ns.load(Relaxed) {
             op.max_ns.store(latency_ns, Relaxed);
         }
@@ -235,8 +231,9 @@ impl HwStats {
 
     #[inline]
     pub(crate) fn dispatched(&self, n: usize) {
-        let bucket = (usize::BITS - n.leading_zeros()).min(6) as usize;
-        add(&self.dispatched[bucket], 1);
+        // One bit more than the number has.
+        let bucket = (2 * n.min(32) + 1).ilog2();
+        add(&self.dispatched[bucket as usize], 1);
     }
 
     /// The numbers so far.
@@ -249,7 +246,6 @@ impl HwStats {
                     bytes: op.bytes.load(Relaxed),
                     errors: op.errors.load(Relaxed),
                     sum_ns: op.sum_ns.load(Relaxed),
-                    sum_us2: op.sum_us2.load(Relaxed),
                     min_ns: !op.min_ns_inverted.load(Relaxed),
                     max_ns: op.max_ns.load(Relaxed),
                     latency: op.latency.snapshot(),
@@ -278,8 +274,6 @@ pub struct OpSnapshot {
     pub errors: u64,
     /// Sum of their times with the device.
     pub sum_ns: u64,
-    /// Sum of the squares of those times in microseconds.
-    pub sum_us2: u64,
     /// Shortest; the largest number there is if there are none.
     pub min_ns: u64,
     /// Longest.
@@ -295,7 +289,6 @@ impl Default for OpSnapshot {
             bytes: 0,
             errors: 0,
             sum_ns: 0,
-            sum_us2: 0,
             min_ns: u64::MAX,
             max_ns: 0,
             latency: HistogramSnapshot::default(),
@@ -339,7 +332,6 @@ impl StatsSnapshot {
             to.bytes += from.bytes;
             to.errors += from.errors;
             to.sum_ns = to.sum_ns.wrapping_add(from.sum_ns);
-            to.sum_us2 = to.sum_us2.wrapping_add(from.sum_us2);
             to.min_ns = to.min_ns.min(from.min_ns);
             to.max_ns = to.max_ns.max(from.max_ns);
             to.latency.merge(&from.latency);
