@@ -39,9 +39,9 @@ use self::namespace::Namespace;
 use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
 use crate::limits::Plain;
-use crate::request::{Marks, RequestState, Table};
+use crate::request::{Marks, Request, RequestState, Table};
 use crate::stats::{HwStats, OpClass};
-use crate::{Bio, BudgetShare, SECTOR_SHIFT, Status, TagSet};
+use crate::{Bio, BudgetShare, Op, SECTOR_SHIFT, Status, TagSet};
 
 /// Which bios may share a request, as Linux's `nomerges` has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -98,6 +98,8 @@ pub struct HwQueue<D> {
     memory: Arc<RegionTable>,
     config: HwQueueConfig,
     namespaces: Box<[Namespace]>,
+    /// Where what is plain is counted, if anything is: with the only namespace, or the first.
+    counted: Option<Arc<HwStats>>,
     tags: TagSet,
     table: Table,
     /// Bios in the queue, waiting or in flight.
@@ -134,6 +136,8 @@ pub struct HwQueue<D> {
     again: bool,
     /// How often of late something was left over, as `dispatch_busy` of Linux has it: zero for not at all.
     busy: u32,
+    /// Time after which the driver is asked about a request; the largest number for never.
+    timeout_ns: u64,
     /// When to look for requests whose time is up; never, while nothing is in flight.
     expire_ns: u64,
     /// When it was looked for namespaces at rest.
@@ -159,6 +163,38 @@ impl Plug {
     }
 }
 
+/// Plain requests that are over, look the same and were handed to the driver at one time.
+#[derive(Clone, Copy, Debug)]
+struct Alike {
+    look: u32,
+    op: Op,
+    start_ns: u64,
+    ios: usize,
+    sectors: u64,
+}
+
+impl Alike {
+    /// No request looks like this.
+    const NONE: Alike = Alike { look: u32::MAX, op: Op::Read, start_ns: 0, ios: 0, sectors: 0 };
+
+    #[inline]
+    fn to(request: &Request) -> Alike {
+        Alike { look: request.look(), op: request.op, start_ns: request.start_ns, ios: 0, sectors: 0 }
+    }
+
+    /// Counts them, and says how many they are.
+    #[inline]
+    fn count(self, stats: Option<&HwStats>, now_ns: u64) -> usize {
+        if self.ios > 0
+            && let Some(stats) = stats
+        {
+            let (latency_ns, bytes) = (now_ns.saturating_sub(self.start_ns), self.sectors << SECTOR_SHIFT);
+            stats.completed(OpClass::of(self.op), latency_ns, self.ios as u64, bytes);
+        }
+        self.ios
+    }
+}
+
 impl<D> HwQueue<D> {
     /// A queue of a device over its driver, without memory yet: see [`HwQueue::set_memory`].
     pub fn new(driver: D, info: Arc<DeviceInfo>, config: HwQueueConfig) -> HwQueue<D> {
@@ -174,12 +210,15 @@ impl<D> HwQueue<D> {
         let (depth, several) = (config.depth, infos.len() > 1);
         let mut table = Table::new(depth, config.bios_max, infos.len());
         infos.iter().enumerate().for_each(|(number, info)| table.set_limits(number, &info.limits));
-        let namespaces = infos.into_iter().map(|info| Namespace::new(info, config.bios_max, depth)).collect();
+        let namespaces: Box<[Namespace]> =
+            infos.into_iter().map(|info| Namespace::new(info, config.bios_max, depth)).collect();
+        let counted = config.stats.then(|| Arc::clone(&namespaces[0].stats));
         let mut queue = HwQueue {
             driver,
             memory: Arc::new(RegionTable::default()),
             config,
             namespaces,
+            counted,
             tags: TagSet::new(depth, config.reserved),
             table,
             bios_held: 0,
@@ -198,6 +237,7 @@ impl<D> HwQueue<D> {
             retry_ns: None,
             again: false,
             busy: 0,
+            timeout_ns: if config.timeout_ns == 0 { u64::MAX } else { config.timeout_ns },
             expire_ns: u64::MAX,
             looked_ns: 0,
             frozen: 0,
@@ -288,7 +328,8 @@ impl<D> HwQueue<D> {
     }
 
     /// Makes requests of waiting bios while there are tags, and offers them to the driver. Returns how many it took.
-    #[inline]
+    // Always inlined: for one I/O the call would be a tenth of all there is to do.
+    #[inline(always)]
     pub fn issue<Cx: ?Sized>(&mut self, cx: &mut Cx, now_ns: u64) -> usize
     where
         D: Driver<Cx>,
@@ -309,11 +350,11 @@ impl<D> HwQueue<D> {
         self.driver.queue_rqs(cx, &self.memory, &mut batch);
         let (refused, shortage) = (batch.left, batch.shortage);
         let taken = offered - refused;
-        if self.config.stats {
-            self.namespaces[0].stats.dispatched(taken);
+        if let Some(stats) = &self.counted {
+            stats.dispatched(taken);
         }
-        if self.expire_ns == u64::MAX && self.config.timeout_ns > 0 {
-            self.expire_ns = now_ns + self.config.timeout_ns;
+        if self.expire_ns == u64::MAX {
+            self.expire_ns = now_ns.saturating_add(self.timeout_ns);
         }
         if !self.dispatch.rewind() || self.careful {
             self.settle(shortage, refused, now_ns);
@@ -403,24 +444,37 @@ impl<D> HwQueue<D> {
         self.driver.bell()
     }
 
-    /// Gives the bios of everything done to `sink`.
+    /// Gives the bios of everything done to `sink`. Plain requests are ended here, and those that are alike counted together.
     #[inline]
     fn finish_all(&mut self, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         if self.careful {
             self.make_room();
         }
-        let (mut at, mut ended) = (0, 0);
-        while at < self.done.len() {
-            let alike = self.finish_alike(at, now_ns, sink);
-            ended += alike;
-            at += alike;
-            if alike == 0 {
-                ended += self.finish_slow(at, now_ns, sink);
-                at += 1;
+        let (mut at, mut plain, mut ended) = (0, 0, 0);
+        let mut alike = Alike::NONE;
+        while let Some(&(number, status)) = self.done.get(at) {
+            at += 1;
+            let request = &mut self.table.requests[usize::from(number)];
+            if request.look() != alike.look || request.start_ns != alike.start_ns || !status.is_ok() {
+                if !request.is_plain() || !status.is_ok() {
+                    ended += self.finish_slow(number, status, now_ns, sink);
+                    continue;
+                }
+                plain += alike.count(self.counted.as_deref(), now_ns);
+                alike = Alike::to(request);
             }
+            alike.ios += 1;
+            alike.sectors += u64::from(request.sectors);
+            request.state = RequestState::Idle;
+            let Some(mut bio) = request.bio.take() else { unreachable!("what has no marks is a whole bio") };
+            self.tags.put_number(number);
+            bio.status = Status::Ok;
+            sink(bio);
         }
+        plain += alike.count(self.counted.as_deref(), now_ns);
         self.done.clear();
-        ended
+        self.bios_held -= plain;
+        ended + plain
     }
 
     /// What is done makes room: for what the driver did not take, and for others who share the budget.
@@ -434,43 +488,9 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// Ends requests that are simply one bio each, from one of those done up to one that is not like it: of another operation, or
-    /// handed to the driver at another time. They are counted together. Returns how many.
-    #[inline]
-    fn finish_alike(&mut self, from: usize, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        let HwQueue { table, tags, done, .. } = self;
-        let requests = &mut table.requests[..];
-        let done = &done[from..];
-        let Some((number, _)) = done.first() else { return 0 };
-        let first = &requests[usize::from(*number)];
-        let (op, start_ns, plain) = (first.op, first.start_ns, first.look_of_plain());
-        let (mut ended, mut sectors) = (0, 0);
-        for (number, status) in done {
-            let request = &mut requests[usize::from(*number)];
-            if request.look() != plain || request.start_ns != start_ns || !status.is_ok() {
-                break;
-            }
-            request.state = RequestState::Idle;
-            let Some(mut bio) = request.bio.take() else { unreachable!("what has no marks is a whole bio") };
-            ended += 1;
-            sectors += u64::from(request.sectors);
-            tags.put_number(*number);
-            bio.status = Status::Ok;
-            sink(bio);
-        }
-        self.bios_held -= ended;
-        if self.config.stats && ended > 0 {
-            // What has no marks has no neighbours.
-            let bytes = sectors << SECTOR_SHIFT;
-            self.namespaces[0].stats.completed(OpClass::of(op), now_ns.saturating_sub(start_ns), ended as u64, bytes);
-        }
-        ended
-    }
-
     /// The end of a request that is not simply one bio, or that failed.
     #[inline(never)]
-    fn finish_slow(&mut self, at: usize, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        let (number, status) = self.done[at];
+    fn finish_slow(&mut self, number: u16, status: Status, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         let request = &mut self.table.requests[usize::from(number)];
         assert!(request.state == RequestState::InFlight, "request {number} ended twice");
         request.state = RequestState::Idle;

@@ -91,10 +91,18 @@ impl Request {
         u32::from_ne_bytes([self.op as u8, self.flags.bits(), self.state as u8, self.marks.bits()])
     }
 
-    /// How it looks if it is in flight and one bio as it stands.
+    /// Whether it is in flight and one bio as it stands.
     #[inline]
-    pub(crate) fn look_of_plain(&self) -> u32 {
-        u32::from_ne_bytes([self.op as u8, self.flags.bits(), RequestState::InFlight as u8, Marks::empty().bits()])
+    pub(crate) fn is_plain(&self) -> bool {
+        // Compared in one word.
+        [self.state as u8, self.marks.bits()] == [RequestState::InFlight as u8, Marks::empty().bits()]
+    }
+
+    /// Its memory, if that is one segment of one bio and fits the device as it is.
+    #[inline]
+    fn one_piece(&self) -> Option<Segment> {
+        let bio = self.bio.as_ref().filter(|_| self.segments == 1 && !self.marks.contains(Marks::CHAINED))?;
+        if let [segment] = bio.segments[..] { Some(segment) } else { None }
     }
 
     /// How.
@@ -306,13 +314,18 @@ impl Bios {
     /// The segments of a request, cut to the limits of its namespace.
     #[inline(always)]
     pub(crate) fn segments<'a>(&'a self, request: &'a Request) -> Segments<'a> {
+        Segments(request.one_piece().map_or_else(|| Way::Many(self.walk(request)), |piece| Way::One(Some(piece))))
+    }
+
+    #[inline]
+    fn walk<'a>(&'a self, request: &'a Request) -> Walk<'a> {
         let (bio, from) = match &request.bio {
             Some(bio) => (Some(bio), Cursor::default()),
             None => (self.splits.get(usize::from(request.more)).and_then(|split| split.bio.as_ref()), request.from),
         };
         let all = bio.map_or(&[][..], |bio| &bio.segments);
         let sectors = if request.op.has_data() { request.sectors } else { 0 };
-        Segments {
+        Walk {
             rest: all.get(usize::from(from.segment)..).unwrap_or_default().iter(),
             skip: from.offset,
             run: Segment::default(),
@@ -373,7 +386,30 @@ impl Iterator for Ranges<'_> {
 /// The pieces of memory of one request, in order, cut to the limits of the device. Where one bio ends and the next begins, memory
 /// that goes on is one piece; counted the same way in `limits/merge.rs`.
 #[derive(Clone, Debug)]
-pub struct Segments<'a> {
+pub struct Segments<'a>(Way<'a>);
+
+#[derive(Clone, Debug)]
+enum Way<'a> {
+    /// One piece, as nearly always.
+    One(Option<Segment>),
+    Many(Walk<'a>),
+}
+
+impl Iterator for Segments<'_> {
+    type Item = Segment;
+
+    #[inline]
+    fn next(&mut self) -> Option<Segment> {
+        match &mut self.0 {
+            Way::One(piece) => piece.take(),
+            Way::Many(walk) => walk.next(),
+        }
+    }
+}
+
+/// From piece to piece.
+#[derive(Clone, Debug)]
+struct Walk<'a> {
     /// Segments after `run`, of the same bio.
     rest: std::slice::Iter<'a, Segment>,
     /// Bytes of the first segment that belong to an earlier request.
@@ -386,7 +422,7 @@ pub struct Segments<'a> {
     next: u16,
 }
 
-impl<'a> Segments<'a> {
+impl<'a> Walk<'a> {
     /// The segments of the next bio.
     #[inline]
     fn next_bio(&mut self) -> Option<std::slice::Iter<'a, Segment>> {
@@ -422,9 +458,7 @@ impl<'a> Segments<'a> {
     }
 }
 
-impl Iterator for Segments<'_> {
-    type Item = Segment;
-
+impl Walk<'_> {
     #[inline]
     fn next(&mut self) -> Option<Segment> {
         if self.bytes_left == 0 {

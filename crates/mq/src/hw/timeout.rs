@@ -26,7 +26,7 @@ impl<D> HwQueue<D> {
         let mut next_ns = u64::MAX;
         self.mark_done(RequestState::Complete);
         for index in 0..self.table.requests.len() {
-            let timeout_ns = self.config.timeout_ns;
+            let timeout_ns = self.timeout_ns;
             let request = &mut self.table.requests[index];
             if request.state != RequestState::InFlight || request.taken_back {
                 continue;
@@ -57,7 +57,7 @@ impl<D> HwQueue<D> {
             // Until something is taken, if nothing is left; and what is with the driver past its time is not asked for again.
             u64::MAX
         } else {
-            next_ns.max(now_ns + self.config.timeout_ns / SLACK_SHARE)
+            next_ns.max(now_ns + self.timeout_ns / SLACK_SHARE)
         };
     }
 

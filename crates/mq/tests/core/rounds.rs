@@ -3,9 +3,11 @@
 
 use std::sync::Arc;
 
-use blkyard_mq::{BlockDevice, HwQueue, HwQueueConfig, Merging, NullConfig, NullDevice, NullQueue};
+use blkyard_mq::{
+    BlockDevice, HwQueue, HwQueueConfig, Merging, NullConfig, NullDevice, NullQueue, Op, OpClass, Status,
+};
 
-use crate::hand::{disk, read};
+use crate::hand::{Bench, bio, disk, read};
 
 const DISKS: usize = 16;
 const QUEUES: usize = 4;
@@ -56,4 +58,27 @@ fn bursts_of_small_reads_to_sixteen_disks_with_four_queues_each_all_come_back() 
         }
         assert!(seen.iter().flatten().all(|seen| *seen), "round {round}: a bio is lost");
     }
+}
+
+#[test]
+fn requests_of_several_rounds_and_kinds_that_end_together_are_each_counted_with_their_own_time() {
+    let mut bench = Bench::deep(8);
+    let rounds =
+        [(100, [read(0), read(100)]), (200, [bio(Op::Write, 200, 16), read(300)]), (300, [read(400), read(500)])];
+    for (now_ns, bios) in rounds {
+        bench.submit_all(bios);
+        bench.queue.issue(&mut (), now_ns);
+    }
+    for (sector, status) in
+        [(0, Status::Ok), (200, Status::Ok), (100, Status::Ok), (400, Status::Io), (500, Status::Ok), (300, Status::Ok)]
+    {
+        bench.device().end(|held| held.sector == sector, status);
+    }
+    bench.now_ns = 1000;
+    assert_eq!((bench.reap(), bench.queue.is_idle()), (6, true));
+    let stats = bench.queue.stats().snapshot();
+    let (reads, writes) = (stats.op(OpClass::Read), stats.op(OpClass::Write));
+    assert_eq!((reads.ios, reads.errors, reads.sum_ns), (5, 1, 2 * 900 + 800 + 2 * 700));
+    assert_eq!((reads.min_ns, reads.max_ns, reads.latency.samples()), (700, 900, 5));
+    assert_eq!((writes.ios, writes.bytes, writes.sum_ns), (1, 16 * 512, 800));
 }
