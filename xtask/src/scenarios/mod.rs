@@ -4,6 +4,7 @@
 //! gets a ground of its own: an empty folder, the server's program, the guest's programs. Scenarios
 //! do not share state and do not know the order they run in.
 
+mod attached;
 mod control;
 mod crash;
 mod daemon;
@@ -52,7 +53,7 @@ pub struct Scenario {
 /// All of them, in the order they are told.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let host = foreign::SCENARIOS.iter().chain(daemon::SCENARIOS).chain(control::SCENARIOS).chain(refusals::SCENARIOS);
-    host.chain(guest::SCENARIOS).chain(crash::SCENARIOS)
+    host.chain(attached::SCENARIOS).chain(guest::SCENARIOS).chain(crash::SCENARIOS)
 }
 
 /// What this machine lacks for a scenario, which is then not told.
