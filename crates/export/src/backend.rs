@@ -222,6 +222,9 @@ impl VhostUserBackendReqHandlerMut for Backend {
         for vring in &mut self.vrings {
             *vring = Vring { call: vring.call.take(), error: vring.error.take(), ..Vring::default() };
         }
+        if let Some(records) = &self.records {
+            records.forget(self.features);
+        }
         self.features = Features::empty();
         Ok(())
     }
@@ -416,14 +419,14 @@ impl VhostUserBackendReqHandlerMut for Backend {
                 format!("{num_queues} queues of {queue_size} are more than {} of {QUEUE_SIZE_MAX}", self.vrings.len());
             return Err(self.refuse("memory for what is in flight", why));
         }
-        let made = inflight::make(num_queues, queue_size);
+        let made = inflight::make(self.features, num_queues, queue_size);
         let (file, bytes) = made.map_err(|error| self.refuse("memory for what is in flight", error))?;
         Ok((VhostUserInflight::new(bytes, 0, num_queues, queue_size), file))
     }
 
     fn set_inflight_fd(&mut self, kept: &VhostUserInflight, file: File) -> Result<()> {
         let VhostUserInflight { mmap_size, mmap_offset, num_queues, queue_size } = *kept;
-        let records = Records::map(&file, mmap_offset, mmap_size, num_queues, queue_size)
+        let records = Records::map(self.features, &file, mmap_offset, mmap_size, num_queues, queue_size)
             .map_err(|error| self.refuse("the memory for what is in flight", error))?;
         let running = self.suspend_all()?;
         self.records = Some(records);

@@ -10,16 +10,16 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 
 use blkyard_mem::{MapError, Region};
-use blkyard_virtio::{Inflight, inflight_bytes};
+use blkyard_virtio::{Features, Inflight, inflight_bytes};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-/// Zeroed memory for the records of so many queues, as a file that cannot become shorter under whoever maps it; and its
+/// Zeroed memory for the records of so many queues of the format that was negotiated, as a file that cannot become shorter under whoever maps it; and its
 /// length in bytes.
 ///
 /// # Errors
 /// The system gives no memory or descriptor.
-pub(crate) fn make(queues: u16, queue_size: u16) -> io::Result<(File, u64)> {
-    let bytes = u64::from(queues) * inflight_bytes(queue_size) as u64;
+pub(crate) fn make(features: Features, queues: u16, queue_size: u16) -> io::Result<(File, u64)> {
+    let bytes = u64::from(queues) * inflight_bytes(features, queue_size) as u64;
     let file = memfd_create("blkyard-inflight", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     ftruncate(&file, bytes)?;
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
@@ -45,6 +45,7 @@ pub(crate) struct Records {
 impl Records {
     /// Maps what the front-end has kept: so many bytes at a place in a file.
     pub(crate) fn map(
+        features: Features,
         file: &File,
         offset: u64,
         bytes: u64,
@@ -54,16 +55,21 @@ impl Records {
         let region = Region::map_file(file.as_fd(), offset, bytes)?;
         let records = Records { region, queues, queue_size };
         let last = queues.checked_sub(1).map(usize::from);
-        match last.and_then(|last| records.part(last)) {
+        match last.and_then(|last| records.part(features, last)) {
             Some(_) => Ok(records),
             None => Err(RecordError::TooSmall { bytes, offset, queues, queue_size }),
         }
     }
 
-    /// The record of one queue; nothing if there is none.
-    pub(crate) fn part(&self, queue: usize) -> Option<Inflight> {
-        let bytes = inflight_bytes(self.queue_size);
+    /// The record of one queue, which is longer for a packed ring; nothing if there is none.
+    pub(crate) fn part(&self, features: Features, queue: usize) -> Option<Inflight> {
+        let bytes = inflight_bytes(features, self.queue_size);
         let place = (queue < usize::from(self.queues)).then_some(queue * bytes)?;
         Inflight::new(Arc::clone(&self.region), place as u64, bytes)
+    }
+
+    /// All rings begin anew, and nothing is in flight.
+    pub(crate) fn forget(&self, features: Features) {
+        (0..usize::from(self.queues)).filter_map(|queue| self.part(features, queue)).for_each(|part| part.forget());
     }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Acquire;
 use std::time::{Duration, Instant};
 
-use common::{AnyDevice, DATA_MAX, Data, Front, Ram, Request, VQ_BYTES, Vq, World, kind};
+use common::{AnyDevice, DATA_MAX, Data, Front, PLAIN, Ram, Request, VQ_BYTES, Vq, World, kind};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserInflight;
@@ -124,7 +124,7 @@ impl Kept {
     /// Connects to a daemon as QEMU does.
     fn connect(&mut self, daemon: &Daemon, writers: &[Writer]) -> Front {
         let mut front = Front::dial(&daemon.socket);
-        front.negotiate(!(1 << 29));
+        front.negotiate(PLAIN);
         let wanted = VhostUserInflight::new(0, 0, QUEUES, 64);
         let record = self.record.get_or_insert_with(|| front.get_inflight_fd(&wanted).unwrap());
         front.set_inflight_fd(&record.0, record.1.as_raw_fd()).unwrap();

@@ -123,7 +123,7 @@ pub(crate) struct Slots<'a> {
 impl Slots<'_> {
     /// Where the descriptor lies that is so many places further on.
     #[inline]
-    fn offset(self, ahead: u32) -> usize {
+    pub(crate) fn offset(self, ahead: u32) -> usize {
         let place = u32::from(self.place) + ahead;
         let size = u32::from(self.size);
         (if place < size { place } else { place - size }) as usize * DESC_BYTES

@@ -12,6 +12,7 @@
 //!
 //! Owned by the ring it records. Knows nothing of chains and requests.
 
+mod packed;
 mod split;
 
 use std::sync::Arc;
@@ -19,8 +20,10 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mem::{Region, View};
 
+use crate::Features;
 use crate::counters::reasons;
 
+pub(crate) use packed::{Left, LeftChain, PackedInflight};
 pub(crate) use split::SplitInflight;
 
 /// Queues begin at multiples of this in a region, as other back-ends have it.
@@ -34,9 +37,11 @@ const DESC_NUM: usize = 10;
 /// What a part that is in use has for a version. A fresh one has zero.
 const VERSION_ONE: u16 = 1;
 
-/// Bytes of one queue's part of a region, for a split ring of up to `size` entries. Parts follow each other.
-pub fn inflight_bytes(size: u16) -> usize {
-    split::bytes(size).next_multiple_of(QUEUE_ALIGN)
+/// Bytes of one queue's part of a region, for a ring of up to `size` entries of the format these features say. Parts
+/// follow each other.
+pub fn inflight_bytes(features: Features, size: u16) -> usize {
+    let bytes = if features.contains(Features::RING_PACKED) { packed::bytes(size) } else { split::bytes(size) };
+    bytes.next_multiple_of(QUEUE_ALIGN)
 }
 
 /// One queue's part of a region.
@@ -52,6 +57,11 @@ impl Inflight {
     /// The memory it lies in.
     pub fn region(&self) -> &Arc<Region> {
         self.0.region()
+    }
+
+    /// The ring begins anew: nothing is in flight, and where it stood means nothing any more.
+    pub fn forget(&self) {
+        self.0.store_u16(VERSION, 0, Relaxed);
     }
 
     /// What every format asks of a part before it is read. Returns how many records are in use; nothing if it is fresh.
@@ -89,5 +99,17 @@ reasons! {
         BatchOutOfRange = "the list of its last batch leads out of the ring",
         /// A descriptor beyond the ring is in flight.
         HeadOutOfRange = "it has a descriptor in flight that its ring does not have",
+        /// A place for used elements lies outside the ring.
+        UsedOutOfRange = "its used index lies outside the ring",
+        /// The list of free entries runs in a circle.
+        FreeLoop = "its list of free entries runs in a circle",
+        /// A chain in flight leads out of the record, or has another length than it says.
+        ChainOutOfRange = "a chain in flight does not end where it says",
+        /// An entry is free and in flight at once, or in two chains.
+        ChainTwice = "a chain in flight has an entry that is not its own",
+        /// An entry is neither free nor in flight.
+        EntryLost = "an entry is neither free nor in flight",
+        /// There is no memory for a copy of what is in flight.
+        NoMemory = "there is no memory for a copy of what is in flight",
     }
 }

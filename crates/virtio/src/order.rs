@@ -18,6 +18,8 @@ pub(crate) struct InOrder {
 #[derive(Clone, Copy, Debug, Default)]
 struct Place {
     id: u16,
+    /// Where it is recorded as being in flight.
+    record: u16,
     /// Descriptors in the ring.
     slots: u16,
     /// Bytes the device may write.
@@ -51,10 +53,10 @@ impl InOrder {
     }
 
     /// A chain was fetched; there is room for it. Returns its place.
-    pub(crate) fn fetched(&mut self, id: u16, slots: u16, writable_bytes: u64) -> u16 {
+    pub(crate) fn fetched(&mut self, id: u16, record: u16, slots: u16, writable_bytes: u64) -> u16 {
         let place = self.next;
         let room = u32::try_from(writable_bytes).unwrap_or(u32::MAX);
-        self.places[usize::from(place)] = Place { id, slots, room, written: 0, done: false };
+        self.places[usize::from(place)] = Place { id, record, slots, room, written: 0, done: false };
         self.next = self.after(place);
         self.len += 1;
         place
@@ -66,7 +68,7 @@ impl InOrder {
         (place.written, place.done) = (written, true);
     }
 
-    /// The next used element there is to tell; `each` hears the id of every chain it stands for. A batch ends before a chain that is not done, and after one whose
+    /// The next used element there is to tell; `each` hears the record of every chain it stands for. A batch ends before a chain that is not done, and after one whose
     /// room was not filled: those that are skipped count as filled.
     pub(crate) fn tell(&mut self, mut each: impl FnMut(u16)) -> Option<Used> {
         let mut told = None;
@@ -75,7 +77,7 @@ impl InOrder {
             if !place.done {
                 break;
             }
-            each(place.id);
+            each(place.record);
             let Used { chains, slots, .. } = told.unwrap_or(Used { id: 0, written: 0, chains: 0, slots: 0 });
             told = Some(Used { id: place.id, written: place.written, chains: chains + 1, slots: slots + place.slots });
             self.first = self.after(self.first);
@@ -102,11 +104,11 @@ mod tests {
         let mut order = InOrder::new(5);
         // The places have gone round a little already.
         for id in 0..3 {
-            let place = order.fetched(id, 1, 1);
+            let place = order.fetched(id, 0, 1, 1);
             order.done(place, 1);
             assert_eq!(order.tell(|_| {}), Some(Used { id, written: 1, chains: 1, slots: 1 }));
         }
-        let places: Vec<_> = (10..15).map(|id| order.fetched(id, 3, 513)).collect();
+        let places: Vec<_> = (10..15).map(|id| order.fetched(id, 0, 3, 513)).collect();
         assert!(order.is_full());
         for at in [1, 2, 4] {
             order.done(places[at], 513);

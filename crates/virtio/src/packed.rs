@@ -12,13 +12,33 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use crate::chain::{DESC_BYTES, Slots};
+use crate::inflight::{Left, LeftChain, PackedInflight};
 use crate::order::{InOrder, Used};
 use crate::ring::{Head, RingBase, RingFault, RingLayout, RingSetupError, check_size};
-use crate::{Chain, Features, GuestMemory};
+use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
 
 /// The marks in a descriptor's flags. [2.8.1]
 pub(crate) const AVAIL: u16 = 1 << 7;
 pub(crate) const USED: u16 = 1 << 15;
+
+/// The marks in a descriptor's second word.
+#[inline]
+pub(crate) fn marks_of(rest: u64) -> u16 {
+    (rest >> 48) as u16 & (AVAIL | USED)
+}
+
+/// The marks of what is offered in a lap.
+#[inline]
+pub(crate) fn marks_available(wrap: bool) -> u16 {
+    if wrap { AVAIL } else { USED }
+}
+
+/// The marks of what is used in a lap.
+#[inline]
+pub(crate) fn marks_used(wrap: bool) -> u16 {
+    if wrap { AVAIL | USED } else { 0 }
+}
+
 /// In a used element: the device has written to the buffer. [2.8.4]
 const WRITE: u16 = 1 << 1;
 
@@ -119,6 +139,10 @@ pub struct PackedRing {
     fault: Option<RingFault>,
     /// If the driver wants its chains back in the order it offered them.
     order: Option<InOrder>,
+    /// What the driver has been owed since before the set-up: fetched before anything else. None once that is done.
+    left: Option<Left>,
+    /// Where what is in flight is recorded.
+    inflight: Option<PackedInflight>,
 }
 
 impl PackedRing {
@@ -151,7 +175,33 @@ impl PackedRing {
             in_flight: 0,
             fault: None,
             order: features.contains(Features::IN_ORDER).then(|| InOrder::new(size)),
+            left: None,
+            inflight: None,
         })
+    }
+
+    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first. The ring goes on where
+    /// the record says, if that has been used before: a front-end cannot tell after a crash, since shared memory does not.
+    /// To be called before anything is fetched.
+    ///
+    /// # Errors
+    /// The record makes no sense; neither it nor the ring was changed.
+    pub fn track(&mut self, record: Inflight) -> Result<(), InflightFault> {
+        let (inflight, left) = PackedInflight::recover(record, self.size, &self.layout.desc, self.next_used)?;
+        self.inflight = Some(inflight);
+        if let Some(left) = left {
+            (self.next_used, self.next_avail) = (left.next_used, left.next_used);
+            self.next_avail.advance(left.slots, self.size);
+            (self.slots_out, self.in_flight) = (left.slots, left.chains.len() as u16);
+            self.left = (!left.chains.is_empty()).then_some(left);
+        }
+        Ok(())
+    }
+
+    /// Chains that were in flight before the set-up and have not been fetched again.
+    #[inline]
+    pub fn left(&self) -> usize {
+        self.left.as_ref().map_or(0, |left| left.chains.len())
     }
 
     /// Entries.
@@ -170,6 +220,9 @@ impl PackedRing {
         if let Some(fault) = self.fault {
             return Err(fault);
         }
+        if self.left.is_some() {
+            return self.fetch_left(memory, chain);
+        }
         // Pairs with the driver's barrier between all else of a chain and the flags of its first descriptor. [2.8.21]
         let rest = self.layout.desc.load_u64(self.next_avail.offset() + 8, Acquire);
         if !self.is_available(rest) {
@@ -186,22 +239,55 @@ impl PackedRing {
             free,
             indirect: self.indirect,
         };
-        let Some((id, slots)) = chain.walk_packed(memory, slots, rest) else {
+        let Some((id, count)) = chain.walk_packed(memory, slots, rest) else {
             return Err(self.breaks(RingFault::ChainOverrun));
         };
-        self.next_avail.advance(slots, self.size);
-        self.slots_out += slots;
+        let record = self.inflight.as_mut().map_or(0, |inflight| {
+            inflight.fetched(count, |slot| {
+                let at = slots.offset(slot.into());
+                (slots.view.load_u64(at, Relaxed), slots.view.load_u64(at + 8, Relaxed))
+            })
+        });
+        self.next_avail.advance(count, self.size);
+        self.slots_out += count;
         self.in_flight += 1;
+        Ok(Some(self.head(chain, id, count, record)))
+    }
+
+    /// Takes the next chain that was in flight before the set-up, from the copies of its descriptors.
+    #[cold]
+    fn fetch_left(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingFault> {
+        let next = |left: &mut Left| {
+            let LeftChain { record, slots, at } = left.chains.pop()?;
+            let size = left.slots;
+            let copies = Slots { view: &left.copies, size, place: at, free: slots, indirect: self.indirect };
+            let rest = left.copies.load_u64(copies.offset(0) + 8, Relaxed);
+            // What was copied was a whole chain, unless somebody wrote to the record.
+            let walked = chain.walk_packed(memory, copies, rest).filter(|(_, count)| *count == slots);
+            Some((walked, slots, record))
+        };
+        let taken = self.left.as_mut().and_then(next);
+        if self.left() == 0 {
+            self.left = None;
+        }
+        match taken {
+            None => Ok(None),
+            Some((None, ..)) => Err(self.breaks(RingFault::ChainOverrun)),
+            Some((Some((id, _)), slots, record)) => Ok(Some(self.head(chain, id, slots, record))),
+        }
+    }
+
+    #[inline]
+    fn head(&mut self, chain: &Chain, id: u16, slots: u16, record: u16) -> Head {
         // Each chain takes a place at least, so there is one for it in the order, too.
-        let place = self.order.as_mut().map_or(0, |order| order.fetched(id, slots, chain.writable_bytes()));
-        Ok(Some(Head { id, slots, place }))
+        let place = self.order.as_mut().map_or(0, |order| order.fetched(id, record, slots, chain.writable_bytes()));
+        Head { id, slots, place, record }
     }
 
     /// Whether the second word of the next descriptor says that it is offered in this lap.
     #[inline]
     fn is_available(&self, rest: u64) -> bool {
-        let marks = (rest >> 48) as u16 & (AVAIL | USED);
-        marks == if self.next_avail.wrap { AVAIL } else { USED }
+        marks_of(rest) == marks_available(self.next_avail.wrap)
     }
 
     #[cold]
@@ -217,10 +303,15 @@ impl PackedRing {
     #[inline]
     #[expect(clippy::needless_pass_by_value, reason = "a head is spent when its chain is completed")]
     pub fn complete(&mut self, head: Head, written: u32) {
-        let Head { id, slots, place } = head;
+        let Head { id, slots, place, record } = head;
         assert!(self.in_flight > 0 && slots <= self.slots_out - self.unpublished, "head {id} is not out of this ring");
         match &mut self.order {
-            None => self.put(Used { id, written, chains: 1, slots }),
+            None => {
+                if let Some(inflight) = &mut self.inflight {
+                    inflight.completed(record);
+                }
+                self.put(Used { id, written, chains: 1, slots });
+            }
             Some(order) => order.done(place, written),
         }
     }
@@ -229,8 +320,7 @@ impl PackedRing {
     #[inline]
     fn put(&mut self, used: Used) {
         self.in_flight -= used.chains;
-        let marks = if self.next_used.wrap { AVAIL | USED } else { 0 };
-        let flags = marks | if used.written > 0 { WRITE } else { 0 };
+        let flags = marks_used(self.next_used.wrap) | if used.written > 0 { WRITE } else { 0 };
         let element = u64::from(used.written) | u64::from(used.id) << 32 | u64::from(flags) << 48;
         if self.unpublished == 0 {
             self.first = (self.next_used, element);
@@ -245,7 +335,9 @@ impl PackedRing {
     #[inline]
     #[must_use = "a driver that is not called when it wants to be sleeps for ever"]
     pub fn publish(&mut self) -> bool {
-        while let Some(used) = self.order.as_mut().and_then(|order| order.tell(|_| {})) {
+        while let Some(order) = &mut self.order {
+            let each = |record| self.inflight.iter_mut().for_each(|inflight| inflight.completed(record));
+            let Some(used) = order.tell(each) else { break };
             self.put(used);
         }
         if self.unpublished == 0 {
@@ -253,12 +345,18 @@ impl PackedRing {
         }
         let passed = std::mem::replace(&mut self.unpublished, 0);
         self.slots_out -= passed;
+        if let Some(inflight) = &mut self.inflight {
+            inflight.publishing(self.next_used);
+        }
         let (old, element) = self.first;
         // As in a split ring: we store an element, then load what the driver wants; the driver, before it sleeps,
         // stores what it wants, has a full barrier, then loads that element. If either side's load overtook its own
         // store, the driver could miss the element and we its wish, and it would sleep for ever. [2.8.21.3]
         // The store also releases the other elements of the batch, and the data, to whoever sees this one.
         self.layout.desc.store_u64(old.offset() + 8, element, SeqCst);
+        if let Some(inflight) = &mut self.inflight {
+            inflight.published();
+        }
         let wish = self.layout.avail.load_u32(0, SeqCst);
         let wanted = match wish >> 16 & 3 {
             wish::DISABLE => false,
@@ -281,7 +379,7 @@ impl PackedRing {
         let wish = if self.event_idx { wish::DESC << 16 | u32::from(self.next_avail.word()) } else { wish::ENABLE };
         self.layout.used.store_u32(0, wish, SeqCst);
         let rest = self.layout.desc.load_u64(self.next_avail.offset() + 8, SeqCst);
-        self.fault.is_none() && self.is_available(rest)
+        self.left.is_some() || self.fault.is_none() && self.is_available(rest)
     }
 
     /// Tells the driver that we look by ourselves. A hint: notifications may come nevertheless.

@@ -170,6 +170,8 @@ pub struct Head {
     pub(crate) slots: u16,
     /// Its place among those that wait for their order; means nothing otherwise.
     pub(crate) place: u16,
+    /// Where it is recorded as being in flight in a packed ring; means nothing otherwise.
+    pub(crate) record: u16,
 }
 
 impl Head {
@@ -209,15 +211,14 @@ impl DeviceRing {
     }
 
     /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first, and the
-    /// ring goes on after it, wherever it was said to. To be called before anything is fetched. A packed ring has no
-    /// record yet: what is in flight in one when we die is lost.
+    /// ring goes on after it, wherever it was said to. To be called before anything is fetched.
     ///
     /// # Errors
-    /// The record makes no sense; it was not changed.
+    /// The record makes no sense; neither it nor the ring was changed.
     pub fn track(&mut self, record: Inflight) -> Result<(), InflightFault> {
         match self {
             DeviceRing::Split(ring) => ring.track(record),
-            DeviceRing::Packed(_) => Ok(()),
+            DeviceRing::Packed(ring) => ring.track(record),
         }
     }
 
@@ -226,7 +227,7 @@ impl DeviceRing {
     pub fn left(&self) -> usize {
         match self {
             DeviceRing::Split(ring) => ring.left(),
-            DeviceRing::Packed(_) => 0,
+            DeviceRing::Packed(ring) => ring.left(),
         }
     }
 

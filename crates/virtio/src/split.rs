@@ -153,8 +153,8 @@ impl SplitRing {
         let table = Table { view: &self.layout.desc, size: self.size, indirect: self.indirect };
         chain.walk(memory, table, index);
         let order = if self.plain { None } else { self.order.as_mut() };
-        let place = order.map_or(0, |order| order.fetched(index, 1, chain.writable_bytes()));
-        Ok(Some(Head { id: index, slots: 1, place }))
+        let place = order.map_or(0, |order| order.fetched(index, index, 1, chain.writable_bytes()));
+        Ok(Some(Head { id: index, slots: 1, place, record: index }))
     }
 
     /// Takes the next head out of the available ring.
@@ -212,7 +212,7 @@ impl SplitRing {
     #[inline]
     #[expect(clippy::needless_pass_by_value, reason = "a head is spent when its chain is completed")]
     pub fn complete(&mut self, head: Head, written: u32) {
-        let Head { id, slots, place } = head;
+        let Head { id, slots, place, .. } = head;
         let out = self.out.get_mut(usize::from(id)).is_some_and(std::mem::take);
         assert!(out, "head {id} is not out of this ring");
         let used = Used { id, written, chains: 1, slots };

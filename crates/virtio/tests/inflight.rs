@@ -37,7 +37,7 @@ impl Bench {
         // As the front-end says it after a crash: it knows the used index only.
         let layout = guest.layout().clone();
         let mut ring = SplitRing::new(layout, SIZE, Features::empty(), used_idx).unwrap();
-        let region = Region::anonymous(inflight_bytes(SIZE)).unwrap();
+        let region = Region::anonymous(inflight_bytes(Features::empty(), SIZE)).unwrap();
         region.span(0, record.len()).unwrap().copy_from_slice(record);
         let outcome = ring.track(Inflight::new(Arc::clone(&region), 0, region.len()).unwrap());
         (Bench { guest, region, ring, chain: Chain::new(4) }, outcome)
@@ -103,8 +103,10 @@ fn the_record_is_as_the_document_draws_it() {
 #[test]
 fn parts_lie_as_other_back_ends_have_them() {
     // Rounded up to 64: two of them put 66 entries' part at 1088.
-    for (size, bytes) in [(1, 64), (4, 128), (66, 1088), (128, 2112), (256, 4160), (1024, 16448)] {
-        assert_eq!(inflight_bytes(size), bytes, "{size}");
+    for (size, split, packed) in [(1, 64, 64), (3, 64, 128), (66, 1088, 2176), (128, 2112, 4160), (1024, 16448, 32832)]
+    {
+        assert_eq!(inflight_bytes(Features::empty(), size), split, "{size}");
+        assert_eq!(inflight_bytes(Features::RING_PACKED, size), packed, "{size}");
     }
     let region = Region::anonymous(4096).unwrap();
     assert!(Inflight::new(Arc::clone(&region), 4, 64).is_none(), "not aligned");
@@ -183,7 +185,176 @@ fn a_record_that_makes_no_sense_is_refused_and_left_as_it_is() {
     assert_eq!(ring.track(Inflight::new(short, 0, 256).unwrap()), Err(InflightFault::TooSmall));
 }
 
+/// A packed ring of four, driver and device and record.
+struct PackedBench {
+    guest: Guest,
+    ring: DeviceRing,
+    region: Arc<Region>,
+    chain: Chain,
+}
+
+impl PackedBench {
+    /// A driver that has offered chains of one, two and one descriptors, and a record with these bytes.
+    fn new(record: &[u8]) -> (PackedBench, Result<(), InflightFault>) {
+        let mut guest = Guest::with(Features::RING_PACKED, 4, 0x1000);
+        let base = guest.device(false).base();
+        for count in [1, 2, 1] {
+            let buffers: Vec<_> =
+                (0..count).map(|at| Buffer { addr: GUEST_BASE + at, len: 7, writable: true }).collect();
+            let head = guest.chain(&buffers).unwrap();
+            guest.offer(head);
+        }
+        let _ = guest.publish();
+        let region = Region::anonymous(inflight_bytes(Features::RING_PACKED, 4)).unwrap();
+        region.span(0, record.len()).unwrap().copy_from_slice(record);
+        let mut ring = guest.device_at(false, base);
+        let outcome = ring.track(Inflight::new(Arc::clone(&region), 0, region.len()).unwrap());
+        (PackedBench { guest, ring, region, chain: Chain::new(4) }, outcome)
+    }
+
+    fn fetch(&mut self) -> Option<blkyard_virtio::Head> {
+        self.ring.fetch(self.guest.memory(), &mut self.chain).unwrap()
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        let mut bytes = vec![0; 160];
+        self.region.span(0, 160).unwrap().copy_to_slice(&mut bytes);
+        bytes
+    }
+}
+
+/// An entry of a packed record: in flight, next, last and num; counter; id, flags, length and address.
+type Entry = ([u16; 4], u64, (u16, u16, u32, u64));
+
+/// A packed record as it lies in memory: free head and old one, used index and old one, and the two wrap counters.
+fn packed_record(places: [u16; 4], wraps: [u8; 2], entries: [Entry; 4]) -> Vec<u8> {
+    let mut bytes = vec![0; 8];
+    let places = [1, 4].into_iter().chain(places);
+    places.for_each(|field: u16| bytes.extend(field.to_le_bytes()));
+    bytes.extend(wraps);
+    bytes.resize(32, 0);
+    for (links, counter, (id, flags, len, addr)) in entries {
+        links.iter().for_each(|field| bytes.extend(field.to_le_bytes()));
+        bytes.extend(counter.to_le_bytes());
+        bytes.extend(id.to_le_bytes());
+        bytes.extend(flags.to_le_bytes());
+        bytes.extend(len.to_le_bytes());
+        bytes.extend(addr.to_le_bytes());
+    }
+    bytes
+}
+
+/// What the driver offers: writable and available in the first lap; with a next one or not.
+const LAST: u16 = 2 | 1 << 7;
+const NOT_LAST: u16 = 3 | 1 << 7;
+
+/// The record of all three chains in flight.
+fn three_in_flight() -> [Entry; 4] {
+    [
+        ([1, 1, 0, 1], 0, (0, LAST, 7, GUEST_BASE)),
+        ([1, 2, 2, 2], 1, (0xdead, NOT_LAST, 7, GUEST_BASE)),
+        ([0, 3, 0, 0], 0, (1, LAST, 7, GUEST_BASE + 1)),
+        ([1, 4, 3, 1], 2, (2, LAST, 7, GUEST_BASE)),
+    ]
+}
+
+#[test]
+fn the_record_of_a_packed_ring_is_as_the_document_draws_it() {
+    let (mut bench, outcome) = PackedBench::new(&[]);
+    outcome.unwrap();
+    let empty = (0, 0, 0, 0);
+    let fresh = [1, 2, 3, 4].map(|next| ([0, next, 0, 0], 0, empty));
+    assert_eq!(bench.bytes(), packed_record([0, 0, 0, 0], [1, 1], fresh));
+    let (first, second, third) = (bench.fetch().unwrap(), bench.fetch().unwrap(), bench.fetch().unwrap());
+    let mut entries = three_in_flight();
+    assert_eq!(bench.bytes(), packed_record([4, 4, 0, 0], [1, 1], entries));
+    // Two of them come back: their entries are the first free ones, the one that came last before the other.
+    bench.ring.complete(third, 7);
+    bench.ring.complete(second, 7);
+    assert_eq!(bench.bytes(), packed_record([4, 4, 0, 0], [1, 1], entries), "nothing is published");
+    let _ = bench.ring.publish();
+    (entries[3].0, entries[1].0, entries[2].0) = ([0, 4, 3, 1], [0, 2, 2, 2], [0, 3, 0, 0]);
+    assert_eq!(bench.bytes(), packed_record([1, 1, 3, 3], [1, 1], entries));
+    bench.ring.complete(first, 7);
+    let _ = bench.ring.publish();
+    entries[0].0 = [0, 1, 0, 1];
+    assert_eq!(bench.bytes(), packed_record([0, 0, 0, 0], [0, 0], entries));
+}
+
+#[test]
+fn what_another_back_end_left_of_a_packed_ring_is_fetched_from_the_record() {
+    let (mut bench, outcome) = PackedBench::new(&packed_record([4, 4, 0, 0], [1, 1], three_in_flight()));
+    outcome.unwrap();
+    assert_eq!((bench.ring.left(), bench.ring.in_flight()), (3, 3));
+    // Used elements of others have been written over what was offered.
+    let ids: Vec<_> = std::iter::from_fn(|| bench.fetch().map(|head| head.id())).collect();
+    assert_eq!(ids, [0, 1, 2]);
+    // Another counter, another order; and what is half done counts or not, as the ring has it: here nothing is published.
+    let mut entries = three_in_flight();
+    entries[3].1 = 0;
+    entries[0].1 = 9;
+    let (mut bench, outcome) = PackedBench::new(&packed_record([1, 4, 2, 0], [1, 1], entries));
+    outcome.unwrap();
+    assert_eq!(bench.bytes()[12..22], packed_record([4, 4, 0, 0], [1, 1], entries)[12..22]);
+    let ids: Vec<_> = std::iter::from_fn(|| bench.fetch().map(|head| head.id())).collect();
+    assert_eq!(ids, [2, 1, 0]);
+}
+
+#[test]
+fn a_packed_record_that_makes_no_sense_is_refused_and_left_as_it_is() {
+    let with = |index: usize, links: [u16; 4]| {
+        let mut entries = three_in_flight();
+        entries[index].0 = links;
+        packed_record([4, 4, 0, 0], [1, 1], entries)
+    };
+    let mut short = packed_record([4, 4, 0, 0], [1, 1], three_in_flight());
+    short[10] = 3;
+    for (bytes, fault) in [
+        (short, InflightFault::DescNum),
+        (packed_record([4, 4, 0, 4], [1, 1], three_in_flight()), InflightFault::UsedOutOfRange),
+        (packed_record([4, 4, 9, 0], [1, 1], three_in_flight()), InflightFault::UsedOutOfRange),
+        (with(3, [0, 4, 3, 1]), InflightFault::EntryLost),
+        (with(1, [1, 3, 2, 2]), InflightFault::ChainOutOfRange),
+        (with(1, [1, 0, 0, 2]), InflightFault::ChainTwice),
+        (with(1, [1, 9, 2, 2]), InflightFault::ChainOutOfRange),
+        (with(3, [1, 4, 3, 0]), InflightFault::ChainOutOfRange),
+    ] {
+        let (bench, outcome) = PackedBench::new(&bytes);
+        assert_eq!(outcome, Err(fault));
+        assert_eq!(bench.bytes(), bytes, "{fault}");
+    }
+    let mut entries = three_in_flight();
+    entries[2].0[1] = 2;
+    let (_, outcome) = PackedBench::new(&packed_record([2, 2, 0, 0], [1, 1], entries));
+    assert_eq!(outcome, Err(InflightFault::FreeLoop));
+}
+
 proptest! {
+    /// The same of a packed record: whatever it says, nothing panics and the ring goes on or is broken.
+    #[test]
+    fn any_bytes_in_a_packed_record_do_no_harm(
+        noise in proptest::collection::vec((12..160_usize, prop_oneof![0..6_u8, any::<u8>()]), 0..12),
+    ) {
+        let mut bytes = packed_record([4, 4, 0, 0], [1, 1], three_in_flight());
+        for (at, byte) in noise {
+            bytes[at] = byte;
+        }
+        let (mut bench, outcome) = PackedBench::new(&bytes);
+        if outcome.is_err() {
+            prop_assert_eq!(bench.bytes(), bytes);
+            return Ok(());
+        }
+        let mut fetched = Vec::new();
+        while let Ok(Some(head)) = bench.ring.fetch(bench.guest.memory(), &mut bench.chain) {
+            fetched.push(head);
+        }
+        prop_assert!(fetched.len() <= 4);
+        for head in fetched {
+            bench.ring.complete(head, 0);
+        }
+        let _ = bench.ring.publish();
+    }
+
     /// Whatever a record says, no more is fetched than the ring has, nothing twice, and the ring goes on.
     #[test]
     fn any_bytes_in_a_record_do_no_harm(

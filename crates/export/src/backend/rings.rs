@@ -118,7 +118,7 @@ impl Backend {
             size: vring.size,
             base: vring.base(self.features),
             notes: self.notes(vring, addresses, &memory),
-            record: self.records.as_ref().and_then(|records| records.part(index)),
+            record: self.records.as_ref().and_then(|records| records.part(self.features, index)),
             kick,
             call: vring.call.clone(),
             error: vring.error.clone(),
