@@ -14,17 +14,21 @@ use std::cell::OnceCell;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
 use self::apt::Suite;
 use crate::host;
+use crate::process::succeed;
 
 /// The release the guest's kernel and programs come from.
 const USERLAND_SUITE: &str = "trixie";
 /// The first release whose QEMU tools speak vhost-user-blk as we test it (QEMU 11.1 with libblkio).
 const QEMU_SUITE: &str = "trixie-backports";
+
+/// Covers a machine that does other things as well: it is one small file.
+const COMPILER_LIMIT: Duration = Duration::from_mins(2);
 
 /// A folder that holds a finished guest.
 pub struct Guest {
@@ -61,6 +65,27 @@ impl Guest {
     /// The initramfs as a tree, from which an image to boot from can be made.
     pub fn root_tree(&self) -> PathBuf {
         self.folder.join("initramfs/tree")
+    }
+
+    /// Builds a C program that uses libblkio, with the compiler that Rust links with.
+    pub fn build_with_libblkio(&self, source: &Path, program: &Path) -> Result<()> {
+        let mut cc = Command::new("cc");
+        cc.args(["-std=gnu11", "-O1", "-Wall", "-I"]).arg(self.folder.join("libblkio/usr/include")).arg(source);
+        // It is linked with this machine's C library, which may lack what libblkio will find in its own.
+        cc.arg(self.libraries_of_qemu().join("libblkio.so.1")).arg("-Wl,--allow-shlib-undefined");
+        succeed("the C compiler", cc.arg("-o").arg(program), COMPILER_LIMIT)?;
+        Ok(())
+    }
+
+    /// A program built by that, ready to take arguments: libblkio needs the C library of its own release.
+    pub fn command_with_libblkio(&self, program: &Path) -> Command {
+        let mut command = Command::new(self.folder.join("qemu/usr/lib64/ld-linux-x86-64.so.2"));
+        command.arg("--library-path").arg(self.libraries_of_qemu()).arg(program);
+        command
+    }
+
+    fn libraries_of_qemu(&self) -> PathBuf {
+        self.folder.join("qemu").join(parts::LIBRARIES)
     }
 
     pub fn folder(&self) -> &Path {
@@ -114,6 +139,8 @@ impl<'a> Builder<'a> {
         let mut made = false;
         made |= self.part("userland", &parts::userland_recipe(), |new| parts::userland(self.userland()?, new))?;
         made |= self.part("qemu", &parts::qemu_recipe(), |new| parts::qemu(self.qemu()?, new))?;
+        let recipe = parts::libblkio_recipe(&self.folder_contents("qemu")?);
+        made |= self.part("libblkio", &recipe, |new| parts::libblkio(self.qemu()?, new))?;
         made |= self.part("bin", &parts::programs_recipe(), |new| parts::programs(self.folder, new))?;
         made |= self.part("kernel", &kernel::recipe(), |new| kernel::build(self.userland()?, self.folder, new))?;
         let mut recipe = initramfs::recipe();

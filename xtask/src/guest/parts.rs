@@ -22,6 +22,9 @@ const USERLAND: &[&str] =
 /// The emulator, its tools, and the block drivers that libblkio brings to them.
 const QEMU: &[&str] = &["qemu-system-x86", "qemu-utils", "qemu-block-extra"];
 
+/// What a program of ours needs to be built with libblkio, which is among what QEMU's packages bring.
+const LIBBLKIO: &str = "libblkio-dev";
+
 /// The programs offered to the host: where they lie, and the arguments they always need there.
 const PROGRAMS: &[(&str, &str, &str)] = &[
     ("userland", "usr/bin/cpio", ""),
@@ -56,6 +59,12 @@ pub fn qemu_recipe() -> String {
     format!("{} {}\n", super::QEMU_SUITE, QEMU.join(" "))
 }
 
+/// The library itself lies in `qemu`, of which `contents` tells the versions, and this has to go with it.
+pub fn libblkio_recipe(contents: &str) -> String {
+    let library = contents.lines().find(|package| package.starts_with("libblkio")).unwrap_or_default();
+    format!("{} {LIBBLKIO} for {library}\n", super::QEMU_SUITE)
+}
+
 pub fn programs_recipe() -> String {
     PROGRAMS.iter().map(|(part, path, arguments)| wrapper(part, path, arguments)).collect()
 }
@@ -66,6 +75,12 @@ pub fn userland(suite: &Suite, new: &Path) -> Result<()> {
 
 pub fn qemu(suite: &Suite, new: &Path) -> Result<()> {
     packages(suite, QEMU, new)
+}
+
+pub fn libblkio(suite: &Suite, new: &Path) -> Result<()> {
+    let archives = new.join("archives");
+    unpack(&suite.fetch_alone(LIBBLKIO, &archives)?, new)?;
+    remove(&archives)
 }
 
 fn packages(suite: &Suite, names: &[&str], new: &Path) -> Result<()> {

@@ -5,6 +5,7 @@
 //! do not share state and do not know the order they run in.
 
 mod attached;
+mod blkio;
 mod control;
 mod crash;
 mod daemon;
@@ -52,8 +53,9 @@ pub struct Scenario {
 
 /// All of them, in the order they are told.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
-    let host = foreign::SCENARIOS.iter().chain(daemon::SCENARIOS).chain(control::SCENARIOS).chain(refusals::SCENARIOS);
-    host.chain(attached::SCENARIOS).chain(guest::SCENARIOS).chain(crash::SCENARIOS)
+    let served = foreign::SCENARIOS.iter().chain(blkio::SCENARIOS).chain(daemon::SCENARIOS).chain(control::SCENARIOS);
+    let host = served.chain(refusals::SCENARIOS).chain(attached::SCENARIOS);
+    host.chain(guest::SCENARIOS).chain(crash::SCENARIOS)
 }
 
 /// What this machine lacks for a scenario, which is then not told.
