@@ -10,6 +10,7 @@ mod guest;
 mod host;
 mod instructions;
 mod process;
+mod qmp;
 mod scenarios;
 mod server;
 mod test;

@@ -94,8 +94,15 @@ impl Program {
             Self::Blkyard(path) => {
                 let mut command = Command::new(path);
                 command.arg("serve");
+                let mut before = None;
                 for export in exports {
-                    command.args(["--device", &export.device.spec(), "--export", &export.spec()]);
+                    // One device after the other; several exports of the same are served from one.
+                    let device = export.device.spec();
+                    if before.as_ref() != Some(&device) {
+                        command.args(["--device", &device]);
+                    }
+                    command.args(["--export", &export.spec()]);
+                    before = Some(device);
                 }
                 Ok(command)
             }

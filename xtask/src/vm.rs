@@ -6,14 +6,16 @@
 //! on. Knows nothing of the server of its disks but a socket.
 
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::guest::Guest;
 use crate::process::{Running, tail};
+use crate::qmp::Monitor;
 
 /// Ends a guest that hangs. Start to end of an empty task is 3 s on an idle machine with two processors, 15 s on one that
 /// compiles at the same time, and minutes where a guest's processors hardly get one.
@@ -29,6 +31,8 @@ pub struct Vm<'a> {
     boot_from_disk: bool,
     may_reboot: bool,
     reconnect_ms: Option<u32>,
+    packed: bool,
+    incoming: Option<PathBuf>,
     disks: Vec<(PathBuf, u16)>,
 }
 
@@ -59,12 +63,33 @@ impl Outcome {
 
 impl<'a> Vm<'a> {
     pub fn new(guest: &'a Guest, processors: u16) -> Self {
-        Self { guest, processors, boot_from_disk: false, may_reboot: false, reconnect_ms: None, disks: Vec::new() }
+        Self {
+            guest,
+            processors,
+            boot_from_disk: false,
+            may_reboot: false,
+            reconnect_ms: None,
+            packed: false,
+            incoming: None,
+            disks: Vec::new(),
+        }
     }
 
     /// Adds a disk behind a vhost-user-blk socket. The first one is /dev/vda.
     pub fn disk(mut self, socket: impl Into<PathBuf>, queues: u16) -> Self {
         self.disks.push((socket.into(), queues));
+        self
+    }
+
+    /// Gives the disks packed rings, if both ends can.
+    pub fn packed(mut self) -> Self {
+        self.packed = true;
+        self
+    }
+
+    /// Waits at this socket for another machine of the same make to move in, instead of booting.
+    pub fn incoming(mut self, socket: PathBuf) -> Self {
+        self.incoming = Some(socket);
         self
     }
 
@@ -122,8 +147,12 @@ impl<'a> Vm<'a> {
             .args(["-serial", &format!("file:{}", path("console"))])
             .args(["-fw_cfg", &format!("name=opt/blkyard/task,file={}", path("task"))])
             .args(["-device", "virtio-serial-pci"]);
+        qemu.args(["-qmp", &format!("unix:{},server=on,wait=off", path("monitor"))]);
         if !self.may_reboot {
             qemu.arg("-no-reboot");
+        }
+        if let Some(socket) = &self.incoming {
+            qemu.args(["-incoming", &format!("unix:{}", socket.display())]);
         }
         for port in ["output", "status"] {
             qemu.args(["-chardev", &format!("file,id={port},path={}", path(port))])
@@ -131,8 +160,11 @@ impl<'a> Vm<'a> {
         }
         let again = self.reconnect_ms.map(|ms| format!(",reconnect-ms={ms}")).unwrap_or_default();
         for (index, (socket, queues)) in self.disks.iter().enumerate() {
-            qemu.args(["-chardev", &format!("socket,id=disk{index},path={}{again}", socket.display())])
-                .args(["-device", &format!("vhost-user-blk-pci,chardev=disk{index},num-queues={queues}")]);
+            let packed = if self.packed { "on" } else { "off" };
+            qemu.args(["-chardev", &format!("socket,id=disk{index},path={}{again}", socket.display())]).args([
+                "-device",
+                &format!("vhost-user-blk-pci,chardev=disk{index},num-queues={queues},packed={packed}"),
+            ]);
         }
         Ok(Machine { running: Running::start("the guest", &qemu)?, folder })
     }
@@ -166,6 +198,23 @@ impl Machine {
             return Ok(());
         }
         bail!("the guest ended too early\n{}", self.account());
+    }
+
+    /// Moves what runs here to the machine that waits at a socket, while it runs, and waits until it is there.
+    pub fn migrate(&mut self, to: &Path) -> Result<()> {
+        let mut monitor = Monitor::connect(&self.folder.path().join("monitor"))?;
+        // As fast as it goes, and what is left at the end at once: this machine is slow, and the guest never at rest.
+        monitor.command("migrate-set-parameters", &json!({ "max-bandwidth": 1 << 30, "downtime-limit": 2000 }))?;
+        monitor.command("migrate", &json!({ "uri": format!("unix:{}", to.display()) }))?;
+        let mut state = Value::Null;
+        let moved = self.running.wait_until(LIMIT, |_| {
+            state = monitor.command("query-migrate", &json!({}))?;
+            Ok(matches!(state["status"].as_str(), Some("completed" | "failed" | "cancelled")))
+        })?;
+        if moved && state["status"] == "completed" {
+            return Ok(());
+        }
+        bail!("the machine did not move: {state}\n{}", self.account());
     }
 
     /// Waits until the machine has powered itself off.
