@@ -5,7 +5,7 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use blkyard_os::{cpu_places, now_ns};
+use blkyard_os::{cpu_places, now_ns, thread_cpu_ns};
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 use super::windows::{Round, Variant, for_a_window};
@@ -69,7 +69,7 @@ pub(crate) fn led<'a>(lead: impl FnMut() -> u64 + 'a, follow: impl FnMut() + Sen
 }
 
 /// The same load here and, at the same time, on another CPU. The cost is that of one operation of the two together: two threads that
-/// do not hinder each other halve it.
+/// do not hinder each other halve it. A window in which either was off its CPU counts for nothing: the other was alone.
 ///
 /// # Errors
 /// There is no second CPU.
@@ -82,19 +82,30 @@ pub fn together<'a>(ours: impl Round + 'a, theirs: impl Round + Send + 'a) -> Re
             let partner = scope.spawn(|| {
                 pin_to(cpu);
                 ready.store(true, Relaxed);
-                let (start_ns, mut done) = (now_ns(), 0);
-                while !over.load(Relaxed) {
-                    (0..16).for_each(|_| done += theirs.round());
-                }
-                (now_ns() - start_ns) as f64 / done.max(1) as f64
+                on_cpu(|| {
+                    let (start_ns, mut done) = (now_ns(), 0);
+                    while !over.load(Relaxed) {
+                        (0..16).for_each(|_| done += theirs.round());
+                    }
+                    (now_ns() - start_ns) as f64 / done.max(1) as f64
+                })
             });
             await_ready(&ready);
-            let ours_ns = for_a_window(window_ns, || ours.round());
+            let ours_ns = on_cpu(|| for_a_window(window_ns, || ours.round()));
             over.store(true, Relaxed);
             // A partner that panicked has said so; its window counts for nothing.
             partner.join().map_or(f64::NAN, |theirs_ns| 1.0 / (1.0 / ours_ns + 1.0 / theirs_ns))
         })
     }))
+}
+
+/// What was measured, if this thread had its CPU to itself meanwhile.
+fn on_cpu(measured: impl FnOnce() -> f64) -> f64 {
+    let (wall_ns, cpu_ns) = (now_ns(), thread_cpu_ns());
+    let value = measured();
+    let (wall_ns, cpu_ns) = (now_ns() - wall_ns, thread_cpu_ns() - cpu_ns);
+    // Interrupts and the hypervisor take their share of every window.
+    if cpu_ns * 100 < wall_ns * 97 { f64::NAN } else { value }
 }
 
 fn await_ready(ready: &AtomicBool) {

@@ -22,9 +22,9 @@ pub struct Plan {
 pub struct Samples(Vec<f64>);
 
 impl Samples {
-    /// The value that `percent` of the windows do not exceed.
+    /// The value that `percent` of the windows do not exceed, of those that count.
     pub fn percentile(&self, percent: f64) -> f64 {
-        let mut sorted = self.0.clone();
+        let mut sorted: Vec<_> = self.0.iter().copied().filter(|value| !value.is_nan()).collect();
         sorted.sort_by(f64::total_cmp);
         let rank = (sorted.len() as f64 * percent / 100.0) as usize;
         sorted.get(rank.min(sorted.len().saturating_sub(1))).copied().unwrap_or(f64::NAN)
@@ -114,6 +114,8 @@ mod tests {
         let mut samples = Samples::default();
         (0..100).rev().for_each(|value| samples.push(f64::from(value)));
         assert_eq!([0.0, 10.0, 50.0, 100.0].map(|percent| samples.percentile(percent) as u32), [0, 10, 50, 99]);
+        samples.push(f64::NAN);
+        assert_eq!(samples.percentile(100.0) as u32, 99, "a window that is no number counts for nothing");
         assert!(Samples::default().cost().is_nan());
     }
 
