@@ -20,7 +20,14 @@ pub const SCENARIOS: &[Scenario] = &[
         sentence: "a guest goes on through eight daemons killed amid its writes, and fio finds every block's checksum intact",
         place: Place::Guest,
         ours: true,
-        tell: guest_fio,
+        tell: |ground| guest_fio(ground, false),
+    },
+    Scenario {
+        name: "crash-guest-packed",
+        sentence: "a guest with packed rings goes on through eight killed daemons as well",
+        place: Place::Guest,
+        ours: true,
+        tell: |ground| guest_fio(ground, true),
     },
     Scenario {
         name: "crash-slow-disk",
@@ -46,14 +53,15 @@ fn left(said: &str) -> u64 {
     counts.filter_map(|line| line.split(LEFT).next()?.split_whitespace().next_back()?.parse::<u64>().ok()).sum()
 }
 
-fn guest_fio(ground: &Ground) -> Result<()> {
+fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
     let (image, export, mut server) = ground.serve_image(64 * MIB, 4)?;
     // Every block once, and then all of them read; the rate makes it last through all those deaths.
     let task = "modprobe virtio_blk && echo begins && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
         --group_reporting --verify=crc32c --verify_fatal=1 --iodepth=32 --output-format=terse --output=/dev/null \
         --name=small --rw=randwrite --bs=4k --size=6m --numjobs=4 --offset_increment=8m --rate_iops=150 \
         --name=mixed --rw=randwrite --bsrange=4k-128k --size=8m --offset=40m --rate_iops=20 && echo verified";
-    let mut machine = Vm::new(ground.guest, 4).disk(&export.socket, 4).reconnects_every_ms(RECONNECT_MS).start(task)?;
+    let vm = Vm::new(ground.guest, 4).disk(&export.socket, 4).reconnects_every_ms(RECONNECT_MS);
+    let mut machine = if packed { vm.packed() } else { vm }.start(task)?;
     machine.wait_for_output(|output| output.contains("begins"))?;
     let mut found = 0;
     for kill in 0..KILLS {
