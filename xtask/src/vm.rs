@@ -31,9 +31,16 @@ pub struct Vm<'a> {
     boot_from_disk: bool,
     may_reboot: bool,
     reconnect_ms: Option<u32>,
-    packed: bool,
+    online: Option<u16>,
     incoming: Option<PathBuf>,
-    disks: Vec<(PathBuf, u16)>,
+    disks: Vec<Disk>,
+}
+
+/// A disk behind a vhost-user-blk socket.
+struct Disk {
+    socket: PathBuf,
+    queues: u16,
+    packed: bool,
 }
 
 /// What came of a task.
@@ -69,7 +76,7 @@ impl<'a> Vm<'a> {
             boot_from_disk: false,
             may_reboot: false,
             reconnect_ms: None,
-            packed: false,
+            online: None,
             incoming: None,
             disks: Vec::new(),
         }
@@ -77,13 +84,19 @@ impl<'a> Vm<'a> {
 
     /// Adds a disk behind a vhost-user-blk socket. The first one is /dev/vda.
     pub fn disk(mut self, socket: impl Into<PathBuf>, queues: u16) -> Self {
-        self.disks.push((socket.into(), queues));
+        self.disks.push(Disk { socket: socket.into(), queues, packed: false });
         self
     }
 
-    /// Gives the disks packed rings, if both ends can.
+    /// Gives the disks so far packed rings, if both ends can.
     pub fn packed(mut self) -> Self {
-        self.packed = true;
+        self.disks.iter_mut().for_each(|disk| disk.packed = true);
+        self
+    }
+
+    /// Starts so many of the processors; the others are there, and the task may start them. Many at once make a boot slow.
+    pub fn online(mut self, processors: u16) -> Self {
+        self.online = Some(processors);
         self
     }
 
@@ -132,6 +145,9 @@ impl<'a> Vm<'a> {
         if self.boot_from_disk {
             words.push_str(" root=/dev/vda");
         }
+        if let Some(online) = self.online {
+            words.extend([" maxcpus=", &online.to_string()]);
+        }
         let mut qemu = self.guest.command("qemu-system-x86_64");
         qemu.args(["-nodefaults", "-no-user-config", "-display", "none"])
             .args(["-accel", "tcg,thread=multi", "-cpu", "max"])
@@ -159,8 +175,8 @@ impl<'a> Vm<'a> {
                 .args(["-device", &format!("virtserialport,chardev={port},name=blkyard.{port}")]);
         }
         let again = self.reconnect_ms.map(|ms| format!(",reconnect-ms={ms}")).unwrap_or_default();
-        for (index, (socket, queues)) in self.disks.iter().enumerate() {
-            let packed = if self.packed { "on" } else { "off" };
+        for (index, Disk { socket, queues, packed }) in self.disks.iter().enumerate() {
+            let packed = if *packed { "on" } else { "off" };
             qemu.args(["-chardev", &format!("socket,id=disk{index},path={}{again}", socket.display())]).args([
                 "-device",
                 &format!("vhost-user-blk-pci,chardev=disk{index},num-queues={queues},packed={packed}"),

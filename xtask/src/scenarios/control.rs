@@ -68,7 +68,7 @@ pub const SCENARIOS: &[Scenario] = &[
 ];
 
 /// A daemon with its control socket at `control.sock`.
-fn serve(ground: &Ground, exports: &[Export]) -> Result<Server> {
+pub(super) fn serve(ground: &Ground, exports: &[Export]) -> Result<Server> {
     let mut command = ground.program.serve(exports)?;
     command.arg("--control").arg(ground.path("control.sock"));
     let sockets: Vec<_> = exports.iter().map(|export| export.socket.clone()).collect();
@@ -94,7 +94,7 @@ fn tree(ground: &Ground) -> Result<Value> {
 }
 
 /// The tree once it is as it should be.
-fn tree_when(ground: &Ground, what: &str, ready: impl Fn(&Value) -> bool) -> Result<Value> {
+pub(super) fn tree_when(ground: &Ground, what: &str, ready: impl Fn(&Value) -> bool) -> Result<Value> {
     let begin = Instant::now();
     loop {
         let tree = tree(ground)?;
@@ -107,7 +107,7 @@ fn tree_when(ground: &Ground, what: &str, ready: impl Fn(&Value) -> bool) -> Res
 }
 
 /// Whether the owner of every queue has answered: a lane that does not get the CPU may be late.
-fn all_answered(tree: &Value) -> bool {
+pub(super) fn all_answered(tree: &Value) -> bool {
     let exports = tree["exports"].as_array().into_iter().flatten();
     exports.filter_map(|export| export["queues"].as_array()).flatten().all(|queue| !queue["now"].is_null())
 }

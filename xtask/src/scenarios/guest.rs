@@ -247,7 +247,7 @@ fn packed(ground: &Ground) -> Result<()> {
         test $(sum) = $before
         load 2
         echo verified";
-    let output = Vm::new(ground.guest, 4).packed().disk(&export.socket, 4).succeed(task)?;
+    let output = Vm::new(ground.guest, 4).disk(&export.socket, 4).packed().succeed(task)?;
     let lines: Vec<_> = output.lines().collect();
     ensure!(lines == ["features 1", "verified"], "the guest said:\n{output}");
     ensure!(image.allocated()? >= 24 * MIB, "what fio wrote is not in the image");
