@@ -11,6 +11,7 @@ mod crash;
 mod daemon;
 mod foreign;
 mod guest;
+mod plug;
 mod queues;
 mod refusals;
 
@@ -56,7 +57,7 @@ pub struct Scenario {
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let served = foreign::SCENARIOS.iter().chain(blkio::SCENARIOS).chain(daemon::SCENARIOS).chain(control::SCENARIOS);
     let host = served.chain(refusals::SCENARIOS).chain(attached::SCENARIOS);
-    host.chain(guest::SCENARIOS).chain(queues::SCENARIOS).chain(crash::SCENARIOS)
+    host.chain(guest::SCENARIOS).chain(queues::SCENARIOS).chain(plug::SCENARIOS).chain(crash::SCENARIOS)
 }
 
 /// What this machine lacks for a scenario, which is then not told.

@@ -1,0 +1,131 @@
+//! Disks that a guest's driver leaves and takes again.
+
+use std::fs;
+
+use anyhow::{Context, Result, ensure};
+
+use super::{Ground, KIB, MIB, Place, Scenario};
+use crate::server::{Device, Server};
+use crate::vm::Vm;
+
+pub const SCENARIOS: &[Scenario] = &[Scenario {
+    name: "plug-reprobe",
+    sentence: "a driver that leaves its disk and takes it again, 100 times under load, loses nothing and costs the daemon nothing",
+    place: Place::Guest,
+    ours: true,
+    tell: reprobe,
+}];
+
+/// Writes a disk, verifies it, and does so anew until it is told to stop.
+const LOAD: &str = "load() {
+        while [ ! -e /tmp/stop ]; do
+            fio --name=load --filename=/dev/$1 --direct=1 --ioengine=libaio --thread --iodepth=16 --rw=randwrite --bs=4k \\
+                --size=1m --loops=4 --allow_file_create=0 --disk_util=0 --verify=crc32c --verify_fatal=1 \\
+                --output-format=terse --output=/dev/null || return 1
+        done
+    }";
+
+/// How often the driver leaves and comes back. The two formats of rings take turns.
+const PROBES: u64 = 100;
+/// When what the daemon holds is first looked at: everything has been done twice.
+const WARM: u64 = 4;
+/// Where the host says that it has looked: two sectors of the loaded disk beyond what fio writes.
+const SAID: u64 = 8 * MIB;
+/// Where the writes go that are under way when the driver leaves.
+const LOST: u64 = 8 * MIB;
+
+fn reprobe(ground: &Ground) -> Result<()> {
+    let mut exports = Vec::new();
+    let mut images = Vec::new();
+    for leaf in ["packed", "split", "load"] {
+        let image = ground.image(&format!("{leaf}.img"), 16 * MIB)?;
+        exports.push(ground.export(Device::File(image.path.clone()), &format!("{leaf}.sock"), 2));
+        images.push(image);
+    }
+    let server = ground.serve(&exports)?;
+    let task = format!(
+        "set -e
+        modprobe virtio_blk
+        {LOAD}
+        load vdc && echo loaded >/tmp/load &
+        wait_for_host() {{
+            until dd if=/dev/vdc bs=512 skip=$(({SAID} / 512 + $1)) count=1 iflag=direct 2>/dev/null | grep -q go; do sleep 0.1; done
+        }}
+        packed=$(basename $(readlink -f /sys/block/vda/device))
+        split=$(basename $(readlink -f /sys/block/vdb/device))
+        probe=0
+        while [ $probe -lt {PROBES} ]; do
+            device=$packed
+            if [ $((probe % 2)) = 1 ]; then device=$split; fi
+            disk=$(ls /sys/bus/virtio/devices/$device/block)
+            # Opened before the driver leaves. What becomes of these writes is its affair.
+            exec 3<>/dev/$disk
+            dd if=/dev/zero bs=64k count=16 seek=$(({LOST} / 65536)) conv=notrunc,fsync >&3 2>/dev/null &
+            writer=$!
+            echo $device >/sys/bus/virtio/drivers/virtio_blk/unbind
+            exec 3>&-
+            wait $writer || true
+            echo $device >/sys/bus/virtio/drivers/virtio_blk/bind
+            disk=$(ls /sys/bus/virtio/devices/$device/block)
+            printf '%04096d' $probe | dd of=/dev/$disk bs=4k seek=$probe conv=notrunc oflag=direct iflag=fullblock 2>/dev/null
+            before=$((probe < 2 ? probe : probe - 2))
+            test $(dd if=/dev/$disk bs=4k skip=$before count=1 iflag=direct 2>/dev/null) = $(printf '%04096d' $before)
+            probe=$((probe + 1))
+            if [ $probe = {WARM} ]; then echo warm; wait_for_host 0; fi
+        done
+        echo probed
+        wait_for_host 1
+        touch /tmp/stop
+        wait
+        cat /tmp/load"
+    );
+    let vm = Vm::new(ground.guest, 2).disk(&exports[0].socket, 2).packed();
+    let mut machine = vm.disk(&exports[1].socket, 2).disk(&exports[2].socket, 2).start(&task)?;
+    machine.wait_for_output(|output| output.contains("warm\n"))?;
+    let before = Held::by(&server)?;
+    images[2].write(SAID, b"go")?;
+    machine.wait_for_output(|output| output.contains("probed\n"))?;
+    let after = Held::by(&server)?;
+    images[2].write(SAID + 512, b"go")?;
+    let output = machine.wait()?.success()?;
+    ensure!(output == "warm\nprobed\nloaded\n", "the guest says:\n{output}");
+    after.check_against(&before)?;
+    server.stop()?;
+    for probe in 0..PROBES {
+        let block = images[(probe % 2) as usize].read(probe * 4 * KIB, 4 * KIB)?;
+        ensure!(block == format!("{probe:04096}").as_bytes(), "the block of probe {probe} is not in its image");
+    }
+    Ok(())
+}
+
+/// What a process has that it could keep for too long.
+#[derive(Debug)]
+struct Held {
+    descriptors: usize,
+    mappings: usize,
+    /// Memory of its own, not what guests share.
+    private_kib: u64,
+}
+
+impl Held {
+    fn by(server: &Server) -> Result<Self> {
+        let of = |leaf: &str| format!("/proc/{}/{leaf}", server.id());
+        let read = |leaf: &str| fs::read_to_string(of(leaf)).with_context(|| format!("cannot read {}", of(leaf)));
+        let status = read("status")?;
+        let private = status.lines().find_map(|line| line.strip_prefix("RssAnon:")?.split_whitespace().next());
+        Ok(Self {
+            descriptors: fs::read_dir(of("fd")).with_context(|| format!("cannot read {}", of("fd")))?.count(),
+            mappings: read("maps")?.lines().count(),
+            private_kib: private.context("a process without memory")?.parse()?,
+        })
+    }
+
+    /// Checks that this is no more than it was, when as much was served. The allocator has its own mind about a few pages.
+    fn check_against(&self, before: &Self) -> Result<()> {
+        let fine = self.descriptors <= before.descriptors
+            && self.mappings <= before.mappings + 8
+            && self.private_kib <= before.private_kib + 1024;
+        ensure!(fine, "the daemon held {before:?} after {WARM} probes and {self:?} after {PROBES}");
+        Ok(())
+    }
+}
