@@ -41,6 +41,7 @@ struct Disk {
     socket: PathBuf,
     queues: u16,
     packed: bool,
+    in_port: bool,
 }
 
 /// What came of a task.
@@ -84,7 +85,13 @@ impl<'a> Vm<'a> {
 
     /// Adds a disk behind a vhost-user-blk socket. The first one is /dev/vda.
     pub fn disk(mut self, socket: impl Into<PathBuf>, queues: u16) -> Self {
-        self.disks.push(Disk { socket: socket.into(), queues, packed: false });
+        self.disks.push(Disk { socket: socket.into(), queues, packed: false, in_port: false });
+        self
+    }
+
+    /// The same, in a port of its own from which it can be pulled. Linux finds those after all the others.
+    pub fn disk_in_port(mut self, socket: impl Into<PathBuf>, queues: u16) -> Self {
+        self.disks.push(Disk { socket: socket.into(), queues, packed: false, in_port: true });
         self
     }
 
@@ -175,12 +182,17 @@ impl<'a> Vm<'a> {
                 .args(["-device", &format!("virtserialport,chardev={port},name=blkyard.{port}")]);
         }
         let again = self.reconnect_ms.map(|ms| format!(",reconnect-ms={ms}")).unwrap_or_default();
-        for (index, Disk { socket, queues, packed }) in self.disks.iter().enumerate() {
-            let packed = if *packed { "on" } else { "off" };
-            qemu.args(["-chardev", &format!("socket,id=disk{index},path={}{again}", socket.display())]).args([
-                "-device",
-                &format!("vhost-user-blk-pci,chardev=disk{index},num-queues={queues},packed={packed}"),
-            ]);
+        for (index, Disk { socket, queues, packed, in_port }) in self.disks.iter().enumerate() {
+            let mut device = format!("vhost-user-blk-pci,id=disk{index},chardev=disk{index},num-queues={queues}");
+            if *packed {
+                device += ",packed=on";
+            }
+            if *in_port {
+                qemu.args(["-device", &format!("pcie-root-port,id=port{index},slot={index}")]);
+                device.extend([",bus=port", &index.to_string()]);
+            }
+            qemu.args(["-chardev", &format!("socket,id=disk{index},path={}{again}", socket.display())])
+                .args(["-device", &device]);
         }
         Ok(Machine { running: Running::start("the guest", &qemu)?, folder })
     }
@@ -218,7 +230,7 @@ impl Machine {
 
     /// Moves what runs here to the machine that waits at a socket, while it runs, and waits until it is there.
     pub fn migrate(&mut self, to: &Path) -> Result<()> {
-        let mut monitor = Monitor::connect(&self.folder.path().join("monitor"))?;
+        let mut monitor = self.monitor()?;
         // As fast as it goes, and what is left at the end at once: this machine is slow, and the guest never at rest.
         monitor.command("migrate-set-parameters", &json!({ "max-bandwidth": 1 << 30, "downtime-limit": 2000 }))?;
         monitor.command("migrate", &json!({ "uri": format!("unix:{}", to.display()) }))?;
@@ -231,6 +243,32 @@ impl Machine {
             return Ok(());
         }
         bail!("the machine did not move: {state}\n{}", self.account());
+    }
+
+    /// Pulls a disk out of its port: the guest's driver lets go of it, and then QEMU of its socket.
+    pub fn pull(&mut self, index: usize) -> Result<()> {
+        let id = format!("disk{index}");
+        let mut monitor = self.monitor()?;
+        monitor.command("device_del", &json!({ "id": id }))?;
+        // Refused for as long as the guest has the disk.
+        self.wait_until(|| Ok(monitor.command("chardev-remove", &json!({ "id": id })).is_ok()))
+    }
+
+    /// Puts a disk into a port that is empty.
+    pub fn plug(&self, index: usize, socket: &Path, queues: u16) -> Result<()> {
+        let (id, port) = (format!("disk{index}"), format!("port{index}"));
+        let address = json!({ "type": "unix", "data": { "path": socket } });
+        let backend = json!({ "type": "socket", "data": { "addr": address, "server": false } });
+        let mut monitor = self.monitor()?;
+        monitor.command("chardev-add", &json!({ "id": id, "backend": backend }))?;
+        let driver = "vhost-user-blk-pci";
+        let device = json!({ "driver": driver, "id": id, "chardev": id, "num-queues": queues, "bus": port });
+        monitor.command("device_add", &device)?;
+        Ok(())
+    }
+
+    fn monitor(&self) -> Result<Monitor> {
+        Monitor::connect(&self.folder.path().join("monitor"))
     }
 
     /// Waits until the machine has powered itself off.

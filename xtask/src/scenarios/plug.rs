@@ -1,20 +1,29 @@
-//! Disks that a guest's driver leaves and takes again.
+//! Disks that a guest's driver leaves and takes again: because it is told to, or because they are pulled.
 
 use std::fs;
 
 use anyhow::{Context, Result, ensure};
 
 use super::{Ground, KIB, MIB, Place, Scenario};
-use crate::server::{Device, Server};
+use crate::server::{self, Device, Server};
 use crate::vm::Vm;
 
-pub const SCENARIOS: &[Scenario] = &[Scenario {
-    name: "plug-reprobe",
-    sentence: "a driver that leaves its disk and takes it again, 100 times under load, loses nothing and costs the daemon nothing",
-    place: Place::Guest,
-    ours: true,
-    tell: reprobe,
-}];
+pub const SCENARIOS: &[Scenario] = &[
+    Scenario {
+        name: "plug-reprobe",
+        sentence: "a driver that leaves its disk and takes it again, 100 times under load, loses nothing and costs the daemon nothing",
+        place: Place::Guest,
+        ours: true,
+        tell: reprobe,
+    },
+    Scenario {
+        name: "plug-pulled",
+        sentence: "a disk pulled under load takes only itself away, the daemon serves others, and plugged in again the disk is there",
+        place: Place::Guest,
+        ours: false,
+        tell: pulled,
+    },
+];
 
 /// Writes a disk, verifies it, and does so anew until it is told to stop.
 const LOAD: &str = "load() {
@@ -128,4 +137,65 @@ impl Held {
         ensure!(fine, "the daemon held {before:?} after {WARM} probes and {self:?} after {PROBES}");
         Ok(())
     }
+}
+
+/// How often the disk is pulled.
+const PULLS: u8 = 3;
+
+fn pulled(ground: &Ground) -> Result<()> {
+    const QUEUES: u16 = 2;
+    const KEPT: usize = 0;
+    const PULLED: usize = 1;
+    let (image, kept) = (ground.image("pulled.img", 16 * MIB)?, ground.image("kept.img", 16 * MIB)?);
+    let exports = [
+        ground.export(Device::File(kept.path), "kept.sock", QUEUES),
+        ground.export(Device::File(image.path.clone()), "pulled.sock", QUEUES),
+    ];
+    let mut server = ground.serve(&exports)?;
+    // The disk that is pulled has the same name each time: the driver gives it the first one that is free. Its load reads nothing back:
+    // one that goes has no sectors all of a sudden, and whoever reads there is not told of an error but finds the end.
+    let task = format!(
+        "set -e
+        modprobe virtio_blk
+        {LOAD}
+        load vda && echo kept >/tmp/load &
+        until_true() {{ until \"$@\"; do sleep 0.1; done; }}
+        for pull in $(seq {PULLS}); do
+            until_true test -b /dev/vdb
+            # What another client has written meanwhile.
+            if [ $pull -gt 1 ]; then
+                test $(dd if=/dev/vdb bs=4k skip=2048 count=16 iflag=direct 2>/dev/null | tr -cd \"\\\\$pull\" | wc -c) = 65536
+            fi
+            echo plugged $pull
+            fio --name=lost --filename=/dev/vdb --direct=1 --ioengine=libaio --thread --iodepth=16 --rw=randwrite --bs=4k \
+                --size=1m --time_based --runtime=1000 --allow_file_create=0 --output=/dev/null 2>/dev/null || echo lost $pull
+            until_true test ! -e /dev/vdb
+        done
+        until_true test -b /dev/vdb
+        touch /tmp/stop
+        wait
+        rm /tmp/stop
+        fio --name=last --filename=/dev/vdb --direct=1 --ioengine=libaio --thread --iodepth=16 --rw=randwrite --bs=4k \
+            --size=1m --verify=crc32c --verify_fatal=1 --output-format=terse --output=/dev/null
+        cat /tmp/load
+        dmesg | grep -c 'error.*vda' || true"
+    );
+    let vm = Vm::new(ground.guest, 2).disk(&exports[KEPT].socket, QUEUES).disk_in_port(&exports[PULLED].socket, QUEUES);
+    let mut machine = vm.start(&task)?;
+    for pull in 1..=PULLS {
+        image.write(0, &[0; 4096])?;
+        machine.wait_for_output(|output| output.contains(&format!("plugged {pull}\n")))?;
+        machine.wait_until(|| Ok(image.read(0, 4 * KIB)? != [0; 4096])).context("of the load")?;
+        machine.pull(PULLED).with_context(|| format!("pull {pull}"))?;
+        machine.wait_for_output(|output| output.contains(&format!("lost {pull}\n")))?;
+        server.check_alive()?;
+        machine.wait_until(|| Ok(!server::has_client(&exports[PULLED].socket)))?;
+        let write = format!("write -P {} 8M 64k", pull + 1);
+        ground.qemu_io(&exports[PULLED].socket, &[write, "flush".into()]).context("another front-end")?;
+        machine.plug(PULLED, &exports[PULLED].socket, QUEUES).with_context(|| format!("after pull {pull}"))?;
+    }
+    let output = machine.wait()?.success()?;
+    ensure!(output.ends_with("\nkept\n0\n"), "the guest says:\n{output}");
+    server.stop()?;
+    Ok(())
 }
