@@ -6,6 +6,7 @@
 //! from where it stood (see [`rings`]). Nothing here touches a ring or a request.
 
 mod rings;
+mod transcript;
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -26,11 +27,13 @@ use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBack
 
 use crate::channel::Channel;
 use crate::event::Event;
+use crate::handover::SessionState;
 use crate::inflight::{self, Records};
 use crate::memory::{Announced, Memory, SLOTS_MAX};
 use crate::orders::Changed;
 use crate::remote::QueueRemote;
 use crate::view::{SessionView, VringView};
+use crate::wire::Message;
 
 use rings::{Kick, Vring};
 
@@ -94,6 +97,8 @@ pub(crate) struct Backend {
     log: Option<Arc<DirtyLog>>,
     /// What the front-end took of what we offered; nothing before it says.
     features: Features,
+    /// The same of the protocol.
+    protocol: Option<u64>,
     write_back: Arc<AtomicBool>,
     connection: Arc<UnixStream>,
     /// On which the front-end is told what changes by itself.
@@ -112,6 +117,7 @@ impl Backend {
             records: None,
             log: None,
             features: Features::empty(),
+            protocol: None,
             write_back,
             connection,
             channel: None,
@@ -154,6 +160,28 @@ impl Backend {
                 Ok(Changed::Untold)
             }
             None => Ok(Changed::Untold),
+        }
+    }
+
+    /// All that somebody needs to go on with the session, of whose message this has come. The queues come to rest, and stay so; says
+    /// which ran.
+    pub(crate) fn hand_over(&mut self, part: Message) -> (Vec<usize>, std::result::Result<SessionState, String>) {
+        let running = match self.suspend_all() {
+            Ok(running) => running,
+            Err(error) => return (Vec::new(), Err(error.to_string())),
+        };
+        let state = || {
+            let (setup, run) = self.transcript()?;
+            let connection = self.connection.try_clone()?.into();
+            Ok(SessionState { connection, queues: self.vrings.len() as u16, part, setup, run })
+        };
+        (running, state().map_err(|error: std::io::Error| error.to_string()))
+    }
+
+    /// Nobody goes on with it but us.
+    pub(crate) fn go_on(&mut self, running: Vec<usize>) {
+        if let Err(error) = running.into_iter().try_for_each(|index| self.run_if_ready(index)) {
+            tracing::error!("{}: not all queues run again: {error}", self.config.name);
         }
     }
 
@@ -257,7 +285,10 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
     fn set_protocol_features(&mut self, features: u64) -> Result<()> {
         match features & !PROTOCOL_FEATURES.bits() {
-            0 => Ok(()),
+            0 => {
+                self.protocol = Some(features);
+                Ok(())
+            }
             more => Err(self.refuse("the protocol features", format!("{more:#x} were never offered"))),
         }
     }

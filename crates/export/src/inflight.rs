@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use blkyard_mem::{MapError, Region};
@@ -59,6 +59,18 @@ impl Records {
             Some(_) => Ok(records),
             None => Err(RecordError::TooSmall { bytes, offset, queues, queue_size }),
         }
+    }
+
+    /// What the front-end said of them, and a duplicate of their file.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub(crate) fn announced(&self) -> io::Result<(Vec<u8>, OwnedFd)> {
+        let Some((file, offset)) = self.region.file() else { unreachable!("records are kept in a file") };
+        let places = [self.region.len() as u64, offset].map(u64::to_ne_bytes).concat();
+        // And two that are not used.
+        let counts = [self.queues, self.queue_size, 0, 0].map(u16::to_ne_bytes).concat();
+        Ok(([places, counts].concat(), file.try_clone_to_owned()?))
     }
 
     /// The record of one queue, which is longer for a packed ring; nothing if there is none.

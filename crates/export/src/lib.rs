@@ -8,6 +8,7 @@
 mod backend;
 mod channel;
 mod event;
+mod handover;
 mod inflight;
 mod memory;
 mod notes;
@@ -15,13 +16,17 @@ mod orders;
 mod queue;
 mod remote;
 mod server;
+mod session;
 mod socket;
 mod view;
+mod wire;
 
 pub use backend::{BackendConfig, QUEUE_SIZE_MAX, QUEUES_MAX, SEG_MAX};
+pub use handover::{ExportState, Handed, Rest, SessionState};
 pub use orders::{Changed, ExportHand};
 pub use queue::VhostQueue;
 pub use remote::{QueuePort, QueueRemote, QueueWatch, queue_pair};
-pub use server::{ExportStatus, Server};
+pub use server::{ExportStatus, Server, Taking};
 pub use socket::{BoundSocket, SocketConfig, SocketError};
 pub use view::{QueueView, RingView, SessionView, VringView};
+pub use wire::{MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message};

@@ -1,7 +1,8 @@
 //! The memory a front-end shares with us: a table of regions that comes whole, or slot by slot.
 
 use std::fs::File;
-use std::os::fd::AsFd;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use blkyard_mem::{MapError, Region, RegionTable};
@@ -17,6 +18,13 @@ pub(crate) struct Announced {
     pub(crate) user_addr: u64,
     pub(crate) len: u64,
     pub(crate) file_offset: u64,
+}
+
+impl Announced {
+    /// As a message has it.
+    pub(crate) fn words(&self) -> [u64; 4] {
+        [self.guest_addr, self.len, self.user_addr, self.file_offset]
+    }
 }
 
 /// Why a table was not taken. What was there before stays.
@@ -57,6 +65,14 @@ impl Memory {
     /// How many regions there are, and their bytes all together.
     pub(crate) fn extent(&self) -> (usize, u64) {
         (self.slots.len(), self.slots.iter().map(|(announced, _)| announced.len).sum())
+    }
+
+    /// Each region, with a duplicate of its file.
+    pub(crate) fn announced(&self) -> impl Iterator<Item = (Announced, io::Result<OwnedFd>)> {
+        self.slots.iter().map(|(announced, region)| {
+            let Some((file, _)) = region.file() else { unreachable!("what a front-end shares is a file") };
+            (*announced, file.try_clone_to_owned())
+        })
     }
 
     /// Maps a whole new table.

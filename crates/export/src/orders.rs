@@ -11,6 +11,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use blkyard_mq::DeviceInfo;
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::handover::Handed;
+
 /// What came of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Changed {
@@ -31,6 +33,8 @@ pub(crate) enum Order {
     Depth(usize, Sender<Result<usize, String>>),
     /// Offer so many queues from the next front-end on.
     Offer(u16, Sender<Result<Changed, String>>),
+    /// Come to rest, and wait until it is known whether somebody else goes on.
+    HandOver(Sender<Result<Handed, String>>),
 }
 
 /// A hand on an export from outside. Cloned at will; keeps nothing alive.
@@ -69,6 +73,12 @@ impl ExportHand {
     /// Asks that so many queues be offered from the next front-end on: at least one, at most as many as were made.
     pub fn offer(&self, queues: u16) -> Receiver<Result<Changed, String>> {
         self.give(|answer| Order::Offer(queues, answer))
+    }
+
+    /// Asks that it come to rest with all it serves, so that another process can go on with that. It rests until what comes is let go
+    /// of or dropped.
+    pub fn hand_over(&self) -> Receiver<Result<Handed, String>> {
+        self.give(Order::HandOver)
     }
 
     fn give<T>(&self, order: impl FnOnce(Sender<T>) -> Order) -> Receiver<T> {

@@ -5,21 +5,24 @@
 //! messages, or while nobody is connected, the thread does what it is told from outside (see [`crate::orders`]).
 
 use std::io;
+use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
-use vhost::vhost_user::{BackendReqHandler, Error};
 
 use crate::backend::{Backend, BackendConfig};
-use crate::channel::Channel;
+use crate::handover::{ExportState, Handed, Rest, SessionState};
 use crate::orders::{Changed, ExportHand, Order, Orders, orders};
+use crate::session::{End, Session};
 use crate::socket::BoundSocket;
 use crate::view::SessionView;
+use crate::wire::{Inbox, Message};
 
 /// What others may know of an export while it serves.
 #[derive(Debug, Default)]
@@ -69,8 +72,6 @@ pub struct Server {
 struct Stop {
     bell: OwnedFd,
     asked: AtomicBool,
-    /// The connection of the session going on.
-    session: Mutex<Option<UnixStream>>,
 }
 
 impl Server {
@@ -79,12 +80,54 @@ impl Server {
     /// # Errors
     /// The system gives no thread or descriptor.
     pub fn start(socket: BoundSocket, config: BackendConfig) -> io::Result<Server> {
+        let offered = config.disk.queues();
+        Server::spawn(socket, offered, move |desk| serve(Begin::Waiting(config), desk))
+    }
+
+    /// Prepares to go on with an export that another process has handed over, on its socket. Nothing is served, and nothing of the other process is
+    /// touched, before [`Taking::go`].
+    ///
+    /// # Errors
+    /// The session is none that this disk could have, or the system gives no thread or descriptor.
+    pub fn take_over(
+        socket: BoundSocket,
+        mut config: BackendConfig,
+        offered: u16,
+        wce: bool,
+        session: Option<SessionState>,
+    ) -> Result<Taking, String> {
+        let made = config.queues.len();
+        if !(1..=made).contains(&usize::from(offered)) {
+            return Err(format!("{offered} queues cannot be offered: {made} were made"));
+        }
+        config.disk.set_wce(wce);
+        let said = |error: io::Error| error.to_string();
+        let begin = match session {
+            None => Begin::Waiting(config),
+            Some(state) => {
+                let (session, run) = Session::resume(state, UnixStream::pair().map_err(said)?, config)?;
+                Begin::Connected(session, run)
+            }
+        };
+        let (go, told) = channel();
+        let server = Server::spawn(socket, offered, move |desk| {
+            // Without a word it was all for nothing.
+            if told.recv().is_err() {
+                return;
+            }
+            desk.socket.set_owned(true);
+            serve(begin, desk);
+        });
+        Ok(Taking { server: server.map_err(said)?, go })
+    }
+
+    fn spawn(socket: BoundSocket, offered: u16, serve: impl FnOnce(&Desk) + Send + 'static) -> io::Result<Server> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let stop = Arc::new(Stop { bell, asked: AtomicBool::new(false), session: Mutex::new(None) });
-        let status = Arc::new(ExportStatus { offered: config.disk.queues().into(), ..ExportStatus::default() });
+        let stop = Arc::new(Stop { bell, asked: AtomicBool::new(false) });
+        let status = Arc::new(ExportStatus { offered: offered.into(), ..ExportStatus::default() });
         let (hand, orders) = orders()?;
-        let desk = Desk { stop: Arc::clone(&stop), status: Arc::clone(&status), orders };
-        let thread = std::thread::Builder::new().name("export".into()).spawn(move || serve(&socket, config, &desk))?;
+        let desk = Desk { socket, stop: Arc::clone(&stop), status: Arc::clone(&status), orders };
+        let thread = std::thread::Builder::new().name("export".into()).spawn(move || serve(&desk))?;
         Ok(Server { thread, stop, status, hand })
     }
 
@@ -107,11 +150,6 @@ impl Server {
     pub fn ask_to_stop(&self) {
         self.stop.asked.store(true, Ordering::SeqCst);
         let _ = rustix::io::write(&self.stop.bell, &1_u64.to_ne_bytes());
-        if let Ok(session) = self.stop.session.lock()
-            && let Some(session) = &*session
-        {
-            let _ = session.shutdown(std::net::Shutdown::Read);
-        }
     }
 
     /// Waits until it has ended.
@@ -122,47 +160,96 @@ impl Server {
     }
 }
 
-/// What reaches the thread from outside its socket, and what it tells.
-struct Desk {
+/// An export that is about to be taken over. Dropped, it leaves everything as it was.
+pub struct Taking {
+    server: Server,
+    go: Sender<()>,
+}
+
+impl Taking {
+    /// Serves from now on: the other process has let go.
+    pub fn go(self) -> Server {
+        // The thread waits for this and nothing else.
+        let _ = self.go.send(());
+        self.server
+    }
+
+    /// The export to be.
+    pub fn server(&self) -> &Server {
+        &self.server
+    }
+}
+
+/// What an export begins with: nobody, or a front-end whose queues run once they are told this.
+enum Begin {
+    Waiting(BackendConfig),
+    Connected(Session, Vec<Message>),
+}
+
+/// What the thread has to do with: its socket, what reaches it from elsewhere, and what it tells.
+pub(crate) struct Desk {
+    socket: BoundSocket,
     stop: Arc<Stop>,
     status: Arc<ExportStatus>,
     orders: Orders,
 }
 
-fn serve(socket: &BoundSocket, mut config: BackendConfig, desk: &Desk) {
-    while let Some(connection) = next(socket, &mut config, desk) {
-        let name = config.name.clone();
-        config.disk.set_queues(desk.status.offered());
-        let (back, outcome) = session(connection, config, desk);
-        config = back;
+/// Serves one front-end after another. The queues are retired with what is dropped in the end.
+fn serve(mut begin: Begin, desk: &Desk) {
+    loop {
+        let (mut session, run) = match begin {
+            Begin::Connected(session, run) => (session, run),
+            Begin::Waiting(config) => match next(config, desk) {
+                Some(session) => (session, Vec::new()),
+                None => return,
+            },
+        };
+        desk.note(session.view());
+        desk.status.connected.store(true, Ordering::Relaxed);
+        desk.status.sessions.fetch_add(1, Ordering::Relaxed);
+        let end = match session.begin(&run) {
+            Ok(()) => session.run(desk),
+            Err(error) => End::Over(error),
+        };
+        let (config, outcome) = session.end(&end);
+        desk.status.connected.store(false, Ordering::Relaxed);
         if let Err(error) = outcome {
-            tracing::error!("{name}: the export ends: {error}");
-            break;
+            tracing::error!("{}: the export ends: {error}", config.name);
+            return;
         }
-        if desk.stop.asked.load(Ordering::SeqCst) {
-            break;
+        if matches!(end, End::Handed) || desk.stop.asked.load(Ordering::SeqCst) {
+            return;
         }
+        begin = Begin::Waiting(config);
     }
-    config.queues.iter().for_each(crate::QueueRemote::retire);
 }
 
-/// The next front-end; none once the export is to stop.
-fn next(socket: &BoundSocket, config: &mut BackendConfig, desk: &Desk) -> Option<UnixStream> {
-    let listener = socket.listener();
+/// The next front-end; none once the export is to end.
+fn next(mut config: BackendConfig, desk: &Desk) -> Option<Session> {
+    let (listener, path) = (desk.socket.listener(), desk.socket.path().display());
     loop {
         match desk.wait(listener.as_fd()) {
             Ok(Call::Stop) => return None,
-            Ok(Call::Order) => desk.obey(&mut Subject::Waiting(config)),
-            Ok(Call::Socket) => match listener.accept() {
-                Ok((connection, _)) => return Some(connection),
+            Ok(Call::Order) => {
+                if desk.obey(&mut Subject::Waiting(&mut config)).is_break() {
+                    tracing::info!("{}: another process goes on with the export", config.name);
+                    return None;
+                }
+            }
+            Ok(Call::Socket) => match listener.accept().and_then(|(stream, _)| Ok((stream, UnixStream::pair()?))) {
+                Ok((connection, pair)) => {
+                    tracing::info!("{}: a front-end connected", config.name);
+                    config.disk.set_queues(desk.status.offered());
+                    return Some(Session::new(connection, pair, config));
+                }
                 Err(error) => {
-                    tracing::warn!("{}: a connection failed: {error}", socket.path().display());
+                    tracing::warn!("{path}: a connection failed: {error}");
                     // Out of descriptors, most likely: do not spin until somebody closes some.
                     std::thread::sleep(std::time::Duration::from_millis(100));
                 }
             },
             Err(error) => {
-                tracing::error!("{}: cannot wait for a connection: {error}", socket.path().display());
+                tracing::error!("{path}: cannot wait for a connection: {error}");
                 return None;
             }
         }
@@ -170,7 +257,7 @@ fn next(socket: &BoundSocket, config: &mut BackendConfig, desk: &Desk) -> Option
 }
 
 /// What the thread has to turn to.
-enum Call {
+pub(crate) enum Call {
     Stop,
     Order,
     /// A connection, or a message.
@@ -179,7 +266,7 @@ enum Call {
 
 impl Desk {
     /// Waits until there is something to do; what comes from our own side goes first.
-    fn wait(&self, socket: BorrowedFd<'_>) -> Result<Call, Errno> {
+    pub(crate) fn wait(&self, socket: BorrowedFd<'_>) -> Result<Call, Errno> {
         loop {
             // The bell is never silenced, so this also finds that we were asked while nobody looked.
             let mut fds = [
@@ -197,14 +284,15 @@ impl Desk {
         }
     }
 
-    /// Does what was ordered.
-    fn obey(&self, subject: &mut Subject<'_>) {
+    /// Does what was ordered. Breaks off once another process goes on with all there is.
+    pub(crate) fn obey(&self, subject: &mut Subject<'_>) -> ControlFlow<()> {
         while let Some(order) = self.orders.next() {
             match order {
+                Order::HandOver(answer) => self.hand_over(subject, &answer)?,
                 Order::Change(info, answer) => {
                     let _ = answer.send(match subject {
                         Subject::Waiting(config) => config.change(&info).map(|()| Changed::Unseen),
-                        Subject::Connected(backend) => backend.change(&info),
+                        Subject::Connected(backend, _) => backend.change(&info),
                     });
                 }
                 Order::Depth(depth, answer) => {
@@ -214,95 +302,82 @@ impl Desk {
                     let made = subject.config().queues.len();
                     let _ = answer.send(if (1..=made).contains(&usize::from(queues)) {
                         self.status.offered.store(queues, Ordering::Relaxed);
-                        Ok(if matches!(subject, Subject::Connected(_)) { Changed::Silent } else { Changed::Unseen })
+                        Ok(if matches!(subject, Subject::Connected(..)) { Changed::Silent } else { Changed::Unseen })
                     } else {
                         Err(format!("{queues} queues cannot be offered: {made} were made"))
                     });
                 }
             }
         }
+        ControlFlow::Continue(())
+    }
+
+    /// Rests until it is known whether somebody goes on with what there is; goes on if nobody does.
+    fn hand_over(&self, subject: &mut Subject<'_>, answer: &Sender<Result<Handed, String>>) -> ControlFlow<()> {
+        let (running, session) = match subject {
+            Subject::Waiting(_) => (Vec::new(), Ok(None)),
+            Subject::Connected(backend, inbox) => match inbox.part() {
+                Ok(part) => {
+                    let (running, session) = backend.hand_over(part);
+                    (running, session.map(Some))
+                }
+                Err(error) => (Vec::new(), Err(error.to_string())),
+            },
+        };
+        let state = session.and_then(|session| {
+            Ok(ExportState {
+                listener: self.socket.listener().as_fd().try_clone_to_owned().map_err(|error| error.to_string())?,
+                path: std::path::absolute(self.socket.path()).map_err(|error| error.to_string())?,
+                identity: self.socket.identity(),
+                offered: self.status.offered(),
+                wce: subject.config().disk.wce(),
+                session,
+            })
+        });
+        // Whoever drops the one lets us know through the other.
+        let (verdict, said) = channel();
+        let told = answer.send(state.map(|state| Handed { state, rest: Rest(verdict) })).is_ok();
+        if told && said.recv().is_ok() {
+            self.socket.set_owned(false);
+            return ControlFlow::Break(());
+        }
+        if let Subject::Connected(backend, _) = subject {
+            backend.go_on(running);
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// Waits until the front-end has room for an answer; false if we are to stop instead. One that asks and never reads would
+    /// otherwise keep us in the middle of an answer, out of reach.
+    pub(crate) fn may_answer(&self, connection: &UnixStream) -> bool {
+        loop {
+            // Writable means three quarters of the buffer are free, and no answer is longer than a page.
+            let mut fds = [PollFd::new(connection, PollFlags::OUT), PollFd::new(&self.stop.bell, PollFlags::IN)];
+            match poll(&mut fds, None) {
+                Err(Errno::INTR) => {}
+                Err(_) => return false,
+                Ok(_) => return fds[1].revents().is_empty(),
+            }
+        }
+    }
+
+    /// Tells what there is to see of a session.
+    pub(crate) fn note(&self, session: SessionView) {
+        self.status.note(session);
     }
 }
 
-/// What orders are about: an export that waits, or one with a front-end.
-enum Subject<'a> {
+/// What orders are about: an export that waits, or one with a front-end, of whose message this has come.
+pub(crate) enum Subject<'a> {
     Waiting(&'a mut BackendConfig),
-    Connected(&'a mut Backend),
+    Connected(&'a mut Backend, &'a Inbox),
 }
 
 impl Subject<'_> {
     fn config(&mut self) -> &mut BackendConfig {
         match self {
             Subject::Waiting(config) => config,
-            Subject::Connected(backend) => backend.config_mut(),
+            Subject::Connected(backend, _) => backend.config_mut(),
         }
     }
-}
-
-/// Waits until the front-end has room for an answer; false if we are to stop instead. One that asks and never reads would
-/// otherwise keep us in the middle of an answer, out of reach.
-fn may_answer(connection: &UnixStream, stop: &Stop) -> bool {
-    loop {
-        // Writable means three quarters of the buffer are free, and no answer is longer than a page.
-        let mut fds = [PollFd::new(connection, PollFlags::OUT), PollFd::new(&stop.bell, PollFlags::IN)];
-        match poll(&mut fds, None) {
-            Err(Errno::INTR) => {}
-            Err(_) => return false,
-            Ok(_) => return fds[1].revents().is_empty(),
-        }
-    }
-}
-
-/// One front-end from its first message to its last. Gives back what the next session needs, and whether there can be one.
-fn session(connection: UnixStream, config: BackendConfig, desk: &Desk) -> (BackendConfig, Result<(), Error>) {
-    let name = config.name.clone();
-    let (stop, status) = (Arc::clone(&desk.stop), Arc::clone(&desk.status));
-    let (Ok(for_stop), Ok(for_queues)) = (connection.try_clone(), connection.try_clone()) else {
-        tracing::warn!("{name}: no descriptors left for a connection");
-        return (config, Ok(()));
-    };
-    let for_queues = Arc::new(for_queues);
-    if let Ok(mut session) = stop.session.lock() {
-        *session = Some(for_stop);
-    }
-    status.note(SessionView::default());
-    status.connected.store(true, Ordering::Relaxed);
-    status.sessions.fetch_add(1, Ordering::Relaxed);
-    tracing::info!("{name}: a front-end connected");
-    let backend = Arc::new(Mutex::new(Backend::new(config, Arc::clone(&for_queues))));
-    let mut handler = BackendReqHandler::from_stream(connection, Arc::clone(&backend));
-    let ours = || backend.lock().unwrap_or_else(PoisonError::into_inner);
-    let error = loop {
-        match desk.wait(for_queues.as_fd()) {
-            Ok(Call::Stop) | Err(_) => break Error::Disconnected,
-            Ok(Call::Order) => desk.obey(&mut Subject::Connected(&mut ours())),
-            Ok(Call::Socket) => {
-                if !may_answer(&for_queues, &stop) {
-                    break Error::Disconnected;
-                }
-                let channel = Channel::of_next_message(&for_queues);
-                if let Err(error) = handler.handle_request() {
-                    break error;
-                }
-                if let Some(channel) = channel {
-                    ours().set_channel(channel);
-                }
-            }
-        }
-        status.note(ours().view());
-    };
-    if let Ok(mut session) = stop.session.lock() {
-        *session = None;
-    }
-    // The handler's share of the back-end; the connection stays open until the queues have finished.
-    drop(handler);
-    let Some(backend) = Arc::into_inner(backend) else { unreachable!("the handler had the only other share") };
-    let (config, ended) = backend.into_inner().unwrap_or_else(PoisonError::into_inner).end();
-    drop(for_queues);
-    status.connected.store(false, Ordering::Relaxed);
-    match error {
-        Error::Disconnected => tracing::info!("{name}: the front-end left"),
-        error => tracing::warn!("{name}: the front-end is let go: {error}"),
-    }
-    (config, ended)
 }

@@ -1,9 +1,11 @@
 //! The socket an export listens on: where it may be made, and who may connect.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Where an export listens.
 #[derive(Clone, Debug, Default)]
@@ -49,6 +51,8 @@ pub struct BoundSocket {
     path: PathBuf,
     /// Device and inode, so that only our own socket is removed.
     identity: (u64, u64),
+    /// It is ours to remove.
+    owned: AtomicBool,
 }
 
 impl BoundSocket {
@@ -71,7 +75,12 @@ impl BoundSocket {
             UnixListener::bind(&path).map_err(failed("cannot listen", "see that its folder exists and is writable"))?;
         let metadata =
             std::fs::symlink_metadata(&path).map_err(failed("cannot look at it", "see who else changes it"))?;
-        let bound = BoundSocket { listener, identity: (metadata.dev(), metadata.ino()), path: path.clone() };
+        let bound = BoundSocket {
+            listener,
+            identity: (metadata.dev(), metadata.ino()),
+            path: path.clone(),
+            owned: AtomicBool::new(true),
+        };
         if let Some(group) = config.group {
             std::os::unix::fs::chown(&path, None, Some(group))
                 .map_err(failed("cannot give it to the group", "name a group this user belongs to"))?;
@@ -81,6 +90,21 @@ impl BoundSocket {
                 .map_err(failed("cannot set its mode", "see that this user owns it"))?;
         }
         Ok(bound)
+    }
+
+    /// Goes on listening where another process does. The socket stays that one's until it is [owned](BoundSocket::set_owned).
+    pub fn adopt(listener: OwnedFd, path: PathBuf, identity: (u64, u64)) -> BoundSocket {
+        BoundSocket { listener: listener.into(), path, identity, owned: AtomicBool::new(false) }
+    }
+
+    /// Whether it is removed in the end.
+    pub fn set_owned(&self, owned: bool) {
+        self.owned.store(owned, Ordering::Relaxed);
+    }
+
+    /// Device and inode of the socket.
+    pub fn identity(&self) -> (u64, u64) {
+        self.identity
     }
 
     /// Where it is.
@@ -96,7 +120,8 @@ impl BoundSocket {
 
 impl Drop for BoundSocket {
     fn drop(&mut self) {
-        if std::fs::symlink_metadata(&self.path).is_ok_and(|m| (m.dev(), m.ino()) == self.identity) {
+        let owned = self.owned.load(Ordering::Relaxed);
+        if owned && std::fs::symlink_metadata(&self.path).is_ok_and(|m| (m.dev(), m.ino()) == self.identity) {
             let _ = std::fs::remove_file(&self.path);
         }
     }

@@ -202,3 +202,33 @@ fn a_log_that_is_shorter_than_memory_or_than_it_says_does_no_harm() {
     drop(front);
     world.stop();
 }
+
+#[test]
+fn rings_of_every_kind_and_their_log_go_along_when_an_export_changes_hands() {
+    let devices = [AnyDevice::ram(0)];
+    let mut world = World::new(devices.to_vec(), 1, 1);
+    for features in kinds() {
+        let ram = Ram::new(LINE_BYTES);
+        let (front, mut line) = connect(&world, &ram, features, 64);
+        let log = Log::new(ram.guest_addr + ram.len);
+        assert!(log.set_base(&front));
+        set_logging(&front, true);
+        line.set_addresses(&front, 0, true);
+        let page = |at: u64| (ram.guest_addr + at) / LOG_PAGE_BYTES;
+        let ring = line.guest_addrs().map(|addr| addr / LOG_PAGE_BYTES)[2];
+        for round in 0..5 {
+            // Rings are anywhere in their round.
+            (0..=round * 13).for_each(|_| run(&mut line, 0, kind::OUT, 8, Data::Out(&[round; 4096])));
+            world = world.hand_over(&devices, 1, 1).0;
+            log.take();
+            run(&mut line, 0, kind::IN, 8, Data::In(4096));
+            assert!(ram.read(line.data_at(0), 4096) == [round; 4096], "{features:?}: the disk has something else");
+            let noted = log.take();
+            for page in [ring, page(line.status_at(0)), page(line.data_at(0))] {
+                assert!(noted.contains(&page), "{features:?}: page {page} is not among {noted:?}");
+            }
+        }
+        front.leave(&world.exports[0]);
+    }
+    world.stop();
+}

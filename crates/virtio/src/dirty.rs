@@ -27,6 +27,11 @@ impl DirtyLog {
         View::new(region, 0, len, 1).map(DirtyLog)
     }
 
+    /// Where it lies.
+    pub fn region(&self) -> &Arc<Region> {
+        self.0.region()
+    }
+
     /// These bytes were written. Pages that the log has no bits for are nobody's.
     pub fn mark(&self, guest_addr: u64, len: u64) {
         let Some(last) = len.checked_sub(1).and_then(|more| guest_addr.checked_add(more)) else { return };

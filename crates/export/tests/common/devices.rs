@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
@@ -25,9 +26,10 @@ pub fn disk_info() -> DeviceInfo {
 }
 
 /// A device of any kind, as a maker of queues.
+#[derive(Clone)]
 pub struct AnyDevice {
     pub info: DeviceInfo,
-    make: Box<dyn Fn(usize) -> AnyQueue>,
+    make: Rc<dyn Fn(usize) -> AnyQueue>,
 }
 
 /// A queue of any kind.
@@ -41,7 +43,7 @@ impl AnyDevice {
 
     pub fn ram_with(info: DeviceInfo, latency_ns: u64) -> AnyDevice {
         let device = RamDevice::new(info.clone(), NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
-        AnyDevice { info, make: Box::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
+        AnyDevice { info, make: Rc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
     }
 
     /// A file, as soon as nobody else has it.
@@ -52,13 +54,13 @@ impl AnyDevice {
             device.is_some()
         });
         let Some(device) = device else { unreachable!("waited for") };
-        AnyDevice { info: device.info().clone(), make: Box::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
+        AnyDevice { info: device.info().clone(), make: Rc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
     }
 
     /// Nothing at all.
     pub fn null(latency_ns: u64) -> AnyDevice {
         let device = NullDevice::new(disk_info(), NullConfig { latency_ns, bytes_per_s: 0 });
-        AnyDevice { info: disk_info(), make: Box::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
+        AnyDevice { info: disk_info(), make: Rc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
     }
 
     /// One that records, and completes nothing while its gate is shut.
@@ -67,7 +69,7 @@ impl AnyDevice {
         let make = move |_| {
             AnyQueue(Box::new(GatedQueue { gate: Arc::clone(&gate), held: VecDeque::new(), mapped: 0, now_ns: 0 }))
         };
-        AnyDevice { info: disk_info(), make: Box::new(make) }
+        AnyDevice { info: disk_info(), make: Rc::new(make) }
     }
 
     pub fn queue(&self, depth: usize) -> AnyQueue {

@@ -8,6 +8,7 @@ mod front;
 mod guest;
 mod hand;
 mod line;
+mod load;
 mod raw;
 mod world;
 
@@ -21,6 +22,7 @@ pub use front::{Bystander, Front, PLAIN, SPLIT, one_queue};
 pub use guest::{DATA_MAX, Data, Ram, VQ_BYTES, Vq, kind, range};
 pub use hand::Hand;
 pub use line::{LINE_BYTES, Line, PAGE, kinds};
+pub use load::load;
 pub use raw::{Raw, Request, addresses, state, words64};
 pub use world::{SERIAL, Served, World, end};
 

@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
 
 use blkyard_export::{
-    BackendConfig, BoundSocket, ExportStatus, QueueRemote, QueueWatch, SEG_MAX, Server, SocketConfig, VhostQueue,
-    queue_pair,
+    BackendConfig, BoundSocket, ExportStatus, Handed, QueueRemote, QueueWatch, Rest, SEG_MAX, Server, SocketConfig,
+    VhostQueue, queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, HwStats};
 use blkyard_os::{LaneConfig, LaneError, Lanes};
@@ -71,37 +72,46 @@ impl World {
     /// One export for each device, with as many queues each, dealt to the lanes in turn.
     pub fn new(devices: Vec<AnyDevice>, queues: usize, lanes: usize) -> World {
         let folder = tempfile::tempdir().unwrap();
-        let config = |number| LaneConfig { name: format!("lane{number}"), ..LaneConfig::default() };
-        let mut dealt = Lanes::start(lanes, config).unwrap();
-        let mut made = Vec::new();
-        let mut next = 0;
-        for device in devices {
-            let info = Arc::new(device.info.clone());
-            let mut remotes = Vec::new();
-            for _ in 0..queues {
-                let (remote, port) = queue_pair();
-                let config = HwQueueConfig::default();
-                let (driver, info) = (device.queue(config.depth), Arc::clone(&info));
-                let serial = SerialId::new(SERIAL).unwrap();
-                let make = move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port);
-                dealt.admit(next % lanes, make).unwrap();
-                remotes.push(remote);
-                next += 1;
-            }
-            made.push((device.info, remotes));
-        }
-        let serve = |(number, (info, hands)): (usize, (_, Vec<QueueRemote>))| {
+        let (made, lanes) = make(devices, queues, lanes);
+        let serve = |(number, config): (usize, BackendConfig)| {
             let path = folder.path().join(format!("{number}.sock"));
             let socket = SocketConfig { path: path.clone(), mode: None, group: None };
-            let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
-            let watches = hands.iter().map(QueueRemote::watch).collect();
-            let name = format!("export {number}");
-            let config = BackendConfig { name, disk, queues: hands, write_back: true };
+            let watches = config.queues.iter().map(QueueRemote::watch).collect();
             let server = Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
             Served { path, status: Arc::clone(server.status()), server: Some(server), watches }
         };
         let exports = made.into_iter().enumerate().map(serve).collect();
-        World { exports, lanes: dealt, folder }
+        World { exports, lanes, folder }
+    }
+
+    /// Everything is handed over to another world, with the same devices, and this one ends. Says how long nothing was served, too.
+    pub fn hand_over(self, devices: &[AnyDevice], queues: usize, lanes: usize) -> (World, Duration) {
+        let (made, heirs) = make(devices.to_vec(), queues, lanes);
+        let begin = Instant::now();
+        let asked: Vec<_> = self.exports.iter().map(|export| export.server().hand().hand_over()).collect();
+        let handed = asked.into_iter().map(|answer| answer.recv_timeout(super::PATIENCE).unwrap().unwrap());
+        let mut rests = Vec::new();
+        let mut taken = Vec::new();
+        for (handed, config) in handed.zip(made) {
+            let Handed { state, rest } = handed;
+            let watches = config.queues.iter().map(QueueRemote::watch).collect();
+            let socket = BoundSocket::adopt(state.listener, state.path.clone(), state.identity);
+            let taking = Server::take_over(socket, config, state.offered, state.wce, state.session);
+            taken.push((state.path, taking.unwrap_or_else(|why| panic!("{why}")), watches));
+            rests.push(rest);
+        }
+        rests.into_iter().for_each(Rest::let_go);
+        let exports = taken.into_iter().map(|(path, taking, watches)| {
+            let server = taking.go();
+            Served { path, status: Arc::clone(server.status()), server: Some(server), watches }
+        });
+        let exports = exports.collect();
+        let pause = begin.elapsed();
+        let World { exports: old, lanes, folder } = self;
+        super::until("the exports end", || old.iter().all(|export| export.server().is_finished()));
+        drop(old);
+        end(lanes).unwrap();
+        (World { exports, lanes: heirs, folder }, pause)
     }
 
     /// Two disks in memory with two queues each, on two lanes.
@@ -122,6 +132,31 @@ impl World {
         end(self.lanes).unwrap();
         assert_eq!(self.folder.path().read_dir().unwrap().count(), 0, "a socket was left behind");
     }
+}
+
+/// What exports are to serve, with their queues on lanes.
+fn make(devices: Vec<AnyDevice>, queues: usize, lanes: usize) -> (Vec<BackendConfig>, Lanes<VhostQueue<AnyQueue>>) {
+    let config = |number| LaneConfig { name: format!("lane{number}"), ..LaneConfig::default() };
+    let mut dealt = Lanes::start(lanes, config).unwrap();
+    let mut made = Vec::new();
+    let mut next = 0;
+    for (number, device) in devices.into_iter().enumerate() {
+        let info = Arc::new(device.info.clone());
+        let mut remotes = Vec::new();
+        for _ in 0..queues {
+            let (remote, port) = queue_pair();
+            let config = HwQueueConfig::default();
+            let (driver, info) = (device.queue(config.depth), Arc::clone(&info));
+            let serial = SerialId::new(SERIAL).unwrap();
+            let make = move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port);
+            dealt.admit(next % lanes, make).unwrap();
+            remotes.push(remote);
+            next += 1;
+        }
+        let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
+        made.push(BackendConfig { name: format!("export {number}"), disk, queues: remotes, write_back: true });
+    }
+    (made, dealt)
 }
 
 /// Waits until the lanes have ended; panics if that takes too long.

@@ -1,0 +1,107 @@
+//! A session told in messages, for whoever goes on with it.
+//!
+//! In an order in which each may be said: features before what depends on them, memory before rings, kicks last, since they are what runs a ring.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+
+use blkyard_virtio::Features;
+use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures, VhostUserVringAddrFlags};
+
+use super::Backend;
+use super::rings::{Kick, Vring};
+use crate::event::Event;
+use crate::wire::Message;
+
+/// The bit of a kick, call or error message that says it brings no descriptor.
+const NO_DESCRIPTOR: u64 = 0x100;
+
+impl Backend {
+    /// The messages that make this session, and those that then let its queues run. The queues are at rest.
+    ///
+    /// # Errors
+    /// No descriptors are left.
+    pub(crate) fn transcript(&self) -> io::Result<(Vec<Message>, Vec<Message>)> {
+        let mut setup = vec![Message::new(FrontendReq::GET_FEATURES, &[], Vec::new())];
+        let mut say = |request, body: &[u8], files| setup.push(Message::new(request, body, files));
+        if let Some(protocol) = self.protocol {
+            say(FrontendReq::SET_PROTOCOL_FEATURES, &words64(&[protocol]), Vec::new());
+        }
+        // Features that were not taken are not said: to take none would enable every ring.
+        if !self.features.is_empty() || self.vrings.iter().any(|vring| vring.enabled) {
+            say(FrontendReq::SET_FEATURES, &words64(&[self.features.bits()]), Vec::new());
+        }
+        let slots = VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS.bits();
+        if self.protocol.is_some_and(|protocol| protocol & slots != 0) {
+            for (region, file) in self.memory.announced() {
+                say(FrontendReq::ADD_MEM_REG, &words64(&[&[0], &region.words()[..]].concat()), vec![file?]);
+            }
+        } else if self.memory.extent().0 > 0 {
+            let mut body = words64(&[self.memory.extent().0 as u64]);
+            let mut files = Vec::new();
+            for (region, file) in self.memory.announced() {
+                body.extend(words64(&region.words()));
+                files.push(file?);
+            }
+            say(FrontendReq::SET_MEM_TABLE, &body, files);
+        }
+        if let Some(records) = &self.records {
+            let (body, file) = records.announced()?;
+            say(FrontendReq::SET_INFLIGHT_FD, &body, vec![file]);
+        }
+        if let Some(log) = &self.log {
+            let region = log.region();
+            let Some((file, offset)) = region.file() else { unreachable!("a log is kept in a file") };
+            say(FrontendReq::SET_LOG_BASE, &words64(&[region.len() as u64, offset]), vec![file.try_clone_to_owned()?]);
+        }
+        if let Some(channel) = &self.channel {
+            say(FrontendReq::SET_BACKEND_REQ_FD, &[], vec![channel.end().try_clone()?]);
+        }
+        let mut run = Vec::new();
+        for (index, vring) in self.vrings.iter().enumerate() {
+            self.tell_of(index as u32, vring, &mut setup, &mut run)?;
+        }
+        Ok((setup, run))
+    }
+
+    fn tell_of(&self, index: u32, vring: &Vring, setup: &mut Vec<Message>, run: &mut Vec<Message>) -> io::Result<()> {
+        let mut say = |request, body: &[u8]| setup.push(Message::new(request, body, Vec::new()));
+        if vring.size > 0 {
+            say(FrontendReq::SET_VRING_NUM, &words32(&[index, vring.size.into()]));
+        }
+        if let Some([descriptors, available, used]) = vring.addresses {
+            let logged = vring.log_at.map_or(0, |_| VhostUserVringAddrFlags::VHOST_VRING_F_LOG.bits());
+            let log_at = vring.log_at.unwrap_or(0);
+            let body = [words32(&[index, logged]), words64(&[descriptors, used, available, log_at])].concat();
+            say(FrontendReq::SET_VRING_ADDR, &body);
+        }
+        if let Some(base) = vring.base {
+            say(FrontendReq::SET_VRING_BASE, &words32(&[index, base.bits()]));
+        }
+        if self.features.contains(Features::PROTOCOL_FEATURES) {
+            say(FrontendReq::SET_VRING_ENABLE, &words32(&[index, vring.enabled.into()]));
+        }
+        setup.push(event(FrontendReq::SET_VRING_CALL, index, vring.call.as_deref())?);
+        setup.push(event(FrontendReq::SET_VRING_ERR, index, vring.error.as_deref())?);
+        match &vring.kick {
+            Kick::Unknown => {}
+            Kick::Polled => run.push(event(FrontendReq::SET_VRING_KICK, index, None)?),
+            Kick::Rung(kick) => run.push(event(FrontendReq::SET_VRING_KICK, index, Some(kick))?),
+        }
+        Ok(())
+    }
+}
+
+fn event(request: FrontendReq, index: u32, event: Option<&Event>) -> io::Result<Message> {
+    let word = u64::from(index) | if event.is_some() { 0 } else { NO_DESCRIPTOR };
+    let files = event.map(|event| event.as_fd().try_clone_to_owned()).transpose()?;
+    Ok(Message::new(request, &words64(&[word]), files.into_iter().collect::<Vec<OwnedFd>>()))
+}
+
+fn words32(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+fn words64(words: &[u64]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}

@@ -1,0 +1,65 @@
+//! An export that changes hands: all that another process needs to go on where this one stopped.
+//!
+//! A session is handed over as the messages that would make it: those the front-end would send, were it to begin with rings that
+//! stand where these do. Whoever takes it feeds them to its own message layer, so they are checked like any others, and there is one
+//! way to set a session up. All is prepared before the queues are to run; until they do, the export that handed over can go on as
+//! if nothing had happened.
+
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::mpsc::Sender;
+
+use crate::wire::Message;
+
+/// A session whose queues are at rest.
+#[derive(Debug)]
+pub struct SessionState {
+    /// The connection.
+    pub connection: OwnedFd,
+    /// Queues that it was offered.
+    pub queues: u16,
+    /// What has come of a message that is not whole yet.
+    pub part: Message,
+    /// The messages that set the session up and run nothing.
+    pub setup: Vec<Message>,
+    /// Those that let its queues run.
+    pub run: Vec<Message>,
+}
+
+/// An export whose queues are at rest.
+#[derive(Debug)]
+pub struct ExportState {
+    /// What it listens with.
+    pub listener: OwnedFd,
+    /// Where its socket is.
+    pub path: PathBuf,
+    /// Device and inode of the socket there, so that nobody else's is removed in the end.
+    pub identity: (u64, u64),
+    /// Queues that the next front-end is offered.
+    pub offered: u16,
+    /// Whether the cache is write-back: what a front-end chose stays chosen.
+    pub wce: bool,
+    /// The front-end that is connected.
+    pub session: Option<SessionState>,
+}
+
+/// An export that is handed over, and rests.
+#[derive(Debug)]
+pub struct Handed {
+    /// What is to be taken: all descriptors are duplicates.
+    pub state: ExportState,
+    /// Until when it rests.
+    pub rest: Rest,
+}
+
+/// An export that rests until it is known whether somebody takes it. Dropping this lets it go on.
+#[derive(Debug)]
+pub struct Rest(pub(crate) Sender<()>);
+
+impl Rest {
+    /// Somebody has taken it: the export ends, and leaves its socket and its front-end alone.
+    pub fn let_go(self) {
+        // An export that has ended meanwhile has nothing to let go of.
+        let _ = self.0.send(());
+    }
+}

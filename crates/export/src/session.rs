@@ -1,0 +1,141 @@
+//! One front-end, from its first message to its last, or from where another process stopped.
+//!
+//! Owned by the export's thread, which handles one message at a time.
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vhost::vhost_user::Error;
+
+use crate::backend::{Backend, BackendConfig};
+use crate::channel::Channel;
+use crate::handover::SessionState;
+use crate::server::{Call, Desk, Subject};
+use crate::view::SessionView;
+use crate::wire::{Inbox, Message, Relay, reply};
+
+/// A session.
+pub(crate) struct Session {
+    name: String,
+    backend: Arc<Mutex<Backend>>,
+    relay: Relay,
+    inbox: Inbox,
+    connection: Arc<UnixStream>,
+}
+
+/// How a session ended.
+pub(crate) enum End {
+    /// The front-end left, or was let go.
+    Over(Error),
+    /// Another process goes on with it.
+    Handed,
+}
+
+impl Session {
+    /// A front-end that has said nothing yet; `pair` is what the message layer is to listen on.
+    pub(crate) fn new(connection: UnixStream, pair: (UnixStream, UnixStream), config: BackendConfig) -> Session {
+        let (name, connection) = (config.name.clone(), Arc::new(connection));
+        let backend = Arc::new(Mutex::new(Backend::new(config, Arc::clone(&connection))));
+        let relay = Relay::new(pair, Arc::clone(&backend));
+        Session { name, backend, relay, inbox: Inbox::default(), connection }
+    }
+
+    /// A session as it was handed over; nothing runs before [`Session::begin`].
+    ///
+    /// # Errors
+    /// It is none that could have been made here.
+    pub(crate) fn resume(
+        state: SessionState,
+        pair: (UnixStream, UnixStream),
+        mut config: BackendConfig,
+    ) -> Result<(Session, Vec<Message>), String> {
+        let (queues, made) = (state.queues, config.queues.len());
+        if !(1..=made).contains(&usize::from(queues)) {
+            return Err(format!("it has {queues} queues, and {made} were made"));
+        }
+        config.disk.set_queues(queues);
+        let mut session = Session::new(state.connection.into(), pair, config);
+        session.inbox = Inbox::of(state.part).ok_or("what has come of a message is more than a message")?;
+        for message in &state.setup {
+            session.handle(message).1.map_err(|error| error.to_string())?;
+        }
+        Ok((session, state.run))
+    }
+
+    /// Lets its queues run.
+    ///
+    /// # Errors
+    /// One of them cannot.
+    pub(crate) fn begin(&mut self, run: &[Message]) -> Result<(), Error> {
+        run.iter().try_for_each(|message| self.handle(message).1)
+    }
+
+    fn ours(&self) -> MutexGuard<'_, Backend> {
+        self.backend.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What there is to see.
+    pub(crate) fn view(&self) -> SessionView {
+        self.ours().view()
+    }
+
+    /// Handles messages until the session ends.
+    pub(crate) fn run(&mut self, desk: &Desk) -> End {
+        loop {
+            match desk.wait(self.connection.as_fd()) {
+                Ok(Call::Stop) | Err(_) => return End::Over(Error::Disconnected),
+                Ok(Call::Order) => {
+                    let mut backend = self.backend.lock().unwrap_or_else(PoisonError::into_inner);
+                    if desk.obey(&mut Subject::Connected(&mut backend, &self.inbox)).is_break() {
+                        return End::Handed;
+                    }
+                }
+                Ok(Call::Socket) => {
+                    if let Err(error) = self.turn(desk) {
+                        return End::Over(error);
+                    }
+                }
+            }
+            desk.note(self.view());
+        }
+    }
+
+    /// Takes what has come, and handles a message that is whole by now.
+    fn turn(&mut self, desk: &Desk) -> Result<(), Error> {
+        let Some(message) = self.inbox.take(&self.connection)? else { return Ok(()) };
+        if !desk.may_answer(&self.connection) {
+            return Err(Error::Disconnected);
+        }
+        let (answer, outcome) = self.handle(&message);
+        reply(&self.connection, &answer).and(outcome)
+    }
+
+    fn handle(&mut self, message: &Message) -> (Message, Result<(), Error>) {
+        let (answer, outcome) = self.relay.handle(message);
+        if outcome.is_ok()
+            && let Some(channel) = Channel::of(message)
+        {
+            self.ours().set_channel(channel);
+        }
+        (answer, outcome)
+    }
+
+    /// Lets go of the front-end once its queues have finished. Gives back what the next session needs, and whether there can be one.
+    pub(crate) fn end(self, end: &End) -> (BackendConfig, Result<(), Error>) {
+        let Session { name, backend, relay, connection, .. } = self;
+        // The message layer's share of the back-end; the connection stays open until the queues have finished.
+        drop(relay);
+        let Some(backend) = Arc::into_inner(backend) else {
+            unreachable!("the message layer had the only other share")
+        };
+        let (config, ended) = backend.into_inner().unwrap_or_else(PoisonError::into_inner).end();
+        drop(connection);
+        match end {
+            End::Handed => tracing::info!("{name}: another process goes on with the front-end"),
+            End::Over(Error::Disconnected) => tracing::info!("{name}: the front-end left"),
+            End::Over(error) => tracing::warn!("{name}: the front-end is let go: {error}"),
+        }
+        (config, ended)
+    }
+}

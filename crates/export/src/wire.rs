@@ -1,0 +1,191 @@
+//! Messages of a front-end as they lie on the wire, and the way they take to the message layer.
+//!
+//! What comes is collected here until a message is whole, so that a front-end that stops in the middle of one has the export's thread
+//! wait for nothing. The message layer reads from a pair of sockets of our own: it keeps what was negotiated to itself and learns it by messages
+//! only, and so a session can be given to it that began in another process (see [`crate::handover`]).
+//!
+//! What messages mean is not known here.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex};
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+use vhost::vhost_user::message::{FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE};
+use vhost::vhost_user::{BackendReqHandler, Error};
+
+use crate::backend::Backend;
+
+/// A header: request, flags, bytes of the body; each 32 bits in the order of this machine.
+pub(crate) const HEADER_BYTES: usize = 12;
+/// The version of the protocol, in the flags of every message.
+pub(crate) const VERSION: u32 = 1;
+/// Bytes of the longest message: a longer one is refused by its header.
+pub const MESSAGE_BYTES_MAX: usize = HEADER_BYTES + MAX_MSG_SIZE;
+/// Descriptors that one message may bring.
+pub const MESSAGE_FILES_MAX: usize = MAX_ATTACHED_FD_ENTRIES;
+
+/// A message, or as much of it as has come, with the descriptors that came along.
+#[derive(Debug, Default)]
+pub struct Message {
+    /// Header and body.
+    pub bytes: Vec<u8>,
+    /// In their order.
+    pub files: Vec<OwnedFd>,
+}
+
+impl Message {
+    /// A message of a front-end that wants no answer beyond the usual.
+    pub(crate) fn new(request: FrontendReq, body: &[u8], files: Vec<OwnedFd>) -> Message {
+        let header = [u32::from(request), VERSION, body.len() as u32];
+        let bytes = header.into_iter().flat_map(u32::to_ne_bytes).chain(body.iter().copied()).collect();
+        Message { bytes, files }
+    }
+
+    /// What is asked.
+    pub(crate) fn request(&self) -> Option<u32> {
+        self.word(0)
+    }
+
+    fn word(&self, index: usize) -> Option<u32> {
+        let bytes = self.bytes.get(index * 4..index * 4 + 4)?;
+        bytes.try_into().ok().map(u32::from_ne_bytes)
+    }
+
+    /// Bytes that it has once it is whole, as far as we know. One that says it is too long ends with its header.
+    fn whole_bytes(&self) -> usize {
+        let body = self.word(2).map_or(0, |body| body as usize);
+        HEADER_BYTES + if body > MAX_MSG_SIZE { 0 } else { body }
+    }
+
+    /// Whether there is more to come.
+    pub(crate) fn is_part(&self) -> bool {
+        self.bytes.len() < self.whole_bytes() && self.files.len() <= MESSAGE_FILES_MAX
+    }
+
+    /// Sends it whole, waiting for room if need be.
+    fn send(&self, to: &UnixStream) -> Result<(), Errno> {
+        let fds: Vec<_> = self.files.iter().map(|file| file.as_fd()).collect();
+        let mut sent = 0;
+        while sent < self.bytes.len() {
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MESSAGE_FILES_MAX))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            // They go with the first byte.
+            if sent == 0 && !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+                return Err(Errno::MSGSIZE);
+            }
+            match sendmsg(to, &[IoSlice::new(&self.bytes[sent..])], &mut control, SendFlags::NOSIGNAL) {
+                Ok(more) => sent += more,
+                Err(Errno::INTR) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes up to `most` bytes more, and what comes with them, without waiting; says how many.
+    fn receive(&mut self, from: &UnixStream, most: usize) -> Result<usize, Errno> {
+        let mut bytes = [0; MESSAGE_BYTES_MAX];
+        // Room for one too many, so that too many are seen.
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MESSAGE_FILES_MAX + 1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let most = most.min(bytes.len());
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let received = recvmsg(from, &mut [IoSliceMut::new(&mut bytes[..most])], &mut control, flags)?;
+        self.bytes.extend_from_slice(&bytes[..received.bytes]);
+        self.files.extend(control.drain().flat_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(files) => files.collect::<Vec<_>>(),
+            _ => Vec::new(),
+        }));
+        if received.flags.contains(ReturnFlags::CTRUNC) || self.files.len() > MESSAGE_FILES_MAX {
+            return Err(Errno::TOOMANYREFS);
+        }
+        Ok(received.bytes)
+    }
+}
+
+/// What has come of the next message.
+#[derive(Debug, Default)]
+pub(crate) struct Inbox(Message);
+
+impl Inbox {
+    /// Goes on with what has come elsewhere, if it is a part of a message.
+    pub(crate) fn of(part: Message) -> Option<Inbox> {
+        part.is_part().then_some(Inbox(part))
+    }
+
+    /// A copy of what has come.
+    pub(crate) fn part(&self) -> io::Result<Message> {
+        let files = self.0.files.iter().map(OwnedFd::try_clone).collect::<Result<_, _>>()?;
+        Ok(Message { bytes: self.0.bytes.clone(), files })
+    }
+
+    /// The next message, if it is whole by now. Does not wait.
+    ///
+    /// # Errors
+    /// The front-end has left, or sends more descriptors than a message may have.
+    pub(crate) fn take(&mut self, connection: &UnixStream) -> Result<Option<Message>, Error> {
+        loop {
+            let missing = self.0.whole_bytes() - self.0.bytes.len();
+            if missing == 0 {
+                return Ok(Some(std::mem::take(&mut self.0)));
+            }
+            match self.0.receive(connection, missing) {
+                Ok(0) if self.0.bytes.is_empty() => return Err(Error::Disconnected),
+                Ok(0) => return Err(Error::PartialMessage),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(None),
+                Err(Errno::TOOMANYREFS) => return Err(Error::IncorrectFds),
+                Err(Errno::CONNRESET) => return Err(Error::Disconnected),
+                Err(error) => return Err(Error::SocketError(error.into())),
+            }
+        }
+    }
+}
+
+/// The message layer, and our end of its socket.
+pub(crate) struct Relay {
+    handler: BackendReqHandler<Mutex<Backend>>,
+    near: UnixStream,
+}
+
+impl Relay {
+    /// A message layer that knows of nothing yet, on a pair of sockets.
+    pub(crate) fn new((near, far): (UnixStream, UnixStream), backend: Arc<Mutex<Backend>>) -> Relay {
+        Relay { handler: BackendReqHandler::from_stream(far, backend), near }
+    }
+
+    /// Has a whole message handled. Gives the answer, if there is one, and what became of it: the session is over if that is an error.
+    pub(crate) fn handle(&mut self, message: &Message) -> (Message, Result<(), Error>) {
+        let mut answer = Message::default();
+        // The message layer would wait for what is missing.
+        if message.bytes.len() != message.whole_bytes() {
+            return (answer, Err(Error::PartialMessage));
+        }
+        // There is room: each message is taken out before the next is put in.
+        if let Err(error) = message.send(&self.near) {
+            return (answer, Err(Error::SocketError(error.into())));
+        }
+        let outcome = self.handler.handle_request();
+        // An answer may say that something failed. Once there is none, there is nothing to take.
+        while answer.receive(&self.near, MESSAGE_BYTES_MAX).is_ok_and(|bytes| bytes > 0) {}
+        (answer, outcome)
+    }
+}
+
+/// Sends an answer to a front-end.
+///
+/// # Errors
+/// It has left.
+pub(crate) fn reply(connection: &UnixStream, answer: &Message) -> Result<(), Error> {
+    answer.send(connection).map_err(|error| match error {
+        Errno::PIPE | Errno::CONNRESET => Error::Disconnected,
+        error => Error::SocketError(error.into()),
+    })
+}

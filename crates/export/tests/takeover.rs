@@ -1,0 +1,214 @@
+//! Exports that change hands while guests use them: each request is answered once and rightly, and the guest sees a pause and nothing else.
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::time::Duration;
+
+use blkyard_export::{BackendConfig, BoundSocket, Message, SEG_MAX, Server, queue_pair};
+use blkyard_virtio::BlkConfig;
+use common::{
+    AnyDevice, Data, Front, Gate, PATIENCE, PLAIN, Ram, Raw, Request, SPLIT, VQ_BYTES, Vq, World, kind, load, until,
+};
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserInflight;
+
+const QUEUES: usize = 4;
+
+/// A front-end with its rings running on an export's queues; with a record of what is in flight if asked for.
+fn attach(world: &World, ram: &std::sync::Arc<Ram>, features: u64, tracked: bool) -> (Front, Vec<Vq>) {
+    let mut front = Front::dial(&world.exports[0].path);
+    front.negotiate(features);
+    front.share(&[ram]).unwrap();
+    if tracked {
+        let wanted = VhostUserInflight::new(0, 0, QUEUES as u16, 1024);
+        let (kept, file) = front.get_inflight_fd(&wanted).unwrap();
+        front.set_inflight_fd(&kept, std::os::fd::AsRawFd::as_raw_fd(&file)).unwrap();
+    }
+    let mut vqs: Vec<_> = (0..QUEUES as u64).map(|number| Vq::new(ram, number)).collect();
+    for (index, vq) in vqs.iter_mut().enumerate() {
+        vq.event_idx = features == SPLIT;
+        front.start(index, vq);
+    }
+    (front, vqs)
+}
+
+#[test]
+fn exports_change_hands_under_a_guest_that_notices_nothing() {
+    for (name, latency_ns, features, tracked) in
+        [("at once", 0, PLAIN, false), ("slow", 200_000, SPLIT, false), ("recorded", 50_000, PLAIN, true)]
+    {
+        let devices = [AnyDevice::ram(latency_ns)];
+        let world = World::new(devices.to_vec(), QUEUES, 2);
+        let ram = Ram::new(QUEUES as u64 * VQ_BYTES);
+        let (mut front, mut vqs) = attach(&world, &ram, features, tracked);
+        let over = AtomicBool::new(false);
+        let answered: Vec<AtomicU64> = (0..QUEUES).map(|_| AtomicU64::new(0)).collect();
+        let world = std::thread::scope(|scope| {
+            let mut world = world;
+            let guests = vqs.iter_mut().zip(&answered).enumerate();
+            let guests: Vec<_> = guests
+                .map(|(number, (vq, answered))| {
+                    let over = &over;
+                    scope.spawn(move || load(number, vq, answered, over))
+                })
+                .collect();
+            let dimm = Ram::at(1 << 32, 1 << 20);
+            let mut pauses = Vec::new();
+            for round in 0..12 {
+                let before: Vec<u64> = answered.iter().map(|count| count.load(SeqCst)).collect();
+                let (heir, pause) = world.hand_over(&devices, QUEUES, 1 + round % 3);
+                world = heir;
+                pauses.push(pause);
+                until("all queues go on", || {
+                    answered.iter().zip(&before).all(|(count, before)| count.load(SeqCst) > *before)
+                });
+                // The message layer knows what was negotiated with another.
+                if round % 2 == 0 {
+                    front.add(&dimm).unwrap()
+                } else {
+                    front.remove(&dimm).unwrap()
+                }
+                assert_eq!(front.config(0, 8).unwrap(), (16384_u64).to_le_bytes());
+            }
+            over.store(true, SeqCst);
+            let waited: Vec<_> = guests.into_iter().map(|guest| guest.join().unwrap()).collect();
+            pauses.sort_unstable();
+            println!("{name}: rested at most {:?}; guests waited at most {waited:?}", pauses.last());
+            world
+        });
+        assert_eq!(world.exports[0].status().sessions(), 1);
+        front.leave(&world.exports[0]);
+        // And whoever comes next is served as ever.
+        let ram = Ram::new(QUEUES as u64 * VQ_BYTES);
+        let (front, mut vqs) = attach(&world, &ram, features, false);
+        assert_eq!(vqs[0].write(0, &[7; 512]), 0);
+        front.leave(&world.exports[0]);
+        world.stop();
+    }
+}
+
+#[test]
+fn an_export_that_nobody_takes_goes_on() {
+    let world = World::new(vec![AnyDevice::ram(20_000)], QUEUES, 2);
+    let ram = Ram::new(QUEUES as u64 * VQ_BYTES);
+    let (front, mut vqs) = attach(&world, &ram, PLAIN, false);
+    let over = AtomicBool::new(false);
+    let answered: Vec<AtomicU64> = (0..QUEUES).map(|_| AtomicU64::new(0)).collect();
+    std::thread::scope(|scope| {
+        for (number, (vq, answered)) in vqs.iter_mut().zip(&answered).enumerate() {
+            let over = &over;
+            scope.spawn(move || load(number, vq, answered, over));
+        }
+        for round in 0..30 {
+            let before: Vec<u64> = answered.iter().map(|count| count.load(SeqCst)).collect();
+            let asked = world.exports[0].server().hand().hand_over();
+            // Either it is seen and given back, or nobody waits for it any more.
+            if round % 3 > 0 {
+                drop(asked.recv_timeout(PATIENCE).unwrap().unwrap());
+            } else {
+                drop(asked);
+            }
+            until("all queues go on", || {
+                answered.iter().zip(&before).all(|(count, before)| count.load(SeqCst) > *before)
+            });
+        }
+        over.store(true, SeqCst);
+    });
+    front.leave(&world.exports[0]);
+    world.stop();
+}
+
+/// What an export is to be that takes over one without lanes: good for refusals.
+fn config(queues: usize) -> BackendConfig {
+    let disk = BlkConfig::new(&AnyDevice::ram(0).info, queues as u16, SEG_MAX, true);
+    let queues = (0..queues).map(|_| queue_pair().0).collect();
+    BackendConfig { name: "heir".into(), disk, queues, write_back: true }
+}
+
+#[test]
+fn what_makes_no_session_is_refused_and_the_old_export_goes_on() {
+    let world = World::new(vec![AnyDevice::ram(0)], QUEUES, 2);
+    let ram = Ram::new(QUEUES as u64 * VQ_BYTES);
+    let (front, mut vqs) = attach(&world, &ram, PLAIN, false);
+    for (spoil, words) in [("queues", "4 queues"), ("a message", "invalid message"), ("half a message", "")] {
+        let handed = world.exports[0].server().hand().hand_over().recv_timeout(PATIENCE).unwrap().unwrap();
+        let mut state = handed.state;
+        let session = state.session.as_mut().unwrap();
+        match spoil {
+            "a message" => session.setup.push(Message { bytes: vec![0xff; 12], files: Vec::new() }),
+            "half a message" => session.setup.push(Message { bytes: vec![0; 3], files: Vec::new() }),
+            _ => {}
+        }
+        let made = if spoil == "queues" { 2 } else { QUEUES };
+        let offered = made as u16;
+        let socket = BoundSocket::adopt(state.listener, state.path, state.identity);
+        let refused = Server::take_over(socket, config(made), offered, state.wce, state.session);
+        let why = refused.err().unwrap_or_else(|| panic!("{spoil} is taken"));
+        assert!(why.contains(words), "{spoil}: {why}");
+        drop(handed.rest);
+        assert!(world.exports[0].path.exists());
+        assert_eq!(vqs[0].write(0, &[1; 512]), 0);
+    }
+    front.leave(&world.exports[0]);
+    world.stop();
+}
+
+#[test]
+fn a_message_of_which_half_has_come_is_finished_elsewhere() {
+    let devices = [AnyDevice::ram(0)];
+    let mut world = World::new(devices.to_vec(), 2, 1);
+    let raw = Raw::connect(&world.exports[0].path);
+    let ask = Raw::message(Request::GetFeatures as u32, 1, &[]);
+    for cut in 0..ask.len() {
+        assert!(raw.send(&ask[..cut], &[]));
+        until("it is connected", || world.exports[0].status().is_connected());
+        world = world.hand_over(&devices, 2, 1).0;
+        assert!(raw.send(&ask[cut..], &[]));
+        assert_eq!(raw.reply(Request::GetFeatures).map(|features| features.len()), Some(8));
+    }
+    drop(raw);
+    world.stop();
+}
+
+#[test]
+fn who_waits_to_be_let_in_is_let_in_elsewhere() {
+    let devices = [AnyDevice::ram(0)];
+    let world = World::new(devices.to_vec(), QUEUES, 1);
+    let world = world.hand_over(&devices, QUEUES, 1).0;
+    let ram = Ram::new(QUEUES as u64 * VQ_BYTES);
+    let (front, _vqs) = attach(&world, &ram, PLAIN, false);
+    let path = world.exports[0].path.clone();
+    let waiting = std::thread::spawn(move || {
+        let mut front = Front::dial(&path);
+        front.negotiate(PLAIN);
+        front
+    });
+    let world = world.hand_over(&devices, QUEUES, 1).0;
+    front.leave(&world.exports[0]);
+    drop(waiting.join().unwrap());
+    world.stop();
+}
+
+#[test]
+fn what_is_in_flight_is_finished_before_anything_is_handed_over() {
+    let gate = Gate::shut();
+    let world = World::gated(&gate);
+    let ram = Ram::new(VQ_BYTES);
+    let mut front = Front::connect(&world.exports[0]);
+    front.share(&[&ram]).unwrap();
+    let mut vq = Vq::new(&ram, 0);
+    front.start(0, &vq);
+    vq.put(0, kind::OUT, 0, Data::Out(&[1; 512]));
+    vq.publish();
+    until("the write is with the device", || gate.held() == 1);
+    let asked = world.exports[0].server().hand().hand_over();
+    assert!(asked.recv_timeout(Duration::from_millis(50)).is_err(), "handed over with a write in flight");
+    gate.set_shut(false);
+    let handed = asked.recv_timeout(PATIENCE).unwrap().unwrap();
+    assert_eq!(vq.wait_used(), (0, 1));
+    drop(handed);
+    assert_eq!(vq.write(8, &[2; 512]), 0);
+    front.leave(&world.exports[0]);
+    world.stop();
+}
