@@ -74,6 +74,29 @@ impl View {
     field!(load_u32, store_u32, u32, AtomicU32);
     field!(load_u64, store_u64, u64, AtomicU64);
 
+    /// Reads two fields that follow each other, each once, the first one first.
+    ///
+    /// # Panics
+    /// As for the load of one.
+    #[inline]
+    pub fn load_u64s(&self, offset: usize, order: Ordering) -> [u64; 2] {
+        self.field::<[AtomicU64; 2]>(offset).each_ref().map(|field| u64::from_le(field.load(order)))
+    }
+
+    /// Writes two fields that follow each other, each once, the first one first.
+    ///
+    /// # Panics
+    /// As for the load.
+    #[inline]
+    pub fn store_u32s(&self, offset: usize, values: [u32; 2], order: Ordering) {
+        let [first, second] = self.field::<[AtomicU32; 2]>(offset);
+        for (field, value) in [(first, values[0]), (second, values[1])] {
+            #[cfg(kill)]
+            crate::kill::before_store();
+            field.store(value.to_le(), order);
+        }
+    }
+
     /// Sets bits of the byte at `offset`, in one step with whoever else sets or takes bits of it. What was written before
     /// is seen by whoever sees them.
     ///
@@ -97,7 +120,7 @@ impl View {
     #[inline]
     fn field<A>(&self, offset: usize) -> &A {
         let size = size_of::<A>();
-        if offset > self.len || self.len - offset < size {
+        if offset.checked_add(size).is_none_or(|end| end > self.len) {
             outside(offset, self.len);
         }
         // SAFETY: the field lies in the view, and the view in its region.
@@ -105,8 +128,8 @@ impl View {
         if !at.addr().get().is_multiple_of(align_of::<A>()) {
             outside(offset, self.len);
         }
-        // SAFETY: mapped, aligned (both checked above) and alive as long as `self`; A is an atomic integer (see the
-        // macro), for which every bit pattern is valid and shared writing is allowed.
+        // SAFETY: mapped, aligned (both checked above) and alive as long as `self`; A is an atomic integer or an
+        // array of such (see the callers), for which every bit pattern is valid and shared writing is allowed.
         unsafe { at.cast::<A>().as_ref() }
     }
 }
@@ -134,6 +157,9 @@ mod tests {
         region.span(64, 16).unwrap().copy_to_slice(&mut bytes);
         assert_eq!(bytes, [0x34, 0x12, 0, 0, 0xef, 0xcd, 0xab, 0x89, 8, 7, 6, 5, 4, 3, 2, 1]);
         assert_eq!(view.load_u32(4, Relaxed), 0x89ab_cdef);
+        assert_eq!(view.load_u64s(0, Relaxed), [0x89ab_cdef_0000_1234, 0x0102_0304_0506_0708]);
+        view.store_u32s(4, [0x89ab_cdef, 0x0506_0708], Relaxed);
+        assert_eq!(view.load_u64s(0, Relaxed), [0x89ab_cdef_0000_1234, 0x0102_0304_0506_0708]);
         view.store_u8(5, 0xff, Relaxed);
         assert_eq!((view.load_u32(4, Relaxed), view.load_u8(7, Relaxed)), (0x89ab_ffef, 0x89));
     }

@@ -131,7 +131,8 @@ pub enum Parsed {
 /// Reads a request, and fills in the bio if it asks for I/O; otherwise the bio means nothing.
 ///
 /// The bio's list of segments is not grown: its capacity is the most segments a request may have.
-#[inline]
+// Always inlined, with reads: for one the call, and its answer in memory, would be a fifth of it.
+#[inline(always)]
 pub fn parse(chain: &Chain, memory: &GuestMemory, context: &ParseContext, bio: &mut Bio) -> Parsed {
     let status_at = chain.status_at();
     if let Some(fault) = chain.fault() {
@@ -165,7 +166,7 @@ fn reject(status_at: Option<Segment>, fault: RequestFault) -> Parsed {
     Parsed::Reject { status, status_at, reason: Refusal::Request(fault) }
 }
 
-#[inline]
+#[inline(always)]
 fn fill_read(chain: &Chain, bio: &mut Bio) -> Result<bool, RequestFault> {
     bio.op = Op::Read;
     if chain.readable_bytes() != HEADER_BYTES as u64 {
@@ -204,7 +205,7 @@ fn fill_write(chain: &Chain, context: &ParseContext, bio: &mut Bio) -> Result<bo
     fill_data(bio, first, data, None, chain.readable_bytes() - HEADER_BYTES as u64)
 }
 
-#[inline]
+#[inline(always)]
 fn fill_data(
     bio: &mut Bio,
     first: Option<Segment>,

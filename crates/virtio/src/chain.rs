@@ -51,9 +51,8 @@ reasons! {
 pub(crate) struct Desc {
     addr: u64,
     len: u32,
-    flags: u16,
-    /// In a packed ring: the id.
-    next: u16,
+    /// Flags, and the next descriptor above them; in a packed ring the id. One number, to have one register.
+    tail: u32,
 }
 
 impl Desc {
@@ -62,27 +61,33 @@ impl Desc {
     pub(crate) const INDIRECT: u16 = 4;
 
     #[inline]
-    fn from_words(addr: u64, rest: u64) -> Desc {
-        Desc { addr, len: rest as u32, flags: (rest >> 32) as u16, next: (rest >> 48) as u16 }
+    fn from_words([addr, rest]: [u64; 2]) -> Desc {
+        Desc { addr, len: rest as u32, tail: (rest >> 32) as u32 }
     }
 
     /// A packed descriptor has an id where a split one has its flags, and flags where that names its next. [2.8.13]
     #[inline]
-    fn from_packed_words(addr: u64, rest: u64) -> Desc {
-        Desc { addr, len: rest as u32, flags: (rest >> 48) as u16, next: (rest >> 32) as u16 }
+    fn from_packed_words([addr, rest]: [u64; 2]) -> Desc {
+        Desc { addr, len: rest as u32, tail: ((rest >> 32) as u32).rotate_left(16) }
     }
 
     /// In an indirect table of a packed ring only the direction means anything. [2.8.7]
     #[inline]
-    fn from_packed_table((addr, rest): (u64, u64), goes_on: bool) -> Desc {
-        let desc = Desc::from_packed_words(addr, rest);
+    fn from_packed_table(words: [u64; 2], goes_on: bool) -> Desc {
+        let desc = Desc::from_packed_words(words);
         let more = if goes_on { Desc::NEXT } else { 0 };
-        Desc { flags: desc.flags & Desc::WRITE | more, ..desc }
+        Desc { tail: desc.tail & u32::from(Desc::WRITE) | u32::from(more), ..desc }
     }
 
     #[inline]
     fn is(self, flag: u16) -> bool {
-        self.flags & flag != 0
+        self.tail & u32::from(flag) != 0
+    }
+
+    /// The place of the next one, or the id.
+    #[inline]
+    fn next(self) -> u16 {
+        (self.tail >> 16) as u16
     }
 }
 
@@ -101,8 +106,7 @@ impl Table<'_> {
     #[inline]
     fn read(self, index: u16) -> Desc {
         use std::sync::atomic::Ordering::Relaxed;
-        let at = usize::from(index) * DESC_BYTES;
-        Desc::from_words(self.view.load_u64(at, Relaxed), self.view.load_u64(at + 8, Relaxed))
+        Desc::from_words(self.view.load_u64s(usize::from(index) * DESC_BYTES, Relaxed))
     }
 }
 
@@ -133,31 +137,30 @@ impl Slots<'_> {
     #[inline]
     fn read(self, ahead: u32) -> Desc {
         use std::sync::atomic::Ordering::Relaxed;
-        let at = self.offset(ahead);
-        Desc::from_packed_words(self.view.load_u64(at, Relaxed), self.view.load_u64(at + 8, Relaxed))
+        Desc::from_packed_words(self.view.load_u64s(self.offset(ahead), Relaxed))
     }
 }
 
 /// Reads a descriptor of an indirect table once, as two words.
 #[inline]
-fn read_words(span: &Span<'_>, index: u32) -> (u64, u64) {
+fn read_words(span: &Span<'_>, index: u32) -> [u64; 2] {
     let span = span.part(index as usize * DESC_BYTES, DESC_BYTES);
     let word = |at| {
         let mut bytes = [0; 8];
         span.part(at, 8).copy_to_slice(&mut bytes);
         u64::from_le_bytes(bytes)
     };
-    (word(0), word(8))
+    [word(0), word(8)]
 }
 
 /// The same where the table lies across ranges: each descriptor is gathered by itself.
 #[cold]
-fn read_torn(memory: &GuestMemory, table: u64, index: u32) -> Option<(u64, u64)> {
+fn read_torn(memory: &GuestMemory, table: u64, index: u32) -> Option<[u64; 2]> {
     let mut bytes = [0; DESC_BYTES];
     let at = table.checked_add(u64::from(index) * DESC_BYTES as u64)?;
     let there = memory.read(at, &mut bytes);
     let words = u128::from_le_bytes(bytes);
-    there.then_some((words as u64, (words >> 64) as u64))
+    there.then_some([words as u64, (words >> 64) as u64])
 }
 
 /// A chain of buffers: what the device may read, then what it may write.
@@ -198,7 +201,7 @@ enum Stop {
 }
 
 /// Where descriptors come from, one after the other.
-trait Steps {
+trait Steps: Copy {
     /// The descriptor read last, not taken yet.
     fn desc(&self) -> Desc;
 
@@ -207,6 +210,7 @@ trait Steps {
 }
 
 /// Descriptors that name their next, as in a split ring and its indirect tables.
+#[derive(Clone, Copy)]
 struct Linked<R> {
     /// Descriptors in the table.
     size: u32,
@@ -223,7 +227,7 @@ impl<R: Fn(u32) -> Option<Desc>> Linked<R> {
     }
 }
 
-impl<R: Fn(u32) -> Option<Desc>> Steps for Linked<R> {
+impl<R: Fn(u32) -> Option<Desc> + Copy> Steps for Linked<R> {
     #[inline]
     fn desc(&self) -> Desc {
         self.desc
@@ -234,7 +238,7 @@ impl<R: Fn(u32) -> Option<Desc>> Steps for Linked<R> {
         if !self.desc.is(Desc::NEXT) {
             return Err(Stop::End);
         }
-        let next = u32::from(self.desc.next);
+        let next = u32::from(self.desc.next());
         if next >= self.size {
             return Err(Stop::Fault(ChainFault::NextOutOfRange));
         }
@@ -245,6 +249,7 @@ impl<R: Fn(u32) -> Option<Desc>> Steps for Linked<R> {
 }
 
 /// Descriptors that follow each other, as in a packed ring and its indirect tables.
+#[derive(Clone, Copy)]
 struct Row<R> {
     /// How many there may be.
     size: u32,
@@ -254,7 +259,7 @@ struct Row<R> {
     read: R,
 }
 
-impl<R: Fn(u32) -> Option<Desc>> Steps for Row<R> {
+impl<R: Fn(u32) -> Option<Desc> + Copy> Steps for Row<R> {
     #[inline]
     fn desc(&self) -> Desc {
         self.desc
@@ -323,9 +328,9 @@ impl Chain {
     /// Walks the chain that begins at `head`, which lies in the table of a split ring.
     #[inline]
     pub(crate) fn walk(&mut self, memory: &GuestMemory, table: Table<'_>, head: u16) {
+        let mut desc = table.read(head);
         self.fault = None;
         self.tally = Tally::default();
-        let mut desc = table.read(head);
         if !desc.is(Desc::INDIRECT) {
             let mut steps = Linked::new(u32::from(table.size), desc, |index| Some(table.read(index as u16)));
             match self.walk_table(memory, &mut steps) {
@@ -336,10 +341,7 @@ impl Chain {
         let Some(size) = self.indirect_size(desc, table.indirect) else { return };
         // Nearly always the table lies in one range.
         let nested = if let Some(span) = memory.span(desc.addr, desc.len, &mut self.hint) {
-            let read = |index| {
-                let (addr, rest) = read_words(&span, index);
-                Desc::from_words(addr, rest)
-            };
+            let read = |index| Desc::from_words(read_words(&span, index));
             self.walk_table(memory, &mut Linked::new(size, read(0), |index| Some(read(index))))
         } else {
             self.walk_torn(memory, size, desc.addr)
@@ -353,7 +355,7 @@ impl Chain {
     #[cold]
     #[inline(never)]
     fn walk_torn(&mut self, memory: &GuestMemory, size: u32, table: u64) -> Option<Desc> {
-        let read = |index| read_torn(memory, table, index).map(|(addr, rest)| Desc::from_words(addr, rest));
+        let read = |index| read_torn(memory, table, index).map(Desc::from_words);
         let Some(first) = read(0) else {
             self.spoil(ChainFault::IndirectNotMapped);
             return None;
@@ -368,11 +370,11 @@ impl Chain {
         self.fault = None;
         self.tally = Tally::default();
         let addr = slots.view.load_u64(slots.offset(0), std::sync::atomic::Ordering::Relaxed);
-        let desc = Desc::from_packed_words(addr, rest);
+        let desc = Desc::from_packed_words([addr, rest]);
         // One place that points to a table: most chains of drivers that may do so.
-        if desc.flags & (Desc::INDIRECT | Desc::NEXT) == Desc::INDIRECT {
+        if desc.is(Desc::INDIRECT) && !desc.is(Desc::NEXT) {
             self.walk_packed_table(memory, desc, slots.indirect);
-            return Some((desc.next, 1));
+            return Some((desc.next(), 1));
         }
         let mut steps = Row { size: u32::from(slots.free), len: 1, desc, read: |ahead| Some(slots.read(ahead)) };
         if self.walk_table(memory, &mut steps).is_some() {
@@ -383,7 +385,7 @@ impl Chain {
         loop {
             match steps.step() {
                 Ok(()) => {}
-                Err(Stop::End) => return Some((steps.desc.next, steps.len as u16)),
+                Err(Stop::End) => return Some((steps.desc.next(), steps.len as u16)),
                 Err(_) => return None,
             }
         }
@@ -434,33 +436,44 @@ impl Chain {
 
     /// Walks one table to its end, or to an indirect descriptor, which is returned.
     #[inline]
-    fn walk_table(&mut self, memory: &GuestMemory, steps: &mut impl Steps) -> Option<Desc> {
+    fn walk_table<S: Steps>(&mut self, memory: &GuestMemory, steps: &mut S) -> Option<Desc> {
+        let mut stop = self.walk_plain(memory, steps);
+        if let Stop::Odd = stop {
+            (stop, *steps) = self.walk_odd(memory, *steps);
+        }
+        let fault = match stop {
+            Stop::Indirect(desc) => return Some(desc),
+            Stop::Fault(fault) => Some(fault),
+            Stop::End | Stop::Odd => None,
+        };
+        if let Some(fault) = fault {
+            self.spoil(fault);
+        } else if self.tally.readable_bytes + self.tally.writable_bytes > 1 << 32 {
+            self.note(ChainFault::TooLong);
+        }
+        None
+    }
+
+    /// Walks on from an odd buffer. Where it stands goes in and out by value: nothing of it need be in memory before.
+    #[cold]
+    #[inline(never)]
+    fn walk_odd<S: Steps>(&mut self, memory: &GuestMemory, mut steps: S) -> (Stop, S) {
         loop {
-            let mut stop = self.walk_plain(memory, steps);
-            if let Stop::Odd = stop {
-                self.take(memory, steps.desc());
-                match steps.step() {
-                    Ok(()) => continue,
-                    Err(next) => stop = next,
-                }
-            }
-            let found = match stop {
-                Stop::Indirect(desc) => return Some(desc),
-                Stop::Fault(fault) => Some(fault),
-                Stop::End | Stop::Odd => None,
+            self.take(memory, steps.desc());
+            let stop = match steps.step() {
+                Ok(()) => self.walk_plain(memory, &mut steps),
+                Err(stop) => stop,
             };
-            if let Some(fault) = found {
-                self.spoil(fault);
-            } else if self.tally.readable_bytes + self.tally.writable_bytes > 1 << 32 {
-                self.note(ChainFault::TooLong);
+            if !matches!(stop, Stop::Odd) {
+                return (stop, steps);
             }
-            return None;
         }
     }
 
     /// Walks on as long as buffers are in one range each, in order, and nothing is wrong. What is counted is kept in
     /// plain variables, which stay in registers.
-    #[inline]
+    // Always inlined, into whoever knows where descriptors come from.
+    #[inline(always)]
     fn walk_plain(&mut self, memory: &GuestMemory, steps: &mut impl Steps) -> Stop {
         if self.fault.is_some() {
             let desc = steps.desc();

@@ -192,11 +192,11 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// A copy of the range of a hint; one without bytes if there is none.
+    /// The range of a hint; one without bytes if there is none.
     #[inline]
-    pub(crate) fn range(&self, hint: usize) -> GuestRange {
-        const NONE: GuestRange = GuestRange { guest_addr: 0, user_addr: 0, len: 0, region: 0, offset: 0 };
-        self.ranges.get(hint).copied().unwrap_or(NONE)
+    pub(crate) fn range(&self, hint: usize) -> &GuestRange {
+        const NONE: &GuestRange = &GuestRange { guest_addr: 0, user_addr: 0, len: 0, region: 0, offset: 0 };
+        self.ranges.get(hint).unwrap_or(NONE)
     }
 
     /// The bytes at `addr`, if they lie in one range.

@@ -142,23 +142,30 @@ impl SplitRing {
     ///
     /// # Errors
     /// The ring is broken. It stays so, and every further fetch says the same.
-    #[inline]
+    // Not inlined: the walk wants all registers.
+    #[inline(never)]
     pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingFault> {
-        let left = if self.next_avail == self.avail_seen { self.left.pop() } else { None };
-        let index = match left {
-            Some(index) => index,
-            None if self.next_avail == self.avail_seen && !self.look()? => return Ok(None),
-            None => self.take()?,
+        let index = if self.next_avail != self.avail_seen || self.look()? {
+            self.take()?
+        } else if let Some(index) = self.left.pop() {
+            index
+        } else {
+            return Ok(None);
         };
         let table = Table { view: &self.layout.desc, size: self.size, indirect: self.indirect };
         chain.walk(memory, table, index);
-        let order = if self.plain { None } else { self.order.as_mut() };
-        let place = order.map_or(0, |order| order.fetched(index, index, 1, chain.writable_bytes()));
+        let place = if self.plain { 0 } else { self.line_up(index, chain) };
         Ok(Some(Head { id: index, slots: 1, place, record: index }))
     }
 
+    /// A chain's place in the order, if there is one.
+    #[inline(never)]
+    fn line_up(&mut self, index: u16, chain: &Chain) -> u16 {
+        self.order.as_mut().map_or(0, |order| order.fetched(index, index, 1, chain.writable_bytes()))
+    }
+
     /// Takes the next head out of the available ring.
-    #[inline]
+    #[inline(always)]
     fn take(&mut self) -> Result<u16, RingFault> {
         let place = usize::from(self.next_avail & self.mask);
         let index = self.layout.avail.load_u16(RING + place * AVAIL_ELEMENT, Relaxed);
@@ -183,11 +190,16 @@ impl SplitRing {
         has_place
     }
 
-    /// Reads the available index. Says whether there is something to fetch.
-    #[inline]
+    /// Reads the available index. Says whether there is something to fetch from the ring, which comes after what is
+    /// left.
+    // Not inlined: once for each batch.
+    #[inline(never)]
     fn look(&mut self) -> Result<bool, RingFault> {
         if let Some(fault) = self.fault {
             return Err(fault);
+        }
+        if !self.left.is_empty() {
+            return Ok(false);
         }
         // Pairs with the driver's barrier between its descriptors and ring entries, and the index. [2.7.13.3]
         let avail = self.layout.avail.load_u16(INDEX, Acquire);
@@ -209,7 +221,8 @@ impl SplitRing {
     ///
     /// # Panics
     /// If the head is not out: it belongs to another ring.
-    #[inline]
+    // Always inlined, since a head is four numbers to pack for a call.
+    #[inline(always)]
     #[expect(clippy::needless_pass_by_value, reason = "a head is spent when its chain is completed")]
     pub fn complete(&mut self, head: Head, written: u32) {
         let Head { id, slots, place, .. } = head;
@@ -245,8 +258,7 @@ impl SplitRing {
     #[inline]
     fn put(&mut self, used: Used) {
         let element = RING + usize::from(self.next_used & self.mask) * USED_ELEMENT;
-        self.layout.used.store_u32(element, u32::from(used.id), Relaxed);
-        self.layout.used.store_u32(element + 4, used.written, Relaxed);
+        self.layout.used.store_u32s(element, [u32::from(used.id), used.written], Relaxed);
         self.next_used = self.next_used.wrapping_add(used.chains);
     }
 
