@@ -156,29 +156,41 @@ fn foreign_killed(ground: &Ground) -> Result<()> {
     })
 }
 
-/// Kills and starts a back-end while `bench` writes to its disk.
+/// Kills and starts a back-end while `bench` writes to its disk, over and over.
 fn under_load(ground: &Ground, export: &Export, rings: &str, start: impl Fn() -> Result<Server>) -> Result<()> {
-    /// How often it is killed, unless the load ends before.
-    const TIMES: u32 = 10;
     /// How long it lives in between.
     const LIFE: Duration = Duration::from_millis(150);
+    let times = times()?;
     let mut server = start()?;
-    let mut load =
-        Running::start("blkyard bench", &bench(ground, export, rings, &["--numjobs", "2", "--iodepth", "32"])?)?;
     let mut kills = 0;
-    while kills < TIMES {
-        let until = Instant::now() + LIFE;
-        if !load.wait_until(CLIENT_LIMIT, |_| Ok(Instant::now() >= until))? {
-            break;
+    while kills < times {
+        let before = kills;
+        let mut load =
+            Running::start("blkyard bench", &bench(ground, export, rings, &["--numjobs", "2", "--iodepth", "32"])?)?;
+        while kills < times {
+            let until = Instant::now() + LIFE;
+            if !load.wait_until(CLIENT_LIMIT, |_| Ok(Instant::now() >= until))? {
+                break;
+            }
+            server.kill();
+            server = start()?;
+            kills += 1;
         }
-        server.kill();
-        server = start()?;
-        kills += 1;
+        let ended = load.wait(CLIENT_LIMIT)?;
+        ensure!(ended.status.success(), "the load failed after {kills} kills:\n{}", process::tail(&ended.said(), 20));
+        check_report(&ended.stdout)?;
+        ensure!(kills > before, "the load was over before anything was killed");
     }
-    let ended = load.wait(CLIENT_LIMIT)?;
-    ensure!(ended.status.success(), "the load failed after {kills} kills:\n{}", process::tail(&ended.said(), 20));
-    check_report(&ended.stdout)?;
-    ensure!(kills > 0, "the load was over before anything was killed");
     server.stop()?;
     Ok(())
+}
+
+/// How often a back-end is killed: 10 times, or as often as `BLKYARD_TEST_KILLS` says.
+fn times() -> Result<u32> {
+    match std::env::var("BLKYARD_TEST_KILLS") {
+        Ok(times) => {
+            times.parse().with_context(|| format!("BLKYARD_TEST_KILLS={times} is no number: say how often to kill"))
+        }
+        Err(_) => Ok(10),
+    }
 }
