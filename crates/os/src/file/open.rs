@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use blkyard_mem::{PAGE_BYTES, Region};
@@ -44,8 +44,45 @@ impl FileDevice {
     /// # Errors
     /// See [`OpenError`].
     pub fn open(config: FileConfig) -> Result<FileDevice, OpenError> {
+        let claimed = claim(&config)?;
+        FileDevice::of(config, claimed)
+    }
+
+    /// Goes on with a file that another process has opened and locked: the lock lies on this description, and so stays. A sync that has failed
+    /// there has failed here.
+    ///
+    /// # Errors
+    /// See [`OpenError`]: it is not locked, say, since this is another description.
+    pub fn adopt(config: FileConfig, file: OwnedFd, sync_failed: bool) -> Result<FileDevice, OpenError> {
+        let flags = rustix::fs::fcntl_getfl(&file).map_err(|error| system(&config, "it is not open")(error.into()))?;
+        let probed = match config.direct {
+            Direct::Off => Probed::NotAsked,
+            _ if flags.contains(rustix::fs::OFlags::DIRECT) => Probed::Direct,
+            _ => Probed::Refused,
+        };
+        match claim_open(&config, file, probed)? {
+            Claim::Got(claimed) => {
+                let device = FileDevice::of(config, claimed)?;
+                device.shared.sync_failed.store(sync_failed, Ordering::Relaxed);
+                Ok(device)
+            }
+            Claim::Held(_) => Err(OpenError::Held { path: config.path }),
+        }
+    }
+
+    /// What carries its I/O and its lock, for the process that is to [adopt](FileDevice::adopt) it.
+    pub fn description(&self) -> BorrowedFd<'_> {
+        self.shared.file.as_fd()
+    }
+
+    /// Whether a sync has failed: no flush succeeds since.
+    pub fn sync_has_failed(&self) -> bool {
+        self.shared.sync_failed.load(Ordering::Relaxed)
+    }
+
+    fn of(config: FileConfig, claimed: Claimed) -> Result<FileDevice, OpenError> {
         let system = |what| system(&config, what);
-        let Claimed { file, now, block_device, probed } = claim(&config)?;
+        let Claimed { file, now, block_device, probed } = claimed;
 
         let bytes = seek(&file, SeekFrom::End(0)).map_err(|e| system("its size cannot be read")(e.into()))?;
         let device_block = if block_device { rustix::fs::ioctl_blksszget(&file).unwrap_or(512) } else { 512 };
@@ -143,10 +180,15 @@ fn try_claim(config: &FileConfig) -> Result<Claim, OpenError> {
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => return Ok(Claim::Held(None)),
         Err(error) => return Err(open_error(config, block_device, error)),
     };
-    // The name may have come to mean something else since we looked.
+    claim_open(config, file, probed)
+}
+
+/// Locks a file that is open.
+fn claim_open(config: &FileConfig, file: OwnedFd, probed: Probed) -> Result<Claim, OpenError> {
+    // The name may have come to mean something else since it was looked at.
     let file = std::fs::File::from(file);
     let now = file.metadata().map_err(system(config, "its kind cannot be read"))?;
-    kind_of(&config.path, now.file_type())?;
+    let block_device = kind_of(&config.path, now.file_type())?;
     let file = OwnedFd::from(file);
     // Some kernels open such a device all the same, and refuse each write.
     if block_device && !config.read_only && is_read_only(file.as_fd()) {
