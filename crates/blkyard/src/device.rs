@@ -2,7 +2,7 @@
 //!
 //! The one place that knows every kind of device there is. Whoever has a [`Device`] treats all of them alike.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -103,6 +103,44 @@ impl Device {
         }
     }
 
+    /// Goes on with a device that another process has open, from its name taken apart and what that one leaves of it.
+    ///
+    /// # Errors
+    /// As for [`Device::open`]; also for devices that nobody can go on with.
+    pub fn adopt(spec: Spec, file: Option<OwnedFd>, sync_failed: bool) -> Result<Device, DeviceError> {
+        match (spec.scheme.as_str(), file) {
+            ("" | "file", Some(file)) => Ok(Device::File(FileDevice::adopt(file_config(spec)?, file, sync_failed)?)),
+            ("null", None) => open_memory(spec),
+            _ => {
+                Err(SpecError::new(&spec.name, "it is not handed over so", "start this daemon without --takeover")
+                    .into())
+            }
+        }
+    }
+
+    /// Whether another process can go on with it.
+    ///
+    /// # Errors
+    /// Says why not.
+    pub fn can_be_handed(&self) -> Result<(), String> {
+        let cause = match self {
+            Device::File(_) | Device::Null(_) => return Ok(()),
+            Device::Ram(_) | Device::Chaos(_) => "its memory ends with this daemon",
+            Device::Attached(_) => "its back-end knows this daemon only",
+        };
+        Err(SpecError::new(&self.info().name, cause, "serve it by a daemon of its own").to_string())
+    }
+
+    /// What carries its I/O and its lock, if that is a file.
+    pub fn description(&self) -> Option<BorrowedFd<'_>> {
+        if let Device::File(device) = self { Some(device.description()) } else { None }
+    }
+
+    /// Whether a sync of it has failed.
+    pub fn sync_has_failed(&self) -> bool {
+        if let Device::File(device) = self { device.sync_has_failed() } else { false }
+    }
+
     /// What the device is.
     pub fn info(&self) -> &DeviceInfo {
         match self {
@@ -184,7 +222,11 @@ fn attach(mut spec: Spec) -> Result<Device, DeviceError> {
     Ok(Device::Attached(Attached::open(config)?))
 }
 
-fn open_file(mut spec: Spec) -> Result<Device, DeviceError> {
+fn open_file(spec: Spec) -> Result<Device, DeviceError> {
+    Ok(Device::File(FileDevice::open(file_config(spec)?)?))
+}
+
+fn file_config(mut spec: Spec) -> Result<FileConfig, SpecError> {
     let direct = spec.take_with("direct", "auto, on or off", |value| match value {
         "auto" => Some(Direct::Auto),
         "on" => Some(Direct::On),
@@ -200,7 +242,7 @@ fn open_file(mut spec: Spec) -> Result<Device, DeviceError> {
         write_through: !write_back.unwrap_or(true),
     };
     spec.finish()?;
-    Ok(Device::File(FileDevice::open(config)?))
+    Ok(config)
 }
 
 fn open_memory(mut spec: Spec) -> Result<Device, DeviceError> {

@@ -14,6 +14,7 @@ pub mod serve;
 pub mod set;
 pub mod spec;
 pub mod study;
+pub mod takeover;
 
 mod device;
 mod lanes;

@@ -5,11 +5,13 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkyard_export::{
-    BackendConfig, BoundSocket, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair,
+    BackendConfig, BoundSocket, ExportState, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SessionState, SocketConfig,
+    Taking, VhostQueue, queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind};
 use blkyard_os::{LaneConfig, LaneThread, OpenError, RingConfig, Signals, allow_all_descriptors, cpu_places};
@@ -20,6 +22,7 @@ use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words};
 use crate::spec::{Spec, SpecError, show_size};
+use crate::takeover::{self, Heritage};
 use crate::watch::Watch;
 
 /// What `serve` may be told.
@@ -40,6 +43,11 @@ pub struct ServeArgs {
     /// of the socket, lanes=0,1,... (which lane each queue lives on, in turn).
     #[arg(long, value_name = "SPEC")]
     pub export: Vec<String>,
+    /// Go on with all that a running daemon serves, whose control socket this is. Guests notice a pause; that daemon ends.
+    ///
+    /// Its devices, exports, control socket and number of lanes become those of the new one. Disks in files and null disks can be handed over.
+    #[arg(long, value_name = "SOCKET", conflicts_with_all = ["device", "export", "config", "control", "lock_wait_s"])]
+    pub takeover: Option<PathBuf>,
     /// Read devices and exports from a TOML file instead: tables `device` and `device.export`, each with spec = "..." and
     /// the options above as keys; at the top lanes, cpus, spin_us, stats, control and lock_wait_s.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["device", "export"])]
@@ -84,6 +92,7 @@ impl ServeArgs {
         Ok(ServeArgs {
             device: self.device.clone(),
             export: self.export.clone(),
+            takeover: self.takeover.clone(),
             config: self.config.clone(),
             stats: self.stats.or(bounded("stats", settings.stats, 1, 86_400)?),
             lanes: self.lanes.or(bounded("lanes", settings.lanes, 1, LANES_MAX)?),
@@ -137,6 +146,53 @@ struct Export {
     write_back: bool,
     remotes: Vec<QueueRemote>,
     device: usize,
+    /// What another daemon left of it.
+    inherited: Option<Inherited>,
+}
+
+/// What another daemon left of an export, beside its socket.
+struct Inherited {
+    offered: u16,
+    wce: bool,
+    session: Option<SessionState>,
+}
+
+impl Export {
+    /// Serves it, or prepares to go on with it.
+    fn start(self) -> Result<Start, ServeError> {
+        let Export { name, socket, disk, write_back, remotes, inherited, .. } = self;
+        let config = BackendConfig { name: name.clone(), disk, queues: remotes, write_back };
+        let Some(Inherited { offered, wce, session }) = inherited else {
+            return Ok(Start::Served(Server::start(socket, config)?));
+        };
+        let taking = Server::take_over(socket, config, offered, wce, session);
+        let cure = "the other daemon goes on; stop it instead";
+        Ok(Start::Taking(
+            taking.map_err(|why| SpecError::new(name, format!("it cannot be gone on with: {why}"), cure))?,
+        ))
+    }
+}
+
+/// An export that is served, or will be once its other daemon lets go.
+enum Start {
+    Served(Server),
+    Taking(Taking),
+}
+
+impl Start {
+    fn server(&self) -> &Server {
+        match self {
+            Start::Served(server) => server,
+            Start::Taking(taking) => taking.server(),
+        }
+    }
+
+    fn go(self) -> Server {
+        match self {
+            Start::Served(server) => server,
+            Start::Taking(taking) => taking.go(),
+        }
+    }
 }
 
 /// How a queue is made, on its lane.
@@ -151,14 +207,22 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     if let Err(error) = allow_all_descriptors() {
         tracing::warn!("the limit on open files stays as it is: {error}");
     }
-    let Plan { disks, settings } = match &args.config {
-        Some(path) => from_file(path)?,
-        None if words.is_empty() => Plan { disks: from_words(&default_disk()?)?, settings: Settings::default() },
-        None => Plan { disks: from_words(words)?, settings: Settings::default() },
+    let mut heritage = args.takeover.as_deref().map(takeover::take).transpose()?;
+    let Plan { disks, settings } = match (&heritage, &args.config) {
+        (Some(heritage), _) => Plan {
+            disks: heritage.disks.clone(),
+            settings: Settings { lanes: Some(heritage.lanes), ..Settings::default() },
+        },
+        (None, Some(path)) => from_file(path)?,
+        (None, None) if words.is_empty() => {
+            Plan { disks: from_words(&default_disk()?)?, settings: Settings::default() }
+        }
+        (None, None) => Plan { disks: from_words(words)?, settings: Settings::default() },
     };
     let args = &args.or(settings)?;
     let patience = Patience { signals: &signals, limit: Duration::from_secs(args.lock_wait_s.unwrap_or(LOCK_WAIT_S)) };
-    let Some(opened) = open(disks, &patience)? else { return Ok(()) };
+    let plans = disks.clone();
+    let Some(opened) = open(disks, &patience, heritage.as_mut())? else { return Ok(()) };
     let shares: Vec<Share> = opened.iter().flat_map(|(_, exports)| exports).map(|want| want.share.clone()).collect();
     let queues = shares.iter().map(|share| share.queues).sum();
     let count = args.lanes.map_or_else(|| cpu_places().len().min(queues), |lanes| lanes as usize);
@@ -169,7 +233,8 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     for (device, wanted) in opened {
         for want in wanted {
             let lane_of = places[makes.len()..makes.len() + want.share.queues].to_vec();
-            exports.push((bind(&device, devices.len(), want, &mut makes)?, lane_of));
+            let left = heritage.as_mut().and_then(|heritage| heritage.exports.pop_front());
+            exports.push((bind(&device, devices.len(), want, left, &mut makes)?, lane_of));
         }
         devices.push(device);
     }
@@ -178,36 +243,41 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         lanes.admit(lane, make)?;
     }
     introduce(&devices, &exports, count);
-    let control =
-        args.control.clone().unwrap_or_default().bind(exports.first().map(|(export, _)| export.socket.path()))?;
+    let first = exports.first().map(|(export, _)| export.socket.path());
+    let place = args.control.clone().unwrap_or_default();
+    let mut control = if heritage.is_none() { place.bind(first)? } else { None };
     let mut watch = Watch::default();
-    let mut servers = Vec::new();
+    let mut starts = Vec::new();
     let mut served = Vec::new();
     for (export, _) in exports {
         let queues: Vec<_> = export.remotes.iter().map(QueueRemote::watch).collect();
         watch.add(&queues);
         let (name, device) = (export.name.clone(), export.device);
-        let config = BackendConfig {
-            name: export.name,
-            disk: export.disk,
-            queues: export.remotes,
-            write_back: export.write_back,
-        };
-        let server = Server::start(export.socket, config)?;
+        let start = export.start()?;
+        let server = start.server();
         served.push(ServedExport {
             name,
             device,
             status: Arc::clone(server.status()),
             hand: server.hand().clone(),
             queues,
-            depth_max: depth_of(&devices[device]),
+            depth_max: depth_of(&devices[device].device),
         });
-        servers.push(server);
+        starts.push(start);
+    }
+    let taken = heritage.map(Heritage::taken).transpose()?;
+    let servers: Vec<_> = starts.into_iter().map(Start::go).collect();
+    if let Some((socket, pause)) = taken {
+        let [rest, whole] = [pause.rest, pause.whole].map(|time| time.as_secs_f64() * 1e3);
+        println!("took over: guests rested {whole:.1} ms, {rest:.1} of them until what was in flight had ended");
+        control = Some(socket);
     }
     let daemon = Arc::new(Daemon {
         started: Instant::now(),
         stats_s: args.stats.unwrap_or(0).into(),
-        devices: devices.into_iter().map(ServedDevice::new).collect(),
+        plans,
+        is_handed: AtomicBool::new(false),
+        devices,
         exports: served,
         lanes: Mutex::new(lanes),
     });
@@ -218,6 +288,9 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     let mut broken = None;
     let mut seconds = 0;
     while signals.wait(Some(Duration::from_secs(1))).is_none() {
+        if daemon.is_handed.load(Ordering::SeqCst) {
+            break;
+        }
         seconds += 1;
         if daemon.stats_every().is_some_and(|every| seconds % every == 0) {
             watch.print(&daemon);
@@ -230,7 +303,8 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
             ended |= lanes.threads().iter().any(LaneThread::is_finished);
         }
         if ended {
-            broken = Some("a lane ended by itself; see the messages above, and report this");
+            let ours = !daemon.is_handed.load(Ordering::SeqCst);
+            broken = ours.then_some("a lane ended by itself; see the messages above, and report this");
             break;
         }
     }
@@ -303,13 +377,26 @@ impl Patience<'_> {
 }
 
 /// Opens every device and checks every export; nothing if we were told to stop meanwhile.
-fn open(plans: Vec<DiskPlan>, patience: &Patience<'_>) -> Result<Option<Vec<(Device, Vec<Wanted>)>>, ServeError> {
+fn open(
+    plans: Vec<DiskPlan>,
+    patience: &Patience<'_>,
+    mut heritage: Option<&mut Heritage>,
+) -> Result<Option<Vec<(ServedDevice, Vec<Wanted>)>>, ServeError> {
     let mut opened = Vec::new();
     let mut exports = 0;
     for mut plan in plans {
         let share = plan.device.take_switch("share")?.unwrap_or(false);
         let name = plan.device.name.clone();
-        let Some(device) = patience.open(&plan.device)? else { return Ok(None) };
+        let left = heritage.as_mut().and_then(|heritage| heritage.devices.pop_front());
+        let (device, info) = if let Some(mut left) = left {
+            let device = Device::adopt(plan.device, left.file.take(), left.sync_failed)?;
+            let info = left.info(device.info());
+            (device, info)
+        } else {
+            let Some(device) = patience.open(&plan.device)? else { return Ok(None) };
+            let info = device.info().clone();
+            (device, info)
+        };
         if plan.exports.len() > 1 && !share && !device.info().read_only {
             let cause = format!("{} exports would write to one disk", plan.exports.len());
             let cure =
@@ -321,7 +408,7 @@ fn open(plans: Vec<DiskPlan>, patience: &Patience<'_>) -> Result<Option<Vec<(Dev
             wanted.push(want(export, exports, device.queues_max())?);
             exports += 1;
         }
-        opened.push((device, wanted));
+        opened.push((ServedDevice::new(device, Arc::new(info)), wanted));
     }
     Ok(Some(opened))
 }
@@ -368,9 +455,15 @@ fn group_number(object: &str, name: &str) -> Result<u32, SpecError> {
     })
 }
 
-/// Binds an export's socket, and says how its queues are made.
-fn bind(device: &Device, device_index: usize, want: Wanted, makes: &mut Vec<Make>) -> Result<Export, ServeError> {
-    let info = Arc::new(device.info().clone());
+/// Binds an export's socket or goes on with what is left of it, and says how its queues are made.
+fn bind(
+    served: &ServedDevice,
+    device_index: usize,
+    want: Wanted,
+    left: Option<ExportState>,
+    makes: &mut Vec<Make>,
+) -> Result<Export, ServeError> {
+    let (device, info) = (&served.device, served.info());
     let Share { name, queues, .. } = want.share;
     let mut remotes = Vec::new();
     for _ in 0..queues {
@@ -381,10 +474,16 @@ fn bind(device: &Device, device_index: usize, want: Wanted, makes: &mut Vec<Make
         makes.push(Box::new(move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port)));
         remotes.push(remote);
     }
-    let socket = BoundSocket::bind(&want.socket)?;
+    let (socket, inherited) = match left {
+        Some(ExportState { listener, path, identity, offered, wce, session }) => {
+            let socket = BoundSocket::adopt(listener, path, identity);
+            (socket, Some(Inherited { offered, wce, session }))
+        }
+        None => (BoundSocket::bind(&want.socket)?, None),
+    };
     let write_back = info.volatile_cache;
     let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, write_back);
-    Ok(Export { name, socket, disk, write_back, remotes, device: device_index })
+    Ok(Export { name, socket, disk, write_back, remotes, device: device_index, inherited })
 }
 
 /// How each lane is made.
@@ -428,10 +527,10 @@ fn introduce_control(socket: BoundSocket, daemon: &Arc<Daemon>) -> Result<Contro
 }
 
 /// Says what is served, and how to attach it.
-fn introduce(devices: &[Device], exports: &[(Export, Vec<usize>)], lanes: usize) {
+fn introduce(devices: &[ServedDevice], exports: &[(Export, Vec<usize>)], lanes: usize) {
     for (index, (export, lane_of)) in exports.iter().enumerate() {
-        let device = &devices[export.device];
-        let info = device.info();
+        let ServedDevice { device, .. } = &devices[export.device];
+        let info = devices[export.device].info();
         let access = if info.read_only { ", read-only" } else { "" };
         println!("{}: {}{access}; {}", info.name, show_size(info.capacity_sectors << 9), device.describe());
         println!("  on {} with {} queues, on lanes {lane_of:?} of {lanes}", export.name, export.remotes.len());

@@ -7,6 +7,8 @@
 use std::collections::BTreeMap;
 use std::fmt::Display;
 
+use serde::{Deserialize, Serialize};
+
 /// A name that could not be understood.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{object}: {cause}; {cure}")]
@@ -27,7 +29,7 @@ impl SpecError {
 }
 
 /// A name taken apart.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spec {
     /// As it was given.
     pub name: String,
@@ -36,6 +38,7 @@ pub struct Spec {
     /// Which one: a path, a size.
     pub body: String,
     options: BTreeMap<String, String>,
+    #[serde(skip)]
     known: Vec<&'static str>,
 }
 

@@ -4,13 +4,14 @@
 //! their number can be set; `serve` takes them back at the end. Of queues and exports it holds watching hands only.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
 use blkyard_export::{ExportHand, ExportStatus, QueueWatch};
 use blkyard_mq::DeviceInfo;
 
+use crate::plan::DiskPlan;
 use crate::{Device, ServedLanes};
 
 /// What a daemon serves, and with what.
@@ -19,6 +20,10 @@ pub struct Daemon {
     pub started: Instant,
     /// Seconds between the lines it prints of each export; zero for none.
     pub stats_s: AtomicU64,
+    /// What it was asked to serve: a plan for each device.
+    pub plans: Vec<DiskPlan>,
+    /// Another daemon goes on with all it served.
+    pub is_handed: AtomicBool,
     /// What it has open.
     pub devices: Vec<ServedDevice>,
     /// What others see of it.
@@ -36,9 +41,9 @@ pub struct ServedDevice {
 }
 
 impl ServedDevice {
-    /// A device that is served as it was opened.
-    pub fn new(device: Device) -> ServedDevice {
-        ServedDevice { info: Mutex::new(Arc::new(device.info().clone())), device }
+    /// A device that is served as this.
+    pub fn new(device: Device, info: Arc<DeviceInfo>) -> ServedDevice {
+        ServedDevice { info: Mutex::new(info), device }
     }
 
     /// As it is served now.

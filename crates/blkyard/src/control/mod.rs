@@ -17,10 +17,12 @@ use blkyard_export::BoundSocket;
 pub use client::{AskError, ask};
 pub use daemon::{Daemon, ServedDevice, ServedExport};
 pub use place::ControlPlace;
-pub use server::ControlServer;
+pub use server::{Answer, ControlServer};
 pub use target::{Kind, Target};
 pub use wire::Wish;
+pub(crate) use wire::{answer_line, parse_answer, parse_request, request_line};
 
+use crate::takeover::{self, Given};
 use crate::{inspect, set};
 
 /// Answers for a daemon at a socket, from now on.
@@ -28,8 +30,16 @@ use crate::{inspect, set};
 /// # Errors
 /// The system gives no thread or descriptor.
 pub fn serve(socket: BoundSocket, daemon: Arc<Daemon>) -> std::io::Result<ControlServer> {
-    ControlServer::start(socket, move |wish| match wish {
-        Wish::Inspect => serde_json::to_value(inspect::collect(&daemon)).map_err(|error| error.to_string()),
-        Wish::Set { what, values } => set::apply(&daemon, &what, values).map(Into::into),
+    let socket = Arc::new(socket);
+    ControlServer::start(Arc::clone(&socket), move |wish, client| {
+        Answer::Say(match wish {
+            Wish::Inspect => serde_json::to_value(inspect::collect(&daemon)).map_err(|error| error.to_string()),
+            Wish::Set { what, values } => set::apply(&daemon, &what, values).map(Into::into),
+            Wish::Takeover { version } => match takeover::give(&daemon, &socket, client, version) {
+                Given::Gone => return Answer::Last,
+                Given::Kept(why) => Err(why),
+            },
+            Wish::Taken => Err("nothing is being handed over; ask for it with blkyard serve --takeover".into()),
+        })
     })
 }

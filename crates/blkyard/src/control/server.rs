@@ -24,6 +24,14 @@ pub const CLIENTS_MAX: usize = 8;
 /// How long a client may take from one request to the next, and to read an answer. People do not type here.
 pub const CLIENT_TIME: Duration = Duration::from_secs(10);
 
+/// What is answered.
+pub enum Answer {
+    /// This, and the next request may come.
+    Say(Result<Value, String>),
+    /// All has been said over the connection itself, and nobody is to be answered here any more.
+    Last,
+}
+
 /// A control socket that is answered.
 #[derive(Debug)]
 pub struct ControlServer {
@@ -36,16 +44,16 @@ impl ControlServer {
     ///
     /// # Errors
     /// The system gives no thread or descriptor.
-    pub fn start<A>(socket: BoundSocket, answer: A) -> io::Result<ControlServer>
+    pub fn start<A>(socket: Arc<BoundSocket>, answer: A) -> io::Result<ControlServer>
     where
-        A: FnMut(Wish) -> Result<Value, String> + Send + 'static,
+        A: FnMut(Wish, &UnixStream) -> Answer + Send + 'static,
     {
         ControlServer::start_with(socket, CLIENT_TIME, answer)
     }
 
-    fn start_with<A>(socket: BoundSocket, client_time: Duration, answer: A) -> io::Result<ControlServer>
+    fn start_with<A>(socket: Arc<BoundSocket>, client_time: Duration, answer: A) -> io::Result<ControlServer>
     where
-        A: FnMut(Wish) -> Result<Value, String> + Send + 'static,
+        A: FnMut(Wish, &UnixStream) -> Answer + Send + 'static,
     {
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         socket.listener().set_nonblocking(true)?;
@@ -66,7 +74,7 @@ impl Drop for ControlServer {
 }
 
 struct Serving<A> {
-    socket: BoundSocket,
+    socket: Arc<BoundSocket>,
     stop: Arc<OwnedFd>,
     clients: Vec<Client>,
     client_time: Duration,
@@ -96,16 +104,24 @@ enum Turn {
     Gone,
 }
 
-impl<A: FnMut(Wish) -> Result<Value, String>> Serving<A> {
+/// What becomes of a client after its turn.
+enum Fate {
+    Stays,
+    Leaves,
+    /// Of all: nobody is answered any more.
+    Ends,
+}
+
+impl<A: FnMut(Wish, &UnixStream) -> Answer> Serving<A> {
     fn run(mut self) {
         while !self.wait() {
             self.accept();
             let mut index = 0;
             while index < self.clients.len() {
-                if self.turn(index) {
-                    index += 1;
-                } else {
-                    self.clients.swap_remove(index);
+                match self.turn(index) {
+                    Fate::Stays => index += 1,
+                    Fate::Leaves => drop(self.clients.swap_remove(index)),
+                    Fate::Ends => return,
                 }
             }
             let (now, time) = (Instant::now(), self.client_time);
@@ -159,19 +175,26 @@ impl<A: FnMut(Wish) -> Result<Value, String>> Serving<A> {
         }
     }
 
-    /// Takes a client as far as it goes without waiting, but no further than one request; false once it is over.
-    fn turn(&mut self, index: usize) -> bool {
+    /// Takes a client as far as it goes without waiting, but no further than one request.
+    fn turn(&mut self, index: usize) -> Fate {
         match self.clients[index].advance() {
-            Turn::Wait => true,
-            Turn::Gone => false,
+            Turn::Wait => Fate::Stays,
+            Turn::Gone => Fate::Leaves,
             Turn::Request(line) => {
                 let begin = Instant::now();
-                let outcome = parse_request(&line).and_then(|wish| (self.answer)(wish));
+                let outcome = match parse_request(&line).map(|wish| (self.answer)(wish, &self.clients[index].stream)) {
+                    Ok(Answer::Say(outcome)) => outcome,
+                    Ok(Answer::Last) => return Fate::Ends,
+                    Err(error) => Err(error),
+                };
                 self.clients[index].owe(answer_line(&outcome));
                 // The time we took is not theirs.
                 let spent = begin.elapsed();
                 self.clients.iter_mut().for_each(|client| client.since += spent);
-                !matches!(self.clients[index].send(), Turn::Gone)
+                match self.clients[index].send() {
+                    Turn::Gone => Fate::Leaves,
+                    _ => Fate::Stays,
+                }
             }
         }
     }
@@ -278,9 +301,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("c");
         let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: Some(0o600), group: None }).unwrap();
-        let server = ControlServer::start_with(socket, client_time, move |wish| {
+        let server = ControlServer::start_with(Arc::new(socket), client_time, move |wish, _| {
             assert_eq!(wish, Wish::Inspect);
-            Ok(Value::from("x".repeat(long)))
+            Answer::Say(Ok(Value::from("x".repeat(long))))
         });
         Ground { _server: server.unwrap(), path, _folder: folder }
     }

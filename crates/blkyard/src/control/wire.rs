@@ -36,6 +36,13 @@ pub enum Wish {
         /// What it is to be.
         values: BTreeMap<String, String>,
     },
+    /// Hand everything over: see [`crate::takeover`].
+    Takeover {
+        /// The version of what is to be handed over.
+        version: u32,
+    },
+    /// What was handed over can be gone on with. Means something while something is being handed over, and nothing else.
+    Taken,
 }
 
 #[derive(Deserialize)]

@@ -1,0 +1,134 @@
+//! The daemon that hands over.
+
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use blkyard_export::{BoundSocket, Handed};
+use serde_json::Value;
+
+use super::VERSION;
+use super::parcel::{DevicePart, ExportPart, Files, Parcel, SocketPart};
+use super::wire::{receive, send_files};
+use crate::control::{Daemon, Wish, answer_line, parse_request};
+
+/// How long exports may take to come to rest: as long as for any other change.
+const REST_TIME: Duration = Duration::from_secs(20);
+/// How long the new daemon may take from one word to the next. Guests wait meanwhile.
+const WORD_TIME: Duration = Duration::from_secs(5);
+/// Bytes of what the new daemon may say.
+const WORD_BYTES_MAX: usize = 1 << 10;
+
+/// What became of it.
+pub enum Given {
+    /// Somebody goes on with everything: this daemon is to end.
+    Gone,
+    /// Nothing has changed.
+    Kept(String),
+}
+
+/// Hands everything over to who asked. `control` is the socket through which it was asked.
+pub fn give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream, version: u32) -> Given {
+    if version != VERSION {
+        return Given::Kept(format!(
+            "it hands over in version {VERSION} and was asked for {version}; stop it, and start the new one without --takeover"
+        ));
+    }
+    let timed = client
+        .set_nonblocking(false)
+        .and_then(|()| client.set_read_timeout(Some(WORD_TIME)))
+        .and_then(|()| client.set_write_timeout(Some(WORD_TIME)));
+    let outcome = timed.map_err(|error| error.to_string()).and_then(|()| try_give(daemon, control, client));
+    match outcome {
+        Ok(spent) => {
+            tracing::info!("another daemon goes on with everything, after {:.1} ms", spent.as_secs_f64() * 1e3);
+            Given::Gone
+        }
+        Err(why) => {
+            let _ = client.set_nonblocking(true);
+            tracing::warn!("nothing was handed over: {why}");
+            Given::Kept(why)
+        }
+    }
+}
+
+fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Result<Duration, String> {
+    // What cannot be is found before any guest waits.
+    for served in &daemon.devices {
+        served.device.can_be_handed()?;
+    }
+    let lanes = daemon.lanes().threads().len() as u64;
+    let begin = Instant::now();
+    let asked: Vec<_> = daemon.exports.iter().map(|export| export.hand.hand_over()).collect();
+    let mut handed = Vec::new();
+    for (answer, export) in asked.into_iter().zip(&daemon.exports) {
+        let left = REST_TIME.saturating_sub(begin.elapsed());
+        let rested = answer.recv_timeout(left).map_err(|_| {
+            format!("{export}: it did not come to rest within {REST_TIME:?}; see blkyard inspect for what its device has in hand")
+        })?;
+        handed.push(rested.map_err(|why| format!("{export}: {why}; see blkyard inspect"))?);
+    }
+    let rested = begin.elapsed();
+    let mut files = Files::new();
+    let (parcel, rests) = pack(daemon, control, lanes, handed, &mut files)?;
+    let parcel = serde_json::to_value(parcel).map_err(|error| error.to_string())?;
+    let left = |error| format!("the new daemon does not listen: {error}; see what it says");
+    send_files(client, &files).map_err(left)?;
+    say(client, &Ok(parcel)).map_err(left)?;
+    drop(files);
+    let (_, word) = receive(client, WORD_BYTES_MAX).map_err(left)?;
+    match parse_request(&word)? {
+        Wish::Taken => {}
+        other => return Err(format!("the new daemon should have taken it, and said {other:?}; see what it is")),
+    }
+    // The last moment to go on ourselves: if it cannot be told, it has not been.
+    say(client, &Ok(Value::from(rested.as_micros() as u64))).map_err(left)?;
+    // Before any of them ends.
+    daemon.is_handed.store(true, Ordering::SeqCst);
+    rests.into_iter().for_each(blkyard_export::Rest::let_go);
+    control.set_owned(false);
+    Ok(begin.elapsed())
+}
+
+fn pack(
+    daemon: &Daemon,
+    control: &BoundSocket,
+    lanes: u64,
+    handed: Vec<Handed>,
+    files: &mut Files,
+) -> Result<(Parcel, Vec<blkyard_export::Rest>), String> {
+    let text = |error: std::io::Error| error.to_string();
+    files.push_back(control.listener().as_fd().try_clone_to_owned().map_err(text)?);
+    let path = std::path::absolute(control.path()).map_err(text)?;
+    let control = SocketPart { path, identity: control.identity() };
+    let (mut handed, mut rests) = (handed.into_iter(), Vec::new());
+    let mut devices = Vec::new();
+    for (served, plan) in daemon.devices.iter().zip(&daemon.plans) {
+        let file = served.device.description();
+        let info = served.info();
+        if let Some(file) = file {
+            files.push_back(file.try_clone_to_owned().map_err(text)?);
+        }
+        let mut exports = Vec::new();
+        // Exports stand in the order of the plan.
+        for (spec, Handed { state, rest }) in plan.exports.iter().zip(handed.by_ref()) {
+            exports.push(ExportPart::pack(spec.clone(), state, files));
+            rests.push(rest);
+        }
+        devices.push(DevicePart {
+            spec: plan.device.clone(),
+            has_file: file.is_some(),
+            sync_failed: served.device.sync_has_failed(),
+            capacity_sectors: info.capacity_sectors,
+            sectors_max: info.limits.sectors_max,
+            exports,
+        });
+    }
+    Ok((Parcel { lanes, control, devices }, rests))
+}
+
+fn say(mut to: &UnixStream, outcome: &Result<Value, String>) -> std::io::Result<()> {
+    to.write_all(answer_line(outcome).as_bytes())
+}

@@ -1,0 +1,152 @@
+//! The daemon that takes over.
+
+use std::collections::VecDeque;
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use blkyard_export::{BoundSocket, ExportState};
+use blkyard_mq::DeviceInfo;
+
+use super::VERSION;
+use super::parcel::{Files, Parcel, SocketPart, next};
+use super::wire::receive;
+use crate::control::{Wish, parse_answer, request_line};
+use crate::plan::DiskPlan;
+use crate::spec::SpecError;
+
+/// How long the old daemon may take: for its exports to come to rest, and for others that it answers before.
+const ANSWER_TIME: Duration = Duration::from_mins(1);
+/// Bytes of what is handed over, without descriptors: some kilobytes for each export.
+const PARCEL_BYTES_MAX: usize = 64 << 20;
+
+/// What is left of a device.
+#[derive(Debug)]
+pub struct DeviceGift {
+    /// What carries its I/O and its lock.
+    pub file: Option<OwnedFd>,
+    /// A sync has failed.
+    pub sync_failed: bool,
+    capacity_sectors: u64,
+    sectors_max: u32,
+}
+
+impl DeviceGift {
+    /// The device as it was served.
+    pub fn info(&self, opened: &DeviceInfo) -> DeviceInfo {
+        let mut info = opened.clone();
+        info.capacity_sectors = self.capacity_sectors;
+        info.limits.sectors_max = self.sectors_max;
+        info
+    }
+}
+
+/// What another daemon leaves, until it is known whether we can go on with it. Dropped, it stays that one's.
+#[derive(Debug)]
+pub struct Heritage {
+    /// What it serves.
+    pub disks: Vec<DiskPlan>,
+    /// Threads that did its work.
+    pub lanes: u64,
+    /// One for each disk.
+    pub devices: VecDeque<DeviceGift>,
+    /// One for each export of each disk, in their order.
+    pub exports: VecDeque<ExportState>,
+    control: BoundSocket,
+    daemon: UnixStream,
+    path: PathBuf,
+    begin: Instant,
+}
+
+/// How long guests had to wait.
+#[derive(Debug, Clone, Copy)]
+pub struct Pause {
+    /// Until what was in flight had ended.
+    pub rest: Duration,
+    /// In all.
+    pub whole: Duration,
+}
+
+/// Asks the daemon at a control socket to hand over. It rests until this is [taken](Heritage::taken) or dropped.
+///
+/// # Errors
+/// There is none, it cannot, or it will not: it goes on.
+pub fn take(path: &Path) -> Result<Heritage, SpecError> {
+    let problem = |cause: String, cure: &str| SpecError::new(format!("takeover of {}", path.display()), cause, cure);
+    let silent =
+        |error: std::io::Error| problem(format!("no answer: {error}"), "see whether that daemon is busy or ending");
+    let mut daemon = UnixStream::connect(path).map_err(|error| {
+        let cure = "name the control socket of a daemon that runs, which it says when it starts";
+        problem(format!("no daemon listens there: {error}"), cure)
+    })?;
+    daemon.set_read_timeout(Some(ANSWER_TIME)).map_err(silent)?;
+    daemon.set_write_timeout(Some(ANSWER_TIME)).map_err(silent)?;
+    let begin = Instant::now();
+    daemon.write_all(request_line(&Wish::Takeover { version: VERSION }).as_bytes()).map_err(silent)?;
+    let (mut files, line) = receive(&daemon, PARCEL_BYTES_MAX).map_err(silent)?;
+    let parcel = parse_answer(&line).map_err(|said| {
+        if said.contains("unknown variant") {
+            problem(
+                "that daemon is older, and hands nothing over".into(),
+                "stop it, and start this one without --takeover",
+            )
+        } else {
+            problem(said, "it goes on")
+        }
+    })?;
+    let odd = |why: String| problem(format!("what it hands over makes no sense: {why}"), "it goes on; stop it instead");
+    let parcel: Parcel = serde_json::from_value(parcel).map_err(|error| odd(error.to_string()))?;
+    unpack(parcel, &mut files, daemon, path, begin).map_err(odd)
+}
+
+fn unpack(
+    parcel: Parcel,
+    files: &mut Files,
+    daemon: UnixStream,
+    path: &Path,
+    begin: Instant,
+) -> Result<Heritage, String> {
+    let Parcel { lanes, control: SocketPart { path: control, identity }, devices: parts } = parcel;
+    let control = BoundSocket::adopt(next(files)?, control, identity);
+    let (mut disks, mut devices, mut exports) = (Vec::new(), VecDeque::new(), VecDeque::new());
+    for part in parts {
+        devices.push_back(DeviceGift {
+            file: part.has_file.then(|| next(files)).transpose()?,
+            sync_failed: part.sync_failed,
+            capacity_sectors: part.capacity_sectors,
+            sectors_max: part.sectors_max,
+        });
+        let mut specs = Vec::new();
+        for export in part.exports {
+            let (spec, state) = export.unpack(files)?;
+            specs.push(spec);
+            exports.push_back(state);
+        }
+        disks.push(DiskPlan { device: part.spec, exports: specs });
+    }
+    if !files.is_empty() {
+        return Err(format!("{} descriptors came too many", files.len()));
+    }
+    Ok(Heritage { disks, lanes, devices, exports, control, daemon, path: path.into(), begin })
+}
+
+impl Heritage {
+    /// Says that all is prepared, and waits until the other daemon has let go. Gives its control socket, which is ours from then on.
+    ///
+    /// # Errors
+    /// It did not let go, and goes on.
+    pub fn taken(mut self) -> Result<(BoundSocket, Pause), SpecError> {
+        let kept = |why: String| {
+            let object = format!("takeover of {}", self.path.display());
+            SpecError::new(object, format!("that daemon did not let go: {why}"), "see what it says, and try again")
+        };
+        self.daemon.write_all(request_line(&Wish::Taken).as_bytes()).map_err(|error| kept(error.to_string()))?;
+        let (_, line) = receive(&self.daemon, PARCEL_BYTES_MAX).map_err(|error| kept(error.to_string()))?;
+        let rest_us = parse_answer(&line).map_err(kept)?;
+        self.control.set_owned(true);
+        let rest = Duration::from_micros(rest_us.as_u64().unwrap_or(0));
+        Ok((self.control, Pause { rest, whole: self.begin.elapsed() }))
+    }
+}

@@ -1,0 +1,226 @@
+//! `serve --takeover` as processes: one daemon takes the place of another under a client that checks what it wrote.
+
+use std::io::{BufRead, BufReader, Lines, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longer than anything here takes on a busy machine.
+const PATIENCE: Duration = Duration::from_mins(2);
+
+/// Written once, block by block, and read back: some seconds.
+const IMAGE_BYTES: u64 = 512 << 20;
+
+/// A process that does not outlive its test.
+struct Process(Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Process {
+    /// Waits until it has ended; whether it did so with success.
+    fn ends_well(&mut self) -> bool {
+        let begin = Instant::now();
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status.success();
+            }
+            assert!(begin.elapsed() < PATIENCE, "it does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+struct Daemon {
+    process: Process,
+    _lines: Lines<BufReader<ChildStdout>>,
+    /// How long guests rested, milliseconds, if it took over.
+    rested_ms: Option<f64>,
+}
+
+fn program(folder: &Path, words: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+    command.args(words).current_dir(folder);
+    command
+}
+
+impl Daemon {
+    /// Starts one with its control socket at `c` and waits until it is ready.
+    fn start(folder: &Path, words: &[&str]) -> Daemon {
+        let mut child = program(folder, &[&["serve"], words].concat()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let process = Process(child);
+        let mut rested_ms = None;
+        loop {
+            let line = lines.next().expect("it ends before it is ready").unwrap();
+            if let Some(rest) = line.strip_prefix("took over: guests rested ") {
+                rested_ms = rest.split(' ').next().unwrap().parse().ok();
+            }
+            if line == "ready" {
+                return Daemon { process, _lines: lines, rested_ms };
+            }
+        }
+    }
+
+    fn on_image(folder: &Path) -> Daemon {
+        std::fs::File::create(folder.join("disk.img")).unwrap().set_len(IMAGE_BYTES).unwrap();
+        let export = "vhost-user-blk:s?queues=2";
+        Daemon::start(folder, &["--device", "file:disk.img", "--export", export, "--control", "c", "--lanes", "2"])
+    }
+
+    fn stop(mut self) {
+        let pid = rustix::process::Pid::from_child(&self.process.0);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        assert!(self.process.ends_well(), "it ends badly");
+    }
+}
+
+fn run(folder: &Path, words: &[&str]) -> Output {
+    program(folder, words).output().unwrap()
+}
+
+/// What the daemon at `c` tells of its only export's session.
+fn sessions(folder: &Path) -> String {
+    let told = run(folder, &["inspect", "--control", "c"]);
+    assert!(told.status.success(), "{}", String::from_utf8_lossy(&told.stderr));
+    String::from_utf8(told.stdout).unwrap()
+}
+
+fn writes_and_checks(folder: &Path) {
+    let words = ["bench", "vhost-user:s", "--rw", "randwrite", "--verify", "crc32c", "--size", "1M", "--iodepth", "8"];
+    let done = run(folder, &words);
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+}
+
+#[test]
+fn daemons_take_over_one_from_another_under_a_client_that_checks_what_it_wrote() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let mut daemon = Daemon::on_image(folder);
+    let mut client = Process(
+        program(folder, &["bench", "vhost-user:s", "--rw", "randwrite", "--verify", "crc32c", "--queues", "2"])
+            .args(["--numjobs", "2", "--iodepth", "16"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap(),
+    );
+    let begin = Instant::now();
+    while !sessions(folder).contains("is connected") {
+        assert!(begin.elapsed() < PATIENCE, "the client never connects:\n{}", sessions(folder));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let mut under_load = 0;
+    while client.0.try_wait().unwrap().is_none() && under_load < 8 {
+        let heir = Daemon::start(folder, &["--takeover", "c"]);
+        println!("guests rested {:?} ms", heir.rested_ms);
+        assert!(heir.rested_ms.is_some());
+        let mut old = std::mem::replace(&mut daemon, heir);
+        assert!(old.process.ends_well(), "the old daemon ends badly");
+        assert!(folder.join("s").exists() && folder.join("c").exists(), "a socket went with the old daemon");
+        under_load += 1;
+    }
+    assert!(under_load > 1, "the client was gone before it could notice anything");
+    let ended = client.ends_well();
+    let mut said = String::new();
+    client.0.stdout.take().unwrap().read_to_string(&mut said).unwrap();
+    client.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(ended, "the client says:\n{said}");
+    assert!(
+        !said.contains("I/O waits for it") && !said.contains("served again"),
+        "the client lost its session:\n{said}"
+    );
+    println!("{said}");
+    // Still locked, and by the one that serves.
+    let second =
+        run(folder, &["serve", "--device", "file:disk.img", "--export", "vhost-user-blk:t", "--lock-wait-s", "0"]);
+    assert!(!second.status.success());
+    daemon.stop();
+    assert!(!folder.join("s").exists() && !folder.join("c").exists(), "a socket is left behind");
+}
+
+#[test]
+fn a_daemon_goes_on_when_its_heir_dies_or_cannot_or_is_none() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let mut daemon = Daemon::on_image(folder);
+    let ask = |words: &str| {
+        let stream = UnixStream::connect(folder.join("c")).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        (&stream).write_all(words.as_bytes()).unwrap();
+        stream
+    };
+    let hear = |stream: &UnixStream| {
+        let mut line = String::new();
+        BufReader::new(stream).read_line(&mut line).unwrap();
+        line
+    };
+    let wish = "{\"blkyard\":1,\"do\":\"takeover\",\"version\":1}\n";
+    // It dies before it is told, when it has been told, and says something else.
+    drop(ask(wish));
+    writes_and_checks(folder);
+    let stream = ask(wish);
+    let parcel = hear(&stream);
+    assert!(parcel.starts_with('#') && parcel.contains("\"ok\""), "{parcel}");
+    drop(stream);
+    writes_and_checks(folder);
+    let stream = ask(wish);
+    hear(&stream);
+    (&stream).write_all(b"{\"blkyard\":1,\"do\":\"inspect\"}\n").unwrap();
+    assert!(hear(&stream).contains("should have taken it"));
+    writes_and_checks(folder);
+    // It speaks another version, or out of turn.
+    let other = hear(&ask(&wish.replace("\"version\":1", "\"version\":9")));
+    assert!(
+        other.contains("version 1") && other.contains("asked for 9") && other.contains("without --takeover"),
+        "{other}"
+    );
+    assert!(hear(&ask("{\"blkyard\":1,\"do\":\"taken\"}\n")).contains("nothing is being handed over"));
+    writes_and_checks(folder);
+    assert!(daemon.process.0.try_wait().unwrap().is_none(), "the old daemon has ended");
+    assert!(folder.join("s").exists() && folder.join("c").exists());
+    daemon.stop();
+}
+
+#[test]
+fn what_cannot_be_handed_over_is_refused_with_what_helps() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let refused = |words: &[&str], explained: &[&str]| {
+        let ended = run(folder, words);
+        let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+        assert!(!ended.status.success(), "{words:?} is not refused");
+        explained.iter().for_each(|word| assert!(said.contains(word), "{words:?}: '{word}' is missing in: {said}"));
+    };
+    refused(&["serve", "--takeover", "c"], &["takeover of c", "no daemon", "control socket"]);
+    let export = "vhost-user-blk:s?queues=1&lanes=1";
+    let ram = Daemon::start(
+        folder,
+        &["--device", "ram:16M", "--export", "vhost-user-blk:s", "--control", "c", "--lanes", "1"],
+    );
+    refused(&["serve", "--takeover", "c"], &["takeover of c", "ram:16M", "memory ends", "goes on"]);
+    refused(&["serve", "--takeover", "c", "--device", "ram:1M"], &["--takeover", "cannot be used with"]);
+    writes_and_checks(folder);
+    ram.stop();
+    let null = Daemon::start(folder, &["--device", "null:16M", "--export", export, "--control", "c", "--lanes", "2"]);
+    // The new one has fewer lanes than the export names.
+    refused(&["serve", "--takeover", "c", "--lanes", "1"], &["no lane 1", "run more lanes"]);
+    assert!(folder.join("s").exists() && folder.join("c").exists());
+    let heir = Daemon::start(folder, &["--takeover", "c"]);
+    drop(null);
+    heir.stop();
+    let silent = std::os::unix::net::UnixListener::bind(PathBuf::from(folder).join("old")).unwrap();
+    let older = std::thread::spawn(move || {
+        let (stream, _) = silent.accept().unwrap();
+        BufReader::new(&stream).read_line(&mut String::new()).unwrap();
+        let said = "the request is not understood: unknown variant `takeover`, expected `inspect` or `set`";
+        writeln!(&stream, "{{\"blkyard\":1,\"error\":\"{said}\"}}").unwrap();
+    });
+    refused(&["serve", "--takeover", "old"], &["takeover of old", "older", "without --takeover"]);
+    older.join().unwrap();
+}
