@@ -65,9 +65,9 @@ fn exports_change_hands_under_a_guest_that_notices_nothing() {
                 });
                 // The message layer knows what was negotiated with another.
                 if round % 2 == 0 {
-                    front.add(&dimm).unwrap()
+                    front.add(&dimm).unwrap();
                 } else {
-                    front.remove(&dimm).unwrap()
+                    front.remove(&dimm).unwrap();
                 }
                 assert_eq!(front.config(0, 8).unwrap(), (16384_u64).to_le_bytes());
             }
