@@ -131,7 +131,7 @@ struct YardWaker<D, Cx> {
     /// Known once the queue is shared; it is idle before. The queue has the budget, and the budget this waker: so it does not keep the
     /// queue.
     yard: OnceLock<Weak<Yard<D, Cx>>>,
-    /// Seats whose threads are to be woken. Not locked for longer than that takes.
+    /// A list for the seats whose threads are to be woken.
     calls: Mutex<Vec<usize>>,
 }
 
@@ -144,7 +144,11 @@ impl<D, Cx> YardWaker<D, Cx> {
 impl<D: Driver<Cx> + Send, Cx: Context + Send> Wake for YardWaker<D, Cx> {
     fn wake(&self) {
         if let Some(yard) = self.yard.get().and_then(Weak::upgrade) {
-            yard.leave_word(true, &mut self.calls.lock().unwrap_or_else(PoisonError::into_inner));
+            // Taken out, so that nobody waits here for who has it. Who finds it gone makes one of its own.
+            let list = || self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut calls = std::mem::take(&mut *list());
+            yard.leave_word(true, &mut calls);
+            *list() = calls;
         }
     }
 }
