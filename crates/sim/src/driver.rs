@@ -34,15 +34,14 @@ impl<Cx: ?Sized> Driver<Cx> for PairDriver {
         let room = self.host.room();
         for _ in 0..room {
             let Some((tag, request, mut segments)) = batch.take() else { break };
-            let mut command = Command {
-                cid: 0,
+            // Written where it goes, piece by piece: made elsewhere and copied, it would be read before its pieces have arrived.
+            self.host.post(Command {
+                cid: self.cids.park(tag).0,
                 op: request.op(),
                 sector: request.sector(),
                 sectors: request.sectors(),
                 data: segments.next().unwrap_or_default(),
-            };
-            command.cid = self.cids.park(tag).0;
-            self.host.post(command);
+            });
         }
         self.host.ring();
     }
