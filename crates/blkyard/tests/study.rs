@@ -1,4 +1,4 @@
-//! The first study as a user runs it: quick, checked, as JSON and as a picture.
+//! The studies as a user runs them: quick, checked, as JSON and as a picture.
 //!
 //! What is virtual time holds everywhere. What is CPU time depends on the machine and on how the program was built, so of that the
 //! test asks only that verdicts and exit code agree.
@@ -46,4 +46,24 @@ fn the_first_study_prints_both_tables_and_its_verdicts_decide_the_exit_code() {
         2 + 3 * 2 * 16,
         "a claim and a replay for each point of three panels"
     );
+}
+
+#[test]
+fn the_second_study_says_what_is_simulated_and_its_verdicts_decide_the_exit_code() {
+    let folder = tempfile::tempdir().unwrap();
+    let picture = folder.path().join("study.svg");
+    let output = Command::new(env!("CARGO_BIN_EXE_blkyard"))
+        .args(["study", "multi-vq", "--quick", "--check", "--json", "--svg"])
+        .arg(&picture)
+        .output()
+        .unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let points = report["simulated_grid"].as_array().unwrap();
+    assert_eq!(points.len(), 2 * 3 * 3);
+    assert!(points.iter().all(|point| point["iops"].as_f64().unwrap() > 0.0), "{points:?}");
+    assert!(report["costs"]["live"]["alone_ns"].as_f64().unwrap() > 0.0);
+    let all_met = report["goals"].as_array().unwrap().iter().all(|goal| goal["met"] == true);
+    assert_eq!(output.status.code(), Some(i32::from(!all_met)));
+    let picture = fs::read_to_string(picture).unwrap();
+    assert_eq!(picture.matches("<circle").count(), 2 * 3 * 3, "a point for each of both panels");
 }

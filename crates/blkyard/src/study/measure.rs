@@ -304,7 +304,7 @@ impl<M: End> Rig<M> {
 
 /// Rounds for a window, in which this thread had its CPU to itself; tries again if it had not. Returns how many rounds, and the
 /// sums of what they took.
-fn whole_window<const N: usize>(mut round: impl FnMut() -> [u64; N]) -> (usize, [u64; N]) {
+pub(crate) fn whole_window<const N: usize>(mut round: impl FnMut() -> [u64; N]) -> (usize, [u64; N]) {
     let mut tries = 0;
     loop {
         let (start_ns, start_cpu_ns) = (now_ns(), thread_cpu_ns());
@@ -319,6 +319,13 @@ fn whole_window<const N: usize>(mut round: impl FnMut() -> [u64; N]) -> (usize, 
             return (rounds, sums);
         }
     }
+}
+
+/// What it takes to put a bio into another job's box, and to take it out there, nanoseconds.
+pub(crate) fn mail_ns(windows: usize) -> f64 {
+    let (mut mail, mut samples) = (Mail::new(), Samples::default());
+    (0..windows).for_each(|_| samples.push(mail.window()));
+    samples.cost()
 }
 
 /// Two jobs, of which one leaves mail for the other.

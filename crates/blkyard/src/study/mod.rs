@@ -4,6 +4,8 @@
 //! mode's own code is measured step by step on this machine (`measure.rs`, `wakes.rs`) and then run on a model of the post's device and
 //! host in virtual time, which charges each step what it was measured to cost (`world.rs`). So the noise of the machine has no part in
 //! the latencies, and the cost of the code does.
+//!
+//! `multi-vq` is the second: every virtqueue of a virtio-blk disk becomes a hardware queue (M. Lei, linux-kernel, June 2014); see `vq/`.
 
 mod bio;
 mod costs;
@@ -18,6 +20,7 @@ mod report;
 mod seats;
 mod single;
 mod svg;
+mod vq;
 mod wakes;
 mod world;
 
@@ -63,6 +66,8 @@ pub struct StudyArgs {
 pub enum Study {
     /// NVMe on the multi-queue core against the bio-based driver, 2013.
     MqVsBio,
+    /// Several virtqueues for a virtio-blk disk against one, 2014.
+    MultiVq,
 }
 
 /// Why a study was not run.
@@ -89,15 +94,27 @@ const BEYOND: usize = 2048;
 /// # Errors
 /// The machine cannot be measured, or the picture not written.
 pub fn run(args: &StudyArgs) -> Result<ExitCode, StudyError> {
-    let Study::MqVsBio = args.name;
-    let model = DeviceModel::NVME_2013;
-    let (windows, length) =
-        if args.quick { (100, Length { ios: 30_000, rounds: 8 }) } else { (400, Length { ios: 200_000, rounds: 25 }) };
     let say = |what: String| {
         if !args.json {
             eprintln!("{what}");
         }
     };
+    match args.name {
+        Study::MqVsBio => {
+            let report = mq_vs_bio(args, say)?;
+            publish(args, report.is_met(), || svg::picture(&report), || report.json(), || report.text())
+        }
+        Study::MultiVq => {
+            let report = vq::run(vq::Length::new(args.quick), args.seed, say)?;
+            publish(args, report.is_met(), || vq::svg::picture(&report), || report.json(), || report.text())
+        }
+    }
+}
+
+fn mq_vs_bio(args: &StudyArgs, say: impl Fn(String)) -> Result<Report, StudyError> {
+    let model = DeviceModel::NVME_2013;
+    let (windows, length) =
+        if args.quick { (100, Length { ios: 30_000, rounds: 8 }) } else { (400, Length { ios: 200_000, rounds: 25 }) };
     say("measuring the steps of each mode ...".into());
     let costs = measure(model, windows)?;
     let rows = grid::play(model, &costs, length, args.seed, |point| {
@@ -105,17 +122,26 @@ pub fn run(args: &StudyArgs) -> Result<ExitCode, StudyError> {
             say(format!("virtual time: {point} of {} points ...", post::POST.len()));
         }
     });
-    let report = Report::new(model, &costs, length, args.seed, rows);
+    Ok(Report::new(model, &costs, length, args.seed, rows))
+}
+
+/// Draws and prints what is wanted of a report.
+fn publish(
+    args: &StudyArgs,
+    is_met: bool,
+    picture: impl FnOnce() -> String,
+    json: impl FnOnce() -> String,
+    text: impl FnOnce() -> String,
+) -> Result<ExitCode, StudyError> {
     if let Some(path) = &args.svg {
-        let picture = svg::picture(&report);
-        std::fs::write(path, picture).map_err(|error| StudyError::Picture { path: path.clone(), error })?;
+        std::fs::write(path, picture()).map_err(|error| StudyError::Picture { path: path.clone(), error })?;
     }
     if args.json {
-        println!("{}", report.json());
+        println!("{}", json());
     } else {
-        print!("{}", report.text());
+        print!("{}", text());
     }
-    Ok(if args.check && !report.is_met() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    Ok(if args.check && !is_met { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// Measures everything on a thread of its own, which stays on one CPU.

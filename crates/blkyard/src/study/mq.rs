@@ -1,23 +1,30 @@
 //! Mode `mq`: the core as it is meant. A job owns its hardware queue: no lock, nothing shared, one doorbell for a batch.
 
-use blkyard_mq::{Bio, HwQueue};
+use blkyard_mq::{Bio, Driver, HwQueue};
 use blkyard_sim::{HostEnd, PairDriver};
 
 use super::end::{End, Moved, config, info};
 
 /// A job's end: the hardware queue itself.
-pub(crate) struct MqEnd {
-    hw: HwQueue<PairDriver>,
+pub(crate) struct MqEnd<D = PairDriver> {
+    hw: HwQueue<D>,
 }
 
 impl MqEnd {
     /// A queue of `ids` commands, for at most `bios` bios.
     pub(crate) fn new(host: HostEnd, ids: usize, bios: usize) -> MqEnd {
-        MqEnd { hw: HwQueue::new(PairDriver::new(host, ids), info(), config(ids, bios)) }
+        MqEnd::over(HwQueue::new(PairDriver::new(host, ids), info(), config(ids, bios)))
     }
 }
 
-impl End for MqEnd {
+impl<D> MqEnd<D> {
+    /// Over a queue that is ready.
+    pub(crate) fn over(hw: HwQueue<D>) -> MqEnd<D> {
+        MqEnd { hw }
+    }
+}
+
+impl<D: Driver<()>> End for MqEnd<D> {
     const BATCH: usize = usize::MAX;
     const LOCKED: bool = false;
 

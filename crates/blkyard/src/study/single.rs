@@ -5,15 +5,15 @@
 
 use std::sync::{Arc, Mutex};
 
-use blkyard_mq::{Bio, HwQueue};
+use blkyard_mq::{Bio, Driver, HwQueue};
 use blkyard_sim::{HostEnd, PairDriver};
 
 use super::end::{End, Moved, config, info};
 use super::seats::{Seat, deliver, lock, seat_of};
 
 /// The queue.
-pub(crate) struct Single {
-    hw: Mutex<HwQueue<PairDriver>>,
+pub(crate) struct Single<D = PairDriver> {
+    hw: Mutex<HwQueue<D>>,
     seats: Arc<[Seat]>,
 }
 
@@ -21,24 +21,31 @@ impl Single {
     /// A queue of `ids` commands, for at most `bios` bios.
     pub(crate) fn new(host: HostEnd, ids: usize, bios: usize, seats: Arc<[Seat]>) -> Arc<Single> {
         let hw = HwQueue::new(PairDriver::new(host, ids), info(), config(ids, bios));
+        Single::over(hw, seats)
+    }
+}
+
+impl<D> Single<D> {
+    /// Over a queue that is ready.
+    pub(crate) fn over(hw: HwQueue<D>, seats: Arc<[Seat]>) -> Arc<Single<D>> {
         Arc::new(Single { hw: Mutex::new(hw), seats })
     }
 }
 
 /// A job's end.
-pub(crate) struct SingleEnd {
-    queue: Arc<Single>,
+pub(crate) struct SingleEnd<D = PairDriver> {
+    queue: Arc<Single<D>>,
     seat: usize,
     away: Vec<Box<Bio>>,
 }
 
-impl SingleEnd {
-    pub(crate) fn new(queue: &Arc<Single>, seat: usize, bios: usize) -> SingleEnd {
+impl<D> SingleEnd<D> {
+    pub(crate) fn new(queue: &Arc<Single<D>>, seat: usize, bios: usize) -> SingleEnd<D> {
         SingleEnd { queue: Arc::clone(queue), seat, away: Vec::with_capacity(bios) }
     }
 }
 
-impl End for SingleEnd {
+impl<D: Driver<()>> End for SingleEnd<D> {
     const BATCH: usize = usize::MAX;
     const LOCKED: bool = true;
 

@@ -1,0 +1,127 @@
+//! The forms that two CPUs can run in real time.
+//!
+//! Run to completion: driver and device of a queue are cranked on one thread, by the job itself. Two jobs have a queue each, or share one
+//! under its lock, as `single` does. And apart: the job and its driver on one CPU, the device on the other, both looking all the time.
+
+use std::io;
+use std::sync::Arc;
+
+use blkyard_mem::Region;
+use blkyard_mq::Bio;
+use blkyard_os::now_ns;
+use blkyard_sim::Rng;
+use serde::Serialize;
+
+use super::rig::{self, DEPTH};
+use crate::floor::cpus::{led, together};
+use crate::floor::windows::{Plan, Round, Samples, measure, variant};
+use crate::study::end::End;
+use crate::study::mq::MqEnd;
+use crate::study::seats::{Seat, cookie, slot_of};
+use crate::study::single::{Single, SingleEnd};
+use crate::study::world::Bell;
+
+/// Long enough for two threads to be started and to meet.
+const WINDOW_NS: u64 = 1_000_000;
+
+/// Nanoseconds for an I/O of all threads together, 10th percentile. Nothing where there are not two CPUs.
+#[derive(Clone, Copy, Debug, Serialize)]
+#[expect(clippy::struct_field_names, reason = "a unit comes last, and all have the same")]
+pub(crate) struct Live {
+    /// One job, one queue, one thread.
+    pub(crate) alone_ns: f64,
+    /// Two jobs on two threads that share one queue.
+    pub(crate) shared_ns: Option<f64>,
+    /// Two jobs on two threads, a queue each.
+    pub(crate) own_ns: Option<f64>,
+    /// One job and one queue, driver and device on a CPU each.
+    pub(crate) apart_ns: Option<f64>,
+}
+
+impl Live {
+    /// How many times the IOPS of two jobs two queues make.
+    pub(crate) fn two_queues(&self) -> Option<f64> {
+        Some(self.shared_ns? / self.own_ns?)
+    }
+}
+
+/// Measures all forms in turn.
+///
+/// # Errors
+/// There is no memory.
+pub(super) fn live(store: &Arc<Region>, windows: usize, seed: u64) -> io::Result<Live> {
+    let own = |job: u64| -> io::Result<_> {
+        let hw = rig::queue(rig::loopback(rig::ram(store))?, rig::buffers(DEPTH)?);
+        Ok(Load::new(MqEnd::over(hw), 0, 0, seed ^ job))
+    };
+    let seats: Arc<[Seat]> = (0..2).map(|_| Seat::new(DEPTH, Arc::new(Bell::default()))).collect();
+    let hw = rig::queue(rig::loopback(rig::ram(store))?, rig::buffers(2 * DEPTH)?);
+    let single = Single::over(hw, seats);
+    let shared = |seat: usize| {
+        let end = SingleEnd::new(&single, seat, 2 * DEPTH);
+        Load::new(end, seat, seat * DEPTH, seed ^ seat as u64)
+    };
+    let memory = rig::buffers(DEPTH)?;
+    let (front, mut device) = rig::loopback(rig::ram(store))?.split(&memory)?;
+    let mut apart = Load::new(MqEnd::over(rig::queue(front, memory)), 0, 0, seed);
+
+    let mut variants = vec![variant(own(0)?)];
+    let pairs = together(shared(0), shared(1)).and_then(|sharing| {
+        let owning = together(own(1).map_err(|error| error.to_string())?, own(2).map_err(|error| error.to_string())?)?;
+        Ok([sharing, owning, led(|| apart.round(), || _ = device.turn())?])
+    });
+    let two_cpus = pairs.is_ok();
+    variants.extend(pairs.into_iter().flatten());
+    let costs: Vec<_> =
+        measure(Plan { window_ns: WINDOW_NS, windows, warm_up: 3 }, &mut variants).iter().map(Samples::cost).collect();
+    drop(variants);
+    // What is out comes back before the queue may go.
+    device.turn();
+    apart.collect();
+    let of = |place: usize| costs.get(place).copied().filter(|cost| two_cpus && cost.is_finite());
+    Ok(Live { alone_ns: costs[0], shared_ns: of(1), own_ns: of(2), apart_ns: of(3) })
+}
+
+/// A job that keeps its depth out.
+struct Load<M> {
+    end: M,
+    /// Its first buffer.
+    first: usize,
+    free: Vec<Box<Bio>>,
+    batch: Vec<Box<Bio>>,
+    rng: Rng,
+}
+
+impl<M: End> Load<M> {
+    fn new(end: M, seat: usize, first: usize, seed: u64) -> Load<M> {
+        let bio = |slot| {
+            let mut bio = Bio::with_capacity(1);
+            bio.cookie = cookie(seat, slot);
+            bio
+        };
+        let free = (0..DEPTH).map(bio).collect();
+        Load { end, first, free, batch: Vec::with_capacity(DEPTH), rng: Rng::new(seed) }
+    }
+
+    fn collect(&mut self) {
+        self.end.collect(now_ns(), &mut self.free);
+    }
+}
+
+impl<M: End> Round for Load<M> {
+    /// Submits all that is free, and takes what is over.
+    #[inline]
+    fn round(&mut self) -> u64 {
+        let now_ns = now_ns();
+        if !self.free.is_empty() {
+            for mut bio in self.free.drain(..) {
+                let slot = slot_of(&bio);
+                rig::fill(&mut bio, self.first + slot, &mut self.rng);
+                self.batch.push(bio);
+            }
+            self.end.submit(&mut self.batch, now_ns);
+        }
+        self.end.collect(now_ns, &mut self.free);
+        self.free.len() as u64
+    }
+}

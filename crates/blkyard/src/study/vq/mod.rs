@@ -1,0 +1,149 @@
+//! `multi-vq`: every virtqueue a hardware queue (M. Lei, linux-kernel, June 2014), driver and device both ours.
+//!
+//! Simulated: what the steps of driver and device cost is measured (`steps.rs`), and played on as many CPUs as there are threads
+//! (`world.rs`), with the post's one thread behind all queues and with one for each. In real time: the forms that two CPUs can run (`live.rs`),
+//! of which driver and device apart also tells what a ring between two CPUs costs more than on one.
+
+mod live;
+mod report;
+mod rig;
+mod steps;
+pub(super) mod svg;
+mod verdicts;
+mod world;
+
+use std::io;
+use std::thread;
+
+use self::live::Live;
+use self::report::Report;
+use self::steps::Steps;
+use self::world::{Devices, Outcome, Prices, Scene, play};
+
+use super::costs::CallCost;
+use super::measure::mail_ns;
+use super::wakes;
+use crate::floor::cpus;
+
+/// Jobs and queues of the post's grid, as far as the issue goes.
+pub(crate) const COUNTS: [usize; 3] = [1, 2, 4];
+/// CPUs that are simulated.
+const CPUS: [usize; 5] = [1, 2, 4, 8, 16];
+
+/// The post's figures, all for two queues over one: with two jobs, with four, and the best of each over all jobs. Random read 4 KiB, depth
+/// 64, a guest with four CPUs.
+pub(crate) const POST: [(&str, f64); 3] =
+    [("2 jobs, 2 queues over 1", 1.33), ("4 jobs, 2 queues over 1", 2.0), ("the best, 2 queues over 1", 1.39)];
+
+/// How long.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Length {
+    /// Windows of each figure.
+    pub(crate) windows: usize,
+    /// I/Os of each point in virtual time.
+    pub(crate) ios: u64,
+}
+
+impl Length {
+    pub(crate) fn new(quick: bool) -> Length {
+        if quick { Length { windows: 40, ios: 30_000 } } else { Length { windows: 200, ios: 300_000 } }
+    }
+}
+
+/// All that was measured.
+#[derive(Clone, Debug, serde::Serialize)]
+pub(crate) struct Costs {
+    pub(crate) steps: Steps,
+    pub(crate) mail_ns: f64,
+    /// Unknown, and not charged, where there is one CPU.
+    pub(crate) hand_over_ns: Option<f64>,
+    /// What an I/O costs more on both sides when driver and device are on two CPUs: so much that one job and one queue take in virtual
+    /// time what they were measured to take. Unknown, and not charged, where there is one CPU.
+    pub(crate) lines_ns: Option<f64>,
+    /// To ring the bell of one who sleeps: printed, and not charged, since nobody sleeps.
+    pub(crate) ring: CallCost,
+    pub(crate) live: Live,
+}
+
+impl Costs {
+    fn prices(&self) -> Prices<'_> {
+        Prices {
+            steps: &self.steps,
+            mail_ns: self.mail_ns,
+            hand_over_ns: self.hand_over_ns.unwrap_or(0.0),
+            lines_ns: self.lines_ns.unwrap_or(0.0),
+        }
+    }
+}
+
+/// A scene and what came of it.
+#[derive(Clone, Copy, Debug, serde::Serialize)]
+pub(crate) struct Point {
+    #[serde(flatten)]
+    pub(crate) scene: Scene,
+    pub(crate) cpus: usize,
+    #[serde(flatten)]
+    pub(crate) outcome: Outcome,
+}
+
+/// Measures and plays everything.
+///
+/// # Errors
+/// The machine has no memory or threads left.
+pub(super) fn run(length: Length, seed: u64, say: impl Fn(String)) -> io::Result<Report> {
+    say("measuring the steps of driver and device, and what two CPUs can run ...".into());
+    let costs = measure(length.windows, seed)?;
+    let point = |scene: Scene| Point { scene, cpus: scene.cpus(), outcome: play(scene, costs.prices(), length.ios) };
+    say("virtual time ...".into());
+    let grid = [Devices::One, Devices::Each].into_iter().flat_map(|devices| {
+        COUNTS.into_iter().flat_map(move |jobs| COUNTS.map(|queues| Scene { jobs, queues, devices }))
+    });
+    let grid = grid.map(point).collect();
+    let cpus = CPUS.into_iter().flat_map(on_cpus).map(point).collect();
+    Ok(Report::new(length, seed, costs, grid, cpus))
+}
+
+/// The ways to use so many CPUs.
+fn on_cpus(cpus: usize) -> Vec<Scene> {
+    let (jobs, half) = (cpus - 1, cpus / 2);
+    let mut scenes = vec![Scene { jobs: cpus, queues: cpus, devices: Devices::Jobs }];
+    if cpus > 1 {
+        scenes.push(Scene { jobs: half, queues: half, devices: Devices::Each });
+        scenes.push(Scene { jobs, queues: jobs, devices: Devices::One });
+        scenes.push(Scene { jobs, queues: 1, devices: Devices::Each });
+    }
+    scenes
+}
+
+/// Measures on a thread of its own, which stays on one CPU.
+fn measure(windows: usize, seed: u64) -> io::Result<Costs> {
+    let measuring = thread::Builder::new().spawn(move || {
+        let hand_over_ns = wakes::hand_over_ns(windows)?;
+        cpus::pin();
+        let (_, ring) = wakes::sleep_and_ring(windows)?;
+        let store = rig::store()?;
+        let steps = steps::steps(&store, windows, seed)?;
+        let live = live::live(&store, windows, seed)?;
+        let mut costs = Costs { steps, mail_ns: mail_ns(windows), hand_over_ns, lines_ns: None, ring, live };
+        let scene = Scene { jobs: 1, queues: 1, devices: Devices::Each };
+        let without_ns = 1e9 / play(scene, costs.prices(), Length::new(true).ios).iops;
+        // One job and its device take turns, so what both sides are charged counts twice.
+        costs.lines_ns = live.apart_ns.map(|apart_ns| (apart_ns - without_ns).max(0.0) / 2.0);
+        Ok(costs)
+    })?;
+    measuring.join().unwrap_or_else(|_| Err(io::Error::other("a measuring thread panicked")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_to_use_cpus_uses_no_more_than_there_are() {
+        for cpus in CPUS {
+            for scene in on_cpus(cpus) {
+                assert!(scene.cpus() <= cpus && scene.jobs > 0, "{cpus}: {scene:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,130 @@
+//! What the steps of driver and device cost here and now, measured one after another on one thread:
+//!
+//! ```text
+//!   job: fill n ─▶ driver: requests, chains, publish ─▶ device: fetch, parse, copy, answer, publish ─▶ driver: reap n ─▶ ...
+//! ```
+//!
+//! Each step lies between two looks at the clock, whose own cost is measured in the same windows and does not count. Rigs and batches take
+//! turns; a figure is the 10th percentile of its windows. A window in which the thread was off its CPU is taken again.
+
+use std::hint::black_box;
+use std::io;
+use std::sync::Arc;
+
+use blkyard_mem::RegionTable;
+use blkyard_mq::{Bio, HwQueue, Status};
+use blkyard_os::now_ns;
+use blkyard_sim::Rng;
+use blkyard_virtio::driver::{Backend, Front};
+use serde::Serialize;
+
+use super::rig;
+use crate::floor::windows::Samples;
+use crate::study::costs::{BATCHES, Curve};
+use crate::study::measure::whole_window;
+
+/// Rounds between two looks at whether the window is over.
+const CYCLES: usize = 16;
+
+/// Nanoseconds for each step by its batch.
+#[derive(Clone, Debug, Default, Serialize)]
+pub(crate) struct Steps {
+    /// The job makes its bios.
+    pub(crate) fill: Curve,
+    /// The driver's queue takes them: requests, chains, one publish that decides on a kick.
+    pub(crate) submit: Curve,
+    /// The device's turn, with the copy.
+    pub(crate) turn: Curve,
+    /// The same without the copy: fetch, parse, answer, publish.
+    pub(crate) turn_null: Curve,
+    /// The driver's queue hands back what is used.
+    pub(crate) reap: Curve,
+}
+
+/// The sections of a cycle.
+const SECTIONS: usize = 5;
+
+struct Rig<S> {
+    hw: HwQueue<Front>,
+    device: Backend<S>,
+    /// All bios; those that are out are not in it.
+    free: Vec<Box<Bio>>,
+    batch: Vec<Box<Bio>>,
+    rng: Rng,
+}
+
+impl<S: FnMut(&Bio, &RegionTable) -> Status> Rig<S> {
+    fn new(serve: S, seed: u64) -> io::Result<Rig<S>> {
+        let bios = usize::from(rig::RING);
+        let memory = rig::buffers(bios)?;
+        let (front, device) = rig::loopback(serve)?.split(&memory)?;
+        let bio = |slot| {
+            let mut bio = Bio::with_capacity(1);
+            bio.cookie = slot;
+            bio
+        };
+        let free: Vec<_> = (0..bios as u64).map(bio).collect();
+        let hw = rig::queue(front, memory);
+        Ok(Rig { hw, device, free, batch: Vec::with_capacity(bios), rng: Rng::new(seed) })
+    }
+
+    /// One window with batches of this size; nanoseconds of each section of one cycle, the clock's own last.
+    fn window(&mut self, batch: usize) -> [f64; SECTIONS] {
+        let (rounds, sums) = whole_window(|| {
+            let mut sums = [0; SECTIONS];
+            for _ in 0..CYCLES {
+                sums.iter_mut().zip(self.cycle(batch)).for_each(|(sum, took)| *sum += took);
+            }
+            sums
+        });
+        sums.map(|sum| sum as f64 / (rounds * CYCLES) as f64)
+    }
+
+    #[inline]
+    fn cycle(&mut self, batch: usize) -> [u64; SECTIONS] {
+        let start = now_ns();
+        // Those that have waited longest, so that the buffers are as cold as the batch is large.
+        for mut bio in self.free.drain(..batch) {
+            let buffer = bio.cookie as usize;
+            rig::fill(&mut bio, buffer, &mut self.rng);
+            self.batch.push(bio);
+        }
+        let filled = now_ns();
+        self.batch.drain(..).for_each(|bio| self.hw.submit(bio));
+        self.hw.issue(&mut (), start);
+        let submitted = now_ns();
+        black_box(self.device.turn());
+        let turned = now_ns();
+        let free = &mut self.free;
+        black_box(self.hw.reap(&mut (), turned, &mut |bio| free.push(bio)));
+        let reaped = now_ns();
+        let over = now_ns();
+        [filled - start, submitted - filled, turned - submitted, reaped - turned, over - reaped]
+    }
+}
+
+/// Measures all steps in so many windows each.
+///
+/// # Errors
+/// There is no memory.
+pub(super) fn steps(store: &Arc<blkyard_mem::Region>, windows: usize, seed: u64) -> io::Result<Steps> {
+    let (mut ram, mut null) = (Rig::new(rig::ram(store), seed)?, Rig::new(rig::null(), seed)?);
+    let mut samples: [[[Samples; SECTIONS]; 2]; BATCHES.len()] = Default::default();
+    for _ in 0..windows {
+        for (batch, of_batch) in BATCHES.into_iter().zip(&mut samples) {
+            for (sections, of_rig) in [ram.window(batch), null.window(batch)].into_iter().zip(of_batch) {
+                of_rig.iter_mut().zip(sections).for_each(|(samples, value)| samples.push(value));
+            }
+        }
+    }
+    let mut steps = Steps::default();
+    for (place, [of_ram, of_null]) in samples.iter().enumerate() {
+        let section = |of: &[Samples; SECTIONS], at: usize| (of[at].cost() - of[SECTIONS - 1].cost()).max(0.0);
+        steps.fill.0[place] = section(of_ram, 0);
+        steps.submit.0[place] = section(of_ram, 1);
+        steps.turn.0[place] = section(of_ram, 2);
+        steps.turn_null.0[place] = section(of_null, 2);
+        steps.reap.0[place] = section(of_ram, 3);
+    }
+    Ok(steps)
+}

@@ -1,0 +1,405 @@
+//! Jobs, locks and devices in virtual time. Every thread has a CPU to itself and looks all the time; what it costs is measured, and
+//! who waits for whom is played.
+//!
+//! ```text
+//!   job:     look (lock) ─▶ fill ─▶ submit (lock) ─▶ look ...         until it has as much out as it may and nothing comes
+//!   device:  turn of a queue with something to do ─▶ turn of the next ...                           until there is none
+//! ```
+//!
+//! A queue has one lock, which its jobs wait for in the order they came; whoever gets it from another CPU pays for that. Who looks
+//! takes all that is used, and leaves what is another's in that job's box. A device thread takes all that is available when
+//! its turn of the queue begins, and gives all of it back at the end, as the real one does: so one job and its device take turns, and only
+//! a second job on the queue lets both sides work at once. In virtual time a ring is a list of jobs; nothing is by chance. Who
+//! finds nothing has spun when something comes, and sees it at once.
+
+use std::collections::VecDeque;
+
+use blkyard_sim::Events;
+use serde::Serialize;
+
+use super::rig::DEPTH;
+use super::steps::Steps;
+
+/// Who serves the queues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum Devices {
+    /// One thread for all queues: the post's host.
+    One,
+    /// A thread for each queue.
+    Each,
+    /// The job that looks after the queue, on its own thread: run to completion.
+    Jobs,
+}
+
+/// What is played.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub(crate) struct Scene {
+    pub(crate) jobs: usize,
+    pub(crate) queues: usize,
+    pub(crate) devices: Devices,
+}
+
+impl Scene {
+    /// CPUs that it takes. A thread that no job has a queue for takes none.
+    pub(crate) fn cpus(self) -> usize {
+        self.jobs
+            + match self.devices {
+                Devices::One => 1,
+                Devices::Each => self.queues.min(self.jobs),
+                Devices::Jobs => 0,
+            }
+    }
+}
+
+/// What is charged.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Prices<'a> {
+    pub(crate) steps: &'a Steps,
+    /// Putting an I/O into another job's box, and taking it out there: half each.
+    pub(crate) mail_ns: f64,
+    /// A lock, and the data under it, that come from another CPU.
+    pub(crate) hand_over_ns: f64,
+    /// What an I/O costs more on both sides if driver and device are on two CPUs.
+    pub(crate) lines_ns: f64,
+}
+
+/// What came out.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub(crate) struct Outcome {
+    pub(crate) iops: f64,
+    /// Share of the jobs' time that they waited for a lock.
+    pub(crate) waiting: f64,
+}
+
+/// The step of a thread is over.
+struct Over(usize);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Doing {
+    /// Nothing to do.
+    Parked,
+    Fill,
+    /// Under the lock, or waiting for it.
+    Submit,
+    Look,
+    /// Others' I/Os go to their boxes, what was in its own comes out.
+    Mail,
+    /// Of a device: it has so many of this queue.
+    Turn {
+        queue: usize,
+        taken: usize,
+    },
+}
+
+struct Thread {
+    doing: Doing,
+    /// I/Os that are not out.
+    free: usize,
+    /// What others left in its box.
+    boxed: usize,
+    /// Of the last look: its own, from the box too, and how many of whom else.
+    own: usize,
+    away: Vec<usize>,
+    /// Since when it waits for the lock.
+    since_ns: u64,
+    /// Parts of a nanosecond not yet taken.
+    owed_ns: f64,
+    /// Queue to begin with at its next turn.
+    next_queue: usize,
+}
+
+#[derive(Default)]
+struct Queue {
+    /// By job.
+    available: VecDeque<usize>,
+    used: VecDeque<usize>,
+    is_held: bool,
+    last: Option<usize>,
+    waiting: VecDeque<usize>,
+}
+
+struct World<'a> {
+    scene: Scene,
+    prices: Prices<'a>,
+    events: Events<Over>,
+    /// The jobs, then the devices.
+    threads: Vec<Thread>,
+    queues: Vec<Queue>,
+    done: u64,
+    waited_ns: u64,
+}
+
+/// Plays a scene for so many I/Os, after a tenth of that to settle.
+pub(crate) fn play(scene: Scene, prices: Prices<'_>, ios: u64) -> Outcome {
+    let devices = match scene.devices {
+        Devices::One => 1,
+        Devices::Each => scene.queues,
+        Devices::Jobs => 0,
+    };
+    let thread = |number| Thread {
+        doing: Doing::Parked,
+        free: if number < scene.jobs { DEPTH } else { 0 },
+        boxed: 0,
+        own: 0,
+        away: vec![0; scene.jobs],
+        since_ns: 0,
+        owed_ns: 0.0,
+        next_queue: 0,
+    };
+    let mut world = World {
+        scene,
+        prices,
+        events: Events::default(),
+        threads: (0..scene.jobs + devices).map(thread).collect(),
+        queues: (0..scene.queues).map(|_| Queue::default()).collect(),
+        done: 0,
+        waited_ns: 0,
+    };
+    (0..scene.jobs).for_each(|job| world.wake(job));
+    world.run_until(ios / 10);
+    let (start_ns, before, waited_ns) = (world.events.now_ns(), world.done, world.waited_ns);
+    world.run_until(before + ios);
+    let ran_ns = (world.events.now_ns() - start_ns) as f64;
+    Outcome {
+        iops: (world.done - before) as f64 / ran_ns * 1e9,
+        waiting: (world.waited_ns - waited_ns) as f64 / (ran_ns * scene.jobs as f64),
+    }
+}
+
+impl World<'_> {
+    fn run_until(&mut self, done: u64) {
+        while self.done < done {
+            let Some(Over(thread)) = self.events.advance() else {
+                unreachable!("I/Os are out and nobody works on them")
+            };
+            self.over(thread);
+        }
+    }
+
+    fn over(&mut self, number: usize) {
+        match self.threads[number].doing {
+            Doing::Parked => unreachable!("a thread at rest has no step"),
+            Doing::Fill => self.want_lock(number, Doing::Submit),
+            Doing::Submit => {
+                self.release(number);
+                let queue = self.queue_of(number);
+                let count = std::mem::take(&mut self.threads[number].free);
+                self.queues[queue].available.extend(std::iter::repeat_n(number, count));
+                self.wake_device(queue);
+                self.want_lock(number, Doing::Look);
+            }
+            Doing::Look => {
+                self.release(number);
+                let Thread { boxed, away, .. } = &mut self.threads[number];
+                let mailed = std::mem::take(boxed);
+                let moved = mailed + away.iter().sum::<usize>();
+                self.threads[number].own += mailed;
+                if moved > 0 {
+                    self.begin(number, Doing::Mail, moved as f64 * self.prices.mail_ns / 2.0);
+                } else {
+                    self.collected(number);
+                }
+            }
+            Doing::Mail => {
+                for job in 0..self.scene.jobs {
+                    let count = std::mem::take(&mut self.threads[number].away[job]);
+                    if count > 0 {
+                        self.threads[job].boxed += count;
+                        self.wake(job);
+                    }
+                }
+                self.collected(number);
+            }
+            Doing::Turn { queue, taken } => {
+                let Queue { available, used, .. } = &mut self.queues[queue];
+                used.extend(available.drain(..taken));
+                (queue..self.scene.jobs).step_by(self.scene.queues).for_each(|job| self.wake(job));
+                self.turn(number);
+            }
+        }
+    }
+
+    /// A job has all it got from a look.
+    fn collected(&mut self, job: usize) {
+        let has_news = self.has_news(self.queue_of(job));
+        let thread = &mut self.threads[job];
+        let own = std::mem::take(&mut thread.own);
+        thread.free += own;
+        self.done += own as u64;
+        if thread.free > 0 {
+            let cost = self.prices.steps.fill.at(thread.free);
+            self.begin(job, Doing::Fill, cost);
+        } else if thread.boxed > 0 || has_news {
+            self.want_lock(job, Doing::Look);
+        } else {
+            thread.doing = Doing::Parked;
+        }
+    }
+
+    /// Whether a look at a queue would find anything.
+    fn has_news(&self, queue: usize) -> bool {
+        let Queue { available, used, .. } = &self.queues[queue];
+        !used.is_empty() || self.scene.devices == Devices::Jobs && !available.is_empty()
+    }
+
+    fn want_lock(&mut self, job: usize, doing: Doing) {
+        let (now_ns, queue) = (self.events.now_ns(), self.queue_of(job));
+        self.threads[job].doing = doing;
+        self.threads[job].since_ns = now_ns;
+        if self.queues[queue].is_held {
+            self.queues[queue].waiting.push_back(job);
+        } else {
+            self.locked(job, queue);
+        }
+    }
+
+    /// A job has the lock, and does what it came for.
+    fn locked(&mut self, job: usize, number: usize) {
+        let World { scene, prices, threads, queues, .. } = self;
+        let (thread, queue) = (&mut threads[job], &mut queues[number]);
+        queue.is_held = true;
+        let comes_over = queue.last.replace(job).is_some_and(|last| last != job);
+        let lines_ns = if scene.devices == Devices::Jobs { 0.0 } else { prices.lines_ns / 2.0 };
+        let mut cost = if comes_over { prices.hand_over_ns } else { 0.0 };
+        if thread.doing == Doing::Submit {
+            cost += prices.steps.submit.at(thread.free) + lines_ns * thread.free as f64;
+        } else {
+            if scene.devices == Devices::Jobs {
+                cost += prices.steps.turn.at(queue.available.len());
+                queue.used.append(&mut queue.available);
+            }
+            cost += prices.steps.reap.at(queue.used.len()) + lines_ns * queue.used.len() as f64;
+            for whose in queue.used.drain(..) {
+                if whose == job { thread.own += 1 } else { thread.away[whose] += 1 }
+            }
+        }
+        self.waited_ns += self.events.now_ns() - thread.since_ns;
+        let doing = thread.doing;
+        self.begin(job, doing, cost);
+    }
+
+    fn release(&mut self, job: usize) {
+        let number = self.queue_of(job);
+        self.queues[number].is_held = false;
+        if let Some(next) = self.queues[number].waiting.pop_front() {
+            self.locked(next, number);
+        }
+    }
+
+    /// Something came that a thread may wait for.
+    fn wake(&mut self, number: usize) {
+        if self.threads[number].doing != Doing::Parked {
+            return;
+        }
+        if number < self.scene.jobs { self.want_lock(number, Doing::Look) } else { self.turn(number) }
+    }
+
+    fn wake_device(&mut self, queue: usize) {
+        match self.scene.devices {
+            Devices::One => self.wake(self.scene.jobs),
+            Devices::Each => self.wake(self.scene.jobs + queue),
+            Devices::Jobs => {}
+        }
+    }
+
+    /// A device begins its next turn, or rests.
+    fn turn(&mut self, number: usize) {
+        let (first, count) = match self.scene.devices {
+            Devices::Each => (number - self.scene.jobs, 1),
+            Devices::One | Devices::Jobs => (0, self.scene.queues),
+        };
+        let start = self.threads[number].next_queue;
+        let mut cost = 0.0;
+        for step in 0..count {
+            let queue = first + (start + step) % count;
+            let taken = self.queues[queue].available.len();
+            cost += self.prices.steps.turn.at(taken) + self.prices.lines_ns * taken as f64;
+            if taken > 0 {
+                self.threads[number].next_queue = (start + step + 1) % count;
+                return self.begin(number, Doing::Turn { queue, taken }, cost);
+            }
+        }
+        self.threads[number].doing = Doing::Parked;
+    }
+
+    /// Takes a thread's CPU for so long.
+    fn begin(&mut self, number: usize, doing: Doing, cost_ns: f64) {
+        let thread = &mut self.threads[number];
+        thread.doing = doing;
+        thread.owed_ns += cost_ns;
+        let whole_ns = thread.owed_ns as u64;
+        thread.owed_ns -= whole_ns as f64;
+        self.events.after(whole_ns, Over(number));
+    }
+
+    fn queue_of(&self, job: usize) -> usize {
+        job % self.scene.queues
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::study::costs::Curve;
+
+    const IOS: u64 = 100_000;
+
+    fn steps() -> Steps {
+        let [fill, submit, turn, reap] = [5.0, 20.0, 100.0, 15.0].map(Curve::each);
+        Steps { fill, submit, turn, turn_null: Curve::default(), reap }
+    }
+
+    fn iops(jobs: usize, queues: usize, devices: Devices, steps: &Steps, hand_over_ns: f64) -> f64 {
+        let prices = Prices { steps, mail_ns: 0.0, hand_over_ns, lines_ns: 0.0 };
+        play(Scene { jobs, queues, devices }, prices, IOS).iops
+    }
+
+    fn is_near(value: f64, want: f64) -> bool {
+        (value / want - 1.0).abs() < 0.03
+    }
+
+    #[test]
+    fn one_job_and_its_device_take_turns_and_with_two_the_slower_side_decides() {
+        let steps = steps();
+        assert!(is_near(iops(1, 1, Devices::Each, &steps, 0.0), 1e9 / 140.0));
+        assert!(is_near(iops(2, 1, Devices::Each, &steps, 0.0), 1e9 / 100.0));
+    }
+
+    #[test]
+    fn run_to_completion_is_the_sum_of_both_sides_and_grows_with_its_queues() {
+        let steps = steps();
+        for jobs in [1, 2, 16] {
+            assert!(is_near(iops(jobs, jobs, Devices::Jobs, &steps, 0.0), jobs as f64 * 1e9 / 140.0), "{jobs}");
+        }
+    }
+
+    #[test]
+    fn one_device_thread_is_the_limit_of_all_queues_and_a_thread_each_is_not() {
+        let steps = steps();
+        assert!(is_near(iops(4, 4, Devices::One, &steps, 0.0), 1e9 / 100.0));
+        assert!(is_near(iops(4, 4, Devices::Each, &steps, 0.0), 4e9 / 140.0));
+    }
+
+    #[test]
+    fn jobs_on_one_queue_are_serial_under_its_lock_and_pay_for_bringing_it_over() {
+        let fast = Steps { turn: Curve::each(1.0), ..steps() };
+        // Filling goes on beside; 35 ns of each I/O do not.
+        let free = iops(4, 1, Devices::Each, &fast, 0.0);
+        assert!(free <= 1e9 / 35.0 * 1.01 && free > 1e9 / 40.0, "{free}");
+        let paid = iops(4, 1, Devices::Each, &fast, 2_000.0);
+        assert!(paid < free * 0.8, "{paid} {free}");
+        assert!(is_near(iops(4, 4, Devices::Each, &fast, 2_000.0), 4e9 / 41.0));
+    }
+
+    #[test]
+    fn lines_that_come_over_are_paid_on_both_sides_and_not_by_one_that_runs_to_completion() {
+        let steps = steps();
+        let at = |devices, lines_ns| {
+            let prices = Prices { steps: &steps, mail_ns: 0.0, hand_over_ns: 0.0, lines_ns };
+            play(Scene { jobs: 1, queues: 1, devices }, prices, IOS)
+        };
+        assert!(is_near(at(Devices::Each, 50.0).iops, 1e9 / 240.0), "they take turns");
+        assert_eq!(at(Devices::Jobs, 50.0), at(Devices::Jobs, 0.0));
+    }
+}
