@@ -189,8 +189,13 @@ impl Server {
     /// Asks the server to end, which it must do soon and with success.
     pub fn stop(mut self) -> Result<Ended> {
         self.running.ask_to_end()?;
-        let ended = self.running.wait(STOP_LIMIT).context("SIGTERM did not end the server")?;
-        ensure!(ended.status.success(), "the server ended with {} after SIGTERM", ended.status);
+        self.end().context("after SIGTERM")
+    }
+
+    /// Waits for the server to end, which it must do soon and with success.
+    pub fn end(self) -> Result<Ended> {
+        let ended = self.running.wait(STOP_LIMIT).context("the server does not end")?;
+        ensure!(ended.status.success(), "the server ended with {}", ended.status);
         Ok(ended)
     }
 

@@ -48,20 +48,31 @@ const RECONNECT_MS: u32 = 20;
 const LEFT: &str = "requests that were in flight before";
 
 /// How many requests daemons found in flight when they began.
-fn left(said: &str) -> u64 {
+pub(super) fn left(said: &str) -> u64 {
     let counts = said.lines().filter(|line| line.contains(LEFT));
     counts.filter_map(|line| line.split(LEFT).next()?.split_whitespace().next_back()?.parse::<u64>().ok()).sum()
 }
 
-fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
-    let (image, export, mut server) = ground.serve_image(64 * MIB, 4)?;
-    // Every block once, and then all of them read; the rate makes it last through all those deaths.
-    let task = "modprobe virtio_blk && echo begins && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
+/// A load of 32 MiB on an image of twice that: every block once, and then all of them read; the rate makes it last through the
+/// ends of many daemons.
+pub(super) const LONG_LOAD: &str = "modprobe virtio_blk && echo begins && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
         --group_reporting --verify=crc32c --verify_fatal=1 --iodepth=32 --output-format=terse --output=/dev/null \
         --name=small --rw=randwrite --bs=4k --size=6m --numjobs=4 --offset_increment=8m --rate_iops=150 \
         --name=mixed --rw=randwrite --bsrange=4k-128k --size=8m --offset=40m --rate_iops=20 && echo verified";
+
+/// Checks that such a load came to its end and is in the image.
+pub(super) fn check_long_load(machine: Machine, image: &Image) -> Result<()> {
+    let output = machine.wait()?.success()?;
+    ensure!(output.contains("verified"), "fio said:\n{output}");
+    let allocated = image.allocated()?;
+    ensure!(allocated >= 32 * MIB, "only {allocated} bytes of what fio wrote are in the image");
+    Ok(())
+}
+
+fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
+    let (image, export, mut server) = ground.serve_image(64 * MIB, 4)?;
     let vm = Vm::new(ground.guest, 4).disk(&export.socket, 4).reconnects_every_ms(RECONNECT_MS);
-    let mut machine = if packed { vm.packed() } else { vm }.start(task)?;
+    let mut machine = if packed { vm.packed() } else { vm }.start(LONG_LOAD)?;
     machine.wait_for_output(|output| output.contains("begins"))?;
     let mut found = 0;
     for kill in 0..KILLS {
@@ -73,16 +84,14 @@ fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
     }
     wait_for_growth(&mut machine, &image, 512 * KIB).context("after the last kill")?;
     found += left(&server.said()?);
-    let output = machine.wait()?.success()?;
-    ensure!(output.contains("verified"), "fio said:\n{output}");
-    ensure!(image.allocated()? >= 32 * MIB, "only {} bytes of what fio wrote are in the image", image.allocated()?);
+    check_long_load(machine, &image)?;
     ensure!(found > 0, "no daemon was killed in the middle of anything");
     server.stop()?;
     Ok(())
 }
 
 /// Waits until the guest has written so much more.
-fn wait_for_growth(machine: &mut Machine, image: &Image, bytes: u64) -> Result<()> {
+pub(super) fn wait_for_growth(machine: &mut Machine, image: &Image, bytes: u64) -> Result<()> {
     let before = image.allocated()?;
     machine.wait_until(|| Ok(image.allocated()? >= before + bytes))
 }

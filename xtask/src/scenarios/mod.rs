@@ -14,11 +14,13 @@ mod guest;
 mod plug;
 mod queues;
 mod refusals;
+mod takeover;
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -57,7 +59,11 @@ pub struct Scenario {
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let served = foreign::SCENARIOS.iter().chain(blkio::SCENARIOS).chain(daemon::SCENARIOS).chain(control::SCENARIOS);
     let host = served.chain(refusals::SCENARIOS).chain(attached::SCENARIOS);
-    host.chain(guest::SCENARIOS).chain(queues::SCENARIOS).chain(plug::SCENARIOS).chain(crash::SCENARIOS)
+    host.chain(guest::SCENARIOS)
+        .chain(queues::SCENARIOS)
+        .chain(plug::SCENARIOS)
+        .chain(crash::SCENARIOS)
+        .chain(takeover::SCENARIOS)
 }
 
 /// What this machine lacks for a scenario, which is then not told.
@@ -78,6 +84,8 @@ pub struct Ground<'a> {
     pub guest: &'a Guest,
     /// What servers say while the scenario runs.
     pub log: File,
+    /// What was measured on the way, for whoever reads the report.
+    measured: Mutex<Option<String>>,
     folder: TempDir,
 }
 
@@ -85,7 +93,16 @@ impl<'a> Ground<'a> {
     pub fn new(program: &'a Program, guest: &'a Guest, log: File) -> Result<Self> {
         // A short path: the name of a socket has 108 bytes.
         let folder = tempfile::Builder::new().prefix("blkyard-").tempdir().context("cannot make a temporary folder")?;
-        Ok(Self { program, guest, log, folder })
+        Ok(Self { program, guest, log, measured: Mutex::default(), folder })
+    }
+
+    /// Has the report show what was measured.
+    pub fn measured(&self, what: String) {
+        *self.measured.lock().unwrap_or_else(PoisonError::into_inner) = Some(what);
+    }
+
+    pub fn take_measured(&self) -> Option<String> {
+        self.measured.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     pub fn path(&self, leaf: &str) -> PathBuf {

@@ -148,7 +148,8 @@ impl Run<'_> {
 /// Runs one scenario; a failure brings the server's last words with it.
 fn tell(scenario: &Scenario, program: &Program, guest: &Guest, log: &Path) -> Result<Verdict> {
     let ground = Ground::new(program, guest, create_log(log)?)?;
-    let told = (scenario.tell)(&ground).map(|()| Verdict::passed());
+    let told =
+        (scenario.tell)(&ground).map(|()| ground.take_measured().map_or_else(Verdict::passed, Verdict::Measured));
     told.or_else(|error| {
         if let Some(missing) = error.downcast_ref::<Missing>() {
             return Ok(Verdict::skipped(missing.to_string()));

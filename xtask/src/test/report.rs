@@ -11,6 +11,8 @@ use anyhow::Result;
 pub enum Verdict {
     /// So many tests in it passed.
     Passed(usize),
+    /// It passed, and measured this on the way.
+    Measured(String),
     /// It has tests of its own, and some of them failed.
     Mixed { passed: usize, failed: usize, skipped: usize, text: String },
     /// It did not run, for this reason.
@@ -87,6 +89,10 @@ impl Report {
             Ok(Verdict::Passed(count)) => {
                 self.passed += count;
                 ("ok", format!("  {count} tests"))
+            }
+            Ok(Verdict::Measured(what)) => {
+                self.passed += 1;
+                ("ok", format!("  {what}"))
             }
             Ok(Verdict::Mixed { passed, failed, skipped, text }) => {
                 self.passed += passed;

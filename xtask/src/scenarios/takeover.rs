@@ -1,0 +1,65 @@
+//! Daemons that take over one from another under a guest that writes.
+//!
+//! The guest's QEMU is not told to connect again: were its connection lost, so would be the disk.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+
+use super::{Ground, KIB, MIB, Place, Scenario, control, crash};
+use crate::server::{Device, Export, Server};
+use crate::vm::Vm;
+
+pub const SCENARIOS: &[Scenario] = &[
+    Scenario {
+        name: "takeover-guest-fio",
+        sentence: "a guest goes on as eight daemons take over one from another amid its writes, and fio finds every checksum intact",
+        place: Place::Guest,
+        ours: true,
+        tell: |ground| guest_fio(ground, false),
+    },
+    Scenario {
+        name: "takeover-guest-packed",
+        sentence: "a guest with packed rings goes on through eight takeovers as well",
+        place: Place::Guest,
+        ours: true,
+        tell: |ground| guest_fio(ground, true),
+    },
+];
+
+/// Daemons that a guest has after its first.
+const HEIRS: usize = 8;
+
+fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
+    let image = ground.image("disk.img", 64 * MIB)?;
+    let export = ground.export(Device::File(image.path.clone()), "disk.sock", 4);
+    let mut server = control::serve(ground, std::slice::from_ref(&export))?;
+    let vm = Vm::new(ground.guest, 4).disk(&export.socket, 4);
+    let mut machine = if packed { vm.packed() } else { vm }.start(crash::LONG_LOAD)?;
+    machine.wait_for_output(|output| output.contains("begins"))?;
+    let mut rests = Vec::new();
+    for heir in 0..HEIRS {
+        crash::wait_for_growth(&mut machine, &image, 512 * KIB)?;
+        let (taker, rested) = take_over(ground, &export).with_context(|| format!("heir {heir}"))?;
+        std::mem::replace(&mut server, taker).end().context("the daemon before")?;
+        rests.push(rested);
+    }
+    crash::wait_for_growth(&mut machine, &image, 512 * KIB).context("after the last takeover")?;
+    crash::check_long_load(machine, &image)?;
+    server.stop()?;
+    ground.measured(format!("the guest rested {rests:.1?}"));
+    Ok(())
+}
+
+/// Starts a daemon that takes the place of the one that serves, and asks it how long guests rested.
+fn take_over(ground: &Ground, export: &Export) -> Result<(Server, Duration)> {
+    const SAID: &str = "took over: guests rested ";
+    let mut command = ground.program.command()?;
+    command.args(["serve", "--takeover"]).arg(ground.path("control.sock"));
+    let server = Server::start_command(&command, std::slice::from_ref(&export.socket), &ground.log)?;
+    let said = server.said()?;
+    let rested = said.lines().find_map(|line| line.strip_prefix(SAID)?.split(' ').next()?.parse::<f64>().ok());
+    let rested = rested.with_context(|| format!("the new daemon does not say how long guests rested:\n{said}"))?;
+    ensure!(rested < 1e4, "guests rested {rested} ms");
+    Ok((server, Duration::from_secs_f64(rested / 1e3)))
+}
