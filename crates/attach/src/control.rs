@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 
 use blkyard_mem::{Region, View};
 use blkyard_mq::QueueKind;
-use blkyard_virtio::Features;
 use blkyard_virtio::driver::{BlkDisk, BlkLayout, BlkRing, SharedMemory};
+use blkyard_virtio::{Features, RingBase};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::attached::Shared;
@@ -330,13 +330,11 @@ impl Control {
             offset: offset as u64,
             addr: addr_of(&self.rings) + offset as u64,
         };
-        let packed = self.disk.features.contains(Features::RING_PACKED);
         let goes_on = goes_on && slot.ring.is_some();
-        let base = match (packed, goes_on) {
-            (true, _) => PACKED_BASE,
-            (false, true) => used_index(&memory, &self.layout).into(),
-            (false, false) => 0,
-        };
+        let begins = RingBase::start(self.disk.features).bits();
+        // Of a packed ring nobody but the account knows where it goes on, and it says so to the back-end; in a fresh one nothing has begun.
+        let is_split = !self.disk.features.contains(Features::RING_PACKED);
+        let base = if goes_on && is_split { used_index(&memory, &self.layout).into() } else { begins };
         let place = RingPlace { addr: memory.addr, layout: self.layout, base };
         // Also if the queue is polled, and never asks to be called: libvhost-user panics where it would call nobody.
         let call = &slot.door.bell;
@@ -498,9 +496,6 @@ impl Control {
         self.shared.note(|view| view.queues = queues);
     }
 }
-
-/// The base of a packed ring that nobody has used: both indexes zero, both wrap counters one. (SET_VRING_BASE)
-const PACKED_BASE: u32 = 1 << 15 | 1 << 31;
 
 /// How many chains of a split ring came back so far: what is beyond that a back-end finds in its account. [2.7.8]
 fn used_index(memory: &SharedMemory, layout: &BlkLayout) -> u16 {

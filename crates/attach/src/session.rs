@@ -187,10 +187,9 @@ impl Session {
         self.known.len()
     }
 
-    /// Whether it keeps what is in flight for the one after it. Of packed rings that is not relied on: back-ends that offer it, ours
-    /// among them, keep an account of split ones alone.
+    /// Whether it keeps what is in flight for the one after it.
     pub(crate) fn tracks(&self) -> bool {
-        self.protocol & protocol::INFLIGHT_SHMFD != 0 && !self.disk.features.contains(Features::RING_PACKED)
+        self.protocol & protocol::INFLIGHT_SHMFD != 0
     }
 
     /// Memory for what will be in flight, if the back-end keeps that.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::{CLIENT_LIMIT, Ground, KIB, MIB, Place, Scenario};
+use super::{CLIENT_LIMIT, Ground, KIB, MIB, Place, Scenario, crash};
 use crate::process::{self, Running};
 use crate::server::{Device, Export, Program, Server};
 
@@ -140,10 +140,12 @@ fn proxy(ground: &Ground) -> Result<()> {
 fn killed(ground: &Ground) -> Result<()> {
     let image = ground.image("disk.img", 256 * MIB)?;
     let export = ground.export(Device::File(image.path.clone()), "disk.sock", 2);
-    // Of split rings the daemon keeps an account of what is in flight; of packed ones it does not.
-    [SPLIT, PACKED]
-        .iter()
-        .try_for_each(|rings| under_load(ground, &export, rings, || ground.serve(std::slice::from_ref(&export))))
+    for rings in [SPLIT, PACKED] {
+        let left = under_load(ground, &export, rings, || ground.serve(std::slice::from_ref(&export)))?;
+        // Or nothing was in flight in the account of any daemon, and all was done again instead.
+        ensure!(left > 0, "with {rings} no daemon went on from what the one before had in flight");
+    }
+    Ok(())
 }
 
 fn foreign_killed(ground: &Ground) -> Result<()> {
@@ -153,16 +155,18 @@ fn foreign_killed(ground: &Ground) -> Result<()> {
         // It does not replace what one that was killed has left behind.
         let _ = std::fs::remove_file(&export.socket);
         foreign_server(ground, &export)
-    })
+    })?;
+    Ok(())
 }
 
-/// Kills and starts a back-end while `bench` writes to its disk, over and over.
-fn under_load(ground: &Ground, export: &Export, rings: &str, start: impl Fn() -> Result<Server>) -> Result<()> {
+/// Kills and starts a back-end while `bench` writes to its disk, over and over. Returns how many requests back-ends say they found
+/// in flight.
+fn under_load(ground: &Ground, export: &Export, rings: &str, start: impl Fn() -> Result<Server>) -> Result<u64> {
     /// How long it lives in between.
     const LIFE: Duration = Duration::from_millis(150);
     let times = times()?;
     let mut server = start()?;
-    let mut kills = 0;
+    let (mut kills, mut left) = (0, 0);
     while kills < times {
         let before = kills;
         let mut load =
@@ -172,6 +176,7 @@ fn under_load(ground: &Ground, export: &Export, rings: &str, start: impl Fn() ->
             if !load.wait_until(CLIENT_LIMIT, |_| Ok(Instant::now() >= until))? {
                 break;
             }
+            left += crash::left(&server.said()?);
             server.kill();
             server = start()?;
             kills += 1;
@@ -181,8 +186,9 @@ fn under_load(ground: &Ground, export: &Export, rings: &str, start: impl Fn() ->
         check_report(&ended.stdout)?;
         ensure!(kills > before, "the load was over before anything was killed");
     }
+    left += crash::left(&server.said()?);
     server.stop()?;
-    Ok(())
+    Ok(left)
 }
 
 /// How often a back-end is killed: 10 times, or as often as `BLKYARD_TEST_KILLS` says.
