@@ -6,6 +6,8 @@
 //!
 //! It does not judge: goals live with whoever reads the figures.
 
+#[path = "cells/clients.rs"]
+mod clients;
 #[path = "cells/core.rs"]
 mod core;
 #[path = "cells/file.rs"]
@@ -18,8 +20,12 @@ mod load;
 mod report;
 #[path = "cells/ring.rs"]
 mod ring;
+#[path = "cells/servers.rs"]
+mod servers;
 #[path = "cells/shared.rs"]
 mod shared;
+#[path = "cells/vhost.rs"]
+mod vhost;
 
 use blkyard::floor::{Plan, pin};
 
@@ -53,4 +59,6 @@ fn main() {
     core::ram_cells(plan, &mut report);
     core::ring_cells(plan, &mut report);
     file::tmpfs_cells(plan, quick, &mut report);
+    vhost::driver_cells(plan, &mut report);
+    clients::client_cells(quick, &mut report);
 }

@@ -51,6 +51,18 @@ pub const TABLE: &[Beside] = beside! {
     "file-tmpfs-4k-randread-qd32", Limits(&["uring-b32", "copy-4k-dram"]), "32 operations in a call, and the copies";
     "file-tmpfs-4k-randread-qd1-cpu", Limits(&["uring-b1", "copy-4k-dram"]), "as above";
     "file-tmpfs-4k-randread-qd32-cpu", Limits(&["uring-b32", "copy-4k-dram"]), "as above";
+    "vhost-null-qd1", Limits(&["virtio-qd1"]), "a request must cross to the other CPU and back";
+    "vhost-null-qd1-packed", Limits(&["virtio-qd1"]), "as above";
+    "vhost-null-qd32", Limits(&["virtio-qd128"]), "the same in a stream";
+    "vhost-null-qd32-packed", Limits(&["virtio-qd128"]), "as above";
+    "vhost-null-qd128", Limits(&["virtio-qd128"]), "as above";
+    "vhost-null-qd128-packed", Limits(&["virtio-qd128"]), "as above";
+    "vhost-ram-qd1", Limits(&["virtio-qd1", "copy-4k-dram"]), "and the data must be copied";
+    "vhost-ram-qd1-packed", Limits(&["virtio-qd1", "copy-4k-dram"]), "as above";
+    "vhost-ram-qd32", Limits(&["virtio-qd128", "copy-4k-dram"]), "as above, in a stream";
+    "vhost-ram-qd32-packed", Limits(&["virtio-qd128", "copy-4k-dram"]), "as above";
+    "vhost-ram-qd128", Limits(&["virtio-qd128", "copy-4k-dram"]), "as above";
+    "vhost-ram-qd128-packed", Limits(&["virtio-qd128", "copy-4k-dram"]), "as above";
 };
 
 /// The table's row of a cell.

@@ -42,20 +42,36 @@ pub fn bios(count: usize) -> Vec<Box<Bio>> {
     bios
 }
 
-/// A hardware queue under load, and a clock that is read once a round.
-pub struct Load<D: Driver<()>, C> {
+/// A hardware queue under load, a clock that is read once a round, and what the driver needs of its lane.
+pub struct Load<D: Driver<Cx>, C, Cx = ()> {
     queue: HwQueue<D>,
     clock: C,
     free: Vec<Box<Bio>>,
     places: Places,
+    cx: Cx,
 }
 
 impl<D: Driver<()>, C: FnMut() -> u64> Load<D, C> {
     pub fn new(driver: D, depth: usize, stats: bool, clock: C) -> Load<D, C> {
+        Load::on((), driver, &info(), buffers(depth), depth, stats, clock)
+    }
+}
+
+impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Load<D, C, Cx> {
+    /// The same on a lane of this kind, for a disk of that kind. `memory` has room for the depth.
+    pub fn on(
+        mut cx: Cx,
+        driver: D,
+        info: &DeviceInfo,
+        memory: Arc<Region>,
+        depth: usize,
+        stats: bool,
+        clock: C,
+    ) -> Self {
         let config = HwQueueConfig { depth: depth.max(2), bios_max: depth.max(2), stats, ..HwQueueConfig::default() };
-        let mut queue = HwQueue::new(driver, Arc::new(info()), config);
-        queue.set_memory(&mut (), Arc::new(RegionTable::new(vec![buffers(depth)])));
-        Load { queue, clock, free: bios(depth), places: Places::new() }
+        let mut queue = HwQueue::new(driver, Arc::new(info.clone()), config);
+        queue.set_memory(&mut cx, Arc::new(RegionTable::new(vec![memory])));
+        Load { queue, clock, free: bios(depth), places: Places::new(), cx }
     }
 }
 
@@ -65,28 +81,34 @@ pub fn null<C: FnMut() -> u64>(depth: usize, stats: bool, clock: C) -> Load<Null
     Load::new(device.queue(depth), depth, stats, clock)
 }
 
-impl<D: Driver<()>, C: FnMut() -> u64> Round for Load<D, C> {
+impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Round for Load<D, C, Cx> {
     #[inline]
     fn round(&mut self) -> u64 {
         let now_ns = (self.clock)();
         let free = &mut self.free;
-        let ended = self.queue.reap(&mut (), now_ns, &mut |bio| free.push(bio));
+        let ended = self.queue.reap(&mut self.cx, now_ns, &mut |bio| free.push(bio));
         for mut bio in free.drain(..) {
             fill(&mut bio, &mut self.places);
             self.queue.submit(bio);
         }
-        self.queue.issue(&mut (), now_ns);
+        self.queue.issue(&mut self.cx, now_ns);
         ended as u64
     }
 }
 
-impl<D: Driver<()>, C> Drop for Load<D, C> {
+impl<D: Driver<Cx>, C, Cx> Load<D, C, Cx> {
+    /// A round that begins nothing. True once nothing is in flight.
+    pub fn drains(&mut self) -> bool {
+        self.queue.issue(&mut self.cx, 0);
+        self.queue.reap(&mut self.cx, 0, &mut |_| ());
+        self.queue.is_idle()
+    }
+}
+
+impl<D: Driver<Cx>, C, Cx> Drop for Load<D, C, Cx> {
     /// What is in flight comes back before the queue may go.
     fn drop(&mut self) {
-        while !self.queue.is_idle() {
-            self.queue.issue(&mut (), 0);
-            self.queue.reap(&mut (), 0, &mut |_| ());
-        }
+        while !self.drains() {}
     }
 }
 

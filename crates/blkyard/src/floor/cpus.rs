@@ -28,7 +28,7 @@ pub fn pin() {
 ///
 /// # Errors
 /// This process has one CPU.
-pub(crate) fn partner_cpu() -> Result<u32, String> {
+pub fn partner_cpu() -> Result<u32, String> {
     match cpus() {
         [.., other, _] => Ok(*other),
         _ => Err("two threads want two CPUs, and this process has one".into()),

@@ -17,7 +17,7 @@ use std::process::ExitCode;
 use self::report::Report;
 use self::system::From;
 
-pub use self::cpus::{pin, together};
+pub use self::cpus::{partner_cpu, pin, together};
 pub use self::mock::{Mock, Stamps};
 pub use self::system::{STORE_BYTES, touched};
 pub use self::windows::{Plan, Round, Samples, Variant, measure, variant};

@@ -1,0 +1,161 @@
+//! Servers of vhost-user-blk to compare: our daemon, and qemu-storage-daemon with an I/O thread of its own.
+//!
+//! Each is a process with one export, which ends with us or when it is dropped. `BLKYARD_QSD` names the other program, or it is
+//! found in the path. Both look for work for as long after the last.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use blkyard::floor::STORE_BYTES;
+use tempfile::TempDir;
+
+/// How long a server looks for work before it sleeps: longer than any round trip here, and than our daemon's default of 50.
+const SPIN_US: u64 = 100;
+const READY_LIMIT: Duration = Duration::from_secs(20);
+/// Memory that has a name: a folder on tmpfs.
+const SHM: &str = "/dev/shm";
+
+/// What is served.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Store {
+    Null,
+    /// qemu-storage-daemon has no such device, and serves a file on tmpfs instead.
+    Ram,
+    Tmpfs,
+}
+
+impl Store {
+    pub fn name(self) -> &'static str {
+        match self {
+            Store::Null => "null",
+            Store::Ram => "ram",
+            Store::Tmpfs => "tmpfs",
+        }
+    }
+}
+
+/// Who serves.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Who {
+    Ours,
+    Theirs,
+}
+
+/// A folder for sockets, and a file on tmpfs once there is a server that wants it.
+pub struct Ground {
+    folder: TempDir,
+    shm: TempDir,
+}
+
+impl Ground {
+    pub fn new() -> Result<Ground, String> {
+        let folder = |place: &Path| {
+            let made = tempfile::Builder::new().prefix("blkyard-cell").tempdir_in(place);
+            made.map_err(|error| format!("no folder in {}: {error}", place.display()))
+        };
+        Ok(Ground { folder: folder(&std::env::temp_dir())?, shm: folder(Path::new(SHM))? })
+    }
+
+    /// A place for a socket that nobody listens at yet.
+    pub fn socket(&self) -> PathBuf {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        self.folder.path().join(COUNT.fetch_add(1, Relaxed).to_string())
+    }
+
+    /// A file of the size of all stores, every page of it there.
+    fn file(&self, who: Who) -> Result<PathBuf, String> {
+        // Each has its own: an image is locked by who serves it.
+        let path = self.shm.path().join(if who == Who::Ours { "ours" } else { "theirs" });
+        if !path.exists() {
+            let chunk: Vec<u8> = (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+            let failed = |error| format!("{}: {error}", path.display());
+            let mut file = File::create(&path).map_err(failed)?;
+            (0..STORE_BYTES >> 20).try_for_each(|_| file.write_all(&chunk)).map_err(failed)?;
+        }
+        Ok(path)
+    }
+}
+
+/// A server that listens.
+pub struct Server {
+    child: Child,
+    pub socket: PathBuf,
+}
+
+impl Server {
+    /// Starts one with so many queues, on one CPU or on all.
+    pub fn start(ground: &Ground, who: Who, store: Store, queues: usize, cpu: Option<u32>) -> Result<Server, String> {
+        let socket = ground.socket();
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "--"]);
+        if let Some(cpu) = cpu {
+            command.args(["taskset", "-c", &cpu.to_string()]);
+        }
+        match who {
+            Who::Ours => {
+                let device = match store {
+                    Store::Null => format!("null:{STORE_BYTES}"),
+                    Store::Ram => format!("ram:{STORE_BYTES}"),
+                    Store::Tmpfs => format!("file:{}", ground.file(who)?.display()),
+                };
+                command.arg(env!("CARGO_BIN_EXE_blkyard")).args(["serve", "--control", "none", "--device", &device]);
+                command.args(["--spin-us", &SPIN_US.to_string()]);
+                command.args(["--export", &format!("vhost-user-blk:{}?queues={queues}", socket.display())]);
+            }
+            Who::Theirs => {
+                let node = match store {
+                    Store::Null => format!("null-co,size={STORE_BYTES}"),
+                    Store::Ram | Store::Tmpfs => format!("file,filename={}", ground.file(who)?.display()),
+                };
+                command.arg(std::env::var("BLKYARD_QSD").unwrap_or_else(|_| "qemu-storage-daemon".into()));
+                command.args(["--object", &format!("iothread,id=io,poll-max-ns={}", SPIN_US * 1000)]);
+                command.args(["--blockdev", &format!("driver={node},node-name=disk"), "--export"]);
+                command.arg(format!(
+                    "vhost-user-blk,id=export,node-name=disk,writable=on,num-queues={queues},iothread=io,\
+                     addr.type=unix,addr.path={}",
+                    socket.display()
+                ));
+            }
+        }
+        let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
+        let mut server = Server { child: child.map_err(|error| format!("{command:?}: {error}"))?, socket };
+        server.await_ready(&command)?;
+        Ok(server)
+    }
+
+    fn await_ready(&mut self, command: &Command) -> Result<(), String> {
+        let start = Instant::now();
+        while !listens(&self.socket) {
+            if let Ok(Some(status)) = self.child.try_wait() {
+                return Err(format!("{command:?} ended with {status}"));
+            }
+            if start.elapsed() > READY_LIMIT {
+                return Err(format!("{command:?} does not listen after {READY_LIMIT:?}"));
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Whether someone listens at a socket: the kernel's table is asked, since a connection made to find out would count as a client.
+fn listens(socket: &Path) -> bool {
+    /// `__SO_ACCEPTCON`.
+    const LISTENS: &str = "00010000";
+    let table = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    table.lines().any(|line| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        words.get(3) == Some(&LISTENS) && words.get(7).is_some_and(|path| Path::new(path) == socket)
+    })
+}

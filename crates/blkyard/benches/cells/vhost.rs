@@ -1,0 +1,247 @@
+//! `vhost-*`: our virtio-blk driver on one CPU and a vhost-user-blk server on another, ours or qemu-storage-daemon, in turn.
+//!
+//! Driver and core poll, and ring only if they are asked to. Before each window is a pause in which the server of the last
+//! one goes to sleep, since all of them share a CPU.
+
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use blkyard::floor::{HAND_OFF, IO_BYTES, Limit, Plan, Round, STORE_BYTES, Variant, partner_cpu, variant};
+use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
+use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostQueue, queue_pair};
+use blkyard_mem::{Region, RegionTable, Segment};
+use blkyard_mq::{
+    Bio, BlockDevice, Chime, ChimePlace, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op, QueueKind,
+    SECTOR_BYTES, Station,
+};
+use blkyard_os::now_ns;
+use blkyard_virtio::BlkConfig;
+
+use crate::core::clock;
+use crate::limits::measure_beside;
+use crate::load::{Load, info};
+use crate::report::{self, Figure, Report};
+use crate::servers::{Ground, Server, Store, Who};
+
+/// Longer than it takes a server that has no work to sleep.
+const PAUSE: Duration = Duration::from_millis(1);
+/// A request that takes longer than this is not going to end.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Rings bells at once, as a thread without a lane does.
+#[derive(Debug)]
+pub struct Bells;
+
+impl Chime for Bells {
+    fn chime(&mut self, _place: &mut ChimePlace, bell: BorrowedFd<'_>) {
+        let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
+    }
+
+    fn forget(&mut self, _place: &mut ChimePlace) {}
+}
+
+/// Our driver's queues of one disk, each with this depth, driven by one thread.
+pub struct Lines<C> {
+    loads: Vec<Load<AttachedQueue, C, Bells>>,
+    _disk: Attached,
+}
+
+impl<C: FnMut() -> u64> Round for Lines<C> {
+    #[inline]
+    fn round(&mut self) -> u64 {
+        self.loads.iter_mut().map(Round::round).sum()
+    }
+}
+
+fn lines<C: FnMut() -> u64>(
+    socket: &Path,
+    queues: usize,
+    depth: usize,
+    packed: bool,
+    clock: impl Fn() -> C,
+) -> Result<Lines<C>, String> {
+    let disk = attach(socket, packed)?;
+    let load = |_| {
+        let queue = disk.queue(QueueKind::Poll, depth.max(2)).map_err(|error| error.to_string())?;
+        let memory = Region::shared(depth * IO_BYTES as usize).map_err(|error| error.to_string())?;
+        memory.span(0, memory.len()).inspect(|all| all.fill(0xa5));
+        Ok(Load::on(Bells, queue, disk.info(), memory, depth, true, clock()))
+    };
+    let loads = (0..queues).map(load).collect::<Result<_, String>>()?;
+    let mut lines = Lines { loads, _disk: disk };
+    first_answer(|| lines.round())?;
+    Ok(lines)
+}
+
+fn attach(socket: &Path, packed: bool) -> Result<Attached, String> {
+    Attached::open(AttachConfig { packed, ..AttachConfig::new(socket) }).map_err(|error| error.to_string())
+}
+
+/// Goes round until something comes back: only then all is set up.
+fn first_answer(mut round: impl FnMut() -> u64) -> Result<(), String> {
+    let start = Instant::now();
+    while round() == 0 {
+        if start.elapsed() > PATIENCE {
+            return Err(format!("nothing came back in {PATIENCE:?}"));
+        }
+    }
+    Ok(())
+}
+
+/// With a pause before each window.
+fn paused(mut inner: Variant<'_>) -> Variant<'_> {
+    Box::new(move |window_ns| {
+        std::thread::sleep(PAUSE);
+        inner(window_ns)
+    })
+}
+
+/// Cells of our driver: by device, depth, format of the ring, queues.
+pub fn driver_cells(plan: Plan, report: &mut Report) {
+    // Longer than those of one thread: in the first microseconds of each a server wakes up.
+    let plan = Plan { window_ns: plan.window_ns * 3, windows: plan.windows / 4, warm_up: plan.warm_up / 2 };
+    for store in [Store::Null, Store::Ram] {
+        for (depth, queues) in [(1, 1), (8, 1), (32, 1), (128, 1), (1, 2), (32, 2), (128, 2)] {
+            let some = if queues == 1 { String::new() } else { format!("-{queues}q") };
+            let name = format!("vhost-{}-qd{depth}{some}", store.name());
+            let packed = format!("{name}-packed");
+            if !report.wants(&name) && !report.wants(&packed) {
+                continue;
+            }
+            if let Err(why) = two_cores(plan, report, store, depth, queues, [&name, &packed]) {
+                report::skip(&name, &why);
+            }
+        }
+    }
+    for depth in [1, 32, 128] {
+        let [split, packed] = ["", "-packed"].map(|format| format!("vhost-null-one-core-qd{depth}{format}"));
+        if ![&split, &packed].into_iter().any(|cell| report.wants(cell)) {
+            continue;
+        }
+        match (one_core(depth, false), one_core(depth, true)) {
+            (Ok(of_split), Ok(of_packed)) => {
+                let ([of_split, of_packed], _) = measure_beside(plan, &[], [of_split, of_packed]);
+                report.add(Figure::cost(&split, &of_split));
+                report.add(Figure::cost(&packed, &of_packed));
+            }
+            (Err(why), _) | (_, Err(why)) => report::skip(&split, &why),
+        }
+    }
+}
+
+fn two_cores(
+    plan: Plan,
+    report: &mut Report,
+    store: Store,
+    depth: usize,
+    queues: usize,
+    [name, packed_name]: [&str; 2],
+) -> Result<(), String> {
+    let ground = Ground::new()?;
+    let cpu = Some(partner_cpu()?);
+    let server = |who| Server::start(&ground, who, store, queues, cpu);
+    // A daemon for each, so that no other queue is on its lane.
+    let (split, packed) = (server(Who::Ours)?, server(Who::Ours)?);
+    if store == Store::Ram {
+        [&split, &packed].into_iter().try_for_each(|server| write_all(&server.socket))?;
+    }
+    let theirs = server(Who::Theirs);
+    let hand_off = Limit::of(HAND_OFF).ok_or("no such limit")?.variant()?;
+    let of = |server: &Server, packed| Ok::<_, String>(variant(lines(&server.socket, queues, depth, packed, clock)?));
+    let baseline = theirs.as_ref().map_err(Clone::clone).and_then(|theirs| of(theirs, false));
+    let has_baseline = baseline.as_ref().inspect_err(|why| eprintln!("no baseline: {why}")).is_ok();
+    let baseline = baseline.unwrap_or_else(|_| Box::new(|_| f64::NAN));
+    let variants = [of(&split, false)?, of(&packed, true)?, baseline, hand_off].map(paused);
+    let ([ours, ours_packed, theirs, hand_off], floors) = measure_beside(plan, &[name, packed_name], variants);
+    let baseline = has_baseline.then(|| theirs.percentile(50.0));
+    for (name, samples) in [(name, ours), (packed_name, ours_packed)] {
+        report.add(Figure::median(name, "ns/io", &samples).over(&floors).across(&hand_off).beside(baseline));
+    }
+    Ok(())
+}
+
+/// Writes a served disk once, so that every page is there.
+pub fn write_all(socket: &Path) -> Result<(), String> {
+    const BYTES: u32 = 256 << 10;
+    let disk = attach(socket, false)?;
+    let driver = disk.queue(QueueKind::Poll, 1).map_err(|error| error.to_string())?;
+    let config = HwQueueConfig { depth: 1, ..HwQueueConfig::default() };
+    let mut queue = HwQueue::new(driver, Arc::new(disk.info().clone()), config);
+    let memory = Region::shared(BYTES as usize).map_err(|error| error.to_string())?;
+    memory.span(0, memory.len()).inspect(|all| all.fill(0x5a));
+    queue.set_memory(&mut Bells, Arc::new(RegionTable::new(vec![memory])));
+    let mut free = vec![Bio::with_capacity(1)];
+    for sector in (0..STORE_BYTES / SECTOR_BYTES).step_by(BYTES as usize / SECTOR_BYTES as usize) {
+        let Some(mut bio) = free.pop() else { return Err("the bio did not come back".into()) };
+        bio.reset();
+        (bio.op, bio.sector, bio.sectors) = (Op::Write, sector, BYTES / SECTOR_BYTES as u32);
+        bio.segments.push(Segment { region: 0, offset: 0, len: BYTES });
+        queue.submit(bio);
+        first_answer(|| {
+            let now_ns = now_ns();
+            queue.issue(&mut Bells, now_ns);
+            queue.reap(&mut Bells, now_ns, &mut |bio| free.push(bio)) as u64
+        })?;
+        if !free.iter().all(|bio| bio.status.is_ok()) {
+            return Err("the disk cannot be written".into());
+        }
+    }
+    Ok(())
+}
+
+/// Driver and server on one thread: both cores, both sides of the ring, and the null device, cranked in turn.
+struct OneCore<C: FnMut() -> u64> {
+    /// Goes before the driver, whose good-bye would wait for an answer that nobody gives.
+    device: VhostQueue<NullQueue>,
+    lines: Lines<C>,
+    clock: C,
+    _server: blkyard_export::Server,
+    _ground: Ground,
+}
+
+impl<C: FnMut() -> u64> Round for OneCore<C> {
+    #[inline]
+    fn round(&mut self) -> u64 {
+        let ended = self.lines.round();
+        // Fetched in one turn and shown in the next.
+        for _ in 0..2 {
+            let now_ns = (self.clock)();
+            let _ = self.device.crank(&mut Bells, now_ns);
+        }
+        ended
+    }
+}
+
+impl<C: FnMut() -> u64> Drop for OneCore<C> {
+    fn drop(&mut self) {
+        while !self.lines.loads.iter_mut().all(Load::drains) {
+            let _ = self.device.crank(&mut Bells, 0);
+        }
+    }
+}
+
+fn one_core(depth: usize, packed: bool) -> Result<Variant<'static>, String> {
+    let ground = Ground::new()?;
+    let path = ground.socket();
+    let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: None, group: None });
+    let (info, (remote, port)) = (info(), queue_pair());
+    let disk = BlkConfig::new(&info, 1, SEG_MAX, true);
+    let config = BackendConfig { name: "cell".into(), disk, queues: vec![remote], write_back: true };
+    let server = blkyard_export::Server::start(socket.map_err(|error| error.to_string())?, config);
+    let server = server.map_err(|error| error.to_string())?;
+    let config = HwQueueConfig::default();
+    let driver = NullDevice::new(info.clone(), NullConfig::default()).queue(config.depth);
+    let serial = "cell".parse().map_err(|_| "no serial number")?;
+    let mut device = VhostQueue::new(HwQueue::new(driver, Arc::new(info), config), serial, port);
+    // The control path waits for a queue that turns.
+    let lines = std::thread::scope(|scope| {
+        let lines = scope.spawn(|| lines(&path, 1, depth, packed, clock));
+        while !lines.is_finished() {
+            let _ = device.crank(&mut Bells, 0);
+        }
+        lines.join().unwrap_or_else(|_| Err("the driver panicked".into()))
+    })?;
+    Ok(variant(OneCore { device, lines, clock: clock(), _server: server, _ground: ground }))
+}
