@@ -62,8 +62,32 @@ fn the_second_study_says_what_is_simulated_and_its_verdicts_decide_the_exit_code
     assert_eq!(points.len(), 2 * 3 * 3);
     assert!(points.iter().all(|point| point["iops"].as_f64().unwrap() > 0.0), "{points:?}");
     assert!(report["costs"]["live"]["alone_ns"].as_f64().unwrap() > 0.0);
+    let served = report["served"].as_array().unwrap();
+    assert_eq!(served.len(), 3);
+    let ours = served[0]["measured"]["iops"].as_array().unwrap().iter().flat_map(|of_jobs| of_jobs.as_array().unwrap());
+    assert!(ours.clone().all(|point| point["median"].as_f64().unwrap() > 0.0), "{served:?}");
+    assert_eq!(ours.count(), 3 * 3);
+    for theirs in &served[1..] {
+        // It may not be installed; then the report says so, and what helps.
+        let cure = theirs["not_measured"].as_str();
+        assert!(theirs["measured"].is_object() || cure.unwrap().contains("--qemu-storage-daemon"), "{theirs}");
+    }
     let all_met = report["goals"].as_array().unwrap().iter().all(|goal| goal["met"] == true);
     assert_eq!(output.status.code(), Some(i32::from(!all_met)));
     let picture = fs::read_to_string(picture).unwrap();
     assert_eq!(picture.matches("<circle").count(), 2 * 3 * 3, "a point for each of both panels");
+}
+
+#[test]
+fn a_back_end_that_is_not_there_is_named_with_the_cure_and_its_goal_is_missed() {
+    let output = Command::new(env!("CARGO_BIN_EXE_blkyard"))
+        .args(["study", "multi-vq", "--quick", "--check", "--json", "--qemu-storage-daemon", "/nonexistent/daemon"])
+        .output()
+        .unwrap();
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let why = report["served"][1]["not_measured"].as_str().unwrap();
+    assert!(why.contains("/nonexistent/daemon") && why.contains("qemu-utils"), "{why}");
+    let goals = report["goals"].as_array().unwrap();
+    assert!(goals.iter().any(|goal| goal["value"].is_null() && goal["met"] == false), "{goals:?}");
+    assert_eq!(output.status.code(), Some(1));
 }

@@ -6,6 +6,7 @@
 
 mod bed;
 mod caches;
+mod child;
 mod clock;
 mod descriptors;
 mod file;
@@ -18,6 +19,7 @@ mod wake;
 
 pub use bed::RingBed;
 pub use caches::cache_bytes;
+pub use child::bind_to_us;
 pub use clock::{Clock, now_ns, thread_cpu_ns};
 pub use descriptors::allow_all_descriptors;
 pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};

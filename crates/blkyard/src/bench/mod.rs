@@ -164,7 +164,8 @@ pub fn measure(args: &BenchArgs, device: &Device) -> Result<Report, BenchError> 
     if !workers.join()? || outcomes.len() < plan.jobs {
         return Err(BenchError::Lost(outcomes.len(), plan.jobs));
     }
-    Ok(add_up(args, &plan, device, outcomes, cpu))
+    let is_cut_short = gate.stop.load(Ordering::Relaxed);
+    Ok(Report { is_cut_short, ..add_up(args, &plan, device, outcomes, cpu) })
 }
 
 /// Who does the work.
@@ -265,5 +266,6 @@ fn add_up(args: &BenchArgs, plan: &Plan, device: &Device, outcomes: Vec<Outcome>
         checked,
         mismatches,
         complaints,
+        is_cut_short: false,
     }
 }

@@ -27,9 +27,21 @@ pub struct Report {
     pub(crate) checked: u64,
     pub(crate) mismatches: u64,
     pub(crate) complaints: Vec<String>,
+    /// A signal ended it early.
+    pub(crate) is_cut_short: bool,
 }
 
 impl Report {
+    /// Whether a signal ended the run before its time.
+    pub fn is_cut_short(&self) -> bool {
+        self.is_cut_short
+    }
+
+    /// I/Os each second, of all directions.
+    pub fn iops(&self) -> f64 {
+        self.ios() as f64 * 1e9 / self.summary.ran_ns().max(1) as f64
+    }
+
     /// I/Os that failed.
     pub fn errors(&self) -> u64 {
         self.summary.errors()

@@ -59,6 +59,9 @@ pub struct StudyArgs {
     /// Seed of all chance: places and jitter.
     #[arg(long, value_name = "SEED", default_value_t = 0x0062_6c6b_7961_7264)]
     pub seed: u64,
+    /// For multi-vq: the other back-end that our driver is measured with.
+    #[arg(long, value_name = "PROGRAM", default_value = "qemu-storage-daemon")]
+    pub qemu_storage_daemon: PathBuf,
 }
 
 /// The claims that can be run again.
@@ -84,6 +87,12 @@ pub enum StudyError {
         /// Why.
         error: io::Error,
     },
+    /// A back-end that is to be measured does not do what it should.
+    #[error("{0}")]
+    Served(String),
+    /// Somebody wants the program to end.
+    #[error("the study was interrupted")]
+    Interrupted,
 }
 
 /// Bios out when there are to be fewer ids: the most that a queue has in the grid.
@@ -92,7 +101,7 @@ const BEYOND: usize = 2048;
 /// Runs a study and prints its report.
 ///
 /// # Errors
-/// The machine cannot be measured, or the picture not written.
+/// See [`StudyError`].
 pub fn run(args: &StudyArgs) -> Result<ExitCode, StudyError> {
     let say = |what: String| {
         if !args.json {
@@ -105,7 +114,7 @@ pub fn run(args: &StudyArgs) -> Result<ExitCode, StudyError> {
             publish(args, report.is_met(), || svg::picture(&report), || report.json(), || report.text())
         }
         Study::MultiVq => {
-            let report = vq::run(vq::Length::new(args.quick), args.seed, say)?;
+            let report = vq::run(vq::Length::new(args.quick), &args.qemu_storage_daemon, args.seed, say)?;
             publish(args, report.is_met(), || vq::svg::picture(&report), || report.json(), || report.text())
         }
     }

@@ -3,8 +3,9 @@
 //! For the modes with a lock. Whoever takes a completion off the device for another job puts it into that job's box, and rings
 //! once. It knows nothing of sleep: a bell is anything that [wakes](Wake).
 
+use std::hint;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use blkyard_mq::{Bio, Wake};
 
@@ -83,4 +84,16 @@ pub(crate) fn deliver(seats: &[Seat], bios: &mut Vec<Box<Bio>>) {
 #[inline]
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Takes a lock as the driver of a kernel does: looks until it is free, and never sleeps.
+#[inline]
+pub(crate) fn spin_lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    loop {
+        match mutex.try_lock() {
+            Ok(held) => return held,
+            Err(TryLockError::Poisoned(held)) => return held.into_inner(),
+            Err(TryLockError::WouldBlock) => hint::spin_loop(),
+        }
+    }
 }

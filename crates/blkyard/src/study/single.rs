@@ -9,7 +9,7 @@ use blkyard_mq::{Bio, Driver, HwQueue};
 use blkyard_sim::{HostEnd, PairDriver};
 
 use super::end::{End, Moved, config, info};
-use super::seats::{Seat, deliver, lock, seat_of};
+use super::seats::{Seat, deliver, seat_of, spin_lock};
 
 /// The queue.
 pub(crate) struct Single<D = PairDriver> {
@@ -52,7 +52,7 @@ impl<D: Driver<()>> End for SingleEnd<D> {
     #[inline]
     fn submit(&mut self, bios: &mut Vec<Box<Bio>>, now_ns: u64) -> Moved {
         let submitted = bios.len();
-        let mut hw = lock(&self.queue.hw);
+        let mut hw = spin_lock(&self.queue.hw);
         bios.drain(..).for_each(|bio| hw.submit(bio));
         hw.issue(&mut (), now_ns);
         Moved { submitted, ..Moved::default() }
@@ -62,7 +62,7 @@ impl<D: Driver<()>> End for SingleEnd<D> {
     fn collect(&mut self, now_ns: u64, out: &mut Vec<Box<Bio>>) -> Moved {
         let SingleEnd { queue, seat, away } = self;
         let mailed = queue.seats[*seat].take_mail(out);
-        let mut hw = lock(&queue.hw);
+        let mut hw = spin_lock(&queue.hw);
         let route = &mut |bio: Box<Bio>| if seat_of(&bio) == *seat { out.push(bio) } else { away.push(bio) };
         let reaped = hw.reap(&mut (), now_ns, route);
         // Tags came back, and somebody's bios may wait for them.

@@ -2,24 +2,30 @@
 //!
 //! Simulated: what the steps of driver and device cost is measured (`steps.rs`), and played on as many CPUs as there are threads
 //! (`world.rs`), with the post's one thread behind all queues and with one for each. In real time: the forms that two CPUs can run (`live.rs`),
-//! of which driver and device apart also tells what a ring between two CPUs costs more than on one.
+//! of which driver and device apart also tells what a ring between two CPUs costs more than on one. In processes: our driver over a
+//! socket, at our daemon and at another's (`served.rs`).
 
+mod folder;
 mod live;
 mod report;
 mod rig;
+mod served;
 mod steps;
 pub(super) mod svg;
 mod verdicts;
 mod world;
 
 use std::io;
+use std::path::Path;
 use std::thread;
 
 use self::live::Live;
 use self::report::Report;
+use self::served::Windows;
 use self::steps::Steps;
 use self::world::{Devices, Outcome, Prices, Scene, play};
 
+use super::StudyError;
 use super::costs::CallCost;
 use super::measure::mail_ns;
 use super::wakes;
@@ -27,6 +33,8 @@ use crate::floor::cpus;
 
 /// Jobs and queues of the post's grid, as far as the issue goes.
 pub(crate) const COUNTS: [usize; 3] = [1, 2, 4];
+/// The most of them.
+const QUEUES_MAX: usize = COUNTS[COUNTS.len() - 1];
 /// CPUs that are simulated.
 const CPUS: [usize; 5] = [1, 2, 4, 8, 16];
 
@@ -42,11 +50,17 @@ pub(crate) struct Length {
     pub(crate) windows: usize,
     /// I/Os of each point in virtual time.
     pub(crate) ios: u64,
+    /// Windows of each point in processes of their own.
+    pub(crate) served: Windows,
 }
 
 impl Length {
     pub(crate) fn new(quick: bool) -> Length {
-        if quick { Length { windows: 40, ios: 30_000 } } else { Length { windows: 200, ios: 300_000 } }
+        if quick {
+            Length { windows: 40, ios: 30_000, served: Windows { count: 3, window_ms: 100 } }
+        } else {
+            Length { windows: 200, ios: 300_000, served: Windows { count: 15, window_ms: 250 } }
+        }
     }
 }
 
@@ -89,8 +103,8 @@ pub(crate) struct Point {
 /// Measures and plays everything.
 ///
 /// # Errors
-/// The machine has no memory or threads left.
-pub(super) fn run(length: Length, seed: u64, say: impl Fn(String)) -> io::Result<Report> {
+/// The machine has no memory or threads left, our own daemon does not serve, or a signal came.
+pub(super) fn run(length: Length, qemu: &Path, seed: u64, say: impl Fn(String)) -> Result<Report, StudyError> {
     say("measuring the steps of driver and device, and what two CPUs can run ...".into());
     let costs = measure(length.windows, seed)?;
     let point = |scene: Scene| Point { scene, cpus: scene.cpus(), outcome: play(scene, costs.prices(), length.ios) };
@@ -100,7 +114,9 @@ pub(super) fn run(length: Length, seed: u64, say: impl Fn(String)) -> io::Result
     });
     let grid = grid.map(point).collect();
     let cpus = CPUS.into_iter().flat_map(on_cpus).map(point).collect();
-    Ok(Report::new(length, seed, costs, grid, cpus))
+    say("real time, driver and back-end in processes of their own ...".into());
+    let served = served::measure(qemu, length.served, seed)?;
+    Ok(Report::new(length, seed, costs, grid, cpus, served))
 }
 
 /// The ways to use so many CPUs.

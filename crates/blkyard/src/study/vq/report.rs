@@ -2,9 +2,11 @@
 
 use std::fmt::Write;
 
+use blkyard_os::cpu_places;
 use serde::Serialize;
 
 use super::rig::DEPTH;
+use super::served::{Found, Measured, Spread, Table, Windows};
 use super::verdicts::{claims, goals, iops, ratios};
 use super::world::{Devices, Scene, play};
 use super::{COUNTS, Costs, Length, POST, Point};
@@ -20,6 +22,7 @@ pub(crate) struct Report {
     costs: Costs,
     pub(super) grid: Vec<Point>,
     pub(super) cpus: Vec<Point>,
+    served: Vec<Table>,
     goals: Vec<Goal>,
     claims: Vec<Claim>,
 }
@@ -35,9 +38,18 @@ impl Devices {
 }
 
 impl Report {
-    pub(super) fn new(length: Length, seed: u64, costs: Costs, grid: Vec<Point>, cpus: Vec<Point>) -> Report {
-        let (goals, claims) = (goals(&grid, &costs.live), claims(&grid));
-        Report { length, seed, costs, grid, cpus, goals, claims }
+    pub(super) fn new(
+        length: Length,
+        seed: u64,
+        costs: Costs,
+        grid: Vec<Point>,
+        cpus: Vec<Point>,
+        served: Vec<Table>,
+    ) -> Report {
+        let cpus_here = cpu_places().len();
+        let goals = goals(&grid, &costs.live, &served, cpus_here);
+        let claims = claims(&grid, &served, cpus_here);
+        Report { length, seed, costs, grid, cpus, served, goals, claims }
     }
 
     /// Whether every goal is met.
@@ -55,6 +67,7 @@ impl Report {
         self.grid(&mut out);
         self.by_cpus(&mut out);
         self.live(&mut out);
+        self.served(&mut out);
         let _ = writeln!(out, "\nclaims of the post");
         for Claim { what, found, reproduced, reason } in &self.claims {
             let verdict = if *reproduced { "reproduced".into() } else { format!("not reproduced: {reason}") };
@@ -189,9 +202,46 @@ impl Report {
         }
     }
 
+    fn served(&self, out: &mut String) {
+        let windows = self.length.served;
+        let _ = writeln!(
+            out,
+            "\nREAL TIME, IN PROCESSES on {} CPUs: our driver over vhost-user, the back-end a process of its own, both as they are by default;\n\
+             KIOPS, median of {} windows of {} ms in turn (10th to 90th percentile)",
+            cpu_places().len(),
+            windows.count,
+            windows.window_ms
+        );
+        for Table { back_end, found } in &self.served {
+            let Found::Measured(measured) = found else { continue };
+            let Measured { iops, ratios } = &**measured;
+            let _ = writeln!(
+                out,
+                "  {:38}{:>6}{:>24}{:>24}{:>24}",
+                back_end.name(),
+                "jobs",
+                "1 queue",
+                "2 queues",
+                "4 queues"
+            );
+            for (jobs, of_jobs) in COUNTS.into_iter().zip(iops) {
+                let cells = of_jobs.map(|spread| thousands(&spread)).concat();
+                let _ = writeln!(out, "  {:38}{jobs:>6}{cells}", "");
+            }
+            for ((what, post), Spread { median, low, high }) in POST.into_iter().zip(ratios) {
+                let _ = writeln!(out, "    {what:30} post {post:.2}, here {median:.2} ({low:.2} to {high:.2})");
+            }
+        }
+        for Table { found, .. } in &self.served {
+            if let Found::NotMeasured(why) = found {
+                let _ = writeln!(out, "  NOT MEASURED: {why}");
+            }
+        }
+    }
+
     /// The same, for programs.
     pub(crate) fn json(&self) -> String {
-        let Report { length, seed, costs, grid, cpus, goals, claims } = self;
+        let Report { length, seed, costs, grid, cpus, served, goals, claims } = self;
         let post = POST.map(|(what, ratio)| Post { what, ratio });
         let [one, each] = [Devices::One, Devices::Each].map(|devices| ratios(grid, devices));
         let whole = Json {
@@ -204,6 +254,8 @@ impl Report {
             costs,
             simulated_grid: grid,
             simulated_cpus: cpus,
+            served_windows: length.served,
+            served,
             post,
             ratios_one_device_thread: one,
             ratios_thread_per_queue: each,
@@ -219,6 +271,11 @@ impl Report {
     }
 }
 
+fn thousands(spread: &Spread) -> String {
+    let Spread { median, low, high } = spread;
+    format!("{:>24}", format!("{:.0} ({:.0} to {:.0})", median / 1e3, low / 1e3, high / 1e3))
+}
+
 #[derive(Serialize)]
 struct Json<'a> {
     study: &'static str,
@@ -232,6 +289,9 @@ struct Json<'a> {
     costs: &'a Costs,
     simulated_grid: &'a [Point],
     simulated_cpus: &'a [Point],
+    served_windows: Windows,
+    /// In processes of their own, in real time.
+    served: &'a [Table],
     post: [Post; 3],
     /// In the post's order.
     ratios_one_device_thread: [f64; 3],

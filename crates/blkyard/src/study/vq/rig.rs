@@ -17,7 +17,7 @@ pub(super) const DEPTH: usize = 64;
 /// Entries of a ring: a request each, for four jobs that share one.
 pub(super) const RING: u16 = 256;
 /// The disk: larger than a second-level cache and small enough for a busy machine.
-const STORE_BYTES: u64 = 1 << 28;
+pub(super) const STORE_BYTES: u64 = 1 << 28;
 const IO_SECTORS: u32 = IO_BYTES >> SECTOR_SHIFT;
 const BLOCKS: u64 = STORE_BYTES / IO_BYTES as u64;
 

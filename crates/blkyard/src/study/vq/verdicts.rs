@@ -1,6 +1,7 @@
 //! What is to be reached, and what of the post's shape can be seen.
 
 use super::live::Live;
+use super::served::{BackEnd, Found, Grid, Measured, Spread, Table};
 use super::world::Devices;
 use super::{COUNTS, POST, Point};
 use crate::study::goals::{Claim, Goal};
@@ -22,7 +23,7 @@ pub(super) fn ratios(grid: &[Point], devices: Devices) -> [f64; 3] {
 }
 
 /// The post's ratios are the goals: with a thread for each queue in virtual time, and with two jobs in real time.
-pub(super) fn goals(grid: &[Point], live: &Live) -> Vec<Goal> {
+pub(super) fn goals(grid: &[Point], live: &Live, served: &[Table], cpus: usize) -> Vec<Goal> {
     let at_least = |what: String, value: f64, limit: f64, at: &str| Goal {
         what,
         value,
@@ -40,11 +41,51 @@ pub(super) fn goals(grid: &[Point], live: &Live) -> Vec<Goal> {
         let (what, post) = POST[0];
         goals.push(at_least(format!("IOPS, {what}, at least the post's"), value, post, "real time, run to completion"));
     }
+    let ours = measured(served, BackEnd::Blkyard);
+    for (place, (what, post)) in POST.into_iter().enumerate() {
+        if let Some(ours) = ours.filter(|_| cpus >= CPUS_WANTED[place]) {
+            let what = format!("IOPS, {what}, at least the post's");
+            goals.push(at_least(what, ours.ratios[place].median, post, "real time, in processes"));
+        }
+    }
+    let theirs = measured(served, BackEnd::QemuFile);
+    let (value, at) = match (ours, theirs) {
+        (Some(ours), Some(theirs)) => worst(&ours.iops, &theirs.iops),
+        _ => (f64::NAN, "not measured: see there".into()),
+    };
+    goals.push(at_least(
+        "IOPS at every point, our daemon on memory over qemu-storage-daemon on a file in memory".into(),
+        value,
+        1.0,
+        &at,
+    ));
     goals
 }
 
+/// A job and a device thread for each queue want a CPU each for the post's ratios to be seen: with fewer all of them take turns on
+/// the same CPUs, and a second queue brings none with it. In the post's order.
+const CPUS_WANTED: [usize; 3] = [4, 6, 6];
+
+fn measured(served: &[Table], back_end: BackEnd) -> Option<&Measured> {
+    served.iter().find(|table| table.back_end == back_end).and_then(|table| match &table.found {
+        Found::Measured(measured) => Some(&**measured),
+        Found::NotMeasured(_) => None,
+    })
+}
+
+/// The least of ours over theirs, and where that is.
+fn worst(ours: &Grid<Spread>, theirs: &Grid<Spread>) -> (f64, String) {
+    let points = COUNTS.into_iter().enumerate().flat_map(|(row, jobs)| {
+        COUNTS.into_iter().enumerate().map(move |(column, queues)| (row, column, jobs, queues))
+    });
+    let over = points.map(|(row, column, jobs, queues)| {
+        (ours[row][column].median / theirs[row][column].median, format!("{jobs} jobs, {queues} queues"))
+    });
+    over.min_by(|one, other| one.0.total_cmp(&other.0)).unwrap_or_default()
+}
+
 /// The shape of the post's curves, with its one thread behind all queues.
-pub(super) fn claims(grid: &[Point]) -> Vec<Claim> {
+pub(super) fn claims(grid: &[Point], served: &[Table], cpus: usize) -> Vec<Claim> {
     let of = |jobs, queues| iops(grid, jobs, queues, Devices::One);
     let one = COUNTS.map(|jobs| of(jobs, 1));
     let shape = one.map(|iops| format!("{:.2}", iops / one[0])).join(", ");
@@ -64,6 +105,20 @@ pub(super) fn claims(grid: &[Point]) -> Vec<Claim> {
             reason: "one thread serves both queues, and where it is the slower side a second queue brings it nothing; the post's guest must have paid \
                      more under its lock than its host did for an I/O",
         });
+    }
+    let ours = measured(served, BackEnd::Blkyard);
+    for (place, (what, post)) in POST.into_iter().enumerate() {
+        if let Some(Spread { median, low, high }) = ours.map(|ours| ours.ratios[place])
+            && cpus < CPUS_WANTED[place]
+        {
+            claims.push(Claim {
+                what: format!("{what} in processes of their own: {post:.2}"),
+                found: format!("{median:.2} ({low:.2} to {high:.2}) on {cpus} CPUs"),
+                reproduced: median >= post,
+                reason: "jobs and device threads want a CPU each, four with two jobs and six with four: here they take turns on fewer, and a \
+                         second queue brings no CPU with it",
+            });
+        }
     }
     claims
 }

@@ -1,0 +1,28 @@
+//! A folder for sockets, for as long as it is held.
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+/// The folder, which nobody else may look into. Goes with all that is in it.
+pub(super) struct Folder(PathBuf);
+
+impl Folder {
+    /// A folder of this name among the system's temporary ones; the name is told apart from that of other processes.
+    pub(super) fn new(name: &str) -> io::Result<Folder> {
+        let path = std::env::temp_dir().join(format!("blkyard-{name}-{}", std::process::id()));
+        DirBuilder::new().mode(0o700).create(&path)?;
+        Ok(Folder(path))
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}

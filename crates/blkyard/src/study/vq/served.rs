@@ -1,0 +1,322 @@
+//! In real time, over vhost-user: the load of `bench` through our driver, and a back-end that is a process of its own.
+//!
+//! Every back-end runs all the time, with as many queues as the grid has at most, and sleeps while it is not its turn; the driver opens as many
+//! as the point says. A window is one point on one back-end, and all take turns, so that what disturbs one disturbs all. Jobs and
+//! back-ends wait as they do when nobody tells them otherwise.
+//!
+//! Another's back-end that is not there is named, with what helps. Ours has to be there.
+
+use std::fmt::Display;
+use std::fs::{self, File};
+use std::io::{self, ErrorKind};
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use blkyard_os::{Signals, bind_to_us};
+use rustix::fs::{MemfdFlags, memfd_create};
+use serde::Serialize;
+
+use super::folder::Folder;
+use super::rig::{DEPTH, STORE_BYTES};
+use super::{COUNTS, QUEUES_MAX};
+use crate::bench::{self, BenchArgs, Format, Pattern};
+use crate::floor::Samples;
+use crate::study::StudyError;
+use crate::{Device, DeviceError};
+
+/// A back-end that does not serve by then never will: it has nothing to do but bind a socket, on a busy machine.
+const READY_LIMIT: Duration = Duration::from_secs(30);
+/// Between two looks whether it does.
+const READY_LOOK: Duration = Duration::from_millis(10);
+
+/// Whoever serves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum BackEnd {
+    /// Our daemon, on memory.
+    Blkyard,
+    /// qemu-storage-daemon, on a file in memory, through its usual threads.
+    QemuFile,
+    /// qemu-storage-daemon, on its null device, which fills zeroes in.
+    QemuNull,
+}
+
+pub(crate) const BACK_ENDS: [BackEnd; 3] = [BackEnd::Blkyard, BackEnd::QemuFile, BackEnd::QemuNull];
+
+/// How long.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Windows {
+    pub(crate) count: usize,
+    pub(crate) window_ms: u64,
+}
+
+/// Of several windows.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Spread {
+    pub(crate) median: f64,
+    /// 10th and 90th percentile.
+    pub(crate) low: f64,
+    pub(crate) high: f64,
+}
+
+impl Spread {
+    fn of(samples: &Samples) -> Spread {
+        let [low, median, high] = [10.0, 50.0, 90.0].map(|percent| samples.percentile(percent));
+        Spread { median, low, high }
+    }
+}
+
+/// What came of a back-end.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Table {
+    pub(crate) back_end: BackEnd,
+    #[serde(flatten)]
+    pub(crate) found: Found,
+}
+
+#[derive(Clone, Debug, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Found {
+    Measured(Box<Measured>),
+    /// Why there is nothing, and what helps.
+    NotMeasured(String),
+}
+
+/// What a back-end reached.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct Measured {
+    pub(crate) iops: Grid<Spread>,
+    /// The post's, window by window.
+    pub(crate) ratios: [Spread; 3],
+}
+
+impl Measured {
+    fn of(windows: &[Grid<f64>]) -> Measured {
+        let over_windows = |value: &dyn Fn(&Grid<f64>) -> f64| {
+            let mut samples = Samples::default();
+            windows.iter().for_each(|grid| samples.push(value(grid)));
+            Spread::of(&samples)
+        };
+        let places = [0, 1, 2];
+        let iops = places.map(|jobs| places.map(|queues| over_windows(&|grid| grid[jobs][queues])));
+        // Of one queue and of two.
+        let best = |grid: &Grid<f64>, queues: usize| grid.iter().map(|of_jobs| of_jobs[queues]).fold(0.0, f64::max);
+        let ratios = [
+            over_windows(&|grid| grid[1][1] / grid[1][0]),
+            over_windows(&|grid| grid[2][1] / grid[2][0]),
+            over_windows(&|grid| best(grid, 1) / best(grid, 0)),
+        ];
+        Measured { iops, ratios }
+    }
+}
+
+/// By jobs, then by queues, in the order of [`COUNTS`].
+pub(crate) type Grid<T> = [[T; COUNTS.len()]; COUNTS.len()];
+
+/// Starts the back-ends and measures them in turn.
+///
+/// # Errors
+/// Our own daemon cannot be started or serves badly, or a signal came.
+pub(super) fn measure(qemu: &Path, windows: Windows, seed: u64) -> Result<Vec<Table>, StudyError> {
+    // Before there is anybody to leave behind: from here on a signal ends the window.
+    Signals::install()?;
+    let folder = Folder::new("served")?;
+    let mut started = Vec::new();
+    for back_end in BACK_ENDS {
+        let served = match Server::start(back_end, qemu, folder.path(), seed) {
+            Err(StudyError::Served(why)) if back_end != BackEnd::Blkyard => Err(why),
+            server => Ok(server?),
+        };
+        started.push((back_end, served));
+    }
+    let mut grids = vec![Vec::new(); started.len()];
+    // The first round warms up.
+    for round in 0..=windows.count {
+        let mut grid = vec![Grid::<f64>::default(); started.len()];
+        for (jobs_at, jobs) in COUNTS.into_iter().enumerate() {
+            for (queues_at, queues) in COUNTS.into_iter().enumerate() {
+                for ((_, server), grid) in started.iter().zip(&mut grid) {
+                    if let Ok(server) = server {
+                        grid[jobs_at][queues_at] =
+                            server.window(jobs, queues, windows.window_ms, seed ^ round as u64)?;
+                    }
+                }
+            }
+        }
+        if round > 0 {
+            grids.iter_mut().zip(grid).for_each(|(grids, grid)| grids.push(grid));
+        }
+    }
+    let table = |((back_end, server), grids): ((BackEnd, Result<Server, String>), Vec<Grid<f64>>)| {
+        let found = server.map_or_else(Found::NotMeasured, |_| Found::Measured(Box::new(Measured::of(&grids))));
+        Table { back_end, found }
+    };
+    Ok(started.into_iter().zip(grids).map(table).collect())
+}
+
+impl BackEnd {
+    fn is_ours(self) -> bool {
+        self == BackEnd::Blkyard
+    }
+
+    /// For people.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            BackEnd::Blkyard => "blkyard serve, memory",
+            BackEnd::QemuFile => "qemu-storage-daemon, file in memory",
+            BackEnd::QemuNull => "qemu-storage-daemon, null-co zeroes",
+        }
+    }
+
+    /// The command that serves at this socket. What it serves lies in the file, if there is one, and goes with it.
+    fn command(self, qemu: &Path, socket: &Path) -> io::Result<(Command, Option<File>)> {
+        if self.is_ours() {
+            let mut command = Command::new(std::env::current_exe()?);
+            command.args(["serve", "--control", "none", "--device", &format!("ram:{STORE_BYTES}"), "--export"]);
+            command.arg(format!("vhost-user-blk:{}?queues={QUEUES_MAX}", socket.display()));
+            return Ok((command, None));
+        }
+        let (node, store) = if self == BackEnd::QemuFile {
+            // The pages of tmpfs without a place where one is mounted.
+            let store = File::from(memfd_create("blkyard-study", MemfdFlags::CLOEXEC)?);
+            store.set_len(STORE_BYTES)?;
+            let path = format!("/proc/{}/fd/{}", std::process::id(), store.as_raw_fd());
+            (format!("driver=file,filename={path},node-name=disk"), Some(store))
+        } else {
+            (format!("driver=null-co,size={STORE_BYTES},read-zeroes=on,node-name=disk"), None)
+        };
+        let export = format!(
+            "vhost-user-blk,id=export,node-name=disk,iothread=io,writable=on,num-queues={QUEUES_MAX},addr.type=unix,addr.path={}",
+            socket.display()
+        );
+        let mut command = Command::new(qemu);
+        command.args(["--object", "iothread,id=io", "--blockdev", &node, "--export", &export]);
+        Ok((command, store))
+    }
+
+    fn fault(self, why: impl Display) -> StudyError {
+        StudyError::Served(format!("{}: {why}", self.name()))
+    }
+}
+
+/// A back-end that runs.
+struct Server {
+    back_end: BackEnd,
+    socket: PathBuf,
+    _running: Running,
+    _store: Option<File>,
+}
+
+impl Server {
+    /// Starts it, and writes its disk once: what was never written is not read from memory.
+    fn start(back_end: BackEnd, qemu: &Path, folder: &Path, seed: u64) -> Result<Server, StudyError> {
+        let socket = folder.join(format!("{back_end:?}.sock"));
+        let (mut command, store) = back_end.command(qemu, &socket)?;
+        let mut running = Running::start(back_end, &mut command, socket.with_extension("log"))?;
+        running.await_ready(&socket)?;
+        let server = Server { back_end, socket, _running: running, _store: store };
+        let all = BenchArgs { rw: Pattern::Write, bs: "1m".into(), iodepth: 8, ..load(1, 1, seed) };
+        server.measure(&all)?;
+        Ok(server)
+    }
+
+    /// IOPS of so many jobs on so many queues.
+    fn window(&self, jobs: usize, queues: usize, window_ms: u64, seed: u64) -> Result<f64, StudyError> {
+        let report =
+            self.measure(&BenchArgs { runtime: Some(format!("{window_ms}ms")), ..load(jobs, queues, seed) })?;
+        Ok(report.iops())
+    }
+
+    /// Attaches, runs the load and leaves.
+    fn measure(&self, args: &BenchArgs) -> Result<bench::Report, StudyError> {
+        let device = attach(&self.socket).map_err(|error| self.back_end.fault(error))?;
+        let report = bench::measure(args, &device).map_err(|error| self.back_end.fault(error))?;
+        if report.is_cut_short() {
+            return Err(StudyError::Interrupted);
+        }
+        if !report.is_good() {
+            let (errors, why) = (report.errors(), report.complaints.join("; "));
+            return Err(self.back_end.fault(format!("{errors} I/Os failed: {why}")));
+        }
+        Ok(report)
+    }
+}
+
+fn attach(socket: &Path) -> Result<Device, DeviceError> {
+    Device::open(&format!("vhost-user:{}", socket.display()))
+}
+
+/// The post's load.
+fn load(jobs: usize, queues: usize, seed: u64) -> BenchArgs {
+    BenchArgs {
+        device: String::new(),
+        rw: Pattern::RandRead,
+        bs: "4k".into(),
+        iodepth: DEPTH as u32,
+        iodepth_batch: 1,
+        numjobs: jobs as u32,
+        queues: Some(queues as u32),
+        read_queues: None,
+        hipri: false,
+        poll_queues: None,
+        runtime: None,
+        size: "100%".into(),
+        rwmixread: None,
+        verify: None,
+        randseed: seed,
+        fsync: 0,
+        spin_us: 0,
+        output_format: Format::Normal,
+    }
+}
+
+/// A process of ours. Dropping it kills it.
+struct Running {
+    back_end: BackEnd,
+    child: Child,
+    log: PathBuf,
+}
+
+impl Running {
+    fn start(back_end: BackEnd, command: &mut Command, log: PathBuf) -> Result<Running, StudyError> {
+        let said = File::create(&log)?;
+        bind_to_us(command);
+        command.stdin(Stdio::null()).stdout(said.try_clone()?).stderr(said);
+        let child = command.spawn().map_err(|error| {
+            let program = command.get_program().display();
+            let cure = match error.kind() {
+                ErrorKind::NotFound if !back_end.is_ours() => {
+                    "; it comes with Debian's package qemu-utils; name one that is elsewhere with --qemu-storage-daemon"
+                }
+                _ => "",
+            };
+            back_end.fault(format!("{program} cannot be started: {error}{cure}"))
+        })?;
+        Ok(Running { back_end, child, log })
+    }
+
+    fn await_ready(&mut self, socket: &Path) -> Result<(), StudyError> {
+        let limit = Instant::now() + READY_LIMIT;
+        while let Err(error) = attach(socket) {
+            if let Some(status) = self.child.try_wait()? {
+                let said = fs::read_to_string(&self.log).unwrap_or_default();
+                return Err(self.back_end.fault(format!("it ended with {status}, and said: {}", said.trim())));
+            }
+            if Instant::now() > limit {
+                return Err(self.back_end.fault(error));
+            }
+            thread::sleep(READY_LOOK);
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
