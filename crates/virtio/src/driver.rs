@@ -24,7 +24,7 @@ use crate::{Features, RingBase, RingLayout, RingSetupError};
 
 pub use blk::{BlkRing, Complaint, SharedMemory};
 pub use disk::{BlkDisk, ConfigCause, ConfigError, DRIVER_FEATURES, SEGMENTS_MAX};
-pub use loopback::{Backend, Front, Loopback, LoopbackConfig};
+pub use loopback::{Backend, Loopback, LoopbackConfig};
 pub use packed::PackedDriver;
 pub use place::BlkLayout;
 pub use split::SplitDriver;

@@ -155,48 +155,13 @@ fn region_addr(region: u32) -> u64 {
     REGION_SPACE * (u64::from(region) + 1)
 }
 
-/// Where the device finds a segment.
-#[inline]
-fn segment_addr(memory: &RegionTable, segment: Segment) -> Option<u64> {
-    memory.resolve(segment).map(|_| region_addr(segment.region) + segment.offset)
-}
-
-/// The driver's half of a [`Loopback`] by itself: the device has its turns elsewhere.
-#[derive(Debug)]
-pub struct Front {
-    ring: BlkRing,
-}
-
-impl<S: FnMut(&Bio, &RegionTable) -> Status> Loopback<S> {
-    /// The two halves, each for a thread of its own. The memory is that of all requests to come: the device learns of no other.
-    ///
-    /// # Errors
-    /// A region is too large for its place among the device's addresses.
-    pub fn split(mut self, memory: &RegionTable) -> io::Result<(Front, Backend<S>)> {
-        self.device.memory = guest_memory(&self.device.queue, memory)?;
-        Ok((Front { ring: self.driver }, self.device))
-    }
-}
-
-impl<Cx: ?Sized> Driver<Cx> for Front {
-    #[inline]
-    fn queue_rqs(&mut self, _cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
-        // The device looks whenever it has its turn.
-        let _ = self.ring.queue(batch, |segment| segment_addr(memory, segment));
-    }
-
-    #[inline]
-    fn poll(&mut self, _cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
-        // What breaks a ring is counted, and its requests stay in flight.
-        let _ = self.ring.poll(done);
-    }
-}
-
 impl<S: FnMut(&Bio, &RegionTable) -> Status, Cx: ?Sized> Driver<Cx> for Loopback<S> {
     #[inline]
     fn queue_rqs(&mut self, _cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
         // The device looks whenever it has its turn.
-        let _ = self.driver.queue(batch, |segment| segment_addr(memory, segment));
+        let _ = self.driver.queue(batch, |segment: Segment| {
+            memory.resolve(segment).map(|_| region_addr(segment.region) + segment.offset)
+        });
     }
 
     #[inline]

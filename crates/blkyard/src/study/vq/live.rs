@@ -6,13 +6,12 @@
 use std::io;
 use std::sync::Arc;
 
-use blkyard_mem::Region;
-use blkyard_mq::Bio;
+use blkyard_mq::{Bio, RamDevice};
 use blkyard_os::now_ns;
 use blkyard_sim::Rng;
 use serde::Serialize;
 
-use super::rig::{self, DEPTH};
+use super::rig::{self, DEPTH, part, tie};
 use crate::floor::cpus::{led, together};
 use crate::floor::windows::{Plan, Round, Samples, measure, variant};
 use crate::study::end::End;
@@ -49,26 +48,23 @@ impl Live {
 ///
 /// # Errors
 /// There is no memory.
-pub(super) fn live(store: &Arc<Region>, windows: usize, seed: u64) -> io::Result<Live> {
-    let own = |job: u64| -> io::Result<_> {
-        let hw = rig::queue(rig::loopback(rig::ram(store))?, rig::buffers(DEPTH)?);
-        Ok(Load::new(MqEnd::over(hw), 0, 0, seed ^ job))
-    };
+pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<Live> {
+    // Before the queues, so that it is dropped after them.
+    let (_tie, queues) = tie("live", ram, &[DEPTH, DEPTH, DEPTH, 2 * DEPTH, DEPTH])?;
+    let [alone, one, other, shared, mut apart] =
+        <[_; 5]>::try_from(queues).map_err(|_| io::Error::other("not five queues"))?;
+    let own = |queue, job: u64| Load::new(MqEnd::over(queue), 0, 0, seed ^ job);
     let seats: Arc<[Seat]> = (0..2).map(|_| Seat::new(DEPTH, Arc::new(Bell::default()))).collect();
-    let hw = rig::queue(rig::loopback(rig::ram(store))?, rig::buffers(2 * DEPTH)?);
-    let single = Single::over(hw, seats);
-    let shared = |seat: usize| {
-        let end = SingleEnd::new(&single, seat, 2 * DEPTH);
-        Load::new(end, seat, seat * DEPTH, seed ^ seat as u64)
-    };
-    let memory = rig::buffers(DEPTH)?;
-    let (front, mut device) = rig::loopback(rig::ram(store))?.split(&memory)?;
-    let mut apart = Load::new(MqEnd::over(rig::queue(front, memory)), 0, 0, seed);
+    let single = Single::over(shared, seats);
+    let share =
+        |seat: usize| Load::new(SingleEnd::new(&single, seat, 2 * DEPTH), seat, seat * DEPTH, seed ^ seat as u64);
+    let mut device = part(&mut apart)?;
+    let mut apart = own(apart, 0);
 
-    let mut variants = vec![variant(own(0)?)];
-    let pairs = together(shared(0), shared(1)).and_then(|sharing| {
-        let owning = together(own(1).map_err(|error| error.to_string())?, own(2).map_err(|error| error.to_string())?)?;
-        Ok([sharing, owning, led(|| apart.round(), || _ = device.turn())?])
+    let mut variants = vec![variant(own(alone, 0))];
+    let pairs = together(share(0), share(1)).and_then(|sharing| {
+        let owning = together(own(one, 1), own(other, 2))?;
+        Ok([sharing, owning, led(|| apart.round(), || device.crank(now_ns()))?])
     });
     let two_cpus = pairs.is_ok();
     variants.extend(pairs.into_iter().flatten());
@@ -76,14 +72,16 @@ pub(super) fn live(store: &Arc<Region>, windows: usize, seed: u64) -> io::Result
         measure(Plan { window_ns: WINDOW_NS, windows, warm_up: 3 }, &mut variants).iter().map(Samples::cost).collect();
     drop(variants);
     // What is out comes back before the queue may go.
-    device.turn();
-    apart.collect();
+    while apart.is_out() {
+        device.crank(now_ns());
+        apart.collect();
+    }
     let of = |place: usize| costs.get(place).copied().filter(|cost| two_cpus && cost.is_finite());
     Ok(Live { alone_ns: costs[0], shared_ns: of(1), own_ns: of(2), apart_ns: of(3) })
 }
 
 /// A job that keeps its depth out.
-struct Load<M> {
+struct Load<M: End> {
     end: M,
     /// Its first buffer.
     first: usize,
@@ -105,6 +103,18 @@ impl<M: End> Load<M> {
 
     fn collect(&mut self) {
         self.end.collect(now_ns(), &mut self.free);
+    }
+
+    fn is_out(&self) -> bool {
+        self.free.len() < DEPTH
+    }
+}
+
+impl<M: End> Drop for Load<M> {
+    fn drop(&mut self) {
+        while self.is_out() {
+            self.collect();
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Simulated: what the steps of driver and device cost is measured (`steps.rs`), and played on as many CPUs as there are threads
 //! (`world.rs`), with the post's one thread behind all queues and with one for each. In real time: the forms that two CPUs can run (`live.rs`),
-//! of which driver and device apart also tells what a ring between two CPUs costs more than on one. In processes: our driver over a
+//! with the same code on both sides that a daemon and its client run, of which driver and device apart also tells what a ring between two CPUs costs more than on one. In processes: our driver over a
 //! socket, at our daemon and at another's (`served.rs`).
 
 mod folder;
@@ -137,9 +137,9 @@ fn measure(windows: usize, seed: u64) -> io::Result<Costs> {
         let hand_over_ns = wakes::hand_over_ns(windows)?;
         cpus::pin();
         let (_, ring) = wakes::sleep_and_ring(windows)?;
-        let store = rig::store()?;
-        let steps = steps::steps(&store, windows, seed)?;
-        let live = live::live(&store, windows, seed)?;
+        let ram = rig::ram()?;
+        let steps = steps::steps(&ram, windows, seed)?;
+        let live = live::live(&ram, windows, seed)?;
         let mut costs = Costs { steps, mail_ns: mail_ns(windows), hand_over_ns, lines_ns: None, ring, live };
         let scene = Scene { jobs: 1, queues: 1, devices: Devices::Each };
         let without_ns = 1e9 / play(scene, costs.prices(), Length::new(true).ios).iops;

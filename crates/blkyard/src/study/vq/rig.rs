@@ -1,84 +1,248 @@
-//! The real code of the study: the core over the virtio-blk driver, the ring, the device's half, and a disk in memory behind it.
+//! The real code of the study: the core over our vhost-user driver, a ring in shared memory, our back-end's queue, and the core again
+//! over a disk in memory. They are connected over a socket as any two are, by their own threads; then nothing sleeps and no kick or call is
+//! wanted, and each half is turned by whoever the form says, with the lane's part in it left out.
 
 use std::io;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread;
+use std::time::{Duration, Instant};
 
+use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
+use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
 use blkyard_mem::{Region, RegionTable, Segment};
-use blkyard_mq::{Bio, DeviceInfo, Driver, HwQueue, Op, SECTOR_SHIFT, Status};
+use blkyard_mq::{
+    Batch, Bio, BlockDevice, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, QueueKind,
+    RamDevice, SECTOR_SHIFT, Station, TimedOut,
+};
+use blkyard_os::now_ns;
 use blkyard_sim::Rng;
-use blkyard_virtio::Features;
-use blkyard_virtio::driver::{DRIVER_FEATURES, Loopback, LoopbackConfig};
+use blkyard_virtio::BlkConfig;
 
-use crate::floor::{IO_BYTES, touched};
+use super::folder::Folder;
+use crate::floor::IO_BYTES;
 use crate::study::end::config;
 
 /// I/Os that each job keeps out, as in the post.
 pub(super) const DEPTH: usize = 64;
 /// Entries of a ring: a request each, for four jobs that share one.
 pub(super) const RING: u16 = 256;
+/// Requests that the device's half has in hand at most: as a daemon's queue, by default.
+pub(super) const TAGS: usize = 128;
 /// The disk: larger than a second-level cache and small enough for a busy machine.
 pub(super) const STORE_BYTES: u64 = 1 << 28;
 const IO_SECTORS: u32 = IO_BYTES >> SECTOR_SHIFT;
 const BLOCKS: u64 = STORE_BYTES / IO_BYTES as u64;
+/// Halves that have not found each other by then never will: a few messages, on a busy machine.
+const READY_LIMIT: Duration = Duration::from_secs(30);
 
-/// The memory of the disk, every page of it there.
-pub(super) fn store() -> io::Result<Arc<Region>> {
-    touched(STORE_BYTES).map_err(io::Error::other)
-}
-
-/// Serves reads from the store: one copy.
-pub(super) fn ram(store: &Arc<Region>) -> impl FnMut(&Bio, &RegionTable) -> Status + Send + use<> {
-    let store = Arc::clone(store);
-    move |bio, memory| {
-        let mut at = bio.sector << SECTOR_SHIFT;
-        for segment in &bio.segments {
-            let places = memory.resolve(*segment).zip(store.span(at, segment.len as usize));
-            let Some((to, from)) = places else { return Status::Invalid };
-            to.copy_from(&from);
-            at += u64::from(segment.len);
-        }
-        Status::Ok
-    }
-}
-
-/// Says that all went well.
-pub(super) fn null() -> impl FnMut(&Bio, &RegionTable) -> Status + Send {
-    |_, _| Status::Ok
-}
-
-/// A split ring, as the post's were, with a device that serves so.
-pub(super) fn loopback<S: FnMut(&Bio, &RegionTable) -> Status>(serve: S) -> io::Result<Loopback<S>> {
-    let info = DeviceInfo::clone(&info());
-    let serial = "study".parse().map_err(io::Error::other)?;
-    let wanted = DRIVER_FEATURES - Features::RING_PACKED;
-    Loopback::new(&LoopbackConfig { info, wanted, size: RING, serial }, serve)
-}
-
-/// The core over a driver, with this memory.
-pub(super) fn queue<D: Driver<()>>(driver: D, memory: Arc<RegionTable>) -> HwQueue<D> {
-    let bios = usize::from(RING);
-    let mut hw = HwQueue::new(driver, info(), config(bios, bios));
+/// A disk in memory, every page of it there.
+pub(super) fn ram() -> io::Result<RamDevice> {
+    let device = RamDevice::new(info(), NullConfig::default())?;
+    let memory = Arc::new(RegionTable::new(vec![Region::anonymous(IO_BYTES as usize)?]));
+    let mut hw = HwQueue::new(device.queue(1), Arc::new(info()), config(1, 1));
     hw.set_memory(&mut (), memory);
-    hw
+    let mut bio = Some(Bio::with_capacity(1));
+    for block in 0..BLOCKS {
+        let Some(mut write) = bio.take() else { return Err(io::Error::other("the disk in memory keeps a bio")) };
+        aim(&mut write, Op::Write, block, 0);
+        hw.submit(write);
+        hw.issue(&mut (), 0);
+        hw.reap(&mut (), 0, &mut |ended| bio = Some(ended));
+    }
+    Ok(device)
 }
 
-/// Memory for the data of so many I/Os.
-pub(super) fn buffers(ios: usize) -> io::Result<Arc<RegionTable>> {
-    let region = touched(ios as u64 * u64::from(IO_BYTES)).map_err(io::Error::other)?;
-    Ok(Arc::new(RegionTable::new(vec![region])))
+/// A disk that does nothing.
+pub(super) fn null() -> NullDevice {
+    NullDevice::new(info(), NullConfig::default())
+}
+
+fn info() -> DeviceInfo {
+    DeviceInfo { name: "study".into(), capacity_sectors: STORE_BYTES >> SECTOR_SHIFT, ..DeviceInfo::default() }
 }
 
 /// Makes a random read of a bio, into the buffer of this number. The cookie stays.
 #[inline]
 pub(super) fn fill(bio: &mut Bio, buffer: usize, rng: &mut Rng) {
+    aim(bio, Op::Read, rng.below(BLOCKS), buffer);
+}
+
+#[inline]
+fn aim(bio: &mut Bio, op: Op, block: u64, buffer: usize) {
     bio.reset();
-    bio.op = Op::Read;
-    bio.sector = rng.below(BLOCKS) * u64::from(IO_SECTORS);
+    bio.op = op;
+    bio.sector = block * u64::from(IO_SECTORS);
     bio.sectors = IO_SECTORS;
     bio.segments.push(Segment { region: 0, offset: buffer as u64 * u64::from(IO_BYTES), len: IO_BYTES });
 }
 
-fn info() -> Arc<DeviceInfo> {
-    let capacity_sectors = STORE_BYTES >> SECTOR_SHIFT;
-    Arc::new(DeviceInfo { name: "study".into(), capacity_sectors, ..DeviceInfo::default() })
+/// Our device's half of a virtqueue. Dropped, it goes home, where it is turned until all have parted in good order.
+pub(super) struct Half<D> {
+    queue: Option<VhostQueue<D>>,
+    home: Sender<VhostQueue<D>>,
+}
+
+impl<D: Driver<()>> Half<D> {
+    /// Gives back what is finished, fetches what there is, and has the device do it. What that finishes at once is given back with the next.
+    #[inline]
+    pub(super) fn crank(&mut self, now_ns: u64) {
+        if let Some(queue) = &mut self.queue {
+            queue.crank(&mut (), now_ns);
+        }
+    }
+}
+
+impl<D> Drop for Half<D> {
+    fn drop(&mut self) {
+        if let Some(queue) = self.queue.take() {
+            // With nobody at home it ends here.
+            let _ = self.home.send(queue);
+        }
+    }
+}
+
+/// Both halves of a virtqueue, on one thread: the device has its turn when the driver is polled.
+pub(super) struct Pair<D> {
+    front: AttachedQueue,
+    /// None once it has been [parted](part) from the driver.
+    device: Option<Half<D>>,
+}
+
+impl<D: Driver<()>> Driver<()> for Pair<D> {
+    #[inline]
+    fn queue_rqs(&mut self, cx: &mut (), memory: &RegionTable, batch: &mut Batch<'_>) {
+        self.front.queue_rqs(cx, memory, batch);
+    }
+
+    #[inline]
+    fn poll(&mut self, cx: &mut (), memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        if let Some(device) = &mut self.device {
+            device.crank(now_ns);
+        }
+        self.front.poll(cx, memory, done, now_ns);
+    }
+
+    fn timed_out(
+        &mut self,
+        cx: &mut (),
+        memory: &RegionTable,
+        place: usize,
+        done: &mut Done<'_>,
+        now_ns: u64,
+    ) -> TimedOut {
+        self.front.timed_out(cx, memory, place, done, now_ns)
+    }
+
+    fn set_memory(&mut self, cx: &mut (), memory: &RegionTable) {
+        Driver::<()>::set_memory(&mut self.front, cx, memory);
+    }
+}
+
+/// The core over both halves of a virtqueue.
+pub(super) type Queue<D> = HwQueue<Pair<D>>;
+
+/// Takes the device's half, to be turned elsewhere.
+pub(super) fn part<D>(queue: &mut Queue<D>) -> io::Result<Half<D>> {
+    queue.driver_mut().device.take().ok_or_else(|| io::Error::other("the halves of this queue have parted already"))
+}
+
+/// What keeps the halves of some virtqueues together: the export of the one, the attachment of the other. To be dropped after the queues.
+pub(super) struct Tie<D: Driver<()>> {
+    home: Receiver<VhostQueue<D>>,
+    ends: Option<(Attached, Server)>,
+    _folder: Folder,
+}
+
+/// Virtqueues of a disk that are ready, each with memory for so many I/Os.
+///
+/// # Errors
+/// The system refuses memory, threads or descriptors, or the halves do not find each other.
+pub(super) fn tie<B>(name: &str, device: &B, ios: &[usize]) -> io::Result<(Tie<B::Queue>, Vec<Queue<B::Queue>>)>
+where
+    B: BlockDevice,
+    B::Queue: Driver<()>,
+{
+    let folder = Folder::new(name)?;
+    let path = folder.path().join("disk.sock");
+    let info = Arc::new(device.info().clone());
+    let serial = "study".parse().map_err(io::Error::other)?;
+    let half = |_: &usize| {
+        let (remote, port) = queue_pair();
+        let config = HwQueueConfig { depth: TAGS, ..HwQueueConfig::default() };
+        let hw = HwQueue::new(device.queue(config.depth), Arc::clone(&info), config);
+        (remote, VhostQueue::new(hw, serial, port))
+    };
+    let (remotes, mut halves): (Vec<_>, Vec<_>) = ios.iter().map(half).unzip();
+    let disk = BlkConfig::new(&info, ios.len() as u16, SEG_MAX, false);
+    let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: None, group: None });
+    let backend = BackendConfig { name: name.into(), disk, queues: remotes, write_back: false };
+    let server = Server::start(socket.map_err(io::Error::other)?, backend)?;
+    let count = ios.len();
+    let opening = thread::Builder::new().spawn(move || {
+        let config = AttachConfig { queues: Some(count as u16), queue_size: RING, ..AttachConfig::new(path) };
+        let attached = Attached::open(config)?;
+        let fronts =
+            (0..count).map(|_| attached.queue(QueueKind::Default, RING.into())).collect::<Result<Vec<_>, _>>()?;
+        Ok((attached, fronts))
+    })?;
+    while !opening.is_finished() {
+        halves.iter_mut().for_each(|half| _ = half.crank(&mut (), now_ns()));
+    }
+    let opened: Result<_, blkyard_attach::AttachError> =
+        opening.join().map_err(|_| io::Error::other("a thread that attaches a disk panicked"))?;
+    let (attached, fronts) = opened.map_err(io::Error::other)?;
+    let info = Arc::new(attached.info().clone());
+    let (sender, home) = channel();
+    let tie = Tie { home, ends: Some((attached, server)), _folder: folder };
+    let mut queues = Vec::with_capacity(count);
+    for ((front, half), ios) in fronts.into_iter().zip(halves).zip(ios) {
+        let device = Some(Half { queue: Some(half), home: sender.clone() });
+        let mut queue = HwQueue::new(Pair { front, device }, Arc::clone(&info), config(RING.into(), RING.into()));
+        let memory = Region::shared(ios * IO_BYTES as usize)?;
+        queue.set_memory(&mut (), Arc::new(RegionTable::new(vec![memory])));
+        queues.push(queue);
+    }
+    begin(&mut queues)?;
+    Ok((tie, queues))
+}
+
+/// Has each queue do an I/O, which it can once the device knows its ring and its memory.
+fn begin<D: Driver<()>>(queues: &mut [Queue<D>]) -> io::Result<()> {
+    for queue in &mut *queues {
+        let mut bio = Bio::with_capacity(1);
+        aim(&mut bio, Op::Read, 0, 0);
+        queue.submit(bio);
+    }
+    let (mut missing, limit) = (queues.len(), Instant::now() + READY_LIMIT);
+    while missing > 0 {
+        if Instant::now() > limit {
+            return Err(io::Error::other("driver and device do not find each other"));
+        }
+        let now_ns = now_ns();
+        for queue in &mut *queues {
+            queue.issue(&mut (), now_ns);
+            if let Some(device) = &mut queue.driver_mut().device {
+                device.crank(now_ns);
+            }
+            missing -= queue.reap(&mut (), now_ns, &mut |_| ());
+        }
+    }
+    Ok(())
+}
+
+impl<D: Driver<()>> Drop for Tie<D> {
+    /// Both sides take leave of each other, for which the device's halves must turn.
+    fn drop(&mut self) {
+        let Some((attached, server)) = self.ends.take() else { return };
+        let mut halves: Vec<_> = self.home.try_iter().collect();
+        let leaving = thread::spawn(move || {
+            drop(attached);
+            server.ask_to_stop();
+            server.join();
+        });
+        while !leaving.is_finished() {
+            halves.iter_mut().for_each(|half| _ = half.crank(&mut (), now_ns()));
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! What the steps of driver and device cost here and now, measured one after another on one thread:
 //!
 //! ```text
-//!   job: fill n ─▶ driver: requests, chains, publish ─▶ device: fetch, parse, copy, answer, publish ─▶ driver: reap n ─▶ ...
+//!   job: fill n ─▶ driver: requests, chains, publish ─▶ device: fetch, parse, copy ─▶ answer, publish ─▶ driver: reap n ─▶ ...
 //! ```
 //!
 //! Each step lies between two looks at the clock, whose own cost is measured in the same windows and does not count. Rigs and batches take
@@ -9,16 +9,13 @@
 
 use std::hint::black_box;
 use std::io;
-use std::sync::Arc;
 
-use blkyard_mem::RegionTable;
-use blkyard_mq::{Bio, HwQueue, Status};
+use blkyard_mq::{Bio, BlockDevice, Driver, RamDevice};
 use blkyard_os::now_ns;
 use blkyard_sim::Rng;
-use blkyard_virtio::driver::{Backend, Front};
 use serde::Serialize;
 
-use super::rig;
+use super::rig::{self, Half, Queue, RING, Tie, part, tie};
 use crate::floor::windows::Samples;
 use crate::study::costs::{BATCHES, Curve};
 use crate::study::measure::whole_window;
@@ -44,28 +41,30 @@ pub(crate) struct Steps {
 /// The sections of a cycle.
 const SECTIONS: usize = 5;
 
-struct Rig<S> {
-    hw: HwQueue<Front>,
-    device: Backend<S>,
+/// A queue whose halves have parted. The tie goes last.
+struct Rig<D: Driver<()>> {
+    queue: Queue<D>,
+    device: Half<D>,
     /// All bios; those that are out are not in it.
     free: Vec<Box<Bio>>,
     batch: Vec<Box<Bio>>,
     rng: Rng,
+    _tie: Tie<D>,
 }
 
-impl<S: FnMut(&Bio, &RegionTable) -> Status> Rig<S> {
-    fn new(serve: S, seed: u64) -> io::Result<Rig<S>> {
-        let bios = usize::from(rig::RING);
-        let memory = rig::buffers(bios)?;
-        let (front, device) = rig::loopback(serve)?.split(&memory)?;
+impl<D: Driver<()>> Rig<D> {
+    fn new<B: BlockDevice<Queue = D>>(name: &str, device: &B, seed: u64) -> io::Result<Rig<D>> {
+        let bios = usize::from(RING);
+        let (tie, queues) = tie(name, device, &[bios])?;
+        let [mut queue] = <[_; 1]>::try_from(queues).map_err(|_| io::Error::other("not one queue"))?;
+        let device = part(&mut queue)?;
         let bio = |slot| {
             let mut bio = Bio::with_capacity(1);
             bio.cookie = slot;
             bio
         };
         let free: Vec<_> = (0..bios as u64).map(bio).collect();
-        let hw = rig::queue(front, memory);
-        Ok(Rig { hw, device, free, batch: Vec::with_capacity(bios), rng: Rng::new(seed) })
+        Ok(Rig { queue, device, free, batch: Vec::with_capacity(bios), rng: Rng::new(seed), _tie: tie })
     }
 
     /// One window with batches of this size; nanoseconds of each section of one cycle, the clock's own last.
@@ -90,13 +89,15 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> Rig<S> {
             self.batch.push(bio);
         }
         let filled = now_ns();
-        self.batch.drain(..).for_each(|bio| self.hw.submit(bio));
-        self.hw.issue(&mut (), start);
+        self.batch.drain(..).for_each(|bio| self.queue.submit(bio));
+        self.queue.issue(&mut (), start);
         let submitted = now_ns();
-        black_box(self.device.turn());
+        // Fetched and done with the first, given back with the second.
+        self.device.crank(submitted);
+        self.device.crank(submitted);
         let turned = now_ns();
         let free = &mut self.free;
-        black_box(self.hw.reap(&mut (), turned, &mut |bio| free.push(bio)));
+        black_box(self.queue.reap(&mut (), turned, &mut |bio| free.push(bio)));
         let reaped = now_ns();
         let over = now_ns();
         [filled - start, submitted - filled, turned - submitted, reaped - turned, over - reaped]
@@ -107,8 +108,8 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> Rig<S> {
 ///
 /// # Errors
 /// There is no memory.
-pub(super) fn steps(store: &Arc<blkyard_mem::Region>, windows: usize, seed: u64) -> io::Result<Steps> {
-    let (mut ram, mut null) = (Rig::new(rig::ram(store), seed)?, Rig::new(rig::null(), seed)?);
+pub(super) fn steps(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<Steps> {
+    let (mut ram, mut null) = (Rig::new("steps-ram", ram, seed)?, Rig::new("steps-null", &rig::null(), seed)?);
     let mut samples: [[[Samples; SECTIONS]; 2]; BATCHES.len()] = Default::default();
     for _ in 0..windows {
         for (batch, of_batch) in BATCHES.into_iter().zip(&mut samples) {

@@ -37,6 +37,15 @@ pub(super) fn goals(grid: &[Point], live: &Live, served: &[Table], cpus: usize) 
             at_least(format!("IOPS, {what}, at least the post's"), value, post, "virtual time")
         })
         .collect();
+    // What two queues cannot give four jobs, whose two device threads are at most twice one.
+    let own = iops(grid, 4, 4, Devices::Each) / iops(grid, 4, 1, Devices::Each);
+    let (_, post) = POST[1];
+    goals.push(at_least(
+        "IOPS, 4 jobs, a queue each over 1, at least the post's of two".into(),
+        own,
+        post,
+        "virtual time",
+    ));
     if let Some(value) = live.two_queues() {
         let (what, post) = POST[0];
         goals.push(at_least(format!("IOPS, {what}, at least the post's"), value, post, "real time, run to completion"));

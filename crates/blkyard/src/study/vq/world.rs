@@ -7,17 +7,20 @@
 //! ```
 //!
 //! A queue has one lock, which its jobs wait for in the order they came; whoever gets it from another CPU pays for that. Who looks
-//! takes all that is used, and leaves what is another's in that job's box. A device thread takes all that is available when
-//! its turn of the queue begins, and gives all of it back at the end, as the real one does: so one job and its device take turns, and only
-//! a second job on the queue lets both sides work at once. In virtual time a ring is a list of jobs; nothing is by chance. Who
-//! finds nothing has spun when something comes, and sees it at once.
+//! takes all that is used, and leaves what is another's in that job's box. A device thread fetches what is available when its turn of the
+//! queue begins, as far as it has tags, and gives it back at the end, as the real one does: so one job and its device take turns, and only
+//! a second job on the queue lets both sides work at once. Nothing is by chance. Who finds nothing has spun when something comes, and sees
+//! it at once: so nobody wants a kick or a call, as the real rings of `live.rs` want none.
+//!
+//! A ring is a list of jobs here. All requests are alike, and each that can be out has a place in the ring, so what a ring could do
+//! beyond that, which is to be full and to change their order, does not happen; what its use costs is in the steps, which are measured with real ones.
 
 use std::collections::VecDeque;
 
 use blkyard_sim::Events;
 use serde::Serialize;
 
-use super::rig::DEPTH;
+use super::rig::{DEPTH, TAGS};
 use super::steps::Steps;
 
 /// Who serves the queues.
@@ -266,8 +269,9 @@ impl World<'_> {
             cost += prices.steps.submit.at(thread.free) + lines_ns * thread.free as f64;
         } else {
             if scene.devices == Devices::Jobs {
-                cost += prices.steps.turn.at(queue.available.len());
-                queue.used.append(&mut queue.available);
+                let taken = queue.available.len().min(TAGS);
+                cost += prices.steps.turn.at(taken);
+                queue.used.extend(queue.available.drain(..taken));
             }
             cost += prices.steps.reap.at(queue.used.len()) + lines_ns * queue.used.len() as f64;
             for whose in queue.used.drain(..) {
@@ -313,7 +317,7 @@ impl World<'_> {
         let mut cost = 0.0;
         for step in 0..count {
             let queue = first + (start + step) % count;
-            let taken = self.queues[queue].available.len();
+            let taken = self.queues[queue].available.len().min(TAGS);
             cost += self.prices.steps.turn.at(taken) + self.prices.lines_ns * taken as f64;
             if taken > 0 {
                 self.threads[number].next_queue = (start + step + 1) % count;
