@@ -58,6 +58,24 @@ bitflags::bitflags! {
     }
 }
 
+/// How urgent a bio is beside others: the I/O priority classes of Linux.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum Priority {
+    /// Before all others.
+    Realtime,
+    /// As most.
+    #[default]
+    BestEffort,
+    /// When nobody else wants anything.
+    Idle,
+}
+
+impl Priority {
+    /// All, the most urgent first.
+    pub const ALL: [Priority; 3] = [Priority::Realtime, Priority::BestEffort, Priority::Idle];
+}
+
 bitflags::bitflags! {
     /// Steps of a flush sequence: see `hw/flush.rs`.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -96,7 +114,20 @@ pub struct Bio {
     pub status: Status,
     /// What of its flush sequence is still to come.
     pub(crate) steps: Steps,
+    /// Who submits: a thread, a connection, a guest's queue. Zero if nobody says; a shared queue then says which thread. Whoever
+    /// schedules by it treats equal numbers as one.
+    pub stream: u32,
+    /// How long it waited for its turn, microseconds; the largest number for anything longer. Kept by schedulers that need it.
+    pub(crate) waited_us: u32,
+    /// Which scheduler has handed it out, while it is on its way; zero for none.
+    pub(crate) ticket: u16,
+    /// How urgent it is beside others.
+    pub priority: Priority,
+    /// Whether somebody waits for it, although it is a write: see [`Bio::is_sync`].
+    pub sync: bool,
 }
+
+const _: () = assert!(size_of::<Bio>() == 64, "a bio is one line of cache");
 
 impl Bio {
     /// A bio with room for this many segments.
@@ -104,7 +135,8 @@ impl Bio {
         Box::new(Bio { segments: Vec::with_capacity(segments), ..Bio::default() })
     }
 
-    /// Forgets the last round; the capacity stays.
+    /// Forgets the last round; the capacity stays, and so does what is said about the submitter: stream, priority and whether it
+    /// waits for its writes.
     #[inline]
     pub fn reset(&mut self) {
         self.flags = BioFlags::empty();
@@ -113,6 +145,18 @@ impl Bio {
         self.sectors = 0;
         self.sector = 0;
         self.segments.clear();
+    }
+
+    /// Whether somebody waits for it: for what is read, for what is to be durable at once, and for a write that says so.
+    #[inline]
+    pub fn is_sync(&self) -> bool {
+        self.sync || self.op == Op::Read || self.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH)
+    }
+
+    /// The sector behind its last.
+    #[inline]
+    pub fn end(&self) -> u64 {
+        self.sector + u64::from(self.sectors)
     }
 
     /// Bytes of the range.

@@ -76,6 +76,12 @@ impl Fifo {
         self.numbers[self.head..].iter().rev().copied()
     }
 
+    /// The last number.
+    #[inline]
+    pub(crate) fn newest(&self) -> Option<u16> {
+        self.numbers.get(self.head..).and_then(|numbers| numbers.last()).copied()
+    }
+
     #[inline]
     pub(crate) fn front(&self) -> Option<u16> {
         self.numbers.get(self.head).copied()

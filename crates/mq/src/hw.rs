@@ -18,14 +18,15 @@
 //! cannot be put down. After construction nothing here allocates.
 //!
 //! Several devices may live behind one queue pair, the namespaces of a controller. They share its tags fairly (`namespace.rs`).
-//! What is rare has a file of its own: making requests (`cut.rs`), flushes (`flush.rs`), timeouts (`timeout.rs`), changing a queue that
-//! runs (`control.rs`), looking into one (`inspect.rs`).
+//! What is rare has a file of its own: making requests (`cut.rs`), flushes (`flush.rs`), timeouts (`timeout.rs`), bios that a scheduler
+//! orders (`scheduled.rs`), changing a queue that runs (`control.rs`), looking into one (`inspect.rs`).
 
 mod control;
 mod cut;
 mod flush;
 mod inspect;
 mod namespace;
+mod scheduled;
 mod timeout;
 
 use std::collections::VecDeque;
@@ -40,6 +41,7 @@ use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
 use crate::limits::Plain;
 use crate::request::{Marks, Request, RequestState, Table};
+use crate::sched::SchedulerConfig;
 use crate::stats::{HwStats, OpClass};
 use crate::{Bio, BudgetShare, Op, SECTOR_SHIFT, Status, TagSet};
 
@@ -72,6 +74,8 @@ pub struct HwQueueConfig {
     pub slow_ns: u64,
     /// Whether I/O is counted and timed; off only to measure what that costs.
     pub stats: bool,
+    /// What orders the bios that wait, of each namespace.
+    pub scheduler: SchedulerConfig,
 }
 
 impl Default for HwQueueConfig {
@@ -87,6 +91,7 @@ impl Default for HwQueueConfig {
             // Far beyond what a healthy disk takes, far below the time after which a guest gives up on a request.
             slow_ns: 5_000_000_000,
             stats: true,
+            scheduler: SchedulerConfig::None,
         }
     }
 }
@@ -243,14 +248,17 @@ impl<D> HwQueue<D> {
             frozen: 0,
             quiesced: 0,
         };
+        for number in 0..queue.namespaces.len() {
+            queue.set_scheduler(number as u16, config.scheduler.build(depth, config.bios_max));
+        }
         queue.choose_plain();
         queue
     }
 
-    /// Says anew what is plain. Nothing is while requests are left over: a bio may belong to any of them.
+    /// Says anew what is plain. Nothing is while requests are left over: a bio may belong to any of them; nor where a scheduler has a say.
     fn choose_plain(&mut self) {
         self.plain = match &self.namespaces[..] {
-            [only] if self.busy == 0 => only.plain(),
+            [only] if self.busy == 0 && only.scheduled.is_none() => only.plain(),
             _ => Plain::NOTHING,
         };
     }
@@ -495,7 +503,8 @@ impl<D> HwQueue<D> {
         assert!(request.state == RequestState::InFlight, "request {number} ended twice");
         request.state = RequestState::Idle;
         self.tags.put_number(number);
-        let (latency_ns, bytes) = (now_ns.saturating_sub(request.start_ns), request.bytes());
+        let start_ns = request.start_ns;
+        let (latency_ns, bytes) = (now_ns.saturating_sub(start_ns), request.bytes());
         let (op, marks, namespace) = (request.op, request.marks, request.namespace);
         let (more, first) = (request.more, request.bio.take());
         request.marks = Marks::empty();
@@ -519,17 +528,17 @@ impl<D> HwQueue<D> {
         let mut ended = 0;
         if marks.contains(Marks::PART) {
             if let Some(bio) = self.finish_part(more, status) {
-                ended += self.end_bio(bio, sink);
+                ended += self.end_bio(bio, start_ns, now_ns, sink);
             }
         } else if let Some(mut bio) = first {
             bio.status = status;
-            ended += self.end_bio(bio, sink);
+            ended += self.end_bio(bio, start_ns, now_ns, sink);
         }
         if marks.contains(Marks::CHAINED) {
             let mut at = more;
             while let Some((mut bio, next)) = self.table.unlink(at) {
                 bio.status = status;
-                ended += self.end_bio(bio, sink);
+                ended += self.end_bio(bio, start_ns, now_ns, sink);
                 at = next;
             }
         }
@@ -537,7 +546,10 @@ impl<D> HwQueue<D> {
     }
 
     /// A bio's data is over: so is the bio, if it was not in the middle of a flush sequence.
-    fn end_bio(&mut self, bio: Box<Bio>, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+    fn end_bio(&mut self, mut bio: Box<Bio>, start_ns: u64, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+        if bio.ticket != 0 {
+            self.tell_scheduler(&mut bio, start_ns, now_ns);
+        }
         let Some(bio) = self.leave_sequence(bio) else { return 0 };
         self.bios_held -= 1;
         sink(bio);

@@ -23,12 +23,13 @@ mod null;
 mod pace;
 mod ram;
 mod request;
+mod sched;
 mod stats;
 mod status;
 mod sw;
 mod tag;
 
-pub use bio::{Bio, BioFlags, Op};
+pub use bio::{Bio, BioFlags, Op, Priority};
 pub use blkyard_mem::{Region, RegionTable, Segment, Span};
 pub use budget::{Budget, BudgetError, BudgetShare};
 pub use chaos::{ChaosConfig, ChaosCounts, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep};
@@ -41,6 +42,9 @@ pub use map::{CpuPlace, QueueCounts, QueueKind, QueueMap, QueueMaps, QueueRange}
 pub use null::{NullConfig, NullDevice, NullQueue};
 pub use ram::{RamDevice, RamQueue};
 pub use request::{Ranges, Request, RequestState, Segments};
+pub use sched::{
+    DeadlineConfig, Next, Scheduler, SchedulerConfig, SchedulerSnapshot, SliceKey, SliceOrder, TimesliceConfig,
+};
 pub use stats::{Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot};
 pub use status::Status;
 pub use sw::{Bed, Context, SwQueue};

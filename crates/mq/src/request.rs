@@ -39,7 +39,7 @@ bitflags::bitflags! {
         const SEQUENCE = 32;
         /// Not worth another attempt to merge.
         const NO_MERGE = 64;
-        /// Its namespace has neighbours, and so its tag is counted.
+        /// Its namespace has neighbours, or a scheduler: who is told when it ends.
         const SHARED = 128;
     }
 }

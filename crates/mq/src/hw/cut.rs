@@ -3,7 +3,7 @@
 //! A bio is merged into a request that waits for the driver if it can be (Linux `block/blk-merge.c`): with the one submitted just before, or,
 //! when requests are left over from earlier rounds, with any of the last few. Merging takes no tag. Otherwise it
 //! becomes a request as soon as there is a tag, in the order of submission; several if it does not fit the limits of the device.
-//! Namespaces take turns, one bio each.
+//! Namespaces take turns, one bio each. Where there is a scheduler it says which bio is next: `scheduled.rs`.
 
 use super::flush::{self, Next};
 use super::{HwQueue, Merging, Plug};
@@ -50,7 +50,7 @@ impl<D> HwQueue<D> {
         if self.namespaces.len() > 1 {
             self.activate(number);
         }
-        bio.steps = Steps::empty();
+        (bio.steps, bio.ticket) = (Steps::empty(), 0);
         if steps.is_empty() {
             // A flush, and nothing that could be lost.
             bio.status = Status::Ok;
@@ -64,6 +64,9 @@ impl<D> HwQueue<D> {
                 return;
             };
             bio = back;
+        }
+        if self.namespaces[number].scheduled.is_some() && !bio.flags.contains(BioFlags::RESERVED) {
+            return self.arrive(number, bio);
         }
         // A tag that something waiting could have is not for who comes now: a flush, or another namespace.
         let is_next = !self.namespaces[number].is_waiting() && (self.uncut == 0 || !self.can_cut());
@@ -87,10 +90,13 @@ impl<D> HwQueue<D> {
     }
 
     /// Gives a bio back that is not worth a request.
-    fn refuse(&mut self, number: usize, mut bio: Box<Bio>, status: Status) {
+    pub(super) fn refuse(&mut self, number: usize, mut bio: Box<Bio>, status: Status) {
         bio.status = status;
         if self.config.stats {
             self.namespaces[number].stats.refused();
+        }
+        if bio.ticket != 0 {
+            self.tell_refused(&mut bio);
         }
         if let Some(bio) = self.leave_sequence(bio) {
             self.over.push_back(bio);
@@ -98,7 +104,7 @@ impl<D> HwQueue<D> {
     }
 
     /// Merges a bio, or makes a request of it. Given back if there is no tag.
-    fn place(&mut self, number: usize, bio: Box<Bio>) -> Result<(), Box<Bio>> {
+    pub(super) fn place(&mut self, number: usize, bio: Box<Bio>) -> Result<(), Box<Bio>> {
         let Some(bio) = self.merge(number, bio) else { return Ok(()) };
         if !self.may_take(number, bio.flags) {
             return Err(bio);
@@ -107,7 +113,7 @@ impl<D> HwQueue<D> {
         Ok(())
     }
 
-    fn may_take(&self, number: usize, flags: BioFlags) -> bool {
+    pub(super) fn may_take(&self, number: usize, flags: BioFlags) -> bool {
         let reserved = flags.contains(BioFlags::RESERVED) && self.tags.reserved_free() > 0;
         reserved || (self.tags.free() > 0 && (self.namespaces.len() == 1 || self.namespaces[number].may_take()))
     }
@@ -147,13 +153,14 @@ impl<D> HwQueue<D> {
         let free = |number: &usize| self.may_take(*number, BioFlags::empty());
         let flushes =
             (0..self.namespaces.len()).filter(free).filter_map(|number| self.namespaces[number].flush.due_ns());
-        flushes.chain(self.rest_due_ns()).min()
+        flushes.chain(self.rest_due_ns()).chain(self.scheduled_due_ns()).min()
     }
 
     /// Turns waiting bios into requests while there are tags.
     #[inline(never)]
     pub(super) fn cut(&mut self, now_ns: u64) {
         self.look_for_idle(now_ns);
+        self.insert_arrived(now_ns);
         for number in 0..self.namespaces.len() {
             if self.may_take(number, BioFlags::empty()) && self.namespaces[number].flush.is_due(now_ns) {
                 self.enter_flush(number);
@@ -165,13 +172,13 @@ impl<D> HwQueue<D> {
             if self.turn >= self.namespaces.len() {
                 self.turn = 0;
             }
-            stuck = if self.step(self.turn) { 0 } else { stuck + 1 };
+            stuck = if self.step(self.turn, now_ns) { 0 } else { stuck + 1 };
             self.turn += 1;
         }
     }
 
     /// Moves one bio of a namespace on, or one part of it. False if it cannot.
-    fn step(&mut self, number: usize) -> bool {
+    fn step(&mut self, number: usize, now_ns: u64) -> bool {
         if let Some((place, from)) = self.namespaces[number].partial {
             let may = self.may_take(number, self.next_flags(number));
             if may {
@@ -182,7 +189,7 @@ impl<D> HwQueue<D> {
                 return false;
             }
         }
-        let Some(bio) = self.namespaces[number].bios.pop_front() else { return false };
+        let Some(bio) = self.namespaces[number].bios.pop_front() else { return self.step_scheduled(number, now_ns) };
         match self.place(number, bio) {
             Ok(()) => {
                 self.uncut -= 1;
@@ -200,7 +207,7 @@ impl<D> HwQueue<D> {
         let namespace = &mut self.namespaces[number];
         match namespace.limits.cut(&bio, Cursor::default()) {
             Ok(cut) if cut.sectors == bio.sectors => {
-                let shared = if self.namespaces.len() > 1 { Marks::SHARED } else { Marks::empty() };
+                let shared = if self.namespaces.len() > 1 || bio.ticket != 0 { Marks::SHARED } else { Marks::empty() };
                 let marks = if bio.steps.is_empty() { shared } else { Marks::SEQUENCE };
                 let (op, flags, sector, sectors) = (bio.op, bio.flags, bio.sector, bio.sectors);
                 let request = self.enter(number, op, flags, sector, sectors);
@@ -355,7 +362,7 @@ impl<D> HwQueue<D> {
         }
     }
 
-    fn join(&mut self, at: u16, merge: Merge, shape: Shape, bio: Box<Bio>) -> Option<Box<Bio>> {
+    pub(super) fn join(&mut self, at: u16, merge: Merge, shape: Shape, bio: Box<Bio>) -> Option<Box<Bio>> {
         let number = usize::from(bio.namespace);
         let chained = match merge {
             Merge::Back | Merge::Discard => self.table.chain_back(at, bio),
@@ -365,7 +372,7 @@ impl<D> HwQueue<D> {
             return Some(bio);
         }
         self.table.set_shape(at, shape);
-        if self.dispatch.newest_first().next() == Some(at) {
+        if self.dispatch.newest() == Some(at) {
             self.plug = Plug { start: shape.sector, end: shape.sector + u64::from(shape.sectors) };
         }
         if self.config.stats {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::HwQueue;
 use crate::request::{Marks, RequestState};
+use crate::sched::SchedulerSnapshot;
 use crate::{BioFlags, DeviceInfo, Op};
 
 /// A hardware queue at one moment.
@@ -52,6 +53,8 @@ pub struct NamespaceSnapshot {
     pub active: bool,
     /// Its flush machine.
     pub flush: FlushSnapshot,
+    /// What orders the bios that wait, if anything does.
+    pub scheduler: Option<SchedulerSnapshot>,
 }
 
 /// A flush machine at one moment.
@@ -114,11 +117,12 @@ impl<D> HwQueue<D> {
             let (pending, running) = namespace.flush.riders();
             NamespaceSnapshot {
                 info: Arc::clone(&namespace.info),
-                waiting: namespace.bios.len() + usize::from(namespace.partial.is_some()),
+                waiting: namespace.waiting(),
                 tags_held,
                 tags_max,
                 active,
                 flush: FlushSnapshot { pending, running },
+                scheduler: namespace.scheduled.as_ref().map(|scheduled| scheduled.snapshot(now_ns)),
             }
         });
         HwSnapshot {

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use super::HwQueue;
 use super::flush::{self, Flush};
+use super::scheduled::Scheduled;
 use crate::limits::{Cursor, Plain};
 use crate::stats::HwStats;
 use crate::{Bio, BioFlags, DeviceInfo, QueueLimits};
@@ -30,8 +31,12 @@ pub(super) struct Namespace {
     pub(super) limits: QueueLimits,
     /// The flags of bios that requests take over.
     pub(super) request_flags: BioFlags,
-    /// Bios not yet cut, in the order they came. The first may be cut in part.
+    /// Bios not yet cut, in the order they came. The first may be cut in part. With a scheduler only those that do not pass through it.
     pub(super) bios: VecDeque<Box<Bio>>,
+    /// What orders all others, if anything does.
+    pub(super) scheduled: Option<Scheduled>,
+    /// How often that has changed.
+    pub(super) tickets: u16,
     /// Set while a bio is cut in part: its place among the splits and how far.
     pub(super) partial: Option<(u16, Cursor)>,
     pub(super) flush: Flush,
@@ -54,6 +59,8 @@ impl Namespace {
             request_flags: BioFlags::empty(),
             info: Arc::clone(&info),
             bios: VecDeque::with_capacity(bios_max),
+            scheduled: None,
+            tickets: 0,
             partial: None,
             flush: Flush::new(bios_max),
             stats: Arc::new(HwStats::default()),
@@ -81,10 +88,16 @@ impl Namespace {
         Plain::new(&self.limits, self.info.capacity_sectors, self.info.read_only, slow)
     }
 
-    /// Whether bios wait to be cut.
+    /// Whether bios wait for nothing but a tag.
     #[inline]
     pub(super) fn is_waiting(&self) -> bool {
-        self.partial.is_some() || !self.bios.is_empty()
+        self.partial.is_some() || !self.bios.is_empty() || self.scheduled.as_ref().is_some_and(Scheduled::is_ready)
+    }
+
+    /// Bios that wait to be cut.
+    pub(super) fn waiting(&self) -> usize {
+        let scheduled = self.scheduled.as_ref().map_or(0, Scheduled::waiting);
+        self.bios.len() + usize::from(self.partial.is_some()) + scheduled
     }
 
     /// Whether its share lets it have one more tag.
@@ -95,7 +108,7 @@ impl Namespace {
 
     /// Whether it has something to do just now.
     fn is_busy(&self) -> bool {
-        self.held > 0 || self.is_waiting() || self.flush.is_wanted()
+        self.held > 0 || self.waiting() > 0 || self.flush.is_wanted()
     }
 
     /// Tags it holds and may hold, and whether it counts among those who share.

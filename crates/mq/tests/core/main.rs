@@ -9,7 +9,7 @@ mod merge;
 mod order;
 mod restart;
 mod rounds;
-
+mod sched;
 mod share;
 mod tags;
 mod timeout;

@@ -79,7 +79,7 @@ proptest! {
         // Nothing is late either: what is late may be taken back and done again.
         let delay_ns_max = plan.chaos.delay_ns_max.min(1_000_000);
         let chaos = ChaosConfig { put_back_every: 0, requeue_every: 0, lose_every: 0, delay_ns_max, ..plan.chaos };
-        let mut plan = Plan { chaos, ..plan };
+        let mut plan = Plan { chaos, ..plan }.unscheduled();
         plan.config.merging = Merging::Off;
         for step in &mut plan.steps {
             if let Step::Submit { op, flags, .. } = step {
@@ -106,7 +106,7 @@ proptest! {
     #[test]
     fn what_comes_back_goes_before_what_came_later(plan in any_plan()) {
         let chaos = ChaosConfig { delay_ns_max: 0, lose_every: 0, instant_every: 0, ..plan.chaos };
-        let mut plan = Plan { chaos, ..plan };
+        let mut plan = Plan { chaos, ..plan }.unscheduled();
         plan.config.merging = Merging::Off;
         for step in &mut plan.steps {
             if let Step::Submit { op, flags, sectors, .. } = step {

@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use blkyard_mq::{
-    Batch, Bio, BioFlags, BlockDevice, Budget, ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, Context, DeviceInfo,
-    Done, Driver, HwQueue, HwQueueConfig, HwSnapshot, Merging, Op, QueueLimits, Region, RegionTable, Segment, Status,
-    TimedOut, Wake,
+    Batch, Bio, BioFlags, BlockDevice, Budget, ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, Context,
+    DeadlineConfig, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, HwSnapshot, Merging, Op, Priority, QueueLimits,
+    Region, RegionTable, SchedulerConfig, Segment, SliceKey, SliceOrder, Status, TimedOut, TimesliceConfig, Wake,
 };
 use proptest::prelude::*;
 
@@ -42,6 +42,8 @@ pub enum Step {
     Thaw,
     Quiesce,
     Unquiesce,
+    /// Another scheduler from now on, in all namespaces.
+    Scheduler(SchedulerConfig),
 }
 
 /// A queue, a device, and what is done to them. Printed when a test fails, with its seed.
@@ -110,6 +112,37 @@ fn any_flags() -> impl Strategy<Value = BioFlags> {
         .prop_map(BioFlags::from_bits_truncate)
 }
 
+/// Any scheduler, in a hurry: so that all its times come within a plan.
+fn any_scheduler() -> impl Strategy<Value = SchedulerConfig> {
+    let deadline = (0_u32..3, 0_u32..3, 1_u32..4, 0_u32..3, any::<bool>()).prop_map(
+        |(expire_ms, writes_starved, fifo_batch, aging_ms, front_merges)| {
+            SchedulerConfig::Deadline(DeadlineConfig {
+                read_expire_ms: expire_ms,
+                write_expire_ms: 2 * expire_ms,
+                writes_starved,
+                fifo_batch,
+                prio_aging_expire_ms: aging_ms,
+                front_merges,
+                async_depth: writes_starved,
+            })
+        },
+    );
+    let slices = (1_u32..3000, 0_u32..5, prop::sample::select(&[0, 500, u32::MAX][..]), any::<[bool; 4]>()).prop_map(
+        |(slice_us, extensions, idle_us, [queue, lowest, ticks, drain])| {
+            SchedulerConfig::Timeslice(TimesliceConfig {
+                slice_us,
+                extensions,
+                idle_us,
+                tick_us: u32::from(ticks) * 100,
+                key: if queue { SliceKey::Queue } else { SliceKey::Stream },
+                order: if lowest { SliceOrder::Lowest } else { SliceOrder::Arrival },
+                drain,
+            })
+        },
+    );
+    prop_oneof![2 => Just(SchedulerConfig::None), 1 => deadline, 1 => slices]
+}
+
 fn any_step() -> impl Strategy<Value = Step> {
     let op = prop_oneof![
         4 => Just(Op::Write), 3 => Just(Op::Read), 1 => Just(Op::Flush), 1 => Just(Op::Discard),
@@ -130,6 +163,7 @@ fn any_step() -> impl Strategy<Value = Step> {
         3 => Just(Step::Thaw),
         1 => Just(Step::Quiesce),
         3 => Just(Step::Unquiesce),
+        2 => any_scheduler().prop_map(Step::Scheduler),
     ]
 }
 
@@ -139,6 +173,7 @@ pub fn any_plan() -> impl Strategy<Value = Plan> {
         0_usize..3,
         1_usize..40,
         prop::sample::select(&[Merging::Off, Merging::Last, Merging::Recent][..]),
+        any_scheduler(),
     );
     let cache = prop::sample::select(&[(false, false), (true, false), (true, true)][..]);
     let budget = prop_oneof![2 => Just(None), 1 => (1_usize..6).prop_map(Some)];
@@ -152,6 +187,7 @@ pub fn any_plan() -> impl Strategy<Value = Plan> {
                 bios_max: config.2,
                 merging: config.3,
                 timeout_ns: 3_000_000,
+                scheduler: config.4,
                 ..HwQueueConfig::default()
             },
             namespaces,
@@ -295,6 +331,15 @@ pub fn infos(plan: &Plan) -> Vec<Arc<DeviceInfo>> {
     (0..plan.namespaces).map(|number| Arc::new(info(number))).collect()
 }
 
+impl Plan {
+    /// The same without a scheduler, where what is submitted goes in its order.
+    pub fn unscheduled(mut self) -> Plan {
+        self.config.scheduler = SchedulerConfig::None;
+        self.steps.retain(|step| !matches!(step, Step::Scheduler(_)));
+        self
+    }
+}
+
 impl World {
     pub fn new(plan: &Plan) -> World {
         let plan = plan.clone();
@@ -374,6 +419,12 @@ impl World {
                 self.queue.unquiesce();
                 self.quiesced -= 1;
             }
+            Step::Scheduler(config) => {
+                let HwQueueConfig { depth, bios_max, .. } = self.plan.config;
+                for namespace in 0..self.plan.namespaces {
+                    self.queue.set_scheduler(namespace as u16, config.build(depth, bios_max));
+                }
+            }
             Step::Thaw | Step::Unquiesce => {}
         }
     }
@@ -395,6 +446,8 @@ impl World {
         let mut bio = Bio::with_capacity(4);
         (bio.op, bio.flags, bio.namespace, bio.sector) = (op, flags, namespace, sector);
         (bio.sectors, bio.cookie) = (sectors as u32, id);
+        (bio.stream, bio.sync) = ((tear >> 8) as u32 % 4, tear >> 16 & 1 == 1);
+        bio.priority = Priority::ALL[(tear >> 24) as usize % 3];
         if op.has_data() {
             bio.segments = tear_apart(slot, sectors * 512, tear);
         }

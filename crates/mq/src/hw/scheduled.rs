@@ -1,0 +1,208 @@
+//! Bios that a scheduler orders: how they get to it, and from it to a tag.
+//!
+//! What is submitted between two rounds is inserted as the next one begins, with its time. As long as there are tags the scheduler is asked
+//! for a bio; the one it hands out is placed as any other, and then those it has beside it join its request, which takes no tag. If
+//! it keeps what it has, it is not asked again before the time it says, or before something comes or ends.
+//!
+//! A scheduler can be replaced at any time. What waits goes on with the next one in the order in which it came; what is on its way
+//! belongs to nobody then, for a bio knows by its ticket who has handed it out.
+
+use std::collections::VecDeque;
+
+use super::{HwQueue, Merging};
+use crate::sched::{Next, Reach, Scheduler, SchedulerSnapshot};
+use crate::{Bio, BioFlags, Status};
+
+/// A scheduler, and what is on its way to it.
+#[derive(Debug)]
+pub(super) struct Scheduled {
+    scheduler: Box<dyn Scheduler>,
+    /// Says that a bio on its way was handed out by this one.
+    ticket: u16,
+    /// Bios submitted since the last round.
+    arrived: VecDeque<Box<Bio>>,
+    /// Bios it has.
+    waiting: usize,
+    /// It keeps them until then, if nothing comes or ends.
+    kept_until_ns: Option<u64>,
+    /// When the last round began.
+    round_ns: u64,
+}
+
+impl Scheduled {
+    /// Whether there is something to ask it for.
+    #[inline]
+    pub(super) fn is_ready(&self) -> bool {
+        !self.arrived.is_empty() || (self.waiting > 0 && self.kept_until_ns.is_none())
+    }
+
+    /// Bios here.
+    #[inline]
+    pub(super) fn waiting(&self) -> usize {
+        self.arrived.len() + self.waiting
+    }
+
+    pub(super) fn snapshot(&self, now_ns: u64) -> SchedulerSnapshot {
+        self.scheduler.snapshot(now_ns)
+    }
+
+    fn next(&mut self, now_ns: u64) -> Option<Box<Bio>> {
+        if self.waiting == 0 || self.kept_until_ns.is_some() {
+            return None;
+        }
+        match self.scheduler.next(now_ns) {
+            Next::Bio(bio) => Some(self.handed_out(bio)),
+            Next::Wait(until_ns) => {
+                self.kept_until_ns = Some(until_ns);
+                None
+            }
+        }
+    }
+
+    fn handed_out(&mut self, mut bio: Box<Bio>) -> Box<Bio> {
+        bio.ticket = self.ticket;
+        self.waiting -= 1;
+        bio
+    }
+}
+
+impl<D> HwQueue<D> {
+    /// Has this scheduler order the bios of a namespace from now on, or none; returns the one it had, empty. Nothing is lost: what waits goes
+    /// on with the new one. It must be [made](crate::SchedulerConfig::build) for as many bios as the queue takes.
+    pub fn set_scheduler(
+        &mut self,
+        namespace: u16,
+        scheduler: Option<Box<dyn Scheduler>>,
+    ) -> Option<Box<dyn Scheduler>> {
+        let bios_max = self.config.bios_max;
+        let namespace = self.namespaces.get_mut(usize::from(namespace))?;
+        let had = namespace.scheduled.take().map(|mut had| {
+            let mut waiting = VecDeque::with_capacity(bios_max);
+            had.scheduler.drain(&mut |bio| waiting.push_back(bio));
+            waiting.append(&mut had.arrived);
+            (had.scheduler, waiting)
+        });
+        let (had, arrived) = match had {
+            Some((had, waiting)) => (Some(had), waiting),
+            None => (None, VecDeque::with_capacity(bios_max)),
+        };
+        if let Some(scheduler) = scheduler {
+            // Zero is for none. Before a number comes again, all that was handed out with it is long over.
+            namespace.tickets = namespace.tickets.checked_add(1).unwrap_or(1);
+            let ticket = namespace.tickets;
+            namespace.scheduled =
+                Some(Scheduled { scheduler, ticket, arrived, waiting: 0, kept_until_ns: None, round_ns: 0 });
+        } else {
+            namespace.bios.extend(arrived);
+        }
+        self.choose_plain();
+        had
+    }
+
+    /// A bio that is to be scheduled.
+    pub(super) fn arrive(&mut self, number: usize, bio: Box<Bio>) {
+        let Some(scheduled) = &mut self.namespaces[number].scheduled else { unreachable!("asked by the caller") };
+        if bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty() {
+            // As many tags as would be wanted before it.
+            let waiting = scheduled.waiting();
+            if waiting >= self.tags.free() || !self.may_take(number, bio.flags) {
+                return self.refuse(number, bio, Status::Again);
+            }
+        }
+        if let Some(scheduled) = &mut self.namespaces[number].scheduled {
+            scheduled.arrived.push_back(bio);
+        }
+        self.uncut += 1;
+    }
+
+    /// Tells schedulers what has come since the last round, and what time it is.
+    pub(super) fn insert_arrived(&mut self, now_ns: u64) {
+        for scheduled in self.namespaces.iter_mut().filter_map(|namespace| namespace.scheduled.as_mut()) {
+            if scheduled.kept_until_ns.is_some_and(|until_ns| now_ns >= until_ns) {
+                scheduled.kept_until_ns = None;
+            }
+            scheduled.round_ns = now_ns;
+            while let Some(bio) = scheduled.arrived.pop_front() {
+                scheduled.kept_until_ns = None;
+                scheduled.waiting += 1;
+                scheduled.scheduler.insert(bio, now_ns);
+            }
+        }
+    }
+
+    /// Moves the bio on that is next by the scheduler, and those that lie beside it. False if there is none, or no tag.
+    pub(super) fn step_scheduled(&mut self, number: usize, now_ns: u64) -> bool {
+        if !self.may_take(number, BioFlags::empty()) {
+            return false;
+        }
+        let Some(scheduled) = &mut self.namespaces[number].scheduled else { return false };
+        let Some(bio) = scheduled.next(now_ns) else { return false };
+        match self.place(number, bio) {
+            Ok(()) => self.uncut -= 1,
+            Err(_) => unreachable!("there is a tag"),
+        }
+        self.join_neighbours(number, now_ns);
+        true
+    }
+
+    /// Lets bios join the request made last that its scheduler has beside it.
+    fn join_neighbours(&mut self, number: usize, now_ns: u64) {
+        if self.config.merging == Merging::Off {
+            return;
+        }
+        loop {
+            let newest = self.dispatch.newest();
+            let own = newest.filter(|at| usize::from(self.table.requests[usize::from(*at)].namespace) == number);
+            let Some((at, shape)) = own.and_then(|at| Some((at, self.table.shape(at)?))) else { return };
+            let namespace = &mut self.namespaces[number];
+            let Some(scheduled) = namespace.scheduled.as_mut().filter(|scheduled| scheduled.waiting > 0) else {
+                return;
+            };
+            let (limits, mut joined) = (&namespace.limits, None);
+            let mut fits = |bio: &Bio| {
+                let mut shape = shape;
+                let merge = if bio.steps.is_empty() { limits.merge(&mut shape, bio).ok() } else { None };
+                joined = merge.map(|merge| (merge, shape));
+                joined.is_some()
+            };
+            let reach = Reach { start: shape.sector, end: shape.sector + u64::from(shape.sectors) };
+            let bio = scheduled.scheduler.join(reach, &mut fits, now_ns);
+            let (Some(bio), Some((merge, shape))) = (bio, joined) else { return };
+            let bio = scheduled.handed_out(bio);
+            if let Some(bio) = self.join(at, merge, shape, bio) {
+                // There is no link for it: it goes next, by itself.
+                return self.namespaces[number].bios.push_front(bio);
+            }
+            self.uncut -= 1;
+        }
+    }
+
+    /// A bio that a scheduler handed out will not go to the driver.
+    pub(super) fn tell_refused(&mut self, bio: &mut Bio) {
+        let scheduled = self.namespaces[usize::from(bio.namespace)].scheduled.as_ref();
+        let round_ns = scheduled.map_or(0, |scheduled| scheduled.round_ns);
+        self.tell_scheduler(bio, round_ns, round_ns);
+    }
+
+    /// The data of a bio that a scheduler handed out is over.
+    #[inline(never)]
+    pub(super) fn tell_scheduler(&mut self, bio: &mut Bio, start_ns: u64, now_ns: u64) {
+        let ticket = std::mem::take(&mut bio.ticket);
+        if let Some(scheduled) = &mut self.namespaces[usize::from(bio.namespace)].scheduled
+            && scheduled.ticket == ticket
+        {
+            scheduled.kept_until_ns = None;
+            scheduled.scheduler.ended(bio, start_ns, now_ns);
+        }
+    }
+
+    /// When a scheduler that keeps what it has must be asked again. For want of a tag nobody is asked.
+    pub(super) fn scheduled_due_ns(&self) -> Option<u64> {
+        let may_ask = |number: &usize| self.may_take(*number, BioFlags::empty());
+        let kept = |number: usize| {
+            let scheduled = self.namespaces[number].scheduled.as_ref().filter(|scheduled| scheduled.waiting > 0)?;
+            scheduled.kept_until_ns.filter(|until_ns| *until_ns < u64::MAX)
+        };
+        (0..self.namespaces.len()).filter(may_ask).filter_map(kept).min()
+    }
+}

@@ -1,0 +1,293 @@
+//! `deadline`: in the order of sectors, in batches, and each bio within its time. After mq-deadline of Linux
+//! (`block/mq-deadline.c`); spec A.26.
+//!
+//! Three classes by priority, each with reads and writes apart, each of these in two orders: by sector and by age.
+//!
+//! 1. Which class: the most urgent of which anything is here, waiting or on its way; but first whoever waits in a lower one for longer
+//!    than `prio_aging_expire`.
+//! 2. Which direction: that of the batch, while it has a next sector and is shorter than `fifo_batch`. Else reads, unless writes wait that
+//!    have been passed over `writes_starved` times.
+//! 3. Where a batch begins: with the oldest, if its time is up or no higher sector waits; else with the next higher sector.
+//!
+//! Bios beside the one handed out join its request, so that a batch counts requests; before it only with `front_merges`. Writes
+//! nobody waits for have no more than `async_depth` tags at one time, so that one is left for who does.
+//!
+//! What is neither read nor written, a discard say, goes with the writes.
+
+use super::slots::{List, Slots};
+use super::trees::{Tree, Trees};
+use super::{Next, Reach, Scheduler, SchedulerSnapshot};
+use crate::{Bio, Op, Priority};
+
+/// Options of `deadline`. The defaults are those of Linux.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeadlineConfig {
+    /// How long a read may wait before it goes first, milliseconds.
+    pub read_expire_ms: u32,
+    /// The same for a write.
+    pub write_expire_ms: u32,
+    /// How often writes are passed over for reads.
+    pub writes_starved: u32,
+    /// Requests of a batch.
+    pub fifo_batch: u32,
+    /// How long a bio of a lower class may wait before it goes first, milliseconds; zero for as long as it takes.
+    pub prio_aging_expire_ms: u32,
+    /// Whether bios join requests that begin where they end.
+    pub front_merges: bool,
+    /// Writes nobody waits for that may be on their way at one time; zero for three quarters of the tags.
+    pub async_depth: u32,
+}
+
+impl Default for DeadlineConfig {
+    fn default() -> DeadlineConfig {
+        DeadlineConfig {
+            read_expire_ms: 500,
+            write_expire_ms: 5000,
+            writes_starved: 2,
+            fifo_batch: 16,
+            prio_aging_expire_ms: 10_000,
+            front_merges: true,
+            async_depth: 0,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Direction {
+    #[default]
+    Read,
+    Write,
+}
+
+impl Direction {
+    fn of(op: Op) -> Direction {
+        if op == Op::Read { Direction::Read } else { Direction::Write }
+    }
+}
+
+/// Bios of one class and direction.
+#[derive(Debug, Default)]
+struct Queue {
+    sorted: Tree,
+    fifo: List,
+    /// The first sector of what was handed out last.
+    position: u64,
+}
+
+/// See the head of the module.
+#[derive(Debug)]
+pub(crate) struct Deadline {
+    config: DeadlineConfig,
+    async_max: usize,
+    slots: Slots,
+    trees: Trees,
+    /// By class and direction.
+    queues: [[Queue; 2]; 3],
+    /// By class: bios here, and bios handed out that are not over.
+    here: [usize; 3],
+    out: [usize; 3],
+    /// Writes nobody waits for, handed out and not over.
+    async_out: usize,
+    direction: Direction,
+    /// Requests of the batch so far.
+    batch: u32,
+    /// How often writes were passed over.
+    starved: u32,
+    /// Class and direction of what was handed out last.
+    last: (usize, Direction),
+}
+
+impl Deadline {
+    pub(crate) fn new(config: DeadlineConfig, depth: usize, bios_max: usize) -> Deadline {
+        let async_max = match config.async_depth {
+            0 => (depth * 3 / 4).max(1),
+            set => set as usize,
+        };
+        Deadline {
+            async_max,
+            slots: Slots::new(bios_max),
+            trees: Trees::new(bios_max),
+            queues: Default::default(),
+            here: [0; 3],
+            out: [0; 3],
+            async_out: 0,
+            direction: Direction::Read,
+            // There is none to go on with.
+            batch: config.fifo_batch,
+            starved: 0,
+            last: (0, Direction::Read),
+            config,
+        }
+    }
+
+    fn queue(&self, class: usize, direction: Direction) -> &Queue {
+        &self.queues[class][direction as usize]
+    }
+
+    /// Whether nothing but what it is keeps a bio here.
+    fn is_free(&self, at: u32) -> bool {
+        self.async_out < self.async_max || self.slots.bio(at).is_sync()
+    }
+
+    fn expire_ns(&self, direction: Direction) -> u64 {
+        let expire_ms = match direction {
+            Direction::Read => self.config.read_expire_ms,
+            Direction::Write => self.config.write_expire_ms,
+        };
+        u64::from(expire_ms) * 1_000_000
+    }
+
+    /// The oldest bio of a lower class that waits for too long, while a more urgent one has anything.
+    fn aged(&self, now_ns: u64) -> Option<(usize, Direction, u32)> {
+        let aging_ns = u64::from(self.config.prio_aging_expire_ms) * 1_000_000;
+        if aging_ns == 0 {
+            return None;
+        }
+        let lower = (1..self.here.len()).filter(|class| self.here[*class] > 0);
+        let oldest = lower.flat_map(|class| [Direction::Read, Direction::Write].map(|direction| (class, direction)));
+        let oldest = oldest.filter_map(|(class, direction)| {
+            let first = self.queue(class, direction).fifo.first()?;
+            Some((class, direction, first))
+        });
+        let is_late = |at: u32| now_ns.saturating_sub(self.slots.since_ns(at)) > aging_ns;
+        oldest.into_iter().find(|(class, _, at)| {
+            let passed_over = (0..*class).any(|class| self.here[class] + self.out[class] > 0);
+            passed_over && is_late(*at) && self.is_free(*at)
+        })
+    }
+
+    /// The next of a class, and whether it goes on with the batch.
+    fn choose(&mut self, class: usize, now_ns: u64) -> Option<(Direction, u32)> {
+        if self.batch < self.config.fifo_batch
+            && let Some(at) = self.next_sector(class, self.direction)
+        {
+            return Some((self.direction, at));
+        }
+        let reads = self.start(class, Direction::Read, now_ns);
+        let writes = self.start(class, Direction::Write, now_ns);
+        let chosen = match (reads, writes) {
+            (Some(_), Some(at)) if self.starved >= self.config.writes_starved => (Direction::Write, at),
+            (Some(at), waits) => {
+                self.starved += u32::from(waits.is_some());
+                (Direction::Read, at)
+            }
+            (None, at) => (Direction::Write, at?),
+        };
+        if chosen.0 == Direction::Write {
+            self.starved = 0;
+        }
+        (self.direction, self.batch) = (chosen.0, 0);
+        Some(chosen)
+    }
+
+    fn next_sector(&self, class: usize, direction: Direction) -> Option<u32> {
+        let queue = self.queue(class, direction);
+        self.trees.first_from(queue.sorted, queue.position).filter(|at| self.is_free(*at))
+    }
+
+    /// Where a batch in this direction begins.
+    fn start(&self, class: usize, direction: Direction, now_ns: u64) -> Option<u32> {
+        let first = self.queue(class, direction).fifo.first()?;
+        let is_late = now_ns.saturating_sub(self.slots.since_ns(first)) >= self.expire_ns(direction);
+        let next = if is_late { None } else { self.next_sector(class, direction) };
+        next.or(Some(first).filter(|at| self.is_free(*at)))
+    }
+
+    fn hand_out(&mut self, class: usize, direction: Direction, at: u32) -> Box<Bio> {
+        let queue = &mut self.queues[class][direction as usize];
+        self.trees.remove(&mut queue.sorted, at);
+        let bio = self.slots.remove(&mut queue.fifo, at);
+        queue.position = bio.sector;
+        self.here[class] -= 1;
+        self.out[class] += 1;
+        self.async_out += usize::from(!bio.is_sync());
+        self.last = (class, direction);
+        bio
+    }
+}
+
+impl Scheduler for Deadline {
+    fn insert(&mut self, bio: Box<Bio>, now_ns: u64) {
+        let (class, direction) = (bio.priority as usize, Direction::of(bio.op));
+        let sector = bio.sector;
+        let queue = &mut self.queues[class][direction as usize];
+        let at = self.slots.push(&mut queue.fifo, bio, now_ns);
+        self.trees.insert(&mut queue.sorted, at, sector);
+        self.here[class] += 1;
+    }
+
+    fn next(&mut self, now_ns: u64) -> Next {
+        if let Some((class, direction, at)) = self.aged(now_ns) {
+            return Next::Bio(self.hand_out(class, direction, at));
+        }
+        for class in 0..self.here.len() {
+            if self.here[class] > 0
+                && let Some((direction, at)) = self.choose(class, now_ns)
+            {
+                self.batch += 1;
+                return Next::Bio(self.hand_out(class, direction, at));
+            }
+            if self.here[class] + self.out[class] > 0 {
+                break;
+            }
+        }
+        // What is here waits for something more urgent to end, or for room among the writes; or else grows old.
+        let aging_ns = u64::from(self.config.prio_aging_expire_ms) * 1_000_000;
+        let lower = self.queues[1..].iter().flatten().filter_map(|queue| queue.fifo.first());
+        let free = lower.filter(|at| aging_ns > 0 && self.is_free(*at));
+        let aged_ns = free.map(|at| self.slots.since_ns(at).saturating_add(aging_ns + 1)).min();
+        Next::Wait(aged_ns.unwrap_or(u64::MAX))
+    }
+
+    fn join(&mut self, reach: Reach, fits: &mut dyn FnMut(&Bio) -> bool, _now_ns: u64) -> Option<Box<Bio>> {
+        let (class, direction) = self.last;
+        let sorted = self.queue(class, direction).sorted;
+        let behind = self.trees.first_from(sorted, reach.end);
+        let before = if self.config.front_merges { self.trees.last_before(sorted, reach.start) } else { None };
+        let joins = |at: &u32| {
+            let bio = self.slots.bio(*at);
+            reach.touches(bio) && self.is_free(*at) && fits(bio)
+        };
+        let at = behind.into_iter().chain(before).find(joins)?;
+        Some(self.hand_out(class, direction, at))
+    }
+
+    fn ended(&mut self, bio: &Bio, _start_ns: u64, _now_ns: u64) {
+        self.out[bio.priority as usize] -= 1;
+        self.async_out -= usize::from(!bio.is_sync());
+    }
+
+    fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>)) {
+        self.slots.drain(each);
+    }
+
+    fn snapshot(&self, now_ns: u64) -> SchedulerSnapshot {
+        let DeadlineConfig { read_expire_ms, write_expire_ms, writes_starved, fifo_batch, .. } = self.config;
+        let options = vec![
+            ("read_expire_ms", read_expire_ms.to_string()),
+            ("write_expire_ms", write_expire_ms.to_string()),
+            ("writes_starved", writes_starved.to_string()),
+            ("fifo_batch", fifo_batch.to_string()),
+            ("prio_aging_expire_ms", self.config.prio_aging_expire_ms.to_string()),
+            ("front_merges", if self.config.front_merges { "on" } else { "off" }.into()),
+            ("async_depth", self.async_max.to_string()),
+        ];
+        let of = |direction| self.queues.iter().map(|class| class[direction as usize].fifo.len() as u64).sum();
+        let facts = vec![
+            ("reads", of(Direction::Read)),
+            ("writes", of(Direction::Write)),
+            ("realtime", self.here[Priority::Realtime as usize] as u64),
+            ("idle", self.here[Priority::Idle as usize] as u64),
+            ("async_out", self.async_out as u64),
+            ("batch", u64::from(self.batch)),
+            ("writes_passed_over", u64::from(self.starved)),
+        ];
+        SchedulerSnapshot {
+            name: "deadline",
+            options,
+            waiting: self.here.iter().sum(),
+            oldest_ns: self.slots.oldest_ns().map_or(0, |since_ns| now_ns.saturating_sub(since_ns)),
+            facts,
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! Places for the bios that a scheduler holds, and lists of them.
+//!
+//! Made at start for as many bios as the queue takes. A bio is known by the number of its place; lists, and the orders of
+//! [`Trees`](super::trees::Trees), are made of such numbers, so that to queue a bio allocates nothing and to take one from the middle of
+//! a list costs no more than from its end.
+
+use crate::Bio;
+
+/// No place.
+pub(crate) const NONE: u32 = u32::MAX;
+
+/// Places, by number.
+#[derive(Debug)]
+pub(crate) struct Slots {
+    places: Box<[Slot]>,
+    free: u32,
+    /// Bios put in so far.
+    order: u64,
+}
+
+#[derive(Debug)]
+struct Slot {
+    bio: Option<Box<Bio>>,
+    /// When it came.
+    since_ns: u64,
+    /// How many came before it.
+    order: u64,
+    /// In its list; of those that are free only `next` counts.
+    next: u32,
+    prev: u32,
+}
+
+/// Places in a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct List {
+    first: u32,
+    last: u32,
+    len: u32,
+}
+
+impl Default for List {
+    fn default() -> List {
+        List { first: NONE, last: NONE, len: 0 }
+    }
+}
+
+impl List {
+    #[inline]
+    pub(crate) fn first(&self) -> Option<u32> {
+        (self.first != NONE).then_some(self.first)
+    }
+
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.first == NONE
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len as usize
+    }
+}
+
+impl Slots {
+    pub(crate) fn new(count: usize) -> Slots {
+        assert!(count < NONE as usize, "a scheduler for {count} bios");
+        let after = |at: u32| if (at as usize) < count { at } else { NONE };
+        let slot = |at| Slot { bio: None, since_ns: 0, order: 0, next: after(at + 1), prev: NONE };
+        Slots { places: (0..count as u32).map(slot).collect(), free: after(0), order: 0 }
+    }
+
+    /// Gives a bio a place behind all others of a list.
+    ///
+    /// # Panics
+    /// If there is none: a queue holds no more bios than its scheduler was made for.
+    #[inline]
+    pub(crate) fn push(&mut self, list: &mut List, bio: Box<Bio>, now_ns: u64) -> u32 {
+        let at = self.free;
+        let slot = &mut self.places[at as usize];
+        self.free = slot.next;
+        (slot.next, slot.prev) = (NONE, list.last);
+        (slot.since_ns, slot.order) = (now_ns, self.order);
+        slot.bio = Some(bio);
+        self.order += 1;
+        match list.last {
+            NONE => list.first = at,
+            last => self.places[last as usize].next = at,
+        }
+        list.last = at;
+        list.len += 1;
+        at
+    }
+
+    /// Takes a bio out of the list it is in.
+    #[inline]
+    pub(crate) fn remove(&mut self, list: &mut List, at: u32) -> Box<Bio> {
+        let slot = &mut self.places[at as usize];
+        let Some(bio) = slot.bio.take() else { unreachable!("a place in a list holds a bio") };
+        let (prev, next) = (slot.prev, std::mem::replace(&mut slot.next, self.free));
+        self.free = at;
+        match prev {
+            NONE => list.first = next,
+            prev => self.places[prev as usize].next = next,
+        }
+        match next {
+            NONE => list.last = prev,
+            next => self.places[next as usize].prev = prev,
+        }
+        list.len -= 1;
+        bio
+    }
+
+    /// The bio at a place that is in use.
+    #[inline]
+    pub(crate) fn bio(&self, at: u32) -> &Bio {
+        let Some(bio) = &self.places[at as usize].bio else { unreachable!("a place in a list holds a bio") };
+        bio
+    }
+
+    /// When the bio at a place came.
+    #[inline]
+    pub(crate) fn since_ns(&self, at: u32) -> u64 {
+        self.places[at as usize].since_ns
+    }
+
+    /// The places of a list, the first one first.
+    pub(crate) fn iter(&self, list: &List) -> impl Iterator<Item = u32> {
+        std::iter::successors(list.first(), |at| Some(self.places[*at as usize].next).filter(|next| *next != NONE))
+    }
+
+    /// When the bio came that has been here for longest.
+    pub(crate) fn oldest_ns(&self) -> Option<u64> {
+        self.places.iter().filter(|slot| slot.bio.is_some()).map(|slot| slot.since_ns).min()
+    }
+
+    /// Gives all bios away in the order in which they came. Their lists are of no meaning any more.
+    pub(crate) fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>)) {
+        let mut used: Vec<&mut Slot> = self.places.iter_mut().filter(|slot| slot.bio.is_some()).collect();
+        used.sort_unstable_by_key(|slot| slot.order);
+        used.into_iter().filter_map(|slot| slot.bio.take()).for_each(each);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Two lists over the same places are two deques, whatever is taken from where.
+        #[test]
+        fn lists_are_deques_that_give_from_the_middle(steps in prop::collection::vec((any::<bool>(), 0_usize..12, 0..2_usize), 1..200)) {
+            let mut slots = Slots::new(16);
+            let mut lists = [List::default(); 2];
+            let mut wanted: [VecDeque<(u32, u64)>; 2] = Default::default();
+            for (id, (push, from, which)) in steps.into_iter().enumerate() {
+                let held = wanted[0].len() + wanted[1].len();
+                if push && held < 16 {
+                    let mut bio = Bio::with_capacity(0);
+                    bio.cookie = id as u64;
+                    let at = slots.push(&mut lists[which], bio, id as u64);
+                    wanted[which].push_back((at, id as u64));
+                } else if !wanted[which].is_empty() {
+                    let from = from % wanted[which].len();
+                    let (at, id) = wanted[which].remove(from).unwrap();
+                    prop_assert_eq!(slots.remove(&mut lists[which], at).cookie, id);
+                }
+                for (list, wanted) in lists.iter().zip(&wanted) {
+                    let found: Vec<_> = slots.iter(list).map(|at| (at, slots.bio(at).cookie)).collect();
+                    prop_assert_eq!(&found, &wanted.iter().copied().collect::<Vec<_>>());
+                    prop_assert_eq!((list.len(), list.is_empty()), (wanted.len(), wanted.is_empty()));
+                }
+                let oldest = wanted.iter().flatten().map(|(_, id)| *id).min();
+                prop_assert_eq!(slots.oldest_ns(), oldest);
+            }
+            let mut left: Vec<u64> = wanted.iter().flatten().map(|(_, id)| *id).collect();
+            left.sort_unstable();
+            let mut drained = Vec::new();
+            slots.drain(&mut |bio| drained.push(bio.cookie));
+            prop_assert_eq!(drained, left);
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! What a scheduler knows of each stream, for as many streams as are at work at one time and some more.
+//!
+//! A stream is found by its number through a hash table whose chains go from place to place. One that is at rest keeps its place
+//! until another needs it: the one that has been at rest for longest goes first. There are more places than bios in the queue,
+//! so one at rest can always be found, and nothing allocates.
+
+use super::slots::NONE;
+
+/// Streams that are remembered beside those that can be at work: enough that what was served in an epoch of many streams is known until
+/// its end.
+const SPARE: usize = 256;
+
+/// Streams, by place.
+#[derive(Debug)]
+pub(crate) struct Streams<T> {
+    entries: Box<[Entry<T>]>,
+    /// By hash: the first of a chain.
+    chains: Box<[u32]>,
+    shift: u32,
+    /// Places in use.
+    used: u32,
+    /// Those at rest: the one that rests for longest, and the one that does for the shortest time.
+    first: u32,
+    last: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Entry<T> {
+    state: T,
+    stream: u32,
+    /// The next of its chain.
+    next: u32,
+    /// Neighbours among those at rest.
+    newer: u32,
+    older: u32,
+    at_rest: bool,
+}
+
+impl<T: Copy + Default> Streams<T> {
+    /// For a queue of so many bios.
+    pub(crate) fn new(bios_max: usize) -> Streams<T> {
+        let count = bios_max + SPARE;
+        assert!(count < NONE as usize, "a scheduler for {bios_max} bios");
+        let entry = Entry { state: T::default(), stream: 0, next: NONE, newer: NONE, older: NONE, at_rest: false };
+        let chains = (2 * count).next_power_of_two();
+        Streams {
+            entries: vec![entry; count].into(),
+            chains: vec![NONE; chains].into(),
+            shift: u32::BITS - chains.trailing_zeros(),
+            used: 0,
+            first: NONE,
+            last: NONE,
+        }
+    }
+
+    /// How many there can be.
+    pub(crate) fn places(&self) -> usize {
+        self.entries.len()
+    }
+
+    #[inline]
+    fn chain(&self, stream: u32) -> usize {
+        // Fibonacci hashing (Knuth, volume 3, 6.4): numbers in a row spread evenly.
+        (stream.wrapping_mul(0x9e37_79b1) >> self.shift) as usize
+    }
+
+    /// The place of a stream, if it is known.
+    #[inline]
+    pub(crate) fn find(&self, stream: u32) -> Option<u32> {
+        let mut at = self.chains[self.chain(stream)];
+        while at != NONE {
+            let entry = &self.entries[at as usize];
+            if entry.stream == stream {
+                return Some(at);
+            }
+            at = entry.next;
+        }
+        None
+    }
+
+    /// The place of a stream. One that is not known is from now on, as new and at rest.
+    #[inline]
+    pub(crate) fn find_or_add(&mut self, stream: u32) -> u32 {
+        match self.find(stream) {
+            Some(at) => at,
+            None => self.add(stream),
+        }
+    }
+
+    #[inline(never)]
+    fn add(&mut self, stream: u32) -> u32 {
+        let at = if (self.used as usize) < self.entries.len() {
+            self.used += 1;
+            self.used - 1
+        } else {
+            let at = self.first;
+            assert!(at != NONE, "more streams at work than bios in the queue");
+            self.work(at);
+            self.forget(at);
+            at
+        };
+        let chain = self.chain(stream);
+        let entry = &mut self.entries[at as usize];
+        (entry.state, entry.stream) = (T::default(), stream);
+        entry.next = std::mem::replace(&mut self.chains[chain], at);
+        self.rest(at);
+        at
+    }
+
+    /// Takes a stream out of its chain.
+    fn forget(&mut self, gone: u32) {
+        let Entry { stream, next, .. } = self.entries[gone as usize];
+        let chain = self.chain(stream);
+        let mut at = self.chains[chain];
+        if at == gone {
+            self.chains[chain] = next;
+            return;
+        }
+        while self.entries[at as usize].next != gone {
+            at = self.entries[at as usize].next;
+        }
+        self.entries[at as usize].next = next;
+    }
+
+    /// A stream has something to do, and keeps its place.
+    #[inline]
+    pub(crate) fn work(&mut self, at: u32) {
+        let Entry { newer, older, at_rest, .. } = self.entries[at as usize];
+        if !at_rest {
+            return;
+        }
+        self.entries[at as usize].at_rest = false;
+        match older {
+            NONE => self.first = newer,
+            older => self.entries[older as usize].newer = newer,
+        }
+        match newer {
+            NONE => self.last = older,
+            newer => self.entries[newer as usize].older = older,
+        }
+    }
+
+    /// A stream has nothing to do.
+    #[inline]
+    pub(crate) fn rest(&mut self, at: u32) {
+        let last = self.last;
+        let entry = &mut self.entries[at as usize];
+        if entry.at_rest {
+            return;
+        }
+        (entry.at_rest, entry.older, entry.newer) = (true, last, NONE);
+        match last {
+            NONE => self.first = at,
+            last => self.entries[last as usize].newer = at,
+        }
+        self.last = at;
+    }
+
+    /// The number of a stream.
+    #[inline]
+    pub(crate) fn stream(&self, at: u32) -> u32 {
+        self.entries[at as usize].stream
+    }
+
+    #[inline]
+    pub(crate) fn get(&self, at: u32) -> &T {
+        &self.entries[at as usize].state
+    }
+
+    #[inline]
+    pub(crate) fn get_mut(&mut self, at: u32) -> &mut T {
+        &mut self.entries[at as usize].state
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Streams at work keep their places and what is known of them; of those at rest the last ones do.
+        #[test]
+        fn who_is_at_work_is_remembered(steps in prop::collection::vec((0_u32..2000, any::<bool>()), 1..2000)) {
+            let mut streams = Streams::<u32>::new(8);
+            let mut working: HashMap<u32, u32> = HashMap::new();
+            let mut rested: Vec<u32> = Vec::new();
+            for (number, work) in steps {
+                // Few numbers, far apart, so that they come again.
+                let stream = (number % 300).wrapping_mul(0x0101_0101);
+                let known = streams.find(stream);
+                prop_assert_eq!(known.is_some(), working.contains_key(&stream) || rested.contains(&stream));
+                let at = streams.find_or_add(stream);
+                prop_assert_eq!((known.unwrap_or(at), streams.stream(at)), (at, stream));
+                prop_assert_eq!(*streams.get(at), if known.is_some() { stream ^ 1 } else { 0 });
+                *streams.get_mut(at) = stream ^ 1;
+                if known.is_none() {
+                    rested.push(stream);
+                }
+                if work && working.len() < 8 {
+                    streams.work(at);
+                    rested.retain(|other| *other != stream);
+                    working.insert(stream, at);
+                } else if !work && working.remove(&stream).is_some() {
+                    streams.rest(at);
+                    rested.push(stream);
+                }
+                let over = (working.len() + rested.len()).saturating_sub(8 + SPARE);
+                rested.drain(..over);
+                for (stream, at) in &working {
+                    prop_assert_eq!(streams.find(*stream), Some(*at));
+                }
+            }
+        }
+    }
+}

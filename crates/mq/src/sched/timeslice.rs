@@ -1,0 +1,364 @@
+//! `timeslice`: the device belongs to one stream at a time, for a while.
+//!
+//! After the patch "blk-mq: per software queue time slices" in the form of spec D.1. A stream that has its slice is the owner: its bios are
+//! handed out and nobody else's, in the order in which they came. A slice ends when its time is up; if the owner had something to
+//! do in it, it is extended, a few times. Then the next stream has its turn. All who had one wait until all others have, which is an epoch:
+//! nobody has two in one epoch.
+//!
+//! What the post says and what its code does are not the same, and neither is always right. Each difference is an option:
+//!
+//! | | the post's text | its code | here |
+//! |---|---|---|---|
+//! | whose | software queue | software queue, by CPU | `key`: stream, or software queue |
+//! | a slice lasts | slice, extended up to 3 times | up to 5 units | `extensions`, 3 |
+//! | the owner has nothing to do | the slice ends | all wait until it is over | `idle_us`: they wait as long as CFQ would, 8 ms |
+//! | a slice is measured in | µs | ticks, rounded up: 4 ms at HZ 250 | ns; `tick_us` rounds up to ticks |
+//! | what others have in flight | | is mixed with the owner's | `drain`: off, or waited for |
+//! | next in an epoch | | the lowest number | `order`: who came first, or the lowest number |
+//!
+//! The seventh is how time is compared: the code does it in 32 bits that begin five minutes before they overflow, and is switched off
+//! until then on machines where that is all there is. Here time has 64 bits, and no slice is due at first.
+//!
+//! A slice of no length is no scheduler at all: see [`SchedulerConfig::build`](super::SchedulerConfig::build).
+
+use std::collections::VecDeque;
+
+use super::slots::{List, Slots};
+use super::streams::Streams;
+use super::trees::{Tree, Trees};
+use super::{Next, Reach, Scheduler, SchedulerSnapshot, join_from};
+use crate::Bio;
+
+/// Whose a slice is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SliceKey {
+    /// A stream's: [`Bio::stream`].
+    #[default]
+    Stream,
+    /// A software queue's: who shares a hardware queue has one each; else all are one.
+    Queue,
+}
+
+/// Whose turn is next in an epoch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum SliceOrder {
+    /// Who has waited for longest.
+    #[default]
+    Arrival,
+    /// The lowest number.
+    Lowest,
+}
+
+/// Options of `timeslice`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TimesliceConfig {
+    /// Length of a slice, microseconds; zero for no time slices.
+    pub slice_us: u32,
+    /// How often a slice in which the owner had something to do is extended by its length.
+    pub extensions: u32,
+    /// How long all wait for an owner that has nothing to do and nothing in flight, microseconds, while its slice lasts. The largest number:
+    /// until its slice is over.
+    pub idle_us: u32,
+    /// Slices are rounded up to multiples of this, microseconds, and end on one; zero if they are not.
+    pub tick_us: u32,
+    /// Whose a slice is.
+    pub key: SliceKey,
+    /// Whose turn is next.
+    pub order: SliceOrder,
+    /// Whether an owner waits until nothing of others is in flight; its slice then begins.
+    pub drain: bool,
+}
+
+impl Default for TimesliceConfig {
+    fn default() -> TimesliceConfig {
+        TimesliceConfig {
+            slice_us: 0,
+            extensions: 3,
+            // As CFQ waits (slice_idle): most who read in a row are back by then.
+            idle_us: 8000,
+            tick_us: 0,
+            key: SliceKey::default(),
+            order: SliceOrder::default(),
+            drain: false,
+        }
+    }
+}
+
+impl TimesliceConfig {
+    /// As the code of the post behaves, on a machine with ticks of this length.
+    pub fn as_posted(slice_us: u32, tick_us: u32) -> TimesliceConfig {
+        TimesliceConfig {
+            slice_us,
+            extensions: 4,
+            idle_us: u32::MAX,
+            tick_us,
+            key: SliceKey::Queue,
+            order: SliceOrder::Lowest,
+            drain: false,
+        }
+    }
+}
+
+/// A stream with its bios.
+#[derive(Clone, Copy, Debug, Default)]
+struct Stream {
+    bios: List,
+    in_flight: u32,
+    /// The epoch it was last served in.
+    served: u64,
+}
+
+/// Streams whose turn it will be, by place.
+#[derive(Debug)]
+enum Line {
+    /// In the order in which they came; each is in it once.
+    Arrival(VecDeque<u32>),
+    Lowest(Tree),
+}
+
+/// See the head of the module.
+#[derive(Debug)]
+pub(crate) struct Timeslice {
+    config: TimesliceConfig,
+    slots: Slots,
+    streams: Streams<Stream>,
+    /// By place of the stream, for the order by number.
+    numbers: Trees,
+    /// Those with bios that had no turn in this epoch.
+    turn: Line,
+    /// Those with bios that had.
+    later: Line,
+    waiting: usize,
+    in_flight: usize,
+    /// Counted from one.
+    epoch: u64,
+    owner: Option<Slice>,
+}
+
+/// The slice that lasts.
+#[derive(Clone, Copy, Debug)]
+struct Slice {
+    /// Place of its owner.
+    stream: u32,
+    /// When it is over, unless it is extended; none before it has begun.
+    end_ns: Option<u64>,
+    /// The owner had something to do since it began or was extended.
+    used: bool,
+    extended: u32,
+    /// Since when the owner has nothing to do and nothing in flight.
+    idle_since_ns: Option<u64>,
+}
+
+impl Timeslice {
+    pub(crate) fn new(config: TimesliceConfig, bios_max: usize) -> Timeslice {
+        let streams = Streams::new(bios_max);
+        let line = || match config.order {
+            SliceOrder::Arrival => Line::Arrival(VecDeque::with_capacity(bios_max)),
+            SliceOrder::Lowest => Line::Lowest(Tree::default()),
+        };
+        Timeslice {
+            slots: Slots::new(bios_max),
+            numbers: Trees::new(if config.order == SliceOrder::Lowest { streams.places() } else { 0 }),
+            streams,
+            turn: line(),
+            later: line(),
+            waiting: 0,
+            in_flight: 0,
+            epoch: 1,
+            owner: None,
+            config,
+        }
+    }
+
+    #[inline]
+    fn key(&self, bio: &Bio) -> u32 {
+        match self.config.key {
+            SliceKey::Stream => bio.stream,
+            SliceKey::Queue => u32::from(bio.seat),
+        }
+    }
+
+    /// When a slice is over that begins now.
+    fn end_ns(&self, now_ns: u64) -> u64 {
+        let slice_ns = u64::from(self.config.slice_us) * 1000;
+        match u64::from(self.config.tick_us) * 1000 {
+            0 => now_ns.saturating_add(slice_ns),
+            tick_ns => (now_ns / tick_ns).saturating_add(slice_ns.div_ceil(tick_ns)).saturating_mul(tick_ns),
+        }
+    }
+
+    /// A stream that has bios stands in line.
+    fn line_up(&mut self, stream: u32) {
+        let line = if self.streams.get(stream).served == self.epoch { &mut self.later } else { &mut self.turn };
+        match line {
+            Line::Arrival(line) => line.push_back(stream),
+            Line::Lowest(tree) => self.numbers.insert(tree, stream, u64::from(self.streams.stream(stream))),
+        }
+    }
+
+    /// Whose turn it is, if anybody's: when all had theirs a new epoch begins.
+    fn next_in_line(&mut self) -> Option<u32> {
+        for _ in 0..2 {
+            let next = match &mut self.turn {
+                Line::Arrival(line) => line.pop_front(),
+                Line::Lowest(tree) => self.numbers.pop_first(tree),
+            };
+            if next.is_some() {
+                return next;
+            }
+            self.epoch += 1;
+            std::mem::swap(&mut self.turn, &mut self.later);
+        }
+        None
+    }
+
+    /// The slice that lasts from now on; none if nobody wants it.
+    #[inline(never)]
+    fn change_owner(&mut self) -> Option<Slice> {
+        if let Some(slice) = self.owner.take() {
+            let stream = self.streams.get(slice.stream);
+            if !stream.bios.is_empty() {
+                self.line_up(slice.stream);
+            } else if stream.in_flight == 0 {
+                self.streams.rest(slice.stream);
+            }
+        }
+        let stream = self.next_in_line()?;
+        self.streams.get_mut(stream).served = self.epoch;
+        self.owner = Some(Slice { stream, end_ns: None, used: false, extended: 0, idle_since_ns: None });
+        self.owner
+    }
+
+    /// Until when an owner without bios keeps the others waiting.
+    fn idle_until_ns(&self, slice: &mut Slice, end_ns: u64, now_ns: u64) -> u64 {
+        if self.config.idle_us == u32::MAX || self.streams.get(slice.stream).in_flight > 0 {
+            return end_ns;
+        }
+        let since_ns = *slice.idle_since_ns.get_or_insert(now_ns);
+        end_ns.min(since_ns.saturating_add(u64::from(self.config.idle_us) * 1000))
+    }
+
+    /// A bio of this stream was taken out.
+    fn hand_out(&mut self, stream: u32) {
+        self.streams.get_mut(stream).in_flight += 1;
+        self.in_flight += 1;
+        self.waiting -= 1;
+    }
+}
+
+impl Scheduler for Timeslice {
+    fn insert(&mut self, bio: Box<Bio>, now_ns: u64) {
+        let key = self.key(&bio);
+        let at = self.streams.find_or_add(key);
+        let stream = self.streams.get_mut(at);
+        let first = stream.bios.is_empty();
+        self.slots.push(&mut stream.bios, bio, now_ns);
+        self.waiting += 1;
+        if first {
+            self.streams.work(at);
+            match &mut self.owner {
+                Some(slice) if slice.stream == at => slice.idle_since_ns = None,
+                _ => self.line_up(at),
+            }
+        }
+    }
+
+    fn next(&mut self, now_ns: u64) -> Next {
+        let mut slice = match self.owner {
+            Some(slice) => slice,
+            None => match self.change_owner() {
+                Some(slice) => slice,
+                None => return Next::Wait(u64::MAX),
+            },
+        };
+        loop {
+            let own = *self.streams.get(slice.stream);
+            if slice.end_ns.is_none() {
+                if self.config.drain && self.in_flight > own.in_flight as usize {
+                    return Next::Wait(u64::MAX);
+                }
+                slice.end_ns = Some(self.end_ns(now_ns));
+            }
+            let end_ns = slice.end_ns.unwrap_or(u64::MAX);
+            if now_ns >= end_ns && slice.used && slice.extended < self.config.extensions {
+                slice.extended += 1;
+                (slice.used, slice.end_ns) = (false, Some(self.end_ns(now_ns)));
+                self.owner = Some(slice);
+                continue;
+            }
+            if now_ns < end_ns {
+                if let Some(first) = own.bios.first() {
+                    let bio = self.slots.remove(&mut self.streams.get_mut(slice.stream).bios, first);
+                    (slice.used, slice.idle_since_ns) = (true, None);
+                    self.owner = Some(slice);
+                    self.hand_out(slice.stream);
+                    return Next::Bio(bio);
+                }
+                let until_ns = self.idle_until_ns(&mut slice, end_ns, now_ns);
+                self.owner = Some(slice);
+                if self.waiting == 0 {
+                    return Next::Wait(u64::MAX);
+                }
+                if now_ns < until_ns {
+                    return Next::Wait(until_ns);
+                }
+            }
+            match self.change_owner() {
+                Some(next) => slice = next,
+                None => return Next::Wait(u64::MAX),
+            }
+        }
+    }
+
+    fn join(&mut self, reach: Reach, fits: &mut dyn FnMut(&Bio) -> bool, _now_ns: u64) -> Option<Box<Bio>> {
+        let stream = self.owner?.stream;
+        let bio = join_from(&mut self.slots, &mut self.streams.get_mut(stream).bios, reach, fits)?;
+        self.hand_out(stream);
+        Some(bio)
+    }
+
+    fn ended(&mut self, bio: &Bio, _start_ns: u64, now_ns: u64) {
+        self.in_flight -= 1;
+        // It is there as long as anything of it is in flight.
+        let Some(at) = self.streams.find(self.key(bio)) else { return };
+        let stream = self.streams.get_mut(at);
+        stream.in_flight -= 1;
+        if stream.in_flight > 0 || !stream.bios.is_empty() {
+            return;
+        }
+        match &mut self.owner {
+            Some(slice) if slice.stream == at => slice.idle_since_ns = Some(now_ns),
+            _ => self.streams.rest(at),
+        }
+    }
+
+    fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>)) {
+        self.slots.drain(each);
+    }
+
+    fn snapshot(&self, now_ns: u64) -> SchedulerSnapshot {
+        let TimesliceConfig { slice_us, extensions, idle_us, tick_us, key, order, drain } = self.config;
+        let options = vec![
+            ("slice_us", slice_us.to_string()),
+            ("extensions", extensions.to_string()),
+            ("idle_us", if idle_us == u32::MAX { "slice".into() } else { idle_us.to_string() }),
+            ("tick_us", tick_us.to_string()),
+            ("key", if key == SliceKey::Stream { "stream" } else { "queue" }.into()),
+            ("order", if order == SliceOrder::Arrival { "arrival" } else { "lowest" }.into()),
+            ("drain", if drain { "on" } else { "off" }.into()),
+        ];
+        let mut facts = vec![("epoch", self.epoch)];
+        if let Some(slice) = self.owner {
+            facts.push(("owner", u64::from(self.streams.stream(slice.stream))));
+            facts.push(("left_ns", slice.end_ns.map_or(0, |end_ns| end_ns.saturating_sub(now_ns))));
+            facts.push(("extended", u64::from(slice.extended)));
+        }
+        SchedulerSnapshot {
+            name: "timeslice",
+            options,
+            waiting: self.waiting,
+            oldest_ns: self.slots.oldest_ns().map_or(0, |since_ns| now_ns.saturating_sub(since_ns)),
+            facts,
+        }
+    }
+}
