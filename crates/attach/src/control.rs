@@ -34,6 +34,8 @@ use crate::{AttachConfig, AttachError, TalkError};
 /// The first pause before a back-end that is gone is looked for again, and the longest. Connecting to nobody costs microseconds.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(500);
+/// In between a pause is this share of the time that it has been away: I/O waits hardly longer for its being looked for.
+const PAUSE_SHARE: u32 = 8;
 /// Rings that back-ends may break one after the other before what is in flight fails: it may be what breaks them.
 const FAULTS_MAX: u32 = 3;
 /// A connection that ended so soon was of no use, and the next one will hardly be of more.
@@ -52,7 +54,6 @@ enum Link {
 struct Outage {
     since: Instant,
     try_at: Instant,
-    pause: Duration,
     /// I/O fails.
     gave_up: bool,
     /// What went wrong last, so that it is said once.
@@ -63,8 +64,8 @@ impl Outage {
     /// `in_haste`: it failed as soon as it had begun, and is not asked again at once.
     fn new(in_haste: bool) -> Outage {
         let now = Instant::now();
-        let (pause, try_at) = if in_haste { (PAUSE_MAX, now + PAUSE_MAX) } else { (PAUSE_MIN, now) };
-        Outage { since: now, try_at, pause, gave_up: false, said: String::new() }
+        let try_at = if in_haste { now + PAUSE_MAX } else { now };
+        Outage { since: now, try_at, gave_up: false, said: String::new() }
     }
 }
 
@@ -420,8 +421,8 @@ impl Control {
             tracing::debug!("{why}");
             outage.said = why.into();
         }
-        outage.pause = (outage.pause * 2).min(PAUSE_MAX);
-        outage.try_at = Instant::now() + outage.pause;
+        let pause = (outage.since.elapsed() / PAUSE_SHARE).clamp(PAUSE_MIN, PAUSE_MAX);
+        outage.try_at = Instant::now() + pause;
         if outage.since.elapsed() >= gone_max && !outage.gave_up {
             self.give_up();
         }
