@@ -59,6 +59,8 @@ pub fn deal(shares: &[Share], lanes: usize) -> Result<Vec<usize>, SpecError> {
 pub struct ServedLanes {
     lanes: Lanes<VhostQueue<DeviceQueue>>,
     shares: Vec<Share>,
+    /// By station, in the order they came: the export it is of, and its number there.
+    stations: Vec<(usize, usize)>,
 }
 
 impl ServedLanes {
@@ -71,7 +73,9 @@ impl ServedLanes {
         shares: Vec<Share>,
         config: impl Fn(usize) -> LaneConfig + Send + Sync + 'static,
     ) -> Result<ServedLanes, LaneError> {
-        Ok(ServedLanes { lanes: Lanes::start(count, config)?, shares })
+        let of_export = |(export, share): (usize, &Share)| (0..share.queues).map(move |queue| (export, queue));
+        let stations = shares.iter().enumerate().flat_map(of_export).collect();
+        Ok(ServedLanes { lanes: Lanes::start(count, config)?, shares, stations })
     }
 
     /// The next queue, in the order of the exports, to be made on its lane.
@@ -84,6 +88,27 @@ impl ServedLanes {
         make: impl FnOnce() -> VhostQueue<DeviceQueue> + Send + 'static,
     ) -> Result<(), LaneError> {
         self.lanes.admit(lane, make)
+    }
+
+    /// One more queue of an export, to be made on its lane while all serve: on that which is the next one's of those the export names, or where
+    /// the fewest live. Those that live already stay; when the number of lanes changes, all are dealt by the rule.
+    ///
+    /// # Errors
+    /// The lane is full, or has ended.
+    pub fn add(
+        &mut self,
+        export: usize,
+        make: impl FnOnce() -> VhostQueue<DeviceQueue> + Send + 'static,
+    ) -> Result<(), LaneError> {
+        let Share { queues, named, .. } = &self.shares[export];
+        let (number, places) = (*queues, self.lanes.places());
+        let crowd = |lane: &usize| places.iter().filter(|place| *place == lane).count();
+        let emptiest = || (0..self.lanes.threads().len()).min_by_key(crowd).unwrap_or(0);
+        let lane = named.as_ref().map_or_else(emptiest, |named| named[number % named.len()]);
+        self.lanes.admit(lane, make)?;
+        self.stations.push((export, number));
+        self.shares[export].queues += 1;
+        Ok(())
     }
 
     /// Changes the number of lanes while they serve. Returns when every queue lives where it would if there had been so
@@ -99,7 +124,9 @@ impl ServedLanes {
         }
         let count = count as usize;
         let places = deal(&self.shares, count)?;
-        self.lanes.deal(count, |queue| places[queue]).map_err(|error| match error {
+        let before = |export: usize| self.shares[..export].iter().map(|share| share.queues).sum::<usize>();
+        let place = |station: usize| places[before(self.stations[station].0) + self.stations[station].1];
+        self.lanes.deal(count, place).map_err(|error| match error {
             // Those who read it know queues by their export.
             LaneError::Restless { name, station, limit } => {
                 let object = self.name_of(station as usize);
@@ -122,16 +149,10 @@ impl ServedLanes {
         self.lanes.set_policy(IdlePolicy { spin_ns: spin_us * 1000 })
     }
 
-    /// What people call a queue, given its place among all.
-    fn name_of(&self, queue: usize) -> String {
-        let mut number = queue;
-        for share in &self.shares {
-            if number < share.queues {
-                return format!("{}, queue {number}", share.name);
-            }
-            number -= share.queues;
-        }
-        format!("queue {queue}")
+    /// What people call a station.
+    fn name_of(&self, station: usize) -> String {
+        let (export, number) = self.stations[station];
+        format!("{}, queue {number}", self.shares[export].name)
     }
 
     /// How a lane is made.
@@ -145,8 +166,10 @@ impl ServedLanes {
     }
 
     /// The lane of each queue, export by export.
-    pub fn places(&self) -> &[usize] {
-        self.lanes.places()
+    pub fn places(&self) -> Vec<usize> {
+        let mut places: Vec<_> = self.stations.iter().zip(self.lanes.places()).collect();
+        places.sort_unstable();
+        places.into_iter().map(|(_, lane)| *lane).collect()
     }
 
     /// Waits until all queues are retired and the lanes have ended.
@@ -189,20 +212,46 @@ mod tests {
 
     /// Lanes with queues that nobody is connected to.
     fn served(count: usize, shares: Vec<Share>) -> (ServedLanes, Vec<QueueRemote>) {
-        let device = Device::open("ram:1M").unwrap();
-        let info = Arc::new(device.info().clone());
         let places = deal(&shares, count).unwrap();
         let mut lanes = ServedLanes::start(count, shares, |_| LaneConfig::default()).unwrap();
         let mut remotes = Vec::new();
         for lane in places {
-            let (remote, port) = queue_pair();
-            let driver = device.queue(QueueKind::Default, 8).unwrap();
-            let hw = HwQueue::new(driver, Arc::clone(&info), HwQueueConfig { depth: 8, ..Default::default() });
-            let serial = SerialId::new("x").unwrap();
-            lanes.admit(lane, move || VhostQueue::new(hw, serial, port)).unwrap();
+            let (remote, make) = queue();
+            lanes.admit(lane, make).unwrap();
             remotes.push(remote);
         }
         (lanes, remotes)
+    }
+
+    fn queue() -> (QueueRemote, impl FnOnce() -> VhostQueue<DeviceQueue> + Send + 'static) {
+        let device = Device::open("ram:1M").unwrap();
+        let (remote, port) = queue_pair();
+        let driver = device.queue(QueueKind::Default, 8).unwrap();
+        let info = Arc::new(device.info().clone());
+        let hw = HwQueue::new(driver, info, HwQueueConfig { depth: 8, ..Default::default() });
+        (remote, move || VhostQueue::new(hw, SerialId::new("x").unwrap(), port))
+    }
+
+    #[test]
+    fn a_queue_that_is_added_lives_where_fewest_do_and_is_dealt_with_its_export() {
+        let (mut lanes, mut remotes) = served(2, vec![share(3, None), share(1, Some(vec![1, 0])), share(1, None)]);
+        assert_eq!(lanes.places(), [0, 0, 1, 1, 0]);
+        for (export, places) in
+            [(0, vec![0, 0, 1, 1, 1, 0]), (1, vec![0, 0, 1, 1, 1, 0, 0]), (0, vec![0, 0, 1, 1, 1, 1, 0, 0])]
+        {
+            let (remote, make) = queue();
+            lanes.add(export, make).unwrap();
+            remotes.push(remote);
+            assert_eq!(lanes.places(), places);
+        }
+        assert_eq!(
+            [5, 6, 7].map(|station| lanes.name_of(station)),
+            ["of 3, queue 3", "of 1, queue 1", "of 3, queue 4"]
+        );
+        lanes.set_lanes(5).unwrap();
+        assert_eq!(lanes.places(), deal(&[share(5, None), share(2, Some(vec![1, 0])), share(1, None)], 5).unwrap());
+        drop(remotes);
+        lanes.join().unwrap();
     }
 
     #[test]
@@ -210,10 +259,10 @@ mod tests {
         let shares = vec![share(4, None), share(3, None)];
         let (mut lanes, remotes) = served(2, shares.clone());
         for count in [4, 1, 3, 8, 2] {
-            let before = lanes.places().to_vec();
+            let before = lanes.places();
             let moves = lanes.set_lanes(count).unwrap();
             let places = deal(&shares, count as usize).unwrap();
-            assert_eq!((lanes.threads().len(), lanes.places()), (count as usize, &places[..]));
+            assert_eq!((lanes.threads().len(), &lanes.places()), (count as usize, &places));
             assert_eq!(moves.count, before.iter().zip(&places).filter(|(was, is)| was != is).count());
         }
         drop(remotes);
@@ -235,7 +284,7 @@ mod tests {
         for (count, words) in [(0, "1 to 256"), (257, "1 to 256"), (1, "no lane 1")] {
             let error = lanes.set_lanes(count).unwrap_err().to_string();
             assert!(error.contains(words), "{error}");
-            assert_eq!((lanes.threads().len(), lanes.places()), (2, &[0, 1][..]));
+            assert_eq!((lanes.threads().len(), lanes.places()), (2, vec![0, 1]));
         }
         drop(remotes);
         lanes.join().unwrap();

@@ -145,6 +145,7 @@ struct Export {
     disk: BlkConfig,
     write_back: bool,
     remotes: Vec<QueueRemote>,
+    serial: SerialId,
     device: usize,
     /// What another daemon left of it.
     inherited: Option<Inherited>,
@@ -153,6 +154,7 @@ struct Export {
 /// What another daemon left of an export, beside its socket.
 struct Inherited {
     offered: u16,
+    depth: Option<usize>,
     wce: bool,
     session: Option<SessionState>,
 }
@@ -162,14 +164,17 @@ impl Export {
     fn start(self) -> Result<Start, ServeError> {
         let Export { name, socket, disk, write_back, remotes, inherited, .. } = self;
         let config = BackendConfig { name: name.clone(), disk, queues: remotes, write_back };
-        let Some(Inherited { offered, wce, session }) = inherited else {
+        let Some(Inherited { offered, depth, wce, session }) = inherited else {
             return Ok(Start::Served(Server::start(socket, config)?));
         };
         let taking = Server::take_over(socket, config, offered, wce, session);
         let cure = "the other daemon goes on; stop it instead";
-        Ok(Start::Taking(
-            taking.map_err(|why| SpecError::new(name, format!("it cannot be gone on with: {why}"), cure))?,
-        ))
+        let taking = taking.map_err(|why| SpecError::new(name, format!("it cannot be gone on with: {why}"), cure))?;
+        if let Some(depth) = depth {
+            // Done as soon as it serves; there is nothing that could fail.
+            let _ = taking.server().hand().set_depth(depth);
+        }
+        Ok(Start::Taking(taking))
     }
 }
 
@@ -196,7 +201,7 @@ impl Start {
 }
 
 /// How a queue is made, on its lane.
-type Make = Box<dyn FnOnce() -> VhostQueue<DeviceQueue> + Send>;
+pub(crate) type Make = Box<dyn FnOnce() -> VhostQueue<DeviceQueue> + Send>;
 
 /// Serves until SIGINT or SIGTERM.
 ///
@@ -246,13 +251,12 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     let first = exports.first().map(|(export, _)| export.socket.path());
     let place = args.control.clone().unwrap_or_default();
     let mut control = if heritage.is_none() { place.bind(first)? } else { None };
-    let mut watch = Watch::default();
+    let mut watch = Watch::new(exports.len());
     let mut starts = Vec::new();
     let mut served = Vec::new();
     for (export, _) in exports {
         let queues: Vec<_> = export.remotes.iter().map(QueueRemote::watch).collect();
-        watch.add(&queues);
-        let (name, device) = (export.name.clone(), export.device);
+        let (name, device, serial) = (export.name.clone(), export.device, export.serial);
         let start = export.start()?;
         let server = start.server();
         served.push(ServedExport {
@@ -260,7 +264,8 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
             device,
             status: Arc::clone(server.status()),
             hand: server.hand().clone(),
-            queues,
+            serial,
+            queues: Mutex::new(queues),
             depth_max: depth_of(&devices[device].device),
         });
         starts.push(start);
@@ -405,7 +410,11 @@ fn open(
         }
         let mut wanted = Vec::new();
         for export in plan.exports {
-            wanted.push(want(export, exports, device.queues_max())?);
+            let mut want = want(export, exports, device.queues_max())?;
+            if let Some(left) = heritage.as_ref().and_then(|heritage| heritage.exports.get(exports)) {
+                want.share.queues = left.made.into();
+            }
+            wanted.push(want);
             exports += 1;
         }
         opened.push((ServedDevice::new(device, Arc::new(info)), wanted));
@@ -463,27 +472,36 @@ fn bind(
     left: Option<ExportState>,
     makes: &mut Vec<Make>,
 ) -> Result<Export, ServeError> {
-    let (device, info) = (&served.device, served.info());
+    let info = served.info();
     let Share { name, queues, .. } = want.share;
     let mut remotes = Vec::new();
     for _ in 0..queues {
-        let (remote, port) = queue_pair();
-        let config = HwQueueConfig { depth: depth_of(device), ..HwQueueConfig::default() };
-        let driver = device.queue(QueueKind::Default, config.depth)?;
-        let (info, serial) = (Arc::clone(&info), want.serial);
-        makes.push(Box::new(move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port)));
+        let (remote, make) = make_queue(served, want.serial)?;
+        makes.push(make);
         remotes.push(remote);
     }
     let (socket, inherited) = match left {
-        Some(ExportState { listener, path, identity, offered, wce, session }) => {
+        Some(ExportState { listener, path, identity, offered, depth, wce, session, .. }) => {
             let socket = BoundSocket::adopt(listener, path, identity);
-            (socket, Some(Inherited { offered, wce, session }))
+            (socket, Some(Inherited { offered, depth, wce, session }))
         }
         None => (BoundSocket::bind(&want.socket)?, None),
     };
     let write_back = info.volatile_cache;
     let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, write_back);
-    Ok(Export { name, socket, disk, write_back, remotes, device: device_index, inherited })
+    Ok(Export { name, socket, disk, write_back, remotes, serial: want.serial, device: device_index, inherited })
+}
+
+/// Has the driver of one more queue of a device, and says how the queue is made.
+///
+/// # Errors
+/// The device, or the system, has no more.
+pub(crate) fn make_queue(served: &ServedDevice, serial: SerialId) -> Result<(QueueRemote, Make), DeviceError> {
+    let (device, info) = (&served.device, served.info());
+    let (remote, port) = queue_pair();
+    let config = HwQueueConfig { depth: depth_of(device), ..HwQueueConfig::default() };
+    let driver = device.queue(QueueKind::Default, config.depth)?;
+    Ok((remote, Box::new(move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port))))
 }
 
 /// How each lane is made.

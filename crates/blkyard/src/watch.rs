@@ -3,41 +3,32 @@
 
 use std::fmt::Write;
 use std::io::Write as _;
-use std::sync::Arc;
 use std::time::Instant;
 
 use blkyard_export::QueueWatch;
-use blkyard_mq::{HwStats, OpClass, StatsSnapshot};
+use blkyard_mq::{OpClass, StatsSnapshot};
 use blkyard_os::{FixedBuffers, LaneThread};
-use blkyard_virtio::Refusals;
 
 use crate::Device;
 use crate::control::Daemon;
 use crate::spec::show_size;
 
 /// The exports that are watched.
-#[derive(Default)]
 pub struct Watch {
     exports: Vec<Watched>,
     buffers: Vec<FixedBuffers>,
 }
 
 struct Watched {
-    stats: Vec<Arc<HwStats>>,
-    refusals: Vec<Arc<Refusals>>,
     before: StatsSnapshot,
     at: Instant,
 }
 
 impl Watch {
-    /// Watches the daemon's next export, whose queues are on their lanes.
-    pub fn add(&mut self, queues: &[QueueWatch]) {
-        self.exports.push(Watched {
-            stats: queues.iter().filter_map(QueueWatch::stats).cloned().collect(),
-            refusals: queues.iter().filter_map(QueueWatch::refusals).cloned().collect(),
-            before: StatsSnapshot::default(),
-            at: Instant::now(),
-        });
+    /// Watches so many exports of a daemon.
+    pub fn new(exports: usize) -> Watch {
+        let begin = || Watched { before: StatsSnapshot::default(), at: Instant::now() };
+        Watch { exports: (0..exports).map(|_| begin()).collect(), buffers: Vec::new() }
     }
 
     /// Says of each lane how it reaches the guests' memory, if that is not as it was.
@@ -67,7 +58,7 @@ impl Watch {
     pub fn print(&mut self, daemon: &Daemon) {
         for (watched, export) in self.exports.iter_mut().zip(&daemon.exports) {
             let state = if export.status.is_connected() { "connected" } else { "waiting" };
-            let line = watched.line(&daemon.devices[export.device].device);
+            let line = watched.line(&daemon.devices[export.device].device, &export.queues());
             // Whoever listened may be gone by now: that ends the telling, not the daemon.
             let _ = writeln!(std::io::stdout(), "{} {state} {line}", export.name);
         }
@@ -75,9 +66,9 @@ impl Watch {
 }
 
 impl Watched {
-    fn line(&mut self, device: &Device) -> String {
+    fn line(&mut self, device: &Device, queues: &[QueueWatch]) -> String {
         let mut now = StatsSnapshot::default();
-        self.stats.iter().for_each(|stats| now.merge(&stats.snapshot()));
+        queues.iter().filter_map(QueueWatch::stats).for_each(|stats| now.merge(&stats.snapshot()));
         let seconds = self.at.elapsed().as_secs_f64().max(1e-9);
         self.at = Instant::now();
         let mut line = String::new();
@@ -95,7 +86,8 @@ impl Watched {
         }
         let since = |class| now.op(class).ios - self.before.op(class).ios;
         let errors: u64 = now.ops.iter().map(|op| op.errors).sum();
-        let refused: u64 = now.refused + self.refusals.iter().map(|refusals| refusals.total()).sum::<u64>();
+        let refused: u64 =
+            now.refused + queues.iter().filter_map(QueueWatch::refusals).map(|refusals| refusals.total()).sum::<u64>();
         let _ = write!(
             line,
             "flush {} trim {} | errors {errors} refused {refused} slow {} ({} now)",

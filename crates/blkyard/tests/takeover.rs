@@ -145,6 +145,39 @@ fn daemons_take_over_one_from_another_under_a_client_that_checks_what_it_wrote()
 }
 
 #[test]
+fn queues_that_were_made_since_and_what_bounds_them_go_with_the_rest() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let mut daemon = Daemon::on_image(folder);
+    let set = |words: &[&str]| {
+        let done = run(folder, &[&["set", "--control", "c"], words].concat());
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        String::from_utf8(done.stdout).unwrap()
+    };
+    let works_with = |queues: &str| {
+        let words = ["bench", "vhost-user:s", "--rw", "randwrite", "--verify", "crc32c", "--size", "4M", "--queues"];
+        let done = run(folder, &[&words[..], &[queues, "--numjobs", queues, "--iodepth", "8"]].concat());
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    };
+    set(&["export:0", "depth=3"]);
+    let said = set(&["export:0", "queues=5"]);
+    assert!(said.contains("offers 5 queues, 3 of them new"), "{said}");
+    works_with("5");
+    // The bound holds for those that came after it.
+    let bounded = |told: &str| told.matches("0 of 3 ").count();
+    assert_eq!(bounded(&sessions(folder)), 5, "{}", sessions(folder));
+    let heir = Daemon::start(folder, &["--takeover", "c"]);
+    assert!(std::mem::replace(&mut daemon, heir).process.ends_well());
+    works_with("5");
+    assert_eq!(bounded(&sessions(folder)), 5, "{}", sessions(folder));
+    set(&["export:0", "queues=2"]);
+    set(&["daemon", "lanes=3"]);
+    works_with("2");
+    assert!(sessions(folder).contains("offers 2 of 5 queues"), "{}", sessions(folder));
+    daemon.stop();
+}
+
+#[test]
 fn a_daemon_goes_on_when_its_heir_dies_or_cannot_or_is_none() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
@@ -160,7 +193,7 @@ fn a_daemon_goes_on_when_its_heir_dies_or_cannot_or_is_none() {
         BufReader::new(stream).read_line(&mut line).unwrap();
         line
     };
-    let wish = "{\"blkyard\":1,\"do\":\"takeover\",\"version\":1}\n";
+    let wish = "{\"blkyard\":1,\"do\":\"takeover\",\"version\":2}\n";
     // It dies before it is told, when it has been told, and says something else.
     drop(ask(wish));
     writes_and_checks(folder);
@@ -175,9 +208,9 @@ fn a_daemon_goes_on_when_its_heir_dies_or_cannot_or_is_none() {
     assert!(hear(&stream).contains("should have taken it"));
     writes_and_checks(folder);
     // It speaks another version, or out of turn.
-    let other = hear(&ask(&wish.replace("\"version\":1", "\"version\":9")));
+    let other = hear(&ask(&wish.replace("\"version\":2", "\"version\":9")));
     assert!(
-        other.contains("version 1") && other.contains("asked for 9") && other.contains("without --takeover"),
+        other.contains("version 2") && other.contains("asked for 9") && other.contains("without --takeover"),
         "{other}"
     );
     assert!(hear(&ask("{\"blkyard\":1,\"do\":\"taken\"}\n")).contains("nothing is being handed over"));

@@ -79,6 +79,17 @@ impl BackendConfig {
         Ok(())
     }
 
+    /// Has more queues, which serve what the others do.
+    pub(crate) fn add(&mut self, more: Vec<QueueRemote>, depth: Option<usize>) -> std::result::Result<(), String> {
+        let info = Arc::new(self.disk.info().clone());
+        for queue in more {
+            queue.change(&info).map_err(|gone| gone.to_string())??;
+            depth.map(|depth| queue.set_depth(depth)).transpose().map_err(|gone| gone.to_string())?;
+            self.queues.push(queue);
+        }
+        Ok(())
+    }
+
     /// Bounds the requests in flight of each queue; says what the bound has become.
     pub(crate) fn set_depth(&mut self, depth: usize) -> std::result::Result<usize, String> {
         let set = self.queues.iter().map(|queue| queue.set_depth(depth));

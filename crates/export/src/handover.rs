@@ -35,8 +35,12 @@ pub struct ExportState {
     pub path: PathBuf,
     /// Device and inode of the socket there, so that nobody else's is removed in the end.
     pub identity: (u64, u64),
-    /// Queues that the next front-end is offered.
+    /// Queues it has.
+    pub made: u16,
+    /// Queues of these that the next front-end is offered.
     pub offered: u16,
+    /// Requests that each queue may have in flight, if that was bounded since they were made.
+    pub depth: Option<usize>,
     /// Whether the cache is write-back: what a front-end chose stays chosen.
     pub wce: bool,
     /// The front-end that is connected.

@@ -11,6 +11,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use blkyard_mq::DeviceInfo;
 use rustix::event::{EventfdFlags, eventfd};
 
+use crate::QueueRemote;
 use crate::handover::Handed;
 
 /// What came of a change.
@@ -31,8 +32,8 @@ pub(crate) enum Order {
     Change(Arc<DeviceInfo>, Sender<Result<Changed, String>>),
     /// Each queue has no more than so many requests in flight; the answer is what that came to.
     Depth(usize, Sender<Result<usize, String>>),
-    /// Offer so many queues from the next front-end on.
-    Offer(u16, Sender<Result<Changed, String>>),
+    /// Have these queues as well, and offer so many from the next front-end on.
+    Offer(u16, Vec<QueueRemote>, Sender<Result<Changed, String>>),
     /// Come to rest, and wait until it is known whether somebody else goes on.
     HandOver(Sender<Result<Handed, String>>),
 }
@@ -70,9 +71,10 @@ impl ExportHand {
         self.give(|answer| Order::Depth(depth, answer))
     }
 
-    /// Asks that so many queues be offered from the next front-end on: at least one, at most as many as were made.
-    pub fn offer(&self, queues: u16) -> Receiver<Result<Changed, String>> {
-        self.give(|answer| Order::Offer(queues, answer))
+    /// Asks that so many queues be offered from the next front-end on: at least one, at most as many as were made, with those in `more`, which
+    /// live on their lanes already. They are given the device and the bound that the others have by now.
+    pub fn offer(&self, queues: u16, more: Vec<QueueRemote>) -> Receiver<Result<Changed, String>> {
+        self.give(|answer| Order::Offer(queues, more, answer))
     }
 
     /// Asks that it come to rest with all it serves, so that another process can go on with that. It rests until what comes is let go

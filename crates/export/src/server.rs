@@ -8,7 +8,7 @@ use std::io;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -16,6 +16,7 @@ use std::thread::JoinHandle;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
 
+use crate::QueueRemote;
 use crate::backend::{Backend, BackendConfig};
 use crate::handover::{ExportState, Handed, Rest, SessionState};
 use crate::orders::{Changed, ExportHand, Order, Orders, orders};
@@ -30,6 +31,8 @@ pub struct ExportStatus {
     connected: AtomicBool,
     sessions: AtomicU64,
     offered: AtomicU16,
+    /// None is zero.
+    depth: AtomicUsize,
     session: Mutex<SessionView>,
 }
 
@@ -47,6 +50,11 @@ impl ExportStatus {
     /// Queues that the next front-end is offered.
     pub fn offered(&self) -> u16 {
         self.offered.load(Ordering::Relaxed)
+    }
+
+    /// Requests that each queue may have in flight, if that was bounded since they were made.
+    pub fn depth(&self) -> Option<usize> {
+        Some(self.depth.load(Ordering::Relaxed)).filter(|depth| *depth > 0)
     }
 
     /// The front-end that is connected, as of its last message; none if there is none.
@@ -296,20 +304,27 @@ impl Desk {
                     });
                 }
                 Order::Depth(depth, answer) => {
-                    let _ = answer.send(subject.config().set_depth(depth));
+                    let set = subject.config().set_depth(depth);
+                    set.iter().for_each(|depth| self.status.depth.store(*depth, Ordering::Relaxed));
+                    let _ = answer.send(set);
                 }
-                Order::Offer(queues, answer) => {
-                    let made = subject.config().queues.len();
-                    let _ = answer.send(if (1..=made).contains(&usize::from(queues)) {
-                        self.status.offered.store(queues, Ordering::Relaxed);
-                        Ok(if matches!(subject, Subject::Connected(..)) { Changed::Silent } else { Changed::Unseen })
-                    } else {
-                        Err(format!("{queues} queues cannot be offered: {made} were made"))
-                    });
+                Order::Offer(queues, more, answer) => {
+                    let _ = answer.send(self.offer(subject, queues, more));
                 }
             }
         }
         ControlFlow::Continue(())
+    }
+
+    /// Has these queues as well, and offers so many to the next front-end: one that is connected keeps what it has.
+    fn offer(&self, subject: &mut Subject<'_>, queues: u16, more: Vec<QueueRemote>) -> Result<Changed, String> {
+        subject.config().add(more, self.status.depth())?;
+        let made = subject.config().queues.len();
+        if !(1..=made).contains(&usize::from(queues)) {
+            return Err(format!("{queues} queues cannot be offered: {made} were made"));
+        }
+        self.status.offered.store(queues, Ordering::Relaxed);
+        Ok(if matches!(subject, Subject::Connected(..)) { Changed::Silent } else { Changed::Unseen })
     }
 
     /// Rests until it is known whether somebody goes on with what there is; goes on if nobody does.
@@ -329,7 +344,9 @@ impl Desk {
                 listener: self.socket.listener().as_fd().try_clone_to_owned().map_err(|error| error.to_string())?,
                 path: std::path::absolute(self.socket.path()).map_err(|error| error.to_string())?,
                 identity: self.socket.identity(),
+                made: subject.config().queues.len() as u16,
                 offered: self.status.offered(),
+                depth: self.status.depth(),
                 wce: subject.config().disk.wce(),
                 session,
             })

@@ -159,7 +159,7 @@ fn the_next_front_end_is_offered_another_number_of_queues() {
     let hand = world.exports[0].server().hand();
     let mut front = Front::connect(&world.exports[0]);
     assert_eq!(front.get_queue_num().unwrap(), 2);
-    assert_eq!(hand.offer(1).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Silent));
+    assert_eq!(hand.offer(1, Vec::new()).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Silent));
     assert_eq!(front.get_queue_num().unwrap(), 2, "the one that is connected keeps what it has");
     front.leave(&world.exports[0]);
     let mut front = Front::connect(&world.exports[0]);
@@ -169,9 +169,9 @@ fn the_next_front_end_is_offered_another_number_of_queues() {
         "one queue, and so no more than one"
     );
     front.leave(&world.exports[0]);
-    assert_eq!(hand.offer(2).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Unseen));
+    assert_eq!(hand.offer(2, Vec::new()).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Unseen));
     for number in [0, 3] {
-        let refused = hand.offer(number).recv_timeout(PATIENCE).unwrap().unwrap_err();
+        let refused = hand.offer(number, Vec::new()).recv_timeout(PATIENCE).unwrap().unwrap_err();
         assert!(refused.contains("2 were made"), "{refused}");
     }
     let mut front = Front::connect(&world.exports[0]);

@@ -470,7 +470,7 @@ fn refusals(ground: &Ground) -> Result<()> {
         (&["device:img", "depth=8"], &["device:img", "any of 0", "by its number"]),
         (&["device:9", "depth=8"], &["device:9", "none of that name", "inspect"]),
         (&["floor:0", "depth=8"], &["floor:0", "device:0"]),
-        (&["export:0", "queues=3"], &["export:0", "queues=3", "from 1 to 2"]),
+        (&["export:0", "queues=65"], &["export:0", "queues=65", "from 1 to 64"]),
         (&["lane:0", "spin_us=3"], &["lane:0", "set daemon"]),
         (&["daemon", "stats=never"], &["daemon", "stats=never"]),
         (&["daemon", "spin_us=1000001"], &["daemon", "spin_us=1000001", "from 0 to"]),

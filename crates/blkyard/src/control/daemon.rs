@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use blkyard_export::{ExportHand, ExportStatus, QueueWatch};
 use blkyard_mq::DeviceInfo;
+use blkyard_virtio::SerialId;
 
 use crate::plan::DiskPlan;
 use crate::{Device, ServedLanes};
@@ -67,10 +68,24 @@ pub struct ServedExport {
     pub status: Arc<ExportStatus>,
     /// For changing it.
     pub hand: ExportHand,
-    /// Each queue.
-    pub queues: Vec<QueueWatch>,
+    /// What its disks call themselves.
+    pub serial: SerialId,
+    /// Each queue. There may come more.
+    pub queues: Mutex<Vec<QueueWatch>>,
     /// Requests in flight that each queue was made for.
     pub depth_max: usize,
+}
+
+impl ServedExport {
+    /// Each queue that it has by now.
+    pub fn queues(&self) -> Vec<QueueWatch> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Notes that it has another queue.
+    pub fn add_queue(&self, queue: QueueWatch) {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner).push(queue);
+    }
 }
 
 impl fmt::Display for ServedExport {

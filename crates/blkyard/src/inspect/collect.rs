@@ -28,20 +28,20 @@ const PERCENTS: [(&str, f64); 5] = [("50", 50.0), ("90", 90.0), ("99", 99.0), ("
 
 /// The tree as it is now.
 pub fn collect(daemon: &Daemon) -> Tree {
-    let asked: Vec<Vec<_>> =
-        daemon.exports.iter().map(|export| export.queues.iter().map(QueueWatch::look).collect()).collect();
+    let all: Vec<_> = daemon.exports.iter().map(ServedExport::queues).collect();
+    let asked: Vec<Vec<_>> = all.iter().map(|queues| queues.iter().map(QueueWatch::look).collect()).collect();
     let (lanes, places) = {
         let lanes = daemon.lanes();
-        (lane_nodes(&lanes, &daemon.exports), lanes.places().to_vec())
+        (lane_nodes(&lanes, &all), lanes.places())
     };
     let mut places = places.into_iter();
     let until = Instant::now() + ANSWER_TIME;
     let wait = |asked: Option<std::sync::mpsc::Receiver<QueueView>>| {
         asked?.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
     };
-    let exports = daemon.exports.iter().zip(asked).enumerate().map(|(number, (export, asked))| {
+    let exports = daemon.exports.iter().zip(&all).zip(asked).enumerate().map(|(number, ((export, queues), asked))| {
         let views = asked.into_iter().map(wait);
-        let queues = export.queues.iter().zip(places.by_ref()).zip(views).enumerate();
+        let queues = queues.iter().zip(places.by_ref()).zip(views).enumerate();
         let queues =
             queues.map(|(number, ((queue, lane), view))| queue_node(number, queue, lane, view.as_ref())).collect();
         export_node(number, export, queues)
@@ -250,10 +250,9 @@ fn op_node(op: &OpSnapshot) -> OpNode {
     OpNode { ios: op.ios, bytes: op.bytes, errors: op.errors, latency }
 }
 
-fn lane_nodes(lanes: &ServedLanes, exports: &[ServedExport]) -> Vec<LaneNode> {
-    let of_export =
-        |(number, export): (usize, &ServedExport)| (0..export.queues.len()).map(move |queue| (number, queue));
-    let placed: Vec<_> = lanes.places().iter().zip(exports.iter().enumerate().flat_map(of_export)).collect();
+fn lane_nodes(lanes: &ServedLanes, exports: &[Vec<QueueWatch>]) -> Vec<LaneNode> {
+    let of_export = |(number, queues): (usize, &Vec<QueueWatch>)| (0..queues.len()).map(move |queue| (number, queue));
+    let placed: Vec<_> = lanes.places().into_iter().zip(exports.iter().enumerate().flat_map(of_export)).collect();
     let see = |(number, thread): (usize, &LaneThread<_>)| {
         let LaneConfig { cpus, policy, .. } = lanes.config(number);
         let memory = match thread.buffers() {
@@ -268,7 +267,7 @@ fn lane_nodes(lanes: &ServedLanes, exports: &[ServedExport]) -> Vec<LaneNode> {
             spin_us: policy.spin_ns / 1000,
             memory,
             strays: thread.ring().strays(),
-            queues: placed.iter().filter(|(lane, _)| **lane == number).map(|(_, queue)| *queue).collect(),
+            queues: placed.iter().filter(|(lane, _)| *lane == number).map(|(_, queue)| *queue).collect(),
         }
     };
     lanes.threads().iter().enumerate().map(see).collect()

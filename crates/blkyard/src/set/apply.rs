@@ -9,13 +9,14 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use blkyard_export::Changed;
+use blkyard_export::{Changed, QUEUES_MAX, QueueRemote};
 use blkyard_mq::{DeviceInfo, SECTOR_SHIFT};
 
 use super::size::{Backing, Resize};
 use crate::control::{Daemon, Kind, ServedDevice, ServedExport, Target};
 use crate::inspect::show_time;
 use crate::lanes::{LANES_MAX, SPIN_US_MAX};
+use crate::serve::make_queue;
 use crate::spec::{Spec, SpecError, show_size};
 use crate::{Device, ServedLanes};
 
@@ -249,13 +250,17 @@ fn wait_for_all<T>(
 
 fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<String>, Problem> {
     let export = &daemon.exports[number];
-    let queues = keys.take_number("queues", 1, export.queues.len() as u64)?;
+    let queues = keys.take_number("queues", 1, u64::from(QUEUES_MAX))?;
     let depth = keys.take_number("depth", 1, export.depth_max as u64)?;
     keys.finish()?;
     let (mut done, mut problems) = (Vec::new(), Vec::new());
     if let Some(queues) = queues {
-        for (export, answer) in wait_for_all(&[export], vec![export.hand.offer(queues as u16)]) {
-            let from = |when| format!("{export}: it offers {queues} queues{when}");
+        let (more, problem) = make_queues(daemon, number, queues as usize)?;
+        let queues = if problem.is_none() { queues as u16 } else { export.status.offered() };
+        problems.extend(problem);
+        let made = if more.is_empty() { String::new() } else { format!(", {} of them new,", more.len()) };
+        for (export, answer) in wait_for_all(&[export], vec![export.hand.offer(queues, more)]) {
+            let from = |when| format!("{export}: it offers {queues} queues{made}{when}");
             match answer {
                 Ok(Changed::Unseen) => done.push(from("")),
                 Ok(_) => done.push(from(" from the next front-end on; the one that is connected keeps what it has")),
@@ -267,4 +272,22 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
         bound(&[export], depth as usize, &mut done, &mut problems);
     }
     if problems.is_empty() { Ok(done) } else { Err(Problem([done, problems].concat().join("\n"))) }
+}
+
+/// Makes the queues that an export lacks, on lanes, or as many of them as there is room for; they are yet to be given to it.
+fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> Result<(Vec<QueueRemote>, Option<String>), Problem> {
+    let export = &daemon.exports[number];
+    let failed = |error: &dyn std::fmt::Display| format!("{export}: queues={wanted}: {error}");
+    // What the device cannot have is known before any lane is touched.
+    let made = (export.queues().len()..wanted).map(|_| make_queue(&daemon.devices[export.device], export.serial));
+    let made = made.collect::<Result<Vec<_>, _>>().map_err(|error| Problem(failed(&error)))?;
+    let mut remotes = Vec::new();
+    for (remote, make) in made {
+        if let Err(error) = daemon.lanes().add(number, make) {
+            return Ok((remotes, Some(failed(&error))));
+        }
+        export.add_queue(remote.watch());
+        remotes.push(remote);
+    }
+    Ok((remotes, None))
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
-use blkyard_export::{ExportState, MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message, SessionState};
+use blkyard_export::{ExportState, MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message, QUEUES_MAX, SessionState};
 use serde::{Deserialize, Serialize};
 
 use crate::spec::Spec;
@@ -42,7 +42,9 @@ pub(super) struct DevicePart {
 pub(super) struct ExportPart {
     pub(super) spec: Spec,
     pub(super) socket: SocketPart,
+    made: u16,
     offered: u16,
+    depth: Option<usize>,
     wce: bool,
     session: Option<SessionPart>,
 }
@@ -74,7 +76,7 @@ pub(super) fn next(files: &mut Files) -> Result<OwnedFd, String> {
 
 impl ExportPart {
     pub(super) fn pack(spec: Spec, state: ExportState, files: &mut Files) -> ExportPart {
-        let ExportState { listener, path, identity, offered, wce, session } = state;
+        let ExportState { listener, path, identity, made, offered, depth, wce, session } = state;
         files.push_back(listener);
         let session = session.map(|SessionState { connection, queues, part, setup, run }| {
             files.push_back(connection);
@@ -82,11 +84,14 @@ impl ExportPart {
             let mut all = |messages: Vec<Message>| messages.into_iter().map(|m| MessagePart::pack(m, files)).collect();
             SessionPart { queues, part, setup: all(setup), run: all(run) }
         });
-        ExportPart { spec, socket: SocketPart { path, identity }, offered, wce, session }
+        ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session }
     }
 
     pub(super) fn unpack(self, files: &mut Files) -> Result<(Spec, ExportState), String> {
-        let ExportPart { spec, socket: SocketPart { path, identity }, offered, wce, session } = self;
+        let ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session } = self;
+        if !(1..=QUEUES_MAX).contains(&made) {
+            return Err(format!("an export has {made} queues"));
+        }
         let listener = next(files)?;
         let session = match session {
             None => None,
@@ -100,7 +105,7 @@ impl ExportPart {
                 Some(SessionState { connection, queues, part, setup, run })
             }
         };
-        Ok((spec, ExportState { listener, path, identity, offered, wce, session }))
+        Ok((spec, ExportState { listener, path, identity, made, offered, depth, wce, session }))
     }
 }
 
@@ -158,7 +163,9 @@ mod tests {
             listener: end(),
             path: "/x".into(),
             identity: (1, 2),
+            made: 6,
             offered: 4,
+            depth: Some(3),
             wce: true,
             session: Some(session),
         };
@@ -170,8 +177,13 @@ mod tests {
         let unpack = |text: &str, files: &mut Files| serde_json::from_str::<ExportPart>(text).unwrap().unpack(files);
         let (spec_back, back) = unpack(&text, &mut files).unwrap();
         assert_eq!((spec_back, numbers(&back), files.len()), (spec, before, 0));
+        assert_eq!((back.made, back.offered, back.depth, back.wce), (6, 4, Some(3), true));
         assert_eq!(back.session.unwrap().setup[1].bytes, [1, 2, 2]);
         assert!(unpack(&text, &mut files).unwrap_err().contains("fewer descriptors"));
+        for made in ["0", "65"] {
+            let odd = text.replace("\"made\":6", &format!("\"made\":{made}"));
+            assert!(unpack(&odd, &mut Files::new()).unwrap_err().contains("queues"));
+        }
         let many = text.replace("\"files\":2", "\"files\":200");
         assert!(unpack(&many, &mut (0..300).map(|_| end()).collect()).unwrap_err().contains("200 descriptors"));
     }
