@@ -122,6 +122,8 @@ fn a_device_with_nothing_to_do_cannot_invent_anything() {
             assert!(!rig.driver.arm());
         } else {
             lie_split(&rig, 1, 0, 1);
+            // Or whoever has nothing to wait for would not sleep, and would not poll either.
+            assert!(!rig.driver.arm() && !rig.driver.arm_delayed());
             assert_eq!(rig.driver.poll(), Err(UsedJumped));
         }
     }

@@ -243,7 +243,8 @@ impl SplitDriver {
         } else {
             self.layout.avail.store_u16(FLAGS, 0, SeqCst);
         }
-        self.layout.used.load_u16(INDEX, SeqCst) != self.last_used
+        // With nothing in flight nothing can have come, whatever the index says: who waits for nothing sleeps.
+        self.published != self.last_used && self.layout.used.load_u16(INDEX, SeqCst) != self.last_used
     }
 
     /// See [`DriverRing::disarm`](super::DriverRing::disarm). With event indexes there is nothing to store, since
