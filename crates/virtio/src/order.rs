@@ -47,11 +47,6 @@ impl InOrder {
         InOrder { places: vec![Place::default(); usize::from(size)].into(), first: 0, next: 0, len: 0 }
     }
 
-    /// Whether as many chains are out as the ring can hold.
-    pub(crate) fn is_full(&self) -> bool {
-        usize::from(self.len) == self.places.len()
-    }
-
     /// A chain was fetched; there is room for it. Returns its place.
     pub(crate) fn fetched(&mut self, id: u16, record: u16, slots: u16, writable_bytes: u64) -> u16 {
         let place = self.next;
@@ -109,7 +104,6 @@ mod tests {
             assert_eq!(order.tell(|_| {}), Some(Used { id, written: 1, chains: 1, slots: 1 }));
         }
         let places: Vec<_> = (10..15).map(|id| order.fetched(id, 0, 3, 513)).collect();
-        assert!(order.is_full());
         for at in [1, 2, 4] {
             order.done(places[at], 513);
             assert_eq!(order.tell(|_| {}), None, "the first is not done");
@@ -121,6 +115,5 @@ mod tests {
         assert_eq!(order.tell(|_| {}), Some(Used { id: 13, written: 0, chains: 1, slots: 3 }), "it cannot be skipped");
         assert_eq!(order.tell(|_| {}), Some(Used { id: 14, written: 513, chains: 1, slots: 3 }));
         assert_eq!(order.tell(|_| {}), None);
-        assert!(!order.is_full());
     }
 }

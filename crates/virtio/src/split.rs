@@ -179,11 +179,12 @@ impl SplitRing {
         Ok(index)
     }
 
-    /// Records a head that is fetched. False if there is no place for it in the order: one that has ended, and waits to be
-    /// told, was offered again.
+    /// Records a head that is fetched. False if there is no place for it, in the order or among those to be published: one that has
+    /// ended, and waits to be told, was offered again.
     #[inline(never)]
     fn enter(&mut self, index: u16) -> bool {
-        let has_place = !self.order.as_ref().is_some_and(InOrder::is_full);
+        let untold = self.next_avail.wrapping_sub(self.published).wrapping_sub(self.lead);
+        let has_place = untold < self.size;
         if let Some(inflight) = self.inflight.as_mut().filter(|_| has_place) {
             inflight.fetched(index);
         }

@@ -5,9 +5,13 @@ mod common;
 #[path = "common/driver/mod.rs"]
 mod driver_common;
 
-use blkyard_mem::CountingAllocator;
+use std::sync::Arc;
+
+use blkyard_mem::{CountingAllocator, Region};
 use blkyard_virtio::driver_model::{Buffer, Descriptor, Guest, blk_header};
-use blkyard_virtio::{Parsed, VirtioStatus, parse, write_status, written};
+use blkyard_virtio::{
+    Features, Inflight, Parsed, RingFault, VirtioStatus, inflight_bytes, parse, write_status, written,
+};
 use common::{Device, SEGMENTS};
 
 #[global_allocator]
@@ -91,6 +95,31 @@ fn a_ring_allocates_nothing_whatever_the_guest_does() {
     assert_eq!(turn(&mut device), (0, 1));
     assert_eq!(CountingAllocator::count() - before, 0);
     assert!(device.ring.fault().is_some());
+}
+
+#[test]
+fn a_record_grows_no_more_than_its_ring_whatever_the_guest_offers() {
+    for order in [Features::empty(), Features::IN_ORDER] {
+        let mut guest = Guest::with(order, 4, 0x1000);
+        let mut device = Device::new(&guest, true);
+        let region = Region::anonymous(inflight_bytes(order, 4)).unwrap();
+        device.ring.track(Inflight::new(Arc::clone(&region), 0, region.len()).unwrap()).unwrap();
+        let addr = guest.alloc(1, 1);
+        let head = guest.chain(&[Buffer { addr, len: 1, writable: true }]).unwrap();
+        let mut ends = 0;
+        let broken = loop {
+            // The same one again as soon as it has ended, though that was not published.
+            guest.offer(head);
+            let _ = guest.publish();
+            let before = CountingAllocator::count();
+            let fetched = device.ring.fetch(&device.memory, &mut device.chain);
+            let Ok(Some(head)) = fetched else { break fetched };
+            device.ring.complete(head, 1);
+            assert_eq!(CountingAllocator::count() - before, 0, "{order:?}, {ends}");
+            ends += 1;
+        };
+        assert_eq!((broken, ends), (Err(RingFault::HeadTwice), 4), "{order:?}");
+    }
 }
 
 #[test]
