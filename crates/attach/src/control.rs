@@ -360,8 +360,12 @@ impl Control {
 
     /// The back-end is of no use any more. If rings cannot be trusted, there will be new ones.
     fn leave(&mut self, why: &TalkError) {
-        let Link::Up { since, .. } = &self.link else { return };
         let broken = matches!(why, TalkError::Fault { .. } | TalkError::RingError);
+        if broken || *why == TalkError::Renewed {
+            // Also while there is none: the next one must not go on in these rings.
+            self.inflight = None;
+        }
+        let Link::Up { since, .. } = &self.link else { return };
         let is_hasty = broken || (since.elapsed() < HASTE && *why != TalkError::Renewed);
         tracing::warn!("{}: {why}. I/O waits for it to come back", self.shared.config.name());
         if since.elapsed() >= GOOD_AFTER {
@@ -369,9 +373,6 @@ impl Control {
         }
         if broken {
             self.faults += 1;
-        }
-        if broken || *why == TalkError::Renewed {
-            self.inflight = None;
         }
         self.link = Link::Down(Outage::new(is_hasty));
         self.shared.note(|view| {

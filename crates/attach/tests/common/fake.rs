@@ -1,17 +1,21 @@
 //! A back-end that means ill: it agrees on everything, and then does not do as it should.
 
-use std::io::{IoSliceMut, Write};
+use std::io::{IoSlice, IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 
 use blkyard_mem::{Region, View};
-use blkyard_virtio::BlkConfig;
+use blkyard_virtio::{BlkConfig, Features, inflight_bytes};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg,
+};
 
 /// What it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,11 +34,24 @@ pub enum Ill {
     Swallows,
     /// Says that more came back than was given.
     Lies,
+    /// Keeps account of what is in flight. Says that something came back that nobody gave, and hangs up.
+    LiesAndDies,
+    /// Leaves an account of something in flight, and hangs up as soon as it has a ring.
+    Dies,
+    /// Knows two regions of memory, one of them that of the rings. Takes requests, and hangs up.
+    Small,
+}
+
+impl Ill {
+    fn keeps_account(self) -> bool {
+        matches!(self, Ill::LiesAndDies | Ill::Dies)
+    }
 }
 
 const MQ: u64 = 1;
 const REPLY_ACK: u64 = 1 << 3;
 const CONFIG: u64 = 1 << 9;
+const INFLIGHT: u64 = 1 << 12;
 const MEM_SLOTS: u64 = 1 << 15;
 
 /// What it was told of a region: address, bytes, offset, file.
@@ -42,7 +59,7 @@ type Told = (u64, u64, u64, OwnedFd);
 
 /// One that listens.
 pub struct Fake {
-    thread: JoinHandle<()>,
+    thread: JoinHandle<Option<OwnedFd>>,
 }
 
 impl Fake {
@@ -51,43 +68,54 @@ impl Fake {
         let _ = std::fs::remove_file(path);
         let listener = UnixListener::bind(path).unwrap();
         let thread = std::thread::spawn(move || {
+            let mut error = None;
             for _ in 0..sessions {
                 let (stream, _) = listener.accept().unwrap();
-                serve(&stream, &config, ill);
+                error = serve(&stream, &config, ill);
             }
+            error
         });
         Fake { thread }
     }
 
-    /// Waits until it has served all it was to.
-    pub fn join(self) {
-        self.thread.join().unwrap();
+    /// Waits until it has served all it was to. Returns the descriptor by which the last session said that a ring is broken.
+    pub fn join(self) -> Option<OwnedFd> {
+        self.thread.join().unwrap()
     }
 }
 
-fn serve(stream: &UnixStream, config: &BlkConfig, ill: Ill) {
+fn serve(stream: &UnixStream, config: &BlkConfig, ill: Ill) -> Option<OwnedFd> {
     let mut regions: Vec<Told> = Vec::new();
     let mut used = 0;
-    let (mut kick, mut call) = (None, None);
+    let (mut kick, mut call, mut error) = (None, None, None);
     loop {
         if let (Some(bell), Some(call)) = (&kick, &call)
             && was_kicked(bell, stream)
         {
             match ill {
-                Ill::Swallows => return,
+                Ill::Swallows | Ill::Small => return error,
+                Ill::LiesAndDies => {
+                    used_ring(&regions, used).store_u32(4, 1000, Ordering::Relaxed);
+                    used_ring(&regions, used).store_u16(2, 1, Ordering::Release);
+                    return error;
+                }
                 _ => lie(&regions, used, call),
             }
             kick = None;
         }
-        let Some((request, flags, payload, file)) = read(stream) else { return };
+        let Some((request, flags, payload, file)) = read(stream) else { return error };
         let word = |at: usize| u64::from_ne_bytes(payload[at..at + 8].try_into().unwrap());
         let answer = match request {
             _ if ill == Ill::Silent => continue,
             _ if ill == Ill::Babbling => Some(vec![7; 3]),
             1 => Some(config.features().bits().to_ne_bytes().to_vec()),
             15 if ill == Ill::NoConfig => Some((MQ | REPLY_ACK).to_ne_bytes().to_vec()),
-            15 => Some((MQ | REPLY_ACK | CONFIG | MEM_SLOTS).to_ne_bytes().to_vec()),
-            17 => Some(u64::from(ill != Ill::NoQueues).to_ne_bytes().to_vec()),
+            11 => Some(payload.clone()),
+            15 => {
+                let account = if ill.keeps_account() { INFLIGHT } else { 0 };
+                Some((MQ | REPLY_ACK | CONFIG | MEM_SLOTS | account).to_ne_bytes().to_vec())
+            }
+            17 => Some(if ill == Ill::NoQueues { 0_u64 } else { 2 }.to_ne_bytes().to_vec()),
             24 => {
                 let mut space = config.read(0, 60).unwrap();
                 if ill == Ill::NoBlocks {
@@ -95,7 +123,11 @@ fn serve(stream: &UnixStream, config: &BlkConfig, ill: Ill) {
                 }
                 Some([&payload[..12], &space].concat())
             }
-            36 => Some(8_u64.to_ne_bytes().to_vec()),
+            31 => {
+                account(stream, &payload, ill);
+                None
+            }
+            36 => Some(if ill == Ill::Small { 2_u64 } else { 8 }.to_ne_bytes().to_vec()),
             _ => (flags & 8 != 0).then(|| vec![0; 8]),
         };
         match request {
@@ -103,16 +135,47 @@ fn serve(stream: &UnixStream, config: &BlkConfig, ill: Ill) {
             9 => used = word(16),
             12 => kick = file,
             13 => call = file,
+            14 => error = file,
             _ => {}
         }
-        if let Some(answer) = answer {
-            let words = [request, 1 | 4, answer.len() as u32];
-            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).chain(answer).collect();
-            if (&*stream).write_all(&bytes).is_err() {
-                return;
-            }
+        if let Some(answer) = answer
+            && (&*stream).write_all(&message(request, &answer)).is_err()
+        {
+            return error;
+        }
+        if request == 18 && ill == Ill::Dies {
+            return error;
         }
     }
+}
+
+fn message(request: u32, answer: &[u8]) -> Vec<u8> {
+    let words = [request, 1 | 4, answer.len() as u32];
+    words.iter().flat_map(|word| word.to_ne_bytes()).chain(answer.iter().copied()).collect()
+}
+
+/// Answers with memory for an account of what is in flight.
+fn account(stream: &UnixStream, payload: &[u8], ill: Ill) {
+    let number = |at: usize| u16::from_ne_bytes([payload[at], payload[at + 1]]);
+    let (queues, size) = (number(16), number(18));
+    let part = inflight_bytes(Features::empty(), size);
+    let region = Region::shared(part * usize::from(queues)).unwrap();
+    if ill == Ill::Dies {
+        let first = View::new(Arc::clone(&region), 0, part, 8).unwrap();
+        // Of this version and size, and the sixth descriptor is in flight.
+        for (at, word) in [(8, 1), (10, size), (16 + 5 * 16, 1)] {
+            first.store_u16(at, word, Ordering::Relaxed);
+        }
+    }
+    let words = [region.len() as u64, 0].map(u64::to_ne_bytes).concat();
+    let bytes = message(31, &[&words, &payload[16..]].concat());
+    let (file, _) = region.file().unwrap();
+    let files = [file];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+    let sent = sendmsg(stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty());
+    assert_eq!(sent, Ok(bytes.len()));
 }
 
 /// Waits for a kick or a message; says whether it was a kick.
@@ -123,11 +186,16 @@ fn was_kicked(kick: &OwnedFd, stream: &UnixStream) -> bool {
     !fds[0].revents().is_empty()
 }
 
-/// Moves the used index by more than a ring has entries.
-fn lie(regions: &[Told], used: u64, call: &OwnedFd) {
+/// The beginning of the used ring at this address.
+fn used_ring(regions: &[Told], used: u64) -> View {
     let (addr, len, offset, file) = regions.iter().find(|(addr, len, ..)| (*addr..addr + len).contains(&used)).unwrap();
     let region = Region::map_file(file.as_fd(), *offset, *len).unwrap();
-    View::new(region, used - addr, 4, 4).unwrap().store_u16(2, 0x7777, Ordering::Release);
+    View::new(region, used - addr, 12, 4).unwrap()
+}
+
+/// Moves the used index by more than a ring has entries.
+fn lie(regions: &[Told], used: u64, call: &OwnedFd) {
+    used_ring(regions, used).store_u16(2, 0x7777, Ordering::Release);
     rustix::io::write(call, &1_u64.to_ne_bytes()).unwrap();
 }
 

@@ -59,6 +59,11 @@ pub struct Backend {
 
 impl Backend {
     pub fn start(path: &Path, device: &RamDevice, queues: usize) -> Backend {
+        Backend::caching(path, device, queues, true)
+    }
+
+    /// The same; says whether it holds back writes until they are flushed.
+    pub fn caching(path: &Path, device: &RamDevice, queues: usize, write_back: bool) -> Backend {
         let mut lanes = Lanes::start(1, |_| LaneConfig { name: "lane".into(), ..LaneConfig::default() }).unwrap();
         let info = Arc::new(device.info().clone());
         let mut remotes: Vec<QueueRemote> = Vec::new();
@@ -71,8 +76,8 @@ impl Backend {
             remotes.push(remote);
         }
         let socket = SocketConfig { path: path.into(), mode: None, group: None };
-        let disk = blk_config(&info, queues);
-        let config = BackendConfig { name: "backend".into(), disk, queues: remotes, write_back: true };
+        let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, write_back);
+        let config = BackendConfig { name: "backend".into(), disk, queues: remotes, write_back };
         Backend { server: Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap(), lanes }
     }
 
@@ -157,7 +162,9 @@ impl User {
 
     /// The same, and sleeps in between as a lane does: by the bell alone, but for what the queue itself is due for.
     pub fn drain_asleep(&mut self) {
+        let start = Instant::now();
         while !self.hw.is_idle() {
+            assert!(start.elapsed() < 2 * PATIENCE, "waited in vain: {:?}", self.hw);
             if self.turn() > 0 || self.hw.is_idle() || self.hw.arm::<Ring>() {
                 self.hw.disarm::<Ring>();
                 continue;

@@ -1,0 +1,52 @@
+//! What one session leaves to the next: rings, accounts, queues and descriptors that are still good, and those that are not.
+
+mod common;
+
+use blkyard_attach::Attached;
+use blkyard_mq::{Op, QueueKind, Status};
+use common::{Backend, Fake, Ill, User, blk_config, config, disk, disk_info, place, until};
+
+#[test]
+fn a_ring_found_broken_while_nobody_serves_is_not_handed_to_the_next() {
+    let (_folder, path) = place();
+    let fake = Fake::start(&path, blk_config(&disk_info(), 1), Ill::LiesAndDies, 1);
+    let attached = Attached::open(config(&path)).unwrap();
+    assert!(attached.view().is_tracked);
+    let mut user = User::new(&attached, QueueKind::Default);
+    user.submit(Op::Read, 0, 0);
+    until("the back-end has it", || {
+        user.turn();
+        user.hw.in_flight() == 1
+    });
+    // Without a turn: the lie is found when its author is gone.
+    until("the back-end is gone", || !attached.view().is_connected);
+    fake.join();
+    user.turn();
+    assert_eq!(attached.view().queues[0].complaints.total(), 1);
+    let device = disk();
+    std::fs::remove_file(&path).unwrap();
+    let backend = Backend::start(&path, &device, 1);
+    user.drain_asleep();
+    assert_eq!(user.ended.pop().unwrap().status, Status::Ok);
+    drop((user, attached));
+    backend.stop();
+}
+
+#[test]
+fn a_queue_opened_again_while_nobody_serves_begins_without_the_account_of_the_one_before() {
+    let (_folder, path) = place();
+    let fake = Fake::start(&path, blk_config(&disk_info(), 1), Ill::Dies, 1);
+    let attached = Attached::open(config(&path)).unwrap();
+    let user = User::new(&attached, QueueKind::Default);
+    until("the back-end is gone", || !attached.view().is_connected);
+    fake.join();
+    drop(user);
+    let mut user = User::new(&attached, QueueKind::Default);
+    let device = disk();
+    std::fs::remove_file(&path).unwrap();
+    let backend = Backend::start(&path, &device, 1);
+    assert_eq!(user.one(Op::Read, 0, 0), Status::Ok);
+    assert_eq!(attached.view().faults, 0, "what the one before left was done");
+    drop((user, attached));
+    backend.stop();
+}
