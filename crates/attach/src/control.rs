@@ -295,6 +295,9 @@ impl Control {
         } else {
             self.with_session(|control, session| control.start(session, number, false));
         }
+        if matches!(self.link, Link::Down(Outage { gave_up: true, .. })) {
+            door.post(Letter::Fail);
+        }
         Ok(Opened { number: number as u16, door })
     }
 

@@ -2,7 +2,9 @@
 
 mod common;
 
-use blkyard_attach::Attached;
+use std::time::Duration;
+
+use blkyard_attach::{AttachConfig, Attached};
 use blkyard_mq::{Op, QueueKind, Status};
 use common::{Backend, Fake, Ill, User, blk_config, config, disk, disk_info, place, until};
 
@@ -48,5 +50,25 @@ fn a_queue_opened_again_while_nobody_serves_begins_without_the_account_of_the_on
     assert_eq!(user.one(Op::Read, 0, 0), Status::Ok);
     assert_eq!(attached.view().faults, 0, "what the one before left was done");
     drop((user, attached));
+    backend.stop();
+}
+
+#[test]
+fn a_queue_opened_while_io_fails_fails_as_well() {
+    let (_folder, path) = place();
+    let device = disk();
+    let backend = Backend::start(&path, &device, 2);
+    let gone_max = Duration::from_millis(50);
+    let attached = Attached::open(AttachConfig { gone_max, ..config(&path) }).unwrap();
+    let mut user = User::new(&attached, QueueKind::Default);
+    backend.stop();
+    assert_eq!(user.one(Op::Read, 0, 0), Status::Io);
+    let mut late = User::new(&attached, QueueKind::Default);
+    late.submit(Op::Read, 0, 0);
+    late.drain_asleep();
+    assert_eq!(late.ended.pop().unwrap().status, Status::Io);
+    let backend = Backend::start(&path, &device, 2);
+    until("it serves again", || late.one(Op::Read, 0, 0) == Status::Ok);
+    drop((user, late, attached));
     backend.stop();
 }
