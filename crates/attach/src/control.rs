@@ -464,6 +464,9 @@ impl Control {
             format!("it has {} queues where {} are in use", session.queues, self.slots.len())
         } else if new.info.limits != old.info.limits {
             "its limits are others".into()
+        } else if new.info.volatile_cache && !old.info.volatile_cache {
+            // Who was told that there is no cache flushes none.
+            "it holds back writes until they are flushed, which it did not".into()
         } else {
             return Ok(());
         };
