@@ -435,6 +435,8 @@ impl Control {
     /// Has a back-end that is connected go on where the one before stopped.
     fn take_over(&mut self, mut session: Session) -> Result<Session, TalkError> {
         self.check_same(&session)?;
+        // One that is gone, and yet is not, still has the old one.
+        self.error = Event::new().map_err(|error| TalkError::System(error.to_string()))?;
         let goes_on = self.inflight.is_some() && session.tracks();
         if !goes_on {
             let rings = new_rings(&self.layout, self.slots.len());

@@ -2,10 +2,11 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use blkyard_attach::{AttachConfig, Attached};
-use blkyard_mq::{Op, QueueKind, Status};
+use blkyard_mq::{BlockDevice, DeviceInfo, Op, QueueKind, Status};
 use common::{Backend, Fake, Ill, User, blk_config, config, disk, disk_info, place, until};
 
 #[test]
@@ -95,4 +96,32 @@ fn a_disk_that_holds_back_writes_is_not_taken_for_one_that_does_not() {
     assert_eq!(user.ended.pop().unwrap().status, Status::Ok);
     drop((user, attached));
     through.stop();
+}
+
+#[test]
+fn who_served_before_cannot_complain_of_the_rings_of_the_next() {
+    let (_folder, path) = place();
+    let fake = Fake::start(&path, blk_config(&disk_info(), 1), Ill::Swallows, 1);
+    let attached = Attached::open(config(&path)).unwrap();
+    let mut user = User::new(&attached, QueueKind::Default);
+    user.submit(Op::Read, 0, 0);
+    until("the back-end is gone", || {
+        user.turn();
+        !attached.view().is_connected
+    });
+    let error = fake.join().unwrap();
+    let device = disk();
+    std::fs::remove_file(&path).unwrap();
+    let backend = Backend::start(&path, &device, 1);
+    user.drain_asleep();
+    rustix::io::write(&error, &1_u64.to_ne_bytes()).unwrap();
+    // Whoever knows the second size has looked at all that was there at the first.
+    for capacity_sectors in [8192, 4096] {
+        let info = DeviceInfo { capacity_sectors, ..device.info().clone() };
+        backend.server.hand().change(Arc::new(info)).recv().unwrap().unwrap();
+        until("the new size is known", || attached.capacity_sectors() == capacity_sectors);
+    }
+    assert_eq!((attached.view().sessions, attached.view().faults), (2, 0));
+    drop((user, attached));
+    backend.stop();
 }
