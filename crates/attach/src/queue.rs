@@ -30,10 +30,12 @@ pub struct AttachedQueue {
     place: ChimePlace,
     /// The kick under the place is another by now.
     moved: bool,
-    /// By number of a region: whether the back-end can reach it.
+    /// By number of a region: whether a back-end can reach it, if it has a place for it.
     reach: Vec<bool>,
-    /// The back-end knows the memory.
+    /// The back-end was told of the memory.
     known: bool,
+    /// And had a place for all of it.
+    placed: bool,
     failing: bool,
     /// The back-end broke the ring, and the control thread knows.
     broken: bool,
@@ -54,6 +56,7 @@ impl AttachedQueue {
             moved: false,
             reach: Vec::new(),
             known: false,
+            placed: false,
             failing: false,
             broken: false,
             door: opened.door,
@@ -84,10 +87,7 @@ impl AttachedQueue {
                     (self.moved, self.failing, self.broken) = (true, false, false);
                 }
                 Letter::Memory(number, reached) if number == self.memory_number => {
-                    self.known = true;
-                    if !reached {
-                        self.reach.clear();
-                    }
+                    (self.known, self.placed) = (true, reached);
                 }
                 Letter::Memory(..) => {}
                 Letter::Fail => {
@@ -127,7 +127,7 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
             }
             return batch.short_of(Shortage::Device);
         };
-        let reach = &self.reach;
+        let reach: &[bool] = if self.placed { &self.reach } else { &[] };
         let kick_wanted = ring.queue(batch, |segment| {
             let reached = reach.get(segment.region as usize).is_some_and(|reached| *reached);
             memory.resolve(segment).filter(|_| reached).map(|span| span.as_ptr() as u64)

@@ -164,8 +164,8 @@ impl Session {
     }
 
     /// The same, in one message.
-    fn set_table(&mut self, mut wanted: Vec<Arc<Region>>) -> Result<(), TalkError> {
-        wanted.truncate(self.slots);
+    fn set_table(&mut self, wanted: Vec<Arc<Region>>) -> Result<(), TalkError> {
+        let wanted = fitting(wanted, &self.known, self.slots);
         if wanted.len() == self.known.len() && wanted.iter().all(|region| has(&self.known, region)) {
             return Ok(());
         }
@@ -283,6 +283,13 @@ pub(crate) fn addr_of(region: &Region) -> u64 {
     region.span(0, 1).map_or(0, |span| span.as_ptr() as u64)
 }
 
+/// As many of the regions as there are places, those that are known first: somebody may have I/O in them.
+fn fitting(mut wanted: Vec<Arc<Region>>, known: &[Arc<Region>], places: usize) -> Vec<Arc<Region>> {
+    wanted.sort_by_key(|region| !has(known, region));
+    wanted.truncate(places);
+    wanted
+}
+
 pub(crate) fn has(regions: &[Arc<Region>], region: &Arc<Region>) -> bool {
     regions.iter().any(|known| Arc::ptr_eq(known, region))
 }
@@ -314,4 +321,21 @@ fn connect(config: &AttachConfig) -> Result<Connection, AttachError> {
         };
         AttachError::Socket { path: config.socket.clone(), cause }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_region_in_use_keeps_its_place_whoever_comes() {
+        let regions: Vec<_> = (0..6).map(|_| Region::shared(1).unwrap()).collect();
+        let numbers = |of: &[Arc<Region>]| -> Vec<_> {
+            of.iter().map(|region| regions.iter().position(|other| Arc::ptr_eq(other, region)).unwrap()).collect()
+        };
+        assert_eq!(numbers(&fitting(regions.clone(), &[], 4)), [0, 1, 2, 3], "the rings come first");
+        let known = [0, 4, 5].map(|number: usize| Arc::clone(&regions[number]));
+        assert_eq!(numbers(&fitting(regions.clone(), &known, 4)), [0, 4, 5, 1]);
+        assert_eq!(numbers(&fitting(regions.clone(), &known, 8)), [0, 4, 5, 1, 2, 3]);
+    }
 }

@@ -125,3 +125,30 @@ fn who_served_before_cannot_complain_of_the_rings_of_the_next() {
     drop((user, attached));
     backend.stop();
 }
+
+#[test]
+fn memory_that_had_no_place_gets_one_when_there_is_one() {
+    let (_folder, path) = place();
+    let fake = Fake::start(&path, blk_config(&disk_info(), 2), Ill::Small, 1);
+    let attached = Attached::open(config(&path)).unwrap();
+    let first = User::new(&attached, QueueKind::Default);
+    let mut second = User::new(&attached, QueueKind::Default);
+    assert_eq!(second.one(Op::Read, 0, 0), Status::Invalid, "a place for one of them");
+    drop(first);
+    second.submit(Op::Read, 0, 0);
+    until("a request reaches the back-end", || {
+        if second.ended.pop().is_some() {
+            second.submit(Op::Read, 0, 0);
+        }
+        second.turn();
+        !attached.view().is_connected
+    });
+    fake.join();
+    let device = disk();
+    std::fs::remove_file(&path).unwrap();
+    let backend = Backend::start(&path, &device, 2);
+    second.drain_asleep();
+    assert_eq!(second.ended.pop().unwrap().status, Status::Ok);
+    drop((second, attached));
+    backend.stop();
+}
