@@ -40,7 +40,7 @@ pub use lane::{Chime, ChimePlace, Crank, Idle, IdlePolicy, Lane, Station, Wake};
 pub use limits::{Cursor, Cut, LimitsError, QueueLimits};
 pub use map::{CpuPlace, QueueCounts, QueueKind, QueueMap, QueueMaps, QueueRange};
 pub use null::{NullConfig, NullDevice, NullQueue};
-pub use ram::{RamDevice, RamQueue};
+pub use ram::{RamDevice, RamQueue, RamStore};
 pub use request::{Ranges, Request, RequestState, Segments};
 pub use sched::{
     DeadlineConfig, Next, Scheduler, SchedulerConfig, SchedulerSnapshot, SliceKey, SliceOrder, TimesliceConfig,

@@ -14,11 +14,17 @@ use crate::pace::Pace;
 use crate::request::{Request, Segments};
 use crate::{Op, SECTOR_SHIFT, Status};
 
+/// The bytes of a disk in memory.
+#[derive(Clone, Debug)]
+pub struct RamStore {
+    region: Arc<Region>,
+}
+
 /// A disk in memory.
 #[derive(Debug)]
 pub struct RamDevice {
     info: DeviceInfo,
-    store: Arc<Region>,
+    store: RamStore,
     pace: Arc<Pace>,
 }
 
@@ -28,8 +34,7 @@ impl RamDevice {
     /// # Errors
     /// The address space has no room for it.
     pub fn new(info: DeviceInfo, config: NullConfig) -> io::Result<RamDevice> {
-        let bytes = usize::try_from(info.capacity_sectors << SECTOR_SHIFT).map_err(io::Error::other)?;
-        let store = Region::anonymous(bytes)?;
+        let store = RamStore::new(info.capacity_sectors)?;
         Ok(RamDevice { info, store, pace: Arc::new(Pace::new(config.latency_ns, config.bytes_per_s)) })
     }
 }
@@ -42,30 +47,45 @@ impl BlockDevice for RamDevice {
     }
 
     fn queue(&self, depth: usize) -> RamQueue {
-        RamQueue { store: Arc::clone(&self.store), timed: Timed::new(Arc::clone(&self.pace), depth) }
+        RamQueue { store: self.store.clone(), timed: Timed::new(Arc::clone(&self.pace), depth) }
     }
 }
 
 /// One queue of a RAM device.
 #[derive(Debug)]
 pub struct RamQueue {
-    store: Arc<Region>,
+    store: RamStore,
     timed: Timed,
 }
 
-impl RamQueue {
+impl RamStore {
+    /// So many sectors, all zeroes. Memory is taken as it is written.
+    ///
+    /// # Errors
+    /// The address space has no room for them.
+    pub fn new(sectors: u64) -> io::Result<RamStore> {
+        let bytes = sectors.checked_mul(1 << SECTOR_SHIFT).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(RamStore { region: Region::anonymous(usize::try_from(bytes).map_err(io::Error::other)?)? })
+    }
+
+    /// Where they are.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Does what a request wants, at once.
     #[inline]
-    fn transfer(&self, memory: &RegionTable, request: &Request, segments: Segments<'_>) -> Status {
+    pub fn transfer(&self, memory: &RegionTable, request: &Request, segments: Segments<'_>) -> Status {
         let (at, len) = (request.offset_bytes(), request.bytes() as usize);
         match request.op() {
             Op::Flush => Status::Ok,
-            Op::Discard | Op::WriteZeroes if self.store.span(at, len).is_none() => Status::Invalid,
+            Op::Discard | Op::WriteZeroes if self.region.span(at, len).is_none() => Status::Invalid,
             Op::Discard | Op::WriteZeroes => {
-                self.store.zero(at, len);
+                self.region.zero(at, len);
                 Status::Ok
             }
             op @ (Op::Read | Op::Write) => {
-                let place = self.store.span(at, len);
+                let place = self.region.span(at, len);
                 place.map_or(Status::Invalid, |place| copy(memory, op == Op::Read, place, segments))
             }
         }
@@ -90,7 +110,7 @@ impl<Cx: ?Sized> Driver<Cx> for RamQueue {
     fn queue_rqs(&mut self, _cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
         let now_ns = batch.now_ns();
         while let Some((tag, request, segments)) = batch.take() {
-            let status = self.transfer(memory, request, segments);
+            let status = self.store.transfer(memory, request, segments);
             if self.timed.pace.is_instant() {
                 batch.complete(tag, status);
             } else {

@@ -51,6 +51,17 @@ impl<E> Events<E> {
         self.at(self.now_ns + delay_ns, event);
     }
 
+    /// When the next event is.
+    #[inline]
+    pub fn next_ns(&self) -> Option<u64> {
+        self.heap.peek().map(|entry| entry.at_ns)
+    }
+
+    /// Nothing of what was entered will happen.
+    pub fn clear(&mut self) {
+        self.heap.clear();
+    }
+
     /// The next event; its time is now.
     #[inline]
     pub fn advance(&mut self) -> Option<E> {
@@ -91,7 +102,7 @@ mod tests {
         let mut events = Events::<&str>::default();
         events.after(20, "second");
         events.at(5, "first");
-        assert_eq!(events.now_ns(), 0);
+        assert_eq!((events.now_ns(), events.next_ns()), (0, Some(5)));
         assert_eq!((events.advance(), events.now_ns()), (Some("first"), 5));
         events.after(20, "third");
         assert_eq!((events.advance(), events.now_ns()), (Some("second"), 20));
