@@ -26,6 +26,8 @@ mod servers;
 mod shared;
 #[path = "cells/vhost.rs"]
 mod vhost;
+#[path = "cells/waiting.rs"]
+mod waiting;
 
 use blkyard::floor::{Plan, pin};
 
@@ -61,4 +63,5 @@ fn main() {
     file::tmpfs_cells(plan, quick, &mut report);
     vhost::driver_cells(plan, &mut report);
     clients::client_cells(quick, &mut report);
+    waiting::waiting_cells(quick, &mut report);
 }

@@ -89,12 +89,6 @@ pub struct Server {
 impl Server {
     /// Starts one with so many queues, on one CPU or on all.
     pub fn start(ground: &Ground, who: Who, store: Store, queues: usize, cpu: Option<u32>) -> Result<Server, String> {
-        let socket = ground.socket();
-        let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", "--"]);
-        if let Some(cpu) = cpu {
-            command.args(["taskset", "-c", &cpu.to_string()]);
-        }
         match who {
             Who::Ours => {
                 let device = match store {
@@ -102,11 +96,10 @@ impl Server {
                     Store::Ram => format!("ram:{STORE_BYTES}"),
                     Store::Tmpfs => format!("file:{}", ground.file(who)?.display()),
                 };
-                command.arg(env!("CARGO_BIN_EXE_blkyard")).args(["serve", "--control", "none", "--device", &device]);
-                command.args(["--spin-us", &SPIN_US.to_string()]);
-                command.args(["--export", &format!("vhost-user-blk:{}?queues={queues}", socket.display())]);
+                Server::ours(ground, &device, queues, cpu, Some(SPIN_US))
             }
             Who::Theirs => {
+                let (mut command, socket) = (on(cpu), ground.socket());
                 let node = match store {
                     Store::Null => format!("null-co,size={STORE_BYTES}"),
                     Store::Ram | Store::Tmpfs => format!("file,filename={}", ground.file(who)?.display()),
@@ -119,12 +112,46 @@ impl Server {
                      addr.type=unix,addr.path={}",
                     socket.display()
                 ));
+                Server::run(command, socket)
             }
         }
+    }
+
+    /// Starts our daemon, which looks for work for so long before it sleeps; as long as by default, if that is not said.
+    pub fn ours(
+        ground: &Ground,
+        device: &str,
+        queues: usize,
+        cpu: Option<u32>,
+        spin_us: Option<u64>,
+    ) -> Result<Server, String> {
+        let (mut command, socket) = (on(cpu), ground.socket());
+        command.arg(env!("CARGO_BIN_EXE_blkyard")).args(["serve", "--control", "none", "--device", device]);
+        if let Some(spin_us) = spin_us {
+            command.args(["--spin-us", &spin_us.to_string()]);
+        }
+        command.args(["--export", &format!("vhost-user-blk:{}?queues={queues}", socket.display())]);
+        Server::run(command, socket)
+    }
+
+    fn run(mut command: Command, socket: PathBuf) -> Result<Server, String> {
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         let mut server = Server { child: child.map_err(|error| format!("{command:?}: {error}"))?, socket };
         server.await_ready(&command)?;
         Ok(server)
+    }
+
+    /// What its threads have used of CPUs.
+    pub fn cpu_ns(&self) -> Result<u64, String> {
+        let path = format!("/proc/{}/task", self.child.id());
+        let failed = |error| format!("{path}: {error}");
+        let mut used_ns = 0;
+        for thread in std::fs::read_dir(&path).map_err(failed)? {
+            // A thread that has just ended is gone.
+            let said = std::fs::read_to_string(thread.map_err(failed)?.path().join("schedstat")).unwrap_or_default();
+            used_ns += said.split(' ').next().and_then(|ns| ns.parse::<u64>().ok()).unwrap_or(0);
+        }
+        Ok(used_ns)
     }
 
     fn await_ready(&mut self, command: &Command) -> Result<(), String> {
@@ -140,6 +167,16 @@ impl Server {
         }
         Ok(())
     }
+}
+
+/// A command to be completed, of a program that ends with us, on one CPU or on all.
+fn on(cpu: Option<u32>) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", "--"]);
+    if let Some(cpu) = cpu {
+        command.args(["taskset", "-c", &cpu.to_string()]);
+    }
+    command
 }
 
 impl Drop for Server {

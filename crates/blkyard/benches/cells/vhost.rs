@@ -80,7 +80,7 @@ fn attach(socket: &Path, packed: bool) -> Result<Attached, String> {
 }
 
 /// Goes round until something comes back: only then all is set up.
-fn first_answer(mut round: impl FnMut() -> u64) -> Result<(), String> {
+pub fn first_answer(mut round: impl FnMut() -> u64) -> Result<(), String> {
     let start = Instant::now();
     while round() == 0 {
         if start.elapsed() > PATIENCE {
