@@ -320,3 +320,26 @@ impl Drop for Running {
         let _ = self.child.wait();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ratios_are_those_of_each_window_and_not_of_the_medians() {
+        let window = |one, two| [[one, two, 0.0]; COUNTS.len()];
+        // A machine that is twice as fast in the second window, where two queues are worth less.
+        let Measured { iops, ratios } = Measured::of(&[window(10.0, 20.0), window(20.0, 30.0), window(5.0, 15.0)]);
+        assert_eq!((iops[0][0].median, iops[2][1].median), (10.0, 20.0));
+        assert_eq!(ratios.map(|ratio| (ratio.low, ratio.median, ratio.high)), [(1.5, 2.0, 3.0); 3]);
+    }
+
+    #[test]
+    fn every_back_end_serves_as_many_queues_as_the_grid_has() {
+        for back_end in BACK_ENDS {
+            let (command, _) = back_end.command(Path::new("qemu"), Path::new("/x.sock")).unwrap();
+            let words: Vec<_> = command.get_args().map(|word| word.to_string_lossy()).collect();
+            assert!(words.iter().any(|word| word.contains("queues=4") && word.contains("/x.sock")), "{words:?}");
+        }
+    }
+}

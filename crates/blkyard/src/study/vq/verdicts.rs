@@ -131,3 +131,45 @@ pub(super) fn claims(grid: &[Point], served: &[Table], cpus: usize) -> Vec<Claim
     }
     claims
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::study::vq::served::BACK_ENDS;
+
+    fn served(ours: f64, theirs: f64) -> Vec<Table> {
+        let spread = |median| Spread { median, low: median, high: median };
+        let measured =
+            |iops, ratio| Measured { iops: [[spread(iops); COUNTS.len()]; COUNTS.len()], ratios: [spread(ratio); 3] };
+        let found = [measured(ours, 1.5), measured(theirs, 1.0), measured(theirs, 1.0)];
+        let table = |(back_end, measured)| Table { back_end, found: Found::Measured(Box::new(measured)) };
+        BACK_ENDS.into_iter().zip(found).map(table).collect()
+    }
+
+    fn goals_on(cpus: usize, served: &[Table]) -> Vec<Goal> {
+        let live = Live { alone_ns: 1.0, shared_ns: None, own_ns: None, apart_ns: None };
+        goals(&[], &live, served, cpus).into_iter().filter(|goal| !goal.at.contains("virtual")).collect()
+    }
+
+    #[test]
+    fn ratios_in_processes_are_judged_where_every_thread_has_a_cpu() {
+        let served = served(30.0, 10.0);
+        for (cpus, judged) in [(2, 0), (4, 1), (6, 3)] {
+            let goals = goals_on(cpus, &served);
+            assert_eq!(goals.len(), judged + 1, "{cpus} CPUs: {goals:?}");
+            let seen = claims(&[], &served, cpus);
+            assert_eq!(seen.iter().filter(|claim| claim.what.contains("in processes")).count(), 3 - judged);
+        }
+        // The post has 1.33, 2.00 and 1.39.
+        assert_eq!(goals_on(6, &served).iter().map(|goal| goal.met).collect::<Vec<_>>(), [true, false, true, true]);
+    }
+
+    #[test]
+    fn the_other_daemon_is_a_goal_that_only_a_measurement_meets() {
+        let mut served = served(9.0, 10.0);
+        assert!(matches!(goals_on(2, &served)[..], [Goal { met: false, .. }]));
+        served[1].found = Found::NotMeasured("it is not there".into());
+        let goals = goals_on(2, &served);
+        assert!(goals[0].value.is_nan() && !goals[0].met, "{goals:?}");
+    }
+}
