@@ -1,7 +1,7 @@
 //! What an export may be told while it serves, from outside its socket: another size, other limits, another number of queues.
 //!
 //! The export's own thread does it, between two messages of its front-end or while it waits for one. So nothing changes
-//! under a message, and a front-end that stops in the middle of one delays what its own disk is told.
+//! under a message; and a front-end that stops in the middle of one, or never reads an answer, delays nothing.
 
 use std::io;
 use std::os::fd::OwnedFd;

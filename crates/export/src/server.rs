@@ -236,7 +236,7 @@ fn serve(mut begin: Begin, desk: &Desk) {
 fn next(mut config: BackendConfig, desk: &Desk) -> Option<Session> {
     let (listener, path) = (desk.socket.listener(), desk.socket.path().display());
     loop {
-        match desk.wait(listener.as_fd()) {
+        match desk.wait(listener.as_fd(), PollFlags::IN) {
             Ok(Call::Stop) => return None,
             Ok(Call::Order) => {
                 if desk.obey(&mut Subject::Waiting(&mut config)).is_break() {
@@ -268,19 +268,19 @@ fn next(mut config: BackendConfig, desk: &Desk) -> Option<Session> {
 pub(crate) enum Call {
     Stop,
     Order,
-    /// A connection, or a message.
+    /// A connection, a message, or room for an answer.
     Socket,
 }
 
 impl Desk {
-    /// Waits until there is something to do; what comes from our own side goes first.
-    pub(crate) fn wait(&self, socket: BorrowedFd<'_>) -> Result<Call, Errno> {
+    /// Waits until there is something to do, or the socket is as awaited; what comes from our own side goes first.
+    pub(crate) fn wait(&self, socket: BorrowedFd<'_>, awaited: PollFlags) -> Result<Call, Errno> {
         loop {
             // The bell is never silenced, so this also finds that we were asked while nobody looked.
             let mut fds = [
                 PollFd::new(&self.stop.bell, PollFlags::IN),
                 PollFd::new(self.orders.bell(), PollFlags::IN),
-                PollFd::from_borrowed_fd(socket, PollFlags::IN),
+                PollFd::from_borrowed_fd(socket, awaited),
             ];
             match poll(&mut fds, None) {
                 Err(Errno::INTR) => {}
@@ -362,20 +362,6 @@ impl Desk {
             backend.go_on(running);
         }
         ControlFlow::Continue(())
-    }
-
-    /// Waits until the front-end has room for an answer; false if we are to stop instead. One that asks and never reads would
-    /// otherwise keep us in the middle of an answer, out of reach.
-    pub(crate) fn may_answer(&self, connection: &UnixStream) -> bool {
-        loop {
-            // Writable means three quarters of the buffer are free, and no answer is longer than a page.
-            let mut fds = [PollFd::new(connection, PollFlags::OUT), PollFd::new(&self.stop.bell, PollFlags::IN)];
-            match poll(&mut fds, None) {
-                Err(Errno::INTR) => {}
-                Err(_) => return false,
-                Ok(_) => return fds[1].revents().is_empty(),
-            }
-        }
     }
 
     /// Tells what there is to see of a session.

@@ -6,6 +6,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vhost::vhost_user::Error;
 
 use crate::backend::{Backend, BackendConfig};
@@ -14,6 +15,9 @@ use crate::handover::SessionState;
 use crate::server::{Call, Desk, Subject};
 use crate::view::SessionView;
 use crate::wire::{Inbox, Message, Relay, reply};
+
+/// Not at all.
+const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// A session.
 pub(crate) struct Session {
@@ -30,6 +34,8 @@ pub(crate) enum End {
     Over(Error),
     /// Another process goes on with it.
     Handed,
+    /// The export is to end.
+    Stopped,
 }
 
 impl Session {
@@ -82,9 +88,11 @@ impl Session {
 
     /// Handles messages until the session ends.
     pub(crate) fn run(&mut self, desk: &Desk) -> End {
+        let mut awaited = PollFlags::IN;
         loop {
-            match desk.wait(self.connection.as_fd()) {
-                Ok(Call::Stop) | Err(_) => return End::Over(Error::Disconnected),
+            match desk.wait(self.connection.as_fd(), awaited) {
+                Ok(Call::Stop) => return End::Stopped,
+                Err(error) => return End::Over(Error::SocketError(error.into())),
                 Ok(Call::Order) => {
                     let mut backend = self.backend.lock().unwrap_or_else(PoisonError::into_inner);
                     if desk.obey(&mut Subject::Connected(&mut backend, &self.inbox)).is_break() {
@@ -92,7 +100,12 @@ impl Session {
                     }
                 }
                 Ok(Call::Socket) => {
-                    if let Err(error) = self.turn(desk) {
+                    // Room for the answer comes before the question: one that asks and never reads would keep us in the middle of
+                    // an answer, out of reach.
+                    awaited = if self.may_answer() { PollFlags::IN } else { PollFlags::OUT };
+                    if awaited == PollFlags::IN
+                        && let Err(error) = self.turn()
+                    {
                         return End::Over(error);
                     }
                 }
@@ -101,12 +114,15 @@ impl Session {
         }
     }
 
+    /// Whether the front-end has room for an answer, or is gone.
+    fn may_answer(&self) -> bool {
+        // Writable means three quarters of the buffer are free, and no answer is longer than a page.
+        poll(&mut [PollFd::new(&self.connection, PollFlags::OUT)], Some(&AT_ONCE)).is_ok_and(|ready| ready > 0)
+    }
+
     /// Takes what has come, and handles a message that is whole by now.
-    fn turn(&mut self, desk: &Desk) -> Result<(), Error> {
+    fn turn(&mut self) -> Result<(), Error> {
         let Some(message) = self.inbox.take(&self.connection)? else { return Ok(()) };
-        if !desk.may_answer(&self.connection) {
-            return Err(Error::Disconnected);
-        }
         let (answer, outcome) = self.handle(&message);
         reply(&self.connection, &answer).and(outcome)
     }
@@ -133,6 +149,7 @@ impl Session {
         drop(connection);
         match end {
             End::Handed => tracing::info!("{name}: another process goes on with the front-end"),
+            End::Stopped => tracing::info!("{name}: the front-end is let go, since the export ends"),
             End::Over(Error::Disconnected) => tracing::info!("{name}: the front-end left"),
             End::Over(error) => tracing::warn!("{name}: the front-end is let go: {error}"),
         }

@@ -241,8 +241,7 @@ fn wait_for_all<T>(
         Ok(answer) => answer.map_err(|why| format!("{why}; see the messages of the daemon")),
         Err(RecvTimeoutError::Disconnected) => Err("it has ended; see the messages of the daemon".into()),
         Err(RecvTimeoutError::Timeout) => Err(format!(
-            "not within {CHANGE_TIME:?}: a request in flight does not end, or its front-end has stopped in the middle of a \
-             message; it is done as soon as that is over"
+            "not within {CHANGE_TIME:?}: a request in flight does not end; it is done as soon as that is over"
         )),
     };
     exports.iter().map(ToString::to_string).zip(asked.into_iter().map(wait)).collect()
