@@ -243,8 +243,11 @@ impl<D> VhostQueue<D> {
     {
         cx.forget(&mut self.chime);
         let Some(mut session) = self.session.take() else { return };
-        // Whoever looks at the ring now may kick us as usual.
+        // Whoever looks at the ring now is kicked as usual, and we are not to take that from him.
         session.enable_notify();
+        if let Some(kick) = &session.kick {
+            cx.ignore(kick.as_fd());
+        }
         let base = session.ring.base();
         drop(session);
         self.hw.set_memory(cx, Arc::new(RegionTable::default()));

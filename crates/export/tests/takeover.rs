@@ -6,9 +6,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use blkyard_export::{BackendConfig, BoundSocket, Message, SEG_MAX, Server, queue_pair};
+use blkyard_mq::IdlePolicy;
 use blkyard_virtio::BlkConfig;
 use common::{
-    AnyDevice, Data, Front, Gate, PATIENCE, PLAIN, Ram, Raw, Request, SPLIT, VQ_BYTES, Vq, World, kind, load, until,
+    AnyDevice, Data, Front, Gate, LINE_BYTES, Line, PATIENCE, PLAIN, Ram, Raw, Request, SPLIT, VQ_BYTES, Vq, World,
+    kind, load, ring, rung, until,
 };
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::VhostUserInflight;
@@ -207,6 +209,34 @@ fn what_is_in_flight_is_finished_before_anything_is_handed_over() {
     gate.set_shut(false);
     let handed = asked.recv_timeout(PATIENCE).unwrap().unwrap();
     assert_eq!(vq.wait_used(), (0, 1));
+    drop(handed);
+    assert_eq!(vq.write(8, &[2; 512]), 0);
+    front.leave(&world.exports[0]);
+    world.stop();
+}
+
+#[test]
+fn a_kick_for_who_goes_on_is_not_taken_by_who_has_let_go() {
+    let mut world = World::new(vec![AnyDevice::ram(0)], 1, 1);
+    let ram = Ram::new(VQ_BYTES);
+    let mut front = Front::connect(&world.exports[0]);
+    front.share(&[&ram]).unwrap();
+    let mut vq = Vq::new(&ram, 0);
+    front.start(0, &vq);
+    // A lane that has slept has listened to the kick, and one that sleeps no more has nothing to remind it of that.
+    let used_ns = || world.lanes.threads()[0].cpu_ns().unwrap();
+    until("the lane sleeps", || {
+        let before_ns = used_ns();
+        std::thread::sleep(Duration::from_millis(20));
+        used_ns() == before_ns
+    });
+    world.lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).unwrap();
+    let handed = world.exports[0].server().hand().hand_over().recv_timeout(PATIENCE).unwrap().unwrap();
+    ring(&vq.kick);
+    for _ in 0..1000 {
+        world.exports[0].watch(0).look().unwrap().recv_timeout(PATIENCE).unwrap();
+    }
+    assert_eq!(rung(&vq.kick), 1, "somebody else has heard it");
     drop(handed);
     assert_eq!(vq.write(8, &[2; 512]), 0);
     front.leave(&world.exports[0]);

@@ -26,8 +26,8 @@ pub trait Wake: Send + Sync {
     fn wake(&self);
 }
 
-/// Rings bells of the outside, for the stations of a lane. Whoever holds the other end may have arranged that a plain write
-/// would wait for it; here nobody waits.
+/// What the stations of a lane do with bells of the outside: ring them, and listen to them no more. Whoever holds the other end may have
+/// arranged that a plain write would wait for it; here nobody waits.
 pub trait Chime {
     /// Rings a bell. If an earlier ring under the same `place` has not gone through, the bell cannot be missed, and this
     /// does nothing. A place is the caller's own, and given a number when it is first used.
@@ -35,6 +35,10 @@ pub trait Chime {
 
     /// The bell under this place is about to be another: what has not gone through is called off.
     fn forget(&mut self, place: &mut ChimePlace);
+
+    /// Listens no more to a bell that is rung for one of the stations: from here on it is somebody else's to hear. A lane that heard it
+    /// would make it quiet. By default there is none to listen to.
+    fn ignore(&mut self, _bell: BorrowedFd<'_>) {}
 }
 
 /// Where a station's ring is kept track of.

@@ -99,6 +99,12 @@ impl Bells {
         Some(Step { cancel, poll })
     }
 
+    /// The number under which this descriptor is held.
+    pub(super) fn index_of(&self, fd: BorrowedFd<'_>) -> Option<usize> {
+        let number = fd.as_raw_fd();
+        self.bells.iter().position(|bell| bell.held.as_ref().is_some_and(|(_, held)| *held == number))
+    }
+
     /// Stops listening; returns the name of the poll to be cancelled.
     pub(super) fn forget(&mut self, index: usize) -> Option<u64> {
         let bell = self.bells.get_mut(index)?;

@@ -121,4 +121,11 @@ impl Chime for Ring {
             self.chimes.parting.clear();
         }
     }
+
+    fn ignore(&mut self, bell: BorrowedFd<'_>) {
+        while let Some(index) = self.bells.index_of(bell) {
+            self.unwatch(index);
+            self.submit();
+        }
+    }
 }
