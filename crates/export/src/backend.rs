@@ -35,7 +35,7 @@ use crate::remote::QueueRemote;
 use crate::view::{SessionView, VringView};
 use crate::wire::Message;
 
-use rings::{Kick, Vring};
+use rings::{Kick, Vring, may_have_size};
 
 /// Queues one export may have: as many as QEMU gives a vhost-user-blk device.
 pub const QUEUES_MAX: u16 = 64;
@@ -108,8 +108,9 @@ pub(crate) struct Backend {
     log: Option<Arc<DirtyLog>>,
     /// What the front-end took of what we offered; nothing before it says.
     features: Features,
-    /// The same of the protocol.
+    /// The same of the protocol; and all that it ever took, by which something may have been set up.
     protocol: Option<u64>,
+    protocol_ever: u64,
     write_back: Arc<AtomicBool>,
     connection: Arc<UnixStream>,
     /// On which the front-end is told what changes by itself.
@@ -129,6 +130,7 @@ impl Backend {
             log: None,
             features: Features::empty(),
             protocol: None,
+            protocol_ever: 0,
             write_back,
             connection,
             channel: None,
@@ -280,6 +282,9 @@ impl VhostUserBackendReqHandlerMut for Backend {
         })?;
         if taken != self.features {
             self.suspend_all()?;
+            if (taken ^ self.features).contains(Features::RING_PACKED) {
+                self.vrings.iter_mut().for_each(|vring| vring.change_format(taken));
+            }
             self.features = taken;
             self.update_write_back();
         }
@@ -298,6 +303,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
         match features & !PROTOCOL_FEATURES.bits() {
             0 => {
                 self.protocol = Some(features);
+                self.protocol_ever |= features;
                 Ok(())
             }
             more => Err(self.refuse("the protocol features", format!("{more:#x} were never offered"))),
@@ -349,10 +355,9 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
-        let packed = self.features.contains(Features::RING_PACKED);
-        let fits = |size: &u16| (1..=QUEUE_SIZE_MAX).contains(size) && (packed || size.is_power_of_two());
-        let size = u16::try_from(num).ok().filter(fits).ok_or_else(|| {
-            let what = if packed { "from 1" } else { "a power of two" };
+        let features = self.features;
+        let size = u16::try_from(num).ok().filter(|size| may_have_size(features, *size)).ok_or_else(|| {
+            let what = if features.contains(Features::RING_PACKED) { "from 1" } else { "a power of two" };
             self.refuse("a ring size", format!("{num} is not {what} up to {QUEUE_SIZE_MAX}"))
         })?;
         self.change_vring(index, |vring| vring.size = size)

@@ -7,13 +7,14 @@ use std::time::Duration;
 
 use blkyard_export::{BackendConfig, BoundSocket, Message, SEG_MAX, Server, queue_pair};
 use blkyard_mq::IdlePolicy;
-use blkyard_virtio::BlkConfig;
+use blkyard_virtio::{BlkConfig, Features};
 use common::{
     AnyDevice, Data, Front, Gate, LINE_BYTES, Line, PATIENCE, PLAIN, Ram, Raw, Request, SPLIT, VQ_BYTES, Vq, World,
     kind, load, ring, rung, until,
 };
+use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
-use vhost::vhost_user::message::VhostUserInflight;
+use vhost::vhost_user::message::{VhostUserInflight, VhostUserProtocolFeatures};
 
 const QUEUES: usize = 4;
 
@@ -239,6 +240,42 @@ fn a_kick_for_who_goes_on_is_not_taken_by_who_has_let_go() {
     assert_eq!(rung(&vq.kick), 1, "somebody else has heard it");
     drop(handed);
     assert_eq!(vq.write(8, &[2; 512]), 0);
+    front.leave(&world.exports[0]);
+    world.stop();
+}
+
+#[test]
+fn rings_of_a_format_that_was_left_keep_nobody_from_going_on() {
+    let devices = [AnyDevice::ram(0)];
+    let mut world = World::new(devices.to_vec(), 1, 1);
+    let ram = Ram::new(LINE_BYTES);
+    let mut front = Front::dial(&world.exports[0].path);
+    front.negotiate(PLAIN | Features::RING_PACKED.bits());
+    front.share(&[&ram]).unwrap();
+    let mut packed = Line::new(&ram, 0, 3, Features::RING_PACKED);
+    packed.start(&front, 0, false);
+    packed.all(10, 0, kind::OUT, 1);
+    packed.stop(&front, 0);
+    // As a firmware does after a guest's driver.
+    front.set_features(front.features & !Features::RING_PACKED.bits()).unwrap();
+    world = world.hand_over(&devices, 1, 1).0;
+    ram.write(0, &vec![0; LINE_BYTES as usize]);
+    let mut split = Line::new(&ram, 0, 8, Features::empty());
+    split.start(&front, 0, false);
+    split.all(10, 0, kind::IN, 1);
+    front.leave(&world.exports[0]);
+    world.stop();
+}
+
+#[test]
+fn what_was_set_up_with_features_that_were_given_back_is_handed_over() {
+    let devices = [AnyDevice::ram(0)];
+    let mut world = World::new(devices.to_vec(), QUEUES, 1);
+    let ram = Ram::new(QUEUES as u64 * VQ_BYTES);
+    let (mut front, mut vqs) = attach(&world, &ram, PLAIN, true);
+    front.set_protocol_features(VhostUserProtocolFeatures::REPLY_ACK | VhostUserProtocolFeatures::MQ).unwrap();
+    world = world.hand_over(&devices, QUEUES, 1).0;
+    assert_eq!(vqs[0].write(0, &[1; 512]), 0);
     front.leave(&world.exports[0]);
     world.stop();
 }

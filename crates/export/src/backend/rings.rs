@@ -15,7 +15,7 @@ use std::sync::Arc;
 use blkyard_virtio::{Features, GuestMemory, RingBase, RingLayout, packed_ring_bytes, ring_bytes};
 use vhost::vhost_user::{Error, Result};
 
-use super::Backend;
+use super::{Backend, QUEUE_SIZE_MAX};
 use crate::event::Event;
 use crate::memory::{Memory, MemoryError};
 use crate::notes::Notes;
@@ -55,6 +55,19 @@ impl Vring {
     pub(super) fn base(&self, features: Features) -> RingBase {
         self.base.unwrap_or(RingBase::start(features))
     }
+
+    /// Its format is that of these features from now on, in which an index of the other means nothing, and a size perhaps.
+    pub(super) fn change_format(&mut self, features: Features) {
+        self.base = None;
+        if !may_have_size(features, self.size) {
+            self.size = 0;
+        }
+    }
+}
+
+/// Whether rings of this format may be so long.
+pub(super) fn may_have_size(features: Features, size: u16) -> bool {
+    (1..=QUEUE_SIZE_MAX).contains(&size) && (features.contains(Features::RING_PACKED) || size.is_power_of_two())
 }
 
 impl Backend {

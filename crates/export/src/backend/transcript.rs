@@ -24,15 +24,14 @@ impl Backend {
     pub(crate) fn transcript(&self) -> io::Result<(Vec<Message>, Vec<Message>)> {
         let mut setup = vec![Message::new(FrontendReq::GET_FEATURES, &[], Vec::new())];
         let mut say = |request, body: &[u8], files| setup.push(Message::new(request, body, files));
-        if let Some(protocol) = self.protocol {
-            say(FrontendReq::SET_PROTOCOL_FEATURES, &words64(&[protocol]), Vec::new());
+        if self.protocol.is_some() {
+            say(FrontendReq::SET_PROTOCOL_FEATURES, &words64(&[self.protocol_ever]), Vec::new());
         }
         // Features that were not taken are not said: to take none would enable every ring.
         if !self.features.is_empty() || self.vrings.iter().any(|vring| vring.enabled) {
             say(FrontendReq::SET_FEATURES, &words64(&[self.features.bits()]), Vec::new());
         }
-        let slots = VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS.bits();
-        if self.protocol.is_some_and(|protocol| protocol & slots != 0) {
+        if self.protocol_ever & VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS.bits() != 0 {
             for (region, file) in self.memory.announced() {
                 say(FrontendReq::ADD_MEM_REG, &words64(&[&[0], &region.words()[..]].concat()), vec![file?]);
             }
@@ -56,6 +55,10 @@ impl Backend {
         }
         if let Some(channel) = &self.channel {
             say(FrontendReq::SET_BACKEND_REQ_FD, &[], vec![channel.end().try_clone()?]);
+        }
+        // What was given back since is missed no more.
+        if let Some(protocol) = self.protocol {
+            say(FrontendReq::SET_PROTOCOL_FEATURES, &words64(&[protocol]), Vec::new());
         }
         let mut run = Vec::new();
         for (index, vring) in self.vrings.iter().enumerate() {
