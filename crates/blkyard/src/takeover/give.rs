@@ -1,6 +1,5 @@
 //! The daemon that hands over.
 
-use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
@@ -11,7 +10,7 @@ use serde_json::Value;
 
 use super::VERSION;
 use super::parcel::{DevicePart, ExportPart, Files, Parcel, SocketPart};
-use super::wire::{receive, send_files};
+use super::wire::{receive, send};
 use crate::control::{Daemon, Wish, answer_line, parse_request};
 
 /// How long exports may take to come to rest: as long as for any other change.
@@ -36,12 +35,8 @@ pub fn give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream, version
             "it hands over in version {VERSION} and was asked for {version}; stop it, and start the new one without --takeover"
         ));
     }
-    let timed = client
-        .set_nonblocking(false)
-        .and_then(|()| client.set_read_timeout(Some(WORD_TIME)))
-        .and_then(|()| client.set_write_timeout(Some(WORD_TIME)));
-    let outcome = timed.map_err(|error| error.to_string()).and_then(|()| try_give(daemon, control, client));
-    match outcome {
+    let may_wait = client.set_nonblocking(false).map_err(|error| error.to_string());
+    match may_wait.and_then(|()| try_give(daemon, control, client)) {
         Ok(spent) => {
             tracing::info!("another daemon goes on with everything, after {:.1} ms", spent.as_secs_f64() * 1e3);
             Given::Gone
@@ -75,16 +70,16 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     let (parcel, rests) = pack(daemon, control, lanes, handed, &mut files)?;
     let parcel = serde_json::to_value(parcel).map_err(|error| error.to_string())?;
     let left = |error| format!("the new daemon does not listen: {error}; see what it says");
-    send_files(client, &files).map_err(left)?;
-    say(client, &Ok(parcel)).map_err(left)?;
+    send(client, &files, &answer_line(&Ok(parcel)), WORD_TIME).map_err(left)?;
     drop(files);
-    let (_, word) = receive(client, WORD_BYTES_MAX).map_err(left)?;
+    let (_, word) = receive(client, WORD_BYTES_MAX, WORD_TIME).map_err(left)?;
     match parse_request(&word)? {
         Wish::Taken => {}
         other => return Err(format!("the new daemon should have taken it, and said {other:?}; see what it is")),
     }
     // The last moment to go on ourselves: if it cannot be told, it has not been.
-    say(client, &Ok(Value::from(rested.as_micros() as u64))).map_err(left)?;
+    let yours = answer_line(&Ok(Value::from(rested.as_micros() as u64)));
+    send(client, &Files::new(), &yours, WORD_TIME).map_err(left)?;
     // Before any of them ends.
     daemon.is_handed.store(true, Ordering::SeqCst);
     rests.into_iter().for_each(blkyard_export::Rest::let_go);
@@ -127,8 +122,4 @@ fn pack(
         });
     }
     Ok((Parcel { lanes, control, devices }, rests))
-}
-
-fn say(mut to: &UnixStream, outcome: &Result<Value, String>) -> std::io::Result<()> {
-    to.write_all(answer_line(outcome).as_bytes())
 }

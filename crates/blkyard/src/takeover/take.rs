@@ -1,7 +1,6 @@
 //! The daemon that takes over.
 
 use std::collections::VecDeque;
-use std::io::Write;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -12,7 +11,7 @@ use blkyard_mq::DeviceInfo;
 
 use super::VERSION;
 use super::parcel::{Files, Parcel, SocketPart, next};
-use super::wire::receive;
+use super::wire::{receive, send};
 use crate::control::{Wish, parse_answer, request_line};
 use crate::plan::DiskPlan;
 use crate::spec::SpecError;
@@ -77,15 +76,14 @@ pub fn take(path: &Path) -> Result<Heritage, SpecError> {
     let problem = |cause: String, cure: &str| SpecError::new(format!("takeover of {}", path.display()), cause, cure);
     let silent =
         |error: std::io::Error| problem(format!("no answer: {error}"), "see whether that daemon is busy or ending");
-    let mut daemon = UnixStream::connect(path).map_err(|error| {
+    let daemon = UnixStream::connect(path).map_err(|error| {
         let cure = "name the control socket of a daemon that runs, which it says when it starts";
         problem(format!("no daemon listens there: {error}"), cure)
     })?;
-    daemon.set_read_timeout(Some(ANSWER_TIME)).map_err(silent)?;
-    daemon.set_write_timeout(Some(ANSWER_TIME)).map_err(silent)?;
     let begin = Instant::now();
-    daemon.write_all(request_line(&Wish::Takeover { version: VERSION }).as_bytes()).map_err(silent)?;
-    let (mut files, line) = receive(&daemon, PARCEL_BYTES_MAX).map_err(silent)?;
+    let wish = request_line(&Wish::Takeover { version: VERSION });
+    send(&daemon, &Files::new(), &wish, ANSWER_TIME).map_err(silent)?;
+    let (mut files, line) = receive(&daemon, PARCEL_BYTES_MAX, ANSWER_TIME).map_err(silent)?;
     let parcel = parse_answer(&line).map_err(|said| {
         if said.contains("unknown variant") {
             problem(
@@ -137,13 +135,14 @@ impl Heritage {
     ///
     /// # Errors
     /// It did not let go, and goes on.
-    pub fn taken(mut self) -> Result<(BoundSocket, Pause), SpecError> {
+    pub fn taken(self) -> Result<(BoundSocket, Pause), SpecError> {
         let kept = |why: String| {
             let object = format!("takeover of {}", self.path.display());
             SpecError::new(object, format!("that daemon did not let go: {why}"), "see what it says, and try again")
         };
-        self.daemon.write_all(request_line(&Wish::Taken).as_bytes()).map_err(|error| kept(error.to_string()))?;
-        let (_, line) = receive(&self.daemon, PARCEL_BYTES_MAX).map_err(|error| kept(error.to_string()))?;
+        let silent = |error: std::io::Error| kept(error.to_string());
+        send(&self.daemon, &Files::new(), &request_line(&Wish::Taken), ANSWER_TIME).map_err(silent)?;
+        let (_, line) = receive(&self.daemon, PARCEL_BYTES_MAX, ANSWER_TIME).map_err(silent)?;
         let rest_us = parse_answer(&line).map_err(kept)?;
         self.control.set_owned(true);
         let rest = Duration::from_micros(rest_us.as_u64().unwrap_or(0));

@@ -3,10 +3,11 @@
 //! Descriptors come first, some with each byte `#`; then the line that says what they are, as every line of a control socket. Nothing
 //! follows before the other side has spoken.
 
-use std::io::{self, IoSlice, IoSliceMut, Read};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -19,14 +20,17 @@ use super::parcel::Files;
 const AT_ONCE: usize = 128;
 /// Descriptors of one daemon: each of 64 exports with as many queues and regions of memory as it may have takes 261.
 const DESCRIPTORS_MAX: usize = 1 << 16;
+/// What is written in one call: less than a buffer of the system's, for each of which it waits anew.
+const PIECE_BYTES: usize = 16 << 10;
 /// What precedes descriptors. No line begins so.
 const MARK: u8 = b'#';
 
-/// Sends descriptors.
+/// Sends descriptors, and the line that says what they are.
 ///
 /// # Errors
-/// The other side is gone or does not read.
-pub(super) fn send_files(to: &UnixStream, files: &Files) -> io::Result<()> {
+/// The other side is gone, or does not read all within this time.
+pub(super) fn send(mut to: &UnixStream, files: &Files, line: &str, within: Duration) -> io::Result<()> {
+    let limit = Limit::of(within);
     let fds: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
     for some in fds.chunks(AT_ONCE) {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
@@ -34,7 +38,17 @@ pub(super) fn send_files(to: &UnixStream, files: &Files) -> io::Result<()> {
         if !control.push(SendAncillaryMessage::ScmRights(some)) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
+        to.set_write_timeout(Some(limit.left()?))?;
         rustix::io::retry_on_intr(|| sendmsg(to, &[IoSlice::new(&[MARK])], &mut control, SendFlags::NOSIGNAL))?;
+    }
+    let mut line = line.as_bytes();
+    while !line.is_empty() {
+        to.set_write_timeout(Some(limit.left()?))?;
+        match to.write(&line[..line.len().min(PIECE_BYTES)]) {
+            Ok(written) => line = &line[written..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
     }
     Ok(())
 }
@@ -42,15 +56,17 @@ pub(super) fn send_files(to: &UnixStream, files: &Files) -> io::Result<()> {
 /// Takes descriptors, and the line that follows them.
 ///
 /// # Errors
-/// The other side is gone, silent, or sends more than it may.
-pub(super) fn receive(mut from: &UnixStream, line_bytes_max: usize) -> io::Result<(Files, Vec<u8>)> {
+/// The other side is gone, sends more than it may, or not all within this time.
+pub(super) fn receive(mut from: &UnixStream, line_bytes_max: usize, within: Duration) -> io::Result<(Files, Vec<u8>)> {
     let too_much = |what| io::Error::new(io::ErrorKind::InvalidData, what);
+    let limit = Limit::of(within);
     let mut files = Files::new();
     loop {
         let mut byte = [0];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::CMSG_CLOEXEC;
+        from.set_read_timeout(Some(limit.left()?))?;
         let received =
             rustix::io::retry_on_intr(|| recvmsg(from, &mut [IoSliceMut::new(&mut byte)], &mut control, flags))?;
         files.extend(control.drain().flat_map(|message| match message {
@@ -71,9 +87,12 @@ pub(super) fn receive(mut from: &UnixStream, line_bytes_max: usize) -> io::Resul
             // Nothing follows the line, so it may be read in large pieces.
             let mut piece = vec![0; 1 << 16];
             while line.last() != Some(&b'\n') {
-                match from.read(&mut piece)? {
-                    0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-                    read => line.extend_from_slice(&piece[..read]),
+                from.set_read_timeout(Some(limit.left()?))?;
+                match from.read(&mut piece) {
+                    Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                    Ok(read) => line.extend_from_slice(&piece[..read]),
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error),
                 }
                 if line.len() > line_bytes_max {
                     return Err(too_much("the line does not end"));
@@ -81,5 +100,52 @@ pub(super) fn receive(mut from: &UnixStream, line_bytes_max: usize) -> io::Resul
             }
             return Ok((files, line));
         }
+    }
+}
+
+/// Until when all of something must have been said: whoever dribbles has no more time than others.
+struct Limit(Instant);
+
+impl Limit {
+    fn of(within: Duration) -> Limit {
+        Limit(Instant::now() + within)
+    }
+
+    fn left(&self) -> io::Result<Duration> {
+        let left = self.0.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Has the other end do something over and over until that is refused.
+    fn until_refused(mut act: impl FnMut(&UnixStream) -> io::Result<usize> + Send + 'static) -> UnixStream {
+        let (near, far) = UnixStream::pair().unwrap();
+        std::thread::spawn(move || {
+            while act(&far).is_ok_and(|bytes| bytes > 0) {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+        near
+    }
+
+    #[test]
+    fn who_dribbles_has_no_more_time_than_others() {
+        for byte in [MARK, b' '] {
+            let near = until_refused(move |mut far| far.write(&[byte]));
+            let begin = Instant::now();
+            assert!(receive(&near, usize::MAX, Duration::from_millis(200)).is_err());
+            assert!(begin.elapsed() < Duration::from_mins(1), "it was listened to for {:?}", begin.elapsed());
+        }
+    }
+
+    #[test]
+    fn who_reads_in_drops_has_no_more_time_than_others() {
+        let near = until_refused(|mut far| far.read(&mut [0; 512]));
+        let line = "x".repeat(64 << 20);
+        assert!(send(&near, &Files::new(), &line, Duration::from_millis(200)).is_err());
     }
 }
