@@ -3,7 +3,6 @@
 //! Everything is checked before anything is served: names, devices, sockets. Which queue lives on which lane is said in
 //! `lanes.rs`.
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -23,7 +22,7 @@ use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words};
 use crate::spec::{Spec, SpecError, show_size};
 use crate::takeover::{self, Heritage};
-use crate::watch::Watch;
+use crate::watch::{Watch, say};
 
 /// What `serve` may be told.
 #[derive(Debug, clap::Args)]
@@ -274,7 +273,9 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     let servers: Vec<_> = starts.into_iter().map(Start::go).collect();
     if let Some((socket, pause)) = taken {
         let [rest, whole] = [pause.rest, pause.whole].map(|time| time.as_secs_f64() * 1e3);
-        println!("took over: guests rested {whole:.1} ms, {rest:.1} of them until what was in flight had ended");
+        say(format_args!(
+            "took over: guests rested {whole:.1} ms, {rest:.1} of them until what was in flight had ended"
+        ));
         control = Some(socket);
     }
     let daemon = Arc::new(Daemon {
@@ -287,8 +288,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         lanes: Mutex::new(lanes),
     });
     let control = control.map(|socket| introduce_control(socket, &daemon)).transpose()?;
-    println!("ready");
-    let _ = std::io::stdout().flush();
+    say("ready");
 
     let mut broken = None;
     let mut seconds = 0;
@@ -528,7 +528,7 @@ fn default_disk() -> Result<[Word; 2], ServeError> {
                 let _ = std::fs::remove_file(path);
                 failed(error)
             })?;
-            println!("made {}, {} sparse", path.display(), show_size(BYTES));
+            say(format_args!("made {}, {} sparse", path.display(), show_size(BYTES)));
         }
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
         Err(error) => return Err(failed(error)),
@@ -539,8 +539,8 @@ fn default_disk() -> Result<[Word; 2], ServeError> {
 /// Answers at the control socket, and says how to reach it.
 fn introduce_control(socket: BoundSocket, daemon: &Arc<Daemon>) -> Result<ControlServer, ServeError> {
     let path = std::path::absolute(socket.path()).unwrap_or_else(|_| socket.path().into());
-    println!("look at it with");
-    println!("  blkyard inspect --control {}", path.display());
+    say("look at it with");
+    say(format_args!("  blkyard inspect --control {}", path.display()));
     Ok(control::serve(socket, Arc::clone(daemon))?)
 }
 
@@ -550,13 +550,13 @@ fn introduce(devices: &[ServedDevice], exports: &[(Export, Vec<usize>)], lanes: 
         let ServedDevice { device, .. } = &devices[export.device];
         let info = devices[export.device].info();
         let access = if info.read_only { ", read-only" } else { "" };
-        println!("{}: {}{access}; {}", info.name, show_size(info.capacity_sectors << 9), device.describe());
-        println!("  on {} with {} queues, on lanes {lane_of:?} of {lanes}", export.name, export.remotes.len());
-        println!("  attach it to a virtual machine with");
-        println!("    qemu-system-x86_64 -m 1G -smp {} ... \\", export.remotes.len().max(1));
-        println!("      -object memory-backend-memfd,id=mem,size=1G,share=on -machine q35,memory-backend=mem \\");
+        say(format_args!("{}: {}{access}; {}", info.name, show_size(info.capacity_sectors << 9), device.describe()));
+        say(format_args!("  on {} with {} queues, on lanes {lane_of:?} of {lanes}", export.name, export.remotes.len()));
+        say("  attach it to a virtual machine with");
+        say(format_args!("    qemu-system-x86_64 -m 1G -smp {} ... \\", export.remotes.len().max(1)));
+        say("      -object memory-backend-memfd,id=mem,size=1G,share=on -machine q35,memory-backend=mem \\");
         let path = std::path::absolute(export.socket.path()).unwrap_or_else(|_| export.socket.path().into());
-        println!("      -chardev socket,id=disk{index},path={} \\", path.display());
-        println!("      -device vhost-user-blk-pci,chardev=disk{index},num-queues={}", export.remotes.len());
+        say(format_args!("      -chardev socket,id=disk{index},path={} \\", path.display()));
+        say(format_args!("      -device vhost-user-blk-pci,chardev=disk{index},num-queues={}", export.remotes.len()));
     }
 }

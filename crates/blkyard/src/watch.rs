@@ -1,7 +1,7 @@
 //! What `serve` says while it serves: on request a line for each export with what happened since the last one, and
 //! unasked how the memory of the guests is reached, whenever that changes.
 
-use std::fmt::Write;
+use std::fmt::{Display, Write};
 use std::io::Write as _;
 use std::time::Instant;
 
@@ -59,10 +59,15 @@ impl Watch {
         for (watched, export) in self.exports.iter_mut().zip(&daemon.exports) {
             let state = if export.status.is_connected() { "connected" } else { "waiting" };
             let line = watched.line(&daemon.devices[export.device].device, &export.queues());
-            // Whoever listened may be gone by now: that ends the telling, not the daemon.
-            let _ = writeln!(std::io::stdout(), "{} {state} {line}", export.name);
+            say(format_args!("{} {state} {line}", export.name));
         }
     }
+}
+
+/// Says a line to whoever started the daemon. Nobody may listen any more: that ends the telling, not the daemon.
+pub fn say(line: impl Display) {
+    let mut stdout = std::io::stdout();
+    let _ = writeln!(stdout, "{line}").and_then(|()| stdout.flush());
 }
 
 impl Watched {

@@ -2,6 +2,10 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Longer than a daemon takes to start on a busy machine.
+const PATIENCE: Duration = Duration::from_mins(1);
 
 /// A daemon that does not outlive its test.
 struct Daemon(Child);
@@ -51,4 +55,30 @@ fn lanes_that_no_queue_is_given_to_harm_nobody() {
         "--lanes",
         "3",
     ]);
+}
+
+#[test]
+fn a_daemon_serves_even_if_nobody_listens_to_what_it_says() {
+    let folder = tempfile::tempdir().unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let daemon = Command::new(env!("CARGO_BIN_EXE_blkyard"))
+        .args(["serve", "--device", "ram:16M", "--export", "vhost-user-blk:s", "--control", "c"])
+        .current_dir(folder.path())
+        .stdout(writer)
+        .spawn()
+        .unwrap();
+    let mut daemon = Daemon(daemon);
+    let looks = || {
+        let mut look = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+        look.args(["inspect", "--control", "c"]).current_dir(folder.path()).output().unwrap().status.success()
+    };
+    let begin = Instant::now();
+    while !looks() {
+        assert!(daemon.0.try_wait().unwrap().is_none() && begin.elapsed() < PATIENCE, "it does not serve");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let pid = rustix::process::Pid::from_child(&daemon.0);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    assert!(daemon.0.wait().unwrap().success(), "it ended badly");
 }
