@@ -69,11 +69,11 @@ struct Inbox {
     closed: bool,
 }
 
-/// Who an entry belongs to: the upper byte of its name.
 /// How long a lane sleeps at most while it lacks a descriptor to hear a bell by: seldom enough to cost nothing, often enough that a
 /// guest waits and does not give up.
 const DEAF_NS: u64 = 100_000_000;
 
+/// Who an entry belongs to: the upper byte of its name.
 const KIND_DRIVER: u64 = 1;
 const KIND_BELL: u64 = 2;
 const KIND_CANCEL: u64 = 3;
