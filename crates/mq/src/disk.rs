@@ -143,7 +143,8 @@ impl<F: QueueFactory> Disk<F> {
         for open in &queues {
             for (seat, user) in open.users.iter().enumerate() {
                 let (ends, queue) = &mut sw_queues[*user];
-                *queue = ends.take().map(|ends| SwQueue::seated(&open.yard, seat, ends));
+                let stream = (*user / kinds.len()) as u32 + 1;
+                *queue = ends.take().map(|ends| SwQueue::seated(&open.yard, seat, ends, stream));
             }
         }
         let mut sw_queues: Vec<_> = sw_queues.into_iter().filter_map(|(_, queue)| queue).collect();

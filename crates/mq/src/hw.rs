@@ -249,7 +249,7 @@ impl<D> HwQueue<D> {
             quiesced: 0,
         };
         for number in 0..queue.namespaces.len() {
-            queue.set_scheduler(number as u16, config.scheduler.build(depth, config.bios_max));
+            queue.schedule(number as u16, config.scheduler);
         }
         queue.choose_plain();
         queue

@@ -14,6 +14,7 @@
 //! [spec A.26, D.1; Linux `block/elevator.h`]
 
 mod deadline;
+mod kyber;
 mod slots;
 mod streams;
 #[cfg(test)]
@@ -24,6 +25,7 @@ mod trees;
 use std::fmt;
 
 pub use self::deadline::DeadlineConfig;
+pub use self::kyber::KyberConfig;
 pub use self::timeslice::{SliceKey, SliceOrder, TimesliceConfig};
 use crate::Bio;
 
@@ -98,6 +100,8 @@ pub enum SchedulerConfig {
     None,
     /// Requests in the order of sectors, in batches, and each within its time: mq-deadline.
     Deadline(DeadlineConfig),
+    /// As many requests on their way as keep latencies what they should be.
+    Kyber(KyberConfig),
     /// Each stream for a while, one after the other.
     Timeslice(TimesliceConfig),
 }
@@ -109,6 +113,7 @@ impl SchedulerConfig {
         match self {
             SchedulerConfig::None => None,
             SchedulerConfig::Deadline(config) => Some(Box::new(deadline::Deadline::new(*config, depth, bios_max))),
+            SchedulerConfig::Kyber(config) => Some(Box::new(kyber::Kyber::new(*config, bios_max))),
             SchedulerConfig::Timeslice(config) if config.slice_us == 0 => None,
             SchedulerConfig::Timeslice(config) => Some(Box::new(timeslice::Timeslice::new(*config, bios_max))),
         }
@@ -119,6 +124,7 @@ impl SchedulerConfig {
         match self {
             SchedulerConfig::None => "none",
             SchedulerConfig::Deadline(_) => "deadline",
+            SchedulerConfig::Kyber(_) => "kyber",
             SchedulerConfig::Timeslice(_) => "timeslice",
         }
     }
@@ -128,18 +134,19 @@ impl SchedulerConfig {
 /// `blk_bio_list_merge`).
 const LOOK_BACK: usize = 8;
 
-/// Takes the first bio out of the first few of a list that touches a request and fits.
+/// Takes the first bio out of the first few of a list that touches a request and fits; also says when it came.
 fn join_from(
     slots: &mut slots::Slots,
     list: &mut slots::List,
     reach: Reach,
     fits: &mut dyn FnMut(&Bio) -> bool,
-) -> Option<Box<Bio>> {
+) -> Option<(Box<Bio>, u64)> {
     let mut first = slots.iter(list).take(LOOK_BACK);
     let at = first.find(|at| {
         let bio = slots.bio(*at);
         reach.touches(bio) && fits(bio)
-    });
+    })?;
     drop(first);
-    at.map(|at| slots.remove(list, at))
+    let since_ns = slots.since_ns(at);
+    Some((slots.remove(list, at), since_ns))
 }

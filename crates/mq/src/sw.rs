@@ -124,6 +124,8 @@ pub struct SwQueue<D, Cx> {
     calls: Vec<usize>,
     /// Where we are told of moves.
     desk: Arc<Desk<D, Cx>>,
+    /// What bios get that do not say whose they are.
+    stream: u32,
 }
 
 /// Has somebody turn the crank of a shared queue, for a budget that it takes from.
@@ -165,11 +167,11 @@ impl<D, Cx> Desk<D, Cx> {
 
 impl<D, Cx> SwQueue<D, Cx> {
     /// Whoever has these ends sits here.
-    pub(crate) fn seated(yard: &Arc<Yard<D, Cx>>, seat: usize, ends: Ends) -> SwQueue<D, Cx> {
+    pub(crate) fn seated(yard: &Arc<Yard<D, Cx>>, seat: usize, ends: Ends, stream: u32) -> SwQueue<D, Cx> {
         let places = Places::new(ends.places());
         let calls = Vec::with_capacity(yard.calls_max());
         let desk = Arc::new(Desk(Mutex::new((Arc::clone(yard), seat))));
-        SwQueue { yard: Arc::clone(yard), seat, ends, places, calls, desk }
+        SwQueue { yard: Arc::clone(yard), seat, ends, places, calls, desk, stream }
     }
 
     /// Where this thread is told of moves.
@@ -188,7 +190,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         let (ends, members): (Vec<_>, Vec<_>) = beds.iter().map(|_| rings(places)).unzip();
         let beds = beds.into_iter().map(|bed| (bed, 0)).collect();
         let yard = Arc::new(Yard::open(hw, cx, members, beds, false));
-        ends.into_iter().enumerate().map(|(seat, ends)| SwQueue::seated(&yard, seat, ends)).collect()
+        ends.into_iter().enumerate().map(|(seat, ends)| SwQueue::seated(&yard, seat, ends, seat as u32 + 1)).collect()
     }
 
     /// As [`SwQueue::share`], where each request takes a place from a budget, too: see [`HwQueue::set_budget`]. When the budget has
@@ -248,8 +250,11 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
     /// # Panics
     /// If there is no [room](SwQueue::room): the caller holds a place before it makes a wish.
     #[inline]
-    pub fn submit(&mut self, bio: Box<Bio>) {
+    pub fn submit(&mut self, mut bio: Box<Bio>) {
         self.places.hold();
+        if bio.stream == 0 {
+            bio.stream = self.stream;
+        }
         self.ends.plug.push(bio);
     }
 

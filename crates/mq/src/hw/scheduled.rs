@@ -9,8 +9,8 @@
 
 use std::collections::VecDeque;
 
-use super::{HwQueue, Merging};
-use crate::sched::{Next, Reach, Scheduler, SchedulerSnapshot};
+use super::{HwQueue, HwQueueConfig, Merging};
+use crate::sched::{Next, Reach, Scheduler, SchedulerConfig, SchedulerSnapshot};
 use crate::{Bio, BioFlags, Status};
 
 /// A scheduler, and what is on its way to it.
@@ -97,6 +97,12 @@ impl<D> HwQueue<D> {
         }
         self.choose_plain();
         had
+    }
+
+    /// The same, by what is wanted of it. Makes the scheduler, and so allocates.
+    pub fn schedule(&mut self, namespace: u16, config: SchedulerConfig) {
+        let HwQueueConfig { depth, bios_max, .. } = self.config;
+        self.set_scheduler(namespace, config.build(depth, bios_max));
     }
 
     /// A bio that is to be scheduled.

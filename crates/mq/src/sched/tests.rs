@@ -1,6 +1,7 @@
 //! A scheduler driven by hand: bios go in, and what comes out is looked at, with a clock that is set.
 
 mod deadline;
+mod kyber;
 mod timeslice;
 
 use super::{Next, Reach, Scheduler, SchedulerConfig};
@@ -43,7 +44,11 @@ struct Hand {
 impl Hand {
     /// For a queue of 8 tags and 64 bios.
     fn new(config: SchedulerConfig) -> Hand {
-        let scheduler = config.build(8, 64).expect("there is a scheduler");
+        Hand::of(config, 64)
+    }
+
+    fn of(config: SchedulerConfig, bios_max: usize) -> Hand {
+        let scheduler = config.build(8, bios_max).expect("there is a scheduler");
         Hand { scheduler, now_ns: 0, out: Vec::new(), until_ns: 0 }
     }
 
@@ -98,11 +103,16 @@ impl Hand {
         self
     }
 
-    fn end_all(&mut self) -> &mut Hand {
+    /// All that is out is over, and was with the device for so long.
+    fn end_all_after(&mut self, io_ns: u64) -> &mut Hand {
         for bio in std::mem::take(&mut self.out) {
-            self.scheduler.ended(&bio, self.now_ns, self.now_ns);
+            self.scheduler.ended(&bio, self.now_ns - io_ns, self.now_ns);
         }
         self
+    }
+
+    fn end_all(&mut self) -> &mut Hand {
+        self.end_all_after(0)
     }
 
     fn fact(&self, name: &str) -> Option<u64> {

@@ -72,7 +72,8 @@ pub struct TimesliceConfig {
 impl Default for TimesliceConfig {
     fn default() -> TimesliceConfig {
         TimesliceConfig {
-            slice_us: 0,
+            // In the model of spec D.7 as good as CFQ on a disk that turns; the post's were too short to pay for a seek.
+            slice_us: 20_000,
             extensions: 3,
             // As CFQ waits (slice_idle): most who read in a row are back by then.
             idle_us: 8000,
@@ -312,7 +313,7 @@ impl Scheduler for Timeslice {
 
     fn join(&mut self, reach: Reach, fits: &mut dyn FnMut(&Bio) -> bool, _now_ns: u64) -> Option<Box<Bio>> {
         let stream = self.owner?.stream;
-        let bio = join_from(&mut self.slots, &mut self.streams.get_mut(stream).bios, reach, fits)?;
+        let (bio, _) = join_from(&mut self.slots, &mut self.streams.get_mut(stream).bios, reach, fits)?;
         self.hand_out(stream);
         Some(bio)
     }

@@ -5,8 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use blkyard_mq::{
     Batch, Bio, BioFlags, BlockDevice, Budget, ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, Context,
-    DeadlineConfig, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, HwSnapshot, Merging, Op, Priority, QueueLimits,
-    Region, RegionTable, SchedulerConfig, Segment, SliceKey, SliceOrder, Status, TimedOut, TimesliceConfig, Wake,
+    DeadlineConfig, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, HwSnapshot, KyberConfig, Merging, Op, Priority,
+    QueueLimits, Region, RegionTable, SchedulerConfig, Segment, SliceKey, SliceOrder, Status, TimedOut,
+    TimesliceConfig, Wake,
 };
 use proptest::prelude::*;
 
@@ -140,7 +141,10 @@ fn any_scheduler() -> impl Strategy<Value = SchedulerConfig> {
             })
         },
     );
-    prop_oneof![2 => Just(SchedulerConfig::None), 1 => deadline, 1 => slices]
+    let kyber = (1_u32..3000, 1_u32..3000).prop_map(|(read_target_us, write_target_us)| {
+        SchedulerConfig::Kyber(KyberConfig { read_target_us, write_target_us, discard_target_us: 1000 })
+    });
+    prop_oneof![2 => Just(SchedulerConfig::None), 1 => deadline, 1 => kyber, 1 => slices]
 }
 
 fn any_step() -> impl Strategy<Value = Step> {
@@ -420,10 +424,7 @@ impl World {
                 self.quiesced -= 1;
             }
             Step::Scheduler(config) => {
-                let HwQueueConfig { depth, bios_max, .. } = self.plan.config;
-                for namespace in 0..self.plan.namespaces {
-                    self.queue.set_scheduler(namespace as u16, config.build(depth, bios_max));
-                }
+                (0..self.plan.namespaces).for_each(|namespace| self.queue.schedule(namespace as u16, config));
             }
             Step::Thaw | Step::Unquiesce => {}
         }
