@@ -20,6 +20,7 @@ use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, Se
 use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words};
+use crate::scheduler::take_device_scheduler;
 use crate::spec::{Spec, SpecError, show_size};
 use crate::takeover::{self, Heritage};
 use crate::watch::{Watch, say};
@@ -391,6 +392,7 @@ fn open(
     let mut exports = 0;
     for mut plan in plans {
         let share = plan.device.take_switch("share")?.unwrap_or(false);
+        let scheduler = take_device_scheduler(&mut plan.device)?;
         let name = plan.device.name.clone();
         let left = heritage.as_mut().and_then(|heritage| heritage.devices.pop_front());
         let (device, info) = if let Some(mut left) = left {
@@ -417,7 +419,7 @@ fn open(
             wanted.push(want);
             exports += 1;
         }
-        opened.push((ServedDevice::new(device, Arc::new(info)), wanted));
+        opened.push((ServedDevice::new(device, Arc::new(info), scheduler), wanted));
     }
     Ok(Some(opened))
 }
@@ -499,9 +501,11 @@ fn bind(
 pub(crate) fn make_queue(served: &ServedDevice, serial: SerialId) -> Result<(QueueRemote, Make), DeviceError> {
     let (device, info) = (&served.device, served.info());
     let (remote, port) = queue_pair();
-    let config = HwQueueConfig { depth: depth_of(device), ..HwQueueConfig::default() };
+    let config = HwQueueConfig { depth: depth_of(device), scheduler: served.scheduler(), ..HwQueueConfig::default() };
     let driver = device.queue(QueueKind::Default, config.depth)?;
-    Ok((remote, Box::new(move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port))))
+    let stream = served.new_stream();
+    let make = move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port).with_stream(stream);
+    Ok((remote, Box::new(make)))
 }
 
 /// How each lane is made.

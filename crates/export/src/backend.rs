@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use blkyard_mem::Region;
-use blkyard_mq::DeviceInfo;
+use blkyard_mq::{DeviceInfo, SchedulerConfig};
 use blkyard_virtio::{BlkConfig, DirtyLog, Features, RingBase};
 use vhost::vhost_user::GpuBackend;
 use vhost::vhost_user::message::{
@@ -95,6 +95,11 @@ impl BackendConfig {
         let set = self.queues.iter().map(|queue| queue.set_depth(depth));
         let depths = set.collect::<std::result::Result<Vec<_>, _>>().map_err(|gone| gone.to_string())?;
         Ok(depths.into_iter().min().unwrap_or(depth))
+    }
+
+    /// Has each queue order what waits by this scheduler.
+    pub(crate) fn schedule(&mut self, config: SchedulerConfig) -> std::result::Result<(), String> {
+        self.queues.iter().try_for_each(|queue| queue.schedule(config)).map_err(|gone| gone.to_string())
     }
 }
 

@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use blkyard_mq::DeviceInfo;
+use blkyard_mq::{DeviceInfo, SchedulerConfig};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::QueueRemote;
@@ -32,6 +32,8 @@ pub(crate) enum Order {
     Change(Arc<DeviceInfo>, Sender<Result<Changed, String>>),
     /// Each queue has no more than so many requests in flight; the answer is what that came to.
     Depth(usize, Sender<Result<usize, String>>),
+    /// Each queue orders what waits by this scheduler.
+    Schedule(SchedulerConfig, Sender<Result<(), String>>),
     /// Have these queues as well, and offer so many from the next front-end on.
     Offer(u16, Vec<QueueRemote>, Sender<Result<Changed, String>>),
     /// Come to rest, and wait until it is known whether somebody else goes on.
@@ -69,6 +71,11 @@ impl ExportHand {
     /// the queues were made for.
     pub fn set_depth(&self, depth: usize) -> Receiver<Result<usize, String>> {
         self.give(|answer| Order::Depth(depth, answer))
+    }
+
+    /// Asks that each queue order what waits by this scheduler from now on. Nothing is lost, and nothing has to come to rest.
+    pub fn schedule(&self, config: SchedulerConfig) -> Receiver<Result<(), String>> {
+        self.give(|answer| Order::Schedule(config, answer))
     }
 
     /// Asks that so many queues be offered from the next front-end on: at least one, at most as many as were made, with those in `more`, which

@@ -154,6 +154,13 @@ impl<D> VhostQueue<D> {
         }
     }
 
+    /// The same, and its bios say who submits them, for schedulers: no two queues that share a device's queue have the same stream.
+    #[must_use]
+    pub fn with_stream(mut self, stream: u32) -> VhostQueue<D> {
+        self.desk.free.iter_mut().for_each(|bio| bio.stream = stream);
+        self
+    }
+
     #[cold]
     fn read_mail<Cx: ?Sized + Chime>(&mut self, cx: &mut Cx)
     where
@@ -184,6 +191,10 @@ impl<D> VhostQueue<D> {
                 }
                 Command::Depth(depth, answer) => {
                     let _ = answer.send(self.hw.set_depth(depth));
+                }
+                Command::Schedule(config, answer) => {
+                    self.hw.schedule(0, config);
+                    let _ = answer.send(());
                 }
                 Command::Look(answer) => {
                     let _ = answer.send(self.view());

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use blkyard_mq::{DeviceInfo, HwStats, Wake};
+use blkyard_mq::{DeviceInfo, HwStats, SchedulerConfig, Wake};
 use blkyard_virtio::{GuestMemory, Inflight, RingBase, RingLayout};
 
 use crate::QueueView;
@@ -59,6 +59,8 @@ pub(crate) enum Command {
     Change(Arc<DeviceInfo>, Sender<Result<(), String>>),
     /// Have no more requests in flight than this, then say how many that are.
     Depth(usize, Sender<usize>),
+    /// Have this scheduler order what waits, then say so.
+    Schedule(SchedulerConfig, Sender<()>),
     /// Say what there is to see. Of no consequence to anything else.
     Look(Sender<QueueView>),
     /// Finish what was fetched, then never run again.
@@ -166,6 +168,13 @@ impl QueueRemote {
     pub(crate) fn set_depth(&self, depth: usize) -> Result<usize, Gone> {
         let (answer, wait) = channel();
         self.line.send(Command::Depth(depth, answer))?;
+        wait.recv().map_err(|_| Gone)
+    }
+
+    /// Has this scheduler order the bios that wait, from now on.
+    pub(crate) fn schedule(&self, config: SchedulerConfig) -> Result<(), Gone> {
+        let (answer, wait) = channel();
+        self.line.send(Command::Schedule(config, answer))?;
         wait.recv().map_err(|_| Gone)
     }
 

@@ -308,6 +308,9 @@ impl Desk {
                     set.iter().for_each(|depth| self.status.depth.store(*depth, Ordering::Relaxed));
                     let _ = answer.send(set);
                 }
+                Order::Schedule(config, answer) => {
+                    let _ = answer.send(subject.config().schedule(config));
+                }
                 Order::Offer(queues, more, answer) => {
                     let _ = answer.send(self.offer(subject, queues, more));
                 }

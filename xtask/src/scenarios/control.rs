@@ -52,6 +52,13 @@ pub const SCENARIOS: &[Scenario] = &[
         tell: lanes,
     },
     Scenario {
+        name: "control-scheduler",
+        sentence: "set puts one scheduler in the place of another under load, inspect shows it, and every byte is where it belongs",
+        place: Place::Host,
+        ours: true,
+        tell: scheduler,
+    },
+    Scenario {
         name: "control-refusals",
         sentence: "what cannot be set is refused with its name, the reason and what helps, and changes nothing",
         place: Place::Host,
@@ -405,6 +412,55 @@ fn lanes(ground: &Ground) -> Result<()> {
     tree_when(ground, "the client's end", |tree| tree["exports"][1]["session"].is_null())?;
     // The client begins anew before the last block.
     filled.check_pattern(0, 4 * MIB - 4096, BYTE)?;
+    server.stop()?;
+    Ok(())
+}
+
+fn scheduler(ground: &Ground) -> Result<()> {
+    const BYTE: u8 = 0x5c;
+    let image = ground.image("disk.img", 4 * MIB)?;
+    let export = ground.export(Device::File(image.path.clone()), "disk.sock", 1);
+    let server = serve(ground, std::slice::from_ref(&export))?;
+    // Few tags, so that bios wait.
+    succeed(ground, &["set", "device:0", "depth=2"])?;
+    let pattern = format!("--pattern={BYTE}");
+    let options = ["-w", &pattern, "-c", "100000000", "-d", "16", "-s", "4k"];
+    let mut bench = ground.start_qemu_bench(&export.socket, &options)?;
+    let writes = |tree: &Value| tree.pointer("/exports/0/queues/0/ops/write/ios").and_then(Value::as_u64);
+    let wishes = [
+        ("deadline", &["scheduler=deadline", "fifo_batch=4"][..]),
+        ("timeslice", &["scheduler=timeslice", "slice_us=250"]),
+        ("timeslice", &["slice_us=1000", "idle_us=slice"]),
+        ("kyber", &["scheduler=kyber"]),
+    ];
+    for (name, wish) in wishes.into_iter().cycle().take(12) {
+        let said = succeed(ground, &[&["set", "device:disk.img"][..], wish].concat())?;
+        ensure!(said.contains(&format!("scheduler {name}")), "set says: {said}");
+        let before = writes(&tree(ground)?);
+        let seen = tree_when(ground, "more writes", |tree| all_answered(tree) && writes(tree) > before)?;
+        let shown = &seen["exports"][0]["queues"][0]["now"]["scheduler"];
+        ensure!(shown["name"] == name, "{name} should be shown: {shown:#}");
+        for option in wish.iter().filter(|option| !option.starts_with("scheduler=")) {
+            let (key, value) = option.split_once('=').context("an option without a value")?;
+            ensure!(shown["options"][key] == value, "{option} should be shown: {shown:#}");
+        }
+    }
+    let text = succeed(ground, &["inspect"])?;
+    ensure!(text.contains("kyber (") && text.contains("read_target_us=2000"), "the text should show it:\n{text}");
+    succeed(ground, &["set", "device:0", "scheduler=none"])?;
+    let before = writes(&tree(ground)?);
+    tree_when(ground, "no scheduler, and twice the image written", |tree| {
+        let shown = tree.pointer("/exports/0/queues/0/now/scheduler");
+        shown.is_some_and(Value::is_null) && writes(tree) > before && writes(tree) >= Some(2048)
+    })?;
+    ensure!(bench.poll()?.is_none(), "the client has ended: {}{}", bench.stdout()?, bench.stderr()?);
+    let after = tree(ground)?;
+    ensure!(sum(&after, "/ops/write/errors") == 0, "requests failed:\n{after:#}");
+    refused(ground, &["set", "device:0", "scheduler=cfq"], &["device:0", "cfq", "deadline"])?;
+    drop(bench);
+    tree_when(ground, "the client's end", |tree| tree["exports"][0]["session"].is_null())?;
+    // The client begins anew before the last block.
+    image.check_pattern(0, 4 * MIB - 4096, BYTE)?;
     server.stop()?;
     Ok(())
 }

@@ -2,10 +2,11 @@
 //!
 //! Everything is checked here, against itself and against the device; what runs later has nothing left to refuse.
 
-use blkyard_mq::{DeviceInfo, QueueCounts, SECTOR_SHIFT, TagSet};
+use blkyard_mq::{DeviceInfo, HwQueueConfig, QueueCounts, SECTOR_SHIFT, SchedulerConfig, TagSet};
 use clap::ValueEnum;
 
-use crate::spec::{SpecError, parse_size, show_size};
+use crate::scheduler::take_device_scheduler;
+use crate::spec::{Spec, SpecError, parse_size, show_size};
 
 /// Command-line options of `bench`. Names and meanings follow fio; where they differ the text says so.
 #[derive(Clone, Debug, clap::Args)]
@@ -151,6 +152,7 @@ pub(crate) struct Plan {
     pub(crate) verify: bool,
     pub(crate) seed: u64,
     pub(crate) fsync: u64,
+    pub(crate) scheduler: SchedulerConfig,
 }
 
 impl Plan {
@@ -207,6 +209,7 @@ impl Plan {
             verify: args.verify.is_some(),
             seed: args.randseed,
             fsync: args.fsync,
+            scheduler: take_device_scheduler(&mut Spec::parse(&args.device)?)?,
         })
     }
 
@@ -230,10 +233,13 @@ impl Plan {
         at(job + 1) - at(job)
     }
 
-    /// Tags that a queue of this many jobs wants: one for each request that their bios are cut into.
+    /// Tags that a queue of this many jobs wants: one for each request that their bios are cut into. With a scheduler no more than a device
+    /// is served with, so that there is something to order.
     pub(crate) fn depth(&self, info: &DeviceInfo, jobs: usize) -> usize {
         let parts = self.block_bytes.div_ceil(info.limits.sectors_max << SECTOR_SHIFT).max(1);
-        (self.iodepth * jobs * parts as usize).min(TagSet::DEPTH_MAX)
+        let is_ordered = self.scheduler != SchedulerConfig::None;
+        let depth_max = if is_ordered { HwQueueConfig::default().depth } else { TagSet::DEPTH_MAX };
+        (self.iodepth * jobs * parts as usize).min(depth_max)
     }
 }
 

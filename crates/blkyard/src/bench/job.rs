@@ -102,6 +102,7 @@ impl Job {
         let free = (0..plan.iodepth).rev().map(|slot| {
             let mut bio = Bio::with_capacity(1);
             bio.cookie = slot as u64;
+            bio.stream = number as u32 + 1;
             bio
         });
         let mut job = Job {

@@ -36,7 +36,8 @@ pub use args::{BenchArgs, Format, Pattern, Verify};
 pub use report::Report;
 pub(crate) use text::count;
 
-use crate::spec::SpecError;
+use crate::scheduler::take_device_scheduler;
+use crate::spec::{Spec, SpecError};
 use crate::{Device, DeviceError, DeviceQueue};
 use args::Plan;
 use cpu::CpuTime;
@@ -81,7 +82,9 @@ pub enum BenchError {
 /// # Errors
 /// See [`BenchError`]; nothing was measured then.
 pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
-    let device = Device::open(&args.device)?;
+    let mut spec = Spec::parse(&args.device)?;
+    take_device_scheduler(&mut spec)?;
+    let device = Device::from_spec(spec)?;
     lay_out(args, &device)?;
     let report = measure(args, &device)?;
     match args.output_format {
@@ -206,7 +209,8 @@ fn spawn_own(
     let mut lanes = Vec::new();
     for (number, job) in jobs.into_iter().enumerate() {
         let depth = plan.depth(&info, 1).min(device.depth_max());
-        let queue = HwQueueConfig { depth, bios_max: plan.iodepth, ..HwQueueConfig::default() };
+        let (bios_max, scheduler) = (plan.iodepth, plan.scheduler);
+        let queue = HwQueueConfig { depth, bios_max, scheduler, ..HwQueueConfig::default() };
         let mut hw = HwQueue::new(device.queue(QueueKind::Default, depth)?, Arc::clone(&info), queue);
         let config = LaneConfig {
             name: format!("bench-{number}"),

@@ -77,7 +77,8 @@ impl QueueFactory for Queues<'_> {
         let name = format!("bench-{number}");
         let mut ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() })
             .map_err(|source| blkyard_os::LaneError::Ring { name, source })?;
-        let config = HwQueueConfig { depth, bios_max: self.plan.iodepth * threads, ..HwQueueConfig::default() };
+        let (bios_max, scheduler) = (self.plan.iodepth * threads, self.plan.scheduler);
+        let config = HwQueueConfig { depth, bios_max, scheduler, ..HwQueueConfig::default() };
         let mut hw = HwQueue::new(self.device.queue(kind, depth)?, Arc::clone(&self.info), config);
         hw.set_memory(&mut ring, Arc::clone(&self.memory));
         Ok((hw, ring))

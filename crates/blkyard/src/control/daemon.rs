@@ -4,12 +4,12 @@
 //! their number can be set; `serve` takes them back at the end. Of queues and exports it holds watching hands only.
 
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
 use blkyard_export::{ExportHand, ExportStatus, QueueWatch};
-use blkyard_mq::DeviceInfo;
+use blkyard_mq::{DeviceInfo, SchedulerConfig};
 use blkyard_virtio::SerialId;
 
 use crate::plan::DiskPlan;
@@ -39,12 +39,31 @@ pub struct ServedDevice {
     pub device: Device,
     /// As it is served now.
     info: Mutex<Arc<DeviceInfo>>,
+    /// What orders the bios that wait at its queues.
+    scheduler: Mutex<SchedulerConfig>,
+    /// Queues made for it so far.
+    streams: AtomicU32,
 }
 
 impl ServedDevice {
     /// A device that is served as this.
-    pub fn new(device: Device, info: Arc<DeviceInfo>) -> ServedDevice {
-        ServedDevice { info: Mutex::new(info), device }
+    pub fn new(device: Device, info: Arc<DeviceInfo>, scheduler: SchedulerConfig) -> ServedDevice {
+        ServedDevice { info: Mutex::new(info), device, scheduler: Mutex::new(scheduler), streams: AtomicU32::new(0) }
+    }
+
+    /// The stream of one more queue: how schedulers know it from the others.
+    pub fn new_stream(&self) -> u32 {
+        self.streams.fetch_add(1, Relaxed).wrapping_add(1)
+    }
+
+    /// What orders the bios that wait at its queues.
+    pub fn scheduler(&self) -> SchedulerConfig {
+        *self.scheduler.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that another does from now on.
+    pub fn set_scheduler(&self, scheduler: SchedulerConfig) {
+        *self.scheduler.lock().unwrap_or_else(PoisonError::into_inner) = scheduler;
     }
 
     /// As it is served now.

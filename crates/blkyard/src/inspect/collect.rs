@@ -8,13 +8,14 @@ use std::time::{Duration, Instant};
 
 use blkyard_export::{QueueView, QueueWatch};
 use blkyard_mq::{
-    NamespaceSnapshot, Op, OpClass, OpSnapshot, QueueLimits, RequestSnapshot, RequestState, StatsSnapshot,
+    NamespaceSnapshot, Op, OpClass, OpSnapshot, QueueLimits, RequestSnapshot, RequestState, SchedulerSnapshot,
+    StatsSnapshot,
 };
 use blkyard_os::{FixedBuffers, LaneConfig, LaneThread};
 
 use super::tree::{
-    DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SessionNode,
-    TagsNode, Tree,
+    DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode,
+    SessionNode, TagsNode, Tree,
 };
 use crate::control::{Daemon, ServedDevice, ServedExport};
 use crate::spec::show_size;
@@ -210,7 +211,18 @@ fn queue_now(view: &QueueView) -> QueueNow {
         quiesced: hw.quiesced,
         flush_pending: sum(|namespace| namespace.flush.pending),
         flush_running: sum(|namespace| namespace.flush.running),
+        scheduler: hw.namespaces.iter().find_map(|namespace| namespace.scheduler.as_ref()).map(scheduler_node),
         requests: hw.requests.iter().map(request_node).collect(),
+    }
+}
+
+fn scheduler_node(scheduler: &SchedulerSnapshot) -> SchedulerNode {
+    SchedulerNode {
+        name: scheduler.name.into(),
+        options: scheduler.options.iter().map(|(name, value)| ((*name).to_owned(), value.clone())).collect(),
+        waiting: scheduler.waiting,
+        oldest_ns: scheduler.oldest_ns,
+        facts: scheduler.facts.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect(),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::tree::{DeviceNode, ExportNode, LaneNode, OpNode, QueueNode, QueueNow, RequestNode, Tree};
+use super::tree::{DeviceNode, ExportNode, LaneNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode, Tree};
 use crate::spec::show_size;
 
 /// The tree, with the daemon itself or without.
@@ -104,7 +104,21 @@ fn now_of(out: &mut String, node: &QueueNow) {
         }
     }
     line(out, 2, &text);
+    if let Some(scheduler) = &node.scheduler {
+        line(out, 2, &scheduled(scheduler));
+    }
     node.requests.iter().for_each(|node| request(out, node));
+}
+
+/// One line on a scheduler.
+fn scheduled(node: &SchedulerNode) -> String {
+    let options: Vec<_> = node.options.iter().map(|(name, value)| format!("{name}={value}")).collect();
+    let facts: Vec<_> = node.facts.iter().map(|(name, value)| format!("{name} {value}")).collect();
+    let kept = match node.waiting {
+        0 => "keeps nothing".into(),
+        n => format!("keeps {n}, the oldest for {}", show_time(node.oldest_ns)),
+    };
+    format!("{} ({}) {kept}; {}", node.name, options.join(" "), facts.join(", "))
 }
 
 fn request(out: &mut String, node: &RequestNode) {

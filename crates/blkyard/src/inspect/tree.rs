@@ -139,8 +139,25 @@ pub struct QueueNow {
     pub flush_pending: usize,
     /// Bios that ride on the flush in flight.
     pub flush_running: usize,
+    /// What orders the bios that wait, if anything does.
+    pub scheduler: Option<SchedulerNode>,
     /// Requests that have a tag, by tag.
     pub requests: Vec<RequestNode>,
+}
+
+/// A scheduler of a queue.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SchedulerNode {
+    /// Its name.
+    pub name: String,
+    /// Its options.
+    pub options: BTreeMap<String, String>,
+    /// Bios that it keeps.
+    pub waiting: usize,
+    /// For how long the oldest of them has waited.
+    pub oldest_ns: u64,
+    /// What else it says of itself.
+    pub facts: BTreeMap<String, u64>,
 }
 
 /// The tags of a queue.

@@ -16,6 +16,7 @@ use super::size::{Backing, Resize};
 use crate::control::{Daemon, Kind, ServedDevice, ServedExport, Target};
 use crate::inspect::show_time;
 use crate::lanes::{LANES_MAX, SPIN_US_MAX};
+use crate::scheduler::take_scheduler;
 use crate::serve::make_queue;
 use crate::spec::{Spec, SpecError, show_size};
 use crate::{Device, ServedLanes};
@@ -123,6 +124,7 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let force = keys.take_switch("force")?.unwrap_or(false);
     let sectors_max = keys.take_number("sectors_max", u64::from(block_sectors), u64::from(made.limits.sectors_max))?;
     let depth = keys.take_number("depth", 1, depth_max as u64)?;
+    let scheduler = take_scheduler(&mut keys, served.scheduler())?;
     keys.finish()?;
     if force && size.is_none() {
         return Err(SpecError::new(name, "force=on goes with size", "say which size").into());
@@ -147,6 +149,16 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     }
     if let Some(depth) = depth {
         bound(&exports, depth as usize, &mut done, &mut problems);
+    }
+    if let Some(scheduler) = scheduler {
+        served.set_scheduler(scheduler);
+        let asked: Vec<_> = exports.iter().map(|export| export.hand.schedule(scheduler)).collect();
+        for (export, answer) in wait_for_all(&exports, asked) {
+            match answer {
+                Ok(()) => done.push(format!("{export}: scheduler {} orders what waits", scheduler.name())),
+                Err(why) => problems.push(format!("{export}: {why}")),
+            }
+        }
     }
     if problems.is_empty() { Ok(done) } else { Err(Problem([done, problems].concat().join("\n"))) }
 }
