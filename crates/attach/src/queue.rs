@@ -81,8 +81,10 @@ impl AttachedQueue {
     fn read_mail(&mut self, mut done: Option<&mut Done<'_>>) {
         for letter in self.door.take() {
             match letter {
-                Letter::Run(ring, kick, number) => {
+                Letter::Run(mut ring, kick, number) => {
                     self.leave_ring(done.as_deref_mut(), None);
+                    // A ring begins with calls wanted. We are awake; before a lane sleeps it asks for them.
+                    ring.disarm();
                     (self.ring, self.kick, self.ring_number) = (Some(*ring), Some(kick), number);
                     (self.moved, self.failing, self.broken) = (true, false, false);
                 }

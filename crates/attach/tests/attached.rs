@@ -74,10 +74,14 @@ fn packed_rings_do_the_same() {
 
 #[test]
 fn whoever_sleeps_is_called_and_one_who_polls_is_not() {
+    [false, true].into_iter().for_each(calls_who_sleeps);
+}
+
+fn calls_who_sleeps(packed: bool) {
     let (_folder, path) = place();
     let device = disk();
     let backend = Backend::start(&path, &device, 2);
-    let attached = Attached::open(config(&path)).unwrap();
+    let attached = Attached::open(AttachConfig { packed, ..config(&path) }).unwrap();
     let mut sleeper = User::new(&attached, QueueKind::Default);
     for round in 0..100 {
         (0..=round % 8).for_each(|slot| sleeper.submit(Op::Read, round, slot));
