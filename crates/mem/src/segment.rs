@@ -118,6 +118,20 @@ impl Span<'_> {
         unsafe { Span::new(self.start.add(offset), len) }
     }
 
+    /// Copies two words out that follow each other, little-endian as virtio has them.
+    ///
+    /// # Panics
+    /// If they do not lie inside the span.
+    #[inline]
+    pub fn u64s(&self, offset: usize) -> [u64; 2] {
+        if self.len < 16 || offset > self.len - 16 {
+            outside(offset, 16, self.len);
+        }
+        // SAFETY: 16 bytes from there on lie inside the span, and are plain data for which any value is valid.
+        let words = unsafe { self.start.add(offset).cast::<[u64; 2]>().read_unaligned() };
+        words.map(u64::from_le)
+    }
+
     /// Copies all bytes out into `to`, which is as long.
     ///
     /// # Panics

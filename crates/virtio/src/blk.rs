@@ -323,13 +323,14 @@ fn durability(context: &ParseContext) -> BioFlags {
 /// Copies the header: type and sector, if there is a whole one. What lies between the two is reserved.
 #[inline]
 fn read_header(chain: &Chain, memory: &GuestMemory) -> Option<(u32, u64)> {
-    let (mut kind, mut sector) = ([0; 4], [0; 8]);
     let first = chain.readable().first()?;
     if first.len >= HEADER_BYTES as u32 {
         let span = memory.table().resolve(Segment { len: HEADER_BYTES as u32, ..*first })?;
-        span.part(0, 4).copy_to_slice(&mut kind);
-        span.part(8, 8).copy_to_slice(&mut sector);
-    } else if !gather(chain.readable(), 0, memory, &mut kind) || !gather(chain.readable(), 8, memory, &mut sector) {
+        let [kind, sector] = span.u64s(0);
+        return Some((kind as u32, sector));
+    }
+    let (mut kind, mut sector) = ([0; 4], [0; 8]);
+    if !gather(chain.readable(), 0, memory, &mut kind) || !gather(chain.readable(), 8, memory, &mut sector) {
         return None;
     }
     Some((u32::from_le_bytes(kind), u64::from_le_bytes(sector)))

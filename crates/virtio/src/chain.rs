@@ -8,7 +8,7 @@
 use blkyard_mem::{Segment, Span, View};
 
 use crate::counters::reasons;
-use crate::{GuestMemory, TranslateError};
+use crate::{GuestMemory, GuestRange, TranslateError};
 
 /// Bytes of a descriptor: address, length, flags, next. [2.7.5]
 pub(crate) const DESC_BYTES: usize = 16;
@@ -144,13 +144,7 @@ impl Slots<'_> {
 /// Reads a descriptor of an indirect table once, as two words.
 #[inline]
 fn read_words(span: &Span<'_>, index: u32) -> [u64; 2] {
-    let span = span.part(index as usize * DESC_BYTES, DESC_BYTES);
-    let word = |at| {
-        let mut bytes = [0; 8];
-        span.part(at, 8).copy_to_slice(&mut bytes);
-        u64::from_le_bytes(bytes)
-    };
-    [word(0), word(8)]
+    span.u64s(index as usize * DESC_BYTES)
 }
 
 /// The same where the table lies across ranges: each descriptor is gathered by itself.
@@ -170,8 +164,30 @@ pub struct Chain {
     writable: Box<[Segment]>,
     tally: Tally,
     fault: Option<ChainFault>,
-    /// The range of guest memory hit last, kept from chain to chain.
-    hint: usize,
+    hints: Hints,
+}
+
+/// The ranges of guest memory that were hit last, kept from chain to chain: what describes requests and what they move often lie in two.
+#[derive(Clone, Copy, Debug, Default)]
+struct Hints {
+    last: usize,
+    before: usize,
+}
+
+impl Hints {
+    /// The one segment that holds these bytes, if they lie in one range, which is known not to be the last; from now on it is.
+    #[inline(never)]
+    fn elsewhere(&mut self, memory: &GuestMemory, addr: u64, len: u32) -> Option<Segment> {
+        let last = self.last;
+        let segment = if let Some(segment) = memory.range(self.before).segment(addr, len) {
+            self.last = self.before;
+            segment
+        } else {
+            memory.segment_elsewhere(addr, len, &mut self.last)?
+        };
+        self.before = last;
+        Some(segment)
+    }
 }
 
 /// How far a walk has come.
@@ -284,7 +300,7 @@ impl Chain {
     /// fault, so this is the most segments a driver may send, header and status included.
     pub fn new(segments_max: u16) -> Chain {
         let list = || vec![Segment::default(); usize::from(segments_max.max(1))].into();
-        Chain { readable: list(), writable: list(), tally: Tally::default(), fault: None, hint: 0 }
+        Chain { readable: list(), writable: list(), tally: Tally::default(), fault: None, hints: Hints::default() }
     }
 
     /// What the device may read, in order. Means nothing if there is a fault.
@@ -325,30 +341,57 @@ impl Chain {
         Some(Segment { region: last.region, offset: last.offset + u64::from(last.len - 1), len: 1 })
     }
 
+    /// Has the lines at these addresses fetched, with which chains begin that come next: a table, or a header. Addresses are not
+    /// believed: those outside the ranges hit last are passed over.
+    #[inline]
+    pub(crate) fn warm(&self, memory: &GuestMemory, addrs: impl Iterator<Item = u64>) {
+        let [near, other] = [self.hints.last, self.hints.before].map(|hint| memory.region_of(hint));
+        for addr in addrs {
+            let into = addr.wrapping_sub(near.1.guest_addr);
+            let (region, range) = if into < near.1.len { near } else { other };
+            let into = addr.wrapping_sub(range.guest_addr);
+            if into < range.len
+                && let Some(region) = region
+            {
+                region.warm(range.offset + into);
+            }
+        }
+    }
+
     /// Walks the chain that begins at `head`, which lies in the table of a split ring.
     #[inline]
     pub(crate) fn walk(&mut self, memory: &GuestMemory, table: Table<'_>, head: u16) {
         let mut desc = table.read(head);
         self.fault = None;
         self.tally = Tally::default();
+        let range = memory.range(self.hints.last);
         if !desc.is(Desc::INDIRECT) {
             let mut steps = Linked::new(u32::from(table.size), desc, |index| Some(table.read(index as u16)));
-            match self.walk_table(memory, &mut steps) {
+            match self.walk_table(memory, range, &mut steps) {
                 Some(indirect) => desc = indirect,
                 None => return,
             }
         }
         let Some(size) = self.indirect_size(desc, table.indirect) else { return };
         // Nearly always the table lies in one range.
-        let nested = if let Some(span) = memory.span(desc.addr, desc.len, &mut self.hint) {
+        let nested = if let Some((span, range)) = self.span(memory, desc) {
             let read = |index| Desc::from_words(read_words(&span, index));
-            self.walk_table(memory, &mut Linked::new(size, read(0), |index| Some(read(index))))
+            self.walk_table(memory, range, &mut Linked::new(size, read(0), |index| Some(read(index))))
         } else {
             self.walk_torn(memory, size, desc.addr)
         };
         if nested.is_some() {
             self.spoil(ChainFault::IndirectNested);
         }
+    }
+
+    /// The bytes of a table, if they lie in one range, and that range.
+    #[inline]
+    fn span<'a>(&mut self, memory: &'a GuestMemory, desc: Desc) -> Option<(Span<'a>, &'a GuestRange)> {
+        let hit = memory.range(self.hints.last).segment(desc.addr, desc.len);
+        let segment = if hit.is_some() { hit } else { self.hints.elsewhere(memory, desc.addr, desc.len) }?;
+        let (region, range) = memory.region_of(self.hints.last);
+        Some((region?.span(segment.offset, desc.len as usize)?, range))
     }
 
     /// The table lies across ranges.
@@ -360,7 +403,7 @@ impl Chain {
             self.spoil(ChainFault::IndirectNotMapped);
             return None;
         };
-        self.walk_table(memory, &mut Linked::new(size, first, read))
+        self.walk_table(memory, memory.range(self.hints.last), &mut Linked::new(size, first, read))
     }
 
     /// Walks the chain at the first of these places of a packed ring; `rest` is the second word of its first
@@ -377,7 +420,7 @@ impl Chain {
             return Some((desc.next(), 1));
         }
         let mut steps = Row { size: u32::from(slots.free), len: 1, desc, read: |ahead| Some(slots.read(ahead)) };
-        if self.walk_table(memory, &mut steps).is_some() {
+        if self.walk_table(memory, memory.range(self.hints.last), &mut steps).is_some() {
             // A table in a chain of several. [2.8.19]
             self.spoil(ChainFault::IndirectWithNext);
         }
@@ -395,9 +438,9 @@ impl Chain {
     #[inline]
     fn walk_packed_table(&mut self, memory: &GuestMemory, desc: Desc, negotiated: bool) {
         let Some(size) = self.indirect_size(desc, negotiated) else { return };
-        if let Some(span) = memory.span(desc.addr, desc.len, &mut self.hint) {
+        if let Some((span, range)) = self.span(memory, desc) {
             let read = |index| Desc::from_packed_table(read_words(&span, index), index + 1 < size);
-            self.walk_table(memory, &mut Row { size, len: 1, desc: read(0), read: |index| Some(read(index)) });
+            self.walk_table(memory, range, &mut Row { size, len: 1, desc: read(0), read: |index| Some(read(index)) });
         } else {
             self.walk_packed_torn(memory, size, desc.addr);
         }
@@ -412,7 +455,10 @@ impl Chain {
             Some(Desc::from_packed_table(words, index + 1 < size))
         };
         match read(0) {
-            Some(first) => drop(self.walk_table(memory, &mut Row { size, len: 1, desc: first, read })),
+            Some(first) => {
+                let range = memory.range(self.hints.last);
+                self.walk_table(memory, range, &mut Row { size, len: 1, desc: first, read });
+            }
             None => self.spoil(ChainFault::IndirectNotMapped),
         }
     }
@@ -434,10 +480,10 @@ impl Chain {
         None
     }
 
-    /// Walks one table to its end, or to an indirect descriptor, which is returned.
+    /// Walks one table to its end, or to an indirect descriptor, which is returned. `range` is that of the hint.
     #[inline]
-    fn walk_table<S: Steps>(&mut self, memory: &GuestMemory, steps: &mut S) -> Option<Desc> {
-        let mut stop = self.walk_plain(memory, steps);
+    fn walk_table<S: Steps>(&mut self, memory: &GuestMemory, range: &GuestRange, steps: &mut S) -> Option<Desc> {
+        let mut stop = self.walk_plain(memory, range, steps);
         if let Stop::Odd = stop {
             (stop, *steps) = self.walk_odd(memory, *steps);
         }
@@ -461,7 +507,7 @@ impl Chain {
         loop {
             self.take(memory, steps.desc());
             let stop = match steps.step() {
-                Ok(()) => self.walk_plain(memory, &mut steps),
+                Ok(()) => self.walk_plain(memory, memory.range(self.hints.last), &mut steps),
                 Err(stop) => stop,
             };
             if !matches!(stop, Stop::Odd) {
@@ -471,17 +517,16 @@ impl Chain {
     }
 
     /// Walks on as long as buffers are in one range each, in order, and nothing is wrong. What is counted is kept in
-    /// plain variables, which stay in registers.
+    /// plain variables, which stay in registers. `range` is that of the hint.
     // Always inlined, into whoever knows where descriptors come from.
     #[inline(always)]
-    fn walk_plain(&mut self, memory: &GuestMemory, steps: &mut impl Steps) -> Stop {
+    fn walk_plain<'a>(&mut self, memory: &'a GuestMemory, mut range: &'a GuestRange, steps: &mut impl Steps) -> Stop {
         if self.fault.is_some() {
             let desc = steps.desc();
             return if desc.is(Desc::INDIRECT) { Stop::Indirect(desc) } else { Stop::Odd };
         }
         let (mut readable, mut writable) = (self.tally.readable, self.tally.writable);
         let (mut readable_bytes, mut writable_bytes) = (self.tally.readable_bytes, self.tally.writable_bytes);
-        let mut range = memory.range(self.hint);
         let stop = loop {
             let desc = steps.desc();
             if desc.is(Desc::INDIRECT) {
@@ -492,8 +537,8 @@ impl Chain {
             }
             let segment = if let Some(segment) = range.segment(desc.addr, desc.len) {
                 segment
-            } else if let Some(segment) = memory.segment_elsewhere(desc.addr, desc.len, &mut self.hint) {
-                range = memory.range(self.hint);
+            } else if let Some(segment) = self.hints.elsewhere(memory, desc.addr, desc.len) {
+                range = memory.range(self.hints.last);
                 segment
             } else {
                 break Stop::Odd;
@@ -541,7 +586,7 @@ impl Chain {
         if self.fault.is_some() {
             *len = 0;
         }
-        let mut translate = |from| memory.translate_into(desc.addr, desc.len, &mut self.hint, &mut list[from..]);
+        let mut translate = |from| memory.translate_into(desc.addr, desc.len, &mut self.hints.last, &mut list[from..]);
         match translate(*len) {
             Ok(parts) => *len += parts,
             Err(TranslateError::NotMapped) => self.spoil(ChainFault::NotMapped),

@@ -105,17 +105,15 @@ impl Tables {
         self.addr + u64::from(token) * self.stride as u64
     }
 
-    /// Writes the rows of a token's table. `link` makes the second word of a row, given the first buffers' number.
+    /// Writes a row of a token's table, as the two words of its descriptor.
     ///
     /// # Panics
-    /// If there are more buffers than rows.
+    /// If there is no such row.
     #[inline]
-    fn write(&self, token: u16, buffers: &[Buffer], link: impl Fn(usize, &Buffer) -> u64) {
-        assert!(buffers.len() <= usize::from(self.rows), "a chain of {} buffers for {} rows", buffers.len(), self.rows);
-        let start = usize::from(token) * self.stride;
-        for (row, buffer) in buffers.iter().enumerate() {
-            write_desc(&self.view, start + row * DESC_BYTES, buffer.addr, link(row, buffer));
-        }
+    fn write(&self, token: u16, row: u16, addr: u64, rest: u64) {
+        assert!(row < self.rows, "a chain longer than a table of {} rows", self.rows);
+        let at = usize::from(token) * self.stride + usize::from(row) * DESC_BYTES;
+        write_desc(&self.view, at, addr, rest);
     }
 }
 
@@ -133,6 +131,9 @@ fn writable_bytes(buffers: &[Buffer]) -> u32 {
     let bytes: u64 = buffers.iter().filter(|buffer| buffer.writable).map(|buffer| u64::from(buffer.len)).sum();
     u32::try_from(bytes).unwrap_or(u32::MAX)
 }
+
+/// Why there is no row to write, and no table to add.
+const NO_TABLES: &str = "a ring without tables";
 
 /// What a chain must be like, whatever the ring.
 ///
@@ -196,6 +197,33 @@ impl DriverRing {
     #[inline]
     pub fn add(&mut self, token: u16, buffers: &[Buffer]) -> Result<(), NoRoom> {
         either!(self, ring => ring.add(token, buffers))
+    }
+
+    /// Writes a row of a token's table; `more` says whether the chain goes on with the next. Rows stay as they are until they are
+    /// written again, from chain to chain.
+    ///
+    /// # Panics
+    /// If there are no tables, or no such row.
+    #[inline]
+    pub fn put_row(&mut self, token: u16, row: u16, buffer: Buffer, more: bool) {
+        either!(self, ring => ring.put_row(token, row, buffer, more));
+    }
+
+    /// Adds the chain that stands in the first rows of a token's table: readable buffers, then writable ones of so many bytes. The device sees
+    /// it with the next [`DriverRing::publish`].
+    ///
+    /// # Panics
+    /// If there are no tables, or the token is in flight or not below the ring's size.
+    #[inline]
+    pub fn add_table(&mut self, token: u16, rows: u16, writable_bytes: u32) {
+        either!(self, ring => ring.add_table(token, rows, writable_bytes));
+    }
+
+    /// The token of the chain that will be taken after so many others, if the device is known to have used it. What the device says is not
+    /// checked here: it is good for a guess, such as which memory will be wanted.
+    #[inline]
+    pub fn coming(&self, after: u16) -> Option<u16> {
+        either!(self, ring => ring.coming(after))
     }
 
     /// Shows the device all that was added since the last time. Says whether it wants a kick for it.

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use blkyard_mem::{Region, RegionTable, Segment, Span, View};
+use blkyard_mem::{Region, RegionTable, Segment, View};
 
 /// A run of guest memory and the region that holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,12 +199,10 @@ impl GuestMemory {
         self.ranges.get(hint).unwrap_or(NONE)
     }
 
-    /// The bytes at `addr`, if they lie in one range.
+    /// The range of a hint and its region, if there are any; else a range without bytes.
     #[inline]
-    pub(crate) fn span(&self, addr: u64, len: u32, hint: &mut usize) -> Option<Span<'_>> {
-        let hit = self.range(*hint).segment(addr, len);
-        let segment = if hit.is_some() { hit } else { self.segment_elsewhere(addr, len, hint) }?;
-        self.regions.get(*hint)?.span(segment.offset, len as usize)
+    pub(crate) fn region_of(&self, hint: usize) -> (Option<&Region>, &GuestRange) {
+        (self.regions.get(hint).map(|region| &**region), self.range(hint))
     }
 
     /// The one segment that holds `len` bytes at `addr`, if they lie in one range; `hint` is known not to be it.

@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use crate::chain::{DESC_BYTES, Slots};
 use crate::inflight::{Left, LeftChain, PackedInflight};
 use crate::order::{InOrder, Used};
-use crate::ring::{Head, RingBase, RingFault, RingLayout, RingSetupError, check_size};
+use crate::ring::{Head, RUN_MAX, RingBase, RingFault, RingLayout, RingSetupError, check_size};
 use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
 
 /// The marks in a descriptor's flags. [2.8.1]
@@ -123,6 +123,8 @@ pub struct PackedRing {
     indirect: bool,
     /// The next descriptor to look at.
     next_avail: Position,
+    /// Chains to fetch whose lines were sent for.
+    warm: u16,
     /// Where the next used element goes.
     next_used: Position,
     /// Places passed by used elements that the driver cannot see yet.
@@ -167,6 +169,7 @@ impl PackedRing {
             event_idx: features.contains(Features::EVENT_IDX),
             indirect: features.contains(Features::INDIRECT_DESC),
             next_avail,
+            warm: 0,
             next_used,
             unpublished: 0,
             first: (next_used, 0),
@@ -228,6 +231,11 @@ impl PackedRing {
         if !self.is_available(rest) {
             return Ok(None);
         }
+        if self.warm == 0 {
+            self.warm_run(memory, chain);
+        }
+        // The look ahead read anew: a driver may have taken back meanwhile what it offered.
+        self.warm = self.warm.saturating_sub(1);
         let free = self.size - self.slots_out;
         if free == 0 {
             return Err(self.breaks(RingFault::AvailJumped));
@@ -252,6 +260,22 @@ impl PackedRing {
         self.slots_out += count;
         self.in_flight += 1;
         Ok(Some(self.head(chain, id, count, record)))
+    }
+
+    /// Sends for the lines with which the next chains begin, and for these together. Looks as if each chain took one place, as those
+    /// with tables do.
+    #[inline(never)]
+    fn warm_run(&mut self, memory: &GuestMemory, chain: &Chain) {
+        let (mut at, mut run) = (self.next_avail, 0);
+        let descs = std::iter::from_fn(|| {
+            let [addr, rest] = self.layout.desc.load_u64s(at.offset(), Relaxed);
+            let is_offered = run < RUN_MAX.min(self.size) && marks_of(rest) == marks_available(at.wrap);
+            at.advance(1, self.size);
+            run += u16::from(is_offered);
+            is_offered.then_some(addr)
+        });
+        chain.warm(memory, descs);
+        self.warm = run;
     }
 
     /// Takes the next chain that was in flight before the set-up, from the copies of its descriptors.

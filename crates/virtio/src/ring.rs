@@ -14,6 +14,10 @@ use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
 /// The largest ring of either format. [2.7, 2.8.10.1]
 pub const RING_SIZE_MAX: u16 = 32768;
 
+/// Chains that are looked at together, at most, on either side: their lines are sent for at once, and a processor waits for hardly
+/// more at one time.
+pub(crate) const RUN_MAX: u16 = 16;
+
 /// The three parts of a ring, as [`ring_bytes`] or [`packed_ring_bytes`] wants them.
 #[derive(Clone, Debug)]
 pub struct RingLayout {

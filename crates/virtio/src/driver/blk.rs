@@ -19,6 +19,7 @@ use super::{BlkDisk, BlkLayout, Buffer, DeviceFault, DriverRing, NoRoom, Tables,
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES, RANGE_UNMAP, kind, status_from};
 use crate::chain::DESC_BYTES;
 use crate::counters::reasons;
+use crate::ring::RUN_MAX;
 use crate::{Complaints, Features, RingBase, RingLayout, RingSetupError};
 
 /// What a status byte is before the device writes it: none of the specification's.
@@ -60,8 +61,12 @@ pub struct BlkRing {
     ranges_max: usize,
     /// The tags of requests in flight, by place.
     parked: Box<[Option<Tag>]>,
-    /// The chain being made.
+    /// The chain being made, if there are no tables.
     buffers: Vec<Buffer>,
+    /// There are tables. Their first rows are headers for ever.
+    has_tables: bool,
+    /// By place: the row of its table that is the status, if it is known to be one. It stays so from request to request.
+    status_rows: Box<[u16]>,
     phase: Phase,
     complaints: Arc<Complaints>,
 }
@@ -74,6 +79,16 @@ enum Phase {
     Asking,
     /// All was taken back.
     Over,
+}
+
+/// A chain being made.
+struct Draft {
+    place: usize,
+    /// The last buffer's row.
+    row: u16,
+    writable_bytes: u64,
+    /// The row that was the status before; none of the next chain's while it is made.
+    status_row: u16,
 }
 
 /// What a request says beside its data.
@@ -121,9 +136,18 @@ impl BlkRing {
             let tables = tables.expect("a part of the places");
             Tables::new(tables, places_addr + TABLE_AT as u64, layout.stride, layout.rows)
         });
-        let ring = DriverRing::new(ring, size, disk.features, tables, RingBase::start(disk.features))?;
+        let has_tables = tables.is_some();
+        let mut ring = DriverRing::new(ring, size, disk.features, tables, RingBase::start(disk.features))?;
+        if has_tables {
+            (0..layout.depth).for_each(|place| {
+                let addr = places_addr + (usize::from(place) * layout.stride) as u64;
+                ring.put_row(place, 0, Buffer { addr, len: HEADER_BYTES as u32, writable: false }, true);
+            });
+        }
         Ok(BlkRing {
             ring,
+            has_tables,
+            status_rows: vec![0; usize::from(layout.depth)].into(),
             places,
             places_addr,
             stride: layout.stride,
@@ -154,20 +178,21 @@ impl BlkRing {
         while let Some((tag, request, segments)) = batch.take() {
             let place = tag.index();
             let (op, sector, sectors, flags) = (request.op(), request.sector(), request.sectors(), request.flags());
-            self.begin(place);
+            let mut draft = self.begin(place);
             let mut made = Ok(());
             match op {
-                Op::Read | Op::Write => made = self.put_data(op == Op::Read, segments, &mut translate),
+                Op::Read | Op::Write => made = self.put_data(&mut draft, op == Op::Read, segments, &mut translate),
                 Op::Flush => {}
-                Op::Discard => self.put_ranges(place, batch.ranges(&tag), 0),
+                Op::Discard => self.put_ranges(&mut draft, batch.ranges(&tag), 0),
                 Op::WriteZeroes => {
                     let unmap = self.may_unmap && !flags.contains(BioFlags::NO_UNMAP);
-                    self.put_ranges(place, std::iter::once((sector, sectors)), if unmap { RANGE_UNMAP } else { 0 });
+                    let range = std::iter::once((sector, sectors));
+                    self.put_ranges(&mut draft, range, if unmap { RANGE_UNMAP } else { 0 });
                 }
             }
             let wish = made.and_then(|()| self.wish(op, sector));
             match wish {
-                Ok(wish) if self.finish(place, wish).is_ok() => self.parked[place] = Some(tag),
+                Ok(wish) if self.finish(&draft, wish).is_ok() => self.parked[place] = Some(tag),
                 Ok(_) => {
                     batch.put_back(tag);
                     batch.short_of(Shortage::Device);
@@ -192,7 +217,9 @@ impl BlkRing {
         if self.phase == Phase::Over {
             return Ok(());
         }
+        let mut warm = 0;
         while let Some(used) = self.next_used()? {
+            warm = if warm == 0 { self.warm_run() } else { warm - 1 };
             let place = usize::from(used.token);
             let status = self.status(place);
             match self.parked[place].take() {
@@ -214,29 +241,62 @@ impl BlkRing {
         })
     }
 
+    /// Sends for the places of the chains to be taken next, all together: their statuses are read soon, and they are the next to be
+    /// written. Returns how many.
+    #[inline(never)]
+    fn warm_run(&self) -> u16 {
+        let mut run = 0;
+        while run < RUN_MAX
+            && let Some(token) = self.ring.coming(run)
+        {
+            self.places.warm(usize::from(token) * self.stride);
+            run += 1;
+        }
+        run
+    }
+
     /// Begins a chain: the header.
     #[inline]
-    fn begin(&mut self, place: usize) {
-        self.buffers.clear();
-        self.buffers.push(Buffer { addr: self.addr(place, 0), len: HEADER_BYTES as u32, writable: false });
+    fn begin(&mut self, place: usize) -> Draft {
+        if !self.has_tables {
+            self.buffers.clear();
+            self.buffers.push(Buffer { addr: self.addr(place, 0), len: HEADER_BYTES as u32, writable: false });
+        }
+        Draft { place, row: 0, writable_bytes: 0, status_row: std::mem::take(&mut self.status_rows[place]) }
+    }
+
+    /// The next buffer of a chain, which is not its last.
+    #[inline]
+    fn put(&mut self, draft: &mut Draft, buffer: Buffer) {
+        draft.row += 1;
+        if buffer.writable {
+            draft.writable_bytes += u64::from(buffer.len);
+        }
+        if self.has_tables {
+            self.ring.put_row(draft.place as u16, draft.row, buffer, true);
+        } else {
+            self.buffers.push(buffer);
+        }
     }
 
     #[inline]
     fn put_data(
         &mut self,
+        draft: &mut Draft,
         writable: bool,
         segments: impl Iterator<Item = Segment>,
         translate: &mut impl FnMut(Segment) -> Option<u64>,
     ) -> Result<(), Complaint> {
         for segment in segments {
             let addr = translate(segment).ok_or(Complaint::NotReachable)?;
-            self.buffers.push(Buffer { addr, len: segment.len, writable });
+            self.put(draft, Buffer { addr, len: segment.len, writable });
         }
         Ok(())
     }
 
     /// Writes ranges, each sector, sectors, flags. [5.2.6]
-    fn put_ranges(&mut self, place: usize, ranges: impl Iterator<Item = (u64, u32)>, flags: u32) {
+    fn put_ranges(&mut self, draft: &mut Draft, ranges: impl Iterator<Item = (u64, u32)>, flags: u32) {
+        let place = draft.place;
         let mut count = 0;
         for (sector, sectors) in ranges {
             assert!(count < self.ranges_max, "a request of more than {} ranges", self.ranges_max);
@@ -246,7 +306,8 @@ impl BlkRing {
             count += 1;
         }
         let len = (count * RANGE_BYTES) as u32;
-        self.buffers.push(Buffer { addr: self.addr(place, RANGES_AT), len, writable: false });
+        let addr = self.addr(place, RANGES_AT);
+        self.put(draft, Buffer { addr, len, writable: false });
     }
 
     /// The header's words for an operation. Those that only read and write need no feature.
@@ -264,13 +325,24 @@ impl BlkRing {
 
     /// Writes header and status of the request at a place, and adds its chain to the ring.
     #[inline]
-    fn finish(&mut self, place: usize, wish: Wish) -> Result<(), NoRoom> {
+    fn finish(&mut self, draft: &Draft, wish: Wish) -> Result<(), NoRoom> {
+        let place = draft.place;
         let at = place * self.stride;
         self.places.store_u64(at, u64::from(wish.kind), Relaxed);
         self.places.store_u64(at + 8, wish.sector, Relaxed);
         self.places.store_u8(at + STATUS_AT, NOT_WRITTEN, Relaxed);
-        self.buffers.push(Buffer { addr: self.addr(place, STATUS_AT), len: 1, writable: true });
-        self.ring.add(place as u16, &self.buffers)
+        let status = Buffer { addr: self.addr(place, STATUS_AT), len: 1, writable: true };
+        if !self.has_tables {
+            self.buffers.push(status);
+            return self.ring.add(place as u16, &self.buffers);
+        }
+        let (token, row) = (place as u16, draft.row + 1);
+        if draft.status_row != row {
+            self.ring.put_row(token, row, status, false);
+        }
+        self.status_rows[place] = row;
+        self.ring.add_table(token, row + 1, u32::try_from(draft.writable_bytes + 1).unwrap_or(u32::MAX));
+        Ok(())
     }
 
     /// What the status byte at a place says.
@@ -297,9 +369,10 @@ impl BlkRing {
     pub fn ask_id(&mut self) -> bool {
         let is_idle = self.phase == Phase::Serving && self.ring.in_flight() == 0;
         assert!(is_idle, "the serial number is asked for on an idle queue");
-        self.begin(0);
-        self.buffers.push(Buffer { addr: self.addr(0, ID_AT), len: ID_BYTES as u32, writable: true });
-        let added = self.finish(0, Wish { kind: kind::GET_ID, sector: 0 });
+        let mut draft = self.begin(0);
+        let addr = self.addr(0, ID_AT);
+        self.put(&mut draft, Buffer { addr, len: ID_BYTES as u32, writable: true });
+        let added = self.finish(&draft, Wish { kind: kind::GET_ID, sector: 0 });
         assert!(added.is_ok(), "three descriptors in an empty ring");
         self.phase = Phase::Asking;
         self.ring.publish()

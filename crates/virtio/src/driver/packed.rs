@@ -6,7 +6,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
-use super::{Buffer, DeviceFault, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
+use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
 use crate::chain::{DESC_BYTES, Desc};
 use crate::packed::{AVAIL, Position, USED, WRAP, wish};
 use crate::ring::check_size;
@@ -116,28 +116,63 @@ impl PackedDriver {
     pub fn add(&mut self, token: u16, buffers: &[Buffer]) -> Result<(), NoRoom> {
         check_chain(buffers);
         assert!(token < self.size, "token {token} on a ring of {}", self.size);
-        assert!(self.out[usize::from(token)].descriptors == 0, "token {token} is in flight");
-        let mut descriptors = 1;
+        let writable_bytes = writable_bytes(buffers);
         if let Some(tables) = &self.tables {
-            tables.write(token, buffers, |_, buffer| word(buffer.len, 0, write_flag(buffer)));
-            let len = (buffers.len() * DESC_BYTES) as u32;
-            self.put(tables.addr(token), len, token, Desc::INDIRECT);
+            for (row, buffer) in buffers.iter().enumerate() {
+                tables.write(token, row as u16, buffer.addr, word(buffer.len, 0, write_flag(buffer)));
+            }
+            self.add_table(token, buffers.len() as u16, writable_bytes);
         } else {
             assert!(buffers.len() <= usize::from(self.size), "a chain of {} in a ring of {}", buffers.len(), self.size);
-            descriptors = buffers.len() as u16;
+            let descriptors = buffers.len() as u16;
             if descriptors > self.free {
                 return Err(NoRoom);
             }
+            self.note(token, Out { descriptors, writable_bytes });
             for (row, buffer) in buffers.iter().enumerate() {
                 let more = if row + 1 < buffers.len() { Desc::NEXT } else { 0 };
                 self.put(buffer.addr, buffer.len, token, write_flag(buffer) | more);
             }
         }
-        self.free -= descriptors;
-        self.added += descriptors;
-        self.in_flight += 1;
-        self.out[usize::from(token)] = Out { descriptors, writable_bytes: writable_bytes(buffers) };
         Ok(())
+    }
+
+    /// See [`DriverRing::put_row`](super::DriverRing::put_row).
+    #[inline]
+    pub fn put_row(&mut self, token: u16, row: u16, buffer: Buffer, _more: bool) {
+        let rest = word(buffer.len, 0, write_flag(&buffer));
+        self.tables.as_ref().expect(NO_TABLES).write(token, row, buffer.addr, rest);
+    }
+
+    /// See [`DriverRing::add_table`](super::DriverRing::add_table).
+    #[inline]
+    pub fn add_table(&mut self, token: u16, rows: u16, writable_bytes: u32) {
+        let addr = self.tables.as_ref().expect(NO_TABLES).addr(token);
+        self.note(token, Out { descriptors: 1, writable_bytes });
+        self.put(addr, u32::from(rows) * DESC_BYTES as u32, token, Desc::INDIRECT);
+    }
+
+    /// A chain is about to be in flight.
+    #[inline]
+    fn note(&mut self, token: u16, chain: Out) {
+        let out = &mut self.out[usize::from(token)];
+        assert!(out.descriptors == 0, "token {token} is in flight");
+        *out = chain;
+        self.free -= chain.descriptors;
+        self.added += chain.descriptors;
+        self.in_flight += 1;
+    }
+
+    /// See [`DriverRing::coming`](super::DriverRing::coming). Chains of one descriptor each, as tables make them.
+    #[inline]
+    pub fn coming(&self, after: u16) -> Option<u16> {
+        if after >= self.published || self.tables.is_none() {
+            return None;
+        }
+        let mut at = self.used;
+        at.advance(after, self.size);
+        let rest = self.layout.desc.load_u64(at.offset() + REST, Relaxed);
+        ((rest >> 48) as u16 & (AVAIL | USED) == used(at)).then_some((rest >> 32) as u16)
     }
 
     /// Writes the next descriptor. The device goes from one to the next only as long as they are available, so that

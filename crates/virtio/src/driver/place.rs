@@ -4,13 +4,13 @@
 //!  ┌────────────┬─────────┬────────┬─────────┬─────────┬─
 //!  │ desc       │ avail   │ used   │ place 0 │ place 1 │ …      each part and place on lines of its own
 //!  └────────────┴─────────┴────────┴─────────┴─────────┴─
-//!   a place   0  header: type, reserved, sector        64  table: header, first segment, …
-//!            16  status                               112  … or, in a discard, ranges
-//!            20  serial number
+//!   a place   0  header: type, reserved, sector        64  … status, or further segments
+//!            16  status                                80  … or, in a discard, ranges; or the serial number
+//!            32  table: header, first segment, …
 //! ```
 //!
-//! Header and status are one line: we write it, the device reads and writes it, we read it. The table is the next one, for a
-//! request of one segment, and processors fetch lines in pairs. A request with ranges has a table of three rows and
+//! Header, status and all of the table that changes from one request of one segment to the next are one line: we write it, the device
+//! reads and writes it, we read it. A request with ranges has a table of three rows and
 //! no segments, so that the rest of its rows is room for them.
 
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES};
@@ -23,15 +23,17 @@ const LINE_BYTES: usize = 64;
 const PLACE_ALIGN: usize = 2 * LINE_BYTES;
 
 pub(super) const STATUS_AT: usize = HEADER_BYTES;
-pub(super) const ID_AT: usize = HEADER_BYTES + 4;
-const _: () = assert!(ID_AT + ID_BYTES <= LINE_BYTES);
 
-/// The rows of a place.
-pub(super) const TABLE_AT: usize = LINE_BYTES;
+/// The rows of a place. Two of them are in the first line.
+pub(super) const TABLE_AT: usize = LINE_BYTES - 2 * DESC_BYTES;
+const _: () = assert!(STATUS_AT < TABLE_AT);
 /// Rows that a request with ranges needs for its table: header, ranges, status.
 const RANGE_ROWS: u16 = 3;
 pub(super) const RANGES_AT: usize = TABLE_AT + RANGE_ROWS as usize * DESC_BYTES;
 const _: () = assert!(RANGE_BYTES == DESC_BYTES);
+/// As many bytes as two ranges, behind a table of as many rows.
+pub(super) const ID_AT: usize = RANGES_AT;
+const _: () = assert!(ID_AT + ID_BYTES <= PLACE_ALIGN);
 
 /// Rows for a request of so many segments, header and status included; at least what one with a range needs.
 fn rows(segments_max: u16) -> u16 {

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
-use super::{Buffer, DeviceFault, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
+use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
 use crate::chain::{DESC_BYTES, Desc};
 use crate::ring::check_size;
 use crate::split::{AVAIL_ELEMENT, FLAGS, INDEX, NO_INTERRUPT, NO_NOTIFY, RING, USED_ELEMENT, needs_event};
@@ -115,18 +115,51 @@ impl SplitDriver {
         check_chain(buffers);
         assert!(token < self.size, "token {token} on a ring of {}", self.size);
         let writable_bytes = writable_bytes(buffers);
-        let head = if let Some(tables) = &self.tables {
-            assert!(self.out[usize::from(token)].descriptors == 0, "token {token} is in flight");
-            tables.write(token, buffers, |row, buffer| link(buffer, row + 1 < buffers.len(), row as u16 + 1));
-            self.out[usize::from(token)] = Out { token, tail: token, descriptors: 1, writable_bytes };
-            token
+        if let Some(tables) = &self.tables {
+            for (row, buffer) in buffers.iter().enumerate() {
+                let rest = link(buffer, row + 1 < buffers.len(), row as u16 + 1);
+                tables.write(token, row as u16, buffer.addr, rest);
+            }
+            self.add_table(token, buffers.len() as u16, writable_bytes);
         } else {
-            self.add_direct(token, buffers, writable_bytes)?
-        };
+            let head = self.add_direct(token, buffers, writable_bytes)?;
+            self.make_available(head);
+        }
+        Ok(())
+    }
+
+    /// See [`DriverRing::put_row`](super::DriverRing::put_row).
+    #[inline]
+    pub fn put_row(&mut self, token: u16, row: u16, buffer: Buffer, more: bool) {
+        self.tables.as_ref().expect(NO_TABLES).write(token, row, buffer.addr, link(&buffer, more, row + 1));
+    }
+
+    /// See [`DriverRing::add_table`](super::DriverRing::add_table).
+    #[inline]
+    pub fn add_table(&mut self, token: u16, _rows: u16, writable_bytes: u32) {
+        assert!(self.tables.is_some(), "{NO_TABLES}");
+        let out = &mut self.out[usize::from(token)];
+        assert!(out.descriptors == 0, "token {token} is in flight");
+        *out = Out { token, tail: token, descriptors: 1, writable_bytes };
+        self.make_available(token);
+    }
+
+    #[inline]
+    fn make_available(&mut self, head: u16) {
         let place = RING + usize::from(self.next_avail & self.mask) * AVAIL_ELEMENT;
         self.layout.avail.store_u16(place, head, Relaxed);
         self.next_avail = self.next_avail.wrapping_add(1);
-        Ok(())
+    }
+
+    /// See [`DriverRing::coming`](super::DriverRing::coming).
+    #[inline]
+    pub fn coming(&self, after: u16) -> Option<u16> {
+        if after >= self.used_seen.wrapping_sub(self.last_used) {
+            return None;
+        }
+        let element = RING + usize::from(self.last_used.wrapping_add(after) & self.mask) * USED_ELEMENT;
+        let id = self.layout.used.load_u32(element, Relaxed);
+        self.out.get(id as usize).map(|out| out.token)
     }
 
     /// Writes the chain into free descriptors; returns the first.
