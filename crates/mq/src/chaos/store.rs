@@ -160,7 +160,9 @@ impl Cache {
     fn written(&mut self, now: &Region, first: u64, sectors: u32, volatile: bool) {
         for sector in first..first + u64::from(sectors) {
             if volatile {
-                self.dirty[sector as usize] = self.clock;
+                // Of two writes at one time, what covers the one that was over first covers what came of both: it was promised.
+                let dirty = &mut self.dirty[sector as usize];
+                *dirty = if *dirty == 0 { self.clock } else { *dirty };
                 continue;
             }
             sector_of(&self.stable, sector).copy_from(&sector_of(now, sector));
