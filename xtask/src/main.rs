@@ -1,4 +1,4 @@
-//! The chores of the house: `cargo xtask test`, `cargo xtask guest`, `cargo xtask bench`.
+//! The chores of the house: `cargo xtask test`, `cargo xtask guest`, `cargo xtask bench`, `cargo xtask sim`.
 //!
 //! What a person needs beside Debian and cargo is fetched here, never asked for. Holds no code of
 //! the product and may not be depended on by it.
@@ -13,6 +13,7 @@ mod process;
 mod qmp;
 mod scenarios;
 mod server;
+mod sim;
 mod test;
 mod tidy;
 mod vm;
@@ -58,6 +59,14 @@ enum Chore {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Run worlds drawn from seeds: the real queues, in virtual time, on a device that is a model, judged by an oracle.
+    ///
+    /// SEED, or FIRST..END for several, then [--seconds N] and options as key=value, which are drawn where they are not given. A run that
+    /// fails prints how to do it again.
+    Sim {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+        arguments: Vec<String>,
+    },
 }
 
 fn main() -> ExitCode {
@@ -82,6 +91,7 @@ fn run(chore: Chore) -> Result<ExitCode> {
             instructions::record()?;
             Ok(ExitCode::SUCCESS)
         }
+        Chore::Sim { arguments } => sim::run(&arguments),
         Chore::Bench { arguments, .. } => bench::run(&arguments),
     }
 }

@@ -6,6 +6,8 @@
 //! so it is at home in real time as well. A [`ModelDevice`] is one with queue pairs, as NVMe has them: [`PairDriver`] drives one end of
 //! a [`queue_pair`].
 //!
+//! A world ([`run_world`]) is drawn from a seed, runs the real queues on such a device, and judges what comes of it.
+//!
 //! No thread is started and no clock is read here. Who dreams owns the loop: take the next event, hand it to whom it concerns,
 //! let them add theirs.
 #![forbid(unsafe_code)]
@@ -19,6 +21,7 @@ mod model;
 mod modelled;
 mod pair;
 mod rng;
+mod world;
 
 pub use device::{DeviceEvent, DeviceModel, ModelDevice};
 pub use disk::{Disk, DiskModel};
@@ -29,3 +32,4 @@ pub use model::{Access, Happening, Model};
 pub use modelled::{Keeps, Modelled, ModelledQueue};
 pub use pair::{Command, Completion, DeviceEnd, HostEnd, queue_pair};
 pub use rng::Rng;
+pub use world::{Outcome, WorldDevice, WorldOptions, WorldScheduler, run as run_world};

@@ -151,7 +151,11 @@ impl<Cx: ?Sized> Driver<Cx> for ModelledQueue {
         let shared = Arc::clone(&self.shared);
         let mut shared = lock(&shared);
         shared.run(self.store.as_ref(), now_ns);
-        while shared.model.room() > 0 {
+        if self.in_flight == 0 {
+            self.cuts = shared.cuts;
+        }
+        // What was lost with the power is told of first.
+        while shared.model.room() > 0 && self.cuts == shared.cuts {
             let Some((tag, request, segments)) = batch.take() else { break };
             let status = self.store.as_ref().map_or(Status::Ok, |store| store.transfer(memory, request, segments));
             if !status.is_ok() {
@@ -288,6 +292,8 @@ mod tests {
         bench.device.cut_power(bench.now_ns);
         assert_eq!(bench.drain(), [Status::Io]);
         assert_eq!([0, 800, 1600].map(|sector| bench.byte(sector)), [7, 0, 7]);
+        // A failure that finds nothing in flight is nobody's.
+        bench.device.cut_power(bench.now_ns);
         bench.submit(Op::Read, BioFlags::empty(), 800);
         assert_eq!(bench.drain(), [Status::Ok]);
     }

@@ -68,6 +68,14 @@ pub const ALL: &[Step] = &[
     },
     Step { name: "unit", sentence: "the tests of all crates pass", kind: Kind::Tests },
     Step {
+        name: "sim",
+        sentence: "worlds drawn from seeds come to a good end, as many as half a minute allows",
+        kind: Kind::Check {
+            arguments: &["run", "--quiet", "-p", "blkyard-sim", "--", "0..100000", "--seconds", "30"],
+            environment: &[],
+        },
+    },
+    Step {
         name: "loom",
         sentence: "the models of what threads share hold in every interleaving",
         kind: Kind::Models("loom"),

@@ -1,0 +1,86 @@
+//! Runs worlds: `blkyard-sim SEED|FIRST..END [--seconds N] [key=value..]`. `cargo xtask sim` is the way to it.
+//!
+//! Options not given are drawn from the seed. A run that fails prints how to do it again, whole; the exit status is 1 then. The clock is
+//! read to know when enough have been run, and for nothing else.
+
+#![forbid(unsafe_code)]
+
+use std::ops::Range;
+use std::panic::catch_unwind;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use blkyard_sim::{WorldOptions, run_world};
+
+const USAGE: &str = "use SEED, or FIRST..END for several, then [--seconds N] and options as key=value";
+
+struct Arguments {
+    seeds: Range<u64>,
+    /// No world is begun after that.
+    limit: Duration,
+    options: Vec<String>,
+}
+
+fn main() -> ExitCode {
+    let arguments = match parse(std::env::args().skip(1)) {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let alone = arguments.seeds.end - arguments.seeds.start == 1;
+    let (begun, mut worlds, mut bios) = (Instant::now(), 0, 0);
+    for seed in arguments.seeds {
+        if worlds > 0 && begun.elapsed() > arguments.limit {
+            break;
+        }
+        let mut options = WorldOptions::draw(seed);
+        if let Err(error) = arguments.options.iter().try_for_each(|option| options.set(option)) {
+            eprintln!("error: {error}");
+            return ExitCode::FAILURE;
+        }
+        if alone {
+            println!("seed {seed}: {options}");
+        }
+        let Ok(outcome) = catch_unwind(move || run_world(seed, options)) else {
+            eprintln!("seed {seed} failed; again: cargo xtask sim {seed} {options}");
+            return ExitCode::FAILURE;
+        };
+        worlds += 1;
+        bios += outcome.bios;
+        if alone {
+            let seconds = outcome.took_ns as f64 / 1e9;
+            println!(
+                "{} bios, {} of them failed, {} power failures, {seconds:.3} s; fingerprint {:016x}",
+                outcome.bios, outcome.failed, outcome.cuts, outcome.fingerprint
+            );
+        }
+    }
+    println!("{worlds} worlds, {bios} bios, all well");
+    ExitCode::SUCCESS
+}
+
+fn parse(arguments: impl Iterator<Item = String>) -> Result<Arguments, String> {
+    let (mut seeds, mut limit, mut options) = (None, Duration::MAX, Vec::new());
+    let mut arguments = arguments;
+    while let Some(argument) = arguments.next() {
+        if argument == "--seconds" {
+            let seconds = arguments.next().and_then(|seconds| seconds.parse().ok());
+            limit = Duration::from_secs(seconds.ok_or("--seconds wants a number")?);
+        } else if argument.contains('=') {
+            options.push(argument);
+        } else if seeds.is_none() {
+            let range = match argument.split_once("..") {
+                Some((first, end)) => first.parse().ok().zip(end.parse().ok()),
+                None => argument.parse::<u64>().ok().and_then(|seed| Some((seed, seed.checked_add(1)?))),
+            };
+            let (first, end) =
+                range.filter(|(first, end)| first < end).ok_or_else(|| format!("'{argument}': {USAGE}"))?;
+            seeds = Some(first..end);
+        } else {
+            return Err(format!("'{argument}': {USAGE}"));
+        }
+    }
+    Ok(Arguments { seeds: seeds.ok_or(USAGE)?, limit, options })
+}

@@ -1,0 +1,140 @@
+//! The devices of a world, and their drivers, as one kind each.
+
+use std::sync::Arc;
+
+use blkyard_mem::RegionTable;
+use blkyard_mq::{Batch, BlockDevice, ChaosConfig, ChaosDevice, ChaosQueue, DeviceInfo, Done, Driver, TimedOut};
+
+use super::oracle::word_of;
+use super::{WorldDevice, WorldOptions};
+use crate::{Disk, DiskModel, Keeps, Line, LineModel, Model, Modelled, ModelledQueue};
+
+/// A device of a world.
+pub(super) enum Device {
+    Modelled(Modelled),
+    Chaos(ChaosDevice),
+}
+
+/// A driver for one queue of it.
+pub(super) enum DeviceQueue {
+    Modelled(ModelledQueue),
+    Chaos(ChaosQueue),
+}
+
+impl Device {
+    pub(super) fn new(info: &Arc<DeviceInfo>, options: &WorldOptions, seed: u64) -> Device {
+        let model = match options.device {
+            WorldDevice::Chaos => {
+                let config = ChaosConfig {
+                    fail_every: options.errors as u32,
+                    requeue_every: options.requeues as u32,
+                    lose_every: options.losses as u32,
+                    ..ChaosConfig::wild(seed)
+                };
+                let device = ChaosDevice::new(vec![Arc::clone(info)], config);
+                return Device::Chaos(device.unwrap_or_else(|error| panic!("{error}")));
+            }
+            WorldDevice::Disk => Model::Disk(Box::new(Disk::new(small_disk(info, options), seed))),
+            WorldDevice::Line => {
+                let model = LineModel {
+                    access_ns: 5_000,
+                    bytes_per_s: 1_000_000_000,
+                    latency_ns: 80_000,
+                    jitter_ns: 20_000,
+                    depth: 64,
+                };
+                Model::Line(Line::new(model, seed))
+            }
+        };
+        let device = Modelled::new(DeviceInfo::clone(info), model, Keeps::Medium);
+        Device::Modelled(device.unwrap_or_else(|error| panic!("{error}")))
+    }
+
+    pub(super) fn queue(&self, depth: usize) -> DeviceQueue {
+        match self {
+            Device::Modelled(device) => DeviceQueue::Modelled(device.queue(depth)),
+            Device::Chaos(device) => DeviceQueue::Chaos(device.queue(depth)),
+        }
+    }
+
+    /// The power fails. A chaos device only says what would be left.
+    pub(super) fn cut_power(&self, now_ns: u64) {
+        if let Device::Modelled(device) = self {
+            device.cut_power(now_ns);
+        }
+    }
+
+    /// The word that a sector is made of after a power failure.
+    pub(super) fn word(&self, sector: u64) -> u64 {
+        let mut bytes = [0; 512];
+        match self {
+            Device::Modelled(device) => device.read(sector, &mut bytes),
+            Device::Chaos(device) => device.read_stable(0, sector, &mut bytes),
+        }
+        word_of(&bytes)
+    }
+
+    /// Completions that no device should send have been refused.
+    pub(super) fn check_honest(&self) {
+        if let Device::Chaos(device) = self {
+            let counts = device.counts();
+            assert_eq!(counts.sent, counts.refused, "a forged completion came through");
+        }
+    }
+}
+
+/// A disk of a few tracks with a cache that is soon full, so that the arm has to move and writes have to wait.
+fn small_disk(info: &DeviceInfo, options: &WorldOptions) -> DiskModel {
+    DiskModel {
+        sectors: info.capacity_sectors,
+        zones: 2,
+        outer_bytes_per_s: 2_000_000,
+        inner_bytes_per_s: 1_000_000,
+        segments: 3,
+        segment_sectors: 64,
+        read_ahead_sectors: 32,
+        stretch_sectors: 24,
+        write_cache_sectors: if options.cache { 128 } else { 0 },
+        dirty_extents: 16,
+        destage_above_sectors: 64,
+        destage_sectors: 16,
+        ..DiskModel::DESKTOP_2012
+    }
+}
+
+impl Driver<()> for DeviceQueue {
+    fn queue_rqs(&mut self, cx: &mut (), memory: &RegionTable, batch: &mut Batch<'_>) {
+        match self {
+            DeviceQueue::Modelled(queue) => queue.queue_rqs(cx, memory, batch),
+            DeviceQueue::Chaos(queue) => queue.queue_rqs(cx, memory, batch),
+        }
+    }
+
+    fn poll(&mut self, cx: &mut (), memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        match self {
+            DeviceQueue::Modelled(queue) => queue.poll(cx, memory, done, now_ns),
+            DeviceQueue::Chaos(queue) => queue.poll(cx, memory, done, now_ns),
+        }
+    }
+
+    fn timed_out(
+        &mut self,
+        cx: &mut (),
+        memory: &RegionTable,
+        place: usize,
+        done: &mut Done<'_>,
+        now_ns: u64,
+    ) -> TimedOut {
+        match self {
+            DeviceQueue::Modelled(queue) => queue.timed_out(cx, memory, place, done, now_ns),
+            DeviceQueue::Chaos(queue) => queue.timed_out(cx, memory, place, done, now_ns),
+        }
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        match self {
+            DeviceQueue::Modelled(queue) => Driver::<()>::deadline_ns(queue),
+            DeviceQueue::Chaos(queue) => Driver::<()>::deadline_ns(queue),
+        }
+    }
+}

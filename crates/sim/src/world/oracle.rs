@@ -1,0 +1,212 @@
+//! What the sectors of a device may hold, by what was written to them, when, and how that ended. It knows nothing of requests.
+//!
+//! Writes to one sector may be under way at one time, and then any of them may be the one that stays. A read may see a write unless
+//! another was over, well, before the read began, and had begun after the first was over. What a power failure leaves is judged the same way,
+//! where only what is durable counts as having been over.
+
+use std::collections::BTreeSet;
+
+use blkyard_mq::{Bio, BioFlags, Op};
+
+/// Something that a sector may hold.
+#[derive(Clone, Copy, Debug)]
+struct Version {
+    /// Each of its words.
+    word: u64,
+    /// Whose.
+    bio: u64,
+    /// When it was submitted and when it was over, in events.
+    begun: u64,
+    ended: u64,
+    /// It was written, and not only perhaps.
+    certain: bool,
+    /// It outlives a power failure, or what was written after it does.
+    durable: bool,
+}
+
+/// Not over.
+const NEVER: u64 = u64::MAX;
+
+/// What may be where.
+#[derive(Debug)]
+pub(super) struct Oracle {
+    sectors: Vec<Vec<Version>>,
+    volatile: bool,
+    /// Events so far.
+    now: u64,
+    /// When each bio was submitted that is under way.
+    under_way: BTreeSet<u64>,
+}
+
+/// What a bio writes into each word of a sector; no two bios the same, and none zero.
+pub(super) fn word(bio: u64, sector: u64) -> u64 {
+    (bio + 1) << 16 | sector
+}
+
+/// The one word that a sector is made of.
+pub(super) fn word_of(sector: &[u8]) -> u64 {
+    let (words, _) = sector.as_chunks::<8>();
+    assert!(words.iter().all(|word| *word == words[0]), "a sector holds parts of two");
+    u64::from_le_bytes(words[0])
+}
+
+impl Oracle {
+    pub(super) fn new(sectors: u64, volatile: bool) -> Oracle {
+        let blank = Version { word: 0, bio: NEVER, begun: 0, ended: 0, certain: true, durable: true };
+        Oracle { sectors: vec![vec![blank]; sectors as usize], volatile, now: 0, under_way: BTreeSet::new() }
+    }
+
+    /// A bio is on its way: what it writes may turn up from now on. Returns when that is.
+    pub(super) fn submitted(&mut self, bio: &Bio) -> u64 {
+        self.now += 1;
+        self.under_way.insert(self.now);
+        if bio.op.is_write() {
+            for sector in bio.sector..bio.sector + u64::from(bio.sectors) {
+                let word = if bio.op == Op::Write { word(bio.cookie, sector) } else { 0 };
+                let version =
+                    Version { word, bio: bio.cookie, begun: self.now, ended: NEVER, certain: false, durable: false };
+                self.sectors[sector as usize].push(version);
+            }
+        }
+        self.now
+    }
+
+    /// A bio is over that was submitted at `begun`; `data` is what it read.
+    pub(super) fn ended(&mut self, bio: &Bio, begun: u64, data: &[u8]) {
+        self.now += 1;
+        let (now, well) = (self.now, bio.status.is_ok());
+        let flushes = bio.op == Op::Flush || bio.flags.contains(BioFlags::PREFLUSH);
+        if well && flushes && self.volatile {
+            self.flushed(begun);
+        }
+        self.under_way.remove(&begun);
+        let oldest = self.oldest();
+        let durable = !self.volatile || bio.flags.contains(BioFlags::FUA);
+        for sector in bio.sector..bio.sector + u64::from(bio.sectors) {
+            let versions = &mut self.sectors[sector as usize];
+            if bio.op.is_write() {
+                let ours = versions.iter_mut().filter(|version| version.bio == bio.cookie && version.ended == NEVER);
+                for version in ours {
+                    version.ended = now;
+                    // A device may keep what was discarded.
+                    version.certain = well && bio.op != Op::Discard;
+                    version.durable = version.certain && durable;
+                }
+                forget(versions, oldest);
+            } else if bio.op == Op::Read && well {
+                let at = (sector - bio.sector) as usize * 512;
+                let word = word_of(&data[at..at + 512]);
+                let past = |other: &Version| other.certain && other.ended < begun;
+                assert!(
+                    may_be(versions, word, past),
+                    "bio {} read {word:#x} at {sector}, since {begun}: {versions:?}",
+                    bio.cookie
+                );
+            }
+        }
+    }
+
+    /// All that was over before `begun` is durable.
+    fn flushed(&mut self, begun: u64) {
+        let oldest = self.oldest();
+        for versions in &mut self.sectors {
+            for version in versions.iter_mut().filter(|version| version.certain && version.ended < begun) {
+                version.durable = true;
+            }
+            forget(versions, oldest);
+        }
+    }
+
+    /// When the bio was submitted that has been under way for longest; now, if none is.
+    fn oldest(&self) -> u64 {
+        self.under_way.first().copied().unwrap_or(self.now)
+    }
+
+    /// The power has failed, and this is what is left: checked, and from now on as if it had been written then.
+    pub(super) fn power_failed(&mut self, mut read: impl FnMut(u64) -> u64) {
+        self.now += 1;
+        let oldest = self.oldest();
+        for (sector, versions) in self.sectors.iter_mut().enumerate() {
+            let word = read(sector as u64);
+            let kept = may_be(versions, word, |other| other.durable);
+            assert!(kept, "sector {sector} is {word:#x} after a power failure: {versions:?}");
+            // What is under way may still come, and a read that is may have seen, in part, what was before.
+            let (begun, ended) = (self.now, self.now);
+            versions.push(Version { word, bio: NEVER, begun, ended, certain: true, durable: true });
+            forget(versions, oldest);
+        }
+    }
+}
+
+/// Whether a sector may hold a word, where `counts` says which writes are known to have been made by then.
+fn may_be(versions: &[Version], word: u64, counts: impl Fn(&Version) -> bool) -> bool {
+    let newest = versions.iter().filter(|version| counts(version)).map(|version| version.begun).max().unwrap_or(0);
+    versions.iter().any(|version| version.word == word && version.ended >= newest)
+}
+
+/// Forgets what can turn up no more, not even after a power failure, nor for a read that has been under way since `oldest`.
+fn forget(versions: &mut Vec<Version>, oldest: u64) {
+    let past = versions.iter().filter(|version| version.durable && version.ended < oldest);
+    let newest = past.map(|version| version.begun).max().unwrap_or(0);
+    versions.retain(|version| version.ended >= newest);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(cookie: u64, flags: BioFlags) -> Box<Bio> {
+        let mut bio = Bio::with_capacity(0);
+        (bio.op, bio.flags, bio.sector, bio.sectors, bio.cookie) = (Op::Write, flags, 3, 1, cookie);
+        bio
+    }
+
+    /// Reads the sector after `begun`; whether this word may be there.
+    fn may_read(oracle: &Oracle, word: u64, begun: u64) -> bool {
+        may_be(&oracle.sectors[3], word, |other| other.certain && other.ended < begun)
+    }
+
+    #[test]
+    fn of_two_writes_at_one_time_either_may_stay_and_of_two_in_turn_the_later() {
+        let mut oracle = Oracle::new(8, true);
+        let [first, second, third] = [1, 2, 3].map(|cookie| write(cookie, BioFlags::empty()));
+        let begun = [&first, &second].map(|bio| oracle.submitted(bio));
+        oracle.ended(&first, begun[0], &[]);
+        oracle.ended(&second, begun[1], &[]);
+        let words = [1, 2, 3].map(|bio| word(bio, 3));
+        assert_eq!([0, words[0], words[1]].map(|word| may_read(&oracle, word, 100)), [false, true, true]);
+        let third_begun = oracle.submitted(&third);
+        assert!(words.iter().all(|word| may_read(&oracle, *word, 100)), "under way");
+        oracle.ended(&third, third_begun, &[]);
+        assert_eq!(words.map(|word| may_read(&oracle, word, 100)), [false, false, true]);
+        // One that began while the third was under way may see any.
+        assert_eq!(words.map(|word| may_read(&oracle, word, third_begun)), [true; 3]);
+    }
+
+    #[test]
+    fn the_power_leaves_what_was_flushed_or_anything_since() {
+        let run = |flush: bool, flags, left: u64| {
+            let mut oracle = Oracle::new(8, true);
+            for cookie in [1, 2] {
+                let bio = write(cookie, if cookie == 2 { flags } else { BioFlags::empty() });
+                let begun = oracle.submitted(&bio);
+                oracle.ended(&bio, begun, &[]);
+                if flush && cookie == 1 {
+                    let mut bio = Bio::with_capacity(0);
+                    bio.op = Op::Flush;
+                    let begun = oracle.submitted(&bio);
+                    oracle.ended(&bio, begun, &[]);
+                }
+            }
+            let words = [0, word(1, 3), word(2, 3)];
+            std::panic::catch_unwind(move || {
+                oracle.power_failed(|sector| if sector == 3 { words[left as usize] } else { 0 });
+            })
+            .is_ok()
+        };
+        let none = BioFlags::empty();
+        assert_eq!([0, 1, 2].map(|left| run(false, none, left)), [true, true, true]);
+        assert_eq!([0, 1, 2].map(|left| run(true, none, left)), [false, true, true]);
+        assert_eq!([0, 1, 2].map(|left| run(false, BioFlags::FUA, left)), [false, false, true]);
+    }
+}

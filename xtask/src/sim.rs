@@ -1,0 +1,19 @@
+//! `cargo xtask sim`: the crate sim's own program, built and run.
+
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context, Result};
+
+use crate::repository;
+
+/// Runs worlds in the foreground; they report for themselves.
+pub fn run(arguments: &[String]) -> Result<ExitCode> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let status = Command::new(cargo)
+        .current_dir(repository()?)
+        .args(["run", "--quiet", "-p", "blkyard-sim", "--"])
+        .args(arguments)
+        .status()
+        .context("cannot start cargo")?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
