@@ -1,4 +1,4 @@
-//! Devices by name: `file:PATH`, a bare path, `vhost-user:SOCKET`, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`.
+//! Devices by name: `file:PATH`, a bare path, `vhost-user:SOCKET`, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`, `model:NAME`.
 //!
 //! The one place that knows every kind of device there is. Whoever has a [`Device`] treats all of them alike.
 
@@ -13,6 +13,7 @@ use blkyard_mq::{
     NullQueue, QueueKind, QueueLimits, RamDevice, RamQueue, Region, RegionTable, TagSet, TimedOut,
 };
 use blkyard_os::{Direct, FileConfig, FileDevice, FileQueue, Ring};
+use blkyard_sim::{Modelled, ModelledQueue};
 
 use crate::spec::{Spec, SpecError, parse_size};
 
@@ -56,6 +57,8 @@ pub enum Device {
     Null(NullDevice),
     /// A disk in memory that means ill.
     Chaos(ChaosDevice),
+    /// A disk in memory that takes as long as a model says.
+    Modelled(Modelled),
 }
 
 /// One hardware queue's driver, of whatever kind the device is.
@@ -71,6 +74,8 @@ pub enum DeviceQueue {
     Null(NullQueue),
     /// As it pleases.
     Chaos(ChaosQueue),
+    /// When the model says so.
+    Modelled(ModelledQueue),
 }
 
 impl Device {
@@ -91,12 +96,13 @@ impl Device {
             "" | "file" => open_file(spec),
             "vhost-user" => attach(spec),
             "ram" | "null" | "chaos" => open_memory(spec),
+            "model" => Ok(Device::Modelled(crate::model::open(spec)?)),
             other => {
                 let cause = format!("'{other}' is no kind of device");
                 Err(SpecError::new(
                     &spec.name,
                     cause,
-                    "use file:PATH, vhost-user:SOCKET, ram:SIZE, null:SIZE or chaos:SIZE",
+                    "use file:PATH, vhost-user:SOCKET, ram:SIZE, null:SIZE, chaos:SIZE or model:NAME",
                 )
                 .into())
             }
@@ -125,7 +131,7 @@ impl Device {
     pub fn can_be_handed(&self) -> Result<(), String> {
         let cause = match self {
             Device::File(_) | Device::Null(_) => return Ok(()),
-            Device::Ram(_) | Device::Chaos(_) => "its memory ends with this daemon",
+            Device::Ram(_) | Device::Chaos(_) | Device::Modelled(_) => "its memory ends with this daemon",
             Device::Attached(_) => "its back-end knows this daemon only",
         };
         Err(SpecError::new(&self.info().name, cause, "serve it by a daemon of its own").to_string())
@@ -149,6 +155,7 @@ impl Device {
             Device::Ram(device) => device.info(),
             Device::Null(device) => device.info(),
             Device::Chaos(device) => device.info(),
+            Device::Modelled(device) => device.info(),
         }
     }
 
@@ -163,6 +170,7 @@ impl Device {
             Device::Ram(_) => "memory, gone when this ends".into(),
             Device::Null(_) => "nothing: writes vanish, reads bring nothing".into(),
             Device::Chaos(_) => "memory, gone when this ends, behind a device that makes trouble".into(),
+            Device::Modelled(_) => "memory, gone when this ends, in the time of a model".into(),
         }
     }
 
@@ -177,6 +185,7 @@ impl Device {
             Device::Ram(device) => DeviceQueue::Ram(device.queue(depth)),
             Device::Null(device) => DeviceQueue::Null(device.queue(depth)),
             Device::Chaos(device) => DeviceQueue::Chaos(device.queue(depth)),
+            Device::Modelled(device) => DeviceQueue::Modelled(device.queue(depth)),
         })
     }
 
@@ -283,6 +292,7 @@ fn open_memory(mut spec: Spec) -> Result<Device, DeviceError> {
         read_only,
         volatile_cache: write_back,
         fua: true,
+        rotational: false,
     };
     let no_memory = |source| DeviceError::Memory { name, source };
     let config = NullConfig { latency_ns: latency_us.unwrap_or(0) * 1000, bytes_per_s: mbps.unwrap_or(0) * 1_000_000 };
@@ -312,7 +322,7 @@ fn take_chaos(spec: &mut Spec, latency_us: Option<u64>) -> Result<ChaosConfig, S
 }
 
 /// Whether completed writes may wait for a flush.
-fn take_write_back(spec: &mut Spec) -> Result<Option<bool>, SpecError> {
+pub(crate) fn take_write_back(spec: &mut Spec) -> Result<Option<bool>, SpecError> {
     spec.take_with("cache", "writeback or writethrough", |value| match value {
         "writeback" => Some(true),
         "writethrough" => Some(false),
@@ -336,6 +346,7 @@ impl Driver<Ring> for DeviceQueue {
             DeviceQueue::Ram(queue) => queue.queue_rqs(ring, memory, batch),
             DeviceQueue::Null(queue) => queue.queue_rqs(ring, memory, batch),
             DeviceQueue::Chaos(queue) => queue.queue_rqs(ring, memory, batch),
+            DeviceQueue::Modelled(queue) => queue.queue_rqs(ring, memory, batch),
         }
     }
 
@@ -347,6 +358,7 @@ impl Driver<Ring> for DeviceQueue {
             DeviceQueue::Ram(queue) => queue.poll(ring, memory, done, now_ns),
             DeviceQueue::Null(queue) => queue.poll(ring, memory, done, now_ns),
             DeviceQueue::Chaos(queue) => queue.poll(ring, memory, done, now_ns),
+            DeviceQueue::Modelled(queue) => queue.poll(ring, memory, done, now_ns),
         }
     }
 
@@ -364,6 +376,7 @@ impl Driver<Ring> for DeviceQueue {
             DeviceQueue::Ram(queue) => queue.timed_out(ring, memory, place, done, now_ns),
             DeviceQueue::Null(queue) => queue.timed_out(ring, memory, place, done, now_ns),
             DeviceQueue::Chaos(queue) => queue.timed_out(ring, memory, place, done, now_ns),
+            DeviceQueue::Modelled(queue) => queue.timed_out(ring, memory, place, done, now_ns),
         }
     }
 
@@ -374,6 +387,7 @@ impl Driver<Ring> for DeviceQueue {
             DeviceQueue::Ram(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
             DeviceQueue::Null(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
             DeviceQueue::Chaos(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
+            DeviceQueue::Modelled(queue) => Driver::<Ring>::set_memory(queue, ring, memory),
         }
     }
 
@@ -403,6 +417,7 @@ impl Driver<Ring> for DeviceQueue {
             DeviceQueue::Ram(queue) => Driver::<Ring>::deadline_ns(queue),
             DeviceQueue::Null(queue) => Driver::<Ring>::deadline_ns(queue),
             DeviceQueue::Chaos(queue) => Driver::<Ring>::deadline_ns(queue),
+            DeviceQueue::Modelled(queue) => Driver::<Ring>::deadline_ns(queue),
         }
     }
 }

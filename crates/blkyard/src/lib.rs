@@ -19,6 +19,7 @@ pub mod takeover;
 
 mod device;
 mod lanes;
+mod model;
 mod watch;
 
 pub use device::{Device, DeviceError, DeviceQueue};

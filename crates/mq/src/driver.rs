@@ -228,6 +228,8 @@ pub struct DeviceInfo {
     pub volatile_cache: bool,
     /// With a volatile cache: the device makes single writes durable by itself when they say FUA. Otherwise the queue flushes.
     pub fua: bool,
+    /// An arm has to move: what lies far apart takes longer than what lies together.
+    pub rotational: bool,
 }
 
 /// What a user opens: a disk that gives out hardware queues.

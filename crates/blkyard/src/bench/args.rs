@@ -313,6 +313,7 @@ mod tests {
             read_only: false,
             volatile_cache: false,
             fua: false,
+            rotational: false,
         }
     }
 

@@ -176,7 +176,9 @@ fn resize(
     let now_bytes = info.capacity_sectors << SECTOR_SHIFT;
     let backing = match &served.device {
         Device::Null(_) => Backing::Nothing,
-        Device::Ram(_) | Device::Chaos(_) => Backing::Memory(made.capacity_sectors << SECTOR_SHIFT),
+        Device::Ram(_) | Device::Chaos(_) | Device::Modelled(_) => {
+            Backing::Memory(made.capacity_sectors << SECTOR_SHIFT)
+        }
         Device::Attached(disk) => {
             let fixed = Some(("is served by another process", "resize it there, and the new size is known here"));
             Backing::File { bytes: disk.capacity_sectors() << SECTOR_SHIFT, fixed }

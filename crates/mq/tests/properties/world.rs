@@ -331,6 +331,7 @@ pub fn infos(plan: &Plan) -> Vec<Arc<DeviceInfo>> {
         read_only: false,
         volatile_cache: plan.volatile_cache,
         fua: plan.fua,
+        rotational: false,
     };
     (0..plan.namespaces).map(|number| Arc::new(info(number))).collect()
 }

@@ -114,6 +114,7 @@ impl FileDevice {
             volatile_cache: !config.write_through,
             // A write with RWF_DSYNC.
             fua: true,
+            rotational: block_device && turns(&now),
         };
         let (memory_mask, offset_mask) = match mode {
             Mode::Direct { memory_align, offset_align } => (memory_align as usize - 1, u64::from(offset_align) - 1),
@@ -136,6 +137,14 @@ impl FileDevice {
         };
         Ok(FileDevice { info, mode, shared: Arc::new(shared) })
     }
+}
+
+/// Whether the kernel says that a block device, or the one that it is a part of, has an arm to move.
+fn turns(device: &Metadata) -> bool {
+    let number = device.rdev();
+    let folder = format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));
+    let said = ["queue", "../queue"].map(|queue| std::fs::read_to_string(format!("{folder}/{queue}/rotational")));
+    said.into_iter().flatten().next().is_some_and(|said| said.trim() == "1")
 }
 
 /// A file that is ours.

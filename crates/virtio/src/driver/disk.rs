@@ -175,6 +175,8 @@ fn read(name: &str, features: Features, space: &Space<'_>, ring_size: u16) -> Re
         read_only: has(Features::RO),
         volatile_cache: has(Features::FLUSH) && write_back,
         fua: false,
+        // virtio cannot say.
+        rotational: false,
     };
     Ok(BlkDisk { info, queues, features, may_unmap })
 }

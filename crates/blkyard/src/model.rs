@@ -1,0 +1,112 @@
+//! Models of devices by name, `model:NAME?key=value`: memory that takes as long as a real device would.
+//!
+//! What the models are and where their figures are from: `docs/models.md`. Here they run in real time, driven by the time of the lanes.
+
+use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_SHIFT};
+use blkyard_sim::{Disk, DiskModel, Keeps, Line, LineModel, Model, Modelled};
+
+use crate::device::{DeviceError, take_write_back};
+use crate::spec::{Spec, SpecError, parse_size};
+
+/// Sizes are in blocks of this.
+const BLOCK_BYTES: u64 = 4096;
+/// Commands that a device of given latency takes at one time: as many as any queue has tags.
+const LINE_DEPTH: usize = 10_240;
+/// Longest request, sectors.
+const SECTORS_MAX: u32 = 2048;
+/// Longest discard of memory, sectors.
+const DISCARD_SECTORS_MAX: u32 = 1 << 21;
+
+/// Opens a model by its name taken apart.
+///
+/// # Errors
+/// Names the device, what is wrong with its name and what helps; or says that there is no memory for it.
+pub(crate) fn open(mut spec: Spec) -> Result<Modelled, DeviceError> {
+    let size = spec.take_with("size", "a size in blocks of 4k, such as 512M or 1T", |value| {
+        parse_size(value).filter(|size| *size > 0 && size.is_multiple_of(BLOCK_BYTES))
+    })?;
+    let seed = spec.take_number("seed", 0, u64::MAX)?.unwrap_or(0);
+    let read_only = spec.take_switch("readonly")?.unwrap_or(false);
+    let limits = QueueLimits {
+        physical_block_bytes: BLOCK_BYTES as u32,
+        sectors_max: SECTORS_MAX,
+        segments_max: 256,
+        segment_bytes_max: 1 << 30,
+        ..QueueLimits::default()
+    };
+    let mut info = DeviceInfo { name: spec.name.clone(), limits, read_only, fua: true, ..DeviceInfo::default() };
+    let model = match spec.body.as_str() {
+        "disk" => {
+            info.volatile_cache = take_write_back(&mut spec)?.unwrap_or(true);
+            info.rotational = true;
+            let usual = DiskModel::DESKTOP_2012;
+            info.capacity_sectors = size.map_or(usual.sectors / 8 * 8, |size| size >> SECTOR_SHIFT);
+            if info.capacity_sectors > usual.sectors {
+                let cause = format!("the disk has {} bytes", usual.sectors << SECTOR_SHIFT);
+                return Err(SpecError::new(&spec.name, cause, "choose a size no larger").into());
+            }
+            let write_cache_sectors = if info.volatile_cache { usual.write_cache_sectors } else { 0 };
+            Model::Disk(Box::new(Disk::new(DiskModel { write_cache_sectors, ..usual }, seed)))
+        }
+        "latency" => {
+            let us = spec.take_number("us", 0, 10_000_000)?.unwrap_or(100);
+            let jitter_us = spec.take_number("jitter_us", 0, us / 6)?.unwrap_or(0);
+            let iops = spec.take_number("iops", 1, 1_000_000_000)?;
+            let mbps = spec.take_number("mbps", 1, 1_000_000)?.unwrap_or(0);
+            info.capacity_sectors = size.unwrap_or(1 << 30) >> SECTOR_SHIFT;
+            info.limits.discard_sectors_max = DISCARD_SECTORS_MAX;
+            info.limits.discard_granularity_bytes = BLOCK_BYTES as u32;
+            info.limits.write_zeroes_sectors_max = DISCARD_SECTORS_MAX;
+            let model = LineModel {
+                access_ns: iops.map_or(0, |iops| 1_000_000_000 / iops),
+                bytes_per_s: mbps * 1_000_000,
+                latency_ns: us * 1000,
+                jitter_ns: jitter_us * 1000,
+                depth: LINE_DEPTH,
+            };
+            Model::Line(Line::new(model, seed))
+        }
+        other => {
+            let cause = format!("there is no model '{other}'");
+            return Err(SpecError::new(&spec.name, cause, "use model:disk or model:latency").into());
+        }
+    };
+    let name = spec.name.clone();
+    spec.finish()?;
+    Modelled::new(info, model, Keeps::Bytes).map_err(|source| DeviceError::Memory { name, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blkyard_mq::BlockDevice;
+
+    fn open_named(name: &str) -> Result<DeviceInfo, String> {
+        let spec = Spec::parse(name).map_err(|error| error.to_string())?;
+        open(spec).map(|device| device.info().clone()).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn models_are_opened_by_name_and_say_whether_an_arm_moves() {
+        let disk = open_named("model:disk?size=20G").unwrap();
+        assert_eq!((disk.capacity_sectors, disk.rotational, disk.volatile_cache), (20 << 21, true, true));
+        assert!(!open_named("model:disk?size=1G&cache=writethrough").unwrap().volatile_cache);
+        let line = open_named("model:latency?us=80&iops=100000&size=1M").unwrap();
+        assert_eq!((line.capacity_sectors, line.rotational, line.volatile_cache), (2048, false, false));
+        assert!(line.limits.check().is_ok() && disk.limits.check().is_ok());
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_refused_with_what_helps() {
+        for (name, part) in [
+            ("model:disc", "model:disk"),
+            ("model:disk?size=9T", "no larger"),
+            ("model:disk?us=3", "unknown key 'us'"),
+            ("model:latency?size=100", "4k"),
+            ("model:latency?us=60&jitter_us=11", "from 0 to 10"),
+        ] {
+            let error = open_named(name).unwrap_err();
+            assert!(error.contains(part), "{error}");
+        }
+    }
+}
