@@ -1,6 +1,9 @@
 //! Schedulers by name, with their options: `scheduler=deadline&fifo_batch=4` behind a device's name, and the same words for `blkyard set`.
 
-use blkyard_mq::{DeadlineConfig, KyberConfig, SchedulerConfig, SliceKey, SliceOrder, TimesliceConfig};
+use blkyard_mq::{
+    DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, SchedulerConfig, SliceKey, SliceOrder,
+    TimesliceConfig,
+};
 
 use crate::spec::{Spec, SpecError};
 
@@ -14,11 +17,12 @@ const TIME_MAX_US: u64 = u32::MAX as u64 - 1;
 /// # Errors
 /// There is no such scheduler, or an option does not take its value.
 pub fn take_scheduler(spec: &mut Spec, now: SchedulerConfig) -> Result<Option<SchedulerConfig>, SpecError> {
-    let named = spec.take_with("scheduler", "none, deadline, kyber or timeslice", |name| match name {
+    let named = spec.take_with("scheduler", "none, deadline, kyber, timeslice or fair", |name| match name {
         "none" => Some(SchedulerConfig::None),
         "deadline" => Some(SchedulerConfig::Deadline(DeadlineConfig::default())),
         "kyber" => Some(SchedulerConfig::Kyber(KyberConfig::default())),
         "timeslice" => Some(SchedulerConfig::Timeslice(TimesliceConfig::default())),
+        "fair" => Some(SchedulerConfig::Fair(FairConfig::default())),
         _ => None,
     })?;
     let mut config = named.unwrap_or(now);
@@ -27,6 +31,7 @@ pub fn take_scheduler(spec: &mut Spec, now: SchedulerConfig) -> Result<Option<Sc
         SchedulerConfig::Deadline(config) => take_deadline(spec, config)?,
         SchedulerConfig::Kyber(config) => take_kyber(spec, config)?,
         SchedulerConfig::Timeslice(config) => take_timeslice(spec, config)?,
+        SchedulerConfig::Fair(config) => take_fair(spec, config)?,
     }
     Ok((named.is_some() || config != now).then_some(config))
 }
@@ -88,6 +93,36 @@ fn take_timeslice(spec: &mut Spec, config: &mut TimesliceConfig) -> Result<(), S
     Ok(())
 }
 
+fn take_fair(spec: &mut Spec, config: &mut FairConfig) -> Result<(), SpecError> {
+    take_into(spec, "slice_ms", 1, TIME_MAX_MS, &mut config.slice_ms)?;
+    take_into(spec, "target_ms", 1, TIME_MAX_MS, &mut config.target_ms)?;
+    take_into(spec, "idle_ms", 0, TIME_MAX_MS, &mut config.idle_ms)?;
+    take_into(spec, "async_percent", 1, 100, &mut config.async_percent)?;
+    config.drain = spec.take_switch("drain")?.unwrap_or(config.drain);
+    let device = spec.take_with("device", "measured, seeks or flat", |device| match device {
+        "measured" => Some(FairDevice::Measured),
+        "seeks" => Some(FairDevice::Seeks),
+        "flat" => Some(FairDevice::Flat),
+        _ => None,
+    })?;
+    config.device = device.unwrap_or(config.device);
+    let wanted = format!("up to {FAIR_WEIGHTS_MAX} times STREAM:WEIGHT with a '+' between, weights from 10 to 1000");
+    if let Some(weights) = spec.take_with("weights", &wanted, parse_weights)? {
+        config.weights = weights;
+    }
+    Ok(())
+}
+
+fn parse_weights(text: &str) -> Option<[(u32, u16); FAIR_WEIGHTS_MAX]> {
+    let mut weights = [(0, 0); FAIR_WEIGHTS_MAX];
+    for (at, entry) in text.split('+').filter(|entry| !entry.is_empty()).enumerate() {
+        let (stream, weight) = entry.split_once(':')?;
+        let weight = weight.parse().ok().filter(|weight| (10..=1000).contains(weight))?;
+        *weights.get_mut(at)? = (stream.parse().ok()?, weight);
+    }
+    Some(weights)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -103,8 +138,15 @@ mod tests {
     fn a_scheduler_is_named_with_its_options() {
         let batch = |fifo_batch| SchedulerConfig::Deadline(DeadlineConfig { fifo_batch, ..DeadlineConfig::default() });
         let slices = TimesliceConfig { slice_us: 250, idle_us: u32::MAX, drain: true, ..TimesliceConfig::default() };
+        let mut fair = FairConfig { slice_ms: 50, device: FairDevice::Seeks, drain: false, ..FairConfig::default() };
+        (fair.weights[0], fair.weights[1]) = ((3, 200), (7, 10));
         for (name, now, wanted) in [
             ("ram:1M", SchedulerConfig::None, None),
+            (
+                "ram:1M?scheduler=fair&slice_ms=50&device=seeks&drain=off&weights=3:200+7:10",
+                batch(1),
+                Some(SchedulerConfig::Fair(fair)),
+            ),
             ("ram:1M?scheduler=none", batch(1), Some(SchedulerConfig::None)),
             ("ram:1M?scheduler=deadline&fifo_batch=4", SchedulerConfig::None, Some(batch(4))),
             ("ram:1M?fifo_batch=4", batch(1), Some(batch(4))),
@@ -122,11 +164,13 @@ mod tests {
     #[test]
     fn what_a_scheduler_does_not_know_is_refused() {
         for (name, words) in [
-            ("ram:1M?scheduler=cfq", "none, deadline, kyber or timeslice"),
+            ("ram:1M?scheduler=cfq", "none, deadline, kyber, timeslice or fair"),
             ("ram:1M?scheduler=deadline&slice_us=4", "unknown key 'slice_us'"),
             ("ram:1M?slice_us=4", "unknown key 'slice_us'"),
             ("ram:1M?scheduler=timeslice&key=cpu", "stream or queue"),
             ("ram:1M?scheduler=kyber&read_target_us=0", "from 1 to"),
+            ("ram:1M?scheduler=fair&weights=3:9", "weights from 10 to 1000"),
+            ("ram:1M?scheduler=fair&weights=1:10+2:10+3:10+4:10+5:10+6:10+7:10+8:10+9:10", "up to 8 times"),
         ] {
             let error = taken(name, SchedulerConfig::None).unwrap_err();
             assert!(error.contains(words), "{name}: {error}");

@@ -43,8 +43,8 @@ pub use null::{NullConfig, NullDevice, NullQueue};
 pub use ram::{RamDevice, RamQueue, RamStore};
 pub use request::{Ranges, Request, RequestState, Segments};
 pub use sched::{
-    DeadlineConfig, KyberConfig, Next, Reach, Scheduler, SchedulerConfig, SchedulerSnapshot, SliceKey, SliceOrder,
-    TimesliceConfig,
+    DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, Next, Reach, Scheduler, SchedulerConfig,
+    SchedulerSnapshot, SliceKey, SliceOrder, TimesliceConfig,
 };
 pub use stats::{Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot};
 pub use status::Status;

@@ -14,6 +14,7 @@
 //! [spec A.26, D.1; Linux `block/elevator.h`]
 
 mod deadline;
+mod fair;
 mod kyber;
 mod slots;
 mod streams;
@@ -25,6 +26,7 @@ mod trees;
 use std::fmt;
 
 pub use self::deadline::DeadlineConfig;
+pub use self::fair::{FAIR_WEIGHTS_MAX, FairConfig, FairDevice};
 pub use self::kyber::KyberConfig;
 pub use self::timeslice::{SliceKey, SliceOrder, TimesliceConfig};
 use crate::Bio;
@@ -104,6 +106,8 @@ pub enum SchedulerConfig {
     Kyber(KyberConfig),
     /// Each stream for a while, one after the other.
     Timeslice(TimesliceConfig),
+    /// Streams share the device by the time they take of it.
+    Fair(FairConfig),
 }
 
 impl SchedulerConfig {
@@ -116,6 +120,7 @@ impl SchedulerConfig {
             SchedulerConfig::Kyber(config) => Some(Box::new(kyber::Kyber::new(*config, bios_max))),
             SchedulerConfig::Timeslice(config) if config.slice_us == 0 => None,
             SchedulerConfig::Timeslice(config) => Some(Box::new(timeslice::Timeslice::new(*config, bios_max))),
+            SchedulerConfig::Fair(config) => Some(Box::new(fair::Fair::new(*config, depth, bios_max))),
         }
     }
 
@@ -126,6 +131,7 @@ impl SchedulerConfig {
             SchedulerConfig::Deadline(_) => "deadline",
             SchedulerConfig::Kyber(_) => "kyber",
             SchedulerConfig::Timeslice(_) => "timeslice",
+            SchedulerConfig::Fair(_) => "fair",
         }
     }
 }

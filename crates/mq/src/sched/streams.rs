@@ -27,7 +27,7 @@ pub(crate) struct Streams<T> {
 #[derive(Clone, Copy, Debug)]
 struct Entry<T> {
     state: T,
-    stream: u32,
+    stream: u64,
     /// The next of its chain.
     next: u32,
     /// Neighbours among those at rest.
@@ -46,7 +46,7 @@ impl<T: Copy + Default> Streams<T> {
         Streams {
             entries: vec![entry; count].into(),
             chains: vec![NONE; chains].into(),
-            shift: u32::BITS - chains.trailing_zeros(),
+            shift: u64::BITS - chains.trailing_zeros(),
             used: 0,
             first: NONE,
             last: NONE,
@@ -59,14 +59,14 @@ impl<T: Copy + Default> Streams<T> {
     }
 
     #[inline]
-    fn chain(&self, stream: u32) -> usize {
+    fn chain(&self, stream: u64) -> usize {
         // Fibonacci hashing (Knuth, volume 3, 6.4): numbers in a row spread evenly.
-        (stream.wrapping_mul(0x9e37_79b1) >> self.shift) as usize
+        (stream.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> self.shift) as usize
     }
 
     /// The place of a stream, if it is known.
     #[inline]
-    pub(crate) fn find(&self, stream: u32) -> Option<u32> {
+    pub(crate) fn find(&self, stream: u64) -> Option<u32> {
         let mut at = self.chains[self.chain(stream)];
         while at != NONE {
             let entry = &self.entries[at as usize];
@@ -80,7 +80,7 @@ impl<T: Copy + Default> Streams<T> {
 
     /// The place of a stream. One that is not known is from now on, as new and at rest.
     #[inline]
-    pub(crate) fn find_or_add(&mut self, stream: u32) -> u32 {
+    pub(crate) fn find_or_add(&mut self, stream: u64) -> u32 {
         match self.find(stream) {
             Some(at) => at,
             None => self.add(stream),
@@ -88,7 +88,7 @@ impl<T: Copy + Default> Streams<T> {
     }
 
     #[inline(never)]
-    fn add(&mut self, stream: u32) -> u32 {
+    fn add(&mut self, stream: u64) -> u32 {
         let at = if (self.used as usize) < self.entries.len() {
             self.used += 1;
             self.used - 1
@@ -158,7 +158,7 @@ impl<T: Copy + Default> Streams<T> {
 
     /// The number of a stream.
     #[inline]
-    pub(crate) fn stream(&self, at: u32) -> u32 {
+    pub(crate) fn stream(&self, at: u32) -> u64 {
         self.entries[at as usize].stream
     }
 
@@ -184,13 +184,13 @@ mod tests {
     proptest! {
         /// Streams at work keep their places and what is known of them; of those at rest the last ones do.
         #[test]
-        fn who_is_at_work_is_remembered(steps in prop::collection::vec((0_u32..2000, any::<bool>()), 1..2000)) {
-            let mut streams = Streams::<u32>::new(8);
-            let mut working: HashMap<u32, u32> = HashMap::new();
-            let mut rested: Vec<u32> = Vec::new();
+        fn who_is_at_work_is_remembered(steps in prop::collection::vec((0_u64..2000, any::<bool>()), 1..2000)) {
+            let mut streams = Streams::<u64>::new(8);
+            let mut working: HashMap<u64, u32> = HashMap::new();
+            let mut rested: Vec<u64> = Vec::new();
             for (number, work) in steps {
                 // Few numbers, far apart, so that they come again.
-                let stream = (number % 300).wrapping_mul(0x0101_0101);
+                let stream = (number % 300).wrapping_mul(0x0101_0101_0101);
                 let known = streams.find(stream);
                 prop_assert_eq!(known.is_some(), working.contains_key(&stream) || rested.contains(&stream));
                 let at = streams.find_or_add(stream);

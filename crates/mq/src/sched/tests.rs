@@ -1,6 +1,7 @@
 //! A scheduler driven by hand: bios go in, and what comes out is looked at, with a clock that is set.
 
 mod deadline;
+mod fair;
 mod kyber;
 mod timeslice;
 

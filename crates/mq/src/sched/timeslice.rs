@@ -172,10 +172,10 @@ impl Timeslice {
     }
 
     #[inline]
-    fn key(&self, bio: &Bio) -> u32 {
+    fn key(&self, bio: &Bio) -> u64 {
         match self.config.key {
-            SliceKey::Stream => bio.stream,
-            SliceKey::Queue => u32::from(bio.seat),
+            SliceKey::Stream => bio.stream.into(),
+            SliceKey::Queue => bio.seat.into(),
         }
     }
 
@@ -193,7 +193,7 @@ impl Timeslice {
         let line = if self.streams.get(stream).served == self.epoch { &mut self.later } else { &mut self.turn };
         match line {
             Line::Arrival(line) => line.push_back(stream),
-            Line::Lowest(tree) => self.numbers.insert(tree, stream, u64::from(self.streams.stream(stream))),
+            Line::Lowest(tree) => self.numbers.insert(tree, stream, self.streams.stream(stream)),
         }
     }
 
@@ -350,7 +350,7 @@ impl Scheduler for Timeslice {
         ];
         let mut facts = vec![("epoch", self.epoch)];
         if let Some(slice) = self.owner {
-            facts.push(("owner", u64::from(self.streams.stream(slice.stream))));
+            facts.push(("owner", self.streams.stream(slice.stream)));
             facts.push(("left_ns", slice.end_ns.map_or(0, |end_ns| end_ns.saturating_sub(now_ns))));
             facts.push(("extended", u64::from(slice.extended)));
         }

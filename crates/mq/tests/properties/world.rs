@@ -5,9 +5,9 @@ use std::sync::{Arc, Mutex};
 
 use blkyard_mq::{
     Batch, Bio, BioFlags, BlockDevice, Budget, ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, Context,
-    DeadlineConfig, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, HwSnapshot, KyberConfig, Merging, Op, Priority,
-    QueueLimits, Region, RegionTable, SchedulerConfig, Segment, SliceKey, SliceOrder, Status, TimedOut,
-    TimesliceConfig, Wake,
+    DeadlineConfig, DeviceInfo, Done, Driver, FairConfig, FairDevice, HwQueue, HwQueueConfig, HwSnapshot, KyberConfig,
+    Merging, Op, Priority, QueueLimits, Region, RegionTable, SchedulerConfig, Segment, SliceKey, SliceOrder, Status,
+    TimedOut, TimesliceConfig, Wake,
 };
 use proptest::prelude::*;
 
@@ -144,7 +144,15 @@ fn any_scheduler() -> impl Strategy<Value = SchedulerConfig> {
     let kyber = (1_u32..3000, 1_u32..3000).prop_map(|(read_target_us, write_target_us)| {
         SchedulerConfig::Kyber(KyberConfig { read_target_us, write_target_us, discard_target_us: 1000 })
     });
-    prop_oneof![2 => Just(SchedulerConfig::None), 1 => deadline, 1 => kyber, 1 => slices]
+    let kinds = vec![FairDevice::Measured, FairDevice::Seeks, FairDevice::Flat];
+    let fair = (1_u32..4, 0_u32..3, any::<bool>(), prop::sample::select(kinds)).prop_map(
+        |(slice_ms, idle_ms, drain, device)| {
+            let config =
+                FairConfig { slice_ms, target_ms: 2 * slice_ms, idle_ms, drain, device, ..FairConfig::default() };
+            SchedulerConfig::Fair(config)
+        },
+    );
+    prop_oneof![2 => Just(SchedulerConfig::None), 1 => deadline, 1 => kyber, 1 => slices, 1 => fair]
 }
 
 fn any_step() -> impl Strategy<Value = Step> {

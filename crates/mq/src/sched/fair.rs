@@ -1,0 +1,497 @@
+//! `fair`: streams share a device by the time they take of it.
+//!
+//! A stream is who submits, with one priority class. Writes that nobody waits for are one stream for each class, whoever they are from. How streams share
+//! is up to the device:
+//!
+//! | | with seeks | without |
+//! |---|---|---|
+//! | who reads or writes in a row | has [turns](turn): the device is its alone for a while, and waits for it | mixes |
+//! | who seeks | mixes with others who do; all of them together have turns | mixes |
+//! | what is accounted for | wall time of the device | bytes, and a price for each bio |
+//! | in flight | what fits in the rest of the turn | what keeps the device [busy](depth) |
+//! | in a stream | sorted in batches | as it came |
+//!
+//! To take turns and to mix are the same algorithm with another unit: see [`line`]. Which kind of device it is is [measured](device). A stream
+//! alone has it to itself: nothing is waited for and nothing limited.
+//!
+//! A more urgent class goes first, also before who has his turn. How long anybody waits is bounded: within a class by a round, which is
+//! `target_ms` or as many shortest turns as there are streams; a class below another one has a turn after [`CLASS_LATE_NS`]; a bio in its
+//! stream goes at the latest in the batch after the one it came in.
+//!
+//! After CFQ and BFQ of Linux in what is waited for and for how long (spec D.3 to D.5); sorted batches are N-step-SCAN (Coffman and others, 1972).
+
+mod depth;
+mod device;
+mod habits;
+mod line;
+mod turn;
+
+use self::depth::Depth;
+use self::device::Device;
+use self::habits::Habits;
+use self::line::{Line, Share};
+use self::turn::Turn;
+use super::slots::{List, Slots};
+use super::streams::Streams;
+use super::{Next, Reach, Scheduler, SchedulerSnapshot, join_from};
+use crate::{Bio, Op, Priority};
+
+/// Classes of priority.
+const CLASSES: usize = Priority::ALL.len();
+/// The weight of who has no other.
+pub(super) const WEIGHT: u32 = 100;
+/// A lower class gets something after this long at the latest, whatever a more urgent one wants; and who has used up his due in a mix,
+/// whoever comes back meanwhile.
+const CLASS_LATE_NS: u64 = 2_000_000_000;
+/// Within a class, the same.
+const LATE_NS: u64 = 300_000_000;
+/// What each bio costs in a mix beside its bytes, in bytes: what flash does in the time of a small read (100 000 a second beside 800 MB/s).
+const PRICE: i64 = 8 << 10;
+/// The same where there are seeks: 8 ms of a disk that does 64 MB/s.
+const SEEK_PRICE: i64 = 512 << 10;
+/// Due of a weight of one in a round of a mix, in bytes: 100 of them are 128 KiB, some tens of small bios.
+const DUE: i64 = 1311;
+/// The same where there are seeks: two of them.
+const SEEK_DUE: i64 = 10486;
+
+/// Weights that streams can be given.
+pub const FAIR_WEIGHTS_MAX: usize = 8;
+
+/// Whether a device has seeks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum FairDevice {
+    /// It has none until it shows otherwise.
+    #[default]
+    Measured,
+    /// It has.
+    Seeks,
+    /// It has none.
+    Flat,
+}
+
+/// Options of `fair`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FairConfig {
+    /// How long a turn lasts at most, milliseconds, at a weight of 100.
+    pub slice_ms: u32,
+    /// How long a round of turns is to last, milliseconds: turns are shorter the more streams there are, but no shorter than what two seeks
+    /// are worth.
+    pub target_ms: u32,
+    /// How long a stream is waited for in its turn at most, milliseconds; zero for not at all: then a turn ends as soon as nothing waits.
+    pub idle_ms: u32,
+    /// Weight of writes nobody waits for, of a hundred.
+    pub async_percent: u32,
+    /// Whether a turn begins when nothing of the one before is in flight any more.
+    pub drain: bool,
+    /// What the device is.
+    pub device: FairDevice,
+    /// Weights of streams, by their numbers, 10 to 1000; all others have 100. Those of weight zero are no entries.
+    pub weights: [(u32, u16); FAIR_WEIGHTS_MAX],
+}
+
+impl Default for FairConfig {
+    fn default() -> FairConfig {
+        FairConfig {
+            // As CFQ has it (slice_sync): ten times what a seek and the wait for the platter take.
+            slice_ms: 100,
+            // CFQ's target_latency.
+            target_ms: 300,
+            idle_ms: (habits::IDLE_NS / 1_000_000) as u32,
+            // CFQ's slice_async beside slice_sync.
+            async_percent: 40,
+            drain: true,
+            device: FairDevice::default(),
+            weights: [(0, 0); FAIR_WEIGHTS_MAX],
+        }
+    }
+}
+
+impl FairConfig {
+    /// As CFQ shares a disk, waiting so long for who has his turn: 8 ms, or zero.
+    pub fn like_cfq(idle_ms: u32) -> FairConfig {
+        FairConfig { idle_ms, drain: false, device: FairDevice::Seeks, ..FairConfig::default() }
+    }
+}
+
+/// A stream with its bios; or all that seek of one class, who have turns as one.
+#[derive(Clone, Copy, Debug, Default)]
+struct Stream {
+    share: Share,
+    bios: List,
+    in_flight: u32,
+    /// How many of its bios, from the first on, are of the batch that is sorted.
+    batch: u32,
+    /// The sector behind what was handed out last.
+    position: u64,
+    habits: Habits,
+    /// Mean time from one end to the next in its turns.
+    gap_ns: u32,
+    class: u8,
+    /// Somebody waits for what it wants.
+    sync: bool,
+    /// It mixes with others.
+    mixes: bool,
+}
+
+/// See the head of the module.
+#[derive(Debug)]
+pub(crate) struct Fair {
+    config: FairConfig,
+    slots: Slots,
+    streams: Streams<Stream>,
+    device: Device,
+    depth: Depth,
+    /// By class, in the order of urgency: who waits for a turn, in nanoseconds.
+    turns: [Line; CLASSES],
+    /// Who mixes, in bytes.
+    mixes: [Line; CLASSES],
+    /// The places of those who mix, as one.
+    crowds: [u32; CLASSES],
+    turn: Option<Turn>,
+    /// The batch of whose turn it is: how far ahead of its position each bio is, and where it is kept. The nearest is the last.
+    batch: Vec<(u64, u32)>,
+    /// Whose bio was handed out last, for what joins it.
+    last: Option<u32>,
+    waiting: [usize; CLASSES],
+    out: [usize; CLASSES],
+    /// Bios that wait, of those who mix.
+    mixing: [usize; CLASSES],
+    /// Streams that have a bio here or in flight.
+    busy: usize,
+}
+
+/// What a stream is known by: its number and class; that of async writes, or of a crowd, only by its class.
+fn key(bio: &Bio) -> u64 {
+    let class = (bio.priority as u64) << 32;
+    if bio.is_sync() { class | u64::from(bio.stream) } else { class | ASYNC_KEY }
+}
+
+const ASYNC_KEY: u64 = 1 << 40;
+const CROWD_KEY: u64 = 1 << 41;
+
+impl Fair {
+    /// For a queue of so many tags and bios.
+    pub(crate) fn new(config: FairConfig, depth: usize, bios_max: usize) -> Fair {
+        let seeks = config.device == FairDevice::Seeks;
+        let mut streams = Streams::new(bios_max);
+        let crowds = Priority::ALL.map(|class| {
+            let at = streams.find_or_add(CROWD_KEY | (class as u64) << 32);
+            streams.work(at);
+            *streams.get_mut(at) = Stream { class: class as u8, sync: true, ..Stream::default() };
+            at
+        });
+        Fair {
+            config,
+            slots: Slots::new(bios_max),
+            streams,
+            device: Device::new(seeks),
+            depth: Depth::new(depth),
+            turns: Priority::ALL.map(|_| Line::new(turn::least_ns(&config), LATE_NS)),
+            mixes: Priority::ALL.map(|_| Line::new(1, LATE_NS)),
+            crowds,
+            turn: None,
+            batch: Vec::with_capacity(bios_max),
+            last: None,
+            waiting: [0; CLASSES],
+            out: [0; CLASSES],
+            mixing: [0; CLASSES],
+            busy: 0,
+        }
+    }
+
+    fn weight(&self, stream: u32) -> u32 {
+        let entry = self.config.weights.iter().find(|(number, weight)| *number == stream && *weight > 0);
+        entry.map_or(WEIGHT, |(_, weight)| u32::from((*weight).clamp(10, 1000)))
+    }
+
+    /// What is due to a member of a mix in a round.
+    fn mix_due(&self, at: u32) -> i64 {
+        i64::from(self.streams.get(at).share.weight) * if self.device.seeks() { SEEK_DUE } else { DUE }
+    }
+
+    fn is_owner(&self, at: u32) -> bool {
+        self.turn.as_ref().is_some_and(|turn| turn.who == at)
+    }
+
+    /// The place of a bio's stream.
+    fn find_stream(&mut self, bio: &Bio) -> u32 {
+        let at = self.streams.find_or_add(key(bio));
+        if self.streams.get(at).share.weight == 0 {
+            let sync = bio.is_sync();
+            let weight = if sync { self.weight(bio.stream) } else { self.config.async_percent.clamp(1, WEIGHT) };
+            let stream = self.streams.get_mut(at);
+            (stream.class, stream.sync, stream.share.weight) = (bio.priority as u8, sync, weight);
+        }
+        at
+    }
+
+    /// A stream that has bios, is in no line and has no turn stands in line: with those it belongs to by now.
+    fn stand_in_line(&mut self, at: u32, now_ns: u64) {
+        let seeks = self.device.seeks();
+        let stream = self.streams.get_mut(at);
+        let class = usize::from(stream.class);
+        let mixes = !seeks || (stream.sync && stream.habits.seeks());
+        if mixes != stream.mixes {
+            // Its credit is in another unit.
+            stream.share = Share::new(stream.share.weight);
+            (stream.mixes, stream.batch) = (mixes, 0);
+        }
+        let sync = stream.sync;
+        if mixes {
+            self.mixing[class] += stream.bios.len();
+            let due = self.mix_due(at);
+            self.mixes[class].enter(&mut self.streams, at, due, sync, now_ns);
+            let crowd = self.crowds[class];
+            if seeks && !self.is_owner(crowd) && !self.streams.get(crowd).share.queued {
+                self.line_up(crowd, now_ns);
+            }
+        } else {
+            self.line_up(at, now_ns);
+        }
+    }
+
+    /// Who takes the next bio of a mix; it is in front of its line.
+    fn front_of_mix(&mut self, class: usize, now_ns: u64) -> Option<u32> {
+        loop {
+            let at = self.mixes[class].front(&self.streams, now_ns)?;
+            let stream = self.streams.get(at);
+            if stream.bios.is_empty() {
+                self.mixes[class].pop(&mut self.streams);
+                self.rest(at);
+            } else if stream.share.credit > 0 {
+                return Some(at);
+            } else if self.device.seeks() && !stream.habits.seeks() {
+                self.mixing[class] -= stream.bios.len();
+                self.mixes[class].pop(&mut self.streams);
+                self.stand_in_line(at, now_ns);
+            } else {
+                let due = self.mix_due(at);
+                self.mixes[class].rotate(&mut self.streams, due, now_ns);
+            }
+        }
+    }
+
+    /// Hands out the next bio of who is in front of a mix.
+    fn next_of_mix(&mut self, class: usize, at: u32, now_ns: u64) -> Next {
+        let Some(first) = self.streams.get(at).bios.first() else { unreachable!("it has bios") };
+        let price = if self.device.seeks() { SEEK_PRICE } else { PRICE };
+        let stream = self.streams.get_mut(at);
+        let bio = self.slots.remove(&mut stream.bios, first);
+        stream.share.credit -= price;
+        if !stream.bios.is_empty() {
+            self.mixes[class].demote(&mut self.streams, now_ns);
+        }
+        self.mixing[class] -= 1;
+        Next::Bio(self.hand_out(at, bio))
+    }
+
+    /// On a device without seeks.
+    fn next_flat(&mut self, now_ns: u64) -> Next {
+        let Some(class) = self.class(now_ns) else { return Next::Wait(u64::MAX) };
+        let Some(at) = self.front_of_mix(class, now_ns) else { return Next::Wait(u64::MAX) };
+        let in_flight = self.in_flight();
+        if self.busy > 1 && in_flight >= self.depth.limit() {
+            // Who wants little, and has nothing there, does not wait for those who do.
+            let may_pass = self.mixes[class].front_is_light() && self.streams.get(at).in_flight == 0;
+            if !may_pass || in_flight >= 2 * self.depth.limit() {
+                self.depth.bound();
+                return Next::Wait(u64::MAX);
+            }
+        }
+        self.depth.used(in_flight + 1);
+        self.next_of_mix(class, at, now_ns)
+    }
+
+    /// Which class is next: the most urgent that waits, unless a lower one has waited for too long. The lowest waits until all others have ended, too.
+    fn class(&self, now_ns: u64) -> Option<usize> {
+        let first = self.waiting.iter().position(|waiting| *waiting > 0)?;
+        let late = |class: &usize| {
+            let lines = if self.device.seeks() { &self.turns } else { &self.mixes };
+            let since_ns = lines[*class].since_ns(&self.streams);
+            self.waiting[*class] > 0 && since_ns.is_some_and(|since_ns| now_ns.saturating_sub(since_ns) > CLASS_LATE_NS)
+        };
+        let others = self.out[..first].iter().sum::<usize>() > 0;
+        if first == Priority::Idle as usize && others {
+            return Some(first).filter(late);
+        }
+        (first + 1..CLASSES).find(late).or(Some(first))
+    }
+
+    fn in_flight(&self) -> usize {
+        self.out.iter().sum()
+    }
+
+    /// A bio was taken out of a stream.
+    #[inline]
+    fn hand_out(&mut self, at: u32, bio: Box<Bio>) -> Box<Bio> {
+        let stream = self.streams.get_mut(at);
+        let class = usize::from(stream.class);
+        stream.in_flight += 1;
+        stream.position = bio.end();
+        if stream.mixes {
+            stream.share.credit -= bio.bytes() as i64;
+        }
+        self.waiting[class] -= 1;
+        self.out[class] += 1;
+        self.last = Some(at);
+        bio
+    }
+
+    /// Gives up the place of a stream, if it has nothing to do.
+    fn rest(&mut self, at: u32) {
+        let stream = self.streams.get(at);
+        let idle = stream.bios.is_empty() && stream.in_flight == 0 && !stream.share.queued;
+        if idle && !self.is_owner(at) && !self.crowds.contains(&at) {
+            self.streams.rest(at);
+        }
+    }
+
+    /// The device has shown that it is of the other kind: everybody stands in line anew.
+    #[inline(never)]
+    fn change_kind(&mut self, now_ns: u64) {
+        let owner = self.turn.take().map(|turn| turn.who).filter(|who| !self.crowds.contains(who));
+        self.batch.clear();
+        self.mixing = [0; CLASSES];
+        for class in 0..CLASSES {
+            let turns = self.turns[class].take();
+            let mixes = self.mixes[class].take();
+            for mut line in [turns, mixes] {
+                while let Some(at) = line.front(&self.streams, now_ns) {
+                    line.pop(&mut self.streams);
+                    self.start_anew(at, now_ns);
+                }
+            }
+        }
+        if let Some(at) = owner {
+            self.start_anew(at, now_ns);
+        }
+    }
+
+    fn start_anew(&mut self, at: u32, now_ns: u64) {
+        let stream = self.streams.get_mut(at);
+        stream.share = Share::new(stream.share.weight);
+        stream.batch = 0;
+        if self.crowds.contains(&at) {
+            return;
+        }
+        if stream.bios.is_empty() { self.rest(at) } else { self.stand_in_line(at, now_ns) }
+    }
+}
+
+impl Scheduler for Fair {
+    fn insert(&mut self, bio: Box<Bio>, now_ns: u64) {
+        let at = self.find_stream(&bio);
+        let is_owner = self.is_owner(at);
+        let stream = self.streams.get_mut(at);
+        let class = usize::from(stream.class);
+        let first = stream.bios.is_empty();
+        let alone = first && stream.in_flight == 0;
+        stream.habits.came(&bio, alone, now_ns);
+        self.slots.push(&mut stream.bios, bio, now_ns);
+        self.waiting[class] += 1;
+        if first && !stream.share.queued && !is_owner {
+            self.busy += usize::from(alone);
+            self.streams.work(at);
+            self.stand_in_line(at, now_ns);
+        } else {
+            self.mixing[class] += usize::from(stream.mixes);
+            self.busy += usize::from(alone);
+        }
+    }
+
+    fn next(&mut self, now_ns: u64) -> Next {
+        if self.device.seeks() { self.next_turn(now_ns) } else { self.next_flat(now_ns) }
+    }
+
+    fn join(&mut self, reach: Reach, fits: &mut dyn FnMut(&Bio) -> bool, _now_ns: u64) -> Option<Box<Bio>> {
+        let at = self.last?;
+        let stream = self.streams.get_mut(at);
+        let bio = match self.batch.last() {
+            Some((_, place)) if stream.batch > 0 => {
+                let (bio, place) = (self.slots.bio(*place), *place);
+                if !reach.touches(bio) || !fits(bio) {
+                    return None;
+                }
+                self.batch.pop();
+                stream.batch -= 1;
+                self.slots.remove(&mut stream.bios, place)
+            }
+            _ => join_from(&mut self.slots, &mut stream.bios, reach, fits)?.0,
+        };
+        let class = usize::from(stream.class);
+        self.mixing[class] -= usize::from(stream.mixes);
+        Some(self.hand_out(at, bio))
+    }
+
+    fn ended(&mut self, bio: &Bio, start_ns: u64, now_ns: u64) {
+        // It is there as long as anything of it is in flight.
+        let Some(at) = self.streams.find(key(bio)) else { return };
+        let stream = self.streams.get_mut(at);
+        stream.in_flight -= 1;
+        stream.habits.ended(now_ns);
+        let (class, mixes) = (usize::from(stream.class), stream.mixes);
+        let over = stream.in_flight == 0 && stream.bios.is_empty();
+        self.out[class] -= 1;
+        self.busy -= usize::from(over);
+        self.ended_in_turn(at, if mixes { self.crowds[class] } else { at }, start_ns, now_ns);
+        if over {
+            self.rest(at);
+        }
+        if !self.device.seeks() {
+            self.depth.ended(PRICE as u64 + bio.bytes(), now_ns);
+        }
+        if self.config.device == FairDevice::Measured
+            && bio.op == Op::Read
+            && self.device.read(bio.sector, bio.sectors, start_ns, now_ns)
+        {
+            self.change_kind(now_ns);
+        }
+    }
+
+    fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>)) {
+        self.slots.drain(each);
+    }
+
+    fn snapshot(&self, now_ns: u64) -> SchedulerSnapshot {
+        let FairConfig { slice_ms, target_ms, idle_ms, async_percent, drain, device, weights } = self.config;
+        let device = match device {
+            FairDevice::Measured => "measured",
+            FairDevice::Seeks => "seeks",
+            FairDevice::Flat => "flat",
+        };
+        let given = weights.iter().filter(|(_, weight)| *weight > 0);
+        let given: Vec<String> = given.map(|(stream, weight)| format!("{stream}:{weight}")).collect();
+        let options = vec![
+            ("slice_ms", slice_ms.to_string()),
+            ("target_ms", target_ms.to_string()),
+            ("idle_ms", idle_ms.to_string()),
+            ("async_percent", async_percent.to_string()),
+            ("drain", if drain { "on" } else { "off" }.into()),
+            ("device", device.into()),
+            ("weights", given.join("+")),
+        ];
+        let mut facts = vec![
+            ("seeks", u64::from(self.device.seeks())),
+            ("busy", self.busy as u64),
+            ("depth", self.depth.depth() as u64),
+            ("in_flight", self.in_flight() as u64),
+        ];
+        if let Some(turn) = &self.turn {
+            // A crowd has no number.
+            let stream = self.streams.stream(turn.who);
+            facts.push(if stream < ASYNC_KEY {
+                ("owner", stream & u64::from(u32::MAX))
+            } else {
+                ("owner_class", stream >> 32 & 3)
+            });
+            facts.push(("turn_ns", now_ns.saturating_sub(turn.since_ns)));
+        }
+        SchedulerSnapshot {
+            name: "fair",
+            options,
+            waiting: self.waiting.iter().sum(),
+            oldest_ns: self.slots.oldest_ns().map_or(0, |since_ns| now_ns.saturating_sub(since_ns)),
+            facts,
+        }
+    }
+}

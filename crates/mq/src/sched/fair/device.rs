@@ -1,0 +1,139 @@
+//! Whether it costs a device time to go from one place to another.
+//!
+//! Measured where the queue runs anyhow: the time from one end to the next while the device had something to do, apart for reads that lie near
+//! the one before and far from it, and by size, since a large one takes longer wherever it lies. A far one that takes clearly longer than
+//! a near one as large or larger shows that there are seeks; one that takes as long as a near one as large or smaller shows that there
+//! are none. Writes say nothing: a cache takes them wherever they go.
+
+/// A read this far from the end of the one before is near, sectors: 1 MiB, which a disk's arm need not move for.
+const NEAR_SECTORS: u64 = 2048;
+/// And this far is far: 64 MiB, which it must move for and then wait for the platter.
+const FAR_SECTORS: u64 = 128 << 10;
+/// Sizes told apart: up to 16 KiB, 128 KiB, 1 MiB, and all beyond; sectors.
+const SIZES: [u32; 3] = [32, 256, 2048];
+/// Means are of the last 8 or so, and say something after that many.
+const SAMPLES_MIN: u32 = 8;
+/// Something far takes so much longer if there are seeks: a disk turns by half in 4 ms, and the arm takes 1 ms at least.
+const SEEK_NS: u64 = 2_000_000;
+/// And no more than this if there are none.
+const NO_SEEK_NS: u64 = 500_000;
+
+/// A mean time.
+#[derive(Clone, Copy, Debug, Default)]
+struct Mean {
+    ns: u64,
+    samples: u32,
+}
+
+impl Mean {
+    fn add(&mut self, ns: u64) {
+        self.samples = (self.samples + 1).min(SAMPLES_MIN);
+        let samples = u64::from(self.samples);
+        self.ns = (self.ns * (samples - 1) + ns) / samples;
+    }
+
+    fn get(self) -> Option<u64> {
+        (self.samples >= SAMPLES_MIN).then_some(self.ns)
+    }
+}
+
+/// See the head of the module.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Device {
+    seeks: bool,
+    near: [Mean; SIZES.len() + 1],
+    far: [Mean; SIZES.len() + 1],
+    /// When and behind which sector the last one ended.
+    last_ns: u64,
+    last_end: u64,
+}
+
+impl Device {
+    /// A device that is said to have seeks, or none.
+    pub(super) fn new(seeks: bool) -> Device {
+        let means = [Mean::default(); SIZES.len() + 1];
+        Device { seeks, near: means, far: means, last_ns: 0, last_end: u64::MAX }
+    }
+
+    /// Whether there are seeks, as far as is known.
+    #[inline]
+    pub(super) fn seeks(&self) -> bool {
+        self.seeks
+    }
+
+    /// A read that the device had since `start_ns` has ended. True if it shows that we were wrong.
+    #[inline]
+    pub(super) fn read(&mut self, sector: u64, sectors: u32, start_ns: u64, now_ns: u64) -> bool {
+        let took_ns = now_ns.saturating_sub(start_ns.max(self.last_ns));
+        let distance = sector.abs_diff(self.last_end);
+        let known = self.last_end != u64::MAX;
+        (self.last_ns, self.last_end) = (now_ns, sector.saturating_add(u64::from(sectors)));
+        if !known || took_ns == 0 || (distance > NEAR_SECTORS && distance < FAR_SECTORS) {
+            return false;
+        }
+        let size = SIZES.iter().take_while(|most| sectors > **most).count();
+        if distance <= NEAR_SECTORS {
+            self.near[size].add(took_ns);
+            return false;
+        }
+        self.far[size].add(took_ns);
+        let Some(far_ns) = self.far[size].get() else { return false };
+        let wrong = if self.seeks {
+            let mut near = self.near[..=size].iter().filter_map(|mean| mean.get());
+            near.any(|near_ns| far_ns < near_ns + near_ns / 4 + NO_SEEK_NS)
+        } else {
+            let mut near = self.near[size..].iter().filter_map(|mean| mean.get());
+            near.any(|near_ns| far_ns > near_ns + near_ns / 2 + SEEK_NS)
+        };
+        if wrong {
+            *self = Device { last_ns: self.last_ns, last_end: self.last_end, ..Device::new(!self.seeks) };
+        }
+        wrong
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Reads, near and far by turns, each as soon as the one before is over; whether it was found out that the device is otherwise.
+    fn look(seeks: bool, sectors: [u32; 2], near_ns: u64, far_ns: u64) -> bool {
+        let (mut device, mut now_ns, mut sector) = (Device::new(seeks), 0, 0);
+        for at in 0..200 {
+            let far = at % 2;
+            sector += [0, 10_000_000][far];
+            let start_ns = now_ns;
+            now_ns += [near_ns, far_ns][far];
+            if device.read(sector, sectors[far], start_ns, now_ns) {
+                assert_eq!(device.seeks(), !seeks);
+                return true;
+            }
+            sector += u64::from(sectors[far]);
+        }
+        false
+    }
+
+    #[test]
+    fn a_device_shows_whether_it_has_seeks() {
+        let (ms, us) = (1_000_000, 1000);
+        // Sizes near and far, times near and far: a disk is found out, and stays one.
+        for (sectors, near_ns, far_ns) in [([1024, 1024], 5 * ms, 15 * ms), ([8, 8], 100 * us, 9 * ms)] {
+            assert!(look(false, sectors, near_ns, far_ns), "{sectors:?}");
+            assert!(!look(true, sectors, near_ns, far_ns), "{sectors:?}");
+        }
+        // Flash, one that is slow, and one that is far away over a network.
+        for (near_ns, far_ns) in [(80 * us, 90 * us), (400 * us, 600 * us), (5 * ms, 5 * ms), (50 * ms, 55 * ms)] {
+            assert!(!look(false, [8, 8], near_ns, far_ns), "{near_ns}");
+            assert!(look(true, [8, 8], near_ns, far_ns), "{near_ns}");
+        }
+    }
+
+    #[test]
+    fn a_small_read_far_away_is_not_compared_with_a_larger_one_to_its_favour() {
+        // 4 KiB at 8 ms beside 512 KiB in a row at 5 ms: longer than something larger, but not by enough to show a seek.
+        assert!(!look(true, [1024, 8], 5_000_000, 8_000_000));
+        assert!(look(false, [1024, 8], 5_000_000, 10_000_000));
+        // 512 KiB far away at 5 ms beside 4 KiB at 1 ms: that may be its size.
+        assert!(!look(false, [8, 1024], 1_000_000, 5_000_000));
+    }
+}

@@ -1,0 +1,203 @@
+//! Whose turn is next among members that share something: the time of a device, or its depth.
+//!
+//! Deficit round robin (Shreedhar and Varghese, 1995): each member has a credit, and is served as long as that lasts. Whose credit is used
+//! up goes to the end and is given as much as is its due. Who comes back and has not used up what was its due in this round goes before all who
+//! have: so whoever wants little does not wait for those who want all they can get (as the new flows of FQ-CoDel, RFC 8290). It cannot come
+//! before them more often than its due lets it. All of it in a constant number of steps, for any number of members.
+
+use super::super::slots::NONE;
+use super::super::streams::Streams;
+use super::Stream;
+
+/// Where a member stands.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Share {
+    /// What it may still use, in the unit of its line. Less than nothing if it has used more.
+    pub(super) credit: i64,
+    /// Since when it stands where it stands.
+    pub(super) since_ns: u64,
+    /// The round whose due it has been given.
+    round: u32,
+    /// The next in its row.
+    next: u32,
+    /// Of a hundred, what is its due beside others.
+    pub(super) weight: u32,
+    /// What the line counts for it.
+    counted: u32,
+    pub(super) queued: bool,
+}
+
+impl Share {
+    /// Of who has had nothing yet.
+    pub(super) fn new(weight: u32) -> Share {
+        Share { weight, ..Share::default() }
+    }
+}
+
+/// A row of members.
+#[derive(Clone, Copy, Debug)]
+struct Row {
+    first: u32,
+    last: u32,
+    len: u32,
+}
+
+impl Row {
+    const EMPTY: Row = Row { first: NONE, last: NONE, len: 0 };
+
+    fn push(&mut self, streams: &mut Streams<Stream>, at: u32) {
+        streams.get_mut(at).share.next = NONE;
+        match self.last {
+            NONE => self.first = at,
+            last => streams.get_mut(last).share.next = at,
+        }
+        self.last = at;
+        self.len += 1;
+    }
+
+    fn pop(&mut self, streams: &Streams<Stream>) {
+        self.first = streams.get(self.first).share.next;
+        if self.first == NONE {
+            self.last = NONE;
+        }
+        self.len -= 1;
+    }
+}
+
+/// Members that wait for their turn.
+#[derive(Debug)]
+pub(super) struct Line {
+    /// Who has something left of its due.
+    light: Row,
+    heavy: Row,
+    /// Whether the one in front is of the light ones.
+    front_is_light: bool,
+    /// Counted from one. A round is over when all have been served that were heavy at its beginning.
+    round: u32,
+    left: u32,
+    /// Sum of all weights.
+    weight: u64,
+    /// What it takes to be served.
+    least: i64,
+    /// How long a heavy one waits while there are light ones.
+    late_ns: u64,
+}
+
+impl Line {
+    /// A line in which a member is served that has at least so much credit.
+    pub(super) fn new(least: i64, late_ns: u64) -> Line {
+        Line {
+            light: Row::EMPTY,
+            heavy: Row::EMPTY,
+            front_is_light: false,
+            round: 1,
+            left: 0,
+            weight: 0,
+            least,
+            late_ns,
+        }
+    }
+
+    /// What it takes to be served.
+    pub(super) fn least(&self) -> i64 {
+        self.least
+    }
+
+    /// A line as it stands; what stays is empty, and a round further.
+    pub(super) fn take(&mut self) -> Line {
+        let next = Line { round: self.round.wrapping_add(1).max(1), ..Line::new(self.least, self.late_ns) };
+        std::mem::replace(self, next)
+    }
+
+    pub(super) fn weight(&self) -> u64 {
+        self.weight
+    }
+
+    /// Whether the member in front still had something of its due when it came.
+    pub(super) fn front_is_light(&self) -> bool {
+        self.front_is_light
+    }
+
+    /// A member wants something. It is light if enough is left of its due, and if it may be.
+    pub(super) fn enter(&mut self, streams: &mut Streams<Stream>, at: u32, due: i64, may_be_light: bool, now_ns: u64) {
+        let share = &mut streams.get_mut(at).share;
+        let rounds = i64::from(self.round.wrapping_sub(share.round) as i32);
+        if share.round == 0 || rounds > 0 {
+            // What was left of earlier rounds is gone, what was owed is not.
+            share.credit = share.credit.saturating_add(due.saturating_mul(rounds.max(1))).min(due);
+            share.round = self.round;
+        }
+        if may_be_light && share.credit >= self.least {
+            self.count(share, now_ns);
+            self.light.push(streams, at);
+        } else {
+            let due = if share.round == self.round && share.credit < self.least { due } else { 0 };
+            self.enter_last(streams, at, due, now_ns);
+        }
+    }
+
+    /// A member wants more than was its due, and is given what will be in the next round.
+    pub(super) fn enter_last(&mut self, streams: &mut Streams<Stream>, at: u32, due: i64, now_ns: u64) {
+        let share = &mut streams.get_mut(at).share;
+        if due > 0 {
+            // Nobody saves more than it takes to be served.
+            share.credit = share.credit.min(due.max(self.least)) + due;
+            share.round = self.round.wrapping_add(1).max(1);
+        }
+        self.count(share, now_ns);
+        self.heavy.push(streams, at);
+    }
+
+    fn count(&mut self, share: &mut Share, now_ns: u64) {
+        (share.queued, share.since_ns, share.counted) = (true, now_ns, share.weight);
+        self.weight += u64::from(share.weight);
+    }
+
+    /// Who is next.
+    #[inline]
+    pub(super) fn front(&mut self, streams: &Streams<Stream>, now_ns: u64) -> Option<u32> {
+        self.front_is_light = self.light.first != NONE
+            && (self.heavy.first == NONE
+                || now_ns.saturating_sub(streams.get(self.heavy.first).share.since_ns) < self.late_ns);
+        let row = if self.front_is_light { &self.light } else { &self.heavy };
+        (row.first != NONE).then_some(row.first)
+    }
+
+    /// Since when the one waits that waits for longest.
+    pub(super) fn since_ns(&self, streams: &Streams<Stream>) -> Option<u64> {
+        let firsts = [self.light.first, self.heavy.first].into_iter().filter(|at| *at != NONE);
+        firsts.map(|at| streams.get(at).share.since_ns).min()
+    }
+
+    /// The one in front leaves.
+    pub(super) fn pop(&mut self, streams: &mut Streams<Stream>) {
+        let row = if self.front_is_light { &mut self.light } else { &mut self.heavy };
+        let share = &mut streams.get_mut(row.first).share;
+        share.queued = false;
+        self.weight -= u64::from(share.counted);
+        if !self.front_is_light {
+            if self.left == 0 {
+                self.round = self.round.wrapping_add(1).max(1);
+                self.left = row.len;
+            }
+            self.left -= 1;
+        }
+        row.pop(streams);
+    }
+
+    /// The one in front wants more than one thing at a time, and so does not go before others: with the credit that it has.
+    pub(super) fn demote(&mut self, streams: &mut Streams<Stream>, now_ns: u64) {
+        if self.front_is_light {
+            let at = self.light.first;
+            self.pop(streams);
+            self.enter_last(streams, at, 0, now_ns);
+        }
+    }
+
+    /// The one in front has used up its credit, and goes to the end.
+    pub(super) fn rotate(&mut self, streams: &mut Streams<Stream>, due: i64, now_ns: u64) {
+        let at = if self.front_is_light { self.light.first } else { self.heavy.first };
+        self.pop(streams);
+        self.enter_last(streams, at, due, now_ns);
+    }
+}

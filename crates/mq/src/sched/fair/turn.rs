@@ -1,0 +1,232 @@
+//! Turns: the device is one stream's for a while, so that the way to where it reads is paid for once.
+//!
+//! A turn is as long as the owner's credit, counted from the first end in it, so that nobody pays for the way from where another has been; what
+//! is still in flight when it is over is waited for, and paid for by who sent it. An owner with nothing to do is waited for as long as its
+//! habits make it likely that it comes back, and worth it. Beyond that its turn is over, and it keeps the rest of its credit for this round.
+//!
+//! While others wait, an owner has no more in flight than fits in the rest of its turn, by how long each took: so a turn of who seeks ends
+//! in time, and who reads in a row has all the depth it can use.
+
+use super::habits;
+use super::{Fair, FairConfig, WEIGHT};
+use crate::sched::Next;
+
+/// A turn is no shorter than two seeks, each with half a turn of the platter and some reading.
+const SLICE_MIN_NS: u64 = 25_000_000;
+/// Bios of a stream that are sorted at one time: some more than a disk sorts by itself.
+const BATCH: usize = 64;
+/// The same of writes nobody waits for: some MiB of small ones.
+const BATCH_ASYNC: usize = 1024;
+
+/// The turn that lasts.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Turn {
+    pub(super) who: u32,
+    class: usize,
+    pub(super) since_ns: u64,
+    /// Its clock runs since the first end.
+    began_ns: Option<u64>,
+    slice_ns: u64,
+    /// It was given because a lower class had waited for too long: a more urgent one waits for it.
+    late: bool,
+    /// Nothing more is handed out.
+    closing: bool,
+    /// When something of it ended last, and of which stream that was.
+    ended_ns: u64,
+    last: u32,
+}
+
+/// The credit it takes to have a turn, nanoseconds.
+pub(super) fn least_ns(config: &FairConfig) -> i64 {
+    SLICE_MIN_NS.min(u64::from(config.slice_ms.max(1)) * 1_000_000) as i64
+}
+
+impl Fair {
+    /// A member of the line for turns, which is in none, stands in it.
+    pub(super) fn line_up(&mut self, at: u32, now_ns: u64) {
+        let (class, sync) = (usize::from(self.streams.get(at).class), self.streams.get(at).sync);
+        let due = self.turn_due(at);
+        self.turns[class].enter(&mut self.streams, at, due, sync, now_ns);
+    }
+
+    /// What is due to a member in a round, nanoseconds: its share of what a round is to last.
+    fn turn_due(&mut self, at: u32) -> i64 {
+        let class = usize::from(self.streams.get(at).class);
+        if at == self.crowds[class] {
+            self.streams.get_mut(at).share.weight = self.mixes[class].weight().clamp(1, 1 << 20) as u32;
+        }
+        let share = &self.streams.get(at).share;
+        let owner = self.turn.filter(|turn| turn.who != at && turn.class == class);
+        let owner = owner.map_or(0, |turn| self.streams.get(turn.who).share.weight);
+        let own = if share.queued { 0 } else { share.weight };
+        let all = self.turns[class].weight() + u64::from(own) + u64::from(owner);
+        let weight = u64::from(WEIGHT);
+        let slice_ns = u64::from(self.config.slice_ms.max(1)) * 1_000_000;
+        let target_ns = u64::from(self.config.target_ms) * 1_000_000;
+        let each_ns = (target_ns / all.max(1)).clamp(SLICE_MIN_NS.min(slice_ns) / weight, slice_ns / weight);
+        (u64::from(share.weight) * each_ns).max(1) as i64
+    }
+
+    pub(super) fn next_turn(&mut self, now_ns: u64) -> Next {
+        loop {
+            let Some(mut turn) = self.turn else {
+                if self.take_turn(now_ns) {
+                    continue;
+                }
+                return Next::Wait(u64::MAX);
+            };
+            let own = self.own_waiting(&turn);
+            let others = self.waiting.iter().sum::<usize>() > own;
+            let preempted = !turn.late && self.waiting[..turn.class].iter().any(|waiting| *waiting > 0);
+            let end_ns = turn.began_ns.map_or(u64::MAX, |began_ns| began_ns + turn.slice_ns);
+            if now_ns >= end_ns && !others {
+                turn.began_ns = Some(now_ns);
+            }
+            turn.closing |= preempted || (now_ns >= end_ns && others);
+            self.turn = Some(turn);
+            let in_flight = self.in_flight();
+            if turn.closing {
+                if self.config.drain && in_flight > 0 {
+                    return Next::Wait(u64::MAX);
+                }
+                self.end_turn(now_ns);
+            } else if own > 0 {
+                if others && in_flight > 0 && !self.fits(&turn, in_flight, now_ns) {
+                    return Next::Wait(u64::MAX);
+                }
+                if let Some(next) = self.next_of_turn(&turn, now_ns) {
+                    return next;
+                }
+            } else if !others || (in_flight > 0 && self.config.idle_ms > 0) {
+                return Next::Wait(u64::MAX);
+            } else {
+                let until_ns = self.idle_until_ns(&turn).min(end_ns);
+                if now_ns < until_ns {
+                    return Next::Wait(until_ns);
+                }
+                if let Some(turn) = &mut self.turn {
+                    turn.closing = true;
+                }
+            }
+        }
+    }
+
+    fn own_waiting(&self, turn: &Turn) -> usize {
+        if turn.who == self.crowds[turn.class] {
+            self.mixing[turn.class]
+        } else {
+            self.streams.get(turn.who).bios.len()
+        }
+    }
+
+    /// Whether one more would end within the turn.
+    fn fits(&self, turn: &Turn, in_flight: usize, now_ns: u64) -> bool {
+        let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns - began_ns);
+        let gap_ns = u64::from(self.streams.get(turn.who).gap_ns);
+        in_flight as u64 * gap_ns < turn.slice_ns.saturating_sub(used_ns)
+    }
+
+    fn idle_until_ns(&self, turn: &Turn) -> u64 {
+        let last = self.streams.get(turn.last);
+        let most_ns = if last.sync { u64::from(self.config.idle_ms) * 1_000_000 } else { 0 };
+        turn.ended_ns.saturating_add(last.habits.idle_ns(most_ns))
+    }
+
+    /// The turn that is next begins. False if nobody wants it.
+    #[inline(never)]
+    fn take_turn(&mut self, now_ns: u64) -> bool {
+        loop {
+            let Some(class) = self.class(now_ns) else { return false };
+            let Some(who) = self.turns[class].front(&self.streams, now_ns) else { return false };
+            let (credit, least) = (self.streams.get(who).share.credit, self.turns[class].least());
+            let due = self.turn_due(who);
+            if credit < least {
+                self.turns[class].rotate(&mut self.streams, due, now_ns);
+                continue;
+            }
+            self.turns[class].pop(&mut self.streams);
+            let late = self.waiting[..class].iter().any(|waiting| *waiting > 0);
+            // Its due may have become less meanwhile.
+            let most = if late { least } else { due.max(least) };
+            self.turn = Some(Turn {
+                who,
+                class,
+                since_ns: now_ns,
+                began_ns: None,
+                slice_ns: credit.min(most) as u64,
+                late,
+                closing: false,
+                ended_ns: now_ns,
+                last: who,
+            });
+            return true;
+        }
+    }
+
+    /// The turn is over and paid for. Who wants more stands in line again.
+    fn end_turn(&mut self, now_ns: u64) {
+        let Some(turn) = self.turn.take() else { return };
+        self.batch.clear();
+        let class = turn.class;
+        let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns - began_ns);
+        self.streams.get_mut(turn.who).share.credit -= used_ns as i64;
+        if turn.who == self.crowds[class] {
+            if self.mixing[class] > 0 {
+                let due = self.turn_due(turn.who);
+                self.turns[class].enter_last(&mut self.streams, turn.who, due, now_ns);
+            } else {
+                // Whoever is in this line has nothing any more.
+                self.front_of_mix(class, now_ns);
+            }
+            return;
+        }
+        let stream = self.streams.get(turn.who);
+        if stream.bios.is_empty() {
+            self.rest(turn.who);
+        } else if stream.sync && stream.habits.seeks() {
+            self.stand_in_line(turn.who, now_ns);
+        } else {
+            let due = self.turn_due(turn.who);
+            self.turns[class].enter_last(&mut self.streams, turn.who, due, now_ns);
+        }
+    }
+
+    fn next_of_turn(&mut self, turn: &Turn, now_ns: u64) -> Option<Next> {
+        if turn.who == self.crowds[turn.class] {
+            let at = self.front_of_mix(turn.class, now_ns)?;
+            return Some(self.next_of_mix(turn.class, at, now_ns));
+        }
+        if self.batch.is_empty() {
+            self.sort_batch(turn.who);
+        }
+        let (_, place) = self.batch.pop()?;
+        let stream = self.streams.get_mut(turn.who);
+        stream.batch -= 1;
+        let bio = self.slots.remove(&mut stream.bios, place);
+        Some(Next::Bio(self.hand_out(turn.who, bio)))
+    }
+
+    /// Sorts the bios that came first, or those that are left of them: first what lies ahead, then what lies behind.
+    fn sort_batch(&mut self, at: u32) {
+        let stream = self.streams.get_mut(at);
+        if stream.batch == 0 {
+            stream.batch = stream.bios.len().min(if stream.sync { BATCH } else { BATCH_ASYNC }) as u32;
+        }
+        let places = self.slots.iter(&stream.bios).take(stream.batch as usize);
+        let ahead = |place: u32| (self.slots.bio(place).sector.wrapping_sub(stream.position), place);
+        self.batch.extend(places.map(ahead));
+        self.batch.sort_unstable_by(|one, other| other.cmp(one));
+    }
+
+    /// Something of `at` has ended, which has turns as `who`.
+    pub(super) fn ended_in_turn(&mut self, at: u32, who: u32, start_ns: u64, now_ns: u64) {
+        let Some(turn) = self.turn.as_mut().filter(|turn| turn.who == who) else { return };
+        if turn.began_ns.is_some() {
+            let gap_ns = now_ns.saturating_sub(turn.ended_ns.max(start_ns));
+            let mean_ns = &mut self.streams.get_mut(who).gap_ns;
+            *mean_ns = ((u64::from(*mean_ns) * 7 + gap_ns.min(habits::IDLE_NS * 8)) / 8) as u32;
+        }
+        turn.began_ns.get_or_insert(now_ns);
+        (turn.ended_ns, turn.last) = (now_ns, at);
+    }
+}

@@ -1,0 +1,277 @@
+//! The rules of `fair`, one by one, with the device played by hand; on devices that take their time: `world.rs`.
+
+mod world;
+
+use proptest::prelude::*;
+
+use super::{Hand, MS, bio, read, with, write};
+use crate::sched::{FAIR_WEIGHTS_MAX, FairConfig, FairDevice, SchedulerConfig};
+use crate::{Bio, Op, Priority};
+
+fn hand(device: FairDevice) -> Hand {
+    Hand::new(SchedulerConfig::Fair(FairConfig { device, ..FairConfig::default() }))
+}
+
+/// Bios of a stream in a row; a stream's sectors begin at a million times its number.
+fn row(stream: u32, from: u64, count: u64) -> Vec<Box<Bio>> {
+    (from..from + count).map(|at| read(stream, u64::from(stream) * 1_000_000 + at * 8)).collect()
+}
+
+fn owners(sectors: &[u64]) -> Vec<u64> {
+    sectors.iter().map(|sector| sector / 1_000_000).collect()
+}
+
+#[test]
+fn an_owner_has_the_device_alone_until_its_turn_is_over() {
+    let mut hand = hand(FairDevice::Seeks);
+    hand.insert(row(1, 0, 3)).insert(row(2, 0, 3));
+    assert_eq!(owners(&hand.all()), [1, 1, 1]);
+    // The clock runs since the first end; two share a round of 300 ms, and a turn is 100 ms at most.
+    hand.at(50 * MS).end(1_000_000).insert(row(1, 3, 1));
+    assert_eq!(owners(&hand.all()), [1]);
+    hand.at(149 * MS).insert(row(1, 4, 1));
+    assert_eq!(owners(&hand.all()), [1]);
+    hand.at(150 * MS).insert(row(1, 5, 1));
+    assert_eq!(hand.all(), [], "it is over, and what is in flight is waited for");
+    hand.at(160 * MS).end_all();
+    assert_eq!(owners(&hand.all()), [2, 2, 2]);
+    hand.at(170 * MS).end_all();
+    assert_eq!((hand.next(), hand.until_ns), (None, 178 * MS), "it is waited for");
+    hand.at(178 * MS);
+    assert_eq!(owners(&hand.all()), [1], "and not for longer");
+}
+
+#[test]
+fn turns_are_shorter_the_more_streams_there_are_but_not_too_short() {
+    for (streams, turn_ms) in [(4, 100), (5, 75), (7, 50), (13, 25), (20, 25)] {
+        let mut hand = hand(FairDevice::Seeks);
+        for stream in 1..=streams {
+            hand.insert(row(stream, 0, 2));
+        }
+        // The first one is out of it after its turn.
+        assert_eq!(owners(&hand.all()), [1, 1]);
+        hand.end_all().at(100 * MS);
+        assert_eq!(owners(&hand.all()), [2, 2], "{streams}");
+        hand.end_all().insert(row(2, 2, 1));
+        for ms in 1..=turn_ms {
+            let expected = if ms < turn_ms { 2 } else { 3 };
+            let next = hand.at((100 + ms) * MS).next().map(|sector| sector / 1_000_000);
+            hand.end_all();
+            hand.insert([read(2, 2_000_000 + (100 + ms) * 8)]);
+            assert_eq!(next, Some(expected), "{streams} streams after {ms} ms");
+        }
+    }
+}
+
+#[test]
+fn who_never_stops_thinking_is_not_waited_for() {
+    let mut hand = hand(FairDevice::Seeks);
+    let mut now_ns = 0;
+    for at in 0..10 {
+        hand.at(now_ns).insert(row(1, at, 1));
+        assert_eq!(hand.all().len(), 1);
+        hand.end_all();
+        now_ns += 100 * MS;
+    }
+    hand.at(now_ns).insert(row(1, 10, 1));
+    assert_eq!(owners(&hand.all()), [1]);
+    hand.at(now_ns + MS).end_all().insert(row(2, 0, 1));
+    assert_eq!(owners(&hand.all()), [2], "at once");
+}
+
+#[test]
+fn writes_nobody_waits_for_are_one_stream_in_the_order_of_sectors_that_is_not_waited_for() {
+    let mut hand = hand(FairDevice::Seeks);
+    hand.insert([write(1, 900), write(2, 100), write(3, 500)]);
+    assert_eq!(hand.all(), [100, 500, 900]);
+    hand.insert([read(4, 5000), write(2, 700)]);
+    assert_eq!(hand.all(), [700], "its turn");
+    hand.at(MS).end_all();
+    assert_eq!(hand.all(), [5000], "at once");
+    // While a reader is waited for there are no writes.
+    hand.insert([write(1, 0)]).end_all();
+    assert_eq!((hand.next(), hand.until_ns), (None, 9 * MS));
+}
+
+#[test]
+fn a_stream_goes_on_upwards_and_nobody_in_it_waits_for_more_than_two_batches() {
+    let mut hand = hand(FairDevice::Seeks);
+    hand.insert([500, 100, 900].map(|sector| bio(Op::Read, 1, sector)));
+    assert_eq!(hand.take(2), [100, 500]);
+    // What came later is of the next batch, although it lies on the way.
+    hand.insert([600, 50].map(|sector| bio(Op::Read, 1, sector)));
+    assert_eq!(hand.all(), [900, 50, 600]);
+}
+
+#[test]
+fn those_who_seek_have_their_turn_together() {
+    let mut hand = hand(FairDevice::Seeks);
+    let mut at = 0;
+    let mut jump = |stream: u32| {
+        at += 1;
+        read(stream, u64::from(stream) * 1_000_000 + at * 7919 % 900 * 1000)
+    };
+    // Two who jump about, until that is known, and one who does not.
+    for _ in 0..20 {
+        hand.insert([jump(1), jump(2)]);
+        let mut out = 0;
+        while out < 2 {
+            out += hand.all().len();
+            let now_ns = hand.now_ns;
+            hand.at(now_ns + MS).end_all();
+        }
+    }
+    hand.insert([jump(1), jump(2), jump(1), jump(2)]).insert(row(3, 0, 2));
+    let mut owners = owners(&hand.all());
+    owners.sort_unstable();
+    assert_eq!(owners, [1, 1, 2, 2]);
+    hand.end_all();
+    assert_eq!(hand.next(), None, "they are waited for as well");
+    assert!(hand.until_ns <= hand.now_ns + 8 * MS, "{}", hand.until_ns);
+    let until_ns = hand.until_ns;
+    hand.at(until_ns);
+    assert_eq!(hand.all().len(), 2, "and then it is the other's turn");
+}
+
+#[test]
+fn a_more_urgent_class_goes_first_and_the_last_only_when_nobody_else_wants_anything() {
+    for device in [FairDevice::Seeks, FairDevice::Flat] {
+        let mut hand = hand(device);
+        hand.insert([
+            with(read(1, 10), Priority::Idle),
+            with(read(2, 20), Priority::BestEffort),
+            with(read(3, 30), Priority::Realtime),
+        ]);
+        assert_eq!(hand.next(), Some(30));
+        hand.end_all().at(20 * MS);
+        assert_eq!(hand.all(), [20], "{device:?}");
+        hand.end_all().insert([with(read(3, 38), Priority::Realtime)]);
+        // Whose turn it is is not asked.
+        assert_eq!(hand.all(), [38], "{device:?}");
+        hand.end_all().at(40 * MS);
+        assert_eq!(hand.all(), [10], "{device:?}");
+    }
+}
+
+#[test]
+fn nobody_is_kept_waiting_for_ever_by_a_more_urgent_class() {
+    for device in [FairDevice::Seeks, FairDevice::Flat] {
+        let mut hand = hand(device);
+        hand.insert([with(read(1, 1_000_000), Priority::Idle), read(2, 2_000_000)]);
+        let (mut urgent, mut ends) = (0, [None; 3]);
+        while ends.contains(&None) {
+            urgent += 8;
+            hand.insert([with(read(3, 3_000_000 + urgent), Priority::Realtime)]);
+            let out = owners(&hand.all());
+            out.into_iter().for_each(|owner| ends[owner as usize - 1] = Some(hand.now_ns));
+            hand.at(hand.now_ns + MS).end_all();
+            assert!(hand.now_ns < 5000 * MS, "{device:?} {ends:?}");
+        }
+    }
+}
+
+#[test]
+fn who_wants_little_does_not_wait_for_who_wants_much() {
+    let mut hand = hand(FairDevice::Flat);
+    hand.insert(row(1, 0, 50));
+    assert_eq!(owners(&hand.take(8)), [1; 8]);
+    hand.insert(row(2, 0, 1));
+    assert_eq!(owners(&hand.all()), [2], "beyond the depth, which others have used up");
+    // Whoever wants much has it by turns, however many bios wait.
+    hand.insert(row(3, 0, 13));
+    let mut of = [0; 3];
+    for _ in 0..5 {
+        owners(&hand.end_all().take(5)).into_iter().for_each(|owner| of[owner as usize - 1] += 1);
+    }
+    assert!(of[2] >= 10, "{of:?}");
+}
+
+#[test]
+fn who_comes_back_often_gets_no_more_than_its_due() {
+    let mut hand = hand(FairDevice::Flat);
+    hand.insert(row(1, 0, 50));
+    let mut of = [0; 2];
+    for at in 0..60 {
+        // One bio at a time, as soon as the last is over.
+        hand.insert(row(2, at, 1));
+        loop {
+            let next = hand.next().expect("there is always something") / 1_000_000;
+            hand.end_all();
+            of[next as usize - 1] += 1;
+            if next == 2 {
+                break;
+            }
+            hand.insert(row(1, 50 + of[0] as u64, 1));
+        }
+    }
+    assert!(of[0] >= 40, "{of:?}");
+}
+
+#[test]
+fn weights_are_shares() {
+    let mut weights = [(0, 0); FAIR_WEIGHTS_MAX];
+    weights[0] = (2, 300);
+    let config = FairConfig { device: FairDevice::Flat, weights, ..FairConfig::default() };
+    let mut hand = Hand::new(SchedulerConfig::Fair(config));
+    let mut of = [0_u32; 3];
+    hand.insert(row(1, 0, 20)).insert(row(2, 0, 20));
+    for at in 20..2000 {
+        let next = hand.next().expect("there is always something") / 1_000_000;
+        hand.end_all().insert(row(next as u32, at, 1));
+        of[next as usize] += 1;
+    }
+    let times = f64::from(of[2]) / f64::from(of[1]);
+    assert!((2.8..3.2).contains(&times), "{of:?}");
+}
+
+/// What somebody may want.
+fn wish() -> impl Strategy<Value = (u32, u64, u8, bool, u64)> {
+    (0_u32..6, 0_u64..50, 0_u8..3, any::<bool>(), 0_u64..30)
+}
+
+proptest! {
+    /// On either kind of device, and on one that is found to be of the other kind all the time, everything that goes in comes out, each
+    /// within a bound, however it is ended.
+    #[test]
+    fn nothing_is_lost_and_nobody_waits_for_ever(
+        wishes in prop::collection::vec(wish(), 1..300),
+        device in prop_oneof![Just(FairDevice::Seeks), Just(FairDevice::Flat), Just(FairDevice::Measured)],
+        drain: bool,
+        idle_ms in 0_u32..10,
+    ) {
+        let config = FairConfig { device, drain, idle_ms, ..FairConfig::default() };
+        let mut hand = Hand::new(SchedulerConfig::Fair(config));
+        let (mut wanted, mut came) = (0, 0);
+        for (stream, place, class, write, gap_ms) in wishes {
+            let sector = u64::from(stream) * 1_000_000 + place * 8 * (1 + u64::from(stream) * 1000);
+            let op = if write { Op::Write } else { Op::Read };
+            if wanted - came < 40 {
+                hand.insert([with(bio(op, stream, sector), Priority::ALL[usize::from(class)])]);
+                wanted += 1;
+            }
+            came += hand.take(gap_ms as usize % 3).len();
+            hand.at(hand.now_ns + gap_ms * MS);
+            if gap_ms % 2 == 0 {
+                hand.end_all();
+            }
+        }
+        // From here on the device takes 10 ms for each, one at a time.
+        let until_ns = hand.now_ns + 20_000 * MS;
+        while came < wanted {
+            if hand.next().is_some() {
+                came += 1;
+                hand.at(hand.now_ns + 10 * MS).end_all();
+            } else if hand.out.is_empty() {
+                prop_assert!(hand.until_ns < u64::MAX, "{} of {wanted} came", came);
+                let until_ns = hand.until_ns;
+                hand.at(until_ns);
+            } else {
+                hand.end_all();
+            }
+            prop_assert!(hand.now_ns < until_ns, "{} of {wanted} came", came);
+        }
+        hand.end_all();
+        prop_assert_eq!(hand.fact("busy"), Some(0));
+        prop_assert_eq!(hand.fact("in_flight"), Some(0));
+    }
+}
