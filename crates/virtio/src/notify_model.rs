@@ -10,17 +10,82 @@
 
 use std::collections::HashSet;
 
+use crate::packed::{Position, wish};
 use crate::split::needs_event;
 
-/// Elements that are published one by one.
+/// Elements that are published, in batches.
 const ELEMENTS: u16 = 3;
+/// Places of a packed ring: as many as elements are out at one time, so that it wraps within the run.
+const SIZE: u16 = ELEMENTS;
 /// The index starts where it wraps within the run.
 const START: u16 = 65534;
 
+/// How a side says when it wants to be told.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Wish {
+    /// A flag. [2.7.7]
+    Flag,
+    /// An event index. [2.7.7]
+    Event,
+    /// A packed ring's event area, one word: nothing, everything, or with event indexes a place. [2.8.10]
+    Packed { event_idx: bool },
+}
+
+/// Either side's: both formats' drivers and devices go by these rules when they publish and when they arm.
+impl Wish {
+    const ALL: [Wish; 4] =
+        [Wish::Flag, Wish::Event, Wish::Packed { event_idx: false }, Wish::Packed { event_idx: true }];
+
+    /// What was wished before the run.
+    fn at_start(self) -> u32 {
+        match self {
+            Wish::Flag => 0,
+            Wish::Event => START.into(),
+            Wish::Packed { .. } => wish::DISABLE << 16,
+        }
+    }
+
+    /// What is stored by who does not want to be told; nothing if that cannot be said.
+    fn disarm(self) -> Option<u32> {
+        match self {
+            Wish::Flag => Some(0),
+            Wish::Event => None,
+            Wish::Packed { .. } => Some(wish::DISABLE << 16),
+        }
+    }
+
+    /// What is stored by who has taken all up to an index.
+    fn arm(self, taken: u16) -> u32 {
+        match self {
+            Wish::Flag => 1,
+            Wish::Event => taken.into(),
+            Wish::Packed { event_idx: false } => wish::ENABLE << 16,
+            Wish::Packed { event_idx: true } => wish::DESC << 16 | u32::from(position(taken).word()),
+        }
+    }
+
+    /// Whether who has published from `old` to `new` is to tell.
+    fn is_met(self, wish: u32, old: u16, new: u16) -> bool {
+        match self {
+            Wish::Flag => wish != 0,
+            Wish::Event => needs_event(wish as u16, new, old),
+            Wish::Packed { event_idx } => wish::is_met(wish, event_idx, position(old), new.wrapping_sub(old), SIZE),
+        }
+    }
+}
+
+/// Where in a packed ring an element is. The run begins at the second place.
+fn position(index: u16) -> Position {
+    let mut position = Position { place: 1, wrap: true };
+    position.advance(index.wrapping_sub(START), SIZE);
+    position
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Precautions {
-    /// By event index, rather than by flag.
-    event_idx: bool,
+    wish: Wish,
+    /// Elements shown at once, at most.
+    batch: u16,
     publisher_drains: bool,
     sleeper_drains: bool,
     sleeper_looks_again: bool,
@@ -49,20 +114,29 @@ enum Sleeper {
 struct State {
     /// Shared memory.
     index: u16,
-    wish: u16,
+    wish: u32,
     /// Stores that only their own side has seen yet, oldest first.
     index_stores: Vec<u16>,
-    wish_stores: Vec<u16>,
+    wish_stores: Vec<u32>,
     publisher: Publisher,
     published: u16,
+    /// Before the last batch.
+    old: u16,
     sleeper: Sleeper,
     taken: u16,
     wake_up: bool,
 }
 
 impl State {
-    fn start() -> State {
-        State { index: START, published: START, taken: START, wish: START, ..State::default() }
+    fn start(how: Precautions) -> State {
+        State {
+            index: START,
+            published: START,
+            old: START,
+            taken: START,
+            wish: how.wish.at_start(),
+            ..State::default()
+        }
     }
 
     /// All that can happen next.
@@ -81,18 +155,14 @@ impl State {
         }
         match self.publisher {
             Publisher::Store => can(&|s| {
-                s.published = s.published.wrapping_add(1);
+                s.old = s.published;
+                s.published = s.old.wrapping_add(how.batch.min(START.wrapping_add(ELEMENTS).wrapping_sub(s.old)));
                 s.index_stores.push(s.published);
                 s.publisher = Publisher::LoadWish;
             }),
             Publisher::LoadWish if how.publisher_drains && !self.index_stores.is_empty() => {}
             Publisher::LoadWish => can(&|s| {
-                let wanted = if how.event_idx {
-                    needs_event(s.wish, s.published, s.published.wrapping_sub(1))
-                } else {
-                    s.wish != 0
-                };
-                s.wake_up |= wanted;
+                s.wake_up |= how.wish.is_met(s.wish, s.old, s.published);
                 let done = s.published == START.wrapping_add(ELEMENTS);
                 s.publisher = if done { Publisher::Done } else { Publisher::Store };
             }),
@@ -100,9 +170,7 @@ impl State {
         }
         match self.sleeper {
             Sleeper::Disarm => can(&|s| {
-                if !how.event_idx {
-                    s.wish_stores.push(0);
-                }
+                s.wish_stores.extend(how.wish.disarm());
                 s.sleeper = Sleeper::Take;
             }),
             Sleeper::Take => can(&|s| {
@@ -110,7 +178,7 @@ impl State {
                 s.sleeper = Sleeper::Arm;
             }),
             Sleeper::Arm => can(&|s| {
-                s.wish_stores.push(if how.event_idx { s.taken } else { 1 });
+                s.wish_stores.push(how.wish.arm(s.taken));
                 s.sleeper = if how.sleeper_looks_again { Sleeper::LookAgain } else { Sleeper::Asleep };
             }),
             Sleeper::LookAgain if how.sleeper_drains && !self.wish_stores.is_empty() => {}
@@ -130,8 +198,8 @@ impl State {
 /// Looks at every state that can be reached. Returns one in which nothing can happen any more though not all was
 /// taken.
 fn lost_wake_up(how: Precautions) -> Option<State> {
-    let mut seen = HashSet::from([State::start()]);
-    let mut open = vec![State::start()];
+    let mut seen = HashSet::from([State::start(how)]);
+    let mut open = vec![State::start(how)];
     while let Some(state) = open.pop() {
         let next = state.next(how);
         if next.is_empty() && state.taken != START.wrapping_add(ELEMENTS) {
@@ -139,22 +207,30 @@ fn lost_wake_up(how: Precautions) -> Option<State> {
         }
         open.extend(next.into_iter().filter(|state| seen.insert(state.clone())));
     }
-    assert!(seen.len() > 200, "only {} states: the model does not move", seen.len());
+    let publications = usize::from(ELEMENTS.div_ceil(how.batch));
+    assert!(seen.len() > 50 * publications, "only {} states: the model does not move", seen.len());
     None
+}
+
+/// With all precautions, in each way to wish and with each length of batches: but not all at once, which who sleeps could not miss.
+fn all() -> impl Iterator<Item = Precautions> {
+    Wish::ALL.into_iter().flat_map(|wish| {
+        let drains =
+            Precautions { wish, batch: 0, publisher_drains: true, sleeper_drains: true, sleeper_looks_again: true };
+        (1..ELEMENTS).map(move |batch| Precautions { batch, ..drains })
+    })
 }
 
 #[test]
 fn no_wake_up_is_lost() {
-    for event_idx in [true, false] {
-        let all = Precautions { event_idx, publisher_drains: true, sleeper_drains: true, sleeper_looks_again: true };
-        assert_eq!(lost_wake_up(all), None, "event index {event_idx}");
+    for all in all() {
+        assert_eq!(lost_wake_up(all), None, "{all:?}");
     }
 }
 
 #[test]
 fn each_precaution_is_needed() {
-    for event_idx in [true, false] {
-        let all = Precautions { event_idx, publisher_drains: true, sleeper_drains: true, sleeper_looks_again: true };
+    for all in all() {
         for less in [
             Precautions { publisher_drains: false, ..all },
             Precautions { sleeper_drains: false, ..all },

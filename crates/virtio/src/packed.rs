@@ -47,12 +47,28 @@ pub(crate) const WRAP: u16 = 1 << 15;
 
 /// What a side wants to be told of, the upper half of an event area; the lower half is a place. [2.8.10]
 pub(crate) mod wish {
+    use super::{Position, WRAP};
+
     /// Everything.
     pub(crate) const ENABLE: u32 = 0;
     /// Nothing.
     pub(crate) const DISABLE: u32 = 1;
     /// The moment a place is passed.
     pub(crate) const DESC: u32 = 2;
+
+    /// Whether a side with this wish is to be told that so many places were passed from `old` on, in a ring of `size`.
+    #[inline]
+    pub(crate) fn is_met(wish: u32, event_idx: bool, old: Position, passed: u16, size: u16) -> bool {
+        match wish >> 16 & 3 {
+            DISABLE => false,
+            DESC if event_idx => {
+                let event = Position { place: wish as u16 & !WRAP, wrap: wish as u16 & WRAP != 0 };
+                event.after(old, size) < u32::from(passed)
+            }
+            // Also what was not negotiated, and what means nothing: that is no reason to be silent.
+            _ => true,
+        }
+    }
 }
 const EVENT_BYTES: usize = 4;
 
@@ -381,16 +397,7 @@ impl PackedRing {
         if let Some(inflight) = &mut self.inflight {
             inflight.published();
         }
-        let wish = self.layout.avail.load_u32(0, SeqCst);
-        let wanted = match wish >> 16 & 3 {
-            wish::DISABLE => false,
-            wish::DESC if self.event_idx => {
-                let place = Position { place: wish as u16 & !WRAP, wrap: wish as u16 & WRAP != 0 };
-                place.after(old, self.size) < u32::from(passed)
-            }
-            // Also what was not negotiated, and what means nothing.
-            _ => true,
-        };
+        let wanted = wish::is_met(self.layout.avail.load_u32(0, SeqCst), self.event_idx, old, passed, self.size);
         std::mem::replace(&mut self.untold, false) || wanted
     }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
 use crate::chain::{DESC_BYTES, Desc};
-use crate::packed::{AVAIL, Position, USED, WRAP, wish};
+use crate::packed::{AVAIL, Position, USED, wish};
 use crate::ring::check_size;
 use crate::{Features, RingBase, RingLayout, RingSetupError};
 
@@ -202,16 +202,7 @@ impl PackedDriver {
         // wants, then loads the descriptor (`PackedRing::enable_notify`). The store also releases all descriptors after
         // it. [2.8.21.3]
         self.layout.desc.store_u64(old.offset() + REST, rest, SeqCst);
-        let wish = self.layout.used.load_u32(0, SeqCst);
-        match wish >> 16 & 3 {
-            wish::DISABLE => false,
-            wish::DESC if self.event_idx => {
-                let event = Position { place: wish as u16 & !WRAP, wrap: wish as u16 & WRAP != 0 };
-                event.after(old, self.size) < u32::from(added)
-            }
-            // What means nothing is no reason to be silent.
-            _ => true,
-        }
+        wish::is_met(self.layout.used.load_u32(0, SeqCst), self.event_idx, old, added, self.size)
     }
 
     /// See [`DriverRing::poll`](super::DriverRing::poll).
