@@ -55,6 +55,8 @@ pub struct VhostQueue<D> {
 
 /// The guest's side of a queue that runs.
 struct Session {
+    /// For messages: the export, and the queue's number there.
+    name: String,
     ring: DeviceRing,
     memory: Arc<GuestMemory>,
     /// Where the record of what is in flight lies.
@@ -217,11 +219,12 @@ impl<D> VhostQueue<D> {
         if let Some(record) = setup.record {
             ring.track(record).map_err(|fault| format!("the record of what is in flight cannot be: {fault}"))?;
             if ring.left() > 0 {
-                tracing::info!("a virtqueue begins with {} requests that were in flight before", ring.left());
+                tracing::info!("{}: it begins with {} requests that were in flight before", setup.name, ring.left());
             }
         }
         self.hw.set_memory(cx, Arc::clone(setup.memory.table()));
         let mut session = Session {
+            name: setup.name,
             // A small ring may still bring chains as long as we said they may be, in tables of their own.
             chain: Chain::new(setup.size.max(SEGMENTS as u16)),
             ring,
@@ -419,7 +422,7 @@ impl Session {
         if !self.broken {
             self.broken = true;
             self.alarm = true;
-            tracing::warn!("a virtqueue is stopped: {why}");
+            tracing::warn!("{}: it is stopped: {why}", self.name);
         }
     }
 

@@ -21,6 +21,8 @@ use crate::notes::Notes;
 
 /// All a queue needs to run.
 pub(crate) struct Setup {
+    /// For messages: the export, and the queue's number there.
+    pub(crate) name: String,
     pub(crate) memory: Arc<GuestMemory>,
     pub(crate) layout: RingLayout,
     pub(crate) size: u16,

@@ -226,7 +226,7 @@ fn nobody_sleeps_on_a_queue_that_is_polled() {
         // Also whoever closes it only polls; the default queue is idle.
         let disk = &disk;
         let change = scope.spawn(move || disk.set_queues(QueueCounts { default: 1, read: 0, poll: 2 }, &now_ns));
-        thread::sleep(Duration::from_millis(5));
+        until("the new queues are made, and the old ones to be closed", || board.queues.load(Ordering::Relaxed) == 4);
         board.holds.store(false, Ordering::Relaxed);
         assert_eq!(change.join().unwrap().unwrap(), QueueCounts { default: 1, read: 0, poll: 2 });
     });

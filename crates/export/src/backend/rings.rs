@@ -127,6 +127,7 @@ impl Backend {
         let layout = RingLayout::locate(&memory, self.features, vring.size, addresses)
             .map_err(|error| self.refuse("a ring", error))?;
         let setup = Setup {
+            name: format!("{}: queue {index}", self.config.name),
             layout,
             size: vring.size,
             base: vring.base(self.features),
