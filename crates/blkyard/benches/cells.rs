@@ -20,6 +20,8 @@ mod load;
 mod report;
 #[path = "cells/ring.rs"]
 mod ring;
+#[path = "cells/sched.rs"]
+mod sched;
 #[path = "cells/servers.rs"]
 mod servers;
 #[path = "cells/shared.rs"]
@@ -57,6 +59,7 @@ fn main() {
     let mut report = Report::new(filters, json);
     core::null_cells(plan, &mut report);
     core::two_queues_cell(plan, &mut report);
+    core::scheduler_cells(plan, &mut report);
     shared::null_cells(plan, &mut report);
     core::ram_cells(plan, &mut report);
     core::ring_cells(plan, &mut report);

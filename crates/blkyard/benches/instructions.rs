@@ -10,6 +10,8 @@
 mod load;
 #[path = "cells/ring.rs"]
 mod ring;
+#[path = "cells/sched.rs"]
+mod sched;
 
 use std::hint::black_box;
 use std::process::ExitCode;
@@ -22,6 +24,7 @@ use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioSt
 
 use load::{load_only, null};
 use ring::ring;
+use sched::{Queued, deadline, kyber, slices};
 
 /// Each case, by the name of the cell or path it stands for.
 const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
@@ -29,6 +32,11 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("core-null-b8", || Box::new(null(8, true, clock()))),
     ("core-null-b32", || Box::new(null(32, true, clock()))),
     ("core-null-b32-nostats", || Box::new(null(32, false, clock()))),
+    ("core-null-b32-timeslice", || Box::new(null(32, true, clock()).scheduled(slices()))),
+    ("sched-deadline-64", || Box::new(deadline(64))),
+    ("sched-kyber-64", || Box::new(kyber(64))),
+    ("sched-timeslice-64", || Box::new(Queued::new(slices(), 64))),
+    ("sched-timeslice-4096", || Box::new(Queued::new(slices(), 4096))),
     ("load-only-b32", || Box::new(load_only(32, clock()))),
     ("virtio-walk-indirect-b32", || Box::new(Ring::new(true, false))),
     ("virtio-walk-direct-b32", || Box::new(Ring::new(false, false))),

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use blkyard_mem::CountingAllocator;
 use blkyard_mq::{
-    Bio, BlockDevice, DeviceInfo, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, QueueLimits, RamDevice,
-    Region, RegionTable, Segment,
+    Bio, BlockDevice, DeadlineConfig, DeviceInfo, Driver, HwQueue, HwQueueConfig, KyberConfig, NullConfig, NullDevice,
+    Op, QueueLimits, RamDevice, Region, RegionTable, SchedulerConfig, Segment, SliceOrder, TimesliceConfig,
 };
 
 #[global_allocator]
@@ -29,8 +29,8 @@ fn info(limits: QueueLimits) -> DeviceInfo {
 }
 
 /// Rounds of a full batch of all operations, some of which are refused; the count of allocations must not change.
-fn steady<D: Driver<()>>(driver: D, info: &DeviceInfo, depth: usize) {
-    let config = HwQueueConfig { depth, bios_max: BATCH, ..HwQueueConfig::default() };
+fn steady<D: Driver<()>>(driver: D, info: &DeviceInfo, depth: usize, scheduler: SchedulerConfig) {
+    let config = HwQueueConfig { depth, bios_max: BATCH, scheduler, ..HwQueueConfig::default() };
     let mut queue = HwQueue::new(driver, Arc::new(info.clone()), config);
     let Ok(region) = Region::anonymous(BATCH * 16384) else { panic!("no memory for the test") };
     queue.set_memory(&mut (), Arc::new(RegionTable::new(vec![region])));
@@ -49,6 +49,7 @@ fn steady<D: Driver<()>>(driver: D, info: &DeviceInfo, depth: usize) {
             // Now and then one that lies beyond the end.
             bio.sector = if slot == 7 { 1 << 20 } else { (round * 31 + slot * 97) % 60_000 / 8 * 8 };
             bio.sectors = 32;
+            bio.stream = (round * 7 + slot) as u32 % 1000;
             if bio.op.has_data() {
                 let offset = (slot - 1) * 16384;
                 bio.segments.push(Segment { region: 0, offset, len: 4096 });
@@ -67,6 +68,19 @@ fn steady<D: Driver<()>>(driver: D, info: &DeviceInfo, depth: usize) {
     assert_eq!(CountingAllocator::count() - before, 0);
 }
 
+/// None, and each there is; slices so short that streams take turns.
+fn schedulers() -> [SchedulerConfig; 5] {
+    let slices =
+        |order| SchedulerConfig::Timeslice(TimesliceConfig { slice_us: 2, order, ..TimesliceConfig::default() });
+    [
+        SchedulerConfig::None,
+        SchedulerConfig::Deadline(DeadlineConfig::default()),
+        SchedulerConfig::Kyber(KyberConfig::default()),
+        slices(SliceOrder::Arrival),
+        slices(SliceOrder::Lowest),
+    ]
+}
+
 #[test]
 fn a_queue_in_its_steady_state_allocates_nothing() {
     // As they come, and with limits that cut every bio into many.
@@ -76,9 +90,11 @@ fn a_queue_in_its_steady_state_allocates_nothing() {
         for latency_ns in [0, 5000] {
             let config = NullConfig { latency_ns, bytes_per_s: 0 };
             for depth in [1, 8, 64] {
-                steady(NullDevice::new(info.clone(), config).queue(depth), &info, depth);
+                for scheduler in schedulers() {
+                    steady(NullDevice::new(info.clone(), config).queue(depth), &info, depth, scheduler);
+                }
                 match RamDevice::new(info.clone(), config) {
-                    Ok(device) => steady(device.queue(depth), &info, depth),
+                    Ok(device) => steady(device.queue(depth), &info, depth, SchedulerConfig::None),
                     Err(error) => panic!("no memory for the test: {error}"),
                 }
             }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use blkyard::floor::{IO_BYTES, Mock, Plan, STORE_BYTES, Stamps, together, variant};
+use blkyard::floor::{IO_BYTES, Mock, Plan, Round, STORE_BYTES, Stamps, together, variant};
 use blkyard_mem::{RegionTable, Segment};
 use blkyard_mq::{Bio, BlockDevice, HwQueue, HwQueueConfig, NullConfig, Op, RamDevice, SECTOR_BYTES};
 use blkyard_os::Clock;
@@ -12,6 +12,7 @@ use crate::limits::measure_beside;
 use crate::load::{Load, buffers, info, load_only, null};
 use crate::report::{self, Figure, Report};
 use crate::ring::ring;
+use crate::sched::{Queued, deadline, kyber, slices};
 
 /// A clock such as a lane has.
 pub fn clock() -> impl Fn() -> u64 {
@@ -42,13 +43,16 @@ pub fn null_cells(plan: Plan, report: &mut Report) {
     }
 }
 
-/// `core-null-2x2`: how many times one thread on a queue two are, each on a queue of its own.
+/// `core-null-2x2`, and `sched-null-2x2` with time slices: how many times one thread on a queue two are, each on a queue of its own.
 pub fn two_queues_cell(plan: Plan, report: &mut Report) {
-    let cell = "core-null-2x2";
+    two_queues(plan, report, "core-null-2x2", || null(32, true, clock()));
+    two_queues(plan, report, "sched-null-2x2", || null(32, true, clock()).scheduled(slices()));
+}
+
+fn two_queues<R: Round + Send>(plan: Plan, report: &mut Report, cell: &str, core: impl Fn() -> R) {
     if !report.wants(cell) {
         return;
     }
-    let core = || null(32, true, clock());
     let mock = || Mock::new(32, Stamps::Batch);
     let both = together(core(), core()).and_then(|cores| Ok((cores, together(mock(), mock())?)));
     match both {
@@ -59,6 +63,28 @@ pub fn two_queues_cell(plan: Plan, report: &mut Report) {
             let floor = mock_one.cost() / mock_two.cost();
             report.add(Figure::times(cell, &one, &two).at_least(floor));
         }
+    }
+}
+
+/// `sched-*`: a scheduler by itself with 10 000 bios queued, and `sched-null-b32`: the core with one that has nothing to order.
+pub fn scheduler_cells(plan: Plan, report: &mut Report) {
+    let timeslice = |streams| Queued::new(slices(), streams);
+    let cells: [(&str, fn(u32) -> Queued, u32); 4] = [
+        ("sched-timeslice-64", timeslice, 64),
+        ("sched-timeslice-4096", timeslice, 4096),
+        ("sched-deadline-64", deadline, 64),
+        ("sched-kyber-64", kyber, 64),
+    ];
+    for (cell, make, streams) in cells {
+        if report.wants(cell) {
+            let ([cost], _) = measure_beside(plan, &[], [variant(make(streams))]);
+            report.add(Figure::cost(cell, &cost));
+        }
+    }
+    let cell = "sched-null-b32";
+    if report.wants(cell) {
+        let ([cost], _) = measure_beside(plan, &[], [variant(null(32, true, clock()).scheduled(slices()))]);
+        report.add(Figure::cost(cell, &cost));
     }
 }
 

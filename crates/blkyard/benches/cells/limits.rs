@@ -41,6 +41,7 @@ pub const TABLE: &[Beside] = beside! {
     "core-null-b8-nostats", Limits(&["mock-b8"]), "as above";
     "core-null-b32-nostats", Limits(&["mock-b32"]), "as above";
     "core-null-b32-stats-cost", Difference("mock-b32", "mock-b32-nostats"), "a stamp and a histogram for each batch";
+    "sched-null-2x2", Mock, "as for two queues without one: each queue has a scheduler of its own";
     "core-null-2x2", Mock, "two mocks, which share nothing, are as many times one as the machine's CPUs allow";
     "shared-null-b32", Limits(&["mock-b32"]), "one thread could do without a ring and a baton";
     "shared-null-b32-threads2", Limits(&["pair-qd128"]), "half of all I/Os cross to the other CPU and back";

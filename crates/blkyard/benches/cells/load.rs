@@ -9,7 +9,7 @@ use std::sync::Arc;
 use blkyard::floor::{IO_BYTES, Places, Round, STORE_BYTES, touched};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, BlockDevice, DeviceInfo, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op};
-use blkyard_mq::{QueueLimits, SECTOR_BYTES};
+use blkyard_mq::{QueueLimits, SECTOR_BYTES, SchedulerConfig};
 
 const IO_SECTORS: u32 = IO_BYTES / SECTOR_BYTES as u32;
 const BLOCKS: u32 = (STORE_BYTES / IO_BYTES as u64) as u32;
@@ -72,6 +72,12 @@ impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Load<D, C, Cx> {
         let mut queue = HwQueue::new(driver, Arc::new(info.clone()), config);
         queue.set_memory(&mut cx, Arc::new(RegionTable::new(vec![memory])));
         Load { queue, clock, free: bios(depth), places: Places::new(), cx }
+    }
+
+    /// With this scheduler.
+    pub fn scheduled(mut self, config: SchedulerConfig) -> Self {
+        self.queue.schedule(0, config);
+        self
     }
 }
 

@@ -1,0 +1,79 @@
+//! Schedulers by themselves, with ten thousand bios queued: what it takes to take one in, to hand one out, and to hear of its end.
+//!
+//! A round hands out a batch, hears that it is over, and queues the same bios again. Time is counted: each request takes so long that a slice
+//! of time slices is a few dozen requests. With many streams each has few bios, which is the hardest case: all memory is cold.
+
+use blkyard::floor::{Places, Round};
+use blkyard_mq::{Bio, DeadlineConfig, KyberConfig, Next, Op, Scheduler, SchedulerConfig, TimesliceConfig};
+
+/// Bios that are queued, and those handed out at one time.
+const QUEUED: usize = 10_000;
+const BATCH: usize = 32;
+/// How long a request takes.
+const REQUEST_NS: u64 = 10_000;
+/// Sectors of the device, in blocks of 4 KiB.
+const BLOCKS: u32 = 1 << 24;
+
+/// A scheduler, and what it has handed out.
+pub struct Queued {
+    scheduler: Box<dyn Scheduler>,
+    out: Vec<Box<Bio>>,
+    places: Places,
+    now_ns: u64,
+}
+
+impl Queued {
+    /// With the bios of so many streams, which come in turn.
+    pub fn new(config: SchedulerConfig, streams: u32) -> Queued {
+        let Some(scheduler) = config.build(BATCH, QUEUED) else { panic!("{} is no scheduler", config.name()) };
+        let mut queued = Queued { scheduler, out: Vec::with_capacity(BATCH), places: Places::new(), now_ns: 0 };
+        for number in 0..QUEUED as u32 {
+            let mut bio = Bio::with_capacity(1);
+            bio.stream = number % streams + 1;
+            bio.op = if number % 4 == 0 { Op::Write } else { Op::Read };
+            bio.sectors = 8;
+            queued.insert(bio);
+        }
+        queued
+    }
+
+    fn insert(&mut self, mut bio: Box<Bio>) {
+        bio.sector = self.places.next(BLOCKS) * 8;
+        self.scheduler.insert(bio, self.now_ns);
+    }
+}
+
+impl Round for Queued {
+    fn round(&mut self) -> u64 {
+        while self.out.len() < BATCH {
+            match self.scheduler.next(self.now_ns) {
+                Next::Bio(bio) => self.out.push(bio),
+                Next::Wait(_) => break,
+            }
+            self.now_ns += REQUEST_NS;
+        }
+        let count = self.out.len();
+        let mut out = std::mem::take(&mut self.out);
+        for bio in out.drain(..) {
+            self.scheduler.ended(&bio, self.now_ns, self.now_ns);
+            self.insert(bio);
+        }
+        self.out = out;
+        count as u64
+    }
+}
+
+/// `deadline` as it is by itself, with so many streams.
+pub fn deadline(streams: u32) -> Queued {
+    Queued::new(SchedulerConfig::Deadline(DeadlineConfig::default()), streams)
+}
+
+/// `kyber` as it is by itself.
+pub fn kyber(streams: u32) -> Queued {
+    Queued::new(SchedulerConfig::Kyber(KyberConfig::default()), streams)
+}
+
+/// Slices of 250 µs.
+pub fn slices() -> SchedulerConfig {
+    SchedulerConfig::Timeslice(TimesliceConfig { slice_us: 250, ..TimesliceConfig::default() })
+}
