@@ -112,15 +112,15 @@ pub enum SchedulerConfig {
 
 impl SchedulerConfig {
     /// Makes the scheduler of a queue of so many tags and bios. There is none to make for [`SchedulerConfig::None`], nor for slices of
-    /// no length: which so cost nothing.
-    pub fn build(&self, depth: usize, bios_max: usize) -> Option<Box<dyn Scheduler>> {
+    /// no length: which so cost nothing. Whether the device says that it turns is a hint, for those that ask what it is.
+    pub fn build(&self, depth: usize, bios_max: usize, rotational: bool) -> Option<Box<dyn Scheduler>> {
         match self {
             SchedulerConfig::None => None,
             SchedulerConfig::Deadline(config) => Some(Box::new(deadline::Deadline::new(*config, depth, bios_max))),
             SchedulerConfig::Kyber(config) => Some(Box::new(kyber::Kyber::new(*config, bios_max))),
             SchedulerConfig::Timeslice(config) if config.slice_us == 0 => None,
             SchedulerConfig::Timeslice(config) => Some(Box::new(timeslice::Timeslice::new(*config, bios_max))),
-            SchedulerConfig::Fair(config) => Some(Box::new(fair::Fair::new(*config, depth, bios_max))),
+            SchedulerConfig::Fair(config) => Some(Box::new(fair::Fair::new(*config, depth, bios_max, rotational))),
         }
     }
 

@@ -174,7 +174,7 @@ impl World {
         let queue = |_| {
             let mut queue = HwQueue::new(device.queue(config.depth), Arc::clone(&info), config);
             queue.set_memory(&mut (), Arc::clone(&memory));
-            queue.set_scheduler(0, options.scheduler.config().build(config.depth, config.bios_max));
+            queue.schedule(0, options.scheduler.config());
             queue
         };
         let hw = (0..queues).map(queue);
@@ -452,8 +452,7 @@ impl World {
             }
             if mine && what == 3 {
                 let next = WorldScheduler::ALL[self.rng.below(3) as usize].config();
-                let (depth, bios_max) = (self.options.depth.max(1) as usize, self.options.bios_max.max(1) as usize);
-                lane.queue.set_scheduler(0, next.build(depth, bios_max));
+                lane.queue.schedule(0, next);
             }
             if lane.frozen && over || mine && what == 1 {
                 lane.frozen = !lane.frozen;

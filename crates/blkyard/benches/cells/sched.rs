@@ -25,7 +25,7 @@ pub struct Queued {
 impl Queued {
     /// With the bios of so many streams, which come in turn.
     pub fn new(config: SchedulerConfig, streams: u32) -> Queued {
-        let Some(scheduler) = config.build(BATCH, QUEUED) else { panic!("{} is no scheduler", config.name()) };
+        let Some(scheduler) = config.build(BATCH, QUEUED, false) else { panic!("{} is no scheduler", config.name()) };
         let mut queued = Queued { scheduler, out: Vec::with_capacity(BATCH), places: Places::new(), now_ns: 0 };
         for number in 0..QUEUED as u32 {
             let mut bio = Bio::with_capacity(1);

@@ -102,7 +102,8 @@ impl<D> HwQueue<D> {
     /// The same, by what is wanted of it. Makes the scheduler, and so allocates.
     pub fn schedule(&mut self, namespace: u16, config: SchedulerConfig) {
         let HwQueueConfig { depth, bios_max, .. } = self.config;
-        self.set_scheduler(namespace, config.build(depth, bios_max));
+        let rotational = self.namespaces.get(usize::from(namespace)).is_some_and(|of| of.info.rotational);
+        self.set_scheduler(namespace, config.build(depth, bios_max, rotational));
     }
 
     /// A bio that is to be scheduled.

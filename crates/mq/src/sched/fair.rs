@@ -60,7 +60,7 @@ pub const FAIR_WEIGHTS_MAX: usize = 8;
 /// Whether a device has seeks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FairDevice {
-    /// It has none until it shows otherwise.
+    /// As it [says](crate::DeviceInfo::rotational), until it shows otherwise.
     #[default]
     Measured,
     /// It has.
@@ -170,9 +170,13 @@ const ASYNC_KEY: u64 = 1 << 40;
 const CROWD_KEY: u64 = 1 << 41;
 
 impl Fair {
-    /// For a queue of so many tags and bios.
-    pub(crate) fn new(config: FairConfig, depth: usize, bios_max: usize) -> Fair {
-        let seeks = config.device == FairDevice::Seeks;
+    /// For a queue of so many tags and bios, of a device that says whether it turns.
+    pub(crate) fn new(config: FairConfig, depth: usize, bios_max: usize, rotational: bool) -> Fair {
+        let seeks = match config.device {
+            FairDevice::Measured => rotational,
+            FairDevice::Seeks => true,
+            FairDevice::Flat => false,
+        };
         let mut streams = Streams::new(bios_max);
         let crowds = Priority::ALL.map(|class| {
             let at = streams.find_or_add(CROWD_KEY | (class as u64) << 32);

@@ -49,7 +49,7 @@ impl Hand {
     }
 
     fn of(config: SchedulerConfig, bios_max: usize) -> Hand {
-        let scheduler = config.build(8, bios_max).expect("there is a scheduler");
+        let scheduler = config.build(8, bios_max, false).expect("there is a scheduler");
         Hand { scheduler, now_ns: 0, out: Vec::new(), until_ns: 0 }
     }
 

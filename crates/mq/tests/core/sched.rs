@@ -140,7 +140,7 @@ fn a_scheduler_is_replaced_without_losing_a_bio() {
     bench.submit_all([300, 100, 200].map(read));
     bench.issue();
     bench.submit(read(50));
-    let had = bench.queue.set_scheduler(0, slices(1000).build(1, 256));
+    let had = bench.queue.set_scheduler(0, slices(1000).build(1, 256, false));
     assert_eq!(had.map(|had| had.snapshot(0).name), Some("deadline"));
     // In the order in which they came; the first is with the device, and ends under the new one.
     bench.end(100, Status::Ok);
@@ -149,7 +149,7 @@ fn a_scheduler_is_replaced_without_losing_a_bio() {
     bench.submit(read(10));
     bench.end_all();
     assert_eq!(bench.take_ok(), [100, 300, 200, 50, 10]);
-    bench.queue.set_scheduler(0, deadline().build(1, 256));
+    bench.queue.set_scheduler(0, deadline().build(1, 256, false));
     bench.submit_all([9, 8].map(|n| read(n * 1000)));
     bench.end_all();
     assert_eq!(bench.take_ok(), [8000, 9000]);

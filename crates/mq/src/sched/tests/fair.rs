@@ -22,6 +22,19 @@ fn owners(sectors: &[u64]) -> Vec<u64> {
 }
 
 #[test]
+fn a_device_is_taken_for_what_it_says_until_it_is_measured_and_for_what_the_options_say() {
+    let seeks = |device, rotational| {
+        let config = SchedulerConfig::Fair(FairConfig { device, ..FairConfig::default() });
+        let facts = config.build(8, 64, rotational).map(|fair| fair.snapshot(0).facts);
+        facts.unwrap().contains(&("seeks", 1))
+    };
+    for rotational in [true, false] {
+        assert_eq!(seeks(FairDevice::Measured, rotational), rotational);
+        assert!(seeks(FairDevice::Seeks, rotational) && !seeks(FairDevice::Flat, rotational));
+    }
+}
+
+#[test]
 fn an_owner_has_the_device_alone_until_its_turn_is_over() {
     let mut hand = hand(FairDevice::Seeks);
     hand.insert(row(1, 0, 3)).insert(row(2, 0, 3));

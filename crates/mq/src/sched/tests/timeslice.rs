@@ -33,7 +33,7 @@ fn owners(hand: &mut Hand, times_ms: impl IntoIterator<Item = u64>) -> Vec<Optio
 
 #[test]
 fn no_length_is_no_scheduler() {
-    assert!(SchedulerConfig::Timeslice(TimesliceConfig { slice_us: 0, ..BARE }).build(8, 64).is_none());
+    assert!(SchedulerConfig::Timeslice(TimesliceConfig { slice_us: 0, ..BARE }).build(8, 64, false).is_none());
 }
 
 #[test]
