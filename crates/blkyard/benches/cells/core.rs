@@ -12,7 +12,7 @@ use crate::limits::measure_beside;
 use crate::load::{Load, buffers, info, load_only, null};
 use crate::report::{self, Figure, Report};
 use crate::ring::ring;
-use crate::sched::{Queued, deadline, kyber, slices};
+use crate::sched::{Queued, deadline, fair, kyber, slices};
 
 /// A clock such as a lane has.
 pub fn clock() -> impl Fn() -> u64 {
@@ -69,11 +69,13 @@ fn two_queues<R: Round + Send>(plan: Plan, report: &mut Report, cell: &str, core
 /// `sched-*`: a scheduler by itself with 10 000 bios queued, and `sched-null-b32`: the core with one that has nothing to order.
 pub fn scheduler_cells(plan: Plan, report: &mut Report) {
     let timeslice = |streams| Queued::new(slices(), streams);
-    let cells: [(&str, fn(u32) -> Queued, u32); 4] = [
+    let cells: [(&str, fn(u32) -> Queued, u32); 6] = [
         ("sched-timeslice-64", timeslice, 64),
         ("sched-timeslice-4096", timeslice, 4096),
         ("sched-deadline-64", deadline, 64),
         ("sched-kyber-64", kyber, 64),
+        ("sched-fair-64", fair, 64),
+        ("sched-fair-4096", fair, 4096),
     ];
     for (cell, make, streams) in cells {
         if report.wants(cell) {

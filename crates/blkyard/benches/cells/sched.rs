@@ -4,7 +4,7 @@
 //! of time slices is a few dozen requests. With many streams each has few bios, which is the hardest case: all memory is cold.
 
 use blkyard::floor::{Places, Round};
-use blkyard_mq::{Bio, DeadlineConfig, KyberConfig, Next, Op, Scheduler, SchedulerConfig, TimesliceConfig};
+use blkyard_mq::{Bio, DeadlineConfig, FairConfig, KyberConfig, Next, Op, Scheduler, SchedulerConfig, TimesliceConfig};
 
 /// Bios that are queued, and those handed out at one time.
 const QUEUED: usize = 10_000;
@@ -71,6 +71,11 @@ pub fn deadline(streams: u32) -> Queued {
 /// `kyber` as it is by itself.
 pub fn kyber(streams: u32) -> Queued {
     Queued::new(SchedulerConfig::Kyber(KyberConfig::default()), streams)
+}
+
+/// `fair` as it is by itself, with so many streams: they mix, for nothing that is over at once shows a seek.
+pub fn fair(streams: u32) -> Queued {
+    Queued::new(SchedulerConfig::Fair(FairConfig::default()), streams)
 }
 
 /// Slices of 250 µs.
