@@ -3,7 +3,7 @@
 //! What the models are and where their figures are from: `docs/models.md`. Here they run in real time, driven by the time of the lanes.
 
 use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_SHIFT};
-use blkyard_sim::{Disk, DiskModel, Keeps, Line, LineModel, Model, Modelled};
+use blkyard_sim::{Disk, DiskModel, Flash, FlashModel, Keeps, Line, LineModel, Model, Modelled};
 
 use crate::device::{DeviceError, take_write_back};
 use crate::spec::{Spec, SpecError, parse_size};
@@ -48,15 +48,19 @@ pub(crate) fn open(mut spec: Spec) -> Result<Modelled, DeviceError> {
             let write_cache_sectors = if info.volatile_cache { usual.write_cache_sectors } else { 0 };
             Model::Disk(Box::new(Disk::new(DiskModel { write_cache_sectors, ..usual }, seed)))
         }
+        "flash" => {
+            info.volatile_cache = take_write_back(&mut spec)?.unwrap_or(true);
+            take_memory(&mut info, size);
+            let usual = FlashModel::NVME_2018;
+            let write_cache_sectors = if info.volatile_cache { usual.write_cache_sectors } else { 0 };
+            Model::Flash(Box::new(Flash::new(FlashModel { write_cache_sectors, ..usual })))
+        }
         "latency" => {
             let us = spec.take_number("us", 0, 10_000_000)?.unwrap_or(100);
             let jitter_us = spec.take_number("jitter_us", 0, us / 6)?.unwrap_or(0);
             let iops = spec.take_number("iops", 1, 1_000_000_000)?;
             let mbps = spec.take_number("mbps", 1, 1_000_000)?.unwrap_or(0);
-            info.capacity_sectors = size.unwrap_or(1 << 30) >> SECTOR_SHIFT;
-            info.limits.discard_sectors_max = DISCARD_SECTORS_MAX;
-            info.limits.discard_granularity_bytes = BLOCK_BYTES as u32;
-            info.limits.write_zeroes_sectors_max = DISCARD_SECTORS_MAX;
+            take_memory(&mut info, size);
             let model = LineModel {
                 access_ns: iops.map_or(0, |iops| 1_000_000_000 / iops),
                 bytes_per_s: mbps * 1_000_000,
@@ -68,12 +72,20 @@ pub(crate) fn open(mut spec: Spec) -> Result<Modelled, DeviceError> {
         }
         other => {
             let cause = format!("there is no model '{other}'");
-            return Err(SpecError::new(&spec.name, cause, "use model:disk or model:latency").into());
+            return Err(SpecError::new(&spec.name, cause, "use model:disk, model:flash or model:latency").into());
         }
     };
     let name = spec.name.clone();
     spec.finish()?;
     Modelled::new(info, model, Keeps::Bytes).map_err(|source| DeviceError::Memory { name, source })
+}
+
+/// What is not fixed by a model: a size, and that memory can be given back.
+fn take_memory(info: &mut DeviceInfo, size: Option<u64>) {
+    info.capacity_sectors = size.unwrap_or(1 << 30) >> SECTOR_SHIFT;
+    info.limits.discard_sectors_max = DISCARD_SECTORS_MAX;
+    info.limits.discard_granularity_bytes = BLOCK_BYTES as u32;
+    info.limits.write_zeroes_sectors_max = DISCARD_SECTORS_MAX;
 }
 
 #[cfg(test)]
@@ -93,6 +105,9 @@ mod tests {
         assert!(!open_named("model:disk?size=1G&cache=writethrough").unwrap().volatile_cache);
         let line = open_named("model:latency?us=80&iops=100000&size=1M").unwrap();
         assert_eq!((line.capacity_sectors, line.rotational, line.volatile_cache), (2048, false, false));
+        let flash = open_named("model:flash?size=1M").unwrap();
+        assert_eq!((flash.capacity_sectors, flash.rotational, flash.volatile_cache), (2048, false, true));
+        assert!(flash.limits.check().is_ok());
         assert!(line.limits.check().is_ok() && disk.limits.check().is_ok());
     }
 

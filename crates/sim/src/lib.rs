@@ -1,7 +1,7 @@
 //! The dreamed world: virtual time, seeded chance, and devices that exist in neither wood nor metal.
 //!
 //! Here an hour passes in a moment and the same seed makes the same hour, to the last bit. [`Events`] is clock and calendar in
-//! one. A [`Model`] is a machine of events with figures for data: a [`Disk`] that turns, a [`Line`] of a given latency and ceiling. A
+//! one. A [`Model`] is a machine of events with figures for data: a [`Disk`] that turns, [`Flash`], a [`Line`] of a given latency and ceiling. A
 //! [`Modelled`] device puts one under the real core, and keeps the bytes; its queues are driven by whatever time their lane has,
 //! so it is at home in real time as well. A [`ModelDevice`] is one with queue pairs, as NVMe has them: [`PairDriver`] drives one end of
 //! a [`queue_pair`].
@@ -16,6 +16,7 @@ mod device;
 mod disk;
 mod driver;
 mod events;
+mod flash;
 mod line;
 mod model;
 mod modelled;
@@ -27,6 +28,7 @@ pub use device::{DeviceEvent, DeviceModel, ModelDevice};
 pub use disk::{Disk, DiskModel};
 pub use driver::PairDriver;
 pub use events::Events;
+pub use flash::{Flash, FlashModel};
 pub use line::{Line, LineModel};
 pub use model::{Access, Happening, Model};
 pub use modelled::{Keeps, Modelled, ModelledQueue};

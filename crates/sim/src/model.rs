@@ -6,6 +6,7 @@
 use blkyard_mq::Op;
 
 use crate::disk::Disk;
+use crate::flash::Flash;
 use crate::line::Line;
 
 pub(crate) use blkyard_mq::SECTOR_BYTES;
@@ -56,6 +57,8 @@ pub enum Happening {
 pub enum Model {
     /// A disk that turns.
     Disk(Box<Disk>),
+    /// Channels of dies.
+    Flash(Box<Flash>),
     /// A latency and a ceiling.
     Line(Line),
 }
@@ -65,6 +68,7 @@ impl Model {
     pub fn room(&self) -> usize {
         match self {
             Model::Disk(disk) => disk.room(),
+            Model::Flash(flash) => flash.room(),
             Model::Line(line) => line.room(),
         }
     }
@@ -77,6 +81,7 @@ impl Model {
         assert!(self.room() > 0, "an access was given to a full device");
         match self {
             Model::Disk(disk) => disk.take(now_ns, access),
+            Model::Flash(flash) => flash.take(now_ns, access),
             Model::Line(line) => line.take(now_ns, access),
         }
     }
@@ -85,6 +90,7 @@ impl Model {
     pub fn next_ns(&self) -> Option<u64> {
         match self {
             Model::Disk(disk) => disk.next_ns(),
+            Model::Flash(flash) => flash.next_ns(),
             Model::Line(line) => line.next_ns(),
         }
     }
@@ -93,6 +99,7 @@ impl Model {
     pub fn run(&mut self, now_ns: u64, to: impl FnMut(Happening)) {
         let happened = match self {
             Model::Disk(disk) => disk.run(now_ns),
+            Model::Flash(flash) => flash.run(now_ns),
             Model::Line(line) => line.run(now_ns),
         };
         happened.drain(..).for_each(to);
@@ -102,6 +109,7 @@ impl Model {
     pub fn cut_power(&mut self, now_ns: u64) {
         match self {
             Model::Disk(disk) => disk.cut_power(now_ns),
+            Model::Flash(flash) => flash.cut_power(now_ns),
             Model::Line(line) => line.cut_power(),
         }
     }

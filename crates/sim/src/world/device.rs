@@ -7,7 +7,7 @@ use blkyard_mq::{Batch, BlockDevice, ChaosConfig, ChaosDevice, ChaosQueue, Devic
 
 use super::oracle::word_of;
 use super::{WorldDevice, WorldOptions};
-use crate::{Disk, DiskModel, Keeps, Line, LineModel, Model, Modelled, ModelledQueue};
+use crate::{Disk, DiskModel, Flash, FlashModel, Keeps, Line, LineModel, Model, Modelled, ModelledQueue};
 
 /// A device of a world.
 pub(super) enum Device {
@@ -35,6 +35,18 @@ impl Device {
                 return Device::Chaos(device.unwrap_or_else(|error| panic!("{error}")));
             }
             WorldDevice::Disk => Model::Disk(Box::new(Disk::new(small_disk(info, options), seed))),
+            WorldDevice::Flash => {
+                // A few dies with small pages and blocks, and a cache that is soon full.
+                let model = FlashModel {
+                    channels: 2,
+                    dies: 2,
+                    page_sectors: 8,
+                    block_pages: 16,
+                    write_cache_sectors: if options.cache { 64 } else { 0 },
+                    ..FlashModel::NVME_2018
+                };
+                Model::Flash(Box::new(Flash::new(model)))
+            }
             WorldDevice::Line => {
                 let model = LineModel {
                     access_ns: 5_000,

@@ -11,6 +11,8 @@ use crate::Rng;
 pub enum WorldDevice {
     /// [`Disk`](crate::Disk).
     Disk,
+    /// [`Flash`](crate::Flash).
+    Flash,
     /// [`Line`](crate::Line).
     Line,
     /// [`ChaosDevice`](blkyard_mq::ChaosDevice).
@@ -137,7 +139,8 @@ impl WorldOptions {
     pub fn draw(seed: u64) -> WorldOptions {
         let mut rng = Rng::new(seed ^ 0x6f70_7469_6f6e_7300);
         let mut from = |low: u64, high: u64| low + rng.below(high - low + 1);
-        let device = [WorldDevice::Disk, WorldDevice::Line, WorldDevice::Chaos][from(0, 2) as usize];
+        let devices = [WorldDevice::Disk, WorldDevice::Flash, WorldDevice::Line, WorldDevice::Chaos];
+        let device = devices[from(0, 3) as usize];
         let chaos = device == WorldDevice::Chaos;
         let shared = from(0, 2) == 0;
         let mut sometimes = |low, high| if from(0, 1) == 0 { 0 } else { from(low, high) };
@@ -220,7 +223,7 @@ macro_rules! words {
 words!(WorldScheduler, "none, deadline or timeslice", "none" => WorldScheduler::None, "deadline" => WorldScheduler::Deadline, "timeslice" => WorldScheduler::Timeslice);
 words!(bool, "on or off", "on" => true, "off" => false);
 words!(Merging, "off, last or recent", "off" => Merging::Off, "last" => Merging::Last, "recent" => Merging::Recent);
-words!(WorldDevice, "disk, line or chaos", "disk" => WorldDevice::Disk, "line" => WorldDevice::Line, "chaos" => WorldDevice::Chaos);
+words!(WorldDevice, "disk, flash, line or chaos", "disk" => WorldDevice::Disk, "flash" => WorldDevice::Flash, "line" => WorldDevice::Line, "chaos" => WorldDevice::Chaos);
 
 #[cfg(test)]
 mod tests {
