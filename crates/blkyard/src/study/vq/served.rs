@@ -218,15 +218,17 @@ impl Server {
         let mut running = Running::start(back_end, &mut command, socket.with_extension("log"))?;
         running.await_ready(&socket)?;
         let server = Server { back_end, socket, _running: running, _store: store };
-        let all = BenchArgs { rw: Pattern::Write, bs: "1m".into(), iodepth: 8, ..load(1, 1, seed) };
+        let all = BenchArgs { rw: Pattern::Write, bs: "1m".into(), iodepth: 8, ..load(&server.socket, 1, 1, seed) };
         server.measure(&all)?;
         Ok(server)
     }
 
     /// IOPS of so many jobs on so many queues.
     fn window(&self, jobs: usize, queues: usize, window_ms: u64, seed: u64) -> Result<f64, StudyError> {
-        let report =
-            self.measure(&BenchArgs { runtime: Some(format!("{window_ms}ms")), ..load(jobs, queues, seed) })?;
+        let report = self.measure(&BenchArgs {
+            runtime: Some(format!("{window_ms}ms")),
+            ..load(&self.socket, jobs, queues, seed)
+        })?;
         Ok(report.iops())
     }
 
@@ -246,13 +248,17 @@ impl Server {
 }
 
 fn attach(socket: &Path) -> Result<Device, DeviceError> {
-    Device::open(&format!("vhost-user:{}", socket.display()))
+    Device::open(&device_name(socket))
+}
+
+fn device_name(socket: &Path) -> String {
+    format!("vhost-user:{}", socket.display())
 }
 
 /// The post's load.
-fn load(jobs: usize, queues: usize, seed: u64) -> BenchArgs {
+fn load(socket: &Path, jobs: usize, queues: usize, seed: u64) -> BenchArgs {
     BenchArgs {
-        device: String::new(),
+        device: device_name(socket),
         rw: Pattern::RandRead,
         bs: "4k".into(),
         iodepth: DEPTH as u32,
