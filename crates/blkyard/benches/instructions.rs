@@ -24,7 +24,7 @@ use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioSt
 
 use load::{load_only, null};
 use ring::ring;
-use sched::{Queued, deadline, kyber, slices};
+use sched::{Queued, deadline, fair, kyber, slices};
 
 /// Each case, by the name of the cell or path it stands for.
 const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
@@ -34,6 +34,8 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("core-null-b32-nostats", || Box::new(null(32, false, clock()))),
     ("core-null-b32-timeslice", || Box::new(null(32, true, clock()).scheduled(slices()))),
     ("sched-deadline-64", || Box::new(deadline(64))),
+    ("sched-fair-64", || Box::new(fair(64))),
+    ("sched-fair-4096", || Box::new(fair(4096))),
     ("sched-kyber-64", || Box::new(kyber(64))),
     ("sched-timeslice-64", || Box::new(Queued::new(slices(), 64))),
     ("sched-timeslice-4096", || Box::new(Queued::new(slices(), 4096))),
