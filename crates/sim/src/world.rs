@@ -451,7 +451,7 @@ impl World {
                 lane.queue.set_depth(1 + self.rng.below(self.options.depth.max(1)) as usize);
             }
             if mine && what == 3 {
-                let next = WorldScheduler::ALL[self.rng.below(3) as usize].config();
+                let next = WorldScheduler::ALL[self.rng.below(5) as usize].config();
                 lane.queue.schedule(0, next);
             }
             if lane.frozen && over || mine && what == 1 {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use blkyard_mq::{DeadlineConfig, Merging, SchedulerConfig, TimesliceConfig};
+use blkyard_mq::{DeadlineConfig, FairConfig, KyberConfig, Merging, SchedulerConfig, TimesliceConfig};
 
 use crate::Rng;
 
@@ -27,17 +27,28 @@ pub enum WorldScheduler {
     /// The usual one of its name.
     Deadline,
     /// As above.
+    Kyber,
+    /// As above.
     Timeslice,
+    /// As above.
+    Fair,
 }
 
 impl WorldScheduler {
-    pub(super) const ALL: [WorldScheduler; 3] =
-        [WorldScheduler::None, WorldScheduler::Deadline, WorldScheduler::Timeslice];
+    pub(super) const ALL: [WorldScheduler; 5] = [
+        WorldScheduler::None,
+        WorldScheduler::Deadline,
+        WorldScheduler::Kyber,
+        WorldScheduler::Timeslice,
+        WorldScheduler::Fair,
+    ];
 
     pub(super) fn config(self) -> SchedulerConfig {
         match self {
             WorldScheduler::None => SchedulerConfig::None,
             WorldScheduler::Deadline => SchedulerConfig::Deadline(DeadlineConfig::default()),
+            WorldScheduler::Kyber => SchedulerConfig::Kyber(KyberConfig::default()),
+            WorldScheduler::Fair => SchedulerConfig::Fair(FairConfig::default()),
             WorldScheduler::Timeslice => SchedulerConfig::Timeslice(TimesliceConfig::default()),
         }
     }
@@ -161,7 +172,7 @@ impl WorldOptions {
             depth: from(1, 40),
             bios_max: from(1, 64),
             merging: [Merging::Off, Merging::Last, Merging::Recent][from(0, 2) as usize],
-            scheduler: WorldScheduler::ALL[from(0, 2) as usize],
+            scheduler: WorldScheduler::ALL[from(0, 4) as usize],
             sectors_max: [8, 24, 2048][from(0, 2) as usize],
             segments_max: from(1, 4),
             chunk_sectors: [0, 0, 16][from(0, 2) as usize],
@@ -220,7 +231,7 @@ macro_rules! words {
     };
 }
 
-words!(WorldScheduler, "none, deadline or timeslice", "none" => WorldScheduler::None, "deadline" => WorldScheduler::Deadline, "timeslice" => WorldScheduler::Timeslice);
+words!(WorldScheduler, "none, deadline, kyber, timeslice or fair", "none" => WorldScheduler::None, "deadline" => WorldScheduler::Deadline, "kyber" => WorldScheduler::Kyber, "timeslice" => WorldScheduler::Timeslice, "fair" => WorldScheduler::Fair);
 words!(bool, "on or off", "on" => true, "off" => false);
 words!(Merging, "off, last or recent", "off" => Merging::Off, "last" => Merging::Last, "recent" => Merging::Recent);
 words!(WorldDevice, "disk, flash, line or chaos", "disk" => WorldDevice::Disk, "flash" => WorldDevice::Flash, "line" => WorldDevice::Line, "chaos" => WorldDevice::Chaos);
