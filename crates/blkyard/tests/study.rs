@@ -91,3 +91,33 @@ fn a_back_end_that_is_not_there_is_named_with_the_cure_and_its_goal_is_missed() 
     assert!(goals.iter().any(|goal| goal["value"].is_null() && goal["met"] == false), "{goals:?}");
     assert_eq!(output.status.code(), Some(1));
 }
+
+#[test]
+fn the_third_study_is_the_same_to_the_last_digit_and_its_verdicts_decide_the_exit_code() {
+    let folder = tempfile::tempdir().unwrap();
+    let picture = folder.path().join("study.svg");
+    let study = || {
+        Command::new(env!("CARGO_BIN_EXE_blkyard"))
+            .args(["study", "time-slice", "--quick", "--check", "--json", "--seed", "5", "--svg"])
+            .arg(&picture)
+            .output()
+            .unwrap()
+    };
+    let output = study();
+    assert_eq!(output.stdout, study().stdout, "all of it is virtual time");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let parts = report["parts"].as_array().unwrap();
+    let rows: Vec<&Value> = parts.iter().flat_map(|part| part["rows"].as_array().unwrap()).collect();
+    assert!(rows.iter().all(|row| row["name"].is_string()), "{rows:?}");
+    let readers = parts.iter().find(|part| part["name"] == "readers").unwrap()["rows"].as_array().unwrap();
+    let seconds = |name| {
+        let row = readers.iter().find(|row| row["name"] == name).unwrap();
+        row["seconds"].as_f64().unwrap()
+    };
+    assert!(seconds("fair") < 0.75 * seconds("none"), "{readers:?}");
+    let all_met = report["goals"].as_array().unwrap().iter().all(|goal| goal["met"] == true);
+    assert_eq!(output.status.code(), Some(i32::from(!all_met)));
+    let picture = fs::read_to_string(picture).unwrap();
+    assert!(picture.starts_with("<svg ") && picture.ends_with("</svg>\n"));
+    assert_eq!(picture.matches("class=\"bar\"").count(), rows.len(), "a bar for each row");
+}

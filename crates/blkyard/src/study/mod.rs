@@ -6,6 +6,8 @@
 //! the latencies, and the cost of the code does.
 //!
 //! `multi-vq` is the second: every virtqueue of a virtio-blk disk becomes a hardware queue (M. Lei, linux-kernel, June 2014); see `vq/`.
+//!
+//! `time-slice` is the third: streams take turns at a disk (A. Herrmann, linux-kernel, February 2016); see `ts/`.
 
 mod bio;
 mod costs;
@@ -20,6 +22,7 @@ mod report;
 mod seats;
 mod single;
 mod svg;
+mod ts;
 mod vq;
 mod wakes;
 mod world;
@@ -71,6 +74,8 @@ pub enum Study {
     MqVsBio,
     /// Several virtqueues for a virtio-blk disk against one, 2014.
     MultiVq,
+    /// Time slices for streams that share a disk, 2016.
+    TimeSlice,
 }
 
 /// Why a study was not run.
@@ -116,6 +121,10 @@ pub fn run(args: &StudyArgs) -> Result<ExitCode, StudyError> {
         Study::MultiVq => {
             let report = vq::run(vq::Length::new(args.quick), &args.qemu_storage_daemon, args.seed, say)?;
             publish(args, report.is_met(), || vq::svg::picture(&report), || report.json(), || report.text())
+        }
+        Study::TimeSlice => {
+            let report = ts::run(ts::Length::new(args.quick), args.seed, say)?;
+            publish(args, report.is_met(), || ts::svg::picture(&report), || report.json(), || report.text())
         }
     }
 }

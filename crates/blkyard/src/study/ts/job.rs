@@ -1,0 +1,101 @@
+//! Who keeps so much on its way: a job of fio. In a row or anywhere in a range, with or without a thought in between.
+
+use blkyard_mq::Op;
+
+use super::rig::{Hands, Submitter, Wish};
+
+/// A job, as data.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Job {
+    pub(super) op: Op,
+    /// Of each of its wishes; at most [`WISH_SECTORS_MAX`](super::rig::WISH_SECTORS_MAX).
+    pub(super) sectors: u32,
+    /// How many are on their way at one time.
+    pub(super) depth: usize,
+    /// Its range: first sector and how many. It begins again at the end.
+    pub(super) first: u64,
+    pub(super) range_sectors: u64,
+    /// Anywhere in its range, instead of in a row.
+    pub(super) random: bool,
+    /// Between the end of one and the next, a fifth less or more.
+    pub(super) think_ns: u64,
+    pub(super) stream: u32,
+    /// Which hardware queue it submits to.
+    pub(super) queue: usize,
+    /// How much it wants in all, bytes; the largest number for no end.
+    pub(super) bytes_max: u64,
+    pub(super) progress: Progress,
+}
+
+/// How far a job is.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Progress {
+    asked: u64,
+    ended: u64,
+}
+
+impl Job {
+    /// Reads of so many sectors in a row from here on, as long as the run lasts.
+    pub(super) fn in_a_row(stream: u32, first: u64, sectors: u32, depth: usize) -> Job {
+        Job {
+            op: Op::Read,
+            sectors,
+            depth,
+            first,
+            range_sectors: 1 << 28,
+            random: false,
+            think_ns: 0,
+            stream,
+            queue: 0,
+            bytes_max: u64::MAX,
+            progress: Progress::default(),
+        }
+    }
+
+    /// Reads of 4 KiB anywhere in a range.
+    pub(super) fn anywhere(stream: u32, first: u64, range_sectors: u64, depth: usize) -> Job {
+        Job { random: true, range_sectors, ..Job::in_a_row(stream, first, 8, depth) }
+    }
+
+    fn submit(&mut self, hands: &mut Hands<'_>) {
+        if self.progress.asked * self.bytes() >= self.bytes_max {
+            return;
+        }
+        let places = (self.range_sectors / u64::from(self.sectors)).max(1);
+        let place = if self.random { hands.rng.below(places) } else { self.progress.asked % places };
+        self.progress.asked += 1;
+        hands.submit(Wish {
+            op: self.op,
+            sector: self.first + place * u64::from(self.sectors),
+            sectors: self.sectors,
+            queue: self.queue,
+            stream: self.stream,
+            ..Wish::default()
+        });
+    }
+
+    fn bytes(&self) -> u64 {
+        u64::from(self.sectors) * 512
+    }
+}
+
+impl Submitter for Job {
+    fn wake(&mut self, word: u64, hands: &mut Hands<'_>) {
+        let wanted = if word == 0 { self.depth } else { 1 };
+        (0..wanted).for_each(|_| self.submit(hands));
+    }
+
+    fn ended(&mut self, _: &Wish, hands: &mut Hands<'_>) {
+        self.progress.ended += 1;
+        if self.think_ns == 0 {
+            self.submit(hands);
+        } else {
+            let think_ns = hands.about(self.think_ns);
+            hands.wake_after(think_ns, 1);
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.bytes_max < u64::MAX && self.progress.ended * self.bytes() >= self.bytes_max
+    }
+}

@@ -1,0 +1,130 @@
+//! Part 2: 1 to 16 jobs that read in a row, from a disk; and, to see what schedulers cost where there is nothing to order, that read
+//! anywhere, from flash.
+
+use std::io;
+
+use blkyard_mq::{DeadlineConfig, FairConfig, SchedulerConfig, SliceKey, TimesliceConfig};
+use blkyard_sim::{DiskModel, FlashModel, Rng};
+
+use super::Length;
+use super::job::Job;
+use super::parallel::TICK_US;
+use super::part::{Drawn, Part, column};
+use super::reader::{File, ReadAhead, Reader};
+use super::rig::{S, Scene, Submitter, Tally, run};
+use crate::study::goals::Claim;
+
+const JOBS: [u64; 5] = [1, 2, 4, 8, 16];
+/// Of each file: more than any job reads in the time there is.
+const FILE_SECTORS: u64 = 16 << 21;
+/// Sectors between the beginnings of two files.
+const APART_SECTORS: u64 = 40 << 21;
+/// Time until who begins at once has found its place.
+const WARM_SECONDS: u64 = 2;
+/// Gain of time slices over none with 8 jobs, percent, in the post.
+const POST_GAIN: f64 = 40.0;
+
+fn posted() -> SchedulerConfig {
+    let config = TimesliceConfig { key: SliceKey::Stream, ..TimesliceConfig::as_posted(250, TICK_US) };
+    SchedulerConfig::Timeslice(config)
+}
+
+/// Bytes per second of so many readers.
+fn readers(jobs: u64, scheduler: SchedulerConfig, length: Length, seed: u64) -> io::Result<f64> {
+    let mut scene = Scene::disk(DiskModel::DESKTOP_2012, scheduler, seed);
+    (scene.from_ns, scene.until_ns) = (WARM_SECONDS * S, (WARM_SECONDS + length.seconds) * S);
+    let mut rng = Rng::new(seed);
+    let mut reader = |number| {
+        let first = number * APART_SECTORS + rng.below(APART_SECTORS / 16) * 8;
+        let file = File::new(first, FILE_SECTORS, &mut |most| rng.below(most + 1));
+        Reader::new(number as u32 + 1, file, ReadAhead::USUAL, 0)
+    };
+    let mut readers: Vec<Reader> = (0..jobs).map(&mut reader).collect();
+    let mut submitters: Vec<&mut dyn Submitter> = readers.iter_mut().map(|reader| reader as _).collect();
+    Ok(run(scene, &mut submitters)?.iter().map(Tally::bytes_per_s).sum())
+}
+
+/// Readers of files on a disk.
+pub(super) fn disk(length: Length, seed: u64) -> io::Result<Part> {
+    let mut part = Part {
+        name: "jobs",
+        title: format!("1 to 16 jobs, each reading a file of its own from a disk, {} s: MB/s", length.seconds),
+        columns: vec![
+            column("none_mb_per_s", "none", 1),
+            column("posted_mb_per_s", "as posted", 1),
+            column("timeslice_mb_per_s", "timeslice", 1),
+            column("fair_mb_per_s", "fair", 1),
+            column("timeslice_gain_percent", "timeslice +%", 1),
+            column("fair_gain_percent", "fair +%", 1),
+            column("post_gain_percent", "post +%", 0),
+        ],
+        drawn: Drawn { bar: "fair_gain_percent", deviation: "", post: "post_gain_percent" },
+        ..Part::default()
+    };
+    let schedulers = [
+        SchedulerConfig::None,
+        posted(),
+        SchedulerConfig::Timeslice(TimesliceConfig::default()),
+        SchedulerConfig::Fair(FairConfig::default()),
+    ];
+    for jobs in JOBS {
+        let mut rates = [0.0; 4];
+        for (rate, scheduler) in rates.iter_mut().zip(schedulers) {
+            *rate = readers(jobs, scheduler, length, seed)? / 1e6;
+        }
+        let [none, posted, timeslice, fair] = rates;
+        let gain = |rate: f64| Some((rate / none - 1.0) * 100.0);
+        let post = (jobs == 8).then_some(POST_GAIN);
+        if jobs == 8 {
+            part.claims.push(Claim {
+                what: format!("8 jobs read at least {POST_GAIN} % more with time slices than without"),
+                found: format!(
+                    "{:.0} % with slices of 20 ms, {:.0} % as posted",
+                    (timeslice / none - 1.0) * 100.0,
+                    (posted / none - 1.0) * 100.0
+                ),
+                reproduced: timeslice / none >= 1.0 + POST_GAIN / 100.0,
+                reason: "",
+            });
+        }
+        part.row(
+            format!("{jobs} jobs"),
+            [Some(none), Some(posted), Some(timeslice), Some(fair), gain(timeslice), gain(fair), post],
+        );
+    }
+    Ok(part)
+}
+
+/// Who reads anywhere on flash: nothing to gain, and something to lose.
+pub(super) fn flash(length: Length, seed: u64) -> io::Result<Part> {
+    let mut part = Part {
+        name: "jobs_flash",
+        title: "16 jobs of random reads of 4 KiB from flash, depth 16 each, one queue of 128 tags".into(),
+        columns: vec![column("kiops", "kIOPS", 1), column("to_none", "to none", 3), column("p99_us", "p99 us", 0)],
+        drawn: Drawn { bar: "to_none", deviation: "", post: "" },
+        ..Part::default()
+    };
+    let mut none = f64::NAN;
+    for scheduler in [
+        SchedulerConfig::None,
+        SchedulerConfig::Deadline(DeadlineConfig::default()),
+        SchedulerConfig::Timeslice(TimesliceConfig::default()),
+        SchedulerConfig::Fair(FairConfig::default()),
+    ] {
+        let mut scene = Scene { seed, ..Scene::flash(FlashModel::NVME_2018, 1, 128, scheduler) };
+        (scene.from_ns, scene.until_ns) = (S / 2, S / 2 + length.seconds * S / 20);
+        let mut jobs: Vec<Job> = (0..16).map(|job| Job::anywhere(job + 1, u64::from(job) << 24, 1 << 24, 16)).collect();
+        let mut submitters: Vec<&mut dyn Submitter> = jobs.iter_mut().map(|job| job as _).collect();
+        let tallies = run(scene, &mut submitters)?;
+        let kiops = tallies.iter().map(Tally::ios_per_s).sum::<f64>() / 1e3;
+        let p99_us = tallies.iter().map(|tally| tally.percentile_ns(99.0)).max().unwrap_or(0) as f64 / 1e3;
+        if scheduler == SchedulerConfig::None {
+            none = kiops;
+        }
+        part.row(scheduler.name(), [Some(kiops), Some(kiops / none), Some(p99_us)]);
+        if matches!(scheduler, SchedulerConfig::Fair(_)) {
+            part.at_least("IOPS on flash, fair/none", kiops / none, 0.98, "16 jobs, depth 16");
+        }
+    }
+    Ok(part)
+}

@@ -1,0 +1,54 @@
+//! `blkyard study time-slice`: streams that share a device, ordered by time slices or by something better (A. Herrmann, linux-kernel,
+//! February 2016: "blk-mq: per software queue time slices").
+//!
+//! Everything is virtual time on models of devices ([`rig`]): no figure depends on the machine. Each part hands in a [`Part`]; report and picture
+//! are made of those.
+
+mod job;
+mod jobs;
+mod parallel;
+mod part;
+mod reader;
+mod report;
+mod rig;
+pub(super) mod svg;
+
+use std::io;
+
+use self::part::Part;
+use self::report::Report;
+
+/// How much is run.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Length {
+    /// Runs of what depends on where things lie, each with a seed of its own.
+    pub(super) runs: u64,
+    /// How long jobs run that have no end, seconds.
+    pub(super) seconds: u64,
+}
+
+impl Length {
+    pub(super) fn new(quick: bool) -> Length {
+        if quick { Length { runs: 4, seconds: 5 } } else { Length { runs: 24, seconds: 60 } }
+    }
+}
+
+/// A part, and what it is about, for who waits.
+type Runs = fn(Length, u64) -> io::Result<Part>;
+const PARTS: [(&str, Runs); 3] = [
+    ("two files read in parallel", parallel::readers),
+    ("1 to 16 jobs on a disk", jobs::disk),
+    ("16 jobs on flash", jobs::flash),
+];
+
+/// Runs all parts.
+///
+/// # Errors
+/// There is no memory for it.
+pub(super) fn run(length: Length, seed: u64, say: impl Fn(String)) -> io::Result<Report> {
+    let part = |(what, run): (&str, Runs)| {
+        say(format!("virtual time: {what} ..."));
+        run(length, seed)
+    };
+    Ok(Report { seed, parts: PARTS.into_iter().map(part).collect::<io::Result<_>>()? })
+}

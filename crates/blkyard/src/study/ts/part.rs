@@ -1,0 +1,78 @@
+//! What each part of the study hands in: a table, what is to be reached, what the post claims. Tables, JSON and picture are made of it alone.
+
+use crate::study::goals::{Claim, Goal};
+
+/// One part.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Part {
+    /// For programs.
+    pub(crate) name: &'static str,
+    /// What was done, on what, in a line.
+    pub(crate) title: String,
+    pub(crate) columns: Vec<Column>,
+    pub(crate) rows: Vec<Row>,
+    /// Below the table: what else is to be known.
+    pub(crate) notes: Vec<String>,
+    pub(crate) drawn: Drawn,
+    pub(crate) goals: Vec<Goal>,
+    pub(crate) claims: Vec<Claim>,
+}
+
+/// A column of figures.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Column {
+    /// For programs, with its unit.
+    pub(crate) key: &'static str,
+    /// For people.
+    pub(crate) head: &'static str,
+    /// Digits behind the point.
+    pub(crate) digits: usize,
+}
+
+/// A row: what it is of, and a figure for each column, if there is one.
+#[derive(Clone, Debug)]
+pub(crate) struct Row {
+    pub(crate) name: String,
+    pub(crate) values: Vec<Option<f64>>,
+}
+
+/// Which columns the picture shows, by key: a bar for each row, its deviation, and what the post has. Empty for none.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Drawn {
+    pub(crate) bar: &'static str,
+    pub(crate) deviation: &'static str,
+    pub(crate) post: &'static str,
+}
+
+/// A column, short.
+pub(crate) const fn column(key: &'static str, head: &'static str, digits: usize) -> Column {
+    Column { key, head, digits }
+}
+
+impl Part {
+    /// Adds a row.
+    ///
+    /// # Panics
+    /// If it has more or fewer figures than there are columns.
+    pub(crate) fn row(&mut self, name: impl Into<String>, values: impl IntoIterator<Item = Option<f64>>) {
+        let row = Row { name: name.into(), values: values.into_iter().collect() };
+        assert_eq!(row.values.len(), self.columns.len(), "{}: a figure for each column", row.name);
+        self.rows.push(row);
+    }
+
+    /// A figure of a row, if the part has it.
+    pub(crate) fn value(&self, row: &Row, key: &str) -> Option<f64> {
+        let at = self.columns.iter().position(|column| column.key == key)?;
+        row.values[at]
+    }
+
+    /// Something is to be no more than this.
+    pub(crate) fn at_most(&mut self, what: impl Into<String>, value: f64, limit: f64, at: impl Into<String>) {
+        self.goals.push(Goal { what: what.into(), value, limit, at: at.into(), met: value <= limit });
+    }
+
+    /// Something is to be no less than this.
+    pub(crate) fn at_least(&mut self, what: impl Into<String>, value: f64, limit: f64, at: impl Into<String>) {
+        self.goals.push(Goal { what: what.into(), value, limit, at: at.into(), met: value >= limit });
+    }
+}

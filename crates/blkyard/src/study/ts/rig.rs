@@ -1,0 +1,407 @@
+//! The rig: submitters, the real queue core with its schedulers, and one model of a device, in virtual time.
+//!
+//! Nothing in it is a copy: the queues are [`HwQueue`], over the driver that `model:` devices have. A queue turns when somebody has submitted to
+//! it, when the device has something, and at the time it named; not otherwise. No CPU time is charged but what a submitter says it thinks.
+//! The same scene and submitters make the same run, bit for bit.
+//!
+//! A part of the study says who submits ([`Submitter`]; [`Job`](super::job::Job) and [`Reader`](super::reader::Reader) are most of what it
+//! takes), on what ([`Scene`]), and is told what each of them got ([`Tally`]). No data moves: all bios share the same few bytes of memory.
+
+use std::io;
+use std::sync::Arc;
+
+use blkyard_mem::{Region, RegionTable, Segment};
+use blkyard_mq::{
+    Bio, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, Op, QueueLimits, SECTOR_SHIFT, SchedulerConfig,
+};
+use blkyard_sim::{Disk, DiskModel, Events, Flash, FlashModel, Keeps, Model, Modelled, ModelledQueue, Rng};
+use hdrhistogram::Histogram;
+
+/// Nanoseconds in a second and in a millisecond.
+pub(super) const S: u64 = 1_000_000_000;
+pub(super) const MS: u64 = 1_000_000;
+/// Longest wish, sectors.
+pub(super) const WISH_SECTORS_MAX: u32 = 2048;
+/// A queue that has work left although it has just turned does so again after this.
+const AGAIN_NS: u64 = 100;
+/// Longest latency that is told apart; a minute.
+const LATENCY_MAX_NS: u64 = 60 * S;
+
+/// What a run is on.
+#[derive(Debug)]
+pub(super) struct Scene {
+    pub(super) info: DeviceInfo,
+    pub(super) model: Model,
+    /// The hardware queues, all over the same device.
+    pub(super) queues: Vec<HwQueueConfig>,
+    /// Of what submitters draw.
+    pub(super) seed: u64,
+    /// What ends from this time on is counted.
+    pub(super) from_ns: u64,
+    /// The run ends at this time, if not everybody is over before.
+    pub(super) until_ns: u64,
+}
+
+impl Scene {
+    /// A disk with one queue of as many tags as it takes commands.
+    pub(super) fn disk(model: DiskModel, scheduler: SchedulerConfig, seed: u64) -> Scene {
+        let info = DeviceInfo {
+            capacity_sectors: model.sectors,
+            volatile_cache: model.write_cache_sectors > 0,
+            rotational: true,
+            ..info("disk")
+        };
+        let queue = HwQueueConfig { depth: model.depth, bios_max: 4096, scheduler, ..HwQueueConfig::default() };
+        let model = Model::Disk(Box::new(Disk::new(model, seed)));
+        Scene { info, model, queues: vec![queue], seed, from_ns: 0, until_ns: u64::MAX }
+    }
+
+    /// Flash of so many sectors, with queues of so many tags each.
+    pub(super) fn flash(model: FlashModel, queues: usize, depth: usize, scheduler: SchedulerConfig) -> Scene {
+        let info = DeviceInfo { capacity_sectors: 1 << 31, volatile_cache: true, fua: true, ..info("flash") };
+        let queue = HwQueueConfig { depth, bios_max: 4096, scheduler, ..HwQueueConfig::default() };
+        let model = Model::Flash(Box::new(Flash::new(model)));
+        Scene { info, model, queues: vec![queue; queues], seed: 0, from_ns: 0, until_ns: u64::MAX }
+    }
+}
+
+fn info(name: &str) -> DeviceInfo {
+    let limits = QueueLimits {
+        physical_block_bytes: 4096,
+        sectors_max: WISH_SECTORS_MAX,
+        segments_max: 256,
+        segment_bytes_max: 1 << 30,
+        ..QueueLimits::default()
+    };
+    DeviceInfo { name: name.into(), limits, ..DeviceInfo::default() }
+}
+
+/// What a submitter wants.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Wish {
+    pub(super) op: Op,
+    pub(super) sector: u64,
+    /// At most [`WISH_SECTORS_MAX`]; zero for a flush.
+    pub(super) sectors: u32,
+    /// Which hardware queue.
+    pub(super) queue: usize,
+    /// Who submits, for schedulers.
+    pub(super) stream: u32,
+    /// Somebody waits for it although it is a write.
+    pub(super) sync: bool,
+    /// The submitter's own word.
+    pub(super) word: u64,
+}
+
+/// Somebody who submits: a machine of its own, driven by what happens to it.
+pub(super) trait Submitter {
+    /// It is the beginning (word zero), or a time has come that it asked for.
+    fn wake(&mut self, word: u64, hands: &mut Hands<'_>);
+
+    /// Something it wanted is over.
+    fn ended(&mut self, wish: &Wish, hands: &mut Hands<'_>);
+
+    /// It has all that it ever wanted. The run ends when everybody has.
+    fn is_over(&self) -> bool {
+        false
+    }
+}
+
+/// What a submitter can do as it is driven.
+#[derive(Debug)]
+pub(super) struct Hands<'a> {
+    pub(super) now_ns: u64,
+    pub(super) rng: &'a mut Rng,
+    wishes: &'a mut Vec<Wish>,
+    wakes: &'a mut Vec<(u64, u64)>,
+}
+
+impl Hands<'_> {
+    /// Wants something.
+    pub(super) fn submit(&mut self, wish: Wish) {
+        self.wishes.push(wish);
+    }
+
+    /// Wants to be woken after some time, with a word.
+    pub(super) fn wake_after(&mut self, delay_ns: u64, word: u64) {
+        self.wakes.push((self.now_ns + delay_ns, word));
+    }
+
+    /// A time around this one: at most a fifth less or more, so that nothing keeps step with the platter.
+    pub(super) fn about(&mut self, ns: u64) -> u64 {
+        ns - ns / 5 + self.rng.below(ns / 5 * 2 + 1)
+    }
+}
+
+/// What a submitter got in the time that counts.
+#[derive(Clone, Debug)]
+pub(super) struct Tally {
+    pub(super) ios: u64,
+    pub(super) read_bytes: u64,
+    pub(super) written_bytes: u64,
+    /// How long was counted.
+    pub(super) span_ns: u64,
+    latency: Histogram<u64>,
+}
+
+impl Tally {
+    fn new() -> Tally {
+        let Ok(latency) = Histogram::new_with_bounds(1, LATENCY_MAX_NS, 3) else {
+            unreachable!("these bounds are good")
+        };
+        Tally { ios: 0, read_bytes: 0, written_bytes: 0, span_ns: 0, latency }
+    }
+
+    fn add(&mut self, wish: &Wish, took_ns: u64) {
+        let bytes = u64::from(wish.sectors) << SECTOR_SHIFT;
+        match wish.op {
+            Op::Read => self.read_bytes += bytes,
+            _ => self.written_bytes += bytes,
+        }
+        self.ios += 1;
+        self.latency.saturating_record(took_ns.max(1));
+    }
+
+    /// Both directions, bytes per second.
+    pub(super) fn bytes_per_s(&self) -> f64 {
+        (self.read_bytes + self.written_bytes) as f64 * 1e9 / self.span_ns.max(1) as f64
+    }
+
+    pub(super) fn ios_per_s(&self) -> f64 {
+        self.ios as f64 * 1e9 / self.span_ns.max(1) as f64
+    }
+
+    /// The latency below which so many of a hundred lie, nanoseconds: from the wish to its end.
+    pub(super) fn percentile_ns(&self, percent: f64) -> u64 {
+        self.latency.value_at_quantile(percent / 100.0)
+    }
+}
+
+struct Lane {
+    queue: HwQueue<ModelledQueue>,
+    /// Not to turn before this.
+    from_ns: u64,
+    /// Somebody has submitted since it turned.
+    rung: bool,
+}
+
+impl Lane {
+    /// When it turns next, if nobody submits.
+    fn due_ns(&self) -> Option<u64> {
+        if self.queue.is_idle() {
+            return None;
+        }
+        let now = self.rung || self.queue.has_work();
+        let due_ns = if now { Some(0) } else { self.queue.deadline_ns::<()>() };
+        due_ns.map(|due_ns| due_ns.max(self.from_ns))
+    }
+}
+
+/// A bio that is out.
+#[derive(Clone, Copy)]
+struct Out {
+    who: usize,
+    wish: Wish,
+    since_ns: u64,
+}
+
+struct World<'a, 'b> {
+    submitters: &'a mut [&'b mut dyn Submitter],
+    tallies: Vec<Tally>,
+    events: Events<(usize, u64)>,
+    now_ns: u64,
+    lanes: Vec<Lane>,
+    rng: Rng,
+    /// What ends between these is counted, and after the second nobody wants anything any more.
+    from_ns: u64,
+    until_ns: u64,
+    /// By cookie.
+    out: Vec<Option<Out>>,
+    free: Vec<u64>,
+    spare: Vec<Box<Bio>>,
+    // What a submitter has just wanted.
+    wishes: Vec<Wish>,
+    wakes: Vec<(u64, u64)>,
+}
+
+/// Lets submitters have a device until all are over, or the scene is. Returns what each got, in their order.
+///
+/// # Errors
+/// There is no memory for it.
+///
+/// # Panics
+/// If nothing will ever happen again although somebody wants something, or a submitter wants what is not there.
+pub(super) fn run(scene: Scene, submitters: &mut [&mut dyn Submitter]) -> io::Result<Vec<Tally>> {
+    let Scene { info, model, queues, seed, from_ns, until_ns } = scene;
+    let region = Region::anonymous((WISH_SECTORS_MAX as usize) << SECTOR_SHIFT)?;
+    let memory = Arc::new(RegionTable::new(vec![region]));
+    let device = Modelled::new(info.clone(), model, Keeps::Nothing)?;
+    let info = Arc::new(info);
+    let lane = |config: &HwQueueConfig| {
+        let mut queue = HwQueue::new(device.queue(config.depth), Arc::clone(&info), *config);
+        queue.set_memory(&mut (), Arc::clone(&memory));
+        Lane { queue, from_ns: 0, rung: false }
+    };
+    let mut world = World {
+        tallies: submitters.iter().map(|_| Tally::new()).collect(),
+        submitters,
+        events: Events::default(),
+        now_ns: 0,
+        lanes: queues.iter().map(lane).collect(),
+        rng: Rng::new(seed),
+        from_ns,
+        until_ns,
+        out: Vec::new(),
+        free: Vec::new(),
+        spare: Vec::new(),
+        wishes: Vec::new(),
+        wakes: Vec::new(),
+    };
+    world.run();
+    let span_ns = world.now_ns.saturating_sub(from_ns);
+    world.settle();
+    let mut tallies = world.tallies;
+    tallies.iter_mut().for_each(|tally| tally.span_ns = span_ns);
+    Ok(tallies)
+}
+
+impl World<'_, '_> {
+    fn run(&mut self) {
+        (0..self.submitters.len()).for_each(|who| self.events.at(0, (who, 0)));
+        while !self.submitters.iter().all(|submitter| submitter.is_over()) {
+            let next = self.next_turn();
+            let lane_ns = next.map_or(u64::MAX, |(due_ns, _)| due_ns);
+            let wake_ns = self.events.next_ns().unwrap_or(u64::MAX);
+            let next_ns = wake_ns.min(lane_ns);
+            if next_ns >= self.until_ns {
+                let out = self.out.iter().flatten().count();
+                assert!(next_ns < u64::MAX, "nothing will ever happen again with {out} bios out");
+                self.now_ns = self.until_ns;
+                return;
+            }
+            self.now_ns = next_ns;
+            // Who wakes at this moment wants something before queues turn, so that what is wanted together is a plug.
+            if wake_ns <= lane_ns {
+                if let Some((who, word)) = self.events.advance() {
+                    self.drive(who, |submitter, hands| submitter.wake(word, hands));
+                }
+            } else if let Some((_, lane)) = next {
+                self.turn(lane);
+            }
+        }
+    }
+
+    /// Lets all that is out come back: the core does not part with less.
+    fn settle(&mut self) {
+        self.until_ns = self.now_ns;
+        while let Some((due_ns, lane)) = self.next_turn() {
+            self.now_ns = due_ns;
+            self.turn(lane);
+        }
+    }
+
+    /// Which queue turns next, and when.
+    fn next_turn(&self) -> Option<(u64, usize)> {
+        let due = |lane: usize| Some((self.lanes[lane].due_ns()?.max(self.now_ns), lane));
+        (0..self.lanes.len()).filter_map(due).min()
+    }
+
+    /// One round of a queue.
+    fn turn(&mut self, number: usize) {
+        let now_ns = self.now_ns;
+        let lane = &mut self.lanes[number];
+        lane.rung = false;
+        let mut over = Vec::new();
+        lane.queue.reap(&mut (), now_ns, &mut |bio| over.push(bio));
+        over.into_iter().for_each(|bio| self.end(bio));
+        let lane = &mut self.lanes[number];
+        lane.queue.issue(&mut (), now_ns);
+        lane.rung = false;
+        lane.from_ns = now_ns + AGAIN_NS;
+    }
+
+    fn end(&mut self, bio: Box<Bio>) {
+        let out = self.out[bio.cookie as usize].take();
+        let Some(Out { who, wish, since_ns }) = out else { panic!("a bio came back twice") };
+        self.free.push(bio.cookie);
+        assert!(bio.status.is_ok(), "{wish:?} ended with {}", bio.status);
+        self.spare.push(bio);
+        if self.now_ns >= self.until_ns {
+            return;
+        }
+        if self.now_ns >= self.from_ns {
+            self.tallies[who].add(&wish, self.now_ns - since_ns);
+        }
+        self.drive(who, |submitter, hands| submitter.ended(&wish, hands));
+    }
+
+    /// Has a submitter do something, and does what it wants then.
+    fn drive(&mut self, who: usize, what: impl FnOnce(&mut dyn Submitter, &mut Hands<'_>)) {
+        let World { submitters, rng, wishes, wakes, now_ns, .. } = self;
+        what(submitters[who], &mut Hands { now_ns: *now_ns, rng, wishes, wakes });
+        self.wakes.drain(..).for_each(|(at_ns, word)| self.events.at(at_ns, (who, word)));
+        let mut wishes = std::mem::take(&mut self.wishes);
+        wishes.drain(..).for_each(|wish| self.submit(who, wish));
+        self.wishes = wishes;
+    }
+
+    fn submit(&mut self, who: usize, wish: Wish) {
+        let mut bio = self.spare.pop().unwrap_or_else(|| Bio::with_capacity(1));
+        bio.reset();
+        (bio.op, bio.sector, bio.sectors, bio.stream, bio.sync) =
+            (wish.op, wish.sector, wish.sectors, wish.stream, wish.sync);
+        bio.cookie = self.free.pop().unwrap_or(self.out.len() as u64);
+        if wish.op.has_data() {
+            bio.segments.push(Segment { region: 0, offset: 0, len: wish.sectors << SECTOR_SHIFT });
+        }
+        let out = Some(Out { who, wish, since_ns: self.now_ns });
+        match self.out.get_mut(bio.cookie as usize) {
+            Some(place) => *place = out,
+            None => self.out.push(out),
+        }
+        let lane = &mut self.lanes[wish.queue];
+        lane.queue.submit(bio);
+        (lane.rung, lane.from_ns) = (true, self.now_ns);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::study::ts::job::Job;
+    use blkyard_mq::FairConfig;
+
+    /// Who reads alone on flash: IOPS and the longest latency.
+    fn alone(seed: u64) -> (f64, u64) {
+        let mut scene = Scene::flash(FlashModel::NVME_2018, 2, 64, SchedulerConfig::default());
+        (scene.seed, scene.from_ns, scene.until_ns) = (seed, 10 * MS, 110 * MS);
+        let mut jobs =
+            [Job::anywhere(1, 0, 1 << 30, 1), Job { queue: 1, think_ns: MS, ..Job::anywhere(2, 0, 1 << 30, 1) }];
+        let [one, other] = &mut jobs;
+        let tallies = run(scene, &mut [one, other]).unwrap();
+        assert!((60..130).contains(&tallies[1].ios), "it thinks: {}", tallies[1].ios);
+        (tallies[0].ios_per_s(), tallies[0].percentile_ns(100.0))
+    }
+
+    #[test]
+    fn one_who_reads_from_flash_has_the_latency_of_its_data_sheet() {
+        let (iops, longest_ns) = alone(1);
+        assert!((1e9 / 60_000.0..1e9 / 55_000.0).contains(&iops), "{iops}");
+        assert!((55_000..120_000).contains(&longest_ns), "{longest_ns}");
+    }
+
+    #[test]
+    fn one_seed_is_one_run() {
+        assert_eq!(alone(7), alone(7));
+        assert_ne!(alone(7), alone(8));
+    }
+
+    #[test]
+    fn a_run_ends_when_all_have_what_they_wanted() {
+        let scene = Scene::disk(DiskModel::DESKTOP_2012, SchedulerConfig::Fair(FairConfig::default()), 3);
+        let mut job = Job { bytes_max: 1 << 20, ..Job::in_a_row(1, 4096, 256, 2) };
+        let tallies = run(scene, &mut [&mut job]).unwrap();
+        assert_eq!((tallies[0].ios, tallies[0].read_bytes, tallies[0].written_bytes), (8, 1 << 20, 0));
+        assert!((10 * MS..100 * MS).contains(&tallies[0].span_ns), "{}", tallies[0].span_ns);
+    }
+}
