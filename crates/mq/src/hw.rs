@@ -19,13 +19,14 @@
 //!
 //! Several devices may live behind one queue pair, the namespaces of a controller. They share its tags fairly (`namespace.rs`).
 //! What is rare has a file of its own: making requests (`cut.rs`), flushes (`flush.rs`), timeouts (`timeout.rs`), bios that a scheduler
-//! orders (`scheduled.rs`), changing a queue that runs (`control.rs`), looking into one (`inspect.rs`).
+//! orders (`scheduled.rs`), rates that they must not exceed (`rated.rs`), changing a queue that runs (`control.rs`), looking into one (`inspect.rs`).
 
 mod control;
 mod cut;
 mod flush;
 mod inspect;
 mod namespace;
+mod rated;
 mod scheduled;
 mod timeout;
 
@@ -149,6 +150,9 @@ pub struct HwQueue<D> {
     looked_ns: u64,
     frozen: u32,
     quiesced: u32,
+    /// Whether any namespace has limits, and whether they hold nothing back just now.
+    rated: bool,
+    hurry: bool,
 }
 
 /// The range of the request made last.
@@ -247,6 +251,8 @@ impl<D> HwQueue<D> {
             looked_ns: 0,
             frozen: 0,
             quiesced: 0,
+            rated: false,
+            hurry: false,
         };
         for number in 0..queue.namespaces.len() {
             queue.schedule(number as u16, config.scheduler);
@@ -255,10 +261,11 @@ impl<D> HwQueue<D> {
         queue
     }
 
-    /// Says anew what is plain. Nothing is while requests are left over: a bio may belong to any of them; nor where a scheduler has a say.
+    /// Says anew what is plain. Nothing is while requests are left over: a bio may belong to any of them; nor where a
+    /// scheduler or a limit has a say.
     fn choose_plain(&mut self) {
         self.plain = match &self.namespaces[..] {
-            [only] if self.busy == 0 && only.scheduled.is_none() => only.plain(),
+            [only] if self.busy == 0 && only.scheduled.is_none() && only.rated.is_none() => only.plain(),
             _ => Plain::NOTHING,
         };
     }

@@ -22,6 +22,7 @@ mod map;
 mod null;
 mod pace;
 mod ram;
+mod rate;
 mod request;
 mod sched;
 mod stats;
@@ -41,6 +42,7 @@ pub use limits::{Cursor, Cut, LimitsError, QueueLimits};
 pub use map::{CpuPlace, QueueCounts, QueueKind, QueueMap, QueueMaps, QueueRange};
 pub use null::{NullConfig, NullDevice, NullQueue};
 pub use ram::{RamDevice, RamQueue, RamStore};
+pub use rate::{RateConfig, RateLimit};
 pub use request::{Ranges, Request, RequestState, Segments};
 pub use sched::{
     DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, Next, Reach, Scheduler, SchedulerConfig,

@@ -162,6 +162,8 @@ pub struct HwStats {
     requeued: AtomicU64,
     timed_out: AtomicU64,
     flushes: AtomicU64,
+    held: AtomicU64,
+    held_ns: AtomicU64,
     /// Requests taken by the driver in one call: 0, 1, 2, 4, 8, 16, 32 and more, as blk-mq's `dispatched` has them.
     dispatched: [AtomicU64; 7],
 }
@@ -220,6 +222,16 @@ impl HwStats {
         add(&self.flushes, 1);
     }
 
+    /// A limit holds what waits.
+    pub(crate) fn held(&self) {
+        add(&self.held, 1);
+    }
+
+    /// It does no more, and did for so long.
+    pub(crate) fn held_for(&self, ns: u64) {
+        add(&self.held_ns, ns);
+    }
+
     #[inline]
     pub(crate) fn slow_ended(&self) {
         self.slow_now.store(self.slow_now.load(Relaxed).saturating_sub(1), Relaxed);
@@ -258,6 +270,8 @@ impl HwStats {
             requeued: self.requeued.load(Relaxed),
             timed_out: self.timed_out.load(Relaxed),
             flushes: self.flushes.load(Relaxed),
+            held: self.held.load(Relaxed),
+            held_ns: self.held_ns.load(Relaxed),
             dispatched: std::array::from_fn(|i| self.dispatched[i].load(Relaxed)),
         }
     }
@@ -315,6 +329,10 @@ pub struct StatsSnapshot {
     pub timed_out: u64,
     /// Flushes issued, each for all who waited for one.
     pub flushes: u64,
+    /// How often a limit held what waited.
+    pub held: u64,
+    /// For how long, all in all.
+    pub held_ns: u64,
     /// Calls to the driver by how many requests it took: 0, 1, 2, 4, 8, 16, 32 and more.
     pub dispatched: [u64; 7],
 }
@@ -343,6 +361,8 @@ impl StatsSnapshot {
         self.requeued += other.requeued;
         self.timed_out += other.timed_out;
         self.flushes += other.flushes;
+        self.held += other.held;
+        self.held_ns += other.held_ns;
         self.dispatched.iter_mut().zip(other.dispatched).for_each(|(to, from)| *to += from);
     }
 }

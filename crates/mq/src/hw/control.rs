@@ -81,6 +81,8 @@ impl<D> HwQueue<D> {
     pub fn freeze(&mut self) {
         self.frozen += 1;
         self.bios_max = 0;
+        // What is in is to drain.
+        self.release();
     }
 
     /// Undoes one [`HwQueue::freeze`].

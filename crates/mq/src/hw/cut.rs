@@ -3,7 +3,8 @@
 //! A bio is merged into a request that waits for the driver if it can be (Linux `block/blk-merge.c`): with the one submitted just before, or,
 //! when requests are left over from earlier rounds, with any of the last few. Merging takes no tag. Otherwise it
 //! becomes a request as soon as there is a tag, in the order of submission; several if it does not fit the limits of the device.
-//! Namespaces take turns, one bio each. Where there is a scheduler it says which bio is next: `scheduled.rs`.
+//! Namespaces take turns, one bio each. Where there is a scheduler it says which bio is next: `scheduled.rs`;
+//! where there are limits it passes in its time: `rated.rs`.
 
 use super::flush::{self, Next};
 use super::{HwQueue, Merging, Plug};
@@ -67,6 +68,9 @@ impl<D> HwQueue<D> {
         }
         if self.namespaces[number].scheduled.is_some() && !bio.flags.contains(BioFlags::RESERVED) {
             return self.arrive(number, bio);
+        }
+        if self.namespaces[number].rated.is_some() && !bio.flags.contains(BioFlags::RESERVED) {
+            return self.await_rate(number, bio);
         }
         // A tag that something waiting could have is not for who comes now: a flush, or another namespace.
         let is_next = !self.namespaces[number].is_waiting() && (self.uncut == 0 || !self.can_cut());
@@ -153,13 +157,16 @@ impl<D> HwQueue<D> {
         let free = |number: &usize| self.may_take(*number, BioFlags::empty());
         let flushes =
             (0..self.namespaces.len()).filter(free).filter_map(|number| self.namespaces[number].flush.due_ns());
-        flushes.chain(self.rest_due_ns()).chain(self.scheduled_due_ns()).min()
+        flushes.chain(self.rest_due_ns()).chain(self.scheduled_due_ns()).chain(self.rated_due_ns()).min()
     }
 
     /// Turns waiting bios into requests while there are tags.
     #[inline(never)]
     pub(super) fn cut(&mut self, now_ns: u64) {
         self.look_for_idle(now_ns);
+        if self.rated {
+            self.look_at_rates(now_ns);
+        }
         self.insert_arrived(now_ns);
         for number in 0..self.namespaces.len() {
             if self.may_take(number, BioFlags::empty()) && self.namespaces[number].flush.is_due(now_ns) {
@@ -175,6 +182,9 @@ impl<D> HwQueue<D> {
             stuck = if self.step(self.turn, now_ns) { 0 } else { stuck + 1 };
             self.turn += 1;
         }
+        if self.rated {
+            self.refuse_held();
+        }
     }
 
     /// Moves one bio of a namespace on, or one part of it. False if it cannot.
@@ -189,10 +199,16 @@ impl<D> HwQueue<D> {
                 return false;
             }
         }
-        let Some(bio) = self.namespaces[number].bios.pop_front() else { return self.step_scheduled(number, now_ns) };
+        let Some(bio) = self.namespaces[number].bios.front() else { return self.step_scheduled(number, now_ns) };
+        let fare = self.fare(number, bio);
+        if fare.is_some() && !self.may_pass(number, now_ns) {
+            return false;
+        }
+        let Some(bio) = self.namespaces[number].bios.pop_front() else { return false };
         match self.place(number, bio) {
             Ok(()) => {
                 self.uncut -= 1;
+                self.pay(number, fare, now_ns);
                 true
             }
             Err(bio) => {

@@ -55,6 +55,8 @@ pub struct NamespaceSnapshot {
     pub flush: FlushSnapshot,
     /// What orders the bios that wait, if anything does.
     pub scheduler: Option<SchedulerSnapshot>,
+    /// For how much longer a limit holds them, if one does.
+    pub held_ns: Option<u64>,
 }
 
 /// A flush machine at one moment.
@@ -123,6 +125,7 @@ impl<D> HwQueue<D> {
                 active,
                 flush: FlushSnapshot { pending, running },
                 scheduler: namespace.scheduled.as_ref().map(|scheduled| scheduled.snapshot(now_ns)),
+                held_ns: namespace.rated.as_ref().and_then(|rated| rated.held_ns(now_ns)),
             }
         });
         HwSnapshot {

@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use super::HwQueue;
 use super::flush::{self, Flush};
+use super::rated::Rated;
 use super::scheduled::Scheduled;
 use crate::limits::{Cursor, Plain};
 use crate::stats::HwStats;
@@ -37,6 +38,8 @@ pub(super) struct Namespace {
     pub(super) scheduled: Option<Scheduled>,
     /// How often that has changed.
     pub(super) tickets: u16,
+    /// What they must not exceed, if there is anything.
+    pub(super) rated: Option<Rated>,
     /// Set while a bio is cut in part: its place among the splits and how far.
     pub(super) partial: Option<(u16, Cursor)>,
     pub(super) flush: Flush,
@@ -61,6 +64,7 @@ impl Namespace {
             bios: VecDeque::with_capacity(bios_max),
             scheduled: None,
             tickets: 0,
+            rated: None,
             partial: None,
             flush: Flush::new(bios_max),
             stats: Arc::new(HwStats::default()),
@@ -91,7 +95,15 @@ impl Namespace {
     /// Whether bios wait for nothing but a tag.
     #[inline]
     pub(super) fn is_waiting(&self) -> bool {
-        self.partial.is_some() || !self.bios.is_empty() || self.scheduled.as_ref().is_some_and(Scheduled::is_ready)
+        let any = || !self.bios.is_empty() || self.scheduled.as_ref().is_some_and(Scheduled::is_ready);
+        self.partial.is_some() || (any() && !self.is_held())
+    }
+
+    /// Whether the next bio is held by a limit.
+    #[inline]
+    pub(super) fn is_held(&self) -> bool {
+        let is_free = |bio: &Bio| bio.flags.contains(BioFlags::RESERVED);
+        self.rated.as_ref().is_some_and(Rated::is_held) && !self.bios.front().is_some_and(|bio| is_free(bio))
     }
 
     /// Bios that wait to be cut.

@@ -112,7 +112,8 @@ impl<D> HwQueue<D> {
         if bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty() {
             // As many tags as would be wanted before it.
             let waiting = scheduled.waiting();
-            if waiting >= self.tags.free() || !self.may_take(number, bio.flags) {
+            let held = self.namespaces[number].is_held();
+            if held || waiting >= self.tags.free() || !self.may_take(number, bio.flags) {
                 return self.refuse(number, bio, Status::Again);
             }
         }
@@ -142,14 +143,24 @@ impl<D> HwQueue<D> {
         if !self.may_take(number, BioFlags::empty()) {
             return false;
         }
+        if self.rated && !self.scheduled_may_pass(number, now_ns) {
+            return false;
+        }
         let Some(scheduled) = &mut self.namespaces[number].scheduled else { return false };
         let Some(bio) = scheduled.next(now_ns) else { return false };
+        let fare = self.fare(number, &bio);
         match self.place(number, bio) {
             Ok(()) => self.uncut -= 1,
             Err(_) => unreachable!("there is a tag"),
         }
+        self.pay(number, fare, now_ns);
         self.join_neighbours(number, now_ns);
         true
+    }
+
+    /// Whether there is a bio to ask for, and it may pass its limits.
+    fn scheduled_may_pass(&mut self, number: usize, now_ns: u64) -> bool {
+        self.namespaces[number].scheduled.as_ref().is_some_and(Scheduled::is_ready) && self.may_pass(number, now_ns)
     }
 
     /// Lets bios join the request made last that its scheduler has beside it.
@@ -161,6 +172,9 @@ impl<D> HwQueue<D> {
             let newest = self.dispatch.newest();
             let own = newest.filter(|at| usize::from(self.table.requests[usize::from(*at)].namespace) == number);
             let Some((at, shape)) = own.and_then(|at| Some((at, self.table.shape(at)?))) else { return };
+            if self.rated && !self.scheduled_may_pass(number, now_ns) {
+                return;
+            }
             let namespace = &mut self.namespaces[number];
             let Some(scheduled) = namespace.scheduled.as_mut().filter(|scheduled| scheduled.waiting > 0) else {
                 return;
@@ -176,11 +190,13 @@ impl<D> HwQueue<D> {
             let bio = scheduled.scheduler.join(reach, &mut fits, now_ns);
             let (Some(bio), Some((merge, shape))) = (bio, joined) else { return };
             let bio = scheduled.handed_out(bio);
+            let fare = self.fare(number, &bio);
             if let Some(bio) = self.join(at, merge, shape, bio) {
                 // There is no link for it: it goes next, by itself.
                 return self.namespaces[number].bios.push_front(bio);
             }
             self.uncut -= 1;
+            self.pay(number, fare, now_ns);
         }
     }
 

@@ -10,6 +10,7 @@ mod bios;
 mod content;
 mod control;
 mod flush;
+mod rates;
 mod shared;
 mod tags;
 mod two_queues;

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 use blkyard_mq::{
     Batch, Bio, BioFlags, BlockDevice, Budget, ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, Context,
     DeadlineConfig, DeviceInfo, Done, Driver, FairConfig, FairDevice, HwQueue, HwQueueConfig, HwSnapshot, KyberConfig,
-    Merging, Op, Priority, QueueLimits, Region, RegionTable, SchedulerConfig, Segment, SliceKey, SliceOrder, Status,
-    TimedOut, TimesliceConfig, Wake,
+    Merging, Op, Priority, QueueLimits, RateConfig, RateLimit, Region, RegionTable, SchedulerConfig, Segment, SliceKey,
+    SliceOrder, Status, TimedOut, TimesliceConfig, Wake,
 };
 use proptest::prelude::*;
 
@@ -45,6 +45,8 @@ pub enum Step {
     Unquiesce,
     /// Another scheduler from now on, in all namespaces.
     Scheduler(SchedulerConfig),
+    /// All namespaces share this limit from now on.
+    Rate(RateConfig),
 }
 
 /// A queue, a device, and what is done to them. Printed when a test fails, with its seed.
@@ -155,6 +157,16 @@ fn any_scheduler() -> impl Strategy<Value = SchedulerConfig> {
     prop_oneof![2 => Just(SchedulerConfig::None), 1 => deadline, 1 => kyber, 1 => slices, 1 => fair]
 }
 
+/// Any limit that is worth waiting for, or none.
+fn any_rate() -> impl Strategy<Value = RateConfig> {
+    let rate = |from: u64, to: u64| prop_oneof![Just(0), from..to];
+    (rate(500, 1_000_000), rate(1 << 20, 1 << 30), 1_u32..4).prop_map(|(iops, bytes_per_s, burst_ms)| RateConfig {
+        iops,
+        bytes_per_s,
+        burst_ms,
+    })
+}
+
 fn any_step() -> impl Strategy<Value = Step> {
     let op = prop_oneof![
         4 => Just(Op::Write), 3 => Just(Op::Read), 1 => Just(Op::Flush), 1 => Just(Op::Discard),
@@ -176,6 +188,7 @@ fn any_step() -> impl Strategy<Value = Step> {
         1 => Just(Step::Quiesce),
         3 => Just(Step::Unquiesce),
         2 => any_scheduler().prop_map(Step::Scheduler),
+        2 => any_rate().prop_map(Step::Rate),
     ]
 }
 
@@ -434,6 +447,12 @@ impl World {
             }
             Step::Scheduler(config) => {
                 (0..self.plan.namespaces).for_each(|namespace| self.queue.schedule(namespace as u16, config));
+            }
+            Step::Rate(config) => {
+                let limit = RateLimit::new(config).map(Arc::new);
+                for namespace in 0..self.plan.namespaces {
+                    self.queue.set_rates(namespace as u16, limit.iter().cloned().collect());
+                }
             }
             Step::Thaw | Step::Unquiesce => {}
         }

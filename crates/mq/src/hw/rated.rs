@@ -1,0 +1,264 @@
+//! Bios that must not pass faster than a rate: what a queue books of the [limits](crate::RateLimit) it shares, and when what waits may go.
+//!
+//! A bio passes when it gets a tag, or joins a request. Until then it waits where bios wait for tags, so all that holds for those holds for
+//! it, and a scheduler orders it. Nothing is asked of a limit before something waits:
+//!
+//! ```text
+//!   waits ──▶ booked ──▶ held until its time ──▶ passes: a tag, or a request it joins
+//!                 └───── or at once ───────────────▲
+//! ```
+//!
+//! A queue books for some of those that wait at one time, not for a certain bio: up to [`LOT_NS`] of its share. So queues that wait for the same limit get lots
+//! in turn, and one that may have a hundred thousand a second is looked after four thousand times. What it has booked and not
+//! used stays its own, and is given back when the limit changes or the queue goes.
+//!
+//! Each bio is one I/O, however many requests it is cut in or whose it joins, and as many bytes as it moves. Not held: flushes, for others' data
+//! waits for them; bios with a reserved tag; the rest of a bio, and what the device handed back.
+//!
+//! A queue that is [frozen](HwQueue::freeze) or [in a hurry](HwQueue::set_hurry) is to be empty soon. What it has goes at once then, and is paid for: what comes next waits for it.
+
+use std::sync::Arc;
+
+use super::HwQueue;
+use crate::rate::{Meter, RateLimit};
+use crate::{Bio, BioFlags, SECTOR_BYTES, Status};
+
+/// How much a queue books at one time, and for how long it is held at least: long against what a wake-up costs, short against what anybody
+/// notices of a limit.
+const LOT_NS: u64 = 250_000;
+
+/// The limits of a namespace of a queue, and what it has booked.
+#[derive(Debug)]
+pub(super) struct Rated {
+    limits: Box<[Arc<RateLimit>]>,
+    /// I/Os booked that have not passed.
+    ios: u64,
+    /// Bytes booked that have not passed.
+    bytes: u64,
+    /// When those may.
+    at_ns: u64,
+    /// Bytes of the one that passed last: what the next is taken for.
+    usual_bytes: u64,
+    /// Nothing passes before.
+    held_until_ns: Option<u64>,
+    /// Since when.
+    held_since_ns: u64,
+}
+
+impl Rated {
+    fn ios_meters(&self) -> impl Iterator<Item = &Meter> {
+        self.limits.iter().filter_map(|limit| limit.ios.as_ref())
+    }
+
+    fn bytes_meters(&self) -> impl Iterator<Item = &Meter> {
+        self.limits.iter().filter_map(|limit| limit.bytes.as_ref())
+    }
+
+    /// Whether nothing passes just now.
+    #[inline]
+    pub(super) fn is_held(&self) -> bool {
+        self.held_until_ns.is_some()
+    }
+
+    /// For how much longer.
+    pub(super) fn held_ns(&self, now_ns: u64) -> Option<u64> {
+        self.held_until_ns.map(|until_ns| until_ns.saturating_sub(now_ns))
+    }
+
+    /// Whether one of so many bios that wait may pass now. Books it, if that is not done, and holds them all if not.
+    fn may_pass(&mut self, waiting: usize, now_ns: u64) -> bool {
+        if self.is_held() {
+            return false;
+        }
+        if self.ios == 0 || (self.bytes == 0 && self.bytes_meters().next().is_some()) {
+            self.book(waiting as u64, now_ns);
+        }
+        if now_ns >= self.at_ns {
+            return true;
+        }
+        self.held_until_ns = Some(self.at_ns.max(now_ns + LOT_NS));
+        self.held_since_ns = now_ns;
+        false
+    }
+
+    /// Books a lot: for one at least.
+    #[inline(never)]
+    fn book(&mut self, waiting: u64, now_ns: u64) {
+        let each_bytes = self.usual_bytes;
+        let ios_ns = self.ios_meters().map(|meter| meter.takes_ns(1));
+        let each_ns = ios_ns.chain(self.bytes_meters().map(|meter| meter.takes_ns(each_bytes))).max();
+        let lot = (LOT_NS / each_ns.unwrap_or(1).max(1)).min(waiting).max(1);
+        // What is left of the last one counts.
+        let (ios, bytes) = (lot.saturating_sub(self.ios), (lot * each_bytes).saturating_sub(self.bytes));
+        let book = |meter: &Meter, units: u64, one: u64| {
+            if units == 0 { 0 } else { meter.book(now_ns, units, one.min(units)) }
+        };
+        let ios_at = self.ios_meters().map(|meter| book(meter, ios, 1));
+        let at_ns = ios_at.chain(self.bytes_meters().map(|meter| book(meter, bytes, each_bytes))).max();
+        self.at_ns = at_ns.unwrap_or(0);
+        self.ios += ios;
+        self.bytes += bytes;
+    }
+
+    /// A bio has passed.
+    fn passed(&mut self, bytes: u64, now_ns: u64) {
+        // Nothing was booked for one in a hurry, and a guess may have been short.
+        let (ios_short, bytes_short) = (1_u64.saturating_sub(self.ios), bytes.saturating_sub(self.bytes));
+        self.ios = self.ios.saturating_sub(1);
+        self.bytes = self.bytes.saturating_sub(bytes);
+        if ios_short > 0 {
+            self.ios_meters().for_each(|meter| meter.charge(now_ns, ios_short));
+        }
+        if bytes_short > 0 {
+            self.bytes_meters().for_each(|meter| meter.charge(now_ns, bytes_short));
+        }
+        if bytes > 0 {
+            self.usual_bytes = bytes;
+        }
+    }
+}
+
+impl Drop for Rated {
+    fn drop(&mut self) {
+        self.ios_meters().for_each(|meter| meter.give_back(self.ios));
+        self.bytes_meters().for_each(|meter| meter.give_back(self.bytes));
+    }
+}
+
+/// Bytes that a bio moves. What is discarded or zeroed moves none.
+#[inline]
+fn moves_bytes(bio: &Bio) -> u64 {
+    if bio.op.has_data() { bio.bytes() } else { 0 }
+}
+
+impl<D> HwQueue<D> {
+    /// Has all bios of a namespace pass within these limits from now on, all of them at one time; none is no limit. What was booked of those before is given back.
+    pub fn set_rates(&mut self, namespace: u16, limits: Vec<Arc<RateLimit>>) {
+        self.release();
+        let Some(namespace) = self.namespaces.get_mut(usize::from(namespace)) else { return };
+        namespace.rated = (!limits.is_empty()).then(|| Rated {
+            limits: limits.into(),
+            ios: 0,
+            bytes: 0,
+            at_ns: 0,
+            usual_bytes: SECTOR_BYTES,
+            held_until_ns: None,
+            held_since_ns: 0,
+        });
+        self.rated = self.namespaces.iter().any(|namespace| namespace.rated.is_some());
+        self.choose_plain();
+    }
+
+    /// Whether limits are to hold nothing back, for the queue is to be empty soon: what it has goes at once, and is paid for.
+    pub fn set_hurry(&mut self, hurry: bool) {
+        self.hurry = hurry;
+        if hurry {
+            self.release();
+        }
+    }
+
+    /// Nothing is held until it is asked for again.
+    pub(super) fn release(&mut self) {
+        self.namespaces
+            .iter_mut()
+            .filter_map(|namespace| namespace.rated.as_mut())
+            .for_each(|rated| rated.held_until_ns = None);
+    }
+
+    /// A bio that has to pass a limit.
+    pub(super) fn await_rate(&mut self, number: usize, bio: Box<Bio>) {
+        let namespace = &mut self.namespaces[number];
+        if bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty() {
+            // As many tags as would be wanted before it.
+            let held = namespace.is_held();
+            let waiting = namespace.waiting();
+            if held || waiting >= self.tags.free() || !self.may_take(number, bio.flags) {
+                return self.refuse(number, bio, Status::Again);
+            }
+        }
+        self.namespaces[number].bios.push_back(bio);
+        self.uncut += 1;
+    }
+
+    /// Whether the next bio of a namespace may pass now.
+    #[inline]
+    pub(super) fn may_pass(&mut self, number: usize, now_ns: u64) -> bool {
+        !self.rated || self.may_pass_slow(number, now_ns)
+    }
+
+    #[inline(never)]
+    fn may_pass_slow(&mut self, number: usize, now_ns: u64) -> bool {
+        if self.hurry || self.frozen > 0 {
+            return true;
+        }
+        let namespace = &mut self.namespaces[number];
+        let waiting = namespace.waiting();
+        let Some(rated) = &mut namespace.rated else { return true };
+        let was_held = rated.is_held();
+        let may_pass = rated.may_pass(waiting, now_ns);
+        if !may_pass && !was_held && self.config.stats {
+            namespace.stats.held();
+        }
+        may_pass
+    }
+
+    /// What must be known of a bio once it has passed, if there is a limit.
+    #[inline]
+    pub(super) fn fare(&self, number: usize, bio: &Bio) -> Option<u64> {
+        let pays = self.rated && self.namespaces[number].rated.is_some() && !bio.flags.contains(BioFlags::RESERVED);
+        pays.then(|| moves_bytes(bio))
+    }
+
+    /// A bio has passed.
+    #[inline]
+    pub(super) fn pay(&mut self, number: usize, fare: Option<u64>, now_ns: u64) {
+        if let Some(bytes) = fare
+            && let Some(rated) = &mut self.namespaces[number].rated
+        {
+            rated.passed(bytes, now_ns);
+        }
+    }
+
+    /// A round begins: who was held may have waited long enough.
+    #[inline(never)]
+    pub(super) fn look_at_rates(&mut self, now_ns: u64) {
+        for namespace in &mut self.namespaces {
+            if let Some(rated) = &mut namespace.rated
+                && rated.held_until_ns.is_some_and(|until_ns| now_ns >= until_ns)
+            {
+                rated.held_until_ns = None;
+                if self.config.stats {
+                    namespace.stats.held_for(now_ns.saturating_sub(rated.held_since_ns));
+                }
+            }
+        }
+    }
+
+    /// Who must not wait is not held. Those that a scheduler has already are not looked for.
+    #[inline(never)]
+    pub(super) fn refuse_held(&mut self) {
+        let must_go = |bio: &Bio| bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty();
+        for number in 0..self.namespaces.len() {
+            let namespace = &self.namespaces[number];
+            if !namespace.is_held() || !namespace.bios.iter().any(|bio| must_go(bio)) {
+                continue;
+            }
+            for _ in 0..self.namespaces[number].bios.len() {
+                let Some(bio) = self.namespaces[number].bios.pop_front() else { break };
+                if must_go(&bio) {
+                    self.uncut -= 1;
+                    self.refuse(number, bio, Status::Again);
+                } else {
+                    self.namespaces[number].bios.push_back(bio);
+                }
+            }
+        }
+    }
+
+    /// When what is held may go. For want of a tag nobody is asked.
+    pub(super) fn rated_due_ns(&self) -> Option<u64> {
+        let may_ask = |number: &usize| self.may_take(*number, BioFlags::empty());
+        let held = |number: usize| self.namespaces[number].rated.as_ref()?.held_until_ns;
+        (0..self.namespaces.len()).filter(may_ask).filter_map(held).min()
+    }
+}
