@@ -20,7 +20,7 @@ pub use baton::{Baton, Holder};
 pub use counting::CountingAllocator;
 pub use region::{MapError, Region};
 pub use segment::{RegionTable, Segment, Span};
-pub use view::View;
+pub use view::{View, warm};
 
 /// Bytes in a page of the host's memory, as the mappings here assume.
 ///

@@ -160,7 +160,7 @@ impl Region {
     pub fn warm(&self, offset: u64) {
         if offset < self.len as u64 {
             // SAFETY: the byte lies in the region, whose length is that of an address range.
-            crate::view::warm(unsafe { self.base.add(offset as usize) });
+            crate::view::warm_at(unsafe { self.base.add(offset as usize) });
         }
     }
 

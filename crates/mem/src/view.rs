@@ -122,7 +122,7 @@ impl View {
     pub fn warm(&self, offset: usize) {
         if offset < self.len {
             // SAFETY: the byte lies in the view.
-            warm(unsafe { self.start.add(offset) });
+            warm_at(unsafe { self.start.add(offset) });
         }
     }
 
@@ -143,9 +143,15 @@ impl View {
     }
 }
 
+/// Has the line fetched in which something begins that will be used soon, while other work goes on. A hint.
+#[inline]
+pub fn warm<T>(thing: &T) {
+    warm_at(NonNull::from(thing).cast());
+}
+
 /// Has a line fetched, for writing: so it comes once, and not again when it is written.
 #[inline]
-pub(crate) fn warm(at: NonNull<u8>) {
+pub(crate) fn warm_at(at: NonNull<u8>) {
     // What the compiler offers becomes a fetch for reading, since the oldest processors of the kind do not know the other. On those
     // this does nothing.
     #[cfg(all(target_arch = "x86_64", not(miri)))]

@@ -25,15 +25,16 @@ struct Slot {
     since_ns: u64,
     /// How many came before it.
     order: u64,
-    /// In its list; of those that are free only `next` counts.
+    /// In its list. Nobody is before the first, so there `prev` says nothing, nor does it of those that are free.
     next: u32,
     prev: u32,
 }
 
 /// Places in a row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct List {
     first: u32,
+    /// Of no meaning if the list is empty.
     last: u32,
     len: u32,
 }
@@ -79,15 +80,37 @@ impl Slots {
         self.free = slot.next;
         (slot.next, slot.prev) = (NONE, list.last);
         (slot.since_ns, slot.order) = (now_ns, self.order);
-        slot.bio = Some(bio);
+        // There was none. Forgotten rather than dropped, so that nobody looks.
+        std::mem::forget(slot.bio.replace(bio));
         self.order += 1;
-        match list.last {
-            NONE => list.first = at,
-            last => self.places[last as usize].next = at,
+        if list.is_empty() {
+            list.first = at;
+        } else {
+            self.places[list.last as usize].next = at;
         }
         list.last = at;
         list.len += 1;
         at
+    }
+
+    /// Takes the first bio of a list, if there is one, and says when it came. What the next call will look at is fetched meanwhile.
+    #[inline]
+    pub(crate) fn pop(&mut self, list: &mut List) -> Option<(Box<Bio>, u64)> {
+        let at = list.first()?;
+        let slot = &mut self.places[at as usize];
+        let (bio, since_ns) = (slot.bio.take()?, slot.since_ns);
+        list.first = std::mem::replace(&mut slot.next, self.free);
+        list.len -= 1;
+        self.free = at;
+        if let Some(next) = self.places.get(list.first as usize) {
+            if let Some(bio) = &next.bio {
+                blkyard_mem::warm(&**bio);
+            }
+            if let Some(after) = self.places.get(next.next as usize) {
+                blkyard_mem::warm(after);
+            }
+        }
+        Some((bio, since_ns))
     }
 
     /// Takes a bio out of the list it is in.
@@ -97,13 +120,15 @@ impl Slots {
         let Some(bio) = slot.bio.take() else { unreachable!("a place in a list holds a bio") };
         let (prev, next) = (slot.prev, std::mem::replace(&mut slot.next, self.free));
         self.free = at;
-        match prev {
-            NONE => list.first = next,
-            prev => self.places[prev as usize].next = next,
+        if list.first == at {
+            list.first = next;
+        } else {
+            self.places[prev as usize].next = next;
         }
-        match next {
-            NONE => list.last = prev,
-            next => self.places[next as usize].prev = prev,
+        if list.last == at {
+            list.last = prev;
+        } else {
+            self.places[next as usize].prev = prev;
         }
         list.len -= 1;
         bio
@@ -165,7 +190,14 @@ mod tests {
                 } else if !wanted[which].is_empty() {
                     let from = from % wanted[which].len();
                     let (at, id) = wanted[which].remove(from).unwrap();
-                    prop_assert_eq!(slots.remove(&mut lists[which], at).cookie, id);
+                    let bio = if push || from > 0 {
+                        slots.remove(&mut lists[which], at)
+                    } else {
+                        let (bio, since_ns) = slots.pop(&mut lists[which]).unwrap();
+                        prop_assert_eq!(since_ns, id);
+                        bio
+                    };
+                    prop_assert_eq!(bio.cookie, id);
                 }
                 for (list, wanted) in lists.iter().zip(&wanted) {
                     let found: Vec<_> = slots.iter(list).map(|at| (at, slots.bio(at).cookie)).collect();

@@ -17,6 +17,8 @@ pub(crate) struct Streams<T> {
     /// By hash: the first of a chain.
     chains: Box<[u32]>,
     shift: u32,
+    /// The one looked for last, who mostly is the next one, too.
+    recent: u32,
     /// Places in use.
     used: u32,
     /// Those at rest: the one that rests for longest, and the one that does for the shortest time.
@@ -47,6 +49,7 @@ impl<T: Copy + Default> Streams<T> {
             entries: vec![entry; count].into(),
             chains: vec![NONE; chains].into(),
             shift: u64::BITS - chains.trailing_zeros(),
+            recent: NONE,
             used: 0,
             first: NONE,
             last: NONE,
@@ -66,16 +69,16 @@ impl<T: Copy + Default> Streams<T> {
 
     /// The place of a stream, if it is known.
     #[inline]
-    pub(crate) fn find(&self, stream: u64) -> Option<u32> {
-        let mut at = self.chains[self.chain(stream)];
-        while at != NONE {
-            let entry = &self.entries[at as usize];
-            if entry.stream == stream {
-                return Some(at);
+    pub(crate) fn find(&mut self, stream: u64) -> Option<u32> {
+        let mut at = self.recent;
+        if self.entries.get(at as usize).is_none_or(|entry| entry.stream != stream) {
+            at = self.chains[self.chain(stream)];
+            while self.entries.get(at as usize)?.stream != stream {
+                at = self.entries[at as usize].next;
             }
-            at = entry.next;
+            self.recent = at;
         }
-        None
+        Some(at)
     }
 
     /// The place of a stream. One that is not known is from now on, as new and at rest.

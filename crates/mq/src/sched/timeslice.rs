@@ -98,6 +98,15 @@ impl TimesliceConfig {
             drain: false,
         }
     }
+
+    /// When a slice is over that begins now.
+    fn end_ns(&self, now_ns: u64) -> u64 {
+        let slice_ns = u64::from(self.slice_us) * 1000;
+        match u64::from(self.tick_us) * 1000 {
+            0 => now_ns.saturating_add(slice_ns),
+            tick_ns => (now_ns / tick_ns).saturating_add(slice_ns.div_ceil(tick_ns)).saturating_mul(tick_ns),
+        }
+    }
 }
 
 /// A stream with its bios.
@@ -150,6 +159,17 @@ struct Slice {
     idle_since_ns: Option<u64>,
 }
 
+impl Slice {
+    /// Until when an owner without bios keeps the others waiting.
+    fn idle_until_ns(&mut self, config: &TimesliceConfig, owner: &Stream, end_ns: u64, now_ns: u64) -> u64 {
+        if config.idle_us == u32::MAX || owner.in_flight > 0 {
+            return end_ns;
+        }
+        let since_ns = *self.idle_since_ns.get_or_insert(now_ns);
+        end_ns.min(since_ns.saturating_add(u64::from(config.idle_us) * 1000))
+    }
+}
+
 impl Timeslice {
     pub(crate) fn new(config: TimesliceConfig, bios_max: usize) -> Timeslice {
         let streams = Streams::new(bios_max);
@@ -179,15 +199,6 @@ impl Timeslice {
         }
     }
 
-    /// When a slice is over that begins now.
-    fn end_ns(&self, now_ns: u64) -> u64 {
-        let slice_ns = u64::from(self.config.slice_us) * 1000;
-        match u64::from(self.config.tick_us) * 1000 {
-            0 => now_ns.saturating_add(slice_ns),
-            tick_ns => (now_ns / tick_ns).saturating_add(slice_ns.div_ceil(tick_ns)).saturating_mul(tick_ns),
-        }
-    }
-
     /// A stream that has bios stands in line.
     fn line_up(&mut self, stream: u32) {
         let line = if self.streams.get(stream).served == self.epoch { &mut self.later } else { &mut self.turn };
@@ -213,9 +224,36 @@ impl Timeslice {
         None
     }
 
-    /// The slice that lasts from now on; none if nobody wants it.
+    /// One step where there is nothing to hand out: a slice begins, is extended, or is the next one's. Or until when the owner is waited for.
     #[inline(never)]
-    fn change_owner(&mut self) -> Option<Slice> {
+    fn move_on(&mut self, now_ns: u64) -> Option<u64> {
+        let Some(slice) = &mut self.owner else { return self.change_owner() };
+        let stream = self.streams.get(slice.stream);
+        let Some(end_ns) = slice.end_ns else {
+            if self.config.drain && self.in_flight > stream.in_flight as usize {
+                return Some(u64::MAX);
+            }
+            slice.end_ns = Some(self.config.end_ns(now_ns));
+            return None;
+        };
+        if now_ns < end_ns {
+            let until_ns = slice.idle_until_ns(&self.config, stream, end_ns, now_ns);
+            if self.waiting == 0 {
+                return Some(u64::MAX);
+            }
+            if now_ns < until_ns {
+                return Some(until_ns);
+            }
+        } else if slice.used && slice.extended < self.config.extensions {
+            slice.extended += 1;
+            (slice.used, slice.end_ns) = (false, Some(self.config.end_ns(now_ns)));
+            return None;
+        }
+        self.change_owner()
+    }
+
+    /// The next slice is given away. If nobody wants it, no time helps.
+    fn change_owner(&mut self) -> Option<u64> {
         if let Some(slice) = self.owner.take() {
             let stream = self.streams.get(slice.stream);
             if !stream.bios.is_empty() {
@@ -224,26 +262,20 @@ impl Timeslice {
                 self.streams.rest(slice.stream);
             }
         }
-        let stream = self.next_in_line()?;
+        let Some(stream) = self.next_in_line() else { return Some(u64::MAX) };
         self.streams.get_mut(stream).served = self.epoch;
         self.owner = Some(Slice { stream, end_ns: None, used: false, extended: 0, idle_since_ns: None });
-        self.owner
+        None
     }
 
-    /// Until when an owner without bios keeps the others waiting.
-    fn idle_until_ns(&self, slice: &mut Slice, end_ns: u64, now_ns: u64) -> u64 {
-        if self.config.idle_us == u32::MAX || self.streams.get(slice.stream).in_flight > 0 {
-            return end_ns;
+    /// A stream has something to do again.
+    #[inline(never)]
+    fn wake(&mut self, stream: u32) {
+        self.streams.work(stream);
+        match &mut self.owner {
+            Some(slice) if slice.stream == stream => slice.idle_since_ns = None,
+            _ => self.line_up(stream),
         }
-        let since_ns = *slice.idle_since_ns.get_or_insert(now_ns);
-        end_ns.min(since_ns.saturating_add(u64::from(self.config.idle_us) * 1000))
-    }
-
-    /// A bio of this stream was taken out.
-    fn hand_out(&mut self, stream: u32) {
-        self.streams.get_mut(stream).in_flight += 1;
-        self.in_flight += 1;
-        self.waiting -= 1;
     }
 }
 
@@ -256,65 +288,35 @@ impl Scheduler for Timeslice {
         self.slots.push(&mut stream.bios, bio, now_ns);
         self.waiting += 1;
         if first {
-            self.streams.work(at);
-            match &mut self.owner {
-                Some(slice) if slice.stream == at => slice.idle_since_ns = None,
-                _ => self.line_up(at),
-            }
+            self.wake(at);
         }
     }
 
     fn next(&mut self, now_ns: u64) -> Next {
-        let mut slice = match self.owner {
-            Some(slice) => slice,
-            None => match self.change_owner() {
-                Some(slice) => slice,
-                None => return Next::Wait(u64::MAX),
-            },
-        };
         loop {
-            let own = *self.streams.get(slice.stream);
-            if slice.end_ns.is_none() {
-                if self.config.drain && self.in_flight > own.in_flight as usize {
-                    return Next::Wait(u64::MAX);
-                }
-                slice.end_ns = Some(self.end_ns(now_ns));
+            if let Some(slice) = &mut self.owner
+                && slice.end_ns.is_some_and(|end_ns| now_ns < end_ns)
+                && let stream = self.streams.get_mut(slice.stream)
+                && let Some((bio, _)) = self.slots.pop(&mut stream.bios)
+            {
+                (slice.used, slice.idle_since_ns) = (true, None);
+                stream.in_flight += 1;
+                self.in_flight += 1;
+                self.waiting -= 1;
+                return Next::Bio(bio);
             }
-            let end_ns = slice.end_ns.unwrap_or(u64::MAX);
-            if now_ns >= end_ns && slice.used && slice.extended < self.config.extensions {
-                slice.extended += 1;
-                (slice.used, slice.end_ns) = (false, Some(self.end_ns(now_ns)));
-                self.owner = Some(slice);
-                continue;
-            }
-            if now_ns < end_ns {
-                if let Some(first) = own.bios.first() {
-                    let bio = self.slots.remove(&mut self.streams.get_mut(slice.stream).bios, first);
-                    (slice.used, slice.idle_since_ns) = (true, None);
-                    self.owner = Some(slice);
-                    self.hand_out(slice.stream);
-                    return Next::Bio(bio);
-                }
-                let until_ns = self.idle_until_ns(&mut slice, end_ns, now_ns);
-                self.owner = Some(slice);
-                if self.waiting == 0 {
-                    return Next::Wait(u64::MAX);
-                }
-                if now_ns < until_ns {
-                    return Next::Wait(until_ns);
-                }
-            }
-            match self.change_owner() {
-                Some(next) => slice = next,
-                None => return Next::Wait(u64::MAX),
+            if let Some(until_ns) = self.move_on(now_ns) {
+                return Next::Wait(until_ns);
             }
         }
     }
 
     fn join(&mut self, reach: Reach, fits: &mut dyn FnMut(&Bio) -> bool, _now_ns: u64) -> Option<Box<Bio>> {
-        let stream = self.owner?.stream;
-        let (bio, _) = join_from(&mut self.slots, &mut self.streams.get_mut(stream).bios, reach, fits)?;
-        self.hand_out(stream);
+        let stream = self.streams.get_mut(self.owner?.stream);
+        let (bio, _) = join_from(&mut self.slots, &mut stream.bios, reach, fits)?;
+        stream.in_flight += 1;
+        self.in_flight += 1;
+        self.waiting -= 1;
         Some(bio)
     }
 
