@@ -119,7 +119,7 @@ pub struct Bio {
     pub stream: u32,
     /// How long it waited for its turn, microseconds; the largest number for anything longer. Kept by schedulers that need it.
     pub(crate) waited_us: u32,
-    /// Which scheduler has handed it out, while it is on its way; zero for none.
+    /// Which scheduler has handed it out, while it is on its way; zero for none. See `hw/scheduled.rs`.
     pub(crate) ticket: u16,
     /// How urgent it is beside others.
     pub priority: Priority,

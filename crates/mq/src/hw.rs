@@ -23,6 +23,7 @@
 
 mod control;
 mod cut;
+mod edges;
 mod flush;
 mod inspect;
 mod namespace;
@@ -41,10 +42,10 @@ use self::namespace::Namespace;
 use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
 use crate::limits::Plain;
-use crate::request::{Marks, Request, RequestState, Table};
+use crate::request::{Marks, RequestState, Table};
 use crate::sched::SchedulerConfig;
 use crate::stats::{HwStats, OpClass};
-use crate::{Bio, BudgetShare, Op, SECTOR_SHIFT, Status, TagSet};
+use crate::{Bio, BudgetShare, SECTOR_SHIFT, Status, TagSet};
 
 /// Which bios may share a request, as Linux's `nomerges` has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -172,38 +173,6 @@ impl Plug {
     }
 }
 
-/// Plain requests that are over, look the same and were handed to the driver at one time.
-#[derive(Clone, Copy, Debug)]
-struct Alike {
-    look: u32,
-    op: Op,
-    start_ns: u64,
-    ios: usize,
-    sectors: u64,
-}
-
-impl Alike {
-    /// No request looks like this.
-    const NONE: Alike = Alike { look: u32::MAX, op: Op::Read, start_ns: 0, ios: 0, sectors: 0 };
-
-    #[inline]
-    fn to(request: &Request) -> Alike {
-        Alike { look: request.look(), op: request.op, start_ns: request.start_ns, ios: 0, sectors: 0 }
-    }
-
-    /// Counts them, and says how many they are.
-    #[inline]
-    fn count(self, stats: Option<&HwStats>, now_ns: u64) -> usize {
-        if self.ios > 0
-            && let Some(stats) = stats
-        {
-            let (latency_ns, bytes) = (now_ns.saturating_sub(self.start_ns), self.sectors << SECTOR_SHIFT);
-            stats.completed(OpClass::of(self.op), latency_ns, self.ios as u64, bytes);
-        }
-        self.ios
-    }
-}
-
 impl<D> HwQueue<D> {
     /// A queue of a device over its driver, without memory yet: see [`HwQueue::set_memory`].
     pub fn new(driver: D, info: Arc<DeviceInfo>, config: HwQueueConfig) -> HwQueue<D> {
@@ -264,10 +233,15 @@ impl<D> HwQueue<D> {
     /// Says anew what is plain. Nothing is while requests are left over: a bio may belong to any of them; nor where a
     /// scheduler or a limit has a say.
     fn choose_plain(&mut self) {
-        self.plain = match &self.namespaces[..] {
-            [only] if self.busy == 0 && only.scheduled.is_none() && only.rated.is_none() => only.plain(),
-            _ => Plain::NOTHING,
-        };
+        self.plain = Plain::NOTHING;
+        if let [only] = &mut self.namespaces[..] {
+            let plain = only.plain();
+            match &mut only.scheduled {
+                Some(scheduled) => scheduled.set_plain(plain),
+                None if self.busy == 0 && only.rated.is_none() => self.plain = plain,
+                None => {}
+            }
+        }
     }
 
     /// What the device is; of several namespaces the first.
@@ -338,7 +312,7 @@ impl<D> HwQueue<D> {
         {
             self.enter_plain(tag, bio);
         } else {
-            self.submit_slow(bio);
+            self.submit_other(bio);
         }
     }
 
@@ -465,31 +439,60 @@ impl<D> HwQueue<D> {
         if self.careful {
             self.make_room();
         }
-        let (mut at, mut plain, mut ended) = (0, 0, 0);
-        let mut alike = Alike::NONE;
+        let (mut at, mut ended) = (0, 0);
         while let Some(&(number, status)) = self.done.get(at) {
-            at += 1;
+            let request = &self.table.requests[usize::from(number)];
+            let alike = if request.is_plain() && status.is_ok() {
+                self.finish_alike::<false>(at, now_ns, sink)
+            } else if request.is_scheduled() && status.is_ok() && self.namespaces.len() == 1 {
+                self.finish_alike::<true>(at, now_ns, sink)
+            } else {
+                ended += self.finish_slow(number, status, now_ns, sink);
+                at += 1;
+                continue;
+            };
+            at += alike;
+            ended += alike;
+            self.bios_held -= alike;
+        }
+        self.done.clear();
+        ended
+    }
+
+    /// The end of a plain request, from a scheduler or not, and of all behind it that look the same and were handed to the driver at the same
+    /// time: they are counted together.
+    #[inline]
+    fn finish_alike<const SCHEDULED: bool>(
+        &mut self,
+        from: usize,
+        now_ns: u64,
+        sink: &mut impl FnMut(Box<Bio>),
+    ) -> usize {
+        let first = &self.table.requests[usize::from(self.done[from].0)];
+        let (look, op, start_ns) = (first.look(), first.op, first.start_ns);
+        let (mut at, mut sectors) = (from, 0);
+        while let Some(&(number, status)) = self.done.get(at) {
             let request = &mut self.table.requests[usize::from(number)];
-            if request.look() != alike.look || request.start_ns != alike.start_ns || !status.is_ok() {
-                if !request.is_plain() || !status.is_ok() {
-                    ended += self.finish_slow(number, status, now_ns, sink);
-                    continue;
-                }
-                plain += alike.count(self.counted.as_deref(), now_ns);
-                alike = Alike::to(request);
+            if request.look() != look || request.start_ns != start_ns || !status.is_ok() {
+                break;
             }
-            alike.ios += 1;
-            alike.sectors += u64::from(request.sectors);
+            at += 1;
+            sectors += u64::from(request.sectors);
             request.state = RequestState::Idle;
             let Some(mut bio) = request.bio.take() else { unreachable!("what has no marks is a whole bio") };
             self.tags.put_number(number);
             bio.status = Status::Ok;
+            if SCHEDULED {
+                request.marks = Marks::empty();
+                self.tell_scheduler(&mut bio, start_ns, now_ns);
+            }
             sink(bio);
         }
-        plain += alike.count(self.counted.as_deref(), now_ns);
-        self.done.clear();
-        self.bios_held -= plain;
-        ended + plain
+        if let Some(stats) = &self.counted {
+            let latency_ns = now_ns.saturating_sub(start_ns);
+            stats.completed(OpClass::of(op), latency_ns, (at - from) as u64, sectors << SECTOR_SHIFT);
+        }
+        at - from
     }
 
     /// What is done makes room: for what the driver did not take, and for others who share the budget.

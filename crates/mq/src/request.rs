@@ -98,6 +98,12 @@ impl Request {
         [self.state as u8, self.marks.bits()] == [RequestState::InFlight as u8, Marks::empty().bits()]
     }
 
+    /// The same, but that a scheduler handed it out or its namespace has neighbours.
+    #[inline]
+    pub(crate) fn is_scheduled(&self) -> bool {
+        [self.state as u8, self.marks.bits()] == [RequestState::InFlight as u8, Marks::SHARED.bits()]
+    }
+
     /// Its memory, if that is one segment of one bio and fits the device as it is.
     #[inline]
     fn one_piece(&self) -> Option<Segment> {

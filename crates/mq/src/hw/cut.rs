@@ -35,9 +35,20 @@ impl<D> HwQueue<D> {
         self.dispatch.push(tag.put_down());
     }
 
-    /// What is not plain, may be merged, or has to wait.
+    /// What is plain, too, but for a scheduler; or not plain, or may be merged, or has to wait.
     #[inline(never)]
-    pub(super) fn submit_slow(&mut self, mut bio: Box<Bio>) {
+    pub(super) fn submit_other(&mut self, bio: Box<Bio>) {
+        match &mut self.namespaces[0].scheduled {
+            Some(scheduled) if scheduled.takes(&bio) => {
+                scheduled.arrive_plain(bio);
+                self.uncut += 1;
+            }
+            _ => self.submit_slow(bio),
+        }
+    }
+
+    #[inline(never)]
+    fn submit_slow(&mut self, mut bio: Box<Bio>) {
         let number = usize::from(bio.namespace);
         let Some(namespace) = self.namespaces.get(number) else { return self.refuse(0, bio, Status::Invalid) };
         let info = &namespace.info;

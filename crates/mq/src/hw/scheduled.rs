@@ -7,11 +7,15 @@
 //! A scheduler can be replaced at any time. What waits goes on with the next one in the order in which it came; what is on its way
 //! belongs to nobody then, for a bio knows by its ticket who has handed it out.
 
-use std::collections::VecDeque;
-
+use super::edges::Edges;
 use super::{HwQueue, HwQueueConfig, Merging};
+use crate::limits::Plain;
+use crate::request::Marks;
 use crate::sched::{Next, Reach, Scheduler, SchedulerConfig, SchedulerSnapshot};
 use crate::{Bio, BioFlags, Status};
+
+/// The ticket of a bio that waits and is a request as it stands. No scheduler has it.
+const PLAIN: u16 = u16::MAX;
 
 /// A scheduler, and what is on its way to it.
 #[derive(Debug)]
@@ -19,10 +23,14 @@ pub(super) struct Scheduled {
     scheduler: Box<dyn Scheduler>,
     /// Says that a bio on its way was handed out by this one.
     ticket: u16,
+    /// What may arrive as it is, and is a request as it stands: nothing if there are several namespaces.
+    plain: Plain,
     /// Bios submitted since the last round.
-    arrived: VecDeque<Box<Bio>>,
+    arrived: Vec<Box<Bio>>,
     /// Bios it has.
     waiting: usize,
+    /// Where those begin and end.
+    edges: Edges,
     /// It keeps them until then, if nothing comes or ends.
     kept_until_ns: Option<u64>,
     /// When the last round began.
@@ -42,16 +50,58 @@ impl Scheduled {
         self.arrived.len() + self.waiting
     }
 
+    /// Says anew what is plain.
+    pub(super) fn set_plain(&mut self, plain: Plain) {
+        self.plain = plain;
+    }
+
+    /// Whether a bio may arrive without a further look.
+    #[inline]
+    pub(super) fn takes(&self, bio: &Bio) -> bool {
+        self.plain.is(bio)
+    }
+
+    /// A bio is to be scheduled that is a request as it stands.
+    #[inline]
+    pub(super) fn arrive_plain(&mut self, mut bio: Box<Bio>) {
+        bio.ticket = PLAIN;
+        self.arrived.push(bio);
+    }
+
+    /// Tells the scheduler what has come since the last round, and what time it is.
+    fn begin_round(&mut self, now_ns: u64) {
+        if !self.arrived.is_empty() || self.kept_until_ns.is_some_and(|until_ns| now_ns >= until_ns) {
+            self.kept_until_ns = None;
+        }
+        self.round_ns = now_ns;
+        self.waiting += self.arrived.len();
+        for bio in self.arrived.drain(..) {
+            self.edges.add(&bio);
+            self.scheduler.insert(bio, now_ns);
+        }
+    }
+
+    /// Whether it may have a bio that touches a request.
+    #[inline]
+    fn may_touch(&mut self, reach: Reach) -> bool {
+        self.waiting > 0 && self.edges.may_touch(reach)
+    }
+
     pub(super) fn snapshot(&self, now_ns: u64) -> SchedulerSnapshot {
         self.scheduler.snapshot(now_ns)
     }
 
-    fn next(&mut self, now_ns: u64) -> Option<Box<Bio>> {
+    /// The next bio, and whether it is a request as it stands.
+    #[inline]
+    fn next(&mut self, now_ns: u64) -> Option<(Box<Bio>, bool)> {
         if self.waiting == 0 || self.kept_until_ns.is_some() {
             return None;
         }
         match self.scheduler.next(now_ns) {
-            Next::Bio(bio) => Some(self.handed_out(bio)),
+            Next::Bio(bio) => {
+                let is_plain = bio.ticket == PLAIN;
+                Some((self.handed_out(bio), is_plain))
+            }
             Next::Wait(until_ns) => {
                 self.kept_until_ns = Some(until_ns);
                 None
@@ -59,9 +109,11 @@ impl Scheduled {
         }
     }
 
+    #[inline]
     fn handed_out(&mut self, mut bio: Box<Bio>) -> Box<Bio> {
         bio.ticket = self.ticket;
         self.waiting -= 1;
+        self.edges.remove(&bio);
         bio
     }
 }
@@ -77,21 +129,29 @@ impl<D> HwQueue<D> {
         let bios_max = self.config.bios_max;
         let namespace = self.namespaces.get_mut(usize::from(namespace))?;
         let had = namespace.scheduled.take().map(|mut had| {
-            let mut waiting = VecDeque::with_capacity(bios_max);
-            had.scheduler.drain(&mut |bio| waiting.push_back(bio));
+            let mut waiting = Vec::with_capacity(bios_max);
+            had.scheduler.drain(&mut |bio| waiting.push(bio));
             waiting.append(&mut had.arrived);
             (had.scheduler, waiting)
         });
         let (had, arrived) = match had {
             Some((had, waiting)) => (Some(had), waiting),
-            None => (None, VecDeque::with_capacity(bios_max)),
+            None => (None, Vec::with_capacity(bios_max)),
         };
         if let Some(scheduler) = scheduler {
             // Zero is for none. Before a number comes again, all that was handed out with it is long over.
-            namespace.tickets = namespace.tickets.checked_add(1).unwrap_or(1);
+            namespace.tickets = namespace.tickets % (PLAIN - 1) + 1;
             let ticket = namespace.tickets;
-            namespace.scheduled =
-                Some(Scheduled { scheduler, ticket, arrived, waiting: 0, kept_until_ns: None, round_ns: 0 });
+            namespace.scheduled = Some(Scheduled {
+                scheduler,
+                ticket,
+                plain: Plain::NOTHING,
+                arrived,
+                waiting: 0,
+                edges: Edges::new(bios_max),
+                kept_until_ns: None,
+                round_ns: 0,
+            });
         } else {
             namespace.bios.extend(arrived);
         }
@@ -106,7 +166,7 @@ impl<D> HwQueue<D> {
         self.set_scheduler(namespace, config.build(depth, bios_max, rotational));
     }
 
-    /// A bio that is to be scheduled.
+    /// A bio that is to be scheduled, if it does not rather come back than wait.
     pub(super) fn arrive(&mut self, number: usize, bio: Box<Bio>) {
         let Some(scheduled) = &mut self.namespaces[number].scheduled else { unreachable!("asked by the caller") };
         if bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty() {
@@ -118,24 +178,14 @@ impl<D> HwQueue<D> {
             }
         }
         if let Some(scheduled) = &mut self.namespaces[number].scheduled {
-            scheduled.arrived.push_back(bio);
+            scheduled.arrived.push(bio);
         }
         self.uncut += 1;
     }
 
     /// Tells schedulers what has come since the last round, and what time it is.
     pub(super) fn insert_arrived(&mut self, now_ns: u64) {
-        for scheduled in self.namespaces.iter_mut().filter_map(|namespace| namespace.scheduled.as_mut()) {
-            if scheduled.kept_until_ns.is_some_and(|until_ns| now_ns >= until_ns) {
-                scheduled.kept_until_ns = None;
-            }
-            scheduled.round_ns = now_ns;
-            while let Some(bio) = scheduled.arrived.pop_front() {
-                scheduled.kept_until_ns = None;
-                scheduled.waiting += 1;
-                scheduled.scheduler.insert(bio, now_ns);
-            }
-        }
+        self.namespaces.iter_mut().filter_map(|of| of.scheduled.as_mut()).for_each(|of| of.begin_round(now_ns));
     }
 
     /// Moves the bio on that is next by the scheduler, and those that lie beside it. False if there is none, or no tag.
@@ -147,14 +197,25 @@ impl<D> HwQueue<D> {
             return false;
         }
         let Some(scheduled) = &mut self.namespaces[number].scheduled else { return false };
-        let Some(bio) = scheduled.next(now_ns) else { return false };
+        let Some((bio, is_plain)) = scheduled.next(now_ns) else { return false };
         let fare = self.fare(number, &bio);
-        match self.place(number, bio) {
-            Ok(()) => self.uncut -= 1,
-            Err(_) => unreachable!("there is a tag"),
+        self.uncut -= 1;
+        // As in `submit`: with nothing left over a plain bio that does not touch the one before is a request.
+        if is_plain
+            && !self.careful
+            && !self.plug.touches(&bio)
+            && let Some(tag) = self.tags.take()
+        {
+            let at = tag.index();
+            self.enter_plain(tag, bio);
+            self.table.requests[at].marks = Marks::SHARED;
+        } else if self.place(number, bio).is_err() {
+            unreachable!("there is a tag");
         }
         self.pay(number, fare, now_ns);
-        self.join_neighbours(number, now_ns);
+        if self.config.merging != Merging::Off {
+            self.join_neighbours(number, now_ns);
+        }
         true
     }
 
@@ -165,20 +226,20 @@ impl<D> HwQueue<D> {
 
     /// Lets bios join the request made last that its scheduler has beside it.
     fn join_neighbours(&mut self, number: usize, now_ns: u64) {
-        if self.config.merging == Merging::Off {
-            return;
-        }
-        loop {
-            let newest = self.dispatch.newest();
-            let own = newest.filter(|at| usize::from(self.table.requests[usize::from(*at)].namespace) == number);
-            let Some((at, shape)) = own.and_then(|at| Some((at, self.table.shape(at)?))) else { return };
+        while let Some(at) = self.dispatch.newest() {
+            let request = &self.table.requests[usize::from(at)];
+            let reach = Reach { start: request.sector, end: request.sector + u64::from(request.sectors) };
+            let is_own = usize::from(request.namespace) == number;
+            let scheduled = self.namespaces[number].scheduled.as_mut().filter(|_| is_own);
+            if !scheduled.is_some_and(|scheduled| scheduled.may_touch(reach)) {
+                return;
+            }
             if self.rated && !self.scheduled_may_pass(number, now_ns) {
                 return;
             }
+            let Some(shape) = self.table.shape(at) else { return };
             let namespace = &mut self.namespaces[number];
-            let Some(scheduled) = namespace.scheduled.as_mut().filter(|scheduled| scheduled.waiting > 0) else {
-                return;
-            };
+            let Some(scheduled) = &mut namespace.scheduled else { return };
             let (limits, mut joined) = (&namespace.limits, None);
             let mut fits = |bio: &Bio| {
                 let mut shape = shape;
@@ -186,7 +247,6 @@ impl<D> HwQueue<D> {
                 joined = merge.map(|merge| (merge, shape));
                 joined.is_some()
             };
-            let reach = Reach { start: shape.sector, end: shape.sector + u64::from(shape.sectors) };
             let bio = scheduled.scheduler.join(reach, &mut fits, now_ns);
             let (Some(bio), Some((merge, shape))) = (bio, joined) else { return };
             let bio = scheduled.handed_out(bio);
@@ -208,7 +268,7 @@ impl<D> HwQueue<D> {
     }
 
     /// The data of a bio that a scheduler handed out is over.
-    #[inline(never)]
+    #[inline]
     pub(super) fn tell_scheduler(&mut self, bio: &mut Bio, start_ns: u64, now_ns: u64) {
         let ticket = std::mem::take(&mut bio.ticket);
         if let Some(scheduled) = &mut self.namespaces[usize::from(bio.namespace)].scheduled
