@@ -3,12 +3,12 @@
 
 use std::io;
 
-use blkyard_mq::{DeadlineConfig, FairConfig, SchedulerConfig, SliceKey, TimesliceConfig};
+use blkyard_mq::{DeadlineConfig, FairConfig, SchedulerConfig, TimesliceConfig};
 use blkyard_sim::{DiskModel, FlashModel, Rng};
 
 use super::Length;
 use super::job::Job;
-use super::parallel::TICK_US;
+use super::parallel::posted;
 use super::part::{Drawn, Part, column};
 use super::reader::{File, ReadAhead, Reader};
 use super::rig::{S, Scene, Submitter, Tally, run};
@@ -24,13 +24,8 @@ const WARM_SECONDS: u64 = 2;
 /// Gain of time slices over none with 8 jobs, percent, in the post.
 const POST_GAIN: f64 = 40.0;
 
-fn posted() -> SchedulerConfig {
-    let config = TimesliceConfig { key: SliceKey::Stream, ..TimesliceConfig::as_posted(250, TICK_US) };
-    SchedulerConfig::Timeslice(config)
-}
-
-/// Bytes per second of so many readers.
-fn readers(jobs: u64, scheduler: SchedulerConfig, length: Length, seed: u64) -> io::Result<f64> {
+/// Bytes per second of so many readers, and what 99 of 100 of their windows take at most, nanoseconds.
+fn readers(jobs: u64, scheduler: SchedulerConfig, length: Length, seed: u64) -> io::Result<(f64, u64)> {
     let mut scene = Scene::disk(DiskModel::DESKTOP_2012, scheduler, seed);
     (scene.from_ns, scene.until_ns) = (WARM_SECONDS * S, (WARM_SECONDS + length.seconds) * S);
     let mut rng = Rng::new(seed);
@@ -41,56 +36,57 @@ fn readers(jobs: u64, scheduler: SchedulerConfig, length: Length, seed: u64) -> 
     };
     let mut readers: Vec<Reader> = (0..jobs).map(&mut reader).collect();
     let mut submitters: Vec<&mut dyn Submitter> = readers.iter_mut().map(|reader| reader as _).collect();
-    Ok(run(scene, &mut submitters)?.iter().map(Tally::bytes_per_s).sum())
+    let tallies = run(scene, &mut submitters)?;
+    let rate = tallies.iter().map(Tally::bytes_per_s).sum();
+    Ok((rate, tallies.iter().map(|tally| tally.percentile_ns(99.0)).max().unwrap_or(0)))
 }
 
 /// Readers of files on a disk.
 pub(super) fn disk(length: Length, seed: u64) -> io::Result<Part> {
+    let schedulers = [
+        ("none", SchedulerConfig::None),
+        ("timeslice as posted, 250 us", posted(250)),
+        ("timeslice, 20 ms", SchedulerConfig::Timeslice(TimesliceConfig::default())),
+        ("fair", SchedulerConfig::Fair(FairConfig::default())),
+        ("fair, rounds of 1 s", SchedulerConfig::Fair(FairConfig { target_ms: 1000, ..FairConfig::default() })),
+    ];
     let mut part = Part {
         name: "jobs",
-        title: format!("1 to 16 jobs, each reading a file of its own from a disk, {} s: MB/s", length.seconds),
+        title: format!("1 to 16 jobs, each reading a file of its own from a disk, {} s", length.seconds),
         columns: vec![
-            column("none_mb_per_s", "none", 1),
-            column("posted_mb_per_s", "as posted", 1),
-            column("timeslice_mb_per_s", "timeslice", 1),
-            column("fair_mb_per_s", "fair", 1),
-            column("timeslice_gain_percent", "timeslice +%", 1),
-            column("fair_gain_percent", "fair +%", 1),
-            column("post_gain_percent", "post +%", 0),
+            column("mb_per_s", "MB/s", 1),
+            column("gain_percent", "gain %", 1),
+            column("post_gain_percent", "post", 0),
+            column("p99_ms", "p99 ms", 0),
         ],
-        drawn: Drawn { bar: "fair_gain_percent", deviation: "", post: "post_gain_percent" },
+        drawn: Drawn { bar: "mb_per_s", deviation: "", post: "" },
+        notes: vec!["p99: of a window of 512 KiB, the longest of any job".into()],
         ..Part::default()
     };
-    let schedulers = [
-        SchedulerConfig::None,
-        posted(),
-        SchedulerConfig::Timeslice(TimesliceConfig::default()),
-        SchedulerConfig::Fair(FairConfig::default()),
-    ];
     for jobs in JOBS {
-        let mut rates = [0.0; 4];
-        for (rate, scheduler) in rates.iter_mut().zip(schedulers) {
-            *rate = readers(jobs, scheduler, length, seed)? / 1e6;
+        let mut none = f64::NAN;
+        for (name, scheduler) in schedulers {
+            let (rate, p99_ns) = readers(jobs, scheduler, length, seed)?;
+            if scheduler == SchedulerConfig::None {
+                none = rate;
+            }
+            let gain = (rate / none - 1.0) * 100.0;
+            let is_posts = jobs == 8 && matches!(scheduler, SchedulerConfig::Timeslice(_));
+            if is_posts {
+                part.claims.push(Claim {
+                    what: format!("8 jobs read at least {POST_GAIN} % more with time slices than without"),
+                    found: format!("{gain:.0} % with {name}"),
+                    reproduced: gain >= POST_GAIN,
+                    reason: if gain >= POST_GAIN {
+                        ""
+                    } else {
+                        "a slice of 4 ms, five at most, is shorter than what it takes to get to the next file and back"
+                    },
+                });
+            }
+            let post = is_posts.then_some(POST_GAIN);
+            part.row(format!("{jobs} jobs, {name}"), [Some(rate / 1e6), Some(gain), post, Some(p99_ns as f64 / 1e6)]);
         }
-        let [none, posted, timeslice, fair] = rates;
-        let gain = |rate: f64| Some((rate / none - 1.0) * 100.0);
-        let post = (jobs == 8).then_some(POST_GAIN);
-        if jobs == 8 {
-            part.claims.push(Claim {
-                what: format!("8 jobs read at least {POST_GAIN} % more with time slices than without"),
-                found: format!(
-                    "{:.0} % with slices of 20 ms, {:.0} % as posted",
-                    (timeslice / none - 1.0) * 100.0,
-                    (posted / none - 1.0) * 100.0
-                ),
-                reproduced: timeslice / none >= 1.0 + POST_GAIN / 100.0,
-                reason: "",
-            });
-        }
-        part.row(
-            format!("{jobs} jobs"),
-            [Some(none), Some(posted), Some(timeslice), Some(fair), gain(timeslice), gain(fair), post],
-        );
     }
     Ok(part)
 }

@@ -4,6 +4,7 @@
 //! Everything is virtual time on models of devices ([`rig`]): no figure depends on the machine. Each part hands in a [`Part`]; report and picture
 //! are made of those.
 
+mod cache;
 mod job;
 mod jobs;
 mod parallel;
@@ -35,8 +36,10 @@ impl Length {
 
 /// A part, and what it is about, for who waits.
 type Runs = fn(Length, u64) -> io::Result<Part>;
-const PARTS: [(&str, Runs); 3] = [
+const PARTS: [(&str, Runs); 5] = [
+    ("the one figure that is calibrated", parallel::calibration),
     ("two files read in parallel", parallel::readers),
+    ("two files copied in parallel", parallel::copies),
     ("1 to 16 jobs on a disk", jobs::disk),
     ("16 jobs on flash", jobs::flash),
 ];

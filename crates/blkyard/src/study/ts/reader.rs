@@ -5,6 +5,7 @@
 
 use std::ops::Range;
 
+use super::cache::{LOOK_NS, Share};
 use super::rig::{Hands, Submitter, Wish};
 
 /// Longest extent of a file, sectors: 128 MiB, as ext4 has it.
@@ -12,7 +13,7 @@ const EXTENT_SECTORS: u64 = 128 << 11;
 /// Most that lies between two of them.
 const GAP_SECTORS: u64 = 16 << 11;
 
-/// CPUs of the post's machine, of which nothing is published, and how often a reader that moves is on another one: once in so many windows, some
+/// CPUs of the post's machine, of which nothing is published, and how often who moves is on another one: once in so many bios of 512 KiB, some
 /// four times a second. Inferred.
 const CPUS: u64 = 4;
 const MOVES_ONE_IN: u64 = 32;
@@ -77,6 +78,36 @@ impl ReadAhead {
     }
 }
 
+/// Of which stream somebody's bios are.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Seat {
+    stream: u32,
+    /// The stream is the CPU that it runs on, and that changes.
+    moves: bool,
+    asked: u64,
+}
+
+impl Seat {
+    /// Always this one.
+    pub(super) fn fixed(stream: u32) -> Seat {
+        Seat { stream, moves: false, asked: 0 }
+    }
+
+    /// That of the CPU it happens to run on.
+    pub(super) fn moving() -> Seat {
+        Seat { moves: true, ..Seat::fixed(0) }
+    }
+
+    /// Of the next bio.
+    pub(super) fn next(&mut self, hands: &mut Hands<'_>) -> u32 {
+        if self.moves && (self.asked == 0 || hands.rng.below(MOVES_ONE_IN) == 0) {
+            self.stream = hands.rng.below(CPUS) as u32;
+        }
+        self.asked += 1;
+        self.stream
+    }
+}
+
 /// The word of a reader that is half through a window.
 const HALF: u64 = 1;
 /// The word of a reader that is through.
@@ -85,10 +116,10 @@ const WHOLE: u64 = 2;
 /// See the head of the module.
 #[derive(Clone, Debug)]
 pub(super) struct Reader {
-    stream: u32,
-    /// Its stream is the CPU it runs on, and that changes.
-    pub(super) moves: bool,
+    seat: Seat,
     file: File,
+    /// Where what it has read becomes dirty, if it copies.
+    copies: Option<Share>,
     how: ReadAhead,
     /// Not before this.
     starts_ns: u64,
@@ -107,9 +138,9 @@ pub(super) struct Reader {
 impl Reader {
     pub(super) fn new(stream: u32, file: File, how: ReadAhead, starts_ns: u64) -> Reader {
         Reader {
-            stream,
-            moves: false,
+            seat: Seat::fixed(stream),
             file,
+            copies: None,
             how,
             starts_ns,
             asked: 0,
@@ -119,6 +150,16 @@ impl Reader {
             using: false,
             over_ns: None,
         }
+    }
+
+    /// Who moves from CPU to CPU, if streams are those.
+    pub(super) fn on(self, seat: Seat) -> Reader {
+        Reader { seat, ..self }
+    }
+
+    /// Who copies into a cache.
+    pub(super) fn into(self, share: Share) -> Reader {
+        Reader { copies: Some(share), ..self }
     }
 
     /// When all was used.
@@ -133,9 +174,7 @@ impl Reader {
 
     /// Asks for the next window, if the file has more.
     fn ask(&mut self, hands: &mut Hands<'_>) {
-        if self.moves && (self.windows == 0 || hands.rng.below(MOVES_ONE_IN) == 0) {
-            self.stream = hands.rng.below(CPUS) as u32;
-        }
+        let stream = self.seat.next(hands);
         let end = (self.asked + self.how.window_sectors).min(self.file.sectors());
         while self.asked < end {
             let place = self.file.place(self.asked, end - self.asked);
@@ -144,7 +183,7 @@ impl Reader {
             hands.submit(Wish {
                 sector: place.start,
                 sectors: (place.end - place.start) as u32,
-                stream: self.stream,
+                stream,
                 word: self.windows,
                 ..Wish::default()
             });
@@ -173,10 +212,14 @@ impl Submitter for Reader {
                 let half_ns = hands.about(self.how.half_ns());
                 hands.wake_after(half_ns, WHOLE);
             }
+            WHOLE if self.copies.as_ref().is_some_and(Share::is_full) => hands.wake_after(LOOK_NS, WHOLE),
             WHOLE => {
                 (self.used, self.using) = (self.used + 1, false);
                 if self.used_sectors() == self.file.sectors() {
                     self.over_ns = Some(hands.now_ns);
+                }
+                if let Some(share) = &self.copies {
+                    share.dirtied(self.used_sectors(), self.over_ns.is_some());
                 }
                 self.go_on(hands);
             }
