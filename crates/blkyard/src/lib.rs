@@ -10,6 +10,7 @@ pub mod control;
 pub mod floor;
 pub mod inspect;
 pub mod plan;
+pub mod rate;
 pub mod scheduler;
 pub mod serve;
 pub mod set;

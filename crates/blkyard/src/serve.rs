@@ -20,6 +20,7 @@ use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, Se
 use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words};
+use crate::rate::{RateSlot, take_own_rate};
 use crate::scheduler::take_device_scheduler;
 use crate::spec::{Spec, SpecError, show_size};
 use crate::takeover::{self, Heritage};
@@ -34,13 +35,15 @@ pub struct ServeArgs {
     /// cache=writeback|writethrough, block_size=512|4k. For vhost-user, a disk that another process serves: queues=N, queue_size=N,
     /// packed=on|off, timeout_s (how long an answer may take), gone_s (how long I/O waits for a back-end that is gone). For ram and null: readonly, cache, block_size, latency_us, mbps,
     /// discard=on|off, max_sectors, virt_boundary=on|off. For chaos, a disk that makes trouble, the same without mbps; seed; and once in how
-    /// many requests: errors, requeues, timeouts. For all: share=on to give one writable disk to several exports.
+    /// many requests: errors, requeues, timeouts. For all: share=on to give one writable disk to several exports;
+    /// iops_max=N, bytes_per_s_max=SIZE and burst_ms=N, which all its exports together do not exceed.
     #[arg(long, value_name = "SPEC")]
     pub device: Vec<String>,
     /// How the disk named before is served: vhost-user-blk:SOCKET. Repeat for more exports.
     ///
     /// Options follow as ?key=value: queues=N (default: one for each CPU), serial=TEXT (up to 20 characters), mode=0660 and group=NAME
-    /// of the socket, lanes=0,1,... (which lane each queue lives on, in turn).
+    /// of the socket, lanes=0,1,... (which lane each queue lives on, in turn), iops_max=N, bytes_per_s_max=SIZE and burst_ms=N (what its
+    /// queues together do not exceed).
     #[arg(long, value_name = "SPEC")]
     pub export: Vec<String>,
     /// Go on with all that a running daemon serves, whose control socket this is. Guests notice a pause; that daemon ends.
@@ -146,6 +149,7 @@ struct Export {
     write_back: bool,
     remotes: Vec<QueueRemote>,
     serial: SerialId,
+    rate: RateSlot,
     device: usize,
     /// What another daemon left of it.
     inherited: Option<Inherited>,
@@ -161,11 +165,11 @@ struct Inherited {
 
 impl Export {
     /// Serves it, or prepares to go on with it.
-    fn start(self) -> Result<Start, ServeError> {
-        let Export { name, socket, disk, write_back, remotes, inherited, .. } = self;
+    fn start(self) -> Result<(RateSlot, Start), ServeError> {
+        let Export { name, socket, disk, write_back, remotes, rate, inherited, .. } = self;
         let config = BackendConfig { name: name.clone(), disk, queues: remotes, write_back };
         let Some(Inherited { offered, depth, wce, session }) = inherited else {
-            return Ok(Start::Served(Server::start(socket, config)?));
+            return Ok((rate, Start::Served(Server::start(socket, config)?)));
         };
         let taking = Server::take_over(socket, config, offered, wce, session);
         let cure = "the other daemon goes on; stop it instead";
@@ -174,7 +178,7 @@ impl Export {
             // Done as soon as it serves; there is nothing that could fail.
             let _ = taking.server().hand().set_depth(depth);
         }
-        Ok(Start::Taking(taking))
+        Ok((rate, Start::Taking(taking)))
     }
 }
 
@@ -257,7 +261,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     for (export, _) in exports {
         let queues: Vec<_> = export.remotes.iter().map(QueueRemote::watch).collect();
         let (name, device, serial) = (export.name.clone(), export.device, export.serial);
-        let start = export.start()?;
+        let (rate, start) = export.start()?;
         let server = start.server();
         served.push(ServedExport {
             name,
@@ -265,6 +269,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
             status: Arc::clone(server.status()),
             hand: server.hand().clone(),
             serial,
+            rate,
             queues: Mutex::new(queues),
             depth_max: depth_of(&devices[device].device),
         });
@@ -343,6 +348,7 @@ struct Wanted {
     share: Share,
     socket: SocketConfig,
     serial: SerialId,
+    rate: RateSlot,
 }
 
 /// How long we wait for images.
@@ -393,6 +399,7 @@ fn open(
     for mut plan in plans {
         let share = plan.device.take_switch("share")?.unwrap_or(false);
         let scheduler = take_device_scheduler(&mut plan.device)?;
+        let rate = take_own_rate(&mut plan.device)?;
         let name = plan.device.name.clone();
         let left = heritage.as_mut().and_then(|heritage| heritage.devices.pop_front());
         let (device, info) = if let Some(mut left) = left {
@@ -419,7 +426,7 @@ fn open(
             wanted.push(want);
             exports += 1;
         }
-        opened.push((ServedDevice::new(device, Arc::new(info), scheduler), wanted));
+        opened.push((ServedDevice::new(device, Arc::new(info), scheduler, rate), wanted));
     }
     Ok(Some(opened))
 }
@@ -442,10 +449,11 @@ fn want(mut spec: Spec, number: usize, queues_max: usize) -> Result<Wanted, Serv
     let named = spec.take_with("lanes", "numbers of lanes, such as 0,1", |text| {
         text.split(',').map(|lane| lane.trim().parse::<usize>().ok()).collect::<Option<Vec<_>>>()
     })?;
+    let rate = RateSlot::new(take_own_rate(&mut spec)?);
     let name = format!("{}:{}", spec.scheme, spec.body);
     let path = PathBuf::from(&spec.body);
     spec.finish()?;
-    Ok(Wanted { share: Share { name, queues, named }, socket: SocketConfig { path, mode, group }, serial })
+    Ok(Wanted { share: Share { name, queues, named }, socket: SocketConfig { path, mode, group }, serial, rate })
 }
 
 /// Requests in flight of each queue that serves a device.
@@ -478,7 +486,7 @@ fn bind(
     let Share { name, queues, .. } = want.share;
     let mut remotes = Vec::new();
     for _ in 0..queues {
-        let (remote, make) = make_queue(served, want.serial)?;
+        let (remote, make) = make_queue(served, want.serial, &want.rate)?;
         makes.push(make);
         remotes.push(remote);
     }
@@ -491,20 +499,38 @@ fn bind(
     };
     let write_back = info.volatile_cache;
     let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, write_back);
-    Ok(Export { name, socket, disk, write_back, remotes, serial: want.serial, device: device_index, inherited })
+    Ok(Export {
+        name,
+        socket,
+        disk,
+        write_back,
+        remotes,
+        serial: want.serial,
+        rate: want.rate,
+        device: device_index,
+        inherited,
+    })
 }
 
 /// Has the driver of one more queue of a device, and says how the queue is made.
 ///
 /// # Errors
 /// The device, or the system, has no more.
-pub(crate) fn make_queue(served: &ServedDevice, serial: SerialId) -> Result<(QueueRemote, Make), DeviceError> {
+pub(crate) fn make_queue(
+    served: &ServedDevice,
+    serial: SerialId,
+    of_export: &RateSlot,
+) -> Result<(QueueRemote, Make), DeviceError> {
     let (device, info) = (&served.device, served.info());
     let (remote, port) = queue_pair();
     let config = HwQueueConfig { depth: depth_of(device), scheduler: served.scheduler(), ..HwQueueConfig::default() };
     let driver = device.queue(QueueKind::Default, config.depth)?;
-    let stream = served.new_stream();
-    let make = move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port).with_stream(stream);
+    let (stream, rates) = (served.new_stream(), served.rates(of_export));
+    let make = move || {
+        let mut hw = HwQueue::new(driver, info, config);
+        hw.set_rates(0, rates);
+        VhostQueue::new(hw, serial, port).with_stream(stream)
+    };
     Ok((remote, Box::new(make)))
 }
 

@@ -90,6 +90,14 @@ impl Spec {
         }
     }
 
+    /// Puts an option in the place of one that is there, or takes that away.
+    pub fn put(&mut self, key: &str, value: Option<impl Display>) {
+        match value {
+            Some(value) => self.options.insert(key.into(), value.to_string()),
+            None => self.options.remove(key),
+        };
+    }
+
     /// Takes an option, if it is there.
     pub fn take(&mut self, key: &'static str) -> Option<String> {
         self.known.push(key);

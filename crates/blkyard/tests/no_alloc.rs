@@ -6,7 +6,8 @@ use std::sync::Arc;
 use blkyard_mem::CountingAllocator;
 use blkyard_mq::{
     Bio, BlockDevice, DeadlineConfig, DeviceInfo, Driver, HwQueue, HwQueueConfig, KyberConfig, NullConfig, NullDevice,
-    Op, QueueLimits, RamDevice, Region, RegionTable, SchedulerConfig, Segment, SliceOrder, TimesliceConfig,
+    Op, QueueLimits, RamDevice, RateConfig, RateLimit, Region, RegionTable, SchedulerConfig, Segment, SliceOrder,
+    TimesliceConfig,
 };
 
 #[global_allocator]
@@ -30,8 +31,20 @@ fn info(limits: QueueLimits) -> DeviceInfo {
 
 /// Rounds of a full batch of all operations, some of which are refused; the count of allocations must not change.
 fn steady<D: Driver<()>>(driver: D, info: &DeviceInfo, depth: usize, scheduler: SchedulerConfig) {
+    steady_within(driver, info, depth, scheduler, RateConfig::default());
+}
+
+/// The same within a limit.
+fn steady_within<D: Driver<()>>(
+    driver: D,
+    info: &DeviceInfo,
+    depth: usize,
+    scheduler: SchedulerConfig,
+    rate: RateConfig,
+) {
     let config = HwQueueConfig { depth, bios_max: BATCH, scheduler, ..HwQueueConfig::default() };
     let mut queue = HwQueue::new(driver, Arc::new(info.clone()), config);
+    queue.set_rates(0, RateLimit::new(rate).map(Arc::new).into_iter().collect());
     let Ok(region) = Region::anonymous(BATCH * 16384) else { panic!("no memory for the test") };
     queue.set_memory(&mut (), Arc::new(RegionTable::new(vec![region])));
     let mut free: Vec<_> = (0..BATCH).map(|_| Bio::with_capacity(2)).collect();
@@ -99,5 +112,15 @@ fn a_queue_in_its_steady_state_allocates_nothing() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn a_queue_that_is_limited_allocates_nothing_either() {
+    let info = info(QueueLimits::default());
+    let rate = RateConfig { iops: 1_000_000, bytes_per_s: 4 << 30, burst_ms: 1 };
+    for scheduler in schedulers() {
+        let device = NullDevice::new(info.clone(), NullConfig::default());
+        steady_within(device.queue(8), &info, 8, scheduler, rate);
     }
 }

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use blkyard_mem::Region;
-use blkyard_mq::{DeviceInfo, SchedulerConfig};
+use blkyard_mq::{DeviceInfo, RateLimit, SchedulerConfig};
 use blkyard_virtio::{BlkConfig, DirtyLog, Features, RingBase};
 use vhost::vhost_user::GpuBackend;
 use vhost::vhost_user::message::{
@@ -100,6 +100,11 @@ impl BackendConfig {
     /// Has each queue order what waits by this scheduler.
     pub(crate) fn schedule(&mut self, config: SchedulerConfig) -> std::result::Result<(), String> {
         self.queues.iter().try_for_each(|queue| queue.schedule(config)).map_err(|gone| gone.to_string())
+    }
+
+    /// Has what passes the queues pass these limits.
+    pub(crate) fn set_rates(&mut self, limits: &[Arc<RateLimit>]) -> std::result::Result<(), String> {
+        self.queues.iter().try_for_each(|queue| queue.set_rates(limits.to_vec())).map_err(|gone| gone.to_string())
     }
 }
 

@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-use blkyard_mq::{DeviceInfo, SchedulerConfig};
+use blkyard_mq::{DeviceInfo, RateLimit, SchedulerConfig};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::QueueRemote;
@@ -34,6 +34,8 @@ pub(crate) enum Order {
     Depth(usize, Sender<Result<usize, String>>),
     /// Each queue orders what waits by this scheduler.
     Schedule(SchedulerConfig, Sender<Result<(), String>>),
+    /// Each queue passes these limits.
+    Rates(Vec<Arc<RateLimit>>, Sender<Result<(), String>>),
     /// Have these queues as well, and offer so many from the next front-end on.
     Offer(u16, Vec<QueueRemote>, Sender<Result<Changed, String>>),
     /// Come to rest, and wait until it is known whether somebody else goes on.
@@ -76,6 +78,11 @@ impl ExportHand {
     /// Asks that each queue order what waits by this scheduler from now on. Nothing is lost, and nothing has to come to rest.
     pub fn schedule(&self, config: SchedulerConfig) -> Receiver<Result<(), String>> {
         self.give(|answer| Order::Schedule(config, answer))
+    }
+
+    /// Asks that what passes its queues, all together, pass each of these limits from now on; none is no limit. Nothing has to come to rest.
+    pub fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Receiver<Result<(), String>> {
+        self.give(|answer| Order::Rates(limits, answer))
     }
 
     /// Asks that so many queues be offered from the next front-end on: at least one, at most as many as were made, with those in `more`, which

@@ -198,6 +198,10 @@ impl<D> VhostQueue<D> {
                     self.hw.schedule(0, config);
                     let _ = answer.send(());
                 }
+                Command::Rates(limits, answer) => {
+                    self.hw.set_rates(0, limits);
+                    let _ = answer.send(());
+                }
                 Command::Look(answer) => {
                     let _ = answer.send(self.view());
                 }
@@ -476,6 +480,9 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             self.read_mail(cx);
         }
         let stopping = self.is_stopping();
+        if stopping != self.hw.is_in_hurry() {
+            self.hw.set_hurry(stopping);
+        }
         let Some(session) = &mut self.session else {
             // At rest already: memory was let go of when the session ended.
             for answer in self.suspending.drain(..) {

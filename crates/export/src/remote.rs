@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use blkyard_mq::{DeviceInfo, HwStats, SchedulerConfig, Wake};
+use blkyard_mq::{DeviceInfo, HwStats, RateLimit, SchedulerConfig, Wake};
 use blkyard_virtio::{GuestMemory, Inflight, RingBase, RingLayout};
 
 use crate::QueueView;
@@ -63,6 +63,8 @@ pub(crate) enum Command {
     Depth(usize, Sender<usize>),
     /// Have this scheduler order what waits, then say so.
     Schedule(SchedulerConfig, Sender<()>),
+    /// Pass these limits from now on, then say so.
+    Rates(Vec<Arc<RateLimit>>, Sender<()>),
     /// Say what there is to see. Of no consequence to anything else.
     Look(Sender<QueueView>),
     /// Finish what was fetched, then never run again.
@@ -177,6 +179,13 @@ impl QueueRemote {
     pub(crate) fn schedule(&self, config: SchedulerConfig) -> Result<(), Gone> {
         let (answer, wait) = channel();
         self.line.send(Command::Schedule(config, answer))?;
+        wait.recv().map_err(|_| Gone)
+    }
+
+    /// Has what passes the queue pass these limits, from now on.
+    pub(crate) fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Result<(), Gone> {
+        let (answer, wait) = channel();
+        self.line.send(Command::Rates(limits, answer))?;
         wait.recv().map_err(|_| Gone)
     }
 

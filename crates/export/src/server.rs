@@ -311,6 +311,9 @@ impl Desk {
                 Order::Schedule(config, answer) => {
                     let _ = answer.send(subject.config().schedule(config));
                 }
+                Order::Rates(limits, answer) => {
+                    let _ = answer.send(subject.config().set_rates(&limits));
+                }
                 Order::Offer(queues, more, answer) => {
                     let _ = answer.send(self.offer(subject, queues, more));
                 }

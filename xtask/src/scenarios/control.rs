@@ -89,13 +89,13 @@ fn ask(ground: &Ground, words: &[&str]) -> Result<Ended> {
     process::run("blkyard", &command, CLIENT_LIMIT)
 }
 
-fn succeed(ground: &Ground, words: &[&str]) -> Result<String> {
+pub(super) fn succeed(ground: &Ground, words: &[&str]) -> Result<String> {
     let ended = ask(ground, words)?;
     ensure!(ended.status.success(), "blkyard {words:?} failed ({}):\n{}", ended.status, ended.said());
     Ok(ended.stdout)
 }
 
-fn tree(ground: &Ground) -> Result<Value> {
+pub(super) fn tree(ground: &Ground) -> Result<Value> {
     let text = succeed(ground, &["inspect", "--json"])?;
     serde_json::from_str(&text).with_context(|| format!("the tree is not JSON:\n{text}"))
 }
@@ -132,7 +132,7 @@ fn set_lanes(ground: &Ground, lanes: usize) -> Result<String> {
     }
 }
 
-fn sum(tree: &Value, pointer: &str) -> u64 {
+pub(super) fn sum(tree: &Value, pointer: &str) -> u64 {
     let queues = tree["exports"].as_array().into_iter().flatten().filter_map(|export| export["queues"].as_array());
     queues.flatten().filter_map(|queue| queue.pointer(pointer)?.as_u64()).sum()
 }
@@ -270,7 +270,7 @@ fn socket(ground: &Ground) -> Result<()> {
 }
 
 /// What `set` says to a change that it must refuse: one of each group of words.
-fn refused(ground: &Ground, words: &[&str], explained: &[&str]) -> Result<()> {
+pub(super) fn refused(ground: &Ground, words: &[&str], explained: &[&str]) -> Result<()> {
     let ended = ask(ground, words)?;
     ensure!(!ended.status.success(), "blkyard {words:?} should have been refused: {}", ended.said());
     for word in explained {

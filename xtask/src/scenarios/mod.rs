@@ -13,6 +13,7 @@ mod foreign;
 mod guest;
 mod plug;
 mod queues;
+mod rates;
 mod refusals;
 mod takeover;
 
@@ -58,7 +59,7 @@ pub struct Scenario {
 /// All of them, in the order they are told.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let served = foreign::SCENARIOS.iter().chain(blkio::SCENARIOS).chain(daemon::SCENARIOS).chain(control::SCENARIOS);
-    let host = served.chain(refusals::SCENARIOS).chain(attached::SCENARIOS);
+    let host = served.chain(rates::SCENARIOS).chain(refusals::SCENARIOS).chain(attached::SCENARIOS);
     host.chain(guest::SCENARIOS)
         .chain(queues::SCENARIOS)
         .chain(plug::SCENARIOS)

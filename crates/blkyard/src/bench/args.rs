@@ -2,9 +2,12 @@
 //!
 //! Everything is checked here, against itself and against the device; what runs later has nothing left to refuse.
 
-use blkyard_mq::{DeviceInfo, HwQueueConfig, QueueCounts, SECTOR_SHIFT, SchedulerConfig, TagSet};
+use std::sync::Arc;
+
+use blkyard_mq::{DeviceInfo, HwQueueConfig, QueueCounts, RateLimit, SECTOR_SHIFT, SchedulerConfig, TagSet};
 use clap::ValueEnum;
 
+use crate::rate::take_own_rate;
 use crate::scheduler::take_device_scheduler;
 use crate::spec::{Spec, SpecError, parse_size, show_size};
 
@@ -153,6 +156,8 @@ pub(crate) struct Plan {
     pub(crate) seed: u64,
     pub(crate) fsync: u64,
     pub(crate) scheduler: SchedulerConfig,
+    /// What all jobs together do not exceed, if there is anything.
+    pub(crate) rates: Vec<Arc<RateLimit>>,
 }
 
 impl Plan {
@@ -210,6 +215,7 @@ impl Plan {
             seed: args.randseed,
             fsync: args.fsync,
             scheduler: take_device_scheduler(&mut Spec::parse(&args.device)?)?,
+            rates: RateLimit::new(take_own_rate(&mut Spec::parse(&args.device)?)?).map(Arc::new).into_iter().collect(),
         })
     }
 

@@ -36,6 +36,7 @@ pub use args::{BenchArgs, Format, Pattern, Verify};
 pub use report::Report;
 pub(crate) use text::count;
 
+use crate::rate::take_own_rate;
 use crate::scheduler::take_device_scheduler;
 use crate::spec::{Spec, SpecError};
 use crate::{Device, DeviceError, DeviceQueue};
@@ -84,6 +85,7 @@ pub enum BenchError {
 pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     let mut spec = Spec::parse(&args.device)?;
     take_device_scheduler(&mut spec)?;
+    take_own_rate(&mut spec)?;
     let device = Device::from_spec(spec)?;
     lay_out(args, &device)?;
     let report = measure(args, &device)?;
@@ -123,7 +125,9 @@ fn lay_out(args: &BenchArgs, device: &Device) -> Result<(), BenchError> {
         fsync: 0,
         ..args.clone()
     };
-    measure(&write, device).map(|_| ())
+    // What is measured is limited, and this is not.
+    let plan = Plan { rates: Vec::new(), ..plan_for(&write, device)? };
+    measure_plan(&write, device, plan).map(|_| ())
 }
 
 /// Memory that can be had without swapping.
@@ -138,7 +142,15 @@ fn memory_available() -> Option<u64> {
 /// # Errors
 /// See [`BenchError`].
 pub fn measure(args: &BenchArgs, device: &Device) -> Result<Report, BenchError> {
-    let plan = Arc::new(Plan::new(args, device.info(), cpu_places().len().min(device.queues_max()))?);
+    measure_plan(args, device, plan_for(args, device)?)
+}
+
+fn plan_for(args: &BenchArgs, device: &Device) -> Result<Plan, BenchError> {
+    Ok(Plan::new(args, device.info(), cpu_places().len().min(device.queues_max()))?)
+}
+
+fn measure_plan(args: &BenchArgs, device: &Device, plan: Plan) -> Result<Report, BenchError> {
+    let plan = Arc::new(plan);
     let signals = Signals::install()?;
     let gate = Arc::new(Gate::default());
     let lives: Vec<_> = (0..plan.jobs).map(|_| Arc::new(Live::default())).collect();
@@ -212,6 +224,7 @@ fn spawn_own(
         let (bios_max, scheduler) = (plan.iodepth, plan.scheduler);
         let queue = HwQueueConfig { depth, bios_max, scheduler, ..HwQueueConfig::default() };
         let mut hw = HwQueue::new(device.queue(QueueKind::Default, depth)?, Arc::clone(&info), queue);
+        hw.set_rates(0, plan.rates.clone());
         let config = LaneConfig {
             name: format!("bench-{number}"),
             cpus: pinned.then(|| vec![cpus[number]]),

@@ -81,6 +81,7 @@ impl QueueFactory for Queues<'_> {
         let config = HwQueueConfig { depth, bios_max, scheduler, ..HwQueueConfig::default() };
         let mut hw = HwQueue::new(self.device.queue(kind, depth)?, Arc::clone(&self.info), config);
         hw.set_memory(&mut ring, Arc::clone(&self.memory));
+        hw.set_rates(0, self.plan.rates.clone());
         Ok((hw, ring))
     }
 

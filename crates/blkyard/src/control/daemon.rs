@@ -9,10 +9,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
 use blkyard_export::{ExportHand, ExportStatus, QueueWatch};
-use blkyard_mq::{DeviceInfo, SchedulerConfig};
+use blkyard_mq::{DeviceInfo, RateConfig, RateLimit, SchedulerConfig};
 use blkyard_virtio::SerialId;
 
 use crate::plan::DiskPlan;
+use crate::rate::RateSlot;
 use crate::{Device, ServedLanes};
 
 /// What a daemon serves, and with what.
@@ -41,14 +42,17 @@ pub struct ServedDevice {
     info: Mutex<Arc<DeviceInfo>>,
     /// What orders the bios that wait at its queues.
     scheduler: Mutex<SchedulerConfig>,
+    /// What all its exports together do not exceed.
+    pub rate: RateSlot,
     /// Queues made for it so far.
     streams: AtomicU32,
 }
 
 impl ServedDevice {
     /// A device that is served as this.
-    pub fn new(device: Device, info: Arc<DeviceInfo>, scheduler: SchedulerConfig) -> ServedDevice {
-        ServedDevice { info: Mutex::new(info), device, scheduler: Mutex::new(scheduler), streams: AtomicU32::new(0) }
+    pub fn new(device: Device, info: Arc<DeviceInfo>, scheduler: SchedulerConfig, rate: RateConfig) -> ServedDevice {
+        let (info, scheduler, streams) = (Mutex::new(info), Mutex::new(scheduler), AtomicU32::new(0));
+        ServedDevice { device, info, scheduler, rate: RateSlot::new(rate), streams }
     }
 
     /// The stream of one more queue: how schedulers know it from the others.
@@ -64,6 +68,11 @@ impl ServedDevice {
     /// Notes that another does from now on.
     pub fn set_scheduler(&self, scheduler: SchedulerConfig) {
         *self.scheduler.lock().unwrap_or_else(PoisonError::into_inner) = scheduler;
+    }
+
+    /// The limits of a queue of an export that has this one.
+    pub fn rates(&self, of_export: &RateSlot) -> Vec<Arc<RateLimit>> {
+        [self.rate.limit(), of_export.limit()].into_iter().flatten().collect()
     }
 
     /// As it is served now.
@@ -89,6 +98,8 @@ pub struct ServedExport {
     pub hand: ExportHand,
     /// What its disks call themselves.
     pub serial: SerialId,
+    /// What its queues together do not exceed.
+    pub rate: RateSlot,
     /// Each queue. There may come more.
     pub queues: Mutex<Vec<QueueWatch>>,
     /// Requests in flight that each queue was made for.

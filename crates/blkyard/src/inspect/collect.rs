@@ -18,6 +18,7 @@ use super::tree::{
     SessionNode, TagsNode, Tree,
 };
 use crate::control::{Daemon, ServedDevice, ServedExport};
+use crate::rate::{RateSlot, options};
 use crate::spec::show_size;
 use crate::{Device, ServedLanes};
 
@@ -97,8 +98,13 @@ fn device_node(number: usize, served: &ServedDevice) -> DeviceNode {
         volatile_cache: info.volatile_cache,
         fua: info.fua,
         limits: limits(&info.limits),
+        rate: rate(&served.rate),
         counters,
     }
+}
+
+fn rate(rate: &RateSlot) -> BTreeMap<String, u64> {
+    options(rate.config()).into_iter().filter_map(|(name, value)| Some((name.to_owned(), value?))).collect()
 }
 
 fn limits(limits: &QueueLimits) -> BTreeMap<String, u64> {
@@ -134,6 +140,7 @@ fn export_node(number: usize, export: &ServedExport, queues: Vec<QueueNode>) -> 
         number,
         name: export.name.clone(),
         device: export.device,
+        rate: rate(&export.rate),
         sessions: export.status.sessions(),
         offered: export.status.offered(),
         session,
@@ -168,6 +175,8 @@ fn counters(stats: &StatsSnapshot) -> BTreeMap<String, u64> {
         ("requeued", stats.requeued),
         ("timed_out", stats.timed_out),
         ("flushes", stats.flushes),
+        ("held", stats.held),
+        ("held_ns", stats.held_ns),
     ];
     all.map(|(name, count)| (name.to_owned(), count)).into()
 }
@@ -197,6 +206,7 @@ fn queue_now(view: &QueueView) -> QueueNow {
         bios: hw.bios,
         bios_max: hw.bios_max,
         waiting: sum(|namespace| namespace.waiting),
+        held_ns: hw.namespaces.iter().filter_map(|namespace| namespace.held_ns).max(),
         dispatch: hw.dispatch,
         in_flight: hw.in_flight,
         tags: TagsNode {

@@ -1,5 +1,6 @@
 //! The tree as text, for people.
 
+use std::collections::BTreeMap;
 use std::fmt::Write;
 
 use super::tree::{DeviceNode, ExportNode, LaneNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode, Tree};
@@ -34,6 +35,7 @@ fn device(out: &mut String, node: &DeviceNode) {
     line(out, 1, &format!("{}, {access}, {cache}; {}", show_size(node.size_bytes), node.reached));
     let limits = node.limits.iter().map(|(name, limit)| format!("{name} {limit}")).collect::<Vec<_>>();
     line(out, 1, &format!("limits: {}", limits.join(", ")));
+    rate(out, &node.rate);
     let counters: Vec<_> =
         node.counters.iter().filter(|(_, n)| **n > 0).map(|(name, n)| format!("{name} {n}")).collect();
     if !counters.is_empty() {
@@ -41,8 +43,17 @@ fn device(out: &mut String, node: &DeviceNode) {
     }
 }
 
+/// What is not exceeded, if there is anything.
+fn rate(out: &mut String, rate: &BTreeMap<String, u64>) {
+    if !rate.is_empty() {
+        let words: Vec<_> = rate.iter().map(|(name, value)| format!("{name} {value}")).collect();
+        line(out, 1, &format!("does not exceed: {}", words.join(", ")));
+    }
+}
+
 fn export(out: &mut String, node: &ExportNode) {
     line(out, 0, &format!("export {}: {}, of device {}", node.number, node.name, node.device));
+    rate(out, &node.rate);
     match &node.session {
         None => line(out, 1, &format!("waiting for a front-end; {} so far", node.sessions)),
         Some(session) => {
@@ -102,6 +113,9 @@ fn now_of(out: &mut String, node: &QueueNow) {
         if n > 0 {
             let _ = write!(text, ", {n} {name}");
         }
+    }
+    if let Some(held_ns) = node.held_ns {
+        let _ = write!(text, ", held by a limit for another {}", show_time(held_ns));
     }
     line(out, 2, &text);
     if let Some(scheduler) = &node.scheduler {

@@ -52,6 +52,9 @@ pub struct DeviceNode {
     pub fua: bool,
     /// What one request may look like, by the names of the queue's limits.
     pub limits: BTreeMap<String, u64>,
+    /// What its exports together do not exceed, by the names of the options.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub rate: BTreeMap<String, u64>,
     /// What happened beside I/O going well; for files.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub counters: BTreeMap<String, u64>,
@@ -66,6 +69,9 @@ pub struct ExportNode {
     pub name: String,
     /// The number of the device behind it.
     pub device: usize,
+    /// What its queues together do not exceed, by the names of the options.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub rate: BTreeMap<String, u64>,
     /// Front-ends so far.
     pub sessions: u64,
     /// Queues that the next one is offered.
@@ -102,7 +108,8 @@ pub struct QueueNode {
     pub ops: BTreeMap<String, OpNode>,
     /// Calls to the driver, by how many requests it took: 0, 1, 2, 4, 8, 16, 32 and more.
     pub batches: [u64; 7],
-    /// What else was counted: bios refused or merged; requests slow, slow now, requeued or timed out; flushes issued.
+    /// What else was counted: bios refused or merged; requests slow, slow now, requeued or timed out; flushes issued; how often and for how
+    /// many nanoseconds a limit held what waited.
     pub counters: BTreeMap<String, u64>,
     /// What the guest sent that made no sense, by reason.
     pub refusals: BTreeMap<String, u64>,
@@ -123,6 +130,9 @@ pub struct QueueNow {
     pub bios_max: usize,
     /// Of these, how many wait to become requests.
     pub waiting: usize,
+    /// For how much longer a limit holds those, if one does.
+    #[serde(default)]
+    pub held_ns: Option<u64>,
     /// Requests that wait for the driver.
     pub dispatch: usize,
     /// Requests that the device has.

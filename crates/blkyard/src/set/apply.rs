@@ -16,6 +16,7 @@ use super::size::{Backing, Resize};
 use crate::control::{Daemon, Kind, ServedDevice, ServedExport, Target};
 use crate::inspect::show_time;
 use crate::lanes::{LANES_MAX, SPIN_US_MAX};
+use crate::rate::{describe, take_rate};
 use crate::scheduler::take_scheduler;
 use crate::serve::make_queue;
 use crate::spec::{Spec, SpecError, show_size};
@@ -125,6 +126,7 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let sectors_max = keys.take_number("sectors_max", u64::from(block_sectors), u64::from(made.limits.sectors_max))?;
     let depth = keys.take_number("depth", 1, depth_max as u64)?;
     let scheduler = take_scheduler(&mut keys, served.scheduler())?;
+    let rate = take_rate(&mut keys, served.rate.config())?;
     keys.finish()?;
     if force && size.is_none() {
         return Err(SpecError::new(name, "force=on goes with size", "say which size").into());
@@ -159,6 +161,11 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
                 Err(why) => problems.push(format!("{export}: {why}")),
             }
         }
+    }
+    if let Some(rate) = rate {
+        served.rate.set(rate);
+        done.push(format!("{name}: {}", describe(rate)));
+        limit(daemon, &exports, &mut problems);
     }
     if problems.is_empty() { Ok(done) } else { Err(Problem([done, problems].concat().join("\n"))) }
 }
@@ -243,6 +250,15 @@ fn bound(exports: &[&ServedExport], depth: usize, done: &mut Vec<String>, proble
     }
 }
 
+/// Has these exports pass the limits that hold for them by now.
+fn limit(daemon: &Daemon, exports: &[&ServedExport], problems: &mut Vec<String>) {
+    let rates = |export: &ServedExport| daemon.devices[export.device].rates(&export.rate);
+    let asked: Vec<_> = exports.iter().map(|export| export.hand.set_rates(rates(export))).collect();
+    for (export, answer) in wait_for_all(exports, asked) {
+        problems.extend(answer.err().map(|why| format!("{export}: {why}")));
+    }
+}
+
 /// The answers of exports that were all asked at once, with their names.
 fn wait_for_all<T>(
     exports: &[&ServedExport],
@@ -265,6 +281,7 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let export = &daemon.exports[number];
     let queues = keys.take_number("queues", 1, u64::from(QUEUES_MAX))?;
     let depth = keys.take_number("depth", 1, export.depth_max as u64)?;
+    let rate = take_rate(&mut keys, export.rate.config())?;
     keys.finish()?;
     let (mut done, mut problems) = (Vec::new(), Vec::new());
     if let Some(queues) = queues {
@@ -284,6 +301,11 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     if let Some(depth) = depth {
         bound(&[export], depth as usize, &mut done, &mut problems);
     }
+    if let Some(rate) = rate {
+        export.rate.set(rate);
+        done.push(format!("{export}: {}", describe(rate)));
+        limit(daemon, &[export], &mut problems);
+    }
     if problems.is_empty() { Ok(done) } else { Err(Problem([done, problems].concat().join("\n"))) }
 }
 
@@ -292,7 +314,8 @@ fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> Result<(Vec<Que
     let export = &daemon.exports[number];
     let failed = |error: &dyn std::fmt::Display| format!("{export}: queues={wanted}: {error}");
     // What the device cannot have is known before any lane is touched.
-    let made = (export.queues().len()..wanted).map(|_| make_queue(&daemon.devices[export.device], export.serial));
+    let made = (export.queues().len()..wanted)
+        .map(|_| make_queue(&daemon.devices[export.device], export.serial, &export.rate));
     let made = made.collect::<Result<Vec<_>, _>>().map_err(|error| Problem(failed(&error)))?;
     let mut remotes = Vec::new();
     for (remote, make) in made {

@@ -99,7 +99,7 @@ fn pack(
     let path = std::path::absolute(control.path()).map_err(text)?;
     let control = SocketPart { path, identity: control.identity() };
     let (mut handed, mut rests) = (handed.into_iter(), Vec::new());
-    let mut devices = Vec::new();
+    let (mut devices, mut of_daemon) = (Vec::new(), daemon.exports.iter());
     for (served, plan) in daemon.devices.iter().zip(&daemon.plans) {
         let file = served.device.description();
         let info = served.info();
@@ -109,11 +109,17 @@ fn pack(
         let mut exports = Vec::new();
         // Exports stand in the order of the plan.
         for (spec, Handed { state, rest }) in plan.exports.iter().zip(handed.by_ref()) {
-            exports.push(ExportPart::pack(spec.clone(), state, files));
+            let mut spec = spec.clone();
+            if let Some(export) = of_daemon.next() {
+                export.rate.put_into(&mut spec);
+            }
+            exports.push(ExportPart::pack(spec, state, files));
             rests.push(rest);
         }
+        let mut spec = plan.device.clone();
+        served.rate.put_into(&mut spec);
         devices.push(DevicePart {
-            spec: plan.device.clone(),
+            spec,
             has_file: file.is_some(),
             sync_failed: served.device.sync_has_failed(),
             capacity_sectors: info.capacity_sectors,

@@ -157,6 +157,12 @@ impl<D> HwQueue<D> {
         }
     }
 
+    /// Whether they do not, for that reason.
+    #[inline]
+    pub fn is_in_hurry(&self) -> bool {
+        self.hurry
+    }
+
     /// Nothing is held until it is asked for again.
     pub(super) fn release(&mut self) {
         self.namespaces
