@@ -155,15 +155,6 @@ impl Region {
         self.file.as_ref().map(|(file, offset)| (file.as_fd(), *offset))
     }
 
-    /// Has the line of a byte fetched, to be read and written soon, while other work goes on. A hint.
-    #[inline]
-    pub fn warm(&self, offset: u64) {
-        if offset < self.len as u64 {
-            // SAFETY: the byte lies in the region, whose length is that of an address range.
-            crate::view::warm_at(unsafe { self.base.add(offset as usize) });
-        }
-    }
-
     /// Whether the file behind the region was cut short while it was mapped. What the region held is gone.
     pub fn is_faulted(&self) -> bool {
         self.watched.as_ref().is_some_and(Watched::faulted)

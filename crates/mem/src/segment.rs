@@ -82,6 +82,13 @@ pub struct Span<'a> {
     region: PhantomData<&'a Region>,
 }
 
+impl Default for Span<'_> {
+    /// No bytes.
+    fn default() -> Self {
+        Span { start: NonNull::dangling(), len: 0, region: PhantomData }
+    }
+}
+
 impl Span<'_> {
     /// # Safety
     /// `len` bytes from `start` stay mapped, readable and writable, for the lifetime of the span.
@@ -116,6 +123,15 @@ impl Span<'_> {
         }
         // SAFETY: the part lies inside the span, and lives as long.
         unsafe { Span::new(self.start.add(offset), len) }
+    }
+
+    /// Has the line of a byte fetched, to be read and written soon, while other work goes on. A hint, to nobody's harm.
+    #[inline]
+    pub fn warm(&self, offset: usize) {
+        if offset < self.len {
+            // SAFETY: the byte lies in the span.
+            crate::view::warm_at(unsafe { self.start.add(offset) });
+        }
     }
 
     /// Copies two words out that follow each other, little-endian as virtio has them.

@@ -345,15 +345,13 @@ impl Chain {
     /// believed: those outside the ranges hit last are passed over.
     #[inline]
     pub(crate) fn warm(&self, memory: &GuestMemory, addrs: impl Iterator<Item = u64>) {
-        let [near, other] = [self.hints.last, self.hints.before].map(|hint| memory.region_of(hint));
+        let [near, other] = [self.hints.last, self.hints.before].map(|hint| memory.bytes_of(hint));
         for addr in addrs {
-            let into = addr.wrapping_sub(near.1.guest_addr);
-            let (region, range) = if into < near.1.len { near } else { other };
-            let into = addr.wrapping_sub(range.guest_addr);
-            if into < range.len
-                && let Some(region) = region
-            {
-                region.warm(range.offset + into);
+            let into = addr.wrapping_sub(near.0);
+            if into < near.1.len() as u64 {
+                near.1.warm(into as usize);
+            } else {
+                other.1.warm(addr.wrapping_sub(other.0) as usize);
             }
         }
     }
@@ -390,8 +388,8 @@ impl Chain {
     fn span<'a>(&mut self, memory: &'a GuestMemory, desc: Desc) -> Option<(Span<'a>, &'a GuestRange)> {
         let hit = memory.range(self.hints.last).segment(desc.addr, desc.len);
         let segment = if hit.is_some() { hit } else { self.hints.elsewhere(memory, desc.addr, desc.len) }?;
-        let (region, range) = memory.region_of(self.hints.last);
-        Some((region?.span(segment.offset, desc.len as usize)?, range))
+        let range = memory.range(self.hints.last);
+        Some((memory.region_of(self.hints.last)?.span(segment.offset, desc.len as usize)?, range))
     }
 
     /// The table lies across ranges.

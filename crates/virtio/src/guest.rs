@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use blkyard_mem::{Region, RegionTable, Segment, View};
+use blkyard_mem::{Region, RegionTable, Segment, Span, View};
 
 /// A run of guest memory and the region that holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -199,10 +199,18 @@ impl GuestMemory {
         self.ranges.get(hint).unwrap_or(NONE)
     }
 
-    /// The range of a hint and its region, if there are any; else a range without bytes.
+    /// The region of a hint, if there is one.
     #[inline]
-    pub(crate) fn region_of(&self, hint: usize) -> (Option<&Region>, &GuestRange) {
-        (self.regions.get(hint).map(|region| &**region), self.range(hint))
+    pub(crate) fn region_of(&self, hint: usize) -> Option<&Region> {
+        self.regions.get(hint).map(|region| &**region)
+    }
+
+    /// The guest address of a hint's range, and its bytes: none if there is no such range.
+    #[inline]
+    pub(crate) fn bytes_of(&self, hint: usize) -> (u64, Span<'_>) {
+        let range = self.range(hint);
+        let span = self.region_of(hint).and_then(|region| region.span(range.offset, range.len as usize));
+        (range.guest_addr, span.unwrap_or_default())
     }
 
     /// The one segment that holds `len` bytes at `addr`, if they lie in one range; `hint` is known not to be it.
