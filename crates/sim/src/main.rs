@@ -52,12 +52,14 @@ fn main() -> ExitCode {
         if alone {
             let seconds = outcome.took_ns as f64 / 1e9;
             println!(
-                "{} bios, {} of them failed, {} power failures, {seconds:.3} s; fingerprint {:016x}",
+                "{} bios, {} of them failed, {} power failures, {seconds:.3} s; all well; fingerprint {:016x}",
                 outcome.bios, outcome.failed, outcome.cuts, outcome.fingerprint
             );
         }
     }
-    println!("{worlds} worlds, {bios} bios, all well");
+    if !alone {
+        println!("{worlds} worlds, {bios} bios, all well");
+    }
     ExitCode::SUCCESS
 }
 
