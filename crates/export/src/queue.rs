@@ -36,6 +36,10 @@ const POLL_NS: u64 = 200_000;
 /// back at once, so without this a guest that publishes as fast as we fetch would keep the lane from its other queues.
 const ROUND_MAX: usize = 256;
 
+/// Of what is offered while the device has nothing, a round takes half, but no less than this: a device that answers on the spot gives the one half back
+/// while the other is dealt with, so that guest and device work at the same time and not by turns. Less is not worth a round.
+const HALF_MIN: usize = 3;
+
 /// A virtqueue and its hardware queue.
 pub struct VhostQueue<D> {
     hw: HwQueue<D>,
@@ -301,7 +305,8 @@ impl Session {
         self.memory.is_faulted() || self.records.as_ref().is_some_and(|records| records.is_faulted())
     }
 
-    /// Fetches chains while there are bios to carry them, but no more than `most`. Returns whether anything was fetched.
+    /// Fetches chains while there are bios to carry them, but no more than `most`, and half of what is offered if `halves` says so. Returns whether
+    /// anything was fetched.
     #[inline]
     fn fetch<D>(
         &mut self,
@@ -309,10 +314,11 @@ impl Session {
         desk: &mut Desk,
         serial: &SerialId,
         refusals: &Refusals,
-        most: usize,
+        mut most: usize,
+        halves: bool,
     ) -> bool {
-        let mut fetched = false;
-        for _ in 0..most {
+        let mut fetched = 0;
+        while fetched < most {
             let Some(mut bio) = desk.free.pop() else { break };
             let head = match self.ring.fetch(&self.memory, &mut self.chain) {
                 Ok(Some(head)) => head,
@@ -330,7 +336,10 @@ impl Session {
                     break;
                 }
             };
-            fetched = true;
+            fetched += 1;
+            if fetched == 1 && halves {
+                most = most.min((1 + self.ring.in_sight()).div_ceil(2).max(HALF_MIN));
+            }
             // Looked at after the chain was found: what was published after the mode had changed is done in the new one.
             let write_back = self.disk.write_back.load(Ordering::Acquire);
             let context = ParseContext { features: self.disk.features, write_back };
@@ -361,7 +370,7 @@ impl Session {
                 }
             }
         }
-        fetched
+        fetched > 0
     }
 
     /// Writes a request's status and puts it into the used ring.
@@ -507,7 +516,8 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         if !session.broken {
             // A queue that comes to rest owes what was in flight before it began, and nothing else that it has not fetched.
             let most = if stopping { session.ring.left().min(ROUND_MAX) } else { ROUND_MAX };
-            busy |= session.fetch(&mut self.hw, desk, &self.serial, &self.refusals, most);
+            let halves = self.hw.is_idle();
+            busy |= session.fetch(&mut self.hw, desk, &self.serial, &self.refusals, most, halves);
         }
         // Before the device has its turn, which may take a while: the guest need not wait for that.
         if busy && session.publish() {

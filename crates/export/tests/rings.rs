@@ -6,7 +6,7 @@ mod common;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use blkyard_virtio::Features;
-use common::{AnyDevice, Front, LINE_BYTES, Line, PLAIN, Ram, Request, World, kind, kinds, state};
+use common::{AnyDevice, Data, Front, Hand, LINE_BYTES, Line, PLAIN, Ram, Request, World, kind, kinds, state};
 
 /// Connects and agrees on this kind of ring.
 fn connect(world: &World, features: Features) -> Front {
@@ -122,5 +122,25 @@ fn queues_are_disabled_and_enabled_and_memory_comes_and_goes_while_others_and_th
         lines.iter().zip(0..).for_each(|(line, index)| line.stop(&front, index));
         drop(front);
         world.stop();
+    }
+}
+
+#[test]
+fn a_device_that_answers_at_once_gives_half_back_before_it_takes_the_rest() {
+    // What came back of eight that were offered together, turn by turn, a microsecond each.
+    let after_a_while = [[0; 10].as_slice(), &[4, 8]].concat();
+    for (latency_ns, expected) in [(0, vec![0, 4, 7, 8]), (10_000, after_a_while)] {
+        let mut hand = Hand::new(latency_ns);
+        let (front, mut vq) = hand.connect();
+        (0..8).for_each(|slot| vq.put(slot, kind::IN, slot.into(), Data::In(512)));
+        vq.publish_silently();
+        let mut back = 0;
+        for (turn, expected) in expected.into_iter().enumerate() {
+            hand.turn();
+            back += std::iter::from_fn(|| vq.poll()).count();
+            assert_eq!(back, expected, "after turn {} with {latency_ns} ns", turn + 1);
+        }
+        hand.stop();
+        drop(front);
     }
 }

@@ -223,6 +223,12 @@ impl PackedRing {
         self.left.as_ref().map_or(0, |left| left.chains.len())
     }
 
+    /// Chains that looked as if they were offered, and not fetched yet, [a run](RUN_MAX) at most.
+    #[inline]
+    pub fn in_sight(&self) -> usize {
+        usize::from(self.warm)
+    }
+
     /// Entries.
     pub fn size(&self) -> u16 {
         self.size

@@ -235,6 +235,15 @@ impl DeviceRing {
         }
     }
 
+    /// Chains known to be offered and not fetched yet, [a run](RUN_MAX) at most. A packed ring only guesses.
+    #[inline]
+    pub fn in_sight(&self) -> usize {
+        match self {
+            DeviceRing::Split(ring) => ring.in_sight(),
+            DeviceRing::Packed(ring) => ring.in_sight(),
+        }
+    }
+
     /// Entries.
     pub fn size(&self) -> u16 {
         match self {
