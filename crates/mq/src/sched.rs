@@ -16,12 +16,12 @@
 mod deadline;
 mod fair;
 mod kyber;
+mod orders;
 mod slots;
 mod streams;
 #[cfg(test)]
 mod tests;
 mod timeslice;
-mod trees;
 
 use std::fmt;
 

@@ -14,8 +14,8 @@
 //!
 //! What is neither read nor written, a discard say, goes with the writes.
 
+use super::orders::{Order, Orders};
 use super::slots::{List, Slots};
-use super::trees::{Tree, Trees};
 use super::{Next, Reach, Scheduler, SchedulerSnapshot};
 use crate::{Bio, Op, Priority};
 
@@ -66,9 +66,9 @@ impl Direction {
 }
 
 /// Bios of one class and direction.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Queue {
-    sorted: Tree,
+    sorted: Order,
     fifo: List,
     /// The first sector of what was handed out last.
     position: u64,
@@ -80,7 +80,7 @@ pub(crate) struct Deadline {
     config: DeadlineConfig,
     async_max: usize,
     slots: Slots,
-    trees: Trees,
+    orders: Orders,
     /// By class and direction.
     queues: [[Queue; 2]; 3],
     /// By class: bios here, and bios handed out that are not over.
@@ -103,11 +103,14 @@ impl Deadline {
             0 => (depth * 3 / 4).max(1),
             set => set as usize,
         };
+        let orders = Orders::new(bios_max, 6);
+        let queue = || Queue { sorted: orders.order(), fifo: List::default(), position: 0 };
+        let queues = [(); 3].map(|()| [queue(), queue()]);
         Deadline {
             async_max,
             slots: Slots::new(bios_max),
-            trees: Trees::new(bios_max),
-            queues: Default::default(),
+            orders,
+            queues,
             here: [0; 3],
             out: [0; 3],
             async_out: 0,
@@ -143,17 +146,17 @@ impl Deadline {
         if aging_ns == 0 {
             return None;
         }
-        let lower = (1..self.here.len()).filter(|class| self.here[*class] > 0);
-        let oldest = lower.flat_map(|class| [Direction::Read, Direction::Write].map(|direction| (class, direction)));
-        let oldest = oldest.filter_map(|(class, direction)| {
-            let first = self.queue(class, direction).fifo.first()?;
-            Some((class, direction, first))
-        });
-        let is_late = |at: u32| now_ns.saturating_sub(self.slots.since_ns(at)) > aging_ns;
-        oldest.into_iter().find(|(class, _, at)| {
-            let passed_over = (0..*class).any(|class| self.here[class] + self.out[class] > 0);
-            passed_over && is_late(*at) && self.is_free(*at)
-        })
+        let lower = (1..self.here.len())
+            .filter(|class| self.here[*class] > 0 && (0..*class).any(|class| self.here[class] + self.out[class] > 0));
+        for class in lower {
+            for direction in [Direction::Read, Direction::Write] {
+                let Some(first) = self.queue(class, direction).fifo.first() else { continue };
+                if now_ns.saturating_sub(self.slots.since_ns(first)) > aging_ns && self.is_free(first) {
+                    return Some((class, direction, first));
+                }
+            }
+        }
+        None
     }
 
     /// The next of a class, and whether it goes on with the batch.
@@ -182,7 +185,7 @@ impl Deadline {
 
     fn next_sector(&self, class: usize, direction: Direction) -> Option<u32> {
         let queue = self.queue(class, direction);
-        self.trees.first_from(queue.sorted, queue.position).filter(|at| self.is_free(*at))
+        self.orders.first_from(&queue.sorted, queue.position).filter(|at| self.is_free(*at))
     }
 
     /// Where a batch in this direction begins.
@@ -195,8 +198,8 @@ impl Deadline {
 
     fn hand_out(&mut self, class: usize, direction: Direction, at: u32) -> Box<Bio> {
         let queue = &mut self.queues[class][direction as usize];
-        self.trees.remove(&mut queue.sorted, at);
         let bio = self.slots.remove(&mut queue.fifo, at);
+        self.orders.remove(&mut queue.sorted, at, bio.sector);
         queue.position = bio.sector;
         self.here[class] -= 1;
         self.out[class] += 1;
@@ -212,7 +215,7 @@ impl Scheduler for Deadline {
         let sector = bio.sector;
         let queue = &mut self.queues[class][direction as usize];
         let at = self.slots.push(&mut queue.fifo, bio, now_ns);
-        self.trees.insert(&mut queue.sorted, at, sector);
+        self.orders.insert(&mut queue.sorted, at, sector);
         self.here[class] += 1;
     }
 
@@ -241,9 +244,9 @@ impl Scheduler for Deadline {
 
     fn join(&mut self, reach: Reach, fits: &mut dyn FnMut(&Bio) -> bool, _now_ns: u64) -> Option<Box<Bio>> {
         let (class, direction) = self.last;
-        let sorted = self.queue(class, direction).sorted;
-        let behind = self.trees.first_from(sorted, reach.end);
-        let before = if self.config.front_merges { self.trees.last_before(sorted, reach.start) } else { None };
+        let sorted = &self.queue(class, direction).sorted;
+        let behind = self.orders.first_from(sorted, reach.end);
+        let before = if self.config.front_merges { self.orders.last_before(sorted, reach.start) } else { None };
         let joins = |at: &u32| {
             let bio = self.slots.bio(*at);
             reach.touches(bio) && self.is_free(*at) && fits(bio)

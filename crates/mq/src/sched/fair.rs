@@ -255,6 +255,7 @@ impl Fair {
     }
 
     /// Who takes the next bio of a mix; it is in front of its line.
+    #[inline]
     fn front_of_mix(&mut self, class: usize, now_ns: u64) -> Option<u32> {
         loop {
             let at = self.mixes[class].front(&self.streams, now_ns)?;
@@ -276,11 +277,11 @@ impl Fair {
     }
 
     /// Hands out the next bio of who is in front of a mix.
+    #[inline]
     fn next_of_mix(&mut self, class: usize, at: u32, now_ns: u64) -> Next {
-        let Some(first) = self.streams.get(at).bios.first() else { unreachable!("it has bios") };
         let price = if self.device.seeks() { SEEK_PRICE } else { PRICE };
         let stream = self.streams.get_mut(at);
-        let bio = self.slots.remove(&mut stream.bios, first);
+        let Some((bio, _)) = self.slots.pop(&mut stream.bios) else { unreachable!("it has bios") };
         stream.share.credit -= price;
         if !stream.bios.is_empty() {
             self.mixes[class].demote(&mut self.streams, now_ns);
@@ -310,9 +311,12 @@ impl Fair {
     fn class(&self, now_ns: u64) -> Option<usize> {
         let first = self.waiting.iter().position(|waiting| *waiting > 0)?;
         let late = |class: &usize| {
+            if self.waiting[*class] == 0 {
+                return false;
+            }
             let lines = if self.device.seeks() { &self.turns } else { &self.mixes };
             let since_ns = lines[*class].since_ns(&self.streams);
-            self.waiting[*class] > 0 && since_ns.is_some_and(|since_ns| now_ns.saturating_sub(since_ns) > CLASS_LATE_NS)
+            since_ns.is_some_and(|since_ns| now_ns.saturating_sub(since_ns) > CLASS_LATE_NS)
         };
         let others = self.out[..first].iter().sum::<usize>() > 0;
         if first == Priority::Idle as usize && others {

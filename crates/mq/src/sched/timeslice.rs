@@ -23,9 +23,9 @@
 
 use std::collections::VecDeque;
 
+use super::orders::{Order, Orders};
 use super::slots::{List, Slots};
 use super::streams::Streams;
-use super::trees::{Tree, Trees};
 use super::{Next, Reach, Scheduler, SchedulerSnapshot, join_from};
 use crate::Bio;
 
@@ -123,7 +123,7 @@ struct Stream {
 enum Line {
     /// In the order in which they came; each is in it once.
     Arrival(VecDeque<u32>),
-    Lowest(Tree),
+    Lowest(Order),
 }
 
 /// See the head of the module.
@@ -133,7 +133,7 @@ pub(crate) struct Timeslice {
     slots: Slots,
     streams: Streams<Stream>,
     /// By place of the stream, for the order by number.
-    numbers: Trees,
+    numbers: Orders,
     /// Those with bios that had no turn in this epoch.
     turn: Line,
     /// Those with bios that had.
@@ -173,16 +173,18 @@ impl Slice {
 impl Timeslice {
     pub(crate) fn new(config: TimesliceConfig, bios_max: usize) -> Timeslice {
         let streams = Streams::new(bios_max);
+        let numbers = Orders::new(if config.order == SliceOrder::Lowest { streams.places() } else { 0 }, 2);
         let line = || match config.order {
             SliceOrder::Arrival => Line::Arrival(VecDeque::with_capacity(bios_max)),
-            SliceOrder::Lowest => Line::Lowest(Tree::default()),
+            SliceOrder::Lowest => Line::Lowest(numbers.order()),
         };
+        let (turn, later) = (line(), line());
         Timeslice {
             slots: Slots::new(bios_max),
-            numbers: Trees::new(if config.order == SliceOrder::Lowest { streams.places() } else { 0 }),
+            numbers,
             streams,
-            turn: line(),
-            later: line(),
+            turn,
+            later,
             waiting: 0,
             in_flight: 0,
             epoch: 1,
@@ -204,7 +206,7 @@ impl Timeslice {
         let line = if self.streams.get(stream).served == self.epoch { &mut self.later } else { &mut self.turn };
         match line {
             Line::Arrival(line) => line.push_back(stream),
-            Line::Lowest(tree) => self.numbers.insert(tree, stream, self.streams.stream(stream)),
+            Line::Lowest(order) => self.numbers.insert(order, stream, self.streams.stream(stream)),
         }
     }
 
@@ -213,7 +215,7 @@ impl Timeslice {
         for _ in 0..2 {
             let next = match &mut self.turn {
                 Line::Arrival(line) => line.pop_front(),
-                Line::Lowest(tree) => self.numbers.pop_first(tree),
+                Line::Lowest(order) => self.numbers.pop_first(order),
             };
             if next.is_some() {
                 return next;
