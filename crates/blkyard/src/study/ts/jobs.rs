@@ -80,7 +80,7 @@ pub(super) fn disk(length: Length, seed: u64) -> io::Result<Part> {
                     reason: if gain >= POST_GAIN {
                         ""
                     } else {
-                        "a slice of 4 ms, five at most, is shorter than what it takes to get to the next file and back"
+                        "slices of 4 ms, five at most, are short beside the way to the next file and back"
                     },
                 });
             }

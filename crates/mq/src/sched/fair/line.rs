@@ -20,6 +20,8 @@ pub(super) struct Share {
     round: u32,
     /// The next in its row.
     next: u32,
+    /// The credit it takes for it to be served, if that is more than for others.
+    pub(super) needs: i64,
     /// Of a hundred, what is its due beside others.
     pub(super) weight: u32,
     /// What the line counts for it.
@@ -141,7 +143,7 @@ impl Line {
         let share = &mut streams.get_mut(at).share;
         if due > 0 {
             // Nobody saves more than it takes to be served.
-            share.credit = share.credit.min(due.max(self.least)) + due;
+            share.credit = share.credit.min(due.max(self.least).max(share.needs)) + due;
             share.round = self.round.wrapping_add(1).max(1);
         }
         self.count(share, now_ns);

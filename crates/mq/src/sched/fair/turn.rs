@@ -4,6 +4,9 @@
 //! is still in flight when it is over is waited for, and paid for by who sent it. An owner with nothing to do is waited for as long as its
 //! habits make it likely that it comes back, and worth it. Beyond that its turn is over, and it keeps the rest of its credit for this round.
 //!
+//! Writes nobody waits for save up what is due to them until it is a whole slice: each turn of theirs leaves a disk with its write cache full, which it
+//! empties in the turn that follows.
+//!
 //! While others wait, an owner has no more in flight than fits in the rest of its turn, by how long each took: so a turn of who seeks ends
 //! in time, and who reads in a row has all the depth it can use.
 
@@ -44,7 +47,10 @@ pub(super) fn least_ns(config: &FairConfig) -> i64 {
 impl Fair {
     /// A member of the line for turns, which is in none, stands in it.
     pub(super) fn line_up(&mut self, at: u32, now_ns: u64) {
-        let (class, sync) = (usize::from(self.streams.get(at).class), self.streams.get(at).sync);
+        let slice_ns = i64::from(self.config.slice_ms.max(1)) * 1_000_000;
+        let stream = self.streams.get_mut(at);
+        let (class, sync) = (usize::from(stream.class), stream.sync);
+        stream.share.needs = if sync { 0 } else { slice_ns };
         let due = self.turn_due(at);
         self.turns[class].enter(&mut self.streams, at, due, sync, now_ns);
     }
@@ -138,7 +144,8 @@ impl Fair {
         loop {
             let Some(class) = self.class(now_ns) else { return false };
             let Some(who) = self.turns[class].front(&self.streams, now_ns) else { return false };
-            let (credit, least) = (self.streams.get(who).share.credit, self.turns[class].least());
+            let share = &self.streams.get(who).share;
+            let (credit, least) = (share.credit, self.turns[class].least().max(share.needs));
             let due = self.turn_due(who);
             if credit < least {
                 self.turns[class].rotate(&mut self.streams, due, now_ns);
@@ -147,7 +154,7 @@ impl Fair {
             self.turns[class].pop(&mut self.streams);
             let late = self.waiting[..class].iter().any(|waiting| *waiting > 0);
             // Its due may have become less meanwhile.
-            let most = if late { least } else { due.max(least) };
+            let most = if late { self.turns[class].least() } else { due.max(least) };
             self.turn = Some(Turn {
                 who,
                 class,

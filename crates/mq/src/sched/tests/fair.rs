@@ -107,6 +107,30 @@ fn writes_nobody_waits_for_are_one_stream_in_the_order_of_sectors_that_is_not_wa
 }
 
 #[test]
+fn writes_nobody_waits_for_have_fewer_turns_and_whole_slices() {
+    let mut hand = hand(FairDevice::Seeks);
+    let more = |owner: u64, at: u64| if owner == 1 { row(1, at, 1) } else { vec![write(2, 2_000_000 + at * 8)] };
+    (0..10).for_each(|at| {
+        hand.insert(more(1, at)).insert(more(2, at));
+    });
+    // Who had the device, and how often in a row; each bio takes 5 ms.
+    let mut turns = vec![(1, 0)];
+    for at in 10..2000 {
+        let owner = hand.next().expect("there is always something") / 1_000_000;
+        match turns.last_mut() {
+            Some((last, bios)) if *last == owner => *bios += 1,
+            _ => turns.push((owner, 1)),
+        }
+        hand.at(hand.now_ns + 5 * MS).end_all().insert(more(owner, at));
+    }
+    turns.pop();
+    let writes: Vec<u32> = turns.iter().filter(|(owner, _)| *owner == 2).map(|(_, bios)| *bios).collect();
+    assert!(writes.len() > 10 && writes.iter().all(|bios| (18..=23).contains(bios)), "{turns:?}");
+    let share = f64::from(writes.iter().sum::<u32>()) * 5.0 / 10_000.0;
+    assert!((0.2..0.4).contains(&share), "{share}");
+}
+
+#[test]
 fn a_stream_goes_on_upwards_and_nobody_in_it_waits_for_more_than_two_batches() {
     let mut hand = hand(FairDevice::Seeks);
     hand.insert([500, 100, 900].map(|sector| bio(Op::Read, 1, sector)));
