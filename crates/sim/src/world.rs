@@ -18,7 +18,10 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use blkyard_mem::{Region, RegionTable, Segment};
-use blkyard_mq::{Bed, Bio, BioFlags, DeviceInfo, HwQueue, HwQueueConfig, Op, QueueLimits, Status, SwQueue, Wake};
+use blkyard_mq::{
+    Bed, Bio, BioFlags, DeviceInfo, HwQueue, HwQueueConfig, Op, QueueLimits, RateConfig, RateLimit, Status, SwQueue,
+    Wake,
+};
 
 use self::device::{Device, DeviceQueue};
 pub use self::options::{WorldDevice, WorldOptions, WorldScheduler};
@@ -113,6 +116,11 @@ struct World {
     outcome: Outcome,
 }
 
+/// A limit of which little is saved up, if it is any.
+fn limit(iops: u64, bytes_per_s: u64) -> Option<Arc<RateLimit>> {
+    RateLimit::new(RateConfig { iops, bytes_per_s, burst_ms: 2 }).map(Arc::new)
+}
+
 /// Runs a world until all its bios are over.
 ///
 /// # Panics
@@ -171,10 +179,12 @@ impl World {
             ..HwQueueConfig::default()
         };
         let memory = Arc::new(RegionTable::new(vec![Arc::clone(&region)]));
+        let limits: Vec<_> = limit(options.iops_max, options.bytes_per_s_max).into_iter().collect();
         let queue = |_| {
             let mut queue = HwQueue::new(device.queue(config.depth), Arc::clone(&info), config);
             queue.set_memory(&mut (), Arc::clone(&memory));
             queue.schedule(0, options.scheduler.config());
+            queue.set_rates(0, limits.clone());
             queue
         };
         let hw = (0..queues).map(queue);
@@ -444,7 +454,7 @@ impl World {
         let over = self.is_over();
         let Way::Lanes(lanes) = &mut self.way else { return };
         let drawn = self.rng.below(lanes.len() as u64) as usize;
-        let what = self.rng.below(4);
+        let what = self.rng.below(5);
         for (number, lane) in lanes.iter_mut().enumerate() {
             let mine = number == drawn && !over;
             if mine && what == 0 {
@@ -453,6 +463,10 @@ impl World {
             if mine && what == 3 {
                 let next = WorldScheduler::ALL[self.rng.below(5) as usize].config();
                 lane.queue.schedule(0, next);
+            }
+            if mine && what == 4 {
+                let iops = [0, 1000, 30_000][self.rng.below(3) as usize];
+                lane.queue.set_rates(0, limit(iops, 0).into_iter().collect());
             }
             if lane.frozen && over || mine && what == 1 {
                 lane.frozen = !lane.frozen;
@@ -530,7 +544,7 @@ mod tests {
             230,
             "device=chaos shared=on queues=3 submitters=1 bios=778 window=8 think_us=200 sectors=256 bio_sectors=5 depth=10 \
              bios_max=27 merging=off scheduler=deadline sectors_max=2048 segments_max=2 chunk_sectors=0 cache=on fua=on reads=20 \
-             flushes=4 zeroes=6 forced=3 errors=0 requeues=17 losses=118 changes_us=0 cuts_us=0",
+             flushes=4 zeroes=6 forced=3 errors=0 requeues=17 losses=118 changes_us=0 cuts_us=0 iops_max=0 bytes_per_s_max=0",
         );
     }
 

@@ -139,10 +139,14 @@ options! {
     requeues: u64,
     /// As above.
     losses: u64,
-    /// Time between two changes of a queue: its depth, its scheduler, frozen, quiesced; zero for none.
+    /// Time between two changes of a queue: its depth, its scheduler, its limit, frozen, quiesced; zero for none.
     changes_us: u64,
     /// Time between two power failures; zero for none.
     cuts_us: u64,
+    /// I/Os a second that all queues together do not exceed; zero for any number.
+    iops_max: u64,
+    /// Bytes a second, likewise.
+    bytes_per_s_max: u64,
 }
 
 impl WorldOptions {
@@ -187,6 +191,9 @@ impl WorldOptions {
             losses,
             changes_us: if shared { 0 } else { changes_us },
             cuts_us: if chaos { 0 } else { cuts_us },
+            // Last, so that the other options of a seed stay what they were. Some that nobody could miss.
+            iops_max: [0, 0, 0, 2000, 50_000][from(0, 4) as usize],
+            bytes_per_s_max: [0, 0, 0, 8 << 20, 256 << 20][from(0, 4) as usize],
         }
     }
 }
