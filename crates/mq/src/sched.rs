@@ -120,7 +120,7 @@ impl SchedulerConfig {
             SchedulerConfig::Kyber(config) => Some(Box::new(kyber::Kyber::new(*config, bios_max))),
             SchedulerConfig::Timeslice(config) if config.slice_us == 0 => None,
             SchedulerConfig::Timeslice(config) => Some(Box::new(timeslice::Timeslice::new(*config, bios_max))),
-            SchedulerConfig::Fair(config) => Some(Box::new(fair::Fair::new(*config, depth, bios_max, rotational))),
+            SchedulerConfig::Fair(config) => Some(Box::new(fair::Fair::new(*config, bios_max, rotational))),
         }
     }
 

@@ -54,6 +54,11 @@ const DUE: i64 = 1311;
 /// The same where there are seeks: two of them.
 const SEEK_DUE: i64 = 10486;
 
+/// A device that several streams have used counts as theirs for so long, whoever thinks: as long as a stream with short thoughts is waited for.
+const SHARED_NS: u64 = habits::IDLE_NS;
+/// Largest request of bios that join, where others share a device without seeks: who comes meanwhile waits for one at least.
+const JOIN_SECTORS: u64 = 256;
+
 /// Weights that streams can be given.
 pub const FAIR_WEIGHTS_MAX: usize = 8;
 
@@ -141,6 +146,8 @@ pub(crate) struct Fair {
     streams: Streams<Stream>,
     device: Device,
     depth: Depth,
+    /// Several streams use the device until then, even if one of them thinks.
+    shared_until_ns: u64,
     /// By class, in the order of urgency: who waits for a turn, in nanoseconds.
     turns: [Line; CLASSES],
     /// Who mixes, in bytes.
@@ -166,12 +173,18 @@ fn key(bio: &Bio) -> u64 {
     if bio.is_sync() { class | u64::from(bio.stream) } else { class | ASYNC_KEY }
 }
 
+/// What a bio counts for in the depth of a device.
+#[inline]
+fn cost(bio: &Bio) -> u64 {
+    PRICE as u64 + bio.bytes()
+}
+
 const ASYNC_KEY: u64 = 1 << 40;
 const CROWD_KEY: u64 = 1 << 41;
 
 impl Fair {
-    /// For a queue of so many tags and bios, of a device that says whether it turns.
-    pub(crate) fn new(config: FairConfig, depth: usize, bios_max: usize, rotational: bool) -> Fair {
+    /// For a queue of so many bios, of a device that says whether it turns.
+    pub(crate) fn new(config: FairConfig, bios_max: usize, rotational: bool) -> Fair {
         let seeks = match config.device {
             FairDevice::Measured => rotational,
             FairDevice::Seeks => true,
@@ -189,7 +202,8 @@ impl Fair {
             slots: Slots::new(bios_max),
             streams,
             device: Device::new(seeks),
-            depth: Depth::new(depth),
+            depth: Depth::new(),
+            shared_until_ns: 0,
             turns: Priority::ALL.map(|_| Line::new(turn::least_ns(&config), LATE_NS)),
             mixes: Priority::ALL.map(|_| Line::new(1, LATE_NS)),
             crowds,
@@ -294,16 +308,19 @@ impl Fair {
     fn next_flat(&mut self, now_ns: u64) -> Next {
         let Some(class) = self.class(now_ns) else { return Next::Wait(u64::MAX) };
         let Some(at) = self.front_of_mix(class, now_ns) else { return Next::Wait(u64::MAX) };
-        let in_flight = self.in_flight();
-        if self.busy > 1 && in_flight >= self.depth.limit() {
+        if self.is_shared(now_ns) {
+            let stream = self.streams.get(at);
+            let Some(first) = stream.bios.first() else { unreachable!("it has bios") };
+            let cost = cost(self.slots.bio(first));
             // Who wants little, and has nothing there, does not wait for those who do.
-            let may_pass = self.mixes[class].front_is_light() && self.streams.get(at).in_flight == 0;
-            if !may_pass || in_flight >= 2 * self.depth.limit() {
-                self.depth.bound();
-                return Next::Wait(u64::MAX);
+            let may_pass = || self.mixes[class].front_is_light() && stream.in_flight == 0;
+            if !self.depth.fits(cost) && (!may_pass() || self.depth.is_far_beyond(cost)) {
+                let until_ns = self.depth.wait_ns(cost);
+                if now_ns < until_ns {
+                    return Next::Wait(until_ns);
+                }
             }
         }
-        self.depth.used(in_flight + 1);
         self.next_of_mix(class, at, now_ns)
     }
 
@@ -325,6 +342,12 @@ impl Fair {
         (first + 1..CLASSES).find(late).or(Some(first))
     }
 
+    /// Whether several streams use the device, or have a moment ago.
+    #[inline]
+    fn is_shared(&self, now_ns: u64) -> bool {
+        self.busy > 1 || now_ns < self.shared_until_ns
+    }
+
     fn in_flight(&self) -> usize {
         self.out.iter().sum()
     }
@@ -341,6 +364,7 @@ impl Fair {
         }
         self.waiting[class] -= 1;
         self.out[class] += 1;
+        self.depth.took(cost(&bio));
         self.last = Some(at);
         bio
     }
@@ -398,12 +422,14 @@ impl Scheduler for Fair {
         self.slots.push(&mut stream.bios, bio, now_ns);
         self.waiting[class] += 1;
         if first && !stream.share.queued && !is_owner {
-            self.busy += usize::from(alone);
             self.streams.work(at);
             self.stand_in_line(at, now_ns);
         } else {
             self.mixing[class] += usize::from(stream.mixes);
-            self.busy += usize::from(alone);
+        }
+        self.busy += usize::from(alone);
+        if self.busy > 1 {
+            self.shared_until_ns = now_ns + SHARED_NS;
         }
     }
 
@@ -411,8 +437,15 @@ impl Scheduler for Fair {
         if self.device.seeks() { self.next_turn(now_ns) } else { self.next_flat(now_ns) }
     }
 
-    fn join(&mut self, reach: Reach, fits: &mut dyn FnMut(&Bio) -> bool, _now_ns: u64) -> Option<Box<Bio>> {
+    fn join(&mut self, reach: Reach, fits: &mut dyn FnMut(&Bio) -> bool, now_ns: u64) -> Option<Box<Bio>> {
         let at = self.last?;
+        let shared = !self.device.seeks() && self.is_shared(now_ns);
+        let room = if shared { JOIN_SECTORS.saturating_sub(reach.end - reach.start) } else { u64::MAX };
+        if room == 0 {
+            return None;
+        }
+        let depth = &self.depth;
+        let mut fits = |bio: &Bio| u64::from(bio.sectors) <= room && (!shared || depth.fits(cost(bio))) && fits(bio);
         let stream = self.streams.get_mut(at);
         let bio = match self.batch.last() {
             Some((_, place)) if stream.batch > 0 => {
@@ -424,7 +457,7 @@ impl Scheduler for Fair {
                 stream.batch -= 1;
                 self.slots.remove(&mut stream.bios, place)
             }
-            _ => join_from(&mut self.slots, &mut stream.bios, reach, fits)?.0,
+            _ => join_from(&mut self.slots, &mut stream.bios, reach, &mut fits)?.0,
         };
         let class = usize::from(stream.class);
         self.mixing[class] -= usize::from(stream.mixes);
@@ -445,9 +478,7 @@ impl Scheduler for Fair {
         if over {
             self.rest(at);
         }
-        if !self.device.seeks() {
-            self.depth.ended(PRICE as u64 + bio.bytes(), now_ns);
-        }
+        self.depth.ended(cost(bio), now_ns);
         if self.config.device == FairDevice::Measured
             && bio.op == Op::Read
             && self.device.read(bio.sector, bio.sectors, start_ns, now_ns)
@@ -481,7 +512,7 @@ impl Scheduler for Fair {
         let mut facts = vec![
             ("seeks", u64::from(self.device.seeks())),
             ("busy", self.busy as u64),
-            ("depth", self.depth.depth() as u64),
+            ("depth_kib", self.depth.depth() >> 10),
             ("in_flight", self.in_flight() as u64),
         ];
         if let Some(turn) = &self.turn {

@@ -1,105 +1,177 @@
 //! How much of a device's queue is worth using, where several streams share it.
 //!
-//! Whoever comes late waits for what the device has already. So it is given no more than keeps it busy, which is measured: by turns it has
-//! the whole depth for a while, and three quarters of it. If that makes no difference to what it does, the depth becomes less; if it does
-//! less, more. The two are compared over several turns, so that it does not matter that what is wanted changes meanwhile. The probe only ever goes
-//! down, so that it makes nobody wait for longer.
+//! Whoever comes late waits for what the device has already. So it is given no more than keeps it busy, which is measured, in bytes and a price for
+//! each bio: by turns it has the whole depth for a while, and a quarter less. If that makes no difference to what it does, the depth becomes less; if it
+//! does, an eighth is tried, and a sixteenth. If all of them do, a little more than the whole is tried in the same way. The two are compared over
+//! several turns, so that it does not matter that what is wanted changes meanwhile.
 //!
-//! If nobody waits although the device has less than the depth, the depth is what it has had. If that turns out to be needed, the next attempt is
-//! made the later the more often that happened: who shares a device that has enough for all must not pay for it.
+//! When nothing is better, the device is given a sixteenth less than that: it loses that much at most, and nothing queues in it. The next attempt is
+//! made after a pause, which is the longer the more often nothing was better, and ends at once when the device does clearly more or less than it did:
+//! attempts cost some of what the device could do, or somebody's time.
+//!
+//! If nobody waits although the device has less than the depth, the depth is what it has had.
+//!
+//! A depth of two and a half large bios can be kept, too: when two are left and half of one of them must be done by now, as long as the device takes
+//! for so much, the next one goes. Two would not keep it busy, and behind three there would be a queue.
 
 /// How long a turn lasts at least.
 const TURN_NS: u64 = 5_000_000;
 /// Ends in a turn, at least.
-const TURN_ENDS: u32 = 64;
-/// Turns of each kind before they are compared.
-const TURNS: u32 = 4;
-/// Of a thousand: three quarters do as much as all if they do at least this.
-const ENOUGH_PERMILLE: u64 = 985;
-/// And less if they do less than this. Where three quarters do 97 of 100, all do 9 of 10 of what any depth could, in a device that grows
-/// as slowly with its depth as one whose dies are hit at random.
-const TOO_LITTLE_PERMILLE: u64 = 970;
-/// The least depth: of one there are no three quarters.
-const DEPTH_MIN: usize = 2;
-/// Turns after an attempt that failed until the next, the first time and at most: a few percent of the time are spent on attempts.
+const TURN_ENDS: u32 = 128;
+/// Pairs of turns that are compared. The best and the worst count for nothing: a device that is away collecting garbage says nothing of depths. A
+/// little less is enough only if all others say so: where much is by chance, too much is better than too little.
+const TURNS: usize = 4;
+/// So many turns in a row that took an eighth more or less than usual show that something has changed, and not that garbage was collected.
+const CHANGED_TURNS: u32 = 8;
+/// Steps down that are tried: a quarter, an eighth, a sixteenth.
+const STEP_MIN: u32 = 2;
+const STEP_MAX: u32 = 4;
+/// So much less of a hundred may be done for each hundred less of depth, if that is to be enough: where three quarters do 98.5 of 100, all do
+/// 95 of what any depth could, in a device that grows as slowly with its depth as one whose dies are hit at random.
+const LOSS_PERCENT: u64 = 6;
+/// What was the whole does as much as an eighth more if it does at least this.
+const USELESS_PERMILLE: u64 = 990;
+/// The least depth: two small bios, for of one there are no three quarters.
+const DEPTH_MIN: u64 = 24 << 10;
+/// The most, which is none.
+const DEPTH_MAX: u64 = 1 << 40;
+/// And this or less where both are too little to keep the device busy.
+const LINEAR_PERMILLE: u64 = 955;
+/// Turns until the next attempt after one that has changed nothing: the first time, and at most. Each attempt is 20 ms with a queue in the device: of
+/// a thousand who come, one is to meet it.
 const PAUSE_MIN: u32 = 8;
-const PAUSE_MAX: u32 = 512;
+const PAUSE_MAX: u32 = 4096;
+/// From this size on it is worth a timer to send a bio between two ends.
+const LARGE: u64 = 64 << 10;
 
 /// See the head of the module.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Depth {
-    /// The depth that has been found to do.
-    whole: usize,
-    most: usize,
-    /// Three quarters, for now.
+    /// The depth that has been found to do, or is tried beside `less`.
+    whole: u64,
+    less: u64,
+    /// How much may be in flight just now, and how much of small bios.
+    limit: u64,
+    limit_small: u64,
+    /// How much less is tried: a half to the power of this.
+    step: u32,
+    /// `less` was the whole until it was found too little.
+    grows: bool,
+    /// It is `less`, for now.
     low: bool,
     /// It was used up in this turn.
     bound: bool,
-    /// The most the device had in this turn.
-    peak: usize,
-    /// Turns until the next attempt with less than nobody waits for, and how many there will be after that.
+    /// What the device has, and the most it had in this turn.
+    has: u64,
+    peak: u64,
+    /// Turns until the next attempt, and how many there will be after that.
     pause: u32,
     next_pause: u32,
     since_ns: u64,
-    /// Ends to be let by until what belongs to the turn before is over.
-    skip: u32,
+    /// When something ended last.
+    ended_ns: u64,
+    /// What has to end until what belongs to the turn before is over.
+    skip: u64,
     ends: u32,
     cost: u64,
-    /// What was done, and how long that took: with all of it, with three quarters.
-    done: [u64; 2],
-    took_ns: [u64; 2],
-    turns: u32,
+    /// How long the device takes for a MiB of cost; a mean, zero until it is known.
+    mib_ns: u64,
+    /// The same in the last turn with the whole.
+    whole_ns: u64,
+    /// Turns in a row that took clearly more or less than the mean.
+    changed: u32,
+    /// Of a thousand, what was done with less of what was done with the whole just before; so many of them.
+    permille: [u64; TURNS],
+    turns: usize,
 }
 
 impl Depth {
-    /// Of a device that has so many places.
-    pub(super) fn new(most: usize) -> Depth {
+    /// Of a device of which nothing is known.
+    pub(super) fn new() -> Depth {
         Depth {
-            whole: most.max(DEPTH_MIN),
-            most: most.max(DEPTH_MIN),
+            whole: DEPTH_MAX,
+            less: DEPTH_MAX,
+            limit: DEPTH_MAX,
+            limit_small: DEPTH_MAX,
+            step: STEP_MIN,
+            grows: false,
             low: false,
             bound: false,
+            has: 0,
             peak: 0,
             pause: 0,
             next_pause: PAUSE_MIN,
             since_ns: 0,
+            ended_ns: 0,
             skip: 0,
             ends: 0,
             cost: 0,
-            done: [0; 2],
-            took_ns: [0; 2],
+            mib_ns: 0,
+            whole_ns: 0,
+            changed: 0,
+            permille: [0; TURNS],
             turns: 0,
         }
     }
 
     /// The depth that has been found to do.
-    pub(super) fn depth(&self) -> usize {
-        self.whole
+    pub(super) fn depth(&self) -> u64 {
+        if self.grows { self.less } else { self.whole }
     }
 
-    /// How much may be in flight just now.
-    #[inline]
-    pub(super) fn limit(&self) -> usize {
-        if self.low { three_quarters(self.whole) } else { self.whole }
+    /// Finds how much may be in flight, after anything has changed.
+    fn set_limits(&mut self, mean_cost: u64) {
+        self.limit = if self.pause > 0 {
+            self.whole - self.whole / 16
+        } else if self.low {
+            self.less
+        } else {
+            self.whole
+        };
+        // Of a few small ones one less is more than a sixteenth.
+        let few = self.pause > 0 && self.whole / 16 < mean_cost;
+        self.limit_small = if few { self.whole } else { self.limit };
     }
 
-    /// Somebody waits because of it.
+    /// Whether the device has more than twice of that, or would.
+    pub(super) fn is_far_beyond(&self, cost: u64) -> bool {
+        self.has + cost > 2 * self.limit
+    }
+
+    /// Whether something fits that is worth so much. Small bios are as many as come nearest to the depth.
     #[inline]
-    pub(super) fn bound(&mut self) {
+    pub(super) fn fits(&self, cost: u64) -> bool {
+        if cost < LARGE {
+            self.has + cost / 2 <= self.limit_small
+        } else {
+            self.has == 0 || self.has + cost <= self.limit
+        }
+    }
+
+    /// Somebody waits because it does not fit: until then, unless something ends before. The largest number if only that helps.
+    pub(super) fn wait_ns(&mut self, cost: u64) -> u64 {
         self.bound = true;
+        if self.has > self.limit || cost < LARGE || self.mib_ns == 0 {
+            return u64::MAX;
+        }
+        let over = self.has + cost - self.limit;
+        self.ended_ns + ((over * self.mib_ns) >> 20)
     }
 
-    /// So much is in flight.
+    /// The device has something more.
     #[inline]
-    pub(super) fn used(&mut self, in_flight: usize) {
-        self.peak = self.peak.max(in_flight);
+    pub(super) fn took(&mut self, cost: u64) {
+        self.has += cost;
+        self.peak = self.peak.max(self.has);
     }
 
     /// Something has ended that was worth so much.
     #[inline]
     pub(super) fn ended(&mut self, cost: u64, now_ns: u64) {
+        self.has -= cost;
+        self.ended_ns = now_ns;
         if self.skip > 0 {
-            self.skip -= 1;
+            self.skip = self.skip.saturating_sub(cost);
             (self.since_ns, self.bound) = (now_ns, false);
             return;
         }
@@ -112,106 +184,171 @@ impl Depth {
 
     #[inline(never)]
     fn end_turn(&mut self, now_ns: u64) {
-        if !self.bound && !self.low && self.pause == 0 {
-            self.whole = self.peak.clamp(DEPTH_MIN, self.most);
-            self.bound = true;
-        }
-        if self.bound {
-            let low = usize::from(self.low);
-            self.done[low] += self.cost;
-            self.took_ns[low] += now_ns - self.since_ns;
-            self.turns += 1;
-            self.low = !self.low;
+        let mib_ns = ((now_ns - self.since_ns) << 20).checked_div(self.cost).unwrap_or(0).max(1);
+        if self.pause > 0 {
+            self.pause -= 1;
+            if self.bound {
+                self.look_for_change(mib_ns);
+            }
+        } else if !self.bound && (self.grows || self.low) {
+            // There is more than anybody wants.
+            self.keep();
         } else {
-            // Nobody waited: what was done says nothing of what could be.
-            (self.turns, self.low, self.pause) = (0, false, self.pause.saturating_sub(1));
+            if !self.bound {
+                // Not at once, unless nothing is known: a moment in which nobody wants much is no habit.
+                let known = self.whole < DEPTH_MAX;
+                self.try_less(self.peak.max(if known { self.whole - self.whole / 8 } else { DEPTH_MIN }));
+            } else if self.turns == 0 && !self.low && !self.grows {
+                self.try_less(self.whole);
+            }
+            if self.low {
+                self.permille[self.turns] = self.whole_ns * 1000 / mib_ns;
+                self.turns += 1;
+            } else {
+                self.whole_ns = mib_ns;
+                self.learn(mib_ns);
+            }
+            self.low = !self.low;
+            if self.turns == TURNS {
+                self.decide();
+            }
         }
-        if self.turns == 2 * TURNS {
-            self.decide();
+        self.set_limits(self.cost / u64::from(self.ends));
+        self.skip = self.has;
+        (self.ends, self.cost, self.bound, self.peak, self.since_ns) = (0, 0, false, self.has, now_ns);
+    }
+
+    fn try_less(&mut self, whole: u64) {
+        (self.whole, self.less) = (whole, (whole - (whole >> self.step)).max(DEPTH_MIN));
+    }
+
+    /// One bio more at least.
+    fn try_more(&mut self) {
+        let more = (self.whole / 8).max(self.cost / u64::from(self.ends.max(1)));
+        (self.less, self.whole, self.grows) = (self.whole, (self.whole + more).min(DEPTH_MAX), true);
+    }
+
+    /// Nothing changes for a while.
+    fn keep(&mut self) {
+        (self.grows, self.low, self.turns) = (false, false, 0);
+        (self.pause, self.next_pause) = (self.next_pause, (self.next_pause * 4).min(PAUSE_MAX));
+    }
+
+    fn learn(&mut self, mib_ns: u64) {
+        self.mib_ns = if self.mib_ns == 0 { mib_ns } else { (self.mib_ns * 7 + mib_ns) / 8 };
+    }
+
+    /// Ends a pause if the device does more or less than it did, by an eighth.
+    fn look_for_change(&mut self, mib_ns: u64) {
+        if mib_ns.abs_diff(self.mib_ns) <= self.mib_ns / 8 {
+            self.changed = 0;
+            return self.learn(mib_ns);
         }
-        if self.turns == 0 {
-            (self.done, self.took_ns) = ([0; 2], [0; 2]);
+        self.changed += 1;
+        if self.changed >= CHANGED_TURNS {
+            (self.pause, self.next_pause, self.step, self.changed) = (0, PAUSE_MIN, STEP_MIN, 0);
+            self.mib_ns = mib_ns;
         }
-        self.skip = self.whole as u32;
-        (self.ends, self.cost, self.bound, self.peak, self.since_ns) = (0, 0, false, 0, now_ns);
     }
 
     fn decide(&mut self) {
-        let rate = |at: usize| u128::from(self.done[at]) * 1_000_000_000 / u128::from(self.took_ns[at].max(1));
-        let permille = rate(1) * 1000 / rate(0).max(1);
-        if permille >= u128::from(ENOUGH_PERMILLE) {
-            self.whole = three_quarters(self.whole).max(DEPTH_MIN);
-            self.next_pause = PAUSE_MIN;
-        } else if permille < u128::from(TOO_LITTLE_PERMILLE) {
-            self.whole = (self.whole + (self.whole / 3).max(1)).min(self.most);
-            (self.pause, self.next_pause) = (self.next_pause, (self.next_pause * 2).min(PAUSE_MAX));
-        }
+        self.permille.sort_unstable();
+        let middle = u64::midpoint(self.permille[TURNS / 2 - 1], self.permille[TURNS / 2]);
+        let said = if self.step == STEP_MIN { middle } else { self.permille[1] };
+        let enough = said * 100 >= 100_000 - LOSS_PERCENT * (1000 >> self.step);
         self.turns = 0;
+        if self.grows {
+            if middle >= USELESS_PERMILLE {
+                self.whole = self.less;
+                self.keep();
+            } else {
+                self.next_pause = PAUSE_MIN;
+                self.try_more();
+            }
+        } else if enough && self.whole > DEPTH_MIN {
+            (self.whole, self.next_pause) = (self.less, PAUSE_MIN);
+            self.step = (self.step - 1).max(STEP_MIN);
+        } else if self.step < STEP_MAX {
+            self.step += 1;
+        } else if self.next_pause == PAUSE_MIN || middle <= LINEAR_PERMILLE {
+            self.try_more();
+        } else {
+            self.keep();
+        }
     }
-}
-
-/// At least one less.
-fn three_quarters(depth: usize) -> usize {
-    (depth * 3).div_ceil(4).min(depth - 1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// The depth that is found on a device that does `rate(depth)` a second, between these seconds.
-    fn find(depth: &mut Depth, from: u64, to: u64, mut rate: impl FnMut(usize) -> f64) -> usize {
-        let (mut now_ns, end_ns) = (from as f64 * 1e9, to as f64 * 1e9);
+    const COST: u64 = 12 << 10;
+
+    /// The depth that is found on a device that does `rate(depth)` small bios a second, between these seconds, if up to `wanted` are to be had.
+    fn find(depth: &mut Depth, wanted: u64, seconds: [u64; 2], mut rate: impl FnMut(u64) -> f64) -> u64 {
+        let [mut now_ns, end_ns] = seconds.map(|s| s as f64 * 1e9);
         while now_ns < end_ns {
-            now_ns += 1e9 / rate(depth.limit());
-            depth.used(depth.limit());
-            depth.bound();
-            depth.ended(1, now_ns as u64);
+            while depth.has < wanted * COST && depth.fits(COST) {
+                depth.took(COST);
+            }
+            if depth.has < wanted * COST {
+                depth.wait_ns(COST);
+            }
+            now_ns += 1e9 / rate(depth.has / COST);
+            depth.ended(COST, now_ns as u64);
         }
-        depth.depth()
+        (depth.depth() + COST / 2) / COST
     }
 
     #[test]
     fn the_depth_that_keeps_a_device_busy_is_found_from_above_and_below() {
         // 80 us each until the device has all it can do: that is 32, or 4, at one time.
-        for (most, enough) in [(256, 32_usize), (256, 4), (16, 32), (64, 1)] {
-            let mut depth = Depth::new(most);
-            let rate = |depth: usize| depth.min(enough) as f64 * 12_500.0;
-            let found = find(&mut depth, 0, 30, rate);
-            let wanted = enough.min(most)..=(enough * 3 / 2).max(DEPTH_MIN);
+        for (most, enough) in [(256, 32_u64), (256, 4), (16, 32), (64, 1)] {
+            let mut depth = Depth::new();
+            let rate = |depth: u64| depth.min(enough) as f64 * 12_500.0;
+            let found = find(&mut depth, most, [0, 30], rate);
+            let wanted = enough.min(most)..=(enough * 3 / 2).max(2);
             assert!(wanted.contains(&found), "{found} of {most} for {enough}");
             if most > enough {
                 // A device that has become twice as wide.
-                let rate = |depth: usize| depth.min(enough * 2) as f64 * 12_500.0;
-                let found = find(&mut depth, 30, 60, rate);
-                assert!((enough * 2..=enough * 3).contains(&found), "{found} of {most} for {enough} twice");
+                let rate = |depth: u64| depth.min(enough * 2) as f64 * 12_500.0;
+                let found = find(&mut depth, most, [30, 90], rate);
+                assert!((enough * 2..=enough * 3).contains(&found), "{found} of {most} for {enough} twice: {depth:?}");
             }
         }
     }
 
     #[test]
     fn a_device_that_grows_slowly_with_its_depth_keeps_nine_tenths() {
-        let mut depth = Depth::new(256);
-        let rate = |depth: usize| 400_000.0 * depth as f64 / (depth as f64 + 8.0);
-        let found = find(&mut depth, 0, 60, rate);
+        let rate = |depth: u64| 400_000.0 * depth as f64 / (depth as f64 + 8.0);
+        let found = find(&mut Depth::new(), 256, [0, 60], rate);
         assert!(rate(found) > 0.88 * 400_000.0, "{found}");
     }
 
     #[test]
-    fn who_needs_less_than_there_is_pays_next_to_nothing_for_being_asked() {
-        // Three at one time, on a device that has 80 us for each and as many ways.
-        let (mut depth, mut now_ns, mut lost_ns) = (Depth::new(64), 0, 0);
-        while now_ns < 10_000_000_000 {
-            let takes = depth.limit().min(3);
-            depth.used(takes);
-            if takes < 3 {
-                depth.bound();
-            }
-            let took_ns = 80_000 / takes as u64;
-            lost_ns += took_ns - 80_000 / 3;
-            now_ns += took_ns;
-            depth.ended(1, now_ns);
+    fn attempts_cost_next_to_nothing() {
+        // Three at one time, on a device that has 80 us for each and as many ways; and as many as it takes, on one of four.
+        for (wanted, ways) in [(3, 3), (256, 4)] {
+            let (mut depth, mut did_ns) = (Depth::new(), 0.0);
+            find(&mut depth, wanted, [0, 10], |depth| {
+                did_ns += 80_000.0 / ways as f64;
+                depth.min(ways) as f64 * 12_500.0
+            });
+            assert!(did_ns > 9.8e9, "{did_ns} ns worth in ten seconds");
         }
-        assert!(lost_ns * 50 < now_ns, "{lost_ns} of {now_ns}");
+    }
+
+    #[test]
+    fn between_two_ends_a_large_bio_goes_when_what_is_too_much_of_it_must_be_done() {
+        let mut depth = Depth::new();
+        let large = 128 << 10;
+        (depth.limit, depth.mib_ns) = (5 * large / 2, 320_000);
+        (0..2).for_each(|_| depth.took(large));
+        assert!(!depth.fits(large));
+        // Half of it: 64 KiB at 320 us for a MiB.
+        depth.ended_ns = 1_000_000;
+        assert_eq!(depth.wait_ns(large), 1_020_000);
+        depth.took(large);
+        assert_eq!(depth.wait_ns(large), u64::MAX, "one is all that goes beyond");
     }
 }

@@ -4,6 +4,9 @@
 //! the one before and far from it, and by size, since a large one takes longer wherever it lies. A far one that takes clearly longer than
 //! a near one as large or larger shows that there are seeks; one that takes as long as a near one as large or smaller shows that there
 //! are none. Writes say nothing: a cache takes them wherever they go.
+//!
+//! Any single read may have waited for something else: for a flash device that collects garbage, for a disk that empties its write cache. So
+//! a near one counts with about what the quicker ones take, and of those far away six of eight must agree.
 
 /// A read this far from the end of the one before is near, sectors: 1 MiB, which a disk's arm need not move for.
 const NEAR_SECTORS: u64 = 2048;
@@ -11,25 +14,33 @@ const NEAR_SECTORS: u64 = 2048;
 const FAR_SECTORS: u64 = 128 << 10;
 /// Sizes told apart: up to 16 KiB, 128 KiB, 1 MiB, and all beyond; sectors.
 const SIZES: [u32; 3] = [32, 256, 2048];
-/// Means are of the last 8 or so, and say something after that many.
+/// Near reads of a size before anything is compared with them.
 const SAMPLES_MIN: u32 = 8;
+/// Of the last 8 reads that are far away so many must have taken longer, or no longer.
+const AGREE_MIN: u32 = 6;
 /// Something far takes so much longer if there are seeks: a disk turns by half in 4 ms, and the arm takes 1 ms at least.
 const SEEK_NS: u64 = 2_000_000;
 /// And no more than this if there are none.
 const NO_SEEK_NS: u64 = 500_000;
 
-/// A mean time.
+/// What the quicker reads of a kind take.
 #[derive(Clone, Copy, Debug, Default)]
-struct Mean {
+struct Quick {
     ns: u64,
     samples: u32,
 }
 
-impl Mean {
+impl Quick {
+    /// Follows downwards at once, and upwards slowly.
     fn add(&mut self, ns: u64) {
+        if self.samples == 0 {
+            self.ns = ns;
+        } else if ns < self.ns {
+            self.ns -= (self.ns - ns) / 4;
+        } else {
+            self.ns += (ns - self.ns).min(self.ns) / 16;
+        }
         self.samples = (self.samples + 1).min(SAMPLES_MIN);
-        let samples = u64::from(self.samples);
-        self.ns = (self.ns * (samples - 1) + ns) / samples;
     }
 
     fn get(self) -> Option<u64> {
@@ -41,8 +52,9 @@ impl Mean {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Device {
     seeks: bool,
-    near: [Mean; SIZES.len() + 1],
-    far: [Mean; SIZES.len() + 1],
+    near: [Quick; SIZES.len() + 1],
+    /// A bit for each of the last reads far away that could be compared: whether it says that we are wrong.
+    wrong: [u8; SIZES.len() + 1],
     /// When and behind which sector the last one ended.
     last_ns: u64,
     last_end: u64,
@@ -51,8 +63,8 @@ pub(super) struct Device {
 impl Device {
     /// A device that is said to have seeks, or none.
     pub(super) fn new(seeks: bool) -> Device {
-        let means = [Mean::default(); SIZES.len() + 1];
-        Device { seeks, near: means, far: means, last_ns: 0, last_end: u64::MAX }
+        let near = [Quick::default(); SIZES.len() + 1];
+        Device { seeks, near, wrong: [0; SIZES.len() + 1], last_ns: 0, last_end: u64::MAX }
     }
 
     /// Whether there are seeks, as far as is known.
@@ -76,15 +88,15 @@ impl Device {
             self.near[size].add(took_ns);
             return false;
         }
-        self.far[size].add(took_ns);
-        let Some(far_ns) = self.far[size].get() else { return false };
-        let wrong = if self.seeks {
-            let mut near = self.near[..=size].iter().filter_map(|mean| mean.get());
-            near.any(|near_ns| far_ns < near_ns + near_ns / 4 + NO_SEEK_NS)
+        let says_so = if self.seeks {
+            let mut near = self.near[..=size].iter().filter_map(|quick| quick.get());
+            near.any(|near_ns| took_ns < near_ns + near_ns / 4 + NO_SEEK_NS)
         } else {
-            let mut near = self.near[size..].iter().filter_map(|mean| mean.get());
-            near.any(|near_ns| far_ns > near_ns + near_ns / 2 + SEEK_NS)
+            let mut near = self.near[size..].iter().filter_map(|quick| quick.get());
+            near.any(|near_ns| took_ns > near_ns + near_ns / 2 + SEEK_NS)
         };
+        self.wrong[size] = self.wrong[size] << 1 | u8::from(says_so);
+        let wrong = self.wrong[size].count_ones() >= AGREE_MIN;
         if wrong {
             *self = Device { last_ns: self.last_ns, last_end: self.last_end, ..Device::new(!self.seeks) };
         }
@@ -125,6 +137,28 @@ mod tests {
         for (near_ns, far_ns) in [(80 * us, 90 * us), (400 * us, 600 * us), (5 * ms, 5 * ms), (50 * ms, 55 * ms)] {
             assert!(!look(false, [8, 8], near_ns, far_ns), "{near_ns}");
             assert!(look(true, [8, 8], near_ns, far_ns), "{near_ns}");
+        }
+    }
+
+    #[test]
+    fn what_happens_now_and_then_is_no_seek() {
+        let (mut device, mut now_ns) = (Device::new(false), 0);
+        for at in 0..10_000_u64 {
+            // One in five waits for 17 ms, wherever it is.
+            let start_ns = now_ns;
+            now_ns += if at % 5 == 0 { 17_000_000 } else { 60_000 };
+            assert!(!device.read(at / 2 % 2 * 10_000_000 + at * 8, 8, start_ns, now_ns), "{at}");
+        }
+    }
+
+    #[test]
+    fn a_disk_whose_near_reads_often_wait_stays_one() {
+        let (mut device, mut now_ns) = (Device::new(true), 0);
+        for at in 0..10_000_u64 {
+            let far = at / 2 % 2;
+            let start_ns = now_ns;
+            now_ns += if at % 3 == 0 { 20_000_000 } else { 1_000_000 + far * 8_000_000 };
+            assert!(!device.read(far * 10_000_000 + at * 8, 8, start_ns, now_ns), "{at}");
         }
     }
 

@@ -213,7 +213,7 @@ fn who_wants_little_does_not_wait_for_who_wants_much() {
     hand.insert(row(1, 0, 50));
     assert_eq!(owners(&hand.take(8)), [1; 8]);
     hand.insert(row(2, 0, 1));
-    assert_eq!(owners(&hand.all()), [2], "beyond the depth, which others have used up");
+    assert_eq!(owners(&hand.take(1)), [2]);
     // Whoever wants much has it by turns, however many bios wait.
     hand.insert(row(3, 0, 13));
     let mut of = [0; 3];
@@ -221,6 +221,38 @@ fn who_wants_little_does_not_wait_for_who_wants_much() {
         owners(&hand.end_all().take(5)).into_iter().for_each(|owner| of[owner as usize - 1] += 1);
     }
     assert!(of[2] >= 10, "{of:?}");
+}
+
+#[test]
+fn a_device_is_given_what_keeps_it_busy_and_who_wants_little_passes_beside_that() {
+    let mut hand = hand(FairDevice::Flat);
+    // It does one every 20 us, however many it has. Two want all of it.
+    let us = MS / 1000;
+    hand.insert(row(1, 0, 20)).insert(row(2, 0, 20));
+    for at in 20..100_000 {
+        hand.take(64);
+        let sector = hand.out[0].sector;
+        let now_ns = hand.now_ns;
+        hand.at(now_ns + 20 * us).end(sector).insert(row((sector / 1_000_000) as u32, at, 1));
+    }
+    hand.all();
+    assert!((1..4).contains(&hand.out.len()), "{:?}", hand.scheduler.snapshot(hand.now_ns).facts);
+    hand.insert(row(3, 0, 1));
+    assert_eq!(owners(&hand.all()), [3]);
+    hand.insert(row(3, 1, 1));
+    assert_eq!(hand.all(), [], "it has one there already");
+}
+
+#[test]
+fn where_others_wait_bios_join_up_to_a_length() {
+    let mut hand = hand(FairDevice::Flat);
+    hand.insert(row(1, 0, 50));
+    assert_eq!((hand.next(), hand.join(1_000_000, 1_000_008)), (Some(1_000_000), Some(1_000_008)));
+    assert_eq!(hand.join(1_000_000 - 1000, 1_000_016), Some(1_000_016), "alone, to any");
+    hand.insert(row(2, 0, 1));
+    assert_eq!(hand.take(2), [2_000_000, 1_000_024]);
+    assert_eq!(hand.join(1_000_032 - 249, 1_000_032), None);
+    assert_eq!(hand.join(1_000_032 - 248, 1_000_032), Some(1_000_032));
 }
 
 #[test]
