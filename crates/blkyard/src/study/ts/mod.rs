@@ -4,6 +4,7 @@
 //! Everything is virtual time on models of devices ([`rig`]): no figure depends on the machine. Each part hands in a [`Part`]; report and picture
 //! are made of those.
 
+mod beside;
 mod cache;
 mod job;
 mod jobs;
@@ -36,12 +37,16 @@ impl Length {
 
 /// A part, and what it is about, for who waits.
 type Runs = fn(Length, u64) -> io::Result<Part>;
-const PARTS: [(&str, Runs); 5] = [
+const PARTS: [(&str, Runs); 9] = [
     ("the one figure that is calibrated", parallel::calibration),
     ("two files read in parallel", parallel::readers),
     ("two files copied in parallel", parallel::copies),
     ("1 to 16 jobs on a disk", jobs::disk),
     ("16 jobs on flash", jobs::flash),
+    ("one beside two streams on flash", beside::flash),
+    ("one beside two copies on flash", beside::flash_writes),
+    ("one beside two streams on a disk", beside::disk),
+    ("one beside two copies on a disk", beside::disk_writes),
 ];
 
 /// Runs all parts.

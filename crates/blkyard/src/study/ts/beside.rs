@@ -1,0 +1,317 @@
+//! Part 3: one who reads 4 KiB at a time beside two streams that take all they can get, on flash and on a disk.
+//!
+//! The streams are two copies: what they read, alone, as the two copies of the post that seem to have written into the page cache only; and with what
+//! is written back. What they lose is counted from what they have without the reader and without a scheduler.
+
+use std::collections::VecDeque;
+use std::io;
+
+use blkyard_mq::{DeadlineConfig, FairConfig, KyberConfig, Op, SchedulerConfig, TimesliceConfig};
+use blkyard_sim::{DiskModel, FlashModel, Rng};
+
+use super::Length;
+use super::job::Job;
+use super::part::{Drawn, Part, column};
+use super::reader::{File, ReadAhead, Reader};
+use super::rig::{Hands, MS, S, Scene, Submitter, Tally, Wish, run};
+
+/// One in so many runs of the study, each with a seed of its own; of each figure the worst of them counts.
+const RUNS_SHARE: u64 = 8;
+/// Where the reader reads, and where each copy does and writes to; sectors. On the disk that is 8 GB, and 50 GB apart.
+const RANGE_SECTORS: u64 = 16 << 20;
+const APART_SECTORS: u64 = 100 << 20;
+/// Of each file: more than any copy reads in the time there is.
+const FILE_SECTORS: u64 = 16 << 21;
+/// Between the end of a read and the next of who reads at depth 1.
+const THINK_NS: u64 = 10_000;
+/// What a copy has read and not written yet, bytes.
+const DIRTY_BYTES: u64 = 32 << 20;
+/// Writes of a copy on their way.
+const WRITES: u64 = 8;
+/// A copy so slow that it might be none: one block in so long.
+const TRICKLE_NS: u64 = 13 * MS;
+
+/// What the reader is beside, and on what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Setting {
+    Flash { writes: bool },
+    Disk { writes: bool },
+}
+
+impl Setting {
+    fn writes(self) -> bool {
+        let (Setting::Flash { writes } | Setting::Disk { writes }) = self;
+        writes
+    }
+
+    fn scene(self, scheduler: SchedulerConfig, length: Length, seed: u64) -> Scene {
+        let mut scene = match self {
+            Setting::Flash { .. } => Scene::flash(FlashModel::NVME_2018, 1, 128, scheduler),
+            Setting::Disk { .. } => Scene::disk(DiskModel::DESKTOP_2012, scheduler, seed),
+        };
+        // What a scheduler has to find out is found out by then. A second of flash is as much work as minutes of a disk.
+        let (warm_ns, counted_ns) = match self {
+            Setting::Flash { .. } => (length.seconds * S / 12, length.seconds * S / 2),
+            Setting::Disk { .. } => (2 * S, length.seconds * S * 2),
+        };
+        (scene.seed, scene.from_ns, scene.until_ns) = (seed, warm_ns, warm_ns + counted_ns);
+        scene
+    }
+
+    /// A copy, by its number; it begins somewhere that is drawn.
+    fn copy(self, number: u64, rng: &mut Rng) -> Box<dyn Submitter> {
+        let first = (1 + number) * APART_SECTORS + rng.below(1 << 20) * 8;
+        let stream = number as u32 + 2;
+        match self {
+            Setting::Flash { writes: false } => {
+                Box::new(Job { think_ns: 20_000, ..Job::in_a_row(stream, first, 256, 8) })
+            }
+            Setting::Flash { writes: true } => Box::new(Copier::new(stream, first, 256, 8, 0)),
+            Setting::Disk { writes: false } => {
+                let file = File::new(first, FILE_SECTORS, &mut |most| rng.below(most + 1));
+                Box::new(Reader::new(stream, file, ReadAhead::USUAL, 0))
+            }
+            Setting::Disk { writes: true } => Box::new(Copier::new(stream, first, 1024, 2, 0)),
+        }
+    }
+}
+
+/// Who reads a block, and writes it elsewhere when it is there and its turn comes; nobody waits for that.
+#[derive(Clone, Debug)]
+struct Copier {
+    stream: u32,
+    first: u64,
+    sectors: u32,
+    /// Reads on their way at one time.
+    depth: u64,
+    /// Between one read and the next.
+    think_ns: u64,
+    asked: u64,
+    reading: u64,
+    read: VecDeque<u64>,
+    writing: u64,
+}
+
+impl Copier {
+    fn new(stream: u32, first: u64, sectors: u32, depth: u64, think_ns: u64) -> Copier {
+        Copier { stream, first, sectors, depth, think_ns, asked: 0, reading: 0, read: VecDeque::new(), writing: 0 }
+    }
+
+    fn go_on(&mut self, hands: &mut Hands<'_>) {
+        let wish = Wish { sectors: self.sectors, stream: self.stream, ..Wish::default() };
+        while self.writing < WRITES
+            && let Some(sector) = self.read.pop_front()
+        {
+            self.writing += 1;
+            hands.submit(Wish { op: Op::Write, sector: sector + APART_SECTORS / 2, ..wish });
+        }
+        let dirty_max = DIRTY_BYTES / (u64::from(self.sectors) * 512);
+        while self.reading < self.depth && self.reading + self.read.len() as u64 + self.writing < dirty_max {
+            let sector = self.first + self.asked * u64::from(self.sectors) % RANGE_SECTORS;
+            self.asked += 1;
+            self.reading += 1;
+            hands.submit(Wish { sector, ..wish });
+        }
+    }
+}
+
+impl Submitter for Copier {
+    fn wake(&mut self, _: u64, hands: &mut Hands<'_>) {
+        self.go_on(hands);
+    }
+
+    fn ended(&mut self, wish: &Wish, hands: &mut Hands<'_>) {
+        if wish.op == Op::Read {
+            self.reading -= 1;
+            self.read.push_back(wish.sector);
+        } else {
+            self.writing -= 1;
+        }
+        if self.think_ns == 0 {
+            self.go_on(hands);
+        } else if wish.op == Op::Read {
+            hands.wake_after(self.think_ns, 1);
+        }
+    }
+}
+
+/// What came of a run: of the reader percentiles, nanoseconds, and reads in a second; of the copies bytes in a second.
+#[derive(Clone, Copy, Debug, Default)]
+struct Got {
+    percentiles_ns: [u64; 4],
+    per_s: f64,
+    bytes_per_s: f64,
+}
+
+const PERCENTILES: [f64; 4] = [50.0, 99.0, 99.9, 100.0];
+
+impl Got {
+    fn of(tallies: &[Tally], reads: bool) -> Got {
+        let (reader, copies) = tallies.split_at(usize::from(reads));
+        Got {
+            percentiles_ns: reader
+                .first()
+                .map_or([0; 4], |tally| PERCENTILES.map(|percent| tally.percentile_ns(percent))),
+            per_s: reader.first().map_or(0.0, Tally::ios_per_s),
+            bytes_per_s: copies.iter().map(Tally::bytes_per_s).sum(),
+        }
+    }
+
+    /// Of each figure the worse.
+    fn worse(self, other: Got) -> Got {
+        let at = |at: usize| self.percentiles_ns[at].max(other.percentiles_ns[at]);
+        Got {
+            percentiles_ns: [at(0), at(1), at(2), at(3)],
+            per_s: self.per_s.min(other.per_s),
+            bytes_per_s: self.bytes_per_s.min(other.bytes_per_s),
+        }
+    }
+}
+
+/// Runs the reader, if there is one, beside these copies.
+fn beside(scene: Scene, reads: bool, mut copies: Vec<Box<dyn Submitter>>) -> io::Result<Got> {
+    let mut reader = Job { think_ns: THINK_NS, ..Job::anywhere(1, 0, RANGE_SECTORS, 1) };
+    let mut submitters: Vec<&mut dyn Submitter> = Vec::new();
+    if reads {
+        submitters.push(&mut reader);
+    }
+    submitters.extend(copies.iter_mut().map(|copy| copy.as_mut() as _));
+    Ok(Got::of(&run(scene, &mut submitters)?, reads))
+}
+
+/// The worst of several runs.
+fn worst(length: Length, seed: u64, mut got: impl FnMut(u64) -> io::Result<Got>) -> io::Result<Got> {
+    let mut worst = got(seed)?;
+    for at in 1..length.runs / RUNS_SHARE {
+        worst = worst.worse(got(seed.wrapping_add(at))?);
+    }
+    Ok(worst)
+}
+
+fn table(setting: Setting, length: Length, seed: u64) -> io::Result<Part> {
+    let disk = matches!(setting, Setting::Disk { .. });
+    let run = |scheduler, reads, copies: u64| {
+        worst(length, seed, |seed| {
+            let mut rng = Rng::new(seed);
+            let copies = (0..copies).map(|number| setting.copy(number, &mut rng)).collect();
+            beside(setting.scene(scheduler, length, seed), reads, copies)
+        })
+    };
+    let (place, name) = match setting {
+        Setting::Flash { writes: false } => {
+            ("flash, beside two that read 128 KiB in a row, 8 at a time", "beside_flash")
+        }
+        Setting::Flash { writes: true } => ("flash, beside two copies that write", "beside_flash_writes"),
+        Setting::Disk { writes: false } => ("a disk, beside two that read files", "beside_disk"),
+        Setting::Disk { writes: true } => ("a disk, beside two copies that write", "beside_disk_writes"),
+    };
+    let mut part = Part {
+        name,
+        title: format!(
+            "one who reads 4 KiB at depth 1 from {place}; of {} runs the worst",
+            (length.runs / RUNS_SHARE).max(1)
+        ),
+        columns: vec![
+            column("p50_us", "p50 us", 0),
+            column("p99_us", "p99 us", 0),
+            column("p999_us", "p99.9 us", 0),
+            column("max_us", "max us", 0),
+            column("rate_share", "of its rate", 3),
+            column("copies_mb_per_s", "copies MB/s", 1),
+            column("copies_share", "of theirs", 3),
+        ],
+        drawn: Drawn { bar: if disk { "p99_us" } else { "p999_us" }, deviation: "", post: "" },
+        ..Part::default()
+    };
+    let alone = run(SchedulerConfig::None, true, 0)?;
+    let copies = run(SchedulerConfig::None, false, 2)?;
+    let row = |part: &mut Part, name: &str, got: Got, has_copies: bool| {
+        let us = |at: usize| (got.per_s > 0.0).then_some(got.percentiles_ns[at] as f64 / 1e3);
+        let figures = [us(0), us(1), us(2), us(3), (got.per_s > 0.0).then_some(got.per_s / alone.per_s)];
+        let theirs = [got.bytes_per_s / 1e6, got.bytes_per_s / copies.bytes_per_s].map(|of| has_copies.then_some(of));
+        part.row(name, figures.into_iter().chain(theirs));
+    };
+    row(&mut part, "the reader alone", alone, false);
+    part.notes
+        .push(format!("The copies have {:.1} MB/s without the reader and a scheduler.", copies.bytes_per_s / 1e6));
+    let mut fair = Got::default();
+    for scheduler in [
+        SchedulerConfig::None,
+        SchedulerConfig::Deadline(DeadlineConfig::default()),
+        SchedulerConfig::Kyber(KyberConfig::default()),
+        SchedulerConfig::Timeslice(TimesliceConfig::default()),
+        SchedulerConfig::Fair(FairConfig::default()),
+    ] {
+        let got = run(scheduler, true, 2)?;
+        row(&mut part, scheduler.name(), got, true);
+        if matches!(scheduler, SchedulerConfig::Fair(_)) {
+            fair = got;
+        }
+    }
+    let at = if setting.writes() { "copies that write" } else { "copies that read" };
+    if disk {
+        part.at_most("p99 of one beside two on a disk, fair, ms", fair.percentiles_ns[1] as f64 / 1e6, 300.0, at);
+        part.at_least("its rate, fair/alone", fair.per_s / alone.per_s, 0.2, at);
+    } else {
+        let times = fair.percentiles_ns[2] as f64 / alone.percentiles_ns[2] as f64;
+        part.at_most("p99.9 of one beside two on flash, fair/alone", times, 2.0, at);
+        part.at_least("throughput of the two, fair/without the one", fair.bytes_per_s / copies.bytes_per_s, 0.9, at);
+    }
+    if setting == (Setting::Flash { writes: true }) {
+        let trickle = worst(length, seed, |seed| {
+            let scene = setting.scene(SchedulerConfig::None, length, seed);
+            beside(scene, true, vec![Box::new(Copier::new(2, APART_SECTORS, 256, 1, TRICKLE_NS))])
+        })?;
+        row(&mut part, "none, a trickle", trickle, true);
+        part.notes.push(
+            "The trickle is one copy of 10 MB/s, read and written: what a read waits behind are dies that program and collect garbage,\n  \
+             so no order of what is written can do better while anything is."
+                .into(),
+        );
+    }
+    Ok(part)
+}
+
+pub(super) fn flash(length: Length, seed: u64) -> io::Result<Part> {
+    table(Setting::Flash { writes: false }, length, seed)
+}
+
+pub(super) fn flash_writes(length: Length, seed: u64) -> io::Result<Part> {
+    table(Setting::Flash { writes: true }, length, seed)
+}
+
+pub(super) fn disk(length: Length, seed: u64) -> io::Result<Part> {
+    table(Setting::Disk { writes: false }, length, seed)
+}
+
+pub(super) fn disk_writes(length: Length, seed: u64) -> io::Result<Part> {
+    table(Setting::Disk { writes: true }, length, seed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHORT: Length = Length { runs: 1, seconds: 5 };
+
+    #[test]
+    fn fair_lets_one_on_flash_hardly_wait_and_takes_little_from_the_streams() {
+        let part = flash(SHORT, 1).unwrap();
+        let figure = |name, key| {
+            let row = part.rows.iter().find(|row| row.name == name).unwrap();
+            part.value(row, key).unwrap()
+        };
+        assert!(figure("none", "p50_us") > 5.0 * figure("fair", "p50_us"), "{:?}", part.rows);
+        assert!(figure("fair", "copies_share") > 0.85, "{:?}", part.rows);
+        assert!(figure("the reader alone", "p999_us") < 60.0, "{:?}", part.rows);
+    }
+
+    #[test]
+    fn a_copy_writes_what_it_has_read_and_holds_no_more_than_it_may() {
+        let scene = Setting::Flash { writes: true }.scene(SchedulerConfig::None, SHORT, 1);
+        let mut copy = Copier::new(1, 0, 256, 8, 0);
+        let tallies = run(scene, &mut [&mut copy]).unwrap();
+        let (read, written) = (tallies[0].read_bytes, tallies[0].written_bytes);
+        assert!(read > 100 << 20 && read.abs_diff(written) <= DIRTY_BYTES, "{read} {written}");
+    }
+}
