@@ -292,7 +292,7 @@ fn open_memory(mut spec: Spec) -> Result<Device, DeviceError> {
         read_only,
         volatile_cache: write_back,
         fua: true,
-        rotational: false,
+        ..DeviceInfo::default()
     };
     let no_memory = |source| DeviceError::Memory { name, source };
     let config = NullConfig { latency_ns: latency_us.unwrap_or(0) * 1000, bytes_per_s: mbps.unwrap_or(0) * 1_000_000 };

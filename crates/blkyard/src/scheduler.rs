@@ -106,6 +106,8 @@ fn take_fair(spec: &mut Spec, config: &mut FairConfig) -> Result<(), SpecError> 
         _ => None,
     })?;
     config.device = device.unwrap_or(config.device);
+    take_into(spec, "in_flight_kib", 0, u32::MAX.into(), &mut config.in_flight_kib)?;
+    config.per_queue = spec.take_switch("per_queue")?.unwrap_or(config.per_queue);
     let wanted = format!("up to {FAIR_WEIGHTS_MAX} times STREAM:WEIGHT with a '+' between, weights from 10 to 1000");
     if let Some(weights) = spec.take_with("weights", &wanted, parse_weights)? {
         config.weights = weights;

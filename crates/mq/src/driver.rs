@@ -6,7 +6,7 @@ use blkyard_mem::RegionTable;
 
 use crate::fifo::Fifo;
 use crate::request::{Ranges, Request, RequestState, Segments, Table};
-use crate::{QueueLimits, Status, Tag};
+use crate::{QueueLimits, SharedDepth, Status, Tag};
 
 /// What a hardware queue drives: one queue pair of a device.
 ///
@@ -230,6 +230,8 @@ pub struct DeviceInfo {
     pub fua: bool,
     /// An arm has to move: what lies far apart takes longer than what lies together.
     pub rotational: bool,
+    /// How much of it all its queues have in flight together, where a scheduler learns that.
+    pub depth: SharedDepth,
 }
 
 /// What a user opens: a disk that gives out hardware queues.

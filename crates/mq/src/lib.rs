@@ -46,7 +46,7 @@ pub use rate::{RateConfig, RateLimit};
 pub use request::{Ranges, Request, RequestState, Segments};
 pub use sched::{
     DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, Next, Reach, Scheduler, SchedulerConfig,
-    SchedulerSnapshot, SliceKey, SliceOrder, TimesliceConfig,
+    SchedulerSnapshot, SharedDepth, SliceKey, SliceOrder, TimesliceConfig,
 };
 pub use stats::{Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot};
 pub use status::Status;

@@ -26,10 +26,10 @@ mod timeslice;
 use std::fmt;
 
 pub use self::deadline::DeadlineConfig;
-pub use self::fair::{FAIR_WEIGHTS_MAX, FairConfig, FairDevice};
+pub use self::fair::{FAIR_WEIGHTS_MAX, FairConfig, FairDevice, SharedDepth};
 pub use self::kyber::KyberConfig;
 pub use self::timeslice::{SliceKey, SliceOrder, TimesliceConfig};
-use crate::Bio;
+use crate::{Bio, DeviceInfo};
 
 /// What a scheduler says when it is asked for a bio.
 #[derive(Debug)]
@@ -111,16 +111,16 @@ pub enum SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// Makes the scheduler of a queue of so many tags and bios. There is none to make for [`SchedulerConfig::None`], nor for slices of
-    /// no length: which so cost nothing. Whether the device says that it turns is a hint, for those that ask what it is.
-    pub fn build(&self, depth: usize, bios_max: usize, rotational: bool) -> Option<Box<dyn Scheduler>> {
+    /// Makes the scheduler of a queue of so many tags and bios, of this device. There is none to make for [`SchedulerConfig::None`], nor for
+    /// slices of no length: which so cost nothing.
+    pub fn build(&self, depth: usize, bios_max: usize, info: &DeviceInfo) -> Option<Box<dyn Scheduler>> {
         match self {
             SchedulerConfig::None => None,
             SchedulerConfig::Deadline(config) => Some(Box::new(deadline::Deadline::new(*config, depth, bios_max))),
             SchedulerConfig::Kyber(config) => Some(Box::new(kyber::Kyber::new(*config, bios_max))),
             SchedulerConfig::Timeslice(config) if config.slice_us == 0 => None,
             SchedulerConfig::Timeslice(config) => Some(Box::new(timeslice::Timeslice::new(*config, bios_max))),
-            SchedulerConfig::Fair(config) => Some(Box::new(fair::Fair::new(*config, bios_max, rotational))),
+            SchedulerConfig::Fair(config) => Some(Box::new(fair::Fair::new(*config, bios_max, info))),
         }
     }
 

@@ -25,8 +25,7 @@ fn info() -> DeviceInfo {
         limits: QueueLimits { discard_sectors_max: 1 << 10, ..QueueLimits::default() },
         read_only: false,
         volatile_cache: false,
-        fua: false,
-        rotational: false,
+        ..DeviceInfo::default()
     }
 }
 

@@ -52,7 +52,7 @@ fn factory(latency_ns: u64, memory: &Arc<Region>) -> Factory {
         read_only: false,
         volatile_cache: false,
         fua: false,
-        rotational: false,
+        ..DeviceInfo::default()
     };
     let device = RamDevice::new(info, NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
     Factory { device, memory: Arc::new(RegionTable::new(vec![Arc::clone(memory)])) }

@@ -29,7 +29,7 @@ fn info() -> DeviceInfo {
         read_only: false,
         volatile_cache: false,
         fua: false,
-        rotational: false,
+        ..DeviceInfo::default()
     }
 }
 

@@ -19,7 +19,7 @@ fn info(limits: QueueLimits) -> DeviceInfo {
         read_only: false,
         volatile_cache: false,
         fua: false,
-        rotational: false,
+        ..DeviceInfo::default()
     }
 }
 

@@ -26,7 +26,7 @@ fn steady(threads: usize, latency_ns: u64, sleeps: bool, rounds: usize) {
         read_only: false,
         volatile_cache: false,
         fua: false,
-        rotational: false,
+        ..DeviceInfo::default()
     };
     let device = NullDevice::new(info.clone(), NullConfig { latency_ns, bytes_per_s: 0 });
     let hw = HwQueue::new(device.queue(16), Arc::new(info), HwQueueConfig { depth: 16, ..HwQueueConfig::default() });

@@ -163,7 +163,7 @@ impl QueueFactory for Factory {
             read_only: false,
             volatile_cache: false,
             fua: false,
-            rotational: false,
+            ..DeviceInfo::default()
         };
         // So small that bios wait in the queue for tags, and in the rings for the queue.
         let config = HwQueueConfig { depth: 1, bios_max: 2, ..HwQueueConfig::default() };

@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use blkyard_mem::Baton;
 use blkyard_mq::{
     Batch, Bed, Bio, BlockDevice, Budget, ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep, Context,
-    DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Merging, Op, Region, RegionTable, Segment, Status, SwQueue,
-    TimedOut, Wake,
+    DeviceInfo, Done, Driver, FairConfig, FairDevice, HwQueue, HwQueueConfig, Merging, Op, Region, RegionTable,
+    SchedulerConfig, Segment, Status, SwQueue, TimedOut, Wake,
 };
 use shuttle::rand::Rng;
 use shuttle::sync::{Condvar, Mutex};
@@ -176,6 +176,8 @@ struct Plan {
     chaos: ChaosConfig,
     /// Places that all queues share.
     budget: Option<usize>,
+    /// The queues are of one device as far as they know, and share what they have in flight: next to nothing.
+    shares: bool,
     polls: bool,
 }
 
@@ -282,10 +284,12 @@ fn info() -> DeviceInfo {
 fn run(plan: Plan) {
     let clock = Arc::new(Clock::default());
     let budget = plan.budget.map(|places| Budget::new(places, plan.queues.len()));
-    let (mut threads, mut devices) = (Vec::new(), Vec::new());
+    let (mut threads, mut devices, info) = (Vec::new(), Vec::new(), info());
+    let fair = FairConfig { device: FairDevice::Flat, in_flight_kib: 1, ..FairConfig::default() };
+    let scheduler = if plan.shares { SchedulerConfig::Fair(fair) } else { SchedulerConfig::None };
     for lives in plan.queues {
         let seed = shuttle::rand::thread_rng().r#gen();
-        let device = ChaosDevice::new(vec![Arc::new(info())], ChaosConfig { seed, ..plan.chaos }).unwrap();
+        let device = ChaosDevice::new(vec![Arc::new(info.clone())], ChaosConfig { seed, ..plan.chaos }).unwrap();
         let state = State { called: vec![false; lives.len()], rung: false };
         let dormitory =
             Arc::new(Dormitory { state: Mutex::new(state), bell: Condvar::new(), clock: Arc::clone(&clock) });
@@ -295,6 +299,7 @@ fn run(plan: Plan) {
             bios_max: 3,
             merging: Merging::Off,
             timeout_ns: 2000,
+            scheduler,
             ..HwQueueConfig::default()
         };
         let mut hw = HwQueue::new(Alone::new(device.queue(2)), Arc::clone(&device.infos()[0]), config);
@@ -330,30 +335,38 @@ fn run(plan: Plan) {
 // 1, 3, 9, 11
 #[test]
 fn threads_come_to_nothing_however_wild_the_device_and_leave_nothing() {
-    let plan = Plan { queues: &[&[1, 5, 2], &[4]], chaos: WILD, budget: None, polls: true };
+    let plan = Plan { queues: &[&[1, 5, 2], &[4]], chaos: WILD, budget: None, shares: false, polls: true };
     shuttle::check_random(move || run(plan), 2000);
 }
 
 // 3
 #[test]
 fn queues_that_share_few_places_all_get_through_and_no_place_is_lost() {
-    let plan = Plan { queues: &[&[3, 2], &[4], &[1]], chaos: WILD, budget: Some(1), polls: false };
+    let plan = Plan { queues: &[&[3, 2], &[4], &[1]], chaos: WILD, budget: Some(1), shares: false, polls: false };
     shuttle::check_random(move || run(plan), 2000);
     shuttle::check_pct(move || run(plan), 1000, 3);
+}
+
+// 3
+#[test]
+fn queues_that_look_at_each_other_all_get_through() {
+    let plan = Plan { queues: &[&[3, 2], &[4], &[1]], chaos: WILD, budget: None, shares: true, polls: false };
+    shuttle::check_random(move || run(plan), 1000);
+    shuttle::check_pct(move || run(plan), 500, 3);
 }
 
 // 6
 #[test]
 fn the_bios_of_a_thread_reach_the_device_in_order() {
     let chaos = ChaosConfig { put_back_every: 0, requeue_every: 0, lose_every: 0, ..WILD };
-    let plan = Plan { queues: &[&[5, 5, 3]], chaos, budget: None, polls: true };
+    let plan = Plan { queues: &[&[5, 5, 3]], chaos, budget: None, shares: false, polls: true };
     shuttle::check_random(move || run(plan), 2000);
 }
 
 // 11
 #[test]
 fn sleepers_get_through_though_others_leave_at_any_time() {
-    let plan = Plan { queues: &[&[4, 1, 0, 2]], chaos: WILD, budget: None, polls: false };
+    let plan = Plan { queues: &[&[4, 1, 0, 2]], chaos: WILD, budget: None, shares: false, polls: false };
     shuttle::check_pct(move || run(plan), 1500, 3);
 }
 

@@ -162,7 +162,7 @@ fn info() -> DeviceInfo {
         read_only: false,
         volatile_cache: false,
         fua: false,
-        rotational: false,
+        ..DeviceInfo::default()
     }
 }
 

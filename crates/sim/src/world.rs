@@ -183,7 +183,7 @@ impl World {
         let queue = |_| {
             let mut queue = HwQueue::new(device.queue(config.depth), Arc::clone(&info), config);
             queue.set_memory(&mut (), Arc::clone(&memory));
-            queue.schedule(0, options.scheduler.config());
+            queue.schedule(0, options.scheduler.config(&options));
             queue.set_rates(0, limits.clone());
             queue
         };
@@ -461,7 +461,7 @@ impl World {
                 lane.queue.set_depth(1 + self.rng.below(self.options.depth.max(1)) as usize);
             }
             if mine && what == 3 {
-                let next = WorldScheduler::ALL[self.rng.below(5) as usize].config();
+                let next = WorldScheduler::ALL[self.rng.below(5) as usize].config(&self.options);
                 lane.queue.schedule(0, next);
             }
             if mine && what == 4 {

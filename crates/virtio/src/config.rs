@@ -177,7 +177,7 @@ mod tests {
             read_only: false,
             volatile_cache: true,
             fua: true,
-            rotational: false,
+            ..DeviceInfo::default()
         }
     }
 

@@ -36,7 +36,7 @@ fn read(features: Features, space: &[u8]) -> BlkDisk {
 #[test]
 fn what_our_device_says_arrives() {
     let disk = read(all(), &space());
-    let DeviceInfo { name, capacity_sectors, limits, read_only, volatile_cache, fua, rotational } = disk.info;
+    let DeviceInfo { name, capacity_sectors, limits, read_only, volatile_cache, fua, rotational, .. } = disk.info;
     assert!(!rotational, "virtio cannot say");
     assert_eq!((name.as_str(), capacity_sectors, read_only, volatile_cache, fua), ("disk", 2048, false, true, false));
     assert_eq!((disk.queues, disk.may_unmap), (4, true));

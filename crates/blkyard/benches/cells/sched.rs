@@ -4,7 +4,9 @@
 //! of time slices is a few dozen requests. With many streams each has few bios, which is the hardest case: all memory is cold.
 
 use blkyard::floor::{Places, Round};
-use blkyard_mq::{Bio, DeadlineConfig, FairConfig, KyberConfig, Next, Op, Scheduler, SchedulerConfig, TimesliceConfig};
+use blkyard_mq::{
+    Bio, DeadlineConfig, DeviceInfo, FairConfig, KyberConfig, Next, Op, Scheduler, SchedulerConfig, TimesliceConfig,
+};
 
 /// Bios that are queued, and those handed out at one time.
 const QUEUED: usize = 10_000;
@@ -25,7 +27,9 @@ pub struct Queued {
 impl Queued {
     /// With the bios of so many streams, which come in turn.
     pub fn new(config: SchedulerConfig, streams: u32) -> Queued {
-        let Some(scheduler) = config.build(BATCH, QUEUED, false) else { panic!("{} is no scheduler", config.name()) };
+        let Some(scheduler) = config.build(BATCH, QUEUED, &DeviceInfo::default()) else {
+            panic!("{} is no scheduler", config.name())
+        };
         let mut queued = Queued { scheduler, out: Vec::with_capacity(BATCH), places: Places::new(), now_ns: 0 };
         for number in 0..QUEUED as u32 {
             let mut bio = Bio::with_capacity(1);

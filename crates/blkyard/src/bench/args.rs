@@ -319,7 +319,7 @@ mod tests {
             read_only: false,
             volatile_cache: false,
             fua: false,
-            rotational: false,
+            ..DeviceInfo::default()
         }
     }
 

@@ -22,7 +22,7 @@ pub fn disk_info() -> DeviceInfo {
         read_only: false,
         volatile_cache: true,
         fua: true,
-        rotational: false,
+        ..DeviceInfo::default()
     }
 }
 

@@ -143,7 +143,8 @@ impl<D> HwQueue<D> {
     /// Whether anything that waits could become a request now.
     pub(super) fn can_cut(&self) -> bool {
         self.namespaces.iter().enumerate().any(|(number, namespace)| {
-            let waits = namespace.is_waiting() && self.may_take(number, self.next_flags(number));
+            let waits = namespace.is_waiting() || (self.quiesced == 0 && namespace.is_ready());
+            let waits = waits && self.may_take(number, self.next_flags(number));
             let overtakes = namespace.bios.front().is_some_and(|bio| self.may_overtake(number, bio));
             waits || overtakes || (namespace.flush.is_free() && self.may_take(number, BioFlags::empty()))
         })
@@ -230,7 +231,7 @@ impl<D> HwQueue<D> {
     }
 
     /// Turns a bio into a request, or into the first of several. There is a tag.
-    fn cut_first(&mut self, number: usize, bio: Box<Bio>) {
+    pub(super) fn cut_first(&mut self, number: usize, bio: Box<Bio>) {
         let namespace = &mut self.namespaces[number];
         match namespace.limits.cut(&bio, Cursor::default()) {
             Ok(cut) if cut.sectors == bio.sectors => {

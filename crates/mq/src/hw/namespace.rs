@@ -95,8 +95,13 @@ impl Namespace {
     /// Whether bios wait for nothing but a tag.
     #[inline]
     pub(super) fn is_waiting(&self) -> bool {
-        let any = || !self.bios.is_empty() || self.scheduled.as_ref().is_some_and(Scheduled::is_ready);
-        self.partial.is_some() || (any() && !self.is_held())
+        self.partial.is_some() || (!self.bios.is_empty() && !self.is_held())
+    }
+
+    /// Whether its scheduler can be asked for one more.
+    #[inline]
+    pub(super) fn is_ready(&self) -> bool {
+        self.scheduled.as_ref().is_some_and(Scheduled::is_ready) && !self.is_held()
     }
 
     /// Whether the next bio is held by a limit.

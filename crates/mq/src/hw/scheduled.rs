@@ -162,8 +162,9 @@ impl<D> HwQueue<D> {
     /// The same, by what is wanted of it. Makes the scheduler, and so allocates.
     pub fn schedule(&mut self, namespace: u16, config: SchedulerConfig) {
         let HwQueueConfig { depth, bios_max, .. } = self.config;
-        let rotational = self.namespaces.get(usize::from(namespace)).is_some_and(|of| of.info.rotational);
-        self.set_scheduler(namespace, config.build(depth, bios_max, rotational));
+        let Some(of) = self.namespaces.get(usize::from(namespace)) else { return };
+        let scheduler = config.build(depth, bios_max, &of.info);
+        self.set_scheduler(namespace, scheduler);
     }
 
     /// A bio that is to be scheduled, if it does not rather come back than wait.
@@ -188,9 +189,10 @@ impl<D> HwQueue<D> {
         self.namespaces.iter_mut().filter_map(|of| of.scheduled.as_mut()).for_each(|of| of.begin_round(now_ns));
     }
 
-    /// Moves the bio on that is next by the scheduler, and those that lie beside it. False if there is none, or no tag.
+    /// Moves the bio on that is next by the scheduler, and those that lie beside it. False if there is none, or no tag; or if the queue is quiesced, since
+    /// what is handed out counts as on its way, also to others who share the device.
     pub(super) fn step_scheduled(&mut self, number: usize, now_ns: u64) -> bool {
-        if !self.may_take(number, BioFlags::empty()) {
+        if self.quiesced > 0 || !self.may_take(number, BioFlags::empty()) {
             return false;
         }
         if self.rated && !self.scheduled_may_pass(number, now_ns) {
@@ -200,17 +202,16 @@ impl<D> HwQueue<D> {
         let Some((bio, is_plain)) = scheduled.next(now_ns) else { return false };
         let fare = self.fare(number, &bio);
         self.uncut -= 1;
-        // As in `submit`: with nothing left over a plain bio that does not touch the one before is a request.
+        // As in `submit`: with nothing left over a plain bio is a request. What joins it the scheduler says, which knows who waits.
         if is_plain
             && !self.careful
-            && !self.plug.touches(&bio)
             && let Some(tag) = self.tags.take()
         {
             let at = tag.index();
             self.enter_plain(tag, bio);
             self.table.requests[at].marks = Marks::SHARED;
-        } else if self.place(number, bio).is_err() {
-            unreachable!("there is a tag");
+        } else {
+            self.cut_first(number, bio);
         }
         self.pay(number, fare, now_ns);
         if self.config.merging != Merging::Off {

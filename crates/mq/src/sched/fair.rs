@@ -24,17 +24,19 @@ mod depth;
 mod device;
 mod habits;
 mod line;
+mod shared;
 mod turn;
 
-use self::depth::Depth;
 use self::device::Device;
 use self::habits::Habits;
 use self::line::{Line, Share};
+use self::shared::DepthShare;
+pub use self::shared::SharedDepth;
 use self::turn::Turn;
 use super::slots::{List, Slots};
 use super::streams::Streams;
 use super::{Next, Reach, Scheduler, SchedulerSnapshot, join_from};
-use crate::{Bio, Op, Priority};
+use crate::{Bio, DeviceInfo, Op, Priority};
 
 /// Classes of priority.
 const CLASSES: usize = Priority::ALL.len();
@@ -90,6 +92,11 @@ pub struct FairConfig {
     pub drain: bool,
     /// What the device is.
     pub device: FairDevice,
+    /// How much all queues of a device without seeks have in flight together, where several streams share it: KiB, and 8 more for each bio. Zero for
+    /// what is measured.
+    pub in_flight_kib: u32,
+    /// Whether each queue of the device goes by itself, whatever others have in flight.
+    pub per_queue: bool,
     /// Weights of streams, by their numbers, 10 to 1000; all others have 100. Those of weight zero are no entries.
     pub weights: [(u32, u16); FAIR_WEIGHTS_MAX],
 }
@@ -106,6 +113,8 @@ impl Default for FairConfig {
             async_percent: 40,
             drain: true,
             device: FairDevice::default(),
+            in_flight_kib: 0,
+            per_queue: false,
             weights: [(0, 0); FAIR_WEIGHTS_MAX],
         }
     }
@@ -145,7 +154,8 @@ pub(crate) struct Fair {
     slots: Slots,
     streams: Streams<Stream>,
     device: Device,
-    depth: Depth,
+    /// How much of the device is used, by all its queues.
+    depth: DepthShare,
     /// Several streams use the device until then, even if one of them thinks.
     shared_until_ns: u64,
     /// By class, in the order of urgency: who waits for a turn, in nanoseconds.
@@ -163,8 +173,9 @@ pub(crate) struct Fair {
     out: [usize; CLASSES],
     /// Bios that wait, of those who mix.
     mixing: [usize; CLASSES],
-    /// Streams that have a bio here or in flight.
+    /// Streams that have a bio here or in flight, and what they weigh.
     busy: usize,
+    weight: u64,
 }
 
 /// What a stream is known by: its number and class; that of async writes, or of a crowd, only by its class.
@@ -183,10 +194,10 @@ const ASYNC_KEY: u64 = 1 << 40;
 const CROWD_KEY: u64 = 1 << 41;
 
 impl Fair {
-    /// For a queue of so many bios, of a device that says whether it turns.
-    pub(crate) fn new(config: FairConfig, bios_max: usize, rotational: bool) -> Fair {
+    /// For a queue of so many bios, of this device.
+    pub(crate) fn new(config: FairConfig, bios_max: usize, info: &DeviceInfo) -> Fair {
         let seeks = match config.device {
-            FairDevice::Measured => rotational,
+            FairDevice::Measured => info.rotational,
             FairDevice::Seeks => true,
             FairDevice::Flat => false,
         };
@@ -202,7 +213,8 @@ impl Fair {
             slots: Slots::new(bios_max),
             streams,
             device: Device::new(seeks),
-            depth: Depth::new(),
+            depth: if config.per_queue { SharedDepth::default() } else { info.depth.clone() }
+                .join(config.in_flight_kib),
             shared_until_ns: 0,
             turns: Priority::ALL.map(|_| Line::new(turn::least_ns(&config), LATE_NS)),
             mixes: Priority::ALL.map(|_| Line::new(1, LATE_NS)),
@@ -214,10 +226,11 @@ impl Fair {
             out: [0; CLASSES],
             mixing: [0; CLASSES],
             busy: 0,
+            weight: 0,
         }
     }
 
-    fn weight(&self, stream: u32) -> u32 {
+    fn weight_of(&self, stream: u32) -> u32 {
         let entry = self.config.weights.iter().find(|(number, weight)| *number == stream && *weight > 0);
         entry.map_or(WEIGHT, |(_, weight)| u32::from((*weight).clamp(10, 1000)))
     }
@@ -236,7 +249,7 @@ impl Fair {
         let at = self.streams.find_or_add(key(bio));
         if self.streams.get(at).share.weight == 0 {
             let sync = bio.is_sync();
-            let weight = if sync { self.weight(bio.stream) } else { self.config.async_percent.clamp(1, WEIGHT) };
+            let weight = if sync { self.weight_of(bio.stream) } else { self.config.async_percent.clamp(1, WEIGHT) };
             let stream = self.streams.get_mut(at);
             (stream.class, stream.sync, stream.share.weight) = (bio.priority as u8, sync, weight);
         }
@@ -308,14 +321,15 @@ impl Fair {
     fn next_flat(&mut self, now_ns: u64) -> Next {
         let Some(class) = self.class(now_ns) else { return Next::Wait(u64::MAX) };
         let Some(at) = self.front_of_mix(class, now_ns) else { return Next::Wait(u64::MAX) };
-        if self.is_shared(now_ns) {
-            let stream = self.streams.get(at);
-            let Some(first) = stream.bios.first() else { unreachable!("it has bios") };
-            let cost = cost(self.slots.bio(first));
+        let stream = self.streams.get(at);
+        let Some(first) = stream.bios.first() else { unreachable!("it has bios") };
+        let cost = cost(self.slots.bio(first));
+        let several = self.is_shared(now_ns);
+        if !self.depth.fits(cost, several, self.weight, now_ns) {
             // Who wants little, and has nothing there, does not wait for those who do.
-            let may_pass = || self.mixes[class].front_is_light() && stream.in_flight == 0;
-            if !self.depth.fits(cost) && (!may_pass() || self.depth.is_far_beyond(cost)) {
-                let until_ns = self.depth.wait_ns(cost);
+            let may_pass = self.mixes[class].front_is_light() && stream.in_flight == 0;
+            if !may_pass || self.depth.is_far_beyond(cost) {
+                let until_ns = self.depth.wait_ns(cost, self.weight, now_ns);
                 if now_ns < until_ns {
                     return Next::Wait(until_ns);
                 }
@@ -427,7 +441,11 @@ impl Scheduler for Fair {
         } else {
             self.mixing[class] += usize::from(stream.mixes);
         }
-        self.busy += usize::from(alone);
+        self.depth.wants(now_ns);
+        if alone {
+            self.busy += 1;
+            self.weight += u64::from(self.streams.get(at).share.weight);
+        }
         if self.busy > 1 {
             self.shared_until_ns = now_ns + SHARED_NS;
         }
@@ -439,13 +457,17 @@ impl Scheduler for Fair {
 
     fn join(&mut self, reach: Reach, fits: &mut dyn FnMut(&Bio) -> bool, now_ns: u64) -> Option<Box<Bio>> {
         let at = self.last?;
-        let shared = !self.device.seeks() && self.is_shared(now_ns);
+        let several = self.is_shared(now_ns);
+        let shared = !self.device.seeks() && (several || self.depth.has_company());
         let room = if shared { JOIN_SECTORS.saturating_sub(reach.end - reach.start) } else { u64::MAX };
         if room == 0 {
             return None;
         }
-        let depth = &self.depth;
-        let mut fits = |bio: &Bio| u64::from(bio.sectors) <= room && (!shared || depth.fits(cost(bio))) && fits(bio);
+        let (depth, weight) = (&mut self.depth, self.weight);
+        let mut fits = |bio: &Bio| {
+            let there_is_room = !shared || depth.fits(cost(bio), several, weight, now_ns);
+            u64::from(bio.sectors) <= room && there_is_room && fits(bio)
+        };
         let stream = self.streams.get_mut(at);
         let bio = match self.batch.last() {
             Some((_, place)) if stream.batch > 0 => {
@@ -471,9 +493,12 @@ impl Scheduler for Fair {
         stream.in_flight -= 1;
         stream.habits.ended(now_ns);
         let (class, mixes) = (usize::from(stream.class), stream.mixes);
-        let over = stream.in_flight == 0 && stream.bios.is_empty();
+        let (over, weight) = (stream.in_flight == 0 && stream.bios.is_empty(), stream.share.weight);
         self.out[class] -= 1;
-        self.busy -= usize::from(over);
+        if over {
+            self.busy -= 1;
+            self.weight -= u64::from(weight);
+        }
         self.ended_in_turn(at, if mixes { self.crowds[class] } else { at }, start_ns, now_ns);
         if over {
             self.rest(at);
@@ -492,12 +517,23 @@ impl Scheduler for Fair {
     }
 
     fn snapshot(&self, now_ns: u64) -> SchedulerSnapshot {
-        let FairConfig { slice_ms, target_ms, idle_ms, async_percent, drain, device, weights } = self.config;
+        let FairConfig {
+            slice_ms,
+            target_ms,
+            idle_ms,
+            async_percent,
+            drain,
+            device,
+            in_flight_kib,
+            per_queue,
+            weights,
+        } = self.config;
         let device = match device {
             FairDevice::Measured => "measured",
             FairDevice::Seeks => "seeks",
             FairDevice::Flat => "flat",
         };
+        let on_off = |on: bool| if on { "on" } else { "off" }.to_string();
         let given = weights.iter().filter(|(_, weight)| *weight > 0);
         let given: Vec<String> = given.map(|(stream, weight)| format!("{stream}:{weight}")).collect();
         let options = vec![
@@ -505,8 +541,10 @@ impl Scheduler for Fair {
             ("target_ms", target_ms.to_string()),
             ("idle_ms", idle_ms.to_string()),
             ("async_percent", async_percent.to_string()),
-            ("drain", if drain { "on" } else { "off" }.into()),
+            ("drain", on_off(drain)),
             ("device", device.into()),
+            ("in_flight_kib", in_flight_kib.to_string()),
+            ("per_queue", on_off(per_queue)),
             ("weights", given.join("+")),
         ];
         let mut facts = vec![

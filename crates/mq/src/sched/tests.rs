@@ -6,7 +6,7 @@ mod kyber;
 mod timeslice;
 
 use super::{Next, Reach, Scheduler, SchedulerConfig};
-use crate::{Bio, Op, Priority};
+use crate::{Bio, DeviceInfo, Op, Priority};
 
 /// Nanoseconds in a millisecond.
 const MS: u64 = 1_000_000;
@@ -49,7 +49,7 @@ impl Hand {
     }
 
     fn of(config: SchedulerConfig, bios_max: usize) -> Hand {
-        let scheduler = config.build(8, bios_max, false).expect("there is a scheduler");
+        let scheduler = config.build(8, bios_max, &DeviceInfo::default()).expect("there is a scheduler");
         Hand { scheduler, now_ns: 0, out: Vec::new(), until_ns: 0 }
     }
 

@@ -1,6 +1,8 @@
 //! Bios that a scheduler orders: what passes through it and what does not, when it is asked, and what joins what.
 
-use blkyard_mq::{BioFlags, DeadlineConfig, HwQueueConfig, Merging, Op, SchedulerConfig, Status, TimesliceConfig};
+use blkyard_mq::{
+    BioFlags, DeadlineConfig, DeviceInfo, HwQueueConfig, Merging, Op, SchedulerConfig, Status, TimesliceConfig,
+};
 
 use crate::hand::{Bench, bio, disk, read, with};
 
@@ -140,7 +142,7 @@ fn a_scheduler_is_replaced_without_losing_a_bio() {
     bench.submit_all([300, 100, 200].map(read));
     bench.issue();
     bench.submit(read(50));
-    let had = bench.queue.set_scheduler(0, slices(1000).build(1, 256, false));
+    let had = bench.queue.set_scheduler(0, slices(1000).build(1, 256, &DeviceInfo::default()));
     assert_eq!(had.map(|had| had.snapshot(0).name), Some("deadline"));
     // In the order in which they came; the first is with the device, and ends under the new one.
     bench.end(100, Status::Ok);
@@ -149,10 +151,24 @@ fn a_scheduler_is_replaced_without_losing_a_bio() {
     bench.submit(read(10));
     bench.end_all();
     assert_eq!(bench.take_ok(), [100, 300, 200, 50, 10]);
-    bench.queue.set_scheduler(0, deadline().build(1, 256, false));
+    bench.queue.set_scheduler(0, deadline().build(1, 256, &DeviceInfo::default()));
     bench.submit_all([9, 8].map(|n| read(n * 1000)));
     bench.end_all();
     assert_eq!(bench.take_ok(), [8000, 9000]);
+}
+
+#[test]
+fn a_quiesced_queue_hands_nothing_out_and_does_not_turn_for_it() {
+    let mut bench = narrow(deadline());
+    bench.queue.quiesce();
+    bench.submit_all([300, 100].map(read));
+    bench.turn();
+    assert_eq!((bench.snapshot().tags_in_use, waiting(&bench), bench.queue.has_work()), (0, 2, false));
+    assert_eq!(bench.deadline_ns(), None);
+    bench.queue.unquiesce();
+    assert!(bench.queue.has_work());
+    bench.end_all();
+    assert_eq!(bench.take_ok(), [100, 300]);
 }
 
 #[test]

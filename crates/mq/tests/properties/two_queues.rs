@@ -51,7 +51,7 @@ impl Pair {
             read_only: false,
             volatile_cache: true,
             fua: plan.fua,
-            rotational: false,
+            ..DeviceInfo::default()
         });
         let device = ChaosDevice::new(vec![Arc::clone(&info)], plan.chaos).unwrap();
         let slots = 2 * plan.config.bios_max as u64;

@@ -147,10 +147,12 @@ fn any_scheduler() -> impl Strategy<Value = SchedulerConfig> {
         SchedulerConfig::Kyber(KyberConfig { read_target_us, write_target_us, discard_target_us: 1000 })
     });
     let kinds = vec![FairDevice::Measured, FairDevice::Seeks, FairDevice::Flat];
-    let fair = (1_u32..4, 0_u32..3, any::<bool>(), prop::sample::select(kinds)).prop_map(
-        |(slice_ms, idle_ms, drain, device)| {
+    let depths = prop::sample::select(&[0, 1, 24][..]);
+    let fair = (1_u32..4, 0_u32..3, any::<bool>(), prop::sample::select(kinds), depths).prop_map(
+        |(slice_ms, idle_ms, drain, device, in_flight_kib)| {
+            let target_ms = 2 * slice_ms;
             let config =
-                FairConfig { slice_ms, target_ms: 2 * slice_ms, idle_ms, drain, device, ..FairConfig::default() };
+                FairConfig { slice_ms, target_ms, idle_ms, drain, device, in_flight_kib, ..FairConfig::default() };
             SchedulerConfig::Fair(config)
         },
     );
@@ -352,7 +354,7 @@ pub fn infos(plan: &Plan) -> Vec<Arc<DeviceInfo>> {
         read_only: false,
         volatile_cache: plan.volatile_cache,
         fua: plan.fua,
-        rotational: false,
+        ..DeviceInfo::default()
     };
     (0..plan.namespaces).map(|number| Arc::new(info(number))).collect()
 }

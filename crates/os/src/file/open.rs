@@ -115,6 +115,7 @@ impl FileDevice {
             // A write with RWF_DSYNC.
             fua: true,
             rotational: block_device && turns(&now),
+            ..DeviceInfo::default()
         };
         let (memory_mask, offset_mask) = match mode {
             Mode::Direct { memory_align, offset_align } => (memory_align as usize - 1, u64::from(offset_align) - 1),

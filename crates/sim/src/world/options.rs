@@ -43,12 +43,14 @@ impl WorldScheduler {
         WorldScheduler::Fair,
     ];
 
-    pub(super) fn config(self) -> SchedulerConfig {
+    /// As the options have it.
+    pub(super) fn config(self, options: &WorldOptions) -> SchedulerConfig {
+        let in_flight_kib = options.share_kib as u32;
         match self {
             WorldScheduler::None => SchedulerConfig::None,
             WorldScheduler::Deadline => SchedulerConfig::Deadline(DeadlineConfig::default()),
             WorldScheduler::Kyber => SchedulerConfig::Kyber(KyberConfig::default()),
-            WorldScheduler::Fair => SchedulerConfig::Fair(FairConfig::default()),
+            WorldScheduler::Fair => SchedulerConfig::Fair(FairConfig { in_flight_kib, ..FairConfig::default() }),
             WorldScheduler::Timeslice => SchedulerConfig::Timeslice(TimesliceConfig::default()),
         }
     }
@@ -115,6 +117,8 @@ options! {
     merging: Merging,
     /// Who orders what waits.
     scheduler: WorldScheduler,
+    /// What all queues have in flight together if that is fair; zero for what is measured.
+    share_kib: u64,
     /// Longest request.
     sectors_max: u64,
     /// Most pieces of memory in one.
@@ -177,6 +181,7 @@ impl WorldOptions {
             bios_max: from(1, 64),
             merging: [Merging::Off, Merging::Last, Merging::Recent][from(0, 2) as usize],
             scheduler: WorldScheduler::ALL[from(0, 4) as usize],
+            share_kib: [0, 1, 40][from(0, 2) as usize],
             sectors_max: [8, 24, 2048][from(0, 2) as usize],
             segments_max: from(1, 4),
             chunk_sectors: [0, 0, 16][from(0, 2) as usize],

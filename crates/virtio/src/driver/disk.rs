@@ -177,6 +177,7 @@ fn read(name: &str, features: Features, space: &Space<'_>, ring_size: u16) -> Re
         fua: false,
         // virtio cannot say.
         rotational: false,
+        ..DeviceInfo::default()
     };
     Ok(BlkDisk { info, queues, features, may_unmap })
 }

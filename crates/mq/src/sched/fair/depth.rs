@@ -17,7 +17,7 @@
 /// How long a turn lasts at least.
 const TURN_NS: u64 = 5_000_000;
 /// Ends in a turn, at least.
-const TURN_ENDS: u32 = 128;
+const TURN_ENDS: u64 = 128;
 /// Pairs of turns that are compared. The best and the worst count for nothing: a device that is away collecting garbage says nothing of depths. A
 /// little less is enough only if all others say so: where much is by chance, too much is better than too little.
 const TURNS: usize = 4;
@@ -44,6 +44,35 @@ const PAUSE_MAX: u32 = 4096;
 /// From this size on it is worth a timer to send a bio between two ends.
 const LARGE: u64 = 64 << 10;
 
+/// How much may be in flight.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Limit {
+    /// In all, and of small bios.
+    pub(super) all: u64,
+    pub(super) small: u64,
+    /// How long the device takes for a MiB; zero until it is known.
+    pub(super) mib_ns: u64,
+}
+
+impl Limit {
+    /// Whether something fits that is worth so much where there is so much. Small bios are as many as come nearest to the limit.
+    #[inline]
+    pub(super) fn fits(self, has: u64, cost: u64) -> bool {
+        if cost < LARGE { has + cost / 2 <= self.small } else { has == 0 || has + cost <= self.all }
+    }
+
+    /// Whether that would be more than twice as much as there should be.
+    pub(super) fn is_far_beyond(self, has: u64, cost: u64) -> bool {
+        has + cost > 2 * self.all
+    }
+
+    /// When something fits that does not now, if nothing ends before and something ended then. None if no time helps.
+    pub(super) fn fits_at_ns(self, has: u64, cost: u64, ended_ns: u64) -> Option<u64> {
+        let waits = has <= self.all && cost >= LARGE && self.mib_ns > 0;
+        waits.then(|| ended_ns + (((has + cost).saturating_sub(self.all) * self.mib_ns) >> 20))
+    }
+}
+
 /// See the head of the module.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Depth {
@@ -68,11 +97,9 @@ pub(super) struct Depth {
     pause: u32,
     next_pause: u32,
     since_ns: u64,
-    /// When something ended last.
-    ended_ns: u64,
     /// What has to end until what belongs to the turn before is over.
     skip: u64,
-    ends: u32,
+    ends: u64,
     cost: u64,
     /// How long the device takes for a MiB of cost; a mean, zero until it is known.
     mib_ns: u64,
@@ -102,7 +129,6 @@ impl Depth {
             pause: 0,
             next_pause: PAUSE_MIN,
             since_ns: 0,
-            ended_ns: 0,
             skip: 0,
             ends: 0,
             cost: 0,
@@ -133,53 +159,30 @@ impl Depth {
         self.limit_small = if few { self.whole } else { self.limit };
     }
 
-    /// Whether the device has more than twice of that, or would.
-    pub(super) fn is_far_beyond(&self, cost: u64) -> bool {
-        self.has + cost > 2 * self.limit
+    /// How much may be in flight just now.
+    pub(super) fn limit(&self) -> Limit {
+        Limit { all: self.limit, small: self.limit_small, mib_ns: self.mib_ns }
     }
 
-    /// Whether something fits that is worth so much. Small bios are as many as come nearest to the depth.
-    #[inline]
-    pub(super) fn fits(&self, cost: u64) -> bool {
-        if cost < LARGE {
-            self.has + cost / 2 <= self.limit_small
-        } else {
-            self.has == 0 || self.has + cost <= self.limit
-        }
+    /// The device has so much, and had so much at most in this turn; and somebody has waited because of the limit, or not.
+    pub(super) fn stands(&mut self, has: u64, peak: u64, bound: bool) {
+        (self.has, self.peak, self.bound) = (has, peak.max(has), bound);
     }
 
-    /// Somebody waits because it does not fit: until then, unless something ends before. The largest number if only that helps.
-    pub(super) fn wait_ns(&mut self, cost: u64) -> u64 {
-        self.bound = true;
-        if self.has > self.limit || cost < LARGE || self.mib_ns == 0 {
-            return u64::MAX;
-        }
-        let over = self.has + cost - self.limit;
-        self.ended_ns + ((over * self.mib_ns) >> 20)
-    }
-
-    /// The device has something more.
-    #[inline]
-    pub(super) fn took(&mut self, cost: u64) {
-        self.has += cost;
-        self.peak = self.peak.max(self.has);
-    }
-
-    /// Something has ended that was worth so much.
-    #[inline]
-    pub(super) fn ended(&mut self, cost: u64, now_ns: u64) {
-        self.has -= cost;
-        self.ended_ns = now_ns;
+    /// So many have ended that were worth so much. True if marks of the turn begin anew.
+    pub(super) fn ended(&mut self, ends: u64, cost: u64, now_ns: u64) -> bool {
         if self.skip > 0 {
             self.skip = self.skip.saturating_sub(cost);
-            (self.since_ns, self.bound) = (now_ns, false);
-            return;
+            self.since_ns = now_ns;
+            return true;
         }
-        self.ends += 1;
+        self.ends += ends;
         self.cost += cost;
-        if self.ends >= TURN_ENDS && now_ns.saturating_sub(self.since_ns) >= TURN_NS {
+        let is_over = self.ends >= TURN_ENDS && now_ns.saturating_sub(self.since_ns) >= TURN_NS;
+        if is_over {
             self.end_turn(now_ns);
         }
+        is_over
     }
 
     #[inline(never)]
@@ -213,7 +216,7 @@ impl Depth {
                 self.decide();
             }
         }
-        self.set_limits(self.cost / u64::from(self.ends));
+        self.set_limits(self.cost / self.ends);
         self.skip = self.has;
         (self.ends, self.cost, self.bound, self.peak, self.since_ns) = (0, 0, false, self.has, now_ns);
     }
@@ -224,7 +227,7 @@ impl Depth {
 
     /// One bio more at least.
     fn try_more(&mut self) {
-        let more = (self.whole / 8).max(self.cost / u64::from(self.ends.max(1)));
+        let more = (self.whole / 8).max(self.cost / self.ends.max(1));
         (self.less, self.whole, self.grows) = (self.whole, (self.whole + more).min(DEPTH_MAX), true);
     }
 
@@ -287,15 +290,19 @@ mod tests {
     /// The depth that is found on a device that does `rate(depth)` small bios a second, between these seconds, if up to `wanted` are to be had.
     fn find(depth: &mut Depth, wanted: u64, seconds: [u64; 2], mut rate: impl FnMut(u64) -> f64) -> u64 {
         let [mut now_ns, end_ns] = seconds.map(|s| s as f64 * 1e9);
+        let (mut has, mut peak, mut bound) = (0, 0, false);
         while now_ns < end_ns {
-            while depth.has < wanted * COST && depth.fits(COST) {
-                depth.took(COST);
+            while has < wanted * COST && (has == 0 || depth.limit().fits(has, COST)) {
+                has += COST;
+                peak = has.max(peak);
             }
-            if depth.has < wanted * COST {
-                depth.wait_ns(COST);
+            bound |= has < wanted * COST;
+            now_ns += 1e9 / rate(has / COST);
+            has -= COST;
+            depth.stands(has, peak, bound);
+            if depth.ended(1, COST, now_ns as u64) {
+                (peak, bound) = (0, false);
             }
-            now_ns += 1e9 / rate(depth.has / COST);
-            depth.ended(COST, now_ns as u64);
         }
         (depth.depth() + COST / 2) / COST
     }
@@ -340,15 +347,11 @@ mod tests {
 
     #[test]
     fn between_two_ends_a_large_bio_goes_when_what_is_too_much_of_it_must_be_done() {
-        let mut depth = Depth::new();
         let large = 128 << 10;
-        (depth.limit, depth.mib_ns) = (5 * large / 2, 320_000);
-        (0..2).for_each(|_| depth.took(large));
-        assert!(!depth.fits(large));
+        let limit = Limit { all: 5 * large / 2, small: 5 * large / 2, mib_ns: 320_000 };
+        assert!(limit.fits(large, large) && !limit.fits(2 * large, large));
         // Half of it: 64 KiB at 320 us for a MiB.
-        depth.ended_ns = 1_000_000;
-        assert_eq!(depth.wait_ns(large), 1_020_000);
-        depth.took(large);
-        assert_eq!(depth.wait_ns(large), u64::MAX, "one is all that goes beyond");
+        assert_eq!(limit.fits_at_ns(2 * large, large, 1_000_000), Some(1_020_000));
+        assert_eq!(limit.fits_at_ns(3 * large, large, 1_000_000), None, "one is all that goes beyond");
     }
 }

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::{Hand, MS, bio, read, with, write};
 use crate::sched::{FAIR_WEIGHTS_MAX, FairConfig, FairDevice, SchedulerConfig};
-use crate::{Bio, Op, Priority};
+use crate::{Bio, DeviceInfo, Op, Priority};
 
 fn hand(device: FairDevice) -> Hand {
     Hand::new(SchedulerConfig::Fair(FairConfig { device, ..FairConfig::default() }))
@@ -25,7 +25,8 @@ fn owners(sectors: &[u64]) -> Vec<u64> {
 fn a_device_is_taken_for_what_it_says_until_it_is_measured_and_for_what_the_options_say() {
     let seeks = |device, rotational| {
         let config = SchedulerConfig::Fair(FairConfig { device, ..FairConfig::default() });
-        let facts = config.build(8, 64, rotational).map(|fair| fair.snapshot(0).facts);
+        let facts =
+            config.build(8, 64, &DeviceInfo { rotational, ..DeviceInfo::default() }).map(|fair| fair.snapshot(0).facts);
         facts.unwrap().contains(&("seeks", 1))
     };
     for rotational in [true, false] {

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::{Hand, MS, read};
+use crate::DeviceInfo;
 use crate::sched::{SchedulerConfig, SliceKey, SliceOrder, TimesliceConfig};
 
 /// Slices of 10 ms without anything else.
@@ -33,7 +34,11 @@ fn owners(hand: &mut Hand, times_ms: impl IntoIterator<Item = u64>) -> Vec<Optio
 
 #[test]
 fn no_length_is_no_scheduler() {
-    assert!(SchedulerConfig::Timeslice(TimesliceConfig { slice_us: 0, ..BARE }).build(8, 64, false).is_none());
+    assert!(
+        SchedulerConfig::Timeslice(TimesliceConfig { slice_us: 0, ..BARE })
+            .build(8, 64, &DeviceInfo::default())
+            .is_none()
+    );
 }
 
 #[test]

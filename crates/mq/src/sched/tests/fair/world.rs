@@ -3,7 +3,7 @@
 
 use crate::sched::tests::MS;
 use crate::sched::{FairConfig, FairDevice, Next, Scheduler, SchedulerConfig};
-use crate::{Bio, Op};
+use crate::{Bio, DeviceInfo, Op};
 
 const US: u64 = 1000;
 
@@ -116,7 +116,7 @@ fn run(
     readers: &mut [Reader],
     until: impl Fn(&[Reader]) -> bool,
 ) -> Box<dyn Scheduler> {
-    let mut scheduler = config.build(places, 1024, false).unwrap();
+    let mut scheduler = config.build(places, 1024, &DeviceInfo::default()).unwrap();
     let mut device = Device { kind, places, has: Vec::new(), running: Vec::new(), head: 0, wire_ns: 0 };
     let (mut now_ns, mut chance) = (0_u64, 1_u64);
     while !until(readers) {

@@ -1,0 +1,501 @@
+//! How much of a device its hardware queues have between them, and who of them may have more.
+//!
+//! Each queue of a device has a seat: a line of memory that only its owner writes, with what it has there and what has ended of it. Before a queue
+//! hands something out it adds up what the others have, once a round. All of them together have no more than the [depth](super::depth) that keeps
+//! the device busy:
+//!
+//! * who has nothing there may always have one, at once and without a look at anybody;
+//! * while there is room everybody may, unless somebody has less than a fair share and wants more: then only they;
+//! * a stream that is alone on the device has everything.
+//!
+//! **Nobody has to be woken.** Whoever is refused has something in flight, and asks again when that ends; and after [`AGAIN_NS`], in case that
+//! takes long. The price is that a place may lie idle until then.
+//!
+//! **No lock, and no word that is fought for.** What is read of the others may be as old as a round, and then all together have a little more than they
+//! should. This is a measure of what is worth having there, and no bound that anything relies on: those are tags, and a
+//! [`Budget`](crate::Budget). Who finds that it is time to look at what the device has done takes a lock, if it is free.
+
+use std::sync::{Arc, Mutex, OnceLock, TryLockError};
+
+use blkyard_mem::sync::{AtomicBool, AtomicU64, AtomicUsize, Line, Ordering::Relaxed};
+
+use super::depth::{Depth, Limit};
+
+/// Queues of one device that share it: the queues of four exports with as many as one can have. Those beyond share it as it pleases.
+const SEATS_MAX: usize = 256;
+/// When a queue that was refused asks again, if nothing of it has ended: seldom enough to cost nothing.
+const AGAIN_NS: u64 = 1_000_000;
+/// Who was refused and has not asked for so long does not want more: its lane is at something else.
+const LACKING_NS: u64 = 4 * AGAIN_NS;
+/// A queue is alone when no other has wanted anything for so long. Until then it has what keeps the device busy, which costs it next to nothing; and
+/// someone who wants something now and then does not find the device full.
+const ALONE_NS: u64 = 1_000_000_000;
+/// How old what a seat says of that may be.
+const SEEN_NS: u64 = 1_000_000;
+/// How often it is looked at what the device has done: a small part of the turns of [`Depth`].
+const LOOK_NS: u64 = 250_000;
+
+/// What the hardware queues of one device know of each other. Part of what a device [is](crate::DeviceInfo): a clone is of the same device.
+///
+/// Empty until a queue has a scheduler that shares.
+#[derive(Clone, Default)]
+pub struct SharedDepth(Arc<OnceLock<Arc<Table>>>);
+
+struct Table {
+    read: Line<Read>,
+    seats: Box<[Arc<Line<Seat>>]>,
+    regulator: Mutex<Regulator>,
+}
+
+/// What is read often and written now and then.
+struct Read {
+    /// The depth that has been found to do, and how much may be there just now: [`Limit`].
+    depth: AtomicU64,
+    limit: AtomicU64,
+    small: AtomicU64,
+    mib_ns: AtomicU64,
+    /// Seats ever taken.
+    used: AtomicUsize,
+    /// It is not looked at what the device has done before this.
+    look_ns: AtomicU64,
+    /// Counted up when marks begin anew.
+    turn: AtomicU64,
+    /// Somebody waits because of the limit.
+    bound: AtomicBool,
+}
+
+struct Regulator {
+    depth: Depth,
+    /// What had ended when it was last looked.
+    ends: u64,
+    cost: u64,
+}
+
+#[derive(Default)]
+struct Seat {
+    taken: AtomicBool,
+    /// What it has there, and the most it had since the turn began.
+    has: AtomicU64,
+    peak: AtomicU64,
+    /// What weigh its streams that want something.
+    weight: AtomicU64,
+    /// When it was last refused with less than its share; zero if it has had its due since.
+    lacking_ns: AtomicU64,
+    /// When it last wanted something.
+    seen_ns: AtomicU64,
+    /// When something of it ended last.
+    ended_ns: AtomicU64,
+    /// What has ended since the table was made, whoever sat here.
+    ends: AtomicU64,
+    cost: AtomicU64,
+}
+
+/// One queue's part in it. What things are worth is in the unit of [`Depth`].
+pub(super) struct DepthShare {
+    table: Arc<Table>,
+    seat: Arc<Line<Seat>>,
+    number: usize,
+    /// None for what is measured.
+    given: Option<u64>,
+    has: u64,
+    peak: u64,
+    turn: u64,
+    seen_ns: u64,
+    ended_ns: u64,
+    /// The round in which it was last looked at the others, and what they were found at.
+    round_ns: u64,
+    others: Others,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Others {
+    limit: Limit,
+    has: u64,
+    weight: u64,
+    ended_ns: u64,
+    lacking: bool,
+    /// They have wanted something of late.
+    recent: bool,
+}
+
+impl SharedDepth {
+    /// A part for one more queue, for which all together may have so many KiB, or, for zero, as much as is measured to keep the device busy.
+    pub(super) fn join(&self, in_flight_kib: u32) -> DepthShare {
+        let table = self.0.get_or_init(|| Arc::new(Table::new()));
+        let take = |seat: &Arc<Line<Seat>>| seat.0.taken.compare_exchange(false, true, Relaxed, Relaxed).is_ok();
+        let Some(number) = table.seats.iter().position(take) else {
+            return SharedDepth::default().join(in_flight_kib);
+        };
+        table.read.0.used.fetch_max(number + 1, Relaxed);
+        DepthShare {
+            table: Arc::clone(table),
+            seat: Arc::clone(&table.seats[number]),
+            number,
+            given: Some(u64::from(in_flight_kib) << 10).filter(|given| *given > 0),
+            has: 0,
+            peak: 0,
+            turn: 0,
+            seen_ns: 0,
+            ended_ns: 0,
+            round_ns: u64::MAX,
+            others: Others::default(),
+        }
+    }
+}
+
+impl Table {
+    fn new() -> Table {
+        let depth = Depth::new();
+        let Limit { all, small, mib_ns } = depth.limit();
+        Table {
+            read: Line(Read {
+                depth: AtomicU64::new(depth.depth()),
+                limit: AtomicU64::new(all),
+                small: AtomicU64::new(small),
+                mib_ns: AtomicU64::new(mib_ns),
+                used: AtomicUsize::new(0),
+                look_ns: AtomicU64::new(0),
+                turn: AtomicU64::new(0),
+                bound: AtomicBool::new(false),
+            }),
+            seats: (0..SEATS_MAX).map(|_| Arc::default()).collect(),
+            regulator: Mutex::new(Regulator { depth, ends: 0, cost: 0 }),
+        }
+    }
+
+    fn seats(&self) -> &[Arc<Line<Seat>>] {
+        &self.seats[..self.read.0.used.load(Relaxed)]
+    }
+
+    /// Looks at what the device has done, unless somebody is at it.
+    #[inline(never)]
+    fn look(&self, now_ns: u64) {
+        let mut regulator = match self.regulator.try_lock() {
+            Ok(regulator) => regulator,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        let Regulator { depth, ends, cost } = &mut *regulator;
+        let Read { look_ns, turn, bound, .. } = &self.read.0;
+        look_ns.store(now_ns + LOOK_NS, Relaxed);
+        let sum = |of: fn(&Seat) -> &AtomicU64| self.seats().iter().map(|seat| of(&seat.0).load(Relaxed)).sum::<u64>();
+        let [ends_now, cost_now] = [sum(|seat| &seat.ends), sum(|seat| &seat.cost)];
+        depth.stands(sum(|seat| &seat.has), sum(|seat| &seat.peak), bound.load(Relaxed));
+        if depth.ended(ends_now - *ends, cost_now - *cost, now_ns) {
+            turn.store(turn.load(Relaxed) + 1, Relaxed);
+            bound.store(false, Relaxed);
+        }
+        (*ends, *cost) = (ends_now, cost_now);
+        let (Limit { all, small, mib_ns }, read) = (depth.limit(), &self.read.0);
+        let words = [&read.depth, &read.limit, &read.small, &read.mib_ns];
+        for (word, value) in words.into_iter().zip([depth.depth(), all, small, mib_ns]) {
+            if word.load(Relaxed) != value {
+                word.store(value, Relaxed);
+            }
+        }
+    }
+}
+
+impl DepthShare {
+    /// Whether other queues use the device.
+    #[inline]
+    pub(super) fn has_company(&self) -> bool {
+        self.others.recent
+    }
+
+    /// Whether the queue may have something more that is worth so much. Its own streams that want something weigh so much, and are `several` or one.
+    #[inline]
+    pub(super) fn fits(&mut self, cost: u64, several: bool, weight: u64, now_ns: u64) -> bool {
+        if self.has == 0 {
+            return true;
+        }
+        if now_ns != self.round_ns {
+            self.look_at_others(weight, now_ns);
+        }
+        let others = &self.others;
+        if !several && !others.recent {
+            return true;
+        }
+        others.limit.fits(others.has + self.has, cost) && (!others.lacking || self.has < self.fair_share(weight))
+    }
+
+    /// Whether the device has more than twice of what it should, or would.
+    pub(super) fn is_far_beyond(&self, cost: u64) -> bool {
+        self.others.limit.is_far_beyond(self.others.has + self.has, cost)
+    }
+
+    /// Somebody waits because it does not fit: until then, unless something of the queue ends before. The largest number if only that helps.
+    pub(super) fn wait_ns(&mut self, cost: u64, weight: u64, now_ns: u64) -> u64 {
+        let (fair_share, Others { limit, has, lacking, ended_ns, .. }) = (self.fair_share(weight), self.others);
+        let lacking_ns = if self.has < fair_share { now_ns.max(1) } else { 0 };
+        self.seat.0.lacking_ns.store(lacking_ns, Relaxed);
+        let bound = &self.table.read.0.bound;
+        if !bound.load(Relaxed) {
+            bound.store(true, Relaxed);
+        }
+        let again_ns = if has > 0 { now_ns + AGAIN_NS } else { u64::MAX };
+        if lacking && self.has >= fair_share {
+            return again_ns;
+        }
+        let fits_at_ns = limit.fits_at_ns(has + self.has, cost, self.ended_ns.max(ended_ns));
+        fits_at_ns.map_or(again_ns, |fits_at_ns| fits_at_ns.min(again_ns))
+    }
+
+    fn fair_share(&self, weight: u64) -> u64 {
+        let Others { limit, weight: others, .. } = self.others;
+        limit.all * weight / (weight + others).max(1)
+    }
+
+    #[inline(never)]
+    fn look_at_others(&mut self, weight: u64, now_ns: u64) {
+        let table = &self.table;
+        let Read { limit, small, mib_ns, .. } = &table.read.0;
+        let [all, small, mib_ns] = [limit, small, mib_ns].map(|word| word.load(Relaxed));
+        let measured = Limit { all, small, mib_ns };
+        let limit = self.given.map_or(measured, |given| Limit { all: given, small: given, ..measured });
+        let mut others = Others { limit, ..Others::default() };
+        for (number, seat) in table.seats().iter().enumerate() {
+            let seat = &seat.0;
+            let seen_ns = seat.seen_ns.load(Relaxed);
+            if number == self.number || seen_ns == 0 || now_ns.saturating_sub(seen_ns) >= ALONE_NS {
+                continue;
+            }
+            let (has, lacking_ns) = (seat.has.load(Relaxed), seat.lacking_ns.load(Relaxed));
+            others.recent = true;
+            others.has += has;
+            others.weight += if has > 0 { seat.weight.load(Relaxed) } else { 0 };
+            others.lacking |= lacking_ns > 0 && now_ns.saturating_sub(lacking_ns) < LACKING_NS;
+            others.ended_ns = others.ended_ns.max(seat.ended_ns.load(Relaxed));
+        }
+        let seat = &self.seat.0;
+        if seat.weight.load(Relaxed) != weight {
+            seat.weight.store(weight, Relaxed);
+        }
+        (self.others, self.round_ns) = (others, now_ns);
+    }
+
+    /// The queue wants something.
+    #[inline]
+    pub(super) fn wants(&mut self, now_ns: u64) {
+        if self.seen_ns == 0 || now_ns.saturating_sub(self.seen_ns) >= SEEN_NS {
+            self.seen_ns = now_ns.max(1);
+            self.seat.0.seen_ns.store(self.seen_ns, Relaxed);
+        }
+    }
+
+    /// The device has something more of it.
+    #[inline]
+    pub(super) fn took(&mut self, cost: u64) {
+        self.has += cost;
+        let table = &self.table;
+        let seat = &self.seat.0;
+        seat.has.store(self.has, Relaxed);
+        if seat.lacking_ns.load(Relaxed) > 0 {
+            seat.lacking_ns.store(0, Relaxed);
+        }
+        let turn = table.read.0.turn.load(Relaxed);
+        if turn != self.turn || self.has > self.peak {
+            (self.turn, self.peak) = (turn, self.has);
+            seat.peak.store(self.peak, Relaxed);
+        }
+    }
+
+    /// Something has ended that was worth so much.
+    #[inline]
+    pub(super) fn ended(&mut self, cost: u64, now_ns: u64) {
+        self.has -= cost;
+        let table = &self.table;
+        let seat = &self.seat.0;
+        seat.has.store(self.has, Relaxed);
+        // Nobody else writes here.
+        seat.ends.store(seat.ends.load(Relaxed) + 1, Relaxed);
+        seat.cost.store(seat.cost.load(Relaxed) + cost, Relaxed);
+        if now_ns != self.ended_ns {
+            self.ended_ns = now_ns;
+            seat.ended_ns.store(now_ns, Relaxed);
+            if now_ns >= table.read.0.look_ns.load(Relaxed) {
+                table.look(now_ns);
+            }
+        }
+    }
+
+    /// The depth that has been found to do.
+    pub(super) fn depth(&self) -> u64 {
+        self.given.unwrap_or_else(|| self.table.read.0.depth.load(Relaxed))
+    }
+}
+
+impl Drop for DepthShare {
+    fn drop(&mut self) {
+        let seat = &self.seat.0;
+        for word in [&seat.has, &seat.peak, &seat.weight, &seat.lacking_ns, &seat.seen_ns, &seat.ended_ns] {
+            word.store(0, Relaxed);
+        }
+        // Release is not needed: whoever sits down next begins with what is written here, or with a little of what was.
+        seat.taken.store(false, Relaxed);
+    }
+}
+
+impl std::fmt::Debug for SharedDepth {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let queues =
+            self.0.get().map_or(0, |table| table.seats().iter().filter(|seat| seat.0.taken.load(Relaxed)).count());
+        f.debug_struct("SharedDepth").field("queues", &queues).finish_non_exhaustive()
+    }
+}
+
+impl std::fmt::Debug for DepthShare {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DepthShare").field("number", &self.number).field("has", &self.has).finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+
+    const COST: u64 = 12 << 10;
+    const MS: u64 = 1_000_000;
+
+    /// Queues that share a device of so many places, and one stream each.
+    fn queues(count: usize, places: u32) -> Vec<DepthShare> {
+        let shared = SharedDepth::default();
+        (0..count).map(|_| shared.join(places * 12)).collect()
+    }
+
+    /// Takes small things until no more fit, or it has so many; says how many it took.
+    fn take(share: &mut DepthShare, most: usize, now_ns: u64) -> usize {
+        share.wants(now_ns);
+        for took in 0..most {
+            if !share.fits(COST, false, 100, now_ns) {
+                share.wait_ns(COST, 100, now_ns);
+                return took;
+            }
+            share.took(COST);
+        }
+        most
+    }
+
+    fn end(share: &mut DepthShare, count: usize, now_ns: u64) {
+        (0..count).for_each(|_| share.ended(COST, now_ns));
+    }
+
+    #[test]
+    fn a_queue_alone_has_everything_and_again_when_the_other_has_been_gone_for_a_second() {
+        let mut queues = queues(2, 8);
+        assert_eq!(take(&mut queues[0], 100, MS), 100);
+        assert_eq!(take(&mut queues[1], 100, 2 * MS), 1, "the device is full, and one passes");
+        end(&mut queues[1], 1, 3 * MS);
+        end(&mut queues[0], 90, 4 * MS);
+        assert_eq!(take(&mut queues[0], 100, 5 * MS), 0);
+        end(&mut queues[0], 3, 900 * MS);
+        assert_eq!(take(&mut queues[0], 100, 901 * MS), 1, "eight in all");
+        assert_eq!(take(&mut queues[0], 100, 1003 * MS), 100);
+    }
+
+    #[test]
+    fn who_has_nothing_there_may_always_have_one() {
+        let mut queues = queues(3, 1);
+        for now_ns in [MS, 2 * MS] {
+            for share in &mut queues {
+                assert_eq!(take(share, 1, now_ns), 1);
+            }
+            queues.iter_mut().for_each(|share| end(share, 1, now_ns));
+        }
+    }
+
+    #[test]
+    fn queues_that_all_want_more_come_to_have_as_much_as_each_other() {
+        let mut queues = queues(4, 16);
+        queues.iter_mut().for_each(|share| share.wants(1));
+        assert_eq!(take(&mut queues[0], 100, MS), 16);
+        let mut has = [16, 0, 0, 0];
+        for round in 2..60 {
+            for (share, has) in queues.iter_mut().zip(&mut has) {
+                // One of each ends, and everybody takes what there is.
+                let ends = (*has).min(1);
+                end(share, ends, round * MS);
+                *has = *has + take(share, 100, round * MS) - ends;
+            }
+            assert!(has.iter().sum::<usize>() <= 16 + 3, "{has:?}");
+        }
+        assert!(has.iter().all(|has| (3..=5).contains(has)), "{has:?}");
+    }
+
+    #[test]
+    fn shares_go_by_weight_and_a_share_that_nobody_wants_is_everybodys() {
+        let mut queues = queues(2, 12);
+        queues.iter_mut().for_each(|share| share.wants(1));
+        let mut has = [take(&mut queues[0], 100, MS), 0];
+        for round in 2..60 {
+            for (at, weight) in [(0, 100), (1, 200)] {
+                let (share, now_ns) = (&mut queues[at], round * MS);
+                let ends = has[at].min(1);
+                end(share, ends, now_ns);
+                has[at] -= ends;
+                while share.fits(COST, false, weight, now_ns) {
+                    share.took(COST);
+                    has[at] += 1;
+                }
+                share.wait_ns(COST, weight, now_ns);
+            }
+        }
+        assert!((3..=5).contains(&has[0]) && (7..=9).contains(&has[1]), "{has:?}");
+        // The second wants one at a time from now on.
+        end(&mut queues[1], has[1], 60 * MS);
+        for round in 61..70 {
+            assert_eq!(take(&mut queues[1], 1, round * MS), 1);
+            has[0] += take(&mut queues[0], 100, round * MS);
+            end(&mut queues[1], 1, round * MS);
+        }
+        assert!(has[0] >= 11, "{has:?}");
+    }
+
+    #[test]
+    fn who_is_refused_asks_again_although_nothing_of_it_ends() {
+        let mut queues = queues(2, 8);
+        take(&mut queues[0], 8, MS);
+        assert_eq!(take(&mut queues[1], 2, MS), 1);
+        assert_eq!(queues[1].wait_ns(COST, 100, MS), MS + AGAIN_NS);
+        end(&mut queues[0], 8, MS);
+        assert_eq!(take(&mut queues[1], 2, 2 * MS), 2);
+    }
+
+    #[test]
+    fn a_queue_that_is_gone_leaves_nothing_behind_and_its_seat_to_the_next() {
+        let shared = SharedDepth::default();
+        let mut stays = shared.join(96);
+        for number in 0..2 * SEATS_MAX {
+            let mut goes = shared.join(96);
+            assert_eq!(goes.number, 1);
+            take(&mut goes, 8, MS + number as u64);
+        }
+        assert_eq!(take(&mut stays, 100, 2 * MS), 100, "it is alone");
+        end(&mut stays, 100, 3 * MS);
+        // More than there are seats for: the last one is by itself.
+        let more: Vec<_> = (0..SEATS_MAX).map(|_| shared.join(96)).collect();
+        assert!(!Arc::ptr_eq(&more[SEATS_MAX - 1].table, &stays.table) && Arc::ptr_eq(&more[0].table, &stays.table));
+    }
+
+    #[test]
+    fn one_depth_is_learned_for_all() {
+        // 100 us each, and 16 at one time: whatever the two want.
+        let shared = SharedDepth::default();
+        let mut queues = [shared.join(0), shared.join(0)];
+        let (mut has, mut now_ns, mut of) = ([0_usize; 2], 0, 0);
+        while now_ns < 20_000 * MS {
+            for (share, has) in queues.iter_mut().zip(&mut has) {
+                *has += take(share, 128 - *has, now_ns);
+            }
+            let all: usize = has.iter().sum();
+            now_ns += 100_000 / all.min(16) as u64;
+            // By turns, as long as both have something there.
+            of = if has[1 - of] > 0 { 1 - of } else { of };
+            end(&mut queues[of], 1, now_ns);
+            has[of] -= 1;
+        }
+        let depth = queues[0].depth() / COST;
+        assert!((15..=20).contains(&depth) && queues[1].depth() / COST == depth, "{depth}");
+        assert!(has.iter().all(|has| (6..=11).contains(has)), "{has:?}");
+    }
+}
