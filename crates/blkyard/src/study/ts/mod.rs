@@ -8,6 +8,7 @@ mod beside;
 mod cache;
 mod job;
 mod jobs;
+mod neighbour;
 mod parallel;
 mod part;
 mod reader;
@@ -37,7 +38,7 @@ impl Length {
 
 /// A part, and what it is about, for who waits.
 type Runs = fn(Length, u64) -> io::Result<Part>;
-const PARTS: [(&str, Runs); 9] = [
+const PARTS: [(&str, Runs); 14] = [
     ("the one figure that is calibrated", parallel::calibration),
     ("two files read in parallel", parallel::readers),
     ("two files copied in parallel", parallel::copies),
@@ -47,6 +48,11 @@ const PARTS: [(&str, Runs); 9] = [
     ("one beside two copies on flash", beside::flash_writes),
     ("one beside two streams on a disk", beside::disk),
     ("one beside two copies on a disk", beside::disk_writes),
+    ("a noisy neighbour on a path that reads", neighbour::path_reads),
+    ("a noisy neighbour on a path that writes", neighbour::path_writes),
+    ("a noisy neighbour on flash that reads", neighbour::flash_reads),
+    ("a noisy neighbour on flash that reads much at a time", neighbour::flash_large_reads),
+    ("a noisy neighbour on flash that writes", neighbour::flash_writes),
 ];
 
 /// Runs all parts.

@@ -1,0 +1,231 @@
+//! Part 4: noisy neighbours. Two guests' queues on one device: one with 256 on their way, the other with one. What the second notices of the first, and
+//! whether the device does as much as before.
+
+use std::io;
+
+use blkyard_mq::{DeadlineConfig, DeviceInfo, FairConfig, HwQueueConfig, KyberConfig, Merging, Op, SchedulerConfig};
+use blkyard_sim::{Flash, FlashModel, Line, LineModel, Model};
+
+use super::Length;
+use super::job::Job;
+use super::part::{Drawn, Part, column};
+use super::rig::{MS, S, Scene, Tally, run};
+
+/// What a neighbour has on its way.
+const DEPTH: usize = 256;
+/// Of the device that each of the two has.
+const RANGE_SECTORS: u64 = 1 << 26;
+/// How long whoever waits for one thinks, before the next.
+const THINK_NS: u64 = 20_000;
+/// Until whoever learns has learned.
+const WARM_NS: u64 = 2 * S;
+/// Fixed depths of the neighbour: what could be reached by any scheduler that knew the right one.
+const LIMITS: [usize; 8] = [2, 4, 8, 12, 16, 32, 64, 128];
+/// Goals: 99 of 100 wait no longer than so many times what they wait alone, and the device does so much of what it could.
+const P99_TIMES: f64 = 1.5;
+const WORK: f64 = 0.95;
+/// A network path, or an array behind one: 100 us for one, 100 thousand a second, 3.2 GB/s.
+const PATH: LineModel =
+    LineModel { access_ns: 10_000, bytes_per_s: 3_200_000_000, latency_ns: 90_000, jitter_ns: 5_000, depth: 1023 };
+
+#[derive(Clone, Copy)]
+enum Device {
+    Path,
+    Flash,
+}
+
+/// A neighbour's load.
+#[derive(Clone, Copy)]
+struct Load {
+    name: &'static str,
+    op: Op,
+    sectors: u32,
+}
+
+const READS: Load = Load { name: "random reads of 4 KiB", op: Op::Read, sectors: 8 };
+const LARGE_READS: Load = Load { name: "reads of 128 KiB in a row", op: Op::Read, sectors: 256 };
+const WRITES: Load = Load { name: "writes of 128 KiB in a row", op: Op::Write, sectors: 256 };
+
+/// What a run came to, or several with a seed each.
+#[derive(Clone, Copy, Default)]
+struct Figures {
+    p50_us: f64,
+    p99_us: f64,
+    p999_us: f64,
+    victim_iops: f64,
+    neighbour_iops: f64,
+}
+
+pub(super) fn path_reads(length: Length, seed: u64) -> io::Result<Part> {
+    part("neighbour_path_reads", Device::Path, READS, length, seed)
+}
+
+pub(super) fn path_writes(length: Length, seed: u64) -> io::Result<Part> {
+    part("neighbour_path_writes", Device::Path, WRITES, length, seed)
+}
+
+pub(super) fn flash_reads(length: Length, seed: u64) -> io::Result<Part> {
+    part("neighbour_flash_reads", Device::Flash, READS, length, seed)
+}
+
+pub(super) fn flash_large_reads(length: Length, seed: u64) -> io::Result<Part> {
+    part("neighbour_flash_large_reads", Device::Flash, LARGE_READS, length, seed)
+}
+
+pub(super) fn flash_writes(length: Length, seed: u64) -> io::Result<Part> {
+    part("neighbour_flash_writes", Device::Flash, WRITES, length, seed)
+}
+
+/// The device with a queue of its own for each guest; the neighbour may have no more than `limit` there, and if it has a limit its requests do not
+/// become longer instead.
+fn scene(device: Device, scheduler: SchedulerConfig, limit: usize, length: Length, seed: u64) -> Scene {
+    let flash = Scene::flash(FlashModel::NVME_2018, 2, DEPTH, scheduler);
+    let (name, model) = match device {
+        Device::Path => ("path", Model::Line(Line::new(PATH, seed))),
+        Device::Flash => ("flash", Model::Flash(Box::new(Flash::new(FlashModel::NVME_2018)))),
+    };
+    let mut queues = flash.queues;
+    let merging = if limit < DEPTH { Merging::Off } else { queues[1].merging };
+    queues[1] = HwQueueConfig { depth: limit, merging, ..queues[1] };
+    let until_ns = WARM_NS + length.seconds * 100 * MS;
+    Scene { info: DeviceInfo { name: name.into(), ..flash.info }, model, queues, seed, from_ns: WARM_NS, until_ns }
+}
+
+fn victim() -> Job {
+    Job { think_ns: THINK_NS, ..Job::anywhere(1, 0, RANGE_SECTORS, 1) }
+}
+
+fn neighbour(load: Load) -> Job {
+    let Load { op, sectors, .. } = load;
+    let random = sectors == READS.sectors;
+    Job { op, sectors, random, queue: 1, ..Job::anywhere(2, RANGE_SECTORS, RANGE_SECTORS, DEPTH) }
+}
+
+fn us(tally: &Tally, percent: f64) -> f64 {
+    tally.percentile_ns(percent) as f64 / 1e3
+}
+
+fn alone(mut job: Job, device: Device, length: Length, seed: u64) -> io::Result<Tally> {
+    let scene = scene(device, SchedulerConfig::None, DEPTH, length, seed);
+    Ok(run(scene, &mut [&mut job])?.remove(0))
+}
+
+/// Both, as many times as there are runs; means.
+fn both(
+    device: Device,
+    load: Load,
+    scheduler: SchedulerConfig,
+    limit: usize,
+    length: Length,
+    seed: u64,
+) -> io::Result<Figures> {
+    let mut sum = Figures::default();
+    for run_seed in seed..seed + runs(length) {
+        let (mut victim, mut neighbour) = (victim(), neighbour(load));
+        let scene = scene(device, scheduler, limit, length, run_seed);
+        let tallies = run(scene, &mut [&mut victim, &mut neighbour])?;
+        sum.p50_us += us(&tallies[0], 50.0);
+        sum.p99_us += us(&tallies[0], 99.0);
+        sum.p999_us += us(&tallies[0], 99.9);
+        sum.victim_iops += tallies[0].ios_per_s();
+        sum.neighbour_iops += tallies[1].ios_per_s();
+    }
+    let mean = |sum: f64| sum / runs(length) as f64;
+    Ok(Figures {
+        p50_us: mean(sum.p50_us),
+        p99_us: mean(sum.p99_us),
+        p999_us: mean(sum.p999_us),
+        victim_iops: mean(sum.victim_iops),
+        neighbour_iops: mean(sum.neighbour_iops),
+    })
+}
+
+fn runs(length: Length) -> u64 {
+    (length.runs / 6).max(1)
+}
+
+fn part(name: &'static str, device: Device, load: Load, length: Length, seed: u64) -> io::Result<Part> {
+    let on = match device {
+        Device::Path => "a path of 100 us, 100 thousand a second and 3.2 GB/s",
+        Device::Flash => "flash",
+    };
+    let mut part = Part {
+        name,
+        title: format!("one random read at a time beside {DEPTH} {}, on {on}, a queue each", load.name),
+        columns: vec![
+            column("p50_us", "p50 us", 0),
+            column("p99_us", "p99 us", 0),
+            column("p999_us", "p99.9 us", 0),
+            column("p99_times", "p99/alone", 2),
+            column("victim_iops", "its IOPS", 0),
+            column("neighbour_percent", "neighbour %", 1),
+            column("work_percent", "work %", 1),
+        ],
+        drawn: Drawn { bar: "p99_times", deviation: "", post: "" },
+        ..Part::default()
+    };
+    let quiet = alone(victim(), device, length, seed)?;
+    let noisy_iops = alone(neighbour(load), device, length, seed)?.ios_per_s();
+    // What the device does at most of what the other wants.
+    let most_iops = alone(neighbour(READS), device, length, seed)?.ios_per_s();
+    let p99_us = us(&quiet, 99.0);
+    let share = Some(quiet.ios_per_s() / most_iops * 100.0);
+    let iops = quiet.ios_per_s();
+    part.row(
+        "alone",
+        [Some(us(&quiet, 50.0)), Some(p99_us), Some(us(&quiet, 99.9)), Some(1.0), Some(iops), None, share],
+    );
+    let work = |figures: Figures| figures.neighbour_iops / noisy_iops + figures.victim_iops / most_iops;
+    let row = |part: &mut Part, name: String, scheduler, limit| {
+        let figures = both(device, load, scheduler, limit, length, seed)?;
+        let Figures { p50_us, p99_us: beside_us, p999_us, victim_iops, neighbour_iops } = figures;
+        let (times, percent) = (beside_us / p99_us, neighbour_iops / noisy_iops * 100.0);
+        let values = [p50_us, beside_us, p999_us, times, victim_iops, percent, work(figures) * 100.0];
+        part.row(name, values.map(Some));
+        Ok::<_, io::Error>((times, work(figures)))
+    };
+    let fair = FairConfig::default();
+    for (name, scheduler) in [
+        ("none", SchedulerConfig::None),
+        ("kyber", SchedulerConfig::Kyber(KyberConfig::default())),
+        ("deadline", SchedulerConfig::Deadline(DeadlineConfig::default())),
+        ("fair, per queue", SchedulerConfig::Fair(FairConfig { per_queue: true, ..fair })),
+    ] {
+        row(&mut part, name.into(), scheduler, DEPTH)?;
+    }
+    let (times, does) = row(&mut part, "fair".into(), SchedulerConfig::Fair(fair), DEPTH)?;
+    let at = || format!("beside {}, {on}", load.name);
+    part.at_most("p99 beside a neighbour, times alone", times, P99_TIMES, at());
+    part.at_least("what the device does then, of what it could", does, WORK, at());
+    let mut best = f64::INFINITY;
+    // A short study looks at two of them.
+    let (first, step) = if runs(length) > 1 { (0, 1) } else { (3, 3) };
+    for limit in LIMITS.into_iter().skip(first).step_by(step) {
+        let (times, does) = row(&mut part, format!("none, neighbour at {limit}"), SchedulerConfig::None, limit)?;
+        if does >= WORK {
+            best = best.min(times);
+        }
+    }
+    if best < f64::INFINITY {
+        part.notes.push(format!(
+            "of fixed depths that leave the device {:.0} % of its work the best has a p99 of {best:.2} times alone",
+            WORK * 100.0
+        ));
+    }
+    part.notes.push("work: what each does, of what the device does of that kind at a depth of 256".into());
+    Ok(part)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn on_a_path_a_neighbour_is_hardly_noticed_and_loses_next_to_nothing() {
+        let part = path_reads(Length { runs: 1, seconds: 2 }, 1).unwrap();
+        assert!(part.goals.len() == 2 && part.goals.iter().all(|goal| goal.met), "{:?}", part.goals);
+        let times =
+            |name: &str| part.rows.iter().find(|row| row.name == name).and_then(|row| part.value(row, "p99_times"));
+        assert!(times("none") > Some(20.0) && times("alone") == Some(1.0), "{:?}", part.rows);
+    }
+}
