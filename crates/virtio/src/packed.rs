@@ -223,7 +223,7 @@ impl PackedRing {
         self.left.as_ref().map_or(0, |left| left.chains.len())
     }
 
-    /// Chains that looked as if they were offered, and not fetched yet, [a run](RUN_MAX) at most.
+    /// Chains that looked as if they were offered, and not fetched yet, a run at most.
     #[inline]
     pub fn in_sight(&self) -> usize {
         usize::from(self.warm)

@@ -235,7 +235,7 @@ impl DeviceRing {
         }
     }
 
-    /// Chains known to be offered and not fetched yet, [a run](RUN_MAX) at most. A packed ring only guesses.
+    /// Chains known to be offered and not fetched yet, a run at most. A packed ring only guesses.
     #[inline]
     pub fn in_sight(&self) -> usize {
         match self {

@@ -132,7 +132,7 @@ impl SplitRing {
         self.left.len()
     }
 
-    /// Chains known to be offered and not fetched yet, [a run](RUN_MAX) at most.
+    /// Chains known to be offered and not fetched yet, a run at most.
     #[inline]
     pub fn in_sight(&self) -> usize {
         usize::from(self.avail_seen.wrapping_sub(self.next_avail))

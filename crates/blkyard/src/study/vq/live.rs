@@ -64,7 +64,7 @@ pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<Liv
     let mut variants = vec![variant(own(alone, 0))];
     let pairs = together(share(0), share(1)).and_then(|sharing| {
         let owning = together(own(one, 1), own(other, 2))?;
-        Ok([sharing, owning, led(|| apart.round(), || device.crank(now_ns()))?])
+        Ok([sharing, owning, led(|| apart.round(), || _ = device.crank(now_ns()))?])
     });
     let two_cpus = pairs.is_ok();
     variants.extend(pairs.into_iter().flatten());

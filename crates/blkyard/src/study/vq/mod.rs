@@ -143,7 +143,8 @@ fn measure(windows: usize, seed: u64) -> io::Result<Costs> {
         let mut costs = Costs { steps, mail_ns: mail_ns(windows), hand_over_ns, lines_ns: None, ring, live };
         let scene = Scene { jobs: 1, queues: 1, devices: Devices::Each };
         let without_ns = 1e9 / play(scene, costs.prices(), Length::new(true).ios).iops;
-        // One job and its device take turns, so what both sides are charged counts twice.
+        // One job and its device take turns, so what both sides are charged counts twice. The real ones work at the same time: if that
+        // wins more than the lines cost, they cost nothing.
         costs.lines_ns = live.apart_ns.map(|apart_ns| (apart_ns - without_ns).max(0.0) / 2.0);
         Ok(costs)
     })?;

@@ -12,8 +12,8 @@ use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
 use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{
-    Batch, Bio, BlockDevice, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, QueueKind,
-    RamDevice, SECTOR_SHIFT, Station, TimedOut,
+    Batch, Bio, BlockDevice, Crank, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op,
+    QueueKind, RamDevice, SECTOR_SHIFT, Station, TimedOut,
 };
 use blkyard_os::now_ns;
 use blkyard_sim::Rng;
@@ -84,12 +84,11 @@ pub(super) struct Half<D> {
 }
 
 impl<D: Driver<()>> Half<D> {
-    /// Gives back what is finished, fetches what there is, and has the device do it. What that finishes at once is given back with the next.
+    /// Gives back what is finished, fetches of what there is, and has the device do it. What that finishes at once is given back with the next. Says
+    /// whether there was anything to do.
     #[inline]
-    pub(super) fn crank(&mut self, now_ns: u64) {
-        if let Some(queue) = &mut self.queue {
-            queue.crank(&mut (), now_ns);
-        }
+    pub(super) fn crank(&mut self, now_ns: u64) -> bool {
+        self.queue.as_mut().is_some_and(|queue| queue.crank(&mut (), now_ns) == Crank::Busy)
     }
 }
 

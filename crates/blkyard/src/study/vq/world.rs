@@ -8,8 +8,8 @@
 //!
 //! A queue has one lock, which its jobs wait for in the order they came; whoever gets it from another CPU pays for that. Who looks
 //! takes all that is used, and leaves what is another's in that job's box. A device thread fetches what is available when its turn of the
-//! queue begins, as far as it has tags, and gives it back at the end, as the real one does: so one job and its device take turns, and only
-//! a second job on the queue lets both sides work at once. Nothing is by chance. Who finds nothing has spun when something comes, and sees
+//! queue begins, as far as it has tags, and gives it back at the end: so one job and its device take turns, and only
+//! a second job on the queue lets both sides work at once. The real one gives half back before it takes the rest, and is faster with one job. Nothing is by chance. Who finds nothing has spun when something comes, and sees
 //! it at once: so nobody wants a kick or a call, as the real rings of `live.rs` want none.
 //!
 //! A ring is a list of jobs here. All requests are alike, and each that can be out has a place in the ring, so what a ring could do
