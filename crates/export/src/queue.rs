@@ -1,7 +1,7 @@
 //! A virtqueue and the hardware queue it feeds, as a station of a lane.
 //!
-//! A round gives back what the device finished, fetches what the guest published, and passes it on; one look at the
-//! clock, one used index and at most one call for all of it. A chain is fetched only while a bio is at hand to carry it. The guest's mistakes
+//! A round gives back what the device finished, fetches what the guest published (half of it, if the device has nothing), and passes it on; one
+//! look at the clock, one used index and at most one call for all of it. A chain is fetched only while a bio is at hand to carry it. The guest's mistakes
 //! end in an error status, or stop this queue with a counted reason; they reach nobody else.
 //!
 //! Owned by its lane. What the control path wants comes as commands (see [`crate::remote`]). A queue that moves to

@@ -91,7 +91,7 @@ impl<D> HwQueue<D> {
                 Err(back) => bio = back,
             }
         }
-        if bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty() {
+        if must_not_wait(&bio) {
             return self.refuse(number, bio, Status::Again);
         }
         let bios = &mut self.namespaces[number].bios;
@@ -102,6 +102,13 @@ impl<D> HwQueue<D> {
             bios.push_back(bio);
         }
         self.uncut += 1;
+    }
+
+    /// Whether a bio must not wait and would: something holds it, as many tags as are free are wanted before it, or there is none for it.
+    pub(super) fn must_come_back(&self, number: usize, bio: &Bio) -> bool {
+        let namespace = &self.namespaces[number];
+        must_not_wait(bio)
+            && (namespace.is_held() || namespace.waiting() >= self.tags.free() || !self.may_take(number, bio.flags))
     }
 
     /// Gives a bio back that is not worth a request.
@@ -414,4 +421,10 @@ impl<D> HwQueue<D> {
         let merge = self.namespaces[number].limits.merge(&mut shape, bio)?;
         Ok((merge, shape))
     }
+}
+
+/// Whether a bio is to come back rather than wait. One that is done in steps has begun already.
+#[inline]
+pub(super) fn must_not_wait(bio: &Bio) -> bool {
+    bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty()
 }

@@ -20,6 +20,7 @@
 use std::sync::Arc;
 
 use super::HwQueue;
+use super::cut::must_not_wait;
 use crate::rate::{Meter, RateLimit};
 use crate::{Bio, BioFlags, SECTOR_BYTES, Status};
 
@@ -173,14 +174,8 @@ impl<D> HwQueue<D> {
 
     /// A bio that has to pass a limit.
     pub(super) fn await_rate(&mut self, number: usize, bio: Box<Bio>) {
-        let namespace = &mut self.namespaces[number];
-        if bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty() {
-            // As many tags as would be wanted before it.
-            let held = namespace.is_held();
-            let waiting = namespace.waiting();
-            if held || waiting >= self.tags.free() || !self.may_take(number, bio.flags) {
-                return self.refuse(number, bio, Status::Again);
-            }
+        if self.must_come_back(number, &bio) {
+            return self.refuse(number, bio, Status::Again);
         }
         self.namespaces[number].bios.push_back(bio);
         self.uncut += 1;
@@ -243,15 +238,14 @@ impl<D> HwQueue<D> {
     /// Who must not wait is not held. Those that a scheduler has already are not looked for.
     #[inline(never)]
     pub(super) fn refuse_held(&mut self) {
-        let must_go = |bio: &Bio| bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty();
         for number in 0..self.namespaces.len() {
             let namespace = &self.namespaces[number];
-            if !namespace.is_held() || !namespace.bios.iter().any(|bio| must_go(bio)) {
+            if !namespace.is_held() || !namespace.bios.iter().any(|bio| must_not_wait(bio)) {
                 continue;
             }
             for _ in 0..self.namespaces[number].bios.len() {
                 let Some(bio) = self.namespaces[number].bios.pop_front() else { break };
-                if must_go(&bio) {
+                if must_not_wait(&bio) {
                     self.uncut -= 1;
                     self.refuse(number, bio, Status::Again);
                 } else {

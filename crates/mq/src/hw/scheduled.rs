@@ -169,18 +169,11 @@ impl<D> HwQueue<D> {
 
     /// A bio that is to be scheduled, if it does not rather come back than wait.
     pub(super) fn arrive(&mut self, number: usize, bio: Box<Bio>) {
+        if self.must_come_back(number, &bio) {
+            return self.refuse(number, bio, Status::Again);
+        }
         let Some(scheduled) = &mut self.namespaces[number].scheduled else { unreachable!("asked by the caller") };
-        if bio.flags.contains(BioFlags::NOWAIT) && bio.steps.is_empty() {
-            // As many tags as would be wanted before it.
-            let waiting = scheduled.waiting();
-            let held = self.namespaces[number].is_held();
-            if held || waiting >= self.tags.free() || !self.may_take(number, bio.flags) {
-                return self.refuse(number, bio, Status::Again);
-            }
-        }
-        if let Some(scheduled) = &mut self.namespaces[number].scheduled {
-            scheduled.arrived.push(bio);
-        }
+        scheduled.arrived.push(bio);
         self.uncut += 1;
     }
 

@@ -84,7 +84,7 @@ pub(super) struct Half<D> {
 }
 
 impl<D: Driver<()>> Half<D> {
-    /// Gives back what is finished, fetches of what there is, and has the device do it. What that finishes at once is given back with the next. Says
+    /// Gives back what is finished, fetches half of what there is or all, and has the device do it. What that finishes at once is given back with the next. Says
     /// whether there was anything to do.
     #[inline]
     pub(super) fn crank(&mut self, now_ns: u64) -> bool {
