@@ -5,16 +5,15 @@
 //! ring, memory above all, the ring is suspended first: what was fetched is finished, then it goes on
 //! from where it stood (see [`rings`]). Nothing here touches a ring or a request.
 
+mod log;
 mod rings;
 mod transcript;
 
 use std::fs::File;
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use blkyard_mem::Region;
 use blkyard_mq::{DeviceInfo, RateLimit, SchedulerConfig};
 use blkyard_virtio::{BlkConfig, DirtyLog, Features, RingBase};
 use vhost::vhost_user::GpuBackend;
@@ -116,6 +115,8 @@ pub(crate) struct Backend {
     records: Option<Records>,
     /// Where the front-end looks for the pages that were written, once it has said so.
     log: Option<Arc<DirtyLog>>,
+    /// What it is told by that something was noted there, if it wants to be.
+    log_bell: Option<Arc<Event>>,
     /// What the front-end took of what we offered; nothing before it says.
     features: Features,
     /// The same of the protocol; and all that it ever took, by which something may have been set up.
@@ -138,6 +139,7 @@ impl Backend {
             memory: Memory::default(),
             records: None,
             log: None,
+            log_bell: None,
             features: Features::empty(),
             protocol: None,
             protocol_ever: 0,
@@ -508,11 +510,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
     }
 
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
-        let region = Region::map_file(file.as_fd(), log.mmap_offset, log.mmap_size);
-        let log = region.map(DirtyLog::new).map_err(|error| self.refuse("the log of pages that are written", error))?;
-        let running = self.suspend_all()?;
-        self.log = log.map(Arc::new);
-        running.into_iter().try_for_each(|index| self.run_if_ready(index))
+        self.keep_log(log, &file)
     }
 }
 

@@ -2,28 +2,41 @@
 //!
 //! Of data and status bytes it notes those it writes; of its ring, all parts that a device writes to, each time it may
 //! have: a few pages, which are written all the time. Everything is noted after it is written, and before the front-end hears that
-//! the queue has come to rest.
+//! the queue has come to rest. A front-end may want to be told of it, by a bell: it is, once for each round that notes something and once
+//! at the end. What a queue notes when its lane goes to sleep it is told of with the next round.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use blkyard_mq::{Bio, Op, Segment};
 use blkyard_virtio::{DirtyLog, GuestMemory};
+
+use crate::event::Event;
 
 /// Where a queue notes what it writes.
 pub(crate) struct Notes {
     log: Arc<DirtyLog>,
     /// What we write of the ring: guest addresses and bytes. Nothing if nobody wants to know.
     ring: Vec<(u64, u64)>,
+    /// What the front-end is told by, and whether there is something to tell.
+    bell: Option<Arc<Event>>,
+    untold: Cell<bool>,
 }
 
 impl Notes {
-    pub(crate) fn new(log: Arc<DirtyLog>, ring: Vec<(u64, u64)>) -> Notes {
-        Notes { log, ring }
+    pub(crate) fn new(log: Arc<DirtyLog>, ring: Vec<(u64, u64)>, bell: Option<Arc<Event>>) -> Notes {
+        Notes { log, ring, bell, untold: Cell::new(false) }
+    }
+
+    /// The bell that is to be rung, since something was noted after it was last asked for.
+    pub(crate) fn untold(&self) -> Option<&Event> {
+        self.bell.as_deref().filter(|_| self.untold.take())
     }
 
     /// These bytes were written.
     pub(crate) fn segments(&self, memory: &GuestMemory, segments: &[Segment]) {
         segments.iter().for_each(|segment| self.log.mark_segment(memory, *segment));
+        self.untold.set(true);
     }
 
     /// A bio has ended, well or not: what it read may have been written in part.
@@ -36,5 +49,6 @@ impl Notes {
     /// Something was written to the ring.
     pub(crate) fn ring(&self) {
         self.ring.iter().for_each(|(guest_addr, bytes)| self.log.mark(*guest_addr, *bytes));
+        self.untold.set(self.untold.get() || !self.ring.is_empty());
     }
 }

@@ -267,6 +267,9 @@ impl<D> VhostQueue<D> {
         let Some(mut session) = self.session.take() else { return };
         // Whoever looks at the ring now is kicked as usual, and we are not to take that from him.
         session.enable_notify();
+        if let Some(bell) = session.notes.as_ref().and_then(Notes::untold) {
+            chime_once(cx, &mut self.chime, bell);
+        }
         if let Some(kick) = &session.kick {
             cx.ignore(kick.as_fd());
         }
@@ -451,6 +454,14 @@ impl Session {
     }
 }
 
+/// Rings another bell than the guest's, under the same place. A call of the guest's that has not gone through goes to a bell that is ringing already.
+#[cold]
+fn chime_once<Cx: ?Sized + Chime>(cx: &mut Cx, place: &mut ChimePlace, bell: &Event) {
+    cx.forget(place);
+    cx.chime(place, bell.as_fd());
+    cx.forget(place);
+}
+
 impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
     fn enter(&mut self, cx: &mut Cx, waker: &Arc<dyn Wake>) {
         self.leaving = false;
@@ -523,6 +534,9 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         if busy && session.publish() {
             session.call(cx, &mut self.chime);
         }
+        if busy && let Some(bell) = session.notes.as_ref().and_then(Notes::untold) {
+            chime_once(cx, &mut self.chime, bell);
+        }
         busy |= self.hw.issue(cx, now_ns) > 0;
         // Also without work: looking for some touches the memory.
         if session.is_cut_short() {
@@ -531,10 +545,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         if std::mem::take(&mut session.alarm)
             && let Some(error) = &session.error
         {
-            // Another bell under the same place, once.
-            cx.forget(&mut self.chime);
-            cx.chime(&mut self.chime, error.as_fd());
-            cx.forget(&mut self.chime);
+            chime_once(cx, &mut self.chime, error);
             busy = true;
         }
         let owes = session.ring.left() > 0 && !session.broken;

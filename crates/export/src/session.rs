@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vhost::vhost_user::Error;
+use vhost::vhost_user::message::FrontendReq;
 
 use crate::backend::{Backend, BackendConfig};
 use crate::channel::Channel;
@@ -128,6 +129,9 @@ impl Session {
     }
 
     fn handle(&mut self, message: &Message) -> (Message, Result<(), Error>) {
+        if message.request() == Some(FrontendReq::SET_LOG_FD.into()) {
+            return self.ours().handle_log_bell(message);
+        }
         let (answer, outcome) = self.relay.handle(message);
         if outcome.is_ok()
             && let Some(channel) = Channel::of(message)

@@ -26,6 +26,10 @@ use crate::backend::Backend;
 pub(crate) const HEADER_BYTES: usize = 12;
 /// The version of the protocol, in the flags of every message.
 pub(crate) const VERSION: u32 = 1;
+/// The flag of an answer.
+const REPLY: u32 = 4;
+/// The flag of a message whose sender wants to know what became of it.
+const NEED_REPLY: u32 = 8;
 /// Bytes of the longest message: a longer one is refused by its header.
 pub const MESSAGE_BYTES_MAX: usize = HEADER_BYTES + MAX_MSG_SIZE;
 /// Descriptors that one message may bring.
@@ -46,6 +50,24 @@ impl Message {
         let header = [u32::from(request), VERSION, body.len() as u32];
         let bytes = header.into_iter().flat_map(u32::to_ne_bytes).chain(body.iter().copied()).collect();
         Message { bytes, files }
+    }
+
+    /// The answer to a message whose sender wants to know what became of it: no more than that.
+    pub(crate) fn acknowledgement(request: FrontendReq, is_ok: bool) -> Message {
+        let header = [u32::from(request), VERSION | REPLY, size_of::<u64>() as u32];
+        let bytes = header.into_iter().flat_map(u32::to_ne_bytes).chain(u64::from(!is_ok).to_ne_bytes()).collect();
+        Message { bytes, files: Vec::new() }
+    }
+
+    /// Whether it is a message of a front-end, in our version of the protocol, without a body.
+    pub(crate) fn is_bare(&self) -> bool {
+        let flags = self.word(1).map(|flags| flags & !NEED_REPLY);
+        flags == Some(VERSION) && self.word(2) == Some(0) && self.bytes.len() == HEADER_BYTES
+    }
+
+    /// Whether its sender wants to know what became of it.
+    pub(crate) fn needs_reply(&self) -> bool {
+        self.word(1).is_some_and(|flags| flags & NEED_REPLY != 0)
     }
 
     /// What is asked.

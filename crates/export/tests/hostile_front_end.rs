@@ -229,6 +229,53 @@ fn descriptors_that_are_no_event_descriptors_are_refused() {
 }
 
 #[test]
+fn a_bell_for_the_log_is_one_event_descriptor_and_nothing_else() {
+    let mut siege = Siege::begin();
+    let (_reader, writer) = std::io::pipe().unwrap();
+    let (good, pipe) = (event(), writer.as_fd());
+    let log = Request::SetLogFd as u32;
+    // Flags: the version, and whether it is an answer.
+    let cases: &[(&str, u32, &[u8], &[BorrowedFd<'_>])] = &[
+        ("no descriptor", 1, &[], &[]),
+        ("two descriptors", 1, &[], &[good.as_fd(), good.as_fd()]),
+        ("a pipe", 1, &[], &[pipe]),
+        ("a body", 1, &[0; 8], &[good.as_fd()]),
+        ("a body of one byte", 1, &[0], &[good.as_fd()]),
+        ("version 0", 0, &[], &[good.as_fd()]),
+        ("version 2", 2, &[], &[good.as_fd()]),
+        ("an answer", 5, &[], &[good.as_fd()]),
+        ("reserved flags", 0x11, &[], &[good.as_fd()]),
+    ];
+    for (what, flags, body, fds) in cases {
+        for need_reply in [0, 8] {
+            let raw = siege.attacker();
+            assert!(raw.send(&Raw::message(log, flags | need_reply, body), fds));
+            siege.ended(&raw, what);
+        }
+    }
+    let raw = siege.attacker();
+    assert_eq!(raw.ask(Request::SetLogFd, &[], &[]), Some(words64(&[1])), "a refusal is told to who asks");
+    siege.ended(&raw, "a bell that was refused");
+    // A header whose body never comes, and one that came whole, is put together like any other.
+    let raw = siege.attacker();
+    assert!(raw.send(&Raw::message(log, 1, &[0; 8])[..16], &[good.as_fd()]));
+    raw.0.shutdown(std::net::Shutdown::Write).unwrap();
+    siege.ended(&raw, "a message that was cut");
+    let raw = siege.attacker();
+    let whole = Raw::message(log, 9, &[]);
+    assert!(raw.send(&whole[..5], &[good.as_fd()]) && raw.send(&whole[5..], &[]));
+    assert_eq!(raw.reply(Request::SetLogFd), Some(words64(&[0])));
+    // Who took no acknowledgements gets none, and the session goes on.
+    let all = raw.ask(Request::GetProtocolFeatures, &[], &[]).unwrap();
+    let all = u64::from_ne_bytes(all.try_into().unwrap());
+    assert!(raw.tell(Request::SetProtocolFeatures, &words64(&[all & !(1 << 3)]), &[]));
+    assert!(raw.send(&whole, &[good.as_fd()]));
+    assert_eq!(raw.ask(Request::GetQueueNum, &[], &[]), Some(words64(&[2])));
+    drop(raw);
+    siege.lift();
+}
+
+#[test]
 fn features_that_were_never_offered_are_refused() {
     let mut siege = Siege::begin();
     // Read-only, a reset of single rings, and a bit nobody has a name for.

@@ -34,6 +34,7 @@ fn sessions(world: &mut World) {
         assert!(front.set_event(Request::SetVringCall, 0, Some(&event())));
         assert!(front.set_event(Request::SetVringErr, 0, Some(&event())));
         assert!(front.set_event(Request::SetVringKick, 0, Some(&event())));
+        assert!(front.raw.accepts(Request::SetLogFd, &[], &[event().as_fd()]));
         let (channel, _other) = std::os::unix::net::UnixStream::pair().unwrap();
         front.set_backend_request_fd(&channel).unwrap();
     }

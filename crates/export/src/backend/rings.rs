@@ -12,13 +12,12 @@
 
 use std::sync::Arc;
 
-use blkyard_virtio::{Features, GuestMemory, RingBase, RingLayout, packed_ring_bytes, ring_bytes};
+use blkyard_virtio::{Features, RingBase, RingLayout};
 use vhost::vhost_user::{Error, Result};
 
 use super::{Backend, QUEUE_SIZE_MAX};
 use crate::event::Event;
 use crate::memory::{Memory, MemoryError};
-use crate::notes::Notes;
 use crate::remote::{DiskView, Gone, Setup, Suspension};
 
 /// How a ring tells of new work.
@@ -149,22 +148,6 @@ impl Backend {
             Ok(Err(why)) => Err(self.refuse("a ring", why)),
             Err(gone) => Err(self.lost_lane(index, &gone)),
         }
-    }
-
-    /// Where a ring notes what it writes, if the front-end wants to know.
-    fn notes(&self, vring: &Vring, [desc, _, used]: [u64; 3], memory: &GuestMemory) -> Option<Notes> {
-        let log = self.log.as_ref().filter(|_| self.features.contains(Features::LOG_ALL))?;
-        let ring = match vring.log_at {
-            None => Vec::new(),
-            // The address is that of one part, and we write to two.
-            Some(_) if self.features.contains(Features::RING_PACKED) => {
-                let [desc_bytes, _, used_bytes] = packed_ring_bytes(vring.size).map(|(bytes, _)| bytes as u64);
-                let area = |addr, bytes| Some((memory.guest_addr_of_user(addr)?, bytes));
-                [area(desc, desc_bytes), area(used, used_bytes)].into_iter().flatten().collect()
-            }
-            Some(at) => vec![(at, ring_bytes(vring.size)[2].0 as u64)],
-        };
-        Some(Notes::new(Arc::clone(log), ring))
     }
 
     /// Replaces the memory under whatever runs.

@@ -53,6 +53,9 @@ impl Backend {
             let Some((file, offset)) = region.file() else { unreachable!("a log is kept in a file") };
             say(FrontendReq::SET_LOG_BASE, &words64(&[region.len() as u64, offset]), vec![file.try_clone_to_owned()?]);
         }
+        if let Some(bell) = &self.log_bell {
+            say(FrontendReq::SET_LOG_FD, &[], vec![bell.as_fd().try_clone_to_owned()?]);
+        }
         if let Some(channel) = &self.channel {
             say(FrontendReq::SET_BACKEND_REQ_FD, &[], vec![channel.end().try_clone()?]);
         }

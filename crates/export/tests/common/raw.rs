@@ -20,6 +20,7 @@ pub enum Request {
     SetOwner = 3,
     SetMemTable = 5,
     SetLogBase = 6,
+    SetLogFd = 7,
     SetVringNum = 8,
     SetVringAddr = 9,
     SetVringBase = 10,

@@ -1,0 +1,69 @@
+//! The log of the pages we write, as a front-end asks for it: where it lies, what is noted there, and the bell that says that something was.
+//! [vhost-user, Migration]
+//!
+//! The message that brings the bell is the one message that is dealt with here and not by the message layer, which knows its number, and refuses it.
+
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use blkyard_mem::Region;
+use blkyard_virtio::{DirtyLog, Features, GuestMemory, packed_ring_bytes, ring_bytes};
+use vhost::vhost_user::message::{FrontendReq, VhostUserLog, VhostUserProtocolFeatures};
+use vhost::vhost_user::{Error, Result};
+
+use super::Backend;
+use super::rings::Vring;
+use crate::notes::Notes;
+use crate::wire::Message;
+
+impl Backend {
+    /// What is written is noted here from now on.
+    pub(super) fn keep_log(&mut self, log: &VhostUserLog, file: &File) -> Result<()> {
+        let region = Region::map_file(file.as_fd(), log.mmap_offset, log.mmap_size);
+        let log = region.map(DirtyLog::new).map_err(|error| self.refuse("the log of pages that are written", error))?;
+        self.change_log(|ours| ours.log = log.map(Arc::new))
+    }
+
+    /// Deals with the message that brings the log's bell: the answer if one is wanted, and whether the session can go on.
+    pub(crate) fn handle_log_bell(&mut self, message: &Message) -> (Message, Result<()>) {
+        let outcome = self.set_log_bell(message);
+        let acknowledges = VhostUserProtocolFeatures::REPLY_ACK.bits();
+        let wanted = message.needs_reply() && self.protocol.is_some_and(|taken| taken & acknowledges != 0);
+        let answer = wanted.then(|| Message::acknowledgement(FrontendReq::SET_LOG_FD, outcome.is_ok()));
+        (answer.unwrap_or_default(), outcome)
+    }
+
+    /// It has no body, and one descriptor.
+    fn set_log_bell(&mut self, message: &Message) -> Result<()> {
+        let [bell] = &message.files[..] else { return Err(Error::IncorrectFds) };
+        if !message.is_bare() {
+            return Err(Error::InvalidMessage);
+        }
+        let bell = bell.try_clone().map_err(|error| self.refuse("the bell of the log", error))?;
+        let bell = self.event("the bell of the log", Some(bell.into()))?;
+        self.change_log(|ours| ours.log_bell = bell)
+    }
+
+    fn change_log(&mut self, change: impl FnOnce(&mut Backend)) -> Result<()> {
+        let running = self.suspend_all()?;
+        change(self);
+        running.into_iter().try_for_each(|index| self.run_if_ready(index))
+    }
+
+    /// Where a ring notes what it writes, if the front-end wants to know.
+    pub(super) fn notes(&self, vring: &Vring, [desc, _, used]: [u64; 3], memory: &GuestMemory) -> Option<Notes> {
+        let log = self.log.as_ref().filter(|_| self.features.contains(Features::LOG_ALL))?;
+        let ring = match vring.log_at {
+            None => Vec::new(),
+            // The address is that of one part, and we write to two.
+            Some(_) if self.features.contains(Features::RING_PACKED) => {
+                let [desc_bytes, _, used_bytes] = packed_ring_bytes(vring.size).map(|(bytes, _)| bytes as u64);
+                let area = |addr, bytes| Some((memory.guest_addr_of_user(addr)?, bytes));
+                [area(desc, desc_bytes), area(used, used_bytes)].into_iter().flatten().collect()
+            }
+            Some(at) => vec![(at, ring_bytes(vring.size)[2].0 as u64)],
+        };
+        Some(Notes::new(Arc::clone(log), ring, self.log_bell.clone()))
+    }
+}
