@@ -1,8 +1,8 @@
 //! blkyard: multi-queue disks for virtual machines, hosts and programs, from user space.
 //!
-//! The roof of the house: the only crate that wires the others together. A program may open a device by its name
-//! ([`Device::open`]) and drive its queues from lanes of its own; the daemon and the load generator of the program of
-//! the same name do just that.
+//! The roof of the house: the only crate that wires the others together. A program opens a disk by its name and uses it from its
+//! threads with [`Disk`]; `examples/zeroes.rs` is such a program. One that wants to own the queues, as the daemon and the load
+//! generator of the program of the same name do, opens a [`Device`] and drives its queues from lanes.
 #![forbid(unsafe_code)]
 
 pub mod bench;
@@ -19,9 +19,13 @@ pub mod study;
 pub mod takeover;
 
 mod device;
+mod disk;
 mod lanes;
 mod model;
 mod watch;
 
+/// The words of the queue core that a program needs.
+pub use blkyard_mq::{Bio, BioFlags, Op, Priority, QueueCounts, SECTOR_BYTES, Segment, Span, Status};
 pub use device::{Device, DeviceError, DeviceQueue};
+pub use disk::{Disk, DiskConfig, DiskError, Queues, Submitter};
 pub use lanes::{ServedLanes, Share};

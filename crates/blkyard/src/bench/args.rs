@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use blkyard_mq::{DeviceInfo, HwQueueConfig, QueueCounts, RateLimit, SECTOR_SHIFT, SchedulerConfig, TagSet};
+use blkyard_mq::{DeviceInfo, QueueCounts, RateLimit, SECTOR_SHIFT, SchedulerConfig};
 use clap::ValueEnum;
 
 use crate::rate::take_own_rate;
@@ -239,13 +239,10 @@ impl Plan {
         at(job + 1) - at(job)
     }
 
-    /// Tags that a queue of this many jobs wants: one for each request that their bios are cut into. With a scheduler no more than a device
-    /// is served with, so that there is something to order.
-    pub(crate) fn depth(&self, info: &DeviceInfo, jobs: usize) -> usize {
+    /// Tags that one job wants: one for each request that its bios are cut into.
+    pub(crate) fn tags(&self, info: &DeviceInfo) -> usize {
         let parts = self.block_bytes.div_ceil(info.limits.sectors_max << SECTOR_SHIFT).max(1);
-        let is_ordered = self.scheduler != SchedulerConfig::None;
-        let depth_max = if is_ordered { HwQueueConfig::default().depth } else { TagSet::DEPTH_MAX };
-        (self.iodepth * jobs * parts as usize).min(depth_max)
+        self.iodepth * parts as usize
     }
 }
 

@@ -36,10 +36,11 @@ pub use args::{BenchArgs, Format, Pattern, Verify};
 pub use report::Report;
 pub(crate) use text::count;
 
+use crate::disk::queue_depth;
 use crate::rate::take_own_rate;
 use crate::scheduler::take_device_scheduler;
 use crate::spec::{Spec, SpecError};
-use crate::{Device, DeviceError, DeviceQueue};
+use crate::{Device, DeviceError, DeviceQueue, DiskError};
 use args::Plan;
 use cpu::CpuTime;
 use job::{Gate, Job, Outcome};
@@ -56,6 +57,9 @@ pub enum BenchError {
     /// The device cannot be opened.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// Its queues cannot be shared.
+    #[error(transparent)]
+    Disk(#[from] DiskError),
     /// A lane cannot run.
     #[error(transparent)]
     Lane(#[from] LaneError),
@@ -220,7 +224,7 @@ fn spawn_own(
     let info = Arc::new(device.info().clone());
     let mut lanes = Vec::new();
     for (number, job) in jobs.into_iter().enumerate() {
-        let depth = plan.depth(&info, 1).min(device.depth_max());
+        let depth = queue_depth(device, plan.scheduler, plan.tags(&info));
         let (bios_max, scheduler) = (plan.iodepth, plan.scheduler);
         let queue = HwQueueConfig { depth, bios_max, scheduler, ..HwQueueConfig::default() };
         let mut hw = HwQueue::new(device.queue(QueueKind::Default, depth)?, Arc::clone(&info), queue);

@@ -8,16 +8,14 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 
-use blkyard_mq::{
-    Bed, Context, DeviceInfo, Disk, Driver, HwQueue, HwQueueConfig, QueueFactory, QueueKind, QueuesError, RegionTable,
-    Submitter,
-};
-use blkyard_os::{Clock, Ring, RingBed, RingConfig};
+use blkyard_mq::{Context, Disk, Driver, RegionTable, Submitter};
+use blkyard_os::Clock;
 
 use super::BenchError;
 use super::args::{BenchArgs, Plan};
 use super::job::{Gate, Job};
-use crate::{Device, DeviceQueue};
+use crate::disk::Queues;
+use crate::{Device, DiskError};
 
 /// Opens the disk for the jobs and starts a thread for each. They wait for the gate.
 pub(crate) fn spawn(
@@ -27,13 +25,18 @@ pub(crate) fn spawn(
     gate: &Arc<Gate>,
     jobs: Vec<Job>,
 ) -> Result<Vec<JoinHandle<()>>, BenchError> {
+    // A job's buffers are the region of its number.
     let regions = jobs.iter().filter_map(|job| job.memory().region(0).cloned()).collect();
-    let (info, memory) = (Arc::new(device.info().clone()), Arc::new(RegionTable::new(regions)));
-    let (_, submitters) = Disk::open(Queues { device, plan, info, memory }, plan.jobs, plan.iodepth, plan.queues)
-        .map_err(|error| match error {
-            QueuesError::Make(error) => error,
-            other => BenchError::System(std::io::Error::other(other)),
-        })?;
+    let queues = Queues {
+        device,
+        info: Arc::new(device.info().clone()),
+        memory: Arc::new(RegionTable::new(regions)),
+        bios: plan.iodepth,
+        tags: plan.tags(device.info()),
+        scheduler: plan.scheduler,
+        rates: plan.rates.clone(),
+    };
+    let (_, submitters) = Disk::open(queues, plan.jobs, plan.iodepth, plan.queues).map_err(DiskError::from)?;
     let spin_ns = args.spin_us.saturating_mul(1000);
     // Who has issued I/O for others stays until theirs is over: see `SwQueue::leave`.
     let all_done = Arc::new(Barrier::new(plan.jobs));
@@ -51,43 +54,6 @@ pub(crate) fn spawn(
         })?);
     }
     Ok(threads)
-}
-
-/// Queues of the device, each with a ring that changes owners. All have one table of memory: a job's buffers are the region of its
-/// number.
-struct Queues<'a> {
-    device: &'a Device,
-    plan: &'a Plan,
-    info: Arc<DeviceInfo>,
-    memory: Arc<RegionTable>,
-}
-
-impl QueueFactory for Queues<'_> {
-    type Driver = DeviceQueue;
-    type Cx = Ring;
-    type Error = BenchError;
-
-    fn queue(
-        &mut self,
-        kind: QueueKind,
-        number: usize,
-        threads: usize,
-    ) -> Result<(HwQueue<DeviceQueue>, Ring), BenchError> {
-        let depth = self.plan.depth(&self.info, threads).min(self.device.depth_max());
-        let name = format!("bench-{number}");
-        let mut ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() })
-            .map_err(|source| blkyard_os::LaneError::Ring { name, source })?;
-        let (bios_max, scheduler) = (self.plan.iodepth * threads, self.plan.scheduler);
-        let config = HwQueueConfig { depth, bios_max, scheduler, ..HwQueueConfig::default() };
-        let mut hw = HwQueue::new(self.device.queue(kind, depth)?, Arc::clone(&self.info), config);
-        hw.set_memory(&mut ring, Arc::clone(&self.memory));
-        hw.set_rates(0, self.plan.rates.clone());
-        Ok((hw, ring))
-    }
-
-    fn bed(&mut self, beside: &[&Ring]) -> Result<Arc<dyn Bed>, BenchError> {
-        Ok(RingBed::beside(beside)?)
-    }
 }
 
 /// Waits for the others in the end.

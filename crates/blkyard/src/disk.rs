@@ -1,0 +1,440 @@
+//! A disk by its name, for the threads of a program.
+//!
+//! [`Disk::open`] takes the names that `serve` and `bench` take, with all their options, and makes the queues; [`Disk::run`] starts the
+//! threads that use them. A thread has a [`Submitter`] to itself: it fills in bios, submits them, and gets them back.
+//!
+//! ```
+//! use blkyard::{Bio, Disk, DiskConfig, Op, Status};
+//!
+//! let mut disk = Disk::open("ram:1M", DiskConfig { threads: 1, ..DiskConfig::default() })?;
+//! let statuses = disk.run(|queue| {
+//!     let mut bio = Bio::with_capacity(1);
+//!     (bio.op, bio.sector, bio.sectors) = (Op::Write, 8, 8);
+//!     bio.segments.push(queue.buffer(0, 4096));
+//!     queue.data(bio.segments[0]).copy_from_slice(&[7; 4096]);
+//!     queue.submit(bio);
+//!     let mut status = Status::default();
+//!     queue.wait(|bio| status = bio.status);
+//!     status
+//! });
+//! assert_eq!(statuses, [Status::Ok]);
+//! # Ok::<(), blkyard::DiskError>(())
+//! ```
+//!
+//! `bench` makes its queues here, too ([`Queues`]). It does not choose how many I/Os are worth having out, and does not verify data.
+
+use std::ops::Deref;
+use std::sync::{Arc, Barrier};
+
+use blkyard_mq::{
+    Bed, Bio, DeviceInfo, HwQueue, HwQueueConfig, QueueCounts, QueueFactory, QueueKind, QueuesError, RateLimit,
+    RegionTable, SchedulerConfig, Segment, Span, TagSet,
+};
+use blkyard_os::{Clock, Ring, RingBed, RingConfig, RingError, cpu_places};
+
+use crate::rate::take_own_rate;
+use crate::scheduler::take_device_scheduler;
+use crate::spec::Spec;
+use crate::{Device, DeviceError, DeviceQueue};
+
+/// Why a disk cannot be opened, or have other queues.
+#[derive(Debug, thiserror::Error)]
+pub enum DiskError {
+    /// The device cannot be opened, or has no more queues.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// A queue has no ring.
+    #[error("{name}: a queue cannot reach the system: {source}")]
+    Ring {
+        /// The device's name.
+        name: String,
+        /// Why, and the cure.
+        source: RingError,
+    },
+    /// There is no memory for buffers.
+    #[error("{name}: {bytes} bytes of buffers for a thread: {source}; lower `depth` or `buffer_bytes`")]
+    Memory {
+        /// The device's name.
+        name: String,
+        /// What one thread was to have.
+        bytes: usize,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// There is no descriptor for a thread to sleep on.
+    #[error("{name}: a thread has nothing to sleep on: {source}; see the limit on open files")]
+    Bed {
+        /// The device's name.
+        name: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// Such queues cannot be had, for a reason of their number.
+    #[error("{0}")]
+    Queues(String),
+}
+
+impl From<QueuesError<DiskError>> for DiskError {
+    fn from(error: QueuesError<DiskError>) -> DiskError {
+        match error {
+            QueuesError::Make(error) => error,
+            other => DiskError::Queues(other.to_string()),
+        }
+    }
+}
+
+/// How a program uses a disk.
+#[derive(Clone, Copy, Debug)]
+pub struct DiskConfig {
+    /// Threads that submit, at least one.
+    pub threads: usize,
+    /// Bios that each may have out, at least one.
+    pub depth: usize,
+    /// Bytes of each of a thread's `depth` buffers: a multiple of the disk's block.
+    pub buffer_bytes: usize,
+    /// Hardware queues of each kind: no more than threads are made, and no more than the device has.
+    pub queues: QueueCounts,
+}
+
+impl Default for DiskConfig {
+    /// A thread and a queue for each CPU, with 32 buffers of 128 KiB.
+    fn default() -> DiskConfig {
+        let cpus = cpu_places().len().max(1);
+        DiskConfig { threads: cpus, depth: 32, buffer_bytes: 128 << 10, queues: QueueCounts::only(cpus) }
+    }
+}
+
+/// An open disk, with its queues, and the threads' ways there.
+#[derive(Debug)]
+pub struct Disk {
+    info: Arc<DeviceInfo>,
+    queues: blkyard_mq::Disk<Queues<Arc<Device>>>,
+    submitters: Vec<Submitter>,
+}
+
+impl Disk {
+    /// Opens a disk by its name, as `blkyard serve --device` and `blkyard bench` do: see README for the names and their options.
+    ///
+    /// # Errors
+    /// See [`DiskError`]: each names the device, what is wrong and what helps.
+    ///
+    /// # Panics
+    /// If there are no threads, or they may have nothing out.
+    pub fn open(name: &str, config: DiskConfig) -> Result<Disk, DiskError> {
+        let mut spec = Spec::parse(name).map_err(DeviceError::from)?;
+        let scheduler = take_device_scheduler(&mut spec).map_err(DeviceError::from)?;
+        let rate = take_own_rate(&mut spec).map_err(DeviceError::from)?;
+        let device = Arc::new(Device::from_spec(spec)?);
+        let info = Arc::new(device.info().clone());
+        let bytes = config.buffer_bytes * config.depth;
+        let regions = (0..config.threads).map(|_| device.memory(bytes)).collect::<Result<Vec<_>, _>>();
+        let memory = regions.map_err(|source| DiskError::Memory { name: info.name.clone(), bytes, source })?;
+        let default = config.queues.default.min(device.queues_max());
+        let queues = Queues {
+            device,
+            info: Arc::clone(&info),
+            memory: Arc::new(RegionTable::new(memory)),
+            bios: config.depth,
+            tags: config.depth,
+            scheduler,
+            rates: RateLimit::new(rate).map(Arc::new).into_iter().collect(),
+        };
+        let counts = QueueCounts { default, ..config.queues };
+        let (queues, ways) = blkyard_mq::Disk::open(queues, config.threads, config.depth, counts)?;
+        let submitters = ways.into_iter().enumerate();
+        let submitters = submitters.map(|(number, way)| Submitter {
+            way,
+            clock: Clock::new(),
+            number,
+            buffer_bytes: config.buffer_bytes,
+        });
+        Ok(Disk { info, queues, submitters: submitters.collect() })
+    }
+
+    /// What the disk is: its size, its limits, what it can do.
+    pub fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    /// Its queues: how many there are, their counters; and to change how many there are, while threads run.
+    pub fn queues(&self) -> &blkyard_mq::Disk<Queues<Arc<Device>>> {
+        &self.queues
+    }
+
+    /// Runs the same work on each of the disk's threads, and returns what each made of it, in the order of their numbers. What work
+    /// leaves in flight is waited for, and lost. May be called again and again.
+    ///
+    /// Each thread stays until the I/O of all is over: the kernel forgets what a thread has issued when the thread ends, and whoever
+    /// finds a queue idle issues I/O for all.
+    ///
+    /// # Panics
+    /// If work does, when all threads have ended.
+    pub fn run<T: Send>(&mut self, work: impl Fn(&mut Submitter) -> T + Sync) -> Vec<T> {
+        let all_over = &Barrier::new(self.submitters.len());
+        let work = &work;
+        let ends: Vec<_> = std::thread::scope(|scope| {
+            let threads = self.submitters.iter_mut().map(|queue| {
+                scope.spawn(move || {
+                    // Meets the others also while a panic unwinds: they must not wait for this one in vain.
+                    let _meet = Meet(all_over);
+                    let made = work(queue);
+                    while queue.wait(|_| ()) > 0 {}
+                    made
+                })
+            });
+            let threads: Vec<_> = threads.collect();
+            threads.into_iter().map(std::thread::ScopedJoinHandle::join).collect()
+        });
+        if ends.iter().any(Result::is_err) {
+            // What a thread left that did not come to its end.
+            self.submitters.iter_mut().for_each(|queue| while queue.wait(|_| ()) > 0 {});
+        }
+        ends.into_iter().map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    }
+}
+
+/// Waits for the other threads in the end.
+struct Meet<'a>(&'a Barrier);
+
+impl Drop for Meet<'_> {
+    fn drop(&mut self) {
+        self.0.wait();
+    }
+}
+
+/// One thread's way to a [`Disk`], and its buffers.
+///
+/// Bios go round: one that is given back may be filled in and submitted again, so that nothing is allocated on the way.
+#[derive(Debug)]
+pub struct Submitter {
+    way: blkyard_mq::Submitter<DeviceQueue, Ring>,
+    clock: Clock,
+    number: usize,
+    buffer_bytes: usize,
+}
+
+impl Submitter {
+    /// The thread's number, from 0.
+    pub fn number(&self) -> usize {
+        self.number
+    }
+
+    /// The first bytes of one of this thread's buffers, 0 to `depth` - 1, for a bio's segments.
+    ///
+    /// # Panics
+    /// If buffers are not as large.
+    pub fn buffer(&self, buffer: usize, bytes: usize) -> Segment {
+        assert!(bytes <= self.buffer_bytes, "{bytes} bytes of a buffer that has {}", self.buffer_bytes);
+        Segment { region: self.number as u32, offset: (buffer * self.buffer_bytes) as u64, len: bytes as u32 }
+    }
+
+    /// The bytes of a segment, to be read or written while no bio with that segment is out.
+    ///
+    /// # Panics
+    /// If there is no such buffer.
+    pub fn data(&self, segment: Segment) -> Span<'_> {
+        self.way.memory().resolve(segment).expect("a segment of one of the disk's buffers")
+    }
+
+    /// How many more bios may be submitted before one comes back.
+    pub fn room(&self) -> usize {
+        self.way.room()
+    }
+
+    /// Bios submitted and not given back.
+    pub fn in_flight(&self) -> usize {
+        self.way.in_flight()
+    }
+
+    /// Accepts a bio, which the disk does not see before [`Submitter::ring`] or [`Submitter::wait`]: what is submitted in between
+    /// merges, and goes to the device as one batch. It comes back through [`Submitter::poll`] or [`Submitter::wait`], whatever
+    /// happens, with its status.
+    ///
+    /// # Panics
+    /// If there is no [room](Submitter::room).
+    pub fn submit(&mut self, bio: Box<Bio>) {
+        self.way.submit(bio);
+    }
+
+    /// Passes on to the device what was submitted.
+    pub fn ring(&mut self) {
+        let Submitter { way, clock, .. } = self;
+        way.ring(&|| clock.now_ns());
+    }
+
+    /// Gives back what is over, without waiting. Returns how many bios that were.
+    pub fn poll(&mut self, mut sink: impl FnMut(Box<Bio>)) -> usize {
+        let Submitter { way, clock, .. } = self;
+        way.poll(&|| clock.now_ns(), &mut sink)
+    }
+
+    /// Passes on what was submitted, and sleeps until at least one bio is over. Returns how many were given back: none only if none
+    /// is out.
+    pub fn wait(&mut self, mut sink: impl FnMut(Box<Bio>)) -> usize {
+        let Submitter { way, clock, .. } = self;
+        way.wait(&|| clock.now_ns(), &mut sink)
+    }
+}
+
+/// Makes queues of a device for threads that share them, each with a ring of system calls that changes owners. All have one table of
+/// memory.
+#[derive(Debug)]
+pub struct Queues<R> {
+    pub(crate) device: R,
+    pub(crate) info: Arc<DeviceInfo>,
+    pub(crate) memory: Arc<RegionTable>,
+    /// Bios that a thread may have out.
+    pub(crate) bios: usize,
+    /// Requests that these are cut into.
+    pub(crate) tags: usize,
+    pub(crate) scheduler: SchedulerConfig,
+    /// What all queues together do not exceed, if there is anything.
+    pub(crate) rates: Vec<Arc<RateLimit>>,
+}
+
+impl<R: Deref<Target = Device>> QueueFactory for Queues<R> {
+    type Driver = DeviceQueue;
+    type Cx = Ring;
+    type Error = DiskError;
+
+    fn queue(
+        &mut self,
+        kind: QueueKind,
+        _number: usize,
+        threads: usize,
+    ) -> Result<(HwQueue<DeviceQueue>, Ring), DiskError> {
+        let ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() });
+        let mut ring = ring.map_err(|source| DiskError::Ring { name: self.info.name.clone(), source })?;
+        let depth = queue_depth(&self.device, self.scheduler, self.tags * threads);
+        let config = HwQueueConfig {
+            depth,
+            bios_max: self.bios * threads,
+            scheduler: self.scheduler,
+            ..HwQueueConfig::default()
+        };
+        let mut hw = HwQueue::new(self.device.queue(kind, depth)?, Arc::clone(&self.info), config);
+        hw.set_memory(&mut ring, Arc::clone(&self.memory));
+        hw.set_rates(0, self.rates.clone());
+        Ok((hw, ring))
+    }
+
+    fn bed(&mut self, beside: &[&Ring]) -> Result<Arc<dyn Bed>, DiskError> {
+        let bed = RingBed::beside(beside);
+        Ok(bed.map_err(|source| DiskError::Bed { name: self.info.name.clone(), source })?)
+    }
+}
+
+/// Tags for a queue that wants so many. With a scheduler no more than a device is served with, so that there is something to order.
+pub(crate) fn queue_depth(device: &Device, scheduler: SchedulerConfig, wanted: usize) -> usize {
+    let is_ordered = scheduler != SchedulerConfig::None;
+    let depth_max = if is_ordered { HwQueueConfig::default().depth } else { TagSet::DEPTH_MAX };
+    wanted.min(depth_max).min(device.depth_max())
+}
+
+#[cfg(test)]
+mod tests {
+    use blkyard_mq::{Op, SECTOR_BYTES, Status};
+
+    use super::*;
+
+    const BLOCK: u32 = 4096;
+
+    fn small(threads: usize) -> DiskConfig {
+        DiskConfig { threads, depth: 4, buffer_bytes: BLOCK as usize, queues: QueueCounts::only(2) }
+    }
+
+    /// Each thread's own block.
+    fn block(queue: &Submitter, op: Op) -> Box<Bio> {
+        let mut bio = Bio::with_capacity(1);
+        bio.op = op;
+        bio.sectors = BLOCK / SECTOR_BYTES as u32;
+        bio.sector = queue.number() as u64 * u64::from(bio.sectors);
+        bio.segments.push(queue.buffer(0, BLOCK as usize));
+        bio
+    }
+
+    #[test]
+    fn what_each_thread_wrote_is_there_in_the_next_run_on_every_kind_of_device() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        for name in [file.path().to_str().unwrap(), "ram:1M", "chaos:1M?latency_us=10", "model:flash?size=1M"] {
+            let mut disk = Disk::open(name, small(3)).unwrap();
+            let wrote = disk.run(|queue| {
+                let bio = block(queue, Op::Write);
+                queue.data(bio.segments[0]).fill(b'a' + queue.number() as u8);
+                queue.submit(bio);
+                let mut status = None;
+                while queue.poll(|bio| status = Some(bio.status)) == 0 {
+                    queue.ring();
+                }
+                status
+            });
+            assert_eq!(wrote, [Some(Status::Ok); 3], "{name}");
+            let read = disk.run(|queue| {
+                let bio = block(queue, Op::Read);
+                let buffer = bio.segments[0];
+                queue.data(buffer).fill(0);
+                queue.submit(bio);
+                queue.wait(|bio| assert_eq!(bio.status, Status::Ok));
+                let mut bytes = [0; BLOCK as usize];
+                queue.data(buffer).copy_to_slice(&mut bytes);
+                bytes.iter().all(|byte| *byte == bytes[0]).then_some(bytes[0])
+            });
+            assert_eq!(read, [Some(b'a'), Some(b'b'), Some(b'c')], "{name}");
+        }
+    }
+
+    #[test]
+    fn what_a_thread_leaves_in_flight_is_waited_for() {
+        let mut disk = Disk::open("null:1M?latency_us=20000", small(2)).unwrap();
+        disk.run(|queue| {
+            let bio = block(queue, Op::Read);
+            queue.submit(bio);
+            queue.ring();
+        });
+        assert_eq!(disk.run(|queue| queue.in_flight()), [0, 0]);
+    }
+
+    #[test]
+    fn a_thread_that_panics_holds_up_no_other_and_its_panic_is_passed_on() {
+        let mut disk = Disk::open("null:1M?latency_us=2000", small(2)).unwrap();
+        let run = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            disk.run(|queue| {
+                let bio = block(queue, Op::Read);
+                queue.submit(bio);
+                queue.ring();
+                assert_eq!(queue.number(), 0, "as it should");
+            })
+        }));
+        assert!(run.is_err());
+        assert_eq!(disk.run(|queue| queue.in_flight()), [0, 0], "and the disk can be used again");
+    }
+
+    #[test]
+    fn queues_can_be_more_or_fewer_while_threads_run_and_never_more_than_threads() {
+        let mut disk = Disk::open("ram:1M", small(3)).unwrap();
+        assert_eq!(disk.queues().queues(), QueueCounts::only(2));
+        let clock = Clock::new();
+        assert_eq!(disk.queues().set_queues(QueueCounts::only(9), &|| clock.now_ns()).unwrap(), QueueCounts::only(3));
+        disk.run(|queue| {
+            queue.submit(block(queue, Op::Read));
+            assert_eq!(queue.wait(|bio| assert_eq!(bio.status, Status::Ok)), 1);
+        });
+    }
+
+    #[test]
+    fn names_take_the_options_they_take_elsewhere_and_errors_name_the_device() {
+        for (name, word) in [
+            ("ram:1M?scheduler=fare", "scheduler"),
+            ("ram:1M?burst_ms=5", "burst_ms"),
+            ("/no/such/disk.img", "/no/such/disk.img"),
+            ("ram:1M?nothing=1", "nothing"),
+        ] {
+            let error = Disk::open(name, small(1)).unwrap_err().to_string();
+            assert!(error.contains(word), "{error}");
+        }
+        let none = DiskConfig { queues: QueueCounts::only(0), ..small(1) };
+        let error = Disk::open("ram:1M", none).unwrap_err().to_string();
+        assert!(error.contains("at least 1"), "{error}");
+    }
+}
