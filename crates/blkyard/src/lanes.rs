@@ -149,6 +149,11 @@ impl ServedLanes {
         self.lanes.set_policy(IdlePolicy { spin_ns: spin_us * 1000 })
     }
 
+    /// How long lanes look for work before they sleep, microseconds.
+    pub fn spin_us(&self) -> u64 {
+        self.lanes.config(0).policy.spin_ns / 1000
+    }
+
     /// What people call a station.
     fn name_of(&self, station: usize) -> String {
         let (export, number) = self.stations[station];

@@ -26,13 +26,7 @@ pub fn take_scheduler(spec: &mut Spec, now: SchedulerConfig) -> Result<Option<Sc
         _ => None,
     })?;
     let mut config = named.unwrap_or(now);
-    match &mut config {
-        SchedulerConfig::None => {}
-        SchedulerConfig::Deadline(config) => take_deadline(spec, config)?,
-        SchedulerConfig::Kyber(config) => take_kyber(spec, config)?,
-        SchedulerConfig::Timeslice(config) => take_timeslice(spec, config)?,
-        SchedulerConfig::Fair(config) => take_fair(spec, config)?,
-    }
+    Options::Take(spec).of(&mut config)?;
     Ok((named.is_some() || config != now).then_some(config))
 }
 
@@ -44,78 +38,132 @@ pub fn take_device_scheduler(spec: &mut Spec) -> Result<SchedulerConfig, SpecErr
     Ok(take_scheduler(spec, SchedulerConfig::None)?.unwrap_or_default())
 }
 
-/// Takes a number into its place, if it is there.
-fn take_into(spec: &mut Spec, key: &'static str, min: u64, max: u64, place: &mut u32) -> Result<(), SpecError> {
-    if let Some(number) = spec.take_number(key, min, max.min(u32::MAX.into()))? {
-        *place = number as u32;
+/// Has a device's name ask for this scheduler, and for no other.
+///
+/// # Errors
+/// What it asked for before is not understood.
+pub fn put_device_scheduler(spec: &mut Spec, mut config: SchedulerConfig) -> Result<(), SpecError> {
+    take_device_scheduler(spec)?;
+    spec.put("scheduler", Some(config.name()));
+    Options::Put(spec).of(&mut config)
+}
+
+/// What is done with the options of a scheduler: they are taken from a name, or put into it. One list of them serves both.
+enum Options<'a> {
+    Take(&'a mut Spec),
+    Put(&'a mut Spec),
+}
+
+impl Options<'_> {
+    fn of(&mut self, config: &mut SchedulerConfig) -> Result<(), SpecError> {
+        match config {
+            SchedulerConfig::None => Ok(()),
+            SchedulerConfig::Deadline(config) => self.of_deadline(config),
+            SchedulerConfig::Kyber(config) => self.of_kyber(config),
+            SchedulerConfig::Timeslice(config) => self.of_timeslice(config),
+            SchedulerConfig::Fair(config) => self.of_fair(config),
+        }
     }
-    Ok(())
-}
 
-fn take_deadline(spec: &mut Spec, config: &mut DeadlineConfig) -> Result<(), SpecError> {
-    take_into(spec, "read_expire_ms", 0, TIME_MAX_MS, &mut config.read_expire_ms)?;
-    take_into(spec, "write_expire_ms", 0, TIME_MAX_MS, &mut config.write_expire_ms)?;
-    take_into(spec, "writes_starved", 0, 1_000_000, &mut config.writes_starved)?;
-    take_into(spec, "fifo_batch", 1, 1_000_000, &mut config.fifo_batch)?;
-    take_into(spec, "prio_aging_expire_ms", 0, TIME_MAX_MS, &mut config.prio_aging_expire_ms)?;
-    take_into(spec, "async_depth", 0, 1_000_000, &mut config.async_depth)?;
-    config.front_merges = spec.take_switch("front_merges")?.unwrap_or(config.front_merges);
-    Ok(())
-}
-
-fn take_kyber(spec: &mut Spec, config: &mut KyberConfig) -> Result<(), SpecError> {
-    take_into(spec, "read_target_us", 1, TIME_MAX_US, &mut config.read_target_us)?;
-    take_into(spec, "write_target_us", 1, TIME_MAX_US, &mut config.write_target_us)?;
-    take_into(spec, "discard_target_us", 1, TIME_MAX_US, &mut config.discard_target_us)
-}
-
-fn take_timeslice(spec: &mut Spec, config: &mut TimesliceConfig) -> Result<(), SpecError> {
-    take_into(spec, "slice_us", 0, TIME_MAX_US, &mut config.slice_us)?;
-    take_into(spec, "extensions", 0, 1_000_000, &mut config.extensions)?;
-    let idle_us = spec.take_with("idle_us", "microseconds, or 'slice' for as long as the slice lasts", |text| {
-        if text == "slice" { Some(u32::MAX) } else { text.parse().ok().filter(|us| *us < u32::MAX) }
-    })?;
-    config.idle_us = idle_us.unwrap_or(config.idle_us);
-    take_into(spec, "tick_us", 0, TIME_MAX_US, &mut config.tick_us)?;
-    let key = spec.take_with("key", "stream or queue", |key| match key {
-        "stream" => Some(SliceKey::Stream),
-        "queue" => Some(SliceKey::Queue),
-        _ => None,
-    })?;
-    config.key = key.unwrap_or(config.key);
-    let order = spec.take_with("order", "arrival or lowest", |order| match order {
-        "arrival" => Some(SliceOrder::Arrival),
-        "lowest" => Some(SliceOrder::Lowest),
-        _ => None,
-    })?;
-    config.order = order.unwrap_or(config.order);
-    config.drain = spec.take_switch("drain")?.unwrap_or(config.drain);
-    Ok(())
-}
-
-fn take_fair(spec: &mut Spec, config: &mut FairConfig) -> Result<(), SpecError> {
-    take_into(spec, "slice_ms", 1, TIME_MAX_MS, &mut config.slice_ms)?;
-    take_into(spec, "target_ms", 1, TIME_MAX_MS, &mut config.target_ms)?;
-    take_into(spec, "idle_ms", 0, TIME_MAX_MS, &mut config.idle_ms)?;
-    take_into(spec, "async_percent", 1, 100, &mut config.async_percent)?;
-    config.drain = spec.take_switch("drain")?.unwrap_or(config.drain);
-    let device = spec.take_with("device", "measured, seeks or flat", |device| match device {
-        "measured" => Some(FairDevice::Measured),
-        "seeks" => Some(FairDevice::Seeks),
-        "flat" => Some(FairDevice::Flat),
-        _ => None,
-    })?;
-    config.device = device.unwrap_or(config.device);
-    take_into(spec, "in_flight_kib", 0, u32::MAX.into(), &mut config.in_flight_kib)?;
-    config.per_queue = spec.take_switch("per_queue")?.unwrap_or(config.per_queue);
-    let wanted = format!("up to {FAIR_WEIGHTS_MAX} times STREAM:WEIGHT with a '+' between, weights from 10 to 1000");
-    if let Some(weights) = spec.take_with("weights", &wanted, parse_weights)? {
-        config.weights = weights;
+    fn of_deadline(&mut self, config: &mut DeadlineConfig) -> Result<(), SpecError> {
+        self.number("read_expire_ms", 0, TIME_MAX_MS, &mut config.read_expire_ms)?;
+        self.number("write_expire_ms", 0, TIME_MAX_MS, &mut config.write_expire_ms)?;
+        self.number("writes_starved", 0, 1_000_000, &mut config.writes_starved)?;
+        self.number("fifo_batch", 1, 1_000_000, &mut config.fifo_batch)?;
+        self.number("prio_aging_expire_ms", 0, TIME_MAX_MS, &mut config.prio_aging_expire_ms)?;
+        self.number("async_depth", 0, 1_000_000, &mut config.async_depth)?;
+        self.switch("front_merges", &mut config.front_merges)
     }
-    Ok(())
+
+    fn of_kyber(&mut self, config: &mut KyberConfig) -> Result<(), SpecError> {
+        self.number("read_target_us", 1, TIME_MAX_US, &mut config.read_target_us)?;
+        self.number("write_target_us", 1, TIME_MAX_US, &mut config.write_target_us)?;
+        self.number("discard_target_us", 1, TIME_MAX_US, &mut config.discard_target_us)
+    }
+
+    fn of_timeslice(&mut self, config: &mut TimesliceConfig) -> Result<(), SpecError> {
+        self.number("slice_us", 0, TIME_MAX_US, &mut config.slice_us)?;
+        self.number("extensions", 0, 1_000_000, &mut config.extensions)?;
+        let wanted = "microseconds, or 'slice' for as long as the slice lasts";
+        let parse =
+            |text: &str| if text == "slice" { Some(u32::MAX) } else { text.parse().ok().filter(|us| *us < u32::MAX) };
+        let show = |us: &u32| if *us == u32::MAX { "slice".into() } else { us.to_string() };
+        self.option("idle_us", wanted, parse, show, &mut config.idle_us)?;
+        self.number("tick_us", 0, TIME_MAX_US, &mut config.tick_us)?;
+        self.word("key", &[("stream", SliceKey::Stream), ("queue", SliceKey::Queue)], &mut config.key)?;
+        self.word("order", &[("arrival", SliceOrder::Arrival), ("lowest", SliceOrder::Lowest)], &mut config.order)?;
+        self.switch("drain", &mut config.drain)
+    }
+
+    fn of_fair(&mut self, config: &mut FairConfig) -> Result<(), SpecError> {
+        self.number("slice_ms", 1, TIME_MAX_MS, &mut config.slice_ms)?;
+        self.number("target_ms", 1, TIME_MAX_MS, &mut config.target_ms)?;
+        self.number("idle_ms", 0, TIME_MAX_MS, &mut config.idle_ms)?;
+        self.number("async_percent", 1, 100, &mut config.async_percent)?;
+        self.switch("drain", &mut config.drain)?;
+        let devices = [("measured", FairDevice::Measured), ("seeks", FairDevice::Seeks), ("flat", FairDevice::Flat)];
+        self.word("device", &devices, &mut config.device)?;
+        self.number("in_flight_kib", 0, u32::MAX.into(), &mut config.in_flight_kib)?;
+        self.switch("per_queue", &mut config.per_queue)?;
+        let wanted =
+            format!("up to {FAIR_WEIGHTS_MAX} times STREAM:WEIGHT with a '+' between, weights from 10 to 1000");
+        self.option("weights", &wanted, parse_weights, show_weights, &mut config.weights)
+    }
+
+    /// An option of any kind: `wanted` says what a value looks like.
+    fn option<T>(
+        &mut self,
+        key: &'static str,
+        wanted: &str,
+        parse: impl FnOnce(&str) -> Option<T>,
+        show: impl FnOnce(&T) -> String,
+        place: &mut T,
+    ) -> Result<(), SpecError> {
+        match self {
+            Options::Take(spec) => {
+                if let Some(value) = spec.take_with(key, wanted, parse)? {
+                    *place = value;
+                }
+            }
+            Options::Put(spec) => spec.put(key, Some(show(place))),
+        }
+        Ok(())
+    }
+
+    fn number(&mut self, key: &'static str, min: u64, max: u64, place: &mut u32) -> Result<(), SpecError> {
+        let bounds = min as u32..=max.min(u32::MAX.into()) as u32;
+        let wanted = format!("a number from {} to {}", bounds.start(), bounds.end());
+        let parse = |text: &str| text.parse().ok().filter(|number| bounds.contains(number));
+        self.option(key, &wanted, parse, u32::to_string, place)
+    }
+
+    fn switch(&mut self, key: &'static str, place: &mut bool) -> Result<(), SpecError> {
+        match self {
+            Options::Take(spec) => *place = spec.take_switch(key)?.unwrap_or(*place),
+            Options::Put(spec) => spec.put(key, Some(if *place { "on" } else { "off" })),
+        }
+        Ok(())
+    }
+
+    fn word<T: Copy + PartialEq>(
+        &mut self,
+        key: &'static str,
+        names: &[(&str, T)],
+        place: &mut T,
+    ) -> Result<(), SpecError> {
+        let wanted = names.iter().map(|(name, _)| *name).collect::<Vec<_>>().join(" or ");
+        let parse = |text: &str| names.iter().find(|(name, _)| *name == text).map(|(_, value)| *value);
+        let show = |value: &T| {
+            let name = names.iter().find(|(_, named)| named == value).map(|(name, _)| *name);
+            name.unwrap_or_else(|| unreachable!("every value of {key} has a name")).to_owned()
+        };
+        self.option(key, &wanted, parse, show, place)
+    }
 }
 
-fn parse_weights(text: &str) -> Option<[(u32, u16); FAIR_WEIGHTS_MAX]> {
+type Weights = [(u32, u16); FAIR_WEIGHTS_MAX];
+
+fn parse_weights(text: &str) -> Option<Weights> {
     let mut weights = [(0, 0); FAIR_WEIGHTS_MAX];
     for (at, entry) in text.split('+').filter(|entry| !entry.is_empty()).enumerate() {
         let (stream, weight) = entry.split_once(':')?;
@@ -123,6 +171,11 @@ fn parse_weights(text: &str) -> Option<[(u32, u16); FAIR_WEIGHTS_MAX]> {
         *weights.get_mut(at)? = (stream.parse().ok()?, weight);
     }
     Some(weights)
+}
+
+fn show_weights(weights: &Weights) -> String {
+    let given = weights.iter().filter(|(_, weight)| *weight > 0);
+    given.map(|(stream, weight)| format!("{stream}:{weight}")).collect::<Vec<_>>().join("+")
 }
 
 #[cfg(test)]
@@ -176,6 +229,28 @@ mod tests {
         ] {
             let error = taken(name, SchedulerConfig::None).unwrap_err();
             assert!(error.contains(words), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn what_was_set_is_written_into_the_name_in_the_place_of_what_was_there() {
+        for now in ["", "?scheduler=fair&weights=3:200+7:10", "?scheduler=timeslice&slice_us=9&idle_us=slice"] {
+            for wanted in [
+                "scheduler=none",
+                "scheduler=deadline&read_expire_ms=1&write_expire_ms=2&writes_starved=3&fifo_batch=4&prio_aging_expire_ms=5&async_depth=6&front_merges=off",
+                "scheduler=kyber&read_target_us=1&write_target_us=2&discard_target_us=3",
+                "scheduler=timeslice&slice_us=1&extensions=2&idle_us=slice&tick_us=4&key=queue&order=lowest&drain=on",
+                "scheduler=timeslice&idle_us=5",
+                "scheduler=fair&slice_ms=1&target_ms=2&idle_ms=3&async_percent=4&drain=off&device=flat&in_flight_kib=5&per_queue=on&weights=3:200+7:10",
+                "scheduler=fair&device=seeks",
+                "scheduler=fair",
+            ] {
+                let config = taken(&format!("ram:1M?{wanted}"), SchedulerConfig::None).unwrap().unwrap();
+                let mut spec = Spec::parse(&format!("ram:1M{now}")).unwrap();
+                put_device_scheduler(&mut spec, config).unwrap();
+                assert_eq!(take_device_scheduler(&mut spec), Ok(config), "{wanted}, and was {now}");
+                spec.finish().unwrap();
+            }
         }
     }
 }

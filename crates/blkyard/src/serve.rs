@@ -48,7 +48,7 @@ pub struct ServeArgs {
     pub export: Vec<String>,
     /// Go on with all that a running daemon serves, whose control socket this is. Guests notice a pause; that daemon ends.
     ///
-    /// Its devices, exports, control socket and number of lanes become those of the new one. Disks in files and null disks can be handed over.
+    /// Its devices, exports and control socket become those of the new one, with all that was set; and its lanes, cpus, spin_us and stats, unless they are given. Disks in files and null disks can be handed over.
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["device", "export", "config", "control", "lock_wait_s"])]
     pub takeover: Option<PathBuf>,
     /// Read devices and exports from a TOML file instead: tables `device` and `device.export`, each with spec = "..." and
@@ -218,10 +218,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     }
     let mut heritage = args.takeover.as_deref().map(takeover::take).transpose()?;
     let Plan { disks, settings } = match (&heritage, &args.config) {
-        (Some(heritage), _) => Plan {
-            disks: heritage.disks.clone(),
-            settings: Settings { lanes: Some(heritage.lanes), ..Settings::default() },
-        },
+        (Some(heritage), _) => Plan { disks: heritage.disks.clone(), settings: heritage.settings.clone() },
         (None, Some(path)) => from_file(path)?,
         (None, None) if words.is_empty() => {
             Plan { disks: from_words(&default_disk()?)?, settings: Settings::default() }
@@ -288,6 +285,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         started: Instant::now(),
         stats_s: args.stats.unwrap_or(0).into(),
         plans,
+        cpus: args.cpus.clone(),
         is_handed: AtomicBool::new(false),
         devices,
         exports: served,

@@ -177,6 +177,94 @@ fn queues_that_were_made_since_and_what_bounds_them_go_with_the_rest() {
     daemon.stop();
 }
 
+/// What a daemon tells of itself that nobody but `set` changes.
+fn habits(folder: &Path) -> serde_json::Value {
+    let told = run(folder, &["inspect", "--json", "--control", "c"]);
+    assert!(told.status.success(), "{}", String::from_utf8_lossy(&told.stderr));
+    let mut tree: serde_json::Value = serde_json::from_slice(&told.stdout).unwrap();
+    let all = |part: &mut serde_json::Value| part.as_array_mut().map(std::mem::take).unwrap();
+    let queues = |export: &mut serde_json::Value| -> serde_json::Value {
+        let of = |mut queue: serde_json::Value| {
+            let now = &mut queue["now"];
+            serde_json::json!([now["tags"]["limit"], now["scheduler"]["name"], now["scheduler"]["options"]])
+        };
+        all(&mut export["queues"]).into_iter().map(of).collect()
+    };
+    serde_json::json!({
+        "stats": tree["daemon"]["stats_s"],
+        "devices": all(&mut tree["devices"]).iter().map(|device| {
+            serde_json::json!([device["name"], device["size_bytes"], device["limits"], device["rate"]])
+        }).collect::<Vec<_>>(),
+        "exports": all(&mut tree["exports"]).iter_mut().map(|export| {
+            serde_json::json!([export["name"], export["offered"], export["rate"], queues(export)])
+        }).collect::<Vec<_>>(),
+        "lanes": all(&mut tree["lanes"]).iter().map(|lane| {
+            serde_json::json!([lane["cpus"], lane["spin_us"]])
+        }).collect::<Vec<_>>(),
+    })
+}
+
+#[test]
+fn all_that_set_changes_goes_with_the_rest() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let words = [
+        "--device",
+        "null:1G?scheduler=kyber&iops_max=900&bytes_per_s_max=1G",
+        "--export",
+        "vhost-user-blk:s?queues=2&iops_max=90",
+    ];
+    let more = [
+        "--device",
+        "null:2G",
+        "--export",
+        "vhost-user-blk:t?queues=1",
+        "--control",
+        "c",
+        "--lanes",
+        "1",
+        "--cpus",
+        "0",
+        "--stats",
+        "600",
+    ];
+    let mut daemon = Daemon::start(folder, &[&words[..], &more].concat());
+    for set in [
+        &["device:0", "size=3G", "force=on", "sectors_max=64", "depth=7"][..],
+        &["device:0", "scheduler=fair", "weights=3:200+7:10", "device=seeks", "slice_ms=33", "drain=off"],
+        &["device:0", "iops_max=off", "bytes_per_s_max=64M", "burst_ms=20"],
+        &["device:1", "scheduler=timeslice", "idle_us=slice", "key=queue", "iops_max=4000"],
+        &["export:0", "queues=3", "depth=5", "iops_max=80", "bytes_per_s_max=32M", "burst_ms=30"],
+        &["daemon", "stats=1200", "lanes=2", "spin_us=17"],
+        // Options alone are of the scheduler that is there.
+        &["device:0", "idle_ms=4"],
+    ] {
+        let done = run(folder, &[&["set", "--control", "c"], set].concat());
+        assert!(done.status.success(), "{set:?}: {}", String::from_utf8_lossy(&done.stderr));
+    }
+    let set = habits(folder);
+    let text = set.to_string();
+    for word in ["3:200+7:10", "\"idle_ms\":\"4\"", "\"slice\"", "1200", "17"] {
+        assert!(text.contains(word), "{word} was not set: {text}");
+    }
+    for heir in 0..2 {
+        let heir_of = Daemon::start(folder, &["--takeover", "c"]);
+        assert!(std::mem::replace(&mut daemon, heir_of).process.ends_well());
+        assert_eq!(habits(folder), set, "heir {heir}");
+    }
+    // What is given to the heir is what it does; and without a scheduler, or lines of statistics, there are none.
+    for set in [&["device:0", "scheduler=none"][..], &["daemon", "stats=0"]] {
+        assert!(run(folder, &[&["set", "--control", "c"], set].concat()).status.success());
+    }
+    let heir = Daemon::start(folder, &["--takeover", "c", "--spin-us", "3", "--lanes", "1"]);
+    assert!(std::mem::replace(&mut daemon, heir).process.ends_well());
+    let now = habits(folder);
+    assert_eq!(now["lanes"], serde_json::json!([[[0], 3]]));
+    assert_eq!((&now["stats"], &now["exports"][0][3][0][1]), (&0.into(), &serde_json::Value::Null));
+    assert_eq!(now["exports"][1], set["exports"][1]);
+    daemon.stop();
+}
+
 #[test]
 fn a_daemon_goes_on_when_its_heir_dies_or_cannot_or_is_none() {
     let folder = tempfile::tempdir().unwrap();

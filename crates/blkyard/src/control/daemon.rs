@@ -24,6 +24,8 @@ pub struct Daemon {
     pub stats_s: AtomicU64,
     /// What it was asked to serve: a plan for each device.
     pub plans: Vec<DiskPlan>,
+    /// CPUs that its lanes are kept on, one after another; none if the system chooses.
+    pub cpus: Vec<u32>,
     /// Another daemon goes on with all it served.
     pub is_handed: AtomicBool,
     /// What it has open.

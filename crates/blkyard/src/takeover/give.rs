@@ -5,13 +5,14 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use blkyard_export::{BoundSocket, Handed};
+use blkyard_export::{BoundSocket, Handed, Rest};
 use serde_json::Value;
 
 use super::VERSION;
-use super::parcel::{DevicePart, ExportPart, Files, Parcel, SocketPart};
+use super::parcel::{DevicePart, ExportPart, Files, Habits, Parcel, SocketPart};
 use super::wire::{receive, send};
 use crate::control::{Daemon, Wish, answer_line, parse_request};
+use crate::scheduler::put_device_scheduler;
 
 /// How long exports may take to come to rest: as long as for any other change.
 const REST_TIME: Duration = Duration::from_secs(20);
@@ -54,7 +55,10 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     for served in &daemon.devices {
         served.device.can_be_handed()?;
     }
-    let lanes = daemon.lanes().threads().len() as u64;
+    let (lanes, spin_us) = {
+        let lanes = daemon.lanes();
+        (lanes.threads().len() as u64, lanes.spin_us())
+    };
     let begin = Instant::now();
     let asked: Vec<_> = daemon.exports.iter().map(|export| export.hand.hand_over()).collect();
     let mut handed = Vec::new();
@@ -67,7 +71,10 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     }
     let rested = begin.elapsed();
     let mut files = Files::new();
-    let (parcel, rests) = pack(daemon, control, lanes, handed, &mut files)?;
+    let cpus = (!daemon.cpus.is_empty()).then(|| daemon.cpus.clone());
+    let habits = Habits { spin_us: Some(spin_us), stats: daemon.stats_every(), cpus };
+    let (socket, devices, rests) = pack(daemon, control, handed, &mut files)?;
+    let parcel = Parcel { lanes, habits, control: socket, devices };
     let parcel = serde_json::to_value(parcel).map_err(|error| error.to_string())?;
     let left = |error| format!("the new daemon does not listen: {error}; see what it says");
     send(client, &files, &answer_line(&Ok(parcel)), WORD_TIME).map_err(left)?;
@@ -82,7 +89,7 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     send(client, &Files::new(), &yours, WORD_TIME).map_err(left)?;
     // Before any of them ends.
     daemon.is_handed.store(true, Ordering::SeqCst);
-    rests.into_iter().for_each(blkyard_export::Rest::let_go);
+    rests.into_iter().for_each(Rest::let_go);
     control.set_owned(false);
     Ok(begin.elapsed())
 }
@@ -90,10 +97,9 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
 fn pack(
     daemon: &Daemon,
     control: &BoundSocket,
-    lanes: u64,
     handed: Vec<Handed>,
     files: &mut Files,
-) -> Result<(Parcel, Vec<blkyard_export::Rest>), String> {
+) -> Result<(SocketPart, Vec<DevicePart>, Vec<Rest>), String> {
     let text = |error: std::io::Error| error.to_string();
     files.push_back(control.listener().as_fd().try_clone_to_owned().map_err(text)?);
     let path = std::path::absolute(control.path()).map_err(text)?;
@@ -118,6 +124,7 @@ fn pack(
         }
         let mut spec = plan.device.clone();
         served.rate.put_into(&mut spec);
+        put_device_scheduler(&mut spec, served.scheduler()).map_err(|error| error.to_string())?;
         devices.push(DevicePart {
             spec,
             has_file: file.is_some(),
@@ -127,5 +134,5 @@ fn pack(
             exports,
         });
     }
-    Ok((Parcel { lanes, control, devices }, rests))
+    Ok((control, devices, rests))
 }

@@ -13,8 +13,19 @@ use crate::spec::Spec;
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Parcel {
     pub(super) lanes: u64,
+    #[serde(flatten)]
+    pub(super) habits: Habits,
     pub(super) control: SocketPart,
     pub(super) devices: Vec<DevicePart>,
+}
+
+/// What else a daemon is told, as the settings of these names. A daemon that does not say keeps them to itself.
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct Habits {
+    pub(super) spin_us: Option<u64>,
+    pub(super) stats: Option<u64>,
+    pub(super) cpus: Option<Vec<u32>>,
 }
 
 /// A socket that is listened at. One descriptor.

@@ -10,10 +10,10 @@ use blkyard_export::{BoundSocket, ExportState};
 use blkyard_mq::DeviceInfo;
 
 use super::VERSION;
-use super::parcel::{Files, Parcel, SocketPart, next};
+use super::parcel::{Files, Habits, Parcel, SocketPart, next};
 use super::wire::{receive, send};
 use crate::control::{Wish, parse_answer, request_line};
-use crate::plan::DiskPlan;
+use crate::plan::{DiskPlan, Settings};
 use crate::spec::SpecError;
 
 /// How long the old daemon may take: for its exports to come to rest, and for others that it answers before.
@@ -47,8 +47,8 @@ impl DeviceGift {
 pub struct Heritage {
     /// What it serves.
     pub disks: Vec<DiskPlan>,
-    /// Threads that did its work.
-    pub lanes: u64,
+    /// Threads that did its work, and what else it was told of its habits.
+    pub settings: Settings,
     /// One for each disk.
     pub devices: VecDeque<DeviceGift>,
     /// One for each export of each disk, in their order.
@@ -106,7 +106,9 @@ fn unpack(
     path: &Path,
     begin: Instant,
 ) -> Result<Heritage, String> {
-    let Parcel { lanes, control: SocketPart { path: control, identity }, devices: parts } = parcel;
+    let Parcel { lanes, habits, control: SocketPart { path: control, identity }, devices: parts } = parcel;
+    let Habits { spin_us, stats, cpus } = habits;
+    let settings = Settings { lanes: Some(lanes), spin_us, stats, cpus, ..Settings::default() };
     let control = BoundSocket::adopt(next(files)?, control, identity);
     let (mut disks, mut devices, mut exports) = (Vec::new(), VecDeque::new(), VecDeque::new());
     for part in parts {
@@ -127,7 +129,7 @@ fn unpack(
     if !files.is_empty() {
         return Err(format!("{} descriptors came too many", files.len()));
     }
-    Ok(Heritage { disks, lanes, devices, exports, control, daemon, path: path.into(), begin })
+    Ok(Heritage { disks, settings, devices, exports, control, daemon, path: path.into(), begin })
 }
 
 impl Heritage {
