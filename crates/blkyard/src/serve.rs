@@ -29,13 +29,24 @@ use crate::watch::{Watch, say};
 /// What `serve` may be told.
 #[derive(Debug, clap::Args)]
 pub struct ServeArgs {
-    /// A disk to serve: file:PATH or a bare path, vhost-user:SOCKET, ram:SIZE, null:SIZE, chaos:SIZE. Repeat for more disks.
+    /// A disk to serve, by its name, with options as ?key=value&key=value. Repeat for more disks.
     ///
-    /// Options follow as ?key=value&key=value. For files: readonly=on|off, direct=auto|on|off (bypass the page cache),
-    /// cache=writeback|writethrough, block_size=512|4k. For vhost-user, a disk that another process serves: queues=N, queue_size=N,
-    /// packed=on|off, timeout_s (how long an answer may take), gone_s (how long I/O waits for a back-end that is gone). For ram and null: readonly, cache, block_size, latency_us, mbps,
-    /// discard=on|off, max_sectors, virt_boundary=on|off. For chaos, a disk that makes trouble, the same without mbps; seed; and once in how
-    /// many requests: errors, requeues, timeouts. For all: share=on to give one writable disk to several exports;
+    /// file:PATH or a bare path, through io_uring: readonly=on|off, direct=auto|on|off (bypass the page cache),
+    /// cache=writeback|writethrough, block_size=512|4k.
+    ///
+    /// vhost-user:SOCKET, a disk that another process serves: queues=N, queue_size=N, packed=on|off, timeout_s (how long an
+    /// answer may take), gone_s (how long I/O waits for a back-end that is gone).
+    ///
+    /// ram:SIZE and null:SIZE, memory and nothing at all: readonly, cache, block_size, latency_us, mbps, discard=on|off,
+    /// max_sectors, virt_boundary=on|off.
+    ///
+    /// chaos:SIZE, memory that makes trouble: as ram without mbps; seed; and once in how many requests: errors, requeues,
+    /// timeouts.
+    ///
+    /// model:disk, model:flash, model:latency, memory that takes as long as a model says: size, seed, readonly; cache for disk
+    /// and flash; us, jitter_us, iops and mbps for latency.
+    ///
+    /// Any of them: share=on to give one writable disk to several exports; scheduler=none|deadline|kyber|timeslice|fair;
     /// iops_max=N, bytes_per_s_max=SIZE and burst_ms=N, which all its exports together do not exceed.
     #[arg(long, value_name = "SPEC")]
     pub device: Vec<String>,
