@@ -527,6 +527,8 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         if !session.broken {
             // A queue that comes to rest owes what was in flight before it began, and nothing else that it has not fetched.
             let most = if stopping { session.ring.left().min(ROUND_MAX) } else { ROUND_MAX };
+            // The control path's flush takes a place, too: there may be more bios at hand than there is room for.
+            let most = most.min(self.hw.room());
             let halves = self.hw.is_idle();
             busy |= session.fetch(&mut self.hw, desk, &self.serial, &self.refusals, most, halves);
         }
@@ -565,7 +567,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         let fetches = !self.is_stopping();
         let work = match &mut self.session {
             Some(session) if fetches && !session.broken => {
-                let offered = session.enable_notify() && !self.desk.free.is_empty();
+                let offered = session.enable_notify() && !self.desk.free.is_empty() && self.hw.room() > 0;
                 offered || session.is_cut_short()
             }
             _ => false,

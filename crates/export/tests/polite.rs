@@ -4,10 +4,10 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use blkyard_mq::{BioFlags, Op};
+use blkyard_mq::{BioFlags, HwQueueConfig, Op};
 use common::{
-    AnyDevice, Data, Front, Gate, Ram, Request, SERIAL, Seen, Vq, World, event, kind, one_queue, range, readable, rung,
-    until,
+    AnyDevice, Data, Front, Gate, Hand, Ram, Request, SERIAL, Seen, Vq, World, event, kind, one_queue, range, readable,
+    rung, until,
 };
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
@@ -68,6 +68,31 @@ fn the_cache_mode_decides_whether_writes_are_durable_at_once() {
     assert_eq!(flags_of(&mut vq), [BioFlags::FUA; 2]);
     drop(front);
     world.stop();
+}
+
+#[test]
+fn the_cache_mode_changes_while_as_much_is_in_flight_as_there_is_room_for() {
+    // Four at one time, each 5 us, where a turn is one; and twice as many are always offered.
+    let mut hand = Hand::of(5_000, HwQueueConfig { bios_max: 4, ..HwQueueConfig::default() });
+    let (mut front, mut vq) = hand.connect();
+    let ask = std::thread::spawn(move || {
+        front.set_wce(false);
+        front
+    });
+    let (mut offered, mut back) = (0, 0);
+    while !ask.is_finished() || back < offered {
+        if !ask.is_finished() {
+            for number in offered..back + 8 {
+                vq.put(number % 8, kind::IN, 0, Data::In(512));
+            }
+            offered = back + 8;
+            vq.publish_silently();
+        }
+        hand.turn();
+        back += std::iter::from_fn(|| vq.poll()).count() as u16;
+    }
+    drop(ask.join().unwrap());
+    hand.stop();
 }
 
 #[test]

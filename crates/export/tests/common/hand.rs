@@ -20,10 +20,14 @@ pub struct Hand {
 impl Hand {
     /// A disk in memory with one queue.
     pub fn new(latency_ns: u64) -> Hand {
+        Hand::of(latency_ns, HwQueueConfig::default())
+    }
+
+    /// The same, with a queue that is made so.
+    pub fn of(latency_ns: u64, config: HwQueueConfig) -> Hand {
         let folder = tempfile::tempdir().unwrap();
         let device = RamDevice::new(disk_info(), NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
         let (remote, port) = queue_pair();
-        let config = HwQueueConfig::default();
         let hw = HwQueue::new(device.queue(config.depth), Arc::new(disk_info()), config);
         let queue = VhostQueue::new(hw, SerialId::new("by hand").unwrap(), port);
         let refusals = Arc::clone(remote.watch().refusals().unwrap());
