@@ -252,6 +252,13 @@ impl<D> HwQueue<D> {
                     self.namespaces[number].bios.push_back(bio);
                 }
             }
+            // With nobody left whom it holds nobody would look when it is over.
+            let namespace = &mut self.namespaces[number];
+            if namespace.waiting() == usize::from(namespace.partial.is_some())
+                && let Some(rated) = &mut namespace.rated
+            {
+                rated.held_until_ns = None;
+            }
         }
     }
 

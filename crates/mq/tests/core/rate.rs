@@ -274,6 +274,22 @@ fn who_must_not_wait_comes_back() {
 }
 
 #[test]
+fn who_must_not_wait_is_not_kept_out_by_what_is_long_over() {
+    let mut bench = limited(&[&thousand()]);
+    bench.now_ns = 10 * MS - 1;
+    bench.submit_all(reads(4).map(|bio| with(bio, BioFlags::NOWAIT)));
+    bench.turn();
+    bench.end_all();
+    bench.take_ended();
+    // Those that were held are gone, so nothing waits and nobody turns until somebody comes.
+    bench.now_ns = 1000 * MS;
+    bench.submit(with(read(0), BioFlags::NOWAIT));
+    bench.turn();
+    bench.end_all();
+    assert_eq!(bench.take_ended(), [(0, Status::Ok)]);
+}
+
+#[test]
 fn a_queue_that_is_to_be_empty_does_not_wait_but_pays() {
     type Queue = blkyard_mq::HwQueue<crate::hand::Hand>;
     let frozen: (fn(&mut Queue), fn(&mut Queue)) = (|queue| queue.freeze(), |queue| queue.thaw());
