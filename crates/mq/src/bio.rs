@@ -164,4 +164,10 @@ impl Bio {
     pub fn bytes(&self) -> u64 {
         u64::from(self.sectors) << SECTOR_SHIFT
     }
+
+    /// Bytes that it moves. What is discarded or zeroed moves none.
+    #[inline]
+    pub fn moves_bytes(&self) -> u64 {
+        if self.op.has_data() { self.bytes() } else { 0 }
+    }
 }

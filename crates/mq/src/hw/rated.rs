@@ -126,12 +126,6 @@ impl Drop for Rated {
     }
 }
 
-/// Bytes that a bio moves. What is discarded or zeroed moves none.
-#[inline]
-fn moves_bytes(bio: &Bio) -> u64 {
-    if bio.op.has_data() { bio.bytes() } else { 0 }
-}
-
 impl<D> HwQueue<D> {
     /// Has all bios of a namespace pass within these limits from now on, all of them at one time; none is no limit. What was booked of those before is given back.
     pub fn set_rates(&mut self, namespace: u16, limits: Vec<Arc<RateLimit>>) {
@@ -207,7 +201,7 @@ impl<D> HwQueue<D> {
     #[inline]
     pub(super) fn fare(&self, number: usize, bio: &Bio) -> Option<u64> {
         let pays = self.rated && self.namespaces[number].rated.is_some() && !bio.flags.contains(BioFlags::RESERVED);
-        pays.then(|| moves_bytes(bio))
+        pays.then(|| bio.moves_bytes())
     }
 
     /// A bio has passed.

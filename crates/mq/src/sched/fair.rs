@@ -187,7 +187,7 @@ fn key(bio: &Bio) -> u64 {
 /// What a bio counts for in the depth of a device.
 #[inline]
 fn cost(bio: &Bio) -> u64 {
-    PRICE as u64 + bio.bytes()
+    PRICE as u64 + bio.moves_bytes()
 }
 
 const ASYNC_KEY: u64 = 1 << 40;
@@ -374,7 +374,7 @@ impl Fair {
         stream.in_flight += 1;
         stream.position = bio.end();
         if stream.mixes {
-            stream.share.credit -= bio.bytes() as i64;
+            stream.share.credit -= bio.moves_bytes() as i64;
         }
         self.waiting[class] -= 1;
         self.out[class] += 1;

@@ -294,6 +294,26 @@ fn weights_are_shares() {
     assert!((2.8..3.2).contains(&times), "{of:?}");
 }
 
+#[test]
+fn what_is_discarded_is_no_data_that_others_wait_for() {
+    let mut hand = hand(FairDevice::Flat);
+    let mut all = bio(Op::Discard, 2, 0);
+    all.sectors = u32::MAX;
+    hand.insert([all]);
+    assert_eq!(hand.next(), Some(0));
+    // Beside one who reads all the time, who discarded two terabytes is not last for as long as it takes to read as much.
+    hand.insert(row(1, 0, 20)).insert([write(3, 8)]);
+    let mut came = Vec::new();
+    for at in 20..500 {
+        let sector = hand.next().expect("there is always something");
+        came.push(sector);
+        if sector != 8 {
+            hand.end(sector).insert(row(1, at, 1));
+        }
+    }
+    assert!(came.contains(&8), "the write waits");
+}
+
 /// What somebody may want.
 fn wish() -> impl Strategy<Value = (u32, u64, u8, bool, u64)> {
     (0_u32..6, 0_u64..50, 0_u8..3, any::<bool>(), 0_u64..30)
