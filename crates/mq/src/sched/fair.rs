@@ -173,6 +173,9 @@ pub(crate) struct Fair {
     out: [usize; CLASSES],
     /// Bios that wait, of those who mix.
     mixing: [usize; CLASSES],
+    /// Who is in front of a mix has been served, and wanted more. It goes to the end before the next is: until then its bios join what it was
+    /// given, and one whose bios all did leaves the line.
+    served: [bool; CLASSES],
     /// Streams that have a bio here or in flight, and what they weigh.
     busy: usize,
     weight: u64,
@@ -225,6 +228,7 @@ impl Fair {
             waiting: [0; CLASSES],
             out: [0; CLASSES],
             mixing: [0; CLASSES],
+            served: [false; CLASSES],
             busy: 0,
             weight: 0,
         }
@@ -284,6 +288,9 @@ impl Fair {
     /// Who takes the next bio of a mix; it is in front of its line.
     #[inline]
     fn front_of_mix(&mut self, class: usize, now_ns: u64) -> Option<u32> {
+        if std::mem::take(&mut self.served[class]) {
+            self.mixes[class].demote(&mut self.streams, now_ns);
+        }
         loop {
             let at = self.mixes[class].front(&self.streams, now_ns)?;
             let stream = self.streams.get(at);
@@ -305,14 +312,12 @@ impl Fair {
 
     /// Hands out the next bio of who is in front of a mix.
     #[inline]
-    fn next_of_mix(&mut self, class: usize, at: u32, now_ns: u64) -> Next {
+    fn next_of_mix(&mut self, class: usize, at: u32) -> Next {
         let price = if self.device.seeks() { SEEK_PRICE } else { PRICE };
         let stream = self.streams.get_mut(at);
         let Some((bio, _)) = self.slots.pop(&mut stream.bios) else { unreachable!("it has bios") };
         stream.share.credit -= price;
-        if !stream.bios.is_empty() {
-            self.mixes[class].demote(&mut self.streams, now_ns);
-        }
+        self.served[class] = !stream.bios.is_empty();
         self.mixing[class] -= 1;
         Next::Bio(self.hand_out(at, bio))
     }
@@ -335,7 +340,7 @@ impl Fair {
                 }
             }
         }
-        self.next_of_mix(class, at, now_ns)
+        self.next_of_mix(class, at)
     }
 
     /// Which class is next: the most urgent that waits, unless a lower one has waited for too long. The lowest waits until all others have ended, too.

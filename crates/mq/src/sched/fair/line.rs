@@ -189,8 +189,8 @@ impl Line {
 
     /// The one in front wants more than one thing at a time, and so does not go before others: with the credit that it has.
     pub(super) fn demote(&mut self, streams: &mut Streams<Stream>, now_ns: u64) {
-        if self.front_is_light {
-            let at = self.light.first;
+        let at = self.light.first;
+        if self.front_is_light && !streams.get(at).bios.is_empty() {
             self.pop(streams);
             self.enter_last(streams, at, 0, now_ns);
         }

@@ -201,7 +201,7 @@ impl Fair {
     fn next_of_turn(&mut self, turn: &Turn, now_ns: u64) -> Option<Next> {
         if turn.who == self.crowds[turn.class] {
             let at = self.front_of_mix(turn.class, now_ns)?;
-            return Some(self.next_of_mix(turn.class, at, now_ns));
+            return Some(self.next_of_mix(turn.class, at));
         }
         if self.batch.is_empty() {
             self.sort_batch(turn.who);

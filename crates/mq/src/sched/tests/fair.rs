@@ -314,6 +314,18 @@ fn what_is_discarded_is_no_data_that_others_wait_for() {
     assert!(came.contains(&8), "the write waits");
 }
 
+#[test]
+fn streams_that_come_and_go_take_no_places() {
+    let mut hand = hand(FairDevice::Flat);
+    // Many more than there are places, of whom nobody has more than two bios, and one joins the other.
+    for stream in 1..2000_u32 {
+        let at = u64::from(stream) * 1_000_000;
+        hand.insert(row(stream, 0, 2));
+        assert_eq!((hand.next(), hand.join(at, at + 8)), (Some(at), Some(at + 8)));
+        hand.end_all();
+    }
+}
+
 /// What somebody may want.
 fn wish() -> impl Strategy<Value = (u32, u64, u8, bool, u64)> {
     (0_u32..6, 0_u64..50, 0_u8..3, any::<bool>(), 0_u64..30)
