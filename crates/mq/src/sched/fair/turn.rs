@@ -127,7 +127,7 @@ impl Fair {
 
     /// Whether one more would end within the turn.
     fn fits(&self, turn: &Turn, in_flight: usize, now_ns: u64) -> bool {
-        let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns - began_ns);
+        let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns.saturating_sub(began_ns));
         let gap_ns = u64::from(self.streams.get(turn.who).gap_ns);
         in_flight as u64 * gap_ns < turn.slice_ns.saturating_sub(used_ns)
     }
@@ -175,7 +175,7 @@ impl Fair {
         let Some(turn) = self.turn.take() else { return };
         self.batch.clear();
         let class = turn.class;
-        let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns - began_ns);
+        let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns.saturating_sub(began_ns));
         self.streams.get_mut(turn.who).share.credit -= used_ns as i64;
         if turn.who == self.crowds[class] {
             if self.mixing[class] > 0 {

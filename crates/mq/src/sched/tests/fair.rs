@@ -326,6 +326,18 @@ fn streams_that_come_and_go_take_no_places() {
     }
 }
 
+#[test]
+fn a_clock_that_goes_back_a_little_does_no_harm() {
+    // A queue that goes to another lane takes the time of another clock.
+    let mut hand = hand(FairDevice::Seeks);
+    hand.at(50 * MS).insert(row(1, 0, 3)).insert(row(2, 0, 1));
+    assert_eq!(owners(&hand.take(2)), [1, 1]);
+    hand.end(1_000_000).at(50 * MS - 1000);
+    assert_eq!(owners(&hand.take(1)), [1]);
+    hand.at(150 * MS).end_all();
+    assert_eq!(owners(&hand.take(1)), [2]);
+}
+
 /// What somebody may want.
 fn wish() -> impl Strategy<Value = (u32, u64, u8, bool, u64)> {
     (0_u32..6, 0_u64..50, 0_u8..3, any::<bool>(), 0_u64..30)
