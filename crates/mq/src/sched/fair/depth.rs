@@ -41,6 +41,8 @@ const LINEAR_PERMILLE: u64 = 955;
 /// a thousand who come, one is to meet it.
 const PAUSE_MIN: u32 = 8;
 const PAUSE_MAX: u32 = 4096;
+/// A turn in which nothing ended for so long begins anew: nothing was wanted, which says nothing of the device.
+const PAUSED_NS: u64 = 1_000_000_000;
 /// From this size on it is worth a timer to send a bio between two ends.
 const LARGE: u64 = 64 << 10;
 
@@ -69,7 +71,7 @@ impl Limit {
     /// When something fits that does not now, if nothing ends before and something ended then. None if no time helps.
     pub(super) fn fits_at_ns(self, has: u64, cost: u64, ended_ns: u64) -> Option<u64> {
         let waits = has <= self.all && cost >= LARGE && self.mib_ns > 0;
-        waits.then(|| ended_ns + (((has + cost).saturating_sub(self.all) * self.mib_ns) >> 20))
+        waits.then(|| ended_ns + ((has + cost).saturating_sub(self.all).saturating_mul(self.mib_ns) >> 20))
     }
 }
 
@@ -97,6 +99,8 @@ pub(super) struct Depth {
     pause: u32,
     next_pause: u32,
     since_ns: u64,
+    /// When something ended last.
+    ended_ns: u64,
     /// What has to end until what belongs to the turn before is over.
     skip: u64,
     ends: u64,
@@ -129,6 +133,7 @@ impl Depth {
             pause: 0,
             next_pause: PAUSE_MIN,
             since_ns: 0,
+            ended_ns: 0,
             skip: 0,
             ends: 0,
             cost: 0,
@@ -171,9 +176,10 @@ impl Depth {
 
     /// So many have ended that were worth so much. True if marks of the turn begin anew.
     pub(super) fn ended(&mut self, ends: u64, cost: u64, now_ns: u64) -> bool {
-        if self.skip > 0 {
+        let paused = now_ns.saturating_sub(std::mem::replace(&mut self.ended_ns, now_ns)) >= PAUSED_NS;
+        if self.skip > 0 || paused {
             self.skip = self.skip.saturating_sub(cost);
-            self.since_ns = now_ns;
+            (self.ends, self.cost, self.since_ns) = (0, 0, now_ns);
             return true;
         }
         self.ends += ends;
@@ -288,8 +294,12 @@ mod tests {
     const COST: u64 = 12 << 10;
 
     /// The depth that is found on a device that does `rate(depth)` small bios a second, between these seconds, if up to `wanted` are to be had.
-    fn find(depth: &mut Depth, wanted: u64, seconds: [u64; 2], mut rate: impl FnMut(u64) -> f64) -> u64 {
-        let [mut now_ns, end_ns] = seconds.map(|s| s as f64 * 1e9);
+    fn find(depth: &mut Depth, wanted: u64, seconds: [u64; 2], rate: impl FnMut(u64) -> f64) -> u64 {
+        find_ns(depth, wanted, seconds.map(|s| s as f64 * 1e9), rate)
+    }
+
+    fn find_ns(depth: &mut Depth, wanted: u64, ns: [f64; 2], mut rate: impl FnMut(u64) -> f64) -> u64 {
+        let [mut now_ns, end_ns] = ns;
         let (mut has, mut peak, mut bound) = (0, 0, false);
         while now_ns < end_ns {
             while has < wanted * COST && (has == 0 || depth.limit().fits(has, COST)) {
@@ -322,6 +332,20 @@ mod tests {
                 let found = find(&mut depth, most, [30, 90], rate);
                 assert!((enough * 2..=enough * 3).contains(&found), "{found} of {most} for {enough} twice: {depth:?}");
             }
+        }
+    }
+
+    #[test]
+    fn it_does_not_matter_for_how_long_the_machine_runs_nor_how_long_nothing_was_wanted() {
+        const DAY: u64 = 86_400;
+        let mut depth = Depth::new();
+        let rate = |depth: u64| depth.min(8) as f64 * 12_500.0;
+        for day in [1, 30] {
+            let [from_ns, to_ns] = [0.0, 0.1].map(|s| (day * DAY) as f64 + s);
+            find_ns(&mut depth, 64, [from_ns, to_ns].map(|s| s * 1e9), rate);
+            // 12 KiB in 80 us at eight at one time.
+            let mib_ns = depth.limit().mib_ns;
+            assert!((700_000..1_200_000).contains(&mib_ns), "{mib_ns} on day {day}");
         }
     }
 
