@@ -13,6 +13,7 @@ mod inflight;
 mod memory;
 mod notes;
 mod orders;
+mod pace;
 mod queue;
 mod remote;
 mod server;

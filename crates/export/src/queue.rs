@@ -23,6 +23,7 @@ use blkyard_virtio::{
 
 use crate::event::Event;
 use crate::notes::Notes;
+use crate::pace::Pace;
 use crate::remote::{Command, DiskView, QueuePort, Setup};
 use crate::view::{QueueView, RingView};
 
@@ -35,10 +36,6 @@ const POLL_NS: u64 = 200_000;
 /// Chains fetched in one round, at most: as many as there are bios by default. A request that is answered on the spot gives its bio
 /// back at once, so without this a guest that publishes as fast as we fetch would keep the lane from its other queues.
 const ROUND_MAX: usize = 256;
-
-/// Of what is offered while the device has nothing, a round takes half, but no less than this: a device that answers on the spot gives the one half back
-/// while the other is dealt with, so that guest and device work at the same time and not by turns. Less is not worth a round.
-const HALF_MIN: usize = 3;
 
 /// A virtqueue and its hardware queue.
 pub struct VhostQueue<D> {
@@ -73,6 +70,7 @@ struct Session {
     disk: DiskView,
     connection: Arc<UnixStream>,
     chain: Chain,
+    pace: Pace,
     /// A broken ring is fetched from no more; what was fetched still ends.
     broken: bool,
     /// It broke in this round: the front-end is to be told.
@@ -235,6 +233,7 @@ impl<D> VhostQueue<D> {
             name: setup.name,
             // A small ring may still bring chains as long as we said they may be, in tables of their own.
             chain: Chain::new(setup.size.max(SEGMENTS as u16)),
+            pace: Pace::default(),
             ring,
             memory: setup.memory,
             records,
@@ -308,8 +307,8 @@ impl Session {
         self.memory.is_faulted() || self.records.as_ref().is_some_and(|records| records.is_faulted())
     }
 
-    /// Fetches chains while there are bios to carry them, but no more than `most`, and half of what is offered if `halves` says so. Returns whether
-    /// anything was fetched.
+    /// Fetches chains while there are bios to carry them, but no more than `most`, and what the pace says if the device has nothing. Returns
+    /// whether anything was fetched.
     #[inline]
     fn fetch<D>(
         &mut self,
@@ -318,8 +317,13 @@ impl Session {
         serial: &SerialId,
         refusals: &Refusals,
         mut most: usize,
-        halves: bool,
+        device_idle: bool,
     ) -> bool {
+        // What is in sight by now is the rest of what the last round took half of.
+        let rest = self.ring.in_sight();
+        if device_idle && rest > 0 {
+            most = most.min(rest);
+        }
         let mut fetched = 0;
         while fetched < most {
             let Some(mut bio) = desk.free.pop() else { break };
@@ -340,8 +344,8 @@ impl Session {
                 }
             };
             fetched += 1;
-            if fetched == 1 && halves {
-                most = most.min((1 + self.ring.in_sight()).div_ceil(2).max(HALF_MIN));
+            if fetched == 1 && rest == 0 && device_idle {
+                most = most.min(self.pace.begin(1 + self.ring.in_sight(), || self.ring.front()));
             }
             // Looked at after the chain was found: what was published after the mode had changed is done in the new one.
             let write_back = self.disk.write_back.load(Ordering::Acquire);
@@ -529,8 +533,8 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             let most = if stopping { session.ring.left().min(ROUND_MAX) } else { ROUND_MAX };
             // The control path's flush takes a place, too: there may be more bios at hand than there is room for.
             let most = most.min(self.hw.room());
-            let halves = self.hw.is_idle();
-            busy |= session.fetch(&mut self.hw, desk, &self.serial, &self.refusals, most, halves);
+            let idle = self.hw.is_idle();
+            busy |= session.fetch(&mut self.hw, desk, &self.serial, &self.refusals, most, idle);
         }
         // Before the device has its turn, which may take a while: the guest need not wait for that.
         if busy && session.publish() {
@@ -540,6 +544,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             chime_once(cx, &mut self.chime, bell);
         }
         busy |= self.hw.issue(cx, now_ns) > 0;
+        session.pace.end(|| session.ring.front());
         // Also without work: looking for some touches the memory.
         if session.is_cut_short() {
             session.lose();

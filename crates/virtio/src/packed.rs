@@ -229,6 +229,19 @@ impl PackedRing {
         usize::from(self.warm)
     }
 
+    /// The first place from the next one on that does not look as if it was offered. For comparison only.
+    pub fn front(&self) -> u16 {
+        let mut at = self.next_avail;
+        for _ in self.slots_out..self.size {
+            let rest = self.layout.desc.load_u64(at.offset() + 8, Relaxed);
+            if marks_of(rest) != marks_available(at.wrap) {
+                break;
+            }
+            at.advance(1, self.size);
+        }
+        at.word()
+    }
+
     /// Entries.
     pub fn size(&self) -> u16 {
         self.size

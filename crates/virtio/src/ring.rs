@@ -244,6 +244,14 @@ impl DeviceRing {
         }
     }
 
+    /// How far the driver has offered by now, to be compared with how far it had a while ago. A guess: the driver may write anything there.
+    pub fn front(&self) -> u16 {
+        match self {
+            DeviceRing::Split(ring) => ring.front(),
+            DeviceRing::Packed(ring) => ring.front(),
+        }
+    }
+
     /// Entries.
     pub fn size(&self) -> u16 {
         match self {

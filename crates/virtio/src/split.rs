@@ -138,6 +138,11 @@ impl SplitRing {
         usize::from(self.avail_seen.wrapping_sub(self.next_avail))
     }
 
+    /// The available index as it is now. For comparison only.
+    pub fn front(&self) -> u16 {
+        self.layout.avail.load_u16(INDEX, Relaxed)
+    }
+
     /// Entries.
     pub fn size(&self) -> u16 {
         self.size

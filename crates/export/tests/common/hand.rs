@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
-use blkyard_mq::{BlockDevice, Crank, HwQueue, HwQueueConfig, NullConfig, RamDevice, RamQueue, Station};
+use blkyard_mq::{BlockDevice, Chime, Crank, HwQueue, HwQueueConfig, NullConfig, RamDevice, RamQueue, Station};
 use blkyard_virtio::{BlkConfig, Refusals, SerialId};
 
 use super::{Front, Ram, Vq, disk_info};
@@ -40,8 +40,13 @@ impl Hand {
 
     /// One round, a microsecond after the last.
     pub fn turn(&mut self) -> Crank {
+        self.turn_with(&mut ())
+    }
+
+    /// The same, and this rings the guest's bell.
+    pub fn turn_with(&mut self, chime: &mut impl Chime) -> Crank {
         self.now_ns += 1000;
-        self.queue.crank(&mut (), self.now_ns)
+        self.queue.crank(chime, self.now_ns)
     }
 
     /// Goes to sleep, as far as the queue can tell, and wakes up again; says whether it would have had to stay awake.
