@@ -97,6 +97,20 @@ impl View {
         }
     }
 
+    /// The same with longer ones.
+    ///
+    /// # Panics
+    /// As for the load.
+    #[inline]
+    pub fn store_u64s(&self, offset: usize, values: [u64; 2], order: Ordering) {
+        let [first, second] = self.field::<[AtomicU64; 2]>(offset);
+        for (field, value) in [(first, values[0]), (second, values[1])] {
+            #[cfg(kill)]
+            crate::kill::before_store();
+            field.store(value.to_le(), order);
+        }
+    }
+
     /// Sets bits of the byte at `offset`, in one step with whoever else sets or takes bits of it. What was written before
     /// is seen by whoever sees them.
     ///
@@ -188,6 +202,9 @@ mod tests {
         assert_eq!(view.load_u64s(0, Relaxed), [0x89ab_cdef_0000_1234, 0x0102_0304_0506_0708]);
         view.store_u32s(4, [0x89ab_cdef, 0x0506_0708], Relaxed);
         assert_eq!(view.load_u64s(0, Relaxed), [0x89ab_cdef_0000_1234, 0x0102_0304_0506_0708]);
+        view.store_u64s(0, [3, 4], Relaxed);
+        assert_eq!(view.load_u64s(0, Relaxed), [3, 4]);
+        view.store_u64s(0, [0x89ab_cdef_0000_1234, 0x0102_0304_0506_0708], Relaxed);
         view.store_u8(5, 0xff, Relaxed);
         assert_eq!((view.load_u32(4, Relaxed), view.load_u8(7, Relaxed)), (0x89ab_ffef, 0x89));
     }

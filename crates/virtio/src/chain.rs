@@ -515,7 +515,8 @@ impl Chain {
     }
 
     /// Walks on as long as buffers are in one range each, in order, and nothing is wrong. What is counted is kept in
-    /// plain variables, which stay in registers. `range` is that of the hint.
+    /// plain variables, which stay in registers. `range` is that of the hint. What lies in the range hit before that is no reason to change hints: header
+    /// and status often lie in one, and data in the other.
     // Always inlined, into whoever knows where descriptors come from.
     #[inline(always)]
     fn walk_plain<'a>(&mut self, memory: &'a GuestMemory, mut range: &'a GuestRange, steps: &mut impl Steps) -> Stop {
@@ -534,6 +535,8 @@ impl Chain {
                 break Stop::Odd;
             }
             let segment = if let Some(segment) = range.segment(desc.addr, desc.len) {
+                segment
+            } else if let Some(segment) = memory.range(self.hints.before).segment(desc.addr, desc.len) {
                 segment
             } else if let Some(segment) = self.hints.elsewhere(memory, desc.addr, desc.len) {
                 range = memory.range(self.hints.last);

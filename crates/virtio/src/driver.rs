@@ -120,9 +120,7 @@ impl Tables {
 /// Writes a descriptor whose place nobody reads yet, as the two words that a device reads.
 #[inline]
 fn write_desc(view: &View, at: usize, addr: u64, rest: u64) {
-    use std::sync::atomic::Ordering::Relaxed;
-    view.store_u64(at, addr, Relaxed);
-    view.store_u64(at + 8, rest, Relaxed);
+    view.store_u64s(at, [addr, rest], std::sync::atomic::Ordering::Relaxed);
 }
 
 /// Bytes of a chain that the device may write, as far as a used length can say.

@@ -328,8 +328,7 @@ impl BlkRing {
     fn finish(&mut self, draft: &Draft, wish: Wish) -> Result<(), NoRoom> {
         let place = draft.place;
         let at = place * self.stride;
-        self.places.store_u64(at, u64::from(wish.kind), Relaxed);
-        self.places.store_u64(at + 8, wish.sector, Relaxed);
+        self.places.store_u64s(at, [u64::from(wish.kind), wish.sector], Relaxed);
         self.places.store_u8(at + STATUS_AT, NOT_WRITTEN, Relaxed);
         let status = Buffer { addr: self.addr(place, STATUS_AT), len: 1, writable: true };
         if !self.has_tables {
