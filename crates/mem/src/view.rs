@@ -140,6 +140,15 @@ impl View {
         }
     }
 
+    /// Has the line of this byte fetched, to be read soon. Whoever writes it keeps it until then, so this may be said again and again while he does.
+    #[inline]
+    pub fn warm_to_read(&self, offset: usize) {
+        if offset < self.len {
+            // SAFETY: the byte lies in the view.
+            warm_to_read_at(unsafe { self.start.add(offset) });
+        }
+    }
+
     #[inline]
     fn field<A>(&self, offset: usize) -> &A {
         let size = size_of::<A>();
@@ -172,6 +181,18 @@ pub(crate) fn warm_at(at: NonNull<u8>) {
     // SAFETY: a prefetch changes nothing but caches, and faults at no address.
     unsafe {
         std::arch::asm!("prefetchw [{}]", in(reg) at.as_ptr(), options(nostack, preserves_flags, readonly));
+    }
+    let _ = at;
+}
+
+/// Has a line fetched, for reading.
+#[inline]
+fn warm_to_read_at(at: NonNull<u8>) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    // SAFETY: a prefetch changes nothing but caches, and faults at no address.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(at.as_ptr().cast());
     }
     let _ = at;
 }

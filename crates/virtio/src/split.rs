@@ -220,6 +220,10 @@ impl SplitRing {
         }
         let run = avail.wrapping_sub(self.next_avail).min(RUN_MAX);
         self.avail_seen = self.next_avail.wrapping_add(run);
+        if run == 0 {
+            // The entry comes with the index then, where that is another line, and not after it.
+            self.layout.avail.warm_to_read(RING + usize::from(self.next_avail & self.mask) * AVAIL_ELEMENT);
+        }
         // What the driver has written last lies in its caches. Sent for together, the lines take hardly longer than one.
         if run > 1 {
             let places = (0..run).map(|ahead| usize::from(self.next_avail.wrapping_add(ahead) & self.mask));

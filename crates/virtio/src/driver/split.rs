@@ -246,7 +246,12 @@ impl SplitDriver {
             return Err(self.breaks(DeviceFault::UsedJumped));
         }
         self.used_seen = used;
-        Ok(used != self.last_used)
+        if used == self.last_used {
+            // The element comes with the index then, and not after it.
+            self.layout.used.warm_to_read(RING + usize::from(used & self.mask) * USED_ELEMENT);
+            return Ok(false);
+        }
+        Ok(true)
     }
 
     #[cold]
