@@ -291,6 +291,15 @@ impl Fair {
         if std::mem::take(&mut self.served[class]) {
             self.mixes[class].demote(&mut self.streams, now_ns);
         }
+        let at = self.mixes[class].front(&self.streams, now_ns)?;
+        let stream = self.streams.get(at);
+        let takes = !stream.bios.is_empty() && stream.share.credit > 0;
+        if takes { Some(at) } else { self.bring_to_front(class, now_ns) }
+    }
+
+    /// Has all of a mix go to their places who have nothing or may not have it now, until one is in front who takes the next bio.
+    #[inline(never)]
+    fn bring_to_front(&mut self, class: usize, now_ns: u64) -> Option<u32> {
         loop {
             let at = self.mixes[class].front(&self.streams, now_ns)?;
             let stream = self.streams.get(at);
@@ -344,8 +353,16 @@ impl Fair {
     }
 
     /// Which class is next: the most urgent that waits, unless a lower one has waited for too long. The lowest waits until all others have ended, too.
+    #[inline]
     fn class(&self, now_ns: u64) -> Option<usize> {
         let first = self.waiting.iter().position(|waiting| *waiting > 0)?;
+        // Mostly all that wait are of one class.
+        let alone = self.waiting[first + 1..].iter().all(|waiting| *waiting == 0);
+        if alone && first != Priority::Idle as usize { Some(first) } else { self.class_of_several(first, now_ns) }
+    }
+
+    #[inline(never)]
+    fn class_of_several(&self, first: usize, now_ns: u64) -> Option<usize> {
         let late = |class: &usize| {
             if self.waiting[*class] == 0 {
                 return false;

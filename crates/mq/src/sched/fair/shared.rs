@@ -1,8 +1,8 @@
 //! How much of a device its hardware queues have between them, and who of them may have more.
 //!
-//! Each queue of a device has a seat: a line of memory that only its owner writes, with what it has there and what has ended of it. Before a queue
-//! hands something out it adds up what the others have, once a round. All of them together have no more than the [depth](super::depth) that keeps
-//! the device busy:
+//! Each queue of a device has a seat: a line of memory that only its owner writes, with what it has there and, once a round, what has ended of it.
+//! Before a queue hands something out it adds up what the others have, once a round as well; while it is alone it looks at a single word that says
+//! whether there is news. All of them together have no more than the [depth](super::depth) that keeps the device busy:
 //!
 //! * who has nothing there may always have one, at once and without a look at anybody;
 //! * while there is room everybody may, unless somebody has less than a fair share and wants more: then only they;
@@ -17,7 +17,10 @@
 
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 
-use blkyard_mem::sync::{AtomicBool, AtomicU64, AtomicUsize, Line, Ordering::Relaxed};
+use blkyard_mem::sync::{
+    AtomicBool, AtomicU64, AtomicUsize, Line,
+    Ordering::{Acquire, Relaxed, Release},
+};
 
 use super::depth::{Depth, Limit};
 
@@ -32,6 +35,8 @@ const LACKING_NS: u64 = 4 * AGAIN_NS;
 const ALONE_NS: u64 = 1_000_000_000;
 /// How old what a seat says of that may be.
 const SEEN_NS: u64 = 1_000_000;
+/// Who has wanted nothing for so long tells those who may be alone by now. Half of it, as the clocks of two lanes are a round apart.
+const NEWS_NS: u64 = ALONE_NS / 2;
 /// How often it is looked at what the device has done: a small part of the turns of [`Depth`].
 const LOOK_NS: u64 = 250_000;
 
@@ -54,6 +59,8 @@ struct Read {
     limit: AtomicU64,
     small: AtomicU64,
     mib_ns: AtomicU64,
+    /// Counted up after any of these has changed, and after somebody has come who was not there: what a queue looks at that is alone.
+    news: AtomicU64,
     /// Seats ever taken.
     used: AtomicUsize,
     /// It is not looked at what the device has done before this.
@@ -100,10 +107,17 @@ pub(super) struct DepthShare {
     has: u64,
     peak: u64,
     turn: u64,
+    ends: u64,
+    cost: u64,
+    /// Its seat says that it lacks something.
+    lacking: bool,
     seen_ns: u64,
+    /// From when on its seat is to say again that it wants something.
+    seen_until_ns: u64,
     ended_ns: u64,
-    /// The round in which it was last looked at the others, and what they were found at.
+    /// The round in which it was last looked at the others, what news there was then, and what they were found at.
     round_ns: u64,
+    news: u64,
     others: Others,
 }
 
@@ -122,11 +136,12 @@ impl SharedDepth {
     /// A part for one more queue, for which all together may have so many KiB, or, for zero, as much as is measured to keep the device busy.
     pub(super) fn join(&self, in_flight_kib: u32) -> DepthShare {
         let table = self.0.get_or_init(|| Arc::new(Table::new()));
-        let take = |seat: &Arc<Line<Seat>>| seat.0.taken.compare_exchange(false, true, Relaxed, Relaxed).is_ok();
+        let take = |seat: &Arc<Line<Seat>>| seat.0.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok();
         let Some(number) = table.seats.iter().position(take) else {
             return SharedDepth::default().join(in_flight_kib);
         };
         table.read.0.used.fetch_max(number + 1, Relaxed);
+        let seat = &table.seats[number].0;
         DepthShare {
             table: Arc::clone(table),
             seat: Arc::clone(&table.seats[number]),
@@ -135,9 +150,14 @@ impl SharedDepth {
             has: 0,
             peak: 0,
             turn: 0,
+            ends: seat.ends.load(Relaxed),
+            cost: seat.cost.load(Relaxed),
+            lacking: false,
             seen_ns: 0,
+            seen_until_ns: 0,
             ended_ns: 0,
             round_ns: u64::MAX,
+            news: u64::MAX,
             others: Others::default(),
         }
     }
@@ -153,6 +173,7 @@ impl Table {
                 limit: AtomicU64::new(all),
                 small: AtomicU64::new(small),
                 mib_ns: AtomicU64::new(mib_ns),
+                news: AtomicU64::new(0),
                 used: AtomicUsize::new(0),
                 look_ns: AtomicU64::new(0),
                 turn: AtomicU64::new(0),
@@ -188,11 +209,21 @@ impl Table {
         (*ends, *cost) = (ends_now, cost_now);
         let (Limit { all, small, mib_ns }, read) = (depth.limit(), &self.read.0);
         let words = [&read.depth, &read.limit, &read.small, &read.mib_ns];
+        let mut changed = false;
         for (word, value) in words.into_iter().zip([depth.depth(), all, small, mib_ns]) {
             if word.load(Relaxed) != value {
                 word.store(value, Relaxed);
+                changed = true;
             }
         }
+        if changed {
+            self.tell();
+        }
+    }
+
+    /// There is news. What it is was written before: who sees the count sees that, too.
+    fn tell(&self) {
+        self.read.0.news.fetch_add(1, Release);
     }
 }
 
@@ -210,7 +241,10 @@ impl DepthShare {
             return true;
         }
         if now_ns != self.round_ns {
-            self.look_at_others(weight, now_ns);
+            let news = self.table.read.0.news.load(Acquire);
+            if self.others.recent || news != self.news {
+                self.look_at_others(news, weight, now_ns);
+            }
         }
         let others = &self.others;
         if !several && !others.recent {
@@ -226,19 +260,27 @@ impl DepthShare {
 
     /// Somebody waits because it does not fit: until then, unless something of the queue ends before. The largest number if only that helps.
     pub(super) fn wait_ns(&mut self, cost: u64, weight: u64, now_ns: u64) -> u64 {
-        let (fair_share, Others { limit, has, lacking, ended_ns, .. }) = (self.fair_share(weight), self.others);
-        let lacking_ns = if self.has < fair_share { now_ns.max(1) } else { 0 };
-        self.seat.0.lacking_ns.store(lacking_ns, Relaxed);
         let bound = &self.table.read.0.bound;
         if !bound.load(Relaxed) {
             bound.store(true, Relaxed);
         }
+        let Others { limit, has, lacking, ended_ns, recent, .. } = self.others;
         let again_ns = if has > 0 { now_ns + AGAIN_NS } else { u64::MAX };
-        if lacking && self.has >= fair_share {
-            return again_ns;
+        if recent {
+            let lacks = self.has < self.fair_share(weight);
+            self.lacks(if lacks { now_ns.max(1) } else { 0 });
+            if lacking && !lacks {
+                return again_ns;
+            }
         }
         let fits_at_ns = limit.fits_at_ns(has + self.has, cost, self.ended_ns.max(ended_ns));
         fits_at_ns.map_or(again_ns, |fits_at_ns| fits_at_ns.min(again_ns))
+    }
+
+    /// Since when it lacks something; zero if it does not.
+    fn lacks(&mut self, since_ns: u64) {
+        self.lacking = since_ns > 0;
+        self.seat.0.lacking_ns.store(since_ns, Relaxed);
     }
 
     fn fair_share(&self, weight: u64) -> u64 {
@@ -247,7 +289,7 @@ impl DepthShare {
     }
 
     #[inline(never)]
-    fn look_at_others(&mut self, weight: u64, now_ns: u64) {
+    fn look_at_others(&mut self, news: u64, weight: u64, now_ns: u64) {
         let table = &self.table;
         let Read { limit, small, mib_ns, .. } = &table.read.0;
         let [all, small, mib_ns] = [limit, small, mib_ns].map(|word| word.load(Relaxed));
@@ -271,15 +313,24 @@ impl DepthShare {
         if seat.weight.load(Relaxed) != weight {
             seat.weight.store(weight, Relaxed);
         }
-        (self.others, self.round_ns) = (others, now_ns);
+        (self.others, self.round_ns, self.news) = (others, now_ns, news);
     }
 
     /// The queue wants something.
     #[inline]
     pub(super) fn wants(&mut self, now_ns: u64) {
-        if self.seen_ns == 0 || now_ns.saturating_sub(self.seen_ns) >= SEEN_NS {
-            self.seen_ns = now_ns.max(1);
-            self.seat.0.seen_ns.store(self.seen_ns, Relaxed);
+        if now_ns >= self.seen_until_ns {
+            self.is_seen(now_ns);
+        }
+    }
+
+    #[inline(never)]
+    fn is_seen(&mut self, now_ns: u64) {
+        let was_away = self.seen_ns == 0 || now_ns.saturating_sub(self.seen_ns) >= NEWS_NS;
+        (self.seen_ns, self.seen_until_ns) = (now_ns.max(1), now_ns + SEEN_NS);
+        self.seat.0.seen_ns.store(self.seen_ns, Relaxed);
+        if was_away {
+            self.table.tell();
         }
     }
 
@@ -287,35 +338,41 @@ impl DepthShare {
     #[inline]
     pub(super) fn took(&mut self, cost: u64) {
         self.has += cost;
-        let table = &self.table;
-        let seat = &self.seat.0;
-        seat.has.store(self.has, Relaxed);
-        if seat.lacking_ns.load(Relaxed) > 0 {
-            seat.lacking_ns.store(0, Relaxed);
-        }
-        let turn = table.read.0.turn.load(Relaxed);
-        if turn != self.turn || self.has > self.peak {
-            (self.turn, self.peak) = (turn, self.has);
-            seat.peak.store(self.peak, Relaxed);
+        self.seat.0.has.store(self.has, Relaxed);
+        if self.lacking {
+            self.lacks(0);
         }
     }
 
     /// Something has ended that was worth so much.
     #[inline]
     pub(super) fn ended(&mut self, cost: u64, now_ns: u64) {
+        let had = self.has;
         self.has -= cost;
-        let table = &self.table;
-        let seat = &self.seat.0;
-        seat.has.store(self.has, Relaxed);
-        // Nobody else writes here.
-        seat.ends.store(seat.ends.load(Relaxed) + 1, Relaxed);
-        seat.cost.store(seat.cost.load(Relaxed) + cost, Relaxed);
+        self.ends += 1;
+        self.cost += cost;
+        self.seat.0.has.store(self.has, Relaxed);
         if now_ns != self.ended_ns {
-            self.ended_ns = now_ns;
-            seat.ended_ns.store(now_ns, Relaxed);
-            if now_ns >= table.read.0.look_ns.load(Relaxed) {
-                table.look(now_ns);
-            }
+            self.write_down(had, now_ns);
+        }
+    }
+
+    /// Writes down what others need to know only once a round, when the first of it has ended: before that the queue had the most since the
+    /// last time.
+    #[inline(never)]
+    fn write_down(&mut self, had: u64, now_ns: u64) {
+        let (read, seat) = (&self.table.read.0, &self.seat.0);
+        let turn = read.turn.load(Relaxed);
+        if turn != self.turn || had > self.peak {
+            (self.turn, self.peak) = (turn, had);
+            seat.peak.store(had, Relaxed);
+        }
+        seat.ends.store(self.ends, Relaxed);
+        seat.cost.store(self.cost, Relaxed);
+        self.ended_ns = now_ns;
+        seat.ended_ns.store(now_ns, Relaxed);
+        if now_ns >= read.look_ns.load(Relaxed) {
+            self.table.look(now_ns);
         }
     }
 
@@ -331,8 +388,8 @@ impl Drop for DepthShare {
         for word in [&seat.has, &seat.peak, &seat.weight, &seat.lacking_ns, &seat.seen_ns, &seat.ended_ns] {
             word.store(0, Relaxed);
         }
-        // Release is not needed: whoever sits down next begins with what is written here, or with a little of what was.
-        seat.taken.store(false, Relaxed);
+        // Pairs with the acquire of who sits down next, who counts on from what has ended.
+        seat.taken.store(false, Release);
     }
 }
 
@@ -391,6 +448,38 @@ mod tests {
         end(&mut queues[0], 3, 900 * MS);
         assert_eq!(take(&mut queues[0], 100, 901 * MS), 1, "eight in all");
         assert_eq!(take(&mut queues[0], 100, 1003 * MS), 100);
+    }
+
+    #[test]
+    fn who_comes_back_is_noticed_at_once_by_who_was_alone_meanwhile() {
+        let mut queues = queues(2, 8);
+        // By its own clock, which may be behind that of the other.
+        for (round, away_ns) in (1..).zip([ALONE_NS - MS, ALONE_NS, 5 * ALONE_NS]) {
+            let left_ns = 10 * ALONE_NS * round;
+            take(&mut queues[1], 1, left_ns);
+            end(&mut queues[1], 1, left_ns);
+            let alone_ns = left_ns + ALONE_NS;
+            assert_eq!(take(&mut queues[0], 100, alone_ns), 100);
+            end(&mut queues[0], 100, alone_ns + 1);
+            let back_ns = left_ns + away_ns;
+            take(&mut queues[1], 1, back_ns);
+            end(&mut queues[1], 1, back_ns);
+            let next_ns = back_ns.max(alone_ns) + 2;
+            assert_eq!(take(&mut queues[0], 100, next_ns), 8, "after {away_ns} ns");
+            end(&mut queues[0], 8, next_ns + 1);
+        }
+    }
+
+    #[test]
+    fn what_has_ended_is_written_down_once_a_round_and_the_most_there_was() {
+        let mut queues = queues(1, 8);
+        take(&mut queues[0], 7, MS);
+        end(&mut queues[0], 3, 2 * MS);
+        take(&mut queues[0], 1, 2 * MS);
+        end(&mut queues[0], 1, 3 * MS);
+        let seat = &queues[0].seat.0;
+        let words = [&seat.has, &seat.peak, &seat.ends, &seat.cost, &seat.ended_ns].map(|word| word.load(Relaxed));
+        assert_eq!(words, [4 * COST, 7 * COST, 4, 4 * COST, 3 * MS]);
     }
 
     #[test]
