@@ -428,9 +428,12 @@ struct Walk<'a> {
     next: u16,
 }
 
+// All of it always inlined: a walk that is lent to a function lives in memory, and so does the one piece that stands in its place. That
+// would be written in words and read at once in something wider, for which a CPU waits until it is in its cache: a tenth of
+// all there is to do for an I/O.
 impl<'a> Walk<'a> {
     /// The segments of the next bio.
-    #[inline]
+    #[inline(always)]
     fn next_bio(&mut self) -> Option<std::slice::Iter<'a, Segment>> {
         let link = self.chain.get(self.next)?;
         self.next = link.next;
@@ -438,7 +441,7 @@ impl<'a> Walk<'a> {
     }
 
     /// Begins the next run.
-    #[inline]
+    #[inline(always)]
     fn load(&mut self) -> Option<()> {
         while self.run.len == 0 {
             let Some(segment) = self.rest.next() else {
@@ -465,7 +468,7 @@ impl<'a> Walk<'a> {
 }
 
 impl Walk<'_> {
-    #[inline]
+    #[inline(always)]
     fn next(&mut self) -> Option<Segment> {
         if self.bytes_left == 0 {
             return None;
