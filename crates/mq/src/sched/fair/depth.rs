@@ -9,7 +9,8 @@
 //! made after a pause, which is the longer the more often nothing was better, and ends at once when the device does clearly more or less than it did:
 //! attempts cost some of what the device could do, or somebody's time.
 //!
-//! If nobody waits although the device has less than the depth, the depth is what it has had.
+//! If nobody waits although the device has less than the depth, the depth is what it has had. A stream that is alone has whatever it wants, which is more
+//! than the depth and says nothing of it: what was measured before holds when somebody else comes.
 //!
 //! A depth of two and a half large bios can be kept, too: when two are left and half of one of them must be done by now, as long as the device takes
 //! for so much, the next one goes. Two would not keep it busy, and behind three there would be a queue.
@@ -81,6 +82,8 @@ pub(super) struct Depth {
     /// The depth that has been found to do, or is tried beside `less`.
     whole: u64,
     less: u64,
+    /// What was found while somebody waited; zero until then.
+    measured: u64,
     /// How much may be in flight just now, and how much of small bios.
     limit: u64,
     limit_small: u64,
@@ -122,6 +125,7 @@ impl Depth {
         Depth {
             whole: DEPTH_MAX,
             less: DEPTH_MAX,
+            measured: 0,
             limit: DEPTH_MAX,
             limit_small: DEPTH_MAX,
             step: STEP_MIN,
@@ -196,7 +200,10 @@ impl Depth {
         let mib_ns = ((now_ns - self.since_ns) << 20).checked_div(self.cost).unwrap_or(0).max(1);
         if self.pause > 0 {
             self.pause -= 1;
-            if self.bound {
+            if self.bound && self.measured == 0 {
+                // Until now it was only what somebody wanted.
+                (self.pause, self.next_pause) = (0, PAUSE_MIN);
+            } else if self.bound {
                 self.look_for_change(mib_ns);
             }
         } else if !self.bound && (self.grows || self.low) {
@@ -206,7 +213,9 @@ impl Depth {
             if !self.bound {
                 // Not at once, unless nothing is known: a moment in which nobody wants much is no habit.
                 let known = self.whole < DEPTH_MAX;
-                self.try_less(self.peak.max(if known { self.whole - self.whole / 8 } else { DEPTH_MIN }));
+                let is_alone = self.measured > 0 && self.peak > 2 * self.measured;
+                let had = if is_alone { self.measured } else { self.peak };
+                self.try_less(had.max(if known { self.whole - self.whole / 8 } else { DEPTH_MIN }));
             } else if self.turns == 0 && !self.low && !self.grows {
                 self.try_less(self.whole);
             }
@@ -284,6 +293,7 @@ impl Depth {
         } else {
             self.keep();
         }
+        self.measured = self.depth();
     }
 }
 
@@ -347,6 +357,32 @@ mod tests {
             let mib_ns = depth.limit().mib_ns;
             assert!((700_000..1_200_000).contains(&mib_ns), "{mib_ns} on day {day}");
         }
+    }
+
+    /// A stream that is alone has 128 small bios at a device that does one in 20 us, for so long. Returns when it is over.
+    fn alone(depth: &mut Depth, [mut now_ns, end_ns]: [u64; 2]) -> u64 {
+        while now_ns < end_ns {
+            now_ns += 20_000;
+            depth.stands(128 * COST, 128 * COST, false);
+            depth.ended(1, COST, now_ns);
+        }
+        now_ns
+    }
+
+    #[test]
+    fn what_one_has_who_is_alone_says_nothing_of_the_depth() {
+        let mut depth = Depth::new();
+        let rate = |depth: u64| depth.min(4) as f64 * 12_500.0;
+        let found = find(&mut depth, 128, [0, 10], rate);
+        assert!((4..=6).contains(&found), "{found}");
+        alone(&mut depth, [10_000_000_000, 70_000_000_000]);
+        let after = (depth.depth() + COST / 2) / COST;
+        assert!((4..=6).contains(&after), "{found}, and {after} after a minute alone");
+        // One of whom nothing is known beside: it is measured as soon as somebody waits.
+        let mut depth = Depth::new();
+        alone(&mut depth, [0, 60_000_000_000]);
+        let found = find(&mut depth, 128, [60, 64], rate);
+        assert!((4..=6).contains(&found), "{found} after a minute alone of which nothing was known");
     }
 
     #[test]
