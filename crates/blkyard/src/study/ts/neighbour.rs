@@ -20,7 +20,7 @@ const THINK_NS: u64 = 20_000;
 /// Until whoever learns has learned.
 const WARM_NS: u64 = 2 * S;
 /// Fixed depths of the neighbour: what could be reached by any scheduler that knew the right one.
-const LIMITS: [usize; 8] = [2, 4, 8, 12, 16, 32, 64, 128];
+const LIMITS: [usize; 9] = [1, 2, 4, 8, 12, 16, 32, 64, 128];
 /// Goals: 99 of 100 wait no longer than so many times what they wait alone, and the device does so much of what it could.
 const P99_TIMES: f64 = 1.5;
 const WORK: f64 = 0.95;
@@ -199,7 +199,7 @@ fn part(name: &'static str, device: Device, load: Load, length: Length, seed: u6
     part.at_least("what the device does then, of what it could", does, WORK, at());
     let mut best = f64::INFINITY;
     // A short study looks at two of them.
-    let (first, step) = if runs(length) > 1 { (0, 1) } else { (3, 3) };
+    let (first, step) = if runs(length) > 1 { (0, 1) } else { (4, 3) };
     for limit in LIMITS.into_iter().skip(first).step_by(step) {
         let (times, does) = row(&mut part, format!("none, neighbour at {limit}"), SchedulerConfig::None, limit)?;
         if does >= WORK {
