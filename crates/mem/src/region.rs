@@ -15,9 +15,12 @@ use crate::PAGE_BYTES;
 use crate::fault::Watched;
 use crate::segment::Span;
 
+/// Bytes of a huge page, on x86-64 and on others with pages of 4 KiB. Where they are larger, the advice does less.
+const HUGE_BYTES: usize = 2 << 20;
+
 /// Mapped memory with more than one writer.
 pub struct Region {
-    /// First byte of the region; not page-aligned if its place in the file is not.
+    /// First byte of the region; not page-aligned if its place in the file is not. What lies before and behind is nobody's.
     base: NonNull<u8>,
     len: usize,
     mapping: *mut std::ffi::c_void,
@@ -63,13 +66,19 @@ pub enum MapError {
 }
 
 impl Region {
-    /// Maps `len` bytes of zeroed memory of our own, page-aligned. Pages are taken when they are touched.
+    /// Maps `len` bytes of zeroed memory of our own, page-aligned, and if it is large aligned to a huge page. Pages are taken when they
+    /// are touched.
     ///
     /// # Errors
     /// The system has no room, or `len` is zero.
     pub fn anonymous(len: usize) -> io::Result<Arc<Region>> {
         let too_long = || io::Error::from(io::ErrorKind::OutOfMemory);
-        let mapping_len = len.checked_next_multiple_of(PAGE_BYTES).ok_or_else(too_long)?;
+        let align = if len < HUGE_BYTES { PAGE_BYTES } else { HUGE_BYTES };
+        // The kernel aligns to pages. What is mapped beyond is never touched, and takes no memory.
+        let mapping_len = len
+            .checked_next_multiple_of(PAGE_BYTES)
+            .and_then(|len| len.checked_add(align - PAGE_BYTES))
+            .ok_or_else(too_long)?;
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
         let mapping = unsafe {
             mmap_anonymous(
@@ -79,8 +88,25 @@ impl Region {
                 MapFlags::PRIVATE | MapFlags::NORESERVE,
             )?
         };
-        let base = NonNull::new(mapping.cast()).ok_or_else(|| io::Error::other("mapped at address zero"))?;
+        let start = mapping.cast::<u8>();
+        let base = NonNull::new(start.wrapping_add(start.align_offset(align)));
+        let base = base.ok_or_else(|| io::Error::other("mapped at address zero"))?;
         Ok(Arc::new(Region { base, len, mapping, mapping_len, watched: None, file: None }))
+    }
+
+    /// Asks the system for huge pages, which spare whoever touches the memory at random most of the walks through page tables. Advice:
+    /// nothing tells whether it was taken, and nothing needs it. From then on a touch may take 2 MiB of memory where it took a page.
+    ///
+    /// Not asked for what is larger than the machine's memory, since that can only be used in parts, nor for memory that is [shared](Region::file): how
+    /// that is kept is its owner's affair.
+    pub fn prefer_huge_pages(&self) {
+        let machine = rustix::system::sysinfo();
+        let machine_bytes = u128::from(machine.totalram) * u128::from(machine.mem_unit);
+        if self.watched.is_some() || self.len as u128 > machine_bytes {
+            return;
+        }
+        // SAFETY: our own mapping, in which the region begins at a page; its contents stay. A system without huge pages refuses, which is as good.
+        let _ = unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), self.len, rustix::mm::Advice::LinuxHugepage) };
     }
 
     /// Maps `len` bytes of zeroed memory of our own that [can be shared](Region::file): an unnamed file, whose length nobody can
@@ -235,6 +261,63 @@ mod tests {
             assert!(bytes[range.clone()].iter().all(|b| *b == 0), "{offset}+{len}");
             assert!(bytes[..range.start].iter().chain(&bytes[range.end..]).all(|b| *b == 7), "{offset}+{len}");
         }
+    }
+
+    #[test]
+    fn large_memory_that_prefers_huge_pages_asks_for_them_where_they_can_be() {
+        if !std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists() {
+            eprintln!("skipped: this system has no transparent huge pages");
+            return;
+        }
+        let (plain, huge) = (Region::anonymous(4 * HUGE_BYTES).unwrap(), Region::anonymous(4 * HUGE_BYTES).unwrap());
+        huge.prefer_huge_pages();
+        assert!(huge.base.as_ptr().addr().is_multiple_of(HUGE_BYTES));
+        assert!(mapped(&huge, "VmFlags").contains(" hg ") && !mapped(&plain, "VmFlags").contains(" hg "));
+    }
+
+    #[test]
+    fn what_is_larger_than_the_machine_and_what_is_shared_stays_in_small_pages() {
+        let sparse = Region::anonymous(1 << 44).unwrap();
+        let shared = Region::shared(2 * HUGE_BYTES).unwrap();
+        for region in [sparse, shared] {
+            region.prefer_huge_pages();
+            assert!(!mapped(&region, "VmFlags").contains(" hg "));
+        }
+    }
+
+    #[test]
+    fn zeroing_a_part_of_a_huge_page_gives_that_part_back_and_leaves_the_rest() {
+        let region = Region::anonymous(4 * HUGE_BYTES).unwrap();
+        region.prefer_huge_pages();
+        let all = region.span(0, region.len()).unwrap();
+        let resident = || mapped(&region, "Rss").replace(" kB", "").trim().parse::<usize>().unwrap() << 10;
+        all.fill(7);
+        assert_eq!(resident(), region.len());
+        let (offset, len) = (HUGE_BYTES / 2, 2 * HUGE_BYTES);
+        region.zero(offset as u64, len);
+        assert_eq!(resident(), region.len() - len);
+        let mut bytes = vec![1; region.len()];
+        all.copy_to_slice(&mut bytes);
+        assert!(
+            bytes
+                .iter()
+                .enumerate()
+                .all(|(at, byte)| *byte == if (offset..offset + len).contains(&at) { 0 } else { 7 })
+        );
+    }
+
+    /// What the system says of the mapping in which a region begins.
+    fn mapped(region: &Region, key: &str) -> String {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let base = region.base.as_ptr().addr();
+        let begins = |line: &str| {
+            let (from, to) = line.split_whitespace().next()?.split_once('-')?;
+            let [from, to] = [from, to].map(|at| usize::from_str_radix(at, 16).ok());
+            Some((from?..to?).contains(&base))
+        };
+        let mut lines = smaps.lines().skip_while(|line| begins(line) != Some(true));
+        let line = lines.find_map(|line| line.strip_prefix(key)?.strip_prefix(':'));
+        format!("{} ", line.unwrap())
     }
 
     #[test]

@@ -47,7 +47,7 @@ pub const TABLE: &[Beside] = beside! {
     "shared-null-b32-threads2", Limits(&["pair-qd128"]), "half of all I/Os cross to the other CPU and back";
     "shared-null-2x1-b32", Fixed(1.0), "a queue has one owner at a time, who can do no more than one thread";
     "ram-4k-qd1", Limits(&["copy-4k-dram"]), "the data must be copied";
-    "ram-4k-qd32", Limits(&["copy-4k-dram"]), "the data must be copied";
+    "ram-4k-qd32", Limits(&["copy-4k-dram-ahead"]), "the same, where the next is known";
     "file-tmpfs-4k-randread-qd1", Limits(&["uring-b1", "copy-4k-dram"]), "an operation of the kernel's, and the copy";
     "file-tmpfs-4k-randread-qd32", Limits(&["uring-b32", "copy-4k-dram"]), "32 operations in a call, and the copies";
     "file-tmpfs-4k-randread-qd1-cpu", Limits(&["uring-b1", "copy-4k-dram"]), "as above";
@@ -60,10 +60,10 @@ pub const TABLE: &[Beside] = beside! {
     "vhost-null-qd128-packed", Limits(&["virtio-qd128"]), "as above";
     "vhost-ram-qd1", Limits(&["virtio-qd1", "copy-4k-dram"]), "and the data must be copied";
     "vhost-ram-qd1-packed", Limits(&["virtio-qd1", "copy-4k-dram"]), "as above";
-    "vhost-ram-qd32", Limits(&["virtio-qd128", "copy-4k-dram"]), "as above, in a stream";
-    "vhost-ram-qd32-packed", Limits(&["virtio-qd128", "copy-4k-dram"]), "as above";
-    "vhost-ram-qd128", Limits(&["virtio-qd128", "copy-4k-dram"]), "as above";
-    "vhost-ram-qd128-packed", Limits(&["virtio-qd128", "copy-4k-dram"]), "as above";
+    "vhost-ram-qd32", Limits(&["virtio-qd128", "copy-4k-dram-ahead"]), "as above, in a stream";
+    "vhost-ram-qd32-packed", Limits(&["virtio-qd128", "copy-4k-dram-ahead"]), "as above";
+    "vhost-ram-qd128", Limits(&["virtio-qd128", "copy-4k-dram-ahead"]), "as above";
+    "vhost-ram-qd128-packed", Limits(&["virtio-qd128", "copy-4k-dram-ahead"]), "as above";
 };
 
 /// The table's row of a cell.

@@ -41,17 +41,31 @@ impl From {
     }
 }
 
+/// When it is known what is copied next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Next {
+    /// When it is its turn, as with one request at a time.
+    Unknown,
+    /// One copy before, as with many: its first line is sent for.
+    Known,
+}
+
 /// 4 KiB from a random place into one of a few buffers, as a read from memory is.
-pub(super) fn copy(from: From) -> Result<Variant<'static>, String> {
+pub(super) fn copy(from: From, known: Next) -> Result<Variant<'static>, String> {
     let store = touched(from.bytes())?;
     let buffers = touched(BUFFERS * u64::from(IO_BYTES))?;
     let blocks = (store.len() / IO_BYTES as usize) as u32;
     let mut places = Places::new();
+    let mut next = places.next(blocks);
     Ok(variant(move || {
         for buffer in 0..BUFFERS {
-            let from = store.span(places.next(blocks) * u64::from(IO_BYTES), IO_BYTES as usize);
+            let place = std::mem::replace(&mut next, places.next(blocks));
+            let block = |place| store.span(place * u64::from(IO_BYTES), IO_BYTES as usize);
+            if let (Next::Known, Some(next)) = (known, block(next)) {
+                next.warm(0);
+            }
             let to = buffers.span(buffer * u64::from(IO_BYTES), IO_BYTES as usize);
-            if let (Some(from), Some(to)) = (from, to) {
+            if let (Some(from), Some(to)) = (block(place), to) {
                 to.copy_from(&from);
             }
         }
@@ -59,13 +73,14 @@ pub(super) fn copy(from: From) -> Result<Variant<'static>, String> {
     }))
 }
 
-/// Memory with every page written, so that none is the shared page of zeroes.
+/// Memory with every page written, so that none is the shared page of zeroes; in huge pages, where the system has some.
 ///
 /// # Errors
 /// It cannot be mapped.
 pub fn touched(bytes: u64) -> Result<Arc<Region>, String> {
     let region = Region::anonymous(bytes as usize)
         .map_err(|error| format!("{bytes} bytes of memory cannot be mapped: {error}"))?;
+    region.prefer_huge_pages();
     if let Some(all) = region.span(0, region.len()) {
         all.fill(0xa5);
     }
