@@ -15,6 +15,7 @@ mod plug;
 mod queues;
 mod rates;
 mod refusals;
+mod sharing;
 mod takeover;
 
 use std::fs::File;
@@ -59,7 +60,8 @@ pub struct Scenario {
 /// All of them, in the order they are told.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let served = foreign::SCENARIOS.iter().chain(blkio::SCENARIOS).chain(daemon::SCENARIOS).chain(control::SCENARIOS);
-    let host = served.chain(rates::SCENARIOS).chain(refusals::SCENARIOS).chain(attached::SCENARIOS);
+    let host = served.chain(rates::SCENARIOS).chain(sharing::SCENARIOS);
+    let host = host.chain(refusals::SCENARIOS).chain(attached::SCENARIOS);
     host.chain(guest::SCENARIOS)
         .chain(queues::SCENARIOS)
         .chain(plug::SCENARIOS)

@@ -1,0 +1,113 @@
+//! How exports share a device in real time: one with hundreds of I/Os on their way, another with one.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use super::control::{serve, succeed, tree, tree_when};
+use super::{CLIENT_LIMIT, Ground, Place, Scenario};
+use crate::process::{self, Running};
+use crate::server::{Device, Export};
+
+pub const SCENARIOS: &[Scenario] = &[Scenario {
+    name: "sharing",
+    sentence: "who reads one block at a time at an export hardly notices hundreds at another of the same device, unless queues go by themselves",
+    place: Place::Host,
+    ours: true,
+    tell: sharing,
+}];
+
+/// A device that takes half a millisecond and does 4000 a second: two or three at one time keep it busy, and behind the tags of one queue it takes
+/// 30 ms. So slow that a busy machine is not what is measured.
+const DEVICE: &str = "model:latency?us=500&iops=4000&size=64M&share=on&scheduler=fair";
+/// What the noisy one has on its way.
+const DEPTH: &str = "256";
+/// With no more than so much in flight, the depth is found: a dozen small I/Os.
+const FOUND_KIB: u64 = 144;
+/// Longer than a queue is taken for one that is not alone.
+const ALONE: Duration = Duration::from_millis(1500);
+/// Windows of a second, of which the best counts: in others the machine may have been at something else.
+const WINDOWS: usize = 3;
+/// The median without sharing is so many times that with it, and the 99th percentile: some thirty and ten where nothing else runs.
+const MEDIAN_TIMES: f64 = 5.0;
+const P99_TIMES: f64 = 1.5;
+
+/// What who reads waits, milliseconds: the median, and 99 of 100.
+#[derive(Clone, Copy, Debug)]
+struct Waits([f64; 2]);
+
+/// Reads of one block anywhere at an export.
+fn bench(ground: &Ground, export: &Export, options: &[&str]) -> Result<Command> {
+    let mut command = ground.program.command()?;
+    command.arg("bench").arg(format!("vhost-user:{}", export.socket.display()));
+    command.args(["--rw", "randread"]).args(options);
+    Ok(command)
+}
+
+/// Reads one block at a time for a second.
+fn read(ground: &Ground, export: &Export) -> Result<Waits> {
+    let command = bench(ground, export, &["--iodepth", "1", "--runtime", "1", "--output-format", "json"])?;
+    let said = process::succeed("blkyard bench", &command, CLIENT_LIMIT)?;
+    let report: Value = serde_json::from_str(&said).with_context(|| format!("the report is not JSON:\n{said}"))?;
+    let ms = |percent| {
+        let ns = report.pointer(&format!("/jobs/0/read/clat_ns/percentile/{percent}")).and_then(Value::as_f64);
+        ns.map(|ns| ns / 1e6).with_context(|| format!("the report has no percentile {percent}:\n{said}"))
+    };
+    Ok(Waits([ms("50.000000")?, ms("99.000000")?]))
+}
+
+/// The same in several windows: of each figure the least.
+fn best(ground: &Ground, export: &Export) -> Result<Waits> {
+    let mut best = read(ground, export)?;
+    for _ in 1..WINDOWS {
+        let Waits(next) = read(ground, export)?;
+        best = Waits([0, 1].map(|at| best.0[at].min(next[at])));
+    }
+    Ok(best)
+}
+
+/// The depth that was found for the device.
+fn depth_kib(tree: &Value) -> Option<u64> {
+    tree.pointer("/exports/0/queues/0/now/scheduler/facts/depth_kib")?.as_u64()
+}
+
+fn sharing(ground: &Ground) -> Result<()> {
+    let export = |leaf| ground.export(Device::Spec(DEVICE.into()), leaf, 1);
+    let exports = [export("noisy.sock"), export("quiet.sock")];
+    let [noisy, quiet] = &exports;
+    let server = serve(ground, &exports)?;
+    let alone = best(ground, quiet)?;
+    let options = ["--iodepth", DEPTH, "--runtime", "10m"];
+    let mut neighbour = Running::start("blkyard bench", &bench(ground, noisy, &options)?)?;
+    let full = |tree: &Value| {
+        let waiting = tree.pointer("/exports/0/queues/0/now/scheduler/waiting").and_then(Value::as_u64);
+        waiting.is_some_and(|waiting| waiting > 0)
+    };
+    tree_when(ground, "a neighbour that wants more than there are tags", full)?;
+    // What the device can do is found while both want something: in seconds.
+    let begin = Instant::now();
+    while depth_kib(&tree(ground)?).is_none_or(|found| found > FOUND_KIB) {
+        read(ground, quiet)?;
+        ensure!(begin.elapsed() < CLIENT_LIMIT, "the depth was never found:\n{:#}", tree(ground)?);
+    }
+    let shared = best(ground, quiet)?;
+    // The neighbour has everything while it is alone, which says nothing of the device.
+    std::thread::sleep(ALONE);
+    let again = best(ground, quiet)?;
+    succeed(ground, &["set", "device:0", "per_queue=on"])?;
+    let apart = best(ground, quiet)?;
+    let said = format!(
+        "median and p99, ms: {:.2?} alone, {:.2?} beside {DEPTH}, {:.2?} beside who was alone meanwhile, {:.2?} with queues that go by themselves",
+        alone.0, shared.0, again.0, apart.0
+    );
+    for Waits([median, p99]) in [shared, again] {
+        ensure!(median * MEDIAN_TIMES < apart.0[0] && p99 * P99_TIMES < apart.0[1], "{said}");
+    }
+    ensure!(neighbour.poll()?.is_none(), "the neighbour has ended: {}{}", neighbour.stdout()?, neighbour.stderr()?);
+    ground.measured(said);
+    drop(neighbour);
+    server.stop()?;
+    Ok(())
+}
