@@ -141,14 +141,24 @@ fn measure(windows: usize, seed: u64) -> io::Result<Costs> {
         let steps = steps::steps(&ram, windows, seed)?;
         let live = live::live(&ram, windows, seed)?;
         let mut costs = Costs { steps, mail_ns: mail_ns(windows), hand_over_ns, lines_ns: None, ring, live };
-        let scene = Scene { jobs: 1, queues: 1, devices: Devices::Each };
-        let without_ns = 1e9 / play(scene, costs.prices(), Length::new(true).ios).iops;
-        // One job and its device take turns, so what both sides are charged counts twice. The real ones work at the same time: if that
-        // wins more than the lines cost, they cost nothing.
-        costs.lines_ns = live.apart_ns.map(|apart_ns| (apart_ns - without_ns).max(0.0) / 2.0);
+        costs.lines_ns = live.apart_ns.map(|apart_ns| lines_ns(&costs, apart_ns));
         Ok(costs)
     })?;
     measuring.join().unwrap_or_else(|_| Err(io::Error::other("a measuring thread panicked")))
+}
+
+/// What lines must cost on both sides, if one job and one queue are to take so long in virtual time. Nothing, if they take as long without.
+fn lines_ns(costs: &Costs, apart_ns: f64) -> f64 {
+    let scene = Scene { jobs: 1, queues: 1, devices: Devices::Each };
+    let ios = Length::new(true).ios;
+    let (mut low, mut high) = (0.0, apart_ns);
+    // To a thousandth of a nanosecond.
+    for _ in 0..20 {
+        let lines_ns = f64::midpoint(low, high);
+        let takes_ns = 1e9 / play(scene, Prices { lines_ns, ..costs.prices() }, ios).iops;
+        *if takes_ns < apart_ns { &mut low } else { &mut high } = lines_ns;
+    }
+    low
 }
 
 #[cfg(test)]
