@@ -56,6 +56,9 @@ const DUE: i64 = 1311;
 /// The same where there are seeks: two of them.
 const SEEK_DUE: i64 = 10486;
 
+/// The most that one bio counts for in a mix beside its price, bytes: as much as anybody reads at one time. What is owed is paid off in rounds, one
+/// by one, and a guest may well ask for a terabyte.
+const COUNTED_MAX: u64 = 16 << 20;
 /// A device that several streams have used counts as theirs for so long, whoever thinks: as long as a stream with short thoughts is waited for.
 const SHARED_NS: u64 = habits::IDLE_NS;
 /// Largest request of bios that join, where others share a device without seeks: who comes meanwhile waits for one at least.
@@ -396,7 +399,7 @@ impl Fair {
         stream.in_flight += 1;
         stream.position = bio.end();
         if stream.mixes {
-            stream.share.credit -= bio.moves_bytes() as i64;
+            stream.share.credit -= bio.moves_bytes().min(COUNTED_MAX) as i64;
         }
         self.waiting[class] -= 1;
         self.out[class] += 1;

@@ -1,5 +1,6 @@
 //! A scheduler driven by hand: bios go in, and what comes out is looked at, with a clock that is set.
 
+mod any;
 mod deadline;
 mod fair;
 mod kyber;
