@@ -84,8 +84,8 @@ pub enum FairDevice {
 pub struct FairConfig {
     /// How long a turn lasts at most, milliseconds, at a weight of 100.
     pub slice_ms: u32,
-    /// How long a round of turns is to last, milliseconds: turns are shorter the more streams there are, but no shorter than what two seeks
-    /// are worth.
+    /// How long a round of turns is to last, milliseconds: turns are shorter the more streams there are, but no shorter than five times the way
+    /// from one to the other.
     pub target_ms: u32,
     /// How long a stream is waited for in its turn at most, milliseconds; zero for not at all: then a turn ends as soon as nothing waits.
     pub idle_ms: u32,

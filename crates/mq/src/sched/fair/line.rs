@@ -81,7 +81,7 @@ pub(super) struct Line {
     weight: u64,
     /// What it takes to be served.
     least: i64,
-    /// How long a heavy one waits while there are light ones.
+    /// How long a heavy one waits while there are light ones; from then on who came first goes first.
     late_ns: u64,
 }
 
@@ -113,6 +113,11 @@ impl Line {
 
     pub(super) fn weight(&self) -> u64 {
         self.weight
+    }
+
+    /// How many stand in it.
+    pub(super) fn len(&self) -> u32 {
+        self.light.len + self.heavy.len
     }
 
     /// Whether the member in front still had something of its due when it came.
@@ -158,9 +163,11 @@ impl Line {
     /// Who is next.
     #[inline]
     pub(super) fn front(&mut self, streams: &Streams<Stream>, now_ns: u64) -> Option<u32> {
+        let since_ns = |row: &Row| streams.get(row.first).share.since_ns;
         self.front_is_light = self.light.first != NONE
             && (self.heavy.first == NONE
-                || now_ns.saturating_sub(streams.get(self.heavy.first).share.since_ns) < self.late_ns);
+                || now_ns.saturating_sub(since_ns(&self.heavy)) < self.late_ns
+                || since_ns(&self.light) <= since_ns(&self.heavy));
         let row = if self.front_is_light { &self.light } else { &self.heavy };
         (row.first != NONE).then_some(row.first)
     }

@@ -3,6 +3,8 @@
 //! A turn is as long as the owner's credit, counted from the first end in it, so that nobody pays for the way from where another has been; what
 //! is still in flight when it is over is waited for, and paid for by who sent it. An owner with nothing to do is waited for as long as its
 //! habits make it likely that it comes back, and worth it. Beyond that its turn is over, and it keeps the rest of its credit for this round.
+//! Who has used up its credit stands at the end of the line at once, though it may think just then: so turns go round, and nobody has two of them
+//! while another waits for one.
 //!
 //! Writes nobody waits for save up what is due to them until it is a whole slice: each turn of theirs leaves a disk with its write cache full, which it
 //! empties in the turn that follows.
@@ -14,8 +16,13 @@ use super::habits;
 use super::{Fair, FairConfig, WEIGHT};
 use crate::sched::Next;
 
-/// A turn is no shorter than two seeks, each with half a turn of the platter and some reading.
-const SLICE_MIN_NS: u64 = 25_000_000;
+/// What is due in a round is no less than this, however many want a turn: five times the way to where another reads.
+const SLICE_MIN_NS: u64 = 50_000_000;
+/// With less credit than this nobody has a turn: two seeks, each with half a turn of the platter and some reading. It must be well below what is
+/// due, or who has gone a little beyond its turn would miss the next.
+const TURN_MIN_NS: u64 = SLICE_MIN_NS / 2;
+/// A line of so many keeps no place for who wants nothing just now: there are so many places of streams beyond those with bios, for three classes.
+const KEPT_MAX: u32 = 64;
 /// Bios of a stream that are sorted at one time: some more than a disk sorts by itself.
 const BATCH: usize = 64;
 /// The same of writes nobody waits for: some MiB of small ones.
@@ -41,7 +48,7 @@ pub(super) struct Turn {
 
 /// The credit it takes to have a turn, nanoseconds.
 pub(super) fn least_ns(config: &FairConfig) -> i64 {
-    SLICE_MIN_NS.min(u64::from(config.slice_ms.max(1)) * 1_000_000) as i64
+    TURN_MIN_NS.min(u64::from(config.slice_ms.max(1)) * 500_000) as i64
 }
 
 impl Fair {
@@ -59,7 +66,10 @@ impl Fair {
     fn turn_due(&mut self, at: u32) -> i64 {
         let class = usize::from(self.streams.get(at).class);
         if at == self.crowds[class] {
-            self.streams.get_mut(at).share.weight = self.mixes[class].weight().clamp(1, 1 << 20) as u32;
+            // While they all think it weighs what it did.
+            let weight = self.mixes[class].weight().min(1 << 20) as u32;
+            let share = &mut self.streams.get_mut(at).share;
+            share.weight = if weight > 0 { weight } else { share.weight.max(1) };
         }
         let share = &self.streams.get(at).share;
         let owner = self.turn.filter(|turn| turn.who != at && turn.class == class);
@@ -81,7 +91,7 @@ impl Fair {
                 }
                 return Next::Wait(u64::MAX);
             };
-            let own = self.own_waiting(&turn);
+            let own = self.waiting_of(turn.who, turn.class);
             let others = self.waiting.iter().sum::<usize>() > own;
             let preempted = !turn.late && self.waiting[..turn.class].iter().any(|waiting| *waiting > 0);
             let end_ns = turn.began_ns.map_or(u64::MAX, |began_ns| began_ns + turn.slice_ns);
@@ -117,12 +127,9 @@ impl Fair {
         }
     }
 
-    fn own_waiting(&self, turn: &Turn) -> usize {
-        if turn.who == self.crowds[turn.class] {
-            self.mixing[turn.class]
-        } else {
-            self.streams.get(turn.who).bios.len()
-        }
+    /// How many bios of a member of the line for turns wait.
+    fn waiting_of(&self, who: u32, class: usize) -> usize {
+        if who == self.crowds[class] { self.mixing[class] } else { self.streams.get(who).bios.len() }
     }
 
     /// Whether one more would end within the turn.
@@ -144,6 +151,11 @@ impl Fair {
         loop {
             let Some(class) = self.class(now_ns) else { return false };
             let Some(who) = self.turns[class].front(&self.streams, now_ns) else { return false };
+            if self.waiting_of(who, class) == 0 {
+                self.turns[class].pop(&mut self.streams);
+                self.rest(who);
+                continue;
+            }
             let share = &self.streams.get(who).share;
             let (credit, least) = (share.credit, self.turns[class].least().max(share.needs));
             let due = self.turn_due(who);
@@ -170,31 +182,30 @@ impl Fair {
         }
     }
 
-    /// The turn is over and paid for. Who wants more stands in line again.
+    /// The turn is over and paid for. Who wants more stands in line again; so does who has used it up and only thinks just now, for else others
+    /// would come before it, or it before them, by the moment.
     fn end_turn(&mut self, now_ns: u64) {
         let Some(turn) = self.turn.take() else { return };
         self.batch.clear();
         let class = turn.class;
         let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns.saturating_sub(began_ns));
         self.streams.get_mut(turn.who).share.credit -= used_ns as i64;
-        if turn.who == self.crowds[class] {
-            if self.mixing[class] > 0 {
-                let due = self.turn_due(turn.who);
-                self.turns[class].enter_last(&mut self.streams, turn.who, due, now_ns);
-            } else {
-                // Whoever is in this line has nothing any more.
-                self.front_of_mix(class, now_ns);
-            }
-            return;
+        let is_crowd = turn.who == self.crowds[class];
+        if is_crowd && self.mixing[class] == 0 {
+            // Whoever is in its line has nothing any more, and leaves it.
+            self.front_of_mix(class, now_ns);
         }
+        let wants_more = self.waiting_of(turn.who, class) > 0;
         let stream = self.streams.get(turn.who);
-        if stream.bios.is_empty() {
-            self.rest(turn.who);
-        } else if stream.sync && stream.habits.seeks() {
-            self.stand_in_line(turn.who, now_ns);
-        } else {
+        if !is_crowd && wants_more && stream.sync && stream.habits.seeks() {
+            return self.stand_in_line(turn.who, now_ns);
+        }
+        let used_up = stream.sync && stream.share.credit < self.turns[class].least();
+        if wants_more || (used_up && self.turns[class].len() < KEPT_MAX) {
             let due = self.turn_due(turn.who);
             self.turns[class].enter_last(&mut self.streams, turn.who, due, now_ns);
+        } else {
+            self.rest(turn.who);
         }
     }
 
