@@ -120,6 +120,7 @@ impl Control {
         let rings = new_rings(&layout, queues).map_err(failed)?;
         let talk = |source| AttachError::Talk { path: path.clone(), source };
         session.set_regions(vec![Arc::clone(&rings)]).map_err(talk)?;
+        session.knows(&[Arc::clone(&rings)]).then_some(()).ok_or(TalkError::NoMemory).map_err(talk)?;
         let inflight = session.new_inflight(size).map_err(talk)?;
         inflight.iter().try_for_each(|record| session.set_inflight(record)).map_err(talk)?;
         let error = Event::new().map_err(failed)?;
@@ -311,6 +312,9 @@ impl Control {
         }
         let count = wanted.len();
         session.set_regions(wanted)?;
+        if !session.knows(&[Arc::clone(&self.rings)]) {
+            return Err(TalkError::NoMemory);
+        }
         if session.regions() < count {
             tracing::error!(
                 "{}: its back-end can know {} memory regions and {count} are in use; I/O in the others fails. Use fewer guests, \
@@ -383,6 +387,9 @@ impl Control {
             view.faults += u64::from(broken);
             view.last_loss = Some(why.to_string());
         });
+        if *why != TalkError::Renewed {
+            self.slots.iter().flatten().for_each(|slot| slot.door.post(Letter::Died));
+        }
         if self.faults >= FAULTS_MAX {
             self.give_up();
         }

@@ -3,7 +3,7 @@
 //! The control thread puts letters behind the queue's door and rings its bell; the queue reads them when it is next at work. The queue
 //! writes down the line, and nobody on a lane waits for an answer.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{SendError, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -22,6 +22,8 @@ pub(crate) enum Letter {
     Run(Box<BlkRing>, Arc<Event>, u64),
     /// Its memory of this number is known to the back-end, or cannot be.
     Memory(u64, bool),
+    /// Its back-end has died.
+    Died,
     /// Nobody serves it any more: what it has and gets fails, until there is a ring again.
     Fail,
 }
@@ -55,6 +57,8 @@ pub struct QueueView {
     pub name: String,
     /// What the back-end did wrong on it, by reason.
     pub complaints: Arc<Complaints>,
+    /// Back-ends that died one after the other while it had requests in flight, and answered none.
+    pub deaths: Arc<AtomicU64>,
 }
 
 /// A queue's door. On lines of its own: neighbours are looked at by other threads.
@@ -74,7 +78,7 @@ impl Door {
     pub(crate) fn new(number: u16, kind: QueueKind) -> std::io::Result<Door> {
         let polled = kind == QueueKind::Poll;
         let name = format!("{}.{number}", if polled { "req_poll" } else { "req" });
-        let view = QueueView { name, complaints: Arc::default() };
+        let view = QueueView { name, complaints: Arc::default(), deaths: Arc::default() };
         Ok(Door { mail: AtomicBool::new(false), letters: Mutex::default(), bell: Event::new()?, polled, view })
     }
 

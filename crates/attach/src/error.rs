@@ -56,6 +56,9 @@ pub enum TalkError {
         /// What it did.
         fault: String,
     },
+    /// It knows no memory of ours, and so no ring.
+    #[error("its back-end has no place for a region of memory, and rings lie in one: allow it some memory slots")]
+    NoMemory,
     /// It is not what it was.
     #[error("its back-end came back as another: {what}; serve the same disk there with the same options")]
     Changed {

@@ -14,6 +14,7 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mq::{Batch, Chime, ChimePlace, Done, Driver, RegionTable, Shortage, Status, TimedOut};
 use blkyard_virtio::driver::BlkRing;
@@ -44,8 +45,14 @@ pub struct AttachedQueue {
     /// Of the ring, and of the memory.
     ring_number: u64,
     memory_number: u64,
+    /// Requests answered so far, and when the last back-end died.
+    answered: u64,
+    answered_then: u64,
     line: Line,
 }
+
+/// So many back-ends that die one after the other over the same requests are told of; and then twice as many, and so on.
+const DEATHS_TOLD: u64 = 4;
 
 impl AttachedQueue {
     pub(crate) fn new(opened: Opened, line: Line) -> AttachedQueue {
@@ -63,6 +70,8 @@ impl AttachedQueue {
             number: opened.number,
             ring_number: 0,
             memory_number: 0,
+            answered: 0,
+            answered_then: 0,
             line,
         }
     }
@@ -92,12 +101,45 @@ impl AttachedQueue {
                     (self.known, self.placed) = (true, reached);
                 }
                 Letter::Memory(..) => {}
+                Letter::Died => self.note_death(done.as_deref()),
                 Letter::Fail => {
                     self.leave_ring(done.as_deref_mut(), Some(Status::Io));
                     self.failing = true;
                 }
             }
         }
+    }
+
+    /// A back-end has died. One that dies of a request is given it again by whoever starts the next, without end (ADR 24): that is at least told.
+    fn note_death(&mut self, done: Option<&Done<'_>>) {
+        let deaths = &self.door.view.deaths;
+        let waiting = self.ring.as_ref().map_or(0, |ring| ring.in_flight().count());
+        let in_a_row = if waiting == 0 {
+            0
+        } else if self.answered == self.answered_then {
+            deaths.load(Relaxed) + 1
+        } else {
+            1
+        };
+        deaths.store(in_a_row, Relaxed);
+        self.answered_then = self.answered;
+        let (Some(ring), Some(done)) = (&self.ring, done) else { return };
+        if in_a_row < DEATHS_TOLD || !in_a_row.is_power_of_two() {
+            return;
+        }
+        let Some(oldest) =
+            ring.in_flight().map(|place| done.request_at(place).0).min_by_key(|request| request.start_ns())
+        else {
+            return;
+        };
+        tracing::error!(
+            "{}: {in_a_row} back-ends died one after the other and answered nothing; {waiting} requests are in flight, the oldest a \
+             {:?} of {} sectors at sector {}. They are done again until they are answered; see what the back-end says of them",
+            self.name(),
+            oldest.op(),
+            oldest.sectors(),
+            oldest.sector()
+        );
     }
 
     /// The back-end of the ring is gone: takes what it has still finished. The rest ends with this status, or is to be done again.
@@ -144,11 +186,15 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
 
     #[inline]
     fn poll(&mut self, _cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
-        if let Some(ring) = &mut self.ring
-            && let Err(fault) = ring.poll(done)
-            && !std::mem::replace(&mut self.broken, true)
-        {
-            self.line.send(Order::Fault(self.number, self.ring_number, fault.to_string()));
+        if let Some(ring) = &mut self.ring {
+            let before = ring.ring().in_flight();
+            let polled = ring.poll(done);
+            self.answered += u64::from(before.wrapping_sub(ring.ring().in_flight()));
+            if let Err(fault) = polled
+                && !std::mem::replace(&mut self.broken, true)
+            {
+                self.line.send(Order::Fault(self.number, self.ring_number, fault.to_string()));
+            }
         }
         if self.door.has_mail() {
             self.read_mail(Some(done));

@@ -27,6 +27,7 @@ fn what_cannot_be_attached_says_what_is_wrong_and_what_helps() {
         (Ill::Babbling, ["nonsense", "no vhost-user back-end"]),
         (Ill::NoConfig, ["CONFIG", "vhost-user-blk"]),
         (Ill::NoQueues, ["has 0", "at least one"]),
+        (Ill::NoMemory, ["no place for a region", "memory slots"]),
         (Ill::NoBlocks, ["blocks of 0 bytes", "power of two"]),
     ] {
         let fake = Fake::start(&path, blk_config(&disk_info(), 1), ill, 1);
@@ -68,6 +69,38 @@ fn what_a_dead_back_end_had_in_hand_is_done_by_the_next_in_the_same_order() {
         assert!(user.holds(0, last as u8), "block {block}");
     }
     assert_eq!(attached.view().sessions, 2);
+    drop((user, attached));
+    backend.stop();
+}
+
+#[test]
+fn back_ends_that_die_over_the_same_requests_are_counted_until_something_is_answered() {
+    let (_folder, path) = place();
+    let fake = Fake::start(&path, blk_config(&disk_info(), 1), Ill::Swallows, 5);
+    let attached = Attached::open(config(&path)).unwrap();
+    let mut user = User::new(&attached, QueueKind::Default);
+    let deaths = || attached.view().queues[0].deaths.load(std::sync::atomic::Ordering::Relaxed);
+    assert_eq!(deaths(), 0);
+    user.submit(Op::Write, 7, 0);
+    until("five have died", || {
+        user.turn();
+        deaths() == 5
+    });
+    fake.join();
+    assert!(user.ended.is_empty(), "nobody did anything");
+    let device = disk();
+    std::fs::remove_file(&path).unwrap();
+    let backend = Backend::start(&path, &device, 1);
+    user.drain_asleep();
+    assert_eq!(user.ended.pop().unwrap().status, Status::Ok);
+    // What it dies of now is something else, or nothing.
+    backend.stop();
+    until("the good one is gone", || !attached.view().is_connected);
+    user.submit(Op::Read, 7, 0);
+    user.turn();
+    assert_eq!(deaths(), 0, "nothing was in flight");
+    let backend = Backend::start(&path, &device, 1);
+    user.drain_asleep();
     drop((user, attached));
     backend.stop();
 }

@@ -85,6 +85,12 @@ impl Request {
         self.op
     }
 
+    /// When it was handed to the driver, nanoseconds of the caller's clock.
+    #[inline]
+    pub fn start_ns(&self) -> u64 {
+        self.start_ns
+    }
+
     /// What it is and where it stands, in one word.
     #[inline]
     pub(crate) fn look(&self) -> u32 {

@@ -38,6 +38,8 @@ pub enum Ill {
     LiesAndDies,
     /// Leaves an account of something in flight, and hangs up as soon as it has a ring.
     Dies,
+    /// Knows no region of memory.
+    NoMemory,
     /// Knows two regions of memory, one of them that of the rings. Takes requests, and hangs up.
     Small,
 }
@@ -127,7 +129,14 @@ fn serve(stream: &UnixStream, config: &BlkConfig, ill: Ill) -> Option<OwnedFd> {
                 account(stream, &payload, ill);
                 None
             }
-            36 => Some(if ill == Ill::Small { 2_u64 } else { 8 }.to_ne_bytes().to_vec()),
+            36 => {
+                let slots = match ill {
+                    Ill::NoMemory => 0_u64,
+                    Ill::Small => 2,
+                    _ => 8,
+                };
+                Some(slots.to_ne_bytes().to_vec())
+            }
             _ => (flags & 8 != 0).then(|| vec![0; 8]),
         };
         match request {

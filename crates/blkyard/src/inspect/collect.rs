@@ -4,6 +4,7 @@
 //! together, for a bounded time: a lane that hangs is what one most wants to hear of.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blkyard_export::{QueueView, QueueWatch};
@@ -87,6 +88,7 @@ fn device_node(number: usize, served: &ServedDevice) -> DeviceNode {
         }
         for queue in view.queues {
             counters.insert(format!("{} complaints", queue.name), queue.complaints.total());
+            counters.insert(format!("{} deaths", queue.name), queue.deaths.load(Ordering::Relaxed));
         }
     }
     DeviceNode {
