@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use blkyard_export::{
@@ -307,6 +308,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
 
     let mut broken = None;
     let mut seconds = 0;
+    let mut follower = None;
     while signals.wait(Some(Duration::from_secs(1))).is_none() {
         if daemon.is_handed.load(Ordering::SeqCst) {
             break;
@@ -315,7 +317,13 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         if daemon.stats_every().is_some_and(|every| seconds % every == 0) {
             watch.print(&daemon);
         }
-        daemon.devices.iter().enumerate().for_each(|(number, device)| follow_size(&daemon, number, device));
+        // Not here: it waits for queues, and we are to hear of signals.
+        if follower.as_ref().is_none_or(JoinHandle::is_finished) {
+            follower = follow_sizes(&daemon).unwrap_or_else(|error| {
+                tracing::warn!("a disk that was resized cannot be followed: {error}; it is tried again");
+                None
+            });
+        }
         let mut ended = servers.iter().any(Server::is_finished);
         // While their number changes they are looked at by who changes it.
         if let Some(lanes) = daemon.lanes_at_rest() {
@@ -331,6 +339,8 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     tracing::info!("stopping: finishing what is in flight");
     servers.iter().for_each(Server::ask_to_stop);
     servers.into_iter().for_each(Server::join);
+    // Exports that have ended answer it at once.
+    follower.into_iter().for_each(|follower| drop(follower.join()));
     // Answered until here: what is in flight while the daemon stops is worth a look, too. From now on nothing is.
     drop(control);
     let daemon = Arc::into_inner(daemon).unwrap_or_else(|| unreachable!("the control socket's thread has ended"));
@@ -338,12 +348,25 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     broken.map_or(Ok(()), |why| Err(ServeError::Broken(why.into())))
 }
 
-/// A disk that another process serves may have been resized there: whoever has it attached here is told.
-fn follow_size(daemon: &Daemon, number: usize, served: &ServedDevice) {
-    let Device::Attached(disk) = &served.device else { return };
-    if disk.capacity_sectors() == served.info().capacity_sectors {
-        return;
+/// A disk that another process serves may have been resized there: whoever has it attached here is told, by a thread that ends when that is done.
+/// None if there is nothing to tell.
+fn follow_sizes(daemon: &Arc<Daemon>) -> std::io::Result<Option<JoinHandle<()>>> {
+    let resized = |served: &ServedDevice| match &served.device {
+        Device::Attached(disk) => disk.capacity_sectors() != served.info().capacity_sectors,
+        _ => false,
+    };
+    if !daemon.devices.iter().any(resized) {
+        return Ok(None);
     }
+    let daemon = Arc::clone(daemon);
+    let follow = move || {
+        let resized = daemon.devices.iter().enumerate().filter(|(_, served)| resized(served));
+        resized.for_each(|(number, _)| follow_size(&daemon, number));
+    };
+    std::thread::Builder::new().name("resize".into()).spawn(follow).map(Some)
+}
+
+fn follow_size(daemon: &Daemon, number: usize) {
     // It has that size already, whatever is lost.
     let values = [("size", "probe"), ("force", "on")].map(|(key, value)| (key.into(), value.into()));
     match crate::set::apply(daemon, &format!("device:{number}"), values.into()) {
