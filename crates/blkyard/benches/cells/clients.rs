@@ -117,8 +117,9 @@ fn blkio_load(span: Span, depth: usize, queues: usize, sockets: &[std::path::Pat
 /// `qemu-img bench` for about as long as a window is to be.
 fn qemu_img(span: Span, socket: &Path, depth: usize) -> Result<f64, String> {
     let run = |ios: usize| {
-        let program = std::env::var("BLKYARD_QEMU_IMG").unwrap_or_else(|_| "qemu-img".into());
-        let mut bench = Command::new(program);
+        let program = std::env::var("BLKYARD_QEMU_IMG");
+        let mut bench =
+            Command::new(program.map_err(|_| "BLKYARD_QEMU_IMG does not name qemu-img: run cargo xtask bench")?);
         bench.args(["bench", "-t", "none", "-s", "4k", "-c", &ios.to_string(), "-d", &depth.to_string()]);
         bench
             .arg("--image-opts")

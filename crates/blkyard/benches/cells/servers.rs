@@ -1,7 +1,6 @@
 //! Servers of vhost-user-blk to compare: our daemon, and qemu-storage-daemon with an I/O thread of its own.
 //!
-//! Each is a process with one export, which ends with us or when it is dropped. `BLKYARD_QSD` names the other program, or it is
-//! found in the path. Both look for work for as long after the last.
+//! Each is a process with one export, which ends with us or when it is dropped. `BLKYARD_QSD` names the other program. Both look for work for as long after the last.
 
 use std::fs::File;
 use std::io::Write;
@@ -16,6 +15,9 @@ use tempfile::TempDir;
 /// How long a server looks for work before it sleeps: longer than any round trip here, and than our daemon's default of 50.
 const SPIN_US: u64 = 100;
 const READY_LIMIT: Duration = Duration::from_secs(20);
+/// What is in the path may be any version, and a version decides by a factor of two.
+const NO_QSD: &str =
+    "BLKYARD_QSD does not say which qemu-storage-daemon to compare with: run cargo xtask bench, which does";
 /// Memory that has a name: a folder on tmpfs.
 const SHM: &str = "/dev/shm";
 
@@ -104,7 +106,7 @@ impl Server {
                     Store::Null => format!("null-co,size={STORE_BYTES}"),
                     Store::Ram | Store::Tmpfs => format!("file,filename={}", ground.file(who)?.display()),
                 };
-                command.arg(std::env::var("BLKYARD_QSD").unwrap_or_else(|_| "qemu-storage-daemon".into()));
+                command.arg(std::env::var("BLKYARD_QSD").map_err(|_| NO_QSD)?);
                 command.args(["--object", &format!("iothread,id=io,poll-max-ns={}", SPIN_US * 1000)]);
                 command.args(["--blockdev", &format!("driver={node},node-name=disk"), "--export"]);
                 command.arg(format!(
