@@ -1,4 +1,5 @@
-//! `cargo xtask bench`: the benchmark cells, with fio, qemu-storage-daemon and clients of libblkio at hand to compare with.
+//! `cargo xtask bench`: the benchmark cells, with fio, qemu-storage-daemon and clients of libblkio at hand to compare
+//! with.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;

@@ -21,8 +21,8 @@ use crate::{host, repository};
 
 /// How much more than recorded is an error. Below lies what a new version of the C library or a moved branch makes.
 const EXCESS_MAX: f64 = 0.03;
-/// Rounds of the shorter and the longer run of a case. Their difference makes an error of one instruction a round visible, and
-/// valgrind takes a second for both.
+/// Rounds of the shorter and the longer run of a case. Their difference makes an error of one instruction a round
+/// visible, and valgrind takes a second for both.
 const ROUNDS: [u64; 2] = [1000, 5000];
 /// One run under valgrind; some 20 times what it takes.
 const RUN_LIMIT: Duration = Duration::from_mins(1);

@@ -61,8 +61,8 @@ enum Chore {
     },
     /// Run worlds drawn from seeds: the real queues, in virtual time, on a device that is a model, judged by an oracle.
     ///
-    /// SEED, or FIRST..END for several, then [--seconds N] and options as key=value, which are drawn where they are not given. A run that
-    /// fails prints how to do it again.
+    /// SEED, or FIRST..END for several, then [--seconds N] and options as key=value, which are drawn where they are not
+    /// given. A run that fails prints how to do it again.
     Sim {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
         arguments: Vec<String>,

@@ -17,12 +17,12 @@ use crate::process::{Ended, Running, run, tail};
 /// A server that is not ready by then never will be. Mostly used up by a machine that compiles beside it.
 const READY_LIMIT: Duration = Duration::from_mins(1);
 
-/// How long a server may take to finish what is in flight: milliseconds, but for a machine that does other things as well. A
-/// server that waits for its client instead takes for ever.
+/// How long a server may take to finish what is in flight: milliseconds, but for a machine that does other things as
+/// well. A server that waits for its client instead takes for ever.
 pub const STOP_LIMIT: Duration = Duration::from_secs(30);
 
-/// What blkyard says, on a line of its own, once it serves. It listens before: its sockets may not have their permissions yet, and
-/// not all may be said that it says of itself.
+/// What blkyard says, on a line of its own, once it serves. It listens before: its sockets may not have their
+/// permissions yet, and not all may be said that it says of itself.
 const READY: &str = "ready";
 
 /// Which program serves.

@@ -17,8 +17,8 @@ use crate::guest::Guest;
 use crate::process::{Running, tail};
 use crate::qmp::Monitor;
 
-/// Ends a guest that hangs. Start to end of an empty task is 3 s on an idle machine with two processors, 15 s on one that
-/// compiles at the same time, and minutes where a guest's processors hardly get one.
+/// Ends a guest that hangs. Start to end of an empty task is 3 s on an idle machine with two processors, 15 s on one
+/// that compiles at the same time, and minutes where a guest's processors hardly get one.
 const LIMIT: Duration = Duration::from_mins(10);
 
 /// Enough for the root (80 MB), a file system's cache and fio's shared memory.
@@ -101,7 +101,8 @@ impl<'a> Vm<'a> {
         self
     }
 
-    /// Starts so many of the processors; the others are there, and the task may start them. Many at once make a boot slow.
+    /// Starts so many of the processors; the others are there, and the task may start them. Many at once make a boot
+    /// slow.
     pub fn online(mut self, processors: u16) -> Self {
         self.online = Some(processors);
         self

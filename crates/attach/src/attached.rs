@@ -46,7 +46,8 @@ impl AttachConfig {
             packed: false,
             // A busy machine answers within milliseconds, and hardly ever within seconds.
             reply_max: Duration::from_secs(10),
-            // A daemon restarts within seconds, a supervisor may take its time; guests give a disk half a minute or more.
+            // A daemon restarts within seconds, a supervisor may take its time; guests give a disk half a minute or
+            // more.
             gone_max: Duration::from_mins(1),
         }
     }

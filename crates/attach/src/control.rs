@@ -7,10 +7,10 @@
 //!     └── of what was in flight; otherwise there are new ones ┘ after `gone_max`: all I/O fails
 //! ```
 //!
-//! What was in flight at a back-end that is gone is not over. With an account of it, in memory that the next back-end is given, that
-//! one finishes it, in the rings where it stands. Without, each queue gets a ring in new memory, which the old back-end does
-//! not know; it takes what is finished out of the old one, and what is not is done again, in the order it was
-//! submitted. So nothing that was acknowledged is done twice, and nothing is lost.
+//! What was in flight at a back-end that is gone is not over. With an account of it, in memory that the next back-end
+//! is given, that one finishes it, in the rings where it stands. Without, each queue gets a ring in new memory, which
+//! the old back-end does not know; it takes what is finished out of the old one, and what is not is done again, in the
+//! order it was submitted. So nothing that was acknowledged is done twice, and nothing is lost.
 //!
 //! Owned by its own thread, and bounded in each wait. Queues are told by letters (`door.rs`).
 
@@ -31,10 +31,12 @@ use crate::event::Event;
 use crate::session::{Inflight, RingPlace, Session, addr_of, has};
 use crate::{AttachConfig, AttachError, TalkError};
 
-/// The first pause before a back-end that is gone is looked for again, and the longest. Connecting to nobody costs microseconds.
+/// The first pause before a back-end that is gone is looked for again, and the longest. Connecting to nobody costs
+/// microseconds.
 const PAUSE_MIN: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(500);
-/// In between a pause is this share of the time that it has been away: I/O waits hardly longer for its being looked for.
+/// In between a pause is this share of the time that it has been away: I/O waits hardly longer for its being looked
+/// for.
 const PAUSE_SHARE: u32 = 8;
 /// Rings that back-ends may break one after the other before what is in flight fails: it may be what breaks them.
 const FAULTS_MAX: u32 = 3;
@@ -340,7 +342,8 @@ impl Control {
         };
         let goes_on = goes_on && slot.ring.is_some();
         let begins = RingBase::start(self.disk.features).bits();
-        // Of a packed ring nobody but the account knows where it goes on, and it says so to the back-end; in a fresh one nothing has begun.
+        // Of a packed ring nobody but the account knows where it goes on, and it says so to the back-end; in a fresh
+        // one nothing has begun.
         let is_split = !self.disk.features.contains(Features::RING_PACKED);
         let base = if goes_on && is_split { used_index(&memory, &self.layout).into() } else { begins };
         let place = RingPlace { addr: memory.addr, layout: self.layout, base };

@@ -1,7 +1,7 @@
 //! What a queue on its lane and the control thread of its device leave for each other.
 //!
-//! The control thread puts letters behind the queue's door and rings its bell; the queue reads them when it is next at work. The queue
-//! writes down the line, and nobody on a lane waits for an answer.
+//! The control thread puts letters behind the queue's door and rings its bell; the queue reads them when it is next at
+//! work. The queue writes down the line, and nobody on a lane waits for an answer.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{SendError, Sender};
@@ -84,8 +84,8 @@ impl Door {
 
     pub(crate) fn post(&self, letter: Letter) {
         self.letters.lock().unwrap_or_else(PoisonError::into_inner).push(letter);
-        // Pairs with the swap in `take`: who sees the flag finds the letter. Before the bell: who was armed earlier hears that, who
-        // arms later sees this.
+        // Pairs with the swap in `take`: who sees the flag finds the letter. Before the bell: who was armed earlier
+        // hears that, who arms later sees this.
         self.mail.store(true, Ordering::SeqCst);
         self.bell.ring();
     }

@@ -1,11 +1,12 @@
 //! Devices that others serve: the front-end of vhost-user-blk.
 //!
-//! [`Attached`] is a disk behind a socket. Each virtqueue is the driver of a hardware queue of its own ([`AttachedQueue`]); rings and
-//! headers are in memory of ours that the back-end maps, data stays where it is, in regions that have a file.
+//! [`Attached`] is a disk behind a socket. Each virtqueue is the driver of a hardware queue of its own
+//! ([`AttachedQueue`]); rings and headers are in memory of ours that the back-end maps, data stays where it is, in
+//! regions that have a file.
 //!
-//! A control thread for each device does all that is said over its socket. No lane ever waits for it: a queue whose ring or memory the
-//! back-end does not know yet takes nothing. A back-end that hangs, lies or dies is left, and looked for again; what was in flight
-//! is kept and goes on, or is done again.
+//! A control thread for each device does all that is said over its socket. No lane ever waits for it: a queue whose
+//! ring or memory the back-end does not know yet takes nothing. A back-end that hangs, lies or dies is left, and looked
+//! for again; what was in flight is kept and goes on, or is done again.
 //!
 //! Does no file I/O and knows no `io_uring`: kicks go through whatever the lane rings bells with.
 #![forbid(unsafe_code)]

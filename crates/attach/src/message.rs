@@ -1,10 +1,11 @@
-//! Messages to a back-end, and its answers: a header of three words, a payload, descriptors beside it. [vhost-user protocol]
+//! Messages to a back-end, and its answers: a header of three words, a payload, descriptors beside it.
+//! [vhost-user protocol]
 //!
-//! Every wait has an end: a back-end that does not answer, or not with what was asked for, is an error, after which the connection is of
-//! no use any more. What the payloads mean is known elsewhere (`session.rs`).
+//! Every wait has an end: a back-end that does not answer, or not with what was asked for, is an error, after which the
+//! connection is of no use any more. What the payloads mean is known elsewhere (`session.rs`).
 //!
-//! The `vhost` crate has such messages, too. Its front-end waits for ever, and has no words for a packed ring's base, or for
-//! descriptors that are not of its own type.
+//! The `vhost` crate has such messages, too. Its front-end waits for ever, and has no words for a packed ring's base,
+//! or for descriptors that are not of its own type.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;

@@ -7,10 +7,12 @@
 //!      └───────── a new ring ──────── failing ◀── nobody serves it for too long
 //! ```
 //!
-//! Owned by its lane. It never waits: what it wants of the back-end it asks of the control thread (`control.rs`), and takes no
-//! request until that has said so. Kicks go through the lane, since whoever holds the other end might make us wait.
+//! Owned by its lane. It never waits: what it wants of the back-end it asks of the control thread (`control.rs`), and
+//! takes no request until that has said so. Kicks go through the lane, since whoever holds the other end might make us
+//! wait.
 //!
-//! While a back-end is gone that kept account of what was in flight, the queue goes on filling its ring, for the next one.
+//! While a back-end is gone that kept account of what was in flight, the queue goes on filling its ring, for the next
+//! one.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -51,7 +53,8 @@ pub struct AttachedQueue {
     line: Line,
 }
 
-/// So many back-ends that die one after the other over the same requests are told of; and then twice as many, and so on.
+/// So many back-ends that die one after the other over the same requests are told of; and then twice as many, and so
+/// on.
 const DEATHS_TOLD: u64 = 4;
 
 impl AttachedQueue {
@@ -110,7 +113,8 @@ impl AttachedQueue {
         }
     }
 
-    /// A back-end has died. One that dies of a request is given it again by whoever starts the next, without end (ADR 24): that is at least told.
+    /// A back-end has died. One that dies of a request is given it again by whoever starts the next, without end (ADR
+    /// 24): that is at least told.
     fn note_death(&mut self, done: Option<&Done<'_>>) {
         let deaths = &self.door.view.deaths;
         let waiting = self.ring.as_ref().map_or(0, |ring| ring.in_flight().count());
@@ -142,7 +146,8 @@ impl AttachedQueue {
         );
     }
 
-    /// The back-end of the ring is gone: takes what it has still finished. The rest ends with this status, or is to be done again.
+    /// The back-end of the ring is gone: takes what it has still finished. The rest ends with this status, or is to be
+    /// done again.
     fn leave_ring(&mut self, done: Option<&mut Done<'_>>, status: Option<Status>) {
         let Some(mut ring) = self.ring.take() else { return };
         let Some(done) = done else { return };

@@ -26,8 +26,8 @@ mod protocol {
     pub(super) const KNOWN: u64 = MQ | REPLY_ACK | BACKEND_REQ | CONFIG | INFLIGHT_SHMFD | CONFIGURE_MEM_SLOTS;
 }
 
-/// Bytes of the configuration space up to the last field that we read (`write_zeroes_may_unmap`, and its padding). Some back-ends
-/// refuse to be asked for more than they have.
+/// Bytes of the configuration space up to the last field that we read (`write_zeroes_may_unmap`, and its padding). Some
+/// back-ends refuse to be asked for more than they have.
 const CONFIG_BYTES: u32 = 60;
 /// The queue's number in the messages about its descriptors is one byte.
 const QUEUES_MAX: u64 = 256;

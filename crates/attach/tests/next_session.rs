@@ -1,4 +1,5 @@
-//! What one session leaves to the next: rings, accounts, queues and descriptors that are still good, and those that are not.
+//! What one session leaves to the next: rings, accounts, queues and descriptors that are still good, and those that are
+//! not.
 
 mod common;
 

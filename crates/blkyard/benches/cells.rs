@@ -1,8 +1,8 @@
 //! Figures of `cargo xtask bench`, cell by cell.
 //!
-//! `cargo bench --bench cells -- [CELL...] [--json] [--quick]` measures the cells whose names contain one of the
-//! words, or all. Each line holds value, unit, 10th and 90th percentile of the windows, and what stands beside it:
-//! the floor, which is the limit of the machine that `limits` names for the cell, and the baseline, which is what others take.
+//! `cargo bench --bench cells -- [CELL...] [--json] [--quick]` measures the cells whose names contain one of the words,
+//! or all. Each line holds value, unit, 10th and 90th percentile of the windows, and what stands beside it: the floor,
+//! which is the limit of the machine that `limits` names for the cell, and the baseline, which is what others take.
 //!
 //! It does not judge: goals live with whoever reads the figures.
 

@@ -77,8 +77,8 @@ fn clock() -> impl FnMut() -> u64 {
 const BATCH: u16 = 32;
 const RING_SIZE: u16 = 128;
 
-/// The device's side of a virtqueue of 4 KiB reads: fetch, complete and publish; with requests also what lies between, the
-/// parsing of the header and the writing of the status. The driver only moves its index.
+/// The device's side of a virtqueue of 4 KiB reads: fetch, complete and publish; with requests also what lies between,
+/// the parsing of the header and the writing of the status. The driver only moves its index.
 struct Ring {
     guest: Guest,
     device: DeviceRing,

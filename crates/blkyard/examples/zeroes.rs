@@ -1,10 +1,12 @@
-//! How much of a disk holds nothing: reads it whole, from a thread for each CPU, and counts the blocks that are all zeroes.
+//! How much of a disk holds nothing: reads it whole, from a thread for each CPU, and counts the blocks that are all
+//! zeroes.
 //!
 //! ```text
 //! cargo run --release --example zeroes -- disk.img
 //! ```
 //!
-//! Any device that `blkyard serve` takes will do: `ram:1G`, `vhost-user:SOCKET`, `disk.img?scheduler=fair&iops_max=5000`.
+//! Any device that `blkyard serve` takes will do: `ram:1G`, `vhost-user:SOCKET`,
+//! `disk.img?scheduler=fair&iops_max=5000`.
 
 use std::error::Error;
 

@@ -305,7 +305,8 @@ fn open_memory(mut spec: Spec) -> Result<Device, DeviceError> {
     }
 }
 
-/// What trouble is made, after Linux's null_blk: what is injected, and how often, once in so many requests (`interval`).
+/// What trouble is made, after Linux's null_blk: what is injected, and how often, once in so many requests
+/// (`interval`).
 fn take_chaos(spec: &mut Spec, latency_us: Option<u64>) -> Result<ChaosConfig, SpecError> {
     let config = ChaosConfig::wild(spec.take_number("seed", 0, u64::MAX)?.unwrap_or(0));
     let mut every = |key, usual| {

@@ -1,7 +1,8 @@
 //! A disk by its name, for the threads of a program.
 //!
-//! [`Disk::open`] takes the names that `serve` and `bench` take, with all their options, and makes the queues; [`Disk::run`] starts the
-//! threads that use them. A thread has a [`Submitter`] to itself: it fills in bios, submits them, and gets them back.
+//! [`Disk::open`] takes the names that `serve` and `bench` take, with all their options, and makes the queues;
+//! [`Disk::run`] starts the threads that use them. A thread has a [`Submitter`] to itself: it fills in bios, submits
+//! them, and gets them back.
 //!
 //! ```
 //! use blkyard::{Bio, Disk, DiskConfig, Op, Status};
@@ -21,7 +22,8 @@
 //! # Ok::<(), blkyard::DiskError>(())
 //! ```
 //!
-//! `bench` makes its queues here, too ([`Queues`]). It does not choose how many I/Os are worth having out, and does not verify data.
+//! `bench` makes its queues here, too ([`Queues`]). It does not choose how many I/Os are worth having out, and does not
+//! verify data.
 
 use std::ops::Deref;
 use std::sync::{Arc, Barrier};
@@ -113,7 +115,8 @@ pub struct Disk {
 }
 
 impl Disk {
-    /// Opens a disk by its name, as `blkyard serve --device` and `blkyard bench` do: see README for the names and their options.
+    /// Opens a disk by its name, as `blkyard serve --device` and `blkyard bench` do: see README for the names and their
+    /// options.
     ///
     /// # Errors
     /// See [`DiskError`]: each names the device, what is wrong and what helps.
@@ -161,11 +164,11 @@ impl Disk {
         &self.queues
     }
 
-    /// Runs the same work on each of the disk's threads, and returns what each made of it, in the order of their numbers. What work
-    /// leaves in flight is waited for, and lost. May be called again and again.
+    /// Runs the same work on each of the disk's threads, and returns what each made of it, in the order of their
+    /// numbers. What work leaves in flight is waited for, and lost. May be called again and again.
     ///
-    /// Each thread stays until the I/O of all is over: the kernel forgets what a thread has issued when the thread ends, and whoever
-    /// finds a queue idle issues I/O for all.
+    /// Each thread stays until the I/O of all is over: the kernel forgets what a thread has issued when the thread
+    /// ends, and whoever finds a queue idle issues I/O for all.
     ///
     /// # Panics
     /// If work does, when all threads have ended.
@@ -246,9 +249,9 @@ impl Submitter {
         self.way.in_flight()
     }
 
-    /// Accepts a bio, which the disk does not see before [`Submitter::ring`] or [`Submitter::wait`]: what is submitted in between
-    /// merges, and goes to the device as one batch. It comes back through [`Submitter::poll`] or [`Submitter::wait`], whatever
-    /// happens, with its status.
+    /// Accepts a bio, which the disk does not see before [`Submitter::ring`] or [`Submitter::wait`]: what is submitted
+    /// in between merges, and goes to the device as one batch. It comes back through [`Submitter::poll`] or
+    /// [`Submitter::wait`], whatever happens, with its status.
     ///
     /// # Panics
     /// If there is no [room](Submitter::room).
@@ -268,16 +271,16 @@ impl Submitter {
         way.poll(&|| clock.now_ns(), &mut sink)
     }
 
-    /// Passes on what was submitted, and sleeps until at least one bio is over. Returns how many were given back: none only if none
-    /// is out.
+    /// Passes on what was submitted, and sleeps until at least one bio is over. Returns how many were given back: none
+    /// only if none is out.
     pub fn wait(&mut self, mut sink: impl FnMut(Box<Bio>)) -> usize {
         let Submitter { way, clock, .. } = self;
         way.wait(&|| clock.now_ns(), &mut sink)
     }
 }
 
-/// Makes queues of a device for threads that share them, each with a ring of system calls that changes owners. All have one table of
-/// memory.
+/// Makes queues of a device for threads that share them, each with a ring of system calls that changes owners. All have
+/// one table of memory.
 #[derive(Debug)]
 pub struct Queues<R> {
     pub(crate) device: R,
@@ -324,7 +327,8 @@ impl<R: Deref<Target = Device>> QueueFactory for Queues<R> {
     }
 }
 
-/// Tags for a queue that wants so many. With a scheduler no more than a device is served with, so that there is something to order.
+/// Tags for a queue that wants so many. With a scheduler no more than a device is served with, so that there is
+/// something to order.
 pub(crate) fn queue_depth(device: &Device, scheduler: SchedulerConfig, wanted: usize) -> usize {
     let is_ordered = scheduler != SchedulerConfig::None;
     let depth_max = if is_ordered { HwQueueConfig::default().depth } else { TagSet::DEPTH_MAX };

@@ -14,7 +14,8 @@ use crate::spec::SpecError;
 
 /// Lanes of one daemon. More than any machine we know has CPUs that one disk could use.
 pub const LANES_MAX: u64 = 256;
-/// Longest that a lane may look for work before it sleeps, microseconds: a second, after which it might as well never sleep.
+/// Longest that a lane may look for work before it sleeps, microseconds: a second, after which it might as well never
+/// sleep.
 pub const SPIN_US_MAX: u64 = 1_000_000;
 
 /// What one export asks of the lanes.
@@ -90,8 +91,9 @@ impl ServedLanes {
         self.lanes.admit(lane, make)
     }
 
-    /// One more queue of an export, to be made on its lane while all serve: on that which is the next one's of those the export names, or where
-    /// the fewest live. Those that live already stay; when the number of lanes changes, all are dealt by the rule.
+    /// One more queue of an export, to be made on its lane while all serve: on that which is the next one's of those
+    /// the export names, or where the fewest live. Those that live already stay; when the number of lanes changes, all
+    /// are dealt by the rule.
     ///
     /// # Errors
     /// The lane is full, or has ended.
@@ -115,8 +117,9 @@ impl ServedLanes {
     /// many from the start, and lanes that are too many have ended.
     ///
     /// # Errors
-    /// The number is out of bounds, or an export names a lane that there would not be: nothing has changed. A queue does not
-    /// come to rest, or a lane cannot be started or has ended: see [`Lanes::deal`]; trying again does what is left.
+    /// The number is out of bounds, or an export names a lane that there would not be: nothing has changed. A queue
+    /// does not come to rest, or a lane cannot be started or has ended: see [`Lanes::deal`]; trying again does what is
+    /// left.
     pub fn set_lanes(&mut self, count: u64) -> Result<Moves, ServeError> {
         if !(1..=LANES_MAX).contains(&count) {
             let cause = format!("{count} is out of bounds");

@@ -1,8 +1,9 @@
 //! blkyard: multi-queue disks for virtual machines, hosts and programs, from user space.
 //!
-//! The roof of the house: the only crate that wires the others together. A program opens a disk by its name and uses it from its
-//! threads with [`Disk`]; `examples/zeroes.rs` is such a program. One that wants to own the queues, as the daemon and the load
-//! generator of the program of the same name do, opens a [`Device`] and drives its queues from lanes.
+//! The roof of the house: the only crate that wires the others together. A program opens a disk by its name and uses it
+//! from its threads with [`Disk`]; `examples/zeroes.rs` is such a program. One that wants to own the queues, as the
+//! daemon and the load generator of the program of the same name do, opens a [`Device`] and drives its queues from
+//! lanes.
 #![forbid(unsafe_code)]
 
 pub mod bench;

@@ -1,6 +1,7 @@
 //! Models of devices by name, `model:NAME?key=value`: memory that takes as long as a real device would.
 //!
-//! What the models are and where their figures are from: `docs/models.md`. Here they run in real time, driven by the time of the lanes.
+//! What the models are and where their figures are from: `docs/models.md`. Here they run in real time, driven by the
+//! time of the lanes.
 
 use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_SHIFT};
 use blkyard_sim::{Disk, DiskModel, Flash, FlashModel, Keeps, Line, LineModel, Model, Modelled};

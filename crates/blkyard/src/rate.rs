@@ -1,4 +1,5 @@
-//! Rate limits of devices and exports: `iops_max=1000&bytes_per_s_max=100M&burst_ms=50` behind a name, and the same words for `blkyard set`.
+//! Rate limits of devices and exports: `iops_max=1000&bytes_per_s_max=100M&burst_ms=50` behind a name, and the same
+//! words for `blkyard set`.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

@@ -1,4 +1,5 @@
-//! Schedulers by name, with their options: `scheduler=deadline&fifo_batch=4` behind a device's name, and the same words for `blkyard set`.
+//! Schedulers by name, with their options: `scheduler=deadline&fifo_batch=4` behind a device's name, and the same words
+//! for `blkyard set`.
 
 use blkyard_mq::{
     DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, SchedulerConfig, SliceKey, SliceOrder,
@@ -11,8 +12,8 @@ use crate::spec::{Spec, SpecError};
 const TIME_MAX_MS: u64 = 3_600_000;
 const TIME_MAX_US: u64 = u32::MAX as u64 - 1;
 
-/// Takes which scheduler is wanted, and its options. Without a name options are of the one that there is, `now`; nothing if neither is
-/// named.
+/// Takes which scheduler is wanted, and its options. Without a name options are of the one that there is, `now`;
+/// nothing if neither is named.
 ///
 /// # Errors
 /// There is no such scheduler, or an option does not take its value.
@@ -48,7 +49,8 @@ pub fn put_device_scheduler(spec: &mut Spec, mut config: SchedulerConfig) -> Res
     Options::Put(spec).of(&mut config)
 }
 
-/// What is done with the options of a scheduler: they are taken from a name, or put into it. One list of them serves both.
+/// What is done with the options of a scheduler: they are taken from a name, or put into it. One list of them serves
+/// both.
 enum Options<'a> {
     Take(&'a mut Spec),
     Put(&'a mut Spec),

@@ -35,36 +35,39 @@ pub struct ServeArgs {
     /// file:PATH or a bare path, through io_uring: readonly=on|off, direct=auto|on|off (bypass the page cache),
     /// cache=writeback|writethrough, block_size=512|4k.
     ///
-    /// vhost-user:SOCKET, a disk that another process serves: queues=N, queue_size=N, packed=on|off, timeout_s (how long an
-    /// answer may take), gone_s (how long I/O waits for a back-end that is gone).
+    /// vhost-user:SOCKET, a disk that another process serves: queues=N, queue_size=N, packed=on|off, timeout_s (how
+    /// long an answer may take), gone_s (how long I/O waits for a back-end that is gone).
     ///
-    /// ram:SIZE and null:SIZE, memory and nothing at all: readonly, cache, block_size, latency_us, mbps, discard=on|off,
-    /// max_sectors, virt_boundary=on|off.
+    /// ram:SIZE and null:SIZE, memory and nothing at all: readonly, cache, block_size, latency_us, mbps,
+    /// discard=on|off, max_sectors, virt_boundary=on|off.
     ///
-    /// chaos:SIZE, memory that makes trouble: as ram without mbps; seed; and once in how many requests: errors, requeues,
-    /// timeouts.
+    /// chaos:SIZE, memory that makes trouble: as ram without mbps; seed; and once in how many requests: errors,
+    /// requeues, timeouts.
     ///
-    /// model:disk, model:flash, model:latency, memory that takes as long as a model says: size, seed, readonly; cache for disk
-    /// and flash; us, jitter_us, iops and mbps for latency.
+    /// model:disk, model:flash, model:latency, memory that takes as long as a model says: size, seed, readonly; cache
+    /// for disk and flash; us, jitter_us, iops and mbps for latency.
     ///
-    /// Any of them: share=on to give one writable disk to several exports; scheduler=none|deadline|kyber|timeslice|fair;
-    /// iops_max=N, bytes_per_s_max=SIZE and burst_ms=N, which all its exports together do not exceed.
+    /// Any of them: share=on to give one writable disk to several exports;
+    /// scheduler=none|deadline|kyber|timeslice|fair; iops_max=N, bytes_per_s_max=SIZE and burst_ms=N, which all its
+    /// exports together do not exceed.
     #[arg(long, value_name = "SPEC")]
     pub device: Vec<String>,
     /// How the disk named before is served: vhost-user-blk:SOCKET. Repeat for more exports.
     ///
-    /// Options follow as ?key=value: queues=N (default: one for each CPU), serial=TEXT (up to 20 characters), mode=0660 and group=NAME
-    /// of the socket, lanes=0,1,... (which lane each queue lives on, in turn), iops_max=N, bytes_per_s_max=SIZE and burst_ms=N (what its
-    /// queues together do not exceed).
+    /// Options follow as ?key=value: queues=N (default: one for each CPU), serial=TEXT (up to 20 characters), mode=0660
+    /// and group=NAME of the socket, lanes=0,1,... (which lane each queue lives on, in turn), iops_max=N,
+    /// bytes_per_s_max=SIZE and burst_ms=N (what its queues together do not exceed).
     #[arg(long, value_name = "SPEC")]
     pub export: Vec<String>,
-    /// Go on with all that a running daemon serves, whose control socket this is. Guests notice a pause; that daemon ends.
+    /// Go on with all that a running daemon serves, whose control socket this is. Guests notice a pause; that daemon
+    /// ends.
     ///
-    /// Its devices, exports and control socket become those of the new one, with all that was set; and its lanes, cpus, spin_us and stats, unless they are given. Disks in files and null disks can be handed over.
+    /// Its devices, exports and control socket become those of the new one, with all that was set; and its lanes, cpus,
+    /// spin_us and stats, unless they are given. Disks in files and null disks can be handed over.
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["device", "export", "config", "control", "lock_wait_s"])]
     pub takeover: Option<PathBuf>,
-    /// Read devices and exports from a TOML file instead: tables `device` and `device.export`, each with spec = "..." and
-    /// the options above as keys; at the top lanes, cpus, spin_us, stats, control and lock_wait_s.
+    /// Read devices and exports from a TOML file instead: tables `device` and `device.export`, each with spec = "..."
+    /// and the options above as keys; at the top lanes, cpus, spin_us, stats, control and lock_wait_s.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["device", "export"])]
     pub config: Option<PathBuf>,
     /// Print a line for each export every so many seconds.
@@ -76,15 +79,16 @@ pub struct ServeArgs {
     /// Keep lanes on these CPUs, one after another: 0,1,2,3. Default: the system chooses.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cpus: Vec<u32>,
-    /// How long a lane keeps looking for work before it sleeps, microseconds. More shortens latency and costs CPU. Default: 50.
+    /// How long a lane keeps looking for work before it sleeps, microseconds. More shortens latency and costs CPU.
+    /// Default: 50.
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=SPIN_US_MAX))]
     pub spin_us: Option<u64>,
-    /// Where to listen for blkyard inspect and set, or none. Default: PID.sock in $XDG_RUNTIME_DIR/blkyard or /run/blkyard,
-    /// or SOCKET.control beside the first export.
+    /// Where to listen for blkyard inspect and set, or none. Default: PID.sock in $XDG_RUNTIME_DIR/blkyard or
+    /// /run/blkyard, or SOCKET.control beside the first export.
     #[arg(long, value_name = "PATH", value_parser = |text: &str| Ok::<_, String>(ControlPlace::from(text)))]
     pub control: Option<ControlPlace>,
-    /// How long to wait for an image that nobody alive is seen to have: a daemon that was killed leaves I/O behind that must end before its
-    /// requests are done again. Seconds; default: 60.
+    /// How long to wait for an image that nobody alive is seen to have: a daemon that was killed leaves I/O behind that
+    /// must end before its requests are done again. Seconds; default: 60.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(0..=LOCK_WAIT_S_MAX))]
     pub lock_wait_s: Option<u64>,
 }
@@ -348,8 +352,8 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     broken.map_or(Ok(()), |why| Err(ServeError::Broken(why.into())))
 }
 
-/// A disk that another process serves may have been resized there: whoever has it attached here is told, by a thread that ends when that is done.
-/// None if there is nothing to tell.
+/// A disk that another process serves may have been resized there: whoever has it attached here is told, by a thread
+/// that ends when that is done. None if there is nothing to tell.
 fn follow_sizes(daemon: &Arc<Daemon>) -> std::io::Result<Option<JoinHandle<()>>> {
     let resized = |served: &ServedDevice| match &served.device {
         Device::Attached(disk) => disk.capacity_sectors() != served.info().capacity_sectors,
@@ -391,7 +395,8 @@ struct Patience<'a> {
 }
 
 impl Patience<'_> {
-    /// Opens a device. While what has its image is seen to be no process, it is tried again. Nothing if we were told to stop.
+    /// Opens a device. While what has its image is seen to be no process, it is tried again. Nothing if we were told to
+    /// stop.
     fn open(&self, spec: &Spec) -> Result<Option<Device>, DeviceError> {
         let start = Instant::now();
         let mut told = false;

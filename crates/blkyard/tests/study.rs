@@ -1,7 +1,7 @@
 //! The studies as a user runs them: quick, checked, as JSON and as a picture.
 //!
-//! What is virtual time holds everywhere. What is CPU time depends on the machine and on how the program was built, so of that the
-//! test asks only that verdicts and exit code agree.
+//! What is virtual time holds everywhere. What is CPU time depends on the machine and on how the program was built, so
+//! of that the test asks only that verdicts and exit code agree.
 
 use std::fs;
 use std::process::Command;

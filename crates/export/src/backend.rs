@@ -1,8 +1,8 @@
 //! The control path of one vhost-user-blk export: what the front-end's messages mean.
 //!
 //! Owned by the export's own thread, which handles one message at a time. It keeps what the front-end has said of each
-//! ring; a ring runs while it has size, addresses and a kick descriptor and is enabled. Whenever something changes under a running
-//! ring, memory above all, the ring is suspended first: what was fetched is finished, then it goes on
+//! ring; a ring runs while it has size, addresses and a kick descriptor and is enabled. Whenever something changes
+//! under a running ring, memory above all, the ring is suspended first: what was fetched is finished, then it goes on
 //! from where it stood (see [`rings`]). Nothing here touches a ring or a request.
 
 mod log;
@@ -151,8 +151,8 @@ impl Backend {
         }
     }
 
-    /// Finishes what was fetched, lets go of the guest's memory, and gives the queues back for the next session. Without their lane
-    /// there is no next session; the queues on other lanes are at rest all the same.
+    /// Finishes what was fetched, lets go of the guest's memory, and gives the queues back for the next session.
+    /// Without their lane there is no next session; the queues on other lanes are at rest all the same.
     pub(crate) fn end(mut self) -> (BackendConfig, Result<()>) {
         let _ = self.suspend_all();
         (self.config, if self.lane_gone { Err(Error::BackendInternalError) } else { Ok(()) })
@@ -167,8 +167,8 @@ impl Backend {
         self.channel = Some(channel);
     }
 
-    /// The device is this from now on: queues finish what they fetched, change and go on where they stood. Of another size the
-    /// front-end is told.
+    /// The device is this from now on: queues finish what they fetched, change and go on where they stood. Of another
+    /// size the front-end is told.
     pub(crate) fn change(&mut self, info: &Arc<DeviceInfo>) -> std::result::Result<Changed, String> {
         let resized = info.capacity_sectors != self.config.disk.info().capacity_sectors;
         let running = self.suspend_all().map_err(|error| error.to_string())?;
@@ -188,8 +188,8 @@ impl Backend {
         }
     }
 
-    /// All that somebody needs to go on with the session, of whose message this has come. The queues come to rest, and stay so; says
-    /// which ran.
+    /// All that somebody needs to go on with the session, of whose message this has come. The queues come to rest, and
+    /// stay so; says which ran.
     pub(crate) fn hand_over(&mut self, part: Message) -> (Vec<usize>, std::result::Result<SessionState, String>) {
         let running = match self.suspend_all() {
             Ok(running) => running,

@@ -1,10 +1,10 @@
 //! The channel on which we speak to a front-end unasked: it is told that the configuration of its disk has changed.
 //!
-//! The front-end sends one end of a socket with a message. The message layer takes that end and has no words for what we
-//! want to say, so we keep a copy of the end.
+//! The front-end sends one end of a socket with a message. The message layer takes that end and has no words for what
+//! we want to say, so we keep a copy of the end.
 //!
-//! No answer is asked for: the front-end reads the configuration over the other connection while it has ours in hand, and two that
-//! wait for each other wait for ever.
+//! No answer is asked for: the front-end reads the configuration over the other connection while it has ours in hand,
+//! and two that wait for each other wait for ever.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -30,8 +30,8 @@ impl Channel {
         &self.0
     }
 
-    /// Says that the configuration has changed. A front-end that has not read what it was told before loses nothing if this
-    /// does not fit: it will read the configuration as it is then.
+    /// Says that the configuration has changed. A front-end that has not read what it was told before loses nothing if
+    /// this does not fit: it will read the configuration as it is then.
     ///
     /// # Errors
     /// The other end is gone, or was none.

@@ -1,7 +1,7 @@
 //! Event descriptors that a front-end sends: the kick it rings for us, the call and error we ring for it.
 //!
-//! They come from outside, so they are looked at before use: anything but an eventfd is refused. Even an eventfd may be made
-//! blocking and full by whoever holds the other end, so none is written to here: the lane rings them
+//! They come from outside, so they are looked at before use: anything but an eventfd is refused. Even an eventfd may be
+//! made blocking and full by whoever holds the other end, so none is written to here: the lane rings them
 //! ([`Chime`](blkyard_mq::Chime)).
 
 use std::fs::File;

@@ -1,9 +1,9 @@
 //! An export that changes hands: all that another process needs to go on where this one stopped.
 //!
-//! A session is handed over as the messages that would make it: those the front-end would send, were it to begin with rings that
-//! stand where these do. Whoever takes it feeds them to its own message layer, so they are checked like any others, and there is one
-//! way to set a session up. All is prepared before the queues are to run; until they do, the export that handed over can go on as
-//! if nothing had happened.
+//! A session is handed over as the messages that would make it: those the front-end would send, were it to begin with
+//! rings that stand where these do. Whoever takes it feeds them to its own message layer, so they are checked like any
+//! others, and there is one way to set a session up. All is prepared before the queues are to run; until they do, the
+//! export that handed over can go on as if nothing had happened.
 
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;

@@ -1,8 +1,9 @@
-//! The memory in which a session's queues record what is in flight, so that another daemon can go on should this one die.
+//! The memory in which a session's queues record what is in flight, so that another daemon can go on should this one
+//! die.
 //!
 //! Made here when the front-end asks for it, kept by the front-end, and given back to whoever serves it: the daemon
-//! that made it, an older or newer one, another back-end's successor. What comes is looked at before it is mapped. What is
-//! written in it is the business of `blkyard_virtio`.
+//! that made it, an older or newer one, another back-end's successor. What comes is looked at before it is mapped. What
+//! is written in it is the business of `blkyard_virtio`.
 
 use std::fs::File;
 use std::io;
@@ -13,8 +14,8 @@ use blkyard_mem::{MapError, Region};
 use blkyard_virtio::{Features, Inflight, inflight_bytes};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-/// Zeroed memory for the records of so many queues of the format that was negotiated, as a file that cannot become shorter under whoever maps it; and its
-/// length in bytes.
+/// Zeroed memory for the records of so many queues of the format that was negotiated, as a file that cannot become
+/// shorter under whoever maps it; and its length in bytes.
 ///
 /// # Errors
 /// The system gives no memory or descriptor.

@@ -1,7 +1,7 @@
 //! What others see: the exports.
 //!
-//! Today one: a vhost-user-blk back-end, for virtual machines and for programs that speak virtio-blk over a socket. The messages
-//! of the control path come through the `vhost` crate; rings, requests and data are ours, and every virtqueue
+//! Today one: a vhost-user-blk back-end, for virtual machines and for programs that speak virtio-blk over a socket. The
+//! messages of the control path come through the `vhost` crate; rings, requests and data are ours, and every virtqueue
 //! feeds a hardware queue of its own. This crate does no file I/O and starts one thread per export, for its socket.
 #![forbid(unsafe_code)]
 

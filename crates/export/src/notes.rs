@@ -1,9 +1,10 @@
 //! What a queue notes of the guest memory it writes, while the front-end wants to know. [vhost-user, Migration]
 //!
 //! Of data and status bytes it notes those it writes; of its ring, all parts that a device writes to, each time it may
-//! have: a few pages, which are written all the time. Everything is noted after it is written, and before the front-end hears that
-//! the queue has come to rest. A front-end may want to be told of it, by a bell: it is, once for each round that notes something and once
-//! at the end. What a queue notes when its lane goes to sleep it is told of with the next round.
+//! have: a few pages, which are written all the time. Everything is noted after it is written, and before the front-end
+//! hears that the queue has come to rest. A front-end may want to be told of it, by a bell: it is, once for each round
+//! that notes something and once at the end. What a queue notes when its lane goes to sleep it is told of with the next
+//! round.
 
 use std::cell::Cell;
 use std::sync::Arc;

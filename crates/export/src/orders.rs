@@ -1,4 +1,5 @@
-//! What an export may be told while it serves, from outside its socket: another size, other limits, another number of queues.
+//! What an export may be told while it serves, from outside its socket: another size, other limits, another number of
+//! queues.
 //!
 //! The export's own thread does it, between two messages of its front-end or while it waits for one. So nothing changes
 //! under a message; and a front-end that stops in the middle of one, or never reads an answer, delays nothing.
@@ -63,36 +64,40 @@ pub(crate) fn orders() -> io::Result<(ExportHand, Orders)> {
 }
 
 impl ExportHand {
-    /// Asks that the device be this from now on: of another size, of other limits. Queues finish what they fetched, change and go on;
-    /// a front-end that can be told hears of another size. The channel ends without an answer if the export has ended.
+    /// Asks that the device be this from now on: of another size, of other limits. Queues finish what they fetched,
+    /// change and go on; a front-end that can be told hears of another size. The channel ends without an answer if the
+    /// export has ended.
     pub fn change(&self, info: Arc<DeviceInfo>) -> Receiver<Result<Changed, String>> {
         self.give(|answer| Order::Change(info, answer))
     }
 
-    /// Asks that each queue have no more than so many requests in flight. What the limit has become is the answer: at most what
-    /// the queues were made for.
+    /// Asks that each queue have no more than so many requests in flight. What the limit has become is the answer: at
+    /// most what the queues were made for.
     pub fn set_depth(&self, depth: usize) -> Receiver<Result<usize, String>> {
         self.give(|answer| Order::Depth(depth, answer))
     }
 
-    /// Asks that each queue order what waits by this scheduler from now on. Nothing is lost, and nothing has to come to rest.
+    /// Asks that each queue order what waits by this scheduler from now on. Nothing is lost, and nothing has to come to
+    /// rest.
     pub fn schedule(&self, config: SchedulerConfig) -> Receiver<Result<(), String>> {
         self.give(|answer| Order::Schedule(config, answer))
     }
 
-    /// Asks that what passes its queues, all together, pass each of these limits from now on; none is no limit. Nothing has to come to rest.
+    /// Asks that what passes its queues, all together, pass each of these limits from now on; none is no limit. Nothing
+    /// has to come to rest.
     pub fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Receiver<Result<(), String>> {
         self.give(|answer| Order::Rates(limits, answer))
     }
 
-    /// Asks that so many queues be offered from the next front-end on: at least one, at most as many as were made, with those in `more`, which
-    /// live on their lanes already. They are given the device and the bound that the others have by now.
+    /// Asks that so many queues be offered from the next front-end on: at least one, at most as many as were made, with
+    /// those in `more`, which live on their lanes already. They are given the device and the bound that the others have
+    /// by now.
     pub fn offer(&self, queues: u16, more: Vec<QueueRemote>) -> Receiver<Result<Changed, String>> {
         self.give(|answer| Order::Offer(queues, more, answer))
     }
 
-    /// Asks that it come to rest with all it serves, so that another process can go on with that. It rests until what comes is let go
-    /// of or dropped.
+    /// Asks that it come to rest with all it serves, so that another process can go on with that. It rests until what
+    /// comes is let go of or dropped.
     pub fn hand_over(&self) -> Receiver<Result<Handed, String>> {
         self.give(Order::HandOver)
     }

@@ -1,18 +1,21 @@
 //! How much of what is offered a round takes of a queue whose device has nothing to do.
 //!
-//! Half of it, and the rest in the next round: a device that answers on the spot has then given the one half back while it is at the other, so that
-//! guest and device work at the same time. Where they take turns on one CPU nobody works meanwhile, and more rounds only cost more. So in
-//! some rounds the queue looks whether the guest offers anything between beginning and end: one that takes turns with us cannot.
+//! Half of it, and the rest in the next round: a device that answers on the spot has then given the one half back while
+//! it is at the other, so that guest and device work at the same time. Where they take turns on one CPU nobody works
+//! meanwhile, and more rounds only cost more. So in some rounds the queue looks whether the guest offers anything
+//! between beginning and end: one that takes turns with us cannot.
 //!
 //! Owned by its queue. What it is told of the guest's doing is a guess, and a guest that feigns slows down itself.
 
 /// Half of what is offered, but no less than this: less is not worth a round.
 const HALF_MIN: usize = 3;
 
-/// Rounds of half in a row in which the guest offered nothing, after which it seems to take turns with us. One on another CPU offers something sooner.
+/// Rounds of half in a row in which the guest offered nothing, after which it seems to take turns with us. One on
+/// another CPU offers something sooner.
 const LOOKS_MAX: u16 = 16;
 
-/// Rounds for which an answer holds: so many that looking, and halves in vain, cost hardly a hundredth of what they cost in each.
+/// Rounds for which an answer holds: so many that looking, and halves in vain, cost hardly a hundredth of what they
+/// cost in each.
 const ROUNDS_KEPT: u16 = 1024;
 
 /// The pace of one queue.
@@ -84,7 +87,8 @@ impl Pace {
 mod tests {
     use super::*;
 
-    /// Rounds with so many in sight, each of which the guest offers something in or not: what each took of them, and how often was looked.
+    /// Rounds with so many in sight, each of which the guest offers something in or not: what each took of them, and
+    /// how often was looked.
     fn rounds(pace: &mut Pace, count: u16, in_sight: usize, moves: bool) -> (Vec<usize>, usize) {
         let mut looks = 0;
         let took = (0..count).map(|_| {

@@ -1,8 +1,9 @@
 //! A virtqueue and the hardware queue it feeds, as a station of a lane.
 //!
-//! A round gives back what the device finished, fetches what the guest published (half of it, if the device has nothing), and passes it on; one
-//! look at the clock, one used index and at most one call for all of it. A chain is fetched only while a bio is at hand to carry it. The guest's mistakes
-//! end in an error status, or stop this queue with a counted reason; they reach nobody else.
+//! A round gives back what the device finished, fetches what the guest published (half of it, if the device has
+//! nothing), and passes it on; one look at the clock, one used index and at most one call for all of it. A chain is
+//! fetched only while a bio is at hand to carry it. The guest's mistakes end in an error status, or stop this queue
+//! with a counted reason; they reach nobody else.
 //!
 //! Owned by its lane. What the control path wants comes as commands (see [`crate::remote`]). A queue that moves to
 //! another lane comes to rest first and takes its session along: whoever is connected notices a pause and nothing else.
@@ -33,8 +34,9 @@ const SEGMENTS: usize = crate::backend::SEG_MAX as usize + 2;
 /// How often a queue without a kick descriptor looks for work by itself.
 const POLL_NS: u64 = 200_000;
 
-/// Chains fetched in one round, at most: as many as there are bios by default. A request that is answered on the spot gives its bio
-/// back at once, so without this a guest that publishes as fast as we fetch would keep the lane from its other queues.
+/// Chains fetched in one round, at most: as many as there are bios by default. A request that is answered on the spot
+/// gives its bio back at once, so without this a guest that publishes as fast as we fetch would keep the lane from its
+/// other queues.
 const ROUND_MAX: usize = 256;
 
 /// A virtqueue and its hardware queue.
@@ -158,7 +160,8 @@ impl<D> VhostQueue<D> {
         }
     }
 
-    /// The same, and its bios say who submits them, for schedulers: no two queues that share a device's queue have the same stream.
+    /// The same, and its bios say who submits them, for schedulers: no two queues that share a device's queue have the
+    /// same stream.
     #[must_use]
     pub fn with_stream(mut self, stream: u32) -> VhostQueue<D> {
         self.desk.free.iter_mut().for_each(|bio| bio.stream = stream);
@@ -307,8 +310,8 @@ impl Session {
         self.memory.is_faulted() || self.records.as_ref().is_some_and(|records| records.is_faulted())
     }
 
-    /// Fetches chains while there are bios to carry them, but no more than `most`, and what the pace says if the device has nothing. Returns
-    /// whether anything was fetched.
+    /// Fetches chains while there are bios to carry them, but no more than `most`, and what the pace says if the device
+    /// has nothing. Returns whether anything was fetched.
     #[inline]
     fn fetch<D>(
         &mut self,
@@ -347,7 +350,8 @@ impl Session {
             if fetched == 1 && rest == 0 && device_idle {
                 most = most.min(self.pace.begin(1 + self.ring.in_sight(), || self.ring.front()));
             }
-            // Looked at after the chain was found: what was published after the mode had changed is done in the new one.
+            // Looked at after the chain was found: what was published after the mode had changed is done in the new
+            // one.
             let write_back = self.disk.write_back.load(Ordering::Acquire);
             let context = ParseContext { features: self.disk.features, write_back };
             match parse(&self.chain, &self.memory, &context, &mut bio) {
@@ -446,8 +450,8 @@ impl Session {
         }
     }
 
-    /// The memory was cut short under the ring. Ends the control path's session, which suspends all queues and lets go of the
-    /// memory.
+    /// The memory was cut short under the ring. Ends the control path's session, which suspends all queues and lets go
+    /// of the memory.
     #[cold]
     fn lose(&mut self) {
         if !self.lost {
@@ -458,7 +462,8 @@ impl Session {
     }
 }
 
-/// Rings another bell than the guest's, under the same place. A call of the guest's that has not gone through goes to a bell that is ringing already.
+/// Rings another bell than the guest's, under the same place. A call of the guest's that has not gone through goes to a
+/// bell that is ringing already.
 #[cold]
 fn chime_once<Cx: ?Sized + Chime>(cx: &mut Cx, place: &mut ChimePlace, bell: &Event) {
     cx.forget(place);
@@ -529,7 +534,8 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         }
         self.flushing.submit(&mut self.hw);
         if !session.broken {
-            // A queue that comes to rest owes what was in flight before it began, and nothing else that it has not fetched.
+            // A queue that comes to rest owes what was in flight before it began, and nothing else that it has not
+            // fetched.
             let most = if stopping { session.ring.left().min(ROUND_MAX) } else { ROUND_MAX };
             // The control path's flush takes a place, too: there may be more bios at hand than there is room for.
             let most = most.min(self.hw.room());

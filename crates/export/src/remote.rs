@@ -1,11 +1,11 @@
 //! The two ends of a queue: the station on its lane, and the hand that the control path has on it.
 //!
-//! A queue that runs belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and waits
-//! for the answer, which for a suspension comes only when all that was fetched is finished.
+//! A queue that runs belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and
+//! waits for the answer, which for a suspension comes only when all that was fetched is finished.
 //!
-//! The queue may move to another lane meanwhile, and takes its mail along. Whoever has written to it wakes the lane that it
-//! is known to live on; should that be the old one, the letter was there before the queue told us of the new one, which
-//! looks for mail once that is done.
+//! The queue may move to another lane meanwhile, and takes its mail along. Whoever has written to it wakes the lane
+//! that it is known to live on; should that be the old one, the letter was there before the queue told us of the new
+//! one, which looks for mail once that is done.
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -189,8 +189,8 @@ impl QueueRemote {
         wait.recv().map_err(|_| Gone)
     }
 
-    /// Has the queue ring this from now on. Waited for, as everything a front-end asks for is: else one that asks faster than a
-    /// lane hears would have us hold descriptors without end.
+    /// Has the queue ring this from now on. Waited for, as everything a front-end asks for is: else one that asks
+    /// faster than a lane hears would have us hold descriptors without end.
     pub(crate) fn set_call(&self, call: Option<Arc<Event>>) -> Result<(), Gone> {
         let (answer, wait) = channel();
         self.line.send(Command::Call(call, answer))?;
@@ -214,7 +214,8 @@ impl QueueWatch {
         self.line.shared.refusals.get()
     }
 
-    /// Asks the queue's owner what there is to see; the answer comes once its lane has turned. Nothing if the lane has ended.
+    /// Asks the queue's owner what there is to see; the answer comes once its lane has turned. Nothing if the lane has
+    /// ended.
     pub fn look(&self) -> Option<Receiver<QueueView>> {
         let (answer, wait) = channel();
         self.line.send(Command::Look(answer)).ok()?;
@@ -227,8 +228,8 @@ impl Line {
         self.commands.send(command).map_err(|_| Gone)?;
         // Pairs with the station's swap: who sees the flag finds the command.
         self.shared.mail.store(true, Ordering::Release);
-        // After the flag: a queue that moves puts its new lane here before it looks at the flag. So either we wake that one,
-        // or it finds the flag by itself. A queue that lives on no lane yet will look when it does.
+        // After the flag: a queue that moves puts its new lane here before it looks at the flag. So either we wake that
+        // one, or it finds the flag by itself. A queue that lives on no lane yet will look when it does.
         if let Some(waker) = &*self.shared.waker.lock().unwrap_or_else(PoisonError::into_inner) {
             waker.wake();
         }

@@ -1,8 +1,8 @@
 //! The thread of one export: takes one front-end after another, and handles its messages.
 //!
 //! While a front-end is connected the next one waits in the socket's backlog. When one leaves, or sends what cannot be
-//! answered, its queues finish what they fetched, its memory is let go, and the next finds the disk as it is. Between two
-//! messages, or while nobody is connected, the thread does what it is told from outside (see [`crate::orders`]).
+//! answered, its queues finish what they fetched, its memory is let go, and the next finds the disk as it is. Between
+//! two messages, or while nobody is connected, the thread does what it is told from outside (see [`crate::orders`]).
 
 use std::io;
 use std::ops::ControlFlow;
@@ -92,8 +92,8 @@ impl Server {
         Server::spawn(socket, offered, move |desk| serve(Begin::Waiting(config), desk))
     }
 
-    /// Prepares to go on with an export that another process has handed over, on its socket. Nothing is served, and nothing of the other process is
-    /// touched, before [`Taking::go`].
+    /// Prepares to go on with an export that another process has handed over, on its socket. Nothing is served, and
+    /// nothing of the other process is touched, before [`Taking::go`].
     ///
     /// # Errors
     /// The session is none that this disk could have, or the system gives no thread or descriptor.

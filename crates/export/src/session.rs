@@ -101,8 +101,8 @@ impl Session {
                     }
                 }
                 Ok(Call::Socket) => {
-                    // Room for the answer comes before the question: one that asks and never reads would keep us in the middle of
-                    // an answer, out of reach.
+                    // Room for the answer comes before the question: one that asks and never reads would keep us in the
+                    // middle of an answer, out of reach.
                     awaited = if self.may_answer() { PollFlags::IN } else { PollFlags::OUT };
                     if awaited == PollFlags::IN
                         && let Err(error) = self.turn()
@@ -141,7 +141,8 @@ impl Session {
         (answer, outcome)
     }
 
-    /// Lets go of the front-end once its queues have finished. Gives back what the next session needs, and whether there can be one.
+    /// Lets go of the front-end once its queues have finished. Gives back what the next session needs, and whether
+    /// there can be one.
     pub(crate) fn end(self, end: &End) -> (BackendConfig, Result<(), Error>) {
         let Session { name, backend, relay, connection, .. } = self;
         // The message layer's share of the back-end; the connection stays open until the queues have finished.

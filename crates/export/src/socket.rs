@@ -92,7 +92,8 @@ impl BoundSocket {
         Ok(bound)
     }
 
-    /// Goes on listening where another process does. The socket stays that one's until it is [owned](BoundSocket::set_owned).
+    /// Goes on listening where another process does. The socket stays that one's until it is
+    /// [owned](BoundSocket::set_owned).
     pub fn adopt(listener: OwnedFd, path: PathBuf, identity: (u64, u64)) -> BoundSocket {
         BoundSocket { listener: listener.into(), path, identity, owned: AtomicBool::new(false) }
     }

@@ -1,8 +1,9 @@
 //! Messages of a front-end as they lie on the wire, and the way they take to the message layer.
 //!
-//! What comes is collected here until a message is whole, so that a front-end that stops in the middle of one has the export's thread
-//! wait for nothing. The message layer reads from a pair of sockets of our own: it keeps what was negotiated to itself and learns it by messages
-//! only, and so a session can be given to it that began in another process (see [`crate::handover`]).
+//! What comes is collected here until a message is whole, so that a front-end that stops in the middle of one has the
+//! export's thread wait for nothing. The message layer reads from a pair of sockets of our own: it keeps what was
+//! negotiated to itself and learns it by messages only, and so a session can be given to it that began in another
+//! process (see [`crate::handover`]).
 //!
 //! What messages mean is not known here.
 
@@ -183,7 +184,8 @@ impl Relay {
         Relay { handler: BackendReqHandler::from_stream(far, backend), near }
     }
 
-    /// Has a whole message handled. Gives the answer, if there is one, and what became of it: the session is over if that is an error.
+    /// Has a whole message handled. Gives the answer, if there is one, and what became of it: the session is over if
+    /// that is an error.
     pub(crate) fn handle(&mut self, message: &Message) -> (Message, Result<(), Error>) {
         let mut answer = Message::default();
         // The message layer would wait for what is missing.

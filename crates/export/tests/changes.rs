@@ -1,5 +1,5 @@
-//! An export is changed while it serves: its size, its depth, the queues it offers. Nothing that was fetched is lost, and who need
-//! not notice does not.
+//! An export is changed while it serves: its size, its depth, the queues it offers. Nothing that was fetched is lost,
+//! and who need not notice does not.
 
 mod common;
 

@@ -11,7 +11,8 @@ use common::{
 };
 use proptest::prelude::*;
 
-/// A rude front-end at the first export; afterwards a good one is served there and the second export has noticed nothing.
+/// A rude front-end at the first export; afterwards a good one is served there and the second export has noticed
+/// nothing.
 struct Siege {
     world: World,
     bystander: Bystander,

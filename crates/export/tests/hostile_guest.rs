@@ -244,8 +244,8 @@ fn headers_and_descriptors_rewritten_while_requests_run_harm_nobody() {
     world.stop();
 }
 
-/// Offers requests that are answered on the spot, without end: always some more than are fetched. The status byte of the first
-/// of sixteen tells how far the device has come, long before the used ring does.
+/// Offers requests that are answered on the spot, without end: always some more than are fetched. The status byte of
+/// the first of sixteen tells how far the device has come, long before the used ring does.
 fn flood(vq: &Vq, ending: &AtomicBool) {
     const LOT: u16 = 16;
     for slot in 0..LOT {

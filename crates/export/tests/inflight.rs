@@ -1,7 +1,7 @@
 //! A daemon that dies with requests in flight, and the one that comes after it: all is answered once, in its order.
 //!
-//! What a daemon that is killed leaves behind is its guest's memory and the records, as they are at that moment. So a copy of both, taken
-//! while requests are with the device, is what the next daemon finds.
+//! What a daemon that is killed leaves behind is its guest's memory and the records, as they are at that moment. So a
+//! copy of both, taken while requests are with the device, is what the next daemon finds.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! Sessions of all kinds leave nothing behind: no descriptor, no mapping. By itself, so that nobody else opens any meanwhile.
+//! Sessions of all kinds leave nothing behind: no descriptor, no mapping. By itself, so that nobody else opens any
+//! meanwhile.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! A deep load on many queues is answered in full. The rates are printed, not judged: they say little on a machine that does other
-//! things as well.
+//! A deep load on many queues is answered in full. The rates are printed, not judged: they say little on a machine that
+//! does other things as well.
 
 mod common;
 

@@ -171,8 +171,8 @@ fn with_event_indexes_the_guest_is_called_where_it_asked_to_be() {
     let mut vq = Vq::new(&ram, 0);
     vq.event_idx = true;
     front.start(0, &vq);
-    // What the first answer brings is told in any case, since nobody knows what was told before. The call comes after the
-    // answer, so it is waited for: one that is late would look like one too many.
+    // What the first answer brings is told in any case, since nobody knows what was told before. The call comes after
+    // the answer, so it is waited for: one that is late would look like one too many.
     vq.put(0, kind::OUT, 0, Data::Out(&[1; 512]));
     vq.publish();
     until("the first request is answered", || vq.poll().is_some());
@@ -321,8 +321,8 @@ fn rings_run_without_protocol_features_however_little_is_negotiated() {
 
 #[test]
 fn asking_where_a_ring_stands_waits_until_all_that_was_fetched_is_finished() {
-    // When the question has reached the lane cannot be seen from outside. So what is offered after a pause is either a case of
-    // this test, or came before the question; then the pause was too short for this machine.
+    // When the question has reached the lane cannot be seen from outside. So what is offered after a pause is either a
+    // case of this test, or came before the question; then the pause was too short for this machine.
     let pauses = (0..10).map(|n| Duration::from_millis(20 << n));
     assert!(pauses.into_iter().any(stands_where_it_was_asked), "a ring that is being stopped is fetched from");
 }

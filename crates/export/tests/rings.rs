@@ -160,7 +160,8 @@ impl<F: FnMut()> Chime for Called<F> {
 
 #[test]
 fn halves_are_for_a_guest_that_works_while_the_device_does() {
-    // Eight requests, offered again as they come back: when the guest is called, in the middle of a turn, or after every two turns.
+    // Eight requests, offered again as they come back: when the guest is called, in the middle of a turn, or after
+    // every two turns.
     for meanwhile in [true, false] {
         let mut hand = Hand::new(0);
         let (front, mut vq) = hand.connect();

@@ -1,4 +1,5 @@
-//! Front-ends come and go, the daemon stops, lanes end: what was fetched is finished first, and nobody is kept waiting for ever.
+//! Front-ends come and go, the daemon stops, lanes end: what was fetched is finished first, and nobody is kept waiting
+//! for ever.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! Exports that change hands while guests use them: each request is answered once and rightly, and the guest sees a pause and nothing else.
+//! Exports that change hands while guests use them: each request is answered once and rightly, and the guest sees a
+//! pause and nothing else.
 
 mod common;
 

@@ -1,8 +1,8 @@
 //! The baton: one owner at a time, and nobody waits for it.
 //!
-//! A [`Baton`] keeps something that several threads share and one at a time may touch, a hardware queue. It is a lock without a
-//! slow path: a thread that finds it held leaves word that there is work, and goes. The one who holds it cannot put it down
-//! without having taken note.
+//! A [`Baton`] keeps something that several threads share and one at a time may touch, a hardware queue. It is a lock
+//! without a slow path: a thread that finds it held leaves word that there is work, and goes. The one who holds it
+//! cannot put it down without having taken note.
 //!
 //! ```text
 //!                       take                            take, by another
@@ -13,14 +13,14 @@
 //!                     give back                                                   └─ give back: refused
 //! ```
 //!
-//! What makes it safe to leave: *work* is set by a read-modify-write after the leaver has published what it has, and idle is
-//! reached only from *owned*. So either the compare-exchange to idle comes first, and the leaver finds idle and takes the baton
-//! itself; or it comes second, fails, and the holder heeds, which makes what was published visible to it. There is one word, and all
-//! orders of events are orders of its values: no other fence is needed.
+//! What makes it safe to leave: *work* is set by a read-modify-write after the leaver has published what it has, and
+//! idle is reached only from *owned*. So either the compare-exchange to idle comes first, and the leaver finds idle and
+//! takes the baton itself; or it comes second, fails, and the holder heeds, which makes what was published visible to
+//! it. There is one word, and all orders of events are orders of its values: no other fence is needed.
 //!
-//! How often a holder heeds before it passes on, and to whom, is the business of whoever shares something this way: `mq`'s software
-//! queue. A thread that is interrupted while it holds the baton delays the others; they can leave and sleep meanwhile, but not
-//! go around it.
+//! How often a holder heeds before it passes on, and to whom, is the business of whoever shares something this way:
+//! `mq`'s software queue. A thread that is interrupted while it holds the baton delays the others; they can leave and
+//! sleep meanwhile, but not go around it.
 //!
 //! Unsafe: what is kept is reached by the holder's reference, through the shared baton.
 
@@ -43,8 +43,8 @@ pub struct Baton<T> {
     kept: UnsafeCell<T>,
 }
 
-// SAFETY: the word lets one thread at a time reach what is kept, and hands it from one to the next with release and acquire. So
-// it moves between threads, which is what `Send` allows, and is never shared between them.
+// SAFETY: the word lets one thread at a time reach what is kept, and hands it from one to the next with release and
+// acquire. So it moves between threads, which is what `Send` allows, and is never shared between them.
 unsafe impl<T: Send> Sync for Baton<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Send for Baton<T> {}
@@ -75,8 +75,8 @@ impl<T> Baton<T> {
             return Some(holder);
         }
         // Release pairs with the swap in `Holder::heed`: the holder sees what we published. Acquire pairs with the
-        // compare-exchange in `Holder::give_back`, for the case that we find it idle after all; then the word says "work"
-        // although it is only us, and we heed ourselves.
+        // compare-exchange in `Holder::give_back`, for the case that we find it idle after all; then the word says
+        // "work" although it is only us, and we heed ourselves.
         match self.word.0.fetch_or(OWNED | WORK, Ordering::AcqRel) {
             IDLE => Some(self.holder()),
             was => {
@@ -118,8 +118,8 @@ impl<T> Baton<T> {
 }
 
 impl<'a, T> Holder<'a, T> {
-    /// Takes note of work that others left. True if there was any: what they published before they left is visible from here
-    /// on.
+    /// Takes note of work that others left. True if there was any: what they published before they left is visible from
+    /// here on.
     #[inline]
     pub fn heed(&mut self) -> bool {
         let word = &self.baton.word.0;
@@ -127,8 +127,8 @@ impl<'a, T> Holder<'a, T> {
         if word.load(Ordering::Relaxed) & WORK == 0 {
             return false;
         }
-        // Acquire pairs with the fetch-or in `Baton::take`. Those who left before the last one are covered too: read-modify-writes
-        // continue a release.
+        // Acquire pairs with the fetch-or in `Baton::take`. Those who left before the last one are covered too:
+        // read-modify-writes continue a release.
         word.swap(OWNED, Ordering::Acquire);
         true
     }

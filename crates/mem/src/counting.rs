@@ -1,7 +1,7 @@
 //! An allocator that counts, for tests that prove that the data path allocates nothing.
 //!
-//! A test program makes it its global allocator and compares the counts around what must not allocate. Each thread has a count of
-//! its own, so that neither the test's harness nor its neighbours disturb it. No program but a test uses it.
+//! A test program makes it its global allocator and compares the counts around what must not allocate. Each thread has
+//! a count of its own, so that neither the test's harness nor its neighbours disturb it. No program but a test uses it.
 //!
 //! Unsafe: being an allocator is.
 

@@ -5,8 +5,8 @@
 //! faulted; the thread goes on, finds zeroes, and its owner stops the export that the region belonged to. A SIGBUS
 //! anywhere else ends the process as it always did.
 //!
-//! The handler runs in the thread that touched the page. It uses nothing but atomics and one system call, `mmap`. The region it looks
-//! up cannot go away meanwhile: the interrupted thread is inside an access that borrows it.
+//! The handler runs in the thread that touched the page. It uses nothing but atomics and one system call, `mmap`. The
+//! region it looks up cannot go away meanwhile: the interrupted thread is inside an access that borrows it.
 
 use std::io;
 use std::sync::Once;

@@ -1,7 +1,7 @@
 //! A life that ends at a chosen store: what one that is killed there leaves in shared memory.
 //!
-//! For tests built with `--cfg kill`. A process that gets SIGKILL stops between two instructions: all it stored before is
-//! there, nothing after it. Which instructions lie between two stores to shared memory makes no difference to
+//! For tests built with `--cfg kill`. A process that gets SIGKILL stops between two instructions: all it stored before
+//! is there, nothing after it. Which instructions lie between two stores to shared memory makes no difference to
 //! whoever looks at the memory, so to stop before each store in turn is to stop everywhere. Counts the stores of
 //! [`View`](crate::View) on one thread; bytes copied into a region are not counted.
 

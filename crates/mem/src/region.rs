@@ -1,8 +1,8 @@
 //! A run of memory that someone else may write at any time.
 //!
-//! A [`Region`] is mapped once and stays where it is until its last holder lets go. It may be memory of our own that the
-//! kernel reads into, or a file shared with a virtual machine. No reference into it is ever formed: bytes go in
-//! and out by copy, fields through [`crate::View`].
+//! A [`Region`] is mapped once and stays where it is until its last holder lets go. It may be memory of our own that
+//! the kernel reads into, or a file shared with a virtual machine. No reference into it is ever formed: bytes go in and
+//! out by copy, fields through [`crate::View`].
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -20,7 +20,8 @@ const HUGE_BYTES: usize = 2 << 20;
 
 /// Mapped memory with more than one writer.
 pub struct Region {
-    /// First byte of the region; not page-aligned if its place in the file is not. What lies before and behind is nobody's.
+    /// First byte of the region; not page-aligned if its place in the file is not. What lies before and behind is
+    /// nobody's.
     base: NonNull<u8>,
     len: usize,
     mapping: *mut std::ffi::c_void,
@@ -66,8 +67,8 @@ pub enum MapError {
 }
 
 impl Region {
-    /// Maps `len` bytes of zeroed memory of our own, page-aligned, and if it is large aligned to a huge page. Pages are taken when they
-    /// are touched.
+    /// Maps `len` bytes of zeroed memory of our own, page-aligned, and if it is large aligned to a huge page. Pages are
+    /// taken when they are touched.
     ///
     /// # Errors
     /// The system has no room, or `len` is zero.
@@ -94,23 +95,25 @@ impl Region {
         Ok(Arc::new(Region { base, len, mapping, mapping_len, watched: None, file: None }))
     }
 
-    /// Asks the system for huge pages, which spare whoever touches the memory at random most of the walks through page tables. Advice:
-    /// nothing tells whether it was taken, and nothing needs it. From then on a touch may take 2 MiB of memory where it took a page.
+    /// Asks the system for huge pages, which spare whoever touches the memory at random most of the walks through page
+    /// tables. Advice: nothing tells whether it was taken, and nothing needs it. From then on a touch may take 2 MiB of
+    /// memory where it took a page.
     ///
-    /// Not asked for what is larger than the machine's memory, since that can only be used in parts, nor for memory that is [shared](Region::file): how
-    /// that is kept is its owner's affair.
+    /// Not asked for what is larger than the machine's memory, since that can only be used in parts, nor for memory
+    /// that is [shared](Region::file): how that is kept is its owner's affair.
     pub fn prefer_huge_pages(&self) {
         let machine = rustix::system::sysinfo();
         let machine_bytes = u128::from(machine.totalram) * u128::from(machine.mem_unit);
         if self.watched.is_some() || self.len as u128 > machine_bytes {
             return;
         }
-        // SAFETY: our own mapping, in which the region begins at a page; its contents stay. A system without huge pages refuses, which is as good.
+        // SAFETY: our own mapping, in which the region begins at a page; its contents stay. A system without huge pages
+        // refuses, which is as good.
         let _ = unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), self.len, rustix::mm::Advice::LinuxHugepage) };
     }
 
-    /// Maps `len` bytes of zeroed memory of our own that [can be shared](Region::file): an unnamed file, whose length nobody can
-    /// change any more.
+    /// Maps `len` bytes of zeroed memory of our own that [can be shared](Region::file): an unnamed file, whose length
+    /// nobody can change any more.
     ///
     /// # Errors
     /// The system has no room, or `len` is zero.
@@ -125,8 +128,8 @@ impl Region {
         })
     }
 
-    /// Maps `len` bytes at `offset` of a file, shared with whoever else has it. Should the file shrink later, the region
-    /// turns into zeroes and [`Region::is_faulted`] says so.
+    /// Maps `len` bytes at `offset` of a file, shared with whoever else has it. Should the file shrink later, the
+    /// region turns into zeroes and [`Region::is_faulted`] says so.
     ///
     /// # Errors
     /// See [`MapError`]; nothing stays mapped.
@@ -175,8 +178,8 @@ impl Region {
         self.len
     }
 
-    /// The file that is mapped, and the offset of the region there, for those who are to map the same memory. None if the
-    /// memory is private.
+    /// The file that is mapped, and the offset of the region there, for those who are to map the same memory. None if
+    /// the memory is private.
     pub fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
         self.file.as_ref().map(|(file, offset)| (file.as_fd(), *offset))
     }

@@ -1,6 +1,7 @@
 //! The ring between two threads: one puts values in, the other takes them out, in order.
 //!
-//! Each end is owned by one thread, cannot be copied, and may move to another thread. There is no lock, and no locked instruction:
+//! Each end is owned by one thread, cannot be copied, and may move to another thread. There is no lock, and no locked
+//! instruction:
 //!
 //! ```text
 //!             head (consumer's line)        tail (producer's line)
@@ -10,11 +11,12 @@
 //!                                     pop                         push
 //! ```
 //!
-//! An end tells the other how far it has come once per batch: [`Producer::publish`], [`Consumer::release`]. It remembers
-//! how far it has seen the other come, and looks again only when that does not suffice. So a batch costs one line each way besides
-//! the slots themselves.
+//! An end tells the other how far it has come once per batch: [`Producer::publish`], [`Consumer::release`]. It
+//! remembers how far it has seen the other come, and looks again only when that does not suffice. So a batch costs one
+//! line each way besides the slots themselves.
 //!
-//! Knows nothing of waking anybody: who wants to sleep until something comes arranges that elsewhere ([`crate::Baton`]).
+//! Knows nothing of waking anybody: who wants to sleep until something comes arranges that elsewhere
+//! ([`crate::Baton`]).
 //!
 //! Unsafe: a slot is written by one thread and read by another.
 
@@ -31,8 +33,8 @@ struct Ring<T> {
     capacity: usize,
 }
 
-// SAFETY: the indexes give each slot to one thread at a time, see the module's head. Values move from one thread to the other,
-// which is what `Send` allows; no reference to one is shared.
+// SAFETY: the indexes give each slot to one thread at a time, see the module's head. Values move from one thread to the
+// other, which is what `Send` allows; no reference to one is shared.
 unsafe impl<T: Send> Sync for Ring<T> {}
 // SAFETY: as above; a ring that moves takes its values with it.
 unsafe impl<T: Send> Send for Ring<T> {}
@@ -47,8 +49,8 @@ impl<T> Ring<T> {
 
 impl<T> Drop for Ring<T> {
     fn drop(&mut self) {
-        // Both ends are gone, and told how far they came when they went; their count, when it reached zero, put all they did
-        // before this.
+        // Both ends are gone, and told how far they came when they went; their count, when it reached zero, put all
+        // they did before this.
         let (mut head, tail) = (self.head.0.load(Ordering::Relaxed), self.tail.0.load(Ordering::Relaxed));
         while head != tail {
             // SAFETY: what lies between head and tail is written, and nobody else is left to take it.
@@ -128,8 +130,8 @@ impl<T> Producer<T> {
         if self.tail.wrapping_sub(self.head_seen) == self.ring.capacity && self.room() == 0 {
             return Err(value);
         }
-        // SAFETY: the place at `tail` lies less than the capacity after what the consumer has released, so it is free, and it is
-        // ours until we publish it.
+        // SAFETY: the place at `tail` lies less than the capacity after what the consumer has released, so it is free,
+        // and it is ours until we publish it.
         self.ring.slot(self.tail).with_mut(|slot| unsafe {
             (*slot).write(value);
         });
@@ -143,8 +145,8 @@ impl<T> Producer<T> {
         if self.told == self.tail {
             return false;
         }
-        // Pairs with the load in `Consumer::look`: who sees this tail sees the slots written before it. Without, it would
-        // read slots before they are written.
+        // Pairs with the load in `Consumer::look`: who sees this tail sees the slots written before it. Without, it
+        // would read slots before they are written.
         self.ring.tail.0.store(self.tail, Ordering::Release);
         self.told = self.tail;
         true
@@ -152,8 +154,8 @@ impl<T> Producer<T> {
 
     #[inline]
     fn look(&mut self) {
-        // Pairs with the store in `Consumer::release`: who sees this head writes its slots after they were read. Without, a
-        // value could be overwritten while it is taken.
+        // Pairs with the store in `Consumer::release`: who sees this head writes its slots after they were read.
+        // Without, a value could be overwritten while it is taken.
         self.head_seen = self.ring.head.0.load(Ordering::Acquire);
     }
 }
@@ -178,8 +180,8 @@ impl<T> Consumer<T> {
         if self.is_empty() {
             return None;
         }
-        // SAFETY: the place at `head` lies before the tail that we have seen, so it is written; it is ours until we release it, and
-        // since `head` moves on it is read once.
+        // SAFETY: the place at `head` lies before the tail that we have seen, so it is written; it is ours until we
+        // release it, and since `head` moves on it is read once.
         let value = self.ring.slot(self.head).with(|slot| unsafe { (*slot).assume_init_read() });
         self.head = self.head.wrapping_add(1);
         Some(value)

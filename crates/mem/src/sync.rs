@@ -1,8 +1,8 @@
 //! Atomics and cells as the model checkers want to see them.
 //!
 //! What several threads share goes through here, in this crate and above, so that `--cfg loom` and `--cfg shuttle` put
-//! checked ones in the place of those of the machine. loom tries every order of a small model, weak memory included; shuttle
-//! draws orders of a large one. In an ordinary build nothing of this is left.
+//! checked ones in the place of those of the machine. loom tries every order of a small model, weak memory included;
+//! shuttle draws orders of a large one. In an ordinary build nothing of this is left.
 
 #[cfg(loom)]
 pub use loom::{

@@ -1,7 +1,7 @@
 //! Fields of a structure that two parties share, such as the rings of a virtqueue.
 //!
-//! A [`View`] is a checked part of a region. Its fields are read and written whole, once, as atomics, little-endian as virtio
-//! has them. What a field means is not known here.
+//! A [`View`] is a checked part of a region. Its fields are read and written whole, once, as atomics, little-endian as
+//! virtio has them. What a field means is not known here.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -111,8 +111,8 @@ impl View {
         }
     }
 
-    /// Sets bits of the byte at `offset`, in one step with whoever else sets or takes bits of it. What was written before
-    /// is seen by whoever sees them.
+    /// Sets bits of the byte at `offset`, in one step with whoever else sets or takes bits of it. What was written
+    /// before is seen by whoever sees them.
     ///
     /// # Panics
     /// As for the load.
@@ -131,7 +131,8 @@ impl View {
         self.field::<AtomicU8>(offset).swap(0, Ordering::SeqCst)
     }
 
-    /// Has the line of this byte fetched, to be read and written soon, while other work goes on. A hint, to nobody's harm.
+    /// Has the line of this byte fetched, to be read and written soon, while other work goes on. A hint, to nobody's
+    /// harm.
     #[inline]
     pub fn warm(&self, offset: usize) {
         if offset < self.len {
@@ -140,7 +141,8 @@ impl View {
         }
     }
 
-    /// Has the line of this byte fetched, to be read soon. Whoever writes it keeps it until then, so this may be said again and again while he does.
+    /// Has the line of this byte fetched, to be read soon. Whoever writes it keeps it until then, so this may be said
+    /// again and again while he does.
     #[inline]
     pub fn warm_to_read(&self, offset: usize) {
         if offset < self.len {
@@ -175,8 +177,8 @@ pub fn warm<T>(thing: &T) {
 /// Has a line fetched, for writing: so it comes once, and not again when it is written.
 #[inline]
 pub(crate) fn warm_at(at: NonNull<u8>) {
-    // What the compiler offers becomes a fetch for reading, since the oldest processors of the kind do not know the other. On those
-    // this does nothing.
+    // What the compiler offers becomes a fetch for reading, since the oldest processors of the kind do not know the
+    // other. On those this does nothing.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
     // SAFETY: a prefetch changes nothing but caches, and faults at no address.
     unsafe {

@@ -116,8 +116,8 @@ fn three_submitters_lose_nothing() {
     submitters(3, 1, Some(4));
 }
 
-/// A submitter that sleeps until its item is taken, while another only looks in; whoever takes it wakes it. If the baton could be put
-/// down over unheeded work, the sleeper would sleep for ever, and loom would say so.
+/// A submitter that sleeps until its item is taken, while another only looks in; whoever takes it wakes it. If the
+/// baton could be put down over unheeded work, the sleeper would sleep for ever, and loom would say so.
 #[test]
 fn a_sleeper_is_woken_by_whoever_took_its_work() {
     explore("a sleeper", None, || {

@@ -2,8 +2,8 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mem --test loom_ring`
 //!
-//! loom checks besides that a slot is never read while it is written, nor before it was. Models without a bound are explored to the
-//! end; each prints how many orders that were.
+//! loom checks besides that a slot is never read while it is written, nor before it was. Models without a bound are
+//! explored to the end; each prints how many orders that were.
 #![cfg(loom)]
 
 mod common;

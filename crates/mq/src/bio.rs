@@ -114,10 +114,11 @@ pub struct Bio {
     pub status: Status,
     /// What of its flush sequence is still to come.
     pub(crate) steps: Steps,
-    /// Who submits: a thread, a connection, a guest's queue. Zero if nobody says; a shared queue then says which thread. Whoever
-    /// schedules by it treats equal numbers as one.
+    /// Who submits: a thread, a connection, a guest's queue. Zero if nobody says; a shared queue then says which
+    /// thread. Whoever schedules by it treats equal numbers as one.
     pub stream: u32,
-    /// How long it waited for its turn, microseconds; the largest number for anything longer. Kept by schedulers that need it.
+    /// How long it waited for its turn, microseconds; the largest number for anything longer. Kept by schedulers that
+    /// need it.
     pub(crate) waited_us: u32,
     /// Which scheduler has handed it out, while it is on its way; zero for none. See `hw/scheduled.rs`.
     pub(crate) ticket: u16,
@@ -135,8 +136,8 @@ impl Bio {
         Box::new(Bio { segments: Vec::with_capacity(segments), ..Bio::default() })
     }
 
-    /// Forgets the last round; the capacity stays, and so does what is said about the submitter: stream, priority and whether it
-    /// waits for its writes.
+    /// Forgets the last round; the capacity stays, and so does what is said about the submitter: stream, priority and
+    /// whether it waits for its writes.
     #[inline]
     pub fn reset(&mut self) {
         self.flags = BioFlags::empty();
@@ -147,7 +148,8 @@ impl Bio {
         self.segments.clear();
     }
 
-    /// Whether somebody waits for it: for what is read, for what is to be durable at once, and for a write that says so.
+    /// Whether somebody waits for it: for what is read, for what is to be durable at once, and for a write that says
+    /// so.
     #[inline]
     pub fn is_sync(&self) -> bool {
         self.sync || self.op == Op::Read || self.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH)

@@ -1,10 +1,11 @@
 //! The budget: places at a device that several hardware queues share, on whatever lanes they are.
 //!
-//! Each queue has a [`BudgetShare`] and takes places from it before it offers requests to its driver, and gives them back as
-//! requests end; both in batches. While there are enough for all, that is one atomic word, and nobody hears of anybody.
+//! Each queue has a [`BudgetShare`] and takes places from it before it offers requests to its driver, and gives them
+//! back as requests end; both in batches. While there are enough for all, that is one atomic word, and nobody hears of
+//! anybody.
 //!
-//! A queue that comes out short says how many it lacks and goes to its other work, or to sleep. From then on the places belong
-//! to those who wait, until none does:
+//! A queue that comes out short says how many it lacks and goes to its other work, or to sleep. From then on the places
+//! belong to those who wait, until none does:
 //!
 //! ```text
 //!                    a share comes out short
@@ -15,19 +16,20 @@
 //!     └──────────── nobody waits any more ───────── deal: places go to those who wait, in turn; they are woken
 //! ```
 //!
-//! **No wake-up is lost.** A share writes down what it lacks, marks the word short by a read-modify-write, then goes to the ledger, which is
-//! under a [`Baton`]. A place that was given before the mark is in the word, and the ledger's holder finds it; one given
-//! after it meets the mark, and its giver goes to the ledger too. The holder cannot put the baton down without having heard of
-//! everyone who came. It takes the mark away only when nobody waits; who said so too late for it to see has left word, and is
-//! seen in the next round.
+//! **No wake-up is lost.** A share writes down what it lacks, marks the word short by a read-modify-write, then goes to
+//! the ledger, which is under a [`Baton`]. A place that was given before the mark is in the word, and the ledger's
+//! holder finds it; one given after it meets the mark, and its giver goes to the ledger too. The holder cannot put the
+//! baton down without having heard of everyone who came. It takes the mark away only when nobody waits; who said so too
+//! late for it to see has left word, and is seen in the next round.
 //!
-//! **Fair, and no herd.** Nobody passes by those who wait. Places are dealt in lots, each share in its turn, and only who was dealt
-//! something is woken: so each share that waits gets on, however much the others want, and one place wakes one thread.
+//! **Fair, and no herd.** Nobody passes by those who wait. Places are dealt in lots, each share in its turn, and only
+//! who was dealt something is woken: so each share that waits gets on, however much the others want, and one place
+//! wakes one thread.
 //!
 //! **The price**: a place that was dealt lies idle until its share has woken up.
 //!
-//! It knows nothing of requests and tags, and does not say what a place is: a tag of the whole host (`BLK_MQ_F_TAG_HCTX_SHARED`), an
-//! entry of a device's queue (SCSI's budget), memory.
+//! It knows nothing of requests and tags, and does not say what a place is: a tag of the whole host
+//! (`BLK_MQ_F_TAG_HCTX_SHARED`), an entry of a device's queue (SCSI's budget), memory.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -38,8 +40,8 @@ use crate::Wake;
 
 /// Beside the number of free places, which is shifted by one: somebody waits, and places are only dealt.
 const SHORT: u64 = 1;
-/// Places that one share gets in its turn, if it lacks as many: four, below which Linux lets no user of shared tags fall
-/// (`hctx_may_queue`), and enough to be worth a wake-up.
+/// Places that one share gets in its turn, if it lacks as many: four, below which Linux lets no user of shared tags
+/// fall (`hctx_may_queue`), and enough to be worth a wake-up.
 const LOT: u64 = 4;
 /// In a seat's word: what is lacking below, what was dealt above.
 const DEALT_SHIFT: u32 = 32;
@@ -63,8 +65,8 @@ pub struct BudgetError {
 
 /// One hardware queue's share in a budget.
 ///
-/// Owned by the queue. Places that are out when it is dropped are a bug of ours, and loud: somebody's request is still with the
-/// device.
+/// Owned by the queue. Places that are out when it is dropped are a bug of ours, and loud: somebody's request is still
+/// with the device.
 pub struct BudgetShare {
     books: Arc<Books>,
     seat: usize,
@@ -92,8 +94,8 @@ struct Ledger {
 }
 
 struct Seat {
-    /// What its share lacks, written by the share; and what it was dealt, written by the ledger's holder, who makes the other
-    /// as much smaller.
+    /// What its share lacks, written by the share; and what it was dealt, written by the ledger's holder, who makes the
+    /// other as much smaller.
     word: AtomicU64,
     /// Whom to call. Locked to join and leave and, for as long as it takes to copy it, to wake.
     waker: Mutex<Option<Arc<dyn Wake>>>,
@@ -106,8 +108,8 @@ impl Budget {
     /// A budget of so many places for up to `shares_max` queues.
     ///
     /// # Panics
-    /// If there are no places or nobody to share them, or more than [`Budget::PLACES_MAX`]: budgets are checked where they are
-    /// configured.
+    /// If there are no places or nobody to share them, or more than [`Budget::PLACES_MAX`]: budgets are checked where
+    /// they are configured.
     pub fn new(places: usize, shares_max: usize) -> Budget {
         assert!((1..=Budget::PLACES_MAX).contains(&places) && shares_max > 0, "a budget of {places} for {shares_max}");
         let seat = |_| Seat { word: AtomicU64::new(0), waker: Mutex::new(None) };
@@ -145,8 +147,9 @@ impl Budget {
 }
 
 impl BudgetShare {
-    /// Takes up to `wanted` places and returns how many it took. If that is less, the share waits for the rest: it is woken when
-    /// there are some, and then takes again, saying anew how many it wants. One that wants none does not wait.
+    /// Takes up to `wanted` places and returns how many it took. If that is less, the share waits for the rest: it is
+    /// woken when there are some, and then takes again, saying anew how many it wants. One that wants none does not
+    /// wait.
     #[inline]
     pub fn take(&mut self, wanted: usize) -> usize {
         let mut took = 0;
@@ -192,8 +195,8 @@ impl BudgetShare {
         let wanted = wanted.min(Budget::PLACES_MAX) as u64;
         let mut took = self.settle(wanted);
         if took < wanted {
-            // Said before the mark is set, see the module's head. Release, for the giver that meets the mark; acquire, for what was
-            // given before.
+            // Said before the mark is set, see the module's head. Release, for the giver that meets the mark; acquire,
+            // for what was given before.
             self.books.word.0.fetch_or(SHORT, Ordering::AcqRel);
             self.books.deal(Some(self.seat), &mut self.calls);
             took += self.settle(wanted - took);
@@ -208,8 +211,8 @@ impl BudgetShare {
         let mut was = seat.load(Ordering::Relaxed);
         let dealt = loop {
             let dealt = was >> DEALT_SHIFT;
-            // Acquire pairs with the release in `Seat::deal`. Release, so that the ledger's holder sees it as we left it; that it
-            // sees it at all is the baton's doing.
+            // Acquire pairs with the release in `Seat::deal`. Release, so that the ledger's holder sees it as we left
+            // it; that it sees it at all is the baton's doing.
             match seat.compare_exchange(was, wanted.saturating_sub(dealt), Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => break dealt,
                 Err(now) => was = now,
@@ -248,7 +251,8 @@ impl Books {
         count > 0 && self.word.0.fetch_add(count << 1, Ordering::AcqRel) & SHORT != 0
     }
 
-    /// Deals what is free to those who wait, unless somebody is at it, who then does it again. Wakes them, but for `me`.
+    /// Deals what is free to those who wait, unless somebody is at it, who then does it again. Wakes them, but for
+    /// `me`.
     #[inline(never)]
     fn deal(&self, me: Option<usize>, calls: &mut Vec<usize>) {
         let Some(mut ledger) = self.ledger.take() else { return };
@@ -462,7 +466,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the order of calls, there are as many places as there were, and whoever waits is woken if somebody gives.
+        /// Whatever the order of calls, there are as many places as there were, and whoever waits is woken if somebody
+        /// gives.
         #[test]
         fn places_are_neither_made_nor_lost(
             places in 1_usize..12,

@@ -1,12 +1,15 @@
-//! The chaos device: a disk in memory that does, at random, all that a device or a driver may do, and some that no device should.
+//! The chaos device: a disk in memory that does, at random, all that a device or a driver may do, and some that no
+//! device should.
 //!
-//! For tests, and for trying out whoever is above. It completes in any order, on the spot or late, and moves data as a request begins or
-//! as it ends. It takes only some of a batch, takes and puts back, hands back to be done again, fails requests, and loses some until
-//! their time is up. Behind its ids it completes what is over, again, and what never was: that must be refused, and is counted
-//! ([`ChaosCounts`]). With a volatile cache it also knows what a power failure would leave ([`ChaosDevice::read_stable`]).
+//! For tests, and for trying out whoever is above. It completes in any order, on the spot or late, and moves data as a
+//! request begins or as it ends. It takes only some of a batch, takes and puts back, hands back to be done again, fails
+//! requests, and loses some until their time is up. Behind its ids it completes what is over, again, and what never
+//! was: that must be refused, and is counted ([`ChaosCounts`]). With a volatile cache it also knows what a power
+//! failure would leave ([`ChaosDevice::read_stable`]).
 //!
-//! All is drawn from a seed and from the time it is told: the same calls make the same story. After construction nothing here
-//! allocates. What it did can be heard in the order it was done ([`ChaosDevice::take_events`]), for a test to judge by.
+//! All is drawn from a seed and from the time it is told: the same calls make the same story. After construction
+//! nothing here allocates. What it did can be heard in the order it was done ([`ChaosDevice::take_events`]), for a test
+//! to judge by.
 //!
 //! Its queues share the store and the story, under a lock: it is no device to measure with.
 
@@ -22,11 +25,12 @@ use self::store::Store;
 use crate::driver::{BlockDevice, DeviceInfo};
 use crate::{BioFlags, Op, Request, Status};
 
-/// Events kept until somebody asks for them; the oldest are forgotten first. More than the deepest queue makes in one round.
+/// Events kept until somebody asks for them; the oldest are forgotten first. More than the deepest queue makes in one
+/// round.
 const EVENTS_MAX: usize = 4096;
 
-/// How a chaos device behaves. Each `_every` is the mean distance between two such events, counted in occasions: one for each request,
-/// unless it says otherwise. Zero is never.
+/// How a chaos device behaves. Each `_every` is the mean distance between two such events, counted in occasions: one
+/// for each request, unless it says otherwise. Zero is never.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChaosConfig {
     /// Where all chance comes from.

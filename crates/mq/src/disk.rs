@@ -1,7 +1,7 @@
 //! The disk that threads share: all hardware queues of a device, their maps, and a [`Submitter`] for each thread.
 //!
-//! A thread submits to its own submitter, which has an end of one hardware queue of each kind the device has: by the kind of an I/O
-//! and the thread's number, as the maps say. How many queues there are may change while all threads run:
+//! A thread submits to its own submitter, which has an end of one hardware queue of each kind the device has: by the
+//! kind of an I/O and the thread's number, as the maps say. How many queues there are may change while all threads run:
 //!
 //! ```text
 //!   make      new queues, by the factory; if it cannot, all stays as it was
@@ -10,11 +10,12 @@
 //!   move      the rings go to the new queues, by new maps; the threads are told, and woken if they sleep
 //! ```
 //!
-//! A thread takes no part in it and need not be running. On the way of an I/O there is nothing to look at: a thread notices when it
-//! next goes to its queue and finds it closed. What it submitted meanwhile is in its ring, in order, and goes on from there.
+//! A thread takes no part in it and need not be running. On the way of an I/O there is nothing to look at: a thread
+//! notices when it next goes to its queue and finds it closed. What it submitted meanwhile is in its ring, in order,
+//! and goes on from there.
 //!
-//! The rules are those of Linux (`blk_mq_update_nr_hw_queues`), with one difference: the new queues are made before the old ones are gone, so
-//! that there is nothing to go back to when that fails, and a device must have room for both.
+//! The rules are those of Linux (`blk_mq_update_nr_hw_queues`), with one difference: the new queues are made before the
+//! old ones are gone, so that there is nothing to go back to when that fails, and a device must have room for both.
 //!
 //! It does not choose a thread's number, and does not say what a queue is made of: see [`QueueFactory`].
 
@@ -115,8 +116,8 @@ struct Made<F: QueueFactory> {
 }
 
 impl<F: QueueFactory> Disk<F> {
-    /// Opens a disk for so many threads, each of which may have up to `places` bios out. More queues of a kind than threads are of no
-    /// use, and not made. What comes with the disk is for the threads, in the order of their numbers.
+    /// Opens a disk for so many threads, each of which may have up to `places` bios out. More queues of a kind than
+    /// threads are of no use, and not made. What comes with the disk is for the threads, in the order of their numbers.
     ///
     /// # Errors
     /// See [`QueuesError`].
@@ -180,11 +181,11 @@ impl<F: QueueFactory> Disk<F> {
         self.state().queues.iter().map(|open| (open.kind, Arc::clone(open.yard.stats()))).collect()
     }
 
-    /// Changes how many queues there are, while threads use them. Returns how many there are now: of each kind no more than threads.
-    /// Waits until all that is in the old queues is over, and helps it along.
+    /// Changes how many queues there are, while threads use them. Returns how many there are now: of each kind no more
+    /// than threads. Waits until all that is in the old queues is over, and helps it along.
     ///
-    /// Meanwhile a bio that says `NOWAIT` comes back with [`Status::Again`]; others wait in their rings. The order in which a thread
-    /// submitted to one kind of queue is kept.
+    /// Meanwhile a bio that says `NOWAIT` comes back with [`Status::Again`]; others wait in their rings. The order in
+    /// which a thread submitted to one kind of queue is kept.
     ///
     /// # Errors
     /// See [`QueuesError`]; the disk then keeps the queues it had.
@@ -307,10 +308,10 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
         self.places.held()
     }
 
-    /// Accepts a bio into a ring of this thread's, by its kind, where nobody sees it before [`Submitter::ring`]. It comes back
-    /// through [`Submitter::poll`] or [`Submitter::wait`], whatever happens: with [`Status::NotSupported`] if it is to be
-    /// polled for and there are no queues for that, with [`Status::Again`] if it must not wait and the queues are being
-    /// changed.
+    /// Accepts a bio into a ring of this thread's, by its kind, where nobody sees it before [`Submitter::ring`]. It
+    /// comes back through [`Submitter::poll`] or [`Submitter::wait`], whatever happens: with [`Status::NotSupported`]
+    /// if it is to be polled for and there are no queues for that, with [`Status::Again`] if it must not wait and the
+    /// queues are being changed.
     ///
     /// # Panics
     /// If there is no [room](Submitter::room): the caller holds a place before it makes a wish.
@@ -339,8 +340,8 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
         self.ends.iter_mut().for_each(|end| end.ring(clock));
     }
 
-    /// Gives back what is over, without waiting. Looks after the queues if nothing has come and nobody else does. Returns how
-    /// many bios were given back.
+    /// Gives back what is over, without waiting. Looks after the queues if nothing has come and nobody else does.
+    /// Returns how many bios were given back.
     #[inline]
     pub fn poll(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         let mut ended = self.give_back_refused(sink);
@@ -351,10 +352,11 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
         ended
     }
 
-    /// Makes visible what was submitted and sleeps until at least one bio is over. Returns how many were given back: none only if
-    /// none is out.
+    /// Makes visible what was submitted and sleeps until at least one bio is over. Returns how many were given back:
+    /// none only if none is out.
     ///
-    /// A thread that has bios out on a queue for polling does not sleep: it polls, and now and then lets others have the CPU.
+    /// A thread that has bios out on a queue for polling does not sleep: it polls, and now and then lets others have
+    /// the CPU.
     pub fn wait(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         let mut ended = self.give_back_refused(sink);
         if ended == 0 {
@@ -401,7 +403,8 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
                 ended += end.drain(sink);
             }
             if ended > 0 {
-                // Also where something came: an owner that served us before it heard us would write us down as asleep after.
+                // Also where something came: an owner that served us before it heard us would write us down as asleep
+                // after.
                 self.ends.iter_mut().zip(lies).filter(|(_, lies)| *lies).for_each(|(end, _)| end.get_up(clock));
                 return ended;
             }
@@ -423,8 +426,8 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
             if again {
                 continue;
             }
-            // The beds of one thread are one and the same. Only while the rings arrive at new queues, one after the other, there
-            // may be an old and a new one; whoever moves them wakes the old one in the end.
+            // The beds of one thread are one and the same. Only while the rings arrive at new queues, one after the
+            // other, there may be an old and a new one; whoever moves them wakes the old one in the end.
             let bed = closed.map_or_else(|| self.bed(), |index| self.ends[index].bed());
             match watch {
                 None => bed.sleep(),

@@ -10,12 +10,13 @@ use crate::{QueueLimits, SharedDepth, Status, Tag};
 
 /// What a hardware queue drives: one queue pair of a device.
 ///
-/// `Cx` is what all queues of one lane share and the driver borrows for each call: the ring of system calls, say. Drivers
-/// that need nothing work with any.
+/// `Cx` is what all queues of one lane share and the driver borrows for each call: the ring of system calls, say.
+/// Drivers that need nothing work with any.
 pub trait Driver<Cx: ?Sized> {
-    /// Takes requests from the front of the batch, in order, until the batch is empty or the device is full. What is taken is
-    /// in flight until its tag comes back, here ([`Batch::complete`], [`Batch::put_back`]) or in [`Driver::poll`]; what is left stays
-    /// with the core, which offers it again, in the same order. When depends on what the driver was short of ([`Batch::short_of`]).
+    /// Takes requests from the front of the batch, in order, until the batch is empty or the device is full. What is
+    /// taken is in flight until its tag comes back, here ([`Batch::complete`], [`Batch::put_back`]) or in
+    /// [`Driver::poll`]; what is left stays with the core, which offers it again, in the same order. When depends on
+    /// what the driver was short of ([`Batch::short_of`]).
     ///
     /// Before it returns the driver announces to the device all it took: one doorbell for the batch. A driver whose
     /// doorbell is shared by the whole lane leaves that to the lane.
@@ -24,9 +25,10 @@ pub trait Driver<Cx: ?Sized> {
     /// Hands over what the device has finished since the last call. `now_ns` is the time of this batch.
     fn poll(&mut self, cx: &mut Cx, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64);
 
-    /// The request at this place has been in flight for longer than it may; what the device has finished by now has been handed
-    /// over. A driver that can prove that the device will not touch the request any more may complete it. One that cannot, as
-    /// with a file in the hands of the kernel, leaves it as it is, however late: that is what happens by default.
+    /// The request at this place has been in flight for longer than it may; what the device has finished by now has
+    /// been handed over. A driver that can prove that the device will not touch the request any more may complete it.
+    /// One that cannot, as with a file in the hands of the kernel, leaves it as it is, however late: that is what
+    /// happens by default.
     fn timed_out(
         &mut self,
         _cx: &mut Cx,
@@ -39,12 +41,12 @@ pub trait Driver<Cx: ?Sized> {
     }
 
     /// The memory of the requests to come; nothing is in flight. A driver may prepare it, by registering it with the
-    /// kernel, say, and lets go of what it prepared before. Given none at all it lets go of all it has with this `cx`, for
-    /// the next call may bring another.
+    /// kernel, say, and lets go of what it prepared before. Given none at all it lets go of all it has with this `cx`,
+    /// for the next call may bring another.
     fn set_memory(&mut self, _cx: &mut Cx, _memory: &RegionTable) {}
 
-    /// Asks the device to ring the [bell](Driver::bell) from now on, whenever it has finished something. True if something came
-    /// before it heard: then there is something to poll for. Nothing to do for a driver without a bell.
+    /// Asks the device to ring the [bell](Driver::bell) from now on, whenever it has finished something. True if
+    /// something came before it heard: then there is something to poll for. Nothing to do for a driver without a bell.
     fn arm(&mut self) -> bool {
         false
     }
@@ -52,13 +54,14 @@ pub trait Driver<Cx: ?Sized> {
     /// The device need not ring any more.
     fn disarm(&mut self) {}
 
-    /// The event descriptor that the device rings, if it tells of what it has finished by one. The same one for as long as the
-    /// driver lives.
+    /// The event descriptor that the device rings, if it tells of what it has finished by one. The same one for as long
+    /// as the driver lives.
     fn bell(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// When the driver must be polled next, at the latest, although nothing outside will wake it; for models with timers.
+    /// When the driver must be polled next, at the latest, although nothing outside will wake it; for models with
+    /// timers.
     fn deadline_ns(&self) -> Option<u64> {
         None
     }
@@ -156,8 +159,8 @@ impl Batch<'_> {
         self.done.push((tag.put_down(), status));
     }
 
-    /// Gives back a request of this batch that the device would not have after all: it waits again, where it stood. One that was
-    /// taken earlier comes back through [`Done::requeue`].
+    /// Gives back a request of this batch that the device would not have after all: it waits again, where it stood. One
+    /// that was taken earlier comes back through [`Done::requeue`].
     pub fn put_back(&mut self, tag: Tag) {
         let (requests, number) = (&mut self.table.requests, tag.put_down());
         let request = &mut requests[usize::from(number)];
@@ -226,7 +229,8 @@ pub struct DeviceInfo {
     pub read_only: bool,
     /// Completed writes may be lost on power failure until they are flushed.
     pub volatile_cache: bool,
-    /// With a volatile cache: the device makes single writes durable by itself when they say FUA. Otherwise the queue flushes.
+    /// With a volatile cache: the device makes single writes durable by itself when they say FUA. Otherwise the queue
+    /// flushes.
     pub fua: bool,
     /// An arm has to move: what lies far apart takes longer than what lies together.
     pub rotational: bool,

@@ -1,8 +1,8 @@
 //! A bounded first-in-first-out list of tag numbers.
 //!
-//! Holds tags that were put down on their way to the driver. It stands in an array with room for twice as many as there can be, and
-//! is moved to its front when it reaches the end: which is rare, for a driver that takes all it is offered leaves it empty. It never
-//! grows, since there are no more numbers than tags.
+//! Holds tags that were put down on their way to the driver. It stands in an array with room for twice as many as there
+//! can be, and is moved to its front when it reaches the end: which is rare, for a driver that takes all it is offered
+//! leaves it empty. It never grows, since there are no more numbers than tags.
 
 #[derive(Debug)]
 pub(crate) struct Fifo {
@@ -52,7 +52,8 @@ impl Fifo {
         self.head = head;
     }
 
-    /// Puts a number before all those that `later` says come after it: at the front, and behind what came back before it.
+    /// Puts a number before all those that `later` says come after it: at the front, and behind what came back before
+    /// it.
     pub(crate) fn put_back(&mut self, number: u16, later: impl Fn(u16) -> bool) {
         if self.head == 0 {
             self.move_to(self.numbers.capacity() - self.len() - 1);

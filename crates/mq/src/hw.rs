@@ -1,8 +1,9 @@
 //! The hardware queue: one queue pair of a device, with its tags, its requests and the bios that wait for one.
 //!
 //! Owned by one lane at a time, through `&mut`. A round has two halves: [`HwQueue::reap`] gives back what is over,
-//! [`HwQueue::issue`] passes on what waits. The lane reads the clock once between rounds, so that one timestamp ends a batch and
-//! begins the next. What is submitted between two calls of `issue` is a plug: it merges, and reaches the driver as one batch.
+//! [`HwQueue::issue`] passes on what waits. The lane reads the clock once between rounds, so that one timestamp ends a
+//! batch and begins the next. What is submitted between two calls of `issue` is a plug: it merges, and reaches the
+//! driver as one batch.
 //!
 //! ```text
 //!            ┌─ merge ──────────┐
@@ -17,9 +18,10 @@
 //! A bio is only accepted while there is room for it, and a request only made when there is a tag: nothing is held that
 //! cannot be put down. After construction nothing here allocates.
 //!
-//! Several devices may live behind one queue pair, the namespaces of a controller. They share its tags fairly (`namespace.rs`).
-//! What is rare has a file of its own: making requests (`cut.rs`), flushes (`flush.rs`), timeouts (`timeout.rs`), bios that a scheduler
-//! orders (`scheduled.rs`), rates that they must not exceed (`rated.rs`), changing a queue that runs (`control.rs`), looking into one (`inspect.rs`).
+//! Several devices may live behind one queue pair, the namespaces of a controller. They share its tags fairly
+//! (`namespace.rs`). What is rare has a file of its own: making requests (`cut.rs`), flushes (`flush.rs`), timeouts
+//! (`timeout.rs`), bios that a scheduler orders (`scheduled.rs`), rates that they must not exceed (`rated.rs`),
+//! changing a queue that runs (`control.rs`), looking into one (`inspect.rs`).
 
 mod control;
 mod cut;
@@ -113,8 +115,8 @@ pub struct HwQueue<D> {
     bios_held: usize,
     /// Bios that may be: none while the queue is frozen.
     bios_max: usize,
-    /// What is a request as it stands, without a look at anything else. Nothing is if there are several namespaces, or while
-    /// requests are left over.
+    /// What is a request as it stands, without a look at anything else. Nothing is if there are several namespaces, or
+    /// while requests are left over.
     plain: Plain,
     /// Bios not yet cut, of all namespaces, and those who wait for a flush that is not issued.
     uncut: usize,
@@ -134,8 +136,8 @@ pub struct HwQueue<D> {
     over: VecDeque<Box<Bio>>,
     /// Where each request needs a place beside its tag before it is offered to the driver.
     budget: Option<BudgetShare>,
-    /// Whether a round has to look at more than what waits, for there are neighbours or a budget, or something holds requests back
-    /// or did so lately. Set by whatever begins that; [`HwQueue::settle`] finds out when it is over.
+    /// Whether a round has to look at more than what waits, for there are neighbours or a budget, or something holds
+    /// requests back or did so lately. Set by whatever begins that; [`HwQueue::settle`] finds out when it is over.
     careful: bool,
     /// Not to be offered to the driver again before this, if nothing comes back first.
     retry_ns: Option<u64>,
@@ -433,7 +435,8 @@ impl<D> HwQueue<D> {
         self.driver.bell()
     }
 
-    /// Gives the bios of everything done to `sink`. Plain requests are ended here, and those that are alike counted together.
+    /// Gives the bios of everything done to `sink`. Plain requests are ended here, and those that are alike counted
+    /// together.
     #[inline]
     fn finish_all(&mut self, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         if self.careful {
@@ -459,8 +462,8 @@ impl<D> HwQueue<D> {
         ended
     }
 
-    /// The end of a plain request, from a scheduler or not, and of all behind it that look the same and were handed to the driver at the same
-    /// time: they are counted together.
+    /// The end of a plain request, from a scheduler or not, and of all behind it that look the same and were handed to
+    /// the driver at the same time: they are counted together.
     #[inline]
     fn finish_alike<const SCHEDULED: bool>(
         &mut self,

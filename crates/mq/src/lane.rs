@@ -1,9 +1,9 @@
 //! The lane: one thread's worth of queues, and when it may sleep.
 //!
-//! A lane turns the crank of each of its stations in turn. A station is a queue with whoever feeds it: a virtqueue and its
-//! hardware queue, a job of load. After work a lane goes on turning for a bounded time, since the next wish tends to come soon; then it asks
-//! every station's outside to ring a bell, looks once more, and sleeps. It does not know what a thread, a bell or
-//! a sleep is made of: that is told by whoever runs it.
+//! A lane turns the crank of each of its stations in turn. A station is a queue with whoever feeds it: a virtqueue and
+//! its hardware queue, a job of load. After work a lane goes on turning for a bounded time, since the next wish tends
+//! to come soon; then it asks every station's outside to ring a bell, looks once more, and sleeps. It does not know
+//! what a thread, a bell or a sleep is made of: that is told by whoever runs it.
 //!
 //! Stations come and go while the others work. One that is to leave comes to rest first: it takes nothing more and
 //! finishes what it took; then nothing of it is left here, and it may be carried to another lane.
@@ -26,18 +26,18 @@ pub trait Wake: Send + Sync {
     fn wake(&self);
 }
 
-/// What the stations of a lane do with bells of the outside: ring them, and listen to them no more. Whoever holds the other end may have
-/// arranged that a plain write would wait for it; here nobody waits.
+/// What the stations of a lane do with bells of the outside: ring them, and listen to them no more. Whoever holds the
+/// other end may have arranged that a plain write would wait for it; here nobody waits.
 pub trait Chime {
-    /// Rings a bell. If an earlier ring under the same `place` has not gone through, the bell cannot be missed, and this
-    /// does nothing. A place is the caller's own, and given a number when it is first used.
+    /// Rings a bell. If an earlier ring under the same `place` has not gone through, the bell cannot be missed, and
+    /// this does nothing. A place is the caller's own, and given a number when it is first used.
     fn chime(&mut self, place: &mut ChimePlace, bell: BorrowedFd<'_>);
 
     /// The bell under this place is about to be another: what has not gone through is called off.
     fn forget(&mut self, place: &mut ChimePlace);
 
-    /// Listens no more to a bell that is rung for one of the stations: from here on it is somebody else's to hear. A lane that heard it
-    /// would make it quiet. By default there is none to listen to.
+    /// Listens no more to a bell that is rung for one of the stations: from here on it is somebody else's to hear. A
+    /// lane that heard it would make it quiet. By default there is none to listen to.
     fn ignore(&mut self, _bell: BorrowedFd<'_>) {}
 }
 
@@ -85,8 +85,8 @@ pub trait Station<Cx: ?Sized> {
     /// One round: gives back what is over, takes what is wanted, passes it on.
     fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank;
 
-    /// Asks the outside, on both sides of the queue, to ring from now on. True if something came in before it heard: then do not
-    /// sleep.
+    /// Asks the outside, on both sides of the queue, to ring from now on. True if something came in before it heard:
+    /// then do not sleep.
     fn arm(&mut self) -> bool;
 
     /// The outside need not ring any more.

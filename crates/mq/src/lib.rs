@@ -3,8 +3,8 @@
 //!
 //! A submitter fills a [`Bio`] and hands it to a [`HwQueue`]; the queue cuts it into requests within the
 //! [`QueueLimits`] of the device, gives each a [`Tag`], and passes them in batches to its [`Driver`]. What the driver
-//! finishes comes back as the same bio with its [`Status`]. Work on a hardware queue happens through `&mut`: one owner at
-//! a time.
+//! finishes comes back as the same bio with its [`Status`]. Work on a hardware queue happens through `&mut`: one owner
+//! at a time.
 //!
 //! This crate starts no thread, reads no clock and makes no system call. Time is an argument.
 #![forbid(unsafe_code)]

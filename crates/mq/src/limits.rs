@@ -1,7 +1,8 @@
 //! What one request to a device may look like.
 //!
-//! The rules and their order follow Linux (`block/blk-settings.c`, `struct queue_limits`). They are pure: where a bio must be cut is
-//! said in `cut.rs`, which bios may share a request in `merge.rs`, which need no look at all in `plain.rs`.
+//! The rules and their order follow Linux (`block/blk-settings.c`, `struct queue_limits`). They are pure: where a bio
+//! must be cut is said in `cut.rs`, which bios may share a request in `merge.rs`, which need no look at all in
+//! `plain.rs`.
 
 mod cut;
 mod merge;
@@ -30,7 +31,8 @@ pub struct QueueLimits {
     pub segments_max: u16,
     /// Longest segment, bytes.
     pub segment_bytes_max: u32,
-    /// Boundary that no segment may cross, less one byte, counted from the start of its region; a power of two less one.
+    /// Boundary that no segment may cross, less one byte, counted from the start of its region; a power of two less
+    /// one.
     pub segment_boundary_mask: u32,
     /// Boundary that requests must not cross, sectors; zero if there is none. A stripe, say.
     pub chunk_sectors: u32,
@@ -38,8 +40,8 @@ pub struct QueueLimits {
     pub virt_boundary_mask: u32,
     /// Bits that must be zero in each segment's start and length.
     pub dma_alignment_mask: u32,
-    /// Unit in which a zone is written, bytes: a write is cut at multiples of it. Zero if there are no zones, and the logical block
-    /// will do.
+    /// Unit in which a zone is written, bytes: a write is cut at multiples of it. Zero if there are no zones, and the
+    /// logical block will do.
     pub write_granularity_bytes: u32,
     /// Longest [atomic](BioFlags::ATOMIC) write, sectors; zero if the device knows none.
     pub atomic_sectors_max: u32,
@@ -92,8 +94,8 @@ fn is_mask(mask: u32) -> bool {
 }
 
 impl QueueLimits {
-    /// Checks the limits against each other: with those that pass, whatever is admitted can be cut, but for segments that are
-    /// too many or too torn for a single block.
+    /// Checks the limits against each other: with those that pass, whatever is admitted can be cut, but for segments
+    /// that are too many or too torn for a single block.
     ///
     /// # Errors
     /// Names the first rule that is broken.
@@ -165,7 +167,8 @@ impl QueueLimits {
     ///
     /// # Errors
     /// [`Status::Invalid`] if it is empty, unaligned, beyond the end, its segments are empty or do not add up, or it is
-    /// [atomic](BioFlags::ATOMIC) and no write; [`Status::NotSupported`] if the device does not do the operation at all.
+    /// [atomic](BioFlags::ATOMIC) and no write; [`Status::NotSupported`] if the device does not do the operation at
+    /// all.
     #[inline]
     pub fn admit(&self, bio: &Bio, capacity: u64) -> Result<(), Status> {
         if bio.op == Op::Flush {

@@ -1,11 +1,12 @@
 //! Which queue serves which CPU, for which kind of I/O.
 //!
-//! The rule is that of Linux (`lib/group_cpus.c`, `blk_mq_map_queues`): CPUs are dealt to as many groups as there are queues;
-//! every NUMA node gets a share of the groups that matches its CPUs, at least one; inside a node CPUs go in order with the threads of a
-//! core together, and the first groups take what is left over.
+//! The rule is that of Linux (`lib/group_cpus.c`, `blk_mq_map_queues`): CPUs are dealt to as many groups as there are
+//! queues; every NUMA node gets a share of the groups that matches its CPUs, at least one; inside a node CPUs go in
+//! order with the threads of a core together, and the first groups take what is left over.
 //!
-//! A device may set queues aside for reads, and for submitters that poll. Each kind then has a map of its own over its own range of hardware
-//! queues; a kind without queues uses those of the default kind (`HCTX_TYPE_*`, `blk_mq_map_swqueue`).
+//! A device may set queues aside for reads, and for submitters that poll. Each kind then has a map of its own over its
+//! own range of hardware queues; a kind without queues uses those of the default kind (`HCTX_TYPE_*`,
+//! `blk_mq_map_swqueue`).
 
 use crate::Op;
 

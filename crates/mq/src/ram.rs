@@ -3,7 +3,8 @@
 //! All queues share one region and copy in and out of it on the spot; two writes to the same sector at one time leave
 //! either's bytes, as on a disk. With a latency or a ceiling the data moves at once and the completion waits.
 //!
-//! What a request wants is far from the processor, as a rule: while one is copied, the first line of the next is on its way (ADR 23).
+//! What a request wants is far from the processor, as a rule: while one is copied, the first line of the next is on its
+//! way (ADR 23).
 
 use std::io;
 use std::sync::Arc;
@@ -31,8 +32,8 @@ pub struct RamDevice {
 }
 
 impl RamDevice {
-    /// A disk as `info` describes it, all zeroes. Memory is taken as it is written: in huge pages, where the system has some and the disk
-    /// is not larger than the machine's memory.
+    /// A disk as `info` describes it, all zeroes. Memory is taken as it is written: in huge pages, where the system has
+    /// some and the disk is not larger than the machine's memory.
     ///
     /// # Errors
     /// The address space has no room for it.

@@ -1,12 +1,15 @@
 //! Rate limits: how many I/Os and bytes a second pass, whatever hardware queues they come by.
 //!
-//! A limit is one number for each of the two: the time up to which what has passed so far, at its rate, takes. An I/O that costs `c` ns takes that
-//! time, or now if it is past, and leaves it `c` later. Whoever is ahead of now by more than the burst waits for the rest. This is
-//! the generic cell rate algorithm of ATM (ITU-T I.371, virtual scheduling), with two differences:
+//! A limit is one number for each of the two: the time up to which what has passed so far, at its rate, takes. An I/O
+//! that costs `c` ns takes that time, or now if it is past, and leaves it `c` later. Whoever is ahead of now by more
+//! than the burst waits for the rest. This is the generic cell rate algorithm of ATM (ITU-T I.371, virtual scheduling),
+//! with two differences:
 //!
-//! * The test does not ask what the I/O costs. So one that is longer than the burst passes, and the next ones wait for it.
-//! * Nobody is refused. Who must wait has *booked*: its I/O has its place in the number already, and a time at which it may go. What
-//!   others book later comes later, so nobody waits for longer than what was booked before takes, however lucky others are.
+//! * The test does not ask what the I/O costs. So one that is longer than the burst passes, and the next ones wait for
+//!   it.
+//! * Nobody is refused. Who must wait has *booked*: its I/O has its place in the number already, and a time at which it
+//!   may go. What others book later comes later, so nobody waits for longer than what was booked before takes, however
+//!   lucky others are.
 //!
 //! ```text
 //!             burst                        one more, booked
@@ -16,8 +19,8 @@
 //!                           └─ waits so ───┘
 //! ```
 //!
-//! Shared by all queues and lanes it holds for; a booking is one compare-and-exchange. What a queue books and when it passes is said in
-//! `hw/rated.rs`. A limit that is changed is another one, which begins with its whole burst.
+//! Shared by all queues and lanes it holds for; a booking is one compare-and-exchange. What a queue books and when it
+//! passes is said in `hw/rated.rs`. A limit that is changed is another one, which begins with its whole burst.
 
 use blkyard_mem::sync::{AtomicU64, Line, Ordering::Relaxed};
 
@@ -111,7 +114,8 @@ impl Meter {
         self.put(|free_ns| free_ns.saturating_sub(takes_ns));
     }
 
-    /// Puts another number in the place of the one that is there; returns that. A number by itself: nothing is passed on with it.
+    /// Puts another number in the place of the one that is there; returns that. A number by itself: nothing is passed
+    /// on with it.
     #[inline]
     fn put(&self, next: impl Fn(u64) -> u64) -> u64 {
         self.free_ns.0.fetch_update(Relaxed, Relaxed, |free_ns| Some(next(free_ns))).unwrap_or_else(|free_ns| free_ns)
@@ -194,7 +198,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is booked when: in any stretch of time no more passes than the rate allows in it, the burst, and one.
+        /// Whatever is booked when: in any stretch of time no more passes than the rate allows in it, the burst, and
+        /// one.
         #[test]
         fn never_more_than_the_rate_and_the_burst(
             per_s in 1_u64..1_000_000, burst_ms in 1_u32..20,

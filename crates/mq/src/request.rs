@@ -1,7 +1,8 @@
-//! The request: what a driver is given. A share of a bio that fits the device, one bio whole, or several that lie side by side.
+//! The request: what a driver is given. A share of a bio that fits the device, one bio whole, or several that lie side
+//! by side.
 //!
-//! Requests stand in a table made at start, each at the place its tag names. The table belongs to its hardware queue; drivers
-//! see it through [`Batch`](crate::Batch) and [`Done`](crate::Done).
+//! Requests stand in a table made at start, each at the place its tag names. The table belongs to its hardware queue;
+//! drivers see it through [`Batch`](crate::Batch) and [`Done`](crate::Done).
 
 use blkyard_mem::Segment;
 
@@ -361,8 +362,8 @@ impl Bios {
     }
 }
 
-/// The ranges of one discard, each a first sector and a length in sectors. They need not touch; bios that do, one after the other, are
-/// one range, so that a device that takes one is never given two.
+/// The ranges of one discard, each a first sector and a length in sectors. They need not touch; bios that do, one after
+/// the other, are one range, so that a device that takes one is never given two.
 #[derive(Clone, Debug)]
 pub struct Ranges<'a> {
     /// Where the next range begins.
@@ -395,8 +396,8 @@ impl Iterator for Ranges<'_> {
     }
 }
 
-/// The pieces of memory of one request, in order, cut to the limits of the device. Where one bio ends and the next begins, memory
-/// that goes on is one piece; counted the same way in `limits/merge.rs`.
+/// The pieces of memory of one request, in order, cut to the limits of the device. Where one bio ends and the next
+/// begins, memory that goes on is one piece; counted the same way in `limits/merge.rs`.
 #[derive(Clone, Debug)]
 pub struct Segments<'a>(Way<'a>);
 
@@ -434,9 +435,9 @@ struct Walk<'a> {
     next: u16,
 }
 
-// All of it always inlined: a walk that is lent to a function lives in memory, and so does the one piece that stands in its place. That
-// would be written in words and read at once in something wider, for which a CPU waits until it is in its cache: a tenth of
-// all there is to do for an I/O.
+// All of it always inlined: a walk that is lent to a function lives in memory, and so does the one piece that stands in
+// its place. That would be written in words and read at once in something wider, for which a CPU waits until it is in
+// its cache: a tenth of all there is to do for an I/O.
 impl<'a> Walk<'a> {
     /// The segments of the next bio.
     #[inline(always)]

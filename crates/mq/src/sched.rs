@@ -1,15 +1,16 @@
 //! Schedulers: which of the bios that wait for a tag gets the next one.
 //!
-//! Without a scheduler bios wait in the order in which they came, and most do not wait at all. With one, whatever is submitted between two
-//! rounds is [inserted](Scheduler::insert) when the round begins, and each tag goes to the bio that the scheduler hands out
-//! [next](Scheduler::next). It is asked for no more than there are tags for: what it has not handed out it may still order anew.
-//! Bios that lie beside the one that was handed out last join its request without a tag ([`Scheduler::join`]).
+//! Without a scheduler bios wait in the order in which they came, and most do not wait at all. With one, whatever is
+//! submitted between two rounds is [inserted](Scheduler::insert) when the round begins, and each tag goes to the bio
+//! that the scheduler hands out [next](Scheduler::next). It is asked for no more than there are tags for: what it has
+//! not handed out it may still order anew. Bios that lie beside the one that was handed out last join its request
+//! without a tag ([`Scheduler::join`]).
 //!
-//! What is on its way already does not come here: flushes, requests that are handed back, bios with a reserved tag, the rest of a bio
-//! that is cut in parts.
+//! What is on its way already does not come here: flushes, requests that are handed back, bios with a reserved tag, the
+//! rest of a bio that is cut in parts.
 //!
-//! A scheduler belongs to one namespace of one hardware queue, so nothing here is shared. It allocates at start, for as many
-//! bios as its queue takes; it reads no clock and knows of no tags. `docs/schedulers.md` has the rules of each.
+//! A scheduler belongs to one namespace of one hardware queue, so nothing here is shared. It allocates at start, for as
+//! many bios as its queue takes; it reads no clock and knows of no tags. `docs/schedulers.md` has the rules of each.
 //!
 //! [spec A.26, D.1; Linux `block/elevator.h`]
 
@@ -48,15 +49,16 @@ pub trait Scheduler: fmt::Debug + Send {
     /// Hands out the next bio, for which there is a tag.
     fn next(&mut self, now_ns: u64) -> Next;
 
-    /// Hands out a bio that begins or ends where a request ends or begins, and for which `fits` is true: it joins that request, which was made
-    /// of what was handed out last. None if there is none, or none that may go before others.
+    /// Hands out a bio that begins or ends where a request ends or begins, and for which `fits` is true: it joins that
+    /// request, which was made of what was handed out last. None if there is none, or none that may go before others.
     fn join(&mut self, range: Reach, fits: &mut dyn FnMut(&Bio) -> bool, now_ns: u64) -> Option<Box<Bio>>;
 
-    /// A bio that this scheduler handed out is over. The driver had the last of its requests since `start_ns`, if it had any: else that is
-    /// `now_ns`.
+    /// A bio that this scheduler handed out is over. The driver had the last of its requests since `start_ns`, if it
+    /// had any: else that is `now_ns`.
     fn ended(&mut self, bio: &Bio, start_ns: u64, now_ns: u64);
 
-    /// Gives back all bios that were not handed out, in the order in which they came. It is not used any more afterwards.
+    /// Gives back all bios that were not handed out, in the order in which they came. It is not used any more
+    /// afterwards.
     fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>));
 
     /// How it stands.
@@ -111,8 +113,8 @@ pub enum SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// Makes the scheduler of a queue of so many tags and bios, of this device. There is none to make for [`SchedulerConfig::None`], nor for
-    /// slices of no length: which so cost nothing.
+    /// Makes the scheduler of a queue of so many tags and bios, of this device. There is none to make for
+    /// [`SchedulerConfig::None`], nor for slices of no length: which so cost nothing.
     pub fn build(&self, depth: usize, bios_max: usize, info: &DeviceInfo) -> Option<Box<dyn Scheduler>> {
         match self {
             SchedulerConfig::None => None,

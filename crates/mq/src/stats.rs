@@ -50,8 +50,8 @@ const SUB_BITS: u32 = 5;
 const VALUE_BITS: u32 = 37;
 const BUCKETS: usize = ((VALUE_BITS - SUB_BITS + 1) as usize) << SUB_BITS;
 
-/// A log-linear histogram of nanoseconds: exact below 32, then 32 buckets to each power of two, so that a value is off by at most
-/// 1/32. The layout is that of HdrHistogram.
+/// A log-linear histogram of nanoseconds: exact below 32, then 32 buckets to each power of two, so that a value is off
+/// by at most 1/32. The layout is that of HdrHistogram.
 #[derive(Debug)]
 pub struct Histogram {
     buckets: Box<[AtomicU64; BUCKETS]>,
@@ -106,7 +106,8 @@ impl HistogramSnapshot {
         self.counts.iter().sum()
     }
 
-    /// The value that `percent` of the samples do not exceed, in nanoseconds, rounded up to its bucket's end; zero without samples.
+    /// The value that `percent` of the samples do not exceed, in nanoseconds, rounded up to its bucket's end; zero
+    /// without samples.
     pub fn percentile_ns(&self, percent: f64) -> u64 {
         let samples = self.samples();
         let rank = ((samples as f64 * percent / 100.0).ceil() as u64).clamp(1, samples.max(1));

@@ -1,8 +1,8 @@
 //! The software queue: a submitting thread's own end of a hardware queue that it shares with others.
 //!
-//! Each thread has a [`SwQueue`] to itself: a ring of wishes, a ring of answers, and a number of places. Between them stands
-//! one hardware queue under a [`Baton`]. Whoever finds it idle turns its crank; whoever finds it owned leaves word and goes, and
-//! then the owner cranks for it, too.
+//! Each thread has a [`SwQueue`] to itself: a ring of wishes, a ring of answers, and a number of places. Between them
+//! stands one hardware queue under a [`Baton`]. Whoever finds it idle turns its crank; whoever finds it owned leaves
+//! word and goes, and then the owner cranks for it, too.
 //!
 //! ```text
 //!   thread A   submit ─▶ sq ─┐                                  ┌─ sq ◀─ submit   thread B
@@ -12,26 +12,29 @@
 //!                                       └─────────┘ under the baton
 //! ```
 //!
-//! **Places.** A submitter holds a place from [`submit`](SwQueue::submit) until the bio is given back, and both its rings have as many places. So
-//! nothing enters the left ring without a place on the right, and a completion always has room.
+//! **Places.** A submitter holds a place from [`submit`](SwQueue::submit) until the bio is given back, and both its
+//! rings have as many places. So nothing enters the left ring without a place on the right, and a completion always has
+//! room.
 //!
-//! **Rings are for what crosses.** What a thread passes on by itself goes to the hardware queue straight from its plug, and what it finds to
-//! be over straight to its own list. Only when word is left do the bios go into the ring; and the owner looks at the rings of others only
-//! when it has heard word, so that threads that take turns do not touch each other's lines.
+//! **Rings are for what crosses.** What a thread passes on by itself goes to the hardware queue straight from its plug,
+//! and what it finds to be over straight to its own list. Only when word is left do the bios go into the ring; and the
+//! owner looks at the rings of others only when it has heard word, so that threads that take turns do not touch each
+//! other's lines.
 //!
-//! **Stays.** A bio that is carried to another CPU costs two cache lines there and two back; the queue, some sixty once. So it is
-//! better that the queue goes to the batch than the batch to the queue, and best if it then stays for many. A thread that is back with a batch
-//! within moments of its last, as happens where the device answers on the spot, lets the others have the queue for a
-//! while (`STAY_NS`) if it finds it owned. Then it takes it between two of their batches; or, if it does not come to that soon, leaves word
-//! like everyone. It waits for that time to pass, not for a holder. Small batches, and those of devices that take their time, are
-//! not kept waiting.
+//! **Stays.** A bio that is carried to another CPU costs two cache lines there and two back; the queue, some sixty
+//! once. So it is better that the queue goes to the batch than the batch to the queue, and best if it then stays for
+//! many. A thread that is back with a batch within moments of its last, as happens where the device answers on the
+//! spot, lets the others have the queue for a while (`STAY_NS`) if it finds it owned. Then it takes it between two of
+//! their batches; or, if it does not come to that soon, leaves word like everyone. It waits for that time to pass, not
+//! for a holder. Small batches, and those of devices that take their time, are not kept waiting.
 //!
-//! **Turns.** The owner takes from the rings in turn, a bounded share of each per round, so that first come is first served and
-//! nobody's burst keeps the others out. It goes on while work is left or can be made, for a bounded number of rounds; then it passes
-//! on: it wakes a sleeper, who will take the queue. If none sleeps, everyone who wants something is running, and comes for it.
+//! **Turns.** The owner takes from the rings in turn, a bounded share of each per round, so that first come is first
+//! served and nobody's burst keeps the others out. It goes on while work is left or can be made, for a bounded number
+//! of rounds; then it passes on: it wakes a sleeper, who will take the queue. If none sleeps, everyone who wants
+//! something is running, and comes for it.
 //!
-//! **Sleep.** A thread sleeps only on its own completion ring. It first announces itself, then goes to the baton as with any
-//! work:
+//! **Sleep.** A thread sleeps only on its own completion ring. It first announces itself, then goes to the baton as
+//! with any work:
 //!
 //! ```text
 //!             announce, take the baton
@@ -41,20 +44,23 @@
 //!      └──── completions came, or its turn to keep watch, or to take the queue over ────┘
 //! ```
 //!
-//! One of the sleepers keeps watch: it is the armed sleeper that hears device and deadlines, and does not hold the queue meanwhile, so a
-//! submitter need not wake it to get through. An owner that leaves while threads are parked and nobody keeps watch wakes one of
-//! them. What lets all this do with the baton's one word: who sleeps is either written down under the baton, or announced
-//! before *work* is set, and so heard before the baton is put down.
+//! One of the sleepers keeps watch: it is the armed sleeper that hears device and deadlines, and does not hold the
+//! queue meanwhile, so a submitter need not wake it to get through. An owner that leaves while threads are parked and
+//! nobody keeps watch wakes one of them. What lets all this do with the baton's one word: who sleeps is either written
+//! down under the baton, or announced before *work* is set, and so heard before the baton is put down.
 //!
-//! **Moves.** A queue that is [closed](yard::Yard::close) takes nothing more in, and once nothing is left in it, it is taken apart. The rings
-//! of its threads, with what they hold, go to other queues. A thread finds out when it next goes to the baton: it follows its
-//! rings, or sleeps until it is told where they are. So a move costs nothing on the way of an I/O. See [`Disk`](crate::Disk).
+//! **Moves.** A queue that is [closed](yard::Yard::close) takes nothing more in, and once nothing is left in it, it is
+//! taken apart. The rings of its threads, with what they hold, go to other queues. A thread finds out when it next goes
+//! to the baton: it follows its rings, or sleeps until it is told where they are. So a move costs nothing on the way of
+//! an I/O. See [`Disk`](crate::Disk).
 //!
-//! **The price**: an owner that is preempted delays those who share its queue; they sleep. Threads that only poll come last after
-//! those that sleep when the rounds are used up. Who waits out a stay uses its CPU for nothing; it has no more places to submit from.
+//! **The price**: an owner that is preempted delays those who share its queue; they sleep. Threads that only poll come
+//! last after those that sleep when the rounds are used up. Who waits out a stay uses its CPU for nothing; it has no
+//! more places to submit from.
 //!
-//! It starts no thread, reads no clock and makes no system call: time is a closure, sleep is a [`Bed`]. It does not choose the
-//! queue for a thread: see [`Disk`](crate::Disk). It does not bind bios to the thread that issued them: see [`SwQueue::leave`].
+//! It starts no thread, reads no clock and makes no system call: time is a closure, sleep is a [`Bed`]. It does not
+//! choose the queue for a thread: see [`Disk`](crate::Disk). It does not bind bios to the thread that issued them: see
+//! [`SwQueue::leave`].
 
 mod ends;
 mod yard;
@@ -73,15 +79,16 @@ pub(crate) use yard::{Turn, Yard};
 /// Times that a thread looks at a queue it polls before it lets others have the CPU.
 pub(crate) const POLLS_MAX: u32 = 64;
 
-/// Where one thread sleeps. To [wake](Wake::wake) it works from any thread, and holds for the next sleep if none is going on.
+/// Where one thread sleeps. To [wake](Wake::wake) it works from any thread, and holds for the next sleep if none is
+/// going on.
 ///
 /// Both sleeps may end for no reason; whoever slept looks again.
 pub trait Bed: Wake {
     /// Sleeps until woken.
     fn sleep(&self);
 
-    /// Keeps watch: sleeps until woken, until the device may have something to say, or until the deadline. If the device
-    /// had something to say before and nobody has looked since, returns at once.
+    /// Keeps watch: sleeps until woken, until the device may have something to say, or until the deadline. If the
+    /// device had something to say before and nobody has looked since, returns at once.
     fn watch(&self, deadline_ns: u64);
 
     /// Keeps watch for one of several devices that this bed is beside, by its place among them.
@@ -103,8 +110,8 @@ pub trait Context {
     /// Fetches what the device has finished, for drivers to find.
     fn collect(&mut self) {}
 
-    /// Whoever keeps watch is told when this bell rings, a driver's, once: as if a completion had come. [`Context::collect`] makes it
-    /// quiet again.
+    /// Whoever keeps watch is told when this bell rings, a driver's, once: as if a completion had come.
+    /// [`Context::collect`] makes it quiet again.
     fn listen(&mut self, _bell: BorrowedFd<'_>) {}
 }
 
@@ -130,8 +137,8 @@ pub struct SwQueue<D, Cx> {
 
 /// Has somebody turn the crank of a shared queue, for a budget that it takes from.
 struct YardWaker<D, Cx> {
-    /// Known once the queue is shared; it is idle before. The queue has the budget, and the budget this waker: so it does not keep the
-    /// queue.
+    /// Known once the queue is shared; it is idle before. The queue has the budget, and the budget this waker: so it
+    /// does not keep the queue.
     yard: OnceLock<Weak<Yard<D, Cx>>>,
     /// A list for the seats whose threads are to be woken.
     calls: Mutex<Vec<usize>>,
@@ -181,7 +188,8 @@ impl<D, Cx> SwQueue<D, Cx> {
 }
 
 impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
-    /// Shares an idle hardware queue, whose memory is set, among as many threads as there are beds. Each may have up to `places` bios out.
+    /// Shares an idle hardware queue, whose memory is set, among as many threads as there are beds. Each may have up to
+    /// `places` bios out.
     ///
     /// # Panics
     /// If the queue is not idle, or nobody or nothing is to be served.
@@ -193,8 +201,8 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         ends.into_iter().enumerate().map(|(seat, ends)| SwQueue::seated(&yard, seat, ends, seat as u32 + 1)).collect()
     }
 
-    /// As [`SwQueue::share`], where each request takes a place from a budget, too: see [`HwQueue::set_budget`]. When the budget has
-    /// places for this queue, one of its threads turns the crank.
+    /// As [`SwQueue::share`], where each request takes a place from a budget, too: see [`HwQueue::set_budget`]. When
+    /// the budget has places for this queue, one of its threads turns the crank.
     ///
     /// # Errors
     /// The budget is shared by as many queues as it was made for.
@@ -244,8 +252,8 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         self.places.held()
     }
 
-    /// Accepts a bio, which nobody sees before [`SwQueue::ring`]. It comes back through [`SwQueue::poll`] or [`SwQueue::wait`],
-    /// whatever happens.
+    /// Accepts a bio, which nobody sees before [`SwQueue::ring`]. It comes back through [`SwQueue::poll`] or
+    /// [`SwQueue::wait`], whatever happens.
     ///
     /// # Panics
     /// If there is no [room](SwQueue::room): the caller holds a place before it makes a wish.
@@ -258,8 +266,9 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         self.ends.plug.push(bio);
     }
 
-    /// Passes on to the device what was submitted, if the queue is idle; if it is owned, makes it visible and its owner will.
-    /// With a batch at a device that answers on the spot it may take its turn, some microseconds later: see the module's head.
+    /// Passes on to the device what was submitted, if the queue is idle; if it is owned, makes it visible and its owner
+    /// will. With a batch at a device that answers on the spot it may take its turn, some microseconds later: see the
+    /// module's head.
     #[inline]
     pub fn ring(&mut self, clock: &impl Fn() -> u64) {
         if !self.ends.plug.is_empty() {
@@ -267,8 +276,8 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         }
     }
 
-    /// Gives back what is over, without waiting. Looks after the queue if nothing has come and nobody else does. Returns how
-    /// many bios were given back.
+    /// Gives back what is over, without waiting. Looks after the queue if nothing has come and nobody else does.
+    /// Returns how many bios were given back.
     ///
     /// Bios still to be made visible stay so: see [`SwQueue::ring`].
     #[inline]
@@ -283,8 +292,8 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         }
     }
 
-    /// Makes visible what was submitted and sleeps until at least one bio is over. Returns how many were given back: none only if
-    /// none is out.
+    /// Makes visible what was submitted and sleeps until at least one bio is over. Returns how many were given back:
+    /// none only if none is out.
     ///
     /// It sleeps as soon as it can; a thread that rather spins a while polls first. On a queue that is
     /// [polled](crate::QueueKind::Poll) it does not sleep: it polls, and now and then lets others have the CPU.
@@ -304,8 +313,8 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
 
     /// Leaves: waits until all bios of this thread are given back.
     ///
-    /// What this thread has issued for others may still be in flight. Where a device binds I/O to the thread that issued it, as
-    /// `io_uring` does, a thread must not end before [all](SwQueue::stats) are done with the queue.
+    /// What this thread has issued for others may still be in flight. Where a device binds I/O to the thread that
+    /// issued it, as `io_uring` does, a thread must not end before [all](SwQueue::stats) are done with the queue.
     pub fn leave(mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) {
         while self.wait(clock, sink) > 0 {}
     }
@@ -319,13 +328,13 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         self.yard.bed(self.seat)
     }
 
-    /// Makes visible what was submitted, cranks, unless another does, and gets ready to sleep; what it comes to says how. A queue
-    /// that is polled is cranked for a while, and nobody gets ready for anything.
+    /// Makes visible what was submitted, cranks, unless another does, and gets ready to sleep; what it comes to says
+    /// how. A queue that is polled is cranked for a while, and nobody gets ready for anything.
     pub(crate) fn lie_down(&mut self, clock: &impl Fn() -> u64) -> Turn {
         self.ends.publish();
         if !self.yard.is_polled() {
-            // Announced here, made known by the baton's read-modify-write: an owner who is there hears it before it leaves.
-            // Release, so that an owner who hears it early knows our ring as empty as we left it.
+            // Announced here, made known by the baton's read-modify-write: an owner who is there hears it before it
+            // leaves. Release, so that an owner who hears it early knows our ring as empty as we left it.
             self.yard.announce(self.seat);
             return self.turn(Why::Wait, clock);
         }
@@ -363,7 +372,8 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         }
     }
 
-    /// The queue is closed: goes after our rings. They may still be on the way, and then whoever moves them cranks for us.
+    /// The queue is closed: goes after our rings. They may still be on the way, and then whoever moves them cranks for
+    /// us.
     #[inline(never)]
     fn follow(&mut self, why: Why, clock: &impl Fn() -> u64) -> Turn {
         {
@@ -378,7 +388,8 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
             // Announced at the old seat, not at this.
             return Turn::Cranked;
         }
-        // Even for one who only looks: we may have been left word at the old place, which is to be heard at the new one.
+        // Even for one who only looks: we may have been left word at the old place, which is to be heard at the new
+        // one.
         self.turn(if why == Why::Poll { Why::Up } else { why }, clock)
     }
 }

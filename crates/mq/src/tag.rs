@@ -1,7 +1,7 @@
 //! Tags: places in flight, as things one holds.
 //!
-//! A [`Tag`] can be moved and not copied; who holds it may use the request of its number, and must give it back. A [`Cid`]
-//! is the number under which somebody outside knows the request; it proves nothing until it is redeemed.
+//! A [`Tag`] can be moved and not copied; who holds it may use the request of its number, and must give it back. A
+//! [`Cid`] is the number under which somebody outside knows the request; it proves nothing until it is redeemed.
 
 use std::ops::Range;
 
@@ -62,7 +62,8 @@ impl TagSet {
     /// A set of `depth` tags, all in, of which the first `reserved` are.
     ///
     /// # Panics
-    /// If `depth` is zero or above [`TagSet::DEPTH_MAX`], or all are reserved: depths are checked where they are configured.
+    /// If `depth` is zero or above [`TagSet::DEPTH_MAX`], or all are reserved: depths are checked where they are
+    /// configured.
     pub fn new(depth: usize, reserved: usize) -> TagSet {
         assert!(
             (1..=TagSet::DEPTH_MAX).contains(&depth) && reserved < depth,
@@ -87,8 +88,8 @@ impl TagSet {
         self.depth() - self.kept
     }
 
-    /// Lets no more than `limit` tags out from now on, those reserved among them: at least one that is not, and at most all. What
-    /// is out beyond that comes back when it is over. Returns what the limit has become.
+    /// Lets no more than `limit` tags out from now on, those reserved among them: at least one that is not, and at most
+    /// all. What is out beyond that comes back when it is over. Returns what the limit has become.
     pub fn set_limit(&mut self, limit: usize) -> usize {
         let limit = limit.clamp(self.reserved() + 1, self.depth());
         self.kept = self.depth() - limit;
@@ -275,8 +276,8 @@ mod tests {
     }
 
     proptest! {
-        /// No tag is owned twice, what is out is what was taken less what came back, and what is taken stays within the limit, which
-        /// may change at any time.
+        /// No tag is owned twice, what is out is what was taken less what came back, and what is taken stays within the
+        /// limit, which may change at any time.
         #[test]
         fn tags_out_are_distinct_counted_and_within_the_limit(
             depth in 1_usize..300,

@@ -1,4 +1,5 @@
-//! A disk that threads share, step by step: what is refused, what goes where, and what is left behind when its queues change.
+//! A disk that threads share, step by step: what is refused, what goes where, and what is left behind when its queues
+//! change.
 #![cfg(not(any(loom, shuttle)))]
 
 mod common;
@@ -38,7 +39,8 @@ struct Board {
     holds: AtomicBool,
     /// Queues that are there.
     queues: AtomicUsize,
-    /// Called by the second queue whenever it is polled. While it says so, what came since the last time is not done yet.
+    /// Called by the second queue whenever it is polled. While it says so, what came since the last time is not done
+    /// yet.
     feeds: Mutex<Option<Box<dyn FnMut() -> bool + Send>>>,
 }
 

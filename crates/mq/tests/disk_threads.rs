@@ -1,5 +1,5 @@
-//! A disk shared by real threads while the number of its queues changes: every bio comes back once, to its submitter, and the
-//! data is what was written.
+//! A disk shared by real threads while the number of its queues changes: every bio comes back once, to its submitter,
+//! and the data is what was written.
 #![cfg(not(any(loom, shuttle)))]
 
 mod common;
@@ -58,8 +58,8 @@ fn factory(latency_ns: u64, memory: &Arc<Region>) -> Factory {
     Factory { device, memory: Arc::new(RegionTable::new(vec![Arc::clone(memory)])) }
 }
 
-/// One thread's life: it writes its part of the disk and reads it back, one I/O to a block at a time, so that what a read must
-/// find is known.
+/// One thread's life: it writes its part of the disk and reads it back, one I/O to a block at a time, so that what a
+/// read must find is known.
 struct Life<'a, D: blkyard_mq::Driver<Cx>, Cx: Context> {
     submitter: Submitter<D, Cx>,
     thread: u64,

@@ -2,9 +2,9 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mq --test loom_budget`
 //!
-//! A queue takes, gives back what it took, and sleeps when it came out short. A wake-up that is lost is a schedule in which all
-//! sleep, and fails the model; so is a place that is lost. Places made out of nothing are counted. Each model names its
-//! bound on preemptions and prints how many orders it has.
+//! A queue takes, gives back what it took, and sleeps when it came out short. A wake-up that is lost is a schedule in
+//! which all sleep, and fails the model; so is a place that is lost. Places made out of nothing are counted. Each model
+//! names its bound on preemptions and prints how many orders it has.
 #![cfg(loom)]
 
 use std::sync::Arc;

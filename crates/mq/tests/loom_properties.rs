@@ -1,11 +1,12 @@
-//! What threads have part in of the properties of a queue core, over a device that makes trouble, in every order within the bound:
-//! 1 (tags), 3 (no wake-up is lost), 6 (order), 7 (quiesce), 9 (announced), 11 (threads that leave). Larger ones, in orders drawn at
-//! random: `shuttle_properties.rs`.
+//! What threads have part in of the properties of a queue core, over a device that makes trouble, in every order within
+//! the bound: 1 (tags), 3 (no wake-up is lost), 6 (order), 7 (quiesce), 9 (announced), 11 (threads that leave). Larger
+//! ones, in orders drawn at random: `shuttle_properties.rs`.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mq --test loom_properties`
 //!
-//! One or two bios of each of two threads. What the device does is drawn from a seed, and so the same in orders that are the same; a model
-//! runs with several seeds, and says which kinds of trouble came to pass in them: all that it asks for, or it fails.
+//! One or two bios of each of two threads. What the device does is drawn from a seed, and so the same in orders that
+//! are the same; a model runs with several seeds, and says which kinds of trouble came to pass in them: all that it
+//! asks for, or it fails.
 #![cfg(loom)]
 
 #[path = "common/model_bed.rs"]
@@ -152,8 +153,8 @@ fn live(mut queue: SwQueue<Heard, Bell>, me: u64, bios: u64, loses: bool, clock:
     assert_eq!(ended.len() as u64, bios, "something of a thread that went is still in its ring");
 }
 
-/// The story of a device: each request is begun once between idle and idle, and none stays. Threads do not pass themselves, unless
-/// requests are handed back.
+/// The story of a device: each request is begun once between idle and idle, and none stays. Threads do not pass
+/// themselves, unless requests are handed back.
 fn check(events: &[ChaosEvent], plan: &Plan, trouble: &Trouble) {
     let mut held = BTreeSet::new();
     let mut last = [None; 4];

@@ -2,9 +2,9 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mq --test loom_sw`
 //!
-//! The real code over the null device. What the queue has in it is reached through the baton's cell, so an access without the
-//! right order fails the model, as does a schedule in which all sleep. Each model names its bound on preemptions and
-//! prints how many orders it has.
+//! The real code over the null device. What the queue has in it is reached through the baton's cell, so an access
+//! without the right order fails the model, as does a schedule in which all sleep. Each model names its bound on
+//! preemptions and prints how many orders it has.
 #![cfg(loom)]
 
 #[path = "common/model_bed.rs"]

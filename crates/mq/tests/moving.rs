@@ -1,5 +1,5 @@
-//! No request stays in a queue whose worker is gone (A.28, property 11): stations move between lanes in any order of events,
-//! each bio ends once, and a lane that a station has left has nothing of it.
+//! No request stays in a queue whose worker is gone (A.28, property 11): stations move between lanes in any order of
+//! events, each bio ends once, and a lane that a station has left has nothing of it.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};

@@ -1,5 +1,5 @@
-//! What a shared queue does step by step, where the order of events can be arranged: one ring of the bell gets everything
-//! through, turns are fair, and a sleeper's watch follows the deadlines.
+//! What a shared queue does step by step, where the order of events can be arranged: one ring of the bell gets
+//! everything through, turns are fair, and a sleeper's watch follows the deadlines.
 #![cfg(not(any(loom, shuttle)))]
 
 mod common;
@@ -282,8 +282,8 @@ fn what_did_not_fit_goes_before_what_is_submitted_after_it() {
     assert_eq!(ended.lock().unwrap().iter().map(|(sector, _)| *sector).collect::<Vec<_>>(), came);
 }
 
-/// How often a thread that finds the queue owned reads its clock, which moves by a microsecond each time, before it leaves word: it
-/// comes with so many bios, so long after it was there.
+/// How often a thread that finds the queue owned reads its clock, which moves by a microsecond each time, before it
+/// leaves word: it comes with so many bios, so long after it was there.
 fn reads_before_word_is_left(bios: u64, away_ns: u64) -> u64 {
     let time = Arc::new(AtomicU64::new(1_000_000));
     let late: Arc<Mutex<Option<SwQueue<Hooked, ()>>>> = Arc::default();

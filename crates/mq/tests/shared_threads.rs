@@ -1,5 +1,5 @@
-//! A hardware queue shared by real threads: more threads than queues, and fewer; every bio comes back once, to its submitter,
-//! and the data is what was written.
+//! A hardware queue shared by real threads: more threads than queues, and fewer; every bio comes back once, to its
+//! submitter, and the data is what was written.
 #![cfg(not(any(loom, shuttle)))]
 
 mod common;
@@ -192,7 +192,8 @@ fn fewer_threads_than_queues() {
     null(1, 1, Style::Sleep, 20_000, 1000);
 }
 
-/// Each thread writes its part of the disk and reads it back, over and over; the first word of a block says who wrote it, and when.
+/// Each thread writes its part of the disk and reads it back, over and over; the first word of a block says who wrote
+/// it, and when.
 fn ram(threads: usize, queues: usize, style: Style, bios: u64) {
     let device = RamDevice::new(info(), NullConfig::default()).unwrap();
     let region = memory(threads);
@@ -295,7 +296,8 @@ fn a_broken_queue_leaves_nobody_asleep() {
             self.fuse -= 1;
             assert!(self.fuse > 0, "the driver broke a promise");
             while let Some((tag, _, _)) = batch.take() {
-                // Kept for ever: the device never answers. Given up so that tags do not shout over the panic we want to see.
+                // Kept for ever: the device never answers. Given up so that tags do not shout over the panic we want to
+                // see.
                 std::mem::forget(tag);
             }
         }

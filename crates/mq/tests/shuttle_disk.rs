@@ -1,11 +1,11 @@
-//! A disk that threads share under shuttle: the number of its queues changes while they submit, sleep and poll, in schedules
-//! drawn at random.
+//! A disk that threads share under shuttle: the number of its queues changes while they submit, sleep and poll, in
+//! schedules drawn at random.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test --release -p blkyard-mq --test shuttle_disk`
 //!
-//! The real code over a device with a thread of its own, which rings for whoever keeps watch. A schedule in which all sleep is found
-//! and reported as a deadlock: a thread that was not told that its rings have moved, or a change that waits for a queue which
-//! nobody cranks. A far deadline never comes: it would hide a wake-up that was lost.
+//! The real code over a device with a thread of its own, which rings for whoever keeps watch. A schedule in which all
+//! sleep is found and reported as a deadlock: a thread that was not told that its rings have moved, or a change that
+//! waits for a queue which nobody cranks. A far deadline never comes: it would hide a wake-up that was lost.
 #![cfg(shuttle)]
 
 use std::collections::VecDeque;
@@ -178,7 +178,8 @@ impl QueueFactory for Factory {
     }
 }
 
-/// One thread: submits its bios in batches, sometimes sleeps for them, sometimes only looks, and counts what comes back.
+/// One thread: submits its bios in batches, sometimes sleeps for them, sometimes only looks, and counts what comes
+/// back.
 fn submitter(mut queue: Submitter<Queue, Number>, bios: u64, polls: bool, kinds: bool, world: &World) {
     let now = || world.now_ns();
     let mut seen = vec![false; bios as usize];

@@ -1,10 +1,11 @@
-//! What threads have part in of the properties of a queue core, over a device that makes trouble, in schedules drawn at random:
-//! 1 (tags), 3 (no wake-up is lost), 6 (order), 7 (quiesce), 9 (announced), 11 (threads that leave). The others: `properties/`.
+//! What threads have part in of the properties of a queue core, over a device that makes trouble, in schedules drawn at
+//! random: 1 (tags), 3 (no wake-up is lost), 6 (order), 7 (quiesce), 9 (announced), 11 (threads that leave). The
+//! others: `properties/`.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test --release -p blkyard-mq --test shuttle_properties`
 //!
-//! A schedule in which all sleep is found and reported as a deadlock, with a seed to see it again. Time moves when somebody looks at it
-//! or sleeps for it; the tick, a second, never comes, for it would hide a wake-up that was lost.
+//! A schedule in which all sleep is found and reported as a deadlock, with a seed to see it again. Time moves when
+//! somebody looks at it or sleeps for it; the tick, a second, never comes, for it would hide a wake-up that was lost.
 #![cfg(shuttle)]
 
 use std::collections::BTreeSet;

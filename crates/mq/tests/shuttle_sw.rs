@@ -2,12 +2,13 @@
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test --release -p blkyard-mq --test shuttle_sw`
 //!
-//! This is the real code: `--cfg shuttle` puts shuttle's atomics into `blkyard_mem::sync`, and every access to one is a point where
-//! another thread may go on. Who sleeps does so on shuttle's condition variables, so a schedule in which all sleep is found and
-//! reported as a deadlock, with a seed to see it again. Weak memory is not modelled here: that is loom's part.
+//! This is the real code: `--cfg shuttle` puts shuttle's atomics into `blkyard_mem::sync`, and every access to one is a
+//! point where another thread may go on. Who sleeps does so on shuttle's condition variables, so a schedule in which
+//! all sleep is found and reported as a deadlock, with a seed to see it again. Weak memory is not modelled here: that
+//! is loom's part.
 //!
-//! Time is a number that moves when somebody looks at it or sleeps for it. The far deadline of a watch, the tick, never comes: it would
-//! hide a wake-up that was lost.
+//! Time is a number that moves when somebody looks at it or sleeps for it. The far deadline of a watch, the tick, never
+//! comes: it would hide a wake-up that was lost.
 #![cfg(shuttle)]
 
 use std::collections::VecDeque;
@@ -106,8 +107,8 @@ impl Bed for ModelBed {
     }
 }
 
-/// A device with a mind of its own: a thread that finishes what it was given, one by one, in no order, and rings for whoever
-/// keeps watch.
+/// A device with a mind of its own: a thread that finishes what it was given, one by one, in no order, and rings for
+/// whoever keeps watch.
 struct EventDriver(Arc<World>);
 
 impl<Cx> Driver<Cx> for EventDriver {
@@ -166,7 +167,8 @@ fn info() -> DeviceInfo {
     }
 }
 
-/// One thread: submits its bios in batches, sometimes sleeps for them, sometimes only looks, and counts what comes back.
+/// One thread: submits its bios in batches, sometimes sleeps for them, sometimes only looks, and counts what comes
+/// back.
 fn submitter<D: Driver<Cx>, Cx: Context>(mut queue: SwQueue<D, Cx>, me: u64, bios: u64, polls: bool, clock: &Clock) {
     let now = || clock.now_ns();
     let mut seen = vec![false; bios as usize];

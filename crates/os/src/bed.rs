@@ -1,10 +1,12 @@
 //! Where a thread sleeps that shares a queue with others, over a ring that changes owners.
 //!
-//! A [`RingBed`] has a bell of its own, and a second descriptor of the ring itself, or of each of a few. Who merely sleeps listens to the
-//! bell; who keeps watch listens to both. The ring's descriptor is readable as long as completions wait in it, so a watch that
-//! begins after one came ends at once: nothing is slept over. A driver's bell is listened to by the ring, and so ends a watch as well.
+//! A [`RingBed`] has a bell of its own, and a second descriptor of the ring itself, or of each of a few. Who merely
+//! sleeps listens to the bell; who keeps watch listens to both. The ring's descriptor is readable as long as
+//! completions wait in it, so a watch that begins after one came ends at once: nothing is slept over. A driver's bell
+//! is listened to by the ring, and so ends a watch as well.
 //!
-//! Made for rings without a [single owner](crate::RingConfig::single_owner): there the kernel hands completions over by itself.
+//! Made for rings without a [single owner](crate::RingConfig::single_owner): there the kernel hands completions over by
+//! itself.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};

@@ -1,7 +1,7 @@
 //! The clock, the only one of the project. Whoever needs the time gets it from a caller who read it here.
 //!
-//! [`now_ns`] asks the system. A loop that reads the time in each round has a [`Clock`], which tells the same time for less where
-//! the time-stamp counter can be trusted (`clock/tsc.rs`), and asks the system where not.
+//! [`now_ns`] asks the system. A loop that reads the time in each round has a [`Clock`], which tells the same time for
+//! less where the time-stamp counter can be trusted (`clock/tsc.rs`), and asks the system where not.
 //!
 //! Unsafe: one call of the C library, since the safe wrapper would bring a feature of its own.
 
@@ -32,10 +32,11 @@ pub(crate) fn clock_ns(clock: libc::clockid_t) -> Option<u64> {
     (status == 0).then_some(time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64)
 }
 
-/// The monotonic clock for one thread that reads it all the time: within [`Clock::ERROR_NS_MAX`] of [`now_ns`], and it never goes back.
+/// The monotonic clock for one thread that reads it all the time: within [`Clock::ERROR_NS_MAX`] of [`now_ns`], and it
+/// never goes back.
 ///
-/// About 10 ns where the time-stamp counter can be trusted, as [`now_ns`] elsewhere. What the counter means is learnt from the
-/// system's clock and looked up again every millisecond, so that no error lives longer.
+/// About 10 ns where the time-stamp counter can be trusted, as [`now_ns`] elsewhere. What the counter means is learnt
+/// from the system's clock and looked up again every millisecond, so that no error lives longer.
 #[derive(Debug)]
 pub struct Clock {
     by_counter: bool,
@@ -47,9 +48,10 @@ pub struct Clock {
 impl Clock {
     /// How far from [`now_ns`] a reading may be.
     ///
-    /// Three errors add up. The system slews its clock by a thousandth at most, one way or the other (`adjtimex`: 500 parts per
-    /// million, and as many while it makes up for an offset), so in a millisecond it goes at most 2 us away from what was learnt. The two
-    /// comparisons with the counter from which that was learnt are each off by half a microsecond at most (`COMPARED_CYCLES_MAX`).
+    /// Three errors add up. The system slews its clock by a thousandth at most, one way or the other (`adjtimex`: 500
+    /// parts per million, and as many while it makes up for an offset), so in a millisecond it goes at most 2 us away
+    /// from what was learnt. The two comparisons with the counter from which that was learnt are each off by half a
+    /// microsecond at most (`COMPARED_CYCLES_MAX`).
     pub const ERROR_NS_MAX: u64 = 3_000;
 
     /// A clock for this thread.
@@ -86,14 +88,14 @@ impl Clock {
     }
 }
 
-/// Counter and clock are compared when no more cycles than this pass in doing so. It takes about a hundred; a counter of 1 GHz, the
-/// slowest in use, makes half a microsecond of them.
+/// Counter and clock are compared when no more cycles than this pass in doing so. It takes about a hundred; a counter
+/// of 1 GHz, the slowest in use, makes half a microsecond of them.
 const COMPARED_CYCLES_MAX: u64 = 500;
-/// How long what was learnt is used, and the least time over which a rate is measured: short, since an error lives for as
-/// long; long against the hundred nanoseconds that it takes to learn it anew.
+/// How long what was learnt is used, and the least time over which a rate is measured: short, since an error lives for
+/// as long; long against the hundred nanoseconds that it takes to learn it anew.
 const SPAN_NS: u64 = 1_000_000;
-/// Two rates agree if they differ by less than this share. More than slewing can do, so one of them was measured while clock or counter
-/// stood still: the machine slept, or moved to another host.
+/// Two rates agree if they differ by less than this share. More than slewing can do, so one of them was measured while
+/// clock or counter stood still: the machine slept, or moved to another host.
 const AGREE_SHARE: u64 = 1 << 9;
 
 /// What the counter means.

@@ -4,8 +4,8 @@ use std::io;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Allows this process as many descriptors as it may allow itself, and returns how many: each queue of a guest takes a handful, and the
-/// usual limit is kept low for programs that could not wait on larger numbers.
+/// Allows this process as many descriptors as it may allow itself, and returns how many: each queue of a guest takes a
+/// handful, and the usual limit is kept low for programs that could not wait on larger numbers.
 ///
 /// # Errors
 /// What the system said. Nothing has changed then.

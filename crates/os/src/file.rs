@@ -8,7 +8,8 @@
 //! The lock sits on the very description that carries the I/O, and the kernel keeps that open until the last
 //! operation is over. So nobody else gets the image while any I/O of ours is unfinished, however we end.
 //!
-//! It does not cache, does not grow the file unless it is told to, and does not know image formats: bytes are where they are.
+//! It does not cache, does not grow the file unless it is told to, and does not know image formats: bytes are where
+//! they are.
 
 mod error;
 mod holder;
@@ -147,8 +148,8 @@ struct Shared {
     no_trim: AtomicBool,
     no_punch: AtomicBool,
     no_zero_range: AtomicBool,
-    /// A sync has failed. The kernel says so once and forgets, to one of all who ask through this description: what was lost
-    /// is lost for all, so no flush succeeds from then on.
+    /// A sync has failed. The kernel says so once and forgets, to one of all who ask through this description: what was
+    /// lost is lost for all, so no flush succeeds from then on.
     sync_failed: AtomicBool,
     /// What is written where zeroes cannot be asked for. Never touched, so it takes no memory.
     zeroes: Arc<Region>,

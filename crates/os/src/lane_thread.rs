@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Orders let a station in, ask for one back, or let it stay after all; they come through a channel that is looked at
-//! when a flag says so. A station that has parted is listened to no more before it is handed over: a bell is made quiet by
-//! reading it, and this lane must not take what was meant for the next.
+//! when a flag says so. A station that has parted is listened to no more before it is handed over: a bell is made quiet
+//! by reading it, and this lane must not take what was meant for the next.
 //!
 //! No wake-up is lost. A lane sleeps only after a turn in which every station was asked to have its bell rung from
 //! now on, and looked once more after asking (`Lane::turn`); what comes later rings. Bells are level-triggered and
@@ -122,8 +122,8 @@ const BELLS_EACH: usize = 2;
 /// Stations one lane can have: one bell is the waker's.
 pub const STATIONS_MAX: usize = (BELLS_MAX - 1) / BELLS_EACH;
 
-/// A running lane. It runs until all its stations are over and nobody can give it more: dropping the handle does not stop
-/// it, but lets it end.
+/// A running lane. It runs until all its stations are over and nobody can give it more: dropping the handle does not
+/// stop it, but lets it end.
 pub struct LaneThread<S> {
     name: String,
     thread: JoinHandle<()>,
@@ -139,8 +139,8 @@ enum Order<S> {
     Leave(u32, Sender<Option<S>>),
     /// It may stay, if it has not left.
     Stay(u32),
-    /// Keep the memory of a station attached until told to let go; the answer is that memory. Learning and forgetting it
-    /// takes the kernel a tenth of a second for each gibibyte, for which the station should not have to rest.
+    /// Keep the memory of a station attached until told to let go; the answer is that memory. Learning and forgetting
+    /// it takes the kernel a tenth of a second for each gibibyte, for which the station should not have to rest.
     Keep(u32, Sender<Arc<RegionTable>>),
     /// The same for memory of a station that is to come. Answered when it is attached.
     Prepare(Arc<RegionTable>, Sender<()>),
@@ -422,8 +422,8 @@ impl<S> LaneThread<S> {
         wait.recv().map_err(|_| self.ended())
     }
 
-    /// Asks for a station back that lives here: it comes to rest, nothing of it is left on this lane, and here it is. If
-    /// that takes longer than `limit` it stays and goes on.
+    /// Asks for a station back that lives here: it comes to rest, nothing of it is left on this lane, and here it is.
+    /// If that takes longer than `limit` it stays and goes on.
     ///
     /// # Errors
     /// It did not come to rest in time, or the lane has ended.
@@ -462,8 +462,8 @@ impl<S> LaneThread<S> {
         wait.recv().map_err(|_| self.ended())
     }
 
-    /// Lets go of memory that was kept for stations that were coming or going. What is in use stays. A lane that has ended
-    /// holds nothing.
+    /// Lets go of memory that was kept for stations that were coming or going. What is in use stays. A lane that has
+    /// ended holds nothing.
     pub(crate) fn let_go(&self) {
         let (done, wait) = channel();
         self.desk.give(Order::LetGo(done));

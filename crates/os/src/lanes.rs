@@ -72,14 +72,14 @@ impl<S: Station<Ring> + Send + 'static> Lanes<S> {
         Ok(())
     }
 
-    /// Changes the number of lanes to `count`, and has each station live where `place` says, given its number. Lanes are
-    /// started first, then stations move, then lanes are retired; stations go on working all the while, but for the
+    /// Changes the number of lanes to `count`, and has each station live where `place` says, given its number. Lanes
+    /// are started first, then stations move, then lanes are retired; stations go on working all the while, but for the
     /// moment they move.
     ///
     /// # Errors
     /// A lane cannot be started or would be full: nothing has changed. A station does not come to rest, or a lane has
-    /// ended: what has moved lives where it should, the rest where it did, and no lane is retired; trying again does what is
-    /// left.
+    /// ended: what has moved lives where it should, the rest where it did, and no lane is retired; trying again does
+    /// what is left.
     ///
     /// # Panics
     /// If there are to be no lanes, or `place` names one that is not to be.

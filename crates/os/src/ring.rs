@@ -69,8 +69,8 @@ struct Inbox {
     closed: bool,
 }
 
-/// How long a lane sleeps at most while it lacks a descriptor to hear a bell by: seldom enough to cost nothing, often enough that a
-/// guest waits and does not give up.
+/// How long a lane sleeps at most while it lacks a descriptor to hear a bell by: seldom enough to cost nothing, often
+/// enough that a guest waits and does not give up.
 const DEAF_NS: u64 = 100_000_000;
 
 /// Who an entry belongs to: the upper byte of its name.
@@ -156,8 +156,8 @@ impl Ring {
         self.buffers.attach(&self.uring, region)
     }
 
-    /// Tries again to make memory known that was refused. For when other rings may have let go of it, since what may be locked is counted
-    /// for all of a user's rings together.
+    /// Tries again to make memory known that was refused. For when other rings may have let go of it, since what may be
+    /// locked is counted for all of a user's rings together.
     pub(crate) fn retry_buffers(&mut self) {
         self.buffers.retry(&self.uring);
     }
@@ -411,9 +411,9 @@ impl Drop for Ring {
 impl Ring {
     /// Waits until nothing is with the kernel that could touch memory. False if that cannot be known.
     fn quiesce(&mut self) -> bool {
-        // Polls and rings are over once they are cancelled. One that rang meanwhile, or was never submitted, is not found.
-        // Kernels before 6.0 cannot cancel so; there a poll ends with the ring, and need not be waited for, since it
-        // writes to no memory.
+        // Polls and rings are over once they are cancelled. One that rang meanwhile, or was never submitted, is not
+        // found. Kernels before 6.0 cannot cancel so; there a poll ends with the ring, and need not be waited for,
+        // since it writes to no memory.
         let left = |old: u64| match self.uring.submitter().register_sync_cancel(None, CancelBuilder::user_data(old)) {
             Ok(()) => false,
             Err(error) => error.kind() != std::io::ErrorKind::NotFound,

@@ -1,4 +1,5 @@
-//! Drivers whose device rings a bell: sleepers hear it, on a lane and on a shared queue, long before they would look by themselves.
+//! Drivers whose device rings a bell: sleepers hear it, on a lane and on a shared queue, long before they would look by
+//! themselves.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};

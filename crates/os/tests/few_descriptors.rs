@@ -1,4 +1,5 @@
-//! Where descriptors are short a bell cannot be duplicated; it is heard as soon as it can be. Its own process: the limit is.
+//! Where descriptors are short a bell cannot be duplicated; it is heard as soon as it can be. Its own process: the
+//! limit is.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};

@@ -237,8 +237,8 @@ fn an_image_of_another_process_is_in_use_until_that_is_gone() {
         assert!(matches!(refusal(read_only(&path)), OpenError::InUse { .. }));
         child.kill().unwrap();
         child.wait().unwrap();
-        // The kernel may still be taking the ring apart, which holds the file. Opening waits for that, though not as long as
-        // the kernel may need on a busy machine.
+        // The kernel may still be taking the ring apart, which holds the file. Opening waits for that, though not as
+        // long as the kernel may need on a busy machine.
         let start = Instant::now();
         while let Err(error) = FileDevice::open(FileConfig::new(&path)) {
             assert!(matches!(error, OpenError::Held { .. }), "{error}");

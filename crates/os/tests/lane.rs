@@ -169,7 +169,8 @@ fn an_idle_lane_sleeps_and_wakes_for_a_deadline() {
     let shared = Arc::new(Shared { bell: Mutex::new(Some(new_bell())), ..Shared::default() });
     let stations: Vec<_> = (0..16).map(|_| counting(&shared)).collect();
     let lane = spawn(config("idle", 50_000), move |_| stations).unwrap();
-    // When it falls asleep for the first time is the system's affair; a lane that keeps turning never has a quiet window.
+    // When it falls asleep for the first time is the system's affair; a lane that keeps turning never has a quiet
+    // window.
     let start = Instant::now();
     loop {
         let (cranks, cpu_ns) = (shared.cranks.load(Ordering::Relaxed), lane.cpu_ns().unwrap());

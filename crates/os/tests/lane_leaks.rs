@@ -1,5 +1,5 @@
-//! Lanes that were started and retired under load leave no thread, no descriptor and no mapping. By itself, so that nobody
-//! else opens any meanwhile.
+//! Lanes that were started and retired under load leave no thread, no descriptor and no mapping. By itself, so that
+//! nobody else opens any meanwhile.
 
 mod common;
 

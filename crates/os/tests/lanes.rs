@@ -1,4 +1,5 @@
-//! Lanes that come and go under load: stations move from one to another, nothing is lost, and what has left leaves nothing.
+//! Lanes that come and go under load: stations move from one to another, nothing is lost, and what has left leaves
+//! nothing.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! A device with a narrow place: every command passes a serial stage, one at a time, and then takes a while more, which all
-//! may do at once. The narrow place is its ceiling, the sum of both its latency.
+//! A device with a narrow place: every command passes a serial stage, one at a time, and then takes a while more, which
+//! all may do at once. The narrow place is its ceiling, the sum of both its latency.
 //!
 //! Owned by the world it is dreamed in, which hands it its events. It moves no data and never fails. Among queues with
 //! commands the stage is given in turn, as NVMe's default arbitration does (Base 2.0c, 3.4.4).
@@ -27,8 +27,9 @@ pub struct DeviceModel {
 }
 
 impl DeviceModel {
-    /// The device under the first NVMe driver on blk-mq: 270 K IOPS at most, 11.9 us alone, and a deviation of 0.46 us that goes with
-    /// it. How the 11.9 us divide follows from the ceiling; the ring is what a driver of the time asked for.
+    /// The device under the first NVMe driver on blk-mq: 270 K IOPS at most, 11.9 us alone, and a deviation of 0.46 us
+    /// that goes with it. How the 11.9 us divide follows from the ceiling; the ring is what a driver of the time asked
+    /// for.
     pub const NVME_2013: DeviceModel = DeviceModel {
         source: "M. Bjørling, linux-nvme, October 2013: 4 KiB random writes, multi-queue column, rows 1,1 and 1,16",
         serial_ns: 3_700,
@@ -98,7 +99,8 @@ impl ModelDevice {
         self.stage(events);
     }
 
-    /// One of its events is due. Returns the queue if a completion was posted to it, which is when a device would interrupt.
+    /// One of its events is due. Returns the queue if a completion was posted to it, which is when a device would
+    /// interrupt.
     pub fn handle<E: From<DeviceEvent>>(&mut self, event: DeviceEvent, events: &mut Events<E>) -> Option<usize> {
         match event {
             DeviceEvent::StageOver => {

@@ -1,6 +1,8 @@
-//! A disk that turns: seek, rotation, zones, a track cache that reads ahead, a write cache that is destaged, and native queueing.
+//! A disk that turns: seek, rotation, zones, a track cache that reads ahead, a write cache that is destaged, and native
+//! queueing.
 //!
-//! Owned by whoever runs it (see [`Model`](crate::Model)). Every figure is data ([`DiskModel`]), with its source in `docs/models.md`. What it is made of:
+//! Owned by whoever runs it (see [`Model`](crate::Model)). Every figure is data ([`DiskModel`]), with its source in
+//! `docs/models.md`. What it is made of:
 //!
 //! ```text
 //!                 decoded      ┌─ cached ──────────────▶ interface ─▶ done
@@ -11,11 +13,12 @@
 //!                                                    └─ reads on behind what was read, while nobody waits
 //! ```
 //!
-//! One arm, one thing at a time. A stream that is read in order is read on for a stretch even while others wait, and not for longer.
-//! Writes are over when they are in the cache, if it has room, and leave it in the order of their place; a flush waits for what came before it.
+//! One arm, one thing at a time. A stream that is read in order is read on for a stretch even while others wait, and
+//! not for longer. Writes are over when they are in the cache, if it has room, and leave it in the order of their
+//! place; a flush waits for what came before it.
 //!
-//! What it does not model: bad sectors, zones of spare tracks, thermal recalibration, standby, and reads that a dirty range answers in
-//! part. Nothing is drawn but where the platter and the arm are at the beginning.
+//! What it does not model: bad sectors, zones of spare tracks, thermal recalibration, standby, and reads that a dirty
+//! range answers in part. Nothing is drawn but where the platter and the arm are at the beginning.
 
 mod dirty;
 mod layout;
@@ -536,7 +539,8 @@ impl Disk {
     /// When the first sector that a command needs passes, if the arm turns to it now.
     fn begins_ns(&self, waiting: &Waiting) -> u64 {
         let from = self.missing_from(&waiting.access);
-        // What goes on from where the head is reading is not late: it is read, whether the command is understood or not.
+        // What goes on from where the head is reading is not late: it is read, whether the command is understood or
+        // not.
         let understood_ns = if self.goes_on(from) { 0 } else { waiting.decoded_ns + self.model.miss_ns };
         self.reach_ns(self.now_ns.max(understood_ns), from, waiting.access.op != Op::Read)
     }

@@ -1,7 +1,7 @@
 //! A driver for one queue pair: the core's requests go out as commands, completions come back by their ids.
 //!
-//! Owned by its hardware queue. One doorbell for a batch; an id is good once ([`Cids`]). It does not know what is at the
-//! other end, nor the time.
+//! Owned by its hardware queue. One doorbell for a batch; an id is good once ([`Cids`]). It does not know what is at
+//! the other end, nor the time.
 
 use blkyard_mem::RegionTable;
 use blkyard_mq::{Batch, Cid, Cids, Done, Driver};
@@ -34,7 +34,8 @@ impl<Cx: ?Sized> Driver<Cx> for PairDriver {
         let room = self.host.room();
         for _ in 0..room {
             let Some((tag, request, mut segments)) = batch.take() else { break };
-            // Written where it goes, piece by piece: made elsewhere and copied, it would be read before its pieces have arrived.
+            // Written where it goes, piece by piece: made elsewhere and copied, it would be read before its pieces have
+            // arrived.
             self.host.post(Command {
                 cid: self.cids.park(tag).0,
                 op: request.op(),

@@ -1,7 +1,7 @@
 //! Clock and calendar: what happens next, and what time it is then.
 //!
-//! Owned by whoever runs the world. Events of one instant come in the order they were entered, so a run depends on nothing but
-//! its seed. It does not know what an event means.
+//! Owned by whoever runs the world. Events of one instant come in the order they were entered, so a run depends on
+//! nothing but its seed. It does not know what an event means.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;

@@ -1,7 +1,8 @@
-//! Flash: channels of dies, pages that are programmed and blocks that are erased, a write cache, and pauses for collecting garbage.
+//! Flash: channels of dies, pages that are programmed and blocks that are erased, a write cache, and pauses for
+//! collecting garbage.
 //!
-//! Owned by whoever runs it (see [`Model`](crate::Model)). Every figure is data ([`FlashModel`]), with its source in `docs/models.md`. Nothing is
-//! drawn. All dies work at once, each at one thing at a time and in the order it came:
+//! Owned by whoever runs it (see [`Model`](crate::Model)). Every figure is data ([`FlashModel`]), with its source in
+//! `docs/models.md`. Nothing is drawn. All dies work at once, each at one thing at a time and in the order it came:
 //!
 //! ```text
 //!   read  ─▶ command ─▶ die of its page: read ─▶ channel of the die ─▶ done
@@ -9,11 +10,12 @@
 //!                         └─ a page full, or a flush ─▶ next die: program
 //! ```
 //!
-//! So a read that comes to a die that programs or erases waits for it, and that is what its tail is made of. When a block has been filled another
-//! must be free: as many pages are moved as the model says that it still held, and it is erased.
+//! So a read that comes to a die that programs or erases waits for it, and that is what its tail is made of. When a
+//! block has been filled another must be free: as many pages are moved as the model says that it still held, and it is
+//! erased.
 //!
-//! What it does not model: where each page really lies (a read finds its die by its place on the device), wear, suspended programs, and what a
-//! discard saves.
+//! What it does not model: where each page really lies (a read finds its die by its place on the device), wear,
+//! suspended programs, and what a discard saves.
 
 use std::collections::VecDeque;
 
@@ -262,8 +264,8 @@ impl Flash {
     }
 }
 
-/// When so many bytes have passed wires that others share, and that they are ready for at a time. What is ready late keeps nobody from passing
-/// before: the wires are counted as taken from when the command came.
+/// When so many bytes have passed wires that others share, and that they are ready for at a time. What is ready late
+/// keeps nobody from passing before: the wires are counted as taken from when the command came.
 fn pass(free_ns: &mut u64, bytes_per_s: u64, bytes: u64, now_ns: u64, ready_ns: u64) -> u64 {
     let passes_ns = bytes * 1_000_000_000 / bytes_per_s;
     *free_ns = (*free_ns).max(now_ns) + passes_ns;
@@ -277,7 +279,8 @@ mod tests {
 
     const MODEL: FlashModel = FlashModel::NVME_2018;
 
-    /// Keeps `depth` of what `next` names out until `count` are over. Returns accesses per second, and how long each took, sorted.
+    /// Keeps `depth` of what `next` names out until `count` are over. Returns accesses per second, and how long each
+    /// took, sorted.
     fn keep(
         model: FlashModel,
         depth: usize,
@@ -331,7 +334,8 @@ mod tests {
             sector += 256;
             (Op::Write, sector - 256, 256)
         });
-        // A block of 256 pages takes 192 of ours and 64 that are moved: 192 x 16 KiB in 192 x 0.2 + 64 x 0.24 + 2 ms, times 64 dies.
+        // A block of 256 pages takes 192 of ours and 64 that are moved: 192 x 16 KiB in 192 x 0.2 + 64 x 0.24 + 2 ms,
+        // times 64 dies.
         let published = 64.0 * 192.0 * 16384.0 / (192.0 * 0.2e-3 + 64.0 * 0.24e-3 + 2e-3);
         let bytes = rate * 131_072.0;
         assert!((bytes / published - 1.0).abs() < 0.05, "{bytes} {published}");

@@ -1,8 +1,8 @@
-//! A device of a given latency and ceiling: every access passes a narrow place, one at a time, and then takes a while more, which
-//! all may do at once.
+//! A device of a given latency and ceiling: every access passes a narrow place, one at a time, and then takes a while
+//! more, which all may do at once.
 //!
-//! It is what is left of a device when its inside does not matter: a network path, a fast disk under test. It keeps order, unless
-//! its latency varies, and has no cache.
+//! It is what is left of a device when its inside does not matter: a network path, a fast disk under test. It keeps
+//! order, unless its latency varies, and has no cache.
 
 use crate::model::{Access, Happening, SECTOR_BYTES};
 use crate::{Events, Rng};

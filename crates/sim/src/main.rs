@@ -1,7 +1,7 @@
 //! Runs worlds: `blkyard-sim SEED|FIRST..END [--seconds N] [key=value..]`. `cargo xtask sim` is the way to it.
 //!
-//! Options not given are drawn from the seed. A run that fails prints how to do it again, whole; the exit status is 1 then. The clock is
-//! read to know when enough have been run, and for nothing else.
+//! Options not given are drawn from the seed. A run that fails prints how to do it again, whole; the exit status is 1
+//! then. The clock is read to know when enough have been run, and for nothing else.
 
 #![forbid(unsafe_code)]
 

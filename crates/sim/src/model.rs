@@ -1,7 +1,7 @@
 //! What all models of devices have in common: commands with a time go in, and what happened, and when, comes out.
 //!
-//! A model is a machine of events. It knows no clock: whoever has it says what time it is, and asks when something happens next. It
-//! moves no data and never fails. It is told of times in their order; one that is past counts as now.
+//! A model is a machine of events. It knows no clock: whoever has it says what time it is, and asks when something
+//! happens next. It moves no data and never fails. It is told of times in their order; one that is past counts as now.
 
 use blkyard_mq::Op;
 
@@ -105,7 +105,8 @@ impl Model {
         happened.drain(..).for_each(to);
     }
 
-    /// The power fails, and is back at once: what is in flight and what a volatile cache holds is gone, and will not be told of.
+    /// The power fails, and is back at once: what is in flight and what a volatile cache holds is gone, and will not be
+    /// told of.
     pub fn cut_power(&mut self, now_ns: u64) {
         match self {
             Model::Disk(disk) => disk.cut_power(now_ns),

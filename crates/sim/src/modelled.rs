@@ -1,11 +1,11 @@
 //! A device whose time is a model's and whose bytes are memory's, under the real core.
 //!
-//! Its queues share the model under a lock; each passes commands on and runs the model up to the time it is told, so a lane in real
-//! time and a world in virtual time drive it alike. Data moves when a command is taken, and the completion waits. It is no device to
-//! measure the core with.
+//! Its queues share the model under a lock; each passes commands on and runs the model up to the time it is told, so a
+//! lane in real time and a world in virtual time drive it alike. Data moves when a command is taken, and the completion
+//! waits. It is no device to measure the core with.
 //!
-//! One that [keeps](Keeps::Medium) the medium apart knows what a power failure leaves: what has reached the medium. Everything else of
-//! its memory is the cache's.
+//! One that [keeps](Keeps::Medium) the medium apart knows what a power failure leaves: what has reached the medium.
+//! Everything else of its memory is the cache's.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

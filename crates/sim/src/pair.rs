@@ -1,7 +1,8 @@
 //! A queue pair in memory: commands one way, completions the other, as an NVMe controller has it.
 //!
-//! The host owns [`HostEnd`], the device [`DeviceEnd`]; they may live in one thread or in two. Commands are written first and told of
-//! later, by one store, which stands for the doorbell. It knows no time and no tags: what an id means is the host's business.
+//! The host owns [`HostEnd`], the device [`DeviceEnd`]; they may live in one thread or in two. Commands are written
+//! first and told of later, by one store, which stands for the doorbell. It knows no time and no tags: what an id means
+//! is the host's business.
 
 use blkyard_mem::Segment;
 use blkyard_mem::ring::{Consumer, Producer, channel};

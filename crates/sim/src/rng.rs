@@ -27,8 +27,8 @@ impl Rng {
         ((u128::from(self.draw()) * u128::from(bound)) >> 64) as u64
     }
 
-    /// A number around zero with this standard deviation, nearly normal: the sum of twelve even ones, so never further off
-    /// than six deviations.
+    /// A number around zero with this standard deviation, nearly normal: the sum of twelve even ones, so never further
+    /// off than six deviations.
     #[inline]
     pub fn normal(&mut self, sigma: u64) -> i64 {
         // Each half of a draw is even over 2^32, with deviation 2^32 / sqrt(12): twelve have 2^32.

@@ -1,12 +1,14 @@
-//! A world from a seed: submitters with chances of their own, the real queue core, a device, and an oracle that judges what comes back.
+//! A world from a seed: submitters with chances of their own, the real queue core, a device, and an oracle that judges
+//! what comes back.
 //!
-//! Nothing in it is a copy: the queues are [`HwQueue`] and [`SwQueue`], over the drivers that others use. Time is the calendar's. A lane
-//! turns when somebody submits, when it has work left or at the time it named, and not otherwise: one that forgets something stands still, and that
-//! is found. Threads that share a queue take steps in an order that is drawn. Power fails, queues change under load, devices make
-//! trouble, as the [options](WorldOptions) say.
+//! Nothing in it is a copy: the queues are [`HwQueue`] and [`SwQueue`], over the drivers that others use. Time is the
+//! calendar's. A lane turns when somebody submits, when it has work left or at the time it named, and not otherwise:
+//! one that forgets something stands still, and that is found. Threads that share a queue take steps in an order that
+//! is drawn. Power fails, queues change under load, devices make trouble, as the [options](WorldOptions) say.
 //!
-//! Judged are: what is read, and what a power failure leaves ([`Oracle`]); that each bio comes back once, as it was, without an error that
-//! nobody made; that nothing waits for longer than `PATIENCE_NS`; and that the run does not stand still.
+//! Judged are: what is read, and what a power failure leaves ([`Oracle`]); that each bio comes back once, as it was,
+//! without an error that nobody made; that nothing waits for longer than `PATIENCE_NS`; and that the run does not stand
+//! still.
 //!
 //! The same seed and options make the same run: [`Outcome`] has a number of all that happened and when.
 
@@ -28,8 +30,8 @@ pub use self::options::{WorldDevice, WorldOptions, WorldScheduler};
 use self::oracle::{Oracle, word};
 use crate::{Events, Rng};
 
-/// Longest time that a bio may take. The slowest device here takes a second for all that a queue holds; one that loses requests takes
-/// a timeout for each loss in a row.
+/// Longest time that a bio may take. The slowest device here takes a second for all that a queue holds; one that loses
+/// requests takes a timeout for each loss in a row.
 const PATIENCE_NS: u64 = 120_000_000_000;
 /// Events of a run: far more than any needs that comes to an end.
 const EVENTS_MAX: u64 = 50_000_000;

@@ -167,7 +167,8 @@ pub struct Chain {
     hints: Hints,
 }
 
-/// The ranges of guest memory that were hit last, kept from chain to chain: what describes requests and what they move often lie in two.
+/// The ranges of guest memory that were hit last, kept from chain to chain: what describes requests and what they move
+/// often lie in two.
 #[derive(Clone, Copy, Debug, Default)]
 struct Hints {
     last: usize,
@@ -175,7 +176,8 @@ struct Hints {
 }
 
 impl Hints {
-    /// The one segment that holds these bytes, if they lie in one range, which is known not to be the last; from now on it is.
+    /// The one segment that holds these bytes, if they lie in one range, which is known not to be the last; from now on
+    /// it is.
     #[inline(never)]
     fn elsewhere(&mut self, memory: &GuestMemory, addr: u64, len: u32) -> Option<Segment> {
         let last = self.last;
@@ -341,8 +343,8 @@ impl Chain {
         Some(Segment { region: last.region, offset: last.offset + u64::from(last.len - 1), len: 1 })
     }
 
-    /// Has the lines at these addresses fetched, with which chains begin that come next: a table, or a header. Addresses are not
-    /// believed: those outside the ranges hit last are passed over.
+    /// Has the lines at these addresses fetched, with which chains begin that come next: a table, or a header.
+    /// Addresses are not believed: those outside the ranges hit last are passed over.
     #[inline]
     pub(crate) fn warm(&self, memory: &GuestMemory, addrs: impl Iterator<Item = u64>) {
         let [near, other] = [self.hints.last, self.hints.before].map(|hint| memory.bytes_of(hint));
@@ -515,8 +517,8 @@ impl Chain {
     }
 
     /// Walks on as long as buffers are in one range each, in order, and nothing is wrong. What is counted is kept in
-    /// plain variables, which stay in registers. `range` is that of the hint. What lies in the range hit before that is no reason to change hints: header
-    /// and status often lie in one, and data in the other.
+    /// plain variables, which stay in registers. `range` is that of the hint. What lies in the range hit before that is
+    /// no reason to change hints: header and status often lie in one, and data in the other.
     // Always inlined, into whoever knows where descriptors come from.
     #[inline(always)]
     fn walk_plain<'a>(&mut self, memory: &'a GuestMemory, mut range: &'a GuestRange, steps: &mut impl Steps) -> Stop {

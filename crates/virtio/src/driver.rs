@@ -1,13 +1,13 @@
 //! The driver's side: a ring over shared memory, and the virtio-blk driver on it.
 //!
-//! [`DriverRing`] offers chains of buffers to a device and takes back what it has used. Owned by one thread. It does no I/O and wakes
-//! nobody: it says when the device wants a kick, and somebody rings. A chain is known by its *token*, a small number of
-//! the owner's choice: the place of its request. On one ring all chains have a table of their own each, at a place that its token
-//! names ([`Tables`]), or none has.
+//! [`DriverRing`] offers chains of buffers to a device and takes back what it has used. Owned by one thread. It does no
+//! I/O and wakes nobody: it says when the device wants a kick, and somebody rings. A chain is known by its *token*, a
+//! small number of the owner's choice: the place of its request. On one ring all chains have a table of their own each,
+//! at a place that its token names ([`Tables`]), or none has.
 //!
 //! The device is not trusted. What it writes is read once; what no honest device writes breaks the ring for good
-//! ([`DeviceFault`]), for nothing that follows it can be believed. Whoever owns the ring then ends the session, and only
-//! after that are the buffers his again.
+//! ([`DeviceFault`]), for nothing that follows it can be believed. Whoever owns the ring then ends the session, and
+//! only after that are the buffers his again.
 
 mod blk;
 mod disk;
@@ -191,14 +191,15 @@ impl DriverRing {
     /// There are not enough free descriptors; nothing has changed. With tables there always are.
     ///
     /// # Panics
-    /// If the token is in flight or not below the ring's size, or the chain is longer than its table or the ring, or out of order.
+    /// If the token is in flight or not below the ring's size, or the chain is longer than its table or the ring, or
+    /// out of order.
     #[inline]
     pub fn add(&mut self, token: u16, buffers: &[Buffer]) -> Result<(), NoRoom> {
         either!(self, ring => ring.add(token, buffers))
     }
 
-    /// Writes a row of a token's table; `more` says whether the chain goes on with the next. Rows stay as they are until they are
-    /// written again, from chain to chain.
+    /// Writes a row of a token's table; `more` says whether the chain goes on with the next. Rows stay as they are
+    /// until they are written again, from chain to chain.
     ///
     /// # Panics
     /// If there are no tables, or no such row.
@@ -207,8 +208,8 @@ impl DriverRing {
         either!(self, ring => ring.put_row(token, row, buffer, more));
     }
 
-    /// Adds the chain that stands in the first rows of a token's table: readable buffers, then writable ones of so many bytes. The device sees
-    /// it with the next [`DriverRing::publish`].
+    /// Adds the chain that stands in the first rows of a token's table: readable buffers, then writable ones of so many
+    /// bytes. The device sees it with the next [`DriverRing::publish`].
     ///
     /// # Panics
     /// If there are no tables, or the token is in flight or not below the ring's size.
@@ -217,8 +218,8 @@ impl DriverRing {
         either!(self, ring => ring.add_table(token, rows, writable_bytes));
     }
 
-    /// The token of the chain that will be taken after so many others, if the device is known to have used it. What the device says is not
-    /// checked here: it is good for a guess, such as which memory will be wanted.
+    /// The token of the chain that will be taken after so many others, if the device is known to have used it. What the
+    /// device says is not checked here: it is good for a guess, such as which memory will be wanted.
     #[inline]
     pub fn coming(&self, after: u16) -> Option<u16> {
         either!(self, ring => ring.coming(after))
@@ -240,7 +241,8 @@ impl DriverRing {
         either!(self, ring => ring.poll())
     }
 
-    /// Asks the device to call when it uses the next chain. Says whether one is there already: then there may be no call.
+    /// Asks the device to call when it uses the next chain. Says whether one is there already: then there may be no
+    /// call.
     pub fn arm(&mut self) -> bool {
         either!(self, ring => ring.arm())
     }

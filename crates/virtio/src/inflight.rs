@@ -91,7 +91,8 @@ reasons! {
         Version = "it has a version other than 0 and 1",
         /// It uses what is not known here.
         Features = "it has features that are not known here",
-        /// Its number of records cannot be: they do not fit, or are fewer than the ring has while something is in flight.
+        /// Its number of records cannot be: they do not fit, or are fewer than the ring has while something is in
+        /// flight.
         DescNum = "its number of records does not go with its length and its ring",
         /// The used index is further ahead than the ring is long, though something is in flight.
         UsedJumped = "its used index is further from the ring's than the ring is long",

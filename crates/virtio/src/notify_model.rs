@@ -212,7 +212,8 @@ fn lost_wake_up(how: Precautions) -> Option<State> {
     None
 }
 
-/// With all precautions, in each way to wish and with each length of batches: but not all at once, which who sleeps could not miss.
+/// With all precautions, in each way to wish and with each length of batches: but not all at once, which who sleeps
+/// could not miss.
 fn all() -> impl Iterator<Item = Precautions> {
     Wish::ALL.into_iter().flat_map(|wish| {
         let drains =

@@ -63,8 +63,9 @@ impl InOrder {
         (place.written, place.done) = (written, true);
     }
 
-    /// The next used element there is to tell; `each` hears the record of every chain it stands for. A batch ends before a chain that is not done, and after one whose
-    /// room was not filled: those that are skipped count as filled.
+    /// The next used element there is to tell; `each` hears the record of every chain it stands for. A batch ends
+    /// before a chain that is not done, and after one whose room was not filled: those that are skipped count as
+    /// filled.
     pub(crate) fn tell(&mut self, mut each: impl FnMut(u16)) -> Option<Used> {
         let mut told = None;
         while self.len > 0 {

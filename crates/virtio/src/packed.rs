@@ -199,9 +199,9 @@ impl PackedRing {
         })
     }
 
-    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first. The ring goes on where
-    /// the record says, if that has been used before: a front-end cannot tell after a crash, since shared memory does not.
-    /// To be called before anything is fetched.
+    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first.
+    /// The ring goes on where the record says, if that has been used before: a front-end cannot tell after a crash,
+    /// since shared memory does not. To be called before anything is fetched.
     ///
     /// # Errors
     /// The record makes no sense; neither it nor the ring was changed.
@@ -297,8 +297,8 @@ impl PackedRing {
         Ok(Some(self.head(chain, id, count, record)))
     }
 
-    /// Sends for the lines with which the next chains begin, and for these together. Looks as if each chain took one place, as those
-    /// with tables do.
+    /// Sends for the lines with which the next chains begin, and for these together. Looks as if each chain took one
+    /// place, as those with tables do.
     #[inline(never)]
     fn warm_run(&mut self, memory: &GuestMemory, chain: &Chain) {
         let (mut at, mut run) = (self.next_avail, 0);

@@ -14,8 +14,8 @@ use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
 /// The largest ring of either format. [2.7, 2.8.10.1]
 pub const RING_SIZE_MAX: u16 = 32768;
 
-/// Chains that are looked at together, at most, on either side: their lines are sent for at once, and a processor waits for hardly
-/// more at one time.
+/// Chains that are looked at together, at most, on either side: their lines are sent for at once, and a processor waits
+/// for hardly more at one time.
 pub(crate) const RUN_MAX: u16 = 16;
 
 /// The three parts of a ring, as [`ring_bytes`] or [`packed_ring_bytes`] wants them.
@@ -214,8 +214,8 @@ impl DeviceRing {
         }
     }
 
-    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first, and the
-    /// ring goes on after it, wherever it was said to. To be called before anything is fetched.
+    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first,
+    /// and the ring goes on after it, wherever it was said to. To be called before anything is fetched.
     ///
     /// # Errors
     /// The record makes no sense; neither it nor the ring was changed.
@@ -244,7 +244,8 @@ impl DeviceRing {
         }
     }
 
-    /// How far the driver has offered by now, to be compared with how far it had a while ago. A guess: the driver may write anything there.
+    /// How far the driver has offered by now, to be compared with how far it had a while ago. A guess: the driver may
+    /// write anything there.
     pub fn front(&self) -> u16 {
         match self {
             DeviceRing::Split(ring) => ring.front(),

@@ -106,8 +106,8 @@ impl SplitRing {
         })
     }
 
-    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first, and the
-    /// ring goes on after it, wherever it was said to. To be called before anything is fetched.
+    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first,
+    /// and the ring goes on after it, wherever it was said to. To be called before anything is fetched.
     ///
     /// # Errors
     /// The record makes no sense; it was not changed.
@@ -190,8 +190,8 @@ impl SplitRing {
         Ok(index)
     }
 
-    /// Records a head that is fetched. False if there is no place for it, in the order or among those to be published: one that has
-    /// ended, and waits to be told, was offered again.
+    /// Records a head that is fetched. False if there is no place for it, in the order or among those to be published:
+    /// one that has ended, and waits to be told, was offered again.
     #[inline(never)]
     fn enter(&mut self, index: u16) -> bool {
         let untold = self.next_avail.wrapping_sub(self.published).wrapping_sub(self.lead);
@@ -224,7 +224,8 @@ impl SplitRing {
             // The entry comes with the index then, where that is another line, and not after it.
             self.layout.avail.warm_to_read(RING + usize::from(self.next_avail & self.mask) * AVAIL_ELEMENT);
         }
-        // What the driver has written last lies in its caches. Sent for together, the lines take hardly longer than one.
+        // What the driver has written last lies in its caches. Sent for together, the lines take hardly longer than
+        // one.
         if run > 1 {
             let places = (0..run).map(|ahead| usize::from(self.next_avail.wrapping_add(ahead) & self.mask));
             let heads = places.map(|place| self.layout.avail.load_u16(RING + place * AVAIL_ELEMENT, Relaxed));

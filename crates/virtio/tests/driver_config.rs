@@ -1,5 +1,5 @@
-//! What a driver makes of a configuration space: what our device says arrives, and what makes no sense is refused with a word on what
-//! helps.
+//! What a driver makes of a configuration space: what our device says arrives, and what makes no sense is refused with
+//! a word on what helps.
 #![forbid(unsafe_code)]
 
 use blkyard_mq::{DeviceInfo, QueueLimits};

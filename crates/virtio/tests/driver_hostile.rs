@@ -132,8 +132,8 @@ fn a_device_with_nothing_to_do_cannot_invent_anything() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// Whatever the device writes into its parts, at any time: no token comes back that was not in flight, none twice, no length beyond
-    /// the room, and nothing panics.
+    /// Whatever the device writes into its parts, at any time: no token comes back that was not in flight, none twice,
+    /// no length beyond the room, and nothing panics.
     #[test]
     fn garbage_gives_nothing_back_that_was_not_given(
         format in 0_usize..8,

@@ -2,8 +2,8 @@
 //! ever, in either format.
 //!
 //! The real rings on both sides, one call at a time, in every order of the first turns. What happens within a call,
-//! between one access and the next, is the business of `notify_model` in the crate: both formats publish and arm as it has it, a store
-//! and a load of two words each, all sequentially consistent.
+//! between one access and the next, is the business of `notify_model` in the crate: both formats publish and arm as it
+//! has it, a store and a load of two words each, all sequentially consistent.
 #![forbid(unsafe_code)]
 
 #[path = "common/driver/mod.rs"]

@@ -1,5 +1,5 @@
-//! The driver's side of a ring against our device's: what is added comes out as it went in and goes back once, in both formats,
-//! wherever the indexes stand.
+//! The driver's side of a ring against our device's: what is added comes out as it went in and goes back once, in both
+//! formats, wherever the indexes stand.
 #![forbid(unsafe_code)]
 
 #[path = "common/driver/mod.rs"]

@@ -1,4 +1,5 @@
-//! The record of what is in flight: as the vhost-user document draws it, readable from other back-ends, and never believed.
+//! The record of what is in flight: as the vhost-user document draws it, readable from other back-ends, and never
+//! believed.
 //!
 //! That nothing is lost or done twice when a device dies is shown by `kill_inflight.rs`.
 #![forbid(unsafe_code)]
@@ -59,7 +60,8 @@ impl Bench {
     }
 }
 
-/// A record as it lies in memory: version, used index, head of the last batch; and in flight, next and counter of each entry.
+/// A record as it lies in memory: version, used index, head of the last batch; and in flight, next and counter of each
+/// entry.
 fn record(version: u16, used_idx: u16, last: u16, entries: [(u8, u16, u64); SIZE as usize]) -> Vec<u8> {
     let mut bytes = vec![0; 8];
     for field in [version, SIZE, last, used_idx] {
@@ -289,7 +291,8 @@ fn what_another_back_end_left_of_a_packed_ring_is_fetched_from_the_record() {
     // Used elements of others have been written over what was offered.
     let ids: Vec<_> = std::iter::from_fn(|| bench.fetch().map(|head| head.id())).collect();
     assert_eq!(ids, [0, 1, 2]);
-    // Another counter, another order; and what is half done counts or not, as the ring has it: here nothing is published.
+    // Another counter, another order; and what is half done counts or not, as the ring has it: here nothing is
+    // published.
     let mut entries = three_in_flight();
     entries[3].1 = 0;
     entries[0].1 = 9;

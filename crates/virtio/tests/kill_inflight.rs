@@ -1,5 +1,5 @@
-//! A device that is killed before any of its stores, and the one after it as well: the driver gets a used element for each
-//! chain, and no second one, and chains are taken up again in the order they were offered.
+//! A device that is killed before any of its stores, and the one after it as well: the driver gets a used element for
+//! each chain, and no second one, and chains are taken up again in the order they were offered.
 //!
 //! Built with `--cfg kill` only: see `blkyard_mem::kill`.
 #![cfg(kill)]
@@ -107,7 +107,8 @@ fn buffers(rings: Rings, number: u32) -> Vec<Buffer> {
     (0..count).map(|at| Buffer { addr: GUEST_BASE, len: 1, writable: at + 1 == count }).collect()
 }
 
-/// What is said to be written: what tells a chain from others, or as much as there is room for, so that several are told by one used element.
+/// What is said to be written: what tells a chain from others, or as much as there is room for, so that several are
+/// told by one used element.
 fn written(rings: Rings, number: u32) -> u32 {
     if rings.features.contains(Features::IN_ORDER) && number % 4 != 3 { 1 } else { number }
 }

@@ -1,6 +1,7 @@
 //! blkyard as the client: disks that others serve, attached by `bench` and by `serve`.
 //!
-//! What is written carries checksums and is read back; where a file is behind it, the host's own view of that is the judge.
+//! What is written carries checksums and is read back; where a file is behind it, the host's own view of that is the
+//! judge.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -60,7 +61,8 @@ const WAYS: [&[&str]; 4] = [
     &["--numjobs", "2", "--iodepth", "8", "--queues", "1", "--poll_queues", "1", "--hipri"],
 ];
 
-/// `bench` on a disk that is served at the export's socket: random writes of blocks with checksums, read back in the end.
+/// `bench` on a disk that is served at the export's socket: random writes of blocks with checksums, read back in the
+/// end.
 fn bench(ground: &Ground, export: &Export, rings: &str, options: &[&str]) -> Result<Command> {
     let mut command = ground.program.command()?;
     command.arg("bench").arg(format!("vhost-user:{}?{rings}", export.socket.display()));
@@ -159,8 +161,8 @@ fn foreign_killed(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-/// Kills and starts a back-end while `bench` writes to its disk, over and over. Returns how many requests back-ends say they found
-/// in flight.
+/// Kills and starts a back-end while `bench` writes to its disk, over and over. Returns how many requests back-ends say
+/// they found in flight.
 fn under_load(ground: &Ground, export: &Export, rings: &str, start: impl Fn() -> Result<Server>) -> Result<u64> {
     /// How long it lives in between.
     const LIFE: Duration = Duration::from_millis(150);

@@ -1,4 +1,5 @@
-//! Clients of libblkio with several queues: a C program of our own, and QEMU's tools, which use one queue of however many.
+//! Clients of libblkio with several queues: a C program of our own, and QEMU's tools, which use one queue of however
+//! many.
 //!
 //! The program compares what it reads itself (see `blkio-client.c`); here the image is looked at.
 
@@ -59,7 +60,8 @@ fn program(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-/// Checks what the program has left: 4 MiB of numbered blocks, of which the second MiB was discarded and the third zeroed.
+/// Checks what the program has left: 4 MiB of numbered blocks, of which the second MiB was discarded and the third
+/// zeroed.
 fn check_image(image: &Image) -> Result<()> {
     const BLOCK: u64 = 4 * KIB;
     for block in (0..MIB / BLOCK).chain(3 * MIB / BLOCK..4 * MIB / BLOCK) {

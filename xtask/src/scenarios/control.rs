@@ -567,7 +567,8 @@ fn guest_grows(ground: &Ground) -> Result<()> {
         test $(cat /tmp/rounds) -gt 0 && echo done";
     let mut machine = Vm::new(ground.guest, 2).disk(&export.socket, 2).start(task)?;
     machine.wait_for_output(|output| output.contains('\n'))?;
-    // A guest that is emulated on a busy machine may need longer for what is in flight than `set` waits; the change comes all the same.
+    // A guest that is emulated on a busy machine may need longer for what is in flight than `set` waits; the change
+    // comes all the same.
     let set = ask(ground, &["set", "device:0", "size=32M"])?;
     let late = set.stderr.contains("it is done as soon as that is over");
     ensure!(late || set.stdout.contains("its front-end was told"), "set says: {}", set.said());

@@ -53,8 +53,8 @@ pub(super) fn left(said: &str) -> u64 {
     counts.filter_map(|line| line.split(LEFT).next()?.split_whitespace().next_back()?.parse::<u64>().ok()).sum()
 }
 
-/// A load of 32 MiB on an image of twice that: every block once, and then all of them read; the rate makes it last through the
-/// ends of many daemons.
+/// A load of 32 MiB on an image of twice that: every block once, and then all of them read; the rate makes it last
+/// through the ends of many daemons.
 pub(super) const LONG_LOAD: &str = "modprobe virtio_blk && echo begins && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
         --group_reporting --verify=crc32c --verify_fatal=1 --iodepth=32 --output-format=terse --output=/dev/null \
         --name=small --rw=randwrite --bs=4k --size=6m --numjobs=4 --offset_increment=8m --rate_iops=150 \
@@ -142,8 +142,8 @@ fn slow_disk(ground: &Ground) -> Result<()> {
     (0..BLOCKS).try_for_each(|block| image.check_pattern(block * APART, 4 * KIB, BYTE))
 }
 
-/// A disk that does one write a second, whatever becomes of who asked for it: a loop device, which has threads of the kernel, on a file
-/// of a FUSE server that nobody here wrote, qemu-storage-daemon.
+/// A disk that does one write a second, whatever becomes of who asked for it: a loop device, which has threads of the
+/// kernel, on a file of a FUSE server that nobody here wrote, qemu-storage-daemon.
 struct SlowDisk {
     server: Running,
     device: PathBuf,

@@ -177,8 +177,8 @@ fn stats(ground: &Ground) -> Result<()> {
     command.args(["--stats", "1"]);
     let mut server = Server::start_command(&command, std::slice::from_ref(&export.socket), &ground.log)?;
     ground.qemu_io(&export.socket, &["write 0 1M".into()])?;
-    // From anywhere between two lines to the fourth after it are 3 to 4 s. A busy machine may make that longer, and so they
-    // are tried for several times; nothing makes it shorter.
+    // From anywhere between two lines to the fourth after it are 3 to 4 s. A busy machine may make that longer, and so
+    // they are tried for several times; nothing makes it shorter.
     let mut took = Vec::new();
     while took.len() < 10 {
         let lines =

@@ -32,7 +32,8 @@ use crate::guest::Guest;
 use crate::process::{self, Ended, Running};
 use crate::server::{Device, Export, Program, Server};
 
-/// Ends a client that hangs. The longest takes 3 s on an idle machine, and much longer on one that has other things to do.
+/// Ends a client that hangs. The longest takes 3 s on an idle machine, and much longer on one that has other things to
+/// do.
 const CLIENT_LIMIT: Duration = Duration::from_mins(5);
 
 pub const KIB: u64 = 1 << 10;
@@ -188,8 +189,8 @@ impl<'a> Ground<'a> {
     }
 }
 
-/// Checks that a server which has nothing to do uses less than 1 % of a processor. In processor time, which does not depend on
-/// what else this machine does.
+/// Checks that a server which has nothing to do uses less than 1 % of a processor. In processor time, which does not
+/// depend on what else this machine does.
 fn check_idle(server: &Server) -> Result<()> {
     const WATCHED: Duration = Duration::from_secs(3);
     let used = server.processor_time_within(WATCHED)?;

@@ -129,7 +129,8 @@ impl Held {
         })
     }
 
-    /// Checks that this is no more than it was, when as much was served. The allocator has its own mind about a few pages.
+    /// Checks that this is no more than it was, when as much was served. The allocator has its own mind about a few
+    /// pages.
     fn check_against(&self, before: &Self) -> Result<()> {
         let fine = self.descriptors <= before.descriptors
             && self.mappings <= before.mappings + 8
@@ -152,8 +153,9 @@ fn pulled(ground: &Ground) -> Result<()> {
         ground.export(Device::File(image.path.clone()), "pulled.sock", QUEUES),
     ];
     let mut server = ground.serve(&exports)?;
-    // The disk that is pulled has the same name each time: the driver gives it the first one that is free. Its load reads nothing back:
-    // one that goes has no sectors all of a sudden, and whoever reads there is not told of an error but finds the end.
+    // The disk that is pulled has the same name each time: the driver gives it the first one that is free. Its load
+    // reads nothing back: one that goes has no sectors all of a sudden, and whoever reads there is not told of an error
+    // but finds the end.
     let task = format!(
         "set -e
         modprobe virtio_blk

@@ -41,7 +41,8 @@ const TASK: &str = "set -e
     sleep 1000";
 
 fn guest(ground: &Ground) -> Result<()> {
-    // As many processors as queues: a driver takes no more. Two of them boot, the others are started later, which is faster.
+    // As many processors as queues: a driver takes no more. Two of them boot, the others are started later, which is
+    // faster.
     let mut vm = Vm::new(ground.guest, 16).online(2);
     let (mut images, mut exports) = (Vec::<Image>::new(), Vec::new());
     for (number, queues) in QUEUES.into_iter().enumerate() {
@@ -54,7 +55,8 @@ fn guest(ground: &Ground) -> Result<()> {
         images.push(image);
         exports.push(export);
     }
-    // Its firmware keeps rings of each disk where QEMU may put the initramfs; the server says then that these rings are broken.
+    // Its firmware keeps rings of each disk where QEMU may put the initramfs; the server says then that these rings are
+    // broken.
     let server = control::serve(ground, &exports)?;
     let mut machine = vm.start(TASK)?;
     machine.wait_for_output(|output| output.contains("verified")).context("of fio's blocks")?;

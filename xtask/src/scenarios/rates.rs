@@ -37,8 +37,8 @@ fn count(ground: &Ground) -> Result<Count> {
     Ok(Count { ios: [0, 1].map(|export| ios(export).unwrap_or(0)), between: [before, Instant::now()] })
 }
 
-/// Measures both exports. Neither passes its limit by more than the burst, nor do both together that of the device; whoever wants
-/// more than its limit reaches it.
+/// Measures both exports. Neither passes its limit by more than the burst, nor do both together that of the device;
+/// whoever wants more than its limit reaches it.
 fn measure(ground: &Ground, what: &str, limits: [Option<f64>; 2], device: f64) -> Result<String> {
     let from = count(ground)?;
     std::thread::sleep(TIME);

@@ -157,8 +157,8 @@ fn dead_socket(ground: &Ground) -> Result<()> {
         // Whatever the server did, the next one must cope with this.
         drop(UnixListener::bind(&export.socket)?);
     }
-    // The lock of a process that was killed lasts until the kernel has taken its rings apart. Serve waits for that itself, though
-    // not as long as the kernel may need on a busy machine.
+    // The lock of a process that was killed lasts until the kernel has taken its rings apart. Serve waits for that
+    // itself, though not as long as the kernel may need on a busy machine.
     let start = Instant::now();
     let server = loop {
         match ground.serve(std::slice::from_ref(&export)) {

@@ -19,8 +19,8 @@ pub const SCENARIOS: &[Scenario] = &[Scenario {
     tell: sharing,
 }];
 
-/// A device that takes half a millisecond and does 4000 a second: two or three at one time keep it busy, and behind the tags of one queue it takes
-/// 30 ms. So slow that a busy machine is not what is measured.
+/// A device that takes half a millisecond and does 4000 a second: two or three at one time keep it busy, and behind the
+/// tags of one queue it takes 30 ms. So slow that a busy machine is not what is measured.
 const DEVICE: &str = "model:latency?us=500&iops=4000&size=64M&share=on&scheduler=fair";
 /// What the noisy one has on its way.
 const DEPTH: &str = "256";
@@ -30,7 +30,8 @@ const FOUND_KIB: u64 = 144;
 const ALONE: Duration = Duration::from_millis(1500);
 /// Windows of a second, of which the best counts: in others the machine may have been at something else.
 const WINDOWS: usize = 3;
-/// The median without sharing is so many times that with it, and the 99th percentile: some thirty and ten where nothing else runs.
+/// The median without sharing is so many times that with it, and the 99th percentile: some thirty and ten where nothing
+/// else runs.
 const MEDIAN_TIMES: f64 = 5.0;
 const P99_TIMES: f64 = 1.5;
 

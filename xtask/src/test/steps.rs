@@ -1,4 +1,5 @@
-//! What needs no daemon: format, lints, tidiness, documentation, tests, models, instructions, and the build of the product.
+//! What needs no daemon: format, lints, tidiness, documentation, tests, models, instructions, and the build of the
+//! product.
 
 use std::env;
 use std::ffi::OsString;

@@ -12,6 +12,9 @@ const UNSAFE_FOLDERS: &[&str] = &["crates/mem", "crates/os"];
 /// A file that decides too much grows; at this length it is to be split by the question it answers.
 const LINES_MAX: usize = 800;
 
+/// Where rustfmt breaks code; comments, which it leaves alone, end there, too.
+const COLUMNS_MAX: usize = 120;
+
 /// Leftovers in code, each with what to do instead.
 const LEFTOVERS: &[(&str, &str)] = &[
     ("todo!", "todo!: write it or leave it out"),
@@ -37,6 +40,7 @@ pub fn check(file: &Path, text: &str, findings: &mut Vec<Finding>) {
         let source = Source::split(text);
         head(file, text, findings);
         leftovers(file, &source, findings);
+        wide_comments(file, &source, findings);
         waivers(file, &source, findings);
         if UNSAFE_FOLDERS.iter().any(|folder| file.starts_with(folder)) {
             safety(file, &source, findings);
@@ -78,6 +82,16 @@ fn leftovers(file: &Path, source: &Source, findings: &mut Vec<Finding>) {
     for (number, line) in numbered(source.comments.iter().map(String::as_str)) {
         if has_word(line, "FIXME") || has_word(line, "TODO") {
             findings.push(Finding::new(file, number, "FIXME and TODO: do it, or open an issue"));
+        }
+    }
+}
+
+fn wide_comments(file: &Path, source: &Source, findings: &mut Vec<Finding>) {
+    for (number, line) in numbered(source.comments.iter().map(String::as_str)) {
+        let columns = line.trim_end().chars().count();
+        if columns > COLUMNS_MAX {
+            let text = format!("a comment ends in column {columns}: break it at {COLUMNS_MAX}, as code is");
+            findings.push(Finding::new(file, number, text));
         }
     }
 }
@@ -222,6 +236,15 @@ mod tests {
         ] {
             assert!(broken(QUEUES, &format!("//! Head.\n{text}\n")).is_empty(), "{text}");
         }
+    }
+
+    #[test]
+    fn comments_are_as_wide_as_code_may_be() {
+        let wide = |columns: usize| format!("//! Head.\n// {}\n", "x".repeat(columns - 3));
+        assert!(broken(QUEUES, &wide(COLUMNS_MAX)).is_empty());
+        assert_eq!(broken(QUEUES, &wide(COLUMNS_MAX + 1)), [2]);
+        let code = format!("//! Head.\nconst X: &str = \"{}\";\n", "x".repeat(COLUMNS_MAX));
+        assert!(broken(QUEUES, &code).is_empty(), "rustfmt leaves a long word alone, and so do we");
     }
 
     #[test]

@@ -80,7 +80,8 @@ impl Fake {
         Fake { thread }
     }
 
-    /// Waits until it has served all it was to. Returns the descriptor by which the last session said that a ring is broken.
+    /// Waits until it has served all it was to. Returns the descriptor by which the last session said that a ring is
+    /// broken.
     pub fn join(self) -> Option<OwnedFd> {
         self.thread.join().unwrap()
     }

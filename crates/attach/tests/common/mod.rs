@@ -1,4 +1,5 @@
-//! What the tests of this crate share: back-ends that serve a disk in memory, one that means ill, and a user of an attached disk.
+//! What the tests of this crate share: back-ends that serve a disk in memory, one that means ill, and a user of an
+//! attached disk.
 //!
 //! Nothing here waits without a limit: who waits too long panics and says for what.
 #![allow(dead_code, unused_imports, reason = "each test file uses its own part")]

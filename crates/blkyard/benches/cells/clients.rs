@@ -1,9 +1,9 @@
-//! `vhost-*-libblkio`, `-qemu-img` and `vhost-tmpfs-*`: clients that are programs of their own, or sleep, at our daemon and at
-//! qemu-storage-daemon in turn.
+//! `vhost-*-libblkio`, `-qemu-img` and `vhost-tmpfs-*`: clients that are programs of their own, or sleep, at our daemon
+//! and at qemu-storage-daemon in turn.
 //!
 //! `BLKYARD_BLKIO` is the command of the program `blkio-load`, which changes sockets by itself from window to window;
-//! `BLKYARD_QEMU_IMG` names the other. Without them their cells are not measured. Servers are on one CPU and the client on the other,
-//! but for files on tmpfs, where the kernel's workers want both: there nobody is pinned.
+//! `BLKYARD_QEMU_IMG` names the other. Without them their cells are not measured. Servers are on one CPU and the client
+//! on the other, but for files on tmpfs, where the kernel's workers want both: there nobody is pinned.
 
 use std::path::Path;
 use std::process::Command;

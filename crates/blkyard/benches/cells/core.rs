@@ -1,5 +1,5 @@
-//! Cells of the core over memory: the null device, which leaves the core alone, the RAM device, which adds one copy, and a
-//! virtio ring with its device on the same thread.
+//! Cells of the core over memory: the null device, which leaves the core alone, the RAM device, which adds one copy,
+//! and a virtio ring with its device on the same thread.
 
 use std::sync::Arc;
 
@@ -43,7 +43,8 @@ pub fn null_cells(plan: Plan, report: &mut Report) {
     }
 }
 
-/// `core-null-2x2`, and `sched-null-2x2` with time slices: how many times one thread on a queue two are, each on a queue of its own.
+/// `core-null-2x2`, and `sched-null-2x2` with time slices: how many times one thread on a queue two are, each on a
+/// queue of its own.
 pub fn two_queues_cell(plan: Plan, report: &mut Report) {
     two_queues(plan, report, "core-null-2x2", || null(32, true, clock()));
     two_queues(plan, report, "sched-null-2x2", || null(32, true, clock()).scheduled(slices()));
@@ -66,7 +67,8 @@ fn two_queues<R: Round + Send>(plan: Plan, report: &mut Report, cell: &str, core
     }
 }
 
-/// `sched-*`: a scheduler by itself with 10 000 bios queued, and `sched-null-b32`: the core with one that has nothing to order.
+/// `sched-*`: a scheduler by itself with 10 000 bios queued, and `sched-null-b32`: the core with one that has nothing
+/// to order.
 pub fn scheduler_cells(plan: Plan, report: &mut Report) {
     let timeslice = |streams| Queued::new(slices(), streams);
     let cells: [(&str, fn(u32) -> Queued, u32); 6] = [

@@ -1,6 +1,7 @@
 //! Which limit of the machine each cell is compared with, and why that one: the only table of it.
 //!
-//! A limit is measured in turn with the cell's own windows, so that both share their minute. Limits are those of `blkyard floor`.
+//! A limit is measured in turn with the cell's own windows, so that both share their minute. Limits are those of
+//! `blkyard floor`.
 
 use blkyard::floor::{Limit, Plan, Samples, Variant, measure};
 

@@ -1,7 +1,7 @@
 //! The load of the core cells, as light as it can be, and the same load without a core.
 //!
-//! A round is what a lane does: collect what is over, fill the bios anew, hand them in, offer them to the device. Filling is
-//! an operation, a place from a cheap generator, and one segment. One owner, one thread, nothing shared.
+//! A round is what a lane does: collect what is over, fill the bios anew, hand them in, offer them to the device.
+//! Filling is an operation, a place from a cheap generator, and one segment. One owner, one thread, nothing shared.
 
 use std::hint::black_box;
 use std::sync::Arc;

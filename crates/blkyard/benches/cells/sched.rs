@@ -1,7 +1,9 @@
-//! Schedulers by themselves, with ten thousand bios queued: what it takes to take one in, to hand one out, and to hear of its end.
+//! Schedulers by themselves, with ten thousand bios queued: what it takes to take one in, to hand one out, and to hear
+//! of its end.
 //!
-//! A round hands out a batch, hears that it is over, and queues the same bios again. Time is counted: each request takes so long that a slice
-//! of time slices is a few dozen requests. With many streams each has few bios, which is the hardest case: all memory is cold.
+//! A round hands out a batch, hears that it is over, and queues the same bios again. Time is counted: each request
+//! takes so long that a slice of time slices is a few dozen requests. With many streams each has few bios, which is the
+//! hardest case: all memory is cold.
 
 use blkyard::floor::{Places, Round};
 use blkyard_mq::{

@@ -1,6 +1,7 @@
 //! Servers of vhost-user-blk to compare: our daemon, and qemu-storage-daemon with an I/O thread of its own.
 //!
-//! Each is a process with one export, which ends with us or when it is dropped. `BLKYARD_QSD` names the other program. Both look for work for as long after the last.
+//! Each is a process with one export, which ends with us or when it is dropped. `BLKYARD_QSD` names the other program.
+//! Both look for work for as long after the last.
 
 use std::fs::File;
 use std::io::Write;
@@ -12,7 +13,8 @@ use std::time::{Duration, Instant};
 use blkyard::floor::STORE_BYTES;
 use tempfile::TempDir;
 
-/// How long a server looks for work before it sleeps: longer than any round trip here, and than our daemon's default of 50.
+/// How long a server looks for work before it sleeps: longer than any round trip here, and than our daemon's default of
+/// 50.
 const SPIN_US: u64 = 100;
 const READY_LIMIT: Duration = Duration::from_secs(20);
 /// What is in the path may be any version, and a version decides by a factor of two.
@@ -119,7 +121,8 @@ impl Server {
         }
     }
 
-    /// Starts our daemon, which looks for work for so long before it sleeps; as long as by default, if that is not said.
+    /// Starts our daemon, which looks for work for so long before it sleeps; as long as by default, if that is not
+    /// said.
     pub fn ours(
         ground: &Ground,
         device: &str,
@@ -188,7 +191,8 @@ impl Drop for Server {
     }
 }
 
-/// Whether someone listens at a socket: the kernel's table is asked, since a connection made to find out would count as a client.
+/// Whether someone listens at a socket: the kernel's table is asked, since a connection made to find out would count as
+/// a client.
 fn listens(socket: &Path) -> bool {
     /// `__SO_ACCEPTCON`.
     const LISTENS: &str = "00010000";

@@ -79,7 +79,8 @@ impl Drop for Load {
     }
 }
 
-/// `shared-null-*`: the cost through a shared queue, and how many times one thread that owns its queue two are that share one.
+/// `shared-null-*`: the cost through a shared queue, and how many times one thread that owns its queue two are that
+/// share one.
 pub fn null_cells(plan: Plan, report: &mut Report) {
     let (one, two, times) = ("shared-null-b32", "shared-null-b32-threads2", "shared-null-2x1-b32");
     if report.wants(one)

@@ -1,7 +1,8 @@
-//! `vhost-*`: our virtio-blk driver on one CPU and a vhost-user-blk server on another, ours or qemu-storage-daemon, in turn.
+//! `vhost-*`: our virtio-blk driver on one CPU and a vhost-user-blk server on another, ours or qemu-storage-daemon, in
+//! turn.
 //!
-//! Driver and core poll, and ring only if they are asked to. Before each window is a pause in which the server of the last
-//! one goes to sleep, since all of them share a CPU.
+//! Driver and core poll, and ring only if they are asked to. Before each window is a pause in which the server of the
+//! last one goes to sleep, since all of them share a CPU.
 
 use std::os::fd::BorrowedFd;
 use std::path::Path;

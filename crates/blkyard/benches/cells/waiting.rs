@@ -1,9 +1,10 @@
 //! `wait-*`: what a daemon takes that has little or nothing to do, and what its looking for work is worth.
 //!
-//! `wait-idle-16q` is the CPU of a daemon with sixteen queues attached and nothing asked. For the others a client that never sleeps asks
-//! for 4 KiB at even distances, 20 000 times a second, whatever becomes of those before; latency counts from when each was due. The daemon on the
-//! other CPU sleeps at once (`sleep`), is as it is by default (`usual`), or never sleeps meanwhile (`busy`); all in turn. Its disk takes no time
-//! (`null`) or as long as flash does (`flash`).
+//! `wait-idle-16q` is the CPU of a daemon with sixteen queues attached and nothing asked. For the others a client that
+//! never sleeps asks for 4 KiB at even distances, 20 000 times a second, whatever becomes of those before; latency
+//! counts from when each was due. The daemon on the other CPU sleeps at once (`sleep`), is as it is by default
+//! (`usual`), or never sleeps meanwhile (`busy`); all in turn. Its disk takes no time (`null`) or as long as flash does
+//! (`flash`).
 
 use std::sync::Arc;
 use std::time::Duration;

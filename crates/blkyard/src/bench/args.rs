@@ -14,7 +14,8 @@ use crate::spec::{Spec, SpecError, parse_size, show_size};
 /// Command-line options of `bench`. Names and meanings follow fio; where they differ the text says so.
 #[derive(Clone, Debug, clap::Args)]
 pub struct BenchArgs {
-    /// The device: ram:SIZE, null:SIZE, model:NAME, file:PATH or a bare path, vhost-user:SOCKET. Writing load destroys what is on it.
+    /// The device: ram:SIZE, null:SIZE, model:NAME, file:PATH or a bare path, vhost-user:SOCKET. Writing load destroys
+    /// what is on it.
     ///
     /// Options follow as ?key=value, as for `serve`: 'ram:1G?latency_us=100&scheduler=fair', say.
     #[arg(value_name = "DEVICE")]

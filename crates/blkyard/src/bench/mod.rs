@@ -100,8 +100,8 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     Ok(if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Writes a fresh RAM device once. Pages never written are all the same page of zeroes, which sits in the cache and makes
-/// reads look several times as fast as memory is; pages written first while the clock runs make writes look slow.
+/// Writes a fresh RAM device once. Pages never written are all the same page of zeroes, which sits in the cache and
+/// makes reads look several times as fast as memory is; pages written first while the clock runs make writes look slow.
 fn lay_out(args: &BenchArgs, device: &Device) -> Result<(), BenchError> {
     if !matches!(device, Device::Ram(_)) || device.info().read_only {
         return Ok(());

@@ -1,5 +1,5 @@
-//! Jobs that share hardware queues: more threads than queues, or queues of several kinds; each job at its own way to the
-//! disk.
+//! Jobs that share hardware queues: more threads than queues, or queues of several kinds; each job at its own way to
+//! the disk.
 //!
 //! A thread submits into its ring, makes it visible, and takes back what is over; whoever finds the queue idle turns
 //! its crank for all (see [`Disk`]). With nothing to do it polls for a while and then sleeps on its own ring.

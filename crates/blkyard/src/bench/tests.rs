@@ -44,8 +44,8 @@ fn without_a_time_each_block_is_done_once() {
 
 #[test]
 fn the_report_has_the_keys_of_fio() {
-    // So many I/Os and not so long: on a machine without a CPU to spare, a time holds too few for the mix, and for ticks of CPU
-    // time.
+    // So many I/Os and not so long: on a machine without a CPU to spare, a time holds too few for the mix, and for
+    // ticks of CPU time.
     let report = bench("null:4G", "--rw randrw --rwmixread 75 --iodepth 16 --fsync 8");
     assert!(report.ios() >= 1 << 20, "{}", report.ios());
     let json = json(&report);

@@ -1,7 +1,7 @@
 //! The control socket of a daemon: how `inspect` looks at one that runs, and `set` changes it.
 //!
-//! A thread of its own answers there. No I/O passes through it, and while nobody asks it costs nothing: counters are read
-//! where they are, and what only the owner of a queue knows is asked of it when somebody wants to know.
+//! A thread of its own answers there. No I/O passes through it, and while nobody asks it costs nothing: counters are
+//! read where they are, and what only the owner of a queue knows is asked of it when somebody wants to know.
 
 mod client;
 mod daemon;

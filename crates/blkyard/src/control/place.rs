@@ -31,8 +31,8 @@ impl From<&str> for ControlPlace {
 }
 
 impl ControlPlace {
-    /// Binds the socket; nothing if there is to be none. A place that the user did not name is no condition: where none can be had,
-    /// a line says so.
+    /// Binds the socket; nothing if there is to be none. A place that the user did not name is no condition: where none
+    /// can be had, a line says so.
     ///
     /// # Errors
     /// The user named a place that cannot be had.

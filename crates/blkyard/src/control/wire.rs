@@ -1,7 +1,7 @@
 //! What is said over a control socket: one JSON object a line, a request, then its answer.
 //!
 //! ```text
-//! {"blkyard":1,"do":"inspect"}                                       {"blkyard":1,"ok":{"daemon":{..},"exports":[..],..}}
+//! {"blkyard":1,"do":"inspect"}                                       {"blkyard":1,"ok":{"daemon":{..},..}}
 //! {"blkyard":1,"do":"set","what":"device:0","values":{"size":"2G"}}  {"blkyard":1,"ok":["device:0: .."]}
 //! {"blkyard":7}                                                      {"blkyard":1,"error":".."}
 //! ```
@@ -13,8 +13,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The version of the language, in every line. A change that an older program would misread gets the next number; fields that are
-/// added do not.
+/// The version of the language, in every line. A change that an older program would misread gets the next number;
+/// fields that are added do not.
 pub const VERSION: u32 = 1;
 
 /// Bytes of the longest request, its line end included: several paths of the greatest length.
@@ -41,7 +41,8 @@ pub enum Wish {
         /// The version of what is to be handed over.
         version: u32,
     },
-    /// What was handed over can be gone on with. Means something while something is being handed over, and nothing else.
+    /// What was handed over can be gone on with. Means something while something is being handed over, and nothing
+    /// else.
     Taken,
 }
 

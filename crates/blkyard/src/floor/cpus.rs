@@ -68,8 +68,9 @@ pub(crate) fn led<'a>(lead: impl FnMut() -> u64 + 'a, follow: impl FnMut() + Sen
     }))
 }
 
-/// The same load here and, at the same time, on another CPU. The cost is that of one operation of the two together: two threads that
-/// do not hinder each other halve it. A window in which either was off its CPU counts for nothing: the other was alone.
+/// The same load here and, at the same time, on another CPU. The cost is that of one operation of the two together: two
+/// threads that do not hinder each other halve it. A window in which either was off its CPU counts for nothing: the
+/// other was alone.
 ///
 /// # Errors
 /// There is no second CPU.

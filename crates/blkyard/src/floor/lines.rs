@@ -166,8 +166,8 @@ pub(super) fn queue_pair(depth: u64) -> Result<Variant<'static>, String> {
     )
 }
 
-/// A split virtqueue with requests of three descriptors in the table, header and status in one line, and indexes told of
-/// once for each batch.
+/// A split virtqueue with requests of three descriptors in the table, header and status in one line, and indexes told
+/// of once for each batch.
 struct Virtqueue {
     /// The three descriptors of a request, and room for a fourth.
     table: Box<[Line]>,

@@ -1,8 +1,8 @@
 //! What a queue core does, and nothing else: the floor for `core-null`.
 //!
 //! Takes a place, fills a request, passes its number to a device that does nothing, collects it, looks the request up,
-//! counts it, puts the place back. No limits, no cutting, no owner to give the I/O back to, no error. Plain memory of one
-//! thread.
+//! counts it, puts the place back. No limits, no cutting, no owner to give the I/O back to, no error. Plain memory of
+//! one thread.
 
 use blkyard_os::Clock;
 

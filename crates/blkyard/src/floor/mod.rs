@@ -1,9 +1,9 @@
 //! `blkyard floor`: what the machine itself can do, wherever this runs.
 //!
-//! A figure of a path means little without the limit it runs against. [`LIMITS`] are those limits: cache lines handed from one CPU to
-//! another, copies, wake-ups, the clock, system calls, and the least a queue core can cost. The benchmark cells measure them
-//! beside each path. What is here is measured with plain loads and stores; it uses no ring, queue or core of ours, or a slow
-//! one would make its own floor.
+//! A figure of a path means little without the limit it runs against. [`LIMITS`] are those limits: cache lines handed
+//! from one CPU to another, copies, wake-ups, the clock, system calls, and the least a queue core can cost. The
+//! benchmark cells measure them beside each path. What is here is measured with plain loads and stores; it uses no
+//! ring, queue or core of ours, or a slow one would make its own floor.
 
 pub(crate) mod cpus;
 mod lines;
@@ -151,7 +151,8 @@ impl Places {
     /// The next, below `count`.
     #[inline]
     pub fn next(&mut self, count: u32) -> u64 {
-        // Multiplier and increment: Knuth, The Art of Computer Programming 2, 3.3.4 (MMIX). The upper half is the random one.
+        // Multiplier and increment: Knuth, The Art of Computer Programming 2, 3.3.4 (MMIX). The upper half is the
+        // random one.
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         ((self.0 >> 32) * u64::from(count)) >> 32
     }

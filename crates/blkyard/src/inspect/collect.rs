@@ -23,7 +23,8 @@ use crate::rate::{RateSlot, options};
 use crate::spec::show_size;
 use crate::{Device, ServedLanes};
 
-/// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is woken.
+/// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is
+/// woken.
 const ANSWER_TIME: Duration = Duration::from_secs(2);
 
 /// Percentiles that are told.

@@ -1,7 +1,7 @@
 //! The tree of a running daemon, as plain data: what `inspect` shows, and its JSON.
 //!
-//! Names of fields are part of the interface: fields may be added, and none changes its meaning. Units stand last in the
-//! names. What is counted is counted from the start of the daemon.
+//! Names of fields are part of the interface: fields may be added, and none changes its meaning. Units stand last in
+//! the names. What is counted is counted from the start of the daemon.
 
 use std::collections::BTreeMap;
 
@@ -108,8 +108,8 @@ pub struct QueueNode {
     pub ops: BTreeMap<String, OpNode>,
     /// Calls to the driver, by how many requests it took: 0, 1, 2, 4, 8, 16, 32 and more.
     pub batches: [u64; 7],
-    /// What else was counted: bios refused or merged; requests slow, slow now, requeued or timed out; flushes issued; how often and for how
-    /// many nanoseconds a limit held what waited.
+    /// What else was counted: bios refused or merged; requests slow, slow now, requeued or timed out; flushes issued;
+    /// how often and for how many nanoseconds a limit held what waited.
     pub counters: BTreeMap<String, u64>,
     /// What the guest sent that made no sense, by reason.
     pub refusals: BTreeMap<String, u64>,

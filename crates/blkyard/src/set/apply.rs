@@ -1,7 +1,7 @@
 //! Does what `set` asks of a daemon that runs: sizes, limits, queues, habits.
 //!
-//! Runs on the thread of the control socket. Everything is checked before anything is changed. What a queue must come to rest for is done
-//! by the thread of its export; here it is waited for, for a bounded time.
+//! Runs on the thread of the control socket. Everything is checked before anything is changed. What a queue must come
+//! to rest for is done by the thread of its export; here it is waited for, for a bounded time.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -309,7 +309,8 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     if problems.is_empty() { Ok(done) } else { Err(Problem([done, problems].concat().join("\n"))) }
 }
 
-/// Makes the queues that an export lacks, on lanes, or as many of them as there is room for; they are yet to be given to it.
+/// Makes the queues that an export lacks, on lanes, or as many of them as there is room for; they are yet to be given
+/// to it.
 fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> Result<(Vec<QueueRemote>, Option<String>), Problem> {
     let export = &daemon.exports[number];
     let failed = |error: &dyn std::fmt::Display| format!("{export}: queues={wanted}: {error}");

@@ -1,7 +1,7 @@
 //! Whether a device may have another size, and what must be done for it. Decides, and does nothing.
 //!
-//! A size is what is served. A file that is shorter is grown with it, as somebody who types the new size expects; one that is longer is
-//! never cut, since a slip of the finger would cost data: what lies beyond is kept and not served.
+//! A size is what is served. A file that is shorter is grown with it, as somebody who types the new size expects; one
+//! that is longer is never cut, since a slip of the finger would cost data: what lies beyond is kept and not served.
 
 use crate::spec::{SpecError, parse_size, show_size};
 

@@ -1,12 +1,13 @@
 //! Mode `bio`: the driver that takes bios as they are, as the NVMe driver did before it moved to the multi-queue core.
 //!
-//! No requests and no tags of the core. Each queue has one lock and, under it, a bitmap of command ids and a list of bios for which
-//! there was none. Every bio rings the doorbell for itself. Once the list holds anything, whatever comes is put behind it, and only the
-//! helper takes from it: one thread for all queues, called by whoever takes completions while the list holds something, and
-//! besides by a tick. (Linux 3.12, drivers/block/nvme-core.c: `nvme_make_request`, `nvme_kthread`, `nvme_resubmit_bios`.)
+//! No requests and no tags of the core. Each queue has one lock and, under it, a bitmap of command ids and a list of
+//! bios for which there was none. Every bio rings the doorbell for itself. Once the list holds anything, whatever comes
+//! is put behind it, and only the helper takes from it: one thread for all queues, called by whoever takes completions
+//! while the list holds something, and besides by a tick. (Linux 3.12, drivers/block/nvme-core.c: `nvme_make_request`,
+//! `nvme_kthread`, `nvme_resubmit_bios`.)
 //!
-//! Written with the same care as the core, so that what differs is the design: plain words under the lock, no search from the first
-//! id, completions looked up by id and checked, I/Os counted and timed.
+//! Written with the same care as the core, so that what differs is the design: plain words under the lock, no search
+//! from the first id, completions looked up by id and checked, I/Os counted and timed.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -84,7 +85,8 @@ impl BioQueue {
 }
 
 impl Inner {
-    /// Whether a bio makes sense and fits one command. The driver of the time split those that do not fit; here the load has none.
+    /// Whether a bio makes sense and fits one command. The driver of the time split those that do not fit; here the
+    /// load has none.
     #[inline]
     fn takes(&self, bio: &Bio) -> bool {
         let DeviceInfo { capacity_sectors, limits, read_only, .. } = &*self.info;

@@ -71,7 +71,8 @@ pub(crate) struct Costs {
     pub(crate) sleep: CallCost,
     /// To ring the bell of one who sleeps.
     pub(crate) ring: CallCost,
-    /// What a lock and its data cost more if the last holder was on another CPU. Unknown, and not charged, where there is one CPU.
+    /// What a lock and its data cost more if the last holder was on another CPU. Unknown, and not charged, where there
+    /// is one CPU.
     pub(crate) hand_over_ns: Option<f64>,
     /// Windows that each figure is the 10th percentile of.
     pub(crate) windows: usize,

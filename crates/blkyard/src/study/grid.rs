@@ -15,7 +15,8 @@ use super::seats::Seat;
 use super::single::{Single, SingleEnd};
 use super::world::{Bell, Cast, Scene, World};
 
-/// Period of the helper's tick. Fitted: in 7 of the post's 16 rows the longest latency of the bio driver lies between 2.11 and 2.17 ms.
+/// Period of the helper's tick. Fitted: in 7 of the post's 16 rows the longest latency of the bio driver lies between
+/// 2.11 and 2.17 ms.
 pub(crate) const TICK_NS: u64 = 2_100_000;
 
 /// How long each point is played.

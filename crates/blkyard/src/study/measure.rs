@@ -1,6 +1,7 @@
 //! What the steps of each mode cost here and now: the very code that runs in virtual time, run against the clock.
 //!
-//! One thread, one CPU, the device played by the same thread. Costs are differences between phases that share the device's part:
+//! One thread, one CPU, the device played by the same thread. Costs are differences between phases that share the
+//! device's part:
 //!
 //! ```text
 //!   posts:    the device posts n                                            × 128/n
@@ -9,9 +10,10 @@
 //!   passes:   the device posts n, collect, the helper looks after the queue × 128/n     pass    = passes - reaps
 //! ```
 //!
-//! All modes take turns in short windows, so that what disturbs one disturbs all; a figure is the 10th percentile of its windows. The
-//! monotonic clock divides a window among its phases. The thread's CPU clock, which is too slow for that, says whether the thread
-//! ran all the while; a window in which it did not is taken again. There is no system call in any of this, so it is all user time.
+//! All modes take turns in short windows, so that what disturbs one disturbs all; a figure is the 10th percentile of
+//! its windows. The monotonic clock divides a window among its phases. The thread's CPU clock, which is too slow for
+//! that, says whether the thread ran all the while; a window in which it did not is taken again. There is no system
+//! call in any of this, so it is all user time.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -52,7 +54,8 @@ pub(crate) struct Measured {
     pub(crate) mail_ns: f64,
 }
 
-/// Measures all steps of all modes, in so many windows each. `beyond` is how many bios are out when there are fewer ids.
+/// Measures all steps of all modes, in so many windows each. `beyond` is how many bios are out when there are fewer
+/// ids.
 pub(crate) fn modes(model: DeviceModel, beyond: usize, windows: usize) -> Measured {
     let ids = model.commands_max();
     let mut rigs: [Box<dyn Windowed>; 6] = [
@@ -199,7 +202,8 @@ impl<M: End> Rig<M> {
         rig
     }
 
-    /// Everything that is free goes out again, and the device has seen it. In batches, since the queue holds no more at once.
+    /// Everything that is free goes out again, and the device has seen it. In batches, since the queue holds no more at
+    /// once.
     fn settle(&mut self) {
         while !self.free.is_empty() {
             self.submit(BURST);
@@ -302,8 +306,8 @@ impl<M: End> Rig<M> {
     }
 }
 
-/// Rounds for a window, in which this thread had its CPU to itself; tries again if it had not. Returns how many rounds, and the
-/// sums of what they took.
+/// Rounds for a window, in which this thread had its CPU to itself; tries again if it had not. Returns how many rounds,
+/// and the sums of what they took.
 pub(crate) fn whole_window<const N: usize>(mut round: impl FnMut() -> [u64; N]) -> (usize, [u64; N]) {
     let mut tries = 0;
     loop {

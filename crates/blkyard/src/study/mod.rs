@@ -1,11 +1,13 @@
-//! `blkyard study`: a published claim, run again. The post's figures and ours stand next to each other, then each goal with its verdict.
+//! `blkyard study`: a published claim, run again. The post's figures and ours stand next to each other, then each goal
+//! with its verdict.
 //!
-//! `mq-vs-bio` is the first: the NVMe driver moves from bios to the multi-queue core (M. Bjørling, linux-nvme, October 2013). Each
-//! mode's own code is measured step by step on this machine (`measure.rs`, `wakes.rs`) and then run on a model of the post's device and
-//! host in virtual time, which charges each step what it was measured to cost (`world.rs`). So the noise of the machine has no part in
-//! the latencies, and the cost of the code does.
+//! `mq-vs-bio` is the first: the NVMe driver moves from bios to the multi-queue core (M. Bjørling, linux-nvme, October
+//! 2013). Each mode's own code is measured step by step on this machine (`measure.rs`, `wakes.rs`) and then run on a
+//! model of the post's device and host in virtual time, which charges each step what it was measured to cost
+//! (`world.rs`). So the noise of the machine has no part in the latencies, and the cost of the code does.
 //!
-//! `multi-vq` is the second: every virtqueue of a virtio-blk disk becomes a hardware queue (M. Lei, linux-kernel, June 2014); see `vq/`.
+//! `multi-vq` is the second: every virtqueue of a virtio-blk disk becomes a hardware queue (M. Lei, linux-kernel, June
+//! 2014); see `vq/`.
 //!
 //! `time-slice` is the third: streams take turns at a disk (A. Herrmann, linux-kernel, February 2016); see `ts/`.
 

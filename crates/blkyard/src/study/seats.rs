@@ -1,7 +1,7 @@
 //! What a job is to those who share its queue: a mailbox for what ended while somebody else was looking, and a bell.
 //!
-//! For the modes with a lock. Whoever takes a completion off the device for another job puts it into that job's box, and rings
-//! once. It knows nothing of sleep: a bell is anything that [wakes](Wake).
+//! For the modes with a lock. Whoever takes a completion off the device for another job puts it into that job's box,
+//! and rings once. It knows nothing of sleep: a bell is anything that [wakes](Wake).
 
 use std::hint;
 use std::sync::atomic::{AtomicBool, Ordering};

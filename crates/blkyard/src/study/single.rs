@@ -1,7 +1,7 @@
 //! Mode `single`: the core with one hardware queue for all, under one lock.
 //!
-//! What a port without thought for queues would be: requests, tags and batches of the core, but every job waits for the same lock,
-//! and what ends for another job goes to its box.
+//! What a port without thought for queues would be: requests, tags and batches of the core, but every job waits for the
+//! same lock, and what ends for another job goes to its box.
 
 use std::sync::{Arc, Mutex};
 

@@ -1,5 +1,5 @@
-//! The figures as a picture: for each point of the grid, what the post claims beside what came out here. Drawn by hand, so that it needs
-//! nothing but a browser.
+//! The figures as a picture: for each point of the grid, what the post claims beside what came out here. Drawn by hand,
+//! so that it needs nothing but a browser.
 
 use std::fmt::Write;
 

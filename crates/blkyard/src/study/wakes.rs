@@ -1,9 +1,10 @@
 //! What sleep, wake-up and a lock that changes CPUs cost here and now.
 //!
-//! A bell is an event descriptor; a sleeper reads it, whoever wakes it writes. Waker and sleeper share a CPU: so the price is that of
-//! the two system calls and the switch, without the interrupt between CPUs and the idle loop, which depend on the machine and, under a
-//! hypervisor, cost many times as much. A completion interrupts the CPU of its sleeper, so that is also the closer picture. For `bio`,
-//! which wakes its helper besides, it is the lowest price there is.
+//! A bell is an event descriptor; a sleeper reads it, whoever wakes it writes. Waker and sleeper share a CPU: so the
+//! price is that of the two system calls and the switch, without the interrupt between CPUs and the idle loop, which
+//! depend on the machine and, under a hypervisor, cost many times as much. A completion interrupts the CPU of its
+//! sleeper, so that is also the closer picture. For `bio`, which wakes its helper besides, it is the lowest price there
+//! is.
 
 use std::hint::spin_loop;
 use std::io;
@@ -61,7 +62,8 @@ pub(crate) fn sleep_and_ring(windows: usize) -> io::Result<(CallCost, CallCost)>
     }
     let ring_ns = ((rings.cost() - clock.cost()) / SLEEPERS as f64).max(0.0);
     let cycle_ns = (cycles.cost() - clock.cost()) / CYCLES as f64;
-    // Two system calls; what they take outside the system is a few nanoseconds, and the kernel's tick is too coarse to tell.
+    // Two system calls; what they take outside the system is a few nanoseconds, and the kernel's tick is too coarse to
+    // tell.
     let call = |ns| CallCost { user_ns: 0.0, system_ns: ns };
     Ok((call((cycle_ns - ring_ns).max(0.0)), call(ring_ns)))
 }
@@ -116,9 +118,11 @@ fn sleep(bell: &OwnedFd) {
     let _ = rustix::io::read(bell, &mut [0; 8]);
 }
 
-/// What a lock and the data under it cost more when they come from another CPU, nanoseconds; nothing where there is one CPU.
+/// What a lock and the data under it cost more when they come from another CPU, nanoseconds; nothing where there is one
+/// CPU.
 ///
-/// Two threads take turns, told by a word of their own. What that word alone costs is measured beside, and does not count.
+/// Two threads take turns, told by a word of their own. What that word alone costs is measured beside, and does not
+/// count.
 ///
 /// # Errors
 /// The system has no threads left.
@@ -175,7 +179,8 @@ impl<T> std::ops::Deref for Line<T> {
 }
 
 impl Field {
-    /// Takes every other turn until none is left. A partner that is late may have lost its CPU: spinning then gives way.
+    /// Takes every other turn until none is left. A partner that is late may have lost its CPU: spinning then gives
+    /// way.
     fn turns(&self, odd: u32) {
         // As long a path, without the line that moves.
         let own = Mutex::new(0);

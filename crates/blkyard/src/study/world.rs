@@ -1,17 +1,18 @@
 //! The host in virtual time: CPUs, jobs, locks, sleep, around the real code of a mode and the model of the device.
 //!
-//! A task runs step by step. A step begins when its CPU is free and, in a mode with a lock, when the lock is; then the real code
-//! runs, at once, and its CPU is taken for as long as such a step was measured to take. At the end of that time the device hears
-//! the doorbell, I/Os count as over, and those wake whose bells were rung.
+//! A task runs step by step. A step begins when its CPU is free and, in a mode with a lock, when the lock is; then the
+//! real code runs, at once, and its CPU is taken for as long as such a step was measured to take. At the end of that
+//! time the device hears the doorbell, I/Os count as over, and those wake whose bells were rung.
 //!
 //! ```text
 //!   job:     submit ─▶ collect ─▶ submit ─▶ ... ─▶ nothing came ─▶ sleep ─▶ interrupt, or a bell ─▶ collect
 //!   helper:  sleep ─▶ a bell, or the tick ─▶ look after queue 0, 1, .. ─▶ again if rung meanwhile, else sleep
 //! ```
 //!
-//! As fio's jobs do over libaio, a job keeps its depth out: it takes what is over, submits as many anew, and sleeps only if nothing
-//! is over. Each job has a CPU to itself; the helper runs on one that is idle if there is one, and waits for the
-//! first to be free otherwise. An interrupt costs what it costs to be woken by a bell, in every mode. Who waits for a lock spins.
+//! As fio's jobs do over libaio, a job keeps its depth out: it takes what is over, submits as many anew, and sleeps
+//! only if nothing is over. Each job has a CPU to itself; the helper runs on one that is idle if there is one, and
+//! waits for the first to be free otherwise. An interrupt costs what it costs to be woken by a bell, in every mode. Who
+//! waits for a lock spins.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -10,8 +10,8 @@
 //!    │ lets the queues run                    │
 //! ```
 //!
-//! Until it has said "yours" the old daemon can go on as if nothing had happened, and does so if the new one refuses, dies or takes
-//! too long. It says so only while the new one listens, and never runs a queue afterwards.
+//! Until it has said "yours" the old daemon can go on as if nothing had happened, and does so if the new one refuses,
+//! dies or takes too long. It says so only while the new one listens, and never runs a queue afterwards.
 
 mod give;
 mod parcel;

@@ -133,7 +133,8 @@ fn unpack(
 }
 
 impl Heritage {
-    /// Says that all is prepared, and waits until the other daemon has let go. Gives its control socket, which is ours from then on.
+    /// Says that all is prepared, and waits until the other daemon has let go. Gives its control socket, which is ours
+    /// from then on.
     ///
     /// # Errors
     /// It did not let go, and goes on.

@@ -1,7 +1,7 @@
 //! How descriptors and lines go from one daemon to the other.
 //!
-//! Descriptors come first, some with each byte `#`; then the line that says what they are, as every line of a control socket. Nothing
-//! follows before the other side has spoken.
+//! Descriptors come first, some with each byte `#`; then the line that says what they are, as every line of a control
+//! socket. Nothing follows before the other side has spoken.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;

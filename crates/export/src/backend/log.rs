@@ -1,7 +1,8 @@
-//! The log of the pages we write, as a front-end asks for it: where it lies, what is noted there, and the bell that says that something was.
-//! [vhost-user, Migration]
+//! The log of the pages we write, as a front-end asks for it: where it lies, what is noted there, and the bell that
+//! says that something was. [vhost-user, Migration]
 //!
-//! The message that brings the bell is the one message that is dealt with here and not by the message layer, which knows its number, and refuses it.
+//! The message that brings the bell is the one message that is dealt with here and not by the message layer, which
+//! knows its number, and refuses it.
 
 use std::fs::File;
 use std::os::fd::AsFd;
@@ -25,7 +26,8 @@ impl Backend {
         self.change_log(|ours| ours.log = log.map(Arc::new))
     }
 
-    /// Deals with the message that brings the log's bell: the answer if one is wanted, and whether the session can go on.
+    /// Deals with the message that brings the log's bell: the answer if one is wanted, and whether the session can go
+    /// on.
     pub(crate) fn handle_log_bell(&mut self, message: &Message) -> (Message, Result<()>) {
         let outcome = self.set_log_bell(message);
         let acknowledges = VhostUserProtocolFeatures::REPLY_ACK.bits();

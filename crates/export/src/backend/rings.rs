@@ -55,7 +55,8 @@ impl Vring {
         self.base.unwrap_or(RingBase::start(features))
     }
 
-    /// Its format is that of these features from now on, in which an index of the other means nothing, and a size perhaps.
+    /// Its format is that of these features from now on, in which an index of the other means nothing, and a size
+    /// perhaps.
     pub(super) fn change_format(&mut self, features: Features) {
         self.base = None;
         if !may_have_size(features, self.size) {

@@ -1,6 +1,7 @@
 //! A session told in messages, for whoever goes on with it.
 //!
-//! In an order in which each may be said: features before what depends on them, memory before rings, kicks last, since they are what runs a ring.
+//! In an order in which each may be said: features before what depends on them, memory before rings, kicks last, since
+//! they are what runs a ring.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};

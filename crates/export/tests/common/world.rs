@@ -84,7 +84,8 @@ impl World {
         World { exports, lanes, folder }
     }
 
-    /// Everything is handed over to another world, with the same devices, and this one ends. Says how long nothing was served, too.
+    /// Everything is handed over to another world, with the same devices, and this one ends. Says how long nothing was
+    /// served, too.
     pub fn hand_over(self, devices: &[AnyDevice], queues: usize, lanes: usize) -> (World, Duration) {
         let (made, heirs) = make(devices.to_vec(), queues, lanes);
         let begin = Instant::now();

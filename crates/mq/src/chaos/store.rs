@@ -1,8 +1,8 @@
 //! What a chaos device holds: its sectors as they read, and as a power failure would leave them.
 //!
-//! A volatile cache promises little: what has completed before a flush is issued is stable when the flush completes. This one keeps
-//! to that and gives nothing away: no sector becomes stable by itself, unless it is written again. It then has to, for what is
-//! cached is one version of each sector.
+//! A volatile cache promises little: what has completed before a flush is issued is stable when the flush completes.
+//! This one keeps to that and gives nothing away: no sector becomes stable by itself, unless it is written again. It
+//! then has to, for what is cached is one version of each sector.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -160,7 +160,8 @@ impl Cache {
     fn written(&mut self, now: &Region, first: u64, sectors: u32, volatile: bool) {
         for sector in first..first + u64::from(sectors) {
             if volatile {
-                // Of two writes at one time, what covers the one that was over first covers what came of both: it was promised.
+                // Of two writes at one time, what covers the one that was over first covers what came of both: it was
+                // promised.
                 let dirty = &mut self.dirty[sector as usize];
                 *dirty = if *dirty == 0 { self.clock } else { *dirty };
                 continue;

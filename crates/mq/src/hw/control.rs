@@ -5,8 +5,8 @@
 //! | frozen | no: there is no room | yes | drains; when the queue is [idle](HwQueue::is_idle) nothing is in it |
 //! | quiesced | yes | no | waits; what the driver has still comes back |
 //!
-//! Both nest. A queue has one owner, so the call that quiesces it is the proof that no driver call runs. A queue that is frozen and
-//! quiesced does not drain: who recovers a device lets it run again before waiting for it to drain.
+//! Both nest. A queue has one owner, so the call that quiesces it is the proof that no driver call runs. A queue that
+//! is frozen and quiesced does not drain: who recovers a device lets it run again before waiting for it to drain.
 
 use std::sync::Arc;
 
@@ -16,8 +16,8 @@ use super::HwQueue;
 use crate::BudgetShare;
 use crate::driver::{DeviceInfo, Driver, Shortage};
 
-/// How long after the driver found itself short of something that nobody will tell of the queue tries again, as in Linux
-/// (`BLK_MQ_RESOURCE_DELAY`).
+/// How long after the driver found itself short of something that nobody will tell of the queue tries again, as in
+/// Linux (`BLK_MQ_RESOURCE_DELAY`).
 const RETRY_NS: u64 = 3_000_000;
 /// `dispatch_busy` of Linux: weight of the past, and what a round that left something counts.
 const BUSY_WEIGHT: u32 = 8;
@@ -57,17 +57,17 @@ impl<D> HwQueue<D> {
         self.choose_plain();
     }
 
-    /// Lets no more than `depth` requests out at one time from now on, those reserved among them: at least one that is not
-    /// reserved, at most as many as the queue was made with. Returns what the depth has become. What is out beyond that comes
-    /// back when it is over.
+    /// Lets no more than `depth` requests out at one time from now on, those reserved among them: at least one that is
+    /// not reserved, at most as many as the queue was made with. Returns what the depth has become. What is out beyond
+    /// that comes back when it is over.
     pub fn set_depth(&mut self, depth: usize) -> usize {
         let depth = self.tags.set_limit(depth);
         self.reshare();
         depth
     }
 
-    /// Has each request take a place from a budget, beside its tag, before it is offered to the driver. Whoever turns this
-    /// queue's crank is woken when the budget has places for it.
+    /// Has each request take a place from a budget, beside its tag, before it is offered to the driver. Whoever turns
+    /// this queue's crank is woken when the budget has places for it.
     ///
     /// # Panics
     /// If the queue is not [idle](HwQueue::is_idle): what is with the driver has taken no place.
@@ -97,8 +97,8 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// Passes nothing on to the driver, until it is [let run](HwQueue::unquiesce) as often. Bios still enter, as long as there
-    /// is room, and what the driver has still comes back.
+    /// Passes nothing on to the driver, until it is [let run](HwQueue::unquiesce) as often. Bios still enter, as long
+    /// as there is room, and what the driver has still comes back.
     pub fn quiesce(&mut self) {
         self.quiesced += 1;
         self.careful = true;
@@ -113,8 +113,8 @@ impl<D> HwQueue<D> {
         self.quiesced -= 1;
     }
 
-    /// The driver has left requests, or might have, or has lately: when they are offered again is decided here. Not all were offered
-    /// to it if there is a budget; `refused` are those that were.
+    /// The driver has left requests, or might have, or has lately: when they are offered again is decided here. Not all
+    /// were offered to it if there is a budget; `refused` are those that were.
     #[inline(never)]
     pub(super) fn settle(&mut self, shortage: Shortage, refused: usize, now_ns: u64) {
         if let Some(budget) = &mut self.budget {

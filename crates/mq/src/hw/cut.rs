@@ -1,10 +1,10 @@
 //! From bios to requests: what is refused, merged, held back for want of a tag, or cut.
 //!
-//! A bio is merged into a request that waits for the driver if it can be (Linux `block/blk-merge.c`): with the one submitted just before, or,
-//! when requests are left over from earlier rounds, with any of the last few. Merging takes no tag. Otherwise it
-//! becomes a request as soon as there is a tag, in the order of submission; several if it does not fit the limits of the device.
-//! Namespaces take turns, one bio each. Where there is a scheduler it says which bio is next: `scheduled.rs`;
-//! where there are limits it passes in its time: `rated.rs`.
+//! A bio is merged into a request that waits for the driver if it can be (Linux `block/blk-merge.c`): with the one
+//! submitted just before, or, when requests are left over from earlier rounds, with any of the last few. Merging takes
+//! no tag. Otherwise it becomes a request as soon as there is a tag, in the order of submission; several if it does not
+//! fit the limits of the device. Namespaces take turns, one bio each. Where there is a scheduler it says which bio is
+//! next: `scheduled.rs`; where there are limits it passes in its time: `rated.rs`.
 
 use super::flush::{self, Next};
 use super::{HwQueue, Merging, Plug};
@@ -104,7 +104,8 @@ impl<D> HwQueue<D> {
         self.uncut += 1;
     }
 
-    /// Whether a bio must not wait and would: something holds it, as many tags as are free are wanted before it, or there is none for it.
+    /// Whether a bio must not wait and would: something holds it, as many tags as are free are wanted before it, or
+    /// there is none for it.
     pub(super) fn must_come_back(&self, number: usize, bio: &Bio) -> bool {
         let namespace = &self.namespaces[number];
         must_not_wait(bio)
@@ -140,7 +141,8 @@ impl<D> HwQueue<D> {
         reserved || (self.tags.free() > 0 && (self.namespaces.len() == 1 || self.namespaces[number].may_take()))
     }
 
-    /// Whether a bio need not wait behind others: there is a reserved tag for it, and it is one request. One bio is cut at a time.
+    /// Whether a bio need not wait behind others: there is a reserved tag for it, and it is one request. One bio is cut
+    /// at a time.
     fn may_overtake(&self, number: usize, bio: &Bio) -> bool {
         bio.flags.contains(BioFlags::RESERVED)
             && self.tags.reserved_free() > 0

@@ -1,13 +1,15 @@
 //! Where the bios that wait begin and end, roughly.
 //!
-//! Most bios have no neighbour, and to find that out by looking for one costs more than all else that is done for them. So edges are counted by
-//! hash (a counting filter: Fan and others, 2000), and it is looked for neighbours only where there may be one. That is never wrong
-//! about there being one, but for one case that nobody will miss: when as many bios begin at one sector as a count can tell.
+//! Most bios have no neighbour, and to find that out by looking for one costs more than all else that is done for them.
+//! So edges are counted by hash (a counting filter: Fan and others, 2000), and it is looked for neighbours only where
+//! there may be one. That is never wrong about there being one, but for one case that nobody will miss: when as many
+//! bios begin at one sector as a count can tell.
 
 use crate::Bio;
 use crate::sched::Reach;
 
-/// Counts for each bio that can wait: with all of them waiting three of four looks for an edge that is not there are spared.
+/// Counts for each bio that can wait: with all of them waiting three of four looks for an edge that is not there are
+/// spared.
 const COUNTS_PER_BIO: usize = 4;
 /// And no fewer than this, which is little memory and spares nearly all where few can wait.
 const COUNTS_MIN: usize = 1024;
@@ -68,7 +70,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes and goes, a neighbour that waits is never denied; and of an empty one nothing is said to touch.
+        /// Whatever comes and goes, a neighbour that waits is never denied; and of an empty one nothing is said to
+        /// touch.
         #[test]
         fn a_neighbour_is_never_denied(
             steps in prop::collection::vec((any::<bool>(), 0_u64..60, 1_u32..9), 1..100), start in 0_u64..60, sectors in 1_u64..9,

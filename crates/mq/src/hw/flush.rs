@@ -1,7 +1,7 @@
 //! The flush machine: who wants something to be durable shares one flush of the device with all others who do.
 //!
-//! A bio may ask for up to three steps: a flush before its data, the data, a flush after. Which are needed follows from its flags
-//! and the device (Linux `block/blk-flush.c`, the policy):
+//! A bio may ask for up to three steps: a flush before its data, the data, a flush after. Which are needed follows from
+//! its flags and the device (Linux `block/blk-flush.c`, the policy):
 //!
 //! | device | flush | write, PREFLUSH | write, FUA |
 //! |---|---|---|---|
@@ -9,13 +9,13 @@
 //! | cache, FUA of its own | flush | flush, data | data with FUA |
 //! | cache | flush | flush, data | data, flush |
 //!
-//! Two lists make sure that a flush covers only what came before it: those who wait for one that is yet to be issued, and those who
-//! ride on the one in flight. A flush is issued if none is in flight and someone waits, once no data of a sequence is in
-//! flight, whose flush could be shared too, or the first has waited for too long.
+//! Two lists make sure that a flush covers only what came before it: those who wait for one that is yet to be issued,
+//! and those who ride on the one in flight. A flush is issued if none is in flight and someone waits, once no data of a
+//! sequence is in flight, whose flush could be shared too, or the first has waited for too long.
 //!
 //! Each namespace of each hardware queue has its own machine, owned by the queue. A flush of one still covers what has
-//! completed on the others before, for it is the device's cache that is flushed. This holds bios and decides; requests and tags are
-//! the queue's business.
+//! completed on the others before, for it is the device's cache that is flushed. This holds bios and decides; requests
+//! and tags are the queue's business.
 
 use std::collections::VecDeque;
 
@@ -116,8 +116,8 @@ impl Flush {
         self.pending_since_ns = None;
     }
 
-    /// The flush in flight is over. Each who rode on it makes its next step; the last comes first, so that who puts each
-    /// before others keeps their order.
+    /// The flush in flight is over. Each who rode on it makes its next step; the last comes first, so that who puts
+    /// each before others keeps their order.
     pub(super) fn flushed(&mut self, status: Status, mut each: impl FnMut(Next)) {
         self.in_flight = false;
         while let Some(mut bio) = self.running.pop_back() {

@@ -1,9 +1,10 @@
 //! A namespace: one of the devices behind a hardware queue, and its share of the tags.
 //!
-//! A namespace alone may have all tags. When several are active each may hold as many as an equal share, rounded up, and never fewer
-//! than four (Linux `hctx_may_queue`): a busy one cannot keep the others out, and a few tags are left idle rather
-//! than fought over. One becomes active with its first bio, before it gets a tag, and stops being so when it has had none for a tenth of a
-//! second. Linux waits for the timeout of a request before it notices; until then the others have half.
+//! A namespace alone may have all tags. When several are active each may hold as many as an equal share, rounded up,
+//! and never fewer than four (Linux `hctx_may_queue`): a busy one cannot keep the others out, and a few tags are left
+//! idle rather than fought over. One becomes active with its first bio, before it gets a tag, and stops being so when
+//! it has had none for a tenth of a second. Linux waits for the timeout of a request before it notices; until then the
+//! others have half.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,8 +19,8 @@ use crate::{Bio, BioFlags, DeviceInfo, QueueLimits};
 
 /// The least that an active namespace may hold.
 const SHARE_MIN: usize = 4;
-/// A namespace without bios for so long leaves its tags to the others: long against the pauses of someone who works, short against
-/// what a person notices.
+/// A namespace without bios for so long leaves its tags to the others: long against the pauses of someone who works,
+/// short against what a person notices.
 const IDLE_NS: u64 = 100_000_000;
 /// How often it is looked for such.
 const LOOK_NS: u64 = 10_000_000;
@@ -32,7 +33,8 @@ pub(super) struct Namespace {
     pub(super) limits: QueueLimits,
     /// The flags of bios that requests take over.
     pub(super) request_flags: BioFlags,
-    /// Bios not yet cut, in the order they came. The first may be cut in part. With a scheduler only those that do not pass through it.
+    /// Bios not yet cut, in the order they came. The first may be cut in part. With a scheduler only those that do not
+    /// pass through it.
     pub(super) bios: VecDeque<Box<Bio>>,
     /// What orders all others, if anything does.
     pub(super) scheduled: Option<Scheduled>,

@@ -1,21 +1,25 @@
-//! Bios that must not pass faster than a rate: what a queue books of the [limits](crate::RateLimit) it shares, and when what waits may go.
+//! Bios that must not pass faster than a rate: what a queue books of the [limits](crate::RateLimit) it shares, and when
+//! what waits may go.
 //!
-//! A bio passes when it gets a tag, or joins a request. Until then it waits where bios wait for tags, so all that holds for those holds for
-//! it, and a scheduler orders it. Nothing is asked of a limit before something waits:
+//! A bio passes when it gets a tag, or joins a request. Until then it waits where bios wait for tags, so all that holds
+//! for those holds for it, and a scheduler orders it. Nothing is asked of a limit before something waits:
 //!
 //! ```text
 //!   waits ──▶ booked ──▶ held until its time ──▶ passes: a tag, or a request it joins
 //!                 └───── or at once ───────────────▲
 //! ```
 //!
-//! A queue books for some of those that wait at one time, not for a certain bio: up to [`LOT_NS`] of its share. So queues that wait for the same limit get lots
-//! in turn, and one that may have a hundred thousand a second is looked after four thousand times. What it has booked and not
-//! used stays its own, and is given back when the limit changes or the queue goes.
+//! A queue books for some of those that wait at one time, not for a certain bio: up to [`LOT_NS`] of its share. So
+//! queues that wait for the same limit get lots in turn, and one that may have a hundred thousand a second is looked
+//! after four thousand times. What it has booked and not used stays its own, and is given back when the limit changes
+//! or the queue goes.
 //!
-//! Each bio is one I/O, however many requests it is cut in or whose it joins, and as many bytes as it moves. Not held: flushes, for others' data
-//! waits for them; bios with a reserved tag; the rest of a bio, and what the device handed back.
+//! Each bio is one I/O, however many requests it is cut in or whose it joins, and as many bytes as it moves. Not held:
+//! flushes, for others' data waits for them; bios with a reserved tag; the rest of a bio, and what the device handed
+//! back.
 //!
-//! A queue that is [frozen](HwQueue::freeze) or [in a hurry](HwQueue::set_hurry) is to be empty soon. What it has goes at once then, and is paid for: what comes next waits for it.
+//! A queue that is [frozen](HwQueue::freeze) or [in a hurry](HwQueue::set_hurry) is to be empty soon. What it has goes
+//! at once then, and is paid for: what comes next waits for it.
 
 use std::sync::Arc;
 
@@ -24,8 +28,8 @@ use super::cut::must_not_wait;
 use crate::rate::{Meter, RateLimit};
 use crate::{Bio, BioFlags, SECTOR_BYTES, Status};
 
-/// How much a queue books at one time, and for how long it is held at least: long against what a wake-up costs, short against what anybody
-/// notices of a limit.
+/// How much a queue books at one time, and for how long it is held at least: long against what a wake-up costs, short
+/// against what anybody notices of a limit.
 const LOT_NS: u64 = 250_000;
 
 /// The limits of a namespace of a queue, and what it has booked.
@@ -127,7 +131,8 @@ impl Drop for Rated {
 }
 
 impl<D> HwQueue<D> {
-    /// Has all bios of a namespace pass within these limits from now on, all of them at one time; none is no limit. What was booked of those before is given back.
+    /// Has all bios of a namespace pass within these limits from now on, all of them at one time; none is no limit.
+    /// What was booked of those before is given back.
     pub fn set_rates(&mut self, namespace: u16, limits: Vec<Arc<RateLimit>>) {
         self.release();
         let Some(namespace) = self.namespaces.get_mut(usize::from(namespace)) else { return };
@@ -144,7 +149,8 @@ impl<D> HwQueue<D> {
         self.choose_plain();
     }
 
-    /// Whether limits are to hold nothing back, for the queue is to be empty soon: what it has goes at once, and is paid for.
+    /// Whether limits are to hold nothing back, for the queue is to be empty soon: what it has goes at once, and is
+    /// paid for.
     pub fn set_hurry(&mut self, hurry: bool) {
         self.hurry = hurry;
         if hurry {

@@ -1,11 +1,12 @@
 //! Bios that a scheduler orders: how they get to it, and from it to a tag.
 //!
-//! What is submitted between two rounds is inserted as the next one begins, with its time. As long as there are tags the scheduler is asked
-//! for a bio; the one it hands out is placed as any other, and then those it has beside it join its request, which takes no tag. If
-//! it keeps what it has, it is not asked again before the time it says, or before something comes or ends.
+//! What is submitted between two rounds is inserted as the next one begins, with its time. As long as there are tags
+//! the scheduler is asked for a bio; the one it hands out is placed as any other, and then those it has beside it join
+//! its request, which takes no tag. If it keeps what it has, it is not asked again before the time it says, or before
+//! something comes or ends.
 //!
-//! A scheduler can be replaced at any time. What waits goes on with the next one in the order in which it came; what is on its way
-//! belongs to nobody then, for a bio knows by its ticket who has handed it out.
+//! A scheduler can be replaced at any time. What waits goes on with the next one in the order in which it came; what is
+//! on its way belongs to nobody then, for a bio knows by its ticket who has handed it out.
 
 use super::edges::Edges;
 use super::{HwQueue, HwQueueConfig, Merging};
@@ -119,8 +120,9 @@ impl Scheduled {
 }
 
 impl<D> HwQueue<D> {
-    /// Has this scheduler order the bios of a namespace from now on, or none; returns the one it had, empty. Nothing is lost: what waits goes
-    /// on with the new one. It must be [made](crate::SchedulerConfig::build) for as many bios as the queue takes.
+    /// Has this scheduler order the bios of a namespace from now on, or none; returns the one it had, empty. Nothing is
+    /// lost: what waits goes on with the new one. It must be [made](crate::SchedulerConfig::build) for as many bios as
+    /// the queue takes.
     pub fn set_scheduler(
         &mut self,
         namespace: u16,
@@ -182,8 +184,8 @@ impl<D> HwQueue<D> {
         self.namespaces.iter_mut().filter_map(|of| of.scheduled.as_mut()).for_each(|of| of.begin_round(now_ns));
     }
 
-    /// Moves the bio on that is next by the scheduler, and those that lie beside it. False if there is none, or no tag; or if the queue is quiesced, since
-    /// what is handed out counts as on its way, also to others who share the device.
+    /// Moves the bio on that is next by the scheduler, and those that lie beside it. False if there is none, or no tag;
+    /// or if the queue is quiesced, since what is handed out counts as on its way, also to others who share the device.
     pub(super) fn step_scheduled(&mut self, number: usize, now_ns: u64) -> bool {
         if self.quiesced > 0 || !self.may_take(number, BioFlags::empty()) {
             return false;
@@ -195,7 +197,8 @@ impl<D> HwQueue<D> {
         let Some((bio, is_plain)) = scheduled.next(now_ns) else { return false };
         let fare = self.fare(number, &bio);
         self.uncut -= 1;
-        // As in `submit`: with nothing left over a plain bio is a request. What joins it the scheduler says, which knows who waits.
+        // As in `submit`: with nothing left over a plain bio is a request. What joins it the scheduler says, which
+        // knows who waits.
         if is_plain
             && !self.careful
             && let Some(tag) = self.tags.take()

@@ -1,19 +1,21 @@
 //! Requests whose time is up, and requests that come back to be done again.
 //!
 //! A request has a deadline from the moment the driver takes it. Nothing is done about it as it completes: the queue
-//! knows of one time at which a deadline may have passed, and only then goes through the requests; it acts on those that are late and
-//! takes the earliest deadline of the others for the next time (Linux `blk_mq_timeout_work`). In steady state that is once a timeout.
+//! knows of one time at which a deadline may have passed, and only then goes through the requests; it acts on those
+//! that are late and takes the earliest deadline of the others for the next time (Linux `blk_mq_timeout_work`). In
+//! steady state that is once a timeout.
 //!
-//! The driver hears of what it had finished before it hears of what is late, so a request that completes while it is looked for is
-//! simply complete. What it answers decides: what it can take back it completes, now or later, and is not asked again; to what it
-//! cannot take back it gives more time. A request that waits for the driver has no deadline, whatever it had before.
+//! The driver hears of what it had finished before it hears of what is late, so a request that completes while it is
+//! looked for is simply complete. What it answers decides: what it can take back it completes, now or later, and is not
+//! asked again; to what it cannot take back it gives more time. A request that waits for the driver has no deadline,
+//! whatever it had before.
 
 use super::HwQueue;
 use crate::driver::{Done, Driver, TimedOut};
 use crate::request::{Marks, RequestState};
 
-/// Requests may be this much late before anyone looks, as a share of the timeout: so that a queue with many deadlines close together
-/// is not gone through for each.
+/// Requests may be this much late before anyone looks, as a share of the timeout: so that a queue with many deadlines
+/// close together is not gone through for each.
 const SLACK_SHARE: u64 = 16;
 
 impl<D> HwQueue<D> {
@@ -54,7 +56,8 @@ impl<D> HwQueue<D> {
         }
         self.mark_done(RequestState::InFlight);
         self.expire_ns = if next_ns == u64::MAX {
-            // Until something is taken, if nothing is left; and what is with the driver past its time is not asked for again.
+            // Until something is taken, if nothing is left; and what is with the driver past its time is not asked for
+            // again.
             u64::MAX
         } else {
             next_ns.max(now_ns + self.timeout_ns / SLACK_SHARE)
@@ -89,7 +92,8 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// Counts requests that have been with the device for too long, each once for each time it had them. For now and then, not for each round.
+    /// Counts requests that have been with the device for too long, each once for each time it had them. For now and
+    /// then, not for each round.
     pub fn mark_slow(&mut self, now_ns: u64) {
         for namespace in &self.namespaces {
             namespace.stats.set_slow_now(0);

@@ -1,7 +1,8 @@
 //! Where a bio must be cut to fit the device. After `block/blk-merge.c` of Linux (`bio_split_rw`, `get_max_io_size`,
 //! `bvec_split_segs`, `bio_split_discard`).
 //!
-//! Pure: takes a bio that is [admitted](QueueLimits::admit) and a place in it, and says how far the next request may reach.
+//! Pure: takes a bio that is [admitted](QueueLimits::admit) and a place in it, and says how far the next request may
+//! reach.
 
 use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT, Segment, Status};
 
@@ -64,8 +65,8 @@ impl QueueLimits {
     ///
     /// # Errors
     /// [`Status::Invalid`] if not even one logical block fits, because its segments are too many or too torn, or if the
-    /// bio is [atomic](BioFlags::ATOMIC) and does not fit whole; [`Status::Again`] if it does not fit whole and is not to
-    /// [wait](BioFlags::NOWAIT), as its parts might have to.
+    /// bio is [atomic](BioFlags::ATOMIC) and does not fit whole; [`Status::Again`] if it does not fit whole and is not
+    /// to [wait](BioFlags::NOWAIT), as its parts might have to.
     #[inline]
     pub fn cut(&self, bio: &Bio, from: Cursor) -> Result<Cut, Status> {
         if from == Cursor::default() && self.takes_whole(bio) {
@@ -126,9 +127,9 @@ impl QueueLimits {
 
     /// How far a request from `from` may reach, whatever its segments: sectors.
     ///
-    /// What fits is never cut. Where a cut must be, it had better be at the end of a physical block. (Linux lowers the maximum
-    /// to such an end before it looks how long the bio is, and so cuts some that would fit: one request more, and
-    /// the same blocks torn.)
+    /// What fits is never cut. Where a cut must be, it had better be at the end of a physical block. (Linux lowers the
+    /// maximum to such an end before it looks how long the bio is, and so cuts some that would fit: one request more,
+    /// and the same blocks torn.)
     fn cut_length(&self, bio: &Bio, from: Cursor) -> u32 {
         let start = bio.sector + u64::from(from.sectors);
         let left = bio.sectors - from.sectors;
@@ -185,8 +186,8 @@ impl QueueLimits {
         cut(if bytes == walked.0 { walked } else { self.walk(bio, from, bytes) })
     }
 
-    /// Walks pieces of segments from `from` until `want` bytes are covered or a limit stops it. Returns bytes, pieces and
-    /// where it stopped.
+    /// Walks pieces of segments from `from` until `want` bytes are covered or a limit stops it. Returns bytes, pieces
+    /// and where it stopped.
     fn walk(&self, bio: &Bio, from: Cursor, want: u64) -> (u64, u16, Cursor) {
         let boundary = u64::from(self.virt_boundary_mask);
         let (mut bytes, mut pieces, mut at) = (0_u64, 0_u16, from);
@@ -274,7 +275,8 @@ mod tests {
         let shifted = QueueLimits { discard_alignment_bytes: 1536, ..limits };
         let withdrawn = QueueLimits { discard_sectors_max: 0, ..limits };
         let table: &[(&str, QueueLimits, &[(u32, u16)])] = &[
-            // 70 rounds to 64; the first piece is shortened so that the second begins on a multiple of 8, or 3 behind one.
+            // 70 rounds to 64; the first piece is shortened so that the second begins on a multiple of 8, or 3 behind
+            // one.
             ("from zero", limits, &[(61, 0), (64, 0), (64, 0), (11, 0)]),
             ("shifted by three", shifted, &[(64, 0), (64, 0), (64, 0), (8, 0)]),
             ("no discards any more", withdrawn, &[(200, 0)]),

@@ -5,11 +5,11 @@
 //! chained, is the hardware queue's business.
 //!
 //! **How segments are counted.** A request of several bios is the segments of each, in order, each cut as
-//! [`Pieces`](super::cut::Pieces) says. Where two bios meet, and only there, the last segment of the one and the first of the
-//! other are one segment if [`joins`](Pieces::joins) says so. What was joined counts as the last segment of its bio for
-//! the next seam, so that a row of small bios whose memory is in a row becomes one segment. Whoever iterates over the
-//! segments of a request from its first bio on, and joins wherever memory goes on and the limits allow, finds at most
-//! [`Shape::segments`] of them.
+//! [`Pieces`](super::cut::Pieces) says. Where two bios meet, and only there, the last segment of the one and the first
+//! of the other are one segment if [`joins`](Pieces::joins) says so. What was joined counts as the last segment of its
+//! bio for the next seam, so that a row of small bios whose memory is in a row becomes one segment. Whoever iterates
+//! over the segments of a request from its first bio on, and joins wherever memory goes on and the limits allow, finds
+//! at most [`Shape::segments`] of them.
 
 use super::cut::{Cursor, Pieces};
 use crate::{Bio, BioFlags, Op, QueueLimits, Segment};
@@ -86,7 +86,8 @@ impl Pieces {
 }
 
 impl QueueLimits {
-    /// Whether a bio may join a waiting request of whole bios, and how. Then `request` becomes what the two are together.
+    /// Whether a bio may join a waiting request of whole bios, and how. Then `request` becomes what the two are
+    /// together.
     ///
     /// Both were [admitted](QueueLimits::admit). Their flags must be equal: so those that do not wait, those that are
     /// atomic and those that are polled for stay among themselves.

@@ -5,8 +5,8 @@
 
 use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT};
 
-/// What makes a bio plain: data in one segment, nothing wrong with it, no wish out of the ordinary, and one request of one
-/// piece as it stands. What the rules would find out is boiled down to a few comparisons.
+/// What makes a bio plain: data in one segment, nothing wrong with it, no wish out of the ordinary, and one request of
+/// one piece as it stands. What the rules would find out is boiled down to a few comparisons.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Plain {
     capacity_sectors: u64,
@@ -40,7 +40,8 @@ impl Plain {
         what_slow: u32::MAX,
     };
 
-    /// What is plain on a device that is alone behind its queue; a bio with one of `flags_slow` never is, nor is one that must stay whole.
+    /// What is plain on a device that is alone behind its queue; a bio with one of `flags_slow` never is, nor is one
+    /// that must stay whole.
     pub(crate) fn new(limits: &QueueLimits, capacity_sectors: u64, read_only: bool, flags_slow: BioFlags) -> Plain {
         let sectors_max = limits.sectors_max.min(limits.segment_bytes_max >> SECTOR_SHIFT);
         Plain {
@@ -82,7 +83,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(1024))]
 
-        /// What is taken at a glance is what the long way would admit, and pass on in one piece; and little else is left to it.
+        /// What is taken at a glance is what the long way would admit, and pass on in one piece; and little else is
+        /// left to it.
         #[test]
         fn a_plain_bio_is_one_request(
             op in prop::sample::select(&[Op::Read, Op::Write, Op::Discard, Op::Flush][..]), read_only: bool,

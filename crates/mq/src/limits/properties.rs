@@ -1,5 +1,5 @@
-//! What holds of cutting and merging, whatever the limits and the bios. The judge here is slow and simple, and shares nothing
-//! with what it judges: memory is looked at in crumbs of 128 bytes, one by one.
+//! What holds of cutting and merging, whatever the limits and the bios. The judge here is slow and simple, and shares
+//! nothing with what it judges: memory is looked at in crumbs of 128 bytes, one by one.
 
 use std::collections::VecDeque;
 
@@ -171,8 +171,8 @@ fn unit(limits: &QueueLimits, op: Op) -> u32 {
 proptest! {
     #![proptest_config(config())]
 
-    /// What comes out of cutting covers exactly what went in, in order, never crosses a limit, and is cut no shorter than it
-    /// must be; what comes to nothing was invalid.
+    /// What comes out of cutting covers exactly what went in, in order, never crosses a limit, and is cut no shorter
+    /// than it must be; what comes to nothing was invalid.
     #[test]
     fn cuts_cover_the_bio_and_keep_the_limits(
         limits in any_limits(), op in any_op(), block in 0_u64..60, blocks in 1_u32..60, raw in any_segments(),
@@ -256,8 +256,8 @@ proptest! {
     }
 }
 
-/// The segments of bios in a row: as long as the last of one and the first of the next lie in a row, too, and would be one piece,
-/// they are one.
+/// The segments of bios in a row: as long as the last of one and the first of the next lie in a row, too, and would be
+/// one piece, they are one.
 fn joined(limits: &QueueLimits, bios: &VecDeque<Bio>) -> Vec<Segment> {
     let mut out: Vec<Segment> = Vec::new();
     for bio in bios {
@@ -295,8 +295,8 @@ fn any_place() -> impl Strategy<Value = Place> {
 proptest! {
     #![proptest_config(config())]
 
-    /// What merging allows never crosses a limit, and could as well have been cut from one bio of the same shape; what it refuses would
-    /// have crossed one, or is among the few things it leaves alone.
+    /// What merging allows never crosses a limit, and could as well have been cut from one bio of the same shape; what
+    /// it refuses would have crossed one, or is among the few things it leaves alone.
     #[test]
     fn merged_requests_keep_the_limits(
         limits in any_limits(), op in any_op(), atomic in prop::bool::weighted(0.1), block in 30_u64..60,

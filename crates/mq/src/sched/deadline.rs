@@ -3,14 +3,16 @@
 //!
 //! Three classes by priority, each with reads and writes apart, each of these in two orders: by sector and by age.
 //!
-//! 1. Which class: the most urgent of which anything is here, waiting or on its way; but first whoever waits in a lower one for longer
-//!    than `prio_aging_expire`.
-//! 2. Which direction: that of the batch, while it has a next sector and is shorter than `fifo_batch`. Else reads, unless writes wait that
-//!    have been passed over `writes_starved` times.
-//! 3. Where a batch begins: with the oldest, if its time is up or no higher sector waits; else with the next higher sector.
+//! 1. Which class: the most urgent of which anything is here, waiting or on its way; but first whoever waits in a lower
+//!    one for longer than `prio_aging_expire`.
+//! 2. Which direction: that of the batch, while it has a next sector and is shorter than `fifo_batch`. Else reads,
+//!    unless writes wait that have been passed over `writes_starved` times.
+//! 3. Where a batch begins: with the oldest, if its time is up or no higher sector waits; else with the next higher
+//!    sector.
 //!
-//! Bios beside the one handed out join its request, so that a batch counts requests; before it only with `front_merges`. Writes
-//! nobody waits for have no more than `async_depth` tags at one time, so that one is left for who does.
+//! Bios beside the one handed out join its request, so that a batch counts requests; before it only with
+//! `front_merges`. Writes nobody waits for have no more than `async_depth` tags at one time, so that one is left for
+//! who does.
 //!
 //! What is neither read nor written, a discard say, goes with the writes.
 

@@ -1,7 +1,7 @@
 //! `fair`: streams share a device by the time they take of it.
 //!
-//! A stream is who submits, with one priority class. Writes that nobody waits for are one stream for each class, whoever they are from. How streams share
-//! is up to the device:
+//! A stream is who submits, with one priority class. Writes that nobody waits for are one stream for each class,
+//! whoever they are from. How streams share is up to the device:
 //!
 //! | | with seeks | without |
 //! |---|---|---|
@@ -11,14 +11,15 @@
 //! | in flight | what fits in the rest of the turn | what keeps the device [busy](depth) |
 //! | in a stream | sorted in batches | as it came |
 //!
-//! To take turns and to mix are the same algorithm with another unit: see [`line`]. Which kind of device it is is [measured](device). A stream
-//! alone has it to itself: nothing is waited for and nothing limited.
+//! To take turns and to mix are the same algorithm with another unit: see [`line`]. Which kind of device it is is
+//! [measured](device). A stream alone has it to itself: nothing is waited for and nothing limited.
 //!
-//! A more urgent class goes first, also before who has his turn. How long anybody waits is bounded: within a class by a round, which is
-//! `target_ms` or as many shortest turns as there are streams; a class below another one has a turn after [`CLASS_LATE_NS`]; a bio in its
-//! stream goes at the latest in the batch after the one it came in.
+//! A more urgent class goes first, also before who has his turn. How long anybody waits is bounded: within a class by a
+//! round, which is `target_ms` or as many shortest turns as there are streams; a class below another one has a turn
+//! after [`CLASS_LATE_NS`]; a bio in its stream goes at the latest in the batch after the one it came in.
 //!
-//! After CFQ and BFQ of Linux in what is waited for and for how long (spec D.3 to D.5); sorted batches are N-step-SCAN (Coffman and others, 1972).
+//! After CFQ and BFQ of Linux in what is waited for and for how long (spec D.3 to D.5); sorted batches are N-step-SCAN
+//! (Coffman and others, 1972).
 
 mod depth;
 mod device;
@@ -42,12 +43,13 @@ use crate::{Bio, DeviceInfo, Op, Priority};
 const CLASSES: usize = Priority::ALL.len();
 /// The weight of who has no other.
 pub(super) const WEIGHT: u32 = 100;
-/// A lower class gets something after this long at the latest, whatever a more urgent one wants; and who has used up his due in a mix,
-/// whoever comes back meanwhile.
+/// A lower class gets something after this long at the latest, whatever a more urgent one wants; and who has used up
+/// his due in a mix, whoever comes back meanwhile.
 const CLASS_LATE_NS: u64 = 2_000_000_000;
 /// Within a class, the same.
 const LATE_NS: u64 = 300_000_000;
-/// What each bio costs in a mix beside its bytes, in bytes: what flash does in the time of a small read (100 000 a second beside 800 MB/s).
+/// What each bio costs in a mix beside its bytes, in bytes: what flash does in the time of a small read (100 000 a
+/// second beside 800 MB/s).
 const PRICE: i64 = 8 << 10;
 /// The same where there are seeks: 8 ms of a disk that does 64 MB/s.
 const SEEK_PRICE: i64 = 512 << 10;
@@ -56,12 +58,14 @@ const DUE: i64 = 1311;
 /// The same where there are seeks: two of them.
 const SEEK_DUE: i64 = 10486;
 
-/// The most that one bio counts for in a mix beside its price, bytes: as much as anybody reads at one time. What is owed is paid off in rounds, one
-/// by one, and a guest may well ask for a terabyte.
+/// The most that one bio counts for in a mix beside its price, bytes: as much as anybody reads at one time. What is
+/// owed is paid off in rounds, one by one, and a guest may well ask for a terabyte.
 const COUNTED_MAX: u64 = 16 << 20;
-/// A device that several streams have used counts as theirs for so long, whoever thinks: as long as a stream with short thoughts is waited for.
+/// A device that several streams have used counts as theirs for so long, whoever thinks: as long as a stream with short
+/// thoughts is waited for.
 const SHARED_NS: u64 = habits::IDLE_NS;
-/// Largest request of bios that join, where others share a device without seeks: who comes meanwhile waits for one at least.
+/// Largest request of bios that join, where others share a device without seeks: who comes meanwhile waits for one at
+/// least.
 const JOIN_SECTORS: u64 = 256;
 
 /// Weights that streams can be given.
@@ -84,10 +88,11 @@ pub enum FairDevice {
 pub struct FairConfig {
     /// How long a turn lasts at most, milliseconds, at a weight of 100.
     pub slice_ms: u32,
-    /// How long a round of turns is to last, milliseconds: turns are shorter the more streams there are, but no shorter than five times the way
-    /// from one to the other.
+    /// How long a round of turns is to last, milliseconds: turns are shorter the more streams there are, but no shorter
+    /// than five times the way from one to the other.
     pub target_ms: u32,
-    /// How long a stream is waited for in its turn at most, milliseconds; zero for not at all: then a turn ends as soon as nothing waits.
+    /// How long a stream is waited for in its turn at most, milliseconds; zero for not at all: then a turn ends as soon
+    /// as nothing waits.
     pub idle_ms: u32,
     /// Weight of writes nobody waits for, of a hundred.
     pub async_percent: u32,
@@ -95,8 +100,8 @@ pub struct FairConfig {
     pub drain: bool,
     /// What the device is.
     pub device: FairDevice,
-    /// How much all queues of a device without seeks have in flight together, where several streams share it: KiB, and 8 more for each bio. Zero for
-    /// what is measured.
+    /// How much all queues of a device without seeks have in flight together, where several streams share it: KiB, and
+    /// 8 more for each bio. Zero for what is measured.
     pub in_flight_kib: u32,
     /// Whether each queue of the device goes by itself, whatever others have in flight.
     pub per_queue: bool,
@@ -168,7 +173,8 @@ pub(crate) struct Fair {
     /// The places of those who mix, as one.
     crowds: [u32; CLASSES],
     turn: Option<Turn>,
-    /// The batch of whose turn it is: how far ahead of its position each bio is, and where it is kept. The nearest is the last.
+    /// The batch of whose turn it is: how far ahead of its position each bio is, and where it is kept. The nearest is
+    /// the last.
     batch: Vec<(u64, u32)>,
     /// Whose bio was handed out last, for what joins it.
     last: Option<u32>,
@@ -176,8 +182,8 @@ pub(crate) struct Fair {
     out: [usize; CLASSES],
     /// Bios that wait, of those who mix.
     mixing: [usize; CLASSES],
-    /// Who is in front of a mix has been served, and wanted more. It goes to the end before the next is: until then its bios join what it was
-    /// given, and one whose bios all did leaves the line.
+    /// Who is in front of a mix has been served, and wanted more. It goes to the end before the next is: until then its
+    /// bios join what it was given, and one whose bios all did leaves the line.
     served: [bool; CLASSES],
     /// Streams that have a bio here or in flight, and what they weigh.
     busy: usize,
@@ -300,7 +306,8 @@ impl Fair {
         if takes { Some(at) } else { self.bring_to_front(class, now_ns) }
     }
 
-    /// Has all of a mix go to their places who have nothing or may not have it now, until one is in front who takes the next bio.
+    /// Has all of a mix go to their places who have nothing or may not have it now, until one is in front who takes the
+    /// next bio.
     #[inline(never)]
     fn bring_to_front(&mut self, class: usize, now_ns: u64) -> Option<u32> {
         loop {
@@ -355,7 +362,8 @@ impl Fair {
         self.next_of_mix(class, at)
     }
 
-    /// Which class is next: the most urgent that waits, unless a lower one has waited for too long. The lowest waits until all others have ended, too.
+    /// Which class is next: the most urgent that waits, unless a lower one has waited for too long. The lowest waits
+    /// until all others have ended, too.
     #[inline]
     fn class(&self, now_ns: u64) -> Option<usize> {
         let first = self.waiting.iter().position(|waiting| *waiting > 0)?;

@@ -1,21 +1,24 @@
-//! `kyber`: as many requests on their way as keep latencies what they should be. After Kyber of Linux (`block/kyber-iosched.c`); spec
-//! A.26.
+//! `kyber`: as many requests on their way as keep latencies what they should be. After Kyber of Linux
+//! (`block/kyber-iosched.c`); spec A.26.
 //!
-//! Requests fall into four domains: reads, writes, discards, and others. Each has tokens, which what is on its way holds, so that writes
-//! can never take all there is; and each hands out a batch before the next has its turn. Within one the order is that of arrival.
+//! Requests fall into four domains: reads, writes, discards, and others. Each has tokens, which what is on its way
+//! holds, so that writes can never take all there is; and each hands out a batch before the next has its turn. Within
+//! one the order is that of arrival.
 //!
-//! How many tokens a domain has follows from what was measured. Two latencies count, each against its domain's target, in quarters of
-//! it: that of the device alone, and that from arrival to end. Every window, when the slowest tenth of any domain took longer than its target
-//! with the device, the device is congested: then each domain's tokens are scaled by where its slowest hundredth is as a whole,
+//! How many tokens a domain has follows from what was measured. Two latencies count, each against its domain's target,
+//! in quarters of it: that of the device alone, and that from arrival to end. Every window, when the slowest tenth of
+//! any domain took longer than its target with the device, the device is congested: then each domain's tokens are
+//! scaled by where its slowest hundredth is as a whole,
 //!
 //! ```text
 //!   tokens × (quarter + 1) / 4        quarter: 0 .. 3 within the target, 4 .. 7 beyond
 //! ```
 //!
-//! so that who is well within its target gets fewer, and who suffers gets more, up to what it began with. Without congestion only those
-//! who suffer get more.
+//! so that who is well within its target gets fewer, and who suffers gets more, up to what it began with. Without
+//! congestion only those who suffer get more.
 //!
-//! Linux measures by CPU and has one set of tokens for a device; here each hardware queue measures, and counts, for itself.
+//! Linux measures by CPU and has one set of tokens for a device; here each hardware queue measures, and counts, for
+//! itself.
 
 use super::slots::{List, Slots};
 use super::{Next, Reach, Scheduler, SchedulerSnapshot, join_from};

@@ -1,15 +1,17 @@
 //! Orders by a number, sectors mostly, over the places of what is ordered.
 //!
-//! Each order is a row of runs, and each run a few entries in a row of memory. To find an entry is to find its run by halves, and then the entry in
-//! it: some dozen steps in a few lines of cache, where a tree has as many lines as steps. An insertion or a removal moves a part of one run. A run
-//! that is full is cut in two, two neighbours that have become small are made one. Nothing depends on what the keys are, or who chooses
-//! them, and nothing allocates. Equal keys stand in the order in which they came.
+//! Each order is a row of runs, and each run a few entries in a row of memory. To find an entry is to find its run by
+//! halves, and then the entry in it: some dozen steps in a few lines of cache, where a tree has as many lines as steps.
+//! An insertion or a removal moves a part of one run. A run that is full is cut in two, two neighbours that have become
+//! small are made one. Nothing depends on what the keys are, or who chooses them, and nothing allocates. Equal keys
+//! stand in the order in which they came.
 
 use std::cell::Cell;
 
 /// Entries of a run: as many as are moved in the time that a miss in the cache takes.
 const RUN: usize = 64;
-/// Two neighbours of so many together become one. Less than a half, so that what was cut in two is not soon joined again.
+/// Two neighbours of so many together become one. Less than a half, so that what was cut in two is not soon joined
+/// again.
 const JOINED_MAX: usize = RUN / 2;
 
 /// One order.
@@ -205,7 +207,8 @@ mod tests {
     }
 
     proptest! {
-        /// What a map that is kept in order says, over two orders that share their places; filled, and emptied from anywhere.
+        /// What a map that is kept in order says, over two orders that share their places; filled, and emptied from
+        /// anywhere.
         #[test]
         fn an_order_is_a_map_that_keeps_order(
             keys in prop::sample::select(&[20_u64, 1 << 40][..]),

@@ -1,13 +1,13 @@
 //! What a scheduler knows of each stream, for as many streams as are at work at one time and some more.
 //!
-//! A stream is found by its number through a hash table whose chains go from place to place. One that is at rest keeps its place
-//! until another needs it: the one that has been at rest for longest goes first. There are more places than bios in the queue,
-//! so one at rest can always be found, and nothing allocates.
+//! A stream is found by its number through a hash table whose chains go from place to place. One that is at rest keeps
+//! its place until another needs it: the one that has been at rest for longest goes first. There are more places than
+//! bios in the queue, so one at rest can always be found, and nothing allocates.
 
 use super::slots::NONE;
 
-/// Streams that are remembered beside those that can be at work: enough that what was served in an epoch of many streams is known until
-/// its end.
+/// Streams that are remembered beside those that can be at work: enough that what was served in an epoch of many
+/// streams is known until its end.
 const SPARE: usize = 256;
 
 /// Streams, by place.

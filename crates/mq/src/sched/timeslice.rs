@@ -1,23 +1,25 @@
 //! `timeslice`: the device belongs to one stream at a time, for a while.
 //!
-//! After the patch "blk-mq: per software queue time slices" in the form of spec D.1. A stream that has its slice is the owner: its bios are
-//! handed out and nobody else's, in the order in which they came. A slice ends when its time is up; if the owner had something to
-//! do in it, it is extended, a few times. Then the next stream has its turn. All who had one wait until all others have, which is an epoch:
-//! nobody has two in one epoch.
+//! After the patch "blk-mq: per software queue time slices" in the form of spec D.1. A stream that has its slice is the
+//! owner: its bios are handed out and nobody else's, in the order in which they came. A slice ends when its time is up;
+//! if the owner had something to do in it, it is extended, a few times. Then the next stream has its turn. All who had
+//! one wait until all others have, which is an epoch: nobody has two in one epoch.
 //!
-//! What the post says and what its code does are not the same, and neither is always right. Each difference is an option:
+//! What the post says and what its code does are not the same, and neither is always right. Each difference is an
+//! option:
 //!
 //! | | the post's text | its code | here |
 //! |---|---|---|---|
 //! | whose | software queue | software queue, by CPU | `key`: stream, or software queue |
 //! | a slice lasts | slice, extended up to 3 times | up to 5 units | `extensions`, 3 |
-//! | the owner has nothing to do | the slice ends | all wait until it is over | `idle_us`: they wait as long as CFQ would, 8 ms |
+//! | the owner has nothing to do | the slice ends | all wait for its end | `idle_us`: so do they, as long as CFQ: 8 ms |
 //! | a slice is measured in | µs | ticks, rounded up: 4 ms at HZ 250 | ns; `tick_us` rounds up to ticks |
 //! | what others have in flight | | is mixed with the owner's | `drain`: off, or waited for |
 //! | next in an epoch | | the lowest number | `order`: who came first, or the lowest number |
 //!
-//! The seventh is how time is compared: the code does it in 32 bits that begin five minutes before they overflow, and is switched off
-//! until then on machines where that is all there is. Here time has 64 bits, and no slice is due at first.
+//! The seventh is how time is compared: the code does it in 32 bits that begin five minutes before they overflow, and
+//! is switched off until then on machines where that is all there is. Here time has 64 bits, and no slice is due at
+//! first.
 //!
 //! A slice of no length is no scheduler at all: see [`SchedulerConfig::build`](super::SchedulerConfig::build).
 
@@ -56,8 +58,8 @@ pub struct TimesliceConfig {
     pub slice_us: u32,
     /// How often a slice in which the owner had something to do is extended by its length.
     pub extensions: u32,
-    /// How long all wait for an owner that has nothing to do and nothing in flight, microseconds, while its slice lasts. The largest number:
-    /// until its slice is over.
+    /// How long all wait for an owner that has nothing to do and nothing in flight, microseconds, while its slice
+    /// lasts. The largest number: until its slice is over.
     pub idle_us: u32,
     /// Slices are rounded up to multiples of this, microseconds, and end on one; zero if they are not.
     pub tick_us: u32,
@@ -72,7 +74,8 @@ pub struct TimesliceConfig {
 impl Default for TimesliceConfig {
     fn default() -> TimesliceConfig {
         TimesliceConfig {
-            // In the model of spec D.7 as good as CFQ on a disk that turns; the post's were too short to pay for a seek.
+            // In the model of spec D.7 as good as CFQ on a disk that turns; the post's were too short to pay for a
+            // seek.
             slice_us: 20_000,
             extensions: 3,
             // As CFQ waits (slice_idle): most who read in a row are back by then.
@@ -226,7 +229,8 @@ impl Timeslice {
         None
     }
 
-    /// One step where there is nothing to hand out: a slice begins, is extended, or is the next one's. Or until when the owner is waited for.
+    /// One step where there is nothing to hand out: a slice begins, is extended, or is the next one's. Or until when
+    /// the owner is waited for.
     #[inline(never)]
     fn move_on(&mut self, now_ns: u64) -> Option<u64> {
         let Some(slice) = &mut self.owner else { return self.change_owner() };

@@ -1,4 +1,5 @@
-//! What a thread has of a queue that it shares: its ends of the rings, its places, and the lists of what need not cross.
+//! What a thread has of a queue that it shares: its ends of the rings, its places, and the lists of what need not
+//! cross.
 
 use blkyard_mem::ring::{Consumer, Producer, channel};
 
@@ -12,8 +13,8 @@ pub(crate) fn rings(places: usize) -> (Ends, Member) {
     (Ends { plug: list(), sq: to_queue, cq: from_queue, own: list(), rang_ns: 0 }, Member { sq, cq })
 }
 
-/// A thread's own ends of its rings, and what never gets into one: what this thread passes on by itself, and what it finds to be
-/// over, does not cross to another.
+/// A thread's own ends of its rings, and what never gets into one: what this thread passes on by itself, and what it
+/// finds to be over, does not cross to another.
 pub(crate) struct Ends {
     /// Submitted, and not passed on or made visible.
     pub(super) plug: Vec<Box<Bio>>,

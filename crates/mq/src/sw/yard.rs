@@ -1,6 +1,7 @@
 //! What all who share a hardware queue have in common: the queue under its baton, and the seats of its threads.
 //!
-//! The turns, the records of who sleeps, and the end of a queue are here; how it looks from a thread is in [`SwQueue`](super::SwQueue).
+//! The turns, the records of who sleeps, and the end of a queue are here; how it looks from a thread is in
+//! [`SwQueue`](super::SwQueue).
 
 use std::sync::Arc;
 
@@ -14,17 +15,17 @@ use crate::{Bio, DeviceInfo, Driver, HwQueue};
 
 /// Bios that one ring may get through in one round: a batch as submitters tend to make them.
 const SHARE: usize = 32;
-/// Rounds that an owner turns for others before it passes on: 16 rounds of a few batches take about as long as the wake-up of a
-/// thread, which is what passing on costs.
+/// Rounds that an owner turns for others before it passes on: 16 rounds of a few batches take about as long as the
+/// wake-up of a thread, which is what passing on costs.
 const ROUNDS_MAX: u32 = 16;
-/// Bios from which on a batch is worth waiting for the queue itself to come over, some sixty cache lines once, instead of
-/// being carried to it: two lines for each bio, there and back.
+/// Bios from which on a batch is worth waiting for the queue itself to come over, some sixty cache lines once, instead
+/// of being carried to it: two lines for each bio, there and back.
 const WORTH_A_STAY: usize = 16;
-/// Within this a thread is back with its next batch if the device answers on the spot. Where one takes its time, it is kept
-/// waiting by nobody.
+/// Within this a thread is back with its next batch if the device answers on the spot. Where one takes its time, it is
+/// kept waiting by nobody.
 const BACK_NS: u64 = 2_000;
-/// How long a thread that is back so soon lets the others have the queue: some thirty batches, for which its lines cross once; and
-/// still less than a wake-up takes.
+/// How long a thread that is back so soon lets the others have the queue: some thirty batches, for which its lines
+/// cross once; and still less than a wake-up takes.
 const STAY_NS: u64 = 16_000;
 /// Looks at the clock in that time, at most: one may stand still.
 const STAY_LOOKS_MAX: u32 = 2048;
@@ -116,8 +117,8 @@ pub(crate) enum Turn {
 }
 
 impl<D, Cx> Yard<D, Cx> {
-    /// Shares an idle hardware queue among members. There is a bed for each of them, with the place it has for this device, and one more for
-    /// whoever [closes](Yard::close) the queue, if somebody does.
+    /// Shares an idle hardware queue among members. There is a bed for each of them, with the place it has for this
+    /// device, and one more for whoever [closes](Yard::close) the queue, if somebody does.
     ///
     /// # Panics
     /// If the queue is not idle.
@@ -192,8 +193,8 @@ impl<D, Cx> Yard<D, Cx> {
         let bed = &self.seats[seat].bed;
         match turn {
             Turn::Watch(until_ns) => bed.watch_one(self.seats[seat].beside, until_ns),
-            // Pairs with the store in `Core::rouse`. Only an owner ends this, and strikes us off its record as it does; so
-            // nobody who is awake is counted on as a sleeper.
+            // Pairs with the store in `Core::rouse`. Only an owner ends this, and strikes us off its record as it does;
+            // so nobody who is awake is counted on as a sleeper.
             Turn::Owned | Turn::Park if !self.polled => {
                 while self.seats[seat].parked.load(Ordering::Acquire) {
                     bed.sleep();
@@ -224,8 +225,8 @@ impl<D, Cx> Yard<D, Cx> {
         calls.drain(..).for_each(|seat| self.seats[seat].bed.wake());
     }
 
-    /// Puts down the baton of a queue that is closed. Who left word counts on us, and is woken: not before, or it might come back
-    /// and find us here again, and again.
+    /// Puts down the baton of a queue that is closed. Who left word counts on us, and is woken: not before, or it might
+    /// come back and find us here again, and again.
     #[inline(never)]
     fn leave_closed(&self, mut holder: Holder<'_, Option<Core<D, Cx>>>, me: usize) {
         self.seats[me].parked.store(false, Ordering::Relaxed);
@@ -330,8 +331,8 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
         })
     }
 
-    /// Takes the baton if it is put down, after a stay of the others. It is that time which passes here, whatever they do: a holder
-    /// that is off its CPU is not waited for.
+    /// Takes the baton if it is put down, after a stay of the others. It is that time which passes here, whatever they
+    /// do: a holder that is off its CPU is not waited for.
     #[inline(never)]
     fn take_after_a_stay(&self, rang_ns: u64, clock: &impl Fn() -> u64) -> Option<Holder<'_, Option<Core<D, Cx>>>> {
         let start_ns = clock();
@@ -367,8 +368,9 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
         self.leave_word(false, calls);
     }
 
-    /// Leaves word for whoever has the queue, or takes note in its place. If something may be `left` to do, whoever has the queue will turn
-    /// the crank, or a sleeper is woken who does; if none sleeps, all who want something are running, and come for it.
+    /// Leaves word for whoever has the queue, or takes note in its place. If something may be `left` to do, whoever has
+    /// the queue will turn the crank, or a sleeper is woken who does; if none sleeps, all who want something are
+    /// running, and come for it.
     pub(super) fn leave_word(&self, left: bool, calls: &mut Vec<usize>) {
         let Some(mut holder) = self.baton.take() else { return };
         loop {
@@ -487,8 +489,8 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         hw.arm::<Cx>()
     }
 
-    /// Takes what this thread has, and what others have if they left word, while the hardware queue has room. True if something may
-    /// be left.
+    /// Takes what this thread has, and what others have if they left word, while the hardware queue has room. True if
+    /// something may be left.
     #[inline]
     fn take_in(&mut self, me: usize, plug: Option<&mut Vec<Box<Bio>>>) -> bool {
         self.heard = if self.heard { self.take_from_all(me, plug) } else { self.take_from(me, plug) };
@@ -551,7 +553,8 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         }
     }
 
-    /// Writes down who has announced that it wants to be parked, or has got up. Called after the baton's word was heeded.
+    /// Writes down who has announced that it wants to be parked, or has got up. Called after the baton's word was
+    /// heeded.
     fn hear(&mut self, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
         self.heard = true;
         // Pairs with the store in `Yard::freeze`.
@@ -610,8 +613,8 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             self.tell_closer(yard, calls);
         }
         let roused = (left || self.watch.is_none()) && self.rouse_one(yard, calls);
-        // Whoever was roused takes the queue, and then keeps watch itself. Who keeps watch already is disturbed if there is nobody else to
-        // take over, or if it would sleep too long.
+        // Whoever was roused takes the queue, and then keeps watch itself. Who keeps watch already is disturbed if
+        // there is nobody else to take over, or if it would sleep too long.
         if let Some(watch) = self.watch
             && !roused
             && (left || self.due_ns() < watch.until_ns)

@@ -1,4 +1,5 @@
-//! The flush machine in its queue: who shares a flush, who does not, and what becomes of errors (Linux `block/blk-flush.c`).
+//! The flush machine in its queue: who shares a flush, who does not, and what becomes of errors (Linux
+//! `block/blk-flush.c`).
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! A device driven by hand: it takes what it is told to take, says what it is told to say, and remembers what it was given.
+//! A device driven by hand: it takes what it is told to take, says what it is told to say, and remembers what it was
+//! given.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -180,7 +181,8 @@ pub fn disk_of(limits: QueueLimits) -> DeviceInfo {
     DeviceInfo { limits, ..disk() }
 }
 
-/// A bio that knows itself by its first sector. Its memory lies where its sectors lie, so neighbours meet in memory, too.
+/// A bio that knows itself by its first sector. Its memory lies where its sectors lie, so neighbours meet in memory,
+/// too.
 pub fn bio(op: Op, sector: u64, sectors: u32) -> Box<Bio> {
     let mut bio = Bio::with_capacity(1);
     (bio.op, bio.sector, bio.sectors, bio.cookie) = (op, sector, sectors, sector);

@@ -149,7 +149,8 @@ fn the_first_of_a_kind_that_is_full_ends_the_search_and_is_not_tried_again() {
     assert_eq!(bench.device().extents(), [(0, 16), (16, 16)]);
     bench.end_all();
     bench.device().room = 0;
-    // The one in the middle is of a kind with the bio, and too long with it: the one before, which would do, is not asked.
+    // The one in the middle is of a kind with the bio, and too long with it: the one before, which would do, is not
+    // asked.
     bench.submit_all([read(100), bio(Op::Read, 108, 12)]);
     bench.turn();
     assert_eq!(bench.snapshot().dispatch, 2, "twenty sectors are too many");
@@ -238,7 +239,8 @@ fn merged_bios_find_their_own_data() {
         assert!(queue.is_idle());
         ended
     };
-    // Written in pieces that meet on the disk, not all in memory, and in no order: a piece of memory comes from where it belongs.
+    // Written in pieces that meet on the disk, not all in memory, and in no order: a piece of memory comes from where
+    // it belongs.
     let pieces = [(100, 8), (108, 3), (92, 8), (111, 5), (90, 2)];
     let ended = turn(pieces.iter().map(|&(sector, sectors)| bio(Op::Write, sector, sectors)).collect());
     assert_eq!(ended, [90, 92, 100, 108, 111].map(|sector| (sector, Status::Ok)));

@@ -1,5 +1,5 @@
-//! Many queues, round after round: nothing is lost on the way (the regression of June 2023, when virtio-blk ended requests in
-//! batches and a machine with many queues hung).
+//! Many queues, round after round: nothing is lost on the way (the regression of June 2023, when virtio-blk ended
+//! requests in batches and a machine with many queues hung).
 
 use std::sync::Arc;
 

@@ -1,4 +1,5 @@
-//! Queues that share limits, on lanes that are late: nothing passes faster than it may, nothing is lost, and nothing waits without need.
+//! Queues that share limits, on lanes that are late: nothing passes faster than it may, nothing is lost, and nothing
+//! waits without need.
 
 use std::sync::Arc;
 
@@ -122,7 +123,8 @@ proptest! {
         prop_assert!(rig.queues.iter().all(HwQueue::is_idle), "something sleeps with nothing to wait for");
         prop_assert_eq!(rig.passed.len(), bios);
         rig.passed.sort_unstable();
-        // In any stretch: what its time allows, the burst, and of each queue what it had booked, and one that was longer than thought.
+        // In any stretch: what its time allows, the burst, and of each queue what it had booked, and one that was
+        // longer than thought.
         let slack_ns = u128::from(u64::from(burst_ms) * MS) + 4 * (u128::from(LOT_NS + late_ns) + 2 * most_ns);
         for kind in 0..2 {
             let mut least = i128::MAX;

@@ -1,5 +1,5 @@
-//! Queues that several threads share, in an order that is drawn and not left to them: properties 9 and 11. Under schedules of all
-//! kinds: `shuttle_*.rs`.
+//! Queues that several threads share, in an order that is drawn and not left to them: properties 9 and 11. Under
+//! schedules of all kinds: `shuttle_*.rs`.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -1,8 +1,9 @@
-//! Flushes over two hardware queues of one device: property 10, where what a flush covers is not the business of one queue.
+//! Flushes over two hardware queues of one device: property 10, where what a flush covers is not the business of one
+//! queue.
 //!
-//! Each queue has a flush machine of its own, and knows nothing of what completed on the other. It must not need to: what has completed
-//! anywhere before somebody submits a flush to either queue is durable when that flush is over. The device here makes nothing durable that it
-//! need not, and tells what a power failure would leave.
+//! Each queue has a flush machine of its own, and knows nothing of what completed on the other. It must not need to:
+//! what has completed anywhere before somebody submits a flush to either queue is durable when that flush is over. The
+//! device here makes nothing durable that it need not, and tells what a power failure would leave.
 
 use std::sync::Arc;
 

@@ -21,7 +21,8 @@ const BIO_SECTORS_MAX: u64 = 40;
 const SLOT_BYTES: u64 = 64 * 1024;
 /// Time between two turns.
 const TURN_NS: u64 = 1000;
-/// Turns after which a queue that is not idle never will be: losses cost a timeout each, and most of a plan may be lost.
+/// Turns after which a queue that is not idle never will be: losses cost a timeout each, and most of a plan may be
+/// lost.
 const TURNS_MAX: usize = 200_000;
 
 /// What is done to a queue.
@@ -558,8 +559,8 @@ impl World {
         self.wishes[id as usize].slot = u64::MAX;
     }
 
-    /// Turns until the queue is idle, but only when it asks for it: with work of its own, or at a time it named; or when it is
-    /// woken for places of its budget.
+    /// Turns until the queue is idle, but only when it asks for it: with work of its own, or at a time it named; or
+    /// when it is woken for places of its budget.
     pub fn settle(&mut self) {
         for _ in 0..TURNS_MAX {
             self.turn();

@@ -1,7 +1,8 @@
 //! The time-stamp counter of an x86 CPU: read, and trusted or not.
 //!
-//! Trusted only where the kernel tells its own time by it and the CPU says that it ticks at one rate on all CPUs, whatever they do.
-//! Then CPUs agree: the kernel checks that for as long as it runs. What a cycle is in nanoseconds is not known here.
+//! Trusted only where the kernel tells its own time by it and the CPU says that it ticks at one rate on all CPUs,
+//! whatever they do. Then CPUs agree: the kernel checks that for as long as it runs. What a cycle is in nanoseconds is
+//! not known here.
 //!
 //! Unsafe: the instruction itself, and one call of the C library.
 
@@ -13,12 +14,13 @@ pub(super) fn is_trusted() -> bool {
     *TRUSTED.get_or_init(|| ticks_evenly() && is_the_kernels_own() && may_be_read())
 }
 
-/// Cycles, by a counter that is [trusted](is_trusted). May be read some instructions early or late, but within a thread never goes
-/// back (Intel SDM 3, 17.17).
+/// Cycles, by a counter that is [trusted](is_trusted). May be read some instructions early or late, but within a thread
+/// never goes back (Intel SDM 3, 17.17).
 #[cfg(target_arch = "x86_64")]
 #[inline]
 pub(super) fn cycles() -> u64 {
-    // SAFETY: every x86-64 CPU has the instruction; where the system forbids it the counter is not trusted, and this not called.
+    // SAFETY: every x86-64 CPU has the instruction; where the system forbids it the counter is not trusted, and this
+    // not called.
     unsafe { std::arch::x86_64::_rdtsc() }
 }
 
@@ -27,7 +29,8 @@ pub(super) fn cycles() -> u64 {
     unreachable!("there is no counter to trust")
 }
 
-/// The CPU's word that the counter neither stops nor changes its rate: "invariant TSC" (AMD APM 3, E.4.7; Intel SDM 3, 17.17.1).
+/// The CPU's word that the counter neither stops nor changes its rate: "invariant TSC" (AMD APM 3, E.4.7; Intel SDM 3,
+/// 17.17.1).
 #[cfg(target_arch = "x86_64")]
 fn ticks_evenly() -> bool {
     use std::arch::x86_64::__cpuid;

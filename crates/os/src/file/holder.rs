@@ -1,9 +1,9 @@
 //! Who has a file, of those who can be seen: to tell one who lives from what one who died has left in the kernel.
 //!
-//! A process that is killed with I/O under way is gone long before that I/O is: the kernel keeps the file, and the lock on it, until
-//! the last operation is over. The lock names nobody. But whoever is alive and holds it has the file open, and the kernel shows which
-//! of a process's files carry locks (proc(5), `/proc/PID/fdinfo`). Processes of other users and other containers cannot be
-//! looked into, and so are not found. Asks only when a file is not to be had.
+//! A process that is killed with I/O under way is gone long before that I/O is: the kernel keeps the file, and the lock
+//! on it, until the last operation is over. The lock names nobody. But whoever is alive and holds it has the file open,
+//! and the kernel shows which of a process's files carry locks (proc(5), `/proc/PID/fdinfo`). Processes of other users
+//! and other containers cannot be looked into, and so are not found. Asks only when a file is not to be had.
 
 use std::fs::{self, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -28,8 +28,8 @@ fn holds(process: u32, file: &Metadata) -> bool {
     let Ok(files) = fs::read_dir(format!("/proc/{process}/fdinfo")) else { return false };
     let inode = format!(":{} ", file.ino());
     files.flatten().any(|entry| {
-        // `lock: 1: OFDLCK ADVISORY WRITE -1 fe:00:INODE 0 EOF`. The numbers of the device are not those a file is known by on
-        // some file systems, so whether it is the same is asked of the file itself.
+        // `lock: 1: OFDLCK ADVISORY WRITE -1 fe:00:INODE 0 EOF`. The numbers of the device are not those a file is
+        // known by on some file systems, so whether it is the same is asked of the file itself.
         let carries = fs::read_to_string(entry.path())
             .is_ok_and(|text| text.lines().any(|line| line.starts_with("lock:") && line.contains(&inode)));
         carries

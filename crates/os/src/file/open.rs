@@ -48,8 +48,8 @@ impl FileDevice {
         FileDevice::of(config, claimed)
     }
 
-    /// Goes on with a file that another process has opened and locked: the lock lies on this description, and so stays. A sync that has failed
-    /// there has failed here.
+    /// Goes on with a file that another process has opened and locked: the lock lies on this description, and so stays.
+    /// A sync that has failed there has failed here.
     ///
     /// # Errors
     /// See [`OpenError`]: it is not locked, say, since this is another description.

@@ -22,8 +22,8 @@ impl FileDevice {
         self.shared.is_block_device
     }
 
-    /// Makes it longer, sparsely but for its last byte. One that is as long already stays as it is, even if somebody else makes it so
-    /// just now.
+    /// Makes it longer, sparsely but for its last byte. One that is as long already stays as it is, even if somebody
+    /// else makes it so just now.
     ///
     /// # Errors
     /// What the system said: it is open for reading only, or the file system cannot hold a file of that length.

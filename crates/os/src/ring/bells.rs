@@ -7,10 +7,10 @@
 //!     └───────────────────┘ (cancelled; the answer of an older generation is ignored)
 //! ```
 //!
-//! Polls are level-triggered: a bell rung before we listen ends the next sleep all the same, so nothing is lost
-//! between looking and sleeping. Holds a duplicate of each descriptor, since its owner may close it at any time and the
-//! number may come to mean another file. One that cannot be duplicated, for want of descriptors, is tried again before each sleep, and
-//! no sleep is long until then. Pushes nothing itself.
+//! Polls are level-triggered: a bell rung before we listen ends the next sleep all the same, so nothing is lost between
+//! looking and sleeping. Holds a duplicate of each descriptor, since its owner may close it at any time and the number
+//! may come to mean another file. One that cannot be duplicated, for want of descriptors, is tried again before each
+//! sleep, and no sleep is long until then. Pushes nothing itself.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
@@ -20,8 +20,8 @@ use super::{KIND_BELL, name};
 
 /// Bells of one lane: 8 exports of 64 queues with a bell on either side, and the lane's own.
 pub const BELLS_MAX: usize = 1025;
-/// Completions that bells may have outstanding: the poll, the poll that is being cancelled, and the cancellation; and the
-/// same for the rings of others' bells.
+/// Completions that bells may have outstanding: the poll, the poll that is being cancelled, and the cancellation; and
+/// the same for the rings of others' bells.
 pub(super) const COMPLETIONS_MAX: usize = 3 * BELLS_MAX + 3 * super::chimes::CHIMES_MAX;
 
 #[derive(Debug, Default)]

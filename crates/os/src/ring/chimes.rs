@@ -1,8 +1,8 @@
 //! Bells of others that a lane rings: event descriptors that a front-end gave us to call it by.
 //!
-//! Each ring is an entry of the lane's own ring, submitted at once. The kernel writes without waiting as long as the descriptor allows;
-//! if whoever shares it has made it blocking and filled its counter, the entry waits, and the lane does not. One entry for each place
-//! may be out, so such a peer holds up nothing but its own bell.
+//! Each ring is an entry of the lane's own ring, submitted at once. The kernel writes without waiting as long as the
+//! descriptor allows; if whoever shares it has made it blocking and filled its counter, the entry waits, and the lane
+//! does not. One entry for each place may be out, so such a peer holds up nothing but its own bell.
 //!
 //! Unsafe: entries carry the address of the count that is written, which is static.
 
@@ -28,8 +28,8 @@ struct Place {
     generation: u32,
     /// Whether it is anybody's now.
     taken: bool,
-    /// Our duplicate of the bell: an entry may have to wait for the kernel, while its owner closes the descriptor and the number
-    /// comes to mean another file.
+    /// Our duplicate of the bell: an entry may have to wait for the kernel, while its owner closes the descriptor and
+    /// the number comes to mean another file.
     bell: Option<OwnedFd>,
 }
 

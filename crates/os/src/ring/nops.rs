@@ -23,8 +23,8 @@ impl NopRing {
         Ok(NopRing { uring: set_up(RingConfig { entries: batch_max, ..RingConfig::default() })? })
     }
 
-    /// Hands `batch` operations to the kernel in one call and collects their completions. Returns how many came: all, or
-    /// fewer if the kernel refused the call.
+    /// Hands `batch` operations to the kernel in one call and collects their completions. Returns how many came: all,
+    /// or fewer if the kernel refused the call.
     #[inline]
     pub fn round(&mut self, batch: usize) -> usize {
         {

@@ -78,8 +78,8 @@ impl Dirty {
         index
     }
 
-    /// Takes the next piece for the platters: the first at or after `from`, or from the beginning if there is none there; no
-    /// longer than `sectors_max`, and none that is later than `epoch`.
+    /// Takes the next piece for the platters: the first at or after `from`, or from the beginning if there is none
+    /// there; no longer than `sectors_max`, and none that is later than `epoch`.
     pub(super) fn take(&mut self, from: u64, epoch: u64, sectors_max: u64) -> Option<Extent> {
         let first = self.extents.partition_point(|extent| extent.end <= from);
         let mut order = (first..self.extents.len()).chain(0..first);

@@ -60,8 +60,8 @@ impl Segments {
         segment.start = segment.start.max(segment.end.saturating_sub(self.sectors_max));
     }
 
-    /// A range is being read: into the segment that it goes on with, or into one of its own, which takes the place of the one that was
-    /// not used for longest. Returns which.
+    /// A range is being read: into the segment that it goes on with, or into one of its own, which takes the place of
+    /// the one that was not used for longest. Returns which.
     pub(super) fn begin(&mut self, start: u64) -> usize {
         let index = self.find(start).unwrap_or_else(|| {
             if self.runs.len() < self.count_max {

@@ -163,7 +163,8 @@ fn a_long_read_goes_at_the_rate_of_its_zone() {
 fn random_reads_are_as_many_as_such_disks_do() {
     let iops = |depth| Bench::new(MODEL, 4).keep(depth, 6_000, anywhere(Op::Read, 5)).1;
     let (alone, queued) = (iops(1), iops(31));
-    // 1 / (overhead + average seek + half a turn), and what is measured of such disks: 75 to 90 alone; with 32 queued about twice that.
+    // 1 / (overhead + average seek + half a turn), and what is measured of such disks: 75 to 90 alone; with 32 queued
+    // about twice that.
     assert!((75.0..90.0).contains(&alone), "{alone}");
     assert!((1.7..2.6).contains(&(queued / alone)), "{queued}");
 }

@@ -1,8 +1,9 @@
-//! What the sectors of a device may hold, by what was written to them, when, and how that ended. It knows nothing of requests.
+//! What the sectors of a device may hold, by what was written to them, when, and how that ended. It knows nothing of
+//! requests.
 //!
-//! Writes to one sector may be under way at one time, and then any of them may be the one that stays. A read may see a write unless
-//! another was over, well, before the read began, and had begun after the first was over. What a power failure leaves is judged the same way,
-//! where only what is durable counts as having been over.
+//! Writes to one sector may be under way at one time, and then any of them may be the one that stays. A read may see a
+//! write unless another was over, well, before the read began, and had begun after the first was over. What a power
+//! failure leaves is judged the same way, where only what is durable counts as having been over.
 
 use std::collections::BTreeSet;
 
@@ -144,7 +145,8 @@ fn may_be(versions: &[Version], word: u64, counts: impl Fn(&Version) -> bool) ->
     versions.iter().any(|version| version.word == word && version.ended >= newest)
 }
 
-/// Forgets what can turn up no more, not even after a power failure, nor for a read that has been under way since `oldest`.
+/// Forgets what can turn up no more, not even after a power failure, nor for a read that has been under way since
+/// `oldest`.
 fn forget(versions: &mut Vec<Version>, oldest: u64) {
     let past = versions.iter().filter(|version| version.durable && version.ended < oldest);
     let newest = past.map(|version| version.begun).max().unwrap_or(0);

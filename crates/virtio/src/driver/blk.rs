@@ -1,12 +1,13 @@
 //! The virtio-blk driver of one queue: requests become chains, used chains become statuses. [5.2.6]
 //!
-//! Owned by one thread, inside whatever is the queue core's driver. It says when to kick and never does; it knows no session
-//! and no clock. A request is known to the device by the place of its tag. Header, status and table are in memory that
-//! is shared for the purpose ([`BlkLayout`]); the data stays where its segments point, and whoever owns the queue says where the device
-//! finds that.
+//! Owned by one thread, inside whatever is the queue core's driver. It says when to kick and never does; it knows no
+//! session and no clock. A request is known to the device by the place of its tag. Header, status and table are in
+//! memory that is shared for the purpose ([`BlkLayout`]); the data stays where its segments point, and whoever owns the
+//! queue says where the device finds that.
 //!
-//! A device that breaks its ring, or whose session is lost, leaves requests in flight. Only when it can no longer touch the memory
-//! are they taken back ([`BlkRing::take_in_flight`]), to be done again or failed; then a new `BlkRing` goes over the same memory.
+//! A device that breaks its ring, or whose session is lost, leaves requests in flight. Only when it can no longer touch
+//! the memory are they taken back ([`BlkRing::take_in_flight`]), to be done again or failed; then a new `BlkRing` goes
+//! over the same memory.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -65,7 +66,8 @@ pub struct BlkRing {
     buffers: Vec<Buffer>,
     /// There are tables. Their first rows are headers for ever.
     has_tables: bool,
-    /// By place: the row of its table that is the status, if it is known to be one. It stays so from request to request.
+    /// By place: the row of its table that is the status, if it is known to be one. It stays so from request to
+    /// request.
     status_rows: Box<[u16]>,
     phase: Phase,
     complaints: Arc<Complaints>,
@@ -166,8 +168,8 @@ impl BlkRing {
         self.parked.len() as u16
     }
 
-    /// Takes requests from the batch and offers them to the device, all at once. `translate` says where the device finds the
-    /// bytes of a segment, or nothing if it cannot reach them. Says whether the device wants a kick.
+    /// Takes requests from the batch and offers them to the device, all at once. `translate` says where the device
+    /// finds the bytes of a segment, or nothing if it cannot reach them. Says whether the device wants a kick.
     #[inline]
     #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
     pub fn queue(&mut self, batch: &mut Batch<'_>, mut translate: impl FnMut(Segment) -> Option<u64>) -> bool {
@@ -241,8 +243,8 @@ impl BlkRing {
         })
     }
 
-    /// Sends for the places of the chains to be taken next, all together: their statuses are read soon, and they are the next to be
-    /// written. Returns how many.
+    /// Sends for the places of the chains to be taken next, all together: their statuses are read soon, and they are
+    /// the next to be written. Returns how many.
     #[inline(never)]
     fn warm_run(&self) -> u16 {
         let mut run = 0;
@@ -418,9 +420,9 @@ impl BlkRing {
         self.parked.iter().enumerate().filter(|(_, tag)| tag.is_some()).map(|(place, _)| place)
     }
 
-    /// Takes back the tags of all requests in flight, to be done again elsewhere or failed. From then on nothing is taken from a batch, and
-    /// what the device still says is not listened to. It must have let go of the memory: its session is over, and its
-    /// process gone or reset.
+    /// Takes back the tags of all requests in flight, to be done again elsewhere or failed. From then on nothing is
+    /// taken from a batch, and what the device still says is not listened to. It must have let go of the memory: its
+    /// session is over, and its process gone or reset.
     pub fn take_in_flight(&mut self) -> impl Iterator<Item = Tag> {
         self.phase = Phase::Over;
         self.parked.iter_mut().filter_map(Option::take)

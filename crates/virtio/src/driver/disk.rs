@@ -1,14 +1,15 @@
 //! What a driver makes of a device's feature bits and configuration space. [5.2.3, 5.2.4]
 //!
-//! Pure. The space is a copy, read once; what it says is checked, and a device that contradicts itself is refused rather than
-//! guessed at. Limits follow Linux's driver (`virtblk_read_limits`).
+//! Pure. The space is a copy, read once; what it says is checked, and a device that contradicts itself is refused
+//! rather than guessed at. Limits follow Linux's driver (`virtblk_read_limits`).
 
 use blkyard_mq::{DeviceInfo, LimitsError, QueueLimits, SECTOR_SHIFT};
 
 use crate::Features;
 use crate::config::field;
 
-/// The features this driver knows what to do with. It needs [`Features::VERSION_1`]; the others are taken where offered.
+/// The features this driver knows what to do with. It needs [`Features::VERSION_1`]; the others are taken where
+/// offered.
 pub const DRIVER_FEATURES: Features = Features::SIZE_MAX
     .union(Features::SEG_MAX)
     .union(Features::RO)

@@ -1,7 +1,9 @@
-//! Driver and device on one thread, over one ring in memory: a queue of requests on one side, whoever serves bios on the
-//! other. For tests, benchmarks and studies, which so see both sides and nothing else: no socket, no second thread, nobody is woken.
+//! Driver and device on one thread, over one ring in memory: a queue of requests on one side, whoever serves bios on
+//! the other. For tests, benchmarks and studies, which so see both sides and nothing else: no socket, no second thread,
+//! nobody is woken.
 //!
-//! The device has its turn when the driver is polled. Its half is what a back-end does with a chain, and answers at once.
+//! The device has its turn when the driver is polled. Its half is what a back-end does with a chain, and answers at
+//! once.
 
 use std::io;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 //! The driver's side of a packed virtqueue. [2.8]
 //!
-//! Owned by one thread. One ring of descriptors goes round: we write chains into it, the device writes over them what it has
-//! used, each from its own position, and a bit that flips with every lap (the wrap counter) tells new from old. What we need
-//! of a chain later is kept in memory of our own. It has no in-order completion.
+//! Owned by one thread. One ring of descriptors goes round: we write chains into it, the device writes over them what
+//! it has used, each from its own position, and a bit that flips with every lap (the wrap counter) tells new from old.
+//! What we need of a chain later is kept in memory of our own. It has no in-order completion.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
@@ -68,8 +68,8 @@ pub struct PackedDriver {
 
 impl PackedDriver {
     /// An empty ring of `size` entries whose parts have the lengths and alignments of
-    /// [`packed_ring_bytes`](crate::packed_ring_bytes), with what the features say of rings. The memory is made ready here; no device
-    /// may look at it yet. Both sides begin at `base`, and nothing is in flight.
+    /// [`packed_ring_bytes`](crate::packed_ring_bytes), with what the features say of rings. The memory is made ready
+    /// here; no device may look at it yet. Both sides begin at `base`, and nothing is in flight.
     ///
     /// # Errors
     /// The size is zero or beyond [`RING_SIZE_MAX`](crate::RING_SIZE_MAX), or the base lies outside the ring.
@@ -198,9 +198,9 @@ impl PackedDriver {
             self.published = self.in_flight;
         }
         let added = std::mem::take(&mut self.added);
-        // As in `SplitDriver::publish`: we store a descriptor, then load what the device wants; the device stores what it
-        // wants, then loads the descriptor (`PackedRing::enable_notify`). The store also releases all descriptors after
-        // it. [2.8.21.3]
+        // As in `SplitDriver::publish`: we store a descriptor, then load what the device wants; the device stores what
+        // it wants, then loads the descriptor (`PackedRing::enable_notify`). The store also releases all descriptors
+        // after it. [2.8.21.3]
         self.layout.desc.store_u64(old.offset() + REST, rest, SeqCst);
         wish::is_met(self.layout.used.load_u32(0, SeqCst), self.event_idx, old, added, self.size)
     }

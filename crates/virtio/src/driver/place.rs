@@ -9,9 +9,9 @@
 //!            32  table: header, first segment, …
 //! ```
 //!
-//! Header, status and all of the table that changes from one request of one segment to the next are one line: we write it, the device
-//! reads and writes it, we read it. A request with ranges has a table of three rows and
-//! no segments, so that the rest of its rows is room for them.
+//! Header, status and all of the table that changes from one request of one segment to the next are one line: we write
+//! it, the device reads and writes it, we read it. A request with ranges has a table of three rows and no segments, so
+//! that the rest of its rows is room for them.
 
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES};
 use crate::chain::DESC_BYTES;

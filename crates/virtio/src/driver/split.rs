@@ -1,8 +1,8 @@
 //! The driver's side of a split virtqueue. [2.7]
 //!
-//! Owned by one thread. Descriptors and the available ring are written by us only, and what we need of them later is kept in
-//! memory of our own: nothing that the device could have changed is ever read back. Of the used ring the index is read
-//! once for a run of elements, each element once.
+//! Owned by one thread. Descriptors and the available ring are written by us only, and what we need of them later is
+//! kept in memory of our own: nothing that the device could have changed is ever read back. Of the used ring the index
+//! is read once for a run of elements, each element once.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
@@ -57,8 +57,9 @@ pub struct SplitDriver {
 }
 
 impl SplitDriver {
-    /// An empty ring of `size` entries whose parts have the lengths and alignments of [`ring_bytes`](crate::ring_bytes), with what
-    /// the features say of rings. The memory is made ready here; no device may look at it yet. Both indexes begin at `base`.
+    /// An empty ring of `size` entries whose parts have the lengths and alignments of
+    /// [`ring_bytes`](crate::ring_bytes), with what the features say of rings. The memory is made ready here; no device
+    /// may look at it yet. Both indexes begin at `base`.
     ///
     /// # Errors
     /// The size is not a power of two.
@@ -193,9 +194,9 @@ impl SplitDriver {
         }
         let old = std::mem::replace(&mut self.published, self.next_avail);
         // A fence has two sides. We store the index, then load what the device wants; the device, before it sleeps,
-        // stores what it wants, then loads the index (`SplitRing::enable_notify`). Were either load to overtake its store, the device could
-        // miss the chain and we its wish. The store also releases descriptors, ring entries and the chains' data.
-        // [2.7.13.3, 2.7.13.4]
+        // stores what it wants, then loads the index (`SplitRing::enable_notify`). Were either load to overtake its
+        // store, the device could miss the chain and we its wish. The store also releases descriptors, ring entries and
+        // the chains' data. [2.7.13.3, 2.7.13.4]
         self.layout.avail.store_u16(INDEX, self.next_avail, SeqCst);
         if self.event_idx {
             let event = self.layout.used.load_u16(RING + usize::from(self.size) * USED_ELEMENT, SeqCst);

@@ -1,17 +1,19 @@
-//! The record of a packed ring: copies of the descriptors in flight, since used elements are written over them in the ring.
+//! The record of a packed ring: copies of the descriptors in flight, since used elements are written over them in the
+//! ring.
 //!
 //! ```text
 //!   0 features u64 │ 8 version u16 │ 10 desc_num u16 │ 12 free_head u16 │ 14 old_free_head u16
 //!  16 used_idx u16 │ 18 old_used_idx u16 │ 20 used_wrap_counter u8 │ 21 old_used_wrap_counter u8
-//!  32 + 32·i       inflight u8, nothing u8, next u16, last u16, num u16, counter u64, id u16, flags u16, len u32, addr u64
+//!  32 + 32·i       inflight u8, nothing u8, next u16, last u16, num u16, counter u64,
+//!                  id u16, flags u16, len u32, addr u64
 //! ```
 //!
-//! A chain takes entries from a list of free ones and gives them back when it is published. What is published is said twice: the fields
-//! without `old_` are stored before the ring shows the batch, those with it afterwards. While they differ, the ring itself decides:
-//! the place at `old_used_idx` has either been given to the driver, and then the newer ones hold, or not, and then the
-//! older ones do. The document compares used indexes only, which are equal after a batch as long as the ring; and it stores them one by
-//! one, so that one who dies in between leaves an index of one time beside a wrap counter of another. Here what belongs together is
-//! stored at once, and compared so.
+//! A chain takes entries from a list of free ones and gives them back when it is published. What is published is said
+//! twice: the fields without `old_` are stored before the ring shows the batch, those with it afterwards. While they
+//! differ, the ring itself decides: the place at `old_used_idx` has either been given to the driver, and then the newer
+//! ones hold, or not, and then the older ones do. The document compares used indexes only, which are equal after a
+//! batch as long as the ring; and it stores them one by one, so that one who dies in between leaves an index of one
+//! time beside a wrap counter of another. Here what belongs together is stored at once, and compared so.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::sync::atomic::fence;
@@ -108,8 +110,9 @@ pub(crate) struct PackedInflight {
 }
 
 impl PackedInflight {
-    /// Goes on from what a region says of a ring of `size` descriptors in `ring`, or begins anew if the region is fresh:
-    /// then used elements go on at `used`. Returns with it what is in flight, be it nothing; none if the region is fresh.
+    /// Goes on from what a region says of a ring of `size` descriptors in `ring`, or begins anew if the region is
+    /// fresh: then used elements go on at `used`. Returns with it what is in flight, be it nothing; none if the region
+    /// is fresh.
     ///
     /// # Errors
     /// The region makes no sense; nothing in it or in the ring was changed.
@@ -150,7 +153,8 @@ impl PackedInflight {
         Ok((inflight, Some(left)))
     }
 
-    /// Makes a region one in use of a ring with nothing in flight. The version comes last: until then a fresh region stays one.
+    /// Makes a region one in use of a ring with nothing in flight. The version comes last: until then a fresh region
+    /// stays one.
     fn begin(region: View, size: u16, used: Position) -> PackedInflight {
         // The last one leads beyond the end.
         let links: Box<[Links]> = (1..=size).map(|next| Links { next, ..Links::default() }).collect();
@@ -195,8 +199,8 @@ impl PackedInflight {
         Ok(Left { chains, copies, slots, next_used })
     }
 
-    /// A chain was fetched: `read` gives the two words of each of its descriptors in turn. Returns its first entry. Comes before anything is
-    /// done for it, and after the last batch was published.
+    /// A chain was fetched: `read` gives the two words of each of its descriptors in turn. Returns its first entry.
+    /// Comes before anything is done for it, and after the last batch was published.
     #[inline]
     pub(crate) fn fetched(&mut self, slots: u16, read: impl Fn(u16) -> (u64, u64)) -> u16 {
         let head = self.free;

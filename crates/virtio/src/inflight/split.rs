@@ -5,9 +5,9 @@
 //!  16 + 16·i       inflight u8, 5 of nothing, next u16, counter u64
 //! ```
 //!
-//! The used ring's index says what the driver has been given, and it is published with one store. So the record need not be exact
-//! at every moment: while `used_idx` differs from that index, the entries of the last batch, a list of as many
-//! from `last_batch_head` on, are in flight no more, whatever they say.
+//! The used ring's index says what the driver has been given, and it is published with one store. So the record need
+//! not be exact at every moment: while `used_idx` differs from that index, the entries of the last batch, a list of as
+//! many from `last_batch_head` on, are in flight no more, whatever they say.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::sync::atomic::fence;
@@ -46,8 +46,9 @@ pub(crate) struct SplitInflight {
 }
 
 impl SplitInflight {
-    /// Goes on from what a region says of a ring of `size` entries whose used index is this, or begins anew if the region
-    /// is fresh. Returns with it the heads in flight, the one fetched first last; nothing if the region is fresh.
+    /// Goes on from what a region says of a ring of `size` entries whose used index is this, or begins anew if the
+    /// region is fresh. Returns with it the heads in flight, the one fetched first last; nothing if the region is
+    /// fresh.
     ///
     /// # Errors
     /// The region makes no sense; nothing in it was changed.

@@ -1,7 +1,8 @@
 //! Part 3: one who reads 4 KiB at a time beside two streams that take all they can get, on flash and on a disk.
 //!
-//! The streams are two copies: what they read, alone, as the two copies of the post that seem to have written into the page cache only; and with what
-//! is written back. What they lose is counted from what they have without the reader and without a scheduler.
+//! The streams are two copies: what they read, alone, as the two copies of the post that seem to have written into the
+//! page cache only; and with what is written back. What they lose is counted from what they have without the reader and
+//! without a scheduler.
 
 use std::collections::VecDeque;
 use std::io;
@@ -49,7 +50,8 @@ impl Setting {
             Setting::Flash { .. } => Scene::flash(FlashModel::NVME_2018, 1, 128, scheduler),
             Setting::Disk { .. } => Scene::disk(DiskModel::DESKTOP_2012, scheduler, seed),
         };
-        // What a scheduler has to find out is found out by then. A second of flash is as much work as minutes of a disk.
+        // What a scheduler has to find out is found out by then. A second of flash is as much work as minutes of a
+        // disk.
         let (warm_ns, counted_ns) = match self {
             Setting::Flash { .. } => (length.seconds * S / 12, length.seconds * S / 2),
             Setting::Disk { .. } => (2 * S, length.seconds * S * 2),

@@ -1,8 +1,9 @@
 //! The page cache of who copies, and who writes it back.
 //!
-//! What a [`Reader`](super::reader::Reader) has used becomes dirty. Beyond a background limit a flusher writes, file by file, much at one time;
-//! beyond the other limit who makes more dirty waits. When all is read the rest is written and flushed, as `sync` does. After Linux
-//! (`mm/page-writeback.c`, `fs/fs-writeback.c`), with its usual limits on a machine of 4 GB.
+//! What a [`Reader`](super::reader::Reader) has used becomes dirty. Beyond a background limit a flusher writes, file by
+//! file, much at one time; beyond the other limit who makes more dirty waits. When all is read the rest is written and
+//! flushed, as `sync` does. After Linux (`mm/page-writeback.c`, `fs/fs-writeback.c`), with its usual limits on a
+//! machine of 4 GB.
 
 use std::cell::RefCell;
 use std::rc::Rc;

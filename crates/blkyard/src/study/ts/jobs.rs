@@ -1,5 +1,5 @@
-//! Part 2: 1 to 16 jobs that read in a row, from a disk; and, to see what schedulers cost where there is nothing to order, that read
-//! anywhere, from flash.
+//! Part 2: 1 to 16 jobs that read in a row, from a disk; and, to see what schedulers cost where there is nothing to
+//! order, that read anywhere, from flash.
 
 use std::io;
 

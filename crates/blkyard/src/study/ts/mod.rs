@@ -1,8 +1,8 @@
-//! `blkyard study time-slice`: streams that share a device, ordered by time slices or by something better (A. Herrmann, linux-kernel,
-//! February 2016: "blk-mq: per software queue time slices").
+//! `blkyard study time-slice`: streams that share a device, ordered by time slices or by something better (A. Herrmann,
+//! linux-kernel, February 2016: "blk-mq: per software queue time slices").
 //!
-//! Everything is virtual time on models of devices ([`rig`]): no figure depends on the machine. Each part hands in a [`Part`]; report and picture
-//! are made of those.
+//! Everything is virtual time on models of devices ([`rig`]): no figure depends on the machine. Each part hands in a
+//! [`Part`]; report and picture are made of those.
 
 mod beside;
 mod cache;

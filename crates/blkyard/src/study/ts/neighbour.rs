@@ -1,5 +1,5 @@
-//! Part 4: noisy neighbours. Two guests' queues on one device: one with 256 on their way, the other with one. What the second notices of the first, and
-//! whether the device does as much as before.
+//! Part 4: noisy neighbours. Two guests' queues on one device: one with 256 on their way, the other with one. What the
+//! second notices of the first, and whether the device does as much as before.
 
 use std::io;
 
@@ -21,7 +21,8 @@ const THINK_NS: u64 = 20_000;
 const WARM_NS: u64 = 2 * S;
 /// Fixed depths of the neighbour: what could be reached by any scheduler that knew the right one.
 const LIMITS: [usize; 9] = [1, 2, 4, 8, 12, 16, 32, 64, 128];
-/// Goals: 99 of 100 wait no longer than so many times what they wait alone, and the device does so much of what it could.
+/// Goals: 99 of 100 wait no longer than so many times what they wait alone, and the device does so much of what it
+/// could.
 const P99_TIMES: f64 = 1.5;
 const WORK: f64 = 0.95;
 /// A network path, or an array behind one: 100 us for one, 100 thousand a second, 3.2 GB/s.
@@ -76,8 +77,8 @@ pub(super) fn flash_writes(length: Length, seed: u64) -> io::Result<Part> {
     part("neighbour_flash_writes", Device::Flash, WRITES, length, seed)
 }
 
-/// The device with a queue of its own for each guest; the neighbour may have no more than `limit` there, and if it has a limit its requests do not
-/// become longer instead.
+/// The device with a queue of its own for each guest; the neighbour may have no more than `limit` there, and if it has
+/// a limit its requests do not become longer instead.
 fn scene(device: Device, scheduler: SchedulerConfig, limit: usize, length: Length, seed: u64) -> Scene {
     let flash = Scene::flash(FlashModel::NVME_2018, 2, DEPTH, scheduler);
     let (name, model) = match device {

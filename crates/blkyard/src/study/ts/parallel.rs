@@ -1,7 +1,7 @@
 //! Part 1: two files of 750 MB, read, and copied, at the same time on a disk that turns.
 //!
-//! The post has four rows of seconds. One figure of the disk that nobody publishes is calibrated with the ratio of two of them, and then all that is
-//! said of the other rows is a prediction.
+//! The post has four rows of seconds. One figure of the disk that nobody publishes is calibrated with the ratio of two
+//! of them, and then all that is said of the other rows is a prediction.
 
 use std::io;
 
@@ -66,7 +66,8 @@ fn contenders() -> Vec<Contender> {
     ]
 }
 
-/// As the post's code behaves on its machine, but that streams are the software queues: who submits says on which CPU it runs.
+/// As the post's code behaves on its machine, but that streams are the software queues: who submits says on which CPU
+/// it runs.
 pub(super) fn posted(slice_us: u32) -> SchedulerConfig {
     let config = TimesliceConfig { key: SliceKey::Stream, ..TimesliceConfig::as_posted(slice_us, TICK_US) };
     SchedulerConfig::Timeslice(config)
@@ -80,8 +81,8 @@ struct Placed {
     seed: u64,
 }
 
-/// All lies in the outermost zone: what ends later shall not do so because it lies where the disk is slower. The files lie 2 GB apart or some more,
-/// either first; the copies 24 GB and more behind.
+/// All lies in the outermost zone: what ends later shall not do so because it lies where the disk is slower. The files
+/// lie 2 GB apart or some more, either first; the copies 24 GB and more behind.
 fn place(seed: u64, more_gigabytes: u64) -> Placed {
     let mut rng = Rng::new(seed);
     let gigabytes = |n: u64| n * 1_000_000_000 / 4096 * 8;

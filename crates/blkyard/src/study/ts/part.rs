@@ -1,4 +1,5 @@
-//! What each part of the study hands in: a table, what is to be reached, what the post claims. Tables, JSON and picture are made of it alone.
+//! What each part of the study hands in: a table, what is to be reached, what the post claims. Tables, JSON and picture
+//! are made of it alone.
 
 use crate::study::goals::{Claim, Goal};
 

@@ -1,7 +1,7 @@
 //! Who reads a file through the page cache of an operating system, from beginning to end.
 //!
-//! Read-ahead as spec D.7 has it: windows, of which the next is asked for as soon as half of the one before is used; so while one is used one
-//! is on its way. What has come is used at the rate at which a CPU copies.
+//! Read-ahead as spec D.7 has it: windows, of which the next is asked for as soon as half of the one before is used; so
+//! while one is used one is on its way. What has come is used at the rate at which a CPU copies.
 
 use std::ops::Range;
 
@@ -13,8 +13,8 @@ const EXTENT_SECTORS: u64 = 128 << 11;
 /// Most that lies between two of them.
 const GAP_SECTORS: u64 = 16 << 11;
 
-/// CPUs of the post's machine, of which nothing is published, and how often who moves is on another one: once in so many bios of 512 KiB, some
-/// four times a second. Inferred.
+/// CPUs of the post's machine, of which nothing is published, and how often who moves is on another one: once in so
+/// many bios of 512 KiB, some four times a second. Inferred.
 const CPUS: u64 = 4;
 const MOVES_ONE_IN: u64 = 32;
 

@@ -1,11 +1,12 @@
 //! The rig: submitters, the real queue core with its schedulers, and one model of a device, in virtual time.
 //!
-//! Nothing in it is a copy: the queues are [`HwQueue`], over the driver that `model:` devices have. A queue turns when somebody has submitted to
-//! it, when the device has something, and at the time it named; not otherwise. No CPU time is charged but what a submitter says it thinks.
-//! The same scene and submitters make the same run, bit for bit.
+//! Nothing in it is a copy: the queues are [`HwQueue`], over the driver that `model:` devices have. A queue turns when
+//! somebody has submitted to it, when the device has something, and at the time it named; not otherwise. No CPU time is
+//! charged but what a submitter says it thinks. The same scene and submitters make the same run, bit for bit.
 //!
-//! A part of the study says who submits ([`Submitter`]; [`Job`](super::job::Job) and [`Reader`](super::reader::Reader) are most of what it
-//! takes), on what ([`Scene`]), and is told what each of them got ([`Tally`]). No data moves: all bios share the same few bytes of memory.
+//! A part of the study says who submits ([`Submitter`]; [`Job`](super::job::Job) and [`Reader`](super::reader::Reader)
+//! are most of what it takes), on what ([`Scene`]), and is told what each of them got ([`Tally`]). No data moves: all
+//! bios share the same few bytes of memory.
 
 use std::io;
 use std::sync::Arc;

@@ -1,7 +1,8 @@
 //! The forms that two CPUs can run in real time.
 //!
-//! Run to completion: driver and device of a queue are cranked on one thread, by the job itself. Two jobs have a queue each, or share one
-//! under its lock, as `single` does. And apart: the job and its driver on one CPU, the device on the other, both looking all the time.
+//! Run to completion: driver and device of a queue are cranked on one thread, by the job itself. Two jobs have a queue
+//! each, or share one under its lock, as `single` does. And apart: the job and its driver on one CPU, the device on the
+//! other, both looking all the time.
 
 use std::io;
 use std::sync::Arc;

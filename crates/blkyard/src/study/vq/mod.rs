@@ -1,9 +1,10 @@
 //! `multi-vq`: every virtqueue a hardware queue (M. Lei, linux-kernel, June 2014), driver and device both ours.
 //!
-//! Simulated: what the steps of driver and device cost is measured (`steps.rs`), and played on as many CPUs as there are threads
-//! (`world.rs`), with the post's one thread behind all queues and with one for each. In real time: the forms that two CPUs can run (`live.rs`),
-//! with the same code on both sides that a daemon and its client run, of which driver and device apart also tells what a ring between two CPUs costs more than on one. In processes: our driver over a
-//! socket, at our daemon and at another's (`served.rs`).
+//! Simulated: what the steps of driver and device cost is measured (`steps.rs`), and played on as many CPUs as there
+//! are threads (`world.rs`), with the post's one thread behind all queues and with one for each. In real time: the
+//! forms that two CPUs can run (`live.rs`), with the same code on both sides that a daemon and its client run, of which
+//! driver and device apart also tells what a ring between two CPUs costs more than on one. In processes: our driver
+//! over a socket, at our daemon and at another's (`served.rs`).
 
 mod folder;
 mod live;
@@ -38,8 +39,8 @@ const QUEUES_MAX: usize = COUNTS[COUNTS.len() - 1];
 /// CPUs that are simulated.
 const CPUS: [usize; 5] = [1, 2, 4, 8, 16];
 
-/// The post's figures, all for two queues over one: with two jobs, with four, and the best of each over all jobs. Random read 4 KiB, depth
-/// 64, a guest with four CPUs.
+/// The post's figures, all for two queues over one: with two jobs, with four, and the best of each over all jobs.
+/// Random read 4 KiB, depth 64, a guest with four CPUs.
 pub(crate) const POST: [(&str, f64); 3] =
     [("2 jobs, 2 queues over 1", 1.33), ("4 jobs, 2 queues over 1", 2.0), ("the best, 2 queues over 1", 1.39)];
 
@@ -71,8 +72,8 @@ pub(crate) struct Costs {
     pub(crate) mail_ns: f64,
     /// Unknown, and not charged, where there is one CPU.
     pub(crate) hand_over_ns: Option<f64>,
-    /// What an I/O costs more on both sides when driver and device are on two CPUs: so much that one job and one queue take in virtual
-    /// time what they were measured to take. Unknown, and not charged, where there is one CPU.
+    /// What an I/O costs more on both sides when driver and device are on two CPUs: so much that one job and one queue
+    /// take in virtual time what they were measured to take. Unknown, and not charged, where there is one CPU.
     pub(crate) lines_ns: Option<f64>,
     /// To ring the bell of one who sleeps: printed, and not charged, since nobody sleeps.
     pub(crate) ring: CallCost,
@@ -147,7 +148,8 @@ fn measure(windows: usize, seed: u64) -> io::Result<Costs> {
     measuring.join().unwrap_or_else(|_| Err(io::Error::other("a measuring thread panicked")))
 }
 
-/// What lines must cost on both sides, if one job and one queue are to take so long in virtual time. Nothing, if they take as long without.
+/// What lines must cost on both sides, if one job and one queue are to take so long in virtual time. Nothing, if they
+/// take as long without.
 fn lines_ns(costs: &Costs, apart_ns: f64) -> f64 {
     let scene = Scene { jobs: 1, queues: 1, devices: Devices::Each };
     let ios = Length::new(true).ios;

@@ -1,6 +1,7 @@
-//! The real code of the study: the core over our vhost-user driver, a ring in shared memory, our back-end's queue, and the core again
-//! over a disk in memory. They are connected over a socket as any two are, by their own threads; then nothing sleeps and no kick or call is
-//! wanted, and each half is turned by whoever the form says, with the lane's part in it left out.
+//! The real code of the study: the core over our vhost-user driver, a ring in shared memory, our back-end's queue, and
+//! the core again over a disk in memory. They are connected over a socket as any two are, by their own threads; then
+//! nothing sleeps and no kick or call is wanted, and each half is turned by whoever the form says, with the lane's part
+//! in it left out.
 
 use std::io;
 use std::sync::Arc;
@@ -84,8 +85,8 @@ pub(super) struct Half<D> {
 }
 
 impl<D: Driver<()>> Half<D> {
-    /// Gives back what is finished, fetches half of what there is or all, and has the device do it. What that finishes at once is given back with the next. Says
-    /// whether there was anything to do.
+    /// Gives back what is finished, fetches half of what there is or all, and has the device do it. What that finishes
+    /// at once is given back with the next. Says whether there was anything to do.
     #[inline]
     pub(super) fn crank(&mut self, now_ns: u64) -> bool {
         self.queue.as_mut().is_some_and(|queue| queue.crank(&mut (), now_ns) == Crank::Busy)
@@ -146,7 +147,8 @@ pub(super) fn part<D>(queue: &mut Queue<D>) -> io::Result<Half<D>> {
     queue.driver_mut().device.take().ok_or_else(|| io::Error::other("the halves of this queue have parted already"))
 }
 
-/// What keeps the halves of some virtqueues together: the export of the one, the attachment of the other. To be dropped after the queues.
+/// What keeps the halves of some virtqueues together: the export of the one, the attachment of the other. To be dropped
+/// after the queues.
 pub(super) struct Tie<D: Driver<()>> {
     home: Receiver<VhostQueue<D>>,
     ends: Option<(Attached, Server)>,

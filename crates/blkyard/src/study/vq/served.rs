@@ -1,8 +1,8 @@
 //! In real time, over vhost-user: the load of `bench` through our driver, and a back-end that is a process of its own.
 //!
-//! Every back-end runs all the time, with as many queues as the grid has at most, and sleeps while it is not its turn; the driver opens as many
-//! as the point says. A window is one point on one back-end, and all take turns, so that what disturbs one disturbs all. Jobs and
-//! back-ends wait as they do when nobody tells them otherwise.
+//! Every back-end runs all the time, with as many queues as the grid has at most, and sleeps while it is not its turn;
+//! the driver opens as many as the point says. A window is one point on one back-end, and all take turns, so that what
+//! disturbs one disturbs all. Jobs and back-ends wait as they do when nobody tells them otherwise.
 //!
 //! Another's back-end that is not there is named, with what helps. Ours has to be there.
 

@@ -1,11 +1,13 @@
 //! What the steps of driver and device cost here and now, measured one after another on one thread:
 //!
 //! ```text
-//!   job: fill n ─▶ driver: requests, chains, publish ─▶ device: fetch, parse, copy ─▶ answer, publish ─▶ driver: reap n ─▶ ...
+//!   job: fill n ─▶ driver: requests, chains, publish ─▶ device: fetch, parse, copy
+//!                                        ... ◀─ driver: reap n ◀─ answer, publish ◀┘
 //! ```
 //!
-//! Each step lies between two looks at the clock, whose own cost is measured in the same windows and does not count. Rigs and batches take
-//! turns; a figure is the 10th percentile of its windows. A window in which the thread was off its CPU is taken again.
+//! Each step lies between two looks at the clock, whose own cost is measured in the same windows and does not count.
+//! Rigs and batches take turns; a figure is the 10th percentile of its windows. A window in which the thread was off
+//! its CPU is taken again.
 
 use std::hint::black_box;
 use std::io;

@@ -71,8 +71,8 @@ pub(super) fn goals(grid: &[Point], live: &Live, served: &[Table], cpus: usize) 
     goals
 }
 
-/// A job and a device thread for each queue want a CPU each for the post's ratios to be seen: with fewer all of them take turns on
-/// the same CPUs, and a second queue brings none with it. In the post's order.
+/// A job and a device thread for each queue want a CPU each for the post's ratios to be seen: with fewer all of them
+/// take turns on the same CPUs, and a second queue brings none with it. In the post's order.
 const CPUS_WANTED: [usize; 3] = [4, 6, 6];
 
 fn measured(served: &[Table], back_end: BackEnd) -> Option<&Measured> {

@@ -1,19 +1,21 @@
-//! Jobs, locks and devices in virtual time. Every thread has a CPU to itself and looks all the time; what it costs is measured, and
-//! who waits for whom is played.
+//! Jobs, locks and devices in virtual time. Every thread has a CPU to itself and looks all the time; what it costs is
+//! measured, and who waits for whom is played.
 //!
 //! ```text
-//!   job:     look (lock) ─▶ fill ─▶ submit (lock) ─▶ look ...         until it has as much out as it may and nothing comes
-//!   device:  turn of a queue with something to do ─▶ turn of the next ...                           until there is none
+//!   job:     look (lock) ─▶ fill ─▶ submit (lock) ─▶ look ...     until it has as much out as it may and nothing comes
+//!   device:  turn of a queue with something to do ─▶ turn of the next ...                      until there is none
 //! ```
 //!
-//! A queue has one lock, which its jobs wait for in the order they came; whoever gets it from another CPU pays for that. Who looks
-//! takes all that is used, and leaves what is another's in that job's box. A device fetches half of what it has in sight when its turn of the
-//! queue begins and the rest in the next, as the real one does (ADR 22), and gives that back when its next turn begins: so job and device work at once. A job that is its own
-//! device takes all there is in each look. Nothing is by chance. Who finds nothing has spun when something comes, and sees
-//! it at once: so nobody wants a kick or a call, as the real rings of `live.rs` want none.
+//! A queue has one lock, which its jobs wait for in the order they came; whoever gets it from another CPU pays for
+//! that. Who looks takes all that is used, and leaves what is another's in that job's box. A device fetches half of
+//! what it has in sight when its turn of the queue begins and the rest in the next, as the real one does (ADR 22), and
+//! gives that back when its next turn begins: so job and device work at once. A job that is its own device takes all
+//! there is in each look. Nothing is by chance. Who finds nothing has spun when something comes, and sees it at once:
+//! so nobody wants a kick or a call, as the real rings of `live.rs` want none.
 //!
-//! A ring is a list of jobs here. All requests are alike, and each that can be out has a place in the ring, so what a ring could do
-//! beyond that, which is to be full and to change their order, does not happen; what its use costs is in the steps, which are measured with real ones.
+//! A ring is a list of jobs here. All requests are alike, and each that can be out has a place in the ring, so what a
+//! ring could do beyond that, which is to be full and to change their order, does not happen; what its use costs is in
+//! the steps, which are measured with real ones.
 
 use std::collections::VecDeque;
 
@@ -23,7 +25,8 @@ use serde::Serialize;
 use super::rig::{DEPTH, TAGS};
 use super::steps::Steps;
 
-/// What a real device sees at a time, `RUN_MAX` of the rings (ADR 18), and the least it takes of it (`HALF_MIN`, ADR 22).
+/// What a real device sees at a time, `RUN_MAX` of the rings (ADR 18), and the least it takes of it (`HALF_MIN`, ADR
+/// 22).
 const RUN_MAX: usize = 16;
 const HALF_MIN: usize = 3;
 
@@ -137,7 +140,8 @@ struct Queue {
 }
 
 impl Queue {
-    /// How many a device on another CPU takes now, which are the first that are available: half of what it sees, and the rest of that next time.
+    /// How many a device on another CPU takes now, which are the first that are available: half of what it sees, and
+    /// the rest of that next time.
     fn half(&mut self) -> usize {
         if self.in_sight > 0 {
             return std::mem::take(&mut self.in_sight);

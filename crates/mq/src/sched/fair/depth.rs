@@ -1,34 +1,41 @@
 //! How much of a device's queue is worth using, where several streams share it.
 //!
-//! Whoever comes late waits for what the device has already. So it is given no more than keeps it busy, which is measured, in bytes and a price for
-//! each bio: by turns it has the whole depth for a while, and a quarter less. If that makes no difference to what it does, the depth becomes less; if it
-//! does, an eighth is tried, and a sixteenth. If all of them do, a little more than the whole is tried in the same way. The two are compared over
-//! several turns, so that it does not matter that what is wanted changes meanwhile.
+//! Whoever comes late waits for what the device has already. So it is given no more than keeps it busy, which is
+//! measured, in bytes and a price for each bio: by turns it has the whole depth for a while, and a quarter less. If
+//! that makes no difference to what it does, the depth becomes less; if it does, an eighth is tried, and a sixteenth.
+//! If all of them do, a little more than the whole is tried in the same way. The two are compared over several turns,
+//! so that it does not matter that what is wanted changes meanwhile.
 //!
-//! When nothing is better, the device is given a sixteenth less than that: it loses that much at most, and nothing queues in it. The next attempt is
-//! made after a pause, which is the longer the more often nothing was better, and ends at once when the device does clearly more or less than it did:
-//! attempts cost some of what the device could do, or somebody's time.
+//! When nothing is better, the device is given a sixteenth less than that: it loses that much at most, and nothing
+//! queues in it. The next attempt is made after a pause, which is the longer the more often nothing was better, and
+//! ends at once when the device does clearly more or less than it did: attempts cost some of what the device could do,
+//! or somebody's time.
 //!
-//! If nobody waits although the device has less than the depth, the depth is what it has had. A stream that is alone has whatever it wants, which is more
-//! than the depth and says nothing of it: what was measured before holds when somebody else comes.
+//! If nobody waits although the device has less than the depth, the depth is what it has had. A stream that is alone
+//! has whatever it wants, which is more than the depth and says nothing of it: what was measured before holds when
+//! somebody else comes.
 //!
-//! A depth of two and a half large bios can be kept, too: when two are left and half of one of them must be done by now, as long as the device takes
-//! for so much, the next one goes. Two would not keep it busy, and behind three there would be a queue.
+//! A depth of two and a half large bios can be kept, too: when two are left and half of one of them must be done by
+//! now, as long as the device takes for so much, the next one goes. Two would not keep it busy, and behind three there
+//! would be a queue.
 
 /// How long a turn lasts at least.
 const TURN_NS: u64 = 5_000_000;
 /// Ends in a turn, at least.
 const TURN_ENDS: u64 = 128;
-/// Pairs of turns that are compared. The best and the worst count for nothing: a device that is away collecting garbage says nothing of depths. A
-/// little less is enough only if all others say so: where much is by chance, too much is better than too little.
+/// Pairs of turns that are compared. The best and the worst count for nothing: a device that is away collecting garbage
+/// says nothing of depths. A little less is enough only if all others say so: where much is by chance, too much is
+/// better than too little.
 const TURNS: usize = 4;
-/// So many turns in a row that took an eighth more or less than usual show that something has changed, and not that garbage was collected.
+/// So many turns in a row that took an eighth more or less than usual show that something has changed, and not that
+/// garbage was collected.
 const CHANGED_TURNS: u32 = 8;
 /// Steps down that are tried: a quarter, an eighth, a sixteenth.
 const STEP_MIN: u32 = 2;
 const STEP_MAX: u32 = 4;
-/// So much less of a hundred may be done for each hundred less of depth, if that is to be enough: where three quarters do 98.5 of 100, all do
-/// 95 of what any depth could, in a device that grows as slowly with its depth as one whose dies are hit at random.
+/// So much less of a hundred may be done for each hundred less of depth, if that is to be enough: where three quarters
+/// do 98.5 of 100, all do 95 of what any depth could, in a device that grows as slowly with its depth as one whose dies
+/// are hit at random.
 const LOSS_PERCENT: u64 = 6;
 /// What was the whole does as much as an eighth more if it does at least this.
 const USELESS_PERMILLE: u64 = 990;
@@ -38,8 +45,8 @@ const DEPTH_MIN: u64 = 24 << 10;
 const DEPTH_MAX: u64 = 1 << 40;
 /// And this or less where both are too little to keep the device busy.
 const LINEAR_PERMILLE: u64 = 955;
-/// Turns until the next attempt after one that has changed nothing: the first time, and at most. Each attempt is 20 ms with a queue in the device: of
-/// a thousand who come, one is to meet it.
+/// Turns until the next attempt after one that has changed nothing: the first time, and at most. Each attempt is 20 ms
+/// with a queue in the device: of a thousand who come, one is to meet it.
 const PAUSE_MIN: u32 = 8;
 const PAUSE_MAX: u32 = 4096;
 /// A turn in which nothing ended for so long begins anew: nothing was wanted, which says nothing of the device.
@@ -58,7 +65,8 @@ pub(super) struct Limit {
 }
 
 impl Limit {
-    /// Whether something fits that is worth so much where there is so much. Small bios are as many as come nearest to the limit.
+    /// Whether something fits that is worth so much where there is so much. Small bios are as many as come nearest to
+    /// the limit.
     #[inline]
     pub(super) fn fits(self, has: u64, cost: u64) -> bool {
         if cost < LARGE { has + cost / 2 <= self.small } else { has == 0 || has + cost <= self.all }
@@ -173,7 +181,8 @@ impl Depth {
         Limit { all: self.limit, small: self.limit_small, mib_ns: self.mib_ns }
     }
 
-    /// The device has so much, and had so much at most in this turn; and somebody has waited because of the limit, or not.
+    /// The device has so much, and had so much at most in this turn; and somebody has waited because of the limit, or
+    /// not.
     pub(super) fn stands(&mut self, has: u64, peak: u64, bound: bool) {
         (self.has, self.peak, self.bound) = (has, peak.max(has), bound);
     }
@@ -303,7 +312,8 @@ mod tests {
 
     const COST: u64 = 12 << 10;
 
-    /// The depth that is found on a device that does `rate(depth)` small bios a second, between these seconds, if up to `wanted` are to be had.
+    /// The depth that is found on a device that does `rate(depth)` small bios a second, between these seconds, if up to
+    /// `wanted` are to be had.
     fn find(depth: &mut Depth, wanted: u64, seconds: [u64; 2], rate: impl FnMut(u64) -> f64) -> u64 {
         find_ns(depth, wanted, seconds.map(|s| s as f64 * 1e9), rate)
     }
@@ -359,7 +369,8 @@ mod tests {
         }
     }
 
-    /// A stream that is alone has 128 small bios at a device that does one in 20 us, for so long. Returns when it is over.
+    /// A stream that is alone has 128 small bios at a device that does one in 20 us, for so long. Returns when it is
+    /// over.
     fn alone(depth: &mut Depth, [mut now_ns, end_ns]: [u64; 2]) -> u64 {
         while now_ns < end_ns {
             now_ns += 20_000;
@@ -394,7 +405,8 @@ mod tests {
 
     #[test]
     fn attempts_cost_next_to_nothing() {
-        // Three at one time, on a device that has 80 us for each and as many ways; and as many as it takes, on one of four.
+        // Three at one time, on a device that has 80 us for each and as many ways; and as many as it takes, on one of
+        // four.
         for (wanted, ways) in [(3, 3), (256, 4)] {
             let (mut depth, mut did_ns) = (Depth::new(), 0.0);
             find(&mut depth, wanted, [0, 10], |depth| {

@@ -1,12 +1,14 @@
 //! Whether it costs a device time to go from one place to another.
 //!
-//! Measured where the queue runs anyhow: the time from one end to the next while the device had something to do, apart for reads that lie near
-//! the one before and far from it, and by size, since a large one takes longer wherever it lies. A far one that takes clearly longer than
-//! a near one as large or larger shows that there are seeks; one that takes as long as a near one as large or smaller shows that there
-//! are none. Writes say nothing: a cache takes them wherever they go.
+//! Measured where the queue runs anyhow: the time from one end to the next while the device had something to do, apart
+//! for reads that lie near the one before and far from it, and by size, since a large one takes longer wherever it
+//! lies. A far one that takes clearly longer than a near one as large or larger shows that there are seeks; one that
+//! takes as long as a near one as large or smaller shows that there are none. Writes say nothing: a cache takes them
+//! wherever they go.
 //!
-//! Any single read may have waited for something else: for a flash device that collects garbage, for a disk that empties its write cache. So
-//! a near one counts with about what the quicker ones take, and of those far away six of eight must agree.
+//! Any single read may have waited for something else: for a flash device that collects garbage, for a disk that
+//! empties its write cache. So a near one counts with about what the quicker ones take, and of those far away six of
+//! eight must agree.
 
 /// A read this far from the end of the one before is near, sectors: 1 MiB, which a disk's arm need not move for.
 const NEAR_SECTORS: u64 = 2048;
@@ -18,7 +20,8 @@ const SIZES: [u32; 3] = [32, 256, 2048];
 const SAMPLES_MIN: u32 = 8;
 /// Of the last 8 reads that are far away so many must have taken longer, or no longer.
 const AGREE_MIN: u32 = 6;
-/// Something far takes so much longer if there are seeks: a disk turns by half in 4 ms, and the arm takes 1 ms at least.
+/// Something far takes so much longer if there are seeks: a disk turns by half in 4 ms, and the arm takes 1 ms at
+/// least.
 const SEEK_NS: u64 = 2_000_000;
 /// And no more than this if there are none.
 const NO_SEEK_NS: u64 = 500_000;
@@ -108,7 +111,8 @@ impl Device {
 mod tests {
     use super::*;
 
-    /// Reads, near and far by turns, each as soon as the one before is over; whether it was found out that the device is otherwise.
+    /// Reads, near and far by turns, each as soon as the one before is over; whether it was found out that the device
+    /// is otherwise.
     fn look(seeks: bool, sectors: [u32; 2], near_ns: u64, far_ns: u64) -> bool {
         let (mut device, mut now_ns, mut sector) = (Device::new(seeks), 0, 0);
         for at in 0..200 {
@@ -164,7 +168,8 @@ mod tests {
 
     #[test]
     fn a_small_read_far_away_is_not_compared_with_a_larger_one_to_its_favour() {
-        // 4 KiB at 8 ms beside 512 KiB in a row at 5 ms: longer than something larger, but not by enough to show a seek.
+        // 4 KiB at 8 ms beside 512 KiB in a row at 5 ms: longer than something larger, but not by enough to show a
+        // seek.
         assert!(!look(true, [1024, 8], 5_000_000, 8_000_000));
         assert!(look(false, [1024, 8], 5_000_000, 10_000_000));
         // 512 KiB far away at 5 ms beside 4 KiB at 1 ms: that may be its size.

@@ -8,8 +8,8 @@ const FAR_SECTORS: u64 = 8 * 100;
 const FAR_MAX: u32 = 32 / 8;
 /// How long a stream with short thoughts is waited for at most, whatever it is used to: CFQ's `slice_idle`.
 pub(super) const IDLE_NS: u64 = 8_000_000;
-/// How long one is waited for at least, if at all: a thought that is a little longer than usual must not cost two seeks. BFQ does not wait
-/// for less.
+/// How long one is waited for at least, if at all: a thought that is a little longer than usual must not cost two
+/// seeks. BFQ does not wait for less.
 const IDLE_MIN_NS: u64 = 2_000_000;
 /// Thoughts that are longer count as this long, so that one long one is forgotten soon (CFQ: twice `slice_idle`).
 const THINK_MAX_NS: u64 = 2 * IDLE_NS;

@@ -1,9 +1,10 @@
 //! Whose turn is next among members that share something: the time of a device, or its depth.
 //!
-//! Deficit round robin (Shreedhar and Varghese, 1995): each member has a credit, and is served as long as that lasts. Whose credit is used
-//! up goes to the end and is given as much as is its due. Who comes back and has not used up what was its due in this round goes before all who
-//! have: so whoever wants little does not wait for those who want all they can get (as the new flows of FQ-CoDel, RFC 8290). It cannot come
-//! before them more often than its due lets it. All of it in a constant number of steps, for any number of members.
+//! Deficit round robin (Shreedhar and Varghese, 1995): each member has a credit, and is served as long as that lasts.
+//! Whose credit is used up goes to the end and is given as much as is its due. Who comes back and has not used up what
+//! was its due in this round goes before all who have: so whoever wants little does not wait for those who want all
+//! they can get (as the new flows of FQ-CoDel, RFC 8290). It cannot come before them more often than its due lets it.
+//! All of it in a constant number of steps, for any number of members.
 
 use super::super::slots::NONE;
 use super::super::streams::Streams;
@@ -194,7 +195,8 @@ impl Line {
         row.pop(streams);
     }
 
-    /// The one in front wants more than one thing at a time, and so does not go before others: with the credit that it has.
+    /// The one in front wants more than one thing at a time, and so does not go before others: with the credit that it
+    /// has.
     pub(super) fn demote(&mut self, streams: &mut Streams<Stream>, now_ns: u64) {
         let at = self.light.first;
         if self.front_is_light && !streams.get(at).bios.is_empty() {

@@ -1,19 +1,21 @@
 //! How much of a device its hardware queues have between them, and who of them may have more.
 //!
-//! Each queue of a device has a seat: a line of memory that only its owner writes, with what it has there and, once a round, what has ended of it.
-//! Before a queue hands something out it adds up what the others have, once a round as well; while it is alone it looks at a single word that says
-//! whether there is news. All of them together have no more than the [depth](super::depth) that keeps the device busy:
+//! Each queue of a device has a seat: a line of memory that only its owner writes, with what it has there and, once a
+//! round, what has ended of it. Before a queue hands something out it adds up what the others have, once a round as
+//! well; while it is alone it looks at a single word that says whether there is news. All of them together have no more
+//! than the [depth](super::depth) that keeps the device busy:
 //!
 //! * who has nothing there may always have one, at once and without a look at anybody;
 //! * while there is room everybody may, unless somebody has less than a fair share and wants more: then only they;
 //! * a stream that is alone on the device has everything.
 //!
-//! **Nobody has to be woken.** Whoever is refused has something in flight, and asks again when that ends; and after [`AGAIN_NS`], in case that
-//! takes long. The price is that a place may lie idle until then.
+//! **Nobody has to be woken.** Whoever is refused has something in flight, and asks again when that ends; and after
+//! [`AGAIN_NS`], in case that takes long. The price is that a place may lie idle until then.
 //!
-//! **No lock, and no word that is fought for.** What is read of the others may be as old as a round, and then all together have a little more than they
-//! should. This is a measure of what is worth having there, and no bound that anything relies on: those are tags, and a
-//! [`Budget`](crate::Budget). Who finds that it is time to look at what the device has done takes a lock, if it is free.
+//! **No lock, and no word that is fought for.** What is read of the others may be as old as a round, and then all
+//! together have a little more than they should. This is a measure of what is worth having there, and no bound that
+//! anything relies on: those are tags, and a [`Budget`](crate::Budget). Who finds that it is time to look at what the
+//! device has done takes a lock, if it is free.
 
 use std::sync::{Arc, Mutex, OnceLock, TryLockError};
 
@@ -24,23 +26,26 @@ use blkyard_mem::sync::{
 
 use super::depth::{Depth, Limit};
 
-/// Queues of one device that share it: the queues of four exports with as many as one can have. Those beyond share it as it pleases.
+/// Queues of one device that share it: the queues of four exports with as many as one can have. Those beyond share it
+/// as it pleases.
 const SEATS_MAX: usize = 256;
 /// When a queue that was refused asks again, if nothing of it has ended: seldom enough to cost nothing.
 const AGAIN_NS: u64 = 1_000_000;
 /// Who was refused and has not asked for so long does not want more: its lane is at something else.
 const LACKING_NS: u64 = 4 * AGAIN_NS;
-/// A queue is alone when no other has wanted anything for so long. Until then it has what keeps the device busy, which costs it next to nothing; and
-/// someone who wants something now and then does not find the device full.
+/// A queue is alone when no other has wanted anything for so long. Until then it has what keeps the device busy, which
+/// costs it next to nothing; and someone who wants something now and then does not find the device full.
 const ALONE_NS: u64 = 1_000_000_000;
 /// How old what a seat says of that may be.
 const SEEN_NS: u64 = 1_000_000;
-/// Who has wanted nothing for so long tells those who may be alone by now. Half of it, as the clocks of two lanes are a round apart.
+/// Who has wanted nothing for so long tells those who may be alone by now. Half of it, as the clocks of two lanes are a
+/// round apart.
 const NEWS_NS: u64 = ALONE_NS / 2;
 /// How often it is looked at what the device has done: a small part of the turns of [`Depth`].
 const LOOK_NS: u64 = 250_000;
 
-/// What the hardware queues of one device know of each other. Part of what a device [is](crate::DeviceInfo): a clone is of the same device.
+/// What the hardware queues of one device know of each other. Part of what a device [is](crate::DeviceInfo): a clone is
+/// of the same device.
 ///
 /// Empty until a queue has a scheduler that shares.
 #[derive(Clone, Default)]
@@ -59,7 +64,8 @@ struct Read {
     limit: AtomicU64,
     small: AtomicU64,
     mib_ns: AtomicU64,
-    /// Counted up after any of these has changed, and after somebody has come who was not there: what a queue looks at that is alone.
+    /// Counted up after any of these has changed, and after somebody has come who was not there: what a queue looks at
+    /// that is alone.
     news: AtomicU64,
     /// Seats ever taken.
     used: AtomicUsize,
@@ -133,7 +139,8 @@ struct Others {
 }
 
 impl SharedDepth {
-    /// A part for one more queue, for which all together may have so many KiB, or, for zero, as much as is measured to keep the device busy.
+    /// A part for one more queue, for which all together may have so many KiB, or, for zero, as much as is measured to
+    /// keep the device busy.
     pub(super) fn join(&self, in_flight_kib: u32) -> DepthShare {
         let table = self.0.get_or_init(|| Arc::new(Table::new()));
         let take = |seat: &Arc<Line<Seat>>| seat.0.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok();
@@ -234,7 +241,8 @@ impl DepthShare {
         self.others.recent
     }
 
-    /// Whether the queue may have something more that is worth so much. Its own streams that want something weigh so much, and are `several` or one.
+    /// Whether the queue may have something more that is worth so much. Its own streams that want something weigh so
+    /// much, and are `several` or one.
     #[inline]
     pub(super) fn fits(&mut self, cost: u64, several: bool, weight: u64, now_ns: u64) -> bool {
         if self.has == 0 {
@@ -258,7 +266,8 @@ impl DepthShare {
         self.others.limit.is_far_beyond(self.others.has + self.has, cost)
     }
 
-    /// Somebody waits because it does not fit: until then, unless something of the queue ends before. The largest number if only that helps.
+    /// Somebody waits because it does not fit: until then, unless something of the queue ends before. The largest
+    /// number if only that helps.
     pub(super) fn wait_ns(&mut self, cost: u64, weight: u64, now_ns: u64) -> u64 {
         let bound = &self.table.read.0.bound;
         if !bound.load(Relaxed) {
@@ -357,8 +366,8 @@ impl DepthShare {
         }
     }
 
-    /// Writes down what others need to know only once a round, when the first of it has ended: before that the queue had the most since the
-    /// last time.
+    /// Writes down what others need to know only once a round, when the first of it has ended: before that the queue
+    /// had the most since the last time.
     #[inline(never)]
     fn write_down(&mut self, had: u64, now_ns: u64) {
         let (read, seat) = (&self.table.read.0, &self.seat.0);

@@ -1,16 +1,17 @@
 //! Turns: the device is one stream's for a while, so that the way to where it reads is paid for once.
 //!
-//! A turn is as long as the owner's credit, counted from the first end in it, so that nobody pays for the way from where another has been; what
-//! is still in flight when it is over is waited for, and paid for by who sent it. An owner with nothing to do is waited for as long as its
-//! habits make it likely that it comes back, and worth it. Beyond that its turn is over, and it keeps the rest of its credit for this round.
-//! Who has used up its credit stands at the end of the line at once, though it may think just then: so turns go round, and nobody has two of them
-//! while another waits for one.
+//! A turn is as long as the owner's credit, counted from the first end in it, so that nobody pays for the way from
+//! where another has been; what is still in flight when it is over is waited for, and paid for by who sent it. An owner
+//! with nothing to do is waited for as long as its habits make it likely that it comes back, and worth it. Beyond that
+//! its turn is over, and it keeps the rest of its credit for this round. Who has used up its credit stands at the end
+//! of the line at once, though it may think just then: so turns go round, and nobody has two of them while another
+//! waits for one.
 //!
-//! Writes nobody waits for save up what is due to them until it is a whole slice: each turn of theirs leaves a disk with its write cache full, which it
-//! empties in the turn that follows.
+//! Writes nobody waits for save up what is due to them until it is a whole slice: each turn of theirs leaves a disk
+//! with its write cache full, which it empties in the turn that follows.
 //!
-//! While others wait, an owner has no more in flight than fits in the rest of its turn, by how long each took: so a turn of who seeks ends
-//! in time, and who reads in a row has all the depth it can use.
+//! While others wait, an owner has no more in flight than fits in the rest of its turn, by how long each took: so a
+//! turn of who seeks ends in time, and who reads in a row has all the depth it can use.
 
 use super::habits;
 use super::{Fair, FairConfig, WEIGHT};
@@ -18,10 +19,11 @@ use crate::sched::Next;
 
 /// What is due in a round is no less than this, however many want a turn: five times the way to where another reads.
 const SLICE_MIN_NS: u64 = 50_000_000;
-/// With less credit than this nobody has a turn: two seeks, each with half a turn of the platter and some reading. It must be well below what is
-/// due, or who has gone a little beyond its turn would miss the next.
+/// With less credit than this nobody has a turn: two seeks, each with half a turn of the platter and some reading. It
+/// must be well below what is due, or who has gone a little beyond its turn would miss the next.
 const TURN_MIN_NS: u64 = SLICE_MIN_NS / 2;
-/// A line of so many keeps no place for who wants nothing just now: there are so many places of streams beyond those with bios, for three classes.
+/// A line of so many keeps no place for who wants nothing just now: there are so many places of streams beyond those
+/// with bios, for three classes.
 const KEPT_MAX: u32 = 64;
 /// Bios of a stream that are sorted at one time: some more than a disk sorts by itself.
 const BATCH: usize = 64;
@@ -182,8 +184,8 @@ impl Fair {
         }
     }
 
-    /// The turn is over and paid for. Who wants more stands in line again; so does who has used it up and only thinks just now, for else others
-    /// would come before it, or it before them, by the moment.
+    /// The turn is over and paid for. Who wants more stands in line again; so does who has used it up and only thinks
+    /// just now, for else others would come before it, or it before them, by the moment.
     fn end_turn(&mut self, now_ns: u64) {
         let Some(turn) = self.turn.take() else { return };
         self.batch.clear();

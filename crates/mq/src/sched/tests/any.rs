@@ -1,5 +1,5 @@
-//! What holds for every scheduler, whatever is wanted, by whom, and when: all of it comes out, once, and one that says that no time helps has something
-//! on its way.
+//! What holds for every scheduler, whatever is wanted, by whom, and when: all of it comes out, once, and one that says
+//! that no time helps has something on its way.
 
 use proptest::prelude::*;
 

@@ -331,7 +331,8 @@ fn what_is_discarded_is_no_data_that_others_wait_for() {
     all.sectors = u32::MAX;
     hand.insert([all]);
     assert_eq!(hand.next(), Some(0));
-    // Beside one who reads all the time, who discarded two terabytes is not last for as long as it takes to read as much.
+    // Beside one who reads all the time, who discarded two terabytes is not last for as long as it takes to read as
+    // much.
     hand.insert(row(1, 0, 20)).insert([write(3, 8)]);
     let mut came = Vec::new();
     for at in 20..500 {
@@ -374,8 +375,8 @@ fn wish() -> impl Strategy<Value = (u32, u64, u8, bool, u64)> {
 }
 
 proptest! {
-    /// On either kind of device, and on one that is found to be of the other kind all the time, everything that goes in comes out, each
-    /// within a bound, however it is ended.
+    /// On either kind of device, and on one that is found to be of the other kind all the time, everything that goes in
+    /// comes out, each within a bound, however it is ended.
     #[test]
     fn nothing_is_lost_and_nobody_waits_for_ever(
         wishes in prop::collection::vec(wish(), 1..300),

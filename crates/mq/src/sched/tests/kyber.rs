@@ -96,7 +96,8 @@ fn a_device_that_is_congested_gets_less_of_who_is_well_and_more_of_who_suffers()
     pass(&mut hand, Op::Write, 600, 0, MS);
     assert_eq!(tokens(&hand), [256, 128, 64, 16], "not before the window ends");
     window(&mut hand);
-    // The slowest writes are in the first quarter of their target: a fourth. Reads have all there are. The others did not say.
+    // The slowest writes are in the first quarter of their target: a fourth. Reads have all there are. The others did
+    // not say.
     assert_eq!(tokens(&hand), [256, 32, 64, 16]);
     // Again, and the writes suffer: they wait for 13 ms, which is in the sixth quarter.
     pass(&mut hand, Op::Read, 600, 0, 3 * MS);

@@ -1,5 +1,5 @@
-//! `fair` over devices that take their time: a disk with an arm and a platter, and one without. Not to predict how long something takes, but to
-//! see that what the rules promise comes about.
+//! `fair` over devices that take their time: a disk with an arm and a platter, and one without. Not to predict how long
+//! something takes, but to see that what the rules promise comes about.
 
 use crate::sched::tests::MS;
 use crate::sched::{FairConfig, FairDevice, Next, Scheduler, SchedulerConfig};
@@ -10,7 +10,8 @@ const US: u64 = 1000;
 /// What takes time.
 #[derive(Clone, Copy)]
 enum Kind {
-    /// One arm: to another place it takes a seek and half a turn, then 100 bytes in a microsecond. The next one upwards goes first, for 50 ms.
+    /// One arm: to another place it takes a seek and half a turn, then 100 bytes in a microsecond. The next one upwards
+    /// goes first, for 50 ms.
     Disk,
     /// So many at one time, 80 us each and 2000 bytes in a microsecond on one wire.
     Flash { ways: usize },
