@@ -12,7 +12,7 @@
 //! |---|---|---|---|
 //! | whose | software queue | software queue, by CPU | `key`: stream, or software queue |
 //! | a slice lasts | slice, extended up to 3 times | up to 5 units | `extensions`, 3 |
-//! | the owner has nothing to do | the slice ends | all wait for its end | `idle_us`: so do they, as long as CFQ: 8 ms |
+//! | the owner has nothing to do | the slice ends | all wait for its end | `idle_us`: they wait as CFQ would, 8 ms |
 //! | a slice is measured in | µs | ticks, rounded up: 4 ms at HZ 250 | ns; `tick_us` rounds up to ticks |
 //! | what others have in flight | | is mixed with the owner's | `drain`: off, or waited for |
 //! | next in an epoch | | the lowest number | `order`: who came first, or the lowest number |
