@@ -40,8 +40,8 @@ pub use buffers::{Attachment, FixedBuffers};
 use chimes::Chimes;
 pub use error::RingError;
 pub use error::{Holdings, RingView};
+pub(crate) use files::FileHolder;
 use files::Files;
-pub(crate) use files::{FileHolder, RingFile};
 pub use nops::NopRing;
 pub use setup::RingConfig;
 use setup::set_up;
@@ -123,7 +123,7 @@ impl Ring {
             bells: Bells::default(),
             chimes: Chimes::new(Arc::clone(&view)),
             buffers: Buffers::new(&uring, Arc::clone(&view)),
-            files: Files::new(&uring, Arc::clone(&view)),
+            files: Files::new(Arc::clone(&view)),
             view,
             held: 0,
             untaken: 0,
@@ -171,7 +171,7 @@ impl Ring {
     /// Forgets the memory and the files that nobody holds any more. A control operation.
     pub fn sweep(&mut self) {
         self.buffers.sweep(&self.uring);
-        self.files.sweep(&self.uring);
+        self.files.sweep();
     }
 
     /// The number under which the kernel knows these bytes of an attached region, if it does.
@@ -180,10 +180,11 @@ impl Ring {
         self.buffers.fixed(attachment, offset, len)
     }
 
-    /// Makes a file known to the kernel. It stays open at least until the last holder of what this returns lets go.
-    pub(crate) fn file(&mut self, file: &Arc<OwnedFd>) -> (RingFile, FileHolder) {
+    /// Keeps a file open for entries that name it, until the last holder of what this returns lets go and the ring
+    /// [sweeps](Ring::sweep).
+    pub(crate) fn hold(&mut self, file: &Arc<OwnedFd>) -> FileHolder {
         self.sweep();
-        self.files.file(&self.uring, file)
+        self.files.hold(file)
     }
 
     /// An inbox for a driver that has at most `depth` entries out at one time.
@@ -397,9 +398,8 @@ impl Drop for Ring {
     /// unmapped right after. What was pushed and never submitted is forgotten.
     fn drop(&mut self) {
         if self.quiesce() {
-            // The kernel takes a ring apart some time after it is closed; locks on its files and limits on locked
-            // memory should not have to wait for that. If it refuses, they do.
-            let _ = self.uring.submitter().unregister_files();
+            // The kernel takes a ring apart some time after it is closed; limits on locked memory should not have to wait
+            // for that. If it refuses, they do.
             let _ = self.uring.submitter().unregister_buffers();
         } else {
             // We cannot learn when it has finished: what it may write to stays mapped for good.

@@ -9,6 +9,7 @@
 //!
 //! Pure: takes results, gives entries. A request is over only when the kernel has answered its last question.
 
+use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mq::{BioFlags, Op, Request, Status};
@@ -16,7 +17,6 @@ use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{opcode, squeue};
 
 use super::Shared;
-use crate::ring::RingFile;
 
 /// Buffers for copies that one queue holds: unaligned memory is what firmware and old guests bring, with few requests
 /// at a time.
@@ -128,12 +128,12 @@ impl Place {
 
     /// The next question to the kernel. `vectors` are those of this place.
     #[inline]
-    pub(super) fn entry(&self, file: RingFile, vectors: *const libc::iovec, shared: &Shared) -> squeue::Entry {
-        let fd = Fd(file.number);
+    pub(super) fn entry(&self, vectors: *const libc::iovec, shared: &Shared) -> squeue::Entry {
+        let fd = Fd(shared.file.as_raw_fd());
         let at = self.offset + self.done;
         let left = self.len - self.done;
         let sync = if self.durable { libc::RWF_DSYNC } else { 0 };
-        let entry = match (self.step, self.data) {
+        match (self.step, self.data) {
             (Step::Read, Data::Fixed { address, buffer }) => {
                 let start = (address + self.done) as *mut u8;
                 opcode::ReadFixed::new(fd, start, left as u32, buffer).offset(at).build()
@@ -174,8 +174,7 @@ impl Place {
                 opcode::UringCmd16::new(fd, BLOCK_DISCARD).addr(Some(self.offset)).cmd(command).build()
             }
             (Step::Sync, _) | (_, Data::None) => opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build(),
-        };
-        entry.flags(file.flags)
+        }
     }
 
     /// The kernel has answered.

@@ -19,13 +19,14 @@ use blkyard_mq::{Batch, Cids, Done, Driver, Op, Request, Segment, Segments, Shor
 
 use super::Shared;
 use super::place::{BOUNCES, Data, Next, Place};
-use crate::ring::{Attachment, FileHolder, InboxId, Ring, RingFile};
+use crate::ring::{Attachment, FileHolder, InboxId, Ring};
 
 /// One hardware queue of a file.
 pub struct FileQueue {
     shared: Arc<Shared>,
-    door: Option<Door>,
-    /// Keeps the file known to the ring while there is a door.
+    /// How this queue is known to the ring of its lane.
+    door: Option<InboxId>,
+    /// Has that ring keep the file open while there is a door.
     file: Option<FileHolder>,
     /// The regions of the queue's memory, by their number.
     attached: ManuallyDrop<Vec<Option<Arc<Attachment>>>>,
@@ -40,13 +41,6 @@ pub struct FileQueue {
 // SAFETY: the vectors hold addresses for the kernel, which mean the same on every thread; nothing here reads through
 // them.
 unsafe impl Send for FileQueue {}
-
-/// How this queue is known to its ring.
-#[derive(Clone, Copy, Debug)]
-struct Door {
-    inbox: InboxId,
-    file: RingFile,
-}
 
 impl FileQueue {
     pub(super) fn new(shared: Arc<Shared>, depth: usize) -> FileQueue {
@@ -69,7 +63,7 @@ impl FileQueue {
 
     /// Makes the queue known to the ring of its lane, once for as long as it stays there.
     #[inline]
-    fn door(&mut self, ring: &mut Ring) -> Door {
+    fn door(&mut self, ring: &mut Ring) -> InboxId {
         match self.door {
             Some(door) => door,
             None => self.open_door(ring),
@@ -77,16 +71,15 @@ impl FileQueue {
     }
 
     #[cold]
-    fn open_door(&mut self, ring: &mut Ring) -> Door {
-        let (file, holder) = ring.file(&self.shared.file);
-        self.file = Some(holder);
-        *self.door.insert(Door { inbox: ring.inbox(self.places.len()), file })
+    fn open_door(&mut self, ring: &mut Ring) -> InboxId {
+        self.file = Some(ring.hold(&self.shared.file));
+        *self.door.insert(ring.inbox(self.places.len()))
     }
 
     /// Leaves the ring: nothing of this queue is known to it any more.
     fn close_door(&mut self, ring: &mut Ring) {
         if let Some(door) = self.door.take() {
-            ring.close(door.inbox);
+            ring.close(door);
         }
         self.file = None;
         self.attached.clear();
@@ -221,18 +214,18 @@ impl Driver<Ring> for FileQueue {
             }
             let max = usize::from(self.shared.segments_max);
             let vectors = self.vectors[index * max..].as_ptr();
-            let entry = self.places[index].entry(door.file, vectors, &self.shared);
+            let entry = self.places[index].entry(vectors, &self.shared);
             self.in_flight += 1;
             // SAFETY: the entry points into regions that are attached or bounce buffers, vectors of this place, or
             // the shared zeroes; all stay until the tag is redeemed, or are leaked if the queue goes before.
-            unsafe { ring.push(door.inbox, self.cids.park(tag), entry) };
+            unsafe { ring.push(door, self.cids.park(tag), entry) };
         }
     }
 
     #[inline]
     fn poll(&mut self, ring: &mut Ring, memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
         let Some(door) = self.door else { return };
-        while let Some(completion) = ring.take(door.inbox) {
+        while let Some(completion) = ring.take(door) {
             let Ok(index) = self.cids.look(completion.cid) else {
                 self.shared.counters.forged.fetch_add(1, Relaxed);
                 continue;
@@ -249,9 +242,9 @@ impl Driver<Ring> for FileQueue {
                 }
                 Next::Ask => {
                     let vectors = self.vectors_of(index).as_ptr();
-                    let entry = self.places[index].entry(door.file, vectors, &self.shared);
+                    let entry = self.places[index].entry(vectors, &self.shared);
                     // SAFETY: as when it was pushed first; the place of the answer just taken is free.
-                    unsafe { ring.push(door.inbox, completion.cid, entry) };
+                    unsafe { ring.push(door, completion.cid, entry) };
                 }
             }
         }
@@ -281,8 +274,10 @@ impl Driver<Ring> for FileQueue {
 impl Drop for FileQueue {
     fn drop(&mut self) {
         if self.in_flight > 0 {
-            // Only while a panic unwinds. The kernel may still use all this, and the zeroes of the device.
+            // Only while a panic unwinds. The kernel may still use all this, and the zeroes of the device; the ring keeps the
+            // file open as long as it lives, for what it has not submitted.
             std::mem::forget(Arc::clone(&self.shared.zeroes));
+            std::mem::forget(self.file.take());
             return;
         }
         // SAFETY: each is dropped here, once, and not used again.

@@ -62,7 +62,7 @@ impl RingError {
 pub struct Holdings {
     /// Inboxes of drivers.
     pub inboxes: u32,
-    /// Files known by number.
+    /// Files kept open for entries that name them.
     pub files: u32,
     /// Regions attached.
     pub regions: u32,
