@@ -13,7 +13,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::guest::Guest;
+use crate::guest::{Guest, Kernel};
 use crate::process::{Running, tail};
 use crate::qmp::Monitor;
 
@@ -27,6 +27,7 @@ const MEMORY_MIB: u32 = 512;
 /// What a machine looks like.
 pub struct Vm<'a> {
     guest: &'a Guest,
+    kernel: Kernel,
     processors: u16,
     boot_from_disk: bool,
     may_reboot: bool,
@@ -41,6 +42,7 @@ struct Disk {
     socket: PathBuf,
     queues: u16,
     packed: bool,
+    in_order: bool,
     in_port: bool,
 }
 
@@ -73,6 +75,7 @@ impl<'a> Vm<'a> {
     pub fn new(guest: &'a Guest, processors: u16) -> Self {
         Self {
             guest,
+            kernel: Kernel::default(),
             processors,
             boot_from_disk: false,
             may_reboot: false,
@@ -85,19 +88,26 @@ impl<'a> Vm<'a> {
 
     /// Adds a disk behind a vhost-user-blk socket. The first one is /dev/vda.
     pub fn disk(mut self, socket: impl Into<PathBuf>, queues: u16) -> Self {
-        self.disks.push(Disk { socket: socket.into(), queues, packed: false, in_port: false });
+        self.disks.push(Disk { socket: socket.into(), queues, packed: false, in_order: false, in_port: false });
         self
     }
 
     /// The same, in a port of its own from which it can be pulled. Linux finds those after all the others.
     pub fn disk_in_port(mut self, socket: impl Into<PathBuf>, queues: u16) -> Self {
-        self.disks.push(Disk { socket: socket.into(), queues, packed: false, in_port: true });
+        self.disks.push(Disk { socket: socket.into(), queues, packed: false, in_order: false, in_port: true });
         self
     }
 
     /// Gives the disks so far packed rings, if both ends can.
     pub fn packed(mut self) -> Self {
         self.disks.iter_mut().for_each(|disk| disk.packed = true);
+        self
+    }
+
+    /// Has the disks so far answer in order, and the guest boot a kernel whose driver wants that.
+    pub fn in_order(mut self) -> Self {
+        self.disks.iter_mut().for_each(|disk| disk.in_order = true);
+        self.kernel = Kernel::New;
         self
     }
 
@@ -164,9 +174,9 @@ impl<'a> Vm<'a> {
             .args(["-object", &format!("memory-backend-memfd,id=memory,size={MEMORY_MIB}M,share=on")])
             .args(["-machine", "q35,memory-backend=memory"])
             .arg("-kernel")
-            .arg(self.guest.kernel())
+            .arg(self.guest.kernel(self.kernel))
             .arg("-initrd")
-            .arg(self.guest.initramfs())
+            .arg(self.guest.initramfs(self.kernel))
             .args(["-append", &words])
             .args(["-serial", &format!("file:{}", path("console"))])
             .args(["-fw_cfg", &format!("name=opt/blkyard/task,file={}", path("task"))])
@@ -183,10 +193,13 @@ impl<'a> Vm<'a> {
                 .args(["-device", &format!("virtserialport,chardev={port},name=blkyard.{port}")]);
         }
         let again = self.reconnect_ms.map(|ms| format!(",reconnect-ms={ms}")).unwrap_or_default();
-        for (index, Disk { socket, queues, packed, in_port }) in self.disks.iter().enumerate() {
+        for (index, Disk { socket, queues, packed, in_order, in_port }) in self.disks.iter().enumerate() {
             let mut device = format!("vhost-user-blk-pci,id=disk{index},chardev=disk{index},num-queues={queues}");
             if *packed {
                 device += ",packed=on";
+            }
+            if *in_order {
+                device += ",in_order=on";
             }
             if *in_port {
                 qemu.args(["-device", &format!("pcie-root-port,id=port{index},slot={index}")]);

@@ -27,6 +27,9 @@ const PROGRAMS: &[&str] = &["usr/bin/fio", "usr/sbin/blkdiscard", "usr/sbin/bloc
 const MODULES: &[&str] =
     &["qemu_fw_cfg", "virtio_pci", "virtio_console", "virtio_blk", "ext4", "crc32c_generic", "crc32c_intel"];
 
+/// Those of them that newer kernels lack, whose checksums are part of them.
+const CHECKSUMS: &[&str] = &["crc32c_generic", "crc32c_intel"];
+
 /// Loaded by name at run time, so no program lists it: the C library's thread cancellation needs it.
 const HIDDEN_LIBRARIES: &[&str] = &["libgcc_s.so.1"];
 
@@ -42,7 +45,8 @@ pub fn recipe() -> String {
     format!("version {VERSION}\n{} {}\n{INIT}", PROGRAMS.join(" "), MODULES.join(" "))
 }
 
-pub fn build(guest: &Path, new: &Path) -> Result<()> {
+/// Makes the root for the kernel in this part of the guest.
+pub fn build(guest: &Path, kernel: &str, new: &Path) -> Result<()> {
     let tree = new.join("tree");
     for folder in FOLDERS {
         fs::create_dir_all(tree.join(folder)).with_context(|| format!("cannot make {}", tree.display()))?;
@@ -57,7 +61,7 @@ pub fn build(guest: &Path, new: &Path) -> Result<()> {
     fs::set_permissions(&init, fs::Permissions::from_mode(0o755))?;
 
     programs(&guest.join("userland"), &tree)?;
-    modules(guest, &tree)?;
+    modules(guest, &guest.join(kernel), &tree)?;
     archive(guest, &tree, &new.join("cpio"))
 }
 
@@ -101,12 +105,12 @@ fn listed_libraries(listing: &str) -> impl Iterator<Item = PathBuf> + '_ {
     listing.lines().filter_map(|line| line.split_once(" => ")?.1.split(' ').next()).map(PathBuf::from)
 }
 
-fn modules(guest: &Path, tree: &Path) -> Result<()> {
-    let kernel = guest.join("kernel");
-    let version = kernel::version(&kernel)?;
-    let modules = Modules::read(&kernel)?;
+fn modules(guest: &Path, kernel: &Path, tree: &Path) -> Result<()> {
+    let version = kernel::version(kernel)?;
+    let modules = Modules::read(kernel)?;
+    let names: Vec<_> = MODULES.iter().copied().filter(|name| !CHECKSUMS.contains(name) || modules.has(name)).collect();
     let to = tree.join("usr/lib/modules").join(&version);
-    for path in modules.closure(MODULES)? {
+    for path in modules.closure(&names)? {
         let packed = to.join(&path);
         fs::create_dir_all(packed.parent().context("a module outside every folder")?)?;
         copy(&modules.folder().join(&path), &packed)?;

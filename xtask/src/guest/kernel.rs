@@ -20,8 +20,8 @@ const METAPACKAGE: &str = "linux-image-amd64";
 
 const TOOL_LIMIT: Duration = Duration::from_mins(2);
 
-pub fn recipe() -> String {
-    format!("{} {METAPACKAGE}\n", super::USERLAND_SUITE)
+pub fn recipe(suite: &str) -> String {
+    format!("{suite} {METAPACKAGE}\n")
 }
 
 /// Unpacks the kernel into `new`, with `vmlinux` at its top and the module table up to date.
@@ -36,7 +36,10 @@ pub fn build(suite: &Suite, guest: &Path, new: &Path) -> Result<()> {
     remove(&archives)?;
 
     let version = version(new)?;
-    let image = new.join(format!("boot/vmlinuz-{version}"));
+    // Newer packages have it beside the modules.
+    let places = [format!("boot/vmlinuz-{version}"), format!("usr/lib/modules/{version}/vmlinuz")];
+    let image = places.iter().map(|place| new.join(place)).find(|place| place.exists());
+    let image = image.with_context(|| format!("the kernel is at none of {places:?}"))?;
     let bytes = fs::read(&image).with_context(|| format!("cannot read {}", image.display()))?;
     let payload = payload(&bytes).with_context(|| format!("cannot unpack {}", image.display()))?;
     let packed = new.join("vmlinux.zst");
@@ -68,9 +71,9 @@ pub fn version(root: &Path) -> Result<String> {
     }
 }
 
-/// A kernel's package has the version in its name; newer releases split it in two.
+/// A kernel's package has the version in its name; newer releases split it.
 fn holds_kernel(package: &str) -> bool {
-    ["linux-image-", "linux-binary-", "linux-modules-"]
+    ["linux-image-", "linux-binary-", "linux-modules-", "linux-base-"]
         .iter()
         .filter_map(|prefix| package.strip_prefix(prefix))
         .any(|rest| rest.starts_with(|first: char| first.is_ascii_digit()))
@@ -122,6 +125,11 @@ impl Modules {
         &self.folder
     }
 
+    /// Whether there is a module of this name, in a file or built in.
+    pub fn has(&self, name: &str) -> bool {
+        self.table.contains_key(&module_name(name)) || self.built_in.contains(&module_name(name))
+    }
+
     /// The paths of the named modules and all they need. A name that is built in needs no file.
     pub fn closure(&self, names: &[&str]) -> Result<BTreeSet<String>> {
         let mut paths = BTreeSet::new();
@@ -162,7 +170,9 @@ mod tests {
         assert!(holds_kernel("linux-image-6.12.1+deb13-amd64"));
         assert!(holds_kernel("linux-modules-7.2.1-amd64"));
         assert!(!holds_kernel("linux-image-amd64"));
+        assert!(holds_kernel("linux-base-7.3.4+deb13-amd64"));
         assert!(!holds_kernel("linux-base"));
+        assert!(!holds_kernel("linux-base-amd64"));
     }
 
     #[test]
@@ -187,6 +197,7 @@ mod tests {
             Modules { folder: "/m".into(), table: parse_table(text), built_in: BTreeSet::from(["inside".to_owned()]) };
         let paths: Vec<_> = modules.closure(&["x_y", "inside"]).unwrap().into_iter().collect();
         assert_eq!(paths, ["a/x-y.ko.xz", "b/z.ko.xz"]);
+        assert!(modules.has("x_y") && modules.has("inside") && !modules.has("absent"));
         assert!(modules.closure(&["absent"]).is_err());
     }
 }

@@ -27,8 +27,32 @@ const USERLAND_SUITE: &str = "trixie";
 /// The first release whose QEMU tools speak vhost-user-blk as we test it (QEMU 11.1 with libblkio).
 const QEMU_SUITE: &str = "trixie-backports";
 
+/// The first release whose kernel's virtio drivers take rings in order (VIRTIO_F_IN_ORDER): Linux 7.3 does, 6.12 does
+/// not.
+const NEW_KERNEL_SUITE: &str = QEMU_SUITE;
+
 /// Covers a machine that does other things as well: it is one small file.
 const COMPILER_LIMIT: Duration = Duration::from_mins(2);
+
+/// A kernel for the guest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Kernel {
+    /// That of the release that the guest is.
+    #[default]
+    Usual,
+    /// A newer one.
+    New,
+}
+
+impl Kernel {
+    /// The parts that are the kernel, and its initramfs.
+    fn parts(self) -> [&'static str; 2] {
+        match self {
+            Kernel::Usual => ["kernel", "initramfs"],
+            Kernel::New => ["kernel-new", "initramfs-new"],
+        }
+    }
+}
 
 /// A folder that holds a finished guest.
 pub struct Guest {
@@ -54,12 +78,12 @@ impl Guest {
     }
 
     /// The kernel, uncompressed: emulated processors are slow at unpacking.
-    pub fn kernel(&self) -> PathBuf {
-        self.folder.join("kernel/vmlinux")
+    pub fn kernel(&self, which: Kernel) -> PathBuf {
+        self.folder.join(which.parts()[0]).join("vmlinux")
     }
 
-    pub fn initramfs(&self) -> PathBuf {
-        self.folder.join("initramfs/cpio")
+    pub fn initramfs(&self, of: Kernel) -> PathBuf {
+        self.folder.join(of.parts()[1]).join("cpio")
     }
 
     /// The initramfs as a tree, from which an image to boot from can be made.
@@ -142,12 +166,19 @@ impl<'a> Builder<'a> {
         let recipe = parts::libblkio_recipe(&self.folder_contents("qemu")?);
         made |= self.part("libblkio", &recipe, |new| parts::libblkio(self.qemu()?, new))?;
         made |= self.part("bin", &parts::programs_recipe(), |new| parts::programs(self.folder, new))?;
-        made |= self.part("kernel", &kernel::recipe(), |new| kernel::build(self.userland()?, self.folder, new))?;
-        let mut recipe = initramfs::recipe();
-        for part in ["userland", "kernel"] {
-            recipe.push_str(&self.folder_contents(part)?);
+        for which in [Kernel::Usual, Kernel::New] {
+            let [kernel, initramfs] = which.parts();
+            let (suite, open) = match which {
+                Kernel::Usual => (USERLAND_SUITE, Builder::userland as fn(&Self) -> Result<&Suite>),
+                Kernel::New => (NEW_KERNEL_SUITE, Builder::qemu as fn(&Self) -> Result<&Suite>),
+            };
+            made |= self.part(kernel, &kernel::recipe(suite), |new| kernel::build(open(self)?, self.folder, new))?;
+            let mut recipe = initramfs::recipe();
+            for part in ["userland", kernel] {
+                recipe.push_str(&self.folder_contents(part)?);
+            }
+            made |= self.part(initramfs, &recipe, |new| initramfs::build(self.folder, kernel, new))?;
         }
-        made |= self.part("initramfs", &recipe, |new| initramfs::build(self.folder, new))?;
         if made {
             // Half the size, and of no use once everything is unpacked.
             remove(&self.folder.join("apt"))?;
