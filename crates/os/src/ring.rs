@@ -398,8 +398,8 @@ impl Drop for Ring {
     /// unmapped right after. What was pushed and never submitted is forgotten.
     fn drop(&mut self) {
         if self.quiesce() {
-            // The kernel takes a ring apart some time after it is closed; limits on locked memory should not have to wait
-            // for that. If it refuses, they do.
+            // The kernel takes a ring apart some time after it is closed; limits on locked memory should not have to
+            // wait for that. If it refuses, they do.
             let _ = self.uring.submitter().unregister_buffers();
         } else {
             // We cannot learn when it has finished: what it may write to stays mapped for good.

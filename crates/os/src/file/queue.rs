@@ -274,8 +274,8 @@ impl Driver<Ring> for FileQueue {
 impl Drop for FileQueue {
     fn drop(&mut self) {
         if self.in_flight > 0 {
-            // Only while a panic unwinds. The kernel may still use all this, and the zeroes of the device; the ring keeps the
-            // file open as long as it lives, for what it has not submitted.
+            // Only while a panic unwinds. The kernel may still use all this, and the zeroes of the device; the ring
+            // keeps the file open as long as it lives, for what it has not submitted.
             std::mem::forget(Arc::clone(&self.shared.zeroes));
             std::mem::forget(self.file.take());
             return;
