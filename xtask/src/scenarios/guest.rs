@@ -243,15 +243,15 @@ fn packed(ground: &Ground) -> Result<()> {
 }
 
 fn in_order(ground: &Ground) -> Result<()> {
+    let (image, export, server) = ground.serve_image(64 * MIB, 2)?;
     for (packed, features) in [(false, "features 01"), (true, "features 11")] {
-        let (image, export, server) = ground.serve_image(64 * MIB, 2)?;
         let vm = Vm::new(ground.guest, 2).disk(&export.socket, 2).in_order();
         let output = if packed { vm.packed() } else { vm }.succeed(&verified(&[RING_PACKED, IN_ORDER]))?;
         let lines: Vec<_> = output.lines().collect();
         ensure!(lines == [features, "verified"], "the guest said:\n{output}");
-        ensure!(image.allocated()? >= 24 * MIB, "what fio wrote is not in the image");
-        server.stop()?;
     }
+    ensure!(image.allocated()? >= 24 * MIB, "what fio wrote is not in the image");
+    server.stop()?;
     Ok(())
 }
 
