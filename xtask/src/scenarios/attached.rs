@@ -166,7 +166,7 @@ fn foreign_killed(ground: &Ground) -> Result<()> {
 fn under_load(ground: &Ground, export: &Export, rings: &str, start: impl Fn() -> Result<Server>) -> Result<u64> {
     /// How long it lives in between.
     const LIFE: Duration = Duration::from_millis(150);
-    let times = times()?;
+    let times = crash::kills(10)?;
     let mut server = start()?;
     let (mut kills, mut left) = (0, 0);
     while kills < times {
@@ -191,14 +191,4 @@ fn under_load(ground: &Ground, export: &Export, rings: &str, start: impl Fn() ->
     left += crash::left(&server.said()?);
     server.stop()?;
     Ok(left)
-}
-
-/// How often a back-end is killed: 10 times, or as often as `BLKYARD_TEST_KILLS` says.
-fn times() -> Result<u32> {
-    match std::env::var("BLKYARD_TEST_KILLS") {
-        Ok(times) => {
-            times.parse().with_context(|| format!("BLKYARD_TEST_KILLS={times} is no number: say how often to kill"))
-        }
-        Err(_) => Ok(10),
-    }
 }

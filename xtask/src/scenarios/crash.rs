@@ -24,7 +24,7 @@ pub const SCENARIOS: &[Scenario] = &[
     },
     Scenario {
         name: "crash-guest-packed",
-        sentence: "a guest with packed rings goes on through eight killed daemons as well",
+        sentence: "a guest with packed rings goes on through killed daemons as well",
         place: Place::Guest,
         ours: true,
         tell: |ground| guest_fio(ground, true),
@@ -38,11 +38,24 @@ pub const SCENARIOS: &[Scenario] = &[
     },
 ];
 
-/// Deaths of one guest's daemons.
-const KILLS: usize = 8;
+/// How long a daemon lives once the guest's QEMU has come to it.
+const LIFE: Duration = Duration::from_millis(150);
+
+/// How often daemons are killed in one scenario: so often, or as often as `BLKYARD_TEST_KILLS` says.
+pub(super) fn kills(usually: usize) -> Result<usize> {
+    match std::env::var("BLKYARD_TEST_KILLS") {
+        Ok(kills) => {
+            kills.parse().with_context(|| format!("BLKYARD_TEST_KILLS={kills} is no number: say how often to kill"))
+        }
+        Err(_) => Ok(usually),
+    }
+}
 
 /// How often QEMU looks for the next daemon.
 const RECONNECT_MS: u32 = 20;
+
+/// Fewer than die while a guest does its load once.
+const KILLS_A_LOOP: usize = 4;
 
 /// What a queue says that begins with requests of a daemon that died.
 const LEFT: &str = "requests that were in flight before";
@@ -53,12 +66,19 @@ pub(super) fn left(said: &str) -> u64 {
     counts.filter_map(|line| line.split(LEFT).next()?.split_whitespace().next_back()?.parse::<u64>().ok()).sum()
 }
 
-/// A load of 32 MiB on an image of twice that: every block once, and then all of them read; the rate makes it last
-/// through the ends of many daemons.
-pub(super) const LONG_LOAD: &str = "modprobe virtio_blk && echo begins && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
+/// What a server says when a guest's QEMU has come to it.
+const CAME: &str = "a front-end connected";
+
+/// A load of 32 MiB on an image of twice that, as often as said: every block once, by requests that are in flight all
+/// the time, and then all of them read.
+pub(super) fn long_load(loops: usize) -> String {
+    format!(
+        "modprobe virtio_blk && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
         --group_reporting --verify=crc32c --verify_fatal=1 --iodepth=32 --output-format=terse --output=/dev/null \
-        --name=small --rw=randwrite --bs=4k --size=6m --numjobs=4 --offset_increment=8m --rate_iops=150 \
-        --name=mixed --rw=randwrite --bsrange=4k-128k --size=8m --offset=40m --rate_iops=20 && echo verified";
+        --loops={loops} --name=small --rw=randwrite --bs=4k --size=6m --numjobs=4 --offset_increment=8m \
+        --name=mixed --rw=randwrite --bsrange=4k-128k --size=8m --offset=40m && echo verified"
+    )
+}
 
 /// Checks that such a load came to its end and is in the image.
 pub(super) fn check_long_load(machine: Machine, image: &Image) -> Result<()> {
@@ -70,30 +90,40 @@ pub(super) fn check_long_load(machine: Machine, image: &Image) -> Result<()> {
 }
 
 fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
+    let kills = kills(8)?;
     let (image, export, mut server) = ground.serve_image(64 * MIB, 4)?;
     let vm = Vm::new(ground.guest, 4).disk(&export.socket, 4).reconnects_every_ms(RECONNECT_MS);
-    let mut machine = if packed { vm.packed() } else { vm }.start(LONG_LOAD)?;
-    machine.wait_for_output(|output| output.contains("begins"))?;
-    let mut found = 0;
-    for kill in 0..KILLS {
-        wait_for_growth(&mut machine, &image, 512 * KIB)?;
-        // The guest has come back and gone on by now, so what was left has been said.
-        found += left(&server.said()?);
+    let mut machine = if packed { vm.packed() } else { vm }.start(&long_load(2 + kills / KILLS_A_LOOP))?;
+    wait_for_writes(&mut machine, &image)?;
+    let (mut done, mut found, mut amid) = (0, 0, 0);
+    // Now and then a daemon dies between two requests; not all of so many.
+    while done < kills || found == 0 && done < 2 * kills {
+        let case = || format!("after {done} kills");
+        machine.wait_until(|| Ok(server.said()?.contains(CAME))).with_context(case)?;
+        go_on(&mut machine).with_context(case)?;
+        let inherited = left(&server.said()?);
         server.kill();
-        server = ground.serve(std::slice::from_ref(&export)).with_context(|| format!("after kill {kill}"))?;
+        server = ground.serve(std::slice::from_ref(&export)).with_context(case)?;
+        (done, found, amid) = (done + 1, found + inherited, amid + usize::from(inherited > 0));
     }
-    wait_for_growth(&mut machine, &image, 512 * KIB).context("after the last kill")?;
-    found += left(&server.said()?);
     check_long_load(machine, &image)?;
+    let inherited = left(&server.said()?);
+    (found, amid) = (found + inherited, amid + usize::from(inherited > 0));
     ensure!(found > 0, "no daemon was killed in the middle of anything");
     server.stop()?;
+    ground.measured(format!("{done} daemons killed, {amid} with requests in flight, {found} in all"));
     Ok(())
 }
 
-/// Waits until the guest has written so much more.
-pub(super) fn wait_for_growth(machine: &mut Machine, image: &Image, bytes: u64) -> Result<()> {
-    let before = image.allocated()?;
-    machine.wait_until(|| Ok(image.allocated()? >= before + bytes))
+/// Waits until the guest has begun to write.
+pub(super) fn wait_for_writes(machine: &mut Machine, image: &Image) -> Result<()> {
+    machine.wait_until(|| Ok(image.allocated()? > 0))
+}
+
+/// Lets the guest go on for a while.
+pub(super) fn go_on(machine: &mut Machine) -> Result<()> {
+    let until = Instant::now() + LIFE;
+    machine.wait_until(|| Ok(Instant::now() >= until))
 }
 
 /// Blocks that the guest writes at one time, so far from each other that no two become one request.

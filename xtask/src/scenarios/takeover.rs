@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::{Ground, KIB, MIB, Place, Scenario, control, crash};
+use super::{Ground, MIB, Place, Scenario, control, crash};
 use crate::server::{Device, Export, Server};
 use crate::vm::Vm;
 
@@ -35,16 +35,15 @@ fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
     let export = ground.export(Device::File(image.path.clone()), "disk.sock", 4);
     let mut server = control::serve(ground, std::slice::from_ref(&export))?;
     let vm = Vm::new(ground.guest, 4).disk(&export.socket, 4);
-    let mut machine = if packed { vm.packed() } else { vm }.start(crash::LONG_LOAD)?;
-    machine.wait_for_output(|output| output.contains("begins"))?;
+    let mut machine = if packed { vm.packed() } else { vm }.start(&crash::long_load(2))?;
+    crash::wait_for_writes(&mut machine, &image)?;
     let mut rests = Vec::new();
     for heir in 0..HEIRS {
-        crash::wait_for_growth(&mut machine, &image, 512 * KIB)?;
+        crash::go_on(&mut machine)?;
         let (taker, rested) = take_over(ground, &export).with_context(|| format!("heir {heir}"))?;
         std::mem::replace(&mut server, taker).end().context("the daemon before")?;
         rests.push(rested);
     }
-    crash::wait_for_growth(&mut machine, &image, 512 * KIB).context("after the last takeover")?;
     crash::check_long_load(machine, &image)?;
     server.stop()?;
     ground.measured(format!("the guest rested {rests:.1?}"));
