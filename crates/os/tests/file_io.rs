@@ -3,10 +3,12 @@
 mod common;
 
 use std::fs;
+use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use blkyard_mq::{BioFlags, BlockDevice, Op, Status};
+use blkyard_mq::{BioFlags, BlockDevice, Op, Region, RegionTable, Status};
 use blkyard_os::{Direct, FileConfig, FixedBuffers, Mode, RingConfig};
 use common::{Bench, bio, crank, folders, image, open, pattern, range};
 
@@ -103,6 +105,27 @@ fn bios_in_a_row_share_requests_and_each_has_its_data() {
         assert!(bench.bytes(0, data.len()) == data);
         let merged: u64 = bench.queue.stats().snapshot().merged.iter().sum();
         assert!(merged > 64, "{merged} of 128 bios shared a request");
+    }
+}
+
+#[test]
+fn a_write_from_memory_that_is_gone_fails_alone() {
+    for folder in folders() {
+        for direct in [Direct::Auto, Direct::Off] {
+            let path = image(&folder, MIB);
+            let mut bench = Bench::new(FileConfig { direct, ..FileConfig::new(&path) }, 4);
+            let memory = tempfile::tempfile().unwrap();
+            memory.set_len(MIB).unwrap();
+            let region = Region::map_file(memory.as_fd(), 0, MIB).unwrap();
+            bench.queue.set_memory(&mut bench.ring, Arc::new(RegionTable::new(vec![region])));
+            // As a front-end may do that means ill. In two pieces, so that their pages are looked up for this write.
+            memory.set_len(0).unwrap();
+            let mut durable = bio(Op::Write, 0, &[(0, 4096), (8192, 4096)]);
+            durable.flags = BioFlags::FUA;
+            assert_eq!(bench.one(durable), Status::Io);
+            assert_eq!(bench.one(range(Op::Flush, 0, 0, BioFlags::empty())), Status::Ok, "others can flush");
+            assert!(!bench.device.sync_has_failed());
+        }
     }
 }
 

@@ -231,13 +231,27 @@ impl Place {
             }
             libc::EOPNOTSUPP | libc::ENOSYS => self.refused(shared),
             _ => {
-                if self.step == Step::Sync || self.durable && self.step != Step::Read {
+                if self.loses_more_than_itself(errno, shared) {
                     shared.sync_failed.store(true, Relaxed);
                 }
                 // Nobody told the kernel not to wait: what it would not do for so long has failed.
                 let status = Status::from_errno(errno);
                 Next::Over(if status == Status::Again { Status::Io } else { status })
             }
+        }
+    }
+
+    /// Whether this failure may have been of a sync, and so of what others have written before.
+    fn loses_more_than_itself(&self, errno: i32, shared: &Shared) -> bool {
+        match (self.step, errno) {
+            (Step::Sync, _) => true,
+            // Its memory was not there, or no room for it, and that is found out before anything is written. Without
+            // direct I/O room may be wanting later, for what was taken long before.
+            (Step::Write | Step::Zeroes, libc::EFAULT) => false,
+            (Step::Write | Step::Zeroes, libc::ENOSPC | libc::EDQUOT) if shared.offset_mask != 0 => false,
+            (Step::Write | Step::Zeroes, _) => self.durable,
+            // These make nothing durable: the sync that does follows them.
+            _ => false,
         }
     }
 
@@ -372,6 +386,34 @@ mod tests {
         let mut read = place(Step::Read, 512, Data::One { address: 0x1000 });
         assert_eq!(read.answer(-libc::EIO, &mut [], &fresh), Next::Over(Status::Io));
         assert!(!fresh.sync_failed.load(Relaxed), "a read that failed says nothing of what was written");
+    }
+
+    #[test]
+    fn what_fails_before_it_is_written_fails_no_flush_of_others() {
+        let direct = shared(511);
+        for (step, errno) in [
+            (Step::Write, libc::EFAULT),
+            (Step::Write, libc::ENOSPC),
+            (Step::Zeroes, libc::EDQUOT),
+            (Step::Punch, libc::ENOSPC),
+            (Step::Allocate, libc::ENOSPC),
+            (Step::ZeroRange, libc::EIO),
+            (Step::Discard, libc::EIO),
+            (Step::Trim, libc::EINVAL),
+        ] {
+            let mut place = Place { durable: true, ..place(step, 4096, Data::None) };
+            assert!(matches!(place.answer(-errno, &mut [], &direct), Next::Over(_)), "{step:?} {errno}");
+            assert!(!direct.sync_failed.load(Relaxed), "{step:?} {errno}");
+        }
+        // Through the page cache it may be what was written long ago that finds no room.
+        for (step, errno, offset_mask) in
+            [(Step::Write, libc::ENOSPC, 0), (Step::Write, libc::EIO, 511), (Step::Zeroes, libc::EIO, 511)]
+        {
+            let shared = shared(offset_mask);
+            let mut place = Place { durable: true, ..place(step, 4096, Data::None) };
+            assert!(matches!(place.answer(-errno, &mut [], &shared), Next::Over(_)));
+            assert!(shared.sync_failed.load(Relaxed), "{step:?} {errno}");
+        }
     }
 
     #[test]
