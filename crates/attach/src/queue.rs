@@ -47,9 +47,8 @@ pub struct AttachedQueue {
     /// Of the ring, and of the memory.
     ring_number: u64,
     memory_number: u64,
-    /// Requests answered so far, and when the last back-end died.
-    answered: u64,
-    answered_then: u64,
+    /// Back-ends have died over what is in flight, and nothing was answered since.
+    mourns: bool,
     line: Line,
 }
 
@@ -73,8 +72,7 @@ impl AttachedQueue {
             number: opened.number,
             ring_number: 0,
             memory_number: 0,
-            answered: 0,
-            answered_then: 0,
+            mourns: false,
             line,
         }
     }
@@ -118,15 +116,9 @@ impl AttachedQueue {
     fn note_death(&mut self, done: Option<&Done<'_>>) {
         let deaths = &self.door.view.deaths;
         let waiting = self.ring.as_ref().map_or(0, |ring| ring.in_flight().count());
-        let in_a_row = if waiting == 0 {
-            0
-        } else if self.answered == self.answered_then {
-            deaths.load(Relaxed) + 1
-        } else {
-            1
-        };
+        self.mourns = waiting > 0;
+        let in_a_row = if self.mourns { deaths.load(Relaxed) + 1 } else { 0 };
         deaths.store(in_a_row, Relaxed);
-        self.answered_then = self.answered;
         let (Some(ring), Some(done)) = (&self.ring, done) else { return };
         if in_a_row < DEATHS_TOLD || !in_a_row.is_power_of_two() {
             return;
@@ -144,6 +136,13 @@ impl AttachedQueue {
             oldest.sectors(),
             oldest.sector()
         );
+    }
+
+    /// Something was answered: what back-ends died of was something else.
+    #[cold]
+    fn forget_deaths(&mut self) {
+        self.mourns = false;
+        self.door.view.deaths.store(0, Relaxed);
     }
 
     /// The back-end of the ring is gone: takes what it has still finished. The rest ends with this status, or is to be
@@ -194,11 +193,14 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
         if let Some(ring) = &mut self.ring {
             let before = ring.ring().in_flight();
             let polled = ring.poll(done);
-            self.answered += u64::from(before.wrapping_sub(ring.ring().in_flight()));
+            let is_answered = ring.ring().in_flight() != before;
             if let Err(fault) = polled
                 && !std::mem::replace(&mut self.broken, true)
             {
                 self.line.send(Order::Fault(self.number, self.ring_number, fault.to_string()));
+            }
+            if self.mourns && is_answered {
+                self.forget_deaths();
             }
         }
         if self.door.has_mail() {

@@ -2,7 +2,9 @@
 
 mod common;
 
+use std::io::Seek;
 use std::os::unix::net::UnixListener;
+use std::sync::Arc;
 use std::time::Duration;
 
 use blkyard_attach::{AttachConfig, Attached};
@@ -82,17 +84,30 @@ fn back_ends_that_die_over_the_same_requests_are_counted_until_something_is_answ
     let deaths = || attached.view().queues[0].deaths.load(std::sync::atomic::Ordering::Relaxed);
     assert_eq!(deaths(), 0);
     user.submit(Op::Write, 7, 0);
-    until("five have died", || {
-        user.turn();
-        deaths() == 5
+    let mut said = tempfile::tempfile().unwrap();
+    let log = tracing_subscriber::fmt().with_writer(Arc::new(said.try_clone().unwrap())).with_ansi(false).finish();
+    tracing::subscriber::with_default(log, || {
+        until("five have died", || {
+            user.turn();
+            deaths() == 5
+        });
     });
     fake.join();
     assert!(user.ended.is_empty(), "nobody did anything");
+    said.rewind().unwrap();
+    let said = std::io::read_to_string(said).unwrap();
+    let told: Vec<_> = said.lines().filter(|line| line.contains("died one after the other")).collect();
+    let words = ["req.0: 4 back-ends", "1 requests are in flight", "a Write of 8 sectors at sector 56"];
+    assert!(
+        told.len() == 1 && words.iter().all(|word| told[0].contains(word)),
+        "at the fourth, and not before: {said}"
+    );
     let device = disk();
     std::fs::remove_file(&path).unwrap();
     let backend = Backend::start(&path, &device, 1);
     user.drain_asleep();
     assert_eq!(user.ended.pop().unwrap().status, Status::Ok);
+    assert_eq!(deaths(), 0, "it was answered");
     // What it dies of now is something else, or nothing.
     backend.stop();
     until("the good one is gone", || !attached.view().is_connected);
