@@ -352,8 +352,7 @@ impl Control {
         if goes_on {
             session.start_ring(number as u16, &place, &slot.kick, call, &self.error)?;
             // What the old one did not hear the new one must, and what the old one did not say nobody will.
-            slot.kick.ring();
-            slot.door.bell.ring();
+            slot.door.post(Letter::GoesOn);
             return Ok(());
         }
         // One that is gone, and yet is not, has the old one.

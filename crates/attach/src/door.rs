@@ -24,6 +24,8 @@ pub(crate) enum Letter {
     Memory(u64, bool),
     /// Its back-end has died.
     Died,
+    /// Another goes on in its ring, which it may have to be told.
+    GoesOn,
     /// Nobody serves it any more: what it has and gets fails, until there is a ring again.
     Fail,
 }
@@ -87,7 +89,10 @@ impl Door {
         // Pairs with the swap in `take`: who sees the flag finds the letter. Before the bell: who was armed earlier
         // hears that, who arms later sees this.
         self.mail.store(true, Ordering::SeqCst);
-        self.bell.ring();
+        // Where nobody listens to it nobody would make it quiet, either.
+        if !self.polled {
+            self.bell.ring();
+        }
     }
 
     #[inline]

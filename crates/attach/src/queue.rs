@@ -49,6 +49,8 @@ pub struct AttachedQueue {
     memory_number: u64,
     /// Back-ends have died over what is in flight, and nothing was answered since.
     mourns: bool,
+    /// A back-end goes on in the ring that has not been kicked yet.
+    unheard: bool,
     line: Line,
 }
 
@@ -73,6 +75,7 @@ impl AttachedQueue {
             ring_number: 0,
             memory_number: 0,
             mourns: false,
+            unheard: false,
             line,
         }
     }
@@ -103,6 +106,7 @@ impl AttachedQueue {
                 }
                 Letter::Memory(..) => {}
                 Letter::Died => self.note_death(done.as_deref()),
+                Letter::GoesOn => self.unheard = true,
                 Letter::Fail => {
                     self.leave_ring(done.as_deref_mut(), Some(Status::Io));
                     self.failing = true;
@@ -145,6 +149,18 @@ impl AttachedQueue {
         self.door.view.deaths.store(0, Relaxed);
     }
 
+    /// Rings the back-end's bell, through the lane.
+    #[inline]
+    fn kick<Cx: ?Sized + Chime>(&mut self, cx: &mut Cx) {
+        self.unheard = false;
+        if let Some(kick) = &self.kick {
+            if std::mem::take(&mut self.moved) {
+                cx.forget(&mut self.place);
+            }
+            cx.chime(&mut self.place, kick.as_fd());
+        }
+    }
+
     /// The back-end of the ring is gone: takes what it has still finished. The rest ends with this status, or is to be
     /// done again.
     fn leave_ring(&mut self, done: Option<&mut Done<'_>>, status: Option<Status>) {
@@ -180,16 +196,13 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
             let reached = reach.get(segment.region as usize).is_some_and(|reached| *reached);
             memory.resolve(segment).filter(|_| reached).map(|span| span.as_ptr() as u64)
         });
-        if kick_wanted && let Some(kick) = &self.kick {
-            if std::mem::take(&mut self.moved) {
-                cx.forget(&mut self.place);
-            }
-            cx.chime(&mut self.place, kick.as_fd());
+        if kick_wanted || self.unheard {
+            self.kick(cx);
         }
     }
 
     #[inline]
-    fn poll(&mut self, _cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
+    fn poll(&mut self, cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
         if let Some(ring) = &mut self.ring {
             let before = ring.ring().in_flight();
             let polled = ring.poll(done);
@@ -205,6 +218,9 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
         }
         if self.door.has_mail() {
             self.read_mail(Some(done));
+        }
+        if self.unheard {
+            self.kick(cx);
         }
     }
 
