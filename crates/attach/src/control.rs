@@ -42,10 +42,25 @@ const PAUSE_SHARE: u32 = 8;
 const FAULTS_MAX: u32 = 3;
 /// A connection that ended so soon was of no use, and the next one will hardly be of more.
 const HASTE: Duration = Duration::from_millis(5);
-/// How often it is said that requests take long.
+/// How often it is said that requests take long, or what a back-end tells by itself: it could write our log otherwise.
 const SAY_EVERY: Duration = Duration::from_secs(10);
 /// A back-end that has served for so long is good again.
 const GOOD_AFTER: Duration = Duration::from_secs(10);
+
+/// Something that is said no more often than [`SAY_EVERY`].
+#[derive(Default)]
+struct NowAndThen(Option<Instant>);
+
+impl NowAndThen {
+    /// Whether it may be said again; then it is said.
+    fn is_due(&mut self, now: Instant) -> bool {
+        let is_due = self.0.is_none_or(|said_at| now.saturating_duration_since(said_at) >= SAY_EVERY);
+        if is_due {
+            self.0 = Some(now);
+        }
+        is_due
+    }
+}
 
 /// The state of the connection.
 enum Link {
@@ -102,8 +117,10 @@ pub(crate) struct Control {
     made: u64,
     /// Rings broken in a row.
     faults: u32,
-    /// When it was last said that a request takes long.
-    late_at: Option<Instant>,
+    /// That a request takes long.
+    late: NowAndThen,
+    /// That the disk has another size, or makes no sense.
+    news: NowAndThen,
 }
 
 impl Control {
@@ -141,7 +158,8 @@ impl Control {
             inflight,
             made: 0,
             faults: 0,
-            late_at: None,
+            late: NowAndThen::default(),
+            news: NowAndThen::default(),
         };
         control.note_session();
         Ok(control)
@@ -239,10 +257,9 @@ impl Control {
             }
             Order::Late(number) => {
                 if let Some(slot) = &self.slots[usize::from(number)]
-                    && self.late_at.is_none_or(|at| at.elapsed() >= SAY_EVERY)
+                    && self.late.is_due(Instant::now())
                 {
                     tracing::warn!("{}: {}: a request takes long", self.shared.config.name(), slot.door.view.name);
-                    self.late_at = Some(Instant::now());
                 }
                 self.with_session(|_, session| session.probe());
             }
@@ -490,14 +507,15 @@ impl Control {
         match session.read_disk(&self.shared.config) {
             Ok(disk) => self.set_capacity(disk.info.capacity_sectors),
             Err(AttachError::Talk { source, .. }) => self.leave(&source),
-            Err(error) => tracing::warn!("{error}; what it said before holds"),
+            Err(error) if self.news.is_due(Instant::now()) => tracing::warn!("{error}; what it said before holds"),
+            Err(_) => {}
         }
     }
 
     fn set_capacity(&mut self, sectors: u64) {
         self.disk.info.capacity_sectors = sectors;
         let old = self.shared.set_capacity(sectors);
-        if old != sectors {
+        if old != sectors && self.news.is_due(Instant::now()) {
             tracing::info!("{}: {sectors} sectors now, {old} before", self.shared.config.name());
         }
     }
@@ -532,4 +550,16 @@ fn is_readable(session: &Session) -> bool {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     let mut fds = [PollFd::from_borrowed_fd(session.socket(), PollFlags::IN | PollFlags::RDHUP)];
     poll(&mut fds, Some(&now)).is_ok_and(|count| count > 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_back_end_could_have_us_say_without_end_is_said_now_and_then() {
+        let (start, mut news) = (Instant::now(), NowAndThen::default());
+        let said: Vec<_> = (0..25).filter(|second| news.is_due(start + Duration::from_secs(*second))).collect();
+        assert_eq!(said, [0, 10, 20]);
+    }
 }
