@@ -12,8 +12,9 @@ use std::io;
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 
-/// Regions mapped from files at one time, in the whole process: 16 exports of 64 slots.
-const MAPPINGS_MAX: usize = 1024;
+/// Regions mapped from files at one time, in the whole process: 64 exports, each with 64 slots, a record and a log,
+/// all of them twice while they are replaced. No front-end can use them up for others.
+const MAPPINGS_MAX: usize = 64 * 2 * (64 + 2);
 
 struct Slot {
     /// Zero when the slot is free; `BUSY` while it is being filled.
@@ -119,4 +120,17 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _contex
     // Not ours: let the default action take the process when the instruction is tried again.
     // SAFETY: setting the default disposition is always allowed, in a handler too.
     unsafe { libc::signal(signal, libc::SIG_DFL) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sixty_four_exports_may_have_all_the_memory_they_can_and_replace_it_at_the_same_time() {
+        // No process has such addresses, so nothing is ever found there.
+        let places = (0..64 * 2 * 64).map(|place| 0xffff_8000_0000_0000 + place * 4096);
+        let watched: io::Result<Vec<_>> = places.map(|start| Watched::new(start, 4096)).collect();
+        assert!(watched.unwrap().iter().all(|watched| !watched.faulted()));
+    }
 }
