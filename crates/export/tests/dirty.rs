@@ -11,8 +11,8 @@ use std::time::Instant;
 use blkyard_mem::{Region, View};
 use blkyard_virtio::{Features, LOG_PAGE_BYTES};
 use common::{
-    AnyDevice, Data, Front, LINE_BYTES, Line, PAGE, PATIENCE, PLAIN, Ram, Request, World, event, kind, kinds, readable,
-    rung, words64,
+    AnyDevice, Data, Front, LINE_BYTES, Line, PAGE, PATIENCE, PLAIN, Ram, Request, World, addresses, event, kind,
+    kinds, readable, rung, words64,
 };
 use rustix::fs::MemfdFlags;
 
@@ -197,6 +197,16 @@ fn a_log_that_is_shorter_than_memory_or_than_it_says_does_no_harm() {
     set_logging(&front, true);
     run(&mut line, 0, kind::IN, 0, Data::In(4096));
     assert!(log.take().is_empty());
+    // Nor does a ring that is to be noted where there is no log, or no memory at all.
+    let user_addrs = line.guest_addrs().map(|addr| addr - ram.guest_addr + ram.user_addr);
+    for log_at in [u64::MAX, u64::MAX - 300, u64::MAX / 2, 1 << 52] {
+        let mut payload = addresses(0, user_addrs);
+        payload[4] = 1;
+        payload[32..].copy_from_slice(&u64::to_ne_bytes(log_at));
+        assert!(front.raw.accepts(Request::SetVringAddr, &payload, &[]));
+        run(&mut line, 0, kind::IN, 0, Data::In(4096));
+        assert!(log.take().is_empty(), "{log_at:#x}");
+    }
     // One that ends beyond its file is refused, and the session with it.
     let payload = words64(&[1 << 30, 0]);
     assert!(front.raw.ask(Request::SetLogBase, &payload, &[log.file.as_fd()]).is_none());

@@ -41,6 +41,31 @@ fn every_kind_of_ring_carries_data_whatever_its_size() {
 }
 
 #[test]
+fn a_ring_that_becomes_longer_while_it_runs_carries_as_much_as_one_that_was_so_from_the_start() {
+    let world = World::new(vec![AnyDevice::ram(0)], 1, 1);
+    for features in kinds() {
+        let front = connect(&world, features);
+        let ram = Ram::new(LINE_BYTES);
+        front.share(&[&ram]).unwrap();
+        let mut short = Line::new(&ram, 0, 4, features);
+        short.start(&front, 0, false);
+        short.all(30, 40, kind::OUT, 1);
+        for size in [8, 256, 1024] {
+            assert!(front.raw.accepts(Request::SetVringNum, &state(0, size), &[]), "{features:?}");
+        }
+        assert!(front.raw.ask(Request::GetVringBase, &state(0, 0), &[]).is_some());
+        ram.write(0, &vec![0; LINE_BYTES as usize]);
+        let mut long = Line::new(&ram, 0, 1024, features);
+        long.start(&front, 0, false);
+        long.all(255, 40, kind::OUT, 2);
+        long.all(255, 40, kind::IN, 2);
+        long.stop(&front, 0);
+        front.leave(&world.exports[0]);
+    }
+    world.stop();
+}
+
+#[test]
 fn sizes_that_are_no_power_of_two_are_for_packed_rings() {
     let world = World::pair();
     for (features, size, accepted) in [
