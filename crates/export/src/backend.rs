@@ -205,8 +205,10 @@ impl Backend {
 
     /// Nobody goes on with it but us.
     pub(crate) fn go_on(&mut self, running: Vec<usize>) {
-        if let Err(error) = running.into_iter().try_for_each(|index| self.run_if_ready(index)) {
-            tracing::error!("{}: not all queues run again: {error}", self.config.name);
+        for index in running {
+            if let Err(error) = self.run_if_ready(index) {
+                tracing::error!("{}: queue {index} does not run again: {error}", self.config.name);
+            }
         }
     }
 
