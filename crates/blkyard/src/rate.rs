@@ -14,29 +14,31 @@ const BYTES_PER_S: std::ops::RangeInclusive<u64> = 4096..=1 << 40;
 /// An I/O that may have been saved up for longer than this was not meant to be limited.
 const BURST_MS_MAX: u64 = 60_000;
 
-/// The limit of a device or an export, which may change.
+/// The limit of a device or an export, which may change; and what was asked for, though it be no limit: a burst is kept
+/// for the next one.
 #[derive(Debug, Default)]
-pub struct RateSlot(Mutex<Option<Arc<RateLimit>>>);
+pub struct RateSlot(Mutex<(RateConfig, Option<Arc<RateLimit>>)>);
 
 impl RateSlot {
     /// One with this limit, if it is any.
     pub fn new(config: RateConfig) -> RateSlot {
-        RateSlot(Mutex::new(RateLimit::new(config).map(Arc::new)))
+        RateSlot(Mutex::new((config, RateLimit::new(config).map(Arc::new))))
     }
 
     /// The limit, if there is one.
     pub fn limit(&self) -> Option<Arc<RateLimit>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).1.clone()
     }
 
     /// What it was asked for.
     pub fn config(&self) -> RateConfig {
-        self.limit().map_or_else(RateConfig::default, |limit| limit.config())
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Another limit from now on, for queues that are told of it.
     pub fn set(&self, config: RateConfig) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = RateLimit::new(config).map(Arc::new);
+        let limit = RateLimit::new(config).map(Arc::new);
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (config, limit);
     }
 
     /// Writes it into the name of what it limits, as it would be given for the same.
@@ -153,5 +155,19 @@ mod tests {
         let mut spec = Spec::parse("ram:1M?iops_max=9&burst_ms=1").unwrap();
         RateSlot::default().put_into(&mut spec);
         assert_eq!(take_own_rate(&mut spec), Ok(NONE));
+    }
+
+    #[test]
+    fn a_limit_that_is_off_keeps_its_burst_for_the_next() {
+        let slot = RateSlot::new(SOME);
+        let set = |words| slot.set(taken(words, slot.config()).unwrap().unwrap());
+        set("ram:1M?iops_max=off&bytes_per_s_max=off");
+        assert!(slot.limit().is_none());
+        let mut spec = Spec::parse("ram:1M").unwrap();
+        slot.put_into(&mut spec);
+        assert_eq!(take_own_rate(&mut spec), Ok(NONE), "what is no limit is none elsewhere");
+        set("ram:1M?iops_max=9");
+        assert_eq!(slot.config(), RateConfig { iops: 9, bytes_per_s: 0, ..SOME });
+        assert_eq!(slot.limit().unwrap().config(), slot.config());
     }
 }
