@@ -1,18 +1,156 @@
 //! A driver and a device that sleep whenever they may: in whatever order they take their turns, neither sleeps for
-//! ever.
+//! ever. Our own driver, in either format, and the reference driver.
 //!
-//! The real ring on both sides, one call at a time, in every order of the first turns. What happens within a call,
-//! between one access and the next, is the business of `notify_model` in the crate.
+//! The real rings on both sides, one call at a time, in every order of the first turns. What happens within a call,
+//! between one access and the next, is the business of `notify_model` in the crate: both formats publish and arm as it
+//! has it, a store and a load of two words each, all sequentially consistent.
 #![forbid(unsafe_code)]
 
 mod common;
+#[path = "common/driver/mod.rs"]
+mod driver_common;
 
-use blkyard_virtio::driver_model::{Buffer, Guest, blk_header};
+use blkyard_virtio::driver::{Buffer, DriverRing};
+use blkyard_virtio::driver_model::{Buffer as GuestBuffer, Guest, blk_header};
+use blkyard_virtio::{DeviceRing, Features};
 use common::Device;
+use driver_common::{Rig, formats};
 
 const REQUESTS: u32 = 3;
 /// Turns whose every order is tried.
 const TURNS: u32 = 14;
+
+/// A driver's ring and a device's.
+trait Rings {
+    /// Requests that may be out at one time.
+    fn size(&self) -> u32;
+    fn offer(&mut self, number: u32);
+    /// Whether the device is to be kicked.
+    fn publish(&mut self) -> bool;
+    /// Whether a request came back.
+    fn poll(&mut self) -> bool;
+    /// Whether one did before the device heard that the driver sleeps.
+    fn arm(&mut self) -> bool;
+    fn disarm(&mut self);
+    /// Does a request, if there is one.
+    fn serve(&mut self) -> bool;
+    fn device(&mut self) -> &mut DeviceRing;
+}
+
+/// Our driver.
+struct Ours {
+    rig: Rig,
+    buffers: Vec<Buffer>,
+    delayed: bool,
+}
+
+impl Ours {
+    fn new(features: Features, size: u16, delayed: bool) -> Ours {
+        let packed = features.contains(Features::RING_PACKED);
+        // Indexes and laps wrap on the way.
+        let rig = Rig::new(features, size, if packed { size - 1 } else { 65534 });
+        let buffers = rig.buffers(0, &[], &[1]);
+        Ours { rig, buffers, delayed }
+    }
+}
+
+impl Rings for Ours {
+    fn size(&self) -> u32 {
+        self.rig.driver.size().into()
+    }
+
+    fn offer(&mut self, number: u32) {
+        let token = number as u16 % self.rig.driver.size();
+        self.rig.driver.add(token, &self.buffers).unwrap();
+    }
+
+    fn publish(&mut self) -> bool {
+        self.rig.driver.publish()
+    }
+
+    fn poll(&mut self) -> bool {
+        self.rig.driver.poll().unwrap().is_some()
+    }
+
+    fn arm(&mut self) -> bool {
+        let arm = if self.delayed { DriverRing::arm_delayed } else { DriverRing::arm };
+        arm(&mut self.rig.driver)
+    }
+
+    fn disarm(&mut self) {
+        self.rig.driver.disarm();
+    }
+
+    fn serve(&mut self) -> bool {
+        let Some((head, _)) = self.rig.fetch() else { return false };
+        self.rig.device.complete(head, 1);
+        true
+    }
+
+    fn device(&mut self) -> &mut DeviceRing {
+        &mut self.rig.device
+    }
+}
+
+/// The reference driver.
+struct Reference {
+    guest: Guest,
+    device: Device,
+    head: u16,
+}
+
+impl Reference {
+    fn new(event_idx: bool) -> Reference {
+        let mut guest = Guest::new(1, 0x1000, event_idx);
+        // Both indexes wrap on the way.
+        guest.start_at(65534);
+        let header = guest.alloc(16, 16);
+        guest.write(header, &blk_header(4, 0));
+        let status = guest.alloc(1, 1);
+        let table = guest.alloc(32, 16);
+        let buffers = [
+            GuestBuffer { addr: header, len: 16, writable: false },
+            GuestBuffer { addr: status, len: 1, writable: true },
+        ];
+        let head = guest.chain_indirect(table, &buffers).unwrap();
+        let device = Device::new(&guest, true);
+        Reference { guest, device, head }
+    }
+}
+
+impl Rings for Reference {
+    fn size(&self) -> u32 {
+        1
+    }
+
+    fn offer(&mut self, _number: u32) {
+        self.guest.offer(self.head);
+    }
+
+    fn publish(&mut self) -> bool {
+        self.guest.publish()
+    }
+
+    fn poll(&mut self) -> bool {
+        self.guest.poll().is_some()
+    }
+
+    fn arm(&mut self) -> bool {
+        self.guest.enable_calls()
+    }
+
+    fn disarm(&mut self) {
+        self.guest.disable_calls();
+    }
+
+    fn serve(&mut self) -> bool {
+        self.device.step().unwrap().is_some()
+    }
+
+    fn device(&mut self) -> &mut DeviceRing {
+        &mut self.device.ring
+    }
+}
 
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum DriverState {
@@ -31,61 +169,48 @@ enum DeviceState {
     Asleep,
 }
 
-struct Pair {
-    guest: Guest,
-    device: Device,
-    head: u16,
+struct Pair<R> {
+    rings: R,
     offered: u32,
     polled: u32,
-    driver_state: DriverState,
-    device_state: DeviceState,
+    driver: DriverState,
+    device: DeviceState,
     kick: bool,
     call: bool,
 }
 
-impl Pair {
-    fn new(event_idx: bool) -> Pair {
-        let mut guest = Guest::new(1, 0x1000, event_idx);
-        // Both indexes wrap on the way.
-        guest.start_at(65534);
-        let header = guest.alloc(16, 16);
-        guest.write(header, &blk_header(4, 0));
-        let status = guest.alloc(1, 1);
-        let table = guest.alloc(32, 16);
-        let buffers =
-            [Buffer { addr: header, len: 16, writable: false }, Buffer { addr: status, len: 1, writable: true }];
-        let head = guest.chain_indirect(table, &buffers).unwrap();
-        let mut device = Device::new(&guest, true);
-        device.ring.disable_notify();
-        guest.disable_calls();
-        let (driver_state, device_state) = (DriverState::Offer, DeviceState::Work);
-        Pair { guest, device, head, offered: 0, polled: 0, driver_state, device_state, kick: false, call: false }
+impl<R: Rings> Pair<R> {
+    fn new(mut rings: R) -> Pair<R> {
+        rings.device().disable_notify();
+        rings.disarm();
+        let (driver, device) = (DriverState::Offer, DeviceState::Work);
+        Pair { rings, offered: 0, polled: 0, driver, device, kick: false, call: false }
     }
 
     /// One call of the driver; false if it sleeps and nobody called.
-    fn driver(&mut self) -> bool {
-        self.driver_state = match self.driver_state {
-            DriverState::Offer if self.offered == self.polled && self.offered < REQUESTS => {
-                self.guest.offer(self.head);
+    fn drive(&mut self) -> bool {
+        let may_offer = self.offered < REQUESTS && self.offered - self.polled < self.rings.size();
+        self.driver = match self.driver {
+            DriverState::Offer if may_offer => {
+                self.rings.offer(self.offered);
                 self.offered += 1;
                 DriverState::Publish
             }
             DriverState::Offer => DriverState::Poll,
             DriverState::Publish => {
-                self.kick |= self.guest.publish();
+                self.kick |= self.rings.publish();
                 DriverState::Poll
             }
-            DriverState::Poll => match self.guest.poll() {
-                Some(_) => {
-                    self.polled += 1;
-                    DriverState::Offer
-                }
-                None => DriverState::Arm,
-            },
-            DriverState::Arm if self.guest.enable_calls() => DriverState::Poll,
+            DriverState::Poll if self.rings.poll() => {
+                self.polled += 1;
+                DriverState::Offer
+            }
+            DriverState::Poll if may_offer => DriverState::Offer,
+            DriverState::Poll => DriverState::Arm,
+            DriverState::Arm if self.rings.arm() => DriverState::Poll,
             DriverState::Arm => DriverState::Asleep,
             DriverState::Asleep if std::mem::take(&mut self.call) => {
-                self.guest.disable_calls();
+                self.rings.disarm();
                 DriverState::Poll
             }
             DriverState::Asleep => return false,
@@ -94,20 +219,18 @@ impl Pair {
     }
 
     /// One call of the device; false if it sleeps and nobody kicked.
-    fn device(&mut self) -> bool {
-        self.device_state = match self.device_state {
-            DeviceState::Work => match self.device.step().unwrap() {
-                Some(_) => DeviceState::Publish,
-                None => DeviceState::Arm,
-            },
+    fn serve(&mut self) -> bool {
+        self.device = match self.device {
+            DeviceState::Work if self.rings.serve() => DeviceState::Publish,
+            DeviceState::Work => DeviceState::Arm,
             DeviceState::Publish => {
-                self.call |= self.device.ring.publish();
+                self.call |= self.rings.device().publish();
                 DeviceState::Work
             }
-            DeviceState::Arm if self.device.ring.enable_notify() => DeviceState::Work,
+            DeviceState::Arm if self.rings.device().enable_notify() => DeviceState::Work,
             DeviceState::Arm => DeviceState::Asleep,
             DeviceState::Asleep if std::mem::take(&mut self.kick) => {
-                self.device.ring.disable_notify();
+                self.rings.device().disable_notify();
                 DeviceState::Work
             }
             DeviceState::Asleep => return false,
@@ -116,20 +239,30 @@ impl Pair {
     }
 }
 
+/// Tries every order of the first turns.
+fn in_every_order<R: Rings>(what: &str, rings: impl Fn() -> R) {
+    for order in 0_u32..1 << TURNS {
+        let mut pair = Pair::new(rings());
+        for turn in 0..TURNS {
+            let _ = if order >> turn & 1 == 0 { pair.drive() } else { pair.serve() };
+        }
+        let mut rounds = 0;
+        while pair.drive() | pair.serve() {
+            rounds += 1;
+            assert!(rounds < 100, "{what}, order {order:b} does not come to rest");
+        }
+        assert_eq!(pair.polled, REQUESTS, "{what}, order {order:b}: both sleep");
+    }
+}
+
 #[test]
 fn neither_side_sleeps_while_the_other_waits_for_it() {
-    for event_idx in [true, false] {
-        for order in 0_u32..1 << TURNS {
-            let mut pair = Pair::new(event_idx);
-            for turn in 0..TURNS {
-                let _ = if order >> turn & 1 == 0 { pair.driver() } else { pair.device() };
-            }
-            let mut rounds = 0;
-            while pair.driver() | pair.device() {
-                rounds += 1;
-                assert!(rounds < 100, "order {order:b} does not come to rest");
-            }
-            assert_eq!(pair.polled, REQUESTS, "event index {event_idx}, order {order:b}: both sleep");
+    for features in formats().filter(|features| !features.contains(Features::INDIRECT_DESC)) {
+        for (size, delayed) in [(1, false), (2, false), (2, true)] {
+            in_every_order(&format!("{features:?}, ring of {size}"), || Ours::new(features, size, delayed));
         }
+    }
+    for event_idx in [true, false] {
+        in_every_order(&format!("reference driver, event index {event_idx}"), || Reference::new(event_idx));
     }
 }
