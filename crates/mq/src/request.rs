@@ -456,7 +456,9 @@ impl<'a> Walk<'a> {
                 continue;
             };
             let skip = std::mem::take(&mut self.skip);
-            self.run = Segment { offset: segment.offset + u64::from(skip), len: segment.len - skip, ..*segment };
+            // A segment proves nothing: one beyond all memory is the driver's to refuse.
+            let offset = segment.offset.wrapping_add(u64::from(skip));
+            self.run = Segment { offset, len: segment.len - skip, ..*segment };
         }
         while self.rest.len() == 0 {
             let Some(rest) = self.next_bio() else { break };
@@ -486,7 +488,7 @@ impl Walk<'_> {
         let most = self.pieces.first_len(self.run.offset, u64::from(self.run.len));
         let len = u64::from(most).min(self.bytes_left) as u32;
         let piece = Segment { len, ..self.run };
-        self.run.offset += u64::from(len);
+        self.run.offset = self.run.offset.wrapping_add(u64::from(len));
         self.run.len -= len;
         self.bytes_left -= u64::from(len);
         Some(piece)
