@@ -78,7 +78,7 @@ pub enum Word {
 /// Puts devices and exports together: an export serves the device named last before it.
 ///
 /// # Errors
-/// An export without a device, a device without an export, a name that is not understood.
+/// An export without a device, no device, a name that is not understood.
 pub fn from_words(words: &[Word]) -> Result<Vec<DiskPlan>, PlanError> {
     let mut disks: Vec<DiskPlan> = Vec::new();
     for word in words {
@@ -93,7 +93,7 @@ pub fn from_words(words: &[Word]) -> Result<Vec<DiskPlan>, PlanError> {
             }
         }
     }
-    every_device_is_served(disks)
+    some_device_is_named(disks)
 }
 
 /// Keys of the whole file.
@@ -167,7 +167,7 @@ fn from_toml(text: &str, path: &Path) -> Result<Plan, PlanError> {
         control: file.control.map(|place| place.as_str().into()),
         lock_wait_s: file.lock_wait_s,
     };
-    Ok(Plan { disks: every_device_is_served(disks)?, settings })
+    Ok(Plan { disks: some_device_is_named(disks)?, settings })
 }
 
 fn entry_spec(entry: &Entry) -> Result<Spec, SpecError> {
@@ -188,7 +188,7 @@ fn entry_spec(entry: &Entry) -> Result<Spec, SpecError> {
     Ok(spec)
 }
 
-fn every_device_is_served(disks: Vec<DiskPlan>) -> Result<Vec<DiskPlan>, PlanError> {
+fn some_device_is_named(disks: Vec<DiskPlan>) -> Result<Vec<DiskPlan>, PlanError> {
     if disks.is_empty() {
         return Err(SpecError::new(
             "nothing",
@@ -197,13 +197,14 @@ fn every_device_is_served(disks: Vec<DiskPlan>) -> Result<Vec<DiskPlan>, PlanErr
         )
         .into());
     }
-    match disks.iter().find(|disk| disk.exports.is_empty()) {
-        None => Ok(disks),
-        Some(disk) => {
-            let cure = "add --export vhost-user-blk:SOCKET after it, or [[device.export]] in the file";
-            Err(SpecError::new(&disk.device.name, "no export serves this device", cure).into())
-        }
-    }
+    Ok(disks)
+}
+
+/// A device that nobody would see. To be said once the device is open, for what is wrong with its name is closer to
+/// whoever wrote it.
+pub(crate) fn unserved(device: &str) -> SpecError {
+    let cure = "add --export vhost-user-blk:SOCKET after it, or [[device.export]] in the file";
+    SpecError::new(device, "no export serves this device", cure)
 }
 
 #[cfg(test)]
@@ -223,7 +224,8 @@ mod tests {
         let shape: Vec<_> = disks.iter().map(|disk| (disk.device.name.as_str(), disk.exports.len())).collect();
         assert_eq!(shape, [("a.img", 1), ("ram:1G", 2)]);
         assert!(from_words(&words[1..]).unwrap_err().to_string().contains("--device SPEC before"));
-        assert!(from_words(&words[..1]).unwrap_err().to_string().contains("--export"));
+        assert!(from_words(&words[..1]).unwrap()[0].exports.is_empty());
+        assert!(unserved("a.img").to_string().contains("--export"));
     }
 
     #[test]
@@ -250,7 +252,6 @@ mod tests {
             ("lane = 3", "lane"),
             ("lanes = \"many\"", "lanes"),
             ("", "no device"),
-            ("[[device]]\nspec = \"ram:1G\"", "no export"),
             ("[[device]]\nspec = \"ram:1G\"\nreadonly = {}", "readonly"),
             ("[[device]]\n", "spec"),
         ] {

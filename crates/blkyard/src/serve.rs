@@ -20,7 +20,7 @@ use blkyard_virtio::{BlkConfig, SerialId};
 use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, ServedExport};
 use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
-use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words};
+use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words, unserved};
 use crate::rate::{RateSlot, take_own_rate};
 use crate::scheduler::take_device_scheduler;
 use crate::spec::{Spec, SpecError, show_size};
@@ -448,6 +448,9 @@ fn open(
             let info = device.info().clone();
             (device, info)
         };
+        if plan.exports.is_empty() {
+            return Err(unserved(&name).into());
+        }
         if plan.exports.len() > 1 && !share && !device.info().read_only {
             let cause = format!("{} exports would write to one disk", plan.exports.len());
             let cure =

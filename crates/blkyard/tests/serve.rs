@@ -82,3 +82,19 @@ fn a_daemon_serves_even_if_nobody_listens_to_what_it_says() {
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
     assert!(daemon.0.wait().unwrap().success(), "it ended badly");
 }
+
+#[test]
+fn what_is_wrong_with_a_name_is_said_before_what_is_missing_beside_it() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("disk.toml"), "[[device]]\nspec = \"ram:1M\"").unwrap();
+    for (arguments, words) in [
+        (["--device", "null:1G?iops_mx=4"], ["null:1G?iops_mx=4", "unknown key 'iops_mx'"]),
+        (["--device", "ram:1M"], ["ram:1M: no export serves this device", "--export"]),
+        (["--config", "disk.toml"], ["ram:1M: no export serves this device", "[[device.export]]"]),
+    ] {
+        let mut serve = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+        let ended = serve.arg("serve").args(arguments).current_dir(folder.path()).output().unwrap();
+        let said = String::from_utf8(ended.stderr).unwrap();
+        assert!(!ended.status.success() && words.iter().all(|word| said.contains(word)), "{arguments:?}: {said}");
+    }
+}
