@@ -356,7 +356,8 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
 /// that ends when that is done. None if there is nothing to tell.
 fn follow_sizes(daemon: &Arc<Daemon>) -> std::io::Result<Option<JoinHandle<()>>> {
     let resized = |served: &ServedDevice| match &served.device {
-        Device::Attached(disk) => disk.capacity_sectors() != served.info().capacity_sectors,
+        // One that says that nothing is left of it has nobody told: I/O on it fails soon enough.
+        Device::Attached(disk) => ![0, served.info().capacity_sectors].contains(&disk.capacity_sectors()),
         _ => false,
     };
     if !daemon.devices.iter().any(resized) {
