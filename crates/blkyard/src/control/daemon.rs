@@ -48,13 +48,20 @@ pub struct ServedDevice {
     pub rate: RateSlot,
     /// Queues made for it so far.
     streams: AtomicU32,
+    changes: Mutex<()>,
 }
 
 impl ServedDevice {
     /// A device that is served as this.
     pub fn new(device: Device, info: Arc<DeviceInfo>, scheduler: SchedulerConfig, rate: RateConfig) -> ServedDevice {
         let (info, scheduler, streams) = (Mutex::new(info), Mutex::new(scheduler), AtomicU32::new(0));
-        ServedDevice { device, info, scheduler, rate: RateSlot::new(rate), streams }
+        ServedDevice { device, info, scheduler, rate: RateSlot::new(rate), streams, changes: Mutex::new(()) }
+    }
+
+    /// For one change at a time: what it is, is looked at, changed, noted and told to all who serve it while this is
+    /// held.
+    pub fn change(&self) -> MutexGuard<'_, ()> {
+        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The stream of one more queue: how schedulers know it from the others.

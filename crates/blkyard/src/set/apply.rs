@@ -1,7 +1,8 @@
 //! Does what `set` asks of a daemon that runs: sizes, limits, queues, habits.
 //!
-//! Runs on the thread of the control socket. Everything is checked before anything is changed. What a queue must come
-//! to rest for is done by the thread of its export; here it is waited for, for a bounded time.
+//! Runs on the thread of the control socket, and on the one that follows the size of a disk. Everything is checked
+//! before anything is changed. What a queue must come to rest for is done by the thread of its export; here it is
+//! waited for, for a bounded time.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -132,6 +133,8 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
         return Err(SpecError::new(name, "force=on goes with size", "say which size").into());
     }
 
+    // The size of a disk that another process serves is followed by a thread of its own.
+    let _alone = served.change();
     let mut info = (*served.info()).clone();
     let mut done = Vec::new();
     if let Some(sectors_max) = sectors_max {
@@ -327,4 +330,52 @@ fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> Result<(Vec<Que
         remotes.push(remote);
     }
     Ok((remotes, None))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::AtomicBool;
+
+    use blkyard_mq::{RateConfig, SchedulerConfig};
+    use blkyard_os::LaneConfig;
+
+    use super::*;
+
+    /// A daemon that has one disk and serves nobody.
+    fn daemon(disk: &str) -> Daemon {
+        let device = Device::open(disk).unwrap();
+        let info = Arc::new(device.info().clone());
+        let lanes = ServedLanes::start(1, Vec::new(), |_| LaneConfig { name: "lane".into(), ..LaneConfig::default() });
+        Daemon {
+            started: Instant::now(),
+            stats_s: 0.into(),
+            plans: Vec::new(),
+            cpus: Vec::new(),
+            is_handed: AtomicBool::new(false),
+            devices: vec![ServedDevice::new(device, info, SchedulerConfig::None, RateConfig::default())],
+            exports: Vec::new(),
+            lanes: Mutex::new(lanes.unwrap()),
+        }
+    }
+
+    #[test]
+    fn changes_of_one_disk_at_the_same_time_are_both_kept() {
+        const ROUNDS: u32 = 2000;
+        let daemon = &daemon("null:1M");
+        let set = |key: &str, value: u32| apply(daemon, "device:0", [(key.into(), value.to_string())].into()).unwrap();
+        let info = || daemon.devices[0].info();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 1..ROUNDS {
+                    set("size", round * 4096);
+                    assert_eq!(info().capacity_sectors, u64::from(round) * 8, "another change took it back");
+                }
+            });
+            for round in 1..ROUNDS {
+                set("sectors_max", round * 8);
+                assert_eq!(info().limits.sectors_max, round * 8, "another change took it back");
+            }
+        });
+    }
 }
