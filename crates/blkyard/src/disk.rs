@@ -25,8 +25,10 @@
 //! `bench` makes its queues here, too ([`Queues`]). It does not choose how many I/Os are worth having out, and does not
 //! verify data.
 
+use std::io;
 use std::ops::Deref;
-use std::sync::{Arc, Barrier};
+use std::sync::{Arc, Barrier, PoisonError, RwLock};
+use std::thread::{Builder, ScopedJoinHandle};
 
 use blkyard_mq::{
     Bed, Bio, DeviceInfo, HwQueue, HwQueueConfig, QueueCounts, QueueFactory, QueueKind, QueuesError, RateLimit,
@@ -61,7 +63,7 @@ pub enum DiskError {
         /// What one thread was to have.
         bytes: usize,
         /// What the system said.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// There is no descriptor for a thread to sleep on.
     #[error("{name}: a thread has nothing to sleep on: {source}; see the limit on open files")]
@@ -69,7 +71,7 @@ pub enum DiskError {
         /// The device's name.
         name: String,
         /// What the system said.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// Such queues cannot be had, for a reason of their number.
     #[error("{0}")]
@@ -92,9 +94,10 @@ pub struct DiskConfig {
     pub threads: usize,
     /// Bios that each may have out, at least one.
     pub depth: usize,
-    /// Bytes of each of a thread's `depth` buffers: a multiple of the disk's block.
+    /// Bytes of each of a thread's `depth` buffers: a multiple of the disk's block; none if nothing is to be moved.
     pub buffer_bytes: usize,
-    /// Hardware queues of each kind: no more than threads are made, and no more than the device has.
+    /// Hardware queues of each kind: no more than threads are made, and no more than the device has. Of those the
+    /// default kind has the first, then reads.
     pub queues: QueueCounts,
 }
 
@@ -110,7 +113,7 @@ impl Default for DiskConfig {
 #[derive(Debug)]
 pub struct Disk {
     info: Arc<DeviceInfo>,
-    queues: blkyard_mq::Disk<Queues<Arc<Device>>>,
+    queues: Arc<blkyard_mq::Disk<Queues<Arc<Device>>>>,
     submitters: Vec<Submitter>,
 }
 
@@ -129,10 +132,11 @@ impl Disk {
         let rate = take_own_rate(&mut spec).map_err(DeviceError::from)?;
         let device = Arc::new(Device::from_spec(spec)?);
         let info = Arc::new(device.info().clone());
-        let bytes = config.buffer_bytes * config.depth;
-        let regions = (0..config.threads).map(|_| device.memory(bytes)).collect::<Result<Vec<_>, _>>();
+        let bytes = config.buffer_bytes.saturating_mul(config.depth);
+        // There is no memory without bytes.
+        let regions = (0..config.threads).map(|_| device.memory(bytes.max(1))).collect::<Result<Vec<_>, _>>();
         let memory = regions.map_err(|source| DiskError::Memory { name: info.name.clone(), bytes, source })?;
-        let default = config.queues.default.min(device.queues_max());
+        let counts = fitting(config.queues.up_to(config.threads), device.queues_max());
         let queues = Queues {
             device,
             info: Arc::clone(&info),
@@ -142,7 +146,6 @@ impl Disk {
             scheduler,
             rates: RateLimit::new(rate).map(Arc::new).into_iter().collect(),
         };
-        let counts = QueueCounts { default, ..config.queues };
         let (queues, ways) = blkyard_mq::Disk::open(queues, config.threads, config.depth, counts)?;
         let submitters = ways.into_iter().enumerate();
         let submitters = submitters.map(|(number, way)| Submitter {
@@ -151,7 +154,7 @@ impl Disk {
             number,
             buffer_bytes: config.buffer_bytes,
         });
-        Ok(Disk { info, queues, submitters: submitters.collect() })
+        Ok(Disk { info, queues: Arc::new(queues), submitters: submitters.collect() })
     }
 
     /// What the disk is: its size, its limits, what it can do.
@@ -159,8 +162,9 @@ impl Disk {
         &self.info
     }
 
-    /// Its queues: how many there are, their counters; and to change how many there are, while threads run.
-    pub fn queues(&self) -> &blkyard_mq::Disk<Queues<Arc<Device>>> {
+    /// Its queues: how many there are, their counters; and to change how many there are. A clone can do so while
+    /// threads [run](Disk::run).
+    pub fn queues(&self) -> &Arc<blkyard_mq::Disk<Queues<Arc<Device>>>> {
         &self.queues
     }
 
@@ -171,29 +175,46 @@ impl Disk {
     /// ends, and whoever finds a queue idle issues I/O for all.
     ///
     /// # Panics
-    /// If work does, when all threads have ended.
+    /// If work does, when all threads have ended; if the system does not give a thread for each, before any works.
     pub fn run<T: Send>(&mut self, work: impl Fn(&mut Submitter) -> T + Sync) -> Vec<T> {
         let all_over = &Barrier::new(self.submitters.len());
+        let all_there = &RwLock::new(false);
         let work = &work;
         let ends: Vec<_> = std::thread::scope(|scope| {
+            // Held until it is known: who looks waits.
+            let mut begin = all_there.write().unwrap_or_else(PoisonError::into_inner);
             let threads = self.submitters.iter_mut().map(|queue| {
-                scope.spawn(move || {
+                Builder::new().spawn_scoped(scope, move || {
+                    // Without all of them those that are there would meet nobody.
+                    if !*all_there.read().unwrap_or_else(PoisonError::into_inner) {
+                        return None;
+                    }
                     // Meets the others also while a panic unwinds: they must not wait for this one in vain.
                     let _meet = Meet(all_over);
                     let made = work(queue);
                     while queue.wait(|_| ()) > 0 {}
-                    made
+                    Some(made)
                 })
             });
-            let threads: Vec<_> = threads.collect();
-            threads.into_iter().map(std::thread::ScopedJoinHandle::join).collect()
-        });
+            let threads: io::Result<Vec<_>> = threads.collect();
+            *begin = threads.is_ok();
+            drop(begin);
+            threads.map(|threads| threads.into_iter().map(ScopedJoinHandle::join).collect())
+        })
+        .unwrap_or_else(|error| panic!("{}: a thread for each submitter cannot be had: {error}", self.info.name));
         if ends.iter().any(Result::is_err) {
             // What a thread left that did not come to its end.
             self.submitters.iter_mut().for_each(|queue| while queue.wait(|_| ()) > 0 {});
         }
-        ends.into_iter().map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        ends.into_iter().filter_map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
     }
+}
+
+/// So many queues of each kind as a device has that has no more than these.
+fn fitting(asked: QueueCounts, queues_max: usize) -> QueueCounts {
+    let default = asked.default.min(queues_max);
+    let read = asked.read.min(queues_max - default);
+    QueueCounts { default, read, poll: asked.poll.min(queues_max - default - read) }
 }
 
 /// Waits for the other threads in the end.
@@ -225,10 +246,13 @@ impl Submitter {
     /// The first bytes of one of this thread's buffers, 0 to `depth` - 1, for a bio's segments.
     ///
     /// # Panics
-    /// If buffers are not as large.
+    /// If buffers are not as large, or it is more than a segment can have, four gibibytes less one.
     pub fn buffer(&self, buffer: usize, bytes: usize) -> Segment {
-        assert!(bytes <= self.buffer_bytes, "{bytes} bytes of a buffer that has {}", self.buffer_bytes);
-        Segment { region: self.number as u32, offset: (buffer * self.buffer_bytes) as u64, len: bytes as u32 }
+        let len = u32::try_from(bytes).ok().filter(|_| bytes <= self.buffer_bytes);
+        let Some(len) = len else { panic!("{bytes} bytes of a buffer that has {}", self.buffer_bytes) };
+        // One that is not there lies outside the memory, however far.
+        let offset = (buffer as u64).saturating_mul(self.buffer_bytes as u64);
+        Segment { region: self.number as u32, offset, len }
     }
 
     /// The bytes of a segment, to be read or written while no bio with that segment is out.
@@ -337,6 +361,8 @@ pub(crate) fn queue_depth(device: &Device, scheduler: SchedulerConfig, wanted: u
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
     use blkyard_mq::{Op, SECTOR_BYTES, Status};
 
     use super::*;
@@ -417,13 +443,74 @@ mod tests {
     #[test]
     fn queues_can_be_more_or_fewer_while_threads_run_and_never_more_than_threads() {
         let mut disk = Disk::open("ram:1M", small(3)).unwrap();
-        assert_eq!(disk.queues().queues(), QueueCounts::only(2));
-        let clock = Clock::new();
-        assert_eq!(disk.queues().set_queues(QueueCounts::only(9), &|| clock.now_ns()).unwrap(), QueueCounts::only(3));
-        disk.run(|queue| {
-            queue.submit(block(queue, Op::Read));
-            assert_eq!(queue.wait(|bio| assert_eq!(bio.status, Status::Ok)), 1);
+        let queues = Arc::clone(disk.queues());
+        assert_eq!(queues.queues(), QueueCounts::only(2));
+        let changing = AtomicBool::new(true);
+        let done = disk.run(|queue| {
+            if queue.number() == 0 {
+                let clock = Clock::new();
+                let set = |count| queues.set_queues(QueueCounts::only(count), &|| clock.now_ns()).unwrap();
+                (0..20)
+                    .for_each(|round| assert_eq!(set([9, 1, 2][round % 3]), QueueCounts::only([3, 1, 2][round % 3])));
+                changing.store(false, Relaxed);
+            }
+            let mut done = 0;
+            while changing.load(Relaxed) || done == 0 {
+                queue.submit(block(queue, Op::Read));
+                done += queue.wait(|bio| assert_eq!(bio.status, Status::Ok));
+            }
+            done
         });
+        assert!(done.iter().all(|done| *done > 0), "{done:?}");
+    }
+
+    #[test]
+    fn buffers_that_cannot_be_are_errors_and_none_at_all_are_fine() {
+        let huge = DiskConfig { buffer_bytes: usize::MAX / 2, ..small(1) };
+        let error = Disk::open("null:1M", huge).unwrap_err().to_string();
+        assert!(error.contains("null:1M") && error.contains("lower `depth` or `buffer_bytes`"), "{error}");
+        let mut disk = Disk::open("ram:1M", DiskConfig { buffer_bytes: 0, ..small(1) }).unwrap();
+        let flushed = disk.run(|queue| {
+            let mut bio = Bio::with_capacity(0);
+            bio.op = Op::Flush;
+            queue.submit(bio);
+            let mut status = None;
+            queue.wait(|bio| status = Some(bio.status));
+            status
+        });
+        assert_eq!(flushed, [Some(Status::Ok)]);
+    }
+
+    #[test]
+    fn a_buffer_that_is_not_there_is_in_no_memory() {
+        let mut disk = Disk::open("ram:1M", small(1)).unwrap();
+        disk.run(|queue| {
+            let mut bio = block(queue, Op::Write);
+            for buffer in [4, 1 << 52, usize::MAX] {
+                // As it is, in two pieces, and as one of several requests.
+                let all = queue.buffer(buffer, BLOCK as usize);
+                let half = Segment { len: BLOCK / 2, ..all };
+                let (first, rest) = (vec![all], vec![half, Segment { offset: all.offset.wrapping_add(2048), ..half }]);
+                for segments in [first, rest, vec![queue.buffer(0, BLOCK as usize), all]] {
+                    bio.sectors = segments.iter().map(|segment| segment.len).sum::<u32>() / SECTOR_BYTES as u32;
+                    bio.segments = segments;
+                    queue.submit(bio);
+                    let mut back = None;
+                    queue.wait(|bio| back = Some(bio));
+                    bio = back.unwrap();
+                    assert_eq!(bio.status, Status::Invalid, "buffer {buffer}: {:?}", bio.segments);
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn queues_of_all_kinds_together_are_no_more_than_the_device_has() {
+        let all = QueueCounts { default: 4, read: 2, poll: 2 };
+        assert_eq!(fitting(all, usize::MAX), all);
+        for (queues_max, [default, read, poll]) in [(8, [4, 2, 2]), (7, [4, 2, 1]), (5, [4, 1, 0]), (3, [3, 0, 0])] {
+            assert_eq!(fitting(all, queues_max), QueueCounts { default, read, poll }, "of {queues_max}");
+        }
     }
 
     #[test]
