@@ -79,8 +79,8 @@ pub struct ServeArgs {
     /// Keep lanes on these CPUs, one after another: 0,1,2,3. Default: the system chooses.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cpus: Vec<u32>,
-    /// How long a lane keeps looking for work before it sleeps, microseconds. More shortens latency and costs CPU.
-    /// Default: 50.
+    /// How long a lane keeps looking for work before it sleeps, at most, microseconds: it learns whether looking pays.
+    /// More shortens latency and costs CPU. Default: 25.
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=SPIN_US_MAX))]
     pub spin_us: Option<u64>,
     /// Where to listen for blkyard inspect and set, or none. Default: PID.sock in $XDG_RUNTIME_DIR/blkyard or

@@ -1,8 +1,8 @@
 //! The lane: one thread's worth of queues, and when it may sleep.
 //!
 //! A lane turns the crank of each of its stations in turn. A station is a queue with whoever feeds it: a virtqueue and
-//! its hardware queue, a job of load. After work a lane goes on turning for a bounded time, since the next wish tends
-//! to come soon; then it asks every station's outside to ring a bell, looks once more, and sleeps. It does not know
+//! its hardware queue, a job of load. After work a lane goes on turning for as long as has
+//! paid of late; then it asks every station's outside to ring a bell, looks once more, and sleeps. It does not know
 //! what a thread, a bell or a sleep is made of: that is told by whoever runs it.
 //!
 //! Stations come and go while the others work. One that is to leave comes to rest first: it takes nothing more and
@@ -19,6 +19,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use blkyard_mem::RegionTable;
+
+use crate::idle::{IdlePolicy, Lookout};
 
 /// Wakes whoever sleeps at the other end. May be called from any thread, and when nobody sleeps.
 pub trait Wake: Send + Sync {
@@ -112,20 +114,6 @@ pub trait Station<Cx: ?Sized> {
     fn is_over(&self) -> bool;
 }
 
-/// How long a lane turns without work before it sleeps.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct IdlePolicy {
-    /// Nanoseconds from the last work to sleep; zero sleeps at once, the largest number never.
-    pub spin_ns: u64,
-}
-
-impl Default for IdlePolicy {
-    fn default() -> Self {
-        // About what two wake-ups of a thread cost: turning longer wastes more than a sleep would have.
-        IdlePolicy { spin_ns: 50_000 }
-    }
-}
-
 /// What the lane wants next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Idle {
@@ -154,8 +142,7 @@ pub struct Lane<S> {
     residents: Vec<Resident<S>>,
     /// How many were asked to leave.
     leaving: usize,
-    policy: IdlePolicy,
-    last_work_ns: u64,
+    lookout: Lookout,
     last_tick_ns: u64,
     armed: bool,
 }
@@ -163,12 +150,12 @@ pub struct Lane<S> {
 impl<S> Lane<S> {
     /// A lane without stations yet.
     pub fn new(policy: IdlePolicy) -> Lane<S> {
-        Lane { residents: Vec::new(), leaving: 0, policy, last_work_ns: 0, last_tick_ns: 0, armed: false }
+        Lane { residents: Vec::new(), leaving: 0, lookout: Lookout::new(policy), last_tick_ns: 0, armed: false }
     }
 
     /// From now on it turns without work for as long as this says.
     pub fn set_policy(&mut self, policy: IdlePolicy) {
-        self.policy = policy;
+        self.lookout.set_policy(policy);
     }
 
     /// The stations, in the order they are cranked.
@@ -258,13 +245,13 @@ impl<S> Lane<S> {
             self.residents.iter_mut().for_each(|resident| resident.station.tick(now_ns));
         }
         if busiest == Crank::Busy {
-            self.last_work_ns = now_ns;
+            self.lookout.worked(now_ns);
             return Idle::Turn;
         }
         if self.stations().all(S::is_over) {
             return Idle::End;
         }
-        if now_ns.saturating_sub(self.last_work_ns) < self.policy.spin_ns {
+        if self.lookout.goes_on(now_ns) {
             return Idle::Turn;
         }
         self.armed = true;

@@ -16,6 +16,7 @@ mod disk;
 mod driver;
 mod fifo;
 mod hw;
+mod idle;
 mod lane;
 mod limits;
 mod map;
@@ -37,7 +38,8 @@ pub use chaos::{ChaosConfig, ChaosCounts, ChaosDevice, ChaosEvent, ChaosQueue, C
 pub use disk::{Disk, QueueFactory, QueuesError, Submitter};
 pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOut};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
-pub use lane::{Chime, ChimePlace, Crank, Idle, IdlePolicy, Lane, Station, Wake};
+pub use idle::IdlePolicy;
+pub use lane::{Chime, ChimePlace, Crank, Idle, Lane, Station, Wake};
 pub use limits::{Cursor, Cut, LimitsError, QueueLimits};
 pub use map::{CpuPlace, QueueCounts, QueueKind, QueueMap, QueueMaps, QueueRange};
 pub use null::{NullConfig, NullDevice, NullQueue};

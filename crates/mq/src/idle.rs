@@ -1,0 +1,149 @@
+//! When a lane that finds no work stops looking for it and sleeps.
+//!
+//! To look burns a CPU; to sleep costs two passages through the kernel, and whoever wants something waits for the
+//! wake-up. Who knows nothing looks for as long as a sleep would have cost, and then sleeps: it never pays more than
+//! twice what it had to. A lane learns how far apart work comes, from work to work, with the sleep that may lie
+//! between; so work every 50 us stays 50 us apart whether the lane slept or not. Of four lengths, from a short look for
+//! answers that follow at once to the whole, it takes the one that would have been cheapest for its last pauses.
+//!
+//! One lane owns a [`Lookout`]. Time is told to it; it knows no clock.
+
+/// How long a lane turns without work before it sleeps.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IdlePolicy {
+    /// Nanoseconds from the last work to sleep, at most; zero sleeps at once, the largest number never.
+    pub spin_ns: u64,
+}
+
+impl Default for IdlePolicy {
+    fn default() -> Self {
+        // What a wake-up costs: 23 to 27 us in docs/benchmarks.md.
+        IdlePolicy { spin_ns: 25_000 }
+    }
+}
+
+/// Lengths of a look, in parts of the whole; a sleep costs as much as the whole.
+const LOOKS: [u64; 4] = [1, 4, 8, WHOLE];
+const WHOLE: u64 = 16;
+/// So many pauses are looked at together; those before them weigh half as much each time.
+const PAUSES: u32 = 32;
+
+/// What a lane knows of its pauses.
+#[derive(Debug)]
+pub(crate) struct Lookout {
+    policy: IdlePolicy,
+    last_work_ns: u64,
+    /// How long to look now.
+    look_ns: u64,
+    /// Pauses by the shortest look that sees their end, and last those that outlast all. What the first look sees all
+    /// see, so it is not counted.
+    pauses: [u32; LOOKS.len()],
+    /// How many came since they were looked at.
+    new: u32,
+}
+
+impl Lookout {
+    /// Nothing is known yet.
+    pub(crate) fn new(policy: IdlePolicy) -> Lookout {
+        Lookout { policy, last_work_ns: 0, look_ns: policy.spin_ns, pauses: [0; LOOKS.len()], new: 0 }
+    }
+
+    /// Looks by this from now on, and learns anew.
+    pub(crate) fn set_policy(&mut self, policy: IdlePolicy) {
+        *self = Lookout { last_work_ns: self.last_work_ns, ..Lookout::new(policy) };
+    }
+
+    /// There was work.
+    pub(crate) fn worked(&mut self, now_ns: u64) {
+        let pause_ns = now_ns.saturating_sub(std::mem::replace(&mut self.last_work_ns, now_ns));
+        if pause_ns > self.policy.spin_ns / WHOLE {
+            self.paused(pause_ns);
+        }
+    }
+
+    /// There was none: whether to look again rather than to sleep.
+    pub(crate) fn goes_on(&self, now_ns: u64) -> bool {
+        now_ns.saturating_sub(self.last_work_ns) < self.look_ns
+    }
+
+    fn paused(&mut self, pause_ns: u64) {
+        let part_ns = self.policy.spin_ns / WHOLE;
+        let seen_by = LOOKS[1..].iter().position(|look| pause_ns <= look * part_ns).unwrap_or(LOOKS.len() - 1);
+        self.pauses[seen_by] += 1;
+        self.new += 1;
+        if self.new == PAUSES {
+            self.new = 0;
+            let cheapest = (0..LOOKS.len()).min_by_key(|&look| self.cost(look)).unwrap_or(0);
+            self.look_ns = if cheapest == LOOKS.len() - 1 { self.policy.spin_ns } else { LOOKS[cheapest] * part_ns };
+            self.pauses = self.pauses.map(|pauses| pauses / 2);
+        }
+    }
+
+    /// What these pauses would have cost with this look.
+    fn cost(&self, look: usize) -> u64 {
+        let (seen, slept) = self.pauses.split_at(look);
+        let looked: u64 = seen.iter().zip(&LOOKS[1..]).map(|(&pauses, look)| u64::from(pauses) * look).sum();
+        looked + slept.iter().map(|&pauses| u64::from(pauses) * (LOOKS[look] + WHOLE)).sum::<u64>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Parts of a microsecond are easy to see here.
+    const WHOLE_NS: u64 = 24_000;
+
+    /// How long a lane looks after work that came so far apart.
+    fn looks_ns(pauses_ns: &[u64]) -> u64 {
+        let mut lookout = Lookout::new(IdlePolicy { spin_ns: WHOLE_NS });
+        let mut now_ns = 0;
+        for pause_ns in pauses_ns {
+            now_ns += pause_ns;
+            lookout.worked(now_ns);
+        }
+        (0..=WHOLE_NS).find(|ns| !lookout.goes_on(now_ns + ns)).unwrap()
+    }
+
+    #[test]
+    fn a_look_is_as_long_as_would_have_been_cheapest() {
+        let table: [(&[u64], u64, &str); 10] = [
+            (&[], 24_000, "nothing known"),
+            (&[500_000; 31], 24_000, "too little known"),
+            (&[5_000; 64], 6_000, "work every 5 us"),
+            (&[10_000; 64], 12_000, "work every 10 us"),
+            (&[23_000; 64], 24_000, "work every 23 us"),
+            (&[50_000; 64], 1_500, "work every 50 us"),
+            (&[1_000; 640], 24_000, "answers that any look sees"),
+            (&[80_000, 1_000].repeat(64), 1_500, "a client that follows at once on a disk of 80 us"),
+            (&[80_000, 10_000].repeat(64), 12_000, "one that needs 10 us to follow"),
+            (&[80_000, 20_000].repeat(64), 1_500, "one that needs 20"),
+        ];
+        for (pauses_ns, look_ns, what) in table {
+            assert_eq!(looks_ns(pauses_ns), look_ns, "{what}");
+        }
+    }
+
+    #[test]
+    fn an_hour_of_rest_is_one_pause_and_old_ways_are_forgotten() {
+        let mut pauses_ns = vec![3_600_000_000_000];
+        pauses_ns.extend([10_000; 32]);
+        assert_eq!(looks_ns(&pauses_ns), 12_000);
+        let mut pauses_ns = vec![50_000; 1000];
+        pauses_ns.extend([10_000; 96]);
+        assert_eq!(looks_ns(&pauses_ns), 12_000);
+    }
+
+    #[test]
+    fn the_largest_number_never_sleeps_and_zero_always_does() {
+        let mut never = Lookout::new(IdlePolicy { spin_ns: u64::MAX });
+        let mut always = Lookout::new(IdlePolicy { spin_ns: 0 });
+        // An hour apart, for eleven years.
+        for hour in 0..100_000 {
+            let now_ns = hour * 3_600_000_000_000;
+            never.worked(now_ns);
+            always.worked(now_ns);
+            assert!(never.goes_on(now_ns + 3_599_999_999_999) && !always.goes_on(now_ns));
+        }
+    }
+}
