@@ -8,7 +8,10 @@ use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::Region;
+use crate::{PAGE_BYTES, Region};
+
+/// Bytes of a cache line.
+const LINE_BYTES: usize = 64;
 
 /// A run of bytes in a region of a table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -182,6 +185,35 @@ impl Span<'_> {
         unsafe { std::ptr::copy(from.start.as_ptr(), self.start.as_ptr(), self.len) };
     }
 
+    /// Copies the bytes of another span, which is as long, into this one, and meanwhile has the first lines of `next`
+    /// fetched, as many as it copies and a page at most. What overlaps comes out as some mixture of the two.
+    ///
+    /// They are fetched into the second level, one for each line that is copied. In the first they would take the
+    /// places that the copy itself waits for.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    #[inline]
+    pub fn copy_from_and_fetch(&self, from: &Span<'_>, next: &Span<'_>) {
+        assert_eq!(self.len, from.len);
+        let lines = self.len.min(next.len).min(PAGE_BYTES) / LINE_BYTES;
+        let before = self.len - lines * LINE_BYTES;
+        // With its way through the page tables.
+        next.warm(0);
+        // SAFETY: both spans are mapped for more bytes; `copy` allows overlap.
+        unsafe { std::ptr::copy(from.start.as_ptr(), self.start.as_ptr(), before) };
+        for line in 0..lines {
+            let at = line * LINE_BYTES;
+            // SAFETY: so many lines lie in `next`, and in the other two behind the first bytes.
+            unsafe {
+                crate::view::fetch_at(next.start.add(at));
+                let (from, to) = (from.start.add(before + at), self.start.add(before + at));
+                // A length that the compiler knows makes no call.
+                std::ptr::copy(from.as_ptr(), to.as_ptr(), LINE_BYTES);
+            }
+        }
+    }
+
     /// Sets every byte.
     #[inline]
     pub fn fill(&self, byte: u8) {
@@ -212,6 +244,24 @@ mod tests {
         assert_eq!(table.region(2).unwrap().len(), 12288);
         assert_eq!(table.insert(Region::anonymous(4096).unwrap()), 1);
         assert_eq!(table.iter().count(), 3);
+    }
+
+    #[test]
+    fn a_copy_is_whole_whatever_is_fetched_meanwhile() {
+        let [from, to, next] = [0; 3].map(|_| Region::anonymous(3 * PAGE_BYTES).unwrap());
+        let pattern: Vec<u8> = (0..3 * PAGE_BYTES).map(|at| (at % 251) as u8).collect();
+        from.span(0, 3 * PAGE_BYTES).unwrap().copy_from_slice(&pattern);
+        let lens = [0, 1, 63, 64, 65, 512, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 2 * PAGE_BYTES + 100];
+        for (len, next_len) in lens.iter().flat_map(|len| lens.map(|next_len| (*len, next_len))) {
+            let all = to.span(0, 3 * PAGE_BYTES).unwrap();
+            all.fill(0xee);
+            let [source, place] = [(&from, 3), (&to, 5)].map(|(region, at)| region.span(at, len).unwrap());
+            place.copy_from_and_fetch(&source, &next.span(7, next_len).unwrap());
+            let mut bytes = vec![0; 3 * PAGE_BYTES];
+            all.copy_to_slice(&mut bytes);
+            assert_eq!(bytes[5..5 + len], pattern[3..3 + len], "{len} bytes beside {next_len}");
+            assert!(bytes[..5].iter().chain(&bytes[5 + len..]).all(|byte| *byte == 0xee), "{len} beside {next_len}");
+        }
     }
 
     #[test]

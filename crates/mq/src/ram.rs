@@ -3,8 +3,8 @@
 //! All queues share one region and copy in and out of it on the spot; two writes to the same sector at one time leave
 //! either's bytes, as on a disk. With a latency or a ceiling the data moves at once and the completion waits.
 //!
-//! What a request wants is far from the processor, as a rule: while one is copied, the first line of the next is on its
-//! way (ADR 23).
+//! What a request wants is far from the processor, as a rule: while one is copied, the first page of the next is on its
+//! way (ADR 23, 27).
 
 use std::io;
 use std::sync::Arc;
@@ -78,17 +78,16 @@ impl RamStore {
         &self.region
     }
 
-    /// Has the line fetched with which the place of a request begins, while other work goes on.
+    /// The place of a request; nothing, if it lies outside.
     #[inline]
-    fn warm(&self, request: &Request) {
-        if let Some(place) = self.region.span(request.offset_bytes(), request.bytes() as usize) {
-            place.warm(0);
-        }
+    fn place(&self, request: &Request) -> Span<'_> {
+        self.region.span(request.offset_bytes(), request.bytes() as usize).unwrap_or_default()
     }
 
-    /// Does what a request wants, at once.
+    /// Does what a request wants, at once. `next` is what is probably asked for after it: its first lines are fetched
+    /// meanwhile.
     #[inline]
-    pub fn transfer(&self, memory: &RegionTable, request: &Request, segments: Segments<'_>) -> Status {
+    pub fn transfer(&self, memory: &RegionTable, request: &Request, segments: Segments<'_>, next: Span<'_>) -> Status {
         let (at, len) = (request.offset_bytes(), request.bytes() as usize);
         match request.op() {
             Op::Flush => Status::Ok,
@@ -99,21 +98,29 @@ impl RamStore {
             }
             op @ (Op::Read | Op::Write) => {
                 let place = self.region.span(at, len);
-                place.map_or(Status::Invalid, |place| copy(memory, op == Op::Read, place, segments))
+                place.map_or(Status::Invalid, |place| copy(memory, op == Op::Read, place, segments, next))
             }
         }
     }
 }
 
-/// Moves the data of a request between a place in a store and the submitter's memory.
+/// Moves the data of a request between a place in a store and the submitter's memory. `next` is a place that is needed
+/// after that, if one is known.
 #[inline]
-pub(crate) fn copy(memory: &RegionTable, is_read: bool, place: Span<'_>, segments: Segments<'_>) -> Status {
+pub(crate) fn copy(
+    memory: &RegionTable,
+    is_read: bool,
+    place: Span<'_>,
+    segments: Segments<'_>,
+    next: Span<'_>,
+) -> Status {
     let mut at = 0;
     for segment in segments {
         let Some(span) = memory.resolve(segment) else { return Status::Invalid };
         let part = place.part(at, span.len());
         at += span.len();
-        if is_read { span.copy_from(&part) } else { part.copy_from(&span) }
+        let next = if at < place.len() { place.part(at, place.len() - at) } else { next };
+        if is_read { span.copy_from_and_fetch(&part, &next) } else { part.copy_from_and_fetch(&span, &next) }
     }
     Status::Ok
 }
@@ -123,11 +130,9 @@ impl<Cx: ?Sized> Driver<Cx> for RamQueue {
     fn queue_rqs(&mut self, _cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
         let now_ns = batch.now_ns();
         while let Some((tag, ..)) = batch.take() {
-            if let Some((next, _)) = batch.peek() {
-                self.store.warm(next);
-            }
+            let next = batch.peek().map_or_else(Span::default, |(next, _)| self.store.place(next));
             let (request, segments) = batch.request(&tag);
-            let status = self.store.transfer(memory, request, segments);
+            let status = self.store.transfer(memory, request, segments, next);
             if self.timed.pace.is_instant() {
                 batch.complete(tag, status);
             } else {

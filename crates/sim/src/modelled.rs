@@ -10,7 +10,7 @@
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use blkyard_mem::RegionTable;
+use blkyard_mem::{RegionTable, Span};
 use blkyard_mq::{Batch, BioFlags, BlockDevice, Cid, Cids, DeviceInfo, Done, Driver, RamStore, SECTOR_SHIFT, Status};
 
 use crate::model::{Access, Happening, Model};
@@ -157,7 +157,10 @@ impl<Cx: ?Sized> Driver<Cx> for ModelledQueue {
         // What was lost with the power is told of first.
         while shared.model.room() > 0 && self.cuts == shared.cuts {
             let Some((tag, request, segments)) = batch.take() else { break };
-            let status = self.store.as_ref().map_or(Status::Ok, |store| store.transfer(memory, request, segments));
+            let status = self
+                .store
+                .as_ref()
+                .map_or(Status::Ok, |store| store.transfer(memory, request, segments, Span::default()));
             if !status.is_ok() {
                 batch.complete(tag, status);
                 continue;

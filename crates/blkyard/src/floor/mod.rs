@@ -82,7 +82,7 @@ pub const LIMITS: &[Limit] = limits! {
     "copy-4k-l2", "a copy of 4 KiB from the second-level cache", false, system::copy(From::L2, Next::Unknown);
     "copy-4k-l3", "the same from the third level", false, system::copy(From::L3, Next::Unknown);
     "copy-4k-dram", "the same from memory, at random in 1 GiB", false, system::copy(From::Dram, Next::Unknown);
-    "copy-4k-dram-ahead", "the same, the first line of the next sent for before each", false, system::copy(From::Dram, Next::Known);
+    "copy-4k-dram-ahead", "the same, the next fetched meanwhile", false, system::copy(From::Dram, Next::Known);
     "clock", "one reading of the system's clock (clock_gettime)", false, Ok(system::clock());
     "clock-lane", "the same of a lane's, by the time-stamp counter where that can be trusted", false, Ok(system::lane_clock());
     "locked-add", "a locked addition to a word that nobody else uses", false, Ok(system::locked_add());

@@ -46,7 +46,7 @@ impl From {
 pub(super) enum Next {
     /// When it is its turn, as with one request at a time.
     Unknown,
-    /// One copy before, as with many: its first line is sent for.
+    /// One copy before, as with many: it is fetched meanwhile.
     Known,
 }
 
@@ -61,12 +61,10 @@ pub(super) fn copy(from: From, known: Next) -> Result<Variant<'static>, String> 
         for buffer in 0..BUFFERS {
             let place = std::mem::replace(&mut next, places.next(blocks));
             let block = |place| store.span(place * u64::from(IO_BYTES), IO_BYTES as usize);
-            if let (Next::Known, Some(next)) = (known, block(next)) {
-                next.warm(0);
-            }
+            let next = block(next).filter(|_| known == Next::Known).unwrap_or_default();
             let to = buffers.span(buffer * u64::from(IO_BYTES), IO_BYTES as usize);
             if let (Some(from), Some(to)) = (block(place), to) {
-                to.copy_from(&from);
+                to.copy_from_and_fetch(&from, &next);
             }
         }
         BUFFERS

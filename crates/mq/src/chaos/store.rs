@@ -93,7 +93,9 @@ impl Store {
                     self.cache().save(&self.now, first, request.sectors());
                 }
                 let place = self.now.span(first << SECTOR_SHIFT, request.bytes() as usize);
-                place.map_or(Status::Invalid, |place| ram::copy(memory, op == Op::Read, place, segments))
+                place.map_or(Status::Invalid, |place| {
+                    ram::copy(memory, op == Op::Read, place, segments, Span::default())
+                })
             }
         }
     }
