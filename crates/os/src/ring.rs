@@ -23,6 +23,7 @@ mod nops;
 mod setup;
 
 use std::collections::VecDeque;
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -414,9 +415,14 @@ impl Ring {
         // Polls and rings are over once they are cancelled. One that rang meanwhile, or was never submitted, is not
         // found. Kernels before 6.0 cannot cancel so; there a poll ends with the ring, and need not be waited for,
         // since it writes to no memory.
-        let left = |old: u64| match self.uring.submitter().register_sync_cancel(None, CancelBuilder::user_data(old)) {
-            Ok(()) => false,
-            Err(error) => error.kind() != std::io::ErrorKind::NotFound,
+        let cancel = |old: u64| self.uring.submitter().register_sync_cancel(None, CancelBuilder::user_data(old));
+        let left = |old: u64| loop {
+            match cancel(old).map_err(|error| error.kind()) {
+                Ok(()) | Err(ErrorKind::NotFound) => break false,
+                // A signal: what is left would count as over although it is not.
+                Err(ErrorKind::Interrupted) => {}
+                Err(_) => break true,
+            }
         };
         let polls_left = self.bells.armed().chain(self.chimes.out()).filter(|old| left(*old)).count() as u64;
         loop {
