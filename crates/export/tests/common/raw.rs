@@ -34,6 +34,7 @@ pub enum Request {
     SetVringEnable = 18,
     GetConfig = 24,
     SetConfig = 25,
+    SetInflightFd = 32,
     ResetDevice = 34,
     AddMemReg = 37,
     RemMemReg = 38,
