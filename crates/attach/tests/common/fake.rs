@@ -159,7 +159,8 @@ fn serve(stream: &UnixStream, config: &BlkConfig, ill: Ill) -> Option<OwnedFd> {
     }
 }
 
-fn message(request: u32, answer: &[u8]) -> Vec<u8> {
+/// An answer as it lies on the wire.
+pub fn message(request: u32, answer: &[u8]) -> Vec<u8> {
     let words = [request, 1 | 4, answer.len() as u32];
     words.iter().flat_map(|word| word.to_ne_bytes()).chain(answer.iter().copied()).collect()
 }
@@ -210,7 +211,7 @@ fn lie(regions: &[Told], used: u64, call: &OwnedFd) {
 }
 
 /// The next message: request, flags, payload, descriptor. Nothing at the end.
-fn read(stream: &UnixStream) -> Option<(u32, u32, Vec<u8>, Option<OwnedFd>)> {
+pub fn read(stream: &UnixStream) -> Option<(u32, u32, Vec<u8>, Option<OwnedFd>)> {
     let mut header = [0; 12];
     let mut file = None;
     fill(stream, &mut header, &mut file)?;

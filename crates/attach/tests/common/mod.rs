@@ -21,7 +21,7 @@ use blkyard_os::{LaneConfig, Lanes, Ring, RingConfig, now_ns};
 use blkyard_virtio::{BlkConfig, SerialId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-pub use fake::{Fake, Ill};
+pub use fake::{Fake, Ill, message, read};
 
 /// Longer than anything here takes on a busy machine; what takes longer hangs.
 pub const PATIENCE: Duration = Duration::from_mins(1);
