@@ -14,6 +14,8 @@ mod core;
 mod file;
 #[path = "cells/limits.rs"]
 mod limits;
+#[path = "cells/lines.rs"]
+mod lines;
 #[path = "cells/load.rs"]
 mod load;
 #[path = "cells/report.rs"]

@@ -6,6 +6,8 @@
 //!
 //! Measures nothing itself.
 
+#[path = "cells/lines.rs"]
+mod lines;
 #[path = "cells/load.rs"]
 mod load;
 #[path = "cells/ring.rs"]
@@ -22,6 +24,7 @@ use blkyard_mq::Bio;
 use blkyard_virtio::driver_model::{Buffer, Guest, blk_header};
 use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioStatus, parse, write_status, written};
 
+use lines::one_core;
 use load::{load_only, null};
 use ring::ring;
 use sched::{Queued, deadline, fair, kyber, slices};
@@ -46,6 +49,8 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("virtio-ring-split-b1", || Box::new(ring(false, 1, clock()))),
     ("virtio-ring-split-b32", || Box::new(ring(false, 32, clock()))),
     ("virtio-ring-packed-b32", || Box::new(ring(true, 32, clock()))),
+    ("vhost-one-core-split-b32", || Box::new(together(false, 32))),
+    ("vhost-one-core-packed-b32", || Box::new(together(true, 32))),
 ];
 
 fn main() -> ExitCode {
@@ -63,6 +68,11 @@ fn main() -> ExitCode {
     let mut case = make();
     println!("{}", (0..rounds).map(|_| case.round()).sum::<u64>());
     ExitCode::SUCCESS
+}
+
+/// Driver and server on one thread, over a socket.
+fn together(packed: bool, depth: usize) -> impl Round {
+    one_core(depth, packed, clock).unwrap_or_else(|why| panic!("a session with ourselves: {why}"))
 }
 
 /// A clock that goes on by a microsecond each time it is read.

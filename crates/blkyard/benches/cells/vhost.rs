@@ -4,92 +4,23 @@
 //! Driver and core poll, and ring only if they are asked to. Before each window is a pause in which the server of the
 //! last one goes to sleep, since all of them share a CPU.
 
-use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use blkyard::floor::{HAND_OFF, IO_BYTES, Limit, Plan, Round, STORE_BYTES, Variant, partner_cpu, variant};
-use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
-use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostQueue, queue_pair};
+use blkyard::floor::{HAND_OFF, Limit, Plan, STORE_BYTES, Variant, partner_cpu, variant};
 use blkyard_mem::{Region, RegionTable, Segment};
-use blkyard_mq::{
-    Bio, BlockDevice, Chime, ChimePlace, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op, QueueKind,
-    SECTOR_BYTES, Station,
-};
+use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SECTOR_BYTES};
 use blkyard_os::now_ns;
-use blkyard_virtio::BlkConfig;
 
 use crate::core::clock;
 use crate::limits::measure_beside;
-use crate::load::{Load, info};
+use crate::lines::{Bells, attach, first_answer, lines, one_core};
 use crate::report::{self, Figure, Report};
 use crate::servers::{Ground, Server, Store, Who};
 
 /// Longer than it takes a server that has no work to sleep.
 const PAUSE: Duration = Duration::from_millis(1);
-/// A request that takes longer than this is not going to end.
-const PATIENCE: Duration = Duration::from_secs(20);
-
-/// Rings bells at once, as a thread without a lane does.
-#[derive(Debug)]
-pub struct Bells;
-
-impl Chime for Bells {
-    fn chime(&mut self, _place: &mut ChimePlace, bell: BorrowedFd<'_>) {
-        let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
-    }
-
-    fn forget(&mut self, _place: &mut ChimePlace) {}
-}
-
-/// Our driver's queues of one disk, each with this depth, driven by one thread.
-pub struct Lines<C> {
-    loads: Vec<Load<AttachedQueue, C, Bells>>,
-    _disk: Attached,
-}
-
-impl<C: FnMut() -> u64> Round for Lines<C> {
-    #[inline]
-    fn round(&mut self) -> u64 {
-        self.loads.iter_mut().map(Round::round).sum()
-    }
-}
-
-fn lines<C: FnMut() -> u64>(
-    socket: &Path,
-    queues: usize,
-    depth: usize,
-    packed: bool,
-    clock: impl Fn() -> C,
-) -> Result<Lines<C>, String> {
-    let disk = attach(socket, packed)?;
-    let load = |_| {
-        let queue = disk.queue(QueueKind::Poll, depth.max(2)).map_err(|error| error.to_string())?;
-        let memory = Region::shared(depth * IO_BYTES as usize).map_err(|error| error.to_string())?;
-        memory.span(0, memory.len()).inspect(|all| all.fill(0xa5));
-        Ok(Load::on(Bells, queue, disk.info(), memory, depth, true, clock()))
-    };
-    let loads = (0..queues).map(load).collect::<Result<_, String>>()?;
-    let mut lines = Lines { loads, _disk: disk };
-    first_answer(|| lines.round())?;
-    Ok(lines)
-}
-
-fn attach(socket: &Path, packed: bool) -> Result<Attached, String> {
-    Attached::open(AttachConfig { packed, ..AttachConfig::new(socket) }).map_err(|error| error.to_string())
-}
-
-/// Goes round until something comes back: only then all is set up.
-pub fn first_answer(mut round: impl FnMut() -> u64) -> Result<(), String> {
-    let start = Instant::now();
-    while round() == 0 {
-        if start.elapsed() > PATIENCE {
-            return Err(format!("nothing came back in {PATIENCE:?}"));
-        }
-    }
-    Ok(())
-}
 
 /// With a pause before each window.
 fn paused(mut inner: Variant<'_>) -> Variant<'_> {
@@ -121,9 +52,10 @@ pub fn driver_cells(plan: Plan, report: &mut Report) {
         if ![&split, &packed].into_iter().any(|cell| report.wants(cell)) {
             continue;
         }
-        match (one_core(depth, false), one_core(depth, true)) {
+        match (one_core(depth, false, clock), one_core(depth, true, clock)) {
             (Ok(of_split), Ok(of_packed)) => {
-                let ([of_split, of_packed], _) = measure_beside(plan, &[], [of_split, of_packed]);
+                let variants = [variant(of_split), variant(of_packed)];
+                let ([of_split, of_packed], _) = measure_beside(plan, &[], variants);
                 report.add(Figure::cost(&split, &of_split));
                 report.add(Figure::cost(&packed, &of_packed));
             }
@@ -190,59 +122,4 @@ pub fn write_all(socket: &Path) -> Result<(), String> {
         }
     }
     Ok(())
-}
-
-/// Driver and server on one thread: both cores, both sides of the ring, and the null device, cranked in turn.
-struct OneCore<C: FnMut() -> u64> {
-    /// Goes before the driver, whose good-bye would wait for an answer that nobody gives.
-    device: VhostQueue<NullQueue>,
-    lines: Lines<C>,
-    clock: C,
-    _server: blkyard_export::Server,
-    _ground: Ground,
-}
-
-impl<C: FnMut() -> u64> Round for OneCore<C> {
-    #[inline]
-    fn round(&mut self) -> u64 {
-        let ended = self.lines.round();
-        // Fetched in one turn and shown in the next.
-        for _ in 0..2 {
-            let now_ns = (self.clock)();
-            let _ = self.device.crank(&mut Bells, now_ns);
-        }
-        ended
-    }
-}
-
-impl<C: FnMut() -> u64> Drop for OneCore<C> {
-    fn drop(&mut self) {
-        while !self.lines.loads.iter_mut().all(Load::drains) {
-            let _ = self.device.crank(&mut Bells, 0);
-        }
-    }
-}
-
-fn one_core(depth: usize, packed: bool) -> Result<Variant<'static>, String> {
-    let ground = Ground::new()?;
-    let path = ground.socket();
-    let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: None, group: None });
-    let (info, (remote, port)) = (info(), queue_pair());
-    let disk = BlkConfig::new(&info, 1, SEG_MAX, true);
-    let config = BackendConfig { name: "cell".into(), disk, queues: vec![remote], write_back: true };
-    let server = blkyard_export::Server::start(socket.map_err(|error| error.to_string())?, config);
-    let server = server.map_err(|error| error.to_string())?;
-    let config = HwQueueConfig::default();
-    let driver = NullDevice::new(info.clone(), NullConfig::default()).queue(config.depth);
-    let serial = "cell".parse().map_err(|_| "no serial number")?;
-    let mut device = VhostQueue::new(HwQueue::new(driver, Arc::new(info), config), serial, port);
-    // The control path waits for a queue that turns.
-    let lines = std::thread::scope(|scope| {
-        let lines = scope.spawn(|| lines(&path, 1, depth, packed, clock));
-        while !lines.is_finished() {
-            let _ = device.crank(&mut Bells, 0);
-        }
-        lines.join().unwrap_or_else(|_| Err("the driver panicked".into()))
-    })?;
-    Ok(variant(OneCore { device, lines, clock: clock(), _server: server, _ground: ground }))
 }

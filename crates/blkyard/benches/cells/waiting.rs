@@ -15,10 +15,10 @@ use blkyard_mem::{Region, RegionTable};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, QueueKind};
 use blkyard_os::{Clock, now_ns};
 
+use crate::lines::{Bells, first_answer};
 use crate::load::{bios, fill};
 use crate::report::{self, Figure, Report};
 use crate::servers::{Ground, Server};
-use crate::vhost::{Bells, first_answer};
 
 /// 20 000 a second.
 const GAP_NS: u64 = 50_000;

@@ -1,0 +1,143 @@
+//! Our virtio-blk driver under load: by itself, for a server elsewhere, and with one on the same thread.
+
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use blkyard::floor::{IO_BYTES, Round};
+use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
+use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostQueue, queue_pair};
+use blkyard_mem::Region;
+use blkyard_mq::{
+    BlockDevice, Chime, ChimePlace, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, QueueKind, Station,
+};
+use blkyard_virtio::BlkConfig;
+use tempfile::TempDir;
+
+use crate::load::{Load, info};
+
+/// A request that takes longer than this is not going to end.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Rings bells at once, as a thread without a lane does.
+#[derive(Debug)]
+pub struct Bells;
+
+impl Chime for Bells {
+    fn chime(&mut self, _place: &mut ChimePlace, bell: BorrowedFd<'_>) {
+        let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
+    }
+
+    fn forget(&mut self, _place: &mut ChimePlace) {}
+}
+
+/// Our driver's queues of one disk, each with this depth, driven by one thread.
+pub struct Lines<C> {
+    loads: Vec<Load<AttachedQueue, C, Bells>>,
+    _disk: Attached,
+}
+
+impl<C: FnMut() -> u64> Round for Lines<C> {
+    #[inline]
+    fn round(&mut self) -> u64 {
+        self.loads.iter_mut().map(Round::round).sum()
+    }
+}
+
+pub fn lines<C: FnMut() -> u64>(
+    socket: &Path,
+    queues: usize,
+    depth: usize,
+    packed: bool,
+    clock: impl Fn() -> C,
+) -> Result<Lines<C>, String> {
+    let disk = attach(socket, packed)?;
+    let load = |_| {
+        let queue = disk.queue(QueueKind::Poll, depth.max(2)).map_err(|error| error.to_string())?;
+        let memory = Region::shared(depth * IO_BYTES as usize).map_err(|error| error.to_string())?;
+        memory.span(0, memory.len()).inspect(|all| all.fill(0xa5));
+        Ok(Load::on(Bells, queue, disk.info(), memory, depth, true, clock()))
+    };
+    let loads = (0..queues).map(load).collect::<Result<_, String>>()?;
+    let mut lines = Lines { loads, _disk: disk };
+    first_answer(|| lines.round())?;
+    Ok(lines)
+}
+
+pub fn attach(socket: &Path, packed: bool) -> Result<Attached, String> {
+    Attached::open(AttachConfig { packed, ..AttachConfig::new(socket) }).map_err(|error| error.to_string())
+}
+
+/// Goes round until something comes back: only then all is set up.
+pub fn first_answer(mut round: impl FnMut() -> u64) -> Result<(), String> {
+    let start = Instant::now();
+    while round() == 0 {
+        if start.elapsed() > PATIENCE {
+            return Err(format!("nothing came back in {PATIENCE:?}"));
+        }
+        std::thread::yield_now();
+    }
+    Ok(())
+}
+
+/// Driver and server on one thread: both cores, both sides of the ring, and the null device, cranked in turn.
+pub struct OneCore<C: FnMut() -> u64> {
+    /// Goes before the driver, whose good-bye would wait for an answer that nobody gives.
+    device: VhostQueue<NullQueue>,
+    lines: Lines<C>,
+    clock: C,
+    _server: blkyard_export::Server,
+    _folder: TempDir,
+}
+
+impl<C: FnMut() -> u64> Round for OneCore<C> {
+    #[inline]
+    fn round(&mut self) -> u64 {
+        let ended = self.lines.round();
+        // Fetched in one turn and shown in the next.
+        for _ in 0..2 {
+            let now_ns = (self.clock)();
+            let _ = self.device.crank(&mut Bells, now_ns);
+        }
+        ended
+    }
+}
+
+impl<C: FnMut() -> u64> Drop for OneCore<C> {
+    fn drop(&mut self) {
+        while !self.lines.loads.iter_mut().all(Load::drains) {
+            let _ = self.device.crank(&mut Bells, 0);
+        }
+    }
+}
+
+pub fn one_core<C: FnMut() -> u64 + Send>(
+    depth: usize,
+    packed: bool,
+    clock: impl Fn() -> C + Sync,
+) -> Result<OneCore<C>, String> {
+    let folder = tempfile::Builder::new().prefix("blkyard-cell").tempdir().map_err(|error| error.to_string())?;
+    let path = folder.path().join("socket");
+    let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: None, group: None });
+    let (info, (remote, port)) = (info(), queue_pair());
+    let disk = BlkConfig::new(&info, 1, SEG_MAX, true);
+    let config = BackendConfig { name: "cell".into(), disk, queues: vec![remote], write_back: true };
+    let server = blkyard_export::Server::start(socket.map_err(|error| error.to_string())?, config);
+    let server = server.map_err(|error| error.to_string())?;
+    let config = HwQueueConfig::default();
+    let driver = NullDevice::new(info.clone(), NullConfig::default()).queue(config.depth);
+    let serial = "cell".parse().map_err(|_| "no serial number")?;
+    let mut device = VhostQueue::new(HwQueue::new(driver, Arc::new(info), config), serial, port);
+    // The control path waits for a queue that turns.
+    let lines = std::thread::scope(|scope| {
+        let lines = scope.spawn(|| lines(&path, 1, depth, packed, &clock));
+        while !lines.is_finished() {
+            let _ = device.crank(&mut Bells, 0);
+            // The others have the CPU: who waits is not to be counted.
+            std::thread::yield_now();
+        }
+        lines.join().unwrap_or_else(|_| Err("the driver panicked".into()))
+    })?;
+    Ok(OneCore { device, lines, clock: clock(), _server: server, _folder: folder })
+}
