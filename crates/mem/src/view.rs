@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use crate::Region;
+use crate::{Region, Span};
 
 /// A part of a region, read and written field by field. Offsets are bytes from its start.
 #[derive(Clone, Debug)]
@@ -69,6 +69,14 @@ impl View {
         &self.region
     }
 
+    /// The `len` bytes from `offset` on, to be copied, if they lie in the view.
+    #[inline]
+    pub fn span(&self, offset: u64, len: usize) -> Option<Span<'_>> {
+        let offset = usize::try_from(offset).ok().filter(|offset| *offset <= self.len && len <= self.len - offset)?;
+        // SAFETY: they lie in the view, and the view in its region, which is mapped as long as `self` lives.
+        Some(unsafe { Span::new(self.start.add(offset), len) })
+    }
+
     field!(load_u8, store_u8, u8, AtomicU8);
     field!(load_u16, store_u16, u16, AtomicU16);
     field!(load_u32, store_u32, u32, AtomicU32);
@@ -81,6 +89,17 @@ impl View {
     #[inline]
     pub fn load_u64s(&self, offset: usize, order: Ordering) -> [u64; 2] {
         self.field::<[AtomicU64; 2]>(offset).each_ref().map(|field| u64::from_le(field.load(order)))
+    }
+
+    /// The same, the second one first: for those whose second one says whether the first is there.
+    ///
+    /// # Panics
+    /// As for the load of one.
+    #[inline]
+    pub fn load_u64s_back(&self, offset: usize, order: Ordering) -> [u64; 2] {
+        let [first, second] = self.field::<[AtomicU64; 2]>(offset);
+        let second = u64::from_le(second.load(order));
+        [u64::from_le(first.load(order)), second]
     }
 
     /// Writes two fields that follow each other, each once, the first one first.
@@ -97,14 +116,13 @@ impl View {
         }
     }
 
-    /// The same with longer ones.
+    /// Writes longer fields that follow each other, each once, the first one first.
     ///
     /// # Panics
     /// As for the load.
     #[inline]
-    pub fn store_u64s(&self, offset: usize, values: [u64; 2], order: Ordering) {
-        let [first, second] = self.field::<[AtomicU64; 2]>(offset);
-        for (field, value) in [(first, values[0]), (second, values[1])] {
+    pub fn store_u64s<const N: usize>(&self, offset: usize, values: [u64; N], order: Ordering) {
+        for (field, value) in self.field::<[AtomicU64; N]>(offset).iter().zip(values) {
             #[cfg(kill)]
             crate::kill::before_store();
             field.store(value.to_le(), order);
@@ -240,6 +258,7 @@ mod tests {
         view.store_u64s(0, [3, 4], Relaxed);
         assert_eq!(view.load_u64s(0, Relaxed), [3, 4]);
         view.store_u64s(0, [0x89ab_cdef_0000_1234, 0x0102_0304_0506_0708], Relaxed);
+        assert_eq!(view.load_u64s_back(0, Relaxed), view.load_u64s(0, Relaxed));
         view.store_u8(5, 0xff, Relaxed);
         assert_eq!((view.load_u32(4, Relaxed), view.load_u8(7, Relaxed)), (0x89ab_ffef, 0x89));
     }

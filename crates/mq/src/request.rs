@@ -408,6 +408,15 @@ enum Way<'a> {
     Many(Walk<'a>),
 }
 
+impl Segments<'_> {
+    /// The segment of a request that has one, as it stands; nothing if it may have more. Says nothing once the walk has
+    /// begun.
+    #[inline(always)]
+    pub fn only(&self) -> Option<Segment> {
+        if let Way::One(piece) = self.0 { piece } else { None }
+    }
+}
+
 impl Iterator for Segments<'_> {
     type Item = Segment;
 

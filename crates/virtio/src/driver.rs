@@ -105,22 +105,21 @@ impl Tables {
         self.addr + u64::from(token) * self.stride as u64
     }
 
-    /// Writes a row of a token's table, as the two words of its descriptor.
+    /// Writes a row of a token's table.
     ///
     /// # Panics
     /// If there is no such row.
-    #[inline]
-    fn write(&self, token: u16, row: u16, addr: u64, rest: u64) {
+    fn write(&self, token: u16, row: u16, words: [u64; 2]) {
         assert!(row < self.rows, "a chain longer than a table of {} rows", self.rows);
         let at = usize::from(token) * self.stride + usize::from(row) * DESC_BYTES;
-        write_desc(&self.view, at, addr, rest);
+        write_desc(&self.view, at, words);
     }
 }
 
 /// Writes a descriptor whose place nobody reads yet, as the two words that a device reads.
 #[inline]
-fn write_desc(view: &View, at: usize, addr: u64, rest: u64) {
-    view.store_u64s(at, [addr, rest], std::sync::atomic::Ordering::Relaxed);
+fn write_desc(view: &View, at: usize, words: [u64; 2]) {
+    view.store_u64s(at, words, std::sync::atomic::Ordering::Relaxed);
 }
 
 /// Bytes of a chain that the device may write, as far as a used length can say.
@@ -198,22 +197,22 @@ impl DriverRing {
         either!(self, ring => ring.add(token, buffers))
     }
 
-    /// Writes a row of a token's table; `more` says whether the chain goes on with the next. Rows stay as they are
-    /// until they are written again, from chain to chain.
-    ///
-    /// # Panics
-    /// If there are no tables, or no such row.
-    #[inline]
-    pub fn put_row(&mut self, token: u16, row: u16, buffer: Buffer, more: bool) {
-        either!(self, ring => ring.put_row(token, row, buffer, more));
+    /// A row of a table as a device reads it; `more` says whether the chain goes on with the next.
+    #[inline(always)]
+    pub(crate) fn row(&self, row: u16, buffer: Buffer, more: bool) -> [u64; 2] {
+        match self {
+            DriverRing::Split(_) => split::table_row(row, buffer, more),
+            DriverRing::Packed(_) => packed::table_row(buffer),
+        }
     }
 
     /// Adds the chain that stands in the first rows of a token's table: readable buffers, then writable ones of so many
-    /// bytes. The device sees it with the next [`DriverRing::publish`].
+    /// bytes. Rows stay as they are until they are written again, from chain to chain. The device sees it with the next
+    /// [`DriverRing::publish`].
     ///
     /// # Panics
     /// If there are no tables, or the token is in flight or not below the ring's size.
-    #[inline]
+    #[inline(always)]
     pub fn add_table(&mut self, token: u16, rows: u16, writable_bytes: u32) {
         either!(self, ring => ring.add_table(token, rows, writable_bytes));
     }

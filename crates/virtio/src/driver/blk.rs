@@ -23,8 +23,12 @@ use crate::counters::reasons;
 use crate::ring::RUN_MAX;
 use crate::{Complaints, Features, RingBase, RingLayout, RingSetupError};
 
-/// What a status byte is before the device writes it: none of the specification's.
-const NOT_WRITTEN: u8 = 0xff;
+/// What a status byte is before the device writes it: none of the specification's. The seven behind it are nobody's.
+const NOT_WRITTEN: u64 = 0xff;
+const _: () = assert!(STATUS_AT == 16 && HEADER_BYTES == 16 && TABLE_AT == 32, "a request's line is written as one");
+
+/// The row of the status of a request of one segment.
+const PLAIN_STATUS_ROW: u16 = 2;
 
 reasons! {
     /// Why a request failed without the device saying so.
@@ -57,6 +61,8 @@ pub struct BlkRing {
     places: View,
     places_addr: u64,
     stride: usize,
+    /// Of each place's table.
+    rows: u16,
     features: Features,
     may_unmap: bool,
     ranges_max: usize,
@@ -64,7 +70,6 @@ pub struct BlkRing {
     parked: Box<[Option<Tag>]>,
     /// The chain being made, if there are no tables.
     buffers: Vec<Buffer>,
-    /// There are tables. Their first rows are headers for ever.
     has_tables: bool,
     /// By place: the row of its table that is the status, if it is known to be one. It stays so from request to
     /// request.
@@ -139,13 +144,7 @@ impl BlkRing {
             Tables::new(tables, places_addr + TABLE_AT as u64, layout.stride, layout.rows)
         });
         let has_tables = tables.is_some();
-        let mut ring = DriverRing::new(ring, size, disk.features, tables, RingBase::start(disk.features))?;
-        if has_tables {
-            (0..layout.depth).for_each(|place| {
-                let addr = places_addr + (usize::from(place) * layout.stride) as u64;
-                ring.put_row(place, 0, Buffer { addr, len: HEADER_BYTES as u32, writable: false }, true);
-            });
-        }
+        let ring = DriverRing::new(ring, size, disk.features, tables, RingBase::start(disk.features))?;
         Ok(BlkRing {
             ring,
             has_tables,
@@ -153,6 +152,7 @@ impl BlkRing {
             places,
             places_addr,
             stride: layout.stride,
+            rows: layout.rows,
             features: disk.features,
             may_unmap: disk.may_unmap,
             ranges_max: usize::from(disk.info.limits.discard_segments_max),
@@ -178,36 +178,75 @@ impl BlkRing {
             return false;
         }
         while let Some((tag, request, segments)) = batch.take() {
-            let place = tag.index();
-            let (op, sector, sectors, flags) = (request.op(), request.sector(), request.sectors(), request.flags());
-            let mut draft = self.begin(place);
-            let mut made = Ok(());
-            match op {
-                Op::Read | Op::Write => made = self.put_data(&mut draft, op == Op::Read, segments, &mut translate),
-                Op::Flush => {}
-                Op::Discard => self.put_ranges(&mut draft, batch.ranges(&tag), 0),
-                Op::WriteZeroes => {
-                    let unmap = self.may_unmap && !flags.contains(BioFlags::NO_UNMAP);
-                    let range = std::iter::once((sector, sectors));
-                    self.put_ranges(&mut draft, range, if unmap { RANGE_UNMAP } else { 0 });
-                }
-            }
-            let wish = made.and_then(|()| self.wish(op, sector));
-            match wish {
-                Ok(wish) if self.finish(&draft, wish).is_ok() => self.parked[place] = Some(tag),
-                Ok(_) => {
-                    batch.put_back(tag);
-                    batch.short_of(Shortage::Device);
-                    break;
-                }
-                Err(complaint) => {
-                    self.complaints.request(complaint);
-                    let refused = matches!(complaint, Complaint::NotNegotiated);
-                    batch.complete(tag, if refused { Status::NotSupported } else { Status::Invalid });
-                }
+            let (op, sector) = (request.op(), request.sector());
+            if matches!(op, Op::Read | Op::Write)
+                && self.has_tables
+                && let Some(segment) = segments.only()
+                && let Some(addr) = translate(segment)
+            {
+                let data = Buffer { addr, len: segment.len, writable: op == Op::Read };
+                self.put_plain(tag, Wish { kind: if data.writable { kind::IN } else { kind::OUT }, sector }, data);
+            } else if !self.queue_other(batch, tag, &mut translate) {
+                break;
             }
         }
         self.ring.publish()
+    }
+
+    /// Offers a read or write of one segment, as nearly all are. All that a device reads of it is written together.
+    #[inline(always)]
+    fn put_plain(&mut self, tag: Tag, wish: Wish, data: Buffer) {
+        let place = tag.index();
+        let [addr, rest] = self.ring.row(0, self.header(place), true);
+        let [data_addr, data_rest] = self.ring.row(1, data, true);
+        let line = [u64::from(wish.kind), wish.sector, NOT_WRITTEN, 0, addr, rest, data_addr, data_rest];
+        self.places.store_u64s(place * self.stride, line, Relaxed);
+        if self.status_rows[place] != PLAIN_STATUS_ROW {
+            self.put_status_row(place, PLAIN_STATUS_ROW);
+        }
+        let writable_bytes = if data.writable { data.len.saturating_add(1) } else { 1 };
+        self.ring.add_table(place as u16, PLAIN_STATUS_ROW + 1, writable_bytes);
+        self.parked[place] = Some(tag);
+    }
+
+    /// Offers any other request that was taken from the batch. False if the device has no room for it: then it is back
+    /// there.
+    #[inline(never)]
+    fn queue_other(
+        &mut self,
+        batch: &mut Batch<'_>,
+        tag: Tag,
+        translate: &mut impl FnMut(Segment) -> Option<u64>,
+    ) -> bool {
+        let (request, segments) = batch.request(&tag);
+        let place = tag.index();
+        let (op, sector, sectors, flags) = (request.op(), request.sector(), request.sectors(), request.flags());
+        let mut draft = self.begin(place);
+        let mut made = Ok(());
+        match op {
+            Op::Read | Op::Write => made = self.put_data(&mut draft, op == Op::Read, segments, translate),
+            Op::Flush => {}
+            Op::Discard => self.put_ranges(&mut draft, batch.ranges(&tag), 0),
+            Op::WriteZeroes => {
+                let unmap = self.may_unmap && !flags.contains(BioFlags::NO_UNMAP);
+                let range = std::iter::once((sector, sectors));
+                self.put_ranges(&mut draft, range, if unmap { RANGE_UNMAP } else { 0 });
+            }
+        }
+        match made.and_then(|()| self.wish(op, sector)) {
+            Ok(wish) if self.finish(&draft, wish).is_ok() => self.parked[place] = Some(tag),
+            Ok(_) => {
+                batch.put_back(tag);
+                batch.short_of(Shortage::Device);
+                return false;
+            }
+            Err(complaint) => {
+                self.complaints.request(complaint);
+                let refused = matches!(complaint, Complaint::NotNegotiated);
+                batch.complete(tag, if refused { Status::NotSupported } else { Status::Invalid });
+            }
+        }
+        true
     }
 
     /// Hands over what the device has used since the last time.
@@ -258,30 +297,53 @@ impl BlkRing {
     }
 
     /// Begins a chain: the header.
-    #[inline]
     fn begin(&mut self, place: usize) -> Draft {
-        if !self.has_tables {
+        let header = self.header(place);
+        if self.has_tables {
+            self.put_row(place, 0, header, true);
+        } else {
             self.buffers.clear();
-            self.buffers.push(Buffer { addr: self.addr(place, 0), len: HEADER_BYTES as u32, writable: false });
+            self.buffers.push(header);
         }
         Draft { place, row: 0, writable_bytes: 0, status_row: std::mem::take(&mut self.status_rows[place]) }
     }
 
     /// The next buffer of a chain, which is not its last.
-    #[inline]
     fn put(&mut self, draft: &mut Draft, buffer: Buffer) {
         draft.row += 1;
         if buffer.writable {
             draft.writable_bytes += u64::from(buffer.len);
         }
         if self.has_tables {
-            self.ring.put_row(draft.place as u16, draft.row, buffer, true);
+            self.put_row(draft.place, draft.row, buffer, true);
         } else {
             self.buffers.push(buffer);
         }
     }
 
+    /// Writes a row of a place's table.
+    fn put_row(&mut self, place: usize, row: u16, buffer: Buffer, more: bool) {
+        assert!(row < self.rows, "a chain longer than a table of {} rows", self.rows);
+        let at = place * self.stride + TABLE_AT + usize::from(row) * DESC_BYTES;
+        self.places.store_u64s(at, self.ring.row(row, buffer, more), Relaxed);
+    }
+
+    /// Has a chain end with its status in this row.
+    #[cold]
+    fn put_status_row(&mut self, place: usize, row: u16) {
+        self.put_row(place, row, self.status_buffer(place), false);
+        self.status_rows[place] = row;
+    }
+
     #[inline]
+    fn header(&self, place: usize) -> Buffer {
+        Buffer { addr: self.addr(place, 0), len: HEADER_BYTES as u32, writable: false }
+    }
+
+    fn status_buffer(&self, place: usize) -> Buffer {
+        Buffer { addr: self.addr(place, STATUS_AT), len: 1, writable: true }
+    }
+
     fn put_data(
         &mut self,
         draft: &mut Draft,
@@ -326,23 +388,20 @@ impl BlkRing {
     }
 
     /// Writes header and status of the request at a place, and adds its chain to the ring.
-    #[inline]
     fn finish(&mut self, draft: &Draft, wish: Wish) -> Result<(), NoRoom> {
         let place = draft.place;
-        let at = place * self.stride;
-        self.places.store_u64s(at, [u64::from(wish.kind), wish.sector], Relaxed);
-        self.places.store_u8(at + STATUS_AT, NOT_WRITTEN, Relaxed);
-        let status = Buffer { addr: self.addr(place, STATUS_AT), len: 1, writable: true };
+        let line = [u64::from(wish.kind), wish.sector, NOT_WRITTEN];
+        self.places.store_u64s(place * self.stride, line, Relaxed);
         if !self.has_tables {
-            self.buffers.push(status);
+            self.buffers.push(self.status_buffer(place));
             return self.ring.add(place as u16, &self.buffers);
         }
-        let (token, row) = (place as u16, draft.row + 1);
+        let row = draft.row + 1;
         if draft.status_row != row {
-            self.ring.put_row(token, row, status, false);
+            self.put_status_row(place, row);
         }
         self.status_rows[place] = row;
-        self.ring.add_table(token, row + 1, u32::try_from(draft.writable_bytes + 1).unwrap_or(u32::MAX));
+        self.ring.add_table(place as u16, row + 1, u32::try_from(draft.writable_bytes + 1).unwrap_or(u32::MAX));
         Ok(())
     }
 
