@@ -64,6 +64,12 @@ impl Pace {
         if works { in_sight.div_ceil(2).max(HALF_MIN) } else { usize::MAX }
     }
 
+    /// Whether the guest is known to take turns with us: it never works while we do.
+    #[inline]
+    pub fn takes_turns(&self) -> bool {
+        matches!(self.knows, Knows::Whether { works: false, .. })
+    }
+
     /// The round is over.
     #[inline]
     pub fn end(&mut self, front: impl FnOnce() -> u16) {
@@ -107,10 +113,12 @@ mod tests {
         let mut pace = Pace::default();
         for _ in 0..3 {
             assert_eq!(rounds(&mut pace, LOOKS_MAX, 16, false), (vec![8; LOOKS_MAX.into()], LOOKS_MAX.into()));
+            assert!(pace.takes_turns());
             assert_eq!(rounds(&mut pace, ROUNDS_KEPT, 16, false), (vec![16; ROUNDS_KEPT.into()], 0));
         }
         // It has another CPU now.
         assert_eq!(rounds(&mut pace, 1 + ROUNDS_KEPT, 16, true), (vec![8; (1 + ROUNDS_KEPT).into()], 1));
+        assert!(!pace.takes_turns());
     }
 
     #[test]

@@ -322,6 +322,7 @@ impl Session {
         mut most: usize,
         device_idle: bool,
     ) -> bool {
+        self.ring.set_near(self.pace.takes_turns());
         // What is in sight by now is the rest of what the last round took half of.
         let rest = self.ring.in_sight();
         if device_idle && rest > 0 {

@@ -16,6 +16,9 @@ pub(crate) const DESC_BYTES: usize = 16;
 /// Longest table an indirect descriptor may point to: as many descriptors as the largest ring has.
 pub const INDIRECT_BYTES_MAX: u32 = 32768 * DESC_BYTES as u32;
 
+/// Bytes of all buffers of a chain, at most. [2.7.5.2]
+const BYTES_MAX: u64 = 1 << 32;
+
 reasons! {
     /// What is wrong with a chain.
     ChainFault {
@@ -82,6 +85,15 @@ impl Desc {
     #[inline]
     fn is(self, flag: u16) -> bool {
         self.tail & u32::from(flag) != 0
+    }
+
+    /// Whether these are a whole table of a split ring that goes from row to row: the first to be read, the last to be
+    /// written, and no flags that nobody sets.
+    #[inline]
+    fn are_in_a_row([first, second, third]: [Desc; 3]) -> bool {
+        const FLAGS: u32 = 0xffff;
+        let (next, write) = (u32::from(Desc::NEXT), u32::from(Desc::WRITE));
+        (first.tail ^ (next | 1 << 16)) | (second.tail & !write ^ (next | 2 << 16)) | (third.tail & FLAGS ^ write) == 0
     }
 
     /// The place of the next one, or the id.
@@ -359,24 +371,29 @@ impl Chain {
     }
 
     /// Walks the chain that begins at `head`, which lies in the table of a split ring.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn walk(&mut self, memory: &GuestMemory, table: Table<'_>, head: u16) {
         let mut desc = table.read(head);
         self.fault = None;
         self.tally = Tally::default();
-        let range = memory.range(self.hints.last);
-        if !desc.is(Desc::INDIRECT) {
-            let mut steps = Linked::new(u32::from(table.size), desc, |index| Some(table.read(index as u16)));
-            match self.walk_table(memory, range, &mut steps) {
+        let is_all_in_table = desc.is(Desc::INDIRECT);
+        if !is_all_in_table {
+            match self.walk_ring(memory, table, desc) {
                 Some(indirect) => desc = indirect,
                 None => return,
             }
         }
         let Some(size) = self.indirect_size(desc, table.indirect) else { return };
         // Nearly always the table lies in one range.
-        let nested = if let Some((span, range)) = self.span(memory, desc) {
-            let read = |index| Desc::from_words(read_words(&span, index));
-            self.walk_table(memory, range, &mut Linked::new(size, read(0), |index| Some(read(index))))
+        let nested = if let Some(span) = self.span(memory, desc) {
+            let read = move |index| Desc::from_words(read_words(&span, index));
+            if is_all_in_table && size >= 3 {
+                let three = [0, 1, 2].map(read);
+                if Desc::are_in_a_row(three) && self.take_request(memory, three) {
+                    return;
+                }
+            }
+            self.walk_linked(memory, size, span)
         } else {
             self.walk_torn(memory, size, desc.addr)
         };
@@ -385,13 +402,63 @@ impl Chain {
         }
     }
 
-    /// The bytes of a table, if they lie in one range, and that range.
-    #[inline]
-    fn span<'a>(&mut self, memory: &'a GuestMemory, desc: Desc) -> Option<(Span<'a>, &'a GuestRange)> {
-        let hit = memory.range(self.hints.last).segment(desc.addr, desc.len);
-        let segment = if hit.is_some() { hit } else { self.hints.elsewhere(memory, desc.addr, desc.len) }?;
-        let range = memory.range(self.hints.last);
-        Some((memory.region_of(self.hints.last)?.span(segment.offset, desc.len as usize)?, range))
+    /// Walks the part of a chain that lies in the table of a split ring.
+    #[inline(never)]
+    fn walk_ring(&mut self, memory: &GuestMemory, table: Table<'_>, first: Desc) -> Option<Desc> {
+        let mut steps = Linked::new(u32::from(table.size), first, |index| Some(table.read(index as u16)));
+        self.walk_table(memory, memory.range(self.hints.last), &mut steps)
+    }
+
+    /// Walks the indirect table of a split ring's chain.
+    #[inline(never)]
+    fn walk_linked(&mut self, memory: &GuestMemory, size: u32, span: Span<'_>) -> Option<Desc> {
+        let read = move |index| Desc::from_words(read_words(&span, index));
+        let mut steps = Linked::new(size, read(0), move |index| Some(read(index)));
+        self.walk_table(memory, memory.range(self.hints.last), &mut steps)
+    }
+
+    /// The bytes of a table, if they lie in one range, which is that of the hint from then on.
+    #[inline(always)]
+    fn span<'a>(&mut self, memory: &'a GuestMemory, desc: Desc) -> Option<Span<'a>> {
+        let hit = memory.span(self.hints.last, desc.addr, desc.len);
+        if hit.is_some() {
+            return hit;
+        }
+        self.hints.elsewhere(memory, desc.addr, desc.len)?;
+        memory.span(self.hints.last, desc.addr, desc.len)
+    }
+
+    /// Takes what nearly all chains are: a header to read, data, a status to write, each in one of the ranges hit last,
+    /// and nothing before them. False if one of them is not; then nothing has changed, and the chain is walked as any
+    /// other, from copies made anew.
+    #[inline(always)]
+    fn take_request(&mut self, memory: &GuestMemory, [header, data, status]: [Desc; 3]) -> bool {
+        let (near, far) = (memory.range(self.hints.last), memory.range(self.hints.before));
+        let find = |desc: Desc| {
+            let near = near.segment(desc.addr, desc.len);
+            (if near.is_some() { near } else { far.segment(desc.addr, desc.len) }).filter(|_| desc.len > 0)
+        };
+        let (Some(header), Some(data_at), Some(status)) = (find(header), find(data), find(status)) else {
+            return false;
+        };
+        let ([read, read_too, ..], [write, write_too, ..]) = (&mut self.readable[..], &mut self.writable[..]) else {
+            return false;
+        };
+        let [header_bytes, data_bytes, status_bytes] = [header, data_at, status].map(|segment| u64::from(segment.len));
+        if header_bytes + data_bytes + status_bytes > BYTES_MAX {
+            return false;
+        }
+        *read = header;
+        self.tally = if data.is(Desc::WRITE) {
+            (*write, *write_too) = (data_at, status);
+            let writable_bytes = data_bytes + status_bytes;
+            Tally { readable: 1, writable: 2, readable_bytes: header_bytes, writable_bytes, ends_writable: true }
+        } else {
+            (*read_too, *write) = (data_at, status);
+            let readable_bytes = header_bytes + data_bytes;
+            Tally { readable: 2, writable: 1, readable_bytes, writable_bytes: status_bytes, ends_writable: true }
+        };
+        true
     }
 
     /// The table lies across ranges.
@@ -406,19 +473,29 @@ impl Chain {
         self.walk_table(memory, memory.range(self.hints.last), &mut Linked::new(size, first, read))
     }
 
-    /// Walks the chain at the first of these places of a packed ring; `rest` is the second word of its first
-    /// descriptor. Returns the chain's id and how many places it takes; nothing if it does not end there.
-    #[inline]
-    pub(crate) fn walk_packed(&mut self, memory: &GuestMemory, slots: Slots<'_>, rest: u64) -> Option<(u16, u16)> {
+    /// Walks the chain at the first of these places of a packed ring, where these words were read. Returns the chain's
+    /// id and how many places it takes; nothing if it does not end there.
+    #[inline(always)]
+    pub(crate) fn walk_packed(
+        &mut self,
+        memory: &GuestMemory,
+        slots: Slots<'_>,
+        first: [u64; 2],
+    ) -> Option<(u16, u16)> {
         self.fault = None;
         self.tally = Tally::default();
-        let addr = slots.view.load_u64(slots.offset(0), std::sync::atomic::Ordering::Relaxed);
-        let desc = Desc::from_packed_words([addr, rest]);
+        let desc = Desc::from_packed_words(first);
         // One place that points to a table: most chains of drivers that may do so.
         if desc.is(Desc::INDIRECT) && !desc.is(Desc::NEXT) {
             self.walk_packed_table(memory, desc, slots.indirect);
             return Some((desc.next(), 1));
         }
+        self.walk_slots(memory, slots, desc)
+    }
+
+    /// Walks a chain in the places of a packed ring.
+    #[inline(never)]
+    fn walk_slots(&mut self, memory: &GuestMemory, slots: Slots<'_>, desc: Desc) -> Option<(u16, u16)> {
         let mut steps = Row { size: u32::from(slots.free), len: 1, desc, read: |ahead| Some(slots.read(ahead)) };
         if self.walk_table(memory, memory.range(self.hints.last), &mut steps).is_some() {
             // A table in a chain of several. [2.8.19]
@@ -435,15 +512,29 @@ impl Chain {
     }
 
     /// Walks the indirect table of a packed chain: its descriptors follow each other to the table's end. [2.8.7]
-    #[inline]
+    #[inline(always)]
     fn walk_packed_table(&mut self, memory: &GuestMemory, desc: Desc, negotiated: bool) {
         let Some(size) = self.indirect_size(desc, negotiated) else { return };
-        if let Some((span, range)) = self.span(memory, desc) {
-            let read = |index| Desc::from_packed_table(read_words(&span, index), index + 1 < size);
-            self.walk_table(memory, range, &mut Row { size, len: 1, desc: read(0), read: |index| Some(read(index)) });
+        if let Some(span) = self.span(memory, desc) {
+            let read = move |index| Desc::from_packed_table(read_words(&span, index), index + 1 < size);
+            if size == 3 {
+                let three @ [header, _, status] = [0, 1, 2].map(read);
+                if !header.is(Desc::WRITE) && status.is(Desc::WRITE) && self.take_request(memory, three) {
+                    return;
+                }
+            }
+            self.walk_row(memory, size, span);
         } else {
             self.walk_packed_torn(memory, size, desc.addr);
         }
+    }
+
+    /// Walks the table of a packed chain.
+    #[inline(never)]
+    fn walk_row(&mut self, memory: &GuestMemory, size: u32, span: Span<'_>) {
+        let read = move |index| Desc::from_packed_table(read_words(&span, index), index + 1 < size);
+        let mut steps = Row { size, len: 1, desc: read(0), read: move |index| Some(read(index)) };
+        self.walk_table(memory, memory.range(self.hints.last), &mut steps);
     }
 
     /// The table lies across ranges.
@@ -494,7 +585,7 @@ impl Chain {
         };
         if let Some(fault) = fault {
             self.spoil(fault);
-        } else if self.tally.readable_bytes + self.tally.writable_bytes > 1 << 32 {
+        } else if self.tally.readable_bytes + self.tally.writable_bytes > BYTES_MAX {
             self.note(ChainFault::TooLong);
         }
         None

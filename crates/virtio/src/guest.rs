@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use blkyard_mem::{Region, RegionTable, Segment, Span, View};
+use blkyard_mem::{RegionTable, Segment, Span, View};
 
 /// A run of guest memory and the region that holds it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,8 +67,8 @@ pub struct GuestMemory {
     table: Arc<RegionTable>,
     /// By guest address, without overlap.
     ranges: Box<[GuestRange]>,
-    /// The region of each range, without the detour by the table.
-    regions: Box<[Arc<Region>]>,
+    /// The bytes of each range, without the detour by the table.
+    views: Box<[View]>,
 }
 
 impl GuestMemory {
@@ -78,7 +78,7 @@ impl GuestMemory {
     /// A range is empty, wraps, overlaps another, or does not lie in its region.
     pub fn new(table: Arc<RegionTable>, mut ranges: Vec<GuestRange>) -> Result<GuestMemory, RangeError> {
         ranges.sort_by_key(|range| range.guest_addr);
-        let mut regions = Vec::with_capacity(ranges.len());
+        let mut views = Vec::with_capacity(ranges.len());
         for range in &ranges {
             let (guest_addr, len) = (range.guest_addr, range.len);
             let last = len.checked_sub(1).ok_or(RangeError::Extent { guest_addr, len })?;
@@ -86,17 +86,15 @@ impl GuestMemory {
                 return Err(RangeError::Extent { guest_addr, len });
             }
             let region = table.region(range.region).ok_or(RangeError::Region { guest_addr })?;
-            if range.offset.checked_add(len).is_none_or(|end| end > region.len() as u64) {
-                return Err(RangeError::Region { guest_addr });
-            }
-            regions.push(Arc::clone(region));
+            let view = usize::try_from(len).ok().and_then(|len| View::new(Arc::clone(region), range.offset, len, 1));
+            views.push(view.ok_or(RangeError::Region { guest_addr })?);
         }
         for pair in ranges.windows(2) {
             if pair[1].guest_addr - pair[0].guest_addr < pair[0].len {
                 return Err(RangeError::Overlap { first: pair[0].guest_addr, second: pair[1].guest_addr });
             }
         }
-        Ok(GuestMemory { table, ranges: ranges.into(), regions: regions.into() })
+        Ok(GuestMemory { table, ranges: ranges.into(), views: views.into() })
     }
 
     /// The regions that translated segments point into.
@@ -199,18 +197,17 @@ impl GuestMemory {
         self.ranges.get(hint).unwrap_or(NONE)
     }
 
-    /// The region of a hint, if there is one.
+    /// `len` bytes at an address, if they lie in the range of a hint.
     #[inline]
-    pub(crate) fn region_of(&self, hint: usize) -> Option<&Region> {
-        self.regions.get(hint).map(|region| &**region)
+    pub(crate) fn span(&self, hint: usize, addr: u64, len: u32) -> Option<Span<'_>> {
+        self.views.get(hint)?.span(addr.wrapping_sub(self.range(hint).guest_addr), len as usize)
     }
 
     /// The guest address of a hint's range, and its bytes: none if there is no such range.
     #[inline]
     pub(crate) fn bytes_of(&self, hint: usize) -> (u64, Span<'_>) {
-        let range = self.range(hint);
-        let span = self.region_of(hint).and_then(|region| region.span(range.offset, range.len as usize));
-        (range.guest_addr, span.unwrap_or_default())
+        let span = self.views.get(hint).and_then(|view| view.span(0, view.len()));
+        (self.range(hint).guest_addr, span.unwrap_or_default())
     }
 
     /// The one segment that holds `len` bytes at `addr`, if they lie in one range; `hint` is known not to be it.

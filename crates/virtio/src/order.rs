@@ -48,6 +48,7 @@ impl InOrder {
     }
 
     /// A chain was fetched; there is room for it. Returns its place.
+    #[inline(never)]
     pub(crate) fn fetched(&mut self, id: u16, record: u16, slots: u16, writable_bytes: u64) -> u16 {
         let place = self.next;
         let room = u32::try_from(writable_bytes).unwrap_or(u32::MAX);
@@ -58,6 +59,7 @@ impl InOrder {
     }
 
     /// The chain at a place has ended.
+    #[inline(never)]
     pub(crate) fn done(&mut self, place: u16, written: u32) {
         let place = &mut self.places[usize::from(place)];
         (place.written, place.done) = (written, true);

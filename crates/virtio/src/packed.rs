@@ -141,6 +141,8 @@ pub struct PackedRing {
     next_avail: Position,
     /// Chains to fetch whose lines were sent for.
     warm: u16,
+    /// The driver takes turns with us.
+    is_near: bool,
     /// Where the next used element goes.
     next_used: Position,
     /// Places passed by used elements that the driver cannot see yet.
@@ -186,6 +188,7 @@ impl PackedRing {
             indirect: features.contains(Features::INDIRECT_DESC),
             next_avail,
             warm: 0,
+            is_near: false,
             next_used,
             unpublished: 0,
             first: (next_used, 0),
@@ -229,6 +232,12 @@ impl PackedRing {
         usize::from(self.warm)
     }
 
+    /// See [`DeviceRing::set_near`](crate::DeviceRing::set_near).
+    #[inline]
+    pub fn set_near(&mut self, is_near: bool) {
+        self.is_near = is_near;
+    }
+
     /// The first place from the next one on that does not look as if it was offered. For comparison only.
     pub fn front(&self) -> u16 {
         let mut at = self.next_avail;
@@ -261,9 +270,10 @@ impl PackedRing {
         if self.left.is_some() {
             return self.fetch_left(memory, chain);
         }
-        // Pairs with the driver's barrier between all else of a chain and the flags of its first descriptor. [2.8.21]
-        let rest = self.layout.desc.load_u64(self.next_avail.offset() + 8, Acquire);
-        if !self.is_available(rest) {
+        // The second word comes first. Pairs with the driver's barrier between all else of a chain and the flags of its
+        // first descriptor. [2.8.21]
+        let first = self.layout.desc.load_u64s_back(self.next_avail.offset(), Acquire);
+        if !self.is_available(first[1]) {
             return Ok(None);
         }
         if self.warm == 0 {
@@ -282,15 +292,17 @@ impl PackedRing {
             free,
             indirect: self.indirect,
         };
-        let Some((id, count)) = chain.walk_packed(memory, slots, rest) else {
+        let Some((id, count)) = chain.walk_packed(memory, slots, first) else {
             return Err(self.breaks(RingFault::ChainOverrun));
         };
-        let record = self.inflight.as_mut().map_or(0, |inflight| {
-            inflight.fetched(count, |slot| {
+        let record = match &mut self.inflight {
+            None => 0,
+            Some(inflight) if count == 1 => inflight.fetched_one(first),
+            Some(inflight) => inflight.fetched(count, |slot| {
                 let at = slots.offset(slot.into());
-                (slots.view.load_u64(at, Relaxed), slots.view.load_u64(at + 8, Relaxed))
-            })
-        });
+                slots.view.load_u64s(at, Relaxed)
+            }),
+        };
         self.next_avail.advance(count, self.size);
         self.slots_out += count;
         self.in_flight += 1;
@@ -302,14 +314,19 @@ impl PackedRing {
     #[inline(never)]
     fn warm_run(&mut self, memory: &GuestMemory, chain: &Chain) {
         let (mut at, mut run) = (self.next_avail, 0);
-        let descs = std::iter::from_fn(|| {
+        let most = RUN_MAX.min(self.size);
+        let mut descs = std::iter::from_fn(|| {
             let [addr, rest] = self.layout.desc.load_u64s(at.offset(), Relaxed);
-            let is_offered = run < RUN_MAX.min(self.size) && marks_of(rest) == marks_available(at.wrap);
+            let is_offered = run < most && marks_of(rest) == marks_available(at.wrap);
             at.advance(1, self.size);
             run += u16::from(is_offered);
             is_offered.then_some(addr)
         });
-        chain.warm(memory, descs);
+        if self.is_near {
+            descs.by_ref().for_each(drop);
+        } else {
+            chain.warm(memory, descs);
+        }
         self.warm = run;
     }
 
@@ -320,9 +337,9 @@ impl PackedRing {
             let LeftChain { record, slots, at } = left.chains.pop()?;
             let size = left.slots;
             let copies = Slots { view: &left.copies, size, place: at, free: slots, indirect: self.indirect };
-            let rest = left.copies.load_u64(copies.offset(0) + 8, Relaxed);
+            let first = left.copies.load_u64s(copies.offset(0), Relaxed);
             // What was copied was a whole chain, unless somebody wrote to the record.
-            let walked = chain.walk_packed(memory, copies, rest).filter(|(_, count)| *count == slots);
+            let walked = chain.walk_packed(memory, copies, first).filter(|(_, count)| *count == slots);
             Some((walked, slots, record))
         };
         let taken = self.left.as_mut().and_then(next);
@@ -359,7 +376,8 @@ impl PackedRing {
     ///
     /// # Panics
     /// If no such head can be out: it belongs to another ring.
-    #[inline]
+    // Always inlined, since a head is four numbers to pack for a call.
+    #[inline(always)]
     #[expect(clippy::needless_pass_by_value, reason = "a head is spent when its chain is completed")]
     pub fn complete(&mut self, head: Head, written: u32) {
         let Head { id, slots, place, record } = head;

@@ -244,6 +244,16 @@ impl DeviceRing {
         }
     }
 
+    /// Says whether the driver takes turns with us on one CPU: what it has written is near then, and nothing is sent
+    /// for ahead.
+    #[inline]
+    pub fn set_near(&mut self, is_near: bool) {
+        match self {
+            DeviceRing::Split(ring) => ring.set_near(is_near),
+            DeviceRing::Packed(ring) => ring.set_near(is_near),
+        }
+    }
+
     /// How far the driver has offered by now, to be compared with how far it had a while ago. A guess: the driver may
     /// write anything there.
     pub fn front(&self) -> u16 {

@@ -46,6 +46,8 @@ pub struct SplitRing {
     next_avail: u16,
     /// The available index as last read.
     avail_seen: u16,
+    /// The driver takes turns with us.
+    is_near: bool,
     next_used: u16,
     /// The used index as the driver can see it.
     published: u16,
@@ -93,6 +95,7 @@ impl SplitRing {
             indirect: features.contains(Features::INDIRECT_DESC),
             next_avail,
             avail_seen: next_avail,
+            is_near: false,
             next_used,
             published: next_used,
             untold: true,
@@ -138,6 +141,12 @@ impl SplitRing {
         usize::from(self.avail_seen.wrapping_sub(self.next_avail))
     }
 
+    /// See [`DeviceRing::set_near`](crate::DeviceRing::set_near).
+    #[inline]
+    pub fn set_near(&mut self, is_near: bool) {
+        self.is_near = is_near;
+    }
+
     /// The available index as it is now. For comparison only.
     pub fn front(&self) -> u16 {
         self.layout.avail.load_u16(INDEX, Relaxed)
@@ -165,14 +174,8 @@ impl SplitRing {
         };
         let table = Table { view: &self.layout.desc, size: self.size, indirect: self.indirect };
         chain.walk(memory, table, index);
-        let place = if self.plain { 0 } else { self.line_up(index, chain) };
+        let place = self.order.as_mut().map_or(0, |order| order.fetched(index, index, 1, chain.writable_bytes()));
         Ok(Some(Head { id: index, slots: 1, place, record: index }))
-    }
-
-    /// A chain's place in the order, if there is one.
-    #[inline(never)]
-    fn line_up(&mut self, index: u16, chain: &Chain) -> u16 {
-        self.order.as_mut().map_or(0, |order| order.fetched(index, index, 1, chain.writable_bytes()))
     }
 
     /// Takes the next head out of the available ring.
@@ -183,23 +186,17 @@ impl SplitRing {
         if index >= self.size {
             return Err(self.breaks(RingFault::HeadOutOfRange));
         }
-        if std::mem::replace(&mut self.out[usize::from(index)], true) || !(self.plain || self.enter(index)) {
+        // One that has ended, and waits to be told, has no place if it is offered again: not in the order, and not
+        // among those that are recorded until they are published.
+        let has_place = self.plain || self.next_avail.wrapping_sub(self.published).wrapping_sub(self.lead) < self.size;
+        if std::mem::replace(&mut self.out[usize::from(index)], true) || !has_place {
             return Err(self.breaks(RingFault::HeadTwice));
+        }
+        if let Some(inflight) = &mut self.inflight {
+            inflight.fetched(index);
         }
         self.next_avail = self.next_avail.wrapping_add(1);
         Ok(index)
-    }
-
-    /// Records a head that is fetched. False if there is no place for it, in the order or among those to be published:
-    /// one that has ended, and waits to be told, was offered again.
-    #[inline(never)]
-    fn enter(&mut self, index: u16) -> bool {
-        let untold = self.next_avail.wrapping_sub(self.published).wrapping_sub(self.lead);
-        let has_place = untold < self.size;
-        if let Some(inflight) = self.inflight.as_mut().filter(|_| has_place) {
-            inflight.fetched(index);
-        }
-        has_place
     }
 
     /// Reads the available index. Says whether there is something to fetch from the ring, which comes after what is
@@ -226,7 +223,7 @@ impl SplitRing {
         }
         // What the driver has written last lies in its caches. Sent for together, the lines take hardly longer than
         // one.
-        if run > 1 {
+        if run > 1 && !self.is_near {
             let places = (0..run).map(|ahead| usize::from(self.next_avail.wrapping_add(ahead) & self.mask));
             let heads = places.map(|place| self.layout.avail.load_u16(RING + place * AVAIL_ELEMENT, Relaxed));
             let addr = |head| self.layout.desc.load_u64(usize::from(head) * DESC_BYTES, Relaxed);
@@ -253,19 +250,12 @@ impl SplitRing {
         let Head { id, slots, place, .. } = head;
         let out = self.out.get_mut(usize::from(id)).is_some_and(std::mem::take);
         assert!(out, "head {id} is not out of this ring");
-        let used = Used { id, written, chains: 1, slots };
-        if self.plain { self.put(used) } else { self.end(place, used) }
-    }
-
-    /// A chain has ended that is recorded, or waits for its turn.
-    #[inline(never)]
-    fn end(&mut self, place: u16, used: Used) {
         if let Some(order) = &mut self.order {
-            return order.done(place, used.written);
+            return order.done(place, written);
         }
-        self.put(used);
+        self.put(Used { id, written, chains: 1, slots });
         if let Some(inflight) = &mut self.inflight {
-            inflight.completed(used.id);
+            inflight.completed(id);
         }
     }
 

@@ -37,6 +37,7 @@ const COUNTER: usize = 8;
 /// Id, flags and length.
 const REST: usize = 16;
 const ADDR: usize = 24;
+const _: () = assert!(LINKS == 0 && COUNTER == 8 && REST == 16 && ADDR == 24, "an entry is written as four words");
 
 /// Bytes a ring of `size` entries needs.
 pub(super) fn bytes(size: u16) -> usize {
@@ -199,14 +200,25 @@ impl PackedInflight {
         Ok(Left { chains, copies, slots, next_used })
     }
 
+    /// A chain of one descriptor was fetched, which is this: as [`PackedInflight::fetched`].
+    #[inline(always)]
+    pub(crate) fn fetched_one(&mut self, [addr, rest]: [u64; 2]) -> u16 {
+        let head = self.free;
+        let links = &mut self.links[usize::from(head)];
+        (links.last, links.num) = (head, 1);
+        let (next, counter) = (links.next, self.counter);
+        self.region.store_u64s(entry(head), [links.word(true), counter, rest.rotate_right(32), addr], Relaxed);
+        self.take_entries(next);
+        head
+    }
+
     /// A chain was fetched: `read` gives the two words of each of its descriptors in turn. Returns its first entry.
     /// Comes before anything is done for it, and after the last batch was published.
-    #[inline]
-    pub(crate) fn fetched(&mut self, slots: u16, read: impl Fn(u16) -> (u64, u64)) -> u16 {
+    pub(crate) fn fetched(&mut self, slots: u16, read: impl Fn(u16) -> [u64; 2]) -> u16 {
         let head = self.free;
         let (mut last, mut next) = (head, head);
         for slot in 0..slots {
-            let (addr, rest) = read(slot);
+            let [addr, rest] = read(slot);
             last = next;
             next = self.links[usize::from(last)].next;
             self.region.store_u64(entry(last) + ADDR, addr, Relaxed);
@@ -216,11 +228,17 @@ impl PackedInflight {
         (links.last, links.num) = (last, slots);
         self.region.store_u64(entry(head) + COUNTER, self.counter, Relaxed);
         self.region.store_u64(entry(head) + LINKS, links.word(true), Relaxed);
+        self.take_entries(next);
+        head
+    }
+
+    /// The entries of a chain are free no more; the first that is, is this. Until now they are, whatever is written in
+    /// them.
+    #[inline]
+    fn take_entries(&mut self, next: u16) {
         self.counter = self.counter.wrapping_add(1);
         self.free = next;
-        // Until now the entries are free, whatever is written in them.
         self.region.store_u32(FREE, u32::from(next) | u32::from(next) << 16, Release);
-        head
     }
 
     /// The chain with this first entry has its used element, or is in a batch that has one; it is not published yet.
