@@ -72,6 +72,9 @@ pub(crate) mod wish {
 }
 const EVENT_BYTES: usize = 4;
 
+/// Descriptors in a line of cache.
+pub(crate) const LINE_DESCS: usize = 64 / DESC_BYTES;
+
 /// Bytes and alignment of descriptor ring, driver's event area and device's event area. [2.8.10.1]
 pub fn packed_ring_bytes(size: u16) -> [(usize, usize); 3] {
     [(usize::from(size) * DESC_BYTES, 16), (EVENT_BYTES, 4), (EVENT_BYTES, 4)]
@@ -326,6 +329,12 @@ impl PackedRing {
             descs.by_ref().for_each(drop);
         } else {
             chain.warm(memory, descs);
+            // Used elements will be written where these stand.
+            for ahead in (0..run).step_by(LINE_DESCS).skip(usize::from(run == 1)) {
+                let mut at = self.next_avail;
+                at.advance(ahead, self.size);
+                self.layout.desc.warm(at.offset());
+            }
         }
         self.warm = run;
     }

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
 use crate::chain::{DESC_BYTES, Desc};
-use crate::packed::{AVAIL, Position, USED, wish};
+use crate::packed::{AVAIL, LINE_DESCS, Position, USED, wish};
 use crate::ring::check_size;
 use crate::{Features, RingBase, RingLayout, RingSetupError};
 
@@ -166,7 +166,14 @@ impl PackedDriver {
         let mut at = self.used;
         at.advance(after, self.size);
         let rest = self.layout.desc.load_u64(at.offset() + REST, Relaxed);
-        ((rest >> 48) as u16 & (AVAIL | USED) == used(at)).then_some((rest >> 32) as u16)
+        if (rest >> 48) as u16 & (AVAIL | USED) != used(at) {
+            return None;
+        }
+        if usize::from(after).is_multiple_of(LINE_DESCS) {
+            // New descriptors will be written where used elements stand.
+            self.layout.desc.warm(at.offset());
+        }
+        Some((rest >> 32) as u16)
     }
 
     /// Writes the next descriptor. The device goes from one to the next only as long as they are available, so that
