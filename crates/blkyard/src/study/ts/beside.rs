@@ -140,7 +140,7 @@ impl Submitter for Copier {
 /// What came of a run: of the reader percentiles, nanoseconds, and reads in a second; of the copies bytes in a second.
 #[derive(Clone, Copy, Debug, Default)]
 struct Got {
-    percentiles_ns: [u64; 4],
+    percentiles_ns: [Option<u64>; 4],
     per_s: f64,
     bytes_per_s: f64,
 }
@@ -153,7 +153,7 @@ impl Got {
         Got {
             percentiles_ns: reader
                 .first()
-                .map_or([0; 4], |tally| PERCENTILES.map(|percent| tally.percentile_ns(percent))),
+                .map_or([None; 4], |tally| PERCENTILES.map(|percent| tally.percentile_ns(percent))),
             per_s: reader.first().map_or(0.0, Tally::ios_per_s),
             bytes_per_s: copies.iter().map(Tally::bytes_per_s).sum(),
         }
@@ -161,7 +161,8 @@ impl Got {
 
     /// Of each figure the worse.
     fn worse(self, other: Got) -> Got {
-        let at = |at: usize| self.percentiles_ns[at].max(other.percentiles_ns[at]);
+        // None is the worst.
+        let at = |at: usize| Some(self.percentiles_ns[at]?.max(other.percentiles_ns[at]?));
         Got {
             percentiles_ns: [at(0), at(1), at(2), at(3)],
             per_s: self.per_s.min(other.per_s),
@@ -228,7 +229,7 @@ fn table(setting: Setting, length: Length, seed: u64) -> io::Result<Part> {
     let alone = run(SchedulerConfig::None, true, 0)?;
     let copies = run(SchedulerConfig::None, false, 2)?;
     let row = |part: &mut Part, name: &str, got: Got, has_copies: bool| {
-        let us = |at: usize| (got.per_s > 0.0).then_some(got.percentiles_ns[at] as f64 / 1e3);
+        let us = |at: usize| got.percentiles_ns[at].map(|ns| ns as f64 / 1e3);
         let figures = [us(0), us(1), us(2), us(3), (got.per_s > 0.0).then_some(got.per_s / alone.per_s)];
         let theirs = [got.bytes_per_s / 1e6, got.bytes_per_s / copies.bytes_per_s].map(|of| has_copies.then_some(of));
         part.row(name, figures.into_iter().chain(theirs));
@@ -237,6 +238,7 @@ fn table(setting: Setting, length: Length, seed: u64) -> io::Result<Part> {
     part.notes
         .push(format!("The copies have {:.1} MB/s without the reader and a scheduler.", copies.bytes_per_s / 1e6));
     let mut fair = Got::default();
+    let ns = |got: Got, at: usize| got.percentiles_ns[at].map(|ns| ns as f64);
     for scheduler in [
         SchedulerConfig::None,
         SchedulerConfig::Deadline(DeadlineConfig::default()),
@@ -252,10 +254,10 @@ fn table(setting: Setting, length: Length, seed: u64) -> io::Result<Part> {
     }
     let at = if setting.writes() { "copies that write" } else { "copies that read" };
     if disk {
-        part.at_most("p99 of one beside two on a disk, fair, ms", fair.percentiles_ns[1] as f64 / 1e6, 300.0, at);
+        part.at_most("p99 of one beside two on a disk, fair, ms", ns(fair, 1).map(|ns| ns / 1e6), 300.0, at);
         part.at_least("its rate, fair/alone", fair.per_s / alone.per_s, 0.2, at);
     } else {
-        let times = fair.percentiles_ns[2] as f64 / alone.percentiles_ns[2] as f64;
+        let times = ns(fair, 2).zip(ns(alone, 2)).map(|(fair, alone)| fair / alone);
         part.at_most("p99.9 of one beside two on flash, fair/alone", times, 2.0, at);
         part.at_least("throughput of the two, fair/without the one", fair.bytes_per_s / copies.bytes_per_s, 0.9, at);
     }

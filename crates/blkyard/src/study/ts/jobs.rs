@@ -25,7 +25,7 @@ const WARM_SECONDS: u64 = 2;
 const POST_GAIN: f64 = 40.0;
 
 /// Bytes per second of so many readers, and what 99 of 100 of their windows take at most, nanoseconds.
-fn readers(jobs: u64, scheduler: SchedulerConfig, length: Length, seed: u64) -> io::Result<(f64, u64)> {
+fn readers(jobs: u64, scheduler: SchedulerConfig, length: Length, seed: u64) -> io::Result<(f64, Option<u64>)> {
     let mut scene = Scene::disk(DiskModel::DESKTOP_2012, scheduler, seed);
     (scene.from_ns, scene.until_ns) = (WARM_SECONDS * S, (WARM_SECONDS + length.seconds) * S);
     let mut rng = Rng::new(seed);
@@ -38,7 +38,13 @@ fn readers(jobs: u64, scheduler: SchedulerConfig, length: Length, seed: u64) -> 
     let mut submitters: Vec<&mut dyn Submitter> = readers.iter_mut().map(|reader| reader as _).collect();
     let tallies = run(scene, &mut submitters)?;
     let rate = tallies.iter().map(Tally::bytes_per_s).sum();
-    Ok((rate, tallies.iter().map(|tally| tally.percentile_ns(99.0)).max().unwrap_or(0)))
+    Ok((rate, longest_ns(&tallies)))
+}
+
+/// What 99 of 100 take at most of what any of them wanted, nanoseconds. None if one has nothing to show.
+fn longest_ns(tallies: &[Tally]) -> Option<u64> {
+    let each: Option<Vec<u64>> = tallies.iter().map(|tally| tally.percentile_ns(99.0)).collect();
+    each?.into_iter().max()
 }
 
 /// Readers of files on a disk.
@@ -85,7 +91,10 @@ pub(super) fn disk(length: Length, seed: u64) -> io::Result<Part> {
                 });
             }
             let post = is_posts.then_some(POST_GAIN);
-            part.row(format!("{jobs} jobs, {name}"), [Some(rate / 1e6), Some(gain), post, Some(p99_ns as f64 / 1e6)]);
+            part.row(
+                format!("{jobs} jobs, {name}"),
+                [Some(rate / 1e6), Some(gain), post, p99_ns.map(|ns| ns as f64 / 1e6)],
+            );
         }
     }
     Ok(part)
@@ -113,11 +122,11 @@ pub(super) fn flash(length: Length, seed: u64) -> io::Result<Part> {
         let mut submitters: Vec<&mut dyn Submitter> = jobs.iter_mut().map(|job| job as _).collect();
         let tallies = run(scene, &mut submitters)?;
         let kiops = tallies.iter().map(Tally::ios_per_s).sum::<f64>() / 1e3;
-        let p99_us = tallies.iter().map(|tally| tally.percentile_ns(99.0)).max().unwrap_or(0) as f64 / 1e3;
+        let p99_us = longest_ns(&tallies).map(|ns| ns as f64 / 1e3);
         if scheduler == SchedulerConfig::None {
             none = kiops;
         }
-        part.row(scheduler.name(), [Some(kiops), Some(kiops / none), Some(p99_us)]);
+        part.row(scheduler.name(), [Some(kiops), Some(kiops / none), p99_us]);
         if matches!(scheduler, SchedulerConfig::Fair(_)) {
             part.at_least("IOPS on flash, fair/none", kiops / none, 0.98, "16 jobs, depth 16");
         }

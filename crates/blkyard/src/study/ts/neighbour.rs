@@ -102,8 +102,9 @@ fn neighbour(load: Load) -> Job {
     Job { op, sectors, random, queue: 1, ..Job::anywhere(2, RANGE_SECTORS, RANGE_SECTORS, DEPTH) }
 }
 
+/// Not a number of nothing: no mean has one then, and no goal is met.
 fn us(tally: &Tally, percent: f64) -> f64 {
-    tally.percentile_ns(percent) as f64 / 1e3
+    tally.percentile_ns(percent).map_or(f64::NAN, |ns| ns as f64 / 1e3)
 }
 
 fn alone(mut job: Job, device: Device, length: Length, seed: u64) -> io::Result<Tally> {
@@ -182,7 +183,7 @@ fn part(name: &'static str, device: Device, load: Load, length: Length, seed: u6
         let Figures { p50_us, p99_us: beside_us, p999_us, victim_iops, neighbour_iops } = figures;
         let (times, percent) = (beside_us / p99_us, neighbour_iops / noisy_iops * 100.0);
         let values = [p50_us, beside_us, p999_us, times, victim_iops, percent, work(figures) * 100.0];
-        part.row(name, values.map(Some));
+        part.row(name, values.map(|value| Some(value).filter(|value| !value.is_nan())));
         Ok::<_, io::Error>((times, work(figures)))
     };
     let fair = FairConfig::default();

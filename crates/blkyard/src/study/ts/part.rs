@@ -67,13 +67,34 @@ impl Part {
         row.values[at]
     }
 
-    /// Something is to be no more than this.
-    pub(crate) fn at_most(&mut self, what: impl Into<String>, value: f64, limit: f64, at: impl Into<String>) {
+    /// Something is to be no more than this. What there is none of is not met.
+    pub(crate) fn at_most(
+        &mut self,
+        what: impl Into<String>,
+        value: impl Into<Option<f64>>,
+        limit: f64,
+        at: impl Into<String>,
+    ) {
+        let value = value.into().unwrap_or(f64::NAN);
         self.goals.push(Goal { what: what.into(), value, limit, at: at.into(), met: value <= limit });
     }
 
-    /// Something is to be no less than this.
+    /// Something is to be no less than this; the same.
     pub(crate) fn at_least(&mut self, what: impl Into<String>, value: f64, limit: f64, at: impl Into<String>) {
         self.goals.push(Goal { what: what.into(), value, limit, at: at.into(), met: value >= limit });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_figure_that_there_is_none_of_meets_no_goal() {
+        let mut part = Part::default();
+        part.at_most("p99", None, 2.0, "");
+        part.at_most("p99", 2.0, 2.0, "");
+        part.at_least("share", f64::NAN, 0.9, "");
+        assert_eq!(part.goals.iter().map(|goal| goal.met).collect::<Vec<_>>(), [false, true, false]);
     }
 }

@@ -137,6 +137,7 @@ impl Hands<'_> {
 /// What a submitter got in the time that counts.
 #[derive(Clone, Debug)]
 pub(super) struct Tally {
+    /// What ended. What was still out counts for nothing but its latency.
     pub(super) ios: u64,
     pub(super) read_bytes: u64,
     pub(super) written_bytes: u64,
@@ -160,7 +161,11 @@ impl Tally {
             _ => self.written_bytes += bytes,
         }
         self.ios += 1;
-        self.latency.saturating_record(took_ns.max(1));
+        self.waited(took_ns);
+    }
+
+    fn waited(&mut self, ns: u64) {
+        self.latency.saturating_record(ns.max(1));
     }
 
     /// Both directions, bytes per second.
@@ -172,9 +177,10 @@ impl Tally {
         self.ios as f64 * 1e9 / self.span_ns.max(1) as f64
     }
 
-    /// The latency below which so many of a hundred lie, nanoseconds: from the wish to its end.
-    pub(super) fn percentile_ns(&self, percent: f64) -> u64 {
-        self.latency.value_at_quantile(percent / 100.0)
+    /// The latency below which so many of a hundred lie, nanoseconds: from the wish to its end. What was still out when
+    /// the run was over counts as what it took then, when nobody wanted anything more. None of nothing.
+    pub(super) fn percentile_ns(&self, percent: f64) -> Option<u64> {
+        (!self.latency.is_empty()).then(|| self.latency.value_at_quantile(percent / 100.0))
     }
 }
 
@@ -292,13 +298,15 @@ impl World<'_, '_> {
         }
     }
 
-    /// Lets all that is out come back: the core does not part with less.
+    /// Lets all that is out come back: the core does not part with less, and what nobody was given would not be seen.
     fn settle(&mut self) {
         self.until_ns = self.now_ns;
         while let Some((due_ns, lane)) = self.next_turn() {
             self.now_ns = due_ns;
             self.turn(lane);
         }
+        let out = self.out.iter().flatten().count();
+        assert!(out == 0, "{out} bios never come back");
     }
 
     /// Which queue turns next, and when.
@@ -328,7 +336,7 @@ impl World<'_, '_> {
         assert!(bio.status.is_ok(), "{wish:?} ended with {}", bio.status);
         self.spare.push(bio);
         if self.now_ns >= self.until_ns {
-            return;
+            return self.tallies[who].waited(self.now_ns - since_ns);
         }
         if self.now_ns >= self.from_ns {
             self.tallies[who].add(&wish, self.now_ns - since_ns);
@@ -381,7 +389,43 @@ mod tests {
         let [one, other] = &mut jobs;
         let tallies = run(scene, &mut [one, other]).unwrap();
         assert!((60..130).contains(&tallies[1].ios), "it thinks: {}", tallies[1].ios);
-        (tallies[0].ios_per_s(), tallies[0].percentile_ns(100.0))
+        (tallies[0].ios_per_s(), tallies[0].percentile_ns(100.0).unwrap())
+    }
+
+    /// Wants one thing in the beginning, and nothing after it.
+    struct Once(Wish);
+
+    impl Submitter for Once {
+        fn wake(&mut self, _: u64, hands: &mut Hands<'_>) {
+            hands.submit(self.0);
+        }
+
+        fn ended(&mut self, _: &Wish, _: &mut Hands<'_>) {}
+    }
+
+    #[test]
+    fn who_gets_nothing_until_the_end_is_not_one_who_waited_for_nothing() {
+        // The device does one thing at a time, each in a second; the run is over before the second one is.
+        let mut queue = HwQueueConfig { depth: 1, ..HwQueueConfig::default() };
+        queue.merging = blkyard_mq::Merging::Off;
+        let line = blkyard_sim::LineModel { access_ns: S, bytes_per_s: 1 << 40, latency_ns: 0, jitter_ns: 0, depth: 1 };
+        let scene = Scene {
+            info: DeviceInfo { capacity_sectors: 1 << 20, ..info("slow") },
+            model: Model::Line(blkyard_sim::Line::new(line, 1)),
+            queues: vec![queue],
+            seed: 1,
+            from_ns: 0,
+            until_ns: S + S / 2,
+        };
+        let wish = Wish { sectors: 8, ..Wish::default() };
+        let [mut first, mut second, mut never] = [0, 1000, 2000].map(|sector| Once(Wish { sector, ..wish }));
+        let mut idle = Job { bytes_max: 0, ..Job::anywhere(4, 0, 1 << 10, 1) };
+        let tallies = run(scene, &mut [&mut first, &mut second, &mut never, &mut idle]).unwrap();
+        assert_eq!(tallies.iter().map(|tally| tally.ios).collect::<Vec<_>>(), [1, 0, 0, 0]);
+        let took = |at: usize| tallies[at].percentile_ns(99.0).map(|ns| ns / MS);
+        // Those who had nothing yet waited for at least as long as the run lasted; who wanted nothing, for nothing.
+        assert!(took(0) == Some(1000) && took(1) >= Some(1500) && took(2) >= Some(1500), "{tallies:?}");
+        assert_eq!(took(3), None);
     }
 
     #[test]
