@@ -6,10 +6,12 @@
 //! If all of them do, a little more than the whole is tried in the same way. The two are compared over several turns,
 //! so that it does not matter that what is wanted changes meanwhile.
 //!
-//! When nothing is better, the device is given a sixteenth less than that: it loses that much at most, and nothing
-//! queues in it. The next attempt is made after a pause, which is the longer the more often nothing was better, and
-//! ends at once when the device does clearly more or less than it did: attempts cost some of what the device could do,
-//! or somebody's time.
+//! When nothing is better, the device is given a sixteenth less of large bios than that: it loses that much at most,
+//! and nothing queues in it. Small ones may have it all: as many of them as keep a device busy are at work in it, and
+//! do not wait for each other. The next attempt is made after a pause, which is the longer the more often nothing was
+//! better, and ends at once when the device does clearly more or less than it did: attempts cost some of what the
+//! device could do, or somebody's time. So the last step is decided when two comparisons have said the same; and where
+//! more has shown no use it is not tried each time.
 //!
 //! If nobody waits although the device has less than the depth, the depth is what it has had. A stream that is alone
 //! has whatever it wants, which is more than the depth and says nothing of it: what was measured before holds when
@@ -37,7 +39,7 @@ const STEP_MAX: u32 = 4;
 /// do 98.5 of 100, all do 95 of what any depth could, in a device that grows as slowly with its depth as one whose dies
 /// are hit at random.
 const LOSS_PERCENT: u64 = 6;
-/// What was the whole does as much as an eighth more if it does at least this.
+/// What was the whole does as much as an eighth more if it does at least this, in two comparisons.
 const USELESS_PERMILLE: u64 = 990;
 /// The least depth: two small bios, for of one there are no three quarters.
 const DEPTH_MIN: u64 = 24 << 10;
@@ -45,6 +47,8 @@ const DEPTH_MIN: u64 = 24 << 10;
 const DEPTH_MAX: u64 = 1 << 40;
 /// And this or less where both are too little to keep the device busy.
 const LINEAR_PERMILLE: u64 = 955;
+/// Attempts that pass, after one in which more was of no use, before more is tried again: a minute.
+const MORE_AGAIN: u32 = 2;
 /// Turns until the next attempt after one that has changed nothing: the first time, and at most. Each attempt is 20 ms
 /// with a queue in the device: of a thousand who come, one is to meet it.
 const PAUSE_MIN: u32 = 8;
@@ -125,6 +129,8 @@ pub(super) struct Depth {
     /// Of a thousand, what was done with less of what was done with the whole just before; so many of them.
     permille: [u64; TURNS],
     turns: usize,
+    /// Attempts until more than the whole may be tried.
+    more_after: u32,
 }
 
 impl Depth {
@@ -154,6 +160,7 @@ impl Depth {
             changed: 0,
             permille: [0; TURNS],
             turns: 0,
+            more_after: 0,
         }
     }
 
@@ -163,7 +170,7 @@ impl Depth {
     }
 
     /// Finds how much may be in flight, after anything has changed.
-    fn set_limits(&mut self, mean_cost: u64) {
+    fn set_limits(&mut self) {
         self.limit = if self.pause > 0 {
             self.whole - self.whole / 16
         } else if self.low {
@@ -171,9 +178,9 @@ impl Depth {
         } else {
             self.whole
         };
-        // Of a few small ones one less is more than a sixteenth.
-        let few = self.pause > 0 && self.whole / 16 < mean_cost;
-        self.limit_small = if few { self.whole } else { self.limit };
+        // Until it is measured the whole is only what somebody wanted, and it shows at a little less that he wants
+        // more.
+        self.limit_small = if self.pause > 0 && self.measured > 0 { self.whole } else { self.limit };
     }
 
     /// How much may be in flight just now.
@@ -236,16 +243,19 @@ impl Depth {
                 self.learn(mib_ns);
             }
             self.low = !self.low;
-            if self.turns == TURNS {
+            if self.is_clear() {
                 self.decide();
             }
         }
-        self.set_limits(self.cost / self.ends);
+        self.set_limits();
         self.skip = self.has;
         (self.ends, self.cost, self.bound, self.peak, self.since_ns) = (0, 0, false, self.has, now_ns);
     }
 
     fn try_less(&mut self, whole: u64) {
+        if whole != self.whole {
+            self.more_after = 0;
+        }
         (self.whole, self.less) = (whole, (whole - (whole >> self.step)).max(DEPTH_MIN));
     }
 
@@ -274,32 +284,49 @@ impl Depth {
         self.changed += 1;
         if self.changed >= CHANGED_TURNS {
             (self.pause, self.next_pause, self.step, self.changed) = (0, PAUSE_MIN, STEP_MIN, 0);
+            self.more_after = 0;
             self.mib_ns = mib_ns;
         }
     }
 
+    /// Whether so much of a thousand is enough for the less that is tried.
+    fn is_enough(&self, permille: u64) -> bool {
+        permille * 100 >= 100_000 - LOSS_PERCENT * (1000 >> self.step)
+    }
+
+    /// Whether all has been compared, or at the last step two have said that less is too little, which four cannot make
+    /// enough, or that more is of no use.
+    fn is_clear(&self) -> bool {
+        let found = &self.permille[..self.turns];
+        let says = |permille: &u64| if self.grows { *permille >= USELESS_PERMILLE } else { !self.is_enough(*permille) };
+        found.len() == TURNS || (self.step == STEP_MAX && found.iter().filter(|permille| says(permille)).count() == 2)
+    }
+
     fn decide(&mut self) {
-        self.permille.sort_unstable();
-        let middle = u64::midpoint(self.permille[TURNS / 2 - 1], self.permille[TURNS / 2]);
-        let said = if self.step == STEP_MIN { middle } else { self.permille[1] };
-        let enough = said * 100 >= 100_000 - LOSS_PERCENT * (1000 >> self.step);
+        let found = &mut self.permille[..self.turns];
+        found.sort_unstable();
+        let middle = u64::midpoint(found[(found.len() - 1) / 2], found[found.len() / 2]);
+        let said = if self.step == STEP_MIN { middle } else { found[1] };
+        let useless = found[found.len() - 2] >= USELESS_PERMILLE;
+        let enough = self.is_enough(said);
         self.turns = 0;
         if self.grows {
-            if middle >= USELESS_PERMILLE {
-                self.whole = self.less;
+            if useless {
+                (self.whole, self.more_after) = (self.less, MORE_AGAIN);
                 self.keep();
             } else {
                 self.next_pause = PAUSE_MIN;
                 self.try_more();
             }
         } else if enough && self.whole > DEPTH_MIN {
-            (self.whole, self.next_pause) = (self.less, PAUSE_MIN);
+            (self.whole, self.next_pause, self.more_after) = (self.less, PAUSE_MIN, 0);
             self.step = (self.step - 1).max(STEP_MIN);
         } else if self.step < STEP_MAX {
             self.step += 1;
-        } else if self.next_pause == PAUSE_MIN || middle <= LINEAR_PERMILLE {
+        } else if self.next_pause == PAUSE_MIN || (middle <= LINEAR_PERMILLE && self.more_after == 0) {
             self.try_more();
         } else {
+            self.more_after = self.more_after.saturating_sub(1);
             self.keep();
         }
         self.measured = self.depth();
@@ -415,6 +442,31 @@ mod tests {
             });
             assert!(did_ns > 9.8e9, "{did_ns} ns worth in ten seconds");
         }
+    }
+
+    #[test]
+    fn of_small_bios_as_many_may_be_there_as_do() {
+        let mut depth = Depth::new();
+        let rate = |depth: u64| depth.min(59) as f64 * 12_500.0;
+        let found = find(&mut depth, 256, [0, 30], rate);
+        assert!(depth.pause > 0 && found >= 59, "{depth:?}");
+        let (limit, has) = (depth.limit(), (found - 1) * COST);
+        assert!(limit.fits(has, COST) && !limit.fits(has + 2 * COST, COST), "{found}: {limit:?}");
+        assert!(limit.all < depth.depth(), "of large ones a sixteenth less: {limit:?}");
+    }
+
+    #[test]
+    fn nobody_waits_for_long_behind_what_is_only_tried() {
+        // Five ways: less is too little each time, and in proportion, so that more is tried as well.
+        let mut depth = Depth::new();
+        find(&mut depth, 256, [0, 10], |depth| depth.min(5) as f64 * 12_500.0);
+        let did = depth.depth();
+        let (mut ends, mut behind) = (0_u64, 0_u64);
+        find(&mut depth, 256, [10, 130], |has| {
+            (ends, behind) = (ends + 1, behind + u64::from(has * COST > did + COST / 2));
+            has.min(5) as f64 * 12_500.0
+        });
+        assert!(behind * 2000 < ends, "{behind} of {ends} beyond {did}, at last {}", depth.depth());
     }
 
     #[test]
