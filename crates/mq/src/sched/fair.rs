@@ -25,12 +25,14 @@ mod depth;
 mod device;
 mod habits;
 mod line;
+mod settle;
 mod shared;
 mod turn;
 
 use self::device::Device;
 use self::habits::Habits;
 use self::line::{Line, Share};
+use self::settle::Settle;
 use self::shared::DepthShare;
 pub use self::shared::SharedDepth;
 use self::turn::Turn;
@@ -173,6 +175,10 @@ pub(crate) struct Fair {
     /// The places of those who mix, as one.
     crowds: [u32; CLASSES],
     turn: Option<Turn>,
+    /// How long the device is left alone after a turn of writes.
+    settle: Settle,
+    /// The most that anybody has had of it in turns, in nanoseconds at a usual weight.
+    served_ns: u64,
     /// The batch of whose turn it is: how far ahead of its position each bio is, and where it is kept. The nearest is
     /// the last.
     batch: Vec<(u64, u32)>,
@@ -232,6 +238,8 @@ impl Fair {
             mixes: Priority::ALL.map(|_| Line::new(1, LATE_NS)),
             crowds,
             turn: None,
+            settle: Settle::default(),
+            served_ns: 0,
             batch: Vec::with_capacity(bios_max),
             last: None,
             waiting: [0; CLASSES],

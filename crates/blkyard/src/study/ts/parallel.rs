@@ -389,6 +389,17 @@ mod tests {
         }
     }
 
+    #[test]
+    fn two_copies_take_hardly_longer_than_the_raw_rate_though_the_disk_has_a_write_cache() {
+        let contenders = contenders();
+        let fair = contenders.iter().find(|contender| contender.name == FAIR).unwrap();
+        for seed in 0..2 {
+            let took = copy(MODEL, fair, place(seed, MORE_GIGABYTES)).unwrap();
+            let raw = 2.0 * one_by_one(MODEL, place(seed, MORE_GIGABYTES)).unwrap();
+            assert!(took.durable <= 1.08 * raw && took.apart < 0.6, "{took:?}, {raw} s raw");
+        }
+    }
+
     /// Property (e): what it costs is another question.
     #[test]
     fn slices_of_no_length_are_none_to_the_last_nanosecond() {

@@ -4,6 +4,7 @@
 //! Whose credit is used up goes to the end and is given as much as is its due. Who comes back and has not used up what
 //! was its due in this round goes before all who have: so whoever wants little does not wait for those who want all
 //! they can get (as the new flows of FQ-CoDel, RFC 8290). It cannot come before them more often than its due lets it.
+//! Of several that come back who has been served least goes first, and not whoever happens to be there first.
 //! All of it in a constant number of steps, for any number of members.
 
 use super::super::slots::NONE;
@@ -23,6 +24,8 @@ pub(super) struct Share {
     next: u32,
     /// The credit it takes for it to be served, if that is more than for others.
     pub(super) needs: i64,
+    /// What it has had since it is known, if anybody counts it.
+    pub(super) served: u64,
     /// Of a hundred, what is its due beside others.
     pub(super) weight: u32,
     /// What the line counts for it.
@@ -55,6 +58,12 @@ impl Row {
             last => streams.get_mut(last).share.next = at,
         }
         self.last = at;
+        self.len += 1;
+    }
+
+    fn push_first(&mut self, streams: &mut Streams<Stream>, at: u32) {
+        streams.get_mut(at).share.next = self.first;
+        self.first = at;
         self.len += 1;
     }
 
@@ -112,6 +121,11 @@ impl Line {
         std::mem::replace(self, next)
     }
 
+    #[cfg(test)]
+    pub(super) fn round(&self) -> u32 {
+        self.round
+    }
+
     pub(super) fn weight(&self) -> u64 {
         self.weight
     }
@@ -137,7 +151,12 @@ impl Line {
         }
         if may_be_light && share.credit >= self.least {
             self.count(share, now_ns);
-            self.light.push(streams, at);
+            let (served, first) = (share.served, self.light.first);
+            if first != NONE && served < streams.get(first).share.served {
+                self.light.push_first(streams, at);
+            } else {
+                self.light.push(streams, at);
+            }
         } else {
             let due = if share.round == self.round && share.credit < self.least { due } else { 0 };
             self.enter_last(streams, at, due, now_ns);

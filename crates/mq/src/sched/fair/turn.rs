@@ -8,13 +8,18 @@
 //! waits for one.
 //!
 //! Writes nobody waits for save up what is due to them until it is a whole slice: each turn of theirs leaves a disk
-//! with its write cache full, which it empties in the turn that follows.
+//! with its write cache full, and lasts until that has [settled](super::settle). What reads lose to it all the same is
+//! not charged to who reads.
+//!
+//! Of several that come back, as all do who wait for room in one page cache, who has had least of the device is next.
+//! That is bounded by a round, so nobody who was away has it for long. A crowd comes first: each of those in it waits
+//! for one thing.
 //!
 //! While others wait, an owner has no more in flight than fits in the rest of its turn, by how long each took: so a
 //! turn of who seeks ends in time, and who reads in a row has all the depth it can use.
 
 use super::habits;
-use super::{Fair, FairConfig, WEIGHT};
+use super::{Fair, FairConfig, Stream, WEIGHT};
 use crate::sched::Next;
 
 /// What is due in a round is no less than this, however many want a turn: five times the way to where another reads.
@@ -25,6 +30,11 @@ const TURN_MIN_NS: u64 = SLICE_MIN_NS / 2;
 /// A line of so many keeps no place for who wants nothing just now: there are so many places of streams beyond those
 /// with bios, for three classes.
 const KEPT_MAX: u32 = 64;
+/// Whoever is in front has a turn when so many more than there are in the line have been passed over for what they owe,
+/// or save up: some hundred rounds, where one that is due a hundredth of a turn saves up for all of it.
+const PASSED_MAX: u32 = 1024;
+/// Who has had less than others comes before them for no longer than this: a round.
+const BEHIND_MAX_NS: u64 = 300_000_000;
 /// Bios of a stream that are sorted at one time: some more than a disk sorts by itself.
 const BATCH: usize = 64;
 /// The same of writes nobody waits for: some MiB of small ones.
@@ -43,6 +53,8 @@ pub(super) struct Turn {
     late: bool,
     /// Nothing more is handed out.
     closing: bool,
+    /// What its reads lost to what had been written before.
+    lost_ns: u64,
     /// When something of it ended last, and of which stream that was.
     ended_ns: u64,
     last: u32,
@@ -61,6 +73,10 @@ impl Fair {
         let (class, sync) = (usize::from(stream.class), stream.sync);
         stream.share.needs = if sync { 0 } else { slice_ns };
         let due = self.turn_due(at);
+        if at != self.crowds[class] {
+            let served = &mut self.streams.get_mut(at).share.served;
+            *served = (*served).max(self.served_ns.saturating_sub(BEHIND_MAX_NS));
+        }
         self.turns[class].enter(&mut self.streams, at, due, sync, now_ns);
     }
 
@@ -107,6 +123,10 @@ impl Fair {
                 if self.config.drain && in_flight > 0 {
                     return Next::Wait(u64::MAX);
                 }
+                let settled_ns = self.settled_ns(&turn);
+                if !preempted && now_ns < settled_ns {
+                    return Next::Wait(settled_ns);
+                }
                 self.end_turn(now_ns);
             } else if own > 0 {
                 if others && in_flight > 0 && !self.fits(&turn, in_flight, now_ns) {
@@ -134,6 +154,12 @@ impl Fair {
         if who == self.crowds[class] { self.mixing[class] } else { self.streams.get(who).bios.len() }
     }
 
+    /// When the device has done what a turn of writes has left in its cache.
+    fn settled_ns(&self, turn: &Turn) -> u64 {
+        let waits = self.config.drain && !self.streams.get(turn.who).sync;
+        if waits { turn.ended_ns + self.settle.ns() } else { 0 }
+    }
+
     /// Whether one more would end within the turn.
     fn fits(&self, turn: &Turn, in_flight: usize, now_ns: u64) -> bool {
         let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns.saturating_sub(began_ns));
@@ -150,6 +176,7 @@ impl Fair {
     /// The turn that is next begins. False if nobody wants it.
     #[inline(never)]
     fn take_turn(&mut self, now_ns: u64) -> bool {
+        let mut passed = 0;
         loop {
             let Some(class) = self.class(now_ns) else { return false };
             let Some(who) = self.turns[class].front(&self.streams, now_ns) else { return false };
@@ -161,22 +188,25 @@ impl Fair {
             let share = &self.streams.get(who).share;
             let (credit, least) = (share.credit, self.turns[class].least().max(share.needs));
             let due = self.turn_due(who);
-            if credit < least {
+            if credit < least && passed < PASSED_MAX + self.turns[class].len() {
                 self.turns[class].rotate(&mut self.streams, due, now_ns);
+                passed += 1;
                 continue;
             }
             self.turns[class].pop(&mut self.streams);
             let late = self.waiting[..class].iter().any(|waiting| *waiting > 0);
             // Its due may have become less meanwhile.
             let most = if late { self.turns[class].least() } else { due.max(least) };
+            let slice_ns = credit.max(self.turns[class].least()).min(most) as u64;
             self.turn = Some(Turn {
                 who,
                 class,
                 since_ns: now_ns,
                 began_ns: None,
-                slice_ns: credit.min(most) as u64,
+                slice_ns,
                 late,
                 closing: false,
+                lost_ns: 0,
                 ended_ns: now_ns,
                 last: who,
             });
@@ -191,8 +221,16 @@ impl Fair {
         self.batch.clear();
         let class = turn.class;
         let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns.saturating_sub(began_ns));
-        self.streams.get_mut(turn.who).share.credit -= used_ns as i64;
+        let used_ns = used_ns.saturating_sub(turn.lost_ns);
         let is_crowd = turn.who == self.crowds[class];
+        let Stream { share, sync, .. } = self.streams.get_mut(turn.who);
+        share.credit -= used_ns as i64;
+        if !*sync {
+            self.settle.wrote(now_ns);
+        } else if !is_crowd {
+            share.served += used_ns * u64::from(WEIGHT) / u64::from(share.weight.max(1));
+            self.served_ns = self.served_ns.max(share.served);
+        }
         if is_crowd && self.mixing[class] == 0 {
             // Whoever is in its line has nothing any more, and leaves it.
             self.front_of_mix(class, now_ns);
@@ -243,10 +281,38 @@ impl Fair {
         let Some(turn) = self.turn.as_mut().filter(|turn| turn.who == who) else { return };
         if turn.began_ns.is_some() {
             let gap_ns = now_ns.saturating_sub(turn.ended_ns.max(start_ns));
-            let mean_ns = &mut self.streams.get_mut(who).gap_ns;
+            let stream = self.streams.get_mut(who);
+            if stream.sync && who == at && self.config.drain {
+                turn.lost_ns += self.settle.read(gap_ns, u64::from(stream.gap_ns), now_ns);
+            }
+            let mean_ns = &mut stream.gap_ns;
             *mean_ns = ((u64::from(*mean_ns) * 7 + gap_ns.min(habits::IDLE_NS * 8)) / 8) as u32;
         }
         turn.began_ns.get_or_insert(now_ns);
         (turn.ended_ns, turn.last) = (now_ns, at);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::FairDevice;
+    use super::*;
+    use crate::sched::Scheduler;
+    use crate::{Bio, DeviceInfo, Op, Priority};
+
+    #[test]
+    fn a_turn_comes_in_bounded_steps_however_long_it_is_and_however_little_is_due() {
+        for (slice_ms, async_percent) in [(3_600_000, 1), (u32::MAX, 1), (100, 1), (100, 40)] {
+            let config = FairConfig { slice_ms, async_percent, device: FairDevice::Seeks, ..FairConfig::default() };
+            let mut fair = Fair::new(config, 64, &DeviceInfo::default());
+            let mut write = Bio::with_capacity(0);
+            (write.op, write.sectors) = (Op::Write, 8);
+            fair.insert(write, 0);
+            assert!(matches!(fair.next(0), Next::Bio(_)));
+            let rounds = fair.turns[Priority::default() as usize].round();
+            assert!(rounds < PASSED_MAX + 4, "{rounds} with {slice_ms} ms and {async_percent} %");
+            let slice_ns = fair.turn.map_or(0, |turn| turn.slice_ns);
+            assert!(slice_ns > 0 && slice_ns <= u64::from(slice_ms) * 1_000_000, "{slice_ns}");
+        }
     }
 }

@@ -108,6 +108,20 @@ fn turns_go_round_though_each_thinks_when_its_turn_is_over() {
 }
 
 #[test]
+fn of_several_that_come_back_who_has_had_less_goes_first() {
+    let mut hand = hand(FairDevice::Seeks);
+    hand.insert(row(1, 0, 2));
+    assert_eq!(owners(&hand.all()), [1, 1]);
+    hand.at(10 * MS).end(1_000_000).at(40 * MS).end_all().insert(row(3, 0, 2));
+    assert_eq!((hand.next(), hand.until_ns), (None, 48 * MS), "it is waited for");
+    hand.at(48 * MS);
+    assert_eq!(owners(&hand.all()), [3, 3]);
+    hand.at(50 * MS).insert(row(1, 2, 1)).insert(row(2, 0, 1));
+    hand.at(60 * MS).end_all().at(68 * MS);
+    assert_eq!(owners(&hand.all()), [2], "the other had 38 ms, though it was there first");
+}
+
+#[test]
 fn who_never_stops_thinking_is_not_waited_for() {
     let mut hand = hand(FairDevice::Seeks);
     let mut now_ns = 0;

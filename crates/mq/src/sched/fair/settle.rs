@@ -1,0 +1,120 @@
+//! How long a device with seeks is left alone after a turn of writes that nobody waits for.
+//!
+//! A disk with a write cache says that writes are over when the cache has them. What is too much for it to keep it
+//! writes beside whatever comes next, a little at a time, with a seek there and back for each: what takes 80 ms in one
+//! go takes three times as long. So nothing is sent for a while, and that is part of the turn of who wrote. For how
+//! long is learned from the reads in a row that follow: it becomes more as long as some of them take clearly longer
+//! than usual, and a little less when none does. A device without such a cache never shows it, and is never left alone;
+//! one whose reads are slow all the same is given up for a while.
+
+/// A read in a row that takes this much longer than usual, and half as long again, was held up by something far away.
+const SLOW_NS: u64 = 2_000_000;
+/// How long after a turn of writes that shows in reads: some turns of others.
+const LOOK_NS: u64 = 300_000_000;
+/// What each slow read adds: the least that a disk writes for a seek there and back.
+const MORE_NS: u64 = 4_000_000;
+/// What a turn of writes that shows in no read takes off, as a part.
+const LESS_PART: u64 = 16;
+/// The most, as long as a turn.
+const MOST_NS: u64 = 100_000_000;
+/// Turns of writes for which it is given up, if it does not help: minutes.
+const GIVEN_UP: u32 = 512;
+
+/// See the head of the module.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Settle {
+    ns: u64,
+    /// When writes had their last turn, and how many reads have been slow since.
+    since_ns: Option<u64>,
+    slow: u64,
+    /// The most that were slow after a turn, since there was no silence at all.
+    slow_most: u64,
+    given_up: u32,
+}
+
+impl Settle {
+    /// How long the device is left alone.
+    pub(super) fn ns(&self) -> u64 {
+        self.ns
+    }
+
+    /// A turn of writes is over, and what they left was waited for.
+    pub(super) fn wrote(&mut self, now_ns: u64) {
+        let slow = std::mem::take(&mut self.slow);
+        self.since_ns = Some(now_ns);
+        if self.given_up > 0 {
+            self.given_up -= 1;
+        } else if slow > 0 {
+            self.ns = (self.ns + slow * MORE_NS).min(MOST_NS);
+            self.slow_most = self.slow_most.max(slow);
+            if self.ns == MOST_NS && 2 * slow > self.slow_most {
+                *self = Settle { since_ns: self.since_ns, given_up: GIVEN_UP, ..Settle::default() };
+            }
+        } else {
+            self.ns -= self.ns / LESS_PART;
+            if self.ns < MORE_NS {
+                (self.ns, self.slow_most) = (0, 0);
+            }
+        }
+    }
+
+    /// A read in a row has ended in a turn, so long after the end before it, where so long is usual. Returns what it
+    /// lost to what had been written.
+    pub(super) fn read(&mut self, took_ns: u64, usual_ns: u64, now_ns: u64) -> u64 {
+        let looks = self.since_ns.is_some_and(|since_ns| now_ns.saturating_sub(since_ns) < LOOK_NS);
+        if !looks || took_ns <= usual_ns + usual_ns / 2 + SLOW_NS {
+            return 0;
+        }
+        self.slow += 1;
+        took_ns - usual_ns
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: u64 = 1_000_000;
+
+    /// Turns of writes, so many, each of which leaves so much to be written: 10 ms of it delay a read by 24.
+    fn play(settle: &mut Settle, turns: u64, left_ns: u64) {
+        for turn in 0..turns {
+            let now_ns = turn * 600 * MS;
+            settle.wrote(now_ns);
+            let held_up = left_ns.saturating_sub(settle.ns()).div_ceil(10 * MS);
+            for read in 0..20 {
+                let took_ns = if read < held_up { 29 * MS } else { 5 * MS };
+                let lost_ns = settle.read(took_ns, 5 * MS, now_ns + read * 10 * MS);
+                assert_eq!(lost_ns, took_ns - 5 * MS);
+            }
+        }
+    }
+
+    #[test]
+    fn a_device_is_left_alone_for_about_as_long_as_it_takes_to_empty_its_cache() {
+        let mut settle = Settle::default();
+        play(&mut settle, 50, 0);
+        assert_eq!(settle.ns(), 0, "it has nothing left");
+        for left_ms in [80, 30] {
+            play(&mut settle, 50, left_ms * MS);
+            let ms = settle.ns() / MS;
+            assert!((left_ms * 3 / 4..=left_ms * 5 / 4).contains(&ms), "{ms} of {left_ms}");
+        }
+        play(&mut settle, 100, 0);
+        assert_eq!(settle.ns(), 0, "nor any more");
+    }
+
+    #[test]
+    fn what_is_slow_all_the_same_is_given_up() {
+        let (mut settle, mut silent_ns) = (Settle::default(), 0);
+        for turn in 0..1000 {
+            settle.wrote(turn * 600 * MS);
+            silent_ns += settle.ns();
+            // Others use the disk as well.
+            for read in 0..20 {
+                settle.read(if read % 5 == 0 { 29 * MS } else { 5 * MS }, 5 * MS, turn * 600 * MS + read);
+            }
+        }
+        assert!(silent_ns < 2000 * MS, "{silent_ns}");
+    }
+}
