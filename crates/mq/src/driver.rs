@@ -4,7 +4,7 @@ use std::os::fd::BorrowedFd;
 
 use blkyard_mem::RegionTable;
 
-use crate::fifo::Fifo;
+use crate::fifo::put_first;
 use crate::request::{Ranges, Request, RequestState, Segments, Table};
 use crate::{QueueLimits, SharedDepth, Status, Tag};
 
@@ -91,24 +91,26 @@ pub enum Shortage {
 /// Requests on their way to the driver.
 #[derive(Debug)]
 pub struct Batch<'a> {
-    pub(crate) waiting: &'a mut Fifo,
+    /// Those offered, in order. Those taken are of no meaning any more.
+    pub(crate) offered: &'a mut [u16],
+    pub(crate) taken: usize,
     pub(crate) table: &'a mut Table,
     pub(crate) done: &'a mut Vec<(u16, Status)>,
     pub(crate) now_ns: u64,
-    /// How many may still be taken.
-    pub(crate) left: usize,
     pub(crate) shortage: Shortage,
 }
 
 impl Batch<'_> {
     /// Requests not yet taken.
+    #[inline]
     pub fn len(&self) -> usize {
-        self.left
+        self.offered.len() - self.taken
     }
 
     /// Whether all are taken.
+    #[inline]
     pub fn is_empty(&self) -> bool {
-        self.left == 0
+        self.len() == 0
     }
 
     /// The time of this batch.
@@ -119,8 +121,8 @@ impl Batch<'_> {
     /// The next request, without taking it.
     #[inline]
     pub fn peek(&self) -> Option<(&Request, Segments<'_>)> {
-        let number = usize::from(self.waiting.front().filter(|_| self.left > 0)?);
-        let request = &self.table.requests[number];
+        let number = *self.offered.get(self.taken)?;
+        let request = &self.table.requests[usize::from(number)];
         Some((request, self.table.bios.segments(request)))
     }
 
@@ -128,18 +130,18 @@ impl Batch<'_> {
     // Always inlined, so that a driver that does not look at the segments does not pay for them.
     #[inline(always)]
     pub fn take(&mut self) -> Option<(Tag, &Request, Segments<'_>)> {
-        if self.left == 0 {
-            return None;
-        }
-        let tag = Tag::pick_up(self.waiting.pop()?);
-        self.left -= 1;
+        let number = *self.offered.get(self.taken)?;
+        self.taken += 1;
         let Table { requests, bios } = &mut *self.table;
-        let request = &mut requests[tag.index()];
-        assert!(request.state == RequestState::Idle, "request {} was started twice", tag.index());
+        let request = &mut requests[usize::from(number)];
+        if request.state != RequestState::Idle {
+            started_twice(number);
+        }
         request.state = RequestState::InFlight;
         request.start_ns = self.now_ns;
         let request = &*request;
-        Some((tag, request, bios.segments(request)))
+        // Picked up last: so a tag that is held over a look into the table is not kept on the stack.
+        Some((Tag::pick_up(number), request, bios.segments(request)))
     }
 
     /// A request that was taken, and its segments.
@@ -166,14 +168,20 @@ impl Batch<'_> {
         let request = &mut requests[usize::from(number)];
         request.set_idle();
         let order = request.order;
-        self.waiting.put_back(number, |other| requests[usize::from(other)].is_later_than(order));
-        self.left += 1;
+        self.taken -= 1;
+        put_first(&mut self.offered[self.taken..], number, |other| requests[usize::from(other)].is_later_than(order));
     }
 
     /// Says why requests are left. Without a word it is the device that is full.
     pub fn short_of(&mut self, shortage: Shortage) {
         self.shortage = shortage;
     }
+}
+
+/// By itself, so that the number needs no place in memory.
+#[cold]
+fn started_twice(number: u16) -> ! {
+    panic!("request {number} was started twice");
 }
 
 /// Where a driver puts what the device has finished.

@@ -59,12 +59,7 @@ impl Fifo {
             self.move_to(self.numbers.capacity() - self.len() - 1);
         }
         self.head -= 1;
-        let mut at = self.head;
-        while at + 1 < self.numbers.len() && !later(self.numbers[at + 1]) {
-            self.numbers[at] = self.numbers[at + 1];
-            at += 1;
-        }
-        self.numbers[at] = number;
+        put_first(&mut self.numbers[self.head..], number, later);
     }
 
     /// Puts a number before all others.
@@ -88,12 +83,17 @@ impl Fifo {
         self.numbers.get(self.head).copied()
     }
 
-    /// Takes the first number. Its place is of use again once the list is [rewound](Fifo::rewind) or moved.
+    /// The first so many numbers.
     #[inline]
-    pub(crate) fn pop(&mut self) -> Option<u16> {
-        let number = self.front()?;
-        self.head += 1;
-        Some(number)
+    pub(crate) fn first(&mut self, count: usize) -> &mut [u16] {
+        &mut self.numbers[self.head..][..count]
+    }
+
+    /// Takes the first so many numbers. Their places are of use again once the list is [rewound](Fifo::rewind) or
+    /// moved.
+    #[inline]
+    pub(crate) fn take(&mut self, count: usize) {
+        self.head += count;
     }
 
     /// Begins at the front again if the list is empty. Returns whether it is.
@@ -105,6 +105,25 @@ impl Fifo {
             self.head = 0;
         }
         is_empty
+    }
+}
+
+/// Puts a number into a list whose first place is free: before all those that `later` says come after it.
+pub(crate) fn put_first(numbers: &mut [u16], number: u16, later: impl Fn(u16) -> bool) {
+    let mut at = 0;
+    while at + 1 < numbers.len() && !later(numbers[at + 1]) {
+        numbers[at] = numbers[at + 1];
+        at += 1;
+    }
+    numbers[at] = number;
+}
+
+#[cfg(test)]
+impl Fifo {
+    fn pop(&mut self) -> Option<u16> {
+        let number = self.front()?;
+        self.take(1);
+        Some(number)
     }
 }
 

@@ -47,7 +47,7 @@ use crate::limits::Plain;
 use crate::request::{Marks, RequestState, Table};
 use crate::sched::SchedulerConfig;
 use crate::stats::{HwStats, OpClass};
-use crate::{Bio, BudgetShare, SECTOR_SHIFT, Status, TagSet};
+use crate::{Bio, BioFlags, BudgetShare, Op, SECTOR_SHIFT, Status, TagSet};
 
 /// Which bios may share a request, as Linux's `nomerges` has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -156,6 +156,24 @@ pub struct HwQueue<D> {
     /// Whether any namespace has limits, and whether they hold nothing back just now.
     rated: bool,
     hurry: bool,
+}
+
+/// What a plain request takes over from its bio.
+#[derive(Clone, Copy, Debug)]
+struct Head {
+    op: Op,
+    flags: BioFlags,
+    sectors: u32,
+    sector: u64,
+}
+
+impl Head {
+    // Read once, before anything is written: what lies side by side would be read again as one word, which a processor
+    // waits for while it is in the pieces in which it was written.
+    #[inline(always)]
+    fn of(bio: &Bio) -> Head {
+        Head { op: bio.op, flags: bio.flags, sectors: bio.sectors, sector: bio.sector }
+    }
 }
 
 /// The range of the request made last.
@@ -304,15 +322,22 @@ impl<D> HwQueue<D> {
     /// If there is no [room](HwQueue::room): the caller holds a place before it takes a wish.
     #[inline]
     pub fn submit(&mut self, bio: Box<Bio>) {
+        self.accept(bio);
+    }
+
+    /// [`HwQueue::submit`] without a call, for loops that do little else.
+    #[inline(always)]
+    pub(crate) fn accept(&mut self, bio: Box<Bio>) {
         assert!(self.bios_held < self.bios_max, "a bio was submitted to a full queue");
         self.bios_held += 1;
+        let head = Head::of(&bio);
         // With nothing waiting and a tag at hand, a plain bio that does not touch the one before is a request.
         if self.uncut == 0
             && self.plain.is(&bio)
             && !self.plug.touches(&bio)
             && let Some(tag) = self.tags.take()
         {
-            self.enter_plain(tag, bio);
+            self.enter_plain(tag, head, bio);
         } else {
             self.submit_other(bio);
         }
@@ -331,16 +356,16 @@ impl<D> HwQueue<D> {
             return 0;
         }
         let mut batch = Batch {
-            waiting: &mut self.dispatch,
+            offered: self.dispatch.first(offered),
+            taken: 0,
             table: &mut self.table,
             done: &mut self.done,
             now_ns,
-            left: offered,
             shortage: Shortage::Device,
         };
         self.driver.queue_rqs(cx, &self.memory, &mut batch);
-        let (refused, shortage) = (batch.left, batch.shortage);
-        let taken = offered - refused;
+        let (taken, shortage) = (batch.taken, batch.shortage);
+        self.dispatch.take(taken);
         if let Some(stats) = &self.counted {
             stats.dispatched(taken);
         }
@@ -348,7 +373,7 @@ impl<D> HwQueue<D> {
             self.expire_ns = now_ns.saturating_add(self.timeout_ns);
         }
         if !self.dispatch.rewind() || self.careful {
-            self.settle(shortage, refused, now_ns);
+            self.settle(shortage, offered - taken, now_ns);
         }
         taken
     }
@@ -471,31 +496,35 @@ impl<D> HwQueue<D> {
         now_ns: u64,
         sink: &mut impl FnMut(Box<Bio>),
     ) -> usize {
-        let first = &self.table.requests[usize::from(self.done[from].0)];
+        let HwQueue { done, table, tags, namespaces, counted, .. } = self;
+        let (requests, ended) = (&mut table.requests[..], &done[from..]);
+        let first = &requests[usize::from(ended[0].0)];
         let (look, op, start_ns) = (first.look(), first.op, first.start_ns);
-        let (mut at, mut sectors) = (from, 0);
-        while let Some(&(number, status)) = self.done.get(at) {
-            let request = &mut self.table.requests[usize::from(number)];
+        let (mut rest, mut sectors) = (ended, 0);
+        while let [(number, status), behind @ ..] = rest {
+            let number = *number;
+            let request = &mut requests[usize::from(number)];
             if request.look() != look || request.start_ns != start_ns || !status.is_ok() {
                 break;
             }
-            at += 1;
+            rest = behind;
             sectors += u64::from(request.sectors);
             request.state = RequestState::Idle;
             let Some(mut bio) = request.bio.take() else { unreachable!("what has no marks is a whole bio") };
-            self.tags.put_number(number);
+            tags.put_number(number);
             bio.status = Status::Ok;
             if SCHEDULED {
                 request.marks = Marks::empty();
-                self.tell_scheduler(&mut bio, start_ns, now_ns);
+                namespaces[usize::from(bio.namespace)].tell_scheduler(&mut bio, start_ns, now_ns);
             }
             sink(bio);
         }
-        if let Some(stats) = &self.counted {
+        let count = ended.len() - rest.len();
+        if let Some(stats) = counted {
             let latency_ns = now_ns.saturating_sub(start_ns);
-            stats.completed(OpClass::of(op), latency_ns, (at - from) as u64, sectors << SECTOR_SHIFT);
+            stats.completed(OpClass::of(op), latency_ns, count as u64, sectors << SECTOR_SHIFT);
         }
-        at - from
+        count
     }
 
     /// What is done makes room: for what the driver did not take, and for others who share the budget.
@@ -561,7 +590,7 @@ impl<D> HwQueue<D> {
     /// A bio's data is over: so is the bio, if it was not in the middle of a flush sequence.
     fn end_bio(&mut self, mut bio: Box<Bio>, start_ns: u64, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         if bio.ticket != 0 {
-            self.tell_scheduler(&mut bio, start_ns, now_ns);
+            self.namespaces[usize::from(bio.namespace)].tell_scheduler(&mut bio, start_ns, now_ns);
         }
         let Some(bio) = self.leave_sequence(bio) else { return 0 };
         self.bios_held -= 1;

@@ -1,7 +1,7 @@
 //! A driver for one queue pair: the core's requests go out as commands, completions come back by their ids.
 //!
-//! Owned by its hardware queue. One doorbell for a batch; an id is good once ([`Cids`]). It does not know what is at
-//! the other end, nor the time.
+//! Owned by its hardware queue. One doorbell for a batch; an id is good once ([`Cids`]). There is an entry for each
+//! tag, so it never asks for room. It does not know what is at the other end, nor the time.
 
 use blkyard_mem::RegionTable;
 use blkyard_mq::{Batch, Cid, Cids, Done, Driver};
@@ -18,7 +18,11 @@ pub struct PairDriver {
 
 impl PairDriver {
     /// A driver for a hardware queue of `depth` tags.
+    ///
+    /// # Panics
+    /// If there are more tags than entries.
     pub fn new(host: HostEnd, depth: usize) -> PairDriver {
+        assert!(depth <= host.entries(), "{depth} tags over a queue of {} entries", host.entries());
         PairDriver { host, cids: Cids::new(depth), forged: 0 }
     }
 
@@ -31,9 +35,7 @@ impl PairDriver {
 impl<Cx: ?Sized> Driver<Cx> for PairDriver {
     #[inline]
     fn queue_rqs(&mut self, _cx: &mut Cx, _memory: &RegionTable, batch: &mut Batch<'_>) {
-        let room = self.host.room();
-        for _ in 0..room {
-            let Some((tag, request, mut segments)) = batch.take() else { break };
+        while let Some((tag, request, mut segments)) = batch.take() {
             // Written where it goes, piece by piece: made elsewhere and copied, it would be read before its pieces have
             // arrived.
             self.host.post(Command {

@@ -59,6 +59,11 @@ pub fn queue_pair(entries: usize) -> (HostEnd, DeviceEnd) {
 }
 
 impl HostEnd {
+    /// Commands that the queue holds at most.
+    pub fn entries(&self) -> usize {
+        self.sq.capacity()
+    }
+
     /// Commands that still fit.
     #[inline]
     pub fn room(&mut self) -> usize {

@@ -7,7 +7,7 @@
 //! next: `scheduled.rs`; where there are limits it passes in its time: `rated.rs`.
 
 use super::flush::{self, Next};
-use super::{HwQueue, Merging, Plug};
+use super::{Head, HwQueue, Merging, Plug};
 use crate::bio::Steps;
 use crate::limits::{Cursor, Merge, NoMerge, Shape};
 use crate::request::{Marks, Request};
@@ -19,20 +19,22 @@ const LOOK_BACK: usize = 8;
 impl<D> HwQueue<D> {
     /// A bio that is a request as it stands, whose tag is at hand; the common case.
     #[inline(always)]
-    pub(super) fn enter_plain(&mut self, tag: Tag, bio: Box<Bio>) {
-        let request = &mut self.table.requests[tag.index()];
-        request.op = bio.op;
+    pub(super) fn enter_plain(&mut self, tag: Tag, head: Head, bio: Box<Bio>) {
+        // Put down before the first look into the table: so it is not kept on the stack.
+        let number = tag.put_down();
+        let request = &mut self.table.requests[usize::from(number)];
+        request.op = head.op;
         // Nothing in them that is done in steps: a bio that asks for that is not plain.
-        request.flags = bio.flags;
-        request.sectors = bio.sectors;
-        request.sector = bio.sector;
+        request.flags = head.flags;
+        request.sectors = head.sectors;
+        request.sector = head.sector;
         request.segments = 1;
         request.order = self.order;
-        self.order = self.order.wrapping_add(1);
-        self.plug = Plug { start: bio.sector, end: bio.sector + u64::from(bio.sectors) };
         // There was none. Forgotten rather than dropped, so that nobody looks.
         std::mem::forget(request.bio.replace(bio));
-        self.dispatch.push(tag.put_down());
+        self.order = self.order.wrapping_add(1);
+        self.plug = Plug { start: head.sector, end: head.sector + u64::from(head.sectors) };
+        self.dispatch.push(number);
     }
 
     /// What is plain, too, but for a scheduler; or not plain, or may be merged, or has to wait.

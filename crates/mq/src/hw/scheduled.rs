@@ -9,7 +9,8 @@
 //! on its way belongs to nobody then, for a bio knows by its ticket who has handed it out.
 
 use super::edges::Edges;
-use super::{HwQueue, HwQueueConfig, Merging};
+use super::namespace::Namespace;
+use super::{Head, HwQueue, HwQueueConfig, Merging};
 use crate::limits::Plain;
 use crate::request::Marks;
 use crate::sched::{Next, Reach, Scheduler, SchedulerConfig, SchedulerSnapshot};
@@ -204,7 +205,7 @@ impl<D> HwQueue<D> {
             && let Some(tag) = self.tags.take()
         {
             let at = tag.index();
-            self.enter_plain(tag, bio);
+            self.enter_plain(tag, Head::of(&bio), bio);
             self.table.requests[at].marks = Marks::SHARED;
         } else {
             self.cut_first(number, bio);
@@ -259,21 +260,9 @@ impl<D> HwQueue<D> {
 
     /// A bio that a scheduler handed out will not go to the driver.
     pub(super) fn tell_refused(&mut self, bio: &mut Bio) {
-        let scheduled = self.namespaces[usize::from(bio.namespace)].scheduled.as_ref();
-        let round_ns = scheduled.map_or(0, |scheduled| scheduled.round_ns);
-        self.tell_scheduler(bio, round_ns, round_ns);
-    }
-
-    /// The data of a bio that a scheduler handed out is over.
-    #[inline]
-    pub(super) fn tell_scheduler(&mut self, bio: &mut Bio, start_ns: u64, now_ns: u64) {
-        let ticket = std::mem::take(&mut bio.ticket);
-        if let Some(scheduled) = &mut self.namespaces[usize::from(bio.namespace)].scheduled
-            && scheduled.ticket == ticket
-        {
-            scheduled.kept_until_ns = None;
-            scheduled.scheduler.ended(bio, start_ns, now_ns);
-        }
+        let namespace = &mut self.namespaces[usize::from(bio.namespace)];
+        let round_ns = namespace.scheduled.as_ref().map_or(0, |scheduled| scheduled.round_ns);
+        namespace.tell_scheduler(bio, round_ns, round_ns);
     }
 
     /// When a scheduler that keeps what it has must be asked again. For want of a tag nobody is asked.
@@ -284,5 +273,19 @@ impl<D> HwQueue<D> {
             scheduled.kept_until_ns.filter(|until_ns| *until_ns < u64::MAX)
         };
         (0..self.namespaces.len()).filter(may_ask).filter_map(kept).min()
+    }
+}
+
+impl Namespace {
+    /// The data of a bio that a scheduler handed out is over.
+    #[inline]
+    pub(super) fn tell_scheduler(&mut self, bio: &mut Bio, start_ns: u64, now_ns: u64) {
+        let ticket = std::mem::take(&mut bio.ticket);
+        if let Some(scheduled) = &mut self.scheduled
+            && scheduled.ticket == ticket
+        {
+            scheduled.kept_until_ns = None;
+            scheduled.scheduler.ended(bio, start_ns, now_ns);
+        }
     }
 }

@@ -16,18 +16,13 @@ pub(crate) struct Plain {
     boundary_bits: u64,
     /// No more than there are. Zero if requests must not cross chunks: then no bio is plain.
     sectors_max: u64,
-    /// Bits of operation, flags and namespace, as in [`what`], that no plain bio has.
-    what_slow: u32,
+    /// Bits of operation and flags that no plain bio has. Looked at one by one, as they were written just before: a
+    /// processor waits for a word that is still in pieces.
+    op_slow: u8,
+    flags_slow: u8,
 }
 
 const _: () = assert!(Op::Read as u8 == 0 && Op::Write as u8 == 1, "one bit tells data from all else");
-
-/// Operation, flags and namespace in one word.
-#[inline]
-fn what(op: u8, flags: BioFlags, namespace: u16) -> u32 {
-    let [low, high] = namespace.to_ne_bytes();
-    u32::from_ne_bytes([op, flags.bits(), low, high])
-}
 
 impl Plain {
     /// Nothing is plain.
@@ -37,7 +32,8 @@ impl Plain {
         dma_mask: 0,
         boundary_bits: 0,
         sectors_max: 0,
-        what_slow: u32::MAX,
+        op_slow: u8::MAX,
+        flags_slow: u8::MAX,
     };
 
     /// What is plain on a device that is alone behind its queue; a bio with one of `flags_slow` never is, nor is one
@@ -51,7 +47,8 @@ impl Plain {
             boundary_bits: !u64::from(limits.segment_boundary_mask),
             sectors_max: if limits.chunk_sectors == 0 { u64::from(sectors_max).min(capacity_sectors) } else { 0 },
             // Whether a device takes atomic writes at all, and how long they may be, are rules of their own.
-            what_slow: what(!(Op::Write as u8 * u8::from(!read_only)), flags_slow | BioFlags::ATOMIC, u16::MAX),
+            flags_slow: (flags_slow | BioFlags::ATOMIC).bits(),
+            op_slow: !(Op::Write as u8 * u8::from(!read_only)),
         }
     }
 
@@ -64,7 +61,9 @@ impl Plain {
             | ((len | segment.offset) & self.dma_mask)
             | ((segment.offset ^ last_byte) & self.boundary_bits)
             | (len ^ (sectors << SECTOR_SHIFT))
-            | u64::from(what(bio.op as u8, bio.flags, bio.namespace) & self.what_slow);
+            | u64::from(bio.op as u8 & self.op_slow)
+            | u64::from(bio.flags.bits() & self.flags_slow)
+            | u64::from(bio.namespace);
         wrong == 0
             && sectors.wrapping_sub(1) < self.sectors_max
             // What is within the longest is within the device.
