@@ -283,8 +283,8 @@ fn what_did_not_fit_goes_before_what_is_submitted_after_it() {
 }
 
 /// How often a thread that finds the queue owned reads its clock, which moves by a microsecond each time, before it
-/// leaves word: it comes with so many bios, so long after it was there.
-fn reads_before_word_is_left(bios: u64, away_ns: u64) -> u64 {
+/// leaves word: it comes with so many bios, so long after it was there, and so often one time after the other.
+fn reads_before_word_is_left(bios: u64, away_ns: u64, times: u64) -> u64 {
     let time = Arc::new(AtomicU64::new(1_000_000));
     let late: Arc<Mutex<Option<SwQueue<Hooked, ()>>>> = Arc::default();
     let reads = Arc::new(AtomicU64::new(0));
@@ -293,10 +293,13 @@ fn reads_before_word_is_left(bios: u64, away_ns: u64) -> u64 {
         move || {
             let mut late = late.lock().unwrap();
             let late = late.as_mut().unwrap();
-            (0..bios).for_each(|sector| late.submit(bio(1000 + 2 * sector)));
-            let before = time.fetch_add(away_ns, Relaxed) + away_ns;
-            late.ring(&|| time.fetch_add(1000, Relaxed));
-            reads.store((time.load(Relaxed) - before) / 1000, Relaxed);
+            time.fetch_add(away_ns, Relaxed);
+            for _ in 0..times {
+                (0..bios).for_each(|sector| late.submit(bio(1000 + 2 * sector)));
+                let before = time.load(Relaxed);
+                late.ring(&|| time.fetch_add(1000, Relaxed));
+                reads.store((time.load(Relaxed) - before) / 1000, Relaxed);
+            }
         }
     };
     let driver = Hooked { hook: Some(Box::new(hook)), order: Arc::default() };
@@ -311,16 +314,18 @@ fn reads_before_word_is_left(bios: u64, away_ns: u64) -> u64 {
     first.ring(&|| time.load(Relaxed));
     first.leave(&|| 0, &mut |_| ());
     let mut second = late.lock().unwrap().take().unwrap();
-    assert_eq!(second.poll(&|| panic!("the owner did not serve it"), &mut |_| ()) as u64, bios);
+    assert_eq!(second.poll(&|| panic!("the owner did not serve it"), &mut |_| ()) as u64, times * bios);
     reads.load(Relaxed)
 }
 
 #[test]
 fn who_is_back_at_once_with_a_batch_lets_the_other_stay() {
-    assert_eq!(reads_before_word_is_left(8, 0), 0, "a few bios are carried over");
-    assert_eq!(reads_before_word_is_left(32, 50_000), 1, "who was elsewhere meanwhile is kept waiting by nobody");
-    let reads = reads_before_word_is_left(32, 0);
-    assert!((16..=20).contains(&reads), "a stay is some microseconds, and here it took {reads}");
+    assert_eq!(reads_before_word_is_left(8, 0, 1), 0, "a few bios are carried over");
+    assert_eq!(reads_before_word_is_left(32, 500_000, 1), 1, "who was elsewhere meanwhile is kept waiting by nobody");
+    let reads = reads_before_word_is_left(32, 0, 1);
+    assert!((64..=70).contains(&reads), "a stay is some microseconds, and here it took {reads}");
+    let reads = reads_before_word_is_left(32, 500_000, 2);
+    assert!((64..=70).contains(&reads), "who left word a moment ago is back as well, and here it took {reads}");
 }
 
 /// Counts what an owner must do for what its drivers share.

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use blkyard_mem::ring::Producer;
+use blkyard_mem::ring::Consumer;
 use blkyard_mem::sync::{AtomicBool, Ordering};
 use blkyard_mem::{Baton, Holder, RegionTable};
 
@@ -24,11 +24,12 @@ const WORTH_A_STAY: usize = 16;
 /// Within this a thread is back with its next batch if the device answers on the spot. Where one takes its time, it is
 /// kept waiting by nobody.
 const BACK_NS: u64 = 2_000;
-/// How long a thread that is back so soon lets the others have the queue: some thirty batches, for which its lines
-/// cross once; and still less than a wake-up takes.
-const STAY_NS: u64 = 16_000;
+/// How long a thread that is back so soon lets the others have the queue: some hundred batches, for which its lines
+/// cross once. They take 0.6 us to come over if the CPUs are near each other, and 2.4 us if they are far apart; this is
+/// long against either, and no longer than a wake-up may take.
+const STAY_NS: u64 = 64_000;
 /// Looks at the clock in that time, at most: one may stand still.
-const STAY_LOOKS_MAX: u32 = 2048;
+const STAY_LOOKS_MAX: u32 = 8192;
 /// Looks at the baton after that: it is put down between two batches.
 const LOOKS_MAX: u32 = 64;
 /// How often requests are looked at that take too long, and so how long a watch lasts at most.
@@ -323,7 +324,7 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
     fn take_with(&self, ends: &mut Ends, clock: &impl Fn() -> u64) -> Option<Holder<'_, Option<Core<D, Cx>>>> {
         let mut holder = self.baton.take_if_idle();
         if holder.is_none() && ends.plug.len() >= WORTH_A_STAY {
-            holder = self.take_after_a_stay(ends.rang_ns, clock);
+            holder = self.take_after_a_stay(&mut ends.rang_ns, clock);
         }
         holder.or_else(|| {
             ends.publish();
@@ -334,9 +335,15 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
     /// Takes the baton if it is put down, after a stay of the others. It is that time which passes here, whatever they
     /// do: a holder that is off its CPU is not waited for.
     #[inline(never)]
-    fn take_after_a_stay(&self, rang_ns: u64, clock: &impl Fn() -> u64) -> Option<Holder<'_, Option<Core<D, Cx>>>> {
+    fn take_after_a_stay(
+        &self,
+        rang_ns: &mut u64,
+        clock: &impl Fn() -> u64,
+    ) -> Option<Holder<'_, Option<Core<D, Cx>>>> {
         let start_ns = clock();
-        if start_ns.saturating_sub(rang_ns) >= BACK_NS {
+        // This counts as having rung: or whoever leaves word once would be too late for a stay from then on.
+        let last_ns = std::mem::replace(rang_ns, start_ns);
+        if start_ns.saturating_sub(last_ns) >= BACK_NS {
             return None;
         }
         for _ in 0..STAY_LOOKS_MAX {
@@ -352,6 +359,7 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
             }
             std::hint::spin_loop();
         }
+        *rang_ns = clock();
         None
     }
 
@@ -432,9 +440,28 @@ fn core<'a, D, Cx>(holder: &'a mut Holder<'_, Option<Core<D, Cx>>>) -> &'a mut C
     core
 }
 
-#[inline]
-fn put_back(cq: &mut Producer<Box<Bio>>, bio: Box<Bio>) {
-    let Ok(()) = cq.push(bio) else { unreachable!("its submitter holds a place for it") };
+/// Puts what is over into its submitter's ring.
+// Not inlined, nor is `take_from_ring`: what crosses costs more than a call, and what does not has fewer words to keep.
+#[inline(never)]
+fn put_back(members: &mut [Member], bio: Box<Bio>) {
+    let Ok(()) = members[usize::from(bio.seat)].cq.push(bio) else {
+        unreachable!("its submitter holds a place for it")
+    };
+}
+
+/// Takes what a member has put into its ring, so many at most. Returns how many.
+#[inline(never)]
+fn take_from_ring<D>(hw: &mut HwQueue<D>, sq: &mut Consumer<Box<Bio>>, seat: usize, most: usize) -> usize {
+    let mut taken = 0;
+    while taken < most
+        && let Some(mut bio) = sq.pop()
+    {
+        bio.seat = seat as u16;
+        hw.submit(bio);
+        taken += 1;
+    }
+    sq.release();
+    taken
 }
 
 impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
@@ -454,19 +481,15 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         }
         let mut now_ns = clock();
         let more = self.take_in(me, (why == Why::Ring).then_some(&mut ends.plug));
-        let issued = self.hw.issue(&mut self.cx, now_ns);
+        let issued = self.issue(now_ns);
         self.cx.commit();
         if issued > 0 {
             // Devices that work on the spot have taken their time meanwhile.
             now_ns = clock();
         }
         self.cx.collect();
-        let Core { hw, cx, members, .. } = self;
-        let ended = hw.reap(cx, now_ns, &mut |bio| {
-            let seat = usize::from(bio.seat);
-            if seat == me { ends.own.push(bio) } else { put_back(&mut members[seat].cq, bio) }
-        });
-        if ended > 0 {
+        // Rings into which nothing was put are left to their threads.
+        if self.reap(me, &mut ends.own, now_ns) {
             self.publish(yard, calls);
         }
         if why == Why::Ring {
@@ -477,6 +500,29 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             self.hw.mark_slow(now_ns);
         }
         self.hw.has_work() || (more && self.hw.room() > 0)
+    }
+
+    // Not inlined, nor is `reap`: so their loops have the registers to themselves. What a loop keeps on the stack
+    // instead may lie where a processor takes it for a part of the queue, and both get slow.
+    #[inline(never)]
+    fn issue(&mut self, now_ns: u64) -> usize {
+        self.hw.issue(&mut self.cx, now_ns)
+    }
+
+    /// Collects what is over: what is this thread's own into its list, all else into rings. True if there is such.
+    #[inline(never)]
+    fn reap(&mut self, me: usize, own: &mut Vec<Box<Bio>>, now_ns: u64) -> bool {
+        let Core { hw, cx, members, .. } = self;
+        let mut crossed = false;
+        hw.reap(cx, now_ns, &mut |bio| {
+            if usize::from(bio.seat) == me {
+                own.push(bio);
+            } else {
+                put_back(members, bio);
+                crossed = true;
+            }
+        });
+        crossed
     }
 
     /// Before anybody relies on a watch: has the device ring, if it has a bell. True if something came before it heard.
@@ -519,20 +565,15 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         let Core { hw, members, .. } = self;
         let Some(Member { sq, .. }) = members.get_mut(seat) else { return false };
         let mut share = SHARE.min(hw.room());
-        let mut submit = |mut bio: Box<Bio>| {
-            bio.seat = seat as u16;
-            hw.submit(bio);
-        };
-        while share > 0
-            && let Some(bio) = sq.pop()
-        {
-            submit(bio);
-            share -= 1;
+        if !sq.is_empty() {
+            share -= take_from_ring(hw, sq, seat, share);
         }
-        sq.release();
         let Some(plug) = plug else { return share == 0 && !sq.is_empty() };
         let count = plug.len().min(share);
-        plug.drain(..count).for_each(submit);
+        for mut bio in plug.drain(..count) {
+            bio.seat = seat as u16;
+            hw.accept(bio);
+        }
         !plug.is_empty() || (share == 0 && !sq.is_empty())
     }
 
