@@ -1,9 +1,9 @@
 //! The lane: one thread's worth of queues, and when it may sleep.
 //!
 //! A lane turns the crank of each of its stations in turn. A station is a queue with whoever feeds it: a virtqueue and
-//! its hardware queue, a job of load. After work a lane goes on turning for as long as has
-//! paid of late; then it asks every station's outside to ring a bell, looks once more, and sleeps. It does not know
-//! what a thread, a bell or a sleep is made of: that is told by whoever runs it.
+//! its hardware queue, a job of load. After work a lane goes on turning for as long as has paid of late; then
+//! it asks every station's outside to ring a bell, looks once more, and sleeps. It does not know what a thread, a bell
+//! or a sleep is made of: that is told by whoever runs it.
 //!
 //! Stations come and go while the others work. One that is to leave comes to rest first: it takes nothing more and
 //! finishes what it took; then nothing of it is left here, and it may be carried to another lane.

@@ -69,8 +69,8 @@ pub(super) fn left(said: &str) -> u64 {
 /// What a server says when a guest's QEMU has come to it.
 const CAME: &str = "a front-end connected";
 
-/// A load of 32 MiB on an image of twice that, as often as said: every block once, by requests that are in flight all
-/// the time, and then all of them read.
+/// A load of 32 MiB on an image of twice that, as often as said: every block once, as fast as the guest can, and then
+/// all of them read.
 pub(super) fn long_load(loops: usize) -> String {
     format!(
         "modprobe virtio_blk && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
