@@ -21,6 +21,9 @@ use crate::scenarios::{self, Ground, Missing, Place, Scenario};
 use crate::server::Program;
 use crate::{process, repository};
 
+/// Less than this free after a run, and it was probably none while something was linked.
+const SCANT_BYTES: u64 = 2 << 30;
+
 #[derive(clap::Args)]
 pub struct Options {
     /// Leave out the scenarios that boot a guest. Refused where CI is set.
@@ -68,7 +71,25 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         "no step and no scenario has {} in its name; see --list",
         options.filter.join(" or ")
     );
+    if run.report.has_failed() {
+        tell_of_a_full_disk(&run.logs)?;
+    }
     Ok(run.report.close())
+}
+
+/// A disk that filled up makes anything fail, and few programs say that this is why.
+fn tell_of_a_full_disk(folder: &Path) -> Result<()> {
+    let system = rustix::fs::statvfs(folder).with_context(|| format!("cannot ask how full {} is", folder.display()))?;
+    let free = system.f_bavail.saturating_mul(system.f_frsize);
+    if free < SCANT_BYTES {
+        println!(
+            "only {} MiB are free where {} lies, and a whole run takes some 4 GiB: what failed may have failed of that; \
+             free some, or have CARGO_TARGET_DIR name a folder elsewhere",
+            free >> 20,
+            folder.display()
+        );
+    }
+    Ok(())
 }
 
 fn list() {

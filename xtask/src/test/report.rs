@@ -7,6 +7,9 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
+/// How many lines of one failure are said again at the end.
+const TELLING_LINES: usize = 12;
+
 /// How a thing ended that did not fail as a whole.
 pub enum Verdict {
     /// So many tests in it passed.
@@ -56,6 +59,10 @@ impl Report {
 
     pub fn is_empty(&self) -> bool {
         self.passed + self.failed + self.skipped == 0
+    }
+
+    pub fn has_failed(&self) -> bool {
+        self.failed > 0
     }
 
     /// Runs one item and says how it ended.
@@ -126,7 +133,9 @@ impl Report {
             println!("did not run: {name}: {reason}");
         }
         for (name, text) in &self.failures {
-            println!("failed: {name}: {}", text.lines().next().unwrap_or_default());
+            for line in telling(text) {
+                println!("failed: {name}: {line}");
+            }
         }
         println!("after {}:", seconds(self.start.elapsed()).trim());
         println!("{}", self.closing_line());
@@ -136,6 +145,19 @@ impl Report {
     fn closing_line(&self) -> String {
         format!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped)
     }
+}
+
+/// The lines of a failure that name its cause: the tests that failed and what a compiler or a system call said; the
+/// first line where there are none.
+fn telling(text: &str) -> Vec<&str> {
+    let tells = |line: &&str| {
+        (line.starts_with("test ") && line.ends_with("FAILED"))
+            || ["error:", "error[", "os error"].iter().any(|word| line.contains(word))
+    };
+    let mut lines: Vec<&str> = text.lines().map(str::trim).filter(tells).collect();
+    lines.dedup();
+    lines.truncate(TELLING_LINES);
+    if lines.is_empty() { text.lines().take(1).collect() } else { lines }
 }
 
 fn seconds(time: Duration) -> String {
@@ -166,6 +188,14 @@ mod tests {
     fn everything_is_counted() {
         assert_eq!(counted(false).closing_line(), "8 passed, 2 failed, 1 skipped");
         assert_eq!(counted(false).failures.len(), 2);
+    }
+
+    #[test]
+    fn a_failure_is_told_by_the_tests_that_failed_and_not_by_its_first_line() {
+        let text =
+            "test a ... ok\ntest b ... FAILED\nnoise\nerror: No space left on device (os error 28)\ntest result: ok.";
+        assert_eq!(telling(text), ["test b ... FAILED", "error: No space left on device (os error 28)"]);
+        assert_eq!(telling("broken\nall of it"), ["broken"]);
     }
 
     #[test]

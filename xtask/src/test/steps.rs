@@ -233,7 +233,10 @@ fn verdict(ended: &Ended) -> Result<Verdict> {
         // Something else than a test: it does not compile, or a test program died.
         check(ended)?;
     }
-    Ok(Verdict::Mixed { passed, failed, skipped, text: tail(&ended.stdout, SHOWN_LINES) })
+    // Thousands of lines of tests that passed may stand between one that failed and the end.
+    let names: Vec<&str> = ended.stdout.lines().filter(|line| line.ends_with("... FAILED")).collect();
+    let text = format!("{}\n{}", names.join("\n"), tail(&ended.stdout, SHOWN_LINES));
+    Ok(Verdict::Mixed { passed, failed, skipped, text })
 }
 
 /// Sums of passed, failed and ignored over all lines `test result: …`.
