@@ -331,7 +331,6 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         let mut ended = servers.iter().any(Server::is_finished);
         // While their number changes they are looked at by who changes it.
         if let Some(lanes) = daemon.lanes_at_rest() {
-            watch.tell_buffers(lanes.threads());
             ended |= lanes.threads().iter().any(LaneThread::is_finished);
         }
         if ended {

@@ -1,5 +1,4 @@
-//! What `serve` says while it serves: on request a line for each export with what happened since the last one, and
-//! unasked how the memory of the guests is reached, whenever that changes.
+//! What `serve` says while it serves, on request: a line for each export with what happened since the last one.
 
 use std::fmt::{Display, Write};
 use std::io::Write as _;
@@ -7,16 +6,13 @@ use std::time::Instant;
 
 use blkyard_export::QueueWatch;
 use blkyard_mq::{OpClass, StatsSnapshot};
-use blkyard_os::{FixedBuffers, LaneThread};
 
 use crate::Device;
 use crate::control::Daemon;
-use crate::spec::show_size;
 
 /// The exports that are watched.
 pub struct Watch {
     exports: Vec<Watched>,
-    buffers: Vec<FixedBuffers>,
 }
 
 struct Watched {
@@ -28,30 +24,7 @@ impl Watch {
     /// Watches so many exports of a daemon.
     pub fn new(exports: usize) -> Watch {
         let begin = || Watched { before: StatsSnapshot::default(), at: Instant::now() };
-        Watch { exports: (0..exports).map(|_| begin()).collect(), buffers: Vec::new() }
-    }
-
-    /// Says of each lane how it reaches the guests' memory, if that is not as it was.
-    pub fn tell_buffers<S>(&mut self, lanes: &[LaneThread<S>]) {
-        let now: Vec<_> = lanes.iter().map(LaneThread::buffers).collect();
-        for (index, (lane, buffers)) in lanes.iter().zip(&now).enumerate() {
-            if self.buffers.get(index) != Some(buffers) {
-                match buffers {
-                    FixedBuffers::Registered { bytes: 0 } => {}
-                    FixedBuffers::Registered { bytes } => {
-                        tracing::info!(
-                            "{}: {} of guest memory registered as fixed buffers",
-                            lane.name(),
-                            show_size(*bytes)
-                        );
-                    }
-                    FixedBuffers::Plain { reason } => {
-                        tracing::info!("{}: guest memory by plain vectored calls: {reason}", lane.name());
-                    }
-                }
-            }
-        }
-        self.buffers = now;
+        Watch { exports: (0..exports).map(|_| begin()).collect() }
     }
 
     /// Prints a line for each.

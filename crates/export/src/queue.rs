@@ -497,10 +497,6 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         self.leaving = false;
     }
 
-    fn memory(&self) -> Option<&Arc<RegionTable>> {
-        self.session.as_ref().map(|session| session.memory.table())
-    }
-
     fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank {
         self.now_ns = now_ns;
         // The swap pairs with the sender's store: the flag goes down before we look, so that nothing is missed.

@@ -18,8 +18,6 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use blkyard_mem::RegionTable;
-
 use crate::idle::{IdlePolicy, Lookout};
 
 /// Wakes whoever sleeps at the other end. May be called from any thread, and when nobody sleeps.
@@ -78,11 +76,6 @@ pub trait Station<Cx: ?Sized> {
 
     /// It need not leave after all.
     fn stay(&mut self) {}
-
-    /// The memory that it will want where it goes, if that is to be made ready before it leaves.
-    fn memory(&self) -> Option<&Arc<RegionTable>> {
-        None
-    }
 
     /// One round: gives back what is over, takes what is wanted, passes it on.
     fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank;
@@ -170,14 +163,6 @@ impl<S> Lane<S> {
     {
         station.enter(cx, waker);
         self.residents.push(Resident { name, station, leaving: false });
-    }
-
-    /// The memory of a station of this name, if there is one and it wants any.
-    pub fn memory_of<Cx: ?Sized>(&self, name: u32) -> Option<&Arc<RegionTable>>
-    where
-        S: Station<Cx>,
-    {
-        self.residents.iter().find(|resident| resident.name == name)?.station.memory()
     }
 
     /// Asks a station to come to rest; [`Lane::part`] gives it back then. False if there is none of this name.

@@ -31,10 +31,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel, sy
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use blkyard_mq::{Idle, IdlePolicy, Lane, RegionTable, Station, Wake};
+use blkyard_mq::{Idle, IdlePolicy, Lane, Station, Wake};
 
 use crate::clock::{Clock, clock_ns};
-use crate::ring::{Attachment, BELLS_MAX, FixedBuffers, Ring, RingConfig, RingError, RingView};
+use crate::ring::{BELLS_MAX, Ring, RingConfig, RingError, RingView};
 use crate::wake::Waker;
 
 /// How a lane thread is made.
@@ -139,15 +139,6 @@ enum Order<S> {
     Leave(u32, Sender<Option<S>>),
     /// It may stay, if it has not left.
     Stay(u32),
-    /// Keep the memory of a station attached until told to let go; the answer is that memory. Learning and forgetting
-    /// it takes the kernel a tenth of a second for each gibibyte, for which the station should not have to rest.
-    Keep(u32, Sender<Arc<RegionTable>>),
-    /// The same for memory of a station that is to come. Answered when it is attached.
-    Prepare(Arc<RegionTable>, Sender<()>),
-    /// Let go of memory that was kept attached. Answered when that is done.
-    LetGo(Sender<()>),
-    /// Try again to make memory known to the kernel that it refused before. Answered when that is done.
-    RetryBuffers(Sender<()>),
     /// Look for work for as long as this says before each sleep. Answered when it does.
     Policy(IdlePolicy, Sender<()>),
     /// No more orders.
@@ -212,8 +203,7 @@ where
                     return;
                 }
                 let view = Arc::clone(ring.view());
-                let mut turning =
-                    Turning { ring, lane: Lane::new(config.policy), mail, kept: Vec::new(), waker: on_thread };
+                let mut turning = Turning { ring, lane: Lane::new(config.policy), mail, waker: on_thread };
                 stations.into_iter().enumerate().for_each(|(name, station)| turning.admit(name as u32, station));
                 // The spawner waits for this and nothing else; should it be gone, we run all the same.
                 let _ = told.send(Ok(view));
@@ -258,8 +248,6 @@ struct Turning<S> {
     ring: Ring,
     lane: Lane<S>,
     mail: Mail<S>,
-    /// Memory attached for stations that are coming or going.
-    kept: Vec<Arc<Attachment>>,
     waker: Arc<Waker>,
 }
 
@@ -337,36 +325,12 @@ impl<S: Station<Ring>> Turning<S> {
                     let stays = self.mail.asked.extract_if(.., |(asked, _)| *asked == name);
                     stays.for_each(|(_, answer)| drop(answer.send(None)));
                 }
-                Order::Keep(name, answer) => {
-                    let memory = self.lane.memory_of::<Ring>(name).cloned().unwrap_or_default();
-                    self.hold(&memory);
-                    let _ = answer.send(memory);
-                }
-                Order::Prepare(memory, ready) => {
-                    self.hold(&memory);
-                    let _ = ready.send(());
-                }
-                Order::LetGo(done) => {
-                    self.kept.clear();
-                    self.ring.sweep();
-                    let _ = done.send(());
-                }
-                Order::RetryBuffers(done) => {
-                    self.ring.retry_buffers();
-                    let _ = done.send(());
-                }
                 Order::Policy(policy, done) => {
                     self.lane.set_policy(policy);
                     let _ = done.send(());
                 }
                 Order::Close => self.mail.closed = true,
             }
-        }
-    }
-
-    fn hold(&mut self, memory: &RegionTable) {
-        for (_, region) in memory.iter() {
-            self.kept.push(self.ring.attach(region));
         }
     }
 
@@ -442,41 +406,6 @@ impl<S> LaneThread<S> {
         station.ok_or_else(|| LaneError::Restless { name: self.name.clone(), station: name, limit })
     }
 
-    /// Keeps the memory of a station attached until [`LaneThread::let_go`]; returns it.
-    ///
-    /// # Errors
-    /// The lane has ended.
-    pub(crate) fn keep(&self, name: u32) -> Result<Arc<RegionTable>, LaneError> {
-        let (answer, wait) = channel();
-        self.desk.give(Order::Keep(name, answer));
-        wait.recv().map_err(|_| self.ended())
-    }
-
-    /// Attaches the memory of a station that is to come, until [`LaneThread::let_go`].
-    ///
-    /// # Errors
-    /// The lane has ended.
-    pub(crate) fn prepare(&self, memory: Arc<RegionTable>) -> Result<(), LaneError> {
-        let (ready, wait) = channel();
-        self.desk.give(Order::Prepare(memory, ready));
-        wait.recv().map_err(|_| self.ended())
-    }
-
-    /// Lets go of memory that was kept for stations that were coming or going. What is in use stays. A lane that has
-    /// ended holds nothing.
-    pub(crate) fn let_go(&self) {
-        let (done, wait) = channel();
-        self.desk.give(Order::LetGo(done));
-        let _ = wait.recv();
-    }
-
-    /// Tries again to make memory known to the kernel that it refused before. A lane that has ended holds nothing.
-    pub(crate) fn retry_buffers(&self) {
-        let (done, wait) = channel();
-        self.desk.give(Order::RetryBuffers(done));
-        let _ = wait.recv();
-    }
-
     /// Changes how long it turns without work before it sleeps; from its next turn on.
     ///
     /// # Errors
@@ -491,12 +420,7 @@ impl<S> LaneThread<S> {
         LaneError::Ended { name: self.name.clone() }
     }
 
-    /// Whether the memory of its queues is known to the kernel for good.
-    pub fn buffers(&self) -> FixedBuffers {
-        self.ring.buffers()
-    }
-
-    /// What else can be seen of its ring.
+    /// What can be seen of its ring.
     pub fn ring(&self) -> &Arc<RingView> {
         &self.ring
     }

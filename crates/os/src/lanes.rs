@@ -100,28 +100,17 @@ impl<S: Station<Ring> + Send + 'static> Lanes<S> {
             }
         }
         self.threads.drain(count..).try_for_each(LaneThread::join)?;
-        if moves.count > 0 {
-            // On its way a station's memory was locked twice, which may have been too much.
-            self.threads.iter().for_each(LaneThread::retry_buffers);
-        }
         Ok(moves)
     }
 
-    /// Moves one station to another lane; says how long it rested. Its memory is made known to the new lane before, and
-    /// forgotten by the old one after.
+    /// Moves one station to another lane; says how long it rested.
     fn carry(&mut self, station: usize, to: usize) -> Result<Duration, LaneError> {
         let (old, new) = (&self.threads[self.places[station]], &self.threads[to]);
-        let ready = old.keep(station as u32).and_then(|memory| new.prepare(memory));
-        let carried = ready.and_then(|()| {
-            let start = Instant::now();
-            let carried = old.release(station as u32, self.rest_max)?;
-            self.places[station] = to;
-            new.admit(station as u32, Box::new(move || carried))?;
-            Ok(start.elapsed())
-        });
-        old.let_go();
-        new.let_go();
-        carried
+        let start = Instant::now();
+        let carried = old.release(station as u32, self.rest_max)?;
+        self.places[station] = to;
+        new.admit(station as u32, Box::new(move || carried))?;
+        Ok(start.elapsed())
     }
 
     /// Starts the lanes that are missing, or none.

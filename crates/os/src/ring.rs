@@ -145,22 +145,16 @@ impl Ring {
         self.uring.as_fd()
     }
 
-    /// Whether memory that was attached is known to the kernel for good, or why not.
+    /// Whether private memory that was attached is known to the kernel for good, or why not.
     pub fn buffers(&self) -> FixedBuffers {
         self.view.buffers()
     }
 
-    /// Makes a region known to the kernel, so that I/O into it need not look up its pages each time. Where the kernel
-    /// refuses, I/O goes on without, and [`Ring::buffers`] says why. The region stays mapped at least until the last
-    /// holder of the attachment lets go.
+    /// Keeps a region mapped at least until the last holder of the attachment lets go. Private memory is made known to
+    /// the kernel, so that I/O into it need not look up its pages each time; where the kernel refuses, I/O goes on
+    /// without, and [`Ring::buffers`] says why.
     pub fn attach(&mut self, region: &Arc<Region>) -> Arc<Attachment> {
         self.buffers.attach(&self.uring, region)
-    }
-
-    /// Tries again to make memory known that was refused. For when other rings may have let go of it, since what may be
-    /// locked is counted for all of a user's rings together.
-    pub(crate) fn retry_buffers(&mut self) {
-        self.buffers.retry(&self.uring);
     }
 
     /// Whether the region that this holds attached is one of the table.

@@ -259,6 +259,51 @@ fn memory_beyond_one_piece_is_used_across_the_seam() {
     }
 }
 
+/// Memory of somebody else, as a front-end shares it: its file, and how we see it.
+fn shared(bytes: u64) -> (fs::File, Arc<Region>) {
+    let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&file, bytes).unwrap();
+    let region = Region::map_file(file.as_fd(), 0, bytes).unwrap();
+    (file.into(), region)
+}
+
+#[test]
+fn memory_that_its_owner_gave_back_and_uses_again_is_reached_as_it_is_now() {
+    for folder in folders() {
+        let path = image(&folder, MIB);
+        let mut bench = Bench::new(FileConfig::new(&path), 4);
+        let (file, region) = shared(MIB);
+        bench.queue.set_memory(&mut bench.ring, Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
+        let fill = |seed| region.span(0, 4096).unwrap().copy_from_slice(&pattern(4096, seed));
+        fill(1);
+        assert_eq!(bench.one(bio(Op::Write, 0, &[(0, 4096)])), Status::Ok);
+        // As a guest's balloon, its reports of free pages, and memory that is unplugged have it done.
+        let hole = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&file, hole, 0, MIB).unwrap();
+        fill(2);
+        assert_eq!(bench.one(bio(Op::Write, 8, &[(0, 4096)])), Status::Ok);
+        assert!(
+            fs::read(&path).unwrap()[4096..8192] == pattern(4096, 2),
+            "what was written is what the memory was once"
+        );
+        assert_eq!(bench.one(bio(Op::Read, 0, &[(0, 4096)])), Status::Ok);
+        let mut back = vec![0; 4096];
+        file.read_exact_at(&mut back, 0).unwrap();
+        assert!(back == pattern(4096, 1), "what was read went where the memory was once");
+    }
+}
+
+#[test]
+fn to_know_memory_of_others_takes_none_of_it() {
+    let folder = folders().pop().unwrap();
+    let mut bench = Bench::new(FileConfig::new(image(&folder, MIB)), 4);
+    let (file, region) = shared(2 << 30);
+    let start = std::time::Instant::now();
+    bench.queue.set_memory(&mut bench.ring, Arc::new(RegionTable::new(vec![region])));
+    println!("{:?}, {} blocks", start.elapsed(), file.metadata().unwrap().blocks());
+    assert_eq!(file.metadata().unwrap().blocks(), 0);
+}
+
 #[test]
 fn io_outlives_the_thread_that_submitted_it() {
     for folder in folders() {

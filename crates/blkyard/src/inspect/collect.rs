@@ -12,7 +12,7 @@ use blkyard_mq::{
     NamespaceSnapshot, Op, OpClass, OpSnapshot, QueueLimits, RequestSnapshot, RequestState, SchedulerSnapshot,
     StatsSnapshot,
 };
-use blkyard_os::{FixedBuffers, LaneConfig, LaneThread};
+use blkyard_os::{LaneConfig, LaneThread};
 
 use super::tree::{
     DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode,
@@ -20,7 +20,6 @@ use super::tree::{
 };
 use crate::control::{Daemon, ServedDevice, ServedExport};
 use crate::rate::{RateSlot, options};
-use crate::spec::show_size;
 use crate::{Device, ServedLanes};
 
 /// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is
@@ -280,17 +279,11 @@ fn lane_nodes(lanes: &ServedLanes, exports: &[Vec<QueueWatch>]) -> Vec<LaneNode>
     let placed: Vec<_> = lanes.places().into_iter().zip(exports.iter().enumerate().flat_map(of_export)).collect();
     let see = |(number, thread): (usize, &LaneThread<_>)| {
         let LaneConfig { cpus, policy, .. } = lanes.config(number);
-        let memory = match thread.buffers() {
-            FixedBuffers::Registered { bytes: 0 } => "none".into(),
-            FixedBuffers::Registered { bytes } => format!("{} registered as fixed buffers", show_size(bytes)),
-            FixedBuffers::Plain { reason } => format!("plain vectored calls: {reason}"),
-        };
         LaneNode {
             number,
             thread: thread.name().to_owned(),
             cpus,
             spin_us: policy.spin_ns / 1000,
-            memory,
             strays: thread.ring().strays(),
             queues: placed.iter().filter(|(lane, _)| *lane == number).map(|(_, queue)| *queue).collect(),
         }

@@ -173,7 +173,6 @@ fn lane(out: &mut String, node: &LaneNode) {
     line(out, 0, &format!("lane {}: thread {}, on {cpus}, spins {} us", node.number, node.thread, node.spin_us));
     let queues: Vec<_> = node.queues.iter().map(|(export, queue)| format!("{export}/{queue}")).collect();
     line(out, 1, &format!("queues (export/queue): {}", queues.join(" ")));
-    line(out, 1, &format!("guest memory: {}", node.memory));
 }
 
 /// A time as a person would write it: three digits and a unit.

@@ -245,8 +245,6 @@ pub struct LaneNode {
     pub cpus: Option<Vec<u32>>,
     /// How long it looks for work before it sleeps.
     pub spin_us: u64,
-    /// How it reaches the memory of guests.
-    pub memory: String,
     /// Completions that nobody was waiting for.
     pub strays: u64,
     /// Its queues: the numbers of export and queue.

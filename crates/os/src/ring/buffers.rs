@@ -1,6 +1,9 @@
 //! Memory that a ring knows by number ("fixed buffers"): its pages are looked up and pinned once instead of for each
 //! I/O.
 //!
+//! Only private memory. Memory that is shared with others is theirs: they may give its pages back and get new ones at
+//! the same place, and what is pinned would still be the old ones; and they say how much there is of it (ADR 28).
+//!
 //! The kernel takes pieces of at most a gibibyte and counts them as locked memory. A region that it refuses, for that
 //! or another reason, is used without; it is tried again when another region has gone. Registered or not, a region
 //! that is attached stays mapped.
@@ -17,15 +20,15 @@ use super::RingView;
 /// Bytes of the largest piece the kernel takes (`io_uring_register(2)`, IORING_REGISTER_BUFFERS).
 const PIECE_BYTES: u64 = 1 << PIECE_SHIFT;
 const PIECE_SHIFT: u32 = 30;
-/// Pieces of one lane: four guests with a tebibyte each. The kernel's own bound is 16384.
+/// Pieces of one lane: four tebibytes. The kernel's own bound is 16384.
 const PIECES_MAX: usize = 4096;
 
-/// Whether memory is known to the kernel by number.
+/// Whether private memory is known to the kernel by number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FixedBuffers {
     /// All of it, this much.
     Registered {
-        /// Bytes attached.
+        /// Bytes of private memory attached.
         bytes: u64,
     },
     /// Not all of it: I/O into the rest looks up its pages each time.
@@ -57,6 +60,11 @@ struct Attached {
 }
 
 impl Attached {
+    /// Nobody but us can take its pages away.
+    fn is_private(&self) -> bool {
+        self.region.file().is_none()
+    }
+
     fn pieces(&self) -> usize {
         (self.region.len() as u64).div_ceil(PIECE_BYTES) as usize
     }
@@ -129,7 +137,7 @@ impl Buffers {
     }
 
     /// Tries those again that were refused before.
-    pub(super) fn retry(&mut self, uring: &IoUring) {
+    fn retry(&mut self, uring: &IoUring) {
         for index in 0..self.attached.len() {
             if let Some(mut attached) = self.attached[index].take() {
                 if attached.first.is_none() {
@@ -142,6 +150,9 @@ impl Buffers {
     }
 
     fn register(&mut self, uring: &IoUring, attached: &mut Attached) {
+        if !attached.is_private() {
+            return;
+        }
         let pieces = attached.pieces();
         attached.refusal.clone_from(&self.no_table);
         if attached.refusal.is_some() {
@@ -181,7 +192,8 @@ impl Buffers {
 
     fn tell(&self) {
         let refusal = self.attached.iter().flatten().find_map(|attached| attached.refusal.clone());
-        let bytes = self.attached.iter().flatten().map(|attached| attached.region.len() as u64).sum();
+        let private = self.attached.iter().flatten().filter(|attached| attached.is_private());
+        let bytes = private.map(|attached| attached.region.len() as u64).sum();
         self.view.set_regions(self.attached.iter().flatten().count());
         self.view.set_buffers(match refusal {
             Some(reason) => FixedBuffers::Plain { reason },
@@ -203,9 +215,6 @@ fn reason(error: &std::io::Error) -> String {
             format!(
                 "more memory than may be locked ({limit}): raise it with `ulimit -l unlimited` or LimitMEMLOCK=infinity"
             )
-        }
-        Some(libc::EOPNOTSUPP) => {
-            "memory on an ordinary file cannot be locked: share it as a memfd or on tmpfs or hugetlbfs".into()
         }
         Some(libc::EFAULT) => "memory that is not there, or cannot be written".into(),
         _ => format!("the kernel refuses to lock memory: {error}"),

@@ -82,7 +82,7 @@ pub struct RingView {
 }
 
 impl RingView {
-    /// Whether the memory of the lane's queues is known to the kernel for good.
+    /// Whether the private memory of the lane's queues is known to the kernel for good.
     pub fn buffers(&self) -> FixedBuffers {
         match self.buffers.lock() {
             Ok(buffers) => buffers.clone(),

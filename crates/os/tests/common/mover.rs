@@ -129,10 +129,6 @@ impl Station<Ring> for Mover {
         self.leaving = false;
     }
 
-    fn memory(&self) -> Option<&Arc<RegionTable>> {
-        Some(&self.memory)
-    }
-
     fn crank(&mut self, ring: &mut Ring, now_ns: u64) -> Crank {
         assert_eq!(self.at_home, Some(std::thread::current().id()), "cranked by a lane it does not live on");
         let mut ended = Vec::new();
