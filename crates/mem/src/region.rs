@@ -37,6 +37,31 @@ unsafe impl Send for Region {}
 // SAFETY: as above; no method hands out a reference into the memory.
 unsafe impl Sync for Region {}
 
+/// Kinds of file systems whose files are touched without anybody's help: in memory, or on a disk of this machine, for
+/// which one waits no longer than for others' I/O. Not those of other processes (FUSE) and machines (NFS), and not
+/// overlays, below which such a one may lie.
+const NEAR: [u64; 9] = [
+    0x0102_1994, // tmpfs
+    0x9584_58f6, // hugetlbfs
+    0x8584_58f6, // ramfs
+    0xef53,      // ext2, ext3, ext4
+    0x5846_5342, // XFS
+    0x9123_683e, // Btrfs
+    0xf2f5_2010, // F2FS
+    0x2fc1_2fc1, // ZFS
+    0xca45_1a4e, // bcachefs
+];
+
+/// Sees that touching a file never waits for who may not answer. What is in memory has seals, and is known by them
+/// without asking its file system; another one may have to be asked, and keep the caller waiting.
+fn check_near(file: BorrowedFd<'_>) -> Result<(), MapError> {
+    if rustix::fs::fcntl_get_seals(file).is_ok() {
+        return Ok(());
+    }
+    let kind = rustix::fs::fstatfs(file).map_err(io::Error::from)?.f_type.cast_unsigned();
+    if NEAR.contains(&kind) { Ok(()) } else { Err(MapError::Far { kind }) }
+}
+
 /// Why a file could not be mapped as a region.
 #[derive(Debug, thiserror::Error)]
 pub enum MapError {
@@ -53,6 +78,15 @@ pub enum MapError {
     /// Only files whose length can be known are mapped.
     #[error("memory region's descriptor is not a file: share the memory as a memfd or a file on tmpfs or hugetlbfs")]
     NotAFile,
+    /// Whoever touches it would wait for another process or machine, which may never answer.
+    #[error(
+        "memory region's file is neither in memory nor on a disk of this machine, its file system being of kind \
+         {kind:#x}: share the memory as a memfd or a file on tmpfs or hugetlbfs"
+    )]
+    Far {
+        /// The number by which the system names the kind (`linux/magic.h`).
+        kind: u64,
+    },
     /// Length zero, or offset and length beyond what an address can hold.
     #[error("memory region of {len} bytes at offset {offset} has no valid extent")]
     Extent {
@@ -129,12 +163,15 @@ impl Region {
     }
 
     /// Maps `len` bytes at `offset` of a file, shared with whoever else has it. Should the file shrink later, the
-    /// region turns into zeroes and [`Region::is_faulted`] says so.
+    /// region turns into zeroes and [`Region::is_faulted`] says so. Only a file that is touched without anybody's help:
+    /// who sends a descriptor may be the one who would have to answer. To learn that may take as long as the file's
+    /// file system likes, so it is not for a thread that others depend on.
     ///
     /// # Errors
     /// See [`MapError`]; nothing stays mapped.
     pub fn map_file(file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<Arc<Region>, MapError> {
         let end = offset.checked_add(len).filter(|_| len > 0).ok_or(MapError::Extent { offset, len })?;
+        check_near(file)?;
         let stat = rustix::fs::fstat(file).map_err(io::Error::from)?;
         if rustix::fs::FileType::from_raw_mode(stat.st_mode) != rustix::fs::FileType::RegularFile {
             return Err(MapError::NotAFile);
@@ -333,10 +370,16 @@ mod tests {
         assert!(region.span(4096, 0).is_some());
     }
 
+    /// A file in memory, of which anybody may change the length.
+    fn memory(len: u64) -> std::fs::File {
+        let file = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, len).unwrap();
+        file.into()
+    }
+
     #[test]
     fn a_region_beyond_the_end_of_its_file_is_refused() {
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(8192).unwrap();
+        let file = memory(8192);
         assert!(matches!(Region::map_file(file.as_fd(), 4096, 4097), Err(MapError::BeyondEnd { .. })));
         assert!(matches!(Region::map_file(file.as_fd(), u64::MAX, 2), Err(MapError::Extent { .. })));
         assert!(matches!(Region::map_file(file.as_fd(), 0, 0), Err(MapError::Extent { .. })));
@@ -359,13 +402,44 @@ mod tests {
     #[test]
     fn a_pipe_is_not_memory() {
         let (reader, _writer) = std::io::pipe().unwrap();
-        assert!(matches!(Region::map_file(reader.as_fd(), 0, 4096), Err(MapError::NotAFile)));
+        assert!(matches!(Region::map_file(reader.as_fd(), 0, 4096), Err(MapError::Far { .. })));
+        let folder = std::fs::File::open(std::env::temp_dir()).unwrap();
+        assert!(matches!(Region::map_file(folder.as_fd(), 0, 1), Err(MapError::NotAFile | MapError::Far { .. })));
+    }
+
+    #[test]
+    fn a_file_whose_pages_somebody_else_would_have_to_bring_is_not_memory() {
+        // One that the kernel makes up stands for those of other processes and machines: it is regular, and has a
+        // length.
+        let file = std::fs::File::open("/sys/kernel/mm/transparent_hugepage/enabled").unwrap();
+        assert!(file.metadata().unwrap().is_file() && file.metadata().unwrap().len() >= 4096);
+        let error = Region::map_file(file.as_fd(), 0, 4096).unwrap_err();
+        assert!(matches!(error, MapError::Far { kind: 0x6265_6572 }), "{error}");
+        assert!(error.to_string().contains("0x62656572") && error.to_string().contains("as a memfd"), "{error}");
+    }
+
+    #[test]
+    fn files_in_memory_and_on_a_disk_are_memory() {
+        let folders = [std::env::temp_dir(), "/dev/shm".into(), "/var/tmp".into()];
+        let files = folders.iter().filter_map(|folder| tempfile::tempfile_in(folder).ok());
+        let mut mapped = 0;
+        for file in files.chain([memory(0)]) {
+            file.set_len(8192).unwrap();
+            match Region::map_file(file.as_fd(), 0, 8192) {
+                Ok(region) => {
+                    region.span(0, 4).unwrap().copy_from_slice(b"data");
+                    mapped += 1;
+                }
+                // In a container it may lie on an overlay.
+                Err(error) => assert!(matches!(error, MapError::Far { .. }), "{error}"),
+            }
+        }
+        assert!(mapped > 0);
     }
 
     #[test]
     fn a_file_cut_short_while_mapped_turns_into_zeroes_and_the_process_lives() {
-        let file = tempfile::tempfile().unwrap();
-        file.set_len(8192).unwrap();
+        let file = memory(8192);
         let other = Region::map_file(file.as_fd(), 0, 4096).unwrap();
         let region = Region::map_file(file.as_fd(), 0, 8192).unwrap();
         region.span(5000, 4).unwrap().copy_from_slice(b"data");

@@ -114,9 +114,7 @@ fn a_write_from_memory_that_is_gone_fails_alone() {
         for direct in [Direct::Auto, Direct::Off] {
             let path = image(&folder, MIB);
             let mut bench = Bench::new(FileConfig { direct, ..FileConfig::new(&path) }, 4);
-            let memory = tempfile::tempfile().unwrap();
-            memory.set_len(MIB).unwrap();
-            let region = Region::map_file(memory.as_fd(), 0, MIB).unwrap();
+            let (memory, region) = shared(MIB);
             bench.queue.set_memory(&mut bench.ring, Arc::new(RegionTable::new(vec![region])));
             // As a front-end may do that means ill. In two pieces, so that their pages are looked up for this write.
             memory.set_len(0).unwrap();
