@@ -68,9 +68,10 @@ impl ExportStatus {
     }
 }
 
-/// An export that serves.
+/// An export that serves. Dropped, it is asked to end, and waited for: nothing of it is left behind, its socket either.
 pub struct Server {
-    thread: JoinHandle<()>,
+    /// There until it is waited for.
+    thread: Option<JoinHandle<()>>,
     stop: Arc<Stop>,
     status: Arc<ExportStatus>,
     hand: ExportHand,
@@ -126,7 +127,7 @@ impl Server {
             desk.socket.set_owned(true);
             serve(begin, desk);
         });
-        Ok(Taking { server: server.map_err(said)?, go })
+        Ok(Taking { go, server: server.map_err(said)? })
     }
 
     fn spawn(socket: BoundSocket, offered: u16, serve: impl FnOnce(&Desk) + Send + 'static) -> io::Result<Server> {
@@ -136,7 +137,7 @@ impl Server {
         let (hand, orders) = orders()?;
         let desk = Desk { socket, stop: Arc::clone(&stop), status: Arc::clone(&status), orders };
         let thread = std::thread::Builder::new().name("export".into()).spawn(move || serve(&desk))?;
-        Ok(Server { thread, stop, status, hand })
+        Ok(Server { thread: Some(thread), stop, status, hand })
     }
 
     /// For changing it while it serves.
@@ -151,7 +152,7 @@ impl Server {
 
     /// Whether the thread has ended by itself, which it does only when its lanes are gone.
     pub fn is_finished(&self) -> bool {
-        self.thread.is_finished()
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
     /// Asks it to end: no new front-end is taken, the one there is let go of once what it had fetched is finished.
@@ -160,18 +161,35 @@ impl Server {
         let _ = rustix::io::write(&self.stop.bell, &1_u64.to_ne_bytes());
     }
 
-    /// Waits until it has ended.
-    pub fn join(self) {
-        if self.thread.join().is_err() {
+    /// Waits until it has ended, by itself or because it was asked to.
+    pub fn join(mut self) {
+        self.wait();
+    }
+
+    fn wait(&mut self) {
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the thread of an export panicked");
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if self.thread.is_some() {
+            self.ask_to_stop();
+            // What a panic has left may never come to rest.
+            if !std::thread::panicking() {
+                self.wait();
+            }
         }
     }
 }
 
 /// An export that is about to be taken over. Dropped, it leaves everything as it was.
 pub struct Taking {
-    server: Server,
+    /// Goes before the server, which waits for its thread, which waits for this.
     go: Sender<()>,
+    server: Server,
 }
 
 impl Taking {

@@ -31,6 +31,18 @@ fn a_second_front_end_waits_and_is_served_when_the_first_leaves() {
 }
 
 #[test]
+fn an_export_that_is_dropped_ends_and_takes_its_socket_along() {
+    let mut world = World::pair();
+    let dropped = world.exports.remove(0);
+    let path = dropped.path.clone();
+    let front = Front::dial(&path);
+    drop(dropped);
+    assert!(!path.exists(), "the socket is left behind");
+    drop(front);
+    world.stop();
+}
+
+#[test]
 fn a_front_end_that_leaves_in_the_middle_has_its_writes_finished_before_memory_goes() {
     let gate = Gate::shut();
     let world = World::gated(&gate);
