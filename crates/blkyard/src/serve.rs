@@ -23,7 +23,7 @@ use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words, unserved};
 use crate::rate::{RateSlot, take_own_rate};
 use crate::scheduler::take_device_scheduler;
-use crate::spec::{Spec, SpecError, show_size};
+use crate::spec::{Spec, SpecError, number, show_size};
 use crate::takeover::{self, Heritage};
 use crate::watch::{Watch, say};
 
@@ -71,17 +71,17 @@ pub struct ServeArgs {
     #[arg(long, value_name = "FILE", conflicts_with_all = ["device", "export"])]
     pub config: Option<PathBuf>,
     /// Print a line for each export every so many seconds.
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    #[arg(long, value_name = "SECONDS", value_parser = number(1, 86_400))]
     pub stats: Option<u64>,
     /// Threads that do the work. Default: one for each CPU, but no more than there are queues.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=LANES_MAX))]
+    #[arg(long, value_name = "N", value_parser = number(1, LANES_MAX))]
     pub lanes: Option<u64>,
     /// Keep lanes on these CPUs, one after another: 0,1,2,3. Default: the system chooses.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cpus: Vec<u32>,
     /// How long a lane keeps looking for work before it sleeps, at most, microseconds: it learns whether looking pays.
     /// More shortens latency and costs CPU. Default: 25.
-    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u64).range(0..=SPIN_US_MAX))]
+    #[arg(long, value_name = "US", value_parser = number(0, SPIN_US_MAX))]
     pub spin_us: Option<u64>,
     /// Where to listen for blkyard inspect and set, or none. Default: PID.sock in $XDG_RUNTIME_DIR/blkyard or
     /// /run/blkyard, or SOCKET.control beside the first export.
@@ -89,7 +89,7 @@ pub struct ServeArgs {
     pub control: Option<ControlPlace>,
     /// How long to wait for an image that nobody alive is seen to have: a daemon that was killed leaves I/O behind that
     /// must end before its requests are done again. Seconds; default: 60.
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(0..=LOCK_WAIT_S_MAX))]
+    #[arg(long, value_name = "SECONDS", value_parser = number(0, LOCK_WAIT_S_MAX))]
     pub lock_wait_s: Option<u64>,
 }
 
@@ -395,13 +395,14 @@ struct Patience<'a> {
 }
 
 impl Patience<'_> {
-    /// Opens a device. While what has its image is seen to be no process, it is tried again. Nothing if we were told to
-    /// stop.
-    fn open(&self, spec: &Spec) -> Result<Option<Device>, DeviceError> {
+    /// Opens a device. While what has its image is seen to be no process, it is tried again, unless nobody is to be
+    /// served by it. Nothing if we were told to stop.
+    fn open(&self, spec: &Spec, is_served: bool) -> Result<Option<Device>, ServeError> {
         let start = Instant::now();
         let mut told = false;
         loop {
             match Device::from_spec(spec.clone()) {
+                Err(DeviceError::File(OpenError::Held { .. })) if !is_served => return Err(unserved(&spec.name).into()),
                 Err(DeviceError::File(OpenError::Held { .. })) if start.elapsed() < self.limit => {
                     if !std::mem::replace(&mut told, true) {
                         tracing::warn!(
@@ -418,7 +419,7 @@ impl Patience<'_> {
                     if told && opened.is_ok() {
                         tracing::info!("{}: locked after {:.1} s", spec.name, start.elapsed().as_secs_f64());
                     }
-                    return opened.map(Some);
+                    return Ok(Some(opened?));
                 }
             }
         }
@@ -444,7 +445,7 @@ fn open(
             let info = left.info(device.info());
             (device, info)
         } else {
-            let Some(device) = patience.open(&plan.device)? else { return Ok(None) };
+            let Some(device) = patience.open(&plan.device, !plan.exports.is_empty())? else { return Ok(None) };
             let info = device.info().clone();
             (device, info)
         };

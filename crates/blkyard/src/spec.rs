@@ -28,6 +28,14 @@ impl SpecError {
     }
 }
 
+/// What a flag of the command line takes that is a number from `min` to `max`: the error says which.
+pub(crate) fn number(min: u64, max: u64) -> impl Fn(&str) -> Result<u64, String> + Clone {
+    move |text| {
+        let number = text.parse().ok().filter(|number| (min..=max).contains(number));
+        number.ok_or_else(|| format!("give a number from {min} to {max}"))
+    }
+}
+
 /// A name taken apart.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Spec {

@@ -1,8 +1,13 @@
 //! The command `serve` as a process, without a client.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, IoSlice};
+use std::mem::MaybeUninit;
+use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+
+use blkyard_os::{FileConfig, FileDevice};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 /// Longer than a daemon takes to start on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -96,5 +101,40 @@ fn what_is_wrong_with_a_name_is_said_before_what_is_missing_beside_it() {
         let ended = serve.arg("serve").args(arguments).current_dir(folder.path()).output().unwrap();
         let said = String::from_utf8(ended.stderr).unwrap();
         assert!(!ended.status.success() && words.iter().all(|word| said.contains(word)), "{arguments:?}: {said}");
+    }
+}
+
+#[test]
+fn a_disk_that_nobody_is_to_see_is_not_waited_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = std::fs::File::create(folder.path().join("disk.img")).unwrap();
+    file.set_len(1 << 20).unwrap();
+    let image = FileDevice::open(FileConfig::new(folder.path().join("disk.img"))).unwrap();
+    // On its way through a socket the lock is in no process's hands, as that of one that died with I/O under way.
+    let (near, _far) = UnixStream::pair().unwrap();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let sent = [image.description()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&sent)));
+    sendmsg(&near, &[IoSlice::new(b"x")], &mut control, SendFlags::empty()).unwrap();
+    drop(image);
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+    serve.args(["serve", "--device", "disk.img", "--lock-wait-s", "30"]).current_dir(folder.path());
+    let said = String::from_utf8(serve.output().unwrap().stderr).unwrap();
+    assert!(said.contains("no export serves this device") && !said.contains("waiting"), "{said}");
+}
+
+#[test]
+fn a_flag_that_is_no_number_says_which_numbers_there_are() {
+    for (flag, value, cure) in [
+        ("--spin-us", "abc", "give a number from 0 to 1000000"),
+        ("--spin-us", "1000001", "give a number from 0 to 1000000"),
+        ("--lanes", "0", "give a number from 1 to"),
+        ("--stats", "-", "give a number from 1 to 86400"),
+    ] {
+        let mut serve = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+        let ended = serve.args(["serve", "--device", "ram:1M", flag, value]).output().unwrap();
+        let said = String::from_utf8(ended.stderr).unwrap();
+        assert!(!ended.status.success() && said.contains(flag) && said.contains(cure), "{flag} {value}: {said}");
     }
 }
