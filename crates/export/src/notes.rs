@@ -40,6 +40,16 @@ impl Notes {
         self.untold.set(true);
     }
 
+    /// So many bytes were written to the first of these segments and those behind it.
+    pub(crate) fn first_bytes(&self, memory: &GuestMemory, segments: &[Segment], mut bytes: u32) {
+        for segment in segments {
+            let len = segment.len.min(bytes);
+            self.log.mark_segment(memory, Segment { len, ..*segment });
+            bytes -= len;
+        }
+        self.untold.set(true);
+    }
+
     /// A bio has ended, well or not: what it read may have been written in part.
     pub(crate) fn ended(&self, memory: &GuestMemory, bio: &Bio) {
         if bio.op == Op::Read {

@@ -39,6 +39,10 @@ const POLL_NS: u64 = 200_000;
 /// other queues.
 const ROUND_MAX: usize = 256;
 
+/// The same while what is written is noted for the front-end: a request may name 4 GiB of memory without moving any of
+/// it, an unknown one, say, and to note that takes a millisecond.
+const NOTED_ROUND_MAX: usize = 16;
+
 /// A virtqueue and its hardware queue.
 pub struct VhostQueue<D> {
     hw: HwQueue<D>,
@@ -66,6 +70,8 @@ struct Session {
     records: Option<Arc<Region>>,
     /// Where is noted which of the guest's pages are written, if somebody wants to know.
     notes: Option<Notes>,
+    /// Chains fetched in one round, at most.
+    round_max: usize,
     kick: Option<Arc<Event>>,
     call: Option<Arc<Event>>,
     error: Option<Arc<Event>>,
@@ -240,6 +246,7 @@ impl<D> VhostQueue<D> {
             ring,
             memory: setup.memory,
             records,
+            round_max: if setup.notes.is_some() { NOTED_ROUND_MAX } else { ROUND_MAX },
             notes: setup.notes,
             kick: setup.kick,
             call: setup.call,
@@ -365,7 +372,8 @@ impl Session {
                     let id_bytes = serial.write(&self.memory, self.chain.writable());
                     write_status(&self.memory, status_at, VirtioStatus::Ok);
                     if let Some(notes) = &self.notes {
-                        notes.segments(&self.memory, self.chain.writable());
+                        notes.first_bytes(&self.memory, self.chain.writable(), id_bytes);
+                        notes.segments(&self.memory, &[status_at]);
                     }
                     // Between a longer buffer's first bytes and the status is a gap.
                     let whole = u64::from(id_bytes) + 1 == self.chain.writable_bytes();
@@ -533,7 +541,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         if !session.broken {
             // A queue that comes to rest owes what was in flight before it began, and nothing else that it has not
             // fetched.
-            let most = if stopping { session.ring.left().min(ROUND_MAX) } else { ROUND_MAX };
+            let most = if stopping { session.ring.left().min(session.round_max) } else { session.round_max };
             // The control path's flush takes a place, too: there may be more bios at hand than there is room for.
             let most = most.min(self.hw.room());
             let idle = self.hw.is_idle();

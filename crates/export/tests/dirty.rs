@@ -110,6 +110,8 @@ fn every_page_we_write_is_noted_and_no_other() {
             expect("a long read", &[status, data, data + 1, data + 2]);
             run(&mut line, 0, kind::GET_ID, 0, Data::In(20));
             expect("the serial number", &[status, page(line.data_at(0))]);
+            run(&mut line, 3, kind::GET_ID, 0, Data::In(3 * 4096));
+            expect("the serial number in more room than it needs", &[status, data]);
             run(&mut line, 0, kind::IN, u64::MAX / 2, Data::In(512));
             expect("a read that is refused", &[status, page(line.data_at(0))]);
             run(&mut line, 0, 77, 0, Data::In(512));
