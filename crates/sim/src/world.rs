@@ -21,8 +21,8 @@ use std::sync::Arc;
 
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{
-    Bed, Bio, BioFlags, DeviceInfo, HwQueue, HwQueueConfig, Op, QueueLimits, RateConfig, RateLimit, Status, SwQueue,
-    Wake,
+    Bed, Bio, BioFlags, DeviceInfo, HwQueue, HwQueueConfig, Op, Priority, QueueLimits, RateConfig, RateLimit, Status,
+    SwQueue, Wake,
 };
 
 use self::device::{Device, DeviceQueue};
@@ -320,6 +320,12 @@ impl World {
             bio.sectors = (1 + self.rng.below(options.bio_sectors.clamp(1, options.sectors.max(1)))) as u32;
             bio.sector = self.rng.below(options.sectors.max(1) - u64::from(bio.sectors) + 1);
         }
+        if options.classed > 0 && self.rng.below(100) < options.classed {
+            bio.priority = [Priority::Realtime, Priority::Idle][self.rng.below(2) as usize];
+        }
+        if options.nowait > 0 && self.rng.below(100) < options.nowait {
+            bio.flags |= BioFlags::NOWAIT;
+        }
         bio.cookie = self.wishes.len() as u64;
         bio.stream = submitter as u32;
         let Some(slot) = self.free_slots.pop() else { unreachable!("one for each place of a window") };
@@ -433,6 +439,7 @@ impl World {
             Status::Io => self.options.errors > 0 || self.outcome.cuts > 0,
             Status::Medium => self.options.errors > 0,
             Status::Timeout => self.options.losses > 0,
+            Status::Again => bio.flags.contains(BioFlags::NOWAIT),
             _ => false,
         };
         assert!(fails, "bio {} ended with {}: {wish:?}", bio.cookie, bio.status);
@@ -445,7 +452,7 @@ impl World {
         self.submitters[wish.submitter].out -= 1;
         self.out -= 1;
         self.outcome.bios += 1;
-        self.outcome.failed += u64::from(!bio.status.is_ok());
+        self.outcome.failed += u64::from(!matches!(bio.status, Status::Ok | Status::Again));
         for part in [bio.cookie, bio.status as u64, now_ns] {
             self.outcome.fingerprint = (self.outcome.fingerprint ^ part).wrapping_mul(0x100_0000_01b3);
         }

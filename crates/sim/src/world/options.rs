@@ -151,6 +151,10 @@ options! {
     iops_max: u64,
     /// Bytes a second, likewise.
     bytes_per_s_max: u64,
+    /// Of a hundred bios, how many are urgent, or may wait for all others.
+    classed: u64,
+    /// Of a hundred bios, how many rather come back than wait.
+    nowait: u64,
 }
 
 impl WorldOptions {
@@ -199,6 +203,8 @@ impl WorldOptions {
             // Last, so that the other options of a seed stay what they were. Some that nobody could miss.
             iops_max: [0, 0, 0, 2000, 50_000][from(0, 4) as usize],
             bytes_per_s_max: [0, 0, 0, 8 << 20, 256 << 20][from(0, 4) as usize],
+            classed: [0, 0, 20, 70][from(0, 3) as usize],
+            nowait: [0, 0, 10, 50][from(0, 3) as usize],
         }
     }
 }

@@ -7,7 +7,7 @@
 
 use std::collections::BTreeSet;
 
-use blkyard_mq::{Bio, BioFlags, Op};
+use blkyard_mq::{Bio, BioFlags, Op, Status};
 
 /// Something that a sector may hold.
 #[derive(Clone, Copy, Debug)]
@@ -85,7 +85,10 @@ impl Oracle {
         let durable = !self.volatile || bio.flags.contains(BioFlags::FUA);
         for sector in bio.sector..bio.sector + u64::from(bio.sectors) {
             let versions = &mut self.sectors[sector as usize];
-            if bio.op.is_write() {
+            if bio.op.is_write() && bio.status == Status::Again {
+                // It would have had to wait, and nothing of it was done.
+                versions.retain(|version| version.bio != bio.cookie);
+            } else if bio.op.is_write() {
                 let ours = versions.iter_mut().filter(|version| version.bio == bio.cookie && version.ended == NEVER);
                 for version in ours {
                     version.ended = now;
