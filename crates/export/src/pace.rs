@@ -2,17 +2,20 @@
 //!
 //! Half of it, and the rest in the next round: a device that answers on the spot has then given the one half back while
 //! it is at the other, so that guest and device work at the same time. Where they take turns on one CPU nobody works
-//! meanwhile, and more rounds only cost more. So in some rounds the queue looks whether the guest offers anything
-//! between beginning and end: one that takes turns with us cannot.
+//! meanwhile, and more rounds only cost more. So now and then the queue looks whether the guest offers anything between
+//! the beginning of the first half and the end of the second: one that takes turns with us cannot.
+//!
+//! One on another CPU falls into step with us, and offers at the same moment each time. That may well be while we give
+//! something back, or while the lane is at another queue: so these count, too.
 //!
 //! Owned by its queue. What it is told of the guest's doing is a guess, and a guest that feigns slows down itself.
 
 /// Half of what is offered, but no less than this: less is not worth a round.
 const HALF_MIN: usize = 3;
 
-/// Rounds of half in a row in which the guest offered nothing, after which it seems to take turns with us. One on
-/// another CPU offers something sooner.
-const LOOKS_MAX: u16 = 16;
+/// Looks in a row in which the guest offered nothing, after which it seems to take turns with us. One on another CPU
+/// offers something sooner.
+const LOOKS_MAX: u16 = 32;
 
 /// Rounds for which an answer holds: so many that looking, and halves in vain, cost hardly a hundredth of what they
 /// cost in each.
@@ -22,13 +25,15 @@ const ROUNDS_KEPT: u16 = 1024;
 #[derive(Debug)]
 pub struct Pace {
     knows: Knows,
-    /// How far the guest had offered when the round began, if that is to be compared at its end.
+    /// How far the guest had offered when the look began, if there is one under way.
     front: Option<u16>,
+    /// It says something if the guest offers nothing, too.
+    counts: bool,
 }
 
 #[derive(Debug)]
 enum Knows {
-    /// Not yet whether the guest works meanwhile; it did not in so many rounds.
+    /// Not yet whether the guest works meanwhile; it did not in so many looks.
     Nothing { in_vain: u16 },
     /// That it does or does not, which holds for so many rounds.
     Whether { works: bool, rounds: u16 },
@@ -36,11 +41,20 @@ enum Knows {
 
 impl Default for Pace {
     fn default() -> Pace {
-        Pace { knows: Knows::Nothing { in_vain: 0 }, front: None }
+        Pace { knows: Knows::Nothing { in_vain: 0 }, front: None, counts: false }
     }
 }
 
 impl Pace {
+    /// A round begins that gives something back first; `front` tells how far the guest has offered.
+    #[inline]
+    pub fn resume(&mut self, front: impl FnOnce() -> u16) {
+        // Not before a look was in vain: one I/O at a time is never looked for.
+        if self.front.is_none() && matches!(self.knows, Knows::Nothing { in_vain: 1.. }) {
+            self.front = Some(front());
+        }
+    }
+
     /// How many chains the round takes when so many are in sight; `front` tells how far the guest has offered.
     #[inline]
     pub fn begin(&mut self, in_sight: usize, front: impl FnOnce() -> u16) -> usize {
@@ -49,7 +63,8 @@ impl Pace {
         }
         let works = match &mut self.knows {
             Knows::Nothing { .. } => {
-                self.front = Some(front());
+                self.front.get_or_insert_with(front);
+                self.counts = true;
                 true
             }
             Knows::Whether { works, rounds } => {
@@ -70,20 +85,21 @@ impl Pace {
         matches!(self.knows, Knows::Whether { works: false, .. })
     }
 
-    /// The round is over.
+    /// The round is over, and `goes_on` with what it has left in sight.
     #[inline]
-    pub fn end(&mut self, front: impl FnOnce() -> u16) {
-        if let Some(before) = self.front.take() {
+    pub fn end(&mut self, goes_on: bool, front: impl FnOnce() -> u16) {
+        if !goes_on && let Some(before) = self.front.take() {
             self.learn(front() != before);
         }
     }
 
     #[cold]
     fn learn(&mut self, moved: bool) {
+        let counts = std::mem::take(&mut self.counts);
         let Knows::Nothing { in_vain } = self.knows else { return };
-        self.knows = match (moved, in_vain + 1) {
+        self.knows = match (moved, in_vain + u16::from(counts)) {
             (true, _) => Knows::Whether { works: true, rounds: ROUNDS_KEPT },
-            (false, LOOKS_MAX) => Knows::Whether { works: false, rounds: ROUNDS_KEPT },
+            (false, LOOKS_MAX..) => Knows::Whether { works: false, rounds: ROUNDS_KEPT },
             (false, in_vain) => Knows::Nothing { in_vain },
         };
     }
@@ -99,7 +115,7 @@ mod tests {
         let mut looks = 0;
         let took = (0..count).map(|_| {
             let took = pace.begin(in_sight, || 7).min(in_sight);
-            pace.end(|| {
+            pace.end(false, || {
                 looks += 1;
                 if moves { 8 } else { 7 }
             });
@@ -130,6 +146,32 @@ mod tests {
             assert_eq!(rounds(&mut pace, 1, 16, true), (vec![8], 1));
             assert_eq!(rounds(&mut pace, ROUNDS_KEPT, 16, false), (vec![8; ROUNDS_KEPT.into()], 0));
         }
+    }
+
+    #[test]
+    fn a_guest_that_moves_at_another_moment_than_the_first_half_is_seen() {
+        // While something is given back first, and while the lane is at other queues between the halves.
+        for (at_start, between) in [(7, 8), (7, 7)] {
+            let mut pace = Pace::default();
+            assert_eq!(pace.begin(16, || 7), 8);
+            pace.end(false, || 7);
+            pace.resume(|| at_start);
+            assert_eq!(pace.begin(16, || 8), 8);
+            pace.end(true, || between);
+            pace.resume(|| 8);
+            pace.end(false, || 8);
+            assert!(matches!(pace.knows, Knows::Whether { works: true, .. }), "{pace:?}");
+        }
+        // Between two turns of ours it may have the CPU.
+        let mut pace = Pace::default();
+        for turn in 0..LOOKS_MAX {
+            pace.resume(|| turn);
+            assert_eq!(pace.begin(16, || turn), 8);
+            pace.end(true, || turn);
+            pace.resume(|| turn);
+            pace.end(false, || turn);
+        }
+        assert!(pace.takes_turns());
     }
 
     #[test]

@@ -531,6 +531,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         let desk = &mut self.desk;
         let mut busy = had_mail;
         if !self.hw.is_idle() {
+            session.pace.resume(|| session.ring.front());
             let flushing = &mut self.flushing;
             busy |= self.hw.reap(cx, now_ns, &mut |bio| match bio.cookie {
                 FLUSH => flushing.end(bio),
@@ -555,7 +556,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             chime_once(cx, &mut self.chime, bell);
         }
         busy |= self.hw.issue(cx, now_ns) > 0;
-        session.pace.end(|| session.ring.front());
+        session.pace.end(session.ring.in_sight() > 0, || session.ring.front());
         // Also without work: looking for some touches the memory.
         if session.is_cut_short() {
             session.lose();

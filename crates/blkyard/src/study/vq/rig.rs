@@ -118,7 +118,10 @@ impl<D: Driver<()>> Driver<()> for Pair<D> {
     #[inline]
     fn poll(&mut self, cx: &mut (), memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         if let Some(device) = &mut self.device {
-            device.crank(now_ns);
+            // Fetched in one turn and shown in the next.
+            for _ in 0..2 {
+                device.crank(now_ns);
+            }
         }
         self.front.poll(cx, memory, done, now_ns);
     }
