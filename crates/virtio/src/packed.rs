@@ -150,8 +150,9 @@ pub struct PackedRing {
     next_used: Position,
     /// Places passed by used elements that the driver cannot see yet.
     unpublished: u16,
-    /// The first of these elements and where it goes. Until it is written, the driver does not look at the others.
-    first: (Position, u64),
+    /// These elements and where they go. As long as the ring from the start. They are written together: the driver
+    /// looks at the first again and again, and each time takes its line from us.
+    elements: Vec<(Position, u64)>,
     /// Nothing was published since the set-up. Whether the driver was told of what an earlier owner of the ring
     /// published is not known.
     untold: bool,
@@ -194,7 +195,7 @@ impl PackedRing {
             is_near: false,
             next_used,
             unpublished: 0,
-            first: (next_used, 0),
+            elements: Vec::with_capacity(usize::from(size)),
             untold: true,
             slots_out: 0,
             in_flight: 0,
@@ -408,11 +409,7 @@ impl PackedRing {
         self.in_flight -= used.chains;
         let flags = marks_used(self.next_used.wrap) | if used.written > 0 { WRITE } else { 0 };
         let element = u64::from(used.written) | u64::from(used.id) << 32 | u64::from(flags) << 48;
-        if self.unpublished == 0 {
-            self.first = (self.next_used, element);
-        } else {
-            self.layout.desc.store_u64(self.next_used.offset() + 8, element, Relaxed);
-        }
+        self.elements.push((self.next_used, element));
         self.unpublished += used.slots;
         self.next_used.advance(used.slots, self.size);
     }
@@ -426,15 +423,17 @@ impl PackedRing {
             let Some(used) = order.tell(each) else { break };
             self.put(used);
         }
-        if self.unpublished == 0 {
-            return false;
-        }
+        let Some((&(old, element), others)) = self.elements.split_first() else { return false };
         let passed = std::mem::replace(&mut self.unpublished, 0);
         self.slots_out -= passed;
         if let Some(inflight) = &mut self.inflight {
             inflight.publishing(self.next_used);
         }
-        let (old, element) = self.first;
+        // Until the first is written, the driver does not look at the others. Those in its line come last, too.
+        for (at, element) in others.iter().rev() {
+            self.layout.desc.store_u64(at.offset() + 8, *element, Relaxed);
+        }
+        self.elements.clear();
         // As in a split ring: we store an element, then load what the driver wants; the driver, before it sleeps,
         // stores what it wants, has a full barrier, then loads that element. If either side's load overtook its own
         // store, the driver could miss the element and we its wish, and it would sleep for ever. [2.8.21.3]
