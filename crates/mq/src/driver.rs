@@ -134,10 +134,10 @@ impl Batch<'_> {
         self.taken += 1;
         let Table { requests, bios } = &mut *self.table;
         let request = &mut requests[usize::from(number)];
-        if request.state != RequestState::Idle {
+        if request.state() != RequestState::Idle {
             started_twice(number);
         }
-        request.state = RequestState::InFlight;
+        request.look.set_state(RequestState::InFlight);
         request.start_ns = self.now_ns;
         let request = &*request;
         // Picked up last: so a tag that is held over a look into the table is not kept on the stack.

@@ -44,7 +44,7 @@ use self::namespace::Namespace;
 use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
 use crate::limits::Plain;
-use crate::request::{Marks, RequestState, Table};
+use crate::request::{Look, Marks, RequestState, Table};
 use crate::sched::SchedulerConfig;
 use crate::stats::{HwStats, OpClass};
 use crate::{Bio, BioFlags, BudgetShare, Op, SECTOR_SHIFT, Status, TagSet};
@@ -337,7 +337,7 @@ impl<D> HwQueue<D> {
             && !self.plug.touches(&bio)
             && let Some(tag) = self.tags.take()
         {
-            self.enter_plain(tag, head, bio);
+            self.enter_plain(tag, head, Marks::empty(), bio);
         } else {
             self.submit_other(bio);
         }
@@ -470,9 +470,9 @@ impl<D> HwQueue<D> {
         let (mut at, mut ended) = (0, 0);
         while let Some(&(number, status)) = self.done.get(at) {
             let request = &self.table.requests[usize::from(number)];
-            let alike = if request.is_plain() && status.is_ok() {
+            let alike = if request.look.is_in_flight(Marks::empty()) && status.is_ok() {
                 self.finish_alike::<false>(at, now_ns, sink)
-            } else if request.is_scheduled() && status.is_ok() && self.namespaces.len() == 1 {
+            } else if request.look.is_in_flight(Marks::SHARED) && status.is_ok() && self.namespaces.len() == 1 {
                 self.finish_alike::<true>(at, now_ns, sink)
             } else {
                 ended += self.finish_slow(number, status, now_ns, sink);
@@ -499,22 +499,21 @@ impl<D> HwQueue<D> {
         let HwQueue { done, table, tags, namespaces, counted, .. } = self;
         let (requests, ended) = (&mut table.requests[..], &done[from..]);
         let first = &requests[usize::from(ended[0].0)];
-        let (look, op, start_ns) = (first.look(), first.op, first.start_ns);
+        let (look, start_ns) = (first.look, first.start_ns);
         let (mut rest, mut sectors) = (ended, 0);
         while let [(number, status), behind @ ..] = rest {
             let number = *number;
             let request = &mut requests[usize::from(number)];
-            if request.look() != look || request.start_ns != start_ns || !status.is_ok() {
+            if request.look != look || request.start_ns != start_ns || !status.is_ok() {
                 break;
             }
             rest = behind;
             sectors += u64::from(request.sectors);
-            request.state = RequestState::Idle;
+            request.look = Look::default();
             let Some(mut bio) = request.bio.take() else { unreachable!("what has no marks is a whole bio") };
             tags.put_number(number);
             bio.status = Status::Ok;
             if SCHEDULED {
-                request.marks = Marks::empty();
                 namespaces[usize::from(bio.namespace)].tell_scheduler(&mut bio, start_ns, now_ns);
             }
             sink(bio);
@@ -522,7 +521,7 @@ impl<D> HwQueue<D> {
         let count = ended.len() - rest.len();
         if let Some(stats) = counted {
             let latency_ns = now_ns.saturating_sub(start_ns);
-            stats.completed(OpClass::of(op), latency_ns, count as u64, sectors << SECTOR_SHIFT);
+            stats.completed(OpClass::of(look.op()), latency_ns, count as u64, sectors << SECTOR_SHIFT);
         }
         count
     }
@@ -542,14 +541,13 @@ impl<D> HwQueue<D> {
     #[inline(never)]
     fn finish_slow(&mut self, number: u16, status: Status, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         let request = &mut self.table.requests[usize::from(number)];
-        assert!(request.state == RequestState::InFlight, "request {number} ended twice");
-        request.state = RequestState::Idle;
+        assert!(request.state() == RequestState::InFlight, "request {number} ended twice");
+        let look = std::mem::take(&mut request.look);
         self.tags.put_number(number);
         let start_ns = request.start_ns;
         let (latency_ns, bytes) = (now_ns.saturating_sub(start_ns), request.bytes());
-        let (op, marks, namespace) = (request.op, request.marks, request.namespace);
+        let (op, marks, namespace) = (look.op(), look.marks(), request.namespace);
         let (more, first) = (request.more, request.bio.take());
-        request.marks = Marks::empty();
         request.taken_back = false;
         request.grace_ms = 0;
         self.uncount_tag(usize::from(namespace));

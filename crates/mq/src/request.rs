@@ -45,15 +45,73 @@ bitflags::bitflags! {
     }
 }
 
+/// What a request is, where it stands and what is special about it, in one word.
+///
+/// It is read and written whole: a processor waits for a word that is still in the pieces in which it was written, and
+/// one I/O at a time looks at it as soon as it is written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Look(u32);
+
+impl Look {
+    const STATE_SHIFT: u32 = 8;
+    const MARKS_SHIFT: u32 = 16;
+
+    /// A request that is idle.
+    #[inline]
+    pub(crate) fn idle(op: Op, marks: Marks) -> Look {
+        Look(op as u32 | u32::from(marks.bits()) << Look::MARKS_SHIFT)
+    }
+
+    #[inline]
+    pub(crate) fn op(self) -> Op {
+        match self.0 as u8 {
+            0 => Op::Read,
+            1 => Op::Write,
+            2 => Op::Flush,
+            3 => Op::Discard,
+            _ => Op::WriteZeroes,
+        }
+    }
+
+    #[inline]
+    pub(crate) fn state(self) -> RequestState {
+        match (self.0 >> Look::STATE_SHIFT) as u8 {
+            0 => RequestState::Idle,
+            1 => RequestState::InFlight,
+            _ => RequestState::Complete,
+        }
+    }
+
+    #[inline]
+    pub(crate) fn marks(self) -> Marks {
+        Marks::from_bits_retain((self.0 >> Look::MARKS_SHIFT) as u8)
+    }
+
+    #[inline]
+    pub(crate) fn set_state(&mut self, state: RequestState) {
+        self.0 = self.0 & !(0xff << Look::STATE_SHIFT) | (state as u32) << Look::STATE_SHIFT;
+    }
+
+    #[inline]
+    pub(crate) fn set_marks(&mut self, marks: Marks) {
+        self.0 = self.0 & !(0xff << Look::MARKS_SHIFT) | u32::from(marks.bits()) << Look::MARKS_SHIFT;
+    }
+
+    /// Whether it is in flight and has these marks, whatever it is.
+    #[inline]
+    pub(crate) fn is_in_flight(self, marks: Marks) -> bool {
+        let mut look = Look::idle(Op::Read, marks);
+        look.set_state(RequestState::InFlight);
+        self.0 >> Look::STATE_SHIFT == look.0 >> Look::STATE_SHIFT
+    }
+}
+
 /// One wish to the device, at the place its tag names.
 // In this order, so that what is looked at together is read at once.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct Request {
-    pub(crate) op: Op,
-    pub(crate) flags: BioFlags,
-    pub(crate) state: RequestState,
-    pub(crate) marks: Marks,
+    pub(crate) look: Look,
     pub(crate) sectors: u32,
     pub(crate) sector: u64,
     /// When it was handed to the driver.
@@ -69,6 +127,7 @@ pub struct Request {
     pub(crate) grace_ms: u32,
     /// The driver has taken it back, or will: it is not asked again.
     pub(crate) taken_back: bool,
+    pub(crate) flags: BioFlags,
     /// The place of the split bio it is a part of, or the first link of its chain.
     pub(crate) more: u16,
     /// The last link of its chain.
@@ -83,7 +142,7 @@ impl Request {
     /// What is wanted.
     #[inline]
     pub fn op(&self) -> Op {
-        self.op
+        self.look.op()
     }
 
     /// When it was handed to the driver, nanoseconds of the caller's clock.
@@ -92,29 +151,29 @@ impl Request {
         self.start_ns
     }
 
-    /// What it is and where it stands, in one word.
+    /// Where it is in its life.
     #[inline]
-    pub(crate) fn look(&self) -> u32 {
-        u32::from_ne_bytes([self.op as u8, self.flags.bits(), self.state as u8, self.marks.bits()])
+    pub(crate) fn state(&self) -> RequestState {
+        self.look.state()
     }
 
-    /// Whether it is in flight and one bio as it stands.
     #[inline]
-    pub(crate) fn is_plain(&self) -> bool {
-        // Compared in one word.
-        [self.state as u8, self.marks.bits()] == [RequestState::InFlight as u8, Marks::empty().bits()]
+    pub(crate) fn has(&self, marks: Marks) -> bool {
+        self.look.marks().intersects(marks)
     }
 
-    /// The same, but that a scheduler handed it out or its namespace has neighbours.
-    #[inline]
-    pub(crate) fn is_scheduled(&self) -> bool {
-        [self.state as u8, self.marks.bits()] == [RequestState::InFlight as u8, Marks::SHARED.bits()]
+    pub(crate) fn mark(&mut self, marks: Marks) {
+        self.look.set_marks(self.look.marks() | marks);
+    }
+
+    pub(crate) fn unmark(&mut self, marks: Marks) {
+        self.look.set_marks(self.look.marks() - marks);
     }
 
     /// Its memory, if that is one segment of one bio and fits the device as it is.
     #[inline]
     fn one_piece(&self) -> Option<Segment> {
-        let bio = self.bio.as_ref().filter(|_| self.segments == 1 && !self.marks.contains(Marks::CHAINED))?;
+        let bio = self.bio.as_ref().filter(|_| self.segments == 1 && !self.has(Marks::CHAINED))?;
         if let [segment] = bio.segments[..] { Some(segment) } else { None }
     }
 
@@ -150,8 +209,8 @@ impl Request {
 
     /// Back from the driver, to wait for it again: what it was told about time is forgotten.
     pub(crate) fn set_idle(&mut self) {
-        self.state = RequestState::Idle;
-        self.marks.remove(Marks::LATE);
+        self.look.set_state(RequestState::Idle);
+        self.unmark(Marks::LATE);
         self.taken_back = false;
         self.grace_ms = 0;
     }
@@ -254,10 +313,10 @@ impl Table {
     pub(crate) fn chain_back(&mut self, number: u16, bio: Box<Bio>) -> Result<(), Box<Bio>> {
         let at = self.link(bio, NONE)?;
         let request = &mut self.requests[usize::from(number)];
-        if request.marks.contains(Marks::CHAINED) {
+        if request.has(Marks::CHAINED) {
             self.bios.chain.links[usize::from(request.last)].next = at;
         } else {
-            request.marks |= Marks::CHAINED;
+            request.mark(Marks::CHAINED);
             request.more = at;
         }
         request.last = at;
@@ -271,13 +330,13 @@ impl Table {
         }
         let request = &mut self.requests[usize::from(number)];
         let Some(first) = request.bio.replace(bio) else { unreachable!("only requests of whole bios merge") };
-        let chained = request.marks.contains(Marks::CHAINED);
+        let chained = request.has(Marks::CHAINED);
         let next = if chained { request.more } else { NONE };
         let Ok(at) = self.link(first, next) else { unreachable!("looked at above") };
         let request = &mut self.requests[usize::from(number)];
         request.more = at;
         if !chained {
-            request.marks |= Marks::CHAINED;
+            request.mark(Marks::CHAINED);
             request.last = at;
         }
         Ok(())
@@ -304,9 +363,9 @@ impl Table {
     /// What merging must know of a request; nothing if it is of a kind that does not merge.
     pub(crate) fn shape(&self, number: u16) -> Option<Shape> {
         let request = &self.requests[usize::from(number)];
-        if request.marks.intersects(Marks::PART | Marks::FLUSH | Marks::SEQUENCE | Marks::NO_MERGE) {
+        if request.has(Marks::PART | Marks::FLUSH | Marks::SEQUENCE | Marks::NO_MERGE) {
             None
-        } else if request.marks.contains(Marks::CHAINED) {
+        } else if request.has(Marks::CHAINED) {
             Some(self.bios.shapes[usize::from(number)])
         } else {
             request.bio.as_ref().map(|bio| Shape::of(bio, request.segments))
@@ -327,7 +386,14 @@ impl Bios {
     /// The segments of a request, cut to the limits of its namespace.
     #[inline(always)]
     pub(crate) fn segments<'a>(&'a self, request: &'a Request) -> Segments<'a> {
-        Segments(request.one_piece().map_or_else(|| Way::Many(self.walk(request)), |piece| Way::One(Some(piece))))
+        Segments(request.one_piece().map_or(Way::Whole(self, request), Way::One))
+    }
+
+    /// The first piece of a request that may have many.
+    #[cold]
+    #[inline(never)]
+    fn first(&self, request: &Request) -> Option<Segment> {
+        self.walk(request).next()
     }
 
     #[inline]
@@ -337,7 +403,7 @@ impl Bios {
             None => (self.splits.get(usize::from(request.more)).and_then(|split| split.bio.as_ref()), request.from),
         };
         let all = bio.map_or(&[][..], |bio| &bio.segments);
-        let sectors = if request.op.has_data() { request.sectors } else { 0 };
+        let sectors = if request.op().has_data() { request.sectors } else { 0 };
         Walk {
             rest: all.get(usize::from(from.segment)..).unwrap_or_default().iter(),
             skip: from.offset,
@@ -345,7 +411,7 @@ impl Bios {
             bytes_left: u64::from(sectors) << SECTOR_SHIFT,
             pieces: self.pieces.get(usize::from(request.namespace)).copied().unwrap_or(ANY),
             chain: &self.chain,
-            next: if request.marks.contains(Marks::CHAINED) { request.more } else { NONE },
+            next: if request.has(Marks::CHAINED) { request.more } else { NONE },
         }
     }
 
@@ -353,7 +419,7 @@ impl Bios {
     pub(crate) fn ranges(&self, request: &Request) -> Ranges<'_> {
         let first = (request.sector, request.sectors);
         match &request.bio {
-            Some(bio) if request.marks.contains(Marks::CHAINED) => {
+            Some(bio) if request.has(Marks::CHAINED) => {
                 // The request counts the sectors of all.
                 Ranges { first: Some((bio.sector, bio.sectors)), chain: &self.chain, next: request.more }
             }
@@ -404,16 +470,30 @@ pub struct Segments<'a>(Way<'a>);
 #[derive(Clone, Debug)]
 enum Way<'a> {
     /// One piece, as nearly always.
-    One(Option<Segment>),
+    One(Segment),
+    /// Any number, before the first is asked for: so that a walk nobody takes needs no place.
+    Whole(&'a Bios, &'a Request),
     Many(Walk<'a>),
+    Over,
 }
 
 impl Segments<'_> {
+    /// The first piece of those that are left, for who wants no others.
+    #[inline(always)]
+    pub fn first(self) -> Option<Segment> {
+        match self.0 {
+            Way::One(piece) => Some(piece),
+            Way::Whole(bios, request) => bios.first(request),
+            Way::Many(mut walk) => walk.next(),
+            Way::Over => None,
+        }
+    }
+
     /// The segment of a request that has one, as it stands; nothing if it may have more. Says nothing once the walk has
     /// begun.
     #[inline(always)]
     pub fn only(&self) -> Option<Segment> {
-        if let Way::One(piece) = self.0 { piece } else { None }
+        if let Way::One(piece) = self.0 { Some(piece) } else { None }
     }
 }
 
@@ -423,8 +503,19 @@ impl Iterator for Segments<'_> {
     #[inline]
     fn next(&mut self) -> Option<Segment> {
         match &mut self.0 {
-            Way::One(piece) => piece.take(),
+            Way::One(piece) => {
+                let piece = *piece;
+                self.0 = Way::Over;
+                Some(piece)
+            }
             Way::Many(walk) => walk.next(),
+            Way::Whole(bios, request) => {
+                let mut walk = bios.walk(request);
+                let first = walk.next();
+                self.0 = Way::Many(walk);
+                first
+            }
+            Way::Over => None,
         }
     }
 }
@@ -501,5 +592,46 @@ impl Walk<'_> {
         self.run.len -= len;
         self.bytes_left -= u64::from(len);
         Some(piece)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_look_says_what_was_put_into_it() {
+        use RequestState::{Complete, Idle, InFlight};
+        for op in [Op::Read, Op::Write, Op::Flush, Op::Discard, Op::WriteZeroes] {
+            assert_eq!((Look::idle(op, Marks::PART).op(), Look::idle(op, Marks::PART).state()), (op, Idle));
+            for marks in [Marks::empty(), Marks::SHARED, Marks::SLOW | Marks::LATE, Marks::all()] {
+                let mut look = Look::idle(op, Marks::FLUSH);
+                for state in [InFlight, Complete, Idle] {
+                    look.set_marks(marks);
+                    look.set_state(state);
+                    assert_eq!((look.op(), look.state(), look.marks()), (op, state, marks));
+                    assert_eq!(look.is_in_flight(marks), state == InFlight);
+                    assert!(!look.is_in_flight(Marks::CHAINED));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_piece_is_that_of_the_walk() {
+        let segment = |offset| Segment { region: 0, offset, len: 4096 };
+        let mut table = Table::new(1, 2, 1);
+        for segments in [vec![], vec![segment(0)], vec![segment(0), segment(8192)]] {
+            let sectors = 8 * segments.len() as u32;
+            let pieces = segments.clone();
+            table.requests[0].sectors = sectors;
+            table.requests[0].segments = segments.len() as u16;
+            table.requests[0].bio = Some(Box::new(Bio { sectors, segments, ..Bio::default() }));
+            let mut walk = table.bios.segments(&table.requests[0]);
+            assert_eq!(walk.clone().first(), pieces.first().copied());
+            assert_eq!(walk.only(), pieces.first().copied().filter(|_| pieces.len() == 1));
+            assert_eq!(walk.by_ref().collect::<Vec<_>>(), pieces);
+            assert_eq!((walk.next(), walk.only(), walk.first()), (None, None, None));
+        }
     }
 }

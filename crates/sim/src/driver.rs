@@ -33,9 +33,10 @@ impl PairDriver {
 }
 
 impl<Cx: ?Sized> Driver<Cx> for PairDriver {
-    #[inline]
+    // Always inlined, so that the batch has no address.
+    #[inline(always)]
     fn queue_rqs(&mut self, _cx: &mut Cx, _memory: &RegionTable, batch: &mut Batch<'_>) {
-        while let Some((tag, request, mut segments)) = batch.take() {
+        while let Some((tag, request, segments)) = batch.take() {
             // Written where it goes, piece by piece: made elsewhere and copied, it would be read before its pieces have
             // arrived.
             self.host.post(Command {
@@ -43,7 +44,7 @@ impl<Cx: ?Sized> Driver<Cx> for PairDriver {
                 op: request.op(),
                 sector: request.sector(),
                 sectors: request.sectors(),
-                data: segments.next().unwrap_or_default(),
+                data: segments.first().unwrap_or_default(),
             });
         }
         self.host.ring();

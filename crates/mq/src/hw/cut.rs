@@ -10,7 +10,7 @@ use super::flush::{self, Next};
 use super::{Head, HwQueue, Merging, Plug};
 use crate::bio::Steps;
 use crate::limits::{Cursor, Merge, NoMerge, Shape};
-use crate::request::{Marks, Request};
+use crate::request::{Look, Marks, Request};
 use crate::{Bio, BioFlags, Op, Status, Tag};
 
 /// Requests that are tried for merging, the newest first, as in Linux (`blk_bio_list_merge`).
@@ -19,11 +19,11 @@ const LOOK_BACK: usize = 8;
 impl<D> HwQueue<D> {
     /// A bio that is a request as it stands, whose tag is at hand; the common case.
     #[inline(always)]
-    pub(super) fn enter_plain(&mut self, tag: Tag, head: Head, bio: Box<Bio>) {
+    pub(super) fn enter_plain(&mut self, tag: Tag, head: Head, marks: Marks, bio: Box<Bio>) {
         // Put down before the first look into the table: so it is not kept on the stack.
         let number = tag.put_down();
         let request = &mut self.table.requests[usize::from(number)];
-        request.op = head.op;
+        request.look = Look::idle(head.op, marks);
         // Nothing in them that is done in steps: a bio that asks for that is not plain.
         request.flags = head.flags;
         request.sectors = head.sectors;
@@ -250,7 +250,7 @@ impl<D> HwQueue<D> {
                 let marks = if bio.steps.is_empty() { shared } else { Marks::SEQUENCE };
                 let (op, flags, sector, sectors) = (bio.op, bio.flags, bio.sector, bio.sectors);
                 let request = self.enter(number, op, flags, sector, sectors);
-                request.marks = marks;
+                request.look.set_marks(marks);
                 request.segments = cut.segments;
                 request.bio = Some(bio);
                 self.plug = Plug { start: sector, end: sector + u64::from(sectors) };
@@ -284,7 +284,7 @@ impl<D> HwQueue<D> {
                 let request = self.enter(number, op, flags, sector, cut.sectors);
                 request.from = from;
                 request.more = place;
-                request.marks = Marks::PART;
+                request.look.set_marks(Marks::PART);
                 self.plug = Plug::NONE;
             }
             Err(status) => {
@@ -309,7 +309,7 @@ impl<D> HwQueue<D> {
         self.count_tag(number);
         let namespace = &self.namespaces[number];
         let request = &mut self.table.requests[tag.index()];
-        request.op = op;
+        request.look = Look::idle(op, Marks::empty());
         request.flags = flags & namespace.request_flags;
         request.namespace = number as u16;
         request.sector = sector;
@@ -335,9 +335,8 @@ impl<D> HwQueue<D> {
         let first = self.dispatch.front().map(|first| self.table.requests[usize::from(first)].order.wrapping_sub(1));
         let request = &mut self.table.requests[tag.index()];
         *request = Request {
-            op: Op::Flush,
+            look: Look::idle(Op::Flush, Marks::FLUSH),
             namespace: number as u16,
-            marks: Marks::FLUSH,
             order: first.unwrap_or(self.order),
             ..Request::default()
         };
@@ -394,7 +393,7 @@ impl<D> HwQueue<D> {
         match found {
             Some((at, Ok((merge, shape)))) => self.join(at, merge, shape, bio),
             Some((at, Err(_))) => {
-                self.table.requests[usize::from(at)].marks |= Marks::NO_MERGE;
+                self.table.requests[usize::from(at)].mark(Marks::NO_MERGE);
                 Some(bio)
             }
             None => Some(bio),

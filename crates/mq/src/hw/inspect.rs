@@ -97,22 +97,22 @@ impl<D> HwQueue<D> {
         let mut waiting: Vec<usize> = self.dispatch.newest_first().map(usize::from).collect();
         waiting.sort_unstable();
         let requests = self.table.requests.iter().enumerate();
-        let listed =
-            requests.filter(|(tag, request)| request.state != RequestState::Idle || waiting.binary_search(tag).is_ok());
+        let listed = requests
+            .filter(|(tag, request)| request.state() != RequestState::Idle || waiting.binary_search(tag).is_ok());
         let requests = listed.map(|(tag, request)| RequestSnapshot {
             tag,
             namespace: request.namespace,
-            op: request.op,
+            op: request.op(),
             flags: request.flags,
             sector: request.sector,
             sectors: request.sectors,
             state: if self.done.iter().any(|(done, _)| usize::from(*done) == tag) {
                 RequestState::Complete
             } else {
-                request.state
+                request.state()
             },
-            age_ns: (request.state != RequestState::Idle).then(|| now_ns.saturating_sub(request.start_ns)),
-            timed_out: request.marks.contains(Marks::LATE),
+            age_ns: (request.state() != RequestState::Idle).then(|| now_ns.saturating_sub(request.start_ns)),
+            timed_out: request.has(Marks::LATE),
         });
         let namespaces = self.namespaces.iter().map(|namespace| {
             let (tags_held, tags_max, active) = namespace.tags();

@@ -204,9 +204,7 @@ impl<D> HwQueue<D> {
             && !self.careful
             && let Some(tag) = self.tags.take()
         {
-            let at = tag.index();
-            self.enter_plain(tag, Head::of(&bio), bio);
-            self.table.requests[at].marks = Marks::SHARED;
+            self.enter_plain(tag, Head::of(&bio), Marks::SHARED, bio);
         } else {
             self.cut_first(number, bio);
         }

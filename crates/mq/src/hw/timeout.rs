@@ -30,7 +30,7 @@ impl<D> HwQueue<D> {
         for index in 0..self.table.requests.len() {
             let timeout_ns = self.timeout_ns;
             let request = &mut self.table.requests[index];
-            if request.state != RequestState::InFlight || request.taken_back {
+            if request.state() != RequestState::InFlight || request.taken_back {
                 continue;
             }
             let due_ns = request.start_ns + timeout_ns + u64::from(request.grace_ms) * 1_000_000;
@@ -38,7 +38,7 @@ impl<D> HwQueue<D> {
                 next_ns = next_ns.min(due_ns);
                 continue;
             }
-            request.marks |= Marks::LATE;
+            request.mark(Marks::LATE);
             request.taken_back = true;
             let namespace = usize::from(request.namespace);
             self.namespaces[namespace].stats.timed_out();
@@ -47,7 +47,7 @@ impl<D> HwQueue<D> {
             // What it does about one may end others.
             self.mark_done(RequestState::Complete);
             let request = &mut self.table.requests[index];
-            if answer == TimedOut::MoreTime && request.state == RequestState::InFlight {
+            if answer == TimedOut::MoreTime && request.state() == RequestState::InFlight {
                 request.taken_back = false;
                 let late_ns = now_ns - request.start_ns;
                 request.grace_ms = (late_ns / 1_000_000).try_into().unwrap_or(u32::MAX);
@@ -66,7 +66,7 @@ impl<D> HwQueue<D> {
 
     fn mark_done(&mut self, state: RequestState) {
         for (number, _) in &self.done {
-            self.table.requests[usize::from(*number)].state = state;
+            self.table.requests[usize::from(*number)].look.set_state(state);
         }
     }
 
@@ -83,9 +83,9 @@ impl<D> HwQueue<D> {
             let order = request.order;
             let stats = &namespaces[usize::from(request.namespace)].stats;
             stats.requeued();
-            if request.marks.contains(Marks::SLOW) {
+            if request.has(Marks::SLOW) {
                 // The device has it no more. If it is slow again, it is so once more.
-                request.marks.remove(Marks::SLOW);
+                request.unmark(Marks::SLOW);
                 stats.slow_ended();
             }
             dispatch.put_back(number, |other| table.requests[usize::from(other)].is_later_than(order));
@@ -98,10 +98,10 @@ impl<D> HwQueue<D> {
         for namespace in &self.namespaces {
             namespace.stats.set_slow_now(0);
         }
-        for request in self.table.requests.iter_mut().filter(|request| request.state == RequestState::InFlight) {
+        for request in self.table.requests.iter_mut().filter(|request| request.state() == RequestState::InFlight) {
             if now_ns.saturating_sub(request.start_ns) > self.config.slow_ns {
-                let first = !request.marks.contains(Marks::SLOW);
-                request.marks |= Marks::SLOW;
+                let first = !request.has(Marks::SLOW);
+                request.mark(Marks::SLOW);
                 self.namespaces[usize::from(request.namespace)].stats.slow(first);
             }
         }
