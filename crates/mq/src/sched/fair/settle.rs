@@ -7,8 +7,9 @@
 //! than usual, and a little less when none does. A device without such a cache never shows it, and is never left alone;
 //! one whose reads are slow all the same is given up for a while.
 
-/// A read in a row that takes this much longer than usual, and half as long again, was held up by something far away.
-const SLOW_NS: u64 = 2_000_000;
+/// A read in a row that takes this much longer than usual, and half as long again, was held up by something far away: a
+/// turn of the platter, which a read can miss by itself, and some more.
+const SLOW_NS: u64 = 10_000_000;
 /// How long after a turn of writes that shows in reads: some turns of others.
 const LOOK_NS: u64 = 300_000_000;
 /// What each slow read adds: the least that a disk writes for a seek there and back.
@@ -102,6 +103,18 @@ mod tests {
         }
         play(&mut settle, 100, 0);
         assert_eq!(settle.ns(), 0, "nor any more");
+    }
+
+    #[test]
+    fn a_read_that_has_missed_a_turn_of_the_platter_was_not_held_up_by_writes() {
+        let mut settle = Settle::default();
+        for turn in 0..50 {
+            settle.wrote(turn * 600 * MS);
+            for read in 0..20 {
+                assert_eq!(settle.read(5 * MS + 8_333_333, 5 * MS, turn * 600 * MS + read * 14 * MS), 0);
+            }
+        }
+        assert_eq!(settle.ns(), 0);
     }
 
     #[test]
