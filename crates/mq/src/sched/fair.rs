@@ -25,6 +25,7 @@ mod depth;
 mod device;
 mod habits;
 mod line;
+mod room;
 mod settle;
 mod shared;
 mod turn;
@@ -32,6 +33,7 @@ mod turn;
 use self::device::Device;
 use self::habits::Habits;
 use self::line::{Line, Share};
+use self::room::Room;
 use self::settle::Settle;
 use self::shared::DepthShare;
 pub use self::shared::SharedDepth;
@@ -177,8 +179,8 @@ pub(crate) struct Fair {
     turn: Option<Turn>,
     /// How long the device is left alone after a turn of writes.
     settle: Settle,
-    /// The most that anybody has had of it in turns, in nanoseconds at a usual weight.
-    served_ns: u64,
+    /// What they may have who wait for writes.
+    room: Room,
     /// The batch of whose turn it is: how far ahead of its position each bio is, and where it is kept. The nearest is
     /// the last.
     batch: Vec<(u64, u32)>,
@@ -239,7 +241,7 @@ impl Fair {
             crowds,
             turn: None,
             settle: Settle::default(),
-            served_ns: 0,
+            room: Room::default(),
             batch: Vec::with_capacity(bios_max),
             last: None,
             waiting: [0; CLASSES],
@@ -416,6 +418,8 @@ impl Fair {
         stream.position = bio.end();
         if stream.mixes {
             stream.share.credit -= bio.moves_bytes().min(COUNTED_MAX) as i64;
+        } else if let Some(turn) = &mut self.turn {
+            turn.bytes += bio.moves_bytes();
         }
         self.waiting[class] -= 1;
         self.out[class] += 1;

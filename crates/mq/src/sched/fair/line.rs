@@ -24,7 +24,7 @@ pub(super) struct Share {
     next: u32,
     /// The credit it takes for it to be served, if that is more than for others.
     pub(super) needs: i64,
-    /// What it has had since it is known, if anybody counts it.
+    /// What it has had since it is known, in bytes at a usual weight, if anybody counts it.
     pub(super) served: u64,
     /// Of a hundred, what is its due beside others.
     pub(super) weight: u32,

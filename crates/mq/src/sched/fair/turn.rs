@@ -11,9 +11,9 @@
 //! with its write cache full, and lasts until that has [settled](super::settle). What reads lose to it all the same is
 //! not charged to who reads.
 //!
-//! Of several that come back, as all do who wait for room in one page cache, who has had least of the device is next.
-//! That is bounded by a round, so nobody who was away has it for long. A crowd comes first: each of those in it waits
-//! for one thing.
+//! Of several that come back, as all do who wait for [room](super::room) in one page cache, who has had least is next,
+//! and has no more than its part of that. Nobody who was away has it for long. A crowd comes first: each of those in it
+//! waits for one thing.
 //!
 //! While others wait, an owner has no more in flight than fits in the rest of its turn, by how long each took: so a
 //! turn of who seeks ends in time, and who reads in a row has all the depth it can use.
@@ -33,8 +33,6 @@ const KEPT_MAX: u32 = 64;
 /// Whoever is in front has a turn when so many more than there are in the line have been passed over for what they owe,
 /// or save up: some hundred rounds, where one that is due a hundredth of a turn saves up for all of it.
 const PASSED_MAX: u32 = 1024;
-/// Who has had less than others comes before them for no longer than this: a round.
-const BEHIND_MAX_NS: u64 = 300_000_000;
 /// Bios of a stream that are sorted at one time: some more than a disk sorts by itself.
 const BATCH: usize = 64;
 /// The same of writes nobody waits for: some MiB of small ones.
@@ -53,6 +51,11 @@ pub(super) struct Turn {
     late: bool,
     /// Nothing more is handed out.
     closing: bool,
+    /// What was handed out of it, and the most that it may have.
+    pub(super) bytes: u64,
+    bytes_max: u64,
+    /// Nobody else waited when it began.
+    alone: bool,
     /// What its reads lost to what had been written before.
     lost_ns: u64,
     /// When something of it ended last, and of which stream that was.
@@ -74,8 +77,7 @@ impl Fair {
         stream.share.needs = if sync { 0 } else { slice_ns };
         let due = self.turn_due(at);
         if at != self.crowds[class] {
-            let served = &mut self.streams.get_mut(at).share.served;
-            *served = (*served).max(self.served_ns.saturating_sub(BEHIND_MAX_NS));
+            self.room.came(&mut self.streams.get_mut(at).share);
         }
         self.turns[class].enter(&mut self.streams, at, due, sync, now_ns);
     }
@@ -116,7 +118,8 @@ impl Fair {
             if now_ns >= end_ns && !others {
                 turn.began_ns = Some(now_ns);
             }
-            turn.closing |= preempted || (now_ns >= end_ns && others);
+            let used_up = now_ns >= end_ns || turn.bytes >= turn.bytes_max;
+            turn.closing |= preempted || (used_up && others);
             self.turn = Some(turn);
             let in_flight = self.in_flight();
             if turn.closing {
@@ -195,6 +198,11 @@ impl Fair {
             }
             self.turns[class].pop(&mut self.streams);
             let late = self.waiting[..class].iter().any(|waiting| *waiting > 0);
+            let alone = self.waiting.iter().sum::<usize>() == self.waiting_of(who, class);
+            let stream = self.streams.get(who);
+            let is_one = stream.sync && who != self.crowds[class];
+            let others = self.turns[class].len();
+            let bytes_max = if is_one { self.room.part(&stream.share, others) } else { u64::MAX };
             // Its due may have become less meanwhile.
             let most = if late { self.turns[class].least() } else { due.max(least) };
             let slice_ns = credit.max(self.turns[class].least()).min(most) as u64;
@@ -206,6 +214,9 @@ impl Fair {
                 slice_ns,
                 late,
                 closing: false,
+                bytes: 0,
+                bytes_max,
+                alone,
                 lost_ns: 0,
                 ended_ns: now_ns,
                 last: who,
@@ -227,9 +238,11 @@ impl Fair {
         share.credit -= used_ns as i64;
         if !*sync {
             self.settle.wrote(now_ns);
-        } else if !is_crowd {
-            share.served += used_ns * u64::from(WEIGHT) / u64::from(share.weight.max(1));
-            self.served_ns = self.served_ns.max(share.served);
+            self.room.wrote(turn.bytes, turn.alone);
+        } else if is_crowd {
+            self.room.crowd();
+        } else {
+            self.room.had(share, turn.bytes);
         }
         if is_crowd && self.mixing[class] == 0 {
             // Whoever is in its line has nothing any more, and leaves it.
