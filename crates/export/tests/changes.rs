@@ -12,7 +12,7 @@ use std::time::Duration;
 use blkyard_export::Changed;
 use blkyard_mq::{DeviceInfo, Op};
 use common::{
-    AnyDevice, Bystander, Data, Front, Gate, PATIENCE, Ram, Raw, Request, VQ_BYTES, Vq, World, disk_info, kind,
+    AnyDevice, Bystander, Data, Ends, Front, Gate, PATIENCE, Ram, Raw, Request, VQ_BYTES, Vq, World, disk_info, kind,
     one_queue, until,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -84,6 +84,7 @@ fn a_load_does_not_notice_that_its_disk_changes() {
     let hand = world.exports[0].server().hand();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let _ends = Ends(&stop);
         for vq in &mut vqs {
             let stop = &stop;
             scope.spawn(move || {

@@ -11,7 +11,7 @@ use std::time::Instant;
 use blkyard_mem::{Region, View};
 use blkyard_virtio::{Features, LOG_PAGE_BYTES};
 use common::{
-    AnyDevice, Data, Front, LINE_BYTES, Line, PAGE, PATIENCE, PLAIN, Ram, Request, World, addresses, event, kind,
+    AnyDevice, Data, Ends, Front, LINE_BYTES, Line, PAGE, PATIENCE, PLAIN, Ram, Request, World, addresses, event, kind,
     kinds, readable, rung, words64,
 };
 use rustix::fs::MemfdFlags;
@@ -143,6 +143,7 @@ fn a_guest_that_is_copied_while_it_reads_is_whole_at_the_end() {
         let over = AtomicBool::new(false);
         let (first, end) = (line.data_at(0), line.data_at(64));
         let copy = std::thread::scope(|scope| {
+            let _ends = Ends(&over);
             let guest = scope.spawn(|| {
                 let mut reads = 0_u64;
                 while !over.load(Ordering::Relaxed) {

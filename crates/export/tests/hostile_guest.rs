@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use blkyard_virtio::driver_model::{Descriptor, blk_header};
 use common::{
-    AnyDevice, Bystander, Data, Front, Gate, Hand, PATIENCE, Ram, Request, Vq, World, event, kind, one_queue, readable,
-    rung, until,
+    AnyDevice, Bystander, Data, Ends, Front, Gate, Hand, PATIENCE, Ram, Request, Vq, World, event, kind, one_queue,
+    readable, rung, until,
 };
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
@@ -203,7 +203,11 @@ fn headers_and_descriptors_rewritten_while_requests_run_harm_nobody() {
     let ending = AtomicBool::new(false);
     let wild = AtomicU64::new(0);
     std::thread::scope(|scope| {
+        let _ends = Ends(&ending);
         let (ram, header, table) = (Arc::clone(&vq.ram), vq.header_at(0), 0);
+        // Anywhere in the memory and beyond it, but for the rings themselves: what the device is told to write it writes
+        // there, be it over the available index.
+        let wild_at = header;
         let (ending, wild) = (&ending, &wild);
         scope.spawn(move || {
             let mut random = 0x9e37_79b9_7f4a_7c15_u64;
@@ -217,7 +221,7 @@ fn headers_and_descriptors_rewritten_while_requests_run_harm_nobody() {
                     2 => ram.write(table + (value >> 8) % 3 * 16 + 8, &((value >> 16) as u32 % 2048).to_le_bytes()),
                     _ => ram.write(
                         table + (value >> 8) % 3 * 16,
-                        &(ram.guest_addr + (value >> 16) % (1 << 21)).to_le_bytes(),
+                        &(ram.guest_addr + wild_at + (value >> 16) % (1 << 21)).to_le_bytes(),
                     ),
                 }
                 wild.fetch_add(1, Relaxed);
@@ -237,7 +241,6 @@ fn headers_and_descriptors_rewritten_while_requests_run_harm_nobody() {
                 bystander.goes_on();
             }
         }
-        ending.store(true, Relaxed);
     });
     assert!(!readable(&vq.err, Duration::ZERO));
     drop((front, bystander));
@@ -281,13 +284,13 @@ fn a_guest_that_offers_without_end_keeps_nobody_else_from_the_lane() {
     let (front, vq) = one_queue(export);
     let ending = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let _ends = Ends(&ending);
         scope.spawn(|| flood(&vq, &ending));
         until("the flood has begun", || export.refused_in_all(0) > 10_000);
         (0..200).for_each(|_| bystander.goes_on());
         let asking = (*front).clone();
         let asked = scope.spawn(move || asking.get_vring_base(0).unwrap());
         until("the ring is stopped in the middle of the flood", || asked.is_finished());
-        ending.store(true, Relaxed);
     });
     drop((front, bystander));
     world.stop();
@@ -299,6 +302,7 @@ fn one_round_takes_a_bounded_share_of_what_is_offered() {
     let (front, vq) = hand.connect();
     let ending = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let _ends = Ends(&ending);
         scope.spawn(|| flood(&vq, &ending));
         let start = Instant::now();
         let mut most = 0;
@@ -308,7 +312,6 @@ fn one_round_takes_a_bounded_share_of_what_is_offered() {
             hand.turn();
             most = most.max(hand.refused() - before);
         }
-        ending.store(true, Relaxed);
         assert!(most <= 256, "{most} requests in one round, while other queues of the lane wait");
     });
     hand.stop();

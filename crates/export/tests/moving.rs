@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
 use blkyard_mq::QueueMap;
-use common::{AnyDevice, Data, Front, Gate, PATIENCE, Ram, VQ_BYTES, Vq, World, kind, load, until};
+use common::{AnyDevice, Data, Ends, Front, Gate, PATIENCE, Ram, VQ_BYTES, Vq, World, kind, load, until};
 use vhost::vhost_user::VhostUserFrontend;
 
 const QUEUES: usize = 4;
@@ -25,6 +25,7 @@ fn queues_move_under_a_guest_that_notices_nothing() {
         let answered: Vec<AtomicU64> = (0..QUEUES).map(|_| AtomicU64::new(0)).collect();
         let mut longest = Vec::new();
         std::thread::scope(|scope| {
+            let _ends = Ends(&over);
             let guests = vqs.iter_mut().zip(&answered).enumerate();
             let guests: Vec<_> = guests
                 .map(|(number, (vq, answered))| {
@@ -75,6 +76,7 @@ fn no_message_is_lost_on_a_queue_that_moves() {
     front.start(0, &vq);
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
+        let _ends = Ends(&over);
         // Each of these waits for an answer from the queue, or from two.
         let asking = scope.spawn(|| {
             let mut rounds = 0;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use blkyard_mq::{Chime, ChimePlace};
 use blkyard_virtio::Features;
-use common::{AnyDevice, Data, Front, Hand, LINE_BYTES, Line, PLAIN, Ram, Request, World, kind, kinds, state};
+use common::{AnyDevice, Data, Ends, Front, Hand, LINE_BYTES, Line, PLAIN, Ram, Request, World, kind, kinds, state};
 
 /// Connects and agrees on this kind of ring.
 fn connect(world: &World, features: Features) -> Front {
@@ -120,6 +120,7 @@ fn queues_are_disabled_and_enabled_and_memory_comes_and_goes_while_others_and_th
         lines.iter().zip(0..).for_each(|(line, index)| line.start(&front, index, false));
         let over = AtomicBool::new(false);
         std::thread::scope(|scope| {
+            let _ends = Ends(&over);
             let workers: Vec<_> = lines
                 .iter_mut()
                 .zip(0..)

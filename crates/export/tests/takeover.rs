@@ -10,8 +10,8 @@ use blkyard_export::{BackendConfig, BoundSocket, Message, SEG_MAX, Server, queue
 use blkyard_mq::IdlePolicy;
 use blkyard_virtio::{BlkConfig, Features};
 use common::{
-    AnyDevice, Data, Front, Gate, LINE_BYTES, Line, PATIENCE, PLAIN, Ram, Raw, Request, SPLIT, VQ_BYTES, Vq, World,
-    kind, load, ring, rung, until,
+    AnyDevice, Data, Ends, Front, Gate, LINE_BYTES, Line, PATIENCE, PLAIN, Ram, Raw, Request, SPLIT, VQ_BYTES, Vq,
+    World, kind, load, ring, rung, until,
 };
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
@@ -49,6 +49,7 @@ fn exports_change_hands_under_a_guest_that_notices_nothing() {
         let over = AtomicBool::new(false);
         let answered: Vec<AtomicU64> = (0..QUEUES).map(|_| AtomicU64::new(0)).collect();
         let world = std::thread::scope(|scope| {
+            let _ends = Ends(&over);
             let mut world = world;
             let guests = vqs.iter_mut().zip(&answered).enumerate();
             let guests: Vec<_> = guests
@@ -100,6 +101,7 @@ fn an_export_that_nobody_takes_goes_on() {
     let over = AtomicBool::new(false);
     let answered: Vec<AtomicU64> = (0..QUEUES).map(|_| AtomicU64::new(0)).collect();
     std::thread::scope(|scope| {
+        let _ends = Ends(&over);
         for (number, (vq, answered)) in vqs.iter_mut().zip(&answered).enumerate() {
             let over = &over;
             scope.spawn(move || load(number, vq, answered, over));
