@@ -205,8 +205,8 @@ fn headers_and_descriptors_rewritten_while_requests_run_harm_nobody() {
     std::thread::scope(|scope| {
         let _ends = Ends(&ending);
         let (ram, header, table) = (Arc::clone(&vq.ram), vq.header_at(0), 0);
-        // Anywhere in the memory and beyond it, but for the rings themselves: what the device is told to write it writes
-        // there, be it over the available index.
+        // Anywhere in the memory and beyond it, but for the rings themselves: what the device is told to write it
+        // writes there, be it over the available index.
         let wild_at = header;
         let (ending, wild) = (&ending, &wild);
         scope.spawn(move || {

@@ -17,7 +17,7 @@ pub struct IdlePolicy {
 
 impl Default for IdlePolicy {
     fn default() -> Self {
-        // What a wake-up costs: 23 to 27 us in docs/benchmarks.md.
+        // What a wake-up costs: 23 to 27 us in docs/benchmarks/daemon.md.
         IdlePolicy { spin_ns: 25_000 }
     }
 }

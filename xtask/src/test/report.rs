@@ -147,11 +147,12 @@ impl Report {
     }
 }
 
-/// The lines of a failure that name its cause: the tests that failed and what a compiler or a system call said; the
-/// first line where there are none.
+/// The lines of a failure that name its cause: the tests that failed, the programs they are in, and what a compiler or
+/// a system call said; the first line where there are none.
 fn telling(text: &str) -> Vec<&str> {
     let tells = |line: &&str| {
         (line.starts_with("test ") && line.ends_with("FAILED"))
+            || line.starts_with("`-p ")
             || ["error:", "error[", "os error"].iter().any(|word| line.contains(word))
     };
     let mut lines: Vec<&str> = text.lines().map(str::trim).filter(tells).collect();
