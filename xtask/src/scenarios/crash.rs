@@ -54,8 +54,11 @@ pub(super) fn kills(usually: usize) -> Result<usize> {
 /// How often QEMU looks for the next daemon.
 const RECONNECT_MS: u32 = 20;
 
-/// Fewer than die while a guest does its load once.
-const KILLS_A_LOOP: usize = 4;
+/// Fewer than a guest has while it does its load once: a quick machine takes less than a second.
+const DAEMONS_A_LOOP: usize = 4;
+
+/// How often a guest does its load once more than that: it must not be through with it before its daemons are.
+const LOOPS_MORE: usize = 4;
 
 /// What a queue says that begins with requests of a daemon that died.
 const LEFT: &str = "requests that were in flight before";
@@ -69,9 +72,10 @@ pub(super) fn left(said: &str) -> u64 {
 /// What a server says when a guest's QEMU has come to it.
 const CAME: &str = "a front-end connected";
 
-/// A load of 32 MiB on an image of twice that, as often as said: every block once, as fast as the guest can, and then
-/// all of them read.
-pub(super) fn long_load(loops: usize) -> String {
+/// A load of 32 MiB on an image of twice that that outlasts so many daemons: every block once, as fast as the guest
+/// can, then all of them read, over and over.
+pub(super) fn long_load(daemons: usize) -> String {
+    let loops = LOOPS_MORE + daemons / DAEMONS_A_LOOP;
     format!(
         "modprobe virtio_blk && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
         --group_reporting --verify=crc32c --verify_fatal=1 --iodepth=32 --output-format=terse --output=/dev/null \
@@ -93,7 +97,7 @@ fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
     let kills = kills(8)?;
     let (image, export, mut server) = ground.serve_image(64 * MIB, 4)?;
     let vm = Vm::new(ground.guest, 4).disk(&export.socket, 4).reconnects_every_ms(RECONNECT_MS);
-    let mut machine = if packed { vm.packed() } else { vm }.start(&long_load(2 + kills / KILLS_A_LOOP))?;
+    let mut machine = if packed { vm.packed() } else { vm }.start(&long_load(kills))?;
     wait_for_writes(&mut machine, &image)?;
     let (mut done, mut found, mut amid) = (0, 0, 0);
     // Now and then a daemon dies between two requests; not all of so many.

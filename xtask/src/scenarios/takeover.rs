@@ -35,7 +35,7 @@ fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
     let export = ground.export(Device::File(image.path.clone()), "disk.sock", 4);
     let mut server = control::serve(ground, std::slice::from_ref(&export))?;
     let vm = Vm::new(ground.guest, 4).disk(&export.socket, 4);
-    let mut machine = if packed { vm.packed() } else { vm }.start(&crash::long_load(2))?;
+    let mut machine = if packed { vm.packed() } else { vm }.start(&crash::long_load(HEIRS))?;
     crash::wait_for_writes(&mut machine, &image)?;
     let mut rests = Vec::new();
     for heir in 0..HEIRS {
