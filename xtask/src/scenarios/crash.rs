@@ -54,11 +54,9 @@ pub(super) fn kills(usually: usize) -> Result<usize> {
 /// How often QEMU looks for the next daemon.
 const RECONNECT_MS: u32 = 20;
 
-/// Fewer than a guest has while it does its load once: a quick machine takes less than a second.
-const DAEMONS_A_LOOP: usize = 4;
-
-/// How often a guest does its load once more than that: it must not be through with it before its daemons are.
-const LOOPS_MORE: usize = 4;
+/// Where a guest that writes on and on looks whether it may end, and what it finds there then: beyond all it writes.
+const END_AT: u64 = 60 * MIB;
+const END: &str = "end";
 
 /// What a queue says that begins with requests of a daemon that died.
 const LEFT: &str = "requests that were in flight before";
@@ -72,20 +70,25 @@ pub(super) fn left(said: &str) -> u64 {
 /// What a server says when a guest's QEMU has come to it.
 const CAME: &str = "a front-end connected";
 
-/// A load of 32 MiB on an image of twice that that outlasts so many daemons: every block once, as fast as the guest
-/// can, then all of them read, over and over.
-pub(super) fn long_load(daemons: usize) -> String {
-    let loops = LOOPS_MORE + daemons / DAEMONS_A_LOOP;
+/// A load of 32 MiB on an image of twice that, over and over until [`end_load`]: every block once, as fast as the guest
+/// can, then all of them read. However quick the machine, it is not through with it before it is told.
+pub(super) fn load() -> String {
     format!(
-        "modprobe virtio_blk && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
-        --group_reporting --verify=crc32c --verify_fatal=1 --iodepth=32 --output-format=terse --output=/dev/null \
-        --loops={loops} --name=small --rw=randwrite --bs=4k --size=6m --numjobs=4 --offset_increment=8m \
-        --name=mixed --rw=randwrite --bsrange=4k-128k --size=8m --offset=40m && echo verified"
+        "modprobe virtio_blk
+        until test \"$(dd if=/dev/vda bs=4k skip={} count=1 iflag=direct 2>/dev/null | tr -d '\\0')\" = {END}; do
+            fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread \
+            --group_reporting --verify=crc32c --verify_fatal=1 --iodepth=32 --output-format=terse --output=/dev/null \
+            --loops=4 --name=small --rw=randwrite --bs=4k --size=6m --numjobs=4 --offset_increment=8m \
+            --name=mixed --rw=randwrite --bsrange=4k-128k --size=8m --offset=40m || exit
+        done
+        echo verified",
+        END_AT / (4 * KIB)
     )
 }
 
-/// Checks that such a load came to its end and is in the image.
-pub(super) fn check_long_load(machine: Machine, image: &Image) -> Result<()> {
+/// Tells a guest with such a load to end, and checks that all it wrote was verified and is in the image.
+pub(super) fn end_load(machine: Machine, image: &Image) -> Result<()> {
+    image.write(END_AT, END.as_bytes())?;
     let output = machine.wait()?.success()?;
     ensure!(output.contains("verified"), "fio said:\n{output}");
     let allocated = image.allocated()?;
@@ -97,7 +100,7 @@ fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
     let kills = kills(8)?;
     let (image, export, mut server) = ground.serve_image(64 * MIB, 4)?;
     let vm = Vm::new(ground.guest, 4).disk(&export.socket, 4).reconnects_every_ms(RECONNECT_MS);
-    let mut machine = if packed { vm.packed() } else { vm }.start(&long_load(kills))?;
+    let mut machine = if packed { vm.packed() } else { vm }.start(&load())?;
     wait_for_writes(&mut machine, &image)?;
     let (mut done, mut found, mut amid) = (0, 0, 0);
     // Now and then a daemon dies between two requests; not all of so many.
@@ -110,7 +113,7 @@ fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
         server = ground.serve(std::slice::from_ref(&export)).with_context(case)?;
         (done, found, amid) = (done + 1, found + inherited, amid + usize::from(inherited > 0));
     }
-    check_long_load(machine, &image)?;
+    end_load(machine, &image)?;
     let inherited = left(&server.said()?);
     (found, amid) = (found + inherited, amid + usize::from(inherited > 0));
     ensure!(found > 0, "no daemon was killed in the middle of anything");

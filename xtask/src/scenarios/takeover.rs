@@ -35,7 +35,7 @@ fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
     let export = ground.export(Device::File(image.path.clone()), "disk.sock", 4);
     let mut server = control::serve(ground, std::slice::from_ref(&export))?;
     let vm = Vm::new(ground.guest, 4).disk(&export.socket, 4);
-    let mut machine = if packed { vm.packed() } else { vm }.start(&crash::long_load(HEIRS))?;
+    let mut machine = if packed { vm.packed() } else { vm }.start(&crash::load())?;
     crash::wait_for_writes(&mut machine, &image)?;
     let mut rests = Vec::new();
     for heir in 0..HEIRS {
@@ -44,7 +44,7 @@ fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
         std::mem::replace(&mut server, taker).end().context("the daemon before")?;
         rests.push(rested);
     }
-    crash::check_long_load(machine, &image)?;
+    crash::end_load(machine, &image)?;
     server.stop()?;
     ground.measured(format!("the guest rested {rests:.1?}"));
     Ok(())
