@@ -3,9 +3,12 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 /// Where an export listens.
 #[derive(Clone, Debug, Default)]
@@ -141,21 +144,29 @@ where
     if !metadata.file_type().is_socket() {
         return Err(SocketError::NotASocket(path.into()));
     }
-    match UnixStream::connect(path) {
-        Ok(_) => Err(SocketError::Alive(path.into())),
-        Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+    match knock(path) {
+        // A full backlog is somebody who listens.
+        Ok(()) | Err(Errno::AGAIN) => Err(SocketError::Alive(path.into())),
+        Err(Errno::CONNREFUSED) => {
             std::fs::remove_file(path).map_err(failed("is left over and cannot be removed", "remove it by hand"))
         }
-        // A full backlog is somebody who listens.
-        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(SocketError::Alive(path.into())),
         Err(error) => {
-            Err(failed("cannot tell whether somebody listens on it", "remove it by hand if nobody does")(error))
+            Err(failed("cannot tell whether somebody listens on it", "remove it by hand if nobody does")(error.into()))
         }
     }
 }
 
+/// Connects, and leaves. Does not wait for a listener that takes nobody.
+fn knock(path: &Path) -> Result<(), Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     fn at(path: PathBuf) -> SocketConfig {
@@ -182,6 +193,20 @@ mod tests {
         drop(again);
         assert!(path.exists(), "what is not ours stays");
         assert!(matches!(BoundSocket::bind(&at(path)), Err(SocketError::NotASocket(_))));
+    }
+
+    #[test]
+    fn a_socket_whose_listener_takes_nobody_is_alive_and_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        // As one that was made for a single front-end: the second waits, and the third cannot even do that.
+        rustix::net::listen(&listener, 0).unwrap();
+        let _waiting = UnixStream::connect(&path).unwrap();
+        let (told, came) = std::sync::mpsc::channel();
+        std::thread::spawn(move || told.send(BoundSocket::bind(&at(path)).map(drop)));
+        let bound = came.recv_timeout(std::time::Duration::from_secs(30)).expect("it waits for the listener");
+        assert!(matches!(bound, Err(SocketError::Alive(_))), "{bound:?}");
     }
 
     #[test]
