@@ -29,8 +29,8 @@ pub trait Wake: Send + Sync {
 /// What the stations of a lane do with bells of the outside: ring them, and listen to them no more. Whoever holds the
 /// other end may have arranged that a plain write would wait for it; here nobody waits.
 pub trait Chime {
-    /// Rings a bell. If an earlier ring under the same `place` has not gone through, the bell cannot be missed, and
-    /// this does nothing. A place is the caller's own, and given a number when it is first used.
+    /// Rings a bell. If an earlier ring under the same `place` is not known to have gone through, it is rung once more
+    /// when it has. A place is the caller's own, and given a number when it is first used.
     fn chime(&mut self, place: &mut ChimePlace, bell: BorrowedFd<'_>);
 
     /// The bell under this place is about to be another: what has not gone through is called off.

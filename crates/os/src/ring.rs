@@ -295,7 +295,7 @@ impl Ring {
     }
 
     /// Moves what the kernel has finished into the inboxes, and quiets the bells that rang. Makes no call into the
-    /// ring. Returns how many completions there were.
+    /// ring, but to ring bells of others once more. Returns how many completions there were.
     #[inline]
     pub fn reap(&mut self) -> usize {
         let mut count = 0;
@@ -323,6 +323,7 @@ impl Ring {
             }
         }
         self.reaped += count;
+        self.ring_owed();
         count as usize
     }
 

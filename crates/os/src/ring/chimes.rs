@@ -1,8 +1,10 @@
 //! Bells of others that a lane rings: event descriptors that a front-end gave us to call it by.
 //!
 //! Each ring is an entry of the lane's own ring, submitted at once. The kernel writes without waiting as long as the
-//! descriptor allows; if whoever shares it has made it blocking and filled its counter, the entry waits, and the lane
-//! does not. One entry for each place may be out, so such a peer holds up nothing but its own bell.
+//! descriptor allows; if whoever shares it has made it blocking, a thread of the kernel's writes, and waits while its
+//! counter is full; the lane does not. One entry for each place may be out, so such a peer holds up nothing but its own
+//! bell. It may have gone through before we hear of it, and been answered: so a bell that is to be rung meanwhile is
+//! rung once more when it comes back.
 //!
 //! Unsafe: entries carry the address of the count that is written, which is static.
 
@@ -24,6 +26,8 @@ static ONE: [u8; 8] = 1_u64.to_ne_bytes();
 #[derive(Debug, Default)]
 struct Place {
     out: bool,
+    /// It was to be rung once more meanwhile.
+    again: bool,
     /// How many rings were called off: what comes back under an older number is of another bell.
     generation: u32,
     /// Whether it is anybody's now.
@@ -39,12 +43,19 @@ pub(super) struct Chimes {
     places: Vec<Place>,
     /// Bells of rings that were called off, which entries not yet submitted may still name.
     parting: Vec<OwnedFd>,
+    /// Places that are to be rung once more, now that the ring before is over.
+    owed: Vec<u32>,
     view: Arc<RingView>,
 }
 
 impl Chimes {
     pub(super) fn new(view: Arc<RingView>) -> Chimes {
-        Chimes { places: Vec::with_capacity(CHIMES_MAX), parting: Vec::new(), view }
+        Chimes {
+            places: Vec::with_capacity(CHIMES_MAX),
+            parting: Vec::new(),
+            owed: Vec::with_capacity(CHIMES_MAX),
+            view,
+        }
     }
 
     /// The number of a place, given when it is first asked for.
@@ -72,6 +83,9 @@ impl Chimes {
         if generation != place.generation {
             return true; // Of a bell that was replaced.
         }
+        if std::mem::take(&mut place.again) {
+            self.owed.push(index as u32);
+        }
         std::mem::take(&mut place.out)
     }
 
@@ -82,11 +96,34 @@ impl Chimes {
     }
 }
 
+impl Ring {
+    /// Rings once more what was to be rung while it was not known whether the ring before had gone through.
+    #[inline]
+    pub(super) fn ring_owed(&mut self) {
+        while let Some(index) = self.chimes.owed.pop() {
+            self.ring_at(index);
+        }
+    }
+
+    /// Rings the bell of a place, which has no ring out.
+    fn ring_at(&mut self, index: u32) {
+        let place = &mut self.chimes.places[index as usize];
+        let Some(own) = &place.bell else { return };
+        place.out = true;
+        let name = name(KIND_CHIME, index, place.generation);
+        let write = opcode::Write::new(types::Fd(own.as_raw_fd()), ONE.as_ptr(), ONE.len() as u32);
+        // SAFETY: the entry points to a static, and its descriptor is kept open until it is submitted.
+        unsafe { self.push_named(&write.build().user_data(name)) };
+        self.submit();
+    }
+}
+
 impl Chime for Ring {
     fn chime(&mut self, place: &mut ChimePlace, bell: BorrowedFd<'_>) {
         let index = self.chimes.number(place);
         let place = &mut self.chimes.places[index as usize];
         if place.out {
+            place.again = true;
             return;
         }
         if place.bell.is_none() {
@@ -95,13 +132,7 @@ impl Chime for Ring {
                 Err(error) => return tracing::error!(%error, "a bell cannot be duplicated, so it is not rung"),
             }
         }
-        let Some(own) = &place.bell else { return };
-        place.out = true;
-        let name = name(KIND_CHIME, index, place.generation);
-        let write = opcode::Write::new(types::Fd(own.as_raw_fd()), ONE.as_ptr(), ONE.len() as u32);
-        // SAFETY: the entry points to a static, and its descriptor is kept open until it is submitted.
-        unsafe { self.push_named(&write.build().user_data(name)) };
-        self.submit();
+        self.ring_at(index);
         self.reap();
     }
 

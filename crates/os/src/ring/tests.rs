@@ -354,3 +354,27 @@ fn a_ring_of_a_bell_that_was_called_off_is_not_taken_for_one_of_the_next_at_its_
     ring.forget(&mut two);
     assert_eq!(ring.view().holdings(), Holdings::default());
 }
+
+#[test]
+fn a_bell_that_is_to_be_rung_before_we_hear_of_the_last_ring_is_rung_once_more() {
+    let mut ring = ring(8, 64);
+    // Blocking, as programs like to have their end: then the kernel rings in its own time.
+    let bell = bell();
+    let mut place = ChimePlace::default();
+    for _ in 0..20 {
+        // The first goes through, is heard and answered before we know. The second must be heard as well.
+        for knows in [false, true] {
+            ring.chime(&mut place, bell.as_fd());
+            let start = Instant::now();
+            while is_quiet(&bell) || knows && ring.chimes.out().count() > 0 {
+                assert!(start.elapsed() < LONG, "it is not heard");
+                ring.submit();
+                if knows {
+                    ring.reap();
+                }
+            }
+            rustix::io::read(&bell, &mut [0; 8]).unwrap();
+        }
+    }
+    assert_eq!(ring.view().strays(), 0);
+}
