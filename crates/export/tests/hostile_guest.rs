@@ -248,7 +248,8 @@ fn headers_and_descriptors_rewritten_while_requests_run_harm_nobody() {
 }
 
 /// Offers requests that are answered on the spot, without end: always some more than are fetched. The status byte of
-/// the first of sixteen tells how far the device has come, long before the used ring does.
+/// the first of sixteen tells how far the device has come, long before the used ring does. What was offered before is a
+/// multiple of these.
 fn flood(vq: &Vq, ending: &AtomicBool) {
     const LOT: u16 = 16;
     for slot in 0..LOT {
@@ -256,7 +257,7 @@ fn flood(vq: &Vq, ending: &AtomicBool) {
         (0..4).for_each(|lot| vq.avail.store_u16(4 + 2 * usize::from(lot * LOT + slot), head, Relaxed));
     }
     let status = vq.ram.region.span(vq.status_at(0), 1).unwrap();
-    let mut offered = 3 * LOT;
+    let mut offered = vq.next_avail.wrapping_add(3 * LOT);
     vq.avail.store_u16(2, offered, SeqCst);
     common::ring(&vq.kick);
     while !ending.load(Relaxed) {
@@ -296,24 +297,53 @@ fn a_guest_that_offers_without_end_keeps_nobody_else_from_the_lane() {
     world.stop();
 }
 
-#[test]
-fn one_round_takes_a_bounded_share_of_what_is_offered() {
+/// Rounds under a flood from a guest that was never seen to work while we do, of whose offers nothing is put off: those
+/// that took more than lay there at any time, and the most that one took.
+fn rounds_in_a_flood() -> (usize, u64) {
+    /// Requests after which it is known that the guest takes turns with us: forty times what is a matter of one look.
+    const TURNS: u16 = 40;
+    /// Rounds for which that is believed, and no more.
+    const BELIEVED: usize = 900;
     let mut hand = Hand::new(0);
-    let (front, vq) = hand.connect();
+    let (front, mut vq) = hand.connect();
+    for _ in 0..TURNS {
+        (0..16).for_each(|slot| vq.put(slot, 77, 0, Data::None));
+        vq.publish_silently();
+        let refused = hand.refused() + 16;
+        while hand.refused() < refused {
+            hand.turn();
+        }
+        assert_eq!(std::iter::from_fn(|| vq.poll()).count(), 16);
+    }
     let ending = AtomicBool::new(false);
+    let (mut rounds, mut fed, mut most) = (0, 0, 0);
     std::thread::scope(|scope| {
         let _ends = Ends(&ending);
         scope.spawn(|| flood(&vq, &ending));
         let start = Instant::now();
-        let mut most = 0;
-        while hand.refused() < 200_000 {
+        while rounds < BELIEVED {
             assert!(start.elapsed() < PATIENCE, "the flood has dried up at {}", hand.refused());
             let before = hand.refused();
             hand.turn();
-            most = most.max(hand.refused() - before);
+            let took = hand.refused() - before;
+            rounds += usize::from(took > 0);
+            fed += usize::from(took > u64::from(vq.size));
+            most = most.max(took);
         }
-        assert!(most <= 256, "{most} requests in one round, while other queues of the lane wait");
     });
     hand.stop();
     drop(front);
+    (fed, most)
+}
+
+#[test]
+fn one_round_takes_a_bounded_share_of_what_is_offered() {
+    let (start, mut all) = (Instant::now(), 0);
+    // Where guest and device have one CPU they seldom work at the same time.
+    while all < 300 {
+        let (fed, most) = rounds_in_a_flood();
+        assert!(most <= 256, "{most} requests in one round, while other queues of the lane wait");
+        all += fed;
+        assert!(start.elapsed() < PATIENCE, "the guest offered more while we fetched in {all} rounds and no more");
+    }
 }

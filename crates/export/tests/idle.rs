@@ -4,7 +4,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::{AnyDevice, Data, Front, Ram, Vq, World, kind};
+use common::{AnyDevice, Data, Front, Ram, Vq, World, kind, until};
 
 #[test]
 fn sixteen_idle_queues_use_no_measurable_time_and_hear_a_kick() {
@@ -21,12 +21,19 @@ fn sixteen_idle_queues_use_no_measurable_time_and_hear_a_kick() {
             front.start(index, vq);
             assert_eq!(vq.write(index as u64, &[1; 512]), 0);
         }
-        std::thread::sleep(Duration::from_millis(10));
+        // A lane that sleeps has asked to be kicked.
+        until("all queues ask to be kicked", || vqs.iter().all(Vq::wants_kick));
         let used = || world.lanes.threads().iter().map(|lane| lane.cpu_ns().unwrap()).sum::<u64>();
-        let (before, start) = (used(), Instant::now());
-        std::thread::sleep(Duration::from_secs(1));
-        let (spent, passed) = (used() - before, start.elapsed().as_nanos() as u64);
-        assert!(spent * 100 <= passed, "idle lanes used {spent} ns of {passed} ns");
+        let is_idle = || {
+            let (before, start) = (used(), Instant::now());
+            std::thread::sleep(Duration::from_secs(1));
+            let (spent, passed) = (used() - before, start.elapsed().as_nanos() as u64);
+            println!("used {spent} ns of {passed} ns");
+            spent * 100 <= passed
+        };
+        // A machine whose host takes the CPU away charges that to whoever runs just then, now and then; what lanes use
+        // that do not sleep shows in every window.
+        assert!((0..5).any(|_| is_idle()), "idle lanes use more than a hundredth of the time");
         for (index, vq) in vqs.iter_mut().enumerate() {
             vq.put(0, kind::IN, index as u64, Data::In(512));
             let kicked = vq.publish();

@@ -8,14 +8,12 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
-use std::thread;
-use std::time::Duration;
 
 use blkyard_mq::{
     Batch, Bed, Bio, BlockDevice, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Merging, NullConfig,
     NullDevice, Op, QueueLimits, RegionTable, Status, SwQueue, Tag, Wake,
 };
-use common::{TimedBed, now_ns};
+use common::TimedBed;
 
 fn info() -> DeviceInfo {
     let limits = QueueLimits { discard_sectors_max: 1 << 20, ..QueueLimits::default() };
@@ -176,25 +174,72 @@ impl Driver<()> for Timed {
     }
 }
 
+/// Sleeps in a time of its own: whoever keeps watch wakes up at the deadline, or because it is called by what happens
+/// the first time.
+struct TimeBed {
+    now_ns: Arc<AtomicU64>,
+    /// The deadlines of those who kept watch.
+    watched: Arc<Mutex<Vec<u64>>>,
+    meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    woken: AtomicBool,
+}
+
+impl Wake for TimeBed {
+    fn wake(&self) {
+        self.woken.store(true, Relaxed);
+    }
+}
+
+impl Bed for TimeBed {
+    fn sleep(&self) {
+        panic!("it alone sleeps, and so keeps watch");
+    }
+
+    fn watch(&self, deadline_ns: u64) {
+        self.watched.lock().unwrap().push(deadline_ns);
+        let meanwhile = self.meanwhile.lock().unwrap().take();
+        if let Some(meanwhile) = meanwhile {
+            meanwhile();
+        }
+        if !self.woken.swap(false, Relaxed) {
+            self.now_ns.fetch_max(deadline_ns, Relaxed);
+        }
+    }
+}
+
 #[test]
 fn whoever_keeps_watch_is_told_of_an_earlier_deadline() {
+    const MS: u64 = 1_000_000;
     let driver = Timed::default();
     let ended = Arc::clone(&driver.ended);
-    let mut ends = share(driver, (), HwQueueConfig::default(), 2, 2);
-    let (mut slow, mut fast) = (ends.remove(0), ends.remove(0));
-    let sleeper = thread::spawn(move || {
-        slow.submit(bio(700));
-        assert_eq!(slow.wait(&now_ns, &mut |_| ()), 1);
+    let now_ns = Arc::new(AtomicU64::new(MS));
+    let watched = Arc::new(Mutex::new(Vec::new()));
+    let bed = Arc::new(TimeBed {
+        now_ns: Arc::clone(&now_ns),
+        watched: Arc::clone(&watched),
+        meanwhile: Mutex::new(None),
+        woken: AtomicBool::new(false),
     });
-    thread::sleep(Duration::from_millis(50));
-    // Passed on while the other keeps watch; then this thread minds its own business.
-    fast.submit(bio(10));
-    fast.ring(&now_ns);
-    sleeper.join().unwrap();
-    let ended = ended.lock().unwrap().clone();
+    let beds = vec![Arc::clone(&bed) as Arc<dyn Bed>, TimedBed::new()];
+    let mut ends = SwQueue::share(HwQueue::new(driver, Arc::new(info()), HwQueueConfig::default()), (), 2, beds);
+    let (mut fast, mut slow) = (ends.pop().unwrap(), ends.pop().unwrap());
+    let (left, begun_ns) = (Arc::new(Mutex::new(None)), Arc::clone(&now_ns));
+    let left_by = Arc::clone(&left);
+    // Passed on while the other keeps watch; then whoever brought it minds its own business.
+    *bed.meanwhile.lock().unwrap() = Some(Box::new(move || {
+        fast.submit(bio(10));
+        fast.ring(&|| begun_ns.fetch_add(MS, Relaxed));
+        *left_by.lock().unwrap() = Some(fast);
+    }));
+    slow.submit(bio(700));
+    assert_eq!(slow.wait(&|| now_ns.load(Relaxed), &mut |_| ()), 1);
+    let (ended, watched) = (ended.lock().unwrap().clone(), watched.lock().unwrap().clone());
+    let due_ns: Vec<_> = ended.iter().map(|(sector, _)| MS + sector * MS).collect();
     assert_eq!(ended.iter().map(|(sector, _)| *sector).collect::<Vec<_>>(), [10, 700]);
-    assert!(ended[1].1 - ended[0].1 > 100_000_000, "the fast one was only seen with the slow one: {ended:?}");
-    assert_eq!(fast.poll(&now_ns, &mut |_| ()), 1);
+    assert_eq!(ended.iter().map(|(_, at_ns)| *at_ns).collect::<Vec<_>>(), due_ns, "each is seen when it is due");
+    assert_eq!(watched, [due_ns[1], due_ns[0], due_ns[1]]);
+    let mut fast = left.lock().unwrap().take().unwrap();
+    assert_eq!(fast.poll(&|| now_ns.load(Relaxed), &mut |_| ()), 1);
 }
 
 /// Says that it is done with all it has when it is told to, and has no deadline.

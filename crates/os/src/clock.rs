@@ -152,15 +152,23 @@ mod tests {
         while thread_cpu_ns() - start < 30_000_000 {
             n = std::hint::black_box(n + 1);
         }
-        let ran = thread_cpu_ns();
-        std::thread::sleep(std::time::Duration::from_millis(50));
-        assert!(thread_cpu_ns() - ran < 20_000_000);
         assert!(n > 0);
+        // A machine whose host takes the CPU away charges that to whoever runs just then, now and then.
+        let sleeps_free = (0..20).any(|_| {
+            let ran = thread_cpu_ns();
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            thread_cpu_ns() - ran < 20_000_000
+        });
+        assert!(sleeps_free, "it was charged for each of its sleeps");
     }
 
-    /// Reads a clock for so long, between two readings of the system's, and says how often it was told by the counter.
+    /// How long a clock may take to learn what the counter means, on a machine that does other things as well.
+    const LEARNT_NS_MAX: u64 = 60_000_000_000;
+
+    /// Reads a clock for so long, between two readings of the system's, and longer if it is to be told by the counter
+    /// and was not yet; says how often it was.
     fn read_for(clock: &Clock, duration_ns: u64) -> u64 {
-        let (end_ns, mut by_counter) = (now_ns() + duration_ns, 0);
+        let (start_ns, mut by_counter) = (now_ns(), 0);
         let mut told_ns = clock.now_ns();
         loop {
             let before_ns = now_ns();
@@ -171,7 +179,9 @@ mod tests {
             let right = before_ns - Clock::ERROR_NS_MAX..=after_ns + Clock::ERROR_NS_MAX;
             assert!(right.contains(&now_ns), "told {now_ns}, and it was {before_ns} to {after_ns}");
             told_ns = now_ns;
-            if after_ns > end_ns {
+            let passed_ns = after_ns - start_ns;
+            let learns = clock.by_counter && by_counter == 0 && passed_ns < LEARNT_NS_MAX;
+            if passed_ns > duration_ns && !learns {
                 return by_counter;
             }
         }

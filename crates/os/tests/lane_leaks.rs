@@ -5,32 +5,36 @@ mod common;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blkyard_mq::QueueMap;
 use blkyard_os::{FileConfig, LaneConfig, Lanes};
 use common::mover::{BLOCKS, Mover, Tally};
 use common::{image, open};
 
-/// Threads, descriptors, and mappings that are rings or shared memory: those of the heap come and go as they like.
-fn counts() -> (usize, usize, usize) {
-    let entries = |path: &str| std::fs::read_dir(path).unwrap().count();
+/// Longer than the kernel takes to take threads and rings apart, on a busy machine too.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// Threads, descriptors, and mappings that are rings or shared memory: those of the heap come and go as they like, and
+/// so do the kernel's own threads for the rings of threads that live.
+fn counts() -> [usize; 3] {
+    let entries = |path: &str| std::fs::read_dir(path).unwrap().map(|entry| entry.unwrap().file_name());
+    let tasks: Vec<_> = entries("/proc/self/task").map(|task| task.into_string().unwrap()).collect();
+    let name = |task: &String| std::fs::read_to_string(format!("/proc/self/task/{task}/comm")).unwrap_or_default();
+    let is_ours = |task: &&String| match name(task).trim_end().strip_prefix("iou-wrk-") {
+        Some(owner) => !tasks.iter().any(|task| task == owner),
+        None => true,
+    };
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let rings = maps.lines().filter(|line| line.contains("io_uring") || line.contains("/dev/zero")).count();
-    (entries("/proc/self/task"), entries("/proc/self/fd"), rings)
+    [tasks.iter().filter(is_ours).count(), entries("/proc/self/fd").count(), rings]
 }
 
-/// The counts, once they stand still: the kernel takes threads and rings apart some time after they ended.
-fn settled() -> (usize, usize, usize) {
-    let mut last = counts();
-    for _ in 0..200 {
-        std::thread::sleep(Duration::from_millis(20));
-        let now = counts();
-        if std::mem::replace(&mut last, now) == now {
-            return now;
-        }
+fn until(what: &str, mut holds: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !holds() {
+        assert!(begin.elapsed() < PATIENCE, "waited in vain: {what}; {:?}", counts());
     }
-    panic!("the counts do not stand still: {last:?}");
 }
 
 #[test]
@@ -45,14 +49,28 @@ fn lanes_that_came_and_went_leave_nothing_behind() {
         let (device, tally) = (Arc::clone(&device), Arc::clone(&tally));
         lanes.admit(0, move || Mover::new(&device, number, &tally)).unwrap();
     }
-    let before = settled();
+    // What a lane needs to sleep it has from its first sleep on.
+    lanes.deal(2, |_| 1).unwrap();
+    let used_ns = || lanes.threads()[0].cpu_ns().unwrap();
+    until("a lane without stations sleeps", || {
+        let before_ns = used_ns();
+        std::thread::sleep(Duration::from_millis(20));
+        used_ns() == before_ns
+    });
+    lanes.deal(1, |_| 0).unwrap();
+    // Some of the other lane may be there yet: less than the thirty that come and go now could leave behind.
+    let before = counts();
+    println!("threads, descriptors, rings: {before:?}");
     let ended = tally.ended.load(SeqCst);
     for count in [2, 4, 3, 1].into_iter().cycle().take(40) {
         let map = QueueMap::even(QUEUES, count);
         lanes.deal(count, |station| map.queue_of(station)).unwrap();
     }
-    assert_eq!(settled(), before, "threads, descriptors, rings");
-    assert!(tally.ended.load(SeqCst) > ended, "there was no load");
+    until("as many threads, descriptors and rings as before", || {
+        std::thread::sleep(Duration::from_millis(5));
+        counts().iter().zip(before).all(|(now, before)| *now <= before)
+    });
+    until("the load goes on", || tally.ended.load(SeqCst) > ended);
     tally.over.store(true, SeqCst);
     lanes.threads()[0].waker().wake();
     lanes.join().unwrap();

@@ -211,6 +211,15 @@ impl Vq {
         }
     }
 
+    /// Whether the device asks for a kick with what is offered next.
+    pub fn wants_kick(&self) -> bool {
+        if self.event_idx {
+            self.used.load_u16(4 + 8 * usize::from(self.size), SeqCst) == self.next_avail
+        } else {
+            self.used.load_u16(0, SeqCst) & 1 == 0
+        }
+    }
+
     /// The next used element, if there is one: head and bytes.
     pub fn poll(&mut self) -> Option<(u32, u32)> {
         if self.used.load_u16(2, Acquire) == self.used_seen {
