@@ -55,13 +55,12 @@ impl Pace {
         }
     }
 
-    /// How many chains the round takes when so many are in sight; `front` tells how far the guest has offered.
+    /// How many chains the round takes when so many are in sight, which does not matter if the guest takes turns with
+    /// us; `front` tells how far the guest has offered.
     #[inline]
     pub fn begin(&mut self, in_sight: usize, front: impl FnOnce() -> u16) -> usize {
-        if in_sight <= HALF_MIN {
-            return HALF_MIN;
-        }
         let works = match &mut self.knows {
+            Knows::Nothing { .. } if in_sight <= HALF_MIN => true,
             Knows::Nothing { .. } => {
                 self.front.get_or_insert_with(front);
                 self.counts = true;

@@ -16,6 +16,9 @@ pub(crate) const DESC_BYTES: usize = 16;
 /// Longest table an indirect descriptor may point to: as many descriptors as the largest ring has.
 pub const INDIRECT_BYTES_MAX: u32 = 32768 * DESC_BYTES as u32;
 
+/// Rows of a request as nearly all are: header, data, status.
+const REQUEST_ROWS: u32 = 3;
+
 /// Bytes of all buffers of a chain, at most. [2.7.5.2]
 const BYTES_MAX: u64 = 1 << 32;
 
@@ -87,6 +90,13 @@ impl Desc {
         self.tail & u32::from(flag) != 0
     }
 
+    /// Descriptors in the table that it points to; nothing if no table is so long.
+    #[inline]
+    fn rows(self) -> Option<u32> {
+        let can_be = self.len > 0 && self.len.is_multiple_of(DESC_BYTES as u32) && self.len <= INDIRECT_BYTES_MAX;
+        can_be.then_some(self.len / DESC_BYTES as u32)
+    }
+
     /// Whether these are a whole table of a split ring that goes from row to row: the first to be read, the last to be
     /// written, and no flags that nobody sets.
     #[inline]
@@ -132,8 +142,6 @@ pub(crate) struct Slots<'a> {
     pub(crate) place: u16,
     /// How many are the driver's: one at least.
     pub(crate) free: u16,
-    /// Whether indirect descriptors were negotiated.
-    pub(crate) indirect: bool,
 }
 
 impl Slots<'_> {
@@ -202,6 +210,13 @@ impl Hints {
         self.before = last;
         Some(segment)
     }
+}
+
+/// Where a buffer is, if it has bytes and they lie in one of these ranges.
+#[inline(always)]
+fn find(near: &GuestRange, far: &GuestRange, desc: Desc) -> Option<Segment> {
+    let near = near.segment(desc.addr, desc.len);
+    (if near.is_some() { near } else { far.segment(desc.addr, desc.len) }).filter(|_| desc.len > 0)
 }
 
 /// How far a walk has come.
@@ -373,33 +388,46 @@ impl Chain {
     /// Walks the chain that begins at `head`, which lies in the table of a split ring.
     #[inline(always)]
     pub(crate) fn walk(&mut self, memory: &GuestMemory, table: Table<'_>, head: u16) {
-        let mut desc = table.read(head);
-        self.fault = None;
-        self.tally = Tally::default();
-        let is_all_in_table = desc.is(Desc::INDIRECT);
-        if !is_all_in_table {
-            match self.walk_ring(memory, table, desc) {
-                Some(indirect) => desc = indirect,
-                None => return,
-            }
-        }
-        let Some(size) = self.indirect_size(desc, table.indirect) else { return };
-        // Nearly always the table lies in one range.
-        let nested = if let Some(span) = self.span(memory, desc) {
-            let read = move |index| Desc::from_words(read_words(&span, index));
-            if is_all_in_table && size >= 3 {
-                let three = [0, 1, 2].map(read);
-                if Desc::are_in_a_row(three) && self.take_request(memory, three) {
-                    return;
-                }
-            }
-            self.walk_linked(memory, size, span)
+        let first = table.read(head);
+        let indirect = if !first.is(Desc::INDIRECT) {
+            self.begin();
+            self.walk_ring(memory, table, first)
+        } else if table.indirect
+            && !first.is(Desc::NEXT)
+            && first.rows().is_some_and(|rows| rows >= REQUEST_ROWS)
+            && let Some(three) = self.three(memory, first, Desc::from_words)
+            && Desc::are_in_a_row(three)
+            && self.take_request(memory, three)
+        {
+            None
         } else {
-            self.walk_torn(memory, size, desc.addr)
+            self.begin();
+            Some(first)
+        };
+        if let Some(desc) = indirect {
+            self.walk_indirect(memory, desc, table.indirect);
+        }
+    }
+
+    /// Walks the rest of a split ring's chain, which is in the table that this descriptor points to.
+    #[inline(never)]
+    fn walk_indirect(&mut self, memory: &GuestMemory, desc: Desc, negotiated: bool) {
+        let Some(size) = self.indirect_size(desc, negotiated) else { return };
+        // Nearly always the table lies in one range.
+        let nested = match self.span(memory, desc.addr, desc.len) {
+            Some(span) => self.walk_linked(memory, size, span),
+            None => self.walk_torn(memory, size, desc.addr),
         };
         if nested.is_some() {
             self.spoil(ChainFault::IndirectNested);
         }
+    }
+
+    /// Nothing is known of the chain yet.
+    #[inline]
+    fn begin(&mut self) {
+        self.fault = None;
+        self.tally = Tally::default();
     }
 
     /// Walks the part of a chain that lies in the table of a split ring.
@@ -419,28 +447,30 @@ impl Chain {
 
     /// The bytes of a table, if they lie in one range, which is that of the hint from then on.
     #[inline(always)]
-    fn span<'a>(&mut self, memory: &'a GuestMemory, desc: Desc) -> Option<Span<'a>> {
-        let hit = memory.span(self.hints.last, desc.addr, desc.len);
+    fn span<'a>(&mut self, memory: &'a GuestMemory, addr: u64, len: u32) -> Option<Span<'a>> {
+        let hit = memory.span(self.hints.last, addr, len);
         if hit.is_some() {
             return hit;
         }
-        self.hints.elsewhere(memory, desc.addr, desc.len)?;
-        memory.span(self.hints.last, desc.addr, desc.len)
+        self.hints.elsewhere(memory, addr, len)?;
+        memory.span(self.hints.last, addr, len)
+    }
+
+    /// The first three rows of a table, if it lies in one range.
+    #[inline(always)]
+    fn three(&mut self, memory: &GuestMemory, desc: Desc, read: impl Fn([u64; 2]) -> Desc) -> Option<[Desc; 3]> {
+        let span = self.span(memory, desc.addr, REQUEST_ROWS * DESC_BYTES as u32)?;
+        Some([0, 1, 2].map(|index| read(read_words(&span, index))))
     }
 
     /// Takes what nearly all chains are: a header to read, data, a status to write, each in one of the ranges hit last,
-    /// and nothing before them. False if one of them is not; then nothing has changed, and the chain is walked as any
-    /// other, from copies made anew.
+    /// and nothing else. False if one of them is not; then the chain is walked as any other, from copies made anew.
     #[inline(always)]
     fn take_request(&mut self, memory: &GuestMemory, [header, data, status]: [Desc; 3]) -> bool {
         let (near, far) = (memory.range(self.hints.last), memory.range(self.hints.before));
-        let find = |desc: Desc| {
-            let near = near.segment(desc.addr, desc.len);
-            (if near.is_some() { near } else { far.segment(desc.addr, desc.len) }).filter(|_| desc.len > 0)
-        };
-        let (Some(header), Some(data_at), Some(status)) = (find(header), find(data), find(status)) else {
-            return false;
-        };
+        let Some(header) = find(near, far, header) else { return false };
+        let Some(data_at) = find(near, far, data) else { return false };
+        let Some(status) = find(near, far, status) else { return false };
         let ([read, read_too, ..], [write, write_too, ..]) = (&mut self.readable[..], &mut self.writable[..]) else {
             return false;
         };
@@ -448,6 +478,7 @@ impl Chain {
         if header_bytes + data_bytes + status_bytes > BYTES_MAX {
             return false;
         }
+        self.fault = None;
         *read = header;
         self.tally = if data.is(Desc::WRITE) {
             (*write, *write_too) = (data_at, status);
@@ -473,29 +504,33 @@ impl Chain {
         self.walk_table(memory, memory.range(self.hints.last), &mut Linked::new(size, first, read))
     }
 
-    /// Walks the chain at the first of these places of a packed ring, where these words were read. Returns the chain's
-    /// id and how many places it takes; nothing if it does not end there.
+    /// Walks the chain of a packed ring whose first descriptor has these words, if it is in one place that points to a
+    /// table, as most are of drivers that may do so. Returns its id; nothing if it is another.
     #[inline(always)]
-    pub(crate) fn walk_packed(
-        &mut self,
-        memory: &GuestMemory,
-        slots: Slots<'_>,
-        first: [u64; 2],
-    ) -> Option<(u16, u16)> {
-        self.fault = None;
-        self.tally = Tally::default();
+    pub(crate) fn walk_packed(&mut self, memory: &GuestMemory, first: [u64; 2], negotiated: bool) -> Option<u16> {
         let desc = Desc::from_packed_words(first);
-        // One place that points to a table: most chains of drivers that may do so.
-        if desc.is(Desc::INDIRECT) && !desc.is(Desc::NEXT) {
-            self.walk_packed_table(memory, desc, slots.indirect);
-            return Some((desc.next(), 1));
+        if !desc.is(Desc::INDIRECT) || desc.is(Desc::NEXT) {
+            return None;
         }
-        self.walk_slots(memory, slots, desc)
+        if negotiated
+            && desc.rows() == Some(REQUEST_ROWS)
+            && let Some(three @ [header, _, status]) = self.three(memory, desc, Desc::from_packed_words)
+            && !header.is(Desc::WRITE)
+            && status.is(Desc::WRITE)
+            && self.take_request(memory, three)
+        {
+            return Some(desc.next());
+        }
+        self.walk_packed_table(memory, desc, negotiated);
+        Some(desc.next())
     }
 
-    /// Walks a chain in the places of a packed ring.
+    /// Walks the chain at the first of these places of a packed ring, where these words were read. Returns the chain's
+    /// id and how many places it takes; nothing if it does not end there.
     #[inline(never)]
-    fn walk_slots(&mut self, memory: &GuestMemory, slots: Slots<'_>, desc: Desc) -> Option<(u16, u16)> {
+    pub(crate) fn walk_slots(&mut self, memory: &GuestMemory, slots: Slots<'_>, first: [u64; 2]) -> Option<(u16, u16)> {
+        self.begin();
+        let desc = Desc::from_packed_words(first);
         let mut steps = Row { size: u32::from(slots.free), len: 1, desc, read: |ahead| Some(slots.read(ahead)) };
         if self.walk_table(memory, memory.range(self.hints.last), &mut steps).is_some() {
             // A table in a chain of several. [2.8.19]
@@ -512,20 +547,13 @@ impl Chain {
     }
 
     /// Walks the indirect table of a packed chain: its descriptors follow each other to the table's end. [2.8.7]
-    #[inline(always)]
+    #[inline(never)]
     fn walk_packed_table(&mut self, memory: &GuestMemory, desc: Desc, negotiated: bool) {
+        self.begin();
         let Some(size) = self.indirect_size(desc, negotiated) else { return };
-        if let Some(span) = self.span(memory, desc) {
-            let read = move |index| Desc::from_packed_table(read_words(&span, index), index + 1 < size);
-            if size == 3 {
-                let three @ [header, _, status] = [0, 1, 2].map(read);
-                if !header.is(Desc::WRITE) && status.is(Desc::WRITE) && self.take_request(memory, three) {
-                    return;
-                }
-            }
-            self.walk_row(memory, size, span);
-        } else {
-            self.walk_packed_torn(memory, size, desc.addr);
+        match self.span(memory, desc.addr, desc.len) {
+            Some(span) => self.walk_row(memory, size, span),
+            None => self.walk_packed_torn(memory, size, desc.addr),
         }
     }
 
@@ -562,10 +590,10 @@ impl Chain {
             ChainFault::IndirectNotNegotiated
         } else if desc.is(Desc::NEXT) {
             ChainFault::IndirectWithNext
-        } else if desc.len == 0 || !desc.len.is_multiple_of(DESC_BYTES as u32) || desc.len > INDIRECT_BYTES_MAX {
-            ChainFault::IndirectLength
+        } else if let Some(rows) = desc.rows() {
+            return Some(rows);
         } else {
-            return Some(desc.len / DESC_BYTES as u32);
+            ChainFault::IndirectLength
         };
         self.spoil(fault);
         None

@@ -76,7 +76,7 @@ impl Wish {
 
 /// Where in a packed ring an element is. The run begins at the second place.
 fn position(index: u16) -> Position {
-    let mut position = Position { place: 1, wrap: true };
+    let mut position = Position::new(1, true);
     position.advance(index.wrapping_sub(START), SIZE);
     position
 }

@@ -17,27 +17,10 @@ use crate::order::{InOrder, Used};
 use crate::ring::{Head, RUN_MAX, RingBase, RingFault, RingLayout, RingSetupError, check_size};
 use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
 
-/// The marks in a descriptor's flags. [2.8.1]
-pub(crate) const AVAIL: u16 = 1 << 7;
-pub(crate) const USED: u16 = 1 << 15;
-
-/// The marks in a descriptor's second word.
-#[inline]
-pub(crate) fn marks_of(rest: u64) -> u16 {
-    (rest >> 48) as u16 & (AVAIL | USED)
-}
-
-/// The marks of what is offered in a lap.
-#[inline]
-pub(crate) fn marks_available(wrap: bool) -> u16 {
-    if wrap { AVAIL } else { USED }
-}
-
-/// The marks of what is used in a lap.
-#[inline]
-pub(crate) fn marks_used(wrap: bool) -> u16 {
-    if wrap { AVAIL | USED } else { 0 }
-}
+/// The marks in a descriptor's flags. [2.8.1] What is available differs from what is used in the second.
+const AVAIL: u16 = 1 << 7;
+const USED: u16 = 1 << 15;
+pub(crate) const MARKS: u16 = AVAIL | USED;
 
 /// In a used element: the device has written to the buffer. [2.8.4]
 const WRITE: u16 = 1 << 1;
@@ -62,7 +45,7 @@ pub(crate) mod wish {
         match wish >> 16 & 3 {
             DISABLE => false,
             DESC if event_idx => {
-                let event = Position { place: wish as u16 & !WRAP, wrap: wish as u16 & WRAP != 0 };
+                let event = Position::new(wish as u16 & !WRAP, wish as u16 & WRAP != 0);
                 event.after(old, size) < u32::from(passed)
             }
             // Also what was not negotiated, and what means nothing: that is no reason to be silent.
@@ -84,19 +67,55 @@ pub fn packed_ring_bytes(size: u16) -> [(usize, usize); 3] {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Position {
     pub(crate) place: u16,
-    pub(crate) wrap: bool,
+    /// The marks of what is used in this lap: both, or none in every other.
+    lap: u16,
 }
 
 impl Position {
+    #[inline]
+    pub(crate) fn new(place: u16, wrap: bool) -> Position {
+        Position { place, lap: if wrap { MARKS } else { 0 } }
+    }
+
     /// From a word that both sides understand; nothing if the ring has no such place.
     pub(crate) fn from_word(word: u16, size: u16) -> Option<Position> {
         let place = word & !WRAP;
-        (place < size).then_some(Position { place, wrap: word & WRAP != 0 })
+        (place < size).then_some(Position::new(place, word & WRAP != 0))
     }
 
     #[inline]
     pub(crate) fn word(self) -> u16 {
-        self.place | if self.wrap { WRAP } else { 0 }
+        self.place | if self.wrap() { WRAP } else { 0 }
+    }
+
+    /// The wrap counter.
+    #[inline]
+    pub(crate) fn wrap(self) -> bool {
+        self.lap != 0
+    }
+
+    /// The marks of a descriptor that is used in this lap.
+    #[inline]
+    pub(crate) fn used(self) -> u16 {
+        self.lap
+    }
+
+    /// The marks of one that is available in this lap.
+    #[inline]
+    pub(crate) fn available(self) -> u16 {
+        self.lap ^ USED
+    }
+
+    /// Whether a descriptor with this second word is used in this lap.
+    #[inline]
+    pub(crate) fn is_used(self, rest: u64) -> bool {
+        (rest >> 48) as u16 & MARKS == self.used()
+    }
+
+    /// Whether it is available in this lap.
+    #[inline]
+    pub(crate) fn is_available(self, rest: u64) -> bool {
+        (rest >> 48) as u16 & MARKS == self.available()
     }
 
     /// Moves on by no more places than there are.
@@ -106,10 +125,26 @@ impl Position {
         let place = self.place + slots;
         if place >= size {
             self.place = place - size;
-            self.wrap = !self.wrap;
+            self.lap ^= MARKS;
         } else {
             self.place = place;
         }
+    }
+
+    /// Moves back by no more places than there are.
+    #[inline]
+    fn retreat(&mut self, slots: u16, size: u16) {
+        if self.place < slots {
+            self.place += size;
+            self.lap ^= MARKS;
+        }
+        self.place -= slots;
+    }
+
+    /// Places from `old` on to this one, which is no more than a lap further on.
+    #[inline]
+    pub(crate) fn since(self, old: Position, size: u16) -> u16 {
+        self.place + if self.lap == old.lap { 0 } else { size } - old.place
     }
 
     /// Where its descriptor is.
@@ -121,18 +156,35 @@ impl Position {
     /// Places from `old` on to this one, in a ring in which every other lap looks the same.
     #[inline]
     pub(crate) fn after(self, old: Position, size: u16) -> u32 {
-        let lap = |at: Position| u32::from(at.place) + if at.wrap { 0 } else { u32::from(size) };
+        let lap = |at: Position| u32::from(at.place) + if at.wrap() { 0 } else { u32::from(size) };
         let two_laps = 2 * u32::from(size);
         (lap(self) % two_laps + two_laps - lap(old)) % two_laps
+    }
+}
+
+/// A used element that is not written yet.
+#[derive(Clone, Copy, Debug)]
+struct Element {
+    id: u16,
+    /// Places it passes.
+    slots: u16,
+    written: u32,
+}
+
+impl Element {
+    /// The descriptor's second word, for an element at this place.
+    #[inline]
+    fn word(self, at: Position) -> u64 {
+        let flags = at.used() | if self.written > 0 { WRITE } else { 0 };
+        u64::from(self.written) | u64::from(self.id) << 32 | u64::from(flags) << 48
     }
 }
 
 /// A packed ring, seen from the device.
 ///
 /// ```text
-///        ── published ──▶ next_used ─────▶ next_avail ─────▶
-///   seen by the driver │ completed,  │ out           │ the driver's to fill
-///                      │ not told    │               │
+///           next_used ─────────────▶ next_avail ─────▶
+///   published         │ completed, out            │ the driver's to fill
 /// ```
 #[derive(Debug)]
 pub struct PackedRing {
@@ -146,13 +198,13 @@ pub struct PackedRing {
     warm: u16,
     /// The driver takes turns with us.
     is_near: bool,
-    /// Where the next used element goes.
+    /// Where the next used element goes: the first that the driver cannot see yet.
     next_used: Position,
     /// Places passed by used elements that the driver cannot see yet.
     unpublished: u16,
-    /// These elements and where they go. As long as the ring from the start. They are written together: the driver
-    /// looks at the first again and again, and each time takes its line from us.
-    elements: Vec<(Position, u64)>,
+    /// These elements, as long as the ring from the start. They are written together: the driver looks at the first
+    /// again and again, and each time takes its line from us.
+    elements: Vec<Element>,
     /// Nothing was published since the set-up. Whether the driver was told of what an earlier owner of the ring
     /// published is not known.
     untold: bool,
@@ -230,7 +282,8 @@ impl PackedRing {
         self.left.as_ref().map_or(0, |left| left.chains.len())
     }
 
-    /// Chains that looked as if they were offered, and not fetched yet, a run at most.
+    /// Chains that looked as if they were offered, and not fetched yet, a run at most. None is looked for while the
+    /// driver is near.
     #[inline]
     pub fn in_sight(&self) -> usize {
         usize::from(self.warm)
@@ -247,7 +300,7 @@ impl PackedRing {
         let mut at = self.next_avail;
         for _ in self.slots_out..self.size {
             let rest = self.layout.desc.load_u64(at.offset() + 8, Relaxed);
-            if marks_of(rest) != marks_available(at.wrap) {
+            if !at.is_available(rest) {
                 break;
             }
             at.advance(1, self.size);
@@ -277,67 +330,72 @@ impl PackedRing {
         // The second word comes first. Pairs with the driver's barrier between all else of a chain and the flags of its
         // first descriptor. [2.8.21]
         let first = self.layout.desc.load_u64s_back(self.next_avail.offset(), Acquire);
-        if !self.is_available(first[1]) {
+        if !self.next_avail.is_available(first[1]) {
             return Ok(None);
         }
-        if self.warm == 0 {
+        if self.warm > 0 {
+            self.warm -= 1;
+        } else if !self.is_near {
             self.warm_run(memory, chain);
         }
-        // The look ahead read anew: a driver may have taken back meanwhile what it offered.
-        self.warm = self.warm.saturating_sub(1);
-        let free = self.size - self.slots_out;
-        if free == 0 {
+        if self.slots_out == self.size {
             return Err(self.breaks(RingFault::AvailJumped));
         }
-        let slots = Slots {
-            view: &self.layout.desc,
-            size: self.size,
-            place: self.next_avail.place,
-            free,
-            indirect: self.indirect,
+        let (id, slots, record) = if let Some(id) = chain.walk_packed(memory, first, self.indirect) {
+            (id, 1, self.inflight.as_mut().map_or(0, |inflight| inflight.fetched_one(first)))
+        } else {
+            self.fetch_slots(memory, chain, first)?
         };
-        let Some((id, count)) = chain.walk_packed(memory, slots, first) else {
+        self.next_avail.advance(slots, self.size);
+        self.slots_out += slots;
+        self.in_flight += 1;
+        Ok(Some(self.head(chain, id, slots, record)))
+    }
+
+    /// Takes a chain that is not in a table alone: returns its id, how many places it takes, and where it is recorded.
+    #[inline(never)]
+    fn fetch_slots(
+        &mut self,
+        memory: &GuestMemory,
+        chain: &mut Chain,
+        first: [u64; 2],
+    ) -> Result<(u16, u16, u16), RingFault> {
+        let free = self.size - self.slots_out;
+        let slots = Slots { view: &self.layout.desc, size: self.size, place: self.next_avail.place, free };
+        let Some((id, count)) = chain.walk_slots(memory, slots, first) else {
             return Err(self.breaks(RingFault::ChainOverrun));
         };
+        let read = |slot: u16| slots.view.load_u64s(slots.offset(slot.into()), Relaxed);
         let record = match &mut self.inflight {
             None => 0,
             Some(inflight) if count == 1 => inflight.fetched_one(first),
-            Some(inflight) => inflight.fetched(count, |slot| {
-                let at = slots.offset(slot.into());
-                slots.view.load_u64s(at, Relaxed)
-            }),
+            Some(inflight) => inflight.fetched(count, read),
         };
-        self.next_avail.advance(count, self.size);
-        self.slots_out += count;
-        self.in_flight += 1;
-        Ok(Some(self.head(chain, id, count, record)))
+        Ok((id, count, record))
     }
 
     /// Sends for the lines with which the next chains begin, and for these together. Looks as if each chain took one
-    /// place, as those with tables do.
+    /// place, as those with tables do. The look ahead is read anew: a driver may take back meanwhile what it offered.
     #[inline(never)]
     fn warm_run(&mut self, memory: &GuestMemory, chain: &Chain) {
         let (mut at, mut run) = (self.next_avail, 0);
         let most = RUN_MAX.min(self.size);
-        let mut descs = std::iter::from_fn(|| {
+        let descs = std::iter::from_fn(|| {
             let [addr, rest] = self.layout.desc.load_u64s(at.offset(), Relaxed);
-            let is_offered = run < most && marks_of(rest) == marks_available(at.wrap);
+            let is_offered = run < most && at.is_available(rest);
             at.advance(1, self.size);
             run += u16::from(is_offered);
             is_offered.then_some(addr)
         });
-        if self.is_near {
-            descs.by_ref().for_each(drop);
-        } else {
-            chain.warm(memory, descs);
-            // Used elements will be written where these stand.
-            for ahead in (0..run).step_by(LINE_DESCS).skip(usize::from(run == 1)) {
-                let mut at = self.next_avail;
-                at.advance(ahead, self.size);
-                self.layout.desc.warm(at.offset());
-            }
+        chain.warm(memory, descs);
+        // Used elements will be written where these stand.
+        for ahead in (0..run).step_by(LINE_DESCS).skip(usize::from(run == 1)) {
+            let mut at = self.next_avail;
+            at.advance(ahead, self.size);
+            self.layout.desc.warm(at.offset());
         }
-        self.warm = run;
+        // The first is being fetched.
+        self.warm = run.saturating_sub(1);
     }
 
     /// Takes the next chain that was in flight before the set-up, from the copies of its descriptors.
@@ -346,10 +404,14 @@ impl PackedRing {
         let next = |left: &mut Left| {
             let LeftChain { record, slots, at } = left.chains.pop()?;
             let size = left.slots;
-            let copies = Slots { view: &left.copies, size, place: at, free: slots, indirect: self.indirect };
+            let copies = Slots { view: &left.copies, size, place: at, free: slots };
             let first = left.copies.load_u64s(copies.offset(0), Relaxed);
             // What was copied was a whole chain, unless somebody wrote to the record.
-            let walked = chain.walk_packed(memory, copies, first).filter(|(_, count)| *count == slots);
+            let walked = match chain.walk_packed(memory, first, self.indirect) {
+                Some(id) => Some((id, 1)),
+                None => chain.walk_slots(memory, copies, first),
+            };
+            let walked = walked.filter(|(_, count)| *count == slots);
             Some((walked, slots, record))
         };
         let taken = self.left.as_mut().and_then(next);
@@ -368,12 +430,6 @@ impl PackedRing {
         // Each chain takes a place at least, so there is one for it in the order, too.
         let place = self.order.as_mut().map_or(0, |order| order.fetched(id, record, slots, chain.writable_bytes()));
         Head { id, slots, place, record }
-    }
-
-    /// Whether the second word of the next descriptor says that it is offered in this lap.
-    #[inline]
-    fn is_available(&self, rest: u64) -> bool {
-        marks_of(rest) == marks_available(self.next_avail.wrap)
     }
 
     #[cold]
@@ -404,14 +460,11 @@ impl PackedRing {
     }
 
     /// A batch takes the first of its places and leaves the others as they were. [2.8.11]
-    #[inline]
+    #[inline(always)]
     fn put(&mut self, used: Used) {
         self.in_flight -= used.chains;
-        let flags = marks_used(self.next_used.wrap) | if used.written > 0 { WRITE } else { 0 };
-        let element = u64::from(used.written) | u64::from(used.id) << 32 | u64::from(flags) << 48;
-        self.elements.push((self.next_used, element));
         self.unpublished += used.slots;
-        self.next_used.advance(used.slots, self.size);
+        self.elements.push(Element { id: used.id, slots: used.slots, written: used.written });
     }
 
     /// Shows the driver all that was completed since the last time. Says whether the driver wants a call for it.
@@ -423,22 +476,26 @@ impl PackedRing {
             let Some(used) = order.tell(each) else { break };
             self.put(used);
         }
-        let Some((&(old, element), others)) = self.elements.split_first() else { return false };
+        let Some((first, others)) = self.elements.split_first() else { return false };
         let passed = std::mem::replace(&mut self.unpublished, 0);
         self.slots_out -= passed;
+        let old = self.next_used;
+        self.next_used.advance(passed, self.size);
         if let Some(inflight) = &mut self.inflight {
             inflight.publishing(self.next_used);
         }
         // Until the first is written, the driver does not look at the others. Those in its line come last, too.
-        for (at, element) in others.iter().rev() {
-            self.layout.desc.store_u64(at.offset() + 8, *element, Relaxed);
+        let mut at = self.next_used;
+        for element in others.iter().rev() {
+            at.retreat(element.slots, self.size);
+            self.layout.desc.store_u64(at.offset() + 8, element.word(at), Relaxed);
         }
-        self.elements.clear();
         // As in a split ring: we store an element, then load what the driver wants; the driver, before it sleeps,
         // stores what it wants, has a full barrier, then loads that element. If either side's load overtook its own
         // store, the driver could miss the element and we its wish, and it would sleep for ever. [2.8.21.3]
         // The store also releases the other elements of the batch, and the data, to whoever sees this one.
-        self.layout.desc.store_u64(old.offset() + 8, element, SeqCst);
+        self.layout.desc.store_u64(old.offset() + 8, first.word(old), SeqCst);
+        self.elements.clear();
         if let Some(inflight) = &mut self.inflight {
             inflight.published();
         }
@@ -455,7 +512,7 @@ impl PackedRing {
         let wish = if self.event_idx { wish::DESC << 16 | u32::from(self.next_avail.word()) } else { wish::ENABLE };
         self.layout.used.store_u32(0, wish, SeqCst);
         let rest = self.layout.desc.load_u64(self.next_avail.offset() + 8, SeqCst);
-        self.left.is_some() || self.fault.is_none() && self.is_available(rest)
+        self.left.is_some() || self.fault.is_none() && self.next_avail.is_available(rest)
     }
 
     /// Tells the driver that we look by ourselves. A hint: notifications may come nevertheless.
@@ -466,7 +523,9 @@ impl PackedRing {
 
     /// Where fetching and used elements go on: where another device could, once nothing is in flight.
     pub fn base(&self) -> RingBase {
-        RingBase::packed(self.next_avail.word(), self.next_used.word())
+        let mut next_used = self.next_used;
+        next_used.advance(self.unpublished, self.size);
+        RingBase::packed(self.next_avail.word(), next_used.word())
     }
 
     /// Chains fetched and not given back.

@@ -235,7 +235,8 @@ impl DeviceRing {
         }
     }
 
-    /// Chains known to be offered and not fetched yet, a run at most. A packed ring only guesses.
+    /// Chains known to be offered and not fetched yet, a run at most. A packed ring only guesses, and knows of none
+    /// while the driver is near.
     #[inline]
     pub fn in_sight(&self) -> usize {
         match self {

@@ -270,16 +270,16 @@ fn the_record_of_a_packed_ring_is_as_the_document_draws_it() {
     let (first, second, third) = (bench.fetch().unwrap(), bench.fetch().unwrap(), bench.fetch().unwrap());
     let mut entries = three_in_flight();
     assert_eq!(bench.bytes(), packed_record([4, 4, 0, 0], [1, 1], entries));
-    // Two of them come back: their entries are the first free ones, the one that came last before the other.
+    // Two of them come back: their entries are the first free ones, in the order they came.
     bench.ring.complete(third, 7);
     bench.ring.complete(second, 7);
     assert_eq!(bench.bytes(), packed_record([4, 4, 0, 0], [1, 1], entries), "nothing is published");
     let _ = bench.ring.publish();
-    (entries[3].0, entries[1].0, entries[2].0) = ([0, 4, 3, 1], [0, 2, 2, 2], [0, 3, 0, 0]);
-    assert_eq!(bench.bytes(), packed_record([1, 1, 3, 3], [1, 1], entries));
+    (entries[3].0, entries[1].0, entries[2].0) = ([0, 1, 3, 1], [0, 2, 2, 2], [0, 4, 0, 0]);
+    assert_eq!(bench.bytes(), packed_record([3, 3, 3, 3], [1, 1], entries));
     bench.ring.complete(first, 7);
     let _ = bench.ring.publish();
-    entries[0].0 = [0, 1, 0, 1];
+    entries[0].0 = [0, 3, 0, 1];
     assert_eq!(bench.bytes(), packed_record([0, 0, 0, 0], [0, 0], entries));
 }
 

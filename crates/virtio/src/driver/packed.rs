@@ -8,24 +8,12 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
 use crate::chain::{DESC_BYTES, Desc};
-use crate::packed::{AVAIL, LINE_DESCS, Position, USED, wish};
+use crate::packed::{LINE_DESCS, Position, wish};
 use crate::ring::check_size;
 use crate::{Features, RingBase, RingLayout, RingSetupError};
 
 /// Where the second word of a descriptor is: length, id, flags. [2.8.13]
 const REST: usize = 8;
-
-/// How the marks of a descriptor here show that it is available.
-#[inline]
-fn available(at: Position) -> u16 {
-    if at.wrap { AVAIL } else { USED }
-}
-
-/// How they show that it is used.
-#[inline]
-fn used(at: Position) -> u16 {
-    if at.wrap { AVAIL | USED } else { 0 }
-}
 
 /// A chain by its id, which is its token.
 #[derive(Clone, Copy, Debug, Default)]
@@ -53,15 +41,13 @@ pub struct PackedDriver {
     next: Position,
     /// Where the next used element will be.
     used: Position,
-    /// The first descriptor that the device has not been told of: where it is, and the word that will tell.
-    held: Option<(Position, u64)>,
-    /// Descriptors added since the last publish.
+    /// The first descriptor that the device has not been told of, and the word that will tell.
+    untold: Position,
+    telling: u64,
+    /// Chains added, told of and taken back so far, modulo 2^16.
     added: u16,
-    /// Free descriptors.
-    free: u16,
-    /// Chains in flight, and how many of them the device knows.
-    in_flight: u16,
     published: u16,
+    taken: u16,
     fault: Option<DeviceFault>,
     out: Box<[Out]>,
 }
@@ -91,8 +77,8 @@ impl PackedDriver {
         layout.used.store_u32(0, wish::ENABLE << 16, Relaxed);
         for place in 0..size {
             // As if used in the lap before.
-            let old = Position { place, wrap: if place < start.place { start.wrap } else { !start.wrap } };
-            write_desc(&layout.desc, old.offset(), [0, u64::from(used(old)) << 48]);
+            let old = Position::new(place, if place < start.place { start.wrap() } else { !start.wrap() });
+            write_desc(&layout.desc, old.offset(), [0, u64::from(old.used()) << 48]);
         }
         Ok(PackedDriver {
             layout,
@@ -101,11 +87,11 @@ impl PackedDriver {
             event_idx: features.contains(Features::EVENT_IDX),
             next: start,
             used: start,
-            held: None,
+            untold: start,
+            telling: 0,
             added: 0,
-            free: size,
-            in_flight: 0,
             published: 0,
+            taken: 0,
             fault: None,
             out: vec![Out::default(); usize::from(size)].into(),
         })
@@ -125,7 +111,7 @@ impl PackedDriver {
         } else {
             assert!(buffers.len() <= usize::from(self.size), "a chain of {} in a ring of {}", buffers.len(), self.size);
             let descriptors = buffers.len() as u16;
-            if descriptors > self.free {
+            if descriptors > self.size - self.out() {
                 return Err(NoRoom);
             }
             self.note(token, Out { descriptors, writable_bytes });
@@ -152,21 +138,24 @@ impl PackedDriver {
         let out = &mut self.out[usize::from(token)];
         assert!(out.descriptors == 0, "token {token} is in flight");
         *out = chain;
-        self.free -= chain.descriptors;
-        self.added += chain.descriptors;
-        self.in_flight += 1;
+        self.added = self.added.wrapping_add(1);
+    }
+
+    /// Descriptors in flight: no more than there are, since with tables each takes a token.
+    fn out(&self) -> u16 {
+        self.next.since(self.used, self.size)
     }
 
     /// See [`DriverRing::coming`](super::DriverRing::coming). Chains of one descriptor each, as tables make them.
     #[inline]
     pub fn coming(&self, after: u16) -> Option<u16> {
-        if after >= self.published || self.tables.is_none() {
+        if after >= self.published.wrapping_sub(self.taken) || self.tables.is_none() {
             return None;
         }
         let mut at = self.used;
         at.advance(after, self.size);
         let rest = self.layout.desc.load_u64(at.offset() + REST, Relaxed);
-        if (rest >> 48) as u16 & (AVAIL | USED) != used(at) {
+        if !at.is_used(rest) {
             return None;
         }
         if usize::from(after).is_multiple_of(LINE_DESCS) {
@@ -178,12 +167,13 @@ impl PackedDriver {
 
     /// Writes the next descriptor. The device goes from one to the next only as long as they are available, so that
     /// of all added since the last publish only the first has to wait for it.
-    #[inline]
+    // Always inlined, as `add_table`.
+    #[inline(always)]
     fn put(&mut self, addr: u64, len: u32, id: u16, flags: u16) {
-        let rest = word(len, id, flags | available(self.next));
-        if self.held.is_none() {
+        let rest = word(len, id, flags | self.next.available());
+        if self.next == self.untold {
             self.layout.desc.store_u64(self.next.offset(), addr, Relaxed);
-            self.held = Some((self.next, rest));
+            self.telling = rest;
         } else {
             write_desc(&self.layout.desc, self.next.offset(), [addr, rest]);
         }
@@ -194,32 +184,34 @@ impl PackedDriver {
     #[inline]
     #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
     pub fn publish(&mut self) -> bool {
-        let Some((old, rest)) = self.held.take() else { return false };
-        if self.fault.is_none() {
-            self.published = self.in_flight;
+        if self.next == self.untold {
+            return false;
         }
-        let added = std::mem::take(&mut self.added);
+        if self.fault.is_none() {
+            self.published = self.added;
+        }
+        let old = std::mem::replace(&mut self.untold, self.next);
+        let passed = self.next.since(old, self.size);
         // As in `SplitDriver::publish`: we store a descriptor, then load what the device wants; the device stores what
         // it wants, then loads the descriptor (`PackedRing::enable_notify`). The store also releases all descriptors
         // after it. [2.8.21.3]
-        self.layout.desc.store_u64(old.offset() + REST, rest, SeqCst);
-        wish::is_met(self.layout.used.load_u32(0, SeqCst), self.event_idx, old, added, self.size)
+        self.layout.desc.store_u64(old.offset() + REST, self.telling, SeqCst);
+        wish::is_met(self.layout.used.load_u32(0, SeqCst), self.event_idx, old, passed, self.size)
     }
 
     /// See [`DriverRing::poll`](super::DriverRing::poll).
     #[inline]
     pub fn poll(&mut self) -> Result<Option<Used>, DeviceFault> {
-        if self.published == 0 {
+        if self.published == self.taken {
             return self.fault.map_or(Ok(None), Err);
         }
         // Pairs with the device's release of the rest of the element, status bytes and data. [2.8.6]
         let rest = self.layout.desc.load_u64(self.used.offset() + REST, Acquire);
         let (written, id, flags) = (rest as u32, (rest >> 32) as u16, (rest >> 48) as u16);
-        let whose = flags & (AVAIL | USED);
-        if whose == available(self.used) {
+        if self.used.is_available(rest) {
             return Ok(None);
         }
-        if whose != used(self.used) {
+        if !self.used.is_used(rest) {
             // What stands here was written by us in this lap, and only the device has written since.
             return Err(self.breaks(DeviceFault::FlagsNonsense));
         }
@@ -236,16 +228,14 @@ impl PackedDriver {
         }
         let descriptors = std::mem::take(&mut out.descriptors);
         self.used.advance(descriptors, self.size);
-        self.free += descriptors;
-        self.in_flight -= 1;
-        self.published -= 1;
+        self.taken = self.taken.wrapping_add(1);
         Ok(Some(Used { token: id, written }))
     }
 
     #[cold]
     fn breaks(&mut self, fault: DeviceFault) -> DeviceFault {
         // Nothing is looked at any more.
-        self.published = 0;
+        self.published = self.taken;
         *self.fault.get_or_insert(fault)
     }
 
@@ -256,7 +246,7 @@ impl PackedDriver {
 
     /// See [`DriverRing::arm_delayed`](super::DriverRing::arm_delayed).
     pub fn arm_delayed(&mut self) -> bool {
-        let out = self.size - self.free;
+        let out = self.out();
         let mut event = self.used;
         event.advance(out - out.div_ceil(4), self.size);
         self.arm_at(event)
@@ -269,7 +259,7 @@ impl PackedDriver {
         let wish = if self.event_idx { wish::DESC << 16 | u32::from(event.word()) } else { wish::ENABLE };
         self.layout.avail.store_u32(0, wish, SeqCst);
         let rest = self.layout.desc.load_u64(self.used.offset() + REST, SeqCst);
-        self.published > 0 && (rest >> 48) as u16 & (AVAIL | USED) != available(self.used)
+        self.published != self.taken && !self.used.is_available(rest)
     }
 
     /// See [`DriverRing::disarm`](super::DriverRing::disarm).
@@ -280,7 +270,7 @@ impl PackedDriver {
     /// Chains added and not come back.
     #[inline]
     pub fn in_flight(&self) -> u16 {
-        self.in_flight
+        self.added.wrapping_sub(self.taken)
     }
 
     /// Entries.

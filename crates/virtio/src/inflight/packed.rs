@@ -22,7 +22,7 @@ use blkyard_mem::{Region, View};
 
 use super::{DESC_NUM, FEATURES, Inflight, InflightFault, VERSION, VERSION_ONE};
 use crate::chain::DESC_BYTES;
-use crate::packed::{Position, marks_available, marks_of, marks_used};
+use crate::packed::{MARKS, Position};
 
 /// `free_head` and `old_free_head`, stored at once.
 const FREE: usize = 12;
@@ -251,12 +251,18 @@ impl PackedInflight {
     #[inline]
     pub(crate) fn publishing(&mut self, used: Position) {
         let old_free = self.free;
-        for record in &self.batch {
+        let mut free = old_free;
+        // From the end: chains that end in the order they were fetched follow each other still.
+        for record in self.batch.iter().rev() {
+            let next = std::mem::replace(&mut free, *record);
             let last = self.links[usize::from(*record)].last;
-            self.links[usize::from(last)].next = self.free;
-            self.region.store_u16(entry(last) + NEXT, self.free, Relaxed);
-            self.free = *record;
+            let links = &mut self.links[usize::from(last)];
+            if links.next != next {
+                links.next = next;
+                self.region.store_u16(entry(last) + NEXT, next, Relaxed);
+            }
         }
+        self.free = free;
         self.region.store_u32(FREE, u32::from(self.free) | u32::from(old_free) << 16, Release);
         self.region.store_u64(USED, used_word(used, self.used), Release);
         self.used = used;
@@ -267,12 +273,12 @@ impl PackedInflight {
     pub(crate) fn published(&mut self) {
         // Nothing of this may be there before the ring shows it: it would be lost to the driver.
         fence(Release);
-        for record in self.batch.drain(..) {
-            self.region.store_u16(entry(record) + LINKS, 0, Relaxed);
-        }
+        self.batch.iter().for_each(|record| self.cross_out(*record));
+        self.batch.clear();
         self.settle(self.used);
     }
 
+    #[inline]
     fn cross_out(&self, record: u16) {
         self.region.store_u16(entry(record) + LINKS, 0, Relaxed);
     }
@@ -288,7 +294,7 @@ impl PackedInflight {
 
 /// Where used elements go on, and where they did before, as they lie in a record.
 fn used_word(used: Position, old: Position) -> u64 {
-    u64::from(used.place) | u64::from(old.place) << 16 | u64::from(used.wrap) << 32 | u64::from(old.wrap) << 40
+    u64::from(used.place) | u64::from(old.place) << 16 | u64::from(used.wrap()) << 32 | u64::from(old.wrap()) << 40
 }
 
 /// A record, read once.
@@ -313,13 +319,12 @@ impl Copy {
     /// The first free entry, and where used elements go on, now that the ring has said what of the two is true.
     fn decide(&self, size: u16, ring: &View) -> Result<(u16, Position), InflightFault> {
         let position = |place: u64, wrap: u64| {
-            let position = Position { place: place as u16, wrap: wrap & 0xff != 0 };
+            let position = Position::new(place as u16, wrap & 0xff != 0);
             (position.place < size).then_some(position).ok_or(InflightFault::UsedOutOfRange)
         };
         let used = position(self.used, self.used >> 32)?;
         let old = position(self.used >> 16, self.used >> 40)?;
-        let marks = marks_of(ring.load_u64(old.offset() + 8, Relaxed));
-        let is_published = used != old && marks != marks_available(old.wrap);
+        let is_published = used != old && !old.is_available(ring.load_u64(old.offset() + 8, Relaxed));
         Ok(if is_published { (self.free as u16, used) } else { ((self.free >> 16) as u16, old) })
     }
 
@@ -363,9 +368,9 @@ fn hide_unpublished(ring: &View, size: u16, from: Position, slots: u16) {
     let mut at = from;
     for _ in 0..slots {
         let rest = ring.load_u64(at.offset() + 8, Relaxed);
-        if marks_of(rest) == marks_used(at.wrap) {
-            let others = rest & !(u64::from(marks_used(true)) << 48);
-            ring.store_u64(at.offset() + 8, others | u64::from(marks_available(at.wrap)) << 48, Release);
+        if at.is_used(rest) {
+            let others = rest & !(u64::from(MARKS) << 48);
+            ring.store_u64(at.offset() + 8, others | u64::from(at.available()) << 48, Release);
         }
         at.advance(1, size);
     }
