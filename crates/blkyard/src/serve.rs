@@ -162,7 +162,6 @@ struct Export {
     name: String,
     socket: BoundSocket,
     disk: BlkConfig,
-    write_back: bool,
     remotes: Vec<QueueRemote>,
     serial: SerialId,
     rate: RateSlot,
@@ -182,8 +181,8 @@ struct Inherited {
 impl Export {
     /// Serves it, or prepares to go on with it.
     fn start(self) -> Result<(RateSlot, Start), ServeError> {
-        let Export { name, socket, disk, write_back, remotes, rate, inherited, .. } = self;
-        let config = BackendConfig { name: name.clone(), disk, queues: remotes, write_back };
+        let Export { name, socket, disk, remotes, rate, inherited, .. } = self;
+        let config = BackendConfig { name: name.clone(), disk, queues: remotes };
         let Some(Inherited { offered, depth, wce, session }) = inherited else {
             return Ok((rate, Start::Served(Server::start(socket, config)?)));
         };
@@ -538,19 +537,8 @@ fn bind(
         }
         None => (BoundSocket::bind(&want.socket)?, None),
     };
-    let write_back = info.volatile_cache;
-    let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, write_back);
-    Ok(Export {
-        name,
-        socket,
-        disk,
-        write_back,
-        remotes,
-        serial: want.serial,
-        rate: want.rate,
-        device: device_index,
-        inherited,
-    })
+    let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, info.volatile_cache);
+    Ok(Export { name, socket, disk, remotes, serial: want.serial, rate: want.rate, device: device_index, inherited })
 }
 
 /// Has the driver of one more queue of a device, and says how the queue is made.

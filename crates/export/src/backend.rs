@@ -63,8 +63,6 @@ pub struct BackendConfig {
     pub disk: BlkConfig,
     /// One for each virtqueue.
     pub queues: Vec<QueueRemote>,
-    /// Whether writes start out as write-back.
-    pub write_back: bool,
 }
 
 impl BackendConfig {
@@ -122,6 +120,7 @@ pub(crate) struct Backend {
     /// The same of the protocol; and all that it ever took, by which something may have been set up.
     protocol: Option<u64>,
     protocol_ever: u64,
+    /// Whether writes may wait for a flush; nobody's before features are taken.
     write_back: Arc<AtomicBool>,
     connection: Arc<UnixStream>,
     /// On which the front-end is told what changes by itself.
@@ -133,7 +132,6 @@ pub(crate) struct Backend {
 impl Backend {
     pub(crate) fn new(config: BackendConfig, connection: Arc<UnixStream>) -> Backend {
         let vrings = (0..config.disk.queues()).map(|_| Vring::default()).collect();
-        let write_back = Arc::new(AtomicBool::new(config.write_back));
         Backend {
             vrings,
             memory: Memory::default(),
@@ -143,7 +141,7 @@ impl Backend {
             features: Features::empty(),
             protocol: None,
             protocol_ever: 0,
-            write_back,
+            write_back: Arc::default(),
             connection,
             channel: None,
             lane_gone: false,

@@ -78,7 +78,7 @@ impl Backend {
         }
         let socket = SocketConfig { path: path.into(), mode: None, group: None };
         let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, write_back);
-        let config = BackendConfig { name: "backend".into(), disk, queues: remotes, write_back };
+        let config = BackendConfig { name: "backend".into(), disk, queues: remotes };
         Backend { server: Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap(), lanes }
     }
 

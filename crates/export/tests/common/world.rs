@@ -155,7 +155,7 @@ fn make(devices: Vec<AnyDevice>, queues: usize, lanes: usize) -> (Vec<BackendCon
             next += 1;
         }
         let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
-        made.push(BackendConfig { name: format!("export {number}"), disk, queues: remotes, write_back: true });
+        made.push(BackendConfig { name: format!("export {number}"), disk, queues: remotes });
     }
     (made, dealt)
 }
