@@ -218,7 +218,7 @@ fn fitting(asked: QueueCounts, queues_max: usize) -> QueueCounts {
 }
 
 /// Waits for the other threads in the end.
-struct Meet<'a>(&'a Barrier);
+pub(crate) struct Meet<'a>(pub(crate) &'a Barrier);
 
 impl Drop for Meet<'_> {
     fn drop(&mut self) {

@@ -14,7 +14,7 @@ use blkyard_os::Clock;
 use super::BenchError;
 use super::args::{BenchArgs, Plan};
 use super::job::{Gate, Job};
-use crate::disk::Queues;
+use crate::disk::{Meet, Queues};
 use crate::{Device, DiskError};
 
 /// Opens the disk for the jobs and starts a thread for each. They wait for the gate.
@@ -49,20 +49,11 @@ pub(crate) fn spawn(
                 std::thread::park();
             }
             // Dropped also while a panic unwinds: the others must not wait for this one in vain.
-            let _meet = Meet(all_done);
+            let _meet = Meet(&all_done);
             worker.run();
         })?);
     }
     Ok(threads)
-}
-
-/// Waits for the others in the end.
-struct Meet(Arc<Barrier>);
-
-impl Drop for Meet {
-    fn drop(&mut self) {
-        self.0.wait();
-    }
 }
 
 /// One job at its way to the disk.
