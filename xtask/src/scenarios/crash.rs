@@ -55,8 +55,8 @@ pub(super) fn kills(usually: usize) -> Result<usize> {
 const RECONNECT_MS: u32 = 20;
 
 /// Where a guest that writes on and on looks whether it may end, and what it finds there then: beyond all it writes.
-const END_AT: u64 = 60 * MIB;
-const END: &str = "end";
+pub(super) const END_AT: u64 = 60 * MIB;
+pub(super) const END: &str = "end";
 
 /// What a queue says that begins with requests of a daemon that died.
 const LEFT: &str = "requests that were in flight before";
