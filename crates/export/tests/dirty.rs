@@ -11,8 +11,8 @@ use std::time::Instant;
 use blkyard_mem::{Region, View};
 use blkyard_virtio::{Features, LOG_PAGE_BYTES};
 use common::{
-    AnyDevice, Data, Ends, Front, LINE_BYTES, Line, PAGE, PATIENCE, PLAIN, Ram, Request, World, addresses, event, kind,
-    kinds, readable, rung, words64,
+    AnyDevice, Data, Ends, Front, Hand, LINE_BYTES, Line, PAGE, PATIENCE, PLAIN, Ram, Request, World, addresses, event,
+    kind, kinds, readable, rung, words64,
 };
 use rustix::fs::MemfdFlags;
 
@@ -194,6 +194,39 @@ fn a_guest_that_is_copied_while_it_reads_is_whole_at_the_end() {
         }
         front.leave(&world.exports[0]);
         world.stop();
+    }
+}
+
+#[test]
+fn one_round_answers_sixteen_requests_and_no_more_while_what_it_writes_is_noted() {
+    for (logged, expected) in [(false, [64, 0, 0, 0, 0]), (true, [16, 16, 16, 16, 0])] {
+        let mut hand = Hand::new(0);
+        let (front, mut vq) = hand.connect();
+        let log = Log::new(vq.ram.guest_addr + vq.ram.len);
+        std::thread::scope(|scope| {
+            let begin = scope.spawn(|| {
+                if logged {
+                    assert!(log.set_base(&front));
+                    set_logging(&front, true);
+                }
+            });
+            while !begin.is_finished() {
+                hand.turn();
+            }
+        });
+        hand.learn_that_it_takes_turns(&mut vq);
+        // Unknown requests, which are answered on the spot: each is there four times over.
+        let heads: Vec<_> = (0..16).map(|slot| vq.build(slot, 77, 0, Data::None, &vq.ram)).collect();
+        (0..4).flat_map(|_| &heads).for_each(|head| vq.offer(*head));
+        vq.publish_silently();
+        let rounds = [(); 5].map(|()| {
+            let before = hand.refused();
+            hand.turn();
+            hand.refused() - before
+        });
+        assert_eq!(rounds, expected, "logged: {logged}");
+        hand.stop();
+        drop(front);
     }
 }
 

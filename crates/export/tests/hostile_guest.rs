@@ -300,21 +300,11 @@ fn a_guest_that_offers_without_end_keeps_nobody_else_from_the_lane() {
 /// Rounds under a flood from a guest that was never seen to work while we do, of whose offers nothing is put off: those
 /// that took more than lay there at any time, and the most that one took.
 fn rounds_in_a_flood() -> (usize, u64) {
-    /// Requests after which it is known that the guest takes turns with us: forty times what is a matter of one look.
-    const TURNS: u16 = 40;
     /// Rounds for which that is believed, and no more.
     const BELIEVED: usize = 900;
     let mut hand = Hand::new(0);
     let (front, mut vq) = hand.connect();
-    for _ in 0..TURNS {
-        (0..16).for_each(|slot| vq.put(slot, 77, 0, Data::None));
-        vq.publish_silently();
-        let refused = hand.refused() + 16;
-        while hand.refused() < refused {
-            hand.turn();
-        }
-        assert_eq!(std::iter::from_fn(|| vq.poll()).count(), 16);
-    }
+    hand.learn_that_it_takes_turns(&mut vq);
     let ending = AtomicBool::new(false);
     let (mut rounds, mut fed, mut most) = (0, 0, 0);
     std::thread::scope(|scope| {

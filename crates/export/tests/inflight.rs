@@ -135,6 +135,48 @@ fn what_was_in_flight_is_done_by_the_next_daemon_in_its_order() {
 }
 
 #[test]
+fn what_a_driver_had_that_panics_in_the_middle_of_a_batch_is_done_by_the_next_daemon_and_answered_once() {
+    let gate = Gate::shut();
+    let world = World::gated(&gate);
+    let ram = Ram::new(1 << 20);
+    let (mut front, kept) = keeps(&world.exports[0], &ram, None);
+    let kept = kept.unwrap();
+    let mut vq = Vq::new(&ram, 0);
+    front.start(0, &vq);
+    let put = |slots: std::ops::Range<u16>, vq: &mut Vq| {
+        slots.for_each(|slot| vq.put(slot, kind::OUT, u64::from(slot) * 2, Data::Out(&[slot as u8; 512])));
+        vq.publish();
+    };
+    put(8..10, &mut vq);
+    until("two writes are with the device", || gate.held() == 2);
+    // Of eight the driver has three, has the fourth in its hand, and was not given the rest.
+    gate.plant_bug_at(4);
+    put(10..18, &mut vq);
+    until("the lane ends", || world.lanes.threads()[0].is_finished());
+    let write = |slot: u64| Seen::Taken(Op::Write, BioFlags::empty(), slot * 2);
+    let taken =
+        |gate: &Gate| gate.seen().into_iter().filter(|seen| matches!(seen, Seen::Taken(..))).collect::<Vec<_>>();
+    assert_eq!(taken(&gate), (8..13).map(write).collect::<Vec<_>>());
+    // Nobody waits for what nobody has any more, and nobody is told that it was done.
+    world.exports.iter().for_each(|export| export.server().ask_to_stop());
+    until("the exports end", || world.exports.iter().all(|export| export.server().is_finished()));
+    assert!(common::end(world.lanes).unwrap_err().to_string().contains("a bug that the test planted"));
+    assert!(vq.poll().is_none() && (8..18).all(|slot| vq.status(slot) == 0xff));
+    drop(front);
+
+    let gate = Gate::open();
+    let world = World::gated(&gate);
+    let mut front = goes_on(&world.exports[0], &vq, &kept);
+    front.set_vring_enable(0, true).unwrap();
+    let heads: BTreeSet<_> = (0..10).map(|_| vq.wait_used().0).collect();
+    assert_eq!(heads, (8..18).map(|slot| slot * 3).collect());
+    assert_eq!(taken(&gate), (8..18).map(write).collect::<Vec<_>>(), "each once, in its order");
+    assert!(vq.poll().is_none() && (8..18).all(|slot| vq.status(slot) == 0));
+    drop(front);
+    world.stop();
+}
+
+#[test]
 fn a_ring_that_is_stopped_at_once_finishes_what_was_in_flight_and_nothing_else() {
     let (mut vq, kept) = dies_with_writes_in_flight();
     vq.put(5, kind::OUT, 10, Data::Out(&[5; 512]));

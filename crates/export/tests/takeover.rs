@@ -161,6 +161,31 @@ fn what_makes_no_session_is_refused_and_the_old_export_goes_on() {
 }
 
 #[test]
+fn memory_that_was_cut_short_and_is_used_by_nobody_is_not_taken_over_and_the_old_export_goes_on() {
+    let world = World::new(vec![AnyDevice::ram(0)], QUEUES, 2);
+    let ram = Ram::new(QUEUES as u64 * VQ_BYTES);
+    let (mut front, mut vqs) = attach(&world, &ram, PLAIN, false);
+    let dimm = Ram::at(1 << 32, 1 << 20);
+    front.add(&dimm).unwrap();
+    dimm.truncate(0);
+    for _ in 0..3 {
+        let handed = world.exports[0].server().hand().hand_over().recv_timeout(PATIENCE).unwrap().unwrap();
+        let state = handed.state;
+        let socket = BoundSocket::adopt(state.listener, state.path, state.identity);
+        let refused = Server::take_over(socket, config(QUEUES), QUEUES as u16, state.wce, state.session);
+        assert!(refused.is_err(), "memory that is not there is taken over");
+        drop(handed.rest);
+        assert_eq!(vqs[0].write(0, &[1; 512]), 0);
+    }
+    // Taken back by who cut it short, it is in nobody's way.
+    front.remove(&dimm).unwrap();
+    let world = world.hand_over(&[AnyDevice::ram(0)], QUEUES, 2).0;
+    assert_eq!(vqs[0].write(0, &[2; 512]), 0);
+    front.leave(&world.exports[0]);
+    world.stop();
+}
+
+#[test]
 fn a_message_of_which_half_has_come_is_finished_elsewhere() {
     let devices = [AnyDevice::ram(0)];
     let mut world = World::new(devices.to_vec(), 2, 1);

@@ -402,3 +402,68 @@ fn each_round_announces_and_fetches_once() {
     assert_eq!(queue.poll(&|| 110, &mut |_| ()), 4);
     assert_eq!(*calls.lock().unwrap(), (3, 3));
 }
+
+/// Answers what lies below sector 100 on the spot. From there on it answers one, keeps one, and panics over the third.
+struct Trap {
+    order: Arc<Mutex<Vec<u64>>>,
+    kept: Vec<Tag>,
+}
+
+impl Driver<()> for Trap {
+    fn queue_rqs(&mut self, (): &mut (), _: &RegionTable, batch: &mut Batch<'_>) {
+        while let Some((tag, request, _)) = batch.take() {
+            let sector = request.sector();
+            self.order.lock().unwrap().push(sector);
+            match sector {
+                0..=100 => batch.complete(tag, Status::Ok),
+                _ => self.kept.push(tag),
+            }
+            assert_ne!(sector, 102, "a bug that the test planted");
+        }
+    }
+
+    fn poll(&mut self, (): &mut (), _: &RegionTable, _: &mut Done<'_>, _: u64) {}
+}
+
+impl Drop for Trap {
+    fn drop(&mut self) {
+        // A queue that is given up takes its requests along.
+        self.kept.drain(..).for_each(std::mem::forget);
+    }
+}
+
+#[test]
+fn a_driver_that_panics_in_the_middle_of_a_batch_answers_nothing_twice_and_all_who_wait_hear_of_it() {
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let driver = Trap { order: Arc::clone(&order), kept: Vec::new() };
+    let config = HwQueueConfig { merging: Merging::Off, ..HwQueueConfig::default() };
+    let mut ends = share(driver, (), config, 4, 3);
+    let (mut last, mut sleeper, mut first) = (ends.pop().unwrap(), ends.pop().unwrap(), ends.pop().unwrap());
+    // What has come back before is there, whatever happens to the queue.
+    (0..2).for_each(|sector| first.submit(bio(sector)));
+    first.ring(&|| 5);
+    // One that the device keeps for ever: asleep or just about to, it hears of it.
+    let sleeper = std::thread::spawn(move || {
+        sleeper.submit(bio(200));
+        sleeper.wait(&|| 6, &mut |_| unreachable!("nobody answered it"))
+    });
+    let breaker = std::thread::spawn(move || {
+        (100..104).for_each(|sector| last.submit(bio(sector)));
+        last.ring(&|| 7);
+        // Another may have turned the queue for it, and found the bug.
+        last.wait(&|| 8, &mut |bio| unreachable!("{} was answered by a queue that was given up", bio.sector))
+    });
+    assert!(breaker.join().is_err() && sleeper.join().is_err());
+    let mut back = Vec::new();
+    first.poll(&|| 9, &mut |bio| back.push((bio.sector, bio.status)));
+    assert_eq!(back, [(0, Status::Ok), (1, Status::Ok)]);
+    assert_eq!(first.in_flight(), 0);
+    let next = std::panic::AssertUnwindSafe(move || {
+        first.submit(bio(3));
+        first.ring(&|| 10);
+    });
+    assert!(std::panic::catch_unwind(next).is_err(), "a queue that was given up takes more");
+    let mut order = order.lock().unwrap().clone();
+    order.retain(|sector| *sector != 200);
+    assert_eq!(order, [0, 1, 100, 101, 102], "each was taken once, and none after the bug");
+}

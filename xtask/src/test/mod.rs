@@ -72,24 +72,25 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         options.filter.join(" or ")
     );
     if run.report.has_failed() {
-        tell_of_a_full_disk(&run.logs)?;
+        let system = rustix::fs::statvfs(&run.logs);
+        let system = system.with_context(|| format!("cannot ask how full {} is", run.logs.display()))?;
+        let free = system.f_bavail.saturating_mul(system.f_frsize);
+        full_disk(&run.logs, free).into_iter().for_each(|words| println!("{words}"));
     }
     Ok(run.report.close())
 }
 
-/// A disk that filled up makes anything fail, and few programs say that this is why.
-fn tell_of_a_full_disk(folder: &Path) -> Result<()> {
-    let system = rustix::fs::statvfs(folder).with_context(|| format!("cannot ask how full {} is", folder.display()))?;
-    let free = system.f_bavail.saturating_mul(system.f_frsize);
-    if free < SCANT_BYTES {
-        println!(
+/// What there is to say of a disk with so many bytes free after a run that failed: one that filled up makes anything
+/// fail, and few programs say that this is why.
+fn full_disk(folder: &Path, free: u64) -> Option<String> {
+    (free < SCANT_BYTES).then(|| {
+        format!(
             "only {} MiB are free where {} lies, and a whole run takes some 4 GiB: what failed may have failed of that; \
              free some, or have CARGO_TARGET_DIR name a folder elsewhere",
             free >> 20,
             folder.display()
-        );
-    }
-    Ok(())
+        )
+    })
 }
 
 fn list() {
@@ -191,4 +192,19 @@ fn create_log(path: &Path) -> Result<File> {
         .truncate(true)
         .open(path)
         .with_context(|| format!("cannot write {}", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_that_is_nearly_full_is_named_with_what_helps_and_another_is_not() {
+        let folder = Path::new("/some/target/xtask-logs");
+        assert_eq!(full_disk(folder, SCANT_BYTES), None);
+        let words = full_disk(folder, SCANT_BYTES - 1).unwrap();
+        for word in ["only 2047 MiB", "/some/target/xtask-logs", "free some", "CARGO_TARGET_DIR"] {
+            assert!(words.contains(word), "'{word}' is missing in: {words}");
+        }
+    }
 }

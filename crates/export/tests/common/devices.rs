@@ -113,7 +113,8 @@ pub struct Gate {
     shut: AtomicBool,
     held: AtomicUsize,
     polls: AtomicUsize,
-    panics: AtomicBool,
+    /// Which request from now on finds a bug, counted from one; none is zero.
+    panics: AtomicUsize,
     seen: Mutex<Vec<Seen>>,
 }
 
@@ -144,7 +145,16 @@ impl Gate {
 
     /// The next request finds a bug: its lane ends.
     pub fn plant_bug(&self) {
-        self.panics.store(true, SeqCst);
+        self.plant_bug_at(1);
+    }
+
+    /// The `number`-th request from now on does, counted from one.
+    pub fn plant_bug_at(&self, number: usize) {
+        self.panics.store(number, SeqCst);
+    }
+
+    fn meets_bug(&self) -> bool {
+        self.panics.fetch_update(SeqCst, SeqCst, |left| left.checked_sub(1)) == Ok(1)
     }
 
     pub fn seen(&self) -> Vec<Seen> {
@@ -173,7 +183,7 @@ impl Driver<Ring> for GatedQueue {
         while let Some((tag, request, _)) = batch.take() {
             let (op, flags, sector) = (request.op(), request.flags(), request.sector());
             self.held.push_back((tag, op, sector));
-            assert!(!self.gate.panics.swap(false, SeqCst), "a bug that the test planted");
+            assert!(!self.gate.meets_bug(), "a bug that the test planted");
             self.gate.saw(Seen::Taken(op, flags, sector));
             self.gate.held.fetch_add(1, SeqCst);
         }

@@ -6,7 +6,7 @@ use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, Server, SocketConfig, 
 use blkyard_mq::{BlockDevice, Chime, Crank, HwQueue, HwQueueConfig, NullConfig, RamDevice, RamQueue, Station};
 use blkyard_virtio::{BlkConfig, Refusals, SerialId};
 
-use super::{Front, Ram, Vq, disk_info};
+use super::{Data, Front, Ram, Vq, disk_info};
 
 /// A queue to be cranked by hand.
 pub struct Hand {
@@ -77,6 +77,20 @@ impl Hand {
             self.turn();
         }
         begin.join().unwrap()
+    }
+
+    /// Turns while the guest offers a few requests and waits for all of them, so often that the queue knows that it
+    /// takes turns: then nothing that is offered is put off to the next round.
+    pub fn learn_that_it_takes_turns(&mut self, vq: &mut Vq) {
+        for _ in 0..40 {
+            (0..16).for_each(|slot| vq.put(slot, 77, 0, Data::None));
+            vq.publish_silently();
+            let refused = self.refused() + 16;
+            while self.refused() < refused {
+                self.turn();
+            }
+            assert_eq!(std::iter::from_fn(|| vq.poll()).count(), 16);
+        }
     }
 
     /// Turns until the export has ended.
