@@ -163,22 +163,21 @@ pub struct Cid(pub u32);
 #[error("completion for id {0:#x}, which is not in flight")]
 pub struct Forged(pub u32);
 
-#[derive(Debug)]
-struct Parked {
-    generation: u16,
-    tag: Option<Tag>,
-}
-
 /// The tags a driver has handed to the other side, each under an id that is good once.
 #[derive(Debug)]
 pub struct Cids {
-    places: Box<[Parked]>,
+    /// By place: the id under which its tag is out; while it is not, the last generation with `NOWHERE` for the place.
+    ids: Box<[u32]>,
 }
+
+/// The lower half of an id, which names its place; and no place by itself.
+const NOWHERE: u32 = 0xffff;
+const _: () = assert!(TagSet::DEPTH_MAX <= NOWHERE as usize);
 
 impl Cids {
     /// Room for the tags of a set of `depth`.
     pub fn new(depth: usize) -> Cids {
-        Cids { places: (0..depth).map(|_| Parked { generation: 0, tag: None }).collect() }
+        Cids { ids: vec![NOWHERE; depth].into() }
     }
 
     /// Parks a tag; the id redeems it, once.
@@ -187,11 +186,11 @@ impl Cids {
     /// If the tag's place is taken, which would take two tags of one number.
     #[inline]
     pub fn park(&mut self, tag: Tag) -> Cid {
-        let index = tag.index();
-        let place = &mut self.places[index];
-        assert!(place.tag.is_none(), "tag {index} is parked already");
-        place.tag = Some(tag);
-        Cid(u32::from(place.generation) << 16 | index as u32)
+        let number = tag.put_down();
+        let id = &mut self.ids[usize::from(number)];
+        assert!(*id & NOWHERE == NOWHERE, "tag {number} is parked already");
+        *id = *id & !NOWHERE | u32::from(number);
+        Cid(*id)
     }
 
     /// The place a valid id names, without redeeming it.
@@ -200,11 +199,8 @@ impl Cids {
     /// The id is not in flight.
     #[inline]
     pub fn look(&self, cid: Cid) -> Result<usize, Forged> {
-        let index = (cid.0 & 0xffff) as usize;
-        match self.places.get(index) {
-            Some(place) if place.tag.is_some() && u32::from(place.generation) == cid.0 >> 16 => Ok(index),
-            _ => Err(Forged(cid.0)),
-        }
+        let index = (cid.0 & NOWHERE) as usize;
+        if self.ids.get(index) == Some(&cid.0) { Ok(index) } else { Err(Forged(cid.0)) }
     }
 
     /// Gives the tag back for its id.
@@ -214,14 +210,19 @@ impl Cids {
     #[inline]
     pub fn redeem(&mut self, cid: Cid) -> Result<Tag, Forged> {
         let index = self.look(cid)?;
-        let place = &mut self.places[index];
-        place.generation = place.generation.wrapping_add(1);
-        place.tag.take().ok_or(Forged(cid.0))
+        self.ids[index] = (cid.0 | NOWHERE).wrapping_add(NOWHERE + 1);
+        Ok(Tag::pick_up(index as u16))
     }
 
     /// Whether nothing is parked.
     pub fn is_empty(&self) -> bool {
-        self.places.iter().all(|place| place.tag.is_none())
+        self.ids.iter().all(|id| id & NOWHERE == NOWHERE)
+    }
+}
+
+impl Drop for Cids {
+    fn drop(&mut self) {
+        assert!(self.is_empty() || std::thread::panicking(), "tags were dropped while they were parked");
     }
 }
 
@@ -246,6 +247,26 @@ mod tests {
     #[should_panic(expected = "dropped while it was out")]
     fn dropping_a_tag_is_loud() {
         drop(TagSet::new(4, 0).take());
+    }
+
+    #[test]
+    #[should_panic(expected = "while they were parked")]
+    fn dropping_tags_that_are_parked_is_loud() {
+        Cids::new(4).park(Tag::pick_up(3));
+    }
+
+    #[test]
+    fn an_id_is_good_once_though_generations_go_round() {
+        let mut cids = Cids::new(2);
+        for generation in 0..=u32::from(u16::MAX) + 1 {
+            let cid = cids.park(Tag::pick_up(1));
+            assert_eq!(cid.0, generation << 16 | 1);
+            assert_eq!(cids.redeem(cid).map(Tag::put_down), Ok(1));
+            assert_eq!(
+                (cids.look(cid), cids.look(Cid(cid.0 | 0xffff))),
+                (Err(Forged(cid.0)), Err(Forged(cid.0 | 0xffff)))
+            );
+        }
     }
 
     #[test]
