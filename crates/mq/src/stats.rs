@@ -59,17 +59,23 @@ const SUB_BITS: u32 = 5;
 /// Values from here on fall into the last bucket: 2^37 ns, more than two minutes.
 const VALUE_BITS: u32 = 37;
 const BUCKETS: usize = ((VALUE_BITS - SUB_BITS + 1) as usize) << SUB_BITS;
+/// Of a word with a bucket and a count, those of the count.
+const COUNT_BITS: u32 = 48;
 
 /// A log-linear histogram of nanoseconds: exact below 32, then 32 buckets to each power of two, so that a value is off
 /// by at most 1/32. The layout is that of HdrHistogram.
 #[derive(Debug)]
 pub struct Histogram {
     buckets: Box<[AtomicU64; BUCKETS]>,
+    /// What was recorded last, which is put into its bucket when the next comes: bucket and count, as
+    /// [`Histogram::late`] makes them. Where a value belongs is known only once the clock was read, and what a
+    /// processor does ahead of a store whose place it does not know it often has to do again.
+    last: AtomicU64,
 }
 
 impl Default for Histogram {
     fn default() -> Self {
-        Histogram { buckets: Box::new([const { AtomicU64::new(0) }; BUCKETS]) }
+        Histogram { buckets: Box::new([const { AtomicU64::new(0) }; BUCKETS]), last: AtomicU64::new(0) }
     }
 }
 
@@ -86,15 +92,27 @@ impl Histogram {
         (((index - ((shift as usize) << SUB_BITS)) as u64 + 1) << shift) - 1
     }
 
-    /// Counts a value `n` times.
+    /// Counts a value `n` times, fewer than 2^48.
     #[inline]
     pub fn record(&self, value: u64, n: u64) {
-        add(&self.buckets[Histogram::index(value)], n);
+        let last = self.last.load(Relaxed);
+        self.last.store((Histogram::index(value) as u64) << COUNT_BITS | n, Relaxed);
+        let (index, n) = Histogram::late(last);
+        add(&self.buckets[index], n);
     }
 
-    /// The counts so far.
+    /// Bucket and count of what is not in its bucket yet.
+    #[inline]
+    fn late(last: u64) -> (usize, u64) {
+        ((last >> COUNT_BITS) as usize, last & ((1 << COUNT_BITS) - 1))
+    }
+
+    /// The counts so far. While more are made, what came last may be missing.
     pub fn snapshot(&self) -> HistogramSnapshot {
-        HistogramSnapshot { counts: self.buckets.iter().map(|bucket| bucket.load(Relaxed)).collect() }
+        let mut counts: Vec<u64> = self.buckets.iter().map(|bucket| bucket.load(Relaxed)).collect();
+        let (index, n) = Histogram::late(self.last.load(Relaxed));
+        counts[index] += n;
+        HistogramSnapshot { counts }
     }
 }
 
@@ -144,7 +162,8 @@ impl HistogramSnapshot {
     /// What was counted since an earlier snapshot of the same histogram.
     #[must_use]
     pub fn since(&self, earlier: &HistogramSnapshot) -> HistogramSnapshot {
-        let counts = self.counts.iter().zip(&earlier.counts).map(|(now, then)| now.wrapping_sub(*then)).collect();
+        // What was on its way to its bucket may have been seen then and not now.
+        let counts = self.counts.iter().zip(&earlier.counts).map(|(now, then)| now.saturating_sub(*then)).collect();
         HistogramSnapshot { counts }
     }
 }
@@ -395,6 +414,19 @@ mod tests {
         assert_eq!(now.op(OpClass::Write).ios, 1);
         assert_eq!(read.latency.samples(), 3);
         assert_eq!(now.op(OpClass::Flush).min_ns, u64::MAX);
+    }
+
+    #[test]
+    fn what_came_last_is_counted_as_soon_as_what_came_before() {
+        let histogram = Histogram::default();
+        let mut before = histogram.snapshot();
+        for (value, n, samples) in [(7, 3, 3), (7, 2, 5), (40, 1, 6), (u64::MAX, 32, 38)] {
+            histogram.record(value, n);
+            let now = histogram.snapshot();
+            assert_eq!((now.samples(), now.since(&before).samples()), (samples, n));
+            before = now;
+        }
+        assert_eq!(before.iter().map(|(_, n)| n).collect::<Vec<_>>(), [5, 1, 32]);
     }
 
     #[test]
