@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Result, ensure};
+use anyhow::{Result, bail, ensure};
 use serde_json::Value;
 
 use super::control::{refused, serve, succeed, sum, tree, tree_when};
@@ -37,9 +37,30 @@ fn count(ground: &Ground) -> Result<Count> {
     Ok(Count { ios: [0, 1].map(|export| ios(export).unwrap_or(0)), between: [before, Instant::now()] })
 }
 
-/// Measures both exports. Neither passes its limit by more than the burst, nor do both together that of the device;
-/// whoever wants more than its limit reaches it.
+/// How often it is measured until whoever wants more than its limit reaches it: nothing makes up for what a machine
+/// that stood still has missed.
+const WINDOWS: usize = 8;
+
+/// Measures both exports. Neither passes its limit by more than the burst, nor do both together that of the device, in
+/// any window; whoever wants more than its limit reaches it in one of them.
 fn measure(ground: &Ground, what: &str, limits: [Option<f64>; 2], device: f64) -> Result<String> {
+    let mut missed = Vec::new();
+    while missed.len() < WINDOWS {
+        match window(ground, what, limits, device)? {
+            Ok(measured) => return Ok(measured),
+            Err(too_few) => missed.push(too_few),
+        }
+    }
+    bail!("{}", missed.join("; "))
+}
+
+/// The same in one window, or who did not reach its limit.
+fn window(
+    ground: &Ground,
+    what: &str,
+    limits: [Option<f64>; 2],
+    device: f64,
+) -> Result<std::result::Result<String, String>> {
     let from = count(ground)?;
     std::thread::sleep(TIME);
     let to = count(ground)?;
@@ -48,14 +69,18 @@ fn measure(ground: &Ground, what: &str, limits: [Option<f64>; 2], device: f64) -
     let ios = [0, 1].map(|export| (to.ios[export] - from.ios[export]) as f64);
     // A quarter of a millisecond that each queue has booked, an I/O, and a round of requests that ended late.
     let most = |rate: f64| rate * (most_s + f64::from(BURST_MS) / 1e3 + 2.0 * 250e-6) + 34.0;
+    let mut missed = None;
     for (ios, limit) in ios.into_iter().zip(limits) {
         let Some(limit) = limit else { continue };
         ensure!(ios <= most(limit), "{what}: {ios} in {most_s:.3} s at {limit} a second");
-        ensure!(ios >= limit * least_s * (1.0 - MISSING), "{what}: only {ios} in {least_s:.3} s at {limit} a second");
+        if ios < limit * least_s * (1.0 - MISSING) {
+            missed = Some(format!("{what}: only {ios} in {least_s:.3} s at {limit} a second"));
+        }
     }
     let all = ios[0] + ios[1];
     ensure!(all <= most(device) + 34.0, "{what}: {all} in {most_s:.3} s at {device} a second of the device");
-    Ok(format!("{what}: {:.0} and {:.0} a second", ios[0] / most_s, ios[1] / most_s))
+    let measured = format!("{what}: {:.0} and {:.0} a second", ios[0] / most_s, ios[1] / most_s);
+    Ok(missed.map_or(Ok(measured), Err))
 }
 
 fn rates(ground: &Ground) -> Result<()> {
