@@ -1,10 +1,15 @@
 //! `serve --takeover` as processes: one daemon takes the place of another under a client that checks what it wrote.
 
-use std::io::{BufRead, BufReader, Lines, Read, Write};
+use std::io::{BufRead, BufReader, IoSlice, Lines, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
+
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg, sockopt};
 
 /// Longer than anything here takes on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(2);
@@ -319,6 +324,67 @@ fn a_daemon_goes_on_when_its_heir_dies_or_cannot_or_is_none() {
     assert!(daemon.process.0.try_wait().unwrap().is_none(), "the old daemon has ended");
     assert!(folder.join("s").exists() && folder.join("c").exists());
     daemon.stop();
+}
+
+/// A front-end that holds up the thread of the export at `s` until what is returned is dropped: with a descriptor that
+/// takes long to close, as the last of a connection does whose other end does not read.
+fn hold_up(folder: &Path, daemon: &Daemon) -> (UnixStream, TcpStream) {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let mut slow = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (far, _) = listener.accept().unwrap();
+    sockopt::set_socket_linger(&slow, Some(10 * PATIENCE)).unwrap();
+    slow.set_nonblocking(true).unwrap();
+    while slow.write(&[7; 4096]).is_ok() {}
+    let front_end = UnixStream::connect(folder.join("s")).unwrap();
+    // SET_VRING_KICK, of which the body comes once ours is not the last that is open.
+    let header = [12_u32, 1, 8].map(u32::to_ne_bytes).concat();
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let fds = [slow.as_fd()];
+    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
+    assert_eq!(sendmsg(&front_end, &[IoSlice::new(&header)], &mut control, SendFlags::NOSIGNAL), Ok(header.len()));
+    let name = format!("socket:[{}]", rustix::fs::fstat(&slow).unwrap().st_ino);
+    drop(slow);
+    let has_it = || {
+        let files = std::fs::read_dir(format!("/proc/{}/fd", daemon.process.0.id())).unwrap();
+        files.flatten().any(|file| std::fs::read_link(file.path()).is_ok_and(|link| link.as_os_str() == name.as_str()))
+    };
+    let begin = Instant::now();
+    for (body, there) in [(&[][..], true), (&[0; 8], false)] {
+        (&front_end).write_all(body).unwrap();
+        while has_it() != there {
+            assert!(begin.elapsed() < PATIENCE, "the descriptor should be there: {there}");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    (front_end, far)
+}
+
+#[test]
+fn nobody_rests_for_an_export_that_its_front_end_holds_up() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let served = ["--device", "null:16M", "--export", "vhost-user-blk:s", "--device", "null:16M"];
+    let other = ["--export", "vhost-user-blk:t", "--control", "c", "--lanes", "1"];
+    let daemon = Daemon::start(folder, &[served, other].concat());
+    let goes_on = || {
+        let done = run(folder, &["bench", "vhost-user:t", "--rw", "randread", "--size", "1M"]);
+        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    };
+    let held = hold_up(folder, &daemon);
+    goes_on();
+    let refused = run(folder, &["serve", "--takeover", "c"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success(), "{said}");
+    for word in ["vhost-user-blk:s: it has heard nothing", "nothing was asked to rest", "blkyard inspect"] {
+        assert!(said.contains(word), "'{word}' is missing in: {said}");
+    }
+    goes_on();
+    drop(held);
+    let heir = Daemon::start(folder, &["--takeover", "c"]);
+    drop(daemon);
+    goes_on();
+    heir.stop();
 }
 
 #[test]

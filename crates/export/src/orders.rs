@@ -39,6 +39,8 @@ pub(crate) enum Order {
     Rates(Vec<Arc<RateLimit>>, Sender<Result<(), String>>),
     /// Have these queues as well, and offer so many from the next front-end on.
     Offer(u16, Vec<QueueRemote>, Sender<Result<Changed, String>>),
+    /// Say that orders are heard.
+    Hear(Sender<()>),
     /// Come to rest, and wait until it is known whether somebody else goes on.
     HandOver(Sender<Result<Handed, String>>),
 }
@@ -94,6 +96,12 @@ impl ExportHand {
     /// by now.
     pub fn offer(&self, queues: u16, more: Vec<QueueRemote>) -> Receiver<Result<Changed, String>> {
         self.give(|answer| Order::Offer(queues, more, answer))
+    }
+
+    /// Asks whether orders are heard by now: not while the export's thread waits for a device, or for what its
+    /// front-end sent. The channel ends without an answer if the export has ended.
+    pub fn hears(&self) -> Receiver<()> {
+        self.give(Order::Hear)
     }
 
     /// Asks that it come to rest with all it serves, so that another process can go on with that. It rests until what

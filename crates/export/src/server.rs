@@ -315,6 +315,7 @@ impl Desk {
         while let Some(order) = self.orders.next() {
             match order {
                 Order::HandOver(answer) => self.hand_over(subject, &answer)?,
+                Order::Hear(answer) => drop(answer.send(())),
                 Order::Change(info, answer) => {
                     let _ = answer.send(match subject {
                         Subject::Waiting(config) => config.change(&info).map(|()| Changed::Unseen),

@@ -14,6 +14,8 @@ use super::wire::{receive, send};
 use crate::control::{Daemon, Wish, answer_line, parse_request};
 use crate::scheduler::put_device_scheduler;
 
+/// How long exports may take to hear that they are asked for anything. Nobody rests meanwhile.
+const HEAR_TIME: Duration = Duration::from_secs(5);
 /// How long exports may take to come to rest: as long as for any other change.
 const REST_TIME: Duration = Duration::from_secs(20);
 /// How long the new daemon may take from one word to the next. Guests wait meanwhile.
@@ -55,6 +57,7 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     for served in &daemon.devices {
         served.device.can_be_handed()?;
     }
+    all_hear(daemon)?;
     let (lanes, spin_us) = {
         let lanes = daemon.lanes();
         (lanes.threads().len() as u64, lanes.spin_us())
@@ -92,6 +95,21 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     rests.into_iter().for_each(Rest::let_go);
     control.set_owned(false);
     Ok(begin.elapsed())
+}
+
+/// Checks that no export is held up: all others would rest for as long as it is.
+fn all_hear(daemon: &Daemon) -> Result<(), String> {
+    let begin = Instant::now();
+    let asked: Vec<_> = daemon.exports.iter().map(|export| export.hand.hears()).collect();
+    for (answer, export) in asked.into_iter().zip(&daemon.exports) {
+        answer.recv_timeout(HEAR_TIME.saturating_sub(begin.elapsed())).map_err(|_| {
+            format!(
+                "{export}: it has heard nothing for {HEAR_TIME:?}, held up by its device or by what its front-end sent, so \
+                 nothing was asked to rest; see blkyard inspect, and end that front-end if it is to blame"
+            )
+        })?;
+    }
+    Ok(())
 }
 
 fn pack(
