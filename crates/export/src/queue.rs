@@ -50,7 +50,7 @@ pub struct VhostQueue<D> {
     serial: SerialId,
     refusals: Arc<Refusals>,
     session: Option<Session>,
-    desk: Desk,
+    bios: Bios,
     suspending: Vec<Sender<RingBase>>,
     flushing: Flushing,
     retiring: bool,
@@ -88,9 +88,9 @@ struct Session {
 }
 
 /// What is known of the requests under way: bios not in use, and for those in use what their end needs.
-struct Desk {
+struct Bios {
     free: Vec<Box<Bio>>,
-    places: Box<[Option<Place>]>,
+    pending: Box<[Option<Pending>]>,
 }
 
 /// Flushes that the control path asks for, one at a time.
@@ -131,7 +131,7 @@ impl Flushing {
     }
 }
 
-struct Place {
+struct Pending {
     head: Head,
     status_at: Segment,
     /// Room for data before the status.
@@ -156,7 +156,7 @@ impl<D> VhostQueue<D> {
             serial,
             refusals,
             session: None,
-            desk: Desk { free: (0..room).map(bio).collect(), places: (0..room).map(|_| None).collect() },
+            bios: Bios { free: (0..room).map(bio).collect(), pending: (0..room).map(|_| None).collect() },
             suspending: Vec::new(),
             flushing: Flushing::new(),
             retiring: false,
@@ -170,7 +170,7 @@ impl<D> VhostQueue<D> {
     /// same stream.
     #[must_use]
     pub fn with_stream(mut self, stream: u32) -> VhostQueue<D> {
-        self.desk.free.iter_mut().for_each(|bio| bio.stream = stream);
+        self.bios.free.iter_mut().for_each(|bio| bio.stream = stream);
         self
     }
 
@@ -323,7 +323,7 @@ impl Session {
     fn fetch<D>(
         &mut self,
         hw: &mut HwQueue<D>,
-        desk: &mut Desk,
+        bios: &mut Bios,
         serial: &SerialId,
         refusals: &Refusals,
         mut most: usize,
@@ -337,15 +337,15 @@ impl Session {
         }
         let mut fetched = 0;
         while fetched < most {
-            let Some(mut bio) = desk.free.pop() else { break };
+            let Some(mut bio) = bios.free.pop() else { break };
             let head = match self.ring.fetch(&self.memory, &mut self.chain) {
                 Ok(Some(head)) => head,
                 Ok(None) => {
-                    desk.free.push(bio);
+                    bios.free.push(bio);
                     break;
                 }
                 Err(fault) => {
-                    desk.free.push(bio);
+                    bios.free.push(bio);
                     // A ring whose memory is gone reads as zeroes: that is not what the guest wrote.
                     if !self.is_cut_short() {
                         refusals.ring_fault(&fault);
@@ -365,7 +365,7 @@ impl Session {
             match parse(&self.chain, &self.memory, &context, &mut bio) {
                 Parsed::Io { status_at } => {
                     let room_bytes = self.chain.writable_bytes() - 1;
-                    desk.places[bio.cookie as usize] = Some(Place { head, status_at, room_bytes });
+                    bios.pending[bio.cookie as usize] = Some(Pending { head, status_at, room_bytes });
                     hw.submit(bio);
                 }
                 Parsed::GetId { status_at } => {
@@ -378,7 +378,7 @@ impl Session {
                     // Between a longer buffer's first bytes and the status is a gap.
                     let whole = u64::from(id_bytes) + 1 == self.chain.writable_bytes();
                     self.ring.complete(head, id_bytes + u32::from(whole));
-                    desk.free.push(bio);
+                    bios.free.push(bio);
                 }
                 Parsed::Reject { status, status_at, reason } => {
                     refusals.request(&reason);
@@ -386,7 +386,7 @@ impl Session {
                         Some(at) => self.finish(head, at, status, self.chain.writable_bytes() - 1),
                         None => self.ring.complete(head, 0),
                     }
-                    desk.free.push(bio);
+                    bios.free.push(bio);
                 }
             }
         }
@@ -405,15 +405,15 @@ impl Session {
 
     /// A bio has ended.
     #[inline]
-    fn end(&mut self, desk: &mut Desk, bio: Box<Bio>) {
-        let Some(place) = desk.places[bio.cookie as usize].take() else {
-            unreachable!("a bio that is out has its place");
+    fn end(&mut self, bios: &mut Bios, bio: Box<Bio>) {
+        let Some(pending) = bios.pending[bio.cookie as usize].take() else {
+            unreachable!("a bio that is out has its request");
         };
         if let Some(notes) = &self.notes {
             notes.ended(&self.memory, &bio);
         }
-        self.finish(place.head, place.status_at, status_of(bio.status), place.room_bytes);
-        desk.free.push(bio);
+        self.finish(pending.head, pending.status_at, status_of(bio.status), pending.room_bytes);
+        bios.free.push(bio);
     }
 
     /// Shows the guest what was completed; says whether it wants a call for it.
@@ -528,14 +528,14 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             }
             return if had_mail { Crank::Busy } else { Crank::Idle };
         };
-        let desk = &mut self.desk;
+        let bios = &mut self.bios;
         let mut busy = had_mail;
         if !self.hw.is_idle() {
             session.pace.resume(|| session.ring.front());
             let flushing = &mut self.flushing;
             busy |= self.hw.reap(cx, now_ns, &mut |bio| match bio.cookie {
                 FLUSH => flushing.end(bio),
-                _ => session.end(desk, bio),
+                _ => session.end(bios, bio),
             }) > 0;
         }
         self.flushing.submit(&mut self.hw);
@@ -546,7 +546,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             // The control path's flush takes a place, too: there may be more bios at hand than there is room for.
             let most = most.min(self.hw.room());
             let idle = self.hw.is_idle();
-            busy |= session.fetch(&mut self.hw, desk, &self.serial, &self.refusals, most, idle);
+            busy |= session.fetch(&mut self.hw, bios, &self.serial, &self.refusals, most, idle);
         }
         // Before the device has its turn, which may take a while: the guest need not wait for that.
         if busy && session.publish() {
@@ -584,7 +584,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         let fetches = !self.is_stopping();
         let work = match &mut self.session {
             Some(session) if fetches && !session.broken => {
-                let offered = session.enable_notify() && !self.desk.free.is_empty() && self.hw.room() > 0;
+                let offered = session.enable_notify() && !self.bios.free.is_empty() && self.hw.room() > 0;
                 offered || session.is_cut_short()
             }
             _ => false,

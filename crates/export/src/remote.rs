@@ -82,7 +82,7 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    /// The queue lives on another lane from now on. It looks for mail after this: see `Line::send`.
+    /// The queue lives on another lane from now on. It looks for mail after this: see `Commands::send`.
     pub(crate) fn moved(&self, waker: &Arc<dyn Wake>) {
         *self.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(waker));
     }
@@ -96,19 +96,19 @@ pub struct QueuePort {
 
 /// The control path's end. A queue without it is retired: nobody else could ever end it.
 pub struct QueueRemote {
-    line: Line,
+    commands: Commands,
 }
 
 /// The hand of one who looks on: sees the queue for as long as it is there, and keeps nothing alive.
 #[derive(Clone)]
 pub struct QueueWatch {
-    line: Line,
+    commands: Commands,
 }
 
 /// How commands reach the queue.
 #[derive(Clone)]
-struct Line {
-    commands: Sender<Command>,
+struct Commands {
+    sender: Sender<Command>,
     shared: Arc<Shared>,
 }
 
@@ -131,61 +131,61 @@ impl Suspension {
 pub fn queue_pair() -> (QueueRemote, QueuePort) {
     let (sender, receiver) = channel();
     let shared = Arc::new(Shared::default());
-    let remote = QueueRemote { line: Line { commands: sender, shared: Arc::clone(&shared) } };
+    let remote = QueueRemote { commands: Commands { sender, shared: Arc::clone(&shared) } };
     (remote, QueuePort { commands: receiver, shared })
 }
 
 impl QueueRemote {
     /// Ends the queue once it has finished what it fetched.
     pub fn retire(&self) {
-        let _ = self.line.send(Command::Retire);
+        let _ = self.commands.send(Command::Retire);
     }
 
     pub(crate) fn run(&self, setup: Setup) -> Result<Result<(), String>, Gone> {
         let (answer, wait) = channel();
-        self.line.send(Command::Run(Box::new(setup), answer))?;
+        self.commands.send(Command::Run(Box::new(setup), answer))?;
         wait.recv().map_err(|_| Gone)
     }
 
     /// Asks the queue to come to rest. Several may be asked before any is waited for.
     pub(crate) fn suspend(&self) -> Result<Suspension, Gone> {
         let (answer, wait) = channel();
-        self.line.send(Command::Suspend(answer))?;
+        self.commands.send(Command::Suspend(answer))?;
         Ok(Suspension(wait))
     }
 
     /// Makes durable what has completed, whichever queue it came by; true if that worked.
     pub(crate) fn flush(&self) -> Result<bool, Gone> {
         let (answer, wait) = channel();
-        self.line.send(Command::Flush(answer))?;
+        self.commands.send(Command::Flush(answer))?;
         wait.recv().map_err(|_| Gone)
     }
 
     /// Has the queue, which is at rest, serve a device that is this from now on.
     pub(crate) fn change(&self, info: &Arc<DeviceInfo>) -> Result<Result<(), String>, Gone> {
         let (answer, wait) = channel();
-        self.line.send(Command::Change(Arc::clone(info), answer))?;
+        self.commands.send(Command::Change(Arc::clone(info), answer))?;
         wait.recv().map_err(|_| Gone)
     }
 
     /// Bounds the requests in flight; says what the bound has become.
     pub(crate) fn set_depth(&self, depth: usize) -> Result<usize, Gone> {
         let (answer, wait) = channel();
-        self.line.send(Command::Depth(depth, answer))?;
+        self.commands.send(Command::Depth(depth, answer))?;
         wait.recv().map_err(|_| Gone)
     }
 
     /// Has this scheduler order the bios that wait, from now on.
     pub(crate) fn schedule(&self, config: SchedulerConfig) -> Result<(), Gone> {
         let (answer, wait) = channel();
-        self.line.send(Command::Schedule(config, answer))?;
+        self.commands.send(Command::Schedule(config, answer))?;
         wait.recv().map_err(|_| Gone)
     }
 
     /// Has what passes the queue pass these limits, from now on.
     pub(crate) fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Result<(), Gone> {
         let (answer, wait) = channel();
-        self.line.send(Command::Rates(limits, answer))?;
+        self.commands.send(Command::Rates(limits, answer))?;
         wait.recv().map_err(|_| Gone)
     }
 
@@ -193,39 +193,39 @@ impl QueueRemote {
     /// faster than a lane hears would have us hold descriptors without end.
     pub(crate) fn set_call(&self, call: Option<Arc<Event>>) -> Result<(), Gone> {
         let (answer, wait) = channel();
-        self.line.send(Command::Call(call, answer))?;
+        self.commands.send(Command::Call(call, answer))?;
         wait.recv().map_err(|_| Gone)
     }
 
     /// A hand on the queue that only looks.
     pub fn watch(&self) -> QueueWatch {
-        QueueWatch { line: self.line.clone() }
+        QueueWatch { commands: self.commands.clone() }
     }
 }
 
 impl QueueWatch {
     /// The counters of the hardware queue, once it is on its lane.
     pub fn stats(&self) -> Option<&Arc<HwStats>> {
-        self.line.shared.stats.get()
+        self.commands.shared.stats.get()
     }
 
     /// What the guest sent that made no sense, by reason.
     pub fn refusals(&self) -> Option<&Arc<blkyard_virtio::Refusals>> {
-        self.line.shared.refusals.get()
+        self.commands.shared.refusals.get()
     }
 
     /// Asks the queue's owner what there is to see; the answer comes once its lane has turned. Nothing if the lane has
     /// ended.
     pub fn look(&self) -> Option<Receiver<QueueView>> {
         let (answer, wait) = channel();
-        self.line.send(Command::Look(answer)).ok()?;
+        self.commands.send(Command::Look(answer)).ok()?;
         Some(wait)
     }
 }
 
-impl Line {
+impl Commands {
     fn send(&self, command: Command) -> Result<(), Gone> {
-        self.commands.send(command).map_err(|_| Gone)?;
+        self.sender.send(command).map_err(|_| Gone)?;
         // Pairs with the station's swap: who sees the flag finds the command.
         self.shared.mail.store(true, Ordering::Release);
         // After the flag: a queue that moves puts its new lane here before it looks at the flag. So either we wake that

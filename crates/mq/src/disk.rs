@@ -25,7 +25,7 @@ use blkyard_mem::sync::{AtomicBool, Ordering};
 
 use crate::map::{QueueCounts, QueueKind, QueueMaps};
 use crate::stats::HwStats;
-use crate::sw::{Desk, Ends, Member, POLLS_MAX, Places, Turn, Yard, rings};
+use crate::sw::{Ends, Member, POLLS_MAX, Places, Turn, Whereabouts, Yard, rings};
 use crate::{Bed, Bio, BioFlags, Context, Driver, HwQueue, Status, SwQueue};
 
 /// Makes hardware queues, with what their drivers need, for whatever the device is.
@@ -93,7 +93,7 @@ struct State<F: QueueFactory> {
     counts: QueueCounts,
     queues: Vec<Open<F>>,
     /// By thread and kind: where the thread is told of moves.
-    desks: Vec<Arc<Desk<F::Driver, F::Cx>>>,
+    whereabouts: Vec<Arc<Whereabouts<F::Driver, F::Cx>>>,
 }
 
 /// A queue that is in use.
@@ -149,7 +149,7 @@ impl<F: QueueFactory> Disk<F> {
             }
         }
         let mut sw_queues: Vec<_> = sw_queues.into_iter().filter_map(|(_, queue)| queue).collect();
-        let desks = sw_queues.iter().map(|queue| Arc::clone(queue.desk())).collect();
+        let whereabouts = sw_queues.iter().map(|queue| Arc::clone(queue.whereabouts())).collect();
         let frozen = Arc::new(AtomicBool::new(false));
         let end_of = QueueKind::ALL.map(|kind| match kinds.iter().position(|own| *own == kind) {
             None if kind != QueueKind::Poll => Some(0),
@@ -163,7 +163,7 @@ impl<F: QueueFactory> Disk<F> {
             frozen: Arc::clone(&frozen),
         };
         let submitters = (0..threads).map(submitter).collect();
-        let state = Mutex::new(State { factory, counts, queues, desks });
+        let state = Mutex::new(State { factory, counts, queues, whereabouts });
         Ok((Disk { state, frozen, threads, kinds }, submitters))
     }
 
@@ -215,7 +215,7 @@ impl<F: QueueFactory> Disk<F> {
         let mut calls = Vec::new();
         // All are told before the first is waited for.
         old.iter().for_each(|open| open.yard.freeze(&mut calls));
-        let mut members: Vec<Option<Member>> = state.desks.iter().map(|_| None).collect();
+        let mut members: Vec<Option<Member>> = state.whereabouts.iter().map(|_| None).collect();
         for open in &old {
             for (user, member) in open.users.iter().zip(open.yard.close(&mut calls, clock)) {
                 members[*user] = Some(member);
@@ -223,7 +223,7 @@ impl<F: QueueFactory> Disk<F> {
         }
         state.queues = seat(made, members.into_iter().flatten().collect(), self.kinds.len());
         for open in &state.queues {
-            open.users.iter().enumerate().for_each(|(seat, user)| state.desks[*user].tell(&open.yard, seat));
+            open.users.iter().enumerate().for_each(|(seat, user)| state.whereabouts[*user].tell(&open.yard, seat));
         }
         state.counts = counts;
         self.frozen.store(false, Ordering::Relaxed);

@@ -130,7 +130,7 @@ pub struct SwQueue<D, Cx> {
     /// Seats whose threads are to be woken as soon as the baton is put down.
     calls: Vec<usize>,
     /// Where we are told of moves.
-    desk: Arc<Desk<D, Cx>>,
+    whereabouts: Arc<Whereabouts<D, Cx>>,
     /// What bios get that do not say whose they are.
     stream: u32,
 }
@@ -163,9 +163,9 @@ impl<D: Driver<Cx> + Send, Cx: Context + Send> Wake for YardWaker<D, Cx> {
 }
 
 /// Where a thread is told which queue its rings lead to, and at which seat.
-pub(crate) struct Desk<D, Cx>(Mutex<(Arc<Yard<D, Cx>>, usize)>);
+pub(crate) struct Whereabouts<D, Cx>(Mutex<(Arc<Yard<D, Cx>>, usize)>);
 
-impl<D, Cx> Desk<D, Cx> {
+impl<D, Cx> Whereabouts<D, Cx> {
     /// The rings of the thread have moved.
     pub(crate) fn tell(&self, yard: &Arc<Yard<D, Cx>>, seat: usize) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (Arc::clone(yard), seat);
@@ -177,13 +177,13 @@ impl<D, Cx> SwQueue<D, Cx> {
     pub(crate) fn seated(yard: &Arc<Yard<D, Cx>>, seat: usize, ends: Ends, stream: u32) -> SwQueue<D, Cx> {
         let places = Places::new(ends.places());
         let calls = Vec::with_capacity(yard.calls_max());
-        let desk = Arc::new(Desk(Mutex::new((Arc::clone(yard), seat))));
-        SwQueue { yard: Arc::clone(yard), seat, ends, places, calls, desk, stream }
+        let whereabouts = Arc::new(Whereabouts(Mutex::new((Arc::clone(yard), seat))));
+        SwQueue { yard: Arc::clone(yard), seat, ends, places, calls, whereabouts, stream }
     }
 
     /// Where this thread is told of moves.
-    pub(crate) fn desk(&self) -> &Arc<Desk<D, Cx>> {
-        &self.desk
+    pub(crate) fn whereabouts(&self) -> &Arc<Whereabouts<D, Cx>> {
+        &self.whereabouts
     }
 }
 
@@ -377,7 +377,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
     #[inline(never)]
     fn follow(&mut self, why: Why, clock: &impl Fn() -> u64) -> Turn {
         {
-            let told = self.desk.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let told = self.whereabouts.0.lock().unwrap_or_else(PoisonError::into_inner);
             if Arc::ptr_eq(&told.0, &self.yard) {
                 return Turn::Closed;
             }

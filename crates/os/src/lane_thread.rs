@@ -127,7 +127,7 @@ pub const STATIONS_MAX: usize = (BELLS_MAX - 1) / BELLS_EACH;
 pub struct LaneThread<S> {
     name: String,
     thread: JoinHandle<()>,
-    desk: Desk<S>,
+    orders: Orders<S>,
     ring: Arc<RingView>,
 }
 
@@ -146,24 +146,24 @@ enum Order<S> {
 }
 
 /// Where orders are given.
-struct Desk<S> {
-    orders: Sender<Order<S>>,
+struct Orders<S> {
+    sender: Sender<Order<S>>,
     /// Set when an order waits: looked at once a round, where the channel itself would cost more.
     waiting: Arc<AtomicBool>,
     waker: Arc<Waker>,
 }
 
-impl<S> Desk<S> {
+impl<S> Orders<S> {
     /// If the lane is gone the order is dropped, and with it the channel for the answer.
     fn give(&self, order: Order<S>) {
-        let _ = self.orders.send(order);
+        let _ = self.sender.send(order);
         // Pairs with the lane's swap: who sees the flag finds the order.
         self.waiting.store(true, Ordering::Release);
         self.waker.wake();
     }
 }
 
-impl<S> Drop for Desk<S> {
+impl<S> Drop for Orders<S> {
     fn drop(&mut self) {
         self.give(Order::Close);
     }
@@ -213,7 +213,7 @@ where
     };
     let thread = std::thread::Builder::new().name(name.clone()).spawn(run).map_err(failed)?;
     match started.recv() {
-        Ok(Ok(ring)) => Ok(LaneThread { name, thread, desk: Desk { orders, waiting, waker }, ring }),
+        Ok(Ok(ring)) => Ok(LaneThread { name, thread, orders: Orders { sender: orders, waiting, waker }, ring }),
         Ok(Err(error)) => {
             let _ = thread.join();
             Err(error)
@@ -233,7 +233,7 @@ fn pin(config: &LaneConfig) -> Result<(), LaneError> {
     })
 }
 
-/// The lane's end of the desk.
+/// The lane's end of the orders.
 struct Mail<S> {
     orders: Receiver<Order<S>>,
     waiting: Arc<AtomicBool>,
@@ -372,7 +372,7 @@ impl<S> LaneThread<S> {
 
     /// Wakes the lane from any thread: for who has published something to one of its stations, or replaced a bell.
     pub fn waker(&self) -> Arc<dyn Wake> {
-        Arc::clone(&self.desk.waker) as Arc<dyn Wake>
+        Arc::clone(&self.orders.waker) as Arc<dyn Wake>
     }
 
     /// Has a station live here from now on, under a name that no other one here has. It is made, or unpacked, on the
@@ -382,7 +382,7 @@ impl<S> LaneThread<S> {
     /// The lane has ended, and the station with it.
     pub(crate) fn admit(&self, name: u32, make: Box<dyn FnOnce() -> S + Send>) -> Result<(), LaneError> {
         let (entered, wait) = channel();
-        self.desk.give(Order::Admit(name, make, entered));
+        self.orders.give(Order::Admit(name, make, entered));
         wait.recv().map_err(|_| self.ended())
     }
 
@@ -393,12 +393,12 @@ impl<S> LaneThread<S> {
     /// It did not come to rest in time, or the lane has ended.
     pub(crate) fn release(&self, name: u32, limit: Duration) -> Result<S, LaneError> {
         let (answer, wait) = channel();
-        self.desk.give(Order::Leave(name, answer));
+        self.orders.give(Order::Leave(name, answer));
         let station = match wait.recv_timeout(limit) {
             Ok(station) => station,
             Err(RecvTimeoutError::Disconnected) => return Err(self.ended()),
             Err(RecvTimeoutError::Timeout) => {
-                self.desk.give(Order::Stay(name));
+                self.orders.give(Order::Stay(name));
                 // It may have left at the last moment.
                 wait.recv().map_err(|_| self.ended())?
             }
@@ -412,7 +412,7 @@ impl<S> LaneThread<S> {
     /// The lane has ended.
     pub(crate) fn set_policy(&self, policy: IdlePolicy) -> Result<(), LaneError> {
         let (done, wait) = channel();
-        self.desk.give(Order::Policy(policy, done));
+        self.orders.give(Order::Policy(policy, done));
         wait.recv().map_err(|_| self.ended())
     }
 
@@ -443,7 +443,7 @@ impl<S> LaneThread<S> {
     /// # Errors
     /// It panicked.
     pub fn join(self) -> Result<(), LaneError> {
-        drop(self.desk);
+        drop(self.orders);
         end(&self.name, self.thread)
     }
 }

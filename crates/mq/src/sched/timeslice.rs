@@ -123,7 +123,7 @@ struct Stream {
 
 /// Streams whose turn it will be, by place.
 #[derive(Debug)]
-enum Line {
+enum Turns {
     /// In the order in which they came; each is in it once.
     Arrival(VecDeque<u32>),
     Lowest(Order),
@@ -138,9 +138,9 @@ pub(crate) struct Timeslice {
     /// By place of the stream, for the order by number.
     numbers: Orders,
     /// Those with bios that had no turn in this epoch.
-    turn: Line,
+    turn: Turns,
     /// Those with bios that had.
-    later: Line,
+    later: Turns,
     waiting: usize,
     in_flight: usize,
     /// Counted from one.
@@ -178,8 +178,8 @@ impl Timeslice {
         let streams = Streams::new(bios_max);
         let numbers = Orders::new(if config.order == SliceOrder::Lowest { streams.places() } else { 0 }, 2);
         let line = || match config.order {
-            SliceOrder::Arrival => Line::Arrival(VecDeque::with_capacity(bios_max)),
-            SliceOrder::Lowest => Line::Lowest(numbers.order()),
+            SliceOrder::Arrival => Turns::Arrival(VecDeque::with_capacity(bios_max)),
+            SliceOrder::Lowest => Turns::Lowest(numbers.order()),
         };
         let (turn, later) = (line(), line());
         Timeslice {
@@ -208,8 +208,8 @@ impl Timeslice {
     fn line_up(&mut self, stream: u32) {
         let line = if self.streams.get(stream).served == self.epoch { &mut self.later } else { &mut self.turn };
         match line {
-            Line::Arrival(line) => line.push_back(stream),
-            Line::Lowest(order) => self.numbers.insert(order, stream, self.streams.stream(stream)),
+            Turns::Arrival(line) => line.push_back(stream),
+            Turns::Lowest(order) => self.numbers.insert(order, stream, self.streams.stream(stream)),
         }
     }
 
@@ -217,8 +217,8 @@ impl Timeslice {
     fn next_in_line(&mut self) -> Option<u32> {
         for _ in 0..2 {
             let next = match &mut self.turn {
-                Line::Arrival(line) => line.pop_front(),
-                Line::Lowest(order) => self.numbers.pop_first(order),
+                Turns::Arrival(line) => line.pop_front(),
+                Turns::Lowest(order) => self.numbers.pop_first(order),
             };
             if next.is_some() {
                 return next;
