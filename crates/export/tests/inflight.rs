@@ -85,6 +85,12 @@ fn goes_on(export: &Served, vq: &Vq, kept: &Kept) -> Front {
     front
 }
 
+/// Writes from these places of the guest, each to its own place on the disk.
+fn offer_writes(vq: &mut Vq, slots: std::ops::Range<u16>) {
+    slots.for_each(|slot| vq.put(slot, kind::OUT, u64::from(slot) * 2, Data::Out(&[slot as u8; 512])));
+    vq.publish();
+}
+
 /// A daemon with ten writes in flight, two of which it has answered; its guest and the records as they are then.
 fn dies_with_writes_in_flight() -> (Vq, Kept) {
     let gate = Gate::open();
@@ -94,14 +100,10 @@ fn dies_with_writes_in_flight() -> (Vq, Kept) {
     let kept = kept.unwrap();
     let mut vq = Vq::new(&ram, 0);
     front.start(0, &vq);
-    let put = |slots: std::ops::Range<u16>, vq: &mut Vq| {
-        slots.for_each(|slot| vq.put(slot, kind::OUT, u64::from(slot) * 2, Data::Out(&[slot as u8; 512])));
-        vq.publish();
-    };
-    put(0..2, &mut vq);
+    offer_writes(&mut vq, 0..2);
     assert_eq!((vq.wait_used().0, vq.wait_used().0), (0, 3));
     gate.set_shut(true);
-    put(10..20, &mut vq);
+    offer_writes(&mut vq, 10..20);
     until("the writes are with the device", || gate.held() == 10);
     // Offered, and perhaps fetched.
     let copies = (copy_guest(&vq), kept.copy(0));
@@ -143,15 +145,11 @@ fn what_a_driver_had_that_panics_in_the_middle_of_a_batch_is_done_by_the_next_da
     let kept = kept.unwrap();
     let mut vq = Vq::new(&ram, 0);
     front.start(0, &vq);
-    let put = |slots: std::ops::Range<u16>, vq: &mut Vq| {
-        slots.for_each(|slot| vq.put(slot, kind::OUT, u64::from(slot) * 2, Data::Out(&[slot as u8; 512])));
-        vq.publish();
-    };
-    put(8..10, &mut vq);
+    offer_writes(&mut vq, 8..10);
     until("two writes are with the device", || gate.held() == 2);
     // Of eight the driver has three, has the fourth in its hand, and was not given the rest.
     gate.plant_bug_at(4);
-    put(10..18, &mut vq);
+    offer_writes(&mut vq, 10..18);
     until("the lane ends", || world.lanes.threads()[0].is_finished());
     let write = |slot: u64| Seen::Taken(Op::Write, BioFlags::empty(), slot * 2);
     let taken =
