@@ -203,6 +203,22 @@ fn a_status_that_means_nothing_is_an_error_and_is_counted() {
     }
 }
 
+#[test]
+fn a_serial_number_is_asked_for_before_all_else() {
+    for format in formats() {
+        let mut bench = bench(&config(format, 4), ram(store()));
+        let half = bench.hw.driver_mut();
+        let _ = half.driver.ask_id();
+        assert_eq!(half.driver.poll_id(), Ok(None));
+        let _ = half.device.turn();
+        let id = half.driver.poll_id().unwrap().unwrap().unwrap();
+        assert_eq!(&id, b"loop-serial\0\0\0\0\0\0\0\0\0", "{format:?}");
+        // Requests wait for it.
+        let _ = half.driver.ask_id();
+        assert_eq!(bench.one(Op::Read, NONE, 0, 1, &[(0, 512)]), Status::Ok);
+    }
+}
+
 /// A driver whose session is lost when the ring breaks, and begins anew.
 struct Sessions<S> {
     config: LoopbackConfig,

@@ -15,9 +15,9 @@ use std::sync::atomic::Ordering::Relaxed;
 use blkyard_mem::{Region, Segment, View};
 use blkyard_mq::{Batch, BioFlags, Done, Op, Shortage, Status, Tag};
 
-use super::place::{RANGES_AT, STATUS_AT, TABLE_AT};
+use super::place::{ID_AT, RANGES_AT, STATUS_AT, TABLE_AT};
 use super::{BlkDisk, BlkLayout, Buffer, DeviceFault, DriverRing, NoRoom, Tables, Used};
-use crate::blk::{HEADER_BYTES, RANGE_BYTES, RANGE_UNMAP, kind, status_from};
+use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES, RANGE_UNMAP, kind, status_from};
 use crate::chain::DESC_BYTES;
 use crate::counters::reasons;
 use crate::ring::RUN_MAX;
@@ -74,9 +74,18 @@ pub struct BlkRing {
     /// By place: the row of its table that is the status, if it is known to be one. It stays so from request to
     /// request.
     status_rows: Box<[u16]>,
-    /// All was taken back.
-    over: bool,
+    phase: Phase,
     complaints: Arc<Complaints>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Requests go through.
+    Serving,
+    /// The serial number is asked for; requests wait.
+    Asking,
+    /// All was taken back.
+    Over,
 }
 
 /// A chain being made.
@@ -149,7 +158,7 @@ impl BlkRing {
             ranges_max: usize::from(disk.info.limits.discard_segments_max),
             parked: (0..layout.depth).map(|_| None).collect(),
             buffers: Vec::with_capacity(usize::from(layout.rows)),
-            over: false,
+            phase: Phase::Serving,
             complaints,
         })
     }
@@ -164,7 +173,7 @@ impl BlkRing {
     #[inline]
     #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
     pub fn queue(&mut self, batch: &mut Batch<'_>, mut translate: impl FnMut(Segment) -> Option<u64>) -> bool {
-        if self.over || self.ring.fault().is_some() {
+        if self.phase != Phase::Serving || self.ring.fault().is_some() {
             batch.short_of(Shortage::Device);
             return false;
         }
@@ -246,7 +255,7 @@ impl BlkRing {
     /// The device broke the ring, now or before. What is in flight stays so: see [`BlkRing::take_in_flight`].
     #[inline]
     pub fn poll(&mut self, done: &mut Done<'_>) -> Result<(), DeviceFault> {
-        if self.over {
+        if self.phase == Phase::Over {
             return Ok(());
         }
         let mut warm = 0;
@@ -254,8 +263,11 @@ impl BlkRing {
             warm = if warm == 0 { self.warm_run() } else { warm - 1 };
             let place = usize::from(used.token);
             let status = self.status(place);
-            let Some(tag) = self.parked[place].take() else { unreachable!("a chain in flight is a request's") };
-            done.complete(tag, status);
+            match self.parked[place].take() {
+                Some(tag) => done.complete(tag, status),
+                // Nothing else was offered.
+                None => self.phase = Phase::Serving,
+            }
         }
         Ok(())
     }
@@ -409,9 +421,52 @@ impl BlkRing {
         self.places_addr + (place * self.stride + at) as u64
     }
 
+    /// Asks for the disk's serial number, before the queue has its first request. Says whether the device wants a kick.
+    ///
+    /// # Panics
+    /// If anything is in flight.
+    #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
+    pub fn ask_id(&mut self) -> bool {
+        let is_idle = self.phase == Phase::Serving && self.ring.in_flight() == 0;
+        assert!(is_idle, "the serial number is asked for on an idle queue");
+        let mut draft = self.begin(0);
+        let addr = self.addr(0, ID_AT);
+        self.put(&mut draft, Buffer { addr, len: ID_BYTES as u32, writable: true });
+        let added = self.finish(&draft, Wish { kind: kind::GET_ID, sector: 0 });
+        assert!(added.is_ok(), "three descriptors in an empty ring");
+        self.phase = Phase::Asking;
+        self.ring.publish()
+    }
+
+    /// The serial number, once it is there: up to 20 bytes, padded with zeroes, or why there is none.
+    ///
+    /// # Errors
+    /// The device broke the ring.
+    ///
+    /// # Panics
+    /// If it was not asked for.
+    pub fn poll_id(&mut self) -> Result<Option<Result<[u8; ID_BYTES], Status>>, DeviceFault> {
+        assert!(self.phase == Phase::Asking, "nobody asked for the serial number");
+        if self.next_used()?.is_none() {
+            return Ok(None);
+        }
+        self.phase = Phase::Serving;
+        let mut id = [0; ID_BYTES];
+        for (at, byte) in id.iter_mut().enumerate() {
+            *byte = self.places.load_u8(ID_AT + at, Relaxed);
+        }
+        let status = self.status(0);
+        Ok(Some(if status.is_ok() { Ok(id) } else { Err(status) }))
+    }
+
     /// Asks the device to call when something comes back. Says whether it has already: then there may be no call.
     pub fn arm(&mut self) -> bool {
         self.ring.arm()
+    }
+
+    /// Asks the device to call when most of what is in flight has come back. Says whether any has already.
+    pub fn arm_delayed(&mut self) -> bool {
+        self.ring.arm_delayed()
     }
 
     /// Tells the device that we look by ourselves.
@@ -428,7 +483,7 @@ impl BlkRing {
     /// taken from a batch, and what the device still says is not listened to. It must have let go of the memory: its
     /// session is over, and its process gone or reset.
     pub fn take_in_flight(&mut self) -> impl Iterator<Item = Tag> {
-        self.over = true;
+        self.phase = Phase::Over;
         self.parked.iter_mut().filter_map(Option::take)
     }
 

@@ -5,7 +5,7 @@
 //!  │ desc       │ avail   │ used   │ place 0 │ place 1 │ …      each part and place on lines of its own
 //!  └────────────┴─────────┴────────┴─────────┴─────────┴─
 //!   a place   0  header: type, reserved, sector        64  … status, or further segments
-//!            16  status                                80  … or, in a discard, ranges
+//!            16  status                                80  … or, in a discard, ranges; or the serial number
 //!            32  table: header, first segment, …
 //! ```
 //!
@@ -13,7 +13,7 @@
 //! it, the device reads and writes it, we read it. A request with ranges has a table of three rows and no segments, so
 //! that the rest of its rows is room for them.
 
-use crate::blk::{HEADER_BYTES, RANGE_BYTES};
+use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES};
 use crate::chain::DESC_BYTES;
 use crate::driver::disk::BlkDisk;
 use crate::{Features, packed_ring_bytes, ring_bytes};
@@ -31,6 +31,9 @@ const _: () = assert!(STATUS_AT < TABLE_AT);
 const RANGE_ROWS: u16 = 3;
 pub(super) const RANGES_AT: usize = TABLE_AT + RANGE_ROWS as usize * DESC_BYTES;
 const _: () = assert!(RANGE_BYTES == DESC_BYTES);
+/// As many bytes as two ranges, behind a table of as many rows.
+pub(super) const ID_AT: usize = RANGES_AT;
+const _: () = assert!(ID_AT + ID_BYTES <= PLACE_ALIGN);
 
 /// Rows for a request of so many segments, header and status included; at least what one with a range needs.
 fn rows(segments_max: u16) -> u16 {
