@@ -464,11 +464,6 @@ impl BlkRing {
         self.ring.arm()
     }
 
-    /// Asks the device to call when most of what is in flight has come back. Says whether any has already.
-    pub fn arm_delayed(&mut self) -> bool {
-        self.ring.arm_delayed()
-    }
-
     /// Tells the device that we look by ourselves.
     pub fn disarm(&mut self) {
         self.ring.disarm();
