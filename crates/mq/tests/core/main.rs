@@ -7,6 +7,7 @@ mod flush;
 mod hand;
 mod merge;
 mod order;
+mod promise;
 mod rate;
 mod restart;
 mod rounds;
