@@ -7,11 +7,11 @@
 use std::io;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::io::Errno;
@@ -23,7 +23,7 @@ use crate::orders::{Changed, ExportHand, Order, Orders, orders};
 use crate::session::{End, Session};
 use crate::socket::BoundSocket;
 use crate::view::SessionView;
-use crate::wire::{Inbox, Message};
+use crate::wire::{Inbox, Message, RelaySockets};
 
 /// What others may know of an export while it serves.
 #[derive(Debug, Default)]
@@ -114,7 +114,7 @@ impl Server {
         let begin = match session {
             None => Begin::Waiting(config),
             Some(state) => {
-                let (session, run) = Session::resume(state, UnixStream::pair().map_err(said)?, config)?;
+                let (session, run) = Session::resume(state, RelaySockets::new().map_err(said)?, config)?;
                 Begin::Connected(session, run)
             }
         };
@@ -250,9 +250,18 @@ fn serve(mut begin: Begin, desk: &Desk) {
     }
 }
 
+/// How often it is said that connections fail.
+const FAILURE_LOG_INTERVAL: Duration = Duration::from_secs(10);
+
 /// The next front-end; none once the export is to end.
 fn next(mut config: BackendConfig, desk: &Desk) -> Option<Session> {
     let (listener, path) = (desk.socket.listener(), desk.socket.path().display());
+    // One that poll has seen may be gone: another process may have the same listener.
+    if let Err(error) = listener.set_nonblocking(true) {
+        tracing::error!("{path}: cannot wait for a connection: {error}");
+        return None;
+    }
+    let mut failed_at: Option<Instant> = None;
     loop {
         match desk.wait(listener.as_fd(), PollFlags::IN) {
             Ok(Call::Stop) => return None,
@@ -262,16 +271,22 @@ fn next(mut config: BackendConfig, desk: &Desk) -> Option<Session> {
                     return None;
                 }
             }
-            Ok(Call::Socket) => match listener.accept().and_then(|(stream, _)| Ok((stream, UnixStream::pair()?))) {
-                Ok((connection, pair)) => {
+            Ok(Call::Socket) => match listener.accept().and_then(|(stream, _)| Ok((stream, RelaySockets::new()?))) {
+                Ok((connection, sockets)) => {
                     tracing::info!("{}: a front-end connected", config.name);
                     config.disk.set_queues(desk.status.offered());
-                    return Some(Session::new(connection, pair, config));
+                    return Some(Session::new(connection, sockets, config));
                 }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    tracing::warn!("{path}: a connection failed: {error}");
+                    if failed_at.is_none_or(|at| at.elapsed() >= FAILURE_LOG_INTERVAL) {
+                        failed_at = Some(Instant::now());
+                        tracing::warn!(
+                            "{path}: a connection failed: {error}; raise the limit on open files if that is the cause"
+                        );
+                    }
                     // Out of descriptors, most likely: do not spin until somebody closes some.
-                    std::thread::sleep(std::time::Duration::from_millis(100));
+                    std::thread::sleep(Duration::from_millis(100));
                 }
             },
             Err(error) => {

@@ -15,7 +15,7 @@ use crate::channel::Channel;
 use crate::handover::SessionState;
 use crate::server::{Call, Desk, Subject};
 use crate::view::SessionView;
-use crate::wire::{Inbox, Message, Relay, reply};
+use crate::wire::{Inbox, Message, Relay, RelaySockets, reply};
 
 /// Not at all.
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -40,11 +40,11 @@ pub(crate) enum End {
 }
 
 impl Session {
-    /// A front-end that has said nothing yet; `pair` is what the message layer is to listen on.
-    pub(crate) fn new(connection: UnixStream, pair: (UnixStream, UnixStream), config: BackendConfig) -> Session {
+    /// A front-end that has said nothing yet; `sockets` are those of the message layer.
+    pub(crate) fn new(connection: UnixStream, sockets: RelaySockets, config: BackendConfig) -> Session {
         let (name, connection) = (config.name.clone(), Arc::new(connection));
         let backend = Arc::new(Mutex::new(Backend::new(config, Arc::clone(&connection))));
-        let relay = Relay::new(pair, Arc::clone(&backend));
+        let relay = Relay::new(sockets, Arc::clone(&backend));
         Session { name, backend, relay, inbox: Inbox::default(), connection }
     }
 
@@ -54,7 +54,7 @@ impl Session {
     /// It is none that could have been made here.
     pub(crate) fn resume(
         state: SessionState,
-        pair: (UnixStream, UnixStream),
+        sockets: RelaySockets,
         mut config: BackendConfig,
     ) -> Result<(Session, Vec<Message>), String> {
         let (queues, made) = (state.queues, config.queues.len());
@@ -62,7 +62,7 @@ impl Session {
             return Err(format!("it has {queues} queues, and {made} were made"));
         }
         config.disk.set_queues(queues);
-        let mut session = Session::new(state.connection.into(), pair, config);
+        let mut session = Session::new(state.connection.into(), sockets, config);
         session.inbox = Inbox::of(state.part).ok_or("what has come of a message is more than a message")?;
         for message in &state.setup {
             session.handle(message).1.map_err(|error| error.to_string())?;

@@ -92,7 +92,10 @@ impl Message {
         self.bytes.len() < self.whole_bytes() && self.files.len() <= MESSAGE_FILES_MAX
     }
 
-    /// Sends it whole, waiting for room if need be.
+    /// Sends it whole, without waiting.
+    ///
+    /// # Errors
+    /// There is no room for it, which whoever sends has to see to; or the other side is gone.
     fn send(&self, to: &UnixStream) -> Result<(), Errno> {
         let fds: Vec<_> = self.files.iter().map(|file| file.as_fd()).collect();
         let mut sent = 0;
@@ -103,7 +106,12 @@ impl Message {
             if sent == 0 && !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
                 return Err(Errno::MSGSIZE);
             }
-            match sendmsg(to, &[IoSlice::new(&self.bytes[sent..])], &mut control, SendFlags::NOSIGNAL) {
+            match sendmsg(
+                to,
+                &[IoSlice::new(&self.bytes[sent..])],
+                &mut control,
+                SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
+            ) {
                 Ok(more) => sent += more,
                 Err(Errno::INTR) => {}
                 Err(error) => return Err(error),
@@ -172,16 +180,45 @@ impl Inbox {
     }
 }
 
+/// The sockets between the session and its message layer.
+#[derive(Debug)]
+pub(crate) struct RelaySockets {
+    /// Our end.
+    near: UnixStream,
+    /// The message layer's end, and a copy of it for what the message layer has not read.
+    far: UnixStream,
+    unread: UnixStream,
+}
+
+impl RelaySockets {
+    /// A connected pair.
+    ///
+    /// # Errors
+    /// The system has no descriptors left.
+    pub(crate) fn new() -> io::Result<RelaySockets> {
+        let (near, far) = UnixStream::pair()?;
+        Ok(RelaySockets { near, unread: far.try_clone()?, far })
+    }
+}
+
+/// Zeros sent after each message, as long as a header, and never a valid one.
+///
+/// The message layer reads again when a read fails for want of descriptors, although the bytes are gone then. It would
+/// wait for ever; so it finds these, and fails.
+const PADDING: [u8; HEADER_BYTES] = [0; HEADER_BYTES];
+
 /// The message layer, and our end of its socket.
 pub(crate) struct Relay {
     handler: BackendReqHandler<Mutex<Backend>>,
     near: UnixStream,
+    unread: UnixStream,
 }
 
 impl Relay {
     /// A message layer that knows of nothing yet, on a pair of sockets.
-    pub(crate) fn new((near, far): (UnixStream, UnixStream), backend: Arc<Mutex<Backend>>) -> Relay {
-        Relay { handler: BackendReqHandler::from_stream(far, backend), near }
+    pub(crate) fn new(sockets: RelaySockets, backend: Arc<Mutex<Backend>>) -> Relay {
+        let RelaySockets { near, far, unread } = sockets;
+        Relay { handler: BackendReqHandler::from_stream(far, backend), near, unread }
     }
 
     /// Has a whole message handled. Gives the answer, if there is one, and what became of it: the session is over if
@@ -193,13 +230,29 @@ impl Relay {
             return (answer, Err(Error::PartialMessage));
         }
         // There is room: each message is taken out before the next is put in.
-        if let Err(error) = message.send(&self.near) {
+        let padding = Message { bytes: PADDING.to_vec(), files: Vec::new() };
+        if let Err(error) = message.send(&self.near).and_then(|()| padding.send(&self.near)) {
             return (answer, Err(Error::SocketError(error.into())));
         }
         let outcome = self.handler.handle_request();
         // An answer may say that something failed. Once there is none, there is nothing to take.
         while answer.receive(&self.near, MESSAGE_BYTES_MAX).is_ok_and(|bytes| bytes > 0) {}
+        let outcome = match (self.take_unread(), outcome) {
+            (unread, outcome) if unread == PADDING.len() => outcome,
+            // More than the padding is what it did not care to read of a message that it refused.
+            (unread, Err(error)) if unread > PADDING.len() => Err(error),
+            _ => Err(Error::SocketError(io::Error::other(
+                "no descriptors are left for those of a message; raise the limit on open files",
+            ))),
+        };
         (answer, outcome)
+    }
+
+    /// Takes what the message layer has left in its socket; says how many bytes.
+    fn take_unread(&self) -> usize {
+        let mut unread = Message::default();
+        while unread.receive(&self.unread, MESSAGE_BYTES_MAX).is_ok_and(|bytes| bytes > 0) {}
+        unread.bytes.len()
     }
 }
 
