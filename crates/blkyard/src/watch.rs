@@ -1,14 +1,15 @@
-//! What `serve` says while it serves, on request: a line for each export with what happened since the last one.
+//! What `serve` says while it serves, on request: for each export what happened since it last said so.
 
 use std::fmt::{Display, Write};
 use std::io::Write as _;
 use std::time::Instant;
 
 use blkyard_export::QueueWatch;
-use blkyard_mq::{OpClass, StatsSnapshot};
+use blkyard_mq::{OpClass, OpSnapshot, StatsSnapshot};
 
 use crate::Device;
 use crate::control::Daemon;
+use crate::inspect::{op_name, show_time};
 
 /// The exports that are watched.
 pub struct Watch {
@@ -16,23 +17,29 @@ pub struct Watch {
 }
 
 struct Watched {
+    /// Counters at the last call.
     before: StatsSnapshot,
+    /// Requests refused by then, by the queues and by what reads the rings.
+    refused: u64,
+    /// Requests bounced by then.
+    bounced: u64,
     at: Instant,
 }
 
 impl Watch {
     /// Watches so many exports of a daemon.
     pub fn new(exports: usize) -> Watch {
-        let begin = || Watched { before: StatsSnapshot::default(), at: Instant::now() };
+        let begin = || Watched { before: StatsSnapshot::default(), refused: 0, bounced: 0, at: Instant::now() };
         Watch { exports: (0..exports).map(|_| begin()).collect() }
     }
 
-    /// Prints a line for each.
+    /// Prints what happened to each since the last call.
     pub fn print(&mut self, daemon: &Daemon) {
         for (watched, export) in self.exports.iter_mut().zip(&daemon.exports) {
             let state = if export.status.is_connected() { "connected" } else { "waiting" };
-            let line = watched.line(&daemon.devices[export.device].device, &export.queues());
-            say(format_args!("{} {state} {line}", export.name));
+            for line in watched.lines(&daemon.devices[export.device].device, &export.queues()) {
+                say(format_args!("{} {state}: {line}", export.name));
+            }
         }
     }
 }
@@ -44,42 +51,43 @@ pub fn say(line: impl Display) {
 }
 
 impl Watched {
-    fn line(&mut self, device: &Device, queues: &[QueueWatch]) -> String {
+    /// What happened since the last call: a line for each kind of I/O there was, and one for what went wrong.
+    fn lines(&mut self, device: &Device, queues: &[QueueWatch]) -> Vec<String> {
         let mut now = StatsSnapshot::default();
         queues.iter().filter_map(QueueWatch::stats).for_each(|stats| now.merge(&stats.snapshot()));
         let seconds = self.at.elapsed().as_secs_f64().max(1e-9);
         self.at = Instant::now();
-        let mut line = String::new();
-        for (class, name) in [(OpClass::Read, "read"), (OpClass::Write, "write")] {
-            let (op, before) = (now.op(class), self.before.op(class));
-            let latency = op.latency.since(&before.latency);
-            let _ = write!(
-                line,
-                "{name} {:.0} IOPS {:.1} MiB/s p50 {:.0} us p99 {:.0} us | ",
-                (op.ios - before.ios) as f64 / seconds,
-                (op.bytes - before.bytes) as f64 / seconds / f64::from(1 << 20),
-                latency.percentile_ns(50.0) as f64 / 1000.0,
-                latency.percentile_ns(99.0) as f64 / 1000.0,
-            );
+        let ops = OpClass::ALL.map(|class| (class, now.op(class).since(self.before.op(class))));
+        let mut lines: Vec<_> =
+            ops.iter().filter(|(_, op)| op.ios > 0).map(|(class, op)| op_line(*class, op, seconds)).collect();
+        if lines.is_empty() {
+            lines.push("0 IOPS".into());
         }
-        let since = |class| now.op(class).ios - self.before.op(class).ios;
-        let errors: u64 = now.ops.iter().map(|op| op.errors).sum();
-        let refused: u64 =
-            now.refused + queues.iter().filter_map(QueueWatch::refusals).map(|refusals| refusals.total()).sum::<u64>();
-        let _ = write!(
-            line,
-            "flush {} trim {} | errors {errors} refused {refused} slow {} ({} now)",
-            since(OpClass::Flush),
-            since(OpClass::Trim),
-            now.slow,
-            now.slow_now,
-        );
-        if let Device::File(file) = device
-            && file.counters().bounced() > 0
-        {
-            let _ = write!(line, " | bounced {}", file.counters().bounced());
+        let refusals = queues.iter().filter_map(QueueWatch::refusals).map(|refusals| refusals.total()).sum::<u64>();
+        let bounced = if let Device::File(file) = device { file.counters().bounced() } else { 0 };
+        let trouble = [
+            ("failed", ops.iter().map(|(_, op)| op.errors).sum()),
+            ("refused", (now.refused + refusals).saturating_sub(self.refused)),
+            ("slow", now.slow.saturating_sub(self.before.slow)),
+            ("slow and still in flight", now.slow_now),
+            ("bounced", bounced.saturating_sub(self.bounced)),
+        ];
+        let trouble: Vec<_> =
+            trouble.iter().filter(|(_, count)| *count > 0).map(|(name, count)| format!("{count} {name}")).collect();
+        if !trouble.is_empty() {
+            lines.push(trouble.join(", "));
         }
-        self.before = now;
-        line
+        (self.refused, self.bounced, self.before) = (now.refused + refusals, bounced, now);
+        lines
     }
+}
+
+fn op_line(class: OpClass, op: &OpSnapshot, seconds: f64) -> String {
+    let mut line = format!("{} {:.0} IOPS", op_name(class), op.ios as f64 / seconds);
+    if op.bytes > 0 {
+        let _ = write!(line, " {:.1} MiB/s", op.bytes as f64 / seconds / f64::from(1 << 20));
+    }
+    let [p50, p99] = [50.0, 99.0].map(|percent| show_time(op.percentile_ns(percent)));
+    let _ = write!(line, ", mean {}, p50 {p50}, p99 {p99}, max {}", show_time(op.mean_ns()), show_time(op.max_ns));
+    line
 }

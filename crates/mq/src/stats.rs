@@ -166,6 +166,24 @@ impl HistogramSnapshot {
         let counts = self.counts.iter().zip(&earlier.counts).map(|(now, then)| now.saturating_sub(*then)).collect();
         HistogramSnapshot { counts }
     }
+
+    /// Smallest and largest value that the counted samples can have had; none without samples.
+    fn bounds_ns(&self) -> Option<(u64, u64)> {
+        let first = self.counts.iter().position(|count| *count > 0)?;
+        let last = self.counts.iter().rposition(|count| *count > 0)?;
+        // The last bucket takes all that is longer.
+        let upper = if last == BUCKETS - 1 { u64::MAX } else { Histogram::upper(last) };
+        Some((if first == 0 { 0 } else { Histogram::upper(first - 1) + 1 }, upper))
+    }
+}
+
+/// From pairs as [`HistogramSnapshot::iter`] gives them.
+impl FromIterator<(u64, u64)> for HistogramSnapshot {
+    fn from_iter<I: IntoIterator<Item = (u64, u64)>>(pairs: I) -> HistogramSnapshot {
+        let mut snapshot = HistogramSnapshot::default();
+        pairs.into_iter().for_each(|(value, count)| snapshot.counts[Histogram::index(value)] += count);
+        snapshot
+    }
 }
 
 // One line of cache, and a size that needs no multiplication.
@@ -340,6 +358,47 @@ impl Default for OpSnapshot {
     }
 }
 
+impl OpSnapshot {
+    /// The value that `percent` of the latencies do not exceed, nanoseconds: the end of its bucket, but never beyond
+    /// the longest that was recorded.
+    pub fn percentile_ns(&self, percent: f64) -> u64 {
+        self.latency.percentile_ns(percent).min(self.max_ns)
+    }
+
+    /// Arithmetic mean, nanoseconds; zero without samples.
+    pub fn mean_ns(&self) -> u64 {
+        self.sum_ns / self.latency.samples().max(1)
+    }
+
+    /// Adds the numbers of another queue.
+    pub fn merge(&mut self, other: &OpSnapshot) {
+        self.ios += other.ios;
+        self.bytes += other.bytes;
+        self.errors += other.errors;
+        self.sum_ns = self.sum_ns.wrapping_add(other.sum_ns);
+        self.min_ns = self.min_ns.min(other.min_ns);
+        self.max_ns = self.max_ns.max(other.max_ns);
+        self.latency.merge(&other.latency);
+    }
+
+    /// What was counted since an earlier snapshot of the same counters. Shortest and longest are not counted by time:
+    /// they are the ends of the buckets that were hit since, within those of all time.
+    #[must_use]
+    pub fn since(&self, earlier: &OpSnapshot) -> OpSnapshot {
+        let latency = self.latency.since(&earlier.latency);
+        let (min_ns, max_ns) = latency.bounds_ns().unwrap_or((u64::MAX, 0));
+        OpSnapshot {
+            ios: self.ios.saturating_sub(earlier.ios),
+            bytes: self.bytes.saturating_sub(earlier.bytes),
+            errors: self.errors.saturating_sub(earlier.errors),
+            sum_ns: self.sum_ns.wrapping_sub(earlier.sum_ns),
+            min_ns: min_ns.max(self.min_ns),
+            max_ns: max_ns.min(self.max_ns),
+            latency,
+        }
+    }
+}
+
 /// The numbers of one queue, or of several added up, at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct StatsSnapshot {
@@ -375,15 +434,7 @@ impl StatsSnapshot {
 
     /// Adds the numbers of another queue.
     pub fn merge(&mut self, other: &StatsSnapshot) {
-        for (to, from) in self.ops.iter_mut().zip(&other.ops) {
-            to.ios += from.ios;
-            to.bytes += from.bytes;
-            to.errors += from.errors;
-            to.sum_ns = to.sum_ns.wrapping_add(from.sum_ns);
-            to.min_ns = to.min_ns.min(from.min_ns);
-            to.max_ns = to.max_ns.max(from.max_ns);
-            to.latency.merge(&from.latency);
-        }
+        self.ops.iter_mut().zip(&other.ops).for_each(|(to, from)| to.merge(from));
         self.refused += other.refused;
         self.slow += other.slow;
         self.slow_now += other.slow_now;
@@ -439,6 +490,34 @@ mod tests {
             assert!(got >= want && got <= want * (1.0 + 1.0 / 32.0), "{percent}: {got}");
         }
         assert_eq!(HistogramSnapshot::default().percentile_ns(50.0), 0);
+    }
+
+    #[test]
+    fn no_percentile_exceeds_the_longest() {
+        let stats = HwStats::default();
+        [1_000_003, 1_000_001, 5].into_iter().for_each(|ns| stats.completed(OpClass::Read, ns, 1, 512));
+        let read = stats.snapshot().op(OpClass::Read).clone();
+        assert!(read.latency.percentile_ns(99.0) > 1_000_003, "the bucket ends beyond it");
+        assert_eq!((read.percentile_ns(50.0), read.percentile_ns(99.0)), (1_000_003, 1_000_003));
+        assert_eq!((read.mean_ns(), OpSnapshot::default().mean_ns()), (666_669, 0));
+    }
+
+    #[test]
+    fn a_window_counts_what_came_in_it_and_nothing_else() {
+        let stats = HwStats::default();
+        stats.completed(OpClass::Read, 40_000_000, 7, 4096);
+        let before = stats.snapshot();
+        let empty = stats.snapshot().op(OpClass::Read).since(before.op(OpClass::Read));
+        assert_eq!((empty.ios, empty.sum_ns, empty.min_ns, empty.max_ns), (0, 0, u64::MAX, 0));
+        [3000, 5000].into_iter().for_each(|ns| stats.completed(OpClass::Read, ns, 1, 512));
+        let now = stats.snapshot();
+        let window = now.op(OpClass::Read).since(before.op(OpClass::Read));
+        assert_eq!((window.ios, window.bytes, window.mean_ns(), window.min_ns), (2, 1024, 4000, 3000));
+        let range = 5000..=5000 + 5000 / 32;
+        assert!(range.contains(&window.max_ns) && range.contains(&window.percentile_ns(99.0)), "{window:?}");
+        assert_eq!(now.op(OpClass::Read).percentile_ns(100.0), 40_000_000);
+        let pairs: HistogramSnapshot = window.latency.iter().collect();
+        assert_eq!(pairs, window.latency);
     }
 
     #[test]

@@ -9,13 +9,12 @@ use std::time::{Duration, Instant};
 
 use blkyard_export::{QueueView, QueueWatch};
 use blkyard_mq::{
-    NamespaceSnapshot, Op, OpClass, OpSnapshot, QueueLimits, RequestSnapshot, RequestState, SchedulerSnapshot,
-    StatsSnapshot,
+    NamespaceSnapshot, Op, OpClass, QueueLimits, RequestSnapshot, RequestState, SchedulerSnapshot, StatsSnapshot,
 };
 use blkyard_os::{LaneConfig, LaneThread};
 
 use super::tree::{
-    DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode,
+    DaemonNode, DeviceNode, ExportNode, LaneNode, OpNode, QueueNode, QueueNow, RequestNode, SCHEMA, SchedulerNode,
     SessionNode, TagsNode, Tree,
 };
 use crate::control::{Daemon, ServedDevice, ServedExport};
@@ -25,9 +24,6 @@ use crate::{Device, ServedLanes};
 /// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is
 /// woken.
 const ANSWER_TIME: Duration = Duration::from_secs(2);
-
-/// Percentiles that are told.
-const PERCENTS: [(&str, f64); 5] = [("50", 50.0), ("90", 90.0), ("99", 99.0), ("99.9", 99.9), ("99.99", 99.99)];
 
 /// The tree as it is now.
 pub fn collect(daemon: &Daemon) -> Tree {
@@ -50,6 +46,8 @@ pub fn collect(daemon: &Daemon) -> Tree {
         export_node(number, export, queues)
     });
     Tree {
+        schema: SCHEMA,
+        window_s: None,
         exports: exports.collect(),
         daemon: DaemonNode {
             version: env!("CARGO_PKG_VERSION").into(),
@@ -152,7 +150,7 @@ fn export_node(number: usize, export: &ServedExport, queues: Vec<QueueNode>) -> 
 
 fn queue_node(number: usize, queue: &QueueWatch, lane: usize, view: Option<&QueueView>) -> QueueNode {
     let stats = queue.stats().map_or_else(StatsSnapshot::default, |stats| stats.snapshot());
-    let ops = OpClass::ALL.map(|class| (op_name(class).to_owned(), op_node(stats.op(class))));
+    let ops = OpClass::ALL.map(|class| (op_name(class).to_owned(), OpNode::of(stats.op(class))));
     let refusals = queue.refusals().into_iter().flat_map(|refusals| refusals.iter());
     QueueNode {
         number,
@@ -183,7 +181,8 @@ fn counters(stats: &StatsSnapshot) -> BTreeMap<String, u64> {
     all.map(|(name, count)| (name.to_owned(), count)).into()
 }
 
-fn op_name(class: OpClass) -> &'static str {
+/// The name of a class of operations.
+pub fn op_name(class: OpClass) -> &'static str {
     match class {
         OpClass::Read => "read",
         OpClass::Write => "write",
@@ -261,17 +260,6 @@ fn request_node(request: &RequestSnapshot) -> RequestNode {
         age_ns: request.age_ns,
         timed_out: request.timed_out,
     }
-}
-
-fn op_node(op: &OpSnapshot) -> OpNode {
-    let latency = (op.ios > 0).then(|| LatencyNode {
-        min_ns: op.min_ns,
-        mean_ns: op.sum_ns / op.ios,
-        max_ns: op.max_ns,
-        percentile_ns: PERCENTS.map(|(name, percent)| (name.to_owned(), op.latency.percentile_ns(percent))).into(),
-        histogram: op.latency.iter().collect(),
-    });
-    OpNode { ios: op.ios, bytes: op.bytes, errors: op.errors, latency }
 }
 
 fn lane_nodes(lanes: &ServedLanes, exports: &[Vec<QueueWatch>]) -> Vec<LaneNode> {

@@ -3,14 +3,16 @@
 mod collect;
 mod text;
 mod tree;
+mod window;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use crate::control::{AskError, Kind, Target, Wish, ask};
-pub use collect::collect;
+pub use collect::{collect, op_name};
 pub use text::show_time;
 pub use tree::Tree;
 
@@ -23,6 +25,9 @@ pub struct InspectArgs {
     /// Print JSON, for programs.
     #[arg(long)]
     pub json: bool,
+    /// Show what is counted within so many seconds from now, instead of since the start of the daemon.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=86400))]
+    pub window: Option<u32>,
     /// Show only these: daemon, devices, exports, lanes, or one of them as device:0, export:0, lane:0. Repeat for more.
     ///
     /// A device or an export may also be called as it was for serve, or by the end of that.
@@ -49,7 +54,10 @@ pub enum InspectError {
 /// # Errors
 /// See [`InspectError`].
 pub fn run(args: &InspectArgs) -> Result<ExitCode, InspectError> {
-    let mut tree = ask(args.control.as_deref(), &Wish::Inspect)?;
+    let mut tree = match args.window {
+        None => ask(args.control.as_deref(), &Wish::Inspect)?,
+        Some(seconds) => look_twice(args, Duration::from_secs(seconds.into()))?,
+    };
     if !args.parts.is_empty() {
         select(&mut tree, &args.parts).map_err(|part| InspectError::Absent(part.clone()))?;
     }
@@ -62,6 +70,18 @@ pub fn run(args: &InspectArgs) -> Result<ExitCode, InspectError> {
     // Who pipes us into `head` does not want to hear that it ended.
     let _ = std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes());
     Ok(ExitCode::SUCCESS)
+}
+
+/// Asks a daemon twice, and says what was counted in between.
+fn look_twice(args: &InspectArgs, window: Duration) -> Result<Value, InspectError> {
+    let look = || -> Result<(Tree, Instant), InspectError> {
+        let tree = ask(args.control.as_deref(), &Wish::Inspect)?;
+        Ok((serde_json::from_value(tree)?, Instant::now()))
+    };
+    let (then, from) = look()?;
+    std::thread::sleep(window);
+    let (now, to) = look()?;
+    Ok(serde_json::to_value(window::between(&then, now, (to - from).as_secs_f64()))?)
 }
 
 /// Leaves in the tree only what these parts mean. Gives back a part that means nothing.

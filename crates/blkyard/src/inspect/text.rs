@@ -11,8 +11,15 @@ pub fn text(tree: &Tree, with_daemon: bool) -> String {
     let mut out = String::new();
     let daemon = &tree.daemon;
     if with_daemon {
-        let uptime = show_time(daemon.uptime_s.saturating_mul(1_000_000_000));
+        let uptime = show_uptime(daemon.uptime_s);
         line(&mut out, 0, &format!("blkyard {}, process {}, up for {uptime}", daemon.version, daemon.pid));
+    }
+    if !tree.exports.is_empty() {
+        let window = match tree.window_s {
+            None => "I/O is counted since the start; --window SECONDS counts for so long".into(),
+            Some(seconds) => format!("I/O is counted for {seconds:.1} s"),
+        };
+        line(&mut out, 0, &window);
     }
     tree.devices.iter().for_each(|node| device(&mut out, node));
     tree.exports.iter().for_each(|node| export(&mut out, node));
@@ -20,8 +27,35 @@ pub fn text(tree: &Tree, with_daemon: bool) -> String {
     out
 }
 
+/// Columns of the longest line, names that are longer excepted.
+const COLUMNS_MAX: usize = 100;
+
+/// Adds a line, broken between its words if it is too long.
 fn line(out: &mut String, depth: usize, text: &str) {
-    let _ = writeln!(out, "{:width$}{text}", "", width = depth * 2);
+    let mut indent = depth * 2;
+    let mut rest = text;
+    loop {
+        let room = COLUMNS_MAX.saturating_sub(indent);
+        let (now, later) = break_at(rest, room);
+        let _ = writeln!(out, "{:indent$}{now}", "");
+        let Some(later) = later else { return };
+        rest = later;
+        indent = depth * 2 + 4;
+    }
+}
+
+/// The start of a text that has room, and the rest: broken behind the last comma or semicolon that fits, else at the
+/// last blank; where neither does, at the first blank there is.
+fn break_at(text: &str, room: usize) -> (&str, Option<&str>) {
+    if text.chars().count() <= room {
+        return (text, None);
+    }
+    let end = text.char_indices().nth(room).map_or(text.len(), |(at, _)| at);
+    let blanks = || text.match_indices(' ').map(|(at, _)| at).filter(|at| !text[..*at].trim_start().is_empty());
+    let fitting = || blanks().filter(|at| *at <= end);
+    let behind_comma = fitting().rfind(|at| text[..*at].ends_with([',', ';']));
+    let at = behind_comma.or_else(|| fitting().next_back()).or_else(|| blanks().next());
+    at.map_or((text, None), |at| (text[..at].trim_end(), Some(text[at..].trim_start())))
 }
 
 fn device(out: &mut String, node: &DeviceNode) {
@@ -151,7 +185,10 @@ fn request(out: &mut String, node: &RequestNode) {
 }
 
 fn op(out: &mut String, name: &str, node: &OpNode) {
-    let mut text = format!("{name:<5}  {} of {}", node.ios, show_size(node.bytes));
+    let mut text = format!("{name:<5}  {} I/Os", node.ios);
+    if node.bytes > 0 {
+        let _ = write!(text, ", {}", show_size(node.bytes));
+    }
     if node.errors > 0 {
         let _ = write!(text, ", {} failed", node.errors);
     }
@@ -175,6 +212,11 @@ fn lane(out: &mut String, node: &LaneNode) {
     line(out, 1, &format!("queues (export/queue): {}", queues.join(" ")));
 }
 
+/// A time in whole seconds as a person would write it.
+fn show_uptime(seconds: u64) -> String {
+    if seconds < 60 { format!("{seconds} s") } else { show_time(seconds.saturating_mul(1_000_000_000)) }
+}
+
 /// A time as a person would write it: three digits and a unit.
 pub fn show_time(ns: u64) -> String {
     let seconds = ns / 1_000_000_000;
@@ -191,6 +233,32 @@ pub fn show_time(ns: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn uptime_has_a_unit_that_fits() {
+        for (seconds, text) in [(0, "0 s"), (1, "1 s"), (59, "59 s"), (61, "1 min 1 s"), (7380, "2 h 3 min")] {
+            assert_eq!(show_uptime(seconds), text);
+        }
+    }
+
+    #[test]
+    fn long_lines_are_broken_and_lose_nothing() {
+        let words: Vec<_> = (0..80).map(|n| format!("limit_number_{n} {n}")).collect();
+        for (depth, text) in [(0, words.join(", ")), (3, words.join(" ")), (1, "x".repeat(300)), (2, "short".into())] {
+            let mut out = String::new();
+            line(&mut out, depth, &text);
+            let longest = out.lines().map(|line| line.chars().count()).max().unwrap();
+            assert!(longest <= COLUMNS_MAX || !text.contains(' '), "{longest}:\n{out}");
+            assert_eq!(out.split_whitespace().collect::<Vec<_>>(), text.split_whitespace().collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn an_operation_without_data_says_no_size() {
+        let mut out = String::new();
+        op(&mut out, "flush", &OpNode { ios: 4, bytes: 0, errors: 1, latency: None });
+        assert_eq!(out, "    flush  4 I/Os, 1 failed\n");
+    }
 
     #[test]
     fn times_are_readable() {

@@ -1,15 +1,25 @@
 //! The tree of a running daemon, as plain data: what `inspect` shows, and its JSON.
 //!
-//! Names of fields are part of the interface: fields may be added, and none changes its meaning. Units stand last in
-//! the names. What is counted is counted from the start of the daemon.
+//! Names of fields are part of the interface: fields may be added, and none changes its meaning without a new
+//! [`SCHEMA`]. Units stand last in the names. What is counted is counted from the start of the daemon, or within
+//! [`Tree::window_s`].
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+/// The version of the tree's JSON. A field that is removed or changes its meaning gives it the next number; fields that
+/// are added do not.
+pub const SCHEMA: u32 = 1;
+
 /// Everything.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Tree {
+    /// The version of this format: [`SCHEMA`].
+    pub schema: u32,
+    /// Seconds within which I/O was counted; none if from the start of the daemon.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window_s: Option<f64>,
     /// The daemon itself.
     pub daemon: DaemonNode,
     /// What it has open.
@@ -226,9 +236,12 @@ pub struct LatencyNode {
     pub min_ns: u64,
     /// Arithmetic mean.
     pub mean_ns: u64,
+    /// Sum.
+    pub sum_ns: u64,
     /// Longest.
     pub max_ns: u64,
-    /// What so many percent do not exceed: 50, 90, 99, 99.9 and 99.99, each to one part in 32.
+    /// What so many percent do not exceed: 50, 90, 99, 99.9 and 99.99, each to one part in 32 and none above the
+    /// longest.
     pub percentile_ns: BTreeMap<String, u64>,
     /// Buckets that are not empty: the largest value in nanoseconds, and the count of each.
     pub histogram: Vec<(u64, u64)>,

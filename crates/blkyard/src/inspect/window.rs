@@ -1,0 +1,129 @@
+//! What was counted between two looks at a daemon: the later tree, with the counts of the earlier one taken away.
+//!
+//! Made by whoever asks, so that the daemon keeps nothing for it. What stands at one moment, tags or requests, is that
+//! of the later look.
+
+use std::collections::BTreeMap;
+
+use blkyard_mq::{HistogramSnapshot, OpSnapshot};
+
+use super::tree::{LatencyNode, OpNode, QueueNode, Tree};
+
+/// Percentiles that are told.
+const PERCENTS: [(&str, f64); 5] = [("50", 50.0), ("90", 90.0), ("99", 99.0), ("99.9", 99.9), ("99.99", 99.99)];
+
+/// Counters that stand at one moment, and go down as well.
+const GAUGES: [&str; 1] = ["slow_now"];
+
+/// The later of two trees of a daemon, with what was counted in the seconds between them.
+pub fn between(then: &Tree, mut now: Tree, seconds: f64) -> Tree {
+    now.window_s = Some(seconds);
+    let before = |export: usize, queue: usize| {
+        let export = then.exports.iter().find(|node| node.number == export)?;
+        export.queues.iter().find(|node| node.number == queue)
+    };
+    for export in &mut now.exports {
+        for queue in &mut export.queues {
+            if let Some(before) = before(export.number, queue.number) {
+                queue.subtract(before);
+            }
+        }
+    }
+    now
+}
+
+impl QueueNode {
+    fn subtract(&mut self, before: &QueueNode) {
+        for (name, op) in &mut self.ops {
+            if let Some(before) = before.ops.get(name) {
+                *op = OpNode::of(&op.snapshot().since(&before.snapshot()));
+            }
+        }
+        self.batches.iter_mut().zip(before.batches).for_each(|(now, then)| *now = now.saturating_sub(then));
+        subtract(&mut self.counters, &before.counters);
+        subtract(&mut self.refusals, &before.refusals);
+    }
+}
+
+fn subtract(now: &mut BTreeMap<String, u64>, then: &BTreeMap<String, u64>) {
+    for (name, count) in now.iter_mut().filter(|(name, _)| !GAUGES.contains(&name.as_str())) {
+        *count = count.saturating_sub(then.get(name).copied().unwrap_or(0));
+    }
+}
+
+impl OpNode {
+    /// The node of these counts.
+    pub fn of(op: &OpSnapshot) -> OpNode {
+        let latency = (op.latency.samples() > 0).then(|| LatencyNode {
+            min_ns: op.min_ns,
+            mean_ns: op.mean_ns(),
+            sum_ns: op.sum_ns,
+            max_ns: op.max_ns,
+            percentile_ns: PERCENTS.map(|(name, percent)| (name.to_owned(), op.percentile_ns(percent))).into(),
+            histogram: op.latency.iter().collect(),
+        });
+        OpNode { ios: op.ios, bytes: op.bytes, errors: op.errors, latency }
+    }
+
+    /// The counts of this node.
+    fn snapshot(&self) -> OpSnapshot {
+        let counts = OpSnapshot { ios: self.ios, bytes: self.bytes, errors: self.errors, ..OpSnapshot::default() };
+        self.latency.as_ref().map_or(counts.clone(), |latency| OpSnapshot {
+            sum_ns: latency.sum_ns,
+            min_ns: latency.min_ns,
+            max_ns: latency.max_ns,
+            latency: latency.histogram.iter().copied().collect::<HistogramSnapshot>(),
+            ..counts
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blkyard_mq::OpClass;
+
+    /// A queue that has completed reads which took so long.
+    fn queue(times_ns: &[u64], refused: u64, slow_now: u64) -> QueueNode {
+        let latency: HistogramSnapshot = times_ns.iter().map(|ns| (*ns, 1)).collect();
+        let op = OpSnapshot {
+            ios: times_ns.len() as u64,
+            bytes: 4096 * times_ns.len() as u64,
+            sum_ns: times_ns.iter().sum(),
+            min_ns: times_ns.iter().copied().min().unwrap_or(u64::MAX),
+            max_ns: times_ns.iter().copied().max().unwrap_or(0),
+            latency,
+            ..OpSnapshot::default()
+        };
+        QueueNode {
+            number: 0,
+            lane: 0,
+            now: None,
+            ops: BTreeMap::from([(super::super::op_name(OpClass::Read).to_owned(), OpNode::of(&op))]),
+            batches: [times_ns.len() as u64; 7],
+            counters: BTreeMap::from([("refused".into(), refused), ("slow_now".into(), slow_now)]),
+            refusals: BTreeMap::new(),
+        }
+    }
+
+    #[test]
+    fn a_window_has_only_what_came_in_it() {
+        let before = queue(&[90_000_000, 80_000_000], 3, 2);
+        let mut now = queue(&[90_000_000, 80_000_000, 1000, 2000, 3000], 7, 1);
+        now.subtract(&before);
+        let read = &now.ops["read"];
+        let latency = read.latency.as_ref().unwrap();
+        assert_eq!((read.ios, read.bytes, latency.mean_ns, latency.min_ns), (3, 3 * 4096, 2000, 1000));
+        assert!(latency.percentile_ns["99"] >= 3000 && latency.percentile_ns["99"] <= latency.max_ns);
+        assert!(latency.max_ns < 3100, "{latency:?}");
+        assert_eq!((now.batches[0], now.counters["refused"], now.counters["slow_now"]), (3, 4, 1));
+    }
+
+    #[test]
+    fn a_window_without_io_has_no_latency() {
+        let before = queue(&[5000], 0, 0);
+        let mut now = before.clone();
+        now.subtract(&before);
+        assert_eq!((now.ops["read"].ios, &now.ops["read"].latency), (0, &None));
+    }
+}
