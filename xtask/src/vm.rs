@@ -5,8 +5,10 @@
 //! everything said so far can be read while the machine runs. Emulated, since KVM cannot be relied
 //! on. Knows nothing of the server of its disks but a socket.
 
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
@@ -154,12 +156,8 @@ impl<'a> Vm<'a> {
 
     /// Boots and leaves the machine running.
     pub fn start(&self, task: &str) -> Result<Machine> {
-        let folder =
-            tempfile::Builder::new().prefix("blkyard-vm-").tempdir().context("cannot make a temporary folder")?;
-        let path = |leaf: &str| folder.path().join(leaf).display().to_string();
-        fs::write(folder.path().join("task"), task).context("cannot write the guest's task")?;
-
-        let mut words = "console=ttyS0 quiet panic=-1 mitigations=off init_on_alloc=0 apparmor=0".to_owned();
+        let folder = folder()?;
+        let mut words = KERNEL_WORDS.to_owned();
         if self.boot_from_disk {
             words.push_str(" root=/dev/vda");
         }
@@ -167,30 +165,18 @@ impl<'a> Vm<'a> {
             words.extend([" maxcpus=", &online.to_string()]);
         }
         let mut qemu = self.guest.command("qemu-system-x86_64");
-        qemu.args(["-nodefaults", "-no-user-config", "-display", "none"])
+        qemu.args(["-nodefaults", "-no-user-config"])
             .args(["-accel", "tcg,thread=multi", "-cpu", "max"])
             .args(["-smp", &self.processors.to_string(), "-m", &MEMORY_MIB.to_string()])
             // The server of the disks maps the guest's memory, so it must be shareable.
             .args(["-object", &format!("memory-backend-memfd,id=memory,size={MEMORY_MIB}M,share=on")])
             .args(["-machine", "q35,memory-backend=memory"])
-            .arg("-kernel")
-            .arg(self.guest.kernel(self.kernel))
-            .arg("-initrd")
-            .arg(self.guest.initramfs(self.kernel))
-            .args(["-append", &words])
-            .args(["-serial", &format!("file:{}", path("console"))])
-            .args(["-fw_cfg", &format!("name=opt/blkyard/task,file={}", path("task"))])
-            .args(["-device", "virtio-serial-pci"]);
-        qemu.args(["-qmp", &format!("unix:{},server=on,wait=off", path("monitor"))]);
+            .args(task_options(self.guest, self.kernel, folder.path(), task, &words)?);
         if !self.may_reboot {
             qemu.arg("-no-reboot");
         }
         if let Some(socket) = &self.incoming {
             qemu.args(["-incoming", &format!("unix:{}", socket.display())]);
-        }
-        for port in ["output", "status"] {
-            qemu.args(["-chardev", &format!("file,id={port},path={}", path(port))])
-                .args(["-device", &format!("virtserialport,chardev={port},name=blkyard.{port}")]);
         }
         let again = self.reconnect_ms.map(|ms| format!(",reconnect-ms={ms}")).unwrap_or_default();
         for (index, Disk { socket, queues, packed, in_order, in_port }) in self.disks.iter().enumerate() {
@@ -210,6 +196,46 @@ impl<'a> Vm<'a> {
         }
         Ok(Machine { running: Running::start("the guest", &qemu)?, folder })
     }
+}
+
+/// Boots a machine by a shell's command line that somebody else has made, with the test guest's kernel and a task
+/// added.
+pub fn start_command_line(guest: &Guest, line: &str, task: &str) -> Result<Machine> {
+    let folder = folder()?;
+    let options = task_options(guest, Kernel::default(), folder.path(), task, KERNEL_WORDS)?;
+    let mut shell = Command::new("sh");
+    shell.arg("-c").arg(format!("{line} \"$@\"")).arg("sh").args(options).arg("-no-reboot");
+    // QEMU is found as by those who have it installed.
+    shell.env("PATH", guest.search_path());
+    Ok(Machine { running: Running::start("the guest", &shell)?, folder })
+}
+
+/// What the guest's kernel is told.
+const KERNEL_WORDS: &str = "console=ttyS0 quiet panic=-1 mitigations=off init_on_alloc=0 apparmor=0";
+
+fn folder() -> Result<TempDir> {
+    tempfile::Builder::new().prefix("blkyard-vm-").tempdir().context("cannot make a temporary folder")
+}
+
+/// QEMU's options for a machine that boots the test guest without a screen and does a task; files that belong to it
+/// lie in `folder`.
+fn task_options(guest: &Guest, kernel: Kernel, folder: &Path, task: &str, words: &str) -> Result<Vec<OsString>> {
+    fs::write(folder.join("task"), task).context("cannot write the guest's task")?;
+    let path = |leaf: &str| folder.join(leaf).display().to_string();
+    let mut options: Vec<OsString> = vec!["-kernel".into(), guest.kernel(kernel).into()];
+    options.extend(["-initrd".into(), guest.initramfs(kernel).into()]);
+    let mut add = |option: &str, value: String| options.extend([OsString::from(option), value.into()]);
+    add("-append", words.into());
+    add("-display", "none".into());
+    add("-serial", format!("file:{}", path("console")));
+    add("-fw_cfg", format!("name=opt/blkyard/task,file={}", path("task")));
+    add("-device", "virtio-serial-pci".into());
+    add("-qmp", format!("unix:{},server=on,wait=off", path("monitor")));
+    for port in ["output", "status"] {
+        add("-chardev", format!("file,id={port},path={}", path(port)));
+        add("-device", format!("virtserialport,chardev={port},name=blkyard.{port}"));
+    }
+    Ok(options)
 }
 
 /// A machine that was started. Dropping it is pulling its plug.

@@ -23,6 +23,7 @@ mod device;
 mod disk;
 mod lanes;
 mod model;
+mod qemu;
 mod watch;
 
 /// The words of the queue core that a program needs.

@@ -21,6 +21,7 @@ use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, Se
 use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words, unserved};
+use crate::qemu;
 use crate::rate::{RateSlot, take_own_rate};
 use crate::scheduler::take_device_scheduler;
 use crate::spec::{Spec, SpecError, number, show_size};
@@ -605,17 +606,17 @@ fn introduce_control(socket: BoundSocket, daemon: &Arc<Daemon>) -> Result<Contro
 
 /// Says what is served, and how to attach it.
 fn introduce(devices: &[ServedDevice], exports: &[(Export, Vec<usize>)], lanes: usize) {
-    for (index, (export, lane_of)) in exports.iter().enumerate() {
+    for (export, lane_of) in exports {
         let ServedDevice { device, .. } = &devices[export.device];
         let info = devices[export.device].info();
         let access = if info.read_only { ", read-only" } else { "" };
         say(format_args!("{}: {}{access}; {}", info.name, show_size(info.capacity_sectors << 9), device.describe()));
         say(format_args!("  on {} with {} queues, on lanes {lane_of:?} of {lanes}", export.name, export.remotes.len()));
-        say("  attach it to a virtual machine with");
-        say(format_args!("    qemu-system-x86_64 -m 1G -smp {} ... \\", export.remotes.len().max(1)));
-        say("      -object memory-backend-memfd,id=mem,size=1G,share=on -machine q35,memory-backend=mem \\");
-        let path = std::path::absolute(export.socket.path()).unwrap_or_else(|_| export.socket.path().into());
-        say(format_args!("      -chardev socket,id=disk{index},path={} \\", path.display()));
-        say(format_args!("      -device vhost-user-blk-pci,chardev=disk{index},num-queues={}", export.remotes.len()));
     }
+    let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.into());
+    let sockets: Vec<_> = exports.iter().map(|(export, _)| absolute(export.socket.path())).collect();
+    let queues = exports.iter().map(|(export, _)| export.remotes.len());
+    let what = if exports.len() > 1 { "all of them; each has a -chardev and a -device" } else { "it" };
+    say(format_args!("start a virtual machine with {what} ({}):", qemu::VERSIONS));
+    say(format_args!("  {}", qemu::command(sockets.iter().map(PathBuf::as_path).zip(queues))));
 }

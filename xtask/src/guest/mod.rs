@@ -11,6 +11,7 @@ mod kernel;
 mod parts;
 
 use std::cell::OnceCell;
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -70,6 +71,14 @@ impl Guest {
     /// A program of the guest's packages, for use on the host.
     pub fn program(&self, name: &str) -> PathBuf {
         self.folder.join("bin").join(name)
+    }
+
+    /// Where a shell looks for programs, which finds those first.
+    pub fn search_path(&self) -> OsString {
+        let mut path = self.folder.join("bin").into_os_string();
+        path.push(":");
+        path.push(std::env::var_os("PATH").unwrap_or_default());
+        path
     }
 
     /// The same, ready to take arguments.

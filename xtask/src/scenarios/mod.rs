@@ -9,6 +9,7 @@ mod blkio;
 mod control;
 mod crash;
 mod daemon;
+mod first_minute;
 mod foreign;
 mod guest;
 mod plug;
@@ -63,7 +64,8 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let served = foreign::SCENARIOS.iter().chain(blkio::SCENARIOS).chain(daemon::SCENARIOS).chain(control::SCENARIOS);
     let host = served.chain(rates::SCENARIOS).chain(sharing::SCENARIOS);
     let host = host.chain(refusals::SCENARIOS).chain(attached::SCENARIOS);
-    host.chain(guest::SCENARIOS)
+    host.chain(first_minute::SCENARIOS)
+        .chain(guest::SCENARIOS)
         .chain(queues::SCENARIOS)
         .chain(plug::SCENARIOS)
         .chain(crash::SCENARIOS)

@@ -1,0 +1,138 @@
+//! The QEMU command that `serve` prints, as somebody uses it who has read nothing: pasted as it is.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::json;
+
+use super::crash::{end_load, go_on, load, wait_for_writes};
+use super::{Ground, Image, MIB, Place, Scenario};
+use crate::process::Running;
+use crate::qmp::Monitor;
+use crate::server::Server;
+use crate::vm;
+
+pub const SCENARIOS: &[Scenario] = &[
+    Scenario {
+        name: "pasted-line",
+        sentence: "the QEMU command that serve prints for several exports attaches them all, whatever their folder is called",
+        place: Place::Host,
+        ours: true,
+        tell: all_exports,
+    },
+    Scenario {
+        name: "pasted-line-guest",
+        sentence: "a guest started by the line that serve prints uses its disks, and goes on when the daemon is killed or restarted",
+        place: Place::Guest,
+        ours: true,
+        tell: survives_restarts,
+    },
+];
+
+/// What a shell and QEMU's lists of options make something else of.
+const FOLDER: &str = "it's a folder, with $HOME";
+
+/// How long QEMU and a daemon may take on a busy machine.
+const LIMIT: Duration = Duration::from_mins(5);
+
+/// The one line of what serve says that starts QEMU.
+fn printed_line(said: &str) -> Result<&str> {
+    let mut lines = said.lines().map(str::trim_start).filter(|line| line.starts_with("qemu-system-x86_64 "));
+    let line = lines.next().with_context(|| format!("serve prints no QEMU command:\n{said}"))?;
+    ensure!(lines.next().is_none(), "serve prints more than one QEMU command:\n{said}");
+    Ok(line)
+}
+
+/// The daemon, with two images in a folder of an awkward name, on sockets by relative paths.
+struct Awkward {
+    command: Command,
+    sockets: [std::path::PathBuf; 2],
+    images: [Image; 2],
+}
+
+impl Awkward {
+    fn new(ground: &Ground) -> Result<Awkward> {
+        let folder = ground.path(FOLDER);
+        std::fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+        let image = |leaf: &str| ground.image(&format!("{FOLDER}/{leaf}"), 64 * MIB);
+        let images = [image("a.img")?, image("b.img")?];
+        let mut command = ground.program.command()?;
+        command.arg("serve").current_dir(&folder).args(["--control", "none"]);
+        command.args(["--device", "file:a.img", "--export", "vhost-user-blk:a.sock?queues=2"]);
+        command.args(["--device", "file:b.img", "--export", "vhost-user-blk:b.sock?queues=3"]);
+        Ok(Awkward { command, sockets: ["a.sock", "b.sock"].map(|leaf| folder.join(leaf)), images })
+    }
+
+    fn serve(&self, ground: &Ground) -> Result<Server> {
+        Server::start_command(&self.command, &self.sockets, &ground.log)
+    }
+}
+
+fn all_exports(ground: &Ground) -> Result<()> {
+    let served = Awkward::new(ground)?;
+    let server = served.serve(ground)?;
+    let said = server.said()?;
+    let line = printed_line(&said)?;
+    for (word, times) in [("memory-backend-memfd", 1), ("share=on", 1), ("reconnect-ms=", 2), ("...", 0)] {
+        let found = line.matches(word).count();
+        ensure!(found == times, "'{word}' is there {found} times and not {times}:\n{line}");
+    }
+    let monitor = ground.path("monitor");
+    let mut shell = Command::new("sh");
+    let added = format!("-S -display none -qmp unix:{},server=on,wait=off", monitor.display());
+    shell.args(["-c", &format!("{line} {added}")]).env("PATH", ground.guest.search_path());
+    let mut qemu = Running::start("QEMU", &shell)?;
+    // It listens before its devices are there, and answers afterwards.
+    let listens = qemu.wait_until(LIMIT, |_| Ok(monitor.exists()))?;
+    ensure!(listens, "QEMU ended: {}", qemu.stderr()?);
+    let mut monitor = Monitor::connect(&monitor)?;
+    let children = monitor.command("qom-list", &json!({ "path": "/machine/peripheral-anon" }))?;
+    let mut queues = Vec::new();
+    for child in children.as_array().into_iter().flatten() {
+        let Some(name) = child["name"].as_str().filter(|_| child["type"] == "child<vhost-user-blk-pci>") else {
+            continue;
+        };
+        let device = format!("/machine/peripheral-anon/{name}");
+        let realized = monitor.command("qom-get", &json!({ "path": device, "property": "realized" }))?;
+        ensure!(realized == true, "{device} is not realized");
+        queues.push(monitor.command("qom-get", &json!({ "path": device, "property": "num-queues" }))?);
+    }
+    ensure!(queues == [2, 3], "QEMU has disks with so many queues: {queues:?}");
+    drop(qemu);
+    server.stop()?;
+    Ok(())
+}
+
+fn survives_restarts(ground: &Ground) -> Result<()> {
+    const MARK: &str = "second disk";
+    let served = Awkward::new(ground)?;
+    let [first, second] = &served.images;
+    let mut server = served.serve(ground)?;
+    let line = printed_line(&server.said()?)?.to_owned();
+    let task = format!("{}\nprintf '{MARK}' | dd of=/dev/vdb conv=sync,notrunc oflag=direct 2>/dev/null", load());
+    // KVM cannot be relied on: where it is offered and does not work, nobody falls back.
+    let mut machine = vm::start_command_line(ground.guest, &format!("{line} -machine accel=tcg"), &task)?;
+    wait_for_writes(&mut machine, first)?;
+    for is_killed in [true, false] {
+        go_on(&mut machine)?;
+        if is_killed {
+            server.kill();
+        } else {
+            server.stop()?;
+        }
+        server = served.serve(ground)?;
+        machine.wait_until(|| Ok(came_back(&server.said()?, Path::new("a.sock"))))?;
+    }
+    end_load(machine, first)?;
+    let found = second.read(0, MARK.len() as u64)?;
+    ensure!(found == MARK.as_bytes(), "the second disk begins with {found:02x?}");
+    server.stop()?;
+    Ok(())
+}
+
+/// Whether a front-end has come to an export since the server started.
+fn came_back(said: &str, socket: &Path) -> bool {
+    said.lines().any(|line| line.contains("a front-end connected") && line.contains(&socket.display().to_string()))
+}
