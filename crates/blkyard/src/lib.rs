@@ -21,6 +21,7 @@ pub mod takeover;
 
 mod device;
 mod disk;
+mod ending;
 mod lanes;
 mod model;
 mod qemu;

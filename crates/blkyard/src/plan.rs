@@ -31,6 +31,8 @@ pub struct Settings {
     pub control: Option<ControlPlace>,
     /// How long to wait for an image that a daemon which died still has, seconds.
     pub lock_wait_s: Option<u64>,
+    /// How long what is in flight may take when the daemon ends, seconds.
+    pub drain_s: Option<u64>,
 }
 
 /// A device and the exports that serve it.
@@ -108,6 +110,7 @@ struct File {
     stats: Option<u64>,
     control: Option<String>,
     lock_wait_s: Option<u64>,
+    drain_s: Option<u64>,
 }
 
 /// A device or an export: its name, its options as keys, and for a device its exports.
@@ -166,6 +169,7 @@ fn from_toml(text: &str, path: &Path) -> Result<Plan, PlanError> {
         stats: file.stats,
         control: file.control.map(|place| place.as_str().into()),
         lock_wait_s: file.lock_wait_s,
+        drain_s: file.drain_s,
     };
     Ok(Plan { disks: some_device_is_named(disks)?, settings })
 }

@@ -19,6 +19,7 @@ use blkyard_virtio::{BlkConfig, SerialId};
 
 use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, ServedExport};
 use crate::device::{Device, DeviceError, DeviceQueue};
+use crate::ending::{StopToken, supervise};
 use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
 use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words, unserved};
 use crate::qemu;
@@ -29,7 +30,7 @@ use crate::takeover::{self, Heritage};
 use crate::watch::{Watch, say};
 
 /// What `serve` may be told.
-#[derive(Debug, clap::Args)]
+#[derive(Clone, Debug, clap::Args)]
 pub struct ServeArgs {
     /// A disk to serve, by its name, with options as ?key=value&key=value. Repeat for more disks.
     ///
@@ -68,7 +69,7 @@ pub struct ServeArgs {
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["device", "export", "config", "control", "lock_wait_s"])]
     pub takeover: Option<PathBuf>,
     /// Read devices and exports from a TOML file instead: tables `device` and `device.export`, each with spec = "..."
-    /// and the options above as keys; at the top lanes, cpus, spin_us, stats, control and lock_wait_s.
+    /// and the options above as keys; at the top lanes, cpus, spin_us, stats, control, lock_wait_s and drain_s.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["device", "export"])]
     pub config: Option<PathBuf>,
     /// Print a line for each export every so many seconds.
@@ -92,12 +93,20 @@ pub struct ServeArgs {
     /// must end before its requests are done again. Seconds; default: 60.
     #[arg(long, value_name = "SECONDS", value_parser = number(0, LOCK_WAIT_S_MAX))]
     pub lock_wait_s: Option<u64>,
+    /// How long what is in flight may take to finish after SIGINT or SIGTERM. Then, or at a second signal, the daemon
+    /// says what is still in flight, and exits; the front-ends keep the record of it. Seconds; default: 30.
+    #[arg(long, value_name = "SECONDS", value_parser = number(0, DRAIN_S_MAX))]
+    pub drain_s: Option<u64>,
 }
 
 /// Longer than any disk tries to do an operation: Linux gives one of SCSI up after 30 s, and after five more tries.
 const LOCK_WAIT_S_MAX: u64 = 3600;
 /// One such try of a SCSI disk, and the reset that may follow.
 const LOCK_WAIT_S: u64 = 60;
+/// Longer than any disk tries to do an operation, as above.
+const DRAIN_S_MAX: u64 = 3600;
+/// A healthy device is done in less, and service managers kill after 90 s.
+const DRAIN_S: u64 = 30;
 
 impl ServeArgs {
     /// These, but what the file sets and the command line does not.
@@ -120,6 +129,7 @@ impl ServeArgs {
             spin_us: self.spin_us.or(bounded("spin_us", settings.spin_us, 0, SPIN_US_MAX)?),
             control: self.control.clone().or(settings.control),
             lock_wait_s: self.lock_wait_s.or(bounded("lock_wait_s", settings.lock_wait_s, 0, LOCK_WAIT_S_MAX)?),
+            drain_s: self.drain_s.or(bounded("drain_s", settings.drain_s, 0, DRAIN_S_MAX)?),
         })
     }
 }
@@ -153,6 +163,16 @@ pub enum ServeError {
     /// The system gave no thread or descriptor.
     #[error("the daemon cannot start: {0}; see the limits on threads and open files")]
     System(#[from] std::io::Error),
+    /// It was told to end, and something did not finish in time.
+    #[error("ended {when} {what}; {cure}")]
+    Unfinished {
+        /// When it gave up.
+        when: String,
+        /// What was not finished.
+        what: String,
+        /// What becomes of it.
+        cure: String,
+    },
     /// A part of the daemon ended by itself.
     #[error("{0}")]
     Broken(String),
@@ -161,7 +181,7 @@ pub enum ServeError {
 /// One export, ready to be served.
 struct Export {
     name: String,
-    socket: BoundSocket,
+    socket: Arc<BoundSocket>,
     disk: BlkConfig,
     remotes: Vec<QueueRemote>,
     serial: SerialId,
@@ -226,9 +246,15 @@ pub(crate) type Make = Box<dyn FnOnce() -> VhostQueue<DeviceQueue> + Send>;
 /// Serves until SIGINT or SIGTERM.
 ///
 /// # Errors
-/// See [`ServeError`]. What was in flight is finished first.
+/// See [`ServeError`]. What was in flight is finished first, if that is done in time.
 pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
-    let signals = Signals::install()?;
+    let signals = Signals::install()?.and_hangup()?;
+    let (args, words) = (args.clone(), words.to_vec());
+    supervise(&signals, move |stop| serve(&args, &words, stop))
+}
+
+/// Opens, serves and ends, on a thread of its own.
+fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), ServeError> {
     if let Err(error) = allow_all_descriptors() {
         tracing::warn!("the limit on open files stays as it is: {error}");
     }
@@ -242,7 +268,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         (None, None) => Plan { disks: from_words(words)?, settings: Settings::default() },
     };
     let args = &args.or(settings)?;
-    let patience = Patience { signals: &signals, limit: Duration::from_secs(args.lock_wait_s.unwrap_or(LOCK_WAIT_S)) };
+    let patience = Patience { stop, limit: Duration::from_secs(args.lock_wait_s.unwrap_or(LOCK_WAIT_S)) };
     let plans = disks.clone();
     let Some(opened) = open(disks, &patience, heritage.as_mut())? else { return Ok(()) };
     let shares: Vec<Share> = opened.iter().flat_map(|(_, exports)| exports).map(|want| want.share.clone()).collect();
@@ -256,7 +282,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         for want in wanted {
             let lane_of = places[makes.len()..makes.len() + want.share.queues].to_vec();
             let left = heritage.as_mut().and_then(|heritage| heritage.exports.pop_front());
-            exports.push((bind(&device, devices.len(), want, left, &mut makes)?, lane_of));
+            exports.push((bind(&device, devices.len(), want, left, &mut makes, stop)?, lane_of));
         }
         devices.push(device);
     }
@@ -267,7 +293,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     introduce(&devices, &exports, count);
     let first = exports.first().map(|(export, _)| export.socket.path());
     let place = args.control.clone().unwrap_or_default();
-    let mut control = if heritage.is_none() { place.bind(first)? } else { None };
+    let mut control = if heritage.is_none() { place.bind(first)?.map(|socket| stop.track(socket)) } else { None };
     let mut watch = Watch::new(exports.len());
     let mut starts = Vec::new();
     let mut served = Vec::new();
@@ -295,25 +321,27 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
         say(format_args!(
             "took over: guests rested {whole:.1} ms, {rest:.1} of them until what was in flight had ended"
         ));
-        control = Some(socket);
+        control = Some(stop.track(socket));
     }
     let daemon = Arc::new(Daemon {
         started: Instant::now(),
         stats_s: args.stats.unwrap_or(0).into(),
         plans,
         cpus: args.cpus.clone(),
+        drain_s: args.drain_s.unwrap_or(DRAIN_S),
         is_handed: AtomicBool::new(false),
         devices,
         exports: served,
         lanes: Mutex::new(lanes),
     });
+    stop.serves(&daemon);
     let control = control.map(|socket| introduce_control(socket, &daemon)).transpose()?;
     say("ready");
 
     let mut broken = None;
     let mut seconds = 0;
     let mut follower = None;
-    while signals.wait(Some(Duration::from_secs(1))).is_none() {
+    while !stop.wait(Duration::from_secs(1)) {
         if daemon.is_handed.load(Ordering::SeqCst) {
             break;
         }
@@ -339,15 +367,21 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
             break;
         }
     }
-    tracing::info!("stopping: finishing what is in flight");
+    stop.stops();
+    tracing::info!("stopping: finishing what is in flight, for {} s at most", daemon.drain_s);
     servers.iter().for_each(Server::ask_to_stop);
     servers.into_iter().for_each(Server::join);
     // Exports that have ended answer it at once.
     follower.into_iter().for_each(|follower| drop(follower.join()));
     // Answered until here: what is in flight while the daemon stops is worth a look, too. From now on nothing is.
     drop(control);
-    let daemon = Arc::into_inner(daemon).unwrap_or_else(|| unreachable!("the control socket's thread has ended"));
-    daemon.lanes.into_inner().unwrap_or_else(PoisonError::into_inner).join()?;
+    // Nobody else has it but who has given up on us, and ends the process.
+    if let Some(daemon) = Arc::into_inner(daemon) {
+        let Daemon { lanes, devices, .. } = daemon;
+        lanes.into_inner().unwrap_or_else(PoisonError::into_inner).join()?;
+        stop.drained();
+        drop(devices);
+    }
     broken.map_or(Ok(()), |why| Err(ServeError::Broken(why.into())))
 }
 
@@ -390,7 +424,7 @@ struct Wanted {
 /// How long we wait for images.
 struct Patience<'a> {
     /// By which the user ends it.
-    signals: &'a Signals,
+    stop: &'a StopToken,
     limit: Duration,
 }
 
@@ -411,7 +445,7 @@ impl Patience<'_> {
                             self.limit.as_secs()
                         );
                     }
-                    if self.signals.wait(Some(Duration::ZERO)).is_some() {
+                    if self.stop.is_requested() {
                         return Ok(None);
                     }
                 }
@@ -522,6 +556,7 @@ fn bind(
     want: Wanted,
     left: Option<ExportState>,
     makes: &mut Vec<Make>,
+    stop: &StopToken,
 ) -> Result<Export, ServeError> {
     let info = served.info();
     let Share { name, queues, .. } = want.share;
@@ -534,9 +569,9 @@ fn bind(
     let (socket, inherited) = match left {
         Some(ExportState { listener, path, identity, offered, depth, wce, session, .. }) => {
             let socket = BoundSocket::adopt(listener, path, identity);
-            (socket, Some(Inherited { offered, depth, wce, session }))
+            (stop.track(socket), Some(Inherited { offered, depth, wce, session }))
         }
-        None => (BoundSocket::bind(&want.socket)?, None),
+        None => (stop.track(BoundSocket::bind(&want.socket)?), None),
     };
     let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, info.volatile_cache);
     Ok(Export { name, socket, disk, remotes, serial: want.serial, rate: want.rate, device: device_index, inherited })
@@ -597,7 +632,7 @@ fn default_disk() -> Result<[Word; 2], ServeError> {
 }
 
 /// Answers at the control socket, and says how to reach it.
-fn introduce_control(socket: BoundSocket, daemon: &Arc<Daemon>) -> Result<ControlServer, ServeError> {
+fn introduce_control(socket: Arc<BoundSocket>, daemon: &Arc<Daemon>) -> Result<ControlServer, ServeError> {
     let path = std::path::absolute(socket.path()).unwrap_or_else(|_| socket.path().into());
     say("look at it with");
     say(format_args!("  blkyard inspect --control {}", path.display()));

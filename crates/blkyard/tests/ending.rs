@@ -1,7 +1,9 @@
 //! How `serve` ends when it is told to: in order, within its time, and with a word about what it leaves.
 
 use std::fs::File;
-use std::path::Path;
+use std::io::Write;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -13,7 +15,7 @@ const PATIENCE: Duration = Duration::from_mins(1);
 /// A process that does not outlive its test. What it says lies in a file of its own.
 struct Process {
     child: Child,
-    log: std::path::PathBuf,
+    log: PathBuf,
 }
 
 impl Drop for Process {
@@ -98,4 +100,143 @@ fn daemon_without_descriptors_still_ends() {
         assert!(status.success(), "{status}: {}", daemon.said());
         drop(client);
     }
+}
+
+/// A chain of two daemons and a client: the first has the data, the second serves it on, with these arguments.
+struct Chain {
+    folder: tempfile::TempDir,
+    first: Process,
+    second: Process,
+    client: Process,
+}
+
+/// How the second daemon of a [`Chain`] is started.
+const SECOND: &str = "exec $B serve --device 'vhost-user:first?timeout_s=600' --export 'vhost-user-blk:second?queues=1' \
+                      --control control";
+
+impl Chain {
+    /// The client writes; each request takes 10 ms with the first daemon.
+    fn start(arguments: &str) -> Chain {
+        let folder = tempfile::tempdir().unwrap();
+        let mut first = Process::start(
+            folder.path(),
+            "first",
+            "exec $B serve --device 'model:latency?us=10000&size=8M' --export 'vhost-user-blk:first?queues=1' --control none",
+        );
+        first.ready();
+        let mut second = Process::start(folder.path(), "second", &format!("{SECOND} {arguments}"));
+        second.ready();
+        let client = Process::start(
+            folder.path(),
+            "client",
+            "exec $B bench 'vhost-user:second?gone_s=600' --rw randwrite --verify crc32c --iodepth 4",
+        );
+        let mut chain = Chain { folder, first, second, client };
+        let begin = Instant::now();
+        while !chain.has_written() {
+            assert!(begin.elapsed() < PATIENCE, "nothing is written: {}", chain.client.said());
+        }
+        chain
+    }
+
+    fn has_written(&mut self) -> bool {
+        let mut look = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+        look.args(["inspect", "--control", "control", "--json"]).current_dir(self.folder.path());
+        let tree: serde_json::Value = serde_json::from_slice(&look.output().unwrap().stdout).unwrap();
+        tree["exports"][0]["queues"][0]["ops"]["write"]["ios"].as_u64().unwrap_or(0) > 0
+    }
+
+    /// The first daemon hangs; what it had in flight is reported by the second, which ends.
+    fn check_left(&mut self, within: Duration) {
+        let status = self.second.ended(within);
+        let said = self.second.said();
+        assert_eq!(status.code(), Some(1), "{said}");
+        for words in [
+            "vhost-user-blk:second: queue 0: 4 requests not answered, 4 with vhost-user:first",
+            "queue 0: write of 8 sectors at sector ",
+            "with 4 requests in flight; the front-ends keep the records: start the daemon again",
+        ] {
+            assert!(said.contains(words), "'{words}' is missing: {said}");
+        }
+        for socket in ["second", "control"] {
+            assert!(!self.folder.path().join(socket).exists(), "{socket} is left behind");
+        }
+    }
+}
+
+#[test]
+fn hanging_device_is_left_after_the_drain_time_and_its_requests_are_done_again() {
+    let mut chain = Chain::start("--drain-s 2");
+    chain.first.signal(Signal::STOP);
+    chain.second.signal(Signal::TERM);
+    let begin = Instant::now();
+    chain.check_left(PATIENCE);
+    assert!(begin.elapsed() >= Duration::from_secs(2), "it waited for {:?} only", begin.elapsed());
+    chain.first.signal(Signal::CONT);
+    let mut second = Process::start(chain.folder.path(), "third", SECOND);
+    second.ready();
+    let status = chain.client.ended(2 * PATIENCE);
+    let said = chain.client.said();
+    assert!(status.success() && said.contains("2048 blocks checked, 0 differ"), "{status}: {said}");
+    second.signal(Signal::TERM);
+    assert!(second.ended(PATIENCE).success(), "{}", second.said());
+}
+
+#[test]
+fn second_signal_ends_at_once() {
+    let mut chain = Chain::start("--drain-s 3600");
+    chain.first.signal(Signal::STOP);
+    chain.second.signal(Signal::TERM);
+    chain.second.wait_until("it does not drain", |said| said.contains("for 3600 s at most"));
+    chain.second.signal(Signal::INT);
+    chain.check_left(Duration::from_secs(20));
+}
+
+#[test]
+fn idle_daemon_ends_although_its_back_end_is_silent() {
+    let mut chain = Chain::start("--drain-s 2");
+    chain.client.signal(Signal::KILL);
+    chain.second.wait_until("the client has not left", |said| said.contains("the front-end left"));
+    chain.first.signal(Signal::STOP);
+    chain.second.signal(Signal::TERM);
+    let status = chain.second.ended(PATIENCE);
+    let said = chain.second.said();
+    assert!(status.success() && said.contains("all I/O is finished, but a device is not closed after 2s"), "{said}");
+}
+
+#[test]
+fn signal_ends_a_daemon_that_still_starts() {
+    let folder = tempfile::tempdir().unwrap();
+    let silent = UnixListener::bind(folder.path().join("silent")).unwrap();
+    let serve = "exec $B serve --device 'vhost-user:silent?timeout_s=600' --export vhost-user-blk:s";
+    for signal in [Signal::INT, Signal::TERM] {
+        let mut daemon = Process::start(folder.path(), "daemon", serve);
+        let connection = silent.accept().unwrap();
+        daemon.signal(signal);
+        let status = daemon.ended(Duration::from_secs(20));
+        assert!(status.success() && daemon.said().contains("stopped before anything was served"), "{}", daemon.said());
+        drop(connection);
+    }
+}
+
+#[test]
+fn front_end_that_hangs_does_not_delay_the_end_and_sighup_is_no_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let serve = "exec $B serve --device ram:16M --export vhost-user-blk:a --device ram:16M --export vhost-user-blk:b \
+                 --control none --drain-s 600";
+    let mut daemon = Process::start(folder.path(), "daemon", serve);
+    daemon.ready();
+    // One stops in the middle of a header, the other asks for the features and never reads.
+    let mut half = UnixStream::connect(folder.path().join("a")).unwrap();
+    half.write_all(&[1, 0, 0]).unwrap();
+    let mut deaf = UnixStream::connect(folder.path().join("b")).unwrap();
+    deaf.set_nonblocking(true).unwrap();
+    let question: Vec<u8> = [1_u32, 1, 0].into_iter().flat_map(u32::to_ne_bytes).collect();
+    let begin = Instant::now();
+    while deaf.write_all(&question).is_ok() || begin.elapsed() < Duration::from_secs(1) {}
+    daemon.signal(Signal::HUP);
+    daemon.wait_until("SIGHUP is not logged", |said| said.contains("SIGHUP is ignored: reload is not implemented"));
+    daemon.signal(Signal::TERM);
+    let status = daemon.ended(Duration::from_secs(20));
+    assert!(status.success(), "{}", daemon.said());
 }

@@ -296,6 +296,7 @@ impl<D> VhostQueue<D> {
             size: session.ring.size(),
             next_avail: session.ring.base().next_avail(),
             in_flight: session.ring.in_flight(),
+            is_recorded: session.records.is_some(),
             is_broken: session.broken,
         });
         QueueView {

@@ -88,9 +88,9 @@ impl Server {
     ///
     /// # Errors
     /// The system gives no thread or descriptor.
-    pub fn start(socket: BoundSocket, config: BackendConfig) -> io::Result<Server> {
+    pub fn start(socket: impl Into<Arc<BoundSocket>>, config: BackendConfig) -> io::Result<Server> {
         let offered = config.disk.queues();
-        Server::spawn(socket, offered, move |desk| serve(Begin::Waiting(config), desk))
+        Server::spawn(socket.into(), offered, move |desk| serve(Begin::Waiting(config), desk))
     }
 
     /// Prepares to go on with an export that another process has handed over, on its socket. Nothing is served, and
@@ -99,7 +99,7 @@ impl Server {
     /// # Errors
     /// The session is none that this disk could have, or the system gives no thread or descriptor.
     pub fn take_over(
-        socket: BoundSocket,
+        socket: impl Into<Arc<BoundSocket>>,
         mut config: BackendConfig,
         offered: u16,
         wce: bool,
@@ -119,7 +119,7 @@ impl Server {
             }
         };
         let (go, told) = channel();
-        let server = Server::spawn(socket, offered, move |desk| {
+        let server = Server::spawn(socket.into(), offered, move |desk| {
             // Without a word it was all for nothing.
             if told.recv().is_err() {
                 return;
@@ -130,7 +130,7 @@ impl Server {
         Ok(Taking { go, server: server.map_err(said)? })
     }
 
-    fn spawn(socket: BoundSocket, offered: u16, serve: impl FnOnce(&Desk) + Send + 'static) -> io::Result<Server> {
+    fn spawn(socket: Arc<BoundSocket>, offered: u16, serve: impl FnOnce(&Desk) + Send + 'static) -> io::Result<Server> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let stop = Arc::new(Stop { bell, asked: AtomicBool::new(false) });
         let status = Arc::new(ExportStatus { offered: offered.into(), ..ExportStatus::default() });
@@ -214,7 +214,7 @@ enum Begin {
 
 /// What the thread has to do with: its socket, what reaches it from elsewhere, and what it tells.
 pub(crate) struct Desk {
-    socket: BoundSocket,
+    socket: Arc<BoundSocket>,
     stop: Arc<Stop>,
     status: Arc<ExportStatus>,
     orders: Orders,

@@ -116,6 +116,14 @@ impl BoundSocket {
         &self.path
     }
 
+    /// Removes it if it is ours, as its end does.
+    pub fn remove(&self) {
+        let owned = self.owned.swap(false, Ordering::Relaxed);
+        if owned && std::fs::symlink_metadata(&self.path).is_ok_and(|m| (m.dev(), m.ino()) == self.identity) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+
     /// What it listens with.
     pub fn listener(&self) -> &UnixListener {
         &self.listener
@@ -124,10 +132,7 @@ impl BoundSocket {
 
 impl Drop for BoundSocket {
     fn drop(&mut self) {
-        let owned = self.owned.load(Ordering::Relaxed);
-        if owned && std::fs::symlink_metadata(&self.path).is_ok_and(|m| (m.dev(), m.ino()) == self.identity) {
-            let _ = std::fs::remove_file(&self.path);
-        }
+        self.remove();
     }
 }
 

@@ -26,6 +26,8 @@ pub struct RingView {
     pub next_avail: u16,
     /// Chains fetched and not yet given back.
     pub in_flight: u16,
+    /// The front-end keeps a record of them, by which another back-end does them again.
+    pub is_recorded: bool,
     /// It made no sense, or its memory went away: it is fetched from no more.
     pub is_broken: bool,
 }

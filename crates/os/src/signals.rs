@@ -1,7 +1,7 @@
-//! SIGINT and SIGTERM as something the main thread can wait for.
+//! SIGINT, SIGTERM and SIGHUP as something the main thread can wait for.
 //!
-//! The handler leaves a note and rings an event descriptor. It is good for one signal of each kind: the second does
-//! what it does by default, so that a user who presses Ctrl-C twice is obeyed even if the orderly end hangs.
+//! The handler leaves a note and rings an event descriptor. The third SIGINT or SIGTERM does what it does by default:
+//! a program that does not obey the first two is killed.
 //!
 //! Unsafe: installing a handler is, and so is what runs in it. It uses atomics and one `write`, both of which a
 //! handler may.
@@ -13,21 +13,28 @@ use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
-/// A wish that the program end.
+/// A signal that was caught.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Signal {
     /// Ctrl-C.
     Interrupt,
     /// `kill`, or the service manager.
     Terminate,
+    /// The terminal is gone, or a daemon is to reload.
+    Hangup,
 }
 
 /// The handler's descriptor; none if negative.
 static BELL: AtomicI32 = AtomicI32::new(-1);
-/// Signals that came and were not waited for yet: bit 0 for SIGINT, bit 1 for SIGTERM.
+/// Signals that came and were not waited for yet: a bit for each of [`KINDS`].
 static CAME: AtomicU8 = AtomicU8::new(0);
+/// How many SIGINT and SIGTERM came since they were taken over.
+static ENDINGS: AtomicU8 = AtomicU8::new(0);
+/// As many of them are caught.
+const ENDINGS_MAX: u8 = 2;
 
-const KINDS: [(libc::c_int, Signal); 2] = [(libc::SIGINT, Signal::Interrupt), (libc::SIGTERM, Signal::Terminate)];
+const KINDS: [(libc::c_int, Signal); 3] =
+    [(libc::SIGINT, Signal::Interrupt), (libc::SIGTERM, Signal::Terminate), (libc::SIGHUP, Signal::Hangup)];
 
 /// The one place where the program waits for signals.
 #[derive(Debug)]
@@ -36,7 +43,7 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Takes SIGINT and SIGTERM over, for the whole process and for good; again after each was delivered once.
+    /// Takes SIGINT and SIGTERM over, for the whole process and for good. Done again, two more of them are caught.
     ///
     /// # Errors
     /// The system refuses a descriptor or the handler.
@@ -46,22 +53,22 @@ impl Signals {
         let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let bell = KEPT.get_or_init(|| made);
         BELL.store(bell.as_raw_fd(), Ordering::Release);
-        for (signal, _) in KINDS {
-            // SAFETY: an all-zero sigaction is a valid value to start from.
-            let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-            action.sa_sigaction = on_signal as *const () as usize;
-            action.sa_flags = libc::SA_RESTART | libc::SA_RESETHAND;
-            // SAFETY: `action` is initialised, the handler has the plain signature and does only what a handler may.
-            if unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) } != 0 {
-                return Err(io::Error::last_os_error());
-            }
-        }
+        ENDINGS.store(0, Ordering::Release);
+        [libc::SIGINT, libc::SIGTERM].into_iter().try_for_each(take_over)?;
         // A file that may not grow as far as somebody wants is an error of that wish, and no reason to end.
         // SAFETY: ignoring a signal runs no code of ours.
         if unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) } == libc::SIG_ERR {
             return Err(io::Error::last_os_error());
         }
         Ok(Signals { bell })
+    }
+
+    /// Takes SIGHUP over as well.
+    ///
+    /// # Errors
+    /// The system refuses the handler.
+    pub fn and_hangup(self) -> io::Result<Signals> {
+        take_over(libc::SIGHUP).map(|()| self)
     }
 
     /// Waits for a signal, but no longer than this. A signal that came before is found at once.
@@ -97,6 +104,18 @@ impl AsFd for Signals {
     }
 }
 
+fn take_over(signal: libc::c_int) -> io::Result<()> {
+    // SAFETY: an all-zero sigaction is a valid value to start from.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = on_signal as *const () as usize;
+    action.sa_flags = libc::SA_RESTART;
+    // SAFETY: `action` is initialised, the handler has the plain signature and does only what a handler may.
+    match unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 fn taken() -> Option<Signal> {
     for (index, (_, signal)) in KINDS.iter().enumerate() {
         if CAME.fetch_and(!(1 << index), Ordering::AcqRel) & 1 << index != 0 {
@@ -113,6 +132,13 @@ extern "C" fn on_signal(number: libc::c_int) {
     let before = unsafe { *errno };
     if let Some(index) = KINDS.iter().position(|(signal, _)| *signal == number) {
         CAME.fetch_or(1 << index, Ordering::AcqRel);
+    }
+    if number != libc::SIGHUP && ENDINGS.fetch_add(1, Ordering::AcqRel) >= ENDINGS_MAX {
+        // SAFETY: both may be called in a handler. The signal is delivered when this returns, and ends the process.
+        unsafe {
+            libc::signal(number, libc::SIG_DFL);
+            libc::raise(number);
+        }
     }
     let one = 1_u64;
     // SAFETY: eight bytes of ours; the descriptor is never closed once it is stored. Nothing could be done about a

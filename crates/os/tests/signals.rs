@@ -24,8 +24,14 @@ fn signals_are_waited_for_each_once() {
     });
     assert_eq!(signals.wait(None), Some(Signal::Interrupt));
     later.join().unwrap();
-    // Each was good once; taking them over again makes them so again.
-    let signals = Signals::install().unwrap();
+    // Two were caught; taken over again, two more are, and any number of hangups.
+    let signals = Signals::install().unwrap().and_hangup().unwrap();
+    for (number, signal) in
+        [(Number::INT, Signal::Interrupt), (Number::HUP, Signal::Hangup), (Number::HUP, Signal::Hangup)]
+    {
+        kill_process(getpid(), number).unwrap();
+        assert_eq!(signals.wait(Some(LONG)), Some(signal));
+    }
     kill_process(getpid(), Number::INT).unwrap();
     assert_eq!(signals.wait(Some(LONG)), Some(Signal::Interrupt));
 }

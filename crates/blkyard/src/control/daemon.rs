@@ -26,6 +26,8 @@ pub struct Daemon {
     pub plans: Vec<DiskPlan>,
     /// CPUs that its lanes are kept on, one after another; none if the system chooses.
     pub cpus: Vec<u32>,
+    /// How long what is in flight may take when it ends, seconds.
+    pub drain_s: u64,
     /// Another daemon goes on with all it served.
     pub is_handed: AtomicBool,
     /// What it has open.

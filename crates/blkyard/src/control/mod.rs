@@ -29,8 +29,7 @@ use crate::{inspect, set};
 ///
 /// # Errors
 /// The system gives no thread or descriptor.
-pub fn serve(socket: BoundSocket, daemon: Arc<Daemon>) -> std::io::Result<ControlServer> {
-    let socket = Arc::new(socket);
+pub fn serve(socket: Arc<BoundSocket>, daemon: Arc<Daemon>) -> std::io::Result<ControlServer> {
     ControlServer::start(Arc::clone(&socket), move |wish, client| {
         Answer::Say(match wish {
             Wish::Inspect => serde_json::to_value(inspect::collect(&daemon)).map_err(|error| error.to_string()),

@@ -237,7 +237,7 @@ fn scheduler_node(scheduler: &SchedulerSnapshot) -> SchedulerNode {
     }
 }
 
-fn request_node(request: &RequestSnapshot) -> RequestNode {
+pub(crate) fn request_node(request: &RequestSnapshot) -> RequestNode {
     let op = match request.op {
         Op::Read => "read",
         Op::Write => "write",

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::control::{AskError, Kind, Target, Wish, ask};
+pub(crate) use collect::request_node;
 pub use collect::{collect, op_name};
 pub use text::show_time;
 pub use tree::Tree;

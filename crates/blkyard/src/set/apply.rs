@@ -351,6 +351,7 @@ mod tests {
             started: Instant::now(),
             stats_s: 0.into(),
             plans: Vec::new(),
+            drain_s: 30,
             cpus: Vec::new(),
             is_handed: AtomicBool::new(false),
             devices: vec![ServedDevice::new(device, info, SchedulerConfig::None, RateConfig::default())],

@@ -75,7 +75,7 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     let rested = begin.elapsed();
     let mut files = Files::new();
     let cpus = (!daemon.cpus.is_empty()).then(|| daemon.cpus.clone());
-    let habits = Habits { spin_us: Some(spin_us), stats: daemon.stats_every(), cpus };
+    let habits = Habits { spin_us: Some(spin_us), stats: daemon.stats_every(), cpus, drain_s: Some(daemon.drain_s) };
     let (socket, devices, rests) = pack(daemon, control, handed, &mut files)?;
     let parcel = Parcel { lanes, habits, control: socket, devices };
     let parcel = serde_json::to_value(parcel).map_err(|error| error.to_string())?;

@@ -26,6 +26,7 @@ pub(super) struct Habits {
     pub(super) spin_us: Option<u64>,
     pub(super) stats: Option<u64>,
     pub(super) cpus: Option<Vec<u32>>,
+    pub(super) drain_s: Option<u64>,
 }
 
 /// A socket that is listened at. One descriptor.

@@ -107,8 +107,8 @@ fn unpack(
     begin: Instant,
 ) -> Result<Heritage, String> {
     let Parcel { lanes, habits, control: SocketPart { path: control, identity }, devices: parts } = parcel;
-    let Habits { spin_us, stats, cpus } = habits;
-    let settings = Settings { lanes: Some(lanes), spin_us, stats, cpus, ..Settings::default() };
+    let Habits { spin_us, stats, cpus, drain_s } = habits;
+    let settings = Settings { lanes: Some(lanes), spin_us, stats, cpus, drain_s, ..Settings::default() };
     let control = BoundSocket::adopt(next(files)?, control, identity);
     let (mut disks, mut devices, mut exports) = (Vec::new(), VecDeque::new(), VecDeque::new());
     for part in parts {

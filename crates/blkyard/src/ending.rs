@@ -1,0 +1,267 @@
+//! How a daemon ends: the main thread supervises the thread that serves, and does not wait for it without a bound.
+//!
+//! ```text
+//!   serving ── SIGINT, SIGTERM ──▶ draining ── all is finished ───────────▶ exit, 0
+//!                                     └── drain_s, or a second signal ──▶ report what is in flight ──▶ exit, 1
+//! ```
+//!
+//! The thread that serves may hang, in a device or in a file system; the main thread does neither I/O nor anything that
+//! waits for a lane. When the time is up it leaves the other threads as they are: no request is answered, no memory is
+//! unmapped, and no image is unlocked by us. The front-ends' records of what is in flight stay as they are, and the
+//! kernel keeps the images' locks until it is done with the I/O (ADR 12). Only the sockets are removed.
+
+use std::io::{PipeReader, PipeWriter, Read, Write, pipe};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use blkyard_export::{BoundSocket, QueueView, QueueWatch};
+use blkyard_mq::RequestState;
+use blkyard_os::{Signal, Signals};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::control::Daemon;
+use crate::inspect::{request_node, show_time};
+use crate::serve::ServeError;
+
+/// How long a daemon that does not serve yet may take to end: nothing is in flight.
+const START_TIME: Duration = Duration::from_secs(1);
+/// How long all queues together may take to say what they have in flight.
+const LOOK_TIME: Duration = Duration::from_secs(1);
+/// Requests of a queue that are reported one by one, the oldest first.
+const REQUESTS_MAX: usize = 8;
+
+/// What both threads share.
+#[derive(Default)]
+struct Shared {
+    requested: Mutex<bool>,
+    changed: Condvar,
+    serving: OnceLock<Serving>,
+    /// Everything that was fetched is finished.
+    drained: AtomicBool,
+    sockets: Mutex<Vec<Weak<BoundSocket>>>,
+}
+
+/// A daemon that serves.
+struct Serving {
+    daemon: Weak<Daemon>,
+    drain: Duration,
+}
+
+/// The serving thread's end: by this it hears that it is to stop, and says how far it is.
+pub(crate) struct StopToken {
+    shared: Arc<Shared>,
+    events: PipeWriter,
+}
+
+impl StopToken {
+    /// Waits until the daemon is to stop, but no longer than this. True if it is.
+    pub(crate) fn wait(&self, timeout: Duration) -> bool {
+        let requested = lock(&self.shared.requested);
+        let waited = self.shared.changed.wait_timeout_while(requested, timeout, |requested| !*requested);
+        *waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Whether the daemon is to stop.
+    pub(crate) fn is_requested(&self) -> bool {
+        *lock(&self.shared.requested)
+    }
+
+    /// A socket that is removed at the end, whatever happens.
+    pub(crate) fn track(&self, socket: BoundSocket) -> Arc<BoundSocket> {
+        let socket = Arc::new(socket);
+        lock(&self.shared.sockets).push(Arc::downgrade(&socket));
+        socket
+    }
+
+    /// From here on requests may be in flight.
+    pub(crate) fn serves(&self, daemon: &Arc<Daemon>) {
+        let drain = Duration::from_secs(daemon.drain_s);
+        let _ = self.shared.serving.set(Serving { daemon: Arc::downgrade(daemon), drain });
+    }
+
+    /// It stops, because it is to or for another reason. From here on it has as long as it may take to drain.
+    pub(crate) fn stops(&self) {
+        // Whoever supervises is there until the end.
+        let _ = (&self.events).write(&[0]);
+    }
+
+    /// Everything that was fetched is finished, and nothing is fetched any more.
+    pub(crate) fn drained(&self) {
+        self.shared.drained.store(true, Ordering::Release);
+    }
+}
+
+/// What the main thread has to turn to.
+enum Event {
+    Signal(Signal),
+    Stops,
+    Ended,
+    Timeout,
+}
+
+/// Runs `serve` on a thread of its own until it ends, or until a signal came and its time is up.
+///
+/// # Errors
+/// Those of `serve`; or that it did not end in time, and what was in flight then.
+pub(crate) fn supervise<F>(signals: &Signals, serve: F) -> Result<(), ServeError>
+where
+    F: FnOnce(&StopToken) -> Result<(), ServeError> + Send + 'static,
+{
+    let shared = Arc::new(Shared::default());
+    let (mut events, writer) = pipe()?;
+    let token = StopToken { shared: Arc::clone(&shared), events: writer };
+    let thread = std::thread::Builder::new().name("serve".into()).spawn(move || serve(&token))?;
+    let drain = || shared.serving.get().map(|serving| serving.drain);
+    let (mut is_asked, mut deadline) = (false, None);
+    loop {
+        match next_event(signals, &mut events, deadline) {
+            Event::Ended => {
+                return thread.join().unwrap_or_else(|_| {
+                    Err(ServeError::Broken(
+                        "the thread that serves panicked; see the messages above, report this".into(),
+                    ))
+                });
+            }
+            Event::Stops => deadline = drain().map(|drain| Instant::now() + drain).or(deadline),
+            Event::Signal(Signal::Hangup) => tracing::info!("SIGHUP is ignored: reload is not implemented"),
+            Event::Signal(_) if !is_asked => {
+                is_asked = true;
+                *lock(&shared.requested) = true;
+                shared.changed.notify_all();
+                deadline = Some(Instant::now() + drain().unwrap_or(START_TIME));
+            }
+            Event::Signal(_) => return leave(&shared, "at a second signal"),
+            Event::Timeout => return leave(&shared, &format!("after {:?}", drain().unwrap_or(START_TIME))),
+        }
+    }
+}
+
+fn next_event(signals: &Signals, events: &mut PipeReader, deadline: Option<Instant>) -> Event {
+    loop {
+        if let Some(signal) = signals.wait(Some(Duration::ZERO)) {
+            return Event::Signal(signal);
+        }
+        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+        let time = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+        let mut fds = [PollFd::new(&*events, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
+        match poll(&mut fds, time.as_ref()) {
+            Ok(0) => return Event::Timeout,
+            Ok(_) if !fds[0].revents().is_empty() => {
+                // The other end is closed when the thread ends, however it does.
+                let said = events.read(&mut [0]).is_ok_and(|bytes| bytes > 0);
+                return if said { Event::Stops } else { Event::Ended };
+            }
+            // A signal; or interrupted, most likely by one.
+            _ => {}
+        }
+    }
+}
+
+/// Leaves the threads of the daemon as they are: the process is about to exit.
+fn leave(shared: &Shared, when: &str) -> Result<(), ServeError> {
+    lock(&shared.sockets).iter().filter_map(Weak::upgrade).for_each(|socket| socket.remove());
+    let Some(serving) = shared.serving.get() else {
+        tracing::info!("stopped before anything was served");
+        return Ok(());
+    };
+    let daemon = serving.daemon.upgrade().filter(|_| !shared.drained.load(Ordering::Acquire));
+    let Some(daemon) = daemon else {
+        tracing::warn!("all I/O is finished, but a device is not closed {when}: its back-end does not answer");
+        return Ok(());
+    };
+    let left = Left::of(&daemon);
+    left.lines.iter().for_each(|line| tracing::warn!("{line}"));
+    let error = left.error(when);
+    // Its end waits for what hangs.
+    std::mem::forget(daemon);
+    Err(error)
+}
+
+/// What a daemon leaves in flight.
+#[derive(Default)]
+struct Left {
+    /// Requests fetched and not answered, and those of them that no record tells of.
+    requests: usize,
+    unrecorded: usize,
+    /// Queues that do not say.
+    silent: usize,
+    lines: Vec<String>,
+}
+
+impl Left {
+    fn of(daemon: &Daemon) -> Left {
+        let all: Vec<_> = daemon.exports.iter().map(|export| (export, export.queues())).collect();
+        let asked: Vec<Vec<_>> = all.iter().map(|(_, queues)| queues.iter().map(QueueWatch::look).collect()).collect();
+        let until = Instant::now() + LOOK_TIME;
+        let mut left = Left::default();
+        for ((export, _), asked) in all.iter().zip(asked) {
+            let (device, before) = (&daemon.devices[export.device].info().name, left.lines.len());
+            // A queue whose lane has ended has nothing in flight.
+            for (number, view) in asked.into_iter().enumerate().filter_map(|(number, view)| Some((number, view?))) {
+                match view.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                    Ok(view) => left.add(&format!("{export}: queue {number}"), device, &view),
+                    Err(RecvTimeoutError::Timeout) => {
+                        left.silent += 1;
+                        left.lines.push(format!("{export}: queue {number}: its lane does not answer"));
+                    }
+                    Err(RecvTimeoutError::Disconnected) => {}
+                }
+            }
+            if export.status.is_connected() && before == left.lines.len() {
+                left.lines.push(format!("{export}: nothing is in flight, but its session does not end"));
+            }
+        }
+        left
+    }
+
+    /// Adds what a queue has in flight.
+    fn add(&mut self, queue: &str, device: &str, view: &QueueView) {
+        let Some(ring) = view.ring.filter(|ring| ring.in_flight > 0) else { return };
+        let unanswered = usize::from(ring.in_flight);
+        self.requests += unanswered;
+        self.unrecorded += if ring.is_recorded { 0 } else { unanswered };
+        let mut requests: Vec<_> =
+            view.hw.requests.iter().filter(|request| request.state == RequestState::InFlight).collect();
+        let count = requests.len();
+        self.lines.push(format!("{queue}: {} not answered, {count} with {device}", requests_of(unanswered)));
+        requests.sort_by_key(|request| std::cmp::Reverse(request.age_ns));
+        for request in requests.iter().take(REQUESTS_MAX) {
+            let node = request_node(request);
+            let age = node.age_ns.map_or_else(|| "an unknown time".into(), show_time);
+            self.lines
+                .push(format!("{queue}: {} of {} sectors at sector {}, for {age}", node.op, node.sectors, node.sector));
+        }
+        if count > REQUESTS_MAX {
+            self.lines.push(format!("{queue}: and {} more", count - REQUESTS_MAX));
+        }
+    }
+
+    fn error(&self, when: &str) -> ServeError {
+        let what = match (self.requests, self.silent) {
+            (0, 0) => "without I/O in flight, but not all sessions had ended".into(),
+            (requests, 0) => format!("with {} in flight", requests_of(requests)),
+            (requests, silent) => {
+                format!("with {} in flight and {silent} queues that did not answer", requests_of(requests))
+            }
+        };
+        let cure = match self.unrecorded {
+            _ if self.requests + self.silent == 0 => "see the messages above".into(),
+            0 => "the front-ends keep the records: start the daemon again, and these requests are done again".into(),
+            unrecorded => format!(
+                "the front-ends of {unrecorded} of these keep no record: their guests have to be reset; those with a \
+                 record are done again when the daemon is started again"
+            ),
+        };
+        ServeError::Unfinished { when: when.into(), what, cure }
+    }
+}
+
+fn requests_of(count: usize) -> String {
+    if count == 1 { "1 request".into() } else { format!("{count} requests") }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
