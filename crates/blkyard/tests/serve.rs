@@ -37,7 +37,7 @@ fn serves_until_told_to_stop(arguments: &[&str]) {
     let mut lines = BufReader::new(daemon.0.stdout.take().unwrap()).lines();
     assert!(lines.by_ref().any(|line| line.unwrap() == "ready"), "{arguments:?}: not ready");
     // It says what it counted just before it looks after its lanes; that it says so again shows that it went on.
-    let counted = lines.by_ref().filter(|line| line.as_ref().unwrap().contains(" IOPS ")).take(2).count();
+    let counted = lines.by_ref().filter(|line| line.as_ref().unwrap().contains(" IOPS")).take(2).count();
     assert_eq!(counted, 2, "{arguments:?}: ended by itself");
     let pid = rustix::process::Pid::from_child(&daemon.0);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
