@@ -7,6 +7,14 @@ use serde::Deserialize;
 use crate::control::ControlPlace;
 use crate::spec::{Spec, SpecError};
 
+/// The key of a socket's permissions, which are octal wherever they are text.
+pub(crate) const MODE_KEY: &str = "mode";
+/// The most that permissions can be: there are no other bits that mean anything on a socket.
+const MODE_MAX: u32 = 0o777;
+/// How permissions are written, for messages.
+pub(crate) const MODE_WANTED: &str =
+    "octal permissions: ?mode=0660 behind a name, mode = \"0660\" or mode = 0o660 in a file";
+
 /// All that a configuration file says.
 #[derive(Debug, Clone)]
 pub struct Plan {
@@ -179,6 +187,7 @@ fn entry_spec(entry: &Entry) -> Result<Spec, SpecError> {
     for (key, value) in &entry.options {
         let value = match value {
             toml::Value::String(text) => text.clone(),
+            _ if key == MODE_KEY => show_mode(&entry.spec, value)?,
             toml::Value::Integer(number) => number.to_string(),
             toml::Value::Boolean(switch) => switch.to_string(),
             toml::Value::Array(list) => list.iter().map(ToString::to_string).collect::<Vec<_>>().join(","),
@@ -190,6 +199,22 @@ fn entry_spec(entry: &Entry) -> Result<Spec, SpecError> {
         spec.set(key, &value)?;
     }
     Ok(spec)
+}
+
+/// Parses permissions of a socket, written in octal as for `chmod`.
+pub(crate) fn parse_mode(text: &str) -> Option<u32> {
+    let octal = text.bytes().all(|digit| matches!(digit, b'0'..=b'7'));
+    u32::from_str_radix(text, 8).ok().filter(|mode| octal && *mode <= MODE_MAX)
+}
+
+/// The permissions that a value of a file means, if it is no text: as they are written behind a name.
+fn show_mode(object: &str, value: &toml::Value) -> Result<String, SpecError> {
+    let cause = match value {
+        toml::Value::Integer(mode) if (0..=i64::from(MODE_MAX)).contains(mode) => return Ok(format!("{mode:04o}")),
+        toml::Value::Integer(mode) => format!("{MODE_KEY} = {mode} is not from 0o000 to 0o777"),
+        other => format!("the value of '{MODE_KEY}' is a {}", other.type_str()),
+    };
+    Err(SpecError::new(object, cause, format!("give {MODE_WANTED}")))
 }
 
 fn some_device_is_named(disks: Vec<DiskPlan>) -> Result<Vec<DiskPlan>, PlanError> {
@@ -248,6 +273,24 @@ mod tests {
         let export = &mut disks[0].exports[0];
         assert_eq!(export.take_number("queues", 1, 64), Ok(Some(4)));
         assert_eq!(export.take("lanes").as_deref(), Some("0,1"));
+    }
+
+    #[test]
+    fn a_mode_is_the_same_as_text_and_as_a_number() {
+        let mode = |value: &str| {
+            let text =
+                format!("[[device]]\nspec = 'ram:1G'\n[[device.export]]\nspec = 'vhost-user-blk:s'\nmode = {value}");
+            let mut plan = from_toml(&text, Path::new("x.toml")).map_err(|error| error.to_string())?;
+            Ok::<_, String>(plan.disks[0].exports[0].take("mode").unwrap())
+        };
+        for same in ["\"0660\"", "0o660", "432", "0x1b0"] {
+            assert_eq!(mode(same).as_deref(), Ok("0660"), "{same}");
+        }
+        assert_eq!(mode("0").as_deref(), Ok("0000"));
+        for wrong in ["660", "-1", "0o1000", "9223372036854775807"] {
+            let error = mode(wrong).unwrap_err();
+            assert!(error.contains("mode = \"0660\"") && error.contains("mode = 0o660"), "{wrong}: {error}");
+        }
     }
 
     #[test]

@@ -21,7 +21,9 @@ use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, Se
 use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::ending::{StopToken, supervise};
 use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
-use crate::plan::{DiskPlan, Plan, PlanError, Settings, Word, from_file, from_words, unserved};
+use crate::plan::{
+    DiskPlan, MODE_KEY, MODE_WANTED, Plan, PlanError, Settings, Word, from_file, from_words, parse_mode, unserved,
+};
 use crate::qemu;
 use crate::rate::{RateSlot, take_own_rate};
 use crate::scheduler::take_device_scheduler;
@@ -517,9 +519,7 @@ fn want(mut spec: Spec, number: usize, queues_max: usize) -> Result<Wanted, Serv
     let serial = spec.take("serial").unwrap_or_else(|| format!("blkyard-{number}"));
     let serial = SerialId::new(&serial)
         .map_err(|error| SpecError::new(&spec.name, error, "give up to 20 printable ASCII characters"))?;
-    let mode = spec.take_with("mode", "octal permissions, such as 0660", |text| {
-        u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o777)
-    })?;
+    let mode = spec.take_with(MODE_KEY, MODE_WANTED, parse_mode)?;
     let group = spec.take("group").map(|name| group_number(&spec.name, &name)).transpose()?;
     let named = spec.take_with("lanes", "numbers of lanes, such as 0,1", |text| {
         text.split(',').map(|lane| lane.trim().parse::<usize>().ok()).collect::<Option<Vec<_>>>()

@@ -1,7 +1,8 @@
 //! The command `serve` as a process, without a client.
 
-use std::io::{BufRead, BufReader, IoSlice};
+use std::io::{BufRead, BufReader, IoSlice, Read};
 use std::mem::MaybeUninit;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -136,5 +137,32 @@ fn a_flag_that_is_no_number_says_which_numbers_there_are() {
         let ended = serve.args(["serve", "--device", "ram:1M", flag, value]).output().unwrap();
         let said = String::from_utf8(ended.stderr).unwrap();
         assert!(!ended.status.success() && said.contains(flag) && said.contains(cure), "{flag} {value}: {said}");
+    }
+}
+
+#[test]
+fn a_mode_in_a_file_is_the_mode_of_the_socket() {
+    let folder = tempfile::tempdir().unwrap();
+    let start = |mode: &str| {
+        let text =
+            format!("[[device]]\nspec = 'null:1G'\n[[device.export]]\nspec = 'vhost-user-blk:s'\nmode = {mode}\n");
+        std::fs::write(folder.path().join("c.toml"), text).unwrap();
+        let mut serve = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+        serve.args(["serve", "--config", "c.toml", "--control", "none"]).current_dir(folder.path());
+        Daemon(serve.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+    };
+    for mode in ["0o660", "'0660'"] {
+        let mut daemon = start(mode);
+        let mut lines = BufReader::new(daemon.0.stdout.take().unwrap()).lines();
+        assert!(lines.by_ref().any(|line| line.unwrap() == "ready"), "{mode}: not ready");
+        let metadata = std::fs::metadata(folder.path().join("s")).unwrap();
+        assert_eq!(metadata.permissions().mode() & 0o777, 0o660, "{mode}");
+    }
+    for mode in ["660", "'0o660'", "'999'", "true", "[6]", "6.6"] {
+        let mut daemon = start(mode);
+        let mut said = String::new();
+        daemon.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        assert!(!daemon.0.wait().unwrap().success(), "{mode} was taken");
+        assert!(said.contains("mode = \"0660\"") && said.contains("mode = 0o660"), "{mode}: {said}");
     }
 }
