@@ -74,8 +74,9 @@ impl BoundSocket {
             move |source| SocketError::System { path, doing, cure, source }
         };
         remove_stale(&path, &failed)?;
-        let listener =
-            UnixListener::bind(&path).map_err(failed("cannot listen", "see that its folder exists and is writable"))?;
+        let wants = config.mode.is_some() || config.group.is_some();
+        let listener = listen_at(&path, wants)
+            .map_err(|error| failed("cannot listen", "see that its folder exists and is writable")(error.into()))?;
         let metadata =
             std::fs::symlink_metadata(&path).map_err(failed("cannot look at it", "see who else changes it"))?;
         let bound = BoundSocket {
@@ -88,7 +89,8 @@ impl BoundSocket {
             std::os::unix::fs::chown(&path, None, Some(group))
                 .map_err(failed("cannot give it to the group", "name a group this user belongs to"))?;
         }
-        if let Some(mode) = config.mode {
+        if wants {
+            let mode = config.mode.unwrap_or_else(|| 0o777 & !umask());
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode))
                 .map_err(failed("cannot set its mode", "see that this user owns it"))?;
         }
@@ -134,6 +136,29 @@ impl Drop for BoundSocket {
     fn drop(&mut self) {
         self.remove();
     }
+}
+
+/// Listens at a path. A `private` socket can be reached by its owner alone from the first moment on, whatever the
+/// umask, and is to be opened to others by its path.
+fn listen_at(path: &Path, private: bool) -> Result<UnixListener, Errno> {
+    /// As many as the system allows; what the standard library asks for.
+    const BACKLOG: i32 = -1;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    if private {
+        // The mode of the descriptor, less the umask, becomes that of the name. The umask itself is the whole
+        // process's, and not to be changed while other threads make files.
+        rustix::fs::fchmod(&socket, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?;
+    }
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket.into())
+}
+
+/// The process's umask, read without changing it; one that leaves all to the owner, where it cannot be read.
+fn umask() -> u32 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let said = status.lines().find_map(|line| line.strip_prefix("Umask:"));
+    said.and_then(|umask| u32::from_str_radix(umask.trim(), 8).ok()).unwrap_or(0o077)
 }
 
 /// Makes room for a socket: nothing there is fine, a dead socket is removed, anything else stays.
@@ -212,6 +237,60 @@ mod tests {
         std::thread::spawn(move || told.send(BoundSocket::bind(&at(path)).map(drop)));
         let bound = came.recv_timeout(std::time::Duration::from_secs(30)).expect("it waits for the listener");
         assert!(matches!(bound, Err(SocketError::Alive(_))), "{bound:?}");
+    }
+
+    #[test]
+    fn a_socket_is_never_more_open_than_it_is_to_be() {
+        /// As many as show the fault many times over, on one CPU too.
+        const BINDS: usize = 2000;
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        // Only root can give it to a group that is not his own.
+        let own = std::fs::metadata(folder.path()).unwrap().gid();
+        let group = if rustix::process::geteuid().is_root() { own + 12_345 } else { own };
+        let over = AtomicBool::new(false);
+        for (mode, group) in [(Some(0o660), Some(group)), (Some(0o600), None), (None, Some(group))] {
+            let wanted = mode.unwrap_or(0o777 & !umask());
+            over.store(false, Ordering::Relaxed);
+            std::thread::scope(|scope| {
+                let watch = scope.spawn(|| {
+                    let mut seen = 0;
+                    while !over.load(Ordering::Relaxed) {
+                        let Ok(metadata) = std::fs::symlink_metadata(&path) else { continue };
+                        let bits = metadata.permissions().mode() & 0o777;
+                        let is_given = group.is_none_or(|group| metadata.gid() == group);
+                        let most = if is_given { wanted | 0o600 } else { 0o600 };
+                        if bits & !most != 0 {
+                            return Err(format!(
+                                "mode {bits:o} of group {} where {most:o} is the most",
+                                metadata.gid()
+                            ));
+                        }
+                        seen += 1;
+                    }
+                    Ok(seen)
+                });
+                for _ in 0..BINDS {
+                    drop(BoundSocket::bind(&SocketConfig { path: path.clone(), mode, group }).unwrap());
+                }
+                let last = BoundSocket::bind(&SocketConfig { path: path.clone(), mode, group }).unwrap();
+                let metadata = std::fs::metadata(&path).unwrap();
+                assert_eq!(metadata.permissions().mode() & 0o777, wanted);
+                assert!(group.is_none_or(|group| metadata.gid() == group));
+                over.store(true, Ordering::Relaxed);
+                drop(last);
+                assert_eq!(watch.join().unwrap().map(drop), Ok(()));
+            });
+        }
+    }
+
+    #[test]
+    fn a_private_socket_is_its_owners_from_the_first_moment() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let _listener = listen_at(&path, true).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600 & !umask());
+        assert!(UnixStream::connect(&path).is_ok());
     }
 
     #[test]
