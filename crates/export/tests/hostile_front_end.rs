@@ -73,6 +73,7 @@ fn memory_that_cannot_be_is_refused() {
         ("an offset that wraps around", vec![[guest, 8192, user, u64::MAX - 4095]]),
         ("a size of all there is", vec![[0, u64::MAX, 0, 0]]),
         ("two regions that overlap", vec![[guest, 8192, user, 0], [guest + 4096, 8192, user + (1 << 30), 8192]]),
+        ("two regions at one user address", vec![[guest, 8192, user, 0], [guest + (1 << 30), 4096, user + 4096, 8192]]),
         ("the same region twice", vec![[guest, 4096, user, 0], [guest, 4096, user, 0]]),
     ];
     for (what, regions) in tables {

@@ -42,6 +42,21 @@ pub enum RangeError {
         /// First byte of the higher range.
         second: u64,
     },
+    /// Two ranges claim the same address of the front-end's process.
+    #[error(
+        "the ranges at {first:#x} and {second:#x} overlap in the front-end's own addresses, {first_user:#x} and \
+         {second_user:#x}; each user address may belong to one range"
+    )]
+    UserOverlap {
+        /// First byte of the range at the lower user address, guest physical.
+        first: u64,
+        /// First byte of the other one, guest physical.
+        second: u64,
+        /// First byte of the first range, in the front-end's process.
+        first_user: u64,
+        /// First byte of the second range, in the front-end's process.
+        second_user: u64,
+    },
     /// The range is longer than its region, or there is no such region.
     #[error("the range at {guest_addr:#x} does not lie in its region")]
     Region {
@@ -92,6 +107,18 @@ impl GuestMemory {
         for pair in ranges.windows(2) {
             if pair[1].guest_addr - pair[0].guest_addr < pair[0].len {
                 return Err(RangeError::Overlap { first: pair[0].guest_addr, second: pair[1].guest_addr });
+            }
+        }
+        let mut by_user = ranges.clone();
+        by_user.sort_by_key(|range| range.user_addr);
+        for pair in by_user.windows(2) {
+            if pair[1].user_addr - pair[0].user_addr < pair[0].len {
+                return Err(RangeError::UserOverlap {
+                    first: pair[0].guest_addr,
+                    second: pair[1].guest_addr,
+                    first_user: pair[0].user_addr,
+                    second_user: pair[1].user_addr,
+                });
             }
         }
         Ok(GuestMemory { table, ranges: ranges.into(), views: views.into() })
@@ -403,6 +430,18 @@ mod tests {
                 RangeError::Overlap { first: 0x1000, second: 0x1000 },
             ),
         ];
+        let user = |guest_addr, user_addr, len| GuestRange { guest_addr, user_addr, len, region: 0, offset: 0 };
+        let overlap = |first, second, first_user, second_user| {
+            let error = GuestMemory::new(Arc::clone(&table), vec![first, second]).unwrap_err();
+            let (first, second) = (first.guest_addr.min(second.guest_addr), first.guest_addr.max(second.guest_addr));
+            assert_eq!(error, RangeError::UserOverlap { first, second, first_user, second_user });
+            let said = error.to_string();
+            assert!([first, second, first_user, second_user].iter().all(|at| said.contains(&format!("{at:#x}"))));
+        };
+        overlap(user(0x9000, 0x7000, 8), user(0x1000, 0x7000, 8), 0x7000, 0x7000);
+        overlap(user(0x9000, 0x77ff, 8), user(0x1000, 0x7000, 0x800), 0x7000, 0x77ff);
+        let beside = vec![user(0x9000, 0x7800, 8), user(0x1000, 0x7000, 0x800)];
+        assert!(GuestMemory::new(Arc::clone(&table), beside).is_ok(), "neighbours do not overlap");
         for (name, ranges, want) in table_of {
             assert_eq!(GuestMemory::new(Arc::clone(&table), ranges.clone()).unwrap_err(), *want, "{name}");
         }
