@@ -411,9 +411,9 @@ impl VhostUserBackendReqHandlerMut for Backend {
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
         let index = usize::from(index);
         self.vring(index as u32)?;
-        let event = self.event("a kick descriptor", file)?;
+        let event = file.map(Event::for_kick).transpose().map_err(|error| self.refuse("a kick descriptor", error))?;
         self.suspend(index)?;
-        self.vrings[index].kick = event.map_or(Kick::Polled, Kick::Rung);
+        self.vrings[index].kick = event.map_or(Kick::Polled, |event| Kick::Rung(Arc::new(event)));
         self.run_if_ready(index)
     }
 

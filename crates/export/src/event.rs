@@ -18,6 +18,8 @@ pub(crate) struct Event(File);
 pub(crate) enum EventError {
     #[error("the descriptor is {0}, not an eventfd")]
     NotAnEventfd(String),
+    #[error("the eventfd is a semaphore, which stays readable after it was read: make it without EFD_SEMAPHORE")]
+    Semaphore,
     #[error("the eventfd cannot be made non-blocking: {0}")]
     System(#[from] std::io::Error),
 }
@@ -33,6 +35,17 @@ impl Event {
         fcntl_setfl(&file, flags | OFlags::NONBLOCK).map_err(std::io::Error::from)?;
         Ok(Event(file))
     }
+
+    /// The same for one that we listen to: reading it must make it quiet.
+    pub(crate) fn for_kick(file: File) -> Result<Event, EventError> {
+        let event = Event::new(file)?;
+        // Older kernels do not say so; there the lane that listens to it looks less and less often.
+        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", event.0.as_raw_fd()))?;
+        if info.lines().filter_map(|line| line.strip_prefix("eventfd-semaphore:")).any(|value| value.trim() != "0") {
+            return Err(EventError::Semaphore);
+        }
+        Ok(event)
+    }
 }
 
 impl AsFd for Event {
@@ -44,6 +57,21 @@ impl AsFd for Event {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_semaphore_is_no_kick_where_the_kernel_tells() {
+        use rustix::event::{EventfdFlags, eventfd};
+        let make = |flags| File::from(eventfd(1, flags | EventfdFlags::CLOEXEC).unwrap());
+        let semaphore = make(EventfdFlags::SEMAPHORE);
+        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", semaphore.as_raw_fd())).unwrap();
+        let tells = info.contains("eventfd-semaphore");
+        match Event::for_kick(semaphore) {
+            Err(error @ EventError::Semaphore) => assert!(tells && error.to_string().contains("without EFD_SEMAPHORE")),
+            other => assert!(!tells && other.is_ok(), "{other:?}"),
+        }
+        assert!(Event::for_kick(make(EventfdFlags::empty())).is_ok());
+        assert!(Event::new(make(EventfdFlags::SEMAPHORE)).is_ok(), "nobody listens to it here");
+    }
 
     #[test]
     fn a_pipe_is_not_an_event() {

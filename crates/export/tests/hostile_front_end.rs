@@ -231,6 +231,27 @@ fn descriptors_that_are_no_event_descriptors_are_refused() {
 }
 
 #[test]
+fn a_kick_that_stays_readable_when_it_is_read_is_refused() {
+    use rustix::event::{EventfdFlags, eventfd};
+    let mut siege = Siege::begin();
+    let semaphore = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE).unwrap();
+    let info = format!("/proc/self/fdinfo/{}", std::os::fd::AsRawFd::as_raw_fd(&semaphore));
+    if !std::fs::read_to_string(info).unwrap().contains("eventfd-semaphore") {
+        eprintln!("this kernel does not say what is a semaphore: the lane's own test covers it");
+        return siege.lift();
+    }
+    rustix::io::write(&semaphore, &(1_u64 << 63).to_ne_bytes()).unwrap();
+    let raw = siege.attacker();
+    assert!(!raw.accepts(Request::SetVringKick, &words64(&[0]), &[semaphore.as_fd()]));
+    siege.ended(&raw, "a semaphore for a kick");
+    // It is not listened to elsewhere.
+    let raw = siege.attacker();
+    assert!(raw.accepts(Request::SetVringCall, &words64(&[0]), &[semaphore.as_fd()]));
+    drop(raw);
+    siege.lift();
+}
+
+#[test]
 fn a_bell_for_the_log_is_one_event_descriptor_and_nothing_else() {
     let mut siege = Siege::begin();
     let (_reader, writer) = std::io::pipe().unwrap();

@@ -127,6 +127,8 @@ struct Resident<S> {
     name: u32,
     station: S,
     leaving: bool,
+    /// It had work since [`Lane::take_worked`] was called last.
+    worked: bool,
 }
 
 /// The stations of one thread.
@@ -156,13 +158,18 @@ impl<S> Lane<S> {
         self.residents.iter().map(|resident| &resident.station)
     }
 
+    /// The stations, in the order they are cranked, and whether each had work since this was called last.
+    pub fn take_worked(&mut self) -> impl Iterator<Item = (&S, bool)> {
+        self.residents.iter_mut().map(|resident| (&resident.station, std::mem::take(&mut resident.worked)))
+    }
+
     /// A station lives here from now on, under a name that no other one here has.
     pub fn admit<Cx: ?Sized>(&mut self, cx: &mut Cx, waker: &Arc<dyn Wake>, name: u32, mut station: S)
     where
         S: Station<Cx>,
     {
         station.enter(cx, waker);
-        self.residents.push(Resident { name, station, leaving: false });
+        self.residents.push(Resident { name, station, leaving: false, worked: false });
     }
 
     /// Asks a station to come to rest; [`Lane::part`] gives it back then. False if there is none of this name.
@@ -223,7 +230,9 @@ impl<S> Lane<S> {
         }
         let mut busiest = Crank::Idle;
         for resident in &mut self.residents {
-            busiest = busiest.max(resident.station.crank(cx, now_ns));
+            let crank = resident.station.crank(cx, now_ns);
+            resident.worked |= crank == Crank::Busy;
+            busiest = busiest.max(crank);
         }
         if now_ns.saturating_sub(self.last_tick_ns) >= TICK_NS {
             self.last_tick_ns = now_ns;

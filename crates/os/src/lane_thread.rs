@@ -283,26 +283,31 @@ impl<S: Station<Ring>> Turning<S> {
             if std::mem::take(&mut was_called) {
                 self.ring.unwatch_all();
             }
-            self.watch_all();
-            self.ring.sleep(deadline_ns);
+            let listen_ns = self.watch_all(now_ns);
+            self.ring.sleep([deadline_ns, listen_ns].into_iter().flatten().min());
             self.waker.rise();
         }
         self.ring.submit();
     }
 
-    fn watch_all(&mut self) {
+    /// Listens to all bells, but for those that ring in vain: says when to listen to the first of these again.
+    fn watch_all(&mut self, now_ns: u64) -> Option<u64> {
         /// The waker's bell comes before those of the stations.
         const OWN: usize = 0;
         self.ring.watch(self.waker.bell(), OWN);
-        for (index, station) in self.lane.stations().enumerate() {
+        let mut listen_ns = None;
+        for (index, (station, worked)) in self.lane.take_worked().enumerate() {
             let first = OWN + 1 + index * BELLS_EACH;
             for (index, bell) in [(first, station.bell()), (first + 1, station.device_bell())] {
-                match bell {
-                    Some(bell) => self.ring.watch(bell, index),
-                    None => self.ring.unwatch(index),
-                }
+                let Some(bell) = bell else {
+                    self.ring.unwatch(index);
+                    continue;
+                };
+                let paused_until_ns = self.ring.watch_moderated(bell, index, worked, now_ns);
+                listen_ns = [listen_ns, paused_until_ns].into_iter().flatten().min();
             }
         }
+        listen_ns
     }
 
     #[cold]

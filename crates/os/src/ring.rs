@@ -341,6 +341,25 @@ impl Ring {
         unsafe { self.push_named(&step.poll) };
     }
 
+    /// Listens to the bell of a station, which `worked` since the last sleep or not. Not at once, if the bell has ended
+    /// many sleeps for nothing: says then at what time to look for work and to listen again.
+    ///
+    /// # Panics
+    /// As for [`Ring::watch`].
+    pub(crate) fn watch_moderated(
+        &mut self,
+        bell: BorrowedFd<'_>,
+        index: usize,
+        worked: bool,
+        now_ns: u64,
+    ) -> Option<u64> {
+        let paused_until_ns = self.bells.moderate(bell, index, worked, now_ns);
+        if paused_until_ns.is_none() {
+            self.watch(bell, index);
+        }
+        paused_until_ns
+    }
+
     /// Stops listening to the bell of this number, if there is one.
     pub fn unwatch(&mut self, index: usize) {
         if let Some(old) = self.bells.forget(index) {

@@ -192,6 +192,37 @@ fn an_idle_lane_sleeps_and_wakes_for_a_deadline() {
     lane.join().unwrap();
 }
 
+#[test]
+fn a_bell_that_rings_for_ever_does_not_keep_a_lane_awake_and_is_still_heard() {
+    let semaphore = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE).unwrap();
+    rustix::io::write(&semaphore, &(1_u64 << 63).to_ne_bytes()).unwrap();
+    let [endless, honest] = [Arc::new(semaphore), new_bell()]
+        .map(|bell| Arc::new(Shared { bell: Mutex::new(Some(bell)), ..Shared::default() }));
+    let stations = vec![counting(&endless), counting(&honest)];
+    let lane = spawn(config("endless", 0), move |_| stations).unwrap();
+    endless.ask(1);
+    endless.await_answer(1);
+    let (cranks, cpu_ns) = (endless.cranks.load(Ordering::Relaxed), lane.cpu_ns().unwrap());
+    let start = Instant::now();
+    std::thread::sleep(Duration::from_secs(1));
+    let used_ns = lane.cpu_ns().unwrap() - cpu_ns;
+    let (turned, passed) = (endless.cranks.load(Ordering::Relaxed) - cranks, start.elapsed());
+    // Two turns to a pause of a millisecond; without pauses there are hundreds of thousands.
+    assert!(u128::from(turned) <= 10 * passed.as_millis(), "{turned} turns in {passed:?}");
+    assert!(u128::from(used_ns) * 5 <= passed.as_nanos(), "{used_ns} ns of CPU time in {passed:?}");
+    for n in 2..=200 {
+        for shared in [&endless, &honest] {
+            shared.ask(n);
+            shared.await_answer(n);
+        }
+    }
+    for shared in [endless, honest] {
+        shared.over.store(true, Ordering::SeqCst);
+    }
+    lane.waker().wake();
+    lane.join().unwrap();
+}
+
 struct Fails;
 
 impl Station<Ring> for Fails {

@@ -11,6 +11,11 @@
 //! looking and sleeping. Holds a duplicate of each descriptor, since its owner may close it at any time and the number
 //! may come to mean another file. One that cannot be duplicated, for want of descriptors, is tried again before each
 //! sleep, and no sleep is long until then. Pushes nothing itself.
+//!
+//! Whoever rings a bell in vain, again and again, wakes the lane for nothing; an eventfd made as a semaphore can be
+//! made to ring for ever with one write. Such a bell is listened to less and less often, as interrupts are moderated:
+//! after [`IN_VAIN_FREE`] wake-ups in a row without work only after a pause, which doubles up to [`PAUSE_MAX_NS`].
+//! Nothing is lost by that: the lane looks for work when the pause is over, and then listens again.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
@@ -24,6 +29,22 @@ pub const BELLS_MAX: usize = 1025;
 /// the same for the rings of others' bells.
 pub(super) const COMPLETIONS_MAX: usize = 3 * BELLS_MAX + 3 * super::chimes::CHIMES_MAX;
 
+/// Wake-ups in a row without work that a bell may cause before it is moderated. An honest driver causes one now and
+/// then, when its kick crosses a look of ours.
+const IN_VAIN_FREE: u32 = 8;
+/// The first pause: less than a wake-up costs.
+const PAUSE_MIN_NS: u64 = 16_000;
+/// The longest pause, and so the longest that a kick waits: a thousand wake-ups a second take a hundredth of a CPU.
+const PAUSE_MAX_NS: u64 = 1_000_000;
+
+/// The pause after so many wake-ups in a row without work.
+fn pause_ns(in_vain: u32) -> u64 {
+    match in_vain.checked_sub(IN_VAIN_FREE + 1) {
+        None => 0,
+        Some(doublings) => 2_u64.saturating_pow(doublings).saturating_mul(PAUSE_MIN_NS).min(PAUSE_MAX_NS),
+    }
+}
+
 #[derive(Debug, Default)]
 struct Bell {
     /// Our duplicate, and the number it had with its owner.
@@ -34,6 +55,12 @@ struct Bell {
     broken: bool,
     /// Could not be duplicated the last time.
     deaf: bool,
+    /// It rang since its queue was last asked for work.
+    rang: bool,
+    /// Wake-ups in a row that brought no work.
+    in_vain: u32,
+    /// Not listened to before this time.
+    paused_until_ns: u64,
 }
 
 #[derive(Debug, Default)]
@@ -99,6 +126,23 @@ impl Bells {
         Some(Step { cancel, poll })
     }
 
+    /// Takes note of whether the queue of a bell had work since the last sleep. Until when the bell is not to be
+    /// listened to, if it has rung in vain too often.
+    pub(super) fn moderate(&mut self, fd: BorrowedFd<'_>, index: usize, worked: bool, now_ns: u64) -> Option<u64> {
+        let bell = self.bells.get_mut(index)?;
+        if bell.held.as_ref().is_none_or(|(_, number)| *number != fd.as_raw_fd()) {
+            return None;
+        }
+        let rang = std::mem::take(&mut bell.rang);
+        if worked {
+            (bell.in_vain, bell.paused_until_ns) = (0, 0);
+        } else if rang {
+            bell.in_vain = bell.in_vain.saturating_add(1);
+            bell.paused_until_ns = now_ns + pause_ns(bell.in_vain);
+        }
+        (bell.paused_until_ns > now_ns).then_some(bell.paused_until_ns)
+    }
+
     /// The number under which this descriptor is held.
     pub(super) fn index_of(&self, fd: BorrowedFd<'_>) -> Option<usize> {
         let number = fd.as_raw_fd();
@@ -126,6 +170,7 @@ impl Bells {
         if result == -libc::ECANCELED {
             return known; // The thread that listened is ending, or the ring.
         }
+        bell.rang = true;
         bell.broken = result < 0 || bell.held.as_ref().is_none_or(|(own, _)| !quiet(own.as_fd()));
         if bell.broken {
             tracing::warn!(index, result, "a bell cannot be heard, so its queue is not served until it is replaced");
@@ -150,5 +195,46 @@ fn quiet(bell: BorrowedFd<'_>) -> bool {
         // Older than Linux 5.12: event descriptors had no such call.
         Err(rustix::io::Errno::OPNOTSUPP) => rustix::io::read(bell, &mut count) == Ok(8),
         _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_double_up_to_a_bound() {
+        assert_eq!([0, 1, IN_VAIN_FREE].map(pause_ns), [0; 3]);
+        assert_eq!([9, 10, 11].map(pause_ns), [16_000, 32_000, 64_000]);
+        assert_eq!(
+            [14, 15, 16, 60, 73, u32::MAX].map(pause_ns),
+            [512_000, 1_000_000, 1_000_000, 1_000_000, 1_000_000, 1_000_000]
+        );
+    }
+
+    #[test]
+    fn work_ends_the_moderation_of_a_bell_and_so_does_another_bell() {
+        let [first, second] = [0; 2].map(|_| rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap());
+        let mut bells = Bells::default();
+        let mut now_ns = 0;
+        let mut ring_in_vain = |bells: &mut Bells, fd: &OwnedFd, times: u32| {
+            let mut paused = None;
+            for _ in 0..times {
+                bells.watch(fd.as_fd(), 0).expect("it is not listened to");
+                let generation = bells.bells[0].generation;
+                assert!(bells.rang(0, generation, libc::POLLIN.into()));
+                paused = bells.moderate(fd.as_fd(), 0, false, now_ns);
+                now_ns = paused.unwrap_or(now_ns);
+            }
+            paused.map(|_| pause_ns(bells.bells[0].in_vain))
+        };
+        assert_eq!(ring_in_vain(&mut bells, &first, IN_VAIN_FREE), None);
+        assert_eq!(ring_in_vain(&mut bells, &first, 1), Some(PAUSE_MIN_NS));
+        assert_eq!(ring_in_vain(&mut bells, &first, 20), Some(PAUSE_MAX_NS));
+        assert_eq!(bells.moderate(first.as_fd(), 0, true, 0), None, "it had work");
+        assert_eq!(ring_in_vain(&mut bells, &first, IN_VAIN_FREE), None);
+        assert!(ring_in_vain(&mut bells, &first, 5).is_some());
+        assert_eq!(bells.moderate(second.as_fd(), 0, false, 0), None);
+        assert_eq!(ring_in_vain(&mut bells, &second, IN_VAIN_FREE), None, "this one has done nothing yet");
     }
 }
