@@ -18,6 +18,8 @@ mod limits;
 mod lines;
 #[path = "cells/load.rs"]
 mod load;
+#[path = "cells/neighbour.rs"]
+mod neighbour;
 #[path = "cells/report.rs"]
 mod report;
 #[path = "cells/ring.rs"]
@@ -69,4 +71,5 @@ fn main() {
     vhost::driver_cells(plan, &mut report);
     clients::client_cells(quick, &mut report);
     waiting::waiting_cells(quick, &mut report);
+    neighbour::neighbour_cells(quick, &mut report);
 }

@@ -17,10 +17,15 @@ use blkyard_sim::{Modelled, ModelledQueue};
 
 use crate::spec::{Spec, SpecError, parse_size};
 
-/// Devices of memory do not care how long a request is; this bounds what one queue does in one go.
-const MEMORY_SECTORS_MAX: u32 = 8 << 11;
-/// A discard of memory costs little, however long.
-const MEMORY_DISCARD_SECTORS_MAX: u32 = 1 << 21;
+/// A device that does nothing does not care how long a request is.
+const NULL_SECTORS_MAX: u32 = 8 << 11;
+/// Longest discard of such a device.
+const NULL_DISCARD_SECTORS_MAX: u32 = 1 << 21;
+/// Longest request of a device that copies it in the lane's thread: 256 KiB, which takes some 20 us, or 200 where every
+/// page of it is touched for the first time. The other queues of the lane wait for that long.
+const MEMORY_SECTORS_MAX: u32 = 512;
+/// Longest discard of memory: a huge page, which goes back to the system whole.
+pub(crate) const MEMORY_DISCARD_SECTORS_MAX: u32 = 4096;
 
 /// Why a device cannot be opened.
 #[derive(Debug, thiserror::Error)]
@@ -267,15 +272,20 @@ fn open_memory(mut spec: Spec) -> Result<Device, DeviceError> {
     let read_only = spec.take_switch("readonly")?.unwrap_or(false);
     let discard = spec.take_switch("discard")?.unwrap_or(true);
     let write_back = take_write_back(&mut spec)?.unwrap_or(false);
-    let sectors_max = spec.take_number("max_sectors", 8, u64::from(MEMORY_SECTORS_MAX))?;
+    let (longest, longest_trim) = if spec.scheme == "null" {
+        (NULL_SECTORS_MAX, NULL_DISCARD_SECTORS_MAX)
+    } else {
+        (MEMORY_SECTORS_MAX, MEMORY_DISCARD_SECTORS_MAX)
+    };
+    let sectors_max = spec.take_number("max_sectors", 8, u64::from(longest))?;
     let virt_boundary = spec.take_switch("virt_boundary")?.unwrap_or(false);
     let (is_ram, name) = (spec.scheme == "ram", spec.name.clone());
     spec.finish()?;
-    let trim_sectors_max = if discard { MEMORY_DISCARD_SECTORS_MAX } else { 0 };
+    let trim_sectors_max = if discard { longest_trim } else { 0 };
     let limits = QueueLimits {
         logical_block_bytes: block_bytes,
         physical_block_bytes: block_bytes.max(4096),
-        sectors_max: sectors_max.map_or(MEMORY_SECTORS_MAX, |sectors| sectors as u32),
+        sectors_max: sectors_max.map_or(longest, |sectors| sectors as u32),
         virt_boundary_mask: if virt_boundary { 4095 } else { 0 },
         segments_max: 256,
         segment_bytes_max: 1 << 30,

@@ -6,17 +6,15 @@
 use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_SHIFT};
 use blkyard_sim::{Disk, DiskModel, Flash, FlashModel, Keeps, Line, LineModel, Model, Modelled};
 
-use crate::device::{DeviceError, take_write_back};
+use crate::device::{DeviceError, MEMORY_DISCARD_SECTORS_MAX, take_write_back};
 use crate::spec::{Spec, SpecError, parse_size};
 
 /// Sizes are in blocks of this.
 const BLOCK_BYTES: u64 = 4096;
 /// Commands that a device of given latency takes at one time: as many as any queue has tags.
 const LINE_DEPTH: usize = 10_240;
-/// Longest request, sectors.
+/// Longest request, sectors: how long commands are is a part of the model.
 const SECTORS_MAX: u32 = 2048;
-/// Longest discard of memory, sectors.
-const DISCARD_SECTORS_MAX: u32 = 1 << 21;
 
 /// Opens a model by its name taken apart.
 ///
@@ -84,9 +82,9 @@ pub(crate) fn open(mut spec: Spec) -> Result<Modelled, DeviceError> {
 /// What is not fixed by a model: a size, and that memory can be given back.
 fn take_memory(info: &mut DeviceInfo, size: Option<u64>) {
     info.capacity_sectors = size.unwrap_or(1 << 30) >> SECTOR_SHIFT;
-    info.limits.discard_sectors_max = DISCARD_SECTORS_MAX;
+    info.limits.discard_sectors_max = MEMORY_DISCARD_SECTORS_MAX;
     info.limits.discard_granularity_bytes = BLOCK_BYTES as u32;
-    info.limits.write_zeroes_sectors_max = DISCARD_SECTORS_MAX;
+    info.limits.write_zeroes_sectors_max = MEMORY_DISCARD_SECTORS_MAX;
 }
 
 #[cfg(test)]

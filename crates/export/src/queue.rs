@@ -506,6 +506,10 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         self.leaving = false;
     }
 
+    fn set_turn_bytes(&mut self, bytes: u64) {
+        self.hw.set_turn_bytes(bytes);
+    }
+
     fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank {
         self.now_ns = now_ns;
         // The swap pairs with the sender's store: the flag goes down before we look, so that nothing is missed.

@@ -18,6 +18,9 @@ pub trait Driver<Cx: ?Sized> {
     /// [`Driver::poll`]; what is left stays with the core, which offers it again, in the same order. When depends on
     /// what the driver was short of ([`Batch::short_of`]).
     ///
+    /// A driver whose requests are done before this returns takes them by [`Batch::take_inline`], and its limits bound
+    /// what one request moves: the other queues of its lane wait meanwhile.
+    ///
     /// Before it returns the driver announces to the device all it took: one doorbell for the batch. A driver whose
     /// doorbell is shared by the whole lane leaves that to the lane.
     fn queue_rqs(&mut self, cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>);
@@ -84,7 +87,8 @@ pub enum Shortage {
     Device,
     /// Something is missing that nobody will tell of: the queue tries again after a while.
     System,
-    /// What the lane shares is used up until it has been passed on, which it is before the next round.
+    /// What the lane shares, its time among it, is used up until the next round. By then what it holds has been passed
+    /// on, and the other queues have had their turn.
     Lane,
 }
 
@@ -98,6 +102,8 @@ pub struct Batch<'a> {
     pub(crate) done: &'a mut Vec<(u16, Status)>,
     pub(crate) now_ns: u64,
     pub(crate) shortage: Shortage,
+    /// Bytes that may still be copied in this turn.
+    pub(crate) bytes_left: u64,
 }
 
 impl Batch<'_> {
@@ -142,6 +148,21 @@ impl Batch<'_> {
         let request = &*request;
         // Picked up last: so a tag that is held over a look into the table is not kept on the stack.
         Some((Tag::pick_up(number), request, bios.segments(request)))
+    }
+
+    /// [`Batch::take`] for a driver that copies or clears the bytes of a request before it returns, or has the kernel
+    /// do so in the lane's thread. Ends when the [bytes of this turn](crate::HwQueue::set_turn_bytes) are used up, the
+    /// last request whole: the rest is offered in the next turn.
+    #[inline(always)]
+    pub fn take_inline(&mut self) -> Option<(Tag, &Request, Segments<'_>)> {
+        let number = *self.offered.get(self.taken)?;
+        if self.bytes_left == 0 {
+            self.shortage = Shortage::Lane;
+            return None;
+        }
+        let bytes = self.table.requests[usize::from(number)].bytes();
+        self.bytes_left = self.bytes_left.saturating_sub(bytes);
+        self.take()
     }
 
     /// A request that was taken, and its segments.
@@ -190,9 +211,24 @@ pub struct Done<'a> {
     pub(crate) ended: &'a mut Vec<(u16, Status)>,
     pub(crate) requeued: &'a mut Vec<u16>,
     pub(crate) table: &'a mut Table,
+    /// Bytes that may still be copied in this turn.
+    pub(crate) bytes_left: u64,
 }
 
 impl Done<'_> {
+    /// Whether the [bytes of this turn](crate::HwQueue::set_turn_bytes) are used up. A driver that copies what has come
+    /// back leaves the rest for the next turn then.
+    #[inline]
+    pub fn is_spent(&self) -> bool {
+        self.bytes_left == 0
+    }
+
+    /// So many bytes are copied in this turn.
+    #[inline]
+    pub fn spend(&mut self, bytes: u64) {
+        self.bytes_left = self.bytes_left.saturating_sub(bytes);
+    }
+
     /// The request a tag names, and its segments.
     #[inline]
     pub fn request(&self, tag: &Tag) -> (&Request, Segments<'_>) {

@@ -43,6 +43,7 @@ pub use self::inspect::{FlushSnapshot, HwSnapshot, NamespaceSnapshot, RequestSna
 use self::namespace::Namespace;
 use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
+use crate::lane::STATION_BYTES_MAX;
 use crate::limits::Plain;
 use crate::request::{Look, Marks, RequestState, Table};
 use crate::sched::SchedulerConfig;
@@ -156,6 +157,8 @@ pub struct HwQueue<D> {
     /// Whether any namespace has limits, and whether they hold nothing back just now.
     rated: bool,
     hurry: bool,
+    /// Bytes that the driver may copy in one turn, each way.
+    turn_bytes: u64,
 }
 
 /// What a plain request takes over from its bio.
@@ -242,6 +245,7 @@ impl<D> HwQueue<D> {
             quiesced: 0,
             rated: false,
             hurry: false,
+            turn_bytes: STATION_BYTES_MAX,
         };
         for number in 0..queue.namespaces.len() {
             queue.schedule(number as u16, config.scheduler);
@@ -362,6 +366,7 @@ impl<D> HwQueue<D> {
             done: &mut self.done,
             now_ns,
             shortage: Shortage::Device,
+            bytes_left: self.turn_bytes,
         };
         self.driver.queue_rqs(cx, &self.memory, &mut batch);
         let (taken, shortage) = (batch.taken, batch.shortage);
@@ -402,7 +407,12 @@ impl<D> HwQueue<D> {
         D: Driver<Cx>,
     {
         if !self.is_idle() {
-            let mut done = Done { ended: &mut self.done, requeued: &mut self.requeued, table: &mut self.table };
+            let mut done = Done {
+                ended: &mut self.done,
+                requeued: &mut self.requeued,
+                table: &mut self.table,
+                bytes_left: self.turn_bytes,
+            };
             self.driver.poll(cx, &self.memory, &mut done, now_ns);
         }
         if now_ns >= self.expire_ns {

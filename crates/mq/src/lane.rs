@@ -77,6 +77,10 @@ pub trait Station<Cx: ?Sized> {
     /// It need not leave after all.
     fn stay(&mut self) {}
 
+    /// From now on it copies so many bytes in one round, and the rest of a request: the others of the lane wait
+    /// meanwhile. Nothing to do for a station whose device works by itself.
+    fn set_turn_bytes(&mut self, _bytes: u64) {}
+
     /// One round: gives back what is over, takes what is wanted, passes it on.
     fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank;
 
@@ -117,6 +121,15 @@ pub enum Idle {
     /// All stations are over, or there are none.
     End,
 }
+
+/// Bytes that the stations of a lane copy together in one turn, unless there are very many: half a millisecond of
+/// memory that no cache holds.
+const TURN_BYTES: u64 = 4 << 20;
+/// Bytes that one of them copies in a turn at most: a whole queue of 128 requests of 4 KiB, so that only long requests
+/// are ever put off.
+pub(crate) const STATION_BYTES_MAX: u64 = 512 << 10;
+/// And what it may at least: many times what a turn costs by itself.
+const STATION_BYTES_MIN: u64 = 128 << 10;
 
 /// How often stations are ticked.
 const TICK_NS: u64 = 1_000_000_000;
@@ -170,6 +183,17 @@ impl<S> Lane<S> {
     {
         station.enter(cx, waker);
         self.residents.push(Resident { name, station, leaving: false, worked: false });
+        self.share_turn::<Cx>();
+    }
+
+    /// Deals what may be copied in one turn out to the stations.
+    fn share_turn<Cx: ?Sized>(&mut self)
+    where
+        S: Station<Cx>,
+    {
+        let each = TURN_BYTES / self.residents.len().max(1) as u64;
+        let each = each.clamp(STATION_BYTES_MIN, STATION_BYTES_MAX);
+        self.residents.iter_mut().for_each(|resident| resident.station.set_turn_bytes(each));
     }
 
     /// Asks a station to come to rest; [`Lane::part`] gives it back then. False if there is none of this name.
@@ -215,6 +239,7 @@ impl<S> Lane<S> {
             // Our next turn would have; it is not among ours any more.
             station.disarm();
         }
+        self.share_turn::<Cx>();
         Some((name, station))
     }
 
@@ -273,6 +298,7 @@ mod tests {
         over: bool,
         due: Option<u64>,
         leaving: bool,
+        turn_bytes: u64,
     }
 
     impl Station<()> for Fake {
@@ -282,6 +308,9 @@ mod tests {
         }
         fn stay(&mut self) {
             self.leaving = false;
+        }
+        fn set_turn_bytes(&mut self, bytes: u64) {
+            self.turn_bytes = bytes;
         }
         fn crank(&mut self, (): &mut (), _: u64) -> Crank {
             assert!(!self.armed, "cranked while armed");
@@ -359,6 +388,22 @@ mod tests {
         assert!(name == 0 && !station.armed && lane.stations().count() == 1);
         assert!(lane.part(&mut ()).is_none(), "the other one was not asked");
         lane.turn(&mut (), 4);
+    }
+
+    #[test]
+    fn stations_share_what_a_turn_may_copy() {
+        let shares = |count: usize| {
+            let lane = lane((0..count).map(|_| Fake::default()).collect(), 0);
+            let shares: Vec<_> = lane.stations().map(|station| station.turn_bytes).collect();
+            assert!(shares.iter().all(|share| *share == shares[0]), "{shares:?}");
+            shares[0]
+        };
+        assert_eq!([1, 8, 16, 32, 512].map(shares), [512 << 10, 512 << 10, 256 << 10, 128 << 10, 128 << 10]);
+        let mut lane = lane((0..16).map(|_| Fake::default()).collect(), 0);
+        for name in 0..8 {
+            assert!(lane.ask_to_leave(name) && lane.part(&mut ()).is_some());
+        }
+        assert!(lane.stations().all(|station| station.turn_bytes == 512 << 10), "those that left have no share");
     }
 
     #[test]

@@ -129,7 +129,7 @@ impl<Cx: ?Sized> Driver<Cx> for RamQueue {
     #[inline]
     fn queue_rqs(&mut self, _cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
         let now_ns = batch.now_ns();
-        while let Some((tag, ..)) = batch.take() {
+        while let Some((tag, ..)) = batch.take_inline() {
             let next = batch.peek().map_or_else(Span::default, |(next, _)| self.store.place(next));
             let (request, segments) = batch.request(&tag);
             let status = self.store.transfer(memory, request, segments, next);

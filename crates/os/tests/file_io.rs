@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use blkyard_mq::{BioFlags, BlockDevice, Op, Region, RegionTable, Status};
-use blkyard_os::{Direct, FileConfig, FixedBuffers, Mode, RingConfig};
+use blkyard_os::{Direct, FileConfig, FixedBuffers, Mode, RingConfig, now_ns};
 use common::{Bench, bio, crank, folders, image, open, pattern, range};
 
 const MIB: u64 = 1 << 20;
@@ -105,6 +105,66 @@ fn bios_in_a_row_share_requests_and_each_has_its_data() {
         assert!(bench.bytes(0, data.len()) == data);
         let merged: u64 = bench.queue.stats().snapshot().merged.iter().sum();
         assert!(merged > 64, "{merged} of 128 bios shared a request");
+    }
+}
+
+/// The kernel copies what the page cache has, or a file system in memory, when the lane enters it.
+#[test]
+fn what_is_copied_in_one_turn_is_bounded_in_bytes() {
+    const TURN_BYTES: u64 = MIB / 2;
+    for folder in folders() {
+        for direct in [Direct::Auto, Direct::Off] {
+            let path = image(&folder, 64 * MIB);
+            let mut bench = Bench::unmerged(FileConfig { direct, ..FileConfig::new(&path) }, 64);
+            bench.queue.set_turn_bytes(TURN_BYTES);
+            let Bench { ring, queue, .. } = &mut bench;
+            let longest = u64::from(queue.info().limits.sectors_max) * 512;
+            // Many short ones are no more than a turn may have, and a few long ones are.
+            for (count, bytes, turns_min) in [(64, 4096_u32, 1), (8, 8 << 20, 64 * MIB / (TURN_BYTES + longest))] {
+                let sectors = u64::from(bytes) / 512;
+                (0..count).for_each(|i| queue.submit(bio(Op::Read, i * sectors, &[(0, bytes)])));
+                let (mut turns, mut ended) = (0, 0);
+                while ended < count as usize {
+                    ring.reap();
+                    ended += queue.reap(ring, now_ns(), &mut |bio| assert!(bio.status.is_ok()));
+                    let taken = queue.issue(ring, now_ns()) as u64;
+                    let request_bytes = longest.min(bytes.into());
+                    assert!(taken * request_bytes <= TURN_BYTES + longest, "{taken} requests of {request_bytes}");
+                    turns += u64::from(taken > 0);
+                    if queue.has_work() { ring.submit() } else { ring.sleep(Some(now_ns() + 1_000_000)) }
+                }
+                assert!(turns >= turns_min, "{count} of {bytes} bytes in {turns} turns");
+                assert!(bytes > 4096 || turns == 1, "short ones are put off");
+            }
+        }
+    }
+}
+
+#[test]
+fn buffers_that_stand_in_for_unaligned_memory_are_emptied_in_turns() {
+    const TURN_BYTES: u64 = MIB / 2;
+    const BYTES: u32 = 256 << 10;
+    for folder in folders() {
+        let path = image(&folder, 16 * MIB);
+        let mut bench = Bench::unmerged(FileConfig::new(&path), 16);
+        bench.queue.set_turn_bytes(TURN_BYTES);
+        let data = pattern(16 * BYTES as usize, 5);
+        fs::write(&path, &data).unwrap();
+        let Bench { ring, queue, device, .. } = &mut bench;
+        let place = |i: u64| 1 + i * u64::from(BYTES);
+        (0..16).for_each(|i| queue.submit(bio(Op::Read, i * u64::from(BYTES) / 512, &[(place(i), BYTES)])));
+        let mut ended = 0;
+        while ended < 16 {
+            // What can end ends before anything is looked at.
+            ring.sleep(Some(now_ns() + 10_000_000));
+            ring.reap();
+            let now_ended = queue.reap(ring, now_ns(), &mut |bio| assert!(bio.status.is_ok()));
+            let most = if device.counters().bounced() > 0 { TURN_BYTES / u64::from(BYTES) } else { 16 };
+            assert!(now_ended as u64 <= most, "{now_ended} at once");
+            ended += now_ended;
+            queue.issue(ring, now_ns());
+        }
+        assert!(bench.bytes(1, data.len()) == data);
     }
 }
 

@@ -156,7 +156,7 @@ impl<Cx: ?Sized> Driver<Cx> for ModelledQueue {
         }
         // What was lost with the power is told of first.
         while shared.model.room() > 0 && self.cuts == shared.cuts {
-            let Some((tag, request, segments)) = batch.take() else { break };
+            let Some((tag, request, segments)) = batch.take_inline() else { break };
             let status = self
                 .store
                 .as_ref()

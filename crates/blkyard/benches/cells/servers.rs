@@ -139,6 +139,27 @@ impl Server {
         Server::run(command, socket)
     }
 
+    /// Starts our daemon with one lane and two disks, one queue each: of this kind, and of memory. Returns the second
+    /// one's socket, too.
+    pub fn pair(ground: &Ground, store: Store, cpu: Option<u32>) -> Result<(Server, PathBuf), String> {
+        let memory = format!("ram:{STORE_BYTES}");
+        let first = match store {
+            Store::Null => format!("null:{STORE_BYTES}"),
+            Store::Ram => memory.clone(),
+            Store::Tmpfs => format!("file:{}", ground.file(Who::Ours)?.display()),
+        };
+        let (mut command, sockets) = (on(cpu), [ground.socket(), ground.socket()]);
+        command.arg(env!("CARGO_BIN_EXE_blkyard")).args(["serve", "--control", "none", "--lanes", "1"]);
+        for (device, socket) in [first, memory].iter().zip(&sockets) {
+            command.args(["--device", device, "--export"]);
+            command.arg(format!("vhost-user-blk:{}?queues=1", socket.display()));
+        }
+        let [first, second] = sockets;
+        let mut server = Server::run(command, second.clone())?;
+        server.socket = first;
+        Ok((server, second))
+    }
+
     fn run(mut command: Command, socket: PathBuf) -> Result<Server, String> {
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         let mut server = Server { child: child.map_err(|error| format!("{command:?}: {error}"))?, socket };

@@ -25,6 +25,10 @@ impl<D> Own<D> {
 }
 
 impl<D: Driver<Cx>, Cx: ?Sized> Station<Cx> for Own<D> {
+    fn set_turn_bytes(&mut self, bytes: u64) {
+        self.hw.set_turn_bytes(bytes);
+    }
+
     #[inline]
     fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank {
         let Own { hw, job, .. } = self;

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
-use blkyard_mq::{BlockDevice, Chime, Crank, HwQueue, HwQueueConfig, NullConfig, RamDevice, RamQueue, Station};
+use blkyard_mq::{
+    BlockDevice, Chime, Crank, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, RamDevice, RamQueue, Station,
+};
 use blkyard_virtio::{BlkConfig, Refusals, SerialId};
 
 use super::{Data, Front, Ram, Vq, disk_info};
@@ -25,14 +27,19 @@ impl Hand {
 
     /// The same, with a queue that is made so.
     pub fn of(latency_ns: u64, config: HwQueueConfig) -> Hand {
+        Hand::serving(disk_info(), latency_ns, config)
+    }
+
+    /// The same with a disk that is like this.
+    pub fn serving(info: DeviceInfo, latency_ns: u64, config: HwQueueConfig) -> Hand {
         let folder = tempfile::tempdir().unwrap();
-        let device = RamDevice::new(disk_info(), NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
+        let device = RamDevice::new(info.clone(), NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
         let (remote, port) = queue_pair();
-        let hw = HwQueue::new(device.queue(config.depth), Arc::new(disk_info()), config);
+        let hw = HwQueue::new(device.queue(config.depth), Arc::new(info.clone()), config);
         let queue = VhostQueue::new(hw, SerialId::new("by hand").unwrap(), port);
         let refusals = Arc::clone(remote.watch().refusals().unwrap());
         let socket = SocketConfig { path: folder.path().join("disk.sock"), mode: None, group: None };
-        let disk = BlkConfig::new(&disk_info(), 1, SEG_MAX, true);
+        let disk = BlkConfig::new(&info, 1, SEG_MAX, true);
         let config = BackendConfig { name: "disk".into(), disk, queues: vec![remote] };
         let server = Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
         Hand { queue, refusals, server, now_ns: 0, folder }
@@ -63,9 +70,14 @@ impl Hand {
 
     /// Somebody with the queue running.
     pub fn connect(&mut self) -> (Front, Vq) {
+        self.connect_with(1 << 20)
+    }
+
+    /// The same with so many bytes of memory.
+    pub fn connect_with(&mut self, memory_bytes: u64) -> (Front, Vq) {
         let path = self.folder.path().join("disk.sock");
         let begin = std::thread::spawn(move || {
-            let ram = Ram::new(1 << 20);
+            let ram = Ram::new(memory_bytes);
             let mut front = Front::dial(&path);
             front.negotiate(super::PLAIN);
             front.share(&[&ram]).unwrap();

@@ -122,8 +122,11 @@ impl ChaosQueue {
         let (request, segments) = done.request(&tag);
         let mut status = held.status;
         if !held.moved && (status.is_ok() || self.rng.one_in(2)) {
+            let bytes = request.bytes();
             status = status.and(self.shared.store.transfer(memory, request, segments, done.ranges(&tag), held.keep));
+            done.spend(bytes);
         }
+        let (request, _) = done.request(&tag);
         if status.is_ok() {
             self.shared.store.ended(request, done.ranges(&tag), held.keep, held.flush_clock);
         }
@@ -161,7 +164,7 @@ impl<Cx: ?Sized> Driver<Cx> for ChaosQueue {
                 batch.short_of(self.shortage());
                 break;
             }
-            let Some((tag, request, _)) = batch.take() else { break };
+            let Some((tag, request, _)) = batch.take_inline() else { break };
             let op = request.op();
             if doubtful.is_none() && self.rng.one_in(self.config.put_back_every) {
                 doubtful = Some(tag);
@@ -196,7 +199,7 @@ impl<Cx: ?Sized> Driver<Cx> for ChaosQueue {
 
     fn poll(&mut self, _cx: &mut Cx, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         let mut at = 0;
-        while at < self.held.len() {
+        while at < self.held.len() && !done.is_spent() {
             // One of those not looked at yet.
             let other = at + self.rng.below((self.held.len() - at) as u64) as usize;
             self.held.swap(at, other);

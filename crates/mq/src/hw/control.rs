@@ -66,6 +66,16 @@ impl<D> HwQueue<D> {
         depth
     }
 
+    /// Has a driver that does its work in the lane's thread copy so many bytes in one turn, and one request more, when
+    /// it takes requests; and as many when it gives them back. The rest follows in the next turns.
+    ///
+    /// # Panics
+    /// If it is zero: nothing would ever be done.
+    pub fn set_turn_bytes(&mut self, bytes: u64) {
+        assert!(bytes > 0, "a turn without bytes");
+        self.turn_bytes = bytes;
+    }
+
     /// Has each request take a place from a budget, beside its tag, before it is offered to the driver. Whoever turns
     /// this queue's crank is woken when the budget has places for it.
     ///

@@ -42,7 +42,12 @@ impl<D> HwQueue<D> {
             request.taken_back = true;
             let namespace = usize::from(request.namespace);
             self.namespaces[namespace].stats.timed_out();
-            let mut done = Done { ended: &mut self.done, requeued: &mut self.requeued, table: &mut self.table };
+            let mut done = Done {
+                ended: &mut self.done,
+                requeued: &mut self.requeued,
+                table: &mut self.table,
+                bytes_left: self.turn_bytes,
+            };
             let answer = self.driver.timed_out(cx, &self.memory, index, &mut done, now_ns);
             // What it does about one may end others.
             self.mark_done(RequestState::Complete);

@@ -4,7 +4,8 @@
 use std::sync::Arc;
 
 use blkyard_mq::{
-    BlockDevice, HwQueue, HwQueueConfig, Merging, NullConfig, NullDevice, NullQueue, Op, OpClass, Status,
+    Bio, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, Merging, NullConfig, NullDevice, NullQueue, Op, OpClass,
+    RamDevice, Region, RegionTable, Segment, Status,
 };
 
 use crate::hand::{Bench, bio, disk, read};
@@ -57,6 +58,45 @@ fn bursts_of_small_reads_to_sixteen_disks_with_four_queues_each_all_come_back() 
             assert!(turns <= burst.div_ceil(8) + 1, "round {round}: {turns} turns for {burst} bios");
         }
         assert!(seen.iter().flatten().all(|seen| *seen), "round {round}: a bio is lost");
+    }
+}
+
+/// Megabytes in one bio do not keep a lane from its other queues: what the driver does on the spot is done in turns.
+#[test]
+fn long_requests_to_memory_are_done_in_turns_of_so_many_bytes() {
+    const TURN_BYTES: u64 = 512 << 10;
+    const BIO_BYTES: u32 = 64 << 20;
+    let info = DeviceInfo { capacity_sectors: 256 << 11, ..disk() };
+    let longest_bytes = u64::from(info.limits.sectors_max) << 9;
+    let device = RamDevice::new(info.clone(), NullConfig::default()).unwrap();
+    let region = Region::anonymous(BIO_BYTES as usize).unwrap();
+    let config = HwQueueConfig::default();
+    for op in [Op::Read, Op::Write, Op::WriteZeroes, Op::Discard] {
+        let mut queue = HwQueue::new(device.queue(config.depth), Arc::new(info.clone()), config);
+        queue.set_memory(&mut (), Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
+        queue.set_turn_bytes(TURN_BYTES);
+        for number in 0..3 {
+            let mut bio = Bio::with_capacity(1);
+            (bio.op, bio.sector, bio.sectors) = (op, number * u64::from(BIO_BYTES >> 9), BIO_BYTES >> 9);
+            if op.has_data() {
+                bio.segments.push(Segment { region: 0, offset: 0, len: BIO_BYTES });
+            }
+            queue.submit(bio);
+        }
+        let (mut turns, mut ended, mut moved) = (0, 0, 0);
+        while !queue.is_idle() {
+            ended += queue.reap(&mut (), turns, &mut |bio| assert_eq!(bio.status, Status::Ok));
+            queue.issue(&mut (), turns);
+            let stats = queue.stats().snapshot();
+            assert!(queue.has_work() || queue.is_idle(), "{op:?}: nothing says that there is more to do");
+            turns += 1;
+            // Each request is counted when it is reaped, one turn later.
+            let now_moved: u64 = OpClass::ALL.iter().map(|class| stats.op(*class).bytes).sum();
+            let longest = if op.has_data() { longest_bytes } else { u64::from(info.limits.discard_sectors_max) << 9 };
+            assert!(now_moved - moved <= TURN_BYTES.max(longest) + longest, "{op:?}: {} in a turn", now_moved - moved);
+            moved = now_moved;
+        }
+        assert_eq!(ended, 3);
     }
 }
 

@@ -126,6 +126,20 @@ impl Place {
         self.step == Step::Read
     }
 
+    /// Bytes of the request.
+    pub(super) fn bytes(&self) -> u64 {
+        self.len
+    }
+
+    /// Bytes that the next question has the kernel copy, unless a device moves them by itself.
+    pub(super) fn bytes_asked(&self) -> u64 {
+        match self.step {
+            Step::Read | Step::Write => self.len - self.done,
+            Step::Zeroes => (self.len - self.done).min(ZEROES_BYTES as u64),
+            _ => 0,
+        }
+    }
+
     /// The next question to the kernel. `vectors` are those of this place.
     #[inline]
     pub(super) fn entry(&self, vectors: *const libc::iovec, shared: &Shared) -> squeue::Entry {

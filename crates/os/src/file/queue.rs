@@ -191,7 +191,9 @@ impl Driver<Ring> for FileQueue {
             if needs_bounce && self.bounces.free.is_empty() && self.bounces.region.is_some() {
                 return;
             }
-            let Some((tag, request, segments)) = batch.take() else { return };
+            // What the page cache has is copied when the lane enters the kernel, and so it is on file systems in
+            // memory.
+            let Some((tag, request, segments)) = batch.take_inline() else { return };
             let index = tag.index();
             if needs_bounce && self.bounces.region.is_none() {
                 batch.complete(tag, Status::Io);
@@ -225,7 +227,9 @@ impl Driver<Ring> for FileQueue {
     #[inline]
     fn poll(&mut self, ring: &mut Ring, memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
         let Some(door) = self.door else { return };
-        while let Some(completion) = ring.take(door) {
+        while !done.is_spent()
+            && let Some(completion) = ring.take(door)
+        {
             let Ok(index) = self.cids.look(completion.cid) else {
                 self.shared.counters.forged.fetch_add(1, Relaxed);
                 continue;
@@ -234,6 +238,9 @@ impl Driver<Ring> for FileQueue {
             let vectors = &mut self.vectors[index * max..(index + 1) * max];
             match self.places[index].answer(completion.result, vectors, &self.shared) {
                 Next::Over(status) => {
+                    if self.places[index].bounce.is_some() {
+                        done.spend(self.places[index].bytes());
+                    }
                     let (_, segments) = done.request_at(index);
                     let status = self.settle(memory, index, segments, status);
                     let Ok(tag) = self.cids.redeem(completion.cid) else { continue };
@@ -241,6 +248,7 @@ impl Driver<Ring> for FileQueue {
                     done.complete(tag, status);
                 }
                 Next::Ask => {
+                    done.spend(self.places[index].bytes_asked());
                     let vectors = self.vectors_of(index).as_ptr();
                     let entry = self.places[index].entry(vectors, &self.shared);
                     // SAFETY: as when it was pushed first; the place of the answer just taken is free.

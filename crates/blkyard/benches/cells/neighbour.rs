@@ -1,0 +1,145 @@
+//! `*-greedy-neighbour-*`: what a guest notices of another one on the same lane that asks for as much as it may.
+//!
+//! The daemon has one lane, on the other CPU, and two disks. Of one a greedy client has 21 reads of 64 MiB under way
+//! all the time; of the other, in memory, the neighbour reads 4 KiB at random, one at a time. Its latency is counted
+//! from when it asks to when it sees the answer; both clients are one thread that never sleeps. The baseline is the
+//! same with nothing asked of the greedy one's disk, in windows that lie between.
+//!
+//! The greedy one's disk is memory (`ram`), or a file on tmpfs (`tmpfs`), which the kernel copies when the lane enters
+//! it.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blkyard::floor::{IO_BYTES, Places, Samples, partner_cpu};
+use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
+use blkyard_mem::{Region, RegionTable, Segment};
+use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SECTOR_SHIFT};
+use blkyard_os::Clock;
+
+use crate::lines::{Bells, first_answer};
+use crate::report::{self, Figure, Report};
+use crate::servers::{Ground, Server, Store};
+
+/// Reads of the greedy client under way at one time.
+const GREEDY_DEPTH: usize = 21;
+const GREEDY_BYTES: u32 = 64 << 20;
+
+pub fn neighbour_cells(quick: bool, report: &mut Report) {
+    let (window, windows) = if quick { (Duration::from_millis(300), 3) } else { (Duration::from_secs(1), 10) };
+    for store in [Store::Ram, Store::Tmpfs] {
+        let name = |what: &str| format!("{}-4k-greedy-neighbour-{what}", store.name());
+        if !["p50", "p99"].iter().any(|what| report.wants(&name(what))) {
+            continue;
+        }
+        match measure(store, window, windows) {
+            Ok([quiet, greedy]) => {
+                for (place, what) in ["p50", "p99"].into_iter().enumerate() {
+                    let figure = Figure::median(&name(what), "ns", &greedy[place]);
+                    report.add(figure.beside(Some(quiet[place].percentile(50.0))));
+                }
+            }
+            Err(why) => report::skip(&name("p99"), &why),
+        }
+    }
+}
+
+/// Half of the neighbour's latencies, and 99 of 100 of them: with nobody beside it, and with the greedy client.
+fn measure(store: Store, window: Duration, windows: usize) -> Result<[[Samples; 2]; 2], String> {
+    let (ground, cpu) = (Ground::new()?, Some(partner_cpu()?));
+    let (server, socket) = Server::pair(&ground, store, cpu)?;
+    let mut greedy = Client::of(&server.socket, GREEDY_DEPTH, GREEDY_BYTES)?;
+    let mut neighbour = Client::of(&socket, 1, IO_BYTES)?;
+    // All pages are there once something was read into each.
+    for client in [&mut greedy, &mut neighbour] {
+        client.ask();
+        first_answer(|| client.look())?;
+    }
+    let clock = Clock::new();
+    let mut figures = <[[Samples; 2]; 2]>::default();
+    let mut latencies = Vec::new();
+    for _ in 0..windows {
+        for (with_greedy, figures) in [false, true].into_iter().zip(&mut figures) {
+            latencies.clear();
+            let start_ns = clock.now_ns();
+            let until_ns = start_ns + window.as_nanos() as u64;
+            let mut asked_ns = start_ns;
+            neighbour.ask();
+            while !neighbour.is_idle() {
+                if with_greedy && asked_ns < until_ns {
+                    greedy.ask();
+                }
+                greedy.look();
+                if neighbour.look() > 0 {
+                    let now_ns = clock.now_ns();
+                    latencies.push(now_ns - asked_ns);
+                    if now_ns < until_ns {
+                        asked_ns = now_ns;
+                        neighbour.ask();
+                    }
+                }
+            }
+            while !greedy.is_idle() {
+                greedy.look();
+            }
+            latencies.sort_unstable();
+            for (samples, percent) in figures.iter_mut().zip([50, 99]) {
+                samples.push(latencies[(latencies.len() - 1) * percent / 100] as f64);
+            }
+        }
+    }
+    Ok(figures)
+}
+
+/// One queue of a disk, and a thread that looks all the time.
+struct Client {
+    /// Goes before the disk.
+    queue: HwQueue<AttachedQueue>,
+    free: Vec<Box<Bio>>,
+    bytes: u32,
+    blocks: u32,
+    places: Places,
+    _disk: Attached,
+}
+
+impl Client {
+    fn of(socket: &Path, depth: usize, bytes: u32) -> Result<Client, String> {
+        let disk = Attached::open(AttachConfig::new(socket)).map_err(|error| error.to_string())?;
+        let driver = disk.queue(QueueKind::Poll, depth.max(2)).map_err(|error| error.to_string())?;
+        let mut info = disk.info().clone();
+        // One request each, as a guest may send them.
+        info.limits.sectors_max = info.limits.sectors_max.max(bytes >> SECTOR_SHIFT);
+        let blocks = (info.capacity_sectors / u64::from(bytes >> SECTOR_SHIFT)) as u32;
+        let config = HwQueueConfig { depth: depth.max(2), bios_max: depth.max(2), ..HwQueueConfig::default() };
+        let mut queue = HwQueue::new(driver, Arc::new(info), config);
+        // All into the same place: nobody looks at what comes.
+        let memory = Region::shared(bytes as usize).map_err(|error| error.to_string())?;
+        queue.set_memory(&mut Bells, Arc::new(RegionTable::new(vec![memory])));
+        let free = (0..depth).map(|_| Bio::with_capacity(1)).collect();
+        Ok(Client { queue, free, bytes, blocks, places: Places::new(), _disk: disk })
+    }
+
+    fn is_idle(&self) -> bool {
+        self.queue.is_idle()
+    }
+
+    /// Asks for as much as may be under way.
+    fn ask(&mut self) {
+        for mut bio in self.free.drain(..) {
+            bio.reset();
+            (bio.op, bio.sectors) = (Op::Read, self.bytes >> SECTOR_SHIFT);
+            bio.sector = self.places.next(self.blocks) * u64::from(bio.sectors);
+            bio.segments.push(Segment { region: 0, offset: 0, len: self.bytes });
+            self.queue.submit(bio);
+        }
+    }
+
+    /// Returns how many came back.
+    fn look(&mut self) -> u64 {
+        let Client { queue, free, .. } = self;
+        let now_ns = blkyard_os::now_ns();
+        queue.issue(&mut Bells, now_ns);
+        queue.reap(&mut Bells, now_ns, &mut |bio| free.push(bio)) as u64
+    }
+}
