@@ -137,7 +137,8 @@ impl Span<'_> {
         }
     }
 
-    /// Copies two words out that follow each other, little-endian as virtio has them.
+    /// Reads two words that follow each other, little-endian as virtio has them, at any alignment. Each is read once,
+    /// and whole where it is aligned; others may write them meanwhile.
     ///
     /// # Panics
     /// If they do not lie inside the span.
@@ -146,9 +147,8 @@ impl Span<'_> {
         if self.len < 16 || offset > self.len - 16 {
             outside(offset, 16, self.len);
         }
-        // SAFETY: 16 bytes from there on lie inside the span, and are plain data for which any value is valid.
-        let words = unsafe { self.start.add(offset).cast::<[u64; 2]>().read_unaligned() };
-        words.map(u64::from_le)
+        // SAFETY: 16 bytes from there on lie inside the span, which is alive.
+        [0, 8].map(|word| unsafe { load_u64(self.start.add(offset + word)) })
     }
 
     /// Copies all bytes out into `to`, which is as long.
@@ -222,6 +222,43 @@ impl Span<'_> {
     }
 }
 
+/// Reads a word once, little-endian, which others may write meanwhile. Not by an atomic: who shares the memory decides
+/// how it is aligned, and to look at that first costs more than the load.
+///
+/// # Safety
+/// Eight bytes from there on are mapped.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[inline(always)]
+unsafe fn load_u64(at: NonNull<u8>) -> u64 {
+    let word: u64;
+    // SAFETY: promised by the caller; the processor reads at any alignment, and the compiler knows nothing of it.
+    unsafe {
+        std::arch::asm!(
+            "mov {word}, qword ptr [{at}]",
+            at = in(reg) at.as_ptr(),
+            word = lateout(reg) word,
+            options(nostack, preserves_flags, readonly)
+        );
+    }
+    word
+}
+
+/// The same where the processor may not read at any alignment.
+///
+/// # Safety
+/// As above.
+#[cfg(not(all(target_arch = "x86_64", not(miri))))]
+unsafe fn load_u64(at: NonNull<u8>) -> u64 {
+    use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
+    if at.addr().get().is_multiple_of(align_of::<AtomicU64>()) {
+        // SAFETY: promised by the caller, and aligned; atomics allow other writers.
+        return u64::from_le(unsafe { at.cast::<AtomicU64>().as_ref() }.load(Relaxed));
+    }
+    // SAFETY: promised by the caller; atomics allow other writers.
+    let bytes = unsafe { at.cast::<[AtomicU8; 8]>().as_ref() };
+    u64::from_le_bytes(bytes.each_ref().map(|byte| byte.load(Relaxed)))
+}
+
 /// Takes its arguments by value, so that the callers need not keep them in memory for a message.
 #[cold]
 #[inline(never)]
@@ -262,6 +299,40 @@ mod tests {
             assert_eq!(bytes[5..5 + len], pattern[3..3 + len], "{len} bytes beside {next_len}");
             assert!(bytes[..5].iter().chain(&bytes[5 + len..]).all(|byte| *byte == 0xee), "{len} beside {next_len}");
         }
+    }
+
+    #[test]
+    fn two_words_are_read_at_any_alignment() {
+        let region = Region::anonymous(PAGE_BYTES).unwrap();
+        let span = region.span(0, 64).unwrap();
+        let bytes: [u8; 64] = std::array::from_fn(|at| at as u8 + 1);
+        span.copy_from_slice(&bytes);
+        for offset in 0..=48 {
+            let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());
+            assert_eq!(span.u64s(offset), [word(offset), word(offset + 8)], "at {offset}");
+        }
+    }
+
+    #[test]
+    fn a_word_that_another_thread_writes_is_read_whole() {
+        use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+        let region = Region::anonymous(PAGE_BYTES).unwrap();
+        let view = crate::View::new(Arc::clone(&region), 0, 16, 8).unwrap();
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 0..200_000_u64 {
+                    let word = (round & 0xff) * 0x0101_0101_0101_0101;
+                    view.store_u64s(0, [word, word], Relaxed);
+                }
+                over.store(true, Relaxed);
+            });
+            while !over.load(Relaxed) {
+                for word in region.span(0, 16).unwrap().u64s(0) {
+                    assert_eq!(word, (word & 0xff) * 0x0101_0101_0101_0101, "torn");
+                }
+            }
+        });
     }
 
     #[test]
