@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use blkyard_mem::Region;
 use blkyard_mq::{DeviceInfo, QueueKind};
 use blkyard_virtio::Features;
 
@@ -29,9 +30,12 @@ pub struct AttachConfig {
     pub queue_size: u16,
     /// Packed rings.
     pub packed: bool,
-    /// How long the back-end may take for an answer.
+    /// How long the back-end may take to answer messages: all of a set-up, or of one change.
     pub reply_max: Duration,
-    /// How long I/O waits for a back-end that is gone. After that it fails, until there is one again.
+    /// How long it may take for a request. After that its session is given up.
+    pub io_max: Duration,
+    /// How long I/O waits for a back-end that is gone, or is done again at one that does not answer it. After that it
+    /// fails, until there is one again.
     pub gone_max: Duration,
 }
 
@@ -46,6 +50,8 @@ impl AttachConfig {
             packed: false,
             // A busy machine answers within milliseconds, and hardly ever within seconds.
             reply_max: Duration::from_secs(10),
+            // As in Linux; a flush of a full cache takes that long.
+            io_max: Duration::from_secs(30),
             // A daemon restarts within seconds, a supervisor may take its time; guests give a disk half a minute or
             // more.
             gone_max: Duration::from_mins(1),
@@ -125,13 +131,15 @@ impl Attached {
         let path = config.socket.clone();
         let failed = |source| AttachError::System { path: path.clone(), source };
         let wake = Arc::new(Event::new().map_err(failed)?);
+        let end = Arc::new(Event::new().map_err(failed)?);
         let (sender, orders) = channel();
-        let control = Control::open(config, orders, &wake)?;
-        let (shared, disk) = (Arc::clone(control.shared()), control.disk().clone());
+        let control = Control::open(config, orders, &wake, &end)?;
+        let (shared, mut disk) = (Arc::clone(control.shared()), control.disk().clone());
+        disk.info.timeout_ns = shared.config.io_max.as_nanos().try_into().unwrap_or(u64::MAX);
         let (queues, depth) = (control.queues(), usize::from(disk.depth(shared.config.queue_size)));
         let thread = std::thread::Builder::new().name("attach".into());
         let thread = thread.spawn(move || control.run()).map_err(failed)?;
-        let (line, control) = (Some(Line::new(sender, &wake)), Some(thread));
+        let (line, control) = (Some(Line::new(sender, &wake, &end)), Some(thread));
         Ok(Attached { shared, line, info: disk.info, queues, depth, features: disk.features, control })
     }
 
@@ -165,6 +173,19 @@ impl Attached {
         self.shared.view.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Memory that queues will use, for as long as the disk is open. What is made before the first queue has memory is
+    /// announced to the back-end with it, and changes nothing later.
+    ///
+    /// # Errors
+    /// The system has no room.
+    pub fn memory(&self, bytes: usize) -> std::io::Result<Arc<Region>> {
+        let region = Region::shared(bytes)?;
+        if let Some(line) = &self.line {
+            line.send(Order::Reserve(Arc::clone(&region)));
+        }
+        Ok(region)
+    }
+
     /// Opens one more queue of `depth` requests. One for polling never has the back-end call.
     ///
     /// # Errors
@@ -184,11 +205,11 @@ impl Attached {
 }
 
 impl Drop for Attached {
-    /// Lets the back-end go in good order, if no queue is left to do so.
+    /// Lets the back-end go, if no queue is left to do so.
     fn drop(&mut self) {
         let is_last = self.line.take().is_some_and(|line| line.is_last());
         if let Some(control) = self.control.take().filter(|_| is_last) {
-            // Bounded, as each of its waits is.
+            // Whatever it waits for, it waits no longer.
             let _ = control.join();
         }
     }

@@ -3,9 +3,14 @@
 //! ```text
 //!                     hangs up, hangs, breaks a ring
 //!     up ────────────────────────────────────────────────▶ down
-//!     ▲   the old rings go on, if the back-end kept account   │ tries again, ever less often
-//!     └── of what was in flight; otherwise there are new ones ┘ after `gone_max`: all I/O fails
+//!     ▲   the old rings go on, if the back-end kept account   │ waits for its end of the connection to close
+//!     │   of what was in flight; otherwise there are new ones │ tries again, ever less often
+//!     └───────────────────────────────────────────────────────┘ after `gone_max`: all I/O fails
 //! ```
+//!
+//! All rings are set up at once, with all memory that is known, when the first queue has memory: as virtual machines do
+//! it. A back-end that takes memory in one table may begin its session anew for another one and lose what it has in
+//! flight. So a table changes while nothing is: all queues come to rest, the rings are stopped, and new ones begin.
 //!
 //! What was in flight at a back-end that is gone is not over. With an account of it, in memory that the next back-end
 //! is given, that one finishes it, in the rings where it stands. Without, each queue gets a ring in new memory, which
@@ -15,19 +20,20 @@
 //! Owned by its own thread, and bounded in each wait. Queues are told by letters (`door.rs`).
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
 use blkyard_mem::{Region, View};
 use blkyard_mq::QueueKind;
 use blkyard_virtio::driver::{BlkDisk, BlkLayout, BlkRing, SharedMemory};
-use blkyard_virtio::{Features, RingBase};
+use blkyard_virtio::{Complaints, Features, RingBase};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::attached::Shared;
-use crate::door::{Door, Letter, Opened, Order};
+use crate::door::{Door, Letter, Opened, Order, QueueView, RingEnd};
 use crate::event::Event;
+use crate::message::Connection;
 use crate::session::{Inflight, RingPlace, Session, addr_of, has};
 use crate::{AttachConfig, AttachError, TalkError};
 
@@ -42,7 +48,7 @@ const PAUSE_SHARE: u32 = 8;
 const FAULTS_MAX: u32 = 3;
 /// A connection that ended so soon was of no use, and the next one will hardly be of more.
 const HASTE: Duration = Duration::from_millis(5);
-/// How often it is said that requests take long, or what a back-end tells by itself: it could write our log otherwise.
+/// How often it is said what a back-end tells by itself: it could write our log otherwise.
 const SAY_EVERY: Duration = Duration::from_secs(10);
 /// A back-end that has served for so long is good again.
 const GOOD_AFTER: Duration = Duration::from_secs(10);
@@ -71,6 +77,9 @@ enum Link {
 struct Outage {
     since: Instant,
     try_at: Instant,
+    /// The connection that was left, until the back-end has closed its end: it may do what it was asked for until then,
+    /// and nothing is done again before.
+    left: Option<Connection>,
     /// I/O fails.
     gave_up: bool,
     /// What went wrong last, so that it is said once.
@@ -82,31 +91,74 @@ impl Outage {
     fn new(in_haste: bool) -> Outage {
         let now = Instant::now();
         let try_at = if in_haste { now + PAUSE_MAX } else { now };
-        Outage { since: now, try_at, gave_up: false, said: String::new() }
+        Outage { since: now, try_at, left: None, gave_up: false, said: String::new() }
     }
 }
 
-/// A queue that is open.
-struct Slot {
-    door: Arc<Door>,
+/// One virtqueue of the device, whether somebody uses it or not.
+struct Queue {
     kick: Arc<Event>,
+    call: Arc<Event>,
+    complaints: Arc<Complaints>,
+    deaths: Arc<AtomicU64>,
+    /// Number of its ring.
+    ring: u64,
+    /// The end of its ring, while the queue is not in use. Missing if it was closed in the middle of I/O.
+    spare: Option<RingEnd>,
+    /// It was in use before.
+    used: bool,
+    user: Option<User>,
+}
+
+impl Queue {
+    fn new() -> std::io::Result<Queue> {
+        let (kick, call) = (Arc::new(Event::new()?), Arc::new(Event::new()?));
+        let (complaints, deaths) = (Arc::default(), Arc::default());
+        Ok(Queue { kick, call, complaints, deaths, ring: 0, spare: None, used: false, user: None })
+    }
+}
+
+/// Who uses a queue.
+struct User {
+    door: Arc<Door>,
     regions: Vec<Arc<Region>>,
     memory_number: u64,
-    /// It has a ring in the memory that is in use, of this number.
-    ring: Option<u64>,
+    /// It has nothing in flight, and takes nothing until it is told that its memory is known.
+    at_rest: bool,
+}
+
+/// Queues are asked to come to rest.
+struct Rest {
+    number: u64,
+    until: Instant,
 }
 
 pub(crate) struct Control {
     shared: Arc<Shared>,
     orders: Receiver<Order>,
     wake: Arc<Event>,
+    /// Signalled when nobody can want anything any more.
+    end: Arc<Event>,
     /// Rung by a back-end that thinks a ring is broken.
     error: Event,
     link: Link,
     /// By number.
-    slots: Vec<Option<Slot>>,
-    /// Numbers below this have been in use since the rings were made.
-    used: usize,
+    queues: Vec<Queue>,
+    /// Memory for queues that was made before they have it.
+    reserved: Vec<Arc<Region>>,
+    /// Some queue has memory: rings are wanted.
+    wanted: bool,
+    /// The back-end serves the rings.
+    running: bool,
+    /// Some back-end did before.
+    ran: bool,
+    /// The memory of the queues is not what the back-end knows.
+    changed: bool,
+    /// A ring is missing.
+    renew: bool,
+    rest: Option<Rest>,
+    /// Rests asked for so far.
+    rests: u64,
     /// What was agreed on, for good.
     disk: BlkDisk,
     layout: BlkLayout,
@@ -117,8 +169,6 @@ pub(crate) struct Control {
     made: u64,
     /// Rings broken in a row.
     faults: u32,
-    /// That a request takes long.
-    late: NowAndThen,
     /// That the disk has another size, or makes no sense.
     news: NowAndThen,
 }
@@ -129,8 +179,9 @@ impl Control {
         config: AttachConfig,
         orders: Receiver<Order>,
         wake: &Arc<Event>,
+        end: &Arc<Event>,
     ) -> Result<Control, AttachError> {
-        let mut session = Session::open(&config)?;
+        let mut session = Session::open(&config, end)?;
         let (path, size) = (config.socket.clone(), config.queue_size);
         let failed = |source| AttachError::System { path: path.clone(), source };
         let disk = session.disk.clone();
@@ -138,29 +189,39 @@ impl Control {
         let queues = usize::from(session.queues);
         let rings = new_rings(&layout, queues).map_err(failed)?;
         let talk = |source| AttachError::Talk { path: path.clone(), source };
-        session.set_regions(vec![Arc::clone(&rings)]).map_err(talk)?;
-        session.knows(&[Arc::clone(&rings)]).then_some(()).ok_or(TalkError::NoMemory).map_err(talk)?;
+        if session.adds_regions() {
+            session.set_regions(vec![Arc::clone(&rings)]).map_err(talk)?;
+            session.knows(&[Arc::clone(&rings)]).then_some(()).ok_or(TalkError::NoMemory).map_err(talk)?;
+        }
         let inflight = session.new_inflight(size).map_err(talk)?;
-        inflight.iter().try_for_each(|record| session.set_inflight(record)).map_err(talk)?;
         let error = Event::new().map_err(failed)?;
         let shared = Arc::new(Shared::new(config, disk.info.capacity_sectors));
         let mut control = Control {
             shared,
             orders,
             wake: Arc::clone(wake),
+            end: Arc::clone(end),
             error,
             link: Link::Up { session, since: Instant::now() },
-            slots: (0..queues).map(|_| None).collect(),
-            used: 0,
+            queues: (0..queues).map(|_| Queue::new()).collect::<Result<_, _>>().map_err(failed)?,
+            reserved: Vec::new(),
+            wanted: false,
+            running: false,
+            ran: false,
+            changed: false,
+            renew: false,
+            rest: None,
+            rests: 0,
             disk,
             layout,
             rings,
             inflight,
             made: 0,
             faults: 0,
-            late: NowAndThen::default(),
             news: NowAndThen::default(),
         };
+        let ends = control.make_rings().map_err(talk)?;
+        control.give_rings(ends);
         control.note_session();
         Ok(control)
     }
@@ -174,7 +235,7 @@ impl Control {
     }
 
     pub(crate) fn queues(&self) -> usize {
-        self.slots.len()
+        self.queues.len()
     }
 
     /// Until nobody can want anything any more.
@@ -182,12 +243,18 @@ impl Control {
         loop {
             self.wait();
             self.wake.quiet();
+            if let Link::Up { session, .. } = &mut self.link {
+                session.begin();
+            }
             loop {
                 match self.orders.try_recv() {
                     Ok(order) => self.obey(order),
                     Err(TryRecvError::Empty) => break,
                     Err(TryRecvError::Disconnected) => return,
                 }
+            }
+            if self.changed {
+                self.with_session(Control::change);
             }
             self.look();
         }
@@ -203,8 +270,16 @@ impl Control {
                 fds.push(PollFd::from_borrowed_fd(session.socket(), PollFlags::IN | PollFlags::RDHUP));
                 fds.extend(session.channel.iter().map(|channel| PollFd::new(channel, PollFlags::IN)));
             }
-            Link::Down(outage) => until = Some(outage.try_at),
+            Link::Down(outage) => {
+                if let Some(left) = &outage.left {
+                    fds.push(PollFd::new(left, PollFlags::IN | PollFlags::RDHUP));
+                    until = Some(outage.since + self.shared.config.gone_max);
+                } else {
+                    until = Some(outage.try_at);
+                }
+            }
         }
+        until = until.into_iter().chain(self.rest.as_ref().map(|rest| rest.until)).min();
         let left = until.map(|at| at.saturating_duration_since(Instant::now()));
         let time = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
         // Whatever ends this early, all is looked at.
@@ -232,9 +307,27 @@ impl Control {
                     self.leave(&TalkError::HungUp);
                 }
             }
-            Link::Down(outage) if Instant::now() >= outage.try_at => self.connect_again(),
-            Link::Down(_) => {}
+            Link::Down(outage) => {
+                let is_over = outage.since.elapsed() >= self.shared.config.gone_max;
+                if outage.left.as_ref().is_some_and(|left| is_over || left.is_closed()) {
+                    outage.left = None;
+                    if is_over && !outage.gave_up {
+                        self.give_up();
+                    }
+                } else if outage.left.is_none() && Instant::now() >= outage.try_at {
+                    self.connect_again();
+                }
+            }
         }
+        if self.rest.as_ref().is_some_and(|rest| Instant::now() >= rest.until) {
+            let restless = self.users().find(|user| !user.at_rest).map(|user| user.door.view.name.clone());
+            let limit = self.shared.config.io_max;
+            self.leave(&TalkError::Restless { queue: restless.unwrap_or_default(), limit });
+        }
+    }
+
+    fn users(&self) -> impl Iterator<Item = &User> {
+        self.queues.iter().filter_map(|queue| queue.user.as_ref())
     }
 
     fn obey(&mut self, order: Order) {
@@ -242,37 +335,52 @@ impl Control {
             Order::Open(kind, answer) => {
                 let _ = answer.send(self.open_queue(kind));
             }
+            Order::Reserve(region) => self.reserved.push(region),
             Order::Memory(number, memory_number, regions) => {
-                if let Some(slot) = &mut self.slots[usize::from(number)] {
-                    (slot.regions, slot.memory_number) = (regions, memory_number);
-                    self.with_session(Control::set_memory);
+                if let Some(user) = &mut self.queues[usize::from(number)].user {
+                    (user.regions, user.memory_number, user.at_rest) = (regions, memory_number, true);
+                    (self.wanted, self.changed) = (true, true);
+                }
+            }
+            Order::Rested(number, rest) => {
+                if let Some(user) = &mut self.queues[usize::from(number)].user {
+                    user.at_rest |= self.rest.as_ref().is_some_and(|asked| asked.number == rest);
                 }
             }
             Order::Fault(number, ring, fault) => {
-                let slot = self.slots[usize::from(number)].as_ref().filter(|slot| slot.ring == Some(ring));
-                if let Some(slot) = slot {
-                    let queue = slot.door.view.name.clone();
+                if let Some(queue) = self.name_of(number, ring) {
                     self.leave(&TalkError::Fault { queue, fault });
                 }
             }
-            Order::Late(number) => {
-                if let Some(slot) = &self.slots[usize::from(number)]
-                    && self.late.is_due(Instant::now())
-                {
-                    tracing::warn!("{}: {}: a request takes long", self.shared.config.name(), slot.door.view.name);
+            Order::Late(number, ring, what) => {
+                let limit = self.shared.config.io_max;
+                // One that has just come back has its time from then on. It is asked for again.
+                let is_late = matches!(&self.link, Link::Up { since, .. } if since.elapsed() >= limit);
+                if let Some(queue) = self.name_of(number, ring).filter(|_| is_late) {
+                    self.leave(&TalkError::Silent { request: format!("{queue}, {what},"), limit });
                 }
-                self.with_session(|_, session| session.probe());
             }
-            Order::Close(number) => {
-                if self.slots[usize::from(number)].take().is_some_and(|slot| slot.ring.is_some()) {
-                    self.with_session(|control, session| {
-                        session.stop_ring(number)?;
-                        control.set_memory(session)
+            Order::Close(number, end) => {
+                let queue = &mut self.queues[usize::from(number)];
+                if let Some(user) = queue.user.take() {
+                    // It may have a new one by now, and not know.
+                    let unread = user.door.take().into_iter().filter_map(|letter| match letter {
+                        Letter::Run(end) => Some(end),
+                        _ => None,
                     });
+                    queue.spare = unread.chain(end).find(|end| end.number == queue.ring);
+                    // What was made for the disk stays with it until something else changes.
+                    self.changed |= user.regions.iter().any(|region| !has(&self.reserved, region));
                 }
                 self.note_queues();
             }
         }
+    }
+
+    /// The name of a queue that is in use, if this is its ring.
+    fn name_of(&self, number: u16, ring: u64) -> Option<String> {
+        let queue = &self.queues[usize::from(number)];
+        queue.user.as_ref().filter(|_| queue.ring == ring).map(|user| user.door.view.name.clone())
     }
 
     /// Does something with the session, if there is one, and leaves it if that fails.
@@ -291,44 +399,82 @@ impl Control {
     }
 
     fn open_queue(&mut self, kind: QueueKind) -> Result<Opened, AttachError> {
-        let path = || self.shared.config.socket.clone();
-        // One that was in use before has left its traces in the account of what is in flight.
-        let fresh = (self.used..self.slots.len()).next();
-        let Some(number) = fresh.or_else(|| self.slots.iter().position(Option::is_none)) else {
+        let free = |queue: &Queue| queue.user.is_none();
+        let fresh = self.queues.iter().position(|queue| free(queue) && !queue.used);
+        let Some(number) = fresh.or_else(|| self.queues.iter().position(free)) else {
+            let (path, have) = (self.shared.config.socket.clone(), self.queues.len());
             let cure = "ask for fewer, or start it with more";
-            return Err(AttachError::Queues {
-                path: path(),
-                wanted: self.slots.len() + 1,
-                have: self.slots.len(),
-                cure,
-            });
+            return Err(AttachError::Queues { path, wanted: have + 1, have, cure });
         };
-        let failed = |source| AttachError::System { path: path(), source };
-        let door = Arc::new(Door::new(number as u16, kind).map_err(failed)?);
-        let kick = Arc::new(Event::new().map_err(failed)?);
-        let slot = Slot { door: Arc::clone(&door), kick, regions: Vec::new(), memory_number: 0, ring: None };
-        self.slots[number] = Some(slot);
-        self.used = self.used.max(number + 1);
-        self.note_queues();
-        if fresh.is_none() && self.inflight.is_some() {
-            self.leave(&TalkError::Renewed);
-        } else {
-            self.with_session(|control, session| control.start(session, number, false));
+        let queue = &mut self.queues[number];
+        let name = format!("{}.{number}", if kind == QueueKind::Poll { "req_poll" } else { "req" });
+        let view = QueueView { name, complaints: Arc::clone(&queue.complaints), deaths: Arc::clone(&queue.deaths) };
+        let door = Arc::new(Door::new(kind, &queue.call, view));
+        queue.user = Some(User { door: Arc::clone(&door), regions: Vec::new(), memory_number: 0, at_rest: true });
+        let ring = queue.spare.take();
+        match &self.link {
+            Link::Up { .. } if ring.is_none() => (self.renew, self.changed) = (true, true),
+            // What whoever had it before has left in the account is not this one's.
+            Link::Down(_) if queue.used => self.inflight = None,
+            _ => {}
         }
+        queue.used = true;
         if matches!(self.link, Link::Down(Outage { gave_up: true, .. })) {
             door.post(Letter::Fail);
         }
-        Ok(Opened { number: number as u16, door })
+        self.note_queues();
+        let gone_max_ns = self.shared.config.gone_max.as_nanos().try_into().unwrap_or(u64::MAX);
+        Ok(Opened { number: number as u16, door, ring, gone_max_ns })
     }
 
-    /// Has the back-end know the memory of all queues, and tells them.
-    fn set_memory(&mut self, session: &mut Session) -> Result<(), TalkError> {
+    /// All memory that the back-end is to know.
+    fn regions(&mut self, session: &Session) -> Vec<Arc<Region>> {
+        // Nobody else has it, but for what the session knows.
+        self.reserved
+            .retain(|region| Arc::strong_count(region) > 1 + usize::from(session.knows(std::slice::from_ref(region))));
         let mut wanted = vec![Arc::clone(&self.rings)];
-        for region in self.slots.iter().flatten().flat_map(|slot| &slot.regions) {
+        for region in self.reserved.iter().chain(self.users().flat_map(|user| &user.regions)) {
             if !has(&wanted, region) {
                 wanted.push(Arc::clone(region));
             }
         }
+        wanted
+    }
+
+    /// Has the back-end know the memory of all queues, and serve the rings: now, or once the queues are at rest.
+    fn change(&mut self, session: &mut Session) -> Result<(), TalkError> {
+        let wanted = self.regions(session);
+        if !self.running {
+            if !self.wanted {
+                return Ok(());
+            }
+            self.set_up(session, !self.renew)
+        } else if !self.renew && !session.needs_table(&wanted) {
+            self.announce(session)?;
+            self.tell_users(session);
+            Ok(())
+        } else if self.users().all(|user| user.at_rest) {
+            session.stop_rings()?;
+            self.set_up(session, false)
+        } else {
+            self.ask_for_rest();
+            Ok(())
+        }
+    }
+
+    /// Has all queues come to rest, and answer when they are.
+    fn ask_for_rest(&mut self) {
+        if self.rest.is_some() {
+            return;
+        }
+        self.rests += 1;
+        self.rest = Some(Rest { number: self.rests, until: Instant::now() + self.shared.config.io_max });
+        self.users().filter(|user| !user.at_rest).for_each(|user| user.door.post(Letter::Rest(self.rests)));
+    }
+
+    /// Has the back-end know the memory of all queues. No ring runs, or regions can be added to its memory.
+    fn announce(&mut self, session: &mut Session) -> Result<(), TalkError> {
+        let wanted = self.regions(session);
         let count = wanted.len();
         session.set_regions(wanted)?;
         if !session.knows(&[Arc::clone(&self.rings)]) {
@@ -342,57 +488,107 @@ impl Control {
                 session.regions()
             );
         }
-        for slot in self.slots.iter().flatten() {
-            slot.door.post(Letter::Memory(slot.memory_number, session.knows(&slot.regions)));
-        }
         Ok(())
     }
 
-    /// Has the back-end serve a queue: in the ring it has, or in a new one.
-    fn start(&mut self, session: &Session, number: usize, goes_on: bool) -> Result<(), TalkError> {
-        let (offset, system) = (number * self.layout.bytes, |error: String| TalkError::System(error));
-        let Some(slot) = &mut self.slots[number] else { return Ok(()) };
-        let memory = SharedMemory {
-            region: Arc::clone(&self.rings),
-            offset: offset as u64,
-            addr: addr_of(&self.rings) + offset as u64,
-        };
-        let goes_on = goes_on && slot.ring.is_some();
-        let begins = RingBase::start(self.disk.features).bits();
+    /// Has all queues go on with the memory that the session knows.
+    fn tell_users(&mut self, session: &Session) {
+        (self.changed, self.renew, self.rest) = (false, false, None);
+        for user in self.queues.iter_mut().filter_map(|queue| queue.user.as_mut()) {
+            user.at_rest = false;
+            user.door.post(Letter::Memory(user.memory_number, session.knows(&user.regions)));
+        }
+    }
+
+    /// Has the back-end know all memory, and serve all queues: in the rings they have, or in new ones. No ring runs.
+    fn set_up(&mut self, session: &mut Session, keeps: bool) -> Result<(), TalkError> {
+        let mut ends = Vec::new();
+        if !keeps {
+            self.rings = new_rings(&self.layout, self.queues.len()).map_err(system)?;
+            self.inflight = None;
+            // Who has the old ones writes to nobody's ring.
+            ends = self.make_rings()?;
+        }
+        self.announce(session)?;
+        if self.inflight.is_none() {
+            self.inflight = session.new_inflight(self.layout.size)?;
+        }
+        self.inflight.iter().try_for_each(|record| session.set_inflight(record))?;
+        for number in 0..self.queues.len() {
+            self.start(session, number, keeps)?;
+        }
+        session.enable_rings()?;
+        self.running = true;
+        if keeps && std::mem::replace(&mut self.ran, true) {
+            // What the one before did not hear this one must, and what it did not say nobody will.
+            self.users().for_each(|user| user.door.post(Letter::GoesOn));
+        }
+        self.give_rings(ends);
+        self.tell_users(session);
+        Ok(())
+    }
+
+    fn ring_memory(&self, number: usize) -> SharedMemory {
+        let offset = (number * self.layout.bytes) as u64;
+        SharedMemory { region: Arc::clone(&self.rings), offset, addr: addr_of(&self.rings) + offset }
+    }
+
+    /// A new ring for each queue, in the memory for rings.
+    fn make_rings(&mut self) -> Result<Vec<RingEnd>, TalkError> {
+        let mut ends = Vec::with_capacity(self.queues.len());
+        for number in 0..self.queues.len() {
+            let (memory, queue) = (self.ring_memory(number), &mut self.queues[number]);
+            let complaints = Arc::clone(&queue.complaints);
+            let ring = BlkRing::new(&self.disk, self.layout.size, &memory, complaints).map_err(system)?;
+            self.made += 1;
+            (queue.kick, queue.ring) = (Arc::new(Event::new().map_err(system)?), self.made);
+            ends.push(RingEnd { ring: Box::new(ring), kick: Arc::clone(&queue.kick), number: self.made });
+        }
+        Ok(ends)
+    }
+
+    /// Hands new rings to those who use the queues, and keeps the others.
+    fn give_rings(&mut self, ends: Vec<RingEnd>) {
+        for (queue, end) in self.queues.iter_mut().zip(ends) {
+            match &queue.user {
+                Some(user) => user.door.post(Letter::Run(end)),
+                None => queue.spare = Some(end),
+            }
+        }
+    }
+
+    /// Tells the back-end of a queue's ring.
+    fn start(&self, session: &Session, number: usize, keeps: bool) -> Result<(), TalkError> {
+        let (memory, queue) = (self.ring_memory(number), &self.queues[number]);
         // Of a packed ring nobody but the account knows where it goes on, and it says so to the back-end; in a fresh
         // one nothing has begun.
         let is_split = !self.disk.features.contains(Features::RING_PACKED);
-        let base = if goes_on && is_split { used_index(&memory, &self.layout).into() } else { begins };
+        let begins = RingBase::start(self.disk.features).bits();
+        let base = if keeps && is_split { used_index(&memory, &self.layout).into() } else { begins };
         let place = RingPlace { addr: memory.addr, layout: self.layout, base };
         // Also if the queue is polled, and never asks to be called: libvhost-user panics where it would call nobody.
-        let call = &slot.door.bell;
-        if goes_on {
-            session.start_ring(number as u16, &place, &slot.kick, call, &self.error)?;
-            // What the old one did not hear the new one must, and what the old one did not say nobody will.
-            slot.door.post(Letter::GoesOn);
-            return Ok(());
-        }
-        // One that is gone, and yet is not, has the old one.
-        slot.kick = Arc::new(Event::new().map_err(|error| system(error.to_string()))?);
-        let complaints = Arc::clone(&slot.door.view.complaints);
-        let ring = BlkRing::new(&self.disk, self.layout.size, &memory, complaints)
-            .map_err(|error| system(error.to_string()))?;
-        session.start_ring(number as u16, &place, &slot.kick, call, &self.error)?;
-        self.made += 1;
-        slot.ring = Some(self.made);
-        slot.door.post(Letter::Run(Box::new(ring), Arc::clone(&slot.kick), self.made));
-        Ok(())
+        session.start_ring(number as u16, &place, &queue.kick, &queue.call, &self.error)
     }
 
     /// The back-end is of no use any more. If rings cannot be trusted, there will be new ones.
     fn leave(&mut self, why: &TalkError) {
+        if *why == TalkError::LetGo {
+            return;
+        }
         let broken = matches!(why, TalkError::Fault { .. } | TalkError::RingError);
-        if broken || *why == TalkError::Renewed {
+        let silent = matches!(why, TalkError::Silent { .. });
+        if broken || silent {
             // Also while there is none: the next one must not go on in these rings.
             self.inflight = None;
         }
-        let Link::Up { since, .. } = &self.link else { return };
-        let is_hasty = broken || (since.elapsed() < HASTE && *why != TalkError::Renewed);
+        let gone = Link::Down(Outage::new(false));
+        let (session, since) = match std::mem::replace(&mut self.link, gone) {
+            Link::Up { session, since } => (session, since),
+            down @ Link::Down(_) => {
+                self.link = down;
+                return;
+            }
+        };
         tracing::warn!("{}: {why}. I/O waits for it to come back", self.shared.config.name());
         if since.elapsed() >= GOOD_AFTER {
             self.faults = 0;
@@ -400,15 +596,15 @@ impl Control {
         if broken {
             self.faults += 1;
         }
-        self.link = Link::Down(Outage::new(is_hasty));
+        (self.running, self.rest) = (false, None);
+        let outage = Outage::new(broken || since.elapsed() < HASTE);
+        self.link = Link::Down(Outage { left: Some(session.leave()), ..outage });
         self.shared.note(|view| {
             view.is_connected = false;
             view.faults += u64::from(broken);
             view.last_loss = Some(why.to_string());
         });
-        if *why != TalkError::Renewed {
-            self.slots.iter().flatten().for_each(|slot| slot.door.post(Letter::Died));
-        }
+        self.users().for_each(|user| user.door.post(if silent { Letter::Silent } else { Letter::Died }));
         if self.faults >= FAULTS_MAX {
             self.give_up();
         }
@@ -418,30 +614,33 @@ impl Control {
     fn give_up(&mut self) {
         tracing::error!("{}: I/O fails from now on, until its back-end is well again", self.shared.config.name());
         self.inflight = None;
-        for slot in self.slots.iter().flatten() {
-            slot.door.post(Letter::Fail);
-        }
+        self.users().for_each(|user| user.door.post(Letter::Fail));
         if let Link::Down(outage) = &mut self.link {
             outage.gave_up = true;
         }
     }
 
     fn connect_again(&mut self) {
-        let again = Session::open(&self.shared.config).and_then(|session| {
-            self.take_over(session)
-                .map_err(|source| AttachError::Talk { path: self.shared.config.socket.clone(), source })
-        });
-        match again {
-            Ok(session) => {
-                let away = if let Link::Down(outage) = &self.link { outage.since.elapsed() } else { Duration::ZERO };
-                tracing::info!("{}: served again, after {away:?}", self.shared.config.name());
-                self.link = Link::Up { session, since: Instant::now() };
-                self.note_session();
-                let capacity = self.disk.info.capacity_sectors;
-                self.set_capacity(capacity);
+        let mut session = match Session::open(&self.shared.config, &self.end) {
+            Ok(session) => session,
+            Err(error) => return self.try_later(&error.to_string()),
+        };
+        if let Err(source) = self.take_over(&mut session) {
+            // It may have begun in some of the rings.
+            let left = Some(session.leave());
+            if let Link::Down(outage) = &mut self.link {
+                outage.left = left;
             }
-            Err(error) => self.try_later(&error.to_string()),
+            self.running = false;
+            let path = self.shared.config.socket.clone();
+            return self.try_later(&AttachError::Talk { path, source }.to_string());
         }
+        let away = if let Link::Down(outage) = &self.link { outage.since.elapsed() } else { Duration::ZERO };
+        tracing::info!("{}: served again, after {away:?}", self.shared.config.name());
+        self.link = Link::Up { session, since: Instant::now() };
+        self.note_session();
+        let capacity = self.disk.info.capacity_sectors;
+        self.set_capacity(capacity);
     }
 
     fn try_later(&mut self, why: &str) {
@@ -459,28 +658,16 @@ impl Control {
     }
 
     /// Has a back-end that is connected go on where the one before stopped.
-    fn take_over(&mut self, mut session: Session) -> Result<Session, TalkError> {
-        self.check_same(&session)?;
+    fn take_over(&mut self, session: &mut Session) -> Result<(), TalkError> {
+        self.check_same(session)?;
+        session.queues = self.queues.len() as u16;
         // One that is gone, and yet is not, still has the old one.
-        self.error = Event::new().map_err(|error| TalkError::System(error.to_string()))?;
-        let goes_on = self.inflight.is_some() && session.tracks();
-        if !goes_on {
-            let rings = new_rings(&self.layout, self.slots.len());
-            self.rings = rings.map_err(|error| TalkError::System(error.to_string()))?;
-            self.inflight = None;
-            self.used = self.slots.iter().rposition(Option::is_some).map_or(0, |last| last + 1);
-            self.slots.iter_mut().flatten().for_each(|slot| slot.ring = None);
-        }
-        self.set_memory(&mut session)?;
-        if !goes_on {
-            self.inflight = session.new_inflight(self.layout.size)?;
-        }
-        self.inflight.iter().try_for_each(|record| session.set_inflight(record))?;
-        for number in 0..self.slots.len() {
-            self.start(&session, number, goes_on)?;
+        self.error = Event::new().map_err(system)?;
+        if self.wanted {
+            self.set_up(session, self.inflight.is_some() && session.tracks())?;
         }
         self.disk.info.capacity_sectors = session.disk.info.capacity_sectors;
-        Ok(session)
+        Ok(())
     }
 
     /// What queues and their users were told must hold for whoever serves them now.
@@ -488,8 +675,8 @@ impl Control {
         let (old, new) = (&self.disk, &session.disk);
         let what = if new.features != old.features {
             format!("it offers {:?} where {:?} was agreed on", new.features, old.features)
-        } else if usize::from(session.queues) < self.slots.len() {
-            format!("it has {} queues where {} are in use", session.queues, self.slots.len())
+        } else if usize::from(session.queues) < self.queues.len() {
+            format!("it has {} queues where {} are in use", session.queues, self.queues.len())
         } else if new.info.limits != old.info.limits {
             "its limits are others".into()
         } else if new.info.volatile_cache && !old.info.volatile_cache {
@@ -529,7 +716,7 @@ impl Control {
     }
 
     fn note_queues(&mut self) {
-        let queues = self.slots.iter().flatten().map(|slot| slot.door.view.clone()).collect();
+        let queues = self.users().map(|user| user.door.view.clone()).collect();
         self.shared.note(|view| view.queues = queues);
     }
 }
@@ -540,6 +727,10 @@ fn used_index(memory: &SharedMemory, layout: &BlkLayout) -> u16 {
     const INDEX: usize = 2;
     let used = View::new(Arc::clone(&memory.region), memory.offset + layout.parts[2] as u64, INDEX + 2, 4);
     used.map_or(0, |used| used.load_u16(INDEX, Ordering::Acquire))
+}
+
+fn system(error: impl std::fmt::Display) -> TalkError {
+    TalkError::System(error.to_string())
 }
 
 fn new_rings(layout: &BlkLayout, queues: usize) -> std::io::Result<Arc<Region>> {

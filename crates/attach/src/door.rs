@@ -19,15 +19,28 @@ use crate::event::Event;
 #[derive(Debug)]
 pub(crate) enum Letter {
     /// From now on this is its ring, of this number. What the one before has in flight is to be done again.
-    Run(Box<BlkRing>, Arc<Event>, u64),
-    /// Its memory of this number is known to the back-end, or cannot be.
+    Run(RingEnd),
+    /// Its memory of this number is known to the back-end, or cannot be. Ends a rest.
     Memory(u64, bool),
+    /// Take no request, and answer with this number once none is in flight: the memory of the session changes.
+    Rest(u64),
     /// Its back-end has died.
     Died,
+    /// Its back-end was left because it did not answer a request.
+    Silent,
     /// Another goes on in its ring, which it may have to be told.
     GoesOn,
-    /// Nobody serves it any more: what it has and gets fails, until there is a ring again.
+    /// No back-end serves it any more: what it has and gets fails, until there is a ring again.
     Fail,
+}
+
+/// The driver's end of one ring.
+#[derive(Debug)]
+pub(crate) struct RingEnd {
+    pub(crate) ring: Box<BlkRing>,
+    pub(crate) kick: Arc<Event>,
+    /// Counts the rings of a device.
+    pub(crate) number: u64,
 }
 
 /// From whoever uses a device.
@@ -35,14 +48,18 @@ pub(crate) enum Letter {
 pub(crate) enum Order {
     /// One more queue.
     Open(QueueKind, Sender<Result<Opened, AttachError>>),
+    /// Memory that queues will use, to be announced with the next change.
+    Reserve(Arc<Region>),
     /// The memory of a queue is this from now on, under this number; nothing of the old is in flight.
     Memory(u16, u64, Vec<Arc<Region>>),
+    /// The queue has nothing in flight, and takes nothing: the answer to a [`Letter::Rest`] of this number.
+    Rested(u16, u64),
     /// The back-end broke this ring of a queue.
     Fault(u16, u64, String),
-    /// A request has been with the back-end for too long.
-    Late(u16),
-    /// The queue is gone.
-    Close(u16),
+    /// A request has been in this ring of a queue for too long: which one.
+    Late(u16, u64, String),
+    /// The queue is gone. Its ring, if nothing is in flight there.
+    Close(u16, Option<RingEnd>),
 }
 
 /// A queue that may be used.
@@ -50,6 +67,10 @@ pub(crate) enum Order {
 pub(crate) struct Opened {
     pub(crate) number: u16,
     pub(crate) door: Arc<Door>,
+    /// Later, if there is none yet.
+    pub(crate) ring: Option<RingEnd>,
+    /// How long what a silent back-end had is done again before it fails, ns.
+    pub(crate) gone_max_ns: u64,
 }
 
 /// What others may see of a queue.
@@ -71,17 +92,15 @@ pub(crate) struct Door {
     mail: AtomicBool,
     letters: Mutex<Vec<Letter>>,
     /// Rung by the back-end, and for letters; the same one for all back-ends to come.
-    pub(crate) bell: Event,
+    pub(crate) bell: Arc<Event>,
     pub(crate) polled: bool,
     pub(crate) view: QueueView,
 }
 
 impl Door {
-    pub(crate) fn new(number: u16, kind: QueueKind) -> std::io::Result<Door> {
-        let polled = kind == QueueKind::Poll;
-        let name = format!("{}.{number}", if polled { "req_poll" } else { "req" });
-        let view = QueueView { name, complaints: Arc::default(), deaths: Arc::default() };
-        Ok(Door { mail: AtomicBool::new(false), letters: Mutex::default(), bell: Event::new()?, polled, view })
+    pub(crate) fn new(kind: QueueKind, bell: &Arc<Event>, view: QueueView) -> Door {
+        let (mail, polled) = (AtomicBool::new(false), kind == QueueKind::Poll);
+        Door { mail, letters: Mutex::default(), bell: Arc::clone(bell), polled, view }
     }
 
     pub(crate) fn post(&self, letter: Letter) {
@@ -108,40 +127,40 @@ impl Door {
 }
 
 /// The way to the control thread. It ends when all lines are gone.
+#[derive(Clone, Debug)]
+pub(crate) struct Line(Arc<LineEnd>);
+
 #[derive(Debug)]
-pub(crate) struct Line {
+struct LineEnd {
     orders: Option<Sender<Order>>,
     wake: Arc<Event>,
+    /// Signalled when no line is left: whatever the control thread waits for, it waits no longer.
+    end: Arc<Event>,
 }
 
 impl Line {
-    pub(crate) fn new(orders: Sender<Order>, wake: &Arc<Event>) -> Line {
-        Line { orders: Some(orders), wake: Arc::clone(wake) }
+    pub(crate) fn new(orders: Sender<Order>, wake: &Arc<Event>, end: &Arc<Event>) -> Line {
+        Line(Arc::new(LineEnd { orders: Some(orders), wake: Arc::clone(wake), end: Arc::clone(end) }))
     }
 
     /// Whether all other lines are gone.
     pub(crate) fn is_last(&self) -> bool {
-        // The control thread has one more, to sleep on.
-        Arc::strong_count(&self.wake) <= 2
+        Arc::strong_count(&self.0) == 1
     }
 
     /// False if the control thread is gone.
     pub(crate) fn send(&self, order: Order) -> bool {
-        let sent = self.orders.as_ref().is_some_and(|orders| !matches!(orders.send(order), Err(SendError(_))));
-        self.wake.ring();
+        let LineEnd { orders, wake, .. } = &*self.0;
+        let sent = orders.as_ref().is_some_and(|orders| !matches!(orders.send(order), Err(SendError(_))));
+        wake.ring();
         sent
     }
 }
 
-impl Clone for Line {
-    fn clone(&self) -> Line {
-        Line { orders: self.orders.clone(), wake: Arc::clone(&self.wake) }
-    }
-}
-
-impl Drop for Line {
+impl Drop for LineEnd {
     fn drop(&mut self) {
         self.orders = None;
+        self.end.ring();
         self.wake.ring();
     }
 }

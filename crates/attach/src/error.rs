@@ -17,9 +17,28 @@ pub enum TalkError {
     /// The same, while nothing was said.
     #[error("its back-end hung up: see what that says")]
     HungUp,
-    /// Nothing is wrong with it.
-    #[error("a queue is opened a second time, and with it the account of what is in flight begins anew")]
-    Renewed,
+    /// The device is let go of; nothing is wrong with the back-end.
+    #[error("the disk is let go of")]
+    LetGo,
+    /// It answers messages, if at all, and a request it does not.
+    #[error(
+        "its back-end did not answer {request} within {limit:?}: it hangs or lost the request; see what it says, or allow more with \
+         timeout_s"
+    )]
+    Silent {
+        /// The queue, and what was asked for.
+        request: String,
+        /// How long it had.
+        limit: Duration,
+    },
+    /// A queue of ours did not come to rest for a change of memory.
+    #[error("{queue} did not come to rest within {limit:?} for a change of memory: all is set up anew")]
+    Restless {
+        /// The queue, by its name.
+        queue: String,
+        /// How long it had.
+        limit: Duration,
+    },
     /// It did not answer in time.
     #[error(
         "its back-end did not answer {request} within {limit:?}: it hangs, or serves another front-end, of which most have one at a \

@@ -7,20 +7,24 @@
 //! The `vhost` crate has such messages, too. Its front-end waits for ever, and has no words for a packed ring's base,
 //! or for descriptors that are not of its own type.
 
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::mem::MaybeUninit;
+use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, sendmsg, socket_with,
+    SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, send, sendmsg, socket_with,
 };
 
 use crate::TalkError;
+use crate::event::Event;
 
 /// What a front-end may say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,33 +106,58 @@ pub(crate) fn state(queue: u16, word: u32) -> Vec<u8> {
 #[derive(Debug)]
 pub(crate) struct Connection {
     stream: UnixStream,
-    /// How long an answer may take.
+    /// How long all of a conversation may take.
     reply_max: Duration,
+    /// When this conversation must be over.
+    until: Instant,
+    /// Readable when the device is let go of: then no answer is waited for.
+    end: Arc<Event>,
     /// Every message is answered.
     acknowledged: bool,
 }
 
 impl Connection {
     /// Connects. A back-end that is busy with others is waited for.
-    pub(crate) fn open(path: &Path, reply_max: Duration) -> io::Result<Connection> {
+    pub(crate) fn open(path: &Path, reply_max: Duration, end: &Arc<Event>) -> io::Result<Connection> {
         /// How soon a full queue of connections is looked at again.
         const AGAIN: Duration = Duration::from_millis(5);
-        let end = Instant::now() + reply_max;
+        let until = Instant::now() + reply_max;
         let address = SocketAddrUnix::new(path)?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
         while let Err(error) = connect(&socket, &address) {
             match error {
                 Errno::INTR => {}
-                Errno::AGAIN if Instant::now() < end => std::thread::sleep(AGAIN),
+                Errno::AGAIN if Instant::now() < until && !is_ready(&mut [PollFd::new(end, PollFlags::IN)], AGAIN) => {}
                 Errno::AGAIN => return Err(io::ErrorKind::TimedOut.into()),
                 error => return Err(error.into()),
             }
         }
-        let stream = UnixStream::from(socket);
-        stream.set_nonblocking(false)?;
-        stream.set_write_timeout(Some(reply_max))?;
-        Ok(Connection { stream, reply_max, acknowledged: false })
+        let (stream, end) = (UnixStream::from(socket), Arc::clone(end));
+        Ok(Connection { stream, reply_max, until, end, acknowledged: false })
+    }
+
+    /// Begins a conversation: the back-end has all its time again.
+    pub(crate) fn begin(&mut self) {
+        self.until = Instant::now() + self.reply_max;
+    }
+
+    /// Says that nothing more will come. The back-end closes its end once it has let go of what it was given.
+    pub(crate) fn hang_up(&self) {
+        // One that has closed already needs not be told.
+        let _ = self.stream.shutdown(Shutdown::Write);
+    }
+
+    /// Whether the back-end has closed its end. What it still says is of no interest.
+    pub(crate) fn is_closed(&self) -> bool {
+        let mut bytes = [0; 512];
+        loop {
+            match read_now(&self.stream, &mut bytes) {
+                Ok(0) => return false,
+                Ok(_) => {}
+                Err(error) => return error.kind() != io::ErrorKind::Interrupted,
+            }
+        }
     }
 
     /// From now on every message is to be answered: both sides have agreed on it.
@@ -177,46 +206,52 @@ impl Connection {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)), "{} descriptors", fds.len());
-        let failed = |error: io::Error| self.failed(request, &error);
         let sent = loop {
             match sendmsg(&self.stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
                 Err(Errno::INTR) => {}
-                sent => break sent.map_err(io::Error::from).map_err(failed)?,
+                Err(Errno::AGAIN) => self.wait(request, PollFlags::OUT)?,
+                sent => break sent.map_err(|error| failed(request, &error.into()))?,
             }
         };
-        (&self.stream).write_all(&bytes[sent..]).map_err(failed)
+        let mut rest = &bytes[sent..];
+        while !rest.is_empty() {
+            match send(&self.stream, rest, SendFlags::NOSIGNAL) {
+                Ok(sent) => rest = &rest[sent..],
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => self.wait(request, PollFlags::OUT)?,
+                Err(error) => return Err(failed(request, &error.into())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until there is something to read, or room to write, for as long as this conversation may still take.
+    fn wait(&self, request: Request, what: PollFlags) -> Result<(), TalkError> {
+        let left = self.until.saturating_duration_since(Instant::now());
+        let mut fds = [PollFd::new(&self.stream, what), PollFd::new(&*self.end, PollFlags::IN)];
+        if !is_ready(&mut fds, left) && left.is_zero() {
+            return Err(self.late(request));
+        }
+        if fds[1].revents().is_empty() { Ok(()) } else { Err(TalkError::LetGo) }
     }
 
     fn receive(&self, request: Request) -> Result<(Vec<u8>, Option<OwnedFd>), TalkError> {
         let nonsense = || TalkError::Nonsense { request: format!("{request:?}") };
-        let end = Instant::now() + self.reply_max;
         let mut header = [0; HEADER_BYTES];
         let mut descriptor = None;
-        self.fill(request, &mut header, end, &mut descriptor)?;
+        self.fill(request, &mut header, &mut descriptor)?;
         let header = Header::parse(header).ok_or_else(nonsense)?;
         if header.request != request as u32 || header.flags & REPLY == 0 {
             return Err(nonsense());
         }
         let mut payload = vec![0; header.len];
-        self.fill(request, &mut payload, end, &mut descriptor)?;
+        self.fill(request, &mut payload, &mut descriptor)?;
         Ok((payload, descriptor))
     }
 
     /// Reads as much as there is room for, and keeps the first descriptor that comes along.
-    fn fill(
-        &self,
-        request: Request,
-        mut to: &mut [u8],
-        end: Instant,
-        descriptor: &mut Option<OwnedFd>,
-    ) -> Result<(), TalkError> {
+    fn fill(&self, request: Request, mut to: &mut [u8], descriptor: &mut Option<OwnedFd>) -> Result<(), TalkError> {
         while !to.is_empty() {
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Err(self.late(request));
-            }
-            let set = self.stream.set_read_timeout(Some(left));
-            set.map_err(|error| self.failed(request, &error))?;
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
             match recvmsg(&self.stream, &mut [IoSliceMut::new(to)], &mut control, RecvFlags::CMSG_CLOEXEC) {
@@ -230,20 +265,11 @@ impl Connection {
                     to = &mut to[message.bytes..];
                 }
                 Err(Errno::INTR) => {}
-                Err(error) => return Err(self.failed(request, &error.into())),
+                Err(Errno::AGAIN) => self.wait(request, PollFlags::IN)?,
+                Err(error) => return Err(failed(request, &error.into())),
             }
         }
         Ok(())
-    }
-
-    fn failed(&self, request: Request, error: &io::Error) -> TalkError {
-        match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => self.late(request),
-            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
-                TalkError::Closed { request: format!("{request:?}") }
-            }
-            _ => TalkError::System(error.to_string()),
-        }
     }
 
     fn late(&self, request: Request) -> TalkError {
@@ -251,10 +277,25 @@ impl Connection {
     }
 }
 
+fn failed(request: Request, error: &io::Error) -> TalkError {
+    match error.kind() {
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
+            TalkError::Closed { request: format!("{request:?}") }
+        }
+        _ => TalkError::System(error.to_string()),
+    }
+}
+
 impl AsFd for Connection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }
+}
+
+/// Waits for one of these for so long at most; says whether one is ready.
+fn is_ready(fds: &mut [PollFd<'_>], within: Duration) -> bool {
+    let time = Timespec { tv_sec: within.as_secs() as i64, tv_nsec: within.subsec_nanos().into() };
+    poll(fds, Some(&time)).is_ok_and(|count| count > 0)
 }
 
 /// Reads without waiting; how much there was, or nothing if the other side has closed.
@@ -268,11 +309,15 @@ pub(crate) fn read_now(stream: &UnixStream, to: &mut [u8]) -> io::Result<usize> 
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use super::*;
 
     fn pair(reply_max: Duration) -> (Connection, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        (Connection { stream: ours, reply_max, acknowledged: true }, theirs)
+        ours.set_nonblocking(true).unwrap();
+        let (until, end) = (Instant::now() + reply_max, Arc::new(Event::new().unwrap()));
+        (Connection { stream: ours, reply_max, until, end, acknowledged: true }, theirs)
     }
 
     fn answer(theirs: &mut UnixStream, request: Request, flags: u32, payload: &[u8]) {

@@ -19,9 +19,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mq::{Batch, Chime, ChimePlace, Done, Driver, RegionTable, Shortage, Status, TimedOut};
-use blkyard_virtio::driver::BlkRing;
+use blkyard_virtio::driver::{BlkRing, DeviceFault};
 
-use crate::door::{Door, Letter, Line, Opened, Order};
+use crate::door::{Door, Letter, Line, Opened, Order, RingEnd};
 use crate::event::Event;
 
 /// One hardware queue of an attached disk.
@@ -47,8 +47,16 @@ pub struct AttachedQueue {
     /// Of the ring, and of the memory.
     ring_number: u64,
     memory_number: u64,
+    /// Any of the three below holds: what is finished is looked at one by one.
+    careful: bool,
     /// Back-ends have died over what is in flight, and nothing was answered since.
     mourns: bool,
+    /// Number of the rest that the control thread waits for.
+    resting: Option<u64>,
+    /// Places of requests that a silent back-end had, and since when they are done again, ns.
+    lost: Vec<(usize, u64)>,
+    /// How long such a request is done again before it fails, ns.
+    gone_max_ns: u64,
     /// A back-end goes on in the ring that has not been kicked yet.
     unheard: bool,
     line: Line,
@@ -60,7 +68,7 @@ const DEATHS_TOLD: u64 = 4;
 
 impl AttachedQueue {
     pub(crate) fn new(opened: Opened, line: Line) -> AttachedQueue {
-        AttachedQueue {
+        let mut queue = AttachedQueue {
             ring: None,
             kick: None,
             place: ChimePlace::default(),
@@ -74,10 +82,18 @@ impl AttachedQueue {
             number: opened.number,
             ring_number: 0,
             memory_number: 0,
+            careful: false,
             mourns: false,
+            resting: None,
+            lost: Vec::new(),
+            gone_max_ns: opened.gone_max_ns,
             unheard: false,
             line,
+        };
+        if let Some(end) = opened.ring {
+            queue.take_ring(end);
         }
+        queue
     }
 
     /// `req.N` or `req_poll.N`.
@@ -89,30 +105,47 @@ impl AttachedQueue {
         self.ring.as_ref().is_none_or(|ring| ring.in_flight().next().is_none())
     }
 
+    fn take_ring(&mut self, end: RingEnd) {
+        let RingEnd { mut ring, kick, number } = end;
+        // A ring begins with calls wanted. We are awake; before a lane sleeps it asks for them.
+        ring.disarm();
+        (self.ring, self.kick, self.ring_number) = (Some(*ring), Some(kick), number);
+        (self.moved, self.failing, self.broken) = (true, false, false);
+    }
+
     /// Reads what the control thread has to say. `done` takes what was in flight; without it, nothing is.
     #[cold]
-    fn read_mail(&mut self, mut done: Option<&mut Done<'_>>) {
+    fn read_mail(&mut self, mut done: Option<&mut Done<'_>>, now_ns: u64) {
         for letter in self.door.take() {
             match letter {
-                Letter::Run(mut ring, kick, number) => {
-                    self.leave_ring(done.as_deref_mut(), None);
-                    // A ring begins with calls wanted. We are awake; before a lane sleeps it asks for them.
-                    ring.disarm();
-                    (self.ring, self.kick, self.ring_number) = (Some(*ring), Some(kick), number);
-                    (self.moved, self.failing, self.broken) = (true, false, false);
+                Letter::Run(end) => {
+                    self.leave_ring(done.as_deref_mut(), None, now_ns);
+                    self.take_ring(end);
                 }
                 Letter::Memory(number, reached) if number == self.memory_number => {
-                    (self.known, self.placed) = (true, reached);
+                    (self.known, self.placed, self.resting) = (true, reached, None);
                 }
                 Letter::Memory(..) => {}
+                Letter::Rest(number) => (self.known, self.resting) = (false, Some(number)),
                 Letter::Died => self.note_death(done.as_deref()),
+                Letter::Silent => self.note_silence(now_ns),
                 Letter::GoesOn => self.unheard = true,
                 Letter::Fail => {
-                    self.leave_ring(done.as_deref_mut(), Some(Status::Io));
+                    self.leave_ring(done.as_deref_mut(), Some(Status::Io), now_ns);
+                    self.lost.clear();
                     self.failing = true;
                 }
             }
         }
+        self.answer_rest();
+    }
+
+    /// Tells the control thread, if it waits for that, when nothing is in flight.
+    fn answer_rest(&mut self) {
+        if let Some(number) = self.resting.take_if(|_| self.ring.as_ref().is_none_or(is_idle)) {
+            self.line.send(Order::Rested(self.number, number));
+        }
+        self.careful = self.mourns || self.resting.is_some() || !self.lost.is_empty();
     }
 
     /// A back-end has died. One that dies of a request is given it again by whoever starts the next, without end (ADR
@@ -142,11 +175,31 @@ impl AttachedQueue {
         );
     }
 
-    /// Something was answered: what back-ends died of was something else.
+    /// The back-end is left for its silence. What it has in flight is done again, but not without end (ADR 13).
+    fn note_silence(&mut self, now_ns: u64) {
+        let Some(ring) = &self.ring else { return };
+        for place in ring.in_flight() {
+            if self.lost.iter().all(|(lost, _)| *lost != place) {
+                self.lost.push((place, now_ns));
+            }
+        }
+    }
+
+    /// Takes what is finished, and sees to what is waited for: an answer, a rest, one of the requests that were lost.
     #[cold]
-    fn forget_deaths(&mut self) {
-        self.mourns = false;
-        self.door.view.deaths.store(0, Relaxed);
+    fn poll_carefully(&mut self, done: &mut Done<'_>) -> Result<(), DeviceFault> {
+        let Some(ring) = &mut self.ring else { return Ok(()) };
+        let before: Vec<_> = ring.in_flight().collect();
+        let polled = ring.poll(done);
+        let after: Vec<_> = ring.in_flight().collect();
+        if self.mourns && after.len() != before.len() {
+            // Something was answered: what back-ends died of was something else.
+            self.mourns = false;
+            self.door.view.deaths.store(0, Relaxed);
+        }
+        self.lost.retain(|(place, _)| after.contains(place) || !before.contains(place));
+        self.answer_rest();
+        polled
     }
 
     /// Rings the back-end's bell, through the lane.
@@ -162,26 +215,37 @@ impl AttachedQueue {
     }
 
     /// The back-end of the ring is gone: takes what it has still finished. The rest ends with this status, or is to be
-    /// done again.
-    fn leave_ring(&mut self, done: Option<&mut Done<'_>>, status: Option<Status>) {
-        let Some(mut ring) = self.ring.take() else { return };
-        let Some(done) = done else { return };
-        // A broken ring has nothing more to say.
-        let _ = ring.poll(done);
-        for tag in ring.take_in_flight() {
-            match status {
-                Some(status) => done.complete(tag, status),
-                None => done.requeue(tag),
+    /// done again unless that has gone on for too long.
+    fn leave_ring(&mut self, done: Option<&mut Done<'_>>, status: Option<Status>, now_ns: u64) {
+        if let Some(done) = done {
+            // A broken ring has nothing more to say.
+            let _ = self.poll_carefully(done);
+            let lost = &mut self.lost;
+            for tag in self.ring.iter_mut().flat_map(BlkRing::take_in_flight) {
+                let number = lost.iter().position(|(place, _)| *place == tag.index());
+                let is_over = number.is_some_and(|number| now_ns.saturating_sub(lost[number].1) >= self.gone_max_ns);
+                let status = status.or(is_over.then_some(Status::Timeout));
+                if let Some(status) = status {
+                    number.map(|number| lost.swap_remove(number));
+                    done.complete(tag, status);
+                } else {
+                    done.requeue(tag);
+                }
             }
         }
+        self.ring = None;
     }
+}
+
+fn is_idle(ring: &BlkRing) -> bool {
+    ring.in_flight().next().is_none()
 }
 
 impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
     #[inline]
     fn queue_rqs(&mut self, cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
         if self.door.has_mail() && self.is_empty() {
-            self.read_mail(None);
+            self.read_mail(None, batch.now_ns());
         }
         let (Some(ring), true, false) = (&mut self.ring, self.known, self.failing) else {
             if self.failing {
@@ -202,31 +266,28 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
     }
 
     #[inline]
-    fn poll(&mut self, cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
+    fn poll(&mut self, cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         if let Some(ring) = &mut self.ring {
-            let before = ring.ring().in_flight();
-            let polled = ring.poll(done);
-            let is_answered = ring.ring().in_flight() != before;
+            let polled = if self.careful { self.poll_carefully(done) } else { ring.poll(done) };
             if let Err(fault) = polled
                 && !std::mem::replace(&mut self.broken, true)
             {
                 self.line.send(Order::Fault(self.number, self.ring_number, fault.to_string()));
             }
-            if self.mourns && is_answered {
-                self.forget_deaths();
-            }
         }
         if self.door.has_mail() {
-            self.read_mail(Some(done));
+            self.read_mail(Some(done), now_ns);
         }
         if self.unheard {
             self.kick(cx);
         }
     }
 
-    /// A request in the hands of a back-end stays there. But the back-end may hang, and is asked whether it does.
-    fn timed_out(&mut self, _: &mut Cx, _: &RegionTable, _: usize, _: &mut Done<'_>, _: u64) -> TimedOut {
-        self.line.send(Order::Late(self.number));
+    /// A request in the hands of a back-end stays there until its session is over. That is given up now.
+    fn timed_out(&mut self, _: &mut Cx, _: &RegionTable, place: usize, done: &mut Done<'_>, _: u64) -> TimedOut {
+        let request = done.request_at(place).0;
+        let what = format!("a {:?} of {} sectors at sector {}", request.op(), request.sectors(), request.sector());
+        self.line.send(Order::Late(self.number, self.ring_number, what));
         TimedOut::MoreTime
     }
 
@@ -259,7 +320,7 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
         }
         // Without anything in flight nobody would poll. What waits may go on with what is read.
         if self.is_empty() {
-            self.read_mail(None);
+            self.read_mail(None, 0);
         }
         true
     }
@@ -279,7 +340,16 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
 
 impl Drop for AttachedQueue {
     fn drop(&mut self) {
-        self.line.send(Order::Close(self.number));
+        let end = self.ring.take().zip(self.kick.take()).and_then(|(ring, kick)| {
+            if is_idle(&ring) {
+                return Some(RingEnd { ring: Box::new(ring), kick, number: self.ring_number });
+            }
+            // The back-end may still look at it, and at what it names.
+            tracing::warn!("{}: closed with requests in flight, whose fate is unknown", self.name());
+            std::mem::forget(ring);
+            None
+        });
+        self.line.send(Order::Close(self.number, end.filter(|_| !self.broken)));
     }
 }
 

@@ -70,8 +70,8 @@ pub(crate) struct Session {
 
 impl Session {
     /// Connects, and agrees on all but rings and memory.
-    pub(crate) fn open(config: &AttachConfig) -> Result<Session, AttachError> {
-        let talk = connect(config)?;
+    pub(crate) fn open(config: &AttachConfig, end: &Arc<Event>) -> Result<Session, AttachError> {
+        let talk = connect(config, end)?;
         Session::agree(config, talk)
     }
 
@@ -128,6 +128,28 @@ impl Session {
         Ok(Session { talk, channel, protocol, disk, queues: wanted, slots, known: Vec::new() })
     }
 
+    /// Begins a conversation: the back-end has all its time again.
+    pub(crate) fn begin(&mut self) {
+        self.talk.begin();
+    }
+
+    /// Hangs up. What remains is to be looked at until the back-end has closed its end, too.
+    pub(crate) fn leave(self) -> Connection {
+        self.talk.hang_up();
+        self.talk
+    }
+
+    /// Whether memory comes and goes region by region, and rings may run meanwhile. Otherwise a table takes the place
+    /// of the one before, and there are back-ends that begin their session anew for it.
+    pub(crate) fn adds_regions(&self) -> bool {
+        self.protocol & protocol::CONFIGURE_MEM_SLOTS != 0
+    }
+
+    /// Whether the back-end would get another table for these regions.
+    pub(crate) fn needs_table(&self, wanted: &[Arc<Region>]) -> bool {
+        !self.adds_regions() && !is_same(&fitting(wanted.to_vec(), &self.known, self.slots), &self.known)
+    }
+
     /// What the back-end serves now.
     pub(crate) fn read_disk(&self, config: &AttachConfig) -> Result<BlkDisk, AttachError> {
         let space =
@@ -137,7 +159,7 @@ impl Session {
 
     /// Has the back-end know these regions and no others, or as many of them as it can.
     pub(crate) fn set_regions(&mut self, wanted: Vec<Arc<Region>>) -> Result<(), TalkError> {
-        if self.protocol & protocol::CONFIGURE_MEM_SLOTS == 0 {
+        if !self.adds_regions() {
             return self.set_table(wanted);
         }
         let (stays, goes): (Vec<_>, _) =
@@ -166,7 +188,7 @@ impl Session {
     /// The same, in one message.
     fn set_table(&mut self, wanted: Vec<Arc<Region>>) -> Result<(), TalkError> {
         let wanted = fitting(wanted, &self.known, self.slots);
-        if wanted.len() == self.known.len() && wanted.iter().all(|region| has(&self.known, region)) {
+        if is_same(&wanted, &self.known) {
             return Ok(());
         }
         let mut payload = [wanted.len() as u32, 0].into_iter().flat_map(u32::to_ne_bytes).collect::<Vec<_>>();
@@ -219,7 +241,7 @@ impl Session {
         self.talk.tell(Request::SET_INFLIGHT_FD, &record.words(), &[record.file.as_fd()])
     }
 
-    /// Has the back-end serve a ring.
+    /// Tells the back-end of a ring, which it serves once it is [enabled](Session::enable_rings).
     pub(crate) fn start_ring(
         &self,
         number: u16,
@@ -239,19 +261,24 @@ impl Session {
         {
             talk.tell(request, &words(&[number.into()]), &[event.as_fd()])?;
         }
-        talk.tell(Request::SET_VRING_ENABLE, &state(number, 1), &[])?;
-        talk.settle()
+        Ok(())
     }
 
-    /// Has the back-end let go of a ring.
-    pub(crate) fn stop_ring(&self, number: u16) -> Result<(), TalkError> {
-        self.talk.tell(Request::SET_VRING_ENABLE, &state(number, 0), &[])?;
-        self.talk.ask(Request::GET_VRING_BASE, &state(number, 0)).map(drop)
+    /// Has the back-end serve all rings.
+    pub(crate) fn enable_rings(&self) -> Result<(), TalkError> {
+        for number in 0..self.queues {
+            self.talk.tell(Request::SET_VRING_ENABLE, &state(number, 1), &[])?;
+        }
+        self.talk.settle()
     }
 
-    /// Finds out whether the back-end still answers.
-    pub(crate) fn probe(&self) -> Result<(), TalkError> {
-        self.talk.ask_number(Request::GET_FEATURES).map(drop)
+    /// Has the back-end let go of all rings.
+    pub(crate) fn stop_rings(&self) -> Result<(), TalkError> {
+        for number in 0..self.queues {
+            self.talk.tell(Request::SET_VRING_ENABLE, &state(number, 0), &[])?;
+            self.talk.ask(Request::GET_VRING_BASE, &state(number, 0))?;
+        }
+        Ok(())
     }
 
     /// Readable when the back-end hangs up, or says what nobody asked for.
@@ -290,6 +317,10 @@ fn fitting(mut wanted: Vec<Arc<Region>>, known: &[Arc<Region>], places: usize) -
     wanted
 }
 
+fn is_same(some: &[Arc<Region>], others: &[Arc<Region>]) -> bool {
+    some.len() == others.len() && some.iter().all(|region| has(others, region))
+}
+
 pub(crate) fn has(regions: &[Arc<Region>], region: &Arc<Region>) -> bool {
     regions.iter().any(|known| Arc::ptr_eq(known, region))
 }
@@ -306,9 +337,9 @@ fn read_config(talk: &Connection) -> Result<Vec<u8>, TalkError> {
     Ok(answer[head_bytes..].to_vec())
 }
 
-fn connect(config: &AttachConfig) -> Result<Connection, AttachError> {
+fn connect(config: &AttachConfig, end: &Arc<Event>) -> Result<Connection, AttachError> {
     use std::io::ErrorKind;
-    Connection::open(&config.socket, config.reply_max).map_err(|error| {
+    Connection::open(&config.socket, config.reply_max, end).map_err(|error| {
         let cause = match error.kind() {
             ErrorKind::NotFound => "there is no such socket: start its back-end first, or correct the path".into(),
             ErrorKind::ConnectionRefused => "nobody listens there: start its back-end, or name a socket".into(),

@@ -210,7 +210,7 @@ impl Device {
     /// The system has no room.
     pub fn memory(&self, bytes: usize) -> std::io::Result<Arc<Region>> {
         // Whoever serves a disk has to map the memory, too. For others private memory is cheaper.
-        if matches!(self, Device::Attached(_)) { Region::shared(bytes) } else { Region::anonymous(bytes) }
+        if let Device::Attached(device) = self { device.memory(bytes) } else { Region::anonymous(bytes) }
     }
 }
 
@@ -230,6 +230,7 @@ fn attach(mut spec: Spec) -> Result<Device, DeviceError> {
         queue_size: size.unwrap_or(usual.queue_size),
         packed,
         reply_max: timeout_s.map_or(usual.reply_max, Duration::from_secs),
+        io_max: timeout_s.map_or(usual.io_max, Duration::from_secs),
         gone_max: gone_s.map_or(usual.gone_max, Duration::from_secs),
         ..usual
     };

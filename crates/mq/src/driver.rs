@@ -278,6 +278,8 @@ pub struct DeviceInfo {
     pub fua: bool,
     /// An arm has to move: what lies far apart takes longer than what lies together.
     pub rotational: bool,
+    /// Time after which the driver is asked about a request, ns; zero for that of the queue's configuration.
+    pub timeout_ns: u64,
     /// How much of it all its queues have in flight together, where a scheduler learns that.
     pub depth: SharedDepth,
 }

@@ -73,7 +73,8 @@ pub struct HwQueueConfig {
     pub bios_max: usize,
     /// Which bios may share a request.
     pub merging: Merging,
-    /// Time after which the driver is asked about a request it has; zero for never.
+    /// Time after which the driver is asked about a request it has, unless the device says another
+    /// ([`DeviceInfo::timeout_ns`]); zero for never.
     pub timeout_ns: u64,
     /// Age at which a request in flight counts as slow.
     pub slow_ns: u64,
@@ -209,6 +210,7 @@ impl<D> HwQueue<D> {
     pub fn with_namespaces(driver: D, infos: Vec<Arc<DeviceInfo>>, config: HwQueueConfig) -> HwQueue<D> {
         assert!(!infos.is_empty(), "a hardware queue of no device");
         let (depth, several) = (config.depth, infos.len() > 1);
+        let timeout_ns = [infos[0].timeout_ns, config.timeout_ns].into_iter().find(|ns| *ns > 0);
         let mut table = Table::new(depth, config.bios_max, infos.len());
         infos.iter().enumerate().for_each(|(number, info)| table.set_limits(number, &info.limits));
         let namespaces: Box<[Namespace]> =
@@ -238,7 +240,7 @@ impl<D> HwQueue<D> {
             retry_ns: None,
             again: false,
             busy: 0,
-            timeout_ns: if config.timeout_ns == 0 { u64::MAX } else { config.timeout_ns },
+            timeout_ns: timeout_ns.unwrap_or(u64::MAX),
             expire_ns: u64::MAX,
             looked_ns: 0,
             frozen: 0,

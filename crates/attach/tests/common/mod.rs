@@ -5,6 +5,7 @@
 #![allow(dead_code, unused_imports, reason = "each test file uses its own part")]
 
 mod fake;
+mod lossy;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,6 +23,7 @@ use blkyard_virtio::{BlkConfig, SerialId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 pub use fake::{Fake, Ill, message, read};
+pub use lossy::{Lossy, LossyConfig};
 
 /// Longer than anything here takes on a busy machine; what takes longer hangs.
 pub const PATIENCE: Duration = Duration::from_mins(1);

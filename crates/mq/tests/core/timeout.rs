@@ -35,6 +35,19 @@ fn a_sleeping_lane_is_told_when_a_request_will_be_late() {
 }
 
 #[test]
+fn the_time_that_a_device_says_goes_before_that_of_the_queue() {
+    let info = DeviceInfo { timeout_ns: TIMEOUT_NS / 4, ..disk() };
+    let mut bench = Bench::new(info, HwQueueConfig { timeout_ns: TIMEOUT_NS, ..HwQueueConfig::default() });
+    bench.device().late = [Late::End(Status::Timeout)].into_iter().collect();
+    bench.submit(read(0));
+    bench.issue();
+    let due_ns = bench.now_ns + TIMEOUT_NS / 4;
+    assert_eq!(bench.deadline_ns(), Some(due_ns));
+    bench.turn_at(due_ns);
+    assert_eq!(bench.take_ended(), [(0, Status::Timeout)]);
+}
+
+#[test]
 fn a_request_taken_while_another_waits_has_its_own_time() {
     let mut bench = bench(&[Late::End(Status::Timeout)]);
     bench.submit(read(0));

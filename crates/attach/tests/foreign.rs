@@ -1,0 +1,178 @@
+//! A foreign back-end that loses what it has in hand when its memory or a ring changes, or drops requests: every I/O
+//! ends, and nothing is in flight when the memory changes.
+//!
+//! With `LOSSY_SEEDS=N` in the environment so many orders of events are tried.
+#![forbid(unsafe_code)]
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use blkyard_attach::{AttachConfig, Attached};
+use blkyard_mq::{Op, QueueKind, Status};
+use common::{Lossy, LossyConfig, PATIENCE, SLOTS, User, config, place, until};
+
+/// Writes and reads back blocks of its own, until it is told to stop.
+fn keep_busy(user: &mut User, first: u64, stop: &AtomicBool) {
+    let mut round = 0_u8;
+    while !stop.load(Relaxed) || round == 0 {
+        round = round.wrapping_add(1);
+        for slot in 0..SLOTS {
+            user.fill(slot, round ^ slot as u8);
+            user.submit(Op::Write, first + slot, slot);
+        }
+        user.drain_asleep();
+        for slot in (0..SLOTS).rev() {
+            user.submit(Op::Read, first + slot, slot);
+            user.fill(slot, 0);
+        }
+        user.drain_asleep();
+        assert!(user.ended.drain(..).all(|bio| bio.status == Status::Ok));
+        assert!((0..SLOTS).all(|slot| user.holds(slot, round ^ slot as u8)), "round {round}");
+    }
+}
+
+#[test]
+fn memory_and_queues_added_under_load_lose_no_io() {
+    let seeds = std::env::var("LOSSY_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(12);
+    for seed in 0..seeds {
+        let (_folder, path) = place();
+        let lossy = Lossy::start(&path, LossyConfig::new(4, seed));
+        let attached = Attached::open(config(&path)).unwrap();
+        let stop = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for number in 0..4 {
+                let (attached, stop, seen) = (&attached, &stop, &lossy.seen);
+                scope.spawn(move || {
+                    // Each comes with a queue and memory of its own, while the others are at work.
+                    until("the first is at work", || number == 0 || seen.done.load(Relaxed) > 0);
+                    std::thread::sleep(Duration::from_micros(number * (200 + 700 * (seed % 12))));
+                    let mut user = User::new(attached, QueueKind::Default);
+                    keep_busy(&mut user, number * SLOTS, stop);
+                });
+            }
+            std::thread::sleep(Duration::from_millis(40));
+            stop.store(true, Relaxed);
+        });
+        // One at first, and more for those that came later.
+        assert!(lossy.seen.tables.load(Relaxed) > 1, "seed {seed}: none came late");
+        assert_eq!(lossy.seen.lost.load(Relaxed), 0, "seed {seed}");
+        assert_eq!((attached.view().sessions, attached.view().faults), (1, 0), "seed {seed}: {:?}", attached.view());
+        assert_eq!(lossy.seen.tables_running.load(Relaxed), 0, "seed {seed}: rings are stopped first");
+    }
+}
+
+/// As with `timeout_s` and `gone_s` of 1 s and 2 s, and faster.
+fn impatient(path: &std::path::Path) -> AttachConfig {
+    AttachConfig { io_max: Duration::from_millis(300), gone_max: Duration::from_millis(900), ..config(path) }
+}
+
+#[test]
+fn a_request_that_is_dropped_is_done_again() {
+    for seed in 0..3 {
+        let (_folder, path) = place();
+        let lossy = Lossy::start(&path, LossyConfig { drop_every: 100, ..LossyConfig::new(2, seed) });
+        let attached = Attached::open(impatient(&path)).unwrap();
+        let mut user = User::new(&attached, QueueKind::Default);
+        for round in 0..5_u8 {
+            for slot in 0..SLOTS {
+                user.fill(slot, round ^ slot as u8);
+                user.submit(Op::Write, slot, slot);
+            }
+            user.drain_asleep();
+            for bio in user.ended.drain(..) {
+                assert_eq!(bio.status, Status::Ok, "seed {seed}, round {round}, block {}", bio.cookie);
+            }
+        }
+        for block in 0..SLOTS {
+            assert_eq!(user.one(Op::Read, block, 0), Status::Ok);
+            assert!(user.holds(0, 4 ^ block as u8), "seed {seed}, block {block}");
+        }
+        assert!(lossy.seen.dropped.load(Relaxed) > 0 && attached.view().sessions > 1, "seed {seed}");
+    }
+}
+
+#[test]
+fn a_back_end_that_answers_messages_and_never_a_request_fails_io_in_time() {
+    let (_folder, path) = place();
+    let lossy = Lossy::start(&path, LossyConfig { drop_every: 1, ..LossyConfig::new(2, 1) });
+    let attached = Attached::open(impatient(&path)).unwrap();
+    let mut user = User::new(&attached, QueueKind::Default);
+    let start = Instant::now();
+    user.submit(Op::Read, 5, 0);
+    user.submit(Op::Write, 5, 1);
+    user.drain_asleep();
+    assert!(user.ended.drain(..).all(|bio| bio.status == Status::Timeout));
+    assert!(start.elapsed() >= Duration::from_millis(1200), "{:?}", start.elapsed());
+    assert!(lossy.seen.sessions.load(Relaxed) > 2, "it was tried again");
+}
+
+#[test]
+fn a_request_that_is_dropped_each_time_fails_and_the_others_do_not() {
+    let (_folder, path) = place();
+    let _lossy = Lossy::start(&path, LossyConfig { drop_sector: Some(8 * 7), ..LossyConfig::new(2, 1) });
+    let attached = Attached::open(impatient(&path)).unwrap();
+    let mut user = User::new(&attached, QueueKind::Default);
+    (0..SLOTS).for_each(|slot| user.submit(Op::Read, slot, slot));
+    user.drain_asleep();
+    for bio in user.ended.drain(..) {
+        assert_eq!(bio.status, if bio.cookie == 7 { Status::Timeout } else { Status::Ok }, "block {}", bio.cookie);
+    }
+    // Its place is as good as any other by now.
+    for block in (0..SLOTS).filter(|block| *block != 7) {
+        assert_eq!(user.one(Op::Read, block, 0), Status::Ok);
+    }
+}
+
+#[test]
+fn nothing_is_done_again_before_a_silent_back_end_has_closed_the_connection() {
+    let (_folder, path) = place();
+    let lossy = Lossy::start(&path, LossyConfig { drop_every: 1, clings: true, ..LossyConfig::new(2, 1) });
+    let attached = Attached::open(impatient(&path)).unwrap();
+    let mut user = User::new(&attached, QueueKind::Default);
+    user.submit(Op::Write, 5, 0);
+    user.drain_asleep();
+    assert_eq!(user.ended.pop().unwrap().status, Status::Io);
+    assert_eq!(lossy.seen.dropped.load(Relaxed), 1, "it was given to nobody else");
+    drop(lossy);
+    let good = Lossy::start(&path, LossyConfig::new(2, 1));
+    until("a good one serves", || user.one(Op::Write, 5, 0) == Status::Ok);
+    drop((user, attached, good));
+}
+
+#[test]
+fn a_disk_is_let_go_of_at_once_whatever_its_back_end_does() {
+    // It takes the connection, and never answers: the disk is opened with a good one, which goes.
+    let (_folder, path) = place();
+    let lossy = Lossy::start(&path, LossyConfig::new(2, 1));
+    let attached = Attached::open(config(&path)).unwrap();
+    let mut user = User::new(&attached, QueueKind::Default);
+    assert_eq!(user.one(Op::Read, 0, 0), Status::Ok);
+    drop(lossy);
+    until("it is gone", || !attached.view().is_connected);
+    let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+    let _silent = listener.accept().unwrap();
+    let start = Instant::now();
+    drop((user, attached));
+    // As long as a message may take is a minute.
+    assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_queue_closed_in_the_middle_of_io_can_be_opened_again() {
+    let (_folder, path) = place();
+    let lossy = Lossy::start(&path, LossyConfig { drop_sector: Some(8 * 7), ..LossyConfig::new(1, 1) });
+    let attached = Attached::open(config(&path)).unwrap();
+    for _ in 0..3 {
+        let mut user = User::new(&attached, QueueKind::Default);
+        assert_eq!(user.one(Op::Read, 1, 0), Status::Ok);
+        let dropped = lossy.seen.dropped.load(Relaxed);
+        user.submit(Op::Read, 7, 0);
+        until("the back-end has it", || {
+            user.turn();
+            lossy.seen.dropped.load(Relaxed) > dropped
+        });
+    }
+    assert_eq!((lossy.seen.lost.load(Relaxed), attached.view().sessions), (0, 1));
+}
