@@ -24,6 +24,7 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBackendReqHandlerMut};
 
+use crate::advice;
 use crate::channel::Channel;
 use crate::event::Event;
 use crate::handover::SessionState;
@@ -109,6 +110,8 @@ pub(crate) struct Backend {
     config: BackendConfig,
     vrings: Vec<Vring>,
     memory: Memory,
+    /// Whether it was looked at for what a guest must have left there.
+    memory_seen: bool,
     /// Where the queues record what is in flight, if the front-end keeps such memory.
     records: Option<Records>,
     /// Where the front-end looks for the pages that were written, once it has said so.
@@ -135,6 +138,7 @@ impl Backend {
         Backend {
             vrings,
             memory: Memory::default(),
+            memory_seen: false,
             records: None,
             log: None,
             log_bell: None,
@@ -228,7 +232,11 @@ impl Backend {
     }
 
     fn vring(&mut self, index: u32) -> Result<&mut Vring> {
-        self.vrings.get_mut(index as usize).ok_or(Error::InvalidParam)
+        let served = self.vrings.len();
+        if index as usize >= served {
+            return Err(self.refuse("a queue", advice::no_queue(index, served)));
+        }
+        Ok(&mut self.vrings[index as usize])
     }
 
     /// Logs why a message is refused; the front-end only hears that it is.

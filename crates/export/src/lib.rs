@@ -5,6 +5,7 @@
 //! feeds a hardware queue of its own. This crate does no file I/O and starts one thread per export, for its socket.
 #![forbid(unsafe_code)]
 
+mod advice;
 mod backend;
 mod channel;
 mod event;

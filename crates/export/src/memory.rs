@@ -4,12 +4,17 @@ use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
-use blkyard_mem::{MapError, Region, RegionTable};
+use blkyard_mem::{MapError, Region, RegionTable, View};
 use blkyard_virtio::{GuestMemory, GuestRange};
 
 /// Regions one front-end may have, as many as QEMU's memory slots in practice.
 pub(crate) const SLOTS_MAX: usize = 64;
+
+/// Memory that no guest with a driver at work has left blank: the first MiB has the vectors and data of a PC's BIOS, or
+/// a kernel's parameters and tables.
+const LOW_BYTES: u64 = 1 << 20;
 
 /// What a message says of one region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,6 +70,20 @@ impl Memory {
     /// How many regions there are, and their bytes all together.
     pub(crate) fn extent(&self) -> (usize, u64) {
         (self.slots.len(), self.slots.iter().map(|(announced, _)| announced.len).sum())
+    }
+
+    /// Whether an address of the front-end lies in one of the regions.
+    pub(crate) fn has_user_addr(&self, addr: u64) -> bool {
+        self.slots.iter().any(|(slot, _)| addr.wrapping_sub(slot.user_addr) < slot.len)
+    }
+
+    /// Whether the memory of a guest, which begins at the guest's address 0, reads as zeros where firmware, or whoever
+    /// loads a kernel without, always leaves something.
+    pub(crate) fn is_blank(&self) -> bool {
+        let Some((slot, region)) = self.slots.iter().find(|(slot, _)| slot.guest_addr == 0) else { return false };
+        let len = slot.len.min(LOW_BYTES) as usize & !7;
+        let Some(view) = View::new(Arc::clone(region), 0, len, 8) else { return false };
+        (0..len).step_by(8).all(|offset| view.load_u64(offset, Ordering::Relaxed) == 0)
     }
 
     /// Each region, with a duplicate of its file.

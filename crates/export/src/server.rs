@@ -1,22 +1,25 @@
 //! The thread of one export: takes one front-end after another, and handles its messages.
 //!
-//! While a front-end is connected the next one waits in the socket's backlog. When one leaves, or sends what cannot be
-//! answered, its queues finish what they fetched, its memory is let go, and the next finds the disk as it is. Between
-//! two messages, or while nobody is connected, the thread does what it is told from outside (see [`crate::orders`]).
+//! While a front-end is connected the next one waits in the socket's backlog, and the log says so. When one leaves, or
+//! sends what cannot be answered, its queues finish what they fetched, its memory is let go, and the next finds the
+//! disk as it is. Between two messages, or while nobody is connected, the thread does what it is told from outside (see
+//! [`crate::orders`]).
 
 use std::io;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 
 use crate::QueueRemote;
+use crate::advice::{self, Waiters};
 use crate::backend::{Backend, BackendConfig};
 use crate::handover::{ExportState, Handed, Rest, SessionState};
 use crate::orders::{Changed, ExportHand, Order, Orders, orders};
@@ -309,20 +312,60 @@ impl Desk {
     /// Waits until there is something to do, or the socket is as awaited; what comes from our own side goes first.
     pub(crate) fn wait(&self, socket: BorrowedFd<'_>, awaited: PollFlags) -> Result<Call, Errno> {
         loop {
-            // The bell is never silenced, so this also finds that we were asked while nobody looked.
-            let mut fds = [
-                PollFd::new(&self.stop.bell, PollFlags::IN),
-                PollFd::new(self.orders.bell(), PollFlags::IN),
-                PollFd::from_borrowed_fd(socket, awaited),
-            ];
-            match poll(&mut fds, None) {
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error),
-                Ok(_) if !fds[0].revents().is_empty() => return Ok(Call::Stop),
-                Ok(_) if !fds[1].revents().is_empty() => return Ok(Call::Order),
-                Ok(_) => return Ok(Call::Socket),
+            if let (Some(call), _) = self.poll(socket, awaited, false, None)? {
+                return Ok(call);
             }
         }
+    }
+
+    /// The same while a front-end is connected. Others that wait at the export's socket meanwhile are told of in the
+    /// log, and wait on.
+    pub(crate) fn wait_beside(
+        &self,
+        name: &str,
+        connection: &UnixStream,
+        awaited: PollFlags,
+        waiters: &mut Waiters,
+    ) -> Result<Call, Errno> {
+        loop {
+            let (looks, time) = waiters.look(Instant::now());
+            let (call, waits) = self.poll(connection.as_fd(), awaited, looks, time)?;
+            // Whoever has left, or says something, goes first: the other may be its successor.
+            if let Some(call) = call {
+                return Ok(call);
+            }
+            if looks && waiters.found(waits, Instant::now()) {
+                tracing::warn!("{name}: {}", advice::second_front_end(connection));
+            }
+        }
+    }
+
+    /// Waits once, for a time at most: what there is to do, and whether somebody waits at the export's socket, if that
+    /// is looked at.
+    fn poll(
+        &self,
+        socket: BorrowedFd<'_>,
+        awaited: PollFlags,
+        looks: bool,
+        time: Option<Duration>,
+    ) -> Result<(Option<Call>, bool), Errno> {
+        // The bell is never silenced, so this also finds that we were asked while nobody looked.
+        let mut fds = [
+            PollFd::new(&self.stop.bell, PollFlags::IN),
+            PollFd::new(self.orders.bell(), PollFlags::IN),
+            PollFd::from_borrowed_fd(socket, awaited),
+            PollFd::new(self.socket.listener(), PollFlags::IN),
+        ];
+        let fds = &mut fds[..if looks { 4 } else { 3 }];
+        let time = time.and_then(|time| Timespec::try_from(time).ok());
+        match poll(fds, time.as_ref()) {
+            Err(Errno::INTR) => return Ok((None, false)),
+            Err(error) => return Err(error),
+            Ok(_) => {}
+        }
+        let calls = [Call::Stop, Call::Order, Call::Socket];
+        let call = calls.into_iter().zip(&*fds).find(|(_, fd)| !fd.revents().is_empty()).map(|(call, _)| call);
+        Ok((call, fds.get(3).is_some_and(|fd| !fd.revents().is_empty())))
     }
 
     /// Does what was ordered. Breaks off once another process goes on with all there is.

@@ -2,7 +2,6 @@
 //!
 //! Owned by the export's thread, which handles one message at a time.
 
-use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,6 +9,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vhost::vhost_user::Error;
 use vhost::vhost_user::message::FrontendReq;
 
+use crate::advice::{self, Waiters};
 use crate::backend::{Backend, BackendConfig};
 use crate::channel::Channel;
 use crate::handover::SessionState;
@@ -27,6 +27,9 @@ pub(crate) struct Session {
     relay: Relay,
     inbox: Inbox,
     connection: Arc<UnixStream>,
+    /// What the front-end said last.
+    last: Option<u32>,
+    waiters: Waiters,
 }
 
 /// How a session ended.
@@ -45,7 +48,7 @@ impl Session {
         let (name, connection) = (config.name.clone(), Arc::new(connection));
         let backend = Arc::new(Mutex::new(Backend::new(config, Arc::clone(&connection))));
         let relay = Relay::new(sockets, Arc::clone(&backend));
-        Session { name, backend, relay, inbox: Inbox::default(), connection }
+        Session { name, backend, relay, inbox: Inbox::default(), connection, last: None, waiters: Waiters::default() }
     }
 
     /// A session as it was handed over; nothing runs before [`Session::begin`].
@@ -91,7 +94,7 @@ impl Session {
     pub(crate) fn run(&mut self, desk: &Desk) -> End {
         let mut awaited = PollFlags::IN;
         loop {
-            match desk.wait(self.connection.as_fd(), awaited) {
+            match desk.wait_beside(&self.name, &self.connection, awaited, &mut self.waiters) {
                 Ok(Call::Stop) => return End::Stopped,
                 Err(error) => return End::Over(Error::SocketError(error.into())),
                 Ok(Call::Order) => {
@@ -124,6 +127,7 @@ impl Session {
     /// Takes what has come, and handles a message that is whole by now.
     fn turn(&mut self) -> Result<(), Error> {
         let Some(message) = self.inbox.take(&self.connection)? else { return Ok(()) };
+        self.last = message.request();
         let (answer, outcome) = self.handle(&message);
         reply(&self.connection, &answer).and(outcome)
     }
@@ -144,7 +148,7 @@ impl Session {
     /// Lets go of the front-end once its queues have finished. Gives back what the next session needs, and whether
     /// there can be one.
     pub(crate) fn end(self, end: &End) -> (BackendConfig, Result<(), Error>) {
-        let Session { name, backend, relay, connection, .. } = self;
+        let Session { name, backend, relay, connection, last, .. } = self;
         // The message layer's share of the back-end; the connection stays open until the queues have finished.
         drop(relay);
         let Some(backend) = Arc::into_inner(backend) else {
@@ -155,6 +159,9 @@ impl Session {
         match end {
             End::Handed => tracing::info!("{name}: another process goes on with the front-end"),
             End::Stopped => tracing::info!("{name}: the front-end is let go, since the export ends"),
+            End::Over(Error::Disconnected) if last == Some(FrontendReq::GET_QUEUE_NUM.into()) => {
+                tracing::warn!("{name}: {}", advice::left_at_queues(config.disk.queues().into()));
+            }
             End::Over(Error::Disconnected) => tracing::info!("{name}: the front-end left"),
             End::Over(error) => tracing::warn!("{name}: the front-end is let go: {error}"),
         }

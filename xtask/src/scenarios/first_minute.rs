@@ -23,6 +23,13 @@ pub const SCENARIOS: &[Scenario] = &[
         tell: all_exports,
     },
     Scenario {
+        name: "first-mistakes",
+        sentence: "a QEMU without shared memory, one with too many queues and one at a socket in use are answered in the log with the cure",
+        place: Place::Host,
+        ours: true,
+        tell: mistakes,
+    },
+    Scenario {
         name: "pasted-line-guest",
         sentence: "a guest started by the line that serve prints uses its disks, and goes on when the daemon is killed or restarted",
         place: Place::Guest,
@@ -80,10 +87,8 @@ fn all_exports(ground: &Ground) -> Result<()> {
         ensure!(found == times, "'{word}' is there {found} times and not {times}:\n{line}");
     }
     let monitor = ground.path("monitor");
-    let mut shell = Command::new("sh");
-    let added = format!("-S -display none -qmp unix:{},server=on,wait=off", monitor.display());
-    shell.args(["-c", &format!("{line} {added}")]).env("PATH", ground.guest.search_path());
-    let mut qemu = Running::start("QEMU", &shell)?;
+    let mut qemu =
+        paste(ground, &format!("{line} -S -display none -qmp unix:{},server=on,wait=off", monitor.display()))?;
     // It listens before its devices are there, and answers afterwards.
     let listens = qemu.wait_until(LIMIT, |_| Ok(monitor.exists()))?;
     ensure!(listens, "QEMU ended: {}", qemu.stderr()?);
@@ -101,6 +106,41 @@ fn all_exports(ground: &Ground) -> Result<()> {
     }
     ensure!(queues == [2, 3], "QEMU has disks with so many queues: {queues:?}");
     drop(qemu);
+    server.stop()?;
+    Ok(())
+}
+
+/// Runs a line as a shell does, with the test guest's QEMU.
+fn paste(ground: &Ground, line: &str) -> Result<Running> {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", line]).env("PATH", ground.guest.search_path());
+    Running::start("QEMU", &shell)
+}
+
+fn mistakes(ground: &Ground) -> Result<()> {
+    let (_, _, mut server) = ground.serve_image(MIB, 2)?;
+    let line = printed_line(&server.said()?)?.to_owned();
+    // No boot is needed: the firmware looks at the disk.
+    let right = format!("{line} -display none -machine accel=tcg");
+    let unshared =
+        right.replace(",memory-backend=mem", "").replace("-object memory-backend-memfd,id=mem,size=1G,share=on", "");
+    let greedy = right.replace("num-queues=2", "num-queues=3");
+    ensure!(unshared != right && greedy != right, "the line is not what it was: {line}");
+    let mut answered = |words: &[&str]| {
+        let says = |said: &str| said.lines().any(|line| words.iter().all(|word| line.contains(word)));
+        server.wait_until_said(LIMIT, says).with_context(|| format!("no line with {words:?}"))
+    };
+    let qemu = paste(ground, &unshared)?;
+    answered(&["WARN", "memory is not shared", "share=on", "memory-backend=mem"])?;
+    drop(qemu);
+    let qemu = paste(ground, &greedy)?;
+    answered(&["WARN", "2 queues are served", "num-queues=2", "queues=N"])?;
+    drop(qemu);
+    let first = paste(ground, &right)?;
+    answered(&["a front-end connected"])?;
+    let second = paste(ground, &right)?;
+    answered(&["WARN", "another front-end waits", "process "])?;
+    drop((second, first));
     server.stop()?;
     Ok(())
 }

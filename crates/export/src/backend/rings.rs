@@ -16,6 +16,7 @@ use blkyard_virtio::{Features, RingBase, RingLayout};
 use vhost::vhost_user::{Error, Result};
 
 use super::{Backend, QUEUE_SIZE_MAX};
+use crate::advice;
 use crate::event::Event;
 use crate::memory::{Memory, MemoryError};
 use crate::remote::{DiskView, Gone, Setup, Suspension};
@@ -125,7 +126,12 @@ impl Backend {
         };
         let memory = self.memory.snapshot().map_err(|error| self.refuse("the memory table", error))?;
         let layout = RingLayout::locate(&memory, self.features, vring.size, addresses)
-            .map_err(|error| self.refuse("a ring", error))?;
+            .map_err(|error| self.refuse("a ring", advice::no_ring(&self.memory, error)))?;
+        // A guest that nobody hears waits without a word, and so would we.
+        if !std::mem::replace(&mut self.memory_seen, true) && self.memory.is_blank() {
+            tracing::warn!("{}: {}", self.config.name, advice::blank_memory());
+        }
+        let vring = &self.vrings[index];
         let setup = Setup {
             name: format!("{}: queue {index}", self.config.name),
             layout,
