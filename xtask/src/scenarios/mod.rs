@@ -195,9 +195,16 @@ impl<'a> Ground<'a> {
 /// depend on what else this machine does.
 fn check_idle(server: &Server) -> Result<()> {
     const WATCHED: Duration = Duration::from_secs(3);
-    let used = server.processor_time_within(WATCHED)?;
-    ensure!(used < WATCHED / 100, "the idle daemon used {used:?} of processor time in {WATCHED:?}");
-    Ok(())
+    // A host that takes the processor away charges that to whoever runs just then, now and then; a daemon that does not
+    // sleep shows in every window.
+    let mut used = Vec::new();
+    while used.len() < 5 {
+        used.push(server.processor_time_within(WATCHED)?);
+        if used.last().is_some_and(|used| *used < WATCHED / 100) {
+            return Ok(());
+        }
+    }
+    bail!("the idle daemon used {used:?} of processor time, each in {WATCHED:?}")
 }
 
 /// QEMU's name for a disk behind a vhost-user-blk socket, reached through libblkio.

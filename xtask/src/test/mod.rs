@@ -4,17 +4,21 @@
 //! left out. The checks themselves live elsewhere: those of the source in `steps`, stories about the running
 //! daemon in `scenarios`.
 
+mod progress;
 mod report;
 mod steps;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
+use self::progress::Watched;
 use self::report::Report;
 pub use self::report::Verdict;
+use self::steps::Step;
 pub use self::steps::cargo;
 use crate::guest::Guest;
 use crate::scenarios::{self, Ground, Missing, Place, Scenario};
@@ -24,6 +28,13 @@ use crate::{process, repository};
 /// Less than this free after a run, and it was probably none while something was linked.
 const SCANT_BYTES: u64 = 2 << 30;
 
+/// The scenarios that a quick run has time for: foreign clients, what a user does first, and a guest that goes on when
+/// its daemon does not.
+const QUICK_SCENARIOS: &[&str] =
+    &["pasted-line", "first-mistakes", "daemon-sigterm", "daemon-second-client", "daemon-options", "pasted-line-guest"];
+/// Nothing more is begun after this in a quick run; none of its items takes a minute.
+const QUICK_TIME: Duration = Duration::from_mins(4);
+
 #[derive(clap::Args)]
 pub struct Options {
     /// Leave out the scenarios that boot a guest. Refused where CI is set.
@@ -32,6 +43,10 @@ pub struct Options {
     /// Tell the scenarios of qemu-storage-daemon and not of blkyard. One that fails here is wrong itself.
     #[arg(long)]
     foreign_server: bool,
+    /// Give a verdict within five minutes, on two idle processors and with all built: what most often finds something
+    /// first. What is left out is named. Refused where CI is set.
+    #[arg(long, conflicts_with_all = ["filter", "foreign_server"])]
+    quick: bool,
     /// Say what there is, and run nothing.
     #[arg(long)]
     list: bool,
@@ -41,7 +56,27 @@ pub struct Options {
 
 impl Options {
     fn wants(&self, name: &str) -> bool {
+        if self.quick {
+            return steps::QUICK.contains(&name) || QUICK_SCENARIOS.contains(&name);
+        }
         self.filter.is_empty() || self.filter.iter().any(|part| name.contains(part.as_str()))
+    }
+
+    /// All that runs without a daemon, in order.
+    fn steps(&self) -> Vec<&'static Step> {
+        let chosen = steps::ALL.iter().filter(|step| self.wants(step.name));
+        chosen.chain(steps::QUICK_UNIT.iter().filter(|_| self.quick)).collect()
+    }
+
+    fn scenarios(&self) -> Vec<&'static Scenario> {
+        scenarios::all().filter(|scenario| self.wants(scenario.name)).collect()
+    }
+
+    /// What `quick` leaves out, by name.
+    fn left_out(&self) -> Vec<&'static str> {
+        let steps = steps::ALL.iter().map(|step| step.name);
+        let all = steps.chain(scenarios::all().map(|scenario| scenario.name));
+        all.filter(|name| self.quick && !self.wants(name)).collect()
     }
 }
 
@@ -59,13 +94,17 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         !(is_strict() && options.no_guest),
         "--no-guest is refused because CI is set: there the guest is not optional"
     );
+    ensure!(!(is_strict() && options.quick), "--quick is refused because CI is set: there nothing is optional");
     let root = repository()?;
     let logs = steps::target_folder(&root).join("xtask-logs");
     fs::create_dir_all(&logs).with_context(|| format!("cannot make {}", logs.display()))?;
-    let mut run = Run { options, root, logs, report: Report::new(is_strict()) };
+    let (steps, scenarios) = (options.steps(), options.scenarios());
+    // The guest and the program are prepared before scenarios.
+    let items = steps.len() + scenarios.len() + if scenarios.is_empty() { 0 } else { 2 };
+    let mut run = Run { options, root, logs, report: Report::new(is_strict(), items) };
 
-    run.steps()?;
-    run.scenarios()?;
+    run.steps(steps)?;
+    run.scenarios(scenarios)?;
     ensure!(
         !run.report.is_empty(),
         "no step and no scenario has {} in its name; see --list",
@@ -76,6 +115,10 @@ pub fn run(options: &Options) -> Result<ExitCode> {
         let system = system.with_context(|| format!("cannot ask how full {} is", run.logs.display()))?;
         let free = system.f_bavail.saturating_mul(system.f_frsize);
         full_disk(&run.logs, free).into_iter().for_each(|words| println!("{words}"));
+    }
+    let left_out = options.left_out();
+    if !left_out.is_empty() {
+        println!("\nleft out by --quick: {}", left_out.join(", "));
     }
     Ok(run.report.close())
 }
@@ -111,29 +154,42 @@ struct Run<'a> {
 
 impl Run<'_> {
     /// What needs no daemon.
-    fn steps(&mut self) -> Result<()> {
-        for step in steps::ALL.iter().filter(|step| self.options.wants(step.name)) {
+    fn steps(&mut self, wanted: Vec<&Step>) -> Result<()> {
+        for step in wanted {
             let log = self.log(step.name)?;
-            self.report.item(step.name, || steps::run(step, &self.root, &log));
+            let watched = Watched { log: Some(self.log_path(step.name)), ..Watched::default() };
+            let (late, root) = (self.is_late(), &self.root);
+            self.report.item(step.name, &watched, || match late {
+                Some(reason) => Ok(Verdict::skipped(reason)),
+                None => steps::run(step, root, &log, &watched.tests),
+            });
         }
         Ok(())
     }
 
-    fn scenarios(&mut self) -> Result<()> {
-        let wanted: Vec<_> = scenarios::all().filter(|scenario| self.options.wants(scenario.name)).collect();
+    /// Why nothing more is begun, if so.
+    fn is_late(&self) -> Option<&'static str> {
+        let is_late = self.options.quick && self.report.elapsed() > QUICK_TIME;
+        is_late.then_some("the time of --quick is over; run cargo xtask test with this name")
+    }
+
+    fn scenarios(&mut self, wanted: Vec<&Scenario>) -> Result<()> {
         if wanted.is_empty() {
             return Ok(());
         }
         let mut guest = None;
-        self.report.item("prepare-guest", || {
+        let unwatched = Watched::default();
+        self.report.item("prepare-guest", &unwatched, || {
             guest = Some(Guest::ensure(false)?);
             Ok(Verdict::passed())
         });
         let mut program = None;
         if !self.options.foreign_server {
-            let log = self.log("prepare-release")?;
-            self.report.item("prepare-release", || {
-                let path = steps::release(&self.root, &log)?;
+            let name = if self.options.quick { "prepare-program" } else { "prepare-release" };
+            let log = self.log(name)?;
+            let watched = Watched { log: Some(self.log_path(name)), ..Watched::default() };
+            self.report.item(name, &watched, || {
+                let path = steps::build(!self.options.quick, &self.root, &log)?;
                 program = Some(Program::Blkyard(path));
                 Ok(Verdict::passed())
             });
@@ -143,16 +199,17 @@ impl Run<'_> {
         for scenario in wanted {
             let missing = match (&guest, &program) {
                 (None, _) => Some("the test guest and its programs could not be prepared"),
-                (_, None) => Some("there is no release build"),
+                (_, None) => Some("the program could not be built"),
+                _ if self.is_late().is_some() => self.is_late(),
                 _ if scenario.place == Place::Guest && self.options.no_guest => Some("--no-guest was given"),
                 (_, Some(program)) if scenario.ours && !program.is_ours() => Some("a promise of blkyard alone"),
                 _ => None,
             };
             if let Some(reason) = missing {
-                self.report.item(scenario.name, || Ok(Verdict::skipped(reason)));
+                self.report.item(scenario.name, &unwatched, || Ok(Verdict::skipped(reason)));
             } else if let (Some(guest), Some(program)) = (&guest, &program) {
                 let path = self.log_path(scenario.name);
-                self.report.item(scenario.name, || tell(scenario, program, guest, &path));
+                self.report.item(scenario.name, &unwatched, || tell(scenario, program, guest, &path));
             }
         }
         Ok(())
@@ -197,6 +254,20 @@ fn create_log(path: &Path) -> Result<File> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_quick_run_names_all_that_it_leaves_out() {
+        let options = Options { no_guest: false, foreign_server: false, list: false, quick: true, filter: Vec::new() };
+        let left_out = options.left_out();
+        for name in steps::QUICK.iter().chain(QUICK_SCENARIOS) {
+            let is_there = steps::ALL.iter().any(|step| step.name == *name)
+                || scenarios::all().any(|scenario| scenario.name == *name);
+            assert!(is_there, "nothing is called {name}");
+        }
+        assert!(["unit", "loom", "guest-in-order"].iter().all(|name| left_out.contains(name)), "{left_out:?}");
+        let chosen = steps::QUICK.len() + QUICK_SCENARIOS.len();
+        assert_eq!(left_out.len() + chosen, steps::ALL.len() + scenarios::all().count());
+    }
 
     #[test]
     fn a_disk_that_is_nearly_full_is_named_with_what_helps_and_another_is_not() {

@@ -7,6 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
+use super::progress::{Place, Progress, Watched};
+
 /// How many lines of one failure are said again at the end.
 const TELLING_LINES: usize = 12;
 
@@ -36,6 +38,9 @@ pub struct Report {
     /// What did not run has failed.
     strict: bool,
     start: Instant,
+    /// How many items there are, and how many of them have begun.
+    items: usize,
+    begun: usize,
     passed: usize,
     failed: usize,
     skipped: usize,
@@ -45,10 +50,13 @@ pub struct Report {
 }
 
 impl Report {
-    pub fn new(strict: bool) -> Self {
+    /// An account of so many items.
+    pub fn new(strict: bool, items: usize) -> Self {
         Self {
             strict,
             start: Instant::now(),
+            items,
+            begun: 0,
             passed: 0,
             failed: 0,
             skipped: 0,
@@ -65,21 +73,30 @@ impl Report {
         self.failed > 0
     }
 
-    /// Runs one item and says how it ended.
-    pub fn item(&mut self, name: &str, run: impl FnOnce() -> Result<Verdict>) {
+    /// How long it has been kept.
+    pub fn elapsed(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// Runs one item and says how it ended; in between, what can be watched of it.
+    pub fn item(&mut self, name: &str, watched: &Watched, run: impl FnOnce() -> Result<Verdict>) {
         // Whoever watches should see what is taking so long; in a file, half a line would only be in the
         // way of what others write.
-        let watched = std::io::stdout().is_terminal();
-        if watched {
+        let is_terminal = std::io::stdout().is_terminal();
+        if is_terminal {
             print!("{name:24} ");
             let _ = std::io::stdout().flush();
         }
         let start = Instant::now();
+        self.begun += 1;
+        let place = Place { number: self.begun, of: self.items.max(self.begun), start: self.start };
+        let progress = Progress::start(name, place, watched.clone());
         let verdict = run();
+        drop(progress);
         let took = start.elapsed();
         let strict = self.strict;
         let (word, text) = self.count(name, verdict);
-        let start_of_line = if watched { "\r" } else { "" };
+        let start_of_line = if is_terminal { "\r\x1b[K" } else { "" };
         println!("{start_of_line}{name:24} {word:8} {}{text}", seconds(took));
         if strict && word == "skipped" {
             println!("{:24} CI is set, so this counts as failed", "");
@@ -176,7 +193,7 @@ mod tests {
     use super::*;
 
     fn counted(strict: bool) -> Report {
-        let mut report = Report::new(strict);
+        let mut report = Report::new(strict, 5);
         report.count("a", Ok(Verdict::passed()));
         report.count("b", Ok(Verdict::Passed(5)));
         report.count("c", Ok(Verdict::skipped("no reason")));

@@ -6,6 +6,7 @@ use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -32,8 +33,8 @@ enum Kind {
     Check { arguments: &'static [&'static str], environment: &'static [(&'static str, &'static str)] },
     /// What no tool of cargo's checks.
     Tidy,
-    /// Tests that count themselves.
-    Tests,
+    /// Tests that count themselves, chosen by these arguments.
+    Tests(&'static [&'static str]),
     /// No more work for an I/O than was recorded.
     Instructions,
     /// The models in `tests/TOOL*.rs` of any crate, built with `--cfg TOOL`.
@@ -67,7 +68,7 @@ pub const ALL: &[Step] = &[
             environment: &[("RUSTDOCFLAGS", "-D warnings")],
         },
     },
-    Step { name: "unit", sentence: "the tests of all crates pass", kind: Kind::Tests },
+    Step { name: "unit", sentence: "the tests of all crates pass", kind: Kind::Tests(&[]) },
     Step {
         name: "sim",
         sentence: "worlds drawn from seeds come to a good end, as many as half a minute allows",
@@ -98,7 +99,37 @@ pub const ALL: &[Step] = &[
     },
 ];
 
-pub fn run(step: &Step, root: &Path, log: &File) -> Result<Verdict> {
+/// What stands for `unit` where there is little time: what most often finds something first.
+pub const QUICK_UNIT: &[Step] = &[
+    Step {
+        name: "quick-unit",
+        sentence: "the tests inside of all crates pass",
+        kind: Kind::Tests(&["--lib", "--bins"]),
+    },
+    Step {
+        name: "quick-serve",
+        sentence: "the daemon starts, refuses, ends and answers as it should",
+        kind: Kind::Tests(&["--test", "serve", "--test", "sessions", "--test", "polite", "--test", "advice"]),
+    },
+    Step {
+        name: "quick-rings",
+        sentence: "rings and requests of both sides are as the virtio document has them",
+        kind: Kind::Tests(&[
+            "--test", "blk", "--test", "ring", "--test", "packed", "--test", "queue", "--test", "inflight",
+        ]),
+    },
+    Step {
+        name: "quick-hostile",
+        sentence: "hostile guests and front-ends bring nothing down",
+        kind: Kind::Tests(&["--test", "hostile", "--test", "hostile_guest", "--test", "hostile_front_end"]),
+    },
+];
+
+/// Steps of [`ALL`] that are quick themselves.
+pub const QUICK: &[&str] = &["format", "tidy", "clippy"];
+
+/// Runs a step. How many tests it has is noted in `tests` once it is known.
+pub fn run(step: &Step, root: &Path, log: &File, tests: &AtomicUsize) -> Result<Verdict> {
     match &step.kind {
         Kind::Check { arguments, environment } => {
             let mut command = cargo(root);
@@ -112,9 +143,14 @@ pub fn run(step: &Step, root: &Path, log: &File) -> Result<Verdict> {
             ensure!(findings.is_empty(), "{}", findings.join("\n"));
             Ok(Verdict::passed())
         }
-        Kind::Tests => {
+        Kind::Tests(which) => {
             let mut command = cargo(root);
-            command.args(["test", "--workspace", "--no-fail-fast"]);
+            command.args(["test", "--workspace", "--no-fail-fast"]).args(*which);
+            let mut list = cargo(root);
+            list.args(["test", "--workspace"]).args(*which).args(["--", "--list"]);
+            let listed = logged(step.name, &list, log)?;
+            check(&listed)?;
+            tests.store(listed.stdout.lines().filter(|line| line.ends_with(": test")).count(), Ordering::Relaxed);
             verdict(&logged(step.name, &command, log)?)
         }
         Kind::Models(tool) => models(tool, root, log),
@@ -122,12 +158,12 @@ pub fn run(step: &Step, root: &Path, log: &File) -> Result<Verdict> {
     }
 }
 
-/// Builds the product as its users do; returns the program.
-pub fn release(root: &Path, log: &File) -> Result<PathBuf> {
+/// Builds the product as its users do, or as its developers do, which is quicker; returns the program.
+pub fn build(is_release: bool, root: &Path, log: &File) -> Result<PathBuf> {
     let mut command = cargo(root);
-    command.args(["build", "--release", "-p", "blkyard"]);
+    command.args(["build", "-p", "blkyard"]).args(is_release.then_some("--release"));
     check(&logged("cargo build", &command, log)?)?;
-    let program = target_folder(root).join("release/blkyard");
+    let program = target_folder(root).join(if is_release { "release/blkyard" } else { "debug/blkyard" });
     ensure!(program.exists(), "cargo built no {}", program.display());
     Ok(program)
 }
