@@ -36,9 +36,9 @@ impl Watch {
     /// Prints what happened to each since the last call.
     pub fn print(&mut self, daemon: &Daemon) {
         for (watched, export) in self.exports.iter_mut().zip(&daemon.exports) {
-            let state = if export.status.is_connected() { "connected" } else { "waiting" };
+            let state = if export.status.is_connected() { "" } else { " (no front-end)" };
             for line in watched.lines(&daemon.devices[export.device].device, &export.queues()) {
-                say(format_args!("{} {state}: {line}", export.name));
+                say(format_args!("{}{state}: {line}", export.name));
             }
         }
     }
@@ -87,7 +87,15 @@ fn op_line(class: OpClass, op: &OpSnapshot, seconds: f64) -> String {
     if op.bytes > 0 {
         let _ = write!(line, " {:.1} MiB/s", op.bytes as f64 / seconds / f64::from(1 << 20));
     }
-    let [p50, p99] = [50.0, 99.0].map(|percent| show_time(op.percentile_ns(percent)));
-    let _ = write!(line, ", mean {}, p50 {p50}, p99 {p99}, max {}", show_time(op.mean_ns()), show_time(op.max_ns));
+    if op.latency.samples() > 0 {
+        let [p50, p99] = [50.0, 99.0].map(|percent| show_time(op.percentile_ns(percent)));
+        let _ = write!(line, ", mean {}, p50 {p50}, p99 {p99}", show_time(op.mean_ns()));
+    }
+    // What the most of it is.
+    if let Some((name, ns)) = op.parts_ns().into_iter().max_by_key(|(_, ns)| *ns)
+        && ns > 0
+    {
+        let _ = write!(line, " ({:.0} % {name})", ns as f64 * 100.0 / op.sum_ns.max(1) as f64);
+    }
     line
 }

@@ -104,3 +104,41 @@ fn a_window_counts_what_happens_in_it() {
     assert_eq!((reads(&quiet)["ios"].as_u64(), &reads(&quiet)["latency"]), (Some(0), &Value::Null));
     assert_eq!(reads(&inspect(folder, &[]))["ios"], reads(&before)["ios"], "the window took something away");
 }
+
+/// Whether two means agree: within a fifth and a millisecond, for the client sees the wake-ups as well.
+fn agree(ours_ns: f64, theirs_ns: f64) -> bool {
+    (ours_ns - theirs_ns).abs() <= theirs_ns * 0.2 + 1e6
+}
+
+/// A client's mean, and what the daemon says of the same reads.
+fn compare(device: &str, values: &[&str], dominant: &str) {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let daemon = serve(folder, device, "1");
+    if !values.is_empty() {
+        run(folder, &[&["set", "--control", "c", "export:0"], values].concat());
+    }
+    let report = bench(folder, "16", "3");
+    let theirs_ns = report["jobs"][0]["read"]["clat_ns"]["mean"].as_f64().unwrap();
+    let tree = inspect(folder, &[]);
+    let latency = &reads(&tree)["latency"];
+    let ours_ns = latency["mean_ns"].as_f64().unwrap();
+    assert!(agree(ours_ns, theirs_ns), "the client saw a mean of {theirs_ns} ns: {latency:#}");
+    let parts = latency["part_sum_ns"].as_object().unwrap();
+    let sum: u64 = parts.values().map(|ns| ns.as_u64().unwrap()).sum();
+    assert_eq!(sum, latency["sum_ns"].as_u64().unwrap(), "the parts are not the whole: {latency:#}");
+    let most = parts.iter().max_by_key(|(_, ns)| ns.as_u64()).unwrap().0;
+    assert_eq!(most, dominant, "{latency:#}");
+    let said = daemon.lines.lock().unwrap().join("\n");
+    assert!(said.contains(&format!(" % {dominant})")), "{said}");
+}
+
+#[test]
+fn latency_under_a_limit_is_what_the_client_sees() {
+    compare("ram:16M?iops_max=200&burst_ms=1", &[], "limit");
+}
+
+#[test]
+fn latency_without_tags_is_what_the_client_sees() {
+    compare("ram:16M?latency_us=5000", &["depth=1"], "tag");
+}

@@ -126,9 +126,46 @@ pub struct Bio {
     pub priority: Priority,
     /// Whether somebody waits for it, although it is a write: see [`Bio::is_sync`].
     pub sync: bool,
+    /// Its waiting before the driver took it. Not written for a bio that does not wait: see `hw/wait.rs`.
+    pub(crate) wait: Wait,
 }
 
-const _: () = assert!(size_of::<Bio>() == 64, "a bio is one line of cache");
+const _: () = assert!(std::mem::offset_of!(Bio, wait) == 64, "a bio that does not wait is one line of cache");
+
+/// When a bio came, and how long it waited for what. Times in nanoseconds.
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+pub(crate) struct Wait {
+    /// Time of the first issue after it was submitted; [`Wait::UNKNOWN`] before that.
+    pub(crate) since_ns: u64,
+    /// While it waits for a tag, its namespace's clocks when that began; afterwards what they went on by.
+    pub(crate) held_ns: [u64; 3],
+}
+
+impl Wait {
+    /// No time.
+    pub(crate) const UNKNOWN: u64 = u64::MAX;
+
+    /// It has just been seen, and waits while these clocks go on.
+    #[inline]
+    pub(crate) fn begin(&mut self, now_ns: u64, clocks_ns: &[u64; 3]) {
+        *self = Wait { since_ns: now_ns, held_ns: *clocks_ns };
+    }
+
+    /// Turns what the clocks showed when it began to wait into what it has waited, and back.
+    #[inline]
+    pub(crate) fn toggle(&mut self, clocks_ns: &[u64; 3]) {
+        if self.since_ns != Wait::UNKNOWN {
+            self.held_ns.iter_mut().zip(clocks_ns).for_each(|(held, clock)| *held = clock.wrapping_sub(*held));
+        }
+    }
+}
+
+impl Default for Wait {
+    fn default() -> Wait {
+        Wait { since_ns: Wait::UNKNOWN, held_ns: [0; 3] }
+    }
+}
 
 impl Bio {
     /// A bio with room for this many segments.

@@ -21,7 +21,7 @@
 //! Several devices may live behind one queue pair, the namespaces of a controller. They share its tags fairly
 //! (`namespace.rs`). What is rare has a file of its own: making requests (`cut.rs`), flushes (`flush.rs`), timeouts
 //! (`timeout.rs`), bios that a scheduler orders (`scheduled.rs`), rates that they must not exceed (`rated.rs`),
-//! changing a queue that runs (`control.rs`), looking into one (`inspect.rs`).
+//! changing a queue that runs (`control.rs`), looking into one (`inspect.rs`), what bios wait for (`wait.rs`).
 
 mod control;
 mod cut;
@@ -32,6 +32,7 @@ mod namespace;
 mod rated;
 mod scheduled;
 mod timeout;
+mod wait;
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
@@ -41,6 +42,7 @@ use blkyard_mem::RegionTable;
 
 pub use self::inspect::{FlushSnapshot, HwSnapshot, NamespaceSnapshot, RequestSnapshot};
 use self::namespace::Namespace;
+use crate::bio::Wait;
 use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
 use crate::lane::STATION_BYTES_MAX;
@@ -160,6 +162,8 @@ pub struct HwQueue<D> {
     hurry: bool,
     /// Bytes that the driver may copy in one turn, each way.
     turn_bytes: u64,
+    /// A bio has joined a request that is left over, and nobody has noted when.
+    joined: bool,
 }
 
 /// What a plain request takes over from its bio.
@@ -248,6 +252,7 @@ impl<D> HwQueue<D> {
             rated: false,
             hurry: false,
             turn_bytes: STATION_BYTES_MAX,
+            joined: false,
         };
         for number in 0..queue.namespaces.len() {
             queue.schedule(number as u16, config.scheduler);
@@ -393,6 +398,9 @@ impl<D> HwQueue<D> {
         }
         let held_back = self.quiesced > 0 || self.retry_ns.is_some_and(|retry_ns| now_ns < retry_ns);
         let wanted = if held_back { 0 } else { self.dispatch.len() };
+        if held_back {
+            self.note_left(now_ns);
+        }
         let Some(budget) = &mut self.budget else { return wanted };
         // What is not offered must not keep places from others: none are wanted then.
         let offered = budget.take(wanted);
@@ -557,7 +565,7 @@ impl<D> HwQueue<D> {
         let look = std::mem::take(&mut request.look);
         self.tags.put_number(number);
         let start_ns = request.start_ns;
-        let (latency_ns, bytes) = (now_ns.saturating_sub(start_ns), request.bytes());
+        let bytes = request.bytes();
         let (op, marks, namespace) = (look.op(), look.marks(), request.namespace);
         let (more, first) = (request.more, request.bio.take());
         request.taken_back = false;
@@ -565,7 +573,7 @@ impl<D> HwQueue<D> {
         self.uncount_tag(usize::from(namespace));
         let stats = &self.namespaces[usize::from(namespace)].stats;
         if self.config.stats {
-            stats.completed(OpClass::of(op), latency_ns, 1, bytes);
+            stats.request(OpClass::of(op), bytes);
             if !status.is_ok() {
                 stats.failed(OpClass::of(op));
             }
@@ -574,47 +582,70 @@ impl<D> HwQueue<D> {
             stats.slow_ended();
         }
         if marks.contains(Marks::FLUSH) {
-            self.flushed(usize::from(namespace), status);
+            self.flushed(usize::from(namespace), status, now_ns);
             return 0;
         }
         let mut ended = 0;
         if marks.contains(Marks::PART) {
-            if let Some(bio) = self.finish_part(more, status) {
-                ended += self.end_bio(bio, start_ns, now_ns, sink);
+            if let Some((bio, first_ns)) = self.finish_part(more, status, start_ns) {
+                ended += self.end_bio(bio, [first_ns, start_ns], now_ns, sink);
             }
         } else if let Some(mut bio) = first {
             bio.status = status;
-            ended += self.end_bio(bio, start_ns, now_ns, sink);
+            if !marks.intersects(Marks::HELD | Marks::SEQUENCE) {
+                // It did not wait; what stands there may be of another round.
+                bio.wait = Wait::default();
+            }
+            ended += self.end_bio(bio, [start_ns; 2], now_ns, sink);
         }
         if marks.contains(Marks::CHAINED) {
             let mut at = more;
             while let Some((mut bio, next)) = self.table.unlink(at) {
                 bio.status = status;
-                ended += self.end_bio(bio, start_ns, now_ns, sink);
+                ended += self.end_bio(bio, [start_ns; 2], now_ns, sink);
                 at = next;
             }
         }
         ended
     }
 
-    /// A bio's data is over: so is the bio, if it was not in the middle of a flush sequence.
-    fn end_bio(&mut self, mut bio: Box<Bio>, start_ns: u64, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
+    /// A bio's data is over: so is the bio, if it was not in the middle of a flush sequence. Its first part was handed
+    /// to the driver at the first of these times, and the part that ended last at the second.
+    fn end_bio(
+        &mut self,
+        mut bio: Box<Bio>,
+        [first_ns, start_ns]: [u64; 2],
+        now_ns: u64,
+        sink: &mut impl FnMut(Box<Bio>),
+    ) -> usize {
         if bio.ticket != 0 {
             self.namespaces[usize::from(bio.namespace)].tell_scheduler(&mut bio, start_ns, now_ns);
         }
+        let in_sequence = !bio.steps.is_empty();
+        if in_sequence && bio.wait.since_ns == Wait::UNKNOWN {
+            bio.wait.begin(first_ns, &[0; 3]);
+        }
         let Some(bio) = self.leave_sequence(bio) else { return 0 };
+        if in_sequence {
+            self.count_sequence(&bio, now_ns);
+        } else {
+            self.count_latency(&bio, first_ns, now_ns);
+        }
         self.bios_held -= 1;
         sink(bio);
         1
     }
 
-    fn finish_part(&mut self, place: u16, status: Status) -> Option<Box<Bio>> {
+    /// A part of a bio is over. If that was the last, gives the bio back, and when its first part was handed to the
+    /// driver.
+    fn finish_part(&mut self, place: u16, status: Status, start_ns: u64) -> Option<(Box<Bio>, u64)> {
         let split = &mut self.table.bios.splits[usize::from(place)];
         split.parts_in_flight -= 1;
+        split.start_ns = split.start_ns.min(start_ns);
         if let Some(bio) = &mut split.bio {
             bio.status = bio.status.and(status);
         }
-        if split.parts_in_flight > 0 || split.uncut { None } else { split.bio.take() }
+        if split.parts_in_flight > 0 || split.uncut { None } else { Some((split.bio.take()?, split.start_ns)) }
     }
 
     /// Gives back what was no request.

@@ -19,6 +19,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use crate::idle::{IdlePolicy, Lookout};
+use crate::stats::TurnStats;
 
 /// Wakes whoever sleeps at the other end. May be called from any thread, and when nobody sleeps.
 pub trait Wake: Send + Sync {
@@ -153,12 +154,28 @@ pub struct Lane<S> {
     lookout: Lookout,
     last_tick_ns: u64,
     armed: bool,
+    turns: Arc<TurnStats>,
+    /// When the turn before began, if something moved in it.
+    worked_ns: Option<u64>,
 }
 
 impl<S> Lane<S> {
     /// A lane without stations yet.
     pub fn new(policy: IdlePolicy) -> Lane<S> {
-        Lane { residents: Vec::new(), leaving: 0, lookout: Lookout::new(policy), last_tick_ns: 0, armed: false }
+        Lane {
+            residents: Vec::new(),
+            leaving: 0,
+            lookout: Lookout::new(policy),
+            last_tick_ns: 0,
+            armed: false,
+            turns: Arc::default(),
+            worked_ns: None,
+        }
+    }
+
+    /// How long its turns take, readable by anyone.
+    pub fn turns(&self) -> &Arc<TurnStats> {
+        &self.turns
     }
 
     /// From now on it turns without work for as long as this says.
@@ -249,6 +266,9 @@ impl<S> Lane<S> {
     where
         S: Station<Cx>,
     {
+        if let Some(began_ns) = self.worked_ns.take() {
+            self.turns.record(now_ns.saturating_sub(began_ns));
+        }
         if self.armed {
             self.armed = false;
             self.residents.iter_mut().for_each(|resident| resident.station.disarm());
@@ -265,6 +285,8 @@ impl<S> Lane<S> {
         }
         if busiest == Crank::Busy {
             self.lookout.worked(now_ns);
+            // The next turn follows at once.
+            self.worked_ns = Some(now_ns);
             return Idle::Turn;
         }
         if self.stations().all(S::is_over) {
@@ -359,6 +381,16 @@ mod tests {
         assert_eq!(lane.turn(&mut (), 1100), Idle::Sleep(None));
         assert!(lane.stations().all(|s| s.armed));
         lane.turn(&mut (), 1100);
+    }
+
+    #[test]
+    fn turns_are_timed_in_which_something_moved() {
+        let mut lane = lane(vec![Fake { work: 2, ..Fake::default() }], 0);
+        for now_ns in [1000, 1300, 1500, 9000, 9900] {
+            lane.turn(&mut (), now_ns);
+        }
+        let turns = lane.turns().snapshot();
+        assert_eq!((turns.latency.samples(), turns.sum_ns, turns.max_ns), (2, 500, 300));
     }
 
     #[test]

@@ -50,7 +50,7 @@ pub use sched::{
     DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, Next, Reach, Scheduler, SchedulerConfig,
     SchedulerSnapshot, SharedDepth, SliceKey, SliceOrder, TimesliceConfig,
 };
-pub use stats::{Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot};
+pub use stats::{Held, Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot, TurnStats};
 pub use status::Status;
 pub use sw::{Bed, Context, SwQueue};
 pub use tag::{Cid, Cids, Forged, Tag, TagSet};

@@ -6,6 +6,7 @@
 
 use blkyard_mem::Segment;
 
+use crate::bio::Wait;
 use crate::limits::{Cursor, Pieces, Shape};
 use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT};
 
@@ -25,7 +26,7 @@ pub enum RequestState {
 bitflags::bitflags! {
     /// What makes a request other than most: whatever is set here is looked after off the short way.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-    pub(crate) struct Marks: u8 {
+    pub(crate) struct Marks: u16 {
         /// Counted as slow already.
         const SLOW = 1;
         /// The driver was told that its time is up.
@@ -42,6 +43,8 @@ bitflags::bitflags! {
         const NO_MERGE = 64;
         /// Its namespace has neighbours, or a scheduler: who is told when it ends.
         const SHARED = 128;
+        /// Its bios have waited, or it waited for the driver: they know since when.
+        const HELD = 256;
     }
 }
 
@@ -84,7 +87,7 @@ impl Look {
 
     #[inline]
     pub(crate) fn marks(self) -> Marks {
-        Marks::from_bits_retain((self.0 >> Look::MARKS_SHIFT) as u8)
+        Marks::from_bits_retain((self.0 >> Look::MARKS_SHIFT) as u16)
     }
 
     #[inline]
@@ -94,7 +97,7 @@ impl Look {
 
     #[inline]
     pub(crate) fn set_marks(&mut self, marks: Marks) {
-        self.0 = self.0 & !(0xff << Look::MARKS_SHIFT) | u32::from(marks.bits()) << Look::MARKS_SHIFT;
+        self.0 = self.0 & !(0xffff << Look::MARKS_SHIFT) | u32::from(marks.bits()) << Look::MARKS_SHIFT;
     }
 
     /// Whether it is in flight and has these marks, whatever it is.
@@ -264,6 +267,8 @@ impl Chain {
 pub(crate) struct Split {
     pub(crate) bio: Option<Box<Bio>>,
     pub(crate) parts_in_flight: u32,
+    /// When the first of its parts that have ended was handed to the driver.
+    pub(crate) start_ns: u64,
     pub(crate) uncut: bool,
 }
 
@@ -329,7 +334,11 @@ impl Table {
             return Err(bio);
         }
         let request = &mut self.requests[usize::from(number)];
-        let Some(first) = request.bio.replace(bio) else { unreachable!("only requests of whole bios merge") };
+        let Some(mut first) = request.bio.replace(bio) else { unreachable!("only requests of whole bios merge") };
+        if !request.has(Marks::HELD) {
+            // It came in this round; what stands there may be of another.
+            first.wait = Wait::default();
+        }
         let chained = request.has(Marks::CHAINED);
         let next = if chained { request.more } else { NONE };
         let Ok(at) = self.link(first, next) else { unreachable!("looked at above") };
@@ -358,6 +367,20 @@ impl Table {
         let next = std::mem::replace(&mut link.next, chain.free);
         chain.free = at;
         link.bio.take().map(|bio| (bio, next))
+    }
+
+    /// Each bio of a request but the first: those behind it in its chain, or the one that it is a part of.
+    pub(crate) fn each_behind(&mut self, number: u16, mut each: impl FnMut(&mut Bio)) {
+        let request = &self.requests[usize::from(number)];
+        if request.has(Marks::PART) {
+            let split = &mut self.bios.splits[usize::from(request.more)];
+            split.bio.iter_mut().for_each(|bio| each(bio));
+        }
+        let mut at = if request.has(Marks::CHAINED) { request.more } else { NONE };
+        while let Some(link) = self.bios.chain.links.get_mut(usize::from(at)) {
+            link.bio.iter_mut().for_each(|bio| each(bio));
+            at = link.next;
+        }
     }
 
     /// What merging must know of a request; nothing if it is of a kind that does not merge.

@@ -39,6 +39,35 @@ impl OpClass {
     }
 }
 
+/// What may hold a bio before the device has it: see `hw/wait.rs`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(usize)]
+pub enum Held {
+    /// A limit on I/Os or bytes a second.
+    Limit,
+    /// A scheduler that could have passed it on.
+    Scheduler,
+    /// No free tag.
+    Tag,
+    /// A driver that does not take its request, or handed it back.
+    Dispatch,
+}
+
+impl Held {
+    /// All of them, in the order of their numbers.
+    pub const ALL: [Held; 4] = [Held::Limit, Held::Scheduler, Held::Tag, Held::Dispatch];
+
+    /// Its name in figures.
+    pub fn name(self) -> &'static str {
+        match self {
+            Held::Limit => "limit",
+            Held::Scheduler => "scheduler",
+            Held::Tag => "tag",
+            Held::Dispatch => "dispatch",
+        }
+    }
+}
+
 /// Adds without a locked instruction: there is one writer.
 #[inline]
 fn add(counter: &AtomicU64, n: u64) {
@@ -186,9 +215,9 @@ impl FromIterator<(u64, u64)> for HistogramSnapshot {
     }
 }
 
-// One line of cache, and a size that needs no multiplication.
+// What every I/O counts is one line of cache, and the size needs no multiplication.
 #[derive(Debug, Default)]
-#[repr(align(64))]
+#[repr(C, align(64))]
 struct OpStats {
     ios: AtomicU64,
     bytes: AtomicU64,
@@ -197,6 +226,57 @@ struct OpStats {
     min_ns_inverted: AtomicU64,
     max_ns: AtomicU64,
     latency: Histogram,
+    /// Sums of waiting times, by [`Held`].
+    held_ns: [AtomicU64; 4],
+}
+
+impl OpStats {
+    /// Counts latencies that are equal.
+    #[inline]
+    fn record(&self, latency_ns: u64, count: u64) {
+        add(&self.sum_ns, latency_ns.wrapping_mul(count));
+        if latency_ns > self.max_ns.load(Relaxed) {
+            self.max_ns.store(latency_ns, Relaxed);
+        }
+        // Kept inverted, so that zero stands for "none yet".
+        if !latency_ns > self.min_ns_inverted.load(Relaxed) {
+            self.min_ns_inverted.store(!latency_ns, Relaxed);
+        }
+        self.latency.record(latency_ns, count);
+    }
+}
+
+impl OpStats {
+    fn snapshot(&self) -> OpSnapshot {
+        OpSnapshot {
+            ios: self.ios.load(Relaxed),
+            bytes: self.bytes.load(Relaxed),
+            errors: self.errors.load(Relaxed),
+            sum_ns: self.sum_ns.load(Relaxed),
+            min_ns: !self.min_ns_inverted.load(Relaxed),
+            max_ns: self.max_ns.load(Relaxed),
+            latency: self.latency.snapshot(),
+            held_ns: std::array::from_fn(|i| self.held_ns[i].load(Relaxed)),
+        }
+    }
+}
+
+/// How long the turns of a lane take in which something moved, written by the lane alone. What a device finishes
+/// meanwhile is found in the next turn.
+#[derive(Debug, Default)]
+pub struct TurnStats(OpStats);
+
+impl TurnStats {
+    /// A turn has taken so long.
+    #[inline]
+    pub(crate) fn record(&self, turn_ns: u64) {
+        self.0.record(turn_ns, 1);
+    }
+
+    /// The times so far, as latencies.
+    pub fn snapshot(&self) -> OpSnapshot {
+        self.0.snapshot()
+    }
 }
 
 /// The counters of one hardware queue, written by its owner alone.
@@ -225,15 +305,21 @@ impl HwStats {
         let op = &self.ops[class as usize];
         add(&op.ios, ios);
         add(&op.bytes, bytes);
-        add(&op.sum_ns, latency_ns.wrapping_mul(ios));
-        if latency_ns > op.max_ns.load(Relaxed) {
-            op.max_ns.store(latency_ns, Relaxed);
-        }
-        // Kept inverted, so that zero stands for "none yet".
-        if !latency_ns > op.min_ns_inverted.load(Relaxed) {
-            op.min_ns_inverted.store(!latency_ns, Relaxed);
-        }
-        op.latency.record(latency_ns, ios);
+        op.record(latency_ns, ios);
+    }
+
+    /// Counts a request whose bios are counted one by one.
+    pub(crate) fn request(&self, class: OpClass, bytes: u64) {
+        let op = &self.ops[class as usize];
+        add(&op.ios, 1);
+        add(&op.bytes, bytes);
+    }
+
+    /// Counts a bio that has ended, and for how long it was held, by [`Held`].
+    pub(crate) fn ended(&self, class: OpClass, latency_ns: u64, held_ns: [u64; 4]) {
+        let op = &self.ops[class as usize];
+        op.record(latency_ns, 1);
+        op.held_ns.iter().zip(held_ns).for_each(|(sum, ns)| add(sum, ns));
     }
 
     #[inline]
@@ -299,18 +385,7 @@ impl HwStats {
     /// The numbers so far.
     pub fn snapshot(&self) -> StatsSnapshot {
         StatsSnapshot {
-            ops: OpClass::ALL.map(|class| {
-                let op = &self.ops[class as usize];
-                OpSnapshot {
-                    ios: op.ios.load(Relaxed),
-                    bytes: op.bytes.load(Relaxed),
-                    errors: op.errors.load(Relaxed),
-                    sum_ns: op.sum_ns.load(Relaxed),
-                    min_ns: !op.min_ns_inverted.load(Relaxed),
-                    max_ns: op.max_ns.load(Relaxed),
-                    latency: op.latency.snapshot(),
-                }
-            }),
+            ops: OpClass::ALL.map(|class| self.ops[class as usize].snapshot()),
             refused: self.refused.load(Relaxed),
             slow: self.slow.load(Relaxed),
             slow_now: self.slow_now.load(Relaxed),
@@ -334,7 +409,7 @@ pub struct OpSnapshot {
     pub bytes: u64,
     /// Requests that failed.
     pub errors: u64,
-    /// Sum of their times with the device.
+    /// Sum of the latencies of the bios that ended, each from when it came to the queue to its end.
     pub sum_ns: u64,
     /// Shortest; the largest number there is if there are none.
     pub min_ns: u64,
@@ -342,6 +417,8 @@ pub struct OpSnapshot {
     pub max_ns: u64,
     /// All of them.
     pub latency: HistogramSnapshot,
+    /// What of the sum was spent before the device had it, by [`Held`]; the rest was with the device.
+    pub held_ns: [u64; 4],
 }
 
 impl Default for OpSnapshot {
@@ -354,6 +431,7 @@ impl Default for OpSnapshot {
             min_ns: u64::MAX,
             max_ns: 0,
             latency: HistogramSnapshot::default(),
+            held_ns: [0; 4],
         }
     }
 }
@@ -379,6 +457,18 @@ impl OpSnapshot {
         self.min_ns = self.min_ns.min(other.min_ns);
         self.max_ns = self.max_ns.max(other.max_ns);
         self.latency.merge(&other.latency);
+        self.held_ns.iter_mut().zip(other.held_ns).for_each(|(to, from)| *to = to.wrapping_add(from));
+    }
+
+    /// The parts of the sum by name, nanoseconds: what held bios, by [`Held`], and last the device.
+    pub fn parts_ns(&self) -> [(&'static str, u64); 5] {
+        let [limit, scheduler, tag, dispatch] = Held::ALL.map(|held| (held.name(), self.held_ns[held as usize]));
+        [limit, scheduler, tag, dispatch, ("device", self.device_ns())]
+    }
+
+    /// What of the sum was spent with the device, nanoseconds.
+    pub fn device_ns(&self) -> u64 {
+        self.sum_ns.saturating_sub(self.held_ns.iter().sum())
     }
 
     /// What was counted since an earlier snapshot of the same counters. Shortest and longest are not counted by time:
@@ -395,6 +485,7 @@ impl OpSnapshot {
             min_ns: min_ns.max(self.min_ns),
             max_ns: max_ns.min(self.max_ns),
             latency,
+            held_ns: std::array::from_fn(|i| self.held_ns[i].wrapping_sub(earlier.held_ns[i])),
         }
     }
 }

@@ -31,7 +31,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel, sy
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use blkyard_mq::{Idle, IdlePolicy, Lane, Station, Wake};
+use blkyard_mq::{Idle, IdlePolicy, Lane, Station, TurnStats, Wake};
 
 use crate::clock::{Clock, clock_ns};
 use crate::ring::{BELLS_MAX, Ring, RingConfig, RingError, RingView};
@@ -129,6 +129,7 @@ pub struct LaneThread<S> {
     thread: JoinHandle<()>,
     orders: Orders<S>,
     ring: Arc<RingView>,
+    turns: Arc<TurnStats>,
 }
 
 /// What is asked of a lane from outside.
@@ -202,8 +203,9 @@ where
                     let _ = told.send(Err(LaneError::Stations { name: config.name, count: stations.len() }));
                     return;
                 }
-                let view = Arc::clone(ring.view());
-                let mut turning = Turning { ring, lane: Lane::new(config.policy), mail, waker: on_thread };
+                let lane = Lane::new(config.policy);
+                let view = (Arc::clone(ring.view()), Arc::clone(lane.turns()));
+                let mut turning = Turning { ring, lane, mail, waker: on_thread };
                 stations.into_iter().enumerate().for_each(|(name, station)| turning.admit(name as u32, station));
                 // The spawner waits for this and nothing else; should it be gone, we run all the same.
                 let _ = told.send(Ok(view));
@@ -213,7 +215,9 @@ where
     };
     let thread = std::thread::Builder::new().name(name.clone()).spawn(run).map_err(failed)?;
     match started.recv() {
-        Ok(Ok(ring)) => Ok(LaneThread { name, thread, orders: Orders { sender: orders, waiting, waker }, ring }),
+        Ok(Ok((ring, turns))) => {
+            Ok(LaneThread { name, thread, orders: Orders { sender: orders, waiting, waker }, ring, turns })
+        }
         Ok(Err(error)) => {
             let _ = thread.join();
             Err(error)
@@ -428,6 +432,11 @@ impl<S> LaneThread<S> {
     /// What can be seen of its ring.
     pub fn ring(&self) -> &Arc<RingView> {
         &self.ring
+    }
+
+    /// How long its turns take.
+    pub fn turns(&self) -> &Arc<TurnStats> {
+        &self.turns
     }
 
     /// CPU time it has used so far; nothing once it has ended.

@@ -177,12 +177,12 @@ fn stats(ground: &Ground) -> Result<()> {
     command.args(["--stats", "1"]);
     let mut server = Server::start_command(&command, std::slice::from_ref(&export.socket), &ground.log)?;
     ground.qemu_io(&export.socket, &["write 0 1M".into()])?;
-    // From anywhere between two lines to the fourth after it are 3 to 4 s. A busy machine may make that longer, and so
-    // they are tried for several times; nothing makes it shorter.
+    // While nothing happens a line comes each second: from anywhere between two to the fourth after it are 3 to 4 s. A
+    // busy machine may make that longer, and so they are tried for several times; nothing makes it shorter.
     let mut took = Vec::new();
     while took.len() < 10 {
         let lines =
-            |said: &str| said.lines().filter(|line| line.contains("disk.sock") && line.contains(" IOPS ")).count();
+            |said: &str| said.lines().filter(|line| line.contains("disk.sock") && line.ends_with(": 0 IOPS")).count();
         let (start, before) = (Instant::now(), lines(&server.said()?));
         server.wait_until_said(CLIENT_LIMIT, |said| lines(said) >= before + 4)?;
         took.push(start.elapsed());

@@ -14,8 +14,8 @@ use blkyard_mq::{
 use blkyard_os::{LaneConfig, LaneThread};
 
 use super::tree::{
-    DaemonNode, DeviceNode, ExportNode, LaneNode, OpNode, QueueNode, QueueNow, RequestNode, SCHEMA, SchedulerNode,
-    SessionNode, TagsNode, Tree,
+    DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SCHEMA,
+    SchedulerNode, SessionNode, TagsNode, Tree,
 };
 use crate::control::{Daemon, ServedDevice, ServedExport};
 use crate::rate::{RateSlot, options};
@@ -273,6 +273,7 @@ fn lane_nodes(lanes: &ServedLanes, exports: &[Vec<QueueWatch>]) -> Vec<LaneNode>
             cpus,
             spin_us: policy.spin_ns / 1000,
             strays: thread.ring().strays(),
+            turn: LatencyNode::of_turns(&thread.turns().snapshot()),
             queues: placed.iter().filter(|(lane, _)| *lane == number).map(|(_, queue)| *queue).collect(),
         }
     };

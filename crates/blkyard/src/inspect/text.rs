@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use super::tree::{DeviceNode, ExportNode, LaneNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode, Tree};
+use super::tree::{
+    DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode, Tree,
+};
 use crate::spec::show_size;
 
 /// The tree, with the daemon itself or without.
@@ -193,13 +195,39 @@ fn op(out: &mut String, name: &str, node: &OpNode) {
         let _ = write!(text, ", {} failed", node.errors);
     }
     if let Some(latency) = &node.latency {
-        let _ = write!(text, "; mean {}", show_time(latency.mean_ns));
-        for (percent, ns) in &latency.percentile_ns {
-            let _ = write!(text, ", p{percent} {}", show_time(*ns));
-        }
-        let _ = write!(text, ", max {}", show_time(latency.max_ns));
+        let _ = write!(text, "; {}", times(latency));
     }
     line(out, 2, &text);
+    if let Some(latency) = &node.latency {
+        line(out, 4, &format!("of the mean {}", parts(latency)));
+    }
+}
+
+/// How times are distributed.
+fn times(node: &LatencyNode) -> String {
+    let mut text = format!("mean {}", show_time(node.mean_ns));
+    for (percent, ns) in &node.percentile_ns {
+        let _ = write!(text, ", p{percent} {}", show_time(*ns));
+    }
+    let _ = write!(text, ", max {}", show_time(node.max_ns));
+    text
+}
+
+/// What a mean is made of, the longest first.
+fn parts(node: &LatencyNode) -> String {
+    let samples = node.histogram.iter().map(|(_, count)| count).sum::<u64>().max(1);
+    let words = |name: &str| match name {
+        "limit" => "held by a limit",
+        "scheduler" => "held by the scheduler",
+        "tag" => "waiting for a tag",
+        "dispatch" => "waiting for the driver",
+        _ => "at the device",
+    };
+    let mut parts: Vec<_> = node.part_sum_ns.iter().filter(|(_, ns)| **ns > 0).collect();
+    parts.sort_by_key(|(_, ns)| std::cmp::Reverse(**ns));
+    let parts: Vec<_> =
+        parts.iter().map(|(name, ns)| format!("{} {}", show_time(**ns / samples), words(name))).collect();
+    if parts.is_empty() { "nothing took any time".into() } else { parts.join(", ") }
 }
 
 fn lane(out: &mut String, node: &LaneNode) {
@@ -210,6 +238,9 @@ fn lane(out: &mut String, node: &LaneNode) {
     line(out, 0, &format!("lane {}: thread {}, on {cpus}, spins {} us", node.number, node.thread, node.spin_us));
     let queues: Vec<_> = node.queues.iter().map(|(export, queue)| format!("{export}/{queue}")).collect();
     line(out, 1, &format!("queues (export/queue): {}", queues.join(" ")));
+    if let Some(turn) = &node.turn {
+        line(out, 1, &format!("a turn with work takes: {}", times(turn)));
+    }
 }
 
 /// A time in whole seconds as a person would write it.

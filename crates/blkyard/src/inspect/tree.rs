@@ -225,11 +225,11 @@ pub struct OpNode {
     pub bytes: u64,
     /// Requests that failed.
     pub errors: u64,
-    /// Time with the device; none before the first.
+    /// Latency, as the submitter sees it: from when an I/O comes to the queue to its end; none before the first.
     pub latency: Option<LatencyNode>,
 }
 
-/// Times with the device.
+/// Times that something took.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct LatencyNode {
     /// Shortest.
@@ -238,6 +238,10 @@ pub struct LatencyNode {
     pub mean_ns: u64,
     /// Sum.
     pub sum_ns: u64,
+    /// What that sum is made of: held by a `limit` or by the `scheduler`, waiting for a `tag`, with a tag and not taken
+    /// by the driver (`dispatch`), at the `device`. Of I/O only.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub part_sum_ns: BTreeMap<String, u64>,
     /// Longest.
     pub max_ns: u64,
     /// What so many percent do not exceed: 50, 90, 99, 99.9 and 99.99, each to one part in 32 and none above the
@@ -260,6 +264,9 @@ pub struct LaneNode {
     pub spin_us: u64,
     /// Completions that nobody was waiting for.
     pub strays: u64,
+    /// How long its turns take in which something moved. What a device finishes meanwhile is found in the next.
+    #[serde(default)]
+    pub turn: Option<LatencyNode>,
     /// Its queues: the numbers of export and queue.
     pub queues: Vec<(usize, usize)>,
 }

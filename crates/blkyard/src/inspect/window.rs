@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use blkyard_mq::{HistogramSnapshot, OpSnapshot};
+use blkyard_mq::{Held, HistogramSnapshot, OpSnapshot};
 
 use super::tree::{LatencyNode, OpNode, QueueNode, Tree};
 
@@ -27,6 +27,12 @@ pub fn between(then: &Tree, mut now: Tree, seconds: f64) -> Tree {
             if let Some(before) = before(export.number, queue.number) {
                 queue.subtract(before);
             }
+        }
+    }
+    for lane in &mut now.lanes {
+        let before = then.lanes.iter().find(|node| node.number == lane.number).and_then(|node| node.turn.as_ref());
+        if let (Some(turn), Some(before)) = (&lane.turn, before) {
+            lane.turn = LatencyNode::of_turns(&turn.snapshot().since(&before.snapshot()));
         }
     }
     now
@@ -54,27 +60,44 @@ fn subtract(now: &mut BTreeMap<String, u64>, then: &BTreeMap<String, u64>) {
 impl OpNode {
     /// The node of these counts.
     pub fn of(op: &OpSnapshot) -> OpNode {
-        let latency = (op.latency.samples() > 0).then(|| LatencyNode {
-            min_ns: op.min_ns,
-            mean_ns: op.mean_ns(),
-            sum_ns: op.sum_ns,
-            max_ns: op.max_ns,
-            percentile_ns: PERCENTS.map(|(name, percent)| (name.to_owned(), op.percentile_ns(percent))).into(),
-            histogram: op.latency.iter().collect(),
-        });
+        let mut latency = LatencyNode::of_turns(op);
+        if let Some(latency) = &mut latency {
+            latency.part_sum_ns = op.parts_ns().map(|(name, ns)| (name.to_owned(), ns)).into();
+        }
         OpNode { ios: op.ios, bytes: op.bytes, errors: op.errors, latency }
     }
 
     /// The counts of this node.
     fn snapshot(&self) -> OpSnapshot {
-        let counts = OpSnapshot { ios: self.ios, bytes: self.bytes, errors: self.errors, ..OpSnapshot::default() };
-        self.latency.as_ref().map_or(counts.clone(), |latency| OpSnapshot {
-            sum_ns: latency.sum_ns,
-            min_ns: latency.min_ns,
-            max_ns: latency.max_ns,
-            latency: latency.histogram.iter().copied().collect::<HistogramSnapshot>(),
-            ..counts
+        let times = self.latency.as_ref().map(LatencyNode::snapshot).unwrap_or_default();
+        OpSnapshot { ios: self.ios, bytes: self.bytes, errors: self.errors, ..times }
+    }
+}
+
+impl LatencyNode {
+    /// The node of times that have no parts; none if there are no times.
+    pub fn of_turns(times: &OpSnapshot) -> Option<LatencyNode> {
+        (times.latency.samples() > 0).then(|| LatencyNode {
+            min_ns: times.min_ns,
+            mean_ns: times.mean_ns(),
+            sum_ns: times.sum_ns,
+            part_sum_ns: BTreeMap::new(),
+            max_ns: times.max_ns,
+            percentile_ns: PERCENTS.map(|(name, percent)| (name.to_owned(), times.percentile_ns(percent))).into(),
+            histogram: times.latency.iter().collect(),
         })
+    }
+
+    /// The times of this node.
+    fn snapshot(&self) -> OpSnapshot {
+        OpSnapshot {
+            sum_ns: self.sum_ns,
+            min_ns: self.min_ns,
+            max_ns: self.max_ns,
+            latency: self.histogram.iter().copied().collect::<HistogramSnapshot>(),
+            held_ns: Held::ALL.map(|held| self.part_sum_ns.get(held.name()).copied().unwrap_or(0)),
+            ..OpSnapshot::default()
+        }
     }
 }
 
@@ -92,6 +115,7 @@ mod tests {
             sum_ns: times_ns.iter().sum(),
             min_ns: times_ns.iter().copied().min().unwrap_or(u64::MAX),
             max_ns: times_ns.iter().copied().max().unwrap_or(0),
+            held_ns: [0, 0, times_ns.iter().sum::<u64>() / 2, 0],
             latency,
             ..OpSnapshot::default()
         };
@@ -116,6 +140,7 @@ mod tests {
         assert_eq!((read.ios, read.bytes, latency.mean_ns, latency.min_ns), (3, 3 * 4096, 2000, 1000));
         assert!(latency.percentile_ns["99"] >= 3000 && latency.percentile_ns["99"] <= latency.max_ns);
         assert!(latency.max_ns < 3100, "{latency:?}");
+        assert_eq!((latency.part_sum_ns["tag"], latency.part_sum_ns["device"]), (3000, 3000));
         assert_eq!((now.batches[0], now.counters["refused"], now.counters["slow_now"]), (3, 4, 1));
     }
 

@@ -135,6 +135,9 @@ impl<D> HwQueue<D> {
             budget.give(refused);
         }
         let left = !self.dispatch.is_empty();
+        if left {
+            self.note_left(now_ns);
+        }
         let busy = busy_after(self.busy, left);
         if (std::mem::replace(&mut self.busy, busy) > 0) != (busy > 0) {
             self.choose_plain();

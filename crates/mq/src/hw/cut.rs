@@ -8,7 +8,7 @@
 
 use super::flush::{self, Next};
 use super::{Head, HwQueue, Merging, Plug};
-use crate::bio::Steps;
+use crate::bio::{Steps, Wait};
 use crate::limits::{Cursor, Merge, NoMerge, Shape};
 use crate::request::{Look, Marks, Request};
 use crate::{Bio, BioFlags, Op, Status, Tag};
@@ -64,7 +64,7 @@ impl<D> HwQueue<D> {
         if self.namespaces.len() > 1 {
             self.activate(number);
         }
-        (bio.steps, bio.ticket) = (Steps::empty(), 0);
+        (bio.steps, bio.ticket, bio.wait) = (Steps::empty(), 0, Wait::default());
         if steps.is_empty() {
             // A flush, and nothing that could be lost.
             bio.status = Status::Ok;
@@ -74,6 +74,7 @@ impl<D> HwQueue<D> {
             bio.status = Status::Ok;
             bio.steps = steps;
             let Some(back) = self.namespaces[number].flush.begin(bio) else {
+                self.namespaces[number].fresh += 1;
                 self.uncut += 1;
                 return;
             };
@@ -103,6 +104,7 @@ impl<D> HwQueue<D> {
         } else {
             bios.push_back(bio);
         }
+        self.namespaces[number].fresh += 1;
         self.uncut += 1;
     }
 
@@ -187,6 +189,12 @@ impl<D> HwQueue<D> {
     #[inline(never)]
     pub(super) fn cut(&mut self, now_ns: u64) {
         self.look_for_idle(now_ns);
+        for namespace in &mut self.namespaces {
+            namespace.advance_clocks(now_ns);
+            if namespace.fresh > 0 {
+                namespace.begin_waits(now_ns);
+            }
+        }
         if self.rated {
             self.look_at_rates(now_ns);
         }
@@ -208,6 +216,7 @@ impl<D> HwQueue<D> {
         if self.rated {
             self.refuse_held();
         }
+        self.note_causes();
     }
 
     /// Moves one bio of a namespace on, or one part of it. False if it cannot.
@@ -227,15 +236,19 @@ impl<D> HwQueue<D> {
         if fare.is_some() && !self.may_pass(number, now_ns) {
             return false;
         }
-        let Some(bio) = self.namespaces[number].bios.pop_front() else { return false };
+        let namespace = &mut self.namespaces[number];
+        let Some(mut bio) = namespace.bios.pop_front() else { return false };
+        bio.wait.toggle(&namespace.clocks_ns);
         match self.place(number, bio) {
             Ok(()) => {
                 self.uncut -= 1;
                 self.pay(number, fare, now_ns);
                 true
             }
-            Err(bio) => {
-                self.namespaces[number].bios.push_front(bio);
+            Err(mut bio) => {
+                let namespace = &mut self.namespaces[number];
+                bio.wait.toggle(&namespace.clocks_ns);
+                namespace.bios.push_front(bio);
                 false
             }
         }
@@ -244,10 +257,13 @@ impl<D> HwQueue<D> {
     /// Turns a bio into a request, or into the first of several. There is a tag.
     pub(super) fn cut_first(&mut self, number: usize, bio: Box<Bio>) {
         let namespace = &mut self.namespaces[number];
+        let clocks_at_ns = namespace.clocks_at_ns;
         match namespace.limits.cut(&bio, Cursor::default()) {
             Ok(cut) if cut.sectors == bio.sectors => {
                 let shared = if self.namespaces.len() > 1 || bio.ticket != 0 { Marks::SHARED } else { Marks::empty() };
                 let marks = if bio.steps.is_empty() { shared } else { Marks::SEQUENCE };
+                let in_its_round = [Wait::UNKNOWN, clocks_at_ns].contains(&bio.wait.since_ns);
+                let marks = if in_its_round { marks } else { marks | Marks::HELD };
                 let (op, flags, sector, sectors) = (bio.op, bio.flags, bio.sector, bio.sectors);
                 let request = self.enter(number, op, flags, sector, sectors);
                 request.look.set_marks(marks);
@@ -260,6 +276,7 @@ impl<D> HwQueue<D> {
                 let split = &mut self.table.bios.splits[usize::from(place)];
                 split.bio.insert(bio).status = Status::Ok;
                 split.parts_in_flight = 0;
+                split.start_ns = u64::MAX;
                 split.uncut = true;
                 namespace.partial = Some((place, Cursor::default()));
                 self.uncut += 1;
@@ -345,21 +362,28 @@ impl<D> HwQueue<D> {
     }
 
     /// A flush is over: those who rode on it go on.
-    pub(super) fn flushed(&mut self, number: usize, status: Status) {
+    pub(super) fn flushed(&mut self, number: usize, status: Status, now_ns: u64) {
+        self.namespaces[number].advance_clocks(now_ns);
+        let mut ended = 0;
         let HwQueue { namespaces, over, uncut, .. } = self;
         let namespace = &mut namespaces[number];
-        let bios = &mut namespace.bios;
+        let (bios, clocks_ns) = (&mut namespace.bios, &namespace.clocks_ns);
         // Bios in the queue are fewer than places in either list.
         namespace.flush.flushed(status, |next| match next {
-            Next::Data(bio) => {
+            Next::Data(mut bio) => {
                 *uncut += 1;
+                bio.wait.toggle(clocks_ns);
                 // Behind those that have a right to a reserved tag.
                 let reserved = |bio: &Bio| bio.flags.contains(BioFlags::RESERVED);
                 let urgent = if reserved(&bio) { 0 } else { bios.iter().take_while(|bio| reserved(bio)).count() };
                 bios.insert(urgent, bio);
             }
-            Next::Over(bio) => over.push_front(bio),
+            Next::Over(bio) => {
+                ended += 1;
+                over.push_front(bio);
+            }
         });
+        self.over.iter().take(ended).for_each(|bio| self.count_sequence(bio, now_ns));
     }
 
     /// The data of a bio is over. Given back if nothing of a flush sequence is left.
@@ -402,6 +426,8 @@ impl<D> HwQueue<D> {
 
     pub(super) fn join(&mut self, at: u16, merge: Merge, shape: Shape, bio: Box<Bio>) -> Option<Box<Bio>> {
         let number = usize::from(bio.namespace);
+        let is_unknown = bio.wait.since_ns == Wait::UNKNOWN;
+        self.joined |= is_unknown && self.table.requests[usize::from(at)].has(Marks::HELD);
         let chained = match merge {
             Merge::Back | Merge::Discard => self.table.chain_back(at, bio),
             Merge::Front => self.table.chain_front(at, bio),

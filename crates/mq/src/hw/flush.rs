@@ -88,6 +88,11 @@ impl Flush {
         Some(bio)
     }
 
+    /// Those who wait for the next flush, the last first.
+    pub(super) fn newest_pending(&mut self) -> impl Iterator<Item = &mut Box<Bio>> {
+        self.pending.iter_mut().rev()
+    }
+
     /// Whether a flush is to be issued now.
     pub(super) fn is_due(&mut self, now_ns: u64) -> bool {
         if self.pending.is_empty() || self.in_flight {

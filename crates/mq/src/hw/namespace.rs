@@ -14,7 +14,7 @@ use super::flush::{self, Flush};
 use super::rated::Rated;
 use super::scheduled::Scheduled;
 use crate::limits::{Cursor, Plain};
-use crate::stats::HwStats;
+use crate::stats::{Held, HwStats};
 use crate::{Bio, BioFlags, DeviceInfo, QueueLimits};
 
 /// The least that an active namespace may hold.
@@ -45,6 +45,14 @@ pub(super) struct Namespace {
     /// Set while a bio is cut in part: its place among the splits and how far.
     pub(super) partial: Option<(u16, Cursor)>,
     pub(super) flush: Flush,
+    /// Bios that have come since the last round and wait here, not with the scheduler.
+    pub(super) fresh: usize,
+    /// What those wait for who wait here.
+    pub(super) held_by: Option<Held>,
+    /// For how long that was a limit, the scheduler, a tag, nanoseconds; up to `clocks_at_ns`.
+    pub(super) clocks_ns: [u64; 3],
+    /// When the clocks were looked after last.
+    pub(super) clocks_at_ns: u64,
     pub(super) stats: Arc<HwStats>,
     /// Tags it holds. Counted while there are others.
     held: usize,
@@ -69,6 +77,10 @@ impl Namespace {
             rated: None,
             partial: None,
             flush: Flush::new(bios_max),
+            fresh: 0,
+            held_by: None,
+            clocks_ns: [0; 3],
+            clocks_at_ns: 0,
             stats: Arc::new(HwStats::default()),
             held: 0,
             share: depth,

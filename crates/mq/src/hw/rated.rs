@@ -178,6 +178,7 @@ impl<D> HwQueue<D> {
             return self.refuse(number, bio, Status::Again);
         }
         self.namespaces[number].bios.push_back(bio);
+        self.namespaces[number].fresh += 1;
         self.uncut += 1;
     }
 

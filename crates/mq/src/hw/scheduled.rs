@@ -11,6 +11,7 @@
 use super::edges::Edges;
 use super::namespace::Namespace;
 use super::{Head, HwQueue, HwQueueConfig, Merging};
+use crate::bio::Wait;
 use crate::limits::Plain;
 use crate::request::Marks;
 use crate::sched::{Next, Reach, Scheduler, SchedulerConfig, SchedulerSnapshot};
@@ -29,6 +30,8 @@ pub(super) struct Scheduled {
     plain: Plain,
     /// Bios submitted since the last round.
     arrived: Vec<Box<Bio>>,
+    /// Of those the first, which another scheduler had: they wait since they came to it.
+    carried: usize,
     /// Bios it has.
     waiting: usize,
     /// Where those begin and end.
@@ -71,13 +74,19 @@ impl Scheduled {
     }
 
     /// Tells the scheduler what has come since the last round, and what time it is.
-    fn begin_round(&mut self, now_ns: u64) {
+    fn begin_round(&mut self, now_ns: u64, clocks_ns: &[u64; 3]) {
         if !self.arrived.is_empty() || self.kept_until_ns.is_some_and(|until_ns| now_ns >= until_ns) {
             self.kept_until_ns = None;
         }
         self.round_ns = now_ns;
         self.waiting += self.arrived.len();
-        for bio in self.arrived.drain(..) {
+        let mut carried = std::mem::take(&mut self.carried);
+        for mut bio in self.arrived.drain(..) {
+            if carried > 0 {
+                carried -= 1;
+            } else {
+                bio.wait.begin(now_ns, clocks_ns);
+            }
             self.edges.add(&bio);
             self.scheduler.insert(bio, now_ns);
         }
@@ -134,12 +143,13 @@ impl<D> HwQueue<D> {
         let had = namespace.scheduled.take().map(|mut had| {
             let mut waiting = Vec::with_capacity(bios_max);
             had.scheduler.drain(&mut |bio| waiting.push(bio));
+            let carried = waiting.len() + had.carried;
             waiting.append(&mut had.arrived);
-            (had.scheduler, waiting)
+            (had.scheduler, waiting, carried)
         });
-        let (had, arrived) = match had {
-            Some((had, waiting)) => (Some(had), waiting),
-            None => (None, Vec::with_capacity(bios_max)),
+        let (had, mut arrived, carried) = match had {
+            Some((had, waiting, carried)) => (Some(had), waiting, carried),
+            None => (None, Vec::with_capacity(bios_max), 0),
         };
         if let Some(scheduler) = scheduler {
             // Zero is for none. Before a number comes again, all that was handed out with it is long over.
@@ -150,12 +160,15 @@ impl<D> HwQueue<D> {
                 ticket,
                 plain: Plain::NOTHING,
                 arrived,
+                carried,
                 waiting: 0,
                 edges: Edges::new(bios_max),
                 kept_until_ns: None,
                 round_ns: 0,
             });
         } else {
+            arrived.iter_mut().skip(carried).for_each(|bio| bio.wait = Wait::default());
+            namespace.fresh += arrived.len() - carried;
             namespace.bios.extend(arrived);
         }
         self.choose_plain();
@@ -182,7 +195,11 @@ impl<D> HwQueue<D> {
 
     /// Tells schedulers what has come since the last round, and what time it is.
     pub(super) fn insert_arrived(&mut self, now_ns: u64) {
-        self.namespaces.iter_mut().filter_map(|of| of.scheduled.as_mut()).for_each(|of| of.begin_round(now_ns));
+        for namespace in &mut self.namespaces {
+            if let Some(scheduled) = &mut namespace.scheduled {
+                scheduled.begin_round(now_ns, &namespace.clocks_ns);
+            }
+        }
     }
 
     /// Moves the bio on that is next by the scheduler, and those that lie beside it. False if there is none, or no tag;
@@ -194,8 +211,15 @@ impl<D> HwQueue<D> {
         if self.rated && !self.scheduled_may_pass(number, now_ns) {
             return false;
         }
-        let Some(scheduled) = &mut self.namespaces[number].scheduled else { return false };
-        let Some((bio, is_plain)) = scheduled.next(now_ns) else { return false };
+        let Namespace { scheduled: Some(scheduled), clocks_ns, .. } = &mut self.namespaces[number] else {
+            return false;
+        };
+        let Some((mut bio, is_plain)) = scheduled.next(now_ns) else { return false };
+        // Without the mark nobody looks at what stands in a bio that came in this round.
+        let has_waited = bio.wait.since_ns != now_ns;
+        if has_waited || !is_plain || self.careful {
+            bio.wait.toggle(clocks_ns);
+        }
         let fare = self.fare(number, &bio);
         self.uncut -= 1;
         // As in `submit`: with nothing left over a plain bio is a request. What joins it the scheduler says, which
@@ -204,7 +228,8 @@ impl<D> HwQueue<D> {
             && !self.careful
             && let Some(tag) = self.tags.take()
         {
-            self.enter_plain(tag, Head::of(&bio), Marks::SHARED, bio);
+            let marks = if has_waited { Marks::SHARED | Marks::HELD } else { Marks::SHARED };
+            self.enter_plain(tag, Head::of(&bio), marks, bio);
         } else {
             self.cut_first(number, bio);
         }
@@ -245,11 +270,15 @@ impl<D> HwQueue<D> {
             };
             let bio = scheduled.scheduler.join(reach, &mut fits, now_ns);
             let (Some(bio), Some((merge, shape))) = (bio, joined) else { return };
-            let bio = scheduled.handed_out(bio);
+            let mut bio = scheduled.handed_out(bio);
+            bio.wait.toggle(&namespace.clocks_ns);
             let fare = self.fare(number, &bio);
-            if let Some(bio) = self.join(at, merge, shape, bio) {
+            if let Some(back) = self.join(at, merge, shape, bio) {
                 // There is no link for it: it goes next, by itself.
-                return self.namespaces[number].bios.push_front(bio);
+                bio = back;
+                let namespace = &mut self.namespaces[number];
+                bio.wait.toggle(&namespace.clocks_ns);
+                return namespace.bios.push_front(bio);
             }
             self.uncut -= 1;
             self.pay(number, fare, now_ns);

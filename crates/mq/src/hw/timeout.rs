@@ -11,6 +11,8 @@
 //! whatever it had before.
 
 use super::HwQueue;
+use crate::Bio;
+use crate::bio::Wait;
 use crate::driver::{Done, Driver, TimedOut};
 use crate::request::{Marks, RequestState};
 
@@ -92,6 +94,22 @@ impl<D> HwQueue<D> {
                 // The device has it no more. If it is slow again, it is so once more.
                 request.unmark(Marks::SLOW);
                 stats.slow_ended();
+            }
+            let start_ns = request.start_ns;
+            let begin = |bio: &mut Bio| {
+                if bio.wait.since_ns == Wait::UNKNOWN {
+                    bio.wait.begin(start_ns, &[0; 3]);
+                }
+            };
+            if !request.has(Marks::FLUSH) {
+                if let Some(bio) = &mut request.bio {
+                    if !request.look.marks().intersects(Marks::HELD | Marks::SEQUENCE) {
+                        bio.wait = Wait::default();
+                    }
+                    begin(bio);
+                }
+                request.mark(Marks::HELD);
+                table.each_behind(number, begin);
             }
             dispatch.put_back(number, |other| table.requests[usize::from(other)].is_later_than(order));
         }

@@ -5,6 +5,7 @@
 mod control;
 mod flush;
 mod hand;
+mod latency;
 mod merge;
 mod order;
 mod promise;

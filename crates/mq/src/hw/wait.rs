@@ -1,0 +1,136 @@
+//! What a bio waits for before the driver takes it, and for how long.
+//!
+//! The latency of a bio begins with the first [`issue`](HwQueue::issue) after it was submitted, whose time is that of
+//! the round that brought it, and ends when it is given back. It has these parts:
+//!
+//! | part | time in which |
+//! |---|---|
+//! | [`Held::Limit`] | it waits, and a limit holds its namespace |
+//! | [`Held::Tag`] | it waits, and no tag is free for its namespace |
+//! | [`Held::Scheduler`] | it waits with its scheduler, which could pass something on and does not |
+//! | [`Held::Dispatch`] | the driver has not taken its request, or handed it back, or the queue is quiesced |
+//! | device | the driver has its request, or has finished it and it is not reaped yet |
+//!
+//! One cause holds all that wait in a namespace at one time. So a namespace has a clock for each cause, which goes on
+//! while it is the one; a bio notes what they show when it begins to wait, and what they went on by when it gets its
+//! tag. That costs the same however many wait.
+//!
+//! A bio that is a request as it stands and is taken by the driver in its round has not waited: nothing is written or
+//! counted for it here, and its latency is the request's. What waits has its request [marked](Marks::HELD).
+//!
+//! Each bio that shares a request counts for itself, from its own start. A bio that is split is with the device from
+//! the start of its first part to the end of its last. A bio that needs flushes is with the device while it waits for
+//! them: they wait for what the device has in flight. What a thread has put into the ring of a shared queue begins when
+//! the queue's owner takes it from there.
+
+use super::HwQueue;
+use super::namespace::Namespace;
+use crate::Bio;
+use crate::bio::Wait;
+use crate::request::Marks;
+use crate::stats::{Held, OpClass};
+
+impl Namespace {
+    /// Lets the clock go on of what those who wait here have waited for.
+    pub(super) fn advance_clocks(&mut self, now_ns: u64) {
+        if let Some(held) = self.held_by {
+            self.clocks_ns[held as usize] += now_ns.saturating_sub(self.clocks_at_ns);
+        }
+        self.clocks_at_ns = now_ns;
+    }
+
+    /// Bios have come: they begin to wait.
+    pub(super) fn begin_waits(&mut self, now_ns: u64) {
+        let clocks_ns = &self.clocks_ns;
+        // The newest are at the end, but for those with a reserved tag.
+        for bio in self.bios.iter_mut().rev() {
+            if self.fresh == 0 {
+                return;
+            }
+            if bio.wait.since_ns == Wait::UNKNOWN {
+                bio.wait.begin(now_ns, clocks_ns);
+                self.fresh -= 1;
+            }
+        }
+        for bio in self.flush.newest_pending() {
+            if self.fresh == 0 {
+                return;
+            }
+            if bio.wait.since_ns == Wait::UNKNOWN {
+                bio.wait.begin(now_ns, &[0; 3]);
+                self.fresh -= 1;
+            }
+        }
+        self.fresh = 0;
+    }
+}
+
+impl<D> HwQueue<D> {
+    /// Notes what those wait for who wait on, after a round.
+    pub(super) fn note_causes(&mut self) {
+        for number in 0..self.namespaces.len() {
+            let may_take = self.may_take(number, crate::BioFlags::empty());
+            let quiesced = self.quiesced > 0;
+            let namespace = &mut self.namespaces[number];
+            namespace.held_by = match namespace.waiting() {
+                0 => None,
+                _ if namespace.rated.as_ref().is_some_and(super::rated::Rated::is_held) => Some(Held::Limit),
+                _ if !may_take => Some(Held::Tag),
+                _ if namespace.scheduled.is_some() && !quiesced => Some(Held::Scheduler),
+                _ => None,
+            };
+        }
+    }
+
+    /// Requests are left that were offered to the driver or may not be: notes when their bios began to wait for it.
+    #[inline(never)]
+    pub(super) fn note_left(&mut self, now_ns: u64) {
+        let HwQueue { dispatch, table, joined, .. } = self;
+        let joined = std::mem::take(joined);
+        let begin = |bio: &mut Bio| {
+            if bio.wait.since_ns == Wait::UNKNOWN {
+                bio.wait.begin(now_ns, &[0; 3]);
+            }
+        };
+        for number in dispatch.newest_first() {
+            let request = &mut table.requests[usize::from(number)];
+            if request.has(Marks::FLUSH) {
+                continue;
+            }
+            let is_noted = request.has(Marks::HELD);
+            if is_noted && !joined {
+                return;
+            }
+            request.mark(Marks::HELD);
+            if let Some(bio) = &mut request.bio {
+                if !is_noted {
+                    // Made in this round, so it has not waited; what stands there may be of another round.
+                    bio.wait = Wait::default();
+                }
+                begin(bio);
+            }
+            table.each_behind(number, begin);
+        }
+    }
+
+    /// A bio has ended that needed more than its data.
+    pub(super) fn count_sequence(&self, bio: &Bio, now_ns: u64) {
+        let held_ns = bio.wait.held_ns.iter().sum::<u64>();
+        self.count_latency(bio, bio.wait.since_ns.saturating_add(held_ns).min(now_ns), now_ns);
+    }
+
+    /// A bio has ended whose request, or first part, was last handed to the driver at `start_ns`.
+    pub(super) fn count_latency(&self, bio: &Bio, start_ns: u64, now_ns: u64) {
+        if !self.config.stats {
+            return;
+        }
+        let stats = &self.namespaces[usize::from(bio.namespace)].stats;
+        let wait =
+            if bio.wait.since_ns == Wait::UNKNOWN { Wait { since_ns: start_ns, held_ns: [0; 3] } } else { bio.wait };
+        let [limit, scheduler, tag] = wait.held_ns;
+        let waited_ns = start_ns.saturating_sub(wait.since_ns);
+        let dispatch = waited_ns.saturating_sub(limit + scheduler + tag);
+        let latency_ns = now_ns.saturating_sub(wait.since_ns);
+        stats.ended(OpClass::of(bio.op), latency_ns, [limit, scheduler, tag, dispatch]);
+    }
+}
