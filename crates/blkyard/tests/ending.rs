@@ -1,4 +1,4 @@
-//! How `serve` ends when it is told to: in order, within its time, and with a word about what it leaves.
+//! How `serve` and `bench` end when they are told to, whatever hangs; and how `inspect` waits: for a bounded time.
 
 use std::fs::File;
 use std::io::Write;
@@ -239,4 +239,100 @@ fn front_end_that_hangs_does_not_delay_the_end_and_sighup_is_no_end() {
     daemon.signal(Signal::TERM);
     let status = daemon.ended(Duration::from_secs(20));
     assert!(status.success(), "{}", daemon.said());
+}
+
+#[test]
+fn idle_connections_keep_nobody_from_the_control_socket() {
+    const IDLE: usize = 3000;
+    let folder = tempfile::tempdir().unwrap();
+    let mut daemon = Process::start(
+        folder.path(),
+        "daemon",
+        "exec $B serve --device ram:16M --export vhost-user-blk:s --control control",
+    );
+    daemon.ready();
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).unwrap();
+    let control = folder.path().join("control");
+    let idle: Vec<_> = (0..IDLE).map(|_| UnixStream::connect(&control).unwrap()).collect();
+    let begin = Instant::now();
+    let inspect = |arguments: &[&str]| {
+        let mut inspect = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+        inspect.arg("inspect").args(arguments).current_dir(folder.path()).output().unwrap()
+    };
+    let answered = inspect(&["--control", "control", "--timeout-s", "30"]);
+    eprintln!("inspect answered after {:?} beside {} idle connections", begin.elapsed(), idle.len());
+    assert!(answered.status.success(), "{}", String::from_utf8_lossy(&answered.stderr));
+}
+
+#[test]
+fn inspect_waits_for_a_bounded_time() {
+    let folder = tempfile::tempdir().unwrap();
+    // One that never takes anybody, with room in its backlog and without; and one that answers a bit now and then.
+    let silent = UnixListener::bind(folder.path().join("silent")).unwrap();
+    let full = UnixListener::bind(folder.path().join("full")).unwrap();
+    rustix::net::listen(&full, 0).unwrap();
+    let _waiting = UnixStream::connect(folder.path().join("full")).unwrap();
+    let slow = UnixListener::bind(folder.path().join("slow")).unwrap();
+    std::thread::spawn(move || {
+        let mut client = slow.accept().unwrap().0;
+        while client.write_all(b" ").is_ok() {
+            std::thread::sleep(Duration::from_millis(100));
+        }
+    });
+    for name in ["silent", "full", "slow"] {
+        let command = format!("exec $B inspect --control {name} --timeout-s 1");
+        let mut inspect = Process::start(folder.path(), "inspect", &command);
+        let status = inspect.ended(Duration::from_secs(30));
+        let said = inspect.said();
+        let words = format!("control socket {name}: no answer within 1s; wait longer with --timeout-s");
+        assert!(!status.success() && said.contains(&words), "{said}");
+    }
+    drop(silent);
+}
+
+/// Runs `bench` in its two ways, a job for each queue and more jobs than queues, until it has done some I/O and `hang`
+/// has made its back-end silent; it must then end soon at one signal.
+fn check_bench_ends(serve: &str, signals: &[(Signal, &str)], hang: impl Fn(&Process)) {
+    for (jobs, outstanding) in [(1, 4), (3, 12)] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut daemon = Process::start(folder.path(), "daemon", serve);
+        daemon.ready();
+        let mut sessions = 0;
+        for &(signal, name) in signals {
+            let bench = format!("exec $B bench vhost-user:s?timeout_s=600 --iodepth 4 --numjobs {jobs} --runtime 3600");
+            let mut bench = Process::start(folder.path(), name, &bench);
+            let connections = sessions + 1;
+            daemon.wait_until("no client", |said| said.matches("a front-end connected").count() >= connections);
+            sessions = connections;
+            // Once connected it has I/O in flight before long, and always.
+            std::thread::sleep(Duration::from_secs(2));
+            hang(&daemon);
+            std::thread::sleep(Duration::from_secs(1));
+            bench.signal(signal);
+            let begin = Instant::now();
+            let status = bench.ended(Duration::from_secs(30));
+            let said = bench.said();
+            eprintln!("{jobs} jobs, {name}: ended after {:?}", begin.elapsed());
+            let words = format!("outstanding  : {outstanding} I/Os were submitted and not finished");
+            assert!(status.code() == Some(1) && said.contains(&words), "{status}: {said}");
+            daemon.signal(Signal::CONT);
+        }
+    }
+}
+
+#[test]
+fn bench_ends_at_a_signal_although_its_back_end_is_silent() {
+    let serve = "exec $B serve --device null:1G --export 'vhost-user-blk:s?queues=1' --control none";
+    check_bench_ends(serve, &[(Signal::INT, "int"), (Signal::TERM, "term")], |daemon| daemon.signal(Signal::STOP));
+}
+
+#[test]
+fn bench_ends_at_a_signal_although_its_requests_are_dropped() {
+    // Each request is lost until its queue asks for it, which is long after.
+    let serve =
+        "exec $B serve --device 'chaos:16M?timeouts=1&requeues=0' --export 'vhost-user-blk:s?queues=1' --control none";
+    // One for each daemon: the next client would have to wait until the requests are asked for.
+    check_bench_ends(serve, &[(Signal::INT, "int")], |_| ());
 }

@@ -28,11 +28,17 @@ use super::verify;
 pub(crate) struct Gate {
     pub(crate) open: AtomicBool,
     pub(crate) stop: AtomicBool,
+    /// Set after `stop`: report without waiting for what is in flight.
+    pub(crate) abandon: AtomicBool,
 }
 
 /// What a job has to say when it is over.
 #[derive(Debug)]
 pub(crate) struct Outcome {
+    /// The job's number.
+    pub(crate) job: usize,
+    /// I/Os submitted and not finished.
+    pub(crate) outstanding: u64,
     pub(crate) summary: Summary,
     /// Blocks that were not what they should be, of those read back.
     pub(crate) mismatches: u64,
@@ -251,12 +257,18 @@ impl Job {
             return;
         }
         self.tallies.publish(&self.live, now_ns);
+        self.live.set_in_flight(self.in_flight);
         if now_ns >= self.until_ns && self.phase == Phase::Working || self.gate.stop.load(Ordering::Relaxed) {
             self.left = 0;
         }
-        if self.left == 0 && self.in_flight == 0 && self.phase != Phase::Over {
+        if self.left == 0 && self.phase != Phase::Over && (self.in_flight == 0 || self.is_abandoned()) {
             self.end_phase();
         }
+    }
+
+    #[cold]
+    fn is_abandoned(&self) -> bool {
+        self.gate.abandon.load(Ordering::Relaxed)
     }
 
     fn end_phase(&mut self) {
@@ -271,6 +283,8 @@ impl Job {
         self.phase = Phase::Over;
         // Whoever asked is waiting; if it is gone, so is the interest.
         let _ = self.report.send(Outcome {
+            job: self.number,
+            outstanding: self.in_flight as u64,
             summary: self.tallies.summary(),
             mismatches: self.mismatches,
             checked: self.checked,

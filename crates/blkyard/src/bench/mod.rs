@@ -97,6 +97,10 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
         Format::Normal => print!("{}", text::text(&report)),
         Format::Json => println!("{}", report.json()),
     }
+    if report.is_cut_short() {
+        // A back-end that is silent would be waited for.
+        std::mem::forget(device);
+    }
     Ok(if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
@@ -141,7 +145,8 @@ fn memory_available() -> Option<u64> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-/// Runs the load on an open device. SIGINT ends it early, with the report of what was done so far.
+/// Runs the load on an open device. SIGINT or SIGTERM ends it early, with the report of what was done so far. What is
+/// in flight then is waited for, but only for a moment.
 ///
 /// # Errors
 /// See [`BenchError`].
@@ -155,7 +160,6 @@ fn plan_for(args: &BenchArgs, device: &Device) -> Result<Plan, BenchError> {
 
 fn measure_plan(args: &BenchArgs, device: &Device, plan: Plan) -> Result<Report, BenchError> {
     let plan = Arc::new(plan);
-    let signals = Signals::install()?;
     let gate = Arc::new(Gate::default());
     let lives: Vec<_> = (0..plan.jobs).map(|_| Arc::new(Live::default())).collect();
     let (tell, told) = channel();
@@ -172,19 +176,23 @@ fn measure_plan(args: &BenchArgs, device: &Device, plan: Plan) -> Result<Report,
     } else {
         Workers::Lanes(spawn_own(args, &plan, device, jobs)?)
     };
+    // Not before: whatever takes long until here ends by a signal as any program does.
+    let signals = Signals::install()?;
     let cpu_before = CpuTime::now();
     gate.open.store(true, Ordering::Release);
     workers.call();
     let shown = std::io::stderr().is_terminal();
-    let mut progress = Progress::new(&plan, lives, shown);
-    let outcomes = wait(&plan, &gate, &told, &signals, &mut progress);
+    let mut progress = Progress::new(&plan, lives.clone(), shown);
+    let outcomes = wait(&plan, &gate, &told, &signals, &workers, &mut progress);
     let cpu = CpuTime::now().since(cpu_before);
     progress.finish();
-    if !workers.join()? || outcomes.len() < plan.jobs {
+    let is_cut_short = gate.stop.load(Ordering::Relaxed);
+    // Threads that have I/O in flight for ever do not end, and are left behind.
+    let is_abandoned = gate.abandon.load(Ordering::Relaxed);
+    if !is_abandoned && (!workers.join()? || outcomes.len() < plan.jobs) {
         return Err(BenchError::Lost(outcomes.len(), plan.jobs));
     }
-    let is_cut_short = gate.stop.load(Ordering::Relaxed);
-    Ok(Report { is_cut_short, ..add_up(args, &plan, device, outcomes, cpu) })
+    Ok(Report { is_cut_short, ..add_up(args, &plan, device, outcomes, &lives, cpu) })
 }
 
 /// Who does the work.
@@ -243,15 +251,22 @@ fn spawn_own(
     Ok(lanes)
 }
 
-/// Waits until all jobs have reported, or until a signal, and then until they have stopped.
+/// How long I/O in flight may take after a signal.
+const DRAIN_TIME: Duration = Duration::from_secs(2);
+/// How long jobs may take after that to report without it.
+const REPORT_TIME: Duration = Duration::from_secs(1);
+
+/// Waits until all jobs have reported, or until a signal, and then for a bounded time until they have stopped.
 fn wait(
     plan: &Plan,
     gate: &Gate,
     told: &Receiver<Outcome>,
     signals: &Signals,
+    workers: &Workers,
     progress: &mut Progress,
 ) -> Vec<Outcome> {
     const DRAW_EVERY: Duration = Duration::from_millis(250);
+    let (mut stopped, mut abandoned): (Option<Instant>, Option<Instant>) = (None, None);
     let start = Instant::now();
     let mut outcomes = Vec::with_capacity(plan.jobs);
     while outcomes.len() < plan.jobs {
@@ -259,8 +274,20 @@ fn wait(
             Ok(outcome) => outcomes.push(outcome),
             Err(RecvTimeoutError::Timeout) => {
                 progress.draw(start.elapsed());
-                if signals.wait(Some(Duration::ZERO)).is_some() {
-                    gate.stop.store(true, Ordering::Relaxed);
+                let is_signalled = signals.wait(Some(Duration::ZERO)).is_some();
+                match (stopped, abandoned) {
+                    (None, _) if is_signalled => {
+                        gate.stop.store(true, Ordering::Relaxed);
+                        stopped = Some(Instant::now());
+                        workers.call();
+                    }
+                    (Some(at), None) if is_signalled || at.elapsed() >= DRAIN_TIME => {
+                        gate.abandon.store(true, Ordering::Relaxed);
+                        abandoned = Some(Instant::now());
+                        workers.call();
+                    }
+                    (_, Some(at)) if at.elapsed() >= REPORT_TIME => break,
+                    _ => {}
                 }
             }
             Err(RecvTimeoutError::Disconnected) => break,
@@ -269,14 +296,29 @@ fn wait(
     outcomes
 }
 
-fn add_up(args: &BenchArgs, plan: &Plan, device: &Device, outcomes: Vec<Outcome>, cpu: CpuTime) -> Report {
-    let mut summary = Summary::default();
+fn add_up(
+    args: &BenchArgs,
+    plan: &Plan,
+    device: &Device,
+    outcomes: Vec<Outcome>,
+    lives: &[Arc<Live>],
+    cpu: CpuTime,
+) -> Report {
+    let (mut summary, mut outstanding) = (Summary::default(), 0);
+    let mut silent: Vec<_> = lives.iter().map(Some).collect();
     let (mut checked, mut mismatches, mut complaints) = (0, 0, Vec::new());
     for outcome in outcomes {
         summary.merge(&outcome.summary);
         checked += outcome.checked;
         mismatches += outcome.mismatches;
         complaints.extend(outcome.complaints);
+        outstanding += outcome.outstanding;
+        silent[outcome.job] = None;
+    }
+    for (job, live) in silent.into_iter().enumerate().filter_map(|(job, live)| Some((job, live?))) {
+        summary.merge(&live.summary());
+        outstanding += live.in_flight();
+        complaints.push(format!("job {job}: it sleeps until its I/O is finished; its latencies are not known"));
     }
     Report {
         device: device.info().name.clone(),
@@ -287,6 +329,7 @@ fn add_up(args: &BenchArgs, plan: &Plan, device: &Device, outcomes: Vec<Outcome>
         checked,
         mismatches,
         complaints,
+        outstanding,
         is_cut_short: false,
     }
 }

@@ -27,6 +27,8 @@ pub struct Report {
     pub(crate) checked: u64,
     pub(crate) mismatches: u64,
     pub(crate) complaints: Vec<String>,
+    /// I/Os that were submitted and not finished.
+    pub(crate) outstanding: u64,
     /// A signal ended it early.
     pub(crate) is_cut_short: bool,
 }
@@ -52,9 +54,14 @@ impl Report {
         self.mismatches
     }
 
-    /// Whether nothing failed and nothing differed.
+    /// I/Os that were submitted and not finished a moment after a signal had ended the run.
+    pub fn outstanding(&self) -> u64 {
+        self.outstanding
+    }
+
+    /// Whether nothing failed, nothing differed and nothing is outstanding.
     pub fn is_good(&self) -> bool {
-        self.errors() == 0 && self.mismatches == 0
+        self.errors() == 0 && self.mismatches == 0 && self.outstanding == 0
     }
 
     /// I/Os done, of all directions.
@@ -80,7 +87,7 @@ impl Report {
         self.summary.depths.map(|count| count as f64 * 100.0 / all.max(1) as f64)
     }
 
-    /// fio's JSON, with `cpu_ns_per_io` and `verify` added.
+    /// fio's JSON, with `cpu_ns_per_io`, `outstanding` and `verify` added.
     pub fn json(&self) -> String {
         let (usr_cpu, sys_cpu) = self.cpu_percent();
         let whole = Json {
@@ -101,6 +108,7 @@ impl Report {
                 cpu_ns_per_io: self.cpu_ns_per_io(),
                 iodepth_level: Ordered(DEPTH_NAMES.into_iter().zip(self.depth_percent()).collect()),
                 total_err: self.errors(),
+                outstanding: self.outstanding,
                 verify: Checked { blocks: self.checked, mismatches: self.mismatches },
                 complaints: &self.complaints,
             }],
@@ -177,6 +185,7 @@ struct Group<'a> {
     cpu_ns_per_io: f64,
     iodepth_level: Ordered<&'static str, f64>,
     total_err: u64,
+    outstanding: u64,
     verify: Checked,
     complaints: &'a [String],
 }

@@ -13,9 +13,35 @@ use blkyard_mq::{Histogram, HistogramSnapshot, Op, OpClass};
 pub(crate) struct Live {
     ios: [AtomicU64; 4],
     bytes: [AtomicU64; 4],
+    first_ns: [AtomicU64; 4],
+    last_ns: [AtomicU64; 4],
+    in_flight: AtomicU64,
 }
 
 impl Live {
+    /// Notes how many I/Os are in flight.
+    #[inline]
+    pub(crate) fn set_in_flight(&self, in_flight: usize) {
+        self.in_flight.store(in_flight as u64, Relaxed);
+    }
+
+    /// I/Os in flight, as of the last round.
+    pub(crate) fn in_flight(&self) -> u64 {
+        self.in_flight.load(Relaxed)
+    }
+
+    /// What was counted so far, without latencies: of a job that does not say it.
+    pub(crate) fn summary(&self) -> Summary {
+        let class = |index: usize| ClassSummary {
+            ios: self.ios[index].load(Relaxed),
+            bytes: self.bytes[index].load(Relaxed),
+            first_ns: self.first_ns[index].load(Relaxed),
+            last_ns: self.last_ns[index].load(Relaxed),
+            ..ClassSummary::default()
+        };
+        Summary { classes: std::array::from_fn(class), depths: [0; DEPTHS] }
+    }
+
     /// I/Os and bytes of one class so far.
     pub(crate) fn of(&self, class: OpClass) -> (u64, u64) {
         (self.ios[class as usize].load(Relaxed), self.bytes[class as usize].load(Relaxed))
@@ -121,6 +147,8 @@ impl Tallies {
                 tally.last_ns = now_ns;
                 live.ios[index].store(tally.ios, Relaxed);
                 live.bytes[index].store(tally.bytes, Relaxed);
+                live.first_ns[index].store(tally.first_ns, Relaxed);
+                live.last_ns[index].store(tally.last_ns, Relaxed);
             }
         }
     }

@@ -38,6 +38,9 @@ pub(crate) fn text(report: &Report) -> String {
     if report.errors() > 0 {
         let _ = writeln!(out, "  errors       : {} I/Os failed", report.errors());
     }
+    if report.outstanding() > 0 {
+        let _ = writeln!(out, "  outstanding  : {} I/Os were submitted and not finished", report.outstanding());
+    }
     for complaint in &report.complaints {
         let _ = writeln!(out, "  {complaint}");
     }

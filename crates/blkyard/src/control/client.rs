@@ -1,17 +1,25 @@
-//! The other end of a control socket: finds the daemon, asks, and waits for the answer.
+//! The other end of a control socket: finds the daemon, asks, and waits for the answer, for a bounded time.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use serde_json::Value;
 
 use super::place;
 use super::wire::{ANSWER_BYTES_MAX, Wish, parse_answer, request_line};
 
-/// How long to wait for an answer: longer than any change may take, and others before us.
-const ANSWER_TIME: Duration = Duration::from_mins(2);
+/// How long `inspect` waits for an answer unless it is told: lanes have 2 s to say what they see.
+pub const INSPECT_TIMEOUT_S: u64 = 10;
+/// How long `set` does: longer than most changes take, and others before us.
+pub const SET_TIMEOUT_S: u64 = 120;
+/// As long as either may be told to wait.
+pub const TIMEOUT_S_MAX: u64 = 86_400;
+/// How soon a listener whose backlog was full is tried again.
+const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
@@ -31,12 +39,12 @@ pub enum AskError {
         cause: std::io::Error,
     },
     /// The daemon did not answer.
-    #[error("control socket {}: no answer: {cause}; see whether the daemon is busy or ending", path.display())]
+    #[error("control socket {}: no answer {cause}; wait longer with --timeout-s, or see whether the daemon hangs or ends", path.display())]
     Silent {
         /// The socket.
         path: PathBuf,
-        /// What the system said.
-        cause: std::io::Error,
+        /// Within what time; or what the system said.
+        cause: String,
     },
     /// The daemon said no.
     #[error("{0}")]
@@ -51,11 +59,12 @@ fn list(sockets: &[PathBuf]) -> String {
     sockets.iter().map(|socket| format!("  {}", socket.display())).collect::<Vec<_>>().join("\n")
 }
 
-/// Asks the daemon at a socket, or the only one that runs.
+/// Asks the daemon at a socket, or the only one that runs. Waits for no longer than this.
 ///
 /// # Errors
 /// See [`AskError`].
-pub fn ask(socket: Option<&Path>, wish: &Wish) -> Result<Value, AskError> {
+pub fn ask(socket: Option<&Path>, wish: &Wish, within: Duration) -> Result<Value, AskError> {
+    let deadline = Instant::now() + within;
     let found;
     let path = if let Some(path) = socket {
         path
@@ -63,17 +72,80 @@ pub fn ask(socket: Option<&Path>, wish: &Wish) -> Result<Value, AskError> {
         found = the_only_one()?;
         &found
     };
-    let stream = UnixStream::connect(path).map_err(|cause| AskError::Connect { path: path.into(), cause })?;
-    let silent = |cause| AskError::Silent { path: path.into(), cause };
-    stream.set_read_timeout(Some(ANSWER_TIME)).map_err(silent)?;
-    stream.set_write_timeout(Some(ANSWER_TIME)).map_err(silent)?;
-    (&stream).write_all(request_line(wish).as_bytes()).map_err(silent)?;
-    let mut line = Vec::new();
-    BufReader::new(stream.take(ANSWER_BYTES_MAX as u64)).read_until(b'\n', &mut line).map_err(silent)?;
-    if line.is_empty() {
-        return Err(silent(std::io::ErrorKind::UnexpectedEof.into()));
+    let silent = |error: &io::Error| {
+        let cause = match error.kind() {
+            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => format!("within {within:?}"),
+            _ => format!("({error})"),
+        };
+        AskError::Silent { path: path.into(), cause }
+    };
+    loop {
+        let stream = connect(path, deadline).map_err(|cause| match cause.kind() {
+            io::ErrorKind::TimedOut => silent(&cause),
+            _ => AskError::Connect { path: path.into(), cause },
+        })?;
+        match exchange(&stream, request_line(wish).as_bytes(), deadline) {
+            Ok(line) => return parse_answer(&line).map_err(AskError::Refused),
+            // Crowded out before it was read. Looking twice harms nobody.
+            Err(error) if was_let_go(&error) && *wish == Wish::Inspect && Instant::now() < deadline => {
+                std::thread::sleep(RETRY_INTERVAL);
+            }
+            Err(error) => return Err(silent(&error)),
+        }
     }
-    parse_answer(&line).map_err(AskError::Refused)
+}
+
+fn was_let_go(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
+}
+
+/// Sends a request and reads the line that answers it.
+fn exchange(mut stream: &UnixStream, request: &[u8], deadline: Instant) -> io::Result<Vec<u8>> {
+    stream.set_write_timeout(Some(left(deadline)?))?;
+    stream.write_all(request)?;
+    let (mut line, mut piece) = (Vec::new(), vec![0; 1 << 16]);
+    while line.last() != Some(&b'\n') && line.len() < ANSWER_BYTES_MAX {
+        stream.set_read_timeout(Some(left(deadline)?))?;
+        match stream.read(&mut piece) {
+            Ok(0) if line.is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(0) => break,
+            Ok(read) => line.extend_from_slice(&piece[..read]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(line)
+}
+
+fn left(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+}
+
+/// Connects. A listener whose backlog is full is tried again until the deadline, at least once.
+///
+/// # Errors
+/// Nobody listens there, or takes no connection in time.
+pub fn connect(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
+    let address = SocketAddrUnix::new(path)?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    while let Err(error) = rustix::net::connect(&socket, &address) {
+        match error {
+            Errno::INTR => {}
+            Errno::AGAIN if Instant::now() < deadline => std::thread::sleep(RETRY_INTERVAL),
+            Errno::AGAIN => return Err(io::ErrorKind::TimedOut.into()),
+            error => return Err(error.into()),
+        }
+    }
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+/// Whether somebody listens at a socket. A full backlog is somebody who does.
+pub fn is_listened_at(path: &Path) -> bool {
+    connect(path, Instant::now()).map_or_else(|error| error.kind() == io::ErrorKind::TimedOut, |_| true)
 }
 
 fn the_only_one() -> Result<PathBuf, AskError> {

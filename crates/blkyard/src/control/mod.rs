@@ -14,7 +14,8 @@ use std::sync::Arc;
 
 use blkyard_export::BoundSocket;
 
-pub use client::{AskError, ask};
+pub(crate) use client::connect;
+pub use client::{AskError, INSPECT_TIMEOUT_S, SET_TIMEOUT_S, TIMEOUT_S_MAX, ask};
 pub use daemon::{Daemon, ServedDevice, ServedExport};
 pub use place::ControlPlace;
 pub use server::{Answer, ControlServer};

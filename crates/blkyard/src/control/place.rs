@@ -4,10 +4,11 @@
 //! `SOCKET.control` beside the first export's SOCKET, where only who stands in that folder finds it.
 
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use blkyard_export::{BoundSocket, SocketConfig, SocketError};
+
+use super::client::is_listened_at;
 
 /// What follows an export's socket in the name of the control socket beside it.
 const BESIDE: &str = "control";
@@ -79,7 +80,7 @@ pub fn folders() -> Vec<PathBuf> {
 pub fn daemons() -> Vec<PathBuf> {
     let named = folders().into_iter().flat_map(|folder| sockets(&folder, "sock"));
     let all = named.chain(sockets(Path::new("."), BESIDE));
-    all.filter(|path| UnixStream::connect(path).is_ok()).collect()
+    all.filter(|path| is_listened_at(path)).collect()
 }
 
 /// Removes what daemons left behind that were killed.
@@ -87,7 +88,7 @@ fn sweep(folder: &Path) {
     for path in sockets(folder, "sock") {
         let ended = path.file_stem().is_some_and(|id| !Path::new("/proc").join(id).exists());
         let is_socket = std::fs::symlink_metadata(&path).is_ok_and(|metadata| metadata.file_type().is_socket());
-        if ended && is_socket && UnixStream::connect(&path).is_err() {
+        if ended && is_socket && !is_listened_at(&path) {
             let _ = std::fs::remove_file(&path);
         }
     }

@@ -1,7 +1,9 @@
 //! The thread of a control socket: takes a bounded number of clients and answers one request at a time.
 //!
 //! A client may be slow, silent, endless or gone: it holds up nobody but itself, and only for a bounded time. While
-//! its answer is not sent it is not read from, so what is kept for it is bounded as well.
+//! its answer is not sent it is not read from, so what is kept for it is bounded as well. A new client takes the place
+//! of the one that has been without a request for longest, so thousands of idle connections keep nobody out; one whose
+//! request has come by then is answered.
 //!
 //! Does not know what the requests mean.
 
@@ -18,8 +20,11 @@ use serde_json::Value;
 
 use super::wire::{REQUEST_BYTES_MAX, Wish, answer_line, parse_request};
 
-/// Clients at one time. The next waits in the socket's backlog until one leaves or its time is up.
-pub const CLIENTS_MAX: usize = 8;
+/// Clients at one time. The next takes the place of an idle one, and waits in the socket's backlog while there is none.
+pub const CLIENTS_MAX: usize = 32;
+
+/// Connections taken in one round: some are always answered before the next are taken.
+const ACCEPTS_MAX: usize = 256;
 
 /// How long a client may take from one request to the next, and to read an answer. People do not type here.
 pub const CLIENT_TIME: Duration = Duration::from_secs(10);
@@ -140,7 +145,7 @@ impl<A: FnMut(Wish, &UnixStream) -> Answer> Serving<A> {
         let timeout =
             due.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) });
         let mut fds = vec![PollFd::new(&*self.stop, PollFlags::IN)];
-        if self.clients.len() < CLIENTS_MAX {
+        if self.clients.len() < CLIENTS_MAX || self.clients.iter().any(Client::is_idle) {
             fds.push(PollFd::new(self.socket.listener(), PollFlags::IN));
         }
         for client in &self.clients {
@@ -158,10 +163,16 @@ impl<A: FnMut(Wish, &UnixStream) -> Answer> Serving<A> {
     }
 
     fn accept(&mut self) {
-        while self.clients.len() < CLIENTS_MAX {
+        for _ in 0..ACCEPTS_MAX {
+            if self.clients.len() >= CLIENTS_MAX && !self.make_room() {
+                return;
+            }
             match self.socket.listener().accept() {
                 Ok((stream, _)) if is_ours(&stream) && stream.set_nonblocking(true).is_ok() => {
-                    self.clients.push(Client::new(stream));
+                    let mut client = Client::new(stream);
+                    // Its request may have come while it waited: then it keeps its place until it is answered.
+                    client.read_ahead();
+                    self.clients.push(client);
                 }
                 Ok(_) => tracing::warn!("the control socket: another user's process was turned away"),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
@@ -171,6 +182,19 @@ impl<A: FnMut(Wish, &UnixStream) -> Answer> Serving<A> {
                     std::thread::sleep(Duration::from_millis(100));
                     return;
                 }
+            }
+        }
+    }
+
+    /// Lets go of the client that has been idle for longest. False if there is none.
+    fn make_room(&mut self) -> bool {
+        loop {
+            let idle = self.clients.iter().enumerate().filter(|(_, client)| client.is_idle());
+            let Some((index, _)) = idle.min_by_key(|(_, client)| client.since) else { return false };
+            self.clients[index].read_ahead();
+            if self.clients[index].is_idle() {
+                drop(self.clients.swap_remove(index));
+                return true;
             }
         }
     }
@@ -225,6 +249,23 @@ impl Client {
     /// Whether a whole request was read and not yet answered.
     fn has_request(&self) -> bool {
         !self.is_owed() && !self.closing && self.input.contains(&b'\n')
+    }
+
+    /// Whether it has asked for nothing that is still to be answered.
+    fn is_idle(&self) -> bool {
+        !self.is_owed() && !self.has_request()
+    }
+
+    /// Reads what has come, if it is none that waits already. What is wrong with the connection is found in its turn.
+    fn read_ahead(&mut self) {
+        let mut bytes = [0; 4096];
+        while self.is_idle() && self.input.len() < REQUEST_BYTES_MAX {
+            let room = bytes.len().min(REQUEST_BYTES_MAX - self.input.len());
+            match self.stream.read(&mut bytes[..room]) {
+                Ok(n) if n > 0 => self.input.extend_from_slice(&bytes[..n]),
+                _ => return,
+            }
+        }
     }
 
     /// Sends what is owed, as far as it goes.
@@ -361,14 +402,39 @@ mod tests {
     }
 
     #[test]
-    fn silent_clients_are_let_go_and_the_one_that_waits_is_served() {
+    fn silent_clients_are_let_go() {
         let ground = ground(Duration::from_secs(3), 3);
         let mut silent: Vec<_> = (0..CLIENTS_MAX).map(|_| ground.dial()).collect();
         let _ = say(&silent[0], b"{");
-        let mut waiting = ground.dial();
-        say(&waiting, request_line(&Wish::Inspect).as_bytes()).unwrap();
-        assert_eq!(hear(&mut waiting).unwrap().unwrap(), "xxx");
         assert!(silent.iter_mut().all(is_closed));
+    }
+
+    #[test]
+    fn new_client_takes_the_place_of_the_longest_idle_one() {
+        let ground = ground(Duration::from_mins(10), 3);
+        let mut idle: Vec<_> = (0..CLIENTS_MAX).map(|_| ground.dial()).collect();
+        // The first has asked since the others came, and the second has begun to: that is no request.
+        say(&idle[0], request_line(&Wish::Inspect).as_bytes()).unwrap();
+        assert_eq!(hear(&mut idle[0]).unwrap().unwrap(), "xxx");
+        let _ = say(&idle[1], b"{");
+        let mut new = ground.dial();
+        say(&new, request_line(&Wish::Inspect).as_bytes()).unwrap();
+        assert_eq!(hear(&mut new).unwrap().unwrap(), "xxx");
+        assert!(is_closed(&mut idle[1]));
+        say(&idle[0], request_line(&Wish::Inspect).as_bytes()).unwrap();
+        assert_eq!(hear(&mut idle[0]).unwrap().unwrap(), "xxx", "the one that asked last is still there");
+    }
+
+    #[test]
+    fn client_that_has_asked_is_answered_however_many_connect() {
+        let ground = ground(LIMIT, 3);
+        for _ in 0..20 {
+            let mut before: Vec<_> = (0..2 * CLIENTS_MAX).map(|_| ground.dial()).collect();
+            let mut asking = ground.dial();
+            say(&asking, request_line(&Wish::Inspect).as_bytes()).unwrap();
+            before.extend((0..2 * CLIENTS_MAX).map(|_| ground.dial()));
+            assert_eq!(hear(&mut asking).unwrap().unwrap(), "xxx");
+        }
     }
 
     #[test]

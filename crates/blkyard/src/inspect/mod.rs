@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use crate::control::{AskError, Kind, Target, Wish, ask};
+use crate::control::{AskError, INSPECT_TIMEOUT_S, Kind, TIMEOUT_S_MAX, Target, Wish, ask};
+use crate::spec::number;
 pub(crate) use collect::request_node;
 pub use collect::{collect, op_name};
 pub use text::show_time;
@@ -29,6 +30,9 @@ pub struct InspectArgs {
     /// Show what is counted within so many seconds from now, instead of since the start of the daemon.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..=86400))]
     pub window: Option<u32>,
+    /// How long to wait for the daemon's answer, seconds.
+    #[arg(long, value_name = "SECONDS", default_value_t = INSPECT_TIMEOUT_S, value_parser = number(1, TIMEOUT_S_MAX))]
+    pub timeout_s: u64,
     /// Show only these: daemon, devices, exports, lanes, or one of them as device:0, export:0, lane:0. Repeat for more.
     ///
     /// A device or an export may also be called as it was for serve, or by the end of that.
@@ -56,7 +60,7 @@ pub enum InspectError {
 /// See [`InspectError`].
 pub fn run(args: &InspectArgs) -> Result<ExitCode, InspectError> {
     let mut tree = match args.window {
-        None => ask(args.control.as_deref(), &Wish::Inspect)?,
+        None => ask(args.control.as_deref(), &Wish::Inspect, Duration::from_secs(args.timeout_s))?,
         Some(seconds) => look_twice(args, Duration::from_secs(seconds.into()))?,
     };
     if !args.parts.is_empty() {
@@ -76,7 +80,7 @@ pub fn run(args: &InspectArgs) -> Result<ExitCode, InspectError> {
 /// Asks a daemon twice, and says what was counted in between.
 fn look_twice(args: &InspectArgs, window: Duration) -> Result<Value, InspectError> {
     let look = || -> Result<(Tree, Instant), InspectError> {
-        let tree = ask(args.control.as_deref(), &Wish::Inspect)?;
+        let tree = ask(args.control.as_deref(), &Wish::Inspect, Duration::from_secs(args.timeout_s))?;
         Ok((serde_json::from_value(tree)?, Instant::now()))
     };
     let (then, from) = look()?;

@@ -6,8 +6,10 @@ mod size;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
-use crate::control::{AskError, Wish, ask};
+use crate::control::{AskError, SET_TIMEOUT_S, TIMEOUT_S_MAX, Wish, ask};
+use crate::spec::number;
 pub use apply::apply;
 
 /// What `set` may be told.
@@ -16,6 +18,10 @@ pub struct SetArgs {
     /// The daemon's control socket. Default: that of the only daemon there is.
     #[arg(long, value_name = "PATH")]
     pub control: Option<PathBuf>,
+    /// How long to wait for the daemon's answer, seconds. A change that is under way
+    /// is not undone after that.
+    #[arg(long, value_name = "SECONDS", default_value_t = SET_TIMEOUT_S, value_parser = number(1, TIMEOUT_S_MAX))]
+    pub timeout_s: u64,
     /// What is to change: device:0 or export:0 by its number, its name or the end of its name; or daemon.
     #[arg(value_name = "PART")]
     pub part: String,
@@ -64,7 +70,8 @@ pub fn run(args: &SetArgs) -> Result<ExitCode, SetError> {
             return Err(SetError::Twice { part: args.part.clone(), key: key.clone() });
         }
     }
-    let done = ask(args.control.as_deref(), &Wish::Set { what: args.part.clone(), values })?;
+    let wish = Wish::Set { what: args.part.clone(), values };
+    let done = ask(args.control.as_deref(), &wish, Duration::from_secs(args.timeout_s))?;
     done.as_array().into_iter().flatten().filter_map(|line| line.as_str()).for_each(|line| println!("{line}"));
     Ok(ExitCode::SUCCESS)
 }

@@ -12,7 +12,7 @@ use blkyard_mq::DeviceInfo;
 use super::VERSION;
 use super::parcel::{Files, Habits, Parcel, SocketPart, next};
 use super::wire::{receive, send};
-use crate::control::{Wish, parse_answer, request_line};
+use crate::control::{Wish, connect, parse_answer, request_line};
 use crate::plan::{DiskPlan, Settings};
 use crate::spec::SpecError;
 
@@ -76,7 +76,7 @@ pub fn take(path: &Path) -> Result<Heritage, SpecError> {
     let problem = |cause: String, cure: &str| SpecError::new(format!("takeover of {}", path.display()), cause, cure);
     let silent =
         |error: std::io::Error| problem(format!("no answer: {error}"), "see whether that daemon is busy or ending");
-    let daemon = UnixStream::connect(path).map_err(|error| {
+    let daemon = connect(path, Instant::now() + ANSWER_TIME).map_err(|error| {
         let cure = "name the control socket of a daemon that runs, which it says when it starts";
         problem(format!("no daemon listens there: {error}"), cure)
     })?;
