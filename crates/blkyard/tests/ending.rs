@@ -200,8 +200,8 @@ fn idle_daemon_ends_although_its_back_end_is_silent() {
     chain.first.signal(Signal::STOP);
     chain.second.signal(Signal::TERM);
     let status = chain.second.ended(PATIENCE);
-    let said = chain.second.said();
-    assert!(status.success() && said.contains("all I/O is finished, but a device is not closed after 2s"), "{said}");
+    // Nothing is in flight, so nothing is left.
+    assert!(status.success(), "{status}: {}", chain.second.said());
 }
 
 #[test]
