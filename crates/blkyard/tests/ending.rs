@@ -131,19 +131,33 @@ impl Chain {
             "client",
             "exec $B bench 'vhost-user:second?gone_s=600' --rw randwrite --verify crc32c --iodepth 4",
         );
-        let mut chain = Chain { folder, first, second, client };
+        let chain = Chain { folder, first, second, client };
         let begin = Instant::now();
-        while !chain.has_written() {
+        while chain.queue()["ops"]["write"]["ios"].as_u64().unwrap_or(0) == 0 {
             assert!(begin.elapsed() < PATIENCE, "nothing is written: {}", chain.client.said());
         }
         chain
     }
 
-    fn has_written(&mut self) -> bool {
+    /// The second daemon's queue, as `inspect` shows it.
+    fn queue(&self) -> serde_json::Value {
         let mut look = Command::new(env!("CARGO_BIN_EXE_blkyard"));
         look.args(["inspect", "--control", "control", "--json"]).current_dir(self.folder.path());
         let tree: serde_json::Value = serde_json::from_slice(&look.output().unwrap().stdout).unwrap();
-        tree["exports"][0]["queues"][0]["ops"]["write"]["ios"].as_u64().unwrap_or(0) > 0
+        tree["exports"][0]["queues"][0].clone()
+    }
+
+    /// Stops the first daemon, and waits until it has in flight all that the client submits.
+    fn hang(&self) {
+        self.first.signal(Signal::STOP);
+        let begin = Instant::now();
+        // Twice in a row, in case it has not stopped yet.
+        let mut full = 0;
+        while full < 2 {
+            full = if self.queue()["now"]["in_flight"] == 4 { full + 1 } else { 0 };
+            assert!(begin.elapsed() < PATIENCE, "the queue does not fill: {}", self.queue());
+            std::thread::sleep(Duration::from_millis(100));
+        }
     }
 
     /// The first daemon hangs; what it had in flight is reported by the second, which ends.
@@ -167,7 +181,7 @@ impl Chain {
 #[test]
 fn hanging_device_is_left_after_the_drain_time_and_its_requests_are_done_again() {
     let mut chain = Chain::start("--drain-s 2");
-    chain.first.signal(Signal::STOP);
+    chain.hang();
     chain.second.signal(Signal::TERM);
     let begin = Instant::now();
     chain.check_left(PATIENCE);
@@ -185,7 +199,7 @@ fn hanging_device_is_left_after_the_drain_time_and_its_requests_are_done_again()
 #[test]
 fn second_signal_ends_at_once() {
     let mut chain = Chain::start("--drain-s 3600");
-    chain.first.signal(Signal::STOP);
+    chain.hang();
     chain.second.signal(Signal::TERM);
     chain.second.wait_until("it does not drain", |said| said.contains("for 3600 s at most"));
     chain.second.signal(Signal::INT);
