@@ -10,6 +10,7 @@ pub mod bench;
 pub mod control;
 pub mod floor;
 pub mod inspect;
+pub mod log;
 pub mod plan;
 pub mod rate;
 pub mod scheduler;

@@ -1,11 +1,11 @@
 //! The program `blkyard`: reads the command line and runs one command.
 #![forbid(unsafe_code)]
 
-use std::io::IsTerminal;
+use std::panic::catch_unwind;
 use std::process::ExitCode;
 
 use blkyard::plan::Word;
-use blkyard::{bench, floor, inspect, serve, set, study};
+use blkyard::{bench, floor, inspect, log, serve, set, study};
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Multi-queue disks for virtual machines, hosts and programs, from user space.
@@ -47,15 +47,28 @@ enum Command {
     Study(study::StudyArgs),
 }
 
+/// Exit code of a program whose main thread panicked, as Rust has it.
+const PANICKED: u8 = 101;
+
 fn main() -> ExitCode {
-    let matches = Cli::command().get_matches();
-    let cli = match Cli::from_arg_matches(&matches) {
-        Ok(cli) => cli,
-        Err(error) => error.exit(),
+    let code = catch_unwind(run).unwrap_or(ExitCode::from(PANICKED));
+    log::flush();
+    code
+}
+
+fn run() -> ExitCode {
+    let parsed = Cli::command().try_get_matches().and_then(|matches| Ok((Cli::from_arg_matches(&matches)?, matches)));
+    let (cli, matches) = match parsed {
+        Ok(parsed) => parsed,
+        Err(error) => {
+            let code = ExitCode::from(error.exit_code() as u8);
+            return match error.print() {
+                Err(unwritten) if !error.use_stderr() => log::unwritten(&unwritten),
+                _ => code,
+            };
+        }
     };
-    let level = if cli.verbose { tracing::Level::DEBUG } else { tracing::Level::INFO };
-    let log = tracing_subscriber::fmt().with_max_level(level).with_writer(std::io::stderr).with_target(false);
-    log.without_time().with_ansi(std::io::stderr().is_terminal()).init();
+    log::install(if cli.verbose { tracing::Level::DEBUG } else { tracing::Level::INFO });
     match cli.command {
         Command::Serve(args) => {
             let words = matches.subcommand_matches("serve").map(words).unwrap_or_default();
@@ -71,7 +84,7 @@ fn main() -> ExitCode {
 
 fn report<E: std::fmt::Display>(result: Result<ExitCode, E>) -> ExitCode {
     result.unwrap_or_else(|error| {
-        eprintln!("blkyard: {error}");
+        log::fail(error);
         ExitCode::FAILURE
     })
 }

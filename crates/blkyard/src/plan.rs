@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 
 use crate::control::ControlPlace;
+use crate::log::LogFormat;
 use crate::spec::{Spec, SpecError};
 
 /// The key of a socket's permissions, which are octal wherever they are text.
@@ -41,6 +42,8 @@ pub struct Settings {
     pub lock_wait_s: Option<u64>,
     /// How long what is in flight may take when the daemon ends, seconds.
     pub drain_s: Option<u64>,
+    /// How log lines look.
+    pub log_format: Option<LogFormat>,
 }
 
 /// A device and the exports that serve it.
@@ -119,6 +122,7 @@ struct File {
     control: Option<String>,
     lock_wait_s: Option<u64>,
     drain_s: Option<u64>,
+    log_format: Option<LogFormat>,
 }
 
 /// A device or an export: its name, its options as keys, and for a device its exports.
@@ -178,6 +182,7 @@ fn from_toml(text: &str, path: &Path) -> Result<Plan, PlanError> {
         control: file.control.map(|place| place.as_str().into()),
         lock_wait_s: file.lock_wait_s,
         drain_s: file.drain_s,
+        log_format: file.log_format,
     };
     Ok(Plan { disks: some_device_is_named(disks)?, settings })
 }

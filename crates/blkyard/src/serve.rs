@@ -21,6 +21,7 @@ use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, Se
 use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::ending::{StopToken, supervise};
 use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
+use crate::log::{self, LogFormat, say};
 use crate::plan::{
     DiskPlan, MODE_KEY, MODE_WANTED, Plan, PlanError, Settings, Word, from_file, from_words, parse_mode, unserved,
 };
@@ -29,7 +30,7 @@ use crate::rate::{RateSlot, take_own_rate};
 use crate::scheduler::take_device_scheduler;
 use crate::spec::{Spec, SpecError, number, show_size};
 use crate::takeover::{self, Heritage};
-use crate::watch::{Watch, say};
+use crate::watch::Watch;
 
 /// What `serve` may be told.
 #[derive(Clone, Debug, clap::Args)]
@@ -71,7 +72,8 @@ pub struct ServeArgs {
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["device", "export", "config", "control", "lock_wait_s"])]
     pub takeover: Option<PathBuf>,
     /// Read devices and exports from a TOML file instead: tables `device` and `device.export`, each with spec = "..."
-    /// and the options above as keys; at the top lanes, cpus, spin_us, stats, control, lock_wait_s and drain_s.
+    /// and the options above as keys; at the top lanes, cpus, spin_us, stats, control, lock_wait_s, drain_s and
+    /// log_format.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["device", "export"])]
     pub config: Option<PathBuf>,
     /// Print a line for each export every so many seconds.
@@ -99,6 +101,10 @@ pub struct ServeArgs {
     /// says what is still in flight, and exits; the front-ends keep the record of it. Seconds; default: 30.
     #[arg(long, value_name = "SECONDS", value_parser = number(0, DRAIN_S_MAX))]
     pub drain_s: Option<u64>,
+    /// How the lines of the log look, on standard error: text for people, or JSON for machines, an object a line.
+    /// Default: text.
+    #[arg(long, value_name = "FORMAT", value_enum)]
+    pub log_format: Option<LogFormat>,
 }
 
 /// Longer than any disk tries to do an operation: Linux gives one of SCSI up after 30 s, and after five more tries.
@@ -132,6 +138,7 @@ impl ServeArgs {
             control: self.control.clone().or(settings.control),
             lock_wait_s: self.lock_wait_s.or(bounded("lock_wait_s", settings.lock_wait_s, 0, LOCK_WAIT_S_MAX)?),
             drain_s: self.drain_s.or(bounded("drain_s", settings.drain_s, 0, DRAIN_S_MAX)?),
+            log_format: self.log_format.or(settings.log_format),
         })
     }
 }
@@ -250,6 +257,7 @@ pub(crate) type Make = Box<dyn FnOnce() -> VhostQueue<DeviceQueue> + Send>;
 /// # Errors
 /// See [`ServeError`]. What was in flight is finished first, if that is done in time.
 pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
+    args.log_format.iter().for_each(|format| log::set_format(*format));
     let signals = Signals::install()?.and_hangup()?;
     let (args, words) = (args.clone(), words.to_vec());
     supervise(&signals, move |stop| serve(&args, &words, stop))
@@ -270,6 +278,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         (None, None) => Plan { disks: from_words(words)?, settings: Settings::default() },
     };
     let args = &args.or(settings)?;
+    args.log_format.iter().for_each(|format| log::set_format(*format));
     let patience = Patience { stop, limit: Duration::from_secs(args.lock_wait_s.unwrap_or(LOCK_WAIT_S)) };
     let plans = disks.clone();
     let Some(opened) = open(disks, &patience, heritage.as_mut())? else { return Ok(()) };

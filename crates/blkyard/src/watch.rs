@@ -1,7 +1,6 @@
 //! What `serve` says while it serves, on request: for each export what happened since it last said so.
 
-use std::fmt::{Display, Write};
-use std::io::Write as _;
+use std::fmt::Write;
 use std::time::Instant;
 
 use blkyard_export::QueueWatch;
@@ -10,6 +9,7 @@ use blkyard_mq::{OpClass, OpSnapshot, StatsSnapshot};
 use crate::Device;
 use crate::control::Daemon;
 use crate::inspect::{op_name, show_time};
+use crate::log::say;
 
 /// The exports that are watched.
 pub struct Watch {
@@ -42,12 +42,6 @@ impl Watch {
             }
         }
     }
-}
-
-/// Says a line to whoever started the daemon. Nobody may listen any more: that ends the telling, not the daemon.
-pub fn say(line: impl Display) {
-    let mut stdout = std::io::stdout();
-    let _ = writeln!(stdout, "{line}").and_then(|()| stdout.flush());
 }
 
 impl Watched {

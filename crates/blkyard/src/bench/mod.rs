@@ -37,6 +37,7 @@ pub use report::Report;
 pub(crate) use text::count;
 
 use crate::disk::queue_depth;
+use crate::log::print;
 use crate::rate::take_own_rate;
 use crate::scheduler::take_device_scheduler;
 use crate::spec::{Spec, SpecError};
@@ -93,15 +94,16 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     let device = Device::from_spec(spec)?;
     lay_out(args, &device)?;
     let report = measure(args, &device)?;
-    match args.output_format {
-        Format::Normal => print!("{}", text::text(&report)),
-        Format::Json => println!("{}", report.json()),
-    }
+    let code = if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+    let code = match args.output_format {
+        Format::Normal => print(text::text(&report), code),
+        Format::Json => print(format_args!("{}\n", report.json()), code),
+    };
     if report.is_cut_short() {
         // A back-end that is silent would be waited for.
         std::mem::forget(device);
     }
-    Ok(if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(code)
 }
 
 /// Writes a fresh RAM device once. Pages never written are all the same page of zeroes, which sits in the cache and

@@ -16,6 +16,7 @@ use std::process::ExitCode;
 
 use self::report::Report;
 use self::system::{From, Next};
+use crate::log::note;
 
 pub use self::cpus::{partner_cpu, pin, together};
 pub use self::mock::{Mock, Stamps};
@@ -115,11 +116,13 @@ pub fn run(args: FloorArgs) -> ExitCode {
     for limit in LIMITS {
         match one(limit, plan) {
             Ok((samples, hand_off)) => report.add(limit, &samples, hand_off.as_ref()),
-            Err(why) => eprintln!("{}: not measured: {why}", limit.name),
+            Err(why) => note(format_args!("{}: not measured: {why}", limit.name)),
+        }
+        if report.has_failed() {
+            break;
         }
     }
-    report.close();
-    ExitCode::SUCCESS
+    report.close()
 }
 
 /// The windows of a limit, and those of the hand-off in turn with it, if it is one across CPUs.

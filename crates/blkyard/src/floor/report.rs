@@ -1,10 +1,13 @@
 //! What `floor` prints: a line a limit, for people or for programs, and what the limits add up to.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::process::ExitCode;
 
 use serde::Serialize;
 
 use super::{Limit, Samples};
+use crate::log::{note, print};
 
 #[derive(Serialize)]
 struct Row {
@@ -21,18 +24,33 @@ struct Row {
     hand_off: Option<f64>,
 }
 
-/// Prints limits as they come.
+/// Prints limits as they come, until standard output fails.
 pub(super) struct Report {
     json: bool,
+    /// Success, until something cannot be printed.
+    code: ExitCode,
     values: BTreeMap<&'static str, f64>,
 }
 
 impl Report {
     pub(super) fn new(json: bool) -> Report {
+        let mut report = Report { json, code: ExitCode::SUCCESS, values: BTreeMap::new() };
         if !json {
-            println!("{:18} {:>9} {:>9} {:>9} {:>9}  ", "limit, ns", "10th", "median", "90th", "hand-off");
+            let [limit, low, median, high, hand_off] = ["limit, ns", "10th", "median", "90th", "hand-off"];
+            report.print(format_args!("{limit:18} {low:>9} {median:>9} {high:>9} {hand_off:>9}  "));
         }
-        Report { json, values: BTreeMap::new() }
+        report
+    }
+
+    fn print(&mut self, line: impl Display) {
+        if !self.has_failed() {
+            self.code = print(format_args!("{line}\n"), self.code);
+        }
+    }
+
+    /// Whether standard output has failed: nobody needs the rest.
+    pub(super) fn has_failed(&self) -> bool {
+        self.code != ExitCode::SUCCESS
     }
 
     pub(super) fn add(&mut self, limit: &Limit, samples: &Samples, hand_off: Option<&Samples>) {
@@ -42,20 +60,22 @@ impl Report {
         let row = Row { limit: limit.name, value: samples.cost(), unit: "ns", low, median, high, hand_off };
         if self.json {
             match serde_json::to_string(&row) {
-                Ok(line) => println!("{line}"),
-                Err(error) => eprintln!("{}: {error}", limit.name),
+                Ok(line) => self.print(line),
+                Err(error) => note(format_args!("{}: {error}", limit.name)),
             }
             return;
         }
         let hand_off = hand_off.map_or("-".into(), |ns| format!("{ns:.1}"));
-        println!("{:18} {low:>9.1} {median:>9.1} {high:>9.1} {hand_off:>9}  {}", limit.name, limit.sentence);
+        let (name, sentence) = (limit.name, limit.sentence);
+        self.print(format_args!("{name:18} {low:>9.1} {median:>9.1} {high:>9.1} {hand_off:>9}  {sentence}"));
     }
 
     /// What a path costs, from its limits.
-    pub(super) fn close(&self) {
+    pub(super) fn close(mut self) -> ExitCode {
         if !self.json {
-            println!("\n{}", formula(&self.values));
+            self.print(format_args!("\n{}", formula(&self.values)));
         }
+        self.code
     }
 }
 

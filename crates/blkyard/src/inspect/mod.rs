@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::control::{AskError, INSPECT_TIMEOUT_S, Kind, TIMEOUT_S_MAX, Target, Wish, ask};
+use crate::log::print;
 use crate::spec::number;
 pub(crate) use collect::request_node;
 pub use collect::{collect, op_name};
@@ -72,9 +73,7 @@ pub fn run(args: &InspectArgs) -> Result<ExitCode, InspectError> {
         let whole = args.parts.is_empty() || args.parts.iter().any(|part| part.kind == Kind::Daemon);
         text::text(&serde_json::from_value(tree)?, whole)
     };
-    // Who pipes us into `head` does not want to hear that it ended.
-    let _ = std::io::Write::write_all(&mut std::io::stdout(), text.as_bytes());
-    Ok(ExitCode::SUCCESS)
+    Ok(print(text, ExitCode::SUCCESS))
 }
 
 /// Asks a daemon twice, and says what was counted in between.

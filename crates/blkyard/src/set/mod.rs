@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use crate::control::{AskError, SET_TIMEOUT_S, TIMEOUT_S_MAX, Wish, ask};
+use crate::log::print;
 use crate::spec::number;
 pub use apply::apply;
 
@@ -72,6 +73,6 @@ pub fn run(args: &SetArgs) -> Result<ExitCode, SetError> {
     }
     let wish = Wish::Set { what: args.part.clone(), values };
     let done = ask(args.control.as_deref(), &wish, Duration::from_secs(args.timeout_s))?;
-    done.as_array().into_iter().flatten().filter_map(|line| line.as_str()).for_each(|line| println!("{line}"));
-    Ok(ExitCode::SUCCESS)
+    let lines = done.as_array().into_iter().flatten().filter_map(|line| line.as_str());
+    Ok(print(lines.flat_map(|line| [line, "\n"]).collect::<String>(), ExitCode::SUCCESS))
 }

@@ -42,6 +42,7 @@ use grid::Length;
 use report::Report;
 
 use crate::floor::cpus;
+use crate::log::{note, print};
 
 /// Command-line options of `study`.
 #[derive(Clone, Debug, clap::Args)]
@@ -112,7 +113,7 @@ const BEYOND: usize = 2048;
 pub fn run(args: &StudyArgs) -> Result<ExitCode, StudyError> {
     let say = |what: String| {
         if !args.json {
-            eprintln!("{what}");
+            note(what);
         }
     };
     match args.name {
@@ -156,12 +157,8 @@ fn publish(
     if let Some(path) = &args.svg {
         std::fs::write(path, picture()).map_err(|error| StudyError::Picture { path: path.clone(), error })?;
     }
-    if args.json {
-        println!("{}", json());
-    } else {
-        print!("{}", text());
-    }
-    Ok(if args.check && !is_met { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+    let code = if args.check && !is_met { ExitCode::FAILURE } else { ExitCode::SUCCESS };
+    Ok(if args.json { print(format_args!("{}\n", json()), code) } else { print(text(), code) })
 }
 
 /// Measures everything on a thread of its own, which stays on one CPU.

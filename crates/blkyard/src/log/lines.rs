@@ -1,0 +1,197 @@
+//! Lines on their way to a stream that may fail or stall: a bounded queue and one writer thread.
+//!
+//! [`LineWriter::push`] never waits for the stream and never fails: a line that finds the queue full, or that the
+//! stream does not take, is counted as lost. The writer reports the count when the stream takes lines again.
+//!
+//! It does not format, and does not know what the lines say.
+
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind, Write};
+use std::os::fd::AsFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+/// Size of the lines that wait for a reader, at most. Some thousand lines: hours of an ordinary log.
+const QUEUE_BYTES_MAX: usize = 256 << 10;
+
+/// The queue and its writer thread. The thread is never joined: it may be stuck in a write for good.
+pub(super) struct LineWriter {
+    shared: Arc<Shared>,
+    /// There is no thread: lines are written where they come up.
+    is_direct: bool,
+}
+
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    /// Signalled when a line comes and when one is written.
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    lines: VecDeque<Vec<u8>>,
+    bytes: usize,
+    /// Lines lost since the last report.
+    lost: u64,
+    /// A line that is not in the queue any more is not yet written.
+    is_writing: bool,
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl LineWriter {
+    /// Starts the writer of a stream. `report` gets the number of lines that were lost, once the stream takes lines
+    /// again; it may push.
+    pub(super) fn start<W: Write + AsFd + Send + 'static>(
+        name: &str,
+        stream: W,
+        report: impl Fn(u64) + Send + 'static,
+    ) -> LineWriter {
+        let shared = Arc::new(Shared::default());
+        let of_thread = Arc::clone(&shared);
+        let write = move || run(&of_thread, stream, report);
+        let is_direct = std::thread::Builder::new().name(name.into()).spawn(write).is_err();
+        LineWriter { shared, is_direct }
+    }
+
+    /// Queues a line, its newline included.
+    pub(super) fn push(&self, line: Vec<u8>) {
+        if self.is_direct {
+            let _ = io::stderr().write_all(&line);
+            return;
+        }
+        let mut queue = self.shared.queue();
+        if queue.bytes + line.len() > QUEUE_BYTES_MAX {
+            queue.lost += 1;
+            return;
+        }
+        queue.bytes += line.len();
+        queue.lines.push_back(line);
+        drop(queue);
+        self.shared.changed.notify_all();
+    }
+
+    /// Waits until all that was pushed is written or lost, but no longer than `limit`.
+    pub(super) fn flush(&self, limit: Duration) {
+        let busy = |queue: &mut Queue| !queue.lines.is_empty() || queue.is_writing;
+        if !self.is_direct {
+            let _ = self.shared.changed.wait_timeout_while(self.shared.queue(), limit, busy);
+        }
+    }
+}
+
+fn run(shared: &Shared, mut stream: impl Write + AsFd, report: impl Fn(u64)) {
+    loop {
+        let mut queue = shared.queue();
+        let line = loop {
+            match queue.lines.pop_front() {
+                Some(line) => break line,
+                None => queue = shared.changed.wait(queue).unwrap_or_else(PoisonError::into_inner),
+            }
+        };
+        queue.bytes -= line.len();
+        queue.is_writing = true;
+        drop(queue);
+        let written = write_line(&mut stream, &line);
+        let mut queue = shared.queue();
+        let lost = if written.is_ok() { std::mem::take(&mut queue.lost) } else { 0 };
+        queue.lost += u64::from(written.is_err());
+        drop(queue);
+        if lost > 0 {
+            report(lost);
+        }
+        shared.queue().is_writing = false;
+        shared.changed.notify_all();
+    }
+}
+
+/// Writes a whole line. The stream may be non-blocking, since whoever shares it may have made it so.
+fn write_line(stream: &mut (impl Write + AsFd), mut line: &[u8]) -> io::Result<()> {
+    while !line.is_empty() {
+        match stream.write(line) {
+            Ok(0) => return Err(ErrorKind::WriteZero.into()),
+            Ok(count) => line = &line[count..],
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                let _ = poll(&mut [PollFd::new(&*stream, PollFlags::OUT)], None);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    stream.flush()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader, PipeReader};
+
+    /// Longer than a busy machine takes.
+    const LONG: Duration = Duration::from_secs(30);
+
+    /// A writer into a pipe, and where it reports the lines it lost.
+    fn piped() -> (LineWriter, PipeReader, std::sync::mpsc::Receiver<u64>) {
+        let (reader, writer) = io::pipe().unwrap();
+        let (told, lost) = std::sync::mpsc::channel();
+        (LineWriter::start("test", writer, move |count| told.send(count).unwrap()), reader, lost)
+    }
+
+    #[test]
+    fn stalled_stream_loses_lines_counted() {
+        const LINES: u64 = 1000;
+        let (writer, reader, lost) = piped();
+        // More than the queue and the pipe hold together.
+        let text = "x".repeat(1023) + "\n";
+        (0..LINES).for_each(|_| writer.push(text.clone().into_bytes()));
+        writer.flush(Duration::from_millis(1));
+        let read = std::thread::spawn(move || {
+            let mut reader = BufReader::new(reader);
+            let mut count = 0;
+            let mut line = String::new();
+            while reader.read_line(&mut line).unwrap() > 0 && !line.ends_with("the end\n") {
+                assert_eq!(line, text, "a line was torn");
+                line.clear();
+                count += 1;
+            }
+            count
+        });
+        let lost = lost.recv_timeout(LONG).unwrap();
+        writer.flush(LONG);
+        writer.push(b"the end\n".to_vec());
+        assert_eq!(read.join().unwrap() + lost, LINES);
+        assert!(lost > 100, "{lost}");
+    }
+
+    #[test]
+    fn failing_stream_loses_lines_without_noise() {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let writer = LineWriter::start("test", full, |_| panic!("nothing was written"));
+        for _ in 0..10 {
+            writer.push(b"a line\n".to_vec());
+        }
+        writer.flush(LONG);
+        assert_eq!(writer.shared.queue().lost, 10);
+    }
+
+    #[test]
+    fn nonblocking_stream_is_waited_for() {
+        const LINES: usize = 200;
+        let (reader, writer) = io::pipe().unwrap();
+        rustix::fs::fcntl_setfl(&writer, rustix::fs::OFlags::NONBLOCK).unwrap();
+        let writer = LineWriter::start("test", writer, |lost| panic!("{lost} lines were lost"));
+        (0..LINES).for_each(|_| writer.push(vec![b'\n'; 1000]));
+        let mut reader = BufReader::new(reader);
+        for _ in 0..LINES * 1000 {
+            let mut line = String::new();
+            reader.read_line(&mut line).unwrap();
+        }
+        writer.flush(LONG);
+    }
+}

@@ -1,0 +1,269 @@
+//! The program as a process whose standard output or error fails or stalls, while a client does I/O.
+
+use std::fs::{File, OpenOptions};
+use std::io::{PipeReader, PipeWriter, Read, Write, pipe};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Longer than anything takes on a busy machine.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+fn blkyard(folder: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+    command.current_dir(folder);
+    command
+}
+
+/// A daemon that does not outlive its test.
+struct Daemon(Child);
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Daemon {
+    /// A daemon with one disk in memory, once it can be connected to.
+    fn serve(folder: &Path, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> Daemon {
+        let mut serve = blkyard(folder);
+        serve.args(["serve", "--device", "ram:16M", "--export", "vhost-user-blk:s", "--stats", "1", "--control", "c"]);
+        Daemon::start(&mut serve, folder, stdout, stderr)
+    }
+
+    fn start(serve: &mut Command, folder: &Path, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> Daemon {
+        let mut daemon = Daemon(serve.stdout(stdout).stderr(stderr).spawn().unwrap());
+        // Not by connecting, which would be a front-end.
+        let begin = Instant::now();
+        while !folder.join("c").exists() {
+            assert!(daemon.0.try_wait().unwrap().is_none() && begin.elapsed() < PATIENCE, "it does not serve");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        daemon
+    }
+
+    fn ended(&mut self) -> ExitStatus {
+        let begin = Instant::now();
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status;
+            }
+            assert!(begin.elapsed() < PATIENCE, "it does not end");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// Stops it and returns what it logged.
+    fn log(&mut self, mut reader: PipeReader) -> String {
+        kill_process(Pid::from_child(&self.0), Signal::TERM).unwrap();
+        assert!(self.ended().success());
+        let mut log = String::new();
+        reader.read_to_string(&mut log).unwrap();
+        log
+    }
+
+    /// Has clients come, do I/O and go, and stops it.
+    fn serves_and_ends_well(&mut self, folder: &Path) {
+        for _ in 0..2 {
+            let mut bench = blkyard(folder);
+            bench.args(["bench", "vhost-user:s", "--rw", "randwrite", "--runtime", "1", "--output-format", "json"]);
+            let done = bench.output().unwrap();
+            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        }
+        assert!(blkyard(folder).args(["inspect", "--control", "c"]).output().unwrap().status.success());
+        assert!(self.0.try_wait().unwrap().is_none(), "it ended by itself");
+        kill_process(Pid::from_child(&self.0), Signal::TERM).unwrap();
+        assert!(self.ended().success(), "it ended badly");
+    }
+}
+
+fn full() -> File {
+    OpenOptions::new().write(true).open("/dev/full").unwrap()
+}
+
+fn without_reader() -> PipeWriter {
+    pipe().unwrap().1
+}
+
+/// A pipe without room, whose reader is there.
+fn stalled() -> (PipeReader, PipeWriter) {
+    let (reader, mut writer) = pipe().unwrap();
+    let flags = rustix::fs::fcntl_getfl(&writer).unwrap();
+    rustix::fs::fcntl_setfl(&writer, flags | rustix::fs::OFlags::NONBLOCK).unwrap();
+    while writer.write(b"x").is_ok() {}
+    rustix::fs::fcntl_setfl(&writer, flags).unwrap();
+    (reader, writer)
+}
+
+/// Comes as a front-end, asks one thing and leaves.
+fn visit(folder: &Path) {
+    /// VHOST_USER_GET_FEATURES in version 1, without a body; and the length of its answer.
+    const GET_FEATURES: [u32; 3] = [1, 1, 0];
+    const ANSWER_BYTES: usize = 20;
+    let mut stream = UnixStream::connect(folder.join("s")).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.write_all(&GET_FEATURES.map(u32::to_ne_bytes).concat()).unwrap();
+    stream.read_exact(&mut [0; ANSWER_BYTES]).unwrap();
+    stream.shutdown(Shutdown::Write).unwrap();
+    // Closed by the daemon once the session is over.
+    assert_eq!(stream.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn daemon_serves_with_its_log_on_a_full_disk() {
+    let folder = tempfile::tempdir().unwrap();
+    Daemon::serve(folder.path(), full(), full()).serves_and_ends_well(folder.path());
+}
+
+#[test]
+fn daemon_serves_when_the_reader_of_its_log_has_died() {
+    let folder = tempfile::tempdir().unwrap();
+    Daemon::serve(folder.path(), without_reader(), without_reader()).serves_and_ends_well(folder.path());
+}
+
+#[test]
+fn daemon_serves_and_ends_while_nobody_reads_its_log() {
+    let folder = tempfile::tempdir().unwrap();
+    let ((_out, stdout), (_err, stderr)) = (stalled(), stalled());
+    Daemon::serve(folder.path(), stdout, stderr).serves_and_ends_well(folder.path());
+}
+
+#[test]
+fn log_is_whole_when_its_reader_wakes() {
+    let folder = tempfile::tempdir().unwrap();
+    let (mut reader, stderr) = stalled();
+    let mut daemon = Daemon::serve(folder.path(), Stdio::null(), stderr);
+    visit(folder.path());
+    let log = std::thread::spawn(move || {
+        let mut log = Vec::new();
+        reader.read_to_end(&mut log).unwrap();
+        String::from_utf8(log).unwrap()
+    });
+    kill_process(Pid::from_child(&daemon.0), Signal::TERM).unwrap();
+    assert!(daemon.ended().success());
+    let log = log.join().unwrap();
+    let words = ["a front-end connected", "the front-end left", "stopping"];
+    assert!(words.iter().all(|word| log.contains(word)), "{}", log.trim_start_matches('x'));
+}
+
+/// Commands that end with a report, without a daemon.
+const REPORTS: &[&[&str]] = &[
+    &["bench", "null:1G", "--runtime", "1"],
+    &["bench", "null:1G", "--runtime", "1", "--output-format", "json"],
+    &["floor", "--quick"],
+    &["floor", "--quick", "--json"],
+    &["--help"],
+    &["bench", "--help"],
+    &["--version"],
+];
+
+#[test]
+fn report_that_cannot_be_written_is_a_failure() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut daemon = Daemon::serve(folder.path(), Stdio::null(), Stdio::null());
+    let asks: &[&[&str]] = &[
+        &["inspect", "--control", "c"],
+        &["inspect", "--control", "c", "--json"],
+        &["set", "--control", "c", "daemon", "stats=5"],
+    ];
+    for arguments in REPORTS.iter().chain(asks) {
+        let done = blkyard(folder.path()).args(*arguments).stdout(full()).output().unwrap();
+        let said = String::from_utf8(done.stderr).unwrap();
+        assert_eq!(done.status.code(), Some(1), "{arguments:?}: {said}");
+        assert!(said.contains("standard output") && said.lines().count() == 1, "{arguments:?}: {said}");
+        // A reader that has left is no news.
+        let done = blkyard(folder.path()).args(*arguments).stdout(without_reader()).output().unwrap();
+        let said = String::from_utf8(done.stderr).unwrap();
+        assert_eq!((done.status.code(), said.as_str()), (Some(1), ""), "{arguments:?}");
+        let done = blkyard(folder.path()).args(*arguments).stdout(full()).stderr(full()).output().unwrap();
+        assert_eq!(done.status.code(), Some(1), "{arguments:?}");
+    }
+    kill_process(Pid::from_child(&daemon.0), Signal::TERM).unwrap();
+    assert!(daemon.ended().success());
+}
+
+#[test]
+fn error_that_cannot_be_written_is_a_failure_all_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    for arguments in [&["bench", "floppy:a"][..], &["serve", "--device", "ram:lots"], &["inspect", "--control", "none"]]
+    {
+        let (_reader, stalled) = stalled();
+        for stderr in [Stdio::from(full()), Stdio::from(without_reader()), Stdio::from(stalled)] {
+            let ended = blkyard(folder.path()).args(arguments).stderr(stderr).status().unwrap();
+            assert_eq!(ended.code(), Some(1), "{arguments:?}");
+        }
+    }
+}
+
+/// The log of a daemon that a front-end came to and left.
+fn log_with(arguments: &[&str], journal: bool) -> String {
+    let folder = tempfile::tempdir().unwrap();
+    let mut serve = blkyard(folder.path());
+    serve.args(["serve", "--device", "ram:16M", "--export", "vhost-user-blk:s", "--control", "c"]).args(arguments);
+    let (reader, stderr) = pipe().unwrap();
+    if journal {
+        let stat = rustix::fs::fstat(&stderr).unwrap();
+        serve.env("JOURNAL_STREAM", format!("{}:{}", stat.st_dev, stat.st_ino));
+    } else {
+        serve.env("JOURNAL_STREAM", "1:2");
+    }
+    let mut daemon = Daemon::start(&mut serve, folder.path(), Stdio::null(), stderr);
+    // It holds the write end, too.
+    drop(serve);
+    visit(folder.path());
+    daemon.log(reader)
+}
+
+/// Whether a text begins as 2026-11-22T20:33:01.123Z does.
+fn has_time(text: &str) -> bool {
+    let form = "0000-00-00T00:00:00.000Z";
+    let fits = |(is, wanted): (char, char)| if wanted == '0' { is.is_ascii_digit() } else { is == wanted };
+    text.len() >= form.len() && text.chars().zip(form.chars()).all(fits)
+}
+
+#[test]
+fn log_lines_carry_the_time() {
+    let log = log_with(&[], false);
+    assert!(log.contains("  INFO vhost-user-blk:s: a front-end connected\n"), "{log}");
+    assert!(log.lines().all(has_time), "{log}");
+}
+
+#[test]
+fn log_lines_under_journald_carry_no_time() {
+    let log = log_with(&[], true);
+    assert!(log.contains(" INFO vhost-user-blk:s: a front-end connected\n"), "{log}");
+    assert!(!log.lines().any(has_time), "{log}");
+}
+
+#[test]
+fn json_log_is_one_object_a_line() {
+    let log = log_with(&["--log-format", "json"], false);
+    let lines: Vec<serde_json::Value> = log.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(lines.iter().all(|line| has_time(line["timestamp"].as_str().unwrap())), "{log}");
+    assert!(
+        lines
+            .iter()
+            .any(|line| line["message"] == "vhost-user-blk:s: a front-end connected" && line["level"] == "INFO"),
+        "{log}"
+    );
+    let log = log_with(&["--log-format", "json"], true);
+    assert!(log.contains("message") && !log.contains("timestamp"), "{log}");
+}
+
+#[test]
+fn log_format_is_read_from_a_file_and_errors_keep_to_it() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("disk.toml"), "log_format = \"json\"\n[[device]]\nspec = \"ram:1M\"").unwrap();
+    for arguments in [&["--config", "disk.toml"][..], &["--log-format", "json", "--device", "ram:1M"]] {
+        let done = blkyard(folder.path()).arg("serve").args(arguments).output().unwrap();
+        let said = String::from_utf8(done.stderr).unwrap();
+        let line: serde_json::Value = serde_json::from_str(&said).unwrap();
+        assert!(line["message"].as_str().unwrap().contains("no export serves this device"), "{said}");
+    }
+}
