@@ -99,6 +99,8 @@ impl Bed for RingBed {
 impl Context for Ring {
     fn commit(&mut self) {
         self.submit();
+        // Those who share the ring have no other way to hear of it.
+        assert!(!self.has_failed(), "{:?}", self.take_failure());
     }
 
     fn collect(&mut self) {

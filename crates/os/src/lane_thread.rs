@@ -170,6 +170,15 @@ impl<S> Drop for Orders<S> {
     }
 }
 
+/// Ends the lane, since the kernel refuses its ring: its requests cannot be completed and its queues are served no more.
+/// It unwinds, since nothing else lets go of [tags](blkyard_mq::Tag) that are out.
+#[cold]
+fn give_up(error: std::io::Error) -> ! {
+    let thread = std::thread::current();
+    tracing::error!("lane {}: io_uring_enter failed: {error}; the lane ends", thread.name().unwrap_or_default());
+    std::panic::resume_unwind(Box::new(RingError::Refused(error)))
+}
+
 /// Starts a thread, makes its ring and lets `build` make its first stations there, in the order of their names. Returns
 /// when they are made.
 ///
@@ -273,6 +282,9 @@ impl<S: Station<Ring>> Turning<S> {
             let deadline_ns = match idle {
                 Idle::Turn => {
                     self.ring.submit();
+                    if self.ring.has_failed() {
+                        break;
+                    }
                     continue;
                 }
                 Idle::End if self.mail.closed => break,
@@ -290,8 +302,14 @@ impl<S: Station<Ring>> Turning<S> {
             let listen_ns = self.watch_all(now_ns);
             self.ring.sleep([deadline_ns, listen_ns].into_iter().flatten().min());
             self.waker.rise();
+            if self.ring.has_failed() {
+                break;
+            }
         }
         self.ring.submit();
+        if let Some(error) = self.ring.take_failure() {
+            give_up(error);
+        }
     }
 
     /// Listens to all bells, but for those that ring in vain: says when to listen to the first of these again.
@@ -464,6 +482,10 @@ impl<S> LaneThread<S> {
 
 fn end(name: &str, thread: JoinHandle<()>) -> Result<(), LaneError> {
     thread.join().map_err(|panic| {
+        let panic = match panic.downcast::<RingError>() {
+            Ok(source) => return LaneError::Ring { name: name.into(), source: *source },
+            Err(panic) => panic,
+        };
         let text = panic.downcast_ref::<&str>().map(ToString::to_string);
         let message = text.or_else(|| panic.downcast_ref::<String>().cloned());
         LaneError::Panicked { name: name.into(), message: message.unwrap_or_else(|| "no message".into()) }
@@ -474,5 +496,55 @@ fn panicked(name: &str, thread: JoinHandle<()>) -> LaneError {
     match end(name, thread) {
         Err(error) => error,
         Ok(()) => unreachable!("a lane that does not panic tells whether it started"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blkyard_mq::Crank;
+    use std::os::fd::{AsRawFd, BorrowedFd};
+
+    /// A station that makes the kernel refuse the ring when it is cranked.
+    struct Breaker;
+
+    impl Station<Ring> for Breaker {
+        fn crank(&mut self, ring: &mut Ring, _: u64) -> Crank {
+            let null = std::fs::File::open("/dev/null").unwrap();
+            // SAFETY: both are open; the ring's descriptor is a file of another kind from now on.
+            let status = unsafe { libc::dup2(null.as_raw_fd(), ring.descriptor().as_raw_fd()) };
+            assert!(status >= 0);
+            Crank::Idle
+        }
+        fn arm(&mut self) -> bool {
+            false
+        }
+        fn disarm(&mut self) {}
+        fn bell(&self) -> Option<BorrowedFd<'_>> {
+            None
+        }
+        fn deadline_ns(&self) -> Option<u64> {
+            None
+        }
+        fn is_over(&self) -> bool {
+            false
+        }
+        fn leave(&mut self, _: &mut Ring) -> bool {
+            true
+        }
+        fn stay(&mut self) {}
+    }
+
+    #[test]
+    fn refused_ring_ends_its_lane_in_order() {
+        let lane = spawn(LaneConfig { name: "broken".into(), ..LaneConfig::default() }, |_| vec![Breaker]).unwrap();
+        let begin = std::time::Instant::now();
+        while !lane.is_finished() {
+            assert!(begin.elapsed() < Duration::from_secs(30), "the lane goes on with a ring that the kernel refuses");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let error = lane.join().unwrap_err();
+        assert!(matches!(&error, LaneError::Ring { source: RingError::Refused(_), .. }), "{error}");
+        assert!(error.to_string().starts_with("lane broken: the kernel refuses its io_uring"), "{error}");
     }
 }

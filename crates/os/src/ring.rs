@@ -107,6 +107,8 @@ pub struct Ring {
     /// kernel.
     pushed: u64,
     reaped: u64,
+    /// Why the kernel serves the ring no more.
+    failure: Option<std::io::Error>,
 }
 
 impl Ring {
@@ -131,6 +133,7 @@ impl Ring {
             held_max: setup::room(uring.params(), config),
             pushed: 0,
             reaped: 0,
+            failure: None,
             uring,
         })
     }
@@ -237,6 +240,10 @@ impl Ring {
         // SAFETY: promised by the caller.
         while unsafe { self.uring.submission().push(entry) }.is_err() {
             self.submit();
+            if self.failure.is_some() {
+                // It will never be answered: as good as one that the kernel keeps for good.
+                return;
+            }
             if self.uring.submission().is_full() {
                 // The kernel is short of memory for requests. It has ours that are in flight to finish first.
                 std::thread::yield_now();
@@ -273,16 +280,19 @@ impl Ring {
         /// Calls in a row that may be refused for want of memory before the queues get their turn again.
         const TRIES: u32 = 8;
         for _ in 0..TRIES {
+            if self.failure.is_some() {
+                return;
+            }
             match self.uring.submit() {
                 Ok(_) if self.uring.submission().is_empty() => return,
                 Ok(_) => {}
-                Err(error) => self.refused(&error),
+                Err(error) => self.refused(error),
             }
         }
     }
 
     /// Takes note of a call that did nothing: all it would have submitted is still in the ring.
-    fn refused(&mut self, error: &std::io::Error) {
+    fn refused(&mut self, error: std::io::Error) {
         match error.raw_os_error() {
             Some(libc::EINTR | libc::ETIME) => {}
             // Too little memory, or completions that must be taken first.
@@ -290,8 +300,21 @@ impl Ring {
                 self.reap();
                 std::thread::yield_now();
             }
-            _ => panic!("the kernel refuses our ring: {error}"),
+            _ => {
+                self.failure.get_or_insert(error);
+            }
         }
+    }
+
+    /// Whether the kernel serves the ring no more. Its owner is to let go of it: nothing is answered any more.
+    #[inline]
+    pub(crate) fn has_failed(&self) -> bool {
+        self.failure.is_some()
+    }
+
+    /// Why the kernel serves the ring no more, once.
+    pub(crate) fn take_failure(&mut self) -> Option<std::io::Error> {
+        self.failure.take()
     }
 
     /// Moves what the kernel has finished into the inboxes, and quiets the bells that rang. Makes no call into the
@@ -403,7 +426,7 @@ impl Ring {
             }
         };
         if let Err(error) = slept {
-            self.refused(&error);
+            self.refused(error);
         }
     }
 }

@@ -33,6 +33,9 @@ pub enum RingError {
     /// Something else.
     #[error("io_uring could not be set up: {0}")]
     System(#[source] io::Error),
+    /// The kernel serves it no more. What it has in flight cannot be learned.
+    #[error("the kernel refuses its io_uring: {0}; see the kernel's log, and report this")]
+    Refused(#[source] io::Error),
 }
 
 impl RingError {

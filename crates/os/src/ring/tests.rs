@@ -378,3 +378,22 @@ fn a_bell_that_is_to_be_rung_before_we_hear_of_the_last_ring_is_rung_once_more()
     }
     assert_eq!(ring.view().strays(), 0);
 }
+
+#[test]
+fn refused_ring_takes_entries_and_answers_none() {
+    let mut ring = ring(4, 64);
+    let inbox = ring.inbox(8);
+    let null = std::fs::File::open("/dev/null").unwrap();
+    // SAFETY: both are open; the ring's descriptor is a file of another kind from now on.
+    assert!(unsafe { libc::dup2(null.as_raw_fd(), ring.descriptor().as_raw_fd()) } >= 0);
+    // More than the ring holds, so that it must enter the kernel in between.
+    for cid in 0..8 {
+        // SAFETY: the entry points to no memory.
+        unsafe { ring.push(inbox, Cid(cid), opcode::Nop::new().build()) };
+    }
+    ring.submit();
+    assert!(ring.has_failed());
+    assert_eq!((ring.reap(), ring.take(inbox)), (0, None));
+    ring.sleep(None);
+    assert!(ring.take_failure().is_some());
+}
