@@ -23,6 +23,7 @@ pub mod takeover;
 mod device;
 mod disk;
 mod ending;
+mod io_errors;
 mod lanes;
 mod model;
 mod qemu;

@@ -20,6 +20,7 @@ use blkyard_virtio::{BlkConfig, SerialId};
 use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, ServedExport};
 use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::ending::{StopToken, supervise};
+use crate::io_errors::ErrorLog;
 use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
 use crate::log::{self, LogFormat, say};
 use crate::plan::{
@@ -349,6 +350,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     let control = control.map(|socket| introduce_control(socket, &daemon)).transpose()?;
     say("ready");
 
+    let mut errors = ErrorLog::new(daemon.devices.len());
     let mut broken = None;
     let mut seconds = 0;
     let mut follower = None;
@@ -367,6 +369,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
                 None
             });
         }
+        errors.tell(&daemon);
         let mut ended = servers.iter().any(Server::is_finished);
         // While their number changes they are looked at by who changes it.
         if let Some(lanes) = daemon.lanes_at_rest() {
@@ -386,6 +389,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     follower.into_iter().for_each(|follower| drop(follower.join()));
     // Answered until here: what is in flight while the daemon stops is worth a look, too. From now on nothing is.
     drop(control);
+    errors.close(&daemon);
     // Nobody else has it but who has given up on us, and ends the process.
     if let Some(daemon) = Arc::into_inner(daemon) {
         let Daemon { lanes, devices, .. } = daemon;

@@ -3,11 +3,14 @@
 use std::fs::{File, OpenOptions};
 use std::io::{PipeReader, PipeWriter, Read, Write, pipe};
 use std::net::Shutdown;
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
+use blkyard::{Bio, Disk, DiskConfig, Op, Status, Submitter};
+use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Longer than anything takes on a busy machine.
@@ -266,4 +269,79 @@ fn log_format_is_read_from_a_file_and_errors_keep_to_it() {
         let line: serde_json::Value = serde_json::from_str(&said).unwrap();
         assert!(line["message"].as_str().unwrap().contains("no export serves this device"), "{said}");
     }
+}
+
+/// The lines of a log on I/O errors, as JSON.
+fn io_errors(log: &str) -> Vec<serde_json::Value> {
+    let lines = log.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
+    lines.filter(|line| line["message"] == "I/O error").collect()
+}
+
+/// Reads blocks for so long, one after the other, whatever becomes of them; returns how many failed.
+fn failed_reads(queue: &mut Submitter, time: Duration) -> u64 {
+    let (begin, mut failed) = (Instant::now(), 0);
+    let mut free = vec![Bio::with_capacity(1)];
+    while begin.elapsed() < time {
+        let mut bio = free.pop().unwrap();
+        bio.reset();
+        (bio.op, bio.sector, bio.sectors) = (Op::Read, 8, 8);
+        bio.segments.push(queue.buffer(0, 4096));
+        queue.submit(bio);
+        while free.is_empty() {
+            queue.wait(|bio| free.push(bio));
+        }
+        failed += u64::from(free[0].status != Status::Ok);
+    }
+    failed
+}
+
+#[test]
+fn io_errors_leave_few_lines_that_count_all() {
+    let folder = tempfile::tempdir().unwrap();
+    let (reader, stderr) = pipe().unwrap();
+    let mut serve = blkyard(folder.path());
+    serve.args(["serve", "--device", "chaos:16M?errors=2&requeues=0&timeouts=0", "--export", "vhost-user-blk:s"]);
+    serve.args(["--control", "c", "--log-format", "json"]);
+    let mut daemon = Daemon::start(&mut serve, folder.path(), Stdio::null(), stderr);
+    drop(serve);
+    let begin = Instant::now();
+    let name = format!("vhost-user:{}", folder.path().join("s").display());
+    let config = DiskConfig { threads: 1, buffer_bytes: 4096, ..DiskConfig::default() };
+    let seen = Disk::open(&name, config).unwrap().run(|queue| failed_reads(queue, Duration::from_secs(7)));
+    let log = daemon.log(reader);
+    let (lines, seconds) = (io_errors(&log), begin.elapsed().as_secs());
+    let errors: u64 = lines.iter().map(|line| line["errors"].as_u64().unwrap()).sum();
+    assert_eq!(seen, [errors], "{log}");
+    assert!(errors > 1000, "{errors}");
+    assert!((2..=3 + seconds / 5).contains(&(lines.len() as u64)), "in {seconds} s: {log}");
+    let line = &lines[0];
+    assert!(line["device"].as_str().unwrap().starts_with("chaos:16M") && line["operation"] == "read", "{line}");
+    assert!(line["sector"].is_u64() && line["bytes"] == 4096 && line["cause"].is_string(), "{line}");
+    assert!(line.get("errno").is_none(), "no system said anything: {line}");
+}
+
+#[test]
+fn failed_write_and_failed_sync_of_a_file_are_logged_with_their_errno() {
+    let folder = tempfile::tempdir().unwrap();
+    // A file that refuses writes from some moment on, although it is open for them.
+    let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
+    let file = File::from(rustix::fs::memfd_create("disk", flags).unwrap());
+    file.set_len(16 << 20).unwrap();
+    let device = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    let (reader, stderr) = pipe().unwrap();
+    let mut serve = blkyard(folder.path());
+    serve.args(["serve", "--device", &format!("{device}?cache=writethrough"), "--export", "vhost-user-blk:s"]);
+    serve.args(["--control", "c", "--log-format", "json"]);
+    let mut daemon = Daemon::start(&mut serve, folder.path(), Stdio::null(), stderr);
+    drop(serve);
+    rustix::fs::fcntl_add_seals(&file, SealFlags::WRITE).unwrap();
+    let mut bench = blkyard(folder.path());
+    let done = bench.args(["bench", "vhost-user:s", "--rw", "randwrite", "--runtime", "1"]).output().unwrap();
+    assert_eq!(done.status.code(), Some(1), "the client saw no error");
+    let log = daemon.log(reader);
+    let lines = io_errors(&log);
+    let line = &lines[0];
+    assert_eq!((line["errno"].as_i64(), line["operation"].as_str()), (Some(1), Some("write")), "{log}");
+    assert!(line["device"].as_str().unwrap().contains(&device) && line["bytes"] == 4096, "{log}");
+    assert_eq!(log.matches("a sync failed").count(), 1, "{log}");
 }

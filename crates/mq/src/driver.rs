@@ -6,7 +6,7 @@ use blkyard_mem::RegionTable;
 
 use crate::fifo::put_first;
 use crate::request::{Ranges, Request, RequestState, Segments, Table};
-use crate::{QueueLimits, SharedDepth, Status, Tag};
+use crate::{IoErrors, QueueLimits, SharedDepth, Status, Tag};
 
 /// What a hardware queue drives: one queue pair of a device.
 ///
@@ -138,7 +138,7 @@ impl Batch<'_> {
     pub fn take(&mut self) -> Option<(Tag, &Request, Segments<'_>)> {
         let number = *self.offered.get(self.taken)?;
         self.taken += 1;
-        let Table { requests, bios } = &mut *self.table;
+        let Table { requests, bios, .. } = &mut *self.table;
         let request = &mut requests[usize::from(number)];
         if request.state() != RequestState::Idle {
             started_twice(number);
@@ -253,6 +253,12 @@ impl Done<'_> {
         self.ended.push((tag.put_down(), status));
     }
 
+    /// Notes what the system said to the request at a place, which fails now.
+    #[cold]
+    pub fn note_errno(&mut self, index: usize, errno: i32) {
+        self.table.errnos.push((index as u16, errno));
+    }
+
     /// A request is to be done again: it waits before all that was submitted after it.
     pub fn requeue(&mut self, tag: Tag) {
         self.table.requests[tag.index()].set_idle();
@@ -282,6 +288,8 @@ pub struct DeviceInfo {
     pub timeout_ns: u64,
     /// How much of it all its queues have in flight together, where a scheduler learns that.
     pub depth: SharedDepth,
+    /// What failed and is not logged yet.
+    pub errors: IoErrors,
 }
 
 /// What a user opens: a disk that gives out hardware queues.

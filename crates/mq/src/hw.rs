@@ -50,7 +50,7 @@ use crate::limits::Plain;
 use crate::request::{Look, Marks, RequestState, Table};
 use crate::sched::SchedulerConfig;
 use crate::stats::{HwStats, OpClass};
-use crate::{Bio, BioFlags, BudgetShare, Op, SECTOR_SHIFT, Status, TagSet};
+use crate::{Bio, BioFlags, BudgetShare, IoError, Op, SECTOR_SHIFT, Status, TagSet};
 
 /// Which bios may share a request, as Linux's `nomerges` has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -570,7 +570,16 @@ impl<D> HwQueue<D> {
         let (more, first) = (request.more, request.bio.take());
         request.taken_back = false;
         request.grace_ms = 0;
+        let sector = request.sector;
         self.uncount_tag(usize::from(namespace));
+        if !status.is_ok() {
+            // What a device does not do is no fault of it.
+            let errno = self.table.take_errno(number);
+            if status != Status::NotSupported {
+                let errors = &self.namespaces[usize::from(namespace)].info.errors;
+                errors.note(IoError { op, sector, bytes, status, errno });
+            }
+        }
         let stats = &self.namespaces[usize::from(namespace)].stats;
         if self.config.stats {
             stats.request(OpClass::of(op), bytes);

@@ -277,6 +277,8 @@ pub(crate) struct Split {
 pub(crate) struct Table {
     pub(crate) requests: Box<[Request]>,
     pub(crate) bios: Bios,
+    /// By place of a request that has failed: what the system said.
+    pub(crate) errnos: Vec<(u16, i32)>,
 }
 
 /// Bios that are not simply one request each.
@@ -299,7 +301,14 @@ impl Table {
             shapes: (0..depth).map(|_| Shape::default()).collect(),
             pieces: (0..namespaces).map(|_| ANY).collect(),
         };
-        Table { requests: (0..depth).map(|_| Request::default()).collect(), bios }
+        let requests = (0..depth).map(|_| Request::default()).collect();
+        Table { requests, bios, errnos: Vec::with_capacity(depth) }
+    }
+
+    /// What the system said to a request that has failed.
+    pub(crate) fn take_errno(&mut self, number: u16) -> Option<i32> {
+        let noted = self.errnos.iter().position(|(of, _)| *of == number)?;
+        Some(self.errnos.swap_remove(noted).1)
     }
 
     /// The limits of a namespace are these from now on.

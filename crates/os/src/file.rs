@@ -134,6 +134,8 @@ impl FileCounters {
 /// What all queues of a file share.
 #[derive(Debug)]
 struct Shared {
+    /// The device, for messages.
+    name: String,
     file: Arc<OwnedFd>,
     /// Bits that must be zero in the address of memory; zero if any will do.
     memory_mask: usize,
@@ -153,6 +155,21 @@ struct Shared {
     sync_failed: AtomicBool,
     /// What is written where zeroes cannot be asked for. Never touched, so it takes no memory.
     zeroes: Arc<Region>,
+}
+
+impl Shared {
+    /// A sync has failed.
+    #[cold]
+    fn fail_sync(&self, errno: i32) {
+        if !self.sync_failed.swap(true, Relaxed) {
+            tracing::error!(
+                "{}: a sync failed: {}; what was written since the last flush may be lost, so every flush and durable write \
+                 fails until the device is opened again: see to the disk, then restart",
+                self.name,
+                std::io::Error::from_raw_os_error(errno)
+            );
+        }
+    }
 }
 
 /// An open file or block device.

@@ -122,6 +122,7 @@ impl FileDevice {
             Mode::Buffered { .. } => (0, 0),
         };
         let shared = Shared {
+            name: info.name.clone(),
             file: Arc::new(file),
             memory_mask,
             offset_mask,

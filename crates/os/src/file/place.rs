@@ -246,7 +246,7 @@ impl Place {
             libc::EOPNOTSUPP | libc::ENOSYS => self.refused(shared),
             _ => {
                 if self.loses_more_than_itself(errno, shared) {
-                    shared.sync_failed.store(true, Relaxed);
+                    shared.fail_sync(errno);
                 }
                 // Nobody told the kernel not to wait: what it would not do for so long has failed.
                 let status = Status::from_errno(errno);
@@ -333,6 +333,7 @@ mod tests {
 
     fn shared(offset_mask: u64) -> Shared {
         Shared {
+            name: String::new(),
             file: std::sync::Arc::new(std::fs::File::open("/dev/null").unwrap().into()),
             memory_mask: 0,
             offset_mask,

@@ -243,6 +243,9 @@ impl Driver<Ring> for FileQueue {
                     }
                     let (_, segments) = done.request_at(index);
                     let status = self.settle(memory, index, segments, status);
+                    if !status.is_ok() && completion.result < 0 {
+                        done.note_errno(index, -completion.result);
+                    }
                     let Ok(tag) = self.cids.redeem(completion.cid) else { continue };
                     self.in_flight -= 1;
                     done.complete(tag, status);

@@ -1,0 +1,65 @@
+//! The log lines on I/O errors of the daemon's devices: the first at once, then few, with the number of errors since.
+
+use std::time::{Duration, Instant};
+
+use blkyard_mq::{DeviceInfo, LogLimit, Op};
+
+use crate::control::Daemon;
+
+/// Time between two lines on one device.
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// What is logged of each device.
+pub struct ErrorLog {
+    limits: Vec<LogLimit>,
+}
+
+impl ErrorLog {
+    /// For so many devices.
+    pub fn new(devices: usize) -> ErrorLog {
+        ErrorLog { limits: (0..devices).map(|_| LogLimit::new(1, INTERVAL)).collect() }
+    }
+
+    /// Logs the errors since the last line of each device, if it may have another line. To be called every second.
+    pub fn tell(&mut self, daemon: &Daemon) {
+        for (served, limit) in daemon.devices.iter().zip(&mut self.limits) {
+            let info = served.info();
+            if info.errors.is_pending() && limit.pass(Instant::now()).is_some() {
+                tell(&info);
+            }
+        }
+    }
+
+    /// Logs the errors since the last line of each device, since there is no later.
+    pub fn close(self, daemon: &Daemon) {
+        daemon.devices.iter().for_each(|served| tell(&served.info()));
+    }
+}
+
+fn tell(info: &DeviceInfo) {
+    let Some((error, count)) = info.errors.take() else { return };
+    let cause = match error.errno {
+        Some(errno) => std::io::Error::from_raw_os_error(errno).to_string(),
+        None => error.status.to_string(),
+    };
+    tracing::error!(
+        device = %info.name,
+        operation = name_of(error.op),
+        sector = error.sector,
+        bytes = error.bytes,
+        errno = error.errno,
+        cause,
+        errors = count,
+        "I/O error"
+    );
+}
+
+fn name_of(op: Op) -> &'static str {
+    match op {
+        Op::Read => "read",
+        Op::Write => "write",
+        Op::Flush => "flush",
+        Op::Discard => "discard",
+        Op::WriteZeroes => "write zeroes",
+    }
+}

@@ -1,0 +1,87 @@
+//! I/O errors of a device, kept until they are logged: `mq` has no log.
+//!
+//! Every queue of the device notes its failed requests here, on the slow path. Whoever logs takes the oldest one and the
+//! number of those since, as often as a [`LogLimit`](crate::LogLimit) allows.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::{Op, Status};
+
+/// A failed request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct IoError {
+    /// What it was to do.
+    pub op: Op,
+    /// First sector.
+    pub sector: u64,
+    /// Length, bytes.
+    pub bytes: u64,
+    /// How it failed.
+    pub status: Status,
+    /// What the system said, if the device is one of its.
+    pub errno: Option<i32>,
+}
+
+/// The I/O errors of one device. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub struct IoErrors(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    /// Errors since the device was opened.
+    count: AtomicU64,
+    /// Value of `count` when the last one was taken.
+    taken: AtomicU64,
+    /// The first one since.
+    first: Mutex<Option<IoError>>,
+}
+
+impl IoErrors {
+    /// Notes an error. Never waits: while another is noted, one is counted only.
+    pub(crate) fn note(&self, error: IoError) {
+        if let Ok(mut first) = self.0.first.try_lock() {
+            first.get_or_insert(error);
+        }
+        self.0.count.fetch_add(1, Relaxed);
+    }
+
+    /// Errors since the device was opened.
+    pub fn count(&self) -> u64 {
+        self.0.count.load(Relaxed)
+    }
+
+    /// Whether there is one to take.
+    pub fn is_pending(&self) -> bool {
+        self.0.first.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    /// Takes the first error since the last one was taken, and the number of all since, that one included.
+    pub fn take(&self) -> Option<(IoError, u64)> {
+        let first = self.0.first.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+        let count = self.count();
+        Some((first, count - self.0.taken.swap(count, Relaxed)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(sector: u64) -> IoError {
+        IoError { op: Op::Write, sector, bytes: 512, status: Status::Io, errno: Some(5) }
+    }
+
+    #[test]
+    fn first_error_is_kept_and_the_rest_counted() {
+        let errors = IoErrors::default();
+        assert!(!errors.is_pending() && errors.take().is_none());
+        let of_queue = errors.clone();
+        (1..=3).for_each(|sector| of_queue.note(error(sector)));
+        assert!(errors.is_pending());
+        assert_eq!(errors.take(), Some((error(1), 3)));
+        assert!(errors.take().is_none());
+        of_queue.note(error(4));
+        assert_eq!((errors.take(), errors.count()), (Some((error(4), 1)), 4));
+    }
+}
