@@ -370,6 +370,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
             });
         }
         errors.tell(&daemon);
+        daemon.exports.iter().for_each(|export| export.status.log_held_back());
         let mut ended = servers.iter().any(Server::is_finished);
         // While their number changes they are looked at by who changes it.
         if let Some(lanes) = daemon.lanes_at_rest() {

@@ -345,3 +345,39 @@ fn failed_write_and_failed_sync_of_a_file_are_logged_with_their_errno() {
     assert!(line["device"].as_str().unwrap().contains(&device) && line["bytes"] == 4096, "{log}");
     assert_eq!(log.matches("a sync failed").count(), 1, "{log}");
 }
+
+#[test]
+fn hostile_reconnects_leave_few_lines_that_count_all() {
+    /// Each leaves two lines: it came, and it left.
+    const FRONT_ENDS: u64 = 3000;
+    let folder = tempfile::tempdir().unwrap();
+    let (reader, stderr) = pipe().unwrap();
+    let mut daemon = Daemon::serve(folder.path(), Stdio::null(), stderr);
+    let begin = Instant::now();
+    (0..FRONT_ENDS).for_each(|_| visit(folder.path()));
+    let seconds = begin.elapsed().as_secs();
+    // The rest is told once a line may be written again.
+    std::thread::sleep(Duration::from_secs(12));
+    let log = daemon.log(reader);
+    let lines = log.lines().filter(|line| line.contains("vhost-user-blk:s: ")).count() as u64;
+    assert!((30..=40 + seconds / 10).contains(&lines), "{lines} lines in {seconds} s: {log}");
+    let counts = log.lines().filter_map(|line| {
+        let line = line.split("vhost-user-blk:s: ").nth(1)?;
+        let mut words = line.split(|letter: char| !letter.is_ascii_digit());
+        line.contains("left out").then(|| words.find_map(|word| word.parse::<u64>().ok())).flatten()
+    });
+    let (held_back, summary) = (counts.sum::<u64>(), log.contains("more lines about its front-ends were left out"));
+    let shown = lines - u64::from(summary);
+    assert_eq!(shown + held_back, 2 * FRONT_ENDS, "{log}");
+}
+
+#[test]
+fn lone_front_end_is_logged_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let (reader, stderr) = pipe().unwrap();
+    let mut daemon = Daemon::serve(folder.path(), Stdio::null(), stderr);
+    (0..5).for_each(|_| visit(folder.path()));
+    let log = daemon.log(reader);
+    assert_eq!(log.matches("a front-end connected\n").count(), 5, "{log}");
+    assert_eq!(log.matches("the front-end left\n").count(), 5, "{log}");
+}

@@ -29,6 +29,7 @@ use crate::channel::Channel;
 use crate::event::Event;
 use crate::handover::SessionState;
 use crate::inflight::{self, Records};
+use crate::log::ExportLog;
 use crate::memory::{Announced, Memory, SLOTS_MAX};
 use crate::orders::Changed;
 use crate::remote::QueueRemote;
@@ -126,6 +127,8 @@ pub(crate) struct Backend {
     /// Whether writes may wait for a flush; nobody's before features are taken.
     write_back: Arc<AtomicBool>,
     connection: Arc<UnixStream>,
+    /// Where its lines go, but for those of debugging.
+    lines: Arc<ExportLog>,
     /// On which the front-end is told what changes by itself.
     channel: Option<Channel>,
     /// The lane of one of the queues has ended: no session can go on, or begin.
@@ -133,10 +136,11 @@ pub(crate) struct Backend {
 }
 
 impl Backend {
-    pub(crate) fn new(config: BackendConfig, connection: Arc<UnixStream>) -> Backend {
+    pub(crate) fn new(config: BackendConfig, connection: Arc<UnixStream>, lines: Arc<ExportLog>) -> Backend {
         let vrings = (0..config.disk.queues()).map(|_| Vring::default()).collect();
         Backend {
             vrings,
+            lines,
             memory: Memory::default(),
             memory_seen: false,
             records: None,
@@ -183,7 +187,7 @@ impl Backend {
         match self.channel.as_ref().map(Channel::config_changed) {
             Some(Ok(())) => Ok(Changed::Told),
             Some(Err(error)) => {
-                tracing::warn!("{}: the front-end cannot be told of the new size: {error}", self.config.name);
+                self.lines.warn(format_args!("the front-end cannot be told of the new size: {error}"));
                 Ok(Changed::Untold)
             }
             None => Ok(Changed::Untold),
@@ -209,7 +213,7 @@ impl Backend {
     pub(crate) fn go_on(&mut self, running: Vec<usize>) {
         for index in running {
             if let Err(error) = self.run_if_ready(index) {
-                tracing::error!("{}: queue {index} does not run again: {error}", self.config.name);
+                self.lines.warn(format_args!("queue {index} does not run again: {error}"));
             }
         }
     }
@@ -241,7 +245,7 @@ impl Backend {
 
     /// Logs why a message is refused; the front-end only hears that it is.
     fn refuse(&self, what: &str, why: impl std::fmt::Display) -> Error {
-        tracing::warn!("{}: {what} refused: {why}", self.config.name);
+        self.lines.warn(format_args!("{what} refused: {why}"));
         Error::InvalidParam
     }
 

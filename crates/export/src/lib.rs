@@ -11,6 +11,7 @@ mod channel;
 mod event;
 mod handover;
 mod inflight;
+mod log;
 mod memory;
 mod notes;
 mod orders;

@@ -23,6 +23,7 @@ use blkyard_virtio::{
 };
 
 use crate::event::Event;
+use crate::log::ExportLog;
 use crate::notes::Notes;
 use crate::pace::Pace;
 use crate::remote::{Command, DiskView, QueuePort, Setup};
@@ -64,6 +65,7 @@ pub struct VhostQueue<D> {
 struct Session {
     /// For messages: the export, and the queue's number there.
     name: String,
+    log: Arc<ExportLog>,
     ring: DeviceRing,
     memory: Arc<GuestMemory>,
     /// Where the record of what is in flight lies.
@@ -234,12 +236,14 @@ impl<D> VhostQueue<D> {
         if let Some(record) = setup.record {
             ring.track(record).map_err(|fault| format!("the record of what is in flight cannot be: {fault}"))?;
             if ring.left() > 0 {
-                tracing::info!("{}: it begins with {} requests that were in flight before", setup.name, ring.left());
+                let (name, left) = (&setup.name, ring.left());
+                setup.log.info(format_args!("{name}: it begins with {left} requests that were in flight before"));
             }
         }
         self.hw.set_memory(cx, Arc::clone(setup.memory.table()));
         let mut session = Session {
             name: setup.name,
+            log: setup.log,
             // A small ring may still bring chains as long as we said they may be, in tables of their own.
             chain: Chain::new(setup.size.max(SEGMENTS as u16)),
             pace: Pace::default(),
@@ -456,7 +460,7 @@ impl Session {
         if !self.broken {
             self.broken = true;
             self.alarm = true;
-            tracing::warn!("{}: it is stopped: {why}", self.name);
+            self.log.warn(format_args!("{}: it is stopped: {why}", self.name));
         }
     }
 

@@ -17,12 +17,14 @@ use blkyard_virtio::{GuestMemory, Inflight, RingBase, RingLayout};
 
 use crate::QueueView;
 use crate::event::Event;
+use crate::log::ExportLog;
 use crate::notes::Notes;
 
 /// All a queue needs to run.
 pub(crate) struct Setup {
-    /// For messages: the export, and the queue's number there.
+    /// For messages: the queue's number in its export.
     pub(crate) name: String,
+    pub(crate) log: Arc<ExportLog>,
     pub(crate) memory: Arc<GuestMemory>,
     pub(crate) layout: RingLayout,
     pub(crate) size: u16,

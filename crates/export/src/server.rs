@@ -22,6 +22,7 @@ use crate::QueueRemote;
 use crate::advice::{self, Waiters};
 use crate::backend::{Backend, BackendConfig};
 use crate::handover::{ExportState, Handed, Rest, SessionState};
+use crate::log::ExportLog;
 use crate::orders::{Changed, ExportHand, Order, Orders, orders};
 use crate::session::{End, Session};
 use crate::socket::BoundSocket;
@@ -29,8 +30,9 @@ use crate::view::SessionView;
 use crate::wire::{Inbox, Message, RelaySockets};
 
 /// What others may know of an export while it serves.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct ExportStatus {
+    log: Arc<ExportLog>,
     connected: AtomicBool,
     sessions: AtomicU64,
     offered: AtomicU16,
@@ -40,6 +42,22 @@ pub struct ExportStatus {
 }
 
 impl ExportStatus {
+    fn new(name: String, offered: u16) -> Arc<ExportStatus> {
+        Arc::new(ExportStatus {
+            log: Arc::new(ExportLog::new(name)),
+            connected: AtomicBool::default(),
+            sessions: AtomicU64::default(),
+            offered: offered.into(),
+            depth: AtomicUsize::default(),
+            session: Mutex::default(),
+        })
+    }
+
+    /// Logs how many lines were left out since its front-ends caused too many. To be called now and then.
+    pub fn log_held_back(&self) {
+        self.log.tell_held_back();
+    }
+
     /// Whether a front-end is connected.
     pub fn is_connected(&self) -> bool {
         self.connected.load(Ordering::Relaxed)
@@ -92,8 +110,8 @@ impl Server {
     /// # Errors
     /// The system gives no thread or descriptor.
     pub fn start(socket: impl Into<Arc<BoundSocket>>, config: BackendConfig) -> io::Result<Server> {
-        let offered = config.disk.queues();
-        Server::spawn(socket.into(), offered, move |desk| serve(Begin::Waiting(config), desk))
+        let status = ExportStatus::new(config.name.clone(), config.disk.queues());
+        Server::spawn(socket.into(), status, move |desk| serve(Begin::Waiting(config), desk))
     }
 
     /// Prepares to go on with an export that another process has handed over, on its socket. Nothing is served, and
@@ -114,15 +132,17 @@ impl Server {
         }
         config.disk.set_wce(wce);
         let said = |error: io::Error| error.to_string();
+        let status = ExportStatus::new(config.name.clone(), offered);
         let begin = match session {
             None => Begin::Waiting(config),
             Some(state) => {
-                let (session, run) = Session::resume(state, RelaySockets::new().map_err(said)?, config)?;
+                let sockets = RelaySockets::new().map_err(said)?;
+                let (session, run) = Session::resume(state, sockets, config, &status.log)?;
                 Begin::Connected(session, run)
             }
         };
         let (go, told) = channel();
-        let server = Server::spawn(socket.into(), offered, move |desk| {
+        let server = Server::spawn(socket.into(), status, move |desk| {
             // Without a word it was all for nothing.
             if told.recv().is_err() {
                 return;
@@ -133,10 +153,13 @@ impl Server {
         Ok(Taking { go, server: server.map_err(said)? })
     }
 
-    fn spawn(socket: Arc<BoundSocket>, offered: u16, serve: impl FnOnce(&Desk) + Send + 'static) -> io::Result<Server> {
+    fn spawn(
+        socket: Arc<BoundSocket>,
+        status: Arc<ExportStatus>,
+        serve: impl FnOnce(&Desk) + Send + 'static,
+    ) -> io::Result<Server> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let stop = Arc::new(Stop { bell, asked: AtomicBool::new(false) });
-        let status = Arc::new(ExportStatus { offered: offered.into(), ..ExportStatus::default() });
         let (hand, orders) = orders()?;
         let desk = Desk { socket, stop: Arc::clone(&stop), status: Arc::clone(&status), orders };
         let thread = std::thread::Builder::new().name("export".into()).spawn(move || serve(&desk))?;
@@ -253,9 +276,6 @@ fn serve(mut begin: Begin, desk: &Desk) {
     }
 }
 
-/// How often it is said that connections fail.
-const FAILURE_LOG_INTERVAL: Duration = Duration::from_secs(10);
-
 /// The next front-end; none once the export is to end.
 fn next(mut config: BackendConfig, desk: &Desk) -> Option<Session> {
     let (listener, path) = (desk.socket.listener(), desk.socket.path().display());
@@ -264,36 +284,32 @@ fn next(mut config: BackendConfig, desk: &Desk) -> Option<Session> {
         tracing::error!("{path}: cannot wait for a connection: {error}");
         return None;
     }
-    let mut failed_at: Option<Instant> = None;
+    let log = &desk.status.log;
     loop {
         match desk.wait(listener.as_fd(), PollFlags::IN) {
             Ok(Call::Stop) => return None,
             Ok(Call::Order) => {
                 if desk.obey(&mut Subject::Waiting(&mut config)).is_break() {
-                    tracing::info!("{}: another process goes on with the export", config.name);
+                    log.info("another process goes on with the export");
                     return None;
                 }
             }
             Ok(Call::Socket) => match listener.accept().and_then(|(stream, _)| Ok((stream, RelaySockets::new()?))) {
                 Ok((connection, sockets)) => {
-                    tracing::info!("{}: a front-end connected", config.name);
+                    log.info("a front-end connected");
                     config.disk.set_queues(desk.status.offered());
-                    return Some(Session::new(connection, sockets, config));
+                    return Some(Session::new(connection, sockets, config, log));
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    if failed_at.is_none_or(|at| at.elapsed() >= FAILURE_LOG_INTERVAL) {
-                        failed_at = Some(Instant::now());
-                        tracing::warn!(
-                            "{path}: a connection failed: {error}; raise the limit on open files if that is the cause"
-                        );
-                    }
+                    let cure = "raise the limit on open files if that is the cause";
+                    log.warn(format_args!("a connection failed: {error}; {cure}"));
                     // Out of descriptors, most likely: do not spin until somebody closes some.
                     std::thread::sleep(Duration::from_millis(100));
                 }
             },
             Err(error) => {
-                tracing::error!("{path}: cannot wait for a connection: {error}");
+                tracing::error!("{}: cannot wait for a connection: {error}", config.name);
                 return None;
             }
         }
@@ -322,7 +338,6 @@ impl Desk {
     /// log, and wait on.
     pub(crate) fn wait_beside(
         &self,
-        name: &str,
         connection: &UnixStream,
         awaited: PollFlags,
         waiters: &mut Waiters,
@@ -335,7 +350,7 @@ impl Desk {
                 return Ok(call);
             }
             if looks && waiters.found(waits, Instant::now()) {
-                tracing::warn!("{name}: {}", advice::second_front_end(connection));
+                self.status.log.warn(advice::second_front_end(connection));
             }
         }
     }

@@ -13,6 +13,7 @@ use crate::advice::{self, Waiters};
 use crate::backend::{Backend, BackendConfig};
 use crate::channel::Channel;
 use crate::handover::SessionState;
+use crate::log::ExportLog;
 use crate::server::{Call, Desk, Subject};
 use crate::view::SessionView;
 use crate::wire::{Inbox, Message, Relay, RelaySockets, reply};
@@ -22,7 +23,7 @@ const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// A session.
 pub(crate) struct Session {
-    name: String,
+    log: Arc<ExportLog>,
     backend: Arc<Mutex<Backend>>,
     relay: Relay,
     inbox: Inbox,
@@ -44,11 +45,17 @@ pub(crate) enum End {
 
 impl Session {
     /// A front-end that has said nothing yet; `sockets` are those of the message layer.
-    pub(crate) fn new(connection: UnixStream, sockets: RelaySockets, config: BackendConfig) -> Session {
-        let (name, connection) = (config.name.clone(), Arc::new(connection));
-        let backend = Arc::new(Mutex::new(Backend::new(config, Arc::clone(&connection))));
+    pub(crate) fn new(
+        connection: UnixStream,
+        sockets: RelaySockets,
+        config: BackendConfig,
+        log: &Arc<ExportLog>,
+    ) -> Session {
+        let (log, connection) = (Arc::clone(log), Arc::new(connection));
+        let backend = Arc::new(Mutex::new(Backend::new(config, Arc::clone(&connection), Arc::clone(&log))));
         let relay = Relay::new(sockets, Arc::clone(&backend));
-        Session { name, backend, relay, inbox: Inbox::default(), connection, last: None, waiters: Waiters::default() }
+        let (last, waiters) = (None, Waiters::default());
+        Session { log, backend, relay, inbox: Inbox::default(), connection, last, waiters }
     }
 
     /// A session as it was handed over; nothing runs before [`Session::begin`].
@@ -59,13 +66,14 @@ impl Session {
         state: SessionState,
         sockets: RelaySockets,
         mut config: BackendConfig,
+        log: &Arc<ExportLog>,
     ) -> Result<(Session, Vec<Message>), String> {
         let (queues, made) = (state.queues, config.queues.len());
         if !(1..=made).contains(&usize::from(queues)) {
             return Err(format!("it has {queues} queues, and {made} were made"));
         }
         config.disk.set_queues(queues);
-        let mut session = Session::new(state.connection.into(), sockets, config);
+        let mut session = Session::new(state.connection.into(), sockets, config, log);
         session.inbox = Inbox::of(state.part).ok_or("what has come of a message is more than a message")?;
         for message in &state.setup {
             session.handle(message).1.map_err(|error| error.to_string())?;
@@ -94,7 +102,7 @@ impl Session {
     pub(crate) fn run(&mut self, desk: &Desk) -> End {
         let mut awaited = PollFlags::IN;
         loop {
-            match desk.wait_beside(&self.name, &self.connection, awaited, &mut self.waiters) {
+            match desk.wait_beside(&self.connection, awaited, &mut self.waiters) {
                 Ok(Call::Stop) => return End::Stopped,
                 Err(error) => return End::Over(Error::SocketError(error.into())),
                 Ok(Call::Order) => {
@@ -148,7 +156,7 @@ impl Session {
     /// Lets go of the front-end once its queues have finished. Gives back what the next session needs, and whether
     /// there can be one.
     pub(crate) fn end(self, end: &End) -> (BackendConfig, Result<(), Error>) {
-        let Session { name, backend, relay, connection, last, .. } = self;
+        let Session { log, backend, relay, connection, last, .. } = self;
         // The message layer's share of the back-end; the connection stays open until the queues have finished.
         drop(relay);
         let Some(backend) = Arc::into_inner(backend) else {
@@ -157,13 +165,13 @@ impl Session {
         let (config, ended) = backend.into_inner().unwrap_or_else(PoisonError::into_inner).end();
         drop(connection);
         match end {
-            End::Handed => tracing::info!("{name}: another process goes on with the front-end"),
-            End::Stopped => tracing::info!("{name}: the front-end is let go, since the export ends"),
+            End::Handed => log.info("another process goes on with the front-end"),
+            End::Stopped => log.info("the front-end is let go, since the export ends"),
             End::Over(Error::Disconnected) if last == Some(FrontendReq::GET_QUEUE_NUM.into()) => {
-                tracing::warn!("{name}: {}", advice::left_at_queues(config.disk.queues().into()));
+                log.warn(advice::left_at_queues(config.disk.queues().into()));
             }
-            End::Over(Error::Disconnected) => tracing::info!("{name}: the front-end left"),
-            End::Over(error) => tracing::warn!("{name}: the front-end is let go: {error}"),
+            End::Over(Error::Disconnected) => log.info("the front-end left"),
+            End::Over(error) => log.warn(format_args!("the front-end is let go: {error}")),
         }
         (config, ended)
     }

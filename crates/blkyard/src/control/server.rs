@@ -7,6 +7,7 @@
 //!
 //! Does not know what the requests mean.
 
+use std::fmt::Display;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -15,6 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use blkyard_export::BoundSocket;
+use blkyard_mq::LogLimit;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use serde_json::Value;
 
@@ -28,6 +30,10 @@ const ACCEPTS_MAX: usize = 256;
 
 /// How long a client may take from one request to the next, and to read an answer. People do not type here.
 pub const CLIENT_TIME: Duration = Duration::from_secs(10);
+
+/// Log lines that clients cause: so many at once, and one more after so long.
+const LINES_BURST: u32 = 10;
+const LINES_INTERVAL: Duration = Duration::from_secs(10);
 
 /// What is answered.
 pub enum Answer {
@@ -62,9 +68,15 @@ impl ControlServer {
     {
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         socket.listener().set_nonblocking(true)?;
-        let serving = Serving { socket, stop: Arc::clone(&stop), clients: Vec::new(), client_time, answer };
+        let limit = LogLimit::new(LINES_BURST, LINES_INTERVAL);
+        let serving = Serving { socket, stop: Arc::clone(&stop), clients: Vec::new(), client_time, limit, answer };
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || serving.run())?;
         Ok(ControlServer { thread: Some(thread), stop })
+    }
+
+    /// Whether its thread has ended by itself.
+    pub fn is_finished(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
 }
 
@@ -83,6 +95,8 @@ struct Serving<A> {
     stop: Arc<OwnedFd>,
     clients: Vec<Client>,
     client_time: Duration,
+    /// Of the log lines that clients cause.
+    limit: LogLimit,
     answer: A,
 }
 
@@ -174,15 +188,23 @@ impl<A: FnMut(Wish, &UnixStream) -> Answer> Serving<A> {
                     client.read_ahead();
                     self.clients.push(client);
                 }
-                Ok(_) => tracing::warn!("the control socket: another user's process was turned away"),
+                Ok(_) => self.warn("another user's process was turned away"),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
-                    tracing::warn!("the control socket: a connection failed: {error}");
+                    self.warn(format_args!("a connection failed: {error}"));
                     // Out of descriptors, most likely: do not spin until somebody closes some.
                     std::thread::sleep(Duration::from_millis(100));
                     return;
                 }
             }
+        }
+    }
+
+    fn warn(&mut self, line: impl Display) {
+        match self.limit.pass(Instant::now()) {
+            Some(0) => tracing::warn!("the control socket: {line}"),
+            Some(count) => tracing::warn!("the control socket: {line} ({count} lines before this were left out)"),
+            None => {}
         }
     }
 
@@ -495,5 +517,21 @@ mod tests {
         drop(server);
         assert!(!path.exists());
         drop(client);
+    }
+
+    #[test]
+    fn thread_that_panics_is_seen() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("c");
+        let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: Some(0o600), group: None }).unwrap();
+        let server = ControlServer::start(Arc::new(socket), |_, _| panic!("as the test wants it")).unwrap();
+        assert!(!server.is_finished());
+        let mut client = UnixStream::connect(&path).unwrap();
+        client.write_all(request_line(&Wish::Inspect).as_bytes()).unwrap();
+        let begin = Instant::now();
+        while !server.is_finished() {
+            assert!(begin.elapsed() < LIMIT, "the thread is not seen to end");
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }

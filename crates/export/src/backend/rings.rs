@@ -129,11 +129,12 @@ impl Backend {
             .map_err(|error| self.refuse("a ring", advice::no_ring(&self.memory, error)))?;
         // A guest that nobody hears waits without a word, and so would we.
         if !std::mem::replace(&mut self.memory_seen, true) && self.memory.is_blank() {
-            tracing::warn!("{}: {}", self.config.name, advice::blank_memory());
+            self.lines.warn(advice::blank_memory());
         }
         let vring = &self.vrings[index];
         let setup = Setup {
-            name: format!("{}: queue {index}", self.config.name),
+            name: format!("queue {index}"),
+            log: Arc::clone(&self.lines),
             layout,
             size: vring.size,
             base: vring.base(self.features),

@@ -1,0 +1,60 @@
+//! The log lines that the front-ends of one export cause. Their number is limited, whatever a front-end does.
+//!
+//! Shared by the export's thread and its queues, all of them on the slow path.
+
+use std::fmt::{self, Display};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use blkyard_mq::LogLimit;
+
+/// Lines at once: some restarts of a guest, each with what its firmware and its kernel cause.
+const BURST: u32 = 30;
+/// Time to the next line after that. A flood of years fills a megabyte in a day.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// The log of one export.
+#[derive(Debug)]
+pub(crate) struct ExportLog {
+    name: String,
+    limit: Mutex<LogLimit>,
+}
+
+impl ExportLog {
+    pub(crate) fn new(name: String) -> ExportLog {
+        ExportLog { name, limit: Mutex::new(LogLimit::new(BURST, INTERVAL)) }
+    }
+
+    pub(crate) fn info(&self, line: impl Display) {
+        if let Some(held_back) = self.pass() {
+            tracing::info!("{}: {line}{held_back}", self.name);
+        }
+    }
+
+    pub(crate) fn warn(&self, line: impl Display) {
+        if let Some(held_back) = self.pass() {
+            tracing::warn!("{}: {line}{held_back}", self.name);
+        }
+    }
+
+    /// Tells how many lines were held back, once a line is allowed again.
+    pub(crate) fn tell_held_back(&self) {
+        let count = self.limit.lock().unwrap_or_else(PoisonError::into_inner).pass_held_back(Instant::now());
+        if let Some(count) = count {
+            tracing::warn!("{}: {count} more lines about its front-ends were left out", self.name);
+        }
+    }
+
+    fn pass(&self) -> Option<HeldBack> {
+        self.limit.lock().unwrap_or_else(PoisonError::into_inner).pass(Instant::now()).map(HeldBack)
+    }
+}
+
+/// What a line says of those held back before it.
+struct HeldBack(u64);
+
+impl Display for HeldBack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 == 0 { Ok(()) } else { write!(f, " ({} lines before this were left out)", self.0) }
+    }
+}
