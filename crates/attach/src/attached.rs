@@ -168,6 +168,11 @@ impl Attached {
         self.features
     }
 
+    /// Whether its control thread has ended, which it does not by itself while this is there.
+    pub fn is_finished(&self) -> bool {
+        self.control.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+
     /// What there is to see.
     pub fn view(&self) -> AttachedView {
         self.shared.view.lock().unwrap_or_else(PoisonError::into_inner).clone()

@@ -118,11 +118,9 @@ where
     loop {
         match next_event(signals, &mut events, deadline) {
             Event::Ended => {
-                return thread.join().unwrap_or_else(|_| {
-                    Err(ServeError::Broken(
-                        "the thread that serves panicked; see the messages above, report this".into(),
-                    ))
-                });
+                return thread
+                    .join()
+                    .unwrap_or_else(|_| Err(ServeError::Broken("the thread that serves panicked".into())));
             }
             Event::Stops => deadline = drain().map(|drain| Instant::now() + drain).or(deadline),
             Event::Signal(Signal::Hangup) => tracing::info!("SIGHUP is ignored: reload is not implemented"),

@@ -27,6 +27,7 @@ mod io_errors;
 mod lanes;
 mod model;
 mod qemu;
+mod threads;
 mod watch;
 
 /// The words of the queue core that a program needs.

@@ -14,7 +14,7 @@ use blkyard_export::{
     Taking, VhostQueue, queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind};
-use blkyard_os::{LaneConfig, LaneThread, OpenError, RingConfig, Signals, allow_all_descriptors, cpu_places};
+use blkyard_os::{LaneConfig, OpenError, RingConfig, Signals, allow_all_descriptors, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
 use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, ServedExport};
@@ -31,6 +31,7 @@ use crate::rate::{RateSlot, take_own_rate};
 use crate::scheduler::take_device_scheduler;
 use crate::spec::{Spec, SpecError, number, show_size};
 use crate::takeover::{self, Heritage};
+use crate::threads;
 use crate::watch::Watch;
 
 /// What `serve` may be told.
@@ -184,7 +185,7 @@ pub enum ServeError {
         cure: String,
     },
     /// A part of the daemon ended by itself.
-    #[error("{0}")]
+    #[error("{0}; see the messages above, and report this")]
     Broken(String),
 }
 
@@ -371,17 +372,13 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         }
         errors.tell(&daemon);
         daemon.exports.iter().for_each(|export| export.status.log_held_back());
-        let mut ended = servers.iter().any(Server::is_finished);
-        // While their number changes they are looked at by who changes it.
-        if let Some(lanes) = daemon.lanes_at_rest() {
-            ended |= lanes.threads().iter().any(LaneThread::is_finished);
-        }
-        if ended {
+        if let Some(why) = threads::ended(&daemon, &servers, control.as_ref()) {
             let ours = !daemon.is_handed.load(Ordering::SeqCst);
-            broken = ours.then_some("a lane ended by itself; see the messages above, and report this");
+            broken = ours.then_some(why);
             break;
         }
     }
+    broken.iter().for_each(|why| tracing::error!("{why}; the daemon ends"));
     stop.stops();
     tracing::info!("stopping: finishing what is in flight, for {} s at most", daemon.drain_s);
     servers.iter().for_each(Server::ask_to_stop);
@@ -398,7 +395,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         stop.drained();
         drop(devices);
     }
-    broken.map_or(Ok(()), |why| Err(ServeError::Broken(why.into())))
+    broken.map_or(Ok(()), |why| Err(ServeError::Broken(why)))
 }
 
 /// A disk that another process serves may have been resized there: whoever has it attached here is told, by a thread

@@ -1,0 +1,29 @@
+//! The threads of a daemon: which of them has ended although nobody asked it to.
+
+use blkyard_export::Server;
+
+use crate::Device;
+use crate::control::{ControlServer, Daemon};
+use crate::log;
+
+/// Says which thread has ended by itself, if one has: the daemon is not whole any more, and is to end. `servers` are the
+/// exports of the daemon, in their order.
+pub fn ended(daemon: &Daemon, servers: &[Server], control: Option<&ControlServer>) -> Option<String> {
+    // Known before the thread is over, which may take as long as I/O in its hands.
+    if let Some(name) = log::panicked_thread() {
+        return Some(format!("thread {name} panicked"));
+    }
+    let exports = servers.iter().zip(&daemon.exports);
+    let exports = exports.filter(|(server, _)| server.is_finished()).map(|(_, export)| export.name.clone());
+    let controls = control.filter(|control| control.is_finished()).map(|_| "control socket".to_owned());
+    let attached = daemon.devices.iter().filter_map(|served| match &served.device {
+        Device::Attached(disk) if disk.is_finished() => Some(served.info().name.clone()),
+        _ => None,
+    });
+    // While their number changes they are looked at by who changes it.
+    let lanes = daemon
+        .lanes_at_rest()
+        .and_then(|lanes| lanes.threads().iter().find(|lane| lane.is_finished()).map(|lane| lane.name().to_owned()));
+    let name = lanes.or_else(|| exports.chain(controls).chain(attached).next())?;
+    Some(format!("{name}: its thread ended by itself"))
+}
