@@ -6,8 +6,8 @@ use crate::Device;
 use crate::control::{ControlServer, Daemon};
 use crate::log;
 
-/// Says which thread has ended by itself, if one has: the daemon is not whole any more, and is to end. `servers` are the
-/// exports of the daemon, in their order.
+/// Says which thread has ended by itself, if one has: the daemon is not whole any more, and is to end. `servers` are
+/// the exports of the daemon, in their order.
 pub fn ended(daemon: &Daemon, servers: &[Server], control: Option<&ControlServer>) -> Option<String> {
     // Known before the thread is over, which may take as long as I/O in its hands.
     if let Some(name) = log::panicked_thread() {

@@ -170,8 +170,8 @@ impl<S> Drop for Orders<S> {
     }
 }
 
-/// Ends the lane, since the kernel refuses its ring: its requests cannot be completed and its queues are served no more.
-/// It unwinds, since nothing else lets go of [tags](blkyard_mq::Tag) that are out.
+/// Ends the lane, since the kernel refuses its ring: its requests cannot be completed and its queues are served no
+/// more. It unwinds, since nothing else lets go of [tags](blkyard_mq::Tag) that are out.
 #[cold]
 fn give_up(error: std::io::Error) -> ! {
     let thread = std::thread::current();

@@ -1,8 +1,8 @@
 //! What the program tells: the log on standard error, lines for people on standard output, and reports.
 //!
 //! The log and the lines never hold up or end whoever writes them, whatever becomes of the stream: each stream has a
-//! bounded queue and a thread that writes (`lines.rs`). A report of a command that ends with it is written in place, and
-//! one that cannot be written is the command's failure.
+//! bounded queue and a thread that writes (`lines.rs`). A report of a command that ends with it is written in place,
+//! and one that cannot be written is the command's failure.
 
 mod lines;
 
