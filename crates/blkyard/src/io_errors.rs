@@ -29,11 +29,11 @@ impl ErrorLog {
             }
         }
     }
+}
 
-    /// Logs the errors since the last line of each device, since there is no later.
-    pub fn close(self, daemon: &Daemon) {
-        daemon.devices.iter().for_each(|served| tell(&served.info()));
-    }
+/// Logs the errors since the last line of each device, limit or not: the daemon ends.
+pub fn tell_rest(daemon: &Daemon) {
+    daemon.devices.iter().for_each(|served| tell(&served.info()));
 }
 
 fn tell(info: &DeviceInfo) {

@@ -20,7 +20,7 @@ use blkyard_virtio::{BlkConfig, SerialId};
 use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, ServedExport};
 use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::ending::{StopToken, supervise};
-use crate::io_errors::ErrorLog;
+use crate::io_errors::{ErrorLog, tell_rest};
 use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
 use crate::log::{self, LogFormat, say};
 use crate::plan::{
@@ -387,7 +387,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     follower.into_iter().for_each(|follower| drop(follower.join()));
     // Answered until here: what is in flight while the daemon stops is worth a look, too. From now on nothing is.
     drop(control);
-    errors.close(&daemon);
+    tell_rest(&daemon);
     // Nobody else has it but who has given up on us, and ends the process.
     if let Some(daemon) = Arc::into_inner(daemon) {
         let Daemon { lanes, devices, .. } = daemon;
