@@ -211,3 +211,31 @@ fn a_device_that_is_killed_again_and_again_gets_on_as_long_as_it_publishes_now_a
         assert_eq!(world.used.len(), CHAINS as usize);
     }
 }
+
+/// Killed before each store of one publication: what the driver was not given is in the record, and nothing else is. A
+/// record that is cleared before the used index is stored loses chains; one that is never cleared repeats them.
+#[test]
+fn a_record_is_cleared_only_after_its_used_index() {
+    for (rings, habit) in worlds() {
+        for stores in 0.. {
+            let mut world = World::new(rings, habit);
+            let mut device = Device::new(&world);
+            world.drive();
+            device.fetch(&world, usize::from(rings.size));
+            let fetched = device.held.len();
+            assert!(fetched > 0);
+            for (number, head) in device.held.drain(..) {
+                device.ring.complete(head, written(rings, number));
+            }
+            let died = kill::after(stores, || device.ring.publish()).is_none();
+            world.drive();
+            // The next device is made of what the dead one left in memory.
+            let left = Device::new(&world).ring.left();
+            assert_eq!(world.used.len() + left, fetched, "{rings:?}: used and left, killed before store {stores}");
+            if !died {
+                assert_eq!(left, 0, "{rings:?}: published and still in the record");
+                break;
+            }
+        }
+    }
+}
