@@ -3,11 +3,11 @@
 //! The control thread puts letters behind the queue's door and rings its bell; the queue reads them when it is next at
 //! work. The queue writes down the line, and nobody on a lane waits for an answer.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{SendError, Sender};
-use std::sync::{Arc, Mutex, PoisonError};
 
-use blkyard_mem::Region;
+use blkyard_mem::{Mailbox, Region};
 use blkyard_mq::QueueKind;
 use blkyard_virtio::Complaints;
 use blkyard_virtio::driver::BlkRing;
@@ -88,9 +88,7 @@ pub struct QueueView {
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Door {
-    /// There are letters.
-    mail: AtomicBool,
-    letters: Mutex<Vec<Letter>>,
+    letters: Mailbox<Letter>,
     /// Rung by the back-end, and for letters; the same one for all back-ends to come.
     pub(crate) bell: Arc<Event>,
     pub(crate) polled: bool,
@@ -99,16 +97,15 @@ pub(crate) struct Door {
 
 impl Door {
     pub(crate) fn new(kind: QueueKind, bell: &Arc<Event>, view: QueueView) -> Door {
-        let (mail, polled) = (AtomicBool::new(false), kind == QueueKind::Poll);
-        Door { mail, letters: Mutex::default(), bell: Arc::clone(bell), polled, view }
+        let polled = kind == QueueKind::Poll;
+        Door { letters: Mailbox::default(), bell: Arc::clone(bell), polled, view }
     }
 
     pub(crate) fn post(&self, letter: Letter) {
-        self.letters.lock().unwrap_or_else(PoisonError::into_inner).push(letter);
-        // Pairs with the swap in `take`: who sees the flag finds the letter. Before the bell: who was armed earlier
-        // hears that, who arms later sees this.
-        self.mail.store(true, Ordering::SeqCst);
-        // Where nobody listens to it nobody would make it quiet, either.
+        // Never closed: a queue that is gone takes no letters, and they go with its door.
+        let _ = self.letters.send(letter);
+        // After the letter: who was armed earlier hears the bell and finds the letter. Where nobody listens to it nobody
+        // would make it quiet, either.
         if !self.polled {
             self.bell.ring();
         }
@@ -116,13 +113,12 @@ impl Door {
 
     #[inline]
     pub(crate) fn has_mail(&self) -> bool {
-        self.mail.load(Ordering::Relaxed)
+        self.letters.is_pending()
     }
 
     #[cold]
     pub(crate) fn take(&self) -> Vec<Letter> {
-        self.mail.swap(false, Ordering::SeqCst);
-        std::mem::take(&mut *self.letters.lock().unwrap_or_else(PoisonError::into_inner))
+        self.letters.take()
     }
 }
 

@@ -181,7 +181,7 @@ impl<D> VhostQueue<D> {
     where
         D: Driver<Cx>,
     {
-        while let Ok(command) = self.port.commands.try_recv() {
+        for command in self.port.shared.mailbox.take() {
             match command {
                 Command::Run(setup, answer) => {
                     let _ = answer.send(self.start(cx, *setup));
@@ -492,7 +492,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             self.hw.set_memory(cx, Arc::clone(session.memory.table()));
         }
         // Before the first crank, which looks for mail.
-        self.port.shared.moved(waker);
+        self.port.shared.waker.register(waker);
     }
 
     fn leave(&mut self, cx: &mut Cx) -> bool {
@@ -516,9 +516,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
 
     fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank {
         self.now_ns = now_ns;
-        // The swap pairs with the sender's store: the flag goes down before we look, so that nothing is missed.
-        let mail = &self.port.shared.mail;
-        let had_mail = mail.load(Ordering::Relaxed) && mail.swap(false, Ordering::Acquire);
+        let had_mail = self.port.shared.mailbox.is_pending();
         if had_mail {
             self.read_mail(cx);
         }
@@ -599,7 +597,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             _ => false,
         };
         let finished = self.hw.arm::<Cx>();
-        work || finished || self.port.shared.mail.load(Ordering::SeqCst)
+        work || finished || self.port.shared.mailbox.is_pending()
     }
 
     fn disarm(&mut self) {

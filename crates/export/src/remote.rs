@@ -3,16 +3,15 @@
 //! A queue that runs belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and
 //! waits for the answer, which for a suspension comes only when all that was fetched is finished.
 //!
-//! The queue may move to another lane meanwhile, and takes its mail along. Whoever has written to it wakes the lane
-//! that it is known to live on; should that be the old one, the letter was there before the queue told us of the new
-//! one, which looks for mail once that is done.
+//! The queue may move to another lane meanwhile, and takes its mailbox along: see [`LaneWaker`].
 
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
-use blkyard_mq::{DeviceInfo, HwStats, RateLimit, SchedulerConfig, Wake};
+use blkyard_mem::Mailbox;
+use blkyard_mq::{DeviceInfo, HwStats, LaneWaker, RateLimit, SchedulerConfig, Wake};
 use blkyard_virtio::{GuestMemory, Inflight, RingBase, RingLayout};
 
 use crate::QueueView;
@@ -75,25 +74,23 @@ pub(crate) enum Command {
 
 #[derive(Default)]
 pub(crate) struct Shared {
-    /// Set when a command waits: looked at once a round, where the channel itself would cost more.
-    pub(crate) mail: AtomicBool,
+    /// Looked at once a round.
+    pub(crate) mailbox: Mailbox<Command>,
     /// Wakes the lane that the queue lives on.
-    waker: Mutex<Option<Arc<dyn Wake>>>,
+    pub(crate) waker: LaneWaker,
     pub(crate) stats: OnceLock<Arc<HwStats>>,
     pub(crate) refusals: OnceLock<Arc<blkyard_virtio::Refusals>>,
 }
 
-impl Shared {
-    /// The queue lives on another lane from now on. It looks for mail after this: see `Commands::send`.
-    pub(crate) fn moved(&self, waker: &Arc<dyn Wake>) {
-        *self.waker.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(waker));
-    }
-}
-
 /// The lane's end, from which a [`VhostQueue`](crate::VhostQueue) is made.
 pub struct QueuePort {
-    pub(crate) commands: Receiver<Command>,
     pub(crate) shared: Arc<Shared>,
+}
+
+impl Drop for QueuePort {
+    fn drop(&mut self) {
+        self.shared.mailbox.close();
+    }
 }
 
 /// The control path's end. A queue without it is retired: nobody else could ever end it.
@@ -110,7 +107,6 @@ pub struct QueueWatch {
 /// How commands reach the queue.
 #[derive(Clone)]
 struct Commands {
-    sender: Sender<Command>,
     shared: Arc<Shared>,
 }
 
@@ -131,10 +127,9 @@ impl Suspension {
 
 /// Makes the two ends of a queue.
 pub fn queue_pair() -> (QueueRemote, QueuePort) {
-    let (sender, receiver) = channel();
     let shared = Arc::new(Shared::default());
-    let remote = QueueRemote { commands: Commands { sender, shared: Arc::clone(&shared) } };
-    (remote, QueuePort { commands: receiver, shared })
+    let remote = QueueRemote { commands: Commands { shared: Arc::clone(&shared) } };
+    (remote, QueuePort { shared })
 }
 
 impl QueueRemote {
@@ -227,14 +222,8 @@ impl QueueWatch {
 
 impl Commands {
     fn send(&self, command: Command) -> Result<(), Gone> {
-        self.sender.send(command).map_err(|_| Gone)?;
-        // Pairs with the station's swap: who sees the flag finds the command.
-        self.shared.mail.store(true, Ordering::Release);
-        // After the flag: a queue that moves puts its new lane here before it looks at the flag. So either we wake that
-        // one, or it finds the flag by itself. A queue that lives on no lane yet will look when it does.
-        if let Some(waker) = &*self.shared.waker.lock().unwrap_or_else(PoisonError::into_inner) {
-            waker.wake();
-        }
+        self.shared.mailbox.send(command).map_err(|_| Gone)?;
+        self.shared.waker.wake();
         Ok(())
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A guest, the kernel and other threads write to memory that we read. This crate is the one place where such
 //! memory is touched: regions and the segments that point into them, views of fields shared with a
-//! peer, the rings between threads, and the word that says who owns a queue. Everything here is `unsafe` inside
+//! peer, the rings and mailboxes between threads, and the words that say who owns a queue and who sleeps. Everything here is `unsafe` inside
 //! and safe outside. It knows nothing of I/O, devices or protocols.
 
 mod baton;
@@ -10,17 +10,21 @@ mod counting;
 mod fault;
 #[cfg(kill)]
 pub mod kill;
+mod mailbox;
 mod region;
 pub mod ring;
 mod segment;
 pub mod sync;
 mod view;
+mod wake_flag;
 
 pub use baton::{Baton, Holder};
 pub use counting::CountingAllocator;
+pub use mailbox::Mailbox;
 pub use region::{MapError, Region};
 pub use segment::{RegionTable, Segment, Span};
 pub use view::{View, warm};
+pub use wake_flag::WakeFlag;
 
 /// Bytes in a page of the host's memory, as the mappings here assume.
 ///

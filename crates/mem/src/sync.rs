@@ -1,4 +1,4 @@
-//! Atomics and cells as the model checkers want to see them.
+//! Atomics, cells and locks as the model checkers want to see them.
 //!
 //! What several threads share goes through here, in this crate and above, so that `--cfg loom` and `--cfg shuttle` put
 //! checked ones in the place of those of the machine. loom tries every order of a small model, weak memory included;
@@ -8,20 +8,20 @@
 pub use loom::{
     cell::UnsafeCell,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
 };
 
 #[cfg(all(shuttle, not(loom)))]
 pub use shuttle::sync::{
-    Arc,
+    Arc, Mutex,
     atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
 };
 
 #[cfg(not(any(loom, shuttle)))]
 pub use std::sync::{
-    Arc,
+    Arc, Mutex,
     atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
 };
 

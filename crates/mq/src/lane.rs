@@ -16,7 +16,9 @@
 //! ```
 
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
+
+use blkyard_mem::sync::Mutex;
 
 use crate::idle::{IdlePolicy, Lookout};
 use crate::stats::TurnStats;
@@ -25,6 +27,29 @@ use crate::stats::TurnStats;
 pub trait Wake: Send + Sync {
     /// Makes the next sleep, or the one going on, end at once.
     fn wake(&self);
+}
+
+/// The waker of the lane that a station lives on, for those who do not know which one that is.
+///
+/// Whoever sends something to a station wakes it afterwards; a station that enters a lane registers that lane's waker
+/// before it looks at what was sent. So either the new lane is woken, or the station finds what was sent by itself: the
+/// lock says which of the two came first. Until there is a lane nobody is woken.
+#[derive(Default)]
+pub struct LaneWaker(Mutex<Option<Arc<dyn Wake>>>);
+
+impl LaneWaker {
+    /// The station lives on another lane from now on, and looks at what was sent to it after this.
+    pub fn register(&self, waker: &Arc<dyn Wake>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(waker));
+    }
+}
+
+impl Wake for LaneWaker {
+    fn wake(&self) {
+        if let Some(waker) = &*self.0.lock().unwrap_or_else(PoisonError::into_inner) {
+            waker.wake();
+        }
+    }
 }
 
 /// What the stations of a lane do with bells of the outside: ring them, and listen to them no more. Whoever holds the

@@ -42,7 +42,7 @@ pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOu
 pub use errors::{IoError, IoErrors};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
 pub use idle::IdlePolicy;
-pub use lane::{Chime, ChimePlace, Crank, Idle, Lane, Station, Wake};
+pub use lane::{Chime, ChimePlace, Crank, Idle, Lane, LaneWaker, Station, Wake};
 pub use limits::{Cursor, Cut, LimitsError, QueueLimits};
 pub use log_limit::LogLimit;
 pub use map::{CpuPlace, QueueCounts, QueueKind, QueueMap, QueueMaps, QueueRange};

@@ -2,20 +2,19 @@
 //!
 //! ```text
 //!   ┌─▶ now ─▶ reap ─▶ orders ─▶ turn ─▶ part ─┬─ Turn ──▶ submit ───────────────────────────┐
-//!   │                                          ├─ Sleep ─▶ settle ─▶ watch all bells ─▶ sleep ─┤
+//!   │                                          ├─ Sleep ─▶ prepare ─▶ watch bells ─▶ sleep ────┤
 //!   └──────────────────────────────────────────┼────────────────────────────────────────────┘
 //!                                              └─ End ──▶ the thread ends, once nobody can give orders
 //! ```
 //!
-//! Orders let a station in, ask for one back, or let it stay after all; they come through a channel that is looked at
-//! when a flag says so. A station that has parted is listened to no more before it is handed over: a bell is made quiet
+//! Orders let a station in, ask for one back, or let it stay after all; they come through a [`Mailbox`]. A station that has parted is listened to no more before it is handed over: a bell is made quiet
 //! by reading it, and this lane must not take what was meant for the next.
 //!
 //! No wake-up is lost. A lane sleeps only after a turn in which every station was asked to have its bell rung from
 //! now on, and looked once more after asking (`Lane::turn`); what comes later rings. Bells are level-triggered and
 //! quieted only by reading them before the next turn, so one that rings before we listen ends the sleep as well.
 //! Completions end it because the kernel counts those already in the ring. Calls of other threads go through
-//! [`Waker`], whose flags are checked last of all.
+//! [`Waker`], whose flag is checked last of all.
 //!
 //! A station's bell may be replaced by another descriptor, even one of the same number, which cannot be told from
 //! here. Whoever replaces it calls the lane's waker; after a call all bells are listened to anew.
@@ -26,11 +25,11 @@
 
 use std::os::unix::thread::JoinHandleExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel, sync_channel};
+use std::sync::mpsc::{RecvTimeoutError, SendError, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use blkyard_mem::Mailbox;
 use blkyard_mq::{Idle, IdlePolicy, Lane, Station, TurnStats, Wake};
 
 use crate::clock::{Clock, clock_ns};
@@ -148,18 +147,14 @@ enum Order<S> {
 
 /// Where orders are given.
 struct Orders<S> {
-    sender: Sender<Order<S>>,
-    /// Set when an order waits: looked at once a round, where the channel itself would cost more.
-    waiting: Arc<AtomicBool>,
+    mailbox: Arc<Mailbox<Order<S>>>,
     waker: Arc<Waker>,
 }
 
 impl<S> Orders<S> {
     /// If the lane is gone the order is dropped, and with it the channel for the answer.
     fn give(&self, order: Order<S>) {
-        let _ = self.sender.send(order);
-        // Pairs with the lane's swap: who sees the flag finds the order.
-        self.waiting.store(true, Ordering::Release);
+        let _ = self.mailbox.send(order);
         self.waker.wake();
     }
 }
@@ -193,9 +188,8 @@ where
     let failed = |source| LaneError::Thread { name: name.clone(), source };
     let waker = Waker::new().map_err(failed)?;
     let (told, started) = sync_channel(1);
-    let (orders, ordered) = channel();
-    let waiting = Arc::new(AtomicBool::new(false));
-    let mail = Mail { orders: ordered, waiting: Arc::clone(&waiting), asked: Vec::new(), closed: false };
+    let mailbox = Arc::new(Mailbox::default());
+    let mail = Mail { mailbox: Arc::clone(&mailbox), asked: Vec::new(), closed: false };
     let on_thread = Arc::clone(&waker);
     let run = move || {
         let made = pin(&config).and_then(|()| {
@@ -224,9 +218,7 @@ where
     };
     let thread = std::thread::Builder::new().name(name.clone()).spawn(run).map_err(failed)?;
     match started.recv() {
-        Ok(Ok((ring, turns))) => {
-            Ok(LaneThread { name, thread, orders: Orders { sender: orders, waiting, waker }, ring, turns })
-        }
+        Ok(Ok((ring, turns))) => Ok(LaneThread { name, thread, orders: Orders { mailbox, waker }, ring, turns }),
         Ok(Err(error)) => {
             let _ = thread.join();
             Err(error)
@@ -248,12 +240,17 @@ fn pin(config: &LaneConfig) -> Result<(), LaneError> {
 
 /// The lane's end of the orders.
 struct Mail<S> {
-    orders: Receiver<Order<S>>,
-    waiting: Arc<AtomicBool>,
+    mailbox: Arc<Mailbox<Order<S>>>,
     /// Who waits for which station.
     asked: Vec<(u32, Sender<Option<S>>)>,
     /// No order will come any more.
     closed: bool,
+}
+
+impl<S> Drop for Mail<S> {
+    fn drop(&mut self) {
+        self.mailbox.close();
+    }
 }
 
 /// The ring goes first, also when a panic unwinds: it waits for I/O into memory that the stations hold.
@@ -271,7 +268,7 @@ impl<S: Station<Ring>> Turning<S> {
         loop {
             let now_ns = clock.now_ns();
             self.ring.reap();
-            if self.mail.waiting.load(Ordering::Relaxed) && self.mail.waiting.swap(false, Ordering::Acquire) {
+            if self.mail.mailbox.is_pending() {
                 self.read_orders();
             }
             let idle = self.lane.turn(&mut self.ring, now_ns);
@@ -291,7 +288,7 @@ impl<S: Station<Ring>> Turning<S> {
                 Idle::End => None,
                 Idle::Sleep(deadline_ns) => deadline_ns,
             };
-            if self.waker.settle() {
+            if !self.waker.flag().prepare_wait() {
                 was_called = true;
                 self.ring.submit();
                 continue;
@@ -301,7 +298,7 @@ impl<S: Station<Ring>> Turning<S> {
             }
             let listen_ns = self.watch_all(now_ns);
             self.ring.sleep([deadline_ns, listen_ns].into_iter().flatten().min());
-            self.waker.rise();
+            self.waker.flag().finish_wait();
             if self.ring.has_failed() {
                 break;
             }
@@ -334,7 +331,7 @@ impl<S: Station<Ring>> Turning<S> {
 
     #[cold]
     fn read_orders(&mut self) {
-        while let Ok(order) = self.mail.orders.try_recv() {
+        for order in self.mail.mailbox.take() {
             match order {
                 Order::Admit(name, make, entered) => {
                     self.admit(name, make());

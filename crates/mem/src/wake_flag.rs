@@ -1,0 +1,95 @@
+//! The flag of a thread that sleeps: a waker signals it only while it sleeps, and no wake-up is lost.
+//!
+//! A [`WakeFlag`] stands between one sleeper and any number of wakers. A waker publishes its work and calls
+//! [`WakeFlag::wake`]; the sleeper looks for work, finds none, and sleeps only if [`WakeFlag::prepare_wait`] allows it.
+//! What a sleep and a signal are made of is the caller's: a signal must last until the sleeper has seen it, as that of
+//! an eventfd does.
+//!
+//! ```text
+//!                 prepare_wait                          wake: signals
+//!   ┌───────┐ ────────────────▶ ┌────────┐ ────────────────────────────▶ ┌───────┐
+//!   │ awake │                   │ asleep │                               │ woken │──┐ wake
+//!   └───────┘ ◀──────────────── └────────┘                               └───────┘◀─┘
+//!     │   ▲       finish_wait                                              ▲   │
+//!     │   └──────────────────── prepare_wait: refused ─────────────────────┼───┘
+//!     └────────────────────────────────── wake ────────────────────────────┘
+//! ```
+//!
+//! There is one word, and all that happens to it is a read-modify-write, so all orders of events are orders of its
+//! values: either the waker finds *asleep* and signals, or the sleeper finds *woken* and looks for work again. A waker
+//! releases what it has published, the sleeper acquires it, and no other fence is needed. As `std`'s parker, but for
+//! two things: the sleep itself is elsewhere, and *woken* outlasts a sleep, so that the sleeper learns of each call.
+
+use crate::sync::{AtomicU32, Ordering};
+
+const AWAKE: u32 = 0;
+const ASLEEP: u32 = 1;
+/// Called since the sleeper last asked.
+const WOKEN: u32 = 2;
+
+/// Whether a thread sleeps, and whether it was called.
+#[derive(Debug)]
+pub struct WakeFlag(AtomicU32);
+
+impl Default for WakeFlag {
+    fn default() -> WakeFlag {
+        WakeFlag(AtomicU32::new(AWAKE))
+    }
+}
+
+impl WakeFlag {
+    /// Calls the sleeper, after something was published for it. `signal` must end its sleep, and is called only if it
+    /// sleeps or is about to.
+    #[inline]
+    pub fn wake(&self, signal: impl FnOnce()) {
+        // Done even if it says woken already: the sleeper may be about to take that down, having looked before we
+        // published. Release pairs with the acquire in `prepare_wait`; several wakers are one release sequence.
+        if self.0.swap(WOKEN, Ordering::Release) == ASLEEP {
+            signal();
+        }
+    }
+
+    /// The thread has found no work and wants to sleep. False if it was called since it last asked: it must look for
+    /// work again, and finds what was published before the call.
+    #[inline]
+    #[must_use = "who sleeps although it was called sleeps over its work"]
+    pub fn prepare_wait(&self) -> bool {
+        if self.0.compare_exchange(AWAKE, ASLEEP, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+            return true;
+        }
+        // Acquire pairs with the swap in `wake`.
+        self.0.swap(AWAKE, Ordering::Acquire);
+        false
+    }
+
+    /// The thread is awake again, whatever has ended its sleep. A call is kept for the next `prepare_wait`.
+    #[inline]
+    pub fn finish_wait(&self) {
+        let _ = self.0.compare_exchange(ASLEEP, AWAKE, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
+#[cfg(all(test, not(any(loom, shuttle))))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_sleeper_is_signalled_and_each_call_is_told_once() {
+        let (flag, signals) = (WakeFlag::default(), std::cell::Cell::new(0));
+        let wake = || flag.wake(|| signals.set(signals.get() + 1));
+        wake();
+        wake();
+        assert!(!flag.prepare_wait() && flag.prepare_wait());
+        assert_eq!(signals.get(), 0, "it was awake");
+        wake();
+        wake();
+        assert_eq!(signals.get(), 1, "the first has ended the sleep");
+        flag.finish_wait();
+        assert!(!flag.prepare_wait(), "it was called during the sleep");
+        assert!(flag.prepare_wait());
+        flag.finish_wait();
+        wake();
+        assert_eq!(signals.get(), 1, "it had risen by itself");
+        assert!(!flag.prepare_wait());
+    }
+}
