@@ -27,6 +27,7 @@ mod io_errors;
 mod lanes;
 mod model;
 mod qemu;
+mod receiver;
 mod threads;
 mod watch;
 

@@ -45,6 +45,9 @@ enum Command {
     ///
     /// What depends on the code is measured on this machine; the rest happens in virtual time.
     Study(study::StudyArgs),
+    /// Take connections and their descriptors for a daemon, which starts this.
+    #[command(hide = true)]
+    Receiver,
 }
 
 /// Exit code of a program whose main thread panicked, as Rust has it.
@@ -79,6 +82,7 @@ fn run() -> ExitCode {
         Command::Set(args) => report(set::run(&args)),
         Command::Floor(args) => floor::run(args),
         Command::Study(args) => report(study::run(&args)),
+        Command::Receiver => report(blkyard_os::receive_for_daemon().map(|()| ExitCode::SUCCESS)),
     }
 }
 

@@ -10,8 +10,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use blkyard_export::{
-    BackendConfig, BoundSocket, ExportState, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SessionState, SocketConfig,
-    Taking, VhostQueue, queue_pair,
+    Acceptor, BackendConfig, BoundSocket, ExportState, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SessionState,
+    SocketConfig, Taking, VhostQueue, queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind};
 use blkyard_os::{LaneConfig, OpenError, RingConfig, Signals, allow_all_descriptors, cpu_places};
@@ -28,6 +28,7 @@ use crate::plan::{
 };
 use crate::qemu;
 use crate::rate::{RateSlot, take_own_rate};
+use crate::receiver::ReceiverProcess;
 use crate::scheduler::take_device_scheduler;
 use crate::spec::{Spec, SpecError, number, show_size};
 use crate::takeover::{self, Heritage};
@@ -270,6 +271,9 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     if let Err(error) = allow_all_descriptors() {
         tracing::warn!("the limit on open files stays as it is: {error}");
     }
+    // Before any image is open: it must not keep one from being locked again.
+    let acceptor: Arc<dyn Acceptor> = Arc::new(ReceiverProcess::start()?);
+    let tracked = |socket: BoundSocket| Ok(stop.track(socket.accept_through(Arc::clone(&acceptor))?));
     let mut heritage = args.takeover.as_deref().map(takeover::take).transpose()?;
     let Plan { disks, settings } = match (&heritage, &args.config) {
         (Some(heritage), _) => Plan { disks: heritage.disks.clone(), settings: heritage.settings.clone() },
@@ -295,7 +299,8 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         for want in wanted {
             let lane_of = places[makes.len()..makes.len() + want.share.queues].to_vec();
             let left = heritage.as_mut().and_then(|heritage| heritage.exports.pop_front());
-            exports.push((bind(&device, devices.len(), want, left, &mut makes, stop)?, lane_of));
+            let export = bind(&device, devices.len(), want, left, &mut makes, &tracked)?;
+            exports.push((export, lane_of));
         }
         devices.push(device);
     }
@@ -306,7 +311,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     introduce(&devices, &exports, count);
     let first = exports.first().map(|(export, _)| export.socket.path());
     let place = args.control.clone().unwrap_or_default();
-    let mut control = if heritage.is_none() { place.bind(first)?.map(|socket| stop.track(socket)) } else { None };
+    let mut control = if heritage.is_none() { place.bind(first)?.map(tracked).transpose()? } else { None };
     let mut watch = Watch::new(exports.len());
     let mut starts = Vec::new();
     let mut served = Vec::new();
@@ -334,7 +339,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         say(format_args!(
             "took over: guests rested {whole:.1} ms, {rest:.1} of them until what was in flight had ended"
         ));
-        control = Some(stop.track(socket));
+        control = Some(tracked(socket)?);
     }
     let daemon = Arc::new(Daemon {
         started: Instant::now(),
@@ -567,7 +572,7 @@ fn bind(
     want: Wanted,
     left: Option<ExportState>,
     makes: &mut Vec<Make>,
-    stop: &StopToken,
+    tracked: &impl Fn(BoundSocket) -> std::io::Result<Arc<BoundSocket>>,
 ) -> Result<Export, ServeError> {
     let info = served.info();
     let Share { name, queues, .. } = want.share;
@@ -580,9 +585,9 @@ fn bind(
     let (socket, inherited) = match left {
         Some(ExportState { listener, path, identity, offered, depth, wce, session, .. }) => {
             let socket = BoundSocket::adopt(listener, path, identity);
-            (stop.track(socket), Some(Inherited { offered, depth, wce, session }))
+            (tracked(socket)?, Some(Inherited { offered, depth, wce, session }))
         }
-        None => (stop.track(BoundSocket::bind(&want.socket)?), None),
+        None => (tracked(BoundSocket::bind(&want.socket)?)?, None),
     };
     let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, info.volatile_cache);
     Ok(Export { name, socket, disk, remotes, serial: want.serial, rate: want.rate, device: device_index, inherited })

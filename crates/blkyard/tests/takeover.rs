@@ -1,15 +1,10 @@
 //! `serve --takeover` as processes: one daemon takes the place of another under a client that checks what it wrote.
 
-use std::io::{BufRead, BufReader, IoSlice, Lines, Read, Write};
-use std::mem::MaybeUninit;
-use std::net::{TcpListener, TcpStream};
-use std::os::fd::AsFd;
+use std::io::{BufRead, BufReader, Lines, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
 use std::time::{Duration, Instant};
-
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg, sockopt};
 
 /// Longer than anything here takes on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(2);
@@ -326,52 +321,33 @@ fn a_daemon_goes_on_when_its_heir_dies_or_cannot_or_is_none() {
     daemon.stop();
 }
 
-/// A front-end that holds up the thread of the export at `s` until what is returned is dropped: with a descriptor that
-/// takes long to close, as the last of a connection does whose other end does not read.
-fn hold_up(folder: &Path, daemon: &Daemon) -> (UnixStream, TcpStream) {
-    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
-    let mut slow = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let (far, _) = listener.accept().unwrap();
-    sockopt::set_socket_linger(&slow, Some(10 * PATIENCE)).unwrap();
-    slow.set_nonblocking(true).unwrap();
-    while slow.write(&[7; 4096]).is_ok() {}
-    let front_end = UnixStream::connect(folder.join("s")).unwrap();
-    // SET_VRING_KICK, of which the body comes once ours is not the last that is open.
-    let header = [12_u32, 1, 8].map(u32::to_ne_bytes).concat();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds = [slow.as_fd()];
-    assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
-    assert_eq!(sendmsg(&front_end, &[IoSlice::new(&header)], &mut control, SendFlags::NOSIGNAL), Ok(header.len()));
-    let name = format!("socket:[{}]", rustix::fs::fstat(&slow).unwrap().st_ino);
-    drop(slow);
-    let has_it = || {
-        let files = std::fs::read_dir(format!("/proc/{}/fd", daemon.process.0.id())).unwrap();
-        files.flatten().any(|file| std::fs::read_link(file.path()).is_ok_and(|link| link.as_os_str() == name.as_str()))
-    };
+/// Has a front-end leave the export at `s` with reads under way, for which the export's thread then waits.
+fn hold_up(folder: &Path) {
+    let words = ["bench", "vhost-user:s", "--rw", "read", "--bs", "1M", "--size", "16M", "--iodepth", "16"];
+    let mut front_end = Process(program(folder, &words).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
     let begin = Instant::now();
-    for (body, there) in [(&[][..], true), (&[0; 8], false)] {
-        (&front_end).write_all(body).unwrap();
-        while has_it() != there {
-            assert!(begin.elapsed() < PATIENCE, "the descriptor should be there: {there}");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+    while !sessions(folder).contains("is connected") {
+        assert!(front_end.is_there() && begin.elapsed() < PATIENCE, "it never connects");
+        std::thread::sleep(Duration::from_millis(10));
     }
-    (front_end, far)
+    // It reads as soon as it is connected.
+    std::thread::sleep(Duration::from_secs(2));
+    drop(front_end);
 }
 
 #[test]
 fn nobody_rests_for_an_export_that_its_front_end_holds_up() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let served = ["--device", "null:16M", "--export", "vhost-user-blk:s", "--device", "null:16M"];
+    let served =
+        ["--device", "null:16M?latency_us=10000000&mbps=1", "--export", "vhost-user-blk:s", "--device", "null:16M"];
     let other = ["--export", "vhost-user-blk:t", "--control", "c", "--lanes", "1"];
     let daemon = Daemon::start(folder, &[served, other].concat());
     let goes_on = || {
         let done = run(folder, &["bench", "vhost-user:t", "--rw", "randread", "--size", "1M"]);
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
     };
-    let held = hold_up(folder, &daemon);
+    hold_up(folder);
     goes_on();
     let refused = run(folder, &["serve", "--takeover", "c"]);
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
@@ -380,7 +356,12 @@ fn nobody_rests_for_an_export_that_its_front_end_holds_up() {
         assert!(said.contains(word), "'{word}' is missing in: {said}");
     }
     goes_on();
-    drop(held);
+    // Once the reads have ended.
+    let begin = Instant::now();
+    while sessions(folder).contains("is connected") {
+        assert!(begin.elapsed() < PATIENCE, "its front-end is not let go");
+        std::thread::sleep(Duration::from_millis(100));
+    }
     let heir = Daemon::start(folder, &["--takeover", "c"]);
     drop(daemon);
     goes_on();

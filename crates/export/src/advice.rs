@@ -3,7 +3,6 @@
 //!
 //! Only says so in the log. What is refused, and when, is decided elsewhere.
 
-use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -64,12 +63,24 @@ const INTERVAL: Duration = Duration::from_mins(1);
 /// Looks at the socket of a connected front-end for others that wait there.
 #[derive(Debug, Default)]
 pub(crate) struct Waiters {
+    /// The process of the front-end that is connected; 0 if it is not known.
+    connected: i32,
     /// When one was first seen that still may have to be told of.
     seen: Option<Instant>,
     told: Option<Instant>,
 }
 
 impl Waiters {
+    /// Those beside a front-end of this process.
+    pub(crate) fn beside(connected: i32) -> Waiters {
+        Waiters { connected, ..Waiters::default() }
+    }
+
+    /// The process of the front-end that is connected; 0 if it is not known.
+    pub(crate) fn connected(&self) -> i32 {
+        self.connected
+    }
+
     /// Whether the socket is to be looked at now, and for how long, at most; else how long not.
     pub(crate) fn look(&self, now: Instant) -> (bool, Option<Duration>) {
         match (self.seen.map(|seen| seen + GRACE), self.told.map(|told| told + INTERVAL)) {
@@ -90,8 +101,8 @@ impl Waiters {
     }
 }
 
-/// What there is to say of another front-end that waits while this one is connected.
-pub(crate) fn second_front_end(connected: impl AsFd) -> String {
+/// What there is to say of another front-end that waits while that of this process is connected; 0 if it is not known.
+pub(crate) fn second_front_end(connected: i32) -> String {
     format!(
         "another front-end waits for this socket, and is served when {} leaves; end that one, or serve the second an \
          export of its own",
@@ -99,9 +110,8 @@ pub(crate) fn second_front_end(connected: impl AsFd) -> String {
     )
 }
 
-/// Who is at the other end of a connection.
-fn peer(connection: impl AsFd) -> Option<String> {
-    let pid = rustix::net::sockopt::socket_peercred(connection).ok()?.pid.as_raw_nonzero();
+/// Who this process is.
+fn peer(pid: i32) -> Option<String> {
     let comm = std::fs::read_to_string(PathBuf::from(format!("/proc/{pid}/comm"))).ok()?;
     Some(format!("process {pid} ({})", comm.trim()))
 }

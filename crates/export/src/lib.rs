@@ -5,6 +5,7 @@
 //! feeds a hardware queue of its own. This crate does no file I/O and starts one thread per export, for its socket.
 #![forbid(unsafe_code)]
 
+mod acceptor;
 mod advice;
 mod backend;
 mod channel;
@@ -24,6 +25,7 @@ mod socket;
 mod view;
 mod wire;
 
+pub use acceptor::{Accepted, Acceptor};
 pub use backend::{BackendConfig, QUEUE_SIZE_MAX, QUEUES_MAX, SEG_MAX};
 pub use handover::{ExportState, Handed, Rest, SessionState};
 pub use orders::{Changed, ExportHand};

@@ -294,11 +294,11 @@ fn next(mut config: BackendConfig, desk: &Desk) -> Option<Session> {
                     return None;
                 }
             }
-            Ok(Call::Socket) => match listener.accept().and_then(|(stream, _)| Ok((stream, RelaySockets::new()?))) {
-                Ok((connection, sockets)) => {
+            Ok(Call::Socket) => match desk.socket.accept().and_then(|taken| Ok((taken, RelaySockets::new()?))) {
+                Ok((taken, sockets)) => {
                     log.info("a front-end connected");
                     config.disk.set_queues(desk.status.offered());
-                    return Some(Session::new(connection, sockets, config, log));
+                    return Some(Session::new(taken.stream, sockets, config, log).of_process(taken.pid));
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
@@ -350,7 +350,7 @@ impl Desk {
                 return Ok(call);
             }
             if looks && waiters.found(waits, Instant::now()) {
-                self.status.log.warn(advice::second_front_end(connection));
+                self.status.log.warn(advice::second_front_end(waiters.connected()));
             }
         }
     }

@@ -58,6 +58,11 @@ impl Session {
         Session { log, backend, relay, inbox: Inbox::default(), connection, last, waiters }
     }
 
+    /// The same, of this process; 0 if that is not known.
+    pub(crate) fn of_process(self, pid: i32) -> Session {
+        Session { waiters: Waiters::beside(pid), ..self }
+    }
+
     /// A session as it was handed over; nothing runs before [`Session::begin`].
     ///
     /// # Errors

@@ -1,14 +1,24 @@
 //! The socket an export listens on: where it may be made, and who may connect.
 
+use std::fmt;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+
+use crate::acceptor::{Accepted, Acceptor, Direct};
+
+/// How long to wait, time after time, for a socket that somebody listens on: of a daemon that was killed a last
+/// duplicate may be open for a moment. Each time costs that listener a connection.
+const ALIVE_WAITS: [Duration; 3] = [Duration::from_millis(50), Duration::from_millis(200), Duration::from_millis(800)];
 
 /// Where an export listens.
 #[derive(Clone, Debug, Default)]
@@ -48,9 +58,10 @@ pub enum SocketError {
 }
 
 /// A socket that listens, and is removed in the end.
-#[derive(Debug)]
 pub struct BoundSocket {
-    listener: UnixListener,
+    /// There until the socket is closed.
+    listener: Option<UnixListener>,
+    acceptor: Arc<dyn Acceptor>,
     path: PathBuf,
     /// Device and inode, so that only our own socket is removed.
     identity: (u64, u64),
@@ -80,7 +91,8 @@ impl BoundSocket {
         let metadata =
             std::fs::symlink_metadata(&path).map_err(failed("cannot look at it", "see who else changes it"))?;
         let bound = BoundSocket {
-            listener,
+            listener: Some(listener),
+            acceptor: Arc::new(Direct),
             identity: (metadata.dev(), metadata.ino()),
             path: path.clone(),
             owned: AtomicBool::new(true),
@@ -100,7 +112,31 @@ impl BoundSocket {
     /// Goes on listening where another process does. The socket stays that one's until it is
     /// [owned](BoundSocket::set_owned).
     pub fn adopt(listener: OwnedFd, path: PathBuf, identity: (u64, u64)) -> BoundSocket {
-        BoundSocket { listener: listener.into(), path, identity, owned: AtomicBool::new(false) }
+        let (listener, acceptor) = (Some(listener.into()), Arc::new(Direct));
+        BoundSocket { listener, acceptor, path, identity, owned: AtomicBool::new(false) }
+    }
+
+    /// Has its connections be taken by somebody else than the threads that serve them, and the socket be closed there:
+    /// for front-ends that are not trusted to send only descriptors which can be closed.
+    ///
+    /// # Errors
+    /// That one cannot serve it.
+    pub fn accept_through(mut self, acceptor: Arc<dyn Acceptor>) -> io::Result<BoundSocket> {
+        acceptor.listen(&self.path, self.listener().as_fd())?;
+        self.acceptor = acceptor;
+        Ok(self)
+    }
+
+    /// Takes the next connection of a socket that is non-blocking.
+    ///
+    /// # Errors
+    /// There is none, or it cannot be had.
+    pub fn accept(&self) -> io::Result<Accepted> {
+        let mut waiting = [PollFd::new(self.listener(), PollFlags::IN)];
+        match poll(&mut waiting, Some(&Timespec::default()))? {
+            0 => Err(io::ErrorKind::WouldBlock.into()),
+            _ => self.acceptor.accept(&self.path, self.listener().as_fd()),
+        }
     }
 
     /// Whether it is removed in the end.
@@ -128,13 +164,21 @@ impl BoundSocket {
 
     /// What it listens with.
     pub fn listener(&self) -> &UnixListener {
-        &self.listener
+        let Some(listener) = &self.listener else { unreachable!("it is closed last") };
+        listener
     }
 }
 
 impl Drop for BoundSocket {
     fn drop(&mut self) {
         self.remove();
+        self.listener.take().into_iter().for_each(|listener| self.acceptor.close(&self.path, listener.into()));
+    }
+}
+
+impl fmt::Debug for BoundSocket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("BoundSocket").field("path", &self.path).field("owned", &self.owned).finish_non_exhaustive()
     }
 }
 
@@ -174,8 +218,17 @@ where
     if !metadata.file_type().is_socket() {
         return Err(SocketError::NotASocket(path.into()));
     }
-    match knock(path) {
-        // A full backlog is somebody who listens.
+    // A full backlog is somebody who listens.
+    let is_alive = |knocked: &Result<(), Errno>| matches!(knocked, Ok(()) | Err(Errno::AGAIN));
+    let mut knocked = knock(path);
+    for wait in ALIVE_WAITS {
+        if !is_alive(&knocked) {
+            break;
+        }
+        std::thread::sleep(wait);
+        knocked = knock(path);
+    }
+    match knocked {
         Ok(()) | Err(Errno::AGAIN) => Err(SocketError::Alive(path.into())),
         Err(Errno::CONNREFUSED) => {
             std::fs::remove_file(path).map_err(failed("is left over and cannot be removed", "remove it by hand"))

@@ -21,7 +21,7 @@ mod wake_flag;
 pub use baton::{Baton, Holder};
 pub use counting::CountingAllocator;
 pub use mailbox::Mailbox;
-pub use region::{MapError, Region};
+pub use region::{MapError, Region, check_near};
 pub use segment::{RegionTable, Segment, Span};
 pub use view::{View, warm};
 pub use wake_flag::WakeFlag;

@@ -52,14 +52,24 @@ const NEAR: [u64; 9] = [
     0xca45_1a4e, // bcachefs
 ];
 
-/// Sees that touching a file never waits for who may not answer. What is in memory has seals, and is known by them
-/// without asking its file system; another one may have to be asked, and keep the caller waiting.
-fn check_near(file: BorrowedFd<'_>) -> Result<(), MapError> {
+/// Checks that a descriptor is a regular file which is read, written and closed without waiting for another process or
+/// machine. A file in memory has seals, and is known by them without asking its file system. Any other file system is
+/// asked, and may keep the caller waiting: call this on a thread that nobody depends on.
+///
+/// # Errors
+/// [`MapError::Far`], [`MapError::NotAFile`], or what the system said.
+pub fn check_near(file: BorrowedFd<'_>) -> Result<(), MapError> {
     if rustix::fs::fcntl_get_seals(file).is_ok() {
         return Ok(());
     }
     let kind = rustix::fs::fstatfs(file).map_err(io::Error::from)?.f_type.cast_unsigned();
-    if NEAR.contains(&kind) { Ok(()) } else { Err(MapError::Far { kind }) }
+    if !NEAR.contains(&kind) {
+        return Err(MapError::Far { kind });
+    }
+    // A device or pipe has a name in a near file system, and a driver of its own that is closed.
+    let mode = rustix::fs::fstat(file).map_err(io::Error::from)?.st_mode;
+    let is_file = rustix::fs::FileType::from_raw_mode(mode) == rustix::fs::FileType::RegularFile;
+    if is_file { Ok(()) } else { Err(MapError::NotAFile) }
 }
 
 /// Why a file could not be mapped as a region.
@@ -173,9 +183,6 @@ impl Region {
         let end = offset.checked_add(len).filter(|_| len > 0).ok_or(MapError::Extent { offset, len })?;
         check_near(file)?;
         let stat = rustix::fs::fstat(file).map_err(io::Error::from)?;
-        if rustix::fs::FileType::from_raw_mode(stat.st_mode) != rustix::fs::FileType::RegularFile {
-            return Err(MapError::NotAFile);
-        }
         let file_len = u64::try_from(stat.st_size).unwrap_or(0);
         if end > file_len {
             return Err(MapError::BeyondEnd { offset, len, file_len });

@@ -1,4 +1,4 @@
-//! The real world: rings of system calls, files, threads, descriptors, CPUs, signals, the clock.
+//! The real world: rings of system calls, files, threads, descriptors, connections, CPUs, signals, the clock.
 //!
 //! Everything below this floor gets time and events as arguments; here they come from. A lane thread owns one
 //! [`Ring`] and lends it to its queues; a [`FileDevice`] gives out queues that read and write through it. Nothing
@@ -12,6 +12,7 @@ mod descriptors;
 mod file;
 mod lane_thread;
 mod lanes;
+mod receiver;
 mod ring;
 mod signals;
 mod topology;
@@ -25,6 +26,7 @@ pub use descriptors::allow_all_descriptors;
 pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
 pub use lane_thread::{LaneConfig, LaneError, LaneThread, STATIONS_MAX, spawn};
 pub use lanes::{Lanes, Moves};
+pub use receiver::{Connection, Receiver, receive_for_daemon};
 pub use ring::{Attachment, BELLS_MAX, FixedBuffers, Holdings, NopRing, Ring, RingConfig, RingError, RingView};
 pub use signals::{Signal, Signals};
 pub use topology::{cpu_places, lanes_default};

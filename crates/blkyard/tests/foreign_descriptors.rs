@@ -1,0 +1,311 @@
+//! `serve` as a process, and front-ends that send it descriptors which hang whoever closes them. Each costs its own
+//! session, and no other front-end or export, not the end of the daemon, and not the images of a killed one.
+
+#[path = "common/fuse.rs"]
+mod fuse;
+
+use std::io::{BufRead, BufReader, IoSlice, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use fuse::{FLUSH, Fuse, STATFS};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg, sockopt};
+use rustix::process::{Pid, Signal, kill_process};
+
+/// Longer than anything here takes on a busy machine, and shorter than what hangs.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Messages, by their numbers.
+const GET_FEATURES: u32 = 1;
+const SET_VRING_CALL: u32 = 13;
+
+/// A descriptor that hangs whoever closes it.
+enum Weapon {
+    /// A file whose server does not answer when it is closed, or not when it is asked what it is either.
+    Fuse(Fuse),
+    /// A socket with bytes that its peer does not read, and that is to wait for that when it is closed.
+    Tcp(Vec<TcpStream>),
+}
+
+impl Weapon {
+    /// All that can be had here.
+    fn all(folder: &Path) -> Vec<(&'static str, Weapon)> {
+        let fuse = |name: &'static str, silent| {
+            let folder = folder.join(name);
+            std::fs::create_dir(&folder).unwrap();
+            Fuse::mount(&folder, silent).map(|fuse| (name, Weapon::Fuse(fuse)))
+        };
+        let fuses = [fuse("flush", &[FLUSH]), fuse("statfs", &[FLUSH, STATFS])];
+        fuses.into_iter().flatten().chain([("tcp", Weapon::Tcp(Vec::new()))]).collect()
+    }
+
+    /// One that nobody but the taker will have.
+    fn send(&mut self, to: &UnixStream, bytes: &[u8]) {
+        match self {
+            Weapon::Fuse(fuse) => {
+                // By another process, which may hang when it ends: a file here would hang all that we start, too.
+                let mut sender = Command::new(std::env::current_exe().unwrap());
+                sender.args(["--exact", "sends_a_file", "--nocapture"]).env(FILE, fuse.file()).env(BYTES, text(bytes));
+                sender.stdin(OwnedFd::from(to.try_clone().unwrap())).stdout(Stdio::piped());
+                let mut sender = sender.spawn().unwrap();
+                let mut lines = BufReader::new(sender.stdout.take().unwrap()).lines().map_while(Result::ok);
+                assert!(lines.any(|line| line.ends_with("sent")), "the file cannot be sent");
+                // It ends once the file system is aborted, and is reaped then.
+                drop(std::thread::spawn(move || sender.wait()));
+            }
+            Weapon::Tcp(peers) => {
+                let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+                let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+                peers.push(listener.accept().unwrap().0);
+                near.set_nonblocking(true).unwrap();
+                while (&near).write(&[7; 1 << 14]).is_ok() {}
+                near.set_nonblocking(false).unwrap();
+                sockopt::set_socket_linger(&near, Some(PATIENCE * 20)).unwrap();
+                send(to, bytes, &[near.as_fd()]);
+                // Whoever else had it may have left: then it is this that waits.
+                drop(std::thread::spawn(move || drop(near)));
+            }
+        }
+    }
+}
+
+/// What the process that sends a file is told: which, and the bytes that go with it.
+const FILE: &str = "BLKYARD_TEST_FILE";
+const BYTES: &str = "BLKYARD_TEST_BYTES";
+
+fn text(bytes: &[u8]) -> String {
+    bytes.iter().map(u8::to_string).collect::<Vec<_>>().join(" ")
+}
+
+/// Not a test of its own: what runs in the process that sends a file to its standard input.
+#[test]
+fn sends_a_file() {
+    let Some(path) = std::env::var_os(FILE) else { return };
+    let bytes: Vec<u8> = std::env::var(BYTES).unwrap().split_whitespace().map(|byte| byte.parse().unwrap()).collect();
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let to = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().unwrap());
+    send(&to, &bytes, &[file.as_fd()]);
+    println!("sent");
+    std::process::exit(0);
+}
+
+fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)));
+    // A daemon that has left is no matter here.
+    let _ = sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
+}
+
+fn message(request: u32, body: &[u8]) -> Vec<u8> {
+    let header = [request, 1, body.len() as u32];
+    header.iter().flat_map(|word| word.to_ne_bytes()).chain(body.iter().copied()).collect()
+}
+
+/// A process that does not outlive its test.
+struct Daemon(Child);
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        // One that cannot end is not waited for.
+        let _ = self.0.try_wait();
+    }
+}
+
+impl Daemon {
+    /// Two images at two sockets.
+    fn start(folder: &Path) -> Daemon {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+        command.args(["serve", "--control", "c"]).current_dir(folder).stdout(Stdio::piped());
+        for name in ["a", "b"] {
+            let image = folder.join(format!("{name}.img"));
+            std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
+            command.args(["--device".into(), format!("file:{name}.img")]);
+            command.args(["--export".into(), format!("vhost-user-blk:{name}?queues=1")]);
+        }
+        let mut child = command.spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let daemon = Daemon(child);
+        let (told, ready) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let is_ready = lines.map_while(Result::ok).any(|line| line == "ready");
+            let _ = told.send(is_ready);
+        });
+        assert_eq!(ready.recv_timeout(PATIENCE), Ok(true), "it does not get ready");
+        daemon
+    }
+
+    fn ends(&mut self, how: &str) -> ExitStatus {
+        let begin = Instant::now();
+        loop {
+            if let Some(status) = self.0.try_wait().unwrap() {
+                return status;
+            }
+            assert!(begin.elapsed() < PATIENCE, "{how}: it does not end");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+fn connect(folder: &Path, socket: &str) -> UnixStream {
+    let stream = UnixStream::connect(folder.join(socket)).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+/// Sees that a front-end is served.
+fn is_served(folder: &Path, socket: &str, how: &str) -> UnixStream {
+    let mut stream = connect(folder, socket);
+    stream.write_all(&message(GET_FEATURES, &[])).unwrap();
+    let mut answer = [0; 20];
+    stream.read_exact(&mut answer).unwrap_or_else(|error| panic!("{how}: {socket} serves nobody: {error}"));
+    stream
+}
+
+/// Attacks in a way.
+fn attack(folder: &Path, weapon: &mut Weapon, way: &str) {
+    let attacked = || connect(folder, "a");
+    let kick = message(SET_VRING_CALL, &0_u64.to_ne_bytes());
+    match way {
+        "with a message" => weapon.send(&attacked(), &kick),
+        "left unread" => {
+            let stream = attacked();
+            // Not in this protocol: what follows is not read.
+            send(&stream, &message(4000, &[1, 2, 3]), &[]);
+            (0..3).for_each(|_| weapon.send(&stream, &kick));
+        }
+        "in the backlog" => {
+            let honest = is_served(folder, "a", way);
+            (0..3).for_each(|_| weapon.send(&attacked(), &kick));
+            drop(honest);
+        }
+        "to the control socket" => weapon.send(&connect(folder, "c"), b"{"),
+        way => unreachable!("{way}"),
+    }
+}
+
+fn survives(ending: &str) {
+    let ground = tempfile::tempdir().unwrap();
+    for (name, mut weapon) in Weapon::all(ground.path()) {
+        for way in ["with a message", "left unread", "in the backlog", "to the control socket"] {
+            let how = format!("{name} {way}, {ending}");
+            let folder = tempfile::tempdir_in(ground.path()).unwrap();
+            let folder = folder.path();
+            let mut daemon = Daemon::start(folder);
+            attack(folder, &mut weapon, way);
+            drop(is_served(folder, "a", &how));
+            drop(is_served(folder, "b", &how));
+            let mut inspect = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+            let inspected = inspect.args(["inspect", "--control", "c"]).current_dir(folder).output().unwrap();
+            assert!(inspected.status.success(), "{how}: {}", String::from_utf8_lossy(&inspected.stderr));
+            // And once more, so that this is there when the daemon ends.
+            let busy = is_served(folder, "a", &how);
+            weapon.send(&busy, &message(SET_VRING_CALL, &0_u64.to_ne_bytes()));
+            weapon.send(&connect(folder, "a"), b"x");
+            let signal = if ending == "stopped" { Signal::TERM } else { Signal::KILL };
+            let begin = Instant::now();
+            kill_process(Pid::from_child(&daemon.0), signal).unwrap();
+            let status = daemon.ends(&how);
+            assert!(ending == "killed" || status.success(), "{how}: it ends badly: {status}");
+            let ended = begin.elapsed();
+            drop(Daemon::start(folder));
+            println!("{how}: ended after {ended:?}, serves again after {:?}", begin.elapsed());
+        }
+    }
+}
+
+#[test]
+fn a_descriptor_that_blocks_on_close_does_not_keep_a_daemon_from_ending() {
+    survives("stopped");
+}
+
+#[test]
+fn a_descriptor_that_blocks_on_close_does_not_keep_images_of_a_killed_daemon_locked() {
+    survives("killed");
+}
+
+/// Sees that nothing of the daemons is left once the one who should answer has gone.
+#[test]
+fn nothing_is_left_once_whoever_should_answer_has_gone() {
+    let folder = tempfile::tempdir().unwrap();
+    let names = || {
+        let entries = std::fs::read_dir("/proc").unwrap().filter_map(Result::ok);
+        let of = |entry: std::fs::DirEntry| std::fs::read_link(entry.path().join("cwd")).ok();
+        entries.filter_map(of).filter(|cwd| cwd == folder.path()).count()
+    };
+    let weapons = Weapon::all(folder.path());
+    let mut daemon = Daemon::start(folder.path());
+    assert!(names() >= 2, "the daemon and its receiver are there");
+    let mut weapons = weapons;
+    weapons.iter_mut().for_each(|(_, weapon)| attack(folder.path(), weapon, "with a message"));
+    drop(is_served(folder.path(), "a", "all at once"));
+    kill_process(Pid::from_child(&daemon.0), Signal::TERM).unwrap();
+    assert!(daemon.ends("all at once").success());
+    drop(weapons);
+    let begin = Instant::now();
+    while names() > 0 {
+        assert!(begin.elapsed() < PATIENCE, "{} processes are left", names());
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn sessions_that_never_end_are_bounded_and_the_daemon_says_so() {
+    let ground = tempfile::tempdir().unwrap();
+    let folder = ground.path().join("disks");
+    std::fs::create_dir(&folder).unwrap();
+    let mount = ground.path().join("mount");
+    std::fs::create_dir(&mount).unwrap();
+    let Some(fuse) = Fuse::mount(&mount, &[FLUSH]) else { return };
+    let mut weapon = Weapon::Fuse(fuse);
+    let _daemon = Daemon::start(&folder);
+    let begin = Instant::now();
+    let refused = loop {
+        let mut stream = connect(&folder, "a");
+        stream.set_read_timeout(Some(Duration::from_secs(3))).unwrap();
+        stream.write_all(&message(GET_FEATURES, &[])).unwrap();
+        match stream.read_exact(&mut [0; 20]) {
+            Ok(()) => weapon.send(&stream, &message(SET_VRING_CALL, &0_u64.to_ne_bytes())),
+            Err(_) => break true,
+        }
+        if begin.elapsed() > PATIENCE {
+            break false;
+        }
+    };
+    assert!(refused, "any number of sessions may hang");
+    drop(is_served(&folder, "b", "bounded"));
+    // Once the server is gone they end, and the export serves again.
+    drop(weapon);
+    drop(is_served(&folder, "a", "bounded"));
+}
+
+#[test]
+fn a_receiver_that_is_killed_is_started_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = Daemon::start(folder.path());
+    let receivers = || {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.0.id())).unwrap().map_while(Result::ok);
+        let of = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+        let children: String = tasks.map(of).collect();
+        children.split_whitespace().filter_map(|id| Pid::from_raw(id.parse().unwrap())).collect::<Vec<_>>()
+    };
+    let mut stream = is_served(folder.path(), "a", "before");
+    let first = receivers();
+    assert_eq!(first.len(), 1, "one receiver");
+    kill_process(first[0], Signal::KILL).unwrap();
+    assert_eq!(stream.read(&mut [0; 1]).unwrap_or(0), 0, "its front-ends are lost");
+    for socket in ["a", "b", "a"] {
+        drop(is_served(folder.path(), socket, "after"));
+    }
+    // What is told at the terminal, or by whoever looks after services, is for the daemon.
+    for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
+        receivers().into_iter().filter(|id| *id != first[0]).for_each(|id| kill_process(id, signal).unwrap());
+    }
+    drop(is_served(folder.path(), "a", "after signals"));
+}

@@ -1,0 +1,233 @@
+//! The receiver: takes connections for a daemon, and all descriptors that come from outside.
+//!
+//! ```text
+//!   peer ──── connection ────▶ session ──── channel ────▶ daemon
+//!             any descriptor   (a thread,   eventfds, near files,
+//!                              own table)   ends of our own sockets
+//! ```
+//!
+//! A descriptor can hang whoever closes it: a file of a file system whose server is silent, a TCP socket that lingers.
+//! It hangs whoever merely closes a socket in which it lies unread. So the daemon has none of them. It sends its
+//! listening socket and one end of a channel to the receiver, which takes the next connection on a thread with a
+//! descriptor table of its own, and passes on what it has looked at. The receiver is a process, so that one that hangs
+//! keeps neither the daemon's files open nor the daemon from ending; or, for tests, a thread.
+//!
+//! It keeps a duplicate of each listening socket: a daemon that is killed then never closes the last one, in whose
+//! backlog anything may lie. It lives as long as the daemon or any session, and knows no protocol.
+
+mod client;
+mod session;
+mod stream;
+mod table;
+mod vet;
+
+use std::collections::{HashMap, HashSet};
+use std::io::{self, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::fs::fstat;
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SocketFlags, SocketType, recv,
+    recvmsg, socketpair, sockopt,
+};
+use rustix::thread::Pid;
+
+pub use client::{Connection, Receiver};
+
+/// Threads of sessions of one socket that have ended, but for a descriptor that does not let them go. With more no
+/// connection is taken there.
+const STUCK_MAX: usize = 16;
+/// Bytes that say how taking a connection went.
+const REPLY_BYTES: usize = 12;
+/// Bytes of a command: its kind, and the path of a socket.
+const COMMAND_BYTES_MAX: usize = 4352;
+/// Bytes of a line for the log.
+const LINE_BYTES_MAX: usize = 8192;
+
+/// What a command asks for, in its first byte. The path of a listening socket follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+enum Kind {
+    /// Keep a duplicate of the listening socket that comes along.
+    Keep = 1,
+    /// The same, and take its next connection for the channel that comes along.
+    Accept = 2,
+    /// Close the duplicate.
+    Forget = 3,
+}
+
+/// Threads that have ended, and may not be gone.
+#[derive(Debug, Default)]
+struct Ended(Mutex<HashSet<Pid>>);
+
+impl Ended {
+    fn note(&self, threads: impl Iterator<Item = Pid>) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend(threads);
+    }
+
+    /// How many are not gone.
+    fn stuck(&self) -> usize {
+        let mut threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.retain(|id| Path::new(&format!("/proc/self/task/{id}")).exists());
+        threads.len()
+    }
+}
+
+/// A listening socket of the daemon.
+struct Listener {
+    socket: OwnedFd,
+    ended: Arc<Ended>,
+}
+
+/// The main thread of a receiver.
+struct Hub {
+    listeners: HashMap<String, Listener>,
+    /// Where sessions say what is to be logged; each has a duplicate while it runs.
+    report: OwnedFd,
+}
+
+/// Runs the receiver on the socket that is standard input, until the daemon and all sessions have left. For the process
+/// that [`Receiver::process`] starts.
+///
+/// # Errors
+/// Standard input is none of a receiver's, or the system gives no table of descriptors.
+pub fn receive_for_daemon() -> io::Result<()> {
+    for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
+        // SAFETY: ignoring a signal runs no code of ours.
+        if unsafe { libc::signal(signal, libc::SIG_IGN) } == libc::SIG_ERR {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    let command = table::raise(&io::stdin().as_fd().try_clone_to_owned()?)?;
+    table::isolate_with(&command)?;
+    if sockopt::socket_type(&command) != Ok(SocketType::SEQPACKET) {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is a part of blkyard serve, which starts it"));
+    }
+    run(&command)
+}
+
+/// Obeys a daemon until it and all sessions have left, on a thread with a table of its own.
+fn run(command: &OwnedFd) -> io::Result<()> {
+    let (reports, report) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+    let mut hub = Some(Hub { listeners: HashMap::new(), report });
+    let mut line = vec![0; LINE_BYTES_MAX];
+    loop {
+        let mut fds = vec![PollFd::new(&reports, PollFlags::IN)];
+        if hub.is_some() {
+            fds.push(PollFd::new(command, PollFlags::IN));
+        }
+        match poll(&mut fds, None) {
+            Ok(_) => {}
+            Err(Errno::INTR) => continue,
+            Err(error) => return Err(error.into()),
+        }
+        let [reported, commanded] = [0, 1].map(|index| fds.get(index).is_some_and(|fd| !fd.revents().is_empty()));
+        if reported {
+            match recv(&reports, &mut line[..], RecvFlags::DONTWAIT) {
+                // Whoever could say anything has left.
+                Ok((0, _)) => return Ok(()),
+                Ok((_, bytes)) => tracing::warn!("{}", String::from_utf8_lossy(&line[..bytes.min(LINE_BYTES_MAX)])),
+                Err(_) => {}
+            }
+        }
+        if commanded
+            && let Some(obeying) = &mut hub
+            && !obeying.obey(command)
+        {
+            let Some(Hub { listeners, report }) = hub.take() else { unreachable!("it has just obeyed") };
+            drop(report);
+            close(listeners.into_values().map(|listener| listener.socket).collect());
+            // Sessions may go on with another daemon; whoever reads what this one says need not wait for them.
+            table::silence()?;
+        }
+    }
+}
+
+impl Hub {
+    /// Takes one command. False once the daemon has left.
+    fn obey(&mut self, command: &OwnedFd) -> bool {
+        let mut bytes = [0; COMMAND_BYTES_MAX];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+        let got = match recvmsg(command, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
+            Ok(got) => got,
+            Err(Errno::AGAIN | Errno::INTR) => return true,
+            Err(_) => return false,
+        };
+        let mut files = control.drain().flat_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(files) => files.collect::<Vec<_>>(),
+            _ => Vec::new(),
+        });
+        let (socket, channel) = (files.next(), files.next());
+        let Some((kind, path)) = bytes[..got.bytes].split_first() else { return false };
+        if got.flags.contains(ReturnFlags::CTRUNC) {
+            tracing::error!("not all descriptors can be had that the daemon sends; see the limit on open files");
+        }
+        let path = String::from_utf8_lossy(path).into_owned();
+        match (*kind, socket, channel) {
+            (kind, Some(socket), None) if kind == Kind::Keep as u8 => self.keep(path, socket),
+            (kind, Some(socket), Some(channel)) if kind == Kind::Accept as u8 => {
+                self.keep(path.clone(), socket);
+                self.accept(path, channel);
+            }
+            (kind, None, None) if kind == Kind::Forget as u8 => {
+                close(self.listeners.remove(&path).map(|listener| listener.socket).into_iter().collect());
+            }
+            (_, socket, channel) => close(socket.into_iter().chain(channel).collect()),
+        }
+        true
+    }
+
+    /// Keeps a listening socket, unless it is known: then this is not the last duplicate.
+    fn keep(&mut self, path: String, socket: OwnedFd) {
+        let identity = |socket: &OwnedFd| fstat(socket).map(|stat| (stat.st_dev, stat.st_ino)).ok();
+        if self.listeners.get(&path).is_some_and(|known| identity(&known.socket) == identity(&socket)) {
+            return;
+        }
+        let before = self.listeners.insert(path, Listener { socket, ended: Arc::default() });
+        close(before.map(|listener| listener.socket).into_iter().collect());
+    }
+
+    /// Starts a session that takes the next connection.
+    fn accept(&self, path: String, channel: OwnedFd) {
+        let Some(listener) = self.listeners.get(&path) else { return };
+        if listener.ended.stuck() >= STUCK_MAX {
+            return session::refuse(&channel, Errno::BUSY);
+        }
+        let duplicates = rustix::io::fcntl_dupfd_cloexec(&listener.socket, 0)
+            .and_then(|socket| Ok((socket, rustix::io::fcntl_dupfd_cloexec(&self.report, 0)?)));
+        let (socket, report) = match duplicates {
+            Ok(duplicates) => duplicates,
+            Err(error) => return session::refuse(&channel, error),
+        };
+        let ended = Arc::clone(&listener.ended);
+        let begin = move |files: Vec<OwnedFd>| {
+            if let Ok([socket, channel, report]) = <[OwnedFd; 3]>::try_from(files) {
+                session::run(socket, channel, session::Outside { report, ended, path });
+            }
+        };
+        if let Err((error, files)) =
+            table::spawn("session", vec![socket, channel, report], table::Stderr::Silent, begin)
+        {
+            session::refuse(&files[1], Errno::from_io_error(&error).unwrap_or(Errno::AGAIN));
+        }
+    }
+}
+
+/// Closes sockets in whose backlog anything may lie, on a thread that ends with them.
+fn close(sockets: Vec<OwnedFd>) {
+    if sockets.is_empty() {
+        return;
+    }
+    let leave_all = |sockets: Vec<OwnedFd>| sockets.into_iter().for_each(table::leave);
+    if let Err((error, sockets)) = table::spawn("closing", sockets, table::Stderr::Silent, leave_all) {
+        tracing::error!("a listening socket stays open: {error}");
+        sockets.into_iter().for_each(table::leave);
+    }
+}

@@ -1,0 +1,380 @@
+//! One connection: bytes both ways between a peer and the daemon, and of the peer's descriptors only those that cannot
+//! hang whoever uses or closes them.
+//!
+//! Runs on a thread with a table of its own, which holds what it does not pass on until it ends. It knows nothing of
+//! the protocol: instead of a descriptor that is refused the daemon gets /dev/null, and refuses that itself. A unix
+//! stream is replaced by one end of a new pair, whose bytes are passed on to the peer's stream; nothing is read there.
+//!
+//! Unsafe: the process at the other end is 0 if it is in another namespace, for which the safe call has no words.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, SendFlags, Shutdown, SocketFlags, SocketType, accept_with, recv, send, shutdown, socketpair,
+};
+use rustix::thread::{Pid, gettid};
+
+use super::stream::Piece;
+use super::table::{Foreign, leave};
+use super::vet::{self, Kind};
+use super::{Ended, REPLY_BYTES};
+
+/// How long the peer may take to read the last answers after the daemon has closed.
+const LAST_ANSWER_TIME: Duration = Duration::from_secs(5);
+/// Streams of one peer that are passed on to. A front-end has one at a time, and few in its life.
+const STREAMS_MAX: usize = 16;
+/// Descriptors of one peer that are refused before it is let go.
+const REFUSED_MAX: usize = 64;
+/// How long to wait where a socket is ready and has nothing, which only an odd peer brings about.
+const ODD_TIME: Duration = Duration::from_millis(1);
+
+/// What tells the receiver's log of this session, and its list of threads.
+pub(super) struct Outside {
+    /// Where lines for the log go.
+    pub(super) report: OwnedFd,
+    /// Threads of this listener's sessions that have ended, but for what they hold.
+    pub(super) ended: Arc<Ended>,
+    /// Path of the socket, for the log.
+    pub(super) path: String,
+}
+
+/// Takes the next connection of a listener and serves it until either side leaves.
+pub(super) fn run(listener: OwnedFd, channel: OwnedFd, outside: Outside) {
+    let accepted = accept_with(&listener, SocketFlags::CLOEXEC);
+    // Not the last of its socket: the receiver keeps one.
+    drop(listener);
+    let peer = match accepted {
+        Ok(peer) => Foreign::new(peer),
+        Err(error) => return refuse(&channel, error),
+    };
+    let mut session = Session {
+        peer,
+        daemon: channel,
+        to_daemon: VecDeque::new(),
+        to_peer: VecDeque::new(),
+        peer_ended: false,
+        daemon_left: None,
+        streams: Vec::new(),
+        refused: 0,
+        asking: Vec::new(),
+        outside,
+    };
+    if session.begin().is_ok() {
+        session.relay();
+    }
+    session.end();
+}
+
+/// Says that no connection can be had.
+pub(super) fn refuse(channel: &OwnedFd, error: Errno) {
+    let _ = send(channel, &reply(error.raw_os_error(), 0, 0), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+}
+
+/// What the daemon is told first: an error of the system or 0, and the user and process at the other end.
+fn reply(errno: i32, uid: u32, pid: i32) -> [u8; REPLY_BYTES] {
+    let mut bytes = [0; REPLY_BYTES];
+    let words = [errno.to_ne_bytes(), uid.to_ne_bytes(), pid.to_ne_bytes()];
+    bytes.chunks_exact_mut(4).zip(words).for_each(|(to, word)| to.copy_from_slice(&word));
+    bytes
+}
+
+/// The user and process at the other end; the process is 0 if it cannot be seen from here.
+fn credentials(peer: &OwnedFd) -> (u32, i32) {
+    let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
+    let to = (&raw mut found).cast();
+    // SAFETY: `found` has the size that is told. What a failure leaves of it is nobody.
+    unsafe { libc::getsockopt(peer.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, to, &raw mut bytes) };
+    (found.uid, found.pid)
+}
+
+struct Session {
+    peer: Foreign,
+    daemon: OwnedFd,
+    /// What is on its way, in each direction. No more is taken before all of it has passed.
+    to_daemon: VecDeque<Piece>,
+    to_peer: VecDeque<Piece>,
+    /// Nothing more is read from the peer.
+    peer_ended: bool,
+    /// When the daemon was seen to have closed.
+    daemon_left: Option<Instant>,
+    streams: Vec<Stream>,
+    refused: usize,
+    /// Threads that ask file systems which have not answered.
+    asking: Vec<Pid>,
+    outside: Outside,
+}
+
+/// A peer's stream, to which what the daemon says to its end of a pair is passed on.
+struct Stream {
+    ours: OwnedFd,
+    theirs: Foreign,
+    /// Bytes that have no room yet.
+    waiting: Vec<u8>,
+}
+
+impl Session {
+    /// Tells the daemon who is there. Plain bytes that have come by now come along: the daemon finds them at once.
+    fn begin(&mut self) -> io::Result<()> {
+        let (uid, pid) = credentials(&self.peer);
+        let mut pieces = VecDeque::from([Piece::plain(reply(0, uid, pid).to_vec())]);
+        let received = Piece::receive(&self.peer, &mut pieces);
+        self.to_daemon.extend(pieces.pop_front());
+        self.send_to_daemon()?;
+        self.take_in(pieces)?;
+        if let Err(error) = received {
+            self.say(&format!("a connection is let go: {error}"));
+            return Err(error.into());
+        }
+        self.send_to_daemon()
+    }
+
+    /// Passes on what comes, until one side has left and the other has all that was said.
+    fn relay(&mut self) {
+        loop {
+            let last = self.daemon_left.map(|left| left + LAST_ANSWER_TIME);
+            if last.is_some_and(|last| Instant::now() > last) {
+                return;
+            }
+            let Ok(ready) = self.wait(last) else { return };
+            let mut ends = ready[2..].chunks_exact(2);
+            self.streams.retain_mut(|stream| match ends.next() {
+                Some(&[ours, theirs]) => stream.pass_on(ours, theirs).unwrap_or(false),
+                _ => true,
+            });
+            if self.serve_daemon(ready[0]).and_then(|()| self.serve_peer(ready[1])).is_err() {
+                return;
+            }
+        }
+    }
+
+    /// Waits until something is ready: the daemon, the peer, then each stream's two ends. A side that nothing is wanted
+    /// of is not looked at, unless it is to be seen leaving.
+    fn wait(&self, last: Option<Instant>) -> Result<Vec<PollFlags>, Errno> {
+        let wanted = |reads: bool, writes: bool| {
+            let reads = if reads { PollFlags::IN } else { PollFlags::empty() };
+            reads | if writes { PollFlags::OUT } else { PollFlags::empty() }
+        };
+        let daemon = wanted(self.to_peer.is_empty(), !self.to_daemon.is_empty());
+        let peer = wanted(!self.peer_ended && self.to_daemon.is_empty(), !self.to_peer.is_empty());
+        let ends = [
+            (&self.daemon, daemon, daemon.is_empty() && self.daemon_left.is_some()),
+            (&*self.peer, peer, peer.is_empty()),
+        ];
+        let streams = self.streams.iter().flat_map(|stream| {
+            let is_full = !stream.waiting.is_empty();
+            [(&stream.ours, wanted(!is_full, false), is_full), (&*stream.theirs, wanted(false, is_full), false)]
+        });
+        let all: Vec<_> = ends.into_iter().chain(streams).collect();
+        let looked_at = all.iter().filter(|(.., ignored)| !ignored);
+        let mut fds: Vec<_> = looked_at.map(|(fd, flags, _)| PollFd::new(*fd, *flags)).collect();
+        let timeout = last.map(|last| {
+            let left = last.saturating_duration_since(Instant::now()) + ODD_TIME;
+            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
+        });
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+        let mut found = fds.iter().map(PollFd::revents);
+        let of = |ignored: &bool| if *ignored { None } else { found.next() };
+        Ok(all.iter().map(|(.., ignored)| ignored).map(of).map(|ready| ready.unwrap_or(PollFlags::empty())).collect())
+    }
+
+    /// Deals with the daemon's side. Errors end the session.
+    fn serve_daemon(&mut self, ready: PollFlags) -> io::Result<()> {
+        if ready.intersects(PollFlags::HUP | PollFlags::ERR) && self.daemon_left.is_none() {
+            self.daemon_left = Some(Instant::now());
+            self.note_end();
+        }
+        if !self.to_daemon.is_empty() && !ready.is_empty() {
+            self.send_to_daemon()?;
+        }
+        if self.to_peer.is_empty() && !ready.is_empty() {
+            match Piece::receive(&self.daemon, &mut self.to_peer) {
+                Ok(()) if self.to_peer.is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(()) => self.send_to_peer(),
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Deals with the peer's side. Errors end the session.
+    fn serve_peer(&mut self, ready: PollFlags) -> io::Result<()> {
+        if !self.to_peer.is_empty() && !ready.is_empty() {
+            self.send_to_peer();
+        }
+        if self.peer_ended || !self.to_daemon.is_empty() || ready.is_empty() {
+            return Ok(());
+        }
+        let mut pieces = VecDeque::new();
+        let received = Piece::receive(&self.peer, &mut pieces);
+        let is_over = pieces.is_empty();
+        self.take_in(pieces)?;
+        match received {
+            Ok(()) if is_over => {
+                self.peer_ended = true;
+                let _ = shutdown(&self.daemon, Shutdown::Write);
+            }
+            // A reset is said once, before the end.
+            Ok(()) | Err(Errno::INTR | Errno::CONNRESET) => {}
+            // Ready and nothing there is odd, and must not become a loop that never rests.
+            Err(Errno::AGAIN) => std::thread::sleep(ODD_TIME),
+            Err(error) => {
+                self.say(&format!("a connection is let go: {error}"));
+                return Err(error.into());
+            }
+        }
+        self.send_to_daemon()
+    }
+
+    /// Looks at what has come of the peer, and has it passed on.
+    fn take_in(&mut self, mut pieces: VecDeque<Piece>) -> io::Result<()> {
+        while let Some(mut piece) = pieces.pop_front() {
+            match self.vetted(std::mem::take(&mut piece.files)) {
+                Ok(files) => {
+                    piece.files = files;
+                    self.to_daemon.push_back(piece);
+                }
+                Err(error) => {
+                    pieces.into_iter().for_each(Piece::leave_files);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn send_to_daemon(&mut self) -> io::Result<()> {
+        while let Some(piece) = self.to_daemon.front_mut() {
+            match piece.send(&self.daemon) {
+                Ok(false) => return Ok(()),
+                Ok(true) => drop(self.to_daemon.pop_front()),
+                // It has left: what it said before is still passed on.
+                Err(Errno::PIPE | Errno::CONNRESET) => {
+                    self.to_daemon.clear();
+                    self.peer_ended = true;
+                }
+                Err(error) => {
+                    self.say(&format!("a connection is let go: its descriptors cannot be passed on: {error}"));
+                    return Err(error.into());
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn send_to_peer(&mut self) {
+        while let Some(piece) = self.to_peer.front_mut() {
+            match piece.send(&self.peer) {
+                Ok(false) => return,
+                Ok(true) => drop(self.to_peer.pop_front()),
+                // A peer that has left, or cannot be told, is told nothing.
+                Err(_) => self.to_peer.clear(),
+            }
+        }
+    }
+
+    /// What the daemon gets for the descriptors of a piece.
+    fn vetted(&mut self, files: Vec<OwnedFd>) -> io::Result<Vec<OwnedFd>> {
+        let mut files = files.into_iter();
+        let vetted = files.by_ref().map(|file| self.vet(file)).collect();
+        // After an error those that were not looked at are as foreign.
+        files.for_each(leave);
+        vetted
+    }
+
+    fn vet(&mut self, file: OwnedFd) -> io::Result<OwnedFd> {
+        // Whoever sends one that is not passed on has the rest of its session refused: nobody is asked again.
+        let kind = match self.refused {
+            0 => vet::kind(&file, &mut self.asking),
+            _ => Kind::Refused("it follows one that was refused".into()),
+        };
+        match kind {
+            Kind::Safe => Ok(file),
+            Kind::Stream if self.streams.len() < STREAMS_MAX => {
+                let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+                match pair {
+                    Ok((ours, daemons)) => {
+                        self.streams.push(Stream { ours, theirs: Foreign::new(file), waiting: Vec::new() });
+                        Ok(daemons)
+                    }
+                    Err(error) => {
+                        leave(file);
+                        Err(error.into())
+                    }
+                }
+            }
+            Kind::Stream => self.refuse(file, "more sockets come than a front-end has"),
+            Kind::Refused(why) => self.refuse(file, &why),
+        }
+    }
+
+    fn refuse(&mut self, file: OwnedFd, why: &str) -> io::Result<OwnedFd> {
+        leave(file);
+        if self.refused == 0 {
+            self.say(&format!("a descriptor of a front-end is not taken: {why}"));
+        }
+        self.refused += 1;
+        if self.refused > REFUSED_MAX {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // Ours: /dev/null.
+        Ok(rustix::io::fcntl_dupfd_cloexec(io::stdin(), 3)?)
+    }
+
+    fn say(&self, what: &str) {
+        let line = format!("{}: {what}", self.outside.path);
+        // A log that is full of these has room for no more.
+        let _ = send(&self.outside.report, line.as_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    }
+
+    /// This thread, and those that it has started, are to be gone soon.
+    fn note_end(&mut self) {
+        self.outside.ended.note(self.asking.drain(..).chain([gettid()]));
+    }
+
+    /// Leaves both sides. What is foreign goes with the thread: one that ends does not linger on a socket, and one that
+    /// hangs is missed by nobody.
+    fn end(mut self) {
+        self.note_end();
+        let Session { peer, daemon, to_daemon, to_peer, streams, outside, .. } = self;
+        let _ = shutdown(&*peer, Shutdown::Both);
+        // From here on all that is closed is ours, or was looked at.
+        drop((to_daemon, to_peer, daemon, streams, outside));
+    }
+}
+
+impl Stream {
+    /// Passes on what there is. False once either end has left: then the daemon is to see that.
+    fn pass_on(&mut self, ours: PollFlags, theirs: PollFlags) -> Result<bool, Errno> {
+        if theirs.intersects(PollFlags::HUP | PollFlags::ERR) {
+            return Ok(false);
+        }
+        if self.waiting.is_empty() && !ours.is_empty() {
+            let mut bytes = [0; 4096];
+            match recv(&self.ours, &mut bytes, rustix::net::RecvFlags::DONTWAIT) {
+                Ok((0, _)) => return Ok(false),
+                Ok((_, read)) => self.waiting.extend_from_slice(&bytes[..read]),
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        if !self.waiting.is_empty() {
+            match send(&*self.theirs, &self.waiting, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+                Ok(sent) => drop(self.waiting.drain(..sent)),
+                Err(Errno::AGAIN | Errno::INTR) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+}

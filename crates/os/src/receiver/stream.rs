@@ -1,0 +1,221 @@
+//! Pieces of a unix stream with the descriptors that came with them.
+//!
+//! A stream may give plain bytes and the bytes behind them, to which descriptors are attached, in one read. Sent on as
+//! one piece the descriptors would then come with the first of all these bytes. A piece here never does that: its
+//! descriptors belong to its first byte. And a piece does not end within what was sent at once, unless that is long:
+//! some programs take a message for broken of which they read a part.
+
+use std::collections::VecDeque;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+
+use super::table::leave;
+
+/// Bytes of a piece at most.
+const PIECE_BYTES: usize = 32 << 10;
+/// Pieces with descriptors that are taken at once.
+const PIECES_MAX: usize = 16;
+/// Descriptors that the system sends with one call at most (`SCM_MAX_FD`).
+const FILES_MAX: usize = 253;
+
+/// A piece.
+#[derive(Debug, Default)]
+pub(super) struct Piece {
+    bytes: Vec<u8>,
+    /// Bytes that were sent on.
+    sent: usize,
+    pub(super) files: Vec<OwnedFd>,
+}
+
+impl Piece {
+    /// These bytes, without descriptors.
+    pub(super) fn plain(bytes: Vec<u8>) -> Piece {
+        Piece { bytes, ..Piece::default() }
+    }
+
+    /// Takes what there is of a stream, without waiting, as pieces in their order; none at its end. Those taken before
+    /// an error are there, too.
+    ///
+    /// # Errors
+    /// `AGAIN` if there is nothing yet, `TOOMANYREFS` if not all descriptors can be had, or what the system said.
+    pub(super) fn receive(from: &OwnedFd, pieces: &mut VecDeque<Piece>) -> Result<(), Errno> {
+        loop {
+            let (there, has_files) = match look(from, PIECE_BYTES) {
+                Ok((0, _)) => return Ok(()),
+                Err(Errno::AGAIN) if !pieces.is_empty() => return Ok(()),
+                looked => looked?,
+            };
+            let plain = if has_files { fewest_with_files(from, there)? - 1 } else { there };
+            if plain > 0 {
+                Piece::take(from, plain)?.append_to(pieces);
+            }
+            if !has_files || pieces.len() >= PIECES_MAX {
+                return Ok(());
+            }
+            // Descriptors come with the next byte or the one behind it: which, depends on the version of Linux.
+            Piece::take(from, 1)?.append_to(pieces);
+        }
+    }
+
+    /// Makes it a part of the last piece, if that can be.
+    pub(super) fn append_to(mut self, pieces: &mut VecDeque<Piece>) {
+        match pieces.back_mut() {
+            Some(last) if self.files.is_empty() => last.bytes.append(&mut self.bytes),
+            _ => pieces.push_back(self),
+        }
+    }
+
+    fn take(from: &OwnedFd, most: usize) -> Result<Piece, Errno> {
+        let mut bytes = vec![0; most];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
+        let got = recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)?;
+        bytes.truncate(got.bytes);
+        let files = control.drain().flat_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(files) => files.collect::<Vec<_>>(),
+            _ => Vec::new(),
+        });
+        let piece = Piece { bytes, sent: 0, files: files.collect() };
+        if got.flags.contains(ReturnFlags::CTRUNC) {
+            piece.leave_files();
+            return Err(Errno::TOOMANYREFS);
+        }
+        Ok(piece)
+    }
+
+    /// Leaves its descriptors to the end of the thread.
+    pub(super) fn leave_files(self) {
+        self.files.into_iter().for_each(leave);
+    }
+
+    /// Sends on what is left, as far as that goes without waiting; whether all is sent.
+    ///
+    /// # Errors
+    /// The other side is gone, or what the system said.
+    pub(super) fn send(&mut self, to: &OwnedFd) -> Result<bool, Errno> {
+        while self.sent < self.bytes.len() {
+            let fds: Vec<_> = self.files.iter().map(|file| file.as_fd()).collect();
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
+                return Err(Errno::MSGSIZE);
+            }
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match sendmsg(to, &[IoSlice::new(&self.bytes[self.sent..])], &mut control, flags) {
+                Ok(sent) => {
+                    self.sent += sent;
+                    self.files.clear();
+                }
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// How many of the next bytes are there, up to `most`, and whether descriptors come with the last of them or, in some
+/// versions of Linux, with the one behind. Nothing is taken.
+fn look(from: &OwnedFd, most: usize) -> Result<(usize, bool), Errno> {
+    let mut bytes = vec![0; most];
+    let mut control = RecvAncillaryBuffer::default();
+    let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+    let got = recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)?;
+    Ok((got.bytes, got.flags.contains(ReturnFlags::CTRUNC)))
+}
+
+/// The fewest bytes of which [`look`] finds that descriptors come with them, at least 1. `beyond` are known to.
+fn fewest_with_files(from: &OwnedFd, mut beyond: usize) -> Result<usize, Errno> {
+    let mut without = 0;
+    while beyond - without > 1 {
+        let middle = without.midpoint(beyond);
+        if look(from, middle)?.1 { beyond = middle } else { without = middle }
+    }
+    Ok(beyond)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn put(to: &OwnedFd, bytes: &[u8], files: usize) {
+        let files = (0..files).map(|_| UnixStream::pair().unwrap().0.into()).collect();
+        assert!(Piece { bytes: bytes.to_vec(), sent: 0, files }.send(to).unwrap());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+        #[test]
+        fn descriptors_stay_with_their_bytes(parts in prop::collection::vec((1..2000_usize, 0..4_usize), 1..20)) {
+            let (near, far) = UnixStream::pair().unwrap();
+            let (near, far) = (OwnedFd::from(near), OwnedFd::from(far));
+            let (mut wanted, mut ends) = (Vec::new(), Vec::new());
+            let mut at = 0;
+            for (len, files) in &parts {
+                put(&far, &vec![7; *len], *files);
+                if *files > 0 {
+                    wanted.push((at, *files));
+                    ends.extend((at > 0).then_some(at));
+                }
+                at += len;
+            }
+            drop(far);
+            let (mut came, mut place) = (Vec::new(), 0);
+            loop {
+                let mut pieces = VecDeque::new();
+                Piece::receive(&near, &mut pieces).unwrap();
+                if pieces.is_empty() {
+                    break;
+                }
+                for piece in pieces {
+                    if !piece.files.is_empty() {
+                        came.push((place, piece.files.len()));
+                    }
+                    place += piece.bytes.len();
+                    ends.retain(|end| *end != place);
+                }
+            }
+            prop_assert!(ends.is_empty(), "no piece ends where another's descriptors begin: {:?}", ends);
+            prop_assert_eq!((came, place), (wanted, at));
+        }
+    }
+
+    #[test]
+    fn a_piece_is_sent_on_as_there_is_room() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        let near = OwnedFd::from(near);
+        let mut piece = Piece { bytes: vec![3; 1 << 20], sent: 0, files: Vec::new() };
+        let mut got = 0;
+        while !piece.send(&near).unwrap() {
+            got += far.read(&mut [0; 5000]).unwrap();
+        }
+        drop(near);
+        got += far.read_to_end(&mut Vec::new()).unwrap();
+        assert_eq!(got, 1 << 20);
+    }
+
+    #[test]
+    fn nothing_yet_and_the_end_are_told_apart() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let near = OwnedFd::from(near);
+        let mut pieces = VecDeque::new();
+        assert_eq!(Piece::receive(&near, &mut pieces), Err(Errno::AGAIN));
+        drop(far);
+        assert_eq!(Piece::receive(&near, &mut pieces), Ok(()));
+        assert!(pieces.is_empty());
+    }
+}

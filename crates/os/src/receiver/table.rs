@@ -1,0 +1,136 @@
+//! Threads with a descriptor table of their own.
+//!
+//! A descriptor that hangs when it is closed then hangs the thread whose table it is in, and no other. Such a thread
+//! ends without closing what it does not trust: the kernel does that once the thread is gone for everybody else.
+//!
+//! Unsafe: a number that names one file in one table names another, or none, in the next.
+
+use std::io;
+use std::mem::ManuallyDrop;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::mpsc::channel;
+
+use rustix::fs::{Mode, OFlags, open};
+use rustix::thread::{UnshareFlags, unshare_unsafe};
+
+/// Standard input, output and errors. They stay taken in every table, so that nothing foreign gets their numbers.
+const STANDARD: RawFd = 3;
+/// Bytes of a thread's stack: what a session handles lies on the heap.
+pub(super) const STACK_BYTES: usize = 256 << 10;
+
+/// A descriptor with a number beyond those of standard input, output and errors.
+pub(super) fn raise(file: &OwnedFd) -> io::Result<OwnedFd> {
+    Ok(rustix::io::fcntl_dupfd_cloexec(file, STANDARD)?)
+}
+
+/// What becomes of standard error.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stderr {
+    Kept,
+    /// /dev/null takes its number.
+    Silent,
+}
+
+/// Gives the calling thread a table of its own with only these descriptors of the old one, and with /dev/null as
+/// standard input and output, and perhaps as standard error.
+fn isolate(kept: &[RawFd], stderr: Stderr) -> io::Result<()> {
+    // SAFETY: the callers below see to it that this thread uses no descriptor of the old table but those in `kept`.
+    unsafe { unshare_unsafe(UnshareFlags::FILES)? };
+    let mut kept: Vec<_> = kept.iter().map(|fd| fd.cast_unsigned()).collect();
+    kept.sort_unstable();
+    let mut from = STANDARD.cast_unsigned();
+    for fd in kept {
+        close_range(from, fd.checked_sub(1))?;
+        from = fd + 1;
+    }
+    close_range(from, Some(u32::MAX))?;
+    let null = open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    for number in 0..STANDARD {
+        if number < 2 || stderr == Stderr::Silent {
+            put(&null, number)?;
+        }
+    }
+    Ok(())
+}
+
+/// Closes the descriptors from one number up to another.
+fn close_range(first: u32, last: Option<u32>) -> io::Result<()> {
+    let Some(last) = last.filter(|last| *last >= first) else { return Ok(()) };
+    // SAFETY: closes descriptors of the calling thread's own table, which nothing of this thread uses.
+    match unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Has a standard number name this file.
+fn put(file: &OwnedFd, number: RawFd) -> io::Result<()> {
+    // SAFETY: standard input, output and errors are owned by nobody in a thread with a table of its own.
+    if unsafe { libc::dup2(file.as_raw_fd(), number) } < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Gives the calling thread a table of its own with this descriptor and standard error. The thread must use no other
+/// descriptor that was made before.
+///
+/// # Errors
+/// The system gives no table.
+pub(super) fn isolate_with(file: &OwnedFd) -> io::Result<()> {
+    isolate(&[file.as_raw_fd()], Stderr::Kept)
+}
+
+/// Has standard error of the calling thread's own table be /dev/null.
+pub(super) fn silence() -> io::Result<()> {
+    let null = open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    put(&null, 2)
+}
+
+/// Starts a thread with a table of its own that has these descriptors, and no others of the caller's. The caller's are
+/// closed before the thread begins.
+///
+/// # Errors
+/// The system gives no thread or table. The descriptors come back.
+pub(super) fn spawn<F>(
+    name: &str,
+    files: Vec<OwnedFd>,
+    stderr: Stderr,
+    work: F,
+) -> Result<(), (io::Error, Vec<OwnedFd>)>
+where
+    F: FnOnce(Vec<OwnedFd>) + Send + 'static,
+{
+    let numbers: Vec<_> = files.iter().map(AsRawFd::as_raw_fd).collect();
+    let (told, ready) = channel();
+    let (go, started) = channel();
+    let begin = move || {
+        let isolated = isolate(&numbers, stderr);
+        let is_alone = isolated.is_ok();
+        if told.send(isolated).is_err() || started.recv().is_err() || !is_alone {
+            return;
+        }
+        // SAFETY: the numbers name the same files in this thread's own table, where nothing else owns them.
+        let files = numbers.into_iter().map(|number| unsafe { OwnedFd::from_raw_fd(number) }).collect();
+        work(files);
+    };
+    let thread = std::thread::Builder::new().name(name.into()).stack_size(STACK_BYTES);
+    if let Err(error) = thread.spawn(begin) {
+        return Err((error, files));
+    }
+    match ready.recv() {
+        Ok(Ok(())) => {
+            // Here they are not the last of their files. The thread waits, so that they are not the last later either.
+            drop(files);
+            let _ = go.send(());
+            Ok(())
+        }
+        Ok(Err(error)) => Err((error, files)),
+        Err(_) => Err((io::ErrorKind::Other.into(), files)),
+    }
+}
+
+/// A descriptor that is left to the end of its thread.
+pub(super) type Foreign = ManuallyDrop<OwnedFd>;
+
+/// Leaves a descriptor to the end of the thread.
+pub(super) fn leave(file: OwnedFd) {
+    let _ = Foreign::new(file);
+}

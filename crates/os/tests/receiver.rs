@@ -1,0 +1,216 @@
+//! The receiver between a peer and a daemon: what passes, what does not, and who waits for whom.
+
+use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use blkyard_os::{Connection, Receiver};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, fstat, memfd_create};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, sendmsg, sockopt,
+};
+
+/// Longer than anything here takes on a busy machine.
+const PATIENCE: Duration = Duration::from_mins(1);
+
+/// A listening socket and its receiver.
+struct Ground {
+    receiver: Receiver,
+    listener: UnixListener,
+    path: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl Ground {
+    fn new() -> Ground {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("s");
+        let listener = UnixListener::bind(&path).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        Ground { receiver: Receiver::thread().unwrap(), listener, path, _folder: folder }
+    }
+
+    /// A peer's end, and the daemon's.
+    fn connect(&self) -> (UnixStream, UnixStream) {
+        let peer = UnixStream::connect(&self.path).unwrap();
+        let Connection { stream, uid, pid } = self.receiver.accept(&self.path, self.listener.as_fd()).unwrap();
+        assert_eq!((uid, pid), (rustix::process::getuid().as_raw(), std::process::id().cast_signed()));
+        [&peer, &stream].into_iter().for_each(|end| end.set_read_timeout(Some(PATIENCE)).unwrap());
+        (peer, stream)
+    }
+}
+
+fn put(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)));
+    assert_eq!(sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).unwrap(), bytes.len());
+}
+
+fn get(from: &UnixStream, most: usize) -> (Vec<u8>, Vec<OwnedFd>) {
+    let mut bytes = vec![0; most];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let got = recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
+    bytes.truncate(got.bytes);
+    let files = control.drain().flat_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => files.collect::<Vec<_>>(),
+        _ => Vec::new(),
+    });
+    (bytes, files.collect())
+}
+
+fn same(one: impl AsFd, other: impl AsFd) -> bool {
+    let identity = |stat: rustix::fs::Stat| (stat.st_dev, stat.st_ino, stat.st_rdev);
+    identity(fstat(one).unwrap()) == identity(fstat(other).unwrap())
+}
+
+/// A TCP socket that whoever closes it waits for, and its other end, which reads nothing.
+fn lingering() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (far, _) = listener.accept().unwrap();
+    near.set_nonblocking(true).unwrap();
+    while (&near).write(&[7; 1 << 14]).is_ok() {}
+    near.set_nonblocking(false).unwrap();
+    sockopt::set_socket_linger(&near, Some(PATIENCE * 10)).unwrap();
+    (near, far)
+}
+
+#[test]
+fn bytes_pass_both_ways_and_safe_descriptors_with_them() {
+    let ground = Ground::new();
+    let (peer, daemon) = ground.connect();
+    let memory = memfd_create("m", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    put(&peer, b"plain", &[]);
+    put(&peer, b"with", &[memory.as_fd(), event.as_fd()]);
+    assert_eq!(get(&daemon, 5).0, b"plain");
+    let (bytes, files) = get(&daemon, 100);
+    assert!(bytes == b"with" && files.len() == 2 && same(&files[0], &memory));
+    rustix::io::write(&files[1], &3_u64.to_ne_bytes()).unwrap();
+    let mut count = [0; 8];
+    rustix::io::read(&event, &mut count).unwrap();
+    assert_eq!(u64::from_ne_bytes(count), 3);
+    // What the daemon sends is its own, whatever it is.
+    let (pipe, _writer) = std::io::pipe().unwrap();
+    put(&daemon, b"answer", &[pipe.as_fd()]);
+    let (bytes, files) = get(&peer, 100);
+    assert!(bytes == b"answer" && same(&files[0], &pipe));
+}
+
+#[test]
+fn other_descriptors_are_replaced_by_dev_null() {
+    let ground = Ground::new();
+    let (peer, daemon) = ground.connect();
+    let (near, _far) = lingering();
+    put(&peer, b"x", &[near.as_fd()]);
+    let (bytes, files) = get(&daemon, 100);
+    assert!(bytes == b"x" && same(&files[0], std::fs::File::open("/dev/null").unwrap()));
+}
+
+#[test]
+fn a_unix_stream_is_replaced_by_one_that_leads_there() {
+    let ground = Ground::new();
+    let (peer, daemon) = ground.connect();
+    let (theirs, mut far) = UnixStream::pair().unwrap();
+    far.set_read_timeout(Some(PATIENCE)).unwrap();
+    put(&peer, b"x", &[theirs.as_fd()]);
+    drop(theirs);
+    let (_, mut files) = get(&daemon, 100);
+    let mut ours = UnixStream::from(files.remove(0));
+    // More than any buffer on the way has room for.
+    let sent: Vec<u8> = (0..3_000_000_u32).map(|n| n as u8).collect();
+    let expected = sent.clone();
+    let sender = std::thread::spawn(move || {
+        ours.write_all(&sent).unwrap();
+        ours
+    });
+    let mut came = vec![0; expected.len()];
+    far.read_exact(&mut came).unwrap();
+    assert!(came == expected);
+    let mut ours = sender.join().unwrap();
+    drop(far);
+    let begin = Instant::now();
+    while ours.write_all(b"x").is_ok() {
+        assert!(begin.elapsed() < PATIENCE, "the daemon never learns that its channel is gone");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn either_side_sees_the_other_leave() {
+    let ground = Ground::new();
+    let (peer, mut daemon) = ground.connect();
+    put(&peer, b"last", &[]);
+    peer.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut said = Vec::new();
+    daemon.read_to_end(&mut said).unwrap();
+    assert_eq!(said, b"last");
+    daemon.write_all(b"answer").unwrap();
+    drop(daemon);
+    (&peer).read_to_end(&mut said).unwrap();
+    assert_eq!(said, b"lastanswer");
+    let (peer, daemon) = ground.connect();
+    daemon.shutdown(std::net::Shutdown::Both).unwrap();
+    assert_eq!((&peer).read(&mut [0; 10]).unwrap(), 0);
+}
+
+#[test]
+fn a_socket_that_lingers_keeps_nobody_from_anything() {
+    let ground = Ground::new();
+    let begin = Instant::now();
+    let mut held = Vec::new();
+    for way in ["taken", "unread", "backlog"] {
+        for _ in 0..20 {
+            let (near, far) = lingering();
+            held.push(far);
+            let peer = UnixStream::connect(&ground.path).unwrap();
+            put(&peer, b"x", &[near.as_fd()]);
+            drop(std::thread::spawn(move || drop(near)));
+            if way == "backlog" {
+                continue;
+            }
+            let daemon = ground.receiver.accept(&ground.path, ground.listener.as_fd()).unwrap().stream;
+            if way == "taken" {
+                assert_eq!(get(&daemon, 1).1.len(), 1);
+            }
+        }
+    }
+    let Ground { receiver, listener, path, .. } = ground;
+    receiver.close(&path, listener.into());
+    drop(receiver);
+    assert!(UnixStream::connect(&path).is_err() || begin.elapsed() < PATIENCE);
+    assert!(begin.elapsed() < PATIENCE, "somebody lingered");
+}
+
+#[test]
+fn without_a_connection_there_is_nothing_to_take() {
+    let ground = Ground::new();
+    let error = ground.receiver.accept(&ground.path, ground.listener.as_fd()).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+    drop(ground.connect());
+}
+
+#[test]
+fn a_peer_that_never_reads_is_left_with_the_daemon() {
+    let ground = Ground::new();
+    let (peer, mut daemon) = ground.connect();
+    daemon.set_nonblocking(true).unwrap();
+    while daemon.write(&[1; 4096]).is_ok() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(daemon);
+    // The session gives up, and with it goes the last of the other end.
+    let begin = Instant::now();
+    while rustix::net::send(&peer, b"x", SendFlags::NOSIGNAL).is_ok() {
+        assert!(begin.elapsed() < PATIENCE, "its session never ends");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
