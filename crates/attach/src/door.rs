@@ -104,7 +104,8 @@ impl Door {
     pub(crate) fn post(&self, letter: Letter) {
         // Never closed: a queue that is gone takes no letters, and they go with its door.
         let _ = self.letters.send(letter);
-        // After the letter: who was armed earlier hears the bell and finds the letter. Where nobody listens to it nobody
+        // After the letter: who was armed earlier hears the bell and finds the letter.
+        // Where nobody listens to it nobody
         // would make it quiet, either.
         if !self.polled {
             self.bell.ring();

@@ -16,7 +16,7 @@ const BETWEEN_MIN: u32 = 30;
 /// Turns a lane of two while one guest has big requests under way: I/Os of the other one before each that ends.
 fn ios_between(op: u32, data: Data<'_>) -> Vec<u32> {
     let info = DeviceInfo { capacity_sectors: u64::from(BIG_BYTES) >> 9, ..disk_info() };
-    let mut greedy = Hand::serving(info, 0, HwQueueConfig::default());
+    let mut greedy = Hand::serving(&info, 0, HwQueueConfig::default());
     let mut neighbour = Hand::new(0);
     let (big_front, mut big) = greedy.connect_with(u64::from(BIG_BYTES) + (4 << 20));
     let (small_front, mut small) = neighbour.connect();

@@ -2,8 +2,8 @@
 //!
 //! A guest, the kernel and other threads write to memory that we read. This crate is the one place where such
 //! memory is touched: regions and the segments that point into them, views of fields shared with a
-//! peer, the rings and mailboxes between threads, and the words that say who owns a queue and who sleeps. Everything here is `unsafe` inside
-//! and safe outside. It knows nothing of I/O, devices or protocols.
+//! peer, the rings and mailboxes between threads, and the words that say who owns a queue and who sleeps. Everything
+//! here is `unsafe` inside and safe outside. It knows nothing of I/O, devices or protocols.
 
 mod baton;
 mod counting;

@@ -4,9 +4,9 @@
 //! what there is. To send wakes nobody: whoever sends to an owner that may sleep wakes it afterwards, by a
 //! [`WakeFlag`](crate::WakeFlag) or an eventfd.
 //!
-//! Nothing is left behind: a sender puts its command in and then sets the flag; the owner clears the flag and then takes
-//! what is in. A command that comes too late for the owner's look has its flag set after the owner cleared it, because
-//! the lock orders the two. What is sent after [`Mailbox::close`] is given back.
+//! Nothing is left behind: a sender puts its command in and then sets the flag; the owner clears the flag and then
+//! takes what is in. A command that comes too late for the owner's look has its flag set after the owner cleared
+//! it, because the lock orders the two. What is sent after [`Mailbox::close`] is given back.
 //!
 //! For the control path: a lock and a list. The owner touches the lock only if something came.
 

@@ -3,8 +3,8 @@
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mem --test loom_wake`
 //!
 //! The sleeper is a lane in small: it looks, asks whether it may sleep, and sleeps until it is signalled. A signal is
-//! loom's `Notify`, which keeps as an eventfd does one that comes before the sleep. A wake-up that is lost is an order of
-//! events in which all sleep, and fails the model. Each prints how many orders it has.
+//! loom's `Notify`, which keeps as an eventfd does one that comes before the sleep. A wake-up that is lost is an order
+//! of events in which all sleep, and fails the model. Each prints how many orders it has.
 #![cfg(loom)]
 
 mod common;

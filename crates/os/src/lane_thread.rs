@@ -7,8 +7,9 @@
 //!                                              └─ End ──▶ the thread ends, once nobody can give orders
 //! ```
 //!
-//! Orders let a station in, ask for one back, or let it stay after all; they come through a [`Mailbox`]. A station that has parted is listened to no more before it is handed over: a bell is made quiet
-//! by reading it, and this lane must not take what was meant for the next.
+//! Orders let a station in, ask for one back, or let it stay after all; they come through a [`Mailbox`]. A station
+//! that has parted is listened to no more before it is handed over: a bell is made quiet by reading it, and this lane
+//! must not take what was meant for the next.
 //!
 //! No wake-up is lost. A lane sleeps only after a turn in which every station was asked to have its bell rung from
 //! now on, and looked once more after asking (`Lane::turn`); what comes later rings. Bells are level-triggered and

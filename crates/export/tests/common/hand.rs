@@ -27,11 +27,11 @@ impl Hand {
 
     /// The same, with a queue that is made so.
     pub fn of(latency_ns: u64, config: HwQueueConfig) -> Hand {
-        Hand::serving(disk_info(), latency_ns, config)
+        Hand::serving(&disk_info(), latency_ns, config)
     }
 
     /// The same with a disk that is like this.
-    pub fn serving(info: DeviceInfo, latency_ns: u64, config: HwQueueConfig) -> Hand {
+    pub fn serving(info: &DeviceInfo, latency_ns: u64, config: HwQueueConfig) -> Hand {
         let folder = tempfile::tempdir().unwrap();
         let device = RamDevice::new(info.clone(), NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
         let (remote, port) = queue_pair();
@@ -39,7 +39,7 @@ impl Hand {
         let queue = VhostQueue::new(hw, SerialId::new("by hand").unwrap(), port);
         let refusals = Arc::clone(remote.watch().refusals().unwrap());
         let socket = SocketConfig { path: folder.path().join("disk.sock"), mode: None, group: None };
-        let disk = BlkConfig::new(&info, 1, SEG_MAX, true);
+        let disk = BlkConfig::new(info, 1, SEG_MAX, true);
         let config = BackendConfig { name: "disk".into(), disk, queues: vec![remote] };
         let server = Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
         Hand { queue, refusals, server, now_ns: 0, folder }
