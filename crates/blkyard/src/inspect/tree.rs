@@ -15,7 +15,7 @@ pub const SCHEMA: u32 = 1;
 /// Everything.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Tree {
-    /// The version of this format: [`SCHEMA`].
+    /// The version of this format.
     pub schema: u32,
     /// Seconds within which I/O was counted; none if from the start of the daemon.
     #[serde(default, skip_serializing_if = "Option::is_none")]
