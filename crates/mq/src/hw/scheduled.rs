@@ -80,13 +80,16 @@ impl Scheduled {
         }
         self.round_ns = now_ns;
         self.waiting += self.arrived.len();
-        let mut carried = std::mem::take(&mut self.carried);
-        for mut bio in self.arrived.drain(..) {
-            if carried > 0 {
-                carried -= 1;
-            } else {
-                bio.wait.begin(now_ns, clocks_ns);
-            }
+        let carried = std::mem::take(&mut self.carried);
+        let mut arrived = self.arrived.drain(..);
+        for bio in arrived.by_ref().take(carried) {
+            self.edges.add(&bio);
+            self.scheduler.insert(bio, now_ns);
+        }
+        // A copy, so that it is not read anew for each.
+        let clocks_ns = *clocks_ns;
+        for mut bio in arrived {
+            bio.wait.begin(now_ns, &clocks_ns);
             self.edges.add(&bio);
             self.scheduler.insert(bio, now_ns);
         }
@@ -215,9 +218,9 @@ impl<D> HwQueue<D> {
             return false;
         };
         let Some((mut bio, is_plain)) = scheduled.next(now_ns) else { return false };
-        // Without the mark nobody looks at what stands in a bio that came in this round.
+        // Nobody looks at what stands in a plain bio that came in this round: its request has no mark.
         let has_waited = bio.wait.since_ns != now_ns;
-        if has_waited || !is_plain || self.careful {
+        if has_waited || !is_plain {
             bio.wait.toggle(clocks_ns);
         }
         let fare = self.fare(number, &bio);
