@@ -194,8 +194,9 @@ fn models(tool: &str, root: &Path, log: &File) -> Result<Verdict> {
             command.args(["--test", test]);
         }
         command.env("RUSTFLAGS", &flags).env("CARGO_TARGET_DIR", target_folder(root).join(tool));
-        // The models should run fast, but need not be linked as the product is.
+        // The models should run fast, but need not be linked as the product is. Some rely on overflow checks.
         command.env("CARGO_PROFILE_RELEASE_LTO", "off").env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16");
+        command.env("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "true");
         match verdict(&logged(&format!("{tool} of {package}"), &command, log)?)? {
             Verdict::Passed(count) => passed += count,
             Verdict::Mixed { passed: p, failed: f, skipped: s, text } => {

@@ -17,10 +17,10 @@
 //! anything relies on: those are tags, and a [`Budget`](crate::Budget). Who finds that it is time to look at what the
 //! device has done takes a lock, if it is free.
 
-use std::sync::{Arc, Mutex, OnceLock, TryLockError};
+use std::sync::{Arc, OnceLock, TryLockError};
 
 use blkyard_mem::sync::{
-    AtomicBool, AtomicU64, AtomicUsize, Line,
+    AtomicBool, AtomicU64, AtomicUsize, Line, Mutex,
     Ordering::{Acquire, Relaxed, Release},
 };
 
@@ -28,7 +28,8 @@ use super::depth::{Depth, Limit};
 
 /// Queues of one device that share it: the queues of four exports with as many as one can have. Those beyond share it
 /// as it pleases.
-const SEATS_MAX: usize = 256;
+/// A model has fewer: loom makes each anew for each order of events.
+const SEATS_MAX: usize = if cfg!(loom) { 4 } else { 256 };
 /// When a queue that was refused asks again, if nothing of it has ended: seldom enough to cost nothing.
 const AGAIN_NS: u64 = 1_000_000;
 /// Who was refused and has not asked for so long does not want more: its lane is at something else.
