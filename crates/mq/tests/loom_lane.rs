@@ -42,14 +42,15 @@ impl Wake for Waker {
     }
 }
 
-/// The only one, so that no later one makes up for a wake-up that was lost: the station is over with it.
+/// One from each sender, so that no later one makes up for a lost wake-up: the station is over with the last.
 struct Answer;
 
 /// What a queue shares with the control path.
-#[derive(Default)]
 struct Shared {
     mailbox: Mailbox<Answer>,
     waker: LaneWaker,
+    /// Number of senders.
+    senders: usize,
     /// Not modelled: looked at when all is over.
     answered: AtomicUsize,
 }
@@ -80,8 +81,7 @@ impl Station<()> for Queue {
             return Crank::Idle;
         }
         for Answer in self.shared.mailbox.take() {
-            self.shared.answered.fetch_add(1, Ordering::Relaxed);
-            self.retired = true;
+            self.retired = self.shared.answered.fetch_add(1, Ordering::Relaxed) + 1 == self.shared.senders;
         }
         Crank::Busy
     }
@@ -153,7 +153,7 @@ fn run(end: &End, hand_over: impl Fn(Queue)) {
     }
 }
 
-fn model(name: &str, preemptions: usize, story: impl Fn(&Arc<Shared>, Queue) + Sync + Send + 'static) {
+fn model(name: &str, preemptions: usize, senders: usize, story: impl Fn(&Arc<Shared>, Queue) + Sync + Send + 'static) {
     let orders = Arc::new(AtomicUsize::new(0));
     let counter = Arc::clone(&orders);
     let mut builder = loom::model::Builder::new();
@@ -161,9 +161,10 @@ fn model(name: &str, preemptions: usize, story: impl Fn(&Arc<Shared>, Queue) + S
     builder.max_branches = 10_000;
     builder.check(move || {
         counter.fetch_add(1, Ordering::Relaxed);
-        let shared = Arc::new(Shared::default());
+        let (mailbox, waker, answered) = (Mailbox::default(), LaneWaker::default(), AtomicUsize::new(0));
+        let shared = Arc::new(Shared { mailbox, waker, senders, answered });
         story(&shared, Queue { shared: Arc::clone(&shared), retired: false });
-        assert_eq!(shared.answered.load(Ordering::Relaxed), 1, "a command was lost, or done twice");
+        assert_eq!(shared.answered.load(Ordering::Relaxed), senders, "a command was lost, or done twice");
     });
     println!("{name}: {} orders, at most {preemptions} preemptions", orders.load(Ordering::Relaxed));
 }
@@ -180,7 +181,7 @@ fn lane(end: &Arc<End>) -> thread::JoinHandle<()> {
 
 #[test]
 fn orders_and_commands_end_the_sleep_of_a_lane() {
-    model("one lane", 3, |shared, queue| {
+    model("one lane", 3, 1, |shared, queue| {
         let end = End::new();
         let (lane, sender) = (lane(&end), sender(shared));
         end.give(Order::Admit(queue));
@@ -191,8 +192,21 @@ fn orders_and_commands_end_the_sleep_of_a_lane() {
 }
 
 #[test]
+fn a_second_sender_that_finds_the_waker_in_use_wakes_the_lane_as_well() {
+    model("two senders", 2, 2, |shared, queue| {
+        let end = End::new();
+        end.give(Order::Admit(queue));
+        end.give(Order::Close);
+        let (lane, sender) = (lane(&end), sender(shared));
+        shared.send(Answer);
+        sender.join().unwrap();
+        lane.join().unwrap();
+    });
+}
+
+#[test]
 fn a_command_finds_a_station_that_moves_between_lanes() {
-    model("two lanes", 3, |shared, queue| {
+    model("two lanes", 3, 1, |shared, queue| {
         let (old, new) = (End::new(), End::new());
         old.give(Order::Admit(queue));
         old.give(Order::Leave);
