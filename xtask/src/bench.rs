@@ -10,16 +10,21 @@ use anyhow::{Context, Result};
 
 use crate::guest::Guest;
 use crate::repository;
+use crate::test::build;
 
 /// Runs the cells in the foreground; they report for themselves.
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
     let guest = Guest::ensure(false).context("the benchmarks compare with programs that come with the test guest")?;
     let folder = tempfile::tempdir().context("cannot make a temporary folder")?;
+    let root = repository()?;
+    let log = tempfile::tempfile().context("cannot make a temporary file for the output of cargo")?;
+    let program = build(true, &root, &log)?;
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = Command::new(cargo)
-        .current_dir(repository()?)
-        .args(["bench", "--quiet", "-p", "blkyard", "--bench", "cells", "--"])
+        .current_dir(&root)
+        .args(["bench", "--quiet", "-p", "blkyard-lab", "--bench", "cells", "--"])
         .args(arguments)
+        .env("BLKYARD_PROGRAM", program)
         .env("BLKYARD_FIO", guest.program("fio"))
         .env("BLKYARD_QSD", guest.program("qemu-storage-daemon"))
         .env("BLKYARD_QEMU_IMG", guest.program("qemu-img"))

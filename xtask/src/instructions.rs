@@ -144,11 +144,10 @@ fn count(root: &Path, log: &File) -> Result<Counts> {
 /// Builds the program as the product is built, and finds it.
 fn build(root: &Path, log: &File) -> Result<PathBuf> {
     let mut command = cargo(root);
-    command.args(["bench", "--no-run", "-p", "blkyard", "--bench", "instructions", "--message-format=json"]);
+    command.args(["bench", "--no-run", "-p", "blkyard-lab", "--bench", "instructions", "--message-format=json"]);
     let ended = Running::start_logged("cargo bench --no-run", &command, log)?.wait(BUILD_LIMIT)?;
     ensure!(ended.status.success(), "cargo ended with {}:\n{}", ended.status, tail(&ended.stdout, 40));
     let messages = ended.stdout.lines().filter_map(|line| serde_json::from_str::<serde_json::Value>(line).ok());
-    // The product is built too, since benchmarks may run it.
     let mut ours = messages.filter(|message| message["target"]["name"] == "instructions");
     let program = ours.find_map(|message| Some(PathBuf::from(message["executable"].as_str()?)));
     program.context("cargo names no program of the benchmark `instructions`")

@@ -218,7 +218,8 @@ fn fitting(asked: QueueCounts, queues_max: usize) -> QueueCounts {
 }
 
 /// Waits for the other threads in the end.
-pub(crate) struct Meet<'a>(pub(crate) &'a Barrier);
+#[derive(Debug)]
+pub struct Meet<'a>(pub &'a Barrier);
 
 impl Drop for Meet<'_> {
     fn drop(&mut self) {
@@ -307,16 +308,20 @@ impl Submitter {
 /// one table of memory.
 #[derive(Debug)]
 pub struct Queues<R> {
-    pub(crate) device: R,
-    pub(crate) info: Arc<DeviceInfo>,
-    pub(crate) memory: Arc<RegionTable>,
+    /// The device.
+    pub device: R,
+    /// Its description.
+    pub info: Arc<DeviceInfo>,
+    /// All memory that bios name.
+    pub memory: Arc<RegionTable>,
     /// Bios that a thread may have out.
-    pub(crate) bios: usize,
+    pub bios: usize,
     /// Requests that these are cut into.
-    pub(crate) tags: usize,
-    pub(crate) scheduler: SchedulerConfig,
+    pub tags: usize,
+    /// Scheduler of each queue.
+    pub scheduler: SchedulerConfig,
     /// What all queues together do not exceed, if there is anything.
-    pub(crate) rates: Vec<Arc<RateLimit>>,
+    pub rates: Vec<Arc<RateLimit>>,
 }
 
 impl<R: Deref<Target = Device>> QueueFactory for Queues<R> {
@@ -353,7 +358,7 @@ impl<R: Deref<Target = Device>> QueueFactory for Queues<R> {
 
 /// Tags for a queue that wants so many. With a scheduler no more than a device is served with, so that there is
 /// something to order.
-pub(crate) fn queue_depth(device: &Device, scheduler: SchedulerConfig, wanted: usize) -> usize {
+pub fn queue_depth(device: &Device, scheduler: SchedulerConfig, wanted: usize) -> usize {
     let is_ordered = scheduler != SchedulerConfig::None;
     let depth_max = if is_ordered { HwQueueConfig::default().depth } else { TagSet::DEPTH_MAX };
     wanted.min(depth_max).min(device.depth_max())

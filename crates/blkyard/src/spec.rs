@@ -29,7 +29,7 @@ impl SpecError {
 }
 
 /// What a flag of the command line takes that is a number from `min` to `max`: the error says which.
-pub(crate) fn number(min: u64, max: u64) -> impl Fn(&str) -> Result<u64, String> + Clone {
+pub fn number(min: u64, max: u64) -> impl Fn(&str) -> Result<u64, String> + Clone {
     move |text| {
         let number = text.parse().ok().filter(|number| (min..=max).contains(number));
         number.ok_or_else(|| format!("give a number from {min} to {max}"))

@@ -4,19 +4,16 @@
 //! its own. The rule holds for any number of lanes, so the number can change while guests do I/O: only queues whose
 //! place changes move, one after another, and each goes on where it stood.
 
+use blkyard::DeviceQueue;
+use blkyard::spec::SpecError;
 use blkyard_export::VhostQueue;
 use blkyard_mq::{IdlePolicy, QueueMap};
 use blkyard_os::{LaneConfig, LaneError, LaneThread, Lanes, Moves};
 
-use crate::device::DeviceQueue;
 use crate::serve::ServeError;
-use crate::spec::SpecError;
 
 /// Lanes of one daemon. More than any machine we know has CPUs that one disk could use.
 pub const LANES_MAX: u64 = 256;
-/// Longest that a lane may look for work before it sleeps, microseconds: a second, after which it might as well never
-/// sleep.
-pub const SPIN_US_MAX: u64 = 1_000_000;
 
 /// What one export asks of the lanes.
 #[derive(Clone, Debug)]
@@ -192,7 +189,7 @@ impl ServedLanes {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Device;
+    use blkyard::Device;
     use blkyard_export::{QueueRemote, queue_pair};
     use blkyard_mq::{HwQueue, HwQueueConfig, QueueKind};
     use blkyard_virtio::SerialId;

@@ -4,8 +4,9 @@
 use std::panic::catch_unwind;
 use std::process::ExitCode;
 
-use blkyard::plan::Word;
-use blkyard::{bench, floor, inspect, log, serve, set, study};
+use blkyard_cli::plan::Word;
+use blkyard_cli::{inspect, log, serve, set};
+use blkyard_lab::{bench, floor, study};
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Multi-queue disks for virtual machines, hosts and programs, from user space.
@@ -77,11 +78,11 @@ fn run() -> ExitCode {
             let words = matches.subcommand_matches("serve").map(words).unwrap_or_default();
             report(serve::run(&args, &words).map(|()| ExitCode::SUCCESS))
         }
-        Command::Bench(args) => report(bench::run(&args)),
+        Command::Bench(args) => report(bench::run(&args, log::console())),
         Command::Inspect(args) => report(inspect::run(&args)),
         Command::Set(args) => report(set::run(&args)),
-        Command::Floor(args) => floor::run(args),
-        Command::Study(args) => report(study::run(&args)),
+        Command::Floor(args) => floor::run(args, log::console()),
+        Command::Study(args) => report(study::run(&args, log::console())),
         Command::Receiver => report(blkyard_os::receive_for_daemon().map(|()| ExitCode::SUCCESS)),
     }
 }

@@ -2,11 +2,11 @@
 
 use std::path::{Path, PathBuf};
 
+use blkyard::spec::{Spec, SpecError};
 use serde::Deserialize;
 
 use crate::control::ControlPlace;
 use crate::log::LogFormat;
-use crate::spec::{Spec, SpecError};
 
 /// The key of a socket's permissions, which are octal wherever they are text.
 pub(crate) const MODE_KEY: &str = "mode";

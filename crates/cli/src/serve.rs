@@ -9,6 +9,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use blkyard::rate::{RateSlot, take_own_rate};
+use blkyard::scheduler::take_device_scheduler;
+use blkyard::spec::{Spec, SpecError, number, show_size};
+use blkyard::{Device, DeviceError, DeviceQueue};
 use blkyard_export::{
     Acceptor, BackendConfig, BoundSocket, ExportState, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SessionState,
     SocketConfig, Taking, VhostQueue, queue_pair,
@@ -18,19 +22,15 @@ use blkyard_os::{LaneConfig, OpenError, RingConfig, Signals, allow_all_descripto
 use blkyard_virtio::{BlkConfig, SerialId};
 
 use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, ServedExport};
-use crate::device::{Device, DeviceError, DeviceQueue};
 use crate::ending::{StopToken, supervise};
 use crate::io_errors::{ErrorLog, tell_rest};
-use crate::lanes::{LANES_MAX, SPIN_US_MAX, ServedLanes, Share, deal};
+use crate::lanes::{LANES_MAX, ServedLanes, Share, deal};
 use crate::log::{self, LogFormat, say};
 use crate::plan::{
     DiskPlan, MODE_KEY, MODE_WANTED, Plan, PlanError, Settings, Word, from_file, from_words, parse_mode, unserved,
 };
 use crate::qemu;
-use crate::rate::{RateSlot, take_own_rate};
 use crate::receiver::ReceiverProcess;
-use crate::scheduler::take_device_scheduler;
-use crate::spec::{Spec, SpecError, number, show_size};
 use crate::takeover::{self, Heritage};
 use crate::threads;
 use crate::watch::Watch;
@@ -90,7 +90,7 @@ pub struct ServeArgs {
     pub cpus: Vec<u32>,
     /// How long a lane keeps looking for work before it sleeps, at most, microseconds: it learns whether looking pays.
     /// More shortens latency and costs CPU. Default: 25.
-    #[arg(long, value_name = "US", value_parser = number(0, SPIN_US_MAX))]
+    #[arg(long, value_name = "US", value_parser = number(0, IdlePolicy::SPIN_US_MAX))]
     pub spin_us: Option<u64>,
     /// Where to listen for blkyard inspect and set, or none. Default: PID.sock in $XDG_RUNTIME_DIR/blkyard or
     /// /run/blkyard, or SOCKET.control beside the first export.
@@ -137,7 +137,7 @@ impl ServeArgs {
             stats: self.stats.or(bounded("stats", settings.stats, 1, 86_400)?),
             lanes: self.lanes.or(bounded("lanes", settings.lanes, 1, LANES_MAX)?),
             cpus: if self.cpus.is_empty() { settings.cpus.unwrap_or_default() } else { self.cpus.clone() },
-            spin_us: self.spin_us.or(bounded("spin_us", settings.spin_us, 0, SPIN_US_MAX)?),
+            spin_us: self.spin_us.or(bounded("spin_us", settings.spin_us, 0, IdlePolicy::SPIN_US_MAX)?),
             control: self.control.clone().or(settings.control),
             lock_wait_s: self.lock_wait_s.or(bounded("lock_wait_s", settings.lock_wait_s, 0, LOCK_WAIT_S_MAX)?),
             drain_s: self.drain_s.or(bounded("drain_s", settings.drain_s, 0, DRAIN_S_MAX)?),

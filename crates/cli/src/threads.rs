@@ -1,8 +1,8 @@
 //! The threads of a daemon: which of them has ended although nobody asked it to.
 
+use blkyard::Device;
 use blkyard_export::Server;
 
-use crate::Device;
 use crate::control::{ControlServer, Daemon};
 use crate::log;
 

@@ -3,10 +3,10 @@
 use std::fmt::Write;
 use std::time::Instant;
 
+use blkyard::Device;
 use blkyard_export::QueueWatch;
 use blkyard_mq::{OpClass, OpSnapshot, StatsSnapshot};
 
-use crate::Device;
 use crate::control::Daemon;
 use crate::inspect::{op_name, show_time};
 use crate::log::say;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use blkyard::{log, serve};
+use blkyard_cli::{log, serve};
 use clap::Parser;
 
 #[derive(Parser)]

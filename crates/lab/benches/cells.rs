@@ -1,6 +1,6 @@
 //! Figures of `cargo xtask bench`, cell by cell.
 //!
-//! `cargo bench --bench cells -- [CELL...] [--json] [--quick]` measures the cells whose names contain one of the words,
+//! `cargo xtask bench [CELL...] [--json] [--quick]` measures the cells whose names contain one of the words,
 //! or all. Each line holds value, unit, 10th and 90th percentile of the windows, and what stands beside it: the floor,
 //! which is the limit of the machine that `limits` names for the cell, and the baseline, which is what others take.
 //!
@@ -35,7 +35,7 @@ mod vhost;
 #[path = "cells/waiting.rs"]
 mod waiting;
 
-use blkyard::floor::{Plan, pin};
+use blkyard_lab::floor::{Plan, pin};
 
 use report::Report;
 

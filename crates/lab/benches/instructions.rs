@@ -19,7 +19,7 @@ use std::hint::black_box;
 use std::process::ExitCode;
 use std::sync::atomic::Ordering::Release;
 
-use blkyard::floor::Round;
+use blkyard_lab::floor::Round;
 use blkyard_mq::Bio;
 use blkyard_virtio::driver_model::{Buffer, Guest, blk_header};
 use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioStatus, parse, write_status, written};

@@ -15,6 +15,11 @@ pub struct IdlePolicy {
     pub spin_ns: u64,
 }
 
+impl IdlePolicy {
+    /// Upper bound of the option `spin_us`, microseconds: a second, after which a lane might as well never sleep.
+    pub const SPIN_US_MAX: u64 = 1_000_000;
+}
+
 impl Default for IdlePolicy {
     fn default() -> Self {
         // What a wake-up costs: 23 to 27 us in docs/benchmarks/daemon.md.

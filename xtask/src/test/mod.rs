@@ -19,7 +19,7 @@ use self::progress::Watched;
 use self::report::Report;
 pub use self::report::Verdict;
 use self::steps::Step;
-pub use self::steps::cargo;
+pub use self::steps::{build, cargo};
 use crate::guest::Guest;
 use crate::scenarios::{self, Ground, Missing, Place, Scenario};
 use crate::server::Program;

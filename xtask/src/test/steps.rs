@@ -161,7 +161,7 @@ pub fn run(step: &Step, root: &Path, log: &File, tests: &AtomicUsize) -> Result<
 /// Builds the product as its users do, or as its developers do, which is quicker; returns the program.
 pub fn build(is_release: bool, root: &Path, log: &File) -> Result<PathBuf> {
     let mut command = cargo(root);
-    command.args(["build", "-p", "blkyard"]).args(is_release.then_some("--release"));
+    command.args(["build", "-p", "blkyard-cli"]).args(is_release.then_some("--release"));
     check(&logged("cargo build", &command, log)?)?;
     let program = target_folder(root).join(if is_release { "release/blkyard" } else { "debug/blkyard" });
     ensure!(program.exists(), "cargo built no {}", program.display());

@@ -18,8 +18,10 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("export", &["mem", "mq", "virtio"]),
     ("attach", &["mem", "mq", "virtio"]),
     ("os", &["mem", "mq"]),
-    ("sim", &["mem", "mq"]),
+    ("sim", &["mem", "mq", "virtio", "export", "attach"]),
     ("blkyard", &["mem", "mq", "virtio", "export", "attach", "os", "sim"]),
+    ("lab", &["mem", "mq", "virtio", "export", "attach", "os", "sim", "blkyard"]),
+    ("cli", &["mem", "mq", "virtio", "export", "attach", "os", "sim", "blkyard", "lab"]),
 ];
 
 /// What a crate's tests may import besides: an export is tested on real lanes, what is attached against an export.

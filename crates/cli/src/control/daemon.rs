@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Instant;
 
+use blkyard::Device;
+use blkyard::rate::RateSlot;
 use blkyard_export::{ExportHand, ExportStatus, QueueWatch};
 use blkyard_mq::{DeviceInfo, RateConfig, RateLimit, SchedulerConfig};
 use blkyard_virtio::SerialId;
 
+use crate::ServedLanes;
 use crate::plan::DiskPlan;
-use crate::rate::RateSlot;
-use crate::{Device, ServedLanes};
 
 /// What a daemon serves, and with what.
 pub struct Daemon {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use crate::spec::SpecError;
+use blkyard::spec::SpecError;
 
 /// A kind of part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,6 +7,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use blkyard::Device;
+use blkyard::rate::{RateSlot, options};
 use blkyard_export::{QueueView, QueueWatch};
 use blkyard_mq::{
     NamespaceSnapshot, Op, OpClass, QueueLimits, RequestSnapshot, RequestState, SchedulerSnapshot, StatsSnapshot,
@@ -17,9 +19,8 @@ use super::tree::{
     DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SCHEMA,
     SchedulerNode, SessionNode, TagsNode, Tree,
 };
+use crate::ServedLanes;
 use crate::control::{Daemon, ServedDevice, ServedExport};
-use crate::rate::{RateSlot, options};
-use crate::{Device, ServedLanes};
 
 /// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is
 /// woken.

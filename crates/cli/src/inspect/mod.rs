@@ -9,11 +9,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use blkyard::spec::number;
 use serde_json::Value;
 
 use crate::control::{AskError, INSPECT_TIMEOUT_S, Kind, TIMEOUT_S_MAX, Target, Wish, ask};
 use crate::log::print;
-use crate::spec::number;
 pub(crate) use collect::request_node;
 pub use collect::{collect, op_name};
 pub use text::show_time;

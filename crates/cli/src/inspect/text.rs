@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
+use blkyard::spec::show_size;
+
 use super::tree::{
     DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SchedulerNode, Tree,
 };
-use crate::spec::show_size;
 
 /// The tree, with the daemon itself or without.
 pub fn text(tree: &Tree, with_daemon: bool) -> String {

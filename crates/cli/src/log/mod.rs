@@ -14,6 +14,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
+use blkyard_lab::Console;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::fmt::format::{Format, Full, Json, Writer};
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
@@ -85,6 +86,11 @@ pub fn print(report: impl Display, code: ExitCode) -> ExitCode {
     let mut stdout = io::stdout().lock();
     let written = write!(stdout, "{report}").and_then(|()| stdout.flush());
     written.map_or_else(|error| unwritten(&error), |()| code)
+}
+
+/// How the commands of `blkyard-lab` write.
+pub fn console() -> Console {
+    Console { print: |report, code| print(report, code), note: |line| note(line) }
 }
 
 /// Tells that a report could not be written; the exit code is failure.

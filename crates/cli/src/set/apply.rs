@@ -10,18 +10,19 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use blkyard::Device;
+use blkyard::rate::{describe, take_rate};
+use blkyard::scheduler::take_scheduler;
+use blkyard::spec::{Spec, SpecError, show_size};
 use blkyard_export::{Changed, QUEUES_MAX, QueueRemote};
-use blkyard_mq::{DeviceInfo, SECTOR_SHIFT};
+use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
 
 use super::size::{Backing, Resize};
+use crate::ServedLanes;
 use crate::control::{Daemon, Kind, ServedDevice, ServedExport, Target};
 use crate::inspect::show_time;
-use crate::lanes::{LANES_MAX, SPIN_US_MAX};
-use crate::rate::{describe, take_rate};
-use crate::scheduler::take_scheduler;
+use crate::lanes::LANES_MAX;
 use crate::serve::make_queue;
-use crate::spec::{Spec, SpecError, show_size};
-use crate::{Device, ServedLanes};
 
 /// How long exports have to change. What is in flight is finished first, so it takes as long as the slowest request.
 const CHANGE_TIME: Duration = Duration::from_secs(20);
@@ -76,7 +77,7 @@ fn the_one<'a>(target: &Target, names: impl Iterator<Item = &'a str>) -> Result<
 fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, Problem> {
     let stats = keys.take_number("stats", 0, 86_400)?;
     let lanes = keys.take_number("lanes", 1, LANES_MAX)?;
-    let spin_us = keys.take_number("spin_us", 0, SPIN_US_MAX)?;
+    let spin_us = keys.take_number("spin_us", 0, IdlePolicy::SPIN_US_MAX)?;
     keys.finish()?;
     let mut done = Vec::new();
     // First, since it is the one that may fail.

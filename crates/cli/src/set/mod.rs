@@ -8,9 +8,10 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use blkyard::spec::number;
+
 use crate::control::{AskError, SET_TIMEOUT_S, TIMEOUT_S_MAX, Wish, ask};
 use crate::log::print;
-use crate::spec::number;
 pub use apply::apply;
 
 /// What `set` may be told.

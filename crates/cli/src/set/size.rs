@@ -3,7 +3,7 @@
 //! A size is what is served. A file that is shorter is grown with it, as somebody who types the new size expects; one
 //! that is longer is never cut, since a slip of the finger would cost data: what lies beyond is kept and not served.
 
-use crate::spec::{SpecError, parse_size, show_size};
+use blkyard::spec::{SpecError, parse_size, show_size};
 
 /// What stands behind a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

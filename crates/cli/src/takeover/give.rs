@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use blkyard::scheduler::put_device_scheduler;
 use blkyard_export::{BoundSocket, Handed, Rest};
 use serde_json::Value;
 
@@ -12,7 +13,6 @@ use super::VERSION;
 use super::parcel::{DevicePart, ExportPart, Files, Habits, Parcel, SocketPart};
 use super::wire::{receive, send};
 use crate::control::{Daemon, Wish, answer_line, parse_request};
-use crate::scheduler::put_device_scheduler;
 
 /// How long exports may take to hear that they are asked for anything. Nobody rests meanwhile.
 const HEAR_TIME: Duration = Duration::from_secs(5);

@@ -4,10 +4,9 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
+use blkyard::spec::Spec;
 use blkyard_export::{ExportState, MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message, QUEUES_MAX, SessionState};
 use serde::{Deserialize, Serialize};
-
-use crate::spec::Spec;
 
 /// All of a daemon. Its descriptors: the control socket, then those of each device.
 #[derive(Debug, Serialize, Deserialize)]

@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use blkyard::spec::SpecError;
 use blkyard_export::{BoundSocket, ExportState};
 use blkyard_mq::DeviceInfo;
 
@@ -14,7 +15,6 @@ use super::parcel::{Files, Habits, Parcel, SocketPart, next};
 use super::wire::{receive, send};
 use crate::control::{Wish, connect, parse_answer, request_line};
 use crate::plan::{DiskPlan, Settings};
-use crate::spec::SpecError;
 
 /// How long the old daemon may take: for its exports to come to rest, and for others that it answers before.
 const ANSWER_TIME: Duration = Duration::from_mins(1);

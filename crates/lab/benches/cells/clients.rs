@@ -9,8 +9,8 @@ use std::path::Path;
 use std::process::Command;
 
 use blkyard::Device;
-use blkyard::bench::{BenchArgs, measure};
-use blkyard::floor::{Samples, partner_cpu};
+use blkyard_lab::bench::{BenchArgs, measure};
+use blkyard_lab::floor::{Samples, partner_cpu};
 use clap::Parser;
 use serde_json::Value;
 

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use blkyard::floor::{IO_BYTES, Mock, Plan, Round, STORE_BYTES, Stamps, together, variant};
+use blkyard_lab::floor::{IO_BYTES, Mock, Plan, Round, STORE_BYTES, Stamps, together, variant};
 use blkyard_mem::{RegionTable, Segment};
 use blkyard_mq::{Bio, BlockDevice, HwQueue, HwQueueConfig, NullConfig, Op, RamDevice, SECTOR_BYTES};
 use blkyard_os::Clock;

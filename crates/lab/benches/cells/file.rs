@@ -13,8 +13,8 @@ use std::path::Path;
 use std::process::Command;
 
 use blkyard::Device;
-use blkyard::bench::{BenchArgs, measure};
-use blkyard::floor::{Plan, Samples};
+use blkyard_lab::bench::{BenchArgs, measure};
+use blkyard_lab::floor::{Plan, Samples};
 use clap::Parser;
 use serde_json::Value;
 

@@ -3,7 +3,7 @@
 //! A limit is measured in turn with the cell's own windows, so that both share their minute. Limits are those of
 //! `blkyard floor`.
 
-use blkyard::floor::{Limit, Plan, Samples, Variant, measure};
+use blkyard_lab::floor::{Limit, Plan, Samples, Variant, measure};
 
 /// A cell and its limit.
 pub struct Beside {

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blkyard::floor::{IO_BYTES, Round};
 use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
 use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostQueue, queue_pair};
+use blkyard_lab::floor::{IO_BYTES, Round};
 use blkyard_mem::Region;
 use blkyard_mq::{
     BlockDevice, Chime, ChimePlace, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, QueueKind, Station,

@@ -6,7 +6,7 @@
 use std::hint::black_box;
 use std::sync::Arc;
 
-use blkyard::floor::{IO_BYTES, Places, Round, STORE_BYTES, touched};
+use blkyard_lab::floor::{IO_BYTES, Places, Round, STORE_BYTES, touched};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, BlockDevice, DeviceInfo, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op};
 use blkyard_mq::{QueueLimits, SECTOR_BYTES, SchedulerConfig};

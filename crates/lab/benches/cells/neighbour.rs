@@ -12,8 +12,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkyard::floor::{IO_BYTES, Places, Samples, partner_cpu};
 use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
+use blkyard_lab::floor::{IO_BYTES, Places, Samples, partner_cpu};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SECTOR_SHIFT};
 use blkyard_os::Clock;

@@ -1,6 +1,6 @@
 //! What is printed: a line a cell, for people or for programs. Knows which cells were asked for.
 
-use blkyard::floor::Samples;
+use blkyard_lab::floor::Samples;
 use serde::Serialize;
 
 use crate::limits::{Floors, beside};

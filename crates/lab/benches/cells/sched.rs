@@ -5,7 +5,7 @@
 //! takes so long that a slice of time slices is a few dozen requests. With many streams each has few bios, which is the
 //! hardest case: all memory is cold.
 
-use blkyard::floor::{Places, Round};
+use blkyard_lab::floor::{Places, Round};
 use blkyard_mq::{
     Bio, DeadlineConfig, DeviceInfo, FairConfig, KyberConfig, Next, Op, Scheduler, SchedulerConfig, TimesliceConfig,
 };

@@ -1,7 +1,7 @@
 //! Servers of vhost-user-blk to compare: our daemon, and qemu-storage-daemon with an I/O thread of its own.
 //!
-//! Each is a process with one export, which ends with us or when it is dropped. `BLKYARD_QSD` names the other program.
-//! Both look for work for as long after the last.
+//! Each is a process with one export, which ends with us or when it is dropped. `BLKYARD_PROGRAM` names our program and
+//! `BLKYARD_QSD` the other. Both look for work for as long after the last.
 
 use std::fs::File;
 use std::io::Write;
@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use blkyard::floor::STORE_BYTES;
+use blkyard_lab::floor::STORE_BYTES;
 use tempfile::TempDir;
 
 /// How long a server looks for work before it sleeps: longer than any round trip here, and than our daemon's default of
@@ -20,6 +20,7 @@ const READY_LIMIT: Duration = Duration::from_secs(20);
 /// What is in the path may be any version, and a version decides by a factor of two.
 const NO_QSD: &str =
     "BLKYARD_QSD does not say which qemu-storage-daemon to compare with: run cargo xtask bench, which does";
+const NO_PROGRAM: &str = "BLKYARD_PROGRAM does not name the program blkyard: run cargo xtask bench, which builds it";
 /// Memory that has a name: a folder on tmpfs.
 const SHM: &str = "/dev/shm";
 
@@ -131,7 +132,7 @@ impl Server {
         spin_us: Option<u64>,
     ) -> Result<Server, String> {
         let (mut command, socket) = (on(cpu), ground.socket());
-        command.arg(env!("CARGO_BIN_EXE_blkyard")).args(["serve", "--control", "none", "--device", device]);
+        command.arg(program()?).args(["serve", "--control", "none", "--device", device]);
         if let Some(spin_us) = spin_us {
             command.args(["--spin-us", &spin_us.to_string()]);
         }
@@ -149,7 +150,7 @@ impl Server {
             Store::Tmpfs => format!("file:{}", ground.file(Who::Ours)?.display()),
         };
         let (mut command, sockets) = (on(cpu), [ground.socket(), ground.socket()]);
-        command.arg(env!("CARGO_BIN_EXE_blkyard")).args(["serve", "--control", "none", "--lanes", "1"]);
+        command.arg(program()?).args(["serve", "--control", "none", "--lanes", "1"]);
         for (device, socket) in [first, memory].iter().zip(&sockets) {
             command.args(["--device", device, "--export"]);
             command.arg(format!("vhost-user-blk:{}?queues=1", socket.display()));
@@ -193,6 +194,11 @@ impl Server {
         }
         Ok(())
     }
+}
+
+/// The program `blkyard`.
+fn program() -> Result<String, String> {
+    std::env::var("BLKYARD_PROGRAM").map_err(|_| NO_PROGRAM.into())
 }
 
 /// A command to be completed, of a program that ends with us, on one CPU or on all.

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use blkyard::floor::{HAND_OFF, Limit, Places, Plan, Round, together, variant};
+use blkyard_lab::floor::{HAND_OFF, Limit, Places, Plan, Round, together, variant};
 use blkyard_mq::{Bed, Bio, BlockDevice, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, SwQueue, Wake};
 use blkyard_os::Clock;
 

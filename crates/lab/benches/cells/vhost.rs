@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkyard::floor::{HAND_OFF, Limit, Plan, STORE_BYTES, Variant, partner_cpu, variant};
+use blkyard_lab::floor::{HAND_OFF, Limit, Plan, STORE_BYTES, Variant, partner_cpu, variant};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SECTOR_BYTES};
 use blkyard_os::now_ns;

@@ -9,8 +9,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkyard::floor::{IO_BYTES, Places, Samples, partner_cpu};
 use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
+use blkyard_lab::floor::{IO_BYTES, Places, Samples, partner_cpu};
 use blkyard_mem::{Region, RegionTable};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, QueueKind};
 use blkyard_os::{Clock, now_ns};

@@ -4,13 +4,11 @@
 
 use std::sync::Arc;
 
-use blkyard_mq::{DeviceInfo, QueueCounts, RateLimit, SECTOR_SHIFT, SchedulerConfig};
+use blkyard::rate::take_own_rate;
+use blkyard::scheduler::take_device_scheduler;
+use blkyard::spec::{Spec, SpecError, number, parse_size, show_size};
+use blkyard_mq::{DeviceInfo, IdlePolicy, QueueCounts, RateLimit, SECTOR_SHIFT, SchedulerConfig};
 use clap::ValueEnum;
-
-use crate::lanes::SPIN_US_MAX;
-use crate::rate::take_own_rate;
-use crate::scheduler::take_device_scheduler;
-use crate::spec::{Spec, SpecError, number, parse_size, show_size};
 
 /// Command-line options of `bench`. Names and meanings follow fio; where they differ the text says so.
 #[derive(Clone, Debug, clap::Args)]
@@ -82,7 +80,7 @@ pub struct BenchArgs {
     /// 0 sleeps at once, as fio's io_uring engine does. More shortens latency where the device answers sooner than a
     /// sleeper wakes and has a CPU of its own; elsewhere it takes the device's CPU away.
     #[arg(long = "spin_us", visible_alias = "spin-us", value_name = "US", default_value_t = 0,
-        value_parser = number(0, SPIN_US_MAX))]
+        value_parser = number(0, IdlePolicy::SPIN_US_MAX))]
     pub spin_us: u64,
     /// The report: for people, or for programs (with fio's keys).
     #[arg(long = "output-format", value_enum, value_name = "FORMAT", default_value_t = Format::Normal)]

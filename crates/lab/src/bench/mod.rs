@@ -29,6 +29,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use blkyard::rate::take_own_rate;
+use blkyard::scheduler::take_device_scheduler;
+use blkyard::spec::{Spec, SpecError};
+use blkyard::{Device, DeviceError, DeviceQueue, DiskError, queue_depth};
 use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind};
 use blkyard_os::{LaneConfig, LaneError, LaneThread, RingConfig, Signals, cpu_places};
 
@@ -36,12 +40,7 @@ pub use args::{BenchArgs, Format, Pattern, Verify};
 pub use report::Report;
 pub(crate) use text::count;
 
-use crate::disk::queue_depth;
-use crate::log::print;
-use crate::rate::take_own_rate;
-use crate::scheduler::take_device_scheduler;
-use crate::spec::{Spec, SpecError};
-use crate::{Device, DeviceError, DeviceQueue, DiskError};
+use crate::Console;
 use args::Plan;
 use cpu::CpuTime;
 use job::{Gate, Job, Outcome};
@@ -87,7 +86,7 @@ pub enum BenchError {
 ///
 /// # Errors
 /// See [`BenchError`]; nothing was measured then.
-pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
+pub fn run(args: &BenchArgs, console: Console) -> Result<ExitCode, BenchError> {
     let mut spec = Spec::parse(&args.device)?;
     take_device_scheduler(&mut spec)?;
     take_own_rate(&mut spec)?;
@@ -96,8 +95,8 @@ pub fn run(args: &BenchArgs) -> Result<ExitCode, BenchError> {
     let report = measure(args, &device)?;
     let code = if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     let code = match args.output_format {
-        Format::Normal => print(text::text(&report), code),
-        Format::Json => print(format_args!("{}\n", report.json()), code),
+        Format::Normal => (console.print)(&text::text(&report), code),
+        Format::Json => (console.print)(&format_args!("{}\n", report.json()), code),
     };
     if report.is_cut_short() {
         // A back-end that is silent would be waited for.

@@ -8,14 +8,13 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 
+use blkyard::{Device, DiskError, Meet, Queues};
 use blkyard_mq::{Context, Disk, Driver, RegionTable, Submitter};
 use blkyard_os::Clock;
 
 use super::BenchError;
 use super::args::{BenchArgs, Plan};
 use super::job::{Gate, Job};
-use crate::disk::{Meet, Queues};
-use crate::{Device, DiskError};
 
 /// Opens the disk for the jobs and starts a thread for each. They wait for the gate.
 pub(crate) fn spawn(

@@ -1,9 +1,9 @@
 //! Whole runs on devices in memory and on a file.
 
+use blkyard::Device;
 use clap::Parser;
 
 use super::{BenchArgs, BenchError, Report, measure};
-use crate::Device;
 
 #[derive(Debug, clap::Parser)]
 struct Cli {

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 
 use self::report::Report;
 use self::system::{From, Next};
-use crate::log::note;
+use crate::Console;
 
 pub use self::cpus::{partner_cpu, pin, together};
 pub use self::mock::{Mock, Stamps};
@@ -105,18 +105,18 @@ fn mock(batch: u16, stamps: Stamps) -> Variant<'static> {
 }
 
 /// Measures every limit and prints it. A limit that this machine does not have is named with the reason.
-pub fn run(args: FloorArgs) -> ExitCode {
+pub fn run(args: FloorArgs, console: Console) -> ExitCode {
     let plan = if args.quick {
         Plan { window_ns: 1_000_000, windows: 60, warm_up: 5 }
     } else {
         Plan { window_ns: 3_000_000, windows: 300, warm_up: 20 }
     };
     pin();
-    let mut report = Report::new(args.json);
+    let mut report = Report::new(args.json, console);
     for limit in LIMITS {
         match one(limit, plan) {
             Ok((samples, hand_off)) => report.add(limit, &samples, hand_off.as_ref()),
-            Err(why) => note(format_args!("{}: not measured: {why}", limit.name)),
+            Err(why) => (console.note)(&format_args!("{}: not measured: {why}", limit.name)),
         }
         if report.has_failed() {
             break;

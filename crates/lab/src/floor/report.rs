@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use serde::Serialize;
 
 use super::{Limit, Samples};
-use crate::log::{note, print};
+use crate::Console;
 
 #[derive(Serialize)]
 struct Row {
@@ -27,14 +27,15 @@ struct Row {
 /// Prints limits as they come, until standard output fails.
 pub(super) struct Report {
     json: bool,
+    console: Console,
     /// Success, until something cannot be printed.
     code: ExitCode,
     values: BTreeMap<&'static str, f64>,
 }
 
 impl Report {
-    pub(super) fn new(json: bool) -> Report {
-        let mut report = Report { json, code: ExitCode::SUCCESS, values: BTreeMap::new() };
+    pub(super) fn new(json: bool, console: Console) -> Report {
+        let mut report = Report { json, console, code: ExitCode::SUCCESS, values: BTreeMap::new() };
         if !json {
             let [limit, low, median, high, hand_off] = ["limit, ns", "10th", "median", "90th", "hand-off"];
             report.print(format_args!("{limit:18} {low:>9} {median:>9} {high:>9} {hand_off:>9}  "));
@@ -44,7 +45,7 @@ impl Report {
 
     fn print(&mut self, line: impl Display) {
         if !self.has_failed() {
-            self.code = print(format_args!("{line}\n"), self.code);
+            self.code = (self.console.print)(&format_args!("{line}\n"), self.code);
         }
     }
 
@@ -61,7 +62,7 @@ impl Report {
         if self.json {
             match serde_json::to_string(&row) {
                 Ok(line) => self.print(line),
-                Err(error) => note(format_args!("{}: {error}", limit.name)),
+                Err(error) => (self.console.note)(&format_args!("{}: {error}", limit.name)),
             }
             return;
         }

@@ -41,8 +41,8 @@ use costs::Costs;
 use grid::Length;
 use report::Report;
 
+use crate::Console;
 use crate::floor::cpus;
-use crate::log::{note, print};
 
 /// Command-line options of `study`.
 #[derive(Clone, Debug, clap::Args)]
@@ -110,24 +110,24 @@ const BEYOND: usize = 2048;
 ///
 /// # Errors
 /// See [`StudyError`].
-pub fn run(args: &StudyArgs) -> Result<ExitCode, StudyError> {
+pub fn run(args: &StudyArgs, console: Console) -> Result<ExitCode, StudyError> {
     let say = |what: String| {
         if !args.json {
-            note(what);
+            (console.note)(&what);
         }
     };
     match args.name {
         Study::MqVsBio => {
             let report = mq_vs_bio(args, say)?;
-            publish(args, report.is_met(), || svg::picture(&report), || report.json(), || report.text())
+            publish(args, console, report.is_met(), || svg::picture(&report), || report.json(), || report.text())
         }
         Study::MultiVq => {
             let report = vq::run(vq::Length::new(args.quick), &args.qemu_storage_daemon, args.seed, say)?;
-            publish(args, report.is_met(), || vq::svg::picture(&report), || report.json(), || report.text())
+            publish(args, console, report.is_met(), || vq::svg::picture(&report), || report.json(), || report.text())
         }
         Study::TimeSlice => {
             let report = ts::run(ts::Length::new(args.quick), args.seed, say)?;
-            publish(args, report.is_met(), || ts::svg::picture(&report), || report.json(), || report.text())
+            publish(args, console, report.is_met(), || ts::svg::picture(&report), || report.json(), || report.text())
         }
     }
 }
@@ -149,6 +149,7 @@ fn mq_vs_bio(args: &StudyArgs, say: impl Fn(String)) -> Result<Report, StudyErro
 /// Draws and prints what is wanted of a report.
 fn publish(
     args: &StudyArgs,
+    console: Console,
     is_met: bool,
     picture: impl FnOnce() -> String,
     json: impl FnOnce() -> String,
@@ -158,7 +159,8 @@ fn publish(
         std::fs::write(path, picture()).map_err(|error| StudyError::Picture { path: path.clone(), error })?;
     }
     let code = if args.check && !is_met { ExitCode::FAILURE } else { ExitCode::SUCCESS };
-    Ok(if args.json { print(format_args!("{}\n", json()), code) } else { print(text(), code) })
+    let report = if args.json { format!("{}\n", json()) } else { text() };
+    Ok((console.print)(&report, code))
 }
 
 /// Measures everything on a thread of its own, which stays on one CPU.

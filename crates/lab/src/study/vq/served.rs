@@ -15,6 +15,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use blkyard::{Device, DeviceError};
 use blkyard_os::{Signals, bind_to_us};
 use rustix::fs::{MemfdFlags, memfd_create};
 use serde::Serialize;
@@ -25,7 +26,6 @@ use super::{COUNTS, QUEUES_MAX};
 use crate::bench::{self, BenchArgs, Format, Pattern};
 use crate::floor::Samples;
 use crate::study::StudyError;
-use crate::{Device, DeviceError};
 
 /// A back-end that does not serve by then never will: it has nothing to do but bind a socket, on a busy machine.
 const READY_LIMIT: Duration = Duration::from_secs(30);
