@@ -3,7 +3,7 @@
 use std::io::{IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -213,4 +213,49 @@ fn a_peer_that_never_reads_is_left_with_the_daemon() {
         assert!(begin.elapsed() < PATIENCE, "its session never ends");
         std::thread::sleep(Duration::from_millis(10));
     }
+}
+
+/// Descriptors that lie unread in a socket of this process.
+fn unread_files(socket: &UnixStream) -> usize {
+    let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", socket.as_raw_fd())).unwrap();
+    info.lines().find_map(|line| line.strip_prefix("scm_fds:")).unwrap().trim().parse().unwrap()
+}
+
+#[test]
+fn few_descriptors_are_in_flight_whoever_does_not_read() {
+    const PIECES: usize = 40;
+    const FILES: usize = 30;
+    let ground = Ground::new();
+    let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    for to_peer in [false, true] {
+        let (peer, daemon) = ground.connect();
+        let (from, to) = if to_peer { (daemon, peer) } else { (peer, daemon) };
+        (0..PIECES).for_each(|_| put(&from, b"x", &[event.as_fd(); FILES]));
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_millis(500) {
+            assert!(unread_files(&to) <= 32, "{} descriptors are in flight", unread_files(&to));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(unread_files(&to) > 0);
+        let mut came = 0;
+        for _ in 0..PIECES {
+            let (bytes, files) = get(&to, 1);
+            assert!(bytes == b"x" && unread_files(&to) <= 32);
+            came += files.len();
+        }
+        assert_eq!(came, PIECES * FILES, "each comes once it is read");
+    }
+}
+
+#[test]
+fn peer_that_sends_more_descriptors_than_a_message_has_is_let_go() {
+    let ground = Ground::new();
+    let (peer, mut daemon) = ground.connect();
+    let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    put(&peer, b"x", &[event.as_fd(); 33]);
+    assert_eq!(daemon.read(&mut [0; 1]).unwrap(), 0);
+    assert_eq!((&peer).read(&mut [0; 1]).unwrap_or(0), 0);
+    let (peer, daemon) = ground.connect();
+    put(&peer, b"x", &[event.as_fd(); 32]);
+    assert_eq!(get(&daemon, 1).1.len(), 32);
 }

@@ -20,7 +20,7 @@ use rustix::net::{
 };
 use rustix::thread::{Pid, gettid};
 
-use super::stream::Piece;
+use super::stream::{Piece, SendQueue, UNREAD_FILES_MAX};
 use super::table::{Foreign, leave};
 use super::vet::{self, Kind};
 use super::{Ended, REPLY_BYTES};
@@ -31,7 +31,8 @@ const LAST_ANSWER_TIME: Duration = Duration::from_secs(5);
 const STREAMS_MAX: usize = 16;
 /// Descriptors of one peer that are refused before it is let go.
 const REFUSED_MAX: usize = 64;
-/// How long to wait where a socket is ready and has nothing, which only an odd peer brings about.
+/// How long to wait where a socket is ready and has nothing, or until descriptors are looked for that were not read,
+/// which only an odd peer brings about.
 const ODD_TIME: Duration = Duration::from_millis(1);
 
 /// What tells the receiver's log of this session, and its list of threads.
@@ -56,8 +57,8 @@ pub(super) fn run(listener: OwnedFd, channel: OwnedFd, outside: Outside) {
     let mut session = Session {
         peer,
         daemon: channel,
-        to_daemon: VecDeque::new(),
-        to_peer: VecDeque::new(),
+        to_daemon: SendQueue::default(),
+        to_peer: SendQueue::default(),
         peer_ended: false,
         daemon_left: None,
         streams: Vec::new(),
@@ -98,8 +99,8 @@ struct Session {
     peer: Foreign,
     daemon: OwnedFd,
     /// What is on its way, in each direction. No more is taken before all of it has passed.
-    to_daemon: VecDeque<Piece>,
-    to_peer: VecDeque<Piece>,
+    to_daemon: SendQueue,
+    to_peer: SendQueue,
     /// Nothing more is read from the peer.
     peer_ended: bool,
     /// When the daemon was seen to have closed.
@@ -125,14 +126,13 @@ impl Session {
         let (uid, pid) = credentials(&self.peer);
         let mut pieces = VecDeque::from([Piece::plain(reply(0, uid, pid).to_vec())]);
         let received = Piece::receive(&self.peer, &mut pieces);
-        self.to_daemon.extend(pieces.pop_front());
+        pieces.pop_front().into_iter().for_each(|piece| self.to_daemon.push(piece));
         self.send_to_daemon()?;
         self.take_in(pieces)?;
-        if let Err(error) = received {
-            self.say(&format!("a connection is let go: {error}"));
-            return Err(error.into());
+        match received {
+            Ok(()) => self.send_to_daemon(),
+            Err(error) => Err(self.let_go(error)),
         }
-        self.send_to_daemon()
     }
 
     /// Passes on what comes, until one side has left and the other has all that was said.
@@ -161,8 +161,9 @@ impl Session {
             let reads = if reads { PollFlags::IN } else { PollFlags::empty() };
             reads | if writes { PollFlags::OUT } else { PollFlags::empty() }
         };
-        let daemon = wanted(self.to_peer.is_empty(), !self.to_daemon.is_empty());
-        let peer = wanted(!self.peer_ended && self.to_daemon.is_empty(), !self.to_peer.is_empty());
+        let has_next = |queue: &SendQueue| !queue.is_empty() && !queue.is_held();
+        let daemon = wanted(self.to_peer.is_empty(), has_next(&self.to_daemon));
+        let peer = wanted(!self.peer_ended && self.to_daemon.is_empty(), has_next(&self.to_peer));
         let ends = [
             (&self.daemon, daemon, daemon.is_empty() && self.daemon_left.is_some()),
             (&*self.peer, peer, peer.is_empty()),
@@ -174,8 +175,9 @@ impl Session {
         let all: Vec<_> = ends.into_iter().chain(streams).collect();
         let looked_at = all.iter().filter(|(.., ignored)| !ignored);
         let mut fds: Vec<_> = looked_at.map(|(fd, flags, _)| PollFd::new(*fd, *flags)).collect();
-        let timeout = last.map(|last| {
-            let left = last.saturating_duration_since(Instant::now()) + ODD_TIME;
+        let is_held = self.to_daemon.is_held() || self.to_peer.is_held();
+        let last = last.map(|last| last.saturating_duration_since(Instant::now()) + ODD_TIME);
+        let timeout = if is_held { Some(ODD_TIME) } else { last }.map(|left| {
             Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
         });
         match poll(&mut fds, timeout.as_ref()) {
@@ -193,13 +195,13 @@ impl Session {
             self.daemon_left = Some(Instant::now());
             self.note_end();
         }
-        if !self.to_daemon.is_empty() && !ready.is_empty() {
+        if self.to_daemon.is_held() || !ready.is_empty() {
             self.send_to_daemon()?;
         }
         if self.to_peer.is_empty() && !ready.is_empty() {
-            match Piece::receive(&self.daemon, &mut self.to_peer) {
+            match self.to_peer.receive(&self.daemon) {
                 Ok(()) if self.to_peer.is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(()) => self.send_to_peer(),
+                Ok(()) => self.send_to_peer()?,
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -209,8 +211,8 @@ impl Session {
 
     /// Deals with the peer's side. Errors end the session.
     fn serve_peer(&mut self, ready: PollFlags) -> io::Result<()> {
-        if !self.to_peer.is_empty() && !ready.is_empty() {
-            self.send_to_peer();
+        if self.to_peer.is_held() || !ready.is_empty() {
+            self.send_to_peer()?;
         }
         if self.peer_ended || !self.to_daemon.is_empty() || ready.is_empty() {
             return Ok(());
@@ -228,10 +230,7 @@ impl Session {
             Ok(()) | Err(Errno::INTR | Errno::CONNRESET) => {}
             // Ready and nothing there is odd, and must not become a loop that never rests.
             Err(Errno::AGAIN) => std::thread::sleep(ODD_TIME),
-            Err(error) => {
-                self.say(&format!("a connection is let go: {error}"));
-                return Err(error.into());
-            }
+            Err(error) => return Err(self.let_go(error)),
         }
         self.send_to_daemon()
     }
@@ -242,7 +241,7 @@ impl Session {
             match self.vetted(std::mem::take(&mut piece.files)) {
                 Ok(files) => {
                     piece.files = files;
-                    self.to_daemon.push_back(piece);
+                    self.to_daemon.push(piece);
                 }
                 Err(error) => {
                     pieces.into_iter().for_each(Piece::leave_files);
@@ -254,33 +253,35 @@ impl Session {
     }
 
     fn send_to_daemon(&mut self) -> io::Result<()> {
-        while let Some(piece) = self.to_daemon.front_mut() {
-            match piece.send(&self.daemon) {
-                Ok(false) => return Ok(()),
-                Ok(true) => drop(self.to_daemon.pop_front()),
-                // It has left: what it said before is still passed on.
-                Err(Errno::PIPE | Errno::CONNRESET) => {
-                    self.to_daemon.clear();
-                    self.peer_ended = true;
-                }
-                Err(error) => {
-                    self.say(&format!("a connection is let go: its descriptors cannot be passed on: {error}"));
-                    return Err(error.into());
-                }
+        match self.to_daemon.send(&self.daemon) {
+            Ok(()) => Ok(()),
+            // It has left: what it said before is still passed on.
+            Err(Errno::PIPE | Errno::CONNRESET) => {
+                self.peer_ended = true;
+                Ok(())
             }
+            Err(error) => Err(self.let_go(error)),
         }
-        Ok(())
     }
 
-    fn send_to_peer(&mut self) {
-        while let Some(piece) = self.to_peer.front_mut() {
-            match piece.send(&self.peer) {
-                Ok(false) => return,
-                Ok(true) => drop(self.to_peer.pop_front()),
-                // A peer that has left, or cannot be told, is told nothing.
-                Err(_) => self.to_peer.clear(),
-            }
+    fn send_to_peer(&mut self) -> io::Result<()> {
+        match self.to_peer.send(&self.peer) {
+            // A peer that has left is told nothing.
+            Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
+            Err(error) => Err(self.let_go(error)),
         }
+    }
+
+    /// Says why the session ends.
+    fn let_go(&self, error: Errno) -> io::Error {
+        let cause = match error {
+            Errno::TOOMANYREFS => format!(
+                "more than {UNREAD_FILES_MAX} descriptors come with a message, or the limit on open files is reached"
+            ),
+            error => error.to_string(),
+        };
+        self.say(&format!("a connection is let go: {cause}"));
+        error.into()
     }
 
     /// What the daemon gets for the descriptors of a piece.

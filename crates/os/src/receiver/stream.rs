@@ -4,11 +4,16 @@
 //! one piece the descriptors would then come with the first of all these bytes. A piece here never does that: its
 //! descriptors belong to its first byte. And a piece does not end within what was sent at once, unless that is long:
 //! some programs take a message for broken of which they read a part.
+//!
+//! Linux charges descriptors in flight to the user who sent them, and once a user has more than its limit on open
+//! files no process of that user can send any. So a [`SendQueue`] leaves only few unread.
+//!
+//! Unsafe: the ioctl that tells how much a socket's other end has not read.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -22,8 +27,11 @@ use super::table::leave;
 const PIECE_BYTES: usize = 32 << 10;
 /// Pieces with descriptors that are taken at once.
 const PIECES_MAX: usize = 16;
-/// Descriptors that the system sends with one call at most (`SCM_MAX_FD`).
+/// Descriptors that the system receives with one call at most (`SCM_MAX_FD`).
 const FILES_MAX: usize = 253;
+/// Descriptors that a session leaves unread in one direction, and so the most that may come with a piece. As many as a
+/// vhost-user message can have.
+pub(super) const UNREAD_FILES_MAX: usize = 32;
 
 /// A piece.
 #[derive(Debug, Default)]
@@ -44,7 +52,8 @@ impl Piece {
     /// an error are there, too.
     ///
     /// # Errors
-    /// `AGAIN` if there is nothing yet, `TOOMANYREFS` if not all descriptors can be had, or what the system said.
+    /// `AGAIN` if there is nothing yet, `TOOMANYREFS` if more than [`UNREAD_FILES_MAX`] descriptors come with a piece or
+    /// not all can be had, or what the system said.
     pub(super) fn receive(from: &OwnedFd, pieces: &mut VecDeque<Piece>) -> Result<(), Errno> {
         loop {
             let (there, has_files) = match look(from, PIECE_BYTES) {
@@ -84,7 +93,7 @@ impl Piece {
             _ => Vec::new(),
         });
         let piece = Piece { bytes, sent: 0, files: files.collect() };
-        if got.flags.contains(ReturnFlags::CTRUNC) {
+        if got.flags.contains(ReturnFlags::CTRUNC) || piece.files.len() > UNREAD_FILES_MAX {
             piece.leave_files();
             return Err(Errno::TOOMANYREFS);
         }
@@ -100,10 +109,10 @@ impl Piece {
     ///
     /// # Errors
     /// The other side is gone, or what the system said.
-    pub(super) fn send(&mut self, to: &OwnedFd) -> Result<bool, Errno> {
+    fn send(&mut self, to: &OwnedFd) -> Result<bool, Errno> {
         while self.sent < self.bytes.len() {
             let fds: Vec<_> = self.files.iter().map(|file| file.as_fd()).collect();
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(UNREAD_FILES_MAX))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
                 return Err(Errno::MSGSIZE);
@@ -121,6 +130,81 @@ impl Piece {
         }
         Ok(true)
     }
+}
+
+/// Pieces on their way to one end of a session.
+#[derive(Debug, Default)]
+pub(super) struct SendQueue {
+    pieces: VecDeque<Piece>,
+    /// Upper bound of the descriptors that were sent and not read.
+    unread_files: usize,
+}
+
+impl SendQueue {
+    pub(super) fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    pub(super) fn push(&mut self, piece: Piece) {
+        self.pieces.push_back(piece);
+    }
+
+    /// Takes what there is of a stream, as [`Piece::receive`] does.
+    ///
+    /// # Errors
+    /// See there.
+    pub(super) fn receive(&mut self, from: &OwnedFd) -> Result<(), Errno> {
+        Piece::receive(from, &mut self.pieces)
+    }
+
+    /// Whether the next piece has to wait until the other end has read the descriptors before it. No readiness of the
+    /// socket tells when.
+    pub(super) fn is_held(&self) -> bool {
+        let next = self.pieces.front().map_or(0, |piece| piece.files.len());
+        next > 0 && self.unread_files + next > UNREAD_FILES_MAX
+    }
+
+    /// Sends as far as that goes without waiting. A queue whose other end has left is empty then, too.
+    ///
+    /// # Errors
+    /// `PIPE` or `CONNRESET` if the other end has left, or what the system said.
+    pub(super) fn send(&mut self, to: &OwnedFd) -> Result<(), Errno> {
+        while !self.pieces.is_empty() {
+            if self.is_held() && is_all_read(to)? {
+                self.unread_files = 0;
+            }
+            if self.is_held() {
+                break;
+            }
+            let Some(piece) = self.pieces.front_mut() else { break };
+            let files = piece.files.len();
+            let sent = piece.send(to);
+            if piece.files.is_empty() {
+                self.unread_files += files;
+            }
+            match sent {
+                Ok(true) => drop(self.pieces.pop_front()),
+                Ok(false) => break,
+                Err(error) => {
+                    if matches!(error, Errno::PIPE | Errno::CONNRESET) {
+                        self.pieces.clear();
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether the other end has read all that was sent there, or is closed.
+fn is_all_read(socket: &OwnedFd) -> Result<bool, Errno> {
+    let mut unread: libc::c_int = 0;
+    // SAFETY: this ioctl (of sockets: SIOCOUTQ) writes an int, to which the pointer leads.
+    if unsafe { libc::ioctl(socket.as_raw_fd(), libc::TIOCOUTQ, &raw mut unread) } < 0 {
+        return Err(Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO));
+    }
+    Ok(unread == 0)
 }
 
 /// How many of the next bytes are there, up to `most`, and whether descriptors come with the last of them or, in some
