@@ -27,7 +27,7 @@ use super::{Ended, REPLY_BYTES};
 
 /// How long the peer may take to read the last answers after the daemon has closed.
 const LAST_ANSWER_TIME: Duration = Duration::from_secs(5);
-/// Streams of one peer that are passed on to. A front-end has one at a time, and few in its life.
+/// Streams that a peer may send in its life. A front-end has one at a time, and few in all.
 const STREAMS_MAX: usize = 16;
 /// Descriptors of one peer that are refused before it is let go.
 const REFUSED_MAX: usize = 64;
@@ -62,6 +62,7 @@ pub(super) fn run(listener: OwnedFd, channel: OwnedFd, outside: Outside) {
         peer_ended: false,
         daemon_left: None,
         streams: Vec::new(),
+        streams_taken: 0,
         refused: 0,
         asking: Vec::new(),
         outside,
@@ -106,6 +107,8 @@ struct Session {
     /// When the daemon was seen to have closed.
     daemon_left: Option<Instant>,
     streams: Vec<Stream>,
+    /// Number of streams so far. Those that are over stay open until the thread ends.
+    streams_taken: usize,
     refused: usize,
     /// Threads that ask file systems which have not answered.
     asking: Vec<Pid>,
@@ -145,7 +148,14 @@ impl Session {
             let Ok(ready) = self.wait(last) else { return };
             let mut ends = ready[2..].chunks_exact(2);
             self.streams.retain_mut(|stream| match ends.next() {
-                Some(&[ours, theirs]) => stream.pass_on(ours, theirs).unwrap_or(false),
+                Some(&[ours, theirs]) => {
+                    let goes_on = stream.pass_on(ours, theirs).unwrap_or(false);
+                    if !goes_on {
+                        // It stays open with the thread: its other end is to see that nothing more comes.
+                        let _ = shutdown(&*stream.theirs, Shutdown::Both);
+                    }
+                    goes_on
+                }
                 _ => true,
             });
             if self.serve_daemon(ready[0]).and_then(|()| self.serve_peer(ready[1])).is_err() {
@@ -301,7 +311,8 @@ impl Session {
         };
         match kind {
             Kind::Safe => Ok(file),
-            Kind::Stream if self.streams.len() < STREAMS_MAX => {
+            Kind::Stream if self.streams_taken < STREAMS_MAX => {
+                self.streams_taken += 1;
                 let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
                 match pair {
                     Ok((ours, daemons)) => {
