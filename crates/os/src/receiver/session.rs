@@ -187,9 +187,8 @@ impl Session {
         let mut fds: Vec<_> = looked_at.map(|(fd, flags, _)| PollFd::new(*fd, *flags)).collect();
         let is_held = self.to_daemon.is_held() || self.to_peer.is_held();
         let last = last.map(|last| last.saturating_duration_since(Instant::now()) + ODD_TIME);
-        let timeout = if is_held { Some(ODD_TIME) } else { last }.map(|left| {
-            Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() }
-        });
+        let timeout = if is_held { Some(ODD_TIME) } else { last }
+            .map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
         match poll(&mut fds, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error),

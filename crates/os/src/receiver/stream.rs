@@ -52,8 +52,8 @@ impl Piece {
     /// an error are there, too.
     ///
     /// # Errors
-    /// `AGAIN` if there is nothing yet, `TOOMANYREFS` if more than [`UNREAD_FILES_MAX`] descriptors come with a piece or
-    /// not all can be had, or what the system said.
+    /// `AGAIN` if there is nothing yet, `TOOMANYREFS` if more than [`UNREAD_FILES_MAX`] come with a piece or
+    /// not all descriptors can be had, or what the system said.
     pub(super) fn receive(from: &OwnedFd, pieces: &mut VecDeque<Piece>) -> Result<(), Errno> {
         loop {
             let (there, has_files) = match look(from, PIECE_BYTES) {
