@@ -4,7 +4,7 @@
 //! time of the lanes.
 
 use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_SHIFT};
-use blkyard_sim::{Disk, DiskModel, Flash, FlashModel, Keeps, Line, LineModel, Model, Modelled};
+use blkyard_sim::{DiskModel, FixedLatency, Flash, FlashModel, Keeps, LineModel, Model, Modelled, RotaryDisk};
 
 use crate::device::{DeviceError, MEMORY_DISCARD_SECTORS_MAX, take_write_back};
 use crate::spec::{Spec, SpecError, parse_size};
@@ -45,7 +45,7 @@ pub(crate) fn open(mut spec: Spec) -> Result<Modelled, DeviceError> {
                 return Err(SpecError::new(&spec.name, cause, "choose a size no larger").into());
             }
             let write_cache_sectors = if info.volatile_cache { usual.write_cache_sectors } else { 0 };
-            Model::Disk(Box::new(Disk::new(DiskModel { write_cache_sectors, ..usual }, seed)))
+            Model::Disk(Box::new(RotaryDisk::new(DiskModel { write_cache_sectors, ..usual }, seed)))
         }
         "flash" => {
             info.volatile_cache = take_write_back(&mut spec)?.unwrap_or(true);
@@ -67,7 +67,7 @@ pub(crate) fn open(mut spec: Spec) -> Result<Modelled, DeviceError> {
                 jitter_ns: jitter_us * 1000,
                 depth: LINE_DEPTH,
             };
-            Model::Line(Line::new(model, seed))
+            Model::Line(FixedLatency::new(model, seed))
         }
         other => {
             let cause = format!("there is no model '{other}'");

@@ -18,7 +18,7 @@ use std::sync::mpsc::Sender;
 use blkyard_mem::Region;
 use blkyard_mq::{Bio, Chime, ChimePlace, Crank, Driver, HwQueue, RegionTable, Segment, Station, Wake};
 use blkyard_virtio::{
-    Chain, DeviceRing, GuestMemory, Head, ParseContext, Parsed, Refusals, RingBase, SerialId, VirtioStatus, parse,
+    Chain, ChainHead, DeviceRing, GuestMemory, ParseContext, Parsed, Refusals, RingBase, SerialId, VirtioStatus, parse,
     status_of, write_status, written,
 };
 
@@ -134,7 +134,7 @@ impl Flushing {
 }
 
 struct Pending {
-    head: Head,
+    head: ChainHead,
     status_at: Segment,
     /// Room for data before the status.
     room_bytes: u64,
@@ -400,7 +400,7 @@ impl Session {
 
     /// Writes a request's status and puts it into the used ring.
     #[inline]
-    fn finish(&mut self, head: Head, status_at: Segment, status: VirtioStatus, room_bytes: u64) {
+    fn finish(&mut self, head: ChainHead, status_at: Segment, status: VirtioStatus, room_bytes: u64) {
         write_status(&self.memory, status_at, status);
         if let Some(notes) = &self.notes {
             notes.segments(&self.memory, &[status_at]);

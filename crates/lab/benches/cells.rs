@@ -35,9 +35,9 @@ mod vhost;
 #[path = "cells/waiting.rs"]
 mod waiting;
 
-use blkyard_lab::floor::{Plan, pin};
+use blkyard_lab::floor::{WindowPlan, pin};
 
-use report::Report;
+use report::CellReport;
 
 fn main() {
     let (mut json, mut quick, mut filters) = (false, false, Vec::new());
@@ -56,11 +56,11 @@ fn main() {
     }
     pin();
     let plan = if quick {
-        Plan { window_ns: 2_000_000, windows: 150, warm_up: 10 }
+        WindowPlan { window_ns: 2_000_000, windows: 150, warm_up: 10 }
     } else {
-        Plan { window_ns: 3_000_000, windows: 400, warm_up: 20 }
+        WindowPlan { window_ns: 3_000_000, windows: 400, warm_up: 20 }
     };
-    let mut report = Report::new(filters, json);
+    let mut report = CellReport::new(filters, json);
     core::null_cells(plan, &mut report);
     core::two_queues_cell(plan, &mut report);
     core::scheduler_cells(plan, &mut report);

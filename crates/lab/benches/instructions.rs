@@ -21,7 +21,7 @@ use std::sync::atomic::Ordering::Release;
 
 use blkyard_lab::floor::Round;
 use blkyard_mq::Bio;
-use blkyard_virtio::driver_model::{Buffer, Guest, blk_header};
+use blkyard_virtio::driver_model::{ModelBuffer, ModelGuest, blk_header};
 use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioStatus, parse, write_status, written};
 
 use lines::one_core;
@@ -43,9 +43,9 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("sched-timeslice-64", || Box::new(Queued::new(slices(), 64))),
     ("sched-timeslice-4096", || Box::new(Queued::new(slices(), 4096))),
     ("load-only-b32", || Box::new(load_only(32, clock()))),
-    ("virtio-walk-indirect-b32", || Box::new(Ring::new(true, false))),
-    ("virtio-walk-direct-b32", || Box::new(Ring::new(false, false))),
-    ("virtio-request-indirect-b32", || Box::new(Ring::new(true, true))),
+    ("virtio-walk-indirect-b32", || Box::new(RingCost::new(true, false))),
+    ("virtio-walk-direct-b32", || Box::new(RingCost::new(false, false))),
+    ("virtio-request-indirect-b32", || Box::new(RingCost::new(true, true))),
     ("virtio-ring-split-b1", || Box::new(ring(false, 1, clock()))),
     ("virtio-ring-split-b32", || Box::new(ring(false, 32, clock()))),
     ("virtio-ring-packed-b32", || Box::new(ring(true, 32, clock()))),
@@ -89,8 +89,8 @@ const RING_SIZE: u16 = 128;
 
 /// The device's side of a virtqueue of 4 KiB reads: fetch, complete and publish; with requests also what lies between,
 /// the parsing of the header and the writing of the status. The driver only moves its index.
-struct Ring {
-    guest: Guest,
+struct RingCost {
+    guest: ModelGuest,
     device: DeviceRing,
     chain: Chain,
     bio: Box<Bio>,
@@ -98,21 +98,21 @@ struct Ring {
     requests: bool,
 }
 
-impl Ring {
-    fn new(indirect: bool, requests: bool) -> Ring {
-        let mut guest = Guest::new(RING_SIZE, 1 << 21, true);
+impl RingCost {
+    fn new(indirect: bool, requests: bool) -> RingCost {
+        let mut guest = ModelGuest::new(RING_SIZE, 1 << 21, true);
         // As many chains as the ring has descriptors for, and their heads in the available ring, over and over.
         let chains = if indirect { RING_SIZE } else { BATCH };
         let heads: Vec<u16> = (0..chains).map(|sector| read_4k(&mut guest, indirect, u64::from(sector))).collect();
         let device = guest.device(true);
         (0..RING_SIZE).for_each(|index| guest.offer(heads[usize::from(index % chains)]));
-        Ring { guest, device, chain: Chain::new(130), bio: Bio::with_capacity(130), offered: 0, requests }
+        RingCost { guest, device, chain: Chain::new(130), bio: Bio::with_capacity(130), offered: 0, requests }
     }
 }
 
-impl Round for Ring {
+impl Round for RingCost {
     fn round(&mut self) -> u64 {
-        let Ring { guest, device, chain, bio, offered, requests } = self;
+        let RingCost { guest, device, chain, bio, offered, requests } = self;
         let context = ParseContext { features: Features::all(), write_back: true };
         *offered = offered.wrapping_add(BATCH);
         guest.layout().avail.store_u16(2, *offered, Release);
@@ -134,14 +134,14 @@ impl Round for Ring {
     }
 }
 
-fn read_4k(guest: &mut Guest, indirect: bool, sector: u64) -> u16 {
+fn read_4k(guest: &mut ModelGuest, indirect: bool, sector: u64) -> u16 {
     // Header and status share a line, as in Linux's driver.
     let request = guest.alloc(64, 64);
     guest.write(request, &blk_header(0, sector));
     let buffers = [
-        Buffer { addr: request, len: 16, writable: false },
-        Buffer { addr: guest.alloc(4096, 4096), len: 4096, writable: true },
-        Buffer { addr: request + 16, len: 1, writable: true },
+        ModelBuffer { addr: request, len: 16, writable: false },
+        ModelBuffer { addr: guest.alloc(4096, 4096), len: 4096, writable: true },
+        ModelBuffer { addr: request + 16, len: 1, writable: true },
     ];
     let head = if indirect {
         let table = guest.alloc(48, 16);

@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 /// all of them twice while they are replaced. No front-end can use them up for others.
 const MAPPINGS_MAX: usize = 64 * 2 * (64 + 2);
 
-struct Slot {
+struct MappingSlot {
     /// Zero when the slot is free; `BUSY` while it is being filled.
     start: AtomicUsize,
     len: AtomicUsize,
@@ -26,22 +26,26 @@ struct Slot {
 const FREE: usize = 0;
 const BUSY: usize = 1;
 
-static SLOTS: [Slot; MAPPINGS_MAX] = [const {
-    Slot { start: AtomicUsize::new(FREE), len: AtomicUsize::new(0), faulted: AtomicPtr::new(std::ptr::null_mut()) }
+static SLOTS: [MappingSlot; MAPPINGS_MAX] = [const {
+    MappingSlot {
+        start: AtomicUsize::new(FREE),
+        len: AtomicUsize::new(0),
+        faulted: AtomicPtr::new(std::ptr::null_mut()),
+    }
 }; MAPPINGS_MAX];
 
 /// One registered mapping. Dropping it ends the registration; the mapping must still be there then.
-pub(crate) struct Watched {
+pub(crate) struct WatchedMapping {
     slot: usize,
     faulted: Box<AtomicBool>,
 }
 
-impl Watched {
+impl WatchedMapping {
     /// Watches `len` bytes from `start`, a page-aligned mapping that belongs to the caller.
     ///
     /// # Errors
     /// All slots are taken, or the handler could not be installed.
-    pub(crate) fn new(start: usize, len: usize) -> io::Result<Watched> {
+    pub(crate) fn new(start: usize, len: usize) -> io::Result<WatchedMapping> {
         install()?;
         let faulted = Box::new(AtomicBool::new(false));
         for (index, slot) in SLOTS.iter().enumerate() {
@@ -51,7 +55,7 @@ impl Watched {
                 slot.faulted.store(std::ptr::from_ref(&*faulted).cast_mut(), Ordering::Relaxed);
                 // Pairs with the handler's load: who sees the start sees the length and the flag.
                 slot.start.store(start, Ordering::Release);
-                return Ok(Watched { slot: index, faulted });
+                return Ok(WatchedMapping { slot: index, faulted });
             }
         }
         Err(io::Error::other(format!("more than {MAPPINGS_MAX} shared memory regions are mapped at once")))
@@ -62,7 +66,7 @@ impl Watched {
     }
 }
 
-impl Drop for Watched {
+impl Drop for WatchedMapping {
     fn drop(&mut self) {
         SLOTS[self.slot].start.store(FREE, Ordering::Release);
     }
@@ -94,7 +98,7 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _contex
         let start = slot.start.load(Ordering::Acquire);
         let len = slot.len.load(Ordering::Acquire);
         // Another thread may be giving the slot to another region: start and length must be of one. Pairs with the
-        // stores in `Watched::new`.
+        // stores in `WatchedMapping::new`.
         if start <= BUSY || slot.start.load(Ordering::Acquire) != start || address < start || address - start >= len {
             continue;
         }
@@ -130,7 +134,7 @@ mod tests {
     fn sixty_four_exports_may_have_all_the_memory_they_can_and_replace_it_at_the_same_time() {
         // No process has such addresses, so nothing is ever found there.
         let places = (0..64 * 2 * 64).map(|place| 0xffff_8000_0000_0000 + place * 4096);
-        let watched: io::Result<Vec<_>> = places.map(|start| Watched::new(start, 4096)).collect();
+        let watched: io::Result<Vec<_>> = places.map(|start| WatchedMapping::new(start, 4096)).collect();
         assert!(watched.unwrap().iter().all(|watched| !watched.faulted()));
     }
 }

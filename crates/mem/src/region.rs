@@ -12,7 +12,7 @@ use std::sync::Arc;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 
 use crate::PAGE_BYTES;
-use crate::fault::Watched;
+use crate::fault::WatchedMapping;
 use crate::segment::Span;
 
 /// Bytes of a huge page, on x86-64 and on others with pages of 4 KiB. Where they are larger, the advice does less.
@@ -26,7 +26,7 @@ pub struct Region {
     len: usize,
     mapping: *mut std::ffi::c_void,
     mapping_len: usize,
-    watched: Option<Watched>,
+    watched: Option<WatchedMapping>,
     /// What others map to share it, and its place there.
     file: Option<(OwnedFd, u64)>,
 }
@@ -211,7 +211,7 @@ impl Region {
         };
         let base = NonNull::new(mapping.cast::<u8>().wrapping_add(lead)).ok_or_else(extent)?;
         let mut region = Region { base, len: len as usize, mapping, mapping_len, watched: None, file: None };
-        region.watched = Some(Watched::new(mapping as usize, mapping_len)?);
+        region.watched = Some(WatchedMapping::new(mapping as usize, mapping_len)?);
         region.file = Some((file.try_clone_to_owned()?, offset));
         Ok(Arc::new(region))
     }
@@ -230,7 +230,7 @@ impl Region {
 
     /// Whether the file behind the region was cut short while it was mapped. What the region held is gone.
     pub fn is_faulted(&self) -> bool {
-        self.watched.as_ref().is_some_and(Watched::faulted)
+        self.watched.as_ref().is_some_and(WatchedMapping::faulted)
     }
 
     /// The `len` bytes from `offset`, or nothing if they do not lie in the region.

@@ -24,7 +24,7 @@ use std::mem::MaybeUninit;
 
 use crate::sync::{Arc, AtomicUsize, Line, Ordering, UnsafeCell};
 
-struct Ring<T> {
+struct RingMemory<T> {
     /// What lies before it is written. Written by the producer alone. Counts without end; a slot is its lower bits.
     tail: Line<AtomicUsize>,
     /// What lies before it is free again. Written by the consumer alone.
@@ -35,11 +35,11 @@ struct Ring<T> {
 
 // SAFETY: the indexes give each slot to one thread at a time, see the module's head. Values move from one thread to the
 // other, which is what `Send` allows; no reference to one is shared.
-unsafe impl<T: Send> Sync for Ring<T> {}
+unsafe impl<T: Send> Sync for RingMemory<T> {}
 // SAFETY: as above; a ring that moves takes its values with it.
-unsafe impl<T: Send> Send for Ring<T> {}
+unsafe impl<T: Send> Send for RingMemory<T> {}
 
-impl<T> Ring<T> {
+impl<T> RingMemory<T> {
     #[inline(always)]
     fn slot(&self, index: usize) -> &UnsafeCell<MaybeUninit<T>> {
         // SAFETY: the length is a power of two, so what is masked with one less is below it.
@@ -47,7 +47,7 @@ impl<T> Ring<T> {
     }
 }
 
-impl<T> Drop for Ring<T> {
+impl<T> Drop for RingMemory<T> {
     fn drop(&mut self) {
         // Both ends are gone, and told how far they came when they went; their count, when it reached zero, put all
         // they did before this.
@@ -62,7 +62,7 @@ impl<T> Drop for Ring<T> {
 
 /// The end that puts in.
 pub struct Producer<T> {
-    ring: Arc<Ring<T>>,
+    ring: Arc<RingMemory<T>>,
     /// How far we have written.
     tail: usize,
     /// How far we have said so.
@@ -73,7 +73,7 @@ pub struct Producer<T> {
 
 /// The end that takes out.
 pub struct Consumer<T> {
-    ring: Arc<Ring<T>>,
+    ring: Arc<RingMemory<T>>,
     /// How far we have taken.
     head: usize,
     /// How far we have said so.
@@ -89,7 +89,7 @@ pub struct Consumer<T> {
 pub fn channel<T>(capacity: usize) -> (Producer<T>, Consumer<T>) {
     assert!(capacity > 0, "a ring without places");
     let slots = (0..capacity.next_power_of_two()).map(|_| UnsafeCell::new(MaybeUninit::uninit())).collect();
-    let ring = Ring { tail: Line(AtomicUsize::new(0)), head: Line(AtomicUsize::new(0)), slots, capacity };
+    let ring = RingMemory { tail: Line(AtomicUsize::new(0)), head: Line(AtomicUsize::new(0)), slots, capacity };
     let ring = Arc::new(ring);
     let producer = Producer { ring: Arc::clone(&ring), tail: 0, told: 0, head_seen: 0 };
     (producer, Consumer { ring, head: 0, told: 0, tail_seen: 0 })

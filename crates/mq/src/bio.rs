@@ -79,7 +79,7 @@ impl Priority {
 bitflags::bitflags! {
     /// Steps of a flush sequence: see `hw/flush.rs`.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-    pub(crate) struct Steps: u8 {
+    pub(crate) struct FlushSteps: u8 {
         const PREFLUSH = 1;
         const DATA = 2;
         const POSTFLUSH = 4;
@@ -113,7 +113,7 @@ pub struct Bio {
     /// What became of it, once it is given back.
     pub status: Status,
     /// What of its flush sequence is still to come.
-    pub(crate) steps: Steps,
+    pub(crate) steps: FlushSteps,
     /// Who submits: a thread, a connection, a guest's queue. Zero if nobody says; a shared queue then says which
     /// thread. Whoever schedules by it treats equal numbers as one.
     pub stream: u32,

@@ -5,7 +5,7 @@ use std::os::fd::BorrowedFd;
 use blkyard_mem::RegionTable;
 
 use crate::fifo::put_first;
-use crate::request::{Ranges, Request, RequestState, Segments, Table};
+use crate::request::{Ranges, Request, RequestState, RequestTable, Segments};
 use crate::{IoErrors, QueueLimits, SharedDepth, Status, Tag};
 
 /// What a hardware queue drives: one queue pair of a device.
@@ -98,7 +98,7 @@ pub struct Batch<'a> {
     /// Those offered, in order. Those taken are of no meaning any more.
     pub(crate) offered: &'a mut [u16],
     pub(crate) taken: usize,
-    pub(crate) table: &'a mut Table,
+    pub(crate) table: &'a mut RequestTable,
     pub(crate) done: &'a mut Vec<(u16, Status)>,
     pub(crate) now_ns: u64,
     pub(crate) shortage: Shortage,
@@ -138,7 +138,7 @@ impl Batch<'_> {
     pub fn take(&mut self) -> Option<(Tag, &Request, Segments<'_>)> {
         let number = *self.offered.get(self.taken)?;
         self.taken += 1;
-        let Table { requests, bios, .. } = &mut *self.table;
+        let RequestTable { requests, bios, .. } = &mut *self.table;
         let request = &mut requests[usize::from(number)];
         if request.state() != RequestState::Idle {
             started_twice(number);
@@ -210,7 +210,7 @@ fn started_twice(number: u16) -> ! {
 pub struct Done<'a> {
     pub(crate) ended: &'a mut Vec<(u16, Status)>,
     pub(crate) requeued: &'a mut Vec<u16>,
-    pub(crate) table: &'a mut Table,
+    pub(crate) table: &'a mut RequestTable,
     /// Bytes that may still be copied in this turn.
     pub(crate) bytes_left: u64,
 }

@@ -47,7 +47,7 @@ use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
 use crate::lane::STATION_BYTES_MAX;
 use crate::limits::Plain;
-use crate::request::{Look, Marks, RequestState, Table};
+use crate::request::{Look, Marks, RequestState, RequestTable};
 use crate::sched::SchedulerConfig;
 use crate::stats::{HwStats, OpClass};
 use crate::{Bio, BioFlags, BudgetShare, IoError, Op, SECTOR_SHIFT, Status, TagSet};
@@ -114,7 +114,7 @@ pub struct HwQueue<D> {
     /// Where what is plain is counted, if anything is: with the only namespace, or the first.
     counted: Option<Arc<HwStats>>,
     tags: TagSet,
-    table: Table,
+    table: RequestTable,
     /// Bios in the queue, waiting or in flight.
     bios_held: usize,
     /// Bios that may be: none while the queue is frozen.
@@ -215,7 +215,7 @@ impl<D> HwQueue<D> {
         assert!(!infos.is_empty(), "a hardware queue of no device");
         let (depth, several) = (config.depth, infos.len() > 1);
         let timeout_ns = [infos[0].timeout_ns, config.timeout_ns].into_iter().find(|ns| *ns > 0);
-        let mut table = Table::new(depth, config.bios_max, infos.len());
+        let mut table = RequestTable::new(depth, config.bios_max, infos.len());
         infos.iter().enumerate().for_each(|(number, info)| table.set_limits(number, &info.limits));
         let namespaces: Box<[Namespace]> =
             infos.into_iter().map(|info| Namespace::new(info, config.bios_max, depth)).collect();

@@ -51,8 +51,8 @@ pub use ram::{RamDevice, RamQueue, RamStore};
 pub use rate::{RateConfig, RateLimit};
 pub use request::{Ranges, Request, RequestState, Segments};
 pub use sched::{
-    DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, Next, Reach, Scheduler, SchedulerConfig,
-    SchedulerSnapshot, SharedDepth, SliceKey, SliceOrder, TimesliceConfig,
+    DeadlineConfig, FAIR_WEIGHTS_MAX, FairConfig, FairDevice, KyberConfig, Reach, Scheduler, SchedulerConfig,
+    SchedulerSnapshot, Selected, SharedDepth, SliceKey, SliceOrder, TimesliceConfig,
 };
 pub use stats::{Held, Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot, TurnStats};
 pub use status::Status;

@@ -239,25 +239,26 @@ const NONE: u16 = u16::MAX;
 
 /// Bios that were merged into requests, behind the first of each.
 #[derive(Debug)]
-pub(crate) struct Chain {
-    links: Box<[Link]>,
+pub(crate) struct MergedBios {
+    links: Box<[BioLink]>,
     free: u16,
 }
 
 #[derive(Debug)]
-struct Link {
+struct BioLink {
     bio: Option<Box<Bio>>,
     next: u16,
 }
 
-impl Chain {
-    fn new(bios: usize) -> Chain {
+impl MergedBios {
+    fn new(bios: usize) -> MergedBios {
         let count = bios.min(usize::from(NONE)) as u16;
-        let links = (0..count).map(|at| Link { bio: None, next: if at + 1 < count { at + 1 } else { NONE } }).collect();
-        Chain { links, free: if count == 0 { NONE } else { 0 } }
+        let links =
+            (0..count).map(|at| BioLink { bio: None, next: if at + 1 < count { at + 1 } else { NONE } }).collect();
+        MergedBios { links, free: if count == 0 { NONE } else { 0 } }
     }
 
-    fn get(&self, at: u16) -> Option<&Link> {
+    fn get(&self, at: u16) -> Option<&BioLink> {
         self.links.get(usize::from(at))
     }
 }
@@ -274,35 +275,35 @@ pub(crate) struct Split {
 
 /// The requests of one hardware queue, and the bios they are made of.
 #[derive(Debug)]
-pub(crate) struct Table {
+pub(crate) struct RequestTable {
     pub(crate) requests: Box<[Request]>,
-    pub(crate) bios: Bios,
+    pub(crate) bios: OpenBios,
     /// By place of a request that has failed: what the system said.
     pub(crate) errnos: Vec<(u16, i32)>,
 }
 
 /// Bios that are not simply one request each.
 #[derive(Debug)]
-pub(crate) struct Bios {
+pub(crate) struct OpenBios {
     pub(crate) splits: Box<[Split]>,
-    chain: Chain,
+    chain: MergedBios,
     /// By place of the request: what merging knows of one of several bios.
     shapes: Box<[Shape]>,
     /// By namespace: how far a piece of memory may reach.
     pieces: Box<[Pieces]>,
 }
 
-impl Table {
-    pub(crate) fn new(depth: usize, bios_max: usize, namespaces: usize) -> Table {
-        let bios = Bios {
+impl RequestTable {
+    pub(crate) fn new(depth: usize, bios_max: usize, namespaces: usize) -> RequestTable {
+        let bios = OpenBios {
             // At most one bio of each namespace is cut in part; every other split bio has a part in flight.
             splits: (0..depth + namespaces).map(|_| Split::default()).collect(),
-            chain: Chain::new(bios_max),
+            chain: MergedBios::new(bios_max),
             shapes: (0..depth).map(|_| Shape::default()).collect(),
             pieces: (0..namespaces).map(|_| ANY).collect(),
         };
         let requests = (0..depth).map(|_| Request::default()).collect();
-        Table { requests, bios, errnos: Vec::with_capacity(depth) }
+        RequestTable { requests, bios, errnos: Vec::with_capacity(depth) }
     }
 
     /// What the system said to a request that has failed.
@@ -414,11 +415,11 @@ impl Table {
     }
 }
 
-impl Bios {
+impl OpenBios {
     /// The segments of a request, cut to the limits of its namespace.
     #[inline(always)]
     pub(crate) fn segments<'a>(&'a self, request: &'a Request) -> Segments<'a> {
-        Segments(request.one_piece().map_or(Way::Whole(self, request), Way::One))
+        Segments(request.one_piece().map_or(RequestForm::Whole(self, request), RequestForm::One))
     }
 
     /// The first piece of a request that may have many.
@@ -429,14 +430,14 @@ impl Bios {
     }
 
     #[inline]
-    fn walk<'a>(&'a self, request: &'a Request) -> Walk<'a> {
+    fn walk<'a>(&'a self, request: &'a Request) -> SegmentWalk<'a> {
         let (bio, from) = match &request.bio {
             Some(bio) => (Some(bio), Cursor::default()),
             None => (self.splits.get(usize::from(request.more)).and_then(|split| split.bio.as_ref()), request.from),
         };
         let all = bio.map_or(&[][..], |bio| &bio.segments);
         let sectors = if request.op().has_data() { request.sectors } else { 0 };
-        Walk {
+        SegmentWalk {
             rest: all.get(usize::from(from.segment)..).unwrap_or_default().iter(),
             skip: from.offset,
             run: Segment::default(),
@@ -466,7 +467,7 @@ impl Bios {
 pub struct Ranges<'a> {
     /// Where the next range begins.
     first: Option<(u64, u32)>,
-    chain: &'a Chain,
+    chain: &'a MergedBios,
     next: u16,
 }
 
@@ -497,15 +498,15 @@ impl Iterator for Ranges<'_> {
 /// The pieces of memory of one request, in order, cut to the limits of the device. Where one bio ends and the next
 /// begins, memory that goes on is one piece; counted the same way in `limits/merge.rs`.
 #[derive(Clone, Debug)]
-pub struct Segments<'a>(Way<'a>);
+pub struct Segments<'a>(RequestForm<'a>);
 
 #[derive(Clone, Debug)]
-enum Way<'a> {
+enum RequestForm<'a> {
     /// One piece, as nearly always.
     One(Segment),
     /// Any number, before the first is asked for: so that a walk nobody takes needs no place.
-    Whole(&'a Bios, &'a Request),
-    Many(Walk<'a>),
+    Whole(&'a OpenBios, &'a Request),
+    Many(SegmentWalk<'a>),
     Over,
 }
 
@@ -514,10 +515,10 @@ impl Segments<'_> {
     #[inline(always)]
     pub fn first(self) -> Option<Segment> {
         match self.0 {
-            Way::One(piece) => Some(piece),
-            Way::Whole(bios, request) => bios.first(request),
-            Way::Many(mut walk) => walk.next(),
-            Way::Over => None,
+            RequestForm::One(piece) => Some(piece),
+            RequestForm::Whole(bios, request) => bios.first(request),
+            RequestForm::Many(mut walk) => walk.next(),
+            RequestForm::Over => None,
         }
     }
 
@@ -525,7 +526,7 @@ impl Segments<'_> {
     /// begun.
     #[inline(always)]
     pub fn only(&self) -> Option<Segment> {
-        if let Way::One(piece) = self.0 { Some(piece) } else { None }
+        if let RequestForm::One(piece) = self.0 { Some(piece) } else { None }
     }
 }
 
@@ -535,26 +536,26 @@ impl Iterator for Segments<'_> {
     #[inline]
     fn next(&mut self) -> Option<Segment> {
         match &mut self.0 {
-            Way::One(piece) => {
+            RequestForm::One(piece) => {
                 let piece = *piece;
-                self.0 = Way::Over;
+                self.0 = RequestForm::Over;
                 Some(piece)
             }
-            Way::Many(walk) => walk.next(),
-            Way::Whole(bios, request) => {
+            RequestForm::Many(walk) => walk.next(),
+            RequestForm::Whole(bios, request) => {
                 let mut walk = bios.walk(request);
                 let first = walk.next();
-                self.0 = Way::Many(walk);
+                self.0 = RequestForm::Many(walk);
                 first
             }
-            Way::Over => None,
+            RequestForm::Over => None,
         }
     }
 }
 
 /// From piece to piece.
 #[derive(Clone, Debug)]
-struct Walk<'a> {
+struct SegmentWalk<'a> {
     /// Segments after `run`, of the same bio.
     rest: std::slice::Iter<'a, Segment>,
     /// Bytes of the first segment that belong to an earlier request.
@@ -563,14 +564,14 @@ struct Walk<'a> {
     run: Segment,
     bytes_left: u64,
     pieces: Pieces,
-    chain: &'a Chain,
+    chain: &'a MergedBios,
     next: u16,
 }
 
 // All of it always inlined: a walk that is lent to a function lives in memory, and so does the one piece that stands in
 // its place. That would be written in words and read at once in something wider, for which a CPU waits until it is in
 // its cache: a tenth of all there is to do for an I/O.
-impl<'a> Walk<'a> {
+impl<'a> SegmentWalk<'a> {
     /// The segments of the next bio.
     #[inline(always)]
     fn next_bio(&mut self) -> Option<std::slice::Iter<'a, Segment>> {
@@ -608,7 +609,7 @@ impl<'a> Walk<'a> {
     }
 }
 
-impl Walk<'_> {
+impl SegmentWalk<'_> {
     #[inline(always)]
     fn next(&mut self) -> Option<Segment> {
         if self.bytes_left == 0 {
@@ -652,7 +653,7 @@ mod tests {
     #[test]
     fn the_first_piece_is_that_of_the_walk() {
         let segment = |offset| Segment { region: 0, offset, len: 4096 };
-        let mut table = Table::new(1, 2, 1);
+        let mut table = RequestTable::new(1, 2, 1);
         for segments in [vec![], vec![segment(0)], vec![segment(0), segment(8192)]] {
             let sectors = 8 * segments.len() as u32;
             let pieces = segments.clone();

@@ -34,7 +34,7 @@ use crate::{Bio, DeviceInfo};
 
 /// What a scheduler says when it is asked for a bio.
 #[derive(Debug)]
-pub enum Next {
+pub enum Selected {
     /// This one.
     Bio(Box<Bio>),
     /// None before this time, nanoseconds, unless one comes or ends before; the largest number if no time helps.
@@ -47,7 +47,7 @@ pub trait Scheduler: fmt::Debug + Send {
     fn insert(&mut self, bio: Box<Bio>, now_ns: u64);
 
     /// Hands out the next bio, for which there is a tag.
-    fn next(&mut self, now_ns: u64) -> Next;
+    fn next(&mut self, now_ns: u64) -> Selected;
 
     /// Hands out a bio that begins or ends where a request ends or begins, and for which `fits` is true: it joins that
     /// request, which was made of what was handed out last. None if there is none, or none that may go before others.

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 
 use blkyard_mq::Status;
 
-use crate::pair::{Completion, DeviceEnd, HostEnd, queue_pair};
+use crate::pair::{DeviceEnd, HostEnd, PairCompletion, queue_pair};
 use crate::{Events, Rng};
 
 /// What a device is like, as data.
@@ -63,7 +63,7 @@ pub enum DeviceEvent {
 pub struct ModelDevice {
     model: DeviceModel,
     rng: Rng,
-    queues: Vec<Queue>,
+    queues: Vec<ModelQueue>,
     /// What is in the serial stage: queue and id.
     staged: Option<(usize, u32)>,
     /// Whose turn for the stage is next.
@@ -71,7 +71,7 @@ pub struct ModelDevice {
 }
 
 #[derive(Debug)]
-struct Queue {
+struct ModelQueue {
     end: DeviceEnd,
     /// Ids that wait for the stage.
     waiting: VecDeque<u32>,
@@ -86,13 +86,13 @@ impl ModelDevice {
     /// Makes one more queue pair; queues are numbered as they are made.
     pub fn open_queue(&mut self) -> HostEnd {
         let (host, end) = queue_pair(self.model.ring_entries);
-        self.queues.push(Queue { end, waiting: VecDeque::with_capacity(self.model.ring_entries) });
+        self.queues.push(ModelQueue { end, waiting: VecDeque::with_capacity(self.model.ring_entries) });
         host
     }
 
     /// The doorbell of a queue was rung.
     pub fn doorbell<E: From<DeviceEvent>>(&mut self, queue: usize, events: &mut Events<E>) {
-        let Queue { end, waiting } = &mut self.queues[queue];
+        let ModelQueue { end, waiting } = &mut self.queues[queue];
         while let Some(command) = end.command() {
             waiting.push_back(command.cid);
         }
@@ -113,7 +113,7 @@ impl ModelDevice {
                 None
             }
             DeviceEvent::Done { queue, cid } => {
-                self.queues[queue].end.complete(Completion { cid, status: Status::Ok });
+                self.queues[queue].end.complete(PairCompletion { cid, status: Status::Ok });
                 Some(queue)
             }
         }
@@ -157,7 +157,7 @@ mod tests {
             let event = events.advance().unwrap();
             let Some(queue) = device.handle(event, &mut events) else { continue };
             let now_ns = events.now_ns();
-            while let Some(Completion { cid, .. }) = hosts[queue].completion() {
+            while let Some(PairCompletion { cid, .. }) = hosts[queue].completion() {
                 let begun_ns = std::mem::replace(&mut since[queue][cid as usize], now_ns);
                 ended.push((queue, now_ns, now_ns - begun_ns));
                 hosts[queue].post(Command { cid, ..Command::default() });

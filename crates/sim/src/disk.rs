@@ -30,7 +30,7 @@ use blkyard_mq::Op;
 
 use self::dirty::{Dirty, Extent};
 use self::layout::Layout;
-use self::segments::Segments;
+use self::segments::CacheSegments;
 use crate::Rng;
 use crate::model::{Access, Happening, SECTOR_BYTES};
 
@@ -163,7 +163,7 @@ struct Waiting {
 
 /// The disk.
 #[derive(Debug)]
-pub struct Disk {
+pub struct RotaryDisk {
     model: DiskModel,
     layout: Layout,
     /// Where the platter was at time zero.
@@ -183,7 +183,7 @@ pub struct Disk {
     /// What passes the interface, each with the time it is through.
     answers: VecDeque<(u64, u64)>,
     interface_free_ns: u64,
-    segments: Segments,
+    segments: CacheSegments,
     dirty: Dirty,
     arm: Arm,
     /// The sector that follows what was read or written last, and its track.
@@ -200,13 +200,13 @@ pub struct Disk {
     happened: Vec<Happening>,
 }
 
-impl Disk {
+impl RotaryDisk {
     /// A disk at rest, its caches empty.
-    pub fn new(model: DiskModel, seed: u64) -> Disk {
+    pub fn new(model: DiskModel, seed: u64) -> RotaryDisk {
         let layout = Layout::new(&model);
         let mut rng = Rng::new(seed);
         let (phase_ns, head) = (rng.below(model.turn_ns), rng.below(model.sectors));
-        Disk {
+        RotaryDisk {
             phase_ns,
             now_ns: 0,
             commands: 0,
@@ -217,7 +217,7 @@ impl Disk {
             epoch: 0,
             answers: VecDeque::with_capacity(model.depth),
             interface_free_ns: 0,
-            segments: Segments::new(model.segments, model.segment_sectors),
+            segments: CacheSegments::new(model.segments, model.segment_sectors),
             dirty: Dirty::new(model.dirty_extents, model.write_cache_sectors),
             arm: Arm::Still,
             head,

@@ -67,7 +67,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::pair::{Completion, queue_pair};
+    use crate::pair::{PairCompletion, queue_pair};
     use blkyard_mq::{Bio, DeviceInfo, HwQueue, HwQueueConfig, Op, Status};
 
     #[test]
@@ -83,9 +83,9 @@ mod tests {
         assert_eq!(queue.issue(&mut (), 1), 1);
         let command = device.command().unwrap();
         assert_eq!((command.op, command.sector, command.sectors, command.data.offset), (Op::Write, 16, 8, 4096));
-        device.complete(Completion { cid: command.cid ^ 0x10000, status: Status::Ok });
-        device.complete(Completion { cid: command.cid, status: Status::Io });
-        device.complete(Completion { cid: command.cid, status: Status::Ok });
+        device.complete(PairCompletion { cid: command.cid ^ 0x10000, status: Status::Ok });
+        device.complete(PairCompletion { cid: command.cid, status: Status::Io });
+        device.complete(PairCompletion { cid: command.cid, status: Status::Ok });
         let mut ended = Vec::new();
         assert_eq!(queue.reap(&mut (), 2, &mut |bio| ended.push((bio.cookie, bio.status))), 1);
         assert_eq!(ended, [(77, Status::Io)]);

@@ -11,11 +11,11 @@ use std::collections::BinaryHeap;
 pub struct Events<E> {
     now_ns: u64,
     entered: u64,
-    heap: BinaryHeap<Entry<E>>,
+    heap: BinaryHeap<QueuedEvent<E>>,
 }
 
 #[derive(Debug)]
-struct Entry<E> {
+struct QueuedEvent<E> {
     at_ns: u64,
     sequence: u64,
     event: E,
@@ -41,7 +41,7 @@ impl<E> Events<E> {
     #[inline]
     pub fn at(&mut self, at_ns: u64, event: impl Into<E>) {
         assert!(at_ns >= self.now_ns, "an event for {at_ns} was entered at {}", self.now_ns);
-        self.heap.push(Entry { at_ns, sequence: self.entered, event: event.into() });
+        self.heap.push(QueuedEvent { at_ns, sequence: self.entered, event: event.into() });
         self.entered += 1;
     }
 
@@ -71,26 +71,26 @@ impl<E> Events<E> {
     }
 }
 
-impl<E> Ord for Entry<E> {
+impl<E> Ord for QueuedEvent<E> {
     /// The heap gives the greatest first: that is the earliest, and of one instant the one entered first.
     fn cmp(&self, other: &Self) -> Ordering {
         (other.at_ns, other.sequence).cmp(&(self.at_ns, self.sequence))
     }
 }
 
-impl<E> PartialOrd for Entry<E> {
+impl<E> PartialOrd for QueuedEvent<E> {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl<E> PartialEq for Entry<E> {
+impl<E> PartialEq for QueuedEvent<E> {
     fn eq(&self, other: &Self) -> bool {
         self.cmp(other) == Ordering::Equal
     }
 }
 
-impl<E> Eq for Entry<E> {}
+impl<E> Eq for QueuedEvent<E> {}
 
 #[cfg(test)]
 mod tests {

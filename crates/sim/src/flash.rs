@@ -75,7 +75,7 @@ impl FlashModel {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Event {
+enum FlashEvent {
     Done(u64),
     OnMedium { sector: u64, sectors: u64 },
 }
@@ -84,7 +84,7 @@ enum Event {
 #[derive(Debug)]
 pub struct Flash {
     model: FlashModel,
-    events: Events<Event>,
+    events: Events<FlashEvent>,
     out: usize,
     /// By die: when it is free, and the pages of its block that are programmed.
     dies: Box<[(u64, u64)]>,
@@ -136,11 +136,11 @@ impl Flash {
         while self.next_ns().is_some_and(|next_ns| next_ns <= now_ns) {
             let Some(event) = self.events.advance() else { break };
             self.happened.push(match event {
-                Event::Done(id) => {
+                FlashEvent::Done(id) => {
                     self.out -= 1;
                     Happening::Done { id, at_ns: self.events.now_ns() }
                 }
-                Event::OnMedium { sector, sectors } => Happening::OnMedium { sector, sectors },
+                FlashEvent::OnMedium { sector, sectors } => Happening::OnMedium { sector, sectors },
             });
         }
         &mut self.happened
@@ -165,14 +165,14 @@ impl Flash {
             Op::Read => {
                 let read_ns = self.read(now_ns, &access);
                 let done_ns = self.cross(now_ns, read_ns, access.sectors);
-                self.events.at(done_ns, Event::Done(access.id));
+                self.events.at(done_ns, FlashEvent::Done(access.id));
             }
             Op::Write | Op::WriteZeroes => self.write(now_ns, &access),
             Op::Flush => {
                 self.close(now_ns);
-                self.events.at(self.programmed_ns.max(now_ns), Event::Done(access.id));
+                self.events.at(self.programmed_ns.max(now_ns), FlashEvent::Done(access.id));
             }
-            Op::Discard => self.events.at(now_ns, Event::Done(access.id)),
+            Op::Discard => self.events.at(now_ns, FlashEvent::Done(access.id)),
         }
     }
 
@@ -219,7 +219,7 @@ impl Flash {
             self.close(cached_ns);
         }
         let done_ns = if through { self.programmed_ns.max(cached_ns) } else { cached_ns };
-        self.events.at(done_ns, Event::Done(access.id));
+        self.events.at(done_ns, FlashEvent::Done(access.id));
     }
 
     /// When the cache has room for so many sectors more.
@@ -254,7 +254,7 @@ impl Flash {
         *free_ns = begins_ns + program_ns;
         let programmed_ns = *free_ns;
         for (sector, sectors) in self.open.drain(..) {
-            self.events.at(programmed_ns, Event::OnMedium { sector, sectors });
+            self.events.at(programmed_ns, FlashEvent::OnMedium { sector, sectors });
         }
         // Room is made in the order of the pages.
         let in_order_ns = self.programming.back().map_or(0, |(last_ns, _)| *last_ns).max(programmed_ns);

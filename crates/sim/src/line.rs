@@ -24,7 +24,7 @@ pub struct LineModel {
 
 /// The device.
 #[derive(Debug)]
-pub struct Line {
+pub struct FixedLatency {
     model: LineModel,
     rng: Rng,
     /// When the narrow place is free.
@@ -35,11 +35,11 @@ pub struct Line {
     happened: Vec<Happening>,
 }
 
-impl Line {
+impl FixedLatency {
     /// A device at rest.
-    pub fn new(model: LineModel, seed: u64) -> Line {
+    pub fn new(model: LineModel, seed: u64) -> FixedLatency {
         let happened = Vec::with_capacity(2 * model.depth.min(1024));
-        Line { model, rng: Rng::new(seed), free_ns: 0, due: Events::default(), out: 0, happened }
+        FixedLatency { model, rng: Rng::new(seed), free_ns: 0, due: Events::default(), out: 0, happened }
     }
 
     pub(crate) fn room(&self) -> usize {
@@ -88,7 +88,7 @@ mod tests {
     #[test]
     fn the_latency_is_for_each_and_the_ceiling_for_all() {
         let model = LineModel { access_ns: 100, bytes_per_s: 0, latency_ns: 1000, jitter_ns: 0, depth: 3 };
-        let mut line = Line::new(model, 0);
+        let mut line = FixedLatency::new(model, 0);
         for id in 0..3 {
             line.take(50, Access { id, op: Op::Read, sectors: 8, ..Access::default() });
         }
@@ -101,7 +101,7 @@ mod tests {
     #[test]
     fn bytes_have_a_ceiling_of_their_own() {
         let model = LineModel { access_ns: 10, bytes_per_s: 1_000_000_000, latency_ns: 0, jitter_ns: 0, depth: 9 };
-        let mut line = Line::new(model, 0);
+        let mut line = FixedLatency::new(model, 0);
         line.take(0, Access { op: Op::Write, sectors: 2, ..Access::default() });
         line.take(0, Access { id: 1, op: Op::Flush, ..Access::default() });
         let ends = line.run(9999).drain(..).filter_map(|happening| match happening {

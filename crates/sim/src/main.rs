@@ -14,7 +14,7 @@ use blkyard_sim::{WorldOptions, run_world};
 
 const USAGE: &str = "use SEED, or FIRST..END for several, then [--seconds N] and options as key=value";
 
-struct Arguments {
+struct SimArguments {
     seeds: Range<u64>,
     /// No world is begun after that.
     limit: Duration,
@@ -63,7 +63,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn parse(arguments: impl Iterator<Item = String>) -> Result<Arguments, String> {
+fn parse(arguments: impl Iterator<Item = String>) -> Result<SimArguments, String> {
     let (mut seeds, mut limit, mut options) = (None, Duration::MAX, Vec::new());
     let mut arguments = arguments;
     while let Some(argument) = arguments.next() {
@@ -84,5 +84,5 @@ fn parse(arguments: impl Iterator<Item = String>) -> Result<Arguments, String> {
             return Err(format!("'{argument}': {USAGE}"));
         }
     }
-    Ok(Arguments { seeds: seeds.ok_or(USAGE)?, limit, options })
+    Ok(SimArguments { seeds: seeds.ok_or(USAGE)?, limit, options })
 }

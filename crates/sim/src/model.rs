@@ -5,9 +5,9 @@
 
 use blkyard_mq::Op;
 
-use crate::disk::Disk;
+use crate::disk::RotaryDisk;
 use crate::flash::Flash;
-use crate::line::Line;
+use crate::line::FixedLatency;
 
 pub(crate) use blkyard_mq::SECTOR_BYTES;
 
@@ -56,11 +56,11 @@ pub enum Happening {
 #[derive(Debug)]
 pub enum Model {
     /// A disk that turns.
-    Disk(Box<Disk>),
+    Disk(Box<RotaryDisk>),
     /// Channels of dies.
     Flash(Box<Flash>),
     /// A latency and a ceiling.
-    Line(Line),
+    Line(FixedLatency),
 }
 
 impl Model {

@@ -31,11 +31,11 @@ pub enum Keeps {
 pub struct Modelled {
     info: DeviceInfo,
     store: Option<RamStore>,
-    shared: Arc<Mutex<Shared>>,
+    shared: Arc<Mutex<SharedCore>>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct SharedCore {
     model: Model,
     medium: Option<RamStore>,
     /// By queue: what is over and was not fetched.
@@ -47,7 +47,7 @@ struct Shared {
 /// One queue of it.
 #[derive(Debug)]
 pub struct ModelledQueue {
-    shared: Arc<Mutex<Shared>>,
+    shared: Arc<Mutex<SharedCore>>,
     store: Option<RamStore>,
     number: u64,
     cids: Cids,
@@ -66,7 +66,7 @@ impl Modelled {
     pub fn new(info: DeviceInfo, model: Model, keeps: Keeps) -> io::Result<Modelled> {
         let store = |wanted: bool| wanted.then(|| RamStore::new(info.capacity_sectors)).transpose();
         let (bytes, medium) = (store(keeps != Keeps::Nothing)?, store(keeps == Keeps::Medium)?);
-        let shared = Shared { model, medium, over: Vec::new(), cuts: 0 };
+        let shared = SharedCore { model, medium, over: Vec::new(), cuts: 0 };
         Ok(Modelled { info, store: bytes, shared: Arc::new(Mutex::new(shared)) })
     }
 
@@ -119,7 +119,7 @@ impl BlockDevice for Modelled {
     }
 }
 
-fn lock(shared: &Mutex<Shared>) -> MutexGuard<'_, Shared> {
+fn lock(shared: &Mutex<SharedCore>) -> MutexGuard<'_, SharedCore> {
     shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -130,10 +130,10 @@ fn copy(from: &RamStore, to: &RamStore, sector: u64, sectors: u64) {
     }
 }
 
-impl Shared {
+impl SharedCore {
     /// Lets the model run up to now.
     fn run(&mut self, store: Option<&RamStore>, now_ns: u64) {
-        let Shared { model, medium, over, .. } = self;
+        let SharedCore { model, medium, over, .. } = self;
         model.run(now_ns, |happening| match happening {
             Happening::Done { id, .. } => over[(id >> 32) as usize].push(Cid(id as u32)),
             Happening::OnMedium { sector, sectors } => {
@@ -225,27 +225,27 @@ impl ModelledQueue {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Disk, DiskModel};
+    use crate::{DiskModel, RotaryDisk};
     use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, Region, Segment};
 
-    struct Bench {
+    struct ModelCore {
         device: Modelled,
         queue: HwQueue<ModelledQueue>,
         memory: Arc<Region>,
         now_ns: u64,
     }
 
-    impl Bench {
-        fn new() -> Bench {
+    impl ModelCore {
+        fn new() -> ModelCore {
             let info =
                 DeviceInfo { capacity_sectors: 1 << 20, volatile_cache: true, fua: true, ..DeviceInfo::default() };
-            let model = Model::Disk(Box::new(Disk::new(DiskModel::DESKTOP_2012, 1)));
+            let model = Model::Disk(Box::new(RotaryDisk::new(DiskModel::DESKTOP_2012, 1)));
             let device = Modelled::new(info.clone(), model, Keeps::Medium).unwrap();
             let mut queue =
                 HwQueue::new(device.queue(64), Arc::new(info), HwQueueConfig { depth: 64, ..HwQueueConfig::default() });
             let memory = Region::anonymous(4096).unwrap();
             queue.set_memory(&mut (), Arc::new(RegionTable::new(vec![Arc::clone(&memory)])));
-            Bench { device, queue, memory, now_ns: 0 }
+            ModelCore { device, queue, memory, now_ns: 0 }
         }
 
         fn submit(&mut self, op: Op, flags: BioFlags, sector: u64) {
@@ -280,7 +280,7 @@ mod tests {
 
     #[test]
     fn a_power_failure_leaves_what_was_flushed_and_what_was_forced_through() {
-        let mut bench = Bench::new();
+        let mut bench = ModelCore::new();
         bench.memory.span(0, 4096).unwrap().fill(7);
         bench.submit(Op::Write, BioFlags::empty(), 0);
         assert_eq!(bench.drain(), [Status::Ok]);
@@ -303,7 +303,7 @@ mod tests {
 
     #[test]
     fn more_than_the_device_takes_waits_in_its_order_until_there_is_room() {
-        let mut bench = Bench::new();
+        let mut bench = ModelCore::new();
         (0..100).for_each(|number| bench.submit(Op::Read, BioFlags::NO_MERGE, number * 8000));
         bench.queue.issue(&mut (), 0);
         assert_eq!(bench.queue.in_flight(), 31);

@@ -27,7 +27,7 @@ pub struct Command {
 /// What became of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C, align(16))]
-pub struct Completion {
+pub struct PairCompletion {
     /// Of which.
     pub cid: u32,
     /// How it went.
@@ -38,14 +38,14 @@ pub struct Completion {
 #[derive(Debug)]
 pub struct HostEnd {
     sq: Producer<Command>,
-    cq: Consumer<Completion>,
+    cq: Consumer<PairCompletion>,
 }
 
 /// The device's end.
 #[derive(Debug)]
 pub struct DeviceEnd {
     sq: Consumer<Command>,
-    cq: Producer<Completion>,
+    cq: Producer<PairCompletion>,
 }
 
 /// A pair of queues of `entries` each.
@@ -87,7 +87,7 @@ impl HostEnd {
 
     /// The next completion. Its entry is the device's again once [told](HostEnd::release).
     #[inline]
-    pub fn completion(&mut self) -> Option<Completion> {
+    pub fn completion(&mut self) -> Option<PairCompletion> {
         self.cq.pop()
     }
 
@@ -112,7 +112,7 @@ impl DeviceEnd {
     /// # Panics
     /// If the host has left no entry: it has more out than the queue is long.
     #[inline]
-    pub fn complete(&mut self, completion: Completion) {
+    pub fn complete(&mut self, completion: PairCompletion) {
         assert!(self.cq.push(completion).is_ok(), "the completion queue overran");
         self.cq.publish();
     }
@@ -132,13 +132,13 @@ mod tests {
         assert_eq!(device.command().map(|command| command.cid), Some(1));
         assert_eq!(device.command().map(|command| command.cid), Some(2));
         assert_eq!((host.room(), device.command()), (4, None));
-        device.complete(Completion { cid: 2, status: Status::Ok });
-        assert_eq!(host.completion(), Some(Completion { cid: 2, status: Status::Ok }));
+        device.complete(PairCompletion { cid: 2, status: Status::Ok });
+        assert_eq!(host.completion(), Some(PairCompletion { cid: 2, status: Status::Ok }));
         assert_eq!(host.completion(), None);
     }
 
     #[test]
     fn entries_have_the_sizes_of_nvme() {
-        assert_eq!((size_of::<Command>(), size_of::<Completion>()), (64, 16));
+        assert_eq!((size_of::<Command>(), size_of::<PairCompletion>()), (64, 16));
     }
 }

@@ -10,7 +10,7 @@
 //! without an error that nobody made; that nothing waits for longer than `PATIENCE_NS`; and that the run does not stand
 //! still.
 //!
-//! The same seed and options make the same run: [`Outcome`] has a number of all that happened and when.
+//! The same seed and options make the same run: [`WorldResult`] has a number of all that happened and when.
 
 mod device;
 mod options;
@@ -25,7 +25,7 @@ use blkyard_mq::{
     SwQueue, Wake,
 };
 
-use self::device::{Device, DeviceQueue};
+use self::device::{SimDevice, SimDeviceQueue};
 pub use self::options::{WorldDevice, WorldOptions, WorldScheduler};
 use self::oracle::{Oracle, word};
 use crate::{Events, Rng};
@@ -40,7 +40,7 @@ const AGAIN_NS: u64 = 50_000;
 
 /// What a run came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcome {
+pub struct WorldResult {
     /// Bios that came back, and how many of them failed.
     pub bios: u64,
     /// As above.
@@ -54,7 +54,7 @@ pub struct Outcome {
 }
 
 #[derive(Debug)]
-enum Event {
+enum WorldEvent {
     Submit(usize),
     /// Of a queue that a lane has.
     Turn(usize),
@@ -65,15 +65,15 @@ enum Event {
 }
 
 /// How submitters reach their queue.
-enum Way {
+enum SubmitPath {
     /// The queues are lanes'.
-    Lanes(Vec<Lane>),
+    Lanes(Vec<SimLane>),
     /// Each submitter has its end.
-    Shared(Vec<SwQueue<DeviceQueue, ()>>),
+    Shared(Vec<SwQueue<SimDeviceQueue, ()>>),
 }
 
-struct Lane {
-    queue: HwQueue<DeviceQueue>,
+struct SimLane {
+    queue: HwQueue<SimDeviceQueue>,
     /// When it turns next.
     planned_ns: u64,
     frozen: bool,
@@ -81,7 +81,7 @@ struct Lane {
 }
 
 #[derive(Clone, Copy, Default)]
-struct Submitter {
+struct SimSubmitter {
     queue: usize,
     out: u64,
     polls: bool,
@@ -89,7 +89,7 @@ struct Submitter {
 
 /// A bio that is out.
 #[derive(Clone, Debug)]
-struct Wish {
+struct SubmittedBio {
     submitter: usize,
     slot: u64,
     since_ns: u64,
@@ -105,17 +105,17 @@ struct Wish {
 struct World {
     options: WorldOptions,
     rng: Rng,
-    events: Events<Event>,
-    device: Device,
-    way: Way,
-    submitters: Vec<Submitter>,
+    events: Events<WorldEvent>,
+    device: SimDevice,
+    way: SubmitPath,
+    submitters: Vec<SimSubmitter>,
     region: Arc<Region>,
     free_slots: Vec<u64>,
     /// By bio; none once it is over.
-    wishes: Vec<Option<Wish>>,
+    wishes: Vec<Option<SubmittedBio>>,
     out: u64,
     oracle: Oracle,
-    outcome: Outcome,
+    outcome: WorldResult,
 }
 
 /// A limit of which little is saved up, if it is any.
@@ -127,7 +127,7 @@ fn limit(iops: u64, bytes_per_s: u64) -> Option<Arc<RateLimit>> {
 ///
 /// # Panics
 /// If anything is not as it should be; says what.
-pub fn run(seed: u64, options: WorldOptions) -> Outcome {
+pub fn run(seed: u64, options: WorldOptions) -> WorldResult {
     let mut world = World::new(seed, options);
     world.run();
     world.outcome
@@ -168,7 +168,7 @@ impl World {
             fua: options.fua,
             ..DeviceInfo::default()
         });
-        let device = Device::new(&info, &options, seed);
+        let device = SimDevice::new(&info, &options, seed);
         let (queues, each) = (options.queues.max(1) as usize, options.submitters.max(1) as usize);
         let slots = (queues * each) as u64 * options.window.max(1);
         let region =
@@ -193,10 +193,10 @@ impl World {
         let way = if options.shared {
             let beds = || (0..each).map(|_| Arc::new(NoBed) as Arc<dyn Bed>).collect();
             let places = options.window.max(1) as usize;
-            Way::Shared(hw.flat_map(|queue| SwQueue::share(queue, (), places, beds())).collect())
+            SubmitPath::Shared(hw.flat_map(|queue| SwQueue::share(queue, (), places, beds())).collect())
         } else {
-            let lane = |queue| Lane { queue, planned_ns: u64::MAX, frozen: false, quiesced: false };
-            Way::Lanes(hw.map(lane).collect())
+            let lane = |queue| SimLane { queue, planned_ns: u64::MAX, frozen: false, quiesced: false };
+            SubmitPath::Lanes(hw.map(lane).collect())
         };
         World {
             rng: Rng::new(seed),
@@ -204,40 +204,40 @@ impl World {
             device,
             way,
             submitters: (0..queues * each)
-                .map(|number| Submitter { queue: number / each, ..Submitter::default() })
+                .map(|number| SimSubmitter { queue: number / each, ..SimSubmitter::default() })
                 .collect(),
             region,
             free_slots: (0..slots).collect(),
             wishes: Vec::new(),
             out: 0,
             oracle: Oracle::new(info.capacity_sectors, options.cache),
-            outcome: Outcome { bios: 0, failed: 0, cuts: 0, took_ns: 0, fingerprint: 0xcbf2_9ce4_8422_2325 },
+            outcome: WorldResult { bios: 0, failed: 0, cuts: 0, took_ns: 0, fingerprint: 0xcbf2_9ce4_8422_2325 },
             options,
         }
     }
 
     fn run(&mut self) {
-        (0..self.submitters.len()).for_each(|submitter| self.events.at(0, Event::Submit(submitter)));
+        (0..self.submitters.len()).for_each(|submitter| self.events.at(0, WorldEvent::Submit(submitter)));
         if self.options.changes_us > 0 && !self.options.shared {
-            self.events.at(self.options.changes_us * 1000, Event::Change);
+            self.events.at(self.options.changes_us * 1000, WorldEvent::Change);
         }
         if self.options.cuts_us > 0 {
-            self.events.at(self.options.cuts_us * 1000, Event::Cut);
+            self.events.at(self.options.cuts_us * 1000, WorldEvent::Cut);
         }
         for events in 0_u64.. {
             assert!(events < EVENTS_MAX, "it turns for ever with {} bios out", self.out);
             let Some(event) = self.events.advance() else { break };
             match event {
-                Event::Submit(submitter) => self.submit(submitter),
-                Event::Turn(lane) => self.turn(lane),
-                Event::Poll(submitter) => self.poll(submitter),
-                Event::Change => self.change(),
-                Event::Cut => self.cut(),
+                WorldEvent::Submit(submitter) => self.submit(submitter),
+                WorldEvent::Turn(lane) => self.turn(lane),
+                WorldEvent::Poll(submitter) => self.poll(submitter),
+                WorldEvent::Change => self.change(),
+                WorldEvent::Cut => self.cut(),
             }
         }
         let left = self.wishes.iter().flatten().next();
         assert!(left.is_none(), "the world stands still with {} bios out, of them {left:?}", self.out);
-        if let Way::Shared(ends) = &mut self.way {
+        if let SubmitPath::Shared(ends) = &mut self.way {
             let now_ns = self.events.now_ns();
             ends.drain(..).for_each(|end| end.leave(&|| now_ns, &mut |_| unreachable!("all are over")));
         }
@@ -259,26 +259,26 @@ impl World {
         if self.is_over() {
             return;
         }
-        let Submitter { queue, out, .. } = self.submitters[submitter];
+        let SimSubmitter { queue, out, .. } = self.submitters[submitter];
         let room = match &self.way {
-            Way::Lanes(lanes) => lanes[queue].queue.room(),
-            Way::Shared(ends) => ends[submitter].room(),
+            SubmitPath::Lanes(lanes) => lanes[queue].queue.room(),
+            SubmitPath::Shared(ends) => ends[submitter].room(),
         };
         if room == 0 || out >= self.options.window.max(1) {
             let again_ns = self.again();
-            return self.events.after(again_ns, Event::Submit(submitter));
+            return self.events.after(again_ns, WorldEvent::Submit(submitter));
         }
         let bio = self.make(submitter);
         self.out += 1;
         self.submitters[submitter].out += 1;
         let think_ns = self.rng.below(self.options.think_us * 1000 + 1);
-        self.events.after(think_ns, Event::Submit(submitter));
+        self.events.after(think_ns, WorldEvent::Submit(submitter));
         match &mut self.way {
-            Way::Lanes(lanes) => {
+            SubmitPath::Lanes(lanes) => {
                 lanes[queue].queue.submit(bio);
                 self.plan(queue, self.events.now_ns());
             }
-            Way::Shared(ends) => {
+            SubmitPath::Shared(ends) => {
                 ends[submitter].submit(bio);
                 // Now and then several at once.
                 if self.rng.below(3) > 0 {
@@ -287,7 +287,7 @@ impl World {
                 }
                 if !std::mem::replace(&mut self.submitters[submitter].polls, true) {
                     let again_ns = self.again();
-                    self.events.after(again_ns, Event::Poll(submitter));
+                    self.events.after(again_ns, WorldEvent::Poll(submitter));
                 }
             }
         }
@@ -339,7 +339,7 @@ impl World {
             self.copy(&bio.segments, |span, at| span.copy_from_slice(&data[at..at + span.len()]));
         }
         let begun = self.oracle.submitted(&bio);
-        self.wishes.push(Some(Wish {
+        self.wishes.push(Some(SubmittedBio {
             submitter,
             slot,
             since_ns: self.events.now_ns(),
@@ -378,18 +378,18 @@ impl World {
 
     /// Has a lane turn at a time, if it does not before.
     fn plan(&mut self, lane: usize, at_ns: u64) {
-        let Way::Lanes(lanes) = &mut self.way else { return };
+        let SubmitPath::Lanes(lanes) = &mut self.way else { return };
         let at_ns = at_ns.max(self.events.now_ns()) + self.rng.below(2000);
         if at_ns < lanes[lane].planned_ns {
             lanes[lane].planned_ns = at_ns;
-            self.events.at(at_ns, Event::Turn(lane));
+            self.events.at(at_ns, WorldEvent::Turn(lane));
         }
     }
 
     /// One round of a lane.
     fn turn(&mut self, number: usize) {
         let now_ns = self.events.now_ns();
-        let Way::Lanes(lanes) = &mut self.way else { return };
+        let SubmitPath::Lanes(lanes) = &mut self.way else { return };
         let lane = &mut lanes[number];
         if now_ns < lane.planned_ns {
             // It has turned since, and plans anew.
@@ -408,7 +408,7 @@ impl World {
 
     /// A thread looks for what is over.
     fn poll(&mut self, submitter: usize) {
-        let Way::Shared(ends) = &mut self.way else { return };
+        let SubmitPath::Shared(ends) = &mut self.way else { return };
         let clock = clock(self.events.now_ns());
         let mut over = Vec::new();
         ends[submitter].ring(&clock);
@@ -422,7 +422,7 @@ impl World {
                 "a bio has been out for {longest_ns:?} ns"
             );
             let again_ns = self.again();
-            self.events.after(again_ns, Event::Poll(submitter));
+            self.events.after(again_ns, WorldEvent::Poll(submitter));
         }
     }
 
@@ -461,7 +461,7 @@ impl World {
     /// A queue is changed under load; as it was, once nothing more is submitted.
     fn change(&mut self) {
         let over = self.is_over();
-        let Way::Lanes(lanes) = &mut self.way else { return };
+        let SubmitPath::Lanes(lanes) = &mut self.way else { return };
         let drawn = self.rng.below(lanes.len() as u64) as usize;
         let what = self.rng.below(5);
         for (number, lane) in lanes.iter_mut().enumerate() {
@@ -488,7 +488,7 @@ impl World {
         }
         (0..lanes.len()).for_each(|lane| self.plan(lane, self.events.now_ns()));
         if !over {
-            self.events.after(self.options.changes_us * 1000, Event::Change);
+            self.events.after(self.options.changes_us * 1000, WorldEvent::Change);
         }
     }
 
@@ -499,7 +499,7 @@ impl World {
         self.outcome.cuts += 1;
         self.fail_power();
         (0..self.options.queues.max(1) as usize).for_each(|lane| self.plan(lane, self.events.now_ns()));
-        self.events.after(self.options.cuts_us * 1000, Event::Cut);
+        self.events.after(self.options.cuts_us * 1000, WorldEvent::Cut);
     }
 
     /// The power fails; what is left is judged.

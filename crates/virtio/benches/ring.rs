@@ -10,7 +10,7 @@ use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use blkyard_mq::Bio;
-use blkyard_virtio::driver_model::{Buffer, Guest, blk_header};
+use blkyard_virtio::driver_model::{ModelBuffer, ModelGuest, blk_header};
 use blkyard_virtio::{Chain, Features, ParseContext, Parsed, VirtioStatus, parse, write_status, written};
 
 const SIZE: u16 = 128;
@@ -50,7 +50,7 @@ fn multiply() -> f64 {
 }
 
 fn measure(indirect: bool, event_idx: bool, batch: u16, requests: bool) -> f64 {
-    let mut guest = Guest::new(SIZE, 1 << 21, event_idx);
+    let mut guest = ModelGuest::new(SIZE, 1 << 21, event_idx);
     // As many chains as the ring has descriptors for, and their heads in the available ring, over and over.
     let chains = if indirect { SIZE } else { 32 };
     let heads: Vec<u16> = (0..chains).map(|sector| read_4k(&mut guest, indirect, u64::from(sector))).collect();
@@ -92,14 +92,14 @@ fn measure(indirect: bool, event_idx: bool, batch: u16, requests: bool) -> f64 {
     windows[windows.len() / 10]
 }
 
-fn read_4k(guest: &mut Guest, indirect: bool, sector: u64) -> u16 {
+fn read_4k(guest: &mut ModelGuest, indirect: bool, sector: u64) -> u16 {
     // Header and status share a line, as in Linux's driver.
     let request = guest.alloc(64, 64);
     guest.write(request, &blk_header(0, sector));
     let buffers = [
-        Buffer { addr: request, len: 16, writable: false },
-        Buffer { addr: guest.alloc(4096, 4096), len: 4096, writable: true },
-        Buffer { addr: request + 16, len: 1, writable: true },
+        ModelBuffer { addr: request, len: 16, writable: false },
+        ModelBuffer { addr: guest.alloc(4096, 4096), len: 4096, writable: true },
+        ModelBuffer { addr: request + 16, len: 1, writable: true },
     ];
     let head = if indirect {
         let table = guest.alloc(48, 16);

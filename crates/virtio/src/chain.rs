@@ -115,7 +115,7 @@ impl Desc {
 
 /// The descriptor table of a split ring.
 #[derive(Clone, Copy)]
-pub(crate) struct Table<'a> {
+pub(crate) struct DescriptorTable<'a> {
     pub(crate) view: &'a View,
     /// Descriptors in it.
     pub(crate) size: u16,
@@ -123,7 +123,7 @@ pub(crate) struct Table<'a> {
     pub(crate) indirect: bool,
 }
 
-impl Table<'_> {
+impl DescriptorTable<'_> {
     /// Reads a descriptor once, as two words.
     #[inline]
     fn read(self, index: u16) -> Desc {
@@ -134,7 +134,7 @@ impl Table<'_> {
 
 /// The part of a packed ring that the driver may have filled.
 #[derive(Clone, Copy)]
-pub(crate) struct Slots<'a> {
+pub(crate) struct FilledSlots<'a> {
     pub(crate) view: &'a View,
     /// Descriptors in the ring.
     pub(crate) size: u16,
@@ -144,7 +144,7 @@ pub(crate) struct Slots<'a> {
     pub(crate) free: u16,
 }
 
-impl Slots<'_> {
+impl FilledSlots<'_> {
     /// Where the descriptor lies that is so many places further on.
     #[inline]
     pub(crate) fn offset(self, ahead: u32) -> usize {
@@ -182,7 +182,7 @@ fn read_torn(memory: &GuestMemory, table: u64, index: u32) -> Option<[u64; 2]> {
 pub struct Chain {
     readable: Box<[Segment]>,
     writable: Box<[Segment]>,
-    tally: Tally,
+    tally: WalkTotals,
     fault: Option<ChainFault>,
     hints: Hints,
 }
@@ -221,7 +221,7 @@ fn find(near: &GuestRange, far: &GuestRange, desc: Desc) -> Option<Segment> {
 
 /// How far a walk has come.
 #[derive(Clone, Copy, Debug, Default)]
-struct Tally {
+struct WalkTotals {
     /// Places taken in the list.
     readable: usize,
     writable: usize,
@@ -234,7 +234,7 @@ struct Tally {
 }
 
 /// Why a walk does not simply go on.
-enum Stop {
+enum WalkEnd {
     /// The chain ends here.
     End,
     /// The rest of it is in another table.
@@ -246,12 +246,12 @@ enum Stop {
 }
 
 /// Where descriptors come from, one after the other.
-trait Steps: Copy {
+trait DescriptorSource: Copy {
     /// The descriptor read last, not taken yet.
     fn desc(&self) -> Desc;
 
     /// Goes on to the descriptor after this one, if there is one.
-    fn step(&mut self) -> Result<(), Stop>;
+    fn step(&mut self) -> Result<(), WalkEnd>;
 }
 
 /// Descriptors that name their next, as in a split ring and its indirect tables.
@@ -272,30 +272,30 @@ impl<R: Fn(u32) -> Option<Desc>> Linked<R> {
     }
 }
 
-impl<R: Fn(u32) -> Option<Desc> + Copy> Steps for Linked<R> {
+impl<R: Fn(u32) -> Option<Desc> + Copy> DescriptorSource for Linked<R> {
     #[inline]
     fn desc(&self) -> Desc {
         self.desc
     }
 
     #[inline]
-    fn step(&mut self) -> Result<(), Stop> {
+    fn step(&mut self) -> Result<(), WalkEnd> {
         if !self.desc.is(Desc::NEXT) {
-            return Err(Stop::End);
+            return Err(WalkEnd::End);
         }
         let next = u32::from(self.desc.next());
         if next >= self.size {
-            return Err(Stop::Fault(ChainFault::NextOutOfRange));
+            return Err(WalkEnd::Fault(ChainFault::NextOutOfRange));
         }
-        self.left = self.left.checked_sub(1).ok_or(Stop::Fault(ChainFault::Loop))?;
-        self.desc = (self.read)(next).ok_or(Stop::Fault(ChainFault::IndirectNotMapped))?;
+        self.left = self.left.checked_sub(1).ok_or(WalkEnd::Fault(ChainFault::Loop))?;
+        self.desc = (self.read)(next).ok_or(WalkEnd::Fault(ChainFault::IndirectNotMapped))?;
         Ok(())
     }
 }
 
 /// Descriptors that follow each other, as in a packed ring and its indirect tables.
 #[derive(Clone, Copy)]
-struct Row<R> {
+struct DescriptorRun<R> {
     /// How many there may be.
     size: u32,
     /// How many were read.
@@ -304,21 +304,21 @@ struct Row<R> {
     read: R,
 }
 
-impl<R: Fn(u32) -> Option<Desc> + Copy> Steps for Row<R> {
+impl<R: Fn(u32) -> Option<Desc> + Copy> DescriptorSource for DescriptorRun<R> {
     #[inline]
     fn desc(&self) -> Desc {
         self.desc
     }
 
     #[inline]
-    fn step(&mut self) -> Result<(), Stop> {
+    fn step(&mut self) -> Result<(), WalkEnd> {
         if !self.desc.is(Desc::NEXT) {
-            return Err(Stop::End);
+            return Err(WalkEnd::End);
         }
         if self.len == self.size {
-            return Err(Stop::Fault(ChainFault::Loop));
+            return Err(WalkEnd::Fault(ChainFault::Loop));
         }
-        self.desc = (self.read)(self.len).ok_or(Stop::Fault(ChainFault::IndirectNotMapped))?;
+        self.desc = (self.read)(self.len).ok_or(WalkEnd::Fault(ChainFault::IndirectNotMapped))?;
         self.len += 1;
         Ok(())
     }
@@ -329,7 +329,7 @@ impl Chain {
     /// fault, so this is the most segments a driver may send, header and status included.
     pub fn new(segments_max: u16) -> Chain {
         let list = || vec![Segment::default(); usize::from(segments_max.max(1))].into();
-        Chain { readable: list(), writable: list(), tally: Tally::default(), fault: None, hints: Hints::default() }
+        Chain { readable: list(), writable: list(), tally: WalkTotals::default(), fault: None, hints: Hints::default() }
     }
 
     /// What the device may read, in order. Means nothing if there is a fault.
@@ -387,7 +387,7 @@ impl Chain {
 
     /// Walks the chain that begins at `head`, which lies in the table of a split ring.
     #[inline(always)]
-    pub(crate) fn walk(&mut self, memory: &GuestMemory, table: Table<'_>, head: u16) {
+    pub(crate) fn walk(&mut self, memory: &GuestMemory, table: DescriptorTable<'_>, head: u16) {
         let first = table.read(head);
         let indirect = if !first.is(Desc::INDIRECT) {
             self.begin();
@@ -427,12 +427,12 @@ impl Chain {
     #[inline]
     fn begin(&mut self) {
         self.fault = None;
-        self.tally = Tally::default();
+        self.tally = WalkTotals::default();
     }
 
     /// Walks the part of a chain that lies in the table of a split ring.
     #[inline(never)]
-    fn walk_ring(&mut self, memory: &GuestMemory, table: Table<'_>, first: Desc) -> Option<Desc> {
+    fn walk_ring(&mut self, memory: &GuestMemory, table: DescriptorTable<'_>, first: Desc) -> Option<Desc> {
         let mut steps = Linked::new(u32::from(table.size), first, |index| Some(table.read(index as u16)));
         self.walk_table(memory, memory.range(self.hints.last), &mut steps)
     }
@@ -483,11 +483,11 @@ impl Chain {
         self.tally = if data.is(Desc::WRITE) {
             (*write, *write_too) = (data_at, status);
             let writable_bytes = data_bytes + status_bytes;
-            Tally { readable: 1, writable: 2, readable_bytes: header_bytes, writable_bytes, ends_writable: true }
+            WalkTotals { readable: 1, writable: 2, readable_bytes: header_bytes, writable_bytes, ends_writable: true }
         } else {
             (*read_too, *write) = (data_at, status);
             let readable_bytes = header_bytes + data_bytes;
-            Tally { readable: 2, writable: 1, readable_bytes, writable_bytes: status_bytes, ends_writable: true }
+            WalkTotals { readable: 2, writable: 1, readable_bytes, writable_bytes: status_bytes, ends_writable: true }
         };
         true
     }
@@ -528,10 +528,16 @@ impl Chain {
     /// Walks the chain at the first of these places of a packed ring, where these words were read. Returns the chain's
     /// id and how many places it takes; nothing if it does not end there.
     #[inline(never)]
-    pub(crate) fn walk_slots(&mut self, memory: &GuestMemory, slots: Slots<'_>, first: [u64; 2]) -> Option<(u16, u16)> {
+    pub(crate) fn walk_slots(
+        &mut self,
+        memory: &GuestMemory,
+        slots: FilledSlots<'_>,
+        first: [u64; 2],
+    ) -> Option<(u16, u16)> {
         self.begin();
         let desc = Desc::from_packed_words(first);
-        let mut steps = Row { size: u32::from(slots.free), len: 1, desc, read: |ahead| Some(slots.read(ahead)) };
+        let mut steps =
+            DescriptorRun { size: u32::from(slots.free), len: 1, desc, read: |ahead| Some(slots.read(ahead)) };
         if self.walk_table(memory, memory.range(self.hints.last), &mut steps).is_some() {
             // A table in a chain of several. [2.8.19]
             self.spoil(ChainFault::IndirectWithNext);
@@ -540,7 +546,7 @@ impl Chain {
         loop {
             match steps.step() {
                 Ok(()) => {}
-                Err(Stop::End) => return Some((steps.desc.next(), steps.len as u16)),
+                Err(WalkEnd::End) => return Some((steps.desc.next(), steps.len as u16)),
                 Err(_) => return None,
             }
         }
@@ -561,7 +567,7 @@ impl Chain {
     #[inline(never)]
     fn walk_row(&mut self, memory: &GuestMemory, size: u32, span: Span<'_>) {
         let read = move |index| Desc::from_packed_table(read_words(&span, index), index + 1 < size);
-        let mut steps = Row { size, len: 1, desc: read(0), read: move |index| Some(read(index)) };
+        let mut steps = DescriptorRun { size, len: 1, desc: read(0), read: move |index| Some(read(index)) };
         self.walk_table(memory, memory.range(self.hints.last), &mut steps);
     }
 
@@ -576,7 +582,7 @@ impl Chain {
         match read(0) {
             Some(first) => {
                 let range = memory.range(self.hints.last);
-                self.walk_table(memory, range, &mut Row { size, len: 1, desc: first, read });
+                self.walk_table(memory, range, &mut DescriptorRun { size, len: 1, desc: first, read });
             }
             None => self.spoil(ChainFault::IndirectNotMapped),
         }
@@ -601,15 +607,20 @@ impl Chain {
 
     /// Walks one table to its end, or to an indirect descriptor, which is returned. `range` is that of the hint.
     #[inline]
-    fn walk_table<S: Steps>(&mut self, memory: &GuestMemory, range: &GuestRange, steps: &mut S) -> Option<Desc> {
+    fn walk_table<S: DescriptorSource>(
+        &mut self,
+        memory: &GuestMemory,
+        range: &GuestRange,
+        steps: &mut S,
+    ) -> Option<Desc> {
         let mut stop = self.walk_plain(memory, range, steps);
-        if let Stop::Odd = stop {
+        if let WalkEnd::Odd = stop {
             (stop, *steps) = self.walk_odd(memory, *steps);
         }
         let fault = match stop {
-            Stop::Indirect(desc) => return Some(desc),
-            Stop::Fault(fault) => Some(fault),
-            Stop::End | Stop::Odd => None,
+            WalkEnd::Indirect(desc) => return Some(desc),
+            WalkEnd::Fault(fault) => Some(fault),
+            WalkEnd::End | WalkEnd::Odd => None,
         };
         if let Some(fault) = fault {
             self.spoil(fault);
@@ -622,14 +633,14 @@ impl Chain {
     /// Walks on from an odd buffer. Where it stands goes in and out by value: nothing of it need be in memory before.
     #[cold]
     #[inline(never)]
-    fn walk_odd<S: Steps>(&mut self, memory: &GuestMemory, mut steps: S) -> (Stop, S) {
+    fn walk_odd<S: DescriptorSource>(&mut self, memory: &GuestMemory, mut steps: S) -> (WalkEnd, S) {
         loop {
             self.take(memory, steps.desc());
             let stop = match steps.step() {
                 Ok(()) => self.walk_plain(memory, memory.range(self.hints.last), &mut steps),
                 Err(stop) => stop,
             };
-            if !matches!(stop, Stop::Odd) {
+            if !matches!(stop, WalkEnd::Odd) {
                 return (stop, steps);
             }
         }
@@ -640,20 +651,25 @@ impl Chain {
     /// no reason to change hints: header and status often lie in one, and data in the other.
     // Always inlined, into whoever knows where descriptors come from.
     #[inline(always)]
-    fn walk_plain<'a>(&mut self, memory: &'a GuestMemory, mut range: &'a GuestRange, steps: &mut impl Steps) -> Stop {
+    fn walk_plain<'a>(
+        &mut self,
+        memory: &'a GuestMemory,
+        mut range: &'a GuestRange,
+        steps: &mut impl DescriptorSource,
+    ) -> WalkEnd {
         if self.fault.is_some() {
             let desc = steps.desc();
-            return if desc.is(Desc::INDIRECT) { Stop::Indirect(desc) } else { Stop::Odd };
+            return if desc.is(Desc::INDIRECT) { WalkEnd::Indirect(desc) } else { WalkEnd::Odd };
         }
         let (mut readable, mut writable) = (self.tally.readable, self.tally.writable);
         let (mut readable_bytes, mut writable_bytes) = (self.tally.readable_bytes, self.tally.writable_bytes);
         let stop = loop {
             let desc = steps.desc();
             if desc.is(Desc::INDIRECT) {
-                break Stop::Indirect(desc);
+                break WalkEnd::Indirect(desc);
             }
             if desc.len == 0 {
-                break Stop::Odd;
+                break WalkEnd::Odd;
             }
             let segment = if let Some(segment) = range.segment(desc.addr, desc.len) {
                 segment
@@ -663,17 +679,17 @@ impl Chain {
                 range = memory.range(self.hints.last);
                 segment
             } else {
-                break Stop::Odd;
+                break WalkEnd::Odd;
             };
             // Two branches rather than a choice of one of two lists: the processor guesses a branch, but waits for
             // the outcome of a choice.
             if desc.is(Desc::WRITE) {
-                let Some(place) = self.writable.get_mut(writable) else { break Stop::Odd };
+                let Some(place) = self.writable.get_mut(writable) else { break WalkEnd::Odd };
                 *place = segment;
                 writable += 1;
                 writable_bytes += u64::from(desc.len);
             } else {
-                let Some(place) = self.readable.get_mut(readable).filter(|_| writable == 0) else { break Stop::Odd };
+                let Some(place) = self.readable.get_mut(readable).filter(|_| writable == 0) else { break WalkEnd::Odd };
                 *place = segment;
                 readable += 1;
                 readable_bytes += u64::from(desc.len);
@@ -682,7 +698,7 @@ impl Chain {
                 break stop;
             }
         };
-        self.tally = Tally { readable, writable, readable_bytes, writable_bytes, ends_writable: writable > 0 };
+        self.tally = WalkTotals { readable, writable, readable_bytes, writable_bytes, ends_writable: writable > 0 };
         stop
     }
 

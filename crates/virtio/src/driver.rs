@@ -24,7 +24,7 @@ use crate::{Features, RingBase, RingLayout, RingSetupError};
 
 pub use blk::{BlkRing, Complaint, SharedMemory};
 pub use disk::{BlkDisk, ConfigCause, ConfigError, DRIVER_FEATURES, SEGMENTS_MAX};
-pub use loopback::{Backend, Loopback, LoopbackConfig};
+pub use loopback::{Loopback, LoopbackConfig, LoopbackDevice};
 pub use packed::PackedDriver;
 pub use place::BlkLayout;
 pub use split::SplitDriver;
@@ -42,7 +42,7 @@ pub struct Buffer {
 
 /// A chain that came back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Used {
+pub struct UsedChain {
     /// The token it was offered with, which may be used again.
     pub token: u16,
     /// How many bytes the device says it has written, from the first writable one on; no more than there are.
@@ -236,7 +236,7 @@ impl DriverRing {
     /// # Errors
     /// The device broke the ring. It stays so, and every further poll says the same.
     #[inline]
-    pub fn poll(&mut self) -> Result<Option<Used>, DeviceFault> {
+    pub fn poll(&mut self) -> Result<Option<UsedChain>, DeviceFault> {
         either!(self, ring => ring.poll())
     }
 

@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 use blkyard_mem::{Region, RegionTable};
 
-use self::packed::PackedDriver;
-use self::split::SplitDriver;
+use self::packed::PackedDriverModel;
+use self::split::SplitDriverModel;
 use crate::{DeviceRing, Features, GuestMemory, GuestRange, RingBase, RingLayout, packed_ring_bytes, ring_bytes};
 
 /// Where the guest's memory begins; nothing is mapped below.
@@ -23,7 +23,7 @@ pub const USER_BASE: u64 = 0x7f00_0000_0000;
 
 /// A buffer, or a descriptor to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Buffer {
+pub struct ModelBuffer {
     /// First byte, guest physical.
     pub addr: u64,
     /// Bytes.
@@ -71,7 +71,7 @@ impl Descriptor {
 
 /// A guest with one virtqueue.
 #[derive(Debug)]
-pub struct Guest {
+pub struct ModelGuest {
     memory: Arc<GuestMemory>,
     layout: RingLayout,
     addrs: [u64; 3],
@@ -85,7 +85,7 @@ pub struct Guest {
 #[derive(Debug)]
 pub struct RingDriver {
     features: Features,
-    format: Format,
+    format: ModelFormat,
     /// With `IN_ORDER`: what was offered and not polled.
     offered: VecDeque<u16>,
     /// The last chain of a batch that is being polled, and the bytes written to it.
@@ -93,17 +93,17 @@ pub struct RingDriver {
 }
 
 #[derive(Debug)]
-enum Format {
-    Split(SplitDriver),
-    Packed(PackedDriver),
+enum ModelFormat {
+    Split(SplitDriverModel),
+    Packed(PackedDriverModel),
 }
 
 /// Calls the same method of whichever driver it is.
 macro_rules! driver {
     ($ring:ident, $driver:ident => $call:expr) => {
         match &mut $ring.format {
-            Format::Split($driver) => $call,
-            Format::Packed($driver) => $call,
+            ModelFormat::Split($driver) => $call,
+            ModelFormat::Packed($driver) => $call,
         }
     };
 }
@@ -113,14 +113,14 @@ impl RingDriver {
     pub fn new(layout: RingLayout, size: u16, features: Features) -> RingDriver {
         let event_idx = features.contains(Features::EVENT_IDX);
         let format = if features.contains(Features::RING_PACKED) {
-            Format::Packed(PackedDriver::new(layout, size, event_idx))
+            ModelFormat::Packed(PackedDriverModel::new(layout, size, event_idx))
         } else {
-            Format::Split(SplitDriver::new(layout, size, event_idx))
+            ModelFormat::Split(SplitDriverModel::new(layout, size, event_idx))
         };
         RingDriver { features, format, offered: VecDeque::new(), batch: None }
     }
 
-    /// See [`Guest::start_at`].
+    /// See [`ModelGuest::start_at`].
     pub fn start_at(&mut self, index: u16) {
         driver!(self, driver => driver.start_at(index));
     }
@@ -128,24 +128,24 @@ impl RingDriver {
     /// Where a device begins that has seen all there is.
     pub fn base(&self) -> RingBase {
         match &self.format {
-            Format::Split(driver) => driver.base(),
-            Format::Packed(driver) => driver.base(),
+            ModelFormat::Split(driver) => driver.base(),
+            ModelFormat::Packed(driver) => driver.base(),
         }
     }
 
     /// Builds a chain of free descriptors; nothing if there are not enough.
-    pub fn chain(&mut self, buffers: &[Buffer]) -> Option<u16> {
+    pub fn chain(&mut self, buffers: &[ModelBuffer]) -> Option<u16> {
         driver!(self, driver => driver.chain(buffers))
     }
 
     /// One descriptor for a chain that lies in a table of its own, which is as [`RingDriver::table`] says.
-    pub fn chain_indirect(&mut self, table: u64, buffers: &[Buffer]) -> Option<u16> {
+    pub fn chain_indirect(&mut self, table: u64, buffers: &[ModelBuffer]) -> Option<u16> {
         driver!(self, driver => driver.chain_indirect(table, buffers))
     }
 
     /// The bytes of an indirect table.
-    pub fn table(&self, buffers: &[Buffer]) -> Vec<u8> {
-        let is_packed = matches!(self.format, Format::Packed(_));
+    pub fn table(&self, buffers: &[ModelBuffer]) -> Vec<u8> {
+        let is_packed = matches!(self.format, ModelFormat::Packed(_));
         let row = buffers.iter().enumerate().flat_map(|(at, buffer)| {
             // In a packed ring's table the order says what is next.
             let next = (at + 1 < buffers.len() && !is_packed).then_some(at as u16 + 1);
@@ -198,21 +198,21 @@ impl RingDriver {
     }
 }
 
-impl Guest {
+impl ModelGuest {
     /// A guest with an empty split ring of `size` entries and `heap_bytes` of memory for buffers.
     ///
     /// # Panics
     /// If the size is not a power of two, or there is no memory.
-    pub fn new(size: u16, heap_bytes: usize, event_idx: bool) -> Guest {
+    pub fn new(size: u16, heap_bytes: usize, event_idx: bool) -> ModelGuest {
         let features = if event_idx { Features::EVENT_IDX } else { Features::empty() };
-        Guest::with(features, size, heap_bytes)
+        ModelGuest::with(features, size, heap_bytes)
     }
 
     /// A guest with an empty ring of the kind these features say.
     ///
     /// # Panics
     /// If no such ring has this size, or there is no memory.
-    pub fn with(features: Features, size: u16, heap_bytes: usize) -> Guest {
+    pub fn with(features: Features, size: u16, heap_bytes: usize) -> ModelGuest {
         let is_packed = features.contains(Features::RING_PACKED);
         let bytes = if is_packed { packed_ring_bytes(size) } else { ring_bytes(size) };
         let mut at = 0;
@@ -229,7 +229,7 @@ impl Guest {
         let user_addrs = places.map(|place| USER_BASE + place);
         let layout = RingLayout::locate(&memory, features, size, user_addrs).expect("it was made to fit");
         let driver = RingDriver::new(layout.clone(), size, features);
-        Guest {
+        ModelGuest {
             memory,
             layout,
             addrs: places.map(|place| GUEST_BASE + place),
@@ -317,12 +317,12 @@ impl Guest {
     }
 
     /// See [`RingDriver::chain`].
-    pub fn chain(&mut self, buffers: &[Buffer]) -> Option<u16> {
+    pub fn chain(&mut self, buffers: &[ModelBuffer]) -> Option<u16> {
         self.driver.chain(buffers)
     }
 
     /// Builds a chain in a table of its own, and one descriptor that points to it.
-    pub fn chain_indirect(&mut self, table: u64, buffers: &[Buffer]) -> Option<u16> {
+    pub fn chain_indirect(&mut self, table: u64, buffers: &[ModelBuffer]) -> Option<u16> {
         self.write(table, &self.driver.table(buffers));
         self.driver.chain_indirect(table, buffers)
     }
@@ -354,14 +354,14 @@ impl Guest {
 }
 
 /// The descriptor of a buffer.
-fn link(buffer: Buffer, next: Option<u16>) -> Descriptor {
+fn link(buffer: ModelBuffer, next: Option<u16>) -> Descriptor {
     let write = if buffer.writable { Descriptor::WRITE } else { 0 };
     let more = if next.is_some() { Descriptor::NEXT } else { 0 };
     Descriptor { addr: buffer.addr, len: buffer.len, flags: write | more, next: next.unwrap_or(0) }
 }
 
 /// Bytes the device may write.
-fn room(buffers: &[Buffer]) -> u32 {
+fn room(buffers: &[ModelBuffer]) -> u32 {
     let writable = buffers.iter().filter(|buffer| buffer.writable);
     u32::try_from(writable.map(|buffer| u64::from(buffer.len)).sum::<u64>()).unwrap_or(u32::MAX)
 }

@@ -23,7 +23,7 @@ use blkyard_mem::{Region, View};
 use crate::Features;
 use crate::counters::reasons;
 
-pub(crate) use packed::{Left, LeftChain, PackedInflight};
+pub(crate) use packed::{LeftChain, LeftInRecord, PackedInflight};
 pub(crate) use split::SplitInflight;
 
 /// Queues begin at multiples of this in a region, as other back-ends have it.

@@ -42,5 +42,5 @@ pub use features::Features;
 pub use guest::{GuestMemory, GuestRange, RangeError, TranslateError};
 pub use inflight::{Inflight, InflightFault, inflight_bytes};
 pub use packed::{PackedRing, packed_ring_bytes};
-pub use ring::{DeviceRing, Head, RING_SIZE_MAX, RingBase, RingFault, RingLayout, RingSetupError};
+pub use ring::{ChainHead, DeviceRing, RING_SIZE_MAX, RingBase, RingFault, RingLayout, RingSetupError};
 pub use split::{SplitRing, ring_bytes};

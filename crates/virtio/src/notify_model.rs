@@ -22,7 +22,7 @@ const START: u16 = 65534;
 
 /// How a side says when it wants to be told.
 #[derive(Clone, Copy, PartialEq, Debug)]
-enum Wish {
+enum NotifyMode {
     /// A flag. [2.7.7]
     Flag,
     /// An event index. [2.7.7]
@@ -32,44 +32,50 @@ enum Wish {
 }
 
 /// Either side's: both formats' drivers and devices go by these rules when they publish and when they arm.
-impl Wish {
-    const ALL: [Wish; 4] =
-        [Wish::Flag, Wish::Event, Wish::Packed { event_idx: false }, Wish::Packed { event_idx: true }];
+impl NotifyMode {
+    const ALL: [NotifyMode; 4] = [
+        NotifyMode::Flag,
+        NotifyMode::Event,
+        NotifyMode::Packed { event_idx: false },
+        NotifyMode::Packed { event_idx: true },
+    ];
 
     /// What was wished before the run.
     fn at_start(self) -> u32 {
         match self {
-            Wish::Flag => 0,
-            Wish::Event => START.into(),
-            Wish::Packed { .. } => wish::DISABLE << 16,
+            NotifyMode::Flag => 0,
+            NotifyMode::Event => START.into(),
+            NotifyMode::Packed { .. } => wish::DISABLE << 16,
         }
     }
 
     /// What is stored by who does not want to be told; nothing if that cannot be said.
     fn disarm(self) -> Option<u32> {
         match self {
-            Wish::Flag => Some(0),
-            Wish::Event => None,
-            Wish::Packed { .. } => Some(wish::DISABLE << 16),
+            NotifyMode::Flag => Some(0),
+            NotifyMode::Event => None,
+            NotifyMode::Packed { .. } => Some(wish::DISABLE << 16),
         }
     }
 
     /// What is stored by who has taken all up to an index.
     fn arm(self, taken: u16) -> u32 {
         match self {
-            Wish::Flag => 1,
-            Wish::Event => taken.into(),
-            Wish::Packed { event_idx: false } => wish::ENABLE << 16,
-            Wish::Packed { event_idx: true } => wish::DESC << 16 | u32::from(position(taken).word()),
+            NotifyMode::Flag => 1,
+            NotifyMode::Event => taken.into(),
+            NotifyMode::Packed { event_idx: false } => wish::ENABLE << 16,
+            NotifyMode::Packed { event_idx: true } => wish::DESC << 16 | u32::from(position(taken).word()),
         }
     }
 
     /// Whether who has published from `old` to `new` is to tell.
     fn is_met(self, wish: u32, old: u16, new: u16) -> bool {
         match self {
-            Wish::Flag => wish != 0,
-            Wish::Event => needs_event(wish as u16, new, old),
-            Wish::Packed { event_idx } => wish::is_met(wish, event_idx, position(old), new.wrapping_sub(old), SIZE),
+            NotifyMode::Flag => wish != 0,
+            NotifyMode::Event => needs_event(wish as u16, new, old),
+            NotifyMode::Packed { event_idx } => {
+                wish::is_met(wish, event_idx, position(old), new.wrapping_sub(old), SIZE)
+            }
         }
     }
 }
@@ -83,7 +89,7 @@ fn position(index: u16) -> Position {
 
 #[derive(Clone, Copy, Debug)]
 struct Precautions {
-    wish: Wish,
+    wish: NotifyMode,
     /// Elements shown at once, at most.
     batch: u16,
     publisher_drains: bool,
@@ -111,7 +117,7 @@ enum Sleeper {
 
 /// Everything, as it can differ between two moments.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
-struct State {
+struct ModelState {
     /// Shared memory.
     index: u16,
     wish: u32,
@@ -127,22 +133,22 @@ struct State {
     wake_up: bool,
 }
 
-impl State {
-    fn start(how: Precautions) -> State {
-        State {
+impl ModelState {
+    fn start(how: Precautions) -> ModelState {
+        ModelState {
             index: START,
             published: START,
             old: START,
             taken: START,
             wish: how.wish.at_start(),
-            ..State::default()
+            ..ModelState::default()
         }
     }
 
     /// All that can happen next.
-    fn next(&self, how: Precautions) -> Vec<State> {
+    fn next(&self, how: Precautions) -> Vec<ModelState> {
         let mut states = Vec::new();
-        let mut can = |act: &dyn Fn(&mut State)| {
+        let mut can = |act: &dyn Fn(&mut ModelState)| {
             let mut state = self.clone();
             act(&mut state);
             states.push(state);
@@ -197,9 +203,9 @@ impl State {
 
 /// Looks at every state that can be reached. Returns one in which nothing can happen any more though not all was
 /// taken.
-fn lost_wake_up(how: Precautions) -> Option<State> {
-    let mut seen = HashSet::from([State::start(how)]);
-    let mut open = vec![State::start(how)];
+fn lost_wake_up(how: Precautions) -> Option<ModelState> {
+    let mut seen = HashSet::from([ModelState::start(how)]);
+    let mut open = vec![ModelState::start(how)];
     while let Some(state) = open.pop() {
         let next = state.next(how);
         if next.is_empty() && state.taken != START.wrapping_add(ELEMENTS) {
@@ -215,7 +221,7 @@ fn lost_wake_up(how: Precautions) -> Option<State> {
 /// With all precautions, in each way to wish and with each length of batches: but not all at once, which who sleeps
 /// could not miss.
 fn all() -> impl Iterator<Item = Precautions> {
-    Wish::ALL.into_iter().flat_map(|wish| {
+    NotifyMode::ALL.into_iter().flat_map(|wish| {
         let drains =
             Precautions { wish, batch: 0, publisher_drains: true, sleeper_drains: true, sleeper_looks_again: true };
         (1..ELEMENTS).map(move |batch| Precautions { batch, ..drains })

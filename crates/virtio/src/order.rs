@@ -7,7 +7,7 @@
 /// What was fetched and not told, oldest first.
 #[derive(Debug)]
 pub(crate) struct InOrder {
-    places: Box<[Place]>,
+    places: Box<[UsedSlot]>,
     /// The oldest.
     first: u16,
     /// Where the next goes.
@@ -16,7 +16,7 @@ pub(crate) struct InOrder {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Place {
+struct UsedSlot {
     id: u16,
     /// Where it is recorded as being in flight.
     record: u16,
@@ -30,7 +30,7 @@ struct Place {
 
 /// A used element, for one chain or a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Used {
+pub(crate) struct UsedElement {
     /// The driver's word for the last chain.
     pub(crate) id: u16,
     /// Bytes written to the last chain; to all others as many as they had room for.
@@ -44,7 +44,7 @@ pub(crate) struct Used {
 impl InOrder {
     /// Room for as many chains as a ring of this size holds.
     pub(crate) fn new(size: u16) -> InOrder {
-        InOrder { places: vec![Place::default(); usize::from(size)].into(), first: 0, next: 0, len: 0 }
+        InOrder { places: vec![UsedSlot::default(); usize::from(size)].into(), first: 0, next: 0, len: 0 }
     }
 
     /// A chain was fetched; there is room for it. Returns its place.
@@ -52,7 +52,7 @@ impl InOrder {
     pub(crate) fn fetched(&mut self, id: u16, record: u16, slots: u16, writable_bytes: u64) -> u16 {
         let place = self.next;
         let room = u32::try_from(writable_bytes).unwrap_or(u32::MAX);
-        self.places[usize::from(place)] = Place { id, record, slots, room, written: 0, done: false };
+        self.places[usize::from(place)] = UsedSlot { id, record, slots, room, written: 0, done: false };
         self.next = self.after(place);
         self.len += 1;
         place
@@ -68,7 +68,7 @@ impl InOrder {
     /// The next used element there is to tell; `each` hears the record of every chain it stands for. A batch ends
     /// before a chain that is not done, and after one whose room was not filled: those that are skipped count as
     /// filled.
-    pub(crate) fn tell(&mut self, mut each: impl FnMut(u16)) -> Option<Used> {
+    pub(crate) fn tell(&mut self, mut each: impl FnMut(u16)) -> Option<UsedElement> {
         let mut told = None;
         while self.len > 0 {
             let place = self.places[usize::from(self.first)];
@@ -76,8 +76,14 @@ impl InOrder {
                 break;
             }
             each(place.record);
-            let Used { chains, slots, .. } = told.unwrap_or(Used { id: 0, written: 0, chains: 0, slots: 0 });
-            told = Some(Used { id: place.id, written: place.written, chains: chains + 1, slots: slots + place.slots });
+            let UsedElement { chains, slots, .. } =
+                told.unwrap_or(UsedElement { id: 0, written: 0, chains: 0, slots: 0 });
+            told = Some(UsedElement {
+                id: place.id,
+                written: place.written,
+                chains: chains + 1,
+                slots: slots + place.slots,
+            });
             self.first = self.after(self.first);
             self.len -= 1;
             if place.written != place.room {
@@ -104,7 +110,7 @@ mod tests {
         for id in 0..3 {
             let place = order.fetched(id, 0, 1, 1);
             order.done(place, 1);
-            assert_eq!(order.tell(|_| {}), Some(Used { id, written: 1, chains: 1, slots: 1 }));
+            assert_eq!(order.tell(|_| {}), Some(UsedElement { id, written: 1, chains: 1, slots: 1 }));
         }
         let places: Vec<_> = (10..15).map(|id| order.fetched(id, 0, 3, 513)).collect();
         for at in [1, 2, 4] {
@@ -112,11 +118,15 @@ mod tests {
             assert_eq!(order.tell(|_| {}), None, "the first is not done");
         }
         order.done(places[0], 513);
-        assert_eq!(order.tell(|_| {}), Some(Used { id: 12, written: 513, chains: 3, slots: 9 }));
+        assert_eq!(order.tell(|_| {}), Some(UsedElement { id: 12, written: 513, chains: 3, slots: 9 }));
         assert_eq!(order.tell(|_| {}), None);
         order.done(places[3], 0);
-        assert_eq!(order.tell(|_| {}), Some(Used { id: 13, written: 0, chains: 1, slots: 3 }), "it cannot be skipped");
-        assert_eq!(order.tell(|_| {}), Some(Used { id: 14, written: 513, chains: 1, slots: 3 }));
+        assert_eq!(
+            order.tell(|_| {}),
+            Some(UsedElement { id: 13, written: 0, chains: 1, slots: 3 }),
+            "it cannot be skipped"
+        );
+        assert_eq!(order.tell(|_| {}), Some(UsedElement { id: 14, written: 513, chains: 1, slots: 3 }));
         assert_eq!(order.tell(|_| {}), None);
     }
 }

@@ -11,10 +11,10 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
-use crate::chain::{DESC_BYTES, Slots};
-use crate::inflight::{Left, LeftChain, PackedInflight};
-use crate::order::{InOrder, Used};
-use crate::ring::{Head, RUN_MAX, RingBase, RingFault, RingLayout, RingSetupError, check_size};
+use crate::chain::{DESC_BYTES, FilledSlots};
+use crate::inflight::{LeftChain, LeftInRecord, PackedInflight};
+use crate::order::{InOrder, UsedElement};
+use crate::ring::{ChainHead, RUN_MAX, RingBase, RingFault, RingLayout, RingSetupError, check_size};
 use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
 
 /// The marks in a descriptor's flags. [2.8.1] What is available differs from what is used in the second.
@@ -216,7 +216,7 @@ pub struct PackedRing {
     /// If the driver wants its chains back in the order it offered them.
     order: Option<InOrder>,
     /// What the driver has been owed since before the set-up: fetched before anything else. None once that is done.
-    left: Option<Left>,
+    left: Option<LeftInRecord>,
     /// Where what is in flight is recorded.
     inflight: Option<PackedInflight>,
 }
@@ -320,7 +320,7 @@ impl PackedRing {
     /// The ring is broken. It stays so, and every further fetch says the same.
     // Not inlined: it would take registers from the loop of split rings beside it.
     #[inline(never)]
-    pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingFault> {
+    pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<ChainHead>, RingFault> {
         if let Some(fault) = self.fault {
             return Err(fault);
         }
@@ -361,7 +361,7 @@ impl PackedRing {
         first: [u64; 2],
     ) -> Result<(u16, u16, u16), RingFault> {
         let free = self.size - self.slots_out;
-        let slots = Slots { view: &self.layout.desc, size: self.size, place: self.next_avail.place, free };
+        let slots = FilledSlots { view: &self.layout.desc, size: self.size, place: self.next_avail.place, free };
         let Some((id, count)) = chain.walk_slots(memory, slots, first) else {
             return Err(self.breaks(RingFault::ChainOverrun));
         };
@@ -400,11 +400,11 @@ impl PackedRing {
 
     /// Takes the next chain that was in flight before the set-up, from the copies of its descriptors.
     #[cold]
-    fn fetch_left(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingFault> {
-        let next = |left: &mut Left| {
+    fn fetch_left(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<ChainHead>, RingFault> {
+        let next = |left: &mut LeftInRecord| {
             let LeftChain { record, slots, at } = left.chains.pop()?;
             let size = left.slots;
-            let copies = Slots { view: &left.copies, size, place: at, free: slots };
+            let copies = FilledSlots { view: &left.copies, size, place: at, free: slots };
             let first = left.copies.load_u64s(copies.offset(0), Relaxed);
             // What was copied was a whole chain, unless somebody wrote to the record.
             let walked = match chain.walk_packed(memory, first, self.indirect) {
@@ -426,10 +426,10 @@ impl PackedRing {
     }
 
     #[inline]
-    fn head(&mut self, chain: &Chain, id: u16, slots: u16, record: u16) -> Head {
+    fn head(&mut self, chain: &Chain, id: u16, slots: u16, record: u16) -> ChainHead {
         // Each chain takes a place at least, so there is one for it in the order, too.
         let place = self.order.as_mut().map_or(0, |order| order.fetched(id, record, slots, chain.writable_bytes()));
-        Head { id, slots, place, record }
+        ChainHead { id, slots, place, record }
     }
 
     #[cold]
@@ -445,15 +445,15 @@ impl PackedRing {
     // Always inlined, since a head is four numbers to pack for a call.
     #[inline(always)]
     #[expect(clippy::needless_pass_by_value, reason = "a head is spent when its chain is completed")]
-    pub fn complete(&mut self, head: Head, written: u32) {
-        let Head { id, slots, place, record } = head;
+    pub fn complete(&mut self, head: ChainHead, written: u32) {
+        let ChainHead { id, slots, place, record } = head;
         assert!(self.in_flight > 0 && slots <= self.slots_out - self.unpublished, "head {id} is not out of this ring");
         match &mut self.order {
             None => {
                 if let Some(inflight) = &mut self.inflight {
                     inflight.completed(record);
                 }
-                self.put(Used { id, written, chains: 1, slots });
+                self.put(UsedElement { id, written, chains: 1, slots });
             }
             Some(order) => order.done(place, written),
         }
@@ -461,7 +461,7 @@ impl PackedRing {
 
     /// A batch takes the first of its places and leaves the others as they were. [2.8.11]
     #[inline(always)]
-    fn put(&mut self, used: Used) {
+    fn put(&mut self, used: UsedElement) {
         self.in_flight -= used.chains;
         self.unpublished += used.slots;
         self.elements.push(Element { id: used.id, slots: used.slots, written: used.written });

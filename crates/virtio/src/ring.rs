@@ -167,7 +167,7 @@ reasons! {
 /// A chain that was fetched and has not been completed. It can be redeemed once, at the ring it came from.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a head that is not completed is lost to the guest"]
-pub struct Head {
+pub struct ChainHead {
     /// Split: the first descriptor's place in the table. Packed: the buffer's id.
     pub(crate) id: u16,
     /// Descriptors it takes in a packed ring; 1 in a split one.
@@ -178,7 +178,7 @@ pub struct Head {
     pub(crate) record: u16,
 }
 
-impl Head {
+impl ChainHead {
     /// The guest's word for the request.
     #[inline]
     pub fn id(&self) -> u16 {
@@ -278,7 +278,7 @@ impl DeviceRing {
     /// # Errors
     /// The ring is broken. It stays so, and every further fetch says the same.
     #[inline]
-    pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingFault> {
+    pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<ChainHead>, RingFault> {
         match self {
             DeviceRing::Split(ring) => ring.fetch(memory, chain),
             DeviceRing::Packed(ring) => ring.fetch(memory, chain),
@@ -291,7 +291,7 @@ impl DeviceRing {
     /// # Panics
     /// If the head is not out: it belongs to another ring.
     #[inline]
-    pub fn complete(&mut self, head: Head, written: u32) {
+    pub fn complete(&mut self, head: ChainHead, written: u32) {
         match self {
             DeviceRing::Split(ring) => ring.complete(head, written),
             DeviceRing::Packed(ring) => ring.complete(head, written),

@@ -7,10 +7,10 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
-use crate::chain::{DESC_BYTES, Table};
+use crate::chain::{DESC_BYTES, DescriptorTable};
 use crate::inflight::SplitInflight;
-use crate::order::{InOrder, Used};
-use crate::ring::{Head, RUN_MAX, RingBase, RingFault, RingLayout, RingSetupError, check_size};
+use crate::order::{InOrder, UsedElement};
+use crate::ring::{ChainHead, RUN_MAX, RingBase, RingFault, RingLayout, RingSetupError, check_size};
 use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
 
 // Places in the available ring [2.7.6] and the used ring [2.7.8]; both begin with flags and index.
@@ -164,7 +164,7 @@ impl SplitRing {
     /// The ring is broken. It stays so, and every further fetch says the same.
     // Not inlined: the walk wants all registers.
     #[inline(never)]
-    pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<Head>, RingFault> {
+    pub fn fetch(&mut self, memory: &GuestMemory, chain: &mut Chain) -> Result<Option<ChainHead>, RingFault> {
         let index = if self.next_avail != self.avail_seen || self.look(memory, chain)? {
             self.take()?
         } else if let Some(index) = self.left.pop() {
@@ -172,10 +172,10 @@ impl SplitRing {
         } else {
             return Ok(None);
         };
-        let table = Table { view: &self.layout.desc, size: self.size, indirect: self.indirect };
+        let table = DescriptorTable { view: &self.layout.desc, size: self.size, indirect: self.indirect };
         chain.walk(memory, table, index);
         let place = self.order.as_mut().map_or(0, |order| order.fetched(index, index, 1, chain.writable_bytes()));
-        Ok(Some(Head { id: index, slots: 1, place, record: index }))
+        Ok(Some(ChainHead { id: index, slots: 1, place, record: index }))
     }
 
     /// Takes the next head out of the available ring.
@@ -246,14 +246,14 @@ impl SplitRing {
     // Always inlined, since a head is four numbers to pack for a call.
     #[inline(always)]
     #[expect(clippy::needless_pass_by_value, reason = "a head is spent when its chain is completed")]
-    pub fn complete(&mut self, head: Head, written: u32) {
-        let Head { id, slots, place, .. } = head;
+    pub fn complete(&mut self, head: ChainHead, written: u32) {
+        let ChainHead { id, slots, place, .. } = head;
         let out = self.out.get_mut(usize::from(id)).is_some_and(std::mem::take);
         assert!(out, "head {id} is not out of this ring");
         if let Some(order) = &mut self.order {
             return order.done(place, written);
         }
-        self.put(Used { id, written, chains: 1, slots });
+        self.put(UsedElement { id, written, chains: 1, slots });
         if let Some(inflight) = &mut self.inflight {
             inflight.completed(id);
         }
@@ -271,7 +271,7 @@ impl SplitRing {
 
     /// A batch takes the first of its elements and leaves the others as they were. [2.7.9]
     #[inline]
-    fn put(&mut self, used: Used) {
+    fn put(&mut self, used: UsedElement) {
         let element = RING + usize::from(self.next_used & self.mask) * USED_ELEMENT;
         self.layout.used.store_u32s(element, [u32::from(used.id), used.written], Relaxed);
         self.next_used = self.next_used.wrapping_add(used.chains);

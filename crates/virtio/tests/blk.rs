@@ -6,7 +6,7 @@ mod common;
 use blkyard_mq::{BioFlags, Op, Segment, Status};
 use blkyard_virtio::RequestFault::*;
 use blkyard_virtio::VirtioStatus::{IoErr, Ok as Done, Unsupp};
-use blkyard_virtio::driver_model::{Buffer, GUEST_BASE, Guest, blk_header};
+use blkyard_virtio::driver_model::{GUEST_BASE, ModelBuffer, ModelGuest, blk_header};
 use blkyard_virtio::{Chain, Features, Refusal, RequestFault, SerialError, SerialId, VirtioStatus, status_of, written};
 use common::{Device, Outcome};
 
@@ -18,14 +18,14 @@ const DISCARD: u32 = 11;
 const WRITE_ZEROES: u32 = 13;
 
 struct Bench {
-    guest: Guest,
+    guest: ModelGuest,
     device: Device,
     base: u64,
 }
 
 impl Bench {
     fn new() -> Bench {
-        let mut guest = Guest::new(64, 0x10000, true);
+        let mut guest = ModelGuest::new(64, 0x10000, true);
         let mut device = Device::new(&guest, true);
         device.chain = Chain::new(64);
         let base = guest.alloc(0x8000, 4096);
@@ -40,7 +40,7 @@ impl Bench {
         for (len, is_writable) in
             readable.iter().map(|len| (*len, false)).chain(writable.iter().map(|len| (*len, true)))
         {
-            buffers.push(Buffer { addr, len, writable: is_writable });
+            buffers.push(ModelBuffer { addr, len, writable: is_writable });
             addr += u64::from(len);
         }
         let head = self.guest.chain(&buffers).unwrap();

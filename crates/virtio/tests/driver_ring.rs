@@ -7,8 +7,8 @@ mod driver_common;
 
 use std::collections::HashMap;
 
-use blkyard_virtio::driver::{Buffer, NoRoom, Used};
-use blkyard_virtio::{Features, Head};
+use blkyard_virtio::driver::{Buffer, NoRoom, UsedChain};
+use blkyard_virtio::{ChainHead, Features};
 use driver_common::{ROWS, Rig, formats};
 use proptest::prelude::*;
 
@@ -20,9 +20,9 @@ struct Pair {
     /// Chains not yet published, published, and with the device, by token.
     added: Vec<(u16, Vec<Buffer>)>,
     offered: Vec<(u16, Vec<Buffer>)>,
-    fetched: Vec<(Head, u16, u32)>,
+    fetched: Vec<(ChainHead, u16, u32)>,
     /// Completed and not seen by the driver yet, in order; how many of them are published.
-    completed: Vec<Used>,
+    completed: Vec<UsedChain>,
     visible: usize,
     /// Descriptors of each chain in flight, by token; and all together.
     descriptors: HashMap<u16, u16>,
@@ -92,7 +92,7 @@ impl Pair {
         let (head, token, writable) = self.fetched.swap_remove(pick % self.fetched.len());
         let written = (pick as u32).min(writable);
         self.rig.device.complete(head, written);
-        self.completed.push(Used { token, written });
+        self.completed.push(UsedChain { token, written });
     }
 
     fn answer(&mut self) {

@@ -4,7 +4,7 @@
 
 mod common;
 
-use blkyard_virtio::driver_model::{Descriptor, GUEST_BASE, Guest};
+use blkyard_virtio::driver_model::{Descriptor, GUEST_BASE, ModelGuest};
 use common::{Device, Outcome};
 use proptest::prelude::*;
 
@@ -36,7 +36,7 @@ proptest! {
         event_idx in any::<bool>(), indirect in any::<bool>(),
     ) {
         let size = 1_u16 << size_log;
-        let guest = Guest::new(size, 0x2000, event_idx);
+        let guest = ModelGuest::new(size, 0x2000, event_idx);
         let mut device = Device::new(&guest, indirect);
         for index in indexes {
             for (at, bytes) in &places {

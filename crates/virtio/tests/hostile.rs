@@ -10,7 +10,7 @@ mod common;
 
 use blkyard_mq::Op;
 use blkyard_virtio::ChainFault::*;
-use blkyard_virtio::driver_model::{Buffer, Descriptor, GUEST_BASE, Guest, blk_header};
+use blkyard_virtio::driver_model::{Descriptor, GUEST_BASE, ModelBuffer, ModelGuest, blk_header};
 use blkyard_virtio::{Chain, ChainFault, Refusal, RingFault, VirtioStatus};
 use common::{Device, Outcome, SEGMENTS};
 
@@ -150,9 +150,9 @@ fn more_than_there_is_room_for_still_finds_its_status() {
     let (mut guest, mut device) = set_up(true);
     device.chain = Chain::new(SEGMENTS + 2);
     for (descriptors, fits) in [(8, true), (9, false), (300, false), (2000, false)] {
-        let mut buffers = vec![Buffer { addr: HEADER, len: 16, writable: false }];
-        buffers.extend((0..descriptors).map(|_| Buffer { addr: DATA, len: 512, writable: true }));
-        buffers.push(Buffer { addr: STATUS, len: 1, writable: true });
+        let mut buffers = vec![ModelBuffer { addr: HEADER, len: 16, writable: false }];
+        buffers.extend((0..descriptors).map(|_| ModelBuffer { addr: DATA, len: 512, writable: true }));
+        buffers.push(ModelBuffer { addr: STATUS, len: 1, writable: true });
         guest.write(STATUS, &[0xaa]);
         let head = guest.chain_indirect(TABLE, &buffers).unwrap();
         guest.offer(head);
@@ -164,9 +164,9 @@ fn more_than_there_is_room_for_still_finds_its_status() {
     }
     // A chain that fits, but whose data does not fit the bio.
     device.chain = Chain::new(100);
-    let mut buffers = vec![Buffer { addr: HEADER, len: 16, writable: false }];
-    buffers.extend((0..9).map(|_| Buffer { addr: DATA, len: 512, writable: true }));
-    buffers.push(Buffer { addr: STATUS, len: 1, writable: true });
+    let mut buffers = vec![ModelBuffer { addr: HEADER, len: 16, writable: false }];
+    buffers.extend((0..9).map(|_| ModelBuffer { addr: DATA, len: 512, writable: true }));
+    buffers.push(ModelBuffer { addr: STATUS, len: 1, writable: true });
     let head = guest.chain_indirect(TABLE, &buffers).unwrap();
     guest.offer(head);
     guest.publish();
@@ -189,7 +189,7 @@ fn an_indirect_descriptor_that_was_not_negotiated_is_refused() {
 #[test]
 fn a_chain_of_more_than_4_gib_is_refused() {
     // No one buffer is too long, but all together are: each names the same MiB.
-    let mut guest = Guest::new(2, 4 << 20, false);
+    let mut guest = ModelGuest::new(2, 4 << 20, false);
     let mut device = Device::new(&guest, true);
     device.chain = Chain::new(u16::MAX);
     let header = guest.alloc(16, 16);
@@ -197,9 +197,9 @@ fn a_chain_of_more_than_4_gib_is_refused() {
     let status = guest.alloc(1, 1);
     let table = guest.alloc(32768 * 16, 16);
     for (count, too_long) in [(4095, false), (4096, true)] {
-        let mut buffers = vec![Buffer { addr: header, len: 16, writable: false }];
-        buffers.extend((0..count).map(|_| Buffer { addr: data, len: 1 << 20, writable: true }));
-        buffers.push(Buffer { addr: status, len: 1, writable: true });
+        let mut buffers = vec![ModelBuffer { addr: header, len: 16, writable: false }];
+        buffers.extend((0..count).map(|_| ModelBuffer { addr: data, len: 1 << 20, writable: true }));
+        buffers.push(ModelBuffer { addr: status, len: 1, writable: true });
         let head = guest.chain_indirect(table, &buffers).unwrap();
         offer_all(&mut guest, &[head]);
         let got = device.turn().unwrap();
@@ -211,7 +211,7 @@ fn a_chain_of_more_than_4_gib_is_refused() {
 
 #[test]
 fn a_ring_that_makes_no_sense_stops_the_queue_for_good() {
-    type Act = fn(&mut Guest);
+    type Act = fn(&mut ModelGuest);
     let table: &[(&str, Act, RingFault)] = &[
         ("the index jumps one too far", |guest| set_avail(guest, 1 + SIZE + 1), RingFault::AvailJumped),
         ("the index goes back", |guest| set_avail(guest, 0), RingFault::AvailJumped),
@@ -262,8 +262,8 @@ fn a_header_that_changes_after_it_was_fetched_makes_no_difference() {
     device.ring.complete(head, 0);
 }
 
-fn set_up(indirect: bool) -> (Guest, Device) {
-    let guest = Guest::new(SIZE, 0x10000, true);
+fn set_up(indirect: bool) -> (ModelGuest, Device) {
+    let guest = ModelGuest::new(SIZE, 0x10000, true);
     assert_eq!(guest.memory().ranges()[0].guest_addr + guest.memory().ranges()[0].len, END);
     guest.write(HEADER, &blk_header(0, 8));
     // The last descriptor in memory goes on to one beyond.
@@ -273,7 +273,7 @@ fn set_up(indirect: bool) -> (Guest, Device) {
     (guest, device)
 }
 
-fn describe(guest: &Guest, ring: &[Row], indirect: &[Row]) {
+fn describe(guest: &ModelGuest, ring: &[Row], indirect: &[Row]) {
     for (table, rows) in [(guest.addrs()[0], ring), (TABLE, indirect)] {
         for (index, (addr, len, flags, next)) in rows.iter().copied().enumerate() {
             guest.set_descriptor(table, index as u16, Descriptor { addr, len, flags, next });
@@ -282,7 +282,7 @@ fn describe(guest: &Guest, ring: &[Row], indirect: &[Row]) {
 }
 
 /// A good request, from descriptors that no row uses.
-fn serve(guest: &mut Guest, device: &mut Device, name: &str) {
+fn serve(guest: &mut ModelGuest, device: &mut Device, name: &str) {
     let status = HEAP + 0x6000;
     let rows: [Row; 3] = [(HEADER, 16, NEXT, 14), (HEAP + 0x5000, 512, NEXT | WRITE, 15), (status, 1, WRITE, 0)];
     for (index, (addr, len, flags, next)) in rows.into_iter().enumerate() {
@@ -296,11 +296,11 @@ fn serve(guest: &mut Guest, device: &mut Device, name: &str) {
     assert_eq!(guest.read(status, 1), [0], "{name}");
 }
 
-fn offer_all(guest: &mut Guest, heads: &[u16]) {
+fn offer_all(guest: &mut ModelGuest, heads: &[u16]) {
     heads.iter().for_each(|head| guest.offer(*head));
     guest.publish();
 }
 
-fn set_avail(guest: &mut Guest, index: u16) {
+fn set_avail(guest: &mut ModelGuest, index: u16) {
     guest.write(guest.addrs()[1] + 2, &index.to_le_bytes());
 }

@@ -7,14 +7,14 @@
 use std::sync::Arc;
 
 use blkyard_mem::Region;
-use blkyard_virtio::driver_model::{Buffer, GUEST_BASE, Guest};
+use blkyard_virtio::driver_model::{GUEST_BASE, ModelBuffer, ModelGuest};
 use blkyard_virtio::{Chain, DeviceRing, Features, Inflight, InflightFault, SplitRing, inflight_bytes};
 use proptest::prelude::*;
 
 const SIZE: u16 = 8;
 
 struct Bench {
-    guest: Guest,
+    guest: ModelGuest,
     region: Arc<Region>,
     ring: SplitRing,
     chain: Chain,
@@ -28,10 +28,10 @@ impl Bench {
 
     /// A driver that has offered these heads, a device that has fetched nothing, and a record with these bytes.
     fn offering(heads: &[u16], used_idx: u16, record: &[u8]) -> (Bench, Result<(), InflightFault>) {
-        let mut guest = Guest::new(SIZE, 0x1000, false);
+        let mut guest = ModelGuest::new(SIZE, 0x1000, false);
         guest.start_at(used_idx);
         for _ in 0..SIZE {
-            guest.chain(&[Buffer { addr: GUEST_BASE, len: 1, writable: true }]).unwrap();
+            guest.chain(&[ModelBuffer { addr: GUEST_BASE, len: 1, writable: true }]).unwrap();
         }
         heads.iter().for_each(|head| guest.offer(*head));
         let _ = guest.publish();
@@ -44,7 +44,7 @@ impl Bench {
         (Bench { guest, region, ring, chain: Chain::new(4) }, outcome)
     }
 
-    fn fetch(&mut self) -> Option<blkyard_virtio::Head> {
+    fn fetch(&mut self) -> Option<blkyard_virtio::ChainHead> {
         self.ring.fetch(self.guest.memory(), &mut self.chain).unwrap()
     }
 
@@ -182,14 +182,14 @@ fn a_record_that_makes_no_sense_is_refused_and_left_as_it_is() {
         assert_eq!(outcome, Err(fault));
         assert_eq!(bench.bytes(144), bytes, "{fault}");
     }
-    let DeviceRing::Split(mut ring) = Guest::new(16, 0, false).device(false) else { unreachable!() };
+    let DeviceRing::Split(mut ring) = ModelGuest::new(16, 0, false).device(false) else { unreachable!() };
     let short = Region::anonymous(1024).unwrap();
     assert_eq!(ring.track(Inflight::new(short, 0, 256).unwrap()), Err(InflightFault::TooSmall));
 }
 
 /// A packed ring of four, driver and device and record.
 struct PackedBench {
-    guest: Guest,
+    guest: ModelGuest,
     ring: DeviceRing,
     region: Arc<Region>,
     chain: Chain,
@@ -198,11 +198,11 @@ struct PackedBench {
 impl PackedBench {
     /// A driver that has offered chains of one, two and one descriptors, and a record with these bytes.
     fn new(record: &[u8]) -> (PackedBench, Result<(), InflightFault>) {
-        let mut guest = Guest::with(Features::RING_PACKED, 4, 0x1000);
+        let mut guest = ModelGuest::with(Features::RING_PACKED, 4, 0x1000);
         let base = guest.device(false).base();
         for count in [1, 2, 1] {
             let buffers: Vec<_> =
-                (0..count).map(|at| Buffer { addr: GUEST_BASE + at, len: 7, writable: true }).collect();
+                (0..count).map(|at| ModelBuffer { addr: GUEST_BASE + at, len: 7, writable: true }).collect();
             let head = guest.chain(&buffers).unwrap();
             guest.offer(head);
         }
@@ -214,7 +214,7 @@ impl PackedBench {
         (PackedBench { guest, ring, region, chain: Chain::new(4) }, outcome)
     }
 
-    fn fetch(&mut self) -> Option<blkyard_virtio::Head> {
+    fn fetch(&mut self) -> Option<blkyard_virtio::ChainHead> {
         self.ring.fetch(self.guest.memory(), &mut self.chain).unwrap()
     }
 

@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use blkyard_mem::{Region, kill};
-use blkyard_virtio::driver_model::{Buffer, GUEST_BASE, Guest};
-use blkyard_virtio::{Chain, DeviceRing, Features, GuestMemory, Head, Inflight, RingBase, inflight_bytes};
+use blkyard_virtio::driver_model::{GUEST_BASE, ModelBuffer, ModelGuest};
+use blkyard_virtio::{Chain, ChainHead, DeviceRing, Features, GuestMemory, Inflight, RingBase, inflight_bytes};
 
 /// Chains in one story.
 const CHAINS: u32 = 7;
@@ -46,7 +46,7 @@ const HABITS: [Habit; 4] = [
 
 /// What outlives a device: its driver, and the memory.
 struct World {
-    guest: Guest,
+    guest: ModelGuest,
     /// Where the ring began.
     base: RingBase,
     record: Arc<Region>,
@@ -61,7 +61,7 @@ struct World {
 
 impl World {
     fn new(rings: Rings, first: usize) -> World {
-        let mut guest = Guest::with(rings.features, rings.size, 0x1000);
+        let mut guest = ModelGuest::with(rings.features, rings.size, 0x1000);
         guest.start_at(rings.start);
         let record = Region::anonymous(inflight_bytes(rings.features, rings.size)).unwrap();
         let base = guest.device(false).base();
@@ -102,9 +102,9 @@ impl World {
 }
 
 /// One to three descriptors, as many as the ring has.
-fn buffers(rings: Rings, number: u32) -> Vec<Buffer> {
+fn buffers(rings: Rings, number: u32) -> Vec<ModelBuffer> {
     let count = (1 + number as usize % 3).min(rings.size.into());
-    (0..count).map(|at| Buffer { addr: GUEST_BASE, len: 1, writable: at + 1 == count }).collect()
+    (0..count).map(|at| ModelBuffer { addr: GUEST_BASE, len: 1, writable: at + 1 == count }).collect()
 }
 
 /// What is said to be written: what tells a chain from others, or as much as there is room for, so that several are
@@ -118,7 +118,7 @@ struct Device {
     habit: Habit,
     memory: Arc<GuestMemory>,
     chain: Chain,
-    held: Vec<(u32, Head)>,
+    held: Vec<(u32, ChainHead)>,
     /// The number of the chain fetched last.
     last: Option<u32>,
 }

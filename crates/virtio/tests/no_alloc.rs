@@ -8,7 +8,7 @@ mod driver_common;
 use std::sync::Arc;
 
 use blkyard_mem::{CountingAllocator, Region};
-use blkyard_virtio::driver_model::{Buffer, Descriptor, Guest, blk_header};
+use blkyard_virtio::driver_model::{Descriptor, ModelBuffer, ModelGuest, blk_header};
 use blkyard_virtio::{
     Features, Inflight, Parsed, RingFault, VirtioStatus, inflight_bytes, parse, write_status, written,
 };
@@ -50,16 +50,16 @@ fn turn(device: &mut Device) -> (u32, u32) {
 
 #[test]
 fn a_ring_allocates_nothing_whatever_the_guest_does() {
-    let mut guest = Guest::new(64, 0x10000, true);
+    let mut guest = ModelGuest::new(64, 0x10000, true);
     let mut device = Device::new(&guest, true);
     let header = guest.alloc(16, 16);
     let data = guest.alloc(4096, 512);
     let status = guest.alloc(1, 1);
     let table = guest.alloc(16 * 64, 16);
     let buffers = |parts: u16| {
-        let mut buffers = vec![Buffer { addr: header, len: 16, writable: false }];
-        buffers.extend((0..parts).map(|_| Buffer { addr: data, len: 512, writable: true }));
-        buffers.push(Buffer { addr: status, len: 1, writable: true });
+        let mut buffers = vec![ModelBuffer { addr: header, len: 16, writable: false }];
+        buffers.extend((0..parts).map(|_| ModelBuffer { addr: data, len: 512, writable: true }));
+        buffers.push(ModelBuffer { addr: status, len: 1, writable: true });
         buffers
     };
     let mut saw = (0, 0);
@@ -100,12 +100,12 @@ fn a_ring_allocates_nothing_whatever_the_guest_does() {
 #[test]
 fn a_record_grows_no_more_than_its_ring_whatever_the_guest_offers() {
     for order in [Features::empty(), Features::IN_ORDER] {
-        let mut guest = Guest::with(order, 4, 0x1000);
+        let mut guest = ModelGuest::with(order, 4, 0x1000);
         let mut device = Device::new(&guest, true);
         let region = Region::anonymous(inflight_bytes(order, 4)).unwrap();
         device.ring.track(Inflight::new(Arc::clone(&region), 0, region.len()).unwrap()).unwrap();
         let addr = guest.alloc(1, 1);
-        let head = guest.chain(&[Buffer { addr, len: 1, writable: true }]).unwrap();
+        let head = guest.chain(&[ModelBuffer { addr, len: 1, writable: true }]).unwrap();
         let mut ends = 0;
         let broken = loop {
             // The same one again as soon as it has ended, though that was not published.

@@ -11,7 +11,7 @@ mod common;
 mod driver_common;
 
 use blkyard_virtio::driver::{Buffer, DriverRing};
-use blkyard_virtio::driver_model::{Buffer as GuestBuffer, Guest, blk_header};
+use blkyard_virtio::driver_model::{ModelBuffer as GuestBuffer, ModelGuest, blk_header};
 use blkyard_virtio::{DeviceRing, Features};
 use common::Device;
 use driver_common::{Rig, formats};
@@ -94,14 +94,14 @@ impl Rings for Ours {
 
 /// The reference driver.
 struct Reference {
-    guest: Guest,
+    guest: ModelGuest,
     device: Device,
     head: u16,
 }
 
 impl Reference {
     fn new(event_idx: bool) -> Reference {
-        let mut guest = Guest::new(1, 0x1000, event_idx);
+        let mut guest = ModelGuest::new(1, 0x1000, event_idx);
         // Both indexes wrap on the way.
         guest.start_at(65534);
         let header = guest.alloc(16, 16);

@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 
 use blkyard_mem::Segment;
-use blkyard_virtio::driver_model::{Buffer, Descriptor, GUEST_BASE, Guest};
+use blkyard_virtio::driver_model::{Descriptor, GUEST_BASE, ModelBuffer, ModelGuest};
 use blkyard_virtio::{Chain, ChainFault, RingFault};
 use proptest::prelude::*;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
@@ -25,7 +25,7 @@ struct Seen {
 }
 
 /// Copies the guest's memory for the oracle and lets it fetch what is available. Nothing if it refuses the ring.
-fn ask_oracle(guest: &Guest, next_avail: u16) -> Option<Vec<Seen>> {
+fn ask_oracle(guest: &ModelGuest, next_avail: u16) -> Option<Vec<Seen>> {
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(GUEST_BASE), BYTES)]).unwrap();
     memory.write_slice(&guest.read(GUEST_BASE, BYTES), GuestAddress(GUEST_BASE)).unwrap();
     let mut queue = Queue::new(SIZE).unwrap();
@@ -76,7 +76,7 @@ proptest! {
         heads in prop::collection::vec(0_u16..SIZE + 1, 0..10),
         start in prop_oneof![Just(0_u16), Just(65532), any::<u16>()],
     ) {
-        let mut guest = Guest::new(SIZE, 0x2000, true);
+        let mut guest = ModelGuest::new(SIZE, 0x2000, true);
         guest.start_at(start);
         for (place, rows) in [(guest.addrs()[0], &ring), (TABLE, &table)] {
             rows.iter().enumerate().for_each(|(index, row)| guest.set_descriptor(place, index as u16, *row));
@@ -116,11 +116,11 @@ proptest! {
             (prop::collection::vec((0_u32..2000, 1_u32..2000), 1..6), 0_usize..6, any::<bool>()), 1..4),
         start in any::<u16>(),
     ) {
-        let mut guest = Guest::new(SIZE, 0x2000, true);
+        let mut guest = ModelGuest::new(SIZE, 0x2000, true);
         guest.start_at(start);
         let mut device = guest.device(true);
         for (at, (buffers, readable, indirect)) in chains.iter().enumerate() {
-            let buffers: Vec<_> = buffers.iter().enumerate().map(|(index, (addr, len))| Buffer {
+            let buffers: Vec<_> = buffers.iter().enumerate().map(|(index, (addr, len))| ModelBuffer {
                 addr: HEAP + u64::from(*addr), len: *len, writable: index >= *readable,
             }).collect();
             let head = if *indirect {

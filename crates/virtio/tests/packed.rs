@@ -6,7 +6,7 @@ mod common;
 
 use blkyard_mq::Op;
 use blkyard_virtio::ChainFault::*;
-use blkyard_virtio::driver_model::{Descriptor, GUEST_BASE, Guest, blk_header};
+use blkyard_virtio::driver_model::{Descriptor, GUEST_BASE, ModelGuest, blk_header};
 use blkyard_virtio::{Chain, ChainFault, Features, Refusal, RingFault, VirtioStatus};
 use common::{Device, Outcome};
 use proptest::prelude::*;
@@ -34,7 +34,7 @@ const S: Row = (STATUS, 1, WRITE);
 
 /// A guest that writes descriptors place by place.
 struct Bench {
-    guest: Guest,
+    guest: ModelGuest,
     device: Device,
     size: u16,
     /// Places filled so far.
@@ -43,7 +43,7 @@ struct Bench {
 
 impl Bench {
     fn new(size: u16, features: Features) -> Bench {
-        let guest = Guest::with(features | Features::RING_PACKED, size, 0x10000);
+        let guest = ModelGuest::with(features | Features::RING_PACKED, size, 0x10000);
         guest.write(HEADER, &blk_header(0, 8));
         let mut device = Device::new(&guest, features.contains(Features::INDIRECT_DESC));
         device.chain = Chain::new(16);

@@ -6,13 +6,13 @@ mod common;
 use std::collections::{HashMap, VecDeque};
 
 use blkyard_mq::Op;
-use blkyard_virtio::driver_model::{Buffer, Guest, USER_BASE, blk_header};
+use blkyard_virtio::driver_model::{ModelBuffer, ModelGuest, USER_BASE, blk_header};
 use blkyard_virtio::{Chain, DeviceRing, Features, RingBase, RingLayout, RingSetupError};
 use common::{Device, Outcome, kinds};
 
 /// A guest that reads sector after sector with chains of three, direct and indirect in turn.
 struct Reader {
-    guest: Guest,
+    guest: ModelGuest,
     places: Vec<(u64, u64)>,
     data: u64,
     sector: u64,
@@ -22,7 +22,7 @@ struct Reader {
 
 impl Reader {
     fn new(features: Features, size: u16, start: u16) -> Reader {
-        let mut guest = Guest::with(features, size, usize::from(size) * 128 + 0x2000);
+        let mut guest = ModelGuest::with(features, size, usize::from(size) * 128 + 0x2000);
         guest.start_at(start);
         let data = guest.alloc(512, 512);
         let places = (0..size).map(|_| (guest.alloc(17, 1), guest.alloc(48, 1))).collect();
@@ -33,9 +33,9 @@ impl Reader {
         let (header, table) = self.places[self.sector as usize % self.places.len()];
         self.guest.write(header, &blk_header(0, self.sector));
         let buffers = [
-            Buffer { addr: header, len: 16, writable: false },
-            Buffer { addr: self.data, len: 512, writable: true },
-            Buffer { addr: header + 16, len: 1, writable: true },
+            ModelBuffer { addr: header, len: 16, writable: false },
+            ModelBuffer { addr: self.data, len: 512, writable: true },
+            ModelBuffer { addr: header + 16, len: 1, writable: true },
         ];
         let direct = self.sector.is_multiple_of(2) && self.places.len() >= 3;
         let head = if direct { self.guest.chain(&buffers) } else { self.guest.chain_indirect(table, &buffers) }?;
@@ -56,7 +56,7 @@ impl Reader {
     }
 }
 
-fn is_packed(guest: &Guest) -> bool {
+fn is_packed(guest: &ModelGuest) -> bool {
     guest.features().contains(Features::RING_PACKED)
 }
 
@@ -278,7 +278,7 @@ fn give_to_another(features: Features) {
 
 #[test]
 fn rings_of_no_possible_shape_are_refused() {
-    let guest = Guest::new(8, 0x1000, true);
+    let guest = ModelGuest::new(8, 0x1000, true);
     let new = |features, size, base| {
         DeviceRing::new(guest.layout().clone(), size, features, RingBase::from_bits(base)).map(|_| ())
     };
@@ -323,7 +323,7 @@ fn memory_in_many_ranges_is_walked_the_same() {
     use blkyard_virtio::{GuestMemory, GuestRange};
     use std::sync::Arc;
     // The ring in one region; header, data, status and a table across borders of others, some of them far away.
-    let guest = Guest::new(4, 0x1000, true);
+    let guest = ModelGuest::new(4, 0x1000, true);
     let mut table = RegionTable::new(vec![Arc::clone(guest.memory().table().region(0).unwrap())]);
     let mut ranges = guest.memory().ranges().to_vec();
     let base = 1_u64 << 32;
@@ -370,7 +370,7 @@ fn memory_in_many_ranges_is_walked_the_same() {
 #[test]
 fn a_table_of_three_rows_is_read_as_the_same_rows_in_the_ring() {
     use blkyard_virtio::driver_model::{Descriptor, GUEST_BASE};
-    let mut guest = Guest::new(8, 0x4000, true);
+    let mut guest = ModelGuest::new(8, 0x4000, true);
     let (data, table) = (guest.alloc(4096, 4096), guest.alloc(48, 16));
     let row = |addr, len, flags, next| Descriptor { addr, len, flags, next };
     let read = [row(data, 16, 1, 1), row(data + 512, 1024, 3, 2), row(data + 16, 1, 2, 0)];
@@ -389,7 +389,7 @@ fn a_table_of_three_rows_is_read_as_the_same_rows_in_the_ring() {
         with(&|row| row.flags |= 0x100);
         with(&|row| row.next ^= 3);
     }
-    let seen = |guest: &mut Guest, device: &mut DeviceRing, head| {
+    let seen = |guest: &mut ModelGuest, device: &mut DeviceRing, head| {
         let mut chain = Chain::new(8);
         guest.offer(head);
         guest.publish();
@@ -404,7 +404,7 @@ fn a_table_of_three_rows_is_read_as_the_same_rows_in_the_ring() {
         (chain.fault().is_none().then(lists), chain.status_at())
     };
     for rows in chains {
-        let mut guest = Guest::new(8, 0x4000, true);
+        let mut guest = ModelGuest::new(8, 0x4000, true);
         assert_eq!((guest.alloc(4096, 4096), guest.alloc(48, 16)), (data, table));
         let ring = guest.addrs()[0];
         for (index, row) in (0..).zip(rows) {

@@ -17,8 +17,8 @@ use std::thread::JoinHandle;
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, DeviceInfo, Op, QueueLimits, SECTOR_SHIFT};
 use blkyard_virtio::{
-    BlkConfig, Chain, DeviceRing, Features, GuestMemory, GuestRange, Head, ParseContext, Parsed, RingBase, RingLayout,
-    VirtioStatus, parse, write_status, written,
+    BlkConfig, Chain, ChainHead, DeviceRing, Features, GuestMemory, GuestRange, ParseContext, Parsed, RingBase,
+    RingLayout, VirtioStatus, parse, write_status, written,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
@@ -133,7 +133,7 @@ struct Vring {
 /// A request in hand.
 struct Held {
     queue: u16,
-    head: Head,
+    head: ChainHead,
     status_at: Segment,
     room_bytes: u64,
     bio: Box<Bio>,

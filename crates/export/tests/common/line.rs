@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use blkyard_mem::View;
-use blkyard_virtio::driver_model::{Buffer, RingDriver, blk_header};
+use blkyard_virtio::driver_model::{ModelBuffer, RingDriver, blk_header};
 use blkyard_virtio::{Features, RingLayout, packed_ring_bytes, ring_bytes};
 
 use super::raw::{Request, addresses, state};
@@ -86,17 +86,17 @@ impl Line {
         self.ram.write(header, &blk_header(kind, sector));
         self.ram.write(header + 16, &[0xff]);
         let guest = |at: u64| self.ram.guest_addr + at;
-        let mut buffers = vec![Buffer { addr: guest(header), len: 16, writable: false }];
+        let mut buffers = vec![ModelBuffer { addr: guest(header), len: 16, writable: false }];
         let at = self.data_at(slot);
         match data {
             Data::None => {}
             Data::Out(bytes) => {
                 self.ram.write(at, bytes);
-                buffers.push(Buffer { addr: guest(at), len: bytes.len() as u32, writable: false });
+                buffers.push(ModelBuffer { addr: guest(at), len: bytes.len() as u32, writable: false });
             }
-            Data::In(len) => buffers.push(Buffer { addr: guest(at), len, writable: true }),
+            Data::In(len) => buffers.push(ModelBuffer { addr: guest(at), len, writable: true }),
         }
-        buffers.push(Buffer { addr: guest(header + 16), len: 1, writable: true });
+        buffers.push(ModelBuffer { addr: guest(header + 16), len: 1, writable: true });
         let chain = if indirect {
             let table = self.at + TABLES + u64::from(slot) * TABLE;
             self.ram.write(table, &self.driver.table(&buffers));

@@ -14,8 +14,8 @@ use blkyard_lab::floor::{Samples, partner_cpu};
 use clap::Parser;
 use serde_json::Value;
 
-use crate::report::{self, Figure, Report};
-use crate::servers::{Ground, Server, Store, Who};
+use crate::report::{self, CellReport, Figure};
+use crate::servers::{CellFolder, CellStore, ListeningServer, Who};
 
 #[derive(clap::Parser)]
 struct Cli {
@@ -33,7 +33,7 @@ enum Client {
 
 /// How long, and how often.
 #[derive(Clone, Copy)]
-struct Span {
+struct MeasuredSpan {
     /// Of one window of a program that is started for it.
     seconds: f64,
     runs: usize,
@@ -42,16 +42,19 @@ struct Span {
 }
 
 /// I/Os a second of ours, and of theirs.
-type Pair = [Samples; 2];
+type RatePair = [Samples; 2];
 
-pub fn client_cells(quick: bool, report: &mut Report) {
-    let span =
-        if quick { Span { seconds: 0.2, runs: 5, windows: 40 } } else { Span { seconds: 0.5, runs: 10, windows: 100 } };
-    for store in [Store::Null, Store::Ram, Store::Tmpfs] {
+pub fn client_cells(quick: bool, report: &mut CellReport) {
+    let span = if quick {
+        MeasuredSpan { seconds: 0.2, runs: 5, windows: 40 }
+    } else {
+        MeasuredSpan { seconds: 0.5, runs: 10, windows: 100 }
+    };
+    for store in [CellStore::Null, CellStore::Ram, CellStore::Tmpfs] {
         for client in [Client::Ours, Client::Libblkio, Client::QemuImg] {
             for (depth, queues) in [(1, 1), (32, 1), (128, 1), (1, 2), (32, 2), (128, 2)] {
                 // It uses one queue; and what our driver does with memory the cells of `vhost` measure.
-                if client == Client::QemuImg && queues > 1 || client == Client::Ours && store != Store::Tmpfs {
+                if client == Client::QemuImg && queues > 1 || client == Client::Ours && store != CellStore::Tmpfs {
                     continue;
                 }
                 let some = if queues == 1 { String::new() } else { format!("-{queues}q") };
@@ -76,16 +79,22 @@ pub fn client_cells(quick: bool, report: &mut Report) {
     }
 }
 
-fn compare(span: Span, store: Store, client: Client, depth: usize, queues: usize) -> Result<Pair, String> {
-    let ground = Ground::new()?;
-    let cpu = if store == Store::Tmpfs { None } else { Some(partner_cpu()?) };
-    let server = |who| Server::start(&ground, who, store, queues, cpu);
+fn compare(
+    span: MeasuredSpan,
+    store: CellStore,
+    client: Client,
+    depth: usize,
+    queues: usize,
+) -> Result<RatePair, String> {
+    let ground = CellFolder::new()?;
+    let cpu = if store == CellStore::Tmpfs { None } else { Some(partner_cpu()?) };
+    let server = |who| ListeningServer::start(&ground, who, store, queues, cpu);
     let servers = [server(Who::Ours)?, server(Who::Theirs)?];
     let sockets = servers.each_ref().map(|server| server.socket.clone());
-    if store == Store::Ram {
+    if store == CellStore::Ram {
         crate::vhost::write_all(&sockets[0])?;
     }
-    let mut pair = Pair::default();
+    let mut pair = RatePair::default();
     if client == Client::Libblkio {
         for line in blkio_load(span, depth, queues, &sockets)?.lines() {
             for (samples, ns) in pair.iter_mut().zip(line.split(' ')) {
@@ -105,7 +114,12 @@ fn compare(span: Span, store: Store, client: Client, depth: usize, queues: usize
     Ok(pair)
 }
 
-fn blkio_load(span: Span, depth: usize, queues: usize, sockets: &[std::path::PathBuf]) -> Result<String, String> {
+fn blkio_load(
+    span: MeasuredSpan,
+    depth: usize,
+    queues: usize,
+    sockets: &[std::path::PathBuf],
+) -> Result<String, String> {
     const WINDOW_MS: &str = "10";
     let command = std::env::var("BLKYARD_BLKIO").map_err(|_| "BLKYARD_BLKIO does not say how to run blkio-load")?;
     let mut words = command.split_whitespace();
@@ -115,7 +129,7 @@ fn blkio_load(span: Span, depth: usize, queues: usize, sockets: &[std::path::Pat
 }
 
 /// `qemu-img bench` for about as long as a window is to be.
-fn qemu_img(span: Span, socket: &Path, depth: usize) -> Result<f64, String> {
+fn qemu_img(span: MeasuredSpan, socket: &Path, depth: usize) -> Result<f64, String> {
     let run = |ios: usize| {
         let program = std::env::var("BLKYARD_QEMU_IMG");
         let mut bench =
@@ -134,7 +148,7 @@ fn qemu_img(span: Span, socket: &Path, depth: usize) -> Result<f64, String> {
 }
 
 /// Our own `bench`, whose queues sleep if they have nothing to do.
-fn our_bench(span: Span, socket: &Path, depth: usize, queues: usize) -> Result<f64, String> {
+fn our_bench(span: MeasuredSpan, socket: &Path, depth: usize, queues: usize) -> Result<f64, String> {
     let device = Device::open(&format!("vhost-user:{}", socket.display())).map_err(|error| error.to_string())?;
     let (depth, jobs, runtime) = (depth.to_string(), queues.to_string(), format!("{}ms", span.seconds * 1000.0));
     let line = ["bench", "-", "--rw", "randread", "--bs", "4k", "--iodepth", &depth, "--numjobs", &jobs];

@@ -3,14 +3,14 @@
 
 use std::sync::Arc;
 
-use blkyard_lab::floor::{IO_BYTES, Mock, Plan, Round, STORE_BYTES, Stamps, together, variant};
+use blkyard_lab::floor::{IO_BYTES, Mock, Round, STORE_BYTES, Stamps, WindowPlan, together, variant};
 use blkyard_mem::{RegionTable, Segment};
 use blkyard_mq::{Bio, BlockDevice, HwQueue, HwQueueConfig, NullConfig, Op, RamDevice, SECTOR_BYTES};
 use blkyard_os::Clock;
 
 use crate::limits::measure_beside;
 use crate::load::{Load, buffers, info, load_only, null};
-use crate::report::{self, Figure, Report};
+use crate::report::{self, CellReport, Figure};
 use crate::ring::ring;
 use crate::sched::{Queued, deadline, fair, kyber, slices};
 
@@ -21,7 +21,7 @@ pub fn clock() -> impl Fn() -> u64 {
 }
 
 /// `core-null-*` on one thread: what the core itself costs, and `load-only-*`, which is in each of them.
-pub fn null_cells(plan: Plan, report: &mut Report) {
+pub fn null_cells(plan: WindowPlan, report: &mut CellReport) {
     for depth in [1, 8, 32] {
         let name = format!("core-null-b{depth}");
         let [nostats, cost, less] = ["nostats", "stats-cost", "less-load"].map(|what| format!("{name}-{what}"));
@@ -45,12 +45,12 @@ pub fn null_cells(plan: Plan, report: &mut Report) {
 
 /// `core-null-2x2`, and `sched-null-2x2` with time slices: how many times one thread on a queue two are, each on a
 /// queue of its own.
-pub fn two_queues_cell(plan: Plan, report: &mut Report) {
+pub fn two_queues_cell(plan: WindowPlan, report: &mut CellReport) {
     two_queues(plan, report, "core-null-2x2", || null(32, true, clock()));
     two_queues(plan, report, "sched-null-2x2", || null(32, true, clock()).scheduled(slices()));
 }
 
-fn two_queues<R: Round + Send>(plan: Plan, report: &mut Report, cell: &str, core: impl Fn() -> R) {
+fn two_queues<R: Round + Send>(plan: WindowPlan, report: &mut CellReport, cell: &str, core: impl Fn() -> R) {
     if !report.wants(cell) {
         return;
     }
@@ -69,7 +69,7 @@ fn two_queues<R: Round + Send>(plan: Plan, report: &mut Report, cell: &str, core
 
 /// `sched-*`: a scheduler by itself with 10 000 bios queued, and `sched-null-b32`: the core with one that has nothing
 /// to order.
-pub fn scheduler_cells(plan: Plan, report: &mut Report) {
+pub fn scheduler_cells(plan: WindowPlan, report: &mut CellReport) {
     let timeslice = |streams| Queued::new(slices(), streams);
     let cells: [(&str, fn(u32) -> Queued, u32); 6] = [
         ("sched-timeslice-64", timeslice, 64),
@@ -93,7 +93,7 @@ pub fn scheduler_cells(plan: Plan, report: &mut Report) {
 }
 
 /// `ram-4k-*`: the core and one copy.
-pub fn ram_cells(plan: Plan, report: &mut Report) {
+pub fn ram_cells(plan: WindowPlan, report: &mut CellReport) {
     for depth in [1, 32] {
         let name = format!("ram-4k-qd{depth}");
         if !report.wants(&name) {
@@ -114,7 +114,7 @@ pub fn ram_cells(plan: Plan, report: &mut Report) {
 }
 
 /// `virtio-ring-*`: the core over a driver, a ring and a device that does nothing, all on one thread.
-pub fn ring_cells(plan: Plan, report: &mut Report) {
+pub fn ring_cells(plan: WindowPlan, report: &mut CellReport) {
     for depth in [1, 32, 128] {
         let [split, packed] = ["split", "packed"].map(|format| format!("virtio-ring-{format}-qd{depth}"));
         if ![&split, &packed].into_iter().any(|cell| report.wants(cell)) {

@@ -14,12 +14,12 @@ use std::process::Command;
 
 use blkyard::Device;
 use blkyard_lab::bench::{BenchArgs, measure};
-use blkyard_lab::floor::{Plan, Samples};
+use blkyard_lab::floor::{Samples, WindowPlan};
 use clap::Parser;
 use serde_json::Value;
 
 use crate::limits::measure_beside;
-use crate::report::{self, Figure, Report};
+use crate::report::{self, CellReport, Figure};
 
 const FOLDER: &str = "/dev/shm";
 const FILE_BYTES: usize = 256 << 20;
@@ -32,13 +32,13 @@ struct Cli {
 
 /// I/Os a second, and CPU time per I/O.
 #[derive(Default)]
-struct Figures {
+struct FileFigures {
     iops: Samples,
     cpu_ns: Samples,
 }
 
 /// `file-tmpfs-4k-randread-*`.
-pub fn tmpfs_cells(plan: Plan, quick: bool, report: &mut Report) {
+pub fn tmpfs_cells(plan: WindowPlan, quick: bool, report: &mut CellReport) {
     for depth in [1, 32] {
         let cell = format!("file-tmpfs-4k-randread-qd{depth}");
         let cpu_cell = format!("{cell}-cpu");
@@ -61,14 +61,14 @@ pub fn tmpfs_cells(plan: Plan, quick: bool, report: &mut Report) {
     }
 }
 
-fn compare(depth: u32, windows: usize, runtime: &str) -> Result<(Figures, Figures), String> {
+fn compare(depth: u32, windows: usize, runtime: &str) -> Result<(FileFigures, FileFigures), String> {
     let file = tempfile::Builder::new().prefix("blkyard-cell").tempfile_in(FOLDER);
     let mut file = file.map_err(|error| format!("no file in {FOLDER}: {error}"))?;
     let chunk: Vec<u8> = (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     for _ in 0..FILE_BYTES / chunk.len() {
         file.write_all(&chunk).map_err(|error| format!("{}: {error}", file.path().display()))?;
     }
-    let (mut ours, mut theirs) = (Figures::default(), Figures::default());
+    let (mut ours, mut theirs) = (FileFigures::default(), FileFigures::default());
     // We take what the file system gives; fio is told the same.
     let device = Device::open(&file.path().display().to_string()).map_err(|error| error.to_string())?;
     let direct = !device.describe().contains("page cache");

@@ -3,7 +3,7 @@
 //! A limit is measured in turn with the cell's own windows, so that both share their minute. Limits are those of
 //! `blkyard floor`.
 
-use blkyard_lab::floor::{Limit, Plan, Samples, Variant, measure};
+use blkyard_lab::floor::{MachineLimit, Samples, Variant, WindowPlan, measure};
 
 /// A cell and its limit.
 pub struct Beside {
@@ -94,7 +94,7 @@ impl Floors {
 
 /// Runs the variants in turn with the limits of these cells.
 pub fn measure_beside<const N: usize>(
-    plan: Plan,
+    plan: WindowPlan,
     cells: &[&str],
     variants: [Variant<'_>; N],
 ) -> ([Samples; N], Floors) {
@@ -111,8 +111,8 @@ pub fn measure_beside<const N: usize>(
     let mut variants = Vec::from(variants);
     let mut made = Vec::new();
     for name in names {
-        let limit = Limit::of(name).ok_or_else(|| "there is no such limit".to_string());
-        match limit.and_then(Limit::variant) {
+        let limit = MachineLimit::of(name).ok_or_else(|| "there is no such limit".to_string());
+        match limit.and_then(MachineLimit::variant) {
             Ok(variant) => {
                 made.push(name);
                 variants.push(variant);

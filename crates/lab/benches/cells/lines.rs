@@ -22,9 +22,9 @@ const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Rings bells at once, as a thread without a lane does.
 #[derive(Debug)]
-pub struct Bells;
+pub struct DirectSignals;
 
-impl Chime for Bells {
+impl Chime for DirectSignals {
     fn chime(&mut self, _place: &mut ChimePlace, bell: BorrowedFd<'_>) {
         let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
     }
@@ -34,7 +34,7 @@ impl Chime for Bells {
 
 /// Our driver's queues of one disk, each with this depth, driven by one thread.
 pub struct Lines<C> {
-    loads: Vec<Load<AttachedQueue, C, Bells>>,
+    loads: Vec<Load<AttachedQueue, C, DirectSignals>>,
     _disk: Attached,
 }
 
@@ -57,7 +57,7 @@ pub fn lines<C: FnMut() -> u64>(
         let queue = disk.queue(QueueKind::Poll, depth.max(2)).map_err(|error| error.to_string())?;
         let memory = Region::shared(depth * IO_BYTES as usize).map_err(|error| error.to_string())?;
         memory.span(0, memory.len()).inspect(|all| all.fill(0xa5));
-        Ok(Load::on(Bells, queue, disk.info(), memory, depth, true, clock()))
+        Ok(Load::on(DirectSignals, queue, disk.info(), memory, depth, true, clock()))
     };
     let loads = (0..queues).map(load).collect::<Result<_, String>>()?;
     let mut lines = Lines { loads, _disk: disk };
@@ -98,7 +98,7 @@ impl<C: FnMut() -> u64> Round for OneCore<C> {
         // Fetched in one turn and shown in the next.
         for _ in 0..2 {
             let now_ns = (self.clock)();
-            let _ = self.device.crank(&mut Bells, now_ns);
+            let _ = self.device.crank(&mut DirectSignals, now_ns);
         }
         ended
     }
@@ -107,7 +107,7 @@ impl<C: FnMut() -> u64> Round for OneCore<C> {
 impl<C: FnMut() -> u64> Drop for OneCore<C> {
     fn drop(&mut self) {
         while !self.lines.loads.iter_mut().all(Load::drains) {
-            let _ = self.device.crank(&mut Bells, 0);
+            let _ = self.device.crank(&mut DirectSignals, 0);
         }
     }
 }
@@ -133,7 +133,7 @@ pub fn one_core<C: FnMut() -> u64 + Send>(
     let lines = std::thread::scope(|scope| {
         let lines = scope.spawn(|| lines(&path, 1, depth, packed, &clock));
         while !lines.is_finished() {
-            let _ = device.crank(&mut Bells, 0);
+            let _ = device.crank(&mut DirectSignals, 0);
             // The others have the CPU: who waits is not to be counted.
             std::thread::yield_now();
         }

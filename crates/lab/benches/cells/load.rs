@@ -6,7 +6,7 @@
 use std::hint::black_box;
 use std::sync::Arc;
 
-use blkyard_lab::floor::{IO_BYTES, Places, Round, STORE_BYTES, touched};
+use blkyard_lab::floor::{IO_BYTES, RandomOffsets, Round, STORE_BYTES, touched};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, BlockDevice, DeviceInfo, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op};
 use blkyard_mq::{QueueLimits, SECTOR_BYTES, SchedulerConfig};
@@ -26,7 +26,7 @@ pub fn info() -> DeviceInfo {
 
 /// Makes a read of the next place of it.
 #[inline]
-pub fn fill(bio: &mut Bio, places: &mut Places) {
+pub fn fill(bio: &mut Bio, places: &mut RandomOffsets) {
     let slot = bio.cookie;
     bio.reset();
     bio.op = Op::Read;
@@ -47,7 +47,7 @@ pub struct Load<D: Driver<Cx>, C, Cx = ()> {
     queue: HwQueue<D>,
     clock: C,
     free: Vec<Box<Bio>>,
-    places: Places,
+    places: RandomOffsets,
     cx: Cx,
 }
 
@@ -71,7 +71,7 @@ impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Load<D, C, Cx> {
         let config = HwQueueConfig { depth: depth.max(2), bios_max: depth.max(2), stats, ..HwQueueConfig::default() };
         let mut queue = HwQueue::new(driver, Arc::new(info.clone()), config);
         queue.set_memory(&mut cx, Arc::new(RegionTable::new(vec![memory])));
-        Load { queue, clock, free: bios(depth), places: Places::new(), cx }
+        Load { queue, clock, free: bios(depth), places: RandomOffsets::new(), cx }
     }
 
     /// With this scheduler.
@@ -120,7 +120,7 @@ impl<D: Driver<Cx>, C, Cx> Drop for Load<D, C, Cx> {
 
 /// The load without the core: the clock, the places, the bios.
 pub fn load_only(depth: usize, mut clock: impl FnMut() -> u64) -> impl Round {
-    let (mut ended, mut free, mut places) = (bios(depth), Vec::with_capacity(depth), Places::new());
+    let (mut ended, mut free, mut places) = (bios(depth), Vec::with_capacity(depth), RandomOffsets::new());
     move || {
         black_box(clock());
         for bio in ended.drain(..) {

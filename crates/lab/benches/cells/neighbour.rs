@@ -13,22 +13,22 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
-use blkyard_lab::floor::{IO_BYTES, Places, Samples, partner_cpu};
+use blkyard_lab::floor::{IO_BYTES, RandomOffsets, Samples, partner_cpu};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SECTOR_SHIFT};
 use blkyard_os::Clock;
 
-use crate::lines::{Bells, first_answer};
-use crate::report::{self, Figure, Report};
-use crate::servers::{Ground, Server, Store};
+use crate::lines::{DirectSignals, first_answer};
+use crate::report::{self, CellReport, Figure};
+use crate::servers::{CellFolder, CellStore, ListeningServer};
 
 /// Reads of the greedy client under way at one time.
 const GREEDY_DEPTH: usize = 21;
 const GREEDY_BYTES: u32 = 64 << 20;
 
-pub fn neighbour_cells(quick: bool, report: &mut Report) {
+pub fn neighbour_cells(quick: bool, report: &mut CellReport) {
     let (window, windows) = if quick { (Duration::from_millis(300), 3) } else { (Duration::from_secs(1), 10) };
-    for store in [Store::Ram, Store::Tmpfs] {
+    for store in [CellStore::Ram, CellStore::Tmpfs] {
         let name = |what: &str| format!("{}-4k-greedy-neighbour-{what}", store.name());
         if !["p50", "p99"].iter().any(|what| report.wants(&name(what))) {
             continue;
@@ -46,11 +46,11 @@ pub fn neighbour_cells(quick: bool, report: &mut Report) {
 }
 
 /// Half of the neighbour's latencies, and 99 of 100 of them: with nobody beside it, and with the greedy client.
-fn measure(store: Store, window: Duration, windows: usize) -> Result<[[Samples; 2]; 2], String> {
-    let (ground, cpu) = (Ground::new()?, Some(partner_cpu()?));
-    let (server, socket) = Server::pair(&ground, store, cpu)?;
-    let mut greedy = Client::of(&server.socket, GREEDY_DEPTH, GREEDY_BYTES)?;
-    let mut neighbour = Client::of(&socket, 1, IO_BYTES)?;
+fn measure(store: CellStore, window: Duration, windows: usize) -> Result<[[Samples; 2]; 2], String> {
+    let (ground, cpu) = (CellFolder::new()?, Some(partner_cpu()?));
+    let (server, socket) = ListeningServer::pair(&ground, store, cpu)?;
+    let mut greedy = PolledClient::of(&server.socket, GREEDY_DEPTH, GREEDY_BYTES)?;
+    let mut neighbour = PolledClient::of(&socket, 1, IO_BYTES)?;
     // All pages are there once something was read into each.
     for client in [&mut greedy, &mut neighbour] {
         client.ask();
@@ -93,18 +93,18 @@ fn measure(store: Store, window: Duration, windows: usize) -> Result<[[Samples; 
 }
 
 /// One queue of a disk, and a thread that looks all the time.
-struct Client {
+struct PolledClient {
     /// Goes before the disk.
     queue: HwQueue<AttachedQueue>,
     free: Vec<Box<Bio>>,
     bytes: u32,
     blocks: u32,
-    places: Places,
+    places: RandomOffsets,
     _disk: Attached,
 }
 
-impl Client {
-    fn of(socket: &Path, depth: usize, bytes: u32) -> Result<Client, String> {
+impl PolledClient {
+    fn of(socket: &Path, depth: usize, bytes: u32) -> Result<PolledClient, String> {
         let disk = Attached::open(AttachConfig::new(socket)).map_err(|error| error.to_string())?;
         let driver = disk.queue(QueueKind::Poll, depth.max(2)).map_err(|error| error.to_string())?;
         let mut info = disk.info().clone();
@@ -115,9 +115,9 @@ impl Client {
         let mut queue = HwQueue::new(driver, Arc::new(info), config);
         // All into the same place: nobody looks at what comes.
         let memory = Region::shared(bytes as usize).map_err(|error| error.to_string())?;
-        queue.set_memory(&mut Bells, Arc::new(RegionTable::new(vec![memory])));
+        queue.set_memory(&mut DirectSignals, Arc::new(RegionTable::new(vec![memory])));
         let free = (0..depth).map(|_| Bio::with_capacity(1)).collect();
-        Ok(Client { queue, free, bytes, blocks, places: Places::new(), _disk: disk })
+        Ok(PolledClient { queue, free, bytes, blocks, places: RandomOffsets::new(), _disk: disk })
     }
 
     fn is_idle(&self) -> bool {
@@ -137,9 +137,9 @@ impl Client {
 
     /// Returns how many came back.
     fn look(&mut self) -> u64 {
-        let Client { queue, free, .. } = self;
+        let PolledClient { queue, free, .. } = self;
         let now_ns = blkyard_os::now_ns();
-        queue.issue(&mut Bells, now_ns);
-        queue.reap(&mut Bells, now_ns, &mut |bio| free.push(bio)) as u64
+        queue.issue(&mut DirectSignals, now_ns);
+        queue.reap(&mut DirectSignals, now_ns, &mut |bio| free.push(bio)) as u64
     }
 }

@@ -82,16 +82,16 @@ impl Figure {
 
 /// Prints cells as they come.
 #[derive(Debug)]
-pub struct Report {
+pub struct CellReport {
     filters: Vec<String>,
     json: bool,
     head: bool,
 }
 
-impl Report {
+impl CellReport {
     /// Of the cells whose names hold one of the filters; of all, if there are none.
-    pub fn new(filters: Vec<String>, json: bool) -> Report {
-        Report { filters, json, head: false }
+    pub fn new(filters: Vec<String>, json: bool) -> CellReport {
+        CellReport { filters, json, head: false }
     }
 
     /// Whether a cell was asked for.

@@ -5,9 +5,9 @@
 //! takes so long that a slice of time slices is a few dozen requests. With many streams each has few bios, which is the
 //! hardest case: all memory is cold.
 
-use blkyard_lab::floor::{Places, Round};
+use blkyard_lab::floor::{RandomOffsets, Round};
 use blkyard_mq::{
-    Bio, DeadlineConfig, DeviceInfo, FairConfig, KyberConfig, Next, Op, Scheduler, SchedulerConfig, TimesliceConfig,
+    Bio, DeadlineConfig, DeviceInfo, FairConfig, KyberConfig, Op, Scheduler, SchedulerConfig, Selected, TimesliceConfig,
 };
 
 /// Bios that are queued, and those handed out at one time.
@@ -22,7 +22,7 @@ const BLOCKS: u32 = 1 << 24;
 pub struct Queued {
     scheduler: Box<dyn Scheduler>,
     out: Vec<Box<Bio>>,
-    places: Places,
+    places: RandomOffsets,
     now_ns: u64,
 }
 
@@ -32,7 +32,7 @@ impl Queued {
         let Some(scheduler) = config.build(BATCH, QUEUED, &DeviceInfo::default()) else {
             panic!("{} is no scheduler", config.name())
         };
-        let mut queued = Queued { scheduler, out: Vec::with_capacity(BATCH), places: Places::new(), now_ns: 0 };
+        let mut queued = Queued { scheduler, out: Vec::with_capacity(BATCH), places: RandomOffsets::new(), now_ns: 0 };
         for number in 0..QUEUED as u32 {
             let mut bio = Bio::with_capacity(1);
             bio.stream = number % streams + 1;
@@ -53,8 +53,8 @@ impl Round for Queued {
     fn round(&mut self) -> u64 {
         while self.out.len() < BATCH {
             match self.scheduler.next(self.now_ns) {
-                Next::Bio(bio) => self.out.push(bio),
-                Next::Wait(_) => break,
+                Selected::Bio(bio) => self.out.push(bio),
+                Selected::Wait(_) => break,
             }
             self.now_ns += REQUEST_NS;
         }

@@ -26,19 +26,19 @@ const SHM: &str = "/dev/shm";
 
 /// What is served.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Store {
+pub enum CellStore {
     Null,
     /// qemu-storage-daemon has no such device, and serves a file on tmpfs instead.
     Ram,
     Tmpfs,
 }
 
-impl Store {
+impl CellStore {
     pub fn name(self) -> &'static str {
         match self {
-            Store::Null => "null",
-            Store::Ram => "ram",
-            Store::Tmpfs => "tmpfs",
+            CellStore::Null => "null",
+            CellStore::Ram => "ram",
+            CellStore::Tmpfs => "tmpfs",
         }
     }
 }
@@ -51,18 +51,18 @@ pub enum Who {
 }
 
 /// A folder for sockets, and a file on tmpfs once there is a server that wants it.
-pub struct Ground {
+pub struct CellFolder {
     folder: TempDir,
     shm: TempDir,
 }
 
-impl Ground {
-    pub fn new() -> Result<Ground, String> {
+impl CellFolder {
+    pub fn new() -> Result<CellFolder, String> {
         let folder = |place: &Path| {
             let made = tempfile::Builder::new().prefix("blkyard-cell").tempdir_in(place);
             made.map_err(|error| format!("no folder in {}: {error}", place.display()))
         };
-        Ok(Ground { folder: folder(&std::env::temp_dir())?, shm: folder(Path::new(SHM))? })
+        Ok(CellFolder { folder: folder(&std::env::temp_dir())?, shm: folder(Path::new(SHM))? })
     }
 
     /// A place for a socket that nobody listens at yet.
@@ -86,28 +86,34 @@ impl Ground {
 }
 
 /// A server that listens.
-pub struct Server {
+pub struct ListeningServer {
     child: Child,
     pub socket: PathBuf,
 }
 
-impl Server {
+impl ListeningServer {
     /// Starts one with so many queues, on one CPU or on all.
-    pub fn start(ground: &Ground, who: Who, store: Store, queues: usize, cpu: Option<u32>) -> Result<Server, String> {
+    pub fn start(
+        ground: &CellFolder,
+        who: Who,
+        store: CellStore,
+        queues: usize,
+        cpu: Option<u32>,
+    ) -> Result<ListeningServer, String> {
         match who {
             Who::Ours => {
                 let device = match store {
-                    Store::Null => format!("null:{STORE_BYTES}"),
-                    Store::Ram => format!("ram:{STORE_BYTES}"),
-                    Store::Tmpfs => format!("file:{}", ground.file(who)?.display()),
+                    CellStore::Null => format!("null:{STORE_BYTES}"),
+                    CellStore::Ram => format!("ram:{STORE_BYTES}"),
+                    CellStore::Tmpfs => format!("file:{}", ground.file(who)?.display()),
                 };
-                Server::ours(ground, &device, queues, cpu, Some(SPIN_US))
+                ListeningServer::ours(ground, &device, queues, cpu, Some(SPIN_US))
             }
             Who::Theirs => {
                 let (mut command, socket) = (on(cpu), ground.socket());
                 let node = match store {
-                    Store::Null => format!("null-co,size={STORE_BYTES}"),
-                    Store::Ram | Store::Tmpfs => format!("file,filename={}", ground.file(who)?.display()),
+                    CellStore::Null => format!("null-co,size={STORE_BYTES}"),
+                    CellStore::Ram | CellStore::Tmpfs => format!("file,filename={}", ground.file(who)?.display()),
                 };
                 command.arg(std::env::var("BLKYARD_QSD").map_err(|_| NO_QSD)?);
                 command.args(["--object", &format!("iothread,id=io,poll-max-ns={}", SPIN_US * 1000)]);
@@ -117,7 +123,7 @@ impl Server {
                      addr.type=unix,addr.path={}",
                     socket.display()
                 ));
-                Server::run(command, socket)
+                ListeningServer::run(command, socket)
             }
         }
     }
@@ -125,29 +131,29 @@ impl Server {
     /// Starts our daemon, which looks for work for so long before it sleeps; as long as by default, if that is not
     /// said.
     pub fn ours(
-        ground: &Ground,
+        ground: &CellFolder,
         device: &str,
         queues: usize,
         cpu: Option<u32>,
         spin_us: Option<u64>,
-    ) -> Result<Server, String> {
+    ) -> Result<ListeningServer, String> {
         let (mut command, socket) = (on(cpu), ground.socket());
         command.arg(program()?).args(["serve", "--control", "none", "--device", device]);
         if let Some(spin_us) = spin_us {
             command.args(["--spin-us", &spin_us.to_string()]);
         }
         command.args(["--export", &format!("vhost-user-blk:{}?queues={queues}", socket.display())]);
-        Server::run(command, socket)
+        ListeningServer::run(command, socket)
     }
 
     /// Starts our daemon with one lane and two disks, one queue each: of this kind, and of memory. Returns the second
     /// one's socket, too.
-    pub fn pair(ground: &Ground, store: Store, cpu: Option<u32>) -> Result<(Server, PathBuf), String> {
+    pub fn pair(ground: &CellFolder, store: CellStore, cpu: Option<u32>) -> Result<(ListeningServer, PathBuf), String> {
         let memory = format!("ram:{STORE_BYTES}");
         let first = match store {
-            Store::Null => format!("null:{STORE_BYTES}"),
-            Store::Ram => memory.clone(),
-            Store::Tmpfs => format!("file:{}", ground.file(Who::Ours)?.display()),
+            CellStore::Null => format!("null:{STORE_BYTES}"),
+            CellStore::Ram => memory.clone(),
+            CellStore::Tmpfs => format!("file:{}", ground.file(Who::Ours)?.display()),
         };
         let (mut command, sockets) = (on(cpu), [ground.socket(), ground.socket()]);
         command.arg(program()?).args(["serve", "--control", "none", "--lanes", "1"]);
@@ -156,14 +162,14 @@ impl Server {
             command.arg(format!("vhost-user-blk:{}?queues=1", socket.display()));
         }
         let [first, second] = sockets;
-        let mut server = Server::run(command, second.clone())?;
+        let mut server = ListeningServer::run(command, second.clone())?;
         server.socket = first;
         Ok((server, second))
     }
 
-    fn run(mut command: Command, socket: PathBuf) -> Result<Server, String> {
+    fn run(mut command: Command, socket: PathBuf) -> Result<ListeningServer, String> {
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
-        let mut server = Server { child: child.map_err(|error| format!("{command:?}: {error}"))?, socket };
+        let mut server = ListeningServer { child: child.map_err(|error| format!("{command:?}: {error}"))?, socket };
         server.await_ready(&command)?;
         Ok(server)
     }
@@ -211,7 +217,7 @@ fn on(cpu: Option<u32>) -> Command {
     command
 }
 
-impl Drop for Server {
+impl Drop for ListeningServer {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

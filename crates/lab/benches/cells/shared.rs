@@ -5,14 +5,14 @@
 
 use std::sync::Arc;
 
-use blkyard_lab::floor::{HAND_OFF, Limit, Places, Plan, Round, together, variant};
+use blkyard_lab::floor::{HAND_OFF, MachineLimit, RandomOffsets, Round, WindowPlan, together, variant};
 use blkyard_mq::{Bed, Bio, BlockDevice, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, SwQueue, Wake};
 use blkyard_os::Clock;
 
 use crate::core::clock;
 use crate::limits::measure_beside;
 use crate::load::{bios, fill, info, null};
-use crate::report::{self, Figure, Report};
+use crate::report::{self, CellReport, Figure};
 
 const BATCH: usize = 32;
 
@@ -34,30 +34,30 @@ impl Bed for Restless {
 }
 
 /// One thread's load at its end of a shared queue.
-struct Load {
+struct SharedLoad {
     queue: SwQueue<NullQueue, ()>,
     clock: Clock,
     free: Vec<Box<Bio>>,
-    places: Places,
+    places: RandomOffsets,
 }
 
-impl Load {
+impl SharedLoad {
     /// As many as share one queue.
-    fn sharing(threads: usize) -> Vec<Load> {
+    fn sharing(threads: usize) -> Vec<SharedLoad> {
         let device = NullDevice::new(info(), NullConfig::default());
         let depth = BATCH * threads;
         let config = HwQueueConfig { depth, bios_max: depth, ..HwQueueConfig::default() };
         let hw = HwQueue::new(device.queue(depth), Arc::new(info()), config);
         let beds = (0..threads).map(|_| Arc::new(Restless) as Arc<dyn Bed>).collect();
-        let load = |queue| Load { queue, clock: Clock::new(), free: bios(BATCH), places: Places::new() };
+        let load = |queue| SharedLoad { queue, clock: Clock::new(), free: bios(BATCH), places: RandomOffsets::new() };
         SwQueue::share(hw, (), BATCH, beds).into_iter().map(load).collect()
     }
 }
 
-impl Round for Load {
+impl Round for SharedLoad {
     #[inline]
     fn round(&mut self) -> u64 {
-        let Load { queue, clock, free, places } = self;
+        let SharedLoad { queue, clock, free, places } = self;
         let clock = &|| clock.now_ns();
         let ended = queue.poll(clock, &mut |bio| free.push(bio));
         if !free.is_empty() {
@@ -71,7 +71,7 @@ impl Round for Load {
     }
 }
 
-impl Drop for Load {
+impl Drop for SharedLoad {
     fn drop(&mut self) {
         while self.queue.in_flight() > 0 {
             self.queue.poll(&|| self.clock.now_ns(), &mut |_| ());
@@ -81,10 +81,10 @@ impl Drop for Load {
 
 /// `shared-null-*`: the cost through a shared queue, and how many times one thread that owns its queue two are that
 /// share one.
-pub fn null_cells(plan: Plan, report: &mut Report) {
+pub fn null_cells(plan: WindowPlan, report: &mut CellReport) {
     let (one, two, times) = ("shared-null-b32", "shared-null-b32-threads2", "shared-null-2x1-b32");
     if report.wants(one)
-        && let Some(load) = Load::sharing(1).pop()
+        && let Some(load) = SharedLoad::sharing(1).pop()
     {
         let ([shared], floors) = measure_beside(plan, &[one], [variant(load)]);
         report.add(Figure::cost(one, &shared).over(&floors));
@@ -92,9 +92,9 @@ pub fn null_cells(plan: Plan, report: &mut Report) {
     if !report.wants(two) && !report.wants(times) {
         return;
     }
-    let mut loads = Load::sharing(2);
+    let mut loads = SharedLoad::sharing(2);
     let (Some(ours), Some(theirs)) = (loads.pop(), loads.pop()) else { return };
-    let limits = Limit::of(HAND_OFF).map_or_else(|| Err("no such limit".into()), Limit::variant);
+    let limits = MachineLimit::of(HAND_OFF).map_or_else(|| Err("no such limit".into()), MachineLimit::variant);
     match together(ours, theirs).and_then(|shared| Ok((shared, limits?))) {
         Err(why) => report::skip(two, &why),
         Ok((shared, hand_off)) => {

@@ -8,16 +8,16 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkyard_lab::floor::{HAND_OFF, Limit, Plan, STORE_BYTES, Variant, partner_cpu, variant};
+use blkyard_lab::floor::{HAND_OFF, MachineLimit, STORE_BYTES, Variant, WindowPlan, partner_cpu, variant};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SECTOR_BYTES};
 use blkyard_os::now_ns;
 
 use crate::core::clock;
 use crate::limits::measure_beside;
-use crate::lines::{Bells, attach, first_answer, lines, one_core};
-use crate::report::{self, Figure, Report};
-use crate::servers::{Ground, Server, Store, Who};
+use crate::lines::{DirectSignals, attach, first_answer, lines, one_core};
+use crate::report::{self, CellReport, Figure};
+use crate::servers::{CellFolder, CellStore, ListeningServer, Who};
 
 /// Longer than it takes a server that has no work to sleep.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -31,10 +31,10 @@ fn paused(mut inner: Variant<'_>) -> Variant<'_> {
 }
 
 /// Cells of our driver: by device, depth, format of the ring, queues.
-pub fn driver_cells(plan: Plan, report: &mut Report) {
+pub fn driver_cells(plan: WindowPlan, report: &mut CellReport) {
     // Longer than those of one thread: in the first microseconds of each a server wakes up.
-    let plan = Plan { window_ns: plan.window_ns * 3, windows: plan.windows / 4, warm_up: plan.warm_up / 2 };
-    for store in [Store::Null, Store::Ram] {
+    let plan = WindowPlan { window_ns: plan.window_ns * 3, windows: plan.windows / 4, warm_up: plan.warm_up / 2 };
+    for store in [CellStore::Null, CellStore::Ram] {
         for (depth, queues) in [(1, 1), (8, 1), (32, 1), (128, 1), (1, 2), (32, 2), (128, 2)] {
             let some = if queues == 1 { String::new() } else { format!("-{queues}q") };
             let name = format!("vhost-{}-qd{depth}{some}", store.name());
@@ -65,24 +65,26 @@ pub fn driver_cells(plan: Plan, report: &mut Report) {
 }
 
 fn two_cores(
-    plan: Plan,
-    report: &mut Report,
-    store: Store,
+    plan: WindowPlan,
+    report: &mut CellReport,
+    store: CellStore,
     depth: usize,
     queues: usize,
     [name, packed_name]: [&str; 2],
 ) -> Result<(), String> {
-    let ground = Ground::new()?;
+    let ground = CellFolder::new()?;
     let cpu = Some(partner_cpu()?);
-    let server = |who| Server::start(&ground, who, store, queues, cpu);
+    let server = |who| ListeningServer::start(&ground, who, store, queues, cpu);
     // A daemon for each, so that no other queue is on its lane.
     let (split, packed) = (server(Who::Ours)?, server(Who::Ours)?);
-    if store == Store::Ram {
+    if store == CellStore::Ram {
         [&split, &packed].into_iter().try_for_each(|server| write_all(&server.socket))?;
     }
     let theirs = server(Who::Theirs);
-    let hand_off = Limit::of(HAND_OFF).ok_or("no such limit")?.variant()?;
-    let of = |server: &Server, packed| Ok::<_, String>(variant(lines(&server.socket, queues, depth, packed, clock)?));
+    let hand_off = MachineLimit::of(HAND_OFF).ok_or("no such limit")?.variant()?;
+    let of = |server: &ListeningServer, packed| {
+        Ok::<_, String>(variant(lines(&server.socket, queues, depth, packed, clock)?))
+    };
     let baseline = theirs.as_ref().map_err(Clone::clone).and_then(|theirs| of(theirs, false));
     let has_baseline = baseline.as_ref().inspect_err(|why| eprintln!("no baseline: {why}")).is_ok();
     let baseline = baseline.unwrap_or_else(|_| Box::new(|_| f64::NAN));
@@ -104,7 +106,7 @@ pub fn write_all(socket: &Path) -> Result<(), String> {
     let mut queue = HwQueue::new(driver, Arc::new(disk.info().clone()), config);
     let memory = Region::shared(BYTES as usize).map_err(|error| error.to_string())?;
     memory.span(0, memory.len()).inspect(|all| all.fill(0x5a));
-    queue.set_memory(&mut Bells, Arc::new(RegionTable::new(vec![memory])));
+    queue.set_memory(&mut DirectSignals, Arc::new(RegionTable::new(vec![memory])));
     let mut free = vec![Bio::with_capacity(1)];
     for sector in (0..STORE_BYTES / SECTOR_BYTES).step_by(BYTES as usize / SECTOR_BYTES as usize) {
         let Some(mut bio) = free.pop() else { return Err("the bio did not come back".into()) };
@@ -114,8 +116,8 @@ pub fn write_all(socket: &Path) -> Result<(), String> {
         queue.submit(bio);
         first_answer(|| {
             let now_ns = now_ns();
-            queue.issue(&mut Bells, now_ns);
-            queue.reap(&mut Bells, now_ns, &mut |bio| free.push(bio)) as u64
+            queue.issue(&mut DirectSignals, now_ns);
+            queue.reap(&mut DirectSignals, now_ns, &mut |bio| free.push(bio)) as u64
         })?;
         if !free.iter().all(|bio| bio.status.is_ok()) {
             return Err("the disk cannot be written".into());

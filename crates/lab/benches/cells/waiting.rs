@@ -10,15 +10,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
-use blkyard_lab::floor::{IO_BYTES, Places, Samples, partner_cpu};
+use blkyard_lab::floor::{IO_BYTES, RandomOffsets, Samples, partner_cpu};
 use blkyard_mem::{Region, RegionTable};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, QueueKind};
 use blkyard_os::{Clock, now_ns};
 
-use crate::lines::{Bells, first_answer};
+use crate::lines::{DirectSignals, first_answer};
 use crate::load::{bios, fill};
-use crate::report::{self, Figure, Report};
-use crate::servers::{Ground, Server};
+use crate::report::{self, CellReport, Figure};
+use crate::servers::{CellFolder, ListeningServer};
 
 /// 20 000 a second.
 const GAP_NS: u64 = 50_000;
@@ -32,7 +32,7 @@ const DISKS: [(&str, &str); 2] = [("null", "null:1G"), ("flash", "null:1G?latenc
 /// How a daemon waits: its name here, and how long it looks for work, microseconds.
 const WAYS: [(&str, Option<u64>); 3] = [("sleep", Some(0)), ("usual", None), ("busy", Some(1000))];
 
-pub fn waiting_cells(quick: bool, report: &mut Report) {
+pub fn waiting_cells(quick: bool, report: &mut CellReport) {
     let (window, windows) = if quick { (Duration::from_millis(300), 3) } else { (Duration::from_secs(1), 10) };
     let cell = format!("wait-idle-{IDLE_QUEUES}q-cpu");
     if report.wants(&cell) {
@@ -63,11 +63,11 @@ pub fn waiting_cells(quick: bool, report: &mut Report) {
 
 /// Share of a CPU that an idle daemon takes, percent.
 fn idle(window: Duration, windows: usize) -> Result<Samples, String> {
-    let ground = Ground::new()?;
-    let server = Server::ours(&ground, DISKS[0].1, IDLE_QUEUES, None, None)?;
+    let ground = CellFolder::new()?;
+    let server = ListeningServer::ours(&ground, DISKS[0].1, IDLE_QUEUES, None, None)?;
     let disk = attach(&server)?;
-    let mut clients = (0..IDLE_QUEUES).map(|_| Client::of(&disk)).collect::<Result<Vec<_>, _>>()?;
-    clients.iter_mut().try_for_each(Client::ask_once)?;
+    let mut clients = (0..IDLE_QUEUES).map(|_| WaitingClient::of(&disk)).collect::<Result<Vec<_>, _>>()?;
+    clients.iter_mut().try_for_each(WaitingClient::ask_once)?;
     let mut share = Samples::default();
     for _ in 0..windows {
         let (before_ns, start_ns) = (server.cpu_ns()?, now_ns());
@@ -79,11 +79,11 @@ fn idle(window: Duration, windows: usize) -> Result<Samples, String> {
 
 /// Half of all latencies, 99 of 100 of them, and the daemon's CPU; for each way.
 fn paced(spec: &str, window: Duration, windows: usize) -> Result<Vec<[Samples; 3]>, String> {
-    let (ground, cpu) = (Ground::new()?, Some(partner_cpu()?));
+    let (ground, cpu) = (CellFolder::new()?, Some(partner_cpu()?));
     let start = |(_, spin_us)| {
-        let server = Server::ours(&ground, spec, 1, cpu, spin_us)?;
+        let server = ListeningServer::ours(&ground, spec, 1, cpu, spin_us)?;
         let disk = attach(&server)?;
-        let mut client = Client::of(&disk)?;
+        let mut client = WaitingClient::of(&disk)?;
         client.ask_once()?;
         Ok::<_, String>((client, disk, server))
     };
@@ -107,7 +107,7 @@ fn paced(spec: &str, window: Duration, windows: usize) -> Result<Vec<[Samples; 3
     Ok(ways)
 }
 
-fn attach(server: &Server) -> Result<Attached, String> {
+fn attach(server: &ListeningServer) -> Result<Attached, String> {
     Attached::open(AttachConfig::new(&server.socket)).map_err(|error| error.to_string())
 }
 
@@ -116,23 +116,29 @@ fn percent(used_ns: u64, passed_ns: u64) -> f64 {
 }
 
 /// One queue, and a thread that looks all the time.
-struct Client {
+struct WaitingClient {
     queue: HwQueue<AttachedQueue>,
     free: Vec<Box<Bio>>,
     /// When each was due, by cookie.
     due_ns: [u64; DEPTH],
-    places: Places,
+    places: RandomOffsets,
     clock: Clock,
 }
 
-impl Client {
-    fn of(disk: &Attached) -> Result<Client, String> {
+impl WaitingClient {
+    fn of(disk: &Attached) -> Result<WaitingClient, String> {
         let driver = disk.queue(QueueKind::Poll, DEPTH).map_err(|error| error.to_string())?;
         let config = HwQueueConfig { depth: DEPTH, bios_max: DEPTH, ..HwQueueConfig::default() };
         let mut queue = HwQueue::new(driver, Arc::new(disk.info().clone()), config);
         let memory = Region::shared(DEPTH * IO_BYTES as usize).map_err(|error| error.to_string())?;
-        queue.set_memory(&mut Bells, Arc::new(RegionTable::new(vec![memory])));
-        Ok(Client { queue, free: bios(DEPTH), due_ns: [0; DEPTH], places: Places::new(), clock: Clock::new() })
+        queue.set_memory(&mut DirectSignals, Arc::new(RegionTable::new(vec![memory])));
+        Ok(WaitingClient {
+            queue,
+            free: bios(DEPTH),
+            due_ns: [0; DEPTH],
+            places: RandomOffsets::new(),
+            clock: Clock::new(),
+        })
     }
 
     /// Asks for what was due then, if there is a bio for it.
@@ -146,9 +152,9 @@ impl Client {
 
     /// Returns how many came back.
     fn look(&mut self, now_ns: u64, ended: &mut impl FnMut(u64)) -> usize {
-        let Client { queue, free, due_ns, .. } = self;
-        queue.issue(&mut Bells, now_ns);
-        queue.reap(&mut Bells, now_ns, &mut |bio| {
+        let WaitingClient { queue, free, due_ns, .. } = self;
+        queue.issue(&mut DirectSignals, now_ns);
+        queue.reap(&mut DirectSignals, now_ns, &mut |bio| {
             ended(now_ns - due_ns[bio.cookie as usize]);
             free.push(bio);
         })

@@ -83,8 +83,8 @@ pub struct BenchArgs {
         value_parser = number(0, IdlePolicy::SPIN_US_MAX))]
     pub spin_us: u64,
     /// The report: for people, or for programs (with fio's keys).
-    #[arg(long = "output-format", value_enum, value_name = "FORMAT", default_value_t = Format::Normal)]
-    pub output_format: Format,
+    #[arg(long = "output-format", value_enum, value_name = "FORMAT", default_value_t = ReportFormat::Normal)]
+    pub output_format: ReportFormat,
 }
 
 /// Patterns of I/O, by fio's names.
@@ -131,7 +131,7 @@ pub enum Verify {
 /// What the report looks like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "lower")]
-pub enum Format {
+pub enum ReportFormat {
     /// Text.
     Normal,
     /// fio's JSON.
@@ -140,7 +140,7 @@ pub enum Format {
 
 /// The options, checked and worked out.
 #[derive(Clone, Debug)]
-pub(crate) struct Plan {
+pub(crate) struct BenchPlan {
     pub(crate) pattern: Pattern,
     pub(crate) block_bytes: u32,
     /// Blocks of the part that is used.
@@ -161,8 +161,8 @@ pub(crate) struct Plan {
     pub(crate) rates: Vec<Arc<RateLimit>>,
 }
 
-impl Plan {
-    pub(crate) fn new(args: &BenchArgs, info: &DeviceInfo, cpus: usize) -> Result<Plan, SpecError> {
+impl BenchPlan {
+    pub(crate) fn new(args: &BenchArgs, info: &DeviceInfo, cpus: usize) -> Result<BenchPlan, SpecError> {
         let block_bytes = block_bytes(args, info)?;
         let capacity = info.capacity_sectors << SECTOR_SHIFT;
         let bytes = part_bytes(&args.size, capacity)?;
@@ -201,7 +201,7 @@ impl Plan {
         let queues = args.queues.map_or(jobs.min(cpus), |queues| queues as usize).max(1);
         let read = args.read_queues.map_or(0, |queues| queues as usize);
         let poll = args.poll_queues.map_or(if args.hipri { queues } else { 0 }, |queues| queues as usize);
-        Ok(Plan {
+        Ok(BenchPlan {
             pattern,
             block_bytes,
             blocks,
@@ -321,10 +321,10 @@ mod tests {
         }
     }
 
-    fn plan(line: &str) -> Result<Plan, String> {
+    fn plan(line: &str) -> Result<BenchPlan, String> {
         let words = ["bench", "ram:1M"].into_iter().chain(line.split_whitespace());
         let cli = Cli::try_parse_from(words).map_err(|error| error.to_string())?;
-        Plan::new(&cli.bench, &info(), 2).map_err(|error| error.to_string())
+        BenchPlan::new(&cli.bench, &info(), 2).map_err(|error| error.to_string())
     }
 
     #[test]

@@ -18,9 +18,9 @@ use std::sync::mpsc::Sender;
 
 use blkyard_mq::{Bio, BioFlags, Op, Region, RegionTable, SECTOR_SHIFT, Segment, Status};
 
-use super::args::{Pattern, Plan};
-use super::places::{Mix, Order, Rng, stir};
-use super::tally::{Live, Summary, Tallies};
+use super::args::{BenchPlan, Pattern};
+use super::places::{BlockOrder, FastRng, Mix, stir};
+use super::tally::{LiveCounters, Summary, Tallies};
 use super::verify;
 
 /// What all jobs look at: whether to begin, and whether to stop.
@@ -34,7 +34,7 @@ pub(crate) struct Gate {
 
 /// What a job has to say when it is over.
 #[derive(Debug)]
-pub(crate) struct Outcome {
+pub(crate) struct JobResult {
     /// The job's number.
     pub(crate) job: usize,
     /// I/Os submitted and not finished.
@@ -51,7 +51,7 @@ pub(crate) struct Outcome {
 const COMPLAINTS_MAX: usize = 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum JobPhase {
     Waiting,
     Working,
     Checking,
@@ -60,19 +60,19 @@ enum Phase {
 
 /// One job.
 #[derive(Debug)]
-pub(crate) struct Job {
-    plan: Arc<Plan>,
+pub(crate) struct BenchJob {
+    plan: Arc<BenchPlan>,
     number: usize,
     gate: Arc<Gate>,
-    live: Arc<Live>,
-    report: Sender<Outcome>,
+    live: Arc<LiveCounters>,
+    report: Sender<JobResult>,
     memory: Arc<RegionTable>,
     /// First block of its slice, and how many.
     first: u64,
     blocks: u64,
-    order: Order,
+    order: BlockOrder,
     mix: Mix,
-    phase: Phase,
+    phase: JobPhase,
     /// Blocks to do in this phase.
     left: u64,
     until_ns: u64,
@@ -91,16 +91,16 @@ pub(crate) struct Job {
     complaints: Vec<String>,
 }
 
-impl Job {
+impl BenchJob {
     /// Makes a job, ready to wait for the gate. Its buffers are in a region of its own, of `iodepth` blocks.
     pub(crate) fn new(
-        plan: &Arc<Plan>,
+        plan: &Arc<BenchPlan>,
         number: usize,
         gate: &Arc<Gate>,
-        live: &Arc<Live>,
-        report: Sender<Outcome>,
+        live: &Arc<LiveCounters>,
+        report: Sender<JobResult>,
         region: Arc<Region>,
-    ) -> Job {
+    ) -> BenchJob {
         let block_bytes = plan.block_bytes as usize;
         scribble(&region, plan.seed ^ number as u64);
         let (first, blocks) = plan.slice(number);
@@ -111,7 +111,7 @@ impl Job {
             bio.stream = number as u32 + 1;
             bio
         });
-        let mut job = Job {
+        let mut job = BenchJob {
             number,
             gate: Arc::clone(gate),
             live: Arc::clone(live),
@@ -119,9 +119,9 @@ impl Job {
             memory: Arc::new(RegionTable::new(vec![region])),
             first,
             blocks,
-            order: Order::Sequential { next: 0 },
+            order: BlockOrder::Sequential { next: 0 },
             mix: Mix::new(job_seed(plan.seed, number), plan.read_percent),
-            phase: Phase::Waiting,
+            phase: JobPhase::Waiting,
             left: if plan.verify || plan.runtime_ns.is_none() { plan.share(number) } else { u64::MAX },
             until_ns: u64::MAX,
             written: 0,
@@ -146,13 +146,18 @@ impl Job {
         &self.memory
     }
 
-    fn order_anew(&self) -> Order {
-        Order::new(self.plan.pattern.is_random(), self.plan.verify, job_seed(self.plan.seed, self.number), self.blocks)
+    fn order_anew(&self) -> BlockOrder {
+        BlockOrder::new(
+            self.plan.pattern.is_random(),
+            self.plan.verify,
+            job_seed(self.plan.seed, self.number),
+            self.blocks,
+        )
     }
 
     /// Whether it will never want anything again.
     pub(crate) fn is_over(&self) -> bool {
-        self.phase == Phase::Over
+        self.phase == JobPhase::Over
     }
 
     /// How many of its bios are out.
@@ -165,7 +170,7 @@ impl Job {
     #[inline]
     pub(crate) fn is_ready(&self) -> bool {
         self.left > 0
-            && matches!(self.phase, Phase::Working | Phase::Checking)
+            && matches!(self.phase, JobPhase::Working | JobPhase::Checking)
             && (self.free.len() >= self.plan.batch || self.in_flight == 0)
     }
 
@@ -208,7 +213,7 @@ impl Job {
             self.unflushed = 0;
             return Op::Flush;
         }
-        if self.phase == Phase::Checking {
+        if self.phase == JobPhase::Checking {
             return Op::Read;
         }
         match self.plan.pattern {
@@ -248,20 +253,20 @@ impl Job {
     /// The end of a round: what was counted can be seen, and the phase changes if it is time.
     #[inline]
     pub(crate) fn settle(&mut self, now_ns: u64) {
-        if self.phase == Phase::Waiting {
+        if self.phase == JobPhase::Waiting {
             // Pairs with the store that opens it: what was set up before is seen.
             if self.gate.open.load(Ordering::Acquire) {
-                self.phase = Phase::Working;
+                self.phase = JobPhase::Working;
                 self.until_ns = self.plan.runtime_ns.map_or(u64::MAX, |runtime_ns| now_ns + runtime_ns);
             }
             return;
         }
         self.tallies.publish(&self.live, now_ns);
         self.live.set_in_flight(self.in_flight);
-        if now_ns >= self.until_ns && self.phase == Phase::Working || self.gate.stop.load(Ordering::Relaxed) {
+        if now_ns >= self.until_ns && self.phase == JobPhase::Working || self.gate.stop.load(Ordering::Relaxed) {
             self.left = 0;
         }
-        if self.left == 0 && self.phase != Phase::Over && (self.in_flight == 0 || self.is_abandoned()) {
+        if self.left == 0 && self.phase != JobPhase::Over && (self.in_flight == 0 || self.is_abandoned()) {
             self.end_phase();
         }
     }
@@ -273,16 +278,16 @@ impl Job {
 
     fn end_phase(&mut self) {
         let stopped = self.gate.stop.load(Ordering::Relaxed) || !self.complaints.is_empty();
-        if self.phase == Phase::Working && self.plan.verify && self.written > 0 && !stopped {
-            self.phase = Phase::Checking;
+        if self.phase == JobPhase::Working && self.plan.verify && self.written > 0 && !stopped {
+            self.phase = JobPhase::Checking;
             self.left = self.written;
             self.unflushed = 0;
             self.order = self.order_anew();
             return;
         }
-        self.phase = Phase::Over;
+        self.phase = JobPhase::Over;
         // Whoever asked is waiting; if it is gone, so is the interest.
-        let _ = self.report.send(Outcome {
+        let _ = self.report.send(JobResult {
             job: self.number,
             outstanding: self.in_flight as u64,
             summary: self.tallies.summary(),
@@ -342,7 +347,7 @@ fn job_seed(seed: u64, number: usize) -> u64 {
 
 /// Touches every page, so that none is first touched while the clock runs, with bytes that no device can shrink.
 fn scribble(region: &Region, seed: u64) {
-    let mut rng = Rng::new(seed);
+    let mut rng = FastRng::new(seed);
     let mut page = vec![0; blkyard_mem::PAGE_BYTES];
     for offset in (0..region.len()).step_by(page.len()) {
         let len = page.len().min(region.len() - offset);

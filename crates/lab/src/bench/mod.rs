@@ -36,17 +36,17 @@ use blkyard::{Device, DeviceError, DeviceQueue, DiskError, queue_depth};
 use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind};
 use blkyard_os::{LaneConfig, LaneError, LaneThread, RingConfig, Signals, cpu_places};
 
-pub use args::{BenchArgs, Format, Pattern, Verify};
-pub use report::Report;
+pub use args::{BenchArgs, Pattern, ReportFormat, Verify};
+pub use report::BenchReport;
 pub(crate) use text::count;
 
 use crate::Console;
-use args::Plan;
+use args::BenchPlan;
 use cpu::CpuTime;
-use job::{Gate, Job, Outcome};
+use job::{BenchJob, Gate, JobResult};
 use own::Own;
-use progress::Progress;
-use tally::{Live, Summary};
+use progress::BenchProgress;
+use tally::{LiveCounters, Summary};
 
 /// Why there is no report.
 #[derive(Debug, thiserror::Error)]
@@ -95,8 +95,8 @@ pub fn run(args: &BenchArgs, console: Console) -> Result<ExitCode, BenchError> {
     let report = measure(args, &device)?;
     let code = if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
     let code = match args.output_format {
-        Format::Normal => (console.print)(&text::text(&report), code),
-        Format::Json => (console.print)(&format_args!("{}\n", report.json()), code),
+        ReportFormat::Normal => (console.print)(&text::text(&report), code),
+        ReportFormat::Json => (console.print)(&format_args!("{}\n", report.json()), code),
     };
     if report.is_cut_short() {
         // A back-end that is silent would be waited for.
@@ -111,7 +111,7 @@ fn lay_out(args: &BenchArgs, device: &Device) -> Result<(), BenchError> {
     if !matches!(device, Device::Ram(_)) || device.info().read_only {
         return Ok(());
     }
-    let plan = Plan::new(args, device.info(), 1)?;
+    let plan = BenchPlan::new(args, device.info(), 1)?;
     let bytes = plan.blocks * u64::from(plan.block_bytes);
     if memory_available().is_some_and(|available| bytes > available / 2) {
         tracing::warn!(
@@ -135,7 +135,7 @@ fn lay_out(args: &BenchArgs, device: &Device) -> Result<(), BenchError> {
         ..args.clone()
     };
     // What is measured is limited, and this is not.
-    let plan = Plan { rates: Vec::new(), ..plan_for(&write, device)? };
+    let plan = BenchPlan { rates: Vec::new(), ..plan_for(&write, device)? };
     measure_plan(&write, device, plan).map(|_| ())
 }
 
@@ -151,25 +151,25 @@ fn memory_available() -> Option<u64> {
 ///
 /// # Errors
 /// See [`BenchError`].
-pub fn measure(args: &BenchArgs, device: &Device) -> Result<Report, BenchError> {
+pub fn measure(args: &BenchArgs, device: &Device) -> Result<BenchReport, BenchError> {
     measure_plan(args, device, plan_for(args, device)?)
 }
 
-fn plan_for(args: &BenchArgs, device: &Device) -> Result<Plan, BenchError> {
-    Ok(Plan::new(args, device.info(), cpu_places().len().min(device.queues_max()))?)
+fn plan_for(args: &BenchArgs, device: &Device) -> Result<BenchPlan, BenchError> {
+    Ok(BenchPlan::new(args, device.info(), cpu_places().len().min(device.queues_max()))?)
 }
 
-fn measure_plan(args: &BenchArgs, device: &Device, plan: Plan) -> Result<Report, BenchError> {
+fn measure_plan(args: &BenchArgs, device: &Device, plan: BenchPlan) -> Result<BenchReport, BenchError> {
     let plan = Arc::new(plan);
     let gate = Arc::new(Gate::default());
-    let lives: Vec<_> = (0..plan.jobs).map(|_| Arc::new(Live::default())).collect();
+    let lives: Vec<_> = (0..plan.jobs).map(|_| Arc::new(LiveCounters::default())).collect();
     let (tell, told) = channel();
     let mut jobs = Vec::with_capacity(plan.jobs);
     for (number, live) in lives.iter().enumerate() {
         let bytes = u64::from(plan.block_bytes) * plan.iodepth as u64;
         let memory = |source| BenchError::Memory { job: number, bytes, source };
         let region = device.memory(bytes as usize).map_err(memory)?;
-        jobs.push(Job::new(&plan, number, &gate, live, tell.clone(), region));
+        jobs.push(BenchJob::new(&plan, number, &gate, live, tell.clone(), region));
     }
     drop(tell);
     let workers = if plan.shares() {
@@ -183,7 +183,7 @@ fn measure_plan(args: &BenchArgs, device: &Device, plan: Plan) -> Result<Report,
     gate.open.store(true, Ordering::Release);
     workers.call();
     let shown = std::io::stderr().is_terminal();
-    let mut progress = Progress::new(&plan, lives.clone(), shown);
+    let mut progress = BenchProgress::new(&plan, lives.clone(), shown);
     let outcomes = wait(&plan, &gate, &told, &signals, &workers, &mut progress);
     let cpu = CpuTime::now().since(cpu_before);
     progress.finish();
@@ -193,7 +193,7 @@ fn measure_plan(args: &BenchArgs, device: &Device, plan: Plan) -> Result<Report,
     if !is_abandoned && (!workers.join()? || outcomes.len() < plan.jobs) {
         return Err(BenchError::Lost(outcomes.len(), plan.jobs));
     }
-    Ok(Report { is_cut_short, ..add_up(args, &plan, device, outcomes, &lives, cpu) })
+    Ok(BenchReport { is_cut_short, ..add_up(args, &plan, device, outcomes, &lives, cpu) })
 }
 
 /// Who does the work.
@@ -223,9 +223,9 @@ impl Workers {
 /// Each job on a queue and a lane of its own.
 fn spawn_own(
     args: &BenchArgs,
-    plan: &Plan,
+    plan: &BenchPlan,
     device: &Device,
-    jobs: Vec<Job>,
+    jobs: Vec<BenchJob>,
 ) -> Result<Vec<LaneThread<Own<DeviceQueue>>>, BenchError> {
     let cpus: Vec<_> = cpu_places().iter().map(|place| place.cpu).collect();
     // One thread a CPU stays where it is; more than that the system spreads better than we.
@@ -259,13 +259,13 @@ const REPORT_TIME: Duration = Duration::from_secs(1);
 
 /// Waits until all jobs have reported, or until a signal, and then for a bounded time until they have stopped.
 fn wait(
-    plan: &Plan,
+    plan: &BenchPlan,
     gate: &Gate,
-    told: &Receiver<Outcome>,
+    told: &Receiver<JobResult>,
     signals: &Signals,
     workers: &Workers,
-    progress: &mut Progress,
-) -> Vec<Outcome> {
+    progress: &mut BenchProgress,
+) -> Vec<JobResult> {
     const DRAW_EVERY: Duration = Duration::from_millis(250);
     let (mut stopped, mut abandoned): (Option<Instant>, Option<Instant>) = (None, None);
     let start = Instant::now();
@@ -299,12 +299,12 @@ fn wait(
 
 fn add_up(
     args: &BenchArgs,
-    plan: &Plan,
+    plan: &BenchPlan,
     device: &Device,
-    outcomes: Vec<Outcome>,
-    lives: &[Arc<Live>],
+    outcomes: Vec<JobResult>,
+    lives: &[Arc<LiveCounters>],
     cpu: CpuTime,
-) -> Report {
+) -> BenchReport {
     let (mut summary, mut outstanding) = (Summary::default(), 0);
     let mut silent: Vec<_> = lives.iter().map(Some).collect();
     let (mut checked, mut mismatches, mut complaints) = (0, 0, Vec::new());
@@ -321,7 +321,7 @@ fn add_up(
         outstanding += live.in_flight();
         complaints.push(format!("job {job}: it sleeps until its I/O is finished; its latencies are not known"));
     }
-    Report {
+    BenchReport {
         device: device.info().name.clone(),
         options: report::options(args, plan),
         jobs: plan.jobs,

@@ -7,19 +7,19 @@ use std::os::fd::BorrowedFd;
 
 use blkyard_mq::{Crank, Driver, HwQueue, Station};
 
-use super::job::Job;
+use super::job::BenchJob;
 
 /// The station of one job.
 #[derive(Debug)]
 pub(crate) struct Own<D> {
     hw: HwQueue<D>,
-    job: Job,
+    job: BenchJob,
     deadline_ns: Option<u64>,
 }
 
 impl<D> Own<D> {
     /// A job on a queue whose memory is the job's.
-    pub(crate) fn new(hw: HwQueue<D>, job: Job) -> Own<D> {
+    pub(crate) fn new(hw: HwQueue<D>, job: BenchJob) -> Own<D> {
         Own { hw, job, deadline_ns: None }
     }
 }

@@ -4,12 +4,12 @@
 
 /// A fast source of numbers that look random (xorshift64*); not for secrets.
 #[derive(Clone, Debug)]
-pub(crate) struct Rng(u64);
+pub(crate) struct FastRng(u64);
 
-impl Rng {
+impl FastRng {
     /// Any seed will do: it is stirred first (splitmix64).
-    pub(crate) fn new(seed: u64) -> Rng {
-        Rng(stir(seed).max(1))
+    pub(crate) fn new(seed: u64) -> FastRng {
+        FastRng(stir(seed).max(1))
     }
 
     #[inline]
@@ -37,21 +37,21 @@ pub(crate) fn stir(n: u64) -> u64 {
 
 /// In which order the blocks of a slice come.
 #[derive(Clone, Debug)]
-pub(crate) enum Order {
+pub(crate) enum BlockOrder {
     /// One after another, round and round.
     Sequential { next: u64 },
     /// Anywhere, again and again.
-    Random(Rng),
+    Random(FastRng),
     /// Anywhere, but each block once before any comes again: what is to be checked is written once.
-    Shuffled { walk: Walk },
+    Shuffled { walk: BlockWalk },
 }
 
-impl Order {
-    pub(crate) fn new(random: bool, once: bool, seed: u64, blocks: u64) -> Order {
+impl BlockOrder {
+    pub(crate) fn new(random: bool, once: bool, seed: u64, blocks: u64) -> BlockOrder {
         match (random, once) {
-            (false, _) => Order::Sequential { next: 0 },
-            (true, false) => Order::Random(Rng::new(seed)),
-            (true, true) => Order::Shuffled { walk: Walk::new(seed, blocks) },
+            (false, _) => BlockOrder::Sequential { next: 0 },
+            (true, false) => BlockOrder::Random(FastRng::new(seed)),
+            (true, true) => BlockOrder::Shuffled { walk: BlockWalk::new(seed, blocks) },
         }
     }
 
@@ -59,13 +59,13 @@ impl Order {
     #[inline]
     pub(crate) fn next(&mut self, blocks: u64) -> u64 {
         match self {
-            Order::Sequential { next } => {
+            BlockOrder::Sequential { next } => {
                 let block = *next;
                 *next = if block + 1 == blocks { 0 } else { block + 1 };
                 block
             }
-            Order::Random(rng) => rng.below(blocks),
-            Order::Shuffled { walk } => walk.next(blocks),
+            BlockOrder::Random(rng) => rng.below(blocks),
+            BlockOrder::Shuffled { walk } => walk.next(blocks),
         }
     }
 }
@@ -74,18 +74,18 @@ impl Order {
 /// over the next power of two, whose numbers beyond the bound are left out, with its bits stirred so that neighbours
 /// part.
 #[derive(Clone, Debug)]
-pub(crate) struct Walk {
+pub(crate) struct BlockWalk {
     state: u64,
     mask: u64,
     step: u64,
     turn: u32,
 }
 
-impl Walk {
-    fn new(seed: u64, blocks: u64) -> Walk {
+impl BlockWalk {
+    fn new(seed: u64, blocks: u64) -> BlockWalk {
         let mask = blocks.next_power_of_two() - 1;
         // Odd increment, multiplier one more than a multiple of four: the full period (Hull and Dobell).
-        Walk { state: stir(seed) & mask, mask, step: stir(seed ^ 1) | 1, turn: mask.count_ones().div_ceil(2) }
+        BlockWalk { state: stir(seed) & mask, mask, step: stir(seed ^ 1) | 1, turn: mask.count_ones().div_ceil(2) }
     }
 
     #[inline]
@@ -106,13 +106,13 @@ impl Walk {
 /// Reads or writes, by percentage.
 #[derive(Clone, Debug)]
 pub(crate) struct Mix {
-    rng: Rng,
+    rng: FastRng,
     read_percent: u64,
 }
 
 impl Mix {
     pub(crate) fn new(seed: u64, read_percent: u32) -> Mix {
-        Mix { rng: Rng::new(seed ^ 0x006d_6978), read_percent: read_percent.into() }
+        Mix { rng: FastRng::new(seed ^ 0x006d_6978), read_percent: read_percent.into() }
     }
 
     #[inline]
@@ -129,7 +129,7 @@ mod tests {
     fn a_shuffled_order_visits_every_block_once() {
         for blocks in [1, 2, 3, 7, 64, 100, 1000, 4097] {
             for seed in 0..5 {
-                let mut order = Order::new(true, true, seed, blocks);
+                let mut order = BlockOrder::new(true, true, seed, blocks);
                 let mut seen = vec![false; blocks as usize];
                 (0..blocks).for_each(|_| seen[order.next(blocks) as usize] = true);
                 assert!(seen.iter().all(|seen| *seen), "{blocks} blocks, seed {seed}");
@@ -139,7 +139,7 @@ mod tests {
 
     #[test]
     fn a_shuffled_order_is_no_procession() {
-        let mut order = Order::new(true, true, 7, 10_000);
+        let mut order = BlockOrder::new(true, true, 7, 10_000);
         let places: Vec<_> = (0..1000).map(|_| order.next(10_000)).collect();
         let far = places.windows(2).filter(|pair| pair[0].abs_diff(pair[1]) > 1000).count();
         assert!(far > 700, "{far} of 999 steps go far");
@@ -147,7 +147,7 @@ mod tests {
 
     #[test]
     fn random_places_are_spread_evenly() {
-        let mut order = Order::new(true, false, 1, 10);
+        let mut order = BlockOrder::new(true, false, 1, 10);
         let mut counts = [0_u32; 10];
         (0..100_000).for_each(|_| counts[order.next(10) as usize] += 1);
         assert!(counts.iter().all(|count| (9500..10_500).contains(count)), "{counts:?}");
@@ -158,7 +158,7 @@ mod tests {
 
     #[test]
     fn a_sequence_goes_round() {
-        let mut order = Order::new(false, true, 1, 3);
+        let mut order = BlockOrder::new(false, true, 1, 3);
         assert_eq!([(); 5].map(|()| order.next(3)), [0, 1, 2, 0, 1]);
     }
 }

@@ -6,21 +6,21 @@ use std::time::Duration;
 use blkyard_mq::OpClass;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::args::{Pattern, Plan};
-use super::tally::Live;
+use super::args::{BenchPlan, Pattern};
+use super::tally::LiveCounters;
 use super::text::count;
 
 /// A bar over the time of the run, or over its blocks.
-pub(crate) struct Progress {
+pub(crate) struct BenchProgress {
     bar: ProgressBar,
-    lives: Vec<Arc<Live>>,
+    lives: Vec<Arc<LiveCounters>>,
     timed: bool,
     /// I/Os and bytes when it was drawn last, and how long that is ago.
     before: (u64, u64, Duration),
 }
 
-impl Progress {
-    pub(crate) fn new(plan: &Plan, lives: Vec<Arc<Live>>, shown: bool) -> Progress {
+impl BenchProgress {
+    pub(crate) fn new(plan: &BenchPlan, lives: Vec<Arc<LiveCounters>>, shown: bool) -> BenchProgress {
         let timed = plan.runtime_ns.is_some() && !plan.verify;
         let rounds = if plan.verify && matches!(plan.pattern, Pattern::Write | Pattern::RandWrite) { 2 } else { 1 };
         let length = match plan.runtime_ns {
@@ -32,7 +32,7 @@ impl Progress {
         if let Ok(style) = ProgressStyle::with_template("[{bar:30}] {percent:>3}% {msg}") {
             bar.set_style(style.progress_chars("=> "));
         }
-        Progress { bar, lives, timed, before: (0, 0, Duration::ZERO) }
+        BenchProgress { bar, lives, timed, before: (0, 0, Duration::ZERO) }
     }
 
     /// Draws it anew; `passed` is the time since the start.

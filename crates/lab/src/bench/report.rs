@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use blkyard_mq::OpClass;
 use serde::Serialize;
 
-use super::args::{BenchArgs, Plan};
+use super::args::{BenchArgs, BenchPlan};
 use super::cpu::CpuTime;
 use super::tally::{ClassSummary, DEPTHS, Summary};
 
@@ -17,7 +17,7 @@ pub(crate) const DEPTH_NAMES: [&str; DEPTHS] = ["1", "2", "4", "8", "16", "32", 
 
 /// What a run of `bench` came to.
 #[derive(Clone, Debug)]
-pub struct Report {
+pub struct BenchReport {
     pub(crate) device: String,
     pub(crate) options: BTreeMap<&'static str, String>,
     pub(crate) jobs: usize,
@@ -33,7 +33,7 @@ pub struct Report {
     pub(crate) is_cut_short: bool,
 }
 
-impl Report {
+impl BenchReport {
     /// Whether a signal ended the run before its time.
     pub fn is_cut_short(&self) -> bool {
         self.is_cut_short
@@ -90,7 +90,7 @@ impl Report {
     /// fio's JSON, with `cpu_ns_per_io`, `outstanding` and `verify` added.
     pub fn json(&self) -> String {
         let (usr_cpu, sys_cpu) = self.cpu_percent();
-        let whole = Json {
+        let whole = BenchJson {
             version: concat!("blkyard-", env!("CARGO_PKG_VERSION")),
             global_options: BTreeMap::from([("filename", self.device.as_str())]),
             jobs: [Group {
@@ -116,9 +116,9 @@ impl Report {
         serde_json::to_string_pretty(&whole).unwrap_or_else(|error| format!("{{\"error\": \"{error}\"}}"))
     }
 
-    fn direction(&self, class: OpClass) -> Direction {
+    fn direction(&self, class: OpClass) -> DirectionReport {
         let class = self.summary.of(class);
-        Direction {
+        DirectionReport {
             io_bytes: class.bytes,
             io_kbytes: class.bytes >> 10,
             bw_bytes: class.bytes_per_s() as u64,
@@ -134,7 +134,7 @@ impl Report {
 }
 
 /// The options as given, by fio's names, for the report.
-pub(crate) fn options(args: &BenchArgs, plan: &Plan) -> BTreeMap<&'static str, String> {
+pub(crate) fn options(args: &BenchArgs, plan: &BenchPlan) -> BTreeMap<&'static str, String> {
     let mut options = BTreeMap::from([
         ("rw", plan.pattern.name()),
         ("bs", args.bs.clone()),
@@ -159,7 +159,7 @@ pub(crate) fn options(args: &BenchArgs, plan: &Plan) -> BTreeMap<&'static str, S
 }
 
 #[derive(Serialize)]
-struct Json<'a> {
+struct BenchJson<'a> {
     #[serde(rename = "fio version")]
     version: &'static str,
     #[serde(rename = "global options")]
@@ -174,9 +174,9 @@ struct Group<'a> {
     error: i32,
     #[serde(rename = "job options")]
     job_options: &'a BTreeMap<&'static str, String>,
-    read: Direction,
-    write: Direction,
-    trim: Direction,
+    read: DirectionReport,
+    write: DirectionReport,
+    trim: DirectionReport,
     sync: Sync,
     /// Milliseconds.
     job_runtime: u64,
@@ -191,7 +191,7 @@ struct Group<'a> {
 }
 
 #[derive(Serialize)]
-struct Direction {
+struct DirectionReport {
     io_bytes: u64,
     io_kbytes: u64,
     bw_bytes: u64,

@@ -13,16 +13,16 @@ use blkyard_mq::{Context, Disk, Driver, RegionTable, Submitter};
 use blkyard_os::Clock;
 
 use super::BenchError;
-use super::args::{BenchArgs, Plan};
-use super::job::{Gate, Job};
+use super::args::{BenchArgs, BenchPlan};
+use super::job::{BenchJob, Gate};
 
 /// Opens the disk for the jobs and starts a thread for each. They wait for the gate.
 pub(crate) fn spawn(
     args: &BenchArgs,
-    plan: &Plan,
+    plan: &BenchPlan,
     device: &Device,
     gate: &Arc<Gate>,
-    jobs: Vec<Job>,
+    jobs: Vec<BenchJob>,
 ) -> Result<Vec<JoinHandle<()>>, BenchError> {
     // A job's buffers are the region of its number.
     let regions = jobs.iter().filter_map(|job| job.memory().region(0).cloned()).collect();
@@ -58,7 +58,7 @@ pub(crate) fn spawn(
 /// One job at its way to the disk.
 struct Worker<D, Cx> {
     queue: Submitter<D, Cx>,
-    job: Job,
+    job: BenchJob,
     region: u32,
     spin_ns: u64,
 }

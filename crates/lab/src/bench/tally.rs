@@ -1,7 +1,7 @@
 //! What a job counts: per direction how many, how much, how long.
 //!
-//! Plain words of the job's own thread. What others may see while it runs is [`Live`], published once a round; the
-//! rest is handed over as a [`Summary`] when the job is over.
+//! Plain words of the job's own thread. What others may see while it runs is [`LiveCounters`], published once a round;
+//! the rest is handed over as a [`Summary`] when the job is over.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -10,7 +10,7 @@ use blkyard_mq::{Histogram, HistogramSnapshot, Op, OpClass};
 /// Counters that anyone may read while the jobs run, by [`OpClass`].
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub(crate) struct Live {
+pub(crate) struct LiveCounters {
     ios: [AtomicU64; 4],
     bytes: [AtomicU64; 4],
     first_ns: [AtomicU64; 4],
@@ -18,7 +18,7 @@ pub(crate) struct Live {
     in_flight: AtomicU64,
 }
 
-impl Live {
+impl LiveCounters {
     /// Notes how many I/Os are in flight.
     #[inline]
     pub(crate) fn set_in_flight(&self, in_flight: usize) {
@@ -50,7 +50,7 @@ impl Live {
 
 /// One direction of one job.
 #[derive(Debug, Default)]
-struct Tally {
+struct DirectionTally {
     ios: u64,
     bytes: u64,
     errors: u64,
@@ -66,7 +66,7 @@ struct Tally {
 
 /// Completions in a row that took as long: a batch shares its timestamps, so most do.
 #[derive(Clone, Copy, Debug)]
-struct Run {
+struct LatencyRun {
     class: OpClass,
     latency_ns: u64,
     ios: u64,
@@ -78,8 +78,8 @@ pub(crate) const DEPTHS: usize = 7;
 /// All that one job counts.
 #[derive(Debug)]
 pub(crate) struct Tallies {
-    classes: [Tally; 4],
-    run: Run,
+    classes: [DirectionTally; 4],
+    run: LatencyRun,
     depths: [u64; DEPTHS],
     block_bytes: u64,
 }
@@ -87,8 +87,8 @@ pub(crate) struct Tallies {
 impl Tallies {
     pub(crate) fn new(block_bytes: u32) -> Tallies {
         Tallies {
-            classes: std::array::from_fn(|_| Tally::default()),
-            run: Run { class: OpClass::Read, latency_ns: 0, ios: 0 },
+            classes: std::array::from_fn(|_| DirectionTally::default()),
+            run: LatencyRun { class: OpClass::Read, latency_ns: 0, ios: 0 },
             depths: [0; DEPTHS],
             block_bytes: block_bytes.into(),
         }
@@ -110,7 +110,7 @@ impl Tallies {
         let class = OpClass::of(op);
         if self.run.class != class || self.run.latency_ns != latency_ns {
             self.flush();
-            self.run = Run { class, latency_ns, ios: 0 };
+            self.run = LatencyRun { class, latency_ns, ios: 0 };
         }
         self.run.ios += 1;
     }
@@ -121,7 +121,7 @@ impl Tallies {
     }
 
     fn flush(&mut self) {
-        let Run { class, latency_ns, ios } = self.run;
+        let LatencyRun { class, latency_ns, ios } = self.run;
         if ios == 0 {
             return;
         }
@@ -140,7 +140,7 @@ impl Tallies {
 
     /// The end of a round: what was counted can be seen.
     #[inline]
-    pub(crate) fn publish(&mut self, live: &Live, now_ns: u64) {
+    pub(crate) fn publish(&mut self, live: &LiveCounters, now_ns: u64) {
         self.flush();
         for (index, tally) in self.classes.iter_mut().enumerate() {
             if live.ios[index].load(Relaxed) != tally.ios {
@@ -159,7 +159,7 @@ impl Tallies {
     }
 }
 
-impl Tally {
+impl DirectionTally {
     fn summary(&self) -> ClassSummary {
         ClassSummary {
             ios: self.ios,
@@ -287,7 +287,7 @@ mod tests {
     use super::*;
 
     fn tallied(latencies: &[u64], start_ns: u64) -> Summary {
-        let (mut tallies, live) = (Tallies::new(512), Live::default());
+        let (mut tallies, live) = (Tallies::new(512), LiveCounters::default());
         for latency in latencies {
             tallies.submitted(Op::Read, 1, start_ns);
             tallies.ended(Op::Read, *latency);

@@ -3,7 +3,7 @@
 use blkyard::Device;
 use clap::Parser;
 
-use super::{BenchArgs, BenchError, Report, measure};
+use super::{BenchArgs, BenchError, BenchReport, measure};
 
 #[derive(Debug, clap::Parser)]
 struct Cli {
@@ -15,12 +15,12 @@ fn args(device: &str, line: &str) -> BenchArgs {
     Cli::parse_from(["bench", device].into_iter().chain(line.split_whitespace())).bench
 }
 
-fn bench(device: &str, line: &str) -> Report {
+fn bench(device: &str, line: &str) -> BenchReport {
     let opened = Device::open(device).unwrap();
     measure(&args(device, line), &opened).unwrap()
 }
 
-fn json(report: &Report) -> serde_json::Value {
+fn json(report: &BenchReport) -> serde_json::Value {
     serde_json::from_str(&report.json()).unwrap()
 }
 

@@ -4,11 +4,11 @@ use std::fmt::Write;
 
 use blkyard_mq::OpClass;
 
-use super::report::{DEPTH_NAMES, PERCENTILES, Report, percentile_ns};
+use super::report::{BenchReport, DEPTH_NAMES, PERCENTILES, percentile_ns};
 use super::tally::ClassSummary;
 
 /// The whole block.
-pub(crate) fn text(report: &Report) -> String {
+pub(crate) fn text(report: &BenchReport) -> String {
     let mut out = String::new();
     let options = ["rw", "bs", "iodepth", "queues"].map(|key| format!("{key}={}", report.options[key])).join(", ");
     let jobs = report.jobs;

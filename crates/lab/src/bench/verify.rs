@@ -11,7 +11,7 @@
 //!
 //! Does no I/O.
 
-use super::places::{Rng, stir};
+use super::places::{FastRng, stir};
 
 /// Bytes of the header.
 pub(crate) const HEADER_BYTES: usize = 32;
@@ -26,7 +26,7 @@ pub(crate) fn fill(block: &mut [u8], sector: u64, origin: u64) {
     header[16..20].copy_from_slice(&len.to_le_bytes());
     header[20..24].fill(0);
     header[24..32].copy_from_slice(&origin.to_le_bytes());
-    let mut rng = Rng::new(stir(origin) ^ sector);
+    let mut rng = FastRng::new(stir(origin) ^ sector);
     for word in contents.chunks_mut(8) {
         word.copy_from_slice(&rng.next().to_le_bytes()[..word.len()]);
     }

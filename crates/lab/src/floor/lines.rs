@@ -14,15 +14,15 @@ use super::windows::Variant;
 /// A cache line, as eight words.
 #[derive(Debug, Default)]
 #[repr(align(64))]
-struct Line([AtomicU64; 8]);
+struct LineWords([AtomicU64; 8]);
 
 /// Lines that the CPU does not fetch along with their neighbours.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Alone(AtomicU64);
 
-fn lines(count: usize) -> Box<[Line]> {
-    (0..count).map(|_| Line::default()).collect()
+fn lines(count: usize) -> Box<[LineWords]> {
+    (0..count).map(|_| LineWords::default()).collect()
 }
 
 /// There and back, one word in one line.
@@ -64,12 +64,12 @@ fn shared<T>(what: T) -> (Arc<T>, Arc<T>) {
 pub(super) fn pipelined() -> Result<Variant<'static>, String> {
     const LINES: u64 = 256;
     const BATCH: u64 = 64;
-    struct Stream {
+    struct LineStream {
         tail: Alone,
         head: Alone,
-        lines: Box<[Line]>,
+        lines: Box<[LineWords]>,
     }
-    let stream = Stream { tail: Alone::default(), head: Alone::default(), lines: lines(LINES as usize) };
+    let stream = LineStream { tail: Alone::default(), head: Alone::default(), lines: lines(LINES as usize) };
     let (ours, theirs) = shared(stream);
     let (mut tail, mut head_seen, mut head) = (0_u64, 0_u64, 0_u64);
     led(
@@ -101,19 +101,19 @@ const ENTRIES: u64 = 128;
 
 /// A submission and a completion queue as NVMe has them: entries of 64 and 16 bytes, a doorbell, and a phase bit in the
 /// completion, so that its line is all the host looks at.
-struct Pair {
+struct NvmePair {
     doorbell: Alone,
-    submissions: Box<[Line]>,
+    submissions: Box<[LineWords]>,
     /// Four completions to a line, two words each: result; cid and phase.
-    completions: Box<[Line]>,
+    completions: Box<[LineWords]>,
 }
 
-impl Pair {
+impl NvmePair {
     /// Words of a submission that a read needs: command and cid, namespace, address, place, length.
     const WORDS: usize = 5;
 
     fn submission(&self, index: u64) -> &[AtomicU64] {
-        &self.submissions[(index % ENTRIES) as usize].0[..Pair::WORDS]
+        &self.submissions[(index % ENTRIES) as usize].0[..NvmePair::WORDS]
     }
 
     fn completion(&self, index: u64) -> (&AtomicU64, &AtomicU64) {
@@ -130,7 +130,7 @@ impl Pair {
 
 /// A command through such a pair, with `depth` of them under way.
 pub(super) fn queue_pair(depth: u64) -> Result<Variant<'static>, String> {
-    let (ours, theirs) = shared(Pair {
+    let (ours, theirs) = shared(NvmePair {
         doorbell: Alone::default(),
         submissions: lines(ENTRIES as usize),
         completions: lines(ENTRIES as usize / 4),
@@ -139,7 +139,8 @@ pub(super) fn queue_pair(depth: u64) -> Result<Variant<'static>, String> {
     led(
         move || {
             let before = completed;
-            while completed < submitted && ours.completion(completed).1.load(Acquire) & 1 == Pair::phase(completed) {
+            while completed < submitted && ours.completion(completed).1.load(Acquire) & 1 == NvmePair::phase(completed)
+            {
                 black_box(ours.completion(completed).0.load(Relaxed));
                 completed += 1;
             }
@@ -159,7 +160,7 @@ pub(super) fn queue_pair(depth: u64) -> Result<Variant<'static>, String> {
                 let read = theirs.submission(taken).iter().map(|word| word.load(Relaxed)).sum();
                 let (result, status) = theirs.completion(taken);
                 result.store(read, Relaxed);
-                status.store(taken << 1 | Pair::phase(taken), Release);
+                status.store(taken << 1 | NvmePair::phase(taken), Release);
                 taken += 1;
             }
         },
@@ -170,13 +171,13 @@ pub(super) fn queue_pair(depth: u64) -> Result<Variant<'static>, String> {
 /// of once for each batch.
 struct Virtqueue {
     /// The three descriptors of a request, and room for a fourth.
-    table: Box<[Line]>,
+    table: Box<[LineWords]>,
     /// Header and status of each request.
-    requests: Box<[Line]>,
+    requests: Box<[LineWords]>,
     /// Words: flags and index, then four heads to a word.
-    avail: Box<[Line]>,
+    avail: Box<[LineWords]>,
     /// Words: flags and index, then an element to a word.
-    used: Box<[Line]>,
+    used: Box<[LineWords]>,
 }
 
 impl Virtqueue {
@@ -184,7 +185,7 @@ impl Virtqueue {
     const DESCRIPTOR_WORDS: usize = 6;
     const STATUS: usize = 2;
 
-    fn index(ring: &[Line]) -> &AtomicU64 {
+    fn index(ring: &[LineWords]) -> &AtomicU64 {
         &ring[0].0[0]
     }
 

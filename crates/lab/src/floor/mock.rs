@@ -7,7 +7,7 @@
 use blkyard_os::Clock;
 
 use super::windows::Round;
-use super::{IO_BYTES, Places};
+use super::{IO_BYTES, RandomOffsets};
 
 /// When the mock reads the clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +48,7 @@ pub struct Mock {
     ring: [u8; PLACES],
     done: usize,
     requests: [MockRequest; PLACES],
-    places: Places,
+    places: RandomOffsets,
     /// What the device looked at, so that it is written at all.
     seen: u64,
     ios: u64,
@@ -68,7 +68,7 @@ impl Mock {
             ring: [0; PLACES],
             done: 0,
             requests: [MockRequest::default(); PLACES],
-            places: Places::new(),
+            places: RandomOffsets::new(),
             seen: 0,
             ios: 0,
             bytes: 0,

@@ -14,14 +14,14 @@ pub(crate) mod windows;
 
 use std::process::ExitCode;
 
-use self::report::Report;
-use self::system::{From, Next};
+use self::report::FloorReport;
+use self::system::{CopyOrder, From};
 use crate::Console;
 
 pub use self::cpus::{partner_cpu, pin, together};
 pub use self::mock::{Mock, Stamps};
 pub use self::system::{STORE_BYTES, touched};
-pub use self::windows::{Plan, Round, Samples, Variant, measure, variant};
+pub use self::windows::{Round, Samples, Variant, WindowPlan, measure, variant};
 
 /// Command-line options of `floor`.
 #[derive(Clone, Copy, Debug, clap::Args)]
@@ -36,7 +36,7 @@ pub struct FloorArgs {
 
 /// Something the machine cannot do faster.
 #[derive(Clone, Copy)]
-pub struct Limit {
+pub struct MachineLimit {
     /// What it is called.
     pub name: &'static str,
     /// What is done once.
@@ -47,9 +47,9 @@ pub struct Limit {
     make: fn() -> Result<Variant<'static>, String>,
 }
 
-impl Limit {
+impl MachineLimit {
     /// The limit of this name.
-    pub fn of(name: &str) -> Option<&'static Limit> {
+    pub fn of(name: &str) -> Option<&'static MachineLimit> {
         LIMITS.iter().find(|limit| limit.name == name)
     }
 
@@ -67,12 +67,12 @@ pub const HAND_OFF: &str = "line-serial";
 
 macro_rules! limits {
     ($($name:literal, $sentence:literal, $across:literal, $make:expr;)*) => {
-        &[$(Limit { name: $name, sentence: $sentence, across: $across, make: || $make }),*]
+        &[$(MachineLimit { name: $name, sentence: $sentence, across: $across, make: || $make }),*]
     };
 }
 
 /// All limits, each of one thread on one CPU unless it says otherwise.
-pub const LIMITS: &[Limit] = limits! {
+pub const LIMITS: &[MachineLimit] = limits! {
     "line-serial", "a cache line handed to another CPU, one after the other", true, lines::serial();
     "line-pipelined", "the same in a stream", true, lines::pipelined();
     "pair-qd1", "a command through an NVMe queue pair in shared memory, depth 1", true, lines::queue_pair(1);
@@ -80,10 +80,10 @@ pub const LIMITS: &[Limit] = limits! {
     "virtio-qd1", "a request through a virtio split ring, depth 1", true, lines::virtqueue(1);
     "virtio-qd128", "the same at depth 128", true, lines::virtqueue(128);
     "wake-up", "a thread asleep on another CPU, woken", false, system::wake_up();
-    "copy-4k-l2", "a copy of 4 KiB from the second-level cache", false, system::copy(From::L2, Next::Unknown);
-    "copy-4k-l3", "the same from the third level", false, system::copy(From::L3, Next::Unknown);
-    "copy-4k-dram", "the same from memory, at random in 1 GiB", false, system::copy(From::Dram, Next::Unknown);
-    "copy-4k-dram-ahead", "the same, the next fetched meanwhile", false, system::copy(From::Dram, Next::Known);
+    "copy-4k-l2", "a copy of 4 KiB from the second-level cache", false, system::copy(From::L2, CopyOrder::Unknown);
+    "copy-4k-l3", "the same from the third level", false, system::copy(From::L3, CopyOrder::Unknown);
+    "copy-4k-dram", "the same from memory, at random in 1 GiB", false, system::copy(From::Dram, CopyOrder::Unknown);
+    "copy-4k-dram-ahead", "the same, the next fetched meanwhile", false, system::copy(From::Dram, CopyOrder::Known);
     "clock", "one reading of the system's clock (clock_gettime)", false, Ok(system::clock());
     "clock-lane", "the same of a lane's, by the time-stamp counter where that can be trusted", false, Ok(system::lane_clock());
     "locked-add", "a locked addition to a word that nobody else uses", false, Ok(system::locked_add());
@@ -107,12 +107,12 @@ fn mock(batch: u16, stamps: Stamps) -> Variant<'static> {
 /// Measures every limit and prints it. A limit that this machine does not have is named with the reason.
 pub fn run(args: FloorArgs, console: Console) -> ExitCode {
     let plan = if args.quick {
-        Plan { window_ns: 1_000_000, windows: 60, warm_up: 5 }
+        WindowPlan { window_ns: 1_000_000, windows: 60, warm_up: 5 }
     } else {
-        Plan { window_ns: 3_000_000, windows: 300, warm_up: 20 }
+        WindowPlan { window_ns: 3_000_000, windows: 300, warm_up: 20 }
     };
     pin();
-    let mut report = Report::new(args.json, console);
+    let mut report = FloorReport::new(args.json, console);
     for limit in LIMITS {
         match one(limit, plan) {
             Ok((samples, hand_off)) => report.add(limit, &samples, hand_off.as_ref()),
@@ -126,10 +126,10 @@ pub fn run(args: FloorArgs, console: Console) -> ExitCode {
 }
 
 /// The windows of a limit, and those of the hand-off in turn with it, if it is one across CPUs.
-fn one(limit: &Limit, plan: Plan) -> Result<(Samples, Option<Samples>), String> {
+fn one(limit: &MachineLimit, plan: WindowPlan) -> Result<(Samples, Option<Samples>), String> {
     let mut variants = vec![limit.variant()?];
     if limit.across
-        && let Some(hand_off) = Limit::of(HAND_OFF).filter(|it| it.name != limit.name)
+        && let Some(hand_off) = MachineLimit::of(HAND_OFF).filter(|it| it.name != limit.name)
     {
         variants.push(hand_off.variant()?);
     }
@@ -142,13 +142,13 @@ pub const IO_BYTES: u32 = 4096;
 
 /// Places at random, the same for all who start. As cheap as can be: a multiplication and an addition.
 #[derive(Clone, Copy, Debug)]
-pub struct Places(u64);
+pub struct RandomOffsets(u64);
 
-impl Places {
+impl RandomOffsets {
     /// From the start.
     #[expect(clippy::new_without_default, reason = "a default would say nothing of where it starts")]
-    pub fn new() -> Places {
-        Places(0x9e37_79b9_7f4a_7c15)
+    pub fn new() -> RandomOffsets {
+        RandomOffsets(0x9e37_79b9_7f4a_7c15)
     }
 
     /// The next, below `count`.
@@ -167,7 +167,7 @@ mod tests {
 
     #[test]
     fn every_limit_that_this_machine_has_can_be_measured() {
-        let plan = Plan { window_ns: 1000, windows: 1, warm_up: 0 };
+        let plan = WindowPlan { window_ns: 1000, windows: 1, warm_up: 0 };
         for limit in LIMITS.iter().filter(|limit| !limit.name.starts_with("copy-4k-dram")) {
             match one(limit, plan) {
                 Ok((samples, hand_off)) => {
@@ -184,12 +184,12 @@ mod tests {
         for (place, limit) in LIMITS.iter().enumerate() {
             assert!(LIMITS[..place].iter().all(|other| other.name != limit.name), "{}", limit.name);
         }
-        assert!(Limit::of(HAND_OFF).is_some());
+        assert!(MachineLimit::of(HAND_OFF).is_some());
     }
 
     #[test]
     fn places_stay_below_their_count_and_reach_all_of_it() {
-        let mut places = Places::new();
+        let mut places = RandomOffsets::new();
         let mut seen = [0_u32; 8];
         (0..8000).for_each(|_| seen[places.next(8) as usize] += 1);
         assert!(seen.iter().all(|count| (800..1200).contains(count)), "{seen:?}");

@@ -6,11 +6,11 @@ use std::process::ExitCode;
 
 use serde::Serialize;
 
-use super::{Limit, Samples};
+use super::{MachineLimit, Samples};
 use crate::Console;
 
 #[derive(Serialize)]
-struct Row {
+struct FloorRow {
     limit: &'static str,
     /// 10th percentile of the windows: what it costs when nobody disturbs.
     value: f64,
@@ -25,7 +25,7 @@ struct Row {
 }
 
 /// Prints limits as they come, until standard output fails.
-pub(super) struct Report {
+pub(super) struct FloorReport {
     json: bool,
     console: Console,
     /// Success, until something cannot be printed.
@@ -33,9 +33,9 @@ pub(super) struct Report {
     values: BTreeMap<&'static str, f64>,
 }
 
-impl Report {
-    pub(super) fn new(json: bool, console: Console) -> Report {
-        let mut report = Report { json, console, code: ExitCode::SUCCESS, values: BTreeMap::new() };
+impl FloorReport {
+    pub(super) fn new(json: bool, console: Console) -> FloorReport {
+        let mut report = FloorReport { json, console, code: ExitCode::SUCCESS, values: BTreeMap::new() };
         if !json {
             let [limit, low, median, high, hand_off] = ["limit, ns", "10th", "median", "90th", "hand-off"];
             report.print(format_args!("{limit:18} {low:>9} {median:>9} {high:>9} {hand_off:>9}  "));
@@ -54,11 +54,11 @@ impl Report {
         self.code != ExitCode::SUCCESS
     }
 
-    pub(super) fn add(&mut self, limit: &Limit, samples: &Samples, hand_off: Option<&Samples>) {
+    pub(super) fn add(&mut self, limit: &MachineLimit, samples: &Samples, hand_off: Option<&Samples>) {
         let [low, median, high] = [10.0, 50.0, 90.0].map(|percent| samples.percentile(percent));
         let hand_off = hand_off.map(Samples::cost);
         self.values.insert(limit.name, samples.cost());
-        let row = Row { limit: limit.name, value: samples.cost(), unit: "ns", low, median, high, hand_off };
+        let row = FloorRow { limit: limit.name, value: samples.cost(), unit: "ns", low, median, high, hand_off };
         if self.json {
             match serde_json::to_string(&row) {
                 Ok(line) => self.print(line),

@@ -11,7 +11,7 @@ use rustix::io::{read, retry_on_intr, write};
 
 use super::cpus::{partner_cpu, pin_to};
 use super::windows::{Variant, for_a_window, variant};
-use super::{IO_BYTES, Places};
+use super::{IO_BYTES, RandomOffsets};
 
 /// Where what is copied comes from.
 #[derive(Clone, Copy, Debug)]
@@ -43,7 +43,7 @@ impl From {
 
 /// When it is known what is copied next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum CopyOrder {
     /// When it is its turn, as with one request at a time.
     Unknown,
     /// One copy before, as with many: it is fetched meanwhile.
@@ -51,17 +51,17 @@ pub(super) enum Next {
 }
 
 /// 4 KiB from a random place into one of a few buffers, as a read from memory is.
-pub(super) fn copy(from: From, known: Next) -> Result<Variant<'static>, String> {
+pub(super) fn copy(from: From, known: CopyOrder) -> Result<Variant<'static>, String> {
     let store = touched(from.bytes())?;
     let buffers = touched(BUFFERS * u64::from(IO_BYTES))?;
     let blocks = (store.len() / IO_BYTES as usize) as u32;
-    let mut places = Places::new();
+    let mut places = RandomOffsets::new();
     let mut next = places.next(blocks);
     Ok(variant(move || {
         for buffer in 0..BUFFERS {
             let place = std::mem::replace(&mut next, places.next(blocks));
             let block = |place| store.span(place * u64::from(IO_BYTES), IO_BYTES as usize);
-            let next = block(next).filter(|_| known == Next::Known).unwrap_or_default();
+            let next = block(next).filter(|_| known == CopyOrder::Known).unwrap_or_default();
             let to = buffers.span(buffer * u64::from(IO_BYTES), IO_BYTES as usize);
             if let (Some(from), Some(to)) = (block(place), to) {
                 to.copy_from_and_fetch(&from, &next);

@@ -8,7 +8,7 @@ use blkyard_os::now_ns;
 
 /// How long and how often.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan {
+pub struct WindowPlan {
     /// Length of one window.
     pub window_ns: u64,
     /// Windows of each variant that count.
@@ -92,7 +92,7 @@ pub(crate) fn for_a_window(window_ns: u64, mut round: impl FnMut() -> u64) -> f6
 }
 
 /// Runs the variants in turn; returns the windows of each.
-pub fn measure(plan: Plan, variants: &mut [Variant<'_>]) -> Vec<Samples> {
+pub fn measure(plan: WindowPlan, variants: &mut [Variant<'_>]) -> Vec<Samples> {
     let mut samples = vec![Samples::default(); variants.len()];
     for window in 0..plan.warm_up + plan.windows {
         for (variant, samples) in variants.iter_mut().zip(&mut samples) {
@@ -129,7 +129,7 @@ mod tests {
                 name
             })
         };
-        let plan = Plan { window_ns: 1, windows: 2, warm_up: 1 };
+        let plan = WindowPlan { window_ns: 1, windows: 2, warm_up: 1 };
         let samples = measure(plan, &mut [of(1.0), of(2.0)]);
         assert_eq!(*order.borrow(), [1, 2, 1, 2, 1, 2]);
         assert_eq!(samples[1].over(&samples[0]).percentile(50.0) as i32, 2);

@@ -15,13 +15,13 @@ use std::sync::{Arc, Mutex};
 use blkyard_mq::{Bio, DeviceInfo, SECTOR_BYTES, Status, Wake};
 use blkyard_sim::{Command, HostEnd};
 
-use super::end::{End, Moved, info};
-use super::seats::{Seat, deliver, lock, seat_of};
+use super::end::{JobEnd, Moved, info};
+use super::seats::{JobFlag, deliver, lock, seat_of};
 
 /// One queue, for all jobs that use it and the helper.
 pub(crate) struct BioQueue {
     inner: Mutex<Inner>,
-    seats: Arc<[Seat]>,
+    seats: Arc<[JobFlag]>,
     helper: Arc<dyn Wake>,
 }
 
@@ -30,7 +30,7 @@ struct Inner {
     host: HostEnd,
     ids: Ids,
     /// By id: what is in flight.
-    places: Box<[Place]>,
+    places: Box<[BioSlot]>,
     /// Bios for which there was no id, in the order they came.
     list: VecDeque<Box<Bio>>,
     info: Arc<DeviceInfo>,
@@ -38,7 +38,7 @@ struct Inner {
 }
 
 #[derive(Default)]
-struct Place {
+struct BioSlot {
     bio: Option<Box<Bio>>,
     start_ns: u64,
 }
@@ -57,13 +57,13 @@ impl BioQueue {
         host: HostEnd,
         ids: usize,
         bios: usize,
-        seats: Arc<[Seat]>,
+        seats: Arc<[JobFlag]>,
         helper: Arc<dyn Wake>,
     ) -> Arc<BioQueue> {
         let inner = Inner {
             host,
             ids: Ids::new(ids),
-            places: (0..ids).map(|_| Place::default()).collect(),
+            places: (0..ids).map(|_| BioSlot::default()).collect(),
             list: VecDeque::with_capacity(bios),
             info: info(),
             account: Account::default(),
@@ -113,7 +113,7 @@ impl Inner {
             data: bio.segments.first().copied().unwrap_or_default(),
         });
         self.host.ring();
-        self.places[id] = Place { bio: Some(bio), start_ns: now_ns };
+        self.places[id] = BioSlot { bio: Some(bio), start_ns: now_ns };
     }
 
     /// Takes what the device has finished.
@@ -123,7 +123,7 @@ impl Inner {
         while let Some(completion) = self.host.completion() {
             let id = completion.cid as usize;
             // What names nothing in flight is dropped, as everywhere.
-            let Some(Place { bio, start_ns }) = self.places.get_mut(id) else { continue };
+            let Some(BioSlot { bio, start_ns }) = self.places.get_mut(id) else { continue };
             let Some(mut bio) = bio.take() else { continue };
             self.ids.put(id);
             bio.status = completion.status;
@@ -152,7 +152,7 @@ impl BioEnd {
     }
 }
 
-impl End for BioEnd {
+impl JobEnd for BioEnd {
     const BATCH: usize = 1;
     const LOCKED: bool = true;
 
@@ -278,9 +278,9 @@ impl Ids {
 mod tests {
     use super::*;
     use crate::study::seats::{cookie, slot_of};
-    use crate::study::world::Bell;
+    use crate::study::world::RecordedSignal;
     use blkyard_mq::{Op, Segment};
-    use blkyard_sim::{Completion, DeviceEnd, queue_pair};
+    use blkyard_sim::{DeviceEnd, PairCompletion, queue_pair};
 
     #[test]
     fn ids_are_given_once_and_all_of_them() {
@@ -303,15 +303,15 @@ mod tests {
     fn finish(device: &mut DeviceEnd, count: usize) {
         for _ in 0..count {
             let cid = device.command().unwrap().cid;
-            device.complete(Completion { cid, status: Status::Ok });
+            device.complete(PairCompletion { cid, status: Status::Ok });
         }
     }
 
     /// A queue of two ids for two jobs.
-    fn queue() -> (Arc<BioQueue>, [BioEnd; 2], Arc<[Arc<Bell>; 3]>, DeviceEnd) {
+    fn queue() -> (Arc<BioQueue>, [BioEnd; 2], Arc<[Arc<RecordedSignal>; 3]>, DeviceEnd) {
         let (host, device) = queue_pair(4);
-        let bells = Arc::new([(); 3].map(|()| Arc::new(Bell::default())));
-        let seats = bells[..2].iter().map(|bell| Seat::new(8, bell.clone())).collect();
+        let bells = Arc::new([(); 3].map(|()| Arc::new(RecordedSignal::default())));
+        let seats = bells[..2].iter().map(|bell| JobFlag::new(8, bell.clone())).collect();
         let queue = BioQueue::new(host, 2, 16, seats, bells[2].clone());
         let ends = [0, 1].map(|seat| BioEnd::new(&queue, seat, 8));
         (queue, ends, bells, device)

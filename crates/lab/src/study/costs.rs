@@ -80,7 +80,7 @@ pub(crate) struct Costs {
 
 /// A step of somebody's loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum CostStep {
     Collect,
     Submit,
     /// Of the helper, after this queue.
@@ -89,12 +89,14 @@ pub(crate) enum Step {
 
 impl StepCosts {
     /// What a step costs that came to this.
-    pub(crate) fn charge(&self, step: Step, moved: &Moved, mail_ns: f64) -> f64 {
+    pub(crate) fn charge(&self, step: CostStep, moved: &Moved, mail_ns: f64) -> f64 {
         let mail = (moved.delivered + moved.mailed) as f64 * mail_ns / 2.0;
         mail + match step {
-            Step::Collect => self.collect.at(moved.reaped),
-            Step::Submit => self.submit.at(moved.submitted) + self.list.at(moved.listed),
-            Step::LookAfter(_) => self.pass.at(moved.resubmitted) + self.collect.at(moved.reaped) - self.collect.at(0),
+            CostStep::Collect => self.collect.at(moved.reaped),
+            CostStep::Submit => self.submit.at(moved.submitted) + self.list.at(moved.listed),
+            CostStep::LookAfter(_) => {
+                self.pass.at(moved.resubmitted) + self.collect.at(moved.reaped) - self.collect.at(0)
+            }
         }
     }
 }
@@ -142,6 +144,6 @@ mod tests {
         let costs = Costs::example();
         let moved = Moved { reaped: 4, delivered: 1, mailed: 1, ..Moved::default() };
         let alone = costs.mq.within.collect.at(4);
-        assert!((costs.mq.within.charge(Step::Collect, &moved, 40.0) - alone - 40.0).abs() < 1e-9);
+        assert!((costs.mq.within.charge(CostStep::Collect, &moved, 40.0) - alone - 40.0).abs() < 1e-9);
     }
 }

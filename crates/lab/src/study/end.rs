@@ -29,8 +29,8 @@ pub(crate) struct Moved {
 }
 
 /// A job's end of the queue it uses.
-pub(crate) trait End {
-    /// Bios that one call of [`End::submit`] may be given: one, if each rings the doorbell for itself.
+pub(crate) trait JobEnd {
+    /// Bios that one call of [`JobEnd::submit`] may be given: one, if each rings the doorbell for itself.
     const BATCH: usize;
     /// Whether everything happens under a lock of the queue.
     const LOCKED: bool;

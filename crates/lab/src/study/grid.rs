@@ -8,12 +8,12 @@ use serde::Serialize;
 
 use super::bio::{BioEnd, BioQueue, Helper};
 use super::costs::{Costs, ModeCosts, StepCosts};
-use super::meter::Outcome;
+use super::meter::StudyResult;
 use super::mq::MqEnd;
 use super::post::{POST, PostRow};
-use super::seats::Seat;
+use super::seats::JobFlag;
 use super::single::{Single, SingleEnd};
-use super::world::{Bell, Cast, Scene, World};
+use super::world::{Cast, RecordedSignal, Scene, StudyWorld};
 
 /// Period of the helper's tick. Fitted: in 7 of the post's 16 rows the longest latency of the bio driver lies between
 /// 2.11 and 2.17 ms.
@@ -21,7 +21,7 @@ pub(crate) const TICK_NS: u64 = 2_100_000;
 
 /// How long each point is played.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Length {
+pub(crate) struct GridLength {
     /// I/Os at least.
     pub(crate) ios: u64,
     /// Times that every place in flight is used, at least.
@@ -30,14 +30,14 @@ pub(crate) struct Length {
 
 /// One point of the grid.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Row {
+pub(crate) struct GridRow {
     pub(crate) post: PostRow,
     /// With the tick.
-    pub(crate) bio: Outcome,
+    pub(crate) bio: StudyResult,
     /// Without it: the helper is only called.
-    pub(crate) bio_untimed: Outcome,
-    pub(crate) single: Outcome,
-    pub(crate) mq: Outcome,
+    pub(crate) bio_untimed: StudyResult,
+    pub(crate) single: StudyResult,
+    pub(crate) mq: StudyResult,
 }
 
 /// One figure of mq over the same of bio.
@@ -49,7 +49,7 @@ pub(crate) struct Ratios {
     pub(crate) stdev: f64,
 }
 
-impl Row {
+impl GridRow {
     /// What came out here.
     pub(crate) fn ratios(&self) -> Ratios {
         Ratios::of(&self.mq, &self.bio)
@@ -68,7 +68,7 @@ impl Row {
 }
 
 impl Ratios {
-    pub(crate) fn of(mq: &Outcome, bio: &Outcome) -> Ratios {
+    pub(crate) fn of(mq: &StudyResult, bio: &StudyResult) -> Ratios {
         Ratios {
             iops: mq.iops / bio.iops,
             cpu: mq.cpu_ns() / bio.cpu_ns(),
@@ -79,11 +79,17 @@ impl Ratios {
 }
 
 /// Plays every point in every mode. `progress` hears of each point as it begins.
-pub(crate) fn play(model: DeviceModel, costs: &Costs, length: Length, seed: u64, progress: impl Fn(usize)) -> Vec<Row> {
+pub(crate) fn play(
+    model: DeviceModel,
+    costs: &Costs,
+    length: GridLength,
+    seed: u64,
+    progress: impl Fn(usize),
+) -> Vec<GridRow> {
     let point = |(number, post): (usize, &PostRow)| {
         progress(number);
-        let point = Point { model, costs, length, seed, jobs: post.jobs, depth: post.depth };
-        Row {
+        let point = GridPoint { model, costs, length, seed, jobs: post.jobs, depth: post.depth };
+        GridRow {
             post: *post,
             bio: point.bio(Some(TICK_NS)),
             bio_untimed: point.bio(None),
@@ -96,21 +102,21 @@ pub(crate) fn play(model: DeviceModel, costs: &Costs, length: Length, seed: u64,
 
 /// One point, with all it takes to play it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Point<'a> {
+pub(crate) struct GridPoint<'a> {
     pub(crate) model: DeviceModel,
     pub(crate) costs: &'a Costs,
-    pub(crate) length: Length,
+    pub(crate) length: GridLength,
     pub(crate) seed: u64,
     pub(crate) jobs: usize,
     pub(crate) depth: usize,
 }
 
-impl Point<'_> {
+impl GridPoint<'_> {
     /// A queue for each job, all with one helper.
-    pub(crate) fn bio(&self, tick_ns: Option<u64>) -> Outcome {
-        let (ids, Point { jobs, depth, .. }) = (self.model.commands_max(), *self);
+    pub(crate) fn bio(&self, tick_ns: Option<u64>) -> StudyResult {
+        let (ids, GridPoint { jobs, depth, .. }) = (self.model.commands_max(), *self);
         let scene = self.scene(self.steps(&self.costs.bio, depth), tick_ns);
-        let cast = |device: &mut ModelDevice, bells: &[Arc<Bell>]| {
+        let cast = |device: &mut ModelDevice, bells: &[Arc<RecordedSignal>]| {
             let seats = self.seats(bells);
             let helper: Arc<dyn Wake> = bells[jobs].clone();
             let queues: Vec<_> = (0..jobs)
@@ -122,30 +128,30 @@ impl Point<'_> {
                 helper: Some(Helper::new(queues, jobs * depth)),
             }
         };
-        World::new(scene, cast).run()
+        StudyWorld::new(scene, cast).run()
     }
 
     /// One queue for all jobs.
-    pub(crate) fn single(&self) -> Outcome {
+    pub(crate) fn single(&self) -> StudyResult {
         let (ids, bios) = (self.model.commands_max(), self.jobs * self.depth);
         let scene = self.scene(self.steps(&self.costs.single, bios), None);
-        let cast = |device: &mut ModelDevice, bells: &[Arc<Bell>]| {
+        let cast = |device: &mut ModelDevice, bells: &[Arc<RecordedSignal>]| {
             let queue = Single::new(device.open_queue(), ids, bios, self.seats(bells));
             let ends = (0..self.jobs).map(|seat| SingleEnd::new(&queue, seat, bios)).collect();
             Cast { ends, queue_of: vec![0; self.jobs], helper: None }
         };
-        World::new(scene, cast).run()
+        StudyWorld::new(scene, cast).run()
     }
 
     /// A queue for each job, which owns it.
-    pub(crate) fn mq(&self) -> Outcome {
+    pub(crate) fn mq(&self) -> StudyResult {
         let ids = self.model.commands_max();
         let scene = self.scene(self.steps(&self.costs.mq, self.depth), None);
-        let cast = |device: &mut ModelDevice, _: &[Arc<Bell>]| {
+        let cast = |device: &mut ModelDevice, _: &[Arc<RecordedSignal>]| {
             let ends = (0..self.jobs).map(|_| MqEnd::new(device.open_queue(), ids, self.depth)).collect();
             Cast { ends, queue_of: (0..self.jobs).collect(), helper: None }
         };
-        World::new(scene, cast).run()
+        StudyWorld::new(scene, cast).run()
     }
 
     /// What a queue's steps cost with so many bios on it.
@@ -154,7 +160,7 @@ impl Point<'_> {
     }
 
     fn scene<'a>(&'a self, steps: &'a StepCosts, tick_ns: Option<u64>) -> Scene<'a> {
-        let Point { model, costs, length, seed, jobs, depth } = *self;
+        let GridPoint { model, costs, length, seed, jobs, depth } = *self;
         let places = (jobs * depth) as u64;
         Scene {
             model,
@@ -169,8 +175,8 @@ impl Point<'_> {
         }
     }
 
-    fn seats(&self, bells: &[Arc<Bell>]) -> Arc<[Seat]> {
-        bells[..self.jobs].iter().map(|bell| Seat::new(self.depth, bell.clone())).collect()
+    fn seats(&self, bells: &[Arc<RecordedSignal>]) -> Arc<[JobFlag]> {
+        bells[..self.jobs].iter().map(|bell| JobFlag::new(self.depth, bell.clone())).collect()
     }
 }
 
@@ -179,9 +185,9 @@ mod tests {
     use super::*;
     use crate::study::costs::CallCost;
 
-    fn point(costs: &Costs, jobs: usize, depth: usize) -> Point<'_> {
-        let length = Length { ios: 20_000, rounds: 4 };
-        Point { model: DeviceModel::NVME_2013, costs, length, seed: 1, jobs, depth }
+    fn point(costs: &Costs, jobs: usize, depth: usize) -> GridPoint<'_> {
+        let length = GridLength { ios: 20_000, rounds: 4 };
+        GridPoint { model: DeviceModel::NVME_2013, costs, length, seed: 1, jobs, depth }
     }
 
     #[test]
@@ -191,7 +197,7 @@ mod tests {
         assert_eq!(point.mq(), point.mq());
         assert_eq!(point.single(), point.single());
         assert_eq!(point.bio(Some(TICK_NS)), point.bio(Some(TICK_NS)));
-        assert_ne!(point.mq(), Point { seed: 2, ..point }.mq());
+        assert_ne!(point.mq(), GridPoint { seed: 2, ..point }.mq());
     }
 
     #[test]

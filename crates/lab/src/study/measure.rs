@@ -21,15 +21,15 @@ use std::sync::Arc;
 
 use blkyard_mq::{Bio, Status};
 use blkyard_os::{now_ns, thread_cpu_ns};
-use blkyard_sim::{Completion, DeviceEnd, DeviceModel, HostEnd, Rng, queue_pair};
+use blkyard_sim::{DeviceEnd, DeviceModel, HostEnd, PairCompletion, Rng, queue_pair};
 
 use super::bio::{BioEnd, BioQueue, Helper};
 use super::costs::{BATCHES, Curve, ModeCosts, StepCosts};
-use super::end::{End, fill};
+use super::end::{JobEnd, fill};
 use super::mq::MqEnd;
-use super::seats::{Seat, cookie, deliver, slot_of};
+use super::seats::{JobFlag, cookie, deliver, slot_of};
 use super::single::{Single, SingleEnd};
-use super::world::Bell;
+use super::world::RecordedSignal;
 use crate::floor::windows::Samples;
 
 /// I/Os of one phase.
@@ -47,7 +47,7 @@ const TRIES_MAX: usize = 20;
 
 /// What was measured of the modes' own code.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Measured {
+pub(crate) struct MeasuredModes {
     pub(crate) bio: ModeCosts,
     pub(crate) single: ModeCosts,
     pub(crate) mq: ModeCosts,
@@ -56,7 +56,7 @@ pub(crate) struct Measured {
 
 /// Measures all steps of all modes, in so many windows each. `beyond` is how many bios are out when there are fewer
 /// ids.
-pub(crate) fn modes(model: DeviceModel, beyond: usize, windows: usize) -> Measured {
+pub(crate) fn modes(model: DeviceModel, beyond: usize, windows: usize) -> MeasuredModes {
     let ids = model.commands_max();
     let mut rigs: [Box<dyn Windowed>; 6] = [
         Box::new(bio_rig(model, ids, WITHIN)),
@@ -66,8 +66,8 @@ pub(crate) fn modes(model: DeviceModel, beyond: usize, windows: usize) -> Measur
         Box::new(mq_rig(model, ids, WITHIN)),
         Box::new(mq_rig(model, ids, beyond)),
     ];
-    let mut samples: [[Windows; BATCHES.len()]; 6] = Default::default();
-    let mut mail = Mail::new();
+    let mut samples: [[MeasuredWindows; BATCHES.len()]; 6] = Default::default();
+    let mut mail = WokenJobs::new();
     let mut mail_ns = Samples::default();
     for window in 0..WARM_UP + windows {
         for (place, batch) in BATCHES.into_iter().enumerate() {
@@ -87,7 +87,7 @@ pub(crate) fn modes(model: DeviceModel, beyond: usize, windows: usize) -> Measur
     // Every bio goes by itself, and those beyond the ids go to the list.
     let bio = StepCosts { submit: each(bio), ..bio };
     let bio_beyond = StepCosts { submit: bio.submit, list: each(bio_beyond), ..bio_beyond };
-    Measured {
+    MeasuredModes {
         bio: ModeCosts {
             within: StepCosts { pass: bio_beyond.pass, list: bio_beyond.list, ..bio },
             beyond: bio_beyond,
@@ -109,14 +109,14 @@ struct Phases {
 
 /// The same, window by window.
 #[derive(Clone, Debug, Default)]
-struct Windows {
+struct MeasuredWindows {
     posts: Samples,
     reaps: Samples,
     turns: Samples,
     passes: Samples,
 }
 
-impl Windows {
+impl MeasuredWindows {
     fn push(&mut self, phases: Phases) {
         self.posts.push(phases.posts);
         self.reaps.push(phases.reaps);
@@ -125,9 +125,9 @@ impl Windows {
     }
 }
 
-fn steps(windows: &[Windows; BATCHES.len()]) -> StepCosts {
+fn steps(windows: &[MeasuredWindows; BATCHES.len()]) -> StepCosts {
     let mut costs = StepCosts::default();
-    for (place, Windows { posts, reaps, turns, passes }) in windows.iter().enumerate() {
+    for (place, MeasuredWindows { posts, reaps, turns, passes }) in windows.iter().enumerate() {
         let [posts, reaps, turns, passes] = [posts, reaps, turns, passes].map(Samples::cost);
         costs.collect.0[place] = (reaps - posts).max(0.0);
         costs.submit.0[place] = (turns - reaps).max(0.0);
@@ -142,7 +142,7 @@ trait Windowed {
 }
 
 /// A mode with the device's other end, and bios out.
-struct Rig<M: End> {
+struct ModeRig<M: JobEnd> {
     end: M,
     device: DeviceEnd,
     /// For the device's part alone.
@@ -157,37 +157,37 @@ struct Rig<M: End> {
     now_ns: u64,
 }
 
-fn bells() -> (Arc<[Seat]>, Arc<Bell>) {
-    let seat = Seat::new(BURST, Arc::new(Bell::default()));
-    (Arc::new([seat]), Arc::new(Bell::default()))
+fn bells() -> (Arc<[JobFlag]>, Arc<RecordedSignal>) {
+    let seat = JobFlag::new(BURST, Arc::new(RecordedSignal::default()));
+    (Arc::new([seat]), Arc::new(RecordedSignal::default()))
 }
 
-fn bio_rig(model: DeviceModel, ids: usize, bios: usize) -> Rig<BioEnd> {
+fn bio_rig(model: DeviceModel, ids: usize, bios: usize) -> ModeRig<BioEnd> {
     let (host, device) = queue_pair(model.ring_entries);
     let (seats, bell) = bells();
     let queue = BioQueue::new(host, ids, bios, seats, bell);
     let helper = (bios > ids).then(|| Helper::new(vec![Arc::clone(&queue)], bios));
-    Rig::new(BioEnd::new(&queue, 0, bios), device, model, bios, helper)
+    ModeRig::new(BioEnd::new(&queue, 0, bios), device, model, bios, helper)
 }
 
-fn single_rig(model: DeviceModel, ids: usize, bios: usize) -> Rig<SingleEnd> {
+fn single_rig(model: DeviceModel, ids: usize, bios: usize) -> ModeRig<SingleEnd> {
     let (host, device) = queue_pair(model.ring_entries);
-    Rig::new(SingleEnd::new(&Single::new(host, ids, bios, bells().0), 0, bios), device, model, bios, None)
+    ModeRig::new(SingleEnd::new(&Single::new(host, ids, bios, bells().0), 0, bios), device, model, bios, None)
 }
 
-fn mq_rig(model: DeviceModel, ids: usize, bios: usize) -> Rig<MqEnd> {
+fn mq_rig(model: DeviceModel, ids: usize, bios: usize) -> ModeRig<MqEnd> {
     let (host, device) = queue_pair(model.ring_entries);
-    Rig::new(MqEnd::new(host, ids, bios), device, model, bios, None)
+    ModeRig::new(MqEnd::new(host, ids, bios), device, model, bios, None)
 }
 
-impl<M: End> Rig<M> {
-    fn new(end: M, device: DeviceEnd, model: DeviceModel, bios: usize, helper: Option<Helper>) -> Rig<M> {
+impl<M: JobEnd> ModeRig<M> {
+    fn new(end: M, device: DeviceEnd, model: DeviceModel, bios: usize, helper: Option<Helper>) -> ModeRig<M> {
         let bio = |slot| {
             let mut bio = Bio::with_capacity(1);
             bio.cookie = cookie(0, slot);
             bio
         };
-        let mut rig = Rig {
+        let mut rig = ModeRig {
             end,
             device,
             idle: queue_pair(model.ring_entries),
@@ -225,7 +225,7 @@ impl<M: End> Rig<M> {
     fn post(&mut self, batch: usize) {
         for _ in 0..batch {
             let Some(cid) = self.cids.pop_front() else { unreachable!("more is out than a phase answers") };
-            self.device.complete(Completion { cid, status: Status::Ok });
+            self.device.complete(PairCompletion { cid, status: Status::Ok });
             self.now_ns += DeviceModel::NVME_2013.serial_ns;
         }
     }
@@ -260,7 +260,7 @@ impl<M: End> Rig<M> {
     }
 }
 
-impl<M: End> Windowed for Rig<M> {
+impl<M: JobEnd> Windowed for ModeRig<M> {
     fn window(&mut self, batch: usize) -> Phases {
         let steps = BURST / batch.max(1);
         let (rounds, sums) = whole_window(|| self.round(batch, steps));
@@ -269,14 +269,14 @@ impl<M: End> Windowed for Rig<M> {
     }
 }
 
-impl<M: End> Rig<M> {
+impl<M: JobEnd> ModeRig<M> {
     /// Each phase once; nanoseconds.
     fn round(&mut self, batch: usize, steps: usize) -> [u64; 4] {
         let posts = self.phase(steps, |rig| {
             for _ in 0..batch {
                 let Some(cid) = rig.cids.pop_front() else { unreachable!("more is out than a phase answers") };
                 rig.cids.push_back(cid);
-                rig.idle.1.complete(Completion { cid, status: Status::Ok });
+                rig.idle.1.complete(PairCompletion { cid, status: Status::Ok });
             }
         });
         while self.idle.0.completion().is_some() {}
@@ -327,21 +327,24 @@ pub(crate) fn whole_window<const N: usize>(mut round: impl FnMut() -> [u64; N]) 
 
 /// What it takes to put a bio into another job's box, and to take it out there, nanoseconds.
 pub(crate) fn mail_ns(windows: usize) -> f64 {
-    let (mut mail, mut samples) = (Mail::new(), Samples::default());
+    let (mut mail, mut samples) = (WokenJobs::new(), Samples::default());
     (0..windows).for_each(|_| samples.push(mail.window()));
     samples.cost()
 }
 
 /// Two jobs, of which one leaves mail for the other.
-struct Mail {
-    seats: [Seat; 1],
+struct WokenJobs {
+    seats: [JobFlag; 1],
     bios: Vec<Box<Bio>>,
 }
 
-impl Mail {
-    fn new() -> Mail {
+impl WokenJobs {
+    fn new() -> WokenJobs {
         let bio = |_| Bio::with_capacity(1);
-        Mail { seats: [Seat::new(BURST, Arc::new(Bell::default()))], bios: (0..BURST).map(bio).collect() }
+        WokenJobs {
+            seats: [JobFlag::new(BURST, Arc::new(RecordedSignal::default()))],
+            bios: (0..BURST).map(bio).collect(),
+        }
     }
 
     /// Nanoseconds for one bio, delivered and taken. One at a time, as they come off the device.
@@ -361,7 +364,7 @@ impl Mail {
     }
 }
 
-impl<M: End> Drop for Rig<M> {
+impl<M: JobEnd> Drop for ModeRig<M> {
     /// What is out comes back before a queue may go.
     fn drop(&mut self) {
         loop {

@@ -5,9 +5,9 @@ use serde::Serialize;
 use super::costs::CallCost;
 use super::end::Moved;
 
-/// Counts; from [`Meter::start`] on for good.
+/// Counts; from [`StudyMeter::start`] on for good.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Meter {
+pub(crate) struct StudyMeter {
     started_ns: Option<u64>,
     user_ns: f64,
     system_ns: f64,
@@ -24,7 +24,7 @@ pub(crate) struct Meter {
 
 /// The result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub(crate) struct Outcome {
+pub(crate) struct StudyResult {
     pub(crate) iops: f64,
     /// CPU time of an I/O, nanoseconds.
     pub(crate) user_ns: f64,
@@ -42,16 +42,16 @@ pub(crate) struct Outcome {
     pub(crate) listed: f64,
 }
 
-impl Outcome {
+impl StudyResult {
     pub(crate) fn cpu_ns(&self) -> f64 {
         self.user_ns + self.system_ns
     }
 }
 
-impl Meter {
+impl StudyMeter {
     /// Forgets what was, and counts for good.
     pub(crate) fn start(&mut self, now_ns: u64) {
-        *self = Meter { started_ns: Some(now_ns), ..Meter::default() };
+        *self = StudyMeter { started_ns: Some(now_ns), ..StudyMeter::default() };
     }
 
     pub(crate) fn is_on(&self) -> bool {
@@ -93,10 +93,10 @@ impl Meter {
         self.squares += off * (took_ns as f64 - self.mean_ns);
     }
 
-    pub(crate) fn outcome(&self, now_ns: u64) -> Outcome {
+    pub(crate) fn outcome(&self, now_ns: u64) -> StudyResult {
         let ran_ns = (now_ns - self.started_ns.unwrap_or(0)) as f64;
         let ios = self.ios.max(1) as f64;
-        Outcome {
+        StudyResult {
             iops: self.ios as f64 / ran_ns * 1e9,
             user_ns: self.user_ns / ios,
             system_ns: self.system_ns / ios,
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_meter_forgets_the_warm_up() {
-        let mut meter = Meter::default();
+        let mut meter = StudyMeter::default();
         meter.ended(1_000_000);
         meter.start(5_000);
         [1_000, 2_000, 3_000, 6_000].into_iter().for_each(|ns| meter.ended(ns));

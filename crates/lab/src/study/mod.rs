@@ -38,8 +38,8 @@ use blkyard_sim::DeviceModel;
 use clap::ValueEnum;
 
 use costs::Costs;
-use grid::Length;
-use report::Report;
+use grid::GridLength;
+use report::StudyReport;
 
 use crate::Console;
 use crate::floor::cpus;
@@ -122,20 +122,23 @@ pub fn run(args: &StudyArgs, console: Console) -> Result<ExitCode, StudyError> {
             publish(args, console, report.is_met(), || svg::picture(&report), || report.json(), || report.text())
         }
         Study::MultiVq => {
-            let report = vq::run(vq::Length::new(args.quick), &args.qemu_storage_daemon, args.seed, say)?;
+            let report = vq::run(vq::VqLength::new(args.quick), &args.qemu_storage_daemon, args.seed, say)?;
             publish(args, console, report.is_met(), || vq::svg::picture(&report), || report.json(), || report.text())
         }
         Study::TimeSlice => {
-            let report = ts::run(ts::Length::new(args.quick), args.seed, say)?;
+            let report = ts::run(ts::TimesliceLength::new(args.quick), args.seed, say)?;
             publish(args, console, report.is_met(), || ts::svg::picture(&report), || report.json(), || report.text())
         }
     }
 }
 
-fn mq_vs_bio(args: &StudyArgs, say: impl Fn(String)) -> Result<Report, StudyError> {
+fn mq_vs_bio(args: &StudyArgs, say: impl Fn(String)) -> Result<StudyReport, StudyError> {
     let model = DeviceModel::NVME_2013;
-    let (windows, length) =
-        if args.quick { (100, Length { ios: 30_000, rounds: 8 }) } else { (400, Length { ios: 200_000, rounds: 25 }) };
+    let (windows, length) = if args.quick {
+        (100, GridLength { ios: 30_000, rounds: 8 })
+    } else {
+        (400, GridLength { ios: 200_000, rounds: 25 })
+    };
     say("measuring the steps of each mode ...".into());
     let costs = measure(model, windows)?;
     let rows = grid::play(model, &costs, length, args.seed, |point| {
@@ -143,7 +146,7 @@ fn mq_vs_bio(args: &StudyArgs, say: impl Fn(String)) -> Result<Report, StudyErro
             say(format!("virtual time: {point} of {} points ...", post::POST.len()));
         }
     });
-    Ok(Report::new(model, &costs, length, args.seed, rows))
+    Ok(StudyReport::new(model, &costs, length, args.seed, rows))
 }
 
 /// Draws and prints what is wanted of a report.

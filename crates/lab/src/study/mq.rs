@@ -4,7 +4,7 @@
 use blkyard_mq::{Bio, Driver, HwQueue};
 use blkyard_sim::{HostEnd, PairDriver};
 
-use super::end::{End, Moved, config, info};
+use super::end::{JobEnd, Moved, config, info};
 
 /// A job's end: the hardware queue itself.
 pub(crate) struct MqEnd<D = PairDriver> {
@@ -25,7 +25,7 @@ impl<D> MqEnd<D> {
     }
 }
 
-impl<D: Driver<()>> End for MqEnd<D> {
+impl<D: Driver<()>> JobEnd for MqEnd<D> {
     const BATCH: usize = usize::MAX;
     const LOCKED: bool = false;
 

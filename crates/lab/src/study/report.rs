@@ -6,29 +6,35 @@ use blkyard_sim::DeviceModel;
 use serde::Serialize;
 
 use super::costs::{BATCHES, Costs, ModeCosts};
-use super::goals::{Claim, Goal, claims, goals};
-use super::grid::{Length, Ratios, Row, TICK_NS};
-use super::meter::Outcome;
+use super::goals::{Goal, PostClaim, claims, goals};
+use super::grid::{GridLength, GridRow, Ratios, TICK_NS};
+use super::meter::StudyResult;
 use super::post::PostCell;
 use super::world::CPUS;
 use crate::bench::count;
 
 /// Everything.
 #[derive(Debug)]
-pub(crate) struct Report {
+pub(crate) struct StudyReport {
     pub(crate) model: DeviceModel,
     pub(crate) costs: Costs,
-    pub(crate) length: Length,
+    pub(crate) length: GridLength,
     pub(crate) seed: u64,
-    pub(crate) rows: Vec<Row>,
+    pub(crate) rows: Vec<GridRow>,
     pub(crate) goals: Vec<Goal>,
-    pub(crate) claims: Vec<Claim>,
+    pub(crate) claims: Vec<PostClaim>,
 }
 
-impl Report {
-    pub(crate) fn new(model: DeviceModel, costs: &Costs, length: Length, seed: u64, rows: Vec<Row>) -> Report {
+impl StudyReport {
+    pub(crate) fn new(
+        model: DeviceModel,
+        costs: &Costs,
+        length: GridLength,
+        seed: u64,
+        rows: Vec<GridRow>,
+    ) -> StudyReport {
         let (goals, claims) = (goals(&rows), claims(&rows));
-        Report { model, costs: costs.clone(), length, seed, rows, goals, claims }
+        StudyReport { model, costs: costs.clone(), length, seed, rows, goals, claims }
     }
 
     /// Whether every goal is met.
@@ -39,7 +45,7 @@ impl Report {
     /// The tables.
     pub(crate) fn text(&self) -> String {
         let mut out = String::new();
-        let Report { model, length, seed, .. } = self;
+        let StudyReport { model, length, seed, .. } = self;
         let _ = writeln!(
             out,
             "study mq-vs-bio: 4 KiB random writes, a queue for each job (single: one for all), {CPUS} CPUs, virtual time\n\
@@ -56,7 +62,7 @@ impl Report {
         self.steps(&mut out);
         self.grid(&mut out);
         let _ = writeln!(out, "\nclaims of the post");
-        for Claim { what, found, reproduced, reason } in &self.claims {
+        for PostClaim { what, found, reproduced, reason } in &self.claims {
             let verdict = if *reproduced { "reproduced".into() } else { format!("not reproduced: {reason}") };
             let _ = writeln!(out, "  {what}: {found}; {verdict}");
         }
@@ -132,7 +138,7 @@ impl Report {
             let mut name = format!("{},{}", row.post.jobs, row.post.depth);
             let modes = [("bio", row.bio), ("bio, no tick", row.bio_untimed), ("single", row.single), ("mq", row.mq)];
             for (mode, outcome) in modes {
-                let Outcome { iops, user_ns, system_ns, min_us, max_us, mean_us, stdev_us, .. } = outcome;
+                let StudyResult { iops, user_ns, system_ns, min_us, max_us, mean_us, stdev_us, .. } = outcome;
                 let _ = writeln!(
                     out,
                     "{:11}{mode:16}{:>8}  {user_ns:6.0}{system_ns:6.0}{:6.0}  {min_us:10.2}{max_us:10.2}{mean_us:10.2}{stdev_us:10.2}",
@@ -155,10 +161,10 @@ impl Report {
 
     /// The same, for programs.
     pub(crate) fn json(&self) -> String {
-        let Report { model, costs, length, seed, rows, goals, claims } = self;
-        let whole = Json {
+        let StudyReport { model, costs, length, seed, rows, goals, claims } = self;
+        let whole = StudyJson {
             study: "mq-vs-bio",
-            model: Model {
+            model: ModelReport {
                 source: model.source,
                 serial_ns: model.serial_ns,
                 parallel_ns: model.parallel_ns,
@@ -185,9 +191,9 @@ fn us(ns: u64) -> f64 {
 }
 
 #[derive(Serialize)]
-struct Json<'a> {
+struct StudyJson<'a> {
     study: &'static str,
-    model: Model,
+    model: ModelReport,
     ios_min: u64,
     rounds_min: u64,
     seed: u64,
@@ -195,12 +201,12 @@ struct Json<'a> {
     batches: &'a [usize],
     costs: &'a Costs,
     rows: Vec<JsonRow>,
-    claims: &'a [Claim],
+    claims: &'a [PostClaim],
     goals: &'a [Goal],
 }
 
 #[derive(Serialize)]
-struct Model {
+struct ModelReport {
     source: &'static str,
     serial_ns: u64,
     parallel_ns: u64,
@@ -214,18 +220,18 @@ struct Model {
 struct JsonRow {
     jobs: usize,
     depth: usize,
-    bio: Outcome,
-    bio_no_tick: Outcome,
-    single: Outcome,
-    mq: Outcome,
+    bio: StudyResult,
+    bio_no_tick: StudyResult,
+    single: StudyResult,
+    mq: StudyResult,
     ratios: Ratios,
-    post_mq: Post,
-    post_bio: Post,
+    post_mq: PublishedCell,
+    post_bio: PublishedCell,
     post_ratios: Ratios,
 }
 
 impl JsonRow {
-    fn of(row: &Row) -> JsonRow {
+    fn of(row: &GridRow) -> JsonRow {
         JsonRow {
             jobs: row.post.jobs,
             depth: row.post.depth,
@@ -234,16 +240,16 @@ impl JsonRow {
             single: row.single,
             mq: row.mq,
             ratios: row.ratios(),
-            post_mq: Post::of(&row.post.mq, row.post.jobs),
-            post_bio: Post::of(&row.post.bio, row.post.jobs),
+            post_mq: PublishedCell::of(&row.post.mq, row.post.jobs),
+            post_bio: PublishedCell::of(&row.post.bio, row.post.jobs),
             post_ratios: row.post_ratios(),
         }
     }
 }
 
-/// A cell of the post's, in the words of an [`Outcome`].
+/// A cell of the post's, in the words of an [`StudyResult`].
 #[derive(Serialize)]
-struct Post {
+struct PublishedCell {
     iops: f64,
     user_ns: f64,
     system_ns: f64,
@@ -253,11 +259,11 @@ struct Post {
     stdev_us: f64,
 }
 
-impl Post {
-    fn of(cell: &PostCell, jobs: usize) -> Post {
+impl PublishedCell {
+    fn of(cell: &PostCell, jobs: usize) -> PublishedCell {
         let ns = |percent: f64| percent / (cell.user_percent + cell.system_percent) * cell.cpu_ns(jobs);
         let PostCell { iops, min_us, max_us, mean_us, stdev_us, .. } = *cell;
-        Post {
+        PublishedCell {
             iops,
             user_ns: ns(cell.user_percent),
             system_ns: ns(cell.system_percent),

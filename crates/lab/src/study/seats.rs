@@ -31,22 +31,22 @@ pub(crate) fn slot_of(bio: &Bio) -> usize {
 }
 
 /// One job.
-pub(crate) struct Seat {
+pub(crate) struct JobFlag {
     mail: Mutex<Vec<Box<Bio>>>,
     has_mail: AtomicBool,
     bell: Arc<dyn Wake>,
 }
 
-impl std::fmt::Debug for Seat {
+impl std::fmt::Debug for JobFlag {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Seat").field("has_mail", &self.has_mail).finish_non_exhaustive()
     }
 }
 
-impl Seat {
+impl JobFlag {
     /// A seat for a job with this many bios.
-    pub(crate) fn new(bios: usize, bell: Arc<dyn Wake>) -> Seat {
-        Seat { mail: Mutex::new(Vec::with_capacity(bios)), has_mail: AtomicBool::new(false), bell }
+    pub(crate) fn new(bios: usize, bell: Arc<dyn Wake>) -> JobFlag {
+        JobFlag { mail: Mutex::new(Vec::with_capacity(bios)), has_mail: AtomicBool::new(false), bell }
     }
 
     /// Takes what others have left. Returns how many.
@@ -64,7 +64,7 @@ impl Seat {
 }
 
 /// Gives bios of other jobs to them, and rings for each job once for a run of its own.
-pub(crate) fn deliver(seats: &[Seat], bios: &mut Vec<Box<Bio>>) {
+pub(crate) fn deliver(seats: &[JobFlag], bios: &mut Vec<Box<Bio>>) {
     let mut rest = bios.drain(..).peekable();
     while let Some(first) = rest.next() {
         let number = seat_of(&first);

@@ -8,18 +8,18 @@ use std::sync::{Arc, Mutex};
 use blkyard_mq::{Bio, Driver, HwQueue};
 use blkyard_sim::{HostEnd, PairDriver};
 
-use super::end::{End, Moved, config, info};
-use super::seats::{Seat, deliver, seat_of, spin_lock};
+use super::end::{JobEnd, Moved, config, info};
+use super::seats::{JobFlag, deliver, seat_of, spin_lock};
 
 /// The queue.
 pub(crate) struct Single<D = PairDriver> {
     hw: Mutex<HwQueue<D>>,
-    seats: Arc<[Seat]>,
+    seats: Arc<[JobFlag]>,
 }
 
 impl Single {
     /// A queue of `ids` commands, for at most `bios` bios.
-    pub(crate) fn new(host: HostEnd, ids: usize, bios: usize, seats: Arc<[Seat]>) -> Arc<Single> {
+    pub(crate) fn new(host: HostEnd, ids: usize, bios: usize, seats: Arc<[JobFlag]>) -> Arc<Single> {
         let hw = HwQueue::new(PairDriver::new(host, ids), info(), config(ids, bios));
         Single::over(hw, seats)
     }
@@ -27,7 +27,7 @@ impl Single {
 
 impl<D> Single<D> {
     /// Over a queue that is ready.
-    pub(crate) fn over(hw: HwQueue<D>, seats: Arc<[Seat]>) -> Arc<Single<D>> {
+    pub(crate) fn over(hw: HwQueue<D>, seats: Arc<[JobFlag]>) -> Arc<Single<D>> {
         Arc::new(Single { hw: Mutex::new(hw), seats })
     }
 }
@@ -45,7 +45,7 @@ impl<D> SingleEnd<D> {
     }
 }
 
-impl<D: Driver<()>> End for SingleEnd<D> {
+impl<D: Driver<()>> JobEnd for SingleEnd<D> {
     const BATCH: usize = usize::MAX;
     const LOCKED: bool = true;
 

@@ -3,8 +3,8 @@
 
 use std::fmt::Write;
 
-use super::grid::{Ratios, Row};
-use super::report::Report;
+use super::grid::{GridRow, Ratios};
+use super::report::StudyReport;
 
 const WIDTH: f64 = 960.0;
 const LEFT: f64 = 70.0;
@@ -48,7 +48,7 @@ impl Panel {
 }
 
 /// The whole picture, SVG 1.1.
-pub(crate) fn picture(report: &Report) -> String {
+pub(crate) fn picture(report: &StudyReport) -> String {
     let height = TOP + PANELS.len() as f64 * (PANEL + GAP) + 20.0;
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" \
@@ -69,7 +69,7 @@ pub(crate) fn picture(report: &Report) -> String {
     out
 }
 
-fn draw(out: &mut String, panel: &Panel, top: f64, rows: &[Row]) {
+fn draw(out: &mut String, panel: &Panel, top: f64, rows: &[GridRow]) {
     let _ = writeln!(out, "<text x=\"{LEFT}\" y=\"{}\" font-weight=\"bold\">{}</text>", top - 6.0, panel.title);
     for line in panel.lines {
         let y = panel.y(top, *line);

@@ -40,9 +40,9 @@ const HAND_OVERS: u32 = 400;
 /// # Errors
 /// The system has no descriptors or threads left.
 pub(crate) fn sleep_and_ring(windows: usize) -> io::Result<(CallCost, CallCost)> {
-    let sleepers = (0..SLEEPERS).map(|_| Sleeper::new(None)).collect::<io::Result<Vec<_>>>()?;
+    let sleepers = (0..SLEEPERS).map(|_| WokenThread::new(None)).collect::<io::Result<Vec<_>>>()?;
     let mine = bell()?;
-    let partner = Sleeper::new(Some(Arc::clone(&mine)))?;
+    let partner = WokenThread::new(Some(Arc::clone(&mine)))?;
     let mut clock = Samples::default();
     let (mut rings, mut cycles) = (Samples::default(), Samples::default());
     for _ in 0..windows {
@@ -69,14 +69,14 @@ pub(crate) fn sleep_and_ring(windows: usize) -> io::Result<(CallCost, CallCost)>
 }
 
 /// A thread that sleeps on its bell, and answers if it has somebody to answer to.
-struct Sleeper {
+struct WokenThread {
     bell: Arc<OwnedFd>,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Sleeper {
-    fn new(answer: Option<Arc<OwnedFd>>) -> io::Result<Sleeper> {
+impl WokenThread {
+    fn new(answer: Option<Arc<OwnedFd>>) -> io::Result<WokenThread> {
         let (bell, over) = (bell()?, Arc::new(AtomicBool::new(false)));
         let thread = thread::Builder::new().stack_size(1 << 16).spawn({
             let (bell, over) = (Arc::clone(&bell), Arc::clone(&over));
@@ -91,11 +91,11 @@ impl Sleeper {
                 }
             }
         })?;
-        Ok(Sleeper { bell, over, thread: Some(thread) })
+        Ok(WokenThread { bell, over, thread: Some(thread) })
     }
 }
 
-impl Drop for Sleeper {
+impl Drop for WokenThread {
     fn drop(&mut self) {
         self.over.store(true, Ordering::Release);
         ring(&self.bell);
@@ -160,17 +160,17 @@ pub(crate) fn hand_over_ns(windows: usize) -> io::Result<Option<f64>> {
 #[derive(Default)]
 struct Field {
     /// Hand-overs left; whose turn it is, is its lowest bit.
-    left: Line<AtomicU32>,
-    locked: Line<AtomicBool>,
-    over: Line<AtomicBool>,
-    state: Line<Mutex<u64>>,
+    left: WakeWord<AtomicU32>,
+    locked: WakeWord<AtomicBool>,
+    over: WakeWord<AtomicBool>,
+    state: WakeWord<Mutex<u64>>,
 }
 
 #[derive(Default)]
 #[repr(align(128))]
-struct Line<T>(T);
+struct WakeWord<T>(T);
 
-impl<T> std::ops::Deref for Line<T> {
+impl<T> std::ops::Deref for WakeWord<T> {
     type Target = T;
 
     fn deref(&self) -> &T {

@@ -22,9 +22,9 @@ use blkyard_mq::{Bio, Wake};
 use blkyard_sim::{DeviceEvent, DeviceModel, Events, ModelDevice, Rng};
 
 use super::bio::Helper;
-use super::costs::{CallCost, Costs, Step, StepCosts};
-use super::end::{End, Moved, fill};
-use super::meter::{Meter, Outcome};
+use super::costs::{CallCost, CostStep, Costs, StepCosts};
+use super::end::{JobEnd, Moved, fill};
+use super::meter::{StudyMeter, StudyResult};
 use super::seats::{cookie, slot_of};
 
 /// CPUs of the post's host.
@@ -49,16 +49,16 @@ pub(crate) struct Scene<'a> {
 
 /// A bell that only remembers.
 #[derive(Debug, Default)]
-pub(crate) struct Bell(AtomicBool);
+pub(crate) struct RecordedSignal(AtomicBool);
 
-impl Bell {
+impl RecordedSignal {
     /// Whether it was rung since the last time it was asked.
     pub(crate) fn take(&self) -> bool {
         self.0.swap(false, Ordering::Relaxed)
     }
 }
 
-impl Wake for Bell {
+impl Wake for RecordedSignal {
     fn wake(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -72,7 +72,7 @@ pub(crate) struct Cast<M> {
 }
 
 #[derive(Debug)]
-enum Event {
+enum StudyEvent {
     Device(DeviceEvent),
     /// A task wants its CPU.
     Run(usize),
@@ -81,24 +81,24 @@ enum Event {
     Tick,
 }
 
-impl From<DeviceEvent> for Event {
-    fn from(event: DeviceEvent) -> Event {
-        Event::Device(event)
+impl From<DeviceEvent> for StudyEvent {
+    fn from(event: DeviceEvent) -> StudyEvent {
+        StudyEvent::Device(event)
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
+enum JobState {
     Asleep,
     /// Its bell was rung, and whoever rang it has not finished doing so.
     Called,
     /// Awake as soon as it gets its CPU and has paid for it.
     Waking,
-    At(Step),
+    At(CostStep),
 }
 
 struct Task {
-    state: State,
+    state: JobState,
     cpu: usize,
     /// Its bell was rung while it was awake.
     again: bool,
@@ -106,7 +106,7 @@ struct Task {
     calls: Vec<usize>,
 }
 
-struct Job<M> {
+struct StudyJob<M> {
     end: M,
     queue: usize,
     /// Bios that are not out, in the order they came back.
@@ -119,7 +119,7 @@ struct Job<M> {
 }
 
 #[derive(Clone, Copy, Default)]
-struct Queue {
+struct StudyQueue {
     /// Completions the device has posted and nobody has taken.
     posted: usize,
     lock_free_ns: u64,
@@ -134,30 +134,33 @@ struct Cpu {
 }
 
 /// The whole.
-pub(crate) struct World<'a, M> {
+pub(crate) struct StudyWorld<'a, M> {
     scene: Scene<'a>,
-    events: Events<Event>,
+    events: Events<StudyEvent>,
     device: ModelDevice,
-    jobs: Vec<Job<M>>,
+    jobs: Vec<StudyJob<M>>,
     helper: Option<Helper>,
     /// Jobs first, then the helper.
     tasks: Vec<Task>,
-    bells: Vec<Arc<Bell>>,
-    queues: Vec<Queue>,
+    bells: Vec<Arc<RecordedSignal>>,
+    queues: Vec<StudyQueue>,
     cpus: [Cpu; CPUS],
-    meter: Meter,
+    meter: StudyMeter,
     stopping: bool,
 }
 
-impl<'a, M: End> World<'a, M> {
+impl<'a, M: JobEnd> StudyWorld<'a, M> {
     /// Sets the scene. `cast` opens the queues of the device; the bells are one for each job, then the helper's.
-    pub(crate) fn new(scene: Scene<'a>, cast: impl FnOnce(&mut ModelDevice, &[Arc<Bell>]) -> Cast<M>) -> World<'a, M> {
+    pub(crate) fn new(
+        scene: Scene<'a>,
+        cast: impl FnOnce(&mut ModelDevice, &[Arc<RecordedSignal>]) -> Cast<M>,
+    ) -> StudyWorld<'a, M> {
         assert!(scene.jobs <= CPUS, "each job has a CPU to itself");
         let mut device = ModelDevice::new(scene.model, scene.seed);
-        let bells: Vec<_> = (0..=scene.jobs).map(|_| Arc::new(Bell::default())).collect();
+        let bells: Vec<_> = (0..=scene.jobs).map(|_| Arc::new(RecordedSignal::default())).collect();
         let Cast { ends, queue_of, helper } = cast(&mut device, &bells);
         let queues = queue_of.iter().max().map_or(0, |last| last + 1);
-        let job = |(number, (end, queue)): (usize, (M, usize))| Job {
+        let job = |(number, (end, queue)): (usize, (M, usize))| StudyJob {
             end,
             queue,
             free: (0..scene.depth).map(|slot| bio(number, slot)).collect(),
@@ -168,19 +171,19 @@ impl<'a, M: End> World<'a, M> {
         };
         let jobs: Vec<_> = ends.into_iter().zip(queue_of).enumerate().map(job).collect();
         let task = |number| Task {
-            state: if number < scene.jobs { State::At(Step::Submit) } else { State::Asleep },
+            state: if number < scene.jobs { JobState::At(CostStep::Submit) } else { JobState::Asleep },
             cpu: number % CPUS,
             again: false,
             calls: Vec::with_capacity(scene.jobs + 1),
         };
         let mut events = Events::default();
-        (0..scene.jobs).for_each(|job| events.at(0, Event::Run(job)));
+        (0..scene.jobs).for_each(|job| events.at(0, StudyEvent::Run(job)));
         if let Some(tick_ns) = scene.tick_ns
             && helper.is_some()
         {
-            events.at(tick_ns, Event::Tick);
+            events.at(tick_ns, StudyEvent::Tick);
         }
-        World {
+        StudyWorld {
             scene,
             events,
             device,
@@ -188,27 +191,27 @@ impl<'a, M: End> World<'a, M> {
             helper,
             tasks: (0..=scene.jobs).map(task).collect(),
             bells,
-            queues: vec![Queue::default(); queues],
+            queues: vec![StudyQueue::default(); queues],
             cpus: [Cpu::default(); CPUS],
-            meter: Meter::default(),
+            meter: StudyMeter::default(),
             stopping: false,
         }
     }
 
     /// Lets it happen, and says what came of it. Everything that went out has come back then.
-    pub(crate) fn run(mut self) -> Outcome {
+    pub(crate) fn run(mut self) -> StudyResult {
         let mut outcome = None;
         while !self.stopping || self.jobs.iter().any(|job| job.out > 0) {
             let Some(event) = self.events.advance() else { panic!("the model stands still with I/O in flight") };
             match event {
-                Event::Device(event) => {
+                StudyEvent::Device(event) => {
                     if let Some(queue) = self.device.handle(event, &mut self.events) {
                         self.interrupt(queue);
                     }
                 }
-                Event::Run(task) => self.step(task),
-                Event::Over(task) => self.over(task),
-                Event::Tick => self.tick(),
+                StudyEvent::Run(task) => self.step(task),
+                StudyEvent::Over(task) => self.over(task),
+                StudyEvent::Tick => self.tick(),
             }
             let now_ns = self.events.now_ns();
             if !self.meter.is_on() && self.meter.ios() >= self.scene.warm_up {
@@ -226,7 +229,7 @@ impl<'a, M: End> World<'a, M> {
         self.queues[queue].posted += 1;
         let home = self.jobs.iter().position(|job| job.queue == queue);
         if let Some(home) = home
-            && self.tasks[home].state == State::Asleep
+            && self.tasks[home].state == JobState::Asleep
         {
             self.wake(home);
         }
@@ -234,11 +237,11 @@ impl<'a, M: End> World<'a, M> {
 
     fn tick(&mut self) {
         let helper = self.scene.jobs;
-        if self.tasks[helper].state == State::Asleep {
+        if self.tasks[helper].state == JobState::Asleep {
             self.wake(helper);
         }
         if let Some(tick_ns) = self.scene.tick_ns {
-            self.events.after(tick_ns, Event::Tick);
+            self.events.after(tick_ns, StudyEvent::Tick);
         }
     }
 
@@ -249,8 +252,8 @@ impl<'a, M: End> World<'a, M> {
             let free = (0..CPUS).rev().min_by_key(|cpu| self.cpus[*cpu].free_ns.max(now_ns));
             self.tasks[task].cpu = free.unwrap_or(0);
         }
-        self.tasks[task].state = State::Waking;
-        self.events.after(0, Event::Run(task));
+        self.tasks[task].state = JobState::Waking;
+        self.events.after(0, StudyEvent::Run(task));
     }
 
     /// A task gets its CPU, or learns when to ask again.
@@ -258,23 +261,23 @@ impl<'a, M: End> World<'a, M> {
         let now_ns = self.events.now_ns();
         let cpu = self.tasks[task].cpu;
         if self.cpus[cpu].free_ns > now_ns {
-            return self.events.at(self.cpus[cpu].free_ns, Event::Run(task));
+            return self.events.at(self.cpus[cpu].free_ns, StudyEvent::Run(task));
         }
         let step = match self.tasks[task].state {
-            State::At(step) => step,
-            State::Waking => {
+            JobState::At(step) => step,
+            JobState::Waking => {
                 let sleep = self.scene.costs.sleep;
                 self.meter.woke(task == self.scene.jobs);
                 let until_ns = self.occupy(cpu, sleep);
-                let first = if task == self.scene.jobs { Step::LookAfter(0) } else { Step::Collect };
-                self.tasks[task].state = State::At(first);
-                return self.events.at(until_ns, Event::Run(task));
+                let first = if task == self.scene.jobs { CostStep::LookAfter(0) } else { CostStep::Collect };
+                self.tasks[task].state = JobState::At(first);
+                return self.events.at(until_ns, StudyEvent::Run(task));
             }
-            State::Asleep | State::Called => unreachable!("a sleeper has no steps"),
+            JobState::Asleep | JobState::Called => unreachable!("a sleeper has no steps"),
         };
         let queue = match step {
-            Step::LookAfter(queue) => queue,
-            Step::Collect | Step::Submit => self.jobs[task].queue,
+            CostStep::LookAfter(queue) => queue,
+            CostStep::Collect | CostStep::Submit => self.jobs[task].queue,
         };
         let mut hand_over_ns = 0.0;
         if M::LOCKED {
@@ -284,7 +287,7 @@ impl<'a, M: End> World<'a, M> {
                 self.occupy(cpu, CallCost { user_ns: (until_ns - now_ns) as f64, system_ns: 0.0 });
                 // To the whole nanosecond, at which the lock is free.
                 self.cpus[cpu].free_ns = until_ns;
-                return self.events.at(until_ns, Event::Run(task));
+                return self.events.at(until_ns, StudyEvent::Run(task));
             }
             if lock.lock_cpu.replace(cpu).is_some_and(|last| last != cpu) {
                 hand_over_ns = self.scene.costs.hand_over_ns.unwrap_or(0.0);
@@ -301,17 +304,17 @@ impl<'a, M: End> World<'a, M> {
             until_ns = self.occupy(cpu, self.scene.costs.ring);
             self.tasks[task].calls.push(called);
         }
-        self.events.at(until_ns, Event::Over(task));
+        self.events.at(until_ns, StudyEvent::Over(task));
     }
 
     /// The real code of a step.
-    fn act(&mut self, task: usize, step: Step, now_ns: u64) -> Moved {
-        if let Step::LookAfter(queue) = step {
+    fn act(&mut self, task: usize, step: CostStep, now_ns: u64) -> Moved {
+        if let CostStep::LookAfter(queue) = step {
             let Some(helper) = &mut self.helper else { unreachable!("only a helper looks after queues") };
             return helper.look_after(queue, now_ns);
         }
-        let Job { end, free, batch, since_ns, rng, out, .. } = &mut self.jobs[task];
-        if step == Step::Collect {
+        let StudyJob { end, free, batch, since_ns, rng, out, .. } = &mut self.jobs[task];
+        if step == CostStep::Collect {
             let moved = end.collect(now_ns, batch);
             *out -= batch.len();
             free.extend(batch.drain(..));
@@ -334,8 +337,8 @@ impl<'a, M: End> World<'a, M> {
             if !bell.take() {
                 continue;
             }
-            if self.tasks[task].state == State::Asleep {
-                self.tasks[task].state = State::Called;
+            if self.tasks[task].state == JobState::Asleep {
+                self.tasks[task].state = JobState::Called;
                 called.push(task);
             } else if task != me {
                 self.tasks[task].again = true;
@@ -345,35 +348,35 @@ impl<'a, M: End> World<'a, M> {
     }
 
     fn over(&mut self, task: usize) {
-        let State::At(step) = self.tasks[task].state else { unreachable!("a step ends once") };
+        let JobState::At(step) = self.tasks[task].state else { unreachable!("a step ends once") };
         let mut calls = std::mem::take(&mut self.tasks[task].calls);
         calls.drain(..).for_each(|called| self.wake(called));
         self.tasks[task].calls = calls;
         let queue = match step {
-            Step::LookAfter(queue) => queue,
-            Step::Collect | Step::Submit => self.jobs[task].queue,
+            CostStep::LookAfter(queue) => queue,
+            CostStep::Collect | CostStep::Submit => self.jobs[task].queue,
         };
         self.device.doorbell(queue, &mut self.events);
-        if step == Step::Collect {
+        if step == CostStep::Collect {
             let now_ns = self.events.now_ns();
-            let Job { free, since_ns, .. } = &mut self.jobs[task];
+            let StudyJob { free, since_ns, .. } = &mut self.jobs[task];
             free.iter().for_each(|bio| self.meter.ended(now_ns - since_ns[slot_of(bio)]));
         }
         let next = self.next(task, step);
-        self.tasks[task].state = next.map_or(State::Asleep, State::At);
+        self.tasks[task].state = next.map_or(JobState::Asleep, JobState::At);
         if next.is_some() {
-            self.events.after(0, Event::Run(task));
+            self.events.after(0, StudyEvent::Run(task));
         }
     }
 
     /// What a task does after a step; nothing if it sleeps.
-    fn next(&mut self, task: usize, step: Step) -> Option<Step> {
-        if let Step::LookAfter(queue) = step {
+    fn next(&mut self, task: usize, step: CostStep) -> Option<CostStep> {
+        if let CostStep::LookAfter(queue) = step {
             let next = queue + 1;
             if next < self.queues.len() {
-                return Some(Step::LookAfter(next));
+                return Some(CostStep::LookAfter(next));
             }
-            return std::mem::take(&mut self.tasks[task].again).then_some(Step::LookAfter(0));
+            return std::mem::take(&mut self.tasks[task].again).then_some(CostStep::LookAfter(0));
         }
         let job = &mut self.jobs[task];
         if !job.free.is_empty() {
@@ -381,10 +384,10 @@ impl<'a, M: End> World<'a, M> {
                 // Nothing is submitted any more, but the queue goes on passing on what it holds.
                 job.free.clear();
             }
-            return Some(Step::Submit);
+            return Some(CostStep::Submit);
         }
         let rung = std::mem::take(&mut self.tasks[task].again);
-        (step == Step::Submit || rung || self.queues[job.queue].posted > 0).then_some(Step::Collect)
+        (step == CostStep::Submit || rung || self.queues[job.queue].posted > 0).then_some(CostStep::Collect)
     }
 
     /// Charges a CPU from now, or from when it is free, on. Returns until when.

@@ -6,9 +6,9 @@
 //! fit the limits of the device. Namespaces take turns, one bio each. Where there is a scheduler it says which bio is
 //! next: `scheduled.rs`; where there are limits it passes in its time: `rated.rs`.
 
-use super::flush::{self, Next};
+use super::flush::{self, FlushNext};
 use super::{Head, HwQueue, Merging, Plug};
-use crate::bio::{Steps, Wait};
+use crate::bio::{FlushSteps, Wait};
 use crate::limits::{Cursor, Merge, NoMerge, Shape};
 use crate::request::{Look, Marks, Request};
 use crate::{Bio, BioFlags, Op, Status, Tag};
@@ -64,13 +64,13 @@ impl<D> HwQueue<D> {
         if self.namespaces.len() > 1 {
             self.activate(number);
         }
-        (bio.steps, bio.ticket, bio.wait) = (Steps::empty(), 0, Wait::default());
+        (bio.steps, bio.ticket, bio.wait) = (FlushSteps::empty(), 0, Wait::default());
         if steps.is_empty() {
             // A flush, and nothing that could be lost.
             bio.status = Status::Ok;
             return self.over.push_back(bio);
         }
-        if steps != Steps::DATA {
+        if steps != FlushSteps::DATA {
             bio.status = Status::Ok;
             bio.steps = steps;
             let Some(back) = self.namespaces[number].flush.begin(bio) else {
@@ -370,7 +370,7 @@ impl<D> HwQueue<D> {
         let (bios, clocks_ns) = (&mut namespace.bios, &namespace.clocks_ns);
         // Bios in the queue are fewer than places in either list.
         namespace.flush.flushed(status, |next| match next {
-            Next::Data(mut bio) => {
+            FlushNext::Data(mut bio) => {
                 *uncut += 1;
                 bio.wait.toggle(clocks_ns);
                 // Behind those that have a right to a reserved tag.
@@ -378,7 +378,7 @@ impl<D> HwQueue<D> {
                 let urgent = if reserved(&bio) { 0 } else { bios.iter().take_while(|bio| reserved(bio)).count() };
                 bios.insert(urgent, bio);
             }
-            Next::Over(bio) => {
+            FlushNext::Over(bio) => {
                 ended += 1;
                 over.push_front(bio);
             }

@@ -19,21 +19,21 @@
 
 use std::collections::VecDeque;
 
-use crate::bio::Steps;
+use crate::bio::FlushSteps;
 use crate::{Bio, BioFlags, DeviceInfo, Op, Status};
 
 /// How long those who wait for a flush let data of other sequences go first, as Linux has it (`FLUSH_PENDING_TIMEOUT`).
 const PENDING_MAX_NS: u64 = 5_000_000_000;
 
 /// What of its flags a device must be asked for in steps.
-pub(super) fn steps(bio: &Bio, info: &DeviceInfo) -> Steps {
-    let mut steps = if bio.op == Op::Flush { Steps::empty() } else { Steps::DATA };
+pub(super) fn steps(bio: &Bio, info: &DeviceInfo) -> FlushSteps {
+    let mut steps = if bio.op == Op::Flush { FlushSteps::empty() } else { FlushSteps::DATA };
     if info.volatile_cache {
         if bio.op == Op::Flush || bio.flags.contains(BioFlags::PREFLUSH) {
-            steps |= Steps::PREFLUSH;
+            steps |= FlushSteps::PREFLUSH;
         }
         if bio.op != Op::Flush && bio.flags.contains(BioFlags::FUA) && !info.fua {
-            steps |= Steps::POSTFLUSH;
+            steps |= FlushSteps::POSTFLUSH;
         }
     }
     steps
@@ -61,7 +61,7 @@ pub(super) struct Flush {
 
 /// What a bio that has made a step does next.
 #[derive(Debug)]
-pub(super) enum Next {
+pub(super) enum FlushNext {
     /// Its data goes to the device, before what else waits.
     Data(Box<Bio>),
     /// It is over.
@@ -80,7 +80,7 @@ impl Flush {
 
     /// A bio that needs more than its data. Given back if the data comes first.
     pub(super) fn begin(&mut self, bio: Box<Bio>) -> Option<Box<Bio>> {
-        if bio.steps.contains(Steps::PREFLUSH) {
+        if bio.steps.contains(FlushSteps::PREFLUSH) {
             self.pending.push_back(bio);
             return None;
         }
@@ -123,19 +123,19 @@ impl Flush {
 
     /// The flush in flight is over. Each who rode on it makes its next step; the last comes first, so that who puts
     /// each before others keeps their order.
-    pub(super) fn flushed(&mut self, status: Status, mut each: impl FnMut(Next)) {
+    pub(super) fn flushed(&mut self, status: Status, mut each: impl FnMut(FlushNext)) {
         self.in_flight = false;
         while let Some(mut bio) = self.running.pop_back() {
             // It rode for the step it was at: a flush before its data while that is to come, else the one after.
-            let before = bio.steps.contains(Steps::PREFLUSH);
-            bio.steps.remove(if before { Steps::PREFLUSH } else { Steps::POSTFLUSH });
-            if status.is_ok() && bio.steps.contains(Steps::DATA) {
+            let before = bio.steps.contains(FlushSteps::PREFLUSH);
+            bio.steps.remove(if before { FlushSteps::PREFLUSH } else { FlushSteps::POSTFLUSH });
+            if status.is_ok() && bio.steps.contains(FlushSteps::DATA) {
                 self.data_in_flight += 1;
-                each(Next::Data(bio));
+                each(FlushNext::Data(bio));
             } else {
                 bio.status = bio.status.and(status);
-                bio.steps = Steps::empty();
-                each(Next::Over(bio));
+                bio.steps = FlushSteps::empty();
+                each(FlushNext::Over(bio));
             }
         }
     }
@@ -143,12 +143,12 @@ impl Flush {
     /// The data of a sequence is over, its status in the bio. Given back if that was all.
     pub(super) fn data_ended(&mut self, mut bio: Box<Bio>) -> Option<Box<Bio>> {
         self.data_in_flight -= 1;
-        bio.steps.remove(Steps::DATA);
-        if bio.status.is_ok() && bio.steps.contains(Steps::POSTFLUSH) {
+        bio.steps.remove(FlushSteps::DATA);
+        if bio.status.is_ok() && bio.steps.contains(FlushSteps::POSTFLUSH) {
             self.pending.push_back(bio);
             return None;
         }
-        bio.steps = Steps::empty();
+        bio.steps = FlushSteps::empty();
         Some(bio)
     }
 

@@ -14,7 +14,7 @@ use super::{Head, HwQueue, HwQueueConfig, Merging};
 use crate::bio::Wait;
 use crate::limits::Plain;
 use crate::request::Marks;
-use crate::sched::{Next, Reach, Scheduler, SchedulerConfig, SchedulerSnapshot};
+use crate::sched::{Reach, Scheduler, SchedulerConfig, SchedulerSnapshot, Selected};
 use crate::{Bio, BioFlags, Status};
 
 /// The ticket of a bio that waits and is a request as it stands. No scheduler has it.
@@ -112,11 +112,11 @@ impl Scheduled {
             return None;
         }
         match self.scheduler.next(now_ns) {
-            Next::Bio(bio) => {
+            Selected::Bio(bio) => {
                 let is_plain = bio.ticket == PLAIN;
                 Some((self.handed_out(bio), is_plain))
             }
-            Next::Wait(until_ns) => {
+            Selected::Wait(until_ns) => {
                 self.kept_until_ns = Some(until_ns);
                 None
             }

@@ -280,7 +280,7 @@ fn joined(limits: &QueueLimits, bios: &VecDeque<Bio>) -> Vec<Segment> {
 
 /// Where a bio is placed: relative to the request in sectors, and relative to its data in memory.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct Placement {
     front: bool,
     /// 0: elsewhere on the device.
     near: u8,
@@ -288,8 +288,8 @@ struct Place {
     in_row: u8,
 }
 
-fn any_place() -> impl Strategy<Value = Place> {
-    (any::<bool>(), 0_u8..8, 0_u8..3).prop_map(|(front, near, in_row)| Place { front, near, in_row })
+fn any_place() -> impl Strategy<Value = Placement> {
+    (any::<bool>(), 0_u8..8, 0_u8..3).prop_map(|(front, near, in_row)| Placement { front, near, in_row })
 }
 
 proptest! {

@@ -16,9 +16,9 @@
 //!
 //! What is neither read nor written, a discard say, goes with the writes.
 
-use super::orders::{Order, Orders};
+use super::orders::{OrderList, OrderLists};
 use super::slots::{List, Slots};
-use super::{Next, Reach, Scheduler, SchedulerSnapshot};
+use super::{Reach, Scheduler, SchedulerSnapshot, Selected};
 use crate::{Bio, Op, Priority};
 
 /// Options of `deadline`. The defaults are those of Linux.
@@ -69,8 +69,8 @@ impl Direction {
 
 /// Bios of one class and direction.
 #[derive(Debug)]
-struct Queue {
-    sorted: Order,
+struct DeadlineQueue {
+    sorted: OrderList,
     fifo: List,
     /// The first sector of what was handed out last.
     position: u64,
@@ -82,9 +82,9 @@ pub(crate) struct Deadline {
     config: DeadlineConfig,
     async_max: usize,
     slots: Slots,
-    orders: Orders,
+    orders: OrderLists,
     /// By class and direction.
-    queues: [[Queue; 2]; 3],
+    queues: [[DeadlineQueue; 2]; 3],
     /// By class: bios here, and bios handed out that are not over.
     here: [usize; 3],
     out: [usize; 3],
@@ -105,8 +105,8 @@ impl Deadline {
             0 => (depth * 3 / 4).max(1),
             set => set as usize,
         };
-        let orders = Orders::new(bios_max, 6);
-        let queue = || Queue { sorted: orders.order(), fifo: List::default(), position: 0 };
+        let orders = OrderLists::new(bios_max, 6);
+        let queue = || DeadlineQueue { sorted: orders.order(), fifo: List::default(), position: 0 };
         let queues = [(); 3].map(|()| [queue(), queue()]);
         Deadline {
             async_max,
@@ -125,7 +125,7 @@ impl Deadline {
         }
     }
 
-    fn queue(&self, class: usize, direction: Direction) -> &Queue {
+    fn queue(&self, class: usize, direction: Direction) -> &DeadlineQueue {
         &self.queues[class][direction as usize]
     }
 
@@ -221,16 +221,16 @@ impl Scheduler for Deadline {
         self.here[class] += 1;
     }
 
-    fn next(&mut self, now_ns: u64) -> Next {
+    fn next(&mut self, now_ns: u64) -> Selected {
         if let Some((class, direction, at)) = self.aged(now_ns) {
-            return Next::Bio(self.hand_out(class, direction, at));
+            return Selected::Bio(self.hand_out(class, direction, at));
         }
         for class in 0..self.here.len() {
             if self.here[class] > 0
                 && let Some((direction, at)) = self.choose(class, now_ns)
             {
                 self.batch += 1;
-                return Next::Bio(self.hand_out(class, direction, at));
+                return Selected::Bio(self.hand_out(class, direction, at));
             }
             if self.here[class] + self.out[class] > 0 {
                 break;
@@ -241,7 +241,7 @@ impl Scheduler for Deadline {
         let lower = self.queues[1..].iter().flatten().filter_map(|queue| queue.fifo.first());
         let free = lower.filter(|at| aging_ns > 0 && self.is_free(*at));
         let aged_ns = free.map(|at| self.slots.since_ns(at).saturating_add(aging_ns + 1)).min();
-        Next::Wait(aged_ns.unwrap_or(u64::MAX))
+        Selected::Wait(aged_ns.unwrap_or(u64::MAX))
     }
 
     fn join(&mut self, reach: Reach, fits: &mut dyn FnMut(&Bio) -> bool, _now_ns: u64) -> Option<Box<Bio>> {

@@ -30,17 +30,17 @@ mod settle;
 mod shared;
 mod turn;
 
-use self::device::Device;
-use self::habits::Habits;
-use self::line::{Line, Share};
+use self::device::DeviceEstimate;
+use self::habits::StreamHistory;
+use self::line::{MemberQueue, MemberShare};
 use self::room::Room;
 use self::settle::Settle;
 use self::shared::DepthShare;
 pub use self::shared::SharedDepth;
-use self::turn::Turn;
+use self::turn::ActiveTurn;
 use super::slots::{List, Slots};
 use super::streams::Streams;
-use super::{Next, Reach, Scheduler, SchedulerSnapshot, join_from};
+use super::{Reach, Scheduler, SchedulerSnapshot, Selected, join_from};
 use crate::{Bio, DeviceInfo, Op, Priority};
 
 /// Classes of priority.
@@ -141,15 +141,15 @@ impl FairConfig {
 
 /// A stream with its bios; or all that seek of one class, who have turns as one.
 #[derive(Clone, Copy, Debug, Default)]
-struct Stream {
-    share: Share,
+struct FairStream {
+    share: MemberShare,
     bios: List,
     in_flight: u32,
     /// How many of its bios, from the first on, are of the batch that is sorted.
     batch: u32,
     /// The sector behind what was handed out last.
     position: u64,
-    habits: Habits,
+    habits: StreamHistory,
     /// Mean time from one end to the next in its turns.
     gap_ns: u32,
     class: u8,
@@ -164,19 +164,19 @@ struct Stream {
 pub(crate) struct Fair {
     config: FairConfig,
     slots: Slots,
-    streams: Streams<Stream>,
-    device: Device,
+    streams: Streams<FairStream>,
+    device: DeviceEstimate,
     /// How much of the device is used, by all its queues.
     depth: DepthShare,
     /// Several streams use the device until then, even if one of them thinks.
     shared_until_ns: u64,
     /// By class, in the order of urgency: who waits for a turn, in nanoseconds.
-    turns: [Line; CLASSES],
+    turns: [MemberQueue; CLASSES],
     /// Who mixes, in bytes.
-    mixes: [Line; CLASSES],
+    mixes: [MemberQueue; CLASSES],
     /// The places of those who mix, as one.
     crowds: [u32; CLASSES],
-    turn: Option<Turn>,
+    turn: Option<ActiveTurn>,
     /// How long the device is left alone after a turn of writes.
     settle: Settle,
     /// What they may have who wait for writes.
@@ -225,19 +225,19 @@ impl Fair {
         let crowds = Priority::ALL.map(|class| {
             let at = streams.find_or_add(CROWD_KEY | (class as u64) << 32);
             streams.work(at);
-            *streams.get_mut(at) = Stream { class: class as u8, sync: true, ..Stream::default() };
+            *streams.get_mut(at) = FairStream { class: class as u8, sync: true, ..FairStream::default() };
             at
         });
         Fair {
             config,
             slots: Slots::new(bios_max),
             streams,
-            device: Device::new(seeks),
+            device: DeviceEstimate::new(seeks),
             depth: if config.per_queue { SharedDepth::default() } else { info.depth.clone() }
                 .join(config.in_flight_kib),
             shared_until_ns: 0,
-            turns: Priority::ALL.map(|_| Line::new(turn::least_ns(&config), LATE_NS)),
-            mixes: Priority::ALL.map(|_| Line::new(1, LATE_NS)),
+            turns: Priority::ALL.map(|_| MemberQueue::new(turn::least_ns(&config), LATE_NS)),
+            mixes: Priority::ALL.map(|_| MemberQueue::new(1, LATE_NS)),
             crowds,
             turn: None,
             settle: Settle::default(),
@@ -287,7 +287,7 @@ impl Fair {
         let mixes = !seeks || (stream.sync && stream.habits.seeks());
         if mixes != stream.mixes {
             // Its credit is in another unit.
-            stream.share = Share::new(stream.share.weight);
+            stream.share = MemberShare::new(stream.share.weight);
             (stream.mixes, stream.batch) = (mixes, 0);
         }
         let sync = stream.sync;
@@ -341,20 +341,20 @@ impl Fair {
 
     /// Hands out the next bio of who is in front of a mix.
     #[inline]
-    fn next_of_mix(&mut self, class: usize, at: u32) -> Next {
+    fn next_of_mix(&mut self, class: usize, at: u32) -> Selected {
         let price = if self.device.seeks() { SEEK_PRICE } else { PRICE };
         let stream = self.streams.get_mut(at);
         let Some((bio, _)) = self.slots.pop(&mut stream.bios) else { unreachable!("it has bios") };
         stream.share.credit -= price;
         self.served[class] = !stream.bios.is_empty();
         self.mixing[class] -= 1;
-        Next::Bio(self.hand_out(at, bio))
+        Selected::Bio(self.hand_out(at, bio))
     }
 
     /// On a device without seeks.
-    fn next_flat(&mut self, now_ns: u64) -> Next {
-        let Some(class) = self.class(now_ns) else { return Next::Wait(u64::MAX) };
-        let Some(at) = self.front_of_mix(class, now_ns) else { return Next::Wait(u64::MAX) };
+    fn next_flat(&mut self, now_ns: u64) -> Selected {
+        let Some(class) = self.class(now_ns) else { return Selected::Wait(u64::MAX) };
+        let Some(at) = self.front_of_mix(class, now_ns) else { return Selected::Wait(u64::MAX) };
         let stream = self.streams.get(at);
         let Some(first) = stream.bios.first() else { unreachable!("it has bios") };
         let cost = cost(self.slots.bio(first));
@@ -365,7 +365,7 @@ impl Fair {
             if !may_pass || self.depth.is_far_beyond(cost) {
                 let until_ns = self.depth.wait_ns(cost, self.weight, now_ns);
                 if now_ns < until_ns {
-                    return Next::Wait(until_ns);
+                    return Selected::Wait(until_ns);
                 }
             }
         }
@@ -460,7 +460,7 @@ impl Fair {
 
     fn start_anew(&mut self, at: u32, now_ns: u64) {
         let stream = self.streams.get_mut(at);
-        stream.share = Share::new(stream.share.weight);
+        stream.share = MemberShare::new(stream.share.weight);
         stream.batch = 0;
         if self.crowds.contains(&at) {
             return;
@@ -496,7 +496,7 @@ impl Scheduler for Fair {
         }
     }
 
-    fn next(&mut self, now_ns: u64) -> Next {
+    fn next(&mut self, now_ns: u64) -> Selected {
         if self.device.seeks() { self.next_turn(now_ns) } else { self.next_flat(now_ns) }
     }
 

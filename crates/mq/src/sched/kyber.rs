@@ -21,7 +21,7 @@
 //! itself.
 
 use super::slots::{List, Slots};
-use super::{Next, Reach, Scheduler, SchedulerSnapshot, join_from};
+use super::{Reach, Scheduler, SchedulerSnapshot, Selected, join_from};
 use crate::{Bio, Op};
 
 /// Options of `kyber`. The defaults are those of Linux.
@@ -192,12 +192,12 @@ impl Scheduler for Kyber {
         self.slots.push(&mut domain.bios, bio, now_ns);
     }
 
-    fn next(&mut self, now_ns: u64) -> Next {
+    fn next(&mut self, now_ns: u64) -> Selected {
         if self.batch >= BATCH[self.turn] || !self.is_ready(self.turn) {
             // The others in turn, and itself again if they have none.
             let others = (1..=DOMAINS).map(|step| (self.turn + step) % DOMAINS);
             let Some(turn) = others.into_iter().find(|domain| self.is_ready(*domain)) else {
-                return Next::Wait(u64::MAX);
+                return Selected::Wait(u64::MAX);
             };
             (self.turn, self.batch) = (turn, 0);
         }
@@ -205,7 +205,7 @@ impl Scheduler for Kyber {
             unreachable!("looked at above")
         };
         self.batch += 1;
-        Next::Bio(self.hand_out(self.turn, bio, since_ns, now_ns))
+        Selected::Bio(self.hand_out(self.turn, bio, since_ns, now_ns))
     }
 
     fn join(&mut self, reach: Reach, fits: &mut dyn FnMut(&Bio) -> bool, now_ns: u64) -> Option<Box<Bio>> {

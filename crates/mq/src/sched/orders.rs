@@ -16,12 +16,12 @@ const JOINED_MAX: usize = RUN / 2;
 
 /// One order.
 #[derive(Debug)]
-pub(crate) struct Order {
-    runs: Vec<Run>,
+pub(crate) struct OrderList {
+    runs: Vec<OrderRun>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Run {
+struct OrderRun {
     /// The key of its first entry.
     first: u64,
     /// Which of the runs of all orders it is.
@@ -31,7 +31,7 @@ struct Run {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Entry {
+struct OrderEntry {
     key: u64,
     place: u32,
 }
@@ -41,49 +41,49 @@ type Spot = (usize, usize);
 
 /// The entries of all orders.
 #[derive(Debug)]
-pub(crate) struct Orders {
+pub(crate) struct OrderLists {
     /// By run.
-    entries: Box<[[Entry; RUN]]>,
+    entries: Box<[[OrderEntry; RUN]]>,
     free: Vec<u32>,
     /// What was found last, which mostly is what is taken out next.
     found: Cell<Spot>,
 }
 
-impl Orders {
+impl OrderLists {
     /// For so many places at one time, in so many orders.
-    pub(crate) fn new(places: usize, orders: usize) -> Orders {
+    pub(crate) fn new(places: usize, orders: usize) -> OrderLists {
         // Of two neighbours in an order at least one is not small.
         let runs = 2 * places / (JOINED_MAX + 1) + orders;
-        Orders {
-            entries: vec![[Entry::default(); RUN]; runs].into(),
+        OrderLists {
+            entries: vec![[OrderEntry::default(); RUN]; runs].into(),
             free: (0..runs as u32).collect(),
             found: Cell::default(),
         }
     }
 
     /// An order with nothing in it.
-    pub(crate) fn order(&self) -> Order {
-        Order { runs: Vec::with_capacity(self.entries.len()) }
+    pub(crate) fn order(&self) -> OrderList {
+        OrderList { runs: Vec::with_capacity(self.entries.len()) }
     }
 
     #[inline]
-    fn entries(&self, run: Run) -> &[Entry] {
+    fn entries(&self, run: OrderRun) -> &[OrderEntry] {
         &self.entries[run.at as usize][..run.len as usize]
     }
 
     /// The first spot whose key is this or more; it may be the end of a run.
     #[inline]
-    fn find(&self, order: &Order, key: u64) -> Spot {
+    fn find(&self, order: &OrderList, key: u64) -> Spot {
         let run = order.runs.partition_point(|run| run.first < key).saturating_sub(1);
         let at = order.runs.get(run).map_or(0, |run| self.entries(*run).partition_point(|entry| entry.key < key));
         (run, at)
     }
 
     /// Puts a place, which is in no order, where its key belongs. No key is the largest number.
-    pub(crate) fn insert(&mut self, order: &mut Order, place: u32, key: u64) {
+    pub(crate) fn insert(&mut self, order: &mut OrderList, place: u32, key: u64) {
         let (mut run, mut at) = self.find(order, key + 1);
         match order.runs.get(run) {
-            None => order.runs.push(Run { first: key, at: self.take_run(), len: 0 }),
+            None => order.runs.push(OrderRun { first: key, at: self.take_run(), len: 0 }),
             Some(full) if full.len as usize == RUN => {
                 self.halve(order, run);
                 if at > RUN / 2 {
@@ -95,17 +95,17 @@ impl Orders {
         let run = &mut order.runs[run];
         let entries = &mut self.entries[run.at as usize];
         entries.copy_within(at..run.len as usize, at + 1);
-        entries[at] = Entry { key, place };
+        entries[at] = OrderEntry { key, place };
         run.len += 1;
         run.first = entries[0].key;
     }
 
-    fn get(&self, order: &Order, (run, at): Spot) -> Option<u32> {
+    fn get(&self, order: &OrderList, (run, at): Spot) -> Option<u32> {
         Some(self.entries(*order.runs.get(run)?).get(at)?.place)
     }
 
     /// Takes a place out of the order it is in, where it has this key.
-    pub(crate) fn remove(&mut self, order: &mut Order, place: u32, key: u64) {
+    pub(crate) fn remove(&mut self, order: &mut OrderList, place: u32, key: u64) {
         let found = Some(self.found.get()).filter(|spot| self.get(order, *spot) == Some(place));
         let (mut run, mut from) = found.unwrap_or_else(|| self.find(order, key));
         loop {
@@ -119,7 +119,7 @@ impl Orders {
     }
 
     /// The first place whose key is this or more.
-    pub(crate) fn first_from(&self, order: &Order, key: u64) -> Option<u32> {
+    pub(crate) fn first_from(&self, order: &OrderList, key: u64) -> Option<u32> {
         let mut spot = self.find(order, key);
         if order.runs.get(spot.0)?.len as usize == spot.1 {
             spot = (spot.0 + 1, 0);
@@ -129,7 +129,7 @@ impl Orders {
     }
 
     /// The last place whose key is less than this.
-    pub(crate) fn last_before(&self, order: &Order, key: u64) -> Option<u32> {
+    pub(crate) fn last_before(&self, order: &OrderList, key: u64) -> Option<u32> {
         let (run, at) = self.find(order, key);
         // Were that another run's last entry, `find` would have found the end of that one.
         let before = at.checked_sub(1)?;
@@ -137,13 +137,13 @@ impl Orders {
     }
 
     /// Takes out the place whose key is the least.
-    pub(crate) fn pop_first(&mut self, order: &mut Order) -> Option<u32> {
+    pub(crate) fn pop_first(&mut self, order: &mut OrderList) -> Option<u32> {
         let first = self.entries(*order.runs.first()?)[0].place;
         self.remove_at(order, (0, 0));
         Some(first)
     }
 
-    fn remove_at(&mut self, order: &mut Order, (number, at): Spot) {
+    fn remove_at(&mut self, order: &mut OrderList, (number, at): Spot) {
         let run = &mut order.runs[number];
         let entries = &mut self.entries[run.at as usize];
         entries.copy_within(at + 1..run.len as usize, at);
@@ -158,7 +158,7 @@ impl Orders {
     }
 
     /// Makes a run and the one behind it one, if both are there and small.
-    fn join(&mut self, order: &mut Order, number: usize) {
+    fn join(&mut self, order: &mut OrderList, number: usize) {
         let (Some(&run), Some(&next)) = (order.runs.get(number), order.runs.get(number.wrapping_add(1))) else {
             return;
         };
@@ -175,13 +175,13 @@ impl Orders {
 
     /// Moves the second half of a full run to one of its own, behind it.
     #[inline(never)]
-    fn halve(&mut self, order: &mut Order, number: usize) {
+    fn halve(&mut self, order: &mut OrderList, number: usize) {
         let full = &mut order.runs[number];
         full.len = RUN as u32 / 2;
         let moved = self.entries[full.at as usize];
         let at = self.take_run();
         self.entries[at as usize][..RUN / 2].copy_from_slice(&moved[RUN / 2..]);
-        order.runs.insert(number + 1, Run { first: moved[RUN / 2].key, at, len: RUN as u32 / 2 });
+        order.runs.insert(number + 1, OrderRun { first: moved[RUN / 2].key, at, len: RUN as u32 / 2 });
     }
 
     fn take_run(&mut self) -> u32 {
@@ -199,7 +199,7 @@ mod tests {
     use super::*;
 
     /// No run is empty, and no two neighbours are both small: so there are enough of them.
-    fn check(orders: &Orders, order: &Order) {
+    fn check(orders: &OrderLists, order: &OrderList) {
         let lens: Vec<usize> = order.runs.iter().map(|run| run.len as usize).collect();
         assert!(lens.iter().all(|len| (1..=RUN).contains(len)), "{lens:?}");
         assert!(lens.windows(2).all(|two| two[0] + two[1] > JOINED_MAX), "{lens:?}");
@@ -215,7 +215,7 @@ mod tests {
             steps in prop::collection::vec((any::<u64>(), 0..2_usize), 1..1500), ends in any::<u64>(),
         ) {
             const PLACES: u32 = 400;
-            let mut orders = Orders::new(PLACES as usize, 2);
+            let mut orders = OrderLists::new(PLACES as usize, 2);
             let mut both = [orders.order(), orders.order()];
             let mut wanted: [BTreeMap<(u64, usize), u32>; 2] = Default::default();
             let mut free: Vec<u32> = (0..PLACES).collect();
@@ -253,7 +253,7 @@ mod tests {
     fn there_are_runs_for_all_whatever_the_keys() {
         let keys: [fn(u64) -> u64; 4] = [|at| at, |at| 10_000 - at, |_| 7, |at| at.wrapping_mul(0x9e37_79b9_7f4a_7c15)];
         for key in keys {
-            let mut orders = Orders::new(10_000, 1);
+            let mut orders = OrderLists::new(10_000, 1);
             let mut order = orders.order();
             // All but every fortieth go again, and others come.
             for round in 0..5 {

@@ -1,8 +1,8 @@
 //! Places for the bios that a scheduler holds, and lists of them.
 //!
 //! Made at start for as many bios as the queue takes. A bio is known by the number of its place; lists, and the orders
-//! of [`Orders`](super::orders::Orders), are made of such numbers, so that to queue a bio allocates nothing and to take
-//! one from the middle of a list costs no more than from its end.
+//! of [`Orders`](super::orders::OrderLists), are made of such numbers, so that to queue a bio allocates nothing and to
+//! take one from the middle of a list costs no more than from its end.
 
 use crate::Bio;
 

@@ -13,7 +13,7 @@ const SPARE: usize = 256;
 /// Streams, by place.
 #[derive(Debug)]
 pub(crate) struct Streams<T> {
-    entries: Box<[Entry<T>]>,
+    entries: Box<[StreamEntry<T>]>,
     /// By hash: the first of a chain.
     chains: Box<[u32]>,
     shift: u32,
@@ -27,7 +27,7 @@ pub(crate) struct Streams<T> {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Entry<T> {
+struct StreamEntry<T> {
     state: T,
     stream: u64,
     /// The next of its chain.
@@ -43,7 +43,8 @@ impl<T: Copy + Default> Streams<T> {
     pub(crate) fn new(bios_max: usize) -> Streams<T> {
         let count = bios_max + SPARE;
         assert!(count < NONE as usize, "a scheduler for {bios_max} bios");
-        let entry = Entry { state: T::default(), stream: 0, next: NONE, newer: NONE, older: NONE, at_rest: false };
+        let entry =
+            StreamEntry { state: T::default(), stream: 0, next: NONE, newer: NONE, older: NONE, at_rest: false };
         let chains = (2 * count).next_power_of_two();
         Streams {
             entries: vec![entry; count].into(),
@@ -112,7 +113,7 @@ impl<T: Copy + Default> Streams<T> {
 
     /// Takes a stream out of its chain.
     fn forget(&mut self, gone: u32) {
-        let Entry { stream, next, .. } = self.entries[gone as usize];
+        let StreamEntry { stream, next, .. } = self.entries[gone as usize];
         let chain = self.chain(stream);
         let mut at = self.chains[chain];
         if at == gone {
@@ -128,7 +129,7 @@ impl<T: Copy + Default> Streams<T> {
     /// A stream has something to do, and keeps its place.
     #[inline]
     pub(crate) fn work(&mut self, at: u32) {
-        let Entry { newer, older, at_rest, .. } = self.entries[at as usize];
+        let StreamEntry { newer, older, at_rest, .. } = self.entries[at as usize];
         if !at_rest {
             return;
         }

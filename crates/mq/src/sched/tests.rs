@@ -6,7 +6,7 @@ mod fair;
 mod kyber;
 mod timeslice;
 
-use super::{Next, Reach, Scheduler, SchedulerConfig};
+use super::{Reach, Scheduler, SchedulerConfig, Selected};
 use crate::{Bio, DeviceInfo, Op, Priority};
 
 /// Nanoseconds in a millisecond.
@@ -67,12 +67,12 @@ impl Hand {
     /// The first sector of the next bio.
     fn next(&mut self) -> Option<u64> {
         match self.scheduler.next(self.now_ns) {
-            Next::Bio(bio) => {
+            Selected::Bio(bio) => {
                 let sector = bio.sector;
                 self.out.push(bio);
                 Some(sector)
             }
-            Next::Wait(until_ns) => {
+            Selected::Wait(until_ns) => {
                 assert!(until_ns > self.now_ns, "it says to wait until {until_ns} at {}", self.now_ns);
                 self.until_ns = until_ns;
                 None

@@ -25,10 +25,10 @@
 
 use std::collections::VecDeque;
 
-use super::orders::{Order, Orders};
+use super::orders::{OrderList, OrderLists};
 use super::slots::{List, Slots};
 use super::streams::Streams;
-use super::{Next, Reach, Scheduler, SchedulerSnapshot, join_from};
+use super::{Reach, Scheduler, SchedulerSnapshot, Selected, join_from};
 use crate::Bio;
 
 /// Whose a slice is.
@@ -114,7 +114,7 @@ impl TimesliceConfig {
 
 /// A stream with its bios.
 #[derive(Clone, Copy, Debug, Default)]
-struct Stream {
+struct TimesliceStream {
     bios: List,
     in_flight: u32,
     /// The epoch it was last served in.
@@ -126,7 +126,7 @@ struct Stream {
 enum Turns {
     /// In the order in which they came; each is in it once.
     Arrival(VecDeque<u32>),
-    Lowest(Order),
+    Lowest(OrderList),
 }
 
 /// See the head of the module.
@@ -134,9 +134,9 @@ enum Turns {
 pub(crate) struct Timeslice {
     config: TimesliceConfig,
     slots: Slots,
-    streams: Streams<Stream>,
+    streams: Streams<TimesliceStream>,
     /// By place of the stream, for the order by number.
-    numbers: Orders,
+    numbers: OrderLists,
     /// Those with bios that had no turn in this epoch.
     turn: Turns,
     /// Those with bios that had.
@@ -164,7 +164,7 @@ struct Slice {
 
 impl Slice {
     /// Until when an owner without bios keeps the others waiting.
-    fn idle_until_ns(&mut self, config: &TimesliceConfig, owner: &Stream, end_ns: u64, now_ns: u64) -> u64 {
+    fn idle_until_ns(&mut self, config: &TimesliceConfig, owner: &TimesliceStream, end_ns: u64, now_ns: u64) -> u64 {
         if config.idle_us == u32::MAX || owner.in_flight > 0 {
             return end_ns;
         }
@@ -176,7 +176,7 @@ impl Slice {
 impl Timeslice {
     pub(crate) fn new(config: TimesliceConfig, bios_max: usize) -> Timeslice {
         let streams = Streams::new(bios_max);
-        let numbers = Orders::new(if config.order == SliceOrder::Lowest { streams.places() } else { 0 }, 2);
+        let numbers = OrderLists::new(if config.order == SliceOrder::Lowest { streams.places() } else { 0 }, 2);
         let line = || match config.order {
             SliceOrder::Arrival => Turns::Arrival(VecDeque::with_capacity(bios_max)),
             SliceOrder::Lowest => Turns::Lowest(numbers.order()),
@@ -298,7 +298,7 @@ impl Scheduler for Timeslice {
         }
     }
 
-    fn next(&mut self, now_ns: u64) -> Next {
+    fn next(&mut self, now_ns: u64) -> Selected {
         loop {
             if let Some(slice) = &mut self.owner
                 && slice.end_ns.is_some_and(|end_ns| now_ns < end_ns)
@@ -309,10 +309,10 @@ impl Scheduler for Timeslice {
                 stream.in_flight += 1;
                 self.in_flight += 1;
                 self.waiting -= 1;
-                return Next::Bio(bio);
+                return Selected::Bio(bio);
             }
             if let Some(until_ns) = self.move_on(now_ns) {
-                return Next::Wait(until_ns);
+                return Selected::Wait(until_ns);
             }
         }
     }

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use blkyard_mq::{
-    Bio, BioFlags, DeviceInfo, Held, HwQueueConfig, Next, Op, OpClass, OpSnapshot, QueueLimits, RateConfig, RateLimit,
-    Reach, Scheduler, SchedulerSnapshot, Status,
+    Bio, BioFlags, DeviceInfo, Held, HwQueueConfig, Op, OpClass, OpSnapshot, QueueLimits, RateConfig, RateLimit, Reach,
+    Scheduler, SchedulerSnapshot, Selected, Status,
 };
 
 use crate::hand::{Bench, bio, disk, disk_of, read, with};
@@ -126,11 +126,11 @@ impl Scheduler for Keeper {
     fn insert(&mut self, bio: Box<Bio>, _: u64) {
         self.bios.push_back(bio);
     }
-    fn next(&mut self, now_ns: u64) -> Next {
+    fn next(&mut self, now_ns: u64) -> Selected {
         if now_ns < self.until_ns {
-            return Next::Wait(self.until_ns);
+            return Selected::Wait(self.until_ns);
         }
-        self.bios.pop_front().map_or(Next::Wait(u64::MAX), Next::Bio)
+        self.bios.pop_front().map_or(Selected::Wait(u64::MAX), Selected::Bio)
     }
     fn join(&mut self, _: Reach, _: &mut dyn FnMut(&Bio) -> bool, _: u64) -> Option<Box<Bio>> {
         None

@@ -18,7 +18,7 @@ struct Zone {
 
 /// Where a sector lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Place {
+struct SectorPosition {
     track: u64,
     /// Sectors of its track before it.
     in_track: u64,
@@ -67,11 +67,11 @@ impl Layout {
         }
     }
 
-    fn place(&self, sector: u64) -> Place {
+    fn place(&self, sector: u64) -> SectorPosition {
         let zone = self.zones.partition_point(|zone| zone.first_sector <= sector) - 1;
         let Zone { first_sector, first_track, track_sectors } = self.zones[zone];
         let (track, in_track) = ((sector - first_sector) / track_sectors, (sector - first_sector) % track_sectors);
-        Place { track: first_track + track, in_track, track_sectors }
+        SectorPosition { track: first_track + track, in_track, track_sectors }
     }
 
     /// The track of a sector, counted from the outermost.
@@ -96,7 +96,7 @@ impl Layout {
 
     /// How long after the index mark a sector begins to pass.
     pub(super) fn angle_ns(&self, sector: u64) -> u64 {
-        let Place { track, in_track, track_sectors } = self.place(sector);
+        let SectorPosition { track, in_track, track_sectors } = self.place(sector);
         let (cylinder, head) = (track / self.heads, track % self.heads);
         let switches = cylinder * (self.heads - 1) + head;
         let skew_ns = switches * self.head_switch_ns + cylinder * self.cylinder_switch_ns;
@@ -112,7 +112,7 @@ impl Layout {
     pub(super) fn passed_ns(&self, from: u64, since_ns: u64, end: u64) -> u64 {
         let (mut sector, mut at_ns) = (from, since_ns);
         loop {
-            let Place { track, in_track, track_sectors } = self.place(sector);
+            let SectorPosition { track, in_track, track_sectors } = self.place(sector);
             let begun_ns = self.around_ns(in_track, track_sectors);
             let left = track_sectors - in_track;
             if end - sector <= left {
@@ -128,7 +128,7 @@ impl Layout {
     pub(super) fn reached(&self, from: u64, since_ns: u64, limit: u64, now_ns: u64) -> u64 {
         let (mut sector, mut at_ns) = (from, since_ns);
         while sector < limit && at_ns < now_ns {
-            let Place { track, in_track, track_sectors } = self.place(sector);
+            let SectorPosition { track, in_track, track_sectors } = self.place(sector);
             let begun_ns = self.around_ns(in_track, track_sectors);
             let over_ns = at_ns + self.turn_ns - begun_ns;
             if over_ns > now_ns {

@@ -4,7 +4,7 @@
 
 /// A run of sectors that were read.
 #[derive(Clone, Copy, Debug)]
-struct Segment {
+struct CacheSegment {
     start: u64,
     end: u64,
     /// When it was last used, in uses.
@@ -12,16 +12,16 @@ struct Segment {
 }
 
 #[derive(Debug)]
-pub(super) struct Segments {
-    runs: Vec<Segment>,
+pub(super) struct CacheSegments {
+    runs: Vec<CacheSegment>,
     count_max: usize,
     sectors_max: u64,
     uses: u64,
 }
 
-impl Segments {
-    pub(super) fn new(count_max: usize, sectors_max: u64) -> Segments {
-        Segments { runs: Vec::with_capacity(count_max), count_max, sectors_max, uses: 0 }
+impl CacheSegments {
+    pub(super) fn new(count_max: usize, sectors_max: u64) -> CacheSegments {
+        CacheSegments { runs: Vec::with_capacity(count_max), count_max, sectors_max, uses: 0 }
     }
 
     pub(super) fn clear(&mut self) {
@@ -31,14 +31,14 @@ impl Segments {
     /// The segment that has this sector, or ends where it begins.
     pub(super) fn find(&self, sector: u64) -> Option<usize> {
         // If two meet there, the one that has it.
-        let has = |segment: &Segment| segment.start <= sector && sector < segment.end;
-        let reaches = |segment: &Segment| segment.end == sector;
+        let has = |segment: &CacheSegment| segment.start <= sector && sector < segment.end;
+        let reaches = |segment: &CacheSegment| segment.end == sector;
         self.runs.iter().position(has).or_else(|| self.runs.iter().position(reaches))
     }
 
     /// What of a range must be read yet begins here: at its end if all is here.
     pub(super) fn missing_from(&self, start: u64, end: u64) -> u64 {
-        let has = |segment: &&Segment| segment.start <= start && start < segment.end;
+        let has = |segment: &&CacheSegment| segment.start <= start && start < segment.end;
         self.runs.iter().find(has).map_or(start, |segment| segment.end.min(end))
     }
 
@@ -65,11 +65,11 @@ impl Segments {
     pub(super) fn begin(&mut self, start: u64) -> usize {
         let index = self.find(start).unwrap_or_else(|| {
             if self.runs.len() < self.count_max {
-                self.runs.push(Segment { start, end: start, used: 0 });
+                self.runs.push(CacheSegment { start, end: start, used: 0 });
                 return self.runs.len() - 1;
             }
             let oldest = (0..self.runs.len()).min_by_key(|index| self.runs[*index].used).unwrap_or(0);
-            self.runs[oldest] = Segment { start, end: start, used: 0 };
+            self.runs[oldest] = CacheSegment { start, end: start, used: 0 };
             oldest
         });
         self.used(index);
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn a_segment_grows_with_its_stream_and_forgets_what_is_long_past() {
-        let mut segments = Segments::new(2, 100);
+        let mut segments = CacheSegments::new(2, 100);
         let first = segments.begin(1000);
         segments.extend(first, 1080);
         assert_eq!(segments.missing_from(1010, 1100), 1080);
@@ -94,7 +94,7 @@ mod tests {
 
     #[test]
     fn the_segment_not_used_for_longest_makes_room() {
-        let mut segments = Segments::new(2, 100);
+        let mut segments = CacheSegments::new(2, 100);
         for start in [0, 1000] {
             let index = segments.begin(start);
             segments.extend(index, start + 10);

@@ -20,11 +20,11 @@ struct Bench {
 
 impl Bench {
     fn new(model: DiskModel, seed: u64) -> Bench {
-        let model = Model::Disk(Box::new(Disk::new(model, seed)));
+        let model = Model::Disk(Box::new(RotaryDisk::new(model, seed)));
         Bench { model, now_ns: 0, out: Vec::new(), on_medium: Vec::new(), asked: 0 }
     }
 
-    fn disk(&self) -> &Disk {
+    fn disk(&self) -> &RotaryDisk {
         let Model::Disk(disk) = &self.model else { unreachable!("made above") };
         disk
     }

@@ -7,22 +7,22 @@ use blkyard_mq::{Batch, BlockDevice, ChaosConfig, ChaosDevice, ChaosQueue, Devic
 
 use super::oracle::word_of;
 use super::{WorldDevice, WorldOptions};
-use crate::{Disk, DiskModel, Flash, FlashModel, Keeps, Line, LineModel, Model, Modelled, ModelledQueue};
+use crate::{DiskModel, FixedLatency, Flash, FlashModel, Keeps, LineModel, Model, Modelled, ModelledQueue, RotaryDisk};
 
 /// A device of a world.
-pub(super) enum Device {
+pub(super) enum SimDevice {
     Modelled(Modelled),
     Chaos(ChaosDevice),
 }
 
 /// A driver for one queue of it.
-pub(super) enum DeviceQueue {
+pub(super) enum SimDeviceQueue {
     Modelled(ModelledQueue),
     Chaos(ChaosQueue),
 }
 
-impl Device {
-    pub(super) fn new(info: &Arc<DeviceInfo>, options: &WorldOptions, seed: u64) -> Device {
+impl SimDevice {
+    pub(super) fn new(info: &Arc<DeviceInfo>, options: &WorldOptions, seed: u64) -> SimDevice {
         let model = match options.device {
             WorldDevice::Chaos => {
                 let config = ChaosConfig {
@@ -32,9 +32,9 @@ impl Device {
                     ..ChaosConfig::wild(seed)
                 };
                 let device = ChaosDevice::new(vec![Arc::clone(info)], config);
-                return Device::Chaos(device.unwrap_or_else(|error| panic!("{error}")));
+                return SimDevice::Chaos(device.unwrap_or_else(|error| panic!("{error}")));
             }
-            WorldDevice::Disk => Model::Disk(Box::new(Disk::new(small_disk(info, options), seed))),
+            WorldDevice::Disk => Model::Disk(Box::new(RotaryDisk::new(small_disk(info, options), seed))),
             WorldDevice::Flash => {
                 // A few dies with small pages and blocks, and a cache that is soon full.
                 let model = FlashModel {
@@ -55,23 +55,23 @@ impl Device {
                     jitter_ns: 20_000,
                     depth: 64,
                 };
-                Model::Line(Line::new(model, seed))
+                Model::Line(FixedLatency::new(model, seed))
             }
         };
         let device = Modelled::new(DeviceInfo::clone(info), model, Keeps::Medium);
-        Device::Modelled(device.unwrap_or_else(|error| panic!("{error}")))
+        SimDevice::Modelled(device.unwrap_or_else(|error| panic!("{error}")))
     }
 
-    pub(super) fn queue(&self, depth: usize) -> DeviceQueue {
+    pub(super) fn queue(&self, depth: usize) -> SimDeviceQueue {
         match self {
-            Device::Modelled(device) => DeviceQueue::Modelled(device.queue(depth)),
-            Device::Chaos(device) => DeviceQueue::Chaos(device.queue(depth)),
+            SimDevice::Modelled(device) => SimDeviceQueue::Modelled(device.queue(depth)),
+            SimDevice::Chaos(device) => SimDeviceQueue::Chaos(device.queue(depth)),
         }
     }
 
     /// The power fails. A chaos device only says what would be left.
     pub(super) fn cut_power(&self, now_ns: u64) {
-        if let Device::Modelled(device) = self {
+        if let SimDevice::Modelled(device) = self {
             device.cut_power(now_ns);
         }
     }
@@ -80,15 +80,15 @@ impl Device {
     pub(super) fn word(&self, sector: u64) -> u64 {
         let mut bytes = [0; 512];
         match self {
-            Device::Modelled(device) => device.read(sector, &mut bytes),
-            Device::Chaos(device) => device.read_stable(0, sector, &mut bytes),
+            SimDevice::Modelled(device) => device.read(sector, &mut bytes),
+            SimDevice::Chaos(device) => device.read_stable(0, sector, &mut bytes),
         }
         word_of(&bytes)
     }
 
     /// Completions that no device should send have been refused.
     pub(super) fn check_honest(&self) {
-        if let Device::Chaos(device) = self {
+        if let SimDevice::Chaos(device) = self {
             let counts = device.counts();
             assert_eq!(counts.sent, counts.refused, "a forged completion came through");
         }
@@ -114,18 +114,18 @@ fn small_disk(info: &DeviceInfo, options: &WorldOptions) -> DiskModel {
     }
 }
 
-impl Driver<()> for DeviceQueue {
+impl Driver<()> for SimDeviceQueue {
     fn queue_rqs(&mut self, cx: &mut (), memory: &RegionTable, batch: &mut Batch<'_>) {
         match self {
-            DeviceQueue::Modelled(queue) => queue.queue_rqs(cx, memory, batch),
-            DeviceQueue::Chaos(queue) => queue.queue_rqs(cx, memory, batch),
+            SimDeviceQueue::Modelled(queue) => queue.queue_rqs(cx, memory, batch),
+            SimDeviceQueue::Chaos(queue) => queue.queue_rqs(cx, memory, batch),
         }
     }
 
     fn poll(&mut self, cx: &mut (), memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         match self {
-            DeviceQueue::Modelled(queue) => queue.poll(cx, memory, done, now_ns),
-            DeviceQueue::Chaos(queue) => queue.poll(cx, memory, done, now_ns),
+            SimDeviceQueue::Modelled(queue) => queue.poll(cx, memory, done, now_ns),
+            SimDeviceQueue::Chaos(queue) => queue.poll(cx, memory, done, now_ns),
         }
     }
 
@@ -138,15 +138,15 @@ impl Driver<()> for DeviceQueue {
         now_ns: u64,
     ) -> TimedOut {
         match self {
-            DeviceQueue::Modelled(queue) => queue.timed_out(cx, memory, place, done, now_ns),
-            DeviceQueue::Chaos(queue) => queue.timed_out(cx, memory, place, done, now_ns),
+            SimDeviceQueue::Modelled(queue) => queue.timed_out(cx, memory, place, done, now_ns),
+            SimDeviceQueue::Chaos(queue) => queue.timed_out(cx, memory, place, done, now_ns),
         }
     }
 
     fn deadline_ns(&self) -> Option<u64> {
         match self {
-            DeviceQueue::Modelled(queue) => Driver::<()>::deadline_ns(queue),
-            DeviceQueue::Chaos(queue) => Driver::<()>::deadline_ns(queue),
+            SimDeviceQueue::Modelled(queue) => Driver::<()>::deadline_ns(queue),
+            SimDeviceQueue::Chaos(queue) => Driver::<()>::deadline_ns(queue),
         }
     }
 }

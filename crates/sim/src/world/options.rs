@@ -9,11 +9,11 @@ use crate::Rng;
 /// Which device a world has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorldDevice {
-    /// [`Disk`](crate::Disk).
+    /// [`Disk`](crate::RotaryDisk).
     Disk,
     /// [`Flash`](crate::Flash).
     Flash,
-    /// [`Line`](crate::Line).
+    /// [`Line`](crate::FixedLatency).
     Line,
     /// [`ChaosDevice`](blkyard_mq::ChaosDevice).
     Chaos,

@@ -16,7 +16,7 @@ use blkyard_mem::{Region, Segment, View};
 use blkyard_mq::{Batch, BioFlags, Done, Op, Shortage, Status, Tag};
 
 use super::place::{ID_AT, RANGES_AT, STATUS_AT, TABLE_AT};
-use super::{BlkDisk, BlkLayout, Buffer, DeviceFault, DriverRing, NoRoom, Tables, Used};
+use super::{BlkDisk, BlkLayout, Buffer, DeviceFault, DriverRing, NoRoom, Tables, UsedChain};
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES, RANGE_UNMAP, kind, status_from};
 use crate::chain::DESC_BYTES;
 use crate::counters::reasons;
@@ -74,12 +74,12 @@ pub struct BlkRing {
     /// By place: the row of its table that is the status, if it is known to be one. It stays so from request to
     /// request.
     status_rows: Box<[u16]>,
-    phase: Phase,
+    phase: RequestPhase,
     complaints: Arc<Complaints>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Phase {
+enum RequestPhase {
     /// Requests go through.
     Serving,
     /// The serial number is asked for; requests wait.
@@ -100,7 +100,7 @@ struct Draft {
 
 /// What a request says beside its data.
 #[derive(Clone, Copy)]
-struct Wish {
+struct RequestInfo {
     kind: u32,
     sector: u64,
 }
@@ -158,7 +158,7 @@ impl BlkRing {
             ranges_max: usize::from(disk.info.limits.discard_segments_max),
             parked: (0..layout.depth).map(|_| None).collect(),
             buffers: Vec::with_capacity(usize::from(layout.rows)),
-            phase: Phase::Serving,
+            phase: RequestPhase::Serving,
             complaints,
         })
     }
@@ -173,7 +173,7 @@ impl BlkRing {
     #[inline]
     #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
     pub fn queue(&mut self, batch: &mut Batch<'_>, mut translate: impl FnMut(Segment) -> Option<u64>) -> bool {
-        if self.phase != Phase::Serving || self.ring.fault().is_some() {
+        if self.phase != RequestPhase::Serving || self.ring.fault().is_some() {
             batch.short_of(Shortage::Device);
             return false;
         }
@@ -185,7 +185,11 @@ impl BlkRing {
                 && let Some(addr) = translate(segment)
             {
                 let data = Buffer { addr, len: segment.len, writable: op == Op::Read };
-                self.put_plain(tag, Wish { kind: if data.writable { kind::IN } else { kind::OUT }, sector }, data);
+                self.put_plain(
+                    tag,
+                    RequestInfo { kind: if data.writable { kind::IN } else { kind::OUT }, sector },
+                    data,
+                );
             } else if !self.queue_other(batch, tag, &mut translate) {
                 break;
             }
@@ -195,7 +199,7 @@ impl BlkRing {
 
     /// Offers a read or write of one segment, as nearly all are. All that a device reads of it is written together.
     #[inline(always)]
-    fn put_plain(&mut self, tag: Tag, wish: Wish, data: Buffer) {
+    fn put_plain(&mut self, tag: Tag, wish: RequestInfo, data: Buffer) {
         let place = tag.index();
         let [addr, rest] = self.ring.row(0, self.header(place), true);
         let [data_addr, data_rest] = self.ring.row(1, data, true);
@@ -255,7 +259,7 @@ impl BlkRing {
     /// The device broke the ring, now or before. What is in flight stays so: see [`BlkRing::take_in_flight`].
     #[inline]
     pub fn poll(&mut self, done: &mut Done<'_>) -> Result<(), DeviceFault> {
-        if self.phase == Phase::Over {
+        if self.phase == RequestPhase::Over {
             return Ok(());
         }
         let mut warm = 0;
@@ -266,14 +270,14 @@ impl BlkRing {
             match self.parked[place].take() {
                 Some(tag) => done.complete(tag, status),
                 // Nothing else was offered.
-                None => self.phase = Phase::Serving,
+                None => self.phase = RequestPhase::Serving,
             }
         }
         Ok(())
     }
 
     #[inline]
-    fn next_used(&mut self) -> Result<Option<Used>, DeviceFault> {
+    fn next_used(&mut self) -> Result<Option<UsedChain>, DeviceFault> {
         let is_news = self.ring.fault().is_none();
         self.ring.poll().inspect_err(|fault| {
             if is_news {
@@ -376,7 +380,7 @@ impl BlkRing {
 
     /// The header's words for an operation. Those that only read and write need no feature.
     #[inline]
-    fn wish(&self, op: Op, sector: u64) -> Result<Wish, Complaint> {
+    fn wish(&self, op: Op, sector: u64) -> Result<RequestInfo, Complaint> {
         let (kind, sector, needs) = match op {
             Op::Read => (kind::IN, sector, Features::empty()),
             Op::Write => (kind::OUT, sector, Features::empty()),
@@ -384,11 +388,11 @@ impl BlkRing {
             Op::Discard => (kind::DISCARD, 0, Features::DISCARD),
             Op::WriteZeroes => (kind::WRITE_ZEROES, 0, Features::WRITE_ZEROES),
         };
-        if self.features.contains(needs) { Ok(Wish { kind, sector }) } else { Err(Complaint::NotNegotiated) }
+        if self.features.contains(needs) { Ok(RequestInfo { kind, sector }) } else { Err(Complaint::NotNegotiated) }
     }
 
     /// Writes header and status of the request at a place, and adds its chain to the ring.
-    fn finish(&mut self, draft: &Draft, wish: Wish) -> Result<(), NoRoom> {
+    fn finish(&mut self, draft: &Draft, wish: RequestInfo) -> Result<(), NoRoom> {
         let place = draft.place;
         let line = [u64::from(wish.kind), wish.sector, NOT_WRITTEN];
         self.places.store_u64s(place * self.stride, line, Relaxed);
@@ -427,14 +431,14 @@ impl BlkRing {
     /// If anything is in flight.
     #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
     pub fn ask_id(&mut self) -> bool {
-        let is_idle = self.phase == Phase::Serving && self.ring.in_flight() == 0;
+        let is_idle = self.phase == RequestPhase::Serving && self.ring.in_flight() == 0;
         assert!(is_idle, "the serial number is asked for on an idle queue");
         let mut draft = self.begin(0);
         let addr = self.addr(0, ID_AT);
         self.put(&mut draft, Buffer { addr, len: ID_BYTES as u32, writable: true });
-        let added = self.finish(&draft, Wish { kind: kind::GET_ID, sector: 0 });
+        let added = self.finish(&draft, RequestInfo { kind: kind::GET_ID, sector: 0 });
         assert!(added.is_ok(), "three descriptors in an empty ring");
-        self.phase = Phase::Asking;
+        self.phase = RequestPhase::Asking;
         self.ring.publish()
     }
 
@@ -446,11 +450,11 @@ impl BlkRing {
     /// # Panics
     /// If it was not asked for.
     pub fn poll_id(&mut self) -> Result<Option<Result<[u8; ID_BYTES], Status>>, DeviceFault> {
-        assert!(self.phase == Phase::Asking, "nobody asked for the serial number");
+        assert!(self.phase == RequestPhase::Asking, "nobody asked for the serial number");
         if self.next_used()?.is_none() {
             return Ok(None);
         }
-        self.phase = Phase::Serving;
+        self.phase = RequestPhase::Serving;
         let mut id = [0; ID_BYTES];
         for (at, byte) in id.iter_mut().enumerate() {
             *byte = self.places.load_u8(ID_AT + at, Relaxed);
@@ -478,7 +482,7 @@ impl BlkRing {
     /// taken from a batch, and what the device still says is not listened to. It must have let go of the memory: its
     /// session is over, and its process gone or reset.
     pub fn take_in_flight(&mut self) -> impl Iterator<Item = Tag> {
-        self.phase = Phase::Over;
+        self.phase = RequestPhase::Over;
         self.parked.iter_mut().filter_map(Option::take)
     }
 

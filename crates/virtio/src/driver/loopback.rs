@@ -41,14 +41,14 @@ pub struct Loopback<S> {
     /// The driver's half.
     pub driver: BlkRing,
     /// The device's half.
-    pub device: Backend<S>,
+    pub device: LoopbackDevice<S>,
     /// The disk as the driver sees it.
     pub disk: BlkDisk,
 }
 
 /// The device's half of a [`Loopback`].
 #[derive(Debug)]
-pub struct Backend<S> {
+pub struct LoopbackDevice<S> {
     /// The ring.
     pub ring: DeviceRing,
     /// What was refused.
@@ -82,7 +82,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> Loopback<S> {
         let addrs = layout.parts.map(|part| QUEUE_ADDR + part as u64);
         let ring = RingLayout::locate(&memory, features, config.size, addrs)
             .and_then(|ring| DeviceRing::new(ring, config.size, features, RingBase::start(features)));
-        let device = Backend {
+        let device = LoopbackDevice {
             ring: ring.map_err(io::Error::other)?,
             refusals: Refusals::default(),
             is_running: true,
@@ -98,7 +98,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> Loopback<S> {
     }
 }
 
-impl<S: FnMut(&Bio, &RegionTable) -> Status> Backend<S> {
+impl<S: FnMut(&Bio, &RegionTable) -> Status> LoopbackDevice<S> {
     /// Fetches and answers all there is. Says whether the driver wants a call.
     #[inline]
     pub fn turn(&mut self) -> bool {

@@ -6,7 +6,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
-use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
+use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, UsedChain, check_chain, writable_bytes, write_desc};
 use crate::chain::{DESC_BYTES, Desc};
 use crate::packed::{LINE_DESCS, Position, wish};
 use crate::ring::check_size;
@@ -17,7 +17,7 @@ const REST: usize = 8;
 
 /// A chain by its id, which is its token.
 #[derive(Clone, Copy, Debug, Default)]
-struct Out {
+struct PackedChain {
     /// Descriptors of the ring; none if the chain is not in flight.
     descriptors: u16,
     writable_bytes: u32,
@@ -49,7 +49,7 @@ pub struct PackedDriver {
     published: u16,
     taken: u16,
     fault: Option<DeviceFault>,
-    out: Box<[Out]>,
+    out: Box<[PackedChain]>,
 }
 
 impl PackedDriver {
@@ -93,7 +93,7 @@ impl PackedDriver {
             published: 0,
             taken: 0,
             fault: None,
-            out: vec![Out::default(); usize::from(size)].into(),
+            out: vec![PackedChain::default(); usize::from(size)].into(),
         })
     }
 
@@ -114,7 +114,7 @@ impl PackedDriver {
             if descriptors > self.size - self.out() {
                 return Err(NoRoom);
             }
-            self.note(token, Out { descriptors, writable_bytes });
+            self.note(token, PackedChain { descriptors, writable_bytes });
             for (row, buffer) in buffers.iter().enumerate() {
                 let more = if row + 1 < buffers.len() { Desc::NEXT } else { 0 };
                 self.put(buffer.addr, buffer.len, token, write_flag(buffer) | more);
@@ -128,13 +128,13 @@ impl PackedDriver {
     #[inline(always)]
     pub fn add_table(&mut self, token: u16, rows: u16, writable_bytes: u32) {
         let addr = self.tables.as_ref().expect(NO_TABLES).addr(token);
-        self.note(token, Out { descriptors: 1, writable_bytes });
+        self.note(token, PackedChain { descriptors: 1, writable_bytes });
         self.put(addr, u32::from(rows) * DESC_BYTES as u32, token, Desc::INDIRECT);
     }
 
     /// A chain is about to be in flight.
     #[inline]
-    fn note(&mut self, token: u16, chain: Out) {
+    fn note(&mut self, token: u16, chain: PackedChain) {
         let out = &mut self.out[usize::from(token)];
         assert!(out.descriptors == 0, "token {token} is in flight");
         *out = chain;
@@ -201,7 +201,7 @@ impl PackedDriver {
 
     /// See [`DriverRing::poll`](super::DriverRing::poll).
     #[inline]
-    pub fn poll(&mut self) -> Result<Option<Used>, DeviceFault> {
+    pub fn poll(&mut self) -> Result<Option<UsedChain>, DeviceFault> {
         if self.published == self.taken {
             return self.fault.map_or(Ok(None), Err);
         }
@@ -229,7 +229,7 @@ impl PackedDriver {
         let descriptors = std::mem::take(&mut out.descriptors);
         self.used.advance(descriptors, self.size);
         self.taken = self.taken.wrapping_add(1);
-        Ok(Some(Used { token: id, written }))
+        Ok(Some(UsedChain { token: id, written }))
     }
 
     #[cold]

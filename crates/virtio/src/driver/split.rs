@@ -6,7 +6,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
-use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, Used, check_chain, writable_bytes, write_desc};
+use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, UsedChain, check_chain, writable_bytes, write_desc};
 use crate::chain::{DESC_BYTES, Desc};
 use crate::ring::check_size;
 use crate::split::{AVAIL_ELEMENT, FLAGS, INDEX, NO_INTERRUPT, NO_NOTIFY, RING, USED_ELEMENT, needs_event};
@@ -14,7 +14,7 @@ use crate::{Features, RingBase, RingLayout, RingSetupError};
 
 /// A chain by the place of its first descriptor.
 #[derive(Clone, Copy, Debug, Default)]
-struct Out {
+struct SplitChain {
     token: u16,
     /// Its last descriptor.
     tail: u16,
@@ -53,7 +53,7 @@ pub struct SplitDriver {
     fault: Option<DeviceFault>,
     /// The descriptor after each one, in its chain or among those that are free.
     next: Box<[u16]>,
-    out: Box<[Out]>,
+    out: Box<[SplitChain]>,
 }
 
 impl SplitDriver {
@@ -106,7 +106,7 @@ impl SplitDriver {
             fault: None,
             // The last one's successor is never looked at: none is free then.
             next: (0..size).map(|at| (at + 1) & (size - 1)).collect(),
-            out: vec![Out::default(); usize::from(size)].into(),
+            out: vec![SplitChain::default(); usize::from(size)].into(),
         })
     }
 
@@ -136,7 +136,7 @@ impl SplitDriver {
         assert!(self.tables.is_some(), "{NO_TABLES}");
         let out = &mut self.out[usize::from(token)];
         assert!(out.descriptors == 0, "token {token} is in flight");
-        *out = Out { token, tail: token, descriptors: 1, writable_bytes };
+        *out = SplitChain { token, tail: token, descriptors: 1, writable_bytes };
         self.make_available(token);
     }
 
@@ -176,7 +176,7 @@ impl SplitDriver {
             self.free_head = next;
         }
         self.free -= descriptors;
-        self.out[usize::from(head)] = Out { token, tail, descriptors, writable_bytes };
+        self.out[usize::from(head)] = SplitChain { token, tail, descriptors, writable_bytes };
         Ok(head)
     }
 
@@ -203,7 +203,7 @@ impl SplitDriver {
 
     /// See [`DriverRing::poll`](super::DriverRing::poll).
     #[inline]
-    pub fn poll(&mut self) -> Result<Option<Used>, DeviceFault> {
+    pub fn poll(&mut self) -> Result<Option<UsedChain>, DeviceFault> {
         if self.last_used == self.used_seen && !self.look()? {
             return Ok(None);
         }
@@ -219,7 +219,7 @@ impl SplitDriver {
         if written > out.writable_bytes {
             return Err(self.breaks(DeviceFault::LengthTooLong));
         }
-        let Out { token, tail, descriptors, .. } = *out;
+        let SplitChain { token, tail, descriptors, .. } = *out;
         out.descriptors = 0;
         self.last_used = self.last_used.wrapping_add(1);
         if self.tables.is_none() {
@@ -227,7 +227,7 @@ impl SplitDriver {
             self.free_head = id as u16;
             self.free += descriptors;
         }
-        Ok(Some(Used { token, written }))
+        Ok(Some(UsedChain { token, written }))
     }
 
     /// Reads the used index. Says whether there is something to take.

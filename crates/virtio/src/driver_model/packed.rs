@@ -5,14 +5,14 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
-use super::{Buffer, Descriptor, link, room};
+use super::{Descriptor, ModelBuffer, link, room};
 use crate::{RingBase, RingLayout};
 
 const AVAIL: u16 = 1 << 7;
 const USED: u16 = 1 << 15;
 
 #[derive(Debug)]
-pub(super) struct PackedDriver {
+pub(super) struct PackedDriverModel {
     layout: RingLayout,
     size: u16,
     event_idx: bool,
@@ -30,9 +30,9 @@ pub(super) struct PackedDriver {
     chains: Vec<(Vec<Descriptor>, u32)>,
 }
 
-impl PackedDriver {
-    pub(super) fn new(layout: RingLayout, size: u16, event_idx: bool) -> PackedDriver {
-        PackedDriver {
+impl PackedDriverModel {
+    pub(super) fn new(layout: RingLayout, size: u16, event_idx: bool) -> PackedDriverModel {
+        PackedDriverModel {
             layout,
             size,
             event_idx,
@@ -73,13 +73,13 @@ impl PackedDriver {
         (count % u64::from(self.size)) as u16 | u16::from(self.wrap(count)) << 15
     }
 
-    pub(super) fn chain(&mut self, buffers: &[Buffer]) -> Option<u16> {
+    pub(super) fn chain(&mut self, buffers: &[ModelBuffer]) -> Option<u16> {
         let last = buffers.len().checked_sub(1)?;
         let row = buffers.iter().enumerate().map(|(at, buffer)| link(*buffer, (at < last).then_some(0)));
         self.promise(row.collect(), room(buffers))
     }
 
-    pub(super) fn chain_indirect(&mut self, table: u64, buffers: &[Buffer]) -> Option<u16> {
+    pub(super) fn chain_indirect(&mut self, table: u64, buffers: &[ModelBuffer]) -> Option<u16> {
         let len = buffers.len() as u32 * 16;
         let row = vec![Descriptor { addr: table, len, flags: Descriptor::INDIRECT, next: 0 }];
         self.promise(row, room(buffers))

@@ -2,12 +2,12 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 
-use super::{Buffer, Descriptor, link, room};
+use super::{Descriptor, ModelBuffer, link, room};
 use crate::split::needs_event;
 use crate::{RingBase, RingLayout};
 
 #[derive(Debug)]
-pub(super) struct SplitDriver {
+pub(super) struct SplitDriverModel {
     layout: RingLayout,
     size: u16,
     event_idx: bool,
@@ -19,9 +19,9 @@ pub(super) struct SplitDriver {
     chains: Vec<(Vec<u16>, u32)>,
 }
 
-impl SplitDriver {
-    pub(super) fn new(layout: RingLayout, size: u16, event_idx: bool) -> SplitDriver {
-        SplitDriver {
+impl SplitDriverModel {
+    pub(super) fn new(layout: RingLayout, size: u16, event_idx: bool) -> SplitDriverModel {
+        SplitDriverModel {
             layout,
             size,
             event_idx,
@@ -43,7 +43,7 @@ impl SplitDriver {
         RingBase::from_bits(self.avail_published.into())
     }
 
-    pub(super) fn chain(&mut self, buffers: &[Buffer]) -> Option<u16> {
+    pub(super) fn chain(&mut self, buffers: &[ModelBuffer]) -> Option<u16> {
         let rest = self.free.len().checked_sub(buffers.len())?;
         let mut places = self.free.split_off(rest);
         places.reverse();
@@ -55,7 +55,7 @@ impl SplitDriver {
         Some(head)
     }
 
-    pub(super) fn chain_indirect(&mut self, table: u64, buffers: &[Buffer]) -> Option<u16> {
+    pub(super) fn chain_indirect(&mut self, table: u64, buffers: &[ModelBuffer]) -> Option<u16> {
         let head = self.free.pop()?;
         let len = buffers.len() as u32 * 16;
         self.set(head, Descriptor { addr: table, len, flags: Descriptor::INDIRECT, next: 0 });

@@ -84,7 +84,7 @@ pub(crate) struct LeftChain {
 
 /// What was left in flight.
 #[derive(Debug)]
-pub(crate) struct Left {
+pub(crate) struct LeftInRecord {
     /// The one fetched first last.
     pub(crate) chains: Vec<LeftChain>,
     /// Copies of their descriptors, in memory of our own, as in a ring.
@@ -122,7 +122,7 @@ impl PackedInflight {
         size: u16,
         ring: &View,
         used: Position,
-    ) -> Result<(PackedInflight, Option<Left>), InflightFault> {
+    ) -> Result<(PackedInflight, Option<LeftInRecord>), InflightFault> {
         let Some(records) = part.open(size, bytes)? else {
             return Ok((PackedInflight::begin(part.0, size, used), None));
         };
@@ -172,7 +172,7 @@ impl PackedInflight {
     }
 
     /// Copies the descriptors of chains out of the record, in the order they were fetched.
-    fn copy_out(&self, mut chains: Vec<(u64, u16)>, next_used: Position) -> Result<Left, InflightFault> {
+    fn copy_out(&self, mut chains: Vec<(u64, u16)>, next_used: Position) -> Result<LeftInRecord, InflightFault> {
         // What the front-end made of the counters decides about the order and nothing else.
         chains.sort_unstable();
         let slots = chains.iter().map(|(_, head)| self.links[usize::from(*head)].num).sum::<u16>();
@@ -197,7 +197,7 @@ impl PackedInflight {
         };
         let mut chains: Vec<_> = chains.into_iter().map(&mut take).collect();
         chains.reverse();
-        Ok(Left { chains, copies, slots, next_used })
+        Ok(LeftInRecord { chains, copies, slots, next_used })
     }
 
     /// A chain of one descriptor was fetched, which is this: as [`PackedInflight::fetched`].

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 
 use blkyard_mq::{Bio, BioFlags, Op, Segment};
-use blkyard_virtio::driver_model::Guest;
+use blkyard_virtio::driver_model::ModelGuest;
 use blkyard_virtio::{
     Chain, DeviceRing, Features, GuestMemory, ParseContext, Parsed, Refusal, Refusals, RingFault, SerialId,
     VirtioStatus, parse, write_status, written,
@@ -43,7 +43,7 @@ pub struct Device {
 }
 
 impl Device {
-    pub fn new(guest: &Guest, indirect: bool) -> Device {
+    pub fn new(guest: &ModelGuest, indirect: bool) -> Device {
         Device {
             ring: guest.device(indirect),
             chain: Chain::new(SEGMENTS + 2),

@@ -10,11 +10,11 @@ use std::io;
 use blkyard_mq::{DeadlineConfig, FairConfig, KyberConfig, Op, SchedulerConfig, TimesliceConfig};
 use blkyard_sim::{DiskModel, FlashModel, Rng};
 
-use super::Length;
-use super::job::Job;
+use super::TimesliceLength;
+use super::job::TimesliceJob;
 use super::part::{Drawn, Part, column};
-use super::reader::{File, ReadAhead, Reader};
-use super::rig::{Hands, MS, S, Scene, Submitter, Tally, Wish, run};
+use super::reader::{FileExtent, ReadAhead, Reader};
+use super::rig::{Hands, MS, S, SubmitterTally, TimesliceRequest, TimesliceScene, TimesliceSubmitter, run};
 
 /// One in so many runs of the study, each with a seed of its own; of each figure the worst of them counts.
 const RUNS_SHARE: u64 = 8;
@@ -45,10 +45,10 @@ impl Setting {
         writes
     }
 
-    fn scene(self, scheduler: SchedulerConfig, length: Length, seed: u64) -> Scene {
+    fn scene(self, scheduler: SchedulerConfig, length: TimesliceLength, seed: u64) -> TimesliceScene {
         let mut scene = match self {
-            Setting::Flash { .. } => Scene::flash(FlashModel::NVME_2018, 1, 128, scheduler),
-            Setting::Disk { .. } => Scene::disk(DiskModel::DESKTOP_2012, scheduler, seed),
+            Setting::Flash { .. } => TimesliceScene::flash(FlashModel::NVME_2018, 1, 128, scheduler),
+            Setting::Disk { .. } => TimesliceScene::disk(DiskModel::DESKTOP_2012, scheduler, seed),
         };
         // What a scheduler has to find out is found out by then. A second of flash is as much work as minutes of a
         // disk.
@@ -61,16 +61,16 @@ impl Setting {
     }
 
     /// A copy, by its number; it begins somewhere that is drawn.
-    fn copy(self, number: u64, rng: &mut Rng) -> Box<dyn Submitter> {
+    fn copy(self, number: u64, rng: &mut Rng) -> Box<dyn TimesliceSubmitter> {
         let first = (1 + number) * APART_SECTORS + rng.below(1 << 20) * 8;
         let stream = number as u32 + 2;
         match self {
             Setting::Flash { writes: false } => {
-                Box::new(Job { think_ns: 20_000, ..Job::in_a_row(stream, first, 256, 8) })
+                Box::new(TimesliceJob { think_ns: 20_000, ..TimesliceJob::in_a_row(stream, first, 256, 8) })
             }
             Setting::Flash { writes: true } => Box::new(Copier::new(stream, first, 256, 8, 0)),
             Setting::Disk { writes: false } => {
-                let file = File::new(first, FILE_SECTORS, &mut |most| rng.below(most + 1));
+                let file = FileExtent::new(first, FILE_SECTORS, &mut |most| rng.below(most + 1));
                 Box::new(Reader::new(stream, file, ReadAhead::USUAL, 0))
             }
             Setting::Disk { writes: true } => Box::new(Copier::new(stream, first, 1024, 2, 0)),
@@ -100,29 +100,29 @@ impl Copier {
     }
 
     fn go_on(&mut self, hands: &mut Hands<'_>) {
-        let wish = Wish { sectors: self.sectors, stream: self.stream, ..Wish::default() };
+        let wish = TimesliceRequest { sectors: self.sectors, stream: self.stream, ..TimesliceRequest::default() };
         while self.writing < WRITES
             && let Some(sector) = self.read.pop_front()
         {
             self.writing += 1;
-            hands.submit(Wish { op: Op::Write, sector: sector + APART_SECTORS / 2, ..wish });
+            hands.submit(TimesliceRequest { op: Op::Write, sector: sector + APART_SECTORS / 2, ..wish });
         }
         let dirty_max = DIRTY_BYTES / (u64::from(self.sectors) * 512);
         while self.reading < self.depth && self.reading + self.read.len() as u64 + self.writing < dirty_max {
             let sector = self.first + self.asked * u64::from(self.sectors) % RANGE_SECTORS;
             self.asked += 1;
             self.reading += 1;
-            hands.submit(Wish { sector, ..wish });
+            hands.submit(TimesliceRequest { sector, ..wish });
         }
     }
 }
 
-impl Submitter for Copier {
+impl TimesliceSubmitter for Copier {
     fn wake(&mut self, _: u64, hands: &mut Hands<'_>) {
         self.go_on(hands);
     }
 
-    fn ended(&mut self, wish: &Wish, hands: &mut Hands<'_>) {
+    fn ended(&mut self, wish: &TimesliceRequest, hands: &mut Hands<'_>) {
         if wish.op == Op::Read {
             self.reading -= 1;
             self.read.push_back(wish.sector);
@@ -148,14 +148,14 @@ struct Got {
 const PERCENTILES: [f64; 4] = [50.0, 99.0, 99.9, 100.0];
 
 impl Got {
-    fn of(tallies: &[Tally], reads: bool) -> Got {
+    fn of(tallies: &[SubmitterTally], reads: bool) -> Got {
         let (reader, copies) = tallies.split_at(usize::from(reads));
         Got {
             percentiles_ns: reader
                 .first()
                 .map_or([None; 4], |tally| PERCENTILES.map(|percent| tally.percentile_ns(percent))),
-            per_s: reader.first().map_or(0.0, Tally::ios_per_s),
-            bytes_per_s: copies.iter().map(Tally::bytes_per_s).sum(),
+            per_s: reader.first().map_or(0.0, SubmitterTally::ios_per_s),
+            bytes_per_s: copies.iter().map(SubmitterTally::bytes_per_s).sum(),
         }
     }
 
@@ -172,9 +172,9 @@ impl Got {
 }
 
 /// Runs the reader, if there is one, beside these copies.
-fn beside(scene: Scene, reads: bool, mut copies: Vec<Box<dyn Submitter>>) -> io::Result<Got> {
-    let mut reader = Job { think_ns: THINK_NS, ..Job::anywhere(1, 0, RANGE_SECTORS, 1) };
-    let mut submitters: Vec<&mut dyn Submitter> = Vec::new();
+fn beside(scene: TimesliceScene, reads: bool, mut copies: Vec<Box<dyn TimesliceSubmitter>>) -> io::Result<Got> {
+    let mut reader = TimesliceJob { think_ns: THINK_NS, ..TimesliceJob::anywhere(1, 0, RANGE_SECTORS, 1) };
+    let mut submitters: Vec<&mut dyn TimesliceSubmitter> = Vec::new();
     if reads {
         submitters.push(&mut reader);
     }
@@ -183,7 +183,7 @@ fn beside(scene: Scene, reads: bool, mut copies: Vec<Box<dyn Submitter>>) -> io:
 }
 
 /// The worst of several runs.
-fn worst(length: Length, seed: u64, mut got: impl FnMut(u64) -> io::Result<Got>) -> io::Result<Got> {
+fn worst(length: TimesliceLength, seed: u64, mut got: impl FnMut(u64) -> io::Result<Got>) -> io::Result<Got> {
     let mut worst = got(seed)?;
     for at in 1..length.runs / RUNS_SHARE {
         worst = worst.worse(got(seed.wrapping_add(at))?);
@@ -191,7 +191,7 @@ fn worst(length: Length, seed: u64, mut got: impl FnMut(u64) -> io::Result<Got>)
     Ok(worst)
 }
 
-fn table(setting: Setting, length: Length, seed: u64) -> io::Result<Part> {
+fn table(setting: Setting, length: TimesliceLength, seed: u64) -> io::Result<Part> {
     let disk = matches!(setting, Setting::Disk { .. });
     let run = |scheduler, reads, copies: u64| {
         worst(length, seed, |seed| {
@@ -276,19 +276,19 @@ fn table(setting: Setting, length: Length, seed: u64) -> io::Result<Part> {
     Ok(part)
 }
 
-pub(super) fn flash(length: Length, seed: u64) -> io::Result<Part> {
+pub(super) fn flash(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     table(Setting::Flash { writes: false }, length, seed)
 }
 
-pub(super) fn flash_writes(length: Length, seed: u64) -> io::Result<Part> {
+pub(super) fn flash_writes(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     table(Setting::Flash { writes: true }, length, seed)
 }
 
-pub(super) fn disk(length: Length, seed: u64) -> io::Result<Part> {
+pub(super) fn disk(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     table(Setting::Disk { writes: false }, length, seed)
 }
 
-pub(super) fn disk_writes(length: Length, seed: u64) -> io::Result<Part> {
+pub(super) fn disk_writes(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     table(Setting::Disk { writes: true }, length, seed)
 }
 
@@ -296,7 +296,7 @@ pub(super) fn disk_writes(length: Length, seed: u64) -> io::Result<Part> {
 mod tests {
     use super::*;
 
-    const SHORT: Length = Length { runs: 1, seconds: 5 };
+    const SHORT: TimesliceLength = TimesliceLength { runs: 1, seconds: 5 };
 
     #[test]
     fn fair_lets_one_on_flash_hardly_wait_and_takes_little_from_the_streams() {

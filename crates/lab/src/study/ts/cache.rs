@@ -10,8 +10,8 @@ use std::rc::Rc;
 
 use blkyard_mq::Op;
 
-use super::reader::{File, Seat};
-use super::rig::{Hands, MS, Submitter, Wish};
+use super::reader::{FileExtent, StreamNumbers};
+use super::rig::{Hands, MS, TimesliceRequest, TimesliceSubmitter};
 
 /// Dirty sectors from which on they are written back: a tenth of 4 GB.
 const BACKGROUND_SECTORS: u64 = 400_000_000 / 512;
@@ -28,7 +28,7 @@ pub(super) const LOOK_NS: u64 = 10 * MS;
 
 /// What two copies have in memory.
 #[derive(Debug, Default)]
-pub(super) struct Cache {
+pub(super) struct CopyCache {
     /// By copy: sectors made dirty, and on the disk again.
     dirtied: [u64; 2],
     cleaned: [u64; 2],
@@ -38,12 +38,12 @@ pub(super) struct Cache {
 
 /// One copy's part of it.
 #[derive(Clone, Debug)]
-pub(super) struct Share {
-    cache: Rc<RefCell<Cache>>,
+pub(super) struct CopyShare {
+    cache: Rc<RefCell<CopyCache>>,
     number: usize,
 }
 
-impl Cache {
+impl CopyCache {
     fn dirty(&self) -> u64 {
         self.dirtied.iter().sum::<u64>() - self.cleaned.iter().sum::<u64>()
     }
@@ -53,11 +53,11 @@ impl Cache {
     }
 }
 
-impl Share {
+impl CopyShare {
     /// The parts of two copies.
-    pub(super) fn two() -> [Share; 2] {
-        let cache = Rc::<RefCell<Cache>>::default();
-        [0, 1].map(|number| Share { cache: Rc::clone(&cache), number })
+    pub(super) fn two() -> [CopyShare; 2] {
+        let cache = Rc::<RefCell<CopyCache>>::default();
+        [0, 1].map(|number| CopyShare { cache: Rc::clone(&cache), number })
     }
 
     /// Whether no more may be made dirty now.
@@ -76,10 +76,10 @@ impl Share {
 /// Who writes back.
 #[derive(Debug)]
 pub(super) struct Flusher {
-    cache: Rc<RefCell<Cache>>,
-    seat: Seat,
+    cache: Rc<RefCell<CopyCache>>,
+    seat: StreamNumbers,
     /// Where the copies go.
-    files: [File; 2],
+    files: [FileExtent; 2],
     /// By file: sectors asked to be written.
     asked: [u64; 2],
     /// The file that is written, and how much more of it before the other.
@@ -92,7 +92,7 @@ pub(super) struct Flusher {
 }
 
 impl Flusher {
-    pub(super) fn new(share: &Share, seat: Seat, files: [File; 2]) -> Flusher {
+    pub(super) fn new(share: &CopyShare, seat: StreamNumbers, files: [FileExtent; 2]) -> Flusher {
         let cache = Rc::clone(&share.cache);
         Flusher {
             cache,
@@ -140,20 +140,20 @@ impl Flusher {
             self.left = self.left.saturating_sub(sectors);
             self.out += 1;
             let stream = self.seat.next(hands);
-            hands.submit(Wish {
+            hands.submit(TimesliceRequest {
                 op: Op::Write,
                 sector: place.start,
                 sectors: sectors as u32,
                 stream,
                 word: file as u64,
-                ..Wish::default()
+                ..TimesliceRequest::default()
             });
         }
         let is_read = self.cache.borrow().is_read();
         if is_read && self.out == 0 && !self.flushing {
             self.flushing = true;
             let stream = self.seat.next(hands);
-            hands.submit(Wish { op: Op::Flush, stream, ..Wish::default() });
+            hands.submit(TimesliceRequest { op: Op::Flush, stream, ..TimesliceRequest::default() });
         }
         if self.out == 0 && !self.flushing && !self.asleep {
             self.asleep = true;
@@ -162,13 +162,13 @@ impl Flusher {
     }
 }
 
-impl Submitter for Flusher {
+impl TimesliceSubmitter for Flusher {
     fn wake(&mut self, _: u64, hands: &mut Hands<'_>) {
         self.asleep = false;
         self.go_on(hands);
     }
 
-    fn ended(&mut self, wish: &Wish, hands: &mut Hands<'_>) {
+    fn ended(&mut self, wish: &TimesliceRequest, hands: &mut Hands<'_>) {
         if wish.op == Op::Flush {
             self.over_ns = Some(hands.now_ns);
             return;

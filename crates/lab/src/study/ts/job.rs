@@ -2,11 +2,11 @@
 
 use blkyard_mq::Op;
 
-use super::rig::{Hands, Submitter, Wish};
+use super::rig::{Hands, TimesliceRequest, TimesliceSubmitter};
 
 /// A job, as data.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Job {
+pub(super) struct TimesliceJob {
     pub(super) op: Op,
     /// Of each of its wishes; at most [`WISH_SECTORS_MAX`](super::rig::WISH_SECTORS_MAX).
     pub(super) sectors: u32,
@@ -24,20 +24,20 @@ pub(super) struct Job {
     pub(super) queue: usize,
     /// How much it wants in all, bytes; the largest number for no end.
     pub(super) bytes_max: u64,
-    pub(super) progress: Progress,
+    pub(super) progress: JobProgress,
 }
 
 /// How far a job is.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Progress {
+pub(super) struct JobProgress {
     asked: u64,
     ended: u64,
 }
 
-impl Job {
+impl TimesliceJob {
     /// Reads of so many sectors in a row from here on, as long as the run lasts.
-    pub(super) fn in_a_row(stream: u32, first: u64, sectors: u32, depth: usize) -> Job {
-        Job {
+    pub(super) fn in_a_row(stream: u32, first: u64, sectors: u32, depth: usize) -> TimesliceJob {
+        TimesliceJob {
             op: Op::Read,
             sectors,
             depth,
@@ -48,13 +48,13 @@ impl Job {
             stream,
             queue: 0,
             bytes_max: u64::MAX,
-            progress: Progress::default(),
+            progress: JobProgress::default(),
         }
     }
 
     /// Reads of 4 KiB anywhere in a range.
-    pub(super) fn anywhere(stream: u32, first: u64, range_sectors: u64, depth: usize) -> Job {
-        Job { random: true, range_sectors, ..Job::in_a_row(stream, first, 8, depth) }
+    pub(super) fn anywhere(stream: u32, first: u64, range_sectors: u64, depth: usize) -> TimesliceJob {
+        TimesliceJob { random: true, range_sectors, ..TimesliceJob::in_a_row(stream, first, 8, depth) }
     }
 
     fn submit(&mut self, hands: &mut Hands<'_>) {
@@ -64,13 +64,13 @@ impl Job {
         let places = (self.range_sectors / u64::from(self.sectors)).max(1);
         let place = if self.random { hands.rng.below(places) } else { self.progress.asked % places };
         self.progress.asked += 1;
-        hands.submit(Wish {
+        hands.submit(TimesliceRequest {
             op: self.op,
             sector: self.first + place * u64::from(self.sectors),
             sectors: self.sectors,
             queue: self.queue,
             stream: self.stream,
-            ..Wish::default()
+            ..TimesliceRequest::default()
         });
     }
 
@@ -79,13 +79,13 @@ impl Job {
     }
 }
 
-impl Submitter for Job {
+impl TimesliceSubmitter for TimesliceJob {
     fn wake(&mut self, word: u64, hands: &mut Hands<'_>) {
         let wanted = if word == 0 { self.depth } else { 1 };
         (0..wanted).for_each(|_| self.submit(hands));
     }
 
-    fn ended(&mut self, _: &Wish, hands: &mut Hands<'_>) {
+    fn ended(&mut self, _: &TimesliceRequest, hands: &mut Hands<'_>) {
         self.progress.ended += 1;
         if self.think_ns == 0 {
             self.submit(hands);

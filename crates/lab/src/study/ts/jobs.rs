@@ -6,13 +6,13 @@ use std::io;
 use blkyard_mq::{DeadlineConfig, FairConfig, SchedulerConfig, TimesliceConfig};
 use blkyard_sim::{DiskModel, FlashModel, Rng};
 
-use super::Length;
-use super::job::Job;
+use super::TimesliceLength;
+use super::job::TimesliceJob;
 use super::parallel::posted;
 use super::part::{Drawn, Part, column};
-use super::reader::{File, ReadAhead, Reader};
-use super::rig::{S, Scene, Submitter, Tally, run};
-use crate::study::goals::Claim;
+use super::reader::{FileExtent, ReadAhead, Reader};
+use super::rig::{S, SubmitterTally, TimesliceScene, TimesliceSubmitter, run};
+use crate::study::goals::PostClaim;
 
 const JOBS: [u64; 5] = [1, 2, 4, 8, 16];
 /// Of each file: more than any job reads in the time there is.
@@ -25,30 +25,35 @@ const WARM_SECONDS: u64 = 2;
 const POST_GAIN: f64 = 40.0;
 
 /// Bytes per second of so many readers, and what 99 of 100 of their windows take at most, nanoseconds.
-fn readers(jobs: u64, scheduler: SchedulerConfig, length: Length, seed: u64) -> io::Result<(f64, Option<u64>)> {
-    let mut scene = Scene::disk(DiskModel::DESKTOP_2012, scheduler, seed);
+fn readers(
+    jobs: u64,
+    scheduler: SchedulerConfig,
+    length: TimesliceLength,
+    seed: u64,
+) -> io::Result<(f64, Option<u64>)> {
+    let mut scene = TimesliceScene::disk(DiskModel::DESKTOP_2012, scheduler, seed);
     (scene.from_ns, scene.until_ns) = (WARM_SECONDS * S, (WARM_SECONDS + length.seconds) * S);
     let mut rng = Rng::new(seed);
     let mut reader = |number| {
         let first = number * APART_SECTORS + rng.below(APART_SECTORS / 16) * 8;
-        let file = File::new(first, FILE_SECTORS, &mut |most| rng.below(most + 1));
+        let file = FileExtent::new(first, FILE_SECTORS, &mut |most| rng.below(most + 1));
         Reader::new(number as u32 + 1, file, ReadAhead::USUAL, 0)
     };
     let mut readers: Vec<Reader> = (0..jobs).map(&mut reader).collect();
-    let mut submitters: Vec<&mut dyn Submitter> = readers.iter_mut().map(|reader| reader as _).collect();
+    let mut submitters: Vec<&mut dyn TimesliceSubmitter> = readers.iter_mut().map(|reader| reader as _).collect();
     let tallies = run(scene, &mut submitters)?;
-    let rate = tallies.iter().map(Tally::bytes_per_s).sum();
+    let rate = tallies.iter().map(SubmitterTally::bytes_per_s).sum();
     Ok((rate, longest_ns(&tallies)))
 }
 
 /// What 99 of 100 take at most of what any of them wanted, nanoseconds. None if one has nothing to show.
-fn longest_ns(tallies: &[Tally]) -> Option<u64> {
+fn longest_ns(tallies: &[SubmitterTally]) -> Option<u64> {
     let each: Option<Vec<u64>> = tallies.iter().map(|tally| tally.percentile_ns(99.0)).collect();
     each?.into_iter().max()
 }
 
 /// Readers of files on a disk.
-pub(super) fn disk(length: Length, seed: u64) -> io::Result<Part> {
+pub(super) fn disk(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     let schedulers = [
         ("none", SchedulerConfig::None),
         ("timeslice as posted, 250 us", posted(250)),
@@ -79,7 +84,7 @@ pub(super) fn disk(length: Length, seed: u64) -> io::Result<Part> {
             let gain = (rate / none - 1.0) * 100.0;
             let is_posts = jobs == 8 && matches!(scheduler, SchedulerConfig::Timeslice(_));
             if is_posts {
-                part.claims.push(Claim {
+                part.claims.push(PostClaim {
                     what: format!("8 jobs read at least {POST_GAIN} % more with time slices than without"),
                     found: format!("{gain:.0} % with {name}"),
                     reproduced: gain >= POST_GAIN,
@@ -101,7 +106,7 @@ pub(super) fn disk(length: Length, seed: u64) -> io::Result<Part> {
 }
 
 /// Who reads anywhere on flash: nothing to gain, and something to lose.
-pub(super) fn flash(length: Length, seed: u64) -> io::Result<Part> {
+pub(super) fn flash(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     let mut part = Part {
         name: "jobs_flash",
         title: "16 jobs of random reads of 4 KiB from flash, depth 16 each, one queue of 128 tags".into(),
@@ -116,12 +121,13 @@ pub(super) fn flash(length: Length, seed: u64) -> io::Result<Part> {
         SchedulerConfig::Timeslice(TimesliceConfig::default()),
         SchedulerConfig::Fair(FairConfig::default()),
     ] {
-        let mut scene = Scene { seed, ..Scene::flash(FlashModel::NVME_2018, 1, 128, scheduler) };
+        let mut scene = TimesliceScene { seed, ..TimesliceScene::flash(FlashModel::NVME_2018, 1, 128, scheduler) };
         (scene.from_ns, scene.until_ns) = (S / 2, S / 2 + length.seconds * S / 20);
-        let mut jobs: Vec<Job> = (0..16).map(|job| Job::anywhere(job + 1, u64::from(job) << 24, 1 << 24, 16)).collect();
-        let mut submitters: Vec<&mut dyn Submitter> = jobs.iter_mut().map(|job| job as _).collect();
+        let mut jobs: Vec<TimesliceJob> =
+            (0..16).map(|job| TimesliceJob::anywhere(job + 1, u64::from(job) << 24, 1 << 24, 16)).collect();
+        let mut submitters: Vec<&mut dyn TimesliceSubmitter> = jobs.iter_mut().map(|job| job as _).collect();
         let tallies = run(scene, &mut submitters)?;
-        let kiops = tallies.iter().map(Tally::ios_per_s).sum::<f64>() / 1e3;
+        let kiops = tallies.iter().map(SubmitterTally::ios_per_s).sum::<f64>() / 1e3;
         let p99_us = longest_ns(&tallies).map(|ns| ns as f64 / 1e3);
         if scheduler == SchedulerConfig::None {
             none = kiops;

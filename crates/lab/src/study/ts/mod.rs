@@ -19,25 +19,25 @@ pub(super) mod svg;
 use std::io;
 
 use self::part::Part;
-use self::report::Report;
+use self::report::TimesliceReport;
 
 /// How much is run.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Length {
+pub(super) struct TimesliceLength {
     /// Runs of what depends on where things lie, each with a seed of its own.
     pub(super) runs: u64,
     /// How long jobs run that have no end, seconds.
     pub(super) seconds: u64,
 }
 
-impl Length {
-    pub(super) fn new(quick: bool) -> Length {
-        if quick { Length { runs: 4, seconds: 5 } } else { Length { runs: 24, seconds: 60 } }
+impl TimesliceLength {
+    pub(super) fn new(quick: bool) -> TimesliceLength {
+        if quick { TimesliceLength { runs: 4, seconds: 5 } } else { TimesliceLength { runs: 24, seconds: 60 } }
     }
 }
 
 /// A part, and what it is about, for who waits.
-type Runs = fn(Length, u64) -> io::Result<Part>;
+type Runs = fn(TimesliceLength, u64) -> io::Result<Part>;
 const PARTS: [(&str, Runs); 14] = [
     ("the one figure that is calibrated", parallel::calibration),
     ("two files read in parallel", parallel::readers),
@@ -59,10 +59,10 @@ const PARTS: [(&str, Runs); 14] = [
 ///
 /// # Errors
 /// There is no memory for it.
-pub(super) fn run(length: Length, seed: u64, say: impl Fn(String)) -> io::Result<Report> {
+pub(super) fn run(length: TimesliceLength, seed: u64, say: impl Fn(String)) -> io::Result<TimesliceReport> {
     let part = |(what, run): (&str, Runs)| {
         say(format!("virtual time: {what} ..."));
         run(length, seed)
     };
-    Ok(Report { seed, parts: PARTS.into_iter().map(part).collect::<io::Result<_>>()? })
+    Ok(TimesliceReport { seed, parts: PARTS.into_iter().map(part).collect::<io::Result<_>>()? })
 }

@@ -4,12 +4,12 @@
 use std::io;
 
 use blkyard_mq::{DeadlineConfig, DeviceInfo, FairConfig, HwQueueConfig, KyberConfig, Merging, Op, SchedulerConfig};
-use blkyard_sim::{Flash, FlashModel, Line, LineModel, Model};
+use blkyard_sim::{FixedLatency, Flash, FlashModel, LineModel, Model};
 
-use super::Length;
-use super::job::Job;
+use super::TimesliceLength;
+use super::job::TimesliceJob;
 use super::part::{Drawn, Part, column};
-use super::rig::{MS, S, Scene, Tally, run};
+use super::rig::{MS, S, SubmitterTally, TimesliceScene, run};
 
 /// What a neighbour has on its way.
 const DEPTH: usize = 256;
@@ -30,26 +30,26 @@ const PATH: LineModel =
     LineModel { access_ns: 10_000, bytes_per_s: 3_200_000_000, latency_ns: 90_000, jitter_ns: 5_000, depth: 1023 };
 
 #[derive(Clone, Copy)]
-enum Device {
+enum NeighbourDevice {
     Path,
     Flash,
 }
 
 /// A neighbour's load.
 #[derive(Clone, Copy)]
-struct Load {
+struct NeighbourLoad {
     name: &'static str,
     op: Op,
     sectors: u32,
 }
 
-const READS: Load = Load { name: "random reads of 4 KiB", op: Op::Read, sectors: 8 };
-const LARGE_READS: Load = Load { name: "reads of 128 KiB in a row", op: Op::Read, sectors: 256 };
-const WRITES: Load = Load { name: "writes of 128 KiB in a row", op: Op::Write, sectors: 256 };
+const READS: NeighbourLoad = NeighbourLoad { name: "random reads of 4 KiB", op: Op::Read, sectors: 8 };
+const LARGE_READS: NeighbourLoad = NeighbourLoad { name: "reads of 128 KiB in a row", op: Op::Read, sectors: 256 };
+const WRITES: NeighbourLoad = NeighbourLoad { name: "writes of 128 KiB in a row", op: Op::Write, sectors: 256 };
 
 /// What a run came to, or several with a seed each.
 #[derive(Clone, Copy, Default)]
-struct Figures {
+struct NeighbourFigures {
     p50_us: f64,
     p99_us: f64,
     p999_us: f64,
@@ -57,71 +57,89 @@ struct Figures {
     neighbour_iops: f64,
 }
 
-pub(super) fn path_reads(length: Length, seed: u64) -> io::Result<Part> {
-    part("neighbour_path_reads", Device::Path, READS, length, seed)
+pub(super) fn path_reads(length: TimesliceLength, seed: u64) -> io::Result<Part> {
+    part("neighbour_path_reads", NeighbourDevice::Path, READS, length, seed)
 }
 
-pub(super) fn path_writes(length: Length, seed: u64) -> io::Result<Part> {
-    part("neighbour_path_writes", Device::Path, WRITES, length, seed)
+pub(super) fn path_writes(length: TimesliceLength, seed: u64) -> io::Result<Part> {
+    part("neighbour_path_writes", NeighbourDevice::Path, WRITES, length, seed)
 }
 
-pub(super) fn flash_reads(length: Length, seed: u64) -> io::Result<Part> {
-    part("neighbour_flash_reads", Device::Flash, READS, length, seed)
+pub(super) fn flash_reads(length: TimesliceLength, seed: u64) -> io::Result<Part> {
+    part("neighbour_flash_reads", NeighbourDevice::Flash, READS, length, seed)
 }
 
-pub(super) fn flash_large_reads(length: Length, seed: u64) -> io::Result<Part> {
-    part("neighbour_flash_large_reads", Device::Flash, LARGE_READS, length, seed)
+pub(super) fn flash_large_reads(length: TimesliceLength, seed: u64) -> io::Result<Part> {
+    part("neighbour_flash_large_reads", NeighbourDevice::Flash, LARGE_READS, length, seed)
 }
 
-pub(super) fn flash_writes(length: Length, seed: u64) -> io::Result<Part> {
-    part("neighbour_flash_writes", Device::Flash, WRITES, length, seed)
+pub(super) fn flash_writes(length: TimesliceLength, seed: u64) -> io::Result<Part> {
+    part("neighbour_flash_writes", NeighbourDevice::Flash, WRITES, length, seed)
 }
 
 /// The device with a queue of its own for each guest; the neighbour may have no more than `limit` there, and if it has
 /// a limit its requests do not become longer instead.
-fn scene(device: Device, scheduler: SchedulerConfig, limit: usize, length: Length, seed: u64) -> Scene {
-    let flash = Scene::flash(FlashModel::NVME_2018, 2, DEPTH, scheduler);
+fn scene(
+    device: NeighbourDevice,
+    scheduler: SchedulerConfig,
+    limit: usize,
+    length: TimesliceLength,
+    seed: u64,
+) -> TimesliceScene {
+    let flash = TimesliceScene::flash(FlashModel::NVME_2018, 2, DEPTH, scheduler);
     let (name, model) = match device {
-        Device::Path => ("path", Model::Line(Line::new(PATH, seed))),
-        Device::Flash => ("flash", Model::Flash(Box::new(Flash::new(FlashModel::NVME_2018)))),
+        NeighbourDevice::Path => ("path", Model::Line(FixedLatency::new(PATH, seed))),
+        NeighbourDevice::Flash => ("flash", Model::Flash(Box::new(Flash::new(FlashModel::NVME_2018)))),
     };
     let mut queues = flash.queues;
     let merging = if limit < DEPTH { Merging::Off } else { queues[1].merging };
     queues[1] = HwQueueConfig { depth: limit, merging, ..queues[1] };
     let until_ns = WARM_NS + length.seconds * 100 * MS;
-    Scene { info: DeviceInfo { name: name.into(), ..flash.info }, model, queues, seed, from_ns: WARM_NS, until_ns }
+    TimesliceScene {
+        info: DeviceInfo { name: name.into(), ..flash.info },
+        model,
+        queues,
+        seed,
+        from_ns: WARM_NS,
+        until_ns,
+    }
 }
 
-fn victim() -> Job {
-    Job { think_ns: THINK_NS, ..Job::anywhere(1, 0, RANGE_SECTORS, 1) }
+fn victim() -> TimesliceJob {
+    TimesliceJob { think_ns: THINK_NS, ..TimesliceJob::anywhere(1, 0, RANGE_SECTORS, 1) }
 }
 
-fn neighbour(load: Load) -> Job {
-    let Load { op, sectors, .. } = load;
+fn neighbour(load: NeighbourLoad) -> TimesliceJob {
+    let NeighbourLoad { op, sectors, .. } = load;
     let random = sectors == READS.sectors;
-    Job { op, sectors, random, queue: 1, ..Job::anywhere(2, RANGE_SECTORS, RANGE_SECTORS, DEPTH) }
+    TimesliceJob { op, sectors, random, queue: 1, ..TimesliceJob::anywhere(2, RANGE_SECTORS, RANGE_SECTORS, DEPTH) }
 }
 
 /// Not a number of nothing: no mean has one then, and no goal is met.
-fn us(tally: &Tally, percent: f64) -> f64 {
+fn us(tally: &SubmitterTally, percent: f64) -> f64 {
     tally.percentile_ns(percent).map_or(f64::NAN, |ns| ns as f64 / 1e3)
 }
 
-fn alone(mut job: Job, device: Device, length: Length, seed: u64) -> io::Result<Tally> {
+fn alone(
+    mut job: TimesliceJob,
+    device: NeighbourDevice,
+    length: TimesliceLength,
+    seed: u64,
+) -> io::Result<SubmitterTally> {
     let scene = scene(device, SchedulerConfig::None, DEPTH, length, seed);
     Ok(run(scene, &mut [&mut job])?.remove(0))
 }
 
 /// Both, as many times as there are runs; means.
 fn both(
-    device: Device,
-    load: Load,
+    device: NeighbourDevice,
+    load: NeighbourLoad,
     scheduler: SchedulerConfig,
     limit: usize,
-    length: Length,
+    length: TimesliceLength,
     seed: u64,
-) -> io::Result<Figures> {
-    let mut sum = Figures::default();
+) -> io::Result<NeighbourFigures> {
+    let mut sum = NeighbourFigures::default();
     for run_seed in seed..seed + runs(length) {
         let (mut victim, mut neighbour) = (victim(), neighbour(load));
         let scene = scene(device, scheduler, limit, length, run_seed);
@@ -133,7 +151,7 @@ fn both(
         sum.neighbour_iops += tallies[1].ios_per_s();
     }
     let mean = |sum: f64| sum / runs(length) as f64;
-    Ok(Figures {
+    Ok(NeighbourFigures {
         p50_us: mean(sum.p50_us),
         p99_us: mean(sum.p99_us),
         p999_us: mean(sum.p999_us),
@@ -142,14 +160,20 @@ fn both(
     })
 }
 
-fn runs(length: Length) -> u64 {
+fn runs(length: TimesliceLength) -> u64 {
     (length.runs / 6).max(1)
 }
 
-fn part(name: &'static str, device: Device, load: Load, length: Length, seed: u64) -> io::Result<Part> {
+fn part(
+    name: &'static str,
+    device: NeighbourDevice,
+    load: NeighbourLoad,
+    length: TimesliceLength,
+    seed: u64,
+) -> io::Result<Part> {
     let on = match device {
-        Device::Path => "a path of 100 us, 100 thousand a second and 3.2 GB/s",
-        Device::Flash => "flash",
+        NeighbourDevice::Path => "a path of 100 us, 100 thousand a second and 3.2 GB/s",
+        NeighbourDevice::Flash => "flash",
     };
     let mut part = Part {
         name,
@@ -177,10 +201,10 @@ fn part(name: &'static str, device: Device, load: Load, length: Length, seed: u6
         "alone",
         [Some(us(&quiet, 50.0)), Some(p99_us), Some(us(&quiet, 99.9)), Some(1.0), Some(iops), None, share],
     );
-    let work = |figures: Figures| figures.neighbour_iops / noisy_iops + figures.victim_iops / most_iops;
+    let work = |figures: NeighbourFigures| figures.neighbour_iops / noisy_iops + figures.victim_iops / most_iops;
     let row = |part: &mut Part, name: String, scheduler, limit| {
         let figures = both(device, load, scheduler, limit, length, seed)?;
-        let Figures { p50_us, p99_us: beside_us, p999_us, victim_iops, neighbour_iops } = figures;
+        let NeighbourFigures { p50_us, p99_us: beside_us, p999_us, victim_iops, neighbour_iops } = figures;
         let (times, percent) = (beside_us / p99_us, neighbour_iops / noisy_iops * 100.0);
         let values = [p50_us, beside_us, p999_us, times, victim_iops, percent, work(figures) * 100.0];
         part.row(name, values.map(|value| Some(value).filter(|value| !value.is_nan())));
@@ -224,7 +248,7 @@ mod tests {
 
     #[test]
     fn on_a_path_a_neighbour_is_hardly_noticed_and_loses_next_to_nothing() {
-        let part = path_reads(Length { runs: 1, seconds: 2 }, 1).unwrap();
+        let part = path_reads(TimesliceLength { runs: 1, seconds: 2 }, 1).unwrap();
         assert!(part.goals.len() == 2 && part.goals.iter().all(|goal| goal.met), "{:?}", part.goals);
         let times =
             |name: &str| part.rows.iter().find(|row| row.name == name).and_then(|row| part.value(row, "p99_times"));

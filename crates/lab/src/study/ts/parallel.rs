@@ -8,12 +8,12 @@ use std::io;
 use blkyard_mq::{DeadlineConfig, FairConfig, SchedulerConfig, SliceKey, TimesliceConfig};
 use blkyard_sim::{DiskModel, Rng};
 
-use super::Length;
-use super::cache::{Flusher, Share};
+use super::TimesliceLength;
+use super::cache::{CopyShare, Flusher};
 use super::part::{Drawn, Part, column};
-use super::reader::{File, ReadAhead, Reader, Seat};
-use super::rig::{MS, Scene, run};
-use crate::study::goals::Claim;
+use super::reader::{FileExtent, ReadAhead, Reader, StreamNumbers};
+use super::rig::{MS, TimesliceScene, run};
+use crate::study::goals::PostClaim;
 
 /// Size of a file, sectors.
 const FILE_SECTORS: u64 = 750_000_000 / 4096 * 8;
@@ -45,8 +45,8 @@ struct Contender {
 }
 
 impl Contender {
-    fn seat(&self, stream: u32) -> Seat {
-        if self.by_cpu { Seat::moving() } else { Seat::fixed(stream) }
+    fn seat(&self, stream: u32) -> StreamNumbers {
+        if self.by_cpu { StreamNumbers::moving() } else { StreamNumbers::fixed(stream) }
     }
 }
 
@@ -75,8 +75,8 @@ pub(super) fn posted(slice_us: u32) -> SchedulerConfig {
 
 /// Where two files lie, where they are copied to, and when who reads them begins.
 struct Placed {
-    files: [File; 2],
-    copies: [File; 2],
+    files: [FileExtent; 2],
+    copies: [FileExtent; 2],
     starts_ns: [u64; 2],
     seed: u64,
 }
@@ -94,7 +94,7 @@ fn place(seed: u64, more_gigabytes: u64) -> Placed {
         first + gigabytes(24) + draw(8),
         first + gigabytes(36) + draw(8),
     ];
-    let mut file = |first| File::new(first, FILE_SECTORS, &mut |most| rng.below(most + 1));
+    let mut file = |first| FileExtent::new(first, FILE_SECTORS, &mut |most| rng.below(most + 1));
     let [mut one, mut other, to, to_other] = firsts.map(&mut file);
     if rng.below(2) == 1 {
         std::mem::swap(&mut one, &mut other);
@@ -143,20 +143,20 @@ fn read(model: DiskModel, contender: &Contender, placed: Placed) -> io::Result<T
         Reader::new(stream, file, ReadAhead::USUAL, starts_ns).on(contender.seat(stream))
     };
     let (mut one, mut other) = (reader(1, one, starts_ns[0]), reader(2, other, starts_ns[1]));
-    run(Scene::disk(model, contender.scheduler, seed), &mut [&mut one, &mut other])?;
+    run(TimesliceScene::disk(model, contender.scheduler, seed), &mut [&mut one, &mut other])?;
     Ok(Took::of([&one, &other], None))
 }
 
 /// Two copies, and who writes back for both.
 fn copy(model: DiskModel, contender: &Contender, placed: Placed) -> io::Result<Took> {
     let Placed { files: [one, other], copies, starts_ns, seed } = placed;
-    let [share, other_share] = Share::two();
+    let [share, other_share] = CopyShare::two();
     let mut flusher = Flusher::new(&share, contender.seat(3), copies);
     let reader = |stream: u32, file, starts_ns, share| {
         Reader::new(stream, file, ReadAhead::USUAL, starts_ns).on(contender.seat(stream)).into(share)
     };
     let (mut one, mut other) = (reader(1, one, starts_ns[0], share), reader(2, other, starts_ns[1], other_share));
-    run(Scene::disk(model, contender.scheduler, seed), &mut [&mut one, &mut other, &mut flusher])?;
+    run(TimesliceScene::disk(model, contender.scheduler, seed), &mut [&mut one, &mut other, &mut flusher])?;
     Ok(Took::of([&one, &other], flusher.over_ns()))
 }
 
@@ -166,7 +166,7 @@ fn one_by_one(model: DiskModel, placed: Placed) -> io::Result<f64> {
     let mut seconds = 0.0;
     for file in files {
         let mut reader = Reader::new(1, file, ReadAhead::USUAL, 0);
-        run(Scene::disk(model, SchedulerConfig::None, seed), &mut [&mut reader])?;
+        run(TimesliceScene::disk(model, SchedulerConfig::None, seed), &mut [&mut reader])?;
         seconds += reader.over_ns().unwrap_or(u64::MAX) as f64 / 1e9;
     }
     Ok(seconds)
@@ -197,7 +197,7 @@ impl Reached {
 type Play = fn(DiskModel, &Contender, Placed) -> io::Result<Took>;
 
 /// All contenders, and the raw rate: seconds and deviation.
-fn play(length: Length, seed: u64, play: Play) -> io::Result<(Vec<Reached>, (f64, f64))> {
+fn play(length: TimesliceLength, seed: u64, play: Play) -> io::Result<(Vec<Reached>, (f64, f64))> {
     let model = DiskModel::DESKTOP_2012;
     let places = || (0..length.runs).map(|at| place(seed.wrapping_add(at), MORE_GIGABYTES));
     let raw: Vec<f64> = places().map(|placed| one_by_one(model, placed)).collect::<io::Result<_>>()?;
@@ -209,7 +209,7 @@ fn play(length: Length, seed: u64, play: Play) -> io::Result<(Vec<Reached>, (f64
 }
 
 /// What else a disk does with two readers, were the one figure other that nobody publishes.
-pub(super) fn calibration(length: Length, seed: u64) -> io::Result<Part> {
+pub(super) fn calibration(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     let usual = DiskModel::DESKTOP_2012;
     let mut part = Part {
         name: "calibration",
@@ -251,7 +251,7 @@ pub(super) fn calibration(length: Length, seed: u64) -> io::Result<Part> {
 const STRETCHES_KIB: [u64; 8] = [256, 512, 576, 640, 768, 1024, 1088, 1536];
 
 /// Two readers.
-pub(super) fn readers(length: Length, seed: u64) -> io::Result<Part> {
+pub(super) fn readers(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     let mut part = Part {
         name: "readers",
         title: format!(
@@ -282,7 +282,7 @@ pub(super) fn readers(length: Length, seed: u64) -> io::Result<Part> {
     }
     goals(&mut part, &rows, |reached| (reached.seconds, reached.deviation), raw, "readers");
     if let Some(posted) = rows.iter().find(|reached| reached.contender.name == POSTED) {
-        part.claims.push(Claim {
+        part.claims.push(PostClaim {
             what: "slices of 250 us as posted are no better than none".into(),
             found: format!("{:.2} of it, the post {:.2}", posted.seconds / none, POST_SLICES.0 / POST_NONE.0),
             reproduced: posted.seconds >= 0.97 * none,
@@ -293,7 +293,7 @@ pub(super) fn readers(length: Length, seed: u64) -> io::Result<Part> {
 }
 
 /// Two copies.
-pub(super) fn copies(length: Length, seed: u64) -> io::Result<Part> {
+pub(super) fn copies(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     let mut part = Part {
         name: "copies",
         title: format!(
@@ -366,7 +366,7 @@ mod tests {
         let seconds = |scheduler| {
             let Placed { files: [file, _], seed, .. } = place(1, MORE_GIGABYTES);
             let mut reader = Reader::new(1, file, ReadAhead::USUAL, 0);
-            run(Scene::disk(MODEL, scheduler, seed), &mut [&mut reader]).unwrap();
+            run(TimesliceScene::disk(MODEL, scheduler, seed), &mut [&mut reader]).unwrap();
             reader.over_ns().unwrap() as f64 / 1e9
         };
         let raw = FILE_SECTORS as f64 * 512.0 / MODEL.outer_bytes_per_s as f64;

@@ -1,7 +1,7 @@
 //! What each part of the study hands in: a table, what is to be reached, what the post claims. Tables, JSON and picture
 //! are made of it alone.
 
-use crate::study::goals::{Claim, Goal};
+use crate::study::goals::{Goal, PostClaim};
 
 /// One part.
 #[derive(Clone, Debug, Default)]
@@ -11,12 +11,12 @@ pub(crate) struct Part {
     /// What was done, on what, in a line.
     pub(crate) title: String,
     pub(crate) columns: Vec<Column>,
-    pub(crate) rows: Vec<Row>,
+    pub(crate) rows: Vec<PartRow>,
     /// Below the table: what else is to be known.
     pub(crate) notes: Vec<String>,
     pub(crate) drawn: Drawn,
     pub(crate) goals: Vec<Goal>,
-    pub(crate) claims: Vec<Claim>,
+    pub(crate) claims: Vec<PostClaim>,
 }
 
 /// A column of figures.
@@ -32,7 +32,7 @@ pub(crate) struct Column {
 
 /// A row: what it is of, and a figure for each column, if there is one.
 #[derive(Clone, Debug)]
-pub(crate) struct Row {
+pub(crate) struct PartRow {
     pub(crate) name: String,
     pub(crate) values: Vec<Option<f64>>,
 }
@@ -56,13 +56,13 @@ impl Part {
     /// # Panics
     /// If it has more or fewer figures than there are columns.
     pub(crate) fn row(&mut self, name: impl Into<String>, values: impl IntoIterator<Item = Option<f64>>) {
-        let row = Row { name: name.into(), values: values.into_iter().collect() };
+        let row = PartRow { name: name.into(), values: values.into_iter().collect() };
         assert_eq!(row.values.len(), self.columns.len(), "{}: a figure for each column", row.name);
         self.rows.push(row);
     }
 
     /// A figure of a row, if the part has it.
-    pub(crate) fn value(&self, row: &Row, key: &str) -> Option<f64> {
+    pub(crate) fn value(&self, row: &PartRow, key: &str) -> Option<f64> {
         let at = self.columns.iter().position(|column| column.key == key)?;
         row.values[at]
     }

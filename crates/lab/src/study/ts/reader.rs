@@ -5,8 +5,8 @@
 
 use std::ops::Range;
 
-use super::cache::{LOOK_NS, Share};
-use super::rig::{Hands, Submitter, Wish};
+use super::cache::{CopyShare, LOOK_NS};
+use super::rig::{Hands, TimesliceRequest, TimesliceSubmitter};
 
 /// Longest extent of a file, sectors: 128 MiB, as ext4 has it.
 const EXTENT_SECTORS: u64 = 128 << 11;
@@ -20,14 +20,14 @@ const MOVES_ONE_IN: u64 = 32;
 
 /// Where a file lies.
 #[derive(Clone, Debug)]
-pub(super) struct File {
+pub(super) struct FileExtent {
     /// In the order of the file.
     extents: Vec<Range<u64>>,
 }
 
-impl File {
+impl FileExtent {
     /// A file of so many sectors that begins here: in extents of 128 MiB, each not far behind the one before.
-    pub(super) fn new(first: u64, sectors: u64, gap: &mut impl FnMut(u64) -> u64) -> File {
+    pub(super) fn new(first: u64, sectors: u64, gap: &mut impl FnMut(u64) -> u64) -> FileExtent {
         let (mut extents, mut left, mut at) = (Vec::new(), sectors, first);
         while left > 0 {
             let len = left.min(EXTENT_SECTORS);
@@ -35,7 +35,7 @@ impl File {
             at += len + gap(GAP_SECTORS / 8) * 8;
             left -= len;
         }
-        File { extents }
+        FileExtent { extents }
     }
 
     pub(super) fn sectors(&self) -> u64 {
@@ -80,22 +80,22 @@ impl ReadAhead {
 
 /// Of which stream somebody's bios are.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Seat {
+pub(super) struct StreamNumbers {
     stream: u32,
     /// The stream is the CPU that it runs on, and that changes.
     moves: bool,
     asked: u64,
 }
 
-impl Seat {
+impl StreamNumbers {
     /// Always this one.
-    pub(super) fn fixed(stream: u32) -> Seat {
-        Seat { stream, moves: false, asked: 0 }
+    pub(super) fn fixed(stream: u32) -> StreamNumbers {
+        StreamNumbers { stream, moves: false, asked: 0 }
     }
 
     /// That of the CPU it happens to run on.
-    pub(super) fn moving() -> Seat {
-        Seat { moves: true, ..Seat::fixed(0) }
+    pub(super) fn moving() -> StreamNumbers {
+        StreamNumbers { moves: true, ..StreamNumbers::fixed(0) }
     }
 
     /// Of the next bio.
@@ -116,10 +116,10 @@ const WHOLE: u64 = 2;
 /// See the head of the module.
 #[derive(Clone, Debug)]
 pub(super) struct Reader {
-    seat: Seat,
-    file: File,
+    seat: StreamNumbers,
+    file: FileExtent,
     /// Where what it has read becomes dirty, if it copies.
-    copies: Option<Share>,
+    copies: Option<CopyShare>,
     how: ReadAhead,
     /// Not before this.
     starts_ns: u64,
@@ -136,9 +136,9 @@ pub(super) struct Reader {
 }
 
 impl Reader {
-    pub(super) fn new(stream: u32, file: File, how: ReadAhead, starts_ns: u64) -> Reader {
+    pub(super) fn new(stream: u32, file: FileExtent, how: ReadAhead, starts_ns: u64) -> Reader {
         Reader {
-            seat: Seat::fixed(stream),
+            seat: StreamNumbers::fixed(stream),
             file,
             copies: None,
             how,
@@ -153,12 +153,12 @@ impl Reader {
     }
 
     /// Who moves from CPU to CPU, if streams are those.
-    pub(super) fn on(self, seat: Seat) -> Reader {
+    pub(super) fn on(self, seat: StreamNumbers) -> Reader {
         Reader { seat, ..self }
     }
 
     /// Who copies into a cache.
-    pub(super) fn into(self, share: Share) -> Reader {
+    pub(super) fn into(self, share: CopyShare) -> Reader {
         Reader { copies: Some(share), ..self }
     }
 
@@ -180,12 +180,12 @@ impl Reader {
             let place = self.file.place(self.asked, end - self.asked);
             self.asked += place.end - place.start;
             self.out[(self.windows % 2) as usize] += 1;
-            hands.submit(Wish {
+            hands.submit(TimesliceRequest {
                 sector: place.start,
                 sectors: (place.end - place.start) as u32,
                 stream,
                 word: self.windows,
-                ..Wish::default()
+                ..TimesliceRequest::default()
             });
         }
         self.windows += 1;
@@ -202,7 +202,7 @@ impl Reader {
     }
 }
 
-impl Submitter for Reader {
+impl TimesliceSubmitter for Reader {
     fn wake(&mut self, word: u64, hands: &mut Hands<'_>) {
         match word {
             HALF => {
@@ -212,7 +212,7 @@ impl Submitter for Reader {
                 let half_ns = hands.about(self.how.half_ns());
                 hands.wake_after(half_ns, WHOLE);
             }
-            WHOLE if self.copies.as_ref().is_some_and(Share::is_full) => hands.wake_after(LOOK_NS, WHOLE),
+            WHOLE if self.copies.as_ref().is_some_and(CopyShare::is_full) => hands.wake_after(LOOK_NS, WHOLE),
             WHOLE => {
                 (self.used, self.using) = (self.used + 1, false);
                 if self.used_sectors() == self.file.sectors() {
@@ -228,7 +228,7 @@ impl Submitter for Reader {
         }
     }
 
-    fn ended(&mut self, wish: &Wish, hands: &mut Hands<'_>) {
+    fn ended(&mut self, wish: &TimesliceRequest, hands: &mut Hands<'_>) {
         self.out[(wish.word % 2) as usize] -= 1;
         self.go_on(hands);
     }

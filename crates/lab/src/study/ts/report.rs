@@ -5,16 +5,16 @@ use std::fmt::Write;
 use serde_json::{Map, Value, json};
 
 use super::part::Part;
-use crate::study::goals::{Claim, Goal};
+use crate::study::goals::{Goal, PostClaim};
 
 /// Everything.
 #[derive(Debug)]
-pub(crate) struct Report {
+pub(crate) struct TimesliceReport {
     pub(super) seed: u64,
     pub(super) parts: Vec<Part>,
 }
 
-impl Report {
+impl TimesliceReport {
     /// Whether every goal is met.
     pub(crate) fn is_met(&self) -> bool {
         self.parts.iter().flat_map(|part| &part.goals).all(|goal| goal.met)
@@ -28,7 +28,7 @@ impl Report {
             table(&mut out, part);
         }
         let _ = writeln!(out, "\nclaims of the post");
-        for Claim { what, found, reproduced, reason } in self.parts.iter().flat_map(|part| &part.claims) {
+        for PostClaim { what, found, reproduced, reason } in self.parts.iter().flat_map(|part| &part.claims) {
             let verdict = match (*reproduced, reason.is_empty()) {
                 (true, true) => "reproduced".into(),
                 (true, false) => format!("reproduced: {reason}"),
@@ -78,7 +78,7 @@ fn table(out: &mut String, part: &Part) {
 }
 
 fn json_part(part: &Part) -> Value {
-    let row = |row: &super::part::Row| {
+    let row = |row: &super::part::PartRow| {
         let mut object = Map::new();
         object.insert("name".into(), row.name.clone().into());
         for (column, value) in part.columns.iter().zip(&row.values) {

@@ -4,9 +4,9 @@
 //! somebody has submitted to it, when the device has something, and at the time it named; not otherwise. No CPU time is
 //! charged but what a submitter says it thinks. The same scene and submitters make the same run, bit for bit.
 //!
-//! A part of the study says who submits ([`Submitter`]; [`Job`](super::job::Job) and [`Reader`](super::reader::Reader)
-//! are most of what it takes), on what ([`Scene`]), and is told what each of them got ([`Tally`]). No data moves: all
-//! bios share the same few bytes of memory.
+//! A part of the study says who submits ([`TimesliceSubmitter`]; [`TimesliceJob`](super::job::TimesliceJob) and
+//! [`Reader`](super::reader::Reader) are most of what it takes), on what ([`TimesliceScene`]), and is told what each of
+//! them got ([`SubmitterTally`]). No data moves: all bios share the same few bytes of memory.
 
 use std::io;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{
     Bio, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, Op, QueueLimits, SECTOR_SHIFT, SchedulerConfig,
 };
-use blkyard_sim::{Disk, DiskModel, Events, Flash, FlashModel, Keeps, Model, Modelled, ModelledQueue, Rng};
+use blkyard_sim::{DiskModel, Events, Flash, FlashModel, Keeps, Model, Modelled, ModelledQueue, Rng, RotaryDisk};
 use hdrhistogram::Histogram;
 
 /// Nanoseconds in a second and in a millisecond.
@@ -30,7 +30,7 @@ const LATENCY_MAX_NS: u64 = 60 * S;
 
 /// What a run is on.
 #[derive(Debug)]
-pub(super) struct Scene {
+pub(super) struct TimesliceScene {
     pub(super) info: DeviceInfo,
     pub(super) model: Model,
     /// The hardware queues, all over the same device.
@@ -43,9 +43,9 @@ pub(super) struct Scene {
     pub(super) until_ns: u64,
 }
 
-impl Scene {
+impl TimesliceScene {
     /// A disk with one queue of as many tags as it takes commands.
-    pub(super) fn disk(model: DiskModel, scheduler: SchedulerConfig, seed: u64) -> Scene {
+    pub(super) fn disk(model: DiskModel, scheduler: SchedulerConfig, seed: u64) -> TimesliceScene {
         let info = DeviceInfo {
             capacity_sectors: model.sectors,
             volatile_cache: model.write_cache_sectors > 0,
@@ -53,16 +53,16 @@ impl Scene {
             ..info("disk")
         };
         let queue = HwQueueConfig { depth: model.depth, bios_max: 4096, scheduler, ..HwQueueConfig::default() };
-        let model = Model::Disk(Box::new(Disk::new(model, seed)));
-        Scene { info, model, queues: vec![queue], seed, from_ns: 0, until_ns: u64::MAX }
+        let model = Model::Disk(Box::new(RotaryDisk::new(model, seed)));
+        TimesliceScene { info, model, queues: vec![queue], seed, from_ns: 0, until_ns: u64::MAX }
     }
 
     /// Flash of so many sectors, with queues of so many tags each.
-    pub(super) fn flash(model: FlashModel, queues: usize, depth: usize, scheduler: SchedulerConfig) -> Scene {
+    pub(super) fn flash(model: FlashModel, queues: usize, depth: usize, scheduler: SchedulerConfig) -> TimesliceScene {
         let info = DeviceInfo { capacity_sectors: 1 << 31, volatile_cache: true, fua: true, ..info("flash") };
         let queue = HwQueueConfig { depth, bios_max: 4096, scheduler, ..HwQueueConfig::default() };
         let model = Model::Flash(Box::new(Flash::new(model)));
-        Scene { info, model, queues: vec![queue; queues], seed: 0, from_ns: 0, until_ns: u64::MAX }
+        TimesliceScene { info, model, queues: vec![queue; queues], seed: 0, from_ns: 0, until_ns: u64::MAX }
     }
 }
 
@@ -79,7 +79,7 @@ fn info(name: &str) -> DeviceInfo {
 
 /// What a submitter wants.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Wish {
+pub(super) struct TimesliceRequest {
     pub(super) op: Op,
     pub(super) sector: u64,
     /// At most [`WISH_SECTORS_MAX`]; zero for a flush.
@@ -95,12 +95,12 @@ pub(super) struct Wish {
 }
 
 /// Somebody who submits: a machine of its own, driven by what happens to it.
-pub(super) trait Submitter {
+pub(super) trait TimesliceSubmitter {
     /// It is the beginning (word zero), or a time has come that it asked for.
     fn wake(&mut self, word: u64, hands: &mut Hands<'_>);
 
     /// Something it wanted is over.
-    fn ended(&mut self, wish: &Wish, hands: &mut Hands<'_>);
+    fn ended(&mut self, wish: &TimesliceRequest, hands: &mut Hands<'_>);
 
     /// It has all that it ever wanted. The run ends when everybody has.
     fn is_over(&self) -> bool {
@@ -113,13 +113,13 @@ pub(super) trait Submitter {
 pub(super) struct Hands<'a> {
     pub(super) now_ns: u64,
     pub(super) rng: &'a mut Rng,
-    wishes: &'a mut Vec<Wish>,
+    wishes: &'a mut Vec<TimesliceRequest>,
     wakes: &'a mut Vec<(u64, u64)>,
 }
 
 impl Hands<'_> {
     /// Wants something.
-    pub(super) fn submit(&mut self, wish: Wish) {
+    pub(super) fn submit(&mut self, wish: TimesliceRequest) {
         self.wishes.push(wish);
     }
 
@@ -136,7 +136,7 @@ impl Hands<'_> {
 
 /// What a submitter got in the time that counts.
 #[derive(Clone, Debug)]
-pub(super) struct Tally {
+pub(super) struct SubmitterTally {
     /// What ended. What was still out counts for nothing but its latency.
     pub(super) ios: u64,
     pub(super) read_bytes: u64,
@@ -146,15 +146,15 @@ pub(super) struct Tally {
     latency: Histogram<u64>,
 }
 
-impl Tally {
-    fn new() -> Tally {
+impl SubmitterTally {
+    fn new() -> SubmitterTally {
         let Ok(latency) = Histogram::new_with_bounds(1, LATENCY_MAX_NS, 3) else {
             unreachable!("these bounds are good")
         };
-        Tally { ios: 0, read_bytes: 0, written_bytes: 0, span_ns: 0, latency }
+        SubmitterTally { ios: 0, read_bytes: 0, written_bytes: 0, span_ns: 0, latency }
     }
 
-    fn add(&mut self, wish: &Wish, took_ns: u64) {
+    fn add(&mut self, wish: &TimesliceRequest, took_ns: u64) {
         let bytes = u64::from(wish.sectors) << SECTOR_SHIFT;
         match wish.op {
             Op::Read => self.read_bytes += bytes,
@@ -184,7 +184,7 @@ impl Tally {
     }
 }
 
-struct Lane {
+struct TimesliceLane {
     queue: HwQueue<ModelledQueue>,
     /// Not to turn before this.
     from_ns: u64,
@@ -192,7 +192,7 @@ struct Lane {
     rung: bool,
 }
 
-impl Lane {
+impl TimesliceLane {
     /// When it turns next, if nobody submits.
     fn due_ns(&self) -> Option<u64> {
         if self.queue.is_idle() {
@@ -206,28 +206,28 @@ impl Lane {
 
 /// A bio that is out.
 #[derive(Clone, Copy)]
-struct Out {
+struct TimesliceBio {
     who: usize,
-    wish: Wish,
+    wish: TimesliceRequest,
     since_ns: u64,
 }
 
-struct World<'a, 'b> {
-    submitters: &'a mut [&'b mut dyn Submitter],
-    tallies: Vec<Tally>,
+struct TimesliceWorld<'a, 'b> {
+    submitters: &'a mut [&'b mut dyn TimesliceSubmitter],
+    tallies: Vec<SubmitterTally>,
     events: Events<(usize, u64)>,
     now_ns: u64,
-    lanes: Vec<Lane>,
+    lanes: Vec<TimesliceLane>,
     rng: Rng,
     /// What ends between these is counted, and after the second nobody wants anything any more.
     from_ns: u64,
     until_ns: u64,
     /// By cookie.
-    out: Vec<Option<Out>>,
+    out: Vec<Option<TimesliceBio>>,
     free: Vec<u64>,
     spare: Vec<Box<Bio>>,
     // What a submitter has just wanted.
-    wishes: Vec<Wish>,
+    wishes: Vec<TimesliceRequest>,
     wakes: Vec<(u64, u64)>,
 }
 
@@ -238,8 +238,11 @@ struct World<'a, 'b> {
 ///
 /// # Panics
 /// If nothing will ever happen again although somebody wants something, or a submitter wants what is not there.
-pub(super) fn run(scene: Scene, submitters: &mut [&mut dyn Submitter]) -> io::Result<Vec<Tally>> {
-    let Scene { info, model, queues, seed, from_ns, until_ns } = scene;
+pub(super) fn run(
+    scene: TimesliceScene,
+    submitters: &mut [&mut dyn TimesliceSubmitter],
+) -> io::Result<Vec<SubmitterTally>> {
+    let TimesliceScene { info, model, queues, seed, from_ns, until_ns } = scene;
     let region = Region::anonymous((WISH_SECTORS_MAX as usize) << SECTOR_SHIFT)?;
     let memory = Arc::new(RegionTable::new(vec![region]));
     let device = Modelled::new(info.clone(), model, Keeps::Nothing)?;
@@ -247,10 +250,10 @@ pub(super) fn run(scene: Scene, submitters: &mut [&mut dyn Submitter]) -> io::Re
     let lane = |config: &HwQueueConfig| {
         let mut queue = HwQueue::new(device.queue(config.depth), Arc::clone(&info), *config);
         queue.set_memory(&mut (), Arc::clone(&memory));
-        Lane { queue, from_ns: 0, rung: false }
+        TimesliceLane { queue, from_ns: 0, rung: false }
     };
-    let mut world = World {
-        tallies: submitters.iter().map(|_| Tally::new()).collect(),
+    let mut world = TimesliceWorld {
+        tallies: submitters.iter().map(|_| SubmitterTally::new()).collect(),
         submitters,
         events: Events::default(),
         now_ns: 0,
@@ -272,7 +275,7 @@ pub(super) fn run(scene: Scene, submitters: &mut [&mut dyn Submitter]) -> io::Re
     Ok(tallies)
 }
 
-impl World<'_, '_> {
+impl TimesliceWorld<'_, '_> {
     fn run(&mut self) {
         (0..self.submitters.len()).for_each(|who| self.events.at(0, (who, 0)));
         while !self.submitters.iter().all(|submitter| submitter.is_over()) {
@@ -331,7 +334,7 @@ impl World<'_, '_> {
 
     fn end(&mut self, bio: Box<Bio>) {
         let out = self.out[bio.cookie as usize].take();
-        let Some(Out { who, wish, since_ns }) = out else { panic!("a bio came back twice") };
+        let Some(TimesliceBio { who, wish, since_ns }) = out else { panic!("a bio came back twice") };
         self.free.push(bio.cookie);
         assert!(bio.status.is_ok(), "{wish:?} ended with {}", bio.status);
         self.spare.push(bio);
@@ -345,8 +348,8 @@ impl World<'_, '_> {
     }
 
     /// Has a submitter do something, and does what it wants then.
-    fn drive(&mut self, who: usize, what: impl FnOnce(&mut dyn Submitter, &mut Hands<'_>)) {
-        let World { submitters, rng, wishes, wakes, now_ns, .. } = self;
+    fn drive(&mut self, who: usize, what: impl FnOnce(&mut dyn TimesliceSubmitter, &mut Hands<'_>)) {
+        let TimesliceWorld { submitters, rng, wishes, wakes, now_ns, .. } = self;
         what(submitters[who], &mut Hands { now_ns: *now_ns, rng, wishes, wakes });
         self.wakes.drain(..).for_each(|(at_ns, word)| self.events.at(at_ns, (who, word)));
         let mut wishes = std::mem::take(&mut self.wishes);
@@ -354,7 +357,7 @@ impl World<'_, '_> {
         self.wishes = wishes;
     }
 
-    fn submit(&mut self, who: usize, wish: Wish) {
+    fn submit(&mut self, who: usize, wish: TimesliceRequest) {
         let mut bio = self.spare.pop().unwrap_or_else(|| Bio::with_capacity(1));
         bio.reset();
         (bio.op, bio.sector, bio.sectors, bio.stream, bio.sync) =
@@ -363,7 +366,7 @@ impl World<'_, '_> {
         if wish.op.has_data() {
             bio.segments.push(Segment { region: 0, offset: 0, len: wish.sectors << SECTOR_SHIFT });
         }
-        let out = Some(Out { who, wish, since_ns: self.now_ns });
+        let out = Some(TimesliceBio { who, wish, since_ns: self.now_ns });
         match self.out.get_mut(bio.cookie as usize) {
             Some(place) => *place = out,
             None => self.out.push(out),
@@ -377,15 +380,17 @@ impl World<'_, '_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::study::ts::job::Job;
+    use crate::study::ts::job::TimesliceJob;
     use blkyard_mq::FairConfig;
 
     /// Who reads alone on flash: IOPS and the longest latency.
     fn alone(seed: u64) -> (f64, u64) {
-        let mut scene = Scene::flash(FlashModel::NVME_2018, 2, 64, SchedulerConfig::default());
+        let mut scene = TimesliceScene::flash(FlashModel::NVME_2018, 2, 64, SchedulerConfig::default());
         (scene.seed, scene.from_ns, scene.until_ns) = (seed, 10 * MS, 110 * MS);
-        let mut jobs =
-            [Job::anywhere(1, 0, 1 << 30, 1), Job { queue: 1, think_ns: MS, ..Job::anywhere(2, 0, 1 << 30, 1) }];
+        let mut jobs = [
+            TimesliceJob::anywhere(1, 0, 1 << 30, 1),
+            TimesliceJob { queue: 1, think_ns: MS, ..TimesliceJob::anywhere(2, 0, 1 << 30, 1) },
+        ];
         let [one, other] = &mut jobs;
         let tallies = run(scene, &mut [one, other]).unwrap();
         assert!((60..130).contains(&tallies[1].ios), "it thinks: {}", tallies[1].ios);
@@ -393,14 +398,14 @@ mod tests {
     }
 
     /// Wants one thing in the beginning, and nothing after it.
-    struct Once(Wish);
+    struct Once(TimesliceRequest);
 
-    impl Submitter for Once {
+    impl TimesliceSubmitter for Once {
         fn wake(&mut self, _: u64, hands: &mut Hands<'_>) {
             hands.submit(self.0);
         }
 
-        fn ended(&mut self, _: &Wish, _: &mut Hands<'_>) {}
+        fn ended(&mut self, _: &TimesliceRequest, _: &mut Hands<'_>) {}
     }
 
     #[test]
@@ -409,17 +414,18 @@ mod tests {
         let mut queue = HwQueueConfig { depth: 1, ..HwQueueConfig::default() };
         queue.merging = blkyard_mq::Merging::Off;
         let line = blkyard_sim::LineModel { access_ns: S, bytes_per_s: 1 << 40, latency_ns: 0, jitter_ns: 0, depth: 1 };
-        let scene = Scene {
+        let scene = TimesliceScene {
             info: DeviceInfo { capacity_sectors: 1 << 20, ..info("slow") },
-            model: Model::Line(blkyard_sim::Line::new(line, 1)),
+            model: Model::Line(blkyard_sim::FixedLatency::new(line, 1)),
             queues: vec![queue],
             seed: 1,
             from_ns: 0,
             until_ns: S + S / 2,
         };
-        let wish = Wish { sectors: 8, ..Wish::default() };
-        let [mut first, mut second, mut never] = [0, 1000, 2000].map(|sector| Once(Wish { sector, ..wish }));
-        let mut idle = Job { bytes_max: 0, ..Job::anywhere(4, 0, 1 << 10, 1) };
+        let wish = TimesliceRequest { sectors: 8, ..TimesliceRequest::default() };
+        let [mut first, mut second, mut never] =
+            [0, 1000, 2000].map(|sector| Once(TimesliceRequest { sector, ..wish }));
+        let mut idle = TimesliceJob { bytes_max: 0, ..TimesliceJob::anywhere(4, 0, 1 << 10, 1) };
         let tallies = run(scene, &mut [&mut first, &mut second, &mut never, &mut idle]).unwrap();
         assert_eq!(tallies.iter().map(|tally| tally.ios).collect::<Vec<_>>(), [1, 0, 0, 0]);
         let took = |at: usize| tallies[at].percentile_ns(99.0).map(|ns| ns / MS);
@@ -443,8 +449,8 @@ mod tests {
 
     #[test]
     fn a_run_ends_when_all_have_what_they_wanted() {
-        let scene = Scene::disk(DiskModel::DESKTOP_2012, SchedulerConfig::Fair(FairConfig::default()), 3);
-        let mut job = Job { bytes_max: 1 << 20, ..Job::in_a_row(1, 4096, 256, 2) };
+        let scene = TimesliceScene::disk(DiskModel::DESKTOP_2012, SchedulerConfig::Fair(FairConfig::default()), 3);
+        let mut job = TimesliceJob { bytes_max: 1 << 20, ..TimesliceJob::in_a_row(1, 4096, 256, 2) };
         let tallies = run(scene, &mut [&mut job]).unwrap();
         assert_eq!((tallies[0].ios, tallies[0].read_bytes, tallies[0].written_bytes), (8, 1 << 20, 0));
         assert!((10 * MS..100 * MS).contains(&tallies[0].span_ns), "{}", tallies[0].span_ns);

@@ -4,7 +4,7 @@
 use std::fmt::Write;
 
 use super::part::Part;
-use super::report::Report;
+use super::report::TimesliceReport;
 
 const WIDTH: f64 = 960.0;
 const LEFT: f64 = 300.0;
@@ -18,7 +18,7 @@ const POST_COLOUR: &str = "#b35806";
 const OUR_COLOUR: &str = "#2166ac";
 
 /// The whole picture, SVG 1.1.
-pub(crate) fn picture(report: &Report) -> String {
+pub(crate) fn picture(report: &TimesliceReport) -> String {
     let height = TOP + report.parts.iter().map(|part| HEAD + ROW * part.rows.len() as f64).sum::<f64>() + 20.0;
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" \

@@ -14,12 +14,12 @@ use serde::Serialize;
 
 use super::rig::{self, DEPTH, part, tie};
 use crate::floor::cpus::{led, together};
-use crate::floor::windows::{Plan, Round, Samples, measure, variant};
-use crate::study::end::End;
+use crate::floor::windows::{Round, Samples, WindowPlan, measure, variant};
+use crate::study::end::JobEnd;
 use crate::study::mq::MqEnd;
-use crate::study::seats::{Seat, cookie, slot_of};
+use crate::study::seats::{JobFlag, cookie, slot_of};
 use crate::study::single::{Single, SingleEnd};
-use crate::study::world::Bell;
+use crate::study::world::RecordedSignal;
 
 /// Long enough for two threads to be started and to meet.
 const WINDOW_NS: u64 = 1_000_000;
@@ -27,7 +27,7 @@ const WINDOW_NS: u64 = 1_000_000;
 /// Nanoseconds for an I/O of all threads together, 10th percentile. Nothing where there are not two CPUs.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[expect(clippy::struct_field_names, reason = "a unit comes last, and all have the same")]
-pub(crate) struct Live {
+pub(crate) struct VqLive {
     /// One job, one queue, one thread.
     pub(crate) alone_ns: f64,
     /// Two jobs on two threads that share one queue.
@@ -38,7 +38,7 @@ pub(crate) struct Live {
     pub(crate) apart_ns: Option<f64>,
 }
 
-impl Live {
+impl VqLive {
     /// How many times the IOPS of two jobs two queues make.
     pub(crate) fn two_queues(&self) -> Option<f64> {
         Some(self.shared_ns? / self.own_ns?)
@@ -49,16 +49,16 @@ impl Live {
 ///
 /// # Errors
 /// There is no memory.
-pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<Live> {
+pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<VqLive> {
     // Before the queues, so that it is dropped after them.
     let (_tie, queues) = tie("live", ram, &[DEPTH, DEPTH, DEPTH, 2 * DEPTH, DEPTH])?;
     let [alone, one, other, shared, mut apart] =
         <[_; 5]>::try_from(queues).map_err(|_| io::Error::other("not five queues"))?;
-    let own = |queue, job: u64| Load::new(MqEnd::over(queue), 0, 0, seed ^ job);
-    let seats: Arc<[Seat]> = (0..2).map(|_| Seat::new(DEPTH, Arc::new(Bell::default()))).collect();
+    let own = |queue, job: u64| LiveJob::new(MqEnd::over(queue), 0, 0, seed ^ job);
+    let seats: Arc<[JobFlag]> = (0..2).map(|_| JobFlag::new(DEPTH, Arc::new(RecordedSignal::default()))).collect();
     let single = Single::over(shared, seats);
     let share =
-        |seat: usize| Load::new(SingleEnd::new(&single, seat, 2 * DEPTH), seat, seat * DEPTH, seed ^ seat as u64);
+        |seat: usize| LiveJob::new(SingleEnd::new(&single, seat, 2 * DEPTH), seat, seat * DEPTH, seed ^ seat as u64);
     let mut device = part(&mut apart)?;
     let mut apart = own(apart, 0);
 
@@ -69,8 +69,10 @@ pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<Liv
     });
     let two_cpus = pairs.is_ok();
     variants.extend(pairs.into_iter().flatten());
-    let costs: Vec<_> =
-        measure(Plan { window_ns: WINDOW_NS, windows, warm_up: 3 }, &mut variants).iter().map(Samples::cost).collect();
+    let costs: Vec<_> = measure(WindowPlan { window_ns: WINDOW_NS, windows, warm_up: 3 }, &mut variants)
+        .iter()
+        .map(Samples::cost)
+        .collect();
     drop(variants);
     // What is out comes back before the queue may go.
     while apart.is_out() {
@@ -78,11 +80,11 @@ pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<Liv
         apart.collect();
     }
     let of = |place: usize| costs.get(place).copied().filter(|cost| two_cpus && cost.is_finite());
-    Ok(Live { alone_ns: costs[0], shared_ns: of(1), own_ns: of(2), apart_ns: of(3) })
+    Ok(VqLive { alone_ns: costs[0], shared_ns: of(1), own_ns: of(2), apart_ns: of(3) })
 }
 
 /// A job that keeps its depth out.
-struct Load<M: End> {
+struct LiveJob<M: JobEnd> {
     end: M,
     /// Its first buffer.
     first: usize,
@@ -91,15 +93,15 @@ struct Load<M: End> {
     rng: Rng,
 }
 
-impl<M: End> Load<M> {
-    fn new(end: M, seat: usize, first: usize, seed: u64) -> Load<M> {
+impl<M: JobEnd> LiveJob<M> {
+    fn new(end: M, seat: usize, first: usize, seed: u64) -> LiveJob<M> {
         let bio = |slot| {
             let mut bio = Bio::with_capacity(1);
             bio.cookie = cookie(seat, slot);
             bio
         };
         let free = (0..DEPTH).map(bio).collect();
-        Load { end, first, free, batch: Vec::with_capacity(DEPTH), rng: Rng::new(seed) }
+        LiveJob { end, first, free, batch: Vec::with_capacity(DEPTH), rng: Rng::new(seed) }
     }
 
     fn collect(&mut self) {
@@ -111,7 +113,7 @@ impl<M: End> Load<M> {
     }
 }
 
-impl<M: End> Drop for Load<M> {
+impl<M: JobEnd> Drop for LiveJob<M> {
     fn drop(&mut self) {
         while self.is_out() {
             self.collect();
@@ -119,7 +121,7 @@ impl<M: End> Drop for Load<M> {
     }
 }
 
-impl<M: End> Round for Load<M> {
+impl<M: JobEnd> Round for LiveJob<M> {
     /// Submits all that is free, and takes what is over.
     #[inline]
     fn round(&mut self) -> u64 {

@@ -20,11 +20,11 @@ use std::io;
 use std::path::Path;
 use std::thread;
 
-use self::live::Live;
-use self::report::Report;
-use self::served::Windows;
-use self::steps::Steps;
-use self::world::{Devices, Outcome, Prices, Scene, play};
+use self::live::VqLive;
+use self::report::VqReport;
+use self::served::ServedWindows;
+use self::steps::BatchCosts;
+use self::world::{Devices, Prices, VqResult, VqScene, play};
 
 use super::StudyError;
 use super::costs::CallCost;
@@ -46,29 +46,29 @@ pub(crate) const POST: [(&str, f64); 3] =
 
 /// How long.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Length {
+pub(crate) struct VqLength {
     /// Windows of each figure.
     pub(crate) windows: usize,
     /// I/Os of each point in virtual time.
     pub(crate) ios: u64,
     /// Windows of each point in processes of their own.
-    pub(crate) served: Windows,
+    pub(crate) served: ServedWindows,
 }
 
-impl Length {
-    pub(crate) fn new(quick: bool) -> Length {
+impl VqLength {
+    pub(crate) fn new(quick: bool) -> VqLength {
         if quick {
-            Length { windows: 40, ios: 30_000, served: Windows { count: 3, window_ms: 100 } }
+            VqLength { windows: 40, ios: 30_000, served: ServedWindows { count: 3, window_ms: 100 } }
         } else {
-            Length { windows: 200, ios: 300_000, served: Windows { count: 15, window_ms: 250 } }
+            VqLength { windows: 200, ios: 300_000, served: ServedWindows { count: 15, window_ms: 250 } }
         }
     }
 }
 
 /// All that was measured.
 #[derive(Clone, Debug, serde::Serialize)]
-pub(crate) struct Costs {
-    pub(crate) steps: Steps,
+pub(crate) struct VqCosts {
+    pub(crate) steps: BatchCosts,
     pub(crate) mail_ns: f64,
     /// Unknown, and not charged, where there is one CPU.
     pub(crate) hand_over_ns: Option<f64>,
@@ -77,10 +77,10 @@ pub(crate) struct Costs {
     pub(crate) lines_ns: Option<f64>,
     /// To ring the bell of one who sleeps: printed, and not charged, since nobody sleeps.
     pub(crate) ring: CallCost,
-    pub(crate) live: Live,
+    pub(crate) live: VqLive,
 }
 
-impl Costs {
+impl VqCosts {
     fn prices(&self) -> Prices<'_> {
         Prices {
             steps: &self.steps,
@@ -93,47 +93,48 @@ impl Costs {
 
 /// A scene and what came of it.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
-pub(crate) struct Point {
+pub(crate) struct VqPoint {
     #[serde(flatten)]
-    pub(crate) scene: Scene,
+    pub(crate) scene: VqScene,
     pub(crate) cpus: usize,
     #[serde(flatten)]
-    pub(crate) outcome: Outcome,
+    pub(crate) outcome: VqResult,
 }
 
 /// Measures and plays everything.
 ///
 /// # Errors
 /// The machine has no memory or threads left, our own daemon does not serve, or a signal came.
-pub(super) fn run(length: Length, qemu: &Path, seed: u64, say: impl Fn(String)) -> Result<Report, StudyError> {
+pub(super) fn run(length: VqLength, qemu: &Path, seed: u64, say: impl Fn(String)) -> Result<VqReport, StudyError> {
     say("measuring the steps of driver and device, and what two CPUs can run ...".into());
     let costs = measure(length.windows, seed)?;
-    let point = |scene: Scene| Point { scene, cpus: scene.cpus(), outcome: play(scene, costs.prices(), length.ios) };
+    let point =
+        |scene: VqScene| VqPoint { scene, cpus: scene.cpus(), outcome: play(scene, costs.prices(), length.ios) };
     say("virtual time ...".into());
     let grid = [Devices::One, Devices::Each].into_iter().flat_map(|devices| {
-        COUNTS.into_iter().flat_map(move |jobs| COUNTS.map(|queues| Scene { jobs, queues, devices }))
+        COUNTS.into_iter().flat_map(move |jobs| COUNTS.map(|queues| VqScene { jobs, queues, devices }))
     });
     let grid = grid.map(point).collect();
     let cpus = CPUS.into_iter().flat_map(on_cpus).map(point).collect();
     say("real time, driver and back-end in processes of their own ...".into());
     let served = served::measure(qemu, length.served, seed)?;
-    Ok(Report::new(length, seed, costs, grid, cpus, served))
+    Ok(VqReport::new(length, seed, costs, grid, cpus, served))
 }
 
 /// The ways to use so many CPUs.
-fn on_cpus(cpus: usize) -> Vec<Scene> {
+fn on_cpus(cpus: usize) -> Vec<VqScene> {
     let (jobs, half) = (cpus - 1, cpus / 2);
-    let mut scenes = vec![Scene { jobs: cpus, queues: cpus, devices: Devices::Jobs }];
+    let mut scenes = vec![VqScene { jobs: cpus, queues: cpus, devices: Devices::Jobs }];
     if cpus > 1 {
-        scenes.push(Scene { jobs: half, queues: half, devices: Devices::Each });
-        scenes.push(Scene { jobs, queues: jobs, devices: Devices::One });
-        scenes.push(Scene { jobs, queues: 1, devices: Devices::Each });
+        scenes.push(VqScene { jobs: half, queues: half, devices: Devices::Each });
+        scenes.push(VqScene { jobs, queues: jobs, devices: Devices::One });
+        scenes.push(VqScene { jobs, queues: 1, devices: Devices::Each });
     }
     scenes
 }
 
 /// Measures on a thread of its own, which stays on one CPU.
-fn measure(windows: usize, seed: u64) -> io::Result<Costs> {
+fn measure(windows: usize, seed: u64) -> io::Result<VqCosts> {
     let measuring = thread::Builder::new().spawn(move || {
         let hand_over_ns = wakes::hand_over_ns(windows)?;
         cpus::pin();
@@ -141,7 +142,7 @@ fn measure(windows: usize, seed: u64) -> io::Result<Costs> {
         let ram = rig::ram()?;
         let steps = steps::steps(&ram, windows, seed)?;
         let live = live::live(&ram, windows, seed)?;
-        let mut costs = Costs { steps, mail_ns: mail_ns(windows), hand_over_ns, lines_ns: None, ring, live };
+        let mut costs = VqCosts { steps, mail_ns: mail_ns(windows), hand_over_ns, lines_ns: None, ring, live };
         costs.lines_ns = live.apart_ns.map(|apart_ns| lines_ns(&costs, apart_ns));
         Ok(costs)
     })?;
@@ -150,9 +151,9 @@ fn measure(windows: usize, seed: u64) -> io::Result<Costs> {
 
 /// What lines must cost on both sides, if one job and one queue are to take so long in virtual time. Nothing, if they
 /// take as long without.
-fn lines_ns(costs: &Costs, apart_ns: f64) -> f64 {
-    let scene = Scene { jobs: 1, queues: 1, devices: Devices::Each };
-    let ios = Length::new(true).ios;
+fn lines_ns(costs: &VqCosts, apart_ns: f64) -> f64 {
+    let scene = VqScene { jobs: 1, queues: 1, devices: Devices::Each };
+    let ios = VqLength::new(true).ios;
     let (mut low, mut high) = (0.0, apart_ns);
     // To a thousandth of a nanosecond.
     for _ in 0..20 {

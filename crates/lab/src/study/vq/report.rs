@@ -6,25 +6,25 @@ use blkyard_os::cpu_places;
 use serde::Serialize;
 
 use super::rig::DEPTH;
-use super::served::{Found, Measured, Spread, Table, Windows};
+use super::served::{BackendTable, Found, MeasuredBackend, ServedWindows, Spread};
 use super::verdicts::{claims, goals, iops, ratios};
-use super::world::{Devices, Scene, play};
-use super::{COUNTS, Costs, Length, POST, Point};
+use super::world::{Devices, VqScene, play};
+use super::{COUNTS, POST, VqCosts, VqLength, VqPoint};
 use crate::bench::count;
 use crate::study::costs::BATCHES;
-use crate::study::goals::{Claim, Goal};
+use crate::study::goals::{Goal, PostClaim};
 
 /// Everything.
 #[derive(Debug)]
-pub(crate) struct Report {
-    length: Length,
+pub(crate) struct VqReport {
+    length: VqLength,
     seed: u64,
-    costs: Costs,
-    pub(super) grid: Vec<Point>,
-    pub(super) cpus: Vec<Point>,
-    served: Vec<Table>,
+    costs: VqCosts,
+    pub(super) grid: Vec<VqPoint>,
+    pub(super) cpus: Vec<VqPoint>,
+    served: Vec<BackendTable>,
     goals: Vec<Goal>,
-    claims: Vec<Claim>,
+    claims: Vec<PostClaim>,
 }
 
 impl Devices {
@@ -37,19 +37,19 @@ impl Devices {
     }
 }
 
-impl Report {
+impl VqReport {
     pub(super) fn new(
-        length: Length,
+        length: VqLength,
         seed: u64,
-        costs: Costs,
-        grid: Vec<Point>,
-        cpus: Vec<Point>,
-        served: Vec<Table>,
-    ) -> Report {
+        costs: VqCosts,
+        grid: Vec<VqPoint>,
+        cpus: Vec<VqPoint>,
+        served: Vec<BackendTable>,
+    ) -> VqReport {
         let cpus_here = cpu_places().len();
         let goals = goals(&grid, &costs.live, &served, cpus_here);
         let claims = claims(&grid, &served, cpus_here);
-        Report { length, seed, costs, grid, cpus, served, goals, claims }
+        VqReport { length, seed, costs, grid, cpus, served, goals, claims }
     }
 
     /// Whether every goal is met.
@@ -69,7 +69,7 @@ impl Report {
         self.live(&mut out);
         self.served(&mut out);
         let _ = writeln!(out, "\nclaims of the post");
-        for Claim { what, found, reproduced, reason } in &self.claims {
+        for PostClaim { what, found, reproduced, reason } in &self.claims {
             let verdict = if *reproduced { "reproduced".into() } else { format!("not reproduced: {reason}") };
             let _ = writeln!(out, "  {what}: {found}; {verdict}");
         }
@@ -82,7 +82,7 @@ impl Report {
     }
 
     fn steps(&self, out: &mut String) {
-        let Costs { steps, mail_ns, hand_over_ns, lines_ns, ring, .. } = &self.costs;
+        let VqCosts { steps, mail_ns, hand_over_ns, lines_ns, ring, .. } = &self.costs;
         let shown = [1, 4, 16, 64, 128];
         let _ = writeln!(
             out,
@@ -125,8 +125,8 @@ impl Report {
             for jobs in COUNTS {
                 let _ = write!(out, "  {:20}{jobs:>6}", if jobs == 1 { devices.name() } else { "" });
                 for queues in COUNTS {
-                    let wanted = Scene { jobs, queues, devices };
-                    if let Some(Point { outcome, .. }) = self.grid.iter().find(|point| point.scene == wanted) {
+                    let wanted = VqScene { jobs, queues, devices };
+                    if let Some(VqPoint { outcome, .. }) = self.grid.iter().find(|point| point.scene == wanted) {
                         let _ = write!(out, "{:>11.0}{:6.0}%", outcome.iops / 1e3, outcome.waiting * 100.0);
                     }
                 }
@@ -151,8 +151,8 @@ impl Report {
              {:8}{:>40}{:>10}{:>8}{:>9}",
             "CPUs", "", "KIOPS", "times", "waiting"
         );
-        for Point { scene, cpus, outcome } in &self.cpus {
-            let Scene { jobs, queues, devices } = *scene;
+        for VqPoint { scene, cpus, outcome } in &self.cpus {
+            let VqScene { jobs, queues, devices } = *scene;
             let first = self.cpus.iter().find(|point| point.scene.devices == devices && point.scene.queues == 1);
             let times = first.map_or(f64::NAN, |first| outcome.iops / first.outcome.iops);
             let way = format!("{jobs} jobs, {queues} queues, {}", devices.name());
@@ -172,15 +172,15 @@ impl Report {
             "\nREAL TIME on this machine, windows in turn; beside it what virtual time makes of the same\n  {:52}{:>10}{:>10}{:>10}",
             "", "ns an I/O", "IOPS", "simulated"
         );
-        let alone = Scene { jobs: 1, queues: 1, devices: Devices::Jobs };
+        let alone = VqScene { jobs: 1, queues: 1, devices: Devices::Jobs };
         let rows = [
             ("run to completion, 1 thread, 1 queue", Some(live.alone_ns), alone),
-            ("run to completion, 2 threads, 1 queue", live.shared_ns, Scene { jobs: 2, ..alone }),
-            ("run to completion, 2 threads, 2 queues", live.own_ns, Scene { jobs: 2, queues: 2, ..alone }),
+            ("run to completion, 2 threads, 1 queue", live.shared_ns, VqScene { jobs: 2, ..alone }),
+            ("run to completion, 2 threads, 2 queues", live.own_ns, VqScene { jobs: 2, queues: 2, ..alone }),
             (
                 "driver and device apart, 1 queue (sets the model)",
                 live.apart_ns,
-                Scene { devices: Devices::Each, ..alone },
+                VqScene { devices: Devices::Each, ..alone },
             ),
         ];
         for (name, ns, scene) in rows {
@@ -212,9 +212,9 @@ impl Report {
             windows.count,
             windows.window_ms
         );
-        for Table { back_end, found } in &self.served {
+        for BackendTable { back_end, found } in &self.served {
             let Found::Measured(measured) = found else { continue };
-            let Measured { iops, ratios } = &**measured;
+            let MeasuredBackend { iops, ratios } = &**measured;
             let _ = writeln!(
                 out,
                 "  {:38}{:>6}{:>24}{:>24}{:>24}",
@@ -232,7 +232,7 @@ impl Report {
                 let _ = writeln!(out, "    {what:30} post {post:.2}, here {median:.2} ({low:.2} to {high:.2})");
             }
         }
-        for Table { found, .. } in &self.served {
+        for BackendTable { found, .. } in &self.served {
             if let Found::NotMeasured(why) = found {
                 let _ = writeln!(out, "  NOT MEASURED: {why}");
             }
@@ -241,10 +241,10 @@ impl Report {
 
     /// The same, for programs.
     pub(crate) fn json(&self) -> String {
-        let Report { length, seed, costs, grid, cpus, served, goals, claims } = self;
-        let post = POST.map(|(what, ratio)| Post { what, ratio });
+        let VqReport { length, seed, costs, grid, cpus, served, goals, claims } = self;
+        let post = POST.map(|(what, ratio)| VqPost { what, ratio });
         let [one, each] = [Devices::One, Devices::Each].map(|devices| ratios(grid, devices));
-        let whole = Json {
+        let whole = VqJson {
             study: "multi-vq",
             depth: DEPTH,
             windows: length.windows,
@@ -277,7 +277,7 @@ fn thousands(spread: &Spread) -> String {
 }
 
 #[derive(Serialize)]
-struct Json<'a> {
+struct VqJson<'a> {
     study: &'static str,
     depth: usize,
     windows: usize,
@@ -286,22 +286,22 @@ struct Json<'a> {
     /// The sizes of batch that the curves in `costs` are of.
     batches: &'a [usize],
     /// With what was measured in real time.
-    costs: &'a Costs,
-    simulated_grid: &'a [Point],
-    simulated_cpus: &'a [Point],
-    served_windows: Windows,
+    costs: &'a VqCosts,
+    simulated_grid: &'a [VqPoint],
+    simulated_cpus: &'a [VqPoint],
+    served_windows: ServedWindows,
     /// In processes of their own, in real time.
-    served: &'a [Table],
-    post: [Post; 3],
+    served: &'a [BackendTable],
+    post: [VqPost; 3],
     /// In the post's order.
     ratios_one_device_thread: [f64; 3],
     ratios_thread_per_queue: [f64; 3],
-    claims: &'a [Claim],
+    claims: &'a [PostClaim],
     goals: &'a [Goal],
 }
 
 #[derive(Serialize)]
-struct Post {
+struct VqPost {
     what: &'static str,
     ratio: f64,
 }

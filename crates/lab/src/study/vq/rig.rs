@@ -103,13 +103,13 @@ impl<D> Drop for Half<D> {
 }
 
 /// Both halves of a virtqueue, on one thread: the device has its turn when the driver is polled.
-pub(super) struct Pair<D> {
+pub(super) struct RingPair<D> {
     front: AttachedQueue,
     /// None once it has been [parted](part) from the driver.
     device: Option<Half<D>>,
 }
 
-impl<D: Driver<()>> Driver<()> for Pair<D> {
+impl<D: Driver<()>> Driver<()> for RingPair<D> {
     #[inline]
     fn queue_rqs(&mut self, cx: &mut (), memory: &RegionTable, batch: &mut Batch<'_>) {
         self.front.queue_rqs(cx, memory, batch);
@@ -143,10 +143,10 @@ impl<D: Driver<()>> Driver<()> for Pair<D> {
 }
 
 /// The core over both halves of a virtqueue.
-pub(super) type Queue<D> = HwQueue<Pair<D>>;
+pub(super) type VqRigQueue<D> = HwQueue<RingPair<D>>;
 
 /// Takes the device's half, to be turned elsewhere.
-pub(super) fn part<D>(queue: &mut Queue<D>) -> io::Result<Half<D>> {
+pub(super) fn part<D>(queue: &mut VqRigQueue<D>) -> io::Result<Half<D>> {
     queue.driver_mut().device.take().ok_or_else(|| io::Error::other("the halves of this queue have parted already"))
 }
 
@@ -162,7 +162,7 @@ pub(super) struct Tie<D: Driver<()>> {
 ///
 /// # Errors
 /// The system refuses memory, threads or descriptors, or the halves do not find each other.
-pub(super) fn tie<B>(name: &str, device: &B, ios: &[usize]) -> io::Result<(Tie<B::Queue>, Vec<Queue<B::Queue>>)>
+pub(super) fn tie<B>(name: &str, device: &B, ios: &[usize]) -> io::Result<(Tie<B::Queue>, Vec<VqRigQueue<B::Queue>>)>
 where
     B: BlockDevice,
     B::Queue: Driver<()>,
@@ -202,7 +202,7 @@ where
     let mut queues = Vec::with_capacity(count);
     for ((front, half), ios) in fronts.into_iter().zip(halves).zip(ios) {
         let device = Some(Half { queue: Some(half), home: sender.clone() });
-        let mut queue = HwQueue::new(Pair { front, device }, Arc::clone(&info), config(RING.into(), RING.into()));
+        let mut queue = HwQueue::new(RingPair { front, device }, Arc::clone(&info), config(RING.into(), RING.into()));
         let memory = Region::shared(ios * IO_BYTES as usize)?;
         queue.set_memory(&mut (), Arc::new(RegionTable::new(vec![memory])));
         queues.push(queue);
@@ -212,7 +212,7 @@ where
 }
 
 /// Has each queue do an I/O, which it can once the device knows its ring and its memory.
-fn begin<D: Driver<()>>(queues: &mut [Queue<D>]) -> io::Result<()> {
+fn begin<D: Driver<()>>(queues: &mut [VqRigQueue<D>]) -> io::Result<()> {
     for queue in &mut *queues {
         let mut bio = Bio::with_capacity(1);
         aim(&mut bio, Op::Read, 0, 0);

@@ -23,7 +23,7 @@ use serde::Serialize;
 use super::folder::Folder;
 use super::rig::{DEPTH, STORE_BYTES};
 use super::{COUNTS, QUEUES_MAX};
-use crate::bench::{self, BenchArgs, Format, Pattern};
+use crate::bench::{self, BenchArgs, Pattern, ReportFormat};
 use crate::floor::Samples;
 use crate::study::StudyError;
 
@@ -48,7 +48,7 @@ pub(crate) const BACK_ENDS: [BackEnd; 3] = [BackEnd::Blkyard, BackEnd::QemuFile,
 
 /// How long.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct Windows {
+pub(crate) struct ServedWindows {
     pub(crate) count: usize,
     pub(crate) window_ms: u64,
 }
@@ -71,7 +71,7 @@ impl Spread {
 
 /// What came of a back-end.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Table {
+pub(crate) struct BackendTable {
     pub(crate) back_end: BackEnd,
     #[serde(flatten)]
     pub(crate) found: Found,
@@ -80,21 +80,21 @@ pub(crate) struct Table {
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Found {
-    Measured(Box<Measured>),
+    Measured(Box<MeasuredBackend>),
     /// Why there is nothing, and what helps.
     NotMeasured(String),
 }
 
 /// What a back-end reached.
 #[derive(Clone, Copy, Debug, Serialize)]
-pub(crate) struct Measured {
+pub(crate) struct MeasuredBackend {
     pub(crate) iops: Grid<Spread>,
     /// The post's, window by window.
     pub(crate) ratios: [Spread; 3],
 }
 
-impl Measured {
-    fn of(windows: &[Grid<f64>]) -> Measured {
+impl MeasuredBackend {
+    fn of(windows: &[Grid<f64>]) -> MeasuredBackend {
         let over_windows = |value: &dyn Fn(&Grid<f64>) -> f64| {
             let mut samples = Samples::default();
             windows.iter().for_each(|grid| samples.push(value(grid)));
@@ -109,7 +109,7 @@ impl Measured {
             over_windows(&|grid| grid[2][1] / grid[2][0]),
             over_windows(&|grid| best(grid, 1) / best(grid, 0)),
         ];
-        Measured { iops, ratios }
+        MeasuredBackend { iops, ratios }
     }
 }
 
@@ -120,13 +120,13 @@ pub(crate) type Grid<T> = [[T; COUNTS.len()]; COUNTS.len()];
 ///
 /// # Errors
 /// Our own daemon cannot be started or serves badly, or a signal came.
-pub(super) fn measure(qemu: &Path, windows: Windows, seed: u64) -> Result<Vec<Table>, StudyError> {
+pub(super) fn measure(qemu: &Path, windows: ServedWindows, seed: u64) -> Result<Vec<BackendTable>, StudyError> {
     // Before there is anybody to leave behind: from here on a signal ends the window.
     Signals::install()?;
     let folder = Folder::new("served")?;
     let mut started = Vec::new();
     for back_end in BACK_ENDS {
-        let served = match Server::start(back_end, qemu, folder.path(), seed) {
+        let served = match RunningBackend::start(back_end, qemu, folder.path(), seed) {
             Err(StudyError::Served(why)) if back_end != BackEnd::Blkyard => Err(why),
             server => Ok(server?),
         };
@@ -150,9 +150,9 @@ pub(super) fn measure(qemu: &Path, windows: Windows, seed: u64) -> Result<Vec<Ta
             grids.iter_mut().zip(grid).for_each(|(grids, grid)| grids.push(grid));
         }
     }
-    let table = |((back_end, server), grids): ((BackEnd, Result<Server, String>), Vec<Grid<f64>>)| {
-        let found = server.map_or_else(Found::NotMeasured, |_| Found::Measured(Box::new(Measured::of(&grids))));
-        Table { back_end, found }
+    let table = |((back_end, server), grids): ((BackEnd, Result<RunningBackend, String>), Vec<Grid<f64>>)| {
+        let found = server.map_or_else(Found::NotMeasured, |_| Found::Measured(Box::new(MeasuredBackend::of(&grids))));
+        BackendTable { back_end, found }
     };
     Ok(started.into_iter().zip(grids).map(table).collect())
 }
@@ -203,21 +203,21 @@ impl BackEnd {
 }
 
 /// A back-end that runs.
-struct Server {
+struct RunningBackend {
     back_end: BackEnd,
     socket: PathBuf,
-    _running: Running,
+    _running: BackendProcess,
     _store: Option<File>,
 }
 
-impl Server {
+impl RunningBackend {
     /// Starts it, and writes its disk once: what was never written is not read from memory.
-    fn start(back_end: BackEnd, qemu: &Path, folder: &Path, seed: u64) -> Result<Server, StudyError> {
+    fn start(back_end: BackEnd, qemu: &Path, folder: &Path, seed: u64) -> Result<RunningBackend, StudyError> {
         let socket = folder.join(format!("{back_end:?}.sock"));
         let (mut command, store) = back_end.command(qemu, &socket)?;
-        let mut running = Running::start(back_end, &mut command, socket.with_extension("log"))?;
+        let mut running = BackendProcess::start(back_end, &mut command, socket.with_extension("log"))?;
         running.await_ready(&socket)?;
-        let server = Server { back_end, socket, _running: running, _store: store };
+        let server = RunningBackend { back_end, socket, _running: running, _store: store };
         let all = BenchArgs { rw: Pattern::Write, bs: "1m".into(), iodepth: 8, ..load(&server.socket, 1, 1, seed) };
         server.measure(&all)?;
         Ok(server)
@@ -233,7 +233,7 @@ impl Server {
     }
 
     /// Attaches, runs the load and leaves.
-    fn measure(&self, args: &BenchArgs) -> Result<bench::Report, StudyError> {
+    fn measure(&self, args: &BenchArgs) -> Result<bench::BenchReport, StudyError> {
         let device = attach(&self.socket).map_err(|error| self.back_end.fault(error))?;
         let report = bench::measure(args, &device).map_err(|error| self.back_end.fault(error))?;
         if report.is_cut_short() {
@@ -275,19 +275,19 @@ fn load(socket: &Path, jobs: usize, queues: usize, seed: u64) -> BenchArgs {
         randseed: seed,
         fsync: 0,
         spin_us: 0,
-        output_format: Format::Normal,
+        output_format: ReportFormat::Normal,
     }
 }
 
 /// A process of ours. Dropping it kills it.
-struct Running {
+struct BackendProcess {
     back_end: BackEnd,
     child: Child,
     log: PathBuf,
 }
 
-impl Running {
-    fn start(back_end: BackEnd, command: &mut Command, log: PathBuf) -> Result<Running, StudyError> {
+impl BackendProcess {
+    fn start(back_end: BackEnd, command: &mut Command, log: PathBuf) -> Result<BackendProcess, StudyError> {
         let said = File::create(&log)?;
         bind_to_us(command);
         command.stdin(Stdio::null()).stdout(said.try_clone()?).stderr(said);
@@ -301,7 +301,7 @@ impl Running {
             };
             back_end.fault(format!("{program} cannot be started: {error}{cure}"))
         })?;
-        Ok(Running { back_end, child, log })
+        Ok(BackendProcess { back_end, child, log })
     }
 
     fn await_ready(&mut self, socket: &Path) -> Result<(), StudyError> {
@@ -320,7 +320,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for BackendProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -335,7 +335,8 @@ mod tests {
     fn ratios_are_those_of_each_window_and_not_of_the_medians() {
         let window = |one, two| [[one, two, 0.0]; COUNTS.len()];
         // A machine that is twice as fast in the second window, where two queues are worth less.
-        let Measured { iops, ratios } = Measured::of(&[window(10.0, 20.0), window(20.0, 30.0), window(5.0, 15.0)]);
+        let MeasuredBackend { iops, ratios } =
+            MeasuredBackend::of(&[window(10.0, 20.0), window(20.0, 30.0), window(5.0, 15.0)]);
         assert_eq!((iops[0][0].median, iops[2][1].median), (10.0, 20.0));
         assert_eq!(ratios.map(|ratio| (ratio.low, ratio.median, ratio.high)), [(1.5, 2.0, 3.0); 3]);
     }

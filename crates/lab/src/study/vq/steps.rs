@@ -17,7 +17,7 @@ use blkyard_os::now_ns;
 use blkyard_sim::Rng;
 use serde::Serialize;
 
-use super::rig::{self, Half, Queue, RING, Tie, part, tie};
+use super::rig::{self, Half, RING, Tie, VqRigQueue, part, tie};
 use crate::floor::windows::Samples;
 use crate::study::costs::{BATCHES, Curve};
 use crate::study::measure::whole_window;
@@ -27,7 +27,7 @@ const CYCLES: usize = 16;
 
 /// Nanoseconds for each step by its batch.
 #[derive(Clone, Debug, Default, Serialize)]
-pub(crate) struct Steps {
+pub(crate) struct BatchCosts {
     /// The job makes its bios.
     pub(crate) fill: Curve,
     /// The driver's queue takes them: requests, chains, one publish that decides on a kick.
@@ -47,8 +47,8 @@ const IDLE: usize = 4;
 const CLOCK: usize = 5;
 
 /// A queue whose halves have parted. The tie goes last.
-struct Rig<D: Driver<()>> {
-    queue: Queue<D>,
+struct DetachedRig<D: Driver<()>> {
+    queue: VqRigQueue<D>,
     device: Half<D>,
     /// All bios; those that are out are not in it.
     free: Vec<Box<Bio>>,
@@ -57,8 +57,8 @@ struct Rig<D: Driver<()>> {
     _tie: Tie<D>,
 }
 
-impl<D: Driver<()>> Rig<D> {
-    fn new<B: BlockDevice<Queue = D>>(name: &str, device: &B, seed: u64) -> io::Result<Rig<D>> {
+impl<D: Driver<()>> DetachedRig<D> {
+    fn new<B: BlockDevice<Queue = D>>(name: &str, device: &B, seed: u64) -> io::Result<DetachedRig<D>> {
         let bios = usize::from(RING);
         let (tie, queues) = tie(name, device, &[bios])?;
         let [mut queue] = <[_; 1]>::try_from(queues).map_err(|_| io::Error::other("not one queue"))?;
@@ -69,7 +69,7 @@ impl<D: Driver<()>> Rig<D> {
             bio
         };
         let free: Vec<_> = (0..bios as u64).map(bio).collect();
-        Ok(Rig { queue, device, free, batch: Vec::with_capacity(bios), rng: Rng::new(seed), _tie: tie })
+        Ok(DetachedRig { queue, device, free, batch: Vec::with_capacity(bios), rng: Rng::new(seed), _tie: tie })
     }
 
     /// One window with batches of this size; nanoseconds of each section of one cycle, the clock's own last.
@@ -114,8 +114,9 @@ impl<D: Driver<()>> Rig<D> {
 ///
 /// # Errors
 /// There is no memory.
-pub(super) fn steps(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<Steps> {
-    let (mut ram, mut null) = (Rig::new("steps-ram", ram, seed)?, Rig::new("steps-null", &rig::null(), seed)?);
+pub(super) fn steps(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<BatchCosts> {
+    let (mut ram, mut null) =
+        (DetachedRig::new("steps-ram", ram, seed)?, DetachedRig::new("steps-null", &rig::null(), seed)?);
     let mut samples: [[[Samples; SECTIONS]; 2]; BATCHES.len()] = Default::default();
     for _ in 0..windows {
         for (batch, of_batch) in BATCHES.into_iter().zip(&mut samples) {
@@ -124,7 +125,7 @@ pub(super) fn steps(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<St
             }
         }
     }
-    let mut steps = Steps::default();
+    let mut steps = BatchCosts::default();
     for (place, [of_ram, of_null]) in samples.iter().enumerate() {
         let less = |of: &[Samples; SECTIONS], at: usize, other: usize| (of[at].cost() - of[other].cost()).max(0.0);
         let section = |of: &[Samples; SECTIONS], at: usize| less(of, at, CLOCK);

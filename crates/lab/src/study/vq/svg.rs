@@ -4,7 +4,7 @@
 use std::fmt::Write;
 
 use super::COUNTS;
-use super::report::Report;
+use super::report::VqReport;
 use super::world::Devices;
 
 const WIDTH: f64 = 960.0;
@@ -18,7 +18,7 @@ const TIMES_MAX: f64 = 4.5;
 const COLOURS: [&str; 3] = ["#b35806", "#2166ac", "#1b7837"];
 
 /// The whole picture, SVG 1.1.
-pub(crate) fn picture(report: &Report) -> String {
+pub(crate) fn picture(report: &VqReport) -> String {
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
          font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
@@ -35,7 +35,7 @@ fn y(times: f64) -> f64 {
     TOP + PANEL * (1.0 - (times / TIMES_MAX).clamp(0.0, 1.0))
 }
 
-fn panel(out: &mut String, report: &Report, devices: Devices, left: f64) {
+fn panel(out: &mut String, report: &VqReport, devices: Devices, left: f64) {
     let _ = writeln!(out, "<text x=\"{left}\" y=\"{}\" font-weight=\"bold\">{}</text>", TOP - 12.0, devices.name());
     for times in 0..=4 {
         let y = y(f64::from(times));

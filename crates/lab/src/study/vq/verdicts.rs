@@ -1,14 +1,14 @@
 //! What is to be reached, and what of the post's shape can be seen.
 
-use super::live::Live;
-use super::served::{BackEnd, Found, Grid, Measured, Spread, Table};
+use super::live::VqLive;
+use super::served::{BackEnd, BackendTable, Found, Grid, MeasuredBackend, Spread};
 use super::world::Devices;
-use super::{COUNTS, POST, Point};
-use crate::study::goals::{Claim, Goal};
+use super::{COUNTS, POST, VqPoint};
+use crate::study::goals::{Goal, PostClaim};
 
 /// IOPS of a point of the grid.
-pub(super) fn iops(grid: &[Point], jobs: usize, queues: usize, devices: Devices) -> f64 {
-    let is_it = |point: &&Point| {
+pub(super) fn iops(grid: &[VqPoint], jobs: usize, queues: usize, devices: Devices) -> f64 {
+    let is_it = |point: &&VqPoint| {
         let scene = point.scene;
         (scene.jobs, scene.queues, scene.devices) == (jobs, queues, devices)
     };
@@ -16,14 +16,14 @@ pub(super) fn iops(grid: &[Point], jobs: usize, queues: usize, devices: Devices)
 }
 
 /// The post's three ratios.
-pub(super) fn ratios(grid: &[Point], devices: Devices) -> [f64; 3] {
+pub(super) fn ratios(grid: &[VqPoint], devices: Devices) -> [f64; 3] {
     let best = |queues| COUNTS.map(|jobs| iops(grid, jobs, queues, devices)).into_iter().fold(0.0, f64::max);
     let over = |jobs| iops(grid, jobs, 2, devices) / iops(grid, jobs, 1, devices);
     [over(2), over(4), best(2) / best(1)]
 }
 
 /// The post's ratios are the goals: with a thread for each queue in virtual time, and with two jobs in real time.
-pub(super) fn goals(grid: &[Point], live: &Live, served: &[Table], cpus: usize) -> Vec<Goal> {
+pub(super) fn goals(grid: &[VqPoint], live: &VqLive, served: &[BackendTable], cpus: usize) -> Vec<Goal> {
     let at_least = |what: String, value: f64, limit: f64, at: &str| Goal {
         what,
         value,
@@ -75,7 +75,7 @@ pub(super) fn goals(grid: &[Point], live: &Live, served: &[Table], cpus: usize) 
 /// take turns on the same CPUs, and a second queue brings none with it. In the post's order.
 const CPUS_WANTED: [usize; 3] = [4, 6, 6];
 
-fn measured(served: &[Table], back_end: BackEnd) -> Option<&Measured> {
+fn measured(served: &[BackendTable], back_end: BackEnd) -> Option<&MeasuredBackend> {
     served.iter().find(|table| table.back_end == back_end).and_then(|table| match &table.found {
         Found::Measured(measured) => Some(&**measured),
         Found::NotMeasured(_) => None,
@@ -94,12 +94,12 @@ fn worst(ours: &Grid<Spread>, theirs: &Grid<Spread>) -> (f64, String) {
 }
 
 /// The shape of the post's curves, with its one thread behind all queues.
-pub(super) fn claims(grid: &[Point], served: &[Table], cpus: usize) -> Vec<Claim> {
+pub(super) fn claims(grid: &[VqPoint], served: &[BackendTable], cpus: usize) -> Vec<PostClaim> {
     let of = |jobs, queues| iops(grid, jobs, queues, Devices::One);
     let one = COUNTS.map(|jobs| of(jobs, 1));
     let shape = one.map(|iops| format!("{:.2}", iops / one[0])).join(", ");
     let found = ratios(grid, Devices::One);
-    let mut claims = vec![Claim {
+    let mut claims = vec![PostClaim {
         what: "one queue: a peak with two jobs and less with four".into(),
         found: format!("{shape} times one job with 1, 2 and 4 jobs"),
         reproduced: one[1] > one[0] && one[2] < one[1],
@@ -107,7 +107,7 @@ pub(super) fn claims(grid: &[Point], served: &[Table], cpus: usize) -> Vec<Claim
                  decides is the slower side of the ring",
     }];
     for (value, (what, post)) in found.into_iter().zip(POST) {
-        claims.push(Claim {
+        claims.push(PostClaim {
             what: format!("{what} with one thread behind all queues: {post:.2}"),
             found: format!("{value:.2}"),
             reproduced: value >= post,
@@ -120,7 +120,7 @@ pub(super) fn claims(grid: &[Point], served: &[Table], cpus: usize) -> Vec<Claim
         if let Some(Spread { median, low, high }) = ours.map(|ours| ours.ratios[place])
             && cpus < CPUS_WANTED[place]
         {
-            claims.push(Claim {
+            claims.push(PostClaim {
                 what: format!("{what} in processes of their own: {post:.2}"),
                 found: format!("{median:.2} ({low:.2} to {high:.2}) on {cpus} CPUs"),
                 reproduced: median >= post,
@@ -137,17 +137,19 @@ mod tests {
     use super::*;
     use crate::study::vq::served::BACK_ENDS;
 
-    fn served(ours: f64, theirs: f64) -> Vec<Table> {
+    fn served(ours: f64, theirs: f64) -> Vec<BackendTable> {
         let spread = |median| Spread { median, low: median, high: median };
-        let measured =
-            |iops, ratio| Measured { iops: [[spread(iops); COUNTS.len()]; COUNTS.len()], ratios: [spread(ratio); 3] };
+        let measured = |iops, ratio| MeasuredBackend {
+            iops: [[spread(iops); COUNTS.len()]; COUNTS.len()],
+            ratios: [spread(ratio); 3],
+        };
         let found = [measured(ours, 1.5), measured(theirs, 1.0), measured(theirs, 1.0)];
-        let table = |(back_end, measured)| Table { back_end, found: Found::Measured(Box::new(measured)) };
+        let table = |(back_end, measured)| BackendTable { back_end, found: Found::Measured(Box::new(measured)) };
         BACK_ENDS.into_iter().zip(found).map(table).collect()
     }
 
-    fn goals_on(cpus: usize, served: &[Table]) -> Vec<Goal> {
-        let live = Live { alone_ns: 1.0, shared_ns: None, own_ns: None, apart_ns: None };
+    fn goals_on(cpus: usize, served: &[BackendTable]) -> Vec<Goal> {
+        let live = VqLive { alone_ns: 1.0, shared_ns: None, own_ns: None, apart_ns: None };
         goals(&[], &live, served, cpus).into_iter().filter(|goal| !goal.at.contains("virtual")).collect()
     }
 

@@ -23,7 +23,7 @@ use blkyard_sim::Events;
 use serde::Serialize;
 
 use super::rig::{DEPTH, TAGS};
-use super::steps::Steps;
+use super::steps::BatchCosts;
 
 /// What a real device sees at a time, `RUN_MAX` of the rings (ADR 18), and the least it takes of it (`HALF_MIN`, ADR
 /// 22).
@@ -44,13 +44,13 @@ pub(crate) enum Devices {
 
 /// What is played.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Scene {
+pub(crate) struct VqScene {
     pub(crate) jobs: usize,
     pub(crate) queues: usize,
     pub(crate) devices: Devices,
 }
 
-impl Scene {
+impl VqScene {
     /// CPUs that it takes. A thread that no job has a queue for takes none.
     pub(crate) fn cpus(self) -> usize {
         self.jobs
@@ -65,7 +65,7 @@ impl Scene {
 /// What is charged.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Prices<'a> {
-    pub(crate) steps: &'a Steps,
+    pub(crate) steps: &'a BatchCosts,
     /// Putting an I/O into another job's box, and taking it out there: half each.
     pub(crate) mail_ns: f64,
     /// A lock, and the data under it, that come from another CPU.
@@ -84,7 +84,7 @@ impl Prices<'_> {
 
 /// What came out.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(crate) struct Outcome {
+pub(crate) struct VqResult {
     pub(crate) iops: f64,
     /// Share of the jobs' time that they waited for a lock.
     pub(crate) waiting: f64,
@@ -128,7 +128,7 @@ struct Thread {
 }
 
 #[derive(Default)]
-struct Queue {
+struct VqQueue {
     /// By job.
     available: VecDeque<usize>,
     /// Of these the device has seen so many, and not taken them.
@@ -139,7 +139,7 @@ struct Queue {
     waiting: VecDeque<usize>,
 }
 
-impl Queue {
+impl VqQueue {
     /// How many a device on another CPU takes now, which are the first that are available: half of what it sees, and
     /// the rest of that next time.
     fn half(&mut self) -> usize {
@@ -153,19 +153,19 @@ impl Queue {
     }
 }
 
-struct World<'a> {
-    scene: Scene,
+struct VqWorld<'a> {
+    scene: VqScene,
     prices: Prices<'a>,
     events: Events<Over>,
     /// The jobs, then the devices.
     threads: Vec<Thread>,
-    queues: Vec<Queue>,
+    queues: Vec<VqQueue>,
     done: u64,
     waited_ns: u64,
 }
 
 /// Plays a scene for so many I/Os, after a tenth of that to settle.
-pub(crate) fn play(scene: Scene, prices: Prices<'_>, ios: u64) -> Outcome {
+pub(crate) fn play(scene: VqScene, prices: Prices<'_>, ios: u64) -> VqResult {
     let devices = match scene.devices {
         Devices::One => 1,
         Devices::Each => scene.queues,
@@ -181,12 +181,12 @@ pub(crate) fn play(scene: Scene, prices: Prices<'_>, ios: u64) -> Outcome {
         owed_ns: 0.0,
         next_queue: 0,
     };
-    let mut world = World {
+    let mut world = VqWorld {
         scene,
         prices,
         events: Events::default(),
         threads: (0..scene.jobs + devices).map(thread).collect(),
-        queues: (0..scene.queues).map(|_| Queue::default()).collect(),
+        queues: (0..scene.queues).map(|_| VqQueue::default()).collect(),
         done: 0,
         waited_ns: 0,
     };
@@ -195,13 +195,13 @@ pub(crate) fn play(scene: Scene, prices: Prices<'_>, ios: u64) -> Outcome {
     let (start_ns, before, waited_ns) = (world.events.now_ns(), world.done, world.waited_ns);
     world.run_until(before + ios);
     let ran_ns = (world.events.now_ns() - start_ns) as f64;
-    Outcome {
+    VqResult {
         iops: (world.done - before) as f64 / ran_ns * 1e9,
         waiting: (world.waited_ns - waited_ns) as f64 / (ran_ns * scene.jobs as f64),
     }
 }
 
-impl World<'_> {
+impl VqWorld<'_> {
     fn run_until(&mut self, done: u64) {
         while self.done < done {
             let Some(Over(thread)) = self.events.advance() else {
@@ -246,7 +246,7 @@ impl World<'_> {
                 self.collected(number);
             }
             Doing::Turn { queue, taken } => {
-                let Queue { available, used, .. } = &mut self.queues[queue];
+                let VqQueue { available, used, .. } = &mut self.queues[queue];
                 used.extend(available.drain(..taken));
                 (queue..self.scene.jobs).step_by(self.scene.queues).for_each(|job| self.wake(job));
                 self.turn(number);
@@ -273,7 +273,7 @@ impl World<'_> {
 
     /// Whether a look at a queue would find anything.
     fn has_news(&self, queue: usize) -> bool {
-        let Queue { available, used, .. } = &self.queues[queue];
+        let VqQueue { available, used, .. } = &self.queues[queue];
         !used.is_empty() || self.scene.devices == Devices::Jobs && !available.is_empty()
     }
 
@@ -290,7 +290,7 @@ impl World<'_> {
 
     /// A job has the lock, and does what it came for.
     fn locked(&mut self, job: usize, number: usize) {
-        let World { scene, prices, threads, queues, .. } = self;
+        let VqWorld { scene, prices, threads, queues, .. } = self;
         let (thread, queue) = (&mut threads[job], &mut queues[number]);
         queue.is_held = true;
         let comes_over = queue.last.replace(job).is_some_and(|last| last != job);
@@ -381,14 +381,14 @@ mod tests {
 
     const IOS: u64 = 100_000;
 
-    fn steps() -> Steps {
+    fn steps() -> BatchCosts {
         let [fill, submit, turn, reap] = [5.0, 20.0, 100.0, 15.0].map(Curve::each);
-        Steps { fill, submit, turn, turn_null: Curve::default(), reap }
+        BatchCosts { fill, submit, turn, turn_null: Curve::default(), reap }
     }
 
-    fn iops(jobs: usize, queues: usize, devices: Devices, steps: &Steps, hand_over_ns: f64) -> f64 {
+    fn iops(jobs: usize, queues: usize, devices: Devices, steps: &BatchCosts, hand_over_ns: f64) -> f64 {
         let prices = Prices { steps, mail_ns: 0.0, hand_over_ns, lines_ns: 0.0 };
-        play(Scene { jobs, queues, devices }, prices, IOS).iops
+        play(VqScene { jobs, queues, devices }, prices, IOS).iops
     }
 
     fn is_near(value: f64, want: f64) -> bool {
@@ -404,7 +404,7 @@ mod tests {
 
     #[test]
     fn half_of_what_is_in_sight_is_taken_and_then_the_rest() {
-        let mut queue = Queue { available: (0..40).collect(), ..Queue::default() };
+        let mut queue = VqQueue { available: (0..40).collect(), ..VqQueue::default() };
         let mut taken = Vec::new();
         while !queue.available.is_empty() {
             taken.push(queue.half());
@@ -430,7 +430,7 @@ mod tests {
 
     #[test]
     fn jobs_on_one_queue_are_serial_under_its_lock_and_pay_for_bringing_it_over() {
-        let fast = Steps { turn: Curve::each(1.0), ..steps() };
+        let fast = BatchCosts { turn: Curve::each(1.0), ..steps() };
         // Filling goes on beside; 35 ns of each I/O do not.
         let free = iops(4, 1, Devices::Each, &fast, 0.0);
         assert!(free <= 1e9 / 35.0 * 1.01 && free > 1e9 / 40.0, "{free}");
@@ -444,7 +444,7 @@ mod tests {
         let steps = steps();
         let at = |devices, lines_ns| {
             let prices = Prices { steps: &steps, mail_ns: 0.0, hand_over_ns: 0.0, lines_ns };
-            play(Scene { jobs: 1, queues: 1, devices }, prices, IOS)
+            play(VqScene { jobs: 1, queues: 1, devices }, prices, IOS)
         };
         assert!(is_near(at(Devices::Each, 50.0).iops, 1e9 / 150.0), "the device is the slower side");
         assert_eq!(at(Devices::Jobs, 50.0), at(Devices::Jobs, 0.0));

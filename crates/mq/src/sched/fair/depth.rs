@@ -60,7 +60,7 @@ const LARGE: u64 = 64 << 10;
 
 /// How much may be in flight.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Limit {
+pub(super) struct DepthLimit {
     /// In all, and of small bios.
     pub(super) all: u64,
     pub(super) small: u64,
@@ -68,7 +68,7 @@ pub(super) struct Limit {
     pub(super) mib_ns: u64,
 }
 
-impl Limit {
+impl DepthLimit {
     /// Whether something fits that is worth so much where there is so much. Small bios are as many as come nearest to
     /// the limit.
     #[inline]
@@ -184,8 +184,8 @@ impl Depth {
     }
 
     /// How much may be in flight just now.
-    pub(super) fn limit(&self) -> Limit {
-        Limit { all: self.limit, small: self.limit_small, mib_ns: self.mib_ns }
+    pub(super) fn limit(&self) -> DepthLimit {
+        DepthLimit { all: self.limit, small: self.limit_small, mib_ns: self.mib_ns }
     }
 
     /// The device has so much, and had so much at most in this turn; and somebody has waited because of the limit, or
@@ -472,7 +472,7 @@ mod tests {
     #[test]
     fn between_two_ends_a_large_bio_goes_when_what_is_too_much_of_it_must_be_done() {
         let large = 128 << 10;
-        let limit = Limit { all: 5 * large / 2, small: 5 * large / 2, mib_ns: 320_000 };
+        let limit = DepthLimit { all: 5 * large / 2, small: 5 * large / 2, mib_ns: 320_000 };
         assert!(limit.fits(large, large) && !limit.fits(2 * large, large));
         // Half of it: 64 KiB at 320 us for a MiB.
         assert_eq!(limit.fits_at_ns(2 * large, large, 1_000_000), Some(1_020_000));

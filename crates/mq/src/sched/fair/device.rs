@@ -53,7 +53,7 @@ impl Quick {
 
 /// See the head of the module.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Device {
+pub(super) struct DeviceEstimate {
     seeks: bool,
     near: [Quick; SIZES.len() + 1],
     /// A bit for each of the last reads far away that could be compared: whether it says that we are wrong.
@@ -63,11 +63,11 @@ pub(super) struct Device {
     last_end: u64,
 }
 
-impl Device {
+impl DeviceEstimate {
     /// A device that is said to have seeks, or none.
-    pub(super) fn new(seeks: bool) -> Device {
+    pub(super) fn new(seeks: bool) -> DeviceEstimate {
         let near = [Quick::default(); SIZES.len() + 1];
-        Device { seeks, near, wrong: [0; SIZES.len() + 1], last_ns: 0, last_end: u64::MAX }
+        DeviceEstimate { seeks, near, wrong: [0; SIZES.len() + 1], last_ns: 0, last_end: u64::MAX }
     }
 
     /// Whether there are seeks, as far as is known.
@@ -101,7 +101,8 @@ impl Device {
         self.wrong[size] = self.wrong[size] << 1 | u8::from(says_so);
         let wrong = self.wrong[size].count_ones() >= AGREE_MIN;
         if wrong {
-            *self = Device { last_ns: self.last_ns, last_end: self.last_end, ..Device::new(!self.seeks) };
+            *self =
+                DeviceEstimate { last_ns: self.last_ns, last_end: self.last_end, ..DeviceEstimate::new(!self.seeks) };
         }
         wrong
     }
@@ -114,7 +115,7 @@ mod tests {
     /// Reads, near and far by turns, each as soon as the one before is over; whether it was found out that the device
     /// is otherwise.
     fn look(seeks: bool, sectors: [u32; 2], near_ns: u64, far_ns: u64) -> bool {
-        let (mut device, mut now_ns, mut sector) = (Device::new(seeks), 0, 0);
+        let (mut device, mut now_ns, mut sector) = (DeviceEstimate::new(seeks), 0, 0);
         for at in 0..200 {
             let far = at % 2;
             sector += [0, 10_000_000][far];
@@ -146,7 +147,7 @@ mod tests {
 
     #[test]
     fn what_happens_now_and_then_is_no_seek() {
-        let (mut device, mut now_ns) = (Device::new(false), 0);
+        let (mut device, mut now_ns) = (DeviceEstimate::new(false), 0);
         for at in 0..10_000_u64 {
             // One in five waits for 17 ms, wherever it is.
             let start_ns = now_ns;
@@ -157,7 +158,7 @@ mod tests {
 
     #[test]
     fn a_disk_whose_near_reads_often_wait_stays_one() {
-        let (mut device, mut now_ns) = (Device::new(true), 0);
+        let (mut device, mut now_ns) = (DeviceEstimate::new(true), 0);
         for at in 0..10_000_u64 {
             let far = at / 2 % 2;
             let start_ns = now_ns;

@@ -18,7 +18,7 @@ const THOUGHTS_MIN: u8 = 3;
 
 /// See the head of the module.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Habits {
+pub(super) struct StreamHistory {
     /// The sector behind the bio that came last.
     end: u64,
     /// When its last bio ended.
@@ -31,7 +31,7 @@ pub(super) struct Habits {
     known: bool,
 }
 
-impl Habits {
+impl StreamHistory {
     /// A bio has come; `alone` if none of the stream was here or on its way.
     #[inline]
     pub(super) fn came(&mut self, bio: &Bio, alone: bool, now_ns: u64) {
@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn who_reads_in_a_row_does_not_seek_and_who_jumps_about_does() {
-        let mut habits = Habits::default();
+        let mut habits = StreamHistory::default();
         (0..100).for_each(|at| habits.came(&bio(at * 8), false, 0));
         assert!(!habits.seeks());
         (0..4).for_each(|at| habits.came(&bio(1_000_000 * (1 + at % 2)), false, 0));
@@ -98,8 +98,8 @@ mod tests {
 
     #[test]
     fn a_stream_is_waited_for_as_long_as_it_thinks() {
-        let (mut habits, mut now_ns) = (Habits::default(), 0);
-        let mut think = |habits: &mut Habits, times, thought_ns| {
+        let (mut habits, mut now_ns) = (StreamHistory::default(), 0);
+        let mut think = |habits: &mut StreamHistory, times, thought_ns| {
             for _ in 0..times {
                 habits.ended(now_ns);
                 now_ns += thought_ns;

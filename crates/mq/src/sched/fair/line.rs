@@ -9,11 +9,11 @@
 
 use super::super::slots::NONE;
 use super::super::streams::Streams;
-use super::Stream;
+use super::FairStream;
 
 /// Where a member stands.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Share {
+pub(super) struct MemberShare {
     /// What it may still use, in the unit of its line. Less than nothing if it has used more.
     pub(super) credit: i64,
     /// Since when it stands where it stands.
@@ -33,25 +33,25 @@ pub(super) struct Share {
     pub(super) queued: bool,
 }
 
-impl Share {
+impl MemberShare {
     /// Of who has had nothing yet.
-    pub(super) fn new(weight: u32) -> Share {
-        Share { weight, ..Share::default() }
+    pub(super) fn new(weight: u32) -> MemberShare {
+        MemberShare { weight, ..MemberShare::default() }
     }
 }
 
 /// A row of members.
 #[derive(Clone, Copy, Debug)]
-struct Row {
+struct MemberList {
     first: u32,
     last: u32,
     len: u32,
 }
 
-impl Row {
-    const EMPTY: Row = Row { first: NONE, last: NONE, len: 0 };
+impl MemberList {
+    const EMPTY: MemberList = MemberList { first: NONE, last: NONE, len: 0 };
 
-    fn push(&mut self, streams: &mut Streams<Stream>, at: u32) {
+    fn push(&mut self, streams: &mut Streams<FairStream>, at: u32) {
         streams.get_mut(at).share.next = NONE;
         match self.last {
             NONE => self.first = at,
@@ -61,13 +61,13 @@ impl Row {
         self.len += 1;
     }
 
-    fn push_first(&mut self, streams: &mut Streams<Stream>, at: u32) {
+    fn push_first(&mut self, streams: &mut Streams<FairStream>, at: u32) {
         streams.get_mut(at).share.next = self.first;
         self.first = at;
         self.len += 1;
     }
 
-    fn pop(&mut self, streams: &Streams<Stream>) {
+    fn pop(&mut self, streams: &Streams<FairStream>) {
         self.first = streams.get(self.first).share.next;
         if self.first == NONE {
             self.last = NONE;
@@ -78,10 +78,10 @@ impl Row {
 
 /// Members that wait for their turn.
 #[derive(Debug)]
-pub(super) struct Line {
+pub(super) struct MemberQueue {
     /// Who has something left of its due.
-    light: Row,
-    heavy: Row,
+    light: MemberList,
+    heavy: MemberList,
     /// Whether the one in front is of the light ones.
     front_is_light: bool,
     /// Counted from one. A round is over when all have been served that were heavy at its beginning.
@@ -95,12 +95,12 @@ pub(super) struct Line {
     late_ns: u64,
 }
 
-impl Line {
+impl MemberQueue {
     /// A line in which a member is served that has at least so much credit.
-    pub(super) fn new(least: i64, late_ns: u64) -> Line {
-        Line {
-            light: Row::EMPTY,
-            heavy: Row::EMPTY,
+    pub(super) fn new(least: i64, late_ns: u64) -> MemberQueue {
+        MemberQueue {
+            light: MemberList::EMPTY,
+            heavy: MemberList::EMPTY,
             front_is_light: false,
             round: 1,
             left: 0,
@@ -116,8 +116,9 @@ impl Line {
     }
 
     /// A line as it stands; what stays is empty, and a round further.
-    pub(super) fn take(&mut self) -> Line {
-        let next = Line { round: self.round.wrapping_add(1).max(1), ..Line::new(self.least, self.late_ns) };
+    pub(super) fn take(&mut self) -> MemberQueue {
+        let next =
+            MemberQueue { round: self.round.wrapping_add(1).max(1), ..MemberQueue::new(self.least, self.late_ns) };
         std::mem::replace(self, next)
     }
 
@@ -141,7 +142,14 @@ impl Line {
     }
 
     /// A member wants something. It is light if enough is left of its due, and if it may be.
-    pub(super) fn enter(&mut self, streams: &mut Streams<Stream>, at: u32, due: i64, may_be_light: bool, now_ns: u64) {
+    pub(super) fn enter(
+        &mut self,
+        streams: &mut Streams<FairStream>,
+        at: u32,
+        due: i64,
+        may_be_light: bool,
+        now_ns: u64,
+    ) {
         let share = &mut streams.get_mut(at).share;
         let rounds = i64::from(self.round.wrapping_sub(share.round) as i32);
         if share.round == 0 || rounds > 0 {
@@ -164,7 +172,7 @@ impl Line {
     }
 
     /// A member wants more than was its due, and is given what will be in the next round.
-    pub(super) fn enter_last(&mut self, streams: &mut Streams<Stream>, at: u32, due: i64, now_ns: u64) {
+    pub(super) fn enter_last(&mut self, streams: &mut Streams<FairStream>, at: u32, due: i64, now_ns: u64) {
         let share = &mut streams.get_mut(at).share;
         if due > 0 {
             // Nobody saves more than it takes to be served.
@@ -175,15 +183,15 @@ impl Line {
         self.heavy.push(streams, at);
     }
 
-    fn count(&mut self, share: &mut Share, now_ns: u64) {
+    fn count(&mut self, share: &mut MemberShare, now_ns: u64) {
         (share.queued, share.since_ns, share.counted) = (true, now_ns, share.weight);
         self.weight += u64::from(share.weight);
     }
 
     /// Who is next.
     #[inline]
-    pub(super) fn front(&mut self, streams: &Streams<Stream>, now_ns: u64) -> Option<u32> {
-        let since_ns = |row: &Row| streams.get(row.first).share.since_ns;
+    pub(super) fn front(&mut self, streams: &Streams<FairStream>, now_ns: u64) -> Option<u32> {
+        let since_ns = |row: &MemberList| streams.get(row.first).share.since_ns;
         self.front_is_light = self.light.first != NONE
             && (self.heavy.first == NONE
                 || now_ns.saturating_sub(since_ns(&self.heavy)) < self.late_ns
@@ -193,13 +201,13 @@ impl Line {
     }
 
     /// Since when the one waits that waits for longest.
-    pub(super) fn since_ns(&self, streams: &Streams<Stream>) -> Option<u64> {
+    pub(super) fn since_ns(&self, streams: &Streams<FairStream>) -> Option<u64> {
         let firsts = [self.light.first, self.heavy.first].into_iter().filter(|at| *at != NONE);
         firsts.map(|at| streams.get(at).share.since_ns).min()
     }
 
     /// The one in front leaves.
-    pub(super) fn pop(&mut self, streams: &mut Streams<Stream>) {
+    pub(super) fn pop(&mut self, streams: &mut Streams<FairStream>) {
         let row = if self.front_is_light { &mut self.light } else { &mut self.heavy };
         let share = &mut streams.get_mut(row.first).share;
         share.queued = false;
@@ -216,7 +224,7 @@ impl Line {
 
     /// The one in front wants more than one thing at a time, and so does not go before others: with the credit that it
     /// has.
-    pub(super) fn demote(&mut self, streams: &mut Streams<Stream>, now_ns: u64) {
+    pub(super) fn demote(&mut self, streams: &mut Streams<FairStream>, now_ns: u64) {
         let at = self.light.first;
         if self.front_is_light && !streams.get(at).bios.is_empty() {
             self.pop(streams);
@@ -225,7 +233,7 @@ impl Line {
     }
 
     /// The one in front has used up its credit, and goes to the end.
-    pub(super) fn rotate(&mut self, streams: &mut Streams<Stream>, due: i64, now_ns: u64) {
+    pub(super) fn rotate(&mut self, streams: &mut Streams<FairStream>, due: i64, now_ns: u64) {
         let at = if self.front_is_light { self.light.first } else { self.heavy.first };
         self.pop(streams);
         self.enter_last(streams, at, due, now_ns);

@@ -7,7 +7,7 @@
 //! left of them. Those who seek wait for no room: where they are nothing is shared out.
 
 use super::WEIGHT;
-use super::line::Share;
+use super::line::MemberShare;
 
 /// Who has had less than others counts as behind them by no more than this: what a disk reads in a round.
 const BEHIND_MAX: u64 = 32 << 20;
@@ -36,12 +36,12 @@ impl Room {
     }
 
     /// Who has not been there for long is not behind by all that others have had.
-    pub(super) fn came(&self, share: &mut Share) {
+    pub(super) fn came(&self, share: &mut MemberShare) {
         share.served = share.served.max(self.most.saturating_sub(BEHIND_MAX));
     }
 
     /// Somebody has had so much in its turn.
-    pub(super) fn had(&mut self, share: &mut Share, bytes: u64) {
+    pub(super) fn had(&mut self, share: &mut MemberShare, bytes: u64) {
         let bytes_by_weight = bytes.saturating_mul(u64::from(WEIGHT)) / u64::from(share.weight.max(1));
         share.served = share.served.saturating_add(bytes_by_weight);
         self.most = self.most.max(share.served);
@@ -51,7 +51,7 @@ impl Room {
     /// What somebody may have in its turn, with so many others in line: as much as it is behind, and its part of what
     /// is left then. Who writes is one of them, so what is left at last is little, and so is what one has of it before
     /// the others. All it wants, if nobody waits for room.
-    pub(super) fn part(&self, share: &Share, others: u32) -> u64 {
+    pub(super) fn part(&self, share: &MemberShare, others: u32) -> u64 {
         if self.left == 0 {
             return u64::MAX;
         }
@@ -71,7 +71,7 @@ mod tests {
     #[test]
     fn those_who_wait_for_room_have_had_the_same_by_their_weights_when_it_is_used_up() {
         for weights in [[100, 100], [200, 100]] {
-            let (mut room, mut shares) = (Room::default(), weights.map(Share::new));
+            let (mut room, mut shares) = (Room::default(), weights.map(MemberShare::new));
             room.had(&mut shares[0], 5 * MIB);
             for _ in 0..10 {
                 room.wrote(27 * MIB, true);
@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn nothing_is_shared_out_where_somebody_did_not_wait_for_writes() {
-        let (mut room, share) = (Room::default(), Share::new(100));
+        let (mut room, share) = (Room::default(), MemberShare::new(100));
         room.wrote(MIB, false);
         assert_eq!(room.part(&share, 1), u64::MAX);
         room.crowd();

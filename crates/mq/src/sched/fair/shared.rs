@@ -24,7 +24,7 @@ use blkyard_mem::sync::{
     Ordering::{Acquire, Relaxed, Release},
 };
 
-use super::depth::{Depth, Limit};
+use super::depth::{Depth, DepthLimit};
 
 /// Queues of one device that share it: the queues of four exports with as many as one can have. Those beyond share it
 /// as it pleases.
@@ -60,7 +60,7 @@ struct Table {
 
 /// What is read often and written now and then.
 struct Read {
-    /// The depth that has been found to do, and how much may be there just now: [`Limit`].
+    /// The depth that has been found to do, and how much may be there just now: [`DepthLimit`].
     depth: AtomicU64,
     limit: AtomicU64,
     small: AtomicU64,
@@ -130,7 +130,7 @@ pub(super) struct DepthShare {
 
 #[derive(Clone, Copy, Default)]
 struct Others {
-    limit: Limit,
+    limit: DepthLimit,
     has: u64,
     weight: u64,
     ended_ns: u64,
@@ -174,7 +174,7 @@ impl SharedDepth {
 impl Table {
     fn new() -> Table {
         let depth = Depth::new();
-        let Limit { all, small, mib_ns } = depth.limit();
+        let DepthLimit { all, small, mib_ns } = depth.limit();
         Table {
             read: Line(Read {
                 depth: AtomicU64::new(depth.depth()),
@@ -215,7 +215,7 @@ impl Table {
             bound.store(false, Relaxed);
         }
         (*ends, *cost) = (ends_now, cost_now);
-        let (Limit { all, small, mib_ns }, read) = (depth.limit(), &self.read.0);
+        let (DepthLimit { all, small, mib_ns }, read) = (depth.limit(), &self.read.0);
         let words = [&read.depth, &read.limit, &read.small, &read.mib_ns];
         let mut changed = false;
         for (word, value) in words.into_iter().zip([depth.depth(), all, small, mib_ns]) {
@@ -303,8 +303,8 @@ impl DepthShare {
         let table = &self.table;
         let Read { limit, small, mib_ns, .. } = &table.read.0;
         let [all, small, mib_ns] = [limit, small, mib_ns].map(|word| word.load(Relaxed));
-        let measured = Limit { all, small, mib_ns };
-        let limit = self.given.map_or(measured, |given| Limit { all: given, small: given, ..measured });
+        let measured = DepthLimit { all, small, mib_ns };
+        let limit = self.given.map_or(measured, |given| DepthLimit { all: given, small: given, ..measured });
         let mut others = Others { limit, ..Others::default() };
         for (number, seat) in table.seats().iter().enumerate() {
             let seat = &seat.0;

@@ -19,8 +19,8 @@
 //! turn of who seeks ends in time, and who reads in a row has all the depth it can use.
 
 use super::habits;
-use super::{Fair, FairConfig, Stream, WEIGHT};
-use crate::sched::Next;
+use super::{Fair, FairConfig, FairStream, WEIGHT};
+use crate::sched::Selected;
 
 /// What is due in a round is no less than this, however many want a turn: five times the way to where another reads.
 const SLICE_MIN_NS: u64 = 50_000_000;
@@ -40,7 +40,7 @@ const BATCH_ASYNC: usize = 1024;
 
 /// The turn that lasts.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Turn {
+pub(super) struct ActiveTurn {
     pub(super) who: u32,
     class: usize,
     pub(super) since_ns: u64,
@@ -103,13 +103,13 @@ impl Fair {
         (u64::from(share.weight) * each_ns).max(1) as i64
     }
 
-    pub(super) fn next_turn(&mut self, now_ns: u64) -> Next {
+    pub(super) fn next_turn(&mut self, now_ns: u64) -> Selected {
         loop {
             let Some(mut turn) = self.turn else {
                 if self.take_turn(now_ns) {
                     continue;
                 }
-                return Next::Wait(u64::MAX);
+                return Selected::Wait(u64::MAX);
             };
             let own = self.waiting_of(turn.who, turn.class);
             let others = self.waiting.iter().sum::<usize>() > own;
@@ -124,26 +124,26 @@ impl Fair {
             let in_flight = self.in_flight();
             if turn.closing {
                 if self.config.drain && in_flight > 0 {
-                    return Next::Wait(u64::MAX);
+                    return Selected::Wait(u64::MAX);
                 }
                 let settled_ns = self.settled_ns(&turn);
                 if !preempted && now_ns < settled_ns {
-                    return Next::Wait(settled_ns);
+                    return Selected::Wait(settled_ns);
                 }
                 self.end_turn(now_ns);
             } else if own > 0 {
                 if others && in_flight > 0 && !self.fits(&turn, in_flight, now_ns) {
-                    return Next::Wait(u64::MAX);
+                    return Selected::Wait(u64::MAX);
                 }
                 if let Some(next) = self.next_of_turn(&turn, now_ns) {
                     return next;
                 }
             } else if !others || (in_flight > 0 && self.config.idle_ms > 0) {
-                return Next::Wait(u64::MAX);
+                return Selected::Wait(u64::MAX);
             } else {
                 let until_ns = self.idle_until_ns(&turn).min(end_ns);
                 if now_ns < until_ns {
-                    return Next::Wait(until_ns);
+                    return Selected::Wait(until_ns);
                 }
                 if let Some(turn) = &mut self.turn {
                     turn.closing = true;
@@ -158,19 +158,19 @@ impl Fair {
     }
 
     /// When the device has done what a turn of writes has left in its cache.
-    fn settled_ns(&self, turn: &Turn) -> u64 {
+    fn settled_ns(&self, turn: &ActiveTurn) -> u64 {
         let waits = self.config.drain && !self.streams.get(turn.who).sync;
         if waits { turn.ended_ns + self.settle.ns() } else { 0 }
     }
 
     /// Whether one more would end within the turn.
-    fn fits(&self, turn: &Turn, in_flight: usize, now_ns: u64) -> bool {
+    fn fits(&self, turn: &ActiveTurn, in_flight: usize, now_ns: u64) -> bool {
         let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns.saturating_sub(began_ns));
         let gap_ns = u64::from(self.streams.get(turn.who).gap_ns);
         in_flight as u64 * gap_ns < turn.slice_ns.saturating_sub(used_ns)
     }
 
-    fn idle_until_ns(&self, turn: &Turn) -> u64 {
+    fn idle_until_ns(&self, turn: &ActiveTurn) -> u64 {
         let last = self.streams.get(turn.last);
         let most_ns = if last.sync { u64::from(self.config.idle_ms) * 1_000_000 } else { 0 };
         turn.ended_ns.saturating_add(last.habits.idle_ns(most_ns))
@@ -206,7 +206,7 @@ impl Fair {
             // Its due may have become less meanwhile.
             let most = if late { self.turns[class].least() } else { due.max(least) };
             let slice_ns = credit.max(self.turns[class].least()).min(most) as u64;
-            self.turn = Some(Turn {
+            self.turn = Some(ActiveTurn {
                 who,
                 class,
                 since_ns: now_ns,
@@ -234,7 +234,7 @@ impl Fair {
         let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns.saturating_sub(began_ns));
         let used_ns = used_ns.saturating_sub(turn.lost_ns);
         let is_crowd = turn.who == self.crowds[class];
-        let Stream { share, sync, .. } = self.streams.get_mut(turn.who);
+        let FairStream { share, sync, .. } = self.streams.get_mut(turn.who);
         share.credit -= used_ns as i64;
         if !*sync {
             self.settle.wrote(now_ns);
@@ -262,7 +262,7 @@ impl Fair {
         }
     }
 
-    fn next_of_turn(&mut self, turn: &Turn, now_ns: u64) -> Option<Next> {
+    fn next_of_turn(&mut self, turn: &ActiveTurn, now_ns: u64) -> Option<Selected> {
         if turn.who == self.crowds[turn.class] {
             let at = self.front_of_mix(turn.class, now_ns)?;
             return Some(self.next_of_mix(turn.class, at));
@@ -274,7 +274,7 @@ impl Fair {
         let stream = self.streams.get_mut(turn.who);
         stream.batch -= 1;
         let bio = self.slots.remove(&mut stream.bios, place);
-        Some(Next::Bio(self.hand_out(turn.who, bio)))
+        Some(Selected::Bio(self.hand_out(turn.who, bio)))
     }
 
     /// Sorts the bios that came first, or those that are left of them: first what lies ahead, then what lies behind.
@@ -321,7 +321,7 @@ mod tests {
             let mut write = Bio::with_capacity(0);
             (write.op, write.sectors) = (Op::Write, 8);
             fair.insert(write, 0);
-            assert!(matches!(fair.next(0), Next::Bio(_)));
+            assert!(matches!(fair.next(0), Selected::Bio(_)));
             let rounds = fair.turns[Priority::default() as usize].round();
             assert!(rounds < PASSED_MAX + 4, "{rounds} with {slice_ms} ms and {async_percent} %");
             let slice_ns = fair.turn.map_or(0, |turn| turn.slice_ns);

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use blkyard_mem::{Region, RegionTable, Span, View};
 use blkyard_virtio::driver::{Buffer, DriverRing, Tables};
 use blkyard_virtio::{
-    Chain, DeviceRing, Features, GuestMemory, GuestRange, Head, RingBase, RingLayout, packed_ring_bytes, ring_bytes,
+    Chain, ChainHead, DeviceRing, Features, GuestMemory, GuestRange, RingBase, RingLayout, packed_ring_bytes,
+    ring_bytes,
 };
 
 /// Where the device finds the memory; for us it begins at zero.
@@ -101,7 +102,7 @@ impl Rig {
     }
 
     /// The device fetches one chain; what it sees of it.
-    pub fn fetch(&mut self) -> Option<(Head, Vec<Buffer>)> {
+    pub fn fetch(&mut self) -> Option<(ChainHead, Vec<Buffer>)> {
         let head = self.device.fetch(&self.memory, &mut self.chain).unwrap()?;
         assert_eq!(self.chain.fault(), None);
         let list = |segments: &[blkyard_mem::Segment], writable| -> Vec<Buffer> {

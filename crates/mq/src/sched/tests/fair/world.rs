@@ -2,7 +2,7 @@
 //! something takes, but to see that what the rules promise comes about.
 
 use crate::sched::tests::MS;
-use crate::sched::{FairConfig, FairDevice, Next, Scheduler, SchedulerConfig};
+use crate::sched::{FairConfig, FairDevice, Scheduler, SchedulerConfig, Selected};
 use crate::{Bio, DeviceInfo, Op};
 
 const US: u64 = 1000;
@@ -139,8 +139,8 @@ fn run(
         let mut wake_ns = u64::MAX;
         while device.has.len() + device.running.len() < device.places {
             match scheduler.next(now_ns) {
-                Next::Bio(bio) => device.has.push((bio, now_ns)),
-                Next::Wait(until_ns) => {
+                Selected::Bio(bio) => device.has.push((bio, now_ns)),
+                Selected::Wait(until_ns) => {
                     wake_ns = until_ns;
                     break;
                 }
