@@ -21,9 +21,9 @@ use blkyard_mq::RequestState;
 use blkyard_os::{Signal, Signals};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::control::Daemon;
+use crate::daemon::Daemon;
+use crate::error::ServeError;
 use crate::inspect::{request_node, show_time};
-use crate::serve::ServeError;
 
 /// How long a daemon that does not serve yet may take to end: nothing is in flight.
 const START_TIME: Duration = Duration::from_secs(1);

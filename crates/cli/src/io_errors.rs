@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use blkyard_mq::{DeviceInfo, LogLimit, Op};
 
-use crate::control::Daemon;
+use crate::daemon::Daemon;
 
 /// Time between two lines on one device.
 const INTERVAL: Duration = Duration::from_secs(5);

@@ -5,6 +5,7 @@
 #![forbid(unsafe_code)]
 
 pub mod control;
+pub mod daemon;
 pub mod inspect;
 pub mod log;
 pub mod plan;
@@ -12,12 +13,11 @@ pub mod serve;
 pub mod set;
 pub mod takeover;
 
+mod answers;
 mod ending;
+mod error;
 mod io_errors;
-mod lanes;
 mod qemu;
 mod receiver;
 mod threads;
 mod watch;
-
-pub use lanes::{ServedLanes, Share};

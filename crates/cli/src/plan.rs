@@ -6,6 +6,7 @@ use blkyard::spec::{Spec, SpecError};
 use serde::Deserialize;
 
 use crate::control::ControlPlace;
+use crate::daemon::DiskPlan;
 use crate::log::LogFormat;
 
 /// The key of a socket's permissions, which are octal wherever they are text.
@@ -44,15 +45,6 @@ pub struct Settings {
     pub drain_s: Option<u64>,
     /// How log lines look.
     pub log_format: Option<LogFormat>,
-}
-
-/// A device and the exports that serve it.
-#[derive(Debug, Clone)]
-pub struct DiskPlan {
-    /// The device's name, with its options.
-    pub device: Spec,
-    /// Its exports' names, with theirs.
-    pub exports: Vec<Spec>,
 }
 
 /// Why a configuration file cannot be used.

@@ -12,28 +12,31 @@ use std::time::{Duration, Instant};
 use blkyard::rate::{RateSlot, take_own_rate};
 use blkyard::scheduler::take_device_scheduler;
 use blkyard::spec::{Spec, SpecError, number, show_size};
-use blkyard::{Device, DeviceError, DeviceQueue};
+use blkyard::{Device, DeviceError};
 use blkyard_export::{
     Acceptor, BackendConfig, BoundSocket, ExportState, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SessionState,
-    SocketConfig, Taking, VhostQueue, queue_pair,
+    SocketConfig, Taking,
 };
-use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind};
+use blkyard_mq::IdlePolicy;
 use blkyard_os::{LaneConfig, OpenError, RingConfig, Signals, allow_all_descriptors, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
-use crate::control::{self, ControlPlace, ControlServer, Daemon, ServedDevice, ServedExport};
+use crate::answers;
+use crate::control::{ControlPlace, ControlServer};
+use crate::daemon::{
+    Daemon, DiskPlan, LANES_MAX, Make, ServedDevice, ServedExport, ServedLanes, Share, deal, depth_of, make_queue,
+};
 use crate::ending::{StopToken, supervise};
 use crate::io_errors::{ErrorLog, tell_rest};
-use crate::lanes::{LANES_MAX, ServedLanes, Share, deal};
 use crate::log::{self, LogFormat, say};
-use crate::plan::{
-    DiskPlan, MODE_KEY, MODE_WANTED, Plan, PlanError, Settings, Word, from_file, from_words, parse_mode, unserved,
-};
+use crate::plan::{MODE_KEY, MODE_WANTED, Plan, Settings, Word, from_file, from_words, parse_mode, unserved};
 use crate::qemu;
 use crate::receiver::ReceiverProcess;
 use crate::takeover::{self, Heritage};
 use crate::threads;
 use crate::watch::Watch;
+
+pub use crate::error::ServeError;
 
 /// What `serve` may be told.
 #[derive(Clone, Debug, clap::Args)]
@@ -146,50 +149,6 @@ impl ServeArgs {
     }
 }
 
-/// Why nothing is served, or no more.
-#[derive(Debug, thiserror::Error)]
-pub enum ServeError {
-    /// A name or file is not understood.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-    /// A name is not understood.
-    #[error(transparent)]
-    Spec(#[from] SpecError),
-    /// A device cannot be opened.
-    #[error(transparent)]
-    Device(#[from] DeviceError),
-    /// A socket cannot be had.
-    #[error(transparent)]
-    Socket(#[from] blkyard_export::SocketError),
-    /// A lane cannot run.
-    #[error(transparent)]
-    Lane(#[from] blkyard_os::LaneError),
-    /// The default image cannot be made.
-    #[error("image {}: cannot be made: {source}; run this in a folder you may write to, or name a device", path.display())]
-    Image {
-        /// The image.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
-    /// The system gave no thread or descriptor.
-    #[error("the daemon cannot start: {0}; see the limits on threads and open files")]
-    System(#[from] std::io::Error),
-    /// It was told to end, and something did not finish in time.
-    #[error("ended {when} {what}; {cure}")]
-    Unfinished {
-        /// When it gave up.
-        when: String,
-        /// What was not finished.
-        what: String,
-        /// What becomes of it.
-        cure: String,
-    },
-    /// A part of the daemon ended by itself.
-    #[error("{0}; see the messages above, and report this")]
-    Broken(String),
-}
-
 /// One export, ready to be served.
 struct Export {
     name: String,
@@ -251,9 +210,6 @@ impl Start {
         }
     }
 }
-
-/// How a queue is made, on its lane.
-pub(crate) type Make = Box<dyn FnOnce() -> VhostQueue<DeviceQueue> + Send>;
 
 /// Serves until SIGINT or SIGTERM.
 ///
@@ -547,11 +503,6 @@ fn want(mut spec: Spec, number: usize, queues_max: usize) -> Result<Wanted, Serv
     Ok(Wanted { share: Share { name, queues, named }, socket: SocketConfig { path, mode, group }, serial, rate })
 }
 
-/// Requests in flight of each queue that serves a device.
-fn depth_of(device: &Device) -> usize {
-    HwQueueConfig::default().depth.min(device.depth_max())
-}
-
 /// The number of a group, by its name or number.
 fn group_number(object: &str, name: &str) -> Result<u32, SpecError> {
     if let Ok(number) = name.parse() {
@@ -593,28 +544,6 @@ fn bind(
     Ok(Export { name, socket, disk, remotes, serial: want.serial, rate: want.rate, device: device_index, inherited })
 }
 
-/// Has the driver of one more queue of a device, and says how the queue is made.
-///
-/// # Errors
-/// The device, or the system, has no more.
-pub(crate) fn make_queue(
-    served: &ServedDevice,
-    serial: SerialId,
-    of_export: &RateSlot,
-) -> Result<(QueueRemote, Make), DeviceError> {
-    let (device, info) = (&served.device, served.info());
-    let (remote, port) = queue_pair();
-    let config = HwQueueConfig { depth: depth_of(device), scheduler: served.scheduler(), ..HwQueueConfig::default() };
-    let driver = device.queue(QueueKind::Default, config.depth)?;
-    let (stream, rates) = (served.new_stream(), served.rates(of_export));
-    let make = move || {
-        let mut hw = HwQueue::new(driver, info, config);
-        hw.set_rates(0, rates);
-        VhostQueue::new(hw, serial, port).with_stream(stream)
-    };
-    Ok((remote, Box::new(make)))
-}
-
 /// How each lane is made.
 fn lane_configs(args: &ServeArgs) -> impl Fn(usize) -> LaneConfig + Send + Sync + 'static {
     let cpus = args.cpus.clone();
@@ -652,7 +581,7 @@ fn introduce_control(socket: Arc<BoundSocket>, daemon: &Arc<Daemon>) -> Result<C
     let path = std::path::absolute(socket.path()).unwrap_or_else(|_| socket.path().into());
     say("look at it with");
     say(format_args!("  blkyard inspect --control {}", path.display()));
-    Ok(control::serve(socket, Arc::clone(daemon))?)
+    Ok(answers::serve(socket, Arc::clone(daemon))?)
 }
 
 /// Says what is served, and how to attach it.

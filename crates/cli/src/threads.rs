@@ -3,7 +3,8 @@
 use blkyard::Device;
 use blkyard_export::Server;
 
-use crate::control::{ControlServer, Daemon};
+use crate::control::ControlServer;
+use crate::daemon::Daemon;
 use crate::log;
 
 /// Says which thread has ended by itself, if one has: the daemon is not whole any more, and is to end. `servers` are

@@ -7,7 +7,7 @@ use blkyard::Device;
 use blkyard_export::QueueWatch;
 use blkyard_mq::{OpClass, OpSnapshot, StatsSnapshot};
 
-use crate::control::Daemon;
+use crate::daemon::Daemon;
 use crate::inspect::{op_name, show_time};
 use crate::log::say;
 

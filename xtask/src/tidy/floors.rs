@@ -27,6 +27,9 @@ const FLOORS: &[(&str, &[&str])] = &[
 /// What a crate's tests may import besides: an export is tested on real lanes, what is attached against an export.
 const TESTS: &[(&str, &[&str])] = &[("export", &["os"]), ("attach", &["export", "os"])];
 
+/// Crates of the command line, and who may import them: a program that embeds the library has its own.
+const COMMAND_LINE: (&[&str], &[&str]) = (&["clap", "indicatif"], &["lab", "cli"]);
+
 pub fn check(root: &Path) -> Result<Vec<Finding>> {
     let folder = root.join("crates");
     let mut findings = Vec::new();
@@ -43,7 +46,7 @@ pub fn check(root: &Path) -> Result<Vec<Finding>> {
     }
     let manifest = Path::new("xtask/Cargo.toml");
     if let Ok(text) = fs::read_to_string(root.join(manifest)) {
-        for (_, import) in imports(&text) {
+        for (_, import) in text.parse().map(|parsed| ours(&parsed)).unwrap_or_default() {
             findings.push(Finding::new(
                 manifest,
                 0,
@@ -72,8 +75,14 @@ fn compare(name: &str, manifest_text: &str, manifest: &Path, findings: &mut Vec<
     if found != Some(&expected) {
         findings.push(Finding::new(manifest, 0, format!("the package in crates/{name} should be called {expected}")));
     }
+    let (crates, users) = COMMAND_LINE;
+    for import in dependencies(&parsed).into_iter().map(|(_, import)| import) {
+        if crates.contains(&import.as_str()) && !users.contains(&name) {
+            findings.push(Finding::new(manifest, 0, format!("{expected} may not import {import}")));
+        }
+    }
     let for_tests = TESTS.iter().find(|(known, _)| *known == name).map_or(&[][..], |(_, imports)| imports);
-    for (kind, import) in imports(manifest_text) {
+    for (kind, import) in ours(&parsed) {
         let more = if kind == "dev-dependencies" { for_tests } else { &[] };
         if !allowed.iter().chain(more).any(|below| package(below) == import) {
             findings.push(Finding::new(manifest, 0, format!("{expected} may not import {import}")));
@@ -86,10 +95,15 @@ fn package(folder: &str) -> String {
     if folder == "blkyard" { folder.to_owned() } else { format!("blkyard-{folder}") }
 }
 
-/// Which of our crates a manifest imports, by whatever name and for whatever target, and in which of its tables.
-fn imports(manifest_text: &str) -> Vec<(&'static str, String)> {
-    let Ok(manifest) = manifest_text.parse::<toml::Table>() else { return Vec::new() };
-    let mut places = vec![&manifest];
+/// Which of our crates a manifest imports, and in which of its tables.
+fn ours(manifest: &toml::Table) -> Vec<(&'static str, String)> {
+    let is_ours = |import: &str| import == "blkyard" || import.starts_with("blkyard-");
+    dependencies(manifest).into_iter().filter(|(_, import)| is_ours(import)).collect()
+}
+
+/// All that a manifest imports, by whatever name and for whatever target, and in which of its tables.
+fn dependencies(manifest: &toml::Table) -> Vec<(&'static str, String)> {
+    let mut places = vec![manifest];
     if let Some(targets) = manifest.get("target").and_then(toml::Value::as_table) {
         places.extend(targets.values().filter_map(toml::Value::as_table));
     }
@@ -99,9 +113,7 @@ fn imports(manifest_text: &str) -> Vec<(&'static str, String)> {
             let Some(table) = place.get(kind).and_then(toml::Value::as_table) else { continue };
             for (name, value) in table {
                 let real = value.get("package").and_then(toml::Value::as_str).unwrap_or(name);
-                if real == "blkyard" || real.starts_with("blkyard-") {
-                    found.push((kind, real.to_owned()));
-                }
+                found.push((kind, real.to_owned()));
             }
         }
     }
@@ -144,6 +156,13 @@ mod tests {
     fn what_tests_alone_may_import_is_found_elsewhere() {
         assert!(findings("export", "[dev-dependencies]\nblkyard-os.workspace = true\n").is_empty());
         assert_eq!(findings("export", "[dependencies]\nblkyard-os.workspace = true\n").len(), 1);
+    }
+
+    #[test]
+    fn only_programs_import_crates_of_the_command_line() {
+        let text = "[dependencies]\nclap.workspace = true\n";
+        assert_eq!(findings("blkyard", text), ["Cargo.toml: blkyard may not import clap"]);
+        assert!(findings("cli", text).is_empty());
     }
 
     #[test]

@@ -1,9 +1,10 @@
-//! What we care about and a compiler does not check: floors, unsafe, size, heads, leftovers.
+//! What we care about and a compiler does not check: floors, circles of modules, unsafe, size, heads, leftovers.
 //!
 //! Reads files and says what is wrong with them; changes nothing. Each rule is a function that its
 //! own tests make fail.
 
 mod floors;
+mod modules;
 mod rules;
 mod source;
 
@@ -46,10 +47,12 @@ impl fmt::Display for Finding {
 /// Everything that is wrong in the checkout at `root`.
 pub fn check(root: &Path) -> Result<Vec<Finding>> {
     let mut findings = floors::check(root)?;
-    for file in files(root)? {
-        let path = root.join(&file);
+    let files = files(root)?;
+    findings.extend(modules::check(root, &files)?);
+    for file in &files {
+        let path = root.join(file);
         let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        rules::check(&file, &String::from_utf8_lossy(&bytes), &mut findings);
+        rules::check(file, &String::from_utf8_lossy(&bytes), &mut findings);
     }
     Ok(findings)
 }

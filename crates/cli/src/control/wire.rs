@@ -27,7 +27,7 @@ pub const ANSWER_BYTES_MAX: usize = 256 << 20;
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "lowercase")]
 pub enum Wish {
-    /// The whole tree, as [`Tree`](crate::inspect::Tree).
+    /// The whole tree that `inspect` shows.
     Inspect,
     /// Change values of a part.
     Set {
@@ -36,7 +36,7 @@ pub enum Wish {
         /// What it is to be.
         values: BTreeMap<String, String>,
     },
-    /// Hand everything over: see [`crate::takeover`].
+    /// Hand everything over.
     Takeover {
         /// The version of what is to be handed over.
         version: u32,

@@ -10,8 +10,6 @@ use blkyard_export::VhostQueue;
 use blkyard_mq::{IdlePolicy, QueueMap};
 use blkyard_os::{LaneConfig, LaneError, LaneThread, Lanes, Moves};
 
-use crate::serve::ServeError;
-
 /// Lanes of one daemon. More than any machine we know has CPUs that one disk could use.
 pub const LANES_MAX: u64 = 256;
 
@@ -50,6 +48,17 @@ pub fn deal(shares: &[Share], lanes: usize) -> Result<Vec<usize>, SpecError> {
         }
     }
     Ok(places)
+}
+
+/// Why the number of lanes was not changed, or only in part.
+#[derive(Debug, thiserror::Error)]
+pub enum SetLanesError {
+    /// The number does not do, or a queue does not come to rest.
+    #[error(transparent)]
+    Refused(#[from] SpecError),
+    /// A lane cannot be started, or has ended.
+    #[error(transparent)]
+    Lane(#[from] LaneError),
 }
 
 /// The lanes, running.
@@ -117,7 +126,7 @@ impl ServedLanes {
     /// The number is out of bounds, or an export names a lane that there would not be: nothing has changed. A queue
     /// does not come to rest, or a lane cannot be started or has ended: see [`Lanes::deal`]; trying again does what is
     /// left.
-    pub fn set_lanes(&mut self, count: u64) -> Result<Moves, ServeError> {
+    pub fn set_lanes(&mut self, count: u64) -> Result<Moves, SetLanesError> {
         if !(1..=LANES_MAX).contains(&count) {
             let cause = format!("{count} is out of bounds");
             return Err(SpecError::new("lanes", cause, format!("give a number from 1 to {LANES_MAX}")).into());

@@ -1,7 +1,13 @@
-//! A daemon as the control socket sees it: what there is to look at and to change.
+//! State of a daemon: its devices, exports, queues and lanes.
 //!
-//! Made by `serve` when all is placed, shared with the thread of the control socket. The lanes are its own, since
-//! their number can be set; `serve` takes them back at the end. Of queues and exports it holds watching hands only.
+//! `serve` makes it when all is placed and shares it with the thread of the control socket, where `inspect` reads it
+//! and `set` and `takeover` change it. The lanes are its own, since their number can be set; `serve` takes them back at
+//! the end. Of queues and exports it holds watching hands only.
+//!
+//! It knows none of the commands, and not how they reach it.
+
+mod lanes;
+mod queue;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -10,12 +16,22 @@ use std::time::Instant;
 
 use blkyard::Device;
 use blkyard::rate::RateSlot;
+use blkyard::spec::Spec;
 use blkyard_export::{ExportHand, ExportStatus, QueueWatch};
 use blkyard_mq::{DeviceInfo, RateConfig, RateLimit, SchedulerConfig};
 use blkyard_virtio::SerialId;
 
-use crate::ServedLanes;
-use crate::plan::DiskPlan;
+pub use lanes::{LANES_MAX, ServedLanes, SetLanesError, Share, deal};
+pub(crate) use queue::{Make, depth_of, make_queue};
+
+/// A device and the exports that serve it, as the user named them.
+#[derive(Debug, Clone)]
+pub struct DiskPlan {
+    /// The device's name, with its options.
+    pub device: Spec,
+    /// Its exports' names, with theirs.
+    pub exports: Vec<Spec>,
+}
 
 /// What a daemon serves, and with what.
 pub struct Daemon {

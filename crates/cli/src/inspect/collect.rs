@@ -19,8 +19,7 @@ use super::tree::{
     DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SCHEMA,
     SchedulerNode, SessionNode, TagsNode, Tree,
 };
-use crate::ServedLanes;
-use crate::control::{Daemon, ServedDevice, ServedExport};
+use crate::daemon::{Daemon, ServedDevice, ServedExport, ServedLanes};
 
 /// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is
 /// woken.

@@ -18,11 +18,9 @@ use blkyard_export::{Changed, QUEUES_MAX, QueueRemote};
 use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
 
 use super::size::{Backing, Resize};
-use crate::ServedLanes;
-use crate::control::{Daemon, Kind, ServedDevice, ServedExport, Target};
+use crate::control::{Kind, Target};
+use crate::daemon::{Daemon, LANES_MAX, ServedDevice, ServedExport, ServedLanes, make_queue};
 use crate::inspect::show_time;
-use crate::lanes::LANES_MAX;
-use crate::serve::make_queue;
 
 /// How long exports have to change. What is in flight is finished first, so it takes as long as the slowest request.
 const CHANGE_TIME: Duration = Duration::from_secs(20);

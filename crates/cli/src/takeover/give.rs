@@ -12,7 +12,8 @@ use serde_json::Value;
 use super::VERSION;
 use super::parcel::{DevicePart, ExportPart, Files, Habits, Parcel, SocketPart};
 use super::wire::{receive, send};
-use crate::control::{Daemon, Wish, answer_line, parse_request};
+use crate::control::{Wish, answer_line, parse_request};
+use crate::daemon::Daemon;
 
 /// How long exports may take to hear that they are asked for anything. Nobody rests meanwhile.
 const HEAR_TIME: Duration = Duration::from_secs(5);

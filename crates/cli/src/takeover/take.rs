@@ -14,7 +14,8 @@ use super::VERSION;
 use super::parcel::{Files, Habits, Parcel, SocketPart, next};
 use super::wire::{receive, send};
 use crate::control::{Wish, connect, parse_answer, request_line};
-use crate::plan::{DiskPlan, Settings};
+use crate::daemon::DiskPlan;
+use crate::plan::Settings;
 
 /// How long the old daemon may take: for its exports to come to rest, and for others that it answers before.
 const ANSWER_TIME: Duration = Duration::from_mins(1);

@@ -1,0 +1,28 @@
+//! What a daemon answers at its control socket: each request goes to the command that it belongs to.
+
+use std::sync::Arc;
+
+use blkyard_export::BoundSocket;
+
+use crate::control::{Answer, ControlServer, Wish};
+use crate::daemon::Daemon;
+use crate::takeover::{self, Given};
+use crate::{inspect, set};
+
+/// Answers for a daemon at a socket, from now on.
+///
+/// # Errors
+/// The system gives no thread or descriptor.
+pub fn serve(socket: Arc<BoundSocket>, daemon: Arc<Daemon>) -> std::io::Result<ControlServer> {
+    ControlServer::start(Arc::clone(&socket), move |wish, client| {
+        Answer::Say(match wish {
+            Wish::Inspect => serde_json::to_value(inspect::collect(&daemon)).map_err(|error| error.to_string()),
+            Wish::Set { what, values } => set::apply(&daemon, &what, values).map(Into::into),
+            Wish::Takeover { version } => match takeover::give(&daemon, &socket, client, version) {
+                Given::Gone => return Answer::Last,
+                Given::Kept(why) => Err(why),
+            },
+            Wish::Taken => Err("nothing is being handed over; ask for it with blkyard serve --takeover".into()),
+        })
+    })
+}

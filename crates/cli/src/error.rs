@@ -1,0 +1,52 @@
+//! Why a daemon does not start, or ends: the error of `serve` and of what it is made of.
+
+use std::path::PathBuf;
+
+use blkyard::DeviceError;
+use blkyard::spec::SpecError;
+
+use crate::plan::PlanError;
+
+/// Why nothing is served, or no more.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// A name or file is not understood.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// A name is not understood.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// A device cannot be opened.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// A socket cannot be had.
+    #[error(transparent)]
+    Socket(#[from] blkyard_export::SocketError),
+    /// A lane cannot run.
+    #[error(transparent)]
+    Lane(#[from] blkyard_os::LaneError),
+    /// The default image cannot be made.
+    #[error("image {}: cannot be made: {source}; run this in a folder you may write to, or name a device", path.display())]
+    Image {
+        /// The image.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The system gave no thread or descriptor.
+    #[error("the daemon cannot start: {0}; see the limits on threads and open files")]
+    System(#[from] std::io::Error),
+    /// It was told to end, and something did not finish in time.
+    #[error("ended {when} {what}; {cure}")]
+    Unfinished {
+        /// When it gave up.
+        when: String,
+        /// What was not finished.
+        what: String,
+        /// What becomes of it.
+        cure: String,
+    },
+    /// A part of the daemon ended by itself.
+    #[error("{0}; see the messages above, and report this")]
+    Broken(String),
+}
