@@ -34,8 +34,9 @@ impl Acceptor for ReceiverProcess {
         self.0.listen(path, listener)
     }
 
-    fn accept(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<Accepted> {
-        self.0.accept(path, listener).map(|taken| Accepted { stream: taken.stream, uid: taken.uid, pid: taken.pid })
+    fn accept(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<Option<Accepted>> {
+        let taken = self.0.accept(path, listener)?;
+        Ok(taken.map(|taken| Accepted { stream: taken.stream, uid: taken.uid, pid: taken.pid }))
     }
 
     fn close(&self, path: &Path, listener: OwnedFd) {

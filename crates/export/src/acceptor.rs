@@ -9,6 +9,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
 
 /// A connection that was taken.
@@ -30,11 +31,11 @@ pub trait Acceptor: Send + Sync {
     /// It cannot be served.
     fn listen(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<()>;
 
-    /// Takes the next connection of a non-blocking socket.
+    /// Takes the next connection of a non-blocking socket; none if none waits.
     ///
     /// # Errors
-    /// There is none, or it cannot be had.
-    fn accept(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<Accepted>;
+    /// It cannot be had, whatever the error's kind: a caller that asks again at once would spin.
+    fn accept(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<Option<Accepted>>;
 
     /// Closes a socket, and with it what lies in its backlog.
     fn close(&self, path: &Path, listener: OwnedFd);
@@ -49,10 +50,13 @@ impl Acceptor for Direct {
         Ok(())
     }
 
-    fn accept(&self, _path: &Path, listener: BorrowedFd<'_>) -> io::Result<Accepted> {
-        let stream = accept_with(listener, SocketFlags::CLOEXEC)?;
+    fn accept(&self, _path: &Path, listener: BorrowedFd<'_>) -> io::Result<Option<Accepted>> {
+        let stream = match accept_with(listener, SocketFlags::CLOEXEC) {
+            Err(Errno::AGAIN) => return Ok(None),
+            accepted => accepted?,
+        };
         let peer = sockopt::socket_peercred(&stream)?;
-        Ok(Accepted { stream: stream.into(), uid: peer.uid.as_raw(), pid: peer.pid.as_raw_nonzero().get() })
+        Ok(Some(Accepted { stream: stream.into(), uid: peer.uid.as_raw(), pid: peer.pid.as_raw_nonzero().get() }))
     }
 
     fn close(&self, _path: &Path, listener: OwnedFd) {

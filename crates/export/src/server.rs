@@ -294,13 +294,14 @@ fn next(mut config: BackendConfig, desk: &Desk) -> Option<Session> {
                     return None;
                 }
             }
-            Ok(Call::Socket) => match desk.socket.accept().and_then(|taken| Ok((taken, RelaySockets::new()?))) {
-                Ok((taken, sockets)) => {
+            // Sockets first: a connection that was taken must not be lost for want of them.
+            Ok(Call::Socket) => match RelaySockets::new().and_then(|sockets| Ok((sockets, desk.socket.accept()?))) {
+                Ok((sockets, Some(taken))) => {
                     log.info("a front-end connected");
                     config.disk.set_queues(desk.status.offered());
                     return Some(Session::new(taken.stream, sockets, config, log).of_process(taken.pid));
                 }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Ok((_, None)) => {}
                 Err(error) => {
                     let cure = "raise the limit on open files if that is the cause";
                     log.warn(format_args!("a connection failed: {error}; {cure}"));

@@ -127,14 +127,14 @@ impl BoundSocket {
         Ok(self)
     }
 
-    /// Takes the next connection of a socket that is non-blocking.
+    /// Takes the next connection of a socket that is non-blocking; none if none waits.
     ///
     /// # Errors
-    /// There is none, or it cannot be had.
-    pub fn accept(&self) -> io::Result<Accepted> {
+    /// It cannot be had.
+    pub fn accept(&self) -> io::Result<Option<Accepted>> {
         let mut waiting = [PollFd::new(self.listener(), PollFlags::IN)];
         match poll(&mut waiting, Some(&Timespec::default()))? {
-            0 => Err(io::ErrorKind::WouldBlock.into()),
+            0 => Ok(None),
             _ => self.acceptor.accept(&self.path, self.listener().as_fd()),
         }
     }

@@ -39,7 +39,7 @@ impl Ground {
     /// A peer's end, and the daemon's.
     fn connect(&self) -> (UnixStream, UnixStream) {
         let peer = UnixStream::connect(&self.path).unwrap();
-        let Connection { stream, uid, pid } = self.receiver.accept(&self.path, self.listener.as_fd()).unwrap();
+        let Connection { stream, uid, pid } = self.receiver.accept(&self.path, self.listener.as_fd()).unwrap().unwrap();
         assert_eq!((uid, pid), (rustix::process::getuid().as_raw(), std::process::id().cast_signed()));
         [&peer, &stream].into_iter().for_each(|end| end.set_read_timeout(Some(PATIENCE)).unwrap());
         (peer, stream)
@@ -226,7 +226,7 @@ fn a_socket_that_lingers_keeps_nobody_from_anything() {
             if way == "backlog" {
                 continue;
             }
-            let daemon = ground.receiver.accept(&ground.path, ground.listener.as_fd()).unwrap().stream;
+            let daemon = ground.receiver.accept(&ground.path, ground.listener.as_fd()).unwrap().unwrap().stream;
             if way == "taken" {
                 assert_eq!(get(&daemon, 1).1.len(), 1);
             }
@@ -247,8 +247,7 @@ fn a_socket_that_lingers_keeps_nobody_from_anything() {
 #[test]
 fn without_a_connection_there_is_nothing_to_take() {
     let ground = Ground::new();
-    let error = ground.receiver.accept(&ground.path, ground.listener.as_fd()).unwrap_err();
-    assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock);
+    assert!(ground.receiver.accept(&ground.path, ground.listener.as_fd()).unwrap().is_none());
     drop(ground.connect());
 }
 

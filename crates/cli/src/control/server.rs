@@ -182,14 +182,14 @@ impl<A: FnMut(Wish, &UnixStream) -> Answer> Serving<A> {
                 return;
             }
             match self.socket.accept() {
-                Ok(taken) if is_ours(taken.uid) && taken.stream.set_nonblocking(true).is_ok() => {
+                Ok(Some(taken)) if is_ours(taken.uid) && taken.stream.set_nonblocking(true).is_ok() => {
                     let mut client = Client::new(taken.stream);
                     // Its request may have come while it waited: then it keeps its place until it is answered.
                     client.read_ahead();
                     self.clients.push(client);
                 }
-                Ok(_) => self.warn("another user's process was turned away"),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
+                Ok(Some(_)) => self.warn("another user's process was turned away"),
+                Ok(None) => return,
                 Err(error) => {
                     self.warn(format_args!("a connection failed: {error}"));
                     // Out of descriptors, most likely: do not spin until somebody closes some.

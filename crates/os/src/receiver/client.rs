@@ -16,8 +16,9 @@ use rustix::net::{
     sockopt,
 };
 
+use super::reply::{REPLY_BYTES, Reply};
 use super::table::{Stderr, raise, spawn};
-use super::{COMMAND_BYTES_MAX, Kind, REPLY_BYTES};
+use super::{COMMAND_BYTES_MAX, Kind};
 
 /// How long the receiver may take to answer: a thread's start. One that takes longer hangs, and another is started.
 const ANSWER_TIME: Duration = Duration::from_secs(5);
@@ -93,11 +94,11 @@ impl Receiver {
         self.send(Kind::Keep, path, &[listener]).map(drop)
     }
 
-    /// Takes the next connection of a socket, which is non-blocking.
+    /// Takes the next connection of a socket, which is non-blocking; none if none waits.
     ///
     /// # Errors
-    /// None waits, the system gives no descriptor, or the receiver does not answer.
-    pub fn accept(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<Connection> {
+    /// The system gives no descriptor, or the receiver does not answer.
+    pub fn accept(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<Option<Connection>> {
         let (mut stream, far) = UnixStream::pair()?;
         let which = self.send(Kind::Accept, path, &[listener, far.as_fd()])?;
         drop(far);
@@ -109,14 +110,14 @@ impl Receiver {
             return Err(io::Error::new(error.kind(), format!("the receiver of descriptors {cause}")));
         }
         stream.set_read_timeout(None)?;
-        let word = |at: usize| u32::from_ne_bytes([reply[at], reply[at + 1], reply[at + 2], reply[at + 3]]);
-        match word(0).cast_signed() {
-            0 => Ok(Connection { stream, uid: word(4), pid: word(8).cast_signed() }),
-            libc::EBUSY => Err(io::Error::new(
+        match Reply::from_bytes(reply) {
+            Reply::Taken { uid, pid } => Ok(Some(Connection { stream, uid, pid })),
+            Reply::None => Ok(None),
+            Reply::Busy => Err(io::Error::new(
                 io::ErrorKind::ResourceBusy,
                 "earlier front-ends have left too many descriptors that do not close; end whoever should answer them",
             )),
-            errno => Err(io::Error::from_raw_os_error(errno)),
+            Reply::System(error) => Err(error.into()),
         }
     }
 

@@ -16,9 +16,12 @@
 //! backlog anything may lie. It lives as long as the daemon or any session, and knows no protocol.
 
 mod client;
+mod reply;
 mod session;
 mod stream;
 mod table;
+#[cfg(test)]
+mod tests;
 mod vet;
 
 use std::collections::{HashMap, HashSet};
@@ -38,12 +41,11 @@ use rustix::net::{
 use rustix::thread::Pid;
 
 pub use client::{Connection, Receiver};
+use reply::Reply;
 
 /// Threads of sessions of one socket that have ended, but for a descriptor that does not let them go. With more no
 /// connection is taken there.
 const STUCK_MAX: usize = 16;
-/// Bytes that say how taking a connection went.
-const REPLY_BYTES: usize = 12;
 /// Bytes of a command: its kind, and the path of a socket.
 const COMMAND_BYTES_MAX: usize = 4352;
 /// Bytes of a line for the log.
@@ -198,13 +200,13 @@ impl Hub {
     fn accept(&self, path: String, channel: OwnedFd) {
         let Some(listener) = self.listeners.get(&path) else { return };
         if listener.ended.stuck() >= STUCK_MAX {
-            return session::refuse(&channel, Errno::BUSY);
+            return session::refuse(&channel, Reply::Busy);
         }
         let duplicates = rustix::io::fcntl_dupfd_cloexec(&listener.socket, 0)
             .and_then(|socket| Ok((socket, rustix::io::fcntl_dupfd_cloexec(&self.report, 0)?)));
         let (socket, report) = match duplicates {
             Ok(duplicates) => duplicates,
-            Err(error) => return session::refuse(&channel, error),
+            Err(error) => return session::refuse(&channel, Reply::System(error)),
         };
         let ended = Arc::clone(&listener.ended);
         let begin = move |files: Vec<OwnedFd>| {
@@ -215,7 +217,7 @@ impl Hub {
         if let Err((error, files)) =
             table::spawn("session", vec![socket, channel, report], table::Stderr::Silent, begin)
         {
-            session::refuse(&files[1], Errno::from_io_error(&error).unwrap_or(Errno::AGAIN));
+            session::refuse(&files[1], Reply::System(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)));
         }
     }
 }

@@ -20,10 +20,11 @@ use rustix::net::{
 };
 use rustix::thread::{Pid, gettid};
 
+use super::Ended;
+use super::reply::Reply;
 use super::stream::{Piece, SendQueue, UNREAD_FILES_MAX};
 use super::table::{Foreign, leave};
 use super::vet::{self, Kind};
-use super::{Ended, REPLY_BYTES};
 
 /// How long the peer may take to read the last answers after the daemon has closed.
 const LAST_ANSWER_TIME: Duration = Duration::from_secs(5);
@@ -52,7 +53,8 @@ pub(super) fn run(listener: OwnedFd, channel: OwnedFd, outside: Outside) {
     drop(listener);
     let peer = match accepted {
         Ok(peer) => Foreign::new(peer),
-        Err(error) => return refuse(&channel, error),
+        Err(Errno::AGAIN) => return refuse(&channel, Reply::None),
+        Err(error) => return refuse(&channel, Reply::System(error)),
     };
     let mut session = Session {
         peer,
@@ -74,16 +76,8 @@ pub(super) fn run(listener: OwnedFd, channel: OwnedFd, outside: Outside) {
 }
 
 /// Says that no connection can be had.
-pub(super) fn refuse(channel: &OwnedFd, error: Errno) {
-    let _ = send(channel, &reply(error.raw_os_error(), 0, 0), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
-}
-
-/// What the daemon is told first: an error of the system or 0, and the user and process at the other end.
-fn reply(errno: i32, uid: u32, pid: i32) -> [u8; REPLY_BYTES] {
-    let mut bytes = [0; REPLY_BYTES];
-    let words = [errno.to_ne_bytes(), uid.to_ne_bytes(), pid.to_ne_bytes()];
-    bytes.chunks_exact_mut(4).zip(words).for_each(|(to, word)| to.copy_from_slice(&word));
-    bytes
+pub(super) fn refuse(channel: &OwnedFd, why: Reply) {
+    let _ = send(channel, &why.to_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
 }
 
 /// The user and process at the other end; the process is 0 if it cannot be seen from here.
@@ -127,7 +121,7 @@ impl Session {
     /// Tells the daemon who is there. Plain bytes that have come by now come along: the daemon finds them at once.
     fn begin(&mut self) -> io::Result<()> {
         let (uid, pid) = credentials(&self.peer);
-        let mut pieces = VecDeque::from([Piece::plain(reply(0, uid, pid).to_vec())]);
+        let mut pieces = VecDeque::from([Piece::plain(Reply::Taken { uid, pid }.to_bytes().to_vec())]);
         let received = Piece::receive(&self.peer, &mut pieces);
         pieces.pop_front().into_iter().for_each(|piece| self.to_daemon.push(piece));
         self.send_to_daemon()?;
