@@ -97,12 +97,9 @@ impl Outage {
 
 /// One virtqueue of the device, whether somebody uses it or not.
 struct Queue {
-    kick: Arc<Event>,
     call: Arc<Event>,
     complaints: Arc<Complaints>,
     deaths: Arc<AtomicU64>,
-    /// Number of its ring.
-    ring: u64,
     /// The end of its ring, while the queue is not in use. Missing if it was closed in the middle of I/O.
     spare: Option<RingEnd>,
     /// It was in use before.
@@ -112,9 +109,8 @@ struct Queue {
 
 impl Queue {
     fn new() -> std::io::Result<Queue> {
-        let (kick, call) = (Arc::new(Event::new()?), Arc::new(Event::new()?));
-        let (complaints, deaths) = (Arc::default(), Arc::default());
-        Ok(Queue { kick, call, complaints, deaths, ring: 0, spare: None, used: false, user: None })
+        let (call, complaints, deaths) = (Arc::new(Event::new()?), Arc::default(), Arc::default());
+        Ok(Queue { call, complaints, deaths, spare: None, used: false, user: None })
     }
 }
 
@@ -123,8 +119,37 @@ struct User {
     door: Arc<Door>,
     regions: Vec<Arc<Region>>,
     memory_number: u64,
+    /// It was given a ring, of those that were made last.
+    has_ring: bool,
     /// It has nothing in flight, and takes nothing until it is told that its memory is known.
     at_rest: bool,
+}
+
+/// A ring of a queue, as the back-end is told of it.
+struct QueueRing {
+    /// Counts the rings of a device.
+    number: u64,
+    kick: Arc<Event>,
+}
+
+/// The rings of all queues: what a session serves, and the next one may go on in.
+///
+/// They are one value, so that what a set-up does that fails half-way is undone by dropping it.
+struct Rings {
+    /// Memory of all rings, one after another.
+    region: Arc<Region>,
+    /// Where the back-end keeps account of what is in flight in them, if it does.
+    record: Option<Inflight>,
+    queues: Vec<QueueRing>,
+    /// A back-end was told of them, and may have begun there.
+    served: bool,
+}
+
+impl Rings {
+    fn memory(&self, number: usize, layout: &BlkLayout) -> SharedMemory {
+        let offset = (number * layout.bytes) as u64;
+        SharedMemory { region: Arc::clone(&self.region), offset, addr: addr_of(&self.region) + offset }
+    }
 }
 
 /// Queues are asked to come to rest.
@@ -146,25 +171,16 @@ pub(crate) struct Control {
     queues: Vec<Queue>,
     /// Memory for queues that was made before they have it.
     reserved: Vec<Arc<Region>>,
-    /// Some queue has memory: rings are wanted.
-    wanted: bool,
-    /// The back-end serves the rings.
-    running: bool,
-    /// Some back-end did before.
-    ran: bool,
-    /// The memory of the queues is not what the back-end knows.
+    /// The memory or the rings of the queues are not what the back-end knows.
     changed: bool,
-    /// A ring is missing.
-    renew: bool,
     rest: Option<Rest>,
     /// Rests asked for so far.
     rests: u64,
     /// What was agreed on, for good.
     disk: BlkDisk,
     layout: BlkLayout,
-    /// Memory of all rings, one after another.
-    rings: Arc<Region>,
-    inflight: Option<Inflight>,
+    /// What the next set-up may go on in; if there is nothing, it makes new ones.
+    rings: Option<Rings>,
     /// Rings made so far.
     made: u64,
     /// Rings broken in a row.
@@ -187,13 +203,7 @@ impl Control {
         let disk = session.disk.clone();
         let layout = BlkLayout::new(&disk, size);
         let queues = usize::from(session.queues);
-        let rings = new_rings(&layout, queues).map_err(failed)?;
         let talk = |source| AttachError::Talk { path: path.clone(), source };
-        if session.adds_regions() {
-            session.set_regions(vec![Arc::clone(&rings)]).map_err(talk)?;
-            session.knows(&[Arc::clone(&rings)]).then_some(()).ok_or(TalkError::NoMemory).map_err(talk)?;
-        }
-        let inflight = session.new_inflight(size).map_err(talk)?;
         let error = Event::new().map_err(failed)?;
         let shared = Arc::new(Shared::new(config, disk.info.capacity_sectors));
         let mut control = Control {
@@ -202,27 +212,25 @@ impl Control {
             wake: Arc::clone(wake),
             end: Arc::clone(end),
             error,
-            link: Link::Up { session, since: Instant::now() },
+            link: Link::Down(Outage::new(false)),
             queues: (0..queues).map(|_| Queue::new()).collect::<Result<_, _>>().map_err(failed)?,
             reserved: Vec::new(),
-            wanted: false,
-            running: false,
-            ran: false,
             changed: false,
-            renew: false,
             rest: None,
             rests: 0,
             disk,
             layout,
-            rings,
-            inflight,
+            rings: None,
             made: 0,
             faults: 0,
             news: NowAndThen::default(),
         };
-        let ends = control.make_rings().map_err(talk)?;
-        control.give_rings(ends);
-        control.note_session();
+        let (rings, ends) = control.make_rings(&session).map_err(talk)?;
+        if session.adds_regions() {
+            control.announce(&mut session, &rings.region).map_err(talk)?;
+        }
+        control.give_rings(rings, ends);
+        control.begin(session);
         Ok(control)
     }
 
@@ -339,7 +347,7 @@ impl Control {
             Order::Memory(number, memory_number, regions) => {
                 if let Some(user) = &mut self.queues[usize::from(number)].user {
                     (user.regions, user.memory_number, user.at_rest) = (regions, memory_number, true);
-                    (self.wanted, self.changed) = (true, true);
+                    self.changed = true;
                 }
             }
             Order::Rested(number, rest) => {
@@ -361,6 +369,7 @@ impl Control {
                 }
             }
             Order::Close(number, end) => {
+                let ring = self.ring_number(number.into());
                 let queue = &mut self.queues[usize::from(number)];
                 if let Some(user) = queue.user.take() {
                     // It may have a new one by now, and not know.
@@ -368,7 +377,7 @@ impl Control {
                         Letter::Run(end) => Some(end),
                         _ => None,
                     });
-                    queue.spare = unread.chain(end).find(|end| end.number == queue.ring);
+                    queue.spare = unread.chain(end).find(|end| Some(end.number) == ring);
                     // What was made for the disk stays with it until something else changes.
                     self.changed |= user.regions.iter().any(|region| !has(&self.reserved, region));
                 }
@@ -380,7 +389,12 @@ impl Control {
     /// The name of a queue that is in use, if this is its ring.
     fn name_of(&self, number: u16, ring: u64) -> Option<String> {
         let queue = &self.queues[usize::from(number)];
-        queue.user.as_ref().filter(|_| queue.ring == ring).map(|user| user.door.view.name.clone())
+        let is_its = self.ring_number(number.into()) == Some(ring);
+        queue.user.as_ref().filter(|_| is_its).map(|user| user.door.view.name.clone())
+    }
+
+    fn ring_number(&self, queue: usize) -> Option<u64> {
+        self.rings.as_ref().map(|rings| rings.queues[queue].number)
     }
 
     /// Does something with the session, if there is one, and leaves it if that fails.
@@ -410,13 +424,14 @@ impl Control {
         let name = format!("{}.{number}", if kind == QueueKind::Poll { "req_poll" } else { "req" });
         let view = QueueView { name, complaints: Arc::clone(&queue.complaints), deaths: Arc::clone(&queue.deaths) };
         let door = Arc::new(Door::new(kind, &queue.call, view));
-        queue.user = Some(User { door: Arc::clone(&door), regions: Vec::new(), memory_number: 0, at_rest: true });
         let ring = queue.spare.take();
-        match &self.link {
-            Link::Up { .. } if ring.is_none() => (self.renew, self.changed) = (true, true),
+        let (user_door, has_ring) = (Arc::clone(&door), ring.is_some());
+        let user = User { door: user_door, regions: Vec::new(), memory_number: 0, has_ring, at_rest: true };
+        queue.user = Some(user);
+        self.changed |= !has_ring;
+        if matches!(self.link, Link::Down(_)) && queue.used {
             // What whoever had it before has left in the account is not this one's.
-            Link::Down(_) if queue.used => self.inflight = None,
-            _ => {}
+            self.rings = None;
         }
         queue.used = true;
         if matches!(self.link, Link::Down(Outage { gave_up: true, .. })) {
@@ -427,12 +442,12 @@ impl Control {
         Ok(Opened { number: number as u16, door, ring, gone_max_ns })
     }
 
-    /// All memory that the back-end is to know.
-    fn regions(&mut self, session: &Session) -> Vec<Arc<Region>> {
+    /// All memory that the back-end is to know, that of the rings first.
+    fn regions(&mut self, session: &Session, rings: &Arc<Region>) -> Vec<Arc<Region>> {
         // Nobody else has it, but for what the session knows.
         self.reserved
             .retain(|region| Arc::strong_count(region) > 1 + usize::from(session.knows(std::slice::from_ref(region))));
-        let mut wanted = vec![Arc::clone(&self.rings)];
+        let mut wanted = vec![Arc::clone(rings)];
         for region in self.reserved.iter().chain(self.users().flat_map(|user| &user.regions)) {
             if !has(&wanted, region) {
                 wanted.push(Arc::clone(region));
@@ -441,21 +456,30 @@ impl Control {
         wanted
     }
 
+    /// Some queue has memory: rings are wanted.
+    fn is_wanted(&self) -> bool {
+        self.users().any(|user| user.memory_number > 0)
+    }
+
     /// Has the back-end know the memory of all queues, and serve the rings: now, or once the queues are at rest.
     fn change(&mut self, session: &mut Session) -> Result<(), TalkError> {
-        let wanted = self.regions(session);
-        if !self.running {
-            if !self.wanted {
+        if !session.runs() {
+            return if self.is_wanted() { self.set_up(session) } else { Ok(()) };
+        }
+        if self.users().all(|user| user.has_ring)
+            && let Some(rings) = self.rings.as_ref().map(|rings| Arc::clone(&rings.region))
+        {
+            let wanted = self.regions(session, &rings);
+            if !session.needs_table(&wanted) {
+                self.announce(session, &rings)?;
+                self.tell_users(session);
                 return Ok(());
             }
-            self.set_up(session, !self.renew)
-        } else if !self.renew && !session.needs_table(&wanted) {
-            self.announce(session)?;
-            self.tell_users(session);
-            Ok(())
-        } else if self.users().all(|user| user.at_rest) {
+        }
+        if self.users().all(|user| user.at_rest) {
             session.stop_rings()?;
-            self.set_up(session, false)
+            self.rings = None;
+            self.set_up(session)
         } else {
             self.ask_for_rest();
             Ok(())
@@ -472,12 +496,13 @@ impl Control {
         self.users().filter(|user| !user.at_rest).for_each(|user| user.door.post(Letter::Rest(self.rests)));
     }
 
-    /// Has the back-end know the memory of all queues. No ring runs, or regions can be added to its memory.
-    fn announce(&mut self, session: &mut Session) -> Result<(), TalkError> {
-        let wanted = self.regions(session);
+    /// Has the back-end know the memory of the rings and all queues. No ring runs, or regions can be added to its
+    /// memory.
+    fn announce(&mut self, session: &mut Session, rings: &Arc<Region>) -> Result<(), TalkError> {
+        let wanted = self.regions(session, rings);
         let count = wanted.len();
         session.set_regions(wanted)?;
-        if !session.knows(&[Arc::clone(&self.rings)]) {
+        if !session.knows(std::slice::from_ref(rings)) {
             return Err(TalkError::NoMemory);
         }
         if session.regions() < count {
@@ -493,81 +518,95 @@ impl Control {
 
     /// Has all queues go on with the memory that the session knows.
     fn tell_users(&mut self, session: &Session) {
-        (self.changed, self.renew, self.rest) = (false, false, None);
+        (self.changed, self.rest) = (false, None);
         for user in self.queues.iter_mut().filter_map(|queue| queue.user.as_mut()) {
             user.at_rest = false;
             user.door.post(Letter::Memory(user.memory_number, session.knows(&user.regions)));
         }
     }
 
+    /// Whether a session can serve the rings that there are: all queues have theirs, and it goes by the account of what
+    /// is in flight there if there is one.
+    fn goes_on(&self, session: &Session, rings: &Rings) -> bool {
+        let has_ring = |queue: &Queue| queue.user.as_ref().map_or(queue.spare.is_some(), |user| user.has_ring);
+        self.queues.iter().all(has_ring) && rings.record.is_some() == session.tracks()
+    }
+
     /// Has the back-end know all memory, and serve all queues: in the rings they have, or in new ones. No ring runs.
-    fn set_up(&mut self, session: &mut Session, keeps: bool) -> Result<(), TalkError> {
-        let mut ends = Vec::new();
-        if !keeps {
-            self.rings = new_rings(&self.layout, self.queues.len()).map_err(system)?;
-            self.inflight = None;
-            // Who has the old ones writes to nobody's ring.
-            ends = self.make_rings()?;
+    fn set_up(&mut self, session: &mut Session) -> Result<(), TalkError> {
+        let old = self.rings.take().filter(|rings| self.goes_on(session, rings));
+        if let Some(mut rings) = old {
+            let was_served = std::mem::replace(&mut rings.served, true);
+            let done = self.serve(session, &rings);
+            // Also if that failed: what is in flight there the next one finds in the account.
+            self.rings = Some(rings);
+            done?;
+            if was_served {
+                // What the one before did not hear this one must, and what it did not say nobody will.
+                self.users().for_each(|user| user.door.post(Letter::GoesOn));
+            }
+        } else {
+            let (mut rings, ends) = self.make_rings(session)?;
+            self.serve(session, &rings)?;
+            rings.served = true;
+            self.give_rings(rings, ends);
         }
-        self.announce(session)?;
-        if self.inflight.is_none() {
-            self.inflight = session.new_inflight(self.layout.size)?;
-        }
-        self.inflight.iter().try_for_each(|record| session.set_inflight(record))?;
-        for number in 0..self.queues.len() {
-            self.start(session, number, keeps)?;
-        }
-        session.enable_rings()?;
-        self.running = true;
-        if keeps && std::mem::replace(&mut self.ran, true) {
-            // What the one before did not hear this one must, and what it did not say nobody will.
-            self.users().for_each(|user| user.door.post(Letter::GoesOn));
-        }
-        self.give_rings(ends);
         self.tell_users(session);
         Ok(())
     }
 
-    fn ring_memory(&self, number: usize) -> SharedMemory {
-        let offset = (number * self.layout.bytes) as u64;
-        SharedMemory { region: Arc::clone(&self.rings), offset, addr: addr_of(&self.rings) + offset }
-    }
-
-    /// A new ring for each queue, in the memory for rings.
-    fn make_rings(&mut self) -> Result<Vec<RingEnd>, TalkError> {
-        let mut ends = Vec::with_capacity(self.queues.len());
+    /// Has the back-end know all memory, and serve these rings.
+    fn serve(&mut self, session: &mut Session, rings: &Rings) -> Result<(), TalkError> {
+        self.announce(session, &rings.region)?;
+        rings.record.iter().try_for_each(|record| session.set_inflight(record))?;
         for number in 0..self.queues.len() {
-            let (memory, queue) = (self.ring_memory(number), &mut self.queues[number]);
-            let complaints = Arc::clone(&queue.complaints);
-            let ring = BlkRing::new(&self.disk, self.layout.size, &memory, complaints).map_err(system)?;
-            self.made += 1;
-            (queue.kick, queue.ring) = (Arc::new(Event::new().map_err(system)?), self.made);
-            ends.push(RingEnd { ring: Box::new(ring), kick: Arc::clone(&queue.kick), number: self.made });
+            self.start(session, rings, number)?;
         }
-        Ok(ends)
+        session.enable_rings()
     }
 
-    /// Hands new rings to those who use the queues, and keeps the others.
-    fn give_rings(&mut self, ends: Vec<RingEnd>) {
+    /// A new ring for each queue, in new memory: who has the old ones writes to nobody's ring.
+    fn make_rings(&mut self, session: &Session) -> Result<(Rings, Vec<RingEnd>), TalkError> {
+        let region = Region::shared(self.layout.bytes * self.queues.len()).map_err(system)?;
+        let record = session.new_inflight(self.layout.size)?;
+        let mut rings = Rings { region, record, queues: Vec::new(), served: false };
+        let mut ends = Vec::with_capacity(self.queues.len());
+        for (number, queue) in self.queues.iter().enumerate() {
+            let (memory, complaints) = (rings.memory(number, &self.layout), Arc::clone(&queue.complaints));
+            let ring = BlkRing::new(&self.disk, self.layout.size, &memory, complaints).map_err(system)?;
+            let kick = Arc::new(Event::new().map_err(system)?);
+            self.made += 1;
+            rings.queues.push(QueueRing { number: self.made, kick: Arc::clone(&kick) });
+            ends.push(RingEnd { ring: Box::new(ring), kick, number: self.made });
+        }
+        Ok((rings, ends))
+    }
+
+    /// These are the rings from now on. Hands them to those who use the queues, and keeps the others.
+    fn give_rings(&mut self, rings: Rings, ends: Vec<RingEnd>) {
+        self.rings = Some(rings);
         for (queue, end) in self.queues.iter_mut().zip(ends) {
-            match &queue.user {
-                Some(user) => user.door.post(Letter::Run(end)),
+            match &mut queue.user {
+                Some(user) => {
+                    user.has_ring = true;
+                    user.door.post(Letter::Run(end));
+                }
                 None => queue.spare = Some(end),
             }
         }
     }
 
     /// Tells the back-end of a queue's ring.
-    fn start(&self, session: &Session, number: usize, keeps: bool) -> Result<(), TalkError> {
-        let (memory, queue) = (self.ring_memory(number), &self.queues[number]);
+    fn start(&self, session: &Session, rings: &Rings, number: usize) -> Result<(), TalkError> {
+        let (memory, queue) = (rings.memory(number, &self.layout), &self.queues[number]);
         // Of a packed ring nobody but the account knows where it goes on, and it says so to the back-end; in a fresh
         // one nothing has begun.
         let is_split = !self.disk.features.contains(Features::RING_PACKED);
         let begins = RingBase::start(self.disk.features).bits();
-        let base = if keeps && is_split { used_index(&memory, &self.layout).into() } else { begins };
+        let base = if rings.served && is_split { used_index(&memory, &self.layout).into() } else { begins };
         let place = RingPlace { addr: memory.addr, layout: self.layout, base };
         // Also if the queue is polled, and never asks to be called: libvhost-user panics where it would call nobody.
-        session.start_ring(number as u16, &place, &queue.kick, &queue.call, &self.error)
+        session.start_ring(number as u16, &place, &rings.queues[number].kick, &queue.call, &self.error)
     }
 
     /// The back-end is of no use any more. If rings cannot be trusted, there will be new ones.
@@ -577,9 +616,9 @@ impl Control {
         }
         let broken = matches!(why, TalkError::Fault { .. } | TalkError::RingError);
         let silent = matches!(why, TalkError::Silent { .. });
-        if broken || silent {
+        if broken || silent || self.rings.as_ref().is_some_and(|rings| rings.record.is_none()) {
             // Also while there is none: the next one must not go on in these rings.
-            self.inflight = None;
+            self.rings = None;
         }
         let gone = Link::Down(Outage::new(false));
         let (session, since) = match std::mem::replace(&mut self.link, gone) {
@@ -596,7 +635,7 @@ impl Control {
         if broken {
             self.faults += 1;
         }
-        (self.running, self.rest) = (false, None);
+        self.rest = None;
         let outage = Outage::new(broken || since.elapsed() < HASTE);
         self.link = Link::Down(Outage { left: Some(session.leave()), ..outage });
         self.shared.note(|view| {
@@ -613,7 +652,7 @@ impl Control {
     /// Lets all I/O fail, until there is a back-end again.
     fn give_up(&mut self) {
         tracing::error!("{}: I/O fails from now on, until its back-end is well again", self.shared.config.name());
-        self.inflight = None;
+        self.rings = None;
         self.users().for_each(|user| user.door.post(Letter::Fail));
         if let Link::Down(outage) = &mut self.link {
             outage.gave_up = true;
@@ -631,14 +670,12 @@ impl Control {
             if let Link::Down(outage) = &mut self.link {
                 outage.left = left;
             }
-            self.running = false;
             let path = self.shared.config.socket.clone();
             return self.try_later(&AttachError::Talk { path, source }.to_string());
         }
         let away = if let Link::Down(outage) = &self.link { outage.since.elapsed() } else { Duration::ZERO };
         tracing::info!("{}: served again, after {away:?}", self.shared.config.name());
-        self.link = Link::Up { session, since: Instant::now() };
-        self.note_session();
+        self.begin(session);
         let capacity = self.disk.info.capacity_sectors;
         self.set_capacity(capacity);
     }
@@ -663,8 +700,8 @@ impl Control {
         session.queues = self.queues.len() as u16;
         // One that is gone, and yet is not, still has the old one.
         self.error = Event::new().map_err(system)?;
-        if self.wanted {
-            self.set_up(session, self.inflight.is_some() && session.tracks())?;
+        if self.is_wanted() {
+            self.set_up(session)?;
         }
         self.disk.info.capacity_sectors = session.disk.info.capacity_sectors;
         Ok(())
@@ -707,8 +744,10 @@ impl Control {
         }
     }
 
-    fn note_session(&mut self) {
-        let (features, is_tracked) = (self.disk.features, self.inflight.is_some());
+    /// This session serves from now on.
+    fn begin(&mut self, session: Session) {
+        let (features, is_tracked) = (self.disk.features, session.tracks());
+        self.link = Link::Up { session, since: Instant::now() };
         self.shared.note(|view| {
             (view.is_connected, view.features, view.is_tracked) = (true, features, is_tracked);
             view.sessions += 1;
@@ -731,10 +770,6 @@ fn used_index(memory: &SharedMemory, layout: &BlkLayout) -> u16 {
 
 fn system(error: impl std::fmt::Display) -> TalkError {
     TalkError::System(error.to_string())
-}
-
-fn new_rings(layout: &BlkLayout, queues: usize) -> std::io::Result<Arc<Region>> {
-    Region::shared(layout.bytes * queues)
 }
 
 fn is_readable(session: &Session) -> bool {

@@ -66,6 +66,8 @@ pub(crate) struct Session {
     /// Regions it can know at one time.
     slots: usize,
     known: Vec<Arc<Region>>,
+    /// The back-end serves rings.
+    runs: bool,
 }
 
 impl Session {
@@ -125,7 +127,7 @@ impl Session {
             let cure = if have == 0 { "start it with at least one" } else { "ask for fewer, or start it with more" };
             return Err(AttachError::Queues { path: path(), wanted: wanted.into(), have: have.into(), cure });
         }
-        Ok(Session { talk, channel, protocol, disk, queues: wanted, slots, known: Vec::new() })
+        Ok(Session { talk, channel, protocol, disk, queues: wanted, slots, known: Vec::new(), runs: false })
     }
 
     /// Begins a conversation: the back-end has all its time again.
@@ -265,20 +267,28 @@ impl Session {
     }
 
     /// Has the back-end serve all rings.
-    pub(crate) fn enable_rings(&self) -> Result<(), TalkError> {
+    pub(crate) fn enable_rings(&mut self) -> Result<(), TalkError> {
         for number in 0..self.queues {
             self.talk.tell(Request::SET_VRING_ENABLE, &state(number, 1), &[])?;
         }
-        self.talk.settle()
+        self.talk.settle()?;
+        self.runs = true;
+        Ok(())
     }
 
     /// Has the back-end let go of all rings.
-    pub(crate) fn stop_rings(&self) -> Result<(), TalkError> {
+    pub(crate) fn stop_rings(&mut self) -> Result<(), TalkError> {
         for number in 0..self.queues {
             self.talk.tell(Request::SET_VRING_ENABLE, &state(number, 0), &[])?;
             self.talk.ask(Request::GET_VRING_BASE, &state(number, 0))?;
         }
+        self.runs = false;
         Ok(())
+    }
+
+    /// Whether the back-end serves rings.
+    pub(crate) fn runs(&self) -> bool {
+        self.runs
     }
 
     /// Readable when the back-end hangs up, or says what nobody asked for.

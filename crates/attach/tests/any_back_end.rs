@@ -17,7 +17,7 @@ use blkyard_attach::{AttachConfig, Attached};
 use blkyard_mem::Region;
 use blkyard_mq::{Op, QueueKind, Status};
 use blkyard_virtio::{BlkConfig, Features};
-use common::{Backend, User, blk_config, config, disk, disk_info, message, place, read, until};
+use common::{Backend, User, blk_config, config, disk, disk_info, message, place, read, send_account, until};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// Numbers that seem to be of no order (xorshift, Marsaglia 2003).
@@ -56,9 +56,13 @@ fn is_ready(fd: std::os::fd::BorrowedFd<'_>, within_ms: i64) -> bool {
 /// One front-end, mostly answered as it should be.
 fn session(stream: &UnixStream, disk: &BlkConfig, chance: &mut Chance, stop: &AtomicBool) -> Option<()> {
     let (mut regions, mut bells): (Vec<Arc<Region>>, Vec<OwnedFd>) = (Vec::new(), Vec::new());
+    let mut account = None;
     while !stop.load(Relaxed) {
         if !is_ready(stream.as_fd(), 1) {
-            do_anything(&regions, &bells, chance);
+            do_anything(regions.first(), &bells, chance);
+            if chance.once_in(8) {
+                do_anything(account.as_ref(), &[], chance);
+            }
             if chance.once_in(40) {
                 return None;
             }
@@ -68,10 +72,17 @@ fn session(stream: &UnixStream, disk: &BlkConfig, chance: &mut Chance, stop: &At
         let mut answer = match request {
             1 => Some((disk.features() | Features::PROTOCOL_FEATURES).bits().to_ne_bytes().to_vec()),
             11 => Some(payload.clone()),
-            // Queues, acknowledgements, the configuration, slots of memory.
-            15 => Some((1_u64 | 1 << 3 | 1 << 9 | 1 << 15).to_ne_bytes().to_vec()),
+            // Queues, acknowledgements, the configuration, slots of memory, and mostly an account of what is in flight.
+            15 => {
+                let account = if chance.once_in(4) { 0 } else { 1_u64 << 12 };
+                Some((1_u64 | 1 << 3 | 1 << 9 | 1 << 15 | account).to_ne_bytes().to_vec())
+            }
             17 => Some(2_u64.to_ne_bytes().to_vec()),
             24 => Some([&payload[..12], &disk.read(0, 60).unwrap()].concat()),
+            31 => {
+                account = Some(send_account(stream, &payload, false));
+                None
+            }
             36 => Some(8_u64.to_ne_bytes().to_vec()),
             _ => (flags & 8 != 0).then(|| vec![0; 8]),
         };
@@ -96,10 +107,9 @@ fn session(stream: &UnixStream, disk: &BlkConfig, chance: &mut Chance, stop: &At
     None
 }
 
-/// Writes into rings and requests, and rings whatever there is to ring.
-fn do_anything(regions: &[Arc<Region>], bells: &[OwnedFd], chance: &mut Chance) {
-    // The first holds the rings.
-    if let Some(region) = regions.first() {
+/// Writes into a region, the first of which holds the rings, and rings whatever there is to ring.
+fn do_anything(region: Option<&Arc<Region>>, bells: &[OwnedFd], chance: &mut Chance) {
+    if let Some(region) = region {
         for _ in 0..chance.next() % 8 {
             let words = [chance.next(), chance.next() & 0xffff_ffff, chance.next() & 0xff, 1, 0];
             let (word, bytes) = (words[chance.next() as usize % 5], [1, 2, 4, 8][chance.next() as usize % 4]);
@@ -127,6 +137,8 @@ fn whatever_a_back_end_does_requests_end_and_the_next_one_serves() {
             let good = Backend::start(&path, &device, 2);
             let limits = AttachConfig {
                 reply_max: Duration::from_secs(5),
+                // A request that the account has lost is never answered.
+                io_max: Duration::from_millis(500),
                 gone_max: Duration::from_millis(50),
                 packed,
                 ..config(&path)

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
 use blkyard_mem::{Region, View};
@@ -42,11 +42,28 @@ pub enum Ill {
     NoMemory,
     /// Knows two regions of memory, one of them that of the rings. Takes requests, and hangs up.
     Small,
+    /// Takes requests, and answers none.
+    Holds,
 }
 
-impl Ill {
-    fn keeps_account(self) -> bool {
-        matches!(self, Ill::LiesAndDies | Ill::Dies)
+/// How a back-end fails, and what it can do until then.
+#[derive(Clone, Copy, Debug)]
+pub struct Faults {
+    pub ill: Ill,
+    /// Keeps account of what is in flight.
+    pub account: bool,
+    /// Takes memory as a table; region by region otherwise.
+    pub table: bool,
+    /// Hangs up after so many messages, those before the rings are there included.
+    pub messages_max: Option<usize>,
+    /// Counts them from the first kick on.
+    pub from_kick: bool,
+}
+
+impl From<Ill> for Faults {
+    fn from(ill: Ill) -> Faults {
+        let account = matches!(ill, Ill::LiesAndDies | Ill::Dies);
+        Faults { ill, account, table: false, messages_max: None, from_kick: false }
     }
 }
 
@@ -62,22 +79,45 @@ type Told = (u64, u64, u64, OwnedFd);
 /// One that listens.
 pub struct Fake {
     thread: JoinHandle<Option<OwnedFd>>,
+    kicks: Arc<AtomicUsize>,
 }
 
 impl Fake {
     /// Serves so many front-ends, one after the other, as far as it serves at all.
-    pub fn start(path: &Path, config: BlkConfig, ill: Ill, sessions: usize) -> Fake {
+    pub fn start(path: &Path, config: BlkConfig, faults: impl Into<Faults>, sessions: usize) -> Fake {
+        let faults = faults.into();
+        Fake::start_each(path, config, std::iter::repeat_n(faults, sessions))
+    }
+
+    /// Serves one front-end after the other, each with faults of its own.
+    pub fn start_each(
+        path: &Path,
+        config: BlkConfig,
+        faults: impl IntoIterator<Item = Faults, IntoIter: Send + 'static>,
+    ) -> Fake {
         let _ = std::fs::remove_file(path);
         let listener = UnixListener::bind(path).unwrap();
+        let (kicks, faults) = (Arc::new(AtomicUsize::new(0)), faults.into_iter());
+        let counter = Arc::clone(&kicks);
         let thread = std::thread::spawn(move || {
             let mut error = None;
-            for _ in 0..sessions {
+            for faults in faults {
                 let (stream, _) = listener.accept().unwrap();
-                error = serve(&stream, &config, ill);
+                error = serve(&stream, &config, faults, &counter);
             }
             error
         });
-        Fake { thread }
+        Fake { thread, kicks }
+    }
+
+    /// Kicks that it has heard.
+    pub fn kicks(&self) -> usize {
+        self.kicks.load(Ordering::Relaxed)
+    }
+
+    /// It has served all it was to.
+    pub fn is_over(&self) -> bool {
+        self.thread.is_finished()
     }
 
     /// Waits until it has served all it was to. Returns the descriptor by which the last session said that a ring is
@@ -87,7 +127,9 @@ impl Fake {
     }
 }
 
-fn serve(stream: &UnixStream, config: &BlkConfig, ill: Ill) -> Option<OwnedFd> {
+fn serve(stream: &UnixStream, config: &BlkConfig, faults: Faults, kicks: &AtomicUsize) -> Option<OwnedFd> {
+    let Faults { ill, account, table, messages_max, from_kick } = faults;
+    let (mut messages, mut kicked) = (0, false);
     let mut regions: Vec<Told> = Vec::new();
     let mut used = 0;
     let (mut kick, mut call, mut error) = (None, None, None);
@@ -95,7 +137,10 @@ fn serve(stream: &UnixStream, config: &BlkConfig, ill: Ill) -> Option<OwnedFd> {
         if let (Some(bell), Some(call)) = (&kick, &call)
             && was_kicked(bell, stream)
         {
+            kicked = true;
+            kicks.fetch_add(1, Ordering::Relaxed);
             match ill {
+                Ill::Holds => {}
                 Ill::Swallows | Ill::Small => return error,
                 Ill::LiesAndDies => {
                     used_ring(&regions, used).store_u32(4, 1000, Ordering::Relaxed);
@@ -107,6 +152,12 @@ fn serve(stream: &UnixStream, config: &BlkConfig, ill: Ill) -> Option<OwnedFd> {
             kick = None;
         }
         let Some((request, flags, payload, file)) = read(stream) else { return error };
+        if kicked || !from_kick {
+            messages += 1;
+        }
+        if messages_max.is_some_and(|max| messages > max) {
+            return error;
+        }
         let word = |at: usize| u64::from_ne_bytes(payload[at..at + 8].try_into().unwrap());
         let answer = match request {
             _ if ill == Ill::Silent => continue,
@@ -115,8 +166,9 @@ fn serve(stream: &UnixStream, config: &BlkConfig, ill: Ill) -> Option<OwnedFd> {
             15 if ill == Ill::NoConfig => Some((MQ | REPLY_ACK).to_ne_bytes().to_vec()),
             11 => Some(payload.clone()),
             15 => {
-                let account = if ill.keeps_account() { INFLIGHT } else { 0 };
-                Some((MQ | REPLY_ACK | CONFIG | MEM_SLOTS | account).to_ne_bytes().to_vec())
+                let account = if account { INFLIGHT } else { 0 };
+                let slots = if table { 0 } else { MEM_SLOTS };
+                Some((MQ | REPLY_ACK | CONFIG | slots | account).to_ne_bytes().to_vec())
             }
             17 => Some(if ill == Ill::NoQueues { 0_u64 } else { 2 }.to_ne_bytes().to_vec()),
             24 => {
@@ -127,7 +179,7 @@ fn serve(stream: &UnixStream, config: &BlkConfig, ill: Ill) -> Option<OwnedFd> {
                 Some([&payload[..12], &space].concat())
             }
             31 => {
-                account(stream, &payload, ill);
+                let _ = send_account(stream, &payload, ill == Ill::Dies);
                 None
             }
             36 => {
@@ -165,13 +217,13 @@ pub fn message(request: u32, answer: &[u8]) -> Vec<u8> {
     words.iter().flat_map(|word| word.to_ne_bytes()).chain(answer.iter().copied()).collect()
 }
 
-/// Answers with memory for an account of what is in flight.
-fn account(stream: &UnixStream, payload: &[u8], ill: Ill) {
+/// Answers with memory for an account of what is in flight, which may say that something is.
+pub fn send_account(stream: &UnixStream, payload: &[u8], in_flight: bool) -> Arc<Region> {
     let number = |at: usize| u16::from_ne_bytes([payload[at], payload[at + 1]]);
     let (queues, size) = (number(16), number(18));
     let part = inflight_bytes(Features::empty(), size);
     let region = Region::shared(part * usize::from(queues)).unwrap();
-    if ill == Ill::Dies {
+    if in_flight {
         let first = View::new(Arc::clone(&region), 0, part, 8).unwrap();
         // Of this version and size, and the sixth descriptor is in flight.
         for (at, word) in [(8, 1), (10, size), (16 + 5 * 16, 1)] {
@@ -185,8 +237,10 @@ fn account(stream: &UnixStream, payload: &[u8], ill: Ill) {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
-    let sent = sendmsg(stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty());
-    assert_eq!(sent, Ok(bytes.len()));
+    // One who has left gets none.
+    let sent = sendmsg(stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
+    assert!(sent.is_err() || sent == Ok(bytes.len()));
+    region
 }
 
 /// Waits for a kick or a message; says whether it was a kick.
@@ -194,7 +248,11 @@ fn was_kicked(kick: &OwnedFd, stream: &UnixStream) -> bool {
     let limit = Timespec { tv_sec: super::PATIENCE.as_secs() as i64, tv_nsec: 0 };
     let mut fds = [PollFd::new(kick, PollFlags::IN), PollFd::new(stream, PollFlags::IN)];
     assert_ne!(poll(&mut fds, Some(&limit)), Ok(0), "neither a kick nor a message came");
-    !fds[0].revents().is_empty()
+    let kicked = !fds[0].revents().is_empty();
+    if kicked {
+        let _ = rustix::io::read(kick, &mut [0; 8]);
+    }
+    kicked
 }
 
 /// The beginning of the used ring at this address.

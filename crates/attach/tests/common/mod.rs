@@ -22,7 +22,7 @@ use blkyard_os::{LaneConfig, Lanes, Ring, RingConfig, now_ns};
 use blkyard_virtio::{BlkConfig, SerialId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-pub use fake::{Fake, Ill, message, read};
+pub use fake::{Fake, Faults, Ill, message, read, send_account};
 pub use lossy::{Lossy, LossyConfig};
 
 /// Longer than anything here takes on a busy machine; what takes longer hangs.
@@ -150,6 +150,13 @@ impl User {
         self.hw.issue(&mut self.ring, now_ns);
         self.ring.submit();
         count
+    }
+
+    /// One round of a lane that would sleep after it: a queue without I/O reads its letters then.
+    pub fn turn_idle(&mut self) {
+        self.turn();
+        self.hw.arm::<Ring>();
+        self.hw.disarm::<Ring>();
     }
 
     /// Turns until nothing is out.
