@@ -8,8 +8,9 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use blkyard_mq::LogLimit;
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, sendmsg, socketpair,
@@ -40,11 +41,20 @@ pub struct Receiver {
     state: Mutex<State>,
 }
 
+/// Time from one start of a receiver to the next, at least.
+const RESTART_PAUSE: Duration = Duration::from_secs(1);
+/// Lines on restarts: as many at once, and then one in this time.
+const RESTART_LINES: (u32, Duration) = (5, Duration::from_mins(1));
+const RESTARTED: &str = "the receiver of descriptors had ended, and was started again; its front-ends were lost";
+
 struct State {
     /// Where commands go; `None` once it was found closed or without an answer.
     command: Option<OwnedFd>,
     /// How many were started.
     started: u64,
+    /// Time of the last attempt to start one.
+    started_at: Instant,
+    restart_lines: LogLimit,
     /// Processes that were started, the last one alive.
     children: Vec<Child>,
 }
@@ -83,7 +93,9 @@ impl Receiver {
     fn start(start: Box<dyn Fn() -> io::Result<(OwnedFd, Option<Child>)> + Send + Sync>) -> io::Result<Receiver> {
         let (command, child) = start()?;
         let children = child.into_iter().collect();
-        Ok(Receiver { start, state: Mutex::new(State { command: Some(command), started: 1, children }) })
+        let restart_lines = LogLimit::new(RESTART_LINES.0, RESTART_LINES.1);
+        let state = State { command: Some(command), started: 1, started_at: Instant::now(), restart_lines, children };
+        Ok(Receiver { start, state: Mutex::new(state) })
     }
 
     /// Tells of a socket that listens, which is to be closed by [`Receiver::close`].
@@ -105,9 +117,14 @@ impl Receiver {
         stream.set_read_timeout(Some(ANSWER_TIME))?;
         let mut reply = [0; REPLY_BYTES];
         if let Err(error) = stream.read_exact(&mut reply) {
-            self.give_up(which);
-            let cause = if error.kind() == io::ErrorKind::UnexpectedEof { "ended" } else { "does not answer" };
-            return Err(io::Error::new(error.kind(), format!("the receiver of descriptors {cause}")));
+            // One that has ended is found when the next command is sent: here it may be the session alone.
+            let cause = if error.kind() == io::ErrorKind::UnexpectedEof {
+                "has dropped a connection"
+            } else {
+                self.give_up(which);
+                "does not answer"
+            };
+            return Err(io::Error::other(format!("the receiver of descriptors {cause}")));
         }
         stream.set_read_timeout(None)?;
         match Reply::from_bytes(reply) {
@@ -146,38 +163,39 @@ impl Receiver {
             return Err(io::ErrorKind::InvalidFilename.into());
         }
         let mut state = self.state();
-        loop {
-            let had_one = state.command.is_some();
-            let command = match state.command.take() {
-                Some(command) => command,
-                None => self.restart(&mut state)?,
-            };
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-            let mut control = SendAncillaryBuffer::new(&mut space);
-            assert!(
-                files.is_empty() || control.push(SendAncillaryMessage::ScmRights(files)),
-                "two descriptors at most"
-            );
-            let flags = SendFlags::NOSIGNAL;
-            match rustix::io::retry_on_intr(|| sendmsg(&command, &[IoSlice::new(&bytes)], &mut control, flags)) {
-                Ok(_) => {
-                    state.command = Some(command);
-                    return Ok(state.started);
-                }
-                // It has ended, or has not read for a long time. Another is started, once.
-                Err(Errno::PIPE | Errno::CONNRESET | Errno::AGAIN) if had_one => {}
-                Err(error) => return Err(error.into()),
-            }
+        if state.command.is_none() {
+            self.restart(&mut state)?;
         }
+        if state.with_command(|command| send(command, &bytes, files))? {
+            return Ok(state.started);
+        }
+        // It has ended, or has not read for a long time. Another is started, once.
+        self.restart(&mut state)?;
+        if state.with_command(|command| send(command, &bytes, files))? {
+            return Ok(state.started);
+        }
+        Err(ended())
     }
 
-    fn restart(&self, state: &mut State) -> io::Result<OwnedFd> {
+    /// Starts another receiver, unless the last one was started just now.
+    fn restart(&self, state: &mut State) -> io::Result<()> {
         state.children.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
+        let now = Instant::now();
+        if now.duration_since(state.started_at) < RESTART_PAUSE {
+            return Err(ended());
+        }
+        // An attempt that fails is followed by the pause, too.
+        state.started_at = now;
         let (command, child) = (self.start)()?;
-        tracing::warn!("the receiver of descriptors had ended, and was started again; its front-ends were lost");
+        match state.restart_lines.pass(now) {
+            Some(0) => tracing::warn!("{RESTARTED}"),
+            Some(count) => tracing::warn!("{RESTARTED} ({count} lines before this were left out)"),
+            None => {}
+        }
         state.children.extend(child);
+        state.command = Some(command);
         state.started += 1;
-        Ok(command)
+        Ok(())
     }
 
     /// The receiver of this number answers no more.
@@ -189,9 +207,63 @@ impl Receiver {
     }
 }
 
+impl State {
+    /// Sends a command: false if the receiver has ended or hangs. Only then is its socket given up, which ends one that
+    /// hangs: it stays after any other error, since the receiver and its listening sockets are as they were.
+    fn with_command(&mut self, send: impl FnOnce(&OwnedFd) -> Result<(), Errno>) -> io::Result<bool> {
+        let Some(command) = &self.command else { return Ok(false) };
+        match send(command) {
+            Ok(()) => Ok(true),
+            Err(Errno::PIPE | Errno::CONNRESET | Errno::AGAIN) => {
+                self.command = None;
+                Ok(false)
+            }
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// Sends the bytes of a command, and descriptors.
+fn send(command: &OwnedFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(files.is_empty() || control.push(SendAncillaryMessage::ScmRights(files)), "two descriptors at most");
+    let send = || sendmsg(command, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
+    rustix::io::retry_on_intr(send).map(drop)
+}
+
+fn ended() -> io::Error {
+    io::Error::new(
+        io::ErrorKind::BrokenPipe,
+        format!("the receiver of descriptors has ended, and is started again after {} s", RESTART_PAUSE.as_secs()),
+    )
+}
+
 /// The two ends for commands.
 fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (near, far) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     sockopt::set_socket_timeout(&near, sockopt::Timeout::Send, Some(ANSWER_TIME))?;
     Ok((near, far))
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// How many receivers were started.
+    pub(in super::super) fn started(receiver: &Receiver) -> u64 {
+        receiver.state().started
+    }
+
+    /// Ends the receiver as it looks from here.
+    pub(in super::super) fn end(receiver: &Receiver) {
+        let command = pair().unwrap().0;
+        receiver.state().command = Some(command);
+    }
+
+    /// Makes the pause be over.
+    pub(in super::super) fn let_pause_end(receiver: &Receiver) {
+        let mut state = receiver.state();
+        state.started_at = state.started_at.checked_sub(RESTART_PAUSE).unwrap();
+    }
 }

@@ -11,7 +11,6 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::mpsc::channel;
 
 use rustix::fs::{Mode, OFlags, open};
-use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 /// Standard input, output and errors. They stay taken in every table, so that nothing foreign gets their numbers.
 const STANDARD: RawFd = 3;
@@ -34,8 +33,7 @@ pub(super) enum Stderr {
 /// Gives the calling thread a table of its own with only these descriptors of the old one, and with /dev/null as
 /// standard input and output, and perhaps as standard error.
 fn isolate(kept: &[RawFd], stderr: Stderr) -> io::Result<()> {
-    // SAFETY: the callers below see to it that this thread uses no descriptor of the old table but those in `kept`.
-    unsafe { unshare_unsafe(UnshareFlags::FILES)? };
+    unshare()?;
     let mut kept: Vec<_> = kept.iter().map(|fd| fd.cast_unsigned()).collect();
     kept.sort_unstable();
     let mut from = STANDARD.cast_unsigned();
@@ -53,14 +51,31 @@ fn isolate(kept: &[RawFd], stderr: Stderr) -> io::Result<()> {
     Ok(())
 }
 
+/// Gives the calling thread a copy of the table that it shares. Not by `unshare`, which containers allow to those alone
+/// who may also mount: by `close_range`, which is needed anyway, of no descriptor.
+fn unshare() -> io::Result<()> {
+    // SAFETY: no descriptor has this number, so none is closed. The callers below see to it that this thread uses no
+    // descriptor of the old table but those it keeps.
+    let done = unsafe { libc::syscall(libc::SYS_close_range, u32::MAX, u32::MAX, libc::CLOSE_RANGE_UNSHARE) };
+    if done == 0 { Ok(()) } else { Err(not_allowed()) }
+}
+
 /// Closes the descriptors from one number up to another.
 fn close_range(first: u32, last: Option<u32>) -> io::Result<()> {
     let Some(last) = last.filter(|last| *last >= first) else { return Ok(()) };
     // SAFETY: closes descriptors of the calling thread's own table, which nothing of this thread uses.
     match unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } {
         0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
+        _ => Err(not_allowed()),
     }
+}
+
+fn not_allowed() -> io::Error {
+    let error = io::Error::last_os_error();
+    io::Error::new(
+        error.kind(),
+        format!("a descriptor table for a thread: close_range: {error}; let the container's seccomp profile allow it"),
+    )
 }
 
 /// Has a standard number name this file.

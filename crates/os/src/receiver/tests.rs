@@ -5,6 +5,7 @@
 use std::io::Read;
 use std::os::unix::net::{UnixListener, UnixStream};
 
+use super::client::tests::{end, let_pause_end, started};
 use super::reply::REPLY_BYTES;
 use super::*;
 
@@ -89,4 +90,65 @@ fn too_many_sessions_that_do_not_go_are_told() {
     while reply(&hub, &path) != Reply::None {
         assert!(begin.elapsed().as_secs() < 30, "threads that are gone still count");
     }
+}
+
+/// A listening socket, its path, and the folder of that.
+fn listening() -> (UnixListener, std::path::PathBuf, tempfile::TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("s");
+    let listener = UnixListener::bind(&path).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    (listener, path, folder)
+}
+
+#[test]
+fn receiver_stays_after_an_error_of_one_command() {
+    let (listener, path, _folder) = listening();
+    let receiver = Receiver::thread().unwrap();
+    receiver.listen(&path, listener.as_fd()).unwrap();
+    for error in [Errno::TOOMANYREFS, Errno::NOBUFS, Errno::NOMEM] {
+        let accept = || receiver.accept(&path, listener.as_fd()).map(drop);
+        let refused = with_refused(&[libc::SYS_sendmsg], error, accept).unwrap_err();
+        assert_eq!(refused.raw_os_error(), Some(error.raw_os_error()));
+        let peer = UnixStream::connect(&path).unwrap();
+        assert!(receiver.accept(&path, listener.as_fd()).unwrap().is_some());
+        drop(peer);
+    }
+    assert_eq!(started(&receiver), 1);
+}
+
+#[test]
+fn receiver_that_ends_is_started_again_but_not_at_once() {
+    let (listener, path, _folder) = listening();
+    let receiver = Receiver::thread().unwrap();
+    end(&receiver);
+    for _ in 0..10 {
+        let error = receiver.accept(&path, listener.as_fd()).unwrap_err();
+        assert!(error.to_string().contains("started again after 1 s"), "{error}");
+    }
+    assert_eq!(started(&receiver), 1);
+    let_pause_end(&receiver);
+    let _peer = UnixStream::connect(&path).unwrap();
+    assert!(receiver.accept(&path, listener.as_fd()).unwrap().is_some());
+    assert_eq!(started(&receiver), 2);
+    end(&receiver);
+    assert!(receiver.listen(&path, listener.as_fd()).is_err());
+    assert_eq!(started(&receiver), 2);
+}
+
+#[test]
+fn receiver_works_where_unshare_is_refused() {
+    let (listener, path, _folder) = listening();
+    let _peer = UnixStream::connect(&path).unwrap();
+    let taken = with_refused(&[libc::SYS_unshare], Errno::PERM, || {
+        let receiver = Receiver::thread().unwrap();
+        receiver.accept(&path, listener.as_fd()).unwrap().is_some()
+    });
+    assert!(taken);
+}
+
+#[test]
+fn receiver_without_a_table_is_said_at_the_start() {
+    let error = with_refused(&[libc::SYS_close_range], Errno::PERM, || Receiver::thread().map(drop)).unwrap_err();
+    assert!(error.to_string().contains("close_range") && error.to_string().contains("seccomp"), "{error}");
 }
