@@ -48,7 +48,7 @@ enum Chore {
     /// Builds what the tests need first. All steps run even when one fails; their output is kept in
     /// target/xtask-logs. The last line is "N passed, N failed, N skipped", and the exit status is 1 if
     /// anything failed. With CI set in the environment, what cannot run has failed.
-    Test(test::Options),
+    Test(test::TestOptions),
     /// Measure, with the benchmark cells of the crate lab; the arguments are theirs: [CELL..] [--json] [--quick].
     ///
     /// Each cell is shown as a multiple of a limit of this machine; `blkyard floor` shows the limits alone.

@@ -34,7 +34,7 @@ pub enum Program {
 
 /// What is served.
 #[derive(Clone)]
-pub enum Device {
+pub enum OfferedDevice {
     File(PathBuf),
     ReadOnly(PathBuf),
     /// Bytes in memory, so many MiB.
@@ -45,7 +45,7 @@ pub enum Device {
     Spec(String),
 }
 
-impl Device {
+impl OfferedDevice {
     /// In blkyard's words.
     pub fn spec(&self) -> String {
         match self {
@@ -61,7 +61,7 @@ impl Device {
 /// One disk at one socket.
 #[derive(Clone)]
 pub struct Export {
-    pub device: Device,
+    pub device: OfferedDevice,
     pub socket: PathBuf,
     pub queues: u16,
     pub serial: Option<&'static str>,
@@ -125,11 +125,11 @@ fn foreign(path: &Path, exports: &[Export]) -> Result<Command> {
     let mut command = Command::new(path);
     for (index, export) in exports.iter().enumerate() {
         let (node, writable) = match &export.device {
-            Device::File(image) => (file_node(image), "on"),
-            Device::ReadOnly(image) => (format!("{},read-only=on", file_node(image)), "off"),
-            Device::Null(mib) => (format!("null-co,size={},read-zeroes=on", u64::from(*mib) << 20), "on"),
-            Device::Spec(spec) => bail!("only blkyard understands {spec}"),
-            Device::Ram(mib) => {
+            OfferedDevice::File(image) => (file_node(image), "on"),
+            OfferedDevice::ReadOnly(image) => (format!("{},read-only=on", file_node(image)), "off"),
+            OfferedDevice::Null(mib) => (format!("null-co,size={},read-zeroes=on", u64::from(*mib) << 20), "on"),
+            OfferedDevice::Spec(spec) => bail!("only blkyard understands {spec}"),
+            OfferedDevice::Ram(mib) => {
                 let image = export.socket.with_extension("ram");
                 let file = File::create(&image).with_context(|| format!("cannot make {}", image.display()))?;
                 file.set_len(u64::from(*mib) << 20).with_context(|| format!("cannot size {}", image.display()))?;
@@ -151,11 +151,11 @@ fn file_node(image: &Path) -> String {
 }
 
 /// A server that is ready. Dropping it kills it.
-pub struct Server {
+pub struct ReadyServer {
     running: Running,
 }
 
-impl Server {
+impl ReadyServer {
     /// Starts `program` on these exports; what it says goes into `log`.
     pub fn start(program: &Program, exports: &[Export], log: &File) -> Result<Self> {
         let sockets: Vec<_> = exports.iter().map(|export| export.socket.clone()).collect();

@@ -36,11 +36,11 @@ pub struct Vm<'a> {
     reconnect_ms: Option<u32>,
     online: Option<u16>,
     incoming: Option<PathBuf>,
-    disks: Vec<Disk>,
+    disks: Vec<VmDisk>,
 }
 
 /// A disk behind a vhost-user-blk socket.
-struct Disk {
+struct VmDisk {
     socket: PathBuf,
     queues: u16,
     packed: bool,
@@ -90,13 +90,13 @@ impl<'a> Vm<'a> {
 
     /// Adds a disk behind a vhost-user-blk socket. The first one is /dev/vda.
     pub fn disk(mut self, socket: impl Into<PathBuf>, queues: u16) -> Self {
-        self.disks.push(Disk { socket: socket.into(), queues, packed: false, in_order: false, in_port: false });
+        self.disks.push(VmDisk { socket: socket.into(), queues, packed: false, in_order: false, in_port: false });
         self
     }
 
     /// The same, in a port of its own from which it can be pulled. Linux finds those after all the others.
     pub fn disk_in_port(mut self, socket: impl Into<PathBuf>, queues: u16) -> Self {
-        self.disks.push(Disk { socket: socket.into(), queues, packed: false, in_order: false, in_port: true });
+        self.disks.push(VmDisk { socket: socket.into(), queues, packed: false, in_order: false, in_port: true });
         self
     }
 
@@ -179,7 +179,7 @@ impl<'a> Vm<'a> {
             qemu.args(["-incoming", &format!("unix:{}", socket.display())]);
         }
         let again = self.reconnect_ms.map(|ms| format!(",reconnect-ms={ms}")).unwrap_or_default();
-        for (index, Disk { socket, queues, packed, in_order, in_port }) in self.disks.iter().enumerate() {
+        for (index, VmDisk { socket, queues, packed, in_order, in_port }) in self.disks.iter().enumerate() {
             let mut device = format!("vhost-user-blk-pci,id=disk{index},chardev=disk{index},num-queues={queues}");
             if *packed {
                 device += ",packed=on";

@@ -12,8 +12,8 @@ use blkyard_mq::{DeviceInfo, QueueKind};
 use blkyard_virtio::Features;
 
 use crate::control::Control;
-use crate::door::{Line, Order, QueueView};
 use crate::event::Event;
+use crate::mailbox::{ControlSender, DeviceCommand, DriverQueueView};
 use crate::{AttachError, AttachedQueue};
 
 /// Entries of a ring, at most: as many as QEMU's back-ends take.
@@ -80,20 +80,20 @@ pub struct AttachedView {
     /// The back-end keeps account of what is in flight, for the one after it.
     pub is_tracked: bool,
     /// Queues in use.
-    pub queues: Vec<QueueView>,
+    pub queues: Vec<DriverQueueView>,
 }
 
 /// What the disk, its queues and its control thread have in common.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct SharedState {
     pub(crate) config: AttachConfig,
     capacity_sectors: AtomicU64,
     view: Mutex<AttachedView>,
 }
 
-impl Shared {
-    pub(crate) fn new(config: AttachConfig, capacity_sectors: u64) -> Shared {
-        Shared { config, capacity_sectors: AtomicU64::new(capacity_sectors), view: Mutex::default() }
+impl SharedState {
+    pub(crate) fn new(config: AttachConfig, capacity_sectors: u64) -> SharedState {
+        SharedState { config, capacity_sectors: AtomicU64::new(capacity_sectors), view: Mutex::default() }
     }
 
     /// Notes what has changed.
@@ -112,9 +112,9 @@ impl Shared {
 /// It is let go of once this and all its queues are gone.
 #[derive(Debug)]
 pub struct Attached {
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     /// Until the end.
-    line: Option<Line>,
+    line: Option<ControlSender>,
     info: DeviceInfo,
     queues: usize,
     depth: usize,
@@ -139,7 +139,7 @@ impl Attached {
         let (queues, depth) = (control.queues(), usize::from(disk.depth(shared.config.queue_size)));
         let thread = std::thread::Builder::new().name("attach".into());
         let thread = thread.spawn(move || control.run()).map_err(failed)?;
-        let (line, control) = (Some(Line::new(sender, &wake, &end)), Some(thread));
+        let (line, control) = (Some(ControlSender::new(sender, &wake, &end)), Some(thread));
         Ok(Attached { shared, line, info: disk.info, queues, depth, features: disk.features, control })
     }
 
@@ -186,7 +186,7 @@ impl Attached {
     pub fn memory(&self, bytes: usize) -> std::io::Result<Arc<Region>> {
         let region = Region::shared(bytes)?;
         if let Some(line) = &self.line {
-            line.send(Order::Reserve(Arc::clone(&region)));
+            line.send(DeviceCommand::Reserve(Arc::clone(&region)));
         }
         Ok(region)
     }
@@ -201,7 +201,7 @@ impl Attached {
             return Err(AttachError::Depth { path, depth, room: self.depth });
         }
         let (answer, wait) = channel();
-        let Some(line) = self.line.clone().filter(|line| line.send(Order::Open(kind, answer))) else {
+        let Some(line) = self.line.clone().filter(|line| line.send(DeviceCommand::Open(kind, answer))) else {
             return Err(AttachError::Ended { path });
         };
         let opened = wait.recv().map_err(|_| AttachError::Ended { path })??;

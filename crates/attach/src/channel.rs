@@ -13,18 +13,18 @@ const CONFIG_CHANGE: u32 = 2;
 
 /// Our end.
 #[derive(Debug)]
-pub(crate) struct Channel {
+pub(crate) struct BackendChannelReader {
     stream: UnixStream,
     /// What has come of the next message.
     come: Vec<u8>,
 }
 
-impl Channel {
+impl BackendChannelReader {
     /// Our end, and the one for the back-end.
-    pub(crate) fn pair() -> io::Result<(Channel, UnixStream)> {
+    pub(crate) fn pair() -> io::Result<(BackendChannelReader, UnixStream)> {
         let (stream, theirs) = UnixStream::pair()?;
         stream.set_nonblocking(true)?;
-        Ok((Channel { stream, come: Vec::new() }, theirs))
+        Ok((BackendChannelReader { stream, come: Vec::new() }, theirs))
     }
 
     /// Reads what has come. True if the configuration has changed.
@@ -55,7 +55,7 @@ impl Channel {
     }
 }
 
-impl AsFd for Channel {
+impl AsFd for BackendChannelReader {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
     }
@@ -68,7 +68,7 @@ mod tests {
 
     #[test]
     fn a_change_is_heard_whole_and_answered_if_that_is_wanted() {
-        let (mut channel, mut theirs) = Channel::pair().unwrap();
+        let (mut channel, mut theirs) = BackendChannelReader::pair().unwrap();
         assert!(!channel.read().unwrap(), "nothing was said");
         let said = message(CONFIG_CHANGE, NEED_REPLY, &[]);
         theirs.write_all(&said[..5]).unwrap();

@@ -17,7 +17,7 @@
 //! the old back-end does not know; it takes what is finished out of the old one, and what is not is done again, in the
 //! order it was submitted. So nothing that was acknowledged is done twice, and nothing is lost.
 //!
-//! Owned by its own thread, and bounded in each wait. Queues are told by letters (`door.rs`).
+//! Owned by its own thread, and bounded in each wait. Queues are told by commands (`mailbox.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,14 +27,14 @@ use std::time::{Duration, Instant};
 use blkyard_mem::{Region, View};
 use blkyard_mq::QueueKind;
 use blkyard_virtio::driver::{BlkDisk, BlkLayout, BlkRing, SharedMemory};
-use blkyard_virtio::{Complaints, Features, RingBase};
+use blkyard_virtio::{Features, RingBase, Violations};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::attached::Shared;
-use crate::door::{Door, Letter, Opened, Order, QueueView, RingEnd};
+use crate::attached::SharedState;
 use crate::event::Event;
+use crate::mailbox::{DeviceCommand, DriverQueueView, Opened, QueueCommand, QueueMailbox, RingEnd};
 use crate::message::Connection;
-use crate::session::{Inflight, RingPlace, Session, addr_of, has};
+use crate::session::{BackendSession, InflightMemory, RingPlace, addr_of, has};
 use crate::{AttachConfig, AttachError, TalkError};
 
 /// The first pause before a back-end that is gone is looked for again, and the longest. Connecting to nobody costs
@@ -70,7 +70,7 @@ impl NowAndThen {
 
 /// The state of the connection.
 enum Link {
-    Up { session: Session, since: Instant },
+    Up { session: BackendSession, since: Instant },
     Down(Outage),
 }
 
@@ -96,9 +96,9 @@ impl Outage {
 }
 
 /// One virtqueue of the device, whether somebody uses it or not.
-struct Queue {
+struct DriverQueue {
     call: Arc<Event>,
-    complaints: Arc<Complaints>,
+    violations: Arc<Violations>,
     deaths: Arc<AtomicU64>,
     /// The end of its ring, while the queue is not in use. Missing if it was closed in the middle of I/O.
     spare: Option<RingEnd>,
@@ -107,16 +107,16 @@ struct Queue {
     user: Option<User>,
 }
 
-impl Queue {
-    fn new() -> std::io::Result<Queue> {
-        let (call, complaints, deaths) = (Arc::new(Event::new()?), Arc::default(), Arc::default());
-        Ok(Queue { call, complaints, deaths, spare: None, used: false, user: None })
+impl DriverQueue {
+    fn new() -> std::io::Result<DriverQueue> {
+        let (call, violations, deaths) = (Arc::new(Event::new()?), Arc::default(), Arc::default());
+        Ok(DriverQueue { call, violations, deaths, spare: None, used: false, user: None })
     }
 }
 
 /// Who uses a queue.
 struct User {
-    door: Arc<Door>,
+    mailbox: Arc<QueueMailbox>,
     regions: Vec<Arc<Region>>,
     memory_number: u64,
     /// It was given a ring, of those that were made last.
@@ -139,7 +139,7 @@ struct Rings {
     /// Memory of all rings, one after another.
     region: Arc<Region>,
     /// Where the back-end keeps account of what is in flight in them, if it does.
-    record: Option<Inflight>,
+    record: Option<InflightMemory>,
     queues: Vec<QueueRing>,
     /// A back-end was told of them, and may have begun there.
     served: bool,
@@ -153,14 +153,14 @@ impl Rings {
 }
 
 /// Queues are asked to come to rest.
-struct Rest {
+struct QuiesceState {
     number: u64,
     until: Instant,
 }
 
 pub(crate) struct Control {
-    shared: Arc<Shared>,
-    orders: Receiver<Order>,
+    shared: Arc<SharedState>,
+    orders: Receiver<DeviceCommand>,
     wake: Arc<Event>,
     /// Signalled when nobody can want anything any more.
     end: Arc<Event>,
@@ -168,12 +168,12 @@ pub(crate) struct Control {
     error: Event,
     link: Link,
     /// By number.
-    queues: Vec<Queue>,
+    queues: Vec<DriverQueue>,
     /// Memory for queues that was made before they have it.
     reserved: Vec<Arc<Region>>,
     /// The memory or the rings of the queues are not what the back-end knows.
     changed: bool,
-    rest: Option<Rest>,
+    rest: Option<QuiesceState>,
     /// Rests asked for so far.
     rests: u64,
     /// What was agreed on, for good.
@@ -193,11 +193,11 @@ impl Control {
     /// Connects for the first time.
     pub(crate) fn open(
         config: AttachConfig,
-        orders: Receiver<Order>,
+        orders: Receiver<DeviceCommand>,
         wake: &Arc<Event>,
         end: &Arc<Event>,
     ) -> Result<Control, AttachError> {
-        let mut session = Session::open(&config, end)?;
+        let mut session = BackendSession::open(&config, end)?;
         let (path, size) = (config.socket.clone(), config.queue_size);
         let failed = |source| AttachError::System { path: path.clone(), source };
         let disk = session.disk.clone();
@@ -205,7 +205,7 @@ impl Control {
         let queues = usize::from(session.queues);
         let talk = |source| AttachError::Talk { path: path.clone(), source };
         let error = Event::new().map_err(failed)?;
-        let shared = Arc::new(Shared::new(config, disk.info.capacity_sectors));
+        let shared = Arc::new(SharedState::new(config, disk.info.capacity_sectors));
         let mut control = Control {
             shared,
             orders,
@@ -213,7 +213,7 @@ impl Control {
             end: Arc::clone(end),
             error,
             link: Link::Down(Outage::new(false)),
-            queues: (0..queues).map(|_| Queue::new()).collect::<Result<_, _>>().map_err(failed)?,
+            queues: (0..queues).map(|_| DriverQueue::new()).collect::<Result<_, _>>().map_err(failed)?,
             reserved: Vec::new(),
             changed: false,
             rest: None,
@@ -234,7 +234,7 @@ impl Control {
         Ok(control)
     }
 
-    pub(crate) fn shared(&self) -> &Arc<Shared> {
+    pub(crate) fn shared(&self) -> &Arc<SharedState> {
         &self.shared
     }
 
@@ -328,7 +328,7 @@ impl Control {
             }
         }
         if self.rest.as_ref().is_some_and(|rest| Instant::now() >= rest.until) {
-            let restless = self.users().find(|user| !user.at_rest).map(|user| user.door.view.name.clone());
+            let restless = self.users().find(|user| !user.at_rest).map(|user| user.mailbox.view.name.clone());
             let limit = self.shared.config.io_max;
             self.leave(&TalkError::Restless { queue: restless.unwrap_or_default(), limit });
         }
@@ -338,29 +338,29 @@ impl Control {
         self.queues.iter().filter_map(|queue| queue.user.as_ref())
     }
 
-    fn obey(&mut self, order: Order) {
+    fn obey(&mut self, order: DeviceCommand) {
         match order {
-            Order::Open(kind, answer) => {
+            DeviceCommand::Open(kind, answer) => {
                 let _ = answer.send(self.open_queue(kind));
             }
-            Order::Reserve(region) => self.reserved.push(region),
-            Order::Memory(number, memory_number, regions) => {
+            DeviceCommand::Reserve(region) => self.reserved.push(region),
+            DeviceCommand::Memory(number, memory_number, regions) => {
                 if let Some(user) = &mut self.queues[usize::from(number)].user {
                     (user.regions, user.memory_number, user.at_rest) = (regions, memory_number, true);
                     self.changed = true;
                 }
             }
-            Order::Rested(number, rest) => {
+            DeviceCommand::Rested(number, rest) => {
                 if let Some(user) = &mut self.queues[usize::from(number)].user {
                     user.at_rest |= self.rest.as_ref().is_some_and(|asked| asked.number == rest);
                 }
             }
-            Order::Fault(number, ring, fault) => {
+            DeviceCommand::Fault(number, ring, fault) => {
                 if let Some(queue) = self.name_of(number, ring) {
                     self.leave(&TalkError::Fault { queue, fault });
                 }
             }
-            Order::Late(number, ring, what) => {
+            DeviceCommand::Late(number, ring, what) => {
                 let limit = self.shared.config.io_max;
                 // One that has just come back has its time from then on. It is asked for again.
                 let is_late = matches!(&self.link, Link::Up { since, .. } if since.elapsed() >= limit);
@@ -368,13 +368,13 @@ impl Control {
                     self.leave(&TalkError::Silent { request: format!("{queue}, {what},"), limit });
                 }
             }
-            Order::Close(number, end) => {
+            DeviceCommand::Close(number, end) => {
                 let ring = self.ring_number(number.into());
                 let queue = &mut self.queues[usize::from(number)];
                 if let Some(user) = queue.user.take() {
                     // It may have a new one by now, and not know.
-                    let unread = user.door.take().into_iter().filter_map(|letter| match letter {
-                        Letter::Run(end) => Some(end),
+                    let unread = user.mailbox.take().into_iter().filter_map(|command| match command {
+                        QueueCommand::Run(end) => Some(end),
                         _ => None,
                     });
                     queue.spare = unread.chain(end).find(|end| Some(end.number) == ring);
@@ -390,7 +390,7 @@ impl Control {
     fn name_of(&self, number: u16, ring: u64) -> Option<String> {
         let queue = &self.queues[usize::from(number)];
         let is_its = self.ring_number(number.into()) == Some(ring);
-        queue.user.as_ref().filter(|_| is_its).map(|user| user.door.view.name.clone())
+        queue.user.as_ref().filter(|_| is_its).map(|user| user.mailbox.view.name.clone())
     }
 
     fn ring_number(&self, queue: usize) -> Option<u64> {
@@ -398,7 +398,7 @@ impl Control {
     }
 
     /// Does something with the session, if there is one, and leaves it if that fails.
-    fn with_session(&mut self, work: impl FnOnce(&mut Control, &mut Session) -> Result<(), TalkError>) {
+    fn with_session(&mut self, work: impl FnOnce(&mut Control, &mut BackendSession) -> Result<(), TalkError>) {
         let nobody = Link::Down(Outage::new(false));
         match std::mem::replace(&mut self.link, nobody) {
             Link::Up { mut session, since } => {
@@ -413,7 +413,7 @@ impl Control {
     }
 
     fn open_queue(&mut self, kind: QueueKind) -> Result<Opened, AttachError> {
-        let free = |queue: &Queue| queue.user.is_none();
+        let free = |queue: &DriverQueue| queue.user.is_none();
         let fresh = self.queues.iter().position(|queue| free(queue) && !queue.used);
         let Some(number) = fresh.or_else(|| self.queues.iter().position(free)) else {
             let (path, have) = (self.shared.config.socket.clone(), self.queues.len());
@@ -422,11 +422,12 @@ impl Control {
         };
         let queue = &mut self.queues[number];
         let name = format!("{}.{number}", if kind == QueueKind::Poll { "req_poll" } else { "req" });
-        let view = QueueView { name, complaints: Arc::clone(&queue.complaints), deaths: Arc::clone(&queue.deaths) };
-        let door = Arc::new(Door::new(kind, &queue.call, view));
+        let view =
+            DriverQueueView { name, violations: Arc::clone(&queue.violations), deaths: Arc::clone(&queue.deaths) };
+        let mailbox = Arc::new(QueueMailbox::new(kind, &queue.call, view));
         let ring = queue.spare.take();
-        let (user_door, has_ring) = (Arc::clone(&door), ring.is_some());
-        let user = User { door: user_door, regions: Vec::new(), memory_number: 0, has_ring, at_rest: true };
+        let (user_mailbox, has_ring) = (Arc::clone(&mailbox), ring.is_some());
+        let user = User { mailbox: user_mailbox, regions: Vec::new(), memory_number: 0, has_ring, at_rest: true };
         queue.user = Some(user);
         self.changed |= !has_ring;
         if matches!(self.link, Link::Down(_)) && queue.used {
@@ -435,15 +436,15 @@ impl Control {
         }
         queue.used = true;
         if matches!(self.link, Link::Down(Outage { gave_up: true, .. })) {
-            door.post(Letter::Fail);
+            mailbox.post(QueueCommand::Fail);
         }
         self.note_queues();
         let gone_max_ns = self.shared.config.gone_max.as_nanos().try_into().unwrap_or(u64::MAX);
-        Ok(Opened { number: number as u16, door, ring, gone_max_ns })
+        Ok(Opened { number: number as u16, mailbox, ring, gone_max_ns })
     }
 
     /// All memory that the back-end is to know, that of the rings first.
-    fn regions(&mut self, session: &Session, rings: &Arc<Region>) -> Vec<Arc<Region>> {
+    fn regions(&mut self, session: &BackendSession, rings: &Arc<Region>) -> Vec<Arc<Region>> {
         // Nobody else has it, but for what the session knows.
         self.reserved
             .retain(|region| Arc::strong_count(region) > 1 + usize::from(session.knows(std::slice::from_ref(region))));
@@ -462,7 +463,7 @@ impl Control {
     }
 
     /// Has the back-end know the memory of all queues, and serve the rings: now, or once the queues are at rest.
-    fn change(&mut self, session: &mut Session) -> Result<(), TalkError> {
+    fn change(&mut self, session: &mut BackendSession) -> Result<(), TalkError> {
         if !session.runs() {
             return if self.is_wanted() { self.set_up(session) } else { Ok(()) };
         }
@@ -492,13 +493,13 @@ impl Control {
             return;
         }
         self.rests += 1;
-        self.rest = Some(Rest { number: self.rests, until: Instant::now() + self.shared.config.io_max });
-        self.users().filter(|user| !user.at_rest).for_each(|user| user.door.post(Letter::Rest(self.rests)));
+        self.rest = Some(QuiesceState { number: self.rests, until: Instant::now() + self.shared.config.io_max });
+        self.users().filter(|user| !user.at_rest).for_each(|user| user.mailbox.post(QueueCommand::Rest(self.rests)));
     }
 
     /// Has the back-end know the memory of the rings and all queues. No ring runs, or regions can be added to its
     /// memory.
-    fn announce(&mut self, session: &mut Session, rings: &Arc<Region>) -> Result<(), TalkError> {
+    fn announce(&mut self, session: &mut BackendSession, rings: &Arc<Region>) -> Result<(), TalkError> {
         let wanted = self.regions(session, rings);
         let count = wanted.len();
         session.set_regions(wanted)?;
@@ -517,23 +518,23 @@ impl Control {
     }
 
     /// Has all queues go on with the memory that the session knows.
-    fn tell_users(&mut self, session: &Session) {
+    fn tell_users(&mut self, session: &BackendSession) {
         (self.changed, self.rest) = (false, None);
         for user in self.queues.iter_mut().filter_map(|queue| queue.user.as_mut()) {
             user.at_rest = false;
-            user.door.post(Letter::Memory(user.memory_number, session.knows(&user.regions)));
+            user.mailbox.post(QueueCommand::Memory(user.memory_number, session.knows(&user.regions)));
         }
     }
 
     /// Whether a session can serve the rings that there are: all queues have theirs, and it goes by the account of what
     /// is in flight there if there is one.
-    fn goes_on(&self, session: &Session, rings: &Rings) -> bool {
-        let has_ring = |queue: &Queue| queue.user.as_ref().map_or(queue.spare.is_some(), |user| user.has_ring);
+    fn goes_on(&self, session: &BackendSession, rings: &Rings) -> bool {
+        let has_ring = |queue: &DriverQueue| queue.user.as_ref().map_or(queue.spare.is_some(), |user| user.has_ring);
         self.queues.iter().all(has_ring) && rings.record.is_some() == session.tracks()
     }
 
     /// Has the back-end know all memory, and serve all queues: in the rings they have, or in new ones. No ring runs.
-    fn set_up(&mut self, session: &mut Session) -> Result<(), TalkError> {
+    fn set_up(&mut self, session: &mut BackendSession) -> Result<(), TalkError> {
         let old = self.rings.take().filter(|rings| self.goes_on(session, rings));
         if let Some(mut rings) = old {
             let was_served = std::mem::replace(&mut rings.served, true);
@@ -543,7 +544,7 @@ impl Control {
             done?;
             if was_served {
                 // What the one before did not hear this one must, and what it did not say nobody will.
-                self.users().for_each(|user| user.door.post(Letter::GoesOn));
+                self.users().for_each(|user| user.mailbox.post(QueueCommand::GoesOn));
             }
         } else {
             let (mut rings, ends) = self.make_rings(session)?;
@@ -556,7 +557,7 @@ impl Control {
     }
 
     /// Has the back-end know all memory, and serve these rings.
-    fn serve(&mut self, session: &mut Session, rings: &Rings) -> Result<(), TalkError> {
+    fn serve(&mut self, session: &mut BackendSession, rings: &Rings) -> Result<(), TalkError> {
         self.announce(session, &rings.region)?;
         rings.record.iter().try_for_each(|record| session.set_inflight(record))?;
         for number in 0..self.queues.len() {
@@ -566,14 +567,14 @@ impl Control {
     }
 
     /// A new ring for each queue, in new memory: who has the old ones writes to nobody's ring.
-    fn make_rings(&mut self, session: &Session) -> Result<(Rings, Vec<RingEnd>), TalkError> {
+    fn make_rings(&mut self, session: &BackendSession) -> Result<(Rings, Vec<RingEnd>), TalkError> {
         let region = Region::shared(self.layout.bytes * self.queues.len()).map_err(system)?;
         let record = session.new_inflight(self.layout.size)?;
         let mut rings = Rings { region, record, queues: Vec::new(), served: false };
         let mut ends = Vec::with_capacity(self.queues.len());
         for (number, queue) in self.queues.iter().enumerate() {
-            let (memory, complaints) = (rings.memory(number, &self.layout), Arc::clone(&queue.complaints));
-            let ring = BlkRing::new(&self.disk, self.layout.size, &memory, complaints).map_err(system)?;
+            let (memory, violations) = (rings.memory(number, &self.layout), Arc::clone(&queue.violations));
+            let ring = BlkRing::new(&self.disk, self.layout.size, &memory, violations).map_err(system)?;
             let kick = Arc::new(Event::new().map_err(system)?);
             self.made += 1;
             rings.queues.push(QueueRing { number: self.made, kick: Arc::clone(&kick) });
@@ -589,7 +590,7 @@ impl Control {
             match &mut queue.user {
                 Some(user) => {
                     user.has_ring = true;
-                    user.door.post(Letter::Run(end));
+                    user.mailbox.post(QueueCommand::Run(end));
                 }
                 None => queue.spare = Some(end),
             }
@@ -597,7 +598,7 @@ impl Control {
     }
 
     /// Tells the back-end of a queue's ring.
-    fn start(&self, session: &Session, rings: &Rings, number: usize) -> Result<(), TalkError> {
+    fn start(&self, session: &BackendSession, rings: &Rings, number: usize) -> Result<(), TalkError> {
         let (memory, queue) = (rings.memory(number, &self.layout), &self.queues[number]);
         // Of a packed ring nobody but the account knows where it goes on, and it says so to the back-end; in a fresh
         // one nothing has begun.
@@ -643,7 +644,7 @@ impl Control {
             view.faults += u64::from(broken);
             view.last_loss = Some(why.to_string());
         });
-        self.users().for_each(|user| user.door.post(if silent { Letter::Silent } else { Letter::Died }));
+        self.users().for_each(|user| user.mailbox.post(if silent { QueueCommand::Silent } else { QueueCommand::Died }));
         if self.faults >= FAULTS_MAX {
             self.give_up();
         }
@@ -653,14 +654,14 @@ impl Control {
     fn give_up(&mut self) {
         tracing::error!("{}: I/O fails from now on, until its back-end is well again", self.shared.config.name());
         self.rings = None;
-        self.users().for_each(|user| user.door.post(Letter::Fail));
+        self.users().for_each(|user| user.mailbox.post(QueueCommand::Fail));
         if let Link::Down(outage) = &mut self.link {
             outage.gave_up = true;
         }
     }
 
     fn connect_again(&mut self) {
-        let mut session = match Session::open(&self.shared.config, &self.end) {
+        let mut session = match BackendSession::open(&self.shared.config, &self.end) {
             Ok(session) => session,
             Err(error) => return self.try_later(&error.to_string()),
         };
@@ -695,7 +696,7 @@ impl Control {
     }
 
     /// Has a back-end that is connected go on where the one before stopped.
-    fn take_over(&mut self, session: &mut Session) -> Result<(), TalkError> {
+    fn take_over(&mut self, session: &mut BackendSession) -> Result<(), TalkError> {
         self.check_same(session)?;
         session.queues = self.queues.len() as u16;
         // One that is gone, and yet is not, still has the old one.
@@ -708,7 +709,7 @@ impl Control {
     }
 
     /// What queues and their users were told must hold for whoever serves them now.
-    fn check_same(&self, session: &Session) -> Result<(), TalkError> {
+    fn check_same(&self, session: &BackendSession) -> Result<(), TalkError> {
         let (old, new) = (&self.disk, &session.disk);
         let what = if new.features != old.features {
             format!("it offers {:?} where {:?} was agreed on", new.features, old.features)
@@ -745,7 +746,7 @@ impl Control {
     }
 
     /// This session serves from now on.
-    fn begin(&mut self, session: Session) {
+    fn begin(&mut self, session: BackendSession) {
         let (features, is_tracked) = (self.disk.features, session.tracks());
         self.link = Link::Up { session, since: Instant::now() };
         self.shared.note(|view| {
@@ -755,7 +756,7 @@ impl Control {
     }
 
     fn note_queues(&mut self) {
-        let queues = self.users().map(|user| user.door.view.clone()).collect();
+        let queues = self.users().map(|user| user.mailbox.view.clone()).collect();
         self.shared.note(|view| view.queues = queues);
     }
 }
@@ -772,7 +773,7 @@ fn system(error: impl std::fmt::Display) -> TalkError {
     TalkError::System(error.to_string())
 }
 
-fn is_readable(session: &Session) -> bool {
+fn is_readable(session: &BackendSession) -> bool {
     let now = Timespec { tv_sec: 0, tv_nsec: 0 };
     let mut fds = [PollFd::from_borrowed_fd(session.socket(), PollFlags::IN | PollFlags::RDHUP)];
     poll(&mut fds, Some(&now)).is_ok_and(|count| count > 0)

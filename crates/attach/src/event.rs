@@ -46,7 +46,7 @@ mod tests {
     use rustix::fs::{OFlags, fcntl_setfl};
 
     #[test]
-    fn who_makes_a_bell_blocking_and_full_or_empty_holds_up_nobody() {
+    fn who_makes_an_eventfd_blocking_and_full_or_empty_holds_up_nobody() {
         let event = Event::new().unwrap();
         fcntl_setfl(&event, OFlags::empty()).unwrap();
         assert!(!event.quiet(), "nobody rang");

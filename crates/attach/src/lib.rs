@@ -8,20 +8,20 @@
 //! ring or memory the back-end does not know yet takes nothing. A back-end that hangs, lies or dies is left, and looked
 //! for again; what was in flight is kept and goes on, or is done again.
 //!
-//! Does no file I/O and knows no `io_uring`: kicks go through whatever the lane rings bells with.
+//! Does no file I/O and knows no `io_uring`: kicks go through whatever the lane rings eventfds with.
 #![forbid(unsafe_code)]
 
 mod attached;
 mod channel;
 mod control;
-mod door;
 mod error;
 mod event;
+mod mailbox;
 mod message;
 mod queue;
 mod session;
 
 pub use attached::{AttachConfig, Attached, AttachedView, QUEUE_SIZE_MAX};
-pub use door::QueueView;
 pub use error::{AttachError, TalkError};
+pub use mailbox::DriverQueueView;
 pub use queue::AttachedQueue;

@@ -30,7 +30,7 @@ use crate::event::Event;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 #[expect(non_camel_case_types, reason = "the names of the protocol")]
-pub(crate) enum Request {
+pub(crate) enum FrontendMessage {
     GET_FEATURES = 1,
     SET_FEATURES = 2,
     SET_OWNER = 3,
@@ -166,7 +166,12 @@ impl Connection {
     }
 
     /// Says something. Where messages are answered, waits until it was accepted.
-    pub(crate) fn tell(&self, request: Request, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), TalkError> {
+    pub(crate) fn tell(
+        &self,
+        request: FrontendMessage,
+        payload: &[u8],
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(), TalkError> {
         self.send(request, if self.acknowledged { NEED_REPLY } else { 0 }, payload, fds)?;
         if self.acknowledged {
             match self.number(request)? {
@@ -178,13 +183,17 @@ impl Connection {
     }
 
     /// Asks for what comes with one word.
-    pub(crate) fn ask_number(&self, request: Request) -> Result<u64, TalkError> {
+    pub(crate) fn ask_number(&self, request: FrontendMessage) -> Result<u64, TalkError> {
         self.send(request, 0, &[], &[])?;
         self.number(request)
     }
 
     /// Asks for what comes with a payload, and may bring a descriptor.
-    pub(crate) fn ask(&self, request: Request, payload: &[u8]) -> Result<(Vec<u8>, Option<OwnedFd>), TalkError> {
+    pub(crate) fn ask(
+        &self,
+        request: FrontendMessage,
+        payload: &[u8],
+    ) -> Result<(Vec<u8>, Option<OwnedFd>), TalkError> {
         self.send(request, 0, payload, &[])?;
         self.receive(request)
     }
@@ -192,16 +201,22 @@ impl Connection {
     /// Waits until all that was said has been dealt with.
     pub(crate) fn settle(&self) -> Result<(), TalkError> {
         // Answered in order, and by every back-end.
-        if self.acknowledged { Ok(()) } else { self.ask_number(Request::GET_FEATURES).map(drop) }
+        if self.acknowledged { Ok(()) } else { self.ask_number(FrontendMessage::GET_FEATURES).map(drop) }
     }
 
-    fn number(&self, request: Request) -> Result<u64, TalkError> {
+    fn number(&self, request: FrontendMessage) -> Result<u64, TalkError> {
         let (payload, _) = self.receive(request)?;
         let bytes = payload.try_into().map_err(|_| TalkError::Nonsense { request: format!("{request:?}") })?;
         Ok(u64::from_ne_bytes(bytes))
     }
 
-    fn send(&self, request: Request, flags: u32, payload: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), TalkError> {
+    fn send(
+        &self,
+        request: FrontendMessage,
+        flags: u32,
+        payload: &[u8],
+        fds: &[BorrowedFd<'_>],
+    ) -> Result<(), TalkError> {
         let bytes = message(request as u32, flags, payload);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
@@ -226,7 +241,7 @@ impl Connection {
     }
 
     /// Waits until there is something to read, or room to write, for as long as this conversation may still take.
-    fn wait(&self, request: Request, what: PollFlags) -> Result<(), TalkError> {
+    fn wait(&self, request: FrontendMessage, what: PollFlags) -> Result<(), TalkError> {
         let left = self.until.saturating_duration_since(Instant::now());
         let mut fds = [PollFd::new(&self.stream, what), PollFd::new(&*self.end, PollFlags::IN)];
         if !is_ready(&mut fds, left) && left.is_zero() {
@@ -235,7 +250,7 @@ impl Connection {
         if fds[1].revents().is_empty() { Ok(()) } else { Err(TalkError::LetGo) }
     }
 
-    fn receive(&self, request: Request) -> Result<(Vec<u8>, Option<OwnedFd>), TalkError> {
+    fn receive(&self, request: FrontendMessage) -> Result<(Vec<u8>, Option<OwnedFd>), TalkError> {
         let nonsense = || TalkError::Nonsense { request: format!("{request:?}") };
         let mut header = [0; HEADER_BYTES];
         let mut descriptor = None;
@@ -250,7 +265,12 @@ impl Connection {
     }
 
     /// Reads as much as there is room for, and keeps the first descriptor that comes along.
-    fn fill(&self, request: Request, mut to: &mut [u8], descriptor: &mut Option<OwnedFd>) -> Result<(), TalkError> {
+    fn fill(
+        &self,
+        request: FrontendMessage,
+        mut to: &mut [u8],
+        descriptor: &mut Option<OwnedFd>,
+    ) -> Result<(), TalkError> {
         while !to.is_empty() {
             let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
             let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -272,12 +292,12 @@ impl Connection {
         Ok(())
     }
 
-    fn late(&self, request: Request) -> TalkError {
+    fn late(&self, request: FrontendMessage) -> TalkError {
         TalkError::Late { request: format!("{request:?}"), limit: self.reply_max }
     }
 }
 
-fn failed(request: Request, error: &io::Error) -> TalkError {
+fn failed(request: FrontendMessage, error: &io::Error) -> TalkError {
     match error.kind() {
         io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
             TalkError::Closed { request: format!("{request:?}") }
@@ -320,17 +340,17 @@ mod tests {
         (Connection { stream: ours, reply_max, until, end, acknowledged: true }, theirs)
     }
 
-    fn answer(theirs: &mut UnixStream, request: Request, flags: u32, payload: &[u8]) {
+    fn answer(theirs: &mut UnixStream, request: FrontendMessage, flags: u32, payload: &[u8]) {
         theirs.write_all(&message(request as u32, flags, payload)).unwrap();
     }
 
     #[test]
     fn an_answer_is_waited_for_and_read_for_what_it_says() {
         let (talk, mut theirs) = pair(Duration::from_mins(1));
-        answer(&mut theirs, Request::SET_OWNER, REPLY, &words(&[0]));
-        talk.tell(Request::SET_OWNER, &[], &[]).unwrap();
-        answer(&mut theirs, Request::SET_VRING_NUM, REPLY, &words(&[22]));
-        let refused = talk.tell(Request::SET_VRING_NUM, &state(3, 64), &[]).unwrap_err();
+        answer(&mut theirs, FrontendMessage::SET_OWNER, REPLY, &words(&[0]));
+        talk.tell(FrontendMessage::SET_OWNER, &[], &[]).unwrap();
+        answer(&mut theirs, FrontendMessage::SET_VRING_NUM, REPLY, &words(&[22]));
+        let refused = talk.tell(FrontendMessage::SET_VRING_NUM, &state(3, 64), &[]).unwrap_err();
         assert!(matches!(refused, TalkError::Refused { code: 22, .. }), "{refused}");
         let mut said = [0; 2 * HEADER_BYTES + 8];
         theirs.read_exact(&mut said).unwrap();
@@ -341,23 +361,23 @@ mod tests {
     #[test]
     fn nonsense_silence_and_an_end_are_three_errors() {
         let (talk, mut theirs) = pair(Duration::from_millis(20));
-        let late = talk.ask_number(Request::GET_FEATURES).unwrap_err();
+        let late = talk.ask_number(FrontendMessage::GET_FEATURES).unwrap_err();
         assert!(matches!(late, TalkError::Late { .. }), "{late}");
         for (request, flags, payload) in [
-            (Request::GET_QUEUE_NUM, REPLY, words(&[1])),
-            (Request::GET_FEATURES, 0, words(&[1])),
-            (Request::GET_FEATURES, REPLY | 2, words(&[1])),
-            (Request::GET_FEATURES, REPLY, words(&[1, 2])),
-            (Request::GET_FEATURES, REPLY, vec![0; PAYLOAD_MAX + 1]),
+            (FrontendMessage::GET_QUEUE_NUM, REPLY, words(&[1])),
+            (FrontendMessage::GET_FEATURES, 0, words(&[1])),
+            (FrontendMessage::GET_FEATURES, REPLY | 2, words(&[1])),
+            (FrontendMessage::GET_FEATURES, REPLY, words(&[1, 2])),
+            (FrontendMessage::GET_FEATURES, REPLY, vec![0; PAYLOAD_MAX + 1]),
         ] {
             let (talk, mut theirs) = pair(Duration::from_mins(1));
             answer(&mut theirs, request, flags, &payload);
-            let nonsense = talk.ask_number(Request::GET_FEATURES).unwrap_err();
+            let nonsense = talk.ask_number(FrontendMessage::GET_FEATURES).unwrap_err();
             assert!(matches!(nonsense, TalkError::Nonsense { .. }), "{request:?} {flags} {payload:?}: {nonsense}");
         }
         theirs.write_all(&[1, 0]).unwrap();
         drop(theirs);
-        let closed = talk.ask_number(Request::GET_FEATURES).unwrap_err();
+        let closed = talk.ask_number(FrontendMessage::GET_FEATURES).unwrap_err();
         assert!(matches!(closed, TalkError::Closed { .. }), "{closed}");
     }
 }

@@ -18,11 +18,11 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use blkyard_mq::{Batch, Chime, ChimePlace, Done, Driver, RegionTable, Shortage, Status, TimedOut};
+use blkyard_mq::{Batch, Done, Driver, RegionTable, Shortage, SignalEventfd, SignalSlot, Status, TimedOut};
 use blkyard_virtio::driver::{BlkRing, DeviceFault};
 
-use crate::door::{Door, Letter, Line, Opened, Order, RingEnd};
 use crate::event::Event;
+use crate::mailbox::{ControlSender, DeviceCommand, Opened, QueueCommand, QueueMailbox, RingEnd};
 
 /// One hardware queue of an attached disk.
 // On lines of its own, whatever is beside it.
@@ -30,7 +30,7 @@ use crate::event::Event;
 pub struct AttachedQueue {
     ring: Option<BlkRing>,
     kick: Option<Arc<Event>>,
-    place: ChimePlace,
+    place: SignalSlot,
     /// The kick under the place is another by now.
     moved: bool,
     /// By number of a region: whether a back-end can reach it, if it has a place for it.
@@ -42,13 +42,13 @@ pub struct AttachedQueue {
     failing: bool,
     /// The back-end broke the ring, and the control thread knows.
     broken: bool,
-    door: Arc<Door>,
+    mailbox: Arc<QueueMailbox>,
     number: u16,
     /// Of the ring, and of the memory.
     ring_number: u64,
     memory_number: u64,
     /// Any of the three below holds: what is finished is looked at one by one.
-    careful: bool,
+    slow_path: bool,
     /// Back-ends have died over what is in flight, and nothing was answered since.
     mourns: bool,
     /// Number of the rest that the control thread waits for.
@@ -59,7 +59,7 @@ pub struct AttachedQueue {
     gone_max_ns: u64,
     /// A back-end goes on in the ring that has not been kicked yet.
     unheard: bool,
-    line: Line,
+    line: ControlSender,
 }
 
 /// So many back-ends that die one after the other over the same requests are told of; and then twice as many, and so
@@ -67,22 +67,22 @@ pub struct AttachedQueue {
 const DEATHS_TOLD: u64 = 4;
 
 impl AttachedQueue {
-    pub(crate) fn new(opened: Opened, line: Line) -> AttachedQueue {
+    pub(crate) fn new(opened: Opened, line: ControlSender) -> AttachedQueue {
         let mut queue = AttachedQueue {
             ring: None,
             kick: None,
-            place: ChimePlace::default(),
+            place: SignalSlot::default(),
             moved: false,
             reach: Vec::new(),
             known: false,
             placed: false,
             failing: false,
             broken: false,
-            door: opened.door,
+            mailbox: opened.mailbox,
             number: opened.number,
             ring_number: 0,
             memory_number: 0,
-            careful: false,
+            slow_path: false,
             mourns: false,
             resting: None,
             lost: Vec::new(),
@@ -98,7 +98,7 @@ impl AttachedQueue {
 
     /// `req.N` or `req_poll.N`.
     pub fn name(&self) -> &str {
-        &self.door.view.name
+        &self.mailbox.view.name
     }
 
     fn is_empty(&self) -> bool {
@@ -116,21 +116,21 @@ impl AttachedQueue {
     /// Reads what the control thread has to say. `done` takes what was in flight; without it, nothing is.
     #[cold]
     fn read_mail(&mut self, mut done: Option<&mut Done<'_>>, now_ns: u64) {
-        for letter in self.door.take() {
-            match letter {
-                Letter::Run(end) => {
+        for command in self.mailbox.take() {
+            match command {
+                QueueCommand::Run(end) => {
                     self.leave_ring(done.as_deref_mut(), None, now_ns);
                     self.take_ring(end);
                 }
-                Letter::Memory(number, reached) if number == self.memory_number => {
+                QueueCommand::Memory(number, reached) if number == self.memory_number => {
                     (self.known, self.placed, self.resting) = (true, reached, None);
                 }
-                Letter::Memory(..) => {}
-                Letter::Rest(number) => (self.known, self.resting) = (false, Some(number)),
-                Letter::Died => self.note_death(done.as_deref()),
-                Letter::Silent => self.note_silence(now_ns),
-                Letter::GoesOn => self.unheard = true,
-                Letter::Fail => {
+                QueueCommand::Memory(..) => {}
+                QueueCommand::Rest(number) => (self.known, self.resting) = (false, Some(number)),
+                QueueCommand::Died => self.note_death(done.as_deref()),
+                QueueCommand::Silent => self.note_silence(now_ns),
+                QueueCommand::GoesOn => self.unheard = true,
+                QueueCommand::Fail => {
                     self.leave_ring(done.as_deref_mut(), Some(Status::Io), now_ns);
                     self.lost.clear();
                     self.failing = true;
@@ -143,15 +143,15 @@ impl AttachedQueue {
     /// Tells the control thread, if it waits for that, when nothing is in flight.
     fn answer_rest(&mut self) {
         if let Some(number) = self.resting.take_if(|_| self.ring.as_ref().is_none_or(is_idle)) {
-            self.line.send(Order::Rested(self.number, number));
+            self.line.send(DeviceCommand::Rested(self.number, number));
         }
-        self.careful = self.mourns || self.resting.is_some() || !self.lost.is_empty();
+        self.slow_path = self.mourns || self.resting.is_some() || !self.lost.is_empty();
     }
 
     /// A back-end has died. One that dies of a request is given it again by whoever starts the next, without end (ADR
     /// 24): that is at least told.
     fn note_death(&mut self, done: Option<&Done<'_>>) {
-        let deaths = &self.door.view.deaths;
+        let deaths = &self.mailbox.view.deaths;
         let waiting = self.ring.as_ref().map_or(0, |ring| ring.in_flight().count());
         self.mourns = waiting > 0;
         let in_a_row = if self.mourns { deaths.load(Relaxed) + 1 } else { 0 };
@@ -187,7 +187,7 @@ impl AttachedQueue {
 
     /// Takes what is finished, and sees to what is waited for: an answer, a rest, one of the requests that were lost.
     #[cold]
-    fn poll_carefully(&mut self, done: &mut Done<'_>) -> Result<(), DeviceFault> {
+    fn poll_slow_path(&mut self, done: &mut Done<'_>) -> Result<(), DeviceFault> {
         let Some(ring) = &mut self.ring else { return Ok(()) };
         let before: Vec<_> = ring.in_flight().collect();
         let polled = ring.poll(done);
@@ -195,22 +195,22 @@ impl AttachedQueue {
         if self.mourns && after.len() != before.len() {
             // Something was answered: what back-ends died of was something else.
             self.mourns = false;
-            self.door.view.deaths.store(0, Relaxed);
+            self.mailbox.view.deaths.store(0, Relaxed);
         }
         self.lost.retain(|(place, _)| after.contains(place) || !before.contains(place));
         self.answer_rest();
         polled
     }
 
-    /// Rings the back-end's bell, through the lane.
+    /// Rings the back-end's eventfd, through the lane.
     #[inline]
-    fn kick<Cx: ?Sized + Chime>(&mut self, cx: &mut Cx) {
+    fn kick<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
         self.unheard = false;
         if let Some(kick) = &self.kick {
             if std::mem::take(&mut self.moved) {
                 cx.forget(&mut self.place);
             }
-            cx.chime(&mut self.place, kick.as_fd());
+            cx.signal(&mut self.place, kick.as_fd());
         }
     }
 
@@ -219,7 +219,7 @@ impl AttachedQueue {
     fn leave_ring(&mut self, done: Option<&mut Done<'_>>, status: Option<Status>, now_ns: u64) {
         if let Some(done) = done {
             // A broken ring has nothing more to say.
-            let _ = self.poll_carefully(done);
+            let _ = self.poll_slow_path(done);
             let lost = &mut self.lost;
             for tag in self.ring.iter_mut().flat_map(BlkRing::take_in_flight) {
                 let number = lost.iter().position(|(place, _)| *place == tag.index());
@@ -241,10 +241,10 @@ fn is_idle(ring: &BlkRing) -> bool {
     ring.in_flight().next().is_none()
 }
 
-impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
+impl<Cx: ?Sized + SignalEventfd> Driver<Cx> for AttachedQueue {
     #[inline]
     fn queue_rqs(&mut self, cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
-        if self.door.has_mail() && self.is_empty() {
+        if self.mailbox.has_mail() && self.is_empty() {
             self.read_mail(None, batch.now_ns());
         }
         let (Some(ring), true, false) = (&mut self.ring, self.known, self.failing) else {
@@ -268,14 +268,14 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
     #[inline]
     fn poll(&mut self, cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         if let Some(ring) = &mut self.ring {
-            let polled = if self.careful { self.poll_carefully(done) } else { ring.poll(done) };
+            let polled = if self.slow_path { self.poll_slow_path(done) } else { ring.poll(done) };
             if let Err(fault) = polled
                 && !std::mem::replace(&mut self.broken, true)
             {
-                self.line.send(Order::Fault(self.number, self.ring_number, fault.to_string()));
+                self.line.send(DeviceCommand::Fault(self.number, self.ring_number, fault.to_string()));
             }
         }
-        if self.door.has_mail() {
+        if self.mailbox.has_mail() {
             self.read_mail(Some(done), now_ns);
         }
         if self.unheard {
@@ -287,7 +287,7 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
     fn timed_out(&mut self, _: &mut Cx, _: &RegionTable, place: usize, done: &mut Done<'_>, _: u64) -> TimedOut {
         let request = done.request_at(place).0;
         let what = format!("a {:?} of {} sectors at sector {}", request.op(), request.sectors(), request.sector());
-        self.line.send(Order::Late(self.number, self.ring_number, what));
+        self.line.send(DeviceCommand::Late(self.number, self.ring_number, what));
         TimedOut::MoreTime
     }
 
@@ -307,15 +307,15 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
             // The next call may come from another lane.
             cx.forget(&mut self.place);
         }
-        self.line.send(Order::Memory(self.number, self.memory_number, regions));
+        self.line.send(DeviceCommand::Memory(self.number, self.memory_number, regions));
     }
 
     fn arm(&mut self) -> bool {
-        if self.door.polled {
+        if self.mailbox.polled {
             return false;
         }
         let finished = !self.broken && self.ring.as_mut().is_some_and(BlkRing::arm);
-        if !self.door.has_mail() {
+        if !self.mailbox.has_mail() {
             return finished;
         }
         // Without anything in flight nobody would poll. What waits may go on with what is read.
@@ -333,8 +333,8 @@ impl<Cx: ?Sized + Chime> Driver<Cx> for AttachedQueue {
         }
     }
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
-        (!self.door.polled).then(|| self.door.bell.as_fd())
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
+        (!self.mailbox.polled).then(|| self.mailbox.eventfd.as_fd())
     }
 }
 
@@ -349,7 +349,7 @@ impl Drop for AttachedQueue {
             std::mem::forget(ring);
             None
         });
-        self.line.send(Order::Close(self.number, end.filter(|_| !self.broken)));
+        self.line.send(DeviceCommand::Close(self.number, end.filter(|_| !self.broken)));
     }
 }
 

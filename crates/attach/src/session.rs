@@ -9,9 +9,9 @@ use blkyard_mem::Region;
 use blkyard_virtio::Features;
 use blkyard_virtio::driver::{BlkDisk, BlkLayout, DRIVER_FEATURES};
 
-use crate::channel::Channel;
+use crate::channel::BackendChannelReader;
 use crate::event::Event;
-use crate::message::{Connection, DESCRIPTORS_MAX, Request, state, words};
+use crate::message::{Connection, DESCRIPTORS_MAX, FrontendMessage, state, words};
 use crate::{AttachConfig, AttachError, TalkError};
 
 /// Protocol features, by bit.
@@ -34,7 +34,7 @@ const QUEUES_MAX: u64 = 256;
 
 /// Memory in which a back-end keeps what it has in flight, for the one after it.
 #[derive(Debug)]
-pub(crate) struct Inflight {
+pub(crate) struct InflightMemory {
     file: OwnedFd,
     bytes: u64,
     offset: u64,
@@ -54,10 +54,10 @@ pub(crate) struct RingPlace {
 
 /// A connection.
 #[derive(Debug)]
-pub(crate) struct Session {
+pub(crate) struct BackendSession {
     talk: Connection,
     /// Where the back-end tells us of changes, if it does.
-    pub(crate) channel: Option<Channel>,
+    pub(crate) channel: Option<BackendChannelReader>,
     protocol: u64,
     /// What it serves.
     pub(crate) disk: BlkDisk,
@@ -70,30 +70,30 @@ pub(crate) struct Session {
     runs: bool,
 }
 
-impl Session {
+impl BackendSession {
     /// Connects, and agrees on all but rings and memory.
-    pub(crate) fn open(config: &AttachConfig, end: &Arc<Event>) -> Result<Session, AttachError> {
+    pub(crate) fn open(config: &AttachConfig, end: &Arc<Event>) -> Result<BackendSession, AttachError> {
         let talk = connect(config, end)?;
-        Session::agree(config, talk)
+        BackendSession::agree(config, talk)
     }
 
-    fn agree(config: &AttachConfig, mut talk: Connection) -> Result<Session, AttachError> {
+    fn agree(config: &AttachConfig, mut talk: Connection) -> Result<BackendSession, AttachError> {
         let path = || config.socket.clone();
         let failed = |source| AttachError::Talk { path: path(), source };
         let missing = |feature, cure| AttachError::Feature { path: path(), feature, cure };
-        talk.tell(Request::SET_OWNER, &[], &[]).map_err(failed)?;
-        let offered = talk.ask_number(Request::GET_FEATURES).map_err(failed)?;
+        talk.tell(FrontendMessage::SET_OWNER, &[], &[]).map_err(failed)?;
+        let offered = talk.ask_number(FrontendMessage::GET_FEATURES).map_err(failed)?;
         if offered & Features::PROTOCOL_FEATURES.bits() == 0 {
             return Err(missing(
                 "protocol features",
                 "a disk needs them for its configuration; use a vhost-user-blk one",
             ));
         }
-        let protocol = talk.ask_number(Request::GET_PROTOCOL_FEATURES).map_err(failed)? & protocol::KNOWN;
+        let protocol = talk.ask_number(FrontendMessage::GET_PROTOCOL_FEATURES).map_err(failed)? & protocol::KNOWN;
         if protocol & protocol::CONFIG == 0 {
             return Err(missing("its configuration (CONFIG)", "it serves no disk; use a vhost-user-blk one"));
         }
-        talk.tell(Request::SET_PROTOCOL_FEATURES, &words(&[protocol]), &[]).map_err(failed)?;
+        talk.tell(FrontendMessage::SET_PROTOCOL_FEATURES, &words(&[protocol]), &[]).map_err(failed)?;
         if protocol & protocol::REPLY_ACK != 0 {
             talk.acknowledge();
         }
@@ -103,22 +103,25 @@ impl Session {
         } else if !features.contains(Features::RING_PACKED) {
             return Err(missing("packed rings (RING_PACKED)", "leave out packed=on, or switch them on there"));
         }
-        let queues =
-            if protocol & protocol::MQ == 0 { 1 } else { talk.ask_number(Request::GET_QUEUE_NUM).map_err(failed)? };
+        let queues = if protocol & protocol::MQ == 0 {
+            1
+        } else {
+            talk.ask_number(FrontendMessage::GET_QUEUE_NUM).map_err(failed)?
+        };
         let slots = match protocol & protocol::CONFIGURE_MEM_SLOTS {
             0 => DESCRIPTORS_MAX,
-            _ => talk.ask_number(Request::GET_MAX_MEM_SLOTS).map_err(failed)?.try_into().unwrap_or(usize::MAX),
+            _ => talk.ask_number(FrontendMessage::GET_MAX_MEM_SLOTS).map_err(failed)?.try_into().unwrap_or(usize::MAX),
         };
         let channel = if protocol & protocol::BACKEND_REQ == 0 {
             None
         } else {
             let system = |source| AttachError::System { path: path(), source };
-            let (channel, theirs) = Channel::pair().map_err(system)?;
-            talk.tell(Request::SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]).map_err(failed)?;
+            let (channel, theirs) = BackendChannelReader::pair().map_err(system)?;
+            talk.tell(FrontendMessage::SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]).map_err(failed)?;
             Some(channel)
         };
         let wire = features | Features::PROTOCOL_FEATURES;
-        talk.tell(Request::SET_FEATURES, &words(&[wire.bits()]), &[]).map_err(failed)?;
+        talk.tell(FrontendMessage::SET_FEATURES, &words(&[wire.bits()]), &[]).map_err(failed)?;
         let space = read_config(&talk).map_err(failed)?;
         let disk = BlkDisk::new(&config.name(), features, &space, config.queue_size)?;
         let have = queues.min(u64::from(disk.queues)).min(QUEUES_MAX) as u16;
@@ -127,7 +130,7 @@ impl Session {
             let cure = if have == 0 { "start it with at least one" } else { "ask for fewer, or start it with more" };
             return Err(AttachError::Queues { path: path(), wanted: wanted.into(), have: have.into(), cure });
         }
-        Ok(Session { talk, channel, protocol, disk, queues: wanted, slots, known: Vec::new(), runs: false })
+        Ok(BackendSession { talk, channel, protocol, disk, queues: wanted, slots, known: Vec::new(), runs: false })
     }
 
     /// Begins a conversation: the back-end has all its time again.
@@ -169,7 +172,7 @@ impl Session {
         self.known = stays;
         for region in goes {
             let payload = [vec![0; 8], words(&place(&region))].concat();
-            self.talk.tell(Request::REM_MEM_REG, &payload, &[])?;
+            self.talk.tell(FrontendMessage::REM_MEM_REG, &payload, &[])?;
         }
         for region in wanted {
             if has(&self.known, &region) || self.known.len() >= self.slots {
@@ -177,7 +180,7 @@ impl Session {
             }
             let payload = [vec![0; 8], words(&place(&region))].concat();
             let Some((file, _)) = region.file() else { continue };
-            match self.talk.tell(Request::ADD_MEM_REG, &payload, &[file]) {
+            match self.talk.tell(FrontendMessage::ADD_MEM_REG, &payload, &[file]) {
                 Ok(()) => {}
                 Err(TalkError::Refused { .. }) => continue,
                 Err(error) => return Err(error),
@@ -196,7 +199,7 @@ impl Session {
         let mut payload = [wanted.len() as u32, 0].into_iter().flat_map(u32::to_ne_bytes).collect::<Vec<_>>();
         wanted.iter().for_each(|region| payload.extend(words(&place(region))));
         let files: Vec<_> = wanted.iter().filter_map(|region| Some(region.file()?.0)).collect();
-        self.talk.tell(Request::SET_MEM_TABLE, &payload, &files)?;
+        self.talk.tell(FrontendMessage::SET_MEM_TABLE, &payload, &files)?;
         self.known = wanted;
         self.talk.settle()
     }
@@ -217,12 +220,12 @@ impl Session {
     }
 
     /// Memory for what will be in flight, if the back-end keeps that.
-    pub(crate) fn new_inflight(&self, queue_size: u16) -> Result<Option<Inflight>, TalkError> {
+    pub(crate) fn new_inflight(&self, queue_size: u16) -> Result<Option<InflightMemory>, TalkError> {
         if !self.tracks() {
             return Ok(None);
         }
-        let mut record = Inflight { file: self.dummy()?, bytes: 0, offset: 0, queues: self.queues, queue_size };
-        let (answer, file) = self.talk.ask(Request::GET_INFLIGHT_FD, &record.words())?;
+        let mut record = InflightMemory { file: self.dummy()?, bytes: 0, offset: 0, queues: self.queues, queue_size };
+        let (answer, file) = self.talk.ask(FrontendMessage::GET_INFLIGHT_FD, &record.words())?;
         let word = |at: usize| answer.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_ne_bytes);
         match (word(0), word(8), file) {
             (Some(bytes), Some(offset), Some(file)) if bytes > 0 => {
@@ -239,11 +242,11 @@ impl Session {
     }
 
     /// Hands over what the one before had in flight, or memory for it.
-    pub(crate) fn set_inflight(&self, record: &Inflight) -> Result<(), TalkError> {
-        self.talk.tell(Request::SET_INFLIGHT_FD, &record.words(), &[record.file.as_fd()])
+    pub(crate) fn set_inflight(&self, record: &InflightMemory) -> Result<(), TalkError> {
+        self.talk.tell(FrontendMessage::SET_INFLIGHT_FD, &record.words(), &[record.file.as_fd()])
     }
 
-    /// Tells the back-end of a ring, which it serves once it is [enabled](Session::enable_rings).
+    /// Tells the back-end of a ring, which it serves once it is [enabled](BackendSession::enable_rings).
     pub(crate) fn start_ring(
         &self,
         number: u16,
@@ -254,13 +257,15 @@ impl Session {
     ) -> Result<(), TalkError> {
         let talk = &self.talk;
         let [desc, avail, used] = ring.layout.parts.map(|part| ring.addr + part as u64);
-        talk.tell(Request::SET_VRING_NUM, &state(number, ring.layout.size.into()), &[])?;
-        talk.tell(Request::SET_VRING_BASE, &state(number, ring.base), &[])?;
+        talk.tell(FrontendMessage::SET_VRING_NUM, &state(number, ring.layout.size.into()), &[])?;
+        talk.tell(FrontendMessage::SET_VRING_BASE, &state(number, ring.base), &[])?;
         let addresses = [state(number, 0), words(&[desc, used, avail, 0])].concat();
-        talk.tell(Request::SET_VRING_ADDR, &addresses, &[])?;
-        for (request, event) in
-            [(Request::SET_VRING_CALL, call), (Request::SET_VRING_ERR, error), (Request::SET_VRING_KICK, kick)]
-        {
+        talk.tell(FrontendMessage::SET_VRING_ADDR, &addresses, &[])?;
+        for (request, event) in [
+            (FrontendMessage::SET_VRING_CALL, call),
+            (FrontendMessage::SET_VRING_ERR, error),
+            (FrontendMessage::SET_VRING_KICK, kick),
+        ] {
             talk.tell(request, &words(&[number.into()]), &[event.as_fd()])?;
         }
         Ok(())
@@ -269,7 +274,7 @@ impl Session {
     /// Has the back-end serve all rings.
     pub(crate) fn enable_rings(&mut self) -> Result<(), TalkError> {
         for number in 0..self.queues {
-            self.talk.tell(Request::SET_VRING_ENABLE, &state(number, 1), &[])?;
+            self.talk.tell(FrontendMessage::SET_VRING_ENABLE, &state(number, 1), &[])?;
         }
         self.talk.settle()?;
         self.runs = true;
@@ -279,8 +284,8 @@ impl Session {
     /// Has the back-end let go of all rings.
     pub(crate) fn stop_rings(&mut self) -> Result<(), TalkError> {
         for number in 0..self.queues {
-            self.talk.tell(Request::SET_VRING_ENABLE, &state(number, 0), &[])?;
-            self.talk.ask(Request::GET_VRING_BASE, &state(number, 0))?;
+            self.talk.tell(FrontendMessage::SET_VRING_ENABLE, &state(number, 0), &[])?;
+            self.talk.ask(FrontendMessage::GET_VRING_BASE, &state(number, 0))?;
         }
         self.runs = false;
         Ok(())
@@ -297,7 +302,7 @@ impl Session {
     }
 }
 
-impl Inflight {
+impl InflightMemory {
     fn words(&self) -> Vec<u8> {
         let mut payload = words(&[self.bytes, self.offset]);
         payload.extend(self.queues.to_ne_bytes());
@@ -339,7 +344,7 @@ fn read_config(talk: &Connection) -> Result<Vec<u8>, TalkError> {
     let head = [0, CONFIG_BYTES, 0].into_iter().flat_map(u32::to_ne_bytes);
     let head_bytes = head.clone().count();
     let payload: Vec<u8> = head.chain([0; CONFIG_BYTES as usize]).collect();
-    let (answer, _) = talk.ask(Request::GET_CONFIG, &payload)?;
+    let (answer, _) = talk.ask(FrontendMessage::GET_CONFIG, &payload)?;
     if answer.len() != payload.len() || answer[..8] != payload[..8] {
         // An answer without a payload is how it says no.
         return Err(TalkError::Nonsense { request: "GET_CONFIG".into() });

@@ -55,11 +55,11 @@ fn is_ready(fd: std::os::fd::BorrowedFd<'_>, within_ms: i64) -> bool {
 
 /// One front-end, mostly answered as it should be.
 fn session(stream: &UnixStream, disk: &BlkConfig, chance: &mut Chance, stop: &AtomicBool) -> Option<()> {
-    let (mut regions, mut bells): (Vec<Arc<Region>>, Vec<OwnedFd>) = (Vec::new(), Vec::new());
+    let (mut regions, mut eventfds): (Vec<Arc<Region>>, Vec<OwnedFd>) = (Vec::new(), Vec::new());
     let mut account = None;
     while !stop.load(Relaxed) {
         if !is_ready(stream.as_fd(), 1) {
-            do_anything(regions.first(), &bells, chance);
+            do_anything(regions.first(), &eventfds, chance);
             if chance.once_in(8) {
                 do_anything(account.as_ref(), &[], chance);
             }
@@ -91,7 +91,7 @@ fn session(stream: &UnixStream, disk: &BlkConfig, chance: &mut Chance, stop: &At
                 let word = |at: usize| u64::from_ne_bytes(payload[at..at + 8].try_into().unwrap());
                 regions.push(Region::map_file(file.as_fd(), word(32), word(16)).unwrap());
             }
-            (12..=14, Some(file)) => bells.push(file),
+            (12..=14, Some(file)) => eventfds.push(file),
             _ => {}
         }
         if chance.once_in(50) {
@@ -108,7 +108,7 @@ fn session(stream: &UnixStream, disk: &BlkConfig, chance: &mut Chance, stop: &At
 }
 
 /// Writes into a region, the first of which holds the rings, and rings whatever there is to ring.
-fn do_anything(region: Option<&Arc<Region>>, bells: &[OwnedFd], chance: &mut Chance) {
+fn do_anything(region: Option<&Arc<Region>>, eventfds: &[OwnedFd], chance: &mut Chance) {
     if let Some(region) = region {
         for _ in 0..chance.next() % 8 {
             let words = [chance.next(), chance.next() & 0xffff_ffff, chance.next() & 0xff, 1, 0];
@@ -117,10 +117,10 @@ fn do_anything(region: Option<&Arc<Region>>, bells: &[OwnedFd], chance: &mut Cha
             region.span(at / 2 * 2, bytes).unwrap().copy_from_slice(&word.to_le_bytes()[..bytes]);
         }
     }
-    for bell in bells {
+    for eventfd in eventfds {
         match chance.next() % 12 {
-            0 => drop(rustix::io::write(bell, &1_u64.to_ne_bytes())),
-            1 => drop(rustix::io::read(bell, &mut [0; 8])),
+            0 => drop(rustix::io::write(eventfd, &1_u64.to_ne_bytes())),
+            1 => drop(rustix::io::read(eventfd, &mut [0; 8])),
             _ => {}
         }
     }

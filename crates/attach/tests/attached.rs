@@ -42,7 +42,7 @@ fn what_is_written_through_any_queue_is_read_back_through_any_other() {
         assert_eq!(user.one(Op::Read, block, 5), Status::Ok);
         assert!(user.holds(5, 0), "{op:?}");
     }
-    assert!(attached.view().queues.iter().all(|queue| queue.complaints.total() == 0));
+    assert!(attached.view().queues.iter().all(|queue| queue.violations.total() == 0));
     drop(users);
     drop(attached);
     backend.stop();
@@ -88,7 +88,7 @@ fn calls_who_sleeps(packed: bool) {
         sleeper.drain_asleep();
     }
     let mut poller = User::new(&attached, QueueKind::Poll);
-    assert!(poller.hw.bell::<blkyard_os::Ring>().is_none());
+    assert!(poller.hw.eventfd::<blkyard_os::Ring>().is_none());
     assert_eq!(poller.one(Op::Read, 0, 0), Status::Ok);
     drop((sleeper, poller, attached));
     backend.stop();
@@ -126,7 +126,7 @@ fn memory_that_cannot_be_shared_is_refused_and_counted() {
     let mut user = User::over(&attached, QueueKind::Default, Region::anonymous(1 << 20).unwrap());
     assert_eq!(user.one(Op::Read, 0, 0), Status::Invalid);
     assert_eq!(user.one(Op::Flush, 0, 0), Status::Ok, "what needs no memory goes through");
-    assert_eq!(attached.view().queues[0].complaints.total(), 1);
+    assert_eq!(attached.view().queues[0].violations.total(), 1);
     drop((user, attached));
     backend.stop();
 }

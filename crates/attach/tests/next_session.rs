@@ -26,7 +26,7 @@ fn a_ring_found_broken_while_nobody_serves_is_not_handed_to_the_next() {
     until("the back-end is gone", || !attached.view().is_connected);
     fake.join();
     user.turn();
-    assert_eq!(attached.view().queues[0].complaints.total(), 1);
+    assert_eq!(attached.view().queues[0].violations.total(), 1);
     let device = disk();
     std::fs::remove_file(&path).unwrap();
     let backend = Backend::start(&path, &device, 1);

@@ -177,7 +177,7 @@ fn a_back_end_that_breaks_rings_is_left_and_what_it_has_fails_in_the_end() {
     assert!(user.ended.drain(..).all(|bio| bio.status == Status::Io));
     let view = attached.view();
     assert_eq!((view.sessions, view.faults), (3, 3));
-    assert_eq!(view.queues[0].complaints.total(), 3, "{:?}", view.queues);
+    assert_eq!(view.queues[0].violations.total(), 3, "{:?}", view.queues);
     assert_eq!(user.one(Op::Read, 0, 0), Status::Io, "until a good one comes");
     fake.join();
     std::fs::remove_file(&path).unwrap();

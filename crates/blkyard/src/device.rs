@@ -403,7 +403,7 @@ impl Driver<Ring> for DeviceQueue {
         }
     }
 
-    // Of all of these one kind alone has a bell.
+    // Of all of these one kind alone has an eventfd.
 
     #[inline]
     fn arm(&mut self) -> bool {
@@ -418,8 +418,8 @@ impl Driver<Ring> for DeviceQueue {
     }
 
     #[inline]
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
-        if let DeviceQueue::Attached(queue) = self { Driver::<Ring>::bell(&**queue) } else { None }
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
+        if let DeviceQueue::Attached(queue) = self { Driver::<Ring>::eventfd(&**queue) } else { None }
     }
 
     fn deadline_ns(&self) -> Option<u64> {

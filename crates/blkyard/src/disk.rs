@@ -31,10 +31,10 @@ use std::sync::{Arc, Barrier, PoisonError, RwLock};
 use std::thread::{Builder, ScopedJoinHandle};
 
 use blkyard_mq::{
-    Bed, Bio, DeviceInfo, HwQueue, HwQueueConfig, QueueCounts, QueueFactory, QueueKind, QueuesError, RateLimit,
+    Bio, DeviceInfo, HwQueue, HwQueueConfig, Parker, QueueCounts, QueueFactory, QueueKind, QueuesError, RateLimit,
     RegionTable, SchedulerConfig, Segment, Span, TagSet,
 };
-use blkyard_os::{Clock, Ring, RingBed, RingConfig, RingError, cpu_places};
+use blkyard_os::{Clock, Ring, RingConfig, RingError, RingParker, cpu_places};
 
 use crate::rate::take_own_rate;
 use crate::scheduler::take_device_scheduler;
@@ -67,7 +67,7 @@ pub enum DiskError {
     },
     /// There is no descriptor for a thread to sleep on.
     #[error("{name}: a thread has nothing to sleep on: {source}; see the limit on open files")]
-    Bed {
+    Parker {
         /// The device's name.
         name: String,
         /// What the system said.
@@ -350,9 +350,9 @@ impl<R: Deref<Target = Device>> QueueFactory for Queues<R> {
         Ok((hw, ring))
     }
 
-    fn bed(&mut self, beside: &[&Ring]) -> Result<Arc<dyn Bed>, DiskError> {
-        let bed = RingBed::beside(beside);
-        Ok(bed.map_err(|source| DiskError::Bed { name: self.info.name.clone(), source })?)
+    fn parker(&mut self, beside: &[&Ring]) -> Result<Arc<dyn Parker>, DiskError> {
+        let parker = RingParker::beside(beside);
+        Ok(parker.map_err(|source| DiskError::Parker { name: self.info.name.clone(), source })?)
     }
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use blkyard_export::BoundSocket;
 
-use crate::control::{Answer, ControlServer, Wish};
+use crate::control::{Answer, ControlRequest, ControlServer};
 use crate::daemon::Daemon;
 use crate::takeover::{self, Given};
 use crate::{inspect, set};
@@ -14,15 +14,19 @@ use crate::{inspect, set};
 /// # Errors
 /// The system gives no thread or descriptor.
 pub fn serve(socket: Arc<BoundSocket>, daemon: Arc<Daemon>) -> std::io::Result<ControlServer> {
-    ControlServer::start(Arc::clone(&socket), move |wish, client| {
-        Answer::Say(match wish {
-            Wish::Inspect => serde_json::to_value(inspect::collect(&daemon)).map_err(|error| error.to_string()),
-            Wish::Set { what, values } => set::apply(&daemon, &what, values).map(Into::into),
-            Wish::Takeover { version } => match takeover::give(&daemon, &socket, client, version) {
+    ControlServer::start(Arc::clone(&socket), move |request, client| {
+        Answer::Say(match request {
+            ControlRequest::Inspect => {
+                serde_json::to_value(inspect::collect(&daemon)).map_err(|error| error.to_string())
+            }
+            ControlRequest::Set { what, values } => set::apply(&daemon, &what, values).map(Into::into),
+            ControlRequest::Takeover { version } => match takeover::give(&daemon, &socket, client, version) {
                 Given::Gone => return Answer::Last,
                 Given::Kept(why) => Err(why),
             },
-            Wish::Taken => Err("nothing is being handed over; ask for it with blkyard serve --takeover".into()),
+            ControlRequest::Taken => {
+                Err("nothing is being handed over; ask for it with blkyard serve --takeover".into())
+            }
         })
     })
 }

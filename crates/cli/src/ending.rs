@@ -34,24 +34,24 @@ const REQUESTS_MAX: usize = 8;
 
 /// What both threads share.
 #[derive(Default)]
-struct Shared {
+struct EndingState {
     requested: Mutex<bool>,
     changed: Condvar,
-    serving: OnceLock<Serving>,
+    serving: OnceLock<ServingDaemon>,
     /// Everything that was fetched is finished.
     drained: AtomicBool,
     sockets: Mutex<Vec<Weak<BoundSocket>>>,
 }
 
 /// A daemon that serves.
-struct Serving {
+struct ServingDaemon {
     daemon: Weak<Daemon>,
     drain: Duration,
 }
 
 /// The serving thread's end: by this it hears that it is to stop, and says how far it is.
 pub(crate) struct StopToken {
-    shared: Arc<Shared>,
+    shared: Arc<EndingState>,
     events: PipeWriter,
 }
 
@@ -78,7 +78,7 @@ impl StopToken {
     /// From here on requests may be in flight.
     pub(crate) fn serves(&self, daemon: &Arc<Daemon>) {
         let drain = Duration::from_secs(daemon.drain_s);
-        let _ = self.shared.serving.set(Serving { daemon: Arc::downgrade(daemon), drain });
+        let _ = self.shared.serving.set(ServingDaemon { daemon: Arc::downgrade(daemon), drain });
     }
 
     /// It stops, because it is to or for another reason. From here on it has as long as it may take to drain.
@@ -94,7 +94,7 @@ impl StopToken {
 }
 
 /// What the main thread has to turn to.
-enum Event {
+enum MainEvent {
     Signal(Signal),
     Stops,
     Ended,
@@ -109,7 +109,7 @@ pub(crate) fn supervise<F>(signals: &Signals, serve: F) -> Result<(), ServeError
 where
     F: FnOnce(&StopToken) -> Result<(), ServeError> + Send + 'static,
 {
-    let shared = Arc::new(Shared::default());
+    let shared = Arc::new(EndingState::default());
     let (mut events, writer) = pipe()?;
     let token = StopToken { shared: Arc::clone(&shared), events: writer };
     let thread = std::thread::Builder::new().name("serve".into()).spawn(move || serve(&token))?;
@@ -117,39 +117,39 @@ where
     let (mut is_asked, mut deadline) = (false, None);
     loop {
         match next_event(signals, &mut events, deadline) {
-            Event::Ended => {
+            MainEvent::Ended => {
                 return thread
                     .join()
                     .unwrap_or_else(|_| Err(ServeError::Broken("the thread that serves panicked".into())));
             }
-            Event::Stops => deadline = drain().map(|drain| Instant::now() + drain).or(deadline),
-            Event::Signal(Signal::Hangup) => tracing::info!("SIGHUP is ignored: reload is not implemented"),
-            Event::Signal(_) if !is_asked => {
+            MainEvent::Stops => deadline = drain().map(|drain| Instant::now() + drain).or(deadline),
+            MainEvent::Signal(Signal::Hangup) => tracing::info!("SIGHUP is ignored: reload is not implemented"),
+            MainEvent::Signal(_) if !is_asked => {
                 is_asked = true;
                 *lock(&shared.requested) = true;
                 shared.changed.notify_all();
                 deadline = Some(Instant::now() + drain().unwrap_or(START_TIME));
             }
-            Event::Signal(_) => return leave(&shared, "at a second signal"),
-            Event::Timeout => return leave(&shared, &format!("after {:?}", drain().unwrap_or(START_TIME))),
+            MainEvent::Signal(_) => return leave(&shared, "at a second signal"),
+            MainEvent::Timeout => return leave(&shared, &format!("after {:?}", drain().unwrap_or(START_TIME))),
         }
     }
 }
 
-fn next_event(signals: &Signals, events: &mut PipeReader, deadline: Option<Instant>) -> Event {
+fn next_event(signals: &Signals, events: &mut PipeReader, deadline: Option<Instant>) -> MainEvent {
     loop {
         if let Some(signal) = signals.wait(Some(Duration::ZERO)) {
-            return Event::Signal(signal);
+            return MainEvent::Signal(signal);
         }
         let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
         let time = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
         let mut fds = [PollFd::new(&*events, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
         match poll(&mut fds, time.as_ref()) {
-            Ok(0) => return Event::Timeout,
+            Ok(0) => return MainEvent::Timeout,
             Ok(_) if !fds[0].revents().is_empty() => {
                 // The other end is closed when the thread ends, however it does.
                 let said = events.read(&mut [0]).is_ok_and(|bytes| bytes > 0);
-                return if said { Event::Stops } else { Event::Ended };
+                return if said { MainEvent::Stops } else { MainEvent::Ended };
             }
             // A signal; or interrupted, most likely by one.
             _ => {}
@@ -158,7 +158,7 @@ fn next_event(signals: &Signals, events: &mut PipeReader, deadline: Option<Insta
 }
 
 /// Leaves the threads of the daemon as they are: the process is about to exit.
-fn leave(shared: &Shared, when: &str) -> Result<(), ServeError> {
+fn leave(shared: &EndingState, when: &str) -> Result<(), ServeError> {
     lock(&shared.sockets).iter().filter_map(Weak::upgrade).for_each(|socket| socket.remove());
     let Some(serving) = shared.serving.get() else {
         tracing::info!("stopped before anything was served");

@@ -32,7 +32,7 @@ use crate::log::{self, LogFormat, say};
 use crate::plan::{MODE_KEY, MODE_WANTED, Plan, Settings, Word, from_file, from_words, parse_mode, unserved};
 use crate::qemu;
 use crate::receiver::ReceiverProcess;
-use crate::takeover::{self, Heritage};
+use crate::takeover::{self, InheritedState};
 use crate::threads;
 use crate::watch::Watch;
 
@@ -150,7 +150,7 @@ impl ServeArgs {
 }
 
 /// One export, ready to be served.
-struct Export {
+struct ReadyExport {
     name: String,
     socket: Arc<BoundSocket>,
     disk: BlkConfig,
@@ -170,10 +170,10 @@ struct Inherited {
     session: Option<SessionState>,
 }
 
-impl Export {
+impl ReadyExport {
     /// Serves it, or prepares to go on with it.
     fn start(self) -> Result<(RateSlot, Start), ServeError> {
-        let Export { name, socket, disk, remotes, rate, inherited, .. } = self;
+        let ReadyExport { name, socket, disk, remotes, rate, inherited, .. } = self;
         let config = BackendConfig { name: name.clone(), disk, queues: remotes };
         let Some(Inherited { offered, depth, wce, session }) = inherited else {
             return Ok((rate, Start::Served(Server::start(socket, config)?)));
@@ -230,9 +230,9 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     // Before any image is open: it must not keep one from being locked again.
     let acceptor: Arc<dyn Acceptor> = Arc::new(ReceiverProcess::start()?);
     let tracked = |socket: BoundSocket| Ok(stop.track(socket.accept_through(Arc::clone(&acceptor))?));
-    let mut heritage = args.takeover.as_deref().map(takeover::take).transpose()?;
-    let Plan { disks, settings } = match (&heritage, &args.config) {
-        (Some(heritage), _) => Plan { disks: heritage.disks.clone(), settings: heritage.settings.clone() },
+    let mut inherited = args.takeover.as_deref().map(takeover::take).transpose()?;
+    let Plan { disks, settings } = match (&inherited, &args.config) {
+        (Some(inherited), _) => Plan { disks: inherited.disks.clone(), settings: inherited.settings.clone() },
         (None, Some(path)) => from_file(path)?,
         (None, None) if words.is_empty() => {
             Plan { disks: from_words(&default_disk()?)?, settings: Settings::default() }
@@ -243,7 +243,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     args.log_format.iter().for_each(|format| log::set_format(*format));
     let patience = Patience { stop, limit: Duration::from_secs(args.lock_wait_s.unwrap_or(LOCK_WAIT_S)) };
     let plans = disks.clone();
-    let Some(opened) = open(disks, &patience, heritage.as_mut())? else { return Ok(()) };
+    let Some(opened) = open(disks, &patience, inherited.as_mut())? else { return Ok(()) };
     let shares: Vec<Share> = opened.iter().flat_map(|(_, exports)| exports).map(|want| want.share.clone()).collect();
     let queues = shares.iter().map(|share| share.queues).sum();
     let count = args.lanes.map_or_else(|| cpu_places().len().min(queues), |lanes| lanes as usize);
@@ -254,7 +254,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     for (device, wanted) in opened {
         for want in wanted {
             let lane_of = places[makes.len()..makes.len() + want.share.queues].to_vec();
-            let left = heritage.as_mut().and_then(|heritage| heritage.exports.pop_front());
+            let left = inherited.as_mut().and_then(|inherited| inherited.exports.pop_front());
             let export = bind(&device, devices.len(), want, left, &mut makes, &tracked)?;
             exports.push((export, lane_of));
         }
@@ -267,7 +267,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     introduce(&devices, &exports, count);
     let first = exports.first().map(|(export, _)| export.socket.path());
     let place = args.control.clone().unwrap_or_default();
-    let mut control = if heritage.is_none() { place.bind(first)?.map(tracked).transpose()? } else { None };
+    let mut control = if inherited.is_none() { place.bind(first)?.map(tracked).transpose()? } else { None };
     let mut watch = Watch::new(exports.len());
     let mut starts = Vec::new();
     let mut served = Vec::new();
@@ -288,7 +288,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         });
         starts.push(start);
     }
-    let taken = heritage.map(Heritage::taken).transpose()?;
+    let taken = inherited.map(InheritedState::taken).transpose()?;
     let servers: Vec<_> = starts.into_iter().map(Start::go).collect();
     if let Some((socket, pause)) = taken {
         let [rest, whole] = [pause.rest, pause.whole].map(|time| time.as_secs_f64() * 1e3);
@@ -438,7 +438,7 @@ impl Patience<'_> {
 fn open(
     plans: Vec<DiskPlan>,
     patience: &Patience<'_>,
-    mut heritage: Option<&mut Heritage>,
+    mut inherited: Option<&mut InheritedState>,
 ) -> Result<Option<Vec<(ServedDevice, Vec<Wanted>)>>, ServeError> {
     let mut opened = Vec::new();
     let mut exports = 0;
@@ -447,7 +447,7 @@ fn open(
         let scheduler = take_device_scheduler(&mut plan.device)?;
         let rate = take_own_rate(&mut plan.device)?;
         let name = plan.device.name.clone();
-        let left = heritage.as_mut().and_then(|heritage| heritage.devices.pop_front());
+        let left = inherited.as_mut().and_then(|inherited| inherited.devices.pop_front());
         let (device, info) = if let Some(mut left) = left {
             let device = Device::adopt(plan.device, left.file.take(), left.sync_failed)?;
             let info = left.info(device.info());
@@ -469,7 +469,7 @@ fn open(
         let mut wanted = Vec::new();
         for export in plan.exports {
             let mut want = want(export, exports, device.queues_max())?;
-            if let Some(left) = heritage.as_ref().and_then(|heritage| heritage.exports.get(exports)) {
+            if let Some(left) = inherited.as_ref().and_then(|inherited| inherited.exports.get(exports)) {
                 want.share.queues = left.made.into();
             }
             wanted.push(want);
@@ -524,7 +524,7 @@ fn bind(
     left: Option<ExportState>,
     makes: &mut Vec<Make>,
     tracked: &impl Fn(BoundSocket) -> std::io::Result<Arc<BoundSocket>>,
-) -> Result<Export, ServeError> {
+) -> Result<ReadyExport, ServeError> {
     let info = served.info();
     let Share { name, queues, .. } = want.share;
     let mut remotes = Vec::new();
@@ -541,7 +541,16 @@ fn bind(
         None => (tracked(BoundSocket::bind(&want.socket)?)?, None),
     };
     let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, info.volatile_cache);
-    Ok(Export { name, socket, disk, remotes, serial: want.serial, rate: want.rate, device: device_index, inherited })
+    Ok(ReadyExport {
+        name,
+        socket,
+        disk,
+        remotes,
+        serial: want.serial,
+        rate: want.rate,
+        device: device_index,
+        inherited,
+    })
 }
 
 /// How each lane is made.
@@ -585,7 +594,7 @@ fn introduce_control(socket: Arc<BoundSocket>, daemon: &Arc<Daemon>) -> Result<C
 }
 
 /// Says what is served, and how to attach it.
-fn introduce(devices: &[ServedDevice], exports: &[(Export, Vec<usize>)], lanes: usize) {
+fn introduce(devices: &[ServedDevice], exports: &[(ReadyExport, Vec<usize>)], lanes: usize) {
     for (export, lane_of) in exports {
         let ServedDevice { device, .. } = &devices[export.device];
         let info = devices[export.device].info();

@@ -13,10 +13,10 @@ use crate::log::say;
 
 /// The exports that are watched.
 pub struct Watch {
-    exports: Vec<Watched>,
+    exports: Vec<WatchedExport>,
 }
 
-struct Watched {
+struct WatchedExport {
     /// Counters at the last call.
     before: StatsSnapshot,
     /// Requests refused by then, by the queues and by what reads the rings.
@@ -29,7 +29,7 @@ struct Watched {
 impl Watch {
     /// Watches so many exports of a daemon.
     pub fn new(exports: usize) -> Watch {
-        let begin = || Watched { before: StatsSnapshot::default(), refused: 0, bounced: 0, at: Instant::now() };
+        let begin = || WatchedExport { before: StatsSnapshot::default(), refused: 0, bounced: 0, at: Instant::now() };
         Watch { exports: (0..exports).map(|_| begin()).collect() }
     }
 
@@ -44,7 +44,7 @@ impl Watch {
     }
 }
 
-impl Watched {
+impl WatchedExport {
     /// What happened since the last call: a line for each kind of I/O there was, and one for what went wrong.
     fn lines(&mut self, device: &Device, queues: &[QueueWatch]) -> Vec<String> {
         let mut now = StatsSnapshot::default();

@@ -294,22 +294,22 @@ fn a_daemon_goes_on_when_its_heir_dies_or_cannot_or_is_none() {
         BufReader::new(stream).read_line(&mut line).unwrap();
         line
     };
-    let wish = "{\"blkyard\":1,\"do\":\"takeover\",\"version\":2}\n";
+    let request = "{\"blkyard\":1,\"do\":\"takeover\",\"version\":2}\n";
     // It dies before it is told, when it has been told, and says something else.
-    drop(ask(wish));
+    drop(ask(request));
     writes_and_checks(folder);
-    let stream = ask(wish);
-    let parcel = hear(&stream);
-    assert!(parcel.starts_with('#') && parcel.contains("\"ok\""), "{parcel}");
+    let stream = ask(request);
+    let handover = hear(&stream);
+    assert!(handover.starts_with('#') && handover.contains("\"ok\""), "{handover}");
     drop(stream);
     writes_and_checks(folder);
-    let stream = ask(wish);
+    let stream = ask(request);
     hear(&stream);
     (&stream).write_all(b"{\"blkyard\":1,\"do\":\"inspect\"}\n").unwrap();
     assert!(hear(&stream).contains("should have taken it"));
     writes_and_checks(folder);
     // It speaks another version, or out of turn.
-    let other = hear(&ask(&wish.replace("\"version\":2", "\"version\":9")));
+    let other = hear(&ask(&request.replace("\"version\":2", "\"version\":9")));
     assert!(
         other.contains("version 2") && other.contains("asked for 9") && other.contains("without --takeover"),
         "{other}"

@@ -43,9 +43,9 @@ pub trait Acceptor: Send + Sync {
 
 /// Takes connections as they are: for those who trust every front-end.
 #[derive(Debug)]
-pub(crate) struct Direct;
+pub(crate) struct DirectAcceptor;
 
-impl Acceptor for Direct {
+impl Acceptor for DirectAcceptor {
     fn listen(&self, _path: &Path, _listener: BorrowedFd<'_>) -> io::Result<()> {
         Ok(())
     }

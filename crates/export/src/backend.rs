@@ -6,8 +6,8 @@
 //! from where it stood (see [`rings`]). Nothing here touches a ring or a request.
 
 mod log;
+mod messages;
 mod rings;
-mod transcript;
 
 use std::fs::File;
 use std::os::unix::net::UnixStream;
@@ -25,7 +25,7 @@ use vhost::vhost_user::message::{
 use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBackendReqHandlerMut};
 
 use crate::advice;
-use crate::channel::Channel;
+use crate::channel::BackendChannel;
 use crate::event::Event;
 use crate::handover::SessionState;
 use crate::inflight::{self, Records};
@@ -118,7 +118,7 @@ pub(crate) struct Backend {
     /// Where the front-end looks for the pages that were written, once it has said so.
     log: Option<Arc<DirtyLog>>,
     /// What it is told by that something was noted there, if it wants to be.
-    log_bell: Option<Arc<Event>>,
+    log_eventfd: Option<Arc<Event>>,
     /// What the front-end took of what we offered; nothing before it says.
     features: Features,
     /// The same of the protocol; and all that it ever took, by which something may have been set up.
@@ -130,7 +130,7 @@ pub(crate) struct Backend {
     /// Where its lines go, but for those of debugging.
     lines: Arc<ExportLog>,
     /// On which the front-end is told what changes by itself.
-    channel: Option<Channel>,
+    channel: Option<BackendChannel>,
     /// The lane of one of the queues has ended: no session can go on, or begin.
     lane_gone: bool,
 }
@@ -145,7 +145,7 @@ impl Backend {
             memory_seen: false,
             records: None,
             log: None,
-            log_bell: None,
+            log_eventfd: None,
             features: Features::empty(),
             protocol: None,
             protocol_ever: 0,
@@ -169,7 +169,7 @@ impl Backend {
     }
 
     /// The front-end is told here of what changes by itself.
-    pub(crate) fn set_channel(&mut self, channel: Channel) {
+    pub(crate) fn set_channel(&mut self, channel: BackendChannel) {
         self.channel = Some(channel);
     }
 
@@ -184,7 +184,7 @@ impl Backend {
         if !resized {
             return Ok(Changed::Silent);
         }
-        match self.channel.as_ref().map(Channel::config_changed) {
+        match self.channel.as_ref().map(BackendChannel::config_changed) {
             Some(Ok(())) => Ok(Changed::Told),
             Some(Err(error)) => {
                 self.lines.warn(format_args!("the front-end cannot be told of the new size: {error}"));
@@ -202,7 +202,7 @@ impl Backend {
             Err(error) => return (Vec::new(), Err(error.to_string())),
         };
         let state = || {
-            let (setup, run) = self.transcript()?;
+            let (setup, run) = self.session_messages()?;
             let connection = self.connection.try_clone()?.into();
             Ok(SessionState { connection, queues: self.vrings.len() as u16, part, setup, run })
         };

@@ -16,13 +16,13 @@ use crate::wire::{Message, VERSION};
 
 /// Our end of the channel.
 #[derive(Debug)]
-pub(crate) struct Channel(OwnedFd);
+pub(crate) struct BackendChannel(OwnedFd);
 
-impl Channel {
+impl BackendChannel {
     /// The channel that a message brings, if that is what it is for. The message keeps its own.
-    pub(crate) fn of(message: &Message) -> Option<Channel> {
+    pub(crate) fn of(message: &Message) -> Option<BackendChannel> {
         let brings = message.request() == Some(FrontendReq::SET_BACKEND_REQ_FD.into());
-        brings.then(|| message.files.first()?.try_clone().ok().map(Channel)).flatten()
+        brings.then(|| message.files.first()?.try_clone().ok().map(BackendChannel)).flatten()
     }
 
     /// Our end, for who is to speak here after us.
@@ -58,9 +58,12 @@ mod tests {
         let message = |request, ends: &[&UnixStream]| {
             Message::new(request, &[], ends.iter().map(|end| end.try_clone().unwrap().into()).collect())
         };
-        assert!(Channel::of(&message(FrontendReq::SET_VRING_KICK, &[&end])).is_none(), "another message's descriptor");
-        assert!(Channel::of(&message(FrontendReq::SET_BACKEND_REQ_FD, &[])).is_none(), "it brought none");
-        let channel = Channel::of(&message(FrontendReq::SET_BACKEND_REQ_FD, &[&end])).unwrap();
+        assert!(
+            BackendChannel::of(&message(FrontendReq::SET_VRING_KICK, &[&end])).is_none(),
+            "another message's descriptor"
+        );
+        assert!(BackendChannel::of(&message(FrontendReq::SET_BACKEND_REQ_FD, &[])).is_none(), "it brought none");
+        let channel = BackendChannel::of(&message(FrontendReq::SET_BACKEND_REQ_FD, &[&end])).unwrap();
         drop(end);
         channel.config_changed().unwrap();
         let mut header = [0; 12];
@@ -74,7 +77,7 @@ mod tests {
     #[test]
     fn a_front_end_that_never_reads_does_not_hold_us_up() {
         let (end, _far_end) = UnixStream::pair().unwrap();
-        let channel = Channel(end.into());
+        let channel = BackendChannel(end.into());
         (0..100_000).for_each(|_| channel.config_changed().unwrap());
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! They come from outside, so they are looked at before use: anything but an eventfd is refused. Even an eventfd may be
 //! made blocking and full by whoever holds the other end, so none is written to here: the lane rings them
-//! ([`Chime`](blkyard_mq::Chime)).
+//! ([`Signal`](blkyard_mq::SignalEventfd)).
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};

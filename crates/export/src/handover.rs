@@ -53,14 +53,14 @@ pub struct Handed {
     /// What is to be taken: all descriptors are duplicates.
     pub state: ExportState,
     /// Until when it rests.
-    pub rest: Rest,
+    pub rest: QuiescedExport,
 }
 
 /// An export that rests until it is known whether somebody takes it. Dropping this lets it go on.
 #[derive(Debug)]
-pub struct Rest(pub(crate) Sender<()>);
+pub struct QuiescedExport(pub(crate) Sender<()>);
 
-impl Rest {
+impl QuiescedExport {
     /// Somebody has taken it: the export ends, and leaves its socket and its front-end alone.
     pub fn let_go(self) {
         // An export that has ended meanwhile has nothing to let go of.

@@ -27,7 +27,7 @@ mod wire;
 
 pub use acceptor::{Accepted, Acceptor};
 pub use backend::{BackendConfig, QUEUE_SIZE_MAX, QUEUES_MAX, SEG_MAX};
-pub use handover::{ExportState, Handed, Rest, SessionState};
+pub use handover::{ExportState, Handed, QuiescedExport, SessionState};
 pub use orders::{Changed, ExportHand};
 pub use queue::VhostQueue;
 pub use remote::{QueuePort, QueueRemote, QueueWatch, queue_pair};

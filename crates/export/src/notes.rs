@@ -2,9 +2,9 @@
 //!
 //! Of data and status bytes it notes those it writes; of its ring, all parts that a device writes to, each time it may
 //! have: a few pages, which are written all the time. Everything is noted after it is written, and before the front-end
-//! hears that the queue has come to rest. A front-end may want to be told of it, by a bell: it is, once for each round
-//! that notes something and once at the end. What a queue notes when its lane goes to sleep it is told of with the next
-//! round.
+//! hears that the queue has come to rest. A front-end may want to be told of it, by an eventfd: it is, once for each
+//! round that notes something and once at the end. What a queue notes when its lane goes to sleep it is told of with
+//! the next round.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -20,18 +20,18 @@ pub(crate) struct Notes {
     /// What we write of the ring: guest addresses and bytes. Nothing if nobody wants to know.
     ring: Vec<(u64, u64)>,
     /// What the front-end is told by, and whether there is something to tell.
-    bell: Option<Arc<Event>>,
+    eventfd: Option<Arc<Event>>,
     untold: Cell<bool>,
 }
 
 impl Notes {
-    pub(crate) fn new(log: Arc<DirtyLog>, ring: Vec<(u64, u64)>, bell: Option<Arc<Event>>) -> Notes {
-        Notes { log, ring, bell, untold: Cell::new(false) }
+    pub(crate) fn new(log: Arc<DirtyLog>, ring: Vec<(u64, u64)>, eventfd: Option<Arc<Event>>) -> Notes {
+        Notes { log, ring, eventfd, untold: Cell::new(false) }
     }
 
-    /// The bell that is to be rung, since something was noted after it was last asked for.
+    /// The eventfd that is to be rung, since something was noted after it was last asked for.
     pub(crate) fn untold(&self) -> Option<&Event> {
-        self.bell.as_deref().filter(|_| self.untold.take())
+        self.eventfd.as_deref().filter(|_| self.untold.take())
     }
 
     /// These bytes were written.

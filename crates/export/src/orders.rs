@@ -28,7 +28,7 @@ pub enum Changed {
     Untold,
 }
 
-pub(crate) enum Order {
+pub(crate) enum ExportCommand {
     /// The device is this from now on.
     Change(Arc<DeviceInfo>, Sender<Result<Changed, String>>),
     /// Each queue has no more than so many requests in flight; the answer is what that came to.
@@ -48,21 +48,21 @@ pub(crate) enum Order {
 /// A hand on an export from outside. Cloned at will; keeps nothing alive.
 #[derive(Clone)]
 pub struct ExportHand {
-    orders: Sender<Order>,
-    bell: Arc<OwnedFd>,
+    orders: Sender<ExportCommand>,
+    eventfd: Arc<OwnedFd>,
 }
 
 /// The export's end.
-pub(crate) struct Orders {
-    orders: Receiver<Order>,
-    bell: Arc<OwnedFd>,
+pub(crate) struct ExportCommands {
+    orders: Receiver<ExportCommand>,
+    eventfd: Arc<OwnedFd>,
 }
 
 /// Makes the two ends.
-pub(crate) fn orders() -> io::Result<(ExportHand, Orders)> {
-    let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+pub(crate) fn orders() -> io::Result<(ExportHand, ExportCommands)> {
+    let eventfd = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
     let (sender, receiver) = channel();
-    Ok((ExportHand { orders: sender, bell: Arc::clone(&bell) }, Orders { orders: receiver, bell }))
+    Ok((ExportHand { orders: sender, eventfd: Arc::clone(&eventfd) }, ExportCommands { orders: receiver, eventfd }))
 }
 
 impl ExportHand {
@@ -70,65 +70,65 @@ impl ExportHand {
     /// change and go on; a front-end that can be told hears of another size. The channel ends without an answer if the
     /// export has ended.
     pub fn change(&self, info: Arc<DeviceInfo>) -> Receiver<Result<Changed, String>> {
-        self.give(|answer| Order::Change(info, answer))
+        self.give(|answer| ExportCommand::Change(info, answer))
     }
 
     /// Asks that each queue have no more than so many requests in flight. What the limit has become is the answer: at
     /// most what the queues were made for.
     pub fn set_depth(&self, depth: usize) -> Receiver<Result<usize, String>> {
-        self.give(|answer| Order::Depth(depth, answer))
+        self.give(|answer| ExportCommand::Depth(depth, answer))
     }
 
     /// Asks that each queue order what waits by this scheduler from now on. Nothing is lost, and nothing has to come to
     /// rest.
     pub fn schedule(&self, config: SchedulerConfig) -> Receiver<Result<(), String>> {
-        self.give(|answer| Order::Schedule(config, answer))
+        self.give(|answer| ExportCommand::Schedule(config, answer))
     }
 
     /// Asks that what passes its queues, all together, pass each of these limits from now on; none is no limit. Nothing
     /// has to come to rest.
     pub fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Receiver<Result<(), String>> {
-        self.give(|answer| Order::Rates(limits, answer))
+        self.give(|answer| ExportCommand::Rates(limits, answer))
     }
 
     /// Asks that so many queues be offered from the next front-end on: at least one, at most as many as were made, with
     /// those in `more`, which live on their lanes already. They are given the device and the bound that the others have
     /// by now.
     pub fn offer(&self, queues: u16, more: Vec<QueueRemote>) -> Receiver<Result<Changed, String>> {
-        self.give(|answer| Order::Offer(queues, more, answer))
+        self.give(|answer| ExportCommand::Offer(queues, more, answer))
     }
 
     /// Asks whether orders are heard by now: not while the export's thread waits for a device, or for what its
     /// front-end sent. The channel ends without an answer if the export has ended.
     pub fn hears(&self) -> Receiver<()> {
-        self.give(Order::Hear)
+        self.give(ExportCommand::Hear)
     }
 
     /// Asks that it come to rest with all it serves, so that another process can go on with that. It rests until what
     /// comes is let go of or dropped.
     pub fn hand_over(&self) -> Receiver<Result<Handed, String>> {
-        self.give(Order::HandOver)
+        self.give(ExportCommand::HandOver)
     }
 
-    fn give<T>(&self, order: impl FnOnce(Sender<T>) -> Order) -> Receiver<T> {
+    fn give<T>(&self, order: impl FnOnce(Sender<T>) -> ExportCommand) -> Receiver<T> {
         let (answer, wait) = channel();
         // Without its thread the order is dropped, and the channel for the answer with it.
         let _ = self.orders.send(order(answer));
-        let _ = rustix::io::write(&*self.bell, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(&*self.eventfd, &1_u64.to_ne_bytes());
         wait
     }
 }
 
-impl Orders {
+impl ExportCommands {
     /// Readable while there is an order.
-    pub(crate) fn bell(&self) -> &OwnedFd {
-        &self.bell
+    pub(crate) fn eventfd(&self) -> &OwnedFd {
+        &self.eventfd
     }
 
     /// The next order, if there is one.
-    pub(crate) fn next(&self) -> Option<Order> {
+    pub(crate) fn next(&self) -> Option<ExportCommand> {
         // Before we look: an order that comes later rings again.
-        let _ = rustix::io::read(&*self.bell, &mut [0; 8]);
+        let _ = rustix::io::read(&*self.eventfd, &mut [0; 8]);
         self.orders.try_recv().ok()
     }
 }

@@ -23,7 +23,7 @@ const ROUNDS_KEPT: u16 = 1024;
 
 /// The pace of one queue.
 #[derive(Debug)]
-pub struct Pace {
+pub struct FetchPace {
     knows: Knows,
     /// How far the guest had offered when the look began, if there is one under way.
     front: Option<u16>,
@@ -39,13 +39,13 @@ enum Knows {
     Whether { works: bool, rounds: u16 },
 }
 
-impl Default for Pace {
-    fn default() -> Pace {
-        Pace { knows: Knows::Nothing { in_vain: 0 }, front: None, counts: false }
+impl Default for FetchPace {
+    fn default() -> FetchPace {
+        FetchPace { knows: Knows::Nothing { in_vain: 0 }, front: None, counts: false }
     }
 }
 
-impl Pace {
+impl FetchPace {
     /// A round begins that gives something back first; `front` tells how far the guest has offered.
     #[inline]
     pub fn resume(&mut self, front: impl FnOnce() -> u16) {
@@ -110,7 +110,7 @@ mod tests {
 
     /// Rounds with so many in sight, each of which the guest offers something in or not: what each took of them, and
     /// how often was looked.
-    fn rounds(pace: &mut Pace, count: u16, in_sight: usize, moves: bool) -> (Vec<usize>, usize) {
+    fn rounds(pace: &mut FetchPace, count: u16, in_sight: usize, moves: bool) -> (Vec<usize>, usize) {
         let mut looks = 0;
         let took = (0..count).map(|_| {
             let took = pace.begin(in_sight, || 7).min(in_sight);
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn halves_end_with_a_guest_that_never_moves_meanwhile_and_are_tried_again() {
-        let mut pace = Pace::default();
+        let mut pace = FetchPace::default();
         for _ in 0..3 {
             assert_eq!(rounds(&mut pace, LOOKS_MAX, 16, false), (vec![8; LOOKS_MAX.into()], LOOKS_MAX.into()));
             assert!(pace.takes_turns());
@@ -138,7 +138,7 @@ mod tests {
 
     #[test]
     fn halves_go_on_with_a_guest_that_moves_now_and_then() {
-        let mut pace = Pace::default();
+        let mut pace = FetchPace::default();
         for _ in 0..3 {
             let rare = LOOKS_MAX - 1;
             assert_eq!(rounds(&mut pace, rare, 16, false).0, vec![8; rare.into()]);
@@ -151,7 +151,7 @@ mod tests {
     fn a_guest_that_moves_at_another_moment_than_the_first_half_is_seen() {
         // While something is given back first, and while the lane is at other queues between the halves.
         for (at_start, between) in [(7, 8), (7, 7)] {
-            let mut pace = Pace::default();
+            let mut pace = FetchPace::default();
             assert_eq!(pace.begin(16, || 7), 8);
             pace.end(false, || 7);
             pace.resume(|| at_start);
@@ -162,7 +162,7 @@ mod tests {
             assert!(matches!(pace.knows, Knows::Whether { works: true, .. }), "{pace:?}");
         }
         // Between two turns of ours it may have the CPU.
-        let mut pace = Pace::default();
+        let mut pace = FetchPace::default();
         for turn in 0..LOOKS_MAX {
             pace.resume(|| turn);
             assert_eq!(pace.begin(16, || turn), 8);
@@ -175,7 +175,7 @@ mod tests {
 
     #[test]
     fn a_few_are_taken_together_and_say_nothing_of_the_guest() {
-        let mut pace = Pace::default();
+        let mut pace = FetchPace::default();
         let all = (vec![HALF_MIN; 100], 0);
         assert_eq!(rounds(&mut pace, 100, HALF_MIN, false), all);
         assert_eq!(rounds(&mut pace, 1, HALF_MIN + 1, false), (vec![HALF_MIN], 1));

@@ -1,4 +1,4 @@
-//! A virtqueue and the hardware queue it feeds, as a station of a lane.
+//! A virtqueue and the hardware queue it feeds, as a poller of a lane.
 //!
 //! A round gives back what the device finished, fetches what the guest published (half of it, if the device has
 //! nothing), and passes it on; one look at the clock, one used index and at most one call for all of it. A chain is
@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 
 use blkyard_mem::Region;
-use blkyard_mq::{Bio, Chime, ChimePlace, Crank, Driver, HwQueue, RegionTable, Segment, Station, Wake};
+use blkyard_mq::{Bio, Driver, HwQueue, Poller, PollerState, RegionTable, Segment, SignalEventfd, SignalSlot, Wake};
 use blkyard_virtio::{
     Chain, ChainHead, DeviceRing, GuestMemory, ParseContext, Parsed, Refusals, RingBase, SerialId, VirtioStatus, parse,
     status_of, write_status, written,
@@ -25,7 +25,7 @@ use blkyard_virtio::{
 use crate::event::Event;
 use crate::log::ExportLog;
 use crate::notes::Notes;
-use crate::pace::Pace;
+use crate::pace::FetchPace;
 use crate::remote::{Command, DiskView, QueuePort, Setup};
 use crate::view::{QueueView, RingView};
 
@@ -50,7 +50,7 @@ pub struct VhostQueue<D> {
     port: QueuePort,
     serial: SerialId,
     refusals: Arc<Refusals>,
-    session: Option<Session>,
+    session: Option<GuestRing>,
     bios: Bios,
     suspending: Vec<Sender<RingBase>>,
     flushing: Flushing,
@@ -58,11 +58,11 @@ pub struct VhostQueue<D> {
     /// To move to another lane once what was fetched is finished.
     leaving: bool,
     now_ns: u64,
-    chime: ChimePlace,
+    signal: SignalSlot,
 }
 
 /// The guest's side of a queue that runs.
-struct Session {
+struct GuestRing {
     /// For messages: the export, and the queue's number there.
     name: String,
     log: Arc<ExportLog>,
@@ -80,7 +80,7 @@ struct Session {
     disk: DiskView,
     connection: Arc<UnixStream>,
     chain: Chain,
-    pace: Pace,
+    pace: FetchPace,
     /// A broken ring is fetched from no more; what was fetched still ends.
     broken: bool,
     /// It broke in this round: the front-end is to be told.
@@ -164,7 +164,7 @@ impl<D> VhostQueue<D> {
             retiring: false,
             leaving: false,
             now_ns: 0,
-            chime: ChimePlace::default(),
+            signal: SignalSlot::default(),
         }
     }
 
@@ -177,7 +177,7 @@ impl<D> VhostQueue<D> {
     }
 
     #[cold]
-    fn read_mail<Cx: ?Sized + Chime>(&mut self, cx: &mut Cx)
+    fn read_mail<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx)
     where
         D: Driver<Cx>,
     {
@@ -190,10 +190,10 @@ impl<D> VhostQueue<D> {
                 Command::Flush(answer) => self.flushing.asked.push(answer),
                 Command::Call(call, answer) => {
                     if let Some(session) = &mut self.session {
-                        cx.forget(&mut self.chime);
+                        cx.forget(&mut self.signal);
                         session.call = call;
                         // The guest may have missed one that went to the old descriptor.
-                        session.call(cx, &mut self.chime);
+                        session.call(cx, &mut self.signal);
                     }
                     let _ = answer.send(());
                 }
@@ -223,7 +223,7 @@ impl<D> VhostQueue<D> {
         }
     }
 
-    fn start<Cx: ?Sized + Chime>(&mut self, cx: &mut Cx, setup: Setup) -> Result<(), String>
+    fn start<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx, setup: Setup) -> Result<(), String>
     where
         D: Driver<Cx>,
     {
@@ -241,12 +241,12 @@ impl<D> VhostQueue<D> {
             }
         }
         self.hw.set_memory(cx, Arc::clone(setup.memory.table()));
-        let mut session = Session {
+        let mut session = GuestRing {
             name: setup.name,
             log: setup.log,
             // A small ring may still bring chains as long as we said they may be, in tables of their own.
             chain: Chain::new(setup.size.max(SEGMENTS as u16)),
-            pace: Pace::default(),
+            pace: FetchPace::default(),
             ring,
             memory: setup.memory,
             records,
@@ -264,7 +264,7 @@ impl<D> VhostQueue<D> {
         session.disable_notify();
         if session.records.is_some() {
             // Who had the ring before us may have died between showing the guest an answer and calling it.
-            session.call(cx, &mut self.chime);
+            session.call(cx, &mut self.signal);
         }
         self.session = Some(session);
         Ok(())
@@ -272,16 +272,16 @@ impl<D> VhostQueue<D> {
 
     /// Once nothing fetched is left: lets go of the guest and says where the queue stands.
     #[cold]
-    fn rest<Cx: ?Sized + Chime>(&mut self, cx: &mut Cx)
+    fn rest<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx)
     where
         D: Driver<Cx>,
     {
-        cx.forget(&mut self.chime);
+        cx.forget(&mut self.signal);
         let Some(mut session) = self.session.take() else { return };
         // Whoever looks at the ring now is kicked as usual, and we are not to take that from him.
         session.enable_notify();
-        if let Some(bell) = session.notes.as_ref().and_then(Notes::untold) {
-            chime_once(cx, &mut self.chime, bell);
+        if let Some(eventfd) = session.notes.as_ref().and_then(Notes::untold) {
+            signal_once(cx, &mut self.signal, eventfd);
         }
         if let Some(kick) = &session.kick {
             cx.ignore(kick.as_fd());
@@ -315,7 +315,7 @@ impl<D> VhostQueue<D> {
     }
 }
 
-impl Session {
+impl GuestRing {
     /// Memory that the front-end shares with us has gone away.
     #[inline]
     fn is_cut_short(&self) -> bool {
@@ -448,9 +448,9 @@ impl Session {
     }
 
     #[inline]
-    fn call<Cx: ?Sized + Chime>(&self, cx: &mut Cx, place: &mut ChimePlace) {
+    fn call<Cx: ?Sized + SignalEventfd>(&self, cx: &mut Cx, place: &mut SignalSlot) {
         if let Some(call) = &self.call {
-            cx.chime(place, call.as_fd());
+            cx.signal(place, call.as_fd());
         }
     }
 
@@ -476,22 +476,22 @@ impl Session {
     }
 }
 
-/// Rings another bell than the guest's, under the same place. A call of the guest's that has not gone through goes to a
-/// bell that is ringing already.
+/// Signals another eventfd than the guest's, under the same place. A call of the guest's that has not gone through goes
+/// to a eventfd that is ringing already.
 #[cold]
-fn chime_once<Cx: ?Sized + Chime>(cx: &mut Cx, place: &mut ChimePlace, bell: &Event) {
+fn signal_once<Cx: ?Sized + SignalEventfd>(cx: &mut Cx, place: &mut SignalSlot, eventfd: &Event) {
     cx.forget(place);
-    cx.chime(place, bell.as_fd());
+    cx.signal(place, eventfd.as_fd());
     cx.forget(place);
 }
 
-impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
+impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>> Poller<Cx> for VhostQueue<D> {
     fn enter(&mut self, cx: &mut Cx, waker: &Arc<dyn Wake>) {
         self.leaving = false;
         if let Some(session) = &self.session {
             self.hw.set_memory(cx, Arc::clone(session.memory.table()));
         }
-        // Before the first crank, which looks for mail.
+        // Before the first run, which looks for mail.
         self.port.shared.waker.register(waker);
     }
 
@@ -500,8 +500,8 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         if !self.hw.is_idle() {
             return false;
         }
-        // A call that has not gone through goes to a bell that is ringing already.
-        cx.forget(&mut self.chime);
+        // A call that has not gone through goes to an eventfd that is ringing already.
+        cx.forget(&mut self.signal);
         self.hw.set_memory(cx, Arc::new(RegionTable::default()));
         true
     }
@@ -514,7 +514,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         self.hw.set_turn_bytes(bytes);
     }
 
-    fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank {
+    fn run_once(&mut self, cx: &mut Cx, now_ns: u64) -> PollerState {
         self.now_ns = now_ns;
         let had_mail = self.port.shared.mailbox.is_pending();
         if had_mail {
@@ -533,7 +533,7 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
             for answer in self.flushing.asked.drain(..) {
                 let _ = answer.send(true);
             }
-            return if had_mail { Crank::Busy } else { Crank::Idle };
+            return if had_mail { PollerState::Busy } else { PollerState::Idle };
         };
         let bios = &mut self.bios;
         let mut busy = had_mail;
@@ -557,10 +557,10 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         }
         // Before the device has its turn, which may take a while: the guest need not wait for that.
         if busy && session.publish() {
-            session.call(cx, &mut self.chime);
+            session.call(cx, &mut self.signal);
         }
-        if busy && let Some(bell) = session.notes.as_ref().and_then(Notes::untold) {
-            chime_once(cx, &mut self.chime, bell);
+        if busy && let Some(eventfd) = session.notes.as_ref().and_then(Notes::untold) {
+            signal_once(cx, &mut self.signal, eventfd);
         }
         busy |= self.hw.issue(cx, now_ns) > 0;
         session.pace.end(session.ring.in_sight() > 0, || session.ring.front());
@@ -571,18 +571,18 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         if std::mem::take(&mut session.alarm)
             && let Some(error) = &session.error
         {
-            chime_once(cx, &mut self.chime, error);
+            signal_once(cx, &mut self.signal, error);
             busy = true;
         }
         let owes = session.ring.left() > 0 && !session.broken;
         if stopping && !owes && self.hw.is_idle() && (self.retiring || !self.suspending.is_empty()) {
             self.rest(cx);
-            return Crank::Busy;
+            return PollerState::Busy;
         }
         match (busy || self.hw.has_work(), self.hw.is_idle()) {
-            (true, _) => Crank::Busy,
-            (false, false) => Crank::Waiting,
-            (false, true) => Crank::Idle,
+            (true, _) => PollerState::Busy,
+            (false, false) => PollerState::Waiting,
+            (false, true) => PollerState::Idle,
         }
     }
 
@@ -607,17 +607,17 @@ impl<Cx: ?Sized + Chime, D: Driver<Cx>> Station<Cx> for VhostQueue<D> {
         self.hw.disarm::<Cx>();
     }
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         let session = self.session.as_ref().filter(|session| !session.broken && !self.is_stopping())?;
         session.kick.as_ref().map(|kick| kick.as_fd())
     }
 
-    fn device_bell(&self) -> Option<BorrowedFd<'_>> {
-        self.hw.bell::<Cx>()
+    fn device_eventfd(&self) -> Option<BorrowedFd<'_>> {
+        self.hw.eventfd::<Cx>()
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        let polls = |session: &Session| session.kick.is_none() && !session.broken;
+        let polls = |session: &GuestRing| session.kick.is_none() && !session.broken;
         let unkicked = !self.is_stopping() && self.session.as_ref().is_some_and(polls);
         let poll = unkicked.then_some(self.now_ns + POLL_NS);
         [self.hw.deadline_ns(), poll].into_iter().flatten().min()

@@ -1,4 +1,4 @@
-//! The two ends of a queue: the station on its lane, and the hand that the control path has on it.
+//! The two ends of a queue: the poller on its lane, and the hand that the control path has on it.
 //!
 //! A queue that runs belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and
 //! waits for the answer, which for a suspension comes only when all that was fetched is finished.
@@ -73,7 +73,7 @@ pub(crate) enum Command {
 }
 
 #[derive(Default)]
-pub(crate) struct Shared {
+pub(crate) struct RemoteState {
     /// Looked at once a round.
     pub(crate) mailbox: Mailbox<Command>,
     /// Wakes the lane that the queue lives on.
@@ -84,7 +84,7 @@ pub(crate) struct Shared {
 
 /// The lane's end, from which a [`VhostQueue`](crate::VhostQueue) is made.
 pub struct QueuePort {
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<RemoteState>,
 }
 
 impl Drop for QueuePort {
@@ -107,7 +107,7 @@ pub struct QueueWatch {
 /// How commands reach the queue.
 #[derive(Clone)]
 struct Commands {
-    shared: Arc<Shared>,
+    shared: Arc<RemoteState>,
 }
 
 /// The lane is gone.
@@ -127,7 +127,7 @@ impl Suspension {
 
 /// Makes the two ends of a queue.
 pub fn queue_pair() -> (QueueRemote, QueuePort) {
-    let shared = Arc::new(Shared::default());
+    let shared = Arc::new(RemoteState::default());
     let remote = QueueRemote { commands: Commands { shared: Arc::clone(&shared) } };
     (remote, QueuePort { shared })
 }

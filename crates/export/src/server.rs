@@ -21,13 +21,13 @@ use rustix::io::Errno;
 use crate::QueueRemote;
 use crate::advice::{self, Waiters};
 use crate::backend::{Backend, BackendConfig};
-use crate::handover::{ExportState, Handed, Rest, SessionState};
+use crate::handover::{ExportState, Handed, QuiescedExport, SessionState};
 use crate::log::ExportLog;
-use crate::orders::{Changed, ExportHand, Order, Orders, orders};
+use crate::orders::{Changed, ExportCommand, ExportCommands, ExportHand, orders};
 use crate::session::{End, Session};
 use crate::socket::BoundSocket;
 use crate::view::SessionView;
-use crate::wire::{Inbox, Message, RelaySockets};
+use crate::wire::{Message, MessageBuffer, RelaySockets};
 
 /// What others may know of an export while it serves.
 #[derive(Debug)]
@@ -100,7 +100,7 @@ pub struct Server {
 
 /// How the thread is told to end, wherever it waits.
 struct Stop {
-    bell: OwnedFd,
+    eventfd: OwnedFd,
     asked: AtomicBool,
 }
 
@@ -111,7 +111,7 @@ impl Server {
     /// The system gives no thread or descriptor.
     pub fn start(socket: impl Into<Arc<BoundSocket>>, config: BackendConfig) -> io::Result<Server> {
         let status = ExportStatus::new(config.name.clone(), config.disk.queues());
-        Server::spawn(socket.into(), status, move |desk| serve(Begin::Waiting(config), desk))
+        Server::spawn(socket.into(), status, move |context| serve(Begin::Waiting(config), context))
     }
 
     /// Prepares to go on with an export that another process has handed over, on its socket. Nothing is served, and
@@ -142,13 +142,13 @@ impl Server {
             }
         };
         let (go, told) = channel();
-        let server = Server::spawn(socket.into(), status, move |desk| {
+        let server = Server::spawn(socket.into(), status, move |context| {
             // Without a word it was all for nothing.
             if told.recv().is_err() {
                 return;
             }
-            desk.socket.set_owned(true);
-            serve(begin, desk);
+            context.socket.set_owned(true);
+            serve(begin, context);
         });
         Ok(Taking { go, server: server.map_err(said)? })
     }
@@ -156,13 +156,13 @@ impl Server {
     fn spawn(
         socket: Arc<BoundSocket>,
         status: Arc<ExportStatus>,
-        serve: impl FnOnce(&Desk) + Send + 'static,
+        serve: impl FnOnce(&ExportContext) + Send + 'static,
     ) -> io::Result<Server> {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let stop = Arc::new(Stop { bell, asked: AtomicBool::new(false) });
+        let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let stop = Arc::new(Stop { eventfd, asked: AtomicBool::new(false) });
         let (hand, orders) = orders()?;
-        let desk = Desk { socket, stop: Arc::clone(&stop), status: Arc::clone(&status), orders };
-        let thread = std::thread::Builder::new().name("export".into()).spawn(move || serve(&desk))?;
+        let context = ExportContext { socket, stop: Arc::clone(&stop), status: Arc::clone(&status), orders };
+        let thread = std::thread::Builder::new().name("export".into()).spawn(move || serve(&context))?;
         Ok(Server { thread: Some(thread), stop, status, hand })
     }
 
@@ -184,7 +184,7 @@ impl Server {
     /// Asks it to end: no new front-end is taken, the one there is let go of once what it had fetched is finished.
     pub fn ask_to_stop(&self) {
         self.stop.asked.store(true, Ordering::SeqCst);
-        let _ = rustix::io::write(&self.stop.bell, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.stop.eventfd, &1_u64.to_ne_bytes());
     }
 
     /// Waits until it has ended, by itself or because it was asked to.
@@ -239,37 +239,37 @@ enum Begin {
 }
 
 /// What the thread has to do with: its socket, what reaches it from elsewhere, and what it tells.
-pub(crate) struct Desk {
+pub(crate) struct ExportContext {
     socket: Arc<BoundSocket>,
     stop: Arc<Stop>,
     status: Arc<ExportStatus>,
-    orders: Orders,
+    orders: ExportCommands,
 }
 
 /// Serves one front-end after another. The queues are retired with what is dropped in the end.
-fn serve(mut begin: Begin, desk: &Desk) {
+fn serve(mut begin: Begin, context: &ExportContext) {
     loop {
         let (mut session, run) = match begin {
             Begin::Connected(session, run) => (session, run),
-            Begin::Waiting(config) => match next(config, desk) {
+            Begin::Waiting(config) => match next(config, context) {
                 Some(session) => (session, Vec::new()),
                 None => return,
             },
         };
-        desk.note(session.view());
-        desk.status.connected.store(true, Ordering::Relaxed);
-        desk.status.sessions.fetch_add(1, Ordering::Relaxed);
+        context.note(session.view());
+        context.status.connected.store(true, Ordering::Relaxed);
+        context.status.sessions.fetch_add(1, Ordering::Relaxed);
         let end = match session.begin(&run) {
-            Ok(()) => session.run(desk),
+            Ok(()) => session.run(context),
             Err(error) => End::Over(error),
         };
         let (config, outcome) = session.end(&end);
-        desk.status.connected.store(false, Ordering::Relaxed);
+        context.status.connected.store(false, Ordering::Relaxed);
         if let Err(error) = outcome {
             tracing::error!("{}: the export ends: {error}", config.name);
             return;
         }
-        if matches!(end, End::Handed) || desk.stop.asked.load(Ordering::SeqCst) {
+        if matches!(end, End::Handed) || context.stop.asked.load(Ordering::SeqCst) {
             return;
         }
         begin = Begin::Waiting(config);
@@ -277,28 +277,28 @@ fn serve(mut begin: Begin, desk: &Desk) {
 }
 
 /// The next front-end; none once the export is to end.
-fn next(mut config: BackendConfig, desk: &Desk) -> Option<Session> {
-    let (listener, path) = (desk.socket.listener(), desk.socket.path().display());
+fn next(mut config: BackendConfig, context: &ExportContext) -> Option<Session> {
+    let (listener, path) = (context.socket.listener(), context.socket.path().display());
     // One that poll has seen may be gone: another process may have the same listener.
     if let Err(error) = listener.set_nonblocking(true) {
         tracing::error!("{path}: cannot wait for a connection: {error}");
         return None;
     }
-    let log = &desk.status.log;
+    let log = &context.status.log;
     loop {
-        match desk.wait(listener.as_fd(), PollFlags::IN) {
+        match context.wait(listener.as_fd(), PollFlags::IN) {
             Ok(Call::Stop) => return None,
             Ok(Call::Order) => {
-                if desk.obey(&mut Subject::Waiting(&mut config)).is_break() {
+                if context.obey(&mut Subject::Waiting(&mut config)).is_break() {
                     log.info("another process goes on with the export");
                     return None;
                 }
             }
             // Sockets first: a connection that was taken must not be lost for want of them.
-            Ok(Call::Socket) => match RelaySockets::new().and_then(|sockets| Ok((sockets, desk.socket.accept()?))) {
+            Ok(Call::Socket) => match RelaySockets::new().and_then(|sockets| Ok((sockets, context.socket.accept()?))) {
                 Ok((sockets, Some(taken))) => {
                     log.info("a front-end connected");
-                    config.disk.set_queues(desk.status.offered());
+                    config.disk.set_queues(context.status.offered());
                     return Some(Session::new(taken.stream, sockets, config, log).of_process(taken.pid));
                 }
                 Ok((_, None)) => {}
@@ -325,7 +325,7 @@ pub(crate) enum Call {
     Socket,
 }
 
-impl Desk {
+impl ExportContext {
     /// Waits until there is something to do, or the socket is as awaited; what comes from our own side goes first.
     pub(crate) fn wait(&self, socket: BorrowedFd<'_>, awaited: PollFlags) -> Result<Call, Errno> {
         loop {
@@ -365,10 +365,10 @@ impl Desk {
         looks: bool,
         time: Option<Duration>,
     ) -> Result<(Option<Call>, bool), Errno> {
-        // The bell is never silenced, so this also finds that we were asked while nobody looked.
+        // The eventfd is never silenced, so this also finds that we were asked while nobody looked.
         let mut fds = [
-            PollFd::new(&self.stop.bell, PollFlags::IN),
-            PollFd::new(self.orders.bell(), PollFlags::IN),
+            PollFd::new(&self.stop.eventfd, PollFlags::IN),
+            PollFd::new(self.orders.eventfd(), PollFlags::IN),
             PollFd::from_borrowed_fd(socket, awaited),
             PollFd::new(self.socket.listener(), PollFlags::IN),
         ];
@@ -388,26 +388,26 @@ impl Desk {
     pub(crate) fn obey(&self, subject: &mut Subject<'_>) -> ControlFlow<()> {
         while let Some(order) = self.orders.next() {
             match order {
-                Order::HandOver(answer) => self.hand_over(subject, &answer)?,
-                Order::Hear(answer) => drop(answer.send(())),
-                Order::Change(info, answer) => {
+                ExportCommand::HandOver(answer) => self.hand_over(subject, &answer)?,
+                ExportCommand::Hear(answer) => drop(answer.send(())),
+                ExportCommand::Change(info, answer) => {
                     let _ = answer.send(match subject {
                         Subject::Waiting(config) => config.change(&info).map(|()| Changed::Unseen),
                         Subject::Connected(backend, _) => backend.change(&info),
                     });
                 }
-                Order::Depth(depth, answer) => {
+                ExportCommand::Depth(depth, answer) => {
                     let set = subject.config().set_depth(depth);
                     set.iter().for_each(|depth| self.status.depth.store(*depth, Ordering::Relaxed));
                     let _ = answer.send(set);
                 }
-                Order::Schedule(config, answer) => {
+                ExportCommand::Schedule(config, answer) => {
                     let _ = answer.send(subject.config().schedule(config));
                 }
-                Order::Rates(limits, answer) => {
+                ExportCommand::Rates(limits, answer) => {
                     let _ = answer.send(subject.config().set_rates(&limits));
                 }
-                Order::Offer(queues, more, answer) => {
+                ExportCommand::Offer(queues, more, answer) => {
                     let _ = answer.send(self.offer(subject, queues, more));
                 }
             }
@@ -452,7 +452,7 @@ impl Desk {
         });
         // Whoever drops the one lets us know through the other.
         let (verdict, said) = channel();
-        let told = answer.send(state.map(|state| Handed { state, rest: Rest(verdict) })).is_ok();
+        let told = answer.send(state.map(|state| Handed { state, rest: QuiescedExport(verdict) })).is_ok();
         if told && said.recv().is_ok() {
             self.socket.set_owned(false);
             return ControlFlow::Break(());
@@ -472,7 +472,7 @@ impl Desk {
 /// What orders are about: an export that waits, or one with a front-end, of whose message this has come.
 pub(crate) enum Subject<'a> {
     Waiting(&'a mut BackendConfig),
-    Connected(&'a mut Backend, &'a Inbox),
+    Connected(&'a mut Backend, &'a MessageBuffer),
 }
 
 impl Subject<'_> {

@@ -11,12 +11,12 @@ use vhost::vhost_user::message::FrontendReq;
 
 use crate::advice::{self, Waiters};
 use crate::backend::{Backend, BackendConfig};
-use crate::channel::Channel;
+use crate::channel::BackendChannel;
 use crate::handover::SessionState;
 use crate::log::ExportLog;
-use crate::server::{Call, Desk, Subject};
+use crate::server::{Call, ExportContext, Subject};
 use crate::view::SessionView;
-use crate::wire::{Inbox, Message, Relay, RelaySockets, reply};
+use crate::wire::{Message, MessageBuffer, Relay, RelaySockets, reply};
 
 /// Not at all.
 const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -26,7 +26,7 @@ pub(crate) struct Session {
     log: Arc<ExportLog>,
     backend: Arc<Mutex<Backend>>,
     relay: Relay,
-    inbox: Inbox,
+    inbox: MessageBuffer,
     connection: Arc<UnixStream>,
     /// What the front-end said last.
     last: Option<u32>,
@@ -55,7 +55,7 @@ impl Session {
         let backend = Arc::new(Mutex::new(Backend::new(config, Arc::clone(&connection), Arc::clone(&log))));
         let relay = Relay::new(sockets, Arc::clone(&backend));
         let (last, waiters) = (None, Waiters::default());
-        Session { log, backend, relay, inbox: Inbox::default(), connection, last, waiters }
+        Session { log, backend, relay, inbox: MessageBuffer::default(), connection, last, waiters }
     }
 
     /// The same, of this process; 0 if that is not known.
@@ -79,7 +79,7 @@ impl Session {
         }
         config.disk.set_queues(queues);
         let mut session = Session::new(state.connection.into(), sockets, config, log);
-        session.inbox = Inbox::of(state.part).ok_or("what has come of a message is more than a message")?;
+        session.inbox = MessageBuffer::of(state.part).ok_or("what has come of a message is more than a message")?;
         for message in &state.setup {
             session.handle(message).1.map_err(|error| error.to_string())?;
         }
@@ -104,15 +104,15 @@ impl Session {
     }
 
     /// Handles messages until the session ends.
-    pub(crate) fn run(&mut self, desk: &Desk) -> End {
+    pub(crate) fn run(&mut self, context: &ExportContext) -> End {
         let mut awaited = PollFlags::IN;
         loop {
-            match desk.wait_beside(&self.connection, awaited, &mut self.waiters) {
+            match context.wait_beside(&self.connection, awaited, &mut self.waiters) {
                 Ok(Call::Stop) => return End::Stopped,
                 Err(error) => return End::Over(Error::SocketError(error.into())),
                 Ok(Call::Order) => {
                     let mut backend = self.backend.lock().unwrap_or_else(PoisonError::into_inner);
-                    if desk.obey(&mut Subject::Connected(&mut backend, &self.inbox)).is_break() {
+                    if context.obey(&mut Subject::Connected(&mut backend, &self.inbox)).is_break() {
                         return End::Handed;
                     }
                 }
@@ -127,7 +127,7 @@ impl Session {
                     }
                 }
             }
-            desk.note(self.view());
+            context.note(self.view());
         }
     }
 
@@ -147,11 +147,11 @@ impl Session {
 
     fn handle(&mut self, message: &Message) -> (Message, Result<(), Error>) {
         if message.request() == Some(FrontendReq::SET_LOG_FD.into()) {
-            return self.ours().handle_log_bell(message);
+            return self.ours().handle_log_eventfd(message);
         }
         let (answer, outcome) = self.relay.handle(message);
         if outcome.is_ok()
-            && let Some(channel) = Channel::of(message)
+            && let Some(channel) = BackendChannel::of(message)
         {
             self.ours().set_channel(channel);
         }

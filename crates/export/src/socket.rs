@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-use crate::acceptor::{Accepted, Acceptor, Direct};
+use crate::acceptor::{Accepted, Acceptor, DirectAcceptor};
 
 /// How long to wait, time after time, for a socket that somebody listens on: of a daemon that was killed a last
 /// duplicate may be open for a moment. Each time costs that listener a connection.
@@ -92,7 +92,7 @@ impl BoundSocket {
             std::fs::symlink_metadata(&path).map_err(failed("cannot look at it", "see who else changes it"))?;
         let bound = BoundSocket {
             listener: Some(listener),
-            acceptor: Arc::new(Direct),
+            acceptor: Arc::new(DirectAcceptor),
             identity: (metadata.dev(), metadata.ino()),
             path: path.clone(),
             owned: AtomicBool::new(true),
@@ -112,7 +112,7 @@ impl BoundSocket {
     /// Goes on listening where another process does. The socket stays that one's until it is
     /// [owned](BoundSocket::set_owned).
     pub fn adopt(listener: OwnedFd, path: PathBuf, identity: (u64, u64)) -> BoundSocket {
-        let (listener, acceptor) = (Some(listener.into()), Arc::new(Direct));
+        let (listener, acceptor) = (Some(listener.into()), Arc::new(DirectAcceptor));
         BoundSocket { listener, acceptor, path, identity, owned: AtomicBool::new(false) }
     }
 

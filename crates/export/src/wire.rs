@@ -143,12 +143,12 @@ impl Message {
 
 /// What has come of the next message.
 #[derive(Debug, Default)]
-pub(crate) struct Inbox(Message);
+pub(crate) struct MessageBuffer(Message);
 
-impl Inbox {
+impl MessageBuffer {
     /// Goes on with what has come elsewhere, if it is a part of a message.
-    pub(crate) fn of(part: Message) -> Option<Inbox> {
-        part.is_part().then_some(Inbox(part))
+    pub(crate) fn of(part: Message) -> Option<MessageBuffer> {
+        part.is_part().then_some(MessageBuffer(part))
     }
 
     /// A copy of what has come.

@@ -257,9 +257,9 @@ fn a_log_that_is_shorter_than_memory_or_than_it_says_does_no_harm() {
     world.stop();
 }
 
-/// Whether a bell for the log is taken.
-fn set_bell(front: &Front, bell: &OwnedFd) -> bool {
-    front.raw.accepts(Request::SetLogFd, &[], &[bell.as_fd()])
+/// Whether an eventfd for the log is taken.
+fn set_eventfd(front: &Front, eventfd: &OwnedFd) -> bool {
+    front.raw.accepts(Request::SetLogFd, &[], &[eventfd.as_fd()])
 }
 
 #[test]
@@ -272,7 +272,7 @@ fn a_front_end_that_wants_to_be_told_is_told_when_something_is_noted() {
         let log = Log::new(ram.guest_addr + ram.len);
         let (first, second) = (event(), event());
         // Under a ring that runs, before there is a log.
-        assert!(set_bell(&front, &first));
+        assert!(set_eventfd(&front, &first));
         assert!(log.set_base(&front));
         run(&mut line, 0, kind::IN, 0, Data::In(512));
         assert_eq!(rung(&first), 0, "{features:?}: nothing was noted");
@@ -285,33 +285,33 @@ fn a_front_end_that_wants_to_be_told_is_told_when_something_is_noted() {
         }
         // Another takes its place, also with whoever takes over.
         line.set_addresses(&front, 0, true);
-        assert!(set_bell(&front, &second));
+        assert!(set_eventfd(&front, &second));
         rung(&first);
         let world = world.hand_over(&devices, 1, 1).0;
         rung(&second);
         run(&mut line, 0, kind::OUT, 0, Data::Out(&[1; 512]));
-        assert!(readable(&second, PATIENCE), "{features:?}: nobody was told by the other bell");
+        assert!(readable(&second, PATIENCE), "{features:?}: nobody was told by the other eventfd");
         // What is written while the ring comes to rest is told before that is.
         rung(&second);
         log.take();
         line.stop(&front, 0);
         assert!(!log.take().is_empty() && rung(&second) > 0, "{features:?}: the end was not told");
-        assert_eq!(rung(&first), 0, "{features:?}: a bell that was replaced was rung");
+        assert_eq!(rung(&first), 0, "{features:?}: an eventfd that was replaced was rung");
         front.leave(&world.exports[0]);
         world.stop();
     }
 }
 
 #[test]
-fn a_bell_of_the_log_that_blocks_and_is_full_holds_up_nobody() {
+fn an_eventfd_of_the_log_that_blocks_and_is_full_holds_up_nobody() {
     let world = World::new(vec![AnyDevice::ram(0)], 1, 1);
     let ram = Ram::new(LINE_BYTES);
     let (front, mut line) = connect(&world, &ram, Features::empty(), 64);
-    let (log, bell) = (Log::new(ram.guest_addr + ram.len), event());
-    assert!(set_bell(&front, &bell) && log.set_base(&front));
+    let (log, eventfd) = (Log::new(ram.guest_addr + ram.len), event());
+    assert!(set_eventfd(&front, &eventfd) && log.set_base(&front));
     // The flags belong to the description that both sides share.
-    rustix::io::write(&bell, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-    rustix::fs::fcntl_setfl(&bell, rustix::fs::OFlags::empty()).unwrap();
+    rustix::io::write(&eventfd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+    rustix::fs::fcntl_setfl(&eventfd, rustix::fs::OFlags::empty()).unwrap();
     set_logging(&front, true);
     for sector in 0..50 {
         run(&mut line, 0, kind::IN, sector, Data::In(512));

@@ -252,7 +252,7 @@ fn a_kick_that_stays_readable_when_it_is_read_is_refused() {
 }
 
 #[test]
-fn a_bell_for_the_log_is_one_event_descriptor_and_nothing_else() {
+fn an_eventfd_for_the_log_is_one_event_descriptor_and_nothing_else() {
     let mut siege = Siege::begin();
     let (_reader, writer) = std::io::pipe().unwrap();
     let (good, pipe) = (event(), writer.as_fd());
@@ -278,7 +278,7 @@ fn a_bell_for_the_log_is_one_event_descriptor_and_nothing_else() {
     }
     let raw = siege.attacker();
     assert_eq!(raw.ask(Request::SetLogFd, &[], &[]), Some(words64(&[1])), "a refusal is told to who asks");
-    siege.ended(&raw, "a bell that was refused");
+    siege.ended(&raw, "an eventfd that was refused");
     // A header whose body never comes, and one that came whole, is put together like any other.
     let raw = siege.attacker();
     assert!(raw.send(&Raw::message(log, 1, &[0; 8])[..16], &[good.as_fd()]));

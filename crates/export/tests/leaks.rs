@@ -24,7 +24,7 @@ fn sessions(world: &mut World) {
     assert_eq!(vq.write(0, &[1; 512]), 0);
     // Its queue moves to lanes that come and go.
     for lanes in [3, 1, 2] {
-        world.lanes.deal(lanes, |station| (station + lanes) % lanes).unwrap();
+        world.lanes.deal(lanes, |poller| (poller + lanes) % lanes).unwrap();
         assert_eq!(vq.write(0, &[1; 512]), 0);
     }
     // Everything replaced, some of it refused.
@@ -75,8 +75,8 @@ fn sessions_that_end_well_or_badly_leave_nothing_behind() {
     let gate = Gate::open();
     let mut world = World::gated(&gate);
     sessions(&mut world);
-    // Lanes notice by and by that a bell is gone, so the count to begin with may be some too high: by fewer than twenty
-    // times what one session of each kind could leave behind.
+    // Lanes notice by and by that an eventfd is gone, so the count to begin with may be some too high: by fewer than
+    // twenty times what one session of each kind could leave behind.
     let before = descriptors();
     (0..20).for_each(|_| sessions(&mut world));
     until("no more descriptors are open than before", || descriptors() <= before);

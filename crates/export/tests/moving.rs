@@ -39,7 +39,7 @@ fn queues_move_under_a_guest_that_notices_nothing() {
                 let count = [1, 4, 3, 2][round % 4];
                 let map = QueueMap::even(QUEUES, count);
                 let before: Vec<u64> = answered.iter().map(|count| count.load(SeqCst)).collect();
-                let dealt = world.lanes.deal(count, |station| map.queue_of(station)).unwrap();
+                let dealt = world.lanes.deal(count, |poller| map.queue_of(poller)).unwrap();
                 moves += dealt.count;
                 longest.push(dealt.longest);
                 // The control path finds the queues wherever they are.
@@ -89,7 +89,7 @@ fn no_message_is_lost_on_a_queue_that_moves() {
             rounds
         });
         for round in 0..300 {
-            world.lanes.deal(2, |station| (station + round) % 2).unwrap();
+            world.lanes.deal(2, |poller| (poller + round) % 2).unwrap();
         }
         over.store(true, SeqCst);
         println!("{} rounds of messages", asking.join().unwrap());
@@ -111,7 +111,7 @@ fn a_queue_whose_device_hangs_stays_and_is_answered_and_then_moves() {
     vq.put(0, kind::OUT, 0, Data::Out(&[1; 512]));
     vq.publish();
     until("the write is with the device", || gate.held() == 1);
-    let error = world.lanes.deal(2, |station| 1 - station % 2).unwrap_err();
+    let error = world.lanes.deal(2, |poller| 1 - poller % 2).unwrap_err();
     world.lanes.set_rest_max(PATIENCE);
     assert!(error.to_string().contains("queue 0 did not come to rest"), "{error}");
     // It fetches again.
@@ -120,7 +120,7 @@ fn a_queue_whose_device_hangs_stays_and_is_answered_and_then_moves() {
     until("the next is with the device too", || gate.held() == 2);
     gate.set_shut(false);
     assert_eq!((vq.wait_used().0, vq.wait_used().0), (0, 3));
-    world.lanes.deal(2, |station| 1 - station % 2).unwrap();
+    world.lanes.deal(2, |poller| 1 - poller % 2).unwrap();
     assert_eq!(vq.write(16, &[3; 512]), 0);
     // And once more with nobody connected.
     front.leave(&world.exports[0]);

@@ -6,7 +6,7 @@ mod common;
 use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use blkyard_mq::{Chime, ChimePlace};
+use blkyard_mq::{SignalEventfd, SignalSlot};
 use blkyard_virtio::Features;
 use common::{AnyDevice, Data, Ends, Front, Hand, LINE_BYTES, Line, PLAIN, Ram, Request, World, kind, kinds, state};
 
@@ -176,12 +176,12 @@ fn a_device_that_answers_at_once_gives_half_back_before_it_takes_the_rest() {
 /// A guest that is called: it does this at once.
 struct Called<F>(F);
 
-impl<F: FnMut()> Chime for Called<F> {
-    fn chime(&mut self, _place: &mut ChimePlace, _bell: BorrowedFd<'_>) {
+impl<F: FnMut()> SignalEventfd for Called<F> {
+    fn signal(&mut self, _place: &mut SignalSlot, _eventfd: BorrowedFd<'_>) {
         (self.0)();
     }
 
-    fn forget(&mut self, _place: &mut ChimePlace) {}
+    fn forget(&mut self, _place: &mut SignalSlot) {}
 }
 
 #[test]

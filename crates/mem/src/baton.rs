@@ -27,7 +27,7 @@
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
-use crate::sync::{AtomicU32, Line, Ordering, UnsafeCell};
+use crate::sync::{AtomicU32, CachePadded, Ordering, UnsafeCell};
 
 const IDLE: u32 = 0;
 const OWNED: u32 = 1;
@@ -39,7 +39,7 @@ const BROKEN: u32 = 4;
 /// Something with one owner at a time.
 #[derive(Debug)]
 pub struct Baton<T> {
-    word: Line<AtomicU32>,
+    word: CachePadded<AtomicU32>,
     kept: UnsafeCell<T>,
 }
 
@@ -61,7 +61,7 @@ pub struct Holder<'a, T> {
 impl<T> Baton<T> {
     /// Keeps `kept`, idle.
     pub fn new(kept: T) -> Baton<T> {
-        Baton { word: Line(AtomicU32::new(IDLE)), kept: UnsafeCell::new(kept) }
+        Baton { word: CachePadded(AtomicU32::new(IDLE)), kept: UnsafeCell::new(kept) }
     }
 
     /// Takes the baton if it is idle; otherwise leaves word for its holder that there is work, who will find what this

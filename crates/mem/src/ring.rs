@@ -22,13 +22,13 @@
 
 use std::mem::MaybeUninit;
 
-use crate::sync::{Arc, AtomicUsize, Line, Ordering, UnsafeCell};
+use crate::sync::{Arc, AtomicUsize, CachePadded, Ordering, UnsafeCell};
 
 struct RingMemory<T> {
     /// What lies before it is written. Written by the producer alone. Counts without end; a slot is its lower bits.
-    tail: Line<AtomicUsize>,
+    tail: CachePadded<AtomicUsize>,
     /// What lies before it is free again. Written by the consumer alone.
-    head: Line<AtomicUsize>,
+    head: CachePadded<AtomicUsize>,
     slots: Box<[UnsafeCell<MaybeUninit<T>>]>,
     capacity: usize,
 }
@@ -89,7 +89,8 @@ pub struct Consumer<T> {
 pub fn channel<T>(capacity: usize) -> (Producer<T>, Consumer<T>) {
     assert!(capacity > 0, "a ring without places");
     let slots = (0..capacity.next_power_of_two()).map(|_| UnsafeCell::new(MaybeUninit::uninit())).collect();
-    let ring = RingMemory { tail: Line(AtomicUsize::new(0)), head: Line(AtomicUsize::new(0)), slots, capacity };
+    let ring =
+        RingMemory { tail: CachePadded(AtomicUsize::new(0)), head: CachePadded(AtomicUsize::new(0)), slots, capacity };
     let ring = Arc::new(ring);
     let producer = Producer { ring: Arc::clone(&ring), tail: 0, told: 0, head_seen: 0 };
     (producer, Consumer { ring, head: 0, told: 0, tail_seen: 0 })

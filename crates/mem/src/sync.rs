@@ -56,4 +56,4 @@ impl<T> UnsafeCell<T> {
 /// 128 bytes: two lines of 64, since x86 fetches them in pairs; one line on others.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-pub struct Line<T>(pub T);
+pub struct CachePadded<T>(pub T);

@@ -32,16 +32,16 @@ impl Kept {
     }
 }
 
-struct Yard {
+struct SharedQueue {
     baton: Baton<Kept>,
     /// What each thread has published and no owner has taken yet.
     published: Vec<AtomicUsize>,
 }
 
-impl Yard {
-    fn new(threads: usize) -> Arc<Yard> {
+impl SharedQueue {
+    fn new(threads: usize) -> Arc<SharedQueue> {
         let published = (0..threads).map(|_| AtomicUsize::new(0)).collect();
-        Arc::new(Yard { baton: Baton::new(Kept(UnsafeCell::new(0))), published })
+        Arc::new(SharedQueue { baton: Baton::new(Kept(UnsafeCell::new(0))), published })
     }
 
     /// Publishes one item and goes to the baton.
@@ -49,11 +49,11 @@ impl Yard {
         // Relaxed: it is the baton's word that makes it visible.
         self.published[me].store(1, Ordering::Relaxed);
         if let Some(holder) = self.baton.take() {
-            self.crank(holder);
+            self.run_once(holder);
         }
     }
 
-    fn crank(&self, mut holder: Holder<'_, Kept>) {
+    fn run_once(&self, mut holder: Holder<'_, Kept>) {
         loop {
             holder.heed();
             for published in &self.published {
@@ -79,25 +79,25 @@ impl Yard {
 
 fn submitters(threads: usize, rounds: usize, preemptions: Option<usize>) {
     explore(&format!("{threads} submitters of {rounds}"), preemptions, move || {
-        let yard = Yard::new(threads);
-        let run = move |yard: &Yard, me: usize| {
+        let shared = SharedQueue::new(threads);
+        let run = move |shared: &SharedQueue, me: usize| {
             for _ in 0..rounds {
                 // An item at a time: the place is free once an owner has taken it, and it was, or will be.
-                while yard.published[me].load(Ordering::Relaxed) == 1 {
+                while shared.published[me].load(Ordering::Relaxed) == 1 {
                     thread::yield_now();
                 }
-                yard.submit(me);
+                shared.submit(me);
             }
         };
         let others: Vec<_> = (1..threads)
             .map(|me| {
-                let yard = Arc::clone(&yard);
-                thread::spawn(move || run(&yard, me))
+                let shared = Arc::clone(&shared);
+                thread::spawn(move || run(&shared, me))
             })
             .collect();
-        run(&yard, 0);
+        run(&shared, 0);
         others.into_iter().for_each(|other| other.join().unwrap());
-        yard.check(threads * rounds);
+        shared.check(threads * rounds);
     });
 }
 
@@ -121,24 +121,24 @@ fn three_submitters_lose_nothing() {
 #[test]
 fn a_sleeper_is_woken_by_whoever_took_its_work() {
     explore("a sleeper", None, || {
-        struct Bed {
+        struct Parker {
             asleep: AtomicBool,
             woken: Notify,
         }
-        let yard = Yard::new(2);
-        let bed = Arc::new(Bed { asleep: AtomicBool::new(false), woken: Notify::new() });
-        let crank = |yard: &Yard, bed: &Bed, mut holder: Holder<'_, Kept>| {
+        let shared = SharedQueue::new(2);
+        let parker = Arc::new(Parker { asleep: AtomicBool::new(false), woken: Notify::new() });
+        let run_once = |shared: &SharedQueue, parker: &Parker, mut holder: Holder<'_, Kept>| {
             loop {
                 holder.heed();
-                for published in &yard.published {
+                for published in &shared.published {
                     if published.load(Ordering::Relaxed) == 1 {
                         published.store(0, Ordering::Relaxed);
                         holder.add(1);
                     }
                 }
-                if bed.asleep.load(Ordering::Relaxed) && yard.published[0].load(Ordering::Relaxed) == 0 {
-                    bed.asleep.store(false, Ordering::Release);
-                    bed.woken.notify();
+                if parker.asleep.load(Ordering::Relaxed) && shared.published[0].load(Ordering::Relaxed) == 0 {
+                    parker.asleep.store(false, Ordering::Release);
+                    parker.woken.notify();
                 }
                 match holder.give_back() {
                     Ok(()) => return,
@@ -147,28 +147,28 @@ fn a_sleeper_is_woken_by_whoever_took_its_work() {
             }
         };
         let other = {
-            let (yard, bed) = (Arc::clone(&yard), Arc::clone(&bed));
+            let (shared, parker) = (Arc::clone(&shared), Arc::clone(&parker));
             thread::spawn(move || {
-                yard.published[1].store(1, Ordering::Relaxed);
-                if let Some(holder) = yard.baton.take() {
-                    crank(&yard, &bed, holder);
+                shared.published[1].store(1, Ordering::Relaxed);
+                if let Some(holder) = shared.baton.take() {
+                    run_once(&shared, &parker, holder);
                 }
-                if let Some(holder) = yard.baton.take_if_idle() {
-                    crank(&yard, &bed, holder);
+                if let Some(holder) = shared.baton.take_if_idle() {
+                    run_once(&shared, &parker, holder);
                 }
             })
         };
-        yard.published[0].store(1, Ordering::Relaxed);
-        bed.asleep.store(true, Ordering::Relaxed);
-        match yard.baton.take() {
-            Some(holder) => crank(&yard, &bed, holder),
+        shared.published[0].store(1, Ordering::Relaxed);
+        parker.asleep.store(true, Ordering::Relaxed);
+        match shared.baton.take() {
+            Some(holder) => run_once(&shared, &parker, holder),
             None => {
-                while bed.asleep.load(Ordering::Acquire) {
-                    bed.woken.wait();
+                while parker.asleep.load(Ordering::Acquire) {
+                    parker.woken.wait();
                 }
             }
         }
         other.join().unwrap();
-        yard.check(2);
+        shared.check(2);
     });
 }

@@ -17,9 +17,9 @@ use loom::thread;
 /// Pushes `count` values in batches, as room permits; gives up its turn when there is none.
 fn produce(mut producer: Producer<usize>, count: usize, batch: usize) {
     for value in 0..count {
-        let mut wish = value;
-        while let Err(back) = producer.push(wish) {
-            wish = back;
+        let mut submission = value;
+        while let Err(back) = producer.push(submission) {
+            submission = back;
             producer.publish();
             thread::yield_now();
         }

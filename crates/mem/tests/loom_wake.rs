@@ -147,10 +147,10 @@ fn no_command_stays_behind_while_its_owner_sleeps() {
     });
 }
 
-/// The queue of an attached disk has no flag to sleep by: each command rings the bell that its lane listens to.
+/// The queue of an attached disk has no flag to sleep by: each command signals the eventfd that its lane listens to.
 #[test]
-fn a_bell_for_each_command_leaves_none_behind() {
-    explore("two commands and a bell", Some(4), || {
+fn an_eventfd_for_each_command_leaves_none_behind() {
+    explore("two commands and an eventfd", Some(4), || {
         let sleeper = Sleeper::new();
         let sender = spawn(&sleeper, |sleeper| {
             for command in [1, 2] {

@@ -86,7 +86,7 @@ bitflags::bitflags! {
     }
 }
 
-/// A wish for I/O on a contiguous range of sectors, and later its outcome.
+/// A request for I/O on a contiguous range of sectors, and later its outcome.
 ///
 /// A bio is made once, by the submitter, and goes round: filled in, submitted, given back with its status, filled in
 /// again. The list of segments keeps its capacity, so that the round allocates nothing.
@@ -109,7 +109,7 @@ pub struct Bio {
     /// Where the data is, in order. Empty for operations without data.
     pub segments: Vec<Segment>,
     /// Of whom a shared queue has it.
-    pub(crate) seat: u16,
+    pub(crate) submitter: u16,
     /// What became of it, once it is given back.
     pub status: Status,
     /// What of its flush sequence is still to come.

@@ -34,7 +34,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blkyard_mem::Baton;
-use blkyard_mem::sync::{AtomicU64, Line, Ordering};
+use blkyard_mem::sync::{AtomicU64, CachePadded, Ordering};
 
 use crate::Wake;
 
@@ -43,7 +43,7 @@ const SHORT: u64 = 1;
 /// Places that one share gets in its turn, if it lacks as many: four, below which Linux lets no user of shared tags
 /// fall (`hctx_may_queue`), and enough to be worth a wake-up.
 const LOT: u64 = 4;
-/// In a seat's word: what is lacking below, what was dealt above.
+/// In a member's word: what is lacking below, what was dealt above.
 const DEALT_SHIFT: u32 = 32;
 const LACKING_MASK: u64 = (1 << DEALT_SHIFT) - 1;
 
@@ -69,21 +69,21 @@ pub struct BudgetError {
 /// with the device.
 pub struct BudgetShare {
     books: Arc<Books>,
-    seat: usize,
+    member: usize,
     /// Places taken and not given back.
     held: usize,
     /// We have said that we lack some.
     waiting: bool,
-    /// Seats to be woken.
+    /// Members to be woken.
     calls: Vec<usize>,
 }
 
 #[derive(Debug)]
 struct Books {
     /// Free places, and whether they are only dealt.
-    word: Line<AtomicU64>,
+    word: CachePadded<AtomicU64>,
     ledger: Baton<Ledger>,
-    seats: Box<[Seat]>,
+    members: Box<[BudgetMember]>,
     places: usize,
 }
 
@@ -93,7 +93,7 @@ struct Ledger {
     next: usize,
 }
 
-struct Seat {
+struct BudgetMember {
     /// What its share lacks, written by the share; and what it was dealt, written by the ledger's holder, who makes the
     /// other as much smaller.
     word: AtomicU64,
@@ -112,10 +112,10 @@ impl Budget {
     /// they are configured.
     pub fn new(places: usize, shares_max: usize) -> Budget {
         assert!((1..=Budget::PLACES_MAX).contains(&places) && shares_max > 0, "a budget of {places} for {shares_max}");
-        let seat = |_| Seat { word: AtomicU64::new(0), waker: Mutex::new(None) };
-        let word = Line(AtomicU64::new((places as u64) << 1));
-        let seats = (0..shares_max).map(seat).collect();
-        Budget { books: Arc::new(Books { word, ledger: Baton::new(Ledger { next: 0 }), seats, places }) }
+        let member = |_| BudgetMember { word: AtomicU64::new(0), waker: Mutex::new(None) };
+        let word = CachePadded(AtomicU64::new((places as u64) << 1));
+        let members = (0..shares_max).map(member).collect();
+        Budget { books: Arc::new(Books { word, ledger: Baton::new(Ledger { next: 0 }), members, places }) }
     }
 
     /// How many places there are.
@@ -133,16 +133,16 @@ impl Budget {
     /// # Errors
     /// As many queues as the budget was made for have joined already.
     pub fn join(&self, waker: Arc<dyn Wake>) -> Result<BudgetShare, BudgetError> {
-        let Books { seats, places, .. } = &*self.books;
-        for (seat, place) in seats.iter().enumerate() {
+        let Books { members, places, .. } = &*self.books;
+        for (member, place) in members.iter().enumerate() {
             let mut held = place.waker.lock().unwrap_or_else(PoisonError::into_inner);
             if held.is_none() {
                 *held = Some(waker);
-                let calls = Vec::with_capacity(seats.len());
-                return Ok(BudgetShare { books: Arc::clone(&self.books), seat, held: 0, waiting: false, calls });
+                let calls = Vec::with_capacity(members.len());
+                return Ok(BudgetShare { books: Arc::clone(&self.books), member, held: 0, waiting: false, calls });
             }
         }
-        Err(BudgetError { places: *places, shares: seats.len() })
+        Err(BudgetError { places: *places, shares: members.len() })
     }
 }
 
@@ -198,7 +198,7 @@ impl BudgetShare {
             // Said before the mark is set, see the module's head. Release, for the giver that meets the mark; acquire,
             // for what was given before.
             self.books.word.0.fetch_or(SHORT, Ordering::AcqRel);
-            self.books.deal(Some(self.seat), &mut self.calls);
+            self.books.deal(Some(self.member), &mut self.calls);
             took += self.settle(wanted - took);
         }
         self.waiting = took < wanted;
@@ -207,19 +207,19 @@ impl BudgetShare {
 
     /// Takes what was dealt, up to what is wanted, and says what is still lacking. What was dealt beyond goes back.
     fn settle(&mut self, wanted: u64) -> u64 {
-        let seat = &self.books.seats[self.seat].word;
-        let mut was = seat.load(Ordering::Relaxed);
+        let member = &self.books.members[self.member].word;
+        let mut was = member.load(Ordering::Relaxed);
         let dealt = loop {
             let dealt = was >> DEALT_SHIFT;
-            // Acquire pairs with the release in `Seat::deal`. Release, so that the ledger's holder sees it as we left
-            // it; that it sees it at all is the baton's doing.
-            match seat.compare_exchange(was, wanted.saturating_sub(dealt), Ordering::AcqRel, Ordering::Relaxed) {
+            // Acquire pairs with the release in `BudgetMember::deal`. Release, so that the ledger's holder sees it as
+            // we left it; that it sees it at all is the baton's doing.
+            match member.compare_exchange(was, wanted.saturating_sub(dealt), Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => break dealt,
                 Err(now) => was = now,
             }
         };
         if dealt > wanted && self.books.give(dealt - wanted) {
-            self.books.deal(Some(self.seat), &mut self.calls);
+            self.books.deal(Some(self.member), &mut self.calls);
         }
         dealt.min(wanted)
     }
@@ -265,8 +265,8 @@ impl Books {
             }
         }
         // Only now, since a wake-up may take its time.
-        for seat in calls.drain(..) {
-            let waker = self.seats[seat].waker.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        for member in calls.drain(..) {
+            let waker = self.members[member].waker.lock().unwrap_or_else(PoisonError::into_inner).clone();
             if let Some(waker) = waker {
                 waker.wake();
             }
@@ -275,7 +275,7 @@ impl Books {
 
     fn deal_out(&self, ledger: &mut Ledger, me: Option<usize>, calls: &mut Vec<usize>) {
         loop {
-            let waiting = self.seats.iter().filter(|seat| seat.is_lacking()).count() as u64;
+            let waiting = self.members.iter().filter(|member| member.is_lacking()).count() as u64;
             if waiting == 0 {
                 self.word.0.fetch_and(!SHORT, Ordering::AcqRel);
                 return;
@@ -286,17 +286,17 @@ impl Books {
             }
             let lot = places.div_ceil(waiting).max(LOT);
             let first = ledger.next;
-            for step in 0..self.seats.len() {
-                let seat = (first + step) % self.seats.len();
+            for step in 0..self.members.len() {
+                let member = (first + step) % self.members.len();
                 if places == 0 {
                     break;
                 }
-                let dealt = self.seats[seat].deal(lot.min(places));
+                let dealt = self.members[member].deal(lot.min(places));
                 if dealt > 0 {
                     places -= dealt;
-                    ledger.next = seat + 1;
-                    if me != Some(seat) && !calls.contains(&seat) {
-                        calls.push(seat);
+                    ledger.next = member + 1;
+                    if me != Some(member) && !calls.contains(&member) {
+                        calls.push(member);
                     }
                 }
             }
@@ -305,7 +305,7 @@ impl Books {
     }
 }
 
-impl Seat {
+impl BudgetMember {
     fn is_lacking(&self) -> bool {
         self.word.load(Ordering::Acquire) & LACKING_MASK != 0
     }
@@ -336,7 +336,7 @@ impl Drop for BudgetShare {
         if self.books.give(held as u64) {
             self.books.deal(None, &mut self.calls);
         }
-        *self.books.seats[self.seat].waker.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.books.members[self.member].waker.lock().unwrap_or_else(PoisonError::into_inner) = None;
         assert!(held == 0 || std::thread::panicking(), "a share of a budget went with {held} places");
     }
 }
@@ -344,16 +344,16 @@ impl Drop for BudgetShare {
 impl std::fmt::Debug for BudgetShare {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("BudgetShare")
-            .field("seat", &self.seat)
+            .field("member", &self.member)
             .field("held", &self.held)
             .field("waiting", &self.waiting)
             .finish_non_exhaustive()
     }
 }
 
-impl std::fmt::Debug for Seat {
+impl std::fmt::Debug for BudgetMember {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Seat").field("word", &self.word).finish_non_exhaustive()
+        f.debug_struct("Member").field("word", &self.word).finish_non_exhaustive()
     }
 }
 

@@ -25,14 +25,14 @@ use blkyard_mem::sync::{AtomicBool, Ordering};
 
 use crate::map::{QueueCounts, QueueKind, QueueMaps};
 use crate::stats::HwStats;
-use crate::sw::{Ends, Member, POLLS_MAX, Places, Turn, Whereabouts, Yard, rings};
-use crate::{Bed, Bio, BioFlags, Context, Driver, HwQueue, Status, SwQueue};
+use crate::sw::{BatonOutcome, Ends, Member, POLLS_MAX, Places, QueueLocation, SharedHwQueue, rings};
+use crate::{Bio, BioFlags, Context, Driver, HwQueue, Parker, Status, SwQueue};
 
 /// Makes hardware queues, with what their drivers need, for whatever the device is.
 pub trait QueueFactory {
     /// What drives a queue.
     type Driver: Driver<Self::Cx>;
-    /// What a driver borrows from whoever cranks its queue: each queue has its own.
+    /// What a driver borrows from whoever runs its queue: each queue has its own.
     type Cx: Context;
     /// Why a queue cannot be made.
     type Error: std::error::Error + 'static;
@@ -52,7 +52,7 @@ pub trait QueueFactory {
     ///
     /// # Errors
     /// The system has no more.
-    fn bed(&mut self, beside: &[&Self::Cx]) -> Result<Arc<dyn Bed>, Self::Error>;
+    fn parker(&mut self, beside: &[&Self::Cx]) -> Result<Arc<dyn Parker>, Self::Error>;
 }
 
 /// Why a disk cannot have these queues. It keeps those it had.
@@ -93,14 +93,14 @@ struct State<F: QueueFactory> {
     counts: QueueCounts,
     queues: Vec<Open<F>>,
     /// By thread and kind: where the thread is told of moves.
-    whereabouts: Vec<Arc<Whereabouts<F::Driver, F::Cx>>>,
+    location: Vec<Arc<QueueLocation<F::Driver, F::Cx>>>,
 }
 
 /// A queue that is in use.
 struct Open<F: QueueFactory> {
     kind: QueueKind,
-    yard: Arc<Yard<F::Driver, F::Cx>>,
-    /// By seat: of whom it is, by thread and kind.
+    shared: Arc<SharedHwQueue<F::Driver, F::Cx>>,
+    /// By submitter: of whom it is, by thread and kind.
     users: Vec<usize>,
 }
 
@@ -110,9 +110,9 @@ struct Made<F: QueueFactory> {
     /// By queue: by thread and kind, who is to use it.
     users: Vec<Vec<usize>>,
     /// By thread.
-    beds: Vec<Arc<dyn Bed>>,
+    parkers: Vec<Arc<dyn Parker>>,
     /// By queue: for whoever closes it.
-    closers: Vec<Arc<dyn Bed>>,
+    closers: Vec<Arc<dyn Parker>>,
 }
 
 impl<F: QueueFactory> Disk<F> {
@@ -139,17 +139,17 @@ impl<F: QueueFactory> Disk<F> {
         let kinds: Vec<_> = QueueKind::ALL.into_iter().filter(|kind| counts.of(*kind) > 0).collect();
         let made = make(&mut factory, counts, &kinds, threads).map_err(QueuesError::Make)?;
         let (ends, members): (Vec<Ends>, Vec<_>) = (0..threads * kinds.len()).map(|_| rings(places)).unzip();
-        let queues = seat(made, members, kinds.len());
+        let queues = submitter(made, members, kinds.len());
         let mut sw_queues: Vec<_> = ends.into_iter().map(Some).map(|ends| (ends, None)).collect();
         for open in &queues {
-            for (seat, user) in open.users.iter().enumerate() {
+            for (submitter, user) in open.users.iter().enumerate() {
                 let (ends, queue) = &mut sw_queues[*user];
                 let stream = (*user / kinds.len()) as u32 + 1;
-                *queue = ends.take().map(|ends| SwQueue::seated(&open.yard, seat, ends, stream));
+                *queue = ends.take().map(|ends| SwQueue::seated(&open.shared, submitter, ends, stream));
             }
         }
         let mut sw_queues: Vec<_> = sw_queues.into_iter().filter_map(|(_, queue)| queue).collect();
-        let whereabouts = sw_queues.iter().map(|queue| Arc::clone(queue.whereabouts())).collect();
+        let location = sw_queues.iter().map(|queue| Arc::clone(queue.location())).collect();
         let frozen = Arc::new(AtomicBool::new(false));
         let end_of = QueueKind::ALL.map(|kind| match kinds.iter().position(|own| *own == kind) {
             None if kind != QueueKind::Poll => Some(0),
@@ -163,7 +163,7 @@ impl<F: QueueFactory> Disk<F> {
             frozen: Arc::clone(&frozen),
         };
         let submitters = (0..threads).map(submitter).collect();
-        let state = Mutex::new(State { factory, counts, queues, whereabouts });
+        let state = Mutex::new(State { factory, counts, queues, location });
         Ok((Disk { state, frozen, threads, kinds }, submitters))
     }
 
@@ -178,7 +178,7 @@ impl<F: QueueFactory> Disk<F> {
 
     /// The counters of each queue, in the order of their numbers.
     pub fn stats(&self) -> Vec<(QueueKind, Arc<HwStats>)> {
-        self.state().queues.iter().map(|open| (open.kind, Arc::clone(open.yard.stats()))).collect()
+        self.state().queues.iter().map(|open| (open.kind, Arc::clone(open.shared.stats()))).collect()
     }
 
     /// Changes how many queues there are, while threads use them. Returns how many there are now: of each kind no more
@@ -214,27 +214,30 @@ impl<F: QueueFactory> Disk<F> {
         let old = std::mem::take(&mut state.queues);
         let mut calls = Vec::new();
         // All are told before the first is waited for.
-        old.iter().for_each(|open| open.yard.freeze(&mut calls));
-        let mut members: Vec<Option<Member>> = state.whereabouts.iter().map(|_| None).collect();
+        old.iter().for_each(|open| open.shared.freeze(&mut calls));
+        let mut members: Vec<Option<Member>> = state.location.iter().map(|_| None).collect();
         for open in &old {
-            for (user, member) in open.users.iter().zip(open.yard.close(&mut calls, clock)) {
+            for (user, member) in open.users.iter().zip(open.shared.close(&mut calls, clock)) {
                 members[*user] = Some(member);
             }
         }
-        state.queues = seat(made, members.into_iter().flatten().collect(), self.kinds.len());
+        state.queues = submitter(made, members.into_iter().flatten().collect(), self.kinds.len());
         for open in &state.queues {
-            open.users.iter().enumerate().for_each(|(seat, user)| state.whereabouts[*user].tell(&open.yard, seat));
+            open.users
+                .iter()
+                .enumerate()
+                .for_each(|(submitter, user)| state.location[*user].tell(&open.shared, submitter));
         }
         state.counts = counts;
         self.frozen.store(false, Ordering::Relaxed);
-        old.iter().for_each(|open| open.yard.wake_all());
+        old.iter().for_each(|open| open.shared.wake_all());
         // What was submitted meanwhile: its threads may believe that somebody has it.
-        state.queues.iter().for_each(|open| open.yard.start(&mut calls, clock));
+        state.queues.iter().for_each(|open| open.shared.start(&mut calls, clock));
         Ok(counts)
     }
 }
 
-/// Makes queues and beds. Nothing is changed by it.
+/// Makes queues and parkers. Nothing is changed by it.
 fn make<F: QueueFactory>(
     factory: &mut F,
     counts: QueueCounts,
@@ -253,18 +256,18 @@ fn make<F: QueueFactory>(
         let (hw, cx) = factory.queue(kind, number, users.len())?;
         queues.push((hw, cx, kind));
     }
-    let mut beds = Vec::with_capacity(threads);
+    let mut parkers = Vec::with_capacity(threads);
     for thread in 0..threads {
         let beside: Vec<_> = kinds.iter().map(|kind| &queues[maps.queue_of(*kind, thread)].1).collect();
-        beds.push(factory.bed(&beside)?);
+        parkers.push(factory.parker(&beside)?);
     }
-    let closers = queues.iter().map(|(_, cx, _)| factory.bed(&[cx])).collect::<Result<_, _>>()?;
-    Ok(Made { queues, users, beds, closers })
+    let closers = queues.iter().map(|(_, cx, _)| factory.parker(&[cx])).collect::<Result<_, _>>()?;
+    Ok(Made { queues, users, parkers, closers })
 }
 
 /// Gives the queues their members: by thread and kind.
-fn seat<F: QueueFactory>(made: Made<F>, members: Vec<Member>, kinds: usize) -> Vec<Open<F>> {
-    let Made { queues, users, beds, closers } = made;
+fn submitter<F: QueueFactory>(made: Made<F>, members: Vec<Member>, kinds: usize) -> Vec<Open<F>> {
+    let Made { queues, users, parkers, closers } = made;
     let mut members: Vec<_> = members.into_iter().map(Some).collect();
     queues
         .into_iter()
@@ -272,10 +275,10 @@ fn seat<F: QueueFactory>(made: Made<F>, members: Vec<Member>, kinds: usize) -> V
         .zip(closers)
         .map(|(((hw, cx, kind), users), closer)| {
             let here = users.iter().filter_map(|user| members[*user].take()).collect();
-            let bed = |user: &usize| (Arc::clone(&beds[user / kinds]), user % kinds);
-            let beds = users.iter().map(bed).chain([(closer, 0)]).collect();
-            let yard = Yard::open(hw, cx, here, beds, kind == QueueKind::Poll);
-            Open { kind, yard: Arc::new(yard), users }
+            let parker = |user: &usize| (Arc::clone(&parkers[user / kinds]), user % kinds);
+            let parkers = users.iter().map(parker).chain([(closer, 0)]).collect();
+            let shared = SharedHwQueue::open(hw, cx, here, parkers, kind == QueueKind::Poll);
+            Open { kind, shared: Arc::new(shared), users }
         })
         .collect()
 }
@@ -314,7 +317,7 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
     /// queues are being changed.
     ///
     /// # Panics
-    /// If there is no [room](Submitter::room): the caller holds a place before it makes a wish.
+    /// If there is no [room](Submitter::room): the caller holds a place before it makes a request.
     #[inline]
     pub fn submit(&mut self, bio: Box<Bio>) {
         self.places.hold();
@@ -413,34 +416,34 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
             let mut watch: Option<(Option<usize>, u64)> = None;
             for (index, end) in self.ends.iter_mut().enumerate().filter(|(_, end)| end.in_flight() > 0) {
                 let turn = end.lie_down(clock);
-                lies[index] = matches!(turn, Turn::Owned | Turn::Park | Turn::Watch(_));
+                lies[index] = matches!(turn, BatonOutcome::Owned | BatonOutcome::Park | BatonOutcome::Watch(_));
                 match turn {
-                    Turn::Cranked => again = true,
-                    Turn::Closed => closed = Some(index),
-                    Turn::Watch(due_ns) => {
+                    BatonOutcome::Ran => again = true,
+                    BatonOutcome::Closed => closed = Some(index),
+                    BatonOutcome::Watch(due_ns) => {
                         watch = Some(watch.map_or((Some(index), due_ns), |(_, until_ns)| (None, until_ns.min(due_ns))));
                     }
-                    Turn::Owned | Turn::Park => {}
+                    BatonOutcome::Owned | BatonOutcome::Park => {}
                 }
             }
             if again {
                 continue;
             }
-            // The beds of one thread are one and the same. Only while the rings arrive at new queues, one after the
+            // The parkers of one thread are one and the same. Only while the rings arrive at new queues, one after the
             // other, there may be an old and a new one; whoever moves them wakes the old one in the end.
-            let bed = closed.map_or_else(|| self.bed(), |index| self.ends[index].bed());
+            let parker = closed.map_or_else(|| self.parker(), |index| self.ends[index].parker());
             match watch {
-                None => bed.sleep(),
-                Some((Some(index), until_ns)) => bed.watch_one(index, until_ns),
-                Some((None, until_ns)) => bed.watch(until_ns),
+                None => parker.sleep(),
+                Some((Some(index), until_ns)) => parker.watch_one(index, until_ns),
+                Some((None, until_ns)) => parker.watch(until_ns),
             }
         }
     }
 
-    /// The bed of the queues that this thread waits for.
-    fn bed(&self) -> &Arc<dyn Bed> {
+    /// The parker of the queues that this thread waits for.
+    fn parker(&self) -> &Arc<dyn Parker> {
         let busy = self.ends.iter().find(|end| end.in_flight() > 0);
-        busy.unwrap_or(&self.ends[0]).bed()
+        busy.unwrap_or(&self.ends[0]).parker()
     }
 
     #[inline(never)]
@@ -453,7 +456,7 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
                     return ended;
                 }
             }
-            self.bed().give_way();
+            self.parker().give_way();
         }
     }
 }

@@ -48,8 +48,9 @@ pub trait Driver<Cx: ?Sized> {
     /// for the next call may bring another.
     fn set_memory(&mut self, _cx: &mut Cx, _memory: &RegionTable) {}
 
-    /// Asks the device to ring the [bell](Driver::bell) from now on, whenever it has finished something. True if
-    /// something came before it heard: then there is something to poll for. Nothing to do for a driver without a bell.
+    /// Asks the device to ring the [eventfd](Driver::eventfd) from now on, whenever it has finished something. True if
+    /// something came before it heard: then there is something to poll for. Nothing to do for a driver without an
+    /// eventfd.
     fn arm(&mut self) -> bool {
         false
     }
@@ -59,7 +60,7 @@ pub trait Driver<Cx: ?Sized> {
 
     /// The event descriptor that the device rings, if it tells of what it has finished by one. The same one for as long
     /// as the driver lives.
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 

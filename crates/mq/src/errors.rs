@@ -25,10 +25,10 @@ pub struct IoError {
 
 /// The I/O errors of one device. Clones share them.
 #[derive(Clone, Debug, Default)]
-pub struct IoErrors(Arc<Shared>);
+pub struct IoErrors(Arc<ErrorCounts>);
 
 #[derive(Debug, Default)]
-struct Shared {
+struct ErrorCounts {
     /// Errors since the device was opened.
     count: AtomicU64,
     /// Value of `count` when the last one was taken.

@@ -8,7 +8,7 @@
 //! ```text
 //!            ┌─ merge ──────────┐
 //!  submit ───┤                  ▼
-//!  (room)    └▶ bios ──cut──▶ dispatch ──▶ driver ──▶ done ──▶ sink
+//!  (room)    └▶ bios ──split──▶ dispatch ──▶ driver ──▶ done ──▶ sink
 //!               waiting   tag   waiting     in flight  (tag back)
 //!                 ▲                ▲           │         │
 //!                 └─ flush ◀───────┴─ requeue ─┘         │
@@ -19,18 +19,18 @@
 //! cannot be put down. After construction nothing here allocates.
 //!
 //! Several devices may live behind one queue pair, the namespaces of a controller. They share its tags fairly
-//! (`namespace.rs`). What is rare has a file of its own: making requests (`cut.rs`), flushes (`flush.rs`), timeouts
+//! (`namespace.rs`). What is rare has a file of its own: making requests (`split.rs`), flushes (`flush.rs`), timeouts
 //! (`timeout.rs`), bios that a scheduler orders (`scheduled.rs`), rates that they must not exceed (`rated.rs`),
 //! changing a queue that runs (`control.rs`), looking into one (`inspect.rs`), what bios wait for (`wait.rs`).
 
 mod control;
-mod cut;
 mod edges;
 mod flush;
 mod inspect;
 mod namespace;
 mod rated;
 mod scheduled;
+mod split;
 mod timeout;
 mod wait;
 
@@ -45,8 +45,8 @@ use self::namespace::Namespace;
 use crate::bio::Wait;
 use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
-use crate::lane::STATION_BYTES_MAX;
-use crate::limits::Plain;
+use crate::lane::POLLER_BYTES_MAX;
+use crate::limits::FastPath;
 use crate::request::{Look, Marks, RequestState, RequestTable};
 use crate::sched::SchedulerConfig;
 use crate::stats::{HwStats, OpClass};
@@ -121,10 +121,10 @@ pub struct HwQueue<D> {
     bios_max: usize,
     /// What is a request as it stands, without a look at anything else. Nothing is if there are several namespaces, or
     /// while requests are left over.
-    plain: Plain,
-    /// Bios not yet cut, of all namespaces, and those who wait for a flush that is not issued.
-    uncut: usize,
-    /// The namespace whose turn it is to be cut from.
+    fast_path: FastPath,
+    /// Bios not yet split, of all namespaces, and those who wait for a flush that is not issued.
+    unsplit: usize,
+    /// The namespace whose turn it is to be split from.
     turn: usize,
     /// Requests made so far.
     order: u32,
@@ -142,7 +142,7 @@ pub struct HwQueue<D> {
     budget: Option<BudgetShare>,
     /// Whether a round has to look at more than what waits, for there are neighbours or a budget, or something holds
     /// requests back or did so lately. Set by whatever begins that; [`HwQueue::settle`] finds out when it is over.
-    careful: bool,
+    slow_path: bool,
     /// Not to be offered to the driver again before this, if nothing comes back first.
     retry_ns: Option<u64>,
     /// To be offered again in the next round: the driver waits for its lane alone, or something has come back since.
@@ -230,8 +230,8 @@ impl<D> HwQueue<D> {
             table,
             bios_held: 0,
             bios_max: config.bios_max,
-            plain: Plain::NOTHING,
-            uncut: 0,
+            fast_path: FastPath::NOTHING,
+            unsplit: 0,
             turn: 0,
             order: 0,
             plug: Plug::NONE,
@@ -240,7 +240,7 @@ impl<D> HwQueue<D> {
             requeued: Vec::with_capacity(depth),
             over: VecDeque::with_capacity(config.bios_max),
             budget: None,
-            careful: several,
+            slow_path: several,
             retry_ns: None,
             again: false,
             busy: 0,
@@ -251,7 +251,7 @@ impl<D> HwQueue<D> {
             quiesced: 0,
             rated: false,
             hurry: false,
-            turn_bytes: STATION_BYTES_MAX,
+            turn_bytes: POLLER_BYTES_MAX,
             joined: false,
         };
         for number in 0..queue.namespaces.len() {
@@ -264,12 +264,12 @@ impl<D> HwQueue<D> {
     /// Says anew what is plain. Nothing is while requests are left over: a bio may belong to any of them; nor where a
     /// scheduler or a limit has a say.
     fn choose_plain(&mut self) {
-        self.plain = Plain::NOTHING;
+        self.fast_path = FastPath::NOTHING;
         if let [only] = &mut self.namespaces[..] {
             let plain = only.plain();
             match &mut only.scheduled {
-                Some(scheduled) => scheduled.set_plain(plain),
-                None if self.busy == 0 && only.rated.is_none() => self.plain = plain,
+                Some(scheduled) => scheduled.set_fast_path(plain),
+                None if self.busy == 0 && only.rated.is_none() => self.fast_path = plain,
                 None => {}
             }
         }
@@ -312,13 +312,13 @@ impl<D> HwQueue<D> {
         self.bios_held == 0
     }
 
-    /// Whether the next round has work of our own making: something to cut, to offer or to give back.
+    /// Whether the next round has work of our own making: something to split, to offer or to give back.
     #[inline]
     pub fn has_work(&self) -> bool {
         !self.done.is_empty()
             || !self.over.is_empty()
             || (self.again && self.quiesced == 0)
-            || (self.uncut > 0 && self.can_cut())
+            || (self.unsplit > 0 && self.can_split())
     }
 
     /// Requests that the device has.
@@ -330,7 +330,7 @@ impl<D> HwQueue<D> {
     /// Accepts a bio; it comes back through [`HwQueue::reap`], whatever happens.
     ///
     /// # Panics
-    /// If there is no [room](HwQueue::room): the caller holds a place before it takes a wish.
+    /// If there is no [room](HwQueue::room): the caller holds a place before it takes a request.
     #[inline]
     pub fn submit(&mut self, bio: Box<Bio>) {
         self.accept(bio);
@@ -343,8 +343,8 @@ impl<D> HwQueue<D> {
         self.bios_held += 1;
         let head = Head::of(&bio);
         // With nothing waiting and a tag at hand, a plain bio that does not touch the one before is a request.
-        if self.uncut == 0
-            && self.plain.is(&bio)
+        if self.unsplit == 0
+            && self.fast_path.is(&bio)
             && !self.plug.touches(&bio)
             && let Some(tag) = self.tags.take()
         {
@@ -361,7 +361,7 @@ impl<D> HwQueue<D> {
     where
         D: Driver<Cx>,
     {
-        let offered = if self.careful || self.uncut > 0 { self.make_ready(now_ns) } else { self.dispatch.len() };
+        let offered = if self.slow_path || self.unsplit > 0 { self.make_ready(now_ns) } else { self.dispatch.len() };
         self.plug = Plug::NONE;
         if offered == 0 {
             return 0;
@@ -384,17 +384,17 @@ impl<D> HwQueue<D> {
         if self.expire_ns == u64::MAX {
             self.expire_ns = now_ns.saturating_add(self.timeout_ns);
         }
-        if !self.dispatch.rewind() || self.careful {
+        if !self.dispatch.rewind() || self.slow_path {
             self.settle(shortage, offered - taken, now_ns);
         }
         taken
     }
 
-    /// Cuts what waits, and says how many requests may be offered to the driver now.
+    /// Splits what waits, and says how many requests may be offered to the driver now.
     #[inline(never)]
     fn make_ready(&mut self, now_ns: u64) -> usize {
-        if self.uncut > 0 || self.namespaces.len() > 1 {
-            self.cut(now_ns);
+        if self.unsplit > 0 || self.namespaces.len() > 1 {
+            self.split(now_ns);
         }
         let held_back = self.quiesced > 0 || self.retry_ns.is_some_and(|retry_ns| now_ns < retry_ns);
         let wanted = if held_back { 0 } else { self.dispatch.len() };
@@ -447,13 +447,13 @@ impl<D> HwQueue<D> {
             return self.driver.deadline_ns();
         }
         let expire_ns = Some(self.expire_ns).filter(|ns| *ns < u64::MAX);
-        // A queue that is quiesced offers nothing; it is cranked when it is let run.
+        // A queue that is quiesced offers nothing; it is run when it is let run.
         let retry_ns = self.retry_ns.filter(|_| self.quiesced == 0);
         let due_ns = [self.driver.deadline_ns(), retry_ns, expire_ns, self.waiting_due_ns()];
         due_ns.into_iter().flatten().min()
     }
 
-    /// Asks the device to ring its bell from now on, if it has one. True if something came before it heard.
+    /// Asks the device to signal its eventfd from now on, if it has one. True if something came before it heard.
     #[inline]
     pub fn arm<Cx: ?Sized>(&mut self) -> bool
     where
@@ -473,18 +473,18 @@ impl<D> HwQueue<D> {
 
     /// The event descriptor that the device rings, if it has one.
     #[inline]
-    pub fn bell<Cx: ?Sized>(&self) -> Option<BorrowedFd<'_>>
+    pub fn eventfd<Cx: ?Sized>(&self) -> Option<BorrowedFd<'_>>
     where
         D: Driver<Cx>,
     {
-        self.driver.bell()
+        self.driver.eventfd()
     }
 
     /// Gives the bios of everything done to `sink`. Plain requests are ended here, and those that are alike counted
     /// together.
     #[inline]
     fn finish_all(&mut self, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
-        if self.careful {
+        if self.slow_path {
             self.make_room();
         }
         let (mut at, mut ended) = (0, 0);
@@ -654,7 +654,7 @@ impl<D> HwQueue<D> {
         if let Some(bio) = &mut split.bio {
             bio.status = bio.status.and(status);
         }
-        if split.parts_in_flight > 0 || split.uncut { None } else { Some((split.bio.take()?, split.start_ns)) }
+        if split.parts_in_flight > 0 || split.unsplit { None } else { Some((split.bio.take()?, split.start_ns)) }
     }
 
     /// Gives back what was no request.

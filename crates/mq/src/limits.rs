@@ -1,21 +1,21 @@
 //! What one request to a device may look like.
 //!
 //! The rules and their order follow Linux (`block/blk-settings.c`, `struct queue_limits`). They are pure: where a bio
-//! must be cut is said in `cut.rs`, which bios may share a request in `merge.rs`, which need no look at all in
-//! `plain.rs`.
+//! must be split is said in `split.rs`, which bios may share a request in `merge.rs`, which need no look at all in
+//! `fast_path.rs`.
 
-mod cut;
+mod fast_path;
 mod merge;
-mod plain;
 #[cfg(test)]
 mod properties;
+mod split;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use self::cut::Pieces;
-pub use self::cut::{Cursor, Cut};
+pub(crate) use self::fast_path::FastPath;
 pub(crate) use self::merge::{Merge, NoMerge, Shape};
-pub(crate) use self::plain::Plain;
+pub(crate) use self::split::Pieces;
+pub use self::split::{BioSplit, Cursor};
 use crate::{Bio, BioFlags, Op, SECTOR_SHIFT, Status};
 
 /// The limits of a device. Sizes in sectors are of 512 bytes.
@@ -40,7 +40,7 @@ pub struct QueueLimits {
     pub virt_boundary_mask: u32,
     /// Bits that must be zero in each segment's start and length.
     pub dma_alignment_mask: u32,
-    /// Unit in which a zone is written, bytes: a write is cut at multiples of it. Zero if there are no zones, and the
+    /// Unit in which a zone is written, bytes: a write is split at multiples of it. Zero if there are no zones, and the
     /// logical block will do.
     pub write_granularity_bytes: u32,
     /// Longest [atomic](BioFlags::ATOMIC) write, sectors; zero if the device knows none.
@@ -94,7 +94,7 @@ fn is_mask(mask: u32) -> bool {
 }
 
 impl QueueLimits {
-    /// Checks the limits against each other: with those that pass, whatever is admitted can be cut, but for segments
+    /// Checks the limits against each other: with those that pass, whatever is admitted can be split, but for segments
     /// that are too many or too torn for a single block.
     ///
     /// # Errors
@@ -163,7 +163,7 @@ impl QueueLimits {
         rules.iter().find(|(holds, _)| !holds).map_or(Ok(()), |(_, rule)| Err(LimitsError(rule)))
     }
 
-    /// Whether a bio makes sense on a device of `capacity` sectors, before anything is cut from it.
+    /// Whether a bio makes sense on a device of `capacity` sectors, before anything is split from it.
     ///
     /// # Errors
     /// [`Status::Invalid`] if it is empty, unaligned, beyond the end, its segments are empty or do not add up, or it is

@@ -22,7 +22,7 @@
 //! Shared by all queues and lanes it holds for; a booking is one compare-and-exchange. What a queue books and when it
 //! passes is said in `hw/rated.rs`. A limit that is changed is another one, which begins with its whole burst.
 
-use blkyard_mem::sync::{AtomicU64, Line, Ordering::Relaxed};
+use blkyard_mem::sync::{AtomicU64, CachePadded, Ordering::Relaxed};
 
 /// How much may pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,7 +36,7 @@ pub struct RateConfig {
 }
 
 impl RateConfig {
-    /// Shortest burst: twice what a queue books at one time, so that one which is cranked late loses nothing.
+    /// Shortest burst: twice what a queue books at one time, so that one which is run late loses nothing.
     pub const BURST_MS_MIN: u32 = 1;
 }
 
@@ -74,7 +74,7 @@ impl RateLimit {
 #[derive(Debug)]
 pub(crate) struct Meter {
     /// When all that has passed or is booked is through, at the rate.
-    free_ns: Line<AtomicU64>,
+    free_ns: CachePadded<AtomicU64>,
     /// What one unit takes, in nanoseconds with 32 bits behind the point, rounded up.
     unit_ns_q32: u64,
     burst_ns: u64,
@@ -83,7 +83,7 @@ pub(crate) struct Meter {
 impl Meter {
     fn new(per_s: u64, burst_ns: u64) -> Meter {
         let unit_ns_q32 = (1_000_000_000_u64 << 32).div_ceil(per_s);
-        Meter { free_ns: Line(AtomicU64::new(0)), unit_ns_q32, burst_ns }
+        Meter { free_ns: CachePadded(AtomicU64::new(0)), unit_ns_q32, burst_ns }
     }
 
     /// What so many units take at the rate, rounded up.

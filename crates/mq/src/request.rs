@@ -109,7 +109,7 @@ impl Look {
     }
 }
 
-/// One wish to the device, at the place its tag names.
+/// One request to the device, at the place its tag names.
 // In this order, so that what is looked at together is read at once.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
@@ -263,14 +263,14 @@ impl MergedBios {
     }
 }
 
-/// Bios that were cut into several requests, by place.
+/// Bios that were split into several requests, by place.
 #[derive(Debug, Default)]
 pub(crate) struct Split {
     pub(crate) bio: Option<Box<Bio>>,
     pub(crate) parts_in_flight: u32,
     /// When the first of its parts that have ended was handed to the driver.
     pub(crate) start_ns: u64,
-    pub(crate) uncut: bool,
+    pub(crate) unsplit: bool,
 }
 
 /// The requests of one hardware queue, and the bios they are made of.
@@ -296,7 +296,7 @@ pub(crate) struct OpenBios {
 impl RequestTable {
     pub(crate) fn new(depth: usize, bios_max: usize, namespaces: usize) -> RequestTable {
         let bios = OpenBios {
-            // At most one bio of each namespace is cut in part; every other split bio has a part in flight.
+            // At most one bio of each namespace is split in part; every other split bio has a part in flight.
             splits: (0..depth + namespaces).map(|_| Split::default()).collect(),
             chain: MergedBios::new(bios_max),
             shapes: (0..depth).map(|_| Shape::default()).collect(),
@@ -317,7 +317,7 @@ impl RequestTable {
         self.bios.pieces[namespace] = limits.pieces();
     }
 
-    /// A place for a bio that is cut in parts.
+    /// A place for a bio that is split in parts.
     pub(crate) fn free_split(&self) -> u16 {
         let free = self.bios.splits.iter().position(|split| split.bio.is_none());
         let Some(place) = free else { unreachable!("there are more places than requests") };
@@ -416,7 +416,7 @@ impl RequestTable {
 }
 
 impl OpenBios {
-    /// The segments of a request, cut to the limits of its namespace.
+    /// The segments of a request, split to the limits of its namespace.
     #[inline(always)]
     pub(crate) fn segments<'a>(&'a self, request: &'a Request) -> Segments<'a> {
         Segments(request.one_piece().map_or(RequestForm::Whole(self, request), RequestForm::One))
@@ -495,7 +495,7 @@ impl Iterator for Ranges<'_> {
     }
 }
 
-/// The pieces of memory of one request, in order, cut to the limits of the device. Where one bio ends and the next
+/// The pieces of memory of one request, in order, split to the limits of the device. Where one bio ends and the next
 /// begins, memory that goes on is one piece; counted the same way in `limits/merge.rs`.
 #[derive(Clone, Debug)]
 pub struct Segments<'a>(RequestForm<'a>);

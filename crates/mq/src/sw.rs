@@ -1,8 +1,8 @@
 //! The software queue: a submitting thread's own end of a hardware queue that it shares with others.
 //!
-//! Each thread has a [`SwQueue`] to itself: a ring of wishes, a ring of answers, and a number of places. Between them
-//! stands one hardware queue under a [`Baton`]. Whoever finds it idle turns its crank; whoever finds it owned leaves
-//! word and goes, and then the owner cranks for it, too.
+//! Each thread has a [`SwQueue`] to itself: a ring of requests, a ring of answers, and a number of places. Between them
+//! stands one hardware queue under a [`Baton`]. Whoever finds it idle turns its run; whoever finds it owned leaves
+//! word and goes, and then the owner runs for it, too.
 //!
 //! ```text
 //!   thread A   submit ─▶ sq ─┐                                  ┌─ sq ◀─ submit   thread B
@@ -39,7 +39,7 @@
 //! ```text
 //!             announce, take the baton
 //!    awake ──────────┬─ owned by another ──▶ parked   the owner cannot leave without hearing of it
-//!      ▲             └─ ours: crank; nothing for us ─┬─ nobody keeps watch ──▶ on watch, until a deadline
+//!      ▲             └─ ours: run; nothing for us ─┬─ nobody keeps watch ──▶ on watch, until a deadline
 //!      │                                             └─ somebody does ───────▶ parked
 //!      └──── completions came, or its turn to keep watch, or to take the queue over ────┘
 //! ```
@@ -49,21 +49,21 @@
 //! nobody keeps watch wakes one of them. What lets all this do with the baton's one word: who sleeps is either written
 //! down under the baton, or announced before *work* is set, and so heard before the baton is put down.
 //!
-//! **Moves.** A queue that is [closed](yard::Yard::close) takes nothing more in, and once nothing is left in it, it is
-//! taken apart. The rings of its threads, with what they hold, go to other queues. A thread finds out when it next goes
-//! to the baton: it follows its rings, or sleeps until it is told where they are. So a move costs nothing on the way of
-//! an I/O. See [`Disk`](crate::Disk).
+//! **Moves.** A queue that is [closed](shared::SharedHwQueue::close) takes nothing more in, and once nothing is left in
+//! it, it is taken apart. The rings of its threads, with what they hold, go to other queues. A thread finds out when it
+//! next goes to the baton: it follows its rings, or sleeps until it is told where they are. So a move costs nothing on
+//! the way of an I/O. See [`Disk`](crate::Disk).
 //!
 //! **The price**: an owner that is preempted delays those who share its queue; they sleep. Threads that only poll come
 //! last after those that sleep when the rounds are used up. Who waits out a stay uses its CPU for nothing; it has no
 //! more places to submit from.
 //!
-//! It starts no thread, reads no clock and makes no system call: time is a closure, sleep is a [`Bed`]. It does not
+//! It starts no thread, reads no clock and makes no system call: time is a closure, sleep is a [`Parker`]. It does not
 //! choose the queue for a thread: see [`Disk`](crate::Disk). It does not bind bios to the thread that issued them: see
 //! [`SwQueue::leave`].
 
 mod ends;
-mod yard;
+mod shared;
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
@@ -73,8 +73,8 @@ use blkyard_mem::RegionTable;
 use crate::stats::HwStats;
 use crate::{Bio, Budget, BudgetError, DeviceInfo, Driver, HwQueue, Wake};
 pub(crate) use ends::{Ends, Member, Places, rings};
-use yard::Why;
-pub(crate) use yard::{Turn, Yard};
+use shared::Why;
+pub(crate) use shared::{BatonOutcome, SharedHwQueue};
 
 /// Times that a thread looks at a queue it polls before it lets others have the CPU.
 pub(crate) const POLLS_MAX: u32 = 64;
@@ -83,7 +83,7 @@ pub(crate) const POLLS_MAX: u32 = 64;
 /// going on.
 ///
 /// Both sleeps may end for no reason; whoever slept looks again.
-pub trait Bed: Wake {
+pub trait Parker: Wake {
     /// Sleeps until woken.
     fn sleep(&self);
 
@@ -91,7 +91,7 @@ pub trait Bed: Wake {
     /// device had something to say before and nobody has looked since, returns at once.
     fn watch(&self, deadline_ns: u64);
 
-    /// Keeps watch for one of several devices that this bed is beside, by its place among them.
+    /// Keeps watch for one of several devices that this parker is beside, by its place among them.
     fn watch_one(&self, _beside: usize, deadline_ns: u64) {
         self.watch(deadline_ns);
     }
@@ -110,9 +110,9 @@ pub trait Context {
     /// Fetches what the device has finished, for drivers to find.
     fn collect(&mut self) {}
 
-    /// Whoever keeps watch is told when this bell rings, a driver's, once: as if a completion had come.
+    /// Whoever keeps watch is told when this eventfd is signalled, a driver's, once: as if a completion had come.
     /// [`Context::collect`] makes it quiet again.
-    fn listen(&mut self, _bell: BorrowedFd<'_>) {}
+    fn listen(&mut self, _eventfd: BorrowedFd<'_>) {}
 }
 
 impl Context for () {}
@@ -123,86 +123,95 @@ impl Context for () {}
 // Shares no cache line with the one of another thread, wherever they are kept.
 #[repr(align(128))]
 pub struct SwQueue<D, Cx> {
-    yard: Arc<Yard<D, Cx>>,
-    seat: usize,
+    shared: Arc<SharedHwQueue<D, Cx>>,
+    submitter: usize,
     ends: Ends,
     places: Places,
-    /// Seats whose threads are to be woken as soon as the baton is put down.
+    /// Submitters whose threads are to be woken as soon as the baton is put down.
     calls: Vec<usize>,
     /// Where we are told of moves.
-    whereabouts: Arc<Whereabouts<D, Cx>>,
+    location: Arc<QueueLocation<D, Cx>>,
     /// What bios get that do not say whose they are.
     stream: u32,
 }
 
-/// Has somebody turn the crank of a shared queue, for a budget that it takes from.
-struct YardWaker<D, Cx> {
+/// Has somebody turn the run of a shared queue, for a budget that it takes from.
+struct SharedQueueWaker<D, Cx> {
     /// Known once the queue is shared; it is idle before. The queue has the budget, and the budget this waker: so it
     /// does not keep the queue.
-    yard: OnceLock<Weak<Yard<D, Cx>>>,
-    /// A list for the seats whose threads are to be woken.
+    shared: OnceLock<Weak<SharedHwQueue<D, Cx>>>,
+    /// A list for the submitters whose threads are to be woken.
     calls: Mutex<Vec<usize>>,
 }
 
-impl<D, Cx> YardWaker<D, Cx> {
-    fn wakes(&self, yard: &Arc<Yard<D, Cx>>) {
-        self.yard.get_or_init(|| Arc::downgrade(yard));
+impl<D, Cx> SharedQueueWaker<D, Cx> {
+    fn wakes(&self, shared: &Arc<SharedHwQueue<D, Cx>>) {
+        self.shared.get_or_init(|| Arc::downgrade(shared));
     }
 }
 
-impl<D: Driver<Cx> + Send, Cx: Context + Send> Wake for YardWaker<D, Cx> {
+impl<D: Driver<Cx> + Send, Cx: Context + Send> Wake for SharedQueueWaker<D, Cx> {
     fn wake(&self) {
-        if let Some(yard) = self.yard.get().and_then(Weak::upgrade) {
+        if let Some(shared) = self.shared.get().and_then(Weak::upgrade) {
             // Taken out, so that nobody waits here for who has it. Who finds it gone makes one of its own.
             let list = || self.calls.lock().unwrap_or_else(PoisonError::into_inner);
             let mut calls = std::mem::take(&mut *list());
-            yard.leave_word(true, &mut calls);
+            shared.leave_word(true, &mut calls);
             *list() = calls;
         }
     }
 }
 
-/// Where a thread is told which queue its rings lead to, and at which seat.
-pub(crate) struct Whereabouts<D, Cx>(Mutex<(Arc<Yard<D, Cx>>, usize)>);
+/// Where a thread is told which queue its rings lead to, and at which submitter.
+pub(crate) struct QueueLocation<D, Cx>(Mutex<(Arc<SharedHwQueue<D, Cx>>, usize)>);
 
-impl<D, Cx> Whereabouts<D, Cx> {
+impl<D, Cx> QueueLocation<D, Cx> {
     /// The rings of the thread have moved.
-    pub(crate) fn tell(&self, yard: &Arc<Yard<D, Cx>>, seat: usize) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (Arc::clone(yard), seat);
+    pub(crate) fn tell(&self, shared: &Arc<SharedHwQueue<D, Cx>>, submitter: usize) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (Arc::clone(shared), submitter);
     }
 }
 
 impl<D, Cx> SwQueue<D, Cx> {
     /// Whoever has these ends sits here.
-    pub(crate) fn seated(yard: &Arc<Yard<D, Cx>>, seat: usize, ends: Ends, stream: u32) -> SwQueue<D, Cx> {
+    pub(crate) fn seated(
+        shared: &Arc<SharedHwQueue<D, Cx>>,
+        submitter: usize,
+        ends: Ends,
+        stream: u32,
+    ) -> SwQueue<D, Cx> {
         let places = Places::new(ends.places());
-        let calls = Vec::with_capacity(yard.calls_max());
-        let whereabouts = Arc::new(Whereabouts(Mutex::new((Arc::clone(yard), seat))));
-        SwQueue { yard: Arc::clone(yard), seat, ends, places, calls, whereabouts, stream }
+        let calls = Vec::with_capacity(shared.calls_max());
+        let location = Arc::new(QueueLocation(Mutex::new((Arc::clone(shared), submitter))));
+        SwQueue { shared: Arc::clone(shared), submitter, ends, places, calls, location, stream }
     }
 
     /// Where this thread is told of moves.
-    pub(crate) fn whereabouts(&self) -> &Arc<Whereabouts<D, Cx>> {
-        &self.whereabouts
+    pub(crate) fn location(&self) -> &Arc<QueueLocation<D, Cx>> {
+        &self.location
     }
 }
 
 impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
-    /// Shares an idle hardware queue, whose memory is set, among as many threads as there are beds. Each may have up to
+    /// Shares an idle hardware queue, whose memory is set, among as many threads as there are parkers. Each may have up
+    /// to
     /// `places` bios out.
     ///
     /// # Panics
     /// If the queue is not idle, or nobody or nothing is to be served.
-    pub fn share(hw: HwQueue<D>, cx: Cx, places: usize, beds: Vec<Arc<dyn Bed>>) -> Vec<SwQueue<D, Cx>> {
-        assert!(!beds.is_empty(), "a queue is shared among nobody");
-        let (ends, members): (Vec<_>, Vec<_>) = beds.iter().map(|_| rings(places)).unzip();
-        let beds = beds.into_iter().map(|bed| (bed, 0)).collect();
-        let yard = Arc::new(Yard::open(hw, cx, members, beds, false));
-        ends.into_iter().enumerate().map(|(seat, ends)| SwQueue::seated(&yard, seat, ends, seat as u32 + 1)).collect()
+    pub fn share(hw: HwQueue<D>, cx: Cx, places: usize, parkers: Vec<Arc<dyn Parker>>) -> Vec<SwQueue<D, Cx>> {
+        assert!(!parkers.is_empty(), "a queue is shared among nobody");
+        let (ends, members): (Vec<_>, Vec<_>) = parkers.iter().map(|_| rings(places)).unzip();
+        let parkers = parkers.into_iter().map(|parker| (parker, 0)).collect();
+        let shared = Arc::new(SharedHwQueue::open(hw, cx, members, parkers, false));
+        ends.into_iter()
+            .enumerate()
+            .map(|(submitter, ends)| SwQueue::seated(&shared, submitter, ends, submitter as u32 + 1))
+            .collect()
     }
 
     /// As [`SwQueue::share`], where each request takes a place from a budget, too: see [`HwQueue::set_budget`]. When
-    /// the budget has places for this queue, one of its threads turns the crank.
+    /// the budget has places for this queue, one of its threads turns the run.
     ///
     /// # Errors
     /// The budget is shared by as many queues as it was made for.
@@ -211,33 +220,35 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         mut hw: HwQueue<D>,
         cx: Cx,
         places: usize,
-        beds: Vec<Arc<dyn Bed>>,
+        parkers: Vec<Arc<dyn Parker>>,
     ) -> Result<Vec<SwQueue<D, Cx>>, BudgetError>
     where
         D: Send + 'static,
         Cx: Send + 'static,
     {
-        let waker =
-            Arc::new(YardWaker { yard: OnceLock::new(), calls: Mutex::new(Vec::with_capacity(beds.len() + 1)) });
+        let waker = Arc::new(SharedQueueWaker {
+            shared: OnceLock::new(),
+            calls: Mutex::new(Vec::with_capacity(parkers.len() + 1)),
+        });
         hw.set_budget(Some(budget.join(Arc::clone(&waker) as Arc<dyn Wake>)?));
-        let queues = SwQueue::share(hw, cx, places, beds);
-        queues.iter().take(1).for_each(|queue| waker.wakes(&queue.yard));
+        let queues = SwQueue::share(hw, cx, places, parkers);
+        queues.iter().take(1).for_each(|queue| waker.wakes(&queue.shared));
         Ok(queues)
     }
 
     /// What the device is.
     pub fn info(&self) -> &Arc<DeviceInfo> {
-        self.yard.info()
+        self.shared.info()
     }
 
     /// The memory that segments point into.
     pub fn memory(&self) -> &Arc<RegionTable> {
-        self.yard.memory()
+        self.shared.memory()
     }
 
     /// The counters of the hardware queue, for all who share it.
     pub fn stats(&self) -> &Arc<HwStats> {
-        self.yard.stats()
+        self.shared.stats()
     }
 
     /// How many more bios may be submitted before one comes back.
@@ -256,7 +267,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
     /// [`SwQueue::wait`], whatever happens.
     ///
     /// # Panics
-    /// If there is no [room](SwQueue::room): the caller holds a place before it makes a wish.
+    /// If there is no [room](SwQueue::room): the caller holds a place before it makes a request.
     #[inline]
     pub fn submit(&mut self, mut bio: Box<Bio>) {
         self.places.hold();
@@ -287,7 +298,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
             return ended;
         }
         match self.turn(Why::Poll, clock) {
-            Turn::Owned => 0,
+            BatonOutcome::Owned => 0,
             _ => self.drain(sink),
         }
     }
@@ -305,8 +316,8 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
                 return ended;
             }
             let turn = self.lie_down(clock);
-            if turn != Turn::Cranked || self.ends.is_empty() {
-                self.yard.rest(self.seat, turn);
+            if turn != BatonOutcome::Ran || self.ends.is_empty() {
+                self.shared.rest(self.submitter, turn);
             }
         }
     }
@@ -321,37 +332,37 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
 
     /// Whether nobody sleeps here.
     pub(crate) fn is_polled(&self) -> bool {
-        self.yard.is_polled()
+        self.shared.is_polled()
     }
 
-    pub(crate) fn bed(&self) -> &Arc<dyn Bed> {
-        self.yard.bed(self.seat)
+    pub(crate) fn parker(&self) -> &Arc<dyn Parker> {
+        self.shared.parker(self.submitter)
     }
 
-    /// Makes visible what was submitted, cranks, unless another does, and gets ready to sleep; what it comes to says
-    /// how. A queue that is polled is cranked for a while, and nobody gets ready for anything.
-    pub(crate) fn lie_down(&mut self, clock: &impl Fn() -> u64) -> Turn {
+    /// Makes visible what was submitted, runs, unless another does, and gets ready to sleep; what it comes to says
+    /// how. A queue that is polled is run for a while, and nobody gets ready for anything.
+    pub(crate) fn lie_down(&mut self, clock: &impl Fn() -> u64) -> BatonOutcome {
         self.ends.publish();
-        if !self.yard.is_polled() {
+        if !self.shared.is_polled() {
             // Announced here, made known by the baton's read-modify-write: an owner who is there hears it before it
             // leaves. Release, so that an owner who hears it early knows our ring as empty as we left it.
-            self.yard.announce(self.seat);
+            self.shared.announce(self.submitter);
             return self.turn(Why::Wait, clock);
         }
         let mut why = Why::Ring;
         for _ in 0..POLLS_MAX {
             match self.turn(why, clock) {
-                Turn::Closed => return Turn::Closed,
-                _ if !self.ends.is_empty() => return Turn::Cranked,
+                BatonOutcome::Closed => return BatonOutcome::Closed,
+                _ if !self.ends.is_empty() => return BatonOutcome::Ran,
                 _ => why = Why::Poll,
             }
         }
-        Turn::Cranked
+        BatonOutcome::Ran
     }
 
     /// Gets up after lying down, though nothing has come here.
     pub(crate) fn get_up(&mut self, clock: &impl Fn() -> u64) {
-        self.yard.announce_up(self.seat);
+        self.shared.announce_up(self.submitter);
         self.turn(Why::Up, clock);
     }
 
@@ -362,31 +373,31 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         ended
     }
 
-    /// Goes to the baton, and cranks the queue if it is ours.
+    /// Goes to the baton, and runs the queue if it is ours.
     #[inline]
-    fn turn(&mut self, why: Why, clock: &impl Fn() -> u64) -> Turn {
-        let SwQueue { yard, seat, ends, calls, .. } = self;
-        match yard.turn(*seat, why, ends, calls, clock) {
-            Turn::Closed => self.follow(why, clock),
+    fn turn(&mut self, why: Why, clock: &impl Fn() -> u64) -> BatonOutcome {
+        let SwQueue { shared, submitter, ends, calls, .. } = self;
+        match shared.turn(*submitter, why, ends, calls, clock) {
+            BatonOutcome::Closed => self.follow(why, clock),
             turn => turn,
         }
     }
 
-    /// The queue is closed: goes after our rings. They may still be on the way, and then whoever moves them cranks for
+    /// The queue is closed: goes after our rings. They may still be on the way, and then whoever moves them runs for
     /// us.
     #[inline(never)]
-    fn follow(&mut self, why: Why, clock: &impl Fn() -> u64) -> Turn {
+    fn follow(&mut self, why: Why, clock: &impl Fn() -> u64) -> BatonOutcome {
         {
-            let told = self.whereabouts.0.lock().unwrap_or_else(PoisonError::into_inner);
-            if Arc::ptr_eq(&told.0, &self.yard) {
-                return Turn::Closed;
+            let told = self.location.0.lock().unwrap_or_else(PoisonError::into_inner);
+            if Arc::ptr_eq(&told.0, &self.shared) {
+                return BatonOutcome::Closed;
             }
-            (self.yard, self.seat) = (Arc::clone(&told.0), told.1);
+            (self.shared, self.submitter) = (Arc::clone(&told.0), told.1);
         }
-        self.calls.reserve(self.yard.calls_max());
+        self.calls.reserve(self.shared.calls_max());
         if why == Why::Wait {
-            // Announced at the old seat, not at this.
-            return Turn::Cranked;
+            // Announced at the old submitter, not at this.
+            return BatonOutcome::Ran;
         }
         // Even for one who only looks: we may have been left word at the old place, which is to be heard at the new
         // one.
@@ -396,9 +407,9 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
 
 impl<D, Cx> Drop for SwQueue<D, Cx> {
     fn drop(&mut self) {
-        if self.yard.is_broken() {
+        if self.shared.is_broken() {
             // They find out as they look again.
-            self.yard.wake_all();
+            self.shared.wake_all();
         }
         let held = self.places.held();
         assert!(held == 0 || std::thread::panicking(), "a thread left its queue with {held} bios out");
@@ -408,8 +419,8 @@ impl<D, Cx> Drop for SwQueue<D, Cx> {
 impl<D, Cx> std::fmt::Debug for SwQueue<D, Cx> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("SwQueue")
-            .field("device", &self.yard.info().name)
-            .field("seat", &self.seat)
+            .field("device", &self.shared.info().name)
+            .field("submitter", &self.submitter)
             .field("places", &self.places)
             .finish_non_exhaustive()
     }

@@ -11,10 +11,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use blkyard_mq::{
-    Batch, Bed, Bio, BioFlags, DeviceInfo, Disk, Done, Driver, HwQueue, HwQueueConfig, Op, QueueCounts, QueueFactory,
-    QueueKind, QueueLimits, RegionTable, Status, Submitter, Tag, Wake,
+    Batch, Bio, BioFlags, DeviceInfo, Disk, Done, Driver, HwQueue, HwQueueConfig, Op, Parker, QueueCounts,
+    QueueFactory, QueueKind, QueueLimits, RegionTable, Status, Submitter, Tag, Wake,
 };
-use common::{TimedBed, now_ns};
+use common::{TimedParker, now_ns};
 
 /// Longer than any machine takes, however busy.
 const LIMIT: Duration = Duration::from_mins(1);
@@ -108,8 +108,8 @@ impl QueueFactory for Factory {
         Ok((HwQueue::new(queue, Arc::new(info()), config), ()))
     }
 
-    fn bed(&mut self, _: &[&()]) -> Result<Arc<dyn Bed>, NoMore> {
-        Ok(if self.sleepless { Arc::new(Sleepless) } else { TimedBed::new() })
+    fn parker(&mut self, _: &[&()]) -> Result<Arc<dyn Parker>, NoMore> {
+        Ok(if self.sleepless { Arc::new(Sleepless) } else { TimedParker::new() })
     }
 }
 
@@ -120,7 +120,7 @@ impl Wake for Sleepless {
     fn wake(&self) {}
 }
 
-impl Bed for Sleepless {
+impl Parker for Sleepless {
     fn sleep(&self) {
         panic!("somebody slept on a queue that is polled");
     }

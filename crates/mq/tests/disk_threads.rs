@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use blkyard_mq::{
-    Bed, Bio, BlockDevice, Context, DeviceInfo, Disk, HwQueue, HwQueueConfig, NullConfig, Op, QueueCounts,
+    Bio, BlockDevice, Context, DeviceInfo, Disk, HwQueue, HwQueueConfig, NullConfig, Op, Parker, QueueCounts,
     QueueFactory, QueueKind, QueueLimits, RamDevice, RamQueue, Region, RegionTable, Segment, Status, Submitter,
 };
-use common::{TimedBed, now_ns};
+use common::{TimedParker, now_ns};
 
 const THREADS: usize = 4;
 const PLACES: usize = 16;
@@ -39,8 +39,8 @@ impl QueueFactory for Factory {
         Ok((hw, ()))
     }
 
-    fn bed(&mut self, _: &[&()]) -> Result<Arc<dyn Bed>, Infallible> {
-        Ok(TimedBed::new())
+    fn parker(&mut self, _: &[&()]) -> Result<Arc<dyn Parker>, Infallible> {
+        Ok(TimedParker::new())
     }
 }
 

@@ -5,7 +5,7 @@
 //! Most of what a queue reads of others may be stale. Two things must hold:
 //!
 //! * a queue that has read a new value of the news counter reads what it announces, since it does not look again;
-//! * the counts of what has ended never decrease when a seat gets a new owner. A decrease is a subtraction that
+//! * the counts of what has ended never decrease when a submitter gets a new owner. A decrease is a subtraction that
 //!   overflows in the regulator, hence the overflow checks.
 //!
 //! Built with the source files, since nothing of them is public. Each model names its bound on preemptions and prints
@@ -124,8 +124,8 @@ fn a_queue_that_reads_news_knows_the_limit() {
 }
 
 #[test]
-fn counts_never_decrease_when_a_seat_gets_a_new_owner() {
-    model("a seat gets a new owner", 2, |shared| {
+fn counts_never_decrease_when_a_submitter_gets_a_new_owner() {
+    model("a submitter gets a new owner", 2, |shared| {
         let mut leaves = shared.join(0);
         (0..3).for_each(|_| leaves.took(COST));
         let other = thread::spawn(move || {
@@ -133,7 +133,7 @@ fn counts_never_decrease_when_a_seat_gets_a_new_owner() {
             leaves.ended(COST, LOOK_NS);
             leaves.ended(COST, 2 * LOOK_NS);
         });
-        // On the same seat, if the other owner has left it by now.
+        // On the same submitter, if the other owner has left it by now.
         let mut joins = shared.join(0);
         joins.took(COST);
         joins.ended(COST, 5 * LOOK_NS);

@@ -1,9 +1,9 @@
-//! Lanes under loom: orders and commands reach a station that sleeps, that enters, and that moves to another lane.
+//! Lanes under loom: orders and commands reach a poller that sleeps, that enters, and that moves to another lane.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mq --test loom_lane`
 //!
 //! Lane, mailbox, wake flag and lane's waker are the real ones; the model's are a thread's loop in the order of that of
-//! `os`, without a ring, and a station that answers commands. A lane sleeps on loom's `Notify`, which keeps a signal as
+//! `os`, without a ring, and a poller that answers commands. A lane sleeps on loom's `Notify`, which keeps a signal as
 //! an eventfd does. A command that nobody looks at is an order of events in which all sleep, and fails the model. Each
 //! names its bound on preemptions and prints how many orders it has.
 #![cfg(loom)]
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blkyard_mem::{Mailbox, WakeFlag};
-use blkyard_mq::{Crank, Idle, IdlePolicy, Lane, LaneWaker, Station, Wake};
+use blkyard_mq::{Idle, IdlePolicy, Lane, LaneWaker, Poller, PollerState, Wake};
 use loom::sync::Notify;
 use loom::thread;
 
@@ -42,7 +42,7 @@ impl Wake for Waker {
     }
 }
 
-/// One from each sender, so that no later one makes up for a lost wake-up: the station is over with the last.
+/// One from each sender, so that no later one makes up for a lost wake-up: the poller is over with the last.
 struct Answer;
 
 /// What a queue shares with the control path.
@@ -67,7 +67,7 @@ struct Queue {
     retired: bool,
 }
 
-impl Station<()> for Queue {
+impl Poller<()> for Queue {
     fn enter(&mut self, (): &mut (), waker: &Arc<dyn Wake>) {
         self.shared.waker.register(waker);
     }
@@ -76,14 +76,14 @@ impl Station<()> for Queue {
         true
     }
 
-    fn crank(&mut self, (): &mut (), _: u64) -> Crank {
+    fn run_once(&mut self, (): &mut (), _: u64) -> PollerState {
         if !self.shared.mailbox.is_pending() {
-            return Crank::Idle;
+            return PollerState::Idle;
         }
         for Answer in self.shared.mailbox.take() {
             self.retired = self.shared.answered.fetch_add(1, Ordering::Relaxed) + 1 == self.shared.senders;
         }
-        Crank::Busy
+        PollerState::Busy
     }
 
     fn arm(&mut self) -> bool {
@@ -92,7 +92,7 @@ impl Station<()> for Queue {
 
     fn disarm(&mut self) {}
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
@@ -205,7 +205,7 @@ fn a_second_sender_that_finds_the_waker_in_use_wakes_the_lane_as_well() {
 }
 
 #[test]
-fn a_command_finds_a_station_that_moves_between_lanes() {
+fn a_command_finds_a_poller_that_moves_between_lanes() {
     model("two lanes", 3, 1, |shared, queue| {
         let (old, new) = (End::new(), End::new());
         old.give(Order::Admit(queue));

@@ -9,8 +9,8 @@
 //! asks for, or it fails.
 #![cfg(loom)]
 
-#[path = "common/model_bed.rs"]
-mod model_bed;
+#[path = "common/model_parker.rs"]
+mod model_parker;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -23,13 +23,13 @@ use blkyard_mq::{
 };
 use loom::thread;
 
-use model_bed::ModelBed;
+use model_parker::ModelParker;
 
 /// What drivers have taken and the lane has not announced.
 #[derive(Default)]
-struct Bell(usize);
+struct Doorbell(usize);
 
-impl Context for Bell {
+impl Context for Doorbell {
     fn commit(&mut self) {
         self.0 = 0;
     }
@@ -39,7 +39,7 @@ impl Context for Bell {
     }
 }
 
-impl Drop for Bell {
+impl Drop for Doorbell {
     fn drop(&mut self) {
         assert!(self.0 == 0 || std::thread::panicking(), "taken and never announced");
     }
@@ -62,33 +62,33 @@ struct Heard {
     batches: Arc<AtomicUsize>,
 }
 
-impl Driver<Bell> for Heard {
-    fn queue_rqs(&mut self, bell: &mut Bell, memory: &RegionTable, batch: &mut Batch<'_>) {
+impl Driver<Doorbell> for Heard {
+    fn queue_rqs(&mut self, eventfd: &mut Doorbell, memory: &RegionTable, batch: &mut Batch<'_>) {
         let offered = batch.len();
-        self.driver.queue_rqs(bell, memory, batch);
+        self.driver.queue_rqs(eventfd, memory, batch);
         self.batches.fetch_add(1, Ordering::Relaxed);
         self.trouble.refused.fetch_add(batch.len(), Ordering::Relaxed);
-        bell.0 += offered - batch.len();
+        eventfd.0 += offered - batch.len();
     }
 
-    fn poll(&mut self, bell: &mut Bell, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
-        self.driver.poll(bell, memory, done, now_ns);
+    fn poll(&mut self, eventfd: &mut Doorbell, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        self.driver.poll(eventfd, memory, done, now_ns);
     }
 
     fn timed_out(
         &mut self,
-        bell: &mut Bell,
+        eventfd: &mut Doorbell,
         memory: &RegionTable,
         place: usize,
         done: &mut Done<'_>,
         now_ns: u64,
     ) -> TimedOut {
         self.trouble.late.fetch_add(1, Ordering::Relaxed);
-        self.driver.timed_out(bell, memory, place, done, now_ns)
+        self.driver.timed_out(eventfd, memory, place, done, now_ns)
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        Driver::<Bell>::deadline_ns(&self.driver)
+        Driver::<Doorbell>::deadline_ns(&self.driver)
     }
 }
 
@@ -138,7 +138,7 @@ fn discard(me: u64, number: u64) -> Box<Bio> {
 }
 
 /// One thread: submits its bios, rings for the first of them, sleeps for all, and leaves.
-fn live(mut queue: SwQueue<Heard, Bell>, me: u64, bios: u64, loses: bool, clock: &dyn Fn() -> u64) {
+fn live(mut queue: SwQueue<Heard, Doorbell>, me: u64, bios: u64, loses: bool, clock: &dyn Fn() -> u64) {
     let mut ended = BTreeSet::new();
     for number in 0..bios {
         queue.submit(discard(me, number));
@@ -198,8 +198,8 @@ fn share(plan: &Plan, seed: u64, trouble: &Arc<Trouble>) {
     let (device, driver) = open(plan, seed, trouble);
     let config = HwQueueConfig { depth: 1, bios_max: 2, timeout_ns: 2000, ..HwQueueConfig::default() };
     let hw = HwQueue::new(driver, Arc::clone(&device.infos()[0]), config);
-    let beds = plan.threads.iter().map(|_| ModelBed::beside(&time)).collect();
-    let mut ends = SwQueue::share(hw, Bell::default(), 2, beds).into_iter().zip(plan.threads).zip(0..);
+    let parkers = plan.threads.iter().map(|_| ModelParker::beside(&time)).collect();
+    let mut ends = SwQueue::share(hw, Doorbell::default(), 2, parkers).into_iter().zip(plan.threads).zip(0..);
     let ((first, bios), _) = ends.next().unwrap();
     let loses = plan.chaos.lose_every > 0;
     let others: Vec<_> = ends
@@ -231,13 +231,13 @@ fn bios_reach_the_device_in_the_order_of_their_thread() {
     explore(Plan { name: "order", preemptions: 2, seeds: 4, threads: &[2, 1], chaos }, share);
 }
 
-type Core = (HwQueue<Heard>, Bell, u64);
+type Core = (HwQueue<Heard>, Doorbell, u64);
 
-fn crank((hw, bell, now_ns): &mut Core) {
+fn run_once((hw, eventfd, now_ns): &mut Core) {
     *now_ns += 1_000_000;
-    hw.issue(bell, *now_ns);
-    bell.commit();
-    hw.reap(bell, *now_ns, &mut |_| ());
+    hw.issue(eventfd, *now_ns);
+    eventfd.commit();
+    hw.reap(eventfd, *now_ns, &mut |_| ());
 }
 
 /// Does something to the queue, having waited for it.
@@ -272,14 +272,14 @@ fn once_quiesced_the_driver_is_not_called_by_anyone_until_the_queue_may_run_agai
         let batches = Arc::clone(&driver.batches);
         let config = HwQueueConfig { depth: 1, bios_max: 4, ..HwQueueConfig::default() };
         let hw = HwQueue::new(driver, Arc::clone(&device.infos()[0]), config);
-        let baton = loom::sync::Arc::new(Baton::new((hw, Bell::default(), 0)));
+        let baton = loom::sync::Arc::new(Baton::new((hw, Doorbell::default(), 0)));
         let worker = {
             let baton = loom::sync::Arc::clone(&baton);
             thread::spawn(move || {
                 for number in 0..2 {
                     with(&baton, |core| {
                         core.0.submit(discard(0, number));
-                        crank(core);
+                        run_once(core);
                     });
                 }
             })
@@ -296,7 +296,7 @@ fn once_quiesced_the_driver_is_not_called_by_anyone_until_the_queue_may_run_agai
         worker.join().unwrap();
         with(&baton, |core| {
             while !core.0.is_idle() {
-                crank(core);
+                run_once(core);
             }
         });
         let mut events = Vec::new();

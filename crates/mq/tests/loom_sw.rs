@@ -7,8 +7,8 @@
 //! preemptions and prints how many orders it has.
 #![cfg(loom)]
 
-#[path = "common/model_bed.rs"]
-mod model_bed;
+#[path = "common/model_parker.rs"]
+mod model_parker;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -19,7 +19,7 @@ use blkyard_mq::{
 };
 use loom::thread;
 
-use model_bed::ModelBed;
+use model_parker::ModelParker;
 
 fn info() -> DeviceInfo {
     DeviceInfo {
@@ -86,13 +86,15 @@ fn model(name: &str, preemptions: usize, latency_ns: u64, lives: &'static [Life]
         let device = NullDevice::new(info(), NullConfig { latency_ns, bytes_per_s: 0 });
         let config = HwQueueConfig { depth: 1, bios_max: 2, ..HwQueueConfig::default() };
         let hw = HwQueue::new(device.queue(1), Arc::new(info()), config);
-        let beds = lives.iter().map(|_| ModelBed::beside(&time)).collect();
-        let mut ends = SwQueue::share(hw, (), 1, beds).into_iter().zip(0..);
+        let parkers = lives.iter().map(|_| ModelParker::beside(&time)).collect();
+        let mut ends = SwQueue::share(hw, (), 1, parkers).into_iter().zip(0..);
         let (first, _) = ends.next().unwrap();
         let others: Vec<_> = ends
-            .map(|(end, seat)| {
+            .map(|(end, submitter)| {
                 let time = Arc::clone(&time);
-                thread::spawn(move || lives[seat as usize](end, seat, &|| time.fetch_add(10, Ordering::Relaxed)))
+                thread::spawn(move || {
+                    lives[submitter as usize](end, submitter, &|| time.fetch_add(10, Ordering::Relaxed))
+                })
             })
             .collect();
         lives[0](first, 0, &|| time.fetch_add(10, Ordering::Relaxed));

@@ -1,5 +1,5 @@
-//! No request stays in a queue whose worker is gone (A.28, property 11): stations move between lanes in any order of
-//! events, each bio ends once, and a lane that a station has left has nothing of it.
+//! No request stays in a queue whose worker is gone (A.28, property 11): pollers move between lanes in any order of
+//! events, each bio ends once, and a lane that a poller has left has nothing of it.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -8,59 +8,59 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use blkyard_mq::{
-    Batch, Bio, Cid, Cids, Crank, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, IdlePolicy, Lane, Op, QueueLimits,
-    Region, RegionTable, Segment, Station, Status, Wake,
+    Batch, Bio, Cid, Cids, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, IdlePolicy, Lane, Op, Poller, PollerState,
+    QueueLimits, Region, RegionTable, Segment, Status, Wake,
 };
 use proptest::prelude::*;
 
-const STATIONS: usize = 4;
+const POLLERS: usize = 4;
 const LANES: usize = 3;
 
-/// What the stations of a lane share: a ring with room for a few requests, which end when the test says so.
+/// What the pollers of a lane share: a ring with room for a few requests, which end when the test says so.
 #[derive(Debug, Default)]
-struct Yard {
-    /// Stations that it knows.
+struct SharedRing {
+    /// Pollers that it knows.
     known: BTreeSet<usize>,
     with_device: Vec<(usize, Cid)>,
     arrived: BTreeMap<usize, VecDeque<Cid>>,
 }
 
-impl Yard {
+impl SharedRing {
     const ROOM: usize = 5;
 
     fn complete(&mut self, pick: usize) {
         if !self.with_device.is_empty() {
-            let (station, cid) = self.with_device.swap_remove(pick % self.with_device.len());
-            self.arrived.entry(station).or_default().push_back(cid);
+            let (poller, cid) = self.with_device.swap_remove(pick % self.with_device.len());
+            self.arrived.entry(poller).or_default().push_back(cid);
         }
     }
 
-    fn has_nothing_of(&self, station: usize) -> bool {
-        !self.known.contains(&station)
-            && self.with_device.iter().all(|(of, _)| *of != station)
-            && self.arrived.get(&station).is_none_or(VecDeque::is_empty)
+    fn has_nothing_of(&self, poller: usize) -> bool {
+        !self.known.contains(&poller)
+            && self.with_device.iter().all(|(of, _)| *of != poller)
+            && self.arrived.get(&poller).is_none_or(VecDeque::is_empty)
     }
 }
 
-/// One queue of a device that is reached through the yard it is on.
+/// One queue of a device that is reached through the shared it is on.
 #[derive(Debug)]
-struct YardQueue {
-    station: usize,
+struct SharedRingQueue {
+    poller: usize,
     cids: Cids,
 }
 
-impl Driver<Yard> for YardQueue {
-    fn queue_rqs(&mut self, yard: &mut Yard, _memory: &RegionTable, batch: &mut Batch<'_>) {
-        assert!(yard.known.contains(&self.station), "requests on a lane that the queue did not enter");
-        while yard.with_device.len() < Yard::ROOM
+impl Driver<SharedRing> for SharedRingQueue {
+    fn queue_rqs(&mut self, shared: &mut SharedRing, _memory: &RegionTable, batch: &mut Batch<'_>) {
+        assert!(shared.known.contains(&self.poller), "requests on a lane that the queue did not enter");
+        while shared.with_device.len() < SharedRing::ROOM
             && let Some((tag, ..)) = batch.take()
         {
-            yard.with_device.push((self.station, self.cids.park(tag)));
+            shared.with_device.push((self.poller, self.cids.park(tag)));
         }
     }
 
-    fn poll(&mut self, yard: &mut Yard, _memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
-        while let Some(cid) = yard.arrived.entry(self.station).or_default().pop_front() {
+    fn poll(&mut self, shared: &mut SharedRing, _memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
+        while let Some(cid) = shared.arrived.entry(self.poller).or_default().pop_front() {
             match self.cids.redeem(cid) {
                 Ok(tag) => done.complete(tag, Status::Ok),
                 Err(forged) => panic!("an answer to nothing: {forged:?}"),
@@ -68,16 +68,16 @@ impl Driver<Yard> for YardQueue {
         }
     }
 
-    fn set_memory(&mut self, yard: &mut Yard, memory: &RegionTable) {
+    fn set_memory(&mut self, shared: &mut SharedRing, memory: &RegionTable) {
         if memory.iter().next().is_some() {
-            yard.known.insert(self.station);
+            shared.known.insert(self.poller);
         } else {
-            yard.known.remove(&self.station);
+            shared.known.remove(&self.poller);
         }
     }
 }
 
-/// What the outside has of a station: what it wants, and what it got.
+/// What the outside has of a poller: what it wants, and what it got.
 #[derive(Debug, Default)]
 struct Outside {
     wanted: VecDeque<u64>,
@@ -86,36 +86,36 @@ struct Outside {
 
 #[derive(Debug)]
 struct Feeder {
-    hw: HwQueue<YardQueue>,
+    hw: HwQueue<SharedRingQueue>,
     memory: Arc<RegionTable>,
     outside: Rc<RefCell<Outside>>,
     leaving: bool,
 }
 
 impl Feeder {
-    fn new(station: usize) -> Feeder {
+    fn new(poller: usize) -> Feeder {
         // Small limits, so that a bio becomes several requests; fewer tags than those.
         let limits = QueueLimits { sectors_max: 8, ..QueueLimits::default() };
-        let info = DeviceInfo { name: "yard".into(), capacity_sectors: 1 << 20, limits, ..DeviceInfo::default() };
+        let info = DeviceInfo { name: "shared".into(), capacity_sectors: 1 << 20, limits, ..DeviceInfo::default() };
         let config = HwQueueConfig { depth: 3, bios_max: 6, ..HwQueueConfig::default() };
-        let hw = HwQueue::new(YardQueue { station, cids: Cids::new(3) }, Arc::new(info), config);
+        let hw = HwQueue::new(SharedRingQueue { poller, cids: Cids::new(3) }, Arc::new(info), config);
         let Ok(region) = Region::anonymous(1 << 16) else { panic!("no memory for the test") };
         let memory = Arc::new(RegionTable::new(vec![region]));
         Feeder { hw, memory, outside: Rc::default(), leaving: false }
     }
 }
 
-impl Station<Yard> for Feeder {
-    fn enter(&mut self, yard: &mut Yard, _waker: &Arc<dyn Wake>) {
+impl Poller<SharedRing> for Feeder {
+    fn enter(&mut self, shared: &mut SharedRing, _waker: &Arc<dyn Wake>) {
         self.leaving = false;
-        self.hw.set_memory(yard, Arc::clone(&self.memory));
+        self.hw.set_memory(shared, Arc::clone(&self.memory));
     }
 
-    fn leave(&mut self, yard: &mut Yard) -> bool {
+    fn leave(&mut self, shared: &mut SharedRing) -> bool {
         self.leaving = true;
         let at_rest = self.hw.is_idle();
         if at_rest {
-            self.hw.set_memory(yard, Arc::default());
+            self.hw.set_memory(shared, Arc::default());
         }
         at_rest
     }
@@ -124,9 +124,9 @@ impl Station<Yard> for Feeder {
         self.leaving = false;
     }
 
-    fn crank(&mut self, yard: &mut Yard, now_ns: u64) -> Crank {
+    fn run_once(&mut self, shared: &mut SharedRing, now_ns: u64) -> PollerState {
         let mut outside = self.outside.borrow_mut();
-        let mut moved = self.hw.reap(yard, now_ns, &mut |bio| {
+        let mut moved = self.hw.reap(shared, now_ns, &mut |bio| {
             assert_eq!(bio.status, Status::Ok);
             outside.ended.push(bio.cookie);
         });
@@ -141,15 +141,15 @@ impl Station<Yard> for Feeder {
             self.hw.submit(bio);
             moved += 1;
         }
-        moved += self.hw.issue(yard, now_ns);
-        if moved > 0 { Crank::Busy } else { Crank::Waiting }
+        moved += self.hw.issue(shared, now_ns);
+        if moved > 0 { PollerState::Busy } else { PollerState::Waiting }
     }
 
     fn arm(&mut self) -> bool {
         false
     }
     fn disarm(&mut self) {}
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
     fn is_over(&self) -> bool {
@@ -159,25 +159,25 @@ impl Station<Yard> for Feeder {
 
 #[derive(Clone, Copy, Debug)]
 enum Event {
-    /// The outside wants so many more of a station.
+    /// The outside wants so many more of a poller.
     Want(usize, u64),
     Turn(usize),
     /// One of the requests that a lane's device has is over.
     Complete(usize, usize),
-    /// A station is to live on another lane.
+    /// A poller is to live on another lane.
     Leave(usize, usize),
     Stay(usize),
-    /// The stations that are between two lanes arrive.
+    /// The pollers that are between two lanes arrive.
     Arrive,
 }
 
 fn events() -> impl Strategy<Value = Vec<Event>> {
     let event = prop_oneof![
-        2 => (0..STATIONS, 1_u64..5).prop_map(|(station, count)| Event::Want(station, count)),
+        2 => (0..POLLERS, 1_u64..5).prop_map(|(poller, count)| Event::Want(poller, count)),
         4 => (0..LANES).prop_map(Event::Turn),
         4 => (0..LANES, 0_usize..64).prop_map(|(lane, pick)| Event::Complete(lane, pick)),
-        2 => (0..STATIONS, 0..LANES).prop_map(|(station, lane)| Event::Leave(station, lane)),
-        1 => (0..STATIONS).prop_map(Event::Stay),
+        2 => (0..POLLERS, 0..LANES).prop_map(|(poller, lane)| Event::Leave(poller, lane)),
+        1 => (0..POLLERS).prop_map(Event::Stay),
         1 => Just(Event::Arrive),
     ];
     proptest::collection::vec(event, 0..400)
@@ -190,29 +190,29 @@ impl Wake for Nobody {
 }
 
 struct World {
-    lanes: Vec<(Lane<Feeder>, Yard)>,
+    lanes: Vec<(Lane<Feeder>, SharedRing)>,
     waker: Arc<dyn Wake>,
     outside: Vec<Rc<RefCell<Outside>>>,
-    /// Where each station is to live.
-    target: [usize; STATIONS],
+    /// Where each poller is to live.
+    target: [usize; POLLERS],
     /// Between two lanes.
     carried: Vec<(usize, Feeder)>,
-    wanted: [u64; STATIONS],
+    wanted: [u64; POLLERS],
     now_ns: u64,
 }
 
 impl World {
     fn new() -> World {
-        let lanes = (0..LANES).map(|_| (Lane::new(IdlePolicy::default()), Yard::default())).collect();
-        let stations: Vec<_> = (0..STATIONS).map(|station| (station, Feeder::new(station))).collect();
-        let outside = stations.iter().map(|(_, feeder)| Rc::clone(&feeder.outside)).collect();
+        let lanes = (0..LANES).map(|_| (Lane::new(IdlePolicy::default()), SharedRing::default())).collect();
+        let pollers: Vec<_> = (0..POLLERS).map(|poller| (poller, Feeder::new(poller))).collect();
+        let outside = pollers.iter().map(|(_, feeder)| Rc::clone(&feeder.outside)).collect();
         let mut world = World {
             lanes,
             waker: Arc::new(Nobody),
             outside,
-            target: [0; STATIONS],
-            carried: stations,
-            wanted: [0; STATIONS],
+            target: [0; POLLERS],
+            carried: pollers,
+            wanted: [0; POLLERS],
             now_ns: 0,
         };
         world.arrive();
@@ -220,57 +220,57 @@ impl World {
     }
 
     fn arrive(&mut self) {
-        for (station, feeder) in self.carried.drain(..) {
-            let (lane, yard) = &mut self.lanes[self.target[station]];
-            lane.admit(yard, &self.waker, station as u32, feeder);
+        for (poller, feeder) in self.carried.drain(..) {
+            let (lane, shared) = &mut self.lanes[self.target[poller]];
+            lane.admit(shared, &self.waker, poller as u32, feeder);
         }
     }
 
     fn turn(&mut self, number: usize) {
         self.now_ns += 1000;
-        let (lane, yard) = &mut self.lanes[number];
-        lane.turn(yard, self.now_ns);
-        while let Some((station, feeder)) = lane.part(yard) {
-            let station = station as usize;
-            assert!(yard.has_nothing_of(station), "lane {number} has something of station {station}, which left");
-            self.carried.push((station, feeder));
+        let (lane, shared) = &mut self.lanes[number];
+        lane.turn(shared, self.now_ns);
+        while let Some((poller, feeder)) = lane.part(shared) {
+            let poller = poller as usize;
+            assert!(shared.has_nothing_of(poller), "lane {number} has something of poller {poller}, which left");
+            self.carried.push((poller, feeder));
         }
     }
 
-    /// Asks a station to leave whatever lane it is on, if it is on any.
-    fn leave(&mut self, station: usize) -> bool {
-        self.lanes.iter_mut().any(|(lane, _)| lane.ask_to_leave(station as u32))
+    /// Asks a poller to leave whatever lane it is on, if it is on any.
+    fn leave(&mut self, poller: usize) -> bool {
+        self.lanes.iter_mut().any(|(lane, _)| lane.ask_to_leave(poller as u32))
     }
 
     fn happen(&mut self, event: Event) {
         match event {
-            Event::Want(station, count) => {
-                let from = self.wanted[station];
-                self.wanted[station] += count;
-                self.outside[station].borrow_mut().wanted.extend(from..from + count);
+            Event::Want(poller, count) => {
+                let from = self.wanted[poller];
+                self.wanted[poller] += count;
+                self.outside[poller].borrow_mut().wanted.extend(from..from + count);
             }
             Event::Turn(lane) => self.turn(lane),
             Event::Complete(lane, pick) => self.lanes[lane].1.complete(pick),
-            Event::Leave(station, lane) => {
-                if self.leave(station) {
-                    self.target[station] = lane;
+            Event::Leave(poller, lane) => {
+                if self.leave(poller) {
+                    self.target[poller] = lane;
                 }
             }
-            Event::Stay(station) => {
-                self.lanes.iter_mut().for_each(|(lane, _)| lane.ask_to_stay::<Yard>(station as u32));
+            Event::Stay(poller) => {
+                self.lanes.iter_mut().for_each(|(lane, _)| lane.ask_to_stay::<SharedRing>(poller as u32));
             }
             Event::Arrive => self.arrive(),
         }
     }
 
-    /// Goes on without new wishes until nothing moves any more.
+    /// Goes on without new submissions until nothing moves any more.
     fn settle(&mut self) {
         for _ in 0..10_000 {
             self.arrive();
             (0..LANES).for_each(|lane| self.turn(lane));
-            self.lanes.iter_mut().for_each(|(_, yard)| yard.complete(0));
-            let ended = |station: usize| self.outside[station].borrow().ended.len() as u64 == self.wanted[station];
-            if self.carried.is_empty() && (0..STATIONS).all(ended) {
+            self.lanes.iter_mut().for_each(|(_, shared)| shared.complete(0));
+            let ended = |poller: usize| self.outside[poller].borrow().ended.len() as u64 == self.wanted[poller];
+            if self.carried.is_empty() && (0..POLLERS).all(ended) {
                 return;
             }
         }
@@ -280,21 +280,21 @@ impl World {
 
 proptest! {
     #[test]
-    fn each_bio_ends_once_and_nothing_stays_behind_however_stations_move(events in events()) {
+    fn each_bio_ends_once_and_nothing_stays_behind_however_pollers_move(events in events()) {
         let mut world = World::new();
         events.into_iter().for_each(|event| world.happen(event));
         world.settle();
-        for (station, outside) in world.outside.iter().enumerate() {
+        for (poller, outside) in world.outside.iter().enumerate() {
             let mut ended = outside.borrow().ended.clone();
             ended.sort_unstable();
-            prop_assert_eq!(ended, (0..world.wanted[station]).collect::<Vec<_>>());
+            prop_assert_eq!(ended, (0..world.wanted[poller]).collect::<Vec<_>>());
         }
-        // The workers go: all they had is with the stations.
-        for station in 0..STATIONS {
-            world.leave(station);
+        // The workers go: all they had is with the pollers.
+        for poller in 0..POLLERS {
+            world.leave(poller);
         }
         (0..LANES).for_each(|lane| world.turn(lane));
-        prop_assert_eq!(world.carried.len(), STATIONS);
-        prop_assert!(world.lanes.iter().all(|(lane, yard)| lane.stations().count() == 0 && yard.known.is_empty()));
+        prop_assert_eq!(world.carried.len(), POLLERS);
+        prop_assert!(world.lanes.iter().all(|(lane, shared)| lane.pollers().count() == 0 && shared.known.is_empty()));
     }
 }

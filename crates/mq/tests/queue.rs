@@ -143,7 +143,7 @@ proptest! {
     fn every_bio_ends_once(
         depth in 1_usize..8, bios_max in 1_usize..12,
         sectors_max in 1_u32..16,
-        wishes in proptest::collection::vec((0_u64..CAPACITY, 0_u32..40, 0_u8..5), 1..80),
+        submissions in proptest::collection::vec((0_u64..CAPACITY, 0_u32..40, 0_u8..5), 1..80),
     ) {
         let limits = QueueLimits { sectors_max, discard_sectors_max: 9, write_zeroes_sectors_max: 7, ..QueueLimits::default() };
         let device = RamDevice::new(info(limits), NullConfig::default()).unwrap();
@@ -151,8 +151,8 @@ proptest! {
         let config = HwQueueConfig { depth, bios_max, ..HwQueueConfig::default() };
         let mut queue = HwQueue::new(device.queue(depth), Arc::new(device.info().clone()), config);
     queue.set_memory(&mut (), table);
-        let mut ended = vec![0; wishes.len()];
-        let mut wanted = wishes.iter().enumerate();
+        let mut ended = vec![0; submissions.len()];
+        let mut wanted = submissions.iter().enumerate();
         let mut submitted = 0;
         for now in 0_u64.. {
             while queue.room() > 0 {
@@ -169,7 +169,7 @@ proptest! {
                 let fits = bio.op == Op::Flush || (bio.sectors > 0 && bio.sector + u64::from(bio.sectors) <= CAPACITY);
                 assert_eq!(bio.status == Status::Ok, fits, "{bio:?}");
             });
-            if queue.is_idle() && submitted == wishes.len() {
+            if queue.is_idle() && submitted == submissions.len() {
                 break;
             }
             prop_assert!(now < 10_000);

@@ -8,10 +8,10 @@ use std::thread;
 
 use blkyard_mem::CountingAllocator;
 use blkyard_mq::{
-    Bed, Bio, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, QueueLimits, Segment,
+    Bio, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, Parker, QueueLimits, Segment,
     SwQueue,
 };
-use common::{TimedBed, now_ns};
+use common::{TimedParker, now_ns};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
@@ -30,10 +30,10 @@ fn steady(threads: usize, latency_ns: u64, sleeps: bool, rounds: usize) {
     };
     let device = NullDevice::new(info.clone(), NullConfig { latency_ns, bytes_per_s: 0 });
     let hw = HwQueue::new(device.queue(16), Arc::new(info), HwQueueConfig { depth: 16, ..HwQueueConfig::default() });
-    let beds = (0..threads).map(|_| TimedBed::new() as Arc<dyn Bed>).collect();
+    let parkers = (0..threads).map(|_| TimedParker::new() as Arc<dyn Parker>).collect();
     let start = Barrier::new(threads);
     thread::scope(|scope| {
-        for mut queue in SwQueue::share(hw, (), BATCH, beds) {
+        for mut queue in SwQueue::share(hw, (), BATCH, parkers) {
             let start = &start;
             scope.spawn(move || {
                 let mut free: Vec<_> = (0..BATCH).map(|_| Bio::with_capacity(1)).collect();

@@ -1,4 +1,4 @@
-//! What a shared queue does step by step, where the order of events can be arranged: one ring of the bell gets
+//! What a shared queue does step by step, where the order of events can be arranged: one ring of the eventfd gets
 //! everything through, turns are fair, and a sleeper's watch follows the deadlines.
 #![cfg(not(any(loom, shuttle)))]
 
@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 
 use blkyard_mq::{
-    Batch, Bed, Bio, BlockDevice, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Merging, NullConfig,
-    NullDevice, Op, QueueLimits, RegionTable, Status, SwQueue, Tag, Wake,
+    Batch, Bio, BlockDevice, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Merging, NullConfig,
+    NullDevice, Op, Parker, QueueLimits, RegionTable, Status, SwQueue, Tag, Wake,
 };
-use common::TimedBed;
+use common::TimedParker;
 
 fn info() -> DeviceInfo {
     let limits = QueueLimits { discard_sectors_max: 1 << 20, ..QueueLimits::default() };
@@ -35,8 +35,8 @@ fn share<D: Driver<Cx>, Cx: Context>(
     places: usize,
     threads: usize,
 ) -> Vec<SwQueue<D, Cx>> {
-    let beds = (0..threads).map(|_| TimedBed::new() as Arc<dyn Bed>).collect();
-    SwQueue::share(HwQueue::new(driver, Arc::new(info()), config), cx, places, beds)
+    let parkers = (0..threads).map(|_| TimedParker::new() as Arc<dyn Parker>).collect();
+    SwQueue::share(HwQueue::new(driver, Arc::new(info()), config), cx, places, parkers)
 }
 
 /// A bio without data; its sector is all that the drivers here look at.
@@ -58,8 +58,8 @@ fn one_ring_gets_everything_through_a_small_queue() {
     assert_eq!((queue.room(), queue.in_flight()), (0, 8));
     queue.ring(&|| 5);
     let mut ended = Vec::new();
-    // The clock is not asked: nothing is left to crank.
-    assert_eq!(queue.poll(&|| panic!("cranked once more"), &mut |bio| ended.push((bio.sector, !bio.cookie))), 8);
+    // The clock is not asked: nothing is left to run.
+    assert_eq!(queue.poll(&|| panic!("run once more"), &mut |bio| ended.push((bio.sector, !bio.cookie))), 8);
     assert_eq!(ended, (0..8).map(|sector| (sector, sector)).collect::<Vec<_>>());
     assert_eq!((queue.poll(&|| 6, &mut |_| ()), queue.wait(&|| 6, &mut |_| ())), (0, 0));
 }
@@ -176,7 +176,7 @@ impl Driver<()> for Timed {
 
 /// Sleeps in a time of its own: whoever keeps watch wakes up at the deadline, or because it is called by what happens
 /// the first time.
-struct TimeBed {
+struct TimeParker {
     now_ns: Arc<AtomicU64>,
     /// The deadlines of those who kept watch.
     watched: Arc<Mutex<Vec<u64>>>,
@@ -184,13 +184,13 @@ struct TimeBed {
     woken: AtomicBool,
 }
 
-impl Wake for TimeBed {
+impl Wake for TimeParker {
     fn wake(&self) {
         self.woken.store(true, Relaxed);
     }
 }
 
-impl Bed for TimeBed {
+impl Parker for TimeParker {
     fn sleep(&self) {
         panic!("it alone sleeps, and so keeps watch");
     }
@@ -214,19 +214,19 @@ fn whoever_keeps_watch_is_told_of_an_earlier_deadline() {
     let ended = Arc::clone(&driver.ended);
     let now_ns = Arc::new(AtomicU64::new(MS));
     let watched = Arc::new(Mutex::new(Vec::new()));
-    let bed = Arc::new(TimeBed {
+    let parker = Arc::new(TimeParker {
         now_ns: Arc::clone(&now_ns),
         watched: Arc::clone(&watched),
         meanwhile: Mutex::new(None),
         woken: AtomicBool::new(false),
     });
-    let beds = vec![Arc::clone(&bed) as Arc<dyn Bed>, TimedBed::new()];
-    let mut ends = SwQueue::share(HwQueue::new(driver, Arc::new(info()), HwQueueConfig::default()), (), 2, beds);
+    let parkers = vec![Arc::clone(&parker) as Arc<dyn Parker>, TimedParker::new()];
+    let mut ends = SwQueue::share(HwQueue::new(driver, Arc::new(info()), HwQueueConfig::default()), (), 2, parkers);
     let (mut fast, mut slow) = (ends.pop().unwrap(), ends.pop().unwrap());
     let (left, begun_ns) = (Arc::new(Mutex::new(None)), Arc::clone(&now_ns));
     let left_by = Arc::clone(&left);
     // Passed on while the other keeps watch; then whoever brought it minds its own business.
-    *bed.meanwhile.lock().unwrap() = Some(Box::new(move || {
+    *parker.meanwhile.lock().unwrap() = Some(Box::new(move || {
         fast.submit(bio(10));
         fast.ring(&|| begun_ns.fetch_add(MS, Relaxed));
         *left_by.lock().unwrap() = Some(fast);
@@ -264,18 +264,18 @@ impl Driver<()> for Silent {
 }
 
 /// Does something instead of keeping watch, and must have been woken by then.
-struct HookedBed {
+struct HookedParker {
     meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     woken: AtomicBool,
 }
 
-impl Wake for HookedBed {
+impl Wake for HookedParker {
     fn wake(&self) {
         self.woken.store(true, Relaxed);
     }
 }
 
-impl Bed for HookedBed {
+impl Parker for HookedParker {
     fn sleep(&self) {
         panic!("it alone sleeps, and so keeps watch");
     }
@@ -291,12 +291,12 @@ impl Bed for HookedBed {
 fn whoever_keeps_watch_is_called_when_another_brings_what_it_waits_for() {
     let driver = Silent::default();
     let done = Arc::clone(&driver.done);
-    let bed = Arc::new(HookedBed { meanwhile: Mutex::new(None), woken: AtomicBool::new(false) });
-    let beds = vec![Arc::clone(&bed) as Arc<dyn Bed>, TimedBed::new()];
+    let parker = Arc::new(HookedParker { meanwhile: Mutex::new(None), woken: AtomicBool::new(false) });
+    let parkers = vec![Arc::clone(&parker) as Arc<dyn Parker>, TimedParker::new()];
     let hw = HwQueue::new(driver, Arc::new(info()), HwQueueConfig::default());
-    let mut ends = SwQueue::share(hw, (), 2, beds);
+    let mut ends = SwQueue::share(hw, (), 2, parkers);
     let (mut other, mut sleeper) = (ends.pop().unwrap(), ends.pop().unwrap());
-    *bed.meanwhile.lock().unwrap() = Some(Box::new(move || {
+    *parker.meanwhile.lock().unwrap() = Some(Box::new(move || {
         done.store(true, Relaxed);
         other.submit(bio(1000));
         other.ring(&|| 6);

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::thread;
 
 use blkyard_mq::{
-    Bed, Bio, BlockDevice, DeviceInfo, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, QueueLimits,
+    Bio, BlockDevice, DeviceInfo, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, Parker, QueueLimits,
     QueueMap, RamDevice, Region, RegionTable, Segment, Status, SwQueue,
 };
-use common::{TimedBed, now_ns};
+use common::{TimedParker, now_ns};
 
 const THREADS: usize = 8;
 const PLACES: usize = 16;
@@ -50,8 +50,8 @@ fn share<D: Driver<()>>(
         let config = HwQueueConfig { depth, bios_max: 2 * depth, ..HwQueueConfig::default() };
         let mut hw = HwQueue::new(driver(), Arc::new(info()), config);
         hw.set_memory(&mut (), Arc::new(RegionTable::new(vec![Arc::clone(region)])));
-        let beds: Vec<_> = map.cpus_of(queue).map(|_| TimedBed::new() as Arc<dyn Bed>).collect();
-        if beds.is_empty() { Vec::new() } else { SwQueue::share(hw, (), PLACES, beds) }
+        let parkers: Vec<_> = map.cpus_of(queue).map(|_| TimedParker::new() as Arc<dyn Parker>).collect();
+        if parkers.is_empty() { Vec::new() } else { SwQueue::share(hw, (), PLACES, parkers) }
     };
     (0..queues).flat_map(share).collect()
 }

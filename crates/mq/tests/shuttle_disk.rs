@@ -5,7 +5,7 @@
 //!
 //! The real code over a device with a thread of its own, which rings for whoever keeps watch. A schedule in which all
 //! sleep is found and reported as a deadlock: a thread that was not told that its rings have moved, or a change that
-//! waits for a queue which nobody cranks. A far deadline never comes: it would hide a wake-up that was lost.
+//! waits for a queue which nobody runs. A far deadline never comes: it would hide a wake-up that was lost.
 #![cfg(shuttle)]
 
 use std::collections::VecDeque;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blkyard_mq::{
-    Batch, Bed, Bio, BioFlags, Context, DeviceInfo, Disk, Done, Driver, HwQueue, HwQueueConfig, Op, QueueCounts,
+    Batch, Bio, BioFlags, Context, DeviceInfo, Disk, Done, Driver, HwQueue, HwQueueConfig, Op, Parker, QueueCounts,
     QueueFactory, QueueKind, QueueLimits, RegionTable, Segment, Status, Submitter, Tag, Wake,
 };
 use shuttle::rand::Rng;
@@ -28,7 +28,7 @@ const FAR_NS: u64 = 100_000_000;
 #[derive(Default)]
 struct World {
     state: Mutex<State>,
-    bell: Condvar,
+    eventfd: Condvar,
     clock: AtomicU64,
 }
 
@@ -59,14 +59,14 @@ impl World {
                 if state.over {
                     return;
                 }
-                state = self.bell.wait(state).unwrap();
+                state = self.eventfd.wait(state).unwrap();
                 continue;
             }
             let queue = busy[shuttle::rand::thread_rng().gen_range(0..busy.len())];
             let Pair { submitted, done } = &mut state.queues[queue];
             let index = shuttle::rand::thread_rng().gen_range(0..submitted.len());
             done.extend(submitted.remove(index));
-            self.bell.notify_all();
+            self.eventfd.notify_all();
             drop(state);
             thread::yield_now();
             state = self.state.lock().unwrap();
@@ -74,25 +74,25 @@ impl World {
     }
 }
 
-/// One thread's bed, beside some of the device's queues.
-struct ModelBed {
+/// One thread's parker, beside some of the device's queues.
+struct ModelParker {
     world: Arc<World>,
     me: usize,
     beside: Vec<usize>,
 }
 
-impl Wake for ModelBed {
+impl Wake for ModelParker {
     fn wake(&self) {
         self.world.state.lock().unwrap().called[self.me] = true;
-        self.world.bell.notify_all();
+        self.world.eventfd.notify_all();
     }
 }
 
-impl Bed for ModelBed {
+impl Parker for ModelParker {
     fn sleep(&self) {
         let mut state = self.world.state.lock().unwrap();
         while !state.called[self.me] {
-            state = self.world.bell.wait(state).unwrap();
+            state = self.world.eventfd.wait(state).unwrap();
         }
         state.called[self.me] = false;
     }
@@ -110,18 +110,18 @@ impl Bed for ModelBed {
     }
 }
 
-impl ModelBed {
+impl ModelParker {
     fn listen(&self, queues: &[usize], deadline_ns: u64) {
         assert!(deadline_ns.saturating_sub(self.world.now_ns()) > FAR_NS, "nothing here has a deadline");
         let mut state = self.world.state.lock().unwrap();
         while !state.called[self.me] && queues.iter().all(|queue| state.queues[*queue].done.is_empty()) {
-            state = self.world.bell.wait(state).unwrap();
+            state = self.world.eventfd.wait(state).unwrap();
         }
         state.called[self.me] = false;
     }
 }
 
-/// A queue of the device, and what its driver borrows: its number, so that beds can be put beside it.
+/// A queue of the device, and what its driver borrows: its number, so that parkers can be put beside it.
 struct Queue(Arc<World>);
 struct Number(usize);
 
@@ -133,7 +133,7 @@ impl Driver<Number> for Queue {
         while let Some((tag, _, _)) = batch.take() {
             state.queues[*number].submitted.push_back(tag);
         }
-        self.0.bell.notify_all();
+        self.0.eventfd.notify_all();
     }
 
     fn poll(&mut self, Number(number): &mut Number, _: &RegionTable, done: &mut Done<'_>, _: u64) {
@@ -170,11 +170,11 @@ impl QueueFactory for Factory {
         Ok((HwQueue::new(Queue(Arc::clone(&self.0)), Arc::new(info), config), number))
     }
 
-    fn bed(&mut self, beside: &[&Number]) -> Result<Arc<dyn Bed>, Infallible> {
+    fn parker(&mut self, beside: &[&Number]) -> Result<Arc<dyn Parker>, Infallible> {
         let mut state = self.0.state.lock().unwrap();
         state.called.push(false);
         let (me, beside) = (state.called.len() - 1, beside.iter().map(|number| number.0).collect());
-        Ok(Arc::new(ModelBed { world: Arc::clone(&self.0), me, beside }))
+        Ok(Arc::new(ModelParker { world: Arc::clone(&self.0), me, beside }))
     }
 }
 
@@ -237,7 +237,7 @@ fn run(threads: usize, bios: u64, polls: bool, counts: &[QueueCounts]) {
     }
     threads.into_iter().for_each(|thread| thread.join().unwrap());
     world.state.lock().unwrap().over = true;
-    world.bell.notify_all();
+    world.eventfd.notify_all();
     device.join().unwrap();
 }
 

@@ -14,8 +14,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use blkyard_mem::Baton;
 use blkyard_mq::{
-    Batch, Bed, Bio, BlockDevice, Budget, ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep, Context,
-    DeviceInfo, Done, Driver, FairConfig, FairDevice, HwQueue, HwQueueConfig, Merging, Op, Region, RegionTable,
+    Batch, Bio, BlockDevice, Budget, ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep, Context, DeviceInfo,
+    Done, Driver, FairConfig, FairDevice, HwQueue, HwQueueConfig, Merging, Op, Parker, Region, RegionTable,
     SchedulerConfig, Segment, Status, SwQueue, TimedOut, Wake,
 };
 use shuttle::rand::Rng;
@@ -39,7 +39,7 @@ impl Clock {
 /// Where the threads of one hardware queue sleep.
 struct Dormitory {
     state: Mutex<State>,
-    bell: Condvar,
+    eventfd: Condvar,
     clock: Arc<Clock>,
 }
 
@@ -50,40 +50,40 @@ struct State {
     rung: bool,
 }
 
-struct ModelBed {
+struct ModelParker {
     dormitory: Arc<Dormitory>,
-    seat: usize,
+    submitter: usize,
 }
 
-impl Wake for ModelBed {
+impl Wake for ModelParker {
     fn wake(&self) {
-        self.dormitory.state.lock().unwrap().called[self.seat] = true;
-        self.dormitory.bell.notify_all();
+        self.dormitory.state.lock().unwrap().called[self.submitter] = true;
+        self.dormitory.eventfd.notify_all();
     }
 }
 
-impl Bed for ModelBed {
+impl Parker for ModelParker {
     fn sleep(&self) {
         let mut state = self.dormitory.state.lock().unwrap();
-        while !state.called[self.seat] {
-            state = self.dormitory.bell.wait(state).unwrap();
+        while !state.called[self.submitter] {
+            state = self.dormitory.eventfd.wait(state).unwrap();
         }
-        state.called[self.seat] = false;
+        state.called[self.submitter] = false;
     }
 
     fn watch(&self, deadline_ns: u64) {
         let clock = &self.dormitory.clock;
         let mut state = self.dormitory.state.lock().unwrap();
         if deadline_ns.saturating_sub(clock.now_ns()) < FAR_NS {
-            if !state.called[self.seat] && !state.rung {
+            if !state.called[self.submitter] && !state.rung {
                 clock.0.fetch_max(deadline_ns, Ordering::Relaxed);
             }
         } else {
-            while !state.called[self.seat] && !state.rung {
-                state = self.dormitory.bell.wait(state).unwrap();
+            while !state.called[self.submitter] && !state.rung {
+                state = self.dormitory.eventfd.wait(state).unwrap();
             }
         }
-        (state.called[self.seat], state.rung) = (false, false);
+        (state.called[self.submitter], state.rung) = (false, false);
     }
 }
 
@@ -93,17 +93,17 @@ struct Ringer(Arc<Dormitory>);
 impl Wake for Ringer {
     fn wake(&self) {
         self.0.state.lock().unwrap().rung = true;
-        self.0.bell.notify_all();
+        self.0.eventfd.notify_all();
     }
 }
 
 /// What drivers have taken and the lane has not announced.
 #[derive(Default)]
-struct Bell {
+struct Doorbell {
     unannounced: usize,
 }
 
-impl Context for Bell {
+impl Context for Doorbell {
     fn commit(&mut self) {
         self.unannounced = 0;
     }
@@ -113,7 +113,7 @@ impl Context for Bell {
     }
 }
 
-impl Drop for Bell {
+impl Drop for Doorbell {
     fn drop(&mut self) {
         assert!(self.unannounced == 0 || std::thread::panicking(), "taken and never announced");
     }
@@ -141,31 +141,31 @@ impl Alone {
     }
 }
 
-impl Driver<Bell> for Alone {
-    fn queue_rqs(&mut self, bell: &mut Bell, memory: &RegionTable, batch: &mut Batch<'_>) {
+impl Driver<Doorbell> for Alone {
+    fn queue_rqs(&mut self, eventfd: &mut Doorbell, memory: &RegionTable, batch: &mut Batch<'_>) {
         let offered = batch.len();
         self.batches.fetch_add(1, Ordering::Relaxed);
-        self.enter(|driver| driver.queue_rqs(bell, memory, batch));
-        bell.unannounced += offered - batch.len();
+        self.enter(|driver| driver.queue_rqs(eventfd, memory, batch));
+        eventfd.unannounced += offered - batch.len();
     }
 
-    fn poll(&mut self, bell: &mut Bell, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
-        self.enter(|driver| driver.poll(bell, memory, done, now_ns));
+    fn poll(&mut self, eventfd: &mut Doorbell, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        self.enter(|driver| driver.poll(eventfd, memory, done, now_ns));
     }
 
     fn timed_out(
         &mut self,
-        bell: &mut Bell,
+        eventfd: &mut Doorbell,
         memory: &RegionTable,
         place: usize,
         done: &mut Done<'_>,
         now_ns: u64,
     ) -> TimedOut {
-        self.enter(|driver| driver.timed_out(bell, memory, place, done, now_ns))
+        self.enter(|driver| driver.timed_out(eventfd, memory, place, done, now_ns))
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        Driver::<Bell>::deadline_ns(&self.driver)
+        Driver::<Doorbell>::deadline_ns(&self.driver)
     }
 }
 
@@ -197,7 +197,7 @@ const WILD: ChaosConfig = ChaosConfig {
 };
 
 /// One thread: writes its blocks, looks whether they are there, and leaves, sometimes without having rung.
-fn submitter(mut queue: SwQueue<Alone, Bell>, me: u64, bios: u64, plan: Plan, region: &Region, clock: &Clock) {
+fn submitter(mut queue: SwQueue<Alone, Doorbell>, me: u64, bios: u64, plan: Plan, region: &Region, clock: &Clock) {
     let now = || clock.now_ns();
     let rng = || shuttle::rand::thread_rng();
     let place = |number: u64| (me * 16 + number) * 512;
@@ -293,7 +293,7 @@ fn run(plan: Plan) {
         let device = ChaosDevice::new(vec![Arc::new(info.clone())], ChaosConfig { seed, ..plan.chaos }).unwrap();
         let state = State { called: vec![false; lives.len()], rung: false };
         let dormitory =
-            Arc::new(Dormitory { state: Mutex::new(state), bell: Condvar::new(), clock: Arc::clone(&clock) });
+            Arc::new(Dormitory { state: Mutex::new(state), eventfd: Condvar::new(), clock: Arc::clone(&clock) });
         // So small that bios wait in the queue for tags, and in the rings for the queue.
         let config = HwQueueConfig {
             depth: 2,
@@ -305,12 +305,13 @@ fn run(plan: Plan) {
         };
         let mut hw = HwQueue::new(Alone::new(device.queue(2)), Arc::clone(&device.infos()[0]), config);
         let region = Region::anonymous(256 * 512).unwrap();
-        hw.set_memory(&mut Bell::default(), Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
+        hw.set_memory(&mut Doorbell::default(), Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
         if let Some(budget) = &budget {
             hw.set_budget(Some(budget.join(Arc::new(Ringer(Arc::clone(&dormitory)))).unwrap()));
         }
-        let bed = |seat| Arc::new(ModelBed { dormitory: Arc::clone(&dormitory), seat }) as Arc<dyn Bed>;
-        let ends = SwQueue::share(hw, Bell::default(), PLACES, (0..lives.len()).map(bed).collect());
+        let parker =
+            |submitter| Arc::new(ModelParker { dormitory: Arc::clone(&dormitory), submitter }) as Arc<dyn Parker>;
+        let ends = SwQueue::share(hw, Doorbell::default(), PLACES, (0..lives.len()).map(parker).collect());
         for (me, (end, bios)) in ends.into_iter().zip(*lives).enumerate() {
             let (clock, region, bios) = (Arc::clone(&clock), Arc::clone(&region), *bios);
             threads.push(thread::spawn(move || submitter(end, me as u64, bios, plan, &region, &clock)));
@@ -402,13 +403,13 @@ fn once_quiesced_the_driver_is_not_called_by_anyone_until_the_queue_may_run_agai
             let batches = Arc::clone(&driver.batches);
             let config = HwQueueConfig { depth: 2, bios_max: 8, ..HwQueueConfig::default() };
             let hw = HwQueue::new(driver, Arc::clone(&device.infos()[0]), config);
-            let baton = Arc::new(Baton::new((hw, Bell::default(), 0_u64, 0_u64)));
-            let crank = |core: &mut (HwQueue<Alone>, Bell, u64, u64)| {
-                let (hw, bell, now_ns, ended) = core;
+            let baton = Arc::new(Baton::new((hw, Doorbell::default(), 0_u64, 0_u64)));
+            let run_once = |core: &mut (HwQueue<Alone>, Doorbell, u64, u64)| {
+                let (hw, eventfd, now_ns, ended) = core;
                 *now_ns += 1_000_000;
-                hw.issue(bell, *now_ns);
-                bell.commit();
-                *ended += hw.reap(bell, *now_ns, &mut |_| ()) as u64;
+                hw.issue(eventfd, *now_ns);
+                eventfd.commit();
+                *ended += hw.reap(eventfd, *now_ns, &mut |_| ()) as u64;
             };
             let worker = |_| {
                 let baton = Arc::clone(&baton);
@@ -420,7 +421,7 @@ fn once_quiesced_the_driver_is_not_called_by_anyone_until_the_queue_may_run_agai
                         if holder.0.room() > 0 {
                             holder.0.submit(bio);
                         }
-                        crank(&mut holder);
+                        run_once(&mut holder);
                         put_down(holder);
                     }
                 })
@@ -441,7 +442,7 @@ fn once_quiesced_the_driver_is_not_called_by_anyone_until_the_queue_may_run_agai
             workers.into_iter().for_each(|worker| worker.join().unwrap());
             let mut holder = take(&baton);
             while !holder.0.is_idle() {
-                crank(&mut holder);
+                run_once(&mut holder);
             }
             put_down(holder);
         },

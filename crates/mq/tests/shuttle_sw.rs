@@ -16,8 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blkyard_mq::{
-    Batch, Bed, Bio, BlockDevice, Budget, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig,
-    NullDevice, Op, QueueLimits, QueueMap, RegionTable, Segment, Status, SwQueue, Tag, Wake,
+    Batch, Bio, BlockDevice, Budget, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice,
+    Op, Parker, QueueLimits, QueueMap, RegionTable, Segment, Status, SwQueue, Tag, Wake,
 };
 use shuttle::rand::Rng;
 use shuttle::sync::{Condvar, Mutex};
@@ -38,7 +38,7 @@ impl Clock {
 /// Everything outside one hardware queue: who was called, and what the device has.
 struct World {
     state: Mutex<State>,
-    bell: Condvar,
+    eventfd: Condvar,
     clock: Arc<Clock>,
 }
 
@@ -51,36 +51,38 @@ struct State {
 }
 
 impl World {
-    fn new(seats: usize, clock: &Arc<Clock>) -> Arc<World> {
-        let state = State { called: vec![false; seats], ..State::default() };
-        Arc::new(World { state: Mutex::new(state), bell: Condvar::new(), clock: Arc::clone(clock) })
+    fn new(submitters: usize, clock: &Arc<Clock>) -> Arc<World> {
+        let state = State { called: vec![false; submitters], ..State::default() };
+        Arc::new(World { state: Mutex::new(state), eventfd: Condvar::new(), clock: Arc::clone(clock) })
     }
 
-    fn beds(self: &Arc<World>) -> Vec<Arc<dyn Bed>> {
-        let seats = self.state.lock().unwrap().called.len();
-        (0..seats).map(|seat| Arc::new(ModelBed { world: Arc::clone(self), seat }) as Arc<dyn Bed>).collect()
+    fn parkers(self: &Arc<World>) -> Vec<Arc<dyn Parker>> {
+        let submitters = self.state.lock().unwrap().called.len();
+        (0..submitters)
+            .map(|submitter| Arc::new(ModelParker { world: Arc::clone(self), submitter }) as Arc<dyn Parker>)
+            .collect()
     }
 }
 
-struct ModelBed {
+struct ModelParker {
     world: Arc<World>,
-    seat: usize,
+    submitter: usize,
 }
 
-impl Wake for ModelBed {
+impl Wake for ModelParker {
     fn wake(&self) {
-        self.world.state.lock().unwrap().called[self.seat] = true;
-        self.world.bell.notify_all();
+        self.world.state.lock().unwrap().called[self.submitter] = true;
+        self.world.eventfd.notify_all();
     }
 }
 
-impl Bed for ModelBed {
+impl Parker for ModelParker {
     fn sleep(&self) {
         let mut state = self.world.state.lock().unwrap();
-        while !state.called[self.seat] {
-            state = self.world.bell.wait(state).unwrap();
+        while !state.called[self.submitter] {
+            state = self.world.eventfd.wait(state).unwrap();
         }
-        state.called[self.seat] = false;
+        state.called[self.submitter] = false;
     }
 
     fn watch(&self, deadline_ns: u64) {
@@ -88,22 +90,22 @@ impl Bed for ModelBed {
         if deadline_ns.saturating_sub(self.world.clock.now_ns()) < FAR_NS {
             // Sleeps for some schedules' worth of time, or until called.
             for _ in 0..shuttle::rand::thread_rng().gen_range(0..4) {
-                if state.called[self.seat] {
+                if state.called[self.submitter] {
                     break;
                 }
                 drop(state);
                 thread::yield_now();
                 state = self.world.state.lock().unwrap();
             }
-            if !state.called[self.seat] {
+            if !state.called[self.submitter] {
                 self.world.clock.0.fetch_max(deadline_ns, Ordering::Relaxed);
             }
         } else {
-            while !state.called[self.seat] && state.done.is_empty() {
-                state = self.world.bell.wait(state).unwrap();
+            while !state.called[self.submitter] && state.done.is_empty() {
+                state = self.world.eventfd.wait(state).unwrap();
             }
         }
-        state.called[self.seat] = false;
+        state.called[self.submitter] = false;
     }
 }
 
@@ -117,7 +119,7 @@ impl<Cx> Driver<Cx> for EventDriver {
         while let Some((tag, _, _)) = batch.take() {
             state.submitted.push_back(tag);
         }
-        self.0.bell.notify_all();
+        self.0.eventfd.notify_all();
     }
 
     fn poll(&mut self, _: &mut Cx, _: &RegionTable, done: &mut Done<'_>, _: u64) {
@@ -134,7 +136,7 @@ impl World {
         let mut state = self.state.lock().unwrap();
         loop {
             while state.submitted.is_empty() && !state.over {
-                state = self.bell.wait(state).unwrap();
+                state = self.eventfd.wait(state).unwrap();
             }
             if state.over {
                 return;
@@ -142,7 +144,7 @@ impl World {
             let index = shuttle::rand::thread_rng().gen_range(0..state.submitted.len());
             let tag = state.submitted.remove(index).unwrap();
             state.done.push_back(tag);
-            self.bell.notify_all();
+            self.eventfd.notify_all();
             drop(state);
             thread::yield_now();
             state = self.state.lock().unwrap();
@@ -151,7 +153,7 @@ impl World {
 
     fn end_device(&self) {
         self.state.lock().unwrap().over = true;
-        self.bell.notify_all();
+        self.eventfd.notify_all();
     }
 }
 
@@ -230,13 +232,13 @@ where
         // So small that bios wait in the queue for tags, and in the rings for the queue.
         let config = HwQueueConfig { depth: 2, bios_max: 3, ..HwQueueConfig::default() };
         let hw = HwQueue::new(driver(&world), Arc::new(info()), config);
-        let beds = world.beds();
-        if beds.is_empty() {
+        let parkers = world.parkers();
+        if parkers.is_empty() {
             continue;
         }
         let ends = match &budget {
-            Some(budget) => SwQueue::share_within(budget, hw, (), 3, beds).unwrap(),
-            None => SwQueue::share(hw, (), 3, beds),
+            Some(budget) => SwQueue::share_within(budget, hw, (), 3, parkers).unwrap(),
+            None => SwQueue::share(hw, (), 3, parkers),
         };
         if devices {
             let world = Arc::clone(&world);

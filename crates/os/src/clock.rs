@@ -211,17 +211,17 @@ mod tests {
     }
 
     /// A counter and a clock that a test winds. Both begin anywhere.
-    struct World {
+    struct SetClock {
         cycles: u64,
         ns: u64,
         scale: Scale,
     }
 
-    impl World {
+    impl SetClock {
         /// One in which the scale holds.
-        fn learnt() -> World {
+        fn learnt() -> SetClock {
             // So that the counter overflows on the way.
-            let mut world = World { cycles: u64::MAX - 4_000_000, ns: 77_000_000_000, scale: Scale::default() };
+            let mut world = SetClock { cycles: u64::MAX - 4_000_000, ns: 77_000_000_000, scale: Scale::default() };
             world.pass(0, 0);
             for _ in 0..2 {
                 assert_eq!(world.tell(), None, "what was measured once is not known");
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn a_scale_holds_for_its_span_and_no_longer() {
-        let World { cycles, ns, scale } = World::learnt();
+        let SetClock { cycles, ns, scale } = SetClock::learnt();
         for passed in [1, 1000, 2_499_998] {
             let told_ns = scale.ns_at(cycles.wrapping_add(passed)).unwrap();
             assert!(told_ns.abs_diff(ns + passed * 2 / 5) <= 1, "{passed} cycles are {} ns", told_ns - ns);
@@ -257,7 +257,7 @@ mod tests {
 
     #[test]
     fn a_clock_that_is_slewed_is_followed() {
-        let mut world = World::learnt();
+        let mut world = SetClock::learnt();
         for ns in [1_000_900, 1_001_000, 1_000_000, 1_000_000_000] {
             world.pass(ns / 10 * 25, ns);
             assert_eq!(world.tell(), Some(world.ns));
@@ -278,7 +278,7 @@ mod tests {
             ("a counter that hardly moves", 1, 1_000_000_000),
         ];
         for (what, cycles, ns) in leaps {
-            let mut world = World::learnt();
+            let mut world = SetClock::learnt();
             world.pass(cycles, ns);
             assert_eq!(world.tell(), None, "{what}");
             for told in [false, true] {
@@ -290,7 +290,7 @@ mod tests {
 
     #[test]
     fn a_rate_is_not_measured_over_less_than_a_span() {
-        let mut world = World::learnt();
+        let mut world = SetClock::learnt();
         let before = world.scale;
         world.pass(2_400_000, 999_999);
         assert_eq!((world.scale.cycles, world.scale.rate), (before.cycles, before.rate));

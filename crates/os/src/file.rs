@@ -133,7 +133,7 @@ impl FileCounters {
 
 /// What all queues of a file share.
 #[derive(Debug)]
-struct Shared {
+struct SharedFile {
     /// The device, for messages.
     name: String,
     file: Arc<OwnedFd>,
@@ -157,7 +157,7 @@ struct Shared {
     zeroes: Arc<Region>,
 }
 
-impl Shared {
+impl SharedFile {
     /// A sync has failed.
     #[cold]
     fn fail_sync(&self, errno: i32) {
@@ -177,7 +177,7 @@ impl Shared {
 pub struct FileDevice {
     info: DeviceInfo,
     mode: Mode,
-    shared: Arc<Shared>,
+    shared: Arc<SharedFile>,
 }
 
 impl FileDevice {

@@ -1,26 +1,26 @@
-//! The thread that runs a lane: it owns a ring, the stations built on it, and the one place where they sleep.
+//! The thread that runs a lane: it owns a ring, the pollers built on it, and the one place where they sleep.
 //!
 //! ```text
 //!   ┌─▶ now ─▶ reap ─▶ orders ─▶ turn ─▶ part ─┬─ Turn ──▶ submit ───────────────────────────┐
-//!   │                                          ├─ Sleep ─▶ prepare ─▶ watch bells ─▶ sleep ────┤
+//!   │                                          ├─ Sleep ─▶ prepare ─▶ watch eventfds ─▶ sleep ────┤
 //!   └──────────────────────────────────────────┼────────────────────────────────────────────┘
 //!                                              └─ End ──▶ the thread ends, once nobody can give orders
 //! ```
 //!
-//! Orders let a station in, ask for one back, or let it stay after all; they come through a [`Mailbox`]. A station
-//! that has parted is listened to no more before it is handed over: a bell is made quiet by reading it, and this lane
-//! must not take what was meant for the next.
+//! Orders let a poller in, ask for one back, or let it stay after all; they come through a [`Mailbox`]. A poller
+//! that has parted is listened to no more before it is handed over: an eventfd is made quiet by reading it, and this
+//! lane must not take what was meant for the next.
 //!
-//! No wake-up is lost. A lane sleeps only after a turn in which every station was asked to have its bell rung from
-//! now on, and looked once more after asking (`Lane::turn`); what comes later rings. Bells are level-triggered and
+//! No wake-up is lost. A lane sleeps only after a turn in which every poller was asked to have its eventfd rung from
+//! now on, and looked once more after asking (`Lane::turn`); what comes later rings. Eventfds are level-triggered and
 //! quieted only by reading them before the next turn, so one that rings before we listen ends the sleep as well.
 //! Completions end it because the kernel counts those already in the ring. Calls of other threads go through
 //! [`Waker`], whose flag is checked last of all.
 //!
-//! A station's bell may be replaced by another descriptor, even one of the same number, which cannot be told from
-//! here. Whoever replaces it calls the lane's waker; after a call all bells are listened to anew.
+//! A poller's eventfd may be replaced by another descriptor, even one of the same number, which cannot be told from
+//! here. Whoever replaces it calls the lane's waker; after a call all eventfds are listened to anew.
 //!
-//! Knows nothing of what the stations do.
+//! Knows nothing of what the pollers do.
 //!
 //! Unsafe: asking for the clock of a thread takes two calls of the C library.
 
@@ -31,10 +31,10 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use blkyard_mem::Mailbox;
-use blkyard_mq::{Idle, IdlePolicy, Lane, Station, TurnStats, Wake};
+use blkyard_mq::{Idle, IdlePolicy, Lane, Poller, TurnStats, Wake};
 
 use crate::clock::{Clock, clock_ns};
-use crate::ring::{BELLS_MAX, Ring, RingConfig, RingError, RingView};
+use crate::ring::{EVENTFDS_MAX, Ring, RingConfig, RingCounters, RingError};
 use crate::wake::Waker;
 
 /// How a lane thread is made.
@@ -50,7 +50,7 @@ pub struct LaneConfig {
     pub ring: RingConfig,
 }
 
-/// Why a lane thread did not start, or how it ended, or why a station cannot come or go.
+/// Why a lane thread did not start, or how it ended, or why a poller cannot come or go.
 #[derive(Debug, thiserror::Error)]
 pub enum LaneError {
     /// It has no ring.
@@ -73,8 +73,8 @@ pub enum LaneError {
         source: std::io::Error,
     },
     /// More than it can listen to.
-    #[error("lane {name} was given {count} queues and can listen to {STATIONS_MAX}: run more lanes")]
-    Stations {
+    #[error("lane {name} was given {count} queues and can listen to {POLLERS_MAX}: run more lanes")]
+    Pollers {
         /// The lane.
         name: String,
         /// What it was given.
@@ -88,20 +88,20 @@ pub enum LaneError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// A station was to leave and has work in hand that does not end.
+    /// A poller was to leave and has work in hand that does not end.
     #[error(
-        "queue {station} did not come to rest within {limit:?} and stays on lane {name}: its device has a request that \
+        "queue {poller} did not come to rest within {limit:?} and stays on lane {name}: its device has a request that \
          does not end. Try again when it has"
     )]
     Restless {
         /// The lane.
         name: String,
-        /// The station, by its number.
-        station: u32,
+        /// The poller, by its number.
+        poller: u32,
         /// How long it was given.
         limit: Duration,
     },
-    /// A lane that is gone neither gives nor takes stations.
+    /// A lane that is gone neither gives nor takes pollers.
     #[error("lane {name} has ended; see the messages above")]
     Ended {
         /// The lane.
@@ -117,26 +117,26 @@ pub enum LaneError {
     },
 }
 
-/// Bells a station may have: those of who feeds its queue, and of the device behind it.
-const BELLS_EACH: usize = 2;
-/// Stations one lane can have: one bell is the waker's.
-pub const STATIONS_MAX: usize = (BELLS_MAX - 1) / BELLS_EACH;
+/// Eventfds a poller may have: those of who feeds its queue, and of the device behind it.
+const EVENTFDS_EACH: usize = 2;
+/// Pollers one lane can have: one eventfd is the waker's.
+pub const POLLERS_MAX: usize = (EVENTFDS_MAX - 1) / EVENTFDS_EACH;
 
-/// A running lane. It runs until all its stations are over and nobody can give it more: dropping the handle does not
+/// A running lane. It runs until all its pollers are over and nobody can give it more: dropping the handle does not
 /// stop it, but lets it end.
 pub struct LaneThread<S> {
     name: String,
     thread: JoinHandle<()>,
-    orders: Orders<S>,
-    ring: Arc<RingView>,
+    orders: LaneCommands<S>,
+    ring: Arc<RingCounters>,
     turns: Arc<TurnStats>,
 }
 
 /// What is asked of a lane from outside.
-enum Order<S> {
-    /// A station comes to live here; it is made or carried here by this. Answered when it has entered.
+enum LaneCommand<S> {
+    /// A poller comes to live here; it is made or carried here by this. Answered when it has entered.
     Admit(u32, Box<dyn FnOnce() -> S + Send>, Sender<()>),
-    /// A station is to come to rest and leave. The answer is the station, or none if it stays after all.
+    /// A poller is to come to rest and leave. The answer is the poller, or none if it stays after all.
     Leave(u32, Sender<Option<S>>),
     /// It may stay, if it has not left.
     Stay(u32),
@@ -147,22 +147,22 @@ enum Order<S> {
 }
 
 /// Where orders are given.
-struct Orders<S> {
-    mailbox: Arc<Mailbox<Order<S>>>,
+struct LaneCommands<S> {
+    mailbox: Arc<Mailbox<LaneCommand<S>>>,
     waker: Arc<Waker>,
 }
 
-impl<S> Orders<S> {
+impl<S> LaneCommands<S> {
     /// If the lane is gone the order is dropped, and with it the channel for the answer.
-    fn give(&self, order: Order<S>) {
+    fn give(&self, order: LaneCommand<S>) {
         let _ = self.mailbox.send(order);
         self.waker.wake();
     }
 }
 
-impl<S> Drop for Orders<S> {
+impl<S> Drop for LaneCommands<S> {
     fn drop(&mut self) {
-        self.give(Order::Close);
+        self.give(LaneCommand::Close);
     }
 }
 
@@ -175,14 +175,14 @@ fn give_up(error: std::io::Error) -> ! {
     std::panic::resume_unwind(Box::new(RingError::Refused(error)))
 }
 
-/// Starts a thread, makes its ring and lets `build` make its first stations there, in the order of their names. Returns
+/// Starts a thread, makes its ring and lets `build` make its first pollers there, in the order of their names. Returns
 /// when they are made.
 ///
 /// # Errors
 /// See [`LaneError`]; no thread is left behind.
 pub fn spawn<S, B>(config: LaneConfig, build: B) -> Result<LaneThread<S>, LaneError>
 where
-    S: Station<Ring> + Send + 'static,
+    S: Poller<Ring> + Send + 'static,
     B: FnOnce(&mut Ring) -> Vec<S> + Send + 'static,
 {
     let name = config.name.clone();
@@ -202,15 +202,15 @@ where
                 let _ = told.send(Err(error));
             }
             Ok(mut ring) => {
-                let stations = build(&mut ring);
-                if stations.len() > STATIONS_MAX {
-                    let _ = told.send(Err(LaneError::Stations { name: config.name, count: stations.len() }));
+                let pollers = build(&mut ring);
+                if pollers.len() > POLLERS_MAX {
+                    let _ = told.send(Err(LaneError::Pollers { name: config.name, count: pollers.len() }));
                     return;
                 }
                 let lane = Lane::new(config.policy);
                 let view = (Arc::clone(ring.view()), Arc::clone(lane.turns()));
                 let mut turning = Turning { ring, lane, mail, waker: on_thread };
-                stations.into_iter().enumerate().for_each(|(name, station)| turning.admit(name as u32, station));
+                pollers.into_iter().enumerate().for_each(|(name, poller)| turning.admit(name as u32, poller));
                 // The spawner waits for this and nothing else; should it be gone, we run all the same.
                 let _ = told.send(Ok(view));
                 turning.run();
@@ -219,7 +219,7 @@ where
     };
     let thread = std::thread::Builder::new().name(name.clone()).spawn(run).map_err(failed)?;
     match started.recv() {
-        Ok(Ok((ring, turns))) => Ok(LaneThread { name, thread, orders: Orders { mailbox, waker }, ring, turns }),
+        Ok(Ok((ring, turns))) => Ok(LaneThread { name, thread, orders: LaneCommands { mailbox, waker }, ring, turns }),
         Ok(Err(error)) => {
             let _ = thread.join();
             Err(error)
@@ -241,8 +241,8 @@ fn pin(config: &LaneConfig) -> Result<(), LaneError> {
 
 /// The lane's end of the orders.
 struct Mail<S> {
-    mailbox: Arc<Mailbox<Order<S>>>,
-    /// Who waits for which station.
+    mailbox: Arc<Mailbox<LaneCommand<S>>>,
+    /// Who waits for which poller.
     asked: Vec<(u32, Sender<Option<S>>)>,
     /// No order will come any more.
     closed: bool,
@@ -254,7 +254,7 @@ impl<S> Drop for Mail<S> {
     }
 }
 
-/// The ring goes first, also when a panic unwinds: it waits for I/O into memory that the stations hold.
+/// The ring goes first, also when a panic unwinds: it waits for I/O into memory that the pollers hold.
 struct Turning<S> {
     ring: Ring,
     lane: Lane<S>,
@@ -262,7 +262,7 @@ struct Turning<S> {
     waker: Arc<Waker>,
 }
 
-impl<S: Station<Ring>> Turning<S> {
+impl<S: Poller<Ring>> Turning<S> {
     fn run(mut self) {
         let clock = Clock::new();
         let mut was_called = false;
@@ -273,8 +273,8 @@ impl<S: Station<Ring>> Turning<S> {
                 self.read_orders();
             }
             let idle = self.lane.turn(&mut self.ring, now_ns);
-            if let Some((name, station)) = self.lane.part(&mut self.ring) {
-                self.hand_over(name, station);
+            if let Some((name, poller)) = self.lane.part(&mut self.ring) {
+                self.hand_over(name, poller);
                 continue;
             }
             let deadline_ns = match idle {
@@ -310,20 +310,20 @@ impl<S: Station<Ring>> Turning<S> {
         }
     }
 
-    /// Listens to all bells, but for those that ring in vain: says when to listen to the first of these again.
+    /// Listens to all eventfds, but for those that ring in vain: says when to listen to the first of these again.
     fn watch_all(&mut self, now_ns: u64) -> Option<u64> {
-        /// The waker's bell comes before those of the stations.
+        /// The waker's eventfd comes before those of the pollers.
         const OWN: usize = 0;
-        self.ring.watch(self.waker.bell(), OWN);
+        self.ring.watch(self.waker.eventfd(), OWN);
         let mut listen_ns = None;
-        for (index, (station, worked)) in self.lane.take_worked().enumerate() {
-            let first = OWN + 1 + index * BELLS_EACH;
-            for (index, bell) in [(first, station.bell()), (first + 1, station.device_bell())] {
-                let Some(bell) = bell else {
+        for (index, (poller, worked)) in self.lane.take_worked().enumerate() {
+            let first = OWN + 1 + index * EVENTFDS_EACH;
+            for (index, eventfd) in [(first, poller.eventfd()), (first + 1, poller.device_eventfd())] {
+                let Some(eventfd) = eventfd else {
                     self.ring.unwatch(index);
                     continue;
                 };
-                let paused_until_ns = self.ring.watch_moderated(bell, index, worked, now_ns);
+                let paused_until_ns = self.ring.watch_moderated(eventfd, index, worked, now_ns);
                 listen_ns = [listen_ns, paused_until_ns].into_iter().flatten().min();
             }
         }
@@ -334,51 +334,51 @@ impl<S: Station<Ring>> Turning<S> {
     fn read_orders(&mut self) {
         for order in self.mail.mailbox.take() {
             match order {
-                Order::Admit(name, make, entered) => {
+                LaneCommand::Admit(name, make, entered) => {
                     self.admit(name, make());
                     let _ = entered.send(());
                 }
-                Order::Leave(name, answer) => {
+                LaneCommand::Leave(name, answer) => {
                     if self.lane.ask_to_leave(name) {
                         self.mail.asked.push((name, answer));
                     } else {
                         let _ = answer.send(None);
                     }
                 }
-                Order::Stay(name) => {
+                LaneCommand::Stay(name) => {
                     self.lane.ask_to_stay::<Ring>(name);
                     let stays = self.mail.asked.extract_if(.., |(asked, _)| *asked == name);
                     stays.for_each(|(_, answer)| drop(answer.send(None)));
                 }
-                Order::Policy(policy, done) => {
+                LaneCommand::Policy(policy, done) => {
                     self.lane.set_policy(policy);
                     let _ = done.send(());
                 }
-                Order::Close => self.mail.closed = true,
+                LaneCommand::Close => self.mail.closed = true,
             }
         }
     }
 
-    fn admit(&mut self, name: u32, station: S) {
+    fn admit(&mut self, name: u32, poller: S) {
         let waker = Arc::clone(&self.waker) as Arc<dyn Wake>;
-        self.lane.admit(&mut self.ring, &waker, name, station);
+        self.lane.admit(&mut self.ring, &waker, name, poller);
     }
 
-    /// Gives a station that has parted to whoever asked for it. From here on nothing of it comes to this lane.
+    /// Gives a poller that has parted to whoever asked for it. From here on nothing of it comes to this lane.
     #[cold]
-    fn hand_over(&mut self, name: u32, station: S) {
+    fn hand_over(&mut self, name: u32, poller: S) {
         // Those behind it have other numbers now; all are listened to anew before the next sleep.
         self.ring.unwatch_all();
         self.ring.submit();
         let asked = self.mail.asked.iter().position(|(asked, _)| *asked == name);
         match asked.map(|index| self.mail.asked.swap_remove(index)) {
             Some((_, answer)) => {
-                if let Err(SendError(Some(station))) = answer.send(Some(station)) {
+                if let Err(SendError(Some(poller))) = answer.send(Some(poller)) {
                     // Whoever asked is gone. It is better served here than nowhere.
-                    self.admit(name, station);
+                    self.admit(name, poller);
                 }
             }
-            None => unreachable!("a station leaves only when it is asked for"),
+            None => unreachable!("a poller leaves only when it is asked for"),
         }
     }
 }
@@ -395,40 +395,40 @@ impl<S> LaneThread<S> {
         &self.name
     }
 
-    /// Wakes the lane from any thread: for who has published something to one of its stations, or replaced a bell.
+    /// Wakes the lane from any thread: for who has published something to one of its pollers, or replaced an eventfd.
     pub fn waker(&self) -> Arc<dyn Wake> {
         Arc::clone(&self.orders.waker) as Arc<dyn Wake>
     }
 
-    /// Has a station live here from now on, under a name that no other one here has. It is made, or unpacked, on the
+    /// Has a poller live here from now on, under a name that no other one here has. It is made, or unpacked, on the
     /// lane's thread. Returns when it has entered.
     ///
     /// # Errors
-    /// The lane has ended, and the station with it.
+    /// The lane has ended, and the poller with it.
     pub(crate) fn admit(&self, name: u32, make: Box<dyn FnOnce() -> S + Send>) -> Result<(), LaneError> {
         let (entered, wait) = channel();
-        self.orders.give(Order::Admit(name, make, entered));
+        self.orders.give(LaneCommand::Admit(name, make, entered));
         wait.recv().map_err(|_| self.ended())
     }
 
-    /// Asks for a station back that lives here: it comes to rest, nothing of it is left on this lane, and here it is.
+    /// Asks for a poller back that lives here: it comes to rest, nothing of it is left on this lane, and here it is.
     /// If that takes longer than `limit` it stays and goes on.
     ///
     /// # Errors
     /// It did not come to rest in time, or the lane has ended.
     pub(crate) fn release(&self, name: u32, limit: Duration) -> Result<S, LaneError> {
         let (answer, wait) = channel();
-        self.orders.give(Order::Leave(name, answer));
-        let station = match wait.recv_timeout(limit) {
-            Ok(station) => station,
+        self.orders.give(LaneCommand::Leave(name, answer));
+        let poller = match wait.recv_timeout(limit) {
+            Ok(poller) => poller,
             Err(RecvTimeoutError::Disconnected) => return Err(self.ended()),
             Err(RecvTimeoutError::Timeout) => {
-                self.orders.give(Order::Stay(name));
+                self.orders.give(LaneCommand::Stay(name));
                 // It may have left at the last moment.
                 wait.recv().map_err(|_| self.ended())?
             }
         };
-        station.ok_or_else(|| LaneError::Restless { name: self.name.clone(), station: name, limit })
+        poller.ok_or_else(|| LaneError::Restless { name: self.name.clone(), poller: name, limit })
     }
 
     /// Changes how long it turns without work before it sleeps; from its next turn on.
@@ -437,7 +437,7 @@ impl<S> LaneThread<S> {
     /// The lane has ended.
     pub(crate) fn set_policy(&self, policy: IdlePolicy) -> Result<(), LaneError> {
         let (done, wait) = channel();
-        self.orders.give(Order::Policy(policy, done));
+        self.orders.give(LaneCommand::Policy(policy, done));
         wait.recv().map_err(|_| self.ended())
     }
 
@@ -446,7 +446,7 @@ impl<S> LaneThread<S> {
     }
 
     /// What can be seen of its ring.
-    pub fn ring(&self) -> &Arc<RingView> {
+    pub fn ring(&self) -> &Arc<RingCounters> {
         &self.ring
     }
 
@@ -468,7 +468,7 @@ impl<S> LaneThread<S> {
         self.thread.is_finished()
     }
 
-    /// Waits until all its stations are over; it gets no more.
+    /// Waits until all its pollers are over; it gets no more.
     ///
     /// # Errors
     /// It panicked.
@@ -500,25 +500,25 @@ fn panicked(name: &str, thread: JoinHandle<()>) -> LaneError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use blkyard_mq::Crank;
+    use blkyard_mq::PollerState;
     use std::os::fd::{AsRawFd, BorrowedFd};
 
-    /// A station that makes the kernel refuse the ring when it is cranked.
+    /// A poller that makes the kernel refuse the ring when it is run.
     struct Breaker;
 
-    impl Station<Ring> for Breaker {
-        fn crank(&mut self, ring: &mut Ring, _: u64) -> Crank {
+    impl Poller<Ring> for Breaker {
+        fn run_once(&mut self, ring: &mut Ring, _: u64) -> PollerState {
             let null = std::fs::File::open("/dev/null").unwrap();
             // SAFETY: both are open; the ring's descriptor is a file of another kind from now on.
             let status = unsafe { libc::dup2(null.as_raw_fd(), ring.descriptor().as_raw_fd()) };
             assert!(status >= 0);
-            Crank::Idle
+            PollerState::Idle
         }
         fn arm(&mut self) -> bool {
             false
         }
         fn disarm(&mut self) {}
-        fn bell(&self) -> Option<BorrowedFd<'_>> {
+        fn eventfd(&self) -> Option<BorrowedFd<'_>> {
             None
         }
         fn deadline_ns(&self) -> Option<u64> {

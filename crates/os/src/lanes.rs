@@ -1,28 +1,28 @@
-//! A set of lanes, and which station lives on which.
+//! A set of lanes, and which poller lives on which.
 //!
-//! Lanes are started and retired, and stations moved from one to another, while all of them work. A move is: the
-//! station comes to rest on its lane and leaves it, is carried over, and goes on where it stood. Only what has to move
-//! does, one station at a time, so that the others go on meanwhile.
+//! Lanes are started and retired, and pollers moved from one to another, while all of them work. A move is: the
+//! poller comes to rest on its lane and leaves it, is carried over, and goes on where it stood. Only what has to move
+//! does, one poller at a time, so that the others go on meanwhile.
 //!
-//! Owned by whoever is in control; its calls wait for the lanes, each for a bounded time. What a station is, and which
+//! Owned by whoever is in control; its calls wait for the lanes, each for a bounded time. What a poller is, and which
 //! lane is the right one for it, it does not know.
 
 use std::time::{Duration, Instant};
 
-use blkyard_mq::{IdlePolicy, Station};
+use blkyard_mq::{IdlePolicy, Poller};
 
-use crate::lane_thread::{LaneConfig, LaneError, LaneThread, STATIONS_MAX, spawn};
+use crate::lane_thread::{LaneConfig, LaneError, LaneThread, POLLERS_MAX, spawn};
 use crate::ring::Ring;
 
-/// How long a station may take to come to rest before it is let stay where it is. A healthy disk needs milliseconds; a
+/// How long a poller may take to come to rest before it is let stay where it is. A healthy disk needs milliseconds; a
 /// guest gives up on a request after thirty seconds, and should find its queue fetching again before.
 const REST_MAX: Duration = Duration::from_secs(10);
 
-/// Lanes and where their stations live.
+/// Lanes and where their pollers live.
 pub struct Lanes<S> {
     config: Box<dyn Fn(usize) -> LaneConfig + Send + Sync>,
     threads: Vec<LaneThread<S>>,
-    /// The lane of each station, by the station's number.
+    /// The lane of each poller, by the poller's number.
     places: Vec<usize>,
     rest_max: Duration,
     /// What was decided since about sleep, for all of them.
@@ -32,14 +32,14 @@ pub struct Lanes<S> {
 /// What re-dealing came to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
-    /// Stations that live elsewhere now.
+    /// Pollers that live elsewhere now.
     pub count: usize,
     /// The longest that one was on its way: from when it was asked to come to rest until it went on.
     pub longest: Duration,
 }
 
-impl<S: Station<Ring> + Send + 'static> Lanes<S> {
-    /// Starts `count` lanes without stations. Lane `n`, now or later, is made as `config(n)` says.
+impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
+    /// Starts `count` lanes without pollers. Lane `n`, now or later, is made as `config(n)` says.
     ///
     /// # Errors
     /// One of them cannot be started; then none is.
@@ -58,7 +58,7 @@ impl<S: Station<Ring> + Send + 'static> Lanes<S> {
         Ok(lanes)
     }
 
-    /// Has a new station live on a lane; it is made there. Stations are numbered in the order they come.
+    /// Has a new poller live on a lane; it is made there. Pollers are numbered in the order they come.
     ///
     /// # Errors
     /// The lane is full, or has ended.
@@ -72,12 +72,12 @@ impl<S: Station<Ring> + Send + 'static> Lanes<S> {
         Ok(())
     }
 
-    /// Changes the number of lanes to `count`, and has each station live where `place` says, given its number. Lanes
-    /// are started first, then stations move, then lanes are retired; stations go on working all the while, but for the
+    /// Changes the number of lanes to `count`, and has each poller live where `place` says, given its number. Lanes
+    /// are started first, then pollers move, then lanes are retired; pollers go on working all the while, but for the
     /// moment they move.
     ///
     /// # Errors
-    /// A lane cannot be started or would be full: nothing has changed. A station does not come to rest, or a lane has
+    /// A lane cannot be started or would be full: nothing has changed. A poller does not come to rest, or a lane has
     /// ended: what has moved lives where it should, the rest where it did, and no lane is retired; trying again does
     /// what is left.
     ///
@@ -93,9 +93,9 @@ impl<S: Station<Ring> + Send + 'static> Lanes<S> {
         }
         self.grow(count)?;
         let mut moves = Moves::default();
-        for (station, to) in wanted.into_iter().enumerate() {
-            if self.places[station] != to {
-                moves.longest = moves.longest.max(self.carry(station, to)?);
+        for (poller, to) in wanted.into_iter().enumerate() {
+            if self.places[poller] != to {
+                moves.longest = moves.longest.max(self.carry(poller, to)?);
                 moves.count += 1;
             }
         }
@@ -103,13 +103,13 @@ impl<S: Station<Ring> + Send + 'static> Lanes<S> {
         Ok(moves)
     }
 
-    /// Moves one station to another lane; says how long it rested.
-    fn carry(&mut self, station: usize, to: usize) -> Result<Duration, LaneError> {
-        let (old, new) = (&self.threads[self.places[station]], &self.threads[to]);
+    /// Moves one poller to another lane; says how long it rested.
+    fn carry(&mut self, poller: usize, to: usize) -> Result<Duration, LaneError> {
+        let (old, new) = (&self.threads[self.places[poller]], &self.threads[to]);
         let start = Instant::now();
-        let carried = old.release(station as u32, self.rest_max)?;
-        self.places[station] = to;
-        new.admit(station as u32, Box::new(move || carried))?;
+        let carried = old.release(poller as u32, self.rest_max)?;
+        self.places[poller] = to;
+        new.admit(poller as u32, Box::new(move || carried))?;
         Ok(start.elapsed())
     }
 
@@ -123,11 +123,11 @@ impl<S: Station<Ring> + Send + 'static> Lanes<S> {
         Ok(())
     }
 
-    fn check(&self, lane: usize, stations: usize) -> Result<(), LaneError> {
-        if stations <= STATIONS_MAX {
+    fn check(&self, lane: usize, pollers: usize) -> Result<(), LaneError> {
+        if pollers <= POLLERS_MAX {
             return Ok(());
         }
-        Err(LaneError::Stations { name: (self.config)(lane).name, count: stations })
+        Err(LaneError::Pollers { name: (self.config)(lane).name, count: pollers })
     }
 }
 
@@ -137,7 +137,7 @@ impl<S> Lanes<S> {
         &self.threads
     }
 
-    /// The lane of each station, by the station's number.
+    /// The lane of each poller, by the poller's number.
     pub fn places(&self) -> &[usize] {
         &self.places
     }
@@ -158,12 +158,12 @@ impl<S> Lanes<S> {
         told.into_iter().collect()
     }
 
-    /// How long a station may take to come to rest when it is to move.
+    /// How long a poller may take to come to rest when it is to move.
     pub fn set_rest_max(&mut self, rest_max: Duration) {
         self.rest_max = rest_max;
     }
 
-    /// Waits until all stations are over, and the lanes have ended.
+    /// Waits until all pollers are over, and the lanes have ended.
     ///
     /// # Errors
     /// One of them panicked; the others have ended all the same.

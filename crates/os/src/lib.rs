@@ -4,7 +4,6 @@
 //! [`Ring`] and lends it to its queues; a [`FileDevice`] gives out queues that read and write through it. Nothing
 //! here knows what is exported, or to whom.
 
-mod bed;
 mod caches;
 mod child;
 mod clock;
@@ -12,21 +11,22 @@ mod descriptors;
 mod file;
 mod lane_thread;
 mod lanes;
+mod parker;
 mod receiver;
 mod ring;
 mod signals;
 mod topology;
 mod wake;
 
-pub use bed::RingBed;
 pub use caches::cache_bytes;
 pub use child::bind_to_us;
 pub use clock::{Clock, now_ns, thread_cpu_ns};
 pub use descriptors::allow_all_descriptors;
 pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
-pub use lane_thread::{LaneConfig, LaneError, LaneThread, STATIONS_MAX, spawn};
+pub use lane_thread::{LaneConfig, LaneError, LaneThread, POLLERS_MAX, spawn};
 pub use lanes::{Lanes, Moves};
-pub use receiver::{Connection, Receiver, receive_for_daemon};
-pub use ring::{Attachment, BELLS_MAX, FixedBuffers, Holdings, NopRing, Ring, RingConfig, RingError, RingView};
+pub use parker::RingParker;
+pub use receiver::{AcceptedConnection, Receiver, receive_for_daemon};
+pub use ring::{Attachment, EVENTFDS_MAX, FixedBuffers, Holdings, NopRing, Ring, RingConfig, RingCounters, RingError};
 pub use signals::{Signal, Signals};
 pub use topology::{cpu_places, lanes_default};

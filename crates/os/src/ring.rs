@@ -7,20 +7,20 @@
 //! followed.
 //!
 //! The completion ring cannot overflow: an entry is pushed only while there is [room](Ring::room) for its answer, and
-//! the place is given back when the driver takes it. Bells have places of their own.
+//! the place is given back when the driver takes it. Eventfds have places of their own.
 //!
 //! It reads no clock but for the length of a sleep, and knows nothing of requests, files or guests.
 //!
 //! Unsafe: entries hold addresses that the kernel will use later. Who pushes one promises that they stay valid until
 //! the completion is taken; the ring in turn is not gone before the kernel has finished.
 
-mod bells;
 mod buffers;
-mod chimes;
 mod error;
+mod eventfds;
 mod files;
 mod nops;
 mod setup;
+mod signals;
 
 use std::collections::VecDeque;
 use std::io::ErrorKind;
@@ -34,18 +34,18 @@ use io_uring::types::{CancelBuilder, SubmitArgs, Timespec};
 use io_uring::{IoUring, squeue};
 
 use crate::now_ns;
-pub use bells::BELLS_MAX;
-use bells::Bells;
 use buffers::Buffers;
 pub use buffers::{Attachment, FixedBuffers};
-use chimes::Chimes;
 pub use error::RingError;
-pub use error::{Holdings, RingView};
+pub use error::{Holdings, RingCounters};
+pub use eventfds::EVENTFDS_MAX;
+use eventfds::EventfdPolls;
 pub(crate) use files::FileHolder;
 use files::Files;
 pub use nops::NopRing;
 pub use setup::RingConfig;
 use setup::set_up;
+use signals::EventfdSignals;
 
 /// Names one driver's inbox. Only good with the ring that gave it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ pub(crate) struct Completion {
 }
 
 #[derive(Debug)]
-struct Inbox {
+struct CompletionInbox {
     arrived: VecDeque<Completion>,
     /// Pushed and not yet reaped.
     out: u32,
@@ -70,17 +70,17 @@ struct Inbox {
     closed: bool,
 }
 
-/// How long a lane sleeps at most while it lacks a descriptor to hear a bell by: seldom enough to cost nothing, often
-/// enough that a guest waits and does not give up.
+/// How long a lane sleeps at most while it lacks a descriptor to hear an eventfd by: seldom enough to cost nothing,
+/// often enough that a guest waits and does not give up.
 const DEAF_NS: u64 = 100_000_000;
 
 /// Who an entry belongs to: the upper byte of its name.
 const KIND_DRIVER: u64 = 1;
-const KIND_BELL: u64 = 2;
+const KIND_EVENTFD: u64 = 2;
 const KIND_CANCEL: u64 = 3;
-const KIND_CHIME: u64 = 4;
+const KIND_SIGNAL: u64 = 4;
 const KIND_SHIFT: u32 = 56;
-/// Below the kind, above the 32 bits of the cid, or of a bell's generation.
+/// Below the kind, above the 32 bits of the cid, or of an eventfd's generation.
 const INDEX_SHIFT: u32 = 32;
 const INDEX_MASK: u64 = 0xff_ffff;
 
@@ -92,12 +92,12 @@ fn name(kind: u64, index: u32, low: u32) -> u64 {
 pub struct Ring {
     uring: IoUring,
     id: u32,
-    inboxes: Vec<Inbox>,
-    bells: Bells,
-    chimes: Chimes,
+    inboxes: Vec<CompletionInbox>,
+    eventfds: EventfdPolls,
+    signals: EventfdSignals,
     buffers: Buffers,
     files: Files,
-    view: Arc<RingView>,
+    view: Arc<RingCounters>,
     /// Places of the completion ring that drivers hold: pushed and not yet taken.
     held: usize,
     held_max: usize,
@@ -119,12 +119,12 @@ impl Ring {
     pub fn new(config: RingConfig) -> Result<Ring, RingError> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let uring = set_up(config)?;
-        let view = Arc::new(RingView::default());
+        let view = Arc::new(RingCounters::default());
         Ok(Ring {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             inboxes: Vec::new(),
-            bells: Bells::default(),
-            chimes: Chimes::new(Arc::clone(&view)),
+            eventfds: EventfdPolls::default(),
+            signals: EventfdSignals::new(Arc::clone(&view)),
             buffers: Buffers::new(&uring, Arc::clone(&view)),
             files: Files::new(Arc::clone(&view)),
             view,
@@ -139,7 +139,7 @@ impl Ring {
     }
 
     /// What others may see of this ring.
-    pub fn view(&self) -> &Arc<RingView> {
+    pub fn view(&self) -> &Arc<RingCounters> {
         &self.view
     }
 
@@ -187,7 +187,7 @@ impl Ring {
 
     /// An inbox for a driver that has at most `depth` entries out at one time.
     pub(crate) fn inbox(&mut self, depth: usize) -> InboxId {
-        let inbox = Inbox { arrived: VecDeque::with_capacity(depth), out: 0, closed: false };
+        let inbox = CompletionInbox { arrived: VecDeque::with_capacity(depth), out: 0, closed: false };
         let free = self.inboxes.iter().position(|inbox| inbox.closed);
         let index = free.unwrap_or(self.inboxes.len());
         assert!(index as u64 <= INDEX_MASK, "more inboxes than names");
@@ -207,7 +207,7 @@ impl Ring {
         assert!(inbox.ring == self.id, "closed an inbox of another ring");
         let inbox = &mut self.inboxes[inbox.index as usize];
         assert!(inbox.out == 0 && inbox.arrived.is_empty() && !inbox.closed, "an inbox was closed while in use");
-        *inbox = Inbox { arrived: VecDeque::new(), out: 0, closed: true };
+        *inbox = CompletionInbox { arrived: VecDeque::new(), out: 0, closed: true };
         self.view.count_inboxes(-1);
     }
 
@@ -317,8 +317,8 @@ impl Ring {
         self.failure.take()
     }
 
-    /// Moves what the kernel has finished into the inboxes, and quiets the bells that rang. Makes no call into the
-    /// ring, but to ring bells of others once more. Returns how many completions there were.
+    /// Moves what the kernel has finished into the inboxes, and quiets the eventfds that rang. Makes no call into the
+    /// ring, but to signal eventfds of others once more. Returns how many completions there were.
     #[inline]
     pub fn reap(&mut self) -> usize {
         let mut count = 0;
@@ -336,8 +336,8 @@ impl Ring {
                     }
                     _ => false,
                 },
-                KIND_BELL => self.bells.rang(index, data as u32, result),
-                KIND_CHIME => self.chimes.rang(index, data as u32),
+                KIND_EVENTFD => self.eventfds.rang(index, data as u32, result),
+                KIND_SIGNAL => self.signals.rang(index, data as u32),
                 KIND_CANCEL => true,
                 _ => false,
             };
@@ -350,50 +350,50 @@ impl Ring {
         count as usize
     }
 
-    /// Listens to a bell from now on, an event descriptor, under a number of the caller's: when it is rung, a sleep
+    /// Listens to an eventfd from now on, an event descriptor, under a number of the caller's: when it is rung, a sleep
     /// ends, the descriptor is made quiet, and it is listened to no more. Does nothing if it is listened to already.
     ///
     /// # Panics
-    /// If the number is beyond [what one lane may have](BELLS_MAX).
-    pub fn watch(&mut self, bell: BorrowedFd<'_>, index: usize) {
-        let Some(step) = self.bells.watch(bell, index) else { return };
+    /// If the number is beyond [what one lane may have](EVENTFDS_MAX).
+    pub fn watch(&mut self, eventfd: BorrowedFd<'_>, index: usize) {
+        let Some(step) = self.eventfds.watch(eventfd, index) else { return };
         if let Some(old) = step.cancel {
             self.cancel(old);
         }
-        // SAFETY: the entry points to no memory, and its descriptor is a duplicate that the bells hold.
+        // SAFETY: the entry points to no memory, and its descriptor is a duplicate that the eventfds hold.
         unsafe { self.push_named(&step.poll) };
     }
 
-    /// Listens to the bell of a station, which `worked` since the last sleep or not. Not at once, if the bell has ended
-    /// many sleeps for nothing: says then at what time to look for work and to listen again.
+    /// Listens to the eventfd of a poller, which `worked` since the last sleep or not. Not at once, if the eventfd has
+    /// ended many sleeps for nothing: says then at what time to look for work and to listen again.
     ///
     /// # Panics
     /// As for [`Ring::watch`].
     pub(crate) fn watch_moderated(
         &mut self,
-        bell: BorrowedFd<'_>,
+        eventfd: BorrowedFd<'_>,
         index: usize,
         worked: bool,
         now_ns: u64,
     ) -> Option<u64> {
-        let paused_until_ns = self.bells.moderate(bell, index, worked, now_ns);
+        let paused_until_ns = self.eventfds.moderate(eventfd, index, worked, now_ns);
         if paused_until_ns.is_none() {
-            self.watch(bell, index);
+            self.watch(eventfd, index);
         }
         paused_until_ns
     }
 
-    /// Stops listening to the bell of this number, if there is one.
+    /// Stops listening to the eventfd of this number, if there is one.
     pub fn unwatch(&mut self, index: usize) {
-        if let Some(old) = self.bells.forget(index) {
+        if let Some(old) = self.eventfds.forget(index) {
             self.cancel(old);
         }
     }
 
-    /// Stops listening to all bells. For when the caller cannot tell whether they are what they were: a descriptor
+    /// Stops listening to all eventfds. For when the caller cannot tell whether they are what they were: a descriptor
     /// may have been replaced by another of the same number.
     pub fn unwatch_all(&mut self) {
-        for index in 0..self.bells.len() {
+        for index in 0..self.eventfds.len() {
             self.unwatch(index);
         }
     }
@@ -404,15 +404,15 @@ impl Ring {
         unsafe { self.push_named(&entry) };
     }
 
-    /// Submits what waits and sleeps until a completion, a bell, a signal, or the time is there. Returns at once if a
-    /// completion has not been reaped yet, or was reaped and not taken by its driver.
+    /// Submits what waits and sleeps until a completion, an eventfd, a signal, or the time is there. Returns at once if
+    /// a completion has not been reaped yet, or was reaped and not taken by its driver.
     pub fn sleep(&mut self, deadline_ns: Option<u64>) {
         if self.untaken > 0 {
             self.submit();
             return;
         }
-        // Nobody would end a sleep for a bell that we do not hear.
-        let deadline_ns = if self.bells.are_deaf() {
+        // Nobody would end a sleep for an eventfd that we do not hear.
+        let deadline_ns = if self.eventfds.are_deaf() {
             Some(deadline_ns.unwrap_or(u64::MAX).min(now_ns() + DEAF_NS))
         } else {
             deadline_ns
@@ -461,7 +461,7 @@ impl Ring {
                 Err(_) => break true,
             }
         };
-        let polls_left = self.bells.armed().chain(self.chimes.out()).filter(|old| left(*old)).count() as u64;
+        let polls_left = self.eventfds.armed().chain(self.signals.out()).filter(|old| left(*old)).count() as u64;
         loop {
             self.reap();
             let waiting = self.uring.submission().len() as u64;

@@ -25,7 +25,7 @@ pub enum Signal {
 }
 
 /// The handler's descriptor; none if negative.
-static BELL: AtomicI32 = AtomicI32::new(-1);
+static EVENTFD: AtomicI32 = AtomicI32::new(-1);
 /// Signals that came and were not waited for yet: a bit for each of [`KINDS`].
 static CAME: AtomicU8 = AtomicU8::new(0);
 /// How many SIGINT and SIGTERM came since they were taken over.
@@ -39,7 +39,7 @@ const KINDS: [(libc::c_int, Signal); 3] =
 /// The one place where the program waits for signals.
 #[derive(Debug)]
 pub struct Signals {
-    bell: &'static OwnedFd,
+    eventfd: &'static OwnedFd,
 }
 
 impl Signals {
@@ -51,16 +51,16 @@ impl Signals {
         static KEPT: std::sync::OnceLock<OwnedFd> = std::sync::OnceLock::new();
         // Never closed: the handler may use it at any time.
         let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let bell = KEPT.get_or_init(|| made);
-        BELL.store(bell.as_raw_fd(), Ordering::Release);
+        let eventfd = KEPT.get_or_init(|| made);
+        EVENTFD.store(eventfd.as_raw_fd(), Ordering::Release);
         ENDINGS.store(0, Ordering::Release);
         [libc::SIGINT, libc::SIGTERM].into_iter().try_for_each(take_over)?;
-        // A file that may not grow as far as somebody wants is an error of that wish, and no reason to end.
+        // A file that may not grow as far as somebody wants is an error of that request, and no reason to end.
         // SAFETY: ignoring a signal runs no code of ours.
         if unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) } == libc::SIG_ERR {
             return Err(io::Error::last_os_error());
         }
-        Ok(Signals { bell })
+        Ok(Signals { eventfd })
     }
 
     /// Takes SIGHUP over as well.
@@ -83,12 +83,12 @@ impl Signals {
                 return None;
             }
             let time = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
-            let mut wanted = [PollFd::new(&self.bell, PollFlags::IN)];
+            let mut wanted = [PollFd::new(&self.eventfd, PollFlags::IN)];
             match poll(&mut wanted, time.as_ref()) {
                 Ok(0) => return None,
                 Ok(_) => {
                     // Before we look again: a signal between the two rings once more.
-                    let _ = rustix::io::read(self.bell, &mut [0; 8]);
+                    let _ = rustix::io::read(self.eventfd, &mut [0; 8]);
                 }
                 // Interrupted, most likely by what we wait for.
                 Err(_) => {}
@@ -100,7 +100,7 @@ impl Signals {
 impl AsFd for Signals {
     /// Readable once a signal has come, until it is waited for.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+        self.eventfd.as_fd()
     }
 }
 
@@ -143,7 +143,7 @@ extern "C" fn on_signal(number: libc::c_int) {
     let one = 1_u64;
     // SAFETY: eight bytes of ours; the descriptor is never closed once it is stored. Nothing could be done about a
     // failure.
-    unsafe { libc::write(BELL.load(Ordering::Acquire), (&raw const one).cast(), 8) };
+    unsafe { libc::write(EVENTFD.load(Ordering::Acquire), (&raw const one).cast(), 8) };
     // SAFETY: as above.
     unsafe { *errno = before };
 }

@@ -10,21 +10,21 @@ use blkyard_mem::WakeFlag;
 use blkyard_mq::Wake;
 use rustix::event::EventfdFlags;
 
-/// The flag and the bell.
+/// The flag and the eventfd.
 #[derive(Debug)]
 pub(crate) struct Waker {
     flag: WakeFlag,
-    bell: OwnedFd,
+    eventfd: OwnedFd,
 }
 
 impl Waker {
     pub(crate) fn new() -> std::io::Result<Arc<Waker>> {
-        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Arc::new(Waker { flag: WakeFlag::default(), bell }))
+        let eventfd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Arc::new(Waker { flag: WakeFlag::default(), eventfd }))
     }
 
-    pub(crate) fn bell(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+    pub(crate) fn eventfd(&self) -> BorrowedFd<'_> {
+        self.eventfd.as_fd()
     }
 
     /// The flag, for the lane: whether it may sleep, and that it is awake.
@@ -38,8 +38,8 @@ impl Wake for Waker {
     #[inline]
     fn wake(&self) {
         self.flag.wake(|| {
-            // Fails only when 2^64 calls were not heard; then the bell is ringing anyway.
-            let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+            // Fails only when 2^64 calls were not heard; then the eventfd is ringing anyway.
+            let _ = rustix::io::write(&self.eventfd, &1_u64.to_ne_bytes());
         });
     }
 }

@@ -1,4 +1,4 @@
-//! Where descriptors are short a bell cannot be duplicated; it is heard as soon as it can be. Its own process: the
+//! Where descriptors are short an eventfd cannot be duplicated; it is heard as soon as it can be. Its own process: the
 //! limit is.
 
 use std::os::fd::AsFd;
@@ -12,31 +12,31 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 const PATIENCE: Duration = Duration::from_secs(30);
 
 #[test]
-fn a_bell_that_cannot_be_duplicated_bounds_the_sleep_and_is_heard_once_it_can_be() {
+fn an_eventfd_that_cannot_be_duplicated_bounds_the_sleep_and_is_heard_once_it_can_be() {
     let mut ring = Ring::new(RingConfig::default()).unwrap();
-    let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+    let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
     let most = getrlimit(Resource::Nofile).maximum;
     // All descriptors there are stay open; there are no more.
     setrlimit(Resource::Nofile, Rlimit { current: Some(0), maximum: most }).unwrap();
     let begin = Instant::now();
     for _ in 0..3 {
-        ring.watch(bell.as_fd(), 0);
+        ring.watch(eventfd.as_fd(), 0);
         ring.sleep(None);
         ring.reap();
     }
-    assert!(begin.elapsed() < PATIENCE, "the bell is slept over");
+    assert!(begin.elapsed() < PATIENCE, "the eventfd is slept over");
     assert_eq!(allow_all_descriptors().unwrap(), most);
     assert_eq!(getrlimit(Resource::Nofile).current, most);
 
-    ring.watch(bell.as_fd(), 0);
-    rustix::io::write(&bell, &1_u64.to_ne_bytes()).unwrap();
+    ring.watch(eventfd.as_fd(), 0);
+    rustix::io::write(&eventfd, &1_u64.to_ne_bytes()).unwrap();
     ring.sleep(None);
     ring.reap();
-    let quiet = rustix::io::read(&bell, &mut [0; 8]);
-    assert_eq!(quiet, Err(rustix::io::Errno::AGAIN), "the bell was heard, and is quiet again");
+    let quiet = rustix::io::read(&eventfd, &mut [0; 8]);
+    assert_eq!(quiet, Err(rustix::io::Errno::AGAIN), "the eventfd was heard, and is quiet again");
     // And no sleep is cut short any more.
     let begin = Instant::now();
-    ring.watch(bell.as_fd(), 0);
+    ring.watch(eventfd.as_fd(), 0);
     ring.sleep(Some(blkyard_os::now_ns() + 500_000_000));
     assert!(begin.elapsed() >= Duration::from_millis(450), "it does not sleep: {:?}", begin.elapsed());
 }

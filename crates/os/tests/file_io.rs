@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use blkyard_mq::{BioFlags, BlockDevice, Op, Region, RegionTable, Status};
 use blkyard_os::{Direct, FileConfig, FixedBuffers, Mode, RingConfig, now_ns};
-use common::{Bench, bio, crank, folders, image, open, pattern, range};
+use common::{Bench, bio, folders, image, open, pattern, range, run_once};
 
 const MIB: u64 = 1 << 20;
 
@@ -381,7 +381,7 @@ fn io_outlives_the_thread_that_submitted_it() {
             bench = submitted.join().unwrap();
             let mut ended = 0;
             while ended < 64 {
-                ended += crank(&mut bench.queue, &mut bench.ring, &mut |bio| assert_eq!(bio.status, Status::Ok));
+                ended += run_once(&mut bench.queue, &mut bench.ring, &mut |bio| assert_eq!(bio.status, Status::Ok));
             }
             assert!(bench.bytes(0, 64 * 4096) == pattern(MIB as usize, 7)[..64 * 4096], "round {round}");
         }

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::{
-    Bio, BlockDevice, Crank, HwQueue, HwQueueConfig, IdlePolicy, Op, Region, RegionTable, Station, Status,
+    Bio, BlockDevice, HwQueue, HwQueueConfig, IdlePolicy, Op, Poller, PollerState, Region, RegionTable, Status,
 };
 use blkyard_os::{FileConfig, FileQueue, LaneConfig, LaneError, Ring, RingConfig, now_ns, spawn};
 use common::{bio, folders, image, open, pattern};
@@ -22,7 +22,7 @@ fn config(name: &str, spin_ns: u64) -> LaneConfig {
     LaneConfig { name: name.into(), policy: IdlePolicy { spin_ns }, ..LaneConfig::default() }
 }
 
-/// Counts as far as it is asked to; the asking is seen by looking, or announced by a bell.
+/// Counts as far as it is asked to; the asking is seen by looking, or announced by an eventfd.
 struct Counter {
     shared: Arc<Shared>,
     seen: u64,
@@ -33,10 +33,10 @@ struct Counter {
 struct Shared {
     asked: AtomicU64,
     answered: AtomicU64,
-    bell_wanted: AtomicBool,
+    eventfd_wanted: AtomicBool,
     over: AtomicBool,
-    cranks: AtomicU64,
-    bell: Mutex<Option<Arc<OwnedFd>>>,
+    runs: AtomicU64,
+    eventfd: Mutex<Option<Arc<OwnedFd>>>,
     deadline_ns: AtomicU64,
 }
 
@@ -44,9 +44,9 @@ impl Shared {
     /// Asks, and rings if that is wanted, as a guest does.
     fn ask(&self, n: u64) {
         self.asked.store(n, Ordering::SeqCst);
-        if self.bell_wanted.load(Ordering::SeqCst) {
-            let bell = self.bell.lock().unwrap().clone();
-            rustix::io::write(bell.unwrap(), &1_u64.to_ne_bytes()).unwrap();
+        if self.eventfd_wanted.load(Ordering::SeqCst) {
+            let eventfd = self.eventfd.lock().unwrap().clone();
+            rustix::io::write(eventfd.unwrap(), &1_u64.to_ne_bytes()).unwrap();
         }
     }
 
@@ -61,20 +61,20 @@ impl Shared {
 
 struct Counting {
     counter: Counter,
-    /// What `bell` gives out; taken from the shared place when cranked.
-    bell: Option<Arc<OwnedFd>>,
+    /// What `eventfd` gives out; taken from the shared place when run.
+    eventfd: Option<Arc<OwnedFd>>,
 }
 
 fn counting(shared: &Arc<Shared>) -> Counting {
-    Counting { counter: Counter { shared: Arc::clone(shared), seen: 0, last_deadline: None }, bell: None }
+    Counting { counter: Counter { shared: Arc::clone(shared), seen: 0, last_deadline: None }, eventfd: None }
 }
 
-impl Station<Ring> for Counting {
-    fn crank(&mut self, _ring: &mut Ring, now_ns: u64) -> Crank {
+impl Poller<Ring> for Counting {
+    fn run_once(&mut self, _ring: &mut Ring, now_ns: u64) -> PollerState {
         let counter = &mut self.counter;
-        counter.shared.cranks.fetch_add(1, Ordering::Relaxed);
-        if let Ok(bell) = counter.shared.bell.lock() {
-            self.bell.clone_from(&bell);
+        counter.shared.runs.fetch_add(1, Ordering::Relaxed);
+        if let Ok(eventfd) = counter.shared.eventfd.lock() {
+            self.eventfd.clone_from(&eventfd);
         }
         let due = counter.shared.deadline_ns.load(Ordering::SeqCst);
         counter.last_deadline = (due > 0).then_some(due);
@@ -85,24 +85,24 @@ impl Station<Ring> for Counting {
         }
         let asked = counter.shared.asked.load(Ordering::SeqCst);
         if asked == counter.seen {
-            return Crank::Idle;
+            return PollerState::Idle;
         }
         counter.seen = asked;
         counter.shared.answered.store(asked, Ordering::SeqCst);
-        Crank::Busy
+        PollerState::Busy
     }
 
     fn arm(&mut self) -> bool {
-        self.counter.shared.bell_wanted.store(true, Ordering::SeqCst);
+        self.counter.shared.eventfd_wanted.store(true, Ordering::SeqCst);
         self.counter.shared.asked.load(Ordering::SeqCst) != self.counter.seen
     }
 
     fn disarm(&mut self) {
-        self.counter.shared.bell_wanted.store(false, Ordering::SeqCst);
+        self.counter.shared.eventfd_wanted.store(false, Ordering::SeqCst);
     }
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
-        self.bell.as_ref().map(|bell| bell.as_fd())
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
+        self.eventfd.as_ref().map(|eventfd| eventfd.as_fd())
     }
 
     fn deadline_ns(&self) -> Option<u64> {
@@ -114,7 +114,7 @@ impl Station<Ring> for Counting {
     }
 }
 
-fn new_bell() -> Arc<OwnedFd> {
+fn new_eventfd() -> Arc<OwnedFd> {
     Arc::new(eventfd(0, EventfdFlags::CLOEXEC).unwrap())
 }
 
@@ -127,8 +127,8 @@ fn wait_a_little(n: u64) {
 fn no_call_of_the_waker_is_slept_through() {
     for spin_ns in [0, 2_000] {
         let shared = Arc::new(Shared::default());
-        let station = Arc::clone(&shared);
-        let lane = spawn(config("wakes", spin_ns), move |_| vec![counting(&station)]).unwrap();
+        let poller = Arc::clone(&shared);
+        let lane = spawn(config("wakes", spin_ns), move |_| vec![counting(&poller)]).unwrap();
         let waker = lane.waker();
         for n in 1..=5_000 {
             shared.asked.store(n, Ordering::Relaxed);
@@ -143,16 +143,16 @@ fn no_call_of_the_waker_is_slept_through() {
 }
 
 #[test]
-fn no_bell_is_slept_through_also_when_it_is_replaced() {
-    let shared = Arc::new(Shared { bell: Mutex::new(Some(new_bell())), ..Shared::default() });
-    let station = Arc::clone(&shared);
-    let lane = spawn(config("bells", 0), move |_| vec![counting(&station)]).unwrap();
+fn no_eventfd_is_slept_through_also_when_it_is_replaced() {
+    let shared = Arc::new(Shared { eventfd: Mutex::new(Some(new_eventfd())), ..Shared::default() });
+    let poller = Arc::clone(&shared);
+    let lane = spawn(config("eventfds", 0), move |_| vec![counting(&poller)]).unwrap();
     let waker = lane.waker();
     for n in 1..=5_000 {
         if n % 100 == 0 {
             // The old one is closed first, so that the new one gets its number.
-            *shared.bell.lock().unwrap() = None;
-            *shared.bell.lock().unwrap() = Some(new_bell());
+            *shared.eventfd.lock().unwrap() = None;
+            *shared.eventfd.lock().unwrap() = Some(new_eventfd());
             waker.wake();
         }
         shared.ask(n);
@@ -166,18 +166,18 @@ fn no_bell_is_slept_through_also_when_it_is_replaced() {
 
 #[test]
 fn an_idle_lane_sleeps_and_wakes_for_a_deadline() {
-    let shared = Arc::new(Shared { bell: Mutex::new(Some(new_bell())), ..Shared::default() });
-    let stations: Vec<_> = (0..16).map(|_| counting(&shared)).collect();
-    let lane = spawn(config("idle", 50_000), move |_| stations).unwrap();
+    let shared = Arc::new(Shared { eventfd: Mutex::new(Some(new_eventfd())), ..Shared::default() });
+    let pollers: Vec<_> = (0..16).map(|_| counting(&shared)).collect();
+    let lane = spawn(config("idle", 50_000), move |_| pollers).unwrap();
     // When it falls asleep for the first time is the system's affair; a lane that keeps turning never has a quiet
     // window.
     let start = Instant::now();
     loop {
-        let (cranks, cpu_ns) = (shared.cranks.load(Ordering::Relaxed), lane.cpu_ns().unwrap());
+        let (runs, cpu_ns) = (shared.runs.load(Ordering::Relaxed), lane.cpu_ns().unwrap());
         std::thread::sleep(Duration::from_millis(100));
-        let turned = shared.cranks.load(Ordering::Relaxed) - cranks;
+        let turned = shared.runs.load(Ordering::Relaxed) - runs;
         let used_ns = lane.cpu_ns().unwrap() - cpu_ns;
-        if turned == 0 && cranks > 0 && used_ns < 1_000_000 {
+        if turned == 0 && runs > 0 && used_ns < 1_000_000 {
             break;
         }
         assert!(start.elapsed() < PATIENCE, "{turned} turns and {used_ns} ns of CPU time in 100 ms without work");
@@ -193,20 +193,20 @@ fn an_idle_lane_sleeps_and_wakes_for_a_deadline() {
 }
 
 #[test]
-fn a_bell_that_rings_for_ever_does_not_keep_a_lane_awake_and_is_still_heard() {
+fn an_eventfd_that_rings_for_ever_does_not_keep_a_lane_awake_and_is_still_heard() {
     let semaphore = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE).unwrap();
     rustix::io::write(&semaphore, &(1_u64 << 63).to_ne_bytes()).unwrap();
-    let [endless, honest] = [Arc::new(semaphore), new_bell()]
-        .map(|bell| Arc::new(Shared { bell: Mutex::new(Some(bell)), ..Shared::default() }));
-    let stations = vec![counting(&endless), counting(&honest)];
-    let lane = spawn(config("endless", 0), move |_| stations).unwrap();
+    let [endless, honest] = [Arc::new(semaphore), new_eventfd()]
+        .map(|eventfd| Arc::new(Shared { eventfd: Mutex::new(Some(eventfd)), ..Shared::default() }));
+    let pollers = vec![counting(&endless), counting(&honest)];
+    let lane = spawn(config("endless", 0), move |_| pollers).unwrap();
     endless.ask(1);
     endless.await_answer(1);
-    let (cranks, cpu_ns) = (endless.cranks.load(Ordering::Relaxed), lane.cpu_ns().unwrap());
+    let (runs, cpu_ns) = (endless.runs.load(Ordering::Relaxed), lane.cpu_ns().unwrap());
     let start = Instant::now();
     std::thread::sleep(Duration::from_secs(1));
     let used_ns = lane.cpu_ns().unwrap() - cpu_ns;
-    let (turned, passed) = (endless.cranks.load(Ordering::Relaxed) - cranks, start.elapsed());
+    let (turned, passed) = (endless.runs.load(Ordering::Relaxed) - runs, start.elapsed());
     // Two turns to a pause of a millisecond; without pauses there are hundreds of thousands.
     assert!(u128::from(turned) <= 10 * passed.as_millis(), "{turned} turns in {passed:?}");
     assert!(u128::from(used_ns) * 5 <= passed.as_nanos(), "{used_ns} ns of CPU time in {passed:?}");
@@ -225,15 +225,15 @@ fn a_bell_that_rings_for_ever_does_not_keep_a_lane_awake_and_is_still_heard() {
 
 struct Fails;
 
-impl Station<Ring> for Fails {
-    fn crank(&mut self, _: &mut Ring, _: u64) -> Crank {
+impl Poller<Ring> for Fails {
+    fn run_once(&mut self, _: &mut Ring, _: u64) -> PollerState {
         panic!("the sky falls");
     }
     fn arm(&mut self) -> bool {
         false
     }
     fn disarm(&mut self) {}
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
     fn is_over(&self) -> bool {
@@ -270,7 +270,7 @@ fn a_lane_that_cannot_start_says_so_to_whoever_spawns() {
     assert_eq!(place.load(Ordering::SeqCst), u64::from(cpu));
 }
 
-enum Wish {
+enum Submission {
     Io(Box<Bio>),
     Memory(Arc<RegionTable>),
     End,
@@ -281,8 +281,8 @@ struct FailsInFlight {
     queue: HwQueue<FileQueue>,
 }
 
-impl Station<Ring> for FailsInFlight {
-    fn crank(&mut self, ring: &mut Ring, now_ns: u64) -> Crank {
+impl Poller<Ring> for FailsInFlight {
+    fn run_once(&mut self, ring: &mut Ring, now_ns: u64) -> PollerState {
         (0..16).for_each(|i| self.queue.submit(bio(Op::Read, i * 16, &[(i * 8192, 2048), (i * 8192 + 4096, 2048)])));
         self.queue.issue(ring, now_ns);
         ring.submit();
@@ -294,7 +294,7 @@ impl Station<Ring> for FailsInFlight {
         false
     }
     fn disarm(&mut self) {}
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
     fn is_over(&self) -> bool {
@@ -321,43 +321,43 @@ fn a_lane_that_panics_with_io_in_flight_takes_nothing_with_it() {
 /// Feeds a hardware queue of a file from a channel.
 struct Disk {
     queue: HwQueue<FileQueue>,
-    wishes: mpsc::Receiver<Wish>,
-    waiting: VecDeque<Wish>,
+    submissions: mpsc::Receiver<Submission>,
+    waiting: VecDeque<Submission>,
     ended: mpsc::Sender<Box<Bio>>,
     over: bool,
 }
 
 impl Disk {
     fn look(&mut self) -> bool {
-        self.waiting.extend(self.wishes.try_iter());
+        self.waiting.extend(self.submissions.try_iter());
         !self.waiting.is_empty()
     }
 }
 
-impl Station<Ring> for Disk {
-    fn crank(&mut self, ring: &mut Ring, now_ns: u64) -> Crank {
+impl Poller<Ring> for Disk {
+    fn run_once(&mut self, ring: &mut Ring, now_ns: u64) -> PollerState {
         let ended = &self.ended;
         let mut moved = self.queue.reap(ring, now_ns, &mut |bio| ended.send(bio).unwrap());
         self.look();
         while self.queue.room() > 0 {
             match self.waiting.pop_front() {
-                Some(Wish::Io(bio)) => self.queue.submit(bio),
+                Some(Submission::Io(bio)) => self.queue.submit(bio),
                 // Memory in use must stay: whoever wants to replace it waits for what is in flight.
-                Some(wish @ Wish::Memory(_)) if !self.queue.is_idle() => {
-                    self.waiting.push_front(wish);
+                Some(submission @ Submission::Memory(_)) if !self.queue.is_idle() => {
+                    self.waiting.push_front(submission);
                     break;
                 }
-                Some(Wish::Memory(table)) => self.queue.set_memory(ring, table),
-                Some(Wish::End) => self.over = true,
+                Some(Submission::Memory(table)) => self.queue.set_memory(ring, table),
+                Some(Submission::End) => self.over = true,
                 None => break,
             }
             moved += 1;
         }
         moved += self.queue.issue(ring, now_ns);
         match moved {
-            0 if self.queue.is_idle() => Crank::Idle,
-            0 => Crank::Waiting,
-            _ => Crank::Busy,
+            0 if self.queue.is_idle() => PollerState::Idle,
+            0 => PollerState::Waiting,
+            _ => PollerState::Busy,
         }
     }
 
@@ -365,7 +365,7 @@ impl Station<Ring> for Disk {
         self.look()
     }
     fn disarm(&mut self) {}
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
     fn tick(&mut self, now_ns: u64) {
@@ -387,19 +387,19 @@ fn a_file_is_served_by_a_lane_while_its_memory_is_replaced() {
         for single_owner in [true, false] {
             let path = image(&folder, 4 << 20);
             let device = open(FileConfig::new(&path));
-            let (wish, wishes) = mpsc::channel();
+            let (submission, submissions) = mpsc::channel();
             let (end, ended) = mpsc::channel();
             let ring = RingConfig { single_owner, ..RingConfig::default() };
             let lane = spawn(LaneConfig { ring, ..config("disk", 20_000) }, move |ring| {
                 let info = Arc::new(device.info().clone());
                 let mut queue = HwQueue::new(device.queue(32), info, HwQueueConfig { depth: 32, ..Default::default() });
                 queue.set_memory(ring, Arc::default());
-                vec![Disk { queue, wishes, waiting: VecDeque::new(), ended: end, over: false }]
+                vec![Disk { queue, submissions, waiting: VecDeque::new(), ended: end, over: false }]
             })
             .unwrap();
             let waker = lane.waker();
-            let send = |wishes: Vec<Wish>| {
-                wishes.into_iter().for_each(|one| wish.send(one).unwrap());
+            let send = |submissions: Vec<Submission>| {
+                submissions.into_iter().for_each(|one| submission.send(one).unwrap());
                 waker.wake();
             };
             let await_all = |n| {
@@ -412,18 +412,18 @@ fn a_file_is_served_by_a_lane_while_its_memory_is_replaced() {
                 let (memory, region) = table();
                 let data = pattern(64 * 4096, round);
                 region.span(0, data.len()).unwrap().copy_from_slice(&data);
-                let writes = (0..64).map(|i| Wish::Io(bio(Op::Write, i * 8, &[(i * 4096, 4096)])));
-                send(std::iter::once(Wish::Memory(memory)).chain(writes).collect());
+                let writes = (0..64).map(|i| Submission::Io(bio(Op::Write, i * 8, &[(i * 4096, 4096)])));
+                send(std::iter::once(Submission::Memory(memory)).chain(writes).collect());
                 // The next memory is asked for while these are in flight.
                 let (memory, region) = table();
-                let reads = (0..64).map(|i| Wish::Io(bio(Op::Read, i * 8, &[(i * 4096, 4096)])));
-                send(std::iter::once(Wish::Memory(memory)).chain(reads).collect());
+                let reads = (0..64).map(|i| Submission::Io(bio(Op::Read, i * 8, &[(i * 4096, 4096)])));
+                send(std::iter::once(Submission::Memory(memory)).chain(reads).collect());
                 await_all(128);
                 let mut back = vec![0; data.len()];
                 region.span(0, back.len()).unwrap().copy_to_slice(&mut back);
                 assert!(back == data, "round {round}");
             }
-            send(vec![Wish::Memory(Arc::default()), Wish::End]);
+            send(vec![Submission::Memory(Arc::default()), Submission::End]);
             assert_eq!(lane.ring().strays(), 0);
             lane.join().unwrap();
             // The lane is gone, and with it the lock.

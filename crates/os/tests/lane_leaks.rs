@@ -52,7 +52,7 @@ fn lanes_that_came_and_went_leave_nothing_behind() {
     // What a lane needs to sleep it has from its first sleep on.
     lanes.deal(2, |_| 1).unwrap();
     let used_ns = || lanes.threads()[0].cpu_ns().unwrap();
-    until("a lane without stations sleeps", || {
+    until("a lane without pollers sleeps", || {
         let before_ns = used_ns();
         std::thread::sleep(Duration::from_millis(20));
         used_ns() == before_ns
@@ -64,7 +64,7 @@ fn lanes_that_came_and_went_leave_nothing_behind() {
     let ended = tally.ended.load(SeqCst);
     for count in [2, 4, 3, 1].into_iter().cycle().take(40) {
         let map = QueueMap::even(QUEUES, count);
-        lanes.deal(count, |station| map.queue_of(station)).unwrap();
+        lanes.deal(count, |poller| map.queue_of(poller)).unwrap();
     }
     until("as many threads, descriptors and rings as before", || {
         std::thread::sleep(Duration::from_millis(5));

@@ -1,4 +1,4 @@
-//! Lanes that come and go under load: stations move from one to another, nothing is lost, and what has left leaves
+//! Lanes that come and go under load: pollers move from one to another, nothing is lost, and what has left leaves
 //! nothing.
 
 mod common;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
-use blkyard_mq::{Crank, IdlePolicy, QueueMap, Station, Wake};
+use blkyard_mq::{IdlePolicy, Poller, PollerState, QueueMap, Wake};
 use blkyard_os::{FileConfig, Holdings, LaneConfig, LaneError, LaneThread, Lanes, Ring};
 use common::mover::{BLOCKS, Mover, Tally};
 use common::{folders, image, open};
@@ -28,7 +28,7 @@ fn until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// So many stations on a file, each with the tally of its own.
+/// So many pollers on a file, each with the tally of its own.
 fn movers(lanes: &mut Lanes<Mover>, folder: &tempfile::TempDir, count: usize) -> Vec<Arc<Tally>> {
     let path = image(folder, count as u64 * BLOCKS * 4096);
     let device = Arc::new(open(FileConfig::new(&path)));
@@ -56,12 +56,11 @@ fn queues_move_between_lanes_under_load_and_no_request_is_lost_repeated_or_wrong
             let count = [4, 1, 3, 6, 2, 1, 5][round % 7];
             let map = QueueMap::even(QUEUES, count);
             // Now and then the other way round.
-            let place =
-                |station| if round % 3 == 2 { count - 1 - map.queue_of(station) } else { map.queue_of(station) };
+            let place = |poller| if round % 3 == 2 { count - 1 - map.queue_of(poller) } else { map.queue_of(poller) };
             let before = ended(&tallies);
             let dealt = lanes.deal(count, place).unwrap();
             assert_eq!(lanes.threads().len(), count);
-            assert!((0..QUEUES).all(|station| lanes.places()[station] == place(station)));
+            assert!((0..QUEUES).all(|poller| lanes.places()[poller] == place(poller)));
             moves += dealt.count;
             longest.push(dealt.longest);
             until("all queues go on", || ended(&tallies).iter().zip(&before).all(|(now, before)| now > before));
@@ -79,7 +78,7 @@ fn queues_move_between_lanes_under_load_and_no_request_is_lost_repeated_or_wrong
         );
         // All on the one, then all on the other: nothing of them is left on the first.
         lanes.deal(2, |_| 0).unwrap();
-        let all = Holdings { inboxes: QUEUES as u32, files: 1, regions: QUEUES as u32, chimes: 0 };
+        let all = Holdings { inboxes: QUEUES as u32, files: 1, regions: QUEUES as u32, signals: 0 };
         assert_eq!(lanes.threads()[0].ring().holdings(), all);
         lanes.deal(2, |_| 1).unwrap();
         assert_eq!(lanes.threads()[0].ring().holdings(), Holdings::default());
@@ -91,7 +90,7 @@ fn queues_move_between_lanes_under_load_and_no_request_is_lost_repeated_or_wrong
     }
 }
 
-/// Answers what it is asked; sleeps until its bell rings.
+/// Answers what it is asked; sleeps until its eventfd is signalled.
 struct Ringer {
     shared: Arc<Shared>,
     seen: u64,
@@ -101,13 +100,13 @@ struct Ringer {
 }
 
 struct Shared {
-    bell: OwnedFd,
+    eventfd: OwnedFd,
     asked: AtomicU64,
     answered: AtomicU64,
-    bell_wanted: AtomicBool,
+    eventfd_wanted: AtomicBool,
     over: AtomicBool,
     panics: AtomicBool,
-    /// Its bell is not listened to.
+    /// Its eventfd is not listened to.
     deaf: AtomicBool,
     /// It always has something to do.
     busy: AtomicBool,
@@ -116,10 +115,10 @@ struct Shared {
 impl Shared {
     fn new() -> Arc<Shared> {
         Arc::new(Shared {
-            bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap(),
+            eventfd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap(),
             asked: AtomicU64::new(0),
             answered: AtomicU64::new(0),
-            bell_wanted: AtomicBool::new(false),
+            eventfd_wanted: AtomicBool::new(false),
             over: AtomicBool::new(false),
             panics: AtomicBool::new(false),
             deaf: AtomicBool::new(false),
@@ -130,8 +129,8 @@ impl Shared {
     /// Asks, and rings if that is wanted, as a guest does.
     fn ask(&self, n: u64) {
         self.asked.store(n, SeqCst);
-        if self.bell_wanted.load(SeqCst) {
-            rustix::io::write(&self.bell, &1_u64.to_ne_bytes()).unwrap();
+        if self.eventfd_wanted.load(SeqCst) {
+            rustix::io::write(&self.eventfd, &1_u64.to_ne_bytes()).unwrap();
         }
     }
 
@@ -144,7 +143,7 @@ impl Shared {
     }
 }
 
-impl Station<Ring> for Ringer {
+impl Poller<Ring> for Ringer {
     fn enter(&mut self, _ring: &mut Ring, _waker: &Arc<dyn Wake>) {
         self.leaving = false;
     }
@@ -158,31 +157,31 @@ impl Station<Ring> for Ringer {
         self.leaving = false;
     }
 
-    fn crank(&mut self, _ring: &mut Ring, _now_ns: u64) -> Crank {
+    fn run_once(&mut self, _ring: &mut Ring, _now_ns: u64) -> PollerState {
         assert!(!self.shared.panics.load(SeqCst), "a bug that the test planted");
         if self.shared.busy.load(SeqCst) {
-            return Crank::Busy;
+            return PollerState::Busy;
         }
         let asked = self.shared.asked.load(SeqCst);
         if self.leaving || asked == self.seen {
-            return Crank::Idle;
+            return PollerState::Idle;
         }
         self.seen = asked;
         self.shared.answered.store(asked, SeqCst);
-        Crank::Busy
+        PollerState::Busy
     }
 
     fn arm(&mut self) -> bool {
-        self.shared.bell_wanted.store(true, SeqCst);
+        self.shared.eventfd_wanted.store(true, SeqCst);
         !self.leaving && self.shared.asked.load(SeqCst) != self.seen
     }
 
     fn disarm(&mut self) {
-        self.shared.bell_wanted.store(false, SeqCst);
+        self.shared.eventfd_wanted.store(false, SeqCst);
     }
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
-        (!self.shared.deaf.load(SeqCst)).then(|| self.shared.bell.as_fd())
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
+        (!self.shared.deaf.load(SeqCst)).then(|| self.shared.eventfd.as_fd())
     }
 
     fn is_over(&self) -> bool {
@@ -196,7 +195,7 @@ impl Ringer {
     }
 }
 
-/// Two lanes with one station.
+/// Two lanes with one poller.
 fn ringing(shared: &Arc<Shared>, restless: &Arc<AtomicBool>) -> Lanes<Ringer> {
     let mut lanes = Lanes::start(2, |number| LaneConfig { policy: IdlePolicy { spin_ns: 0 }, ..lane(number) }).unwrap();
     let (shared, restless) = (Arc::clone(shared), Arc::clone(restless));
@@ -210,10 +209,10 @@ fn end(shared: &Shared, lanes: Lanes<Ringer>) -> Result<(), LaneError> {
     lanes.join()
 }
 
-/// A station that has moved leaves its lane unarmed: the lane it comes to looks before it sleeps. But its old lane must
-/// not make the bell quiet that rings for the new one.
+/// A poller that has moved leaves its lane unarmed: the lane it comes to looks before it sleeps. But its old lane must
+/// not make the eventfd quiet that rings for the new one.
 #[test]
-fn no_bell_is_slept_through_while_its_station_moves() {
+fn no_eventfd_is_slept_through_while_its_poller_moves() {
     let shared = Shared::new();
     let mut lanes = ringing(&shared, &Arc::default());
     let ended = Arc::new(AtomicBool::new(false));
@@ -242,25 +241,25 @@ fn no_bell_is_slept_through_while_its_station_moves() {
 }
 
 #[test]
-fn a_lane_that_a_station_has_left_does_not_answer_its_bell() {
+fn a_lane_that_a_poller_has_left_does_not_answer_its_eventfd() {
     let shared = Shared::new();
     let mut lanes = ringing(&shared, &Arc::default());
-    // One that stays keeps the old lane from sleeping, for before a sleep it listens to all bells anew.
+    // One that stays keeps the old lane from sleeping, for before a sleep it listens to all eventfds anew.
     let stays = Shared::new();
-    let station = Arc::clone(&stays);
-    lanes.admit(0, move || Ringer::new(&station, &Arc::default())).unwrap();
-    until("the lane listens", || shared.bell_wanted.load(SeqCst));
+    let poller = Arc::clone(&stays);
+    lanes.admit(0, move || Ringer::new(&poller, &Arc::default())).unwrap();
+    until("the lane listens", || shared.eventfd_wanted.load(SeqCst));
     std::thread::sleep(Duration::from_millis(20));
     stays.busy.store(true, SeqCst);
     lanes.threads()[0].waker().wake();
-    // Nobody is to listen where it goes: so if the bell falls silent, it was the lane that it left.
+    // Nobody is to listen where it goes: so if the eventfd falls silent, it was the lane that it left.
     shared.deaf.store(true, SeqCst);
-    lanes.deal(2, |station| usize::from(station == 0)).unwrap();
-    rustix::io::write(&shared.bell, &5_u64.to_ne_bytes()).unwrap();
+    lanes.deal(2, |poller| usize::from(poller == 0)).unwrap();
+    rustix::io::write(&shared.eventfd, &5_u64.to_ne_bytes()).unwrap();
     // Time for the old lane to look at all that happened.
     std::thread::sleep(Duration::from_millis(50));
     let mut count = [0; 8];
-    assert_eq!(rustix::io::read(&shared.bell, &mut count), Ok(8), "the old lane has made it quiet");
+    assert_eq!(rustix::io::read(&shared.eventfd, &mut count), Ok(8), "the old lane has made it quiet");
     assert_eq!(u64::from_ne_bytes(count), 5);
     stays.busy.store(false, SeqCst);
     stays.over.store(true, SeqCst);
@@ -268,7 +267,7 @@ fn a_lane_that_a_station_has_left_does_not_answer_its_bell() {
 }
 
 #[test]
-fn a_station_that_does_not_come_to_rest_stays_and_goes_on_and_may_move_later() {
+fn a_poller_that_does_not_come_to_rest_stays_and_goes_on_and_may_move_later() {
     let shared = Shared::new();
     let restless = Arc::new(AtomicBool::new(true));
     let mut lanes = ringing(&shared, &restless);
@@ -276,7 +275,7 @@ fn a_station_that_does_not_come_to_rest_stays_and_goes_on_and_may_move_later() {
     lanes.set_rest_max(Duration::from_millis(20));
     let error = lanes.deal(3, |_| 2).unwrap_err();
     lanes.set_rest_max(PATIENCE);
-    assert!(matches!(error, LaneError::Restless { station: 0, .. }), "{error}");
+    assert!(matches!(error, LaneError::Restless { poller: 0, .. }), "{error}");
     assert!(error.to_string().contains("stays on lane lane0"), "{error}");
     // The lanes that were started for it are there; it lives where it did.
     assert_eq!((lanes.threads().len(), lanes.places()), (3, &[0][..]));
@@ -286,7 +285,7 @@ fn a_station_that_does_not_come_to_rest_stays_and_goes_on_and_may_move_later() {
     lanes.deal(3, |_| 2).unwrap();
     shared.ask(2);
     shared.await_answer(2);
-    // An empty lane goes when it is not wanted; the one with the station cannot.
+    // An empty lane goes when it is not wanted; the one with the poller cannot.
     restless.store(true, SeqCst);
     lanes.set_rest_max(Duration::from_millis(20));
     lanes.deal(1, |_| 0).unwrap_err();
@@ -300,12 +299,12 @@ fn a_station_that_does_not_come_to_rest_stays_and_goes_on_and_may_move_later() {
     end(&shared, lanes).unwrap();
 }
 
-/// A lane that never sleeps never asks for its bell; one that does answers nobody who does not ring it.
+/// A lane that never sleeps never asks for its eventfd; one that does answers nobody who does not ring it.
 #[test]
 fn how_long_lanes_look_for_work_changes_while_they_run() {
     let shared = Shared::new();
     let mut lanes = ringing(&shared, &Arc::default());
-    until("the lane sleeps", || shared.bell_wanted.load(SeqCst));
+    until("the lane sleeps", || shared.eventfd_wanted.load(SeqCst));
     lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).unwrap();
     for n in 1..50 {
         shared.asked.store(n, SeqCst);
@@ -313,7 +312,7 @@ fn how_long_lanes_look_for_work_changes_while_they_run() {
         std::thread::sleep(Duration::from_millis(1));
     }
     lanes.set_policy(IdlePolicy { spin_ns: 0 }).unwrap();
-    until("the lane sleeps again", || shared.bell_wanted.load(SeqCst));
+    until("the lane sleeps again", || shared.eventfd_wanted.load(SeqCst));
     // One that is started later knows of it.
     lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).unwrap();
     lanes.deal(4, |_| 3).unwrap();
@@ -333,7 +332,7 @@ fn a_lane_that_fell_over_gives_nothing_and_takes_nothing() {
     shared.panics.store(true, SeqCst);
     lanes.threads()[0].waker().wake();
     until("the lane ends", || lanes.threads()[0].is_finished());
-    assert!(!lanes.threads()[1].is_finished(), "a lane without stations waits for some");
+    assert!(!lanes.threads()[1].is_finished(), "a lane without pollers waits for some");
     let error = lanes.deal(2, |_| 1).unwrap_err();
     assert!(matches!(&error, LaneError::Ended { name } if name == "lane0"), "{error}");
     let late = lanes.admit(0, || unreachable!("nobody is there to make it"));
@@ -343,10 +342,10 @@ fn a_lane_that_fell_over_gives_nothing_and_takes_nothing() {
 }
 
 #[test]
-fn more_stations_than_a_lane_can_listen_to_are_refused_before_anything_moves() {
+fn more_pollers_than_a_lane_can_listen_to_are_refused_before_anything_moves() {
     let shared = Shared::new();
     let mut lanes = ringing(&shared, &Arc::default());
-    for number in 1..blkyard_os::STATIONS_MAX + 10 {
+    for number in 1..blkyard_os::POLLERS_MAX + 10 {
         let shared = Arc::clone(&shared);
         lanes.admit(number % 2, move || Ringer::new(&shared, &Arc::default())).unwrap();
     }

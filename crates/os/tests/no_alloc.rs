@@ -5,7 +5,7 @@ mod common;
 use blkyard_mem::CountingAllocator;
 use blkyard_mq::{BioFlags, Op};
 use blkyard_os::{Direct, FileConfig};
-use common::{Bench, bio, crank, folders, image, range};
+use common::{Bench, bio, folders, image, range, run_once};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator;
@@ -33,7 +33,7 @@ fn requests_of_all_kinds_allocate_nothing() {
                 let all = bios.len();
                 bios.drain(..).for_each(|bio| bench.queue.submit(bio));
                 while ended.len() < all {
-                    crank(&mut bench.queue, &mut bench.ring, &mut |bio| ended.push(bio));
+                    run_once(&mut bench.queue, &mut bench.ring, &mut |bio| ended.push(bio));
                 }
                 let allocated = CountingAllocator::count() - before;
                 assert!(ended.iter().all(|bio| bio.status.is_ok()));

@@ -8,7 +8,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use blkyard_os::{Connection, Receiver};
+use blkyard_os::{AcceptedConnection, Receiver};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, fstat, memfd_create};
 use rustix::net::{
@@ -39,7 +39,8 @@ impl Ground {
     /// A peer's end, and the daemon's.
     fn connect(&self) -> (UnixStream, UnixStream) {
         let peer = UnixStream::connect(&self.path).unwrap();
-        let Connection { stream, uid, pid } = self.receiver.accept(&self.path, self.listener.as_fd()).unwrap().unwrap();
+        let AcceptedConnection { stream, uid, pid } =
+            self.receiver.accept(&self.path, self.listener.as_fd()).unwrap().unwrap();
         assert_eq!((uid, pid), (rustix::process::getuid().as_raw(), std::process::id().cast_signed()));
         [&peer, &stream].into_iter().for_each(|end| end.set_read_timeout(Some(PATIENCE)).unwrap());
         (peer, stream)

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use blkyard_mq::{Bed, Bio, BlockDevice, HwQueue, HwQueueConfig, Op, Region, RegionTable, Segment, Status, SwQueue};
-use blkyard_os::{FileConfig, FileDevice, Ring, RingBed, RingConfig, now_ns};
+use blkyard_mq::{Bio, BlockDevice, HwQueue, HwQueueConfig, Op, Parker, Region, RegionTable, Segment, Status, SwQueue};
+use blkyard_os::{FileConfig, FileDevice, Ring, RingConfig, RingParker, now_ns};
 
 const THREADS: usize = 4;
 const DEPTH: usize = 16;
@@ -16,12 +16,13 @@ fn more_threads_than_queues_write_and_read_back_a_file() {
     std::fs::File::create(&path).unwrap().set_len(THREADS as u64 * BLOCKS * 4096).unwrap();
     let device = FileDevice::open(FileConfig::new(path)).unwrap();
     let mut ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() }).unwrap();
-    let beds: Vec<Arc<dyn Bed>> = (0..THREADS).map(|_| RingBed::new(&ring).unwrap() as Arc<dyn Bed>).collect();
+    let parkers: Vec<Arc<dyn Parker>> =
+        (0..THREADS).map(|_| RingParker::new(&ring).unwrap() as Arc<dyn Parker>).collect();
     let config = HwQueueConfig { depth: 8, bios_max: 32, ..HwQueueConfig::default() };
     let mut hw = HwQueue::new(device.queue(config.depth), Arc::new(device.info().clone()), config);
     let regions: Vec<_> = (0..THREADS).map(|_| Region::anonymous(DEPTH * 4096).unwrap()).collect();
     hw.set_memory(&mut ring, Arc::new(RegionTable::new(regions.clone())));
-    let queues = SwQueue::share(hw, ring, DEPTH, beds);
+    let queues = SwQueue::share(hw, ring, DEPTH, parkers);
     // What a thread has issued for others is the kernel's until it is done: nobody ends before all are done.
     let done = std::sync::Barrier::new(THREADS);
     std::thread::scope(|scope| {

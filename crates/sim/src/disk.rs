@@ -32,7 +32,7 @@ use self::dirty::{Dirty, Extent};
 use self::layout::Layout;
 use self::segments::CacheSegments;
 use crate::Rng;
-use crate::model::{Access, Happening, SECTOR_BYTES};
+use crate::model::{Access, ModelEvent, SECTOR_BYTES};
 
 /// What a disk is like, as data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -197,7 +197,7 @@ pub struct RotaryDisk {
     destage_turn: bool,
     /// When the host last wanted something.
     wanted_ns: u64,
-    happened: Vec<Happening>,
+    happened: Vec<ModelEvent>,
 }
 
 impl RotaryDisk {
@@ -268,7 +268,7 @@ impl RotaryDisk {
         [arm_ns, answer_ns, decoded_ns].into_iter().flatten().min()
     }
 
-    pub(crate) fn run(&mut self, now_ns: u64) -> &mut Vec<Happening> {
+    pub(crate) fn run(&mut self, now_ns: u64) -> &mut Vec<ModelEvent> {
         while let Some(next_ns) = self.next_ns().filter(|next_ns| *next_ns <= now_ns) {
             self.now_ns = self.now_ns.max(next_ns);
             self.step();
@@ -316,11 +316,11 @@ impl RotaryDisk {
     fn end(&mut self, id: u64) {
         self.commands -= 1;
         self.wanted_ns = self.now_ns;
-        self.happened.push(Happening::Done { id, at_ns: self.now_ns });
+        self.happened.push(ModelEvent::Done { id, at_ns: self.now_ns });
     }
 
     fn on_medium(&mut self, start: u64, end: u64) {
-        self.happened.push(Happening::OnMedium { sector: start, sectors: end - start });
+        self.happened.push(ModelEvent::OnMedium { sector: start, sectors: end - start });
     }
 
     /// Answers a command through the interface.

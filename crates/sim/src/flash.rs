@@ -22,7 +22,7 @@ use std::collections::VecDeque;
 use blkyard_mq::Op;
 
 use crate::Events;
-use crate::model::{Access, Happening, SECTOR_BYTES};
+use crate::model::{Access, ModelEvent, SECTOR_BYTES};
 
 /// What a flash device is like, as data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,7 +101,7 @@ pub struct Flash {
     programming_sectors: u64,
     /// When all that was ever to be programmed is.
     programmed_ns: u64,
-    happened: Vec<Happening>,
+    happened: Vec<ModelEvent>,
 }
 
 impl Flash {
@@ -132,15 +132,15 @@ impl Flash {
         self.events.next_ns()
     }
 
-    pub(crate) fn run(&mut self, now_ns: u64) -> &mut Vec<Happening> {
+    pub(crate) fn run(&mut self, now_ns: u64) -> &mut Vec<ModelEvent> {
         while self.next_ns().is_some_and(|next_ns| next_ns <= now_ns) {
             let Some(event) = self.events.advance() else { break };
             self.happened.push(match event {
                 FlashEvent::Done(id) => {
                     self.out -= 1;
-                    Happening::Done { id, at_ns: self.events.now_ns() }
+                    ModelEvent::Done { id, at_ns: self.events.now_ns() }
                 }
-                FlashEvent::OnMedium { sector, sectors } => Happening::OnMedium { sector, sectors },
+                FlashEvent::OnMedium { sector, sectors } => ModelEvent::OnMedium { sector, sectors },
             });
         }
         &mut self.happened
@@ -297,8 +297,8 @@ mod tests {
                 asked += 1;
             }
             now_ns = flash.next_ns().expect("something is out").max(now_ns);
-            flash.run(now_ns, |happening| {
-                if let Happening::Done { id, at_ns } = happening {
+            flash.run(now_ns, |event| {
+                if let ModelEvent::Done { id, at_ns } = event {
                     took.push(at_ns - since.remove(&id).expect("over once"));
                 }
             });
@@ -361,8 +361,8 @@ mod tests {
         }
         flash.take(1000, Access { id: 5, op: Op::Flush, ..Access::default() });
         let mut happened = Vec::new();
-        flash.run(10_000_000, |happening| happened.push(happening));
-        let on_medium = happened.iter().filter(|happening| matches!(happening, Happening::OnMedium { .. })).count();
-        assert!(on_medium == 5 && matches!(happened[10], Happening::Done { id: 5, .. }), "{happened:?}");
+        flash.run(10_000_000, |event| happened.push(event));
+        let on_medium = happened.iter().filter(|event| matches!(event, ModelEvent::OnMedium { .. })).count();
+        assert!(on_medium == 5 && matches!(happened[10], ModelEvent::Done { id: 5, .. }), "{happened:?}");
     }
 }

@@ -30,7 +30,7 @@ pub use driver::PairDriver;
 pub use events::Events;
 pub use flash::{Flash, FlashModel};
 pub use line::{FixedLatency, LineModel};
-pub use model::{Access, Happening, Model};
+pub use model::{Access, Model, ModelEvent};
 pub use modelled::{Keeps, Modelled, ModelledQueue};
 pub use pair::{Command, DeviceEnd, HostEnd, PairCompletion, queue_pair};
 pub use rng::Rng;

@@ -4,7 +4,7 @@
 //! It is what is left of a device when its inside does not matter: a network path, a fast disk under test. It keeps
 //! order, unless its latency varies, and has no cache.
 
-use crate::model::{Access, Happening, SECTOR_BYTES};
+use crate::model::{Access, ModelEvent, SECTOR_BYTES};
 use crate::{Events, Rng};
 
 /// What it is like.
@@ -32,7 +32,7 @@ pub struct FixedLatency {
     /// What ends, and when.
     due: Events<Access>,
     out: usize,
-    happened: Vec<Happening>,
+    happened: Vec<ModelEvent>,
 }
 
 impl FixedLatency {
@@ -59,15 +59,15 @@ impl FixedLatency {
         self.due.next_ns()
     }
 
-    pub(crate) fn run(&mut self, now_ns: u64) -> &mut Vec<Happening> {
+    pub(crate) fn run(&mut self, now_ns: u64) -> &mut Vec<ModelEvent> {
         while self.next_ns().is_some_and(|due_ns| due_ns <= now_ns) {
             let Some(access) = self.due.advance() else { break };
             let at_ns = self.due.now_ns();
             self.out -= 1;
-            self.happened.push(Happening::Done { id: access.id, at_ns });
+            self.happened.push(ModelEvent::Done { id: access.id, at_ns });
             if access.op.is_write() {
                 let (sector, sectors) = (access.sector, u64::from(access.sectors));
-                self.happened.push(Happening::OnMedium { sector, sectors });
+                self.happened.push(ModelEvent::OnMedium { sector, sectors });
             }
         }
         &mut self.happened
@@ -94,7 +94,7 @@ mod tests {
         }
         assert_eq!((line.room(), line.next_ns()), (0, Some(1150)));
         let done: Vec<_> = line.run(9999).drain(..).collect();
-        let at = |id, at_ns| Happening::Done { id, at_ns };
+        let at = |id, at_ns| ModelEvent::Done { id, at_ns };
         assert_eq!(done, [at(0, 1150), at(1, 1250), at(2, 1350)]);
     }
 
@@ -104,9 +104,9 @@ mod tests {
         let mut line = FixedLatency::new(model, 0);
         line.take(0, Access { op: Op::Write, sectors: 2, ..Access::default() });
         line.take(0, Access { id: 1, op: Op::Flush, ..Access::default() });
-        let ends = line.run(9999).drain(..).filter_map(|happening| match happening {
-            Happening::Done { at_ns, .. } => Some(at_ns),
-            Happening::OnMedium { .. } => None,
+        let ends = line.run(9999).drain(..).filter_map(|event| match event {
+            ModelEvent::Done { at_ns, .. } => Some(at_ns),
+            ModelEvent::OnMedium { .. } => None,
         });
         assert_eq!(ends.collect::<Vec<_>>(), [1024, 1034]);
     }

@@ -35,7 +35,7 @@ impl Access {
 
 /// What has happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Happening {
+pub enum ModelEvent {
     /// An access is over.
     Done {
         /// By its id.
@@ -96,7 +96,7 @@ impl Model {
     }
 
     /// Tells `to` all that has happened up to now and was not told, in the order it happened.
-    pub fn run(&mut self, now_ns: u64, to: impl FnMut(Happening)) {
+    pub fn run(&mut self, now_ns: u64, to: impl FnMut(ModelEvent)) {
         let happened = match self {
             Model::Disk(disk) => disk.run(now_ns),
             Model::Flash(flash) => flash.run(now_ns),

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use blkyard_mem::{RegionTable, Span};
 use blkyard_mq::{Batch, BioFlags, BlockDevice, Cid, Cids, DeviceInfo, Done, Driver, RamStore, SECTOR_SHIFT, Status};
 
-use crate::model::{Access, Happening, Model};
+use crate::model::{Access, Model, ModelEvent};
 
 /// What a modelled device remembers of what is written to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -134,9 +134,9 @@ impl SharedCore {
     /// Lets the model run up to now.
     fn run(&mut self, store: Option<&RamStore>, now_ns: u64) {
         let SharedCore { model, medium, over, .. } = self;
-        model.run(now_ns, |happening| match happening {
-            Happening::Done { id, .. } => over[(id >> 32) as usize].push(Cid(id as u32)),
-            Happening::OnMedium { sector, sectors } => {
+        model.run(now_ns, |event| match event {
+            ModelEvent::Done { id, .. } => over[(id >> 32) as usize].push(Cid(id as u32)),
+            ModelEvent::OnMedium { sector, sectors } => {
                 if let (Some(store), Some(medium)) = (store, &*medium) {
                     copy(store, medium, sector, sectors);
                 }

@@ -21,8 +21,8 @@ use std::sync::Arc;
 
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{
-    Bed, Bio, BioFlags, DeviceInfo, HwQueue, HwQueueConfig, Op, Priority, QueueLimits, RateConfig, RateLimit, Status,
-    SwQueue, Wake,
+    Bio, BioFlags, DeviceInfo, HwQueue, HwQueueConfig, Op, Parker, Priority, QueueLimits, RateConfig, RateLimit,
+    Status, SwQueue, Wake,
 };
 
 use self::device::{SimDevice, SimDeviceQueue};
@@ -112,7 +112,7 @@ struct World {
     region: Arc<Region>,
     free_slots: Vec<u64>,
     /// By bio; none once it is over.
-    wishes: Vec<Option<SubmittedBio>>,
+    submitted: Vec<Option<SubmittedBio>>,
     out: u64,
     oracle: Oracle,
     outcome: WorldResult,
@@ -134,13 +134,13 @@ pub fn run(seed: u64, options: WorldOptions) -> WorldResult {
 }
 
 /// Nobody sleeps here: who waits polls.
-struct NoBed;
+struct NoParker;
 
-impl Wake for NoBed {
+impl Wake for NoParker {
     fn wake(&self) {}
 }
 
-impl Bed for NoBed {
+impl Parker for NoParker {
     fn sleep(&self) {
         panic!("a thread went to sleep with nothing in flight");
     }
@@ -191,9 +191,9 @@ impl World {
         };
         let hw = (0..queues).map(queue);
         let way = if options.shared {
-            let beds = || (0..each).map(|_| Arc::new(NoBed) as Arc<dyn Bed>).collect();
+            let parkers = || (0..each).map(|_| Arc::new(NoParker) as Arc<dyn Parker>).collect();
             let places = options.window.max(1) as usize;
-            SubmitPath::Shared(hw.flat_map(|queue| SwQueue::share(queue, (), places, beds())).collect())
+            SubmitPath::Shared(hw.flat_map(|queue| SwQueue::share(queue, (), places, parkers())).collect())
         } else {
             let lane = |queue| SimLane { queue, planned_ns: u64::MAX, frozen: false, quiesced: false };
             SubmitPath::Lanes(hw.map(lane).collect())
@@ -208,7 +208,7 @@ impl World {
                 .collect(),
             region,
             free_slots: (0..slots).collect(),
-            wishes: Vec::new(),
+            submitted: Vec::new(),
             out: 0,
             oracle: Oracle::new(info.capacity_sectors, options.cache),
             outcome: WorldResult { bios: 0, failed: 0, cuts: 0, took_ns: 0, fingerprint: 0xcbf2_9ce4_8422_2325 },
@@ -235,7 +235,7 @@ impl World {
                 WorldEvent::Cut => self.cut(),
             }
         }
-        let left = self.wishes.iter().flatten().next();
+        let left = self.submitted.iter().flatten().next();
         assert!(left.is_none(), "the world stands still with {} bios out, of them {left:?}", self.out);
         if let SubmitPath::Shared(ends) = &mut self.way {
             let now_ns = self.events.now_ns();
@@ -247,7 +247,7 @@ impl World {
     }
 
     fn is_over(&self) -> bool {
-        self.wishes.len() as u64 >= self.options.bios
+        self.submitted.len() as u64 >= self.options.bios
     }
 
     fn again(&mut self) -> u64 {
@@ -326,7 +326,7 @@ impl World {
         if options.nowait > 0 && self.rng.below(100) < options.nowait {
             bio.flags |= BioFlags::NOWAIT;
         }
-        bio.cookie = self.wishes.len() as u64;
+        bio.cookie = self.submitted.len() as u64;
         bio.stream = submitter as u32;
         let Some(slot) = self.free_slots.pop() else { unreachable!("one for each place of a window") };
         if bio.op.has_data() {
@@ -339,7 +339,7 @@ impl World {
             self.copy(&bio.segments, |span, at| span.copy_from_slice(&data[at..at + span.len()]));
         }
         let begun = self.oracle.submitted(&bio);
-        self.wishes.push(Some(SubmittedBio {
+        self.submitted.push(Some(SubmittedBio {
             submitter,
             slot,
             since_ns: self.events.now_ns(),
@@ -416,7 +416,8 @@ impl World {
         over.into_iter().for_each(|bio| self.end(&bio));
         self.submitters[submitter].polls = self.submitters[submitter].out > 0;
         if self.submitters[submitter].polls {
-            let longest_ns = self.wishes.iter().flatten().map(|wish| self.events.now_ns() - wish.since_ns).max();
+            let longest_ns =
+                self.submitted.iter().flatten().map(|submitted| self.events.now_ns() - submitted.since_ns).max();
             assert!(
                 longest_ns.is_none_or(|longest_ns| longest_ns < PATIENCE_NS),
                 "a bio has been out for {longest_ns:?} ns"
@@ -429,11 +430,17 @@ impl World {
     /// A bio is back.
     fn end(&mut self, bio: &Bio) {
         let now_ns = self.events.now_ns();
-        let Some(wish) = self.wishes[bio.cookie as usize].take() else { panic!("bio {} came back twice", bio.cookie) };
-        let as_it_was = (bio.op, bio.sector, bio.sectors) == (wish.op, wish.sector, wish.sectors);
-        assert!(as_it_was && bio.segments == wish.pieces, "bio {} came back as another: {wish:?}", bio.cookie);
-        let took_ns = now_ns - wish.since_ns;
-        assert!(took_ns < PATIENCE_NS, "bio {} took {took_ns} ns: {wish:?}", bio.cookie);
+        let Some(submitted) = self.submitted[bio.cookie as usize].take() else {
+            panic!("bio {} came back twice", bio.cookie)
+        };
+        let as_it_was = (bio.op, bio.sector, bio.sectors) == (submitted.op, submitted.sector, submitted.sectors);
+        assert!(
+            as_it_was && bio.segments == submitted.pieces,
+            "bio {} came back as another: {submitted:?}",
+            bio.cookie
+        );
+        let took_ns = now_ns - submitted.since_ns;
+        assert!(took_ns < PATIENCE_NS, "bio {} took {took_ns} ns: {submitted:?}", bio.cookie);
         let fails = match bio.status {
             Status::Ok => true,
             Status::Io => self.options.errors > 0 || self.outcome.cuts > 0,
@@ -442,14 +449,14 @@ impl World {
             Status::Again => bio.flags.contains(BioFlags::NOWAIT),
             _ => false,
         };
-        assert!(fails, "bio {} ended with {}: {wish:?}", bio.cookie, bio.status);
-        let mut data = vec![0; if wish.op == Op::Read { wish.sectors as usize * 512 } else { 0 }];
-        if wish.op == Op::Read {
-            self.copy(&wish.pieces, |span, at| span.copy_to_slice(&mut data[at..at + span.len()]));
+        assert!(fails, "bio {} ended with {}: {submitted:?}", bio.cookie, bio.status);
+        let mut data = vec![0; if submitted.op == Op::Read { submitted.sectors as usize * 512 } else { 0 }];
+        if submitted.op == Op::Read {
+            self.copy(&submitted.pieces, |span, at| span.copy_to_slice(&mut data[at..at + span.len()]));
         }
-        self.oracle.ended(bio, wish.begun, &data);
-        self.free_slots.push(wish.slot);
-        self.submitters[wish.submitter].out -= 1;
+        self.oracle.ended(bio, submitted.begun, &data);
+        self.free_slots.push(submitted.slot);
+        self.submitters[submitted.submitter].out -= 1;
         self.out -= 1;
         self.outcome.bios += 1;
         self.outcome.failed += u64::from(!matches!(bio.status, Status::Ok | Status::Again));

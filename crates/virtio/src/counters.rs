@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::driver::{Complaint, DeviceFault};
+use crate::driver::{DeviceFault, Violation};
 use crate::{ChainFault, Refusal, RequestFault, RingFault};
 
 /// Makes an enum of reasons, each with a name for display, and the list of them all.
@@ -86,33 +86,33 @@ impl Refusals {
 
 /// What a driver has against its device, and how often.
 #[derive(Debug)]
-pub struct Complaints {
+pub struct Violations {
     ring: [AtomicU64; DeviceFault::ALL.len()],
-    request: [AtomicU64; Complaint::ALL.len()],
+    request: [AtomicU64; Violation::ALL.len()],
 }
 
-impl Default for Complaints {
+impl Default for Violations {
     fn default() -> Self {
-        Complaints { ring: [const { AtomicU64::new(0) }; _], request: [const { AtomicU64::new(0) }; _] }
+        Violations { ring: [const { AtomicU64::new(0) }; _], request: [const { AtomicU64::new(0) }; _] }
     }
 }
 
-impl Complaints {
+impl Violations {
     /// The device broke a ring.
     pub fn ring_fault(&self, fault: DeviceFault) {
         bump(&self.ring[fault as usize]);
     }
 
     /// A request failed in a way the device did not tell.
-    pub fn request(&self, complaint: Complaint) {
-        bump(&self.request[complaint as usize]);
+    pub fn request(&self, violation: Violation) {
+        bump(&self.request[violation as usize]);
     }
 
     /// All counts with their names.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
         let load = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let ring = DeviceFault::ALL.iter().map(|fault| fault.name()).zip(self.ring.iter().map(load));
-        ring.chain(Complaint::ALL.iter().map(|complaint| complaint.name()).zip(self.request.iter().map(load)))
+        ring.chain(Violation::ALL.iter().map(|violation| violation.name()).zip(self.request.iter().map(load)))
     }
 
     /// All of them together.
@@ -137,12 +137,12 @@ mod tests {
         ChainFault::ALL.iter().for_each(|fault| refusals.request(&Refusal::Chain(*fault)));
         RequestFault::ALL.iter().for_each(|fault| refusals.request(&Refusal::Request(*fault)));
         assert!(refusals.iter().all(|(_, count)| count == 1));
-        let complaints = Complaints::default();
-        DeviceFault::ALL.iter().for_each(|fault| complaints.ring_fault(*fault));
-        Complaint::ALL.iter().for_each(|complaint| complaints.request(*complaint));
-        assert!(complaints.iter().all(|(_, count)| count == 1));
-        let names: std::collections::HashSet<_> = complaints.iter().map(|(name, _)| name).collect();
-        assert_eq!(names.len() as u64, complaints.total());
+        let violations = Violations::default();
+        DeviceFault::ALL.iter().for_each(|fault| violations.ring_fault(*fault));
+        Violation::ALL.iter().for_each(|violation| violations.request(*violation));
+        assert!(violations.iter().all(|(_, count)| count == 1));
+        let names: std::collections::HashSet<_> = violations.iter().map(|(name, _)| name).collect();
+        assert_eq!(names.len() as u64, violations.total());
         let names: std::collections::HashSet<_> = refusals.iter().map(|(name, _)| name).collect();
         assert_eq!(names.len() as u64, refusals.total());
     }

@@ -22,7 +22,7 @@ use crate::chain::DESC_BYTES;
 use crate::counters::reasons;
 use crate::{Features, RingBase, RingLayout, RingSetupError};
 
-pub use blk::{BlkRing, Complaint, SharedMemory};
+pub use blk::{BlkRing, SharedMemory, Violation};
 pub use disk::{BlkDisk, ConfigCause, ConfigError, DRIVER_FEATURES, SEGMENTS_MAX};
 pub use loopback::{Loopback, LoopbackConfig, LoopbackDevice};
 pub use packed::PackedDriver;

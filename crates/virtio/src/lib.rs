@@ -36,7 +36,7 @@ pub use blk::{
 };
 pub use chain::{Chain, ChainFault, INDIRECT_BYTES_MAX};
 pub use config::{BlkConfig, CONFIG_BYTES};
-pub use counters::{Complaints, Refusals};
+pub use counters::{Refusals, Violations};
 pub use dirty::{DirtyLog, LOG_PAGE_BYTES};
 pub use features::Features;
 pub use guest::{GuestMemory, GuestRange, RangeError, TranslateError};

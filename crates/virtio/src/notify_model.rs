@@ -10,7 +10,7 @@
 
 use std::collections::HashSet;
 
-use crate::packed::{Position, wish};
+use crate::packed::{Position, request};
 use crate::split::needs_event;
 
 /// Elements that are published, in batches.
@@ -45,7 +45,7 @@ impl NotifyMode {
         match self {
             NotifyMode::Flag => 0,
             NotifyMode::Event => START.into(),
-            NotifyMode::Packed { .. } => wish::DISABLE << 16,
+            NotifyMode::Packed { .. } => request::DISABLE << 16,
         }
     }
 
@@ -54,7 +54,7 @@ impl NotifyMode {
         match self {
             NotifyMode::Flag => Some(0),
             NotifyMode::Event => None,
-            NotifyMode::Packed { .. } => Some(wish::DISABLE << 16),
+            NotifyMode::Packed { .. } => Some(request::DISABLE << 16),
         }
     }
 
@@ -63,18 +63,18 @@ impl NotifyMode {
         match self {
             NotifyMode::Flag => 1,
             NotifyMode::Event => taken.into(),
-            NotifyMode::Packed { event_idx: false } => wish::ENABLE << 16,
-            NotifyMode::Packed { event_idx: true } => wish::DESC << 16 | u32::from(position(taken).word()),
+            NotifyMode::Packed { event_idx: false } => request::ENABLE << 16,
+            NotifyMode::Packed { event_idx: true } => request::DESC << 16 | u32::from(position(taken).word()),
         }
     }
 
     /// Whether who has published from `old` to `new` is to tell.
-    fn is_met(self, wish: u32, old: u16, new: u16) -> bool {
+    fn is_met(self, request: u32, old: u16, new: u16) -> bool {
         match self {
-            NotifyMode::Flag => wish != 0,
-            NotifyMode::Event => needs_event(wish as u16, new, old),
+            NotifyMode::Flag => request != 0,
+            NotifyMode::Event => needs_event(request as u16, new, old),
             NotifyMode::Packed { event_idx } => {
-                wish::is_met(wish, event_idx, position(old), new.wrapping_sub(old), SIZE)
+                request::is_met(request, event_idx, position(old), new.wrapping_sub(old), SIZE)
             }
         }
     }
@@ -89,7 +89,7 @@ fn position(index: u16) -> Position {
 
 #[derive(Clone, Copy, Debug)]
 struct Precautions {
-    wish: NotifyMode,
+    request: NotifyMode,
     /// Elements shown at once, at most.
     batch: u16,
     publisher_drains: bool,
@@ -101,7 +101,7 @@ struct Precautions {
 enum Publisher {
     #[default]
     Store,
-    LoadWish,
+    LoadRequest,
     Done,
 }
 
@@ -120,10 +120,10 @@ enum Sleeper {
 struct ModelState {
     /// Shared memory.
     index: u16,
-    wish: u32,
+    request: u32,
     /// Stores that only their own side has seen yet, oldest first.
     index_stores: Vec<u16>,
-    wish_stores: Vec<u32>,
+    request_stores: Vec<u32>,
     publisher: Publisher,
     published: u16,
     /// Before the last batch.
@@ -140,7 +140,7 @@ impl ModelState {
             published: START,
             old: START,
             taken: START,
-            wish: how.wish.at_start(),
+            request: how.request.at_start(),
             ..ModelState::default()
         }
     }
@@ -156,19 +156,19 @@ impl ModelState {
         if !self.index_stores.is_empty() {
             can(&|s| s.index = s.index_stores.remove(0));
         }
-        if !self.wish_stores.is_empty() {
-            can(&|s| s.wish = s.wish_stores.remove(0));
+        if !self.request_stores.is_empty() {
+            can(&|s| s.request = s.request_stores.remove(0));
         }
         match self.publisher {
             Publisher::Store => can(&|s| {
                 s.old = s.published;
                 s.published = s.old.wrapping_add(how.batch.min(START.wrapping_add(ELEMENTS).wrapping_sub(s.old)));
                 s.index_stores.push(s.published);
-                s.publisher = Publisher::LoadWish;
+                s.publisher = Publisher::LoadRequest;
             }),
-            Publisher::LoadWish if how.publisher_drains && !self.index_stores.is_empty() => {}
-            Publisher::LoadWish => can(&|s| {
-                s.wake_up |= how.wish.is_met(s.wish, s.old, s.published);
+            Publisher::LoadRequest if how.publisher_drains && !self.index_stores.is_empty() => {}
+            Publisher::LoadRequest => can(&|s| {
+                s.wake_up |= how.request.is_met(s.request, s.old, s.published);
                 let done = s.published == START.wrapping_add(ELEMENTS);
                 s.publisher = if done { Publisher::Done } else { Publisher::Store };
             }),
@@ -176,7 +176,7 @@ impl ModelState {
         }
         match self.sleeper {
             Sleeper::Disarm => can(&|s| {
-                s.wish_stores.extend(how.wish.disarm());
+                s.request_stores.extend(how.request.disarm());
                 s.sleeper = Sleeper::Take;
             }),
             Sleeper::Take => can(&|s| {
@@ -184,10 +184,10 @@ impl ModelState {
                 s.sleeper = Sleeper::Arm;
             }),
             Sleeper::Arm => can(&|s| {
-                s.wish_stores.push(how.wish.arm(s.taken));
+                s.request_stores.push(how.request.arm(s.taken));
                 s.sleeper = if how.sleeper_looks_again { Sleeper::LookAgain } else { Sleeper::Asleep };
             }),
-            Sleeper::LookAgain if how.sleeper_drains && !self.wish_stores.is_empty() => {}
+            Sleeper::LookAgain if how.sleeper_drains && !self.request_stores.is_empty() => {}
             Sleeper::LookAgain => can(&|s| {
                 s.sleeper = if s.index == s.taken { Sleeper::Asleep } else { Sleeper::Disarm };
             }),
@@ -218,12 +218,12 @@ fn lost_wake_up(how: Precautions) -> Option<ModelState> {
     None
 }
 
-/// With all precautions, in each way to wish and with each length of batches: but not all at once, which who sleeps
+/// With all precautions, in each way to request and with each length of batches: but not all at once, which who sleeps
 /// could not miss.
 fn all() -> impl Iterator<Item = Precautions> {
-    NotifyMode::ALL.into_iter().flat_map(|wish| {
+    NotifyMode::ALL.into_iter().flat_map(|request| {
         let drains =
-            Precautions { wish, batch: 0, publisher_drains: true, sleeper_drains: true, sleeper_looks_again: true };
+            Precautions { request, batch: 0, publisher_drains: true, sleeper_drains: true, sleeper_looks_again: true };
         (1..ELEMENTS).map(move |batch| Precautions { batch, ..drains })
     })
 }

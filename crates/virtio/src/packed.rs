@@ -29,7 +29,7 @@ const WRITE: u16 = 1 << 1;
 pub(crate) const WRAP: u16 = 1 << 15;
 
 /// What a side wants to be told of, the upper half of an event area; the lower half is a place. [2.8.10]
-pub(crate) mod wish {
+pub(crate) mod request {
     use super::{Position, WRAP};
 
     /// Everything.
@@ -39,13 +39,14 @@ pub(crate) mod wish {
     /// The moment a place is passed.
     pub(crate) const DESC: u32 = 2;
 
-    /// Whether a side with this wish is to be told that so many places were passed from `old` on, in a ring of `size`.
+    /// Whether a side with this request is to be told that so many places were passed from `old` on, in a ring of
+    /// `size`.
     #[inline]
-    pub(crate) fn is_met(wish: u32, event_idx: bool, old: Position, passed: u16, size: u16) -> bool {
-        match wish >> 16 & 3 {
+    pub(crate) fn is_met(request: u32, event_idx: bool, old: Position, passed: u16, size: u16) -> bool {
+        match request >> 16 & 3 {
             DISABLE => false,
             DESC if event_idx => {
-                let event = Position::new(wish as u16 & !WRAP, wish as u16 & WRAP != 0);
+                let event = Position::new(request as u16 & !WRAP, request as u16 & WRAP != 0);
                 event.after(old, size) < u32::from(passed)
             }
             // Also what was not negotiated, and what means nothing: that is no reason to be silent.
@@ -492,25 +493,26 @@ impl PackedRing {
         }
         // As in a split ring: we store an element, then load what the driver wants; the driver, before it sleeps,
         // stores what it wants, has a full barrier, then loads that element. If either side's load overtook its own
-        // store, the driver could miss the element and we its wish, and it would sleep for ever. [2.8.21.3]
+        // store, the driver could miss the element and we its request, and it would sleep for ever. [2.8.21.3]
         // The store also releases the other elements of the batch, and the data, to whoever sees this one.
         self.layout.desc.store_u64(old.offset() + 8, first.word(old), SeqCst);
         self.elements.clear();
         if let Some(inflight) = &mut self.inflight {
             inflight.published();
         }
-        let wanted = wish::is_met(self.layout.avail.load_u32(0, SeqCst), self.event_idx, old, passed, self.size);
+        let wanted = request::is_met(self.layout.avail.load_u32(0, SeqCst), self.event_idx, old, passed, self.size);
         std::mem::replace(&mut self.untold, false) || wanted
     }
 
     /// Asks the driver to notify us of the next chain it offers. Says whether one is there already: then there may be
     /// no notification.
     pub fn enable_notify(&mut self) -> bool {
-        // The mirror image of `publish`: we store our wish, then load the next descriptor; the driver stores that,
-        // has a full barrier, then loads our wish. Were our load to overtake our store, a chain offered between the
-        // two would be seen by nobody. [2.8.10, 2.8.21.3] Place and flags of a wish are one store.
-        let wish = if self.event_idx { wish::DESC << 16 | u32::from(self.next_avail.word()) } else { wish::ENABLE };
-        self.layout.used.store_u32(0, wish, SeqCst);
+        // The mirror image of `publish`: we store our request, then load the next descriptor; the driver stores that,
+        // has a full barrier, then loads our request. Were our load to overtake our store, a chain offered between the
+        // two would be seen by nobody. [2.8.10, 2.8.21.3] Place and flags of a request are one store.
+        let request =
+            if self.event_idx { request::DESC << 16 | u32::from(self.next_avail.word()) } else { request::ENABLE };
+        self.layout.used.store_u32(0, request, SeqCst);
         let rest = self.layout.desc.load_u64(self.next_avail.offset() + 8, SeqCst);
         self.left.is_some() || self.fault.is_none() && self.next_avail.is_available(rest)
     }
@@ -518,7 +520,7 @@ impl PackedRing {
     /// Tells the driver that we look by ourselves. A hint: notifications may come nevertheless.
     pub fn disable_notify(&mut self) {
         // Also with event indexes: a place that was wished for comes round again in every other lap.
-        self.layout.used.store_u32(0, wish::DISABLE << 16, Relaxed);
+        self.layout.used.store_u32(0, request::DISABLE << 16, Relaxed);
     }
 
     /// Where fetching and used elements go on: where another device could, once nothing is in flight.

@@ -292,7 +292,7 @@ impl SplitRing {
         // sleeps, stores what it wants, has a full barrier, then loads the index. Both stores cannot be missed by
         // both loads only if neither side's load overtakes its store. Here a sequentially consistent store and load
         // see to that; on x86 they are one exchange and a plain load. Without them the driver could miss the element
-        // and we its wish: it would sleep for ever. [2.7.7.2, 2.7.14]
+        // and we its request: it would sleep for ever. [2.7.7.2, 2.7.14]
         // The store also releases the used elements and the data to whoever sees the index.
         self.layout.used.store_u16(INDEX, self.next_used, SeqCst);
         if let Some(inflight) = &mut self.inflight {
@@ -310,8 +310,8 @@ impl SplitRing {
     /// Asks the driver to notify us of the next chain it offers. Says whether one is there already: then there may be
     /// no notification.
     pub fn enable_notify(&mut self) -> bool {
-        // The mirror image of `publish`: we store our wish, then load the index; the driver stores the index, has a
-        // full barrier, then loads our wish. Were our load to overtake our store, a chain offered between the two
+        // The mirror image of `publish`: we store our request, then load the index; the driver stores the index, has a
+        // full barrier, then loads our request. Were our load to overtake our store, a chain offered between the two
         // would be seen by nobody. [2.7.10.2, 2.7.13.4]
         if self.event_idx {
             let place = RING + usize::from(self.size) * USED_ELEMENT;
@@ -323,7 +323,7 @@ impl SplitRing {
     }
 
     /// Tells the driver that we look by ourselves. A hint: notifications may come nevertheless. With event indexes
-    /// there is nothing to store, since the wish of the last [`SplitRing::enable_notify`] is fulfilled once.
+    /// there is nothing to store, since the request of the last [`SplitRing::enable_notify`] is fulfilled once.
     /// [2.7.10]
     pub fn disable_notify(&mut self) {
         if !self.event_idx {

@@ -67,14 +67,14 @@ fn what_the_device_says_becomes_the_status() {
 
 /// What a test asks for, in terms small enough to collide often.
 #[derive(Clone, Debug)]
-struct Wish {
+struct Request {
     op: Op,
     sector: u64,
     /// Sectors of each piece of data, or one number for a range.
     pieces: Vec<u32>,
 }
 
-fn wish() -> impl Strategy<Value = Wish> {
+fn request() -> impl Strategy<Value = Request> {
     let op = prop_oneof![
         4 => Just(Op::Read),
         4 => Just(Op::Write),
@@ -82,7 +82,11 @@ fn wish() -> impl Strategy<Value = Wish> {
         1 => Just(Op::Discard),
         1 => Just(Op::WriteZeroes)
     ];
-    (op, 0_u64..200, prop::collection::vec(1_u32..4, 1..5)).prop_map(|(op, sector, pieces)| Wish { op, sector, pieces })
+    (op, 0_u64..200, prop::collection::vec(1_u32..4, 1..5)).prop_map(|(op, sector, pieces)| Request {
+        op,
+        sector,
+        pieces,
+    })
 }
 
 /// A byte of a sector that was written in a round.
@@ -98,7 +102,7 @@ proptest! {
     fn a_disk_is_a_disk_whatever_lies_between(
         format in 0_usize..8,
         size in prop_oneof![Just(4_u16), Just(8), Just(64), Just(128)],
-        wishes in prop::collection::vec(wish(), 1..80),
+        requests in prop::collection::vec(request(), 1..80),
     ) {
         let format = formats().nth(format).unwrap();
         let mut bench = bench(&config(format, size), ram(store()));
@@ -106,9 +110,9 @@ proptest! {
         let mut busy = vec![false; SECTORS as usize];
         let mut reads: Vec<(u64, u64, u64)> = vec![];
         let mut offset = 0;
-        for (round, wish) in wishes.into_iter().enumerate() {
-            let sectors: u32 = wish.pieces.iter().sum();
-            let range = wish.sector as usize..wish.sector as usize + sectors as usize;
+        for (round, request) in requests.into_iter().enumerate() {
+            let sectors: u32 = request.pieces.iter().sum();
+            let range = request.sector as usize..request.sector as usize + sectors as usize;
             if busy[range.clone()].contains(&true) || offset > 900_000 || round % 16 == 15 {
                 prop_assert!(bench.finish().iter().all(|(_, status)| status.is_ok()));
                 for (at, sector, sectors) in reads.drain(..) {
@@ -120,31 +124,31 @@ proptest! {
                 busy.fill(false);
                 offset = 0;
             }
-            if wish.op == Op::Flush {
+            if request.op == Op::Flush {
                 bench.submit(Op::Flush, NONE, 0, 0, &[], 0);
                 continue;
             }
             busy[range.clone()].fill(true);
             let mut pieces = vec![];
             let start = offset;
-            if wish.op.has_data() {
-                for piece in &wish.pieces {
+            if request.op.has_data() {
+                for piece in &request.pieces {
                     // Far enough from each other that they do not become one.
                     pieces.push((offset, piece * 512));
                     offset += u64::from(piece * 512);
                 }
             }
-            match wish.op {
-                Op::Read => reads.push((start, wish.sector, u64::from(sectors))),
+            match request.op {
+                Op::Read => reads.push((start, request.sector, u64::from(sectors))),
                 Op::Write => {
                     for n in 0..u64::from(sectors) {
-                        bench.put(start + n * 512, &[byte(wish.sector + n, round); 512]);
-                        model[(wish.sector + n) as usize] = byte(wish.sector + n, round);
+                        bench.put(start + n * 512, &[byte(request.sector + n, round); 512]);
+                        model[(request.sector + n) as usize] = byte(request.sector + n, round);
                     }
                 }
                 _ => model[range].fill(0),
             }
-            bench.submit(wish.op, NONE, wish.sector, sectors, &pieces, 0);
+            bench.submit(request.op, NONE, request.sector, sectors, &pieces, 0);
         }
         prop_assert!(bench.finish().iter().all(|(_, status)| status.is_ok()));
         prop_assert!(bench.hw.driver_mut().device.refusals.total() == 0);
@@ -177,13 +181,13 @@ fn data_that_the_device_cannot_reach_fails_alone_and_is_counted() {
         }
         let want = vec![(0, Status::Ok), (1, Status::Invalid), (2, Status::Ok)];
         assert_eq!(bench.finish(), want, "{format:?}");
-        let counted: Vec<_> = complaints(&mut bench);
+        let counted: Vec<_> = violations(&mut bench);
         assert_eq!(counted, [("data outside the memory shared with the device", 1)]);
     }
 }
 
-fn complaints<S: FnMut(&Bio, &RegionTable) -> Status>(bench: &mut Bench<Loopback<S>>) -> Vec<(&'static str, u64)> {
-    bench.hw.driver_mut().driver.complaints().iter().filter(|(_, count)| *count > 0).collect()
+fn violations<S: FnMut(&Bio, &RegionTable) -> Status>(bench: &mut Bench<Loopback<S>>) -> Vec<(&'static str, u64)> {
+    bench.hw.driver_mut().driver.violations().iter().filter(|(_, count)| *count > 0).collect()
 }
 
 #[test]
@@ -198,7 +202,7 @@ fn a_status_that_means_nothing_is_an_error_and_is_counted() {
             let layout = BlkLayout::new(&half.disk, 8);
             half.device.queue_memory().span(layout.places as u64 + 16, 1).unwrap().fill(byte);
             assert_eq!(bench.finish(), [(0, want)], "{format:?}: {byte}");
-            assert_eq!(complaints(&mut bench).iter().map(|(_, count)| count).sum::<u64>(), count);
+            assert_eq!(violations(&mut bench).iter().map(|(_, count)| count).sum::<u64>(), count);
         }
     }
 }
@@ -301,7 +305,7 @@ fn a_broken_ring_keeps_its_requests_until_they_are_taken_back() {
         let half = bench.hw.driver_mut();
         assert!(matches!(half.driver.ring().fault(), Some(DeviceFault::UsedJumped | DeviceFault::IdOutOfRange)));
         assert_eq!(half.driver.in_flight().collect::<Vec<_>>(), [0]);
-        assert_eq!(complaints(&mut bench).len(), 1, "counted once: {:?}", complaints(&mut bench));
+        assert_eq!(violations(&mut bench).len(), 1, "counted once: {:?}", violations(&mut bench));
         // For the test ends here.
         let Loopback { driver, .. } = bench.hw.driver_mut();
         driver.take_in_flight().for_each(std::mem::forget);

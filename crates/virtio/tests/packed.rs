@@ -73,12 +73,12 @@ impl Bench {
         (word as u64, (word >> 64) as u32, (word >> 96) as u16, (word >> 112) as u16)
     }
 
-    /// The driver's wish for calls: place with wrap counter, and flags.
-    fn wish(&self, off_wrap: u16, flags: u16) {
+    /// The driver's request for calls: place with wrap counter, and flags.
+    fn request(&self, off_wrap: u16, flags: u16) {
         self.guest.write(self.guest.addrs()[1], &(u32::from(off_wrap) | u32::from(flags) << 16).to_le_bytes());
     }
 
-    /// The device's wish for kicks: place with wrap counter, and flags.
+    /// The device's request for kicks: place with wrap counter, and flags.
     fn asked(&self) -> (u16, u16) {
         let word = u32::from_le_bytes(self.guest.read(self.guest.addrs()[2], 4).try_into().unwrap());
         (word as u16, (word >> 16) as u16)
@@ -159,7 +159,7 @@ fn calls_come_when_the_driver_wants_them() {
             bench.offer(&[(HEADER, 16, 0)]);
             bench.device.turn().unwrap();
         }
-        bench.wish(*off_wrap, *flags);
+        bench.request(*off_wrap, *flags);
         for want in want {
             bench.offer(&[H, D, S]);
             while bench.device.step().unwrap().is_some() {}

@@ -8,43 +8,43 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::{CLIENT_LIMIT, Ground, KIB, MIB, Place, Scenario, crash};
+use super::{CLIENT_LIMIT, KIB, MIB, RunsIn, Scenario, ScenarioContext, crash};
 use crate::process::{self, Running};
-use crate::server::{Device, Export, Program, Server};
+use crate::server::{Export, OfferedDevice, Program, ReadyServer};
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "attached-verify",
         sentence: "bench writes a disk that a daemon serves, by one queue or two, shared or not, polled or not, and reads it back",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: verify,
     },
     Scenario {
         name: "attached-foreign",
         sentence: "bench does the same with a disk that qemu-storage-daemon serves, and the image holds what it should",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: foreign,
     },
     Scenario {
         name: "attached-proxy",
         sentence: "a daemon serves on what another one serves, straight from its client's memory",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: proxy,
     },
     Scenario {
         name: "attached-killed",
         sentence: "a back-end that is killed and started again in the middle of writes, again and again, loses none of them",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: killed,
     },
     Scenario {
         name: "attached-foreign-killed",
         sentence: "the same with qemu-storage-daemon, which keeps no account of what it had in flight",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: foreign_killed,
     },
@@ -63,14 +63,14 @@ const WAYS: [&[&str]; 4] = [
 
 /// `bench` on a disk that is served at the export's socket: random writes of blocks with checksums, read back in the
 /// end.
-fn bench(ground: &Ground, export: &Export, rings: &str, options: &[&str]) -> Result<Command> {
+fn bench(ground: &ScenarioContext, export: &Export, rings: &str, options: &[&str]) -> Result<Command> {
     let mut command = ground.program.command()?;
     command.arg("bench").arg(format!("vhost-user:{}?{rings}", export.socket.display()));
     command.args(["--rw", "randwrite", "--bs", "4k", "--verify", "crc32c"]).args(options);
     Ok(command)
 }
 
-fn run_bench(ground: &Ground, export: &Export, rings: &str, options: &[&str]) -> Result<()> {
+fn run_bench(ground: &ScenarioContext, export: &Export, rings: &str, options: &[&str]) -> Result<()> {
     let said = process::succeed("blkyard bench", &bench(ground, export, rings, options)?, CLIENT_LIMIT)?;
     check_report(&said).with_context(|| format!("bench {}", options.join(" ")))
 }
@@ -80,7 +80,7 @@ fn check_report(said: &str) -> Result<()> {
     Ok(())
 }
 
-fn verify(ground: &Ground) -> Result<()> {
+fn verify(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(16 * MIB, 2)?;
     for rings in [SPLIT, PACKED] {
         for way in WAYS {
@@ -93,15 +93,15 @@ fn verify(ground: &Ground) -> Result<()> {
 }
 
 /// A disk that qemu-storage-daemon serves by so many queues.
-fn foreign_server(ground: &Ground, export: &Export) -> Result<Server> {
+fn foreign_server(ground: &ScenarioContext, export: &Export) -> Result<ReadyServer> {
     let program = Program::Foreign(ground.guest.program("qemu-storage-daemon"));
-    Server::start(&program, std::slice::from_ref(export), &ground.log)
+    ReadyServer::start(&program, std::slice::from_ref(export), &ground.log)
 }
 
-fn foreign(ground: &Ground) -> Result<()> {
+fn foreign(ground: &ScenarioContext) -> Result<()> {
     for queues in [1, 2] {
         let image = ground.image(&format!("disk{queues}.img"), 16 * MIB)?;
-        let export = ground.export(Device::File(image.path.clone()), &format!("disk{queues}.sock"), queues);
+        let export = ground.export(OfferedDevice::File(image.path.clone()), &format!("disk{queues}.sock"), queues);
         let server = foreign_server(ground, &export)?;
         for way in WAYS.iter().filter(|way| queues == 2 || !way.contains(&"2")) {
             run_bench(ground, &export, SPLIT, way)?;
@@ -112,10 +112,10 @@ fn foreign(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn proxy(ground: &Ground) -> Result<()> {
+fn proxy(ground: &ScenarioContext) -> Result<()> {
     let (image, origin, server) = ground.serve_image(16 * MIB, 2)?;
     let spec = format!("vhost-user:{}?queues=2", origin.socket.display());
-    let export = ground.export(Device::Spec(spec), "proxy.sock", 2);
+    let export = ground.export(OfferedDevice::Spec(spec), "proxy.sock", 2);
     let proxy = ground.serve(std::slice::from_ref(&export))?;
     let commands = [
         "write -P 0x5a 0 64k",
@@ -139,9 +139,9 @@ fn proxy(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn killed(ground: &Ground) -> Result<()> {
+fn killed(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 256 * MIB)?;
-    let export = ground.export(Device::File(image.path.clone()), "disk.sock", 2);
+    let export = ground.export(OfferedDevice::File(image.path.clone()), "disk.sock", 2);
     for rings in [SPLIT, PACKED] {
         let left = under_load(ground, &export, rings, || ground.serve(std::slice::from_ref(&export)))?;
         // Or nothing was in flight in the account of any daemon, and all was done again instead.
@@ -150,9 +150,9 @@ fn killed(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn foreign_killed(ground: &Ground) -> Result<()> {
+fn foreign_killed(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 256 * MIB)?;
-    let export = ground.export(Device::File(image.path.clone()), "disk.sock", 2);
+    let export = ground.export(OfferedDevice::File(image.path.clone()), "disk.sock", 2);
     under_load(ground, &export, SPLIT, || {
         // It does not replace what one that was killed has left behind.
         let _ = std::fs::remove_file(&export.socket);
@@ -163,7 +163,12 @@ fn foreign_killed(ground: &Ground) -> Result<()> {
 
 /// Kills and starts a back-end while `bench` writes to its disk, over and over. Returns how many requests back-ends say
 /// they found in flight.
-fn under_load(ground: &Ground, export: &Export, rings: &str, start: impl Fn() -> Result<Server>) -> Result<u64> {
+fn under_load(
+    ground: &ScenarioContext,
+    export: &Export,
+    rings: &str,
+    start: impl Fn() -> Result<ReadyServer>,
+) -> Result<u64> {
     /// How long it lives in between, unless that is longer than all of the load takes.
     const LIFE: Duration = Duration::from_millis(150);
     let (times, mut life) = (crash::kills(10)?, LIFE);

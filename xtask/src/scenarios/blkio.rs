@@ -7,22 +7,22 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 
-use super::{CLIENT_LIMIT, Ground, Image, KIB, MIB, Place, Scenario};
+use super::{CLIENT_LIMIT, Image, KIB, MIB, RunsIn, Scenario, ScenarioContext};
 use crate::process::succeed;
-use crate::server::{Device, Export};
+use crate::server::{Export, OfferedDevice};
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "blkio-program",
         sentence: "a C program on libblkio writes, flushes, reads, discards and zeroes through 1, 2 and 4 queues, rung for and polling",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: program,
     },
     Scenario {
         name: "blkio-qemu",
         sentence: "qemu-io and qemu-img bench find their way at exports of 1, 2 and 4 queues",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: qemu,
     },
@@ -32,13 +32,13 @@ const QUEUES: [u16; 3] = [1, 2, 4];
 const DISK: u64 = 16 * MIB;
 
 /// Makes an image and an export with so many queues.
-fn disk(ground: &Ground, name: &str, queues: u16) -> Result<(Image, Export)> {
+fn disk(ground: &ScenarioContext, name: &str, queues: u16) -> Result<(Image, Export)> {
     let image = ground.image(&format!("{name}{queues}.img"), DISK)?;
-    let export = ground.export(Device::File(image.path.clone()), &format!("{name}{queues}.sock"), queues);
+    let export = ground.export(OfferedDevice::File(image.path.clone()), &format!("{name}{queues}.sock"), queues);
     Ok((image, export))
 }
 
-fn program(ground: &Ground) -> Result<()> {
+fn program(ground: &ScenarioContext) -> Result<()> {
     let source = ground.path("client.c");
     fs::write(&source, include_str!("blkio-client.c")).with_context(|| format!("cannot write {}", source.display()))?;
     let program = ground.path("client");
@@ -75,7 +75,7 @@ fn check_image(image: &Image) -> Result<()> {
     Ok(())
 }
 
-fn qemu(ground: &Ground) -> Result<()> {
+fn qemu(ground: &ScenarioContext) -> Result<()> {
     for queues in QUEUES {
         let about = || format!("with {queues} queues");
         let (image, export) = disk(ground, "disk", queues)?;

@@ -10,98 +10,98 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::Value;
 
-use super::{CLIENT_LIMIT, Ground, MIB, Place, Scenario};
+use super::{CLIENT_LIMIT, MIB, RunsIn, Scenario, ScenarioContext};
 use crate::process::{self, Ended};
-use crate::server::{Device, Export, Server};
+use crate::server::{Export, OfferedDevice, ReadyServer};
 use crate::vm::Vm;
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "control-inspect",
         sentence: "inspect shows devices, exports, queues and lanes, and under load the requests in flight, as text and JSON",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: inspect,
     },
     Scenario {
         name: "control-socket",
         sentence: "the control socket is where it is asked to be, private, gone at the end, and found among several",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: socket,
     },
     Scenario {
         name: "control-size",
         sentence: "set grows a disk and its file, finds a file that others have grown, and shrinks none that is attached",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: size,
     },
     Scenario {
         name: "control-limits",
         sentence: "set bounds requests in flight and their length under load, and what an export offers",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: limits,
     },
     Scenario {
         name: "control-lanes",
         sentence: "set changes the number of lanes under load: queues move and go on, and every byte is where it belongs",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: lanes,
     },
     Scenario {
         name: "control-scheduler",
         sentence: "set puts one scheduler in the place of another under load, inspect shows it, and every byte is where it belongs",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: scheduler,
     },
     Scenario {
         name: "control-refusals",
         sentence: "what cannot be set is refused with its name, the reason and what helps, and changes nothing",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: refusals,
     },
     Scenario {
         name: "control-guest-grows",
         sentence: "a guest that does I/O sees its disk grow, uses what was added, and loses nothing",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: guest_grows,
     },
 ];
 
 /// A daemon with its control socket at `control.sock`.
-pub(super) fn serve(ground: &Ground, exports: &[Export]) -> Result<Server> {
+pub(super) fn serve(ground: &ScenarioContext, exports: &[Export]) -> Result<ReadyServer> {
     let mut command = ground.program.serve(exports)?;
     command.arg("--control").arg(ground.path("control.sock"));
     let sockets: Vec<_> = exports.iter().map(|export| export.socket.clone()).collect();
-    Server::start_command(&command, &sockets, &ground.log)
+    ReadyServer::start_command(&command, &sockets, &ground.log)
 }
 
 /// A command of ours at the control socket of that daemon.
-fn ask(ground: &Ground, words: &[&str]) -> Result<Ended> {
+fn ask(ground: &ScenarioContext, words: &[&str]) -> Result<Ended> {
     let mut command = ground.program.command()?;
     command.arg(words[0]).arg("--control").arg(ground.path("control.sock")).args(&words[1..]);
     process::run("blkyard", &command, CLIENT_LIMIT)
 }
 
-pub(super) fn succeed(ground: &Ground, words: &[&str]) -> Result<String> {
+pub(super) fn succeed(ground: &ScenarioContext, words: &[&str]) -> Result<String> {
     let ended = ask(ground, words)?;
     ensure!(ended.status.success(), "blkyard {words:?} failed ({}):\n{}", ended.status, ended.said());
     Ok(ended.stdout)
 }
 
-pub(super) fn tree(ground: &Ground) -> Result<Value> {
+pub(super) fn tree(ground: &ScenarioContext) -> Result<Value> {
     let text = succeed(ground, &["inspect", "--json"])?;
     serde_json::from_str(&text).with_context(|| format!("the tree is not JSON:\n{text}"))
 }
 
 /// The tree once it is as it should be.
-pub(super) fn tree_when(ground: &Ground, what: &str, ready: impl Fn(&Value) -> bool) -> Result<Value> {
+pub(super) fn tree_when(ground: &ScenarioContext, what: &str, ready: impl Fn(&Value) -> bool) -> Result<Value> {
     let begin = Instant::now();
     loop {
         let tree = tree(ground)?;
@@ -120,7 +120,7 @@ pub(super) fn all_answered(tree: &Value) -> bool {
 }
 
 /// Sets the number of lanes; again while a queue needs longer to come to rest than `set` has patience.
-fn set_lanes(ground: &Ground, lanes: usize) -> Result<String> {
+fn set_lanes(ground: &ScenarioContext, lanes: usize) -> Result<String> {
     let begin = Instant::now();
     loop {
         let ended = ask(ground, &["set", "daemon", &format!("lanes={lanes}")])?;
@@ -137,10 +137,10 @@ pub(super) fn sum(tree: &Value, pointer: &str) -> u64 {
     queues.flatten().filter_map(|queue| queue.pointer(pointer)?.as_u64()).sum()
 }
 
-fn inspect(ground: &Ground) -> Result<()> {
+fn inspect(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 8 * MIB)?;
-    let file = ground.export(Device::File(image.path), "disk.sock", 2);
-    let slow = ground.export(Device::Spec("null:64M?latency_us=300000".into()), "slow.sock", 1);
+    let file = ground.export(OfferedDevice::File(image.path), "disk.sock", 2);
+    let slow = ground.export(OfferedDevice::Spec("null:64M?latency_us=300000".into()), "slow.sock", 1);
     let server = serve(ground, &[file.clone(), slow.clone()])?;
     ground.qemu_io(&file.socket, &["write 0 64k".into(), "read 0 4k".into(), "flush".into()])?;
     let bench = ground.start_qemu_bench(&slow.socket, &["-c", "100000", "-d", "16", "-s", "4k", "-S", "64k"])?;
@@ -210,14 +210,14 @@ fn inspect(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn socket(ground: &Ground) -> Result<()> {
+fn socket(ground: &ScenarioContext) -> Result<()> {
     let folder = ground.path("run");
     std::fs::create_dir(&folder)?;
-    let serve = |leaf: &str, words: &[&str]| -> Result<Server> {
-        let export = ground.export(Device::Ram(16), leaf, 1);
+    let serve = |leaf: &str, words: &[&str]| -> Result<ReadyServer> {
+        let export = ground.export(OfferedDevice::Ram(16), leaf, 1);
         let mut command: Command = ground.program.serve(std::slice::from_ref(&export))?;
         command.args(words).env("XDG_RUNTIME_DIR", &folder);
-        Server::start_command(&command, &[export.socket], &ground.log)
+        ReadyServer::start_command(&command, &[export.socket], &ground.log)
     };
     let inspect = |words: &[&str]| {
         let mut command = ground.program.command()?;
@@ -270,7 +270,7 @@ fn socket(ground: &Ground) -> Result<()> {
 }
 
 /// What `set` says to a change that it must refuse: one of each group of words.
-pub(super) fn refused(ground: &Ground, words: &[&str], explained: &[&str]) -> Result<()> {
+pub(super) fn refused(ground: &ScenarioContext, words: &[&str], explained: &[&str]) -> Result<()> {
     let ended = ask(ground, words)?;
     ensure!(!ended.status.success(), "blkyard {words:?} should have been refused: {}", ended.said());
     for word in explained {
@@ -279,10 +279,10 @@ pub(super) fn refused(ground: &Ground, words: &[&str], explained: &[&str]) -> Re
     Ok(())
 }
 
-fn size(ground: &Ground) -> Result<()> {
+fn size(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 8 * MIB)?;
-    let file = ground.export(Device::File(image.path.clone()), "disk.sock", 2);
-    let null = ground.export(Device::Null(64), "null.sock", 1);
+    let file = ground.export(OfferedDevice::File(image.path.clone()), "disk.sock", 2);
+    let null = ground.export(OfferedDevice::Null(64), "null.sock", 1);
     let server = serve(ground, &[file.clone(), null.clone()])?;
     let served = |device: usize| -> Result<u64> {
         tree(ground)?["devices"][device]["size_bytes"].as_u64().context("a device without a size")
@@ -318,8 +318,8 @@ fn size(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn limits(ground: &Ground) -> Result<()> {
-    let export = ground.export(Device::Spec("null:64M?latency_us=20000".into()), "slow.sock", 2);
+fn limits(ground: &ScenarioContext) -> Result<()> {
+    let export = ground.export(OfferedDevice::Spec("null:64M?latency_us=20000".into()), "slow.sock", 2);
     let server = serve(ground, std::slice::from_ref(&export))?;
     let bench = ground.start_qemu_bench(&export.socket, &["-c", "10000000", "-d", "16", "-s", "4k", "-S", "64k"])?;
     let in_flight = |wanted: u64| {
@@ -347,8 +347,9 @@ fn limits(ground: &Ground) -> Result<()> {
     tree_when(ground, "the client's end", |tree| tree["exports"][0]["session"].is_null())?;
     ground.qemu_io(&export.socket, &["read 0 64k".into()])?;
 
-    let lines =
-        |server: &Server| Ok::<_, anyhow::Error>(server.said()?.lines().filter(|line| line.contains("IOPS")).count());
+    let lines = |server: &ReadyServer| {
+        Ok::<_, anyhow::Error>(server.said()?.lines().filter(|line| line.contains("IOPS")).count())
+    };
     ensure!(lines(&server)? == 0, "it prints statistics that nobody asked for");
     succeed(ground, &["set", "daemon", "stats=1"])?;
     let begin = Instant::now();
@@ -360,19 +361,19 @@ fn limits(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn lanes(ground: &Ground) -> Result<()> {
+fn lanes(ground: &ScenarioContext) -> Result<()> {
     const BYTE: u8 = 0x71;
     const SPIN_US: u64 = 7;
     let (filled, checked) = (ground.image("filled.img", 4 * MIB)?, ground.image("checked.img", 4 * MIB)?);
     let exports = [
-        ground.export(Device::Ram(16), "idle.sock", 1),
-        ground.export(Device::File(filled.path.clone()), "filled.sock", 1),
-        ground.export(Device::File(checked.path.clone()), "checked.sock", 1),
+        ground.export(OfferedDevice::Ram(16), "idle.sock", 1),
+        ground.export(OfferedDevice::File(filled.path.clone()), "filled.sock", 1),
+        ground.export(OfferedDevice::File(checked.path.clone()), "checked.sock", 1),
     ];
     let mut command = ground.program.serve(&exports)?;
     command.args(["--lanes", "2", "--control"]).arg(ground.path("control.sock"));
     let sockets: Vec<_> = exports.iter().map(|export| export.socket.clone()).collect();
-    let server = Server::start_command(&command, &sockets, &ground.log)?;
+    let server = ReadyServer::start_command(&command, &sockets, &ground.log)?;
 
     let pattern = format!("--pattern={BYTE}");
     let options = ["-w", &pattern, "-c", "100000000", "-d", "16", "-s", "4k"];
@@ -416,10 +417,10 @@ fn lanes(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn scheduler(ground: &Ground) -> Result<()> {
+fn scheduler(ground: &ScenarioContext) -> Result<()> {
     const BYTE: u8 = 0x5c;
     let image = ground.image("disk.img", 4 * MIB)?;
-    let export = ground.export(Device::File(image.path.clone()), "disk.sock", 1);
+    let export = ground.export(OfferedDevice::File(image.path.clone()), "disk.sock", 1);
     let server = serve(ground, std::slice::from_ref(&export))?;
     // Few tags, so that bios wait.
     succeed(ground, &["set", "device:0", "depth=2"])?;
@@ -427,20 +428,20 @@ fn scheduler(ground: &Ground) -> Result<()> {
     let options = ["-w", &pattern, "-c", "100000000", "-d", "16", "-s", "4k"];
     let mut bench = ground.start_qemu_bench(&export.socket, &options)?;
     let writes = |tree: &Value| tree.pointer("/exports/0/queues/0/ops/write/ios").and_then(Value::as_u64);
-    let wishes = [
+    let requests = [
         ("deadline", &["scheduler=deadline", "fifo_batch=4"][..]),
         ("timeslice", &["scheduler=timeslice", "slice_us=250"]),
         ("timeslice", &["slice_us=1000", "idle_us=slice"]),
         ("kyber", &["scheduler=kyber"]),
     ];
-    for (name, wish) in wishes.into_iter().cycle().take(12) {
-        let said = succeed(ground, &[&["set", "device:disk.img"][..], wish].concat())?;
+    for (name, request) in requests.into_iter().cycle().take(12) {
+        let said = succeed(ground, &[&["set", "device:disk.img"][..], request].concat())?;
         ensure!(said.contains(&format!("scheduler {name}")), "set says: {said}");
         let before = writes(&tree(ground)?);
         let seen = tree_when(ground, "more writes", |tree| all_answered(tree) && writes(tree) > before)?;
         let shown = &seen["exports"][0]["queues"][0]["now"]["scheduler"];
         ensure!(shown["name"] == name, "{name} should be shown: {shown:#}");
-        for option in wish.iter().filter(|option| !option.starts_with("scheduler=")) {
+        for option in request.iter().filter(|option| !option.starts_with("scheduler=")) {
             let (key, value) = option.split_once('=').context("an option without a value")?;
             ensure!(shown["options"][key] == value, "{option} should be shown: {shown:#}");
         }
@@ -466,7 +467,7 @@ fn scheduler(ground: &Ground) -> Result<()> {
 }
 
 /// Writes and reads back at a socket until it is enough: each time other bytes, each time as another front-end.
-fn check_until(ground: &Ground, socket: &Path, enough: &AtomicBool) -> Result<()> {
+fn check_until(ground: &ScenarioContext, socket: &Path, enough: &AtomicBool) -> Result<()> {
     for round in 0_u32.. {
         if enough.load(Relaxed) {
             break;
@@ -480,7 +481,7 @@ fn check_until(ground: &Ground, socket: &Path, enough: &AtomicBool) -> Result<()
 }
 
 /// Waits until each export but the first has completed more writes.
-fn all_write_on(ground: &Ground) -> Result<()> {
+fn all_write_on(ground: &ScenarioContext) -> Result<()> {
     let writes =
         |tree: &Value| [1, 2].map(|export| tree["exports"][export]["queues"][0]["ops"]["write"]["ios"].as_u64());
     let before = writes(&tree(ground)?);
@@ -503,13 +504,13 @@ fn check_places(tree: &Value, lanes: usize, places: &[usize]) -> Result<()> {
     Ok(())
 }
 
-fn refusals(ground: &Ground) -> Result<()> {
+fn refusals(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 8 * MIB)?;
     let locked = ground.image("locked.img", 8 * MIB)?;
     let exports = [
-        ground.export(Device::File(image.path.clone()), "disk.sock", 2),
-        ground.export(Device::Ram(16), "ram.sock", 1),
-        ground.export(Device::ReadOnly(locked.path.clone()), "locked.sock", 1),
+        ground.export(OfferedDevice::File(image.path.clone()), "disk.sock", 2),
+        ground.export(OfferedDevice::Ram(16), "ram.sock", 1),
+        ground.export(OfferedDevice::ReadOnly(locked.path.clone()), "locked.sock", 1),
     ];
     let server = serve(ground, &exports)?;
     let before = tree(ground)?;
@@ -546,9 +547,9 @@ fn refusals(ground: &Ground) -> Result<()> {
     refused(ground, &["set", "device:0", "size=16M"], &["control.sock", "see that the daemon runs"])
 }
 
-fn guest_grows(ground: &Ground) -> Result<()> {
+fn guest_grows(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 16 * MIB)?;
-    let export = ground.export(Device::File(image.path.clone()), "disk.sock", 2);
+    let export = ground.export(OfferedDevice::File(image.path.clone()), "disk.sock", 2);
     let server = serve(ground, std::slice::from_ref(&export))?;
     let task = "modprobe virtio_blk
         size() { cat /sys/block/vda/size; }

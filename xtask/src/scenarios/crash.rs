@@ -9,30 +9,30 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::{CLIENT_LIMIT, Ground, Image, KIB, MIB, Missing, Place, Scenario};
+use super::{CLIENT_LIMIT, Image, KIB, MIB, Missing, RunsIn, Scenario, ScenarioContext};
 use crate::process::{self, Running};
-use crate::server::{Device, STOP_LIMIT};
+use crate::server::{OfferedDevice, STOP_LIMIT};
 use crate::vm::{Machine, Vm};
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "crash-guest-fio",
         sentence: "a guest goes on through eight daemons killed amid its writes, and fio finds every block's checksum intact",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: |ground| guest_fio(ground, false),
     },
     Scenario {
         name: "crash-guest-packed",
         sentence: "a guest with packed rings goes on through killed daemons as well",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: |ground| guest_fio(ground, true),
     },
     Scenario {
         name: "crash-slow-disk",
         sentence: "what a killed daemon had handed to a slow disk is on it before the next one serves, and is then done again",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: slow_disk,
     },
@@ -96,7 +96,7 @@ pub(super) fn end_load(machine: Machine, image: &Image) -> Result<()> {
     Ok(())
 }
 
-fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
+fn guest_fio(ground: &ScenarioContext, packed: bool) -> Result<()> {
     let kills = kills(8)?;
     let (image, export, mut server) = ground.serve_image(64 * MIB, 4)?;
     let vm = Vm::new(ground.guest, 4).disk(&export.socket, 4).reconnects_every_ms(RECONNECT_MS);
@@ -140,10 +140,10 @@ const BYTE: u8 = 0x5a;
 /// How often the slow disk does a write.
 const WRITE_EVERY: Duration = Duration::from_secs(1);
 
-fn slow_disk(ground: &Ground) -> Result<()> {
+fn slow_disk(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 8 * MIB)?;
     let slow = SlowDisk::start(ground, &image)?;
-    let export = ground.export(Device::File(slow.device.clone()), "disk.sock", 1);
+    let export = ground.export(OfferedDevice::File(slow.device.clone()), "disk.sock", 1);
     let server = ground.serve(std::slice::from_ref(&export))?;
     let task = format!(
         "modprobe virtio_blk && tr '\\0' '\\{BYTE:o}' </dev/zero | dd of=/tmp/block bs=4k count=1 iflag=fullblock 2>/dev/null
@@ -187,7 +187,7 @@ struct SlowDisk {
 }
 
 impl SlowDisk {
-    fn start(ground: &Ground, image: &Image) -> Result<SlowDisk> {
+    fn start(ground: &ScenarioContext, image: &Image) -> Result<SlowDisk> {
         let file = ground.path("slow.img");
         File::create_new(&file).with_context(|| format!("cannot make {}", file.display()))?;
         let mut command = ground.guest.command("qemu-storage-daemon");

@@ -7,92 +7,92 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::{CLIENT_LIMIT, Ground, KIB, MIB, Place, Scenario};
+use super::{CLIENT_LIMIT, KIB, MIB, RunsIn, Scenario, ScenarioContext};
 use crate::process;
-use crate::server::{self, Device, Server};
+use crate::server::{self, OfferedDevice, ReadyServer};
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "daemon-ram",
         sentence: "a RAM disk keeps what is written from one connection to the next",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: ram,
     },
     Scenario {
         name: "daemon-null",
         sentence: "a null disk takes every write and answers every read",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: null,
     },
     Scenario {
         name: "daemon-idle",
         sentence: "with sixteen queues, a client attached and nothing to do, the daemon uses less than 1 % of a processor",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: idle,
     },
     Scenario {
         name: "daemon-sigterm",
         sentence: "SIGTERM under load ends the daemon soon and with success",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: sigterm,
     },
     Scenario {
         name: "daemon-second-client",
         sentence: "a second client at a socket neither disturbs the first nor is forgotten once that has left",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: second_client,
     },
     Scenario {
         name: "daemon-client-killed",
         sentence: "a client killed in the middle of its writes takes nothing with it: the next one is served",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: client_killed,
     },
     Scenario {
         name: "daemon-stats",
         sentence: "with --stats 1 the daemon says something of its export every second",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: stats,
     },
     Scenario {
         name: "daemon-bare-serve",
         sentence: "serve without arguments makes a sparse image of 1 GiB and a socket, and says how to attach it",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: bare_serve,
     },
     Scenario {
         name: "daemon-options",
         sentence: "the ways to reach a file (with and without the page cache, written through or not) lead to the same bytes",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: options,
     },
     Scenario {
         name: "daemon-config",
         sentence: "a file of settings serves several disks as it says, with the permissions of the socket it asks for",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: config,
     },
     Scenario {
         name: "daemon-bench",
         sentence: "bench with verification on a file ends well, and its report for programs is JSON",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: bench,
     },
 ];
 
-fn ram(ground: &Ground) -> Result<()> {
-    let export = ground.export(Device::Ram(64), "ram.sock", 4);
+fn ram(ground: &ScenarioContext) -> Result<()> {
+    let export = ground.export(OfferedDevice::Ram(64), "ram.sock", 4);
     let server = ground.serve(std::slice::from_ref(&export))?;
     let writes = ["read -P 0 0 1M", "write -P 0x19 0 1M", "write -P 0x20 32769k 512", "write -z 64k 64k"];
     ground.qemu_io(&export.socket, &writes.map(String::from))?;
@@ -103,8 +103,8 @@ fn ram(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn null(ground: &Ground) -> Result<()> {
-    let export = ground.export(Device::Null(1024), "null.sock", 4);
+fn null(ground: &ScenarioContext) -> Result<()> {
+    let export = ground.export(OfferedDevice::Null(1024), "null.sock", 4);
     let server = ground.serve(std::slice::from_ref(&export))?;
     ground.qemu_io(&export.socket, &["write -P 0x19 1023M 1M".into(), "read 0 1M".into(), "flush".into()])?;
     ground.qemu_bench(&export.socket, &["-c", "50000", "-d", "64", "-s", "4k"])?;
@@ -112,7 +112,7 @@ fn null(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn idle(ground: &Ground) -> Result<()> {
+fn idle(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(8 * MIB, 16)?;
     let client = ground.start_silent_client(&export.socket, &image)?;
     super::check_idle(&server)?;
@@ -122,7 +122,7 @@ fn idle(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn sigterm(ground: &Ground) -> Result<()> {
+fn sigterm(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(32 * MIB, 1)?;
     let options = ["-w", "--pattern=0x5e", "-c", "50000000", "-d", "64", "-s", "4k"];
     let mut client = ground.start_qemu_bench(&export.socket, &options)?;
@@ -137,7 +137,7 @@ fn sigterm(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn second_client(ground: &Ground) -> Result<()> {
+fn second_client(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(32 * MIB, 1)?;
     image.write(31 * MIB, &[0x29; 4096])?;
     let mut first =
@@ -152,7 +152,7 @@ fn second_client(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn client_killed(ground: &Ground) -> Result<()> {
+fn client_killed(ground: &ScenarioContext) -> Result<()> {
     let (image, export, mut server) = ground.serve_image(32 * MIB, 2)?;
     for round in 0..3_u8 {
         let byte = 0x81 + round;
@@ -170,12 +170,12 @@ fn client_killed(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn stats(ground: &Ground) -> Result<()> {
+fn stats(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 8 * MIB)?;
-    let export = ground.export(Device::File(image.path), "disk.sock", 1);
+    let export = ground.export(OfferedDevice::File(image.path), "disk.sock", 1);
     let mut command = ground.program.serve(std::slice::from_ref(&export))?;
     command.args(["--stats", "1"]);
-    let mut server = Server::start_command(&command, std::slice::from_ref(&export.socket), &ground.log)?;
+    let mut server = ReadyServer::start_command(&command, std::slice::from_ref(&export.socket), &ground.log)?;
     ground.qemu_io(&export.socket, &["write 0 1M".into()])?;
     // While nothing happens a line comes each second: from anywhere between two to the fourth after it are 3 to 4 s. A
     // busy machine may make that longer, and so they are tried for several times; nothing makes it shorter.
@@ -195,11 +195,11 @@ fn stats(ground: &Ground) -> Result<()> {
     bail!("four lines of statistics took {took:?}")
 }
 
-fn bare_serve(ground: &Ground) -> Result<()> {
+fn bare_serve(ground: &ScenarioContext) -> Result<()> {
     let mut command = ground.program.command()?;
     command.arg("serve").current_dir(ground.path(""));
     let socket = ground.path("blkyard.sock");
-    let server = Server::start_command(&command, std::slice::from_ref(&socket), &ground.log)?;
+    let server = ReadyServer::start_command(&command, std::slice::from_ref(&socket), &ground.log)?;
     let said = server.said()?;
     for word in ["blkyard.img", "blkyard.sock", "vhost-user-blk-pci", "num-queues", "share=on"] {
         ensure!(said.contains(word), "serve says nothing of {word}:\n{said}");
@@ -213,17 +213,17 @@ fn bare_serve(ground: &Ground) -> Result<()> {
     image.check_pattern(0, 64 * KIB, 0x42)?;
     server.stop()?;
     // A second run finds the image and keeps it.
-    Server::start_command(&command, &[socket], &ground.log)?.stop()?;
+    ReadyServer::start_command(&command, &[socket], &ground.log)?.stop()?;
     image.check_pattern(0, 64 * KIB, 0x42)
 }
 
-fn options(ground: &Ground) -> Result<()> {
+fn options(ground: &ScenarioContext) -> Result<()> {
     for (number, option) in
         ["direct=on", "direct=off", "cache=writethrough", "direct=off&cache=writethrough"].iter().enumerate()
     {
         let image = ground.image(&format!("{number}.img"), 16 * MIB)?;
-        let spec = format!("{}?{option}", Device::File(image.path.clone()).spec());
-        let export = ground.export(Device::Spec(spec), &format!("{number}.sock"), 2);
+        let spec = format!("{}?{option}", OfferedDevice::File(image.path.clone()).spec());
+        let export = ground.export(OfferedDevice::Spec(spec), &format!("{number}.sock"), 2);
         let server = ground.serve(std::slice::from_ref(&export)).with_context(|| format!("with {option}"))?;
         let commands =
             ["write -P 0x51 0 1M", "write -P 0x52 1049088 512", "write -z -u 64k 64k", "discard 128k 64k", "flush"];
@@ -244,7 +244,7 @@ fn options(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn config(ground: &Ground) -> Result<()> {
+fn config(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 16 * MIB)?;
     let (disk, memory) = (ground.path("disk.sock"), ground.path("memory.sock"));
     let text = format!(
@@ -260,7 +260,7 @@ fn config(ground: &Ground) -> Result<()> {
     fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
     let mut command = ground.program.command()?;
     command.arg("serve").arg("--config").arg(&path);
-    let server = Server::start_command(&command, &[disk.clone(), memory.clone()], &ground.log)?;
+    let server = ReadyServer::start_command(&command, &[disk.clone(), memory.clone()], &ground.log)?;
     let mode = disk.metadata().context("cannot look at the socket")?.permissions().mode() & 0o777;
     ensure!(mode == 0o640, "the socket's permissions are {mode:o} and not 640");
     ground.qemu_io(&disk, &["write -P 0x61 0 64k".into()])?;
@@ -270,7 +270,7 @@ fn config(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn bench(ground: &Ground) -> Result<()> {
+fn bench(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 16 * MIB)?;
     let run = |arguments: &[&str]| {
         let mut command: Command = ground.program.command()?;

@@ -8,31 +8,31 @@ use anyhow::{Context, Result, ensure};
 use serde_json::json;
 
 use super::crash::{end_load, go_on, load, wait_for_writes};
-use super::{Ground, Image, MIB, Place, Scenario};
+use super::{Image, MIB, RunsIn, Scenario, ScenarioContext};
 use crate::process::Running;
 use crate::qmp::Monitor;
-use crate::server::Server;
+use crate::server::ReadyServer;
 use crate::vm;
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "pasted-line",
         sentence: "the QEMU command that serve prints for several exports attaches them all, whatever their folder is called",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: all_exports,
     },
     Scenario {
         name: "first-mistakes",
         sentence: "a QEMU without shared memory, one with too many queues and one at a socket in use are answered in the log with the cure",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: mistakes,
     },
     Scenario {
         name: "pasted-line-guest",
         sentence: "a guest started by the line that serve prints uses its disks, and goes on when the daemon is killed or restarted",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: survives_restarts,
     },
@@ -60,7 +60,7 @@ struct Awkward {
 }
 
 impl Awkward {
-    fn new(ground: &Ground) -> Result<Awkward> {
+    fn new(ground: &ScenarioContext) -> Result<Awkward> {
         let folder = ground.path(FOLDER);
         std::fs::create_dir(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let image = |leaf: &str| ground.image(&format!("{FOLDER}/{leaf}"), 64 * MIB);
@@ -72,12 +72,12 @@ impl Awkward {
         Ok(Awkward { command, sockets: ["a.sock", "b.sock"].map(|leaf| folder.join(leaf)), images })
     }
 
-    fn serve(&self, ground: &Ground) -> Result<Server> {
-        Server::start_command(&self.command, &self.sockets, &ground.log)
+    fn serve(&self, ground: &ScenarioContext) -> Result<ReadyServer> {
+        ReadyServer::start_command(&self.command, &self.sockets, &ground.log)
     }
 }
 
-fn all_exports(ground: &Ground) -> Result<()> {
+fn all_exports(ground: &ScenarioContext) -> Result<()> {
     let served = Awkward::new(ground)?;
     let server = served.serve(ground)?;
     let said = server.said()?;
@@ -111,13 +111,13 @@ fn all_exports(ground: &Ground) -> Result<()> {
 }
 
 /// Runs a line as a shell does, with the test guest's QEMU.
-fn paste(ground: &Ground, line: &str) -> Result<Running> {
+fn paste(ground: &ScenarioContext, line: &str) -> Result<Running> {
     let mut shell = Command::new("sh");
     shell.args(["-c", line]).env("PATH", ground.guest.search_path());
     Running::start("QEMU", &shell)
 }
 
-fn mistakes(ground: &Ground) -> Result<()> {
+fn mistakes(ground: &ScenarioContext) -> Result<()> {
     let (_, _, mut server) = ground.serve_image(MIB, 2)?;
     let line = printed_line(&server.said()?)?.to_owned();
     // No boot is needed: the firmware looks at the disk.
@@ -145,7 +145,7 @@ fn mistakes(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn survives_restarts(ground: &Ground) -> Result<()> {
+fn survives_restarts(ground: &ScenarioContext) -> Result<()> {
     const MARK: &str = "second disk";
     let served = Awkward::new(ground)?;
     let [first, second] = &served.images;

@@ -5,77 +5,77 @@
 
 use anyhow::{Context, Result, ensure};
 
-use super::{Ground, KIB, MIB, Place, Scenario};
+use super::{KIB, MIB, RunsIn, Scenario, ScenarioContext};
 use crate::process;
-use crate::server::Device;
+use crate::server::OfferedDevice;
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "foreign-patterns",
         sentence: "what a foreign client writes it reads back, also after it reconnects, and the image holds it",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: patterns,
     },
     Scenario {
         name: "foreign-sizes",
         sentence: "transfers of many sizes at many offsets, up to 1 MiB and more, leave exactly the bytes they should",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: sizes,
     },
     Scenario {
         name: "foreign-sectors",
         sentence: "a write of one 512-byte sector leaves its neighbours alone",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: sectors,
     },
     Scenario {
         name: "foreign-zeroes",
         sentence: "write zeroes, with unmap and without, reads as zeroes and touches nothing beside it",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: zeroes,
     },
     Scenario {
         name: "foreign-discard",
         sentence: "a discard gives the image's blocks back to the file system",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: discard,
     },
     Scenario {
         name: "foreign-depth",
         sentence: "64 writes and 64 reads at a time all arrive",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: depth,
     },
     Scenario {
         name: "foreign-reconnect",
         sentence: "a client that leaves and comes back, again and again, finds what it wrote last",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: reconnect,
     },
     Scenario {
         name: "foreign-two-exports",
         sentence: "two exports of one daemon, in use at the same time, do not mix their bytes",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: two_exports,
     },
     Scenario {
         name: "foreign-read-only",
         sentence: "a read-only export can be read, refuses writes and leaves its image as it was",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: false,
         tell: read_only,
     },
 ];
 
-fn patterns(ground: &Ground) -> Result<()> {
+fn patterns(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(64 * MIB, 1)?;
     let places: Vec<(u64, u64, u8)> =
         vec![(0, 64 * KIB, 0x5a), (MIB, 4 * KIB, 0x01), (5 * MIB + 4 * KIB, 12 * KIB, 0xfe), (63 * MIB, MIB, 0x77)];
@@ -100,7 +100,7 @@ fn patterns(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn sizes(ground: &Ground) -> Result<()> {
+fn sizes(ground: &ScenarioContext) -> Result<()> {
     const DISK: u64 = 16 * MIB;
     let (image, export, server) = ground.serve_image(DISK, 1)?;
     let sizes = [512, 1024, 1536, 4096, 4608, 8192, 65024, 65536, 131_072, 131_584, 524_288, MIB - 512, MIB, 2 * MIB];
@@ -127,7 +127,7 @@ fn sizes(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn sectors(ground: &Ground) -> Result<()> {
+fn sectors(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(4 * MIB, 1)?;
     let mut expected = vec![0xaa; 64 * 1024];
     let mut commands = vec!["write -P 0xaa 0 64k".to_owned()];
@@ -144,7 +144,7 @@ fn sectors(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn zeroes(ground: &Ground) -> Result<()> {
+fn zeroes(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(16 * MIB, 1)?;
     let commands = [
         "write -P 0x11 0 8M",
@@ -173,7 +173,7 @@ fn zeroes(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn discard(ground: &Ground) -> Result<()> {
+fn discard(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(32 * MIB, 1)?;
     ground.qemu_io(&export.socket, &["write -P 0x22 0 16M".into(), "flush".into()])?;
     let before = image.allocated()?;
@@ -189,7 +189,7 @@ fn discard(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn depth(ground: &Ground) -> Result<()> {
+fn depth(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(32 * MIB, 1)?;
     ground.qemu_bench(&export.socket, &["-w", "--pattern=0x66", "-c", "8192", "-d", "64", "-s", "4k"])?;
     // This client turns back to the start one block before the end.
@@ -202,7 +202,7 @@ fn depth(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn reconnect(ground: &Ground) -> Result<()> {
+fn reconnect(ground: &ScenarioContext) -> Result<()> {
     let (image, export, mut server) = ground.serve_image(8 * MIB, 2)?;
     for round in 1..=10_u8 {
         let offset = u64::from(round - 1) * 64 * KIB;
@@ -218,11 +218,11 @@ fn reconnect(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn two_exports(ground: &Ground) -> Result<()> {
+fn two_exports(ground: &ScenarioContext) -> Result<()> {
     let (left, right) = (ground.image("left.img", 16 * MIB)?, ground.image("right.img", 16 * MIB)?);
     let exports = [
-        ground.export(Device::File(left.path.clone()), "left.sock", 1),
-        ground.export(Device::File(right.path.clone()), "right.sock", 2),
+        ground.export(OfferedDevice::File(left.path.clone()), "left.sock", 1),
+        ground.export(OfferedDevice::File(right.path.clone()), "right.sock", 2),
     ];
     let server = ground.serve(&exports)?;
     let options = |pattern| ["-w", pattern, "-c", "20000", "-d", "16", "-s", "4k"];
@@ -238,10 +238,10 @@ fn two_exports(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn read_only(ground: &Ground) -> Result<()> {
+fn read_only(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 8 * MIB)?;
     image.write(0, &vec![0x3c; 64 * 1024])?;
-    let export = ground.export(Device::ReadOnly(image.path.clone()), "disk.sock", 1);
+    let export = ground.export(OfferedDevice::ReadOnly(image.path.clone()), "disk.sock", 1);
     let mut server = ground.serve(std::slice::from_ref(&export))?;
     let read = ground.try_qemu_io(&export.socket, &["read -P 0x3c 0 64k".into()], &["-r"])?;
     ensure!(read.status.success() && read.said().contains("read 65536/65536"), "cannot be read: {}", read.said());

@@ -10,113 +10,113 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 
 use super::crash::{END, END_AT};
-use super::{CLIENT_LIMIT, Ground, KIB, MIB, Place, Scenario};
+use super::{CLIENT_LIMIT, KIB, MIB, RunsIn, Scenario, ScenarioContext};
 use crate::process::{run, succeed};
-use crate::server::{Device, Export};
+use crate::server::{Export, OfferedDevice};
 use crate::vm::Vm;
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "guest-queues",
         sentence: "a guest has as many hardware queues as the smaller of its processors and the export's queues",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: false,
         tell: queues,
     },
     Scenario {
         name: "guest-idle",
         sentence: "with a guest's sixteen queues attached and nothing to do, the daemon uses less than 1 % of a processor",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: false,
         tell: idle,
     },
     Scenario {
         name: "guest-serial",
         sentence: "a guest sees the serial number and the size that were set",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: serial,
     },
     Scenario {
         name: "guest-file-system",
         sentence: "files in an ext4 made by the guest have the same sums before and after a remount, and on the host",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: false,
         tell: file_system,
     },
     Scenario {
         name: "guest-fio-verify",
         sentence: "fio, writing from several jobs at once, finds every block's checksum intact",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: false,
         tell: fio_verify,
     },
     Scenario {
         name: "guest-packed",
         sentence: "a guest with packed rings finds every block's checksum intact, also after its driver was reset",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: packed,
     },
     Scenario {
         name: "guest-in-order",
         sentence: "a guest whose rings keep the order, split and packed, finds every block's checksum intact, also after its driver was reset",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: in_order,
     },
     Scenario {
         name: "guest-migrated",
         sentence: "a guest that moves to another QEMU amid its I/O, split or packed, finds every block's checksum intact",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: migrated,
     },
     Scenario {
         name: "guest-discard",
         sentence: "blkdiscard gives blocks back to the host, and zeroes out what it is told to",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: false,
         tell: discard,
     },
     Scenario {
         name: "guest-boots-from-disk",
         sentence: "a guest boots from a root on the disk, and what it leaves there is there",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: false,
         tell: boots_from_disk,
     },
     Scenario {
         name: "guest-restarted",
         sentence: "a guest that is started again, and one that reboots, find their data with the same daemon",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: false,
         tell: restarted,
     },
     Scenario {
         name: "guest-daemon-sigterm",
         sentence: "a daemon stopped amid a guest's writes loses none that the guest saw acknowledged and synced",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: false,
         tell: daemon_sigterm,
     },
     Scenario {
         name: "guest-write-cache",
         sentence: "a guest can turn the disk's write cache off and on, and writes both ways",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: false,
         tell: write_cache,
     },
     Scenario {
         name: "guest-read-only",
         sentence: "a guest is told that a read-only disk is one, and cannot write to it",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: false,
         tell: read_only,
     },
 ];
 
-fn queues(ground: &Ground) -> Result<()> {
+fn queues(ground: &ScenarioContext) -> Result<()> {
     let (_image, export, server) = ground.serve_image(16 * MIB, 4)?;
     for processors in [4, 2] {
         let vm = Vm::new(ground.guest, processors).disk(&export.socket, 4);
@@ -137,13 +137,13 @@ fn queues(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn idle(ground: &Ground) -> Result<()> {
+fn idle(ground: &ScenarioContext) -> Result<()> {
     // Four disks of four queues: a machine with sixteen processors takes most of a minute to boot here.
     let mut exports = Vec::new();
     let mut vm = Vm::new(ground.guest, 4);
     for number in 0..4 {
         let image = ground.image(&format!("{number}.img"), 16 * MIB)?;
-        let export = ground.export(Device::File(image.path), &format!("{number}.sock"), 4);
+        let export = ground.export(OfferedDevice::File(image.path), &format!("{number}.sock"), 4);
         vm = vm.disk(&export.socket, 4);
         exports.push(export);
     }
@@ -157,9 +157,9 @@ fn idle(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn serial(ground: &Ground) -> Result<()> {
+fn serial(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 24 * MIB)?;
-    let mut export = ground.export(Device::File(image.path), "disk.sock", 1);
+    let mut export = ground.export(OfferedDevice::File(image.path), "disk.sock", 1);
     export.serial = Some("abc-123");
     let server = ground.serve(std::slice::from_ref(&export))?;
     let vm = Vm::new(ground.guest, 1).disk(&export.socket, 1);
@@ -170,7 +170,7 @@ fn serial(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn file_system(ground: &Ground) -> Result<()> {
+fn file_system(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(96 * MIB, 2)?;
     let task = "set -e
         modprobe -a virtio_blk ext4
@@ -198,7 +198,7 @@ fn file_system(ground: &Ground) -> Result<()> {
 }
 
 /// Checks an ext4 with the host's tools, and the sums of the files in deep/er.
-fn check_file_system(ground: &Ground, image: &super::Image, sums: &BTreeMap<String, String>) -> Result<()> {
+fn check_file_system(ground: &ScenarioContext, image: &super::Image, sums: &BTreeMap<String, String>) -> Result<()> {
     let mut check = ground.guest.command("e2fsck");
     succeed("e2fsck", check.args(["-f", "-n"]).arg(&image.path), CLIENT_LIMIT)?;
     for (name, sum) in sums {
@@ -218,7 +218,7 @@ fn parse_sums(text: &str) -> BTreeMap<String, String> {
     text.lines().filter_map(|line| line.split_once("  ")).map(|(sum, name)| (name.to_owned(), sum.to_owned())).collect()
 }
 
-fn fio_verify(ground: &Ground) -> Result<()> {
+fn fio_verify(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(64 * MIB, 4)?;
     let task = "modprobe virtio_blk && fio --filename=/dev/vda --direct=1 --ioengine=libaio --thread --group_reporting \
         --verify=crc32c --verify_fatal=1 --iodepth=16 --output-format=terse --output=/dev/null \
@@ -233,7 +233,7 @@ fn fio_verify(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn packed(ground: &Ground) -> Result<()> {
+fn packed(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(64 * MIB, 4)?;
     let output = Vm::new(ground.guest, 4).disk(&export.socket, 4).packed().succeed(&verified(&[RING_PACKED]))?;
     let lines: Vec<_> = output.lines().collect();
@@ -243,7 +243,7 @@ fn packed(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn in_order(ground: &Ground) -> Result<()> {
+fn in_order(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(64 * MIB, 2)?;
     for (packed, features) in [(false, "features 01"), (true, "features 11")] {
         let vm = Vm::new(ground.guest, 2).disk(&export.socket, 2).in_order();
@@ -284,9 +284,9 @@ fn verified(features: &[u32]) -> String {
     format!("set -e\nmodprobe virtio_blk\necho features $(cut -c {features} /sys/block/vda/device/features)\n{load}")
 }
 
-fn migrated(ground: &Ground) -> Result<()> {
+fn migrated(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 64 * MIB)?;
-    let device = Device::Spec(format!("file:{}?share=on", image.path.display()));
+    let device = OfferedDevice::Spec(format!("file:{}?share=on", image.path.display()));
     let exports = ["from.sock", "to.sock"].map(|socket| ground.export(device.clone(), socket, 2));
     let server = ground.serve(&exports)?;
     // What is verified is read into the guest's memory by the daemon: a page that did not move is a wrong checksum.
@@ -327,7 +327,7 @@ fn migrated(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn discard(ground: &Ground) -> Result<()> {
+fn discard(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(32 * MIB, 2)?;
     let task = "set -e
         modprobe virtio_blk
@@ -353,12 +353,12 @@ fn discard(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn boots_from_disk(ground: &Ground) -> Result<()> {
+fn boots_from_disk(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("root.img", 384 * MIB)?;
     let mut make = ground.guest.command("mke2fs");
     make.args(["-q", "-F", "-t", "ext4", "-E", "root_owner=0:0", "-d"]).arg(ground.guest.root_tree()).arg(&image.path);
     succeed("mke2fs", &make, CLIENT_LIMIT)?;
-    let export = ground.export(Device::File(image.path.clone()), "root.sock", 2);
+    let export = ground.export(OfferedDevice::File(image.path.clone()), "root.sock", 2);
     let server = ground.serve(std::slice::from_ref(&export))?;
     let vm = Vm::new(ground.guest, 2).disk(&export.socket, 2).boot_from_disk();
     let output = vm.succeed("grep ' / ' /proc/mounts && fio --version && echo 'the guest was here' >/trace && sync")?;
@@ -375,7 +375,7 @@ fn boots_from_disk(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn restarted(ground: &Ground) -> Result<()> {
+fn restarted(ground: &ScenarioContext) -> Result<()> {
     let (image, export, mut server) = ground.serve_image(16 * MIB, 2)?;
     let vm = Vm::new(ground.guest, 2).disk(&export.socket, 2);
     vm.succeed("modprobe virtio_blk && echo first | dd of=/dev/vda bs=512 seek=8 conv=sync,fsync 2>/dev/null")?;
@@ -399,7 +399,7 @@ fn restarted(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn daemon_sigterm(ground: &Ground) -> Result<()> {
+fn daemon_sigterm(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(64 * MIB, 2)?;
     // Numbers one by one in the lower half, each printed only once it is synced; in the upper half
     // many writes at a time, so that some are in flight when the end comes.
@@ -434,7 +434,7 @@ fn daemon_sigterm(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn write_cache(ground: &Ground) -> Result<()> {
+fn write_cache(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(16 * MIB, 1)?;
     let task = "set -e
         modprobe virtio_blk
@@ -461,10 +461,10 @@ fn write_cache(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn read_only(ground: &Ground) -> Result<()> {
+fn read_only(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 8 * MIB)?;
     image.write(0, &[b'r'; 4096])?;
-    let export = ground.export(Device::ReadOnly(image.path.clone()), "disk.sock", 1);
+    let export = ground.export(OfferedDevice::ReadOnly(image.path.clone()), "disk.sock", 1);
     let server = ground.serve(std::slice::from_ref(&export))?;
     let task = "modprobe virtio_blk
         cat /sys/block/vda/ro

@@ -31,7 +31,7 @@ use tempfile::TempDir;
 
 use crate::guest::Guest;
 use crate::process::{self, Ended, Running};
-use crate::server::{Device, Export, Program, Server};
+use crate::server::{Export, OfferedDevice, Program, ReadyServer};
 
 /// Ends a client that hangs. The longest takes 3 s on an idle machine, and much longer on one that has other things to
 /// do.
@@ -42,7 +42,7 @@ pub const MIB: u64 = 1 << 20;
 
 /// Where a scenario is told, and so what it needs.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum RunsIn {
     /// Clients on this machine.
     Host,
     /// A booted guest.
@@ -53,10 +53,10 @@ pub struct Scenario {
     pub name: &'static str,
     /// Completes "This test shows that …".
     pub sentence: &'static str,
-    pub place: Place,
+    pub place: RunsIn,
     /// Whether it holds of blkyard alone, and not of any server of vhost-user-blk.
     pub ours: bool,
-    pub tell: fn(&Ground) -> Result<()>,
+    pub tell: fn(&ScenarioContext) -> Result<()>,
 }
 
 /// All of them, in the order they are told.
@@ -85,7 +85,7 @@ impl std::fmt::Display for Missing {
 impl std::error::Error for Missing {}
 
 /// What a scenario stands on.
-pub struct Ground<'a> {
+pub struct ScenarioContext<'a> {
     pub program: &'a Program,
     pub guest: &'a Guest,
     /// What servers say while the scenario runs.
@@ -95,7 +95,7 @@ pub struct Ground<'a> {
     folder: TempDir,
 }
 
-impl<'a> Ground<'a> {
+impl<'a> ScenarioContext<'a> {
     pub fn new(program: &'a Program, guest: &'a Guest, log: File) -> Result<Self> {
         // A short path: the name of a socket has 108 bytes.
         let folder = tempfile::Builder::new().prefix("blkyard-").tempdir().context("cannot make a temporary folder")?;
@@ -124,18 +124,18 @@ impl<'a> Ground<'a> {
     }
 
     /// An export of `device` at the socket `leaf`.
-    pub fn export(&self, device: Device, leaf: &str, queues: u16) -> Export {
+    pub fn export(&self, device: OfferedDevice, leaf: &str, queues: u16) -> Export {
         Export { device, socket: self.path(leaf), queues, serial: None }
     }
 
-    pub fn serve(&self, exports: &[Export]) -> Result<Server> {
-        Server::start(self.program, exports, &self.log)
+    pub fn serve(&self, exports: &[Export]) -> Result<ReadyServer> {
+        ReadyServer::start(self.program, exports, &self.log)
     }
 
     /// The most usual ground: an image of so many bytes, served at a socket.
-    pub fn serve_image(&self, bytes: u64, queues: u16) -> Result<(Image, Export, Server)> {
+    pub fn serve_image(&self, bytes: u64, queues: u16) -> Result<(Image, Export, ReadyServer)> {
         let image = self.image("disk.img", bytes)?;
-        let export = self.export(Device::File(image.path.clone()), "disk.sock", queues);
+        let export = self.export(OfferedDevice::File(image.path.clone()), "disk.sock", queues);
         let server = self.serve(std::slice::from_ref(&export))?;
         Ok((image, export, server))
     }
@@ -193,7 +193,7 @@ impl<'a> Ground<'a> {
 
 /// Checks that a server which has nothing to do uses less than 1 % of a processor. In processor time, which does not
 /// depend on what else this machine does.
-fn check_idle(server: &Server) -> Result<()> {
+fn check_idle(server: &ReadyServer) -> Result<()> {
     const WATCHED: Duration = Duration::from_secs(3);
     // A host that takes the processor away charges that to whoever runs just then, now and then; a daemon that does not
     // sleep shows in every window.

@@ -4,22 +4,22 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 
-use super::{Ground, KIB, MIB, Place, Scenario};
-use crate::server::{self, Device, Server};
+use super::{KIB, MIB, RunsIn, Scenario, ScenarioContext};
+use crate::server::{self, OfferedDevice, ReadyServer};
 use crate::vm::Vm;
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "plug-reprobe",
         sentence: "a driver that leaves its disk and takes it again, 100 times under load, loses nothing and costs the daemon nothing",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: reprobe,
     },
     Scenario {
         name: "plug-pulled",
         sentence: "a disk pulled under load takes only itself away, the daemon serves others, and plugged in again the disk is there",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: false,
         tell: pulled,
     },
@@ -43,12 +43,12 @@ const SAID: u64 = 8 * MIB;
 /// Where the writes go that are under way when the driver leaves.
 const LOST: u64 = 8 * MIB;
 
-fn reprobe(ground: &Ground) -> Result<()> {
+fn reprobe(ground: &ScenarioContext) -> Result<()> {
     let mut exports = Vec::new();
     let mut images = Vec::new();
     for leaf in ["packed", "split", "load"] {
         let image = ground.image(&format!("{leaf}.img"), 16 * MIB)?;
-        exports.push(ground.export(Device::File(image.path.clone()), &format!("{leaf}.sock"), 2));
+        exports.push(ground.export(OfferedDevice::File(image.path.clone()), &format!("{leaf}.sock"), 2));
         images.push(image);
     }
     let server = ground.serve(&exports)?;
@@ -91,10 +91,10 @@ fn reprobe(ground: &Ground) -> Result<()> {
     let vm = Vm::new(ground.guest, 2).disk(&exports[0].socket, 2).packed();
     let mut machine = vm.disk(&exports[1].socket, 2).disk(&exports[2].socket, 2).start(&task)?;
     machine.wait_for_output(|output| output.contains("warm\n"))?;
-    let before = Held::by(&server)?;
+    let before = HeldResources::by(&server)?;
     images[2].write(SAID, b"go")?;
     machine.wait_for_output(|output| output.contains("probed\n"))?;
-    let after = Held::by(&server)?;
+    let after = HeldResources::by(&server)?;
     images[2].write(SAID + 512, b"go")?;
     let output = machine.wait()?.success()?;
     ensure!(output == "warm\nprobed\nloaded\n", "the guest says:\n{output}");
@@ -109,15 +109,15 @@ fn reprobe(ground: &Ground) -> Result<()> {
 
 /// What a process has that it could keep for too long.
 #[derive(Debug)]
-struct Held {
+struct HeldResources {
     descriptors: usize,
     mappings: usize,
     /// Memory of its own, not what guests share.
     private_kib: u64,
 }
 
-impl Held {
-    fn by(server: &Server) -> Result<Self> {
+impl HeldResources {
+    fn by(server: &ReadyServer) -> Result<Self> {
         let of = |leaf: &str| format!("/proc/{}/{leaf}", server.id());
         let read = |leaf: &str| fs::read_to_string(of(leaf)).with_context(|| format!("cannot read {}", of(leaf)));
         let status = read("status")?;
@@ -143,14 +143,14 @@ impl Held {
 /// How often the disk is pulled.
 const PULLS: u8 = 3;
 
-fn pulled(ground: &Ground) -> Result<()> {
+fn pulled(ground: &ScenarioContext) -> Result<()> {
     const QUEUES: u16 = 2;
     const KEPT: usize = 0;
     const PULLED: usize = 1;
     let (image, kept) = (ground.image("pulled.img", 16 * MIB)?, ground.image("kept.img", 16 * MIB)?);
     let exports = [
-        ground.export(Device::File(kept.path), "kept.sock", QUEUES),
-        ground.export(Device::File(image.path.clone()), "pulled.sock", QUEUES),
+        ground.export(OfferedDevice::File(kept.path), "kept.sock", QUEUES),
+        ground.export(OfferedDevice::File(image.path.clone()), "pulled.sock", QUEUES),
     ];
     let mut server = ground.serve(&exports)?;
     // The disk that is pulled has the same name each time: the driver gives it the first one that is free. Its load

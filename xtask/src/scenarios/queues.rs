@@ -3,14 +3,14 @@
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
-use super::{Ground, Image, KIB, MIB, Place, Scenario, control};
-use crate::server::Device;
+use super::{Image, KIB, MIB, RunsIn, Scenario, ScenarioContext, control};
+use crate::server::OfferedDevice;
 use crate::vm::Vm;
 
 pub const SCENARIOS: &[Scenario] = &[Scenario {
     name: "queues-guest",
     sentence: "a guest writes and verifies disks of 1, 2, 4 and 16 queues, split and packed, through every queue of each",
-    place: Place::Guest,
+    place: RunsIn::Guest,
     ours: true,
     tell: guest,
 }];
@@ -40,14 +40,14 @@ const TASK: &str = "set -e
     echo verified
     sleep 1000";
 
-fn guest(ground: &Ground) -> Result<()> {
+fn guest(ground: &ScenarioContext) -> Result<()> {
     // As many processors as queues: a driver takes no more. Two of them boot, the others are started later, which is
     // faster.
     let mut vm = Vm::new(ground.guest, 16).online(2);
     let (mut images, mut exports) = (Vec::<Image>::new(), Vec::new());
     for (number, queues) in QUEUES.into_iter().enumerate() {
         let image = ground.image(&format!("{number}.img"), 16 * MIB)?;
-        let export = ground.export(Device::File(image.path.clone()), &format!("{number}.sock"), queues);
+        let export = ground.export(OfferedDevice::File(image.path.clone()), &format!("{number}.sock"), queues);
         vm = vm.disk(&export.socket, queues);
         if number + 1 == PACKED {
             vm = vm.packed();

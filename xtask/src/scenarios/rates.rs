@@ -6,13 +6,13 @@ use anyhow::{Result, ensure};
 use serde_json::Value;
 
 use super::control::{refused, serve, succeed, sum, tree, tree_when};
-use super::{CLIENT_LIMIT, Ground, MIB, Place, Scenario};
-use crate::server::Device;
+use super::{CLIENT_LIMIT, MIB, RunsIn, Scenario, ScenarioContext};
+use crate::server::OfferedDevice;
 
 pub const SCENARIOS: &[Scenario] = &[Scenario {
     name: "rates",
     sentence: "exports of one device keep to their limits and to its own, which set changes under load, and no request is lost",
-    place: Place::Host,
+    place: RunsIn::Host,
     ours: true,
     tell: rates,
 }];
@@ -24,17 +24,17 @@ const BURST_MS: u32 = 10;
 const MISSING: f64 = 0.25;
 
 /// I/Os of two exports, and when they were counted: not before the first instant, not after the second.
-struct Count {
+struct IoCounts {
     ios: [u64; 2],
     between: [Instant; 2],
 }
 
-fn count(ground: &Ground) -> Result<Count> {
+fn count(ground: &ScenarioContext) -> Result<IoCounts> {
     let before = Instant::now();
     let tree = tree(ground)?;
     let ios =
         |export: usize| tree.pointer(&format!("/exports/{export}/queues/0/ops/write/ios")).and_then(Value::as_u64);
-    Ok(Count { ios: [0, 1].map(|export| ios(export).unwrap_or(0)), between: [before, Instant::now()] })
+    Ok(IoCounts { ios: [0, 1].map(|export| ios(export).unwrap_or(0)), between: [before, Instant::now()] })
 }
 
 /// How long it is measured, window by window, until whoever wants more than its limit reaches it: nothing makes up for
@@ -43,7 +43,7 @@ const PATIENCE: Duration = CLIENT_LIMIT;
 
 /// Measures both exports. Neither passes its limit by more than the burst, nor do both together that of the device, in
 /// any window; whoever wants more than its limit reaches it in one of them.
-fn measure(ground: &Ground, what: &str, limits: [Option<f64>; 2], device: f64) -> Result<String> {
+fn measure(ground: &ScenarioContext, what: &str, limits: [Option<f64>; 2], device: f64) -> Result<String> {
     let begin = Instant::now();
     loop {
         match window(ground, what, limits, device)? {
@@ -55,7 +55,7 @@ fn measure(ground: &Ground, what: &str, limits: [Option<f64>; 2], device: f64) -
 
 /// The same in one window, or who did not reach its limit.
 fn window(
-    ground: &Ground,
+    ground: &ScenarioContext,
     what: &str,
     limits: [Option<f64>; 2],
     device: f64,
@@ -82,11 +82,11 @@ fn window(
     Ok(missed.map_or(Ok(measured), Err))
 }
 
-fn rates(ground: &Ground) -> Result<()> {
+fn rates(ground: &ScenarioContext) -> Result<()> {
     const BYTE: u8 = 0x6b;
     let image = ground.image("disk.img", 4 * MIB)?;
     let spec = format!("file:{}?share=on&iops_max=2000&burst_ms={BURST_MS}", image.path.display());
-    let export = |leaf| ground.export(Device::Spec(spec.clone()), leaf, 1);
+    let export = |leaf| ground.export(OfferedDevice::Spec(spec.clone()), leaf, 1);
     let exports = [export("limited.sock"), export("other.sock")];
     let server = serve(ground, &exports)?;
     let pattern = format!("--pattern={BYTE}");

@@ -12,71 +12,71 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 
-use super::{CLIENT_LIMIT, Ground, MIB, Place, Scenario};
+use super::{CLIENT_LIMIT, MIB, RunsIn, Scenario, ScenarioContext};
 use crate::process;
-use crate::server::{Device, Server};
+use crate::server::{OfferedDevice, ReadyServer};
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "refuse-image-in-use",
         sentence: "a second daemon on the same image is refused, and the first goes on",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: image_in_use,
     },
     Scenario {
         name: "refuse-live-socket",
         sentence: "a socket at which someone listens is left to them",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: live_socket,
     },
     Scenario {
         name: "refuse-not-a-socket",
         sentence: "a file in the place of the socket is neither replaced nor removed",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: not_a_socket,
     },
     Scenario {
         name: "replace-dead-socket",
         sentence: "a socket left behind by a daemon that was killed is in nobody's way",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: dead_socket,
     },
     Scenario {
         name: "refuse-unknown-key",
         sentence: "a misspelt key of a device, of an export or of a file of settings is refused by its name",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: unknown_key,
     },
     Scenario {
         name: "refuse-missing-image",
         sentence: "an image that is not there is refused, and not made",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: missing_image,
     },
     Scenario {
         name: "refuse-unwritable-image",
         sentence: "an image that may only be read is refused to someone who asks to write, and served read-only",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: unwritable_image,
     },
     Scenario {
         name: "refuse-odd-size",
         sentence: "an image that is no whole number of sectors, or empty, is refused",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: odd_size,
     },
     Scenario {
         name: "refuse-nonsense",
         sentence: "devices and exports that cannot be understood are refused",
-        place: Place::Host,
+        place: RunsIn::Host,
         ours: true,
         tell: nonsense,
     },
@@ -86,7 +86,7 @@ pub const SCENARIOS: &[Scenario] = &[
 const REFUSAL_LIMIT: Duration = Duration::from_mins(1);
 
 /// Serves `device` at `export` and checks that the refusal has one of each group of words in it.
-fn refused(ground: &Ground, device: &str, export: &str, words: &[&[&str]]) -> Result<()> {
+fn refused(ground: &ScenarioContext, device: &str, export: &str, words: &[&[&str]]) -> Result<()> {
     let error = ground.program.refusal(&["--device", device, "--export", export])?;
     explained(&error, words).with_context(|| format!("serve --device {device} --export {export}"))
 }
@@ -104,11 +104,11 @@ fn spec(socket: &Path) -> String {
     format!("vhost-user-blk:{}", socket.display())
 }
 
-fn image_in_use(ground: &Ground) -> Result<()> {
+fn image_in_use(ground: &ScenarioContext) -> Result<()> {
     let (image, export, mut server) = ground.serve_image(8 * MIB, 1)?;
     let path = image.path.display().to_string();
     let cure: &[&str] = &["stop", "end", "close", "another", "first", "readonly"];
-    let device = Device::File(image.path.clone()).spec();
+    let device = OfferedDevice::File(image.path.clone()).spec();
     refused(ground, &device, &spec(&ground.path("second.sock")), &[&[&path], &["in use", "locked", "lock"], cure])?;
     ensure!(!ground.path("second.sock").exists(), "the refused daemon left a socket");
     server.check_alive()?;
@@ -117,7 +117,7 @@ fn image_in_use(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn live_socket(ground: &Ground) -> Result<()> {
+fn live_socket(ground: &ScenarioContext) -> Result<()> {
     let (_image, export, mut server) = ground.serve_image(8 * MIB, 1)?;
     let socket = export.socket.display().to_string();
     refused(
@@ -139,7 +139,7 @@ fn live_socket(ground: &Ground) -> Result<()> {
     explained(&ground.program.refusal(&arguments)?, &[&["twice.sock"]])
 }
 
-fn not_a_socket(ground: &Ground) -> Result<()> {
+fn not_a_socket(ground: &ScenarioContext) -> Result<()> {
     let path = ground.path("precious");
     fs::write(&path, "do not remove")?;
     let name = path.display().to_string();
@@ -148,7 +148,7 @@ fn not_a_socket(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn dead_socket(ground: &Ground) -> Result<()> {
+fn dead_socket(ground: &ScenarioContext) -> Result<()> {
     let (image, export, server) = ground.serve_image(8 * MIB, 1)?;
     ground.qemu_io(&export.socket, &["write -P 0x32 0 64k".into()])?;
     server.kill();
@@ -172,9 +172,9 @@ fn dead_socket(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn unknown_key(ground: &Ground) -> Result<()> {
+fn unknown_key(ground: &ScenarioContext) -> Result<()> {
     let image = ground.image("disk.img", 8 * MIB)?;
-    let file = Device::File(image.path.clone()).spec();
+    let file = OfferedDevice::File(image.path.clone()).spec();
     let export = spec(&ground.path("disk.sock"));
     let unknown: &[&str] = &["unknown", "no key", "no option", "not know", "unexpected"];
     refused(ground, &format!("{file}?redonly=on"), &export, &[&["redonly"], unknown, &["readonly"]])?;
@@ -194,18 +194,23 @@ fn unknown_key(ground: &Ground) -> Result<()> {
     Ok(())
 }
 
-fn missing_image(ground: &Ground) -> Result<()> {
+fn missing_image(ground: &ScenarioContext) -> Result<()> {
     let path = ground.path("absent.img");
     let name = path.display().to_string();
     let cause: &[&str] = &["no such", "not found", "does not exist", "missing", "not there"];
     let cure: &[&str] = &["create", "make", "truncate", "check"];
-    refused(ground, &Device::File(path.clone()).spec(), &spec(&ground.path("a.sock")), &[&[&name], cause, cure])?;
+    refused(
+        ground,
+        &OfferedDevice::File(path.clone()).spec(),
+        &spec(&ground.path("a.sock")),
+        &[&[&name], cause, cure],
+    )?;
     ensure!(!path.exists(), "the image was made");
     ensure!(!ground.path("a.sock").exists(), "the refused daemon left a socket");
     Ok(())
 }
 
-fn unwritable_image(ground: &Ground) -> Result<()> {
+fn unwritable_image(ground: &ScenarioContext) -> Result<()> {
     /// Nobody's number on Debian; root may write whatever the permissions say.
     const NOBODY: &str = "65534";
     let image = ground.image("disk.img", 8 * MIB)?;
@@ -221,7 +226,7 @@ fn unwritable_image(ground: &Ground) -> Result<()> {
             command = Command::new("setpriv");
             command.args(["--reuid", NOBODY, "--regid", NOBODY, "--clear-groups", "--"]).arg(&program);
         }
-        let device = format!("{}{option}", Device::File(image.path.clone()).spec());
+        let device = format!("{}{option}", OfferedDevice::File(image.path.clone()).spec());
         command.args(["serve", "--device", &device, "--export", &spec(&ground.path("disk.sock"))]);
         command
     };
@@ -229,30 +234,30 @@ fn unwritable_image(ground: &Ground) -> Result<()> {
     ensure!(!ended.status.success(), "an image that cannot be written to was served:\n{}", ended.said());
     let name = image.path.display().to_string();
     explained(&ended.stderr, &[&[&name], &["permission", "read-only", "not be written"], &["readonly"]])?;
-    Server::start_command(&serve("?readonly=on"), &[ground.path("disk.sock")], &ground.log)?.stop()?;
+    ReadyServer::start_command(&serve("?readonly=on"), &[ground.path("disk.sock")], &ground.log)?.stop()?;
     Ok(())
 }
 
-fn odd_size(ground: &Ground) -> Result<()> {
+fn odd_size(ground: &ScenarioContext) -> Result<()> {
     for bytes in [8 * MIB + 1, 1000, 0] {
         let image = ground.image(&format!("odd-{bytes}.img"), bytes)?;
         let name = image.path.display().to_string();
         let words: &[&[&str]] =
             &[&[&name], &["512", "sector", "empty", "multiple"], &["truncate", "resize", "grow", "make"]];
-        refused(ground, &Device::File(image.path.clone()).spec(), &spec(&ground.path("odd.sock")), words)?;
+        refused(ground, &OfferedDevice::File(image.path.clone()).spec(), &spec(&ground.path("odd.sock")), words)?;
         ensure!(image.path.metadata()?.len() == bytes, "the image was resized");
     }
     Ok(())
 }
 
-fn nonsense(ground: &Ground) -> Result<()> {
+fn nonsense(ground: &ScenarioContext) -> Result<()> {
     let export = spec(&ground.path("disk.sock"));
     refused(ground, "tape:x", &export, &[&["tape"], &["file:", "ram:", "null:"]])?;
     refused(ground, "ram:plenty", &export, &[&["plenty"]])?;
     refused(ground, "ram:0", &export, &[&["ram:0", "0"]])?;
     refused(ground, "ram:16M", "carrier-pigeon:coop", &[&["carrier-pigeon"], &["vhost-user-blk"]])?;
     let folder = ground.path("");
-    refused(ground, &Device::File(folder.clone()).spec(), &export, &[&["directory", "folder"]])?;
+    refused(ground, &OfferedDevice::File(folder.clone()).spec(), &export, &[&["directory", "folder"]])?;
     let nowhere = spec(&ground.path("nowhere").join("disk.sock"));
     refused(ground, "ram:16M", &nowhere, &[&["nowhere"]])
 }

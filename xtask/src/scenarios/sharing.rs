@@ -7,14 +7,14 @@ use anyhow::{Context, Result, ensure};
 use serde_json::Value;
 
 use super::control::{serve, succeed, tree, tree_when};
-use super::{CLIENT_LIMIT, Ground, Place, Scenario};
+use super::{CLIENT_LIMIT, RunsIn, Scenario, ScenarioContext};
 use crate::process::{self, Running};
-use crate::server::{Device, Export};
+use crate::server::{Export, OfferedDevice};
 
 pub const SCENARIOS: &[Scenario] = &[Scenario {
     name: "sharing",
     sentence: "who reads one block at a time at an export hardly notices hundreds at another of the same device, unless queues go by themselves",
-    place: Place::Host,
+    place: RunsIn::Host,
     ours: true,
     tell: sharing,
 }];
@@ -40,7 +40,7 @@ const P99_TIMES: f64 = 1.5;
 struct Waits([f64; 2]);
 
 /// Reads of one block anywhere at an export.
-fn bench(ground: &Ground, export: &Export, options: &[&str]) -> Result<Command> {
+fn bench(ground: &ScenarioContext, export: &Export, options: &[&str]) -> Result<Command> {
     let mut command = ground.program.command()?;
     command.arg("bench").arg(format!("vhost-user:{}", export.socket.display()));
     command.args(["--rw", "randread"]).args(options);
@@ -48,7 +48,7 @@ fn bench(ground: &Ground, export: &Export, options: &[&str]) -> Result<Command> 
 }
 
 /// Reads one block at a time for a second.
-fn read(ground: &Ground, export: &Export) -> Result<Waits> {
+fn read(ground: &ScenarioContext, export: &Export) -> Result<Waits> {
     let command = bench(ground, export, &["--iodepth", "1", "--runtime", "1", "--output-format", "json"])?;
     let said = process::succeed("blkyard bench", &command, CLIENT_LIMIT)?;
     let report: Value = serde_json::from_str(&said).with_context(|| format!("the report is not JSON:\n{said}"))?;
@@ -60,7 +60,7 @@ fn read(ground: &Ground, export: &Export) -> Result<Waits> {
 }
 
 /// The same in several windows: of each figure the least.
-fn best(ground: &Ground, export: &Export) -> Result<Waits> {
+fn best(ground: &ScenarioContext, export: &Export) -> Result<Waits> {
     let mut best = read(ground, export)?;
     for _ in 1..WINDOWS {
         let Waits(next) = read(ground, export)?;
@@ -76,7 +76,7 @@ fn depth_kib(tree: &Value) -> Option<u64> {
 
 /// What who reads waits beside a neighbour: with sharing, the same once the neighbour was alone for a while, and
 /// without.
-fn compare(ground: &Ground, quiet: &Export) -> Result<(Waits, Waits, Waits)> {
+fn compare(ground: &ScenarioContext, quiet: &Export) -> Result<(Waits, Waits, Waits)> {
     // What the device can do is found while both want something: in seconds.
     let begin = Instant::now();
     while depth_kib(&tree(ground)?).is_none_or(|found| found > FOUND_KIB) {
@@ -91,8 +91,8 @@ fn compare(ground: &Ground, quiet: &Export) -> Result<(Waits, Waits, Waits)> {
     Ok((shared, again, best(ground, quiet)?))
 }
 
-fn sharing(ground: &Ground) -> Result<()> {
-    let export = |leaf| ground.export(Device::Spec(DEVICE.into()), leaf, 1);
+fn sharing(ground: &ScenarioContext) -> Result<()> {
+    let export = |leaf| ground.export(OfferedDevice::Spec(DEVICE.into()), leaf, 1);
     let exports = [export("noisy.sock"), export("quiet.sock")];
     let [noisy, quiet] = &exports;
     let server = serve(ground, &exports)?;

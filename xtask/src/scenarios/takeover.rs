@@ -6,22 +6,22 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 
-use super::{Ground, MIB, Place, Scenario, control, crash};
-use crate::server::{Device, Export, Server};
+use super::{MIB, RunsIn, Scenario, ScenarioContext, control, crash};
+use crate::server::{Export, OfferedDevice, ReadyServer};
 use crate::vm::Vm;
 
 pub const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "takeover-guest-fio",
         sentence: "a guest goes on as eight daemons take over one from another amid its writes, and fio finds every checksum intact",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: |ground| guest_fio(ground, false),
     },
     Scenario {
         name: "takeover-guest-packed",
         sentence: "a guest with packed rings goes on through eight takeovers as well",
-        place: Place::Guest,
+        place: RunsIn::Guest,
         ours: true,
         tell: |ground| guest_fio(ground, true),
     },
@@ -30,9 +30,9 @@ pub const SCENARIOS: &[Scenario] = &[
 /// Daemons that a guest has after its first.
 const HEIRS: usize = 8;
 
-fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
+fn guest_fio(ground: &ScenarioContext, packed: bool) -> Result<()> {
     let image = ground.image("disk.img", 64 * MIB)?;
-    let export = ground.export(Device::File(image.path.clone()), "disk.sock", 4);
+    let export = ground.export(OfferedDevice::File(image.path.clone()), "disk.sock", 4);
     let mut server = control::serve(ground, std::slice::from_ref(&export))?;
     let vm = Vm::new(ground.guest, 4).disk(&export.socket, 4);
     let mut machine = if packed { vm.packed() } else { vm }.start(&crash::load())?;
@@ -51,11 +51,11 @@ fn guest_fio(ground: &Ground, packed: bool) -> Result<()> {
 }
 
 /// Starts a daemon that takes the place of the one that serves, and asks it how long guests rested.
-fn take_over(ground: &Ground, export: &Export) -> Result<(Server, Duration)> {
+fn take_over(ground: &ScenarioContext, export: &Export) -> Result<(ReadyServer, Duration)> {
     const SAID: &str = "took over: guests rested ";
     let mut command = ground.program.command()?;
     command.args(["serve", "--takeover"]).arg(ground.path("control.sock"));
-    let server = Server::start_command(&command, std::slice::from_ref(&export.socket), &ground.log)?;
+    let server = ReadyServer::start_command(&command, std::slice::from_ref(&export.socket), &ground.log)?;
     let said = server.said()?;
     let rested = said.lines().find_map(|line| line.strip_prefix(SAID)?.split(' ').next()?.parse::<f64>().ok());
     let rested = rested.with_context(|| format!("the new daemon does not say how long guests rested:\n{said}"))?;

@@ -15,13 +15,13 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use self::progress::Watched;
+use self::progress::WatchedOutput;
 use self::report::Report;
 pub use self::report::Verdict;
-use self::steps::Step;
+use self::steps::TestStep;
 pub use self::steps::{build, cargo};
 use crate::guest::Guest;
-use crate::scenarios::{self, Ground, Missing, Place, Scenario};
+use crate::scenarios::{self, Missing, RunsIn, Scenario, ScenarioContext};
 use crate::server::Program;
 use crate::{process, repository};
 
@@ -36,7 +36,7 @@ const QUICK_SCENARIOS: &[&str] =
 const QUICK_TIME: Duration = Duration::from_mins(4);
 
 #[derive(clap::Args)]
-pub struct Options {
+pub struct TestOptions {
     /// Leave out the scenarios that boot a guest. Refused where CI is set.
     #[arg(long)]
     no_guest: bool,
@@ -54,7 +54,7 @@ pub struct Options {
     filter: Vec<String>,
 }
 
-impl Options {
+impl TestOptions {
     fn wants(&self, name: &str) -> bool {
         if self.quick {
             return steps::QUICK.contains(&name) || QUICK_SCENARIOS.contains(&name);
@@ -63,7 +63,7 @@ impl Options {
     }
 
     /// All that runs without a daemon, in order.
-    fn steps(&self) -> Vec<&'static Step> {
+    fn steps(&self) -> Vec<&'static TestStep> {
         let chosen = steps::ALL.iter().filter(|step| self.wants(step.name));
         chosen.chain(steps::QUICK_UNIT.iter().filter(|_| self.quick)).collect()
     }
@@ -85,7 +85,7 @@ fn is_strict() -> bool {
     std::env::var("CI").is_ok_and(|value| !value.is_empty() && value != "false" && value != "0")
 }
 
-pub fn run(options: &Options) -> Result<ExitCode> {
+pub fn run(options: &TestOptions) -> Result<ExitCode> {
     if options.list {
         list();
         return Ok(ExitCode::SUCCESS);
@@ -146,7 +146,7 @@ fn list() {
 }
 
 struct Run<'a> {
-    options: &'a Options,
+    options: &'a TestOptions,
     root: PathBuf,
     logs: PathBuf,
     report: Report,
@@ -154,10 +154,10 @@ struct Run<'a> {
 
 impl Run<'_> {
     /// What needs no daemon.
-    fn steps(&mut self, wanted: Vec<&Step>) -> Result<()> {
+    fn steps(&mut self, wanted: Vec<&TestStep>) -> Result<()> {
         for step in wanted {
             let log = self.log(step.name)?;
-            let watched = Watched { log: Some(self.log_path(step.name)), ..Watched::default() };
+            let watched = WatchedOutput { log: Some(self.log_path(step.name)), ..WatchedOutput::default() };
             let (late, root) = (self.is_late(), &self.root);
             self.report.item(step.name, &watched, || match late {
                 Some(reason) => Ok(Verdict::skipped(reason)),
@@ -178,7 +178,7 @@ impl Run<'_> {
             return Ok(());
         }
         let mut guest = None;
-        let unwatched = Watched::default();
+        let unwatched = WatchedOutput::default();
         self.report.item("prepare-guest", &unwatched, || {
             guest = Some(Guest::ensure(false)?);
             Ok(Verdict::passed())
@@ -187,7 +187,7 @@ impl Run<'_> {
         if !self.options.foreign_server {
             let name = if self.options.quick { "prepare-program" } else { "prepare-release" };
             let log = self.log(name)?;
-            let watched = Watched { log: Some(self.log_path(name)), ..Watched::default() };
+            let watched = WatchedOutput { log: Some(self.log_path(name)), ..WatchedOutput::default() };
             self.report.item(name, &watched, || {
                 let path = steps::build(!self.options.quick, &self.root, &log)?;
                 program = Some(Program::Blkyard(path));
@@ -201,7 +201,7 @@ impl Run<'_> {
                 (None, _) => Some("the test guest and its programs could not be prepared"),
                 (_, None) => Some("the program could not be built"),
                 _ if self.is_late().is_some() => self.is_late(),
-                _ if scenario.place == Place::Guest && self.options.no_guest => Some("--no-guest was given"),
+                _ if scenario.place == RunsIn::Guest && self.options.no_guest => Some("--no-guest was given"),
                 (_, Some(program)) if scenario.ours && !program.is_ours() => Some("a promise of blkyard alone"),
                 _ => None,
             };
@@ -226,7 +226,7 @@ impl Run<'_> {
 
 /// Runs one scenario; a failure brings the server's last words with it.
 fn tell(scenario: &Scenario, program: &Program, guest: &Guest, log: &Path) -> Result<Verdict> {
-    let ground = Ground::new(program, guest, create_log(log)?)?;
+    let ground = ScenarioContext::new(program, guest, create_log(log)?)?;
     let told =
         (scenario.tell)(&ground).map(|()| ground.take_measured().map_or_else(Verdict::passed, Verdict::Measured));
     told.or_else(|error| {
@@ -257,7 +257,8 @@ mod tests {
 
     #[test]
     fn a_quick_run_names_all_that_it_leaves_out() {
-        let options = Options { no_guest: false, foreign_server: false, list: false, quick: true, filter: Vec::new() };
+        let options =
+            TestOptions { no_guest: false, foreign_server: false, list: false, quick: true, filter: Vec::new() };
         let left_out = options.left_out();
         for name in steps::QUICK.iter().chain(QUICK_SCENARIOS) {
             let is_there = steps::ALL.iter().any(|step| step.name == *name)

@@ -18,7 +18,7 @@ const LINE: Duration = Duration::from_secs(30);
 
 /// What is to be shown beside the time.
 #[derive(Clone, Default)]
-pub struct Watched {
+pub struct WatchedOutput {
     /// Where the tests say how they ended, each on a line.
     pub log: Option<PathBuf>,
     /// How many tests there are; zero while that is not known.
@@ -27,7 +27,7 @@ pub struct Watched {
 
 /// Where an item stands among all of them.
 #[derive(Clone, Copy)]
-pub struct Place {
+pub struct ItemPosition {
     pub number: usize,
     pub of: usize,
     /// When the first of them began.
@@ -41,7 +41,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    pub fn start(name: &str, place: Place, watched: Watched) -> Progress {
+    pub fn start(name: &str, place: ItemPosition, watched: WatchedOutput) -> Progress {
         let is_terminal = std::io::stdout().is_terminal();
         let every = if is_terminal { REDRAW } else { LINE };
         let (end, ended) = channel();
@@ -73,7 +73,7 @@ impl Drop for Progress {
     }
 }
 
-fn line(name: &str, place: Place, took: Duration, watched: &Watched) -> String {
+fn line(name: &str, place: ItemPosition, took: Duration, watched: &WatchedOutput) -> String {
     let said = watched.log.as_ref().map(|log| std::fs::read(log).unwrap_or_default()).unwrap_or_default();
     let what = doing(&String::from_utf8_lossy(&said), watched.tests.load(Ordering::Relaxed));
     let all = place.start.elapsed().as_secs();
@@ -109,8 +109,8 @@ mod tests {
 
     #[test]
     fn a_line_says_which_step_of_how_many_and_both_times() {
-        let place = Place { number: 5, of: 60, start: Instant::now() };
-        let line = line("unit", place, Duration::from_secs(95), &Watched::default());
+        let place = ItemPosition { number: 5, of: 60, start: Instant::now() };
+        let line = line("unit", place, Duration::from_secs(95), &WatchedOutput::default());
         assert!(line.starts_with("unit ") && line.contains("95 s  step 5 of 60; 0 s in all"), "{line}");
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use super::progress::{Place, Progress, Watched};
+use super::progress::{ItemPosition, Progress, WatchedOutput};
 
 /// How many lines of one failure are said again at the end.
 const TELLING_LINES: usize = 12;
@@ -79,7 +79,7 @@ impl Report {
     }
 
     /// Runs one item and says how it ended; in between, what can be watched of it.
-    pub fn item(&mut self, name: &str, watched: &Watched, run: impl FnOnce() -> Result<Verdict>) {
+    pub fn item(&mut self, name: &str, watched: &WatchedOutput, run: impl FnOnce() -> Result<Verdict>) {
         // Whoever watches should see what is taking so long; in a file, half a line would only be in the
         // way of what others write.
         let is_terminal = std::io::stdout().is_terminal();
@@ -89,7 +89,7 @@ impl Report {
         }
         let start = Instant::now();
         self.begun += 1;
-        let place = Place { number: self.begun, of: self.items.max(self.begun), start: self.start };
+        let place = ItemPosition { number: self.begun, of: self.items.max(self.begun), start: self.start };
         let progress = Progress::start(name, place, watched.clone());
         let verdict = run();
         drop(progress);

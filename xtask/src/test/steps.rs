@@ -22,13 +22,13 @@ const CARGO_LIMIT: Duration = Duration::from_hours(1);
 const SHOWN_LINES: usize = 40;
 
 /// One call of cargo, or a family of them.
-pub struct Step {
+pub struct TestStep {
     pub name: &'static str,
     pub sentence: &'static str,
-    kind: Kind,
+    kind: StepKind,
 }
 
-enum Kind {
+enum StepKind {
     /// Either fine or not.
     Check { arguments: &'static [&'static str], environment: &'static [(&'static str, &'static str)] },
     /// What no tool of cargo's checks.
@@ -41,87 +41,87 @@ enum Kind {
     Models(&'static str),
 }
 
-pub const ALL: &[Step] = &[
-    Step {
+pub const ALL: &[TestStep] = &[
+    TestStep {
         name: "format",
         sentence: "the source is as cargo fmt would have it",
-        kind: Kind::Check { arguments: &["fmt", "--all", "--", "--check", "--color=never"], environment: &[] },
+        kind: StepKind::Check { arguments: &["fmt", "--all", "--", "--check", "--color=never"], environment: &[] },
     },
-    Step {
+    TestStep {
         name: "clippy",
         sentence: "clippy has nothing to say",
-        kind: Kind::Check {
+        kind: StepKind::Check {
             arguments: &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"],
             environment: &[],
         },
     },
-    Step {
+    TestStep {
         name: "tidy",
         sentence: "floors, unsafe code, sizes, heads and leftovers are as they should be",
-        kind: Kind::Tidy,
+        kind: StepKind::Tidy,
     },
-    Step {
+    TestStep {
         name: "doc",
         sentence: "the documentation builds without warnings",
-        kind: Kind::Check {
+        kind: StepKind::Check {
             arguments: &["doc", "--no-deps", "--workspace"],
             environment: &[("RUSTDOCFLAGS", "-D warnings")],
         },
     },
-    Step { name: "unit", sentence: "the tests of all crates pass", kind: Kind::Tests(&[]) },
-    Step {
+    TestStep { name: "unit", sentence: "the tests of all crates pass", kind: StepKind::Tests(&[]) },
+    TestStep {
         name: "sim",
         sentence: "worlds drawn from seeds come to a good end, as many as half a minute allows",
-        kind: Kind::Check {
+        kind: StepKind::Check {
             arguments: &["run", "--quiet", "-p", "blkyard-sim", "--", "0..100000", "--seconds", "30"],
             environment: &[],
         },
     },
-    Step {
+    TestStep {
         name: "loom",
         sentence: "the models of what threads share hold in every interleaving",
-        kind: Kind::Models("loom"),
+        kind: StepKind::Models("loom"),
     },
-    Step {
+    TestStep {
         name: "shuttle",
         sentence: "the real code of what threads share holds in schedules drawn at random",
-        kind: Kind::Models("shuttle"),
+        kind: StepKind::Models("shuttle"),
     },
-    Step {
+    TestStep {
         name: "kill",
         sentence: "what a daemon killed at any store leaves in shared memory is enough to go on from",
-        kind: Kind::Models("kill"),
+        kind: StepKind::Models("kill"),
     },
-    Step {
+    TestStep {
         name: "instructions",
         sentence: "an I/O takes no more instructions than recorded",
-        kind: Kind::Instructions,
+        kind: StepKind::Instructions,
     },
 ];
 
 /// What stands for `unit` where there is little time: what most often finds something first.
-pub const QUICK_UNIT: &[Step] = &[
-    Step {
+pub const QUICK_UNIT: &[TestStep] = &[
+    TestStep {
         name: "quick-unit",
         sentence: "the tests inside of all crates pass",
-        kind: Kind::Tests(&["--lib", "--bins"]),
+        kind: StepKind::Tests(&["--lib", "--bins"]),
     },
-    Step {
+    TestStep {
         name: "quick-serve",
         sentence: "the daemon starts, refuses, ends and answers as it should",
-        kind: Kind::Tests(&["--test", "serve", "--test", "sessions", "--test", "polite", "--test", "advice"]),
+        kind: StepKind::Tests(&["--test", "serve", "--test", "sessions", "--test", "polite", "--test", "advice"]),
     },
-    Step {
+    TestStep {
         name: "quick-rings",
         sentence: "rings and requests of both sides are as the virtio document has them",
-        kind: Kind::Tests(&[
+        kind: StepKind::Tests(&[
             "--test", "blk", "--test", "ring", "--test", "packed", "--test", "queue", "--test", "inflight",
         ]),
     },
-    Step {
+    TestStep {
         name: "quick-hostile",
         sentence: "hostile guests and front-ends bring nothing down",
-        kind: Kind::Tests(&["--test", "hostile", "--test", "hostile_guest", "--test", "hostile_front_end"]),
+        kind: StepKind::Tests(&["--test", "hostile", "--test", "hostile_guest", "--test", "hostile_front_end"]),
     },
 ];
 
@@ -129,21 +129,21 @@ pub const QUICK_UNIT: &[Step] = &[
 pub const QUICK: &[&str] = &["format", "tidy", "clippy"];
 
 /// Runs a step. How many tests it has is noted in `tests` once it is known.
-pub fn run(step: &Step, root: &Path, log: &File, tests: &AtomicUsize) -> Result<Verdict> {
+pub fn run(step: &TestStep, root: &Path, log: &File, tests: &AtomicUsize) -> Result<Verdict> {
     match &step.kind {
-        Kind::Check { arguments, environment } => {
+        StepKind::Check { arguments, environment } => {
             let mut command = cargo(root);
             command.args(*arguments).envs(environment.iter().copied());
             let ended = logged(step.name, &command, log)?;
             check(&ended)?;
             Ok(Verdict::passed())
         }
-        Kind::Tidy => {
+        StepKind::Tidy => {
             let findings: Vec<_> = tidy::check(root)?.iter().map(ToString::to_string).collect();
             ensure!(findings.is_empty(), "{}", findings.join("\n"));
             Ok(Verdict::passed())
         }
-        Kind::Tests(which) => {
+        StepKind::Tests(which) => {
             let mut command = cargo(root);
             command.args(["test", "--workspace", "--no-fail-fast"]).args(*which);
             let mut list = cargo(root);
@@ -153,8 +153,8 @@ pub fn run(step: &Step, root: &Path, log: &File, tests: &AtomicUsize) -> Result<
             tests.store(listed.stdout.lines().filter(|line| line.ends_with(": test")).count(), Ordering::Relaxed);
             verdict(&logged(step.name, &command, log)?)
         }
-        Kind::Models(tool) => models(tool, root, log),
-        Kind::Instructions => instructions::test(root, log),
+        StepKind::Models(tool) => models(tool, root, log),
+        StepKind::Instructions => instructions::test(root, log),
     }
 }
 

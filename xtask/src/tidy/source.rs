@@ -21,7 +21,7 @@ impl Source {
 
 /// Where a stretch of text belongs.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum View {
+enum TextKind {
     Code,
     Comment,
     Literal,
@@ -38,29 +38,29 @@ impl Splitter<'_> {
         while let Some(first) = self.rest.chars().next() {
             if self.rest.starts_with("//") {
                 let end = self.rest.find('\n').unwrap_or(self.rest.len());
-                self.take(end, View::Comment);
+                self.take(end, TextKind::Comment);
             } else if self.rest.starts_with("/*") {
-                self.take(block_comment_length(self.rest), View::Comment);
+                self.take(block_comment_length(self.rest), TextKind::Comment);
             } else if let Some(length) = literal_length(self.rest) {
-                self.take(length, View::Literal);
+                self.take(length, TextKind::Literal);
             } else if is_word(first) {
                 // A whole word at a time, so that an `r` at its end starts no raw string.
                 let end = self.rest.find(|next| !is_word(next)).unwrap_or(self.rest.len());
-                self.take(end, View::Code);
+                self.take(end, TextKind::Code);
             } else {
-                self.take(first.len_utf8(), View::Code);
+                self.take(first.len_utf8(), TextKind::Code);
             }
         }
     }
 
     /// Moves the next `length` bytes into a view, and as much blank space into the other.
-    fn take(&mut self, length: usize, view: View) {
+    fn take(&mut self, length: usize, view: TextKind) {
         let (taken, rest) = self.rest.split_at(length);
         self.rest = rest;
         for character in taken.chars() {
             let blank = if character == '\n' { '\n' } else { ' ' };
-            self.code.push(if view == View::Code { character } else { blank });
-            self.comments.push(if view == View::Comment { character } else { blank });
+            self.code.push(if view == TextKind::Code { character } else { blank });
+            self.comments.push(if view == TextKind::Comment { character } else { blank });
         }
     }
 }

@@ -134,8 +134,8 @@ fn serve(stream: &UnixStream, config: &BlkConfig, faults: Faults, kicks: &Atomic
     let mut used = 0;
     let (mut kick, mut call, mut error) = (None, None, None);
     loop {
-        if let (Some(bell), Some(call)) = (&kick, &call)
-            && was_kicked(bell, stream)
+        if let (Some(eventfd), Some(call)) = (&kick, &call)
+            && was_kicked(eventfd, stream)
         {
             kicked = true;
             kicks.fetch_add(1, Ordering::Relaxed);

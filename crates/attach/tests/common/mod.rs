@@ -152,7 +152,7 @@ impl User {
         count
     }
 
-    /// One round of a lane that would sleep after it: a queue without I/O reads its letters then.
+    /// One round of a lane that would sleep after it: a queue without I/O reads its commands then.
     pub fn turn_idle(&mut self) {
         self.turn();
         self.hw.arm::<Ring>();
@@ -170,7 +170,7 @@ impl User {
         }
     }
 
-    /// The same, and sleeps in between as a lane does: by the bell alone, but for what the queue itself is due for.
+    /// The same, and sleeps in between as a lane does: by the eventfd alone, but for what the queue itself is due for.
     pub fn drain_asleep(&mut self) {
         let start = Instant::now();
         while !self.hw.is_idle() {
@@ -181,12 +181,12 @@ impl User {
             }
             let due = self.hw.deadline_ns::<Ring>().map(|due_ns| Duration::from_nanos(due_ns.saturating_sub(now_ns())));
             let limit = due.unwrap_or(PATIENCE).min(PATIENCE);
-            let bell = self.hw.bell::<Ring>().expect("a queue that is not polled has a bell");
+            let eventfd = self.hw.eventfd::<Ring>().expect("a queue that is not polled has an eventfd");
             let time = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
-            let rang = poll(&mut [PollFd::new(&bell, PollFlags::IN)], Some(&time)).unwrap() > 0;
+            let rang = poll(&mut [PollFd::new(&eventfd, PollFlags::IN)], Some(&time)).unwrap() > 0;
             assert!(rang || limit < Duration::from_secs(10), "nobody rang");
             if rang {
-                let _ = rustix::io::read(bell, &mut [0; 8]);
+                let _ = rustix::io::read(eventfd, &mut [0; 8]);
             }
             self.hw.disarm::<Ring>();
         }

@@ -10,7 +10,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket
 use serde_json::Value;
 
 use super::place;
-use super::wire::{ANSWER_BYTES_MAX, Wish, parse_answer, request_line};
+use super::wire::{ANSWER_BYTES_MAX, ControlRequest, parse_answer, request_line};
 
 /// How long `inspect` waits for an answer unless it is told: lanes have 2 s to say what they see.
 pub const INSPECT_TIMEOUT_S: u64 = 10;
@@ -63,7 +63,7 @@ fn list(sockets: &[PathBuf]) -> String {
 ///
 /// # Errors
 /// See [`AskError`].
-pub fn ask(socket: Option<&Path>, wish: &Wish, within: Duration) -> Result<Value, AskError> {
+pub fn ask(socket: Option<&Path>, request: &ControlRequest, within: Duration) -> Result<Value, AskError> {
     let deadline = Instant::now() + within;
     let found;
     let path = if let Some(path) = socket {
@@ -84,10 +84,10 @@ pub fn ask(socket: Option<&Path>, wish: &Wish, within: Duration) -> Result<Value
             io::ErrorKind::TimedOut => silent(&cause),
             _ => AskError::Connect { path: path.into(), cause },
         })?;
-        match exchange(&stream, request_line(wish).as_bytes(), deadline) {
+        match exchange(&stream, request_line(request).as_bytes(), deadline) {
             Ok(line) => return parse_answer(&line).map_err(AskError::Refused),
             // Crowded out before it was read. Looking twice harms nobody.
-            Err(error) if was_let_go(&error) && *wish == Wish::Inspect && Instant::now() < deadline => {
+            Err(error) if was_let_go(&error) && *request == ControlRequest::Inspect && Instant::now() < deadline => {
                 std::thread::sleep(RETRY_INTERVAL);
             }
             Err(error) => return Err(silent(&error)),

@@ -15,6 +15,6 @@ pub(crate) use client::connect;
 pub use client::{AskError, INSPECT_TIMEOUT_S, SET_TIMEOUT_S, TIMEOUT_S_MAX, ask};
 pub use place::ControlPlace;
 pub use server::{Answer, ControlServer};
-pub use target::{Kind, Target};
-pub use wire::Wish;
+pub use target::{PartKind, Target};
+pub use wire::ControlRequest;
 pub(crate) use wire::{answer_line, parse_answer, parse_request, request_line};

@@ -20,7 +20,7 @@ use blkyard_mq::LogLimit;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use serde_json::Value;
 
-use super::wire::{REQUEST_BYTES_MAX, Wish, answer_line, parse_request};
+use super::wire::{ControlRequest, REQUEST_BYTES_MAX, answer_line, parse_request};
 
 /// Clients at one time. The next takes the place of an idle one, and waits in the socket's backlog while there is none.
 pub const CLIENTS_MAX: usize = 32;
@@ -57,19 +57,20 @@ impl ControlServer {
     /// The system gives no thread or descriptor.
     pub fn start<A>(socket: Arc<BoundSocket>, answer: A) -> io::Result<ControlServer>
     where
-        A: FnMut(Wish, &UnixStream) -> Answer + Send + 'static,
+        A: FnMut(ControlRequest, &UnixStream) -> Answer + Send + 'static,
     {
         ControlServer::start_with(socket, CLIENT_TIME, answer)
     }
 
     fn start_with<A>(socket: Arc<BoundSocket>, client_time: Duration, answer: A) -> io::Result<ControlServer>
     where
-        A: FnMut(Wish, &UnixStream) -> Answer + Send + 'static,
+        A: FnMut(ControlRequest, &UnixStream) -> Answer + Send + 'static,
     {
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         socket.listener().set_nonblocking(true)?;
         let limit = LogLimit::new(LINES_BURST, LINES_INTERVAL);
-        let serving = Serving { socket, stop: Arc::clone(&stop), clients: Vec::new(), client_time, limit, answer };
+        let serving =
+            ServingControl { socket, stop: Arc::clone(&stop), clients: Vec::new(), client_time, limit, answer };
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || serving.run())?;
         Ok(ControlServer { thread: Some(thread), stop })
     }
@@ -90,17 +91,17 @@ impl Drop for ControlServer {
     }
 }
 
-struct Serving<A> {
+struct ServingControl<A> {
     socket: Arc<BoundSocket>,
     stop: Arc<OwnedFd>,
-    clients: Vec<Client>,
+    clients: Vec<ControlClient>,
     client_time: Duration,
     /// Of the log lines that clients cause.
     limit: LogLimit,
     answer: A,
 }
 
-struct Client {
+struct ControlClient {
     stream: UnixStream,
     /// What was read of the next request.
     input: Vec<u8>,
@@ -114,7 +115,7 @@ struct Client {
 }
 
 /// What a client's turn came to.
-enum Turn {
+enum ClientTurn {
     /// Nothing to do before it is readable or writable again.
     Wait,
     /// A whole request.
@@ -131,7 +132,7 @@ enum Fate {
     Ends,
 }
 
-impl<A: FnMut(Wish, &UnixStream) -> Answer> Serving<A> {
+impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
     fn run(mut self) {
         while !self.wait() {
             self.accept();
@@ -151,7 +152,7 @@ impl<A: FnMut(Wish, &UnixStream) -> Answer> Serving<A> {
     /// Waits until there is something to do; true if that is to end.
     fn wait(&self) -> bool {
         let now = Instant::now();
-        let left = |client: &Client| {
+        let left = |client: &ControlClient| {
             let left = self.client_time.saturating_sub(now.duration_since(client.since));
             if client.has_request() { Duration::ZERO } else { left }
         };
@@ -159,7 +160,7 @@ impl<A: FnMut(Wish, &UnixStream) -> Answer> Serving<A> {
         let timeout =
             due.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) });
         let mut fds = vec![PollFd::new(&*self.stop, PollFlags::IN)];
-        if self.clients.len() < CLIENTS_MAX || self.clients.iter().any(Client::is_idle) {
+        if self.clients.len() < CLIENTS_MAX || self.clients.iter().any(ControlClient::is_idle) {
             fds.push(PollFd::new(self.socket.listener(), PollFlags::IN));
         }
         for client in &self.clients {
@@ -183,7 +184,7 @@ impl<A: FnMut(Wish, &UnixStream) -> Answer> Serving<A> {
             }
             match self.socket.accept() {
                 Ok(Some(taken)) if is_ours(taken.uid) && taken.stream.set_nonblocking(true).is_ok() => {
-                    let mut client = Client::new(taken.stream);
+                    let mut client = ControlClient::new(taken.stream);
                     // Its request may have come while it waited: then it keeps its place until it is answered.
                     client.read_ahead();
                     self.clients.push(client);
@@ -224,21 +225,22 @@ impl<A: FnMut(Wish, &UnixStream) -> Answer> Serving<A> {
     /// Takes a client as far as it goes without waiting, but no further than one request.
     fn turn(&mut self, index: usize) -> Fate {
         match self.clients[index].advance() {
-            Turn::Wait => Fate::Stays,
-            Turn::Gone => Fate::Leaves,
-            Turn::Request(line) => {
+            ClientTurn::Wait => Fate::Stays,
+            ClientTurn::Gone => Fate::Leaves,
+            ClientTurn::Request(line) => {
                 let begin = Instant::now();
-                let outcome = match parse_request(&line).map(|wish| (self.answer)(wish, &self.clients[index].stream)) {
-                    Ok(Answer::Say(outcome)) => outcome,
-                    Ok(Answer::Last) => return Fate::Ends,
-                    Err(error) => Err(error),
-                };
+                let outcome =
+                    match parse_request(&line).map(|request| (self.answer)(request, &self.clients[index].stream)) {
+                        Ok(Answer::Say(outcome)) => outcome,
+                        Ok(Answer::Last) => return Fate::Ends,
+                        Err(error) => Err(error),
+                    };
                 self.clients[index].owe(answer_line(&outcome));
                 // The time we took is not theirs.
                 let spent = begin.elapsed();
                 self.clients.iter_mut().for_each(|client| client.since += spent);
                 match self.clients[index].send() {
-                    Turn::Gone => Fate::Leaves,
+                    ClientTurn::Gone => Fate::Leaves,
                     _ => Fate::Stays,
                 }
             }
@@ -252,9 +254,9 @@ fn is_ours(uid: u32) -> bool {
     uid == 0 || uid == rustix::process::geteuid().as_raw()
 }
 
-impl Client {
-    fn new(stream: UnixStream) -> Client {
-        Client { stream, input: Vec::new(), output: Vec::new(), sent: 0, since: Instant::now(), closing: false }
+impl ControlClient {
+    fn new(stream: UnixStream) -> ControlClient {
+        ControlClient { stream, input: Vec::new(), output: Vec::new(), sent: 0, since: Instant::now(), closing: false }
     }
 
     /// Whether part of an answer is still to be sent.
@@ -290,12 +292,12 @@ impl Client {
     }
 
     /// Sends what is owed, as far as it goes.
-    fn send(&mut self) -> Turn {
+    fn send(&mut self) -> ClientTurn {
         while self.is_owed() {
             match self.stream.write(&self.output[self.sent..]) {
-                Ok(0) => return Turn::Gone,
+                Ok(0) => return ClientTurn::Gone,
                 Ok(n) => self.sent += n,
-                Err(error) => return Turn::after(&error),
+                Err(error) => return ClientTurn::after(&error),
             }
             if !self.is_owed() {
                 self.output = Vec::new();
@@ -303,18 +305,18 @@ impl Client {
                 self.since = Instant::now();
             }
         }
-        if self.closing { Turn::Gone } else { Turn::Wait }
+        if self.closing { ClientTurn::Gone } else { ClientTurn::Wait }
     }
 
-    fn advance(&mut self) -> Turn {
+    fn advance(&mut self) -> ClientTurn {
         match self.send() {
-            Turn::Wait if !self.is_owed() => {}
+            ClientTurn::Wait if !self.is_owed() => {}
             turn => return turn,
         }
         loop {
             if let Some(end) = self.input.iter().position(|byte| *byte == b'\n') {
                 let rest = self.input.split_off(end + 1);
-                return Turn::Request(std::mem::replace(&mut self.input, rest));
+                return ClientTurn::Request(std::mem::replace(&mut self.input, rest));
             }
             if self.input.len() >= REQUEST_BYTES_MAX {
                 self.closing = true;
@@ -324,19 +326,19 @@ impl Client {
             let mut bytes = [0; 4096];
             let room = bytes.len().min(REQUEST_BYTES_MAX - self.input.len());
             match self.stream.read(&mut bytes[..room]) {
-                Ok(0) => return Turn::Gone,
+                Ok(0) => return ClientTurn::Gone,
                 Ok(n) => self.input.extend_from_slice(&bytes[..n]),
-                Err(error) => return Turn::after(&error),
+                Err(error) => return ClientTurn::after(&error),
             }
         }
     }
 }
 
-impl Turn {
-    fn after(error: &io::Error) -> Turn {
+impl ClientTurn {
+    fn after(error: &io::Error) -> ClientTurn {
         match error.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => Turn::Wait,
-            _ => Turn::Gone,
+            io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted => ClientTurn::Wait,
+            _ => ClientTurn::Gone,
         }
     }
 }
@@ -352,25 +354,25 @@ mod tests {
     /// Patience with a machine that does other things as well.
     const LIMIT: Duration = Duration::from_secs(30);
 
-    struct Ground {
+    struct ControlContext {
         _server: ControlServer,
         path: PathBuf,
         _folder: tempfile::TempDir,
     }
 
     /// A server that answers `long` bytes to everything.
-    fn ground(client_time: Duration, long: usize) -> Ground {
+    fn ground(client_time: Duration, long: usize) -> ControlContext {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("c");
         let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: Some(0o600), group: None }).unwrap();
-        let server = ControlServer::start_with(Arc::new(socket), client_time, move |wish, _| {
-            assert_eq!(wish, Wish::Inspect);
+        let server = ControlServer::start_with(Arc::new(socket), client_time, move |request, _| {
+            assert_eq!(request, ControlRequest::Inspect);
             Answer::Say(Ok(Value::from("x".repeat(long))))
         });
-        Ground { _server: server.unwrap(), path, _folder: folder }
+        ControlContext { _server: server.unwrap(), path, _folder: folder }
     }
 
-    impl Ground {
+    impl ControlContext {
         fn dial(&self) -> BufReader<UnixStream> {
             let stream = UnixStream::connect(&self.path).unwrap();
             stream.set_read_timeout(Some(LIMIT)).unwrap();
@@ -402,7 +404,7 @@ mod tests {
     fn one_client_may_ask_many_things_in_whatever_pieces() {
         let ground = ground(LIMIT, 3);
         let mut client = ground.dial();
-        let line = request_line(&Wish::Inspect);
+        let line = request_line(&ControlRequest::Inspect);
         say(&client, line.repeat(3).as_bytes()).unwrap();
         (0..3).for_each(|_| assert_eq!(hear(&mut client).unwrap().unwrap(), "xxx"));
         line.as_bytes().iter().for_each(|byte| say(&client, &[*byte]).unwrap());
@@ -435,14 +437,14 @@ mod tests {
         let ground = ground(Duration::from_mins(10), 3);
         let mut idle: Vec<_> = (0..CLIENTS_MAX).map(|_| ground.dial()).collect();
         // The first has asked since the others came, and the second has begun to: that is no request.
-        say(&idle[0], request_line(&Wish::Inspect).as_bytes()).unwrap();
+        say(&idle[0], request_line(&ControlRequest::Inspect).as_bytes()).unwrap();
         assert_eq!(hear(&mut idle[0]).unwrap().unwrap(), "xxx");
         let _ = say(&idle[1], b"{");
         let mut new = ground.dial();
-        say(&new, request_line(&Wish::Inspect).as_bytes()).unwrap();
+        say(&new, request_line(&ControlRequest::Inspect).as_bytes()).unwrap();
         assert_eq!(hear(&mut new).unwrap().unwrap(), "xxx");
         assert!(is_closed(&mut idle[1]));
-        say(&idle[0], request_line(&Wish::Inspect).as_bytes()).unwrap();
+        say(&idle[0], request_line(&ControlRequest::Inspect).as_bytes()).unwrap();
         assert_eq!(hear(&mut idle[0]).unwrap().unwrap(), "xxx", "the one that asked last is still there");
     }
 
@@ -452,7 +454,7 @@ mod tests {
         for _ in 0..20 {
             let mut before: Vec<_> = (0..2 * CLIENTS_MAX).map(|_| ground.dial()).collect();
             let mut asking = ground.dial();
-            say(&asking, request_line(&Wish::Inspect).as_bytes()).unwrap();
+            say(&asking, request_line(&ControlRequest::Inspect).as_bytes()).unwrap();
             before.extend((0..2 * CLIENTS_MAX).map(|_| ground.dial()));
             assert_eq!(hear(&mut asking).unwrap().unwrap(), "xxx");
         }
@@ -473,11 +475,11 @@ mod tests {
     fn a_client_that_does_not_read_its_answer_is_let_go_and_disturbs_nobody() {
         let ground = ground(Duration::from_secs(5), 1 << 20);
         let stuck = ground.dial();
-        say(&stuck, request_line(&Wish::Inspect).repeat(50).as_bytes()).unwrap();
+        say(&stuck, request_line(&ControlRequest::Inspect).repeat(50).as_bytes()).unwrap();
         let begin = Instant::now();
         let (mut other, mut answers) = (ground.dial(), 0);
         while answers < 3 {
-            let _ = say(&other, request_line(&Wish::Inspect).as_bytes());
+            let _ = say(&other, request_line(&ControlRequest::Inspect).as_bytes());
             match hear(&mut other) {
                 Some(Ok(answer)) => {
                     assert_eq!(answer.as_str().unwrap().len(), 1 << 20);
@@ -497,13 +499,13 @@ mod tests {
     #[test]
     fn a_client_that_leaves_in_the_middle_is_no_matter() {
         let ground = ground(LIMIT, 8 << 20);
-        for bytes in [&b"{\"blk"[..], request_line(&Wish::Inspect).as_bytes()] {
+        for bytes in [&b"{\"blk"[..], request_line(&ControlRequest::Inspect).as_bytes()] {
             for _ in 0..CLIENTS_MAX * 2 {
                 say(&ground.dial(), bytes).unwrap();
             }
         }
         let mut client = ground.dial();
-        say(&client, request_line(&Wish::Inspect).as_bytes()).unwrap();
+        say(&client, request_line(&ControlRequest::Inspect).as_bytes()).unwrap();
         assert!(hear(&mut client).unwrap().is_ok());
     }
 
@@ -512,7 +514,7 @@ mod tests {
         let ground = ground(LIMIT, 3);
         let client = ground.dial();
         assert!(ground.path.exists());
-        let Ground { _server: server, path, _folder } = ground;
+        let ControlContext { _server: server, path, _folder } = ground;
         drop(server);
         assert!(!path.exists());
         drop(client);
@@ -526,7 +528,7 @@ mod tests {
         let server = ControlServer::start(Arc::new(socket), |_, _| panic!("as the test wants it")).unwrap();
         assert!(!server.is_finished());
         let mut client = UnixStream::connect(&path).unwrap();
-        client.write_all(request_line(&Wish::Inspect).as_bytes()).unwrap();
+        client.write_all(request_line(&ControlRequest::Inspect).as_bytes()).unwrap();
         let begin = Instant::now();
         while !server.is_finished() {
             assert!(begin.elapsed() < LIMIT, "the thread is not seen to end");

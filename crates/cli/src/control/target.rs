@@ -7,7 +7,7 @@ use blkyard::spec::SpecError;
 
 /// A kind of part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub enum PartKind {
     /// The daemon itself.
     Daemon,
     /// What it has open.
@@ -22,7 +22,7 @@ pub enum Kind {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Target {
     /// Their kind.
-    pub kind: Kind,
+    pub kind: PartKind,
     name: Option<String>,
 }
 
@@ -48,10 +48,10 @@ impl FromStr for Target {
             None => (text, None),
         };
         let kind = match kind {
-            "daemon" => Kind::Daemon,
-            "device" | "devices" => Kind::Device,
-            "export" | "exports" => Kind::Export,
-            "lane" | "lanes" => Kind::Lane,
+            "daemon" => PartKind::Daemon,
+            "device" | "devices" => PartKind::Device,
+            "export" | "exports" => PartKind::Export,
+            "lane" | "lanes" => PartKind::Lane,
             _ => {
                 let cure = "name daemon, devices, exports, lanes, or one of them as device:0, export:NAME, lane:0";
                 return Err(SpecError::new(format!("'{text}'"), "no part of a daemon is called so", cure));
@@ -64,10 +64,10 @@ impl FromStr for Target {
 impl fmt::Display for Target {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let kind = match self.kind {
-            Kind::Daemon => "daemon",
-            Kind::Device => "device",
-            Kind::Export => "export",
-            Kind::Lane => "lane",
+            PartKind::Daemon => "daemon",
+            PartKind::Device => "device",
+            PartKind::Export => "export",
+            PartKind::Lane => "lane",
         };
         match &self.name {
             None => f.write_str(kind),
@@ -94,7 +94,7 @@ mod tests {
             ("export:vm2.sock", false),
         ] {
             let target: Target = text.parse().unwrap();
-            assert_eq!((target.kind, target.means(1, name)), (Kind::Export, means), "{text}");
+            assert_eq!((target.kind, target.means(1, name)), (PartKind::Export, means), "{text}");
         }
         assert!(!"device:5".parse::<Target>().unwrap().means(1, "disk5"), "a number is a number");
         let error = "floor:1".parse::<Target>().unwrap_err().to_string();

@@ -26,7 +26,7 @@ pub const ANSWER_BYTES_MAX: usize = 256 << 20;
 /// What a client wants.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "lowercase")]
-pub enum Wish {
+pub enum ControlRequest {
     /// The whole tree that `inspect` shows.
     Inspect,
     /// Change values of a part.
@@ -52,17 +52,18 @@ struct Versioned {
 }
 
 /// The line of a request.
-pub fn request_line(wish: &Wish) -> String {
-    line(&Tagged { blkyard: VERSION, body: wish })
+pub fn request_line(request: &ControlRequest) -> String {
+    line(&Tagged { blkyard: VERSION, body: request })
 }
 
 /// Understands a request.
 ///
 /// # Errors
 /// Says what is wrong with it, for the client.
-pub fn parse_request(line: &[u8]) -> Result<Wish, String> {
-    let not_ours =
-        |error| format!("the request is not one of ours: {error}; write {}", request_line(&Wish::Inspect).trim_end());
+pub fn parse_request(line: &[u8]) -> Result<ControlRequest, String> {
+    let not_ours = |error| {
+        format!("the request is not one of ours: {error}; write {}", request_line(&ControlRequest::Inspect).trim_end())
+    };
     let Versioned { blkyard } = serde_json::from_slice(line).map_err(not_ours)?;
     if blkyard != VERSION {
         return Err(format!(
@@ -115,15 +116,15 @@ mod tests {
     #[test]
     fn requests_and_answers_come_back_as_they_went() {
         let values = BTreeMap::from([("size".to_owned(), "2G".to_owned())]);
-        for (wish, text) in [
-            (Wish::Inspect, "{\"blkyard\":1,\"do\":\"inspect\"}\n"),
+        for (request, text) in [
+            (ControlRequest::Inspect, "{\"blkyard\":1,\"do\":\"inspect\"}\n"),
             (
-                Wish::Set { what: "device:0".into(), values },
+                ControlRequest::Set { what: "device:0".into(), values },
                 "{\"blkyard\":1,\"do\":\"set\",\"what\":\"device:0\",\"values\":{\"size\":\"2G\"}}\n",
             ),
         ] {
-            assert_eq!(request_line(&wish), text);
-            assert_eq!(parse_request(text.as_bytes()), Ok(wish));
+            assert_eq!(request_line(&request), text);
+            assert_eq!(parse_request(text.as_bytes()), Ok(request));
         }
         for outcome in [Ok(serde_json::json!({"a": [1, 2]})), Err("why\nnot".to_owned())] {
             let line = answer_line(&outcome);

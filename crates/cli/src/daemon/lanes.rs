@@ -66,8 +66,8 @@ pub enum SetLanesError {
 pub struct ServedLanes {
     lanes: Lanes<VhostQueue<DeviceQueue>>,
     shares: Vec<Share>,
-    /// By station, in the order they came: the export it is of, and its number there.
-    stations: Vec<(usize, usize)>,
+    /// By poller, in the order they came: the export it is of, and its number there.
+    pollers: Vec<(usize, usize)>,
 }
 
 impl ServedLanes {
@@ -81,8 +81,8 @@ impl ServedLanes {
         config: impl Fn(usize) -> LaneConfig + Send + Sync + 'static,
     ) -> Result<ServedLanes, LaneError> {
         let of_export = |(export, share): (usize, &Share)| (0..share.queues).map(move |queue| (export, queue));
-        let stations = shares.iter().enumerate().flat_map(of_export).collect();
-        Ok(ServedLanes { lanes: Lanes::start(count, config)?, shares, stations })
+        let pollers = shares.iter().enumerate().flat_map(of_export).collect();
+        Ok(ServedLanes { lanes: Lanes::start(count, config)?, shares, pollers })
     }
 
     /// The next queue, in the order of the exports, to be made on its lane.
@@ -114,7 +114,7 @@ impl ServedLanes {
         let emptiest = || (0..self.lanes.threads().len()).min_by_key(crowd).unwrap_or(0);
         let lane = named.as_ref().map_or_else(emptiest, |named| named[number % named.len()]);
         self.lanes.admit(lane, make)?;
-        self.stations.push((export, number));
+        self.pollers.push((export, number));
         self.shares[export].queues += 1;
         Ok(())
     }
@@ -134,11 +134,11 @@ impl ServedLanes {
         let count = count as usize;
         let places = deal(&self.shares, count)?;
         let before = |export: usize| self.shares[..export].iter().map(|share| share.queues).sum::<usize>();
-        let place = |station: usize| places[before(self.stations[station].0) + self.stations[station].1];
+        let place = |poller: usize| places[before(self.pollers[poller].0) + self.pollers[poller].1];
         self.lanes.deal(count, place).map_err(|error| match error {
             // Those who read it know queues by their export.
-            LaneError::Restless { name, station, limit } => {
-                let object = self.name_of(station as usize);
+            LaneError::Restless { name, poller, limit } => {
+                let object = self.name_of(poller as usize);
                 let cause = format!(
                     "it did not come to rest within {limit:?} and stays on {name}, since its device has a request that \
                      does not end"
@@ -163,9 +163,9 @@ impl ServedLanes {
         self.lanes.config(0).policy.spin_ns / 1000
     }
 
-    /// What people call a station.
-    fn name_of(&self, station: usize) -> String {
-        let (export, number) = self.stations[station];
+    /// What people call a poller.
+    fn name_of(&self, poller: usize) -> String {
+        let (export, number) = self.pollers[poller];
         format!("{}, queue {number}", self.shares[export].name)
     }
 
@@ -181,7 +181,7 @@ impl ServedLanes {
 
     /// The lane of each queue, export by export.
     pub fn places(&self) -> Vec<usize> {
-        let mut places: Vec<_> = self.stations.iter().zip(self.lanes.places()).collect();
+        let mut places: Vec<_> = self.pollers.iter().zip(self.lanes.places()).collect();
         places.sort_unstable();
         places.into_iter().map(|(_, lane)| *lane).collect()
     }
@@ -258,10 +258,7 @@ mod tests {
             remotes.push(remote);
             assert_eq!(lanes.places(), places);
         }
-        assert_eq!(
-            [5, 6, 7].map(|station| lanes.name_of(station)),
-            ["of 3, queue 3", "of 1, queue 1", "of 3, queue 4"]
-        );
+        assert_eq!([5, 6, 7].map(|poller| lanes.name_of(poller)), ["of 3, queue 3", "of 1, queue 1", "of 3, queue 4"]);
         lanes.set_lanes(5).unwrap();
         assert_eq!(lanes.places(), deal(&[share(5, None), share(2, Some(vec![1, 0])), share(1, None)], 5).unwrap());
         drop(remotes);

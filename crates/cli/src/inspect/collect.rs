@@ -85,7 +85,7 @@ fn device_node(number: usize, served: &ServedDevice) -> DeviceNode {
             counters.insert(name.to_owned(), count);
         }
         for queue in view.queues {
-            counters.insert(format!("{} complaints", queue.name), queue.complaints.total());
+            counters.insert(format!("{} violations", queue.name), queue.violations.total());
             counters.insert(format!("{} deaths", queue.name), queue.deaths.load(Ordering::Relaxed));
         }
     }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use blkyard::spec::number;
 use serde_json::Value;
 
-use crate::control::{AskError, INSPECT_TIMEOUT_S, Kind, TIMEOUT_S_MAX, Target, Wish, ask};
+use crate::control::{AskError, ControlRequest, INSPECT_TIMEOUT_S, PartKind, TIMEOUT_S_MAX, Target, ask};
 use crate::log::print;
 pub(crate) use collect::request_node;
 pub use collect::{collect, op_name};
@@ -61,7 +61,7 @@ pub enum InspectError {
 /// See [`InspectError`].
 pub fn run(args: &InspectArgs) -> Result<ExitCode, InspectError> {
     let mut tree = match args.window {
-        None => ask(args.control.as_deref(), &Wish::Inspect, Duration::from_secs(args.timeout_s))?,
+        None => ask(args.control.as_deref(), &ControlRequest::Inspect, Duration::from_secs(args.timeout_s))?,
         Some(seconds) => look_twice(args, Duration::from_secs(seconds.into()))?,
     };
     if !args.parts.is_empty() {
@@ -70,7 +70,7 @@ pub fn run(args: &InspectArgs) -> Result<ExitCode, InspectError> {
     let text = if args.json {
         format!("{tree:#}\n")
     } else {
-        let whole = args.parts.is_empty() || args.parts.iter().any(|part| part.kind == Kind::Daemon);
+        let whole = args.parts.is_empty() || args.parts.iter().any(|part| part.kind == PartKind::Daemon);
         text::text(&serde_json::from_value(tree)?, whole)
     };
     Ok(print(text, ExitCode::SUCCESS))
@@ -79,7 +79,7 @@ pub fn run(args: &InspectArgs) -> Result<ExitCode, InspectError> {
 /// Asks a daemon twice, and says what was counted in between.
 fn look_twice(args: &InspectArgs, window: Duration) -> Result<Value, InspectError> {
     let look = || -> Result<(Tree, Instant), InspectError> {
-        let tree = ask(args.control.as_deref(), &Wish::Inspect, Duration::from_secs(args.timeout_s))?;
+        let tree = ask(args.control.as_deref(), &ControlRequest::Inspect, Duration::from_secs(args.timeout_s))?;
         Ok((serde_json::from_value(tree)?, Instant::now()))
     };
     let (then, from) = look()?;
@@ -91,9 +91,11 @@ fn look_twice(args: &InspectArgs, window: Duration) -> Result<Value, InspectErro
 /// Leaves in the tree only what these parts mean. Gives back a part that means nothing.
 fn select<'a>(tree: &mut Value, parts: &'a [Target]) -> Result<(), &'a Target> {
     let mut found = vec![false; parts.len()];
-    for (kind, list, name) in
-        [(Kind::Device, "devices", "name"), (Kind::Export, "exports", "name"), (Kind::Lane, "lanes", "thread")]
-    {
+    for (kind, list, name) in [
+        (PartKind::Device, "devices", "name"),
+        (PartKind::Export, "exports", "name"),
+        (PartKind::Lane, "lanes", "thread"),
+    ] {
         let Some(nodes) = tree[list].as_array_mut() else { continue };
         nodes.retain(|node| {
             let number = node["number"].as_u64().map_or(usize::MAX, |number| number as usize);
@@ -101,7 +103,7 @@ fn select<'a>(tree: &mut Value, parts: &'a [Target]) -> Result<(), &'a Target> {
             let means = |part: &Target| part.kind == kind && part.means(number, name);
             let mut meant = false;
             for (part, found) in parts.iter().zip(&mut found) {
-                *found |= part.kind == Kind::Daemon || means(part);
+                *found |= part.kind == PartKind::Daemon || means(part);
                 meant |= means(part);
             }
             meant

@@ -18,20 +18,20 @@ const QUEUE_BYTES_MAX: usize = 256 << 10;
 
 /// The queue and its writer thread. The thread is never joined: it may be stuck in a write for good.
 pub(super) struct LineWriter {
-    shared: Arc<Shared>,
+    shared: Arc<WriterState>,
     /// There is no thread: lines are written where they come up.
     is_direct: bool,
 }
 
 #[derive(Default)]
-struct Shared {
-    queue: Mutex<Queue>,
+struct WriterState {
+    queue: Mutex<LineQueue>,
     /// Signalled when a line comes and when one is written.
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
+struct LineQueue {
     lines: VecDeque<Vec<u8>>,
     bytes: usize,
     /// Lines lost since the last report.
@@ -40,8 +40,8 @@ struct Queue {
     is_writing: bool,
 }
 
-impl Shared {
-    fn queue(&self) -> MutexGuard<'_, Queue> {
+impl WriterState {
+    fn queue(&self) -> MutexGuard<'_, LineQueue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -54,7 +54,7 @@ impl LineWriter {
         stream: W,
         report: impl Fn(u64) + Send + 'static,
     ) -> LineWriter {
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(WriterState::default());
         let of_thread = Arc::clone(&shared);
         let write = move || run(&of_thread, stream, report);
         let is_direct = std::thread::Builder::new().name(name.into()).spawn(write).is_err();
@@ -80,14 +80,14 @@ impl LineWriter {
 
     /// Waits until all that was pushed is written or lost, but no longer than `limit`.
     pub(super) fn flush(&self, limit: Duration) {
-        let busy = |queue: &mut Queue| !queue.lines.is_empty() || queue.is_writing;
+        let busy = |queue: &mut LineQueue| !queue.lines.is_empty() || queue.is_writing;
         if !self.is_direct {
             let _ = self.shared.changed.wait_timeout_while(self.shared.queue(), limit, busy);
         }
     }
 }
 
-fn run(shared: &Shared, mut stream: impl Write + AsFd, report: impl Fn(u64)) {
+fn run(shared: &WriterState, mut stream: impl Write + AsFd, report: impl Fn(u64)) {
     loop {
         let mut queue = shared.queue();
         let line = loop {

@@ -18,7 +18,7 @@ use blkyard_export::{Changed, QUEUES_MAX, QueueRemote};
 use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
 
 use super::size::{Backing, Resize};
-use crate::control::{Kind, Target};
+use crate::control::{PartKind, Target};
 use crate::daemon::{Daemon, LANES_MAX, ServedDevice, ServedExport, ServedLanes, make_queue};
 use crate::inspect::show_time;
 
@@ -36,14 +36,14 @@ pub fn apply(daemon: &Daemon, what: &str, values: BTreeMap<String, String>) -> R
     }
     let keys = Spec::of_options(&target.to_string(), values);
     let done = match target.kind {
-        Kind::Daemon => set_daemon(daemon, keys),
-        Kind::Device => the_one(&target, daemon.devices.iter().map(|device| device.device.info().name.as_str()))
+        PartKind::Daemon => set_daemon(daemon, keys),
+        PartKind::Device => the_one(&target, daemon.devices.iter().map(|device| device.device.info().name.as_str()))
             .map_err(Problem::from)
             .and_then(|number| set_device(daemon, number, keys)),
-        Kind::Export => the_one(&target, daemon.exports.iter().map(|export| export.name.as_str()))
+        PartKind::Export => the_one(&target, daemon.exports.iter().map(|export| export.name.as_str()))
             .map_err(Problem::from)
             .and_then(|number| set_export(daemon, number, keys)),
-        Kind::Lane => {
+        PartKind::Lane => {
             Err(SpecError::new(target, "a lane by itself has nothing to set", "see blkyard set daemon").into())
         }
     };
@@ -141,9 +141,9 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
         info.limits.check().map_err(|error| SpecError::new(&name, error, "choose a multiple of the block"))?;
         done.push(format!("{name}: requests have at most {sectors_max} sectors"));
     }
-    if let Some(wish) = size {
+    if let Some(request) = size {
         let in_use = exports.iter().any(|export| export.status.is_connected());
-        done.push(resize(served, &name, &mut info, &wish, in_use, force)?);
+        done.push(resize(served, &name, &mut info, &request, in_use, force)?);
     }
     let mut problems = Vec::new();
     if !done.is_empty() {
@@ -177,7 +177,7 @@ fn resize(
     served: &ServedDevice,
     name: &str,
     info: &mut DeviceInfo,
-    wish: &str,
+    request: &str,
     in_use: bool,
     force: bool,
 ) -> Result<String, SpecError> {
@@ -207,7 +207,7 @@ fn resize(
     };
     let resize =
         Resize { object: name, now_bytes, block_bytes: made.limits.logical_block_bytes, backing, in_use, force };
-    let decision = resize.decide(wish)?;
+    let decision = resize.decide(request)?;
     if decision.grows_file
         && let Device::File(file) = &served.device
     {

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use blkyard::spec::number;
 
-use crate::control::{AskError, SET_TIMEOUT_S, TIMEOUT_S_MAX, Wish, ask};
+use crate::control::{AskError, ControlRequest, SET_TIMEOUT_S, TIMEOUT_S_MAX, ask};
 use crate::log::print;
 pub use apply::apply;
 
@@ -72,8 +72,8 @@ pub fn run(args: &SetArgs) -> Result<ExitCode, SetError> {
             return Err(SetError::Twice { part: args.part.clone(), key: key.clone() });
         }
     }
-    let wish = Wish::Set { what: args.part.clone(), values };
-    let done = ask(args.control.as_deref(), &wish, Duration::from_secs(args.timeout_s))?;
+    let request = ControlRequest::Set { what: args.part.clone(), values };
+    let done = ask(args.control.as_deref(), &request, Duration::from_secs(args.timeout_s))?;
     let lines = done.as_array().into_iter().flatten().filter_map(|line| line.as_str());
     Ok(print(lines.flat_map(|line| [line, "\n"]).collect::<String>(), ExitCode::SUCCESS))
 }

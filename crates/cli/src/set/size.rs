@@ -48,18 +48,18 @@ pub struct Resize<'a> {
 }
 
 impl Resize<'_> {
-    /// Decides about `size=WISH`: a size, or `probe` for what the file has come to be.
+    /// Decides about `size=REQUEST`: a size, or `probe` for what the file has come to be.
     ///
     /// # Errors
     /// Names the device, what stands against it, and what helps.
-    pub fn decide(&self, wish: &str) -> Result<Decision, SpecError> {
+    pub fn decide(&self, request: &str) -> Result<Decision, SpecError> {
         let no = |cause: String, cure: &str| Err(SpecError::new(self.object, cause, cure));
-        let bytes = match (wish, self.backing) {
+        let bytes = match (request, self.backing) {
             ("probe", Backing::File { bytes, .. }) => bytes,
             ("probe", _) => return no("there is no file to probe".into(), "give a size, such as size=2G"),
-            _ => match parse_size(wish) {
+            _ => match parse_size(request) {
                 Some(bytes) => bytes,
-                None => return no(format!("size={wish} is not understood"), "give a size, such as 2G, or probe"),
+                None => return no(format!("size={request} is not understood"), "give a size, such as 2G, or probe"),
             },
         };
         if bytes == 0 || !bytes.is_multiple_of(u64::from(self.block_bytes)) {
@@ -120,7 +120,7 @@ mod tests {
     #[test]
     fn what_cannot_be_names_the_device_the_cause_and_the_cure() {
         let memory = Resize { backing: Backing::Memory(1 << 20), ..FILE };
-        for (resize, wish, words) in [
+        for (resize, request, words) in [
             (FILE, "lots", ["size=lots", "2G"]),
             (FILE, "0", ["0 bytes", "multiple"]),
             (FILE, "1000", ["blocks of 4096", "multiple"]),
@@ -129,7 +129,7 @@ mod tests {
             (Resize { backing: longer(1 << 20), ..FILE }, "2M", ["1 MiB and is a block device", "size=probe"]),
             (FILE, "512k", ["from 1 MiB to 512 KiB", "force=on"]),
         ] {
-            let error = resize.decide(wish).unwrap_err().to_string();
+            let error = resize.decide(request).unwrap_err().to_string();
             assert!(error.starts_with("device:0: ") && words.iter().all(|word| error.contains(word)), "{error}");
         }
     }

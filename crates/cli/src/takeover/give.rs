@@ -6,13 +6,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blkyard::scheduler::put_device_scheduler;
-use blkyard_export::{BoundSocket, Handed, Rest};
+use blkyard_export::{BoundSocket, Handed, QuiescedExport};
 use serde_json::Value;
 
 use super::VERSION;
-use super::parcel::{DevicePart, ExportPart, Files, Habits, Parcel, SocketPart};
+use super::handover::{DevicePart, ExportPart, HandoverSettings, HandoverState, PassedFiles, SocketPart};
 use super::wire::{receive, send};
-use crate::control::{Wish, answer_line, parse_request};
+use crate::control::{ControlRequest, answer_line, parse_request};
 use crate::daemon::Daemon;
 
 /// How long exports may take to hear that they are asked for anything. Nobody rests meanwhile.
@@ -74,26 +74,27 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
         handed.push(rested.map_err(|why| format!("{export}: {why}; see blkyard inspect"))?);
     }
     let rested = begin.elapsed();
-    let mut files = Files::new();
+    let mut files = PassedFiles::new();
     let cpus = (!daemon.cpus.is_empty()).then(|| daemon.cpus.clone());
-    let habits = Habits { spin_us: Some(spin_us), stats: daemon.stats_every(), cpus, drain_s: Some(daemon.drain_s) };
+    let habits =
+        HandoverSettings { spin_us: Some(spin_us), stats: daemon.stats_every(), cpus, drain_s: Some(daemon.drain_s) };
     let (socket, devices, rests) = pack(daemon, control, handed, &mut files)?;
-    let parcel = Parcel { lanes, habits, control: socket, devices };
-    let parcel = serde_json::to_value(parcel).map_err(|error| error.to_string())?;
+    let handover = HandoverState { lanes, habits, control: socket, devices };
+    let handover = serde_json::to_value(handover).map_err(|error| error.to_string())?;
     let left = |error| format!("the new daemon does not listen: {error}; see what it says");
-    send(client, &files, &answer_line(&Ok(parcel)), WORD_TIME).map_err(left)?;
+    send(client, &files, &answer_line(&Ok(handover)), WORD_TIME).map_err(left)?;
     drop(files);
     let (_, word) = receive(client, WORD_BYTES_MAX, WORD_TIME).map_err(left)?;
     match parse_request(&word)? {
-        Wish::Taken => {}
+        ControlRequest::Taken => {}
         other => return Err(format!("the new daemon should have taken it, and said {other:?}; see what it is")),
     }
     // The last moment to go on ourselves: if it cannot be told, it has not been.
     let yours = answer_line(&Ok(Value::from(rested.as_micros() as u64)));
-    send(client, &Files::new(), &yours, WORD_TIME).map_err(left)?;
+    send(client, &PassedFiles::new(), &yours, WORD_TIME).map_err(left)?;
     // Before any of them ends.
     daemon.is_handed.store(true, Ordering::SeqCst);
-    rests.into_iter().for_each(Rest::let_go);
+    rests.into_iter().for_each(QuiescedExport::let_go);
     control.set_owned(false);
     Ok(begin.elapsed())
 }
@@ -117,8 +118,8 @@ fn pack(
     daemon: &Daemon,
     control: &BoundSocket,
     handed: Vec<Handed>,
-    files: &mut Files,
-) -> Result<(SocketPart, Vec<DevicePart>, Vec<Rest>), String> {
+    files: &mut PassedFiles,
+) -> Result<(SocketPart, Vec<DevicePart>, Vec<QuiescedExport>), String> {
     let text = |error: std::io::Error| error.to_string();
     files.push_back(control.listener().as_fd().try_clone_to_owned().map_err(text)?);
     let path = std::path::absolute(control.path()).map_err(text)?;

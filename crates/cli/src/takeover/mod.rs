@@ -14,12 +14,12 @@
 //! dies or takes too long. It says so only while the new one listens, and never runs a queue afterwards.
 
 mod give;
-mod parcel;
+mod handover;
 mod take;
 mod wire;
 
 pub use give::{Given, give};
-pub use take::{Heritage, take};
+pub use take::{InheritedState, take};
 
 /// The version of what is handed over. A change that another program would misread gets the next number.
 pub const VERSION: u32 = 2;

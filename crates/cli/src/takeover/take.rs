@@ -11,20 +11,20 @@ use blkyard_export::{BoundSocket, ExportState};
 use blkyard_mq::DeviceInfo;
 
 use super::VERSION;
-use super::parcel::{Files, Habits, Parcel, SocketPart, next};
+use super::handover::{HandoverSettings, HandoverState, PassedFiles, SocketPart, next};
 use super::wire::{receive, send};
-use crate::control::{Wish, connect, parse_answer, request_line};
+use crate::control::{ControlRequest, connect, parse_answer, request_line};
 use crate::daemon::DiskPlan;
 use crate::plan::Settings;
 
 /// How long the old daemon may take: for its exports to come to rest, and for others that it answers before.
 const ANSWER_TIME: Duration = Duration::from_mins(1);
 /// Bytes of what is handed over, without descriptors: some kilobytes for each export.
-const PARCEL_BYTES_MAX: usize = 64 << 20;
+const HANDOVER_BYTES_MAX: usize = 64 << 20;
 
 /// What is left of a device.
 #[derive(Debug)]
-pub struct DeviceGift {
+pub struct InheritedDevice {
     /// What carries its I/O and its lock.
     pub file: Option<OwnedFd>,
     /// A sync has failed.
@@ -33,7 +33,7 @@ pub struct DeviceGift {
     sectors_max: u32,
 }
 
-impl DeviceGift {
+impl InheritedDevice {
     /// The device as it was served.
     pub fn info(&self, opened: &DeviceInfo) -> DeviceInfo {
         let mut info = opened.clone();
@@ -45,13 +45,13 @@ impl DeviceGift {
 
 /// What another daemon leaves, until it is known whether we can go on with it. Dropped, it stays that one's.
 #[derive(Debug)]
-pub struct Heritage {
+pub struct InheritedState {
     /// What it serves.
     pub disks: Vec<DiskPlan>,
     /// Threads that did its work, and what else it was told of its habits.
     pub settings: Settings,
     /// One for each disk.
-    pub devices: VecDeque<DeviceGift>,
+    pub devices: VecDeque<InheritedDevice>,
     /// One for each export of each disk, in their order.
     pub exports: VecDeque<ExportState>,
     control: BoundSocket,
@@ -69,11 +69,11 @@ pub struct Pause {
     pub whole: Duration,
 }
 
-/// Asks the daemon at a control socket to hand over. It rests until this is [taken](Heritage::taken) or dropped.
+/// Asks the daemon at a control socket to hand over. It rests until this is [taken](InheritedState::taken) or dropped.
 ///
 /// # Errors
 /// There is none, it cannot, or it will not: it goes on.
-pub fn take(path: &Path) -> Result<Heritage, SpecError> {
+pub fn take(path: &Path) -> Result<InheritedState, SpecError> {
     let problem = |cause: String, cure: &str| SpecError::new(format!("takeover of {}", path.display()), cause, cure);
     let silent =
         |error: std::io::Error| problem(format!("no answer: {error}"), "see whether that daemon is busy or ending");
@@ -82,10 +82,10 @@ pub fn take(path: &Path) -> Result<Heritage, SpecError> {
         problem(format!("no daemon listens there: {error}"), cure)
     })?;
     let begin = Instant::now();
-    let wish = request_line(&Wish::Takeover { version: VERSION });
-    send(&daemon, &Files::new(), &wish, ANSWER_TIME).map_err(silent)?;
-    let (mut files, line) = receive(&daemon, PARCEL_BYTES_MAX, ANSWER_TIME).map_err(silent)?;
-    let parcel = parse_answer(&line).map_err(|said| {
+    let request = request_line(&ControlRequest::Takeover { version: VERSION });
+    send(&daemon, &PassedFiles::new(), &request, ANSWER_TIME).map_err(silent)?;
+    let (mut files, line) = receive(&daemon, HANDOVER_BYTES_MAX, ANSWER_TIME).map_err(silent)?;
+    let handover = parse_answer(&line).map_err(|said| {
         if said.contains("unknown variant") {
             problem(
                 "that daemon is older, and hands nothing over".into(),
@@ -96,24 +96,24 @@ pub fn take(path: &Path) -> Result<Heritage, SpecError> {
         }
     })?;
     let odd = |why: String| problem(format!("what it hands over makes no sense: {why}"), "it goes on; stop it instead");
-    let parcel: Parcel = serde_json::from_value(parcel).map_err(|error| odd(error.to_string()))?;
-    unpack(parcel, &mut files, daemon, path, begin).map_err(odd)
+    let handover: HandoverState = serde_json::from_value(handover).map_err(|error| odd(error.to_string()))?;
+    unpack(handover, &mut files, daemon, path, begin).map_err(odd)
 }
 
 fn unpack(
-    parcel: Parcel,
-    files: &mut Files,
+    handover: HandoverState,
+    files: &mut PassedFiles,
     daemon: UnixStream,
     path: &Path,
     begin: Instant,
-) -> Result<Heritage, String> {
-    let Parcel { lanes, habits, control: SocketPart { path: control, identity }, devices: parts } = parcel;
-    let Habits { spin_us, stats, cpus, drain_s } = habits;
+) -> Result<InheritedState, String> {
+    let HandoverState { lanes, habits, control: SocketPart { path: control, identity }, devices: parts } = handover;
+    let HandoverSettings { spin_us, stats, cpus, drain_s } = habits;
     let settings = Settings { lanes: Some(lanes), spin_us, stats, cpus, drain_s, ..Settings::default() };
     let control = BoundSocket::adopt(next(files)?, control, identity);
     let (mut disks, mut devices, mut exports) = (Vec::new(), VecDeque::new(), VecDeque::new());
     for part in parts {
-        devices.push_back(DeviceGift {
+        devices.push_back(InheritedDevice {
             file: part.has_file.then(|| next(files)).transpose()?,
             sync_failed: part.sync_failed,
             capacity_sectors: part.capacity_sectors,
@@ -130,10 +130,10 @@ fn unpack(
     if !files.is_empty() {
         return Err(format!("{} descriptors came too many", files.len()));
     }
-    Ok(Heritage { disks, settings, devices, exports, control, daemon, path: path.into(), begin })
+    Ok(InheritedState { disks, settings, devices, exports, control, daemon, path: path.into(), begin })
 }
 
-impl Heritage {
+impl InheritedState {
     /// Says that all is prepared, and waits until the other daemon has let go. Gives its control socket, which is ours
     /// from then on.
     ///
@@ -145,8 +145,8 @@ impl Heritage {
             SpecError::new(object, format!("that daemon did not let go: {why}"), "see what it says, and try again")
         };
         let silent = |error: std::io::Error| kept(error.to_string());
-        send(&self.daemon, &Files::new(), &request_line(&Wish::Taken), ANSWER_TIME).map_err(silent)?;
-        let (_, line) = receive(&self.daemon, PARCEL_BYTES_MAX, ANSWER_TIME).map_err(silent)?;
+        send(&self.daemon, &PassedFiles::new(), &request_line(&ControlRequest::Taken), ANSWER_TIME).map_err(silent)?;
+        let (_, line) = receive(&self.daemon, HANDOVER_BYTES_MAX, ANSWER_TIME).map_err(silent)?;
         let rest_us = parse_answer(&line).map_err(kept)?;
         self.control.set_owned(true);
         let rest = Duration::from_micros(rest_us.as_u64().unwrap_or(0));

@@ -14,7 +14,7 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg,
 };
 
-use super::parcel::Files;
+use super::handover::PassedFiles;
 
 /// Descriptors sent with one byte; the system takes 253.
 const AT_ONCE: usize = 128;
@@ -29,7 +29,7 @@ const MARK: u8 = b'#';
 ///
 /// # Errors
 /// The other side is gone, or does not read all within this time.
-pub(super) fn send(mut to: &UnixStream, files: &Files, line: &str, within: Duration) -> io::Result<()> {
+pub(super) fn send(mut to: &UnixStream, files: &PassedFiles, line: &str, within: Duration) -> io::Result<()> {
     let limit = Limit::of(within);
     let fds: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
     for some in fds.chunks(AT_ONCE) {
@@ -57,10 +57,14 @@ pub(super) fn send(mut to: &UnixStream, files: &Files, line: &str, within: Durat
 ///
 /// # Errors
 /// The other side is gone, sends more than it may, or not all within this time.
-pub(super) fn receive(mut from: &UnixStream, line_bytes_max: usize, within: Duration) -> io::Result<(Files, Vec<u8>)> {
+pub(super) fn receive(
+    mut from: &UnixStream,
+    line_bytes_max: usize,
+    within: Duration,
+) -> io::Result<(PassedFiles, Vec<u8>)> {
     let too_much = |what| io::Error::new(io::ErrorKind::InvalidData, what);
     let limit = Limit::of(within);
-    let mut files = Files::new();
+    let mut files = PassedFiles::new();
     loop {
         let mut byte = [0];
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
@@ -146,6 +150,6 @@ mod tests {
     fn who_reads_in_drops_has_no_more_time_than_others() {
         let near = until_refused(|mut far| far.read(&mut [0; 512]));
         let line = "x".repeat(64 << 20);
-        assert!(send(&near, &Files::new(), &line, Duration::from_millis(200)).is_err());
+        assert!(send(&near, &PassedFiles::new(), &line, Duration::from_millis(200)).is_err());
     }
 }

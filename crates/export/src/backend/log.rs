@@ -1,7 +1,7 @@
-//! The log of the pages we write, as a front-end asks for it: where it lies, what is noted there, and the bell that
+//! The log of the pages we write, as a front-end asks for it: where it lies, what is noted there, and the eventfd that
 //! says that something was. [vhost-user, Migration]
 //!
-//! The message that brings the bell is the one message that is dealt with here and not by the message layer, which
+//! The message that brings the eventfd is the one message that is dealt with here and not by the message layer, which
 //! knows its number, and refuses it.
 
 use std::fs::File;
@@ -26,10 +26,10 @@ impl Backend {
         self.change_log(|ours| ours.log = log.map(Arc::new))
     }
 
-    /// Deals with the message that brings the log's bell: the answer if one is wanted, and whether the session can go
-    /// on.
-    pub(crate) fn handle_log_bell(&mut self, message: &Message) -> (Message, Result<()>) {
-        let outcome = self.set_log_bell(message);
+    /// Deals with the message that brings the log's eventfd: the answer if one is wanted, and whether the session can
+    /// go on.
+    pub(crate) fn handle_log_eventfd(&mut self, message: &Message) -> (Message, Result<()>) {
+        let outcome = self.set_log_eventfd(message);
         let acknowledges = VhostUserProtocolFeatures::REPLY_ACK.bits();
         let wanted = message.needs_reply() && self.protocol.is_some_and(|taken| taken & acknowledges != 0);
         let answer = wanted.then(|| Message::acknowledgement(FrontendReq::SET_LOG_FD, outcome.is_ok()));
@@ -37,14 +37,14 @@ impl Backend {
     }
 
     /// It has no body, and one descriptor.
-    fn set_log_bell(&mut self, message: &Message) -> Result<()> {
-        let [bell] = &message.files[..] else { return Err(Error::IncorrectFds) };
+    fn set_log_eventfd(&mut self, message: &Message) -> Result<()> {
+        let [eventfd] = &message.files[..] else { return Err(Error::IncorrectFds) };
         if !message.is_bare() {
             return Err(Error::InvalidMessage);
         }
-        let bell = bell.try_clone().map_err(|error| self.refuse("the bell of the log", error))?;
-        let bell = self.event("the bell of the log", Some(bell.into()))?;
-        self.change_log(|ours| ours.log_bell = bell)
+        let eventfd = eventfd.try_clone().map_err(|error| self.refuse("the eventfd of the log", error))?;
+        let eventfd = self.event("the eventfd of the log", Some(eventfd.into()))?;
+        self.change_log(|ours| ours.log_eventfd = eventfd)
     }
 
     fn change_log(&mut self, change: impl FnOnce(&mut Backend)) -> Result<()> {
@@ -66,6 +66,6 @@ impl Backend {
             }
             Some(at) => vec![(at, ring_bytes(vring.size)[2].0 as u64)],
         };
-        Some(Notes::new(Arc::clone(log), ring, self.log_bell.clone()))
+        Some(Notes::new(Arc::clone(log), ring, self.log_eventfd.clone()))
     }
 }

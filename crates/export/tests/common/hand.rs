@@ -4,13 +4,14 @@ use std::sync::Arc;
 
 use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
 use blkyard_mq::{
-    BlockDevice, Chime, Crank, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, RamDevice, RamQueue, Station,
+    BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, Poller, PollerState, RamDevice, RamQueue,
+    SignalEventfd,
 };
 use blkyard_virtio::{BlkConfig, Refusals, SerialId};
 
 use super::{Data, Front, Ram, Vq, disk_info};
 
-/// A queue to be cranked by hand.
+/// A queue to be run by hand.
 pub struct Hand {
     queue: VhostQueue<RamQueue>,
     refusals: Arc<Refusals>,
@@ -46,20 +47,20 @@ impl Hand {
     }
 
     /// One round, a microsecond after the last.
-    pub fn turn(&mut self) -> Crank {
+    pub fn turn(&mut self) -> PollerState {
         self.turn_with(&mut ())
     }
 
-    /// The same, and this rings the guest's bell.
-    pub fn turn_with(&mut self, chime: &mut impl Chime) -> Crank {
+    /// The same, and this rings the guest's eventfd.
+    pub fn turn_with(&mut self, signal: &mut impl SignalEventfd) -> PollerState {
         self.now_ns += 1000;
-        self.queue.crank(chime, self.now_ns)
+        self.queue.run_once(signal, self.now_ns)
     }
 
     /// Goes to sleep, as far as the queue can tell, and wakes up again; says whether it would have had to stay awake.
     pub fn nod(&mut self) -> bool {
-        let work = Station::<()>::arm(&mut self.queue);
-        Station::<()>::disarm(&mut self.queue);
+        let work = Poller::<()>::arm(&mut self.queue);
+        Poller::<()>::disarm(&mut self.queue);
         work
     }
 

@@ -6,8 +6,8 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use blkyard_export::{
-    BackendConfig, BoundSocket, ExportStatus, Handed, QueueRemote, QueueWatch, Rest, SEG_MAX, Server, SocketConfig,
-    VhostQueue, queue_pair,
+    BackendConfig, BoundSocket, ExportStatus, Handed, QueueRemote, QueueWatch, QuiescedExport, SEG_MAX, Server,
+    SocketConfig, VhostQueue, queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, HwStats};
 use blkyard_os::{LaneConfig, LaneError, Lanes};
@@ -101,7 +101,7 @@ impl World {
             taken.push((state.path, taking.unwrap_or_else(|why| panic!("{why}")), watches));
             rests.push(rest);
         }
-        rests.into_iter().for_each(Rest::let_go);
+        rests.into_iter().for_each(QuiescedExport::let_go);
         let exports = taken.into_iter().map(|(path, taking, watches)| {
             let server = taking.go();
             Served { path, status: Arc::clone(server.status()), server: Some(server), watches }

@@ -10,7 +10,8 @@ use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostQue
 use blkyard_lab::floor::{IO_BYTES, Round};
 use blkyard_mem::Region;
 use blkyard_mq::{
-    BlockDevice, Chime, ChimePlace, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, QueueKind, Station,
+    BlockDevice, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Poller, QueueKind, SignalEventfd,
+    SignalSlot,
 };
 use blkyard_virtio::BlkConfig;
 use tempfile::TempDir;
@@ -20,16 +21,16 @@ use crate::load::{Load, info};
 /// A request that takes longer than this is not going to end.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Rings bells at once, as a thread without a lane does.
+/// Signals eventfds at once, as a thread without a lane does.
 #[derive(Debug)]
 pub struct DirectSignals;
 
-impl Chime for DirectSignals {
-    fn chime(&mut self, _place: &mut ChimePlace, bell: BorrowedFd<'_>) {
-        let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
+impl SignalEventfd for DirectSignals {
+    fn signal(&mut self, _place: &mut SignalSlot, eventfd: BorrowedFd<'_>) {
+        let _ = rustix::io::write(eventfd, &1_u64.to_ne_bytes());
     }
 
-    fn forget(&mut self, _place: &mut ChimePlace) {}
+    fn forget(&mut self, _place: &mut SignalSlot) {}
 }
 
 /// Our driver's queues of one disk, each with this depth, driven by one thread.
@@ -81,7 +82,7 @@ pub fn first_answer(mut round: impl FnMut() -> u64) -> Result<(), String> {
     Ok(())
 }
 
-/// Driver and server on one thread: both cores, both sides of the ring, and the null device, cranked in turn.
+/// Driver and server on one thread: both cores, both sides of the ring, and the null device, run in turn.
 pub struct OneCore<C: FnMut() -> u64> {
     /// Goes before the driver, whose good-bye would wait for an answer that nobody gives.
     device: VhostQueue<NullQueue>,
@@ -98,7 +99,7 @@ impl<C: FnMut() -> u64> Round for OneCore<C> {
         // Fetched in one turn and shown in the next.
         for _ in 0..2 {
             let now_ns = (self.clock)();
-            let _ = self.device.crank(&mut DirectSignals, now_ns);
+            let _ = self.device.run_once(&mut DirectSignals, now_ns);
         }
         ended
     }
@@ -107,7 +108,7 @@ impl<C: FnMut() -> u64> Round for OneCore<C> {
 impl<C: FnMut() -> u64> Drop for OneCore<C> {
     fn drop(&mut self) {
         while !self.lines.loads.iter_mut().all(Load::drains) {
-            let _ = self.device.crank(&mut DirectSignals, 0);
+            let _ = self.device.run_once(&mut DirectSignals, 0);
         }
     }
 }
@@ -133,7 +134,7 @@ pub fn one_core<C: FnMut() -> u64 + Send>(
     let lines = std::thread::scope(|scope| {
         let lines = scope.spawn(|| lines(&path, 1, depth, packed, &clock));
         while !lines.is_finished() {
-            let _ = device.crank(&mut DirectSignals, 0);
+            let _ = device.run_once(&mut DirectSignals, 0);
             // The others have the CPU: who waits is not to be counted.
             std::thread::yield_now();
         }

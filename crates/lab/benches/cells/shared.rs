@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use blkyard_lab::floor::{HAND_OFF, MachineLimit, RandomOffsets, Round, WindowPlan, together, variant};
-use blkyard_mq::{Bed, Bio, BlockDevice, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, SwQueue, Wake};
+use blkyard_mq::{Bio, BlockDevice, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Parker, SwQueue, Wake};
 use blkyard_os::Clock;
 
 use crate::core::clock;
@@ -23,7 +23,7 @@ impl Wake for Restless {
     fn wake(&self) {}
 }
 
-impl Bed for Restless {
+impl Parker for Restless {
     fn sleep(&self) {
         std::thread::yield_now();
     }
@@ -48,9 +48,9 @@ impl SharedLoad {
         let depth = BATCH * threads;
         let config = HwQueueConfig { depth, bios_max: depth, ..HwQueueConfig::default() };
         let hw = HwQueue::new(device.queue(depth), Arc::new(info()), config);
-        let beds = (0..threads).map(|_| Arc::new(Restless) as Arc<dyn Bed>).collect();
+        let parkers = (0..threads).map(|_| Arc::new(Restless) as Arc<dyn Parker>).collect();
         let load = |queue| SharedLoad { queue, clock: Clock::new(), free: bios(BATCH), places: RandomOffsets::new() };
-        SwQueue::share(hw, (), BATCH, beds).into_iter().map(load).collect()
+        SwQueue::share(hw, (), BATCH, parkers).into_iter().map(load).collect()
     }
 }
 

@@ -3,7 +3,7 @@
 //! The job owns its bios, its buffers and its tallies, and is owned by one thread. It decides what comes next and
 //! accounts for what is over; how a bio gets to the device and back is the business of whoever drives it, a queue of
 //! its own ([`super::own`]) or one shared with other jobs ([`super::shared`]). It reads no clock and, once made,
-//! allocates nothing but the words of a complaint.
+//! allocates nothing but the words of a violation.
 //!
 //! ```text
 //!   waiting ──gate opens──▶ working ──all done or time is up──▶ over
@@ -44,11 +44,11 @@ pub(crate) struct JobResult {
     pub(crate) mismatches: u64,
     pub(crate) checked: u64,
     /// Words about the first few things that went wrong.
-    pub(crate) complaints: Vec<String>,
+    pub(crate) violations: Vec<String>,
 }
 
-/// Complaints that a job words; the rest are counted.
-const COMPLAINTS_MAX: usize = 10;
+/// Violations that a job words; the rest are counted.
+const VIOLATIONS_MAX: usize = 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum JobPhase {
@@ -88,7 +88,7 @@ pub(crate) struct BenchJob {
     scratch: Box<[u8]>,
     mismatches: u64,
     checked: u64,
-    complaints: Vec<String>,
+    violations: Vec<String>,
 }
 
 impl BenchJob {
@@ -134,7 +134,7 @@ impl BenchJob {
             scratch: scratch(),
             mismatches: 0,
             checked: 0,
-            complaints: Vec::with_capacity(COMPLAINTS_MAX),
+            violations: Vec::with_capacity(VIOLATIONS_MAX),
             plan: Arc::clone(plan),
         };
         job.order = job.order_anew();
@@ -174,9 +174,9 @@ impl BenchJob {
             && (self.free.len() >= self.plan.batch || self.in_flight == 0)
     }
 
-    /// The next wish, if there is one and a place for it. Segments point into `region` of the queue's table.
+    /// The next request, if there is one and a place for it. Segments point into `region` of the queue's table.
     #[inline]
-    pub(crate) fn wish(&mut self, region: u32, now_ns: u64) -> Option<Box<Bio>> {
+    pub(crate) fn request(&mut self, region: u32, now_ns: u64) -> Option<Box<Bio>> {
         if self.left == 0 {
             return None;
         }
@@ -277,7 +277,7 @@ impl BenchJob {
     }
 
     fn end_phase(&mut self) {
-        let stopped = self.gate.stop.load(Ordering::Relaxed) || !self.complaints.is_empty();
+        let stopped = self.gate.stop.load(Ordering::Relaxed) || !self.violations.is_empty();
         if self.phase == JobPhase::Working && self.plan.verify && self.written > 0 && !stopped {
             self.phase = JobPhase::Checking;
             self.left = self.written;
@@ -293,7 +293,7 @@ impl BenchJob {
             summary: self.tallies.summary(),
             mismatches: self.mismatches,
             checked: self.checked,
-            complaints: std::mem::take(&mut self.complaints),
+            violations: std::mem::take(&mut self.violations),
         });
     }
 
@@ -333,9 +333,9 @@ impl BenchJob {
     }
 
     fn complain(&mut self, words: impl FnOnce() -> String) {
-        if self.complaints.len() < COMPLAINTS_MAX {
+        if self.violations.len() < VIOLATIONS_MAX {
             let job = self.number;
-            self.complaints.push(format!("job {job}: {}", words()));
+            self.violations.push(format!("job {job}: {}", words()));
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Jobs are streams of I/O. Up to as many jobs as hardware queues, each has a queue and a lane to itself (`own`);
 //! beyond, threads share queues (`shared`). What a job wants and counts is the same in both (`job`). This module checks
-//! the wishes, sets everything up, opens the gate, waits, and adds up.
+//! the requests, sets everything up, opens the gate, waits, and adds up.
 //!
 //! It does not touch the device's data but through I/O of the jobs, and it does not ask before it overwrites it.
 
@@ -307,19 +307,19 @@ fn add_up(
 ) -> BenchReport {
     let (mut summary, mut outstanding) = (Summary::default(), 0);
     let mut silent: Vec<_> = lives.iter().map(Some).collect();
-    let (mut checked, mut mismatches, mut complaints) = (0, 0, Vec::new());
+    let (mut checked, mut mismatches, mut violations) = (0, 0, Vec::new());
     for outcome in outcomes {
         summary.merge(&outcome.summary);
         checked += outcome.checked;
         mismatches += outcome.mismatches;
-        complaints.extend(outcome.complaints);
+        violations.extend(outcome.violations);
         outstanding += outcome.outstanding;
         silent[outcome.job] = None;
     }
     for (job, live) in silent.into_iter().enumerate().filter_map(|(job, live)| Some((job, live?))) {
         summary.merge(&live.summary());
         outstanding += live.in_flight();
-        complaints.push(format!("job {job}: it sleeps until its I/O is finished; its latencies are not known"));
+        violations.push(format!("job {job}: it sleeps until its I/O is finished; its latencies are not known"));
     }
     BenchReport {
         device: device.info().name.clone(),
@@ -329,7 +329,7 @@ fn add_up(
         cpu,
         checked,
         mismatches,
-        complaints,
+        violations,
         outstanding,
         is_cut_short: false,
     }

@@ -5,11 +5,11 @@
 
 use std::os::fd::BorrowedFd;
 
-use blkyard_mq::{Crank, Driver, HwQueue, Station};
+use blkyard_mq::{Driver, HwQueue, Poller, PollerState};
 
 use super::job::BenchJob;
 
-/// The station of one job.
+/// The poller of one job.
 #[derive(Debug)]
 pub(crate) struct Own<D> {
     hw: HwQueue<D>,
@@ -24,18 +24,18 @@ impl<D> Own<D> {
     }
 }
 
-impl<D: Driver<Cx>, Cx: ?Sized> Station<Cx> for Own<D> {
+impl<D: Driver<Cx>, Cx: ?Sized> Poller<Cx> for Own<D> {
     fn set_turn_bytes(&mut self, bytes: u64) {
         self.hw.set_turn_bytes(bytes);
     }
 
     #[inline]
-    fn crank(&mut self, cx: &mut Cx, now_ns: u64) -> Crank {
+    fn run_once(&mut self, cx: &mut Cx, now_ns: u64) -> PollerState {
         let Own { hw, job, .. } = self;
         let mut moved = hw.reap(cx, now_ns, &mut |bio| job.ended(bio, now_ns));
         if job.is_ready() {
             // There is room for all bios of the job.
-            while let Some(bio) = job.wish(0, now_ns) {
+            while let Some(bio) = job.request(0, now_ns) {
                 hw.submit(bio);
                 moved += 1;
             }
@@ -43,10 +43,10 @@ impl<D: Driver<Cx>, Cx: ?Sized> Station<Cx> for Own<D> {
         moved += hw.issue(cx, now_ns);
         job.settle(now_ns);
         if moved > 0 || hw.has_work() || job.is_ready() {
-            return Crank::Busy;
+            return PollerState::Busy;
         }
         self.deadline_ns = hw.deadline_ns::<Cx>();
-        if job.in_flight() > 0 { Crank::Waiting } else { Crank::Idle }
+        if job.in_flight() > 0 { PollerState::Waiting } else { PollerState::Idle }
     }
 
     fn arm(&mut self) -> bool {
@@ -58,12 +58,12 @@ impl<D: Driver<Cx>, Cx: ?Sized> Station<Cx> for Own<D> {
     }
 
     /// Nobody has anything to tell the job but who opens the gate, and that one calls the lane.
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    fn device_bell(&self) -> Option<BorrowedFd<'_>> {
-        self.hw.bell::<Cx>()
+    fn device_eventfd(&self) -> Option<BorrowedFd<'_>> {
+        self.hw.eventfd::<Cx>()
     }
 
     fn deadline_ns(&self) -> Option<u64> {

@@ -26,7 +26,7 @@ pub struct BenchReport {
     /// Blocks read back and checked.
     pub(crate) checked: u64,
     pub(crate) mismatches: u64,
-    pub(crate) complaints: Vec<String>,
+    pub(crate) violations: Vec<String>,
     /// I/Os that were submitted and not finished.
     pub(crate) outstanding: u64,
     /// A signal ended it early.
@@ -110,7 +110,7 @@ impl BenchReport {
                 total_err: self.errors(),
                 outstanding: self.outstanding,
                 verify: Checked { blocks: self.checked, mismatches: self.mismatches },
-                complaints: &self.complaints,
+                violations: &self.violations,
             }],
         };
         serde_json::to_string_pretty(&whole).unwrap_or_else(|error| format!("{{\"error\": \"{error}\"}}"))
@@ -187,7 +187,7 @@ struct Group<'a> {
     total_err: u64,
     outstanding: u64,
     verify: Checked,
-    complaints: &'a [String],
+    violations: &'a [String],
 }
 
 #[derive(Serialize)]

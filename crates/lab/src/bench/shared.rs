@@ -2,7 +2,7 @@
 //! the disk.
 //!
 //! A thread submits into its ring, makes it visible, and takes back what is over; whoever finds the queue idle turns
-//! its crank for all (see [`Disk`]). With nothing to do it polls for a while and then sleeps on its own ring.
+//! its run for all (see [`Disk`]). With nothing to do it polls for a while and then sleeps on its own ring.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
@@ -86,7 +86,7 @@ impl<D: Driver<Cx>, Cx: Context> Worker<D, Cx> {
                 worked_ns = now_ns;
             }
             if job.is_ready() {
-                while let Some(bio) = job.wish(*region, now_ns) {
+                while let Some(bio) = job.request(*region, now_ns) {
                     queue.submit(bio);
                 }
                 queue.ring(clock);

@@ -106,7 +106,7 @@ fn what_is_written_is_found_again_and_what_is_changed_is_found_out() {
     std::fs::write(&path, bytes).unwrap();
     let report = bench(name, "--rw randread --iodepth 8 --verify crc32c");
     assert_eq!((report.mismatches(), report.checked, report.is_good()), (3, 256, false));
-    let words = report.complaints.join("\n");
+    let words = report.violations.join("\n");
     for part in
         ["sector 40: checksum", "the first at 100", "sector 72: it is whole, but belongs to sector 56", "all zeroes"]
     {
@@ -128,5 +128,5 @@ fn a_device_that_cannot_is_an_error_and_one_that_fails_ends_the_job() {
     std::fs::File::options().write(true).open(&path).unwrap().set_len(1 << 19).unwrap();
     let report = measure(&args(&name, "--rw read --bs 64k --iodepth 4"), &device).unwrap();
     assert!(report.errors() > 0 && !report.is_good(), "{report:?}");
-    assert!(report.complaints[0].contains("Read of 128 sectors at sector"), "{:?}", report.complaints);
+    assert!(report.violations[0].contains("Read of 128 sectors at sector"), "{:?}", report.violations);
 }

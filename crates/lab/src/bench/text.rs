@@ -41,8 +41,8 @@ pub(crate) fn text(report: &BenchReport) -> String {
     if report.outstanding() > 0 {
         let _ = writeln!(out, "  outstanding  : {} I/Os were submitted and not finished", report.outstanding());
     }
-    for complaint in &report.complaints {
-        let _ = writeln!(out, "  {complaint}");
+    for violation in &report.violations {
+        let _ = writeln!(out, "  {violation}");
     }
     out
 }

@@ -125,11 +125,11 @@ pub(super) fn nops(batch: usize) -> Result<Variant<'static>, String> {
     Ok(variant(move || ring.round(batch) as u64))
 }
 
-/// From ringing the bell of a sleeping thread to its being awake: half of there and back, between two CPUs.
+/// From signalling the eventfd of a sleeping thread to its being awake: half of there and back, between two CPUs.
 pub(super) fn wake_up() -> Result<Variant<'static>, String> {
     let cpu = partner_cpu()?;
-    let bell = || eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| format!("no event descriptor: {error}"));
-    let (there, back) = (bell()?, bell()?);
+    let eventfd = || eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| format!("no event descriptor: {error}"));
+    let (there, back) = (eventfd()?, eventfd()?);
     let one = 1_u64.to_ne_bytes();
     Ok(Box::new(move |window_ns| {
         let over = AtomicBool::new(false);

@@ -16,12 +16,12 @@ use blkyard_mq::{Bio, DeviceInfo, SECTOR_BYTES, Status, Wake};
 use blkyard_sim::{Command, HostEnd};
 
 use super::end::{JobEnd, Moved, info};
-use super::seats::{JobFlag, deliver, lock, seat_of};
+use super::job_flags::{JobFlag, deliver, job_of, lock};
 
 /// One queue, for all jobs that use it and the helper.
 pub(crate) struct BioQueue {
     inner: Mutex<Inner>,
-    seats: Arc<[JobFlag]>,
+    job_flags: Arc<[JobFlag]>,
     helper: Arc<dyn Wake>,
 }
 
@@ -57,7 +57,7 @@ impl BioQueue {
         host: HostEnd,
         ids: usize,
         bios: usize,
-        seats: Arc<[JobFlag]>,
+        job_flags: Arc<[JobFlag]>,
         helper: Arc<dyn Wake>,
     ) -> Arc<BioQueue> {
         let inner = Inner {
@@ -68,7 +68,7 @@ impl BioQueue {
             info: info(),
             account: Account::default(),
         };
-        Arc::new(BioQueue { inner: Mutex::new(inner), seats, helper })
+        Arc::new(BioQueue { inner: Mutex::new(inner), job_flags, helper })
     }
 
     /// What was counted.
@@ -141,14 +141,14 @@ impl Inner {
 /// A job's end.
 pub(crate) struct BioEnd {
     queue: Arc<BioQueue>,
-    seat: usize,
+    job: usize,
     /// What was taken for others, on its way to them.
     away: Vec<Box<Bio>>,
 }
 
 impl BioEnd {
-    pub(crate) fn new(queue: &Arc<BioQueue>, seat: usize, bios: usize) -> BioEnd {
-        BioEnd { queue: Arc::clone(queue), seat, away: Vec::with_capacity(bios) }
+    pub(crate) fn new(queue: &Arc<BioQueue>, job: usize, bios: usize) -> BioEnd {
+        BioEnd { queue: Arc::clone(queue), job, away: Vec::with_capacity(bios) }
     }
 }
 
@@ -164,7 +164,7 @@ impl JobEnd for BioEnd {
             if !inner.takes(&bio) {
                 drop(inner);
                 bio.status = Status::Invalid;
-                deliver(&self.queue.seats, &mut vec![bio]);
+                deliver(&self.queue.job_flags, &mut vec![bio]);
                 continue;
             }
             if inner.list.is_empty()
@@ -182,15 +182,15 @@ impl JobEnd for BioEnd {
 
     #[inline]
     fn collect(&mut self, now_ns: u64, out: &mut Vec<Box<Bio>>) -> Moved {
-        let BioEnd { queue, seat, away } = self;
-        let mailed = queue.seats[*seat].take_mail(out);
+        let BioEnd { queue, job, away } = self;
+        let mailed = queue.job_flags[*job].take_mail(out);
         let mut inner = lock(&queue.inner);
-        let reaped = inner.reap(now_ns, |bio| if seat_of(&bio) == *seat { out.push(bio) } else { away.push(bio) });
+        let reaped = inner.reap(now_ns, |bio| if job_of(&bio) == *job { out.push(bio) } else { away.push(bio) });
         let helper_wanted = reaped > 0 && !inner.list.is_empty();
         drop(inner);
         let delivered = away.len();
         if delivered > 0 {
-            deliver(&queue.seats, away);
+            deliver(&queue.job_flags, away);
         }
         if helper_wanted {
             queue.helper.wake();
@@ -228,7 +228,7 @@ impl Helper {
         drop(inner);
         let delivered = away.len();
         if delivered > 0 {
-            deliver(&queue.seats, away);
+            deliver(&queue.job_flags, away);
         }
         Moved { reaped, delivered, resubmitted, ..Moved::default() }
     }
@@ -277,7 +277,7 @@ impl Ids {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::study::seats::{cookie, slot_of};
+    use crate::study::job_flags::{cookie, slot_of};
     use crate::study::world::RecordedSignal;
     use blkyard_mq::{Op, Segment};
     use blkyard_sim::{DeviceEnd, PairCompletion, queue_pair};
@@ -293,9 +293,9 @@ mod tests {
         }
     }
 
-    fn bio(seat: usize, slot: usize) -> Box<Bio> {
+    fn bio(job: usize, slot: usize) -> Box<Bio> {
         let mut bio = Bio::with_capacity(1);
-        (bio.op, bio.sectors, bio.cookie) = (Op::Write, 8, cookie(seat, slot));
+        (bio.op, bio.sectors, bio.cookie) = (Op::Write, 8, cookie(job, slot));
         bio.segments.push(Segment { region: 0, offset: 0, len: 4096 });
         bio
     }
@@ -310,16 +310,16 @@ mod tests {
     /// A queue of two ids for two jobs.
     fn queue() -> (Arc<BioQueue>, [BioEnd; 2], Arc<[Arc<RecordedSignal>; 3]>, DeviceEnd) {
         let (host, device) = queue_pair(4);
-        let bells = Arc::new([(); 3].map(|()| Arc::new(RecordedSignal::default())));
-        let seats = bells[..2].iter().map(|bell| JobFlag::new(8, bell.clone())).collect();
-        let queue = BioQueue::new(host, 2, 16, seats, bells[2].clone());
-        let ends = [0, 1].map(|seat| BioEnd::new(&queue, seat, 8));
-        (queue, ends, bells, device)
+        let eventfds = Arc::new([(); 3].map(|()| Arc::new(RecordedSignal::default())));
+        let job_flags = eventfds[..2].iter().map(|eventfd| JobFlag::new(8, eventfd.clone())).collect();
+        let queue = BioQueue::new(host, 2, 16, job_flags, eventfds[2].clone());
+        let ends = [0, 1].map(|job| BioEnd::new(&queue, job, 8));
+        (queue, ends, eventfds, device)
     }
 
     #[test]
     fn without_ids_bios_wait_on_the_list_and_only_the_helper_takes_from_it() {
-        let (queue, [mut end, _], bells, mut device) = queue();
+        let (queue, [mut end, _], eventfds, mut device) = queue();
         let mut helper = Helper::new(vec![Arc::clone(&queue)], 8);
         for slot in 0..4 {
             end.submit(&mut vec![bio(0, slot)], 0);
@@ -328,7 +328,7 @@ mod tests {
         finish(&mut device, 1);
         let mut out = Vec::new();
         end.collect(5, &mut out);
-        assert_eq!((out.len(), queue.listed(), bells[2].take()), (1, 2, true));
+        assert_eq!((out.len(), queue.listed(), eventfds[2].take()), (1, 2, true));
         // There is an id, but the list is not empty: the newcomer goes behind it.
         assert_eq!(end.submit(&mut out, 5).listed, 1);
         assert_eq!(helper.look_after(0, 6), Moved { resubmitted: 1, ..Moved::default() });
@@ -347,22 +347,22 @@ mod tests {
     }
 
     #[test]
-    fn what_ended_for_another_job_is_in_its_box_and_its_bell_rings() {
-        let (_, [mut one, mut two], bells, mut device) = queue();
+    fn what_ended_for_another_job_is_in_its_box_and_its_eventfd_rings() {
+        let (_, [mut one, mut two], eventfds, mut device) = queue();
         one.submit(&mut vec![bio(0, 7)], 0);
         two.submit(&mut vec![bio(1, 9)], 0);
         finish(&mut device, 2);
         let mut out = Vec::new();
         let moved = one.collect(1, &mut out);
         assert_eq!((moved.reaped, moved.delivered, out.len()), (2, 1, 1));
-        assert!(bells[1].take() && !bells[0].take() && !bells[2].take());
+        assert!(eventfds[1].take() && !eventfds[0].take() && !eventfds[2].take());
         let moved = two.collect(1, &mut out);
         assert_eq!((moved.reaped, moved.mailed, out.len()), (0, 1, 2));
     }
 
     #[test]
     fn what_makes_no_sense_is_refused() {
-        let (queue, [mut one, _], bells, _) = queue();
+        let (queue, [mut one, _], eventfds, _) = queue();
         let wrong: [fn(&mut Bio); 5] = [
             |bio| bio.sector = info().capacity_sectors - 7,
             |bio| bio.sectors = 0,
@@ -375,7 +375,7 @@ mod tests {
             let mut bio = bio(0, 0);
             make_wrong(&mut bio);
             one.submit(&mut vec![bio], 0);
-            assert!(bells[0].take());
+            assert!(eventfds[0].take());
             one.collect(1, &mut out);
             assert_eq!(out.pop().map(|bio| bio.status), Some(Status::Invalid));
         }

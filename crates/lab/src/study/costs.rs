@@ -67,9 +67,9 @@ pub(crate) struct Costs {
     pub(crate) mq: ModeCosts,
     /// Putting a bio into another job's box, and taking it out there: half each.
     pub(crate) mail_ns: f64,
-    /// To go to sleep on a bell, and to be back after it rang.
+    /// To go to sleep on an eventfd, and to be back after it rang.
     pub(crate) sleep: CallCost,
-    /// To ring the bell of one who sleeps.
+    /// To signal the eventfd of one who sleeps.
     pub(crate) ring: CallCost,
     /// What a lock and its data cost more if the last holder was on another CPU. Unknown, and not charged, where there
     /// is one CPU.

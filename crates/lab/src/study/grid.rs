@@ -8,10 +8,10 @@ use serde::Serialize;
 
 use super::bio::{BioEnd, BioQueue, Helper};
 use super::costs::{Costs, ModeCosts, StepCosts};
+use super::job_flags::JobFlag;
 use super::meter::StudyResult;
 use super::mq::MqEnd;
 use super::post::{POST, PostRow};
-use super::seats::JobFlag;
 use super::single::{Single, SingleEnd};
 use super::world::{Cast, RecordedSignal, Scene, StudyWorld};
 
@@ -116,14 +116,14 @@ impl GridPoint<'_> {
     pub(crate) fn bio(&self, tick_ns: Option<u64>) -> StudyResult {
         let (ids, GridPoint { jobs, depth, .. }) = (self.model.commands_max(), *self);
         let scene = self.scene(self.steps(&self.costs.bio, depth), tick_ns);
-        let cast = |device: &mut ModelDevice, bells: &[Arc<RecordedSignal>]| {
-            let seats = self.seats(bells);
-            let helper: Arc<dyn Wake> = bells[jobs].clone();
+        let cast = |device: &mut ModelDevice, eventfds: &[Arc<RecordedSignal>]| {
+            let job_flags = self.job_flags(eventfds);
+            let helper: Arc<dyn Wake> = eventfds[jobs].clone();
             let queues: Vec<_> = (0..jobs)
-                .map(|_| BioQueue::new(device.open_queue(), ids, depth, Arc::clone(&seats), Arc::clone(&helper)))
+                .map(|_| BioQueue::new(device.open_queue(), ids, depth, Arc::clone(&job_flags), Arc::clone(&helper)))
                 .collect();
             Cast {
-                ends: queues.iter().enumerate().map(|(seat, queue)| BioEnd::new(queue, seat, depth)).collect(),
+                ends: queues.iter().enumerate().map(|(job, queue)| BioEnd::new(queue, job, depth)).collect(),
                 queue_of: (0..jobs).collect(),
                 helper: Some(Helper::new(queues, jobs * depth)),
             }
@@ -135,9 +135,9 @@ impl GridPoint<'_> {
     pub(crate) fn single(&self) -> StudyResult {
         let (ids, bios) = (self.model.commands_max(), self.jobs * self.depth);
         let scene = self.scene(self.steps(&self.costs.single, bios), None);
-        let cast = |device: &mut ModelDevice, bells: &[Arc<RecordedSignal>]| {
-            let queue = Single::new(device.open_queue(), ids, bios, self.seats(bells));
-            let ends = (0..self.jobs).map(|seat| SingleEnd::new(&queue, seat, bios)).collect();
+        let cast = |device: &mut ModelDevice, eventfds: &[Arc<RecordedSignal>]| {
+            let queue = Single::new(device.open_queue(), ids, bios, self.job_flags(eventfds));
+            let ends = (0..self.jobs).map(|job| SingleEnd::new(&queue, job, bios)).collect();
             Cast { ends, queue_of: vec![0; self.jobs], helper: None }
         };
         StudyWorld::new(scene, cast).run()
@@ -175,8 +175,8 @@ impl GridPoint<'_> {
         }
     }
 
-    fn seats(&self, bells: &[Arc<RecordedSignal>]) -> Arc<[JobFlag]> {
-        bells[..self.jobs].iter().map(|bell| JobFlag::new(self.depth, bell.clone())).collect()
+    fn job_flags(&self, eventfds: &[Arc<RecordedSignal>]) -> Arc<[JobFlag]> {
+        eventfds[..self.jobs].iter().map(|eventfd| JobFlag::new(self.depth, eventfd.clone())).collect()
     }
 }
 

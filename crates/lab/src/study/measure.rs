@@ -26,8 +26,8 @@ use blkyard_sim::{DeviceEnd, DeviceModel, HostEnd, PairCompletion, Rng, queue_pa
 use super::bio::{BioEnd, BioQueue, Helper};
 use super::costs::{BATCHES, Curve, ModeCosts, StepCosts};
 use super::end::{JobEnd, fill};
+use super::job_flags::{JobFlag, cookie, deliver, slot_of};
 use super::mq::MqEnd;
-use super::seats::{JobFlag, cookie, deliver, slot_of};
 use super::single::{Single, SingleEnd};
 use super::world::RecordedSignal;
 use crate::floor::windows::Samples;
@@ -157,22 +157,22 @@ struct ModeRig<M: JobEnd> {
     now_ns: u64,
 }
 
-fn bells() -> (Arc<[JobFlag]>, Arc<RecordedSignal>) {
-    let seat = JobFlag::new(BURST, Arc::new(RecordedSignal::default()));
-    (Arc::new([seat]), Arc::new(RecordedSignal::default()))
+fn eventfds() -> (Arc<[JobFlag]>, Arc<RecordedSignal>) {
+    let job = JobFlag::new(BURST, Arc::new(RecordedSignal::default()));
+    (Arc::new([job]), Arc::new(RecordedSignal::default()))
 }
 
 fn bio_rig(model: DeviceModel, ids: usize, bios: usize) -> ModeRig<BioEnd> {
     let (host, device) = queue_pair(model.ring_entries);
-    let (seats, bell) = bells();
-    let queue = BioQueue::new(host, ids, bios, seats, bell);
+    let (job_flags, eventfd) = eventfds();
+    let queue = BioQueue::new(host, ids, bios, job_flags, eventfd);
     let helper = (bios > ids).then(|| Helper::new(vec![Arc::clone(&queue)], bios));
     ModeRig::new(BioEnd::new(&queue, 0, bios), device, model, bios, helper)
 }
 
 fn single_rig(model: DeviceModel, ids: usize, bios: usize) -> ModeRig<SingleEnd> {
     let (host, device) = queue_pair(model.ring_entries);
-    ModeRig::new(SingleEnd::new(&Single::new(host, ids, bios, bells().0), 0, bios), device, model, bios, None)
+    ModeRig::new(SingleEnd::new(&Single::new(host, ids, bios, eventfds().0), 0, bios), device, model, bios, None)
 }
 
 fn mq_rig(model: DeviceModel, ids: usize, bios: usize) -> ModeRig<MqEnd> {
@@ -334,7 +334,7 @@ pub(crate) fn mail_ns(windows: usize) -> f64 {
 
 /// Two jobs, of which one leaves mail for the other.
 struct WokenJobs {
-    seats: [JobFlag; 1],
+    job_flags: [JobFlag; 1],
     bios: Vec<Box<Bio>>,
 }
 
@@ -342,7 +342,7 @@ impl WokenJobs {
     fn new() -> WokenJobs {
         let bio = |_| Bio::with_capacity(1);
         WokenJobs {
-            seats: [JobFlag::new(BURST, Arc::new(RecordedSignal::default()))],
+            job_flags: [JobFlag::new(BURST, Arc::new(RecordedSignal::default()))],
             bios: (0..BURST).map(bio).collect(),
         }
     }
@@ -354,8 +354,8 @@ impl WokenJobs {
             let start_ns = now_ns();
             for _ in 0..BURST {
                 one.extend(self.bios.pop());
-                deliver(&self.seats, &mut one);
-                self.seats[0].take_mail(&mut one);
+                deliver(&self.job_flags, &mut one);
+                self.job_flags[0].take_mail(&mut one);
                 self.bios.append(&mut one);
             }
             [now_ns() - start_ns]

@@ -9,39 +9,39 @@ use blkyard_mq::{Bio, Driver, HwQueue};
 use blkyard_sim::{HostEnd, PairDriver};
 
 use super::end::{JobEnd, Moved, config, info};
-use super::seats::{JobFlag, deliver, seat_of, spin_lock};
+use super::job_flags::{JobFlag, deliver, job_of, spin_lock};
 
 /// The queue.
 pub(crate) struct Single<D = PairDriver> {
     hw: Mutex<HwQueue<D>>,
-    seats: Arc<[JobFlag]>,
+    job_flags: Arc<[JobFlag]>,
 }
 
 impl Single {
     /// A queue of `ids` commands, for at most `bios` bios.
-    pub(crate) fn new(host: HostEnd, ids: usize, bios: usize, seats: Arc<[JobFlag]>) -> Arc<Single> {
+    pub(crate) fn new(host: HostEnd, ids: usize, bios: usize, job_flags: Arc<[JobFlag]>) -> Arc<Single> {
         let hw = HwQueue::new(PairDriver::new(host, ids), info(), config(ids, bios));
-        Single::over(hw, seats)
+        Single::over(hw, job_flags)
     }
 }
 
 impl<D> Single<D> {
     /// Over a queue that is ready.
-    pub(crate) fn over(hw: HwQueue<D>, seats: Arc<[JobFlag]>) -> Arc<Single<D>> {
-        Arc::new(Single { hw: Mutex::new(hw), seats })
+    pub(crate) fn over(hw: HwQueue<D>, job_flags: Arc<[JobFlag]>) -> Arc<Single<D>> {
+        Arc::new(Single { hw: Mutex::new(hw), job_flags })
     }
 }
 
 /// A job's end.
 pub(crate) struct SingleEnd<D = PairDriver> {
     queue: Arc<Single<D>>,
-    seat: usize,
+    job: usize,
     away: Vec<Box<Bio>>,
 }
 
 impl<D> SingleEnd<D> {
-    pub(crate) fn new(queue: &Arc<Single<D>>, seat: usize, bios: usize) -> SingleEnd<D> {
-        SingleEnd { queue: Arc::clone(queue), seat, away: Vec::with_capacity(bios) }
+    pub(crate) fn new(queue: &Arc<Single<D>>, job: usize, bios: usize) -> SingleEnd<D> {
+        SingleEnd { queue: Arc::clone(queue), job, away: Vec::with_capacity(bios) }
     }
 }
 
@@ -60,10 +60,10 @@ impl<D: Driver<()>> JobEnd for SingleEnd<D> {
 
     #[inline]
     fn collect(&mut self, now_ns: u64, out: &mut Vec<Box<Bio>>) -> Moved {
-        let SingleEnd { queue, seat, away } = self;
-        let mailed = queue.seats[*seat].take_mail(out);
+        let SingleEnd { queue, job, away } = self;
+        let mailed = queue.job_flags[*job].take_mail(out);
         let mut hw = spin_lock(&queue.hw);
-        let route = &mut |bio: Box<Bio>| if seat_of(&bio) == *seat { out.push(bio) } else { away.push(bio) };
+        let route = &mut |bio: Box<Bio>| if job_of(&bio) == *job { out.push(bio) } else { away.push(bio) };
         let reaped = hw.reap(&mut (), now_ns, route);
         // Tags came back, and somebody's bios may wait for them.
         if reaped > 0 && hw.has_work() {
@@ -72,7 +72,7 @@ impl<D: Driver<()>> JobEnd for SingleEnd<D> {
         drop(hw);
         let delivered = away.len();
         if delivered > 0 {
-            deliver(&queue.seats, away);
+            deliver(&queue.job_flags, away);
         }
         Moved { reaped, delivered, mailed, ..Moved::default() }
     }

@@ -1,8 +1,8 @@
 //! What sleep, wake-up and a lock that changes CPUs cost here and now.
 //!
-//! A bell is an event descriptor; a sleeper reads it, whoever wakes it writes. Waker and sleeper share a CPU: so the
-//! price is that of the two system calls and the switch, without the interrupt between CPUs and the idle loop, which
-//! depend on the machine and, under a hypervisor, cost many times as much. A completion interrupts the CPU of its
+//! An eventfd is an event descriptor; a sleeper reads it, whoever wakes it writes. Waker and sleeper share a CPU: so
+//! the price is that of the two system calls and the switch, without the interrupt between CPUs and the idle loop,
+//! which depend on the machine and, under a hypervisor, cost many times as much. A completion interrupts the CPU of its
 //! sleeper, so that is also the closer picture. For `bio`, which wakes its helper besides, it is the lowest price there
 //! is.
 
@@ -18,7 +18,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::fd::OwnedFd;
 
 use super::costs::CallCost;
-use super::seats::lock;
+use super::job_flags::lock;
 use crate::floor::cpus::{partner_cpu, pin, pin_to};
 use crate::floor::windows::Samples;
 
@@ -33,7 +33,7 @@ const REST: Duration = Duration::from_micros(500);
 /// Hand-overs in one window.
 const HAND_OVERS: u32 = 400;
 
-/// What it costs to sleep and be woken, and to ring the bell of a sleeper.
+/// What it costs to sleep and be woken, and to signal the eventfd of a sleeper.
 ///
 /// Sleepers give way to the one who rings, so that nobody is switched to in the middle of a ring.
 ///
@@ -41,7 +41,7 @@ const HAND_OVERS: u32 = 400;
 /// The system has no descriptors or threads left.
 pub(crate) fn sleep_and_ring(windows: usize) -> io::Result<(CallCost, CallCost)> {
     let sleepers = (0..SLEEPERS).map(|_| WokenThread::new(None)).collect::<io::Result<Vec<_>>>()?;
-    let mine = bell()?;
+    let mine = new_eventfd()?;
     let partner = WokenThread::new(Some(Arc::clone(&mine)))?;
     let mut clock = Samples::default();
     let (mut rings, mut cycles) = (Samples::default(), Samples::default());
@@ -51,11 +51,11 @@ pub(crate) fn sleep_and_ring(windows: usize) -> io::Result<(CallCost, CallCost)>
         let start_ns = thread_cpu_ns();
         clock.push((thread_cpu_ns() - start_ns) as f64);
         let start_ns = thread_cpu_ns();
-        sleepers.iter().for_each(|sleeper| ring(&sleeper.bell));
+        sleepers.iter().for_each(|sleeper| ring(&sleeper.eventfd));
         rings.push((thread_cpu_ns() - start_ns) as f64);
         let start_ns = thread_cpu_ns();
         for _ in 0..CYCLES {
-            ring(&partner.bell);
+            ring(&partner.eventfd);
             sleep(&mine);
         }
         cycles.push((thread_cpu_ns() - start_ns) as f64);
@@ -68,54 +68,54 @@ pub(crate) fn sleep_and_ring(windows: usize) -> io::Result<(CallCost, CallCost)>
     Ok((call((cycle_ns - ring_ns).max(0.0)), call(ring_ns)))
 }
 
-/// A thread that sleeps on its bell, and answers if it has somebody to answer to.
+/// A thread that sleeps on its eventfd, and answers if it has somebody to answer to.
 struct WokenThread {
-    bell: Arc<OwnedFd>,
+    eventfd: Arc<OwnedFd>,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl WokenThread {
     fn new(answer: Option<Arc<OwnedFd>>) -> io::Result<WokenThread> {
-        let (bell, over) = (bell()?, Arc::new(AtomicBool::new(false)));
+        let (eventfd, over) = (new_eventfd()?, Arc::new(AtomicBool::new(false)));
         let thread = thread::Builder::new().stack_size(1 << 16).spawn({
-            let (bell, over) = (Arc::clone(&bell), Arc::clone(&over));
+            let (eventfd, over) = (Arc::clone(&eventfd), Arc::clone(&over));
             // On the CPU of the thread that made it.
             move || {
                 let _ = rustix::process::setpriority_process(None, NICE);
                 while !over.load(Ordering::Acquire) {
-                    sleep(&bell);
+                    sleep(&eventfd);
                     if let Some(answer) = &answer {
                         ring(answer);
                     }
                 }
             }
         })?;
-        Ok(WokenThread { bell, over, thread: Some(thread) })
+        Ok(WokenThread { eventfd, over, thread: Some(thread) })
     }
 }
 
 impl Drop for WokenThread {
     fn drop(&mut self) {
         self.over.store(true, Ordering::Release);
-        ring(&self.bell);
+        ring(&self.eventfd);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
     }
 }
 
-fn bell() -> io::Result<Arc<OwnedFd>> {
+fn new_eventfd() -> io::Result<Arc<OwnedFd>> {
     Ok(Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?))
 }
 
 /// A counter of the kernel's: 2^64 calls that nobody heard would be the first to fail.
-fn ring(bell: &Arc<OwnedFd>) {
-    let _ = rustix::io::write(bell, &1_u64.to_ne_bytes());
+fn ring(eventfd: &Arc<OwnedFd>) {
+    let _ = rustix::io::write(eventfd, &1_u64.to_ne_bytes());
 }
 
-fn sleep(bell: &OwnedFd) {
-    let _ = rustix::io::read(bell, &mut [0; 8]);
+fn sleep(eventfd: &OwnedFd) {
+    let _ = rustix::io::read(eventfd, &mut [0; 8]);
 }
 
 /// What a lock and the data under it cost more when they come from another CPU, nanoseconds; nothing where there is one

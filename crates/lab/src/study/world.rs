@@ -2,17 +2,17 @@
 //!
 //! A task runs step by step. A step begins when its CPU is free and, in a mode with a lock, when the lock is; then the
 //! real code runs, at once, and its CPU is taken for as long as such a step was measured to take. At the end of that
-//! time the device hears the doorbell, I/Os count as over, and those wake whose bells were rung.
+//! time the device hears the doorbell, I/Os count as over, and those wake whose eventfds were rung.
 //!
 //! ```text
-//!   job:     submit ─▶ collect ─▶ submit ─▶ ... ─▶ nothing came ─▶ sleep ─▶ interrupt, or a bell ─▶ collect
-//!   helper:  sleep ─▶ a bell, or the tick ─▶ look after queue 0, 1, .. ─▶ again if rung meanwhile, else sleep
+//!   job:     submit ─▶ collect ─▶ submit ─▶ ... ─▶ nothing came ─▶ sleep ─▶ interrupt, or an eventfd ─▶ collect
+//!   helper:  sleep ─▶ an eventfd, or the tick ─▶ look after queue 0, 1, .. ─▶ again if rung meanwhile, else sleep
 //! ```
 //!
 //! As fio's jobs do over libaio, a job keeps its depth out: it takes what is over, submits as many anew, and sleeps
 //! only if nothing is over. Each job has a CPU to itself; the helper runs on one that is idle if there is one, and
-//! waits for the first to be free otherwise. An interrupt costs what it costs to be woken by a bell, in every mode. Who
-//! waits for a lock spins.
+//! waits for the first to be free otherwise. An interrupt costs what it costs to be woken by an eventfd, in every mode.
+//! Who waits for a lock spins.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,8 +24,8 @@ use blkyard_sim::{DeviceEvent, DeviceModel, Events, ModelDevice, Rng};
 use super::bio::Helper;
 use super::costs::{CallCost, CostStep, Costs, StepCosts};
 use super::end::{JobEnd, Moved, fill};
+use super::job_flags::{cookie, slot_of};
 use super::meter::{StudyMeter, StudyResult};
-use super::seats::{cookie, slot_of};
 
 /// CPUs of the post's host.
 pub(crate) const CPUS: usize = 4;
@@ -47,7 +47,7 @@ pub(crate) struct Scene<'a> {
     pub(crate) tick_ns: Option<u64>,
 }
 
-/// A bell that only remembers.
+/// An eventfd that only remembers.
 #[derive(Debug, Default)]
 pub(crate) struct RecordedSignal(AtomicBool);
 
@@ -90,7 +90,7 @@ impl From<DeviceEvent> for StudyEvent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum JobState {
     Asleep,
-    /// Its bell was rung, and whoever rang it has not finished doing so.
+    /// Its eventfd was rung, and whoever rang it has not finished doing so.
     Called,
     /// Awake as soon as it gets its CPU and has paid for it.
     Waking,
@@ -100,7 +100,7 @@ enum JobState {
 struct Task {
     state: JobState,
     cpu: usize,
-    /// Its bell was rung while it was awake.
+    /// Its eventfd was rung while it was awake.
     again: bool,
     /// Whom to wake when its step is over.
     calls: Vec<usize>,
@@ -142,7 +142,7 @@ pub(crate) struct StudyWorld<'a, M> {
     helper: Option<Helper>,
     /// Jobs first, then the helper.
     tasks: Vec<Task>,
-    bells: Vec<Arc<RecordedSignal>>,
+    eventfds: Vec<Arc<RecordedSignal>>,
     queues: Vec<StudyQueue>,
     cpus: [Cpu; CPUS],
     meter: StudyMeter,
@@ -150,15 +150,15 @@ pub(crate) struct StudyWorld<'a, M> {
 }
 
 impl<'a, M: JobEnd> StudyWorld<'a, M> {
-    /// Sets the scene. `cast` opens the queues of the device; the bells are one for each job, then the helper's.
+    /// Sets the scene. `cast` opens the queues of the device; the eventfds are one for each job, then the helper's.
     pub(crate) fn new(
         scene: Scene<'a>,
         cast: impl FnOnce(&mut ModelDevice, &[Arc<RecordedSignal>]) -> Cast<M>,
     ) -> StudyWorld<'a, M> {
         assert!(scene.jobs <= CPUS, "each job has a CPU to itself");
         let mut device = ModelDevice::new(scene.model, scene.seed);
-        let bells: Vec<_> = (0..=scene.jobs).map(|_| Arc::new(RecordedSignal::default())).collect();
-        let Cast { ends, queue_of, helper } = cast(&mut device, &bells);
+        let eventfds: Vec<_> = (0..=scene.jobs).map(|_| Arc::new(RecordedSignal::default())).collect();
+        let Cast { ends, queue_of, helper } = cast(&mut device, &eventfds);
         let queues = queue_of.iter().max().map_or(0, |last| last + 1);
         let job = |(number, (end, queue)): (usize, (M, usize))| StudyJob {
             end,
@@ -190,7 +190,7 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
             jobs,
             helper,
             tasks: (0..=scene.jobs).map(task).collect(),
-            bells,
+            eventfds,
             queues: vec![StudyQueue::default(); queues],
             cpus: [Cpu::default(); CPUS],
             meter: StudyMeter::default(),
@@ -299,8 +299,8 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
         let user_ns = self.scene.steps.charge(step, &moved, self.scene.costs.mail_ns) + hand_over_ns;
         let mut until_ns = self.occupy(cpu, CallCost { user_ns, system_ns: 0.0 });
         self.queues[queue].lock_free_ns = until_ns;
-        // Bells are rung after the lock is given back.
-        for called in self.answer_bells(task) {
+        // Eventfds are rung after the lock is given back.
+        for called in self.answer_eventfds(task) {
             until_ns = self.occupy(cpu, self.scene.costs.ring);
             self.tasks[task].calls.push(called);
         }
@@ -330,11 +330,11 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
         end.submit(batch, now_ns)
     }
 
-    /// Whose bells were rung in their sleep. Those who are awake will look again.
-    fn answer_bells(&mut self, me: usize) -> Vec<usize> {
+    /// Whose eventfds were rung in their sleep. Those who are awake will look again.
+    fn answer_eventfds(&mut self, me: usize) -> Vec<usize> {
         let mut called = Vec::new();
-        for (task, bell) in self.bells.iter().enumerate() {
-            if !bell.take() {
+        for (task, eventfd) in self.eventfds.iter().enumerate() {
+            if !eventfd.take() {
                 continue;
             }
             if self.tasks[task].state == JobState::Asleep {

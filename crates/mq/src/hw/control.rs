@@ -77,14 +77,14 @@ impl<D> HwQueue<D> {
     }
 
     /// Has each request take a place from a budget, beside its tag, before it is offered to the driver. Whoever turns
-    /// this queue's crank is woken when the budget has places for it.
+    /// this queue's run is woken when the budget has places for it.
     ///
     /// # Panics
     /// If the queue is not [idle](HwQueue::is_idle): what is with the driver has taken no place.
     pub fn set_budget(&mut self, budget: Option<BudgetShare>) {
         assert!(self.is_idle(), "a budget was set under I/O in flight");
         self.budget = budget;
-        self.careful = true;
+        self.slow_path = true;
     }
 
     /// Lets no bio in, until it is [thawed](HwQueue::thaw) as often. What is in drains.
@@ -111,10 +111,10 @@ impl<D> HwQueue<D> {
     /// as there is room, and what the driver has still comes back.
     pub fn quiesce(&mut self) {
         self.quiesced += 1;
-        self.careful = true;
+        self.slow_path = true;
     }
 
-    /// Undoes one [`HwQueue::quiesce`]. The owner turns the crank afterwards, for what has gathered.
+    /// Undoes one [`HwQueue::quiesce`]. The owner turns the run afterwards, for what has gathered.
     ///
     /// # Panics
     /// If the queue is not quiesced.
@@ -155,7 +155,7 @@ impl<D> HwQueue<D> {
         };
         let shared = self.namespaces.len() > 1 || self.budget.is_some();
         let held_back = self.quiesced > 0 || self.retry_ns.is_some();
-        self.careful = shared || held_back || self.again || self.busy > 0;
+        self.slow_path = shared || held_back || self.again || self.busy > 0;
     }
 }
 

@@ -13,7 +13,7 @@ use super::HwQueue;
 use super::flush::{self, Flush};
 use super::rated::Rated;
 use super::scheduled::Scheduled;
-use crate::limits::{Cursor, Plain};
+use crate::limits::{Cursor, FastPath};
 use crate::stats::{Held, HwStats};
 use crate::{Bio, BioFlags, DeviceInfo, QueueLimits};
 
@@ -33,8 +33,8 @@ pub(super) struct Namespace {
     pub(super) limits: QueueLimits,
     /// The flags of bios that requests take over.
     pub(super) request_flags: BioFlags,
-    /// Bios not yet cut, in the order they came. The first may be cut in part. With a scheduler only those that do not
-    /// pass through it.
+    /// Bios not yet split, in the order they came. The first may be split in part. With a scheduler only those that do
+    /// not pass through it.
     pub(super) bios: VecDeque<Box<Bio>>,
     /// What orders all others, if anything does.
     pub(super) scheduled: Option<Scheduled>,
@@ -42,7 +42,7 @@ pub(super) struct Namespace {
     pub(super) tickets: u16,
     /// What they must not exceed, if there is anything.
     pub(super) rated: Option<Rated>,
-    /// Set while a bio is cut in part: its place among the splits and how far.
+    /// Set while a bio is split in part: its place among the splits and how far.
     pub(super) partial: Option<(u16, Cursor)>,
     pub(super) flush: Flush,
     /// Bios that have come since the last round and wait here, not with the scheduler.
@@ -99,11 +99,11 @@ impl Namespace {
     }
 
     /// What is a request as it stands.
-    pub(super) fn plain(&self) -> Plain {
+    pub(super) fn plain(&self) -> FastPath {
         // What a request takes over as it is needs no steps.
         let in_steps = BioFlags::PREFLUSH | BioFlags::FUA;
         let slow = (in_steps - self.request_flags) | BioFlags::NOWAIT | BioFlags::ATOMIC | BioFlags::RESERVED;
-        Plain::new(&self.limits, self.info.capacity_sectors, self.info.read_only, slow)
+        FastPath::new(&self.limits, self.info.capacity_sectors, self.info.read_only, slow)
     }
 
     /// Whether bios wait for nothing but a tag.
@@ -125,7 +125,7 @@ impl Namespace {
         self.rated.as_ref().is_some_and(Rated::is_held) && !self.bios.front().is_some_and(|bio| is_free(bio))
     }
 
-    /// Bios that wait to be cut.
+    /// Bios that wait to be split.
     pub(super) fn waiting(&self) -> usize {
         let scheduled = self.scheduled.as_ref().map_or(0, Scheduled::waiting);
         self.bios.len() + usize::from(self.partial.is_some()) + scheduled

@@ -14,9 +14,9 @@
 //! after four thousand times. What it has booked and not used stays its own, and is given back when the limit changes
 //! or the queue goes.
 //!
-//! Each bio is one I/O, however many requests it is cut in or whose it joins, and as many bytes as it moves. Not held:
-//! flushes, for others' data waits for them; bios with a reserved tag; the rest of a bio, and what the device handed
-//! back.
+//! Each bio is one I/O, however many requests it is split in or whose it joins, and as many bytes as it moves. Not
+//! held: flushes, for others' data waits for them; bios with a reserved tag; the rest of a bio, and what the device
+//! handed back.
 //!
 //! A queue that is [frozen](HwQueue::freeze) or [in a hurry](HwQueue::set_hurry) is to be empty soon. What it has goes
 //! at once then, and is paid for: what comes next waits for it.
@@ -24,7 +24,7 @@
 use std::sync::Arc;
 
 use super::HwQueue;
-use super::cut::must_not_wait;
+use super::split::must_not_wait;
 use crate::rate::{Meter, RateLimit};
 use crate::{Bio, BioFlags, SECTOR_BYTES, Status};
 
@@ -179,7 +179,7 @@ impl<D> HwQueue<D> {
         }
         self.namespaces[number].bios.push_back(bio);
         self.namespaces[number].fresh += 1;
-        self.uncut += 1;
+        self.unsplit += 1;
     }
 
     /// Whether the next bio of a namespace may pass now.
@@ -206,15 +206,15 @@ impl<D> HwQueue<D> {
 
     /// What must be known of a bio once it has passed, if there is a limit.
     #[inline]
-    pub(super) fn fare(&self, number: usize, bio: &Bio) -> Option<u64> {
+    pub(super) fn charge(&self, number: usize, bio: &Bio) -> Option<u64> {
         let pays = self.rated && self.namespaces[number].rated.is_some() && !bio.flags.contains(BioFlags::RESERVED);
         pays.then(|| bio.moves_bytes())
     }
 
     /// A bio has passed.
     #[inline]
-    pub(super) fn pay(&mut self, number: usize, fare: Option<u64>, now_ns: u64) {
-        if let Some(bytes) = fare
+    pub(super) fn pay(&mut self, number: usize, charge: Option<u64>, now_ns: u64) {
+        if let Some(bytes) = charge
             && let Some(rated) = &mut self.namespaces[number].rated
         {
             rated.passed(bytes, now_ns);
@@ -247,7 +247,7 @@ impl<D> HwQueue<D> {
             for _ in 0..self.namespaces[number].bios.len() {
                 let Some(bio) = self.namespaces[number].bios.pop_front() else { break };
                 if must_not_wait(&bio) {
-                    self.uncut -= 1;
+                    self.unsplit -= 1;
                     self.refuse(number, bio, Status::Again);
                 } else {
                     self.namespaces[number].bios.push_back(bio);

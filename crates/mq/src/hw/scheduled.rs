@@ -12,7 +12,7 @@ use super::edges::Edges;
 use super::namespace::Namespace;
 use super::{Head, HwQueue, HwQueueConfig, Merging};
 use crate::bio::Wait;
-use crate::limits::Plain;
+use crate::limits::FastPath;
 use crate::request::Marks;
 use crate::sched::{Reach, Scheduler, SchedulerConfig, SchedulerSnapshot, Selected};
 use crate::{Bio, BioFlags, Status};
@@ -27,7 +27,7 @@ pub(super) struct Scheduled {
     /// Says that a bio on its way was handed out by this one.
     ticket: u16,
     /// What may arrive as it is, and is a request as it stands: nothing if there are several namespaces.
-    plain: Plain,
+    fast_path: FastPath,
     /// Bios submitted since the last round.
     arrived: Vec<Box<Bio>>,
     /// Of those the first, which another scheduler had: they wait since they came to it.
@@ -56,14 +56,14 @@ impl Scheduled {
     }
 
     /// Says anew what is plain.
-    pub(super) fn set_plain(&mut self, plain: Plain) {
-        self.plain = plain;
+    pub(super) fn set_fast_path(&mut self, fast_path: FastPath) {
+        self.fast_path = fast_path;
     }
 
     /// Whether a bio may arrive without a further look.
     #[inline]
     pub(super) fn takes(&self, bio: &Bio) -> bool {
-        self.plain.is(bio)
+        self.fast_path.is(bio)
     }
 
     /// A bio is to be scheduled that is a request as it stands.
@@ -161,7 +161,7 @@ impl<D> HwQueue<D> {
             namespace.scheduled = Some(Scheduled {
                 scheduler,
                 ticket,
-                plain: Plain::NOTHING,
+                fast_path: FastPath::NOTHING,
                 arrived,
                 carried,
                 waiting: 0,
@@ -193,7 +193,7 @@ impl<D> HwQueue<D> {
         }
         let Some(scheduled) = &mut self.namespaces[number].scheduled else { unreachable!("asked by the caller") };
         scheduled.arrived.push(bio);
-        self.uncut += 1;
+        self.unsplit += 1;
     }
 
     /// Tells schedulers what has come since the last round, and what time it is.
@@ -223,20 +223,20 @@ impl<D> HwQueue<D> {
         if has_waited || !is_plain {
             bio.wait.toggle(clocks_ns);
         }
-        let fare = self.fare(number, &bio);
-        self.uncut -= 1;
+        let charge = self.charge(number, &bio);
+        self.unsplit -= 1;
         // As in `submit`: with nothing left over a plain bio is a request. What joins it the scheduler says, which
         // knows who waits.
         if is_plain
-            && !self.careful
+            && !self.slow_path
             && let Some(tag) = self.tags.take()
         {
             let marks = if has_waited { Marks::SHARED | Marks::HELD } else { Marks::SHARED };
             self.enter_plain(tag, Head::of(&bio), marks, bio);
         } else {
-            self.cut_first(number, bio);
+            self.split_first(number, bio);
         }
-        self.pay(number, fare, now_ns);
+        self.pay(number, charge, now_ns);
         if self.config.merging != Merging::Off {
             self.join_neighbours(number, now_ns);
         }
@@ -275,7 +275,7 @@ impl<D> HwQueue<D> {
             let (Some(bio), Some((merge, shape))) = (bio, joined) else { return };
             let mut bio = scheduled.handed_out(bio);
             bio.wait.toggle(&namespace.clocks_ns);
-            let fare = self.fare(number, &bio);
+            let charge = self.charge(number, &bio);
             if let Some(back) = self.join(at, merge, shape, bio) {
                 // There is no link for it: it goes next, by itself.
                 bio = back;
@@ -283,8 +283,8 @@ impl<D> HwQueue<D> {
                 bio.wait.toggle(&namespace.clocks_ns);
                 return namespace.bios.push_front(bio);
             }
-            self.uncut -= 1;
-            self.pay(number, fare, now_ns);
+            self.unsplit -= 1;
+            self.pay(number, charge, now_ns);
         }
     }
 

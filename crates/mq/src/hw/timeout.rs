@@ -80,7 +80,7 @@ impl<D> HwQueue<D> {
     /// Lists what the driver has handed back before all that was made later, to be offered again at once.
     #[inline(never)]
     pub(super) fn requeue(&mut self) {
-        (self.retry_ns, self.again, self.careful) = (None, true, true);
+        (self.retry_ns, self.again, self.slow_path) = (None, true, true);
         if let Some(budget) = &mut self.budget {
             budget.give(self.requeued.len());
         }

@@ -4,14 +4,14 @@
 //! Pure: says whether, and what the request looks like afterwards. Where candidates are looked for, and how bios are
 //! chained, is the hardware queue's business.
 //!
-//! **How segments are counted.** A request of several bios is the segments of each, in order, each cut as
-//! [`Pieces`](super::cut::Pieces) says. Where two bios meet, and only there, the last segment of the one and the first
-//! of the other are one segment if [`joins`](Pieces::joins) says so. What was joined counts as the last segment of its
-//! bio for the next seam, so that a row of small bios whose memory is in a row becomes one segment. Whoever iterates
-//! over the segments of a request from its first bio on, and joins wherever memory goes on and the limits allow, finds
-//! at most [`Shape::segments`] of them.
+//! **How segments are counted.** A request of several bios is the segments of each, in order, each split as
+//! [`Pieces`](super::split::Pieces) says. Where two bios meet, and only there, the last segment of the one and the
+//! first of the other are one segment if [`joins`](Pieces::joins) says so. What was joined counts as the last segment
+//! of its bio for the next seam, so that a row of small bios whose memory is in a row becomes one segment. Whoever
+//! iterates over the segments of a request from its first bio on, and joins wherever memory goes on and the limits
+//! allow, finds at most [`Shape::segments`] of them.
 
-use super::cut::{Cursor, Pieces};
+use super::split::{Cursor, Pieces};
 use crate::{Bio, BioFlags, Op, QueueLimits, Segment};
 
 /// How a bio joins a request.
@@ -56,7 +56,7 @@ pub(crate) struct Shape {
 const LONERS: BioFlags = BioFlags::FUA.union(BioFlags::PREFLUSH).union(BioFlags::NO_MERGE).union(BioFlags::RESERVED);
 
 impl Shape {
-    /// The shape of a bio that became a request as it stands, with as many `segments` as its cut said.
+    /// The shape of a bio that became a request as it stands, with as many `segments` as its split said.
     #[inline]
     pub(crate) fn of(bio: &Bio, segments: u16) -> Shape {
         Shape {
@@ -124,8 +124,8 @@ impl QueueLimits {
 
     #[inline(never)]
     fn merged(&self, request: &Shape, bio: &Bio, kind: Merge) -> Option<Shape> {
-        // What has to be cut anyway does not become one request by joining another.
-        let whole = self.cut(bio, Cursor::default()).ok().filter(|cut| cut.sectors == bio.sectors)?;
+        // What has to be split anyway does not become one request by joining another.
+        let whole = self.split(bio, Cursor::default()).ok().filter(|split| split.sectors == bio.sectors)?;
         let added = Shape::of(bio, whole.segments);
         let (front, back) = if kind == Merge::Front { (&added, request) } else { (request, &added) };
         let sectors = front.sectors.checked_add(back.sectors)?;
@@ -188,7 +188,7 @@ mod tests {
 
     fn merged(limits: &QueueLimits, first: &Bio, second: &Bio) -> Want {
         limits.check().unwrap();
-        let whole = limits.cut(first, Cursor::default()).unwrap();
+        let whole = limits.split(first, Cursor::default()).unwrap();
         assert_eq!(whole.sectors, first.sectors, "only whole bios merge");
         let mut shape = Shape::of(first, whole.segments);
         let before = shape;
@@ -245,7 +245,7 @@ mod tests {
             ("within a chunk", chunk, write(4, 4, 0), write(8, 8, 65536), Ok((Back, 4, 12, 2, 1))),
             ("across chunks", chunk, write(8, 8, 0), write(16, 8, 65536), Err(Limits)),
             ("across chunks, before", chunk, write(16, 8, 0), write(8, 8, 65536), Err(Limits)),
-            ("a bio that is cut anyway", chunk, write(4, 4, 0), write(8, 12, 65536), Err(Limits)),
+            ("a bio that is split anyway", chunk, write(4, 4, 0), write(8, 12, 65536), Err(Limits)),
             ("atomic together", l, atomic(0, 4, 0), atomic(4, 4, 65536), Ok((Back, 0, 8, 2, 1))),
             ("and no longer", l, atomic(0, 4, 0), atomic(4, 5, 65536), Err(Limits)),
         ]);

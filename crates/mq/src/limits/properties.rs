@@ -1,4 +1,4 @@
-//! What holds of cutting and merging, whatever the limits and the bios. The judge here is slow and simple, and shares
+//! What holds of splitting and merging, whatever the limits and the bios. The judge here is slow and simple, and shares
 //! nothing with what it judges: memory is looked at in crumbs of 128 bytes, one by one.
 
 use std::collections::VecDeque;
@@ -159,7 +159,7 @@ fn wrong_share(limits: &QueueLimits, bio: &Bio, skip: u32, sectors: u32) -> Opti
     wrong(limits, (bio.op, bio.flags), bio.sector + u64::from(skip), sectors, &pieces)
 }
 
-/// What the shares of a bio that must be cut are multiples of, sectors.
+/// What the shares of a bio that must be split are multiples of, sectors.
 fn unit(limits: &QueueLimits, op: Op) -> u32 {
     (if op == Op::Write {
         limits.write_granularity_bytes.max(limits.logical_block_bytes)
@@ -171,10 +171,10 @@ fn unit(limits: &QueueLimits, op: Op) -> u32 {
 proptest! {
     #![proptest_config(config())]
 
-    /// What comes out of cutting covers exactly what went in, in order, never crosses a limit, and is cut no shorter
-    /// than it must be; what comes to nothing was invalid.
+    /// What comes out of splitting covers exactly what went in, in order, never crosses a limit, and is split no
+    /// shorter than it must be; what comes to nothing was invalid.
     #[test]
-    fn cuts_cover_the_bio_and_keep_the_limits(
+    fn splits_cover_the_bio_and_keep_the_limits(
         limits in any_limits(), op in any_op(), block in 0_u64..60, blocks in 1_u32..60, raw in any_segments(),
     ) {
         let bio = bio_of(&limits, op, block, blocks, &raw);
@@ -184,34 +184,34 @@ proptest! {
         let (mut at, mut moved) = (Cursor::default(), Vec::new());
         while at.sectors < bio.sectors {
             let left = bio.sectors - at.sectors;
-            let cut = match limits.cut(&bio, at) {
-                Ok(cut) => cut,
+            let split = match limits.split(&bio, at) {
+                Ok(split) => split,
                 Err(status) => {
                     prop_assert_eq!(status, Status::Invalid);
                     prop_assert!(wrong_share(&limits, &bio, at.sectors, unit.min(left)).is_some(), "{at:?} was not stuck");
                     return Ok(());
                 }
             };
-            prop_assert_eq!(wrong_share(&limits, &bio, at.sectors, cut.sectors), None, "{:?}", cut);
-            let own = pieces(&limits, &bio.segments, u64::from(at.sectors) * 512, u64::from(cut.sectors) * 512);
-            prop_assert_eq!(own.len(), usize::from(cut.segments));
-            prop_assert_eq!(cut.end.sectors, at.sectors + cut.sectors);
-            let end = bio.sector + u64::from(cut.end.sectors);
-            if cut.sectors < left {
-                prop_assert!(wrong_share(&limits, &bio, at.sectors, left).is_some(), "cut, but fits");
+            prop_assert_eq!(wrong_share(&limits, &bio, at.sectors, split.sectors), None, "{:?}", split);
+            let own = pieces(&limits, &bio.segments, u64::from(at.sectors) * 512, u64::from(split.sectors) * 512);
+            prop_assert_eq!(own.len(), usize::from(split.segments));
+            prop_assert_eq!(split.end.sectors, at.sectors + split.sectors);
+            let end = bio.sector + u64::from(split.end.sectors);
+            if split.sectors < left {
+                prop_assert!(wrong_share(&limits, &bio, at.sectors, left).is_some(), "split, but fits");
                 if op == Op::Discard {
                     let granularity = u64::from(limits.discard_granularity_bytes >> 9);
                     prop_assert_eq!(end % granularity, u64::from(limits.discard_alignment_bytes >> 9));
                 } else {
-                    prop_assert_eq!(cut.sectors % unit, 0);
+                    prop_assert_eq!(split.sectors % unit, 0);
                     // A write granularity that is no part of the physical block may cost some of it.
                     let step = if end.is_multiple_of(physical) { unit.max(physical as u32) } else { unit };
-                    let more = (cut.sectors + step).min(left);
-                    prop_assert!(wrong_share(&limits, &bio, at.sectors, more).is_some() || limits.write_granularity_bytes > limits.logical_block_bytes, "{cut:?} is short");
+                    let more = (split.sectors + step).min(left);
+                    prop_assert!(wrong_share(&limits, &bio, at.sectors, more).is_some() || limits.write_granularity_bytes > limits.logical_block_bytes, "{split:?} is short");
                 }
             }
             moved.extend(own);
-            at = cut.end;
+            at = split.end;
         }
         // The cursors, which tell where in memory a share begins, are those that the lengths tell.
         let crumbs = |segments: &[Segment]| -> Vec<(u32, u64)> {
@@ -227,8 +227,8 @@ proptest! {
     ) {
         let bio = bio_of(&limits, Op::Read, block, 1, &raw);
         let mut at = Cursor::default();
-        while let Ok(cut) = limits.cut(&bio, at) {
-            at = cut.end;
+        while let Ok(split) = limits.split(&bio, at) {
+            at = split.end;
             let before: u64 = bio.segments[..usize::from(at.segment)].iter().map(|segment| u64::from(segment.len)).sum();
             prop_assert_eq!(before + u64::from(at.offset), u64::from(at.sectors) * 512);
             if at.sectors == bio.sectors {
@@ -252,7 +252,7 @@ proptest! {
             () if flags.contains(BioFlags::ATOMIC) || !block_fits => Err(Status::Invalid),
             () => Err(Status::Again),
         };
-        prop_assert_eq!(limits.cut(&bio, Cursor::default()).map(|cut| cut.sectors), want);
+        prop_assert_eq!(limits.split(&bio, Cursor::default()).map(|split| split.sectors), want);
     }
 }
 
@@ -295,8 +295,8 @@ fn any_place() -> impl Strategy<Value = Placement> {
 proptest! {
     #![proptest_config(config())]
 
-    /// What merging allows never crosses a limit, and could as well have been cut from one bio of the same shape; what
-    /// it refuses would have crossed one, or is among the few things it leaves alone.
+    /// What merging allows never crosses a limit, and could as well have been split from one bio of the same shape;
+    /// what it refuses would have crossed one, or is among the few things it leaves alone.
     #[test]
     fn merged_requests_keep_the_limits(
         limits in any_limits(), op in any_op(), atomic in prop::bool::weighted(0.1), block in 30_u64..60,
@@ -329,9 +329,9 @@ proptest! {
             }
             prop_assume!(limits.admit(&bio, 1 << 20).is_ok());
             if chain.is_empty() {
-                let cut = limits.cut(&bio, Cursor::default());
-                prop_assume!(cut.is_ok_and(|cut| cut.sectors == bio.sectors));
-                shape = Shape::of(&bio, cut.unwrap().segments);
+                let split = limits.split(&bio, Cursor::default());
+                prop_assume!(split.is_ok_and(|split| split.sectors == bio.sectors));
+                shape = Shape::of(&bio, split.unwrap().segments);
                 chain.push_back(bio);
                 continue;
             }
@@ -362,8 +362,8 @@ proptest! {
                         prop_assert_eq!((Some(&shape.first), Some(&shape.last)), (segments.first(), segments.last()));
                     }
                     let alike = Bio { op, flags, sector, sectors, segments, ..Bio::default() };
-                    let cut = limits.cut(&alike, Cursor::default()).map(|cut| (cut.sectors, cut.segments));
-                    prop_assert_eq!(cut, Ok((sectors, shape.segments)));
+                    let split = limits.split(&alike, Cursor::default()).map(|split| (split.sectors, split.segments));
+                    prop_assert_eq!(split, Ok((sectors, shape.segments)));
                 }
                 Err(NoMerge::Kind) => {
                     let mergeable = op != Op::WriteZeroes && (as_range || back || (front && !zone));

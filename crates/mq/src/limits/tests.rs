@@ -22,15 +22,15 @@ pub(super) fn blocks_of_4k() -> QueueLimits {
     }
 }
 
-/// Lengths, in sectors, of the requests a bio is cut into, and their segments.
-pub(super) fn cuts(limits: &QueueLimits, bio: &Bio) -> Result<Vec<(u32, u16)>, Status> {
+/// Lengths, in sectors, of the requests a bio is split into, and their segments.
+pub(super) fn splits(limits: &QueueLimits, bio: &Bio) -> Result<Vec<(u32, u16)>, Status> {
     limits.check().unwrap();
     let mut out = Vec::new();
     let mut at = Cursor::default();
     while at.sectors < bio.sectors {
-        let cut = limits.cut(bio, at)?;
-        out.push((cut.sectors, cut.segments));
-        at = cut.end;
+        let split = limits.split(bio, at)?;
+        out.push((split.sectors, split.segments));
+        at = split.end;
     }
     Ok(out)
 }

@@ -23,18 +23,18 @@
 
 mod depth;
 mod device;
-mod habits;
+mod history;
+mod hold_off;
 mod line;
 mod room;
-mod settle;
 mod shared;
 mod turn;
 
 use self::device::DeviceEstimate;
-use self::habits::StreamHistory;
+use self::history::StreamHistory;
+use self::hold_off::WriteHoldOff;
 use self::line::{MemberQueue, MemberShare};
 use self::room::Room;
-use self::settle::Settle;
 use self::shared::DepthShare;
 pub use self::shared::SharedDepth;
 use self::turn::ActiveTurn;
@@ -67,7 +67,7 @@ const SEEK_DUE: i64 = 10486;
 const COUNTED_MAX: u64 = 16 << 20;
 /// A device that several streams have used counts as theirs for so long, whoever thinks: as long as a stream with short
 /// thoughts is waited for.
-const SHARED_NS: u64 = habits::IDLE_NS;
+const SHARED_NS: u64 = history::IDLE_NS;
 /// Largest request of bios that join, where others share a device without seeks: who comes meanwhile waits for one at
 /// least.
 const JOIN_SECTORS: u64 = 256;
@@ -120,7 +120,7 @@ impl Default for FairConfig {
             slice_ms: 100,
             // CFQ's target_latency.
             target_ms: 300,
-            idle_ms: (habits::IDLE_NS / 1_000_000) as u32,
+            idle_ms: (history::IDLE_NS / 1_000_000) as u32,
             // CFQ's slice_async beside slice_sync.
             async_percent: 40,
             drain: true,
@@ -149,7 +149,7 @@ struct FairStream {
     batch: u32,
     /// The sector behind what was handed out last.
     position: u64,
-    habits: StreamHistory,
+    history: StreamHistory,
     /// Mean time from one end to the next in its turns.
     gap_ns: u32,
     class: u8,
@@ -178,7 +178,7 @@ pub(crate) struct Fair {
     crowds: [u32; CLASSES],
     turn: Option<ActiveTurn>,
     /// How long the device is left alone after a turn of writes.
-    settle: Settle,
+    hold_off: WriteHoldOff,
     /// What they may have who wait for writes.
     room: Room,
     /// The batch of whose turn it is: how far ahead of its position each bio is, and where it is kept. The nearest is
@@ -240,7 +240,7 @@ impl Fair {
             mixes: Priority::ALL.map(|_| MemberQueue::new(1, LATE_NS)),
             crowds,
             turn: None,
-            settle: Settle::default(),
+            hold_off: WriteHoldOff::default(),
             room: Room::default(),
             batch: Vec::with_capacity(bios_max),
             last: None,
@@ -284,7 +284,7 @@ impl Fair {
         let seeks = self.device.seeks();
         let stream = self.streams.get_mut(at);
         let class = usize::from(stream.class);
-        let mixes = !seeks || (stream.sync && stream.habits.seeks());
+        let mixes = !seeks || (stream.sync && stream.history.seeks());
         if mixes != stream.mixes {
             // Its credit is in another unit.
             stream.share = MemberShare::new(stream.share.weight);
@@ -328,7 +328,7 @@ impl Fair {
                 self.rest(at);
             } else if stream.share.credit > 0 {
                 return Some(at);
-            } else if self.device.seeks() && !stream.habits.seeks() {
+            } else if self.device.seeks() && !stream.history.seeks() {
                 self.mixing[class] -= stream.bios.len();
                 self.mixes[class].pop(&mut self.streams);
                 self.stand_in_line(at, now_ns);
@@ -477,7 +477,7 @@ impl Scheduler for Fair {
         let class = usize::from(stream.class);
         let first = stream.bios.is_empty();
         let alone = first && stream.in_flight == 0;
-        stream.habits.came(&bio, alone, now_ns);
+        stream.history.came(&bio, alone, now_ns);
         self.slots.push(&mut stream.bios, bio, now_ns);
         self.waiting[class] += 1;
         if first && !stream.share.queued && !is_owner {
@@ -536,7 +536,7 @@ impl Scheduler for Fair {
         let Some(at) = self.streams.find(key(bio)) else { return };
         let stream = self.streams.get_mut(at);
         stream.in_flight -= 1;
-        stream.habits.ended(now_ns);
+        stream.history.ended(now_ns);
         let (class, mixes) = (usize::from(stream.class), stream.mixes);
         let (over, weight) = (stream.in_flight == 0 && stream.bios.is_empty(), stream.share.weight);
         self.out[class] -= 1;

@@ -25,7 +25,7 @@ fn write(stream: u32, sector: u64) -> Box<Bio> {
 fn bio(op: Op, stream: u32, sector: u64) -> Box<Bio> {
     let mut bio = Bio::with_capacity(1);
     (bio.op, bio.stream, bio.sector, bio.sectors) = (op, stream, sector, 8);
-    bio.seat = stream as u16;
+    bio.submitter = stream as u16;
     bio
 }
 

@@ -200,7 +200,7 @@ impl Timeslice {
     fn key(&self, bio: &Bio) -> u64 {
         match self.config.key {
             SliceKey::Stream => bio.stream.into(),
-            SliceKey::Queue => bio.seat.into(),
+            SliceKey::Queue => bio.submitter.into(),
         }
     }
 

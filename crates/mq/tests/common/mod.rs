@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use blkyard_mq::{Bed, Wake};
+use blkyard_mq::{Parker, Wake};
 
 /// Nanoseconds since the first call.
 pub fn now_ns() -> u64 {
@@ -11,31 +11,31 @@ pub fn now_ns() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// A bed for devices that say nothing and only have deadlines.
+/// A parker for devices that say nothing and only have deadlines.
 #[derive(Default)]
-pub struct TimedBed {
+pub struct TimedParker {
     called: Mutex<bool>,
-    bell: Condvar,
+    eventfd: Condvar,
 }
 
-impl TimedBed {
-    pub fn new() -> Arc<TimedBed> {
+impl TimedParker {
+    pub fn new() -> Arc<TimedParker> {
         Arc::default()
     }
 }
 
-impl Wake for TimedBed {
+impl Wake for TimedParker {
     fn wake(&self) {
         *self.called.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        self.bell.notify_all();
+        self.eventfd.notify_all();
     }
 }
 
-impl Bed for TimedBed {
+impl Parker for TimedParker {
     fn sleep(&self) {
         let mut called = self.called.lock().unwrap_or_else(PoisonError::into_inner);
         while !*called {
-            called = self.bell.wait(called).unwrap_or_else(PoisonError::into_inner);
+            called = self.eventfd.wait(called).unwrap_or_else(PoisonError::into_inner);
         }
         *called = false;
     }
@@ -43,7 +43,7 @@ impl Bed for TimedBed {
     fn watch(&self, deadline_ns: u64) {
         let left = Duration::from_nanos(deadline_ns.saturating_sub(now_ns()));
         let called = self.called.lock().unwrap_or_else(PoisonError::into_inner);
-        let waited = self.bell.wait_timeout_while(called, left, |called| !*called);
+        let waited = self.eventfd.wait_timeout_while(called, left, |called| !*called);
         *waited.unwrap_or_else(PoisonError::into_inner).0 = false;
     }
 }

@@ -29,7 +29,7 @@ fn what_waits_for_a_tag_keeps_its_order() {
 }
 
 #[test]
-fn a_bio_that_is_cut_stays_in_its_place() {
+fn a_bio_that_is_split_stays_in_its_place() {
     let limits = QueueLimits { sectors_max: 8, ..QueueLimits::default() };
     let mut bench = Bench::new(disk_of(limits), HwQueueConfig { depth: 2, ..HwQueueConfig::default() });
     bench.submit_all([read(1000), bio(Op::Read, 0, 20), read(2000)]);

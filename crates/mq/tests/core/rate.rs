@@ -135,7 +135,7 @@ fn each_bio_counts_though_it_joins_the_request_of_another() {
 }
 
 #[test]
-fn a_bio_cut_in_parts_is_one() {
+fn a_bio_split_in_parts_is_one() {
     let limits = QueueLimits { sectors_max: 8, ..QueueLimits::default() };
     let mut bench = Bench::new(disk_of(limits), HwQueueConfig::default());
     bench.queue.set_rates(0, vec![thousand()]);

@@ -119,31 +119,31 @@ fn how_busy_the_device_is_goes_up_with_what_it_leaves_and_down_to_nothing() {
 }
 
 #[derive(Default)]
-struct Bell(AtomicUsize);
+struct Doorbell(AtomicUsize);
 
-impl Wake for Bell {
+impl Wake for Doorbell {
     fn wake(&self) {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 }
 
-impl Bell {
+impl Doorbell {
     fn rang(&self) -> bool {
         self.0.swap(0, Ordering::Relaxed) > 0
     }
 }
 
-fn budgeted(budget: &Budget) -> (Bench, Arc<Bell>) {
+fn budgeted(budget: &Budget) -> (Bench, Arc<Doorbell>) {
     let mut bench = Bench::new(disk(), HwQueueConfig { timeout_ns: 0, ..HwQueueConfig::default() });
-    let bell = Arc::new(Bell::default());
-    bench.queue.set_budget(Some(budget.join(Arc::clone(&bell) as Arc<dyn Wake>).unwrap()));
-    (bench, bell)
+    let eventfd = Arc::new(Doorbell::default());
+    bench.queue.set_budget(Some(budget.join(Arc::clone(&eventfd) as Arc<dyn Wake>).unwrap()));
+    (bench, eventfd)
 }
 
 #[test]
 fn a_queue_short_of_budget_is_woken_when_another_gives_places_back() {
     let budget = Budget::new(4, 2);
-    let ((mut one, one_bell), (mut two, two_bell)) = (budgeted(&budget), budgeted(&budget));
+    let ((mut one, one_eventfd), (mut two, two_eventfd)) = (budgeted(&budget), budgeted(&budget));
     one.submit_all((0..4).map(|n| read(n * 1000)));
     two.submit_all((0..4).map(|n| read(n * 1000)));
     one.turn();
@@ -151,14 +151,14 @@ fn a_queue_short_of_budget_is_woken_when_another_gives_places_back() {
     assert_eq!((one.queue.in_flight(), two.queue.in_flight(), budget.free()), (4, 0, 0));
     assert_eq!((two.deadline_ns(), two.queue.has_work()), (None, false), "it sleeps, and will be woken");
     one.end(0, Status::Ok);
-    assert_eq!((one_bell.rang(), two_bell.rang()), (false, true));
+    assert_eq!((one_eventfd.rang(), two_eventfd.rang()), (false, true));
     two.turn();
     assert_eq!(two.queue.in_flight(), 1);
     while one.queue.in_flight() > 0 {
         one.device().end(|_| true, Status::Ok);
         one.turn();
     }
-    assert!(two_bell.rang());
+    assert!(two_eventfd.rang());
     two.turn();
     assert_eq!(two.queue.in_flight(), 4);
     two.end_all();
@@ -192,17 +192,17 @@ fn what_is_not_offered_keeps_no_places_from_others() {
 #[test]
 fn a_driver_short_of_something_is_left_alone_though_the_budget_is_short_too() {
     let budget = Budget::new(2, 2);
-    let (mut bench, bell) = budgeted(&budget);
+    let (mut bench, eventfd) = budgeted(&budget);
     (bench.device().room, bench.device().short_of) = (0, Shortage::System);
     bench.submit_all((0..3).map(|n| read(n * 1000)));
     bench.issue();
     assert_eq!(bench.deadline_ns(), Some(bench.now_ns + RETRY_NS));
     // Its own places came back to it, which is no reason to try at once.
-    bell.rang();
+    eventfd.rang();
     for _ in 0..10 {
         bench.turn();
     }
-    assert_eq!((bench.device().offers, bell.rang(), budget.free()), (1, false, 2));
+    assert_eq!((bench.device().offers, eventfd.rang(), budget.free()), (1, false, 2));
     bench.device().room = usize::MAX;
     bench.turn_at(10_000_000);
     assert_eq!(bench.queue.in_flight(), 2);

@@ -172,7 +172,7 @@ fn a_quiesced_queue_hands_nothing_out_and_does_not_turn_for_it() {
 }
 
 #[test]
-fn a_bio_cut_in_parts_is_handed_out_once_and_ends_once() {
+fn a_bio_split_in_parts_is_handed_out_once_and_ends_once() {
     let config = HwQueueConfig { depth: 2, scheduler: deadline(), ..HwQueueConfig::default() };
     let mut bench = Bench::new(disk(), config);
     bench.submit_all([bio(Op::Write, 0, 5000), bio(Op::Write, 9000, 8)]);

@@ -38,7 +38,7 @@ fn with_the_reserved_tags_out_a_bio_takes_any_or_waits() {
 }
 
 #[test]
-fn a_reserved_bio_that_must_be_cut_does_not_push_another_aside() {
+fn a_reserved_bio_that_must_be_split_does_not_push_another_aside() {
     let limits = QueueLimits { sectors_max: 8, ..QueueLimits::default() };
     let mut bench = reserving(2, 1, limits);
     bench.submit(bio(Op::Read, 0, 24));
@@ -56,7 +56,7 @@ fn a_reserved_bio_that_must_be_cut_does_not_push_another_aside() {
 }
 
 #[test]
-fn a_lane_sleeps_while_a_reserved_bio_waits_behind_one_that_is_cut() {
+fn a_lane_sleeps_while_a_reserved_bio_waits_behind_one_that_is_split() {
     let limits = QueueLimits { sectors_max: 8, ..QueueLimits::default() };
     let mut bench = reserving(2, 1, limits);
     bench.submit_all([bio(Op::Read, 0, 24), with(bio(Op::Read, 1000, 16), BioFlags::RESERVED)]);
@@ -74,7 +74,7 @@ fn a_lane_sleeps_while_a_reserved_bio_waits_behind_one_that_is_cut() {
 fn a_reserved_bio_is_the_first_to_get_the_next_reserved_tag() {
     let limits = QueueLimits { sectors_max: 8, ..QueueLimits::default() };
     let mut bench = reserving(2, 1, limits);
-    // One is cut and has the normal tag, others wait behind it; the reserved tag is out, too.
+    // One is split and has the normal tag, others wait behind it; the reserved tag is out, too.
     bench.submit_all([bio(Op::Read, 0, 24), urgent(1000), read(2000), urgent(3000), urgent(4000)]);
     bench.turn();
     assert_eq!((bench.device().sectors(), bench.queue.has_work()), (vec![0, 1000], false));
@@ -133,7 +133,7 @@ fn who_does_not_wait_comes_back_if_there_is_no_tag_or_others_wait() {
 }
 
 #[test]
-fn who_does_not_wait_is_not_cut() {
+fn who_does_not_wait_is_not_split() {
     let limits = QueueLimits { sectors_max: 8, ..QueueLimits::default() };
     let mut bench = Bench::new(disk_of(limits), HwQueueConfig::default());
     bench.submit_all([with(bio(Op::Read, 0, 9), BioFlags::NOWAIT), with(read(1000), BioFlags::NOWAIT)]);

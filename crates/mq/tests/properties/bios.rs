@@ -3,15 +3,15 @@
 use blkyard_mq::{BioFlags, ChaosConfig, ChaosStep, Merging, Op, Status};
 use proptest::prelude::*;
 
-use super::world::{Entry, Plan, Step, Wish, World, any_plan};
+use super::world::{Entry, Plan, Step, Submission, World, any_plan};
 
 /// What the device said of the requests that have to do with a bio, while it was there.
-fn told<'a>(world: &'a World, wish: &'a Wish, until: usize) -> impl Iterator<Item = Status> {
-    let flushes = wish.op == Op::Flush || wish.flags.intersects(BioFlags::PREFLUSH | BioFlags::FUA);
-    world.log[wish.submitted..until].iter().filter_map(move |entry| match entry {
+fn told<'a>(world: &'a World, submission: &'a Submission, until: usize) -> impl Iterator<Item = Status> {
+    let flushes = submission.op == Op::Flush || submission.flags.intersects(BioFlags::PREFLUSH | BioFlags::FUA);
+    world.log[submission.submitted..until].iter().filter_map(move |entry| match entry {
         Entry::Device(event) => match event.step {
-            ChaosStep::Ended(status) if wish.is_meant(event) => Some(status),
-            ChaosStep::Ended(status) if flushes && event.op == Op::Flush && event.namespace == wish.namespace => {
+            ChaosStep::Ended(status) if submission.is_meant(event) => Some(status),
+            ChaosStep::Ended(status) if flushes && event.op == Op::Flush && event.namespace == submission.namespace => {
                 Some(status)
             }
             _ => None,
@@ -30,14 +30,14 @@ proptest! {
         // The range of a discard of several is not what its event says.
         plan.limits.discard_segments_max = 1;
         let world = World::run(&plan);
-        let mut ended = vec![0; world.wishes.len()];
+        let mut ended = vec![0; world.submissions.len()];
         for (at, entry) in world.log.iter().enumerate() {
             let Entry::Ended(id, status) = *entry else { continue };
-            let wish = &world.wishes[id as usize];
+            let submission = &world.submissions[id as usize];
             ended[id as usize] += 1;
             let own: Vec<Status> = {
-                let of_kind = world.log[wish.submitted..at].iter().filter_map(|entry| match entry {
-                    Entry::Device(event) if wish.is_meant(event) => Some(event.step),
+                let of_kind = world.log[submission.submitted..at].iter().filter_map(|entry| match entry {
+                    Entry::Device(event) if submission.is_meant(event) => Some(event.step),
                     _ => None,
                 });
                 of_kind.filter_map(|step| if let ChaosStep::Ended(status) = step { Some(status) } else { None }).collect()
@@ -45,29 +45,29 @@ proptest! {
             let first_failed = own.iter().find(|status| !status.is_ok());
             match status {
                 Status::Ok => {
-                    prop_assert_eq!(first_failed, None, "bio {} failed in part: {:?}", id, wish);
-                    let done: u64 = world.log[wish.submitted..at].iter().map(|entry| match entry {
-                        Entry::Device(event) if wish.is_meant(event) && event.step == ChaosStep::Ended(Status::Ok) => {
-                            let end = (event.sector + u64::from(event.sectors)).min(wish.sector + wish.sectors);
-                            end - event.sector.max(wish.sector)
+                    prop_assert_eq!(first_failed, None, "bio {} failed in part: {:?}", id, submission);
+                    let done: u64 = world.log[submission.submitted..at].iter().map(|entry| match entry {
+                        Entry::Device(event) if submission.is_meant(event) && event.step == ChaosStep::Ended(Status::Ok) => {
+                            let end = (event.sector + u64::from(event.sectors)).min(submission.sector + submission.sectors);
+                            end - event.sector.max(submission.sector)
                         }
                         _ => 0,
                     }).sum();
-                    prop_assert_eq!(done, wish.sectors, "bio {} was not done, or twice: {:?}", id, wish);
+                    prop_assert_eq!(done, submission.sectors, "bio {} was not done, or twice: {:?}", id, submission);
                 }
                 Status::Io | Status::Medium | Status::Timeout => {
-                    let mut said = told(&world, wish, at);
+                    let mut said = told(&world, submission, at);
                     prop_assert!(first_failed == Some(&status) || said.any(|other| other == status), "bio {id}: {status}");
-                    if first_failed.is_some() && wish.op != Op::Flush && !wish.flags.intersects(BioFlags::PREFLUSH | BioFlags::FUA) {
+                    if first_failed.is_some() && submission.op != Op::Flush && !submission.flags.intersects(BioFlags::PREFLUSH | BioFlags::FUA) {
                         prop_assert_eq!(first_failed, Some(&status));
                     }
                 }
-                Status::Again => prop_assert!(wish.flags.contains(BioFlags::NOWAIT) && own.is_empty(), "{wish:?}"),
-                // Refused, before the device has heard of it; or cut in part, and the rest cannot be.
+                Status::Again => prop_assert!(submission.flags.contains(BioFlags::NOWAIT) && own.is_empty(), "{submission:?}"),
+                // Refused, before the device has heard of it; or split in part, and the rest cannot be.
                 Status::Invalid | Status::NotSupported => {
-                    prop_assert!(own.is_empty() || status == Status::Invalid, "{wish:?} {own:?}");
+                    prop_assert!(own.is_empty() || status == Status::Invalid, "{submission:?} {own:?}");
                 }
-                Status::NoSpace | Status::Offline => prop_assert!(false, "{wish:?} ended with {status}"),
+                Status::NoSpace | Status::Offline => prop_assert!(false, "{submission:?} ended with {status}"),
             }
         }
         prop_assert!(ended.iter().all(|times| *times == 1));
@@ -95,7 +95,7 @@ proptest! {
                 continue;
             }
             // The newest that was there by then: ranges are no two bios' at one time.
-            let found = world.wishes.iter().rposition(|wish| wish.submitted <= at && wish.is_meant(event));
+            let found = world.submissions.iter().rposition(|submission| submission.submitted <= at && submission.is_meant(event));
             let now = (found.unwrap(), event.sector);
             let before = std::mem::replace(&mut last[usize::from(event.namespace)], now);
             prop_assert!(before < now || (before, now.0) == ((0, 0), 0), "{before:?} was passed by {now:?}");
@@ -119,7 +119,7 @@ proptest! {
         for (at, entry) in world.log.iter().enumerate() {
             match entry {
                 Entry::Device(event) if event.step == ChaosStep::Taken => {
-                    let found = world.wishes.iter().rposition(|wish| wish.submitted <= at && wish.is_meant(event));
+                    let found = world.submissions.iter().rposition(|submission| submission.submitted <= at && submission.is_meant(event));
                     let before = last[usize::from(event.namespace)].replace(found);
                     prop_assert!(before.is_none_or(|before| before < found), "{before:?} and {found:?}");
                 }

@@ -36,7 +36,7 @@ proptest! {
             // Twice, since it nests; and the device goes on with what it has.
             world.queue.quiesce();
             world.queue.quiesce();
-            let (from, batches) = (world.log.len(), world.bell.0.lock().unwrap().batches);
+            let (from, batches) = (world.log.len(), world.eventfd.0.lock().unwrap().batches);
             for turn in 0..40_u64 {
                 world.submit(Op::Write, blkyard_mq::BioFlags::empty(), 0, turn * 4, 2, turn);
                 world.step(&Step::Pass(400_000));
@@ -45,7 +45,7 @@ proptest! {
                     world.queue.unquiesce();
                 }
             }
-            prop_assert_eq!(world.bell.0.lock().unwrap().batches, batches);
+            prop_assert_eq!(world.eventfd.0.lock().unwrap().batches, batches);
             let taken = |entry: &Entry| matches!(entry, Entry::Device(event) if event.step == ChaosStep::Taken);
             prop_assert!(!world.log[from..].iter().any(taken));
             world.queue.unquiesce();
@@ -84,7 +84,7 @@ proptest! {
             prop_assert_eq!(has, 0, "the device still has some");
             // What freezing is for: memory and limits may be changed now.
             let (memory, info) = (world.queue.memory().clone(), world.queue.info().clone());
-            world.queue.set_memory(&mut world.bell, memory);
+            world.queue.set_memory(&mut world.eventfd, memory);
             world.queue.set_info(0, info);
             world.queue.thaw();
         }

@@ -47,25 +47,25 @@ proptest! {
         let flushes = good_flushes(&world);
         for (at, entry) in world.log.iter().enumerate() {
             let Entry::Ended(id, Status::Ok) = *entry else { continue };
-            let wish = &world.wishes[id as usize];
+            let submission = &world.submissions[id as usize];
             let own = |place: &usize, step: ChaosStep| match &world.log[*place] {
-                Entry::Device(event) => wish.is_meant(event) && event.step == step,
+                Entry::Device(event) => submission.is_meant(event) && event.step == step,
                 _ => false,
             };
-            let first_taken = (wish.submitted..at).find(|place| own(place, ChaosStep::Taken));
-            let last_ended = (wish.submitted..at).rfind(|place| own(place, ChaosStep::Ended(Status::Ok)));
+            let first_taken = (submission.submitted..at).find(|place| own(place, ChaosStep::Taken));
+            let last_ended = (submission.submitted..at).rfind(|place| own(place, ChaosStep::Ended(Status::Ok)));
             let between = |from: usize, to: usize| {
-                flushes.iter().any(|flush| flush.0 == wish.namespace && flush.1 >= from && flush.2 < to)
+                flushes.iter().any(|flush| flush.0 == submission.namespace && flush.1 >= from && flush.2 < to)
             };
-            if wish.op == Op::Flush {
-                prop_assert!(between(wish.submitted, at), "flush {id} was over without one");
-            } else if wish.flags.contains(BioFlags::PREFLUSH) {
-                prop_assert!(between(wish.submitted, first_taken.unwrap()), "the data of {id} was not held back");
+            if submission.op == Op::Flush {
+                prop_assert!(between(submission.submitted, at), "flush {id} was over without one");
+            } else if submission.flags.contains(BioFlags::PREFLUSH) {
+                prop_assert!(between(submission.submitted, first_taken.unwrap()), "the data of {id} was not held back");
             }
-            if wish.op != Op::Flush && wish.flags.contains(BioFlags::FUA) {
+            if submission.op != Op::Flush && submission.flags.contains(BioFlags::FUA) {
                 if plan.fua {
-                    let with_fua = world.log[wish.submitted..at].iter().all(|entry| match entry {
-                        Entry::Device(event) => !wish.is_meant(event) || event.flags.contains(BioFlags::FUA),
+                    let with_fua = world.log[submission.submitted..at].iter().all(|entry| match entry {
+                        Entry::Device(event) => !submission.is_meant(event) || event.flags.contains(BioFlags::FUA),
                         _ => true,
                     });
                     prop_assert!(with_fua, "the device was not told of the FUA of {id}");

@@ -15,22 +15,18 @@ const LOT_NS: u64 = 250_000;
 
 /// Submits so many bios to a queue.
 #[derive(Clone, Debug)]
-struct Wish {
+struct Submission {
     queue: usize,
     after_ns: u64,
     sectors: u32,
     count: usize,
 }
 
-fn any_wishes() -> impl Strategy<Value = Vec<Wish>> {
+fn any_submissions() -> impl Strategy<Value = Vec<Submission>> {
     let sectors = prop_oneof![4 => Just(8_u32), 2 => 1_u32..64, 1 => Just(2048)];
-    let wish = (0_usize..4, 0_u64..2 * MS, sectors, 1_usize..40).prop_map(|(queue, after_ns, sectors, count)| Wish {
-        queue,
-        after_ns,
-        sectors,
-        count,
-    });
-    proptest::collection::vec(wish, 1..40)
+    let submission = (0_usize..4, 0_u64..2 * MS, sectors, 1_usize..40)
+        .prop_map(|(queue, after_ns, sectors, count)| Submission { queue, after_ns, sectors, count });
+    proptest::collection::vec(submission, 1..40)
 }
 
 /// Slow ones as likely as fast ones; now and then none.
@@ -59,12 +55,13 @@ impl Rig {
         Rig { queues: (0..4).map(queue).collect(), now_ns: MS, passed: Vec::new() }
     }
 
-    fn submit(&mut self, wish: &Wish) {
-        for n in 0..wish.count {
+    fn submit(&mut self, submission: &Submission) {
+        for n in 0..submission.count {
             let mut bio = Bio::with_capacity(1);
-            (bio.op, bio.sectors, bio.sector) = (Op::Write, wish.sectors, n as u64 * u64::from(wish.sectors));
-            bio.segments.push(Segment { region: 0, offset: 0, len: wish.sectors << 9 });
-            self.queues[wish.queue].submit(bio);
+            (bio.op, bio.sectors, bio.sector) =
+                (Op::Write, submission.sectors, n as u64 * u64::from(submission.sectors));
+            bio.segments.push(Segment { region: 0, offset: 0, len: submission.sectors << 9 });
+            self.queues[submission.queue].submit(bio);
         }
     }
 
@@ -98,7 +95,7 @@ proptest! {
     #[test]
     fn what_passes_is_never_more_than_rate_and_burst_allow_and_the_rate_is_reached(
         iops in any_rate(500, 11), bytes_per_s in any_rate(1 << 20, 11),
-        burst_ms in 1_u32..20, late_ns in 0_u64..400_000, wishes in any_wishes(), merges: bool, sliced: bool,
+        burst_ms in 1_u32..20, late_ns in 0_u64..400_000, submissions in any_submissions(), merges: bool, sliced: bool,
     ) {
         let config = RateConfig { iops, bytes_per_s, burst_ms };
         let limits: Vec<_> = RateLimit::new(config).map(Arc::new).into_iter().collect();
@@ -109,15 +106,15 @@ proptest! {
             let of = |units: u64, per_s: u64| if per_s == 0 { 0 } else { u128::from(units) * 1_000_000_000 / u128::from(per_s) };
             [of(1, iops), of(bytes, bytes_per_s)]
         };
-        for wish in &wishes {
-            rig.run_until(rig.now_ns + wish.after_ns, late_ns);
-            rig.now_ns += wish.after_ns;
-            rig.submit(wish);
-            rig.turn(wish.queue);
-            bios += wish.count;
-            let each_ns = takes_ns(u64::from(wish.sectors) << 9);
+        for submission in &submissions {
+            rig.run_until(rig.now_ns + submission.after_ns, late_ns);
+            rig.now_ns += submission.after_ns;
+            rig.submit(submission);
+            rig.turn(submission.queue);
+            bios += submission.count;
+            let each_ns = takes_ns(u64::from(submission.sectors) << 9);
             most_ns = most_ns.max(each_ns[0]).max(each_ns[1]);
-            all_ns = [0, 1].map(|at| all_ns[at] + wish.count as u128 * each_ns[at]);
+            all_ns = [0, 1].map(|at| all_ns[at] + submission.count as u128 * each_ns[at]);
         }
         rig.run_until(u64::MAX, late_ns);
         prop_assert!(rig.queues.iter().all(HwQueue::is_idle), "something sleeps with nothing to wait for");
@@ -138,7 +135,7 @@ proptest! {
         }
         // And all of it in the time it takes, if nobody had waited for anything else.
         let (first_ns, last_ns) = (MS, rig.now_ns);
-        let wished_ns: u64 = wishes.iter().map(|wish| wish.after_ns).sum();
+        let wished_ns: u64 = submissions.iter().map(|submission| submission.after_ns).sum();
         let slowest_ns = u128::from(wished_ns) + all_ns[0].max(all_ns[1]);
         // Where both limits hold, each may be the tighter one at a time.
         let both_ns = if iops > 0 && bytes_per_s > 0 { all_ns[0].min(all_ns[1]) } else { 0 };

@@ -4,19 +4,19 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blkyard_mq::{Bed, Bio, BlockDevice, ChaosDevice, HwQueue, Op, QueueLimits, SwQueue, Wake};
+use blkyard_mq::{Bio, BlockDevice, ChaosDevice, HwQueue, Op, Parker, QueueLimits, SwQueue, Wake};
 use proptest::prelude::*;
 
-use super::world::{Bell, Belled, Plan, any_plan, infos};
+use super::world::{Doorbell, DoorbellDriver, Plan, any_plan, infos};
 
 /// Sleeps by turning the clock on.
-struct ClockBed(Arc<AtomicU64>, Bell);
+struct ClockParker(Arc<AtomicU64>, Doorbell);
 
-impl Wake for ClockBed {
+impl Wake for ClockParker {
     fn wake(&self) {}
 }
 
-impl Bed for ClockBed {
+impl Parker for ClockParker {
     fn sleep(&self) {
         panic!("a thread went to sleep, and all the others are at rest");
     }
@@ -49,31 +49,31 @@ fn any_acts() -> impl Strategy<Value = Vec<Act>> {
     proptest::collection::vec(act, 1..200)
 }
 
-struct Yard {
-    ends: Vec<Option<SwQueue<Belled, Bell>>>,
+struct SharedRing {
+    ends: Vec<Option<SwQueue<DoorbellDriver, Doorbell>>>,
     /// By end: bios submitted and given back.
     counts: Vec<(u64, u64)>,
     clock: Arc<AtomicU64>,
-    bell: Bell,
+    eventfd: Doorbell,
     device: ChaosDevice,
 }
 
-impl Yard {
-    fn new(plan: &Plan) -> Yard {
+impl SharedRing {
+    fn new(plan: &Plan) -> SharedRing {
         let limits = QueueLimits { write_zeroes_sectors_max: 64, ..QueueLimits::default() };
         let infos = infos(&Plan { limits, volatile_cache: true, ..plan.clone() });
         let device = ChaosDevice::new(infos.clone(), plan.chaos).unwrap();
-        let driver = Belled(device.queue(plan.config.depth));
+        let driver = DoorbellDriver(device.queue(plan.config.depth));
         let hw = HwQueue::with_namespaces(driver, infos, plan.config);
-        let (clock, bell) = (Arc::new(AtomicU64::new(0)), Bell::default());
-        let bed = |_| Arc::new(ClockBed(Arc::clone(&clock), bell.clone())) as Arc<dyn Bed>;
-        let ends: Vec<_> = SwQueue::share(hw, bell.clone(), 16, (0..4).map(bed).collect());
-        Yard { ends: ends.into_iter().map(Some).collect(), counts: vec![(0, 0); 4], clock, bell, device }
+        let (clock, eventfd) = (Arc::new(AtomicU64::new(0)), Doorbell::default());
+        let parker = |_| Arc::new(ClockParker(Arc::clone(&clock), eventfd.clone())) as Arc<dyn Parker>;
+        let ends: Vec<_> = SwQueue::share(hw, eventfd.clone(), 16, (0..4).map(parker).collect());
+        SharedRing { ends: ends.into_iter().map(Some).collect(), counts: vec![(0, 0); 4], clock, eventfd, device }
     }
 
     /// Does one thing. When it is done, whatever the device has been given has been announced.
     fn act(&mut self, act: &Act) {
-        let Yard { ends, counts, clock, bell, .. } = self;
+        let SharedRing { ends, counts, clock, eventfd, .. } = self;
         let clock = || clock.fetch_add(1000, Ordering::Relaxed);
         let (Act::Submit(end, _) | Act::Ring(end) | Act::Poll(end) | Act::Wait(end) | Act::Leave(end)) = *act;
         let Some(queue) = &mut ends[end] else { return };
@@ -104,7 +104,7 @@ impl Yard {
                 assert_eq!(counts[end].0, counts[end].1, "something of a thread that went is still there");
             }
         }
-        assert_eq!(bell.0.lock().unwrap().unannounced, 0, "{act:?} left requests that were not announced");
+        assert_eq!(eventfd.0.lock().unwrap().unannounced, 0, "{act:?} left requests that were not announced");
     }
 
     fn finish(&mut self) {
@@ -120,24 +120,24 @@ proptest! {
     // 9
     #[test]
     fn whenever_a_run_ends_all_that_the_device_was_given_is_announced(plan in any_plan(), acts in any_acts()) {
-        let mut yard = Yard::new(&plan);
-        acts.iter().for_each(|act| yard.act(act));
-        yard.finish();
-        let submitted: u64 = yard.counts.iter().map(|(submitted, _)| submitted).sum();
-        prop_assert_eq!(yard.bell.0.lock().unwrap().taken > 0, submitted > 0);
+        let mut shared = SharedRing::new(&plan);
+        acts.iter().for_each(|act| shared.act(act));
+        shared.finish();
+        let submitted: u64 = shared.counts.iter().map(|(submitted, _)| submitted).sum();
+        prop_assert_eq!(shared.eventfd.0.lock().unwrap().taken > 0, submitted > 0);
     }
 
     // 11
     #[test]
     fn a_thread_that_leaves_leaves_nothing_in_its_ring_while_others_go_on(plan in any_plan(), acts in any_acts(), gone in 0_usize..4) {
-        let mut yard = Yard::new(&plan);
+        let mut shared = SharedRing::new(&plan);
         let middle = acts.len() / 2;
-        acts[..middle].iter().for_each(|act| yard.act(act));
+        acts[..middle].iter().for_each(|act| shared.act(act));
         // Bios nobody has seen yet, too: it goes without having rung.
-        (0..5).for_each(|at| yard.act(&Act::Submit(gone, at * 8)));
-        yard.act(&Act::Leave(gone));
-        acts[middle..].iter().for_each(|act| yard.act(act));
-        yard.finish();
-        prop_assert!(yard.counts.iter().all(|(submitted, ended)| submitted == ended));
+        (0..5).for_each(|at| shared.act(&Act::Submit(gone, at * 8)));
+        shared.act(&Act::Leave(gone));
+        acts[middle..].iter().for_each(|act| shared.act(act));
+        shared.finish();
+        prop_assert!(shared.counts.iter().all(|(submitted, ended)| submitted == ended));
     }
 }

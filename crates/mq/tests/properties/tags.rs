@@ -52,8 +52,8 @@ proptest! {
             if let Entry::Device(event) = entry
                 && event.tag < plan.config.reserved
             {
-                let mut asked = world.wishes.iter().filter(|wish| wish.flags.contains(BioFlags::RESERVED));
-                prop_assert!(asked.any(|wish| wish.namespace == event.namespace && wish.op == event.op), "{event:?}");
+                let mut asked = world.submissions.iter().filter(|submission| submission.flags.contains(BioFlags::RESERVED));
+                prop_assert!(asked.any(|submission| submission.namespace == event.namespace && submission.op == event.op), "{event:?}");
             }
         }
     }

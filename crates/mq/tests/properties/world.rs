@@ -230,7 +230,7 @@ pub fn any_plan() -> impl Strategy<Value = Plan> {
 
 /// What the device is called with, and has not been told of.
 #[derive(Clone, Debug, Default)]
-pub struct Bell(pub Arc<Mutex<Rung>>);
+pub struct Doorbell(pub Arc<Mutex<Rung>>);
 
 #[derive(Debug, Default)]
 pub struct Rung {
@@ -242,7 +242,7 @@ pub struct Rung {
     pub taken: usize,
 }
 
-impl Context for Bell {
+impl Context for Doorbell {
     fn commit(&mut self) {
         self.0.lock().unwrap().unannounced = 0;
     }
@@ -255,35 +255,35 @@ impl Context for Bell {
 
 /// A chaos driver that leaves its doorbell to the lane.
 #[derive(Debug)]
-pub struct Belled(pub ChaosQueue);
+pub struct DoorbellDriver(pub ChaosQueue);
 
-impl Driver<Bell> for Belled {
-    fn queue_rqs(&mut self, bell: &mut Bell, memory: &RegionTable, batch: &mut Batch<'_>) {
+impl Driver<Doorbell> for DoorbellDriver {
+    fn queue_rqs(&mut self, eventfd: &mut Doorbell, memory: &RegionTable, batch: &mut Batch<'_>) {
         let offered = batch.len();
-        self.0.queue_rqs(bell, memory, batch);
-        let mut rung = bell.0.lock().unwrap();
+        self.0.queue_rqs(eventfd, memory, batch);
+        let mut rung = eventfd.0.lock().unwrap();
         rung.batches += 1;
         rung.unannounced += offered - batch.len();
         rung.taken += offered - batch.len();
     }
 
-    fn poll(&mut self, bell: &mut Bell, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
-        self.0.poll(bell, memory, done, now_ns);
+    fn poll(&mut self, eventfd: &mut Doorbell, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        self.0.poll(eventfd, memory, done, now_ns);
     }
 
     fn timed_out(
         &mut self,
-        bell: &mut Bell,
+        eventfd: &mut Doorbell,
         memory: &RegionTable,
         place: usize,
         done: &mut Done<'_>,
         now_ns: u64,
     ) -> TimedOut {
-        self.0.timed_out(bell, memory, place, done, now_ns)
+        self.0.timed_out(eventfd, memory, place, done, now_ns)
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        Driver::<Bell>::deadline_ns(&self.0)
+        Driver::<Doorbell>::deadline_ns(&self.0)
     }
 }
 
@@ -299,7 +299,7 @@ pub enum Entry {
 
 /// A bio as it was submitted.
 #[derive(Clone, Debug)]
-pub struct Wish {
+pub struct Submission {
     pub op: Op,
     pub flags: BioFlags,
     pub namespace: u16,
@@ -311,7 +311,7 @@ pub struct Wish {
     pieces: Vec<Segment>,
 }
 
-impl Wish {
+impl Submission {
     /// Whether a request has to do with it: one that is of a kind and lies in its range, or around it.
     pub fn is_meant(&self, event: &ChaosEvent) -> bool {
         event.namespace == self.namespace
@@ -333,11 +333,11 @@ impl Wake for Waker {
 
 pub struct World {
     pub plan: Plan,
-    pub queue: HwQueue<Belled>,
+    pub queue: HwQueue<DoorbellDriver>,
     pub device: ChaosDevice,
-    pub bell: Bell,
+    pub eventfd: Doorbell,
     pub log: Vec<Entry>,
-    pub wishes: Vec<Wish>,
+    pub submissions: Vec<Submission>,
     region: Arc<Region>,
     free_slots: Vec<u64>,
     content: Content,
@@ -374,13 +374,13 @@ impl World {
         let plan = plan.clone();
         let infos = infos(&plan);
         let device = ChaosDevice::new(infos.clone(), plan.chaos).unwrap();
-        let driver = Belled(device.queue(plan.config.depth));
+        let driver = DoorbellDriver(device.queue(plan.config.depth));
         let content = Content::new(plan.namespaces, &infos[0]);
         let mut queue = HwQueue::with_namespaces(driver, infos, plan.config);
         let slots = plan.config.bios_max as u64;
         let region = Region::anonymous((slots * SLOT_BYTES) as usize).unwrap();
-        let bell = Bell::default();
-        queue.set_memory(&mut bell.clone(), Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
+        let eventfd = Doorbell::default();
+        queue.set_memory(&mut eventfd.clone(), Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
         let woken = Arc::new(Waker::default());
         if let Some(places) = plan.budget {
             queue.set_budget(Some(Budget::new(places, 1).join(Arc::clone(&woken) as Arc<dyn Wake>).unwrap()));
@@ -389,9 +389,9 @@ impl World {
             plan,
             queue,
             device,
-            bell,
+            eventfd,
             log: Vec::new(),
-            wishes: Vec::new(),
+            submissions: Vec::new(),
             region,
             free_slots: (0..slots).collect(),
             content,
@@ -466,15 +466,17 @@ impl World {
         let block = u64::from(self.plan.limits.logical_block_bytes >> 9);
         let sector = sector / block * block;
         let sectors = if op == Op::Flush { 0 } else { sectors.next_multiple_of(block).min(SECTORS - sector) };
-        let meets = |wish: &&Wish| {
-            wish.namespace == namespace && wish.sector < sector + sectors && sector < wish.sector + wish.sectors
+        let meets = |submission: &&Submission| {
+            submission.namespace == namespace
+                && submission.sector < sector + sectors
+                && sector < submission.sector + submission.sectors
         };
-        let running = self.wishes.iter().filter(|wish| wish.slot != u64::MAX);
+        let running = self.submissions.iter().filter(|submission| submission.slot != u64::MAX);
         if self.queue.room() == 0 || running.into_iter().find(meets).is_some() {
             return;
         }
         let slot = self.free_slots.pop().unwrap();
-        let id = self.wishes.len() as u64;
+        let id = self.submissions.len() as u64;
         let mut bio = Bio::with_capacity(4);
         (bio.op, bio.flags, bio.namespace, bio.sector) = (op, flags, namespace, sector);
         (bio.sectors, bio.cookie) = (sectors as u32, id);
@@ -490,7 +492,7 @@ impl World {
         let pieces = bio.segments.clone();
         self.log.push(Entry::Submitted);
         let submitted = self.log.len();
-        self.wishes.push(Wish { op, flags, namespace, sector, sectors, submitted, slot, pieces });
+        self.submissions.push(Submission { op, flags, namespace, sector, sectors, submitted, slot, pieces });
         self.content.submitted(&bio);
         self.queue.submit(bio);
     }
@@ -508,11 +510,11 @@ impl World {
     /// One round, as a lane has it.
     pub fn turn(&mut self) {
         self.now_ns += TURN_NS;
-        let (mut bell, device) = (self.bell.clone(), self.device.clone());
+        let (mut eventfd, device) = (self.eventfd.clone(), self.device.clone());
         self.woken.0.store(false, Ordering::Relaxed);
         // What the device had done by then, and the bio.
         let mut ended = Vec::new();
-        self.queue.reap(&mut bell, self.now_ns, &mut |bio| {
+        self.queue.reap(&mut eventfd, self.now_ns, &mut |bio| {
             let mut events = Vec::new();
             device.take_events(&mut events);
             ended.push((events, bio));
@@ -522,9 +524,9 @@ impl World {
             self.end(&bio);
         }
         self.hear();
-        self.queue.issue(&mut bell, self.now_ns);
+        self.queue.issue(&mut eventfd, self.now_ns);
         self.hear();
-        bell.commit();
+        eventfd.commit();
         let snapshot = Box::new(self.queue.snapshot(self.now_ns));
         self.log.push(Entry::Turned(snapshot, self.queue.room()));
     }
@@ -539,24 +541,24 @@ impl World {
         let id = bio.cookie;
         self.log.push(Entry::Ended(id, bio.status));
         let now = self.log.len();
-        let wish = self.wishes[id as usize].clone();
-        assert_ne!(wish.slot, u64::MAX, "bio {id} came back twice");
+        let submission = self.submissions[id as usize].clone();
+        assert_ne!(submission.slot, u64::MAX, "bio {id} came back twice");
         assert_eq!(
             (bio.op, bio.flags, bio.sector),
-            (wish.op, wish.flags, wish.sector),
+            (submission.op, submission.flags, submission.sector),
             "bio {id} came back as another"
         );
-        assert!(bio.segments == wish.pieces, "bio {id} came back as another");
-        let mut data = vec![0; (wish.sectors * 512) as usize];
-        if wish.op == Op::Read {
-            self.copy(&wish.pieces, |span, at| span.copy_to_slice(&mut data[at..at + span.len()]));
+        assert!(bio.segments == submission.pieces, "bio {id} came back as another");
+        let mut data = vec![0; (submission.sectors * 512) as usize];
+        if submission.op == Op::Read {
+            self.copy(&submission.pieces, |span, at| span.copy_to_slice(&mut data[at..at + span.len()]));
         }
-        self.content.ended(bio, &data, wish.submitted, now);
+        self.content.ended(bio, &data, submission.submitted, now);
         if bio.status.is_ok() && (bio.op == Op::Flush || bio.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH)) {
             self.content.check_stable(&self.device);
         }
-        self.free_slots.push(wish.slot);
-        self.wishes[id as usize].slot = u64::MAX;
+        self.free_slots.push(submission.slot);
+        self.submissions[id as usize].slot = u64::MAX;
     }
 
     /// Turns until the queue is idle, but only when it asks for it: with work of its own, or at a time it named; or
@@ -570,7 +572,7 @@ impl World {
             if self.queue.has_work() || self.woken.0.load(Ordering::Relaxed) {
                 continue;
             }
-            let Some(due_ns) = self.queue.deadline_ns::<Bell>() else {
+            let Some(due_ns) = self.queue.deadline_ns::<Doorbell>() else {
                 panic!("the queue sleeps for ever with bios in it: {:?}", self.queue.snapshot(self.now_ns));
             };
             self.now_ns = self.now_ns.max(due_ns);

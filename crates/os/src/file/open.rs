@@ -20,7 +20,7 @@ use rustix::fs::{AtFlags, SeekFrom, StatxFlags, seek, statx};
 use super::holder::living_holder;
 use super::lock::{Locked, lock};
 use super::place::{BOUNCES, ZEROES_BYTES};
-use super::{Direct, FileConfig, FileCounters, FileDevice, Mode, OpenError, Shared};
+use super::{Direct, FileConfig, FileCounters, FileDevice, Mode, OpenError, SharedFile};
 
 /// Largest logical block: what virtio and its guests can do with pages of the usual size.
 const BLOCK_BYTES_MAX: u32 = 4096;
@@ -121,7 +121,7 @@ impl FileDevice {
             Mode::Direct { memory_align, offset_align } => (memory_align as usize - 1, u64::from(offset_align) - 1),
             Mode::Buffered { .. } => (0, 0),
         };
-        let shared = Shared {
+        let shared = SharedFile {
             name: info.name.clone(),
             file: Arc::new(file),
             memory_mask,

@@ -16,7 +16,7 @@ use blkyard_mq::{BioFlags, Op, Request, Status};
 use io_uring::types::{Fd, FsyncFlags};
 use io_uring::{opcode, squeue};
 
-use super::Shared;
+use super::SharedFile;
 
 /// Buffers for copies that one queue holds: unaligned memory is what firmware and old guests bring, with few requests
 /// at a time.
@@ -36,7 +36,7 @@ const ALLOCATE: i32 = libc::FALLOC_FL_KEEP_SIZE;
 
 /// What the kernel is doing for a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Step {
+enum FileStep {
     #[default]
     Read,
     Write,
@@ -70,8 +70,8 @@ pub(super) enum Data {
 
 /// A place for a request, made at start.
 #[derive(Debug, Default)]
-pub(super) struct Place {
-    step: Step,
+pub(super) struct FileSlot {
+    step: FileStep,
     keep_space: bool,
     durable: bool,
     offset: u64,
@@ -87,16 +87,16 @@ pub(super) struct Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
     Over(Status),
-    /// Ask again: see [`Place::entry`].
+    /// Ask again: see [`FileSlot::entry`].
     Ask,
 }
 
-impl Place {
+impl FileSlot {
     /// A request begins, with its data where the caller has put it.
-    pub(super) fn begin(&mut self, request: &Request, data: Data, shared: &Shared) -> Next {
+    pub(super) fn begin(&mut self, request: &Request, data: Data, shared: &SharedFile) -> Next {
         let fua = request.flags().contains(BioFlags::FUA) || shared.write_through;
-        *self = Place {
-            step: Step::Read,
+        *self = FileSlot {
+            step: FileStep::Read,
             keep_space: request.flags().contains(BioFlags::NO_UNMAP),
             durable: fua && request.op().is_write(),
             offset: request.offset_bytes(),
@@ -110,12 +110,12 @@ impl Place {
             op if (self.durable || op == Op::Flush) && shared.sync_failed.load(Relaxed) => {
                 return Next::Over(Status::Io);
             }
-            Op::Read => Step::Read,
-            Op::Write => Step::Write,
-            Op::Flush => Step::Sync,
-            Op::Discard if shared.is_block_device && !shared.no_trim.load(Relaxed) => Step::Trim,
+            Op::Read => FileStep::Read,
+            Op::Write => FileStep::Write,
+            Op::Flush => FileStep::Sync,
+            Op::Discard if shared.is_block_device && !shared.no_trim.load(Relaxed) => FileStep::Trim,
             Op::Discard if shared.no_punch.load(Relaxed) => return Next::Over(Status::NotSupported),
-            Op::Discard => Step::Discard,
+            Op::Discard => FileStep::Discard,
             Op::WriteZeroes => self.way_to_zeroes(shared),
         };
         Next::Ask
@@ -123,7 +123,7 @@ impl Place {
 
     /// Whether the request reads into memory.
     pub(super) fn is_read(&self) -> bool {
-        self.step == Step::Read
+        self.step == FileStep::Read
     }
 
     /// Bytes of the request.
@@ -134,79 +134,81 @@ impl Place {
     /// Bytes that the next question has the kernel copy, unless a device moves them by itself.
     pub(super) fn bytes_asked(&self) -> u64 {
         match self.step {
-            Step::Read | Step::Write => self.len - self.done,
-            Step::Zeroes => (self.len - self.done).min(ZEROES_BYTES as u64),
+            FileStep::Read | FileStep::Write => self.len - self.done,
+            FileStep::Zeroes => (self.len - self.done).min(ZEROES_BYTES as u64),
             _ => 0,
         }
     }
 
     /// The next question to the kernel. `vectors` are those of this place.
     #[inline]
-    pub(super) fn entry(&self, vectors: *const libc::iovec, shared: &Shared) -> squeue::Entry {
+    pub(super) fn entry(&self, vectors: *const libc::iovec, shared: &SharedFile) -> squeue::Entry {
         let fd = Fd(shared.file.as_raw_fd());
         let at = self.offset + self.done;
         let left = self.len - self.done;
         let sync = if self.durable { libc::RWF_DSYNC } else { 0 };
         match (self.step, self.data) {
-            (Step::Read, Data::Fixed { address, buffer }) => {
+            (FileStep::Read, Data::Fixed { address, buffer }) => {
                 let start = (address + self.done) as *mut u8;
                 opcode::ReadFixed::new(fd, start, left as u32, buffer).offset(at).build()
             }
-            (Step::Read, Data::One { address }) => {
+            (FileStep::Read, Data::One { address }) => {
                 opcode::Read::new(fd, (address + self.done) as *mut u8, left as u32).offset(at).build()
             }
-            (Step::Read, Data::Many { first, count }) => {
+            (FileStep::Read, Data::Many { first, count }) => {
                 opcode::Readv::new(fd, vectors.wrapping_add(first.into()), count.into()).offset(at).build()
             }
-            (Step::Write, Data::Fixed { address, buffer }) => {
+            (FileStep::Write, Data::Fixed { address, buffer }) => {
                 let start = (address + self.done) as *const u8;
                 opcode::WriteFixed::new(fd, start, left as u32, buffer).offset(at).rw_flags(sync).build()
             }
-            (Step::Write, Data::One { address }) => {
+            (FileStep::Write, Data::One { address }) => {
                 let start = (address + self.done) as *const u8;
                 opcode::Write::new(fd, start, left as u32).offset(at).rw_flags(sync).build()
             }
-            (Step::Write, Data::Many { first, count }) => {
+            (FileStep::Write, Data::Many { first, count }) => {
                 let vectors = vectors.wrapping_add(first.into());
                 opcode::Writev::new(fd, vectors, count.into()).offset(at).rw_flags(sync).build()
             }
-            (Step::Zeroes, _) => {
+            (FileStep::Zeroes, _) => {
                 let len = left.min(ZEROES_BYTES as u64) as u32;
                 let start =
                     shared.zeroes.span(0, len as usize).map_or(std::ptr::null(), |span| span.as_ptr().cast_const());
                 opcode::Write::new(fd, start, len).offset(at).rw_flags(sync).build()
             }
-            (Step::Discard | Step::Punch | Step::PunchThenAllocate, _) => {
+            (FileStep::Discard | FileStep::Punch | FileStep::PunchThenAllocate, _) => {
                 opcode::Fallocate::new(fd, self.len).offset(self.offset).mode(PUNCH).build()
             }
-            (Step::ZeroRange, _) => opcode::Fallocate::new(fd, self.len).offset(self.offset).mode(ZERO_RANGE).build(),
-            (Step::Allocate, _) => opcode::Fallocate::new(fd, self.len).offset(self.offset).mode(ALLOCATE).build(),
-            (Step::Trim, _) => {
+            (FileStep::ZeroRange, _) => {
+                opcode::Fallocate::new(fd, self.len).offset(self.offset).mode(ZERO_RANGE).build()
+            }
+            (FileStep::Allocate, _) => opcode::Fallocate::new(fd, self.len).offset(self.offset).mode(ALLOCATE).build(),
+            (FileStep::Trim, _) => {
                 // The range's start goes into the entry's address, its length into the first word of the command.
                 let mut command = [0; 16];
                 command[..8].copy_from_slice(&self.len.to_ne_bytes());
                 opcode::UringCmd16::new(fd, BLOCK_DISCARD).addr(Some(self.offset)).cmd(command).build()
             }
-            (Step::Sync, _) | (_, Data::None) => opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build(),
+            (FileStep::Sync, _) | (_, Data::None) => opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build(),
         }
     }
 
     /// The kernel has answered.
     #[inline]
-    pub(super) fn answer(&mut self, result: i32, vectors: &mut [libc::iovec], shared: &Shared) -> Next {
+    pub(super) fn answer(&mut self, result: i32, vectors: &mut [libc::iovec], shared: &SharedFile) -> Next {
         match (self.step, result) {
             (_, i32::MIN..0) => self.failed(-result, shared),
-            (Step::Read | Step::Write | Step::Zeroes, _) => self.moved(result as u64, vectors, shared),
-            (Step::Sync | Step::Discard | Step::Trim, _) => Next::Over(Status::Ok),
-            (Step::PunchThenAllocate, _) => {
-                self.step = Step::Allocate;
+            (FileStep::Read | FileStep::Write | FileStep::Zeroes, _) => self.moved(result as u64, vectors, shared),
+            (FileStep::Sync | FileStep::Discard | FileStep::Trim, _) => Next::Over(Status::Ok),
+            (FileStep::PunchThenAllocate, _) => {
+                self.step = FileStep::Allocate;
                 Next::Ask
             }
-            (Step::Punch | Step::ZeroRange | Step::Allocate, _) => self.zeroed(),
+            (FileStep::Punch | FileStep::ZeroRange | FileStep::Allocate, _) => self.zeroed(),
         }
     }
 
-    fn moved(&mut self, bytes: u64, vectors: &mut [libc::iovec], shared: &Shared) -> Next {
+    fn moved(&mut self, bytes: u64, vectors: &mut [libc::iovec], shared: &SharedFile) -> Next {
         self.retries = 0;
         if bytes == self.len - self.done {
             return Next::Over(Status::Ok);
@@ -217,7 +219,7 @@ impl Place {
         if bytes == 0 || bytes > self.len || self.done & shared.offset_mask != 0 {
             return Next::Over(Status::Io);
         }
-        if self.step != Step::Zeroes {
+        if self.step != FileStep::Zeroes {
             shared.counters.continued.fetch_add(1, Relaxed);
         }
         if let Data::Many { first, count } = &mut self.data {
@@ -231,11 +233,11 @@ impl Place {
         if !self.durable {
             return Next::Over(Status::Ok);
         }
-        self.step = Step::Sync;
+        self.step = FileStep::Sync;
         Next::Ask
     }
 
-    fn failed(&mut self, errno: i32, shared: &Shared) -> Next {
+    fn failed(&mut self, errno: i32, shared: &SharedFile) -> Next {
         match errno {
             // The last one when the thread that submitted has ended; nothing of ours cancels I/O.
             libc::EAGAIN | libc::EINTR | libc::ECANCELED if self.retries < RETRIES_MAX => {
@@ -256,54 +258,56 @@ impl Place {
     }
 
     /// Whether this failure may have been of a sync, and so of what others have written before.
-    fn loses_more_than_itself(&self, errno: i32, shared: &Shared) -> bool {
+    fn loses_more_than_itself(&self, errno: i32, shared: &SharedFile) -> bool {
         match (self.step, errno) {
-            (Step::Sync, _) => true,
+            (FileStep::Sync, _) => true,
             // Its memory was not there, or no room for it, and that is found out before anything is written. Without
             // direct I/O room may be wanting later, for what was taken long before.
-            (Step::Write | Step::Zeroes, libc::EFAULT) => false,
-            (Step::Write | Step::Zeroes, libc::ENOSPC | libc::EDQUOT) if shared.offset_mask != 0 => false,
-            (Step::Write | Step::Zeroes, _) => self.durable,
+            (FileStep::Write | FileStep::Zeroes, libc::EFAULT) => false,
+            (FileStep::Write | FileStep::Zeroes, libc::ENOSPC | libc::EDQUOT) if shared.offset_mask != 0 => false,
+            (FileStep::Write | FileStep::Zeroes, _) => self.durable,
             // These make nothing durable: the sync that does follows them.
             _ => false,
         }
     }
 
     /// The file system does not do this; there may be another way.
-    fn refused(&mut self, shared: &Shared) -> Next {
+    fn refused(&mut self, shared: &SharedFile) -> Next {
         match self.step {
-            Step::Trim => {
+            FileStep::Trim => {
                 // Kernels before 6.12 have no such command, and not every device can; the call for files may do.
                 shared.no_trim.store(true, Relaxed);
-                self.step = Step::Discard;
+                self.step = FileStep::Discard;
                 return Next::Ask;
             }
-            Step::Discard => {
+            FileStep::Discard => {
                 shared.no_punch.store(true, Relaxed);
                 return Next::Over(Status::NotSupported);
             }
-            Step::Punch | Step::PunchThenAllocate => shared.no_punch.store(true, Relaxed),
-            Step::ZeroRange => shared.no_zero_range.store(true, Relaxed),
-            Step::Allocate => {
+            FileStep::Punch | FileStep::PunchThenAllocate => shared.no_punch.store(true, Relaxed),
+            FileStep::ZeroRange => shared.no_zero_range.store(true, Relaxed),
+            FileStep::Allocate => {
                 // The hole is there already; written zeroes fill it.
-                self.step = Step::Zeroes;
+                self.step = FileStep::Zeroes;
                 return Next::Ask;
             }
-            Step::Read | Step::Write | Step::Sync | Step::Zeroes => return Next::Over(Status::NotSupported),
+            FileStep::Read | FileStep::Write | FileStep::Sync | FileStep::Zeroes => {
+                return Next::Over(Status::NotSupported);
+            }
         }
         self.step = self.way_to_zeroes(shared);
         Next::Ask
     }
 
     /// The best way to zeroes among those not known to be refused.
-    fn way_to_zeroes(&self, shared: &Shared) -> Step {
+    fn way_to_zeroes(&self, shared: &SharedFile) -> FileStep {
         let punch = !shared.no_punch.load(Relaxed);
         let zero_range = !shared.no_zero_range.load(Relaxed);
         match (self.keep_space, punch, zero_range) {
-            (false, true, _) => Step::Punch,
-            (_, _, true) => Step::ZeroRange,
-            (true, true, false) => Step::PunchThenAllocate,
-            (_, false, false) => Step::Zeroes,
+            (false, true, _) => FileStep::Punch,
+            (_, _, true) => FileStep::ZeroRange,
+            (true, true, false) => FileStep::PunchThenAllocate,
+            (_, false, false) => FileStep::Zeroes,
         }
     }
 }
@@ -331,8 +335,8 @@ mod tests {
         libc::iovec { iov_base: address as *mut libc::c_void, iov_len: len }
     }
 
-    fn shared(offset_mask: u64) -> Shared {
-        Shared {
+    fn shared(offset_mask: u64) -> SharedFile {
+        SharedFile {
             name: String::new(),
             file: std::sync::Arc::new(std::fs::File::open("/dev/null").unwrap().into()),
             memory_mask: 0,
@@ -350,15 +354,15 @@ mod tests {
         }
     }
 
-    fn place(step: Step, len: u64, data: Data) -> Place {
-        Place { step, len, data, ..Place::default() }
+    fn place(step: FileStep, len: u64, data: Data) -> FileSlot {
+        FileSlot { step, len, data, ..FileSlot::default() }
     }
 
     #[test]
     fn a_short_transfer_goes_on_where_it_stopped() {
         let shared = shared(511);
         let mut vectors = [vector(0x1000, 512), vector(0x3000, 1024), vector(0x8000, 512)];
-        let mut place = place(Step::Write, 2048, Data::Many { first: 0, count: 3 });
+        let mut place = place(FileStep::Write, 2048, Data::Many { first: 0, count: 3 });
         assert_eq!(place.answer(1024, &mut vectors, &shared), Next::Ask);
         let Data::Many { first: 1, count: 2 } = place.data else { panic!("{:?}", place.data) };
         assert_eq!((vectors[1].iov_base as usize, vectors[1].iov_len), (0x3200, 512));
@@ -370,19 +374,19 @@ mod tests {
 
     #[test]
     fn the_end_of_the_file_is_an_error() {
-        for (step, so_far, result) in [(Step::Read, 0, 0), (Step::Write, 512, 0), (Step::Read, 0, 100)] {
+        for (step, so_far, result) in [(FileStep::Read, 0, 0), (FileStep::Write, 512, 0), (FileStep::Read, 0, 100)] {
             let mut place = place(step, 4096, Data::One { address: 0x1000 });
             place.done = so_far;
             assert_eq!(place.answer(result, &mut [], &shared(511)), Next::Over(Status::Io));
         }
-        let mut cached = place(Step::Read, 4096, Data::One { address: 0x1000 });
+        let mut cached = place(FileStep::Read, 4096, Data::One { address: 0x1000 });
         assert_eq!(cached.answer(100, &mut [], &shared(0)), Next::Ask, "any place will do there");
     }
 
     #[test]
     fn the_kernel_may_ask_to_try_again_but_not_for_ever() {
         let shared = shared(0);
-        let mut place = place(Step::Read, 512, Data::One { address: 0x1000 });
+        let mut place = place(FileStep::Read, 512, Data::One { address: 0x1000 });
         for _ in 0..RETRIES_MAX {
             assert_eq!(place.answer(-libc::EAGAIN, &mut [], &shared), Next::Ask);
         }
@@ -394,11 +398,11 @@ mod tests {
     #[test]
     fn a_sync_that_failed_is_not_forgotten() {
         let shared = shared(0);
-        let mut first = place(Step::Sync, 0, Data::None);
+        let mut first = place(FileStep::Sync, 0, Data::None);
         assert_eq!(first.answer(-libc::EIO, &mut [], &shared), Next::Over(Status::Io));
         assert!(shared.sync_failed.load(Relaxed), "every later flush fails, whichever queue it comes by");
         let fresh = self::shared(0);
-        let mut read = place(Step::Read, 512, Data::One { address: 0x1000 });
+        let mut read = place(FileStep::Read, 512, Data::One { address: 0x1000 });
         assert_eq!(read.answer(-libc::EIO, &mut [], &fresh), Next::Over(Status::Io));
         assert!(!fresh.sync_failed.load(Relaxed), "a read that failed says nothing of what was written");
     }
@@ -407,25 +411,25 @@ mod tests {
     fn what_fails_before_it_is_written_fails_no_flush_of_others() {
         let direct = shared(511);
         for (step, errno) in [
-            (Step::Write, libc::EFAULT),
-            (Step::Write, libc::ENOSPC),
-            (Step::Zeroes, libc::EDQUOT),
-            (Step::Punch, libc::ENOSPC),
-            (Step::Allocate, libc::ENOSPC),
-            (Step::ZeroRange, libc::EIO),
-            (Step::Discard, libc::EIO),
-            (Step::Trim, libc::EINVAL),
+            (FileStep::Write, libc::EFAULT),
+            (FileStep::Write, libc::ENOSPC),
+            (FileStep::Zeroes, libc::EDQUOT),
+            (FileStep::Punch, libc::ENOSPC),
+            (FileStep::Allocate, libc::ENOSPC),
+            (FileStep::ZeroRange, libc::EIO),
+            (FileStep::Discard, libc::EIO),
+            (FileStep::Trim, libc::EINVAL),
         ] {
-            let mut place = Place { durable: true, ..place(step, 4096, Data::None) };
+            let mut place = FileSlot { durable: true, ..place(step, 4096, Data::None) };
             assert!(matches!(place.answer(-errno, &mut [], &direct), Next::Over(_)), "{step:?} {errno}");
             assert!(!direct.sync_failed.load(Relaxed), "{step:?} {errno}");
         }
         // Through the page cache it may be what was written long ago that finds no room.
         for (step, errno, offset_mask) in
-            [(Step::Write, libc::ENOSPC, 0), (Step::Write, libc::EIO, 511), (Step::Zeroes, libc::EIO, 511)]
+            [(FileStep::Write, libc::ENOSPC, 0), (FileStep::Write, libc::EIO, 511), (FileStep::Zeroes, libc::EIO, 511)]
         {
             let shared = shared(offset_mask);
-            let mut place = Place { durable: true, ..place(step, 4096, Data::None) };
+            let mut place = FileSlot { durable: true, ..place(step, 4096, Data::None) };
             assert!(matches!(place.answer(-errno, &mut [], &shared), Next::Over(_)));
             assert!(shared.sync_failed.load(Relaxed), "{step:?} {errno}");
         }
@@ -433,18 +437,18 @@ mod tests {
 
     #[test]
     fn a_discard_that_the_device_refuses_is_tried_as_for_files() {
-        let shared = Shared { is_block_device: true, ..shared(0) };
-        let mut place = place(Step::Trim, 4096, Data::None);
+        let shared = SharedFile { is_block_device: true, ..shared(0) };
+        let mut place = place(FileStep::Trim, 4096, Data::None);
         assert_eq!(place.answer(-libc::EOPNOTSUPP, &mut [], &shared), Next::Ask);
-        assert_eq!(place.step, Step::Discard);
+        assert_eq!(place.step, FileStep::Discard);
         assert_eq!(place.answer(-libc::EOPNOTSUPP, &mut [], &shared), Next::Over(Status::NotSupported));
         assert!(shared.no_trim.load(Relaxed) && shared.no_punch.load(Relaxed), "neither is asked for again");
     }
 
     /// The steps that a write of zeroes takes if the file system refuses some of them.
-    fn steps(keep_space: bool, durable: bool, refused: &[Step]) -> (Vec<Step>, Status) {
+    fn steps(keep_space: bool, durable: bool, refused: &[FileStep]) -> (Vec<FileStep>, Status) {
         let shared = shared(0);
-        let mut place = place(Step::Read, 3 << 20, Data::None);
+        let mut place = place(FileStep::Read, 3 << 20, Data::None);
         (place.keep_space, place.durable) = (keep_space, durable);
         place.step = place.way_to_zeroes(&shared);
         let mut steps = Vec::new();
@@ -452,7 +456,7 @@ mod tests {
             steps.push(place.step);
             let result = match place.step {
                 step if refused.contains(&step) => -libc::EOPNOTSUPP,
-                Step::Zeroes => 1 << 20,
+                FileStep::Zeroes => 1 << 20,
                 _ => 0,
             };
             if let Next::Over(status) = place.answer(result, &mut [], &shared) {
@@ -463,8 +467,8 @@ mod tests {
 
     #[test]
     fn zeroes_are_had_one_way_or_another() {
-        use Step::{Allocate, Punch, PunchThenAllocate, Sync, ZeroRange, Zeroes};
-        let table: &[(bool, bool, &[Step], &[Step])] = &[
+        use FileStep::{Allocate, Punch, PunchThenAllocate, Sync, ZeroRange, Zeroes};
+        let table: &[(bool, bool, &[FileStep], &[FileStep])] = &[
             (false, false, &[], &[Punch]),
             (false, true, &[], &[Punch, Sync]),
             (false, false, &[Punch], &[Punch, ZeroRange]),

@@ -17,13 +17,13 @@ use std::sync::atomic::Ordering::Relaxed;
 use blkyard_mem::{Region, RegionTable, Span};
 use blkyard_mq::{Batch, Cids, Done, Driver, Op, Request, Segment, Segments, Shortage, Status};
 
-use super::Shared;
-use super::place::{BOUNCES, Data, Next, Place};
+use super::SharedFile;
+use super::place::{BOUNCES, Data, FileSlot, Next};
 use crate::ring::{Attachment, FileHolder, InboxId, Ring};
 
 /// One hardware queue of a file.
 pub struct FileQueue {
-    shared: Arc<Shared>,
+    shared: Arc<SharedFile>,
     /// How this queue is known to the ring of its lane.
     door: Option<InboxId>,
     /// Has that ring keep the file open while there is a door.
@@ -31,7 +31,7 @@ pub struct FileQueue {
     /// The regions of the queue's memory, by their number.
     attached: ManuallyDrop<Vec<Option<Arc<Attachment>>>>,
     cids: Cids,
-    places: Box<[Place]>,
+    places: Box<[FileSlot]>,
     /// Room for the vectors of each place, one after another.
     vectors: ManuallyDrop<Box<[libc::iovec]>>,
     bounces: ManuallyDrop<Bounces>,
@@ -43,7 +43,7 @@ pub struct FileQueue {
 unsafe impl Send for FileQueue {}
 
 impl FileQueue {
-    pub(super) fn new(shared: Arc<Shared>, depth: usize) -> FileQueue {
+    pub(super) fn new(shared: Arc<SharedFile>, depth: usize) -> FileQueue {
         let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
         let vectors = vec![empty; depth * usize::from(shared.segments_max)].into_boxed_slice();
         let any_memory = shared.memory_mask == 0 && shared.offset_mask == 0;
@@ -53,7 +53,7 @@ impl FileQueue {
             file: None,
             attached: ManuallyDrop::new(Vec::new()),
             cids: Cids::new(depth),
-            places: (0..depth).map(|_| Place::default()).collect(),
+            places: (0..depth).map(|_| FileSlot::default()).collect(),
             vectors: ManuallyDrop::new(vectors),
             bounces: ManuallyDrop::new(bounces),
             in_flight: 0,

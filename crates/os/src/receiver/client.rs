@@ -26,7 +26,7 @@ const ANSWER_TIME: Duration = Duration::from_secs(5);
 
 /// A connection that was taken.
 #[derive(Debug)]
-pub struct Connection {
+pub struct AcceptedConnection {
     /// Our end of the channel to the peer. What comes from it can be used and closed without waiting for the peer.
     pub stream: UnixStream,
     /// The user at the other end.
@@ -38,7 +38,7 @@ pub struct Connection {
 /// A receiver. Dropped, it goes on until its sessions have ended.
 pub struct Receiver {
     start: Box<dyn Fn() -> io::Result<(OwnedFd, Option<Child>)> + Send + Sync>,
-    state: Mutex<State>,
+    state: Mutex<ReceiverState>,
 }
 
 /// Time from one start of a receiver to the next, at least.
@@ -47,7 +47,7 @@ const RESTART_PAUSE: Duration = Duration::from_secs(1);
 const RESTART_LINES: (u32, Duration) = (5, Duration::from_mins(1));
 const RESTARTED: &str = "the receiver of descriptors had ended, and was started again; its front-ends were lost";
 
-struct State {
+struct ReceiverState {
     /// Where commands go; `None` once it was found closed or without an answer.
     command: Option<OwnedFd>,
     /// How many were started.
@@ -94,7 +94,8 @@ impl Receiver {
         let (command, child) = start()?;
         let children = child.into_iter().collect();
         let restart_lines = LogLimit::new(RESTART_LINES.0, RESTART_LINES.1);
-        let state = State { command: Some(command), started: 1, started_at: Instant::now(), restart_lines, children };
+        let state =
+            ReceiverState { command: Some(command), started: 1, started_at: Instant::now(), restart_lines, children };
         Ok(Receiver { start, state: Mutex::new(state) })
     }
 
@@ -110,7 +111,7 @@ impl Receiver {
     ///
     /// # Errors
     /// The system gives no descriptor, or the receiver does not answer.
-    pub fn accept(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<Option<Connection>> {
+    pub fn accept(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<Option<AcceptedConnection>> {
         let (mut stream, far) = UnixStream::pair()?;
         let which = self.send(Kind::Accept, path, &[listener, far.as_fd()])?;
         drop(far);
@@ -128,7 +129,7 @@ impl Receiver {
         }
         stream.set_read_timeout(None)?;
         match Reply::from_bytes(reply) {
-            Reply::Taken { uid, pid } => Ok(Some(Connection { stream, uid, pid })),
+            Reply::Taken { uid, pid } => Ok(Some(AcceptedConnection { stream, uid, pid })),
             Reply::None => Ok(None),
             Reply::Busy => Err(io::Error::new(
                 io::ErrorKind::ResourceBusy,
@@ -151,7 +152,7 @@ impl Receiver {
         let _ = self.send(Kind::Forget, path, &[]);
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ReceiverState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -178,7 +179,7 @@ impl Receiver {
     }
 
     /// Starts another receiver, unless the last one was started just now.
-    fn restart(&self, state: &mut State) -> io::Result<()> {
+    fn restart(&self, state: &mut ReceiverState) -> io::Result<()> {
         state.children.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
         let now = Instant::now();
         if now.duration_since(state.started_at) < RESTART_PAUSE {
@@ -207,7 +208,7 @@ impl Receiver {
     }
 }
 
-impl State {
+impl ReceiverState {
     /// Sends a command: false if the receiver has ended or hangs. Only then is its socket given up, which ends one that
     /// hangs: it stays after any other error, since the receiver and its listening sockets are as they were.
     fn with_command(&mut self, send: impl FnOnce(&OwnedFd) -> Result<(), Errno>) -> io::Result<bool> {

@@ -40,7 +40,7 @@ use rustix::net::{
 };
 use rustix::thread::Pid;
 
-pub use client::{Connection, Receiver};
+pub use client::{AcceptedConnection, Receiver};
 use reply::Reply;
 
 /// Threads of sessions of one socket that have ended, but for a descriptor that does not let them go. With more no
@@ -65,9 +65,9 @@ enum Kind {
 
 /// Threads that have ended, and may not be gone.
 #[derive(Debug, Default)]
-struct Ended(Mutex<HashSet<Pid>>);
+struct EndedThreads(Mutex<HashSet<Pid>>);
 
-impl Ended {
+impl EndedThreads {
     fn note(&self, threads: impl Iterator<Item = Pid>) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).extend(threads);
     }
@@ -83,7 +83,7 @@ impl Ended {
 /// A listening socket of the daemon.
 struct Listener {
     socket: OwnedFd,
-    ended: Arc<Ended>,
+    ended: Arc<EndedThreads>,
 }
 
 /// The main thread of a receiver.

@@ -20,11 +20,11 @@ use rustix::net::{
 };
 use rustix::thread::{Pid, gettid};
 
-use super::Ended;
+use super::EndedThreads;
 use super::reply::Reply;
 use super::stream::{Piece, SendQueue, UNREAD_FILES_MAX};
 use super::table::{Foreign, leave};
-use super::vet::{self, Kind};
+use super::vet::{self, DescriptorKind};
 
 /// How long the peer may take to read the last answers after the daemon has closed.
 const LAST_ANSWER_TIME: Duration = Duration::from_secs(5);
@@ -41,7 +41,7 @@ pub(super) struct Outside {
     /// Where lines for the log go.
     pub(super) report: OwnedFd,
     /// Threads of this listener's sessions that have ended, but for what they hold.
-    pub(super) ended: Arc<Ended>,
+    pub(super) ended: Arc<EndedThreads>,
     /// Path of the socket, for the log.
     pub(super) path: String,
 }
@@ -56,7 +56,7 @@ pub(super) fn run(listener: OwnedFd, channel: OwnedFd, outside: Outside) {
         Err(Errno::AGAIN) => return refuse(&channel, Reply::None),
         Err(error) => return refuse(&channel, Reply::System(error)),
     };
-    let mut session = Session {
+    let mut session = RelaySession {
         peer,
         daemon: channel,
         to_daemon: SendQueue::default(),
@@ -90,7 +90,7 @@ fn credentials(peer: &OwnedFd) -> (u32, i32) {
     (found.uid, found.pid)
 }
 
-struct Session {
+struct RelaySession {
     peer: Foreign,
     daemon: OwnedFd,
     /// What is on its way, in each direction. No more is taken before all of it has passed.
@@ -117,7 +117,7 @@ struct Stream {
     waiting: Vec<u8>,
 }
 
-impl Session {
+impl RelaySession {
     /// Tells the daemon who is there. Plain bytes that have come by now come along: the daemon finds them at once.
     fn begin(&mut self) -> io::Result<()> {
         let (uid, pid) = credentials(&self.peer);
@@ -300,11 +300,11 @@ impl Session {
         // Whoever sends one that is not passed on has the rest of its session refused: nobody is asked again.
         let kind = match self.refused {
             0 => vet::kind(&file, &mut self.asking),
-            _ => Kind::Refused("it follows one that was refused".into()),
+            _ => DescriptorKind::Refused("it follows one that was refused".into()),
         };
         match kind {
-            Kind::Safe => Ok(file),
-            Kind::Stream if self.streams_taken < STREAMS_MAX => {
+            DescriptorKind::Safe => Ok(file),
+            DescriptorKind::Stream if self.streams_taken < STREAMS_MAX => {
                 self.streams_taken += 1;
                 let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
                 match pair {
@@ -318,8 +318,8 @@ impl Session {
                     }
                 }
             }
-            Kind::Stream => self.refuse(file, "more sockets come than a front-end has"),
-            Kind::Refused(why) => self.refuse(file, &why),
+            DescriptorKind::Stream => self.refuse(file, "more sockets come than a front-end has"),
+            DescriptorKind::Refused(why) => self.refuse(file, &why),
         }
     }
 
@@ -351,7 +351,7 @@ impl Session {
     /// hangs is missed by nobody.
     fn end(mut self) {
         self.note_end();
-        let Session { peer, daemon, to_daemon, to_peer, streams, outside, .. } = self;
+        let RelaySession { peer, daemon, to_daemon, to_peer, streams, outside, .. } = self;
         let _ = shutdown(&*peer, Shutdown::Both);
         // From here on all that is closed is ours, or was looked at.
         drop((to_daemon, to_peer, daemon, streams, outside));

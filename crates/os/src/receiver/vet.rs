@@ -15,7 +15,7 @@ use super::table::STACK_BYTES;
 const ANSWER_TIME: Duration = Duration::from_secs(2);
 
 /// What a descriptor is.
-pub(super) enum Kind {
+pub(super) enum DescriptorKind {
     /// Nobody has to answer when it is used or closed: an eventfd, or a file in memory or on a disk of this machine.
     Safe,
     /// A unix stream socket. What lies in it unread may be anything.
@@ -26,27 +26,27 @@ pub(super) enum Kind {
 
 /// Looks at a descriptor. One that is refused must stay open as long as its table: a file system that has not answered
 /// may still be asked, by a thread that `asking` then names.
-pub(super) fn kind(file: &OwnedFd, asking: &mut Vec<Pid>) -> Kind {
+pub(super) fn kind(file: &OwnedFd, asking: &mut Vec<Pid>) -> DescriptorKind {
     // The name alone: the file system is not asked for it. The thread has a table of its own.
     let link = std::fs::read_link(format!("/proc/thread-self/fd/{}", file.as_raw_fd()));
     let link = match &link {
         Ok(link) => link.to_string_lossy(),
-        Err(error) => return Kind::Refused(format!("it cannot be looked at: {error}")),
+        Err(error) => return DescriptorKind::Refused(format!("it cannot be looked at: {error}")),
     };
     if link.starts_with("anon_inode:[eventfd") {
-        Kind::Safe
+        DescriptorKind::Safe
     } else if link.starts_with("socket:[") {
         let domain = sockopt::socket_domain(file).ok().zip(sockopt::socket_type(file).ok());
         match domain {
-            Some((AddressFamily::UNIX, SocketType::STREAM)) => Kind::Stream,
-            _ => Kind::Refused("it is a socket, and no unix stream".into()),
+            Some((AddressFamily::UNIX, SocketType::STREAM)) => DescriptorKind::Stream,
+            _ => DescriptorKind::Refused("it is a socket, and no unix stream".into()),
         }
     } else if link.starts_with("pipe:[") || link.starts_with("anon_inode:") {
-        Kind::Refused(format!("it is {link}"))
+        DescriptorKind::Refused(format!("it is {link}"))
     } else {
         match ask(file.as_fd(), asking) {
-            Ok(()) => Kind::Safe,
-            Err(why) => Kind::Refused(format!("{link}: {why}")),
+            Ok(()) => DescriptorKind::Safe,
+            Err(why) => DescriptorKind::Refused(format!("{link}: {why}")),
         }
     }
 }
@@ -83,12 +83,12 @@ mod tests {
         let memory = rustix::fs::memfd_create("m", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
         for safe in [&memory, &event] {
-            assert!(matches!(kind(safe, &mut Vec::new()), Kind::Safe));
+            assert!(matches!(kind(safe, &mut Vec::new()), DescriptorKind::Safe));
         }
         // Whether a temporary file is near depends on the machine; the answer must be that of the check.
         let is_near = check_near(file.as_fd()).is_ok();
-        assert_eq!(matches!(kind(&file.into(), &mut Vec::new()), Kind::Safe), is_near);
-        assert!(matches!(kind(&UnixStream::pair().unwrap().0.into(), &mut Vec::new()), Kind::Stream));
+        assert_eq!(matches!(kind(&file.into(), &mut Vec::new()), DescriptorKind::Safe), is_near);
+        assert!(matches!(kind(&UnixStream::pair().unwrap().0.into(), &mut Vec::new()), DescriptorKind::Stream));
         let null = std::fs::File::open("/dev/null").unwrap();
         let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let others: [OwnedFd; 5] = [
@@ -99,7 +99,7 @@ mod tests {
             std::fs::File::open(folder.path()).unwrap().into(),
         ];
         for other in others {
-            assert!(matches!(kind(&other, &mut Vec::new()), Kind::Refused(_)));
+            assert!(matches!(kind(&other, &mut Vec::new()), DescriptorKind::Refused(_)));
         }
     }
 }

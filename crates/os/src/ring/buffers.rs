@@ -15,7 +15,7 @@ use std::sync::Arc;
 use blkyard_mem::Region;
 use io_uring::IoUring;
 
-use super::RingView;
+use super::RingCounters;
 
 /// Bytes of the largest piece the kernel takes (`io_uring_register(2)`, IORING_REGISTER_BUFFERS).
 const PIECE_BYTES: u64 = 1 << PIECE_SHIFT;
@@ -51,7 +51,7 @@ pub struct Attachment {
 }
 
 #[derive(Debug)]
-struct Attached {
+struct AttachedBuffers {
     region: Arc<Region>,
     holder: Arc<Attachment>,
     /// First of its consecutive pieces in the table, if it is registered.
@@ -59,7 +59,7 @@ struct Attached {
     refusal: Option<String>,
 }
 
-impl Attached {
+impl AttachedBuffers {
     /// Nobody but us can take its pages away.
     fn is_private(&self) -> bool {
         self.region.file().is_none()
@@ -72,15 +72,15 @@ impl Attached {
 
 #[derive(Debug)]
 pub(super) struct Buffers {
-    attached: Vec<Option<Attached>>,
+    attached: Vec<Option<AttachedBuffers>>,
     /// Which pieces of the table are taken; empty if there is no table.
     taken: Vec<bool>,
     no_table: Option<String>,
-    view: Arc<RingView>,
+    view: Arc<RingCounters>,
 }
 
 impl Buffers {
-    pub(super) fn new(uring: &IoUring, view: Arc<RingView>) -> Buffers {
+    pub(super) fn new(uring: &IoUring, view: Arc<RingCounters>) -> Buffers {
         let made = uring.submitter().register_buffers_sparse(PIECES_MAX as u32);
         let no_table = made.err().map(|error| format!("the kernel makes no table of buffers: {error}"));
         let taken = if no_table.is_none() { vec![false; PIECES_MAX] } else { Vec::new() };
@@ -109,7 +109,7 @@ impl Buffers {
         });
         let holder = Arc::new(Attachment { index: index as u32 });
         let mut attached =
-            Attached { region: Arc::clone(region), holder: Arc::clone(&holder), first: None, refusal: None };
+            AttachedBuffers { region: Arc::clone(region), holder: Arc::clone(&holder), first: None, refusal: None };
         self.register(uring, &mut attached);
         self.attached[index] = Some(attached);
         self.tell();
@@ -120,7 +120,7 @@ impl Buffers {
     pub(super) fn sweep(&mut self, uring: &IoUring) {
         let mut gone = false;
         for index in 0..self.attached.len() {
-            let free = |attached: &Attached| Arc::strong_count(&attached.holder) == 1;
+            let free = |attached: &AttachedBuffers| Arc::strong_count(&attached.holder) == 1;
             if !self.attached[index].as_ref().is_some_and(free) {
                 continue;
             }
@@ -149,7 +149,7 @@ impl Buffers {
         self.tell();
     }
 
-    fn register(&mut self, uring: &IoUring, attached: &mut Attached) {
+    fn register(&mut self, uring: &IoUring, attached: &mut AttachedBuffers) {
         if !attached.is_private() {
             return;
         }

@@ -69,22 +69,22 @@ pub struct Holdings {
     pub files: u32,
     /// Regions attached.
     pub regions: u32,
-    /// Places of bells that stations ring.
-    pub chimes: u32,
+    /// Places of eventfds that pollers ring.
+    pub signals: u32,
 }
 
 /// What threads other than its owner may see of a ring.
 #[derive(Debug, Default)]
-pub struct RingView {
+pub struct RingCounters {
     buffers: Mutex<FixedBuffers>,
     strays: AtomicU64,
     inboxes: AtomicU32,
     files: AtomicU32,
     regions: AtomicU32,
-    chimes: AtomicU32,
+    signals: AtomicU32,
 }
 
-impl RingView {
+impl RingCounters {
     /// Whether the private memory of the lane's queues is known to the kernel for good.
     pub fn buffers(&self) -> FixedBuffers {
         match self.buffers.lock() {
@@ -111,7 +111,7 @@ impl RingView {
             inboxes: self.inboxes.load(Relaxed),
             files: self.files.load(Relaxed),
             regions: self.regions.load(Relaxed),
-            chimes: self.chimes.load(Relaxed),
+            signals: self.signals.load(Relaxed),
         }
     }
 
@@ -123,8 +123,8 @@ impl RingView {
         self.files.fetch_add(more.cast_unsigned(), Relaxed);
     }
 
-    pub(super) fn count_chimes(&self, more: i32) {
-        self.chimes.fetch_add(more.cast_unsigned(), Relaxed);
+    pub(super) fn count_signals(&self, more: i32) {
+        self.signals.fetch_add(more.cast_unsigned(), Relaxed);
     }
 
     pub(super) fn set_regions(&self, count: usize) {

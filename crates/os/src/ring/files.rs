@@ -7,7 +7,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use super::RingView;
+use super::RingCounters;
 
 /// Keeps a file open for the entries that name it.
 pub(crate) type FileHolder = Arc<()>;
@@ -21,11 +21,11 @@ struct Known {
 #[derive(Debug)]
 pub(super) struct Files {
     known: Vec<Known>,
-    view: Arc<RingView>,
+    view: Arc<RingCounters>,
 }
 
 impl Files {
-    pub(super) fn new(view: Arc<RingView>) -> Files {
+    pub(super) fn new(view: Arc<RingCounters>) -> Files {
         Files { known: Vec::new(), view }
     }
 

@@ -4,7 +4,7 @@ use std::io;
 
 use io_uring::{Builder, IoUring, Parameters};
 
-use super::{RingError, bells};
+use super::{RingError, eventfds};
 
 /// How a ring is made.
 #[derive(Clone, Copy, Debug)]
@@ -21,20 +21,20 @@ pub struct RingConfig {
 impl Default for RingConfig {
     fn default() -> Self {
         // 256: two full queues at once; beyond that the share of the call in one operation is below a nanosecond.
-        // 16384 with the share of the bells: a hundred queues of the usual depth, in a quarter of a mebibyte.
-        let outstanding_max = 16_384 - bells::COMPLETIONS_MAX as u32;
+        // 16384 with the share of the eventfds: a hundred queues of the usual depth, in a quarter of a mebibyte.
+        let outstanding_max = 16_384 - eventfds::COMPLETIONS_MAX as u32;
         RingConfig { entries: 256, outstanding_max, single_owner: true }
     }
 }
 
-/// Completions of the smallest ring that is tried: the bells' share and a few thousand more.
+/// Completions of the smallest ring that is tried: the eventfds' share and a few thousand more.
 const COMPLETIONS_MIN: u32 = 8192;
-const _: () = assert!(COMPLETIONS_MIN as usize > bells::COMPLETIONS_MAX);
+const _: () = assert!(COMPLETIONS_MIN as usize > eventfds::COMPLETIONS_MAX);
 
 /// Makes the kernel's side. Some kernels count it as locked memory: where the whole does not fit, smaller ones are
 /// tried.
 pub(super) fn set_up(config: RingConfig) -> Result<IoUring, RingError> {
-    let mut completions = config.outstanding_max.saturating_add(bells::COMPLETIONS_MAX as u32).max(config.entries);
+    let mut completions = config.outstanding_max.saturating_add(eventfds::COMPLETIONS_MAX as u32).max(config.entries);
     let uring = loop {
         match build(config, completions) {
             Err(error) if error.raw_os_error() == Some(libc::ENOMEM) && completions > COMPLETIONS_MIN => {
@@ -49,7 +49,7 @@ pub(super) fn set_up(config: RingConfig) -> Result<IoUring, RingError> {
 
 /// Completions that drivers may have outstanding in a ring as it was made.
 pub(super) fn room(params: &Parameters, config: RingConfig) -> usize {
-    let made = (params.cq_entries() as usize).saturating_sub(bells::COMPLETIONS_MAX);
+    let made = (params.cq_entries() as usize).saturating_sub(eventfds::COMPLETIONS_MAX);
     made.min(config.outstanding_max as usize).max(1)
 }
 

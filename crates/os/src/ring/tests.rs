@@ -4,7 +4,7 @@ use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd};
 use std::time::{Duration, Instant};
 
-use blkyard_mq::{Chime, ChimePlace};
+use blkyard_mq::{SignalEventfd, SignalSlot};
 use io_uring::opcode;
 use io_uring::types::Fd;
 use rustix::event::{EventfdFlags, eventfd};
@@ -20,16 +20,16 @@ fn nop(ring: &mut Ring, inbox: InboxId, cid: u32) {
     unsafe { ring.push(inbox, Cid(cid), opcode::Nop::new().build()) };
 }
 
-fn bell() -> OwnedFd {
+fn new_eventfd() -> OwnedFd {
     eventfd(0, EventfdFlags::CLOEXEC).unwrap()
 }
 
-fn ring_bell(bell: &OwnedFd) {
-    rustix::io::write(bell, &1_u64.to_ne_bytes()).unwrap();
+fn signal_eventfd(eventfd: &OwnedFd) {
+    rustix::io::write(eventfd, &1_u64.to_ne_bytes()).unwrap();
 }
 
-fn is_quiet(bell: &OwnedFd) -> bool {
-    let mut wanted = [rustix::event::PollFd::new(bell, rustix::event::PollFlags::IN)];
+fn is_quiet(eventfd: &OwnedFd) -> bool {
+    let mut wanted = [rustix::event::PollFd::new(eventfd, rustix::event::PollFlags::IN)];
     rustix::event::poll(&mut wanted, Some(&rustix::event::Timespec::default())).unwrap() == 0
 }
 
@@ -101,7 +101,7 @@ fn an_inbox_is_good_with_its_own_ring_only() {
 fn a_completion_nobody_waits_for_is_counted_and_dropped() {
     let mut ring = ring(8, 64);
     let inbox = ring.inbox(4);
-    for stray in [name(KIND_DRIVER, 0, 7), name(KIND_DRIVER, 55, 7), name(KIND_BELL, 3, 0), name(9, 0, 0)] {
+    for stray in [name(KIND_DRIVER, 0, 7), name(KIND_DRIVER, 55, 7), name(KIND_EVENTFD, 3, 0), name(9, 0, 0)] {
         // SAFETY: the entry points to no memory.
         unsafe { ring.push_named(&opcode::Nop::new().build().user_data(stray)) };
     }
@@ -133,58 +133,58 @@ fn a_sleep_submits_and_ends_with_a_completion_even_one_from_before() {
 }
 
 #[test]
-fn a_bell_ends_a_sleep_whenever_it_rings_and_is_quiet_after() {
+fn an_eventfd_ends_a_sleep_whenever_it_rings_and_is_quiet_after() {
     let mut ring = ring(8, 64);
-    let bell = bell();
+    let eventfd = new_eventfd();
     for before in [true, false] {
         if before {
-            ring_bell(&bell);
+            signal_eventfd(&eventfd);
         }
-        ring.watch(bell.as_fd(), 3);
-        ring.watch(bell.as_fd(), 3);
+        ring.watch(eventfd.as_fd(), 3);
+        ring.watch(eventfd.as_fd(), 3);
         if !before {
-            ring_bell(&bell);
+            signal_eventfd(&eventfd);
         }
         assert!(sleeps(&mut ring, Some(later())) < LONG);
         assert_eq!(ring.reap(), 1, "listened to once");
-        assert!(is_quiet(&bell));
+        assert!(is_quiet(&eventfd));
     }
     assert!(sleeps_through(&mut ring), "still listened to");
 }
 
 #[test]
-fn a_bell_that_is_forgotten_ends_no_sleep() {
+fn an_eventfd_that_is_forgotten_ends_no_sleep() {
     let mut ring = ring(8, 64);
-    let bell = bell();
-    ring.watch(bell.as_fd(), 0);
+    let eventfd = new_eventfd();
+    ring.watch(eventfd.as_fd(), 0);
     ring.submit();
     ring.unwatch(0);
     // The two answers of the cancellation.
     ring.submit();
     ring.reap();
-    ring_bell(&bell);
+    signal_eventfd(&eventfd);
     ring.sleep(Some(soon()));
     ring.reap();
-    assert!(!is_quiet(&bell), "nobody reads a bell that is not watched");
+    assert!(!is_quiet(&eventfd), "nobody reads an eventfd that is not watched");
     assert_eq!(ring.view().strays(), 0);
 }
 
 #[test]
-fn another_bell_under_the_same_number_is_heard_once_asked_for() {
+fn another_eventfd_under_the_same_number_is_heard_once_asked_for() {
     let mut ring = ring(8, 64);
-    let first = bell();
+    let first = new_eventfd();
     let number = first.as_raw_fd();
     ring.watch(first.as_fd(), 0);
     ring.submit();
     drop(first);
-    let second = bell();
+    let second = new_eventfd();
     // Not on another thread's account: descriptors are given out lowest first, but tests run side by side.
     if second.as_raw_fd() != number {
         return;
     }
     ring.unwatch_all();
     ring.watch(second.as_fd(), 0);
-    ring_bell(&second);
+    signal_eventfd(&second);
     let start = Instant::now();
     while !is_quiet(&second) {
         ring.sleep(Some(later()));
@@ -194,13 +194,13 @@ fn another_bell_under_the_same_number_is_heard_once_asked_for() {
 }
 
 #[test]
-fn a_bell_of_another_number_takes_the_place_of_the_first() {
+fn an_eventfd_of_another_number_takes_the_place_of_the_first() {
     let mut ring = ring(8, 64);
-    let (first, second) = (bell(), bell());
+    let (first, second) = (new_eventfd(), new_eventfd());
     ring.watch(first.as_fd(), 0);
     ring.submit();
     ring.watch(second.as_fd(), 0);
-    ring_bell(&second);
+    signal_eventfd(&second);
     let start = Instant::now();
     while !is_quiet(&second) {
         ring.sleep(Some(later()));
@@ -228,8 +228,8 @@ fn a_ring_is_not_gone_before_the_kernel_has_finished() {
         let (reader, mut writer) = std::io::pipe().unwrap();
         let mut ring = Ring::new(RingConfig { single_owner, ..RingConfig::default() }).unwrap();
         let inbox = ring.inbox(1);
-        let bell = bell();
-        ring.watch(bell.as_fd(), 0);
+        let eventfd = new_eventfd();
+        ring.watch(eventfd.as_fd(), 0);
         let mut byte = Box::new(0_u8);
         let read = opcode::Read::new(Fd(reader.as_raw_fd()), &raw mut *byte, 1).build();
         // SAFETY: the box outlives the ring.
@@ -252,9 +252,9 @@ fn what_was_never_submitted_is_forgotten_with_the_ring() {
     let (reader, _writer) = std::io::pipe().unwrap();
     let mut ring = ring(8, 64);
     let inbox = ring.inbox(1);
-    let bell = bell();
+    let eventfd = new_eventfd();
     let mut byte = 0_u8;
-    ring.watch(bell.as_fd(), 0);
+    ring.watch(eventfd.as_fd(), 0);
     // SAFETY: never submitted.
     unsafe { ring.push(inbox, Cid(0), opcode::Read::new(Fd(reader.as_raw_fd()), &raw mut byte, 1).build()) };
 }
@@ -301,7 +301,7 @@ fn memory_is_attached_once_and_let_go_with_its_last_holder() {
 #[test]
 fn a_driver_that_leaves_makes_room_for_the_next_and_leaves_nothing() {
     let mut ring = ring(8, 64);
-    let file = Arc::new(bell());
+    let file = Arc::new(new_eventfd());
     let (one, two) = (ring.hold(&file), ring.hold(&file));
     let inbox = ring.inbox(4);
     nop(&mut ring, inbox, 1);
@@ -330,20 +330,20 @@ fn an_inbox_with_an_entry_out_is_not_closed() {
 }
 
 #[test]
-fn a_ring_of_a_bell_that_was_called_off_is_not_taken_for_one_of_the_next_at_its_place() {
+fn a_ring_of_an_eventfd_that_was_called_off_is_not_taken_for_one_of_the_next_at_its_place() {
     let mut ring = ring(8, 64);
     // Blocking and full: a ring of it does not go through.
-    let full = bell();
+    let full = new_eventfd();
     rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-    let (mut one, mut two) = (ChimePlace::default(), ChimePlace::default());
-    ring.chime(&mut one, full.as_fd());
-    assert_eq!(ring.view().holdings().chimes, 1);
+    let (mut one, mut two) = (SignalSlot::default(), SignalSlot::default());
+    ring.signal(&mut one, full.as_fd());
+    assert_eq!(ring.view().holdings().signals, 1);
     ring.forget(&mut one);
     assert!(ring.view().holdings() == Holdings::default() && one.0.is_none());
     // The place is another's now, whose rings are all heard.
-    let heard = bell();
+    let heard = new_eventfd();
     for _ in 0..3 {
-        ring.chime(&mut two, heard.as_fd());
+        ring.signal(&mut two, heard.as_fd());
         ring.sleep(Some(soon()));
         ring.reap();
         assert!(!is_quiet(&heard));
@@ -356,24 +356,24 @@ fn a_ring_of_a_bell_that_was_called_off_is_not_taken_for_one_of_the_next_at_its_
 }
 
 #[test]
-fn a_bell_that_is_to_be_rung_before_we_hear_of_the_last_ring_is_rung_once_more() {
+fn an_eventfd_that_is_to_be_rung_before_we_hear_of_the_last_ring_is_rung_once_more() {
     let mut ring = ring(8, 64);
     // Blocking, as programs like to have their end: then the kernel rings in its own time.
-    let bell = bell();
-    let mut place = ChimePlace::default();
+    let eventfd = new_eventfd();
+    let mut place = SignalSlot::default();
     for _ in 0..20 {
         // The first goes through, is heard and answered before we know. The second must be heard as well.
         for knows in [false, true] {
-            ring.chime(&mut place, bell.as_fd());
+            ring.signal(&mut place, eventfd.as_fd());
             let start = Instant::now();
-            while is_quiet(&bell) || knows && ring.chimes.out().count() > 0 {
+            while is_quiet(&eventfd) || knows && ring.signals.out().count() > 0 {
                 assert!(start.elapsed() < LONG, "it is not heard");
                 ring.submit();
                 if knows {
                     ring.reap();
                 }
             }
-            rustix::io::read(&bell, &mut [0; 8]).unwrap();
+            rustix::io::read(&eventfd, &mut [0; 8]).unwrap();
         }
     }
     assert_eq!(ring.view().strays(), 0);

@@ -74,7 +74,7 @@ impl Bench {
             for bio in rest.by_ref().take(self.queue.room()) {
                 self.queue.submit(bio);
             }
-            left -= crank(&mut self.queue, &mut self.ring, &mut |bio| ended.push(bio));
+            left -= run_once(&mut self.queue, &mut self.ring, &mut |bio| ended.push(bio));
             assert!(now_ns() - start < 300_000_000_000, "the queue does not come to rest");
         }
         ended
@@ -96,7 +96,7 @@ impl Bench {
 }
 
 /// One round; sleeps if the kernel has all there is to do.
-pub fn crank<D: Driver<Ring>>(queue: &mut HwQueue<D>, ring: &mut Ring, sink: &mut dyn FnMut(Box<Bio>)) -> usize {
+pub fn run_once<D: Driver<Ring>>(queue: &mut HwQueue<D>, ring: &mut Ring, sink: &mut dyn FnMut(Box<Bio>)) -> usize {
     ring.reap();
     let mut ended = queue.reap(ring, now_ns(), &mut |bio| sink(bio));
     queue.issue(ring, now_ns());

@@ -1,27 +1,29 @@
-//! A station that loads a file by itself, checks all it reads, and moves from lane to lane.
+//! A poller that loads a file by itself, checks all it reads, and moves from lane to lane.
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread::ThreadId;
 
-use blkyard_mq::{Bio, BlockDevice, Crank, HwQueue, HwQueueConfig, Op, Region, RegionTable, Station, Status, Wake};
+use blkyard_mq::{
+    Bio, BlockDevice, HwQueue, HwQueueConfig, Op, Poller, PollerState, Region, RegionTable, Status, Wake,
+};
 use blkyard_os::{FileDevice, FileQueue, Ring};
 
 use super::{bio, pattern};
 
-/// Blocks of 4 KiB a station has in flight, each with a place of its own in the file.
+/// Blocks of 4 KiB a poller has in flight, each with a place of its own in the file.
 pub const BLOCKS: u64 = 16;
 const BLOCK_BYTES: u64 = 4096;
 
-/// What is known of a station outside.
+/// What is known of a poller outside.
 #[derive(Debug, Default)]
 pub struct Tally {
     /// Bios that came back.
     pub ended: AtomicU64,
-    /// Times the station entered a lane.
+    /// Times the poller entered a lane.
     pub entered: AtomicU64,
-    /// The station is to finish.
+    /// The poller is to finish.
     pub over: AtomicBool,
 }
 
@@ -63,8 +65,8 @@ impl Mover {
             tally: Arc::clone(tally),
         };
         for block in 0..BLOCKS {
-            let wish = mover.write(block);
-            mover.ready.push(wish);
+            let submission = mover.write(block);
+            mover.ready.push(submission);
         }
         mover
     }
@@ -73,7 +75,7 @@ impl Mover {
         pattern(BLOCK_BYTES as usize, ((self.first + block) as u32) << 16 | self.rounds[block as usize].0)
     }
 
-    fn wish(&self, op: Op, block: u64) -> Box<Bio> {
+    fn submission(&self, op: Op, block: u64) -> Box<Bio> {
         // Writes go from the first half of the memory, reads to the second.
         let half = if op == Op::Read { BLOCKS } else { 0 };
         let mut bio = bio(op, (self.first + block) * 8, &[((half + block) * BLOCK_BYTES, BLOCK_BYTES as u32)]);
@@ -84,7 +86,7 @@ impl Mover {
     fn write(&self, block: u64) -> Box<Bio> {
         let data = self.data(block);
         self.region.span(block * BLOCK_BYTES, data.len()).unwrap().copy_from_slice(&data);
-        self.wish(Op::Write, block)
+        self.submission(Op::Write, block)
     }
 
     /// What comes after a bio.
@@ -96,7 +98,7 @@ impl Mover {
         let (round, reading) = &mut self.rounds[block as usize];
         if !*reading {
             *reading = true;
-            return self.wish(Op::Read, block);
+            return self.submission(Op::Read, block);
         }
         let (round, at) = (*round, (BLOCKS + block) * BLOCK_BYTES);
         let mut back = vec![0; BLOCK_BYTES as usize];
@@ -107,7 +109,7 @@ impl Mover {
     }
 }
 
-impl Station<Ring> for Mover {
+impl Poller<Ring> for Mover {
     fn enter(&mut self, ring: &mut Ring, _waker: &Arc<dyn Wake>) {
         assert!(self.at_home.replace(std::thread::current().id()).is_none(), "entered two lanes");
         self.leaving = false;
@@ -129,8 +131,8 @@ impl Station<Ring> for Mover {
         self.leaving = false;
     }
 
-    fn crank(&mut self, ring: &mut Ring, now_ns: u64) -> Crank {
-        assert_eq!(self.at_home, Some(std::thread::current().id()), "cranked by a lane it does not live on");
+    fn run_once(&mut self, ring: &mut Ring, now_ns: u64) -> PollerState {
+        assert_eq!(self.at_home, Some(std::thread::current().id()), "run by a lane it does not live on");
         let mut ended = Vec::new();
         let mut moved = self.queue.reap(ring, now_ns, &mut |bio| ended.push(bio));
         for bio in &ended {
@@ -147,9 +149,9 @@ impl Station<Ring> for Mover {
         }
         moved += self.queue.issue(ring, now_ns);
         match moved {
-            0 if self.queue.is_idle() => Crank::Idle,
-            0 => Crank::Waiting,
-            _ => Crank::Busy,
+            0 if self.queue.is_idle() => PollerState::Idle,
+            0 => PollerState::Waiting,
+            _ => PollerState::Busy,
         }
     }
 
@@ -159,7 +161,7 @@ impl Station<Ring> for Mover {
 
     fn disarm(&mut self) {}
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 

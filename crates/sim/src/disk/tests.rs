@@ -47,13 +47,13 @@ impl Bench {
             };
             self.now_ns = self.now_ns.max(next_ns);
             let (out, on_medium) = (&mut self.out, &mut self.on_medium);
-            self.model.run(next_ns, |happening| match happening {
-                Happening::Done { id, at_ns } => {
+            self.model.run(next_ns, |event| match event {
+                ModelEvent::Done { id, at_ns } => {
                     let index = out.iter().position(|(_, access)| access.id == id).expect("ended once");
                     let (since_ns, access) = out.remove(index);
                     over.push((at_ns - since_ns, access));
                 }
-                Happening::OnMedium { sector, sectors } => on_medium.push((sector, sectors)),
+                ModelEvent::OnMedium { sector, sectors } => on_medium.push((sector, sectors)),
             });
         }
         over

@@ -21,7 +21,7 @@ use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES, RANGE_UNMAP, kind, status_
 use crate::chain::DESC_BYTES;
 use crate::counters::reasons;
 use crate::ring::RUN_MAX;
-use crate::{Complaints, Features, RingBase, RingLayout, RingSetupError};
+use crate::{Features, RingBase, RingLayout, RingSetupError, Violations};
 
 /// What a status byte is before the device writes it: none of the specification's. The seven behind it are nobody's.
 const NOT_WRITTEN: u64 = 0xff;
@@ -32,7 +32,7 @@ const PLAIN_STATUS_ROW: u16 = 2;
 
 reasons! {
     /// Why a request failed without the device saying so.
-    Complaint {
+    Violation {
         /// Some of its data is not in memory that the device shares.
         NotReachable = "data outside the memory shared with the device",
         /// An operation that was not negotiated.
@@ -75,7 +75,7 @@ pub struct BlkRing {
     /// request.
     status_rows: Box<[u16]>,
     phase: RequestPhase,
-    complaints: Arc<Complaints>,
+    violations: Arc<Violations>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -106,7 +106,7 @@ struct RequestInfo {
 }
 
 impl BlkRing {
-    /// The queue of a disk over this memory, which no device looks at yet. Complaints outlive the queue: its successor
+    /// The queue of a disk over this memory, which no device looks at yet. Violations outlive the queue: its successor
     /// goes on counting them.
     ///
     /// # Errors
@@ -118,7 +118,7 @@ impl BlkRing {
         disk: &BlkDisk,
         size: u16,
         memory: &SharedMemory,
-        complaints: Arc<Complaints>,
+        violations: Arc<Violations>,
     ) -> Result<BlkRing, RingSetupError> {
         let layout = BlkLayout::new(disk, size);
         let view = |at: usize, len: usize| {
@@ -159,7 +159,7 @@ impl BlkRing {
             parked: (0..layout.depth).map(|_| None).collect(),
             buffers: Vec::with_capacity(usize::from(layout.rows)),
             phase: RequestPhase::Serving,
-            complaints,
+            violations,
         })
     }
 
@@ -199,11 +199,11 @@ impl BlkRing {
 
     /// Offers a read or write of one segment, as nearly all are. All that a device reads of it is written together.
     #[inline(always)]
-    fn put_plain(&mut self, tag: Tag, wish: RequestInfo, data: Buffer) {
+    fn put_plain(&mut self, tag: Tag, request: RequestInfo, data: Buffer) {
         let place = tag.index();
         let [addr, rest] = self.ring.row(0, self.header(place), true);
         let [data_addr, data_rest] = self.ring.row(1, data, true);
-        let line = [u64::from(wish.kind), wish.sector, NOT_WRITTEN, 0, addr, rest, data_addr, data_rest];
+        let line = [u64::from(request.kind), request.sector, NOT_WRITTEN, 0, addr, rest, data_addr, data_rest];
         self.places.store_u64s(place * self.stride, line, Relaxed);
         if self.status_rows[place] != PLAIN_STATUS_ROW {
             self.put_status_row(place, PLAIN_STATUS_ROW);
@@ -237,16 +237,16 @@ impl BlkRing {
                 self.put_ranges(&mut draft, range, if unmap { RANGE_UNMAP } else { 0 });
             }
         }
-        match made.and_then(|()| self.wish(op, sector)) {
-            Ok(wish) if self.finish(&draft, wish).is_ok() => self.parked[place] = Some(tag),
+        match made.and_then(|()| self.request(op, sector)) {
+            Ok(request) if self.finish(&draft, request).is_ok() => self.parked[place] = Some(tag),
             Ok(_) => {
                 batch.put_back(tag);
                 batch.short_of(Shortage::Device);
                 return false;
             }
-            Err(complaint) => {
-                self.complaints.request(complaint);
-                let refused = matches!(complaint, Complaint::NotNegotiated);
+            Err(violation) => {
+                self.violations.request(violation);
+                let refused = matches!(violation, Violation::NotNegotiated);
                 batch.complete(tag, if refused { Status::NotSupported } else { Status::Invalid });
             }
         }
@@ -281,7 +281,7 @@ impl BlkRing {
         let is_news = self.ring.fault().is_none();
         self.ring.poll().inspect_err(|fault| {
             if is_news {
-                self.complaints.ring_fault(*fault);
+                self.violations.ring_fault(*fault);
             }
         })
     }
@@ -354,9 +354,9 @@ impl BlkRing {
         writable: bool,
         segments: impl Iterator<Item = Segment>,
         translate: &mut impl FnMut(Segment) -> Option<u64>,
-    ) -> Result<(), Complaint> {
+    ) -> Result<(), Violation> {
         for segment in segments {
-            let addr = translate(segment).ok_or(Complaint::NotReachable)?;
+            let addr = translate(segment).ok_or(Violation::NotReachable)?;
             self.put(draft, Buffer { addr, len: segment.len, writable });
         }
         Ok(())
@@ -380,7 +380,7 @@ impl BlkRing {
 
     /// The header's words for an operation. Those that only read and write need no feature.
     #[inline]
-    fn wish(&self, op: Op, sector: u64) -> Result<RequestInfo, Complaint> {
+    fn request(&self, op: Op, sector: u64) -> Result<RequestInfo, Violation> {
         let (kind, sector, needs) = match op {
             Op::Read => (kind::IN, sector, Features::empty()),
             Op::Write => (kind::OUT, sector, Features::empty()),
@@ -388,13 +388,13 @@ impl BlkRing {
             Op::Discard => (kind::DISCARD, 0, Features::DISCARD),
             Op::WriteZeroes => (kind::WRITE_ZEROES, 0, Features::WRITE_ZEROES),
         };
-        if self.features.contains(needs) { Ok(RequestInfo { kind, sector }) } else { Err(Complaint::NotNegotiated) }
+        if self.features.contains(needs) { Ok(RequestInfo { kind, sector }) } else { Err(Violation::NotNegotiated) }
     }
 
     /// Writes header and status of the request at a place, and adds its chain to the ring.
-    fn finish(&mut self, draft: &Draft, wish: RequestInfo) -> Result<(), NoRoom> {
+    fn finish(&mut self, draft: &Draft, request: RequestInfo) -> Result<(), NoRoom> {
         let place = draft.place;
-        let line = [u64::from(wish.kind), wish.sector, NOT_WRITTEN];
+        let line = [u64::from(request.kind), request.sector, NOT_WRITTEN];
         self.places.store_u64s(place * self.stride, line, Relaxed);
         if !self.has_tables {
             self.buffers.push(self.status_buffer(place));
@@ -414,7 +414,7 @@ impl BlkRing {
     fn status(&self, place: usize) -> Status {
         let byte = self.places.load_u8(place * self.stride + STATUS_AT, Relaxed);
         status_from(byte).unwrap_or_else(|| {
-            self.complaints.request(Complaint::NoStatus);
+            self.violations.request(Violation::NoStatus);
             Status::Io
         })
     }
@@ -487,8 +487,8 @@ impl BlkRing {
     }
 
     /// What there is against the device.
-    pub fn complaints(&self) -> &Arc<Complaints> {
-        &self.complaints
+    pub fn violations(&self) -> &Arc<Violations> {
+        &self.violations
     }
 
     /// The ring, for what only it knows.

@@ -13,8 +13,8 @@ use blkyard_mq::{Batch, Bio, DeviceInfo, Done, Driver, Status};
 
 use super::{BlkDisk, BlkLayout, BlkRing, DRIVER_FEATURES, SEGMENTS_MAX, SharedMemory};
 use crate::{
-    BlkConfig, Chain, Complaints, DeviceRing, Features, GuestMemory, GuestRange, ParseContext, Parsed, Refusals,
-    RingBase, RingLayout, SerialId, VirtioStatus, parse, status_of, write_status, written,
+    BlkConfig, Chain, DeviceRing, Features, GuestMemory, GuestRange, ParseContext, Parsed, Refusals, RingBase,
+    RingLayout, SerialId, Violations, VirtioStatus, parse, status_of, write_status, written,
 };
 
 /// Where the device finds the memory of the queue, and from where on the regions of the requests, each at a multiple of
@@ -77,7 +77,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> Loopback<S> {
         let layout = BlkLayout::new(&disk, config.size);
         let queue = Region::anonymous(layout.bytes)?;
         let shared = SharedMemory { region: Arc::clone(&queue), offset: 0, addr: QUEUE_ADDR };
-        let driver = BlkRing::new(&disk, config.size, &shared, Arc::new(Complaints::default()));
+        let driver = BlkRing::new(&disk, config.size, &shared, Arc::new(Violations::default()));
         let memory = guest_memory(&queue, &RegionTable::default())?;
         let addrs = layout.parts.map(|part| QUEUE_ADDR + part as u64);
         let ring = RingLayout::locate(&memory, features, config.size, addrs)

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
 use super::{Buffer, DeviceFault, NO_TABLES, NoRoom, Tables, UsedChain, check_chain, writable_bytes, write_desc};
 use crate::chain::{DESC_BYTES, Desc};
-use crate::packed::{LINE_DESCS, Position, wish};
+use crate::packed::{LINE_DESCS, Position, request};
 use crate::ring::check_size;
 use crate::{Features, RingBase, RingLayout, RingSetupError};
 
@@ -73,8 +73,8 @@ impl PackedDriver {
         let bad = RingSetupError::Base { base: base.bits(), size };
         let start = Position::from_word(base.next_avail(), size).ok_or(bad)?;
         assert!(tables.as_ref().is_none_or(|tables| tables.reach(size)), "a table for each entry");
-        layout.avail.store_u32(0, wish::ENABLE << 16, Relaxed);
-        layout.used.store_u32(0, wish::ENABLE << 16, Relaxed);
+        layout.avail.store_u32(0, request::ENABLE << 16, Relaxed);
+        layout.used.store_u32(0, request::ENABLE << 16, Relaxed);
         for place in 0..size {
             // As if used in the lap before.
             let old = Position::new(place, if place < start.place { start.wrap() } else { !start.wrap() });
@@ -196,7 +196,7 @@ impl PackedDriver {
         // it wants, then loads the descriptor (`PackedRing::enable_notify`). The store also releases all descriptors
         // after it. [2.8.21.3]
         self.layout.desc.store_u64(old.offset() + REST, self.telling, SeqCst);
-        wish::is_met(self.layout.used.load_u32(0, SeqCst), self.event_idx, old, passed, self.size)
+        request::is_met(self.layout.used.load_u32(0, SeqCst), self.event_idx, old, passed, self.size)
     }
 
     /// See [`DriverRing::poll`](super::DriverRing::poll).
@@ -256,15 +256,15 @@ impl PackedDriver {
     fn arm_at(&mut self, event: Position) -> bool {
         // The mirror image of the device's publish, as in `SplitDriver::arm`. Position and flags are one word, so
         // that no device sees the one without the other. [2.8.10]
-        let wish = if self.event_idx { wish::DESC << 16 | u32::from(event.word()) } else { wish::ENABLE };
-        self.layout.avail.store_u32(0, wish, SeqCst);
+        let request = if self.event_idx { request::DESC << 16 | u32::from(event.word()) } else { request::ENABLE };
+        self.layout.avail.store_u32(0, request, SeqCst);
         let rest = self.layout.desc.load_u64(self.used.offset() + REST, SeqCst);
         self.published != self.taken && !self.used.is_available(rest)
     }
 
     /// See [`DriverRing::disarm`](super::DriverRing::disarm).
     pub fn disarm(&mut self) {
-        self.layout.avail.store_u32(0, wish::DISABLE << 16, Relaxed);
+        self.layout.avail.store_u32(0, request::DISABLE << 16, Relaxed);
     }
 
     /// Chains added and not come back.

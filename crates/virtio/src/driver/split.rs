@@ -190,8 +190,8 @@ impl SplitDriver {
         let old = std::mem::replace(&mut self.published, self.next_avail);
         // A fence has two sides. We store the index, then load what the device wants; the device, before it sleeps,
         // stores what it wants, then loads the index (`SplitRing::enable_notify`). Were either load to overtake its
-        // store, the device could miss the chain and we its wish. The store also releases descriptors, ring entries and
-        // the chains' data. [2.7.13.3, 2.7.13.4]
+        // store, the device could miss the chain and we its request. The store also releases descriptors, ring entries
+        // and the chains' data. [2.7.13.3, 2.7.13.4]
         self.layout.avail.store_u16(INDEX, self.next_avail, SeqCst);
         if self.event_idx {
             let event = self.layout.used.load_u16(RING + usize::from(self.size) * USED_ELEMENT, SeqCst);
@@ -269,8 +269,8 @@ impl SplitDriver {
 
     /// Asks for a call when the used index passes `event`.
     fn arm_at(&mut self, event: u16) -> bool {
-        // The mirror image of `SplitRing::publish`: we store our wish, then load the index; the device stores the
-        // index, then loads our wish. [2.7.7.1]
+        // The mirror image of `SplitRing::publish`: we store our request, then load the index; the device stores the
+        // index, then loads our request. [2.7.7.1]
         if self.event_idx {
             let place = RING + usize::from(self.size) * AVAIL_ELEMENT;
             self.layout.avail.store_u16(place, event, SeqCst);
@@ -282,7 +282,7 @@ impl SplitDriver {
     }
 
     /// See [`DriverRing::disarm`](super::DriverRing::disarm). With event indexes there is nothing to store, since
-    /// the wish of the last [`SplitDriver::arm`] is fulfilled once. [2.7.7]
+    /// the request of the last [`SplitDriver::arm`] is fulfilled once. [2.7.7]
     pub fn disarm(&mut self) {
         if !self.event_idx {
             self.layout.avail.store_u16(FLAGS, NO_INTERRUPT, Relaxed);

@@ -119,13 +119,13 @@ impl PackedDriverModel {
         }
         // The other side of `PackedRing::enable_notify`.
         self.layout.desc.store_u64(self.offset(old) + 8, self.first, SeqCst);
-        let wish = self.layout.used.load_u32(0, SeqCst);
-        match wish >> 16 {
+        let request = self.layout.used.load_u32(0, SeqCst);
+        match request >> 16 {
             0 => true,
             1 => false,
             _ => {
                 assert!(self.event_idx, "the device asks for what was not negotiated");
-                (old..self.filled).any(|count| self.word(count) == wish as u16)
+                (old..self.filled).any(|count| self.word(count) == request as u16)
             }
         }
     }
@@ -157,8 +157,8 @@ impl PackedDriverModel {
 
     pub(super) fn enable_calls(&mut self) -> bool {
         // The other side of `PackedRing::publish`.
-        let wish = if self.event_idx { 2 << 16 | u32::from(self.word(self.passed)) } else { 0 };
-        self.layout.avail.store_u32(0, wish, SeqCst);
+        let request = if self.event_idx { 2 << 16 | u32::from(self.word(self.passed)) } else { 0 };
+        self.layout.avail.store_u32(0, request, SeqCst);
         let rest = self.layout.desc.load_u64(self.offset(self.passed) + 8, SeqCst);
         let used = if self.wrap(self.passed) { AVAIL | USED } else { 0 };
         (rest >> 48) as u16 & (AVAIL | USED) == used && self.passed != self.published

@@ -100,19 +100,19 @@ impl Copier {
     }
 
     fn go_on(&mut self, hands: &mut Hands<'_>) {
-        let wish = TimesliceRequest { sectors: self.sectors, stream: self.stream, ..TimesliceRequest::default() };
+        let request = TimesliceRequest { sectors: self.sectors, stream: self.stream, ..TimesliceRequest::default() };
         while self.writing < WRITES
             && let Some(sector) = self.read.pop_front()
         {
             self.writing += 1;
-            hands.submit(TimesliceRequest { op: Op::Write, sector: sector + APART_SECTORS / 2, ..wish });
+            hands.submit(TimesliceRequest { op: Op::Write, sector: sector + APART_SECTORS / 2, ..request });
         }
         let dirty_max = DIRTY_BYTES / (u64::from(self.sectors) * 512);
         while self.reading < self.depth && self.reading + self.read.len() as u64 + self.writing < dirty_max {
             let sector = self.first + self.asked * u64::from(self.sectors) % RANGE_SECTORS;
             self.asked += 1;
             self.reading += 1;
-            hands.submit(TimesliceRequest { sector, ..wish });
+            hands.submit(TimesliceRequest { sector, ..request });
         }
     }
 }
@@ -122,16 +122,16 @@ impl TimesliceSubmitter for Copier {
         self.go_on(hands);
     }
 
-    fn ended(&mut self, wish: &TimesliceRequest, hands: &mut Hands<'_>) {
-        if wish.op == Op::Read {
+    fn ended(&mut self, request: &TimesliceRequest, hands: &mut Hands<'_>) {
+        if request.op == Op::Read {
             self.reading -= 1;
-            self.read.push_back(wish.sector);
+            self.read.push_back(request.sector);
         } else {
             self.writing -= 1;
         }
         if self.think_ns == 0 {
             self.go_on(hands);
-        } else if wish.op == Op::Read {
+        } else if request.op == Op::Read {
             hands.wake_after(self.think_ns, 1);
         }
     }

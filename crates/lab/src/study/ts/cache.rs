@@ -77,7 +77,7 @@ impl CopyShare {
 #[derive(Debug)]
 pub(super) struct Flusher {
     cache: Rc<RefCell<CopyCache>>,
-    seat: StreamNumbers,
+    stream: StreamNumbers,
     /// Where the copies go.
     files: [FileExtent; 2],
     /// By file: sectors asked to be written.
@@ -92,11 +92,11 @@ pub(super) struct Flusher {
 }
 
 impl Flusher {
-    pub(super) fn new(share: &CopyShare, seat: StreamNumbers, files: [FileExtent; 2]) -> Flusher {
+    pub(super) fn new(share: &CopyShare, stream: StreamNumbers, files: [FileExtent; 2]) -> Flusher {
         let cache = Rc::clone(&share.cache);
         Flusher {
             cache,
-            seat,
+            stream,
             files,
             asked: [0; 2],
             turn: 0,
@@ -139,7 +139,7 @@ impl Flusher {
             self.asked[file] += sectors;
             self.left = self.left.saturating_sub(sectors);
             self.out += 1;
-            let stream = self.seat.next(hands);
+            let stream = self.stream.next(hands);
             hands.submit(TimesliceRequest {
                 op: Op::Write,
                 sector: place.start,
@@ -152,7 +152,7 @@ impl Flusher {
         let is_read = self.cache.borrow().is_read();
         if is_read && self.out == 0 && !self.flushing {
             self.flushing = true;
-            let stream = self.seat.next(hands);
+            let stream = self.stream.next(hands);
             hands.submit(TimesliceRequest { op: Op::Flush, stream, ..TimesliceRequest::default() });
         }
         if self.out == 0 && !self.flushing && !self.asleep {
@@ -168,13 +168,13 @@ impl TimesliceSubmitter for Flusher {
         self.go_on(hands);
     }
 
-    fn ended(&mut self, wish: &TimesliceRequest, hands: &mut Hands<'_>) {
-        if wish.op == Op::Flush {
+    fn ended(&mut self, request: &TimesliceRequest, hands: &mut Hands<'_>) {
+        if request.op == Op::Flush {
             self.over_ns = Some(hands.now_ns);
             return;
         }
         self.out -= 1;
-        self.cache.borrow_mut().cleaned[wish.word as usize] += u64::from(wish.sectors);
+        self.cache.borrow_mut().cleaned[request.word as usize] += u64::from(request.sectors);
         self.go_on(hands);
     }
 

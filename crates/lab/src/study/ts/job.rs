@@ -8,7 +8,7 @@ use super::rig::{Hands, TimesliceRequest, TimesliceSubmitter};
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TimesliceJob {
     pub(super) op: Op,
-    /// Of each of its wishes; at most [`WISH_SECTORS_MAX`](super::rig::WISH_SECTORS_MAX).
+    /// Of each of its requests; at most [`REQUEST_SECTORS_MAX`](super::rig::REQUEST_SECTORS_MAX).
     pub(super) sectors: u32,
     /// How many are on their way at one time.
     pub(super) depth: usize,

@@ -45,7 +45,7 @@ struct Contender {
 }
 
 impl Contender {
-    fn seat(&self, stream: u32) -> StreamNumbers {
+    fn stream(&self, stream: u32) -> StreamNumbers {
         if self.by_cpu { StreamNumbers::moving() } else { StreamNumbers::fixed(stream) }
     }
 }
@@ -140,7 +140,7 @@ impl Took {
 fn read(model: DiskModel, contender: &Contender, placed: Placed) -> io::Result<Took> {
     let Placed { files: [one, other], starts_ns, seed, .. } = placed;
     let reader = |stream: u32, file, starts_ns| {
-        Reader::new(stream, file, ReadAhead::USUAL, starts_ns).on(contender.seat(stream))
+        Reader::new(stream, file, ReadAhead::USUAL, starts_ns).on(contender.stream(stream))
     };
     let (mut one, mut other) = (reader(1, one, starts_ns[0]), reader(2, other, starts_ns[1]));
     run(TimesliceScene::disk(model, contender.scheduler, seed), &mut [&mut one, &mut other])?;
@@ -151,9 +151,9 @@ fn read(model: DiskModel, contender: &Contender, placed: Placed) -> io::Result<T
 fn copy(model: DiskModel, contender: &Contender, placed: Placed) -> io::Result<Took> {
     let Placed { files: [one, other], copies, starts_ns, seed } = placed;
     let [share, other_share] = CopyShare::two();
-    let mut flusher = Flusher::new(&share, contender.seat(3), copies);
+    let mut flusher = Flusher::new(&share, contender.stream(3), copies);
     let reader = |stream: u32, file, starts_ns, share| {
-        Reader::new(stream, file, ReadAhead::USUAL, starts_ns).on(contender.seat(stream)).into(share)
+        Reader::new(stream, file, ReadAhead::USUAL, starts_ns).on(contender.stream(stream)).into(share)
     };
     let (mut one, mut other) = (reader(1, one, starts_ns[0], share), reader(2, other, starts_ns[1], other_share));
     run(TimesliceScene::disk(model, contender.scheduler, seed), &mut [&mut one, &mut other, &mut flusher])?;

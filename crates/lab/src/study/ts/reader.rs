@@ -116,7 +116,7 @@ const WHOLE: u64 = 2;
 /// See the head of the module.
 #[derive(Clone, Debug)]
 pub(super) struct Reader {
-    seat: StreamNumbers,
+    stream: StreamNumbers,
     file: FileExtent,
     /// Where what it has read becomes dirty, if it copies.
     copies: Option<CopyShare>,
@@ -138,7 +138,7 @@ pub(super) struct Reader {
 impl Reader {
     pub(super) fn new(stream: u32, file: FileExtent, how: ReadAhead, starts_ns: u64) -> Reader {
         Reader {
-            seat: StreamNumbers::fixed(stream),
+            stream: StreamNumbers::fixed(stream),
             file,
             copies: None,
             how,
@@ -153,8 +153,8 @@ impl Reader {
     }
 
     /// Who moves from CPU to CPU, if streams are those.
-    pub(super) fn on(self, seat: StreamNumbers) -> Reader {
-        Reader { seat, ..self }
+    pub(super) fn on(self, stream: StreamNumbers) -> Reader {
+        Reader { stream, ..self }
     }
 
     /// Who copies into a cache.
@@ -174,7 +174,7 @@ impl Reader {
 
     /// Asks for the next window, if the file has more.
     fn ask(&mut self, hands: &mut Hands<'_>) {
-        let stream = self.seat.next(hands);
+        let stream = self.stream.next(hands);
         let end = (self.asked + self.how.window_sectors).min(self.file.sectors());
         while self.asked < end {
             let place = self.file.place(self.asked, end - self.asked);
@@ -228,8 +228,8 @@ impl TimesliceSubmitter for Reader {
         }
     }
 
-    fn ended(&mut self, wish: &TimesliceRequest, hands: &mut Hands<'_>) {
-        self.out[(wish.word % 2) as usize] -= 1;
+    fn ended(&mut self, request: &TimesliceRequest, hands: &mut Hands<'_>) {
+        self.out[(request.word % 2) as usize] -= 1;
         self.go_on(hands);
     }
 

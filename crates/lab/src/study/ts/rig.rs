@@ -21,8 +21,8 @@ use hdrhistogram::Histogram;
 /// Nanoseconds in a second and in a millisecond.
 pub(super) const S: u64 = 1_000_000_000;
 pub(super) const MS: u64 = 1_000_000;
-/// Longest wish, sectors.
-pub(super) const WISH_SECTORS_MAX: u32 = 2048;
+/// Longest request, sectors.
+pub(super) const REQUEST_SECTORS_MAX: u32 = 2048;
 /// A queue that has work left although it has just turned does so again after this.
 const AGAIN_NS: u64 = 100;
 /// Longest latency that is told apart; a minute.
@@ -69,7 +69,7 @@ impl TimesliceScene {
 fn info(name: &str) -> DeviceInfo {
     let limits = QueueLimits {
         physical_block_bytes: 4096,
-        sectors_max: WISH_SECTORS_MAX,
+        sectors_max: REQUEST_SECTORS_MAX,
         segments_max: 256,
         segment_bytes_max: 1 << 30,
         ..QueueLimits::default()
@@ -82,7 +82,7 @@ fn info(name: &str) -> DeviceInfo {
 pub(super) struct TimesliceRequest {
     pub(super) op: Op,
     pub(super) sector: u64,
-    /// At most [`WISH_SECTORS_MAX`]; zero for a flush.
+    /// At most [`REQUEST_SECTORS_MAX`]; zero for a flush.
     pub(super) sectors: u32,
     /// Which hardware queue.
     pub(super) queue: usize,
@@ -100,7 +100,7 @@ pub(super) trait TimesliceSubmitter {
     fn wake(&mut self, word: u64, hands: &mut Hands<'_>);
 
     /// Something it wanted is over.
-    fn ended(&mut self, wish: &TimesliceRequest, hands: &mut Hands<'_>);
+    fn ended(&mut self, request: &TimesliceRequest, hands: &mut Hands<'_>);
 
     /// It has all that it ever wanted. The run ends when everybody has.
     fn is_over(&self) -> bool {
@@ -113,14 +113,14 @@ pub(super) trait TimesliceSubmitter {
 pub(super) struct Hands<'a> {
     pub(super) now_ns: u64,
     pub(super) rng: &'a mut Rng,
-    wishes: &'a mut Vec<TimesliceRequest>,
+    requests: &'a mut Vec<TimesliceRequest>,
     wakes: &'a mut Vec<(u64, u64)>,
 }
 
 impl Hands<'_> {
     /// Wants something.
-    pub(super) fn submit(&mut self, wish: TimesliceRequest) {
-        self.wishes.push(wish);
+    pub(super) fn submit(&mut self, request: TimesliceRequest) {
+        self.requests.push(request);
     }
 
     /// Wants to be woken after some time, with a word.
@@ -154,9 +154,9 @@ impl SubmitterTally {
         SubmitterTally { ios: 0, read_bytes: 0, written_bytes: 0, span_ns: 0, latency }
     }
 
-    fn add(&mut self, wish: &TimesliceRequest, took_ns: u64) {
-        let bytes = u64::from(wish.sectors) << SECTOR_SHIFT;
-        match wish.op {
+    fn add(&mut self, request: &TimesliceRequest, took_ns: u64) {
+        let bytes = u64::from(request.sectors) << SECTOR_SHIFT;
+        match request.op {
             Op::Read => self.read_bytes += bytes,
             _ => self.written_bytes += bytes,
         }
@@ -177,8 +177,8 @@ impl SubmitterTally {
         self.ios as f64 * 1e9 / self.span_ns.max(1) as f64
     }
 
-    /// The latency below which so many of a hundred lie, nanoseconds: from the wish to its end. What was still out when
-    /// the run was over counts as what it took then, when nobody wanted anything more. None of nothing.
+    /// The latency below which so many of a hundred lie, nanoseconds: from the request to its end. What was still out
+    /// when the run was over counts as what it took then, when nobody wanted anything more. None of nothing.
     pub(super) fn percentile_ns(&self, percent: f64) -> Option<u64> {
         (!self.latency.is_empty()).then(|| self.latency.value_at_quantile(percent / 100.0))
     }
@@ -208,7 +208,7 @@ impl TimesliceLane {
 #[derive(Clone, Copy)]
 struct TimesliceBio {
     who: usize,
-    wish: TimesliceRequest,
+    request: TimesliceRequest,
     since_ns: u64,
 }
 
@@ -227,7 +227,7 @@ struct TimesliceWorld<'a, 'b> {
     free: Vec<u64>,
     spare: Vec<Box<Bio>>,
     // What a submitter has just wanted.
-    wishes: Vec<TimesliceRequest>,
+    requests: Vec<TimesliceRequest>,
     wakes: Vec<(u64, u64)>,
 }
 
@@ -243,7 +243,7 @@ pub(super) fn run(
     submitters: &mut [&mut dyn TimesliceSubmitter],
 ) -> io::Result<Vec<SubmitterTally>> {
     let TimesliceScene { info, model, queues, seed, from_ns, until_ns } = scene;
-    let region = Region::anonymous((WISH_SECTORS_MAX as usize) << SECTOR_SHIFT)?;
+    let region = Region::anonymous((REQUEST_SECTORS_MAX as usize) << SECTOR_SHIFT)?;
     let memory = Arc::new(RegionTable::new(vec![region]));
     let device = Modelled::new(info.clone(), model, Keeps::Nothing)?;
     let info = Arc::new(info);
@@ -264,7 +264,7 @@ pub(super) fn run(
         out: Vec::new(),
         free: Vec::new(),
         spare: Vec::new(),
-        wishes: Vec::new(),
+        requests: Vec::new(),
         wakes: Vec::new(),
     };
     world.run();
@@ -334,44 +334,44 @@ impl TimesliceWorld<'_, '_> {
 
     fn end(&mut self, bio: Box<Bio>) {
         let out = self.out[bio.cookie as usize].take();
-        let Some(TimesliceBio { who, wish, since_ns }) = out else { panic!("a bio came back twice") };
+        let Some(TimesliceBio { who, request, since_ns }) = out else { panic!("a bio came back twice") };
         self.free.push(bio.cookie);
-        assert!(bio.status.is_ok(), "{wish:?} ended with {}", bio.status);
+        assert!(bio.status.is_ok(), "{request:?} ended with {}", bio.status);
         self.spare.push(bio);
         if self.now_ns >= self.until_ns {
             return self.tallies[who].waited(self.now_ns - since_ns);
         }
         if self.now_ns >= self.from_ns {
-            self.tallies[who].add(&wish, self.now_ns - since_ns);
+            self.tallies[who].add(&request, self.now_ns - since_ns);
         }
-        self.drive(who, |submitter, hands| submitter.ended(&wish, hands));
+        self.drive(who, |submitter, hands| submitter.ended(&request, hands));
     }
 
     /// Has a submitter do something, and does what it wants then.
     fn drive(&mut self, who: usize, what: impl FnOnce(&mut dyn TimesliceSubmitter, &mut Hands<'_>)) {
-        let TimesliceWorld { submitters, rng, wishes, wakes, now_ns, .. } = self;
-        what(submitters[who], &mut Hands { now_ns: *now_ns, rng, wishes, wakes });
+        let TimesliceWorld { submitters, rng, requests, wakes, now_ns, .. } = self;
+        what(submitters[who], &mut Hands { now_ns: *now_ns, rng, requests, wakes });
         self.wakes.drain(..).for_each(|(at_ns, word)| self.events.at(at_ns, (who, word)));
-        let mut wishes = std::mem::take(&mut self.wishes);
-        wishes.drain(..).for_each(|wish| self.submit(who, wish));
-        self.wishes = wishes;
+        let mut requests = std::mem::take(&mut self.requests);
+        requests.drain(..).for_each(|request| self.submit(who, request));
+        self.requests = requests;
     }
 
-    fn submit(&mut self, who: usize, wish: TimesliceRequest) {
+    fn submit(&mut self, who: usize, request: TimesliceRequest) {
         let mut bio = self.spare.pop().unwrap_or_else(|| Bio::with_capacity(1));
         bio.reset();
         (bio.op, bio.sector, bio.sectors, bio.stream, bio.sync) =
-            (wish.op, wish.sector, wish.sectors, wish.stream, wish.sync);
+            (request.op, request.sector, request.sectors, request.stream, request.sync);
         bio.cookie = self.free.pop().unwrap_or(self.out.len() as u64);
-        if wish.op.has_data() {
-            bio.segments.push(Segment { region: 0, offset: 0, len: wish.sectors << SECTOR_SHIFT });
+        if request.op.has_data() {
+            bio.segments.push(Segment { region: 0, offset: 0, len: request.sectors << SECTOR_SHIFT });
         }
-        let out = Some(TimesliceBio { who, wish, since_ns: self.now_ns });
+        let out = Some(TimesliceBio { who, request, since_ns: self.now_ns });
         match self.out.get_mut(bio.cookie as usize) {
             Some(place) => *place = out,
             None => self.out.push(out),
         }
-        let lane = &mut self.lanes[wish.queue];
+        let lane = &mut self.lanes[request.queue];
         lane.queue.submit(bio);
         (lane.rung, lane.from_ns) = (true, self.now_ns);
     }
@@ -422,9 +422,9 @@ mod tests {
             from_ns: 0,
             until_ns: S + S / 2,
         };
-        let wish = TimesliceRequest { sectors: 8, ..TimesliceRequest::default() };
+        let request = TimesliceRequest { sectors: 8, ..TimesliceRequest::default() };
         let [mut first, mut second, mut never] =
-            [0, 1000, 2000].map(|sector| Once(TimesliceRequest { sector, ..wish }));
+            [0, 1000, 2000].map(|sector| Once(TimesliceRequest { sector, ..request }));
         let mut idle = TimesliceJob { bytes_max: 0, ..TimesliceJob::anywhere(4, 0, 1 << 10, 1) };
         let tallies = run(scene, &mut [&mut first, &mut second, &mut never, &mut idle]).unwrap();
         assert_eq!(tallies.iter().map(|tally| tally.ios).collect::<Vec<_>>(), [1, 0, 0, 0]);

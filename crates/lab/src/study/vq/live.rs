@@ -1,6 +1,6 @@
 //! The forms that two CPUs can run in real time.
 //!
-//! Run to completion: driver and device of a queue are cranked on one thread, by the job itself. Two jobs have a queue
+//! Run to completion: driver and device of a queue are run on one thread, by the job itself. Two jobs have a queue
 //! each, or share one under its lock, as `single` does. And apart: the job and its driver on one CPU, the device on the
 //! other, both looking all the time.
 
@@ -16,8 +16,8 @@ use super::rig::{self, DEPTH, part, tie};
 use crate::floor::cpus::{led, together};
 use crate::floor::windows::{Round, Samples, WindowPlan, measure, variant};
 use crate::study::end::JobEnd;
+use crate::study::job_flags::{JobFlag, cookie, slot_of};
 use crate::study::mq::MqEnd;
-use crate::study::seats::{JobFlag, cookie, slot_of};
 use crate::study::single::{Single, SingleEnd};
 use crate::study::world::RecordedSignal;
 
@@ -55,17 +55,16 @@ pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<VqL
     let [alone, one, other, shared, mut apart] =
         <[_; 5]>::try_from(queues).map_err(|_| io::Error::other("not five queues"))?;
     let own = |queue, job: u64| LiveJob::new(MqEnd::over(queue), 0, 0, seed ^ job);
-    let seats: Arc<[JobFlag]> = (0..2).map(|_| JobFlag::new(DEPTH, Arc::new(RecordedSignal::default()))).collect();
-    let single = Single::over(shared, seats);
-    let share =
-        |seat: usize| LiveJob::new(SingleEnd::new(&single, seat, 2 * DEPTH), seat, seat * DEPTH, seed ^ seat as u64);
+    let job_flags: Arc<[JobFlag]> = (0..2).map(|_| JobFlag::new(DEPTH, Arc::new(RecordedSignal::default()))).collect();
+    let single = Single::over(shared, job_flags);
+    let share = |job: usize| LiveJob::new(SingleEnd::new(&single, job, 2 * DEPTH), job, job * DEPTH, seed ^ job as u64);
     let mut device = part(&mut apart)?;
     let mut apart = own(apart, 0);
 
     let mut variants = vec![variant(own(alone, 0))];
     let pairs = together(share(0), share(1)).and_then(|sharing| {
         let owning = together(own(one, 1), own(other, 2))?;
-        Ok([sharing, owning, led(|| apart.round(), || _ = device.crank(now_ns()))?])
+        Ok([sharing, owning, led(|| apart.round(), || _ = device.run_once(now_ns()))?])
     });
     let two_cpus = pairs.is_ok();
     variants.extend(pairs.into_iter().flatten());
@@ -76,7 +75,7 @@ pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<VqL
     drop(variants);
     // What is out comes back before the queue may go.
     while apart.is_out() {
-        device.crank(now_ns());
+        device.run_once(now_ns());
         apart.collect();
     }
     let of = |place: usize| costs.get(place).copied().filter(|cost| two_cpus && cost.is_finite());
@@ -94,10 +93,10 @@ struct LiveJob<M: JobEnd> {
 }
 
 impl<M: JobEnd> LiveJob<M> {
-    fn new(end: M, seat: usize, first: usize, seed: u64) -> LiveJob<M> {
+    fn new(end: M, job: usize, first: usize, seed: u64) -> LiveJob<M> {
         let bio = |slot| {
             let mut bio = Bio::with_capacity(1);
-            bio.cookie = cookie(seat, slot);
+            bio.cookie = cookie(job, slot);
             bio
         };
         let free = (0..DEPTH).map(bio).collect();

@@ -75,7 +75,7 @@ pub(crate) struct VqCosts {
     /// What an I/O costs more on both sides when driver and device are on two CPUs: so much that one job and one queue
     /// take in virtual time what they were measured to take. Unknown, and not charged, where there is one CPU.
     pub(crate) lines_ns: Option<f64>,
-    /// To ring the bell of one who sleeps: printed, and not charged, since nobody sleeps.
+    /// To signal the eventfd of one who sleeps: printed, and not charged, since nobody sleeps.
     pub(crate) ring: CallCost,
     pub(crate) live: VqLive,
 }

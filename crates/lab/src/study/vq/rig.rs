@@ -13,8 +13,8 @@ use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
 use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{
-    Batch, Bio, BlockDevice, Crank, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op,
-    QueueKind, RamDevice, SECTOR_SHIFT, Station, TimedOut,
+    Batch, Bio, BlockDevice, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, Poller,
+    PollerState, QueueKind, RamDevice, SECTOR_SHIFT, TimedOut,
 };
 use blkyard_os::now_ns;
 use blkyard_sim::Rng;
@@ -88,8 +88,8 @@ impl<D: Driver<()>> Half<D> {
     /// Gives back what is finished, fetches half of what there is or all, and has the device do it. What that finishes
     /// at once is given back with the next. Says whether there was anything to do.
     #[inline]
-    pub(super) fn crank(&mut self, now_ns: u64) -> bool {
-        self.queue.as_mut().is_some_and(|queue| queue.crank(&mut (), now_ns) == Crank::Busy)
+    pub(super) fn run_once(&mut self, now_ns: u64) -> bool {
+        self.queue.as_mut().is_some_and(|queue| queue.run_once(&mut (), now_ns) == PollerState::Busy)
     }
 }
 
@@ -120,7 +120,7 @@ impl<D: Driver<()>> Driver<()> for RingPair<D> {
         if let Some(device) = &mut self.device {
             // Fetched in one turn and shown in the next.
             for _ in 0..2 {
-                device.crank(now_ns);
+                device.run_once(now_ns);
             }
         }
         self.front.poll(cx, memory, done, now_ns);
@@ -191,7 +191,7 @@ where
         Ok((attached, fronts))
     })?;
     while !opening.is_finished() {
-        halves.iter_mut().for_each(|half| _ = half.crank(&mut (), now_ns()));
+        halves.iter_mut().for_each(|half| _ = half.run_once(&mut (), now_ns()));
     }
     let opened: Result<_, blkyard_attach::AttachError> =
         opening.join().map_err(|_| io::Error::other("a thread that attaches a disk panicked"))?;
@@ -227,7 +227,7 @@ fn begin<D: Driver<()>>(queues: &mut [VqRigQueue<D>]) -> io::Result<()> {
         for queue in &mut *queues {
             queue.issue(&mut (), now_ns);
             if let Some(device) = &mut queue.driver_mut().device {
-                device.crank(now_ns);
+                device.run_once(now_ns);
             }
             missing -= queue.reap(&mut (), now_ns, &mut |_| ());
         }
@@ -246,7 +246,7 @@ impl<D: Driver<()>> Drop for Tie<D> {
             server.join();
         });
         while !leaving.is_finished() {
-            halves.iter_mut().for_each(|half| _ = half.crank(&mut (), now_ns()));
+            halves.iter_mut().for_each(|half| _ = half.run_once(&mut (), now_ns()));
         }
     }
 }

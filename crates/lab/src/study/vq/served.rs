@@ -240,7 +240,7 @@ impl RunningBackend {
             return Err(StudyError::Interrupted);
         }
         if !report.is_good() {
-            let (errors, why) = (report.errors(), report.complaints.join("; "));
+            let (errors, why) = (report.errors(), report.violations.join("; "));
             return Err(self.back_end.fault(format!("{errors} I/Os failed: {why}")));
         }
         Ok(report)

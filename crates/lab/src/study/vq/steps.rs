@@ -98,9 +98,9 @@ impl<D: Driver<()>> DetachedRig<D> {
         self.queue.issue(&mut (), start);
         let submitted = now_ns();
         // As many rounds as it takes, and one in which there is nothing to do.
-        while self.device.crank(submitted) {}
+        while self.device.run_once(submitted) {}
         let turned = now_ns();
-        self.device.crank(submitted);
+        self.device.run_once(submitted);
         let idled = now_ns();
         let free = &mut self.free;
         black_box(self.queue.reap(&mut (), idled, &mut |bio| free.push(bio)));

@@ -1,6 +1,6 @@
 //! How much of a device its hardware queues have between them, and who of them may have more.
 //!
-//! Each queue of a device has a seat: a line of memory that only its owner writes, with what it has there and, once a
+//! Each queue of a device has a member: a line of memory that only its owner writes, with what it has there and, once a
 //! round, what has ended of it. Before a queue hands something out it adds up what the others have, once a round as
 //! well; while it is alone it looks at a single word that says whether there is news. All of them together have no more
 //! than the [depth](super::depth) that keeps the device busy:
@@ -20,7 +20,7 @@
 use std::sync::{Arc, OnceLock, TryLockError};
 
 use blkyard_mem::sync::{
-    AtomicBool, AtomicU64, AtomicUsize, Line, Mutex,
+    AtomicBool, AtomicU64, AtomicUsize, CachePadded, Mutex,
     Ordering::{Acquire, Relaxed, Release},
 };
 
@@ -29,7 +29,7 @@ use super::depth::{Depth, DepthLimit};
 /// Queues of one device that share it: the queues of four exports with as many as one can have. Those beyond share it
 /// as it pleases.
 /// A model has fewer: loom makes each anew for each order of events.
-const SEATS_MAX: usize = if cfg!(loom) { 4 } else { 256 };
+const MEMBERS_MAX: usize = if cfg!(loom) { 4 } else { 256 };
 /// When a queue that was refused asks again, if nothing of it has ended: seldom enough to cost nothing.
 const AGAIN_NS: u64 = 1_000_000;
 /// Who was refused and has not asked for so long does not want more: its lane is at something else.
@@ -37,7 +37,7 @@ const LACKING_NS: u64 = 4 * AGAIN_NS;
 /// A queue is alone when no other has wanted anything for so long. Until then it has what keeps the device busy, which
 /// costs it next to nothing; and someone who wants something now and then does not find the device full.
 const ALONE_NS: u64 = 1_000_000_000;
-/// How old what a seat says of that may be.
+/// How old what a member says of that may be.
 const SEEN_NS: u64 = 1_000_000;
 /// Who has wanted nothing for so long tells those who may be alone by now. Half of it, as the clocks of two lanes are a
 /// round apart.
@@ -53,8 +53,8 @@ const LOOK_NS: u64 = 250_000;
 pub struct SharedDepth(Arc<OnceLock<Arc<Table>>>);
 
 struct Table {
-    read: Line<Read>,
-    seats: Box<[Arc<Line<Seat>>]>,
+    read: CachePadded<Read>,
+    members: Box<[Arc<CachePadded<DepthMember>>]>,
     regulator: Mutex<Regulator>,
 }
 
@@ -68,7 +68,7 @@ struct Read {
     /// Counted up after any of these has changed, and after somebody has come who was not there: what a queue looks at
     /// that is alone.
     news: AtomicU64,
-    /// Seats ever taken.
+    /// Members ever taken.
     used: AtomicUsize,
     /// It is not looked at what the device has done before this.
     look_ns: AtomicU64,
@@ -86,7 +86,7 @@ struct Regulator {
 }
 
 #[derive(Default)]
-struct Seat {
+struct DepthMember {
     taken: AtomicBool,
     /// What it has there, and the most it had since the turn began.
     has: AtomicU64,
@@ -107,7 +107,7 @@ struct Seat {
 /// One queue's part in it. What things are worth is in the unit of [`Depth`].
 pub(super) struct DepthShare {
     table: Arc<Table>,
-    seat: Arc<Line<Seat>>,
+    member: Arc<CachePadded<DepthMember>>,
     number: usize,
     /// None for what is measured.
     given: Option<u64>,
@@ -116,10 +116,10 @@ pub(super) struct DepthShare {
     turn: u64,
     ends: u64,
     cost: u64,
-    /// Its seat says that it lacks something.
+    /// Its member says that it lacks something.
     lacking: bool,
     seen_ns: u64,
-    /// From when on its seat is to say again that it wants something.
+    /// From when on its member is to say again that it wants something.
     seen_until_ns: u64,
     ended_ns: u64,
     /// The round in which it was last looked at the others, what news there was then, and what they were found at.
@@ -144,22 +144,24 @@ impl SharedDepth {
     /// keep the device busy.
     pub(super) fn join(&self, in_flight_kib: u32) -> DepthShare {
         let table = self.0.get_or_init(|| Arc::new(Table::new()));
-        let take = |seat: &Arc<Line<Seat>>| seat.0.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok();
-        let Some(number) = table.seats.iter().position(take) else {
+        let take = |member: &Arc<CachePadded<DepthMember>>| {
+            member.0.taken.compare_exchange(false, true, Acquire, Relaxed).is_ok()
+        };
+        let Some(number) = table.members.iter().position(take) else {
             return SharedDepth::default().join(in_flight_kib);
         };
         table.read.0.used.fetch_max(number + 1, Relaxed);
-        let seat = &table.seats[number].0;
+        let member = &table.members[number].0;
         DepthShare {
             table: Arc::clone(table),
-            seat: Arc::clone(&table.seats[number]),
+            member: Arc::clone(&table.members[number]),
             number,
             given: Some(u64::from(in_flight_kib) << 10).filter(|given| *given > 0),
             has: 0,
             peak: 0,
             turn: 0,
-            ends: seat.ends.load(Relaxed),
-            cost: seat.cost.load(Relaxed),
+            ends: member.ends.load(Relaxed),
+            cost: member.cost.load(Relaxed),
             lacking: false,
             seen_ns: 0,
             seen_until_ns: 0,
@@ -176,7 +178,7 @@ impl Table {
         let depth = Depth::new();
         let DepthLimit { all, small, mib_ns } = depth.limit();
         Table {
-            read: Line(Read {
+            read: CachePadded(Read {
                 depth: AtomicU64::new(depth.depth()),
                 limit: AtomicU64::new(all),
                 small: AtomicU64::new(small),
@@ -187,13 +189,13 @@ impl Table {
                 turn: AtomicU64::new(0),
                 bound: AtomicBool::new(false),
             }),
-            seats: (0..SEATS_MAX).map(|_| Arc::default()).collect(),
+            members: (0..MEMBERS_MAX).map(|_| Arc::default()).collect(),
             regulator: Mutex::new(Regulator { depth, ends: 0, cost: 0 }),
         }
     }
 
-    fn seats(&self) -> &[Arc<Line<Seat>>] {
-        &self.seats[..self.read.0.used.load(Relaxed)]
+    fn members(&self) -> &[Arc<CachePadded<DepthMember>>] {
+        &self.members[..self.read.0.used.load(Relaxed)]
     }
 
     /// Looks at what the device has done, unless somebody is at it.
@@ -207,9 +209,11 @@ impl Table {
         let Regulator { depth, ends, cost } = &mut *regulator;
         let Read { look_ns, turn, bound, .. } = &self.read.0;
         look_ns.store(now_ns + LOOK_NS, Relaxed);
-        let sum = |of: fn(&Seat) -> &AtomicU64| self.seats().iter().map(|seat| of(&seat.0).load(Relaxed)).sum::<u64>();
-        let [ends_now, cost_now] = [sum(|seat| &seat.ends), sum(|seat| &seat.cost)];
-        depth.stands(sum(|seat| &seat.has), sum(|seat| &seat.peak), bound.load(Relaxed));
+        let sum = |of: fn(&DepthMember) -> &AtomicU64| {
+            self.members().iter().map(|member| of(&member.0).load(Relaxed)).sum::<u64>()
+        };
+        let [ends_now, cost_now] = [sum(|member| &member.ends), sum(|member| &member.cost)];
+        depth.stands(sum(|member| &member.has), sum(|member| &member.peak), bound.load(Relaxed));
         if depth.ended(ends_now - *ends, cost_now - *cost, now_ns) {
             turn.store(turn.load(Relaxed) + 1, Relaxed);
             bound.store(false, Relaxed);
@@ -290,7 +294,7 @@ impl DepthShare {
     /// Since when it lacks something; zero if it does not.
     fn lacks(&mut self, since_ns: u64) {
         self.lacking = since_ns > 0;
-        self.seat.0.lacking_ns.store(since_ns, Relaxed);
+        self.member.0.lacking_ns.store(since_ns, Relaxed);
     }
 
     fn fair_share(&self, weight: u64) -> u64 {
@@ -306,22 +310,22 @@ impl DepthShare {
         let measured = DepthLimit { all, small, mib_ns };
         let limit = self.given.map_or(measured, |given| DepthLimit { all: given, small: given, ..measured });
         let mut others = Others { limit, ..Others::default() };
-        for (number, seat) in table.seats().iter().enumerate() {
-            let seat = &seat.0;
-            let seen_ns = seat.seen_ns.load(Relaxed);
+        for (number, member) in table.members().iter().enumerate() {
+            let member = &member.0;
+            let seen_ns = member.seen_ns.load(Relaxed);
             if number == self.number || seen_ns == 0 || now_ns.saturating_sub(seen_ns) >= ALONE_NS {
                 continue;
             }
-            let (has, lacking_ns) = (seat.has.load(Relaxed), seat.lacking_ns.load(Relaxed));
+            let (has, lacking_ns) = (member.has.load(Relaxed), member.lacking_ns.load(Relaxed));
             others.recent = true;
             others.has += has;
-            others.weight += if has > 0 { seat.weight.load(Relaxed) } else { 0 };
+            others.weight += if has > 0 { member.weight.load(Relaxed) } else { 0 };
             others.lacking |= lacking_ns > 0 && now_ns.saturating_sub(lacking_ns) < LACKING_NS;
-            others.ended_ns = others.ended_ns.max(seat.ended_ns.load(Relaxed));
+            others.ended_ns = others.ended_ns.max(member.ended_ns.load(Relaxed));
         }
-        let seat = &self.seat.0;
-        if seat.weight.load(Relaxed) != weight {
-            seat.weight.store(weight, Relaxed);
+        let member = &self.member.0;
+        if member.weight.load(Relaxed) != weight {
+            member.weight.store(weight, Relaxed);
         }
         (self.others, self.round_ns, self.news) = (others, now_ns, news);
     }
@@ -338,7 +342,7 @@ impl DepthShare {
     fn is_seen(&mut self, now_ns: u64) {
         let was_away = self.seen_ns == 0 || now_ns.saturating_sub(self.seen_ns) >= NEWS_NS;
         (self.seen_ns, self.seen_until_ns) = (now_ns.max(1), now_ns + SEEN_NS);
-        self.seat.0.seen_ns.store(self.seen_ns, Relaxed);
+        self.member.0.seen_ns.store(self.seen_ns, Relaxed);
         if was_away {
             self.table.tell();
         }
@@ -348,7 +352,7 @@ impl DepthShare {
     #[inline]
     pub(super) fn took(&mut self, cost: u64) {
         self.has += cost;
-        self.seat.0.has.store(self.has, Relaxed);
+        self.member.0.has.store(self.has, Relaxed);
         if self.lacking {
             self.lacks(0);
         }
@@ -361,7 +365,7 @@ impl DepthShare {
         self.has -= cost;
         self.ends += 1;
         self.cost += cost;
-        self.seat.0.has.store(self.has, Relaxed);
+        self.member.0.has.store(self.has, Relaxed);
         if now_ns != self.ended_ns {
             self.write_down(had, now_ns);
         }
@@ -371,16 +375,16 @@ impl DepthShare {
     /// had the most since the last time.
     #[inline(never)]
     fn write_down(&mut self, had: u64, now_ns: u64) {
-        let (read, seat) = (&self.table.read.0, &self.seat.0);
+        let (read, member) = (&self.table.read.0, &self.member.0);
         let turn = read.turn.load(Relaxed);
         if turn != self.turn || had > self.peak {
             (self.turn, self.peak) = (turn, had);
-            seat.peak.store(had, Relaxed);
+            member.peak.store(had, Relaxed);
         }
-        seat.ends.store(self.ends, Relaxed);
-        seat.cost.store(self.cost, Relaxed);
+        member.ends.store(self.ends, Relaxed);
+        member.cost.store(self.cost, Relaxed);
         self.ended_ns = now_ns;
-        seat.ended_ns.store(now_ns, Relaxed);
+        member.ended_ns.store(now_ns, Relaxed);
         if now_ns >= read.look_ns.load(Relaxed) {
             self.table.look(now_ns);
         }
@@ -394,19 +398,21 @@ impl DepthShare {
 
 impl Drop for DepthShare {
     fn drop(&mut self) {
-        let seat = &self.seat.0;
-        for word in [&seat.has, &seat.peak, &seat.weight, &seat.lacking_ns, &seat.seen_ns, &seat.ended_ns] {
+        let member = &self.member.0;
+        for word in [&member.has, &member.peak, &member.weight, &member.lacking_ns, &member.seen_ns, &member.ended_ns] {
             word.store(0, Relaxed);
         }
         // Pairs with the acquire of who sits down next, who counts on from what has ended.
-        seat.taken.store(false, Release);
+        member.taken.store(false, Release);
     }
 }
 
 impl std::fmt::Debug for SharedDepth {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let queues =
-            self.0.get().map_or(0, |table| table.seats().iter().filter(|seat| seat.0.taken.load(Relaxed)).count());
+        let queues = self
+            .0
+            .get()
+            .map_or(0, |table| table.members().iter().filter(|member| member.0.taken.load(Relaxed)).count());
         f.debug_struct("SharedDepth").field("queues", &queues).finish_non_exhaustive()
     }
 }
@@ -487,8 +493,9 @@ mod tests {
         end(&mut queues[0], 3, 2 * MS);
         take(&mut queues[0], 1, 2 * MS);
         end(&mut queues[0], 1, 3 * MS);
-        let seat = &queues[0].seat.0;
-        let words = [&seat.has, &seat.peak, &seat.ends, &seat.cost, &seat.ended_ns].map(|word| word.load(Relaxed));
+        let member = &queues[0].member.0;
+        let words =
+            [&member.has, &member.peak, &member.ends, &member.cost, &member.ended_ns].map(|word| word.load(Relaxed));
         assert_eq!(words, [4 * COST, 7 * COST, 4, 4 * COST, 3 * MS]);
     }
 
@@ -561,19 +568,19 @@ mod tests {
     }
 
     #[test]
-    fn a_queue_that_is_gone_leaves_nothing_behind_and_its_seat_to_the_next() {
+    fn a_queue_that_is_gone_leaves_nothing_behind_and_its_member_to_the_next() {
         let shared = SharedDepth::default();
         let mut stays = shared.join(96);
-        for number in 0..2 * SEATS_MAX {
+        for number in 0..2 * MEMBERS_MAX {
             let mut goes = shared.join(96);
             assert_eq!(goes.number, 1);
             take(&mut goes, 8, MS + number as u64);
         }
         assert_eq!(take(&mut stays, 100, 2 * MS), 100, "it is alone");
         end(&mut stays, 100, 3 * MS);
-        // More than there are seats for: the last one is by itself.
-        let more: Vec<_> = (0..SEATS_MAX).map(|_| shared.join(96)).collect();
-        assert!(!Arc::ptr_eq(&more[SEATS_MAX - 1].table, &stays.table) && Arc::ptr_eq(&more[0].table, &stays.table));
+        // More than there are members for: the last one is by itself.
+        let more: Vec<_> = (0..MEMBERS_MAX).map(|_| shared.join(96)).collect();
+        assert!(!Arc::ptr_eq(&more[MEMBERS_MAX - 1].table, &stays.table) && Arc::ptr_eq(&more[0].table, &stays.table));
     }
 
     #[test]

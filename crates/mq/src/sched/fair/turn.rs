@@ -2,14 +2,14 @@
 //!
 //! A turn is as long as the owner's credit, counted from the first end in it, so that nobody pays for the way from
 //! where another has been; what is still in flight when it is over is waited for, and paid for by who sent it. An owner
-//! with nothing to do is waited for as long as its habits make it likely that it comes back, and worth it. Beyond that
+//! with nothing to do is waited for as long as its history make it likely that it comes back, and worth it. Beyond that
 //! its turn is over, and it keeps the rest of its credit for this round. Who has used up its credit stands at the end
 //! of the line at once, though it may think just then: so turns go round, and nobody has two of them while another
 //! waits for one.
 //!
 //! Writes nobody waits for save up what is due to them until it is a whole slice: each turn of theirs leaves a disk
-//! with its write cache full, and lasts until that has [settled](super::settle). What reads lose to it all the same is
-//! not charged to who reads.
+//! with its write cache full, and lasts until that has [settled](super::hold_off). What reads lose to it all the same
+//! is not charged to who reads.
 //!
 //! Of several that come back, as all do who wait for [room](super::room) in one page cache, who has had least is next,
 //! and has no more than its part of that. Nobody who was away has it for long. A crowd comes first: each of those in it
@@ -18,7 +18,7 @@
 //! While others wait, an owner has no more in flight than fits in the rest of its turn, by how long each took: so a
 //! turn of who seeks ends in time, and who reads in a row has all the depth it can use.
 
-use super::habits;
+use super::history;
 use super::{Fair, FairConfig, FairStream, WEIGHT};
 use crate::sched::Selected;
 
@@ -126,9 +126,9 @@ impl Fair {
                 if self.config.drain && in_flight > 0 {
                     return Selected::Wait(u64::MAX);
                 }
-                let settled_ns = self.settled_ns(&turn);
-                if !preempted && now_ns < settled_ns {
-                    return Selected::Wait(settled_ns);
+                let hold_off_end_ns = self.hold_off_end_ns(&turn);
+                if !preempted && now_ns < hold_off_end_ns {
+                    return Selected::Wait(hold_off_end_ns);
                 }
                 self.end_turn(now_ns);
             } else if own > 0 {
@@ -158,9 +158,9 @@ impl Fair {
     }
 
     /// When the device has done what a turn of writes has left in its cache.
-    fn settled_ns(&self, turn: &ActiveTurn) -> u64 {
+    fn hold_off_end_ns(&self, turn: &ActiveTurn) -> u64 {
         let waits = self.config.drain && !self.streams.get(turn.who).sync;
-        if waits { turn.ended_ns + self.settle.ns() } else { 0 }
+        if waits { turn.ended_ns + self.hold_off.ns() } else { 0 }
     }
 
     /// Whether one more would end within the turn.
@@ -173,7 +173,7 @@ impl Fair {
     fn idle_until_ns(&self, turn: &ActiveTurn) -> u64 {
         let last = self.streams.get(turn.last);
         let most_ns = if last.sync { u64::from(self.config.idle_ms) * 1_000_000 } else { 0 };
-        turn.ended_ns.saturating_add(last.habits.idle_ns(most_ns))
+        turn.ended_ns.saturating_add(last.history.idle_ns(most_ns))
     }
 
     /// The turn that is next begins. False if nobody wants it.
@@ -237,7 +237,7 @@ impl Fair {
         let FairStream { share, sync, .. } = self.streams.get_mut(turn.who);
         share.credit -= used_ns as i64;
         if !*sync {
-            self.settle.wrote(now_ns);
+            self.hold_off.wrote(now_ns);
             self.room.wrote(turn.bytes, turn.alone);
         } else if is_crowd {
             self.room.crowd();
@@ -250,7 +250,7 @@ impl Fair {
         }
         let wants_more = self.waiting_of(turn.who, class) > 0;
         let stream = self.streams.get(turn.who);
-        if !is_crowd && wants_more && stream.sync && stream.habits.seeks() {
+        if !is_crowd && wants_more && stream.sync && stream.history.seeks() {
             return self.stand_in_line(turn.who, now_ns);
         }
         let used_up = stream.sync && stream.share.credit < self.turns[class].least();
@@ -296,10 +296,10 @@ impl Fair {
             let gap_ns = now_ns.saturating_sub(turn.ended_ns.max(start_ns));
             let stream = self.streams.get_mut(who);
             if stream.sync && who == at && self.config.drain {
-                turn.lost_ns += self.settle.read(gap_ns, u64::from(stream.gap_ns), now_ns);
+                turn.lost_ns += self.hold_off.read(gap_ns, u64::from(stream.gap_ns), now_ns);
             }
             let mean_ns = &mut stream.gap_ns;
-            *mean_ns = ((u64::from(*mean_ns) * 7 + gap_ns.min(habits::IDLE_NS * 8)) / 8) as u32;
+            *mean_ns = ((u64::from(*mean_ns) * 7 + gap_ns.min(history::IDLE_NS * 8)) / 8) as u32;
         }
         turn.began_ns.get_or_insert(now_ns);
         (turn.ended_ns, turn.last) = (now_ns, at);

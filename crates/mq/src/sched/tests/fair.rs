@@ -384,7 +384,7 @@ fn a_clock_that_goes_back_a_little_does_no_harm() {
 }
 
 /// What somebody may want.
-fn wish() -> impl Strategy<Value = (u32, u64, u8, bool, u64)> {
+fn request() -> impl Strategy<Value = (u32, u64, u8, bool, u64)> {
     (0_u32..6, 0_u64..50, 0_u8..3, any::<bool>(), 0_u64..30)
 }
 
@@ -393,7 +393,7 @@ proptest! {
     /// comes out, each within a bound, however it is ended.
     #[test]
     fn nothing_is_lost_and_nobody_waits_for_ever(
-        wishes in prop::collection::vec(wish(), 1..300),
+        requests in prop::collection::vec(request(), 1..300),
         device in prop_oneof![Just(FairDevice::Seeks), Just(FairDevice::Flat), Just(FairDevice::Measured)],
         drain: bool,
         idle_ms in 0_u32..10,
@@ -401,7 +401,7 @@ proptest! {
         let config = FairConfig { device, drain, idle_ms, ..FairConfig::default() };
         let mut hand = Hand::new(SchedulerConfig::Fair(config));
         let (mut wanted, mut came) = (0, 0);
-        for (stream, place, class, write, gap_ms) in wishes {
+        for (stream, place, class, write, gap_ms) in requests {
             let sector = u64::from(stream) * 1_000_000 + place * 8 * (1 + u64::from(stream) * 1000);
             let op = if write { Op::Write } else { Op::Read };
             if wanted - came < 40 {

@@ -149,7 +149,7 @@ fn a_slice_is_a_streams_or_a_software_queues() {
         let mut hand = hand(TimesliceConfig { key, ..BARE });
         let mut bios = of(&[1, 2, 3], 1);
         // The second is of another stream, but was submitted where the first was.
-        bios[1].seat = 1;
+        bios[1].submitter = 1;
         bios[2].stream = 1;
         hand.insert(bios);
         assert_eq!(hand.all().iter().map(|sector| sector / 1000).collect::<Vec<_>>(), wanted);

@@ -1,4 +1,4 @@
-//! A driver's ring and a device's ring over one memory, both cranked by the test.
+//! A driver's ring and a device's ring over one memory, both run by the test.
 
 #![allow(dead_code, reason = "each test file uses its own part")]
 

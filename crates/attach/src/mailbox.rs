@@ -1,7 +1,7 @@
 //! What a queue on its lane and the control thread of its device leave for each other.
 //!
-//! The control thread puts letters behind the queue's door and rings its bell; the queue reads them when it is next at
-//! work. The queue writes down the line, and nobody on a lane waits for an answer.
+//! The control thread puts commands behind the queue's mailbox and signals its eventfd; the queue reads them when it is
+//! next at work. The queue writes down the line, and nobody on a lane waits for an answer.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -9,7 +9,7 @@ use std::sync::mpsc::{SendError, Sender};
 
 use blkyard_mem::{Mailbox, Region};
 use blkyard_mq::QueueKind;
-use blkyard_virtio::Complaints;
+use blkyard_virtio::Violations;
 use blkyard_virtio::driver::BlkRing;
 
 use crate::AttachError;
@@ -17,7 +17,7 @@ use crate::event::Event;
 
 /// To a queue.
 #[derive(Debug)]
-pub(crate) enum Letter {
+pub(crate) enum QueueCommand {
     /// From now on this is its ring, of this number. What the one before has in flight is to be done again.
     Run(RingEnd),
     /// Its memory of this number is known to the back-end, or cannot be. Ends a rest.
@@ -45,14 +45,14 @@ pub(crate) struct RingEnd {
 
 /// From whoever uses a device.
 #[derive(Debug)]
-pub(crate) enum Order {
+pub(crate) enum DeviceCommand {
     /// One more queue.
     Open(QueueKind, Sender<Result<Opened, AttachError>>),
     /// Memory that queues will use, to be announced with the next change.
     Reserve(Arc<Region>),
     /// The memory of a queue is this from now on, under this number; nothing of the old is in flight.
     Memory(u16, u64, Vec<Arc<Region>>),
-    /// The queue has nothing in flight, and takes nothing: the answer to a [`Letter::Rest`] of this number.
+    /// The queue has nothing in flight, and takes nothing: the answer to a [`QueueCommand::Rest`] of this number.
     Rested(u16, u64),
     /// The back-end broke this ring of a queue.
     Fault(u16, u64, String),
@@ -66,7 +66,7 @@ pub(crate) enum Order {
 #[derive(Debug)]
 pub(crate) struct Opened {
     pub(crate) number: u16,
-    pub(crate) door: Arc<Door>,
+    pub(crate) mailbox: Arc<QueueMailbox>,
     /// Later, if there is none yet.
     pub(crate) ring: Option<RingEnd>,
     /// How long what a silent back-end had is done again before it fails, ns.
@@ -75,69 +75,69 @@ pub(crate) struct Opened {
 
 /// What others may see of a queue.
 #[derive(Clone, Debug)]
-pub struct QueueView {
+pub struct DriverQueueView {
     /// `req.N`, or `req_poll.N` for one that is polled, as Linux names them.
     pub name: String,
     /// What the back-end did wrong on it, by reason.
-    pub complaints: Arc<Complaints>,
+    pub violations: Arc<Violations>,
     /// Back-ends that died one after the other while it had requests in flight, and answered none.
     pub deaths: Arc<AtomicU64>,
 }
 
-/// A queue's door. On lines of its own: neighbours are looked at by other threads.
+/// A queue's mailbox. On lines of its own: neighbours are looked at by other threads.
 #[derive(Debug)]
 #[repr(align(128))]
-pub(crate) struct Door {
-    letters: Mailbox<Letter>,
-    /// Rung by the back-end, and for letters; the same one for all back-ends to come.
-    pub(crate) bell: Arc<Event>,
+pub(crate) struct QueueMailbox {
+    commands: Mailbox<QueueCommand>,
+    /// Rung by the back-end, and for commands; the same one for all back-ends to come.
+    pub(crate) eventfd: Arc<Event>,
     pub(crate) polled: bool,
-    pub(crate) view: QueueView,
+    pub(crate) view: DriverQueueView,
 }
 
-impl Door {
-    pub(crate) fn new(kind: QueueKind, bell: &Arc<Event>, view: QueueView) -> Door {
+impl QueueMailbox {
+    pub(crate) fn new(kind: QueueKind, eventfd: &Arc<Event>, view: DriverQueueView) -> QueueMailbox {
         let polled = kind == QueueKind::Poll;
-        Door { letters: Mailbox::default(), bell: Arc::clone(bell), polled, view }
+        QueueMailbox { commands: Mailbox::default(), eventfd: Arc::clone(eventfd), polled, view }
     }
 
-    pub(crate) fn post(&self, letter: Letter) {
-        // Never closed: a queue that is gone takes no letters, and they go with its door.
-        let _ = self.letters.send(letter);
-        // After the letter: who was armed earlier hears the bell and finds the letter.
+    pub(crate) fn post(&self, command: QueueCommand) {
+        // Never closed: a queue that is gone takes no commands, and they go with its mailbox.
+        let _ = self.commands.send(command);
+        // After the command: who was armed earlier hears the eventfd and finds the command.
         // Where nobody listens to it nobody
         // would make it quiet, either.
         if !self.polled {
-            self.bell.ring();
+            self.eventfd.ring();
         }
     }
 
     #[inline]
     pub(crate) fn has_mail(&self) -> bool {
-        self.letters.is_pending()
+        self.commands.is_pending()
     }
 
     #[cold]
-    pub(crate) fn take(&self) -> Vec<Letter> {
-        self.letters.take()
+    pub(crate) fn take(&self) -> Vec<QueueCommand> {
+        self.commands.take()
     }
 }
 
 /// The way to the control thread. It ends when all lines are gone.
 #[derive(Clone, Debug)]
-pub(crate) struct Line(Arc<LineEnd>);
+pub(crate) struct ControlSender(Arc<LineEnd>);
 
 #[derive(Debug)]
 struct LineEnd {
-    orders: Option<Sender<Order>>,
+    orders: Option<Sender<DeviceCommand>>,
     wake: Arc<Event>,
     /// Signalled when no line is left: whatever the control thread waits for, it waits no longer.
     end: Arc<Event>,
 }
 
-impl Line {
-    pub(crate) fn new(orders: Sender<Order>, wake: &Arc<Event>, end: &Arc<Event>) -> Line {
-        Line(Arc::new(LineEnd { orders: Some(orders), wake: Arc::clone(wake), end: Arc::clone(end) }))
+impl ControlSender {
+    pub(crate) fn new(orders: Sender<DeviceCommand>, wake: &Arc<Event>, end: &Arc<Event>) -> ControlSender {
+        ControlSender(Arc::new(LineEnd { orders: Some(orders), wake: Arc::clone(wake), end: Arc::clone(end) }))
     }
 
     /// Whether all other lines are gone.
@@ -146,7 +146,7 @@ impl Line {
     }
 
     /// False if the control thread is gone.
-    pub(crate) fn send(&self, order: Order) -> bool {
+    pub(crate) fn send(&self, order: DeviceCommand) -> bool {
         let LineEnd { orders, wake, .. } = &*self.0;
         let sent = orders.as_ref().is_some_and(|orders| !matches!(orders.send(order), Err(SendError(_))));
         wake.ring();

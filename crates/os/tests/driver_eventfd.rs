@@ -1,5 +1,5 @@
-//! Drivers whose device rings a bell: sleepers hear it, on a lane and on a shared queue, long before they would look by
-//! themselves.
+//! Drivers whose device signals an eventfd: sleepers hear it, on a lane and on a shared queue, long before they would
+//! look by themselves.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,13 +8,13 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::{
-    Batch, Bed, Bio, Crank, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, IdlePolicy, Op, QueueLimits, RegionTable,
-    Station, Status, SwQueue, Tag,
+    Batch, Bio, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, IdlePolicy, Op, Parker, Poller, PollerState,
+    QueueLimits, RegionTable, Status, SwQueue, Tag,
 };
-use blkyard_os::{LaneConfig, Ring, RingBed, RingConfig, now_ns, spawn};
+use blkyard_os::{LaneConfig, Ring, RingConfig, RingParker, now_ns, spawn};
 use rustix::event::{EventfdFlags, eventfd};
 
-/// I/Os one after another. Who does not hear the bell looks once a second, and takes minutes.
+/// I/Os one after another. Who does not hear the eventfd looks once a second, and takes minutes.
 const ROUNDS: u64 = 200;
 const LIMIT: Duration = Duration::from_mins(1);
 
@@ -22,24 +22,24 @@ const LIMIT: Duration = Duration::from_mins(1);
 struct Wire {
     finished: Mutex<Vec<usize>>,
     armed: AtomicBool,
-    bell: OwnedFd,
+    eventfd: OwnedFd,
 }
 
 /// A device of one thread: finishes what it is given, and rings if it was asked to.
-struct Belled {
+struct DoorbellDriver {
     wire: Arc<Wire>,
     work: Sender<usize>,
     tags: Vec<Option<Tag>>,
 }
 
-impl Belled {
-    fn new(depth: usize) -> Belled {
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
-        let wire = Arc::new(Wire { finished: Mutex::default(), armed: AtomicBool::new(false), bell });
+impl DoorbellDriver {
+    fn new(depth: usize) -> DoorbellDriver {
+        let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let wire = Arc::new(Wire { finished: Mutex::default(), armed: AtomicBool::new(false), eventfd });
         let (work, wanted) = channel();
         let device = Arc::clone(&wire);
         std::thread::spawn(move || serve(&device, &wanted));
-        Belled { wire, work, tags: (0..depth).map(|_| None).collect() }
+        DoorbellDriver { wire, work, tags: (0..depth).map(|_| None).collect() }
     }
 }
 
@@ -49,12 +49,12 @@ fn serve(wire: &Wire, wanted: &Receiver<usize>) {
         std::thread::sleep(Duration::from_micros(50 * (place as u64 % 5)));
         wire.finished.lock().unwrap().push(place);
         if wire.armed.swap(false, Ordering::SeqCst) {
-            rustix::io::write(&wire.bell, &1_u64.to_ne_bytes()).unwrap();
+            rustix::io::write(&wire.eventfd, &1_u64.to_ne_bytes()).unwrap();
         }
     }
 }
 
-impl<Cx: ?Sized> Driver<Cx> for Belled {
+impl<Cx: ?Sized> Driver<Cx> for DoorbellDriver {
     fn queue_rqs(&mut self, _: &mut Cx, _: &RegionTable, batch: &mut Batch<'_>) {
         while let Some((tag, _, _)) = batch.take() {
             let place = tag.index();
@@ -78,19 +78,23 @@ impl<Cx: ?Sized> Driver<Cx> for Belled {
         self.wire.armed.store(false, Ordering::SeqCst);
     }
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.wire.bell.as_fd())
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.wire.eventfd.as_fd())
     }
 }
 
-fn queue(depth: usize) -> HwQueue<Belled> {
+fn queue(depth: usize) -> HwQueue<DoorbellDriver> {
     let limits = QueueLimits { discard_sectors_max: 1024, ..QueueLimits::default() };
     let info = DeviceInfo { name: "belled".into(), capacity_sectors: 1 << 20, limits, ..DeviceInfo::default() };
-    HwQueue::new(Belled::new(depth), Arc::new(info), HwQueueConfig { depth, bios_max: 64, ..Default::default() })
+    HwQueue::new(
+        DoorbellDriver::new(depth),
+        Arc::new(info),
+        HwQueueConfig { depth, bios_max: 64, ..Default::default() },
+    )
 }
 
 /// An I/O without data.
-fn wish(sector: u64) -> Box<Bio> {
+fn submission(sector: u64) -> Box<Bio> {
     let mut bio = Bio::with_capacity(0);
     (bio.op, bio.sector, bio.sectors) = (Op::Discard, sector, 8);
     bio
@@ -98,20 +102,20 @@ fn wish(sector: u64) -> Box<Bio> {
 
 /// Does one I/O after another.
 struct OneByOne {
-    queue: HwQueue<Belled>,
+    queue: HwQueue<DoorbellDriver>,
     left: u64,
 }
 
-impl Station<Ring> for OneByOne {
-    fn crank(&mut self, ring: &mut Ring, now_ns: u64) -> Crank {
+impl Poller<Ring> for OneByOne {
+    fn run_once(&mut self, ring: &mut Ring, now_ns: u64) -> PollerState {
         let mut moved = self.queue.reap(ring, now_ns, &mut |bio| assert_eq!(bio.status, Status::Ok));
         if self.queue.is_idle() && self.left > 0 {
             self.left -= 1;
-            self.queue.submit(wish(self.left * 8));
+            self.queue.submit(submission(self.left * 8));
             moved += 1;
         }
         moved += self.queue.issue(ring, now_ns);
-        if moved > 0 { Crank::Busy } else { Crank::Waiting }
+        if moved > 0 { PollerState::Busy } else { PollerState::Waiting }
     }
 
     fn arm(&mut self) -> bool {
@@ -122,12 +126,12 @@ impl Station<Ring> for OneByOne {
         self.queue.disarm::<Ring>();
     }
 
-    fn bell(&self) -> Option<BorrowedFd<'_>> {
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    fn device_bell(&self) -> Option<BorrowedFd<'_>> {
-        self.queue.bell::<Ring>()
+    fn device_eventfd(&self) -> Option<BorrowedFd<'_>> {
+        self.queue.eventfd::<Ring>()
     }
 
     fn is_over(&self) -> bool {
@@ -136,29 +140,30 @@ impl Station<Ring> for OneByOne {
 }
 
 #[test]
-fn a_lane_that_sleeps_is_woken_by_the_bell_of_a_device() {
+fn a_lane_that_sleeps_is_woken_by_the_eventfd_of_a_device() {
     let start = Instant::now();
     let policy = IdlePolicy { spin_ns: 0 };
     let config = LaneConfig { name: "belled".into(), policy, ..LaneConfig::default() };
-    let stations = |_: &mut Ring| (0..3).map(|_| OneByOne { queue: queue(4), left: ROUNDS }).collect();
-    spawn(config, stations).unwrap().join().unwrap();
+    let pollers = |_: &mut Ring| (0..3).map(|_| OneByOne { queue: queue(4), left: ROUNDS }).collect();
+    spawn(config, pollers).unwrap().join().unwrap();
     assert!(start.elapsed() < LIMIT, "{:?} for {ROUNDS} I/Os", start.elapsed());
 }
 
 #[test]
-fn threads_that_share_a_queue_are_woken_by_the_bell_of_its_device() {
+fn threads_that_share_a_queue_are_woken_by_the_eventfd_of_its_device() {
     const THREADS: usize = 3;
     let start = Instant::now();
     let ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() }).unwrap();
-    let beds: Vec<Arc<dyn Bed>> = (0..THREADS).map(|_| RingBed::new(&ring).unwrap() as Arc<dyn Bed>).collect();
-    let queues = SwQueue::share(queue(8), ring, 8, beds);
+    let parkers: Vec<Arc<dyn Parker>> =
+        (0..THREADS).map(|_| RingParker::new(&ring).unwrap() as Arc<dyn Parker>).collect();
+    let queues = SwQueue::share(queue(8), ring, 8, parkers);
     let all_done = std::sync::Barrier::new(THREADS);
     std::thread::scope(|scope| {
         for mut queue in queues {
             let all_done = &all_done;
             scope.spawn(move || {
                 for round in 0..ROUNDS {
-                    queue.submit(wish(round * 8));
+                    queue.submit(submission(round * 8));
                     let mut ended = 0;
                     queue.wait(&now_ns, &mut |bio| {
                         assert_eq!(bio.status, Status::Ok);

@@ -6,30 +6,30 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blkyard_mq::{Bed, Wake};
+use blkyard_mq::{Parker, Wake};
 use loom::sync::Notify;
 
 const FAR_NS: u64 = 100_000_000;
 
-pub struct ModelBed {
+pub struct ModelParker {
     called: Notify,
     /// Not modelled: time is the same for all.
     clock: Arc<AtomicU64>,
 }
 
-impl ModelBed {
-    pub fn beside(clock: &Arc<AtomicU64>) -> Arc<dyn Bed> {
-        Arc::new(ModelBed { called: Notify::new(), clock: Arc::clone(clock) })
+impl ModelParker {
+    pub fn beside(clock: &Arc<AtomicU64>) -> Arc<dyn Parker> {
+        Arc::new(ModelParker { called: Notify::new(), clock: Arc::clone(clock) })
     }
 }
 
-impl Wake for ModelBed {
+impl Wake for ModelParker {
     fn wake(&self) {
         self.called.notify();
     }
 }
 
-impl Bed for ModelBed {
+impl Parker for ModelParker {
     fn sleep(&self) {
         self.called.wait();
     }

@@ -1,4 +1,4 @@
-//! Where a bio must be cut to fit the device. After `block/blk-merge.c` of Linux (`bio_split_rw`, `get_max_io_size`,
+//! Where a bio must be split to fit the device. After `block/blk-merge.c` of Linux (`bio_split_rw`, `get_max_io_size`,
 //! `bvec_split_segs`, `bio_split_discard`).
 //!
 //! Pure: takes a bio that is [admitted](QueueLimits::admit) and a place in it, and says how far the next request may
@@ -19,10 +19,10 @@ pub struct Cursor {
 
 /// The next request's share of a bio.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Cut {
+pub struct BioSplit {
     /// Length, sectors.
     pub sectors: u32,
-    /// Segments of the request, after long ones are cut: each on its own, whether it continues its neighbour or not.
+    /// Segments of the request, after long ones are split: each on its own, whether it continues its neighbour or not.
     pub segments: u16,
     /// Where the share after this one begins.
     pub end: Cursor,
@@ -61,19 +61,19 @@ impl QueueLimits {
 
     /// The longest request that fits the limits and begins at `from`.
     ///
-    /// A limit that has become zero since the bio was admitted does not cut: the device refuses the request itself.
+    /// A limit that has become zero since the bio was admitted does not split: the device refuses the request itself.
     ///
     /// # Errors
     /// [`Status::Invalid`] if not even one logical block fits, because its segments are too many or too torn, or if the
     /// bio is [atomic](BioFlags::ATOMIC) and does not fit whole; [`Status::Again`] if it does not fit whole and is not
     /// to [wait](BioFlags::NOWAIT), as its parts might have to.
     #[inline]
-    pub fn cut(&self, bio: &Bio, from: Cursor) -> Result<Cut, Status> {
+    pub fn split(&self, bio: &Bio, from: Cursor) -> Result<BioSplit, Status> {
         if from == Cursor::default() && self.takes_whole(bio) {
             let end = Cursor { sectors: bio.sectors, segment: 1, offset: 0 };
-            return Ok(Cut { sectors: bio.sectors, segments: 1, end });
+            return Ok(BioSplit { sectors: bio.sectors, segments: 1, end });
         }
-        self.cut_slow(bio, from)
+        self.split_slow(bio, from)
     }
 
     /// Whether a bio that is [admitted](QueueLimits::admit) fits one request at a glance: the common case.
@@ -105,32 +105,32 @@ impl QueueLimits {
     }
 
     #[inline(never)]
-    fn cut_slow(&self, bio: &Bio, from: Cursor) -> Result<Cut, Status> {
+    fn split_slow(&self, bio: &Bio, from: Cursor) -> Result<BioSplit, Status> {
         if bio.op == Op::Flush {
-            return Ok(Cut { sectors: 0, segments: 0, end: from });
+            return Ok(BioSplit { sectors: 0, segments: 0, end: from });
         }
-        let sectors = self.cut_length(bio, from);
-        let cut = if bio.op.has_data() {
-            self.cut_data(bio, from, sectors)
+        let sectors = self.split_length(bio, from);
+        let split = if bio.op.has_data() {
+            self.split_data(bio, from, sectors)
         } else {
-            Cut { sectors, segments: 0, end: Cursor { sectors: from.sectors + sectors, ..from } }
+            BioSplit { sectors, segments: 0, end: Cursor { sectors: from.sectors + sectors, ..from } }
         };
-        let is_split = cut.end.sectors < bio.sectors;
-        if cut.sectors == 0 || (is_split && bio.flags.contains(BioFlags::ATOMIC)) {
+        let is_split = split.end.sectors < bio.sectors;
+        if split.sectors == 0 || (is_split && bio.flags.contains(BioFlags::ATOMIC)) {
             return Err(Status::Invalid);
         }
         if is_split && bio.flags.contains(BioFlags::NOWAIT) {
             return Err(Status::Again);
         }
-        Ok(cut)
+        Ok(split)
     }
 
     /// How far a request from `from` may reach, whatever its segments: sectors.
     ///
-    /// What fits is never cut. Where a cut must be, it had better be at the end of a physical block. (Linux lowers the
-    /// maximum to such an end before it looks how long the bio is, and so cuts some that would fit: one request more,
-    /// and the same blocks torn.)
-    fn cut_length(&self, bio: &Bio, from: Cursor) -> u32 {
+    /// What fits is never split. Where a split must be, it had better be at the end of a physical block. (Linux lowers
+    /// the maximum to such an end before it looks how long the bio is, and so splits some that would fit: one request
+    /// more, and the same blocks torn.)
+    fn split_length(&self, bio: &Bio, from: Cursor) -> u32 {
         let start = bio.sector + u64::from(from.sectors);
         let left = bio.sectors - from.sectors;
         let max = self.sectors_max_at(bio.op, bio.flags, start);
@@ -161,7 +161,7 @@ impl QueueLimits {
         (self.discard_granularity_bytes >> SECTOR_SHIFT).max(1)
     }
 
-    /// What the shares of a bio that is cut are made of, bytes.
+    /// What the shares of a bio that is split are made of, bytes.
     fn unit_bytes(&self, op: Op) -> u32 {
         if op == Op::Write {
             self.write_granularity_bytes.max(self.logical_block_bytes)
@@ -171,19 +171,19 @@ impl QueueLimits {
     }
 
     /// As much of `sectors` as the segments allow; nothing if that is not even a block.
-    fn cut_data(&self, bio: &Bio, from: Cursor, sectors: u32) -> Cut {
-        let cut = |(bytes, segments, end): (u64, u16, Cursor)| {
+    fn split_data(&self, bio: &Bio, from: Cursor, sectors: u32) -> BioSplit {
+        let split = |(bytes, segments, end): (u64, u16, Cursor)| {
             let sectors = (bytes >> SECTOR_SHIFT) as u32;
-            Cut { sectors, segments, end: Cursor { sectors: from.sectors + sectors, ..end } }
+            BioSplit { sectors, segments, end: Cursor { sectors: from.sectors + sectors, ..end } }
         };
         let want = u64::from(sectors) << SECTOR_SHIFT;
         let walked = self.walk(bio, from, want);
         if walked.0 == u64::from(bio.sectors - from.sectors) << SECTOR_SHIFT {
-            return cut(walked);
+            return split(walked);
         }
         let unit = u64::from(self.unit_bytes(bio.op));
         let bytes = walked.0 / unit * unit;
-        cut(if bytes == walked.0 { walked } else { self.walk(bio, from, bytes) })
+        split(if bytes == walked.0 { walked } else { self.walk(bio, from, bytes) })
     }
 
     /// Walks pieces of segments from `from` until `want` bytes are covered or a limit stops it. Returns bytes, pieces
@@ -216,11 +216,11 @@ impl QueueLimits {
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{bio, blocks_of_4k, cuts, with};
+    use super::super::tests::{bio, blocks_of_4k, splits, with};
     use super::*;
 
     #[test]
-    fn bios_are_cut_where_the_limits_say() {
+    fn bios_are_split_where_the_limits_say() {
         let l = QueueLimits::default();
         let k64 = QueueLimits { sectors_max: 128, ..l };
         let chunk = QueueLimits { chunk_sectors: 16, ..l };
@@ -258,14 +258,14 @@ mod tests {
             ),
             ("and read in any", zone, bio(Op::Read, 0, 40, &[(0, 20480)]), &[(20, 1), (20, 1)]),
             (
-                "a cut inside a segment",
+                "a split inside a segment",
                 two,
                 bio(Op::Read, 0, 3, &[(0, 256), (512, 512), (2048, 768)]),
                 &[(1, 2), (2, 2)],
             ),
         ];
         for (name, limits, bio, want) in table {
-            assert_eq!(cuts(limits, bio).as_deref(), Ok(*want), "{name}");
+            assert_eq!(splits(limits, bio).as_deref(), Ok(*want), "{name}");
         }
     }
 
@@ -282,24 +282,24 @@ mod tests {
             ("no discards any more", withdrawn, &[(200, 0)]),
         ];
         for (name, limits, want) in table {
-            assert_eq!(cuts(limits, &bio(Op::Discard, 3, 200, &[])).as_deref(), Ok(*want), "{name}");
+            assert_eq!(splits(limits, &bio(Op::Discard, 3, 200, &[])).as_deref(), Ok(*want), "{name}");
         }
     }
 
     #[test]
-    fn zeroes_are_cut_to_their_own_limit_and_the_chunk() {
+    fn zeroes_are_split_to_their_own_limit_and_the_chunk() {
         let limits = QueueLimits { write_zeroes_sectors_max: 30, chunk_sectors: 64, ..blocks_of_4k() };
         let zeroes = bio(Op::WriteZeroes, 8, 96, &[]);
-        assert_eq!(cuts(&limits, &zeroes), Ok(vec![(24, 0), (24, 0), (8, 0), (24, 0), (16, 0)]));
+        assert_eq!(splits(&limits, &zeroes), Ok(vec![(24, 0), (24, 0), (8, 0), (24, 0), (16, 0)]));
         let withdrawn = QueueLimits { write_zeroes_sectors_max: 0, ..limits };
-        assert_eq!(cuts(&withdrawn, &zeroes), Ok(vec![(96, 0)]));
+        assert_eq!(splits(&withdrawn, &zeroes), Ok(vec![(96, 0)]));
     }
 
     #[test]
     fn a_block_torn_beyond_the_segment_limit_is_invalid() {
         let limits = QueueLimits { segments_max: 2, ..blocks_of_4k() };
         let torn = bio(Op::Read, 0, 8, &[(0, 1024), (2048, 1024), (4096, 2048)]);
-        assert_eq!(cuts(&limits, &torn), Err(Status::Invalid));
+        assert_eq!(splits(&limits, &torn), Err(Status::Invalid));
     }
 
     #[test]
@@ -316,7 +316,7 @@ mod tests {
             ("both", write(BioFlags::NOWAIT | BioFlags::ATOMIC, 0, 9), Err(Status::Invalid)),
         ];
         for (name, bio, want) in table {
-            assert_eq!(cuts(&limits, bio), want.map(<[_]>::to_vec), "{name}");
+            assert_eq!(splits(&limits, bio), want.map(<[_]>::to_vec), "{name}");
         }
     }
 }

@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 
 /// All of a daemon. Its descriptors: the control socket, then those of each device.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Parcel {
+pub(super) struct HandoverState {
     pub(super) lanes: u64,
     #[serde(flatten)]
-    pub(super) habits: Habits,
+    pub(super) habits: HandoverSettings,
     pub(super) control: SocketPart,
     pub(super) devices: Vec<DevicePart>,
 }
@@ -21,7 +21,7 @@ pub(super) struct Parcel {
 /// What else a daemon is told, as the settings of these names. A daemon that does not say keeps them to itself.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
-pub(super) struct Habits {
+pub(super) struct HandoverSettings {
     pub(super) spin_us: Option<u64>,
     pub(super) stats: Option<u64>,
     pub(super) cpus: Option<Vec<u32>>,
@@ -75,18 +75,18 @@ struct MessagePart {
 }
 
 /// Descriptors, in their order.
-pub(super) type Files = VecDeque<OwnedFd>;
+pub(super) type PassedFiles = VecDeque<OwnedFd>;
 
 /// The next descriptor.
 ///
 /// # Errors
 /// There is none.
-pub(super) fn next(files: &mut Files) -> Result<OwnedFd, String> {
+pub(super) fn next(files: &mut PassedFiles) -> Result<OwnedFd, String> {
     files.pop_front().ok_or_else(|| "fewer descriptors came than it takes".into())
 }
 
 impl ExportPart {
-    pub(super) fn pack(spec: Spec, state: ExportState, files: &mut Files) -> ExportPart {
+    pub(super) fn pack(spec: Spec, state: ExportState, files: &mut PassedFiles) -> ExportPart {
         let ExportState { listener, path, identity, made, offered, depth, wce, session } = state;
         files.push_back(listener);
         let session = session.map(|SessionState { connection, queues, part, setup, run }| {
@@ -98,7 +98,7 @@ impl ExportPart {
         ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session }
     }
 
-    pub(super) fn unpack(self, files: &mut Files) -> Result<(Spec, ExportState), String> {
+    pub(super) fn unpack(self, files: &mut PassedFiles) -> Result<(Spec, ExportState), String> {
         let ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session } = self;
         if !(1..=QUEUES_MAX).contains(&made) {
             return Err(format!("an export has {made} queues"));
@@ -121,13 +121,13 @@ impl ExportPart {
 }
 
 impl MessagePart {
-    fn pack(message: Message, files: &mut Files) -> MessagePart {
+    fn pack(message: Message, files: &mut PassedFiles) -> MessagePart {
         let part = MessagePart { bytes: message.bytes, files: message.files.len() };
         files.extend(message.files);
         part
     }
 
-    fn unpack(self, files: &mut Files) -> Result<Message, String> {
+    fn unpack(self, files: &mut PassedFiles) -> Result<Message, String> {
         let MessagePart { bytes, files: count } = self;
         if bytes.len() > MESSAGE_BYTES_MAX || count > MESSAGE_FILES_MAX {
             return Err(format!("a message has {} bytes and {count} descriptors", bytes.len()));
@@ -181,11 +181,12 @@ mod tests {
             session: Some(session),
         };
         let before = numbers(&state);
-        let mut files = Files::new();
+        let mut files = PassedFiles::new();
         let spec = Spec::parse("vhost-user-blk:/x?queues=4").unwrap();
         let part = ExportPart::pack(spec.clone(), state, &mut files);
         let text = serde_json::to_string(&part).unwrap();
-        let unpack = |text: &str, files: &mut Files| serde_json::from_str::<ExportPart>(text).unwrap().unpack(files);
+        let unpack =
+            |text: &str, files: &mut PassedFiles| serde_json::from_str::<ExportPart>(text).unwrap().unpack(files);
         let (spec_back, back) = unpack(&text, &mut files).unwrap();
         assert_eq!((spec_back, numbers(&back), files.len()), (spec, before, 0));
         assert_eq!((back.made, back.offered, back.depth, back.wce), (6, 4, Some(3), true));
@@ -193,7 +194,7 @@ mod tests {
         assert!(unpack(&text, &mut files).unwrap_err().contains("fewer descriptors"));
         for made in ["0", "65"] {
             let odd = text.replace("\"made\":6", &format!("\"made\":{made}"));
-            assert!(unpack(&odd, &mut Files::new()).unwrap_err().contains("queues"));
+            assert!(unpack(&odd, &mut PassedFiles::new()).unwrap_err().contains("queues"));
         }
         let many = text.replace("\"files\":2", "\"files\":200");
         assert!(unpack(&many, &mut (0..300).map(|_| end()).collect()).unwrap_err().contains("200 descriptors"));

@@ -1,66 +1,66 @@
-//! Bells of others that a lane rings: event descriptors that a front-end gave us to call it by.
+//! Eventfds of others that a lane rings: event descriptors that a front-end gave us to call it by.
 //!
 //! Each ring is an entry of the lane's own ring, submitted at once. The kernel writes without waiting as long as the
 //! descriptor allows; if whoever shares it has made it blocking, a thread of the kernel's writes, and waits while its
 //! counter is full; the lane does not. One entry for each place may be out, so such a peer holds up nothing but its own
-//! bell. It may have gone through before we hear of it, and been answered: so a bell that is to be rung meanwhile is
-//! rung once more when it comes back.
+//! eventfd. It may have gone through before we hear of it, and been answered: so an eventfd that is to be rung
+//! meanwhile is rung once more when it comes back.
 //!
 //! Unsafe: entries carry the address of the count that is written, which is static.
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use blkyard_mq::{Chime, ChimePlace};
+use blkyard_mq::{SignalEventfd, SignalSlot};
 use io_uring::{opcode, types};
 
-use super::{KIND_CHIME, Ring, RingView, name};
+use super::{KIND_SIGNAL, Ring, RingCounters, name};
 
-/// Places of one lane: one for each bell that a station may have to ring, on either side.
-pub(super) const CHIMES_MAX: usize = super::bells::BELLS_MAX - 1;
+/// Places of one lane: one for each eventfd that a poller may have to ring, on either side.
+pub(super) const SIGNALS_MAX: usize = super::eventfds::EVENTFDS_MAX - 1;
 
 /// What is added to the counter of an event descriptor.
 static ONE: [u8; 8] = 1_u64.to_ne_bytes();
 
 /// A place, and whether it has a ring out.
 #[derive(Debug, Default)]
-struct Place {
+struct SignalState {
     out: bool,
     /// It was to be rung once more meanwhile.
     again: bool,
-    /// How many rings were called off: what comes back under an older number is of another bell.
+    /// How many rings were called off: what comes back under an older number is of another eventfd.
     generation: u32,
     /// Whether it is anybody's now.
     taken: bool,
-    /// Our duplicate of the bell: an entry may have to wait for the kernel, while its owner closes the descriptor and
-    /// the number comes to mean another file.
-    bell: Option<OwnedFd>,
+    /// Our duplicate of the eventfd: an entry may have to wait for the kernel, while its owner closes the descriptor
+    /// and the number comes to mean another file.
+    eventfd: Option<OwnedFd>,
 }
 
 /// The places of a lane.
 #[derive(Debug)]
-pub(super) struct Chimes {
-    places: Vec<Place>,
-    /// Bells of rings that were called off, which entries not yet submitted may still name.
+pub(super) struct EventfdSignals {
+    places: Vec<SignalState>,
+    /// Eventfds of rings that were called off, which entries not yet submitted may still name.
     parting: Vec<OwnedFd>,
     /// Places that are to be rung once more, now that the ring before is over.
     owed: Vec<u32>,
-    view: Arc<RingView>,
+    view: Arc<RingCounters>,
 }
 
-impl Chimes {
-    pub(super) fn new(view: Arc<RingView>) -> Chimes {
-        Chimes {
-            places: Vec::with_capacity(CHIMES_MAX),
+impl EventfdSignals {
+    pub(super) fn new(view: Arc<RingCounters>) -> EventfdSignals {
+        EventfdSignals {
+            places: Vec::with_capacity(SIGNALS_MAX),
             parting: Vec::new(),
-            owed: Vec::with_capacity(CHIMES_MAX),
+            owed: Vec::with_capacity(SIGNALS_MAX),
             view,
         }
     }
 
     /// The number of a place, given when it is first asked for.
     #[inline]
-    fn number(&mut self, place: &mut ChimePlace) -> u32 {
+    fn number(&mut self, place: &mut SignalSlot) -> u32 {
         *place.0.get_or_insert_with(|| self.give())
     }
 
@@ -68,12 +68,12 @@ impl Chimes {
     fn give(&mut self) -> u32 {
         let free = self.places.iter().position(|place| !place.taken);
         let index = free.unwrap_or_else(|| {
-            assert!(self.places.len() < CHIMES_MAX, "more than {CHIMES_MAX} stations of a lane ring bells");
-            self.places.push(Place::default());
+            assert!(self.places.len() < SIGNALS_MAX, "more than {SIGNALS_MAX} pollers of a lane signal eventfds");
+            self.places.push(SignalState::default());
             self.places.len() - 1
         });
         self.places[index].taken = true;
-        self.view.count_chimes(1);
+        self.view.count_signals(1);
         index as u32
     }
 
@@ -81,7 +81,7 @@ impl Chimes {
     pub(super) fn rang(&mut self, index: usize, generation: u32) -> bool {
         let Some(place) = self.places.get_mut(index) else { return false };
         if generation != place.generation {
-            return true; // Of a bell that was replaced.
+            return true; // Of an eventfd that was replaced.
         }
         if std::mem::take(&mut place.again) {
             self.owed.push(index as u32);
@@ -92,7 +92,7 @@ impl Chimes {
     /// The rings that the kernel may have.
     pub(super) fn out(&self) -> impl Iterator<Item = u64> {
         let out = self.places.iter().enumerate().filter(|(_, place)| place.out);
-        out.map(|(index, place)| name(KIND_CHIME, index as u32, place.generation))
+        out.map(|(index, place)| name(KIND_SIGNAL, index as u32, place.generation))
     }
 }
 
@@ -100,17 +100,17 @@ impl Ring {
     /// Rings once more what was to be rung while it was not known whether the ring before had gone through.
     #[inline]
     pub(super) fn ring_owed(&mut self) {
-        while let Some(index) = self.chimes.owed.pop() {
+        while let Some(index) = self.signals.owed.pop() {
             self.ring_at(index);
         }
     }
 
-    /// Rings the bell of a place, which has no ring out.
+    /// Rings the eventfd of a place, which has no ring out.
     fn ring_at(&mut self, index: u32) {
-        let place = &mut self.chimes.places[index as usize];
-        let Some(own) = &place.bell else { return };
+        let place = &mut self.signals.places[index as usize];
+        let Some(own) = &place.eventfd else { return };
         place.out = true;
-        let name = name(KIND_CHIME, index, place.generation);
+        let name = name(KIND_SIGNAL, index, place.generation);
         let write = opcode::Write::new(types::Fd(own.as_raw_fd()), ONE.as_ptr(), ONE.len() as u32);
         // SAFETY: the entry points to a static, and its descriptor is kept open until it is submitted.
         unsafe { self.push_named(&write.build().user_data(name)) };
@@ -118,43 +118,43 @@ impl Ring {
     }
 }
 
-impl Chime for Ring {
-    fn chime(&mut self, place: &mut ChimePlace, bell: BorrowedFd<'_>) {
-        let index = self.chimes.number(place);
-        let place = &mut self.chimes.places[index as usize];
+impl SignalEventfd for Ring {
+    fn signal(&mut self, place: &mut SignalSlot, eventfd: BorrowedFd<'_>) {
+        let index = self.signals.number(place);
+        let place = &mut self.signals.places[index as usize];
         if place.out {
             place.again = true;
             return;
         }
-        if place.bell.is_none() {
-            match bell.try_clone_to_owned() {
-                Ok(own) => place.bell = Some(own),
-                Err(error) => return tracing::error!(%error, "a bell cannot be duplicated, so it is not rung"),
+        if place.eventfd.is_none() {
+            match eventfd.try_clone_to_owned() {
+                Ok(own) => place.eventfd = Some(own),
+                Err(error) => return tracing::error!(%error, "an eventfd cannot be duplicated, so it is not rung"),
             }
         }
         self.ring_at(index);
         self.reap();
     }
 
-    fn forget(&mut self, place: &mut ChimePlace) {
+    fn forget(&mut self, place: &mut SignalSlot) {
         let Some(index) = place.0.take() else { return };
-        let place = &mut self.chimes.places[index as usize];
-        let old = name(KIND_CHIME, index, place.generation);
-        let (was_out, bell) = (place.out, place.bell.take());
-        *place = Place { generation: place.generation.wrapping_add(was_out.into()), ..Place::default() };
-        self.view.count_chimes(-1);
+        let place = &mut self.signals.places[index as usize];
+        let old = name(KIND_SIGNAL, index, place.generation);
+        let (was_out, eventfd) = (place.out, place.eventfd.take());
+        *place = SignalState { generation: place.generation.wrapping_add(was_out.into()), ..SignalState::default() };
+        self.view.count_signals(-1);
         if was_out {
-            self.chimes.parting.extend(bell);
+            self.signals.parting.extend(eventfd);
             self.cancel(old);
             self.submit();
         }
         if self.uring.submission().is_empty() {
-            self.chimes.parting.clear();
+            self.signals.parting.clear();
         }
     }
 
-    fn ignore(&mut self, bell: BorrowedFd<'_>) {
-        while let Some(index) = self.bells.index_of(bell) {
+    fn ignore(&mut self, eventfd: BorrowedFd<'_>) {
+        while let Some(index) = self.eventfds.index_of(eventfd) {
             self.unwatch(index);
             self.submit();
         }

@@ -1,14 +1,14 @@
 //! Telling at a glance that a bio needs no care.
 //!
 //! Nearly all bios are plain. Whoever finds one so may make a request of it as it stands; whoever does not has to
-//! ask [`QueueLimits::admit`] and [`QueueLimits::cut`], which know the rules.
+//! ask [`QueueLimits::admit`] and [`QueueLimits::split`], which know the rules.
 
 use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT};
 
-/// What makes a bio plain: data in one segment, nothing wrong with it, no wish out of the ordinary, and one request of
-/// one piece as it stands. What the rules would find out is boiled down to a few comparisons.
+/// What makes a bio plain: data in one segment, nothing wrong with it, no request out of the ordinary, and one request
+/// of one piece as it stands. What the rules would find out is boiled down to a few comparisons.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Plain {
+pub(crate) struct FastPath {
     capacity_sectors: u64,
     block_mask: u64,
     dma_mask: u64,
@@ -24,9 +24,9 @@ pub(crate) struct Plain {
 
 const _: () = assert!(Op::Read as u8 == 0 && Op::Write as u8 == 1, "one bit tells data from all else");
 
-impl Plain {
+impl FastPath {
     /// Nothing is plain.
-    pub(crate) const NOTHING: Plain = Plain {
+    pub(crate) const NOTHING: FastPath = FastPath {
         capacity_sectors: 0,
         block_mask: 0,
         dma_mask: 0,
@@ -38,9 +38,9 @@ impl Plain {
 
     /// What is plain on a device that is alone behind its queue; a bio with one of `flags_slow` never is, nor is one
     /// that must stay whole.
-    pub(crate) fn new(limits: &QueueLimits, capacity_sectors: u64, read_only: bool, flags_slow: BioFlags) -> Plain {
+    pub(crate) fn new(limits: &QueueLimits, capacity_sectors: u64, read_only: bool, flags_slow: BioFlags) -> FastPath {
         let sectors_max = limits.sectors_max.min(limits.segment_bytes_max >> SECTOR_SHIFT);
-        Plain {
+        FastPath {
             capacity_sectors,
             block_mask: u64::from((limits.logical_block_bytes >> SECTOR_SHIFT) - 1),
             dma_mask: u64::from(limits.dma_alignment_mask),
@@ -103,8 +103,8 @@ mod tests {
             let segment = Segment { region: 0, offset, len: sectors * 512 + extra };
             let bio = Bio { op, flags, sector, sectors, segments: vec![segment], ..Bio::default() };
             let admitted = limits.admit(&bio, 100).is_ok() && !(read_only && op.is_write());
-            let whole = admitted && op.has_data() && limits.cut(&bio, Cursor::default()).map(|cut| (cut.sectors, cut.segments)) == Ok((sectors, 1));
-            let plain = Plain::new(&limits, 100, read_only, slow).is(&bio);
+            let whole = admitted && op.has_data() && limits.split(&bio, Cursor::default()).map(|split| (split.sectors, split.segments)) == Ok((sectors, 1));
+            let plain = FastPath::new(&limits, 100, read_only, slow).is(&bio);
             prop_assert!(!plain || whole);
             prop_assert!(plain || !whole || chunk != 0 || flags.intersects(slow | BioFlags::ATOMIC));
         }
@@ -112,7 +112,7 @@ mod tests {
 
     #[test]
     fn a_bio_that_wants_more_than_its_data_moved_is_not_plain() {
-        let plain = Plain::new(&QueueLimits::default(), 100, false, BioFlags::PREFLUSH | BioFlags::RESERVED);
+        let plain = FastPath::new(&QueueLimits::default(), 100, false, BioFlags::PREFLUSH | BioFlags::RESERVED);
         let segment = Segment { region: 0, offset: 0, len: 4096 };
         let mut bio = Bio { op: Op::Write, sectors: 8, segments: vec![segment], status: Status::Ok, ..Bio::default() };
         for flag in BioFlags::all().iter() {

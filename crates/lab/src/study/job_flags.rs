@@ -1,7 +1,8 @@
-//! What a job is to those who share its queue: a mailbox for what ended while somebody else was looking, and a bell.
+//! What a job is to those who share its queue: a mailbox for what ended while somebody else was looking, and an
+//! eventfd.
 //!
 //! For the modes with a lock. Whoever takes a completion off the device for another job puts it into that job's box,
-//! and rings once. It knows nothing of sleep: a bell is anything that [wakes](Wake).
+//! and rings once. It knows nothing of sleep: an eventfd is anything that [wakes](Wake).
 
 use std::hint;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,44 +10,44 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use blkyard_mq::{Bio, Wake};
 
-/// A bio's cookie on its way: the seat above, the job's own number below.
-const SEAT_SHIFT: u32 = 32;
+/// A bio's cookie on its way: the job above, the job's own number below.
+const JOB_SHIFT: u32 = 32;
 
-/// The cookie of a bio of this seat.
+/// The cookie of a bio of this job.
 #[inline]
-pub(crate) fn cookie(seat: usize, slot: usize) -> u64 {
-    (seat as u64) << SEAT_SHIFT | slot as u64
+pub(crate) fn cookie(job: usize, slot: usize) -> u64 {
+    (job as u64) << JOB_SHIFT | slot as u64
 }
 
 /// Whose bio it is.
 #[inline]
-pub(crate) fn seat_of(bio: &Bio) -> usize {
-    (bio.cookie >> SEAT_SHIFT) as usize
+pub(crate) fn job_of(bio: &Bio) -> usize {
+    (bio.cookie >> JOB_SHIFT) as usize
 }
 
 /// The job's own number for it.
 #[inline]
 pub(crate) fn slot_of(bio: &Bio) -> usize {
-    (bio.cookie & ((1 << SEAT_SHIFT) - 1)) as usize
+    (bio.cookie & ((1 << JOB_SHIFT) - 1)) as usize
 }
 
 /// One job.
 pub(crate) struct JobFlag {
     mail: Mutex<Vec<Box<Bio>>>,
     has_mail: AtomicBool,
-    bell: Arc<dyn Wake>,
+    eventfd: Arc<dyn Wake>,
 }
 
 impl std::fmt::Debug for JobFlag {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Seat").field("has_mail", &self.has_mail).finish_non_exhaustive()
+        f.debug_struct("Job").field("has_mail", &self.has_mail).finish_non_exhaustive()
     }
 }
 
 impl JobFlag {
-    /// A seat for a job with this many bios.
-    pub(crate) fn new(bios: usize, bell: Arc<dyn Wake>) -> JobFlag {
-        JobFlag { mail: Mutex::new(Vec::with_capacity(bios)), has_mail: AtomicBool::new(false), bell }
+    /// A job for a job with this many bios.
+    pub(crate) fn new(bios: usize, eventfd: Arc<dyn Wake>) -> JobFlag {
+        JobFlag { mail: Mutex::new(Vec::with_capacity(bios)), has_mail: AtomicBool::new(false), eventfd }
     }
 
     /// Takes what others have left. Returns how many.
@@ -64,19 +65,19 @@ impl JobFlag {
 }
 
 /// Gives bios of other jobs to them, and rings for each job once for a run of its own.
-pub(crate) fn deliver(seats: &[JobFlag], bios: &mut Vec<Box<Bio>>) {
+pub(crate) fn deliver(job_flags: &[JobFlag], bios: &mut Vec<Box<Bio>>) {
     let mut rest = bios.drain(..).peekable();
     while let Some(first) = rest.next() {
-        let number = seat_of(&first);
-        let seat = &seats[number];
-        let mut mail = lock(&seat.mail);
+        let number = job_of(&first);
+        let job = &job_flags[number];
+        let mut mail = lock(&job.mail);
         mail.push(first);
-        while let Some(bio) = rest.next_if(|bio| seat_of(bio) == number) {
+        while let Some(bio) = rest.next_if(|bio| job_of(bio) == number) {
             mail.push(bio);
         }
-        seat.has_mail.store(true, Ordering::Release);
+        job.has_mail.store(true, Ordering::Release);
         drop(mail);
-        seat.bell.wake();
+        job.eventfd.wake();
     }
 }
 

@@ -1,4 +1,4 @@
-//! From bios to requests: what is refused, merged, held back for want of a tag, or cut.
+//! From bios to requests: what is refused, merged, held back for want of a tag, or split.
 //!
 //! A bio is merged into a request that waits for the driver if it can be (Linux `block/blk-merge.c`): with the one
 //! submitted just before, or, when requests are left over from earlier rounds, with any of the last few. Merging takes
@@ -43,7 +43,7 @@ impl<D> HwQueue<D> {
         match &mut self.namespaces[0].scheduled {
             Some(scheduled) if scheduled.takes(&bio) => {
                 scheduled.arrive_plain(bio);
-                self.uncut += 1;
+                self.unsplit += 1;
             }
             _ => self.submit_slow(bio),
         }
@@ -75,7 +75,7 @@ impl<D> HwQueue<D> {
             bio.steps = steps;
             let Some(back) = self.namespaces[number].flush.begin(bio) else {
                 self.namespaces[number].fresh += 1;
-                self.uncut += 1;
+                self.unsplit += 1;
                 return;
             };
             bio = back;
@@ -87,7 +87,7 @@ impl<D> HwQueue<D> {
             return self.await_rate(number, bio);
         }
         // A tag that something waiting could have is not for who comes now: a flush, or another namespace.
-        let is_next = !self.namespaces[number].is_waiting() && (self.uncut == 0 || !self.can_cut());
+        let is_next = !self.namespaces[number].is_waiting() && (self.unsplit == 0 || !self.can_split());
         if is_next || self.may_overtake(number, &bio) {
             match self.place(number, bio) {
                 Ok(()) => return,
@@ -105,7 +105,7 @@ impl<D> HwQueue<D> {
             bios.push_back(bio);
         }
         self.namespaces[number].fresh += 1;
-        self.uncut += 1;
+        self.unsplit += 1;
     }
 
     /// Whether a bio must not wait and would: something holds it, as many tags as are free are wanted before it, or
@@ -136,7 +136,7 @@ impl<D> HwQueue<D> {
         if !self.may_take(number, bio.flags) {
             return Err(bio);
         }
-        self.cut_first(number, bio);
+        self.split_first(number, bio);
         Ok(())
     }
 
@@ -145,16 +145,19 @@ impl<D> HwQueue<D> {
         reserved || (self.tags.free() > 0 && (self.namespaces.len() == 1 || self.namespaces[number].may_take()))
     }
 
-    /// Whether a bio need not wait behind others: there is a reserved tag for it, and it is one request. One bio is cut
-    /// at a time.
+    /// Whether a bio need not wait behind others: there is a reserved tag for it, and it is one request. One bio is
+    /// split at a time.
     fn may_overtake(&self, number: usize, bio: &Bio) -> bool {
         bio.flags.contains(BioFlags::RESERVED)
             && self.tags.reserved_free() > 0
-            && self.namespaces[number].limits.cut(bio, Cursor::default()).is_ok_and(|cut| cut.sectors == bio.sectors)
+            && self.namespaces[number]
+                .limits
+                .split(bio, Cursor::default())
+                .is_ok_and(|part| part.sectors == bio.sectors)
     }
 
     /// Whether anything that waits could become a request now.
-    pub(super) fn can_cut(&self) -> bool {
+    pub(super) fn can_split(&self) -> bool {
         self.namespaces.iter().enumerate().any(|(number, namespace)| {
             let waits = namespace.is_waiting() || (self.quiesced == 0 && namespace.is_ready());
             let waits = waits && self.may_take(number, self.next_flags(number));
@@ -163,7 +166,7 @@ impl<D> HwQueue<D> {
         })
     }
 
-    /// The flags of the bio of a namespace whose turn is next: the one cut in part, or the first that waits.
+    /// The flags of the bio of a namespace whose turn is next: the one split in part, or the first that waits.
     fn next_flags(&self, number: usize) -> BioFlags {
         let namespace = &self.namespaces[number];
         let bio = match namespace.partial {
@@ -175,7 +178,7 @@ impl<D> HwQueue<D> {
 
     /// When what waits must be looked after, although nothing comes back.
     pub(super) fn waiting_due_ns(&self) -> Option<u64> {
-        if self.uncut == 0 {
+        if self.unsplit == 0 {
             return None;
         }
         // For want of a tag a flush waits until one comes back.
@@ -187,7 +190,7 @@ impl<D> HwQueue<D> {
 
     /// Turns waiting bios into requests while there are tags.
     #[inline(never)]
-    pub(super) fn cut(&mut self, now_ns: u64) {
+    pub(super) fn split(&mut self, now_ns: u64) {
         self.look_for_idle(now_ns);
         for namespace in &mut self.namespaces {
             namespace.advance_clocks(now_ns);
@@ -224,7 +227,7 @@ impl<D> HwQueue<D> {
         if let Some((place, from)) = self.namespaces[number].partial {
             let may = self.may_take(number, self.next_flags(number));
             if may {
-                self.cut_part(number, place, from);
+                self.split_part(number, place, from);
                 return true;
             }
             if !self.namespaces[number].bios.front().is_some_and(|bio| self.may_overtake(number, bio)) {
@@ -232,8 +235,8 @@ impl<D> HwQueue<D> {
             }
         }
         let Some(bio) = self.namespaces[number].bios.front() else { return self.step_scheduled(number, now_ns) };
-        let fare = self.fare(number, bio);
-        if fare.is_some() && !self.may_pass(number, now_ns) {
+        let charge = self.charge(number, bio);
+        if charge.is_some() && !self.may_pass(number, now_ns) {
             return false;
         }
         let namespace = &mut self.namespaces[number];
@@ -241,8 +244,8 @@ impl<D> HwQueue<D> {
         bio.wait.toggle(&namespace.clocks_ns);
         match self.place(number, bio) {
             Ok(()) => {
-                self.uncut -= 1;
-                self.pay(number, fare, now_ns);
+                self.unsplit -= 1;
+                self.pay(number, charge, now_ns);
                 true
             }
             Err(mut bio) => {
@@ -255,11 +258,11 @@ impl<D> HwQueue<D> {
     }
 
     /// Turns a bio into a request, or into the first of several. There is a tag.
-    pub(super) fn cut_first(&mut self, number: usize, bio: Box<Bio>) {
+    pub(super) fn split_first(&mut self, number: usize, bio: Box<Bio>) {
         let namespace = &mut self.namespaces[number];
         let clocks_at_ns = namespace.clocks_at_ns;
-        match namespace.limits.cut(&bio, Cursor::default()) {
-            Ok(cut) if cut.sectors == bio.sectors => {
+        match namespace.limits.split(&bio, Cursor::default()) {
+            Ok(part) if part.sectors == bio.sectors => {
                 let shared = if self.namespaces.len() > 1 || bio.ticket != 0 { Marks::SHARED } else { Marks::empty() };
                 let marks = if bio.steps.is_empty() { shared } else { Marks::SEQUENCE };
                 let in_its_round = [Wait::UNKNOWN, clocks_at_ns].contains(&bio.wait.since_ns);
@@ -267,7 +270,7 @@ impl<D> HwQueue<D> {
                 let (op, flags, sector, sectors) = (bio.op, bio.flags, bio.sector, bio.sectors);
                 let request = self.enter(number, op, flags, sector, sectors);
                 request.look.set_marks(marks);
-                request.segments = cut.segments;
+                request.segments = part.segments;
                 request.bio = Some(bio);
                 self.plug = Plug { start: sector, end: sector + u64::from(sectors) };
             }
@@ -277,28 +280,28 @@ impl<D> HwQueue<D> {
                 split.bio.insert(bio).status = Status::Ok;
                 split.parts_in_flight = 0;
                 split.start_ns = u64::MAX;
-                split.uncut = true;
+                split.unsplit = true;
                 namespace.partial = Some((place, Cursor::default()));
-                self.uncut += 1;
-                self.cut_part(number, place, Cursor::default());
+                self.unsplit += 1;
+                self.split_part(number, place, Cursor::default());
             }
             Err(status) => self.refuse(number, bio, status),
         }
     }
 
-    /// Cuts the next request from the bio that is cut in part. There is a tag.
-    fn cut_part(&mut self, number: usize, place: u16, from: Cursor) {
+    /// Splits the next request from the bio that is split in part. There is a tag.
+    fn split_part(&mut self, number: usize, place: u16, from: Cursor) {
         let namespace = &mut self.namespaces[number];
         let split = &mut self.table.bios.splits[usize::from(place)];
-        let Some(bio) = &mut split.bio else { unreachable!("the bio being cut is in its place") };
-        match namespace.limits.cut(bio, from) {
-            Ok(cut) => {
+        let Some(bio) = &mut split.bio else { unreachable!("the bio being split is in its place") };
+        match namespace.limits.split(bio, from) {
+            Ok(part) => {
                 split.parts_in_flight += 1;
-                split.uncut = cut.end.sectors < bio.sectors;
-                namespace.partial = split.uncut.then_some((place, cut.end));
-                self.uncut -= usize::from(!split.uncut);
+                split.unsplit = part.end.sectors < bio.sectors;
+                namespace.partial = split.unsplit.then_some((place, part.end));
+                self.unsplit -= usize::from(!split.unsplit);
                 let (op, flags, sector) = (bio.op, bio.flags, bio.sector + u64::from(from.sectors));
-                let request = self.enter(number, op, flags, sector, cut.sectors);
+                let request = self.enter(number, op, flags, sector, part.sectors);
                 request.from = from;
                 request.more = place;
                 request.look.set_marks(Marks::PART);
@@ -306,9 +309,9 @@ impl<D> HwQueue<D> {
             }
             Err(status) => {
                 bio.status = bio.status.and(status);
-                split.uncut = false;
+                split.unsplit = false;
                 namespace.partial = None;
-                self.uncut -= 1;
+                self.unsplit -= 1;
                 if split.parts_in_flight == 0
                     && let Some(bio) = split.bio.take()
                 {
@@ -343,7 +346,7 @@ impl<D> HwQueue<D> {
         let Some(tag) = self.tags.take() else { unreachable!("checked by the caller") };
         self.count_tag(number);
         let namespace = &mut self.namespaces[number];
-        self.uncut -= namespace.flush.riders().0;
+        self.unsplit -= namespace.flush.riders().0;
         namespace.flush.issued();
         if self.config.stats {
             namespace.stats.flush_issued();
@@ -365,13 +368,13 @@ impl<D> HwQueue<D> {
     pub(super) fn flushed(&mut self, number: usize, status: Status, now_ns: u64) {
         self.namespaces[number].advance_clocks(now_ns);
         let mut ended = 0;
-        let HwQueue { namespaces, over, uncut, .. } = self;
+        let HwQueue { namespaces, over, unsplit, .. } = self;
         let namespace = &mut namespaces[number];
         let (bios, clocks_ns) = (&mut namespace.bios, &namespace.clocks_ns);
         // Bios in the queue are fewer than places in either list.
         namespace.flush.flushed(status, |next| match next {
             FlushNext::Data(mut bio) => {
-                *uncut += 1;
+                *unsplit += 1;
                 bio.wait.toggle(clocks_ns);
                 // Behind those that have a right to a reserved tag.
                 let reserved = |bio: &Bio| bio.flags.contains(BioFlags::RESERVED);
@@ -393,7 +396,7 @@ impl<D> HwQueue<D> {
             return Some(bio);
         }
         let back = self.namespaces[usize::from(bio.namespace)].flush.data_ended(bio);
-        self.uncut += usize::from(back.is_none());
+        self.unsplit += usize::from(back.is_none());
         back
     }
 

@@ -1,4 +1,4 @@
-//! What all who share a hardware queue have in common: the queue under its baton, and the seats of its threads.
+//! What all who share a hardware queue have in common: the queue under its baton, and the submitters of its threads.
 //!
 //! The turns, the records of who sleeps, and the end of a queue are here; how it looks from a thread is in
 //! [`SwQueue`](super::SwQueue).
@@ -9,7 +9,7 @@ use blkyard_mem::ring::Consumer;
 use blkyard_mem::sync::{AtomicBool, Ordering};
 use blkyard_mem::{Baton, Holder, RegionTable};
 
-use super::{Bed, Context, Ends, Member, rings};
+use super::{Context, Ends, Member, Parker, rings};
 use crate::stats::HwStats;
 use crate::{Bio, DeviceInfo, Driver, HwQueue};
 
@@ -36,11 +36,11 @@ const LOOKS_MAX: u32 = 64;
 const TICK_NS: u64 = 1_000_000_000;
 
 /// A shared hardware queue.
-pub(crate) struct Yard<D, Cx> {
+pub(crate) struct SharedHwQueue<D, Cx> {
     /// Empty once the queue is closed.
     baton: Baton<Option<Core<D, Cx>>>,
     /// Those of the members, and one for whoever closes the queue if it can be.
-    seats: Box<[Seat]>,
+    submitters: Box<[SubmitterSlot]>,
     /// The queue is to take nothing more in. Set before the baton is gone to, and so heard by its holder.
     closing: AtomicBool,
     /// Nobody sleeps here.
@@ -52,13 +52,13 @@ pub(crate) struct Yard<D, Cx> {
 
 /// What others may know of a thread without holding the baton.
 #[repr(align(128))]
-struct Seat {
+struct SubmitterSlot {
     /// Set by the thread that wants to be parked, cleared by the owner who wakes it.
     parked: AtomicBool,
     /// Set by a thread that has got up, whatever is on record; cleared by the owner who has heard it.
     up: AtomicBool,
-    bed: Arc<dyn Bed>,
-    /// Our device's place among those the bed is beside.
+    parker: Arc<dyn Parker>,
+    /// Our device's place among those the parker is beside.
     beside: usize,
 }
 
@@ -71,22 +71,22 @@ pub(crate) struct Core<D, Cx> {
     heard: bool,
     /// Whose turn it is to be served first.
     next: usize,
-    /// By seat: who is parked, by our own record.
+    /// By submitter: who is parked, by our own record.
     asleep: Box<[bool]>,
     /// How many are.
     parked: usize,
-    watch: Option<Watch>,
+    watch: Option<SleepWatch>,
     ticked_ns: u64,
     /// Nothing is taken in any more, for good.
     frozen: bool,
-    /// The device was asked to ring its bell.
+    /// The device was asked to signal its eventfd.
     armed: bool,
 }
 
 /// Who keeps watch, and until when.
 #[derive(Clone, Copy)]
-struct Watch {
-    seat: usize,
+struct SleepWatch {
+    submitter: usize,
     until_ns: u64,
 }
 
@@ -104,11 +104,11 @@ pub(super) enum Why {
 
 /// What going to the baton came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub(crate) enum BatonOutcome {
     /// It is owned by another.
     Owned,
-    /// We cranked, and put it down.
-    Cranked,
+    /// We run, and put it down.
+    Ran,
     /// The same, and now we are parked.
     Park,
     /// The same, and now we keep watch until then.
@@ -117,9 +117,9 @@ pub(crate) enum Turn {
     Closed,
 }
 
-impl<D, Cx> Yard<D, Cx> {
-    /// Shares an idle hardware queue among members. There is a bed for each of them, with the place it has for this
-    /// device, and one more for whoever [closes](Yard::close) the queue, if somebody does.
+impl<D, Cx> SharedHwQueue<D, Cx> {
+    /// Shares an idle hardware queue among members. There is a parker for each of them, with the place it has for this
+    /// device, and one more for whoever [closes](SharedHwQueue::close) the queue, if somebody does.
     ///
     /// # Panics
     /// If the queue is not idle.
@@ -127,11 +127,11 @@ impl<D, Cx> Yard<D, Cx> {
         hw: HwQueue<D>,
         cx: Cx,
         members: Vec<Member>,
-        beds: Vec<(Arc<dyn Bed>, usize)>,
+        parkers: Vec<(Arc<dyn Parker>, usize)>,
         polled: bool,
-    ) -> Yard<D, Cx> {
+    ) -> SharedHwQueue<D, Cx> {
         assert!(hw.is_idle() && hw.room() > 0, "a queue is shared before it is used");
-        assert!(beds.len() >= members.len() && u16::try_from(beds.len()).is_ok(), "{} seats", beds.len());
+        assert!(parkers.len() >= members.len() && u16::try_from(parkers.len()).is_ok(), "{} submitters", parkers.len());
         let (info, memory, stats) = (Arc::clone(hw.info()), Arc::clone(hw.memory()), Arc::clone(hw.stats()));
         let core = Core {
             hw,
@@ -139,17 +139,22 @@ impl<D, Cx> Yard<D, Cx> {
             members: members.into(),
             heard: true,
             next: 0,
-            asleep: vec![false; beds.len()].into(),
+            asleep: vec![false; parkers.len()].into(),
             parked: 0,
             watch: None,
             ticked_ns: 0,
             frozen: false,
             armed: false,
         };
-        let seat = |(bed, beside)| Seat { parked: AtomicBool::new(false), up: AtomicBool::new(false), bed, beside };
-        let seats = beds.into_iter().map(seat).collect();
+        let submitter = |(parker, beside)| SubmitterSlot {
+            parked: AtomicBool::new(false),
+            up: AtomicBool::new(false),
+            parker,
+            beside,
+        };
+        let submitters = parkers.into_iter().map(submitter).collect();
         let (baton, closing) = (Baton::new(Some(core)), AtomicBool::new(false));
-        Yard { baton, seats, closing, polled, info, memory, stats }
+        SharedHwQueue { baton, submitters, closing, polled, info, memory, stats }
     }
 
     pub(crate) fn info(&self) -> &Arc<DeviceInfo> {
@@ -164,9 +169,9 @@ impl<D, Cx> Yard<D, Cx> {
         &self.stats
     }
 
-    /// Seats that can be called in one turn.
+    /// Submitters that can be called in one turn.
     pub(crate) fn calls_max(&self) -> usize {
-        self.seats.len() + 1
+        self.submitters.len() + 1
     }
 
     #[inline]
@@ -174,45 +179,45 @@ impl<D, Cx> Yard<D, Cx> {
         self.polled
     }
 
-    pub(super) fn bed(&self, seat: usize) -> &Arc<dyn Bed> {
-        &self.seats[seat].bed
+    pub(super) fn parker(&self, submitter: usize) -> &Arc<dyn Parker> {
+        &self.submitters[submitter].parker
     }
 
     /// The thread wants to be parked.
-    pub(super) fn announce(&self, seat: usize) {
-        self.seats[seat].parked.store(true, Ordering::Release);
+    pub(super) fn announce(&self, submitter: usize) {
+        self.submitters[submitter].parked.store(true, Ordering::Release);
     }
 
     /// The thread is not parked any more, and does not keep watch.
-    pub(super) fn announce_up(&self, seat: usize) {
-        self.seats[seat].parked.store(false, Ordering::Release);
-        self.seats[seat].up.store(true, Ordering::Release);
+    pub(super) fn announce_up(&self, submitter: usize) {
+        self.submitters[submitter].parked.store(false, Ordering::Release);
+        self.submitters[submitter].up.store(true, Ordering::Release);
     }
 
     /// Sleeps as it was agreed.
-    pub(super) fn rest(&self, seat: usize, turn: Turn) {
-        let bed = &self.seats[seat].bed;
+    pub(super) fn rest(&self, submitter: usize, turn: BatonOutcome) {
+        let parker = &self.submitters[submitter].parker;
         match turn {
-            Turn::Watch(until_ns) => bed.watch_one(self.seats[seat].beside, until_ns),
+            BatonOutcome::Watch(until_ns) => parker.watch_one(self.submitters[submitter].beside, until_ns),
             // Pairs with the store in `Core::rouse`. Only an owner ends this, and strikes us off its record as it does;
             // so nobody who is awake is counted on as a sleeper.
-            Turn::Owned | Turn::Park if !self.polled => {
-                while self.seats[seat].parked.load(Ordering::Acquire) {
-                    bed.sleep();
+            BatonOutcome::Owned | BatonOutcome::Park if !self.polled => {
+                while self.submitters[submitter].parked.load(Ordering::Acquire) {
+                    parker.sleep();
                 }
             }
             // Whoever moves the rings wakes us when they have arrived.
-            Turn::Closed => bed.sleep(),
-            _ if self.polled => bed.give_way(),
+            BatonOutcome::Closed => parker.sleep(),
+            _ if self.polled => parker.give_way(),
             _ => {}
         }
     }
 
     /// Wakes all, who will find that there is nothing here any more and go after their rings.
     pub(crate) fn wake_all(&self) {
-        for seat in &self.seats {
-            seat.parked.store(false, Ordering::Release);
-            seat.bed.wake();
+        for submitter in &self.submitters {
+            submitter.parked.store(false, Ordering::Release);
+            submitter.parker.wake();
         }
     }
 
@@ -223,14 +228,14 @@ impl<D, Cx> Yard<D, Cx> {
     /// Wakes those who are to be woken.
     #[inline]
     fn call(&self, calls: &mut Vec<usize>) {
-        calls.drain(..).for_each(|seat| self.seats[seat].bed.wake());
+        calls.drain(..).for_each(|submitter| self.submitters[submitter].parker.wake());
     }
 
     /// Puts down the baton of a queue that is closed. Who left word counts on us, and is woken: not before, or it might
     /// come back and find us here again, and again.
     #[inline(never)]
     fn leave_closed(&self, mut holder: Holder<'_, Option<Core<D, Cx>>>, me: usize) {
-        self.seats[me].parked.store(false, Ordering::Relaxed);
+        self.submitters[me].parked.store(false, Ordering::Relaxed);
         let mut heeded = holder.heed();
         while let Err(still) = holder.give_back() {
             holder = still;
@@ -242,8 +247,8 @@ impl<D, Cx> Yard<D, Cx> {
     }
 }
 
-impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
-    /// Goes to the baton, and cranks the queue if it is ours.
+impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
+    /// Goes to the baton, and runs the queue if it is ours.
     pub(super) fn turn(
         &self,
         me: usize,
@@ -251,19 +256,19 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
         ends: &mut Ends,
         calls: &mut Vec<usize>,
         clock: &impl Fn() -> u64,
-    ) -> Turn {
+    ) -> BatonOutcome {
         let taken = match why {
             Why::Poll => self.baton.take_if_idle(),
             Why::Ring => self.take_with(ends, clock),
             Why::Wait | Why::Up => self.baton.take(),
         };
-        let Some(mut holder) = taken else { return Turn::Owned };
+        let Some(mut holder) = taken else { return BatonOutcome::Owned };
         if holder.is_none() {
             if why == Why::Ring {
                 ends.publish();
             }
             self.leave_closed(holder, me);
-            return Turn::Closed;
+            return BatonOutcome::Closed;
         }
         if matches!(why, Why::Wait | Why::Up) {
             core(&mut holder).get_up(me, self);
@@ -303,7 +308,7 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
                 core.lie_down(me, self, calls)
             } else {
                 core.pass_on(left, self, calls);
-                Turn::Cranked
+                BatonOutcome::Ran
             };
             match holder.give_back() {
                 Ok(()) => break turn,
@@ -366,7 +371,7 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
     /// Takes in what is in the rings, for threads that may not know yet where these are.
     pub(crate) fn start(&self, calls: &mut Vec<usize>, clock: &impl Fn() -> u64) {
         let (mut nobody, _) = rings(1);
-        self.turn(self.seats.len() - 1, Why::Up, &mut nobody, calls, clock);
+        self.turn(self.submitters.len() - 1, Why::Up, &mut nobody, calls, clock);
     }
 
     /// Takes nothing more in from now on. Whoever has the queue hears it.
@@ -377,7 +382,7 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
     }
 
     /// Leaves word for whoever has the queue, or takes note in its place. If something may be `left` to do, whoever has
-    /// the queue will turn the crank, or a sleeper is woken who does; if none sleeps, all who want something are
+    /// the queue will turn the run, or a sleeper is woken who does; if none sleeps, all who want something are
     /// running, and come for it.
     pub(super) fn leave_word(&self, left: bool, calls: &mut Vec<usize>) {
         let Some(mut holder) = self.baton.take() else { return };
@@ -396,14 +401,14 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
     /// Waits until nothing is left in a queue that is frozen, and takes it apart. Returns the members with their
     /// rings; queue and context are gone.
     pub(crate) fn close(&self, calls: &mut Vec<usize>, clock: &impl Fn() -> u64) -> Vec<Member> {
-        let me = self.seats.len() - 1;
+        let me = self.submitters.len() - 1;
         let (mut nobody, _) = rings(1);
         loop {
             if !self.polled {
                 self.announce(me);
             }
             let Some(mut holder) = self.baton.take() else {
-                self.rest(me, Turn::Owned);
+                self.rest(me, BatonOutcome::Owned);
                 continue;
             };
             let turn = loop {
@@ -421,7 +426,7 @@ impl<D: Driver<Cx>, Cx: Context> Yard<D, Cx> {
                 if left || core(&mut holder).hw.is_idle() || (!self.polled && core(&mut holder).arm()) {
                     continue;
                 }
-                let turn = if self.polled { Turn::Cranked } else { core(&mut holder).lie_down(me, self, calls) };
+                let turn = if self.polled { BatonOutcome::Ran } else { core(&mut holder).lie_down(me, self, calls) };
                 match holder.give_back() {
                     Ok(()) => break turn,
                     Err(still) => holder = still,
@@ -444,19 +449,19 @@ fn core<'a, D, Cx>(holder: &'a mut Holder<'_, Option<Core<D, Cx>>>) -> &'a mut C
 // Not inlined, nor is `take_from_ring`: what crosses costs more than a call, and what does not has fewer words to keep.
 #[inline(never)]
 fn put_back(members: &mut [Member], bio: Box<Bio>) {
-    let Ok(()) = members[usize::from(bio.seat)].cq.push(bio) else {
+    let Ok(()) = members[usize::from(bio.submitter)].cq.push(bio) else {
         unreachable!("its submitter holds a place for it")
     };
 }
 
 /// Takes what a member has put into its ring, so many at most. Returns how many.
 #[inline(never)]
-fn take_from_ring<D>(hw: &mut HwQueue<D>, sq: &mut Consumer<Box<Bio>>, seat: usize, most: usize) -> usize {
+fn take_from_ring<D>(hw: &mut HwQueue<D>, sq: &mut Consumer<Box<Bio>>, submitter: usize, most: usize) -> usize {
     let mut taken = 0;
     while taken < most
         && let Some(mut bio) = sq.pop()
     {
-        bio.seat = seat as u16;
+        bio.submitter = submitter as u16;
         hw.submit(bio);
         taken += 1;
     }
@@ -473,7 +478,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         why: Why,
         ends: &mut Ends,
         clock: &impl Fn() -> u64,
-        yard: &Yard<D, Cx>,
+        shared: &SharedHwQueue<D, Cx>,
         calls: &mut Vec<usize>,
     ) -> bool {
         if std::mem::take(&mut self.armed) {
@@ -490,7 +495,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         self.cx.collect();
         // Rings into which nothing was put are left to their threads.
         if self.reap(me, &mut ends.own, now_ns) {
-            self.publish(yard, calls);
+            self.publish(shared, calls);
         }
         if why == Why::Ring {
             ends.rang_ns = now_ns;
@@ -515,7 +520,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         let Core { hw, cx, members, .. } = self;
         let mut crossed = false;
         hw.reap(cx, now_ns, &mut |bio| {
-            if usize::from(bio.seat) == me {
+            if usize::from(bio.submitter) == me {
                 own.push(bio);
             } else {
                 put_back(members, bio);
@@ -525,12 +530,13 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         crossed
     }
 
-    /// Before anybody relies on a watch: has the device ring, if it has a bell. True if something came before it heard.
+    /// Before anybody relies on a watch: has the device ring, if it has an eventfd. True if something came before it
+    /// heard.
     #[inline]
     fn arm(&mut self) -> bool {
         let Core { hw, cx, armed, .. } = self;
-        let Some(bell) = hw.bell::<Cx>() else { return false };
-        cx.listen(bell);
+        let Some(eventfd) = hw.eventfd::<Cx>() else { return false };
+        cx.listen(eventfd);
         *armed = true;
         hw.arm::<Cx>()
     }
@@ -548,30 +554,30 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         let (first, count) = (self.next, self.members.len());
         let mut more = false;
         for step in 0..count {
-            let seat = if first + step < count { first + step } else { first + step - count };
+            let submitter = if first + step < count { first + step } else { first + step - count };
             if self.hw.room() == 0 {
                 // Who was not served is first in the next round.
-                self.next = seat;
+                self.next = submitter;
                 return true;
             }
-            more |= self.take_from(seat, if seat == me { plug.take() } else { None });
+            more |= self.take_from(submitter, if submitter == me { plug.take() } else { None });
         }
         more
     }
 
     /// Takes a member's share from its ring, then from its plug. True if something may be left.
     #[inline]
-    fn take_from(&mut self, seat: usize, plug: Option<&mut Vec<Box<Bio>>>) -> bool {
+    fn take_from(&mut self, submitter: usize, plug: Option<&mut Vec<Box<Bio>>>) -> bool {
         let Core { hw, members, .. } = self;
-        let Some(Member { sq, .. }) = members.get_mut(seat) else { return false };
+        let Some(Member { sq, .. }) = members.get_mut(submitter) else { return false };
         let mut share = SHARE.min(hw.room());
         if !sq.is_empty() {
-            share -= take_from_ring(hw, sq, seat, share);
+            share -= take_from_ring(hw, sq, submitter, share);
         }
         let Some(plug) = plug else { return share == 0 && !sq.is_empty() };
         let count = plug.len().min(share);
         for mut bio in plug.drain(..count) {
-            bio.seat = seat as u16;
+            bio.submitter = submitter as u16;
             hw.accept(bio);
         }
         !plug.is_empty() || (share == 0 && !sq.is_empty())
@@ -579,81 +585,81 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
 
     /// Tells the members what was put into their rings, and wakes those who sleep on them.
     #[inline]
-    fn publish(&mut self, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
-        for seat in 0..self.members.len() {
-            let member = &mut self.members[seat];
+    fn publish(&mut self, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
+        for submitter in 0..self.members.len() {
+            let member = &mut self.members[submitter];
             if !member.cq.publish() {
                 continue;
             }
-            if self.asleep[seat] {
-                self.rouse(seat, yard, calls);
-            } else if self.watch.is_some_and(|watch| watch.seat == seat) {
+            if self.asleep[submitter] {
+                self.rouse(submitter, shared, calls);
+            } else if self.watch.is_some_and(|watch| watch.submitter == submitter) {
                 self.watch = None;
-                calls.push(seat);
+                calls.push(submitter);
             }
         }
     }
 
     /// Writes down who has announced that it wants to be parked, or has got up. Called after the baton's word was
     /// heeded.
-    fn hear(&mut self, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
+    fn hear(&mut self, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
         self.heard = true;
-        // Pairs with the store in `Yard::freeze`.
-        if !self.frozen && yard.closing.load(Ordering::Acquire) {
+        // Pairs with the store in `SharedHwQueue::freeze`.
+        if !self.frozen && shared.closing.load(Ordering::Acquire) {
             self.frozen = true;
             self.hw.freeze();
         }
-        for (seat, place) in yard.seats.iter().enumerate() {
-            // Pairs with the store in `Yard::announce_up`: what it has announced since then is seen below.
+        for (submitter, place) in shared.submitters.iter().enumerate() {
+            // Pairs with the store in `SharedHwQueue::announce_up`: what it has announced since then is seen below.
             if place.up.load(Ordering::Relaxed) && place.up.swap(false, Ordering::Acquire) {
-                self.strike_off(seat);
+                self.strike_off(submitter);
             }
-            // Pairs with the store in `Yard::announce`.
-            if self.asleep[seat] || !place.parked.load(Ordering::Acquire) {
+            // Pairs with the store in `SharedHwQueue::announce`.
+            if self.asleep[submitter] || !place.parked.load(Ordering::Acquire) {
                 continue;
             }
             // Who comes off its watch and finds the queue owned is parked from here on.
-            if self.watch.is_some_and(|watch| watch.seat == seat) {
+            if self.watch.is_some_and(|watch| watch.submitter == submitter) {
                 self.watch = None;
             }
-            self.asleep[seat] = true;
+            self.asleep[submitter] = true;
             self.parked += 1;
             // It looked before we published, perhaps in an earlier round, when we did not know of it.
-            if self.members.get_mut(seat).is_some_and(|member| !member.cq.is_empty()) {
-                self.rouse(seat, yard, calls);
+            if self.members.get_mut(submitter).is_some_and(|member| !member.cq.is_empty()) {
+                self.rouse(submitter, shared, calls);
             }
         }
     }
 
     /// Strikes a parked member off the record, and notes that it is to be woken.
-    fn rouse(&mut self, seat: usize, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
-        self.asleep[seat] = false;
+    fn rouse(&mut self, submitter: usize, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
+        self.asleep[submitter] = false;
         self.parked -= 1;
         // Pairs with the load in `SwQueue::wait`.
-        yard.seats[seat].parked.store(false, Ordering::Release);
-        calls.push(seat);
+        shared.submitters[submitter].parked.store(false, Ordering::Release);
+        calls.push(submitter);
     }
 
     /// Rouses one parked member, if there is one, in turn.
-    fn rouse_one(&mut self, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) -> bool {
+    fn rouse_one(&mut self, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) -> bool {
         if self.parked == 0 {
             return false;
         }
         let count = self.asleep.len();
-        let first = (0..count).map(|step| (self.next + step) % count).find(|seat| self.asleep[*seat]);
-        let Some(seat) = first else { unreachable!("those parked are counted") };
-        self.next = if seat < self.members.len() { seat } else { 0 };
-        self.rouse(seat, yard, calls);
+        let first = (0..count).map(|step| (self.next + step) % count).find(|submitter| self.asleep[*submitter]);
+        let Some(submitter) = first else { unreachable!("those parked are counted") };
+        self.next = if submitter < self.members.len() { submitter } else { 0 };
+        self.rouse(submitter, shared, calls);
         true
     }
 
     /// Before the owner goes on with its own: sees to it that those who sleep are not forgotten.
     #[inline]
-    fn pass_on(&mut self, left: bool, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
+    fn pass_on(&mut self, left: bool, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
         if self.frozen {
-            self.tell_closer(yard, calls);
+            self.tell_closer(shared, calls);
         }
-        let roused = (left || self.watch.is_none()) && self.rouse_one(yard, calls);
+        let roused = (left || self.watch.is_none()) && self.rouse_one(shared, calls);
         // Whoever was roused takes the queue, and then keeps watch itself. Who keeps watch already is disturbed if
         // there is nobody else to take over, or if it would sleep too long.
         if let Some(watch) = self.watch
@@ -661,59 +667,59 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             && (left || self.due_ns() < watch.until_ns)
         {
             self.watch = None;
-            calls.push(watch.seat);
+            calls.push(watch.submitter);
         }
     }
 
     /// Before the owner sleeps: it keeps watch if nobody does so well enough.
-    fn lie_down(&mut self, me: usize, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) -> Turn {
+    fn lie_down(&mut self, me: usize, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) -> BatonOutcome {
         if self.frozen {
-            self.tell_closer(yard, calls);
+            self.tell_closer(shared, calls);
         }
         let due_ns = self.due_ns();
         match self.watch {
             Some(watch) if watch.until_ns <= due_ns => {
                 self.asleep[me] = true;
                 self.parked += 1;
-                yard.seats[me].parked.store(true, Ordering::Relaxed);
-                Turn::Park
+                shared.submitters[me].parked.store(true, Ordering::Relaxed);
+                BatonOutcome::Park
             }
             other => {
-                calls.extend(other.map(|watch| watch.seat));
-                self.watch = Some(Watch { seat: me, until_ns: due_ns });
-                Turn::Watch(due_ns)
+                calls.extend(other.map(|watch| watch.submitter));
+                self.watch = Some(SleepWatch { submitter: me, until_ns: due_ns });
+                BatonOutcome::Watch(due_ns)
             }
         }
     }
 
     /// Wakes whoever closes the queue once there is nothing in it.
     #[inline(never)]
-    fn tell_closer(&mut self, yard: &Yard<D, Cx>, calls: &mut Vec<usize>) {
-        let closer = yard.seats.len() - 1;
+    fn tell_closer(&mut self, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
+        let closer = shared.submitters.len() - 1;
         if !self.hw.is_idle() {
             return;
         }
         if self.asleep[closer] {
-            self.rouse(closer, yard, calls);
-        } else if self.watch.is_some_and(|watch| watch.seat == closer) {
+            self.rouse(closer, shared, calls);
+        } else if self.watch.is_some_and(|watch| watch.submitter == closer) {
             self.watch = None;
             calls.push(closer);
         }
     }
 
     /// This thread is awake, whatever was announced or written down before.
-    fn get_up(&mut self, me: usize, yard: &Yard<D, Cx>) {
+    fn get_up(&mut self, me: usize, shared: &SharedHwQueue<D, Cx>) {
         self.strike_off(me);
-        yard.seats[me].parked.store(false, Ordering::Relaxed);
-        yard.seats[me].up.store(false, Ordering::Relaxed);
+        shared.submitters[me].parked.store(false, Ordering::Relaxed);
+        shared.submitters[me].up.store(false, Ordering::Relaxed);
     }
 
-    /// Nobody sleeps at this seat, by our record.
-    fn strike_off(&mut self, seat: usize) {
-        if self.watch.is_some_and(|watch| watch.seat == seat) {
+    /// Nobody sleeps at this submitter, by our record.
+    fn strike_off(&mut self, submitter: usize) {
+        if self.watch.is_some_and(|watch| watch.submitter == submitter) {
             self.watch = None;
         }
-        if std::mem::take(&mut self.asleep[seat]) {
+        if std::mem::take(&mut self.asleep[submitter]) {
             self.parked -= 1;
         }
     }

@@ -1,9 +1,9 @@
 //! Where a thread sleeps that shares a queue with others, over a ring that changes owners.
 //!
-//! A [`RingBed`] has a bell of its own, and a second descriptor of the ring itself, or of each of a few. Who merely
-//! sleeps listens to the bell; who keeps watch listens to both. The ring's descriptor is readable as long as
-//! completions wait in it, so a watch that begins after one came ends at once: nothing is slept over. A driver's bell
-//! is listened to by the ring, and so ends a watch as well.
+//! A [`RingParker`] has an eventfd of its own, and a second descriptor of the ring itself, or of each of a few. Who
+//! merely sleeps listens to the eventfd; who keeps watch listens to both. The ring's descriptor is readable as long as
+//! completions wait in it, so a watch that begins after one came ends at once: nothing is slept over. A driver's
+//! eventfd is listened to by the ring, and so ends a watch as well.
 //!
 //! Made for rings without a [single owner](crate::RingConfig::single_owner): there the kernel hands completions over by
 //! itself.
@@ -12,50 +12,50 @@ use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use blkyard_mq::{Bed, Context, Wake};
+use blkyard_mq::{Context, Parker, Wake};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::{Ring, now_ns};
 
 /// One thread's place to sleep beside a shared ring.
 #[derive(Debug)]
-pub struct RingBed {
-    bell: OwnedFd,
+pub struct RingParker {
+    eventfd: OwnedFd,
     rings: Box<[OwnedFd]>,
 }
 
-/// Rings that one bed may be beside: one for each kind of queue that a disk has.
+/// Rings that one parker may be beside: one for each kind of queue that a disk has.
 const RINGS_MAX: usize = 3;
 
-impl RingBed {
-    /// A bed beside this ring.
+impl RingParker {
+    /// A parker beside this ring.
     ///
     /// # Errors
     /// The system has no descriptors left.
-    pub fn new(ring: &Ring) -> io::Result<Arc<RingBed>> {
-        RingBed::beside(&[ring])
+    pub fn new(ring: &Ring) -> io::Result<Arc<RingParker>> {
+        RingParker::beside(&[ring])
     }
 
-    /// A bed beside these rings.
+    /// A parker beside these rings.
     ///
     /// # Errors
     /// The system has no descriptors left.
     ///
     /// # Panics
     /// If there are more rings than kinds of queues.
-    pub fn beside(rings: &[&Ring]) -> io::Result<Arc<RingBed>> {
-        assert!(rings.len() <= RINGS_MAX, "a bed beside {} rings", rings.len());
-        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+    pub fn beside(rings: &[&Ring]) -> io::Result<Arc<RingParker>> {
+        assert!(rings.len() <= RINGS_MAX, "a parker beside {} rings", rings.len());
+        let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let rings = rings.iter().map(|ring| ring.descriptor().try_clone_to_owned()).collect::<io::Result<_>>()?;
-        Ok(Arc::new(RingBed { bell, rings }))
+        Ok(Arc::new(RingParker { eventfd, rings }))
     }
 
     fn listen(&self, rings: &[OwnedFd], deadline_ns: u64) {
         let left_ns = deadline_ns.saturating_sub(now_ns());
         let timeout = Timespec { tv_sec: (left_ns / 1_000_000_000) as i64, tv_nsec: (left_ns % 1_000_000_000) as i64 };
-        // Places that no ring has listen to the bell again, which is harmless.
+        // Places that no ring has listen to the eventfd again, which is harmless.
         let mut fds: [PollFd<'_>; 1 + RINGS_MAX] = std::array::from_fn(|place| {
-            PollFd::new(place.checked_sub(1).and_then(|ring| rings.get(ring)).unwrap_or(&self.bell), PollFlags::IN)
+            PollFd::new(place.checked_sub(1).and_then(|ring| rings.get(ring)).unwrap_or(&self.eventfd), PollFlags::IN)
         });
         let _ = poll(&mut fds[..=rings.len()], Some(&timeout));
         if !fds[0].revents().is_empty() {
@@ -65,21 +65,21 @@ impl RingBed {
 
     fn quiet(&self) {
         // Nothing to read is as quiet as it gets.
-        let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+        let _ = rustix::io::read(&self.eventfd, &mut [0; 8]);
     }
 }
 
-impl Wake for RingBed {
+impl Wake for RingParker {
     fn wake(&self) {
         // Fails only when 2^64 calls were not heard; then it is ringing anyway.
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.eventfd, &1_u64.to_ne_bytes());
     }
 }
 
-impl Bed for RingBed {
+impl Parker for RingParker {
     fn sleep(&self) {
         // Whatever ends this early, a signal say, whoever slept looks again.
-        let _ = poll(&mut [PollFd::new(&self.bell, PollFlags::IN)], None);
+        let _ = poll(&mut [PollFd::new(&self.eventfd, PollFlags::IN)], None);
         self.quiet();
     }
 
@@ -107,9 +107,9 @@ impl Context for Ring {
         self.reap();
     }
 
-    fn listen(&mut self, bell: BorrowedFd<'_>) {
-        // A shared ring has one queue, and so one bell.
-        self.watch(bell, 0);
+    fn listen(&mut self, eventfd: BorrowedFd<'_>) {
+        // A shared ring has one queue, and so one eventfd.
+        self.watch(eventfd, 0);
         self.submit();
     }
 }

@@ -22,7 +22,7 @@ impl Backend {
     ///
     /// # Errors
     /// No descriptors are left.
-    pub(crate) fn transcript(&self) -> io::Result<(Vec<Message>, Vec<Message>)> {
+    pub(crate) fn session_messages(&self) -> io::Result<(Vec<Message>, Vec<Message>)> {
         let mut setup = vec![Message::new(FrontendReq::GET_FEATURES, &[], Vec::new())];
         let mut say = |request, body: &[u8], files| setup.push(Message::new(request, body, files));
         if self.protocol.is_some() {
@@ -54,8 +54,8 @@ impl Backend {
             let Some((file, offset)) = region.file() else { unreachable!("a log is kept in a file") };
             say(FrontendReq::SET_LOG_BASE, &words64(&[region.len() as u64, offset]), vec![file.try_clone_to_owned()?]);
         }
-        if let Some(bell) = &self.log_bell {
-            say(FrontendReq::SET_LOG_FD, &[], vec![bell.as_fd().try_clone_to_owned()?]);
+        if let Some(eventfd) = &self.log_eventfd {
+            say(FrontendReq::SET_LOG_FD, &[], vec![eventfd.as_fd().try_clone_to_owned()?]);
         }
         if let Some(channel) = &self.channel {
             say(FrontendReq::SET_BACKEND_REQ_FD, &[], vec![channel.end().try_clone()?]);

@@ -23,7 +23,7 @@ const GIVEN_UP: u32 = 512;
 
 /// See the head of the module.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Settle {
+pub(super) struct WriteHoldOff {
     ns: u64,
     /// When writes had their last turn, and how many reads have been slow since.
     since_ns: Option<u64>,
@@ -33,7 +33,7 @@ pub(super) struct Settle {
     given_up: u32,
 }
 
-impl Settle {
+impl WriteHoldOff {
     /// How long the device is left alone.
     pub(super) fn ns(&self) -> u64 {
         self.ns
@@ -49,7 +49,7 @@ impl Settle {
             self.ns = (self.ns + slow * MORE_NS).min(MOST_NS);
             self.slow_most = self.slow_most.max(slow);
             if self.ns == MOST_NS && 2 * slow > self.slow_most {
-                *self = Settle { since_ns: self.since_ns, given_up: GIVEN_UP, ..Settle::default() };
+                *self = WriteHoldOff { since_ns: self.since_ns, given_up: GIVEN_UP, ..WriteHoldOff::default() };
             }
         } else {
             self.ns -= self.ns / LESS_PART;
@@ -78,14 +78,14 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     /// Turns of writes, so many, each of which leaves so much to be written: 10 ms of it delay a read by 24.
-    fn play(settle: &mut Settle, turns: u64, left_ns: u64) {
+    fn play(hold_off: &mut WriteHoldOff, turns: u64, left_ns: u64) {
         for turn in 0..turns {
             let now_ns = turn * 600 * MS;
-            settle.wrote(now_ns);
-            let held_up = left_ns.saturating_sub(settle.ns()).div_ceil(10 * MS);
+            hold_off.wrote(now_ns);
+            let held_up = left_ns.saturating_sub(hold_off.ns()).div_ceil(10 * MS);
             for read in 0..20 {
                 let took_ns = if read < held_up { 29 * MS } else { 5 * MS };
-                let lost_ns = settle.read(took_ns, 5 * MS, now_ns + read * 10 * MS);
+                let lost_ns = hold_off.read(took_ns, 5 * MS, now_ns + read * 10 * MS);
                 assert_eq!(lost_ns, took_ns - 5 * MS);
             }
         }
@@ -93,39 +93,39 @@ mod tests {
 
     #[test]
     fn a_device_is_left_alone_for_about_as_long_as_it_takes_to_empty_its_cache() {
-        let mut settle = Settle::default();
-        play(&mut settle, 50, 0);
-        assert_eq!(settle.ns(), 0, "it has nothing left");
+        let mut hold_off = WriteHoldOff::default();
+        play(&mut hold_off, 50, 0);
+        assert_eq!(hold_off.ns(), 0, "it has nothing left");
         for left_ms in [80, 30] {
-            play(&mut settle, 50, left_ms * MS);
-            let ms = settle.ns() / MS;
+            play(&mut hold_off, 50, left_ms * MS);
+            let ms = hold_off.ns() / MS;
             assert!((left_ms * 3 / 4..=left_ms * 5 / 4).contains(&ms), "{ms} of {left_ms}");
         }
-        play(&mut settle, 100, 0);
-        assert_eq!(settle.ns(), 0, "nor any more");
+        play(&mut hold_off, 100, 0);
+        assert_eq!(hold_off.ns(), 0, "nor any more");
     }
 
     #[test]
     fn a_read_that_has_missed_a_turn_of_the_platter_was_not_held_up_by_writes() {
-        let mut settle = Settle::default();
+        let mut hold_off = WriteHoldOff::default();
         for turn in 0..50 {
-            settle.wrote(turn * 600 * MS);
+            hold_off.wrote(turn * 600 * MS);
             for read in 0..20 {
-                assert_eq!(settle.read(5 * MS + 8_333_333, 5 * MS, turn * 600 * MS + read * 14 * MS), 0);
+                assert_eq!(hold_off.read(5 * MS + 8_333_333, 5 * MS, turn * 600 * MS + read * 14 * MS), 0);
             }
         }
-        assert_eq!(settle.ns(), 0);
+        assert_eq!(hold_off.ns(), 0);
     }
 
     #[test]
     fn what_is_slow_all_the_same_is_given_up() {
-        let (mut settle, mut silent_ns) = (Settle::default(), 0);
+        let (mut hold_off, mut silent_ns) = (WriteHoldOff::default(), 0);
         for turn in 0..1000 {
-            settle.wrote(turn * 600 * MS);
-            silent_ns += settle.ns();
+            hold_off.wrote(turn * 600 * MS);
+            silent_ns += hold_off.ns();
             // Others use the disk as well.
             for read in 0..20 {
-                settle.read(if read % 5 == 0 { 29 * MS } else { 5 * MS }, 5 * MS, turn * 600 * MS + read);
+                hold_off.read(if read % 5 == 0 { 29 * MS } else { 5 * MS }, 5 * MS, turn * 600 * MS + read);
             }
         }
         assert!(silent_ns < 2000 * MS, "{silent_ns}");

@@ -85,37 +85,37 @@ mod tests {
 
     #[test]
     fn who_reads_in_a_row_does_not_seek_and_who_jumps_about_does() {
-        let mut habits = StreamHistory::default();
-        (0..100).for_each(|at| habits.came(&bio(at * 8), false, 0));
-        assert!(!habits.seeks());
-        (0..4).for_each(|at| habits.came(&bio(1_000_000 * (1 + at % 2)), false, 0));
-        assert!(!habits.seeks(), "a jump now and then is no habit");
-        habits.came(&bio(5_000_000), false, 0);
-        assert!(habits.seeks());
-        (0..32).for_each(|at| habits.came(&bio(5_000_008 + at * 8), false, 0));
-        assert!(!habits.seeks(), "what was long ago is forgotten");
+        let mut history = StreamHistory::default();
+        (0..100).for_each(|at| history.came(&bio(at * 8), false, 0));
+        assert!(!history.seeks());
+        (0..4).for_each(|at| history.came(&bio(1_000_000 * (1 + at % 2)), false, 0));
+        assert!(!history.seeks(), "a jump now and then is no habit");
+        history.came(&bio(5_000_000), false, 0);
+        assert!(history.seeks());
+        (0..32).for_each(|at| history.came(&bio(5_000_008 + at * 8), false, 0));
+        assert!(!history.seeks(), "what was long ago is forgotten");
     }
 
     #[test]
     fn a_stream_is_waited_for_as_long_as_it_thinks() {
-        let (mut habits, mut now_ns) = (StreamHistory::default(), 0);
-        let mut think = |habits: &mut StreamHistory, times, thought_ns| {
+        let (mut history, mut now_ns) = (StreamHistory::default(), 0);
+        let mut think = |history: &mut StreamHistory, times, thought_ns| {
             for _ in 0..times {
-                habits.ended(now_ns);
+                history.ended(now_ns);
                 now_ns += thought_ns;
-                habits.came(&bio(0), true, now_ns);
+                history.came(&bio(0), true, now_ns);
             }
         };
-        assert_eq!(habits.idle_ns(IDLE_NS), IDLE_NS, "nothing is known");
-        think(&mut habits, 40, 3_000_000);
-        assert_eq!((habits.idle_ns(IDLE_NS), habits.idle_ns(0)), (6_000_000, 0));
-        think(&mut habits, 40, 50_000);
-        assert_eq!(habits.idle_ns(IDLE_NS), IDLE_MIN_NS);
-        think(&mut habits, 5, 1_000_000_000);
-        assert!(habits.idle_ns(IDLE_NS) > 0, "{habits:?}");
-        think(&mut habits, 5, 1_000_000_000);
-        assert_eq!(habits.idle_ns(IDLE_NS), 0, "it thinks for longer than it is waited for");
-        think(&mut habits, 20, 50_000);
-        assert_eq!(habits.idle_ns(IDLE_NS), IDLE_MIN_NS, "that is forgiven");
+        assert_eq!(history.idle_ns(IDLE_NS), IDLE_NS, "nothing is known");
+        think(&mut history, 40, 3_000_000);
+        assert_eq!((history.idle_ns(IDLE_NS), history.idle_ns(0)), (6_000_000, 0));
+        think(&mut history, 40, 50_000);
+        assert_eq!(history.idle_ns(IDLE_NS), IDLE_MIN_NS);
+        think(&mut history, 5, 1_000_000_000);
+        assert!(history.idle_ns(IDLE_NS) > 0, "{history:?}");
+        think(&mut history, 5, 1_000_000_000);
+        assert_eq!(history.idle_ns(IDLE_NS), 0, "it thinks for longer than it is waited for");
+        think(&mut history, 20, 50_000);
+        assert_eq!(history.idle_ns(IDLE_NS), IDLE_MIN_NS, "that is forgiven");
     }
 }
