@@ -42,8 +42,8 @@ pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOu
 pub use errors::{IoError, IoErrors};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
 pub use idle::IdlePolicy;
-pub use lane::{Idle, Lane, LaneWaker, Poller, PollerState, SignalEventfd, SignalSlot, Wake};
-pub use limits::{BioSplit, Cursor, LimitsError, QueueLimits};
+pub use lane::{SignalEventfd, SignalSlot, PollerState, Idle, Lane, LaneWaker, Poller, Wake};
+pub use limits::{Cursor, BioSplit, LimitsError, QueueLimits};
 pub use log_limit::LogLimit;
 pub use map::{CpuPlace, QueueCounts, QueueKind, QueueMap, QueueMaps, QueueRange};
 pub use null::{NullConfig, NullDevice, NullQueue};
@@ -56,7 +56,7 @@ pub use sched::{
 };
 pub use stats::{Held, Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot, TurnStats};
 pub use status::Status;
-pub use sw::{Context, Parker, SwQueue};
+pub use sw::{Parker, Context, SwQueue};
 pub use tag::{Cid, Cids, Forged, Tag, TagSet};
 
 /// Bytes in a sector, whatever the logical block of the device.
