@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use blkyard_attach::{AttachConfig, AttachError, Attached, AttachedQueue};
 use blkyard_mq::{
-    Batch, BlockDevice, ChaosConfig, ChaosDevice, ChaosQueue, DeviceInfo, Done, Driver, NullConfig, NullDevice,
-    NullQueue, QueueKind, QueueLimits, RamDevice, RamQueue, Region, RegionTable, TagSet, TimedOut,
+    Batch, BlockDevice, DeviceInfo, Done, Driver, NullConfig, NullDevice, NullQueue, QueueKind, QueueLimits, RamDevice,
+    RamQueue, Region, RegionTable, TagSet, TimedOut,
 };
 use blkyard_os::{Direct, FileConfig, FileDevice, FileQueue, Ring};
-use blkyard_sim::{Modelled, ModelledQueue};
+use blkyard_sim::{ChaosConfig, ChaosDevice, ChaosQueue, Modelled, ModelledQueue};
 
 use crate::spec::{Spec, SpecError, parse_size};
 

@@ -25,8 +25,8 @@ use blkyard_mem::sync::{AtomicBool, Ordering};
 
 use crate::map::{QueueCounts, QueueKind, QueueMaps};
 use crate::stats::HwStats;
-use crate::sw::{Ends, Member, POLLS_MAX, Places, BatonOutcome, QueueLocation, SharedHwQueue, rings};
-use crate::{Parker, Bio, BioFlags, Context, Driver, HwQueue, Status, SwQueue};
+use crate::sw::{BatonOutcome, Ends, Member, POLLS_MAX, Places, QueueLocation, SharedHwQueue, rings};
+use crate::{Bio, BioFlags, Context, Driver, HwQueue, Parker, Status, SwQueue};
 
 /// Makes hardware queues, with what their drivers need, for whatever the device is.
 pub trait QueueFactory {
@@ -223,7 +223,10 @@ impl<F: QueueFactory> Disk<F> {
         }
         state.queues = submitter(made, members.into_iter().flatten().collect(), self.kinds.len());
         for open in &state.queues {
-            open.users.iter().enumerate().for_each(|(submitter, user)| state.location[*user].tell(&open.shared, submitter));
+            open.users
+                .iter()
+                .enumerate()
+                .for_each(|(submitter, user)| state.location[*user].tell(&open.shared, submitter));
         }
         state.counts = counts;
         self.frozen.store(false, Ordering::Relaxed);

@@ -24,13 +24,13 @@
 //! changing a queue that runs (`control.rs`), looking into one (`inspect.rs`), what bios wait for (`wait.rs`).
 
 mod control;
-mod split;
 mod edges;
 mod flush;
 mod inspect;
 mod namespace;
 mod rated;
 mod scheduled;
+mod split;
 mod timeout;
 mod wait;
 

@@ -11,7 +11,6 @@
 
 mod bio;
 mod budget;
-mod chaos;
 mod disk;
 mod driver;
 mod errors;
@@ -36,14 +35,13 @@ mod tag;
 pub use bio::{Bio, BioFlags, Op, Priority};
 pub use blkyard_mem::{Region, RegionTable, Segment, Span};
 pub use budget::{Budget, BudgetError, BudgetShare};
-pub use chaos::{ChaosConfig, ChaosCounts, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep};
 pub use disk::{Disk, QueueFactory, QueuesError, Submitter};
 pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOut};
 pub use errors::{IoError, IoErrors};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
 pub use idle::IdlePolicy;
-pub use lane::{SignalEventfd, SignalSlot, PollerState, Idle, Lane, LaneWaker, Poller, Wake};
-pub use limits::{Cursor, BioSplit, LimitsError, QueueLimits};
+pub use lane::{Idle, Lane, LaneWaker, Poller, PollerState, SignalEventfd, SignalSlot, Wake};
+pub use limits::{BioSplit, Cursor, LimitsError, QueueLimits};
 pub use log_limit::LogLimit;
 pub use map::{CpuPlace, QueueCounts, QueueKind, QueueMap, QueueMaps, QueueRange};
 pub use null::{NullConfig, NullDevice, NullQueue};
@@ -56,7 +54,7 @@ pub use sched::{
 };
 pub use stats::{Held, Histogram, HistogramSnapshot, HwStats, OpClass, OpSnapshot, StatsSnapshot, TurnStats};
 pub use status::Status;
-pub use sw::{Parker, Context, SwQueue};
+pub use sw::{Context, Parker, SwQueue};
 pub use tag::{Cid, Cids, Forged, Tag, TagSet};
 
 /// Bytes in a sector, whatever the logical block of the device.

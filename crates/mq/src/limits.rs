@@ -4,18 +4,18 @@
 //! must be split is said in `split.rs`, which bios may share a request in `merge.rs`, which need no look at all in
 //! `fast_path.rs`.
 
-mod split;
-mod merge;
 mod fast_path;
+mod merge;
 #[cfg(test)]
 mod properties;
+mod split;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use self::split::Pieces;
-pub use self::split::{Cursor, BioSplit};
-pub(crate) use self::merge::{Merge, NoMerge, Shape};
 pub(crate) use self::fast_path::FastPath;
+pub(crate) use self::merge::{Merge, NoMerge, Shape};
+pub(crate) use self::split::Pieces;
+pub use self::split::{BioSplit, Cursor};
 use crate::{Bio, BioFlags, Op, SECTOR_SHIFT, Status};
 
 /// The limits of a device. Sizes in sectors are of 512 bytes.

@@ -107,13 +107,7 @@ impl RamStore {
 /// Moves the data of a request between a place in a store and the submitter's memory. `next` is a place that is needed
 /// after that, if one is known.
 #[inline]
-pub(crate) fn copy(
-    memory: &RegionTable,
-    is_read: bool,
-    place: Span<'_>,
-    segments: Segments<'_>,
-    next: Span<'_>,
-) -> Status {
+fn copy(memory: &RegionTable, is_read: bool, place: Span<'_>, segments: Segments<'_>, next: Span<'_>) -> Status {
     let mut at = 0;
     for segment in segments {
         let Some(span) = memory.resolve(segment) else { return Status::Invalid };

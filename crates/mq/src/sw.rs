@@ -174,7 +174,12 @@ impl<D, Cx> QueueLocation<D, Cx> {
 
 impl<D, Cx> SwQueue<D, Cx> {
     /// Whoever has these ends sits here.
-    pub(crate) fn seated(shared: &Arc<SharedHwQueue<D, Cx>>, submitter: usize, ends: Ends, stream: u32) -> SwQueue<D, Cx> {
+    pub(crate) fn seated(
+        shared: &Arc<SharedHwQueue<D, Cx>>,
+        submitter: usize,
+        ends: Ends,
+        stream: u32,
+    ) -> SwQueue<D, Cx> {
         let places = Places::new(ends.places());
         let calls = Vec::with_capacity(shared.calls_max());
         let location = Arc::new(QueueLocation(Mutex::new((Arc::clone(shared), submitter))));
@@ -199,7 +204,10 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         let (ends, members): (Vec<_>, Vec<_>) = parkers.iter().map(|_| rings(places)).unzip();
         let parkers = parkers.into_iter().map(|parker| (parker, 0)).collect();
         let shared = Arc::new(SharedHwQueue::open(hw, cx, members, parkers, false));
-        ends.into_iter().enumerate().map(|(submitter, ends)| SwQueue::seated(&shared, submitter, ends, submitter as u32 + 1)).collect()
+        ends.into_iter()
+            .enumerate()
+            .map(|(submitter, ends)| SwQueue::seated(&shared, submitter, ends, submitter as u32 + 1))
+            .collect()
     }
 
     /// As [`SwQueue::share`], where each request takes a place from a budget, too: see [`HwQueue::set_budget`]. When
@@ -218,8 +226,10 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         D: Send + 'static,
         Cx: Send + 'static,
     {
-        let waker =
-            Arc::new(SharedQueueWaker { shared: OnceLock::new(), calls: Mutex::new(Vec::with_capacity(parkers.len() + 1)) });
+        let waker = Arc::new(SharedQueueWaker {
+            shared: OnceLock::new(),
+            calls: Mutex::new(Vec::with_capacity(parkers.len() + 1)),
+        });
         hw.set_budget(Some(budget.join(Arc::clone(&waker) as Arc<dyn Wake>)?));
         let queues = SwQueue::share(hw, cx, places, parkers);
         queues.iter().take(1).for_each(|queue| waker.wakes(&queue.shared));

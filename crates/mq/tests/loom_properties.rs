@@ -18,9 +18,10 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use blkyard_mem::{Baton, Holder};
 use blkyard_mq::{
-    Batch, Bio, BioFlags, BlockDevice, ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep, Context,
-    DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Op, QueueLimits, RegionTable, Status, SwQueue, TimedOut,
+    Batch, Bio, BioFlags, BlockDevice, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Op, QueueLimits,
+    RegionTable, Status, SwQueue, TimedOut,
 };
+use blkyard_sim::{ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep};
 use loom::thread;
 
 use model_parker::ModelParker;

@@ -14,10 +14,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use blkyard_mem::Baton;
 use blkyard_mq::{
-    Batch, Bio, BlockDevice, Budget, ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep, Context, DeviceInfo,
-    Done, Driver, FairConfig, FairDevice, HwQueue, HwQueueConfig, Merging, Op, Parker, Region, RegionTable,
-    SchedulerConfig, Segment, Status, SwQueue, TimedOut, Wake,
+    Batch, Bio, BlockDevice, Budget, Context, DeviceInfo, Done, Driver, FairConfig, FairDevice, HwQueue, HwQueueConfig,
+    Merging, Op, Parker, Region, RegionTable, SchedulerConfig, Segment, Status, SwQueue, TimedOut, Wake,
 };
+use blkyard_sim::{ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep};
 use shuttle::rand::Rng;
 use shuttle::sync::{Condvar, Mutex};
 use shuttle::thread;

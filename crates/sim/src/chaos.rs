@@ -20,10 +20,10 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use blkyard_mq::{BioFlags, BlockDevice, DeviceInfo, Op, Request, Status};
+
 pub use self::queue::ChaosQueue;
 use self::store::Store;
-use crate::driver::{BlockDevice, DeviceInfo};
-use crate::{BioFlags, Op, Request, Status};
 
 /// Events kept until somebody asks for them; the oldest are forgotten first. More than the deepest queue makes in one
 /// round.
@@ -41,7 +41,7 @@ pub struct ChaosConfig {
     pub delay_ns_max: u64,
     /// Completes on the spot.
     pub instant_every: u32,
-    /// Leaves the rest of the batch with the core, for any [`Shortage`](crate::Shortage).
+    /// Leaves the rest of the batch with the core, for any [`Shortage`](blkyard_mq::Shortage).
     pub refuse_every: u32,
     /// Takes a request, takes others after it, and puts it back.
     pub put_back_every: u32,
@@ -250,9 +250,9 @@ impl Story {
 #[cfg(test)]
 mod tests {
     use blkyard_mem::{Region, RegionTable, Segment};
+    use blkyard_mq::{Bio, HwQueue, HwQueueConfig};
 
     use super::*;
-    use crate::{Bio, HwQueue, HwQueueConfig};
 
     const SECTORS: u64 = 64;
 

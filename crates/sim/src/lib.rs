@@ -12,6 +12,7 @@
 //! concerns, let them add theirs.
 #![forbid(unsafe_code)]
 
+mod chaos;
 mod device;
 mod disk;
 mod driver;
@@ -24,6 +25,7 @@ mod pair;
 mod rng;
 mod world;
 
+pub use chaos::{ChaosConfig, ChaosCounts, ChaosDevice, ChaosEvent, ChaosQueue, ChaosStep};
 pub use device::{DeviceEvent, DeviceModel, ModelDevice};
 pub use disk::{DiskModel, RotaryDisk};
 pub use driver::PairDriver;

@@ -24,8 +24,9 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("cli", &["mem", "mq", "virtio", "export", "attach", "os", "sim", "blkyard", "lab"]),
 ];
 
-/// What a crate's tests may import besides: an export is tested on real lanes, what is attached against an export.
-const TESTS: &[(&str, &[&str])] = &[("export", &["os"]), ("attach", &["export", "os"])];
+/// What a crate's tests may import besides: the queue core is tested over the simulation's chaos device, an export on
+/// real lanes, what is attached against an export.
+const TESTS: &[(&str, &[&str])] = &[("mq", &["sim"]), ("export", &["os"]), ("attach", &["export", "os"])];
 
 /// Crates of the command line, and who may import them: a program that embeds the library has its own.
 const COMMAND_LINE: (&[&str], &[&str]) = (&["clap", "indicatif"], &["lab", "cli"]);

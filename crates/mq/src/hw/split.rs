@@ -150,7 +150,10 @@ impl<D> HwQueue<D> {
     fn may_overtake(&self, number: usize, bio: &Bio) -> bool {
         bio.flags.contains(BioFlags::RESERVED)
             && self.tags.reserved_free() > 0
-            && self.namespaces[number].limits.split(bio, Cursor::default()).is_ok_and(|part| part.sectors == bio.sectors)
+            && self.namespaces[number]
+                .limits
+                .split(bio, Cursor::default())
+                .is_ok_and(|part| part.sectors == bio.sectors)
     }
 
     /// Whether anything that waits could become a request now.

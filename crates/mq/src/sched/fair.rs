@@ -24,17 +24,17 @@
 mod depth;
 mod device;
 mod history;
+mod hold_off;
 mod line;
 mod room;
-mod hold_off;
 mod shared;
 mod turn;
 
 use self::device::DeviceEstimate;
 use self::history::StreamHistory;
+use self::hold_off::WriteHoldOff;
 use self::line::{MemberQueue, MemberShare};
 use self::room::Room;
-use self::hold_off::WriteHoldOff;
 use self::shared::DepthShare;
 pub use self::shared::SharedDepth;
 use self::turn::ActiveTurn;

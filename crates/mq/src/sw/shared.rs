@@ -9,7 +9,7 @@ use blkyard_mem::ring::Consumer;
 use blkyard_mem::sync::{AtomicBool, Ordering};
 use blkyard_mem::{Baton, Holder, RegionTable};
 
-use super::{Parker, Context, Ends, Member, rings};
+use super::{Context, Ends, Member, Parker, rings};
 use crate::stats::HwStats;
 use crate::{Bio, DeviceInfo, Driver, HwQueue};
 
@@ -146,7 +146,12 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
             frozen: false,
             armed: false,
         };
-        let submitter = |(parker, beside)| SubmitterSlot { parked: AtomicBool::new(false), up: AtomicBool::new(false), parker, beside };
+        let submitter = |(parker, beside)| SubmitterSlot {
+            parked: AtomicBool::new(false),
+            up: AtomicBool::new(false),
+            parker,
+            beside,
+        };
         let submitters = parkers.into_iter().map(submitter).collect();
         let (baton, closing) = (Baton::new(Some(core)), AtomicBool::new(false));
         SharedHwQueue { baton, submitters, closing, polled, info, memory, stats }

@@ -3,10 +3,8 @@
 
 use std::sync::Arc;
 
-use blkyard_mq::{
-    Bio, BioFlags, BlockDevice, ChaosConfig, ChaosDevice, ChaosQueue, DeviceInfo, HwQueue, HwQueueConfig, Op, Region,
-    RegionTable, Status,
-};
+use blkyard_mq::{Bio, BioFlags, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, Op, Region, RegionTable, Status};
+use blkyard_sim::{ChaosConfig, ChaosDevice, ChaosQueue};
 
 use crate::hand::{self, bio, disk, with};
 

@@ -1,6 +1,7 @@
 //! Bios: properties 5 and 6.
 
-use blkyard_mq::{BioFlags, ChaosConfig, ChaosStep, Merging, Op, Status};
+use blkyard_mq::{BioFlags, Merging, Op, Status};
+use blkyard_sim::{ChaosConfig, ChaosStep};
 use proptest::prelude::*;
 
 use super::world::{Entry, Plan, Step, Submission, World, any_plan};

@@ -1,6 +1,7 @@
 //! What the sectors of a device may hold, by what was written to them and how that ended. It knows nothing of requests.
 
-use blkyard_mq::{Bio, BioFlags, ChaosDevice, DeviceInfo, Op};
+use blkyard_mq::{Bio, BioFlags, DeviceInfo, Op};
+use blkyard_sim::ChaosDevice;
 
 /// Something that a sector may hold.
 #[derive(Clone, Copy, Debug)]

@@ -1,6 +1,7 @@
 //! Changing a queue that runs, and what must not be forgotten meanwhile: properties 3, 7 and 8.
 
-use blkyard_mq::{ChaosConfig, ChaosStep, Op};
+use blkyard_mq::Op;
+use blkyard_sim::{ChaosConfig, ChaosStep};
 use proptest::prelude::*;
 
 use super::world::{Entry, Plan, Step, World, any_plan};

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use blkyard_mq::{BioFlags, ChaosStep, Op, Status};
+use blkyard_mq::{BioFlags, Op, Status};
+use blkyard_sim::ChaosStep;
 use proptest::prelude::*;
 
 use super::world::{Entry, Plan, Step, World, any_plan};

@@ -4,7 +4,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use blkyard_mq::{Bio, BlockDevice, ChaosDevice, HwQueue, Op, Parker, QueueLimits, SwQueue, Wake};
+use blkyard_mq::{Bio, BlockDevice, HwQueue, Op, Parker, QueueLimits, SwQueue, Wake};
+use blkyard_sim::ChaosDevice;
 use proptest::prelude::*;
 
 use super::world::{Doorbell, DoorbellDriver, Plan, any_plan, infos};

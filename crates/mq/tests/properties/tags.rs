@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use blkyard_mq::{BioFlags, ChaosConfig, ChaosStep, HwSnapshot, Merging, Op, RequestState};
+use blkyard_mq::{BioFlags, HwSnapshot, Merging, Op, RequestState};
+use blkyard_sim::{ChaosConfig, ChaosStep};
 use proptest::prelude::*;
 
 use super::world::{Entry, Plan, Step, World, any_plan};

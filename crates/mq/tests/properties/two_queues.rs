@@ -7,9 +7,8 @@
 
 use std::sync::Arc;
 
-use blkyard_mq::{
-    Bio, BioFlags, BlockDevice, ChaosDevice, ChaosQueue, DeviceInfo, HwQueue, Op, Region, RegionTable, Segment,
-};
+use blkyard_mq::{Bio, BioFlags, BlockDevice, DeviceInfo, HwQueue, Op, Region, RegionTable, Segment};
+use blkyard_sim::{ChaosDevice, ChaosQueue};
 use proptest::prelude::*;
 
 use super::content::{Content, word};

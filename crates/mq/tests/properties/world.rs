@@ -4,11 +4,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use blkyard_mq::{
-    Batch, Bio, BioFlags, BlockDevice, Budget, ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue, Context,
-    DeadlineConfig, DeviceInfo, Done, Driver, FairConfig, FairDevice, HwQueue, HwQueueConfig, HwSnapshot, KyberConfig,
-    Merging, Op, Priority, QueueLimits, RateConfig, RateLimit, Region, RegionTable, SchedulerConfig, Segment, SliceKey,
-    SliceOrder, Status, TimedOut, TimesliceConfig, Wake,
+    Batch, Bio, BioFlags, BlockDevice, Budget, Context, DeadlineConfig, DeviceInfo, Done, Driver, FairConfig,
+    FairDevice, HwQueue, HwQueueConfig, HwSnapshot, KyberConfig, Merging, Op, Priority, QueueLimits, RateConfig,
+    RateLimit, Region, RegionTable, SchedulerConfig, Segment, SliceKey, SliceOrder, Status, TimedOut, TimesliceConfig,
+    Wake,
 };
+use blkyard_sim::{ChaosConfig, ChaosDevice, ChaosEvent, ChaosQueue};
 use proptest::prelude::*;
 
 use super::content::{Content, word};

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 
 use blkyard_mem::RegionTable;
+use blkyard_mq::{Batch, Cid, Cids, Done, Driver, Op, Shortage, Status, Tag, TimedOut};
 
 use super::{ChaosConfig, ChaosStep, Shared};
-use crate::driver::{Batch, Done, Driver, Shortage, TimedOut};
-use crate::{Cid, Cids, Op, Status, Tag};
 
 /// Ids that were good once and are kept to be sent again. Fewer than an id has generations, so none comes true again.
 const OLD_IDS: usize = 64;
@@ -16,7 +15,7 @@ const OLD_IDS: usize = 64;
 pub struct ChaosQueue {
     shared: Arc<Shared>,
     config: ChaosConfig,
-    rng: Rng,
+    rng: FaultRng,
     cids: Cids,
     depth: usize,
     /// What the device has.
@@ -48,7 +47,7 @@ impl ChaosQueue {
         ChaosQueue {
             shared,
             config,
-            rng: Rng::new(config.seed ^ number << 48),
+            rng: FaultRng::new(config.seed ^ number << 48),
             cids: Cids::new(depth),
             depth,
             held: Vec::with_capacity(depth),
@@ -271,16 +270,16 @@ impl<Cx: ?Sized> Driver<Cx> for ChaosQueue {
     }
 }
 
-/// Chance (xorshift64*, stirred by splitmix64).
+/// Random numbers (xorshift64*, stirred by splitmix64). Seeds that once found a fault stay good with it.
 #[derive(Clone, Debug)]
-struct Rng(u64);
+struct FaultRng(u64);
 
-impl Rng {
-    fn new(seed: u64) -> Rng {
+impl FaultRng {
+    fn new(seed: u64) -> FaultRng {
         let n = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let n = (n ^ n >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let n = (n ^ n >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        Rng((n ^ n >> 31).max(1))
+        FaultRng((n ^ n >> 31).max(1))
     }
 
     fn below(&mut self, bound: u64) -> u64 {

@@ -8,10 +8,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkyard_mem::{Region, RegionTable, Span};
-
-use crate::driver::DeviceInfo;
-use crate::request::{Ranges, Request, Segments};
-use crate::{Op, SECTOR_SHIFT, Status, ram};
+use blkyard_mq::{BioFlags, DeviceInfo, Op, Ranges, Request, SECTOR_SHIFT, Segments, Status};
 
 #[derive(Debug)]
 pub(super) struct Store {
@@ -93,9 +90,7 @@ impl Store {
                     self.cache().save(&self.now, first, request.sectors());
                 }
                 let place = self.now.span(first << SECTOR_SHIFT, request.bytes() as usize);
-                place.map_or(Status::Invalid, |place| {
-                    ram::copy(memory, op == Op::Read, place, segments, Span::default())
-                })
+                place.map_or(Status::Invalid, |place| copy(memory, op == Op::Read, place, segments))
             }
         }
     }
@@ -127,7 +122,7 @@ impl Store {
             return cache.flush(&self.now, place, flush_clock);
         }
         cache.clock += 1;
-        let volatile = place.volatile && !request.flags().contains(crate::BioFlags::FUA);
+        let volatile = place.volatile && !request.flags().contains(BioFlags::FUA);
         for (sector, sectors) in ranges {
             if let Some((first, _)) = self.find(request.namespace(), sector, sectors) {
                 cache.written(&self.now, first, sectors, volatile);
@@ -142,6 +137,18 @@ impl Store {
         let region = if stable { Arc::clone(&self.cache().stable) } else { Arc::clone(&self.now) };
         sector_of(&region, first).copy_to_slice(to);
     }
+}
+
+/// Moves the data of a request between a place in the store and the submitter's memory.
+fn copy(memory: &RegionTable, is_read: bool, place: Span<'_>, segments: Segments<'_>) -> Status {
+    let mut at = 0;
+    for segment in segments {
+        let Some(span) = memory.resolve(segment) else { return Status::Invalid };
+        let part = place.part(at, span.len());
+        at += span.len();
+        if is_read { span.copy_from(&part) } else { part.copy_from(&span) }
+    }
+    Status::Ok
 }
 
 fn sector_of(region: &Region, sector: u64) -> Span<'_> {

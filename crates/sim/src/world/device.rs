@@ -3,11 +3,14 @@
 use std::sync::Arc;
 
 use blkyard_mem::RegionTable;
-use blkyard_mq::{Batch, BlockDevice, ChaosConfig, ChaosDevice, ChaosQueue, DeviceInfo, Done, Driver, TimedOut};
+use blkyard_mq::{Batch, BlockDevice, DeviceInfo, Done, Driver, TimedOut};
 
 use super::oracle::word_of;
 use super::{WorldDevice, WorldOptions};
-use crate::{DiskModel, FixedLatency, Flash, FlashModel, Keeps, LineModel, Model, Modelled, ModelledQueue, RotaryDisk};
+use crate::{
+    ChaosConfig, ChaosDevice, ChaosQueue, DiskModel, FixedLatency, Flash, FlashModel, Keeps, LineModel, Model,
+    Modelled, ModelledQueue, RotaryDisk,
+};
 
 /// A device of a world.
 pub(super) enum SimDevice {

@@ -15,7 +15,7 @@ pub enum WorldDevice {
     Flash,
     /// [`Line`](crate::FixedLatency).
     Line,
-    /// [`ChaosDevice`](blkyard_mq::ChaosDevice).
+    /// [`ChaosDevice`](crate::ChaosDevice).
     Chaos,
 }
 
