@@ -52,9 +52,9 @@ fn serve(folder: &Path, device: &str, queues: &str) -> Daemon {
     Daemon { _process: process, lines }
 }
 
-/// What a client measures that reads at random for so many seconds: its report.
-fn bench(folder: &Path, iodepth: &str, seconds: &str) -> Value {
-    let words = ["bench", "vhost-user:s", "--rw", "randread", "--bs", "4k", "--iodepth", iodepth, "--runtime", seconds];
+/// Report of a client that does this for so many seconds.
+fn bench(folder: &Path, rw: &str, iodepth: &str, seconds: &str) -> Value {
+    let words = ["bench", "vhost-user:s", "--rw", rw, "--bs", "4k", "--iodepth", iodepth, "--runtime", seconds];
     serde_json::from_slice(&run(folder, &[&words[..], &["--output-format", "json"]].concat()).stdout).unwrap()
 }
 
@@ -63,8 +63,12 @@ fn inspect(folder: &Path, words: &[&str]) -> Value {
     serde_json::from_slice(&run(folder, &all).stdout).unwrap()
 }
 
+fn op<'a>(tree: &'a Value, name: &str) -> &'a Value {
+    &tree["exports"][0]["queues"][0]["ops"][name]
+}
+
 fn reads(tree: &Value) -> &Value {
-    &tree["exports"][0]["queues"][0]["ops"]["read"]
+    op(tree, "read")
 }
 
 #[test]
@@ -74,7 +78,7 @@ fn percentiles_and_lines_keep_their_bounds() {
     let daemon = serve(folder, "ram:16M", "40");
     let fresh = text(run(folder, &["inspect", "--control", "c"]));
     assert!(fresh.contains(" s\n") && !fresh.contains("up for 0 ns"), "{fresh}");
-    bench(folder, "8", "2");
+    bench(folder, "randread", "8", "2");
     let tree = inspect(folder, &[]);
     assert_eq!(tree["schema"], 1);
     let latency = &reads(&tree)["latency"];
@@ -96,7 +100,7 @@ fn a_window_counts_what_happens_in_it() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let _daemon = serve(folder, "ram:16M", "1");
-    bench(folder, "4", "1");
+    bench(folder, "randread", "4", "1");
     let before = inspect(folder, &[]);
     assert!(before["window_s"].is_null() && reads(&before)["ios"].as_u64().unwrap() > 0);
     let quiet = inspect(folder, &["--window", "1"]);
@@ -110,18 +114,18 @@ fn agree(ours_ns: f64, theirs_ns: f64) -> bool {
     (ours_ns - theirs_ns).abs() <= theirs_ns * 0.2 + 1e6
 }
 
-/// A client's mean, and what the daemon says of the same reads.
-fn compare(device: &str, values: &[&str], dominant: &str) {
+/// Compares a client's mean with what the daemon says of the same reads or trims.
+fn compare(device: &str, values: &[&str], name: &str, dominant: &str) {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let daemon = serve(folder, device, "1");
     if !values.is_empty() {
         run(folder, &[&["set", "--control", "c", "export:0"], values].concat());
     }
-    let report = bench(folder, "16", "3");
-    let theirs_ns = report["jobs"][0]["read"]["clat_ns"]["mean"].as_f64().unwrap();
+    let report = bench(folder, &format!("rand{name}"), "16", "3");
+    let theirs_ns = report["jobs"][0][name]["clat_ns"]["mean"].as_f64().unwrap();
     let tree = inspect(folder, &[]);
-    let latency = &reads(&tree)["latency"];
+    let latency = &op(&tree, name)["latency"];
     let ours_ns = latency["mean_ns"].as_f64().unwrap();
     assert!(agree(ours_ns, theirs_ns), "the client saw a mean of {theirs_ns} ns: {latency:#}");
     let parts = latency["part_sum_ns"].as_object().unwrap();
@@ -135,10 +139,16 @@ fn compare(device: &str, values: &[&str], dominant: &str) {
 
 #[test]
 fn latency_under_a_limit_is_what_the_client_sees() {
-    compare("ram:16M?iops_max=200&burst_ms=1", &[], "limit");
+    compare("ram:16M?iops_max=200&burst_ms=1", &[], "read", "limit");
 }
 
 #[test]
 fn latency_without_tags_is_what_the_client_sees() {
-    compare("ram:16M?latency_us=5000", &["depth=1"], "tag");
+    compare("ram:16M?latency_us=5000", &["depth=1"], "read", "tag");
+}
+
+#[test]
+fn latency_with_a_scheduler_is_what_the_client_sees() {
+    // Tags are free; the scheduler has one I/O at a time at the device of those that are neither reads nor durable.
+    compare("ram:16M?latency_us=5000&scheduler=deadline&async_depth=1", &[], "trim", "scheduler");
 }

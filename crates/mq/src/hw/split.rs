@@ -219,7 +219,10 @@ impl<D> HwQueue<D> {
         if self.rated {
             self.refuse_held();
         }
-        self.note_causes();
+        // With nothing waiting the cause of the last wait may stay: its clock goes on, and nobody compares it.
+        if self.unsplit > 0 {
+            self.note_causes();
+        }
     }
 
     /// Moves one bio of a namespace on, or one part of it. False if it cannot.

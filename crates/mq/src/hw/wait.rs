@@ -66,7 +66,7 @@ impl Namespace {
 }
 
 impl<D> HwQueue<D> {
-    /// Notes what those wait for who wait on, after a round.
+    /// Notes the cause of each wait, after a round in which something is left waiting.
     pub(super) fn note_causes(&mut self) {
         for number in 0..self.namespaces.len() {
             let may_take = self.may_take(number, crate::BioFlags::empty());
@@ -132,5 +132,47 @@ impl<D> HwQueue<D> {
         let dispatch = waited_ns.saturating_sub(limit + scheduler + tag);
         let latency_ns = now_ns.saturating_sub(wait.since_ns);
         stats.ended(OpClass::of(bio.op), latency_ns, [limit, scheduler, tag, dispatch]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::{
+        BlockDevice, DeadlineConfig, DeviceInfo, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op, SchedulerConfig,
+    };
+
+    /// A round that submits so many bios which are no neighbours, and ends what the device has finished.
+    fn round(hw: &mut HwQueue<NullQueue>, bios: u64, now_ns: u64) {
+        for number in 0..bios {
+            let mut bio = Bio::with_capacity(1);
+            (bio.op, bio.sector, bio.sectors) = (Op::Discard, number * 100, 8);
+            hw.submit(bio);
+        }
+        hw.issue(&mut (), now_ns);
+        hw.reap(&mut (), now_ns, &mut |_| ());
+    }
+
+    #[test]
+    fn causes_are_noted_only_while_something_waits() {
+        // As many as there are tags pass this one.
+        let deadline = DeadlineConfig { async_depth: 4, ..DeadlineConfig::default() };
+        for scheduler in [SchedulerConfig::None, SchedulerConfig::Deadline(deadline)] {
+            let limits = crate::QueueLimits { discard_sectors_max: 8, ..crate::QueueLimits::default() };
+            let info = DeviceInfo { capacity_sectors: 1 << 20, limits, ..DeviceInfo::default() };
+            let config = HwQueueConfig { depth: 4, scheduler, ..HwQueueConfig::default() };
+            let driver = NullDevice::new(info.clone(), NullConfig::default()).queue(config.depth);
+            let mut hw = HwQueue::new(driver, Arc::new(info), config);
+            // Nothing waits for this, so it stays until causes are noted.
+            let untouched = Some(Held::Limit);
+            hw.namespaces[0].held_by = untouched;
+            (1..9).for_each(|now_ns| round(&mut hw, 4, now_ns));
+            assert_eq!((hw.bios_held, hw.namespaces[0].held_by), (0, untouched), "{scheduler:?}");
+            // More than there are tags.
+            round(&mut hw, 5, 9);
+            assert_eq!(hw.namespaces[0].held_by, Some(Held::Tag), "{scheduler:?}");
+        }
     }
 }
