@@ -179,7 +179,8 @@ impl Attached {
     }
 
     /// Memory that queues will use, for as long as the disk is open. What is made before the first queue has memory is
-    /// announced to the back-end with it, and changes nothing later.
+    /// announced to the back-end with it, and changes nothing later. Each call takes one of the regions that a back-end
+    /// can know, some as few as eight: one for all queues is best.
     ///
     /// # Errors
     /// The system has no room.

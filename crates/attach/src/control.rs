@@ -508,8 +508,8 @@ impl Control {
         }
         if session.regions() < count {
             tracing::error!(
-                "{}: its back-end can know {} memory regions and {count} are in use; I/O in the others fails. Use fewer guests, \
-                 jobs or queues with memory of their own",
+                "{}: its back-end can know {} memory regions and {count} are in use; I/O in the others fails. Use fewer \
+                 guests, or queues with memory of their own",
                 self.shared.config.name(),
                 session.regions()
             );

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use blkyard_attach::{AttachConfig, AttachError, Attached, AttachedQueue};
+use blkyard_mem::PAGE_BYTES;
 use blkyard_mq::{
     Batch, BlockDevice, DeviceInfo, Done, Driver, NullConfig, NullDevice, NullQueue, QueueKind, QueueLimits, RamDevice,
     RamQueue, Region, RegionTable, TagSet, TimedOut,
@@ -204,13 +205,21 @@ impl Device {
         if let Device::Attached(device) = self { device.depth_max() } else { TagSet::DEPTH_MAX }
     }
 
-    /// Memory of our own that its queues can reach.
+    /// Memory of our own that its queues can reach, in so many parts of so many bytes. Each part is a region, and its
+    /// first byte there.
     ///
     /// # Errors
     /// The system has no room.
-    pub fn memory(&self, bytes: usize) -> std::io::Result<Arc<Region>> {
-        // Whoever serves a disk has to map the memory, too. For others private memory is cheaper.
-        if let Device::Attached(device) = self { device.memory(bytes) } else { Region::anonymous(bytes) }
+    pub fn memory(&self, parts: usize, bytes: usize) -> std::io::Result<Vec<(Arc<Region>, u64)>> {
+        let Device::Attached(device) = self else {
+            // Private memory is cheapest, and a queue that is used with one part pins no other.
+            return (0..parts).map(|_| Ok((Region::anonymous(bytes)?, 0))).collect();
+        };
+        // The back-end maps it as well, and may have room for eight regions in all.
+        let part_bytes = bytes.checked_next_multiple_of(PAGE_BYTES);
+        let all = part_bytes.and_then(|bytes| bytes.checked_mul(parts)).ok_or(std::io::ErrorKind::OutOfMemory)?;
+        let region = device.memory(all)?;
+        Ok((0..parts).map(|part| (Arc::clone(&region), (all / parts * part) as u64)).collect())
     }
 }
 

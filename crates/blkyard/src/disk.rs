@@ -134,8 +134,9 @@ impl Disk {
         let info = Arc::new(device.info().clone());
         let bytes = config.buffer_bytes.saturating_mul(config.depth);
         // There is no memory without bytes.
-        let regions = (0..config.threads).map(|_| device.memory(bytes.max(1))).collect::<Result<Vec<_>, _>>();
-        let memory = regions.map_err(|source| DiskError::Memory { name: info.name.clone(), bytes, source })?;
+        let parts = device.memory(config.threads, bytes.max(1));
+        let parts = parts.map_err(|source| DiskError::Memory { name: info.name.clone(), bytes, source })?;
+        let (memory, first_bytes): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
         let counts = fitting(config.queues.up_to(config.threads), device.queues_max());
         let queues = Queues {
             device,
@@ -147,11 +148,12 @@ impl Disk {
             rates: RateLimit::new(rate).map(Arc::new).into_iter().collect(),
         };
         let (queues, ways) = blkyard_mq::Disk::open(queues, config.threads, config.depth, counts)?;
-        let submitters = ways.into_iter().enumerate();
-        let submitters = submitters.map(|(number, way)| Submitter {
+        let submitters = ways.into_iter().zip(first_bytes).enumerate();
+        let submitters = submitters.map(|(number, (way, first_byte))| Submitter {
             way,
             clock: Clock::new(),
             number,
+            first_byte,
             buffer_bytes: config.buffer_bytes,
         });
         Ok(Disk { info, queues: Arc::new(queues), submitters: submitters.collect() })
@@ -235,6 +237,8 @@ pub struct Submitter {
     way: blkyard_mq::Submitter<DeviceQueue, Ring>,
     clock: Clock,
     number: usize,
+    /// Of its buffers, in the region of its number.
+    first_byte: u64,
     buffer_bytes: usize,
 }
 
@@ -252,7 +256,7 @@ impl Submitter {
         let len = u32::try_from(bytes).ok().filter(|_| bytes <= self.buffer_bytes);
         let Some(len) = len else { panic!("{bytes} bytes of a buffer that has {}", self.buffer_bytes) };
         // One that is not there lies outside the memory, however far.
-        let offset = (buffer as u64).saturating_mul(self.buffer_bytes as u64);
+        let offset = (buffer as u64).saturating_mul(self.buffer_bytes as u64).saturating_add(self.first_byte);
         Segment { region: self.number as u32, offset, len }
     }
 

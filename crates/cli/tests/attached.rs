@@ -56,6 +56,17 @@ fn jobs_that_share_queues_or_not_lose_no_io_when_they_start() {
 }
 
 #[test]
+fn any_number_of_jobs_runs_at_a_back_end_with_eight_memory_slots() {
+    let folder = tempfile::tempdir().unwrap();
+    // With a queue for each job, and with queues that jobs share.
+    for queues in [16, 2] {
+        let lossy = Lossy::start(&folder.path().join("s"), LossyConfig::new(queues, 1));
+        check_good(&bench(&lossy, &format!("queues={queues}"), &["--numjobs", "16", "--iodepth", "4"]).0);
+        assert_eq!(lossy.seen.lost.load(Relaxed), 0);
+    }
+}
+
+#[test]
 fn requests_that_a_back_end_drops_are_done_again_after_timeout_s() {
     let folder = tempfile::tempdir().unwrap();
     let config = LossyConfig { drop_every: 1500, ..LossyConfig::new(2, 3) };

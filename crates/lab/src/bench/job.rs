@@ -67,6 +67,8 @@ pub(crate) struct BenchJob {
     live: Arc<LiveCounters>,
     report: Sender<JobResult>,
     memory: Arc<RegionTable>,
+    /// First byte of its buffers in their region.
+    first_byte: u64,
     /// First block of its slice, and how many.
     first: u64,
     blocks: u64,
@@ -92,17 +94,17 @@ pub(crate) struct BenchJob {
 }
 
 impl BenchJob {
-    /// Makes a job, ready to wait for the gate. Its buffers are in a region of its own, of `iodepth` blocks.
+    /// Makes a job, ready to wait for the gate. Its buffers are `iodepth` blocks of a region, from a byte on.
     pub(crate) fn new(
         plan: &Arc<BenchPlan>,
         number: usize,
         gate: &Arc<Gate>,
         live: &Arc<LiveCounters>,
         report: Sender<JobResult>,
-        region: Arc<Region>,
+        (region, first_byte): (Arc<Region>, u64),
     ) -> BenchJob {
         let block_bytes = plan.block_bytes as usize;
-        scribble(&region, plan.seed ^ number as u64);
+        scribble(&region, first_byte, block_bytes * plan.iodepth, plan.seed ^ number as u64);
         let (first, blocks) = plan.slice(number);
         let scratch = || vec![0; if plan.verify { block_bytes } else { 0 }].into_boxed_slice();
         let free = (0..plan.iodepth).rev().map(|slot| {
@@ -117,6 +119,7 @@ impl BenchJob {
             live: Arc::clone(live),
             report,
             memory: Arc::new(RegionTable::new(vec![region])),
+            first_byte,
             first,
             blocks,
             order: BlockOrder::Sequential { next: 0 },
@@ -192,7 +195,8 @@ impl BenchJob {
             bio.sector = block * u64::from(bio.sectors);
             if bio.op.has_data() {
                 bio.flags.set(BioFlags::POLLED, self.plan.polled);
-                bio.segments.push(Segment { region, offset: slot as u64 * u64::from(bytes), len: bytes });
+                let offset = self.first_byte + slot as u64 * u64::from(bytes);
+                bio.segments.push(Segment { region, offset, len: bytes });
             }
             if bio.op == Op::Write {
                 self.unflushed += 1;
@@ -299,7 +303,7 @@ impl BenchJob {
 
     fn span(&self, slot: usize) -> Option<blkyard_mq::Span<'_>> {
         let len = self.plan.block_bytes;
-        self.memory.resolve(Segment { region: 0, offset: slot as u64 * u64::from(len), len })
+        self.memory.resolve(Segment { region: 0, offset: self.first_byte + slot as u64 * u64::from(len), len })
     }
 
     /// Fills a buffer with what belongs to its place.
@@ -346,13 +350,13 @@ fn job_seed(seed: u64, number: usize) -> u64 {
 }
 
 /// Touches every page, so that none is first touched while the clock runs, with bytes that no device can shrink.
-fn scribble(region: &Region, seed: u64) {
+fn scribble(region: &Region, first_byte: u64, bytes: usize, seed: u64) {
     let mut rng = FastRng::new(seed);
     let mut page = vec![0; blkyard_mem::PAGE_BYTES];
-    for offset in (0..region.len()).step_by(page.len()) {
-        let len = page.len().min(region.len() - offset);
+    for offset in (0..bytes).step_by(page.len()) {
+        let len = page.len().min(bytes - offset);
         page.chunks_exact_mut(8).for_each(|word| word.copy_from_slice(&rng.next().to_le_bytes()));
-        if let Some(span) = region.span(offset as u64, len) {
+        if let Some(span) = region.span(first_byte + offset as u64, len) {
             span.copy_from_slice(&page[..len]);
         }
     }

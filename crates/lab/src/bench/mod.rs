@@ -64,11 +64,11 @@ pub enum BenchError {
     #[error(transparent)]
     Lane(#[from] LaneError),
     /// There is no memory for buffers.
-    #[error("buffers of {bytes} bytes for job {job}: {source}; lower --bs or --iodepth")]
+    #[error("buffers of {bytes} bytes for each of {jobs} jobs: {source}; lower --bs, --iodepth or --numjobs")]
     Memory {
-        /// The job.
-        job: usize,
-        /// What it wanted.
+        /// Number of jobs.
+        jobs: usize,
+        /// Size of a job's buffers.
         bytes: u64,
         /// What the system said.
         source: std::io::Error,
@@ -164,13 +164,11 @@ fn measure_plan(args: &BenchArgs, device: &Device, plan: BenchPlan) -> Result<Be
     let gate = Arc::new(Gate::default());
     let lives: Vec<_> = (0..plan.jobs).map(|_| Arc::new(LiveCounters::default())).collect();
     let (tell, told) = channel();
-    let mut jobs = Vec::with_capacity(plan.jobs);
-    for (number, live) in lives.iter().enumerate() {
-        let bytes = u64::from(plan.block_bytes) * plan.iodepth as u64;
-        let memory = |source| BenchError::Memory { job: number, bytes, source };
-        let region = device.memory(bytes as usize).map_err(memory)?;
-        jobs.push(BenchJob::new(&plan, number, &gate, live, tell.clone(), region));
-    }
+    let bytes = u64::from(plan.block_bytes) * plan.iodepth as u64;
+    let parts = device.memory(plan.jobs, bytes as usize);
+    let parts = parts.map_err(|source| BenchError::Memory { jobs: plan.jobs, bytes, source })?;
+    let job = |(number, (live, part))| BenchJob::new(&plan, number, &gate, live, tell.clone(), part);
+    let jobs: Vec<_> = lives.iter().zip(parts).enumerate().map(job).collect();
     drop(tell);
     let workers = if plan.shares() {
         Workers::Threads(shared::spawn(args, &plan, device, &gate, jobs)?)

@@ -24,7 +24,7 @@ pub(crate) fn spawn(
     gate: &Arc<Gate>,
     jobs: Vec<BenchJob>,
 ) -> Result<Vec<JoinHandle<()>>, BenchError> {
-    // A job's buffers are the region of its number.
+    // A job's buffers are in the region of its number, which may be the same for all.
     let regions = jobs.iter().filter_map(|job| job.memory().region(0).cloned()).collect();
     let queues = Queues {
         device,
