@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use blkyard_attach::{AttachConfig, Attached};
 use blkyard_mq::{Op, QueueKind, Status};
+use blkyard_virtio::Features;
 use common::{Lossy, LossyConfig, PATIENCE, SLOTS, User, config, place, until};
 
 /// Writes and reads back blocks of its own, until it is told to stop.
@@ -35,11 +36,21 @@ fn keep_busy(user: &mut User, first: u64, stop: &AtomicBool) {
 
 #[test]
 fn memory_and_queues_added_under_load_lose_no_io() {
+    add_under_load(false);
+}
+
+#[test]
+fn memory_and_packed_queues_added_under_load_lose_no_io() {
+    add_under_load(true);
+}
+
+fn add_under_load(packed: bool) {
     let seeds = std::env::var("LOSSY_SEEDS").ok().and_then(|n| n.parse().ok()).unwrap_or(12);
     for seed in 0..seeds {
         let (_folder, path) = place();
         let lossy = Lossy::start(&path, LossyConfig::new(4, seed));
-        let attached = Attached::open(config(&path)).unwrap();
+        let attached = Attached::open(AttachConfig { packed, ..config(&path) }).unwrap();
+        assert_eq!(attached.features().contains(Features::RING_PACKED), packed);
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             for number in 0..4 {
