@@ -12,17 +12,37 @@ const RECONNECT_MS: u32 = 20;
 pub const VERSIONS: &str =
     "QEMU 9.2 or newer; for an older one, such as Debian 12's 7.2, write reconnect=1 instead of reconnect-ms=20";
 
-/// A command that starts a virtual machine with all these disks: the socket of each, as an absolute path, and how many
-/// queues are served there.
-pub fn command<'a>(disks: impl IntoIterator<Item = (&'a Path, usize)>) -> String {
+/// Disks that QEMU may place by itself. It gives each a slot of the machine's root bus, which has 32; the host bridge,
+/// the chipset, a display and a network card have four, and users add devices of their own.
+const SLOTS_MAX: usize = 16;
+/// Functions of a PCI device.
+const FUNCTIONS: usize = 8;
+/// Slots for more disks than that, in order of use: first those that leave room before and behind them. The USB
+/// controllers that `-usb` adds have 0x1a and 0x1d.
+const SLOTS: [u8; 26] = [
+    0x08, 0x09, 0x0a, 0x0b, 0x0c, 0x0d, 0x0e, 0x0f, 0x10, 0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18, 0x19, 0x1b,
+    0x1c, 0x1e, 0x07, 0x06, 0x05, 0x04, 0x03,
+];
+/// Disks that the machine has room for.
+pub const DISKS_MAX: usize = SLOTS.len() * FUNCTIONS;
+
+/// A command that starts a virtual machine with these disks, up to [`DISKS_MAX`]: the socket of each, as an absolute
+/// path, and how many queues are served there.
+pub fn command<'a>(disks: impl ExactSizeIterator<Item = (&'a Path, usize)>) -> String {
     let mut of_disks = String::new();
     let mut processors = 1;
-    for (index, (socket, queues)) in disks.into_iter().enumerate() {
+    let shares_slots = disks.len() > SLOTS_MAX;
+    for (index, (socket, queues)) in disks.take(DISKS_MAX).enumerate() {
         // In a list of options two commas are one that belongs to the value.
         let path = socket.to_string_lossy().replace(',', ",,");
         let chardev = quote(&format!("socket,id=disk{index},path={path},reconnect-ms={RECONNECT_MS}"));
         let _ =
             write!(of_disks, " -chardev {chardev} -device vhost-user-blk-pci,chardev=disk{index},num-queues={queues}");
+        if shares_slots {
+            // So many legacy interfaces would take more I/O ports than there are.
+            let (slot, function) = (SLOTS[index / FUNCTIONS], index % FUNCTIONS);
+            let _ = write!(of_disks, ",disable-legacy=on,multifunction=on,addr={slot:#04x}.{function}");
+        }
         processors = processors.max(queues);
     }
     // KVM where there is one. The disks' server maps the guest's memory, which must be shared with it.
@@ -55,7 +75,7 @@ mod tests {
 
     #[test]
     fn one_line_has_all_disks_and_the_memory_once() {
-        let line = command([(Path::new("/run/a.sock"), 2), (Path::new("/run/b.sock"), 4)]);
+        let line = command([(Path::new("/run/a.sock"), 2), (Path::new("/run/b.sock"), 4)].into_iter());
         assert_eq!(
             line,
             "qemu-system-x86_64 -machine q35,accel=kvm:tcg,memory-backend=mem -cpu max -smp 4 -m 1G \
@@ -69,9 +89,26 @@ mod tests {
 
     #[test]
     fn any_path_survives_the_shell_and_the_option_list() {
-        let line = command([(Path::new("/run/it's $HOME, \"a\\b\"; *&.sock"), 1)]);
+        let line = command([(Path::new("/run/it's $HOME, \"a\\b\"; *&.sock"), 1)].into_iter());
         let words = words(&line);
         let chardev = &words[words.iter().position(|word| word == "-chardev").unwrap() + 1];
         assert_eq!(chardev, "socket,id=disk0,path=/run/it's $HOME,, \"a\\b\"; *&.sock,reconnect-ms=20");
+    }
+
+    #[test]
+    fn many_disks_share_slots_and_each_has_a_function_of_its_own() {
+        let addresses = |count| -> Vec<String> {
+            let line = command((0..count).map(|_| (Path::new("/run/a.sock"), 1)));
+            let found = line.split(' ').filter_map(|word| Some(word.split_once(",addr=")?.1.to_owned()));
+            found.collect()
+        };
+        assert!(addresses(SLOTS_MAX).is_empty());
+        for count in [SLOTS_MAX + 1, 40, DISKS_MAX, DISKS_MAX + 1] {
+            let mut found = addresses(count);
+            assert_eq!((found[0].as_str(), found[8].as_str()), ("0x08.0", "0x09.0"));
+            found.sort();
+            found.dedup();
+            assert_eq!(found.len(), count.min(DISKS_MAX));
+        }
     }
 }

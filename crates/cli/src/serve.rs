@@ -605,7 +605,11 @@ fn introduce(devices: &[ServedDevice], exports: &[(ReadyExport, Vec<usize>)], la
     let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.into());
     let sockets: Vec<_> = exports.iter().map(|(export, _)| absolute(export.socket.path())).collect();
     let queues = exports.iter().map(|(export, _)| export.remotes.len());
-    let what = if exports.len() > 1 { "all of them; each has a -chardev and a -device" } else { "it" };
+    let what = match exports.len() {
+        0..=1 => "it".into(),
+        2..=qemu::DISKS_MAX => "all of them; each has a -chardev and a -device".into(),
+        _ => format!("the first {}, as many as it has room for; each has a -chardev and a -device", qemu::DISKS_MAX),
+    };
     say(format_args!("start a virtual machine with {what} ({}):", qemu::VERSIONS));
     say(format_args!("  {}", qemu::command(sockets.iter().map(PathBuf::as_path).zip(queues))));
 }

@@ -23,6 +23,13 @@ pub const SCENARIOS: &[Scenario] = &[
         tell: all_exports,
     },
     Scenario {
+        name: "pasted-line-many",
+        sentence: "the QEMU command that serve prints for 40 exports attaches them all",
+        place: RunsIn::Host,
+        ours: true,
+        tell: many_exports,
+    },
+    Scenario {
         name: "first-mistakes",
         sentence: "a QEMU without shared memory, one with too many queues and one at a socket in use are answered in the log with the cure",
         place: RunsIn::Host,
@@ -86,6 +93,29 @@ fn all_exports(ground: &ScenarioContext) -> Result<()> {
         let found = line.matches(word).count();
         ensure!(found == times, "'{word}' is there {found} times and not {times}:\n{line}");
     }
+    let queues = attached_queues(ground, line)?;
+    ensure!(queues == [2, 3], "QEMU has disks with so many queues: {queues:?}");
+    server.stop()?;
+    Ok(())
+}
+
+fn many_exports(ground: &ScenarioContext) -> Result<()> {
+    const EXPORTS: usize = 40;
+    let mut command = ground.program.command()?;
+    command.args(["serve", "--control", "none"]);
+    let sockets: Vec<_> = (0..EXPORTS).map(|number| ground.path(&format!("{number}.sock"))).collect();
+    for socket in &sockets {
+        command.args(["--device", "ram:1M", "--export", &format!("vhost-user-blk:{}?queues=1", socket.display())]);
+    }
+    let server = ReadyServer::start_command(&command, &sockets, &ground.log)?;
+    let queues = attached_queues(ground, printed_line(&server.said()?)?)?;
+    ensure!(queues == [1; EXPORTS], "QEMU has disks with so many queues: {queues:?}");
+    server.stop()?;
+    Ok(())
+}
+
+/// Queues of each disk that a QEMU has which is started by this line.
+fn attached_queues(ground: &ScenarioContext, line: &str) -> Result<Vec<serde_json::Value>> {
     let monitor = ground.path("monitor");
     let mut qemu =
         paste(ground, &format!("{line} -S -display none -qmp unix:{},server=on,wait=off", monitor.display()))?;
@@ -104,10 +134,8 @@ fn all_exports(ground: &ScenarioContext) -> Result<()> {
         ensure!(realized == true, "{device} is not realized");
         queues.push(monitor.command("qom-get", &json!({ "path": device, "property": "num-queues" }))?);
     }
-    ensure!(queues == [2, 3], "QEMU has disks with so many queues: {queues:?}");
     drop(qemu);
-    server.stop()?;
-    Ok(())
+    Ok(queues)
 }
 
 /// Runs a line as a shell does, with the test guest's QEMU.
