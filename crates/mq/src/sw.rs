@@ -110,6 +110,12 @@ pub trait Context {
     /// Fetches what the device has finished, for drivers to find.
     fn collect(&mut self) {}
 
+    /// Whether there is something of drivers to be announced, or something fetched that they have not taken: no watch
+    /// tells of either.
+    fn has_more(&mut self) -> bool {
+        false
+    }
+
     /// Whoever keeps watch is told when this eventfd is signalled, a driver's, once: as if a completion had come.
     /// [`Context::collect`] makes it quiet again.
     fn listen(&mut self, _eventfd: BorrowedFd<'_>) {}

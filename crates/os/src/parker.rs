@@ -107,6 +107,10 @@ impl Context for Ring {
         self.reap();
     }
 
+    fn has_more(&mut self) -> bool {
+        self.has_unsubmitted_or_untaken()
+    }
+
     fn listen(&mut self, eventfd: BorrowedFd<'_>) {
         // A shared ring has one queue, and so one eventfd.
         self.watch(eventfd, 0);

@@ -404,6 +404,12 @@ impl Ring {
         unsafe { self.push_named(&entry) };
     }
 
+    /// Whether entries wait to be submitted, or completions were reaped and not taken by their driver.
+    #[inline]
+    pub(crate) fn has_unsubmitted_or_untaken(&mut self) -> bool {
+        self.untaken > 0 || !self.uring.submission().is_empty()
+    }
+
     /// Submits what waits and sleeps until a completion, an eventfd, a signal, or the time is there. Returns at once if
     /// a completion has not been reaped yet, or was reaped and not taken by its driver.
     pub fn sleep(&mut self, deadline_ns: Option<u64>) {

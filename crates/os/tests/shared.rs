@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use blkyard_mq::{Bio, BlockDevice, HwQueue, HwQueueConfig, Op, Parker, Region, RegionTable, Segment, Status, SwQueue};
+use blkyard_mq::{
+    Bio, BioFlags, BlockDevice, HwQueue, HwQueueConfig, Op, Parker, Region, RegionTable, Segment, Status, SwQueue,
+};
 use blkyard_os::{FileConfig, FileDevice, Ring, RingConfig, RingParker, now_ns};
 
 const THREADS: usize = 4;
@@ -64,6 +66,40 @@ fn more_threads_than_queues_write_and_read_back_a_file() {
             });
         }
     });
+}
+
+#[test]
+fn request_of_several_steps_does_not_wait_for_a_time_limit() {
+    /// More than fit into the limit if a step is announced only as a sleep ends, after 1 s.
+    const REQUESTS: u64 = 40;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(REQUESTS * 4096).unwrap();
+    let device = FileDevice::open(FileConfig::new(path)).unwrap();
+    let ring = Ring::new(RingConfig { single_owner: false, ..RingConfig::default() }).unwrap();
+    let parkers: Vec<Arc<dyn Parker>> = vec![RingParker::new(&ring).unwrap(), RingParker::new(&ring).unwrap()];
+    let config = HwQueueConfig { depth: 8, bios_max: 32, ..HwQueueConfig::default() };
+    let hw = HwQueue::new(device.queue(config.depth), Arc::new(device.info().clone()), config);
+    let mut queues = SwQueue::share(hw, ring, DEPTH, parkers).into_iter();
+    let (Some(mut queue), Some(other)) = (queues.next(), queues.next()) else { unreachable!("two were made") };
+    let start = std::time::Instant::now();
+    for request in 0..REQUESTS {
+        let mut bio = Bio::with_capacity(1);
+        bio.op = Op::WriteZeroes;
+        bio.flags = BioFlags::FUA;
+        (bio.sector, bio.sectors) = (request * 8, 8);
+        queue.submit(bio);
+        queue.ring(&now_ns);
+        let mut done = 0;
+        while done == 0 {
+            queue.wait(&now_ns, &mut |bio| {
+                assert_eq!(bio.status, Status::Ok);
+                done += 1;
+            });
+        }
+    }
+    assert!(start.elapsed().as_secs() < REQUESTS / 2, "{:?}", start.elapsed());
+    [queue, other].into_iter().for_each(|queue| queue.leave(&now_ns, &mut |_| ()));
 }
 
 fn pattern(thread: usize, block: u64) -> u8 {

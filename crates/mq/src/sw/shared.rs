@@ -504,7 +504,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             self.ticked_ns = now_ns;
             self.hw.mark_slow(now_ns);
         }
-        self.hw.has_work() || (more && self.hw.room() > 0)
+        self.hw.has_work() || (more && self.hw.room() > 0) || self.cx.has_more()
     }
 
     // Not inlined, nor is `reap`: so their loops have the registers to themselves. What a loop keeps on the stack
