@@ -11,6 +11,7 @@ use blkyard_mem::Region;
 use blkyard_mq::{DeviceInfo, QueueKind};
 use blkyard_virtio::Features;
 
+use crate::connector::{Connector, Direct};
 use crate::control::Control;
 use crate::event::Event;
 use crate::mailbox::{ControlSender, DeviceCommand, DriverQueueView};
@@ -24,6 +25,8 @@ pub const QUEUE_SIZE_MAX: u16 = 1024;
 pub struct AttachConfig {
     /// The back-end's socket.
     pub socket: PathBuf,
+    /// Makes the connections to it.
+    pub connector: Arc<dyn Connector>,
     /// Queues to use; all that the back-end has, if it is not said.
     pub queues: Option<u16>,
     /// Entries of each ring: a power of two, up to [`QUEUE_SIZE_MAX`].
@@ -44,6 +47,7 @@ impl AttachConfig {
     pub fn new(socket: impl Into<PathBuf>) -> AttachConfig {
         AttachConfig {
             socket: socket.into(),
+            connector: Arc::new(Direct),
             queues: None,
             // Twice what the usual hardware queue has out, and memory that is taken as it is used.
             queue_size: 256,

@@ -19,11 +19,12 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recvmsg, send, sendmsg, socket_with,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+    recvmsg, send, sendmsg,
 };
 
 use crate::TalkError;
+use crate::connector::Connector;
 use crate::event::Event;
 
 /// What a front-end may say.
@@ -118,23 +119,29 @@ pub(crate) struct Connection {
 
 impl Connection {
     /// Connects. A back-end that is busy with others is waited for.
-    pub(crate) fn open(path: &Path, reply_max: Duration, end: &Arc<Event>) -> io::Result<Connection> {
+    pub(crate) fn open(
+        connector: &dyn Connector,
+        path: &Path,
+        reply_max: Duration,
+        end: &Arc<Event>,
+    ) -> io::Result<Connection> {
         /// How soon a full queue of connections is looked at again.
         const AGAIN: Duration = Duration::from_millis(5);
         let until = Instant::now() + reply_max;
-        let address = SocketAddrUnix::new(path)?;
-        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-        while let Err(error) = connect(&socket, &address) {
-            match error {
-                Errno::INTR => {}
-                Errno::AGAIN if Instant::now() < until && !is_ready(&mut [PollFd::new(end, PollFlags::IN)], AGAIN) => {}
-                Errno::AGAIN => return Err(io::ErrorKind::TimedOut.into()),
-                error => return Err(error.into()),
+        let stream = loop {
+            match connector.connect(path) {
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+                Ok(Some(stream)) => break stream,
+                Ok(None) => {
+                    if Instant::now() >= until || is_ready(&mut [PollFd::new(end, PollFlags::IN)], AGAIN) {
+                        return Err(io::ErrorKind::TimedOut.into());
+                    }
+                }
             }
-        }
-        let (stream, end) = (UnixStream::from(socket), Arc::clone(end));
-        Ok(Connection { stream, reply_max, until, end, acknowledged: false })
+        };
+        stream.set_nonblocking(true)?;
+        Ok(Connection { stream, reply_max, until, end: Arc::clone(end), acknowledged: false })
     }
 
     /// Begins a conversation: the back-end has all its time again.

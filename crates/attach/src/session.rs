@@ -8,6 +8,7 @@ use std::sync::Arc;
 use blkyard_mem::Region;
 use blkyard_virtio::Features;
 use blkyard_virtio::driver::{BlkDisk, BlkLayout, DRIVER_FEATURES};
+use rustix::fs::FileType;
 
 use crate::channel::BackendChannelReader;
 use crate::event::Event;
@@ -228,7 +229,7 @@ impl BackendSession {
         let (answer, file) = self.talk.ask(FrontendMessage::GET_INFLIGHT_FD, &record.words())?;
         let word = |at: usize| answer.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_ne_bytes);
         match (word(0), word(8), file) {
-            (Some(bytes), Some(offset), Some(file)) if bytes > 0 => {
+            (Some(bytes), Some(offset), Some(file)) if bytes > 0 && has_bytes(&file, offset, bytes) => {
                 (record.bytes, record.offset, record.file) = (bytes, offset, file);
                 Ok(Some(record))
             }
@@ -313,6 +314,15 @@ impl InflightMemory {
     }
 }
 
+/// Whether a descriptor is memory, or a file, with these bytes.
+fn has_bytes(file: &OwnedFd, offset: u64, bytes: u64) -> bool {
+    let end = offset.checked_add(bytes).and_then(|end| i64::try_from(end).ok());
+    let stat = rustix::fs::fstat(file).ok().zip(end);
+    stat.is_some_and(|(stat, end)| {
+        FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile && end <= stat.st_size
+    })
+}
+
 /// The words of a region: addresses, which are ours, size, and place in its file.
 fn place(region: &Region) -> [u64; 4] {
     let addr = addr_of(region);
@@ -354,7 +364,7 @@ fn read_config(talk: &Connection) -> Result<Vec<u8>, TalkError> {
 
 fn connect(config: &AttachConfig, end: &Arc<Event>) -> Result<Connection, AttachError> {
     use std::io::ErrorKind;
-    Connection::open(&config.socket, config.reply_max, end).map_err(|error| {
+    Connection::open(&*config.connector, &config.socket, config.reply_max, end).map_err(|error| {
         let cause = match error.kind() {
             ErrorKind::NotFound => "there is no such socket: start its back-end first, or correct the path".into(),
             ErrorKind::ConnectionRefused => "nobody listens there: start its back-end, or name a socket".into(),
@@ -363,6 +373,7 @@ fn connect(config: &AttachConfig, end: &Arc<Event>) -> Result<Connection, Attach
                 "its back-end took no connection within {:?}: it hangs, or serves others; end those, or start it anew",
                 config.reply_max
             ),
+            ErrorKind::ResourceBusy => error.to_string(),
             _ => format!("it cannot be connected to: {error}; name a socket of at most 107 bytes"),
         };
         AttachError::Socket { path: config.socket.clone(), cause }

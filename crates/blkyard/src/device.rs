@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use blkyard_attach::{AttachConfig, AttachError, Attached, AttachedQueue};
+use blkyard_attach::{AttachConfig, AttachError, Attached, AttachedQueue, Connector};
 use blkyard_mem::PAGE_BYTES;
 use blkyard_mq::{
     Batch, BlockDevice, DeviceInfo, Done, Driver, NullConfig, NullDevice, NullQueue, QueueKind, QueueLimits, RamDevice,
@@ -85,7 +85,7 @@ pub enum DeviceQueue {
 }
 
 impl Device {
-    /// Opens a device by its name.
+    /// Opens a device by its name. A back-end that serves it must be trusted: see [`Connector`].
     ///
     /// # Errors
     /// See [`DeviceError`]: each names the device, what is wrong and what helps.
@@ -98,9 +98,22 @@ impl Device {
     /// # Errors
     /// As for [`Device::open`].
     pub fn from_spec(spec: Spec) -> Result<Device, DeviceError> {
+        Device::open_spec(spec, None)
+    }
+
+    /// Opens a device by its name taken apart. If another process serves it, that one is connected to by `connector`,
+    /// which sees to it that none of its descriptors can hang us.
+    ///
+    /// # Errors
+    /// As for [`Device::open`].
+    pub fn through(spec: Spec, connector: &Arc<dyn Connector>) -> Result<Device, DeviceError> {
+        Device::open_spec(spec, Some(connector))
+    }
+
+    fn open_spec(spec: Spec, connector: Option<&Arc<dyn Connector>>) -> Result<Device, DeviceError> {
         match spec.scheme.as_str() {
             "" | "file" => open_file(spec),
-            "vhost-user" => attach(spec),
+            "vhost-user" => attach(spec, connector),
             "ram" | "null" | "chaos" => open_memory(spec),
             "model" => Ok(Device::Modelled(crate::model::open(spec)?)),
             other => {
@@ -223,7 +236,7 @@ impl Device {
     }
 }
 
-fn attach(mut spec: Spec) -> Result<Device, DeviceError> {
+fn attach(mut spec: Spec, connector: Option<&Arc<dyn Connector>>) -> Result<Device, DeviceError> {
     let usual = AttachConfig::new(&spec.body);
     let queues = spec.take_number("queues", 1, 256)?;
     let size = spec.take_with("queue_size", "a power of two from 2 to 1024", |value| {
@@ -235,6 +248,7 @@ fn attach(mut spec: Spec) -> Result<Device, DeviceError> {
     let gone_s = spec.take_number("gone_s", 0, u64::from(u32::MAX))?;
     spec.finish()?;
     let config = AttachConfig {
+        connector: connector.map_or_else(|| Arc::clone(&usual.connector), Arc::clone),
         queues: queues.map(|queues| queues as u16),
         queue_size: size.unwrap_or(usual.queue_size),
         packed,

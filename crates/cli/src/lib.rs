@@ -21,3 +21,5 @@ mod qemu;
 mod receiver;
 mod threads;
 mod watch;
+
+pub use receiver::connector;

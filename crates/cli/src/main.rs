@@ -5,7 +5,7 @@ use std::panic::catch_unwind;
 use std::process::ExitCode;
 
 use blkyard_cli::plan::Word;
-use blkyard_cli::{inspect, log, serve, set};
+use blkyard_cli::{connector, inspect, log, serve, set};
 use blkyard_lab::{bench, floor, study};
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
@@ -78,7 +78,7 @@ fn run() -> ExitCode {
             let words = matches.subcommand_matches("serve").map(words).unwrap_or_default();
             report(serve::run(&args, &words).map(|()| ExitCode::SUCCESS))
         }
-        Command::Bench(args) => report(bench::run(&args, log::console())),
+        Command::Bench(args) => report(bench::run(&args, log::console(), connector)),
         Command::Inspect(args) => report(inspect::run(&args)),
         Command::Set(args) => report(set::run(&args)),
         Command::Floor(args) => floor::run(args, log::console()),

@@ -1,16 +1,21 @@
-//! The daemon's receiver: a process of this program that takes connections and all descriptors that come with them.
+//! The receiver: a process of this program that takes and makes connections for another one, and has all descriptors
+//! that come with them.
 //!
 //! What it does, and why, is said in [`blkyard_os::Receiver`].
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
 
+use blkyard::Connector;
 use blkyard_export::{Accepted, Acceptor};
 use blkyard_os::Receiver;
 
 /// A receiver that was started.
+#[derive(Debug)]
 pub(crate) struct ReceiverProcess(Receiver);
 
 impl ReceiverProcess {
@@ -29,6 +34,14 @@ impl ReceiverProcess {
     }
 }
 
+/// Starts a receiver that connects to back-ends. To be called by the program `blkyard` itself, which it runs again.
+///
+/// # Errors
+/// The system gives no process or descriptor.
+pub fn connector() -> io::Result<Arc<dyn Connector>> {
+    Ok(Arc::new(ReceiverProcess::start()?))
+}
+
 impl Acceptor for ReceiverProcess {
     fn listen(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<()> {
         self.0.listen(path, listener)
@@ -41,5 +54,11 @@ impl Acceptor for ReceiverProcess {
 
     fn close(&self, path: &Path, listener: OwnedFd) {
         self.0.close(path, listener);
+    }
+}
+
+impl Connector for ReceiverProcess {
+    fn connect(&self, path: &Path) -> io::Result<Option<UnixStream>> {
+        Ok(self.0.connect(path)?.map(|connected| connected.stream))
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use blkyard::rate::{RateSlot, take_own_rate};
 use blkyard::scheduler::take_device_scheduler;
 use blkyard::spec::{Spec, SpecError, number, show_size};
-use blkyard::{Device, DeviceError};
+use blkyard::{Connector, Device, DeviceError};
 use blkyard_export::{
     Acceptor, BackendConfig, BoundSocket, ExportState, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SessionState,
     SocketConfig, Taking,
@@ -228,7 +228,8 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         tracing::warn!("the limit on open files stays as it is: {error}");
     }
     // Before any image is open: it must not keep one from being locked again.
-    let acceptor: Arc<dyn Acceptor> = Arc::new(ReceiverProcess::start()?);
+    let receiver = Arc::new(ReceiverProcess::start()?);
+    let acceptor: Arc<dyn Acceptor> = Arc::clone(&receiver) as _;
     let tracked = |socket: BoundSocket| Ok(stop.track(socket.accept_through(Arc::clone(&acceptor))?));
     let mut inherited = args.takeover.as_deref().map(takeover::take).transpose()?;
     let Plan { disks, settings } = match (&inherited, &args.config) {
@@ -241,7 +242,8 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     };
     let args = &args.or(settings)?;
     args.log_format.iter().for_each(|format| log::set_format(*format));
-    let patience = Patience { stop, limit: Duration::from_secs(args.lock_wait_s.unwrap_or(LOCK_WAIT_S)) };
+    let limit = Duration::from_secs(args.lock_wait_s.unwrap_or(LOCK_WAIT_S));
+    let patience = Patience { stop, limit, connector: receiver };
     let plans = disks.clone();
     let Some(opened) = open(disks, &patience, inherited.as_mut())? else { return Ok(()) };
     let shares: Vec<Share> = opened.iter().flat_map(|(_, exports)| exports).map(|want| want.share.clone()).collect();
@@ -400,6 +402,8 @@ struct Patience<'a> {
     /// By which the user ends it.
     stop: &'a StopToken,
     limit: Duration,
+    /// Connects to back-ends.
+    connector: Arc<dyn Connector>,
 }
 
 impl Patience<'_> {
@@ -409,7 +413,7 @@ impl Patience<'_> {
         let start = Instant::now();
         let mut told = false;
         loop {
-            match Device::from_spec(spec.clone()) {
+            match Device::through(spec.clone(), &self.connector) {
                 Err(DeviceError::File(OpenError::Held { .. })) if !is_served => return Err(unserved(&spec.name).into()),
                 Err(DeviceError::File(OpenError::Held { .. })) if start.elapsed() < self.limit => {
                     if !std::mem::replace(&mut told, true) {

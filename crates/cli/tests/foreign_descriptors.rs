@@ -1,6 +1,8 @@
-//! `serve` as a process, and front-ends that send it descriptors which hang whoever closes them. Each costs its own
-//! session, and no other front-end or export, not the end of the daemon, and not the images of a killed one.
+//! `serve` as a process, and front-ends and back-ends that send it descriptors which hang whoever closes them. Each
+//! costs its own session, and no other peer or export, not the end of the daemon, and not the images of a killed one.
 
+#[path = "common/back_end.rs"]
+mod back_end;
 #[path = "common/fuse.rs"]
 mod fuse;
 
@@ -8,11 +10,13 @@ use std::io::{BufRead, BufReader, IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use back_end::{GET_CONFIG, GET_INFLIGHT_FD, agree};
 use fuse::{FLUSH, Fuse, STATFS};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg, sockopt};
 use rustix::process::{Pid, Signal, kill_process};
@@ -121,24 +125,31 @@ impl Drop for Daemon {
 impl Daemon {
     /// Two images at two sockets.
     fn start(folder: &Path) -> Daemon {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
-        command.args(["serve", "--control", "c"]).current_dir(folder).stdout(Stdio::piped());
-        for name in ["a", "b"] {
-            let image = folder.join(format!("{name}.img"));
-            std::fs::File::create(&image).unwrap().set_len(1 << 20).unwrap();
-            command.args(["--device".into(), format!("file:{name}.img")]);
-            command.args(["--export".into(), format!("vhost-user-blk:{name}?queues=1")]);
-        }
-        let mut child = command.spawn().unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let daemon = Daemon(child);
-        let (told, ready) = std::sync::mpsc::channel();
+        Daemon::serving(folder, "file:a.img")
+    }
+
+    /// A device and an image at two sockets.
+    fn serving(folder: &Path, device: &str) -> Daemon {
+        let mut daemon = Daemon::spawn(folder, device);
+        let lines = BufReader::new(daemon.0.stdout.take().unwrap()).lines();
+        let (told, ready) = channel();
         std::thread::spawn(move || {
             let is_ready = lines.map_while(Result::ok).any(|line| line == "ready");
             let _ = told.send(is_ready);
         });
         assert_eq!(ready.recv_timeout(PATIENCE), Ok(true), "it does not get ready");
         daemon
+    }
+
+    /// The same, not waited for.
+    fn spawn(folder: &Path, device: &str) -> Daemon {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+        command.args(["serve", "--control", "c"]).current_dir(folder).stdout(Stdio::piped());
+        for (name, device) in [("a", device), ("b", "file:b.img")] {
+            std::fs::File::create(folder.join(format!("{name}.img"))).unwrap().set_len(1 << 20).unwrap();
+            command.args(["--device", device, "--export", &format!("vhost-user-blk:{name}?queues=1")]);
+        }
+        Daemon(command.spawn().unwrap())
     }
 
     fn ends(&mut self, how: &str) -> ExitStatus {
@@ -228,6 +239,103 @@ fn a_descriptor_that_blocks_on_close_does_not_keep_a_daemon_from_ending() {
 #[test]
 fn a_descriptor_that_blocks_on_close_does_not_keep_images_of_a_killed_daemon_locked() {
     survives("killed");
+}
+
+/// A back-end's sessions: an honest one that ends, one that attacks in a way, and an honest one, which goes on.
+fn attack_as_back_end(listener: &UnixListener, weapon: &mut Weapon, way: &str) -> (UnixStream, UnixStream) {
+    let honest = |stream: &UnixStream, _: u32, bytes: &[u8], file: Option<OwnedFd>| {
+        send(stream, bytes, &file.iter().map(OwnedFd::as_fd).collect::<Vec<_>>());
+    };
+    let first = listener.accept().unwrap().0;
+    agree(&first, GET_INFLIGHT_FD, |request, bytes, file| honest(&first, request, bytes, file)).unwrap();
+    drop(first);
+    let mut attacking = listener.accept().unwrap().0;
+    if way == "before anything" {
+        weapon.send(&attacking, b"x");
+    }
+    let channel = agree(&attacking, GET_CONFIG, |request, bytes, file| match way {
+        "with an answer" if request == GET_CONFIG => weapon.send(&attacking, bytes),
+        _ => honest(&attacking, request, bytes, file),
+    });
+    match way {
+        "left unread" => (0..3).for_each(|_| weapon.send(&attacking, b"x")),
+        "in its channel" => (0..3).for_each(|_| weapon.send(channel.as_ref().unwrap(), &CHANGED)),
+        _ => {}
+    }
+    attacking.shutdown(std::net::Shutdown::Write).unwrap();
+    let _ = attacking.read_to_end(&mut Vec::new());
+    drop((attacking, channel));
+    let last = listener.accept().unwrap().0;
+    let channel = agree(&last, GET_CONFIG, |request, bytes, file| honest(&last, request, bytes, file));
+    (last, channel.expect("a session is set up"))
+}
+
+fn survives_back_ends(ending: &str) {
+    let ground = tempfile::tempdir().unwrap();
+    for (name, mut weapon) in Weapon::all(ground.path()) {
+        for way in ["before anything", "with an answer", "left unread", "in its channel"] {
+            let how = format!("{name} {way}, {ending}");
+            let folder = tempfile::tempdir_in(ground.path()).unwrap();
+            let folder = folder.path();
+            let listener = UnixListener::bind(folder.join("disk")).unwrap();
+            let (told, done) = channel();
+            std::thread::spawn(move || {
+                let last = attack_as_back_end(&listener, &mut weapon, way);
+                let _ = told.send((last, weapon, listener));
+            });
+            let mut daemon = Daemon::serving(folder, "vhost-user:disk");
+            let attacked = done.recv_timeout(PATIENCE);
+            let Ok((last, mut used, _listener)) = attacked else { panic!("{how}: it is not connected to again") };
+            drop(is_served(folder, "a", &how));
+            drop(is_served(folder, "b", &how));
+            // And once more, so that this is there when the daemon ends.
+            used.send(&last.1, &CHANGED);
+            used.send(&last.0, b"x");
+            let signal = if ending == "stopped" { Signal::TERM } else { Signal::KILL };
+            kill_process(Pid::from_child(&daemon.0), signal).unwrap();
+            let status = daemon.ends(&how);
+            assert!(ending == "killed" || status.success(), "{how}: it ends badly: {status}");
+            drop(Daemon::start(folder));
+            weapon = used;
+        }
+    }
+}
+
+/// A back-end says that its configuration has changed.
+const CHANGED: [u8; 12] = [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0];
+
+#[test]
+fn a_back_ends_descriptor_does_not_keep_a_daemon_from_ending() {
+    survives_back_ends("stopped");
+}
+
+#[test]
+fn a_back_ends_descriptor_does_not_keep_images_of_a_killed_daemon_locked() {
+    survives_back_ends("killed");
+}
+
+#[test]
+fn foreign_in_flight_memory_is_refused_and_holds_nobody() {
+    let ground = tempfile::tempdir().unwrap();
+    for (name, mut weapon) in Weapon::all(ground.path()) {
+        let folder = tempfile::tempdir_in(ground.path()).unwrap();
+        let listener = UnixListener::bind(folder.path().join("disk")).unwrap();
+        let mut daemon = Daemon::spawn(folder.path(), "vhost-user:disk");
+        std::thread::spawn(move || {
+            let stream = listener.accept().unwrap().0;
+            let answer = |request, bytes: &[u8], _| match request {
+                GET_INFLIGHT_FD => weapon.send(&stream, bytes),
+                _ => send(&stream, bytes, &[]),
+            };
+            let _ = agree(&stream, GET_INFLIGHT_FD, answer);
+            // The descriptor stays one that hangs.
+            let _ = (&stream).read_to_end(&mut Vec::new());
+            std::thread::sleep(PATIENCE);
+            drop(weapon);
+        });
+        assert!(!daemon.ends(name).success(), "{name}: it is taken");
+        drop(Daemon::start(folder.path()));
+    }
 }
 
 /// Sees that nothing of the daemons is left once the one who should answer has gone.

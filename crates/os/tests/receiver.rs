@@ -36,6 +36,14 @@ impl Ground {
         Ground { receiver: Receiver::thread().unwrap(), listener, path, _folder: folder }
     }
 
+    /// The same where the daemon has connected to the peer.
+    fn connect_to_peer(&self) -> (UnixStream, UnixStream) {
+        let daemon = self.receiver.connect(&self.path).unwrap().unwrap().stream;
+        let peer = self.listener.accept().unwrap().0;
+        [&peer, &daemon].into_iter().for_each(|end| end.set_read_timeout(Some(PATIENCE)).unwrap());
+        (peer, daemon)
+    }
+
     /// A peer's end, and the daemon's.
     fn connect(&self) -> (UnixStream, UnixStream) {
         let peer = UnixStream::connect(&self.path).unwrap();
@@ -312,4 +320,73 @@ fn peer_that_sends_more_descriptors_than_a_message_has_is_let_go() {
     let (peer, daemon) = ground.connect();
     put(&peer, b"x", &[event.as_fd(); 32]);
     assert_eq!(get(&daemon, 1).1.len(), 32);
+}
+
+#[test]
+fn a_connection_to_a_peer_is_closed_in_halves() {
+    let ground = Ground::new();
+    let (mut peer, mut daemon) = ground.connect_to_peer();
+    let event = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    put(&daemon, b"question", &[event.as_fd()]);
+    let (bytes, files) = get(&peer, 100);
+    assert!(bytes == b"question" && same(&files[0], &event));
+    daemon.write_all(b"last").unwrap();
+    daemon.shutdown(std::net::Shutdown::Write).unwrap();
+    let mut said = Vec::new();
+    peer.read_to_end(&mut said).unwrap();
+    assert_eq!(said, b"last");
+    daemon.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
+    let open = daemon.read(&mut [0]).unwrap_err();
+    assert_eq!(open.kind(), std::io::ErrorKind::WouldBlock, "the peer has not closed");
+    daemon.set_read_timeout(Some(PATIENCE)).unwrap();
+    peer.write_all(b"done").unwrap();
+    drop(peer);
+    said.clear();
+    daemon.read_to_end(&mut said).unwrap();
+    assert_eq!(said, b"done");
+}
+
+#[test]
+fn a_stream_for_a_peer_is_relayed_until_descriptors_come() {
+    let ground = Ground::new();
+    let (peer, daemon) = ground.connect_to_peer();
+    let (mut near, far) = UnixStream::pair().unwrap();
+    near.set_read_timeout(Some(PATIENCE)).unwrap();
+    put(&daemon, b"x", &[far.as_fd()]);
+    let identity = far.try_clone().unwrap();
+    drop(far);
+    let (_, mut files) = get(&peer, 1);
+    let channel = UnixStream::from(files.remove(0));
+    channel.set_read_timeout(Some(PATIENCE)).unwrap();
+    assert!(!same(&channel, &identity), "the peer has a stream of the daemon itself");
+    drop(identity);
+    let mut bytes = [0; 4];
+    for (mut from, mut to, said) in [(&channel, &near, b"ping"), (&near, &channel, b"pong")] {
+        from.write_all(said).unwrap();
+        to.read_exact(&mut bytes).unwrap();
+        assert_eq!(&bytes, said);
+    }
+    let (weapon, _far) = lingering();
+    put(&channel, b"y", &[weapon.as_fd()]);
+    drop(std::thread::spawn(move || drop(weapon)));
+    assert_eq!(near.read(&mut [0]).unwrap_or(0), 0, "the stream goes on");
+    put(&peer, b"z", &[]);
+    assert_eq!(get(&daemon, 1).0, b"z", "the connection goes on");
+}
+
+#[test]
+fn a_peer_that_cannot_be_connected_to_is_an_error_of_the_system() {
+    use std::io::ErrorKind::{ConnectionRefused, NotFound};
+    let ground = Ground::new();
+    let error = |path: &std::path::Path| ground.receiver.connect(path).unwrap_err().kind();
+    assert_eq!(error(&ground.path.with_extension("missing")), NotFound);
+    let stale = ground.path.with_extension("stale");
+    drop(UnixListener::bind(&stale).unwrap());
+    assert_eq!(error(&stale), ConnectionRefused);
+    let full = ground.path.with_extension("full");
+    let listener = UnixListener::bind(&full).unwrap();
+    // The backlog has room for one.
+    rustix::net::listen(&listener, 0).unwrap();
+    let _waiting = ground.receiver.connect(&full).unwrap().unwrap();
+    assert!(ground.receiver.connect(&full).unwrap().is_none());
 }

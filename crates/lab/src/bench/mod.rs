@@ -21,7 +21,7 @@ mod verify;
 #[cfg(test)]
 mod tests;
 
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 use blkyard::rate::take_own_rate;
 use blkyard::scheduler::take_device_scheduler;
 use blkyard::spec::{Spec, SpecError};
-use blkyard::{Device, DeviceError, DeviceQueue, DiskError, queue_depth};
+use blkyard::{Connector, Device, DeviceError, DeviceQueue, DiskError, queue_depth};
 use blkyard_mq::{HwQueue, HwQueueConfig, IdlePolicy, QueueKind};
 use blkyard_os::{LaneConfig, LaneError, LaneThread, RingConfig, Signals, cpu_places};
 
@@ -82,15 +82,22 @@ pub enum BenchError {
 }
 
 /// Runs the command: opens the device, measures, prints. Exit code 1 if an I/O failed or a block was not what it
-/// should be.
+/// should be. A device that another process serves is connected to by what `connector` makes.
 ///
 /// # Errors
 /// See [`BenchError`]; nothing was measured then.
-pub fn run(args: &BenchArgs, console: Console) -> Result<ExitCode, BenchError> {
+pub fn run(
+    args: &BenchArgs,
+    console: Console,
+    connector: impl FnOnce() -> io::Result<Arc<dyn Connector>>,
+) -> Result<ExitCode, BenchError> {
     let mut spec = Spec::parse(&args.device)?;
     take_device_scheduler(&mut spec)?;
     take_own_rate(&mut spec)?;
-    let device = Device::from_spec(spec)?;
+    let device = match spec.scheme.as_str() {
+        "vhost-user" => Device::through(spec, &connector()?)?,
+        _ => Device::from_spec(spec)?,
+    };
     lay_out(args, &device)?;
     let report = measure(args, &device)?;
     let code = if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE };

@@ -47,6 +47,12 @@ const RESTART_PAUSE: Duration = Duration::from_secs(1);
 const RESTART_LINES: (u32, Duration) = (5, Duration::from_mins(1));
 const RESTARTED: &str = "the receiver of descriptors had ended, and was started again; its front-ends were lost";
 
+impl std::fmt::Debug for Receiver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Receiver").finish_non_exhaustive()
+    }
+}
+
 struct ReceiverState {
     /// Where commands go; `None` once it was found closed or without an answer.
     command: Option<OwnedFd>,
@@ -112,8 +118,28 @@ impl Receiver {
     /// # Errors
     /// The system gives no descriptor, or the receiver does not answer.
     pub fn accept(&self, path: &Path, listener: BorrowedFd<'_>) -> io::Result<Option<AcceptedConnection>> {
+        self.ask(Kind::Accept, path, &[listener], "front-ends")
+    }
+
+    /// Connects to the socket of a back-end, without waiting; none if its backlog is full. A shutdown of either half
+    /// passes through.
+    ///
+    /// # Errors
+    /// Nobody listens there, the system gives no descriptor, or the receiver does not answer.
+    pub fn connect(&self, path: &Path) -> io::Result<Option<AcceptedConnection>> {
+        self.ask(Kind::Connect, path, &[], "back-ends")
+    }
+
+    /// Asks for a session, with a connection of `peers`.
+    fn ask(
+        &self,
+        kind: Kind,
+        path: &Path,
+        listener: &[BorrowedFd<'_>],
+        peers: &str,
+    ) -> io::Result<Option<AcceptedConnection>> {
         let (mut stream, far) = UnixStream::pair()?;
-        let which = self.send(Kind::Accept, path, &[listener, far.as_fd()])?;
+        let which = self.send(kind, path, &[listener, &[far.as_fd()]].concat())?;
         drop(far);
         stream.set_read_timeout(Some(ANSWER_TIME))?;
         let mut reply = [0; REPLY_BYTES];
@@ -133,7 +159,9 @@ impl Receiver {
             Reply::None => Ok(None),
             Reply::Busy => Err(io::Error::new(
                 io::ErrorKind::ResourceBusy,
-                "earlier front-ends have left too many descriptors that do not close; end whoever should answer them",
+                format!(
+                    "earlier {peers} have left too many descriptors that do not close; end whoever should answer them"
+                ),
             )),
             Reply::System(error) => Err(error.into()),
         }

@@ -1,4 +1,4 @@
-//! The receiver: takes connections for a daemon, and all descriptors that come from outside.
+//! The receiver: takes and makes connections for a daemon, and all descriptors that come from outside.
 //!
 //! ```text
 //!   peer ──── connection ────▶ session ──── channel ────▶ daemon
@@ -11,6 +11,9 @@
 //! listening socket and one end of a channel to the receiver, which takes the next connection on a thread with a
 //! descriptor table of its own, and passes on what it has looked at. The receiver is a process, so that one that hangs
 //! keeps neither the daemon's files open nor the daemon from ending; or, for tests, a thread.
+//!
+//! A back-end whose disk the daemon uses is a peer like any other: the session connects to its socket instead of taking
+//! a connection.
 //!
 //! It keeps a duplicate of each listening socket: a daemon that is killed then never closes the last one, in whose
 //! backlog anything may lie. It lives as long as the daemon or any session, and knows no protocol.
@@ -25,10 +28,12 @@ mod tests;
 mod vet;
 
 use std::collections::{HashMap, HashSet};
+use std::ffi::OsStr;
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -51,7 +56,7 @@ const COMMAND_BYTES_MAX: usize = 4352;
 /// Bytes of a line for the log.
 const LINE_BYTES_MAX: usize = 8192;
 
-/// What a command asks for, in its first byte. The path of a listening socket follows.
+/// What a command asks for, in its first byte. The path of a socket follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Kind {
@@ -61,6 +66,8 @@ enum Kind {
     Accept = 2,
     /// Close the duplicate.
     Forget = 3,
+    /// Connect to the path, for the channel that comes along.
+    Connect = 4,
 }
 
 /// Threads that have ended, and may not be gone.
@@ -88,7 +95,9 @@ struct Listener {
 
 /// The main thread of a receiver.
 struct Hub {
-    listeners: HashMap<String, Listener>,
+    listeners: HashMap<PathBuf, Listener>,
+    /// Threads of sessions that connected to a path.
+    connected: HashMap<PathBuf, Arc<EndedThreads>>,
     /// Where sessions say what is to be logged; each has a duplicate while it runs.
     report: OwnedFd,
 }
@@ -116,7 +125,7 @@ pub fn receive_for_daemon() -> io::Result<()> {
 /// Obeys a daemon until it and all sessions have left, on a thread with a table of its own.
 fn run(command: &OwnedFd) -> io::Result<()> {
     let (reports, report) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    let mut hub = Some(Hub { listeners: HashMap::new(), report });
+    let mut hub = Some(Hub { listeners: HashMap::new(), connected: HashMap::new(), report });
     let mut line = vec![0; LINE_BYTES_MAX];
     loop {
         let mut fds = vec![PollFd::new(&reports, PollFlags::IN)];
@@ -141,7 +150,7 @@ fn run(command: &OwnedFd) -> io::Result<()> {
             && let Some(obeying) = &mut hub
             && !obeying.obey(command)
         {
-            let Some(Hub { listeners, report }) = hub.take() else { unreachable!("it has just obeyed") };
+            let Some(Hub { listeners, report, .. }) = hub.take() else { unreachable!("it has just obeyed") };
             drop(report);
             close(listeners.into_values().map(|listener| listener.socket).collect());
             // Sessions may go on with another daemon; whoever reads what this one says need not wait for them.
@@ -171,13 +180,14 @@ impl Hub {
         if got.flags.contains(ReturnFlags::CTRUNC) {
             tracing::error!("not all descriptors can be had that the daemon sends; see the limit on open files");
         }
-        let path = String::from_utf8_lossy(path).into_owned();
+        let path = PathBuf::from(OsStr::from_bytes(path));
         match (*kind, socket, channel) {
             (kind, Some(socket), None) if kind == Kind::Keep as u8 => self.keep(path, socket),
             (kind, Some(socket), Some(channel)) if kind == Kind::Accept as u8 => {
                 self.keep(path.clone(), socket);
                 self.accept(path, channel);
             }
+            (kind, Some(channel), None) if kind == Kind::Connect as u8 => self.connect(path, channel),
             (kind, None, None) if kind == Kind::Forget as u8 => {
                 close(self.listeners.remove(&path).map(|listener| listener.socket).into_iter().collect());
             }
@@ -187,7 +197,7 @@ impl Hub {
     }
 
     /// Keeps a listening socket, unless it is known: then this is not the last duplicate.
-    fn keep(&mut self, path: String, socket: OwnedFd) {
+    fn keep(&mut self, path: PathBuf, socket: OwnedFd) {
         let identity = |socket: &OwnedFd| fstat(socket).map(|stat| (stat.st_dev, stat.st_ino)).ok();
         if self.listeners.get(&path).is_some_and(|known| identity(&known.socket) == identity(&socket)) {
             return;
@@ -197,27 +207,37 @@ impl Hub {
     }
 
     /// Starts a session that takes the next connection.
-    fn accept(&self, path: String, channel: OwnedFd) {
+    fn accept(&self, path: PathBuf, channel: OwnedFd) {
         let Some(listener) = self.listeners.get(&path) else { return };
-        if listener.ended.stuck() >= STUCK_MAX {
+        self.start(Some(&listener.socket), channel, Arc::clone(&listener.ended), path);
+    }
+
+    /// Starts a session that connects to a path.
+    fn connect(&mut self, path: PathBuf, channel: OwnedFd) {
+        let ended = Arc::clone(self.connected.entry(path.clone()).or_default());
+        self.start(None, channel, ended, path);
+    }
+
+    /// Starts a session with the next connection of a listening socket or, without one, to the path.
+    fn start(&self, listener: Option<&OwnedFd>, channel: OwnedFd, ended: Arc<EndedThreads>, path: PathBuf) {
+        if ended.stuck() >= STUCK_MAX {
             return session::refuse(&channel, Reply::Busy);
         }
-        let duplicates = rustix::io::fcntl_dupfd_cloexec(&listener.socket, 0)
-            .and_then(|socket| Ok((socket, rustix::io::fcntl_dupfd_cloexec(&self.report, 0)?)));
-        let (socket, report) = match duplicates {
-            Ok(duplicates) => duplicates,
-            Err(error) => return session::refuse(&channel, Reply::System(error)),
-        };
-        let ended = Arc::clone(&listener.ended);
+        let mut files = vec![channel];
+        for file in [Some(&self.report), listener].into_iter().flatten() {
+            match rustix::io::fcntl_dupfd_cloexec(file, 0) {
+                Ok(duplicate) => files.push(duplicate),
+                Err(error) => return session::refuse(&files[0], Reply::System(error)),
+            }
+        }
         let begin = move |files: Vec<OwnedFd>| {
-            if let Ok([socket, channel, report]) = <[OwnedFd; 3]>::try_from(files) {
-                session::run(socket, channel, session::Outside { report, ended, path });
+            let mut files = files.into_iter();
+            if let (Some(channel), Some(report)) = (files.next(), files.next()) {
+                session::run(files.next(), channel, session::Outside { report, ended, path });
             }
         };
-        if let Err((error, files)) =
-            table::spawn("session", vec![socket, channel, report], table::Stderr::Silent, begin)
-        {
-            session::refuse(&files[1], Reply::System(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)));
+        if let Err((error, files)) = table::spawn("session", files, table::Stderr::Silent, begin) {
+            session::refuse(&files[0], Reply::System(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)));
         }
     }
 }

@@ -3,20 +3,24 @@
 //!
 //! Runs on a thread with a table of its own, which holds what it does not pass on until it ends. It knows nothing of
 //! the protocol: instead of a descriptor that is refused the daemon gets /dev/null, and refuses that itself. A unix
-//! stream is replaced by one end of a new pair, whose bytes are passed on to the peer's stream; nothing is read there.
+//! stream is replaced by one end of a new pair, and its bytes are relayed both ways. That holds for streams that a peer
+//! sends and, where the daemon has connected to the peer, for those that the daemon sends there: the peer may send
+//! descriptors into them, too.
 //!
 //! Unsafe: the process at the other end is 0 if it is in another namespace, for which the safe call has no words.
 
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, SendFlags, Shutdown, SocketFlags, SocketType, accept_with, recv, send, shutdown, socketpair,
+    AddressFamily, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, connect, send, shutdown,
+    socket_with, socketpair,
 };
 use rustix::thread::{Pid, gettid};
 
@@ -43,15 +47,19 @@ pub(super) struct Outside {
     /// Threads of this listener's sessions that have ended, but for what they hold.
     pub(super) ended: Arc<EndedThreads>,
     /// Path of the socket, for the log.
-    pub(super) path: String,
+    pub(super) path: PathBuf,
 }
 
-/// Takes the next connection of a listener and serves it until either side leaves.
-pub(super) fn run(listener: OwnedFd, channel: OwnedFd, outside: Outside) {
-    let accepted = accept_with(&listener, SocketFlags::CLOEXEC);
+/// Takes the next connection of a listener, or connects to the path, and serves that until either side leaves.
+pub(super) fn run(listener: Option<OwnedFd>, channel: OwnedFd, outside: Outside) {
+    let has_connected = listener.is_none();
+    let peer = match &listener {
+        Some(listener) => accept_with(listener, SocketFlags::CLOEXEC),
+        None => connect_to(&outside.path),
+    };
     // Not the last of its socket: the receiver keeps one.
     drop(listener);
-    let peer = match accepted {
+    let peer = match peer {
         Ok(peer) => Foreign::new(peer),
         Err(Errno::AGAIN) => return refuse(&channel, Reply::None),
         Err(error) => return refuse(&channel, Reply::System(error)),
@@ -62,7 +70,9 @@ pub(super) fn run(listener: OwnedFd, channel: OwnedFd, outside: Outside) {
         to_daemon: SendQueue::default(),
         to_peer: SendQueue::default(),
         peer_ended: false,
+        daemon_ended: false,
         daemon_left: None,
+        has_connected,
         streams: Vec::new(),
         streams_taken: 0,
         refused: 0,
@@ -73,6 +83,14 @@ pub(super) fn run(listener: OwnedFd, channel: OwnedFd, outside: Outside) {
         session.relay();
     }
     session.end();
+}
+
+/// Connects to a peer, which may not be waited for: its backlog may be full.
+fn connect_to(path: &Path) -> Result<OwnedFd, Errno> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
 }
 
 /// Says that no connection can be had.
@@ -98,8 +116,12 @@ struct RelaySession {
     to_peer: SendQueue,
     /// Nothing more is read from the peer.
     peer_ended: bool,
+    /// Nothing more comes from the daemon, which may still read.
+    daemon_ended: bool,
     /// When the daemon was seen to have closed.
     daemon_left: Option<Instant>,
+    /// The daemon asked for this connection, and did not take it.
+    has_connected: bool,
     streams: Vec<Stream>,
     /// Number of streams so far. Those that are over stay open until the thread ends.
     streams_taken: usize,
@@ -109,12 +131,15 @@ struct RelaySession {
     outside: Outside,
 }
 
-/// A peer's stream, to which what the daemon says to its end of a pair is passed on.
+/// A stream beside the connection, whose plain bytes are relayed both ways.
 struct Stream {
+    /// Leads to the daemon, which sends no descriptors there.
     ours: OwnedFd,
+    /// Leads to the peer.
     theirs: Foreign,
-    /// Bytes that have no room yet.
-    waiting: Vec<u8>,
+    /// Bytes that have no room yet, in each direction.
+    to_theirs: Vec<u8>,
+    to_ours: Vec<u8>,
 }
 
 impl RelaySession {
@@ -166,15 +191,16 @@ impl RelaySession {
             reads | if writes { PollFlags::OUT } else { PollFlags::empty() }
         };
         let has_next = |queue: &SendQueue| !queue.is_empty() && !queue.is_held();
-        let daemon = wanted(self.to_peer.is_empty(), has_next(&self.to_daemon));
+        let daemon = wanted(!self.daemon_ended && self.to_peer.is_empty(), has_next(&self.to_daemon));
         let peer = wanted(!self.peer_ended && self.to_daemon.is_empty(), has_next(&self.to_peer));
         let ends = [
             (&self.daemon, daemon, daemon.is_empty() && self.daemon_left.is_some()),
             (&*self.peer, peer, peer.is_empty()),
         ];
         let streams = self.streams.iter().flat_map(|stream| {
-            let is_full = !stream.waiting.is_empty();
-            [(&stream.ours, wanted(!is_full, false), is_full), (&*stream.theirs, wanted(false, is_full), false)]
+            let ours = wanted(stream.to_theirs.is_empty(), !stream.to_ours.is_empty());
+            let theirs = wanted(stream.to_ours.is_empty(), !stream.to_theirs.is_empty());
+            [(&stream.ours, ours, ours.is_empty()), (&*stream.theirs, theirs, false)]
         });
         let all: Vec<_> = ends.into_iter().chain(streams).collect();
         let looked_at = all.iter().filter(|(.., ignored)| !ignored);
@@ -201,10 +227,21 @@ impl RelaySession {
         if self.to_daemon.is_held() || !ready.is_empty() {
             self.send_to_daemon()?;
         }
-        if self.to_peer.is_empty() && !ready.is_empty() {
-            match self.to_peer.receive(&self.daemon) {
-                Ok(()) if self.to_peer.is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(()) => self.send_to_peer()?,
+        let may_come = !self.daemon_ended || self.daemon_left.is_some();
+        if may_come && self.to_peer.is_empty() && !ready.is_empty() {
+            let mut pieces = VecDeque::new();
+            match Piece::receive(&self.daemon, &mut pieces) {
+                Ok(()) if pieces.is_empty() && self.daemon_left.is_some() => {
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+                Ok(()) if pieces.is_empty() => {
+                    self.daemon_ended = true;
+                    let _ = shutdown(&*self.peer, Shutdown::Write);
+                }
+                Ok(()) => {
+                    self.take_out(pieces)?;
+                    self.send_to_peer()?;
+                }
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
@@ -287,6 +324,22 @@ impl RelaySession {
         error.into()
     }
 
+    /// Has what the daemon says passed on. If the daemon has connected to the peer, streams that it sends are replaced.
+    fn take_out(&mut self, pieces: VecDeque<Piece>) -> io::Result<()> {
+        for mut piece in pieces {
+            for file in piece.files.iter_mut().filter(|file| self.has_connected && vet::is_stream(file)) {
+                if self.streams_taken >= STREAMS_MAX {
+                    return Err(io::ErrorKind::QuotaExceeded.into());
+                }
+                self.streams_taken += 1;
+                let (inner, outer) = pair()?;
+                self.streams.push(Stream::new(std::mem::replace(file, outer), inner));
+            }
+            self.to_peer.push(piece);
+        }
+        Ok(())
+    }
+
     /// What the daemon gets for the descriptors of a piece.
     fn vetted(&mut self, files: Vec<OwnedFd>) -> io::Result<Vec<OwnedFd>> {
         let mut files = files.into_iter();
@@ -306,10 +359,9 @@ impl RelaySession {
             DescriptorKind::Safe => Ok(file),
             DescriptorKind::Stream if self.streams_taken < STREAMS_MAX => {
                 self.streams_taken += 1;
-                let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
-                match pair {
+                match pair() {
                     Ok((ours, daemons)) => {
-                        self.streams.push(Stream { ours, theirs: Foreign::new(file), waiting: Vec::new() });
+                        self.streams.push(Stream::new(ours, file));
                         Ok(daemons)
                     }
                     Err(error) => {
@@ -318,7 +370,7 @@ impl RelaySession {
                     }
                 }
             }
-            DescriptorKind::Stream => self.refuse(file, "more sockets come than a front-end has"),
+            DescriptorKind::Stream => self.refuse(file, "more sockets come than a session has"),
             DescriptorKind::Refused(why) => self.refuse(file, &why),
         }
     }
@@ -326,7 +378,8 @@ impl RelaySession {
     fn refuse(&mut self, file: OwnedFd, why: &str) -> io::Result<OwnedFd> {
         leave(file);
         if self.refused == 0 {
-            self.say(&format!("a descriptor of a front-end is not taken: {why}"));
+            let peer = if self.has_connected { "back-end" } else { "front-end" };
+            self.say(&format!("a descriptor of a {peer} is not taken: {why}"));
         }
         self.refused += 1;
         if self.refused > REFUSED_MAX {
@@ -337,7 +390,7 @@ impl RelaySession {
     }
 
     fn say(&self, what: &str) {
-        let line = format!("{}: {what}", self.outside.path);
+        let line = format!("{}: {what}", self.outside.path.display());
         // A log that is full of these has room for no more.
         let _ = send(&self.outside.report, line.as_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
@@ -359,27 +412,49 @@ impl RelaySession {
 }
 
 impl Stream {
-    /// Passes on what there is. False once either end has left: then the daemon is to see that.
+    fn new(ours: OwnedFd, theirs: OwnedFd) -> Stream {
+        Stream { ours, theirs: Foreign::new(theirs), to_theirs: Vec::new(), to_ours: Vec::new() }
+    }
+
+    /// Passes on what there is. False once either end has left, or descriptors came, which nobody wants here: then both
+    /// are to see the end.
     fn pass_on(&mut self, ours: PollFlags, theirs: PollFlags) -> Result<bool, Errno> {
         if theirs.intersects(PollFlags::HUP | PollFlags::ERR) {
             return Ok(false);
         }
-        if self.waiting.is_empty() && !ours.is_empty() {
-            let mut bytes = [0; 4096];
-            match recv(&self.ours, &mut bytes, rustix::net::RecvFlags::DONTWAIT) {
-                Ok((0, _)) => return Ok(false),
-                Ok((_, read)) => self.waiting.extend_from_slice(&bytes[..read]),
-                Err(Errno::AGAIN | Errno::INTR) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        if !self.waiting.is_empty() {
-            match send(&*self.theirs, &self.waiting, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
-                Ok(sent) => drop(self.waiting.drain(..sent)),
-                Err(Errno::AGAIN | Errno::INTR) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(true)
+        Ok(pass(&self.ours, &self.theirs, &mut self.to_theirs, ours)?
+            && pass(&self.theirs, &self.ours, &mut self.to_ours, theirs)?)
     }
+}
+
+/// Passes on in one direction what waits, or else what has come. False at the end.
+fn pass(from: &OwnedFd, to: &OwnedFd, waiting: &mut Vec<u8>, ready: PollFlags) -> Result<bool, Errno> {
+    if waiting.is_empty() && ready.intersects(PollFlags::IN | PollFlags::HUP) {
+        let mut pieces = VecDeque::new();
+        match Piece::receive(from, &mut pieces) {
+            Ok(()) if pieces.is_empty() => return Ok(false),
+            Ok(()) => {}
+            // Ready and nothing there is odd, and must not become a loop that never rests.
+            Err(Errno::AGAIN | Errno::INTR) => std::thread::sleep(ODD_TIME),
+            Err(error) => {
+                pieces.into_iter().for_each(Piece::leave_files);
+                return Err(error);
+            }
+        }
+        let plain: Vec<_> = pieces.into_iter().map(Piece::into_plain).collect();
+        let Some(plain) = plain.into_iter().collect::<Option<Vec<_>>>() else { return Ok(false) };
+        *waiting = plain.concat();
+    }
+    if !waiting.is_empty() {
+        match send(to, waiting, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+            Ok(sent) => drop(waiting.drain(..sent)),
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(true)
+}
+
+fn pair() -> Result<(OwnedFd, OwnedFd), Errno> {
+    socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
 }

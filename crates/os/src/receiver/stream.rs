@@ -100,6 +100,15 @@ impl Piece {
         Ok(piece)
     }
 
+    /// Its bytes. `None` if descriptors came with them, which are left to the end of the thread.
+    pub(super) fn into_plain(self) -> Option<Vec<u8>> {
+        if self.files.is_empty() {
+            return Some(self.bytes);
+        }
+        self.leave_files();
+        None
+    }
+
     /// Leaves its descriptors to the end of the thread.
     pub(super) fn leave_files(self) {
         self.files.into_iter().for_each(leave);
@@ -147,14 +156,6 @@ impl SendQueue {
 
     pub(super) fn push(&mut self, piece: Piece) {
         self.pieces.push_back(piece);
-    }
-
-    /// Takes what there is of a stream, as [`Piece::receive`] does.
-    ///
-    /// # Errors
-    /// See there.
-    pub(super) fn receive(&mut self, from: &OwnedFd) -> Result<(), Errno> {
-        Piece::receive(from, &mut self.pieces)
     }
 
     /// Whether the next piece has to wait until the other end has read the descriptors before it. No readiness of the

@@ -34,19 +34,19 @@ fn with_refused<T: Send>(calls: &[libc::c_long], error: Errno, work: impl FnOnce
 }
 
 /// A hub with a listening socket, and the path of that.
-fn hub() -> (Hub, tempfile::TempDir, String) {
+fn hub() -> (Hub, tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("s").to_str().unwrap().to_owned();
+    let path = folder.path().join("s");
     let listener = UnixListener::bind(&path).unwrap();
     listener.set_nonblocking(true).unwrap();
     let (_, report) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-    let mut hub = Hub { listeners: HashMap::new(), report };
+    let mut hub = Hub { listeners: HashMap::new(), connected: HashMap::new(), report };
     hub.keep(path.clone(), listener.into());
     (hub, folder, path)
 }
 
 /// What a hub answers when it is asked for a connection.
-fn reply(hub: &Hub, path: &str) -> Reply {
+fn reply(hub: &Hub, path: &Path) -> Reply {
     let (mut near, far) = UnixStream::pair().unwrap();
     hub.accept(path.into(), far.into());
     let mut bytes = [0; REPLY_BYTES];

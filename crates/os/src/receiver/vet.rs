@@ -36,10 +36,10 @@ pub(super) fn kind(file: &OwnedFd, asking: &mut Vec<Pid>) -> DescriptorKind {
     if link.starts_with("anon_inode:[eventfd") {
         DescriptorKind::Safe
     } else if link.starts_with("socket:[") {
-        let domain = sockopt::socket_domain(file).ok().zip(sockopt::socket_type(file).ok());
-        match domain {
-            Some((AddressFamily::UNIX, SocketType::STREAM)) => DescriptorKind::Stream,
-            _ => DescriptorKind::Refused("it is a socket, and no unix stream".into()),
+        if is_stream(file) {
+            DescriptorKind::Stream
+        } else {
+            DescriptorKind::Refused("it is a socket, and no unix stream".into())
         }
     } else if link.starts_with("pipe:[") || link.starts_with("anon_inode:") {
         DescriptorKind::Refused(format!("it is {link}"))
@@ -49,6 +49,12 @@ pub(super) fn kind(file: &OwnedFd, asking: &mut Vec<Pid>) -> DescriptorKind {
             Err(why) => DescriptorKind::Refused(format!("{link}: {why}")),
         }
     }
+}
+
+/// Whether a descriptor is a unix stream socket. That is known to this machine.
+pub(super) fn is_stream(file: &OwnedFd) -> bool {
+    let kind = sockopt::socket_domain(file).ok().zip(sockopt::socket_type(file).ok());
+    kind == Some((AddressFamily::UNIX, SocketType::STREAM))
 }
 
 /// Asks the file system, in a thread that may wait for ever.

@@ -1,0 +1,40 @@
+//! Connections to back-ends, and what may come through them.
+//!
+//! A connector decides which descriptors of a back-end get through. What a message means is checked elsewhere all the
+//! same (`session.rs`).
+
+use std::fmt::Debug;
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+
+/// Connects to the socket of a back-end.
+///
+/// A back-end that is not trusted needs one whose streams bring no descriptor that blocks on close, and leave none in
+/// their queue. A shutdown of either half must pass through: a disk that is lost waits until its back-end has closed.
+pub trait Connector: Debug + Send + Sync {
+    /// Connects, without waiting; none if the back-end's backlog is full.
+    ///
+    /// # Errors
+    /// Nobody listens there, or the system gives no descriptor.
+    fn connect(&self, path: &Path) -> io::Result<Option<UnixStream>>;
+}
+
+/// Connects in this process: for those who trust their back-ends.
+#[derive(Debug)]
+pub(crate) struct Direct;
+
+impl Connector for Direct {
+    fn connect(&self, path: &Path) -> io::Result<Option<UnixStream>> {
+        let address = SocketAddrUnix::new(path)?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        match connect(&socket, &address) {
+            Err(Errno::AGAIN) => Ok(None),
+            connected => Ok(connected.map(|()| Some(socket.into()))?),
+        }
+    }
+}
