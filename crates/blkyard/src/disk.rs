@@ -113,7 +113,7 @@ impl Default for DiskConfig {
 #[derive(Debug)]
 pub struct Disk {
     info: Arc<DeviceInfo>,
-    queues: Arc<blkyard_mq::Disk<Queues<Arc<Device>>>>,
+    queues: Arc<blkyard_mq::SharedDisk<Queues<Arc<Device>>>>,
     submitters: Vec<Submitter>,
 }
 
@@ -147,7 +147,7 @@ impl Disk {
             scheduler,
             rates: RateLimit::new(rate).map(Arc::new).into_iter().collect(),
         };
-        let (queues, ways) = blkyard_mq::Disk::open(queues, config.threads, config.depth, counts)?;
+        let (queues, ways) = blkyard_mq::SharedDisk::open(queues, config.threads, config.depth, counts)?;
         let submitters = ways.into_iter().zip(first_bytes).enumerate();
         let submitters = submitters.map(|(number, (way, first_byte))| Submitter {
             way,
@@ -166,7 +166,7 @@ impl Disk {
 
     /// Its queues: how many there are, their counters; and to change how many there are. A clone can do so while
     /// threads [run](Disk::run).
-    pub fn queues(&self) -> &Arc<blkyard_mq::Disk<Queues<Arc<Device>>>> {
+    pub fn queues(&self) -> &Arc<blkyard_mq::SharedDisk<Queues<Arc<Device>>>> {
         &self.queues
     }
 

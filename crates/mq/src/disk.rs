@@ -1,4 +1,5 @@
-//! The disk that threads share: all hardware queues of a device, their maps, and a [`Submitter`] for each thread.
+//! The disk that threads share, [`SharedDisk`]: all hardware queues of a device, their maps, and a [`Submitter`] for
+//! each thread.
 //!
 //! A thread submits to its own submitter, which has an end of one hardware queue of each kind the device has: by the
 //! kind of an I/O and the thread's number, as the maps say. How many queues there are may change while all threads run:
@@ -78,7 +79,7 @@ pub enum QueuesError<E: std::error::Error + 'static> {
 }
 
 /// A device that threads share, seen by whoever changes it. The threads have its [`Submitter`]s.
-pub struct Disk<F: QueueFactory> {
+pub struct SharedDisk<F: QueueFactory> {
     /// For one change at a time. No thread that does I/O comes here.
     state: Mutex<State<F>>,
     /// The queues are being changed.
@@ -115,7 +116,7 @@ struct Made<F: QueueFactory> {
     closers: Vec<Arc<dyn Parker>>,
 }
 
-impl<F: QueueFactory> Disk<F> {
+impl<F: QueueFactory> SharedDisk<F> {
     /// Opens a disk for so many threads, each of which may have up to `places` bios out. More queues of a kind than
     /// threads are of no use, and not made. What comes with the disk is for the threads, in the order of their numbers.
     ///
@@ -130,7 +131,7 @@ impl<F: QueueFactory> Disk<F> {
         threads: usize,
         places: usize,
         counts: QueueCounts,
-    ) -> Result<(Disk<F>, Vec<Submitter<F::Driver, F::Cx>>), QueuesError<F::Error>> {
+    ) -> Result<(SharedDisk<F>, Vec<Submitter<F::Driver, F::Cx>>), QueuesError<F::Error>> {
         assert!(threads > 0 && places > 0, "a disk for {threads} threads with {places} places each");
         if counts.default == 0 {
             return Err(QueuesError::None);
@@ -164,7 +165,7 @@ impl<F: QueueFactory> Disk<F> {
         };
         let submitters = (0..threads).map(submitter).collect();
         let state = Mutex::new(State { factory, counts, queues, location });
-        Ok((Disk { state, frozen, threads, kinds }, submitters))
+        Ok((SharedDisk { state, frozen, threads, kinds }, submitters))
     }
 
     fn state(&self) -> MutexGuard<'_, State<F>> {
@@ -283,9 +284,9 @@ fn submitter<F: QueueFactory>(made: Made<F>, members: Vec<Member>, kinds: usize)
         .collect()
 }
 
-/// One thread's way to a [`Disk`].
+/// One thread's way to a [`SharedDisk`].
 ///
-/// Made by [`Disk::open`], then moved to its thread. Before it goes it must [leave](Submitter::leave).
+/// Made by [`SharedDisk::open`], then moved to its thread. Before it goes it must [leave](Submitter::leave).
 pub struct Submitter<D, Cx> {
     /// For each kind that the disk has queues for, in order.
     ends: Vec<SwQueue<D, Cx>>,
@@ -461,9 +462,9 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
     }
 }
 
-impl<F: QueueFactory> std::fmt::Debug for Disk<F> {
+impl<F: QueueFactory> std::fmt::Debug for SharedDisk<F> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Disk").field("threads", &self.threads).field("kinds", &self.kinds).finish_non_exhaustive()
+        f.debug_struct("SharedDisk").field("threads", &self.threads).field("kinds", &self.kinds).finish_non_exhaustive()
     }
 }
 

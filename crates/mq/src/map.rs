@@ -214,12 +214,6 @@ impl QueueMaps {
         QueueMaps::spread(&places, ranges)
     }
 
-    /// The kind whose queues serve this one: itself, or the default.
-    #[inline]
-    pub fn served_by(&self, kind: QueueKind) -> QueueKind {
-        if self.maps[kind as usize].is_some() { kind } else { QueueKind::Default }
-    }
-
     /// The hardware queue that a CPU uses for this kind of I/O.
     #[inline]
     pub fn queue_of(&self, kind: QueueKind, cpu: usize) -> usize {
@@ -342,10 +336,8 @@ mod tests {
     fn a_kind_without_queues_uses_the_default_ones() {
         let maps = QueueMaps::even(6, QueueCounts::only(4).ranges());
         assert_eq!(table(&maps, 6), [(); 3].map(|()| vec![0, 0, 1, 1, 2, 3]));
-        assert_eq!(maps.served_by(QueueKind::Read), QueueKind::Default);
         let maps = QueueMaps::even(2, QueueCounts { default: 1, read: 0, poll: 2 }.ranges());
         assert_eq!(table(&maps, 2), [vec![0, 0], vec![0, 0], vec![1, 2]]);
-        assert_eq!(maps.served_by(QueueKind::Poll), QueueKind::Poll);
     }
 
     #[test]

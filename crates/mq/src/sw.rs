@@ -52,15 +52,15 @@
 //! **Moves.** A queue that is [closed](shared::SharedHwQueue::close) takes nothing more in, and once nothing is left in
 //! it, it is taken apart. The rings of its threads, with what they hold, go to other queues. A thread finds out when it
 //! next goes to the baton: it follows its rings, or sleeps until it is told where they are. So a move costs nothing on
-//! the way of an I/O. See [`Disk`](crate::Disk).
+//! the way of an I/O. See [`SharedDisk`](crate::SharedDisk).
 //!
 //! **The price**: an owner that is preempted delays those who share its queue; they sleep. Threads that only poll come
 //! last after those that sleep when the rounds are used up. Who waits out a stay uses its CPU for nothing; it has no
 //! more places to submit from.
 //!
 //! It starts no thread, reads no clock and makes no system call: time is a closure, sleep is a [`Parker`]. It does not
-//! choose the queue for a thread: see [`Disk`](crate::Disk). It does not bind bios to the thread that issued them: see
-//! [`SwQueue::leave`].
+//! choose the queue for a thread: see [`SharedDisk`](crate::SharedDisk). It does not bind bios to the thread
+//! that issued them: see [`SwQueue::leave`].
 
 mod ends;
 mod shared;

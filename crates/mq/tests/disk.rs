@@ -11,8 +11,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use blkyard_mq::{
-    Batch, Bio, BioFlags, DeviceInfo, Disk, Done, Driver, HwQueue, HwQueueConfig, Op, Parker, QueueCounts,
-    QueueFactory, QueueKind, QueueLimits, RegionTable, Status, Submitter, Tag, Wake,
+    Batch, Bio, BioFlags, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Op, Parker, QueueCounts, QueueFactory,
+    QueueKind, QueueLimits, RegionTable, SharedDisk, Status, Submitter, Tag, Wake,
 };
 use common::{TimedParker, now_ns};
 
@@ -132,10 +132,10 @@ impl Parker for Sleepless {
 
 type Threads = Vec<Submitter<Queue, ()>>;
 
-fn open(threads: usize, counts: QueueCounts) -> (Arc<Board>, Disk<Factory>, Threads) {
+fn open(threads: usize, counts: QueueCounts) -> (Arc<Board>, SharedDisk<Factory>, Threads) {
     let board = Arc::new(Board::default());
     let factory = Factory { board: Arc::clone(&board), queues_max: 16, sleepless: false };
-    let (disk, submitters) = Disk::open(factory, threads, 8, counts).unwrap();
+    let (disk, submitters) = SharedDisk::open(factory, threads, 8, counts).unwrap();
     (board, disk, submitters)
 }
 
@@ -215,7 +215,7 @@ fn what_is_polled_for_needs_a_queue_for_that() {
 fn nobody_sleeps_on_a_queue_that_is_polled() {
     let board = Arc::new(Board::default());
     let factory = Factory { board: Arc::clone(&board), queues_max: 16, sleepless: true };
-    let (disk, mut threads) = Disk::open(factory, 2, 8, QueueCounts { default: 1, read: 0, poll: 1 }).unwrap();
+    let (disk, mut threads) = SharedDisk::open(factory, 2, 8, QueueCounts { default: 1, read: 0, poll: 1 }).unwrap();
     board.holds.store(true, Ordering::Relaxed);
     let polled = |sector| bio(Op::Discard, sector, BioFlags::POLLED);
     thread::scope(|scope| {
@@ -249,7 +249,7 @@ fn there_is_at_least_one_queue_and_at_most_one_a_thread() {
     assert!(error.contains("read queues were to become 1 from 0"), "{error}");
     assert_eq!(disk.queues(), QueueCounts::only(3));
     let factory = Factory { board, queues_max: 16, sleepless: false };
-    assert!(Disk::open(factory, 1, 1, QueueCounts::only(0)).is_err());
+    assert!(SharedDisk::open(factory, 1, 1, QueueCounts::only(0)).is_err());
 }
 
 #[test]
@@ -277,7 +277,7 @@ fn old_queues_leave_nothing_behind() {
 fn if_new_queues_cannot_be_made_the_old_ones_stay() {
     let board = Arc::new(Board::default());
     let factory = Factory { board: Arc::clone(&board), queues_max: 2, sleepless: false };
-    let (disk, mut threads) = Disk::open(factory, 4, 8, QueueCounts::only(2)).unwrap();
+    let (disk, mut threads) = SharedDisk::open(factory, 4, 8, QueueCounts::only(2)).unwrap();
     board.holds.store(true, Ordering::Relaxed);
     threads[0].submit(discard(9));
     threads[0].ring(&now_ns);

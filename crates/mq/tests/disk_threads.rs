@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use blkyard_mq::{
-    Bio, BlockDevice, Context, DeviceInfo, Disk, HwQueue, HwQueueConfig, NullConfig, Op, Parker, QueueCounts,
-    QueueFactory, QueueKind, QueueLimits, RamDevice, RamQueue, Region, RegionTable, Segment, Status, Submitter,
+    Bio, BlockDevice, Context, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, Op, Parker, QueueCounts, QueueFactory,
+    QueueKind, QueueLimits, RamDevice, RamQueue, Region, RegionTable, Segment, SharedDisk, Status, Submitter,
 };
 use common::{TimedParker, now_ns};
 
@@ -120,7 +120,7 @@ impl<D: blkyard_mq::Driver<Cx>, Cx: Context> Life<'_, D, Cx> {
 /// Threads read and write; one more changes the queues `changes` times meanwhile, and they go on until it is through.
 fn run(latency_ns: u64, kinds: QueueCounts, changes: usize, sleeps: impl Fn(u64) -> bool + Sync) {
     let memory = Region::anonymous(THREADS * PLACES * BLOCK as usize).unwrap();
-    let (disk, submitters) = Disk::open(factory(latency_ns, &memory), THREADS, PLACES, kinds).unwrap();
+    let (disk, submitters) = SharedDisk::open(factory(latency_ns, &memory), THREADS, PLACES, kinds).unwrap();
     let changed = AtomicUsize::new(0);
     thread::scope(|scope| {
         for (submitter, thread) in submitters.into_iter().zip(0_u64..) {

@@ -14,8 +14,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blkyard_mq::{
-    Batch, Bio, BioFlags, Context, DeviceInfo, Disk, Done, Driver, HwQueue, HwQueueConfig, Op, Parker, QueueCounts,
-    QueueFactory, QueueKind, QueueLimits, RegionTable, Segment, Status, Submitter, Tag, Wake,
+    Batch, Bio, BioFlags, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Op, Parker, QueueCounts,
+    QueueFactory, QueueKind, QueueLimits, RegionTable, Segment, SharedDisk, Status, Submitter, Tag, Wake,
 };
 use shuttle::rand::Rng;
 use shuttle::sync::{Condvar, Mutex};
@@ -223,7 +223,7 @@ fn submitter(mut queue: Submitter<Queue, Number>, bios: u64, polls: bool, kinds:
 /// Threads submit while the number of queues becomes each of these in turn.
 fn run(threads: usize, bios: u64, polls: bool, counts: &[QueueCounts]) {
     let world = Arc::new(World::default());
-    let (disk, submitters) = Disk::open(Factory(Arc::clone(&world)), threads, 2, counts[0]).unwrap();
+    let (disk, submitters) = SharedDisk::open(Factory(Arc::clone(&world)), threads, 2, counts[0]).unwrap();
     let device = Arc::clone(&world);
     let device = thread::spawn(move || device.run_device());
     let kinds = counts[0].read > 0;

@@ -2,14 +2,14 @@
 //! the disk.
 //!
 //! A thread submits into its ring, makes it visible, and takes back what is over; whoever finds the queue idle turns
-//! its run for all (see [`Disk`]). With nothing to do it polls for a while and then sleeps on its own ring.
+//! its run for all (see [`SharedDisk`]). With nothing to do it polls for a while and then sleeps on its own ring.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 
 use blkyard::{Device, DiskError, Meet, Queues};
-use blkyard_mq::{Context, Disk, Driver, RegionTable, Submitter};
+use blkyard_mq::{Context, Driver, RegionTable, SharedDisk, Submitter};
 use blkyard_os::Clock;
 
 use super::BenchError;
@@ -35,7 +35,7 @@ pub(crate) fn spawn(
         scheduler: plan.scheduler,
         rates: plan.rates.clone(),
     };
-    let (_, submitters) = Disk::open(queues, plan.jobs, plan.iodepth, plan.queues).map_err(DiskError::from)?;
+    let (_, submitters) = SharedDisk::open(queues, plan.jobs, plan.iodepth, plan.queues).map_err(DiskError::from)?;
     let spin_ns = args.spin_us.saturating_mul(1000);
     // Who has issued I/O for others stays until theirs is over: see `SwQueue::leave`.
     let all_done = Arc::new(Barrier::new(plan.jobs));
