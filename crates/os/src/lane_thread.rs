@@ -26,6 +26,7 @@
 
 use std::os::unix::thread::JoinHandleExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, SendError, Sender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -128,6 +129,7 @@ pub struct LaneThread<S> {
     name: String,
     thread: JoinHandle<()>,
     orders: LaneCommands<S>,
+    has_failed: Arc<AtomicBool>,
     ring: Arc<RingCounters>,
     turns: Arc<TurnStats>,
 }
@@ -190,7 +192,9 @@ where
     let waker = Waker::new().map_err(failed)?;
     let (told, started) = sync_channel(1);
     let mailbox = Arc::new(Mailbox::default());
-    let mail = Mail { mailbox: Arc::clone(&mailbox), asked: Vec::new(), closed: false };
+    let has_failed = Arc::new(AtomicBool::new(false));
+    let mail =
+        Mail { mailbox: Arc::clone(&mailbox), asked: Vec::new(), has_failed: Arc::clone(&has_failed), closed: false };
     let on_thread = Arc::clone(&waker);
     let run = move || {
         let made = pin(&config).and_then(|()| {
@@ -219,7 +223,9 @@ where
     };
     let thread = std::thread::Builder::new().name(name.clone()).spawn(run).map_err(failed)?;
     match started.recv() {
-        Ok(Ok((ring, turns))) => Ok(LaneThread { name, thread, orders: LaneCommands { mailbox, waker }, ring, turns }),
+        Ok(Ok((ring, turns))) => {
+            Ok(LaneThread { name, thread, orders: LaneCommands { mailbox, waker }, has_failed, ring, turns })
+        }
         Ok(Err(error)) => {
             let _ = thread.join();
             Err(error)
@@ -244,6 +250,8 @@ struct Mail<S> {
     mailbox: Arc<Mailbox<LaneCommand<S>>>,
     /// Who waits for which poller.
     asked: Vec<(u32, Sender<Option<S>>)>,
+    /// The kernel refuses the ring.
+    has_failed: Arc<AtomicBool>,
     /// No order will come any more.
     closed: bool,
 }
@@ -306,6 +314,10 @@ impl<S: Poller<Ring>> Turning<S> {
         }
         self.ring.submit();
         if let Some(error) = self.ring.take_failure() {
+            // Known now: the ring is only let go of once the kernel has finished, which may take for ever.
+            self.mail.has_failed.store(true, Ordering::Relaxed);
+            self.mail.mailbox.close();
+            self.mail.asked.clear();
             give_up(error);
         }
     }
@@ -463,9 +475,10 @@ impl<S> LaneThread<S> {
         if status == 0 { clock_ns(clock) } else { None }
     }
 
-    /// Whether the thread has ended, one way or the other.
+    /// Whether the thread has ended, one way or the other, or serves nothing any more since the kernel refuses its
+    /// ring: then it ends once its I/O in flight is over.
     pub fn is_finished(&self) -> bool {
-        self.thread.is_finished()
+        self.has_failed.load(Ordering::Relaxed) || self.thread.is_finished()
     }
 
     /// Waits until all its pollers are over; it gets no more.
@@ -504,7 +517,16 @@ mod tests {
     use std::os::fd::{AsRawFd, BorrowedFd};
 
     /// A poller that makes the kernel refuse the ring when it is run.
-    struct Breaker;
+    struct Breaker(Option<std::sync::mpsc::Receiver<()>>);
+
+    /// Waits, as I/O may that is in flight.
+    impl Drop for Breaker {
+        fn drop(&mut self) {
+            if let Some(end) = &self.0 {
+                let _ = end.recv();
+            }
+        }
+    }
 
     impl Poller<Ring> for Breaker {
         fn run_once(&mut self, ring: &mut Ring, _: u64) -> PollerState {
@@ -534,8 +556,27 @@ mod tests {
     }
 
     #[test]
+    fn lane_of_a_refused_ring_answers_before_its_io_is_over() {
+        let (over, end) = std::sync::mpsc::channel();
+        let config = LaneConfig { name: "stuck".into(), ..LaneConfig::default() };
+        let lane = spawn(config, |_| vec![Breaker(Some(end))]).unwrap();
+        let begin = std::time::Instant::now();
+        while !lane.is_finished() {
+            assert!(begin.elapsed() < Duration::from_secs(30), "nobody learns that the lane has failed");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let (answer, came) = channel();
+        lane.orders.give(LaneCommand::Leave(0, answer));
+        assert!(matches!(came.recv_timeout(Duration::from_secs(30)), Err(RecvTimeoutError::Disconnected)));
+        assert!(!lane.thread.is_finished(), "its I/O is not over");
+        drop(over);
+        assert!(lane.join().is_err());
+    }
+
+    #[test]
     fn refused_ring_ends_its_lane_in_order() {
-        let lane = spawn(LaneConfig { name: "broken".into(), ..LaneConfig::default() }, |_| vec![Breaker]).unwrap();
+        let lane =
+            spawn(LaneConfig { name: "broken".into(), ..LaneConfig::default() }, |_| vec![Breaker(None)]).unwrap();
         let begin = std::time::Instant::now();
         while !lane.is_finished() {
             assert!(begin.elapsed() < Duration::from_secs(30), "the lane goes on with a ring that the kernel refuses");
