@@ -204,7 +204,8 @@ pub fn start_command_line(guest: &Guest, line: &str, task: &str) -> Result<Machi
     let folder = folder()?;
     let options = task_options(guest, Kernel::default(), folder.path(), task, KERNEL_WORDS)?;
     let mut shell = Command::new("sh");
-    shell.arg("-c").arg(format!("{line} \"$@\"")).arg("sh").args(options).arg("-no-reboot");
+    // In the shell's place: whoever is ended ends the machine, too.
+    shell.arg("-c").arg(format!("exec {line} \"$@\"")).arg("sh").args(options).arg("-no-reboot");
     // QEMU is found as by those who have it installed.
     shell.env("PATH", guest.search_path());
     Ok(Machine { running: Running::start("the guest", &shell)?, folder })

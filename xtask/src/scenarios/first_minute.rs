@@ -141,7 +141,8 @@ fn attached_queues(ground: &ScenarioContext, line: &str) -> Result<Vec<serde_jso
 /// Runs a line as a shell does, with the test guest's QEMU.
 fn paste(ground: &ScenarioContext, line: &str) -> Result<Running> {
     let mut shell = Command::new("sh");
-    shell.args(["-c", line]).env("PATH", ground.guest.search_path());
+    // In the shell's place: a run that is ended ends QEMU, too.
+    shell.args(["-c", &format!("exec {line}")]).env("PATH", ground.guest.search_path());
     Running::start("QEMU", &shell)
 }
 
