@@ -13,11 +13,11 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 
 use self::progress::WatchedOutput;
-use self::report::Report;
 pub use self::report::Verdict;
+use self::report::{RERUN, Report};
 use self::steps::TestStep;
 pub use self::steps::{build, cargo};
 use crate::guest::Guest;
@@ -50,7 +50,7 @@ pub struct TestOptions {
     /// Say what there is, and run nothing.
     #[arg(long)]
     list: bool,
-    /// Run only steps and scenarios with one of these in their names.
+    /// Run only the step or scenario of this name, or all with it in their names if none is called so.
     filter: Vec<String>,
 }
 
@@ -59,13 +59,16 @@ impl TestOptions {
         if self.quick {
             return steps::QUICK.contains(&name) || QUICK_SCENARIOS.contains(&name);
         }
-        self.filter.is_empty() || self.filter.iter().any(|part| name.contains(part.as_str()))
+        let is_meant = |part: &str| name == part || (!is_name(part) && name.contains(part));
+        self.filter.is_empty() || self.filter.iter().any(|part| is_meant(part))
     }
 
     /// All that runs without a daemon, in order.
     fn steps(&self) -> Vec<&'static TestStep> {
         let chosen = steps::ALL.iter().filter(|step| self.wants(step.name));
-        chosen.chain(steps::QUICK_UNIT.iter().filter(|_| self.quick)).collect()
+        // Left out of a whole run, in which `unit` has their tests.
+        let is_named = |step: &&TestStep| self.quick || self.filter.iter().any(|name| name == step.name);
+        chosen.chain(steps::QUICK_UNIT.iter().filter(is_named)).collect()
     }
 
     fn scenarios(&self) -> Vec<&'static Scenario> {
@@ -78,6 +81,12 @@ impl TestOptions {
         let all = steps.chain(scenarios::all().map(|scenario| scenario.name));
         all.filter(|name| self.quick && !self.wants(name)).collect()
     }
+}
+
+/// Whether a step or scenario is called so.
+fn is_name(name: &str) -> bool {
+    steps::ALL.iter().chain(steps::QUICK_UNIT).any(|step| step.name == name)
+        || scenarios::all().any(|scenario| scenario.name == name)
 }
 
 /// Whether this is a run in which nothing is optional.
@@ -161,7 +170,8 @@ impl Run<'_> {
             let (late, root) = (self.is_late(), &self.root);
             self.report.item(step.name, &watched, || match late {
                 Some(reason) => Ok(Verdict::skipped(reason)),
-                None => steps::run(step, root, &log, &watched.tests),
+                None => steps::run(step, root, &log, &watched.tests)
+                    .map_err(|error| anyhow!("{error:#}\n{RERUN}cargo xtask test {}", step.name)),
             });
         }
         Ok(())
@@ -209,10 +219,18 @@ impl Run<'_> {
                 self.report.item(scenario.name, &unwatched, || Ok(Verdict::skipped(reason)));
             } else if let (Some(guest), Some(program)) = (&guest, &program) {
                 let path = self.log_path(scenario.name);
-                self.report.item(scenario.name, &unwatched, || tell(scenario, program, guest, &path));
+                let rerun = self.rerun(scenario.name);
+                let told = || tell(scenario, program, guest, &path).map_err(|error| anyhow!("{error:#}\n{rerun}"));
+                self.report.item(scenario.name, &unwatched, told);
             }
         }
         Ok(())
+    }
+
+    /// The line with the command that runs a scenario alone.
+    fn rerun(&self, scenario: &str) -> String {
+        let server = if self.options.foreign_server { "--foreign-server " } else { "" };
+        format!("{RERUN}cargo xtask test {server}{scenario}")
     }
 
     fn log_path(&self, name: &str) -> PathBuf {
@@ -268,6 +286,19 @@ mod tests {
         assert!(["unit", "loom", "guest-in-order"].iter().all(|name| left_out.contains(name)), "{left_out:?}");
         let chosen = steps::QUICK.len() + QUICK_SCENARIOS.len();
         assert_eq!(left_out.len() + chosen, steps::ALL.len() + scenarios::all().count());
+    }
+
+    #[test]
+    fn name_of_a_scenario_chooses_only_that() {
+        let chosen = |filter: &str| {
+            let filter = vec![filter.into()];
+            let options = TestOptions { no_guest: false, foreign_server: false, list: false, quick: false, filter };
+            let steps = options.steps().into_iter().map(|step| step.name);
+            steps.chain(options.scenarios().into_iter().map(|scenario| scenario.name)).collect::<Vec<_>>()
+        };
+        assert_eq!(chosen("pasted-line"), ["pasted-line"]);
+        assert_eq!(chosen("quick-hostile"), ["quick-hostile"]);
+        assert!(chosen("pasted").len() > 1, "a part of names chooses all of them");
     }
 
     #[test]

@@ -9,6 +9,9 @@ use anyhow::Result;
 
 use super::progress::{ItemPosition, Progress, WatchedOutput};
 
+/// What begins a line with the command that runs only what failed.
+pub const RERUN: &str = "rerun: ";
+
 /// How many lines of one failure are said again at the end.
 const TELLING_LINES: usize = 12;
 
@@ -169,6 +172,7 @@ impl Report {
 fn telling(text: &str) -> Vec<&str> {
     let tells = |line: &&str| {
         (line.starts_with("test ") && line.ends_with("FAILED"))
+            || line.starts_with(RERUN)
             || line.starts_with("`-p ")
             || ["error:", "error[", "os error"].iter().any(|word| line.contains(word))
     };

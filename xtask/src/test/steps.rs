@@ -2,7 +2,7 @@
 //! product.
 
 use std::env;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::report::Verdict;
+use super::report::{RERUN, Verdict};
 use crate::process::{Ended, Running, tail};
 use crate::{instructions, tidy};
 
@@ -151,7 +151,7 @@ pub fn run(step: &TestStep, root: &Path, log: &File, tests: &AtomicUsize) -> Res
             let listed = logged(step.name, &list, log)?;
             check(&listed)?;
             tests.store(listed.stdout.lines().filter(|line| line.ends_with(": test")).count(), Ordering::Relaxed);
-            verdict(&logged(step.name, &command, log)?)
+            verdict(&command, &logged(step.name, &command, log)?)
         }
         StepKind::Models(tool) => models(tool, root, log),
         StepKind::Instructions => instructions::test(root, log),
@@ -197,7 +197,7 @@ fn models(tool: &str, root: &Path, log: &File) -> Result<Verdict> {
         // The models should run fast, but need not be linked as the product is. Some rely on overflow checks.
         command.env("CARGO_PROFILE_RELEASE_LTO", "off").env("CARGO_PROFILE_RELEASE_CODEGEN_UNITS", "16");
         command.env("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "true");
-        match verdict(&logged(&format!("{tool} of {package}"), &command, log)?)? {
+        match verdict(&command, &logged(&format!("{tool} of {package}"), &command, log)?)? {
             Verdict::Passed(count) => passed += count,
             Verdict::Mixed { passed: p, failed: f, skipped: s, text } => {
                 (passed, failed, skipped) = (passed + p, failed + f, skipped + s);
@@ -261,19 +261,47 @@ fn check(ended: &Ended) -> Result<()> {
 }
 
 /// Adds up what the test programs of one call of `cargo test` say of themselves.
-fn verdict(ended: &Ended) -> Result<Verdict> {
+fn verdict(command: &Command, ended: &Ended) -> Result<Verdict> {
     let (passed, failed, skipped) = add_up(&ended.stdout);
     if ended.status.success() && failed == 0 && skipped == 0 {
         return Ok(Verdict::Passed(passed));
     }
     if failed == 0 && skipped == 0 {
         // Something else than a test: it does not compile, or a test program died.
-        check(ended)?;
+        check(ended).with_context(|| reruns(command, &ended.stdout).join("\n"))?;
     }
     // Thousands of lines of tests that passed may stand between one that failed and the end.
     let names: Vec<&str> = ended.stdout.lines().filter(|line| line.ends_with("... FAILED")).collect();
-    let text = format!("{}\n{}", names.join("\n"), tail(&ended.stdout, SHOWN_LINES));
+    let reruns = reruns(command, &ended.stdout).join("\n");
+    let text = format!("{reruns}\n{}\n{}", names.join("\n"), tail(&ended.stdout, SHOWN_LINES));
     Ok(Verdict::Mixed { passed, failed, skipped, text })
+}
+
+/// Commands for a shell, one for each test program that failed, which run only its tests that did; all of one that
+/// died. `command` is the call of cargo that said `output`.
+fn reruns(command: &Command, output: &str) -> Vec<String> {
+    let ours = |(name, value): (&OsStr, Option<&OsStr>)| {
+        let (name, value) = (name.to_string_lossy().into_owned(), value?.to_string_lossy().into_owned());
+        (name != "CARGO_TERM_COLOR").then(|| format!("{name}='{value}' "))
+    };
+    let environment: String = command.get_envs().filter_map(ours).collect();
+    let profile = if command.get_args().any(|word| word == "--release") { "--release " } else { "" };
+    let (mut failed, mut reruns) = (Vec::new(), Vec::new());
+    for line in output.lines().map(str::trim) {
+        if line.starts_with("Running ") || line.starts_with("Doc-tests ") {
+            failed.clear();
+        } else if let Some(name) = line.strip_prefix("test ").and_then(|rest| rest.strip_suffix(" ... FAILED")) {
+            // Documentation tests have blanks in their names, and some tests say how they should fail.
+            failed.push(format!("'{}'", name.strip_suffix(" - should panic").unwrap_or(name)));
+        } else if let Some(rest) = line.strip_prefix("error: test failed, to rerun pass `")
+            && let Some(target) = rest.strip_suffix('`')
+        {
+            let only = if failed.is_empty() { String::new() } else { format!(" -- --exact {}", failed.join(" ")) };
+            reruns.push(format!("{RERUN}{environment}cargo test {profile}{target}{only}"));
+            failed.clear();
+        }
+    }
+    reruns
 }
 
 /// Sums of passed, failed and ignored over all lines `test result: …`.
@@ -300,6 +328,32 @@ mod tests {
             noise\n\
             test result: FAILED. 10 passed; 2 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s\n";
         assert_eq!(add_up(output), (13, 2, 1));
+    }
+
+    #[test]
+    fn rerun_names_only_the_tests_that_failed() {
+        let output = "     Running tests/a.rs (target/debug/deps/a-1)\n\
+            test good ... ok\n\
+            test bad ... FAILED\n\
+            test inner::worse - should panic ... FAILED\n\
+            error: test failed, to rerun pass `-p blkyard-mq --test a`\n\
+            \x20    Running tests/b.rs (target/debug/deps/b-1)\n\
+            test good ... ok\n\
+            \x20    Running tests/c.rs (target/debug/deps/c-1)\n\
+            test good ... ok\n\
+            error: test failed, to rerun pass `-p blkyard-os --test c`\n\
+            error: 2 targets failed:\n\
+            \x20   `-p blkyard-mq --test a`\n";
+        let mut command = cargo(Path::new("."));
+        command.args(["test", "--workspace"]);
+        let expected = [
+            "rerun: cargo test -p blkyard-mq --test a -- --exact 'bad' 'inner::worse'",
+            "rerun: cargo test -p blkyard-os --test c",
+        ];
+        assert_eq!(reruns(&command, output), expected);
+        command.arg("--release").env("RUSTFLAGS", "--cfg loom");
+        let with_flags = "rerun: RUSTFLAGS='--cfg loom' cargo test --release -p blkyard-os --test c";
+        assert_eq!(reruns(&command, output)[1], with_flags);
     }
 
     #[test]
