@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -199,7 +199,7 @@ impl Attached {
     /// Opens one more queue of `depth` requests. One for polling never has the back-end call.
     ///
     /// # Errors
-    /// All queues are open, or the depth is more than a ring holds.
+    /// All queues are open, the depth is more than a ring holds, or the back-end holds up the control thread.
     pub fn queue(&self, kind: QueueKind, depth: usize) -> Result<AttachedQueue, AttachError> {
         let path = self.shared.config.socket.clone();
         if depth > self.depth {
@@ -209,7 +209,12 @@ impl Attached {
         let Some(line) = self.line.clone().filter(|line| line.send(DeviceCommand::Open(kind, answer))) else {
             return Err(AttachError::Ended { path });
         };
-        let opened = wait.recv().map_err(|_| AttachError::Ended { path })??;
+        // The conversation that is under way, and the one after it that a loss of the first begins.
+        let limit = 2 * self.shared.config.reply_max;
+        let opened = wait.recv_timeout(limit).map_err(|error| match error {
+            RecvTimeoutError::Timeout => AttachError::Busy { path, limit },
+            RecvTimeoutError::Disconnected => AttachError::Ended { path },
+        })??;
         Ok(AttachedQueue::new(opened, line))
     }
 }

@@ -21,7 +21,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::mpsc::{Receiver, SendError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use blkyard_mem::{Region, View};
@@ -33,7 +33,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::attached::SharedState;
 use crate::event::Event;
 use crate::mailbox::{DeviceCommand, DriverQueueView, Opened, QueueCommand, QueueMailbox, RingEnd};
-use crate::message::Connection;
+use crate::message::{Connection, PeerState};
 use crate::session::{BackendSession, InflightMemory, RingPlace, addr_of, has};
 use crate::{AttachConfig, AttachError, TalkError};
 
@@ -80,6 +80,8 @@ struct Outage {
     /// The connection that was left, until the back-end has closed its end: it may do what it was asked for until then,
     /// and nothing is done again before.
     left: Option<Connection>,
+    /// There it writes more than is read at one look.
+    floods: bool,
     /// I/O fails.
     gave_up: bool,
     /// What went wrong last, so that it is said once.
@@ -91,7 +93,7 @@ impl Outage {
     fn new(in_haste: bool) -> Outage {
         let now = Instant::now();
         let try_at = if in_haste { now + PAUSE_MAX } else { now };
-        Outage { since: now, try_at, left: None, gave_up: false, said: String::new() }
+        Outage { since: now, try_at, left: None, floods: false, gave_up: false, said: String::new() }
     }
 }
 
@@ -280,8 +282,13 @@ impl Control {
             }
             Link::Down(outage) => {
                 if let Some(left) = &outage.left {
-                    fds.push(PollFd::new(left, PollFlags::IN | PollFlags::RDHUP));
                     until = Some(outage.since + self.shared.config.gone_max);
+                    if outage.floods {
+                        // What it writes would wake us without end.
+                        until = until.min(Some(Instant::now() + PAUSE_MIN));
+                    } else {
+                        fds.push(PollFd::new(left, PollFlags::IN | PollFlags::RDHUP));
+                    }
                 } else {
                     until = Some(outage.try_at);
                 }
@@ -317,7 +324,9 @@ impl Control {
             }
             Link::Down(outage) => {
                 let is_over = outage.since.elapsed() >= self.shared.config.gone_max;
-                if outage.left.as_ref().is_some_and(|left| is_over || left.is_closed()) {
+                let peer = outage.left.as_ref().map(Connection::look);
+                outage.floods = peer == Some(PeerState::Talking);
+                if peer == Some(PeerState::Closed) || peer.is_some() && is_over {
                     outage.left = None;
                     if is_over && !outage.gave_up {
                         self.give_up();
@@ -341,7 +350,10 @@ impl Control {
     fn obey(&mut self, order: DeviceCommand) {
         match order {
             DeviceCommand::Open(kind, answer) => {
-                let _ = answer.send(self.open_queue(kind));
+                if let Err(SendError(Ok(Opened { number, ring, .. }))) = answer.send(self.open_queue(kind)) {
+                    // It was waited for no longer.
+                    self.obey(DeviceCommand::Close(number, ring));
+                }
             }
             DeviceCommand::Reserve(region) => self.reserved.push(region),
             DeviceCommand::Memory(number, memory_number, regions) => {

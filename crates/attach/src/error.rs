@@ -156,6 +156,17 @@ pub enum AttachError {
         #[source]
         source: std::io::Error,
     },
+    /// The thread that talks to the back-end has no time.
+    #[error(
+        "vhost-user:{}: no queue can be opened within {limit:?}: its back-end is slow to answer messages; try again, or allow less with \
+         timeout_s", path.display()
+    )]
+    Busy {
+        /// The socket.
+        path: PathBuf,
+        /// How long it had.
+        limit: Duration,
+    },
     /// The thread that talks to the back-end is gone: a bug of ours.
     #[error("vhost-user:{}: its control thread has ended; see the messages above, and report this", path.display())]
     Ended {
