@@ -20,21 +20,22 @@
 //! Owned by its own thread, and bounded in each wait. Queues are told by commands (`mailbox.rs`).
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 use std::sync::mpsc::{Receiver, SendError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use blkyard_mem::{Region, View};
-use blkyard_mq::QueueKind;
-use blkyard_virtio::driver::{BlkDisk, BlkLayout, BlkRing, SharedMemory};
-use blkyard_virtio::{Features, RingBase, Violations};
+use blkyard_mem::Region;
+use blkyard_mq::{HeldBack, LogLimit, QueueKind};
+use blkyard_virtio::Violations;
+use blkyard_virtio::driver::{BlkDisk, BlkLayout, BlkRing};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::attached::SharedState;
 use crate::event::Event;
 use crate::mailbox::{DeviceCommand, DriverQueueView, Opened, QueueCommand, QueueMailbox, RingEnd};
 use crate::message::{Connection, PeerState};
-use crate::session::{BackendSession, InflightMemory, RingPlace, addr_of, has};
+use crate::rings::{QueueRing, Rings};
+use crate::session::{BackendSession, has};
 use crate::{AttachConfig, AttachError, TalkError};
 
 /// The first pause before a back-end that is gone is looked for again, and the longest. Connecting to nobody costs
@@ -46,27 +47,8 @@ const PAUSE_MAX: Duration = Duration::from_millis(500);
 const PAUSE_SHARE: u32 = 8;
 /// Rings that back-ends may break one after the other before what is in flight fails: it may be what breaks them.
 const FAULTS_MAX: u32 = 3;
-/// A connection that ended so soon was of no use, and the next one will hardly be of more.
-const HASTE: Duration = Duration::from_millis(5);
-/// How often it is said what a back-end tells by itself: it could write our log otherwise.
-const SAY_EVERY: Duration = Duration::from_secs(10);
 /// A back-end that has served for so long is good again.
 const GOOD_AFTER: Duration = Duration::from_secs(10);
-
-/// Something that is said no more often than [`SAY_EVERY`].
-#[derive(Default)]
-struct NowAndThen(Option<Instant>);
-
-impl NowAndThen {
-    /// Whether it may be said again; then it is said.
-    fn is_due(&mut self, now: Instant) -> bool {
-        let is_due = self.0.is_none_or(|said_at| now.saturating_duration_since(said_at) >= SAY_EVERY);
-        if is_due {
-            self.0 = Some(now);
-        }
-        is_due
-    }
-}
 
 /// The state of the connection.
 enum Link {
@@ -89,11 +71,10 @@ struct Outage {
 }
 
 impl Outage {
-    /// `in_haste`: it failed as soon as it had begun, and is not asked again at once.
-    fn new(in_haste: bool) -> Outage {
+    /// The back-end is looked for after the pause.
+    fn new(pause: Duration) -> Outage {
         let now = Instant::now();
-        let try_at = if in_haste { now + PAUSE_MAX } else { now };
-        Outage { since: now, try_at, left: None, floods: false, gave_up: false, said: String::new() }
+        Outage { since: now, try_at: now + pause, left: None, floods: false, gave_up: false, said: String::new() }
     }
 }
 
@@ -125,33 +106,6 @@ struct User {
     has_ring: bool,
     /// It has nothing in flight, and takes nothing until it is told that its memory is known.
     at_rest: bool,
-}
-
-/// A ring of a queue, as the back-end is told of it.
-struct QueueRing {
-    /// Counts the rings of a device.
-    number: u64,
-    kick: Arc<Event>,
-}
-
-/// The rings of all queues: what a session serves, and the next one may go on in.
-///
-/// They are one value, so that what a set-up does that fails half-way is undone by dropping it.
-struct Rings {
-    /// Memory of all rings, one after another.
-    region: Arc<Region>,
-    /// Where the back-end keeps account of what is in flight in them, if it does.
-    record: Option<InflightMemory>,
-    queues: Vec<QueueRing>,
-    /// A back-end was told of them, and may have begun there.
-    served: bool,
-}
-
-impl Rings {
-    fn memory(&self, number: usize, layout: &BlkLayout) -> SharedMemory {
-        let offset = (number * layout.bytes) as u64;
-        SharedMemory { region: Arc::clone(&self.region), offset, addr: addr_of(&self.region) + offset }
-    }
 }
 
 /// Queues are asked to come to rest.
@@ -187,8 +141,10 @@ pub(crate) struct Control {
     made: u64,
     /// Rings broken in a row.
     faults: u32,
-    /// That the disk has another size, or makes no sense.
-    news: NowAndThen,
+    /// Sessions lost in a row that were not good.
+    losses: u32,
+    /// Limit on the lines that the back-end causes.
+    log: LogLimit,
 }
 
 impl Control {
@@ -214,7 +170,7 @@ impl Control {
             wake: Arc::clone(wake),
             end: Arc::clone(end),
             error,
-            link: Link::Down(Outage::new(false)),
+            link: Link::Down(Outage::new(Duration::ZERO)),
             queues: (0..queues).map(|_| DriverQueue::new()).collect::<Result<_, _>>().map_err(failed)?,
             reserved: Vec::new(),
             changed: false,
@@ -225,7 +181,8 @@ impl Control {
             rings: None,
             made: 0,
             faults: 0,
-            news: NowAndThen::default(),
+            losses: 0,
+            log: LogLimit::default(),
         };
         let (rings, ends) = control.make_rings(&session).map_err(talk)?;
         if session.adds_regions() {
@@ -411,7 +368,7 @@ impl Control {
 
     /// Does something with the session, if there is one, and leaves it if that fails.
     fn with_session(&mut self, work: impl FnOnce(&mut Control, &mut BackendSession) -> Result<(), TalkError>) {
-        let nobody = Link::Down(Outage::new(false));
+        let nobody = Link::Down(Outage::new(Duration::ZERO));
         match std::mem::replace(&mut self.link, nobody) {
             Link::Up { mut session, since } => {
                 let done = work(self, &mut session);
@@ -518,10 +475,12 @@ impl Control {
         if !session.knows(std::slice::from_ref(rings)) {
             return Err(TalkError::NoMemory);
         }
-        if session.regions() < count {
+        if session.regions() < count
+            && let Some(held_back) = self.pass()
+        {
             tracing::error!(
                 "{}: its back-end can know {} memory regions and {count} are in use; I/O in the others fails. Use fewer \
-                 guests, or queues with memory of their own",
+                 guests, or queues with memory of their own{held_back}",
                 self.shared.config.name(),
                 session.regions()
             );
@@ -573,7 +532,11 @@ impl Control {
         self.announce(session, &rings.region)?;
         rings.record.iter().try_for_each(|record| session.set_inflight(record))?;
         for number in 0..self.queues.len() {
-            self.start(session, rings, number)?;
+            let place = rings.place(number, &self.layout, self.disk.features);
+            let (kick, call) = (&rings.queues[number].kick, &self.queues[number].call);
+            // Also if the queue is polled, and never asks to be called: libvhost-user panics where it would call
+            // nobody.
+            session.start_ring(number as u16, &place, kick, call, &self.error)?;
         }
         session.enable_rings()
     }
@@ -609,19 +572,6 @@ impl Control {
         }
     }
 
-    /// Tells the back-end of a queue's ring.
-    fn start(&self, session: &BackendSession, rings: &Rings, number: usize) -> Result<(), TalkError> {
-        let (memory, queue) = (rings.memory(number, &self.layout), &self.queues[number]);
-        // Of a packed ring nobody but the account knows where it goes on, and it says so to the back-end; in a fresh
-        // one nothing has begun.
-        let is_split = !self.disk.features.contains(Features::RING_PACKED);
-        let begins = RingBase::start(self.disk.features).bits();
-        let base = if rings.served && is_split { used_index(&memory, &self.layout).into() } else { begins };
-        let place = RingPlace { addr: memory.addr, layout: self.layout, base };
-        // Also if the queue is polled, and never asks to be called: libvhost-user panics where it would call nobody.
-        session.start_ring(number as u16, &place, &rings.queues[number].kick, &queue.call, &self.error)
-    }
-
     /// The back-end is of no use any more. If rings cannot be trusted, there will be new ones.
     fn leave(&mut self, why: &TalkError) {
         if *why == TalkError::LetGo {
@@ -633,7 +583,7 @@ impl Control {
             // Also while there is none: the next one must not go on in these rings.
             self.rings = None;
         }
-        let gone = Link::Down(Outage::new(false));
+        let gone = Link::Down(Outage::new(Duration::ZERO));
         let (session, since) = match std::mem::replace(&mut self.link, gone) {
             Link::Up { session, since } => (session, since),
             down @ Link::Down(_) => {
@@ -641,16 +591,19 @@ impl Control {
                 return;
             }
         };
-        tracing::warn!("{}: {why}. I/O waits for it to come back", self.shared.config.name());
-        if since.elapsed() >= GOOD_AFTER {
-            self.faults = 0;
+        if let Some(held_back) = self.pass() {
+            tracing::warn!("{}: {why}. I/O waits for it to come back{held_back}", self.shared.config.name());
         }
+        if since.elapsed() >= GOOD_AFTER {
+            (self.faults, self.losses) = (0, 0);
+        }
+        let pause = if broken { PAUSE_MAX } else { pause_after(self.losses) };
+        self.losses += 1;
         if broken {
             self.faults += 1;
         }
         self.rest = None;
-        let outage = Outage::new(broken || since.elapsed() < HASTE);
-        self.link = Link::Down(Outage { left: Some(session.leave()), ..outage });
+        self.link = Link::Down(Outage { left: Some(session.leave()), ..Outage::new(pause) });
         self.shared.note(|view| {
             view.is_connected = false;
             view.faults += u64::from(broken);
@@ -664,7 +617,10 @@ impl Control {
 
     /// Lets all I/O fail, until there is a back-end again.
     fn give_up(&mut self) {
-        tracing::error!("{}: I/O fails from now on, until its back-end is well again", self.shared.config.name());
+        if let Some(held_back) = self.pass() {
+            let name = self.shared.config.name();
+            tracing::error!("{name}: I/O fails from now on, until its back-end is well again{held_back}");
+        }
         self.rings = None;
         self.users().for_each(|user| user.mailbox.post(QueueCommand::Fail));
         if let Link::Down(outage) = &mut self.link {
@@ -687,7 +643,9 @@ impl Control {
             return self.try_later(&AttachError::Talk { path, source }.to_string());
         }
         let away = if let Link::Down(outage) = &self.link { outage.since.elapsed() } else { Duration::ZERO };
-        tracing::info!("{}: served again, after {away:?}", self.shared.config.name());
+        if let Some(held_back) = self.pass() {
+            tracing::info!("{}: served again, after {away:?}{held_back}", self.shared.config.name());
+        }
         self.begin(session);
         let capacity = self.disk.info.capacity_sectors;
         self.set_capacity(capacity);
@@ -744,17 +702,27 @@ impl Control {
         match session.read_disk(&self.shared.config) {
             Ok(disk) => self.set_capacity(disk.info.capacity_sectors),
             Err(AttachError::Talk { source, .. }) => self.leave(&source),
-            Err(error) if self.news.is_due(Instant::now()) => tracing::warn!("{error}; what it said before holds"),
-            Err(_) => {}
+            Err(error) => {
+                if let Some(held_back) = self.pass() {
+                    tracing::warn!("{error}; what it said before holds{held_back}");
+                }
+            }
         }
     }
 
     fn set_capacity(&mut self, sectors: u64) {
         self.disk.info.capacity_sectors = sectors;
         let old = self.shared.set_capacity(sectors);
-        if old != sectors && self.news.is_due(Instant::now()) {
-            tracing::info!("{}: {sectors} sectors now, {old} before", self.shared.config.name());
+        if old != sectors
+            && let Some(held_back) = self.pass()
+        {
+            tracing::info!("{}: {sectors} sectors now, {old} before{held_back}", self.shared.config.name());
         }
+    }
+
+    /// Whether a line that the back-end causes is logged, and what it says of those that were not.
+    fn pass(&mut self) -> Option<HeldBack> {
+        self.log.pass(Instant::now()).map(HeldBack)
     }
 
     /// This session serves from now on.
@@ -773,16 +741,13 @@ impl Control {
     }
 }
 
-/// How many chains of a split ring came back so far: what is beyond that a back-end finds in its account. [2.7.8]
-fn used_index(memory: &SharedMemory, layout: &BlkLayout) -> u16 {
-    /// Flags come first.
-    const INDEX: usize = 2;
-    let used = View::new(Arc::clone(&memory.region), memory.offset + layout.parts[2] as u64, INDEX + 2, 4);
-    used.map_or(0, |used| used.load_u16(INDEX, Ordering::Acquire))
-}
-
 fn system(error: impl std::fmt::Display) -> TalkError {
     TalkError::System(error.to_string())
+}
+
+/// How long a back-end is left alone after so many sessions in a row that were not good.
+fn pause_after(losses: u32) -> Duration {
+    if losses == 0 { Duration::ZERO } else { PAUSE_MAX.min(PAUSE_MIN * 2_u32.saturating_pow(losses)) }
 }
 
 fn is_readable(session: &BackendSession) -> bool {
@@ -796,9 +761,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_back_end_could_have_us_say_without_end_is_said_now_and_then() {
-        let (start, mut news) = (Instant::now(), NowAndThen::default());
-        let said: Vec<_> = (0..25).filter(|second| news.is_due(start + Duration::from_secs(*second))).collect();
-        assert_eq!(said, [0, 10, 20]);
+    fn pause_grows_with_each_lost_session() {
+        let pauses_ms: Vec<_> = [0, 1, 2, 8, 9, 40].map(|losses| pause_after(losses).as_millis()).into();
+        assert_eq!(pauses_ms, [0, 2, 4, 256, 500, 500]);
     }
 }

@@ -25,6 +25,7 @@ mod event;
 mod mailbox;
 mod message;
 mod queue;
+mod rings;
 mod session;
 
 pub use attached::{AttachConfig, Attached, AttachedView, QUEUE_SIZE_MAX};

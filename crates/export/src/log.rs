@@ -2,16 +2,11 @@
 //!
 //! Shared by the export's thread and its queues, all of them on the slow path.
 
-use std::fmt::{self, Display};
+use std::fmt::Display;
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use blkyard_mq::LogLimit;
-
-/// Lines at once: some restarts of a guest, each with what its firmware and its kernel cause.
-const BURST: u32 = 30;
-/// Time to the next line after that. A flood of years fills a megabyte in a day.
-const INTERVAL: Duration = Duration::from_secs(10);
+use blkyard_mq::{HeldBack, LogLimit};
 
 /// The log of one export.
 #[derive(Debug)]
@@ -22,7 +17,7 @@ pub(crate) struct ExportLog {
 
 impl ExportLog {
     pub(crate) fn new(name: String) -> ExportLog {
-        ExportLog { name, limit: Mutex::new(LogLimit::new(BURST, INTERVAL)) }
+        ExportLog { name, limit: Mutex::new(LogLimit::default()) }
     }
 
     pub(crate) fn info(&self, line: impl Display) {
@@ -47,14 +42,5 @@ impl ExportLog {
 
     fn pass(&self) -> Option<HeldBack> {
         self.limit.lock().unwrap_or_else(PoisonError::into_inner).pass(Instant::now()).map(HeldBack)
-    }
-}
-
-/// What a line says of those held back before it.
-struct HeldBack(u64);
-
-impl Display for HeldBack {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0 == 0 { Ok(()) } else { write!(f, " ({} lines before this were left out)", self.0) }
     }
 }

@@ -42,7 +42,7 @@ pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, Namespa
 pub use idle::IdlePolicy;
 pub use lane::{Idle, Lane, LaneWaker, Poller, PollerState, SignalEventfd, SignalSlot, Wake};
 pub use limits::{BioSplit, Cursor, LimitsError, QueueLimits};
-pub use log_limit::LogLimit;
+pub use log_limit::{HeldBack, LogLimit};
 pub use map::{CpuPlace, QueueCounts, QueueKind, QueueMap, QueueMaps, QueueRange};
 pub use null::{NullConfig, NullDevice, NullQueue};
 pub use ram::{RamDevice, RamQueue, RamStore};

@@ -1,6 +1,12 @@
 //! A rate limit for log lines (`printk_ratelimited` of Linux): a token bucket that counts the lines held back.
 
+use std::fmt::{self, Display};
 use std::time::{Duration, Instant};
+
+/// Lines at once that one peer causes: some restarts of a guest, each with what its firmware and its kernel cause.
+const PEER_BURST: u32 = 30;
+/// Time to the next line after that. A flood of years fills a megabyte in a day.
+const PEER_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Says which of many log lines on one object are shown.
 #[derive(Debug)]
@@ -11,6 +17,23 @@ pub struct LogLimit {
     /// When a token was added last.
     refilled: Option<Instant>,
     held_back: u64,
+}
+
+/// For the lines that one peer causes: 30 at once, then one every 10 s.
+impl Default for LogLimit {
+    fn default() -> LogLimit {
+        LogLimit::new(PEER_BURST, PEER_INTERVAL)
+    }
+}
+
+/// Number of lines held back, as the end of the next line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HeldBack(pub u64);
+
+impl Display for HeldBack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 == 0 { Ok(()) } else { write!(f, " ({} lines before this were left out)", self.0) }
+    }
 }
 
 impl LogLimit {

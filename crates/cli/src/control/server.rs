@@ -16,7 +16,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use blkyard_export::BoundSocket;
-use blkyard_mq::LogLimit;
+use blkyard_mq::{HeldBack, LogLimit};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use serde_json::Value;
 
@@ -30,10 +30,6 @@ const ACCEPTS_MAX: usize = 256;
 
 /// How long a client may take from one request to the next, and to read an answer. People do not type here.
 pub const CLIENT_TIME: Duration = Duration::from_secs(10);
-
-/// Log lines that clients cause: so many at once, and one more after so long.
-const LINES_BURST: u32 = 10;
-const LINES_INTERVAL: Duration = Duration::from_secs(10);
 
 /// What is answered.
 pub enum Answer {
@@ -68,7 +64,7 @@ impl ControlServer {
     {
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         socket.listener().set_nonblocking(true)?;
-        let limit = LogLimit::new(LINES_BURST, LINES_INTERVAL);
+        let limit = LogLimit::default();
         let serving =
             ServingControl { socket, stop: Arc::clone(&stop), clients: Vec::new(), client_time, limit, answer };
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || serving.run())?;
@@ -202,10 +198,8 @@ impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
     }
 
     fn warn(&mut self, line: impl Display) {
-        match self.limit.pass(Instant::now()) {
-            Some(0) => tracing::warn!("the control socket: {line}"),
-            Some(count) => tracing::warn!("the control socket: {line} ({count} lines before this were left out)"),
-            None => {}
+        if let Some(held_back) = self.limit.pass(Instant::now()).map(HeldBack) {
+            tracing::warn!("the control socket: {line}{held_back}");
         }
     }
 
