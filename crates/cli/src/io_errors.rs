@@ -37,7 +37,11 @@ pub fn tell_rest(daemon: &Daemon) {
 }
 
 fn tell(info: &DeviceInfo) {
-    let Some((error, count)) = info.errors.take() else { return };
+    let Some((first, count)) = info.errors.take() else { return };
+    let Some(error) = first else {
+        tracing::error!(device = %info.name, errors = count, "I/O error");
+        return;
+    };
     let cause = match error.errno {
         Some(errno) => std::io::Error::from_raw_os_error(errno).to_string(),
         None => error.status.to_string(),

@@ -38,12 +38,13 @@ struct ErrorCounts {
 }
 
 impl IoErrors {
-    /// Notes an error. Never waits: while another is noted, one is counted only.
+    /// Notes an error. Never waits: while another is noted or taken, one is counted only.
     pub(crate) fn note(&self, error: IoError) {
-        if let Ok(mut first) = self.0.first.try_lock() {
+        let first = self.0.first.try_lock();
+        self.0.count.fetch_add(1, Relaxed);
+        if let Ok(mut first) = first {
             first.get_or_insert(error);
         }
-        self.0.count.fetch_add(1, Relaxed);
     }
 
     /// Errors since the device was opened.
@@ -53,14 +54,17 @@ impl IoErrors {
 
     /// Whether there is one to take.
     pub fn is_pending(&self) -> bool {
-        self.0.first.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+        self.count() != self.0.taken.load(Relaxed)
     }
 
-    /// Takes the first error since the last one was taken, and the number of all since, that one included.
-    pub fn take(&self) -> Option<(IoError, u64)> {
-        let first = self.0.first.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+    /// Takes the first error since the last one was taken, unset if it could only be counted, and the number of all
+    /// since, that one included.
+    pub fn take(&self) -> Option<(Option<IoError>, u64)> {
+        let mut first = self.0.first.lock().unwrap_or_else(PoisonError::into_inner);
+        // Whoever keeps an error has counted it, since both are done under the lock.
         let count = self.count();
-        Some((first, count - self.0.taken.swap(count, Relaxed)))
+        let errors = count - self.0.taken.swap(count, Relaxed);
+        (errors > 0).then(|| (first.take(), errors))
     }
 }
 
@@ -79,9 +83,22 @@ mod tests {
         let of_queue = errors.clone();
         (1..=3).for_each(|sector| of_queue.note(error(sector)));
         assert!(errors.is_pending());
-        assert_eq!(errors.take(), Some((error(1), 3)));
+        assert_eq!(errors.take(), Some((Some(error(1)), 3)));
         assert!(errors.take().is_none());
         of_queue.note(error(4));
-        assert_eq!((errors.take(), errors.count()), (Some((error(4), 1)), 4));
+        assert_eq!((errors.take(), errors.count()), (Some((Some(error(4)), 1)), 4));
+    }
+
+    #[test]
+    fn error_that_meets_the_lock_is_still_pending() {
+        let errors = IoErrors::default();
+        let held = errors.0.first.lock().unwrap();
+        errors.note(error(1));
+        assert!(errors.is_pending());
+        drop(held);
+        assert_eq!(errors.take(), Some((None, 1)));
+        errors.note(error(2));
+        assert_eq!(errors.take(), Some((Some(error(2)), 1)));
+        assert!(!errors.is_pending());
     }
 }

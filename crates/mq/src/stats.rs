@@ -481,11 +481,11 @@ impl OpSnapshot {
             ios: self.ios.saturating_sub(earlier.ios),
             bytes: self.bytes.saturating_sub(earlier.bytes),
             errors: self.errors.saturating_sub(earlier.errors),
-            sum_ns: self.sum_ns.wrapping_sub(earlier.sum_ns),
+            sum_ns: self.sum_ns.saturating_sub(earlier.sum_ns),
             min_ns: min_ns.max(self.min_ns),
             max_ns: max_ns.min(self.max_ns),
             latency,
-            held_ns: std::array::from_fn(|i| self.held_ns[i].wrapping_sub(earlier.held_ns[i])),
+            held_ns: std::array::from_fn(|i| self.held_ns[i].saturating_sub(earlier.held_ns[i])),
         }
     }
 }
