@@ -50,6 +50,14 @@ pub enum InspectError {
     /// Another version of the program, most likely.
     #[error("the daemon's answer is not understood: {0}; use the program that the daemon was started from, or --json")]
     Tree(#[from] serde_json::Error),
+    /// Another daemon answered the second time.
+    #[error("the daemon with process ID {then} was replaced by one with {now} within the time: ask again")]
+    Replaced {
+        /// Process ID of the first.
+        then: u32,
+        /// Process ID of the second.
+        now: u32,
+    },
     /// There is no such part.
     #[error("{0}: the daemon has none of that name; blkyard inspect alone shows all there is")]
     Absent(Target),
@@ -85,7 +93,7 @@ fn look_twice(args: &InspectArgs, window: Duration) -> Result<Value, InspectErro
     let (then, from) = look()?;
     std::thread::sleep(window);
     let (now, to) = look()?;
-    Ok(serde_json::to_value(window::between(&then, now, (to - from).as_secs_f64()))?)
+    Ok(serde_json::to_value(window::between(&then, now, (to - from).as_secs_f64())?)?)
 }
 
 /// Leaves in the tree only what these parts mean. Gives back a part that means nothing.

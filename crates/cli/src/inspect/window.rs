@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 
 use blkyard_mq::{Held, HistogramSnapshot, OpSnapshot};
 
+use super::InspectError;
 use super::tree::{LatencyNode, OpNode, QueueNode, Tree};
 
 /// Percentiles that are told.
@@ -16,7 +17,13 @@ const PERCENTS: [(&str, f64); 5] = [("50", 50.0), ("90", 90.0), ("99", 99.0), ("
 const GAUGES: [&str; 1] = ["slow_now"];
 
 /// The later of two trees of a daemon, with what was counted in the seconds between them.
-pub fn between(then: &Tree, mut now: Tree, seconds: f64) -> Tree {
+///
+/// # Errors
+/// They are of two daemons: one was started anew, or taken over from.
+pub fn between(then: &Tree, mut now: Tree, seconds: f64) -> Result<Tree, InspectError> {
+    if now.daemon.pid != then.daemon.pid {
+        return Err(InspectError::Replaced { then: then.daemon.pid, now: now.daemon.pid });
+    }
     now.window_s = Some(seconds);
     let before = |export: usize, queue: usize| {
         let export = then.exports.iter().find(|node| node.number == export)?;
@@ -35,7 +42,7 @@ pub fn between(then: &Tree, mut now: Tree, seconds: f64) -> Tree {
             lane.turn = LatencyNode::of_turns(&turn.snapshot().since(&before.snapshot()));
         }
     }
-    now
+    Ok(now)
 }
 
 impl QueueNode {

@@ -19,8 +19,8 @@ const QUEUE_BYTES_MAX: usize = 256 << 10;
 /// The queue and its writer thread. The thread is never joined: it may be stuck in a write for good.
 pub(super) struct LineWriter {
     shared: Arc<WriterState>,
-    /// There is no thread: lines are written where they come up.
-    is_direct: bool,
+    /// There is a thread. Without one all lines are lost: whoever pushes must not wait for the stream.
+    has_thread: bool,
 }
 
 #[derive(Default)]
@@ -57,18 +57,14 @@ impl LineWriter {
         let shared = Arc::new(WriterState::default());
         let of_thread = Arc::clone(&shared);
         let write = move || run(&of_thread, stream, report);
-        let is_direct = std::thread::Builder::new().name(name.into()).spawn(write).is_err();
-        LineWriter { shared, is_direct }
+        let has_thread = std::thread::Builder::new().name(name.into()).spawn(write).is_ok();
+        LineWriter { shared, has_thread }
     }
 
     /// Queues a line, its newline included.
     pub(super) fn push(&self, line: Vec<u8>) {
-        if self.is_direct {
-            let _ = io::stderr().write_all(&line);
-            return;
-        }
         let mut queue = self.shared.queue();
-        if queue.bytes + line.len() > QUEUE_BYTES_MAX {
+        if !self.has_thread || queue.bytes + line.len() > QUEUE_BYTES_MAX {
             queue.lost += 1;
             return;
         }
@@ -81,7 +77,7 @@ impl LineWriter {
     /// Waits until all that was pushed is written or lost, but no longer than `limit`.
     pub(super) fn flush(&self, limit: Duration) {
         let busy = |queue: &mut LineQueue| !queue.lines.is_empty() || queue.is_writing;
-        if !self.is_direct {
+        if self.has_thread {
             let _ = self.shared.changed.wait_timeout_while(self.shared.queue(), limit, busy);
         }
     }
