@@ -40,7 +40,53 @@ struct EndingState {
     serving: OnceLock<ServingDaemon>,
     /// Everything that was fetched is finished.
     drained: AtomicBool,
+    /// Why the daemon ends, if it is not because it is to.
+    broken: OnceLock<String>,
     sockets: Mutex<Vec<Weak<BoundSocket>>>,
+}
+
+impl EndingState {
+    fn outcome(&self) -> Result<(), ServeError> {
+        self.broken.get().map_or(Ok(()), |why| Err(ServeError::Broken(why.clone())))
+    }
+}
+
+/// What is served. Dropped before it is stopped in order, it is given [`START_TIME`] to end: each part waits for what
+/// it has in flight, and a device may hang.
+pub(crate) struct Parts<'a, T> {
+    stop: &'a StopToken,
+    parts: Vec<T>,
+}
+
+impl<'a, T> Parts<'a, T> {
+    pub(crate) fn new(stop: &'a StopToken) -> Parts<'a, T> {
+        Parts { stop, parts: Vec::new() }
+    }
+
+    pub(crate) fn push(&mut self, part: T) {
+        self.parts.push(part);
+    }
+
+    pub(crate) fn take(&mut self) -> Vec<T> {
+        std::mem::take(&mut self.parts)
+    }
+}
+
+impl<T> std::ops::Deref for Parts<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        &self.parts
+    }
+}
+
+impl<T> Drop for Parts<'_, T> {
+    fn drop(&mut self) {
+        if !self.parts.is_empty() {
+            self.stop.fails("the start failed, and what was started does not end");
+            self.stop.stops();
+        }
+    }
 }
 
 /// A daemon that serves.
@@ -87,6 +133,11 @@ impl StopToken {
         let _ = (&self.events).write(&[0]);
     }
 
+    /// It ends because of this, which its exit status tells, however it ends.
+    pub(crate) fn fails(&self, why: &str) {
+        let _ = self.shared.broken.set(why.into());
+    }
+
     /// Everything that was fetched is finished, and nothing is fetched any more.
     pub(crate) fn drained(&self) {
         self.shared.drained.store(true, Ordering::Release);
@@ -122,7 +173,7 @@ where
                     .join()
                     .unwrap_or_else(|_| Err(ServeError::Broken("the thread that serves panicked".into())));
             }
-            MainEvent::Stops => deadline = drain().map(|drain| Instant::now() + drain).or(deadline),
+            MainEvent::Stops => deadline = Some(Instant::now() + drain().unwrap_or(START_TIME)),
             MainEvent::Signal(Signal::Hangup) => tracing::info!("SIGHUP is ignored: reload is not implemented"),
             MainEvent::Signal(_) if !is_asked => {
                 is_asked = true;
@@ -162,12 +213,12 @@ fn leave(shared: &EndingState, when: &str) -> Result<(), ServeError> {
     lock(&shared.sockets).iter().filter_map(Weak::upgrade).for_each(|socket| socket.remove());
     let Some(serving) = shared.serving.get() else {
         tracing::info!("stopped before anything was served");
-        return Ok(());
+        return shared.outcome();
     };
     let daemon = serving.daemon.upgrade().filter(|_| !shared.drained.load(Ordering::Acquire));
     let Some(daemon) = daemon else {
         tracing::warn!("all I/O is finished, but a device is not closed {when}: its back-end does not answer");
-        return Ok(());
+        return shared.outcome();
     };
     let left = Left::of(&daemon);
     left.lines.iter().for_each(|line| tracing::warn!("{line}"));
@@ -246,6 +297,11 @@ impl Left {
         };
         let cure = match self.unrecorded {
             _ if self.requests + self.silent == 0 => "see the messages above".into(),
+            _ if self.silent > 0 => {
+                "what those have in flight, and whether their front-ends keep a record of it, is not known: start the daemon again, \
+                 which does again what is recorded, and check the guests"
+                    .into()
+            }
             0 => "the front-ends keep the records: start the daemon again, and these requests are done again".into(),
             unrecorded => format!(
                 "the front-ends of {unrecorded} of these keep no record: their guests have to be reset; those with a \
@@ -262,4 +318,51 @@ fn requests_of(count: usize) -> String {
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queues_that_do_not_answer_are_promised_nothing() {
+        let left = Left { requests: 2, silent: 1, ..Left::default() };
+        let error = left.error("after 1 s").to_string();
+        assert!(error.contains("2 requests") && error.contains("not known"), "{error}");
+        let left = Left { requests: 2, ..Left::default() };
+        assert!(left.error("after 1 s").to_string().contains("done again"));
+    }
+
+    #[test]
+    fn broken_daemon_fails_however_it_ends() {
+        let shared = Arc::new(EndingState::default());
+        let token = StopToken { shared: Arc::clone(&shared), events: pipe().unwrap().1 };
+        assert!(leave(&shared, "after 1 s").is_ok());
+        token.fails("thread lane7 panicked");
+        token.fails("later");
+        assert_eq!(
+            leave(&shared, "after 1 s").unwrap_err().to_string().split(';').next(),
+            Some("thread lane7 panicked")
+        );
+    }
+
+    #[test]
+    fn start_that_fails_late_and_hangs_has_a_deadline() {
+        /// A part that does not end.
+        struct Hangs;
+        impl Drop for Hangs {
+            fn drop(&mut self) {
+                std::thread::park_timeout(Duration::from_mins(1));
+            }
+        }
+        let signals = Signals::install().unwrap();
+        let begin = Instant::now();
+        let ended = supervise(&signals, |stop| {
+            let mut parts = Parts::new(stop);
+            parts.push(Hangs);
+            Err(ServeError::Broken("a part is missing".into()))
+        });
+        assert!(begin.elapsed() < Duration::from_secs(30));
+        assert!(ended.unwrap_err().to_string().contains("does not end"));
+    }
 }

@@ -17,7 +17,7 @@ use blkyard_export::{
     Acceptor, BackendConfig, BoundSocket, ExportState, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SessionState,
     SocketConfig, Taking,
 };
-use blkyard_mq::IdlePolicy;
+use blkyard_mq::{HeldBack, IdlePolicy, LogLimit};
 use blkyard_os::{LaneConfig, OpenError, RingConfig, Signals, allow_all_descriptors, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
@@ -26,7 +26,7 @@ use crate::control::{ControlPlace, ControlServer};
 use crate::daemon::{
     Daemon, DiskPlan, LANES_MAX, Make, ServedDevice, ServedExport, ServedLanes, Share, deal, depth_of, make_queue,
 };
-use crate::ending::{StopToken, supervise};
+use crate::ending::{Parts, StopToken, supervise};
 use crate::io_errors::{ErrorLog, tell_rest};
 use crate::log::{self, LogFormat, say};
 use crate::plan::{MODE_KEY, MODE_WANTED, Plan, Settings, Word, from_file, from_words, parse_mode, unserved};
@@ -271,7 +271,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     let place = args.control.clone().unwrap_or_default();
     let mut control = if inherited.is_none() { place.bind(first)?.map(tracked).transpose()? } else { None };
     let mut watch = Watch::new(exports.len());
-    let mut starts = Vec::new();
+    let mut starts = Parts::new(stop);
     let mut served = Vec::new();
     for (export, _) in exports {
         let queues: Vec<_> = export.remotes.iter().map(QueueRemote::watch).collect();
@@ -291,13 +291,15 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         starts.push(start);
     }
     let taken = inherited.map(InheritedState::taken).transpose()?;
-    let servers: Vec<_> = starts.into_iter().map(Start::go).collect();
+    let took_over = taken.is_some();
+    let mut servers = Parts::new(stop);
+    starts.take().into_iter().map(Start::go).for_each(|server| servers.push(server));
     if let Some((socket, pause)) = taken {
         let [rest, whole] = [pause.rest, pause.whole].map(|time| time.as_secs_f64() * 1e3);
         say(format_args!(
             "took over: guests rested {whole:.1} ms, {rest:.1} of them until what was in flight had ended"
         ));
-        control = Some(tracked(socket)?);
+        control = tracked(socket).map_err(|error| tell_no_control(&error)).ok();
     }
     let daemon = Arc::new(Daemon {
         started: Instant::now(),
@@ -311,10 +313,17 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         lanes: Mutex::new(lanes),
     });
     stop.serves(&daemon);
-    let control = control.map(|socket| introduce_control(socket, &daemon)).transpose()?;
+    let control = match control.map(|socket| introduce_control(socket, &daemon)).transpose() {
+        Err(error) if took_over => {
+            tell_no_control(&error);
+            None
+        }
+        control => control?,
+    };
     say("ready");
 
     let mut errors = ErrorLog::new(daemon.devices.len());
+    let resize_log = Arc::new(daemon.devices.iter().map(|_| Mutex::default()).collect::<Vec<_>>());
     let mut broken = None;
     let mut seconds = 0;
     let mut follower = None;
@@ -328,7 +337,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         }
         // Not here: it waits for queues, and we are to hear of signals.
         if follower.as_ref().is_none_or(JoinHandle::is_finished) {
-            follower = follow_sizes(&daemon).unwrap_or_else(|error| {
+            follower = follow_sizes(&daemon, &resize_log).unwrap_or_else(|error| {
                 tracing::warn!("a disk that was resized cannot be followed: {error}; it is tried again");
                 None
             });
@@ -341,11 +350,14 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
             break;
         }
     }
-    broken.iter().for_each(|why| tracing::error!("{why}; the daemon ends"));
+    if let Some(why) = &broken {
+        tracing::error!("{why}; the daemon ends");
+        stop.fails(why);
+    }
     stop.stops();
     tracing::info!("stopping: finishing what is in flight, for {} s at most", daemon.drain_s);
     servers.iter().for_each(Server::ask_to_stop);
-    servers.into_iter().for_each(Server::join);
+    servers.take().into_iter().for_each(Server::join);
     // Exports that have ended answer it at once.
     follower.into_iter().for_each(|follower| drop(follower.join()));
     // Answered until here: what is in flight while the daemon stops is worth a look, too. From now on nothing is.
@@ -361,9 +373,14 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     broken.map_or(Ok(()), |why| Err(ServeError::Broken(why)))
 }
 
+/// There is no way back after a takeover: the guests are served, and the daemon cannot be looked at.
+fn tell_no_control(error: &impl std::fmt::Display) {
+    tracing::error!("the daemon took over and has no control socket: {error}; restart it when that suits the guests");
+}
+
 /// A disk that another process serves may have been resized there: whoever has it attached here is told, by a thread
 /// that ends when that is done. None if there is nothing to tell.
-fn follow_sizes(daemon: &Arc<Daemon>) -> std::io::Result<Option<JoinHandle<()>>> {
+fn follow_sizes(daemon: &Arc<Daemon>, log: &Arc<Vec<Mutex<LogLimit>>>) -> std::io::Result<Option<JoinHandle<()>>> {
     let resized = |served: &ServedDevice| match &served.device {
         // One that says that nothing is left of it has nobody told: I/O on it fails soon enough.
         Device::Attached(disk) => ![0, served.info().capacity_sectors].contains(&disk.capacity_sectors()),
@@ -372,20 +389,24 @@ fn follow_sizes(daemon: &Arc<Daemon>) -> std::io::Result<Option<JoinHandle<()>>>
     if !daemon.devices.iter().any(resized) {
         return Ok(None);
     }
-    let daemon = Arc::clone(daemon);
+    let (daemon, log) = (Arc::clone(daemon), Arc::clone(log));
     let follow = move || {
         let resized = daemon.devices.iter().enumerate().filter(|(_, served)| resized(served));
-        resized.for_each(|(number, _)| follow_size(&daemon, number));
+        resized.for_each(|(number, _)| follow_size(&daemon, number, &log[number]));
     };
     std::thread::Builder::new().name("resize".into()).spawn(follow).map(Some)
 }
 
-fn follow_size(daemon: &Daemon, number: usize) {
+fn follow_size(daemon: &Daemon, number: usize, log: &Mutex<LogLimit>) {
     // It has that size already, whatever is lost.
     let values = [("size", "probe"), ("force", "on")].map(|(key, value)| (key.into(), value.into()));
-    match crate::set::apply(daemon, &format!("device:{number}"), values.into()) {
-        Ok(done) => done.iter().for_each(|line| tracing::info!("{line}")),
-        Err(why) => tracing::warn!("{why}"),
+    let done = crate::set::apply(daemon, &format!("device:{number}"), values.into());
+    let pass = || log.lock().unwrap_or_else(PoisonError::into_inner).pass(Instant::now()).map(HeldBack);
+    // The back-end resizes its disk as often as it likes.
+    let Some(held_back) = pass() else { return };
+    match done {
+        Ok(done) => tracing::info!("{}{held_back}", done.join("; ")),
+        Err(why) => tracing::warn!("{why}{held_back}"),
     }
 }
 

@@ -69,11 +69,12 @@ fn any_number_of_jobs_runs_at_a_back_end_with_eight_memory_slots() {
 #[test]
 fn requests_that_a_back_end_drops_are_done_again_after_timeout_s() {
     let folder = tempfile::tempdir().unwrap();
-    let config = LossyConfig { drop_every: 1500, ..LossyConfig::new(2, 3) };
+    // Of some thousand requests several.
+    let config = LossyConfig { drop_every: 300, ..LossyConfig::new(2, 3) };
     let lossy = Lossy::start(&folder.path().join("s"), config);
     check_good(&bench(&lossy, "queues=2&timeout_s=2", &["--numjobs", "4", "--iodepth", "8"]).0);
     let (dropped, sessions) = (lossy.seen.dropped.load(Relaxed), lossy.seen.sessions.load(Relaxed));
-    assert!((sessions > 1) == (dropped > 0), "{dropped} dropped in {sessions} sessions");
+    assert!(sessions > 1 && dropped > 0, "{dropped} dropped in {sessions} sessions");
 }
 
 #[test]
