@@ -534,8 +534,7 @@ impl Control {
         for number in 0..self.queues.len() {
             let place = rings.place(number, &self.layout, self.disk.features);
             let (kick, call) = (&rings.queues[number].kick, &self.queues[number].call);
-            // Also if the queue is polled, and never asks to be called: libvhost-user panics where it would call
-            // nobody.
+            // Also if the queue is polled and never asks to be called: libvhost-user panics where it would call nobody.
             session.start_ring(number as u16, &place, kick, call, &self.error)?;
         }
         session.enable_rings()

@@ -51,8 +51,8 @@ impl EndingState {
     }
 }
 
-/// What is served. Dropped before it is stopped in order, it is given [`START_TIME`] to end: each part waits for what
-/// it has in flight, and a device may hang.
+/// What is served. Dropped before it is stopped in order, it has a deadline to end: each part waits for what it has in
+/// flight, and a device may hang.
 pub(crate) struct Parts<'a, T> {
     stop: &'a StopToken,
     parts: Vec<T>,
