@@ -417,3 +417,32 @@ fn a_receiver_that_is_killed_is_started_again() {
     }
     drop(is_served(folder.path(), "a", "after signals"));
 }
+
+#[test]
+fn refused_descriptors_do_not_fill_the_log() {
+    const FRONT_ENDS: usize = 200;
+    let folder = tempfile::tempdir().unwrap();
+    let log = std::fs::File::create(folder.path().join("log")).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+    command.args(["serve", "--control", "none", "--log-format", "json", "--device", "ram:1M"]);
+    command.args(["--export", "vhost-user-blk:a?queues=1"]).current_dir(folder.path()).stderr(log);
+    let mut daemon = Daemon(command.stdout(Stdio::null()).spawn().unwrap());
+    let begin = Instant::now();
+    while !folder.path().join("a").exists() {
+        assert!(begin.elapsed() < PATIENCE, "it does not get ready");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let null = std::fs::File::open("/dev/null").unwrap();
+    for _ in 0..FRONT_ENDS {
+        let mut stream = connect(folder.path(), "a");
+        send(&stream, &message(SET_VRING_CALL, &0_u64.to_ne_bytes()), &[null.as_fd()]);
+        // Until it is let go.
+        let _ = stream.read(&mut [0; 1]);
+    }
+    kill_process(Pid::from_child(&daemon.0), Signal::TERM).unwrap();
+    assert!(daemon.ends("flooded").success());
+    let log = std::fs::read_to_string(folder.path().join("log")).unwrap();
+    let told = log.lines().filter(|line| line.contains("a descriptor of a front-end is not taken")).count();
+    assert!((1..FRONT_ENDS / 2).contains(&told), "{told} lines on {FRONT_ENDS} descriptors");
+    assert!(log.lines().all(|line| line.starts_with('{')), "the receiver's lines have the daemon's format: {log}");
+}

@@ -113,7 +113,7 @@ pub(crate) fn second_front_end(connected: i32) -> String {
 /// Who this process is.
 fn peer(pid: i32) -> Option<String> {
     let comm = std::fs::read_to_string(PathBuf::from(format!("/proc/{pid}/comm"))).ok()?;
-    Some(format!("process {pid} ({})", comm.trim()))
+    Some(format!("process {pid} ({})", comm.trim().escape_debug()))
 }
 
 #[cfg(test)]

@@ -7,22 +7,32 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::LogLimit;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags, SocketType, sendmsg, socketpair,
-    sockopt,
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketFlags, SocketType,
+    recv, sendmsg, shutdown, socketpair, sockopt,
 };
 
+use super::lines::{MESSAGE_BYTES_MAX, Message, log_all};
 use super::reply::{REPLY_BYTES, Reply};
-use super::table::{Stderr, raise, spawn};
+use super::table::{raise, spawn};
 use super::{COMMAND_BYTES_MAX, Kind};
 
 /// How long the receiver may take to answer: a thread's start. One that takes longer hangs, and another is started.
 const ANSWER_TIME: Duration = Duration::from_secs(5);
+
+/// How long it may take to start: a process, on a busy machine.
+const START_TIME: Duration = Duration::from_secs(30);
+/// Time from one start of a receiver to the next, at least.
+const RESTART_PAUSE: Duration = Duration::from_secs(1);
+/// Lines on restarts: as many at once, and then one in this time.
+const RESTART_LINES: (u32, Duration) = (5, Duration::from_mins(1));
+const RESTARTED: &str = "the receiver of descriptors had ended, and was started again; its front-ends were lost";
 
 /// A connection that was taken.
 #[derive(Debug)]
@@ -41,12 +51,6 @@ pub struct Receiver {
     state: Mutex<ReceiverState>,
 }
 
-/// Time from one start of a receiver to the next, at least.
-const RESTART_PAUSE: Duration = Duration::from_secs(1);
-/// Lines on restarts: as many at once, and then one in this time.
-const RESTART_LINES: (u32, Duration) = (5, Duration::from_mins(1));
-const RESTARTED: &str = "the receiver of descriptors had ended, and was started again; its front-ends were lost";
-
 impl std::fmt::Debug for Receiver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Receiver").finish_non_exhaustive()
@@ -55,7 +59,7 @@ impl std::fmt::Debug for Receiver {
 
 struct ReceiverState {
     /// Where commands go; `None` once it was found closed or without an answer.
-    command: Option<OwnedFd>,
+    command: Option<CommandSocket>,
     /// How many were started.
     started: u64,
     /// Time of the last attempt to start one.
@@ -86,18 +90,15 @@ impl Receiver {
     pub fn thread() -> io::Result<Receiver> {
         Receiver::start(Box::new(|| {
             let (near, far) = pair()?;
-            let begin = |files: Vec<OwnedFd>| {
-                if let Some(Err(error)) = files.first().map(super::run) {
-                    tracing::error!("the receiver ended: {error}");
-                }
-            };
-            spawn("receiver", vec![raise(&far)?], Stderr::Kept, begin).map_err(|(error, _)| error)?;
+            // Should it end by an error, that is found when the next command is sent.
+            let begin = |files: Vec<OwnedFd>| drop(files.first().map(super::run));
+            spawn("receiver", vec![raise(&far)?], begin).map_err(|(error, _)| error)?;
             Ok((near, None))
         }))
     }
 
     fn start(start: Box<dyn Fn() -> io::Result<(OwnedFd, Option<Child>)> + Send + Sync>) -> io::Result<Receiver> {
-        let (command, child) = start()?;
+        let (command, child) = begin(&*start)?;
         let children = child.into_iter().collect();
         let restart_lines = LogLimit::new(RESTART_LINES.0, RESTART_LINES.1);
         let state =
@@ -215,7 +216,7 @@ impl Receiver {
         }
         // An attempt that fails is followed by the pause, too.
         state.started_at = now;
-        let (command, child) = (self.start)()?;
+        let (command, child) = begin(&*self.start)?;
         match state.restart_lines.pass(now) {
             Some(0) => tracing::warn!("{RESTARTED}"),
             Some(count) => tracing::warn!("{RESTARTED} ({count} lines before this were left out)"),
@@ -241,7 +242,7 @@ impl ReceiverState {
     /// hangs: it stays after any other error, since the receiver and its listening sockets are as they were.
     fn with_command(&mut self, send: impl FnOnce(&OwnedFd) -> Result<(), Errno>) -> io::Result<bool> {
         let Some(command) = &self.command else { return Ok(false) };
-        match send(command) {
+        match send(&command.0) {
             Ok(()) => Ok(true),
             Err(Errno::PIPE | Errno::CONNRESET | Errno::AGAIN) => {
                 self.command = None;
@@ -250,6 +251,50 @@ impl ReceiverState {
             Err(error) => Err(error.into()),
         }
     }
+}
+
+/// Our end of the socket for commands, which the thread that logs has as well. Dropped, both ends see the end.
+struct CommandSocket(Arc<OwnedFd>);
+
+impl CommandSocket {
+    /// Waits until the receiver obeys.
+    fn wait_ready(&self) -> io::Result<()> {
+        let failed = |why: &str| Err(io::Error::other(format!("the receiver of descriptors cannot start: {why}")));
+        let time = Timespec { tv_sec: START_TIME.as_secs() as i64, tv_nsec: 0 };
+        let mut fds = [PollFd::new(&*self.0, PollFlags::IN)];
+        if rustix::io::retry_on_intr(|| poll(&mut fds, Some(&time)))? == 0 {
+            return failed(&format!("it is not ready after {} s; see whether the machine hangs", START_TIME.as_secs()));
+        }
+        let mut bytes = [0; MESSAGE_BYTES_MAX];
+        let (_, count) = recv(&*self.0, &mut bytes[..], RecvFlags::DONTWAIT)?;
+        match Message::from_bytes(&bytes[..count.min(bytes.len())]) {
+            Some(Message::Ready) => Ok(()),
+            Some(Message::Failed(why)) => failed(&why),
+            _ => failed("its process ended at once; see that this program can be run again"),
+        }
+    }
+}
+
+impl Drop for CommandSocket {
+    fn drop(&mut self) {
+        let _ = shutdown(&*self.0, Shutdown::Both);
+    }
+}
+
+/// Starts a receiver that is ready, and a thread that logs what it says.
+fn begin(start: &dyn Fn() -> io::Result<(OwnedFd, Option<Child>)>) -> io::Result<(CommandSocket, Option<Child>)> {
+    let (near, mut child) = start()?;
+    let command = CommandSocket(Arc::new(near));
+    let log = Arc::clone(&command.0);
+    let thread = || std::thread::Builder::new().name("receiver log".into()).spawn(move || log_all(&log));
+    if let Err(error) = command.wait_ready().and_then(|()| thread()) {
+        if let Some(child) = &mut child {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        return Err(error);
+    }
+    Ok((command, child))
 }
 
 /// Sends the bytes of a command, and descriptors.
@@ -287,7 +332,12 @@ pub(super) mod tests {
     /// Ends the receiver as it looks from here.
     pub(in super::super) fn end(receiver: &Receiver) {
         let command = pair().unwrap().0;
-        receiver.state().command = Some(command);
+        receiver.state().command = Some(CommandSocket(Arc::new(command)));
+    }
+
+    /// Sends bytes with descriptors.
+    pub(in super::super) fn send(to: &OwnedFd, bytes: &[u8], files: &[BorrowedFd<'_>]) {
+        super::send(to, bytes, files).unwrap();
     }
 
     /// Makes the pause be over.

@@ -19,6 +19,7 @@
 //! backlog anything may lie. It lives as long as the daemon or any session, and knows no protocol.
 
 mod client;
+mod lines;
 mod reply;
 mod session;
 mod stream;
@@ -40,12 +41,13 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::fstat;
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SocketFlags, SocketType, recv,
-    recvmsg, socketpair, sockopt,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketFlags,
+    SocketType, recv, recvmsg, send, socketpair, sockopt,
 };
 use rustix::thread::Pid;
 
 pub use client::{AcceptedConnection, Receiver};
+use lines::{MESSAGE_BYTES_MAX, Message, say};
 use reply::Reply;
 
 /// Threads of sessions of one socket that have ended, but for a descriptor that does not let them go. With more no
@@ -53,8 +55,6 @@ use reply::Reply;
 const STUCK_MAX: usize = 16;
 /// Bytes of a command: its kind, and the path of a socket.
 const COMMAND_BYTES_MAX: usize = 4352;
-/// Bytes of a line for the log.
-const LINE_BYTES_MAX: usize = 8192;
 
 /// What a command asks for, in its first byte. The path of a socket follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -115,9 +115,12 @@ pub fn receive_for_daemon() -> io::Result<()> {
         }
     }
     let command = table::raise(&io::stdin().as_fd().try_clone_to_owned()?)?;
-    table::isolate_with(&command)?;
     if sockopt::socket_type(&command) != Ok(SocketType::SEQPACKET) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is a part of blkyard serve, which starts it"));
+    }
+    if let Err(error) = table::isolate_with(&command) {
+        Message::Failed(error.to_string()).send(&command);
+        return Err(error);
     }
     run(&command)
 }
@@ -126,7 +129,8 @@ pub fn receive_for_daemon() -> io::Result<()> {
 fn run(command: &OwnedFd) -> io::Result<()> {
     let (reports, report) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     let mut hub = Some(Hub { listeners: HashMap::new(), connected: HashMap::new(), report });
-    let mut line = vec![0; LINE_BYTES_MAX];
+    let mut line = vec![0; MESSAGE_BYTES_MAX];
+    Message::Ready.send(command);
     loop {
         let mut fds = vec![PollFd::new(&reports, PollFlags::IN)];
         if hub.is_some() {
@@ -142,7 +146,10 @@ fn run(command: &OwnedFd) -> io::Result<()> {
             match recv(&reports, &mut line[..], RecvFlags::DONTWAIT) {
                 // Whoever could say anything has left.
                 Ok((0, _)) => return Ok(()),
-                Ok((_, bytes)) => tracing::warn!("{}", String::from_utf8_lossy(&line[..bytes.min(LINE_BYTES_MAX)])),
+                Ok((_, bytes)) => {
+                    let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+                    let _ = send(command, &line[..bytes.min(MESSAGE_BYTES_MAX)], flags);
+                }
                 Err(_) => {}
             }
         }
@@ -152,9 +159,7 @@ fn run(command: &OwnedFd) -> io::Result<()> {
         {
             let Some(Hub { listeners, report, .. }) = hub.take() else { unreachable!("it has just obeyed") };
             drop(report);
-            close(listeners.into_values().map(|listener| listener.socket).collect());
-            // Sessions may go on with another daemon; whoever reads what this one says need not wait for them.
-            table::silence()?;
+            close(listeners.into_values().map(|listener| listener.socket).collect(), command);
         }
     }
 }
@@ -178,7 +183,7 @@ impl Hub {
         let (socket, channel) = (files.next(), files.next());
         let Some((kind, path)) = bytes[..got.bytes].split_first() else { return false };
         if got.flags.contains(ReturnFlags::CTRUNC) {
-            tracing::error!("not all descriptors can be had that the daemon sends; see the limit on open files");
+            say(command, Path::new(""), "not all descriptors of a command can be had; raise the limit on open files");
         }
         let path = PathBuf::from(OsStr::from_bytes(path));
         match (*kind, socket, channel) {
@@ -189,9 +194,9 @@ impl Hub {
             }
             (kind, Some(channel), None) if kind == Kind::Connect as u8 => self.connect(path, channel),
             (kind, None, None) if kind == Kind::Forget as u8 => {
-                close(self.listeners.remove(&path).map(|listener| listener.socket).into_iter().collect());
+                close(self.listeners.remove(&path).map(|listener| listener.socket).into_iter().collect(), command);
             }
-            (_, socket, channel) => close(socket.into_iter().chain(channel).collect()),
+            (_, socket, channel) => close(socket.into_iter().chain(channel).collect(), command),
         }
         true
     }
@@ -203,7 +208,7 @@ impl Hub {
             return;
         }
         let before = self.listeners.insert(path, Listener { socket, ended: Arc::default() });
-        close(before.map(|listener| listener.socket).into_iter().collect());
+        close(before.map(|listener| listener.socket).into_iter().collect(), &self.report);
     }
 
     /// Starts a session that takes the next connection.
@@ -236,20 +241,20 @@ impl Hub {
                 session::run(files.next(), channel, session::Outside { report, ended, path });
             }
         };
-        if let Err((error, files)) = table::spawn("session", files, table::Stderr::Silent, begin) {
+        if let Err((error, files)) = table::spawn("session", files, begin) {
             session::refuse(&files[0], Reply::System(Errno::from_io_error(&error).unwrap_or(Errno::AGAIN)));
         }
     }
 }
 
 /// Closes sockets in whose backlog anything may lie, on a thread that ends with them.
-fn close(sockets: Vec<OwnedFd>) {
+fn close(sockets: Vec<OwnedFd>, log: &OwnedFd) {
     if sockets.is_empty() {
         return;
     }
     let leave_all = |sockets: Vec<OwnedFd>| sockets.into_iter().for_each(table::leave);
-    if let Err((error, sockets)) = table::spawn("closing", sockets, table::Stderr::Silent, leave_all) {
-        tracing::error!("a listening socket stays open: {error}");
+    if let Err((error, sockets)) = table::spawn("closing", sockets, leave_all) {
+        say(log, Path::new(""), format!("a listening socket stays open: {error}"));
         sockets.into_iter().for_each(table::leave);
     }
 }

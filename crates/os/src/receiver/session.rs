@@ -25,6 +25,7 @@ use rustix::net::{
 use rustix::thread::{Pid, gettid};
 
 use super::EndedThreads;
+use super::lines::say;
 use super::reply::Reply;
 use super::stream::{Piece, SendQueue, UNREAD_FILES_MAX};
 use super::table::{Foreign, leave};
@@ -390,9 +391,7 @@ impl RelaySession {
     }
 
     fn say(&self, what: &str) {
-        let line = format!("{}: {what}", self.outside.path.display());
-        // A log that is full of these has room for no more.
-        let _ = send(&self.outside.report, line.as_bytes(), SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        say(&self.outside.report, &self.outside.path, what);
     }
 
     /// This thread, and those that it has started, are to be gone soon.

@@ -22,17 +22,9 @@ pub(super) fn raise(file: &OwnedFd) -> io::Result<OwnedFd> {
     Ok(rustix::io::fcntl_dupfd_cloexec(file, STANDARD)?)
 }
 
-/// What becomes of standard error.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stderr {
-    Kept,
-    /// /dev/null takes its number.
-    Silent,
-}
-
 /// Gives the calling thread a table of its own with only these descriptors of the old one, and with /dev/null as
-/// standard input and output, and perhaps as standard error.
-fn isolate(kept: &[RawFd], stderr: Stderr) -> io::Result<()> {
+/// standard input, output and errors.
+fn isolate(kept: &[RawFd]) -> io::Result<()> {
     unshare()?;
     let mut kept: Vec<_> = kept.iter().map(|fd| fd.cast_unsigned()).collect();
     kept.sort_unstable();
@@ -44,9 +36,7 @@ fn isolate(kept: &[RawFd], stderr: Stderr) -> io::Result<()> {
     close_range(from, Some(u32::MAX))?;
     let null = open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     for number in 0..STANDARD {
-        if number < 2 || stderr == Stderr::Silent {
-            put(&null, number)?;
-        }
+        put(&null, number)?;
     }
     Ok(())
 }
@@ -84,19 +74,13 @@ fn put(file: &OwnedFd, number: RawFd) -> io::Result<()> {
     if unsafe { libc::dup2(file.as_raw_fd(), number) } < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Gives the calling thread a table of its own with this descriptor and standard error. The thread must use no other
+/// Gives the calling thread a table of its own with this descriptor alone. The thread must use no other
 /// descriptor that was made before.
 ///
 /// # Errors
 /// The system gives no table.
 pub(super) fn isolate_with(file: &OwnedFd) -> io::Result<()> {
-    isolate(&[file.as_raw_fd()], Stderr::Kept)
-}
-
-/// Has standard error of the calling thread's own table be /dev/null.
-pub(super) fn silence() -> io::Result<()> {
-    let null = open("/dev/null", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-    put(&null, 2)
+    isolate(&[file.as_raw_fd()])
 }
 
 /// Starts a thread with a table of its own that has these descriptors, and no others of the caller's. The caller's are
@@ -104,12 +88,7 @@ pub(super) fn silence() -> io::Result<()> {
 ///
 /// # Errors
 /// The system gives no thread or table. The descriptors come back.
-pub(super) fn spawn<F>(
-    name: &str,
-    files: Vec<OwnedFd>,
-    stderr: Stderr,
-    work: F,
-) -> Result<(), (io::Error, Vec<OwnedFd>)>
+pub(super) fn spawn<F>(name: &str, files: Vec<OwnedFd>, work: F) -> Result<(), (io::Error, Vec<OwnedFd>)>
 where
     F: FnOnce(Vec<OwnedFd>) + Send + 'static,
 {
@@ -117,7 +96,7 @@ where
     let (told, ready) = channel();
     let (go, started) = channel();
     let begin = move || {
-        let isolated = isolate(&numbers, stderr);
+        let isolated = isolate(&numbers);
         let is_alone = isolated.is_ok();
         if told.send(isolated).is_err() || started.recv().is_err() || !is_alone {
             return;

@@ -3,6 +3,7 @@
 //! Unsafe: installing a seccomp filter.
 
 use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 
 use super::client::tests::{end, let_pause_end, started};
@@ -62,6 +63,29 @@ fn missing_thread_is_not_taken_for_a_missing_connection() {
     let refused = with_refused(&[libc::SYS_clone, libc::SYS_clone3], Errno::AGAIN, || reply(&hub, &path));
     assert_eq!(refused, Reply::System(Errno::AGAIN));
     assert!(matches!(reply(&hub, &path), Reply::Taken { .. }), "it comes later");
+}
+
+#[test]
+fn refused_descriptors_are_told_to_the_daemon() {
+    let (near, far) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    let thread = std::thread::spawn(move || run(&far).unwrap());
+    let next = || {
+        let mut bytes = [0; MESSAGE_BYTES_MAX];
+        let (_, count) = recv(&near, &mut bytes[..], RecvFlags::empty()).unwrap();
+        Message::from_bytes(&bytes[..count]).unwrap()
+    };
+    assert_eq!(next(), Message::Ready);
+    let (listener, path, _folder) = listening();
+    let (ours, theirs) = UnixStream::pair().unwrap();
+    let peer = UnixStream::connect(&path).unwrap();
+    let bytes = [&[Kind::Accept as u8], path.as_os_str().as_bytes()].concat();
+    client::tests::send(&near, &bytes, &[listener.as_fd(), theirs.as_fd()]);
+    let null = std::fs::File::open("/dev/null").unwrap();
+    client::tests::send(&peer.into(), b"x", &[null.as_fd()]);
+    let Message::Line(about, text) = next() else { panic!("no line") };
+    assert!(about == path && text.contains("/dev/null"), "{text}");
+    drop((near, ours));
+    thread.join().unwrap();
 }
 
 #[test]

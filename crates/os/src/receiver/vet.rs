@@ -30,7 +30,8 @@ pub(super) fn kind(file: &OwnedFd, asking: &mut Vec<Pid>) -> DescriptorKind {
     // The name alone: the file system is not asked for it. The thread has a table of its own.
     let link = std::fs::read_link(format!("/proc/thread-self/fd/{}", file.as_raw_fd()));
     let link = match &link {
-        Ok(link) => link.to_string_lossy(),
+        // A peer chooses the name, and it goes into the log.
+        Ok(link) => link.to_string_lossy().escape_debug().to_string(),
         Err(error) => return DescriptorKind::Refused(format!("it cannot be looked at: {error}")),
     };
     if link.starts_with("anon_inode:[eventfd") {
