@@ -12,6 +12,8 @@ mod clients;
 mod core;
 #[path = "cells/file.rs"]
 mod file;
+#[path = "cells/idle.rs"]
+mod idle;
 #[path = "cells/limits.rs"]
 mod limits;
 #[path = "cells/lines.rs"]
@@ -72,4 +74,6 @@ fn main() {
     clients::client_cells(quick, &mut report);
     waiting::waiting_cells(quick, &mut report);
     neighbour::neighbour_cells(quick, &mut report);
+
+    idle::idle_cells(plan, &mut report);
 }

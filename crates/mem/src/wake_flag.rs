@@ -1,9 +1,10 @@
 //! The flag of a thread that sleeps: a waker signals it only while it sleeps, and no wake-up is lost.
 //!
 //! A [`WakeFlag`] stands between one sleeper and any number of wakers. A waker publishes its work and calls
-//! [`WakeFlag::wake`]; the sleeper looks for work, finds none, and sleeps only if [`WakeFlag::prepare_wait`] allows it.
-//! What a sleep and a signal are made of is the caller's: a signal must last until the sleeper has seen it, as that of
-//! an eventfd does.
+//! [`WakeFlag::wake`]. The sleeper asks [`WakeFlag::take_call`] before it looks for work, and looks everywhere if it
+//! was called; if it finds nothing it sleeps, but only if [`WakeFlag::prepare_wait`] allows it: not after a call that
+//! it has not taken. What a sleep and a signal are made of is the caller's: a signal must last until the sleeper has
+//! seen it, as that of an eventfd does.
 //!
 //! ```text
 //!                 prepare_wait                          wake: signals
@@ -11,12 +12,13 @@
 //!   │ awake │                   │ asleep │                               │ woken │──┐ wake
 //!   └───────┘ ◀──────────────── └────────┘                               └───────┘◀─┘
 //!     │   ▲       finish_wait                                              ▲   │
-//!     │   └──────────────────── prepare_wait: refused ─────────────────────┼───┘
+//!     │   └──────────────────── take_call: true ───────────────────────────┼───┘
 //!     └────────────────────────────────── wake ────────────────────────────┘
 //! ```
 //!
 //! There is one word, and all that happens to it is a read-modify-write, so all orders of events are orders of its
-//! values: either the waker finds *asleep* and signals, or the sleeper finds *woken* and looks for work again. A waker
+//! values: either the waker finds *asleep* and signals, or the sleeper finds *woken* and looks for work again. The
+//! one plain load is that of `take_call`: it may miss a call for a while, and `prepare_wait` does not. A waker
 //! releases what it has published, the sleeper acquires it, and no other fence is needed. As `std`'s parker, but for
 //! two things: the sleep itself is elsewhere, and *woken* outlasts a sleep, so that the sleeper learns of each call.
 
@@ -43,26 +45,31 @@ impl WakeFlag {
     #[inline]
     pub fn wake(&self, signal: impl FnOnce()) {
         // Done even if it says woken already: the sleeper may be about to take that down, having looked before we
-        // published. Release pairs with the acquire in `prepare_wait`; several wakers are one release sequence.
+        // published. Release pairs with the acquire in `take_call`; several wakers are one release sequence.
         if self.0.swap(WOKEN, Ordering::Release) == ASLEEP {
             signal();
         }
     }
 
-    /// The thread has found no work and wants to sleep. False if it was called since it last asked: it must look for
-    /// work again, and finds what was published before the call.
+    /// Whether the thread was called since it last asked: then it looks for work everywhere, and finds what was
+    /// published before the call. Costs a plain load if it was not.
+    #[inline]
+    pub fn take_call(&self) -> bool {
+        // Acquire pairs with the swap in `wake`.
+        self.0.load(Ordering::Relaxed) == WOKEN && self.0.swap(AWAKE, Ordering::Acquire) == WOKEN
+    }
+
+    /// The thread has found no work and wants to sleep. False if it was called since it last asked [`take_call`]: it
+    /// must ask and look again.
+    ///
+    /// [`take_call`]: WakeFlag::take_call
     #[inline]
     #[must_use = "who sleeps although it was called sleeps over its work"]
     pub fn prepare_wait(&self) -> bool {
-        if self.0.compare_exchange(AWAKE, ASLEEP, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-            return true;
-        }
-        // Acquire pairs with the swap in `wake`.
-        self.0.swap(AWAKE, Ordering::Acquire);
-        false
+        self.0.compare_exchange(AWAKE, ASLEEP, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 
-    /// The thread is awake again, whatever has ended its sleep. A call is kept for the next `prepare_wait`.
+    /// The thread is awake again, whatever has ended its sleep. A call is kept for the next `take_call`.
     #[inline]
     pub fn finish_wait(&self) {
         let _ = self.0.compare_exchange(ASLEEP, AWAKE, Ordering::Relaxed, Ordering::Relaxed);
@@ -77,19 +84,20 @@ mod tests {
     fn only_a_sleeper_is_signalled_and_each_call_is_told_once() {
         let (flag, signals) = (WakeFlag::default(), std::cell::Cell::new(0));
         let wake = || flag.wake(|| signals.set(signals.get() + 1));
+        assert!(!flag.take_call());
         wake();
         wake();
-        assert!(!flag.prepare_wait() && flag.prepare_wait());
+        assert!(!flag.prepare_wait() && flag.take_call() && !flag.take_call() && flag.prepare_wait());
         assert_eq!(signals.get(), 0, "it was awake");
         wake();
         wake();
         assert_eq!(signals.get(), 1, "the first has ended the sleep");
         flag.finish_wait();
-        assert!(!flag.prepare_wait(), "it was called during the sleep");
-        assert!(flag.prepare_wait());
+        assert!(!flag.prepare_wait() && !flag.prepare_wait(), "it was called during the sleep");
+        assert!(flag.take_call() && flag.prepare_wait());
         flag.finish_wait();
         wake();
         assert_eq!(signals.get(), 1, "it had risen by itself");
-        assert!(!flag.prepare_wait());
+        assert!(!flag.prepare_wait() && flag.take_call());
     }
 }

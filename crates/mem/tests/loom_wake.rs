@@ -2,9 +2,9 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mem --test loom_wake`
 //!
-//! The sleeper is a lane in small: it looks, asks whether it may sleep, and sleeps until it is signalled. A signal is
-//! loom's `Notify`, which keeps as an eventfd does one that comes before the sleep. A wake-up that is lost is an order
-//! of events in which all sleep, and fails the model. Each prints how many orders it has.
+//! The sleeper is a lane in small: it takes a call, looks, asks whether it may sleep, and sleeps until it is signalled.
+//! A signal is loom's `Notify`, which keeps as an eventfd does one that comes before the sleep. A wake-up that is lost
+//! is an order of events in which all sleep, and fails the model. Each prints how many orders it has.
 #![cfg(loom)]
 
 mod common;
@@ -40,7 +40,11 @@ impl Sleeper {
 
     /// Looks until `look` has found all, and sleeps in between.
     fn run(&self, mut look: impl FnMut(&Sleeper) -> bool) {
-        while !look(self) {
+        loop {
+            self.flag.take_call();
+            if look(self) {
+                return;
+            }
             if self.flag.prepare_wait() {
                 self.signal.wait();
                 self.flag.finish_wait();

@@ -1,9 +1,13 @@
 //! The lane: one thread's worth of queues, and when it may sleep.
 //!
-//! A lane runs each of its pollers in turn. A poller is a queue with whoever feeds it: a virtqueue and
+//! A lane runs each of its active pollers in turn. A poller is a queue with whoever feeds it: a virtqueue and
 //! its hardware queue, a job of load. After work a lane goes on turning for as long as has paid of late; then
-//! it asks every poller's outside to signal an eventfd, looks once more, and sleeps. It does not know what a thread, an
-//! eventfd or a sleep is made of: that is told by whoever runs it.
+//! it asks every active poller's outside to signal an eventfd, looks once more, and sleeps. It does not know what a
+//! thread, an eventfd or a sleep is made of: that is told by whoever runs it.
+//!
+//! A poller that stays idle while others are active is parked: it is armed by itself, the lane's runner listens to its
+//! eventfds, and neither turns nor sleeps cost anything for it until an eventfd is signalled or the lane's waker is
+//! called. So the cost of a turn depends on the active pollers only, however many a lane has.
 //!
 //! Pollers come and go while the others work. One that is to leave comes to rest first: it takes nothing more and
 //! finishes what it took; then nothing of it is left here, and it may be carried to another lane.
@@ -11,9 +15,13 @@
 //! ```text
 //!            ask_to_leave                     at rest
 //!   living ───────────────▶ coming to rest ────────────▶ parted
-//!     ▲  ◀───────────────────┘ ask_to_stay                 │
-//!     └────────────────────────────────────────────────────┘ admit, here or on another lane
+//!   │ ▲ ▲  ◀───────────────────┘ ask_to_stay               │
+//!   │ │ └──────────────────────────────────────────────────┘ admit, here or on another lane
+//!   ▼ │ unpark
+//!   parked
 //! ```
+
+mod parking;
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, PoisonError};
@@ -22,6 +30,7 @@ use blkyard_mem::sync::Mutex;
 
 use crate::idle::{IdlePolicy, Lookout};
 use crate::stats::TurnStats;
+use parking::park_ns;
 
 /// Wakes whoever sleeps at the other end. May be called from any thread, and when nobody sleeps.
 pub trait Wake: Send + Sync {
@@ -117,10 +126,12 @@ pub trait Poller<Cx: ?Sized> {
     /// The outside need not ring any more.
     fn disarm(&mut self);
 
-    /// The event descriptor the outside rings, if it has one now.
+    /// The event descriptor the outside rings, if it has one now. Before another takes its place the poller has it
+    /// [ignored](SignalEventfd::ignore).
     fn eventfd(&self) -> Option<BorrowedFd<'_>>;
 
-    /// The event descriptor the device behind the queue rings, if it tells of what it has finished by one.
+    /// The event descriptor the device behind the queue rings, if it tells of what it has finished by one. As for
+    /// [`Poller::eventfd`].
     fn device_eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
@@ -148,8 +159,8 @@ pub enum Idle {
     End,
 }
 
-/// Bytes that the pollers of a lane copy together in one turn, unless there are very many: half a millisecond of
-/// memory that no cache holds.
+/// Bytes that the active pollers of a lane copy together in one turn, unless there are very many: half a millisecond
+/// of memory that no cache holds.
 const TURN_BYTES: u64 = 4 << 20;
 /// Bytes that one of them copies in a turn at most: a whole queue of 128 requests of 4 KiB, so that only long requests
 /// are ever put off.
@@ -166,18 +177,36 @@ struct Resident<S> {
     name: u32,
     poller: S,
     leaving: bool,
+    parked: bool,
+    /// Time of its last work, ns; when it was admitted or unparked, if that is later.
+    busy_ns: u64,
     /// It had work since [`Lane::take_worked`] was called last.
     worked: bool,
 }
 
+/// Number of a poller on its lane, from 0, unchanged while it lives there. Free numbers are given again.
+pub type Slot = usize;
+
 /// The pollers of one thread.
 #[derive(Debug)]
 pub struct Lane<S> {
-    residents: Vec<Resident<S>>,
+    slots: Vec<Option<Resident<S>>>,
+    /// Pollers that every turn runs, in the order they became active.
+    active: Vec<Slot>,
+    /// Parked since [`Lane::next_parked`] was last asked.
+    newly_parked: Vec<Slot>,
+    /// Number of parked pollers.
+    parked: usize,
     /// How many were asked to leave.
     leaving: usize,
+    /// Bytes that an active poller may copy in a turn, as it was last told.
+    turn_bytes: u64,
     lookout: Lookout,
+    /// Idle time after which a poller is parked, ns.
+    park_ns: u64,
     last_tick_ns: u64,
+    /// Time of the last turn, ns.
+    now_ns: u64,
     armed: bool,
     turns: Arc<TurnStats>,
     /// When the turn before began, if something moved in it.
@@ -188,10 +217,16 @@ impl<S> Lane<S> {
     /// A lane without pollers yet.
     pub fn new(policy: IdlePolicy) -> Lane<S> {
         Lane {
-            residents: Vec::new(),
+            slots: Vec::new(),
+            active: Vec::new(),
+            newly_parked: Vec::new(),
+            parked: 0,
             leaving: 0,
+            turn_bytes: POLLER_BYTES_MAX,
             lookout: Lookout::new(policy),
+            park_ns: park_ns(policy),
             last_tick_ns: 0,
+            now_ns: 0,
             armed: false,
             turns: Arc::default(),
             worked_ns: None,
@@ -206,16 +241,21 @@ impl<S> Lane<S> {
     /// From now on it turns without work for as long as this says.
     pub fn set_policy(&mut self, policy: IdlePolicy) {
         self.lookout.set_policy(policy);
+        self.park_ns = park_ns(policy);
     }
 
-    /// The pollers, in the order they are run.
+    /// All pollers, parked ones too.
     pub fn pollers(&self) -> impl Iterator<Item = &S> {
-        self.residents.iter().map(|resident| &resident.poller)
+        self.slots.iter().flatten().map(|resident| &resident.poller)
     }
 
-    /// The pollers, in the order they are run, and whether each had work since this was called last.
-    pub fn take_worked(&mut self) -> impl Iterator<Item = (&S, bool)> {
-        self.residents.iter_mut().map(|resident| (&resident.poller, std::mem::take(&mut resident.worked)))
+    /// A poller by its slot, and whether it had work since this was called last.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub fn take_worked(&mut self, slot: Slot) -> (&S, bool) {
+        let resident = resident_mut(&mut self.slots, slot);
+        (&resident.poller, std::mem::take(&mut resident.worked))
     }
 
     /// A poller lives here from now on, under a name that no other one here has.
@@ -224,24 +264,46 @@ impl<S> Lane<S> {
         S: Poller<Cx>,
     {
         poller.enter(cx, waker);
-        self.residents.push(Resident { name, poller, leaving: false, worked: false });
-        self.share_turn::<Cx>();
+        let new = Some(Resident { name, poller, leaving: false, parked: false, busy_ns: self.now_ns, worked: false });
+        let slot = if let Some(free) = self.slots.iter().position(Option::is_none) {
+            self.slots[free] = new;
+            free
+        } else {
+            self.slots.push(new);
+            self.slots.len() - 1
+        };
+        self.active.push(slot);
+        // Room for all from the start: to park allocates nothing.
+        self.active.reserve(self.slots.len() - self.active.len());
+        self.newly_parked.reserve(self.slots.len() - self.newly_parked.len());
+        self.share_turn::<Cx>(Some(slot));
     }
 
-    /// Deals what may be copied in one turn out to the pollers.
-    fn share_turn<Cx: ?Sized>(&mut self)
+    /// Deals what may be copied in one turn out to the active pollers. One that `came` has to be told, the others only
+    /// if it changes.
+    fn share_turn<Cx: ?Sized>(&mut self, came: Option<Slot>)
     where
         S: Poller<Cx>,
     {
-        let each = TURN_BYTES / self.residents.len().max(1) as u64;
+        let each = TURN_BYTES / self.active.len().max(1) as u64;
         let each = each.clamp(POLLER_BYTES_MIN, POLLER_BYTES_MAX);
-        self.residents.iter_mut().for_each(|resident| resident.poller.set_turn_bytes(each));
+        let changed = std::mem::replace(&mut self.turn_bytes, each) != each;
+        let told = if changed { self.active.as_slice() } else { came.as_slice() };
+        told.iter().for_each(|&slot| resident_mut(&mut self.slots, slot).poller.set_turn_bytes(each));
+    }
+
+    fn slot_of(&self, name: u32) -> Option<Slot> {
+        self.slots.iter().position(|resident| resident.as_ref().is_some_and(|resident| resident.name == name))
     }
 
     /// Asks a poller to come to rest; [`Lane::part`] gives it back then. False if there is none of this name.
-    pub fn ask_to_leave(&mut self, name: u32) -> bool {
-        let found = self.residents.iter_mut().find(|resident| resident.name == name);
-        let Some(resident) = found else { return false };
+    pub fn ask_to_leave<Cx: ?Sized>(&mut self, name: u32) -> bool
+    where
+        S: Poller<Cx>,
+    {
+        let Some(slot) = self.slot_of(name) else { return false };
+        self.unpark(slot);
+        let resident = resident_mut(&mut self.slots, slot);
         self.leaving += usize::from(!resident.leaving);
         resident.leaving = true;
         true
@@ -252,16 +314,18 @@ impl<S> Lane<S> {
     where
         S: Poller<Cx>,
     {
-        let found = self.residents.iter_mut().find(|resident| resident.name == name && resident.leaving);
-        let Some(resident) = found else { return };
-        resident.leaving = false;
-        resident.poller.stay();
-        self.leaving -= 1;
+        let Some(slot) = self.slot_of(name) else { return };
+        let resident = resident_mut(&mut self.slots, slot);
+        if std::mem::take(&mut resident.leaving) {
+            resident.poller.stay();
+            self.leaving -= 1;
+        }
     }
 
-    /// The next poller of those asked to leave that has come to rest, with its name. To be asked after every turn.
+    /// The next poller of those asked to leave that has come to rest, with its slot and name. To be asked after every
+    /// turn.
     #[inline]
-    pub fn part<Cx: ?Sized>(&mut self, cx: &mut Cx) -> Option<(u32, S)>
+    pub fn part<Cx: ?Sized>(&mut self, cx: &mut Cx) -> Option<(Slot, u32, S)>
     where
         S: Poller<Cx>,
     {
@@ -269,24 +333,27 @@ impl<S> Lane<S> {
     }
 
     #[cold]
-    fn part_slow<Cx: ?Sized>(&mut self, cx: &mut Cx) -> Option<(u32, S)>
+    fn part_slow<Cx: ?Sized>(&mut self, cx: &mut Cx) -> Option<(Slot, u32, S)>
     where
         S: Poller<Cx>,
     {
-        let ready = |resident: &mut Resident<S>| resident.leaving && resident.poller.leave(cx);
-        let index = self.residents.iter_mut().position(ready)?;
-        let Resident { name, mut poller, .. } = self.residents.remove(index);
+        let index = self.active.iter().position(|&slot| {
+            let resident = resident_mut(&mut self.slots, slot);
+            resident.leaving && resident.poller.leave(cx)
+        })?;
+        let slot = self.active.remove(index);
+        let Some(Resident { name, mut poller, .. }) = self.slots[slot].take() else { unreachable!("it is active") };
         self.leaving -= 1;
         if self.armed {
             // Our next turn would have; it is not among ours any more.
             poller.disarm();
         }
-        self.share_turn::<Cx>();
-        Some((name, poller))
+        self.share_turn::<Cx>(None);
+        Some((slot, name, poller))
     }
 
-    /// Runs every poller once, and says whether to go on or sleep. Before a sleep every poller is armed; the
-    /// next turn disarms it.
+    /// Runs every active poller once, parks those that have been idle, and says whether to go on or sleep. Before a
+    /// sleep every poller is armed; the next turn disarms the active ones.
     pub fn turn<Cx: ?Sized>(&mut self, cx: &mut Cx, now_ns: u64) -> Idle
     where
         S: Poller<Cx>,
@@ -294,19 +361,29 @@ impl<S> Lane<S> {
         if let Some(began_ns) = self.worked_ns.take() {
             self.turns.record(now_ns.saturating_sub(began_ns));
         }
-        if self.armed {
-            self.armed = false;
-            self.residents.iter_mut().for_each(|resident| resident.poller.disarm());
+        self.now_ns = now_ns;
+        if std::mem::take(&mut self.armed) {
+            self.active.iter().for_each(|&slot| resident_mut(&mut self.slots, slot).poller.disarm());
         }
         let mut busiest = PollerState::Idle;
-        for resident in &mut self.residents {
+        let mut long_idle = false;
+        for &slot in &self.active {
+            let resident = resident_mut(&mut self.slots, slot);
             let state = resident.poller.run_once(cx, now_ns);
-            resident.worked |= state == PollerState::Busy;
+            if state == PollerState::Idle {
+                long_idle |= now_ns.saturating_sub(resident.busy_ns) > self.park_ns;
+            } else {
+                resident.busy_ns = now_ns;
+                resident.worked |= state == PollerState::Busy;
+            }
             busiest = busiest.max(state);
+        }
+        if long_idle && self.active.len() > 1 {
+            self.park::<Cx>();
         }
         if now_ns.saturating_sub(self.last_tick_ns) >= TICK_NS {
             self.last_tick_ns = now_ns;
-            self.residents.iter_mut().for_each(|resident| resident.poller.tick(now_ns));
+            self.slots.iter_mut().flatten().for_each(|resident| resident.poller.tick(now_ns));
         }
         if busiest == PollerState::Busy {
             self.lookout.worked(now_ns);
@@ -314,7 +391,8 @@ impl<S> Lane<S> {
             self.worked_ns = Some(now_ns);
             return Idle::Turn;
         }
-        if self.pollers().all(S::is_over) {
+        let is_over = |&slot: &Slot| resident(&self.slots, slot).poller.is_over();
+        if self.active.iter().all(is_over) && self.pollers().all(S::is_over) {
             return Idle::End;
         }
         if self.lookout.goes_on(now_ns) {
@@ -322,158 +400,29 @@ impl<S> Lane<S> {
         }
         self.armed = true;
         // Every poller is armed, even after one had work: what is armed is what the next turn disarms.
-        let work = self.residents.iter_mut().fold(false, |work, resident| resident.poller.arm() | work);
-        if work {
+        let arm = |work, &slot| resident_mut(&mut self.slots, slot).poller.arm() | work;
+        if self.active.iter().fold(false, arm) {
             return Idle::Turn;
         }
-        let deadline = self.pollers().filter_map(S::deadline_ns).min();
+        let deadline_ns = |&slot: &Slot| resident(&self.slots, slot).poller.deadline_ns();
+        let deadline = self.active.iter().filter_map(deadline_ns).min();
         // While anything is in flight the tick must come, for it is what counts I/O that takes too long.
         let tick = (busiest == PollerState::Waiting).then_some(self.last_tick_ns + TICK_NS);
         Idle::Sleep([deadline, tick].into_iter().flatten().min())
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[derive(Default)]
-    struct Fake {
-        work: u32,
-        comes_while_arming: bool,
-        armed: bool,
-        over: bool,
-        due: Option<u64>,
-        leaving: bool,
-        turn_bytes: u64,
-    }
-
-    impl Poller<()> for Fake {
-        fn leave(&mut self, (): &mut ()) -> bool {
-            self.leaving = true;
-            self.work == 0
-        }
-        fn stay(&mut self) {
-            self.leaving = false;
-        }
-        fn set_turn_bytes(&mut self, bytes: u64) {
-            self.turn_bytes = bytes;
-        }
-        fn run_once(&mut self, (): &mut (), _: u64) -> PollerState {
-            assert!(!self.armed, "run while armed");
-            if self.work == 0 {
-                return PollerState::Idle;
-            }
-            self.work -= 1;
-            PollerState::Busy
-        }
-        fn arm(&mut self) -> bool {
-            self.armed = true;
-            std::mem::take(&mut self.comes_while_arming)
-        }
-        fn disarm(&mut self) {
-            self.armed = false;
-        }
-        fn eventfd(&self) -> Option<BorrowedFd<'_>> {
-            None
-        }
-        fn deadline_ns(&self) -> Option<u64> {
-            self.due
-        }
-        fn is_over(&self) -> bool {
-            self.over
-        }
-    }
-
-    fn lane(pollers: Vec<Fake>, spin_ns: u64) -> Lane<Fake> {
-        struct Nobody;
-        impl Wake for Nobody {
-            fn wake(&self) {}
-        }
-        let waker: Arc<dyn Wake> = Arc::new(Nobody);
-        let mut lane = Lane::new(IdlePolicy { spin_ns });
-        for (name, poller) in pollers.into_iter().enumerate() {
-            lane.admit(&mut (), &waker, name as u32, poller);
-        }
-        lane
-    }
-
-    #[test]
-    fn a_lane_spins_for_a_bounded_time_after_work_then_sleeps() {
-        let mut lane = lane(vec![Fake { work: 1, ..Fake::default() }, Fake::default()], 100);
-        assert_eq!(lane.turn(&mut (), 1000), Idle::Turn);
-        assert_eq!(lane.turn(&mut (), 1099), Idle::Turn);
-        assert_eq!(lane.turn(&mut (), 1100), Idle::Sleep(None));
-        assert!(lane.pollers().all(|s| s.armed));
-        lane.turn(&mut (), 1100);
-    }
-
-    #[test]
-    fn turns_are_timed_in_which_something_moved() {
-        let mut lane = lane(vec![Fake { work: 2, ..Fake::default() }], 0);
-        for now_ns in [1000, 1300, 1500, 9000, 9900] {
-            lane.turn(&mut (), now_ns);
-        }
-        let turns = lane.turns().snapshot();
-        assert_eq!((turns.latency.samples(), turns.sum_ns, turns.max_ns), (2, 500, 300));
-    }
-
-    #[test]
-    fn work_that_comes_while_arming_is_not_slept_over() {
-        let fakes =
-            vec![Fake { comes_while_arming: true, ..Fake::default() }, Fake { due: Some(77), ..Fake::default() }];
-        let mut lane = lane(fakes, 0);
-        assert_eq!(lane.turn(&mut (), 5), Idle::Turn);
-        assert_eq!(lane.turn(&mut (), 6), Idle::Sleep(Some(77)));
-    }
-
-    #[test]
-    fn a_lane_ends_when_all_its_pollers_are_over() {
-        let mut lane = lane(vec![Fake { over: true, ..Fake::default() }], 50_000);
-        assert_eq!(lane.turn(&mut (), 5), Idle::End);
-    }
-
-    #[test]
-    fn a_poller_that_is_to_leave_parts_once_at_rest_and_unarmed() {
-        let mut lane = lane(vec![Fake { work: 2, ..Fake::default() }, Fake::default()], 0);
-        assert!(lane.ask_to_leave(0) && lane.ask_to_leave(0) && !lane.ask_to_leave(7));
-        assert_eq!(lane.turn(&mut (), 1), Idle::Turn);
-        assert!(lane.part(&mut ()).is_none(), "parted with work in hand");
-        lane.turn(&mut (), 2);
-        assert_eq!(lane.turn(&mut (), 3), Idle::Sleep(None));
-        let (name, poller) = lane.part(&mut ()).unwrap();
-        assert!(name == 0 && !poller.armed && lane.pollers().count() == 1);
-        assert!(lane.part(&mut ()).is_none(), "the other one was not asked");
-        lane.turn(&mut (), 4);
-    }
-
-    #[test]
-    fn pollers_share_what_a_turn_may_copy() {
-        let shares = |count: usize| {
-            let lane = lane((0..count).map(|_| Fake::default()).collect(), 0);
-            let shares: Vec<_> = lane.pollers().map(|poller| poller.turn_bytes).collect();
-            assert!(shares.iter().all(|share| *share == shares[0]), "{shares:?}");
-            shares[0]
-        };
-        assert_eq!([1, 8, 16, 32, 512].map(shares), [512 << 10, 512 << 10, 256 << 10, 128 << 10, 128 << 10]);
-        let mut lane = lane((0..16).map(|_| Fake::default()).collect(), 0);
-        for name in 0..8 {
-            assert!(lane.ask_to_leave(name) && lane.part(&mut ()).is_some());
-        }
-        assert!(lane.pollers().all(|poller| poller.turn_bytes == 512 << 10), "those that left have no share");
-    }
-
-    #[test]
-    fn a_poller_that_may_stay_after_all_goes_on() {
-        let mut lane = lane(vec![Fake { work: 9, ..Fake::default() }], 0);
-        lane.ask_to_leave(0);
-        lane.turn(&mut (), 1);
-        assert!(lane.part(&mut ()).is_none() && lane.pollers().all(|s| s.leaving));
-        lane.ask_to_stay(0);
-        assert!(lane.pollers().all(|s| !s.leaving));
-        for now_ns in 2..99 {
-            lane.turn(&mut (), now_ns);
-            assert!(lane.part(&mut ()).is_none());
-        }
-    }
+#[inline]
+fn resident<S>(slots: &[Option<Resident<S>>], slot: Slot) -> &Resident<S> {
+    let Some(resident) = &slots[slot] else { unreachable!("a slot in use has its poller") };
+    resident
 }
+
+#[inline]
+fn resident_mut<S>(slots: &mut [Option<Resident<S>>], slot: Slot) -> &mut Resident<S> {
+    let Some(resident) = &mut slots[slot] else { unreachable!("a slot in use has its poller") };
+    resident
+}
+
+#[cfg(test)]
+mod tests;

@@ -40,7 +40,7 @@ pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOu
 pub use errors::{IoError, IoErrors};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};
 pub use idle::IdlePolicy;
-pub use lane::{Idle, Lane, LaneWaker, Poller, PollerState, SignalEventfd, SignalSlot, Wake};
+pub use lane::{Idle, Lane, LaneWaker, Poller, PollerState, SignalEventfd, SignalSlot, Slot, Wake};
 pub use limits::{BioSplit, Cursor, LimitsError, QueueLimits};
 pub use log_limit::{HeldBack, LogLimit};
 pub use map::{CpuPlace, QueueCounts, QueueKind, QueueMap, QueueMaps, QueueRange};

@@ -1,11 +1,13 @@
-//! Lanes under loom: orders and commands reach a poller that sleeps, that enters, and that moves to another lane.
+//! Lanes under loom: orders, commands and kicks reach a poller that sleeps, that is parked, that enters, and that
+//! moves to another lane.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mq --test loom_lane`
 //!
 //! Lane, mailbox, wake flag and lane's waker are the real ones; the model's are a thread's loop in the order of that of
 //! `os`, without a ring, and a poller that answers commands. A lane sleeps on loom's `Notify`, which keeps a signal as
-//! an eventfd does. A command that nobody looks at is an order of events in which all sleep, and fails the model. Each
-//! names its bound on preemptions and prints how many orders it has.
+//! an eventfd does; so does an eventfd, which is a flag that the loop reaps. A command that nobody looks at is an order
+//! of events in which all sleep, and fails the model. Each names its bound on preemptions and prints how many orders it
+//! has.
 #![cfg(loom)]
 
 use std::os::fd::BorrowedFd;
@@ -15,6 +17,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use blkyard_mem::{Mailbox, WakeFlag};
 use blkyard_mq::{Idle, IdlePolicy, Lane, LaneWaker, Poller, PollerState, Wake};
 use loom::sync::Notify;
+use loom::sync::atomic::{AtomicBool, fence};
 use loom::thread;
 
 /// Wakes a thread of the model.
@@ -53,9 +56,36 @@ struct Shared {
     senders: usize,
     /// Not modelled: looked at when all is over.
     answered: AtomicUsize,
+    guest: Guest,
+}
+
+/// What a virtqueue shares with its driver.
+#[derive(Default)]
+struct Guest {
+    published: AtomicBool,
+    kick_wanted: AtomicBool,
+    /// Its kick: rung, and not yet reaped.
+    eventfd: AtomicBool,
+}
+
+impl Guest {
+    /// Publishes an I/O and kicks if that is wanted, as virtio has it.
+    fn submit(&self, lane: &Waker) {
+        self.published.store(true, Ordering::Release);
+        fence(Ordering::SeqCst);
+        if self.kick_wanted.load(Ordering::Relaxed) {
+            self.eventfd.swap(true, Ordering::Release);
+            lane.signal.notify();
+        }
+    }
 }
 
 impl Shared {
+    fn new(senders: usize) -> Arc<Shared> {
+        let (mailbox, waker, guest) = (Mailbox::default(), LaneWaker::default(), Guest::default());
+        Arc::new(Shared { mailbox, waker, senders, answered: AtomicUsize::new(0), guest })
+    }
+
     fn send(&self, command: Answer) {
         assert!(self.mailbox.send(command).is_ok());
         self.waker.wake();
@@ -65,6 +95,8 @@ impl Shared {
 struct Queue {
     shared: Arc<Shared>,
     retired: bool,
+    /// Turns in which it has work of its own.
+    busy: u32,
 }
 
 impl Poller<()> for Queue {
@@ -77,6 +109,16 @@ impl Poller<()> for Queue {
     }
 
     fn run_once(&mut self, (): &mut (), _: u64) -> PollerState {
+        if self.busy > 0 {
+            self.busy -= 1;
+            return PollerState::Busy;
+        }
+        if self.shared.guest.published.load(Ordering::Acquire) {
+            self.shared.guest.published.store(false, Ordering::Relaxed);
+            self.shared.answered.fetch_add(1, Ordering::Relaxed);
+            self.retired = true;
+            return PollerState::Busy;
+        }
         if !self.shared.mailbox.is_pending() {
             return PollerState::Idle;
         }
@@ -87,10 +129,14 @@ impl Poller<()> for Queue {
     }
 
     fn arm(&mut self) -> bool {
-        self.shared.mailbox.is_pending()
+        self.shared.guest.kick_wanted.store(true, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        self.shared.guest.published.load(Ordering::Acquire) || self.shared.mailbox.is_pending()
     }
 
-    fn disarm(&mut self) {}
+    fn disarm(&mut self) {
+        self.shared.guest.kick_wanted.store(false, Ordering::Relaxed);
+    }
 
     fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
@@ -102,7 +148,7 @@ impl Poller<()> for Queue {
 }
 
 enum Order {
-    Admit(Queue),
+    Admit(u32, Queue),
     Leave,
     Close,
 }
@@ -124,23 +170,41 @@ impl End {
     }
 }
 
+/// Longer than a poller may be idle and not be parked.
+const STEP_NS: u64 = 10_000_000;
+
 /// The loop of a lane's thread.
 fn run(end: &End, hand_over: impl Fn(Queue)) {
     let waker = Arc::clone(&end.waker) as Arc<dyn Wake>;
     let mut lane = Lane::new(IdlePolicy { spin_ns: 0 });
-    let mut closed = false;
+    let (mut closed, mut now_ns) = (false, 0);
+    // Whose eventfds are listened to, by slot.
+    let mut eventfds: Vec<Option<Arc<Shared>>> = Vec::new();
     loop {
+        now_ns += STEP_NS;
+        for (slot, eventfd) in eventfds.iter_mut().enumerate() {
+            if eventfd.take_if(|shared| shared.guest.eventfd.swap(false, Ordering::Acquire)).is_some() {
+                lane.unpark(slot);
+            }
+        }
+        if end.waker.flag.take_call() {
+            lane.unpark_all();
+        }
         if end.mailbox.is_pending() {
             for order in end.mailbox.take() {
                 match order {
-                    Order::Admit(queue) => lane.admit(&mut (), &waker, 0, queue),
+                    Order::Admit(name, queue) => lane.admit(&mut (), &waker, name, queue),
                     Order::Leave => assert!(lane.ask_to_leave(0)),
                     Order::Close => closed = true,
                 }
             }
         }
-        let idle = lane.turn(&mut (), 0);
-        if let Some((_, queue)) = lane.part(&mut ()) {
+        let idle = lane.turn(&mut (), now_ns);
+        while let Some(slot) = lane.next_parked() {
+            listen(&mut eventfds, &mut lane, slot);
+        }
+        if let Some((slot, _, queue)) = lane.part(&mut ()) {
+            eventfds.get_mut(slot).map(Option::take);
             hand_over(queue);
             continue;
         }
@@ -149,8 +213,17 @@ fn run(end: &End, hand_over: impl Fn(Queue)) {
             Idle::End if closed => return,
             Idle::End | Idle::Sleep(_) => {}
         }
+        for index in 0..lane.active().len() {
+            let slot = lane.active()[index];
+            listen(&mut eventfds, &mut lane, slot);
+        }
         end.waker.sleep();
     }
+}
+
+fn listen(eventfds: &mut Vec<Option<Arc<Shared>>>, lane: &mut Lane<Queue>, slot: usize) {
+    eventfds.resize_with(eventfds.len().max(slot + 1), || None);
+    eventfds[slot] = Some(Arc::clone(&lane.take_worked(slot).0.shared));
 }
 
 fn model(name: &str, preemptions: usize, senders: usize, story: impl Fn(&Arc<Shared>, Queue) + Sync + Send + 'static) {
@@ -161,9 +234,8 @@ fn model(name: &str, preemptions: usize, senders: usize, story: impl Fn(&Arc<Sha
     builder.max_branches = 10_000;
     builder.check(move || {
         counter.fetch_add(1, Ordering::Relaxed);
-        let (mailbox, waker, answered) = (Mailbox::default(), LaneWaker::default(), AtomicUsize::new(0));
-        let shared = Arc::new(Shared { mailbox, waker, senders, answered });
-        story(&shared, Queue { shared: Arc::clone(&shared), retired: false });
+        let shared = Shared::new(senders);
+        story(&shared, Queue { shared: Arc::clone(&shared), retired: false, busy: 0 });
         assert_eq!(shared.answered.load(Ordering::Relaxed), senders, "a command was lost, or done twice");
     });
     println!("{name}: {} orders, at most {preemptions} preemptions", orders.load(Ordering::Relaxed));
@@ -184,7 +256,7 @@ fn orders_and_commands_end_the_sleep_of_a_lane() {
     model("one lane", 3, 1, |shared, queue| {
         let end = End::new();
         let (lane, sender) = (lane(&end), sender(shared));
-        end.give(Order::Admit(queue));
+        end.give(Order::Admit(0, queue));
         end.give(Order::Close);
         sender.join().unwrap();
         lane.join().unwrap();
@@ -195,7 +267,7 @@ fn orders_and_commands_end_the_sleep_of_a_lane() {
 fn a_second_sender_that_finds_the_waker_in_use_wakes_the_lane_as_well() {
     model("two senders", 2, 2, |shared, queue| {
         let end = End::new();
-        end.give(Order::Admit(queue));
+        end.give(Order::Admit(0, queue));
         end.give(Order::Close);
         let (lane, sender) = (lane(&end), sender(shared));
         shared.send(Answer);
@@ -208,15 +280,69 @@ fn a_second_sender_that_finds_the_waker_in_use_wakes_the_lane_as_well() {
 fn a_command_finds_a_poller_that_moves_between_lanes() {
     model("two lanes", 3, 1, |shared, queue| {
         let (old, new) = (End::new(), End::new());
-        old.give(Order::Admit(queue));
+        old.give(Order::Admit(0, queue));
         old.give(Order::Leave);
         old.give(Order::Close);
         let (lane, sender) = (lane(&new), sender(shared));
         run(&old, |queue| {
-            new.give(Order::Admit(queue));
+            new.give(Order::Admit(0, queue));
             new.give(Order::Close);
         });
         sender.join().unwrap();
         lane.join().unwrap();
+    });
+}
+
+/// A neighbour that keeps the lane busy for a while, so that the queue beside it is parked.
+fn neighbour() -> Queue {
+    Queue { shared: Shared::new(0), retired: true, busy: 2 }
+}
+
+#[test]
+fn a_command_finds_a_parked_poller() {
+    model("a parked poller and a command", 3, 1, |shared, queue| {
+        let end = End::new();
+        [(0, queue), (1, neighbour())].into_iter().for_each(|(name, queue)| end.give(Order::Admit(name, queue)));
+        end.give(Order::Close);
+        let sender = sender(shared);
+        run(&end, |_| unreachable!("it was not asked to leave"));
+        sender.join().unwrap();
+    });
+}
+
+#[test]
+fn a_kick_finds_a_parked_poller() {
+    model("a parked poller and a kick", 3, 1, |shared, queue| {
+        let end = End::new();
+        [(0, queue), (1, neighbour())].into_iter().for_each(|(name, queue)| end.give(Order::Admit(name, queue)));
+        end.give(Order::Close);
+        let guest = {
+            let (shared, waker) = (Arc::clone(shared), Arc::clone(&end.waker));
+            thread::spawn(move || shared.guest.submit(&waker))
+        };
+        run(&end, |_| unreachable!("it was not asked to leave"));
+        guest.join().unwrap();
+    });
+}
+
+#[test]
+fn a_parked_poller_leaves_with_its_command() {
+    model("a parked poller that leaves", 2, 1, |shared, queue| {
+        let (old, new) = (End::new(), End::new());
+        [(0, queue), (1, neighbour())].into_iter().for_each(|(name, queue)| old.give(Order::Admit(name, queue)));
+        let orders = {
+            let old = Arc::clone(&old);
+            thread::spawn(move || {
+                old.give(Order::Leave);
+                old.give(Order::Close);
+            })
+        };
+        let sender = sender(shared);
+        run(&old, |queue| {
+            new.give(Order::Admit(0, queue));
+            new.give(Order::Close);
+        });
+        run(&new, |_| unreachable!("it was not asked to leave"));
+        [orders, sender].into_iter().for_each(|thread| thread.join().unwrap());
     });
 }

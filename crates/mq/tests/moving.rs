@@ -227,10 +227,11 @@ impl World {
     }
 
     fn turn(&mut self, number: usize) {
-        self.now_ns += 1000;
+        // Every few turns an idle poller is parked.
+        self.now_ns += 20_000;
         let (lane, shared) = &mut self.lanes[number];
         lane.turn(shared, self.now_ns);
-        while let Some((poller, feeder)) = lane.part(shared) {
+        while let Some((_, poller, feeder)) = lane.part(shared) {
             let poller = poller as usize;
             assert!(shared.has_nothing_of(poller), "lane {number} has something of poller {poller}, which left");
             self.carried.push((poller, feeder));
@@ -239,7 +240,7 @@ impl World {
 
     /// Asks a poller to leave whatever lane it is on, if it is on any.
     fn leave(&mut self, poller: usize) -> bool {
-        self.lanes.iter_mut().any(|(lane, _)| lane.ask_to_leave(poller as u32))
+        self.lanes.iter_mut().any(|(lane, _)| lane.ask_to_leave::<SharedRing>(poller as u32))
     }
 
     fn happen(&mut self, event: Event) {
@@ -248,6 +249,8 @@ impl World {
                 let from = self.wanted[poller];
                 self.wanted[poller] += count;
                 self.outside[poller].borrow_mut().wanted.extend(from..from + count);
+                // As an eventfd would.
+                self.lanes.iter_mut().for_each(|(lane, _)| lane.unpark_all::<SharedRing>());
             }
             Event::Turn(lane) => self.turn(lane),
             Event::Complete(lane, pick) => self.lanes[lane].1.complete(pick),

@@ -1,10 +1,12 @@
 //! The thread that runs a lane: it owns a ring, the pollers built on it, and the one place where they sleep.
 //!
 //! ```text
-//!   ┌─▶ now ─▶ reap ─▶ orders ─▶ turn ─▶ part ─┬─ Turn ──▶ submit ───────────────────────────┐
-//!   │                                          ├─ Sleep ─▶ prepare ─▶ watch eventfds ─▶ sleep ────┤
-//!   └──────────────────────────────────────────┼────────────────────────────────────────────┘
-//!                                              └─ End ──▶ the thread ends, once nobody can give orders
+//!   ┌─▶ now ─▶ reap ─▶ unpark ─▶ orders ─▶ turn ─▶ watch parked ─▶ part ─┬─ Turn ──▶ submit ────────────┐
+//!   │                                                                    ├─ Sleep ─▶ prepare ─▶         │
+//!   │                                                                    │      watch active ─▶ sleep ──┤
+//!   └────────────────────────────────────────────────────────────────────┼──────────────────────────────┘
+//!                                                                        └─ End ──▶ the thread ends, once
+//!                                                                                   nobody can give orders
 //! ```
 //!
 //! Orders let a poller in, ask for one back, or let it stay after all; they come through a [`Mailbox`]. A poller
@@ -17,13 +19,18 @@
 //! Completions end it because the kernel counts those already in the ring. Calls of other threads go through
 //! [`Waker`], whose flag is checked last of all.
 //!
+//! A parked poller is armed, and its eventfds are listened to from the turn that parks it on, across any number of
+//! turns and sleeps. It comes back when one of them is reaped; if one cannot be listened to; and at each call, with all
+//! others.
+//!
 //! A poller's eventfd may be replaced by another descriptor, even one of the same number, which cannot be told from
-//! here. Whoever replaces it calls the lane's waker; after a call all eventfds are listened to anew.
+//! here: the poller has the old one [ignored](blkyard_mq::SignalEventfd::ignore) first.
 //!
 //! Knows nothing of what the pollers do.
 //!
 //! Unsafe: asking for the clock of a thread takes two calls of the C library.
 
+use std::ops::Range;
 use std::os::unix::thread::JoinHandleExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,7 +39,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use blkyard_mem::Mailbox;
-use blkyard_mq::{Idle, IdlePolicy, Lane, Poller, TurnStats, Wake};
+use blkyard_mq::{Idle, IdlePolicy, Lane, Poller, Slot, TurnStats, Wake};
 
 use crate::clock::{Clock, clock_ns};
 use crate::ring::{EVENTFDS_MAX, Ring, RingConfig, RingCounters, RingError};
@@ -118,6 +125,8 @@ pub enum LaneError {
     },
 }
 
+/// Number of the waker's eventfd; those of the pollers follow.
+const OWN: usize = 0;
 /// Eventfds a poller may have: those of who feeds its queue, and of the device behind it.
 const EVENTFDS_EACH: usize = 2;
 /// Pollers one lane can have: one eventfd is the waker's.
@@ -273,16 +282,25 @@ struct Turning<S> {
 impl<S: Poller<Ring>> Turning<S> {
     fn run(mut self) {
         let clock = Clock::new();
-        let mut was_called = false;
         loop {
             let now_ns = clock.now_ns();
             self.ring.reap();
+            while let Some(index) = self.ring.next_signalled() {
+                if let Some(slot) = slot_of(index) {
+                    self.lane.unpark(slot);
+                }
+            }
+            // Also of a lane that never sleeps: a parked poller learns of a command by a call only.
+            if self.waker.flag().take_call() {
+                self.lane.unpark_all();
+            }
             if self.mail.mailbox.is_pending() {
                 self.read_orders();
             }
             let idle = self.lane.turn(&mut self.ring, now_ns);
-            if let Some((name, poller)) = self.lane.part(&mut self.ring) {
-                self.hand_over(name, poller);
+            self.watch_parked(now_ns);
+            if let Some((slot, name, poller)) = self.lane.part(&mut self.ring) {
+                self.hand_over(slot, name, poller);
                 continue;
             }
             let deadline_ns = match idle {
@@ -298,14 +316,10 @@ impl<S: Poller<Ring>> Turning<S> {
                 Idle::Sleep(deadline_ns) => deadline_ns,
             };
             if !self.waker.flag().prepare_wait() {
-                was_called = true;
                 self.ring.submit();
                 continue;
             }
-            if std::mem::take(&mut was_called) {
-                self.ring.unwatch_all();
-            }
-            let listen_ns = self.watch_all(now_ns);
+            let listen_ns = self.watch_active(now_ns);
             self.ring.sleep([deadline_ns, listen_ns].into_iter().flatten().min());
             self.waker.flag().finish_wait();
             if self.ring.has_failed() {
@@ -322,24 +336,47 @@ impl<S: Poller<Ring>> Turning<S> {
         }
     }
 
-    /// Listens to all eventfds, but for those that ring in vain: says when to listen to the first of these again.
-    fn watch_all(&mut self, now_ns: u64) -> Option<u64> {
-        /// The waker's eventfd comes before those of the pollers.
-        const OWN: usize = 0;
+    /// Listens to the eventfds of the pollers that the turn parked. One whose eventfd is not listened to is not parked.
+    #[inline]
+    fn watch_parked(&mut self, now_ns: u64) {
+        while let Some(slot) = self.lane.next_parked() {
+            if self.watch(slot, now_ns) != Heard::All {
+                self.lane.unpark(slot);
+            }
+        }
+    }
+
+    /// Listens to the eventfds of the active pollers, but for those signalled in vain: says when to listen to the first
+    /// of these again.
+    fn watch_active(&mut self, now_ns: u64) -> Option<u64> {
         self.ring.watch(self.waker.eventfd(), OWN);
         let mut listen_ns = None;
-        for (index, (poller, worked)) in self.lane.take_worked().enumerate() {
-            let first = OWN + 1 + index * EVENTFDS_EACH;
-            for (index, eventfd) in [(first, poller.eventfd()), (first + 1, poller.device_eventfd())] {
-                let Some(eventfd) = eventfd else {
-                    self.ring.unwatch(index);
-                    continue;
-                };
-                let paused_until_ns = self.ring.watch_moderated(eventfd, index, worked, now_ns);
-                listen_ns = [listen_ns, paused_until_ns].into_iter().flatten().min();
+        for index in 0..self.lane.active().len() {
+            let slot = self.lane.active()[index];
+            if let Heard::NotBefore(paused_until_ns) = self.watch(slot, now_ns) {
+                listen_ns = [listen_ns, Some(paused_until_ns)].into_iter().flatten().min();
             }
         }
         listen_ns
+    }
+
+    /// Listens to the eventfds of a poller.
+    fn watch(&mut self, slot: Slot, now_ns: u64) -> Heard {
+        let (poller, worked) = self.lane.take_worked(slot);
+        let mut heard = Heard::All;
+        for (index, eventfd) in eventfds(slot).zip([poller.eventfd(), poller.device_eventfd()]) {
+            let Some(eventfd) = eventfd else {
+                self.ring.unwatch(index);
+                continue;
+            };
+            let eventfd = match self.ring.watch_moderated(eventfd, index, worked, now_ns) {
+                Some(paused_until_ns) => Heard::NotBefore(paused_until_ns),
+                None if self.ring.is_listening(index) => Heard::All,
+                None => Heard::NotAll,
+            };
+            heard = heard.min(eventfd);
+        }
+        heard
     }
 
     #[cold]
@@ -351,7 +388,7 @@ impl<S: Poller<Ring>> Turning<S> {
                     let _ = entered.send(());
                 }
                 LaneCommand::Leave(name, answer) => {
-                    if self.lane.ask_to_leave(name) {
+                    if self.lane.ask_to_leave::<Ring>(name) {
                         self.mail.asked.push((name, answer));
                     } else {
                         let _ = answer.send(None);
@@ -378,9 +415,8 @@ impl<S: Poller<Ring>> Turning<S> {
 
     /// Gives a poller that has parted to whoever asked for it. From here on nothing of it comes to this lane.
     #[cold]
-    fn hand_over(&mut self, name: u32, poller: S) {
-        // Those behind it have other numbers now; all are listened to anew before the next sleep.
-        self.ring.unwatch_all();
+    fn hand_over(&mut self, slot: Slot, name: u32, poller: S) {
+        eventfds(slot).for_each(|index| self.ring.unwatch(index));
         self.ring.submit();
         let asked = self.mail.asked.iter().position(|(asked, _)| *asked == name);
         match asked.map(|index| self.mail.asked.swap_remove(index)) {
@@ -393,6 +429,27 @@ impl<S: Poller<Ring>> Turning<S> {
             None => unreachable!("a poller leaves only when it is asked for"),
         }
     }
+}
+
+/// Slot of the poller whose eventfd has this number; none if it is the waker's.
+fn slot_of(eventfd: usize) -> Option<Slot> {
+    eventfd.checked_sub(OWN + 1).map(|eventfd| eventfd / EVENTFDS_EACH)
+}
+
+/// Numbers of a poller's eventfds.
+fn eventfds(slot: Slot) -> Range<usize> {
+    let first = OWN + 1 + slot * EVENTFDS_EACH;
+    first..first + EVENTFDS_EACH
+}
+
+/// Whether the eventfds of a poller are listened to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Heard {
+    /// One is signalled in vain, and is listened to again at this time, ns.
+    NotBefore(u64),
+    /// One cannot be heard.
+    NotAll,
+    All,
 }
 
 impl<S> std::fmt::Debug for LaneThread<S> {

@@ -105,6 +105,8 @@ impl Context for Ring {
 
     fn collect(&mut self) {
         self.reap();
+        // There is one eventfd, and whoever collects looks at everything.
+        while self.next_signalled().is_some() {}
     }
 
     fn has_more(&mut self) -> bool {

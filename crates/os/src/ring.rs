@@ -94,6 +94,8 @@ pub struct Ring {
     id: u32,
     inboxes: Vec<CompletionInbox>,
     eventfds: EventfdPolls,
+    /// Numbers of the eventfds that were signalled since the lane last asked.
+    signalled: Vec<usize>,
     signals: EventfdSignals,
     buffers: Buffers,
     files: Files,
@@ -124,6 +126,7 @@ impl Ring {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             inboxes: Vec::new(),
             eventfds: EventfdPolls::default(),
+            signalled: Vec::with_capacity(EVENTFDS_MAX),
             signals: EventfdSignals::new(Arc::clone(&view)),
             buffers: Buffers::new(&uring, Arc::clone(&view)),
             files: Files::new(Arc::clone(&view)),
@@ -336,7 +339,14 @@ impl Ring {
                     }
                     _ => false,
                 },
-                KIND_EVENTFD => self.eventfds.rang(index, data as u32, result),
+                KIND_EVENTFD => {
+                    let known = self.eventfds.rang(index, data as u32, result);
+                    // The answer to a poll that was cancelled says nothing of the one that came after.
+                    if !self.eventfds.is_listening(index) {
+                        self.signalled.push(index);
+                    }
+                    known
+                }
                 KIND_SIGNAL => self.signals.rang(index, data as u32),
                 KIND_CANCEL => true,
                 _ => false,
@@ -350,8 +360,9 @@ impl Ring {
         count as usize
     }
 
-    /// Listens to an eventfd from now on, an event descriptor, under a number of the caller's: when it is rung, a sleep
-    /// ends, the descriptor is made quiet, and it is listened to no more. Does nothing if it is listened to already.
+    /// Listens to an eventfd from now on, an event descriptor, under a number of the caller's: when it is signalled, a
+    /// sleep ends, the descriptor is made quiet, and it is listened to no more. Does nothing if it is listened to
+    /// already.
     ///
     /// # Panics
     /// If the number is beyond [what one lane may have](EVENTFDS_MAX).
@@ -362,6 +373,17 @@ impl Ring {
         }
         // SAFETY: the entry points to no memory, and its descriptor is a duplicate that the eventfds hold.
         unsafe { self.push_named(&step.poll) };
+    }
+
+    /// Whether the eventfd of this number is listened to.
+    pub(crate) fn is_listening(&self, index: usize) -> bool {
+        self.eventfds.is_listening(index)
+    }
+
+    /// The number of an eventfd that was signalled, once for each time.
+    #[inline]
+    pub fn next_signalled(&mut self) -> Option<usize> {
+        self.signalled.pop()
     }
 
     /// Listens to the eventfd of a poller, which `worked` since the last sleep or not. Not at once, if the eventfd has
@@ -390,14 +412,6 @@ impl Ring {
         }
     }
 
-    /// Stops listening to all eventfds. For when the caller cannot tell whether they are what they were: a descriptor
-    /// may have been replaced by another of the same number.
-    pub fn unwatch_all(&mut self) {
-        for index in 0..self.eventfds.len() {
-            self.unwatch(index);
-        }
-    }
-
     fn cancel(&mut self, name_of_poll: u64) {
         let entry = io_uring::opcode::AsyncCancel::new(name_of_poll).build().user_data(name(KIND_CANCEL, 0, 0));
         // SAFETY: the entry points to no memory.
@@ -411,9 +425,10 @@ impl Ring {
     }
 
     /// Submits what waits and sleeps until a completion, an eventfd, a signal, or the time is there. Returns at once if
-    /// a completion has not been reaped yet, or was reaped and not taken by its driver.
+    /// a completion has not been reaped yet, or was reaped and not taken by its driver, or by the lane if it is an
+    /// eventfd's.
     pub fn sleep(&mut self, deadline_ns: Option<u64>) {
-        if self.untaken > 0 {
+        if self.untaken > 0 || !self.signalled.is_empty() {
             self.submit();
             return;
         }

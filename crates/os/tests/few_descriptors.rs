@@ -34,6 +34,7 @@ fn an_eventfd_that_cannot_be_duplicated_bounds_the_sleep_and_is_heard_once_it_ca
     ring.reap();
     let quiet = rustix::io::read(&eventfd, &mut [0; 8]);
     assert_eq!(quiet, Err(rustix::io::Errno::AGAIN), "the eventfd was heard, and is quiet again");
+    assert_eq!(ring.next_signalled(), Some(0));
     // And no sleep is cut short any more.
     let begin = Instant::now();
     ring.watch(eventfd.as_fd(), 0);

@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::{
-    Bio, BlockDevice, HwQueue, HwQueueConfig, IdlePolicy, Op, Poller, PollerState, Region, RegionTable, Status,
+    Bio, BlockDevice, HwQueue, HwQueueConfig, IdlePolicy, Op, Poller, PollerState, Region, RegionTable, SignalEventfd,
+    Status,
 };
 use blkyard_os::{FileConfig, FileQueue, LaneConfig, LaneError, Ring, RingConfig, now_ns, spawn};
 use common::{bio, folders, image, open, pattern};
@@ -70,11 +71,14 @@ fn counting(shared: &Arc<Shared>) -> Counting {
 }
 
 impl Poller<Ring> for Counting {
-    fn run_once(&mut self, _ring: &mut Ring, now_ns: u64) -> PollerState {
+    fn run_once(&mut self, ring: &mut Ring, now_ns: u64) -> PollerState {
         let counter = &mut self.counter;
         counter.shared.runs.fetch_add(1, Ordering::Relaxed);
-        if let Ok(eventfd) = counter.shared.eventfd.lock() {
-            self.eventfd.clone_from(&eventfd);
+        let eventfd = counter.shared.eventfd.lock().unwrap().clone();
+        if self.eventfd.as_ref().map(Arc::as_ptr) != eventfd.as_ref().map(Arc::as_ptr)
+            && let Some(old) = std::mem::replace(&mut self.eventfd, eventfd)
+        {
+            ring.ignore(old.as_fd());
         }
         let due = counter.shared.deadline_ns.load(Ordering::SeqCst);
         counter.last_deadline = (due > 0).then_some(due);
@@ -162,6 +166,50 @@ fn no_eventfd_is_slept_through_also_when_it_is_replaced() {
     shared.over.store(true, Ordering::SeqCst);
     waker.wake();
     lane.join().unwrap();
+}
+
+#[test]
+fn a_parked_poller_hears_its_eventfd_and_the_waker_beside_a_busy_one() {
+    const IDLE: usize = 40;
+    let with_eventfd = || Arc::new(Shared { eventfd: Mutex::new(Some(new_eventfd())), ..Shared::default() });
+    let idle: Vec<_> = (0..IDLE).map(|_| with_eventfd()).collect();
+    let busy = with_eventfd();
+    for spin_ns in [0, u64::MAX] {
+        let pollers: Vec<_> = idle.iter().chain([&busy]).map(counting).collect();
+        let lane = spawn(config("parks", spin_ns), move |_| pollers).unwrap();
+        let mut asked = 0;
+        for n in 1..=200_u64 {
+            let poller = &idle[n as usize % IDLE];
+            // Until it is parked: armed while the busy one is kept busy.
+            let start = Instant::now();
+            while !poller.eventfd_wanted.load(Ordering::SeqCst) || start.elapsed() < Duration::from_millis(n % 3) {
+                assert!(start.elapsed() < PATIENCE, "it is never parked");
+                asked += 1;
+                busy.ask(asked);
+                busy.await_answer(asked);
+            }
+            let next = poller.answered.load(Ordering::SeqCst) + 1;
+            if n % 5 == 0 {
+                *poller.eventfd.lock().unwrap() = Some(new_eventfd());
+                lane.waker().wake();
+            }
+            if n % 7 == 0 {
+                poller.asked.store(next, Ordering::SeqCst);
+                lane.waker().wake();
+            } else {
+                poller.ask(next);
+            }
+            poller.await_answer(next);
+        }
+        idle.iter().chain([&busy]).for_each(|shared| shared.over.store(true, Ordering::SeqCst));
+        lane.waker().wake();
+        lane.join().unwrap();
+        for shared in idle.iter().chain([&busy]) {
+            shared.over.store(false, Ordering::SeqCst);
+            shared.asked.store(0, Ordering::SeqCst);
+            shared.answered.store(0, Ordering::SeqCst);
+        }
+    }
 }
 
 #[test]

@@ -39,6 +39,13 @@ pub struct Lines<C> {
     _disk: Attached,
 }
 
+impl<C: FnMut() -> u64> Lines<C> {
+    /// Takes what has ended, and asks for nothing more. True once nothing is in flight.
+    pub fn is_answered(&mut self) -> bool {
+        self.loads.iter_mut().map(Load::drains).fold(true, |all, one| all & one)
+    }
+}
+
 impl<C: FnMut() -> u64> Round for Lines<C> {
     #[inline]
     fn round(&mut self) -> u64 {
@@ -107,7 +114,7 @@ impl<C: FnMut() -> u64> Round for OneCore<C> {
 
 impl<C: FnMut() -> u64> Drop for OneCore<C> {
     fn drop(&mut self) {
-        while !self.lines.loads.iter_mut().all(Load::drains) {
+        while !self.lines.is_answered() {
             let _ = self.device.run_once(&mut DirectSignals, 0);
         }
     }

@@ -105,8 +105,9 @@ impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Round for Load<D, C, Cx> {
 impl<D: Driver<Cx>, C, Cx> Load<D, C, Cx> {
     /// A round that begins nothing. True once nothing is in flight.
     pub fn drains(&mut self) -> bool {
+        let free = &mut self.free;
         self.queue.issue(&mut self.cx, 0);
-        self.queue.reap(&mut self.cx, 0, &mut |_| ());
+        self.queue.reap(&mut self.cx, 0, &mut |bio| free.push(bio));
         self.queue.is_idle()
     }
 }

@@ -167,6 +167,26 @@ impl ListeningServer {
         Ok((server, second))
     }
 
+    /// Starts our daemon with one lane, an export of one queue of a null device, and beside it so many exports of
+    /// `queues` queues each; and says where those are.
+    pub fn with_idle(
+        ground: &CellFolder,
+        exports: usize,
+        queues: usize,
+        cpu: Option<u32>,
+    ) -> Result<(ListeningServer, Vec<PathBuf>), String> {
+        let (mut command, socket) = (on(cpu), ground.socket());
+        let device = format!("null:{STORE_BYTES}");
+        command.arg(program()?).args(["serve", "--control", "none", "--lanes", "1"]);
+        command.args(["--spin-us", &SPIN_US.to_string()]);
+        let idle: Vec<_> = (0..exports).map(|_| ground.socket()).collect();
+        for (path, queues) in idle.iter().map(|path| (path, queues)).chain([(&socket, 1)]) {
+            command.args(["--device", &device]);
+            command.args(["--export", &format!("vhost-user-blk:{}?queues={queues}", path.display())]);
+        }
+        Ok((ListeningServer::run(command, socket)?, idle))
+    }
+
     fn run(mut command: Command, socket: PathBuf) -> Result<ListeningServer, String> {
         let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn();
         let mut server = ListeningServer { child: child.map_err(|error| format!("{command:?}: {error}"))?, socket };

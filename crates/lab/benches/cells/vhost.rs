@@ -23,7 +23,7 @@ use crate::servers::{CellFolder, CellStore, ListeningServer, Who};
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// With a pause before each window.
-fn paused(mut inner: Variant<'_>) -> Variant<'_> {
+pub fn paused(mut inner: Variant<'_>) -> Variant<'_> {
     Box::new(move |window_ns| {
         std::thread::sleep(PAUSE);
         inner(window_ns)

@@ -78,10 +78,6 @@ pub(super) struct PollStep {
 }
 
 impl EventfdPolls {
-    pub(super) fn len(&self) -> usize {
-        self.eventfds.len()
-    }
-
     /// Whether some eventfd cannot be heard until it is watched again.
     #[inline]
     pub(super) fn are_deaf(&self) -> bool {
@@ -141,6 +137,11 @@ impl EventfdPolls {
             eventfd.paused_until_ns = now_ns + pause_ns(eventfd.in_vain);
         }
         (eventfd.paused_until_ns > now_ns).then_some(eventfd.paused_until_ns)
+    }
+
+    /// Whether this eventfd's ring will be heard.
+    pub(super) fn is_listening(&self, index: usize) -> bool {
+        self.eventfds.get(index).is_some_and(|eventfd| eventfd.listening)
     }
 
     /// The number under which this descriptor is held.

@@ -43,9 +43,15 @@ fn sleeps(ring: &mut Ring, deadline_ns: Option<u64>) -> Duration {
     start.elapsed()
 }
 
+/// The numbers of the eventfds that rang; until they are taken, no sleep begins.
+fn take_signalled(ring: &mut Ring) -> Vec<usize> {
+    std::iter::from_fn(|| ring.next_signalled()).collect()
+}
+
 /// Sleeps until soon; whether nothing ended the sleep before. By the deadline itself and not by a length: whoever is
 /// interrupted between the choice of the one and the start of the other sleeps for a shorter time.
 fn sleeps_through(ring: &mut Ring) -> bool {
+    take_signalled(ring);
     let deadline_ns = soon();
     ring.sleep(Some(deadline_ns));
     now_ns() >= deadline_ns
@@ -148,6 +154,8 @@ fn an_eventfd_ends_a_sleep_whenever_it_rings_and_is_quiet_after() {
         assert!(sleeps(&mut ring, Some(later())) < LONG);
         assert_eq!(ring.reap(), 1, "listened to once");
         assert!(is_quiet(&eventfd));
+        assert!(sleeps(&mut ring, None) < LONG, "slept before the lane took what rang");
+        assert_eq!(take_signalled(&mut ring), [3]);
     }
     assert!(sleeps_through(&mut ring), "still listened to");
 }
@@ -182,7 +190,7 @@ fn another_eventfd_under_the_same_number_is_heard_once_asked_for() {
     if second.as_raw_fd() != number {
         return;
     }
-    ring.unwatch_all();
+    ring.unwatch(0);
     ring.watch(second.as_fd(), 0);
     signal_eventfd(&second);
     let start = Instant::now();
