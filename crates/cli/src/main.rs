@@ -11,7 +11,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 /// Multi-queue disks for virtual machines, hosts and programs, from user space.
 #[derive(Debug, Parser)]
-#[command(version, arg_required_else_help = true)]
+#[command(name = "blkyard", version, arg_required_else_help = true)]
 struct Cli {
     /// Say more of what happens, on standard error.
     #[arg(long, short, global = true)]

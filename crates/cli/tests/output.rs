@@ -119,6 +119,12 @@ fn visit(folder: &Path) {
 }
 
 #[test]
+fn version_names_the_program() {
+    let output = Command::new(env!("CARGO_BIN_EXE_blkyard")).arg("--version").output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&output.stdout), concat!("blkyard ", env!("CARGO_PKG_VERSION"), "\n"));
+}
+
+#[test]
 fn daemon_serves_with_its_log_on_a_full_disk() {
     let folder = tempfile::tempdir().unwrap();
     Daemon::serve(folder.path(), full(), full()).serves_and_ends_well(folder.path());
