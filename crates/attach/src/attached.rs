@@ -9,11 +9,11 @@ use std::time::Duration;
 
 use blkyard_mem::Region;
 use blkyard_mq::{DeviceInfo, QueueKind};
+use blkyard_sys::EventFd;
 use blkyard_virtio::Features;
 
 use crate::connector::{Connector, Direct};
 use crate::control::Control;
-use crate::event::Event;
 use crate::mailbox::{ControlSender, DeviceCommand, DriverQueueView};
 use crate::{AttachError, AttachedQueue};
 
@@ -134,8 +134,8 @@ impl Attached {
     pub fn open(config: AttachConfig) -> Result<Attached, AttachError> {
         let path = config.socket.clone();
         let failed = |source| AttachError::System { path: path.clone(), source };
-        let wake = Arc::new(Event::new().map_err(failed)?);
-        let end = Arc::new(Event::new().map_err(failed)?);
+        let wake = Arc::new(EventFd::new().map_err(failed)?);
+        let end = Arc::new(EventFd::new().map_err(failed)?);
         let (sender, orders) = channel();
         let control = Control::open(config, orders, &wake, &end)?;
         let (shared, mut disk) = (Arc::clone(control.shared()), control.disk().clone());

@@ -26,12 +26,12 @@ use std::time::{Duration, Instant};
 
 use blkyard_mem::Region;
 use blkyard_mq::{HeldBack, LogLimit, QueueKind};
+use blkyard_sys::EventFd;
 use blkyard_virtio::Violations;
 use blkyard_virtio::driver::{BlkDisk, BlkLayout, BlkRing};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::attached::SharedState;
-use crate::event::Event;
 use crate::mailbox::{DeviceCommand, DriverQueueView, Opened, QueueCommand, QueueMailbox, RingEnd};
 use crate::message::{Connection, PeerState};
 use crate::rings::{QueueRing, Rings};
@@ -80,7 +80,7 @@ impl Outage {
 
 /// One virtqueue of the device, whether somebody uses it or not.
 struct DriverQueue {
-    call: Arc<Event>,
+    call: Arc<EventFd>,
     violations: Arc<Violations>,
     deaths: Arc<AtomicU64>,
     /// The end of its ring, while the queue is not in use. Missing if it was closed in the middle of I/O.
@@ -92,7 +92,7 @@ struct DriverQueue {
 
 impl DriverQueue {
     fn new() -> std::io::Result<DriverQueue> {
-        let (call, violations, deaths) = (Arc::new(Event::new()?), Arc::default(), Arc::default());
+        let (call, violations, deaths) = (Arc::new(EventFd::new()?), Arc::default(), Arc::default());
         Ok(DriverQueue { call, violations, deaths, spare: None, used: false, user: None })
     }
 }
@@ -117,11 +117,11 @@ struct QuiesceState {
 pub(crate) struct Control {
     shared: Arc<SharedState>,
     orders: Receiver<DeviceCommand>,
-    wake: Arc<Event>,
+    wake: Arc<EventFd>,
     /// Signalled when nobody can want anything any more.
-    end: Arc<Event>,
+    end: Arc<EventFd>,
     /// Rung by a back-end that thinks a ring is broken.
-    error: Event,
+    error: EventFd,
     link: Link,
     /// By number.
     queues: Vec<DriverQueue>,
@@ -152,8 +152,8 @@ impl Control {
     pub(crate) fn open(
         config: AttachConfig,
         orders: Receiver<DeviceCommand>,
-        wake: &Arc<Event>,
-        end: &Arc<Event>,
+        wake: &Arc<EventFd>,
+        end: &Arc<EventFd>,
     ) -> Result<Control, AttachError> {
         let mut session = BackendSession::open(&config, end)?;
         let (path, size) = (config.socket.clone(), config.queue_size);
@@ -162,7 +162,7 @@ impl Control {
         let layout = BlkLayout::new(&disk, size);
         let queues = usize::from(session.queues);
         let talk = |source| AttachError::Talk { path: path.clone(), source };
-        let error = Event::new().map_err(failed)?;
+        let error = EventFd::new().map_err(failed)?;
         let shared = Arc::new(SharedState::new(config, disk.info.capacity_sectors));
         let mut control = Control {
             shared,
@@ -209,7 +209,7 @@ impl Control {
     pub(crate) fn run(mut self) {
         loop {
             self.wait();
-            self.wake.quiet();
+            self.wake.take();
             if let Link::Up { session, .. } = &mut self.link {
                 session.begin();
             }
@@ -270,7 +270,7 @@ impl Control {
                         Err(_) => session.channel = None,
                     }
                 }
-                if self.error.quiet() {
+                if self.error.take() {
                     self.leave(&TalkError::RingError);
                 } else if let Link::Up { session, .. } = &self.link
                     && is_readable(session)
@@ -549,7 +549,7 @@ impl Control {
         for (number, queue) in self.queues.iter().enumerate() {
             let (memory, violations) = (rings.memory(number, &self.layout), Arc::clone(&queue.violations));
             let ring = BlkRing::new(&self.disk, self.layout.size, &memory, violations).map_err(system)?;
-            let kick = Arc::new(Event::new().map_err(system)?);
+            let kick = Arc::new(EventFd::new().map_err(system)?);
             self.made += 1;
             rings.queues.push(QueueRing { number: self.made, kick: Arc::clone(&kick) });
             ends.push(RingEnd { ring: Box::new(ring), kick, number: self.made });
@@ -669,7 +669,7 @@ impl Control {
         self.check_same(session)?;
         session.queues = self.queues.len() as u16;
         // One that is gone, and yet is not, still has the old one.
-        self.error = Event::new().map_err(system)?;
+        self.error = EventFd::new().map_err(system)?;
         if self.is_wanted() {
             self.set_up(session)?;
         }

@@ -21,7 +21,6 @@ mod channel;
 mod connector;
 mod control;
 mod error;
-mod event;
 mod mailbox;
 mod message;
 mod queue;

@@ -9,11 +9,11 @@ use std::sync::mpsc::{SendError, Sender};
 
 use blkyard_mem::{Mailbox, Region};
 use blkyard_mq::QueueKind;
+use blkyard_sys::EventFd;
 use blkyard_virtio::Violations;
 use blkyard_virtio::driver::BlkRing;
 
 use crate::AttachError;
-use crate::event::Event;
 
 /// To a queue.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ pub(crate) enum QueueCommand {
 #[derive(Debug)]
 pub(crate) struct RingEnd {
     pub(crate) ring: Box<BlkRing>,
-    pub(crate) kick: Arc<Event>,
+    pub(crate) kick: Arc<EventFd>,
     /// Counts the rings of a device.
     pub(crate) number: u64,
 }
@@ -90,13 +90,13 @@ pub struct DriverQueueView {
 pub(crate) struct QueueMailbox {
     commands: Mailbox<QueueCommand>,
     /// Rung by the back-end, and for commands; the same one for all back-ends to come.
-    pub(crate) eventfd: Arc<Event>,
+    pub(crate) eventfd: Arc<EventFd>,
     pub(crate) polled: bool,
     pub(crate) view: DriverQueueView,
 }
 
 impl QueueMailbox {
-    pub(crate) fn new(kind: QueueKind, eventfd: &Arc<Event>, view: DriverQueueView) -> QueueMailbox {
+    pub(crate) fn new(kind: QueueKind, eventfd: &Arc<EventFd>, view: DriverQueueView) -> QueueMailbox {
         let polled = kind == QueueKind::Poll;
         QueueMailbox { commands: Mailbox::default(), eventfd: Arc::clone(eventfd), polled, view }
     }
@@ -108,7 +108,7 @@ impl QueueMailbox {
         // Where nobody listens to it nobody
         // would make it quiet, either.
         if !self.polled {
-            self.eventfd.ring();
+            self.eventfd.signal_shared();
         }
     }
 
@@ -130,13 +130,13 @@ pub(crate) struct ControlSender(Arc<LineEnd>);
 #[derive(Debug)]
 struct LineEnd {
     orders: Option<Sender<DeviceCommand>>,
-    wake: Arc<Event>,
+    wake: Arc<EventFd>,
     /// Signalled when no line is left: whatever the control thread waits for, it waits no longer.
-    end: Arc<Event>,
+    end: Arc<EventFd>,
 }
 
 impl ControlSender {
-    pub(crate) fn new(orders: Sender<DeviceCommand>, wake: &Arc<Event>, end: &Arc<Event>) -> ControlSender {
+    pub(crate) fn new(orders: Sender<DeviceCommand>, wake: &Arc<EventFd>, end: &Arc<EventFd>) -> ControlSender {
         ControlSender(Arc::new(LineEnd { orders: Some(orders), wake: Arc::clone(wake), end: Arc::clone(end) }))
     }
 
@@ -149,7 +149,7 @@ impl ControlSender {
     pub(crate) fn send(&self, order: DeviceCommand) -> bool {
         let LineEnd { orders, wake, .. } = &*self.0;
         let sent = orders.as_ref().is_some_and(|orders| !matches!(orders.send(order), Err(SendError(_))));
-        wake.ring();
+        wake.signal();
         sent
     }
 }
@@ -157,7 +157,7 @@ impl ControlSender {
 impl Drop for LineEnd {
     fn drop(&mut self) {
         self.orders = None;
-        self.end.ring();
-        self.wake.ring();
+        self.end.signal();
+        self.wake.signal();
     }
 }

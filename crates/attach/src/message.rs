@@ -16,6 +16,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use blkyard_sys::EventFd;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
@@ -25,7 +26,6 @@ use rustix::net::{
 
 use crate::TalkError;
 use crate::connector::Connector;
-use crate::event::Event;
 
 /// What a front-end may say.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,7 +126,7 @@ pub(crate) struct Connection {
     /// When this conversation must be over.
     until: Instant,
     /// Readable when the device is let go of: then no answer is waited for.
-    end: Arc<Event>,
+    end: Arc<EventFd>,
     /// Every message is answered.
     acknowledged: bool,
 }
@@ -137,7 +137,7 @@ impl Connection {
         connector: &dyn Connector,
         path: &Path,
         reply_max: Duration,
-        end: &Arc<Event>,
+        end: &Arc<EventFd>,
     ) -> io::Result<Connection> {
         /// How soon a full queue of connections is looked at again.
         const AGAIN: Duration = Duration::from_millis(5);
@@ -359,7 +359,7 @@ mod tests {
     fn pair(reply_max: Duration) -> (Connection, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
-        let (until, end) = (Instant::now() + reply_max, Arc::new(Event::new().unwrap()));
+        let (until, end) = (Instant::now() + reply_max, Arc::new(EventFd::new().unwrap()));
         (Connection { stream: ours, reply_max, until, end, acknowledged: true }, theirs)
     }
 

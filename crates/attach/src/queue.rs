@@ -19,9 +19,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mq::{Batch, Done, Driver, RegionTable, Shortage, SignalEventfd, SignalSlot, Status, TimedOut};
+use blkyard_sys::EventFd;
 use blkyard_virtio::driver::{BlkRing, DeviceFault};
 
-use crate::event::Event;
 use crate::mailbox::{ControlSender, DeviceCommand, Opened, QueueCommand, QueueMailbox, RingEnd};
 
 /// One hardware queue of an attached disk.
@@ -29,7 +29,7 @@ use crate::mailbox::{ControlSender, DeviceCommand, Opened, QueueCommand, QueueMa
 #[repr(align(128))]
 pub struct AttachedQueue {
     ring: Option<BlkRing>,
-    kick: Option<Arc<Event>>,
+    kick: Option<Arc<EventFd>>,
     place: SignalSlot,
     /// The kick under the place is another by now.
     moved: bool,

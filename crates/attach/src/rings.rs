@@ -6,17 +6,17 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use blkyard_mem::{Region, View};
+use blkyard_sys::EventFd;
 use blkyard_virtio::driver::{BlkLayout, SharedMemory};
 use blkyard_virtio::{Features, RingBase};
 
-use crate::event::Event;
 use crate::session::{InflightMemory, RingPlace, addr_of};
 
 /// A ring of a queue, as the back-end is told of it.
 pub(crate) struct QueueRing {
     /// Counts the rings of a device.
     pub(crate) number: u64,
-    pub(crate) kick: Arc<Event>,
+    pub(crate) kick: Arc<EventFd>,
 }
 
 /// The rings of all queues: what a session serves, and the next one may go on in.

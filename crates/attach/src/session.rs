@@ -6,12 +6,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use blkyard_mem::Region;
+use blkyard_sys::EventFd;
 use blkyard_virtio::Features;
 use blkyard_virtio::driver::{BlkDisk, BlkLayout, DRIVER_FEATURES};
 use rustix::fs::FileType;
 
 use crate::channel::BackendChannelReader;
-use crate::event::Event;
 use crate::message::{Connection, DESCRIPTORS_MAX, FrontendMessage, state, words};
 use crate::{AttachConfig, AttachError, TalkError};
 
@@ -73,7 +73,7 @@ pub(crate) struct BackendSession {
 
 impl BackendSession {
     /// Connects, and agrees on all but rings and memory.
-    pub(crate) fn open(config: &AttachConfig, end: &Arc<Event>) -> Result<BackendSession, AttachError> {
+    pub(crate) fn open(config: &AttachConfig, end: &Arc<EventFd>) -> Result<BackendSession, AttachError> {
         let talk = connect(config, end)?;
         BackendSession::agree(config, talk)
     }
@@ -252,9 +252,9 @@ impl BackendSession {
         &self,
         number: u16,
         ring: &RingPlace,
-        kick: &Event,
-        call: &Event,
-        error: &Event,
+        kick: &EventFd,
+        call: &EventFd,
+        error: &EventFd,
     ) -> Result<(), TalkError> {
         let talk = &self.talk;
         let [desc, avail, used] = ring.layout.parts.map(|part| ring.addr + part as u64);
@@ -362,7 +362,7 @@ fn read_config(talk: &Connection) -> Result<Vec<u8>, TalkError> {
     Ok(answer[head_bytes..].to_vec())
 }
 
-fn connect(config: &AttachConfig, end: &Arc<Event>) -> Result<Connection, AttachError> {
+fn connect(config: &AttachConfig, end: &Arc<EventFd>) -> Result<Connection, AttachError> {
     use std::io::ErrorKind;
     Connection::open(&*config.connector, &config.socket, config.reply_max, end).map_err(|error| {
         let cause = match error.kind() {

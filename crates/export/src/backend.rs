@@ -15,6 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use blkyard_mq::{DeviceInfo, RateLimit, SchedulerConfig};
+use blkyard_sys::EventFd;
 use blkyard_virtio::{BlkConfig, DirtyLog, Features, RingBase};
 use vhost::vhost_user::GpuBackend;
 use vhost::vhost_user::message::{
@@ -26,7 +27,6 @@ use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBack
 
 use crate::advice;
 use crate::channel::BackendChannel;
-use crate::event::Event;
 use crate::handover::SessionState;
 use crate::inflight::{self, Records};
 use crate::log::ExportLog;
@@ -118,7 +118,7 @@ pub(crate) struct Backend {
     /// Where the front-end looks for the pages that were written, once it has said so.
     log: Option<Arc<DirtyLog>>,
     /// What it is told by that something was noted there, if it wants to be.
-    log_eventfd: Option<Arc<Event>>,
+    log_eventfd: Option<Arc<EventFd>>,
     /// What the front-end took of what we offered; nothing before it says.
     features: Features,
     /// The same of the protocol; and all that it ever took, by which something may have been set up.
@@ -267,8 +267,8 @@ impl Backend {
         }
     }
 
-    fn event(&self, what: &str, file: Option<File>) -> Result<Option<Arc<Event>>> {
-        let event = file.map(Event::new).transpose().map_err(|error| self.refuse(what, error))?;
+    fn event(&self, what: &str, file: Option<File>) -> Result<Option<Arc<EventFd>>> {
+        let event = file.map(EventFd::from_foreign).transpose().map_err(|error| self.refuse(what, error))?;
         Ok(event.map(Arc::new))
     }
 }
@@ -423,7 +423,10 @@ impl VhostUserBackendReqHandlerMut for Backend {
     fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
         let index = usize::from(index);
         self.vring(index as u32)?;
-        let event = file.map(Event::for_kick).transpose().map_err(|error| self.refuse("a kick descriptor", error))?;
+        let event = file
+            .map(EventFd::from_foreign_to_read)
+            .transpose()
+            .map_err(|error| self.refuse("a kick descriptor", error))?;
         self.suspend(index)?;
         self.vrings[index].kick = event.map_or(Kick::Polled, |event| Kick::Rung(Arc::new(event)));
         self.run_if_ready(index)

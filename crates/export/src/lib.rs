@@ -9,7 +9,6 @@ mod acceptor;
 mod advice;
 mod backend;
 mod channel;
-mod event;
 mod handover;
 mod inflight;
 mod log;

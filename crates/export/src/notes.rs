@@ -10,9 +10,8 @@ use std::cell::Cell;
 use std::sync::Arc;
 
 use blkyard_mq::{Bio, Op, Segment};
+use blkyard_sys::EventFd;
 use blkyard_virtio::{DirtyLog, GuestMemory};
-
-use crate::event::Event;
 
 /// Where a queue notes what it writes.
 pub(crate) struct Notes {
@@ -20,17 +19,17 @@ pub(crate) struct Notes {
     /// What we write of the ring: guest addresses and bytes. Nothing if nobody wants to know.
     ring: Vec<(u64, u64)>,
     /// What the front-end is told by, and whether there is something to tell.
-    eventfd: Option<Arc<Event>>,
+    eventfd: Option<Arc<EventFd>>,
     untold: Cell<bool>,
 }
 
 impl Notes {
-    pub(crate) fn new(log: Arc<DirtyLog>, ring: Vec<(u64, u64)>, eventfd: Option<Arc<Event>>) -> Notes {
+    pub(crate) fn new(log: Arc<DirtyLog>, ring: Vec<(u64, u64)>, eventfd: Option<Arc<EventFd>>) -> Notes {
         Notes { log, ring, eventfd, untold: Cell::new(false) }
     }
 
     /// The eventfd that is to be rung, since something was noted after it was last asked for.
-    pub(crate) fn untold(&self) -> Option<&Event> {
+    pub(crate) fn untold(&self) -> Option<&EventFd> {
         self.eventfd.as_deref().filter(|_| self.untold.take())
     }
 

@@ -5,12 +5,11 @@
 //! under a message; and a front-end that stops in the middle of one, or never reads an answer, delays nothing.
 
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use blkyard_mq::{DeviceInfo, RateLimit, SchedulerConfig};
-use rustix::event::{EventfdFlags, eventfd};
+use blkyard_sys::EventFd;
 
 use crate::QueueRemote;
 use crate::handover::Handed;
@@ -49,18 +48,18 @@ pub(crate) enum ExportCommand {
 #[derive(Clone)]
 pub struct ExportHand {
     orders: Sender<ExportCommand>,
-    eventfd: Arc<OwnedFd>,
+    eventfd: Arc<EventFd>,
 }
 
 /// The export's end.
 pub(crate) struct ExportCommands {
     orders: Receiver<ExportCommand>,
-    eventfd: Arc<OwnedFd>,
+    eventfd: Arc<EventFd>,
 }
 
 /// Makes the two ends.
 pub(crate) fn orders() -> io::Result<(ExportHand, ExportCommands)> {
-    let eventfd = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+    let eventfd = Arc::new(EventFd::new()?);
     let (sender, receiver) = channel();
     Ok((ExportHand { orders: sender, eventfd: Arc::clone(&eventfd) }, ExportCommands { orders: receiver, eventfd }))
 }
@@ -114,21 +113,21 @@ impl ExportHand {
         let (answer, wait) = channel();
         // Without its thread the order is dropped, and the channel for the answer with it.
         let _ = self.orders.send(order(answer));
-        let _ = rustix::io::write(&*self.eventfd, &1_u64.to_ne_bytes());
+        self.eventfd.signal();
         wait
     }
 }
 
 impl ExportCommands {
     /// Readable while there is an order.
-    pub(crate) fn eventfd(&self) -> &OwnedFd {
+    pub(crate) fn eventfd(&self) -> &EventFd {
         &self.eventfd
     }
 
     /// The next order, if there is one.
     pub(crate) fn next(&self) -> Option<ExportCommand> {
         // Before we look: an order that comes later rings again.
-        let _ = rustix::io::read(&*self.eventfd, &mut [0; 8]);
+        self.eventfd.take();
         self.orders.try_recv().ok()
     }
 }

@@ -17,12 +17,12 @@ use std::sync::mpsc::Sender;
 
 use blkyard_mem::Region;
 use blkyard_mq::{Bio, Driver, HwQueue, Poller, PollerState, RegionTable, Segment, SignalEventfd, SignalSlot, Wake};
+use blkyard_sys::EventFd;
 use blkyard_virtio::{
     Chain, ChainHead, DeviceRing, GuestMemory, ParseContext, Parsed, Refusals, RingBase, SerialId, VirtioStatus, parse,
     status_of, write_status, written,
 };
 
-use crate::event::Event;
 use crate::log::ExportLog;
 use crate::notes::Notes;
 use crate::pace::FetchPace;
@@ -74,9 +74,9 @@ struct GuestRing {
     notes: Option<Notes>,
     /// Chains fetched in one round, at most.
     round_max: usize,
-    kick: Option<Arc<Event>>,
-    call: Option<Arc<Event>>,
-    error: Option<Arc<Event>>,
+    kick: Option<Arc<EventFd>>,
+    call: Option<Arc<EventFd>>,
+    error: Option<Arc<EventFd>>,
     disk: DiskView,
     connection: Arc<UnixStream>,
     chain: Chain,
@@ -479,7 +479,7 @@ impl GuestRing {
 /// Signals another eventfd than the guest's, under the same place. A call of the guest's that has not gone through goes
 /// to a eventfd that is ringing already.
 #[cold]
-fn signal_once<Cx: ?Sized + SignalEventfd>(cx: &mut Cx, place: &mut SignalSlot, eventfd: &Event) {
+fn signal_once<Cx: ?Sized + SignalEventfd>(cx: &mut Cx, place: &mut SignalSlot, eventfd: &EventFd) {
     cx.forget(place);
     cx.signal(place, eventfd.as_fd());
     cx.forget(place);

@@ -12,10 +12,10 @@ use std::sync::{Arc, OnceLock};
 
 use blkyard_mem::Mailbox;
 use blkyard_mq::{DeviceInfo, HwStats, LaneWaker, RateLimit, SchedulerConfig, Wake};
+use blkyard_sys::EventFd;
 use blkyard_virtio::{GuestMemory, Inflight, RingBase, RingLayout};
 
 use crate::QueueView;
-use crate::event::Event;
 use crate::log::ExportLog;
 use crate::notes::Notes;
 
@@ -33,9 +33,9 @@ pub(crate) struct Setup {
     pub(crate) record: Option<Inflight>,
     /// Where it notes which of the guest's pages it writes.
     pub(crate) notes: Option<Notes>,
-    pub(crate) kick: Option<Arc<Event>>,
-    pub(crate) call: Option<Arc<Event>>,
-    pub(crate) error: Option<Arc<Event>>,
+    pub(crate) kick: Option<Arc<EventFd>>,
+    pub(crate) call: Option<Arc<EventFd>>,
+    pub(crate) error: Option<Arc<EventFd>>,
     pub(crate) disk: DiskView,
     /// The connection, to be closed should the shared memory go away under us.
     pub(crate) connection: Arc<UnixStream>,
@@ -57,7 +57,7 @@ pub(crate) enum Command {
     /// Make durable what has completed, then say whether that worked.
     Flush(Sender<bool>),
     /// Ring this from now on.
-    Call(Option<Arc<Event>>, Sender<()>),
+    Call(Option<Arc<EventFd>>, Sender<()>),
     /// The device is this from now on; the queue is at rest.
     Change(Arc<DeviceInfo>, Sender<Result<(), String>>),
     /// Have no more requests in flight than this, then say how many that are.
@@ -188,7 +188,7 @@ impl QueueRemote {
 
     /// Has the queue ring this from now on. Waited for, as everything a front-end asks for is: else one that asks
     /// faster than a lane hears would have us hold descriptors without end.
-    pub(crate) fn set_call(&self, call: Option<Arc<Event>>) -> Result<(), Gone> {
+    pub(crate) fn set_call(&self, call: Option<Arc<EventFd>>) -> Result<(), Gone> {
         let (answer, wait) = channel();
         self.commands.send(Command::Call(call, answer))?;
         wait.recv().map_err(|_| Gone)

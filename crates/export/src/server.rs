@@ -7,7 +7,7 @@
 
 use std::io;
 use std::ops::ControlFlow;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
@@ -15,7 +15,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use blkyard_sys::EventFd;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::QueueRemote;
@@ -100,7 +101,7 @@ pub struct Server {
 
 /// How the thread is told to end, wherever it waits.
 struct Stop {
-    eventfd: OwnedFd,
+    eventfd: EventFd,
     asked: AtomicBool,
 }
 
@@ -158,8 +159,7 @@ impl Server {
         status: Arc<ExportStatus>,
         serve: impl FnOnce(&ExportContext) + Send + 'static,
     ) -> io::Result<Server> {
-        let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let stop = Arc::new(Stop { eventfd, asked: AtomicBool::new(false) });
+        let stop = Arc::new(Stop { eventfd: EventFd::new()?, asked: AtomicBool::new(false) });
         let (hand, orders) = orders()?;
         let context = ExportContext { socket, stop: Arc::clone(&stop), status: Arc::clone(&status), orders };
         let thread = std::thread::Builder::new().name("export".into()).spawn(move || serve(&context))?;
@@ -184,7 +184,7 @@ impl Server {
     /// Asks it to end: no new front-end is taken, the one there is let go of once what it had fetched is finished.
     pub fn ask_to_stop(&self) {
         self.stop.asked.store(true, Ordering::SeqCst);
-        let _ = rustix::io::write(&self.stop.eventfd, &1_u64.to_ne_bytes());
+        self.stop.eventfd.signal();
     }
 
     /// Waits until it has ended, by itself or because it was asked to.

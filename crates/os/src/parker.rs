@@ -9,18 +9,19 @@
 //! itself.
 
 use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use blkyard_mq::{Context, Parker, Wake};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use blkyard_sys::EventFd;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::{Ring, now_ns};
 
 /// One thread's place to sleep beside a shared ring.
 #[derive(Debug)]
 pub struct RingParker {
-    eventfd: OwnedFd,
+    eventfd: EventFd,
     rings: Box<[OwnedFd]>,
 }
 
@@ -45,7 +46,7 @@ impl RingParker {
     /// If there are more rings than kinds of queues.
     pub fn beside(rings: &[&Ring]) -> io::Result<Arc<RingParker>> {
         assert!(rings.len() <= RINGS_MAX, "a parker beside {} rings", rings.len());
-        let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let eventfd = EventFd::new()?;
         let rings = rings.iter().map(|ring| ring.descriptor().try_clone_to_owned()).collect::<io::Result<_>>()?;
         Ok(Arc::new(RingParker { eventfd, rings }))
     }
@@ -55,24 +56,19 @@ impl RingParker {
         let timeout = Timespec { tv_sec: (left_ns / 1_000_000_000) as i64, tv_nsec: (left_ns % 1_000_000_000) as i64 };
         // Places that no ring has listen to the eventfd again, which is harmless.
         let mut fds: [PollFd<'_>; 1 + RINGS_MAX] = std::array::from_fn(|place| {
-            PollFd::new(place.checked_sub(1).and_then(|ring| rings.get(ring)).unwrap_or(&self.eventfd), PollFlags::IN)
+            let ring = place.checked_sub(1).and_then(|ring| rings.get(ring));
+            PollFd::from_borrowed_fd(ring.map_or(self.eventfd.as_fd(), OwnedFd::as_fd), PollFlags::IN)
         });
         let _ = poll(&mut fds[..=rings.len()], Some(&timeout));
         if !fds[0].revents().is_empty() {
-            self.quiet();
+            self.eventfd.take();
         }
-    }
-
-    fn quiet(&self) {
-        // Nothing to read is as quiet as it gets.
-        let _ = rustix::io::read(&self.eventfd, &mut [0; 8]);
     }
 }
 
 impl Wake for RingParker {
     fn wake(&self) {
-        // Fails only when 2^64 calls were not heard; then it is ringing anyway.
-        let _ = rustix::io::write(&self.eventfd, &1_u64.to_ne_bytes());
+        self.eventfd.signal();
     }
 }
 
@@ -80,7 +76,7 @@ impl Parker for RingParker {
     fn sleep(&self) {
         // Whatever ends this early, a signal say, whoever slept looks again.
         let _ = poll(&mut [PollFd::new(&self.eventfd, PollFlags::IN)], None);
-        self.quiet();
+        self.eventfd.take();
     }
 
     fn watch(&self, deadline_ns: u64) {

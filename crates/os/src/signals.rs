@@ -7,11 +7,12 @@
 //! handler may.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use blkyard_sys::EventFd;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// A signal that was caught.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +40,7 @@ const KINDS: [(libc::c_int, Signal); 3] =
 /// The one place where the program waits for signals.
 #[derive(Debug)]
 pub struct Signals {
-    eventfd: &'static OwnedFd,
+    eventfd: &'static EventFd,
 }
 
 impl Signals {
@@ -48,11 +49,11 @@ impl Signals {
     /// # Errors
     /// The system refuses a descriptor or the handler.
     pub fn install() -> io::Result<Signals> {
-        static KEPT: std::sync::OnceLock<OwnedFd> = std::sync::OnceLock::new();
+        static KEPT: std::sync::OnceLock<EventFd> = std::sync::OnceLock::new();
         // Never closed: the handler may use it at any time.
-        let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let made = EventFd::new()?;
         let eventfd = KEPT.get_or_init(|| made);
-        EVENTFD.store(eventfd.as_raw_fd(), Ordering::Release);
+        EVENTFD.store(eventfd.as_fd().as_raw_fd(), Ordering::Release);
         ENDINGS.store(0, Ordering::Release);
         [libc::SIGINT, libc::SIGTERM].into_iter().try_for_each(take_over)?;
         // A file that may not grow as far as somebody wants is an error of that request, and no reason to end.
@@ -83,13 +84,11 @@ impl Signals {
                 return None;
             }
             let time = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
-            let mut wanted = [PollFd::new(&self.eventfd, PollFlags::IN)];
+            let mut wanted = [PollFd::new(self.eventfd, PollFlags::IN)];
             match poll(&mut wanted, time.as_ref()) {
                 Ok(0) => return None,
-                Ok(_) => {
-                    // Before we look again: a signal between the two rings once more.
-                    let _ = rustix::io::read(self.eventfd, &mut [0; 8]);
-                }
+                // Before we look again: a signal between the two rings once more.
+                Ok(_) => drop(self.eventfd.take()),
                 // Interrupted, most likely by what we wait for.
                 Err(_) => {}
             }

@@ -3,24 +3,23 @@
 //! A [`WakeFlag`] says whether the lane sleeps, and an event descriptor ends its sleep. The poll of it is
 //! level-triggered, so a signal that comes before the sleep begins ends it all the same.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 
 use blkyard_mem::WakeFlag;
 use blkyard_mq::Wake;
-use rustix::event::EventfdFlags;
+use blkyard_sys::EventFd;
 
 /// The flag and the eventfd.
 #[derive(Debug)]
 pub(crate) struct Waker {
     flag: WakeFlag,
-    eventfd: OwnedFd,
+    eventfd: EventFd,
 }
 
 impl Waker {
     pub(crate) fn new() -> std::io::Result<Arc<Waker>> {
-        let eventfd = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Arc::new(Waker { flag: WakeFlag::default(), eventfd }))
+        Ok(Arc::new(Waker { flag: WakeFlag::default(), eventfd: EventFd::new()? }))
     }
 
     pub(crate) fn eventfd(&self) -> BorrowedFd<'_> {
@@ -37,9 +36,6 @@ impl Waker {
 impl Wake for Waker {
     #[inline]
     fn wake(&self) {
-        self.flag.wake(|| {
-            // Fails only when 2^64 calls were not heard; then the eventfd is ringing anyway.
-            let _ = rustix::io::write(&self.eventfd, &1_u64.to_ne_bytes());
-        });
+        self.flag.wake(|| self.eventfd.signal());
     }
 }

@@ -1,7 +1,7 @@
 //! Drivers whose device signals an eventfd: sleepers hear it, on a lane and on a shared queue, long before they would
 //! look by themselves.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,7 @@ use blkyard_mq::{
     QueueLimits, RegionTable, Status, SwQueue, Tag,
 };
 use blkyard_os::{LaneConfig, Ring, RingConfig, RingParker, now_ns, spawn};
-use rustix::event::{EventfdFlags, eventfd};
+use blkyard_sys::EventFd;
 
 /// I/Os one after another. Who does not hear the eventfd looks once a second, and takes minutes.
 const ROUNDS: u64 = 200;
@@ -22,7 +22,7 @@ const LIMIT: Duration = Duration::from_mins(1);
 struct Wire {
     finished: Mutex<Vec<usize>>,
     armed: AtomicBool,
-    eventfd: OwnedFd,
+    eventfd: EventFd,
 }
 
 /// A device of one thread: finishes what it is given, and rings if it was asked to.
@@ -34,7 +34,7 @@ struct DoorbellDriver {
 
 impl DoorbellDriver {
     fn new(depth: usize) -> DoorbellDriver {
-        let eventfd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let eventfd = EventFd::new().unwrap();
         let wire = Arc::new(Wire { finished: Mutex::default(), armed: AtomicBool::new(false), eventfd });
         let (work, wanted) = channel();
         let device = Arc::clone(&wire);
@@ -49,7 +49,7 @@ fn serve(wire: &Wire, wanted: &Receiver<usize>) {
         std::thread::sleep(Duration::from_micros(50 * (place as u64 % 5)));
         wire.finished.lock().unwrap().push(place);
         if wire.armed.swap(false, Ordering::SeqCst) {
-            rustix::io::write(&wire.eventfd, &1_u64.to_ne_bytes()).unwrap();
+            wire.eventfd.signal();
         }
     }
 }

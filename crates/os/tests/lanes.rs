@@ -3,16 +3,16 @@
 
 mod common;
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::{IdlePolicy, Poller, PollerState, QueueMap, Wake};
 use blkyard_os::{FileConfig, Holdings, LaneConfig, LaneError, LaneThread, Lanes, Ring};
+use blkyard_sys::EventFd;
 use common::mover::{BLOCKS, Mover, Tally};
 use common::{folders, image, open};
-use rustix::event::{EventfdFlags, eventfd};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -100,7 +100,7 @@ struct Ringer {
 }
 
 struct Shared {
-    eventfd: OwnedFd,
+    eventfd: EventFd,
     asked: AtomicU64,
     answered: AtomicU64,
     eventfd_wanted: AtomicBool,
@@ -115,7 +115,7 @@ struct Shared {
 impl Shared {
     fn new() -> Arc<Shared> {
         Arc::new(Shared {
-            eventfd: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap(),
+            eventfd: EventFd::new().unwrap(),
             asked: AtomicU64::new(0),
             answered: AtomicU64::new(0),
             eventfd_wanted: AtomicBool::new(false),
@@ -130,7 +130,7 @@ impl Shared {
     fn ask(&self, n: u64) {
         self.asked.store(n, SeqCst);
         if self.eventfd_wanted.load(SeqCst) {
-            rustix::io::write(&self.eventfd, &1_u64.to_ne_bytes()).unwrap();
+            self.eventfd.signal();
         }
     }
 

@@ -14,14 +14,15 @@ use super::Finding;
 const FLOORS: &[(&str, &[&str])] = &[
     ("mem", &[]),
     ("mq", &["mem"]),
+    ("sys", &["mem"]),
     ("virtio", &["mem", "mq"]),
-    ("export", &["mem", "mq", "virtio"]),
-    ("attach", &["mem", "mq", "virtio"]),
-    ("os", &["mem", "mq"]),
+    ("export", &["mem", "mq", "sys", "virtio"]),
+    ("attach", &["mem", "mq", "sys", "virtio"]),
+    ("os", &["mem", "mq", "sys"]),
     ("sim", &["mem", "mq", "virtio", "export", "attach"]),
-    ("blkyard", &["mem", "mq", "virtio", "export", "attach", "os", "sim"]),
-    ("lab", &["mem", "mq", "virtio", "export", "attach", "os", "sim", "blkyard"]),
-    ("cli", &["mem", "mq", "virtio", "export", "attach", "os", "sim", "blkyard", "lab"]),
+    ("blkyard", &["mem", "mq", "sys", "virtio", "export", "attach", "os", "sim"]),
+    ("lab", &["mem", "mq", "sys", "virtio", "export", "attach", "os", "sim", "blkyard"]),
+    ("cli", &["mem", "mq", "sys", "virtio", "export", "attach", "os", "sim", "blkyard", "lab"]),
 ];
 
 /// What a crate's tests may import besides: the queue core is tested over the simulation's chaos device, an export on

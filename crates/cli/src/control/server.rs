@@ -9,7 +9,7 @@
 
 use std::fmt::Display;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 
 use blkyard_export::BoundSocket;
 use blkyard_mq::{HeldBack, LogLimit};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use blkyard_sys::EventFd;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde_json::Value;
 
 use super::wire::{ControlRequest, REQUEST_BYTES_MAX, answer_line, parse_request};
@@ -43,7 +44,7 @@ pub enum Answer {
 #[derive(Debug)]
 pub struct ControlServer {
     thread: Option<JoinHandle<()>>,
-    stop: Arc<OwnedFd>,
+    stop: Arc<EventFd>,
 }
 
 impl ControlServer {
@@ -62,7 +63,7 @@ impl ControlServer {
     where
         A: FnMut(ControlRequest, &UnixStream) -> Answer + Send + 'static,
     {
-        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let stop = Arc::new(EventFd::new()?);
         socket.listener().set_nonblocking(true)?;
         let limit = LogLimit::default();
         let serving =
@@ -80,7 +81,7 @@ impl ControlServer {
 /// Ends the thread, and removes the socket. A request under way is finished first.
 impl Drop for ControlServer {
     fn drop(&mut self) {
-        let _ = rustix::io::write(&*self.stop, &1_u64.to_ne_bytes());
+        self.stop.signal();
         if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the thread of the control socket panicked");
         }
@@ -89,7 +90,7 @@ impl Drop for ControlServer {
 
 struct ServingControl<A> {
     socket: Arc<BoundSocket>,
-    stop: Arc<OwnedFd>,
+    stop: Arc<EventFd>,
     clients: Vec<ControlClient>,
     client_time: Duration,
     /// Of the log lines that clients cause.

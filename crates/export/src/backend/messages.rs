@@ -6,12 +6,12 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 
+use blkyard_sys::EventFd;
 use blkyard_virtio::Features;
 use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures, VhostUserVringAddrFlags};
 
 use super::Backend;
 use super::rings::{Kick, Vring};
-use crate::event::Event;
 use crate::wire::Message;
 
 /// The bit of a kick, call or error message that says it brings no descriptor.
@@ -99,7 +99,7 @@ impl Backend {
     }
 }
 
-fn event(request: FrontendReq, index: u32, event: Option<&Event>) -> io::Result<Message> {
+fn event(request: FrontendReq, index: u32, event: Option<&EventFd>) -> io::Result<Message> {
     let word = u64::from(index) | if event.is_some() { 0 } else { NO_DESCRIPTOR };
     let files = event.map(|event| event.as_fd().try_clone_to_owned()).transpose()?;
     Ok(Message::new(request, &words64(&[word]), files.into_iter().collect::<Vec<OwnedFd>>()))

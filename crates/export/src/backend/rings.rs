@@ -12,12 +12,12 @@
 
 use std::sync::Arc;
 
+use blkyard_sys::EventFd;
 use blkyard_virtio::{Features, RingBase, RingLayout};
 use vhost::vhost_user::{Error, Result};
 
 use super::{Backend, QUEUE_SIZE_MAX};
 use crate::advice;
-use crate::event::Event;
 use crate::memory::{Memory, MemoryError};
 use crate::remote::{DiskView, Gone, Setup, Suspension};
 
@@ -30,7 +30,7 @@ pub(super) enum Kick {
     /// Not at all: we are to look by ourselves.
     Polled,
     /// By this.
-    Rung(Arc<Event>),
+    Rung(Arc<EventFd>),
 }
 
 /// What the front-end has said of a ring.
@@ -44,8 +44,8 @@ pub(super) struct Vring {
     /// Where the used ring begins in guest memory, if writes to the ring are to be noted in the log.
     pub(super) log_at: Option<u64>,
     pub(super) kick: Kick,
-    pub(super) call: Option<Arc<Event>>,
-    pub(super) error: Option<Arc<Event>>,
+    pub(super) call: Option<Arc<EventFd>>,
+    pub(super) error: Option<Arc<EventFd>>,
     pub(super) enabled: bool,
     pub(super) running: bool,
 }

@@ -17,7 +17,8 @@ use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::SeqCst;
 use std::time::{Duration, Instant};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use blkyard_sys::EventFd;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 pub use devices::{AnyDevice, Gate, Seen, disk_info};
 pub use front::{Bystander, Front, PLAIN, SPLIT, one_queue};
@@ -64,7 +65,7 @@ pub fn readable(fd: impl AsFd, within: Duration) -> bool {
 
 /// An event descriptor.
 pub fn event() -> OwnedFd {
-    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap()
+    EventFd::new().unwrap().into()
 }
 
 /// Rings an event descriptor.

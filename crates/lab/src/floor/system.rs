@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 
 use blkyard_mem::Region;
 use blkyard_os::{Clock, NopRing, cache_bytes, now_ns};
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::io::{read, retry_on_intr, write};
+use blkyard_sys::BlockingEventFd;
 
 use super::cpus::{partner_cpu, pin_to};
 use super::windows::{Variant, for_a_window, variant};
@@ -128,26 +127,21 @@ pub(super) fn nops(batch: usize) -> Result<Variant<'static>, String> {
 /// From signalling the eventfd of a sleeping thread to its being awake: half of there and back, between two CPUs.
 pub(super) fn wake_up() -> Result<Variant<'static>, String> {
     let cpu = partner_cpu()?;
-    let eventfd = || eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| format!("no event descriptor: {error}"));
+    let eventfd = || BlockingEventFd::new().map_err(|error| format!("no event descriptor: {error}"));
     let (there, back) = (eventfd()?, eventfd()?);
-    let one = 1_u64.to_ne_bytes();
     Ok(Box::new(move |window_ns| {
         let over = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let partner = scope.spawn(|| {
                 pin_to(cpu);
-                let heard = || retry_on_intr(|| read(&there, &mut [0; 8])).is_ok();
-                while heard() && !over.load(Relaxed) {
-                    let _ = write(&back, &one);
+                while there.wait() && !over.load(Relaxed) {
+                    back.signal();
                 }
             });
-            let cost = for_a_window(window_ns, || {
-                let rang = write(&there, &one).and_then(|_| retry_on_intr(|| read(&back, &mut [0; 8])));
-                2 * u64::from(rang.is_ok())
-            });
+            let cost = for_a_window(window_ns, || 2 * u64::from(there.signal() && back.wait()));
             // Heard by the partner in its last round, and not answered: both descriptors are at zero again.
             over.store(true, Relaxed);
-            let rang = write(&there, &one).is_ok();
+            let rang = there.signal();
             if rang && partner.join().is_ok() { cost } else { f64::NAN }
         })
     }))

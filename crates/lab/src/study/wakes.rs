@@ -14,8 +14,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use blkyard_os::{now_ns, thread_cpu_ns};
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::fd::OwnedFd;
+use blkyard_sys::BlockingEventFd;
 
 use super::costs::CallCost;
 use super::job_flags::lock;
@@ -41,7 +40,7 @@ const HAND_OVERS: u32 = 400;
 /// The system has no descriptors or threads left.
 pub(crate) fn sleep_and_ring(windows: usize) -> io::Result<(CallCost, CallCost)> {
     let sleepers = (0..SLEEPERS).map(|_| WokenThread::new(None)).collect::<io::Result<Vec<_>>>()?;
-    let mine = new_eventfd()?;
+    let mine = Arc::new(BlockingEventFd::new()?);
     let partner = WokenThread::new(Some(Arc::clone(&mine)))?;
     let mut clock = Samples::default();
     let (mut rings, mut cycles) = (Samples::default(), Samples::default());
@@ -51,12 +50,14 @@ pub(crate) fn sleep_and_ring(windows: usize) -> io::Result<(CallCost, CallCost)>
         let start_ns = thread_cpu_ns();
         clock.push((thread_cpu_ns() - start_ns) as f64);
         let start_ns = thread_cpu_ns();
-        sleepers.iter().for_each(|sleeper| ring(&sleeper.eventfd));
+        for sleeper in &sleepers {
+            sleeper.eventfd.signal();
+        }
         rings.push((thread_cpu_ns() - start_ns) as f64);
         let start_ns = thread_cpu_ns();
         for _ in 0..CYCLES {
-            ring(&partner.eventfd);
-            sleep(&mine);
+            partner.eventfd.signal();
+            mine.wait();
         }
         cycles.push((thread_cpu_ns() - start_ns) as f64);
     }
@@ -70,23 +71,23 @@ pub(crate) fn sleep_and_ring(windows: usize) -> io::Result<(CallCost, CallCost)>
 
 /// A thread that sleeps on its eventfd, and answers if it has somebody to answer to.
 struct WokenThread {
-    eventfd: Arc<OwnedFd>,
+    eventfd: Arc<BlockingEventFd>,
     over: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl WokenThread {
-    fn new(answer: Option<Arc<OwnedFd>>) -> io::Result<WokenThread> {
-        let (eventfd, over) = (new_eventfd()?, Arc::new(AtomicBool::new(false)));
+    fn new(answer: Option<Arc<BlockingEventFd>>) -> io::Result<WokenThread> {
+        let (eventfd, over) = (Arc::new(BlockingEventFd::new()?), Arc::new(AtomicBool::new(false)));
         let thread = thread::Builder::new().stack_size(1 << 16).spawn({
             let (eventfd, over) = (Arc::clone(&eventfd), Arc::clone(&over));
             // On the CPU of the thread that made it.
             move || {
                 let _ = rustix::process::setpriority_process(None, NICE);
                 while !over.load(Ordering::Acquire) {
-                    sleep(&eventfd);
+                    eventfd.wait();
                     if let Some(answer) = &answer {
-                        ring(answer);
+                        answer.signal();
                     }
                 }
             }
@@ -98,24 +99,11 @@ impl WokenThread {
 impl Drop for WokenThread {
     fn drop(&mut self) {
         self.over.store(true, Ordering::Release);
-        ring(&self.eventfd);
+        self.eventfd.signal();
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
     }
-}
-
-fn new_eventfd() -> io::Result<Arc<OwnedFd>> {
-    Ok(Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?))
-}
-
-/// A counter of the kernel's: 2^64 calls that nobody heard would be the first to fail.
-fn ring(eventfd: &Arc<OwnedFd>) {
-    let _ = rustix::io::write(eventfd, &1_u64.to_ne_bytes());
-}
-
-fn sleep(eventfd: &OwnedFd) {
-    let _ = rustix::io::read(eventfd, &mut [0; 8]);
 }
 
 /// What a lock and the data under it cost more when they come from another CPU, nanoseconds; nothing where there is one
