@@ -57,11 +57,11 @@ pub fn test(root: &Path, log: &File) -> Result<Verdict> {
         )));
     }
     let counts = count(root, log)?;
-    let complaints = compare(&record.counts, &counts);
+    let violations = compare(&record.counts, &counts);
     ensure!(
-        complaints.is_empty(),
+        violations.is_empty(),
         "{}\nIf that is the price of something wanted, record anew: {ANEW}",
-        complaints.join("\n")
+        violations.join("\n")
     );
     Ok(Verdict::Passed(counts.len()))
 }
@@ -80,11 +80,11 @@ pub fn record() -> Result<()> {
 }
 
 fn compare(recorded: &Counts, counted: &Counts) -> Vec<String> {
-    let mut complaints = Vec::new();
+    let mut violations = Vec::new();
     for (case, count) in counted {
         match recorded.get(case) {
-            None => complaints.push(format!("{case}: {count:.1} instructions, and {RECORD} has no such case")),
-            Some(old) if *count > old * (1.0 + EXCESS_MAX) => complaints.push(format!(
+            None => violations.push(format!("{case}: {count:.1} instructions, and {RECORD} has no such case")),
+            Some(old) if *count > old * (1.0 + EXCESS_MAX) => violations.push(format!(
                 "{case}: {count:.1} instructions for each I/O, {:.1} % more than the {old:.1} in {RECORD}",
                 (count / old - 1.0) * 100.0
             )),
@@ -92,8 +92,8 @@ fn compare(recorded: &Counts, counted: &Counts) -> Vec<String> {
         }
     }
     let gone = recorded.keys().filter(|case| !counted.contains_key(*case));
-    complaints.extend(gone.map(|case| format!("{case}: in {RECORD}, and no longer a case")));
-    complaints
+    violations.extend(gone.map(|case| format!("{case}: in {RECORD}, and no longer a case")));
+    violations
 }
 
 impl Record {
@@ -193,10 +193,10 @@ mod tests {
     fn three_percent_more_is_noise_and_beyond_is_an_error() {
         let recorded = counts(&[("a", 100.0), ("b", 100.0), ("c", 100.0)]);
         assert!(compare(&recorded, &counts(&[("a", 102.9), ("b", 40.0), ("c", 100.0)])).is_empty());
-        let complaints = compare(&recorded, &counts(&[("a", 103.1), ("b", 100.0), ("d", 1.0)]));
-        assert_eq!(complaints.len(), 3, "{complaints:?}");
-        assert!(complaints[0].starts_with("a: 103.1 instructions for each I/O, 3.1 % more"), "{complaints:?}");
-        assert!(complaints[1].starts_with("d: ") && complaints[2].starts_with("c: "), "{complaints:?}");
+        let violations = compare(&recorded, &counts(&[("a", 103.1), ("b", 100.0), ("d", 1.0)]));
+        assert_eq!(violations.len(), 3, "{violations:?}");
+        assert!(violations[0].starts_with("a: 103.1 instructions for each I/O, 3.1 % more"), "{violations:?}");
+        assert!(violations[1].starts_with("d: ") && violations[2].starts_with("c: "), "{violations:?}");
     }
 
     #[test]

@@ -1,25 +1,26 @@
 //! The baton: one owner at a time, and nobody waits for it.
 //!
-//! A [`Baton`] keeps something that several threads share and one at a time may touch, a hardware queue. It is a lock
-//! without a slow path: a thread that finds it held leaves word that there is work, and goes. The one who holds it
-//! cannot put it down without having taken note.
+//! A [`Baton`] is an ownership lock with a PENDING bit, and keeps what several threads share and one at a time may
+//! touch: a hardware queue. It is a lock without a slow path: a thread that finds it held sets the bit and leaves. The
+//! holder cannot release it without having taken the bit.
 //!
 //! ```text
 //!                       take                            take, by another
-//!               ┌─────────────────▶ ┌───────┐ ─────────────────────────▶ ┌─────────────────┐
-//!      ┌──────┐ │                   │ owned │                            │ owned with work │──┐ take, by another
-//!      │ idle │─┘                   └───────┘ ◀───────────────────────── └─────────────────┘◀─┘
-//!      └──────┘ ◀──────────────────────┘                 heed                     │
+//!               ┌─────────────────▶ ┌───────┐ ─────────────────────────▶ ┌───────────────┐
+//!      ┌──────┐ │                   │ owned │                            │ owned,        │──┐ take, by another
+//!      │ idle │─┘                   └───────┘ ◀───────────────────────── │ work pending  │◀─┘
+//!      └──────┘ ◀──────────────────────┘             take_pending        └───────────────┘
 //!                     give back                                                   └─ give back: refused
 //! ```
 //!
-//! What makes it safe to leave: *work* is set by a read-modify-write after the leaver has published what it has, and
-//! idle is reached only from *owned*. So either the compare-exchange to idle comes first, and the leaver finds idle and
-//! takes the baton itself; or it comes second, fails, and the holder heeds, which makes what was published visible to
-//! it. There is one word, and all orders of events are orders of its values: no other fence is needed.
+//! Why leaving is safe: the bit is set by a read-modify-write after the leaving thread has published its work, and
+//! idle is reached only from *owned*. If the compare-exchange to idle comes first, the leaving thread finds idle and
+//! takes the baton itself. If it comes second, it fails, and the holder takes the pending bit, which makes the
+//! published work visible to it. There is one word, and all orders of events are orders of its values: no other fence
+//! is needed.
 //!
-//! How often a holder heeds before it passes on, and to whom, is the business of whoever shares something this way:
-//! `mq`'s software queue. A thread that is interrupted while it holds the baton delays the others; they can leave and
+//! How often a holder takes the pending bit before it passes the baton on, and to whom, is decided by its user, the
+//! software queue of `mq`. A thread that is preempted while it holds the baton delays the others; they can leave and
 //! sleep meanwhile, but not go around it.
 //!
 //! Unsafe: what is kept is reached by the holder's reference, through the shared baton.
@@ -74,9 +75,9 @@ impl<T> Baton<T> {
         if let Some(holder) = self.take_idle() {
             return Some(holder);
         }
-        // Release pairs with the swap in `Holder::heed`: the holder sees what we published. Acquire pairs with the
-        // compare-exchange in `Holder::give_back`, for the case that we find it idle after all; then the word says
-        // "work" although it is only us, and we heed ourselves.
+        // Release pairs with the swap in `Holder::take_pending`: the holder sees what we published. Acquire pairs with
+        // the compare-exchange in `Holder::give_back`, for the case that we find it idle after all; then the word says
+        // "work" although it is only us, and we take it ourselves.
         match self.word.0.fetch_or(OWNED | WORK, Ordering::AcqRel) {
             IDLE => Some(self.holder()),
             was => {
@@ -118,10 +119,10 @@ impl<T> Baton<T> {
 }
 
 impl<'a, T> Holder<'a, T> {
-    /// Takes note of work that others left. True if there was any: what they published before they left is visible from
+    /// Takes the pending bit. True if it was set: what other threads published before they set it is visible from
     /// here on.
     #[inline]
-    pub fn heed(&mut self) -> bool {
+    pub fn take_pending(&mut self) -> bool {
         let word = &self.baton.word.0;
         // A plain load may miss what comes just now; then `give_back` does not.
         if word.load(Ordering::Relaxed) & WORK == 0 {
@@ -136,7 +137,7 @@ impl<'a, T> Holder<'a, T> {
     /// Puts the baton down.
     ///
     /// # Errors
-    /// Somebody left work that was not [heeded](Holder::heed). The holder stays in charge.
+    /// Somebody left work that was not [acknowledged](Holder::take_pending). The holder stays in charge.
     #[inline]
     pub fn give_back(self) -> Result<(), Holder<'a, T>> {
         // Release pairs with the acquires in `Baton::take` and `Baton::take_if_idle`: the next holder sees what we did.
@@ -179,15 +180,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_leaves_work_is_heeded_before_the_baton_is_put_down() {
+    fn pending_work_is_seen_before_the_baton_is_released() {
         let baton = Baton::new(7);
         let mut holder = baton.take().unwrap();
-        assert!(!holder.heed(), "taking an idle baton leaves no work");
+        assert!(!holder.take_pending(), "taking an idle baton leaves no work");
         assert!(baton.take_if_idle().is_none());
-        assert!(!holder.heed(), "and neither does looking at it");
+        assert!(!holder.take_pending(), "and neither does looking at it");
         assert!(baton.take().is_none());
         let mut holder = holder.give_back().unwrap_err();
-        assert!(holder.heed() && !holder.heed());
+        assert!(holder.take_pending() && !holder.take_pending());
         *holder += 1;
         holder.give_back().unwrap();
         let holder = baton.take_if_idle().unwrap();

@@ -55,7 +55,7 @@ impl SharedQueue {
 
     fn run_once(&self, mut holder: Holder<'_, Kept>) {
         loop {
-            holder.heed();
+            holder.take_pending();
             for published in &self.published {
                 if published.load(Ordering::Relaxed) == 1 {
                     published.store(0, Ordering::Relaxed);
@@ -117,7 +117,7 @@ fn three_submitters_lose_nothing() {
 }
 
 /// A submitter that sleeps until its item is taken, while another only looks in; whoever takes it wakes it. If the
-/// baton could be put down over unheeded work, the sleeper would sleep for ever, and loom would say so.
+/// baton could be released with the pending bit set, the sleeper would sleep for ever, and loom would say so.
 #[test]
 fn a_sleeper_is_woken_by_whoever_took_its_work() {
     explore("a sleeper", None, || {
@@ -129,7 +129,7 @@ fn a_sleeper_is_woken_by_whoever_took_its_work() {
         let parker = Arc::new(Parker { asleep: AtomicBool::new(false), woken: Notify::new() });
         let run_once = |shared: &SharedQueue, parker: &Parker, mut holder: Holder<'_, Kept>| {
             loop {
-                holder.heed();
+                holder.take_pending();
                 for published in &shared.published {
                     if published.load(Ordering::Relaxed) == 1 {
                         published.store(0, Ordering::Relaxed);

@@ -257,7 +257,7 @@ impl Books {
     fn deal(&self, me: Option<usize>, calls: &mut Vec<usize>) {
         let Some(mut ledger) = self.ledger.take() else { return };
         loop {
-            ledger.heed();
+            ledger.take_pending();
             self.deal_out(&mut ledger, me, calls);
             match ledger.give_back() {
                 Ok(()) => break,

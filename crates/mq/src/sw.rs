@@ -162,7 +162,7 @@ impl<D: Driver<Cx> + Send, Cx: Context + Send> Wake for SharedQueueWaker<D, Cx> 
             // Taken out, so that nobody waits here for who has it. Who finds it gone makes one of its own.
             let list = || self.calls.lock().unwrap_or_else(PoisonError::into_inner);
             let mut calls = std::mem::take(&mut *list());
-            shared.leave_word(true, &mut calls);
+            shared.set_pending(true, &mut calls);
             *list() = calls;
         }
     }

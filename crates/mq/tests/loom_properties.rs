@@ -255,7 +255,7 @@ fn with(baton: &Baton<Core>, act: impl FnOnce(&mut Core)) {
 
 fn put_down(mut holder: Holder<'_, Core>) {
     loop {
-        holder.heed();
+        holder.take_pending();
         match holder.give_back() {
             Ok(()) => return,
             Err(still) => holder = still,

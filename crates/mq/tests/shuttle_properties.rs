@@ -384,7 +384,7 @@ fn take<'a, T>(baton: &'a Baton<T>) -> blkyard_mem::Holder<'a, T> {
 
 fn put_down<T>(mut holder: blkyard_mem::Holder<'_, T>) {
     loop {
-        holder.heed();
+        holder.take_pending();
         match holder.give_back() {
             Ok(()) => return,
             Err(still) => holder = still,

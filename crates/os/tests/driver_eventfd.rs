@@ -85,7 +85,7 @@ impl<Cx: ?Sized> Driver<Cx> for DoorbellDriver {
 
 fn queue(depth: usize) -> HwQueue<DoorbellDriver> {
     let limits = QueueLimits { discard_sectors_max: 1024, ..QueueLimits::default() };
-    let info = DeviceInfo { name: "belled".into(), capacity_sectors: 1 << 20, limits, ..DeviceInfo::default() };
+    let info = DeviceInfo { name: "eventfd-driver".into(), capacity_sectors: 1 << 20, limits, ..DeviceInfo::default() };
     HwQueue::new(
         DoorbellDriver::new(depth),
         Arc::new(info),
@@ -143,7 +143,7 @@ impl Poller<Ring> for OneByOne {
 fn a_lane_that_sleeps_is_woken_by_the_eventfd_of_a_device() {
     let start = Instant::now();
     let policy = IdlePolicy { spin_ns: 0 };
-    let config = LaneConfig { name: "belled".into(), policy, ..LaneConfig::default() };
+    let config = LaneConfig { name: "eventfd-driver".into(), policy, ..LaneConfig::default() };
     let pollers = |_: &mut Ring| (0..3).map(|_| OneByOne { queue: queue(4), left: ROUNDS }).collect();
     spawn(config, pollers).unwrap().join().unwrap();
     assert!(start.elapsed() < LIMIT, "{:?} for {ROUNDS} I/Os", start.elapsed());

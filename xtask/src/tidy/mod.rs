@@ -7,12 +7,15 @@ mod floors;
 mod modules;
 mod rules;
 mod source;
+mod words;
 
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
+
+use self::words::Words;
 
 /// The folders that are ours to keep tidy; files at the top are looked at too.
 const FOLDERS: &[&str] = &["crates", "xtask", "docs", ".cargo", ".ci"];
@@ -49,11 +52,17 @@ pub fn check(root: &Path) -> Result<Vec<Finding>> {
     let mut findings = floors::check(root)?;
     let files = files(root)?;
     findings.extend(modules::check(root, &files)?);
+    let mut words = Words::default();
     for file in &files {
         let path = root.join(file);
         let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
-        rules::check(file, &String::from_utf8_lossy(&bytes), &mut findings);
+        let text = String::from_utf8_lossy(&bytes);
+        rules::check(file, &text, &mut findings);
+        if file.extension().is_some_and(|extension| extension == "rs") {
+            words.read(file, &text, &mut findings);
+        }
     }
+    words.repeated(&mut findings);
     Ok(findings)
 }
 

@@ -17,7 +17,7 @@ use super::AnyDevice;
 use super::devices::AnyQueue;
 
 /// The serial number of every disk here.
-pub const SERIAL: &str = "yard-0001";
+pub const SERIAL: &str = "disk-0001";
 
 /// An export that serves.
 pub struct Served {

@@ -236,12 +236,12 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
     #[inline(never)]
     fn leave_closed(&self, mut holder: Holder<'_, Option<Core<D, Cx>>>, me: usize) {
         self.submitters[me].parked.store(false, Ordering::Relaxed);
-        let mut heeded = holder.heed();
+        let mut pending = holder.take_pending();
         while let Err(still) = holder.give_back() {
             holder = still;
-            heeded |= holder.heed();
+            pending |= holder.take_pending();
         }
-        if heeded {
+        if pending {
             self.wake_all();
         }
     }
@@ -277,9 +277,9 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
         let turn = loop {
             // Nobody is woken later than the round after.
             self.call(calls);
-            let heeded = holder.heed();
+            let pending = holder.take_pending();
             let core = core(&mut holder);
-            if heeded {
+            if pending {
                 core.hear(self, calls);
             }
             let mut may_go_on = rounds < ROUNDS_MAX || (why == Why::Wait && ends.is_empty());
@@ -288,7 +288,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
                 rounds += 1;
                 may_go_on = rounds < ROUNDS_MAX || (why == Why::Wait && ends.is_empty());
             } else {
-                left |= heeded;
+                left |= pending;
             }
             if left && may_go_on {
                 continue;
@@ -378,16 +378,16 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
     pub(crate) fn freeze(&self, calls: &mut Vec<usize>) {
         // Made known by the baton's read-modify-write, like all that is announced.
         self.closing.store(true, Ordering::Release);
-        self.leave_word(false, calls);
+        self.set_pending(false, calls);
     }
 
     /// Leaves word for whoever has the queue, or takes note in its place. If something may be `left` to do, whoever has
     /// the queue will turn the run, or a sleeper is woken who does; if none sleeps, all who want something are
     /// running, and come for it.
-    pub(super) fn leave_word(&self, left: bool, calls: &mut Vec<usize>) {
+    pub(super) fn set_pending(&self, left: bool, calls: &mut Vec<usize>) {
         let Some(mut holder) = self.baton.take() else { return };
         loop {
-            holder.heed();
+            holder.take_pending();
             core(&mut holder).hear(self, calls);
             core(&mut holder).pass_on(left, self, calls);
             match holder.give_back() {
@@ -414,7 +414,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
             let turn = loop {
                 core(&mut holder).get_up(me, self);
                 self.call(calls);
-                holder.heed();
+                holder.take_pending();
                 core(&mut holder).hear(self, calls);
                 if core(&mut holder).hw.is_idle() {
                     let core = holder.take();
@@ -601,7 +601,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
     }
 
     /// Writes down who has announced that it wants to be parked, or has got up. Called after the baton's word was
-    /// heeded.
+    /// acknowledged.
     fn hear(&mut self, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
         self.heard = true;
         // Pairs with the store in `SharedHwQueue::freeze`.

@@ -25,8 +25,8 @@ use crate::ring::{Attachment, FileHolder, InboxId, Ring};
 pub struct FileQueue {
     shared: Arc<SharedFile>,
     /// How this queue is known to the ring of its lane.
-    door: Option<InboxId>,
-    /// Has that ring keep the file open while there is a door.
+    inbox: Option<InboxId>,
+    /// Has that ring keep the file open while there is a inbox.
     file: Option<FileHolder>,
     /// The regions of the queue's memory, by their number.
     attached: ManuallyDrop<Vec<Option<Arc<Attachment>>>>,
@@ -49,7 +49,7 @@ impl FileQueue {
         let any_memory = shared.memory_mask == 0 && shared.offset_mask == 0;
         let bounces = Bounces::new(if any_memory { 0 } else { BOUNCES.min(depth) }, shared.bounce_bytes);
         FileQueue {
-            door: None,
+            inbox: None,
             file: None,
             attached: ManuallyDrop::new(Vec::new()),
             cids: Cids::new(depth),
@@ -63,23 +63,23 @@ impl FileQueue {
 
     /// Makes the queue known to the ring of its lane, once for as long as it stays there.
     #[inline]
-    fn door(&mut self, ring: &mut Ring) -> InboxId {
-        match self.door {
-            Some(door) => door,
-            None => self.open_door(ring),
+    fn inbox(&mut self, ring: &mut Ring) -> InboxId {
+        match self.inbox {
+            Some(inbox) => inbox,
+            None => self.open_inbox(ring),
         }
     }
 
     #[cold]
-    fn open_door(&mut self, ring: &mut Ring) -> InboxId {
+    fn open_inbox(&mut self, ring: &mut Ring) -> InboxId {
         self.file = Some(ring.hold(&self.shared.file));
-        *self.door.insert(ring.inbox(self.places.len()))
+        *self.inbox.insert(ring.inbox(self.places.len()))
     }
 
     /// Leaves the ring: nothing of this queue is known to it any more.
-    fn close_door(&mut self, ring: &mut Ring) {
-        if let Some(door) = self.door.take() {
-            ring.close(door);
+    fn close_inbox(&mut self, ring: &mut Ring) {
+        if let Some(inbox) = self.inbox.take() {
+            ring.close(inbox);
         }
         self.file = None;
         self.attached.clear();
@@ -180,7 +180,7 @@ fn copy(memory: &RegionTable, segments: Segments<'_>, mut each: impl FnMut(usize
 impl Driver<Ring> for FileQueue {
     #[inline]
     fn queue_rqs(&mut self, ring: &mut Ring, memory: &RegionTable, batch: &mut Batch<'_>) {
-        let door = self.door(ring);
+        let inbox = self.inbox(ring);
         loop {
             if ring.room() == 0 {
                 // The lane enters the kernel before the next round.
@@ -220,15 +220,15 @@ impl Driver<Ring> for FileQueue {
             self.in_flight += 1;
             // SAFETY: the entry points into regions that are attached or bounce buffers, vectors of this place, or
             // the shared zeroes; all stay until the tag is redeemed, or are leaked if the queue goes before.
-            unsafe { ring.push(door, self.cids.park(tag), entry) };
+            unsafe { ring.push(inbox, self.cids.park(tag), entry) };
         }
     }
 
     #[inline]
     fn poll(&mut self, ring: &mut Ring, memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
-        let Some(door) = self.door else { return };
+        let Some(inbox) = self.inbox else { return };
         while !done.is_spent()
-            && let Some(completion) = ring.take(door)
+            && let Some(completion) = ring.take(inbox)
         {
             let Ok(index) = self.cids.look(completion.cid) else {
                 self.shared.counters.forged.fetch_add(1, Relaxed);
@@ -255,7 +255,7 @@ impl Driver<Ring> for FileQueue {
                     let vectors = self.vectors_of(index).as_ptr();
                     let entry = self.places[index].entry(vectors, &self.shared);
                     // SAFETY: as when it was pushed first; the place of the answer just taken is free.
-                    unsafe { ring.push(door, completion.cid, entry) };
+                    unsafe { ring.push(inbox, completion.cid, entry) };
                 }
             }
         }
@@ -263,9 +263,9 @@ impl Driver<Ring> for FileQueue {
 
     fn set_memory(&mut self, ring: &mut Ring, memory: &RegionTable) {
         if memory.iter().next().is_none() {
-            return self.close_door(ring);
+            return self.close_inbox(ring);
         }
-        self.door(ring);
+        self.inbox(ring);
         // What stays keeps its attachment. What goes is let go before anything new is attached: both together might
         // be more than may be locked.
         let kept = std::mem::take(&mut *self.attached);
