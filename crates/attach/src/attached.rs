@@ -12,7 +12,7 @@ use blkyard_mq::{DeviceInfo, QueueKind};
 use blkyard_sys::EventFd;
 use blkyard_virtio::Features;
 
-use crate::connector::{Connector, Direct};
+use crate::connector::{Connector, DirectConnector};
 use crate::control::Control;
 use crate::mailbox::{ControlSender, DeviceCommand, DriverQueueView};
 use crate::{AttachError, AttachedQueue};
@@ -47,7 +47,7 @@ impl AttachConfig {
     pub fn new(socket: impl Into<PathBuf>) -> AttachConfig {
         AttachConfig {
             socket: socket.into(),
-            connector: Arc::new(Direct),
+            connector: Arc::new(DirectConnector),
             queues: None,
             // Twice what the usual hardware queue has out, and memory that is taken as it is used.
             queue_size: 256,

@@ -25,9 +25,9 @@ pub trait Connector: Debug + Send + Sync {
 
 /// Connects in this process: for those who trust their back-ends.
 #[derive(Debug)]
-pub(crate) struct Direct;
+pub(crate) struct DirectConnector;
 
-impl Connector for Direct {
+impl Connector for DirectConnector {
     fn connect(&self, path: &Path) -> io::Result<Option<UnixStream>> {
         let address = SocketAddrUnix::new(path)?;
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;

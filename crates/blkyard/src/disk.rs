@@ -234,7 +234,7 @@ impl Drop for Meet<'_> {
 /// Bios go round: one that is given back may be filled in and submitted again, so that nothing is allocated on the way.
 #[derive(Debug)]
 pub struct Submitter {
-    way: blkyard_mq::Submitter<DeviceQueue, Ring>,
+    way: blkyard_mq::SharedSubmitter<DeviceQueue, Ring>,
     clock: Clock,
     number: usize,
     /// Of its buffers, in the region of its number.

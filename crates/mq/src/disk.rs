@@ -1,5 +1,5 @@
-//! The disk that threads share, [`SharedDisk`]: all hardware queues of a device, their maps, and a [`Submitter`] for
-//! each thread.
+//! The disk that threads share, [`SharedDisk`]: all hardware queues of a device, their maps, and a [`SharedSubmitter`]
+//! for each thread.
 //!
 //! A thread submits to its own submitter, which has an end of one hardware queue of each kind the device has: by the
 //! kind of an I/O and the thread's number, as the maps say. How many queues there are may change while all threads run:
@@ -78,7 +78,7 @@ pub enum QueuesError<E: std::error::Error + 'static> {
     Make(#[source] E),
 }
 
-/// A device that threads share, seen by whoever changes it. The threads have its [`Submitter`]s.
+/// A device that threads share, seen by whoever changes it. The threads have its [`SharedSubmitter`]s.
 pub struct SharedDisk<F: QueueFactory> {
     /// For one change at a time. No thread that does I/O comes here.
     state: Mutex<State<F>>,
@@ -131,7 +131,7 @@ impl<F: QueueFactory> SharedDisk<F> {
         threads: usize,
         places: usize,
         counts: QueueCounts,
-    ) -> Result<(SharedDisk<F>, Vec<Submitter<F::Driver, F::Cx>>), QueuesError<F::Error>> {
+    ) -> Result<(SharedDisk<F>, Vec<SharedSubmitter<F::Driver, F::Cx>>), QueuesError<F::Error>> {
         assert!(threads > 0 && places > 0, "a disk for {threads} threads with {places} places each");
         if counts.default == 0 {
             return Err(QueuesError::None);
@@ -156,7 +156,7 @@ impl<F: QueueFactory> SharedDisk<F> {
             None if kind != QueueKind::Poll => Some(0),
             own => own,
         });
-        let submitter = |_| Submitter {
+        let submitter = |_| SharedSubmitter {
             ends: sw_queues.drain(..kinds.len()).collect(),
             end_of,
             places: Places::new(places),
@@ -286,8 +286,8 @@ fn submitter<F: QueueFactory>(made: Made<F>, members: Vec<Member>, kinds: usize)
 
 /// One thread's way to a [`SharedDisk`].
 ///
-/// Made by [`SharedDisk::open`], then moved to its thread. Before it goes it must [leave](Submitter::leave).
-pub struct Submitter<D, Cx> {
+/// Made by [`SharedDisk::open`], then moved to its thread. Before it goes it must [leave](SharedSubmitter::leave).
+pub struct SharedSubmitter<D, Cx> {
     /// For each kind that the disk has queues for, in order.
     ends: Vec<SwQueue<D, Cx>>,
     /// By kind: which of them serves it.
@@ -299,7 +299,7 @@ pub struct Submitter<D, Cx> {
     frozen: Arc<AtomicBool>,
 }
 
-impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
+impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
     /// How many more bios may be submitted before one comes back.
     #[inline]
     pub fn room(&self) -> usize {
@@ -312,13 +312,13 @@ impl<D: Driver<Cx>, Cx: Context> Submitter<D, Cx> {
         self.places.held()
     }
 
-    /// Accepts a bio into a ring of this thread's, by its kind, where nobody sees it before [`Submitter::ring`]. It
-    /// comes back through [`Submitter::poll`] or [`Submitter::wait`], whatever happens: with [`Status::NotSupported`]
-    /// if it is to be polled for and there are no queues for that, with [`Status::Again`] if it must not wait and the
-    /// queues are being changed.
+    /// Accepts a bio into a ring of this thread's, by its kind, where nobody sees it before [`SharedSubmitter::ring`].
+    /// It comes back through [`SharedSubmitter::poll`] or [`SharedSubmitter::wait`], whatever happens: with
+    /// [`Status::NotSupported`] if it is to be polled for and there are no queues for that, with [`Status::Again`] if
+    /// it must not wait and the queues are being changed.
     ///
     /// # Panics
-    /// If there is no [room](Submitter::room): the caller holds a place before it makes a request.
+    /// If there is no [room](SharedSubmitter::room): the caller holds a place before it makes a request.
     #[inline]
     pub fn submit(&mut self, bio: Box<Bio>) {
         self.places.hold();
@@ -468,7 +468,7 @@ impl<F: QueueFactory> std::fmt::Debug for SharedDisk<F> {
     }
 }
 
-impl<D, Cx> std::fmt::Debug for Submitter<D, Cx> {
+impl<D, Cx> std::fmt::Debug for SharedSubmitter<D, Cx> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Submitter").field("ends", &self.ends).field("places", &self.places).finish_non_exhaustive()
     }

@@ -35,7 +35,7 @@ mod tag;
 pub use bio::{Bio, BioFlags, Op, Priority};
 pub use blkyard_mem::{Region, RegionTable, Segment, Span};
 pub use budget::{Budget, BudgetError, BudgetShare};
-pub use disk::{QueueFactory, QueuesError, SharedDisk, Submitter};
+pub use disk::{QueueFactory, QueuesError, SharedDisk, SharedSubmitter};
 pub use driver::{Batch, BlockDevice, DeviceInfo, Done, Driver, Shortage, TimedOut};
 pub use errors::{IoError, IoErrors};
 pub use hw::{FlushSnapshot, HwQueue, HwQueueConfig, HwSnapshot, Merging, NamespaceSnapshot, RequestSnapshot};

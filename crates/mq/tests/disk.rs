@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use blkyard_mq::{
     Batch, Bio, BioFlags, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Op, Parker, QueueCounts, QueueFactory,
-    QueueKind, QueueLimits, RegionTable, SharedDisk, Status, Submitter, Tag, Wake,
+    QueueKind, QueueLimits, RegionTable, SharedDisk, SharedSubmitter, Status, Tag, Wake,
 };
 use common::{TimedParker, now_ns};
 
@@ -130,7 +130,7 @@ impl Parker for Sleepless {
     }
 }
 
-type Threads = Vec<Submitter<Queue, ()>>;
+type Threads = Vec<SharedSubmitter<Queue, ()>>;
 
 fn open(threads: usize, counts: QueueCounts) -> (Arc<Board>, SharedDisk<Factory>, Threads) {
     let board = Arc::new(Board::default());
@@ -151,7 +151,7 @@ fn discard(sector: u64) -> Box<Bio> {
 }
 
 /// Gives back all that is out, by sector.
-fn finish(submitter: &mut Submitter<Queue, ()>) -> Vec<(u64, Status)> {
+fn finish(submitter: &mut SharedSubmitter<Queue, ()>) -> Vec<(u64, Status)> {
     let mut ended = Vec::new();
     while submitter.wait(&now_ns, &mut |bio| {
         assert_eq!(bio.cookie, !bio.sector, "the submitter's own word comes back untouched");

@@ -11,7 +11,7 @@ use std::thread;
 
 use blkyard_mq::{
     Bio, BlockDevice, Context, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, Op, Parker, QueueCounts, QueueFactory,
-    QueueKind, QueueLimits, RamDevice, RamQueue, Region, RegionTable, Segment, SharedDisk, Status, Submitter,
+    QueueKind, QueueLimits, RamDevice, RamQueue, Region, RegionTable, Segment, SharedDisk, SharedSubmitter, Status,
 };
 use common::{TimedParker, now_ns};
 
@@ -61,7 +61,7 @@ fn factory(latency_ns: u64, memory: &Arc<Region>) -> Factory {
 /// One thread's life: it writes its part of the disk and reads it back, one I/O to a block at a time, so that what a
 /// read must find is known.
 struct Life<'a, D: blkyard_mq::Driver<Cx>, Cx: Context> {
-    submitter: Submitter<D, Cx>,
+    submitter: SharedSubmitter<D, Cx>,
     thread: u64,
     memory: &'a Region,
     free: Vec<Box<Bio>>,

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use blkyard_mq::{
     Batch, Bio, BioFlags, Context, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Op, Parker, QueueCounts,
-    QueueFactory, QueueKind, QueueLimits, RegionTable, Segment, SharedDisk, Status, Submitter, Tag, Wake,
+    QueueFactory, QueueKind, QueueLimits, RegionTable, Segment, SharedDisk, SharedSubmitter, Status, Tag, Wake,
 };
 use shuttle::rand::Rng;
 use shuttle::sync::{Condvar, Mutex};
@@ -180,7 +180,7 @@ impl QueueFactory for Factory {
 
 /// One thread: submits its bios in batches, sometimes sleeps for them, sometimes only looks, and counts what comes
 /// back.
-fn submitter(mut queue: Submitter<Queue, Number>, bios: u64, polls: bool, kinds: bool, world: &World) {
+fn submitter(mut queue: SharedSubmitter<Queue, Number>, bios: u64, polls: bool, kinds: bool, world: &World) {
     let now = || world.now_ns();
     let mut seen = vec![false; bios as usize];
     let mut sink = |bio: Box<Bio>| {

@@ -15,13 +15,13 @@ use super::Finding;
 const FREE: &[&str] = &["lab", "cli"];
 
 /// The modules that each module of a crate names.
-type Edges = BTreeMap<String, BTreeSet<String>>;
+type ModuleEdges = BTreeMap<String, BTreeSet<String>>;
 
 pub fn check(root: &Path, files: &[PathBuf]) -> Result<Vec<Finding>> {
     let mut findings = Vec::new();
     for name in FREE {
         let folder = Path::new("crates").join(name).join("src");
-        let mut edges = Edges::new();
+        let mut edges = ModuleEdges::new();
         for file in files {
             let Some(module) = file.strip_prefix(&folder).ok().and_then(module) else { continue };
             let text =
@@ -61,7 +61,7 @@ fn named(text: &str) -> BTreeSet<String> {
 }
 
 /// The modules that one stands on, directly or through others; itself only if there is a circle.
-fn reached<'a>(edges: &'a Edges, from: &str) -> BTreeSet<&'a str> {
+fn reached<'a>(edges: &'a ModuleEdges, from: &str) -> BTreeSet<&'a str> {
     let mut found = BTreeSet::new();
     let mut left = vec![from];
     while let Some(module) = left.pop() {

@@ -9,7 +9,7 @@ use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 
 use blkyard::{Device, DiskError, Meet, Queues};
-use blkyard_mq::{Context, Driver, RegionTable, SharedDisk, Submitter};
+use blkyard_mq::{Context, Driver, RegionTable, SharedDisk, SharedSubmitter};
 use blkyard_os::Clock;
 
 use super::BenchError;
@@ -57,7 +57,7 @@ pub(crate) fn spawn(
 
 /// One job at its way to the disk.
 struct Worker<D, Cx> {
-    queue: Submitter<D, Cx>,
+    queue: SharedSubmitter<D, Cx>,
     job: BenchJob,
     region: u32,
     spin_ns: u64,

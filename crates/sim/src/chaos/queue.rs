@@ -19,9 +19,9 @@ pub struct ChaosQueue {
     cids: Cids,
     depth: usize,
     /// What the device has.
-    held: Vec<Held>,
+    held: Vec<HeldCommand>,
     /// Ids that the device believes in and the driver does not any more: their completions come too late.
-    late: Vec<Held>,
+    late: Vec<HeldCommand>,
     /// Ids that were good once, the oldest overwritten first.
     old: Vec<Cid>,
     next_old: usize,
@@ -29,7 +29,7 @@ pub struct ChaosQueue {
 
 /// A command as the device knows it.
 #[derive(Clone, Copy, Debug)]
-struct Held {
+struct HeldCommand {
     cid: Cid,
     /// When it completes; never, if it is lost.
     due_ns: u64,
@@ -66,10 +66,10 @@ impl ChaosQueue {
     }
 
     /// What becomes of a request that is begun now, but for its id.
-    fn begin(&mut self, now_ns: u64, op: Op) -> Held {
+    fn begin(&mut self, now_ns: u64, op: Op) -> HeldCommand {
         let fails = self.rng.one_in(self.config.fail_every);
         let due_ns = if self.rng.one_in(self.config.lose_every) { u64::MAX } else { self.due_ns(now_ns) };
-        Held {
+        HeldCommand {
             cid: Cid(u32::MAX),
             due_ns,
             status: if fails { [Status::Io, Status::Medium][self.rng.below(2) as usize] } else { Status::Ok },
@@ -100,7 +100,7 @@ impl ChaosQueue {
     }
 
     /// The completion of a command arrives.
-    fn arrive(&mut self, held: Held, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+    fn arrive(&mut self, held: HeldCommand, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         let tag = self.redeem(held.cid);
         if self.rng.one_in(self.config.requeue_every) {
             self.requeue(tag, done, now_ns);
@@ -117,7 +117,7 @@ impl ChaosQueue {
         done.requeue(tag);
     }
 
-    fn end(&mut self, tag: Tag, held: Held, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+    fn end(&mut self, tag: Tag, held: HeldCommand, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         let (request, segments) = done.request(&tag);
         let mut status = held.status;
         if !held.moved && (status.is_ok() || self.rng.one_in(2)) {
@@ -254,10 +254,10 @@ impl<Cx: ?Sized> Driver<Cx> for ChaosQueue {
             _ => {
                 let held = self.held.swap_remove(at);
                 let tag = self.redeem(held.cid);
-                self.end(tag, Held { status: Status::Timeout, moved: true, ..held }, memory, done, now_ns);
+                self.end(tag, HeldCommand { status: Status::Timeout, moved: true, ..held }, memory, done, now_ns);
                 if self.late.len() < self.depth {
                     let due_ns = self.due_ns(now_ns);
-                    self.late.push(Held { due_ns, ..held });
+                    self.late.push(HeldCommand { due_ns, ..held });
                 }
             }
         }
