@@ -12,14 +12,14 @@ pub(crate) const NONE: u32 = u32::MAX;
 /// Places, by number.
 #[derive(Debug)]
 pub(crate) struct Slots {
-    places: Box<[Slot]>,
+    places: Box<[SchedSlot]>,
     free: u32,
     /// Bios put in so far.
     order: u64,
 }
 
 #[derive(Debug)]
-struct Slot {
+struct SchedSlot {
     bio: Option<Box<Bio>>,
     /// When it came.
     since_ns: u64,
@@ -65,7 +65,7 @@ impl Slots {
     pub(crate) fn new(count: usize) -> Slots {
         assert!(count < NONE as usize, "a scheduler for {count} bios");
         let after = |at: u32| if (at as usize) < count { at } else { NONE };
-        let slot = |at| Slot { bio: None, since_ns: 0, order: 0, next: after(at + 1), prev: NONE };
+        let slot = |at| SchedSlot { bio: None, since_ns: 0, order: 0, next: after(at + 1), prev: NONE };
         Slots { places: (0..count as u32).map(slot).collect(), free: after(0), order: 0 }
     }
 
@@ -160,7 +160,7 @@ impl Slots {
 
     /// Gives all bios away in the order in which they came. Their lists are of no meaning any more.
     pub(crate) fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>)) {
-        let mut used: Vec<&mut Slot> = self.places.iter_mut().filter(|slot| slot.bio.is_some()).collect();
+        let mut used: Vec<&mut SchedSlot> = self.places.iter_mut().filter(|slot| slot.bio.is_some()).collect();
         used.sort_unstable_by_key(|slot| slot.order);
         used.into_iter().filter_map(|slot| slot.bio.take()).for_each(each);
     }

@@ -18,7 +18,7 @@ use rustix::net::{
     recv, sendmsg, shutdown, socketpair, sockopt,
 };
 
-use super::lines::{MESSAGE_BYTES_MAX, Message, log_all};
+use super::lines::{MESSAGE_BYTES_MAX, ReceiverLine, log_all};
 use super::reply::{REPLY_BYTES, Reply};
 use super::table::{raise, spawn};
 use super::{COMMAND_BYTES_MAX, Kind};
@@ -267,9 +267,9 @@ impl CommandSocket {
         }
         let mut bytes = [0; MESSAGE_BYTES_MAX];
         let (_, count) = recv(&*self.0, &mut bytes[..], RecvFlags::DONTWAIT)?;
-        match Message::from_bytes(&bytes[..count.min(bytes.len())]) {
-            Some(Message::Ready) => Ok(()),
-            Some(Message::Failed(why)) => failed(&why),
+        match ReceiverLine::from_bytes(&bytes[..count.min(bytes.len())]) {
+            Some(ReceiverLine::Ready) => Ok(()),
+            Some(ReceiverLine::Failed(why)) => failed(&why),
             _ => failed("its process ended at once; see that this program can be run again"),
         }
     }

@@ -25,7 +25,7 @@ pub(super) const MESSAGE_BYTES_MAX: usize = 8192;
 
 /// A message of the receiver; its first byte is its kind.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Message {
+pub(super) enum ReceiverLine {
     /// It obeys commands.
     Ready,
     /// It cannot, and ends.
@@ -34,26 +34,26 @@ pub(super) enum Message {
     Line(PathBuf, String),
 }
 
-impl Message {
+impl ReceiverLine {
     /// Sends it, unless there is no room: a log that is full of lines has room for no more.
     pub(super) fn send(&self, to: &OwnedFd) {
         let mut bytes = match self {
-            Message::Ready => vec![1],
-            Message::Failed(why) => [&[2], why.as_bytes()].concat(),
-            Message::Line(path, text) => [&[3], path.as_os_str().as_bytes(), &[0], text.as_bytes()].concat(),
+            ReceiverLine::Ready => vec![1],
+            ReceiverLine::Failed(why) => [&[2], why.as_bytes()].concat(),
+            ReceiverLine::Line(path, text) => [&[3], path.as_os_str().as_bytes(), &[0], text.as_bytes()].concat(),
         };
         bytes.truncate(MESSAGE_BYTES_MAX);
         let _ = send(to, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
     }
 
-    pub(super) fn from_bytes(bytes: &[u8]) -> Option<Message> {
+    pub(super) fn from_bytes(bytes: &[u8]) -> Option<ReceiverLine> {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         match bytes.split_first()? {
-            (1, _) => Some(Message::Ready),
-            (2, why) => Some(Message::Failed(text(why))),
+            (1, _) => Some(ReceiverLine::Ready),
+            (2, why) => Some(ReceiverLine::Failed(text(why))),
             (3, line) => {
                 let end = line.iter().position(|byte| *byte == 0)?;
-                Some(Message::Line(OsStr::from_bytes(&line[..end]).into(), text(&line[end + 1..])))
+                Some(ReceiverLine::Line(OsStr::from_bytes(&line[..end]).into(), text(&line[end + 1..])))
             }
             _ => None,
         }
@@ -62,12 +62,12 @@ impl Message {
 
 /// Says a line.
 pub(super) fn say(to: &OwnedFd, path: &Path, text: impl Into<String>) {
-    Message::Line(path.into(), text.into()).send(to);
+    ReceiverLine::Line(path.into(), text.into()).send(to);
 }
 
 /// Logs what comes until the receiver or the daemon has left.
 pub(super) fn log_all(from: &OwnedFd) {
-    let mut lines = Lines::default();
+    let mut lines = ReceiverLines::default();
     let mut bytes = vec![0; MESSAGE_BYTES_MAX];
     loop {
         let wait = Timespec { tv_sec: INTERVAL.as_secs() as i64, tv_nsec: 0 };
@@ -76,7 +76,8 @@ pub(super) fn log_all(from: &OwnedFd) {
             Ok(_) => match recv(from, &mut bytes[..], RecvFlags::DONTWAIT) {
                 Ok((0, _)) => return,
                 Ok((_, count)) => {
-                    if let Some(Message::Line(path, text)) = Message::from_bytes(&bytes[..count.min(bytes.len())])
+                    if let Some(ReceiverLine::Line(path, text)) =
+                        ReceiverLine::from_bytes(&bytes[..count.min(bytes.len())])
                         && let Some(line) = lines.pass(&path, &text, Instant::now())
                     {
                         tracing::warn!("{line}");
@@ -93,13 +94,13 @@ pub(super) fn log_all(from: &OwnedFd) {
 
 /// Which lines are shown.
 #[derive(Debug, Default)]
-struct Lines {
+struct ReceiverLines {
     limits: HashMap<PathBuf, LogLimit>,
     /// A line was held back since the last look.
     holds_back: bool,
 }
 
-impl Lines {
+impl ReceiverLines {
     /// The line as it is logged; none if it is held back.
     fn pass(&mut self, path: &Path, text: &str, now: Instant) -> Option<String> {
         let limit = self.limits.entry(path.into()).or_insert_with(|| LogLimit::new(BURST, INTERVAL));
@@ -135,7 +136,7 @@ mod tests {
 
     #[test]
     fn lines_of_one_socket_are_limited_and_counted() {
-        let (mut lines, begin) = (Lines::default(), Instant::now());
+        let (mut lines, begin) = (ReceiverLines::default(), Instant::now());
         let shown = (0..1000).filter_map(|_| lines.pass(Path::new("a"), "x", begin)).count();
         assert_eq!(shown, BURST as usize);
         assert_eq!(lines.pass(Path::new("b"), "y", begin).unwrap(), "b: y");

@@ -47,7 +47,7 @@ use rustix::net::{
 use rustix::thread::Pid;
 
 pub use client::{AcceptedConnection, Receiver};
-use lines::{MESSAGE_BYTES_MAX, Message, say};
+use lines::{MESSAGE_BYTES_MAX, ReceiverLine, say};
 use reply::Reply;
 
 /// Threads of sessions of one socket that have ended, but for a descriptor that does not let them go. With more no
@@ -119,7 +119,7 @@ pub fn receive_for_daemon() -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "this is a part of blkyard serve, which starts it"));
     }
     if let Err(error) = table::isolate_with(&command) {
-        Message::Failed(error.to_string()).send(&command);
+        ReceiverLine::Failed(error.to_string()).send(&command);
         return Err(error);
     }
     run(&command)
@@ -130,7 +130,7 @@ fn run(command: &OwnedFd) -> io::Result<()> {
     let (reports, report) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     let mut hub = Some(Hub { listeners: HashMap::new(), connected: HashMap::new(), report });
     let mut line = vec![0; MESSAGE_BYTES_MAX];
-    Message::Ready.send(command);
+    ReceiverLine::Ready.send(command);
     loop {
         let mut fds = vec![PollFd::new(&reports, PollFlags::IN)];
         if hub.is_some() {

@@ -72,9 +72,9 @@ fn refused_descriptors_are_told_to_the_daemon() {
     let next = || {
         let mut bytes = [0; MESSAGE_BYTES_MAX];
         let (_, count) = recv(&near, &mut bytes[..], RecvFlags::empty()).unwrap();
-        Message::from_bytes(&bytes[..count]).unwrap()
+        ReceiverLine::from_bytes(&bytes[..count]).unwrap()
     };
-    assert_eq!(next(), Message::Ready);
+    assert_eq!(next(), ReceiverLine::Ready);
     let (listener, path, _folder) = listening();
     let (ours, theirs) = UnixStream::pair().unwrap();
     let peer = UnixStream::connect(&path).unwrap();
@@ -82,7 +82,7 @@ fn refused_descriptors_are_told_to_the_daemon() {
     client::tests::send(&near, &bytes, &[listener.as_fd(), theirs.as_fd()]);
     let null = std::fs::File::open("/dev/null").unwrap();
     client::tests::send(&peer.into(), b"x", &[null.as_fd()]);
-    let Message::Line(about, text) = next() else { panic!("no line") };
+    let ReceiverLine::Line(about, text) = next() else { panic!("no line") };
     assert!(about == path && text.contains("/dev/null"), "{text}");
     drop((near, ours));
     thread.join().unwrap();
