@@ -7,8 +7,7 @@
 //! The `vhost` crate has such messages, too. Its front-end waits for ever, and has no words for a packed ring's base,
 //! or for descriptors that are not of its own type.
 
-use std::io::{self, IoSlice, IoSliceMut, Read};
-use std::mem::MaybeUninit;
+use std::io::{self, Read};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -16,13 +15,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blkyard_sys::EventFd;
+use blkyard_sys::{EventFd, recv_fds, send_fds};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-    recvmsg, send, sendmsg,
-};
+use rustix::net::{RecvFlags, SendFlags};
 
 use crate::TalkError;
 use crate::connector::Connector;
@@ -241,21 +237,11 @@ impl Connection {
         fds: &[BorrowedFd<'_>],
     ) -> Result<(), TalkError> {
         let bytes = message(request as u32, flags, payload);
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)), "{} descriptors", fds.len());
-        let sent = loop {
-            match sendmsg(&self.stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL) {
-                Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => self.wait(request, PollFlags::OUT)?,
-                sent => break sent.map_err(|error| failed(request, &error.into()))?,
-            }
-        };
-        let mut rest = &bytes[sent..];
+        assert!(fds.len() <= DESCRIPTORS_MAX, "{} descriptors", fds.len());
+        let (mut rest, mut fds) = (&bytes[..], fds);
         while !rest.is_empty() {
-            match send(&self.stream, rest, SendFlags::NOSIGNAL) {
-                Ok(sent) => rest = &rest[sent..],
-                Err(Errno::INTR) => {}
+            match send_fds(&self.stream, rest, fds, SendFlags::empty()) {
+                Ok(sent) => (rest, fds) = (&rest[sent..], &[]),
                 Err(Errno::AGAIN) => self.wait(request, PollFlags::OUT)?,
                 Err(error) => return Err(failed(request, &error.into())),
             }
@@ -295,19 +281,14 @@ impl Connection {
         descriptor: &mut Option<OwnedFd>,
     ) -> Result<(), TalkError> {
         while !to.is_empty() {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
-            let mut control = RecvAncillaryBuffer::new(&mut space);
-            match recvmsg(&self.stream, &mut [IoSliceMut::new(to)], &mut control, RecvFlags::CMSG_CLOEXEC) {
-                Ok(message) if message.bytes == 0 => return Err(TalkError::Closed { request: format!("{request:?}") }),
-                Ok(message) => {
-                    let brought = control.drain().find_map(|message| match message {
-                        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-                        _ => None,
-                    });
-                    *descriptor = descriptor.take().or(brought);
-                    to = &mut to[message.bytes..];
+            match recv_fds(&self.stream, to, DESCRIPTORS_MAX, RecvFlags::empty()) {
+                Ok(received) if received.bytes == 0 => {
+                    return Err(TalkError::Closed { request: format!("{request:?}") });
                 }
-                Err(Errno::INTR) => {}
+                Ok(received) => {
+                    *descriptor = descriptor.take().or(received.fds.into_iter().next());
+                    to = &mut to[received.bytes..];
+                }
                 Err(Errno::AGAIN) => self.wait(request, PollFlags::IN)?,
                 Err(error) => return Err(failed(request, &error.into())),
             }

@@ -7,17 +7,14 @@
 //!
 //! What messages mean is not known here.
 
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 
+use blkyard_sys::{recv_fds, send_fds};
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
-};
+use rustix::net::{RecvFlags, SendFlags};
 use vhost::vhost_user::message::{FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
@@ -98,24 +95,14 @@ impl Message {
     /// There is no room for it, which whoever sends has to see to; or the other side is gone.
     fn send(&self, to: &UnixStream) -> Result<(), Errno> {
         let fds: Vec<_> = self.files.iter().map(|file| file.as_fd()).collect();
+        if fds.len() > MESSAGE_FILES_MAX {
+            return Err(Errno::MSGSIZE);
+        }
         let mut sent = 0;
         while sent < self.bytes.len() {
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MESSAGE_FILES_MAX))];
-            let mut control = SendAncillaryBuffer::new(&mut space);
             // They go with the first byte.
-            if sent == 0 && !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-                return Err(Errno::MSGSIZE);
-            }
-            match sendmsg(
-                to,
-                &[IoSlice::new(&self.bytes[sent..])],
-                &mut control,
-                SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
-            ) {
-                Ok(more) => sent += more,
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error),
-            }
+            let fds = if sent == 0 { &fds[..] } else { &[] };
+            sent += send_fds(to, &self.bytes[sent..], fds, SendFlags::DONTWAIT)?;
         }
         Ok(())
     }
@@ -123,18 +110,12 @@ impl Message {
     /// Takes up to `most` bytes more, and what comes with them, without waiting; says how many.
     fn receive(&mut self, from: &UnixStream, most: usize) -> Result<usize, Errno> {
         let mut bytes = [0; MESSAGE_BYTES_MAX];
-        // Room for one too many, so that too many are seen.
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MESSAGE_FILES_MAX + 1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
         let most = most.min(bytes.len());
-        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let received = recvmsg(from, &mut [IoSliceMut::new(&mut bytes[..most])], &mut control, flags)?;
+        // Room for one too many, so that too many are seen.
+        let received = recv_fds(from, &mut bytes[..most], MESSAGE_FILES_MAX + 1, RecvFlags::DONTWAIT)?;
         self.bytes.extend_from_slice(&bytes[..received.bytes]);
-        self.files.extend(control.drain().flat_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(files) => files.collect::<Vec<_>>(),
-            _ => Vec::new(),
-        }));
-        if received.flags.contains(ReturnFlags::CTRUNC) || self.files.len() > MESSAGE_FILES_MAX {
+        self.files.extend(received.fds);
+        if received.truncated || self.files.len() > MESSAGE_FILES_MAX {
             return Err(Errno::TOOMANYREFS);
         }
         Ok(received.bytes)
@@ -170,7 +151,7 @@ impl MessageBuffer {
             match self.0.receive(connection, missing) {
                 Ok(0) if self.0.bytes.is_empty() => return Err(Error::Disconnected),
                 Ok(0) => return Err(Error::PartialMessage),
-                Ok(_) | Err(Errno::INTR) => {}
+                Ok(_) => {}
                 Err(Errno::AGAIN) => return Ok(None),
                 Err(Errno::TOOMANYREFS) => return Err(Error::IncorrectFds),
                 Err(Errno::CONNRESET) => return Err(Error::Disconnected),

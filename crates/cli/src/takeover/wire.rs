@@ -3,16 +3,13 @@
 //! Descriptors come first, some with each byte `#`; then the line that says what they are, as every line of a control
 //! socket. Nothing follows before the other side has spoken.
 
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
-};
+use blkyard_sys::{recv_fds, send_fds};
+use rustix::net::{RecvFlags, SendFlags};
 
 use super::handover::PassedFiles;
 
@@ -33,13 +30,8 @@ pub(super) fn send(mut to: &UnixStream, files: &PassedFiles, line: &str, within:
     let limit = Limit::of(within);
     let fds: Vec<_> = files.iter().map(|file| file.as_fd()).collect();
     for some in fds.chunks(AT_ONCE) {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        if !control.push(SendAncillaryMessage::ScmRights(some)) {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
         to.set_write_timeout(Some(limit.left()?))?;
-        rustix::io::retry_on_intr(|| sendmsg(to, &[IoSlice::new(&[MARK])], &mut control, SendFlags::NOSIGNAL))?;
+        send_fds(to, &[MARK], some, SendFlags::empty())?;
     }
     let mut line = line.as_bytes();
     while !line.is_empty() {
@@ -67,17 +59,10 @@ pub(super) fn receive(
     let mut files = PassedFiles::new();
     loop {
         let mut byte = [0];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(AT_ONCE))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::CMSG_CLOEXEC;
         from.set_read_timeout(Some(limit.left()?))?;
-        let received =
-            rustix::io::retry_on_intr(|| recvmsg(from, &mut [IoSliceMut::new(&mut byte)], &mut control, flags))?;
-        files.extend(control.drain().flat_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(files) => files.collect::<Vec<_>>(),
-            _ => Vec::new(),
-        }));
-        if received.flags.contains(ReturnFlags::CTRUNC) {
+        let received = recv_fds(from, &mut byte, AT_ONCE, RecvFlags::empty())?;
+        files.extend(received.fds);
+        if received.truncated {
             return Err(too_much("not all descriptors can be had; see the limit on open files"));
         }
         if files.len() > DESCRIPTORS_MAX {

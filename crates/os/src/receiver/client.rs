@@ -1,7 +1,6 @@
 //! The daemon's side of a receiver: starts it, again if it has ended, and asks it for connections.
 
-use std::io::{self, IoSlice, Read};
-use std::mem::MaybeUninit;
+use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
@@ -11,11 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::LogLimit;
+use blkyard_sys::send_fds;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, Shutdown, SocketFlags, SocketType,
-    recv, sendmsg, shutdown, socketpair, sockopt,
+    AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, recv, shutdown, socketpair, sockopt,
 };
 
 use super::lines::{MESSAGE_BYTES_MAX, ReceiverLine, log_all};
@@ -299,11 +298,8 @@ fn begin(start: &dyn Fn() -> io::Result<(OwnedFd, Option<Child>)>) -> io::Result
 
 /// Sends the bytes of a command, and descriptors.
 fn send(command: &OwnedFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> Result<(), Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    assert!(files.is_empty() || control.push(SendAncillaryMessage::ScmRights(files)), "two descriptors at most");
-    let send = || sendmsg(command, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
-    rustix::io::retry_on_intr(send).map(drop)
+    assert!(files.len() <= 2, "two descriptors at most");
+    send_fds(command, bytes, files, SendFlags::empty()).map(drop)
 }
 
 fn ended() -> io::Error {

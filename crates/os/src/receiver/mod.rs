@@ -30,20 +30,17 @@ mod vet;
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
-use std::io::{self, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use blkyard_sys::recv_fds;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::fs::fstat;
 use rustix::io::Errno;
-use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags, SocketFlags,
-    SocketType, recv, recvmsg, send, socketpair, sockopt,
-};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair, sockopt};
 use rustix::thread::Pid;
 
 pub use client::{AcceptedConnection, Receiver};
@@ -168,21 +165,15 @@ impl Hub {
     /// Takes one command. False once the daemon has left.
     fn obey(&mut self, command: &OwnedFd) -> bool {
         let mut bytes = [0; COMMAND_BYTES_MAX];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-        let got = match recvmsg(command, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags) {
+        let got = match recv_fds(command, &mut bytes, 2, RecvFlags::DONTWAIT) {
             Ok(got) => got,
-            Err(Errno::AGAIN | Errno::INTR) => return true,
+            Err(Errno::AGAIN) => return true,
             Err(_) => return false,
         };
-        let mut files = control.drain().flat_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(files) => files.collect::<Vec<_>>(),
-            _ => Vec::new(),
-        });
+        let mut files = got.fds.into_iter();
         let (socket, channel) = (files.next(), files.next());
         let Some((kind, path)) = bytes[..got.bytes].split_first() else { return false };
-        if got.flags.contains(ReturnFlags::CTRUNC) {
+        if got.truncated {
             say(command, Path::new(""), "not all descriptors of a command can be had; raise the limit on open files");
         }
         let path = PathBuf::from(OsStr::from_bytes(path));

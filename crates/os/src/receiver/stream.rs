@@ -11,15 +11,12 @@
 //! Unsafe: the ioctl that tells how much a socket's other end has not read.
 
 use std::collections::VecDeque;
-use std::io::{IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io::IoSliceMut;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
+use blkyard_sys::{PASSED_FDS_MAX, recv_fds, send_fds};
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
-};
+use rustix::net::{RecvAncillaryBuffer, RecvFlags, ReturnFlags, SendFlags, recvmsg};
 
 use super::table::leave;
 
@@ -27,8 +24,6 @@ use super::table::leave;
 const PIECE_BYTES: usize = 32 << 10;
 /// Pieces with descriptors that are taken at once.
 const PIECES_MAX: usize = 16;
-/// Descriptors that the system receives with one call at most (`SCM_MAX_FD`).
-const FILES_MAX: usize = 253;
 /// Descriptors that a session leaves unread in one direction, and so the most that may come with a piece. As many as a
 /// vhost-user message can have.
 pub(super) const UNREAD_FILES_MAX: usize = 32;
@@ -83,17 +78,10 @@ impl Piece {
 
     fn take(from: &OwnedFd, most: usize) -> Result<Piece, Errno> {
         let mut bytes = vec![0; most];
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
-        let got = recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut control, flags)?;
+        let got = recv_fds(from, &mut bytes, PASSED_FDS_MAX, RecvFlags::DONTWAIT)?;
         bytes.truncate(got.bytes);
-        let files = control.drain().flat_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(files) => files.collect::<Vec<_>>(),
-            _ => Vec::new(),
-        });
-        let piece = Piece { bytes, sent: 0, files: files.collect() };
-        if got.flags.contains(ReturnFlags::CTRUNC) || piece.files.len() > UNREAD_FILES_MAX {
+        let piece = Piece { bytes, sent: 0, files: got.fds };
+        if got.truncated || piece.files.len() > UNREAD_FILES_MAX {
             piece.leave_files();
             return Err(Errno::TOOMANYREFS);
         }
@@ -121,18 +109,11 @@ impl Piece {
     fn send(&mut self, to: &OwnedFd) -> Result<bool, Errno> {
         while self.sent < self.bytes.len() {
             let fds: Vec<_> = self.files.iter().map(|file| file.as_fd()).collect();
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(UNREAD_FILES_MAX))];
-            let mut control = SendAncillaryBuffer::new(&mut space);
-            if !fds.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&fds)) {
-                return Err(Errno::MSGSIZE);
-            }
-            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-            match sendmsg(to, &[IoSlice::new(&self.bytes[self.sent..])], &mut control, flags) {
+            match send_fds(to, &self.bytes[self.sent..], &fds, SendFlags::DONTWAIT) {
                 Ok(sent) => {
                     self.sent += sent;
                     self.files.clear();
                 }
-                Err(Errno::INTR) => {}
                 Err(Errno::AGAIN) => return Ok(false),
                 Err(error) => return Err(error),
             }
