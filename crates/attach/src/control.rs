@@ -685,10 +685,10 @@ impl Control {
         } else if usize::from(session.queues) < self.queues.len() {
             format!("it has {} queues where {} are in use", session.queues, self.queues.len())
         } else if new.info.limits != old.info.limits {
-            "its limits are others".into()
+            "it changed its limits".into()
         } else if new.info.volatile_cache && !old.info.volatile_cache {
             // Who was told that there is no cache flushes none.
-            "it holds back writes until they are flushed, which it did not".into()
+            "it has a volatile write cache now".into()
         } else {
             return Ok(());
         };

@@ -9,20 +9,20 @@ use blkyard_virtio::driver::ConfigError;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TalkError {
     /// It has closed.
-    #[error("its back-end hung up at {request}: see what that says")]
+    #[error("its back-end closed the connection at {request}; see the back-end's log")]
     Closed {
         /// What it was told or asked.
         request: String,
     },
     /// The same, while nothing was said.
-    #[error("its back-end hung up: see what that says")]
+    #[error("its back-end closed the connection; see the back-end's log")]
     HungUp,
     /// The device is let go of; nothing is wrong with the back-end.
-    #[error("the disk is let go of")]
+    #[error("the disk was closed")]
     LetGo,
     /// It answers messages, if at all, and a request it does not.
     #[error(
-        "its back-end did not answer {request} within {limit:?}: it hangs or lost the request; see what it says, or allow more with \
+        "its back-end did not answer {request} within {limit:?}: it hangs or lost the request; see its log, or raise \
          timeout_s"
     )]
     Silent {
@@ -32,7 +32,7 @@ pub enum TalkError {
         limit: Duration,
     },
     /// A queue of ours did not come to rest for a change of memory.
-    #[error("{queue} did not come to rest within {limit:?} for a change of memory: all is set up anew")]
+    #[error("{queue} was not quiesced within {limit:?} for a change of memory; the session is set up again")]
     Restless {
         /// The queue, by its name.
         queue: String,
@@ -41,8 +41,8 @@ pub enum TalkError {
     },
     /// It did not answer in time.
     #[error(
-        "its back-end did not answer {request} within {limit:?}: it hangs, or serves another front-end, of which most have one at a \
-         time; end that one, start the back-end anew, or allow more with timeout_s"
+        "its back-end did not answer {request} within {limit:?}: it hangs, or serves another front-end; end that \
+         front-end, restart the back-end, or raise timeout_s"
     )]
     Late {
         /// What it was told or asked.
@@ -51,13 +51,13 @@ pub enum TalkError {
         limit: Duration,
     },
     /// It answered something else.
-    #[error("its back-end answers {request} with nonsense: it is no vhost-user back-end, or a broken one")]
+    #[error("its back-end's answer to {request} is invalid; check that the socket belongs to a vhost-user back-end")]
     Nonsense {
         /// What it was told or asked.
         request: String,
     },
     /// It said no.
-    #[error("its back-end refuses {request} ({code}): see what that says")]
+    #[error("its back-end refuses {request} ({code}); see the back-end's log")]
     Refused {
         /// What it was told.
         request: String,
@@ -65,7 +65,7 @@ pub enum TalkError {
         code: u64,
     },
     /// It says that a ring of ours makes no sense to it.
-    #[error("its back-end says that a ring is broken: see what that says")]
+    #[error("its back-end reports a broken ring; see the back-end's log")]
     RingError,
     /// It broke a ring.
     #[error("its back-end broke {queue}: {fault}")]
@@ -76,16 +76,16 @@ pub enum TalkError {
         fault: String,
     },
     /// It knows no memory of ours, and so no ring.
-    #[error("its back-end has no place for a region of memory, and rings lie in one: allow it some memory slots")]
+    #[error("its back-end has no slot for the memory region of the rings; give it more memory slots")]
     NoMemory,
     /// It is not what it was.
-    #[error("its back-end came back as another: {what}; serve the same disk there with the same options")]
+    #[error("its back-end changed: {what}; serve the same disk there with the same options")]
     Changed {
         /// What differs.
         what: String,
     },
     /// The system refused.
-    #[error("the system refuses: {0}")]
+    #[error("system call failed: {0}")]
     System(String),
 }
 
@@ -123,7 +123,7 @@ pub enum AttachError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// More queues are wanted than there are.
-    #[error("vhost-user:{}: {wanted} queues are wanted and its back-end has {have}: {cure}", path.display())]
+    #[error("vhost-user:{}: the back-end has {have} of {wanted} queues; {cure}", path.display())]
     Queues {
         /// The socket.
         path: PathBuf,
@@ -136,7 +136,7 @@ pub enum AttachError {
     },
     /// A queue deeper than its ring.
     #[error(
-        "vhost-user:{}: a queue of {depth} requests does not fit a ring that holds {room}: ask for fewer, or add ?queue_size=N, up \
+        "vhost-user:{}: a queue of {depth} requests exceeds its ring of {room}; lower the depth, or raise ?queue_size=N, up \
          to {}", path.display(), crate::QUEUE_SIZE_MAX
     )]
     Depth {
@@ -148,7 +148,7 @@ pub enum AttachError {
         room: usize,
     },
     /// The system gives no memory, thread or descriptor.
-    #[error("vhost-user:{}: the system refuses: {source}; see the limits on memory, threads and open files", path.display())]
+    #[error("vhost-user:{}: system call failed: {source}; see the limits on memory, threads and open files", path.display())]
     System {
         /// The socket.
         path: PathBuf,

@@ -28,6 +28,7 @@ fn back_end_that_comes_and_goes_causes_few_lines() {
     said.rewind().unwrap();
     let said = std::io::read_to_string(said).unwrap();
     // Two a session, but for the deaths that the queue tells of.
-    let lines = said.lines().filter(|line| line.contains("hung up") || line.contains("served again")).count();
+    let lines =
+        said.lines().filter(|line| line.contains("closed the connection") || line.contains("served again")).count();
     assert!((20..=31).contains(&lines), "{lines} lines: {said}");
 }

@@ -26,11 +26,11 @@ fn what_cannot_be_attached_says_what_is_wrong_and_what_helps() {
     std::fs::remove_file(&path).unwrap();
     for (ill, words) in [
         (Ill::Silent, ["did not answer", "another front-end"]),
-        (Ill::Babbling, ["nonsense", "no vhost-user back-end"]),
+        (Ill::Babbling, ["is invalid", "vhost-user back-end"]),
         (Ill::NoConfig, ["CONFIG", "vhost-user-blk"]),
         (Ill::NoQueues, ["has 0", "at least one"]),
-        (Ill::NoMemory, ["no place for a region", "memory slots"]),
-        (Ill::NoBlocks, ["blocks of 0 bytes", "power of two"]),
+        (Ill::NoMemory, ["no slot for the memory region", "memory slots"]),
+        (Ill::NoBlocks, ["block size of 0 bytes", "power of two"]),
     ] {
         let fake = Fake::start(&path, blk_config(&disk_info(), 1), ill, 1);
         let config = if ill == Ill::Silent { soon(&path) } else { config(&path) };
@@ -38,7 +38,7 @@ fn what_cannot_be_attached_says_what_is_wrong_and_what_helps() {
         fake.join();
     }
     let fake = Fake::start(&path, blk_config(&disk_info(), 1), Ill::Swallows, 1);
-    refused(AttachConfig { queues: Some(3), ..config(&path) }, ["3 queues are wanted", "ask for fewer"]);
+    refused(AttachConfig { queues: Some(3), ..config(&path) }, ["has 1 of 3 queues", "ask for fewer"]);
     fake.join();
 }
 

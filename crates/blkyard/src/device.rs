@@ -41,7 +41,7 @@ pub enum DeviceError {
     #[error(transparent)]
     Attach(#[from] AttachError),
     /// There is no memory for it.
-    #[error("{name}: there is no memory for it: {source}; choose a smaller size")]
+    #[error("{name}: out of memory: {source}; choose a smaller size")]
     Memory {
         /// The device's name.
         name: String,

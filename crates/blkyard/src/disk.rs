@@ -48,7 +48,7 @@ pub enum DiskError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// A queue has no ring.
-    #[error("{name}: a queue cannot reach the system: {source}")]
+    #[error("{name}: io_uring set-up failed: {source}")]
     Ring {
         /// The device's name.
         name: String,
@@ -66,7 +66,7 @@ pub enum DiskError {
         source: io::Error,
     },
     /// There is no descriptor for a thread to sleep on.
-    #[error("{name}: a thread has nothing to sleep on: {source}; see the limit on open files")]
+    #[error("{name}: no eventfd for a thread: {source}; see the limit on open files")]
     Parker {
         /// The device's name.
         name: String,

@@ -26,7 +26,7 @@ pub enum ServeError {
     #[error(transparent)]
     Lane(#[from] blkyard_os::LaneError),
     /// The default image cannot be made.
-    #[error("image {}: cannot be made: {source}; run this in a folder you may write to, or name a device", path.display())]
+    #[error("image {}: cannot be created: {source}; run this in a writable folder, or name a device", path.display())]
     Image {
         /// The image.
         path: PathBuf,

@@ -60,11 +60,11 @@ pub trait QueueFactory {
 #[derive(Debug, thiserror::Error)]
 pub enum QueuesError<E: std::error::Error + 'static> {
     /// None at all.
-    #[error("a disk without a default queue was asked for; ask for at least 1")]
+    #[error("no default queue; set at least 1")]
     None,
     /// A kind would come or go.
-    #[error("{} queues were to become {asked} from {has}, and a kind of queue is there from the start or never; keep {}",
-        .kind.name(), if *.has == 0 { "it at 0" } else { "at least 1" })]
+    #[error("{} queues cannot change from {has} to {asked}: queue kinds are fixed when the device is opened; keep {}",
+        .kind.name(), if *.has == 0 { "this at 0" } else { "at least 1" })]
     Kind {
         /// Which.
         kind: QueueKind,

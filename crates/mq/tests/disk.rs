@@ -246,7 +246,7 @@ fn there_is_at_least_one_queue_and_at_most_one_a_thread() {
     let error = disk.set_queues(QueueCounts::only(0), &now_ns).unwrap_err().to_string();
     assert!(error.contains("at least 1"), "{error}");
     let error = disk.set_queues(QueueCounts { default: 1, read: 1, poll: 0 }, &now_ns).unwrap_err().to_string();
-    assert!(error.contains("read queues were to become 1 from 0"), "{error}");
+    assert!(error.contains("read queues cannot change from 0 to 1"), "{error}");
     assert_eq!(disk.queues(), QueueCounts::only(3));
     let factory = Factory { board, queues_max: 16, sleepless: false };
     assert!(SharedDisk::open(factory, 1, 1, QueueCounts::only(0)).is_err());

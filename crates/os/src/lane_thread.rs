@@ -81,7 +81,7 @@ pub enum LaneError {
         source: std::io::Error,
     },
     /// More than it can listen to.
-    #[error("lane {name} was given {count} queues and can listen to {POLLERS_MAX}: run more lanes")]
+    #[error("lane {name}: {count} queues exceed its maximum of {POLLERS_MAX}; run more lanes")]
     Pollers {
         /// The lane.
         name: String,
@@ -98,8 +98,8 @@ pub enum LaneError {
     },
     /// A poller was to leave and has work in hand that does not end.
     #[error(
-        "queue {poller} did not come to rest within {limit:?} and stays on lane {name}: its device has a request that \
-         does not end. Try again when it has"
+        "queue {poller} was not drained within {limit:?} and stays on lane {name}: a request at its device does \
+         not complete; try again later"
     )]
     Restless {
         /// The lane.

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// It is not there.
-    #[error("{path}: there is no such file. Make an image with `truncate -s 1G {path}`", path = path.display())]
+    #[error("{path}: no such file; create an image with `truncate -s 1G {path}`", path = path.display())]
     Missing {
         /// The file.
         path: PathBuf,
@@ -40,7 +40,7 @@ pub enum OpenError {
         hint: &'static str,
     },
     /// The file system, or the file on it, takes no writes.
-    #[error("{path} cannot be written: {cause}. Open it with ?readonly=on", path = path.display())]
+    #[error("{path} cannot be written: {cause}; open it with ?readonly=on", path = path.display())]
     ReadOnly {
         /// The file.
         path: PathBuf,
@@ -71,7 +71,7 @@ pub enum OpenError {
     },
     /// No size for a block.
     #[error(
-        "{path}: a block of {asked} bytes cannot be: ask for a power of two from 512 to {max}",
+        "{path}: block size {asked} is invalid; give a power of two from 512 to {max}",
         path = path.display()
     )]
     Block {
@@ -84,7 +84,7 @@ pub enum OpenError {
     },
     /// Smaller than direct I/O can do.
     #[error(
-        "{path}: blocks of {asked} bytes were asked for, but direct I/O needs {align} here. Ask for {align}{hint}",
+        "{path}: block size {asked} is too small for direct I/O here; give {align}{hint}",
         path = path.display()
     )]
     BlockTooSmall {
@@ -98,7 +98,7 @@ pub enum OpenError {
         hint: &'static str,
     },
     /// Direct I/O was asked for and cannot be had.
-    #[error("{path}: {reason}, but direct I/O was asked for. Open it with ?direct=off", path = path.display())]
+    #[error("{path}: {reason}, so direct I/O is not possible; open it with ?direct=off", path = path.display())]
     NotDirect {
         /// The file.
         path: PathBuf,
@@ -106,7 +106,7 @@ pub enum OpenError {
         reason: &'static str,
     },
     /// What the system says of it makes no sense.
-    #[error("{path}: its limits contradict each other: {source}. Open it with another ?block_size", path = path.display())]
+    #[error("{path}: inconsistent limits: {source}; open it with another ?block_size", path = path.display())]
     Limits {
         /// The file.
         path: PathBuf,

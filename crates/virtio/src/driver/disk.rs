@@ -62,10 +62,10 @@ pub struct ConfigError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigCause {
     /// Only the legacy interface.
-    #[error("speaks only the legacy interface: start its back-end with VERSION_1 (\"modern\") on")]
+    #[error("has only the legacy interface; start its back-end with VERSION_1 (\"modern\")")]
     Legacy,
     /// A field that a feature promises is not there.
-    #[error("gives {have} bytes of configuration, too few for its {what}: turn that feature off at its back-end")]
+    #[error("has {have} bytes of configuration, too few for its {what}; disable that feature at its back-end")]
     Short {
         /// What the field holds.
         what: &'static str,
@@ -73,10 +73,10 @@ pub enum ConfigCause {
         have: usize,
     },
     /// More bytes than 64 bits can count.
-    #[error("claims {0} sectors, more than a disk can have: look at what its back-end serves")]
+    #[error("reports {0} sectors, above the maximum; check its back-end")]
     Capacity(u64),
     /// A block size that is none.
-    #[error("has blocks of {0} bytes: give it a power of two from 512 to {BLOCK_BYTES_MAX} at its back-end")]
+    #[error("has an invalid block size of {0} bytes; set a power of two from 512 to {BLOCK_BYTES_MAX} at its back-end")]
     BlockSize(u32),
     /// A physical block beyond any medium.
     #[error("has 2^{0} logical blocks in a physical one: correct the topology at its back-end")]
@@ -85,13 +85,13 @@ pub enum ConfigCause {
     #[error("takes segments of at most {0} bytes, less than a block: raise size_max at its back-end")]
     SizeMax(u32),
     /// Several queues, of which there are none.
-    #[error("offers several queues and says it has 0: give it at least one at its back-end")]
+    #[error("offers several queues and has 0; set at least one at its back-end")]
     NoQueues,
     /// A ring that cannot hold a request.
     #[error("has rings of {0} entries without indirect descriptors, and a request takes three: use larger rings")]
     RingSize(u16),
     /// What it says of itself does not fit together.
-    #[error("contradicts itself: {0}; correct it at its back-end")]
+    #[error("has inconsistent limits: {0}; correct them at its back-end")]
     Limits(LimitsError),
 }
 
