@@ -11,6 +11,15 @@ struct Cli {
     serve: serve::ServeArgs,
 }
 
+/// The daemon runs its own program again as the receiver, with that one argument, which libtest takes for the name of a
+/// test. Called as a test, there is no daemon behind standard input, and nothing to receive.
+#[test]
+fn receiver() {
+    if std::env::args().nth(1).is_some_and(|name| name == "receiver") {
+        let _ = blkyard_os::receive_for_daemon();
+    }
+}
+
 #[test]
 fn thread_that_panics_ends_the_daemon_in_order() {
     /// Longer than anything takes on a busy machine.
