@@ -25,6 +25,7 @@ use crate::answers;
 use crate::control::{ControlPlace, ControlServer};
 use crate::daemon::{
     Daemon, DiskPlan, LANES_MAX, Make, ServedDevice, ServedExport, ServedLanes, Share, deal, depth_of, make_queue,
+    make_shared_queue,
 };
 use crate::ending::{Parts, StopToken, supervise};
 use crate::io_errors::{ErrorLog, tell_rest};
@@ -253,17 +254,18 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     let mut exports = Vec::new();
     let mut devices = Vec::new();
     let mut makes = Vec::new();
+    let mut places = places.into_iter();
     for (device, wanted) in opened {
         for want in wanted {
-            let lane_of = places[makes.len()..makes.len() + want.share.queues].to_vec();
+            let lane_of: Vec<_> = places.by_ref().take(want.share.queues).collect();
             let left = inherited.as_mut().and_then(|inherited| inherited.exports.pop_front());
-            let export = bind(&device, devices.len(), want, left, &mut makes, &tracked)?;
+            let export = bind(&device, devices.len(), want, left, (&lane_of, &mut makes), &tracked)?;
             exports.push((export, lane_of));
         }
         devices.push(device);
     }
     let mut lanes = ServedLanes::start(count, shares, lane_configs(args))?;
-    for (lane, make) in places.into_iter().zip(makes) {
+    for (lane, make) in makes {
         lanes.admit(lane, make)?;
     }
     introduce(&devices, &exports, count);
@@ -497,6 +499,8 @@ fn open(
             if let Some(left) = inherited.as_ref().and_then(|inherited| inherited.exports.get(exports)) {
                 want.share.queues = left.made.into();
             }
+            let share = &mut want.share;
+            share.is_shared = share.queues > 1 && (scheduler.orders() || share.queues > device.queues_max());
             wanted.push(want);
             exports += 1;
         }
@@ -525,7 +529,8 @@ fn want(mut spec: Spec, number: usize, queues_max: usize) -> Result<Wanted, Serv
     let name = format!("{}:{}", spec.scheme, spec.body);
     let path = PathBuf::from(&spec.body);
     spec.finish()?;
-    Ok(Wanted { share: Share { name, queues, named }, socket: SocketConfig { path, mode, group }, serial, rate })
+    let share = Share { name, queues, named, is_shared: false };
+    Ok(Wanted { share, socket: SocketConfig { path, mode, group }, serial, rate })
 }
 
 /// The number of a group, by its name or number.
@@ -547,16 +552,22 @@ fn bind(
     device_index: usize,
     want: Wanted,
     left: Option<ExportState>,
-    makes: &mut Vec<Make>,
+    (lane_of, makes): (&[usize], &mut Vec<(usize, Make)>),
     tracked: &impl Fn(BoundSocket) -> std::io::Result<Arc<BoundSocket>>,
 ) -> Result<ReadyExport, ServeError> {
     let info = served.info();
-    let Share { name, queues, .. } = want.share;
+    let Share { name, queues, is_shared, .. } = want.share;
     let mut remotes = Vec::new();
-    for _ in 0..queues {
-        let (remote, make) = make_queue(served, want.serial, &want.rate)?;
-        makes.push(make);
-        remotes.push(remote);
+    if is_shared {
+        let (all, make) = make_shared_queue(served, want.serial, &want.rate, queues)?;
+        makes.push((lane_of[0], make));
+        remotes = all;
+    } else {
+        for lane in lane_of {
+            let (remote, make) = make_queue(served, want.serial, &want.rate)?;
+            makes.push((*lane, make));
+            remotes.push(remote);
+        }
     }
     let (socket, inherited) = match left {
         Some(ExportState { listener, path, identity, offered, depth, wce, session, .. }) => {

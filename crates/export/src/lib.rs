@@ -2,7 +2,8 @@
 //!
 //! Today one: a vhost-user-blk back-end, for virtual machines and for programs that speak virtio-blk over a socket. The
 //! messages of the control path come through the `vhost` crate; rings, requests and data are ours, and every virtqueue
-//! feeds a hardware queue of its own. This crate does no file I/O and starts one thread per export, for its socket.
+//! feeds a hardware queue: its own, or one that it shares. This crate does no file I/O and starts one thread per
+//! export, for its socket.
 #![forbid(unsafe_code)]
 
 mod acceptor;
@@ -11,6 +12,7 @@ mod backend;
 mod channel;
 mod handover;
 mod inflight;
+mod kicks;
 mod log;
 mod memory;
 mod notes;
@@ -29,7 +31,7 @@ pub use backend::{BackendConfig, QUEUE_SIZE_MAX, QUEUES_MAX, SEG_MAX};
 pub use handover::{ExportState, Handed, QuiescedExport, SessionState};
 pub use orders::{Changed, ExportHand};
 pub use queue::VhostQueue;
-pub use remote::{QueuePort, QueueRemote, QueueWatch, queue_pair};
+pub use remote::{QueuePort, QueueRemote, QueueWatch, SharedQueuePort, queue_pair, shared_queue_pair};
 pub use server::{ExportStatus, Server, Taking};
 pub use socket::{BoundSocket, SocketConfig, SocketError};
 pub use view::{QueueView, RingView, SessionView, VringView};

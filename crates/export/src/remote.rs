@@ -5,6 +5,7 @@
 //!
 //! The queue may move to another lane meanwhile, and takes its mailbox along: see [`LaneWaker`].
 
+use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -16,6 +17,7 @@ use blkyard_sys::EventFd;
 use blkyard_virtio::{GuestMemory, Inflight, RingBase, RingLayout};
 
 use crate::QueueView;
+use crate::kicks::KickSet;
 use crate::log::ExportLog;
 use crate::notes::Notes;
 
@@ -80,6 +82,8 @@ pub(crate) struct RemoteState {
     pub(crate) waker: LaneWaker,
     pub(crate) stats: OnceLock<Arc<HwStats>>,
     pub(crate) refusals: OnceLock<Arc<blkyard_virtio::Refusals>>,
+    /// Number of the queue with which the hardware queue is shown, if that is another.
+    shown_with: Option<usize>,
 }
 
 /// The lane's end, from which a [`VhostQueue`](crate::VhostQueue) is made.
@@ -91,6 +95,15 @@ impl Drop for QueuePort {
     fn drop(&mut self) {
         self.shared.mailbox.close();
     }
+}
+
+/// The lane's end of several queues of one export, from which a [`VhostQueue`](crate::VhostQueue) is made that all of
+/// them share.
+pub struct SharedQueuePort {
+    /// At least one.
+    pub(crate) ports: Vec<QueuePort>,
+    /// Where their kicks are heard, if they are several.
+    pub(crate) kicks: Option<KickSet>,
 }
 
 /// The control path's end. A queue without it is retired: nobody else could ever end it.
@@ -127,7 +140,25 @@ impl Suspension {
 
 /// Makes the two ends of a queue.
 pub fn queue_pair() -> (QueueRemote, QueuePort) {
-    let shared = Arc::new(RemoteState::default());
+    pair(None)
+}
+
+/// Makes the two ends of all queues of an export, which share a hardware queue.
+///
+/// # Errors
+/// The system has no descriptor to hear several kicks by.
+///
+/// # Panics
+/// If there is to be no queue.
+pub fn shared_queue_pair(queues: usize) -> io::Result<(Vec<QueueRemote>, SharedQueuePort)> {
+    assert!(queues > 0, "a hardware queue of no virtqueue");
+    let kicks = if queues > 1 { Some(KickSet::new()?) } else { None };
+    let (remotes, ports) = (0..queues).map(|number| pair((number > 0).then_some(0))).unzip();
+    Ok((remotes, SharedQueuePort { ports, kicks }))
+}
+
+fn pair(shown_with: Option<usize>) -> (QueueRemote, QueuePort) {
+    let shared = Arc::new(RemoteState { shown_with, ..RemoteState::default() });
     let remote = QueueRemote { commands: Commands { shared: Arc::clone(&shared) } };
     (remote, QueuePort { shared })
 }
@@ -201,9 +232,16 @@ impl QueueRemote {
 }
 
 impl QueueWatch {
-    /// The counters of the hardware queue, once it is on its lane.
+    /// The counters of the hardware queue, once it is on its lane; none if it is [shown with another
+    /// queue](QueueWatch::shown_with).
     pub fn stats(&self) -> Option<&Arc<HwStats>> {
         self.commands.shared.stats.get()
+    }
+
+    /// Number of the queue of its export with which the hardware queue is shown that it feeds: its counters, and what
+    /// it has in flight. None if it is this one.
+    pub fn shown_with(&self) -> Option<usize> {
+        self.commands.shared.shown_with
     }
 
     /// What the guest sent that made no sense, by reason.

@@ -64,6 +64,16 @@ impl RegionTable {
         self.places.iter().enumerate().filter_map(|(index, place)| Some((index as u32, place.as_ref()?)))
     }
 
+    /// Whether a segment means the same bytes in both.
+    pub fn is_same(&self, other: &RegionTable) -> bool {
+        self.places.len() == other.places.len()
+            && self.places.iter().zip(&other.places).all(|pair| match pair {
+                (Some(one), Some(other)) => Arc::ptr_eq(one, other),
+                (None, None) => true,
+                _ => false,
+            })
+    }
+
     /// The bytes a segment points to, or nothing if it points outside the table.
     #[inline]
     pub fn resolve(&self, segment: Segment) -> Option<Span<'_>> {

@@ -126,6 +126,16 @@ impl SchedulerConfig {
         }
     }
 
+    /// Whether it orders bios by time or place. Such a scheduler has to see all that goes to a device: several queues
+    /// in front of it do better to share one hardware queue.
+    pub fn orders(&self) -> bool {
+        match self {
+            SchedulerConfig::None | SchedulerConfig::Kyber(_) => false,
+            SchedulerConfig::Timeslice(config) => config.slice_us > 0,
+            SchedulerConfig::Deadline(_) | SchedulerConfig::Fair(_) => true,
+        }
+    }
+
     /// Its name.
     pub fn name(&self) -> &'static str {
         match self {

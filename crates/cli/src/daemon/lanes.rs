@@ -4,6 +4,8 @@
 //! its own. The rule holds for any number of lanes, so the number can change while guests do I/O: only queues whose
 //! place changes move, one after another, and each goes on where it stood.
 
+use std::ops::Range;
+
 use blkyard::DeviceQueue;
 use blkyard::spec::SpecError;
 use blkyard_export::VhostQueue;
@@ -22,6 +24,8 @@ pub struct Share {
     pub queues: usize,
     /// The lanes they live on, in turn; spread evenly if none are named.
     pub named: Option<Vec<usize>>,
+    /// Whether they share a hardware queue, and so live on one lane: on the first that is named.
+    pub is_shared: bool,
 }
 
 /// The lane of each queue, export by export, with so many lanes.
@@ -30,13 +34,15 @@ pub struct Share {
 /// An export names a lane that there is not.
 pub fn deal(shares: &[Share], lanes: usize) -> Result<Vec<usize>, SpecError> {
     let mut places = Vec::new();
-    for share in shares {
+    for (number, share) in shares.iter().enumerate() {
         // Where the queues so far end, so that small exports do not all share the first lane.
         let first = places.len();
         let map = QueueMap::even(share.queues, lanes);
         for queue in 0..share.queues {
             let lane = match &share.named {
+                Some(named) if share.is_shared => named[0],
                 Some(named) => named[queue % named.len()],
+                None if share.is_shared => number % lanes,
                 None => (map.queue_of(queue) + first) % lanes,
             };
             if lane >= lanes {
@@ -66,8 +72,8 @@ pub enum SetLanesError {
 pub struct ServedLanes {
     lanes: Lanes<VhostQueue<DeviceQueue>>,
     shares: Vec<Share>,
-    /// By poller, in the order they came: the export it is of, and its number there.
-    pollers: Vec<(usize, usize)>,
+    /// By poller, in the order they came: the export it is of, and the numbers of its queues there.
+    pollers: Vec<(usize, Range<usize>)>,
 }
 
 impl ServedLanes {
@@ -80,12 +86,16 @@ impl ServedLanes {
         shares: Vec<Share>,
         config: impl Fn(usize) -> LaneConfig + Send + Sync + 'static,
     ) -> Result<ServedLanes, LaneError> {
-        let of_export = |(export, share): (usize, &Share)| (0..share.queues).map(move |queue| (export, queue));
+        let of_export = |(export, share): (usize, &Share)| {
+            let each = if share.is_shared { share.queues } else { 1 };
+            (0..share.queues).step_by(each.max(1)).map(move |queue| (export, queue..queue + each))
+        };
         let pollers = shares.iter().enumerate().flat_map(of_export).collect();
         Ok(ServedLanes { lanes: Lanes::start(count, config)?, shares, pollers })
     }
 
-    /// The next queue, in the order of the exports, to be made on its lane.
+    /// The next queue, or all of an export that share a hardware queue, in the order of the exports, to be made on its
+    /// lane.
     ///
     /// # Errors
     /// The lane is full, or has ended.
@@ -98,8 +108,8 @@ impl ServedLanes {
     }
 
     /// One more queue of an export, to be made on its lane while all serve: on that which is the next one's of those
-    /// the export names, or where the fewest live. Those that live already stay; when the number of lanes changes, all
-    /// are dealt by the rule.
+    /// the export names, where its others live if they share a hardware queue, or where the fewest live. Those that
+    /// live already stay; when the number of lanes changes, all are dealt by the rule.
     ///
     /// # Errors
     /// The lane is full, or has ended.
@@ -108,13 +118,18 @@ impl ServedLanes {
         export: usize,
         make: impl FnOnce() -> VhostQueue<DeviceQueue> + Send + 'static,
     ) -> Result<(), LaneError> {
-        let Share { queues, named, .. } = &self.shares[export];
+        let Share { queues, named, is_shared, .. } = &self.shares[export];
         let (number, places) = (*queues, self.lanes.places());
         let crowd = |lane: &usize| places.iter().filter(|place| *place == lane).count();
         let emptiest = || (0..self.lanes.threads().len()).min_by_key(crowd).unwrap_or(0);
-        let lane = named.as_ref().map_or_else(emptiest, |named| named[number % named.len()]);
+        let with_others = self.pollers.iter().position(|(of, _)| *of == export).filter(|_| *is_shared);
+        let lane = match (with_others, named) {
+            (Some(poller), _) => places[poller],
+            (None, Some(named)) => named[number % named.len()],
+            (None, None) => emptiest(),
+        };
         self.lanes.admit(lane, make)?;
-        self.pollers.push((export, number));
+        self.pollers.push((export, number..number + 1));
         self.shares[export].queues += 1;
         Ok(())
     }
@@ -134,8 +149,9 @@ impl ServedLanes {
         let count = count as usize;
         let places = deal(&self.shares, count)?;
         let before = |export: usize| self.shares[..export].iter().map(|share| share.queues).sum::<usize>();
-        let place = |poller: usize| places[before(self.pollers[poller].0) + self.pollers[poller].1];
-        self.lanes.deal(count, place).map_err(|error| match error {
+        let place = |poller: usize| places[before(self.pollers[poller].0) + self.pollers[poller].1.start];
+        let was = self.places();
+        let moves = self.lanes.deal(count, place).map_err(|error| match error {
             // Those who read it know queues by their export.
             LaneError::Restless { name, poller, limit } => {
                 let object = self.name_of(poller as usize);
@@ -146,8 +162,11 @@ impl ServedLanes {
                 let cure = "queues that have moved stay where they are now; set the same lanes again when it has ended";
                 SpecError::new(object, cause, cure).into()
             }
-            error => error.into(),
-        })
+            error => SetLanesError::from(error),
+        })?;
+        // Pollers were counted, and some have several queues.
+        let moved = was.iter().zip(self.places()).filter(|(was, is)| *was != is).count();
+        Ok(Moves { count: moved, ..moves })
     }
 
     /// Changes how long lanes look for work before they sleep, microseconds.
@@ -165,8 +184,12 @@ impl ServedLanes {
 
     /// What people call a poller.
     fn name_of(&self, poller: usize) -> String {
-        let (export, number) = self.pollers[poller];
-        format!("{}, queue {number}", self.shares[export].name)
+        let (export, numbers) = &self.pollers[poller];
+        let name = &self.shares[*export].name;
+        match numbers.len() {
+            1 => format!("{name}, queue {}", numbers.start),
+            _ => format!("{name}, queues {} to {}", numbers.start, numbers.end - 1),
+        }
     }
 
     /// How a lane is made.
@@ -181,9 +204,13 @@ impl ServedLanes {
 
     /// The lane of each queue, export by export.
     pub fn places(&self) -> Vec<usize> {
-        let mut places: Vec<_> = self.pollers.iter().zip(self.lanes.places()).collect();
+        let of_poller = |((export, numbers), lane): (&(usize, Range<usize>), &usize)| {
+            let (export, lane) = (*export, *lane);
+            numbers.clone().map(move |number| (export, number, lane))
+        };
+        let mut places: Vec<_> = self.pollers.iter().zip(self.lanes.places()).flat_map(of_poller).collect();
         places.sort_unstable();
-        places.into_iter().map(|(_, lane)| *lane).collect()
+        places.into_iter().map(|(_, _, lane)| lane).collect()
     }
 
     /// Waits until all queues are retired and the lanes have ended.
@@ -205,7 +232,7 @@ mod tests {
     use std::sync::Arc;
 
     fn share(queues: usize, named: Option<Vec<usize>>) -> Share {
-        Share { name: format!("of {queues}"), queues, named }
+        Share { name: format!("of {queues}"), queues, named, is_shared: false }
     }
 
     #[test]

@@ -22,7 +22,7 @@ use blkyard_mq::{DeviceInfo, RateConfig, RateLimit, SchedulerConfig};
 use blkyard_virtio::SerialId;
 
 pub use lanes::{LANES_MAX, ServedLanes, SetLanesError, Share, deal};
-pub(crate) use queue::{Make, depth_of, make_queue};
+pub(crate) use queue::{Make, depth_of, make_queue, make_shared_queue};
 
 /// A device and the exports that serve it, as the user named them.
 #[derive(Debug, Clone)]

@@ -155,6 +155,7 @@ fn queue_node(number: usize, queue: &QueueWatch, lane: usize, view: Option<&Queu
     QueueNode {
         number,
         lane,
+        shown_with: queue.shown_with(),
         now: view.map(queue_now),
         ops: ops.into(),
         batches: stats.dispatched,

@@ -110,8 +110,14 @@ fn queue(out: &mut String, node: &QueueNode) {
         None => "its lane does not answer".into(),
         Some(now) => format!("{}, ring of {}", now.state, now.ring_size),
     };
-    line(out, 1, &format!("queue {} on lane {}: {now}", node.number, node.lane));
-    node.now.iter().for_each(|node| now_of(out, node));
+    let shared = match node.shown_with {
+        Some(other) => format!(", feeds the hardware queue of queue {other}"),
+        None => String::new(),
+    };
+    line(out, 1, &format!("queue {} on lane {}: {now}{shared}", node.number, node.lane));
+    if node.shown_with.is_none() {
+        node.now.iter().for_each(|node| now_of(out, node));
+    }
     node.ops.iter().filter(|(_, node)| node.ios > 0).for_each(|(name, node)| op(out, name, node));
     if node.batches.iter().any(|n| *n > 0) {
         let names = ["0", "1", "2", "4", "8", "16", "32+"];

@@ -112,6 +112,9 @@ pub struct QueueNode {
     pub number: usize,
     /// The number of the lane it lives on.
     pub lane: usize,
+    /// Number of the queue with which the hardware queue is shown that it feeds; none if it is this one.
+    #[serde(default)]
+    pub shown_with: Option<usize>,
     /// What its owner said; none if it did not answer in time.
     pub now: Option<QueueNow>,
     /// By operation.

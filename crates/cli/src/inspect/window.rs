@@ -129,6 +129,7 @@ mod tests {
         QueueNode {
             number: 0,
             lane: 0,
+            shown_with: None,
             now: None,
             ops: BTreeMap::from([(super::super::op_name(OpClass::Read).to_owned(), OpNode::of(&op))]),
             batches: [times_ns.len() as u64; 7],

@@ -157,9 +157,22 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     if let Some(scheduler) = scheduler {
         served.set_scheduler(scheduler);
         let asked: Vec<_> = exports.iter().map(|export| export.hand.schedule(scheduler)).collect();
+        let named = |of: fn(&[blkyard_export::QueueWatch]) -> bool| {
+            let those = exports.iter().filter(|export| of(&export.queues()));
+            those.map(ToString::to_string).collect::<Vec<_>>()
+        };
+        let shared = named(|queues| queues.iter().any(|queue| queue.shown_with().is_some()));
+        let several = named(|queues| queues.len() > 1);
         for (export, answer) in wait_for_all(&exports, asked) {
             match answer {
-                Ok(()) => done.push(format!("{export}: scheduler {} orders what waits", scheduler.name())),
+                Ok(()) => {
+                    let name = scheduler.name();
+                    // Which queues share a hardware queue was decided when they were made.
+                    let alone = scheduler.orders() && !shared.contains(&export) && several.contains(&export);
+                    let by_queue =
+                        if alone { " of each queue by itself; start or take over to have it order all" } else { "" };
+                    done.push(format!("{export}: scheduler {name} orders what waits{by_queue}"));
+                }
                 Err(why) => problems.push(format!("{export}: {why}")),
             }
         }

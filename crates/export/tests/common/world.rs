@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use blkyard_export::{
     BackendConfig, BoundSocket, ExportStatus, Handed, QueueRemote, QueueWatch, QuiescedExport, SEG_MAX, Server,
-    SocketConfig, VhostQueue, queue_pair,
+    SocketConfig, VhostQueue, queue_pair, shared_queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, HwStats};
 use blkyard_os::{LaneConfig, LaneError, Lanes};
@@ -71,8 +71,25 @@ pub struct World {
 impl World {
     /// One export for each device, with as many queues each, dealt to the lanes in turn.
     pub fn new(devices: Vec<AnyDevice>, queues: usize, lanes: usize) -> World {
+        World::serving(make(devices, queues, lanes))
+    }
+
+    /// One export, whose queues share a hardware queue on the first lane.
+    pub fn shared(device: &AnyDevice, queues: usize, lanes: usize) -> World {
+        let mut dealt = start_lanes(lanes);
+        let (remotes, port) = shared_queue_pair(queues).unwrap();
+        let usual = HwQueueConfig::default();
+        let config = HwQueueConfig { bios_max: usual.bios_max * queues, ..usual };
+        let (driver, info) = (device.queue(config.depth), Arc::new(device.info.clone()));
+        let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
+        let serial = SerialId::new(SERIAL).unwrap();
+        let make = move || VhostQueue::shared(HwQueue::new(driver, info, config), serial, port);
+        dealt.admit(0, make).unwrap();
+        World::serving((vec![BackendConfig { name: "shared".into(), disk, queues: remotes }], dealt))
+    }
+
+    fn serving((made, lanes): (Vec<BackendConfig>, Lanes<VhostQueue<AnyQueue>>)) -> World {
         let folder = tempfile::tempdir().unwrap();
-        let (made, lanes) = make(devices, queues, lanes);
         let serve = |(number, config): (usize, BackendConfig)| {
             let path = folder.path().join(format!("{number}.sock"));
             let socket = SocketConfig { path: path.clone(), mode: None, group: None };
@@ -135,10 +152,14 @@ impl World {
     }
 }
 
+fn start_lanes(lanes: usize) -> Lanes<VhostQueue<AnyQueue>> {
+    let config = |number| LaneConfig { name: format!("lane{number}"), ..LaneConfig::default() };
+    Lanes::start(lanes, config).unwrap()
+}
+
 /// What exports are to serve, with their queues on lanes.
 fn make(devices: Vec<AnyDevice>, queues: usize, lanes: usize) -> (Vec<BackendConfig>, Lanes<VhostQueue<AnyQueue>>) {
-    let config = |number| LaneConfig { name: format!("lane{number}"), ..LaneConfig::default() };
-    let mut dealt = Lanes::start(lanes, config).unwrap();
+    let mut dealt = start_lanes(lanes);
     let mut made = Vec::new();
     let mut next = 0;
     for (number, device) in devices.into_iter().enumerate() {

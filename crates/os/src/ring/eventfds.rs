@@ -17,6 +17,7 @@
 //! moderated: after [`IN_VAIN_FREE`] wake-ups in a row without work only after a pause, which doubles up to
 //! [`PAUSE_MAX_NS`]. Nothing is lost by that: the lane looks for work when the pause is over, and then listens again.
 
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use io_uring::{opcode, squeue, types};
@@ -199,8 +200,19 @@ fn quiet(eventfd: BorrowedFd<'_>) -> bool {
         Ok(8) | Err(rustix::io::Errno::AGAIN) => true,
         // Older than Linux 5.12: event descriptors had no such call.
         Err(rustix::io::Errno::OPNOTSUPP) => rustix::io::read(eventfd, &mut count) == Ok(8),
+        // A set of eventfds cannot be read: it is quiet once it has told of all that were signalled.
+        Err(rustix::io::Errno::INVAL) => quiet_set(eventfd),
         _ => false,
     }
+}
+
+/// Takes the events out of an edge-triggered epoll instance; should there be more, it stays readable. False if it is
+/// none.
+fn quiet_set(set: BorrowedFd<'_>) -> bool {
+    /// As many as an export has queues.
+    const EVENTS: usize = 64;
+    let mut events = [const { MaybeUninit::uninit() }; EVENTS];
+    rustix::event::epoll::wait(set, &mut events[..], Some(&rustix::event::Timespec::default())).is_ok()
 }
 
 #[cfg(test)]

@@ -1,0 +1,44 @@
+//! The kicks of several virtqueues as one descriptor, on which their lane sleeps.
+//!
+//! An epoll instance, edge-triggered: it is readable from a kick on until the lane has heard it, and the kick
+//! descriptors themselves are never read. So a kick of one virtqueue that is stopped meanwhile is still there for
+//! whoever listens to its descriptor next. It holds no descriptor: each is removed before its owner drops it.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+
+/// The kicks of the virtqueues of one hardware queue.
+#[derive(Debug)]
+pub(crate) struct KickSet(OwnedFd);
+
+impl KickSet {
+    /// An empty set.
+    ///
+    /// # Errors
+    /// The system has no descriptor.
+    pub(crate) fn new() -> io::Result<KickSet> {
+        Ok(KickSet(epoll::create(CreateFlags::CLOEXEC)?))
+    }
+
+    /// Whoever listens to the set hears this kick, also if it came before.
+    ///
+    /// # Errors
+    /// It is one of the set already, or the system's limit on watches is reached.
+    pub(crate) fn add(&self, kick: BorrowedFd<'_>) -> io::Result<()> {
+        Ok(epoll::add(&self.0, kick, EventData::new_u64(0), EventFlags::IN | EventFlags::ET)?)
+    }
+
+    /// Listens no more to this kick.
+    pub(crate) fn remove(&self, kick: BorrowedFd<'_>) {
+        let removed = epoll::delete(&self.0, kick);
+        debug_assert!(removed.is_ok(), "a kick was removed that was never added: {removed:?}");
+    }
+}
+
+impl AsFd for KickSet {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
