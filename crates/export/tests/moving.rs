@@ -113,7 +113,7 @@ fn a_queue_whose_device_hangs_stays_and_is_answered_and_then_moves() {
     until("the write is with the device", || gate.held() == 1);
     let error = world.lanes.deal(2, |poller| 1 - poller % 2).unwrap_err();
     world.lanes.set_rest_max(PATIENCE);
-    assert!(error.to_string().contains("queue 0 did not come to rest"), "{error}");
+    assert!(error.to_string().contains("queue 0 was not drained"), "{error}");
     // It fetches again.
     vq.put(1, kind::OUT, 8, Data::Out(&[2; 512]));
     vq.publish();

@@ -304,7 +304,7 @@ fn a_lane_that_cannot_start_says_so_to_whoever_spawns() {
     let error = spawn(pinned, |_| vec![Fails]).unwrap_err();
     assert!(error.to_string().contains("pinned to CPUs [100000]"), "{error}");
     let error = spawn(config("full", 0), |_| (0..2000).map(|_| Fails).collect()).unwrap_err();
-    assert!(error.to_string().contains("given 2000 queues"), "{error}");
+    assert!(error.to_string().contains("2000 queues exceed"), "{error}");
     let cpu = blkyard_os::cpu_places()[0].cpu;
     let pinned = LaneConfig { cpus: Some(vec![cpu]), ..config("pinned", 0) };
     let place = Arc::new(AtomicU64::new(u64::MAX));
