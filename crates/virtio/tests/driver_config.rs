@@ -148,7 +148,7 @@ fn what_makes_no_sense_is_refused_with_a_word_on_what_helps() {
         assert!(is_right(&error.cause), "{name}: {error}");
         let text = error.to_string();
         assert!(text.starts_with("the virtio-blk device vhost-user:/run/a "), "{text}");
-        let helps = ["start its", "look at", "give it", "correct", "raise"];
+        let helps = ["start its", "check its", "set a", "disable", "correct", "raise"];
         assert!(helps.iter().any(|word| text.contains(word)), "{name}: {text}");
     }
     let direct = all() - Features::INDIRECT_DESC;
