@@ -74,6 +74,5 @@ fn main() {
     clients::client_cells(quick, &mut report);
     waiting::waiting_cells(quick, &mut report);
     neighbour::neighbour_cells(quick, &mut report);
-
-    idle::idle_cells(plan, &mut report);
+    idle::idle_cells(plan, quick, &mut report);
 }

@@ -33,12 +33,12 @@ enum Client {
 
 /// How long, and how often.
 #[derive(Clone, Copy)]
-struct MeasuredSpan {
+pub struct MeasuredSpan {
     /// Of one window of a program that is started for it.
-    seconds: f64,
-    runs: usize,
+    pub seconds: f64,
+    pub runs: usize,
     /// Windows of a program that changes sockets by itself, of 10 ms.
-    windows: usize,
+    pub windows: usize,
 }
 
 /// I/Os a second of ours, and of theirs.
@@ -148,7 +148,7 @@ fn qemu_img(span: MeasuredSpan, socket: &Path, depth: usize) -> Result<f64, Stri
 }
 
 /// Our own `bench`, whose queues sleep if they have nothing to do.
-fn our_bench(span: MeasuredSpan, socket: &Path, depth: usize, queues: usize) -> Result<f64, String> {
+pub fn our_bench(span: MeasuredSpan, socket: &Path, depth: usize, queues: usize) -> Result<f64, String> {
     let device = Device::open(&format!("vhost-user:{}", socket.display())).map_err(|error| error.to_string())?;
     let (depth, jobs, runtime) = (depth.to_string(), queues.to_string(), format!("{}ms", span.seconds * 1000.0));
     let line = ["bench", "-", "--rw", "randread", "--bs", "4k", "--iodepth", &depth, "--numjobs", &jobs];

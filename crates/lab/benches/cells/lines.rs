@@ -34,7 +34,7 @@ impl SignalEventfd for DirectSignals {
 }
 
 /// Our driver's queues of one disk, each with this depth, driven by one thread.
-pub struct Lines<C> {
+pub struct Lines<C: FnMut() -> u64> {
     loads: Vec<Load<AttachedQueue, C, DirectSignals>>,
     _disk: Attached,
 }

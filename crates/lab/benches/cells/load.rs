@@ -43,7 +43,7 @@ pub fn bios(count: usize) -> Vec<Box<Bio>> {
 }
 
 /// A hardware queue under load, a clock that is read once a round, and what the driver needs of its lane.
-pub struct Load<D: Driver<Cx>, C, Cx = ()> {
+pub struct Load<D: Driver<Cx>, C: FnMut() -> u64, Cx = ()> {
     queue: HwQueue<D>,
     clock: C,
     free: Vec<Box<Bio>>,
@@ -102,17 +102,17 @@ impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Round for Load<D, C, Cx> {
     }
 }
 
-impl<D: Driver<Cx>, C, Cx> Load<D, C, Cx> {
+impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Load<D, C, Cx> {
     /// A round that begins nothing. True once nothing is in flight.
     pub fn drains(&mut self) -> bool {
-        let free = &mut self.free;
-        self.queue.issue(&mut self.cx, 0);
-        self.queue.reap(&mut self.cx, 0, &mut |bio| free.push(bio));
+        let (now_ns, free) = ((self.clock)(), &mut self.free);
+        self.queue.issue(&mut self.cx, now_ns);
+        self.queue.reap(&mut self.cx, now_ns, &mut |bio| free.push(bio));
         self.queue.is_idle()
     }
 }
 
-impl<D: Driver<Cx>, C, Cx> Drop for Load<D, C, Cx> {
+impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Drop for Load<D, C, Cx> {
     /// What is in flight comes back before the queue may go.
     fn drop(&mut self) {
         while !self.drains() {}
