@@ -158,11 +158,9 @@ impl<C: FnMut() -> u64> SparseLines<'_, C> {
 
     fn round_of_idle(&mut self, now_ns: u64) {
         match self.asked_ns {
-            Some(asked_ns) => {
-                if self.idle[self.next].is_answered() {
-                    self.latencies.push((now_ns - asked_ns) as f64);
-                    (self.asked_ns, self.next) = (None, (self.next + 1) % self.idle.len());
-                }
+            Some(asked_ns) if self.idle[self.next].is_answered() => {
+                self.latencies.push((now_ns - asked_ns) as f64);
+                (self.asked_ns, self.next) = (None, (self.next + 1) % self.idle.len());
             }
             None if now_ns >= self.due_ns => {
                 self.idle[self.next].round();
@@ -170,7 +168,7 @@ impl<C: FnMut() -> u64> SparseLines<'_, C> {
                 // Windows of the other daemon lie between: nothing is made up for.
                 self.due_ns = now_ns + SPARSE_GAP_NS / self.idle.len() as u64;
             }
-            None => {}
+            _ => {}
         }
     }
 }
