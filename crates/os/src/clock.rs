@@ -1,13 +1,18 @@
 //! The clock, the only one of the project. Whoever needs the time gets it from a caller who read it here.
 //!
 //! [`now_ns`] asks the system. A loop that reads the time in each round has a [`Clock`], which tells the same time for
-//! less where the time-stamp counter can be trusted (`clock/tsc.rs`), and asks the system where not.
+//! less where the time-stamp counter can be trusted (`clock/tsc.rs`), and asks the system where not. Control threads of
+//! the crates below get a [`SystemClock`].
 //!
 //! Unsafe: one call of the C library, since the safe wrapper would bring a feature of its own.
 
 mod tsc;
 
 use std::cell::Cell;
+use std::io;
+use std::time::Instant;
+
+use blkyard_sys::{PollFd, TimeSource, wait_until};
 
 /// Nanoseconds of the monotonic clock; only differences mean anything.
 ///
@@ -30,6 +35,20 @@ pub(crate) fn clock_ns(clock: libc::clockid_t) -> Option<u64> {
     // SAFETY: `time` is valid for the one structure that is written.
     let status = unsafe { libc::clock_gettime(clock, &raw mut time) };
     (status == 0).then_some(time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64)
+}
+
+/// The system's monotonic clock, for control threads that wait with deadlines.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct SystemClock;
+
+impl TimeSource for SystemClock {
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+
+    fn wait(&self, fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<usize> {
+        wait_until(fds, Instant::now(), deadline)
+    }
 }
 
 /// The monotonic clock for one thread that reads it all the time: within [`Clock::ERROR_NS_MAX`] of [`now_ns`], and it

@@ -20,7 +20,7 @@ mod wake;
 
 pub use caches::cache_bytes;
 pub use child::bind_to_us;
-pub use clock::{Clock, now_ns, thread_cpu_ns};
+pub use clock::{Clock, SystemClock, now_ns, thread_cpu_ns};
 pub use descriptors::allow_all_descriptors;
 pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
 pub use lane_thread::{LaneConfig, LaneError, LaneThread, POLLERS_MAX, spawn};

@@ -11,10 +11,10 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use blkyard_mq::{Context, Parker, Wake};
-use blkyard_sys::EventFd;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blkyard_sys::{EventFd, PollFd, PollFlags, wait_for};
 
 use crate::{Ring, now_ns};
 
@@ -52,14 +52,13 @@ impl RingParker {
     }
 
     fn listen(&self, rings: &[OwnedFd], deadline_ns: u64) {
-        let left_ns = deadline_ns.saturating_sub(now_ns());
-        let timeout = Timespec { tv_sec: (left_ns / 1_000_000_000) as i64, tv_nsec: (left_ns % 1_000_000_000) as i64 };
+        let left = Duration::from_nanos(deadline_ns.saturating_sub(now_ns()));
         // Places that no ring has listen to the eventfd again, which is harmless.
         let mut fds: [PollFd<'_>; 1 + RINGS_MAX] = std::array::from_fn(|place| {
             let ring = place.checked_sub(1).and_then(|ring| rings.get(ring));
             PollFd::from_borrowed_fd(ring.map_or(self.eventfd.as_fd(), OwnedFd::as_fd), PollFlags::IN)
         });
-        let _ = poll(&mut fds[..=rings.len()], Some(&timeout));
+        let _ = wait_for(&mut fds[..=rings.len()], Some(left));
         if !fds[0].revents().is_empty() {
             self.eventfd.take();
         }
@@ -75,7 +74,7 @@ impl Wake for RingParker {
 impl Parker for RingParker {
     fn sleep(&self) {
         // Whatever ends this early, a signal say, whoever slept looks again.
-        let _ = poll(&mut [PollFd::new(&self.eventfd, PollFlags::IN)], None);
+        let _ = wait_for(&mut [PollFd::new(&self.eventfd, PollFlags::IN)], None);
         self.eventfd.take();
     }
 

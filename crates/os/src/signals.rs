@@ -9,10 +9,9 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use blkyard_sys::EventFd;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blkyard_sys::{EventFd, PollFd, PollFlags, wait_until};
 
 /// A signal that was caught.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,24 +73,22 @@ impl Signals {
 
     /// Waits for a signal, but no longer than this. A signal that came before is found at once.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Signal> {
-        let end = timeout.map(|timeout| std::time::Instant::now() + timeout);
+        let mut now = Instant::now();
+        let deadline = timeout.map(|timeout| now + timeout);
         loop {
             if let Some(signal) = taken() {
                 return Some(signal);
             }
-            let left = end.map(|end| end.saturating_duration_since(std::time::Instant::now()));
-            if left == Some(Duration::ZERO) && timeout != Some(Duration::ZERO) {
+            // Signalled for what was taken before, or by a signal after the look: look again.
+            if self.eventfd.take() {
+                continue;
+            }
+            if deadline.is_some_and(|deadline| now >= deadline) {
                 return None;
             }
-            let time = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
-            let mut wanted = [PollFd::new(self.eventfd, PollFlags::IN)];
-            match poll(&mut wanted, time.as_ref()) {
-                Ok(0) => return None,
-                // Before we look again: a signal between the two rings once more.
-                Ok(_) => drop(self.eventfd.take()),
-                // Interrupted, most likely by what we wait for.
-                Err(_) => {}
-            }
+            // Whatever ends it early, all is looked at again.
+            let _ = wait_until(&mut [PollFd::new(self.eventfd, PollFlags::IN)], now, deadline);
+            now = Instant::now();
         }
     }
 }

@@ -7,9 +7,11 @@
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFlags, eventfd};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::{ReadWriteFlags, preadv2, retry_on_intr};
+
+use crate::wait::is_ready;
 
 /// An eventfd, non-blocking and closed on exec.
 #[derive(Debug)]
@@ -79,8 +81,7 @@ impl EventFd {
     pub fn signal_shared(&self) {
         // The other process may have made it blocking and full. Then it is readable, which suffices. If that happens
         // after the poll, the write waits until the lane has reset it.
-        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        if poll(&mut [PollFd::new(&self.0, PollFlags::OUT)], Some(&now)) == Ok(1) {
+        if is_ready(&self.0, PollFlags::OUT) {
             self.signal();
         }
     }

@@ -1,12 +1,19 @@
-//! The few system calls of the control plane, once: event descriptors, and descriptors over a socket.
+//! The few system calls of the control plane, once: event descriptors, descriptors over a socket, and waits with
+//! deadlines.
 //!
 //! Used by what serves disks, what attaches them, the lanes and the daemon. It knows no protocol, starts no thread and
-//! reads no clock.
+//! reads no clock: a wait is given the time, or a [`TimeSource`].
 
 #![forbid(unsafe_code)]
 
+mod epoll;
 mod event_fd;
 mod passed_fds;
+mod wait;
 
+pub use epoll::{EVENTS_MAX, Epoll, ReadyFd, Registered};
 pub use event_fd::{BlockingEventFd, EventFd, EventFdError};
 pub use passed_fds::{PASSED_FDS_MAX, ReceivedFds, recv_fds, send_fds};
+pub use rustix::event::epoll::EventFlags;
+pub use rustix::event::{PollFd, PollFlags};
+pub use wait::{TimeSource, is_ready, wait_for, wait_until};

@@ -10,8 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::LogLimit;
-use blkyard_sys::send_fds;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blkyard_sys::{PollFd, PollFlags, send_fds, wait_until};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType, recv, shutdown, socketpair, sockopt,
@@ -259,9 +258,12 @@ impl CommandSocket {
     /// Waits until the receiver obeys.
     fn wait_ready(&self) -> io::Result<()> {
         let failed = |why: &str| Err(io::Error::other(format!("the receiver of descriptors cannot start: {why}")));
-        let time = Timespec { tv_sec: START_TIME.as_secs() as i64, tv_nsec: 0 };
-        let mut fds = [PollFd::new(&*self.0, PollFlags::IN)];
-        if rustix::io::retry_on_intr(|| poll(&mut fds, Some(&time)))? == 0 {
+        let (mut fds, begin) = ([PollFd::new(&*self.0, PollFlags::IN)], Instant::now());
+        let (mut now, deadline) = (begin, begin + START_TIME);
+        while wait_until(&mut fds, now, Some(deadline))? == 0 && now < deadline {
+            now = Instant::now();
+        }
+        if fds[0].revents().is_empty() {
             return failed(&format!("it is not ready after {} s; see whether the machine hangs", START_TIME.as_secs()));
         }
         let mut bytes = [0; MESSAGE_BYTES_MAX];

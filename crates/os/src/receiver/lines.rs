@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::LogLimit;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blkyard_sys::{PollFd, PollFlags, wait_for};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 
@@ -70,8 +70,7 @@ pub(super) fn log_all(from: &OwnedFd) {
     let mut lines = ReceiverLines::default();
     let mut bytes = vec![0; MESSAGE_BYTES_MAX];
     loop {
-        let wait = Timespec { tv_sec: INTERVAL.as_secs() as i64, tv_nsec: 0 };
-        match poll(&mut [PollFd::new(from, PollFlags::IN)], lines.holds_back.then_some(&wait)) {
+        match wait_for(&mut [PollFd::new(from, PollFlags::IN)], lines.holds_back.then_some(INTERVAL)) {
             Ok(0) => lines.held_back(Instant::now()).iter().for_each(|line| tracing::warn!("{line}")),
             Ok(_) => match recv(from, &mut bytes[..], RecvFlags::DONTWAIT) {
                 Ok((0, _)) => return,
@@ -86,7 +85,6 @@ pub(super) fn log_all(from: &OwnedFd) {
                 Err(Errno::AGAIN | Errno::INTR) => {}
                 Err(_) => return,
             },
-            Err(Errno::INTR) => {}
             Err(_) => return,
         }
     }

@@ -36,8 +36,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use blkyard_sys::recv_fds;
-use rustix::event::{PollFd, PollFlags, poll};
+use blkyard_sys::{PollFd, PollFlags, recv_fds, wait_for};
 use rustix::fs::fstat;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair, sockopt};
@@ -133,11 +132,7 @@ fn run(command: &OwnedFd) -> io::Result<()> {
         if hub.is_some() {
             fds.push(PollFd::new(command, PollFlags::IN));
         }
-        match poll(&mut fds, None) {
-            Ok(_) => {}
-            Err(Errno::INTR) => continue,
-            Err(error) => return Err(error.into()),
-        }
+        wait_for(&mut fds, None)?;
         let [reported, commanded] = [0, 1].map(|index| fds.get(index).is_some_and(|fd| !fd.revents().is_empty()));
         if reported {
             match recv(&reports, &mut line[..], RecvFlags::DONTWAIT) {

@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blkyard_sys::{PollFd, PollFlags, wait_until};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SendFlags, Shutdown, SocketAddrUnix, SocketFlags, SocketType, accept_with, connect, send, shutdown,
@@ -162,7 +162,7 @@ impl RelaySession {
     fn relay(&mut self) {
         loop {
             let last = self.daemon_left.map(|left| left + LAST_ANSWER_TIME);
-            if last.is_some_and(|last| Instant::now() > last) {
+            if last.is_some_and(|last| Instant::now() >= last) {
                 return;
             }
             let Ok(ready) = self.wait(last) else { return };
@@ -186,7 +186,7 @@ impl RelaySession {
 
     /// Waits until something is ready: the daemon, the peer, then each stream's two ends. A side that nothing is wanted
     /// of is not looked at, unless it is to be seen leaving.
-    fn wait(&self, last: Option<Instant>) -> Result<Vec<PollFlags>, Errno> {
+    fn wait(&self, last: Option<Instant>) -> io::Result<Vec<PollFlags>> {
         let wanted = |reads: bool, writes: bool| {
             let reads = if reads { PollFlags::IN } else { PollFlags::empty() };
             reads | if writes { PollFlags::OUT } else { PollFlags::empty() }
@@ -207,13 +207,9 @@ impl RelaySession {
         let looked_at = all.iter().filter(|(.., ignored)| !ignored);
         let mut fds: Vec<_> = looked_at.map(|(fd, flags, _)| PollFd::new(*fd, *flags)).collect();
         let is_held = self.to_daemon.is_held() || self.to_peer.is_held();
-        let last = last.map(|last| last.saturating_duration_since(Instant::now()) + ODD_TIME);
-        let timeout = if is_held { Some(ODD_TIME) } else { last }
-            .map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
-        match poll(&mut fds, timeout.as_ref()) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(error),
-        }
+        let now = Instant::now();
+        let deadline = if is_held { Some(now + ODD_TIME) } else { last };
+        wait_until(&mut fds, now, deadline)?;
         let mut found = fds.iter().map(PollFd::revents);
         let of = |ignored: &bool| if *ignored { None } else { found.next() };
         Ok(all.iter().map(|(.., ignored)| ignored).map(of).map(|ready| ready.unwrap_or(PollFlags::empty())).collect())
