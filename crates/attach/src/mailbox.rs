@@ -104,9 +104,8 @@ impl QueueMailbox {
     pub(crate) fn post(&self, command: QueueCommand) {
         // Never closed: a queue that is gone takes no commands, and they go with its mailbox.
         let _ = self.commands.send(command);
-        // After the command: who was armed earlier hears the eventfd and finds the command.
-        // Where nobody listens to it nobody
-        // would make it quiet, either.
+        // After the command: an armed queue is woken by the eventfd and finds the command. A polled queue finds it in its
+        // next round; nobody would reset its eventfd.
         if !self.polled {
             self.eventfd.signal_shared();
         }

@@ -283,6 +283,11 @@ impl<Cx: ?Sized + SignalEventfd> Driver<Cx> for AttachedQueue {
         }
     }
 
+    #[inline]
+    fn wants_poll(&self) -> bool {
+        self.mailbox.has_mail()
+    }
+
     /// A request in the hands of a back-end stays there until its session is over. That is given up now.
     fn timed_out(&mut self, _: &mut Cx, _: &RegionTable, place: usize, done: &mut Done<'_>, _: u64) -> TimedOut {
         let request = done.request_at(place).0;

@@ -40,6 +40,26 @@ fn memory_and_queues_added_under_load_lose_no_io() {
 }
 
 #[test]
+fn idle_polled_queue_lets_the_memory_of_another_change() {
+    let (_folder, path) = place();
+    let _lossy = Lossy::start(&path, LossyConfig::new(2, 1));
+    let attached = Attached::open(config(&path)).unwrap();
+    let mut polled = User::new(&attached, QueueKind::Poll);
+    assert_eq!(polled.one(Op::Read, 0, 0), Status::Ok);
+    // Its memory needs another table, and so a rest of the first.
+    let mut other = User::new(&attached, QueueKind::Default);
+    other.submit(Op::Read, 1, 0);
+    until("the other one is served", || {
+        polled.turn();
+        other.turn();
+        !other.ended.is_empty()
+    });
+    assert_eq!(other.ended.pop().unwrap().status, Status::Ok);
+    assert_eq!(polled.one(Op::Read, 0, 0), Status::Ok);
+    assert_eq!(attached.view().sessions, 1, "{:?}", attached.view().last_loss);
+}
+
+#[test]
 fn memory_and_packed_queues_added_under_load_lose_no_io() {
     add_under_load(true);
 }

@@ -426,7 +426,12 @@ impl Driver<Ring> for DeviceQueue {
         }
     }
 
-    // Of all of these one kind alone has an eventfd.
+    // Of all of these one kind alone has an eventfd and a control thread.
+
+    #[inline]
+    fn wants_poll(&self) -> bool {
+        if let DeviceQueue::Attached(queue) = self { Driver::<Ring>::wants_poll(&**queue) } else { false }
+    }
 
     #[inline]
     fn arm(&mut self) -> bool {

@@ -28,6 +28,13 @@ pub trait Driver<Cx: ?Sized> {
     /// Hands over what the device has finished since the last call. `now_ns` is the time of this batch.
     fn poll(&mut self, cx: &mut Cx, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64);
 
+    /// Whether the driver must be polled although nothing is in flight: another thread has left something for it. Asked
+    /// in every round of an idle queue.
+    #[inline]
+    fn wants_poll(&self) -> bool {
+        false
+    }
+
     /// The request at this place has been in flight for longer than it may; what the device has finished by now has
     /// been handed over. A driver that can prove that the device will not touch the request any more may complete it.
     /// One that cannot, as with a file in the hands of the kernel, leaves it as it is, however late: that is what

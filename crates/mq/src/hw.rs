@@ -416,7 +416,7 @@ impl<D> HwQueue<D> {
     where
         D: Driver<Cx>,
     {
-        if !self.is_idle() {
+        if !self.is_idle() || self.driver.wants_poll() {
             let mut done = Done {
                 ended: &mut self.done,
                 requeued: &mut self.requeued,
