@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use blkyard_mem::Region;
 use blkyard_mq::{DeviceInfo, QueueKind};
-use blkyard_sys::EventFd;
+use blkyard_sys::{EventFd, TimeSource};
 use blkyard_virtio::Features;
 
 use crate::connector::{Connector, DirectConnector};
@@ -27,6 +27,8 @@ pub struct AttachConfig {
     pub socket: PathBuf,
     /// Makes the connections to it.
     pub connector: Arc<dyn Connector>,
+    /// The clock of its control thread.
+    pub clock: Arc<dyn TimeSource>,
     /// Queues to use; all that the back-end has, if it is not said.
     pub queues: Option<u16>,
     /// Entries of each ring: a power of two, up to [`QUEUE_SIZE_MAX`].
@@ -43,11 +45,12 @@ pub struct AttachConfig {
 }
 
 impl AttachConfig {
-    /// The usual, for a socket.
-    pub fn new(socket: impl Into<PathBuf>) -> AttachConfig {
+    /// The defaults, for a socket.
+    pub fn new(socket: impl Into<PathBuf>, clock: Arc<dyn TimeSource>) -> AttachConfig {
         AttachConfig {
             socket: socket.into(),
             connector: Arc::new(DirectConnector),
+            clock,
             queues: None,
             // Twice what the usual hardware queue has out, and memory that is taken as it is used.
             queue_size: 256,

@@ -26,10 +26,9 @@ use std::time::{Duration, Instant};
 
 use blkyard_mem::Region;
 use blkyard_mq::{HeldBack, LogLimit, QueueKind};
-use blkyard_sys::EventFd;
+use blkyard_sys::{EventFd, PollFd, PollFlags, is_ready};
 use blkyard_virtio::Violations;
 use blkyard_virtio::driver::{BlkDisk, BlkLayout, BlkRing};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::attached::SharedState;
 use crate::mailbox::{DeviceCommand, DriverQueueView, Opened, QueueCommand, QueueMailbox, RingEnd};
@@ -72,8 +71,7 @@ struct Outage {
 
 impl Outage {
     /// The back-end is looked for after the pause.
-    fn new(pause: Duration) -> Outage {
-        let now = Instant::now();
+    fn new(now: Instant, pause: Duration) -> Outage {
         Outage { since: now, try_at: now + pause, left: None, floods: false, gave_up: false, said: String::new() }
     }
 }
@@ -163,6 +161,7 @@ impl Control {
         let queues = usize::from(session.queues);
         let talk = |source| AttachError::Talk { path: path.clone(), source };
         let error = EventFd::new().map_err(failed)?;
+        let now = config.clock.now();
         let shared = Arc::new(SharedState::new(config, disk.info.capacity_sectors));
         let mut control = Control {
             shared,
@@ -170,7 +169,7 @@ impl Control {
             wake: Arc::clone(wake),
             end: Arc::clone(end),
             error,
-            link: Link::Down(Outage::new(Duration::ZERO)),
+            link: Link::Down(Outage::new(now, Duration::ZERO)),
             queues: (0..queues).map(|_| DriverQueue::new()).collect::<Result<_, _>>().map_err(failed)?,
             reserved: Vec::new(),
             changed: false,
@@ -191,6 +190,10 @@ impl Control {
         control.give_rings(rings, ends);
         control.begin(session);
         Ok(control)
+    }
+
+    fn now(&self) -> Instant {
+        self.shared.config.clock.now()
     }
 
     pub(crate) fn shared(&self) -> &Arc<SharedState> {
@@ -242,7 +245,7 @@ impl Control {
                     until = Some(outage.since + self.shared.config.gone_max);
                     if outage.floods {
                         // What it writes would wake us without end.
-                        until = until.min(Some(Instant::now() + PAUSE_MIN));
+                        until = until.min(Some(self.now() + PAUSE_MIN));
                     } else {
                         fds.push(PollFd::new(left, PollFlags::IN | PollFlags::RDHUP));
                     }
@@ -252,14 +255,13 @@ impl Control {
             }
         }
         until = until.into_iter().chain(self.rest.as_ref().map(|rest| rest.until)).min();
-        let left = until.map(|at| at.saturating_duration_since(Instant::now()));
-        let time = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
         // Whatever ends this early, all is looked at.
-        let _ = poll(&mut fds, time.as_ref());
+        let _ = self.shared.config.clock.wait(&mut fds, until);
     }
 
     /// Looks after the connection.
     fn look(&mut self) {
+        let now = self.now();
         match &mut self.link {
             Link::Up { session, .. } => {
                 if let Some(channel) = &mut session.channel {
@@ -273,14 +275,14 @@ impl Control {
                 if self.error.take() {
                     self.leave(&TalkError::RingError);
                 } else if let Link::Up { session, .. } = &self.link
-                    && is_readable(session)
+                    && is_ready(session.socket(), PollFlags::IN | PollFlags::RDHUP)
                 {
                     // All answers were read: this is the end, or nonsense.
                     self.leave(&TalkError::HungUp);
                 }
             }
             Link::Down(outage) => {
-                let is_over = outage.since.elapsed() >= self.shared.config.gone_max;
+                let is_over = now.saturating_duration_since(outage.since) >= self.shared.config.gone_max;
                 let peer = outage.left.as_ref().map(Connection::look);
                 outage.floods = peer == Some(PeerState::Talking);
                 if peer == Some(PeerState::Closed) || peer.is_some() && is_over {
@@ -288,12 +290,12 @@ impl Control {
                     if is_over && !outage.gave_up {
                         self.give_up();
                     }
-                } else if outage.left.is_none() && Instant::now() >= outage.try_at {
+                } else if outage.left.is_none() && now >= outage.try_at {
                     self.connect_again();
                 }
             }
         }
-        if self.rest.as_ref().is_some_and(|rest| Instant::now() >= rest.until) {
+        if self.rest.as_ref().is_some_and(|rest| self.now() >= rest.until) {
             let restless = self.users().find(|user| !user.at_rest).map(|user| user.mailbox.view.name.clone());
             let limit = self.shared.config.io_max;
             self.leave(&TalkError::Restless { queue: restless.unwrap_or_default(), limit });
@@ -332,7 +334,9 @@ impl Control {
             DeviceCommand::Late(number, ring, what) => {
                 let limit = self.shared.config.io_max;
                 // One that has just come back has its time from then on. It is asked for again.
-                let is_late = matches!(&self.link, Link::Up { since, .. } if since.elapsed() >= limit);
+                let now = self.now();
+                let is_late =
+                    matches!(&self.link, Link::Up { since, .. } if now.saturating_duration_since(*since) >= limit);
                 if let Some(queue) = self.name_of(number, ring).filter(|_| is_late) {
                     self.leave(&TalkError::Silent { request: format!("{queue}, {what},"), limit });
                 }
@@ -368,7 +372,7 @@ impl Control {
 
     /// Does something with the session, if there is one, and leaves it if that fails.
     fn with_session(&mut self, work: impl FnOnce(&mut Control, &mut BackendSession) -> Result<(), TalkError>) {
-        let nobody = Link::Down(Outage::new(Duration::ZERO));
+        let nobody = Link::Down(Outage::new(self.now(), Duration::ZERO));
         match std::mem::replace(&mut self.link, nobody) {
             Link::Up { mut session, since } => {
                 let done = work(self, &mut session);
@@ -462,7 +466,7 @@ impl Control {
             return;
         }
         self.rests += 1;
-        self.rest = Some(QuiesceState { number: self.rests, until: Instant::now() + self.shared.config.io_max });
+        self.rest = Some(QuiesceState { number: self.rests, until: self.now() + self.shared.config.io_max });
         self.users().filter(|user| !user.at_rest).for_each(|user| user.mailbox.post(QueueCommand::Rest(self.rests)));
     }
 
@@ -582,7 +586,8 @@ impl Control {
             // Also while there is none: the next one must not go on in these rings.
             self.rings = None;
         }
-        let gone = Link::Down(Outage::new(Duration::ZERO));
+        let now = self.now();
+        let gone = Link::Down(Outage::new(now, Duration::ZERO));
         let (session, since) = match std::mem::replace(&mut self.link, gone) {
             Link::Up { session, since } => (session, since),
             down @ Link::Down(_) => {
@@ -593,7 +598,7 @@ impl Control {
         if let Some(held_back) = self.pass() {
             tracing::warn!("{}: {why}. I/O waits for it to come back{held_back}", self.shared.config.name());
         }
-        if since.elapsed() >= GOOD_AFTER {
+        if now.saturating_duration_since(since) >= GOOD_AFTER {
             (self.faults, self.losses) = (0, 0);
         }
         let pause = if broken { PAUSE_MAX } else { pause_after(self.losses) };
@@ -602,7 +607,7 @@ impl Control {
             self.faults += 1;
         }
         self.rest = None;
-        self.link = Link::Down(Outage { left: Some(session.leave()), ..Outage::new(pause) });
+        self.link = Link::Down(Outage { left: Some(session.leave()), ..Outage::new(now, pause) });
         self.shared.note(|view| {
             view.is_connected = false;
             view.faults += u64::from(broken);
@@ -641,7 +646,11 @@ impl Control {
             let path = self.shared.config.socket.clone();
             return self.try_later(&AttachError::Talk { path, source }.to_string());
         }
-        let away = if let Link::Down(outage) = &self.link { outage.since.elapsed() } else { Duration::ZERO };
+        let now = self.now();
+        let away = match &self.link {
+            Link::Down(outage) => now.saturating_duration_since(outage.since),
+            Link::Up { .. } => Duration::ZERO,
+        };
         if let Some(held_back) = self.pass() {
             tracing::info!("{}: served again, after {away:?}{held_back}", self.shared.config.name());
         }
@@ -651,15 +660,15 @@ impl Control {
     }
 
     fn try_later(&mut self, why: &str) {
-        let gone_max = self.shared.config.gone_max;
+        let (now, gone_max) = (self.now(), self.shared.config.gone_max);
         let Link::Down(outage) = &mut self.link else { return };
         if outage.said != why {
             tracing::debug!("{why}");
             outage.said = why.into();
         }
-        let pause = (outage.since.elapsed() / PAUSE_SHARE).clamp(PAUSE_MIN, PAUSE_MAX);
-        outage.try_at = Instant::now() + pause;
-        if outage.since.elapsed() >= gone_max && !outage.gave_up {
+        let away = now.saturating_duration_since(outage.since);
+        outage.try_at = now + (away / PAUSE_SHARE).clamp(PAUSE_MIN, PAUSE_MAX);
+        if away >= gone_max && !outage.gave_up {
             self.give_up();
         }
     }
@@ -721,13 +730,14 @@ impl Control {
 
     /// Whether a line that the back-end causes is logged, and what it says of those that were not.
     fn pass(&mut self) -> Option<HeldBack> {
-        self.log.pass(Instant::now()).map(HeldBack)
+        let now = self.now();
+        self.log.pass(now).map(HeldBack)
     }
 
     /// This session serves from now on.
     fn begin(&mut self, session: BackendSession) {
         let (features, is_tracked) = (self.disk.features, session.tracks());
-        self.link = Link::Up { session, since: Instant::now() };
+        self.link = Link::Up { session, since: self.now() };
         self.shared.note(|view| {
             (view.is_connected, view.features, view.is_tracked) = (true, features, is_tracked);
             view.sessions += 1;
@@ -747,12 +757,6 @@ fn system(error: impl std::fmt::Display) -> TalkError {
 /// How long a back-end is left alone after so many sessions in a row that were not good.
 fn pause_after(losses: u32) -> Duration {
     if losses == 0 { Duration::ZERO } else { PAUSE_MAX.min(PAUSE_MIN * 2_u32.saturating_pow(losses)) }
-}
-
-fn is_readable(session: &BackendSession) -> bool {
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-    let mut fds = [PollFd::from_borrowed_fd(session.socket(), PollFlags::IN | PollFlags::RDHUP)];
-    poll(&mut fds, Some(&now)).is_ok_and(|count| count > 0)
 }
 
 #[cfg(test)]

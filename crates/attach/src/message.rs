@@ -15,8 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blkyard_sys::{EventFd, recv_fds, send_fds};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blkyard_sys::{EventFd, PollFd, PollFlags, TimeSource, recv_fds, send_fds};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
@@ -125,6 +124,7 @@ pub(crate) struct Connection {
     end: Arc<EventFd>,
     /// Every message is answered.
     acknowledged: bool,
+    clock: Arc<dyn TimeSource>,
 }
 
 impl Connection {
@@ -134,29 +134,33 @@ impl Connection {
         path: &Path,
         reply_max: Duration,
         end: &Arc<EventFd>,
+        clock: &Arc<dyn TimeSource>,
     ) -> io::Result<Connection> {
         /// How soon a full queue of connections is looked at again.
         const AGAIN: Duration = Duration::from_millis(5);
-        let until = Instant::now() + reply_max;
+        let until = clock.now() + reply_max;
         let stream = loop {
             match connector.connect(path) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
                 Ok(Some(stream)) => break stream,
                 Ok(None) => {
-                    if Instant::now() >= until || is_ready(&mut [PollFd::new(end, PollFlags::IN)], AGAIN) {
+                    let now = clock.now();
+                    let is_let_go = clock.wait(&mut [PollFd::new(&**end, PollFlags::IN)], Some(now + AGAIN))? > 0;
+                    if now >= until || is_let_go {
                         return Err(io::ErrorKind::TimedOut.into());
                     }
                 }
             }
         };
         stream.set_nonblocking(true)?;
-        Ok(Connection { stream, reply_max, until, end: Arc::clone(end), acknowledged: false })
+        let (end, clock) = (Arc::clone(end), Arc::clone(clock));
+        Ok(Connection { stream, reply_max, until, end, acknowledged: false, clock })
     }
 
     /// Begins a conversation: the back-end has all its time again.
     pub(crate) fn begin(&mut self) {
-        self.until = Instant::now() + self.reply_max;
+        self.until = self.clock.now() + self.reply_max;
     }
 
     /// Says that nothing more will come. The back-end closes its end once it has let go of what it was given.
@@ -251,9 +255,10 @@ impl Connection {
 
     /// Waits until there is something to read, or room to write, for as long as this conversation may still take.
     fn wait(&self, request: FrontendMessage, what: PollFlags) -> Result<(), TalkError> {
-        let left = self.until.saturating_duration_since(Instant::now());
         let mut fds = [PollFd::new(&self.stream, what), PollFd::new(&*self.end, PollFlags::IN)];
-        if !is_ready(&mut fds, left) && left.is_zero() {
+        let now = self.clock.now();
+        let ready = self.clock.wait(&mut fds, Some(self.until)).map_err(|error| failed(request, &error))?;
+        if ready == 0 && now >= self.until {
             return Err(self.late(request));
         }
         if fds[1].revents().is_empty() { Ok(()) } else { Err(TalkError::LetGo) }
@@ -316,12 +321,6 @@ impl AsFd for Connection {
     }
 }
 
-/// Waits for one of these for so long at most; says whether one is ready.
-fn is_ready(fds: &mut [PollFd<'_>], within: Duration) -> bool {
-    let time = Timespec { tv_sec: within.as_secs() as i64, tv_nsec: within.subsec_nanos().into() };
-    poll(fds, Some(&time)).is_ok_and(|count| count > 0)
-}
-
 /// Reads without waiting; how much there was, or nothing if the other side has closed.
 pub(crate) fn read_now(stream: &UnixStream, to: &mut [u8]) -> io::Result<usize> {
     match (&*stream).read(to) {
@@ -335,13 +334,16 @@ pub(crate) fn read_now(stream: &UnixStream, to: &mut [u8]) -> io::Result<usize> 
 mod tests {
     use std::io::Write;
 
+    use blkyard_os::SystemClock;
+
     use super::*;
 
     fn pair(reply_max: Duration) -> (Connection, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         ours.set_nonblocking(true).unwrap();
-        let (until, end) = (Instant::now() + reply_max, Arc::new(EventFd::new().unwrap()));
-        (Connection { stream: ours, reply_max, until, end, acknowledged: true }, theirs)
+        let (clock, end): (Arc<dyn TimeSource>, _) = (Arc::new(SystemClock), Arc::new(EventFd::new().unwrap()));
+        let until = clock.now() + reply_max;
+        (Connection { stream: ours, reply_max, until, end, acknowledged: true, clock }, theirs)
     }
 
     fn answer(theirs: &mut UnixStream, request: FrontendMessage, flags: u32, payload: &[u8]) {

@@ -364,7 +364,7 @@ fn read_config(talk: &Connection) -> Result<Vec<u8>, TalkError> {
 
 fn connect(config: &AttachConfig, end: &Arc<EventFd>) -> Result<Connection, AttachError> {
     use std::io::ErrorKind;
-    Connection::open(&*config.connector, &config.socket, config.reply_max, end).map_err(|error| {
+    Connection::open(&*config.connector, &config.socket, config.reply_max, end, &config.clock).map_err(|error| {
         let cause = match error.kind() {
             ErrorKind::NotFound => "there is no such socket: start its back-end first, or correct the path".into(),
             ErrorKind::ConnectionRefused => "nobody listens there: start its back-end, or name a socket".into(),

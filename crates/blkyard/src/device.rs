@@ -13,7 +13,7 @@ use blkyard_mq::{
     Batch, BlockDevice, DeviceInfo, Done, Driver, NullConfig, NullDevice, NullQueue, QueueKind, QueueLimits, RamDevice,
     RamQueue, Region, RegionTable, TagSet, TimedOut,
 };
-use blkyard_os::{Direct, FileConfig, FileDevice, FileQueue, Ring};
+use blkyard_os::{Direct, FileConfig, FileDevice, FileQueue, Ring, SystemClock};
 use blkyard_sim::{ChaosConfig, ChaosDevice, ChaosQueue, Modelled, ModelledQueue};
 
 use crate::spec::{Spec, SpecError, parse_size};
@@ -237,7 +237,7 @@ impl Device {
 }
 
 fn attach(mut spec: Spec, connector: Option<&Arc<dyn Connector>>) -> Result<Device, DeviceError> {
-    let usual = AttachConfig::new(&spec.body);
+    let usual = AttachConfig::new(&spec.body, Arc::new(SystemClock));
     let queues = spec.take_number("queues", 1, 256)?;
     let size = spec.take_with("queue_size", "a power of two from 2 to 1024", |value| {
         let size = value.parse::<u16>().ok()?;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SignalEventfd, SignalSlot};
-use blkyard_os::now_ns;
+use blkyard_os::{SystemClock, now_ns};
 
 /// Longer than anything here takes on a busy machine; what takes longer hangs.
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -42,7 +42,7 @@ struct Guest {
 
 impl Guest {
     fn connect(socket: &Path, queues: usize) -> Guest {
-        let disk = Attached::open(AttachConfig::new(socket)).unwrap();
+        let disk = Attached::open(AttachConfig::new(socket, Arc::new(SystemClock))).unwrap();
         let memory = Region::shared(BLOCK_BYTES).unwrap();
         let queue = |_| {
             let config = HwQueueConfig { depth: 2, bios_max: 2, ..HwQueueConfig::default() };

@@ -18,7 +18,7 @@ use blkyard_mq::{
     Bio, BioFlags, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, Op, QueueKind, QueueLimits, RamDevice,
     RamQueue, Status,
 };
-use blkyard_os::{LaneConfig, Lanes, Ring, RingConfig, now_ns};
+use blkyard_os::{LaneConfig, Lanes, Ring, RingConfig, SystemClock, now_ns};
 use blkyard_virtio::{BlkConfig, SerialId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -209,5 +209,10 @@ pub fn place() -> (tempfile::TempDir, PathBuf) {
 
 /// As disks are attached in tests.
 pub fn config(path: &Path) -> AttachConfig {
-    AttachConfig { queue_size: 64, reply_max: PATIENCE, gone_max: PATIENCE, ..AttachConfig::new(path) }
+    AttachConfig {
+        queue_size: 64,
+        reply_max: PATIENCE,
+        gone_max: PATIENCE,
+        ..AttachConfig::new(path, Arc::new(SystemClock))
+    }
 }

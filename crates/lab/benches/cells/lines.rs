@@ -13,6 +13,7 @@ use blkyard_mq::{
     BlockDevice, HwQueue, HwQueueConfig, NullConfig, NullDevice, NullQueue, Poller, QueueKind, SignalEventfd,
     SignalSlot,
 };
+use blkyard_os::SystemClock;
 use blkyard_virtio::BlkConfig;
 use tempfile::TempDir;
 
@@ -74,7 +75,8 @@ pub fn lines<C: FnMut() -> u64>(
 }
 
 pub fn attach(socket: &Path, packed: bool) -> Result<Attached, String> {
-    Attached::open(AttachConfig { packed, ..AttachConfig::new(socket) }).map_err(|error| error.to_string())
+    Attached::open(AttachConfig { packed, ..AttachConfig::new(socket, Arc::new(SystemClock)) })
+        .map_err(|error| error.to_string())
 }
 
 /// Goes round until something comes back: only then all is set up.

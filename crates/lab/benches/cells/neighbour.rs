@@ -16,7 +16,7 @@ use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
 use blkyard_lab::floor::{IO_BYTES, RandomOffsets, Samples, partner_cpu};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SECTOR_SHIFT};
-use blkyard_os::Clock;
+use blkyard_os::{Clock, SystemClock};
 
 use crate::lines::{DirectSignals, first_answer};
 use crate::report::{self, CellReport, Figure};
@@ -105,7 +105,8 @@ struct PolledClient {
 
 impl PolledClient {
     fn of(socket: &Path, depth: usize, bytes: u32) -> Result<PolledClient, String> {
-        let disk = Attached::open(AttachConfig::new(socket)).map_err(|error| error.to_string())?;
+        let disk =
+            Attached::open(AttachConfig::new(socket, Arc::new(SystemClock))).map_err(|error| error.to_string())?;
         let driver = disk.queue(QueueKind::Poll, depth.max(2)).map_err(|error| error.to_string())?;
         let mut info = disk.info().clone();
         // One request each, as a guest may send them.

@@ -13,7 +13,7 @@ use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
 use blkyard_lab::floor::{IO_BYTES, RandomOffsets, Samples, partner_cpu};
 use blkyard_mem::{Region, RegionTable};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, QueueKind};
-use blkyard_os::{Clock, now_ns};
+use blkyard_os::{Clock, SystemClock, now_ns};
 
 use crate::lines::{DirectSignals, first_answer};
 use crate::load::{bios, fill};
@@ -108,7 +108,7 @@ fn paced(spec: &str, window: Duration, windows: usize) -> Result<Vec<[Samples; 3
 }
 
 fn attach(server: &ListeningServer) -> Result<Attached, String> {
-    Attached::open(AttachConfig::new(&server.socket)).map_err(|error| error.to_string())
+    Attached::open(AttachConfig::new(&server.socket, Arc::new(SystemClock))).map_err(|error| error.to_string())
 }
 
 fn percent(used_ns: u64, passed_ns: u64) -> f64 {

@@ -16,7 +16,7 @@ use blkyard_mq::{
     Batch, Bio, BlockDevice, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, Poller,
     PollerState, QueueKind, RamDevice, SECTOR_SHIFT, TimedOut,
 };
-use blkyard_os::now_ns;
+use blkyard_os::{SystemClock, now_ns};
 use blkyard_sim::Rng;
 use blkyard_virtio::BlkConfig;
 
@@ -184,7 +184,11 @@ where
     let server = Server::start(socket.map_err(io::Error::other)?, backend)?;
     let count = ios.len();
     let opening = thread::Builder::new().spawn(move || {
-        let config = AttachConfig { queues: Some(count as u16), queue_size: RING, ..AttachConfig::new(path) };
+        let config = AttachConfig {
+            queues: Some(count as u16),
+            queue_size: RING,
+            ..AttachConfig::new(path, Arc::new(SystemClock))
+        };
         let attached = Attached::open(config)?;
         let fronts =
             (0..count).map(|_| attached.queue(QueueKind::Default, RING.into())).collect::<Result<Vec<_>, _>>()?;
