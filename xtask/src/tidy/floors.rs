@@ -16,13 +16,14 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("mq", &["mem"]),
     ("sys", &["mem"]),
     ("virtio", &["mem", "mq"]),
+    ("nvme", &["mem", "mq"]),
     ("export", &["mem", "mq", "sys", "virtio"]),
     ("attach", &["mem", "mq", "sys", "virtio"]),
     ("os", &["mem", "mq", "sys"]),
     ("sim", &["mem", "mq", "virtio", "export", "attach"]),
-    ("blkyard", &["mem", "mq", "sys", "virtio", "export", "attach", "os", "sim"]),
-    ("lab", &["mem", "mq", "sys", "virtio", "export", "attach", "os", "sim", "blkyard"]),
-    ("cli", &["mem", "mq", "sys", "virtio", "export", "attach", "os", "sim", "blkyard", "lab"]),
+    ("blkyard", &["mem", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim"]),
+    ("lab", &["mem", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim", "blkyard"]),
+    ("cli", &["mem", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim", "blkyard", "lab"]),
 ];
 
 /// What a crate's tests may import besides: the queue core is tested over the simulation's chaos device, an export on
