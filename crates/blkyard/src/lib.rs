@@ -12,11 +12,11 @@ pub mod scheduler;
 pub mod spec;
 
 mod device;
+mod devices;
 mod disk;
-mod model;
 
 /// The words of the queue core that a program needs.
 pub use blkyard_attach::Connector;
 pub use blkyard_mq::{Bio, BioFlags, Op, Priority, QueueCounts, SECTOR_BYTES, Segment, Span, Status};
-pub use device::{Device, DeviceError, DeviceQueue};
+pub use device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue, QueueDriver};
 pub use disk::{Disk, DiskConfig, DiskError, Meet, Queues, Submitter, queue_depth};

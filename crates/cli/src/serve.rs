@@ -18,7 +18,7 @@ use blkyard_export::{
     SocketConfig, Taking,
 };
 use blkyard_mq::{HeldBack, IdlePolicy, LogLimit};
-use blkyard_os::{LaneConfig, OpenError, RingConfig, Signals, allow_all_descriptors, cpu_places};
+use blkyard_os::{LaneConfig, RingConfig, Signals, allow_all_descriptors, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
 
 use crate::answers;
@@ -383,10 +383,9 @@ fn tell_no_control(error: &impl std::fmt::Display) {
 /// A disk that another process serves may have been resized there: whoever has it attached here is told, by a thread
 /// that ends when that is done. None if there is nothing to tell.
 fn follow_sizes(daemon: &Arc<Daemon>, log: &Arc<Vec<Mutex<LogLimit>>>) -> std::io::Result<Option<JoinHandle<()>>> {
-    let resized = |served: &ServedDevice| match &served.device {
-        // One that says that nothing is left of it has nobody told: I/O on it fails soon enough.
-        Device::Attached(disk) => ![0, served.info().capacity_sectors].contains(&disk.capacity_sectors()),
-        _ => false,
+    let resized = |served: &ServedDevice| {
+        // A size of zero is announced to no front-end: I/O on that device fails soon enough.
+        served.device.sectors_now().is_some_and(|sectors| ![0, served.info().capacity_sectors].contains(&sectors))
     };
     if !daemon.devices.iter().any(resized) {
         return Ok(None);
@@ -436,9 +435,9 @@ impl Patience<'_> {
         let start = Instant::now();
         let mut told = false;
         loop {
-            match Device::through(spec.clone(), &self.connector) {
-                Err(DeviceError::File(OpenError::Held { .. })) if !is_served => return Err(unserved(&spec.name).into()),
-                Err(DeviceError::File(OpenError::Held { .. })) if start.elapsed() < self.limit => {
+            match Device::through(spec.clone(), || Ok(Arc::clone(&self.connector))) {
+                Err(DeviceError::Held(_)) if !is_served => return Err(unserved(&spec.name).into()),
+                Err(DeviceError::Held(_)) if start.elapsed() < self.limit => {
                     if !std::mem::replace(&mut told, true) {
                         tracing::warn!(
                             "{}: waiting for its lock, up to {} s: nobody is seen to hold it, so a daemon that died may have I/O under way",

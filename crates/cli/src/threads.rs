@@ -1,6 +1,5 @@
 //! The threads of a daemon: which of them has ended although nobody asked it to.
 
-use blkyard::Device;
 use blkyard_export::Server;
 
 use crate::control::ControlServer;
@@ -17,14 +16,12 @@ pub fn ended(daemon: &Daemon, servers: &[Server], control: Option<&ControlServer
     let exports = servers.iter().zip(&daemon.exports);
     let exports = exports.filter(|(server, _)| server.is_finished()).map(|(_, export)| export.name.clone());
     let controls = control.filter(|control| control.is_finished()).map(|_| "control socket".to_owned());
-    let attached = daemon.devices.iter().filter_map(|served| match &served.device {
-        Device::Attached(disk) if disk.is_finished() => Some(served.info().name.clone()),
-        _ => None,
-    });
+    let devices = daemon.devices.iter().filter(|served| served.device.has_ended());
+    let devices = devices.map(|served| served.info().name.clone());
     // While their number changes they are looked at by who changes it.
     let lanes = daemon
         .lanes_at_rest()
         .and_then(|lanes| lanes.threads().iter().find(|lane| lane.is_finished()).map(|lane| lane.name().to_owned()));
-    let name = lanes.or_else(|| exports.chain(controls).chain(attached).next())?;
+    let name = lanes.or_else(|| exports.chain(controls).chain(devices).next())?;
     Some(format!("{name}: its thread ended by itself"))
 }

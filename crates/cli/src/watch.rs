@@ -58,7 +58,7 @@ impl WatchedExport {
             lines.push("0 IOPS".into());
         }
         let refusals = queues.iter().filter_map(QueueWatch::refusals).map(|refusals| refusals.total()).sum::<u64>();
-        let bounced = if let Device::File(file) = device { file.counters().bounced() } else { 0 };
+        let bounced = device.counters().get("bounced").copied().unwrap_or(0);
         let trouble = [
             ("failed", ops.iter().map(|(_, op)| op.errors).sum()),
             ("refused", (now.refused + refusals).saturating_sub(self.refused)),

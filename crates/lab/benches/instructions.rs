@@ -20,13 +20,15 @@ use std::hint::black_box;
 use std::process::ExitCode;
 use std::sync::atomic::Ordering::Release;
 
+use blkyard::Device;
 use blkyard_lab::floor::Round;
-use blkyard_mq::Bio;
+use blkyard_mq::{Bio, QueueKind};
+use blkyard_os::{Ring, RingConfig};
 use blkyard_virtio::driver_model::{ModelBuffer, ModelGuest, blk_header};
 use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioStatus, parse, write_status, written};
 
 use lines::one_core;
-use load::{load_only, null};
+use load::{Load, buffers, load_only, null};
 use ring::ring;
 use sched::{Queued, deadline, fair, kyber, slices};
 
@@ -37,6 +39,8 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("core-null-b32", || Box::new(null(32, true, clock()))),
     ("core-null-b32-nostats", || Box::new(null(32, false, clock()))),
     ("core-null-b32-timeslice", || Box::new(null(32, true, clock()).scheduled(slices()))),
+    ("device-null-b1", || Box::new(device(1))),
+    ("device-null-b32", || Box::new(device(32))),
     ("sched-deadline-64", || Box::new(deadline(64))),
     ("sched-fair-64", || Box::new(fair(64))),
     ("sched-fair-4096", || Box::new(fair(4096))),
@@ -75,6 +79,14 @@ fn main() -> ExitCode {
 #[inline(never)]
 fn counted_rounds(case: &mut dyn Round, rounds: u64) -> u64 {
     (0..rounds).map(|_| case.round()).sum()
+}
+
+/// The null device as users have it: opened by its name, its queues like those of any other kind.
+fn device(depth: usize) -> impl Round {
+    let device = Device::open("null:1G").unwrap_or_else(|error| panic!("{error}"));
+    let driver = device.queue(QueueKind::Default, depth.max(2)).unwrap_or_else(|error| panic!("{error}"));
+    let ring = Ring::new(RingConfig::default()).unwrap_or_else(|error| panic!("{error}"));
+    Load::on(ring, driver, device.info(), buffers(depth), depth, true, clock())
 }
 
 /// Driver and server on one thread, over a socket.

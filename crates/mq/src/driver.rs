@@ -78,6 +78,59 @@ pub trait Driver<Cx: ?Sized> {
     }
 }
 
+/// A driver of a kind that is known when the program runs: one indirect call for a batch, none for a request.
+impl<Cx: ?Sized, D: Driver<Cx> + ?Sized> Driver<Cx> for Box<D> {
+    #[inline]
+    fn queue_rqs(&mut self, cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
+        (**self).queue_rqs(cx, memory, batch);
+    }
+
+    #[inline]
+    fn poll(&mut self, cx: &mut Cx, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
+        (**self).poll(cx, memory, done, now_ns);
+    }
+
+    #[inline]
+    fn wants_poll(&self) -> bool {
+        (**self).wants_poll()
+    }
+
+    fn timed_out(
+        &mut self,
+        cx: &mut Cx,
+        memory: &RegionTable,
+        place: usize,
+        done: &mut Done<'_>,
+        now_ns: u64,
+    ) -> TimedOut {
+        (**self).timed_out(cx, memory, place, done, now_ns)
+    }
+
+    fn set_memory(&mut self, cx: &mut Cx, memory: &RegionTable) {
+        (**self).set_memory(cx, memory);
+    }
+
+    #[inline]
+    fn arm(&mut self) -> bool {
+        (**self).arm()
+    }
+
+    #[inline]
+    fn disarm(&mut self) {
+        (**self).disarm();
+    }
+
+    #[inline]
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
+        (**self).eventfd()
+    }
+
+    #[inline]
+    fn deadline_ns(&self) -> Option<u64> {
+        (**self).deadline_ns()
+    }
+}
+
 /// What a driver does about a request whose time is up (`BLK_EH_DONE` and `BLK_EH_RESET_TIMER` of Linux).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TimedOut {

@@ -4,10 +4,8 @@
 //! together, for a bounded time: a lane that hangs is what one most wants to hear of.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use blkyard::Device;
 use blkyard::rate::{RateSlot, options};
 use blkyard_export::{QueueView, QueueWatch};
 use blkyard_mq::{
@@ -62,33 +60,6 @@ pub fn collect(daemon: &Daemon) -> Tree {
 
 fn device_node(number: usize, served: &ServedDevice) -> DeviceNode {
     let (device, info) = (&served.device, served.info());
-    let mut counters = BTreeMap::new();
-    if let Device::File(file) = device {
-        let counted = file.counters();
-        for (name, count) in [
-            ("bounced", counted.bounced()),
-            ("continued", counted.continued()),
-            ("retried", counted.retried()),
-            ("forged", counted.forged()),
-        ] {
-            counters.insert(name.to_owned(), count);
-        }
-    }
-    if let Device::Attached(disk) = device {
-        let view = disk.view();
-        for (name, count) in [
-            ("connected", u64::from(view.is_connected)),
-            ("sessions", view.sessions),
-            ("faults", view.faults),
-            ("tracked", u64::from(view.is_tracked)),
-        ] {
-            counters.insert(name.to_owned(), count);
-        }
-        for queue in view.queues {
-            counters.insert(format!("{} violations", queue.name), queue.violations.total());
-            counters.insert(format!("{} deaths", queue.name), queue.deaths.load(Ordering::Relaxed));
-        }
-    }
     DeviceNode {
         number,
         name: info.name.clone(),
@@ -99,7 +70,7 @@ fn device_node(number: usize, served: &ServedDevice) -> DeviceNode {
         fua: info.fua,
         limits: limits(&info.limits),
         rate: rate(&served.rate),
-        counters,
+        counters: device.counters(),
     }
 }
 

@@ -10,14 +10,14 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use blkyard::Device;
+use blkyard::Backing;
 use blkyard::rate::{describe, take_rate};
 use blkyard::scheduler::take_scheduler;
 use blkyard::spec::{Spec, SpecError, show_size};
 use blkyard_export::{Changed, QUEUES_MAX, QueueRemote};
 use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
 
-use super::size::{Backing, Resize};
+use super::size::Resize;
 use crate::control::{PartKind, Target};
 use crate::daemon::{Daemon, LANES_MAX, ServedDevice, ServedExport, ServedLanes, make_queue};
 use crate::inspect::show_time;
@@ -196,35 +196,14 @@ fn resize(
 ) -> Result<String, SpecError> {
     let made = served.device.info();
     let now_bytes = info.capacity_sectors << SECTOR_SHIFT;
-    let backing = match &served.device {
-        Device::Null(_) => Backing::Nothing,
-        Device::Ram(_) | Device::Chaos(_) | Device::Modelled(_) => {
-            Backing::Memory(made.capacity_sectors << SECTOR_SHIFT)
-        }
-        Device::Attached(disk) => {
-            let fixed = Some(("is served by another process", "resize it there, and the new size is known here"));
-            Backing::File { bytes: disk.capacity_sectors() << SECTOR_SHIFT, fixed }
-        }
-        Device::File(file) => {
-            let unknown =
-                |error| SpecError::new(name, format!("its length is not known: {error}"), "see that it is still there");
-            let fixed = if file.is_block_device() {
-                Some(("is a block device", "grow that by its own means, and then set size=probe"))
-            } else if made.read_only {
-                Some(("is open for reading only", "grow it from outside, and then set size=probe"))
-            } else {
-                None
-            };
-            Backing::File { bytes: file.length_bytes().map_err(unknown)?, fixed }
-        }
-    };
+    let unknown =
+        |error| SpecError::new(name, format!("its length is not known: {error}"), "see that it is still there");
+    let backing = served.device.backing().map_err(unknown)?;
     let resize =
         Resize { object: name, now_bytes, block_bytes: made.limits.logical_block_bytes, backing, in_use, force };
     let decision = resize.decide(request)?;
-    if decision.grows_file
-        && let Device::File(file) = &served.device
-    {
-        file.grow(decision.bytes).map_err(|error| {
+    if decision.grows_file {
+        served.device.grow(decision.bytes).map_err(|error| {
             let cause = format!("the file cannot be grown to {}: {error}", show_size(decision.bytes));
             SpecError::new(name, cause, "see what the file system allows; nothing has changed")
         })?;
@@ -349,6 +328,7 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::atomic::AtomicBool;
 
+    use blkyard::Device;
     use blkyard_mq::{RateConfig, SchedulerConfig};
     use blkyard_os::LaneConfig;
 

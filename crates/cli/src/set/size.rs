@@ -3,23 +3,8 @@
 //! A size is what is served. A file that is shorter is grown with it, as somebody who types the new size expects; one
 //! that is longer is never cut, since a slip of the finger would cost data: what lies beyond is kept and not served.
 
+use blkyard::Backing;
 use blkyard::spec::{SpecError, parse_size, show_size};
-
-/// What stands behind a device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Backing {
-    /// A file or block device, so long.
-    File {
-        /// Bytes, now.
-        bytes: u64,
-        /// Why it cannot be grown by us, with what helps; none if it can.
-        fixed: Option<(&'static str, &'static str)>,
-    },
-    /// Memory that was taken at start, so much.
-    Memory(u64),
-    /// Nothing.
-    Nothing,
-}
 
 /// What is to be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,6 +5,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use blkyard::DeviceHandover;
 use blkyard::scheduler::put_device_scheduler;
 use blkyard_export::{BoundSocket, Handed, QuiescedExport};
 use serde_json::Value;
@@ -56,7 +57,7 @@ pub fn give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream, version
 fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Result<Duration, String> {
     // What cannot be is found before any guest waits.
     for served in &daemon.devices {
-        served.device.can_be_handed()?;
+        served.device.can_be_handed_over().map_err(|error| error.to_string())?;
     }
     all_hear(daemon)?;
     let (lanes, spin_us) = {
@@ -127,7 +128,7 @@ fn pack(
     let (mut handed, mut rests) = (handed.into_iter(), Vec::new());
     let (mut devices, mut of_daemon) = (Vec::new(), daemon.exports.iter());
     for (served, plan) in daemon.devices.iter().zip(&daemon.plans) {
-        let file = served.device.description();
+        let DeviceHandover { file, sync_failed } = served.device.handover()?;
         let info = served.info();
         if let Some(file) = file {
             files.push_back(file.try_clone_to_owned().map_err(text)?);
@@ -148,7 +149,7 @@ fn pack(
         devices.push(DevicePart {
             spec,
             has_file: file.is_some(),
-            sync_failed: served.device.sync_has_failed(),
+            sync_failed,
             capacity_sectors: info.capacity_sectors,
             sectors_max: info.limits.sectors_max,
             exports,

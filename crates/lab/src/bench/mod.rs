@@ -94,10 +94,7 @@ pub fn run(
     let mut spec = Spec::parse(&args.device)?;
     take_device_scheduler(&mut spec)?;
     take_own_rate(&mut spec)?;
-    let device = match spec.scheme.as_str() {
-        "vhost-user" => Device::through(spec, &connector()?)?,
-        _ => Device::from_spec(spec)?,
-    };
+    let device = Device::through(spec, connector)?;
     lay_out(args, &device)?;
     let report = measure(args, &device)?;
     let code = if report.is_good() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
@@ -115,7 +112,7 @@ pub fn run(
 /// Writes a fresh RAM device once. Pages never written are all the same page of zeroes, which sits in the cache and
 /// makes reads look several times as fast as memory is; pages written first while the clock runs make writes look slow.
 fn lay_out(args: &BenchArgs, device: &Device) -> Result<(), BenchError> {
-    if !matches!(device, Device::Ram(_)) || device.info().read_only {
+    if !device.needs_preconditioning() || device.info().read_only {
         return Ok(());
     }
     let plan = BenchPlan::new(args, device.info(), 1)?;

@@ -3,11 +3,17 @@
 //! What the models are and where their figures are from: `docs/models.md`. Here they run in real time, driven by the
 //! time of the lanes.
 
-use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_SHIFT};
+use std::io;
+
+use blkyard_mq::{BlockDevice, DeviceInfo, QueueKind, QueueLimits, SECTOR_SHIFT};
 use blkyard_sim::{DiskModel, FixedLatency, Flash, FlashModel, Keeps, LineModel, Model, Modelled, RotaryDisk};
 
-use crate::device::{DeviceError, MEMORY_DISCARD_SECTORS_MAX, take_write_back};
+use super::memory::RequestBounds;
+use super::{DeviceKind, MEMORY_ENDS, MakeConnector, take_write_back};
+use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
 use crate::spec::{Spec, SpecError, parse_size};
+
+pub(super) const KIND: DeviceKind = DeviceKind { schemes: &["model"], usage: "model:NAME", open, adopt: None };
 
 /// Sizes are in blocks of this.
 const BLOCK_BYTES: u64 = 4096;
@@ -16,11 +22,11 @@ const LINE_DEPTH: usize = 10_240;
 /// Longest request, sectors: how long commands are is a part of the model.
 const SECTORS_MAX: u32 = 2048;
 
-/// Opens a model by its name taken apart.
-///
-/// # Errors
-/// Names the device, what is wrong with its name and what helps; or says that there is no memory for it.
-pub(crate) fn open(mut spec: Spec) -> Result<Modelled, DeviceError> {
+fn open(spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
+    Ok(open_model(spec)?.into())
+}
+
+fn open_model(mut spec: Spec) -> Result<Modelled, DeviceError> {
     let size = spec.take_with("size", "a size in blocks of 4k, such as 512M or 1T", |value| {
         parse_size(value).filter(|size| *size > 0 && size.is_multiple_of(BLOCK_BYTES))
     })?;
@@ -82,19 +88,40 @@ pub(crate) fn open(mut spec: Spec) -> Result<Modelled, DeviceError> {
 /// What is not fixed by a model: a size, and that memory can be given back.
 fn take_memory(info: &mut DeviceInfo, size: Option<u64>) {
     info.capacity_sectors = size.unwrap_or(1 << 30) >> SECTOR_SHIFT;
-    info.limits.discard_sectors_max = MEMORY_DISCARD_SECTORS_MAX;
+    info.limits.discard_sectors_max = RequestBounds::COPIED.discard_sectors;
     info.limits.discard_granularity_bytes = BLOCK_BYTES as u32;
-    info.limits.write_zeroes_sectors_max = MEMORY_DISCARD_SECTORS_MAX;
+    info.limits.write_zeroes_sectors_max = RequestBounds::COPIED.discard_sectors;
+}
+
+impl DeviceOps for Modelled {
+    fn info(&self) -> &DeviceInfo {
+        BlockDevice::info(self)
+    }
+
+    fn describe(&self) -> String {
+        "memory, gone when this ends, in the time of a model".into()
+    }
+
+    fn queue(&self, _: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {
+        Ok(Box::new(BlockDevice::queue(self, depth)))
+    }
+
+    fn backing(&self) -> io::Result<Backing> {
+        Ok(Backing::Memory(BlockDevice::info(self).capacity_sectors << SECTOR_SHIFT))
+    }
+
+    fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
+        Err(MEMORY_ENDS)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use blkyard_mq::BlockDevice;
 
     fn open_named(name: &str) -> Result<DeviceInfo, String> {
         let spec = Spec::parse(name).map_err(|error| error.to_string())?;
-        open(spec).map(|device| device.info().clone()).map_err(|error| error.to_string())
+        open_model(spec).map(|device| BlockDevice::info(&device).clone()).map_err(|error| error.to_string())
     }
 
     #[test]

@@ -1,0 +1,81 @@
+//! The kinds of device: `file:PATH` or a bare path, `vhost-user:SOCKET`, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`,
+//! `model:NAME`.
+//!
+//! Each has a file of its own, with the scheme of its names, its options, and what it does as
+//! [`DeviceOps`](crate::DeviceOps). A further kind is such a file and its line in [`KINDS`]; nothing else names kinds.
+
+mod chaos;
+mod file;
+mod memory;
+mod model;
+mod null;
+mod ram;
+mod vhost_user;
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use blkyard_attach::Connector;
+
+use crate::spec::{Spec, SpecError, parse_size};
+use crate::{Device, DeviceError};
+
+/// All kinds, in the order in which a message lists them.
+pub(crate) const KINDS: &[DeviceKind] =
+    &[file::KIND, vhost_user::KIND, ram::KIND, null::KIND, chaos::KIND, model::KIND];
+
+/// One kind of device.
+pub(crate) struct DeviceKind {
+    /// Schemes of its names; the empty one is that of a bare path.
+    schemes: &'static [&'static str],
+    /// How its names are written, for messages.
+    usage: &'static str,
+    /// Opens one.
+    pub(crate) open: fn(Spec, Option<MakeConnector<'_>>) -> Result<Device, DeviceError>,
+    /// Continues with one that another process hands over: its file, and whether a sync of it has failed. None for a
+    /// kind that cannot be handed over.
+    pub(crate) adopt: Option<AdoptDevice>,
+}
+
+pub(crate) type AdoptDevice = fn(Spec, Option<OwnedFd>, bool) -> Result<Device, DeviceError>;
+
+/// Makes what connects to back-ends. Without one they are connected to directly.
+pub(crate) type MakeConnector<'a> = Box<dyn FnOnce() -> io::Result<Arc<dyn Connector>> + 'a>;
+
+/// The kind of device that a name is for.
+pub(crate) fn kind_of<'a>(kinds: &'a [DeviceKind], spec: &Spec) -> Result<&'a DeviceKind, SpecError> {
+    kinds.iter().find(|kind| kind.schemes.contains(&spec.scheme.as_str())).ok_or_else(|| {
+        let (last, others) = kinds.split_last().map_or(("", kinds), |(last, others)| (last.usage, others));
+        let others: Vec<_> = others.iter().map(|kind| kind.usage).collect();
+        let cause = format!("'{}' is no kind of device", spec.scheme);
+        SpecError::new(&spec.name, cause, format!("use {} or {last}", others.join(", ")))
+    })
+}
+
+/// The other daemon hands over what this kind cannot continue with.
+pub(crate) fn no_handover(spec: &Spec) -> DeviceError {
+    SpecError::new(&spec.name, "it is not handed over so", "start this daemon without --takeover").into()
+}
+
+/// Why a disk in memory cannot be handed over.
+const MEMORY_ENDS: &str = "its memory ends with this daemon";
+
+/// Whether completed writes may wait for a flush.
+fn take_write_back(spec: &mut Spec) -> Result<Option<bool>, SpecError> {
+    spec.take_with("cache", "writeback or writethrough", |value| match value {
+        "writeback" => Some(true),
+        "writethrough" => Some(false),
+        _ => None,
+    })
+}
+
+fn take_block_bytes(spec: &mut Spec) -> Result<Option<u32>, SpecError> {
+    spec.take_with("block_size", "512, 1k, 2k or 4k", |value| {
+        let bytes = u32::try_from(parse_size(value)?).ok()?;
+        (bytes.is_power_of_two() && (512..=4096).contains(&bytes)).then_some(bytes)
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,50 @@
+//! `null:SIZE`: a disk that does nothing.
+
+use std::io;
+use std::os::fd::OwnedFd;
+
+use blkyard_mq::{BlockDevice, DeviceInfo, NullDevice, QueueKind};
+
+use super::memory::{RequestBounds, take_info, take_pace};
+use super::{DeviceKind, MakeConnector, no_handover};
+use crate::device::{Backing, Device, DeviceError, DeviceHandover, DeviceOps, DeviceQueue};
+use crate::spec::Spec;
+
+pub(super) const KIND: DeviceKind = DeviceKind { schemes: &["null"], usage: "null:SIZE", open, adopt: Some(adopt) };
+
+/// A request costs the same whatever its length.
+const BOUNDS: RequestBounds = RequestBounds { sectors: 8 << 11, discard_sectors: 1 << 21 };
+
+fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
+    let pace = take_pace(&mut spec)?;
+    Ok(NullDevice::new(take_info(spec, BOUNDS)?, pace).into())
+}
+
+fn adopt(spec: Spec, file: Option<OwnedFd>, _: bool) -> Result<Device, DeviceError> {
+    match file {
+        Some(_unwanted) => Err(no_handover(&spec)),
+        None => open(spec, None),
+    }
+}
+
+impl DeviceOps for NullDevice {
+    fn info(&self) -> &DeviceInfo {
+        BlockDevice::info(self)
+    }
+
+    fn describe(&self) -> String {
+        "nothing: writes vanish, reads bring nothing".into()
+    }
+
+    fn queue(&self, _: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError> {
+        Ok(Box::new(BlockDevice::queue(self, depth)))
+    }
+
+    fn backing(&self) -> io::Result<Backing> {
+        Ok(Backing::Nothing)
+    }
+
+    fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
+        Ok(DeviceHandover::default())
+    }
+}

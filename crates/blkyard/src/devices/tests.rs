@@ -1,0 +1,146 @@
+//! Names of all kinds, and a further kind that nothing else knows.
+
+use std::sync::Arc;
+
+use blkyard_mq::{
+    Batch, Bio, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, Op, QueueKind, RegionTable, Segment, Status,
+};
+use blkyard_os::{Ring, RingConfig};
+
+use super::*;
+use crate::{Backing, DeviceHandover, DeviceOps, DeviceQueue};
+
+#[test]
+fn memory_devices_by_name() {
+    let device = Device::open("ram:64M?block_size=4k&readonly=on").unwrap();
+    let info = device.info();
+    assert_eq!((info.capacity_sectors, info.limits.logical_block_bytes, info.read_only), (131_072, 4096, true));
+    info.limits.check().unwrap();
+    let null = Device::open("null:8T").unwrap();
+    assert_eq!((null.info().capacity_sectors, null.backing().unwrap()), (1 << 34, Backing::Nothing));
+}
+
+#[test]
+fn names_that_are_wrong_say_what_would_be_right() {
+    for (name, words) in [
+        ("ram:lots", ["lots", "512M"]),
+        ("vhost-user:/nonexistent.sock", ["/nonexistent.sock", "start its back-end"]),
+        ("vhost-user:/dev/null", ["/dev/null", "nobody listens"]),
+        ("vhost-user:/x?queue_size=100", ["queue_size=100", "power of two"]),
+        ("vhost-user:/x?queues=0", ["queues=0", "from 1"]),
+        ("vhost-user:/x?queue=1", ["'queue'", "queues, queue_size, packed"]),
+        ("ram:1000", ["1000", "blocks of 512"]),
+        ("floppy:a", ["floppy", "use file:PATH, vhost-user:SOCKET, ram:SIZE, null:SIZE, chaos:SIZE or model:NAME"]),
+        ("null:1G?sise=4", ["sise", "latency_us"]),
+        ("null:1G?seed=4", ["seed", "latency_us"]),
+        ("chaos:1M?mbps=4", ["mbps", "timeouts"]),
+        ("ram:1G?block_size=513", ["block_size=513", "4k"]),
+        ("file:/x?direct=perhaps", ["direct=perhaps", "auto"]),
+    ] {
+        let error = Device::open(name).unwrap_err().to_string();
+        assert!(words.iter().all(|word| error.contains(word)), "{name}: {error}");
+    }
+}
+
+#[test]
+fn a_scheme_names_one_kind() {
+    let schemes: Vec<_> = KINDS.iter().flat_map(|kind| kind.schemes).collect();
+    assert!((1..schemes.len()).all(|number| !schemes[..number].contains(&schemes[number])), "{schemes:?}");
+}
+
+#[test]
+fn kinds_that_end_with_the_daemon_say_why_they_are_not_handed_over() {
+    for (name, file) in [("ram:1M", false), ("chaos:1M", false), ("model:latency?size=1M", false), ("null:1M", true)] {
+        let spec = Spec::parse(name).unwrap();
+        let file = file.then(|| std::fs::File::open("/dev/null").unwrap().into());
+        let error = Device::adopt(spec, file, false).unwrap_err().to_string();
+        assert!(error.starts_with(name) && error.contains("without --takeover"), "{error}");
+    }
+    let error = Device::open("ram:1M").unwrap().can_be_handed_over().unwrap_err().to_string();
+    assert!(error.contains("ram:1M: its memory ends with this daemon"), "{error}");
+    let null = Device::open("null:1M").unwrap();
+    assert!(null.can_be_handed_over().is_ok());
+    assert!(Device::adopt(Spec::parse("null:1M").unwrap(), None, false).is_ok());
+}
+
+/// A kind that fills what is read with the byte of its name. All that it takes stands here: this is what the file of a
+/// further kind looks like, and [`FILLED`] is its line in the table.
+const FILLED: DeviceKind = DeviceKind { schemes: &["filled"], usage: "filled:BYTE", open, adopt: None };
+
+fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
+    let capacity_sectors = spec.take_number("sectors", 1, 1 << 40)?.unwrap_or(2048);
+    let wrong = |_| SpecError::new(&spec.name, "the byte is no number", "give one from 0 to 255");
+    let byte = spec.body.parse().map_err(wrong)?;
+    let info = DeviceInfo { name: spec.name.clone(), capacity_sectors, ..DeviceInfo::default() };
+    spec.finish()?;
+    Ok(Filled { info, byte }.into())
+}
+
+#[derive(Debug)]
+struct Filled {
+    info: DeviceInfo,
+    byte: u8,
+}
+
+impl DeviceOps for Filled {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn describe(&self) -> String {
+        format!("{} everywhere", self.byte)
+    }
+
+    fn queue(&self, _: QueueKind, _: usize) -> Result<DeviceQueue, DeviceError> {
+        Ok(Box::new(FilledQueue(self.byte)))
+    }
+
+    fn backing(&self) -> io::Result<Backing> {
+        Ok(Backing::Nothing)
+    }
+
+    fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
+        Err("it is a test")
+    }
+}
+
+#[derive(Debug)]
+struct FilledQueue(u8);
+
+impl<Cx: ?Sized> Driver<Cx> for FilledQueue {
+    fn queue_rqs(&mut self, _: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
+        while let Some((tag, request, segments)) = batch.take() {
+            let mut spans = segments.map(|segment| memory.resolve(segment));
+            let filled = request.op() != Op::Read || spans.all(|span| span.inspect(|span| span.fill(self.0)).is_some());
+            batch.complete(tag, if filled { Status::Ok } else { Status::Invalid });
+        }
+    }
+
+    fn poll(&mut self, _: &mut Cx, _: &RegionTable, _: &mut Done<'_>, _: u64) {}
+}
+
+#[test]
+fn a_further_kind_is_its_file_and_a_line() {
+    let kinds = [FILLED];
+    let spec = Spec::parse("filled:90?sectors=64").unwrap();
+    let device = (kind_of(&kinds, &spec).unwrap().open)(spec, None).unwrap();
+    let mut ring = Ring::new(RingConfig::default()).unwrap();
+    let queue = device.queue(QueueKind::Default, 4).unwrap();
+    let config = HwQueueConfig { depth: 4, bios_max: 4, ..HwQueueConfig::default() };
+    let mut queue = HwQueue::new(queue, Arc::new(device.info().clone()), config);
+    let (memory, first_byte) = device.memory(1, 4096).unwrap().remove(0);
+    queue.set_memory(&mut ring, Arc::new(RegionTable::new(vec![Arc::clone(&memory)])));
+    let mut bio = Bio::with_capacity(1);
+    (bio.op, bio.sector, bio.sectors) = (Op::Read, 8, 8);
+    bio.segments.push(Segment { region: 0, offset: first_byte, len: 4096 });
+    queue.submit(bio);
+    queue.issue(&mut ring, 1);
+    let mut statuses = Vec::new();
+    queue.reap(&mut ring, 2, &mut |bio| statuses.push(bio.status));
+    assert_eq!(statuses, [Status::Ok]);
+    let mut bytes = [0; 4096];
+    memory.span(first_byte, 4096).unwrap().copy_to_slice(&mut bytes);
+    assert!(bytes.iter().all(|byte| *byte == 90));
+    let error = kind_of(&kinds, &Spec::parse("ram:1M").unwrap()).err().unwrap().to_string();
+    assert!(error.contains("filled:BYTE"), "{error}");
+}
