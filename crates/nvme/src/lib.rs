@@ -3,6 +3,9 @@
 //! Formats: [registers](registers), submission and completion queue entries ([`Sqe`], [`Cqe`]), [`NvmeStatus`] and the
 //! identify data that a block driver uses.
 //!
+//! Data pointers: the host writes PRP lists and SGLs ([`ListPool`]), the controller walks them ([`DataWalker`]). Both
+//! find the bytes of an address in a [`DmaMap`].
+//!
 //! This crate does no I/O, starts no thread, reads no clock and makes no system call.
 //!
 //! Names are those of the NVMe Base Specification 2.0 and the NVM Command Set Specification 1.0. All values are
@@ -10,12 +13,21 @@
 #![forbid(unsafe_code)]
 
 mod cqe;
+mod dma;
 mod identify;
+mod lists;
 pub mod registers;
 mod sqe;
 mod status;
+mod walk;
 
 pub use cqe::{CQE_BYTES, Cqe};
+pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment};
 pub use identify::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, LbaFormat};
+pub use lists::{ListError, ListPool, SGL_DESCRIPTORS_MAX, TRANSFER_BYTES_MAX};
 pub use sqe::{DSM_RANGE_BYTES, DsmRange, Psdt, SQE_BYTES, Sqe, admin, cns, control, feature, io};
 pub use status::NvmeStatus;
+pub use walk::DataWalker;
+
+/// Bytes of a controller's memory page: 4096, CC.MPS 0, whatever the pages of the host.
+const PAGE: u64 = 4096;

@@ -1,0 +1,191 @@
+//! Memory that host and controller share: which bus address is which byte of which region.
+//!
+//! Both sides use it: the host asks for the address of a segment, the controller for the segments of an address. It is
+//! made once and replaced as a whole.
+
+use std::sync::Arc;
+
+use blkyard_mem::{RegionTable, Segment};
+
+use crate::PAGE;
+
+/// A run of bytes at a bus address.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DmaSegment {
+    /// First byte, as the controller sees it.
+    pub addr: u64,
+    /// Bytes.
+    pub len: u64,
+}
+
+/// A part of a region and its bus addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DmaRange {
+    /// First byte, as the controller sees it; a multiple of 4096.
+    pub addr: u64,
+    /// Bytes; a multiple of 4096.
+    pub len: u64,
+    /// The region in its table.
+    pub region: u32,
+    /// First byte in the region.
+    pub offset: u64,
+}
+
+/// Why ranges make no map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DmaMapError {
+    /// Address or length is not in pages, or the length is zero.
+    #[error("DMA range at {0:#x}: address and length must be multiples of 4096 and the length not zero")]
+    Unaligned(u64),
+    /// It ends beyond its region, or there is no such region.
+    #[error("DMA range at {0:#x}: lies outside its memory region")]
+    OutsideRegion(u64),
+    /// It ends beyond the last address, or overlaps with another.
+    #[error("DMA range at {0:#x}: overlaps with another range or with the end of the address space")]
+    Overlap(u64),
+}
+
+/// Ranges of bus addresses, and the memory behind them.
+#[derive(Clone, Debug, Default)]
+pub struct DmaMap {
+    table: Arc<RegionTable>,
+    /// By address.
+    ranges: Vec<DmaRange>,
+    /// The same by region and offset.
+    by_region: Vec<DmaRange>,
+}
+
+impl DmaMap {
+    /// A map of these ranges, in any order.
+    ///
+    /// # Errors
+    /// See [`DmaMapError`].
+    pub fn new(table: Arc<RegionTable>, mut ranges: Vec<DmaRange>) -> Result<DmaMap, DmaMapError> {
+        for range in &ranges {
+            if range.len == 0 || (range.addr | range.len) & (PAGE - 1) != 0 {
+                return Err(DmaMapError::Unaligned(range.addr));
+            }
+            if range.addr.checked_add(range.len).is_none() {
+                return Err(DmaMapError::Overlap(range.addr));
+            }
+            let region_bytes = table.region(range.region).map_or(0, |region| region.len() as u64);
+            if range.offset.checked_add(range.len).is_none_or(|end| end > region_bytes) {
+                return Err(DmaMapError::OutsideRegion(range.addr));
+            }
+        }
+        ranges.sort_unstable_by_key(|range| range.addr);
+        if let Some(pair) = ranges.windows(2).find(|pair| pair[0].addr + pair[0].len > pair[1].addr) {
+            return Err(DmaMapError::Overlap(pair[1].addr));
+        }
+        let mut by_region = ranges.clone();
+        by_region.sort_unstable_by_key(|range| (range.region, range.offset));
+        Ok(DmaMap { table, ranges, by_region })
+    }
+
+    /// The regions that the segments point into.
+    pub fn table(&self) -> &Arc<RegionTable> {
+        &self.table
+    }
+
+    /// Where the controller finds the bytes of a segment; nothing if it does not reach them, or not in one run.
+    #[inline]
+    pub fn addr(&self, segment: Segment) -> Option<u64> {
+        let key = (segment.region, segment.offset);
+        let after = self.by_region.partition_point(|range| (range.region, range.offset) <= key);
+        let range = self.by_region[..after].last().filter(|range| range.region == segment.region)?;
+        let skip = segment.offset - range.offset;
+        (skip < range.len && u64::from(segment.len) <= range.len - skip).then(|| range.addr + skip)
+    }
+
+    /// The bytes from `addr` on that lie in one range, `len` at most; nothing if the address is not mapped.
+    #[inline]
+    pub fn segment(&self, addr: u64, len: u32) -> Option<Segment> {
+        let after = self.ranges.partition_point(|range| range.addr <= addr);
+        let range = self.ranges[..after].last()?;
+        let skip = addr - range.addr;
+        if skip >= range.len {
+            return None;
+        }
+        let len = (range.len - skip).min(u64::from(len)) as u32;
+        Some(Segment { region: range.region, offset: range.offset + skip, len })
+    }
+
+    /// Copies bytes from `addr` on, each read once. Says whether all are mapped.
+    #[must_use]
+    pub fn read(&self, mut addr: u64, mut bytes: &mut [u8]) -> bool {
+        while !bytes.is_empty() {
+            let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+            let Some(segment) = self.segment(addr, len) else { return false };
+            let Some(span) = self.table.resolve(segment) else { return false };
+            let (now, rest) = bytes.split_at_mut(span.len());
+            span.copy_to_slice(now);
+            // A range that ends at the last address ends the loop, or finds no other.
+            addr = addr.wrapping_add(u64::from(segment.len));
+            bytes = rest;
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use blkyard_mem::Region;
+
+    fn map(ranges: &[(u64, u64, u32, u64)]) -> Result<DmaMap, DmaMapError> {
+        let regions = vec![Region::anonymous(0x4000).unwrap(), Region::anonymous(0x4000).unwrap()];
+        let range = |(addr, len, region, offset): &(u64, u64, u32, u64)| DmaRange {
+            addr: *addr,
+            len: *len,
+            region: *region,
+            offset: *offset,
+        };
+        DmaMap::new(Arc::new(RegionTable::new(regions)), ranges.iter().map(range).collect())
+    }
+
+    #[test]
+    fn an_address_and_a_segment_name_the_same_bytes() {
+        let map = map(&[(0x9000, 0x1000, 0, 0x3000), (0x1000, 0x3000, 1, 0x1000), (0x8000, 0x1000, 1, 0)]).unwrap();
+        for (addr, region, offset, len) in
+            [(0x1000, 1, 0x1000, 0x3000), (0x1234, 1, 0x1234, 8), (0x8fff, 1, 0xfff, 1), (0x9000, 0, 0x3000, 0x1000)]
+        {
+            let segment = Segment { region, offset, len };
+            assert_eq!((map.addr(segment), map.segment(addr, len)), (Some(addr), Some(segment)));
+        }
+        for (region, offset, len) in [(0, 0x2fff, 1), (0, 0x3fff, 2), (1, 0xfff, 2), (2, 0, 1), (1, 0x4000, 1)] {
+            assert_eq!(map.addr(Segment { region, offset, len }), None, "{region} {offset:#x} {len}");
+        }
+        assert_eq!(map.segment(0x8ff0, 0x100).unwrap().len, 0x10, "cut where the range ends");
+        for addr in [0, 0xfff, 0x4000, 0x7fff, 0xa000, u64::MAX] {
+            assert_eq!(map.segment(addr, 1), None, "{addr:#x}");
+        }
+    }
+
+    #[test]
+    fn bytes_are_read_across_ranges() {
+        let map = map(&[(0x1000, 0x1000, 0, 0x1000), (0x2000, 0x1000, 1, 0)]).unwrap();
+        map.table().region(0).unwrap().span(0x1ffe, 2).unwrap().copy_from_slice(&[1, 2]);
+        map.table().region(1).unwrap().span(0, 2).unwrap().copy_from_slice(&[3, 4]);
+        let mut bytes = [0; 4];
+        assert!(map.read(0x1ffe, &mut bytes));
+        assert_eq!(bytes, [1, 2, 3, 4]);
+        assert!(!map.read(0x2ffe, &mut bytes) && !map.read(0x5000, &mut bytes));
+    }
+
+    #[test]
+    fn ranges_that_make_no_sense_are_refused() {
+        use DmaMapError::{OutsideRegion, Overlap, Unaligned};
+        for (ranges, error) in [
+            (&[(0x1000, 0, 0, 0)][..], Unaligned(0x1000)),
+            (&[(0x1001, 0x1000, 0, 0)], Unaligned(0x1001)),
+            (&[(0x1000, 0x1800, 0, 0)], Unaligned(0x1000)),
+            (&[(0x1000, 0x5000, 0, 0)], OutsideRegion(0x1000)),
+            (&[(0x1000, 0x1000, 0, u64::MAX)], OutsideRegion(0x1000)),
+            (&[(0x1000, 0x1000, 2, 0)], OutsideRegion(0x1000)),
+            (&[(!0xfff, 0x1000, 0, 0)], Overlap(!0xfff)),
+            (&[(0x2000, 0x1000, 0, 0), (0x1000, 0x2000, 1, 0)], Overlap(0x2000)),
+        ] {
+            assert_eq!(map(ranges).err(), Some(error));
+        }
+    }
+}

@@ -1,0 +1,393 @@
+//! Data pointers of commands, host side: PRP entries and lists, SGL descriptors, and the ranges of a deallocation.
+//!
+//! Lists are written into memory that is shared with the controller from the start ([`ListPool`]). Each slot of a queue
+//! has a small block of its own; longer lists take pages from a common stock. Nothing is allocated per I/O.
+//!
+//! ```text
+//!  ┌────────┬────────┬─  ─┬─────────┬─────────┬─
+//!  │ page 0 │ page 1 │ …  │ block 0 │ block 1 │ …     4096 bytes a page, 256 a block
+//!  └────────┴────────┴─  ─┴─────────┴─────────┴─
+//! ```
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use blkyard_mem::View;
+
+use crate::{DmaSegment, DsmRange, PAGE, Psdt};
+
+/// Longest transfer, bytes: what five list pages hold at any alignment, as in Linux's driver.
+pub const TRANSFER_BYTES_MAX: u64 = 8 << 20;
+/// Most SGL descriptors of a command: a page of them.
+pub const SGL_DESCRIPTORS_MAX: usize = PAGE as usize / SGL_BYTES;
+
+/// Bytes of a PRP entry.
+const PRP_BYTES: usize = 8;
+/// PRP entries of a page.
+const PAGE_PRPS: u64 = PAGE / PRP_BYTES as u64;
+/// Bytes of an SGL descriptor.
+pub(crate) const SGL_BYTES: usize = 16;
+/// Bytes of a small block. Aligned to its size, it never crosses a page.
+const BLOCK_BYTES: usize = 256;
+/// List pages of one command: 8 MiB that begin within a page have 2048 pointers, in pages of 511 and a link.
+const PAGES_MAX: usize = 5;
+
+/// Kinds of SGL descriptors, as in the last byte of one.
+pub(crate) mod sgl {
+    pub(crate) const DATA_BLOCK: u8 = 0x00;
+    pub(crate) const SEGMENT: u8 = 0x20;
+    pub(crate) const LAST_SEGMENT: u8 = 0x30;
+
+    /// A descriptor as the two words of memory that it is.
+    pub(crate) const fn words(kind: u8, addr: u64, len: u32) -> [u64; 2] {
+        [addr, len as u64 | (kind as u64) << 56]
+    }
+}
+
+/// Why a command's data cannot be named.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ListError {
+    /// The pages for long lists are in use: something must come back first.
+    #[error("all list pages are in use")]
+    NoPages,
+    /// The data does not begin at a dword.
+    #[error("data is not aligned to a dword")]
+    Unaligned,
+    /// Two segments do not meet on page boundaries.
+    #[error("segments do not meet on page boundaries")]
+    Gap,
+    /// More than [`TRANSFER_BYTES_MAX`].
+    #[error("data is longer than a command may transfer")]
+    TooLong,
+    /// More segments than [`SGL_DESCRIPTORS_MAX`].
+    #[error("more segments than an SGL may have")]
+    TooMany,
+    /// The segments do not add up to the length of the command, or there are none.
+    #[error("segments do not add up to the length of the command")]
+    Length,
+}
+
+/// Segments with those that continue each other joined.
+#[derive(Clone, Debug)]
+struct Runs<I> {
+    segments: I,
+    next: Option<DmaSegment>,
+}
+
+impl<I: Iterator<Item = DmaSegment>> Runs<I> {
+    fn new(mut segments: I) -> Runs<I> {
+        let next = segments.next();
+        Runs { segments, next }
+    }
+}
+
+impl<I: Iterator<Item = DmaSegment>> Iterator for Runs<I> {
+    type Item = DmaSegment;
+
+    #[inline]
+    fn next(&mut self) -> Option<DmaSegment> {
+        let mut run = self.next?;
+        loop {
+            self.next = self.segments.next();
+            match self.next {
+                Some(next) if run.addr.wrapping_add(run.len) == next.addr => run.len += next.len,
+                _ => return Some(run),
+            }
+        }
+    }
+}
+
+/// The list pages that a slot holds.
+#[derive(Clone, Copy, Debug, Default)]
+struct HeldPages {
+    pages: [u16; PAGES_MAX],
+    count: u8,
+}
+
+/// Memory for the lists of one queue.
+#[derive(Debug)]
+pub struct ListPool {
+    view: View,
+    addr: u64,
+    /// Where the small blocks begin.
+    blocks_at: usize,
+    free_pages: Vec<u16>,
+    held: Box<[HeldPages]>,
+}
+
+impl ListPool {
+    /// Bytes for `slots` commands and `pages` list pages.
+    pub fn bytes(slots: u16, pages: u16) -> usize {
+        (usize::from(pages) * PAGE as usize + usize::from(slots) * BLOCK_BYTES).next_multiple_of(PAGE as usize)
+    }
+
+    /// Lists in this memory, which the controller finds at `addr`. At least five pages are needed for the longest
+    /// transfer.
+    ///
+    /// # Panics
+    /// If the memory is too short or not aligned to pages, or the pages do not suffice: the layout is of our own
+    /// making.
+    pub fn new(view: View, addr: u64, slots: u16, pages: u16) -> ListPool {
+        assert!(
+            view.len() >= ListPool::bytes(slots, pages) && addr.is_multiple_of(PAGE),
+            "lists in {} bytes at {addr:#x}",
+            view.len()
+        );
+        assert!(usize::from(pages) >= PAGES_MAX, "{pages} list pages");
+        ListPool {
+            view,
+            addr,
+            blocks_at: usize::from(pages) * PAGE as usize,
+            free_pages: (0..pages).rev().collect(),
+            held: vec![HeldPages::default(); usize::from(slots)].into(),
+        }
+    }
+
+    /// The data pointer of a command whose data is `bytes` in these segments. With an SGL threshold the controller
+    /// takes SGLs: they are used where PRP entries cannot be, and, if the threshold is not zero, where the average
+    /// segment has at least so many bytes. Holds on to the slot's lists until [`ListPool::release`].
+    ///
+    /// # Errors
+    /// See [`ListError`]; the slot holds nothing then.
+    #[inline]
+    pub fn map(
+        &mut self,
+        slot: u16,
+        bytes: u64,
+        segments: impl Iterator<Item = DmaSegment> + Clone,
+        sgl_threshold: Option<u32>,
+    ) -> Result<(Psdt, [u64; 2]), ListError> {
+        let Some(threshold) = sgl_threshold else {
+            return self.prp(slot, bytes, segments).map(|pointer| (Psdt::Prp, pointer));
+        };
+        let mut runs = Runs::new(segments.clone());
+        let first = runs.next().ok_or(ListError::Length)?;
+        let (mut count, mut end, mut is_torn) = (1_u64, first.addr.wrapping_add(first.len), false);
+        for run in runs {
+            is_torn |= (end | run.addr) & (PAGE - 1) != 0;
+            end = run.addr.wrapping_add(run.len);
+            count += 1;
+        }
+        let is_short = count == 1 && first.addr % PAGE + bytes <= 2 * PAGE;
+        let is_long = threshold > 0 && bytes / count >= u64::from(threshold) && count <= SGL_DESCRIPTORS_MAX as u64;
+        if is_torn || (is_long && !is_short) {
+            self.sgl(slot, bytes, segments).map(|pointer| (Psdt::Sgl, pointer))
+        } else {
+            self.prp(slot, bytes, segments).map(|pointer| (Psdt::Prp, pointer))
+        }
+    }
+
+    /// Two PRP entries for these segments, the second one that of a list if need be.
+    ///
+    /// # Errors
+    /// See [`ListError`]; the slot holds nothing then.
+    #[inline]
+    pub fn prp(
+        &mut self,
+        slot: u16,
+        bytes: u64,
+        segments: impl Iterator<Item = DmaSegment>,
+    ) -> Result<[u64; 2], ListError> {
+        let mut runs = Runs::new(segments);
+        let first = runs.next().ok_or(ListError::Length)?;
+        if first.addr & 3 != 0 {
+            return Err(ListError::Unaligned);
+        }
+        let offset = first.addr % PAGE;
+        if first.len == bytes && offset + bytes <= 2 * PAGE && runs.next.is_none() {
+            let second = if offset + bytes > PAGE { next_page(first.addr) } else { 0 };
+            return Ok([first.addr, second]);
+        }
+        self.prp_list(slot, bytes, first, runs).inspect_err(|_| self.release(slot))
+    }
+
+    fn prp_list(
+        &mut self,
+        slot: u16,
+        bytes: u64,
+        first: DmaSegment,
+        runs: impl Iterator<Item = DmaSegment>,
+    ) -> Result<[u64; 2], ListError> {
+        if bytes > TRANSFER_BYTES_MAX {
+            return Err(ListError::TooLong);
+        }
+        // Only the first run begins within a page and only the last one ends there, so this is their number.
+        let pointers = (first.addr % PAGE + bytes).div_ceil(PAGE) - 1;
+        let mut list = self.begin_list(slot, pointers)?;
+        let (mut left, mut second, mut total, mut run) = (pointers, 0, 0, first);
+        let mut at = next_page(run.addr);
+        let mut rest = runs;
+        loop {
+            total += run.len;
+            let end = run.addr.wrapping_add(run.len);
+            // Counted by length, for the last page of all has no next one.
+            let mut covered = at.wrapping_sub(run.addr);
+            while covered < run.len {
+                if left == 0 {
+                    return Err(ListError::Length);
+                }
+                if pointers == 1 {
+                    second = at;
+                } else {
+                    self.put_pointer(slot, &mut list, at, left);
+                }
+                left -= 1;
+                at = at.wrapping_add(PAGE);
+                covered += PAGE;
+            }
+            let Some(next) = rest.next() else { break };
+            if (end | next.addr) & (PAGE - 1) != 0 {
+                return Err(ListError::Gap);
+            }
+            run = next;
+            at = run.addr;
+        }
+        if left > 0 || total != bytes {
+            return Err(ListError::Length);
+        }
+        Ok([first.addr, if pointers > 1 { self.addr + list.start as u64 } else { second }])
+    }
+
+    /// An SGL for these segments: one descriptor, or a list of them.
+    ///
+    /// # Errors
+    /// See [`ListError`]; the slot holds nothing then.
+    pub fn sgl(
+        &mut self,
+        slot: u16,
+        bytes: u64,
+        segments: impl Iterator<Item = DmaSegment> + Clone,
+    ) -> Result<[u64; 2], ListError> {
+        if bytes > TRANSFER_BYTES_MAX {
+            return Err(ListError::TooLong);
+        }
+        let (mut count, mut total, mut bits) = (0, 0, 0);
+        for run in Runs::new(segments.clone()) {
+            (count, total, bits) = (count + 1, total + run.len, bits | run.addr | run.len);
+        }
+        if total != bytes || count == 0 {
+            return Err(ListError::Length);
+        }
+        if bits & 3 != 0 {
+            return Err(ListError::Unaligned);
+        }
+        let mut runs = Runs::new(segments);
+        if count == 1 {
+            let first = runs.next().ok_or(ListError::Length)?;
+            return Ok(sgl::words(sgl::DATA_BLOCK, first.addr, first.len as u32));
+        }
+        let at = self.room(slot, count, SGL_BYTES)?;
+        for (number, run) in runs.enumerate() {
+            let words = sgl::words(sgl::DATA_BLOCK, run.addr, run.len as u32);
+            self.view.store_u64s(at + number * SGL_BYTES, words, Relaxed);
+        }
+        Ok(sgl::words(sgl::LAST_SEGMENT, self.addr + at as u64, (count * SGL_BYTES) as u32))
+    }
+
+    /// Writes the ranges of a deallocation. Returns their number and the two PRP entries that name them.
+    ///
+    /// # Errors
+    /// [`ListError::NoPages`], or [`ListError::TooMany`] for more than 256.
+    pub fn ranges(
+        &mut self,
+        slot: u16,
+        ranges: impl Iterator<Item = DsmRange> + Clone,
+    ) -> Result<(u16, [u64; 2]), ListError> {
+        let count = ranges.clone().count();
+        let at = self.room(slot, count, size_of::<[u64; 2]>())?;
+        for (number, range) in ranges.enumerate() {
+            self.view.store_u64s(at + number * size_of::<[u64; 2]>(), range.words(), Relaxed);
+        }
+        Ok((count as u16, [self.addr + at as u64, 0]))
+    }
+
+    /// Gives back what a slot holds: its command is over.
+    #[inline]
+    pub fn release(&mut self, slot: u16) {
+        let held = &mut self.held[usize::from(slot)];
+        if held.count > 0 {
+            self.free_pages.extend(&held.pages[..usize::from(held.count)]);
+            held.count = 0;
+        }
+    }
+
+    /// List pages that nobody holds.
+    pub fn free_pages(&self) -> usize {
+        self.free_pages.len()
+    }
+
+    /// The small block of a slot, as an offset.
+    fn block(&self, slot: u16) -> usize {
+        self.blocks_at + usize::from(slot) * BLOCK_BYTES
+    }
+
+    /// Where `count` entries fit: in the slot's block or a page.
+    fn room(&mut self, slot: u16, count: usize, entry_bytes: usize) -> Result<usize, ListError> {
+        if count * entry_bytes <= BLOCK_BYTES {
+            return Ok(self.block(slot));
+        }
+        if count * entry_bytes > PAGE as usize {
+            return Err(ListError::TooMany);
+        }
+        self.take_pages(slot, 1)?;
+        Ok(self.page(slot, 0))
+    }
+
+    /// Room for so many pointers.
+    fn begin_list(&mut self, slot: u16, pointers: u64) -> Result<PrpList, ListError> {
+        let start = if pointers <= (BLOCK_BYTES / PRP_BYTES) as u64 {
+            self.block(slot)
+        } else {
+            // Each page but the last one has a link in its last entry.
+            let links = (pointers - 2) / (PAGE_PRPS - 1);
+            self.take_pages(slot, links as usize + 1)?;
+            self.page(slot, 0)
+        };
+        Ok(PrpList { start, at: start, page: 0 })
+    }
+
+    /// Writes the next pointer of a list, of which `left` are to come with it.
+    #[inline]
+    fn put_pointer(&self, slot: u16, list: &mut PrpList, pointer: u64, left: u64) {
+        let is_last_entry = list.at % PAGE as usize == PAGE as usize - PRP_BYTES;
+        if is_last_entry && left > 1 {
+            list.page += 1;
+            let next = self.page(slot, list.page);
+            self.view.store_u64(list.at, self.addr + next as u64, Relaxed);
+            list.at = next;
+        }
+        self.view.store_u64(list.at, pointer, Relaxed);
+        list.at += PRP_BYTES;
+    }
+
+    fn take_pages(&mut self, slot: u16, count: usize) -> Result<(), ListError> {
+        if self.free_pages.len() < count {
+            return Err(ListError::NoPages);
+        }
+        let held = &mut self.held[usize::from(slot)];
+        assert!(held.count == 0, "slot {slot} holds list pages already");
+        for place in &mut held.pages[..count] {
+            *place = self.free_pages.pop().unwrap_or_default();
+        }
+        held.count = count as u8;
+        Ok(())
+    }
+
+    /// A page that a slot holds, as an offset.
+    fn page(&self, slot: u16, number: usize) -> usize {
+        usize::from(self.held[usize::from(slot)].pages[number]) * PAGE as usize
+    }
+}
+
+/// A PRP list being written. Offsets are those of the pool.
+struct PrpList {
+    start: usize,
+    at: usize,
+    /// Which of the slot's pages.
+    page: usize,
+}
+
+/// First address of the page behind this one.
+#[inline]
+const fn next_page(addr: u64) -> u64 {
+    (addr | (PAGE - 1)).wrapping_add(1)
+}
