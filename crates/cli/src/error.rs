@@ -22,6 +22,9 @@ pub enum ServeError {
     /// A socket cannot be had.
     #[error(transparent)]
     Socket(#[from] blkyard_export::SocketError),
+    /// A queue cannot be made.
+    #[error("{0}")]
+    Queue(String),
     /// A lane cannot run.
     #[error(transparent)]
     Lane(#[from] blkyard_os::LaneError),

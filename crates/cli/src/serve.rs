@@ -24,8 +24,7 @@ use blkyard_virtio::{BlkConfig, SerialId};
 use crate::answers;
 use crate::control::{ControlPlace, ControlServer};
 use crate::daemon::{
-    Daemon, DiskPlan, LANES_MAX, Make, ServedDevice, ServedExport, ServedLanes, Share, deal, depth_of, make_queue,
-    make_shared_queue,
+    Daemon, DiskPlan, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes, SetLanesError, Share, depth_of,
 };
 use crate::ending::{Parts, StopToken, supervise};
 use crate::io_errors::{ErrorLog, tell_rest};
@@ -157,7 +156,7 @@ struct ReadyExport {
     disk: BlkConfig,
     remotes: Vec<QueueRemote>,
     serial: SerialId,
-    rate: RateSlot,
+    rate: Arc<RateSlot>,
     device: usize,
     /// What another daemon left of it.
     inherited: Option<Inherited>,
@@ -173,11 +172,11 @@ struct Inherited {
 
 impl ReadyExport {
     /// Serves it, or prepares to go on with it.
-    fn start(self) -> Result<(RateSlot, Start), ServeError> {
-        let ReadyExport { name, socket, disk, remotes, rate, inherited, .. } = self;
+    fn start(self) -> Result<Start, ServeError> {
+        let ReadyExport { name, socket, disk, remotes, inherited, .. } = self;
         let config = BackendConfig { name: name.clone(), disk, queues: remotes };
         let Some(Inherited { offered, depth, wce, session }) = inherited else {
-            return Ok((rate, Start::Served(Server::start(socket, config)?)));
+            return Ok(Start::Served(Server::start(socket, config)?));
         };
         let taking = Server::take_over(socket, config, offered, wce, session);
         let cure = "the other daemon goes on; stop it instead";
@@ -186,7 +185,7 @@ impl ReadyExport {
             // Done as soon as it serves; there is nothing that could fail.
             let _ = taking.server().hand().set_depth(depth);
         }
-        Ok((rate, Start::Taking(taking)))
+        Ok(Start::Taking(taking))
     }
 }
 
@@ -250,23 +249,24 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     let shares: Vec<Share> = opened.iter().flat_map(|(_, exports)| exports).map(|want| want.share.clone()).collect();
     let queues = shares.iter().map(|share| share.queues).sum();
     let count = args.lanes.map_or_else(|| cpu_places().len().min(queues), |lanes| lanes as usize);
-    let places = deal(&shares, count)?;
+    let lanes = ServedLanes::start(count, shares, lane_configs(args)).map_err(|error| match error {
+        SetLanesError::Refused(error) => ServeError::from(error),
+        SetLanesError::Lane(error) => error.into(),
+    })?;
+    let mut places = lanes.places().into_iter();
+    let lanes = Arc::new(Mutex::new(lanes));
     let mut exports = Vec::new();
     let mut devices = Vec::new();
-    let mut makes = Vec::new();
-    let mut places = places.into_iter();
+    let mut place = 0;
     for (device, wanted) in opened {
+        let device = Arc::new(device);
         for want in wanted {
             let lane_of: Vec<_> = places.by_ref().take(want.share.queues).collect();
             let left = inherited.as_mut().and_then(|inherited| inherited.exports.pop_front());
-            let export = bind(&device, devices.len(), want, left, (&lane_of, &mut makes), &tracked)?;
+            let export = bind(&device, devices.len(), want, left, (&lanes, &mut place), &tracked)?;
             exports.push((export, lane_of));
         }
         devices.push(device);
-    }
-    let mut lanes = ServedLanes::start(count, shares, lane_configs(args))?;
-    for (lane, make) in makes {
-        lanes.admit(lane, make)?;
     }
     introduce(&devices, &exports, count);
     let first = exports.first().map(|(export, _)| export.socket.path());
@@ -278,7 +278,8 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     for (export, _) in exports {
         let queues: Vec<_> = export.remotes.iter().map(QueueRemote::watch).collect();
         let (name, device, serial) = (export.name.clone(), export.device, export.serial);
-        let (rate, start) = export.start()?;
+        let rate = Arc::clone(&export.rate);
+        let start = export.start()?;
         let server = start.server();
         served.push(ServedExport {
             name,
@@ -312,7 +313,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         is_handed: AtomicBool::new(false),
         devices,
         exports: served,
-        lanes: Mutex::new(lanes),
+        lanes,
     });
     stop.serves(&daemon);
     let control = match control.map(|socket| introduce_control(socket, &daemon)).transpose() {
@@ -368,7 +369,10 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     // Nobody else has it but who has given up on us, and ends the process.
     if let Some(daemon) = Arc::into_inner(daemon) {
         let Daemon { lanes, devices, .. } = daemon;
-        lanes.into_inner().unwrap_or_else(PoisonError::into_inner).join()?;
+        // All that else had them were the exports.
+        if let Some(lanes) = Arc::into_inner(lanes) {
+            lanes.into_inner().unwrap_or_else(PoisonError::into_inner).join()?;
+        }
         stop.drained();
         drop(devices);
     }
@@ -383,7 +387,7 @@ fn tell_no_control(error: &impl std::fmt::Display) {
 /// A disk that another process serves may have been resized there: whoever has it attached here is told, by a thread
 /// that ends when that is done. None if there is nothing to tell.
 fn follow_sizes(daemon: &Arc<Daemon>, log: &Arc<Vec<Mutex<LogLimit>>>) -> std::io::Result<Option<JoinHandle<()>>> {
-    let resized = |served: &ServedDevice| {
+    let resized = |served: &Arc<ServedDevice>| {
         // A size of zero is announced to no front-end: I/O on that device fails soon enough.
         served.device.sectors_now().is_some_and(|sectors| ![0, served.info().capacity_sectors].contains(&sectors))
     };
@@ -545,28 +549,30 @@ fn group_number(object: &str, name: &str) -> Result<u32, SpecError> {
     })
 }
 
-/// Binds an export's socket or goes on with what is left of it, and says how its queues are made.
+/// Binds an export's socket or goes on with what is left of it, and makes its queues, whose first place on the lanes is
+/// `place`.
 fn bind(
-    served: &ServedDevice,
+    served: &Arc<ServedDevice>,
     device_index: usize,
     want: Wanted,
     left: Option<ExportState>,
-    (lane_of, makes): (&[usize], &mut Vec<(usize, Make)>),
+    (lanes, place): (&Arc<Mutex<ServedLanes>>, &mut usize),
     tracked: &impl Fn(BoundSocket) -> std::io::Result<Arc<BoundSocket>>,
 ) -> Result<ReadyExport, ServeError> {
     let info = served.info();
     let Share { name, queues, is_shared, .. } = want.share;
+    let rate = Arc::new(want.rate);
+    let maker = QueueMaker {
+        lanes: Arc::clone(lanes),
+        device: Arc::clone(served),
+        serial: want.serial,
+        rate: Arc::clone(&rate),
+    };
+    let (pollers, each) = if is_shared { (1, queues) } else { (queues, 1) };
     let mut remotes = Vec::new();
-    if is_shared {
-        let (all, make) = make_shared_queue(served, want.serial, &want.rate, queues)?;
-        makes.push((lane_of[0], make));
-        remotes = all;
-    } else {
-        for lane in lane_of {
-            let (remote, make) = make_queue(served, want.serial, &want.rate)?;
-            makes.push((*lane, make));
-            remotes.push(remote);
-        }
+    for _ in 0..pollers {
+        remotes.extend(maker.make(*place, each).map_err(ServeError::Queue)?);
+        *place += 1;
     }
     let (socket, inherited) = match left {
         Some(ExportState { listener, path, identity, offered, depth, wce, session, .. }) => {
@@ -576,16 +582,7 @@ fn bind(
         None => (tracked(BoundSocket::bind(&want.socket)?)?, None),
     };
     let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, info.volatile_cache);
-    Ok(ReadyExport {
-        name,
-        socket,
-        disk,
-        remotes,
-        serial: want.serial,
-        rate: want.rate,
-        device: device_index,
-        inherited,
-    })
+    Ok(ReadyExport { name, socket, disk, remotes, serial: want.serial, rate, device: device_index, inherited })
 }
 
 /// How each lane is made.
@@ -596,7 +593,7 @@ fn lane_configs(args: &ServeArgs) -> impl Fn(usize) -> LaneConfig + Send + Sync 
         name: format!("lane{lane}"),
         cpus: (!cpus.is_empty()).then(|| vec![cpus[lane % cpus.len()]]),
         policy,
-        ring: RingConfig::default(),
+        ring: RingConfig { outstanding_max: 16_384, pollers_max: 4096, ..RingConfig::default() },
     }
 }
 
@@ -629,9 +626,9 @@ fn introduce_control(socket: Arc<BoundSocket>, daemon: &Arc<Daemon>) -> Result<C
 }
 
 /// Says what is served, and how to attach it.
-fn introduce(devices: &[ServedDevice], exports: &[(ReadyExport, Vec<usize>)], lanes: usize) {
+fn introduce(devices: &[Arc<ServedDevice>], exports: &[(ReadyExport, Vec<usize>)], lanes: usize) {
     for (export, lane_of) in exports {
-        let ServedDevice { device, .. } = &devices[export.device];
+        let device = &devices[export.device].device;
         let info = devices[export.device].info();
         let access = if info.read_only { ", read-only" } else { "" };
         say(format_args!("{}: {}{access}; {}", info.name, show_size(info.capacity_sectors << 9), device.describe()));

@@ -161,6 +161,8 @@ impl Backend {
     /// Without their lane there is no next session; the queues on other lanes are at rest all the same.
     pub(crate) fn end(mut self) -> (BackendConfig, Result<()>) {
         let _ = self.suspend_all();
+        // One that did not come to rest has lost its lane, and its poller with it.
+        self.config.queues.iter().for_each(QueueRemote::close);
         (self.config, if self.lane_gone { Err(Error::BackendInternalError) } else { Ok(()) })
     }
 

@@ -31,7 +31,9 @@ pub use backend::{BackendConfig, QUEUE_SIZE_MAX, QUEUES_MAX, SEG_MAX};
 pub use handover::{ExportState, Handed, QuiescedExport, SessionState};
 pub use orders::{Changed, ExportHand};
 pub use queue::VhostQueue;
-pub use remote::{QueuePort, QueueRemote, QueueWatch, SharedQueuePort, queue_pair, shared_queue_pair};
+pub use remote::{
+    QueueHost, QueuePort, QueueRemote, QueueWatch, SharedQueuePort, on_demand_queues, queue_pair, shared_queue_pair,
+};
 pub use server::{ExportStatus, Server, Taking};
 pub use socket::{BoundSocket, SocketConfig, SocketError};
 pub use view::{QueueView, RingView, SessionView, VringView};

@@ -41,17 +41,17 @@ pub struct VhostQueue<D> {
 
 impl<D> VhostQueue<D> {
     /// A virtqueue with a hardware queue of its own, on its lane, stopped.
-    pub fn new(hw: HwQueue<D>, serial: SerialId, port: QueuePort) -> VhostQueue<D> {
-        let _ = port.shared.stats.set(Arc::clone(hw.stats()));
+    pub fn new(mut hw: HwQueue<D>, serial: SerialId, port: QueuePort) -> VhostQueue<D> {
+        port.count(&mut hw);
         let virtqueue = GuestQueue::new(0, serial, port, hw.room());
         VhostQueue { hw, virtqueues: vec![virtqueue], kicks: None, first: 0, now_ns: 0 }
     }
 
     /// Virtqueues of one export that share a hardware queue, stopped. Each has an equal part of the bios that the
     /// hardware queue takes. Its counters are those of the first virtqueue.
-    pub fn shared(hw: HwQueue<D>, serial: SerialId, port: SharedQueuePort) -> VhostQueue<D> {
+    pub fn shared(mut hw: HwQueue<D>, serial: SerialId, port: SharedQueuePort) -> VhostQueue<D> {
         let SharedQueuePort { ports, kicks } = port;
-        let _ = ports[0].shared.stats.set(Arc::clone(hw.stats()));
+        ports[0].count(&mut hw);
         let bios = hw.room() / ports.len();
         let virtqueue = |(number, port)| GuestQueue::new(number, serial, port, bios);
         let virtqueues = ports.into_iter().enumerate().map(virtqueue).collect();

@@ -1,20 +1,23 @@
-//! The two ends of a queue: the poller on its lane, and the hand that the control path has on it.
+//! The two ends of a queue: the poller on its lane, and the handle that the control path has on it.
 //!
 //! A queue that runs belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and
 //! waits for the answer, which for a suspension comes only when all that was fetched is finished.
 //!
 //! The queue may move to another lane meanwhile, and takes its mailbox along: see [`LaneWaker`].
+//!
+//! A poller has bios, tags and tables for a full ring, some hundred KiB. A queue made [on demand](on_demand_queues) has
+//! one only from the first start of its ring to the end of the session; its counters go on over sessions.
 
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use blkyard_mem::Mailbox;
-use blkyard_mq::{DeviceInfo, HwStats, LaneWaker, RateLimit, SchedulerConfig, Wake};
+use blkyard_mq::{DeviceInfo, HwQueue, HwStats, LaneWaker, RateLimit, SchedulerConfig, Wake};
 use blkyard_sys::EventFd;
-use blkyard_virtio::{GuestMemory, Inflight, RingBase, RingLayout};
+use blkyard_virtio::{GuestMemory, Inflight, Refusals, RingBase, RingLayout};
 
 use crate::QueueView;
 use crate::kicks::KickSet;
@@ -74,21 +77,62 @@ pub(crate) enum Command {
     Retire,
 }
 
+/// The way from the control path to a poller.
 #[derive(Default)]
-pub(crate) struct RemoteState {
+pub(crate) struct QueueLink {
     /// Looked at once a round.
     pub(crate) mailbox: Mailbox<Command>,
-    /// Wakes the lane that the queue lives on.
+    /// Wakes the lane that the poller lives on.
     pub(crate) waker: LaneWaker,
-    pub(crate) stats: OnceLock<Arc<HwStats>>,
-    pub(crate) refusals: OnceLock<Arc<blkyard_virtio::Refusals>>,
+}
+
+/// A queue as the control path knows it, with or without a poller.
+#[derive(Default)]
+struct RemoteState {
+    /// The way to its poller; unset while it has none.
+    link: Mutex<Option<Arc<QueueLink>>>,
+    counters: Arc<QueueCounters>,
     /// Number of the queue with which the hardware queue is shown, if that is another.
     shown_with: Option<usize>,
 }
 
+/// What a queue has counted, also by pollers that it had before.
+#[derive(Default)]
+struct QueueCounters {
+    stats: OnceLock<Arc<HwStats>>,
+    refusals: OnceLock<Arc<Refusals>>,
+}
+
+impl RemoteState {
+    fn link(&self) -> MutexGuard<'_, Option<Arc<QueueLink>>> {
+        self.link.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The other end of a new link.
+    fn connect(&self) -> QueuePort {
+        let shared = Arc::new(QueueLink::default());
+        *self.link() = Some(Arc::clone(&shared));
+        QueuePort { shared, counters: Arc::clone(&self.counters) }
+    }
+}
+
 /// The lane's end, from which a [`VhostQueue`](crate::VhostQueue) is made.
 pub struct QueuePort {
-    pub(crate) shared: Arc<RemoteState>,
+    pub(crate) shared: Arc<QueueLink>,
+    counters: Arc<QueueCounters>,
+}
+
+impl QueuePort {
+    /// Has a new hardware queue count on where the one before stopped.
+    pub(crate) fn count<D>(&self, hw: &mut HwQueue<D>) {
+        let stats = self.counters.stats.get_or_init(|| Arc::clone(hw.stats()));
+        hw.set_stats(stats);
+    }
+
+    /// Where the guest's mistakes are counted.
+    pub(crate) fn refusals(&self) -> Arc<Refusals> {
+        Arc::clone(self.counters.refusals.get_or_init(Arc::default))
+    }
 }
 
 impl Drop for QueuePort {
@@ -109,9 +153,11 @@ pub struct SharedQueuePort {
 /// The control path's end. A queue without it is retired: nobody else could ever end it.
 pub struct QueueRemote {
     commands: Commands,
+    /// What makes the poller, if it is not there from the start.
+    on_demand: Option<Arc<OnDemand>>,
 }
 
-/// The hand of one who looks on: sees the queue for as long as it is there, and keeps nothing alive.
+/// A handle that only looks: sees the queue for as long as it is there, and keeps nothing alive.
 #[derive(Clone)]
 pub struct QueueWatch {
     commands: Commands,
@@ -120,7 +166,82 @@ pub struct QueueWatch {
 /// How commands reach the queue.
 #[derive(Clone)]
 struct Commands {
-    shared: Arc<RemoteState>,
+    state: Arc<RemoteState>,
+}
+
+/// Makes the poller of queues [on demand](on_demand_queues), and takes it back.
+pub trait QueueHost: Send + Sync {
+    /// Has a poller with these ends live on its lane. Returns when it does.
+    ///
+    /// # Errors
+    /// Says in words why there is none: object, cause, cure.
+    fn open(&self, port: SharedQueuePort) -> Result<(), String>;
+
+    /// Takes that poller off its lane. Its queues are at rest.
+    fn close(&self);
+}
+
+/// The queues of one poller, which is there while a session needs it.
+struct OnDemand {
+    host: Box<dyn QueueHost>,
+    queues: Vec<Arc<RemoteState>>,
+    poller: Mutex<PollerPresence>,
+}
+
+/// Whether there is a poller, and how the next one is set.
+#[derive(Default)]
+struct PollerPresence {
+    is_open: bool,
+    /// It stays until the queues are dropped.
+    is_kept: bool,
+    /// Requests that it may have in flight, if that was bounded.
+    depth: Option<usize>,
+}
+
+impl OnDemand {
+    fn poller(&self) -> MutexGuard<'_, PollerPresence> {
+        self.poller.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn open(&self, keep: bool) -> Result<(), String> {
+        let mut poller = self.poller();
+        poller.is_kept |= keep;
+        if poller.is_open {
+            return Ok(());
+        }
+        let several = self.queues.len() > 1;
+        let kicks = several.then(KickSet::new).transpose();
+        let kicks = kicks.map_err(|error| format!("its kicks: {error}; raise the limit on open files"))?;
+        let ports = self.queues.iter().map(|queue| queue.connect()).collect();
+        let opened = self.host.open(SharedQueuePort { ports, kicks });
+        if let Err(why) = opened {
+            self.queues.iter().for_each(|queue| *queue.link() = None);
+            return Err(why);
+        }
+        poller.is_open = true;
+        if let Some(depth) = poller.depth {
+            let commands = Commands { state: Arc::clone(&self.queues[0]) };
+            commands.ask(|answer| Command::Depth(depth, answer)).map_err(|gone| gone.to_string())?;
+        }
+        Ok(())
+    }
+
+    fn close(&self) {
+        if std::mem::take(&mut self.poller().is_open) {
+            // Should it not leave its lane, it is over at least, and holds up no end of the lane.
+            for queue in &self.queues {
+                let link = queue.link().take();
+                link.iter().for_each(|link| drop(link.send(Command::Retire)));
+            }
+            self.host.close();
+        }
+    }
+}
+
+impl Drop for OnDemand {
+    fn drop(&mut self) {
+        self.close();
+    }
 }
 
 /// The lane is gone.
@@ -157,10 +278,24 @@ pub fn shared_queue_pair(queues: usize) -> io::Result<(Vec<QueueRemote>, SharedQ
     Ok((remotes, SharedQueuePort { ports, kicks }))
 }
 
+/// Makes the control path's ends of as many queues as one hardware queue serves, whose poller `host` makes when the
+/// ring of one of them is first started, and takes back at the end of each session.
+///
+/// # Panics
+/// If there is to be no queue.
+pub fn on_demand_queues(queues: usize, host: Box<dyn QueueHost>) -> Vec<QueueRemote> {
+    assert!(queues > 0, "a hardware queue of no virtqueue");
+    let state = |number| Arc::new(RemoteState { shown_with: (number > 0).then_some(0), ..RemoteState::default() });
+    let queues: Vec<_> = (0..queues).map(state).collect();
+    let on_demand = Arc::new(OnDemand { host, queues: queues.clone(), poller: Mutex::default() });
+    let remote = |state| QueueRemote { commands: Commands { state }, on_demand: Some(Arc::clone(&on_demand)) };
+    queues.into_iter().map(remote).collect()
+}
+
 fn pair(shown_with: Option<usize>) -> (QueueRemote, QueuePort) {
-    let shared = Arc::new(RemoteState { shown_with, ..RemoteState::default() });
-    let remote = QueueRemote { commands: Commands { shared: Arc::clone(&shared) } };
-    (remote, QueuePort { shared })
+    let state = Arc::new(RemoteState { shown_with, ..RemoteState::default() });
+    let port = state.connect();
+    (QueueRemote { commands: Commands { state }, on_demand: None }, port)
 }
 
 impl QueueRemote {
@@ -169,10 +304,39 @@ impl QueueRemote {
         let _ = self.commands.send(Command::Retire);
     }
 
+    /// Has a poller from now on, if one is made on demand. Otherwise that is done with the first start of the ring.
+    ///
+    /// # Errors
+    /// Says in words why there is none: object, cause, cure.
+    pub fn open(&self) -> Result<(), String> {
+        self.on_demand.as_ref().map_or(Ok(()), |on_demand| on_demand.open(false))
+    }
+
+    /// The same, and for good: the poller stays when sessions end. For devices with a bounded number of queues.
+    ///
+    /// # Errors
+    /// As for [`QueueRemote::open`].
+    pub fn open_for_good(&self) -> Result<(), String> {
+        self.on_demand.as_ref().map_or(Ok(()), |on_demand| on_demand.open(true))
+    }
+
+    /// Gives a poller back that was made on demand. The queue, and all that share the poller, are at rest.
+    pub(crate) fn close(&self) {
+        if let Some(on_demand) = self.on_demand.as_ref().filter(|on_demand| !on_demand.poller().is_kept) {
+            on_demand.close();
+        }
+    }
+
+    /// Whether it has no poller now: it is made with the device and all settings as they are then.
+    fn is_closed(&self) -> bool {
+        self.on_demand.as_ref().is_some_and(|on_demand| !on_demand.poller().is_open)
+    }
+
     pub(crate) fn run(&self, setup: Setup) -> Result<Result<(), String>, Gone> {
-        let (answer, wait) = channel();
-        self.commands.send(Command::Run(Box::new(setup), answer))?;
-        wait.recv().map_err(|_| Gone)
+        if let Err(why) = self.open() {
+            return Ok(Err(why));
+        }
+        self.commands.ask(|answer| Command::Run(Box::new(setup), answer))
     }
 
     /// Asks the queue to come to rest. Several may be asked before any is waited for.
@@ -184,48 +348,51 @@ impl QueueRemote {
 
     /// Makes durable what has completed, whichever queue it came by; true if that worked.
     pub(crate) fn flush(&self) -> Result<bool, Gone> {
-        let (answer, wait) = channel();
-        self.commands.send(Command::Flush(answer))?;
-        wait.recv().map_err(|_| Gone)
+        self.commands.ask(Command::Flush)
     }
 
     /// Has the queue, which is at rest, serve a device that is this from now on.
     pub(crate) fn change(&self, info: &Arc<DeviceInfo>) -> Result<Result<(), String>, Gone> {
-        let (answer, wait) = channel();
-        self.commands.send(Command::Change(Arc::clone(info), answer))?;
-        wait.recv().map_err(|_| Gone)
+        if self.is_closed() {
+            return Ok(Ok(()));
+        }
+        self.commands.ask(|answer| Command::Change(Arc::clone(info), answer))
     }
 
     /// Bounds the requests in flight; says what the bound has become.
     pub(crate) fn set_depth(&self, depth: usize) -> Result<usize, Gone> {
-        let (answer, wait) = channel();
-        self.commands.send(Command::Depth(depth, answer))?;
-        wait.recv().map_err(|_| Gone)
+        if let Some(on_demand) = &self.on_demand {
+            on_demand.poller().depth = Some(depth);
+        }
+        if self.is_closed() {
+            return Ok(depth);
+        }
+        self.commands.ask(|answer| Command::Depth(depth, answer))
     }
 
     /// Has this scheduler order the bios that wait, from now on.
     pub(crate) fn schedule(&self, config: SchedulerConfig) -> Result<(), Gone> {
-        let (answer, wait) = channel();
-        self.commands.send(Command::Schedule(config, answer))?;
-        wait.recv().map_err(|_| Gone)
+        if self.is_closed() {
+            return Ok(());
+        }
+        self.commands.ask(|answer| Command::Schedule(config, answer))
     }
 
     /// Has what passes the queue pass these limits, from now on.
     pub(crate) fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Result<(), Gone> {
-        let (answer, wait) = channel();
-        self.commands.send(Command::Rates(limits, answer))?;
-        wait.recv().map_err(|_| Gone)
+        if self.is_closed() {
+            return Ok(());
+        }
+        self.commands.ask(|answer| Command::Rates(limits, answer))
     }
 
-    /// Has the queue ring this from now on. Waited for, as everything a front-end asks for is: else one that asks
+    /// Has the queue signal this from now on. Waited for, as everything a front-end asks for is: else one that asks
     /// faster than a lane hears would have us hold descriptors without end.
     pub(crate) fn set_call(&self, call: Option<Arc<EventFd>>) -> Result<(), Gone> {
-        let (answer, wait) = channel();
-        self.commands.send(Command::Call(call, answer))?;
-        wait.recv().map_err(|_| Gone)
+        self.commands.ask(|answer| Command::Call(call, answer))
     }
 
-    /// A hand on the queue that only looks.
+    /// A handle that only looks.
     pub fn watch(&self) -> QueueWatch {
         QueueWatch { commands: self.commands.clone() }
     }
@@ -235,22 +402,27 @@ impl QueueWatch {
     /// The counters of the hardware queue, once it is on its lane; none if it is [shown with another
     /// queue](QueueWatch::shown_with).
     pub fn stats(&self) -> Option<&Arc<HwStats>> {
-        self.commands.shared.stats.get()
+        self.commands.state.counters.stats.get()
     }
 
     /// Number of the queue of its export with which the hardware queue is shown that it feeds: its counters, and what
     /// it has in flight. None if it is this one.
     pub fn shown_with(&self) -> Option<usize> {
-        self.commands.shared.shown_with
+        self.commands.state.shown_with
     }
 
     /// What the guest sent that made no sense, by reason.
     pub fn refusals(&self) -> Option<&Arc<blkyard_virtio::Refusals>> {
-        self.commands.shared.refusals.get()
+        self.commands.state.counters.refusals.get()
     }
 
-    /// Asks the queue's owner what there is to see; the answer comes once its lane has turned. Nothing if the lane has
-    /// ended.
+    /// Whether it has a poller now: one that is made on demand has none while no front-end needs it.
+    pub fn is_open(&self) -> bool {
+        self.commands.state.link().is_some()
+    }
+
+    /// Asks the queue's owner what there is to see; the answer comes once its lane has turned. Nothing if it has no
+    /// poller now, or the lane has ended.
     pub fn look(&self) -> Option<Receiver<QueueView>> {
         let (answer, wait) = channel();
         self.commands.send(Command::Look(answer)).ok()?;
@@ -258,16 +430,33 @@ impl QueueWatch {
     }
 }
 
+impl QueueLink {
+    fn send(&self, command: Command) -> Result<(), Gone> {
+        self.mailbox.send(command).map_err(|_| Gone)?;
+        self.waker.wake();
+        Ok(())
+    }
+}
+
 impl Commands {
     fn send(&self, command: Command) -> Result<(), Gone> {
-        self.shared.mailbox.send(command).map_err(|_| Gone)?;
-        self.shared.waker.wake();
-        Ok(())
+        let link = self.state.link().clone();
+        link.ok_or(Gone)?.send(command)
+    }
+
+    /// Sends a command that is answered, and waits for the answer.
+    fn ask<T>(&self, command: impl FnOnce(Sender<T>) -> Command) -> Result<T, Gone> {
+        let (answer, wait) = channel();
+        self.send(command(answer))?;
+        wait.recv().map_err(|_| Gone)
     }
 }
 
 impl Drop for QueueRemote {
     fn drop(&mut self) {
-        self.retire();
+        // One that is made on demand is given back with the last of the queues that share it.
+        if self.on_demand.is_none() {
+            self.retire();
+        }
     }
 }

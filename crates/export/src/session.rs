@@ -14,6 +14,7 @@ use crate::backend::{Backend, BackendConfig};
 use crate::channel::BackendChannel;
 use crate::handover::SessionState;
 use crate::log::ExportLog;
+use crate::remote::QueueRemote;
 use crate::server::{Call, ExportContext, Subject};
 use crate::view::SessionView;
 use crate::wire::{Message, MessageBuffer, Relay, RelaySockets, reply};
@@ -78,6 +79,8 @@ impl Session {
             return Err(format!("it has {queues} queues, and {made} were made"));
         }
         config.disk.set_queues(queues);
+        // While the guest is served by the other process.
+        config.queues[..queues.into()].iter().try_for_each(QueueRemote::open)?;
         let mut session = Session::new(state.connection.into(), sockets, config, log);
         session.inbox = MessageBuffer::of(state.part).ok_or("what has come of a message is more than a message")?;
         for message in &state.setup {

@@ -42,7 +42,7 @@ use blkyard_mem::Mailbox;
 use blkyard_mq::{Idle, IdlePolicy, Lane, Poller, Slot, TurnStats, Wake};
 
 use crate::clock::{Clock, clock_ns};
-use crate::ring::{EVENTFDS_MAX, Ring, RingConfig, RingCounters, RingError};
+use crate::ring::{Ring, RingConfig, RingCounters, RingError};
 use crate::wake::Waker;
 
 /// How a lane thread is made.
@@ -81,12 +81,14 @@ pub enum LaneError {
         source: std::io::Error,
     },
     /// More than it can listen to.
-    #[error("lane {name}: {count} queues exceed its maximum of {POLLERS_MAX}; run more lanes")]
+    #[error("lane {name}: {count} queues exceed its maximum of {max}; run more lanes")]
     Pollers {
         /// The lane.
         name: String,
         /// What it was given.
         count: usize,
+        /// What it can have.
+        max: usize,
     },
     /// No thread, or no descriptor for it.
     #[error("lane {name} cannot be started: {source}")]
@@ -129,8 +131,6 @@ pub enum LaneError {
 const OWN: usize = 0;
 /// Eventfds a poller may have: those of who feeds its queue, and of the device behind it.
 const EVENTFDS_EACH: usize = 2;
-/// Pollers one lane can have: one eventfd is the waker's.
-pub const POLLERS_MAX: usize = (EVENTFDS_MAX - 1) / EVENTFDS_EACH;
 
 /// A running lane. It runs until all its pollers are over and nobody can give it more: dropping the handle does not
 /// stop it, but lets it end.
@@ -216,8 +216,9 @@ where
             }
             Ok(mut ring) => {
                 let pollers = build(&mut ring);
-                if pollers.len() > POLLERS_MAX {
-                    let _ = told.send(Err(LaneError::Pollers { name: config.name, count: pollers.len() }));
+                let max = ring.view().pollers_max();
+                if pollers.len() > max {
+                    let _ = told.send(Err(LaneError::Pollers { name: config.name, count: pollers.len(), max }));
                     return;
                 }
                 let lane = Lane::new(config.policy);

@@ -7,11 +7,12 @@
 //! Owned by whoever is in control; its calls wait for the lanes, each for a bounded time. What a poller is, and which
 //! lane is the right one for it, it does not know.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use blkyard_mq::{IdlePolicy, Poller};
 
-use crate::lane_thread::{LaneConfig, LaneError, LaneThread, POLLERS_MAX, spawn};
+use crate::lane_thread::{LaneConfig, LaneError, LaneThread, spawn};
 use crate::ring::Ring;
 
 /// How long a poller may take to come to rest before it is let stay where it is. A healthy disk needs milliseconds; a
@@ -23,7 +24,9 @@ pub struct Lanes<S> {
     config: Box<dyn Fn(usize) -> LaneConfig + Send + Sync>,
     threads: Vec<LaneThread<S>>,
     /// The lane of each poller, by the poller's number.
-    places: Vec<usize>,
+    places: BTreeMap<u32, usize>,
+    /// Number of the next poller. None is given twice.
+    next: u32,
     rest_max: Duration,
     /// What was decided since about sleep, for all of them.
     policy: Option<IdlePolicy>,
@@ -50,7 +53,8 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
         let mut lanes = Lanes {
             config: Box::new(config),
             threads: Vec::new(),
-            places: Vec::new(),
+            places: BTreeMap::new(),
+            next: 0,
             rest_max: REST_MAX,
             policy: None,
         };
@@ -58,18 +62,34 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
         Ok(lanes)
     }
 
-    /// Has a new poller live on a lane; it is made there. Pollers are numbered in the order they come.
+    /// Has a new poller live on a lane; it is made there. Returns its number: pollers are numbered in the order they
+    /// come.
     ///
     /// # Errors
     /// The lane is full, or has ended.
     ///
     /// # Panics
     /// If there is no such lane.
-    pub fn admit(&mut self, lane: usize, make: impl FnOnce() -> S + Send + 'static) -> Result<(), LaneError> {
-        self.check(lane, self.places.iter().filter(|place| **place == lane).count() + 1)?;
-        self.threads[lane].admit(self.places.len() as u32, Box::new(make))?;
-        self.places.push(lane);
-        Ok(())
+    pub fn admit(&mut self, lane: usize, make: impl FnOnce() -> S + Send + 'static) -> Result<u32, LaneError> {
+        self.check(lane, self.places.values().filter(|place| **place == lane).count() + 1)?;
+        let number = self.next;
+        self.threads[lane].admit(number, Box::new(make))?;
+        self.next += 1;
+        self.places.insert(number, lane);
+        Ok(number)
+    }
+
+    /// Takes a poller off its lane for good: it comes to rest, and here it is. None if there is none of this number.
+    ///
+    /// # Errors
+    /// It does not come to rest, and stays; or the lane has ended, and the poller with it.
+    pub fn remove(&mut self, number: u32) -> Result<Option<S>, LaneError> {
+        let Some(&lane) = self.places.get(&number) else { return Ok(None) };
+        let removed = self.threads[lane].release(number, self.rest_max);
+        if !matches!(removed, Err(LaneError::Restless { .. })) {
+            self.places.remove(&number);
+        }
+        removed.map(Some)
     }
 
     /// Changes the number of lanes to `count`, and has each poller live where `place` says, given its number. Lanes
@@ -84,18 +104,22 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
     /// # Panics
     /// If there are to be no lanes, or `place` names one that is not to be.
     pub fn deal(&mut self, count: usize, place: impl Fn(usize) -> usize) -> Result<Moves, LaneError> {
-        let wanted: Vec<usize> = (0..self.places.len()).map(place).collect();
-        assert!(count > 0 && wanted.iter().all(|lane| *lane < count), "dealt to lanes that are not to be");
-        for lane in 0..count {
+        let wanted: Vec<_> = self.places.iter().map(|(&poller, &is)| (poller, is, place(poller as usize))).collect();
+        assert!(count > 0 && wanted.iter().all(|(_, _, to)| *to < count), "dealt to lanes that are not to be");
+        let mut pollers = vec![0; count];
+        for (_, is, to) in &wanted {
             // Those to come may all be there before any has gone.
-            let both = self.places.iter().zip(&wanted).filter(|(is, to_be)| **is == lane || **to_be == lane);
-            self.check(lane, both.count())?;
+            pollers[*to] += 1;
+            if is != to && *is < count {
+                pollers[*is] += 1;
+            }
         }
+        pollers.into_iter().enumerate().try_for_each(|(lane, pollers)| self.check(lane, pollers))?;
         self.grow(count)?;
         let mut moves = Moves::default();
-        for (poller, to) in wanted.into_iter().enumerate() {
-            if self.places[poller] != to {
-                moves.longest = moves.longest.max(self.carry(poller, to)?);
+        for (poller, is, to) in wanted {
+            if is != to {
+                moves.longest = moves.longest.max(self.carry(poller, is, to)?);
                 moves.count += 1;
             }
         }
@@ -104,12 +128,12 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
     }
 
     /// Moves one poller to another lane; says how long it rested.
-    fn carry(&mut self, poller: usize, to: usize) -> Result<Duration, LaneError> {
-        let (old, new) = (&self.threads[self.places[poller]], &self.threads[to]);
+    fn carry(&mut self, poller: u32, from: usize, to: usize) -> Result<Duration, LaneError> {
+        let (old, new) = (&self.threads[from], &self.threads[to]);
         let start = Instant::now();
-        let carried = old.release(poller as u32, self.rest_max)?;
-        self.places[poller] = to;
-        new.admit(poller as u32, Box::new(move || carried))?;
+        let carried = old.release(poller, self.rest_max)?;
+        self.places.insert(poller, to);
+        new.admit(poller, Box::new(move || carried))?;
         Ok(start.elapsed())
     }
 
@@ -124,10 +148,12 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
     }
 
     fn check(&self, lane: usize, pollers: usize) -> Result<(), LaneError> {
-        if pollers <= POLLERS_MAX {
+        let wanted = || (self.config)(lane).ring.pollers_max as usize;
+        let max = self.threads.get(lane).map_or_else(wanted, |lane| lane.ring().pollers_max());
+        if pollers <= max {
             return Ok(());
         }
-        Err(LaneError::Pollers { name: (self.config)(lane).name, count: pollers })
+        Err(LaneError::Pollers { name: (self.config)(lane).name, count: pollers, max })
     }
 }
 
@@ -137,9 +163,14 @@ impl<S> Lanes<S> {
         &self.threads
     }
 
-    /// The lane of each poller, by the poller's number.
-    pub fn places(&self) -> &[usize] {
-        &self.places
+    /// The lane of each poller that lives, in the order they came.
+    pub fn places(&self) -> Vec<usize> {
+        self.places.values().copied().collect()
+    }
+
+    /// The lane of a poller; none if there is none of this number.
+    pub fn place(&self, number: u32) -> Option<usize> {
+        self.places.get(&number).copied()
     }
 
     /// How a lane is made, whether it runs or not, and with what was decided since.

@@ -38,7 +38,6 @@ use buffers::Buffers;
 pub use buffers::{Attachment, FixedBuffers};
 pub use error::RingError;
 pub use error::{Holdings, RingCounters};
-pub use eventfds::EVENTFDS_MAX;
 use eventfds::EventfdPolls;
 pub(crate) use files::FileHolder;
 use files::Files;
@@ -121,19 +120,20 @@ impl Ring {
     pub fn new(config: RingConfig) -> Result<Ring, RingError> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let uring = set_up(config)?;
-        let view = Arc::new(RingCounters::default());
+        let (held_max, pollers_max) = setup::room(uring.params(), config);
+        let view = Arc::new(RingCounters::of(pollers_max));
         Ok(Ring {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             inboxes: Vec::new(),
             eventfds: EventfdPolls::default(),
-            signalled: Vec::with_capacity(EVENTFDS_MAX),
+            signalled: Vec::new(),
             signals: EventfdSignals::new(Arc::clone(&view)),
             buffers: Buffers::new(&uring, Arc::clone(&view)),
             files: Files::new(Arc::clone(&view)),
             view,
             held: 0,
             untaken: 0,
-            held_max: setup::room(uring.params(), config),
+            held_max,
             pushed: 0,
             reaped: 0,
             failure: None,
@@ -363,11 +363,10 @@ impl Ring {
     /// Listens to an eventfd from now on, an event descriptor, under a number of the caller's: when it is signalled, a
     /// sleep ends, the descriptor is made quiet, and it is listened to no more. Does nothing if it is listened to
     /// already.
-    ///
-    /// # Panics
-    /// If the number is beyond [what one lane may have](EVENTFDS_MAX).
     pub fn watch(&mut self, eventfd: BorrowedFd<'_>, index: usize) {
         let Some(step) = self.eventfds.watch(eventfd, index) else { return };
+        // Room for each from the start: to reap allocates nothing.
+        self.signalled.reserve((index + 1).saturating_sub(self.signalled.len()));
         if let Some(old) = step.cancel {
             self.cancel(old);
         }
@@ -388,9 +387,6 @@ impl Ring {
 
     /// Listens to the eventfd of a poller, which `worked` since the last sleep or not. Not at once, if the eventfd has
     /// ended many sleeps for nothing: says then at what time to look for work and to listen again.
-    ///
-    /// # Panics
-    /// As for [`Ring::watch`].
     pub(crate) fn watch_moderated(
         &mut self,
         eventfd: BorrowedFd<'_>,

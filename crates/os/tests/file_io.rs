@@ -288,7 +288,7 @@ fn a_ring_with_little_room_serves_a_deep_queue() {
     let folder = &folders()[0];
     let path = image(folder, MIB);
     for single_owner in [true, false] {
-        let ring = RingConfig { entries: 2, outstanding_max: 1, single_owner };
+        let ring = RingConfig { entries: 2, outstanding_max: 1, single_owner, ..RingConfig::default() };
         let mut bench = Bench::with_ring(FileConfig::new(&path), 64, ring);
         let reads = (0..200).map(|i| bio(Op::Read, i * 8, &[(i * 4096, 4096)]));
         assert!(bench.run(reads.collect()).iter().all(|bio| bio.status.is_ok()));

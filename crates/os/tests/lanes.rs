@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::{IdlePolicy, Poller, PollerState, QueueMap, Wake};
-use blkyard_os::{FileConfig, Holdings, LaneConfig, LaneError, LaneThread, Lanes, Ring};
+use blkyard_os::{FileConfig, Holdings, LaneConfig, LaneError, LaneThread, Lanes, Ring, RingConfig};
 use blkyard_sys::EventFd;
 use common::mover::{BLOCKS, Mover, Tally};
 use common::{folders, image, open};
@@ -278,7 +278,7 @@ fn a_poller_that_does_not_come_to_rest_stays_and_goes_on_and_may_move_later() {
     assert!(matches!(error, LaneError::Restless { poller: 0, .. }), "{error}");
     assert!(error.to_string().contains("stays on lane lane0"), "{error}");
     // The lanes that were started for it are there; it lives where it did.
-    assert_eq!((lanes.threads().len(), lanes.places()), (3, &[0][..]));
+    assert_eq!((lanes.threads().len(), lanes.places()), (3, vec![0]));
     shared.ask(1);
     shared.await_answer(1);
     restless.store(false, SeqCst);
@@ -345,11 +345,11 @@ fn a_lane_that_fell_over_gives_nothing_and_takes_nothing() {
 fn more_pollers_than_a_lane_can_listen_to_are_refused_before_anything_moves() {
     let shared = Shared::new();
     let mut lanes = ringing(&shared, &Arc::default());
-    for number in 1..blkyard_os::POLLERS_MAX + 10 {
+    for number in 1..RingConfig::default().pollers_max as usize + 10 {
         let shared = Arc::clone(&shared);
         lanes.admit(number % 2, move || Ringer::new(&shared, &Arc::default())).unwrap();
     }
-    let before = lanes.places().to_vec();
+    let before = lanes.places();
     let error = lanes.deal(1, |_| 0).unwrap_err();
     assert!(error.to_string().contains("522 queues exceed its maximum of 512"), "{error}");
     assert!(lanes.places() == before && lanes.threads().len() == 2);

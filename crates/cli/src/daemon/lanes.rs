@@ -4,6 +4,7 @@
 //! its own. The rule holds for any number of lanes, so the number can change while guests do I/O: only queues whose
 //! place changes move, one after another, and each goes on where it stood.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
 use blkyard::DeviceQueue;
@@ -32,7 +33,7 @@ pub struct Share {
 ///
 /// # Errors
 /// An export names a lane that there is not.
-pub fn deal(shares: &[Share], lanes: usize) -> Result<Vec<usize>, SpecError> {
+fn deal(shares: &[Share], lanes: usize) -> Result<Vec<usize>, SpecError> {
     let mut places = Vec::new();
     for (number, share) in shares.iter().enumerate() {
         // Where the queues so far end, so that small exports do not all share the first lane.
@@ -67,75 +68,96 @@ pub enum SetLanesError {
     Lane(#[from] LaneError),
 }
 
-/// The lanes, running.
+/// The lanes, running, and the places of all queues on them. A queue has its place from the start, and a poller there
+/// only while a front-end needs it (see [`blkyard_export::on_demand_queues`]).
 #[derive(Debug)]
 pub struct ServedLanes {
     lanes: Lanes<VhostQueue<DeviceQueue>>,
     shares: Vec<Share>,
-    /// By poller, in the order they came: the export it is of, and the numbers of its queues there.
-    pollers: Vec<(usize, Range<usize>)>,
+    /// In the order they were planned: all of the start, export by export, and then those that were added.
+    pollers: Vec<PollerPlace>,
+}
+
+/// The place of a poller, whether it lives there now or not.
+#[derive(Debug)]
+struct PollerPlace {
+    /// The export it is of, and the numbers of its queues there.
+    export: usize,
+    queues: Range<usize>,
+    lane: usize,
+    /// Its number among the pollers that live on the lanes.
+    number: Option<u32>,
 }
 
 impl ServedLanes {
-    /// Starts so many lanes for these exports; their queues are yet to come.
+    /// Starts so many lanes for these exports, and places their queues; the pollers are yet to come.
     ///
     /// # Errors
-    /// A lane cannot be started.
+    /// An export names a lane that there is not, or a lane cannot be started.
     pub fn start(
         count: usize,
         shares: Vec<Share>,
         config: impl Fn(usize) -> LaneConfig + Send + Sync + 'static,
-    ) -> Result<ServedLanes, LaneError> {
-        let of_export = |(export, share): (usize, &Share)| {
+    ) -> Result<ServedLanes, SetLanesError> {
+        let mut places = deal(&shares, count)?.into_iter();
+        let mut pollers = Vec::new();
+        for (export, share) in shares.iter().enumerate() {
             let each = if share.is_shared { share.queues } else { 1 };
-            (0..share.queues).step_by(each.max(1)).map(move |queue| (export, queue..queue + each))
-        };
-        let pollers = shares.iter().enumerate().flat_map(of_export).collect();
+            for first in (0..share.queues).step_by(each.max(1)) {
+                let lanes: Vec<_> = places.by_ref().take(each).collect();
+                pollers.push(PollerPlace { export, queues: first..first + each, lane: lanes[0], number: None });
+            }
+        }
         Ok(ServedLanes { lanes: Lanes::start(count, config)?, shares, pollers })
     }
 
-    /// The next queue, or all of an export that share a hardware queue, in the order of the exports, to be made on its
-    /// lane.
+    /// Has a poller live on the lane where its place is.
     ///
     /// # Errors
     /// The lane is full, or has ended.
-    pub fn admit(
-        &mut self,
-        lane: usize,
-        make: impl FnOnce() -> VhostQueue<DeviceQueue> + Send + 'static,
-    ) -> Result<(), LaneError> {
-        self.lanes.admit(lane, make)
-    }
-
-    /// One more queue of an export, to be made on its lane while all serve: on that which is the next one's of those
-    /// the export names, where its others live if they share a hardware queue, or where the fewest live. Those that
-    /// live already stay; when the number of lanes changes, all are dealt by the rule.
-    ///
-    /// # Errors
-    /// The lane is full, or has ended.
-    pub fn add(
-        &mut self,
-        export: usize,
-        make: impl FnOnce() -> VhostQueue<DeviceQueue> + Send + 'static,
-    ) -> Result<(), LaneError> {
-        let Share { queues, named, is_shared, .. } = &self.shares[export];
-        let (number, places) = (*queues, self.lanes.places());
-        let crowd = |lane: &usize| places.iter().filter(|place| *place == lane).count();
-        let emptiest = || (0..self.lanes.threads().len()).min_by_key(crowd).unwrap_or(0);
-        let with_others = self.pollers.iter().position(|(of, _)| *of == export).filter(|_| *is_shared);
-        let lane = match (with_others, named) {
-            (Some(poller), _) => places[poller],
-            (None, Some(named)) => named[number % named.len()],
-            (None, None) => emptiest(),
-        };
-        self.lanes.admit(lane, make)?;
-        self.pollers.push((export, number..number + 1));
-        self.shares[export].queues += 1;
+    pub fn admit(&mut self, poller: usize, queue: VhostQueue<DeviceQueue>) -> Result<(), LaneError> {
+        let place = &mut self.pollers[poller];
+        place.number = Some(self.lanes.admit(place.lane, move || queue)?);
         Ok(())
     }
 
-    /// Changes the number of lanes while they serve. Returns when every queue lives where it would if there had been so
-    /// many from the start, and lanes that are too many have ended.
+    /// Takes a poller, which is at rest, off its lane; its place stays. None if it does not live there.
+    ///
+    /// # Errors
+    /// The lane does not turn, or has ended.
+    pub fn remove(&mut self, poller: usize) -> Result<Option<VhostQueue<DeviceQueue>>, LaneError> {
+        self.pollers[poller].number.take().map_or(Ok(None), |number| self.lanes.remove(number))
+    }
+
+    /// Makes a place for one more queue of an export while all serve: on that lane which is the next one's of those the
+    /// export names, where its others live if they share a hardware queue, or where the fewest live. Those that live
+    /// already stay; when the number of lanes changes, all are dealt by the rule.
+    pub fn add(&mut self, export: usize) -> usize {
+        let Share { queues, named, is_shared, .. } = &self.shares[export];
+        let number = *queues;
+        let crowd = |lane: &usize| self.pollers.iter().filter(|place| place.lane == *lane).count();
+        let emptiest = || (0..self.lanes.threads().len()).min_by_key(crowd).unwrap_or(0);
+        let with_others = self.pollers.iter().find(|place| place.export == export).filter(|_| *is_shared);
+        let lane = match (with_others, named) {
+            (Some(other), _) => other.lane,
+            (None, Some(named)) => named[number % named.len()],
+            (None, None) => emptiest(),
+        };
+        self.pollers.push(PollerPlace { export, queues: number..number + 1, lane, number: None });
+        self.shares[export].queues += 1;
+        self.pollers.len() - 1
+    }
+
+    /// Takes back the place that was made last, which no poller has had.
+    pub fn take_back(&mut self, poller: usize) {
+        debug_assert!(poller + 1 == self.pollers.len(), "a place was taken back that is not the last");
+        if let Some(place) = self.pollers.pop() {
+            self.shares[place.export].queues -= 1;
+        }
+    }
+
+    /// Changes the number of lanes while they serve. Returns when every queue has the place that it would have if there
+    /// had been so many from the start, and lanes that are too many have ended. Only queues whose poller lives move.
     ///
     /// # Errors
     /// The number is out of bounds, or an export names a lane that there would not be: nothing has changed. A queue
@@ -148,13 +170,31 @@ impl ServedLanes {
         }
         let count = count as usize;
         let places = deal(&self.shares, count)?;
-        let before = |export: usize| self.shares[..export].iter().map(|share| share.queues).sum::<usize>();
-        let place = |poller: usize| places[before(self.pollers[poller].0) + self.pollers[poller].1.start];
-        let was = self.places();
-        let moves = self.lanes.deal(count, place).map_err(|error| match error {
+        let firsts = self.shares.iter().scan(0, |sum, share| {
+            let first = *sum;
+            *sum += share.queues;
+            Some(first)
+        });
+        let firsts: Vec<usize> = firsts.collect();
+        let wanted: Vec<_> =
+            self.pollers.iter().map(|place| places[firsts[place.export] + place.queues.start]).collect();
+        let living = self.pollers.iter().zip(&wanted).filter_map(|(place, lane)| Some((place.number?, *lane)));
+        let living: BTreeMap<_, _> = living.collect();
+        let dealt = self.lanes.deal(count, |number| living[&(number as u32)]);
+        let mut moved = 0;
+        for (place, wanted) in self.pollers.iter_mut().zip(wanted) {
+            let lane = match place.number {
+                Some(number) => self.lanes.place(number).unwrap_or(place.lane),
+                None if dealt.is_ok() => wanted,
+                None => place.lane,
+            };
+            let queues = if place.number.is_some() { place.queues.len() } else { 0 };
+            moved += if std::mem::replace(&mut place.lane, lane) == lane { 0 } else { queues };
+        }
+        let moves = dealt.map_err(|error| match error {
             // Those who read it know queues by their export.
             LaneError::Restless { name, poller, limit } => {
-                let object = self.name_of(poller as usize);
+                let object = self.name_of(poller);
                 let cause = format!(
                     "it did not come to rest within {limit:?} and stays on {name}, since its device has a request that \
                      does not end"
@@ -165,7 +205,6 @@ impl ServedLanes {
             error => SetLanesError::from(error),
         })?;
         // Pollers were counted, and some have several queues.
-        let moved = was.iter().zip(self.places()).filter(|(was, is)| *was != is).count();
         Ok(Moves { count: moved, ..moves })
     }
 
@@ -182,13 +221,15 @@ impl ServedLanes {
         self.lanes.config(0).policy.spin_ns / 1000
     }
 
-    /// What people call a poller.
-    fn name_of(&self, poller: usize) -> String {
-        let (export, numbers) = &self.pollers[poller];
-        let name = &self.shares[*export].name;
-        match numbers.len() {
-            1 => format!("{name}, queue {}", numbers.start),
-            _ => format!("{name}, queues {} to {}", numbers.start, numbers.end - 1),
+    /// What people call a poller that lives.
+    fn name_of(&self, number: u32) -> String {
+        let Some(place) = self.pollers.iter().find(|place| place.number == Some(number)) else {
+            return format!("queue {number}");
+        };
+        let (name, queues) = (&self.shares[place.export].name, &place.queues);
+        match queues.len() {
+            1 => format!("{name}, queue {}", queues.start),
+            _ => format!("{name}, queues {} to {}", queues.start, queues.end - 1),
         }
     }
 
@@ -204,11 +245,11 @@ impl ServedLanes {
 
     /// The lane of each queue, export by export.
     pub fn places(&self) -> Vec<usize> {
-        let of_poller = |((export, numbers), lane): (&(usize, Range<usize>), &usize)| {
-            let (export, lane) = (*export, *lane);
-            numbers.clone().map(move |number| (export, number, lane))
+        let of_poller = |place: &PollerPlace| {
+            let (export, lane) = (place.export, place.lane);
+            place.queues.clone().map(move |number| (export, number, lane))
         };
-        let mut places: Vec<_> = self.pollers.iter().zip(self.lanes.places()).flat_map(of_poller).collect();
+        let mut places: Vec<_> = self.pollers.iter().flat_map(of_poller).collect();
         places.sort_unstable();
         places.into_iter().map(|(_, _, lane)| lane).collect()
     }
@@ -251,26 +292,22 @@ mod tests {
         assert!(error.contains("of 3") && error.contains("no lane 2") && error.contains("0 to 1"), "{error}");
     }
 
-    /// Lanes with queues that nobody is connected to.
+    /// Lanes on which every queue lives.
     fn served(count: usize, shares: Vec<Share>) -> (ServedLanes, Vec<QueueRemote>) {
-        let places = deal(&shares, count).unwrap();
+        let queues: usize = shares.iter().map(|share| share.queues).sum();
         let mut lanes = ServedLanes::start(count, shares, |_| LaneConfig::default()).unwrap();
-        let mut remotes = Vec::new();
-        for lane in places {
-            let (remote, make) = queue();
-            lanes.admit(lane, make).unwrap();
-            remotes.push(remote);
-        }
+        let remotes = (0..queues).map(|place| admit(&mut lanes, place)).collect();
         (lanes, remotes)
     }
 
-    fn queue() -> (QueueRemote, impl FnOnce() -> VhostQueue<DeviceQueue> + Send + 'static) {
+    fn admit(lanes: &mut ServedLanes, place: usize) -> QueueRemote {
         let device = Device::open("ram:1M").unwrap();
         let (remote, port) = queue_pair();
         let driver = device.queue(QueueKind::Default, 8).unwrap();
         let info = Arc::new(device.info().clone());
         let hw = HwQueue::new(driver, info, HwQueueConfig { depth: 8, ..Default::default() });
-        (remote, move || VhostQueue::new(hw, SerialId::new("x").unwrap(), port))
+        lanes.admit(place, VhostQueue::new(hw, SerialId::new("x").unwrap(), port)).unwrap();
+        remote
     }
 
     #[test]
@@ -280,9 +317,8 @@ mod tests {
         for (export, places) in
             [(0, vec![0, 0, 1, 1, 1, 0]), (1, vec![0, 0, 1, 1, 1, 0, 0]), (0, vec![0, 0, 1, 1, 1, 1, 0, 0])]
         {
-            let (remote, make) = queue();
-            lanes.add(export, make).unwrap();
-            remotes.push(remote);
+            let place = lanes.add(export);
+            remotes.push(admit(&mut lanes, place));
             assert_eq!(lanes.places(), places);
         }
         assert_eq!([5, 6, 7].map(|poller| lanes.name_of(poller)), ["of 3, queue 3", "of 1, queue 1", "of 3, queue 4"]);
@@ -304,6 +340,25 @@ mod tests {
             assert_eq!(moves.count, before.iter().zip(&places).filter(|(was, is)| was != is).count());
         }
         drop(remotes);
+        lanes.join().unwrap();
+    }
+
+    #[test]
+    fn places_without_a_poller_change_with_the_lanes() {
+        let shares = vec![share(4, None), share(3, None)];
+        let mut lanes = ServedLanes::start(2, shares.clone(), |_| LaneConfig::default()).unwrap();
+        let first = 4;
+        let remote = admit(&mut lanes, first);
+        for count in [4, 1, 3] {
+            let was = lanes.places()[first];
+            let moves = lanes.set_lanes(count).unwrap();
+            assert_eq!(lanes.places(), deal(&shares, count as usize).unwrap());
+            assert_eq!(moves.count, usize::from(lanes.places()[first] != was), "one poller lives");
+        }
+        assert!(lanes.remove(first).unwrap().is_some());
+        assert!(lanes.remove(first).unwrap().is_none(), "it has left");
+        let again = admit(&mut lanes, first);
+        drop((remote, again));
         lanes.join().unwrap();
     }
 

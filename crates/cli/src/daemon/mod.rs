@@ -21,8 +21,8 @@ use blkyard_export::{ExportHand, ExportStatus, QueueWatch};
 use blkyard_mq::{DeviceInfo, RateConfig, RateLimit, SchedulerConfig};
 use blkyard_virtio::SerialId;
 
-pub use lanes::{LANES_MAX, ServedLanes, SetLanesError, Share, deal};
-pub(crate) use queue::{Make, depth_of, make_queue, make_shared_queue};
+pub use lanes::{LANES_MAX, ServedLanes, SetLanesError, Share};
+pub(crate) use queue::{QueueMaker, depth_of};
 
 /// A device and the exports that serve it, as the user named them.
 #[derive(Debug, Clone)]
@@ -48,11 +48,11 @@ pub struct Daemon {
     /// Another daemon goes on with all it served.
     pub is_handed: AtomicBool,
     /// What it has open.
-    pub devices: Vec<ServedDevice>,
+    pub devices: Vec<Arc<ServedDevice>>,
     /// What others see of it.
     pub exports: Vec<ServedExport>,
     /// The threads that do the work.
-    pub lanes: Mutex<ServedLanes>,
+    pub lanes: Arc<Mutex<ServedLanes>>,
 }
 
 /// A device that is served.
@@ -127,7 +127,7 @@ pub struct ServedExport {
     /// What its disks call themselves.
     pub serial: SerialId,
     /// What its queues together do not exceed.
-    pub rate: RateSlot,
+    pub rate: Arc<RateSlot>,
     /// Each queue. There may come more.
     pub queues: Mutex<Vec<QueueWatch>>,
     /// Requests in flight that each queue was made for.

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use blkyard::rate::{RateSlot, options};
 use blkyard_export::{QueueView, QueueWatch};
 use blkyard_mq::{
-    NamespaceSnapshot, Op, OpClass, QueueLimits, RequestSnapshot, RequestState, SchedulerSnapshot, StatsSnapshot,
+    HwQueueConfig, NamespaceSnapshot, Op, OpClass, QueueLimits, RequestSnapshot, RequestState, SchedulerSnapshot,
+    StatsSnapshot,
 };
 use blkyard_os::{LaneConfig, LaneThread};
 
@@ -37,10 +38,14 @@ pub fn collect(daemon: &Daemon) -> Tree {
         asked?.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
     };
     let exports = daemon.exports.iter().zip(&all).zip(asked).enumerate().map(|(number, ((export, queues), asked))| {
-        let views = asked.into_iter().map(wait);
-        let queues = queues.iter().zip(places.by_ref()).zip(views).enumerate();
+        let now = |queue: &QueueWatch, asked| match wait(asked) {
+            Some(view) => Some(queue_now(&view)),
+            None if queue.is_open() => None,
+            None => Some(queue_at_rest(export, &daemon.devices[export.device])),
+        };
+        let queues = queues.iter().zip(places.by_ref()).zip(asked).enumerate();
         let queues =
-            queues.map(|(number, ((queue, lane), view))| queue_node(number, queue, lane, view.as_ref())).collect();
+            queues.map(|(number, ((queue, lane), asked))| queue_node(number, queue, lane, now(queue, asked))).collect();
         export_node(number, export, queues)
     });
     Tree {
@@ -119,7 +124,7 @@ fn export_node(number: usize, export: &ServedExport, queues: Vec<QueueNode>) -> 
     }
 }
 
-fn queue_node(number: usize, queue: &QueueWatch, lane: usize, view: Option<&QueueView>) -> QueueNode {
+fn queue_node(number: usize, queue: &QueueWatch, lane: usize, now: Option<QueueNow>) -> QueueNode {
     let stats = queue.stats().map_or_else(StatsSnapshot::default, |stats| stats.snapshot());
     let ops = OpClass::ALL.map(|class| (op_name(class).to_owned(), OpNode::of(stats.op(class))));
     let refusals = queue.refusals().into_iter().flat_map(|refusals| refusals.iter());
@@ -127,7 +132,7 @@ fn queue_node(number: usize, queue: &QueueWatch, lane: usize, view: Option<&Queu
         number,
         lane,
         shown_with: queue.shown_with(),
-        now: view.map(queue_now),
+        now,
         ops: ops.into(),
         batches: stats.dispatched,
         counters: counters(&stats),
@@ -160,6 +165,33 @@ pub fn op_name(class: OpClass) -> &'static str {
         OpClass::Write => "write",
         OpClass::Flush => "flush",
         OpClass::Trim => "trim",
+    }
+}
+
+/// A queue without a poller: nothing is in it, and it will be made as this says.
+fn queue_at_rest(export: &ServedExport, served: &ServedDevice) -> QueueNow {
+    let depth = export.depth_max;
+    let scheduler = served.scheduler().build(1, 1, &served.info());
+    let scheduler = scheduler.map(|scheduler| scheduler_node(&scheduler.snapshot(0)));
+    let limit = export.status.depth().unwrap_or(depth);
+    QueueNow {
+        state: "at rest".into(),
+        ring_size: 0,
+        chains: 0,
+        bios: 0,
+        bios_max: HwQueueConfig::default().bios_max,
+        waiting: 0,
+        held_ns: None,
+        dispatch: 0,
+        in_flight: 0,
+        tags: TagsNode { depth, limit, reserved: 0, in_use: 0, active_users: 0 },
+        dispatch_busy: 0,
+        frozen: 0,
+        quiesced: 0,
+        flush_pending: 0,
+        flush_running: 0,
+        scheduler,
+        requests: Vec::new(),
     }
 }
 

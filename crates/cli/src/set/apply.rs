@@ -19,7 +19,7 @@ use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
 
 use super::size::Resize;
 use crate::control::{PartKind, Target};
-use crate::daemon::{Daemon, LANES_MAX, ServedDevice, ServedExport, ServedLanes, make_queue};
+use crate::daemon::{Daemon, LANES_MAX, QueueMaker, ServedDevice, ServedExport, ServedLanes};
 use crate::inspect::show_time;
 
 /// How long exports have to change. What is in flight is finished first, so it takes as long as the slowest request.
@@ -279,7 +279,7 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     keys.finish()?;
     let (mut done, mut problems) = (Vec::new(), Vec::new());
     if let Some(queues) = queues {
-        let (more, problem) = make_queues(daemon, number, queues as usize)?;
+        let (more, problem) = make_queues(daemon, number, queues as usize);
         let queues = if problem.is_none() { queues as u16 } else { export.status.offered() };
         problems.extend(problem);
         let made = if more.is_empty() { String::new() } else { format!(", {} of them new,", more.len()) };
@@ -303,24 +303,28 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     if problems.is_empty() { Ok(done) } else { Err(Problem([done, problems].concat().join("\n"))) }
 }
 
-/// Makes the queues that an export lacks, on lanes, or as many of them as there is room for; they are yet to be given
-/// to it.
-fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> Result<(Vec<QueueRemote>, Option<String>), Problem> {
+/// Makes the queues that an export lacks, or as many of them as there is room for; they are yet to be given to it.
+fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> (Vec<QueueRemote>, Option<String>) {
     let export = &daemon.exports[number];
-    let failed = |error: &dyn std::fmt::Display| format!("{export}: queues={wanted}: {error}");
-    // What the device cannot have is known before any lane is touched.
-    let made = (export.queues().len()..wanted)
-        .map(|_| make_queue(&daemon.devices[export.device], export.serial, &export.rate));
-    let made = made.collect::<Result<Vec<_>, _>>().map_err(|error| Problem(failed(&error)))?;
+    let maker = QueueMaker {
+        lanes: Arc::clone(&daemon.lanes),
+        device: Arc::clone(&daemon.devices[export.device]),
+        serial: export.serial,
+        rate: Arc::clone(&export.rate),
+    };
     let mut remotes = Vec::new();
-    for (remote, make) in made {
-        if let Err(error) = daemon.lanes().add(number, make) {
-            return Ok((remotes, Some(failed(&error))));
+    for _ in export.queues().len()..wanted {
+        let place = daemon.lanes().add(number);
+        match maker.make(place, 1) {
+            Ok(made) => remotes.extend(made),
+            Err(why) => {
+                daemon.lanes().take_back(place);
+                return (remotes, Some(format!("{export}: queues={wanted}: {why}")));
+            }
         }
-        export.add_queue(remote.watch());
-        remotes.push(remote);
+        remotes.last().into_iter().for_each(|remote| export.add_queue(remote.watch()));
     }
-    Ok((remotes, None))
+    (remotes, None)
 }
 
 #[cfg(test)]
@@ -346,9 +350,9 @@ mod tests {
             drain_s: 30,
             cpus: Vec::new(),
             is_handed: AtomicBool::new(false),
-            devices: vec![ServedDevice::new(device, info, SchedulerConfig::None, RateConfig::default())],
+            devices: vec![Arc::new(ServedDevice::new(device, info, SchedulerConfig::None, RateConfig::default()))],
             exports: Vec::new(),
-            lanes: Mutex::new(lanes.unwrap()),
+            lanes: Arc::new(Mutex::new(lanes.unwrap())),
         }
     }
 

@@ -162,8 +162,7 @@ impl GuestQueue {
             bio.cookie = cookie(number, index as u32);
             bio
         };
-        let refusals = Arc::new(Refusals::default());
-        let _ = port.shared.refusals.set(Arc::clone(&refusals));
+        let refusals = port.refusals();
         GuestQueue {
             number,
             port,

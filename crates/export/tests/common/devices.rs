@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::path::Path;
-use std::rc::Rc;
+
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
@@ -30,7 +30,7 @@ pub fn disk_info() -> DeviceInfo {
 #[derive(Clone)]
 pub struct AnyDevice {
     pub info: DeviceInfo,
-    make: Rc<dyn Fn(usize) -> AnyQueue>,
+    make: Arc<dyn Fn(usize) -> AnyQueue + Send + Sync>,
 }
 
 /// A queue of any kind.
@@ -44,7 +44,7 @@ impl AnyDevice {
 
     pub fn ram_with(info: DeviceInfo, latency_ns: u64) -> AnyDevice {
         let device = RamDevice::new(info.clone(), NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
-        AnyDevice { info, make: Rc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
+        AnyDevice { info, make: Arc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
     }
 
     /// A file, as soon as nobody else has it.
@@ -55,13 +55,13 @@ impl AnyDevice {
             device.is_some()
         });
         let Some(device) = device else { unreachable!("waited for") };
-        AnyDevice { info: device.info().clone(), make: Rc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
+        AnyDevice { info: device.info().clone(), make: Arc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
     }
 
     /// Nothing at all.
     pub fn null(latency_ns: u64) -> AnyDevice {
         let device = NullDevice::new(disk_info(), NullConfig { latency_ns, bytes_per_s: 0 });
-        AnyDevice { info: disk_info(), make: Rc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
+        AnyDevice { info: disk_info(), make: Arc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
     }
 
     /// One that records, and completes nothing while its gate is shut.
@@ -70,7 +70,7 @@ impl AnyDevice {
         let make = move |_| {
             AnyQueue(Box::new(GatedQueue { gate: Arc::clone(&gate), held: VecDeque::new(), mapped: 0, now_ns: 0 }))
         };
-        AnyDevice { info: disk_info(), make: Rc::new(make) }
+        AnyDevice { info: disk_info(), make: Arc::new(make) }
     }
 
     pub fn queue(&self, depth: usize) -> AnyQueue {

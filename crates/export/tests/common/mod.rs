@@ -20,14 +20,14 @@ use std::time::{Duration, Instant};
 use blkyard_sys::EventFd;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-pub use devices::{AnyDevice, Gate, Seen, disk_info};
+pub use devices::{AnyDevice, AnyQueue, Gate, Seen, disk_info};
 pub use front::{Bystander, Front, PLAIN, SPLIT, one_queue};
 pub use guest::{DATA_MAX, Data, Ram, VQ_BYTES, Vq, kind, range};
 pub use hand::Hand;
 pub use line::{LINE_BYTES, Line, PAGE, kinds};
 pub use load::load;
 pub use raw::{Raw, Request, addresses, state, words64};
-pub use world::{SERIAL, Served, World, end};
+pub use world::{SERIAL, Served, World, end, start_lanes};
 
 /// Longer than anything here takes on a busy machine; what takes longer hangs.
 pub const PATIENCE: Duration = Duration::from_mins(1);

@@ -88,7 +88,8 @@ impl World {
         World::serving((vec![BackendConfig { name: "shared".into(), disk, queues: remotes }], dealt))
     }
 
-    fn serving((made, lanes): (Vec<BackendConfig>, Lanes<VhostQueue<AnyQueue>>)) -> World {
+    /// These exports, whose queues live on these lanes.
+    pub fn serving((made, lanes): (Vec<BackendConfig>, Lanes<VhostQueue<AnyQueue>>)) -> World {
         let folder = tempfile::tempdir().unwrap();
         let serve = |(number, config): (usize, BackendConfig)| {
             let path = folder.path().join(format!("{number}.sock"));
@@ -152,7 +153,8 @@ impl World {
     }
 }
 
-fn start_lanes(lanes: usize) -> Lanes<VhostQueue<AnyQueue>> {
+/// Lanes without pollers.
+pub fn start_lanes(lanes: usize) -> Lanes<VhostQueue<AnyQueue>> {
     let config = |number| LaneConfig { name: format!("lane{number}"), ..LaneConfig::default() };
     Lanes::start(lanes, config).unwrap()
 }

@@ -15,6 +15,7 @@ use blkyard_mem::RegionTable;
 use super::HwQueue;
 use crate::BudgetShare;
 use crate::driver::{DeviceInfo, Driver, Shortage};
+use crate::stats::HwStats;
 
 /// How long after the driver found itself short of something that nobody will tell of the queue tries again, as in
 /// Linux (`BLK_MQ_RESOURCE_DELAY`).
@@ -55,6 +56,16 @@ impl<D> HwQueue<D> {
             namespace.set_info(info);
         }
         self.choose_plain();
+    }
+
+    /// Counts on where another queue stopped that was in this one's place. That one has ended.
+    ///
+    /// # Panics
+    /// If the queue is not [idle](HwQueue::is_idle).
+    pub fn set_stats(&mut self, stats: &Arc<HwStats>) {
+        assert!(self.is_idle(), "counters were replaced under I/O in flight");
+        self.namespaces[0].stats = Arc::clone(stats);
+        self.counted = self.config.stats.then(|| Arc::clone(stats));
     }
 
     /// Lets no more than `depth` requests out at one time from now on, those reserved among them: at least one that is

@@ -82,9 +82,20 @@ pub struct RingCounters {
     files: AtomicU32,
     regions: AtomicU32,
     signals: AtomicU32,
+    pollers_max: usize,
 }
 
 impl RingCounters {
+    /// Those of a ring with room for so many pollers.
+    pub(super) fn of(pollers_max: usize) -> RingCounters {
+        RingCounters { pollers_max, ..RingCounters::default() }
+    }
+
+    /// Pollers whose eventfds the ring has room for.
+    pub fn pollers_max(&self) -> usize {
+        self.pollers_max
+    }
+
     /// Whether the private memory of the lane's queues is known to the kernel for good.
     pub fn buffers(&self) -> FixedBuffers {
         match self.buffers.lock() {

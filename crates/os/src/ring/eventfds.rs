@@ -24,11 +24,9 @@ use io_uring::{opcode, squeue, types};
 
 use super::{KIND_EVENTFD, name};
 
-/// Eventfds of one lane: 8 exports of 64 queues with an eventfd on either side, and the lane's own.
-pub const EVENTFDS_MAX: usize = 1025;
-/// Completions that eventfds may have outstanding: the poll, the poll that is being cancelled, and the cancellation;
-/// and the same for the rings of others' eventfds.
-pub(super) const COMPLETIONS_MAX: usize = 3 * EVENTFDS_MAX + 3 * super::signals::SIGNALS_MAX;
+/// Completions that one eventfd may have outstanding: of its poll, of a poll that is being cancelled, and of the
+/// cancellation. As many as one place for signalling an eventfd.
+pub(super) const COMPLETIONS_EACH: usize = 3;
 
 /// Wake-ups in a row without work that an eventfd may cause before it is moderated. An honest driver causes one now and
 /// then, when its kick crosses a look of ours.
@@ -86,7 +84,6 @@ impl EventfdPolls {
     }
 
     pub(super) fn watch(&mut self, fd: BorrowedFd<'_>, index: usize) -> Option<PollStep> {
-        assert!(index < EVENTFDS_MAX, "eventfd {index} of a lane that may have {EVENTFDS_MAX}");
         if self.eventfds.len() <= index {
             self.eventfds.resize_with(index + 1, EventfdPoll::default);
         }

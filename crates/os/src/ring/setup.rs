@@ -4,7 +4,8 @@ use std::io;
 
 use io_uring::{Builder, IoUring, Parameters};
 
-use super::{RingError, eventfds};
+use super::RingError;
+use super::eventfds::COMPLETIONS_EACH;
 
 /// How a ring is made.
 #[derive(Clone, Copy, Debug)]
@@ -13,6 +14,9 @@ pub struct RingConfig {
     pub entries: u32,
     /// Completions that may be outstanding at one time, for all queues of the lane.
     pub outstanding_max: u32,
+    /// Pollers whose eventfds it is to listen to. Each takes twelve completions of 16 bytes, and all together at most
+    /// three quarters of the 65536 that Linux allows: 4096 pollers.
+    pub pollers_max: u32,
     /// Only the thread that makes the ring uses it. Cheaper: completions are then handed over inside our own calls.
     /// Without, the ring may change owners, one at a time.
     pub single_owner: bool,
@@ -21,20 +25,24 @@ pub struct RingConfig {
 impl Default for RingConfig {
     fn default() -> Self {
         // 256: two full queues at once; beyond that the share of the call in one operation is below a nanosecond.
-        // 16384 with the share of the eventfds: a hundred queues of the usual depth, in a quarter of a mebibyte.
-        let outstanding_max = 16_384 - eventfds::COMPLETIONS_MAX as u32;
-        RingConfig { entries: 256, outstanding_max, single_owner: true }
+        // 10240: eighty queues of the usual depth. With the share of 512 pollers that is a quarter of a mebibyte.
+        RingConfig { entries: 256, outstanding_max: 10_240, pollers_max: 512, single_owner: true }
     }
 }
 
-/// Completions of the smallest ring that is tried: the eventfds' share and a few thousand more.
+/// Completions of the largest ring that Linux makes (`IORING_MAX_CQ_ENTRIES`), 16 bytes each.
+const COMPLETIONS_MAX: u32 = 65_536;
+/// Completions of the smallest ring that is tried.
 const COMPLETIONS_MIN: u32 = 8192;
-const _: () = assert!(COMPLETIONS_MIN as usize > eventfds::COMPLETIONS_MAX);
+/// Completions of one poller: those of the eventfds that it listens to, one on either side of its queue, and of those
+/// that it signals.
+const POLLER_COMPLETIONS: usize = 4 * COMPLETIONS_EACH;
 
 /// Makes the kernel's side. Some kernels count it as locked memory: where the whole does not fit, smaller ones are
 /// tried.
 pub(super) fn set_up(config: RingConfig) -> Result<IoUring, RingError> {
-    let mut completions = config.outstanding_max.saturating_add(eventfds::COMPLETIONS_MAX as u32).max(config.entries);
+    let wanted = config.outstanding_max.saturating_add(config.pollers_max.saturating_mul(POLLER_COMPLETIONS as u32));
+    let mut completions = wanted.max(config.entries).min(COMPLETIONS_MAX);
     let uring = loop {
         match build(config, completions) {
             Err(error) if error.raw_os_error() == Some(libc::ENOMEM) && completions > COMPLETIONS_MIN => {
@@ -47,10 +55,13 @@ pub(super) fn set_up(config: RingConfig) -> Result<IoUring, RingError> {
     Ok(uring)
 }
 
-/// Completions that drivers may have outstanding in a ring as it was made.
-pub(super) fn room(params: &Parameters, config: RingConfig) -> usize {
-    let made = (params.cq_entries() as usize).saturating_sub(eventfds::COMPLETIONS_MAX);
-    made.min(config.outstanding_max as usize).max(1)
+/// What a ring as it was made has room for: completions that drivers may have outstanding, and pollers. A smaller one
+/// than was wanted keeps a quarter for the drivers.
+pub(super) fn room(params: &Parameters, config: RingConfig) -> (usize, usize) {
+    let made = params.cq_entries() as usize;
+    let pollers = (made * 3 / 4 / POLLER_COMPLETIONS).min(config.pollers_max as usize).max(1);
+    let drivers = made.saturating_sub(pollers * POLLER_COMPLETIONS).min(config.outstanding_max as usize).max(1);
+    (drivers, pollers)
 }
 
 fn build(config: RingConfig, completions: u32) -> io::Result<IoUring> {

@@ -16,9 +16,6 @@ use io_uring::{opcode, types};
 
 use super::{KIND_SIGNAL, Ring, RingCounters, name};
 
-/// Places of one lane: one for each eventfd that a poller may have to ring, on either side.
-pub(super) const SIGNALS_MAX: usize = super::eventfds::EVENTFDS_MAX - 1;
-
 /// What is added to the counter of an event descriptor.
 static ONE: [u8; 8] = 1_u64.to_ne_bytes();
 
@@ -50,12 +47,7 @@ pub(super) struct EventfdSignals {
 
 impl EventfdSignals {
     pub(super) fn new(view: Arc<RingCounters>) -> EventfdSignals {
-        EventfdSignals {
-            places: Vec::with_capacity(SIGNALS_MAX),
-            parting: Vec::new(),
-            owed: Vec::with_capacity(SIGNALS_MAX),
-            view,
-        }
+        EventfdSignals { places: Vec::new(), parting: Vec::new(), owed: Vec::new(), view }
     }
 
     /// The number of a place, given when it is first asked for.
@@ -68,8 +60,9 @@ impl EventfdSignals {
     fn give(&mut self) -> u32 {
         let free = self.places.iter().position(|place| !place.taken);
         let index = free.unwrap_or_else(|| {
-            assert!(self.places.len() < SIGNALS_MAX, "more than {SIGNALS_MAX} pollers of a lane signal eventfds");
             self.places.push(SignalState::default());
+            // Room for all from the start: to signal allocates nothing.
+            self.owed.reserve(self.places.len() - self.owed.len());
             self.places.len() - 1
         });
         self.places[index].taken = true;

@@ -12,7 +12,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use super::*;
 
 fn ring(entries: u32, outstanding_max: u32) -> Ring {
-    Ring::new(RingConfig { entries, outstanding_max, single_owner: true }).unwrap()
+    Ring::new(RingConfig { entries, outstanding_max, ..RingConfig::default() }).unwrap()
 }
 
 fn nop(ring: &mut Ring, inbox: InboxId, cid: u32) {
@@ -67,7 +67,8 @@ fn later() -> u64 {
 #[test]
 fn more_entries_than_the_ring_holds_all_come_back_to_their_own_inbox() {
     for single_owner in [true, false] {
-        let mut ring = Ring::new(RingConfig { entries: 4, outstanding_max: 1000, single_owner }).unwrap();
+        let mut ring =
+            Ring::new(RingConfig { entries: 4, outstanding_max: 1000, single_owner, ..RingConfig::default() }).unwrap();
         let inboxes = [ring.inbox(500), ring.inbox(500)];
         for cid in 0..1000 {
             nop(&mut ring, inboxes[cid as usize % 2], cid);

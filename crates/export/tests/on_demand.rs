@@ -1,0 +1,109 @@
+//! Queues whose poller is made on demand: it is there from the first start of a ring to the end of the session, and
+//! counters and settings outlive it.
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
+
+use blkyard_export::{BackendConfig, QueueHost, SEG_MAX, SharedQueuePort, VhostQueue, on_demand_queues};
+use blkyard_mq::{HwQueue, HwQueueConfig};
+use blkyard_os::Lanes;
+use blkyard_virtio::{BlkConfig, SerialId};
+use common::{
+    AnyDevice, AnyQueue, Front, PATIENCE, Ram, Request, SERIAL, Vq, World, end, one_queue, start_lanes, until,
+};
+
+const QUEUES: usize = 4;
+
+/// Makes pollers on a lane, and counts them.
+struct Host {
+    lanes: Arc<Mutex<Lanes<VhostQueue<AnyQueue>>>>,
+    device: AnyDevice,
+    number: Mutex<Option<u32>>,
+    pollers: Arc<AtomicUsize>,
+    fails: Arc<AtomicBool>,
+}
+
+impl QueueHost for Host {
+    fn open(&self, port: SharedQueuePort) -> Result<(), String> {
+        if self.fails.load(SeqCst) {
+            return Err("lane lane0: it is full; run more lanes".into());
+        }
+        let config = HwQueueConfig::default();
+        let hw = HwQueue::new(self.device.queue(config.depth), Arc::new(self.device.info.clone()), config);
+        let queue = VhostQueue::shared(hw, SerialId::new(SERIAL).unwrap(), port);
+        *self.number.lock().unwrap() = Some(self.lanes.lock().unwrap().admit(0, move || queue).unwrap());
+        self.pollers.fetch_add(1, SeqCst);
+        Ok(())
+    }
+
+    fn close(&self) {
+        let number = self.number.lock().unwrap().take().unwrap();
+        assert!(self.lanes.lock().unwrap().remove(number).unwrap().is_some());
+        self.pollers.fetch_sub(1, SeqCst);
+    }
+}
+
+#[test]
+fn pollers_live_from_first_start_to_end_of_session() {
+    let lanes = Arc::new(Mutex::new(start_lanes(1)));
+    let (pollers, fails) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+    let device = AnyDevice::ram(0);
+    let host = || Host {
+        lanes: Arc::clone(&lanes),
+        device: device.clone(),
+        number: Mutex::default(),
+        pollers: Arc::clone(&pollers),
+        fails: Arc::clone(&fails),
+    };
+    let queues = (0..QUEUES).flat_map(|_| on_demand_queues(1, Box::new(host()))).collect();
+    let disk = BlkConfig::new(&device.info, QUEUES as u16, SEG_MAX, true);
+    let config = BackendConfig { name: "on demand".into(), disk, queues };
+    let world = World::serving((vec![config], start_lanes(1)));
+    let export = &world.exports[0];
+    let living = || pollers.load(SeqCst);
+    let limit = || export.watch(0).look().unwrap().recv_timeout(PATIENCE).unwrap().hw.depth_limit;
+    assert_eq!(living(), 0);
+    assert!(!export.watch(0).is_open() && export.watch(0).look().is_none());
+    // It is noted for the poller to come.
+    assert_eq!(export.server().hand().set_depth(7).recv_timeout(PATIENCE), Ok(Ok(7)));
+    assert_eq!(living(), 0);
+
+    let front = Front::connect(export);
+    assert_eq!(living(), 0, "nothing was started");
+    front.leave(export);
+    for sessions in 1..4 {
+        let (front, mut vq) = one_queue(export);
+        assert_eq!(living(), 1, "one ring was started");
+        assert_eq!(limit(), 7);
+        assert_eq!(vq.write(0, &[sessions; 512]), 0);
+        assert_eq!(vq.read(0, 512), [sessions; 512]);
+        front.leave(export);
+        until("its poller has left", || living() == 0);
+        let ios: u64 = blkyard_mq::OpClass::ALL.map(|class| export.stats(0).snapshot().op(class).ios).iter().sum();
+        assert_eq!(ios, 2 * u64::from(sessions), "of all sessions");
+    }
+
+    fails.store(true, SeqCst);
+    let ram = Ram::new(1 << 20);
+    let front = Front::connect(export);
+    front.share(&[&ram]).unwrap();
+    let vq = Vq::new(&ram, 0);
+    front.set_ring(0, &vq);
+    assert!(front.set_event(Request::SetVringKick, 0, Some(&vq.kick)), "it is not enabled yet");
+    assert!(
+        !front.raw.accepts(Request::SetVringEnable, &[0, 1].map(u32::to_ne_bytes).concat(), &[]),
+        "it has no poller"
+    );
+    drop(front);
+    fails.store(false, SeqCst);
+    let (front, mut vq) = one_queue(export);
+    assert_eq!(vq.write(0, &[9; 512]), 0);
+    assert_eq!(living(), 1);
+    world.stop();
+    assert_eq!(living(), 0);
+    drop(front);
+    let lanes = Arc::into_inner(lanes).expect("all hosts are gone").into_inner().unwrap();
+    end(lanes).unwrap();
+}
