@@ -1,6 +1,5 @@
 //! Why a disk cannot be attached, or a back-end is left: object, cause, cure.
 
-use std::path::PathBuf;
 use std::time::Duration;
 
 use blkyard_virtio::driver::ConfigError;
@@ -93,27 +92,27 @@ pub enum TalkError {
 #[derive(Debug, thiserror::Error)]
 pub enum AttachError {
     /// There is no way to the socket.
-    #[error("vhost-user:{}: {cause}", path.display())]
+    #[error("{disk}: {cause}")]
     Socket {
-        /// The socket.
-        path: PathBuf,
+        /// Name of the disk.
+        disk: String,
         /// Why, and what helps.
         cause: String,
     },
     /// The back-end does not do as it should.
-    #[error("vhost-user:{}: {source}", path.display())]
+    #[error("{disk}: {source}")]
     Talk {
-        /// The socket.
-        path: PathBuf,
+        /// Name of the disk.
+        disk: String,
         /// What it did.
         #[source]
         source: TalkError,
     },
     /// The back-end cannot do what is needed.
-    #[error("vhost-user:{}: its back-end does not offer {feature}: {cure}", path.display())]
+    #[error("{disk}: its back-end does not offer {feature}: {cure}")]
     Feature {
-        /// The socket.
-        path: PathBuf,
+        /// Name of the disk.
+        disk: String,
         /// What is missing.
         feature: &'static str,
         /// What helps.
@@ -123,10 +122,10 @@ pub enum AttachError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// More queues are wanted than there are.
-    #[error("vhost-user:{}: the back-end has {have} of {wanted} queues; {cure}", path.display())]
+    #[error("{disk}: the back-end has {have} of {wanted} queues; {cure}")]
     Queues {
-        /// The socket.
-        path: PathBuf,
+        /// Name of the disk.
+        disk: String,
         /// What was asked for.
         wanted: usize,
         /// What there is.
@@ -135,42 +134,41 @@ pub enum AttachError {
         cure: &'static str,
     },
     /// A queue deeper than its ring.
-    #[error(
-        "vhost-user:{}: a queue of {depth} requests exceeds its ring of {room}; lower the depth, or raise ?queue_size=N, up \
-         to {}", path.display(), crate::QUEUE_SIZE_MAX
-    )]
+    #[error("{disk}: a queue of {depth} requests exceeds its ring of {room}; {cure}")]
     Depth {
-        /// The socket.
-        path: PathBuf,
+        /// Name of the disk.
+        disk: String,
         /// What was asked for.
         depth: usize,
         /// What fits.
         room: usize,
+        /// What helps.
+        cure: String,
     },
     /// The system gives no memory, thread or descriptor.
-    #[error("vhost-user:{}: system call failed: {source}; see the limits on memory, threads and open files", path.display())]
+    #[error("{disk}: system call failed: {source}; see the limits on memory, threads and open files")]
     System {
-        /// The socket.
-        path: PathBuf,
+        /// Name of the disk.
+        disk: String,
         /// What it said.
         #[source]
         source: std::io::Error,
     },
     /// The thread that talks to the back-end has no time.
     #[error(
-        "vhost-user:{}: no queue can be opened within {limit:?}: its back-end is slow to answer messages; try again, or allow less with \
-         timeout_s", path.display()
+        "{disk}: no queue can be opened within {limit:?}: its back-end is slow to answer messages; try again, or allow \
+         less with timeout_s"
     )]
     Busy {
-        /// The socket.
-        path: PathBuf,
+        /// Name of the disk.
+        disk: String,
         /// How long it had.
         limit: Duration,
     },
     /// The thread that talks to the back-end is gone: a bug of ours.
-    #[error("vhost-user:{}: its control thread has ended; see the messages above, and report this", path.display())]
+    #[error("{disk}: its control thread has ended; see the messages above, and report this")]
     Ended {
-        /// The socket.
-        path: PathBuf,
+        /// Name of the disk.
+        disk: String,
     },
 }

@@ -1,7 +1,7 @@
 //! What a queue on its lane and the control thread of its device leave for each other.
 //!
 //! The control thread puts commands behind the queue's mailbox and signals its eventfd; the queue reads them when it is
-//! next at work. The queue writes down the line, and nobody on a lane waits for an answer.
+//! next at work. The queue sends commands to the control thread, and nobody on a lane waits for an answer.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -11,15 +11,14 @@ use blkyard_mem::{Mailbox, Region};
 use blkyard_mq::QueueKind;
 use blkyard_sys::EventFd;
 use blkyard_virtio::Violations;
-use blkyard_virtio::driver::BlkRing;
 
 use crate::AttachError;
 
 /// To a queue.
 #[derive(Debug)]
-pub(crate) enum QueueCommand {
+pub(crate) enum QueueCommand<R> {
     /// From now on this is its ring, of this number. What the one before has in flight is to be done again.
-    Run(RingEnd),
+    Run(RingEnd<R>),
     /// Its memory of this number is known to the back-end, or cannot be. Ends a rest.
     Memory(u64, bool),
     /// Take no request, and answer with this number once none is in flight: the memory of the session changes.
@@ -36,8 +35,8 @@ pub(crate) enum QueueCommand {
 
 /// The driver's end of one ring.
 #[derive(Debug)]
-pub(crate) struct RingEnd {
-    pub(crate) ring: Box<BlkRing>,
+pub(crate) struct RingEnd<R> {
+    pub(crate) ring: Box<R>,
     pub(crate) kick: Arc<EventFd>,
     /// Counts the rings of a device.
     pub(crate) number: u64,
@@ -45,9 +44,9 @@ pub(crate) struct RingEnd {
 
 /// From whoever uses a device.
 #[derive(Debug)]
-pub(crate) enum DeviceCommand {
+pub(crate) enum DeviceCommand<R> {
     /// One more queue.
-    Open(QueueKind, Sender<Result<Opened, AttachError>>),
+    Open(QueueKind, Sender<Result<Opened<R>, AttachError>>),
     /// Memory that queues will use, to be announced with the next change.
     Reserve(Arc<Region>),
     /// The memory of a queue is this from now on, under this number; nothing of the old is in flight.
@@ -59,16 +58,16 @@ pub(crate) enum DeviceCommand {
     /// A request has been in this ring of a queue for too long: which one.
     Late(u16, u64, String),
     /// The queue is gone. Its ring, if nothing is in flight there.
-    Close(u16, Option<RingEnd>),
+    Close(u16, Option<RingEnd<R>>),
 }
 
 /// A queue that may be used.
 #[derive(Debug)]
-pub(crate) struct Opened {
+pub(crate) struct Opened<R> {
     pub(crate) number: u16,
-    pub(crate) mailbox: Arc<QueueMailbox>,
+    pub(crate) mailbox: Arc<QueueMailbox<R>>,
     /// Later, if there is none yet.
-    pub(crate) ring: Option<RingEnd>,
+    pub(crate) ring: Option<RingEnd<R>>,
     /// How long what a silent back-end had is done again before it fails, ns.
     pub(crate) gone_max_ns: u64,
 }
@@ -87,25 +86,25 @@ pub struct DriverQueueView {
 /// A queue's mailbox. On lines of its own: neighbours are looked at by other threads.
 #[derive(Debug)]
 #[repr(align(128))]
-pub(crate) struct QueueMailbox {
-    commands: Mailbox<QueueCommand>,
+pub(crate) struct QueueMailbox<R> {
+    commands: Mailbox<QueueCommand<R>>,
     /// Rung by the back-end, and for commands; the same one for all back-ends to come.
     pub(crate) eventfd: Arc<EventFd>,
     pub(crate) polled: bool,
     pub(crate) view: DriverQueueView,
 }
 
-impl QueueMailbox {
-    pub(crate) fn new(kind: QueueKind, eventfd: &Arc<EventFd>, view: DriverQueueView) -> QueueMailbox {
+impl<R> QueueMailbox<R> {
+    pub(crate) fn new(kind: QueueKind, eventfd: &Arc<EventFd>, view: DriverQueueView) -> QueueMailbox<R> {
         let polled = kind == QueueKind::Poll;
         QueueMailbox { commands: Mailbox::default(), eventfd: Arc::clone(eventfd), polled, view }
     }
 
-    pub(crate) fn post(&self, command: QueueCommand) {
+    pub(crate) fn post(&self, command: QueueCommand<R>) {
         // Never closed: a queue that is gone takes no commands, and they go with its mailbox.
         let _ = self.commands.send(command);
-        // After the command: an armed queue is woken by the eventfd and finds the command. A polled queue finds it in its
-        // next round; nobody would reset its eventfd.
+        // After the command: an armed queue is woken by the eventfd and finds the command. A polled queue finds it in
+        // its next round; nobody would reset its eventfd.
         if !self.polled {
             self.eventfd.signal_shared();
         }
@@ -117,45 +116,52 @@ impl QueueMailbox {
     }
 
     #[cold]
-    pub(crate) fn take(&self) -> Vec<QueueCommand> {
+    pub(crate) fn take(&self) -> Vec<QueueCommand<R>> {
         self.commands.take()
     }
 }
 
-/// The way to the control thread. It ends when all lines are gone.
-#[derive(Clone, Debug)]
-pub(crate) struct ControlSender(Arc<LineEnd>);
+/// The way to the control thread, which ends when all of these are gone.
+#[derive(Debug)]
+pub(crate) struct ControlSender<R>(Arc<SenderEnd<R>>);
 
 #[derive(Debug)]
-struct LineEnd {
-    orders: Option<Sender<DeviceCommand>>,
+struct SenderEnd<R> {
+    commands: Option<Sender<DeviceCommand<R>>>,
     wake: Arc<EventFd>,
-    /// Signalled when no line is left: whatever the control thread waits for, it waits no longer.
+    /// Signalled when no sender is left: whatever the control thread waits for, it waits no longer.
     end: Arc<EventFd>,
 }
 
-impl ControlSender {
-    pub(crate) fn new(orders: Sender<DeviceCommand>, wake: &Arc<EventFd>, end: &Arc<EventFd>) -> ControlSender {
-        ControlSender(Arc::new(LineEnd { orders: Some(orders), wake: Arc::clone(wake), end: Arc::clone(end) }))
+impl<R> ControlSender<R> {
+    pub(crate) fn new(commands: Sender<DeviceCommand<R>>, wake: &Arc<EventFd>, end: &Arc<EventFd>) -> ControlSender<R> {
+        let (wake, end) = (Arc::clone(wake), Arc::clone(end));
+        ControlSender(Arc::new(SenderEnd { commands: Some(commands), wake, end }))
     }
 
-    /// Whether all other lines are gone.
+    /// Whether all other senders are gone.
     pub(crate) fn is_last(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
 
     /// False if the control thread is gone.
-    pub(crate) fn send(&self, order: DeviceCommand) -> bool {
-        let LineEnd { orders, wake, .. } = &*self.0;
-        let sent = orders.as_ref().is_some_and(|orders| !matches!(orders.send(order), Err(SendError(_))));
+    pub(crate) fn send(&self, command: DeviceCommand<R>) -> bool {
+        let SenderEnd { commands, wake, .. } = &*self.0;
+        let sent = commands.as_ref().is_some_and(|commands| !matches!(commands.send(command), Err(SendError(_))));
         wake.signal();
         sent
     }
 }
 
-impl Drop for LineEnd {
+impl<R> Clone for ControlSender<R> {
+    fn clone(&self) -> ControlSender<R> {
+        ControlSender(Arc::clone(&self.0))
+    }
+}
+
+impl<R> Drop for SenderEnd<R> {
     fn drop(&mut self) {
-        self.orders = None;
+        self.commands = None;
         self.end.signal();
         self.wake.signal();
     }

@@ -1,4 +1,4 @@
-//! One virtqueue as the driver of a hardware queue.
+//! One queue of a remote disk as the driver of a hardware queue, whatever its protocol.
 //!
 //! ```text
 //!            ring and memory known        the back-end is lost: a new ring comes, and
@@ -20,15 +20,15 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use blkyard_mq::{Batch, Done, Driver, RegionTable, Shortage, SignalEventfd, SignalSlot, Status, TimedOut};
 use blkyard_sys::EventFd;
-use blkyard_virtio::driver::{BlkRing, DeviceFault};
 
 use crate::mailbox::{ControlSender, DeviceCommand, Opened, QueueCommand, QueueMailbox, RingEnd};
+use crate::protocol::RemoteRing;
 
 /// One hardware queue of an attached disk.
 // On lines of its own, whatever is beside it.
 #[repr(align(128))]
-pub struct AttachedQueue {
-    ring: Option<BlkRing>,
+pub struct RemoteQueue<R: RemoteRing> {
+    ring: Option<R>,
     kick: Option<Arc<EventFd>>,
     place: SignalSlot,
     /// The kick under the place is another by now.
@@ -42,7 +42,7 @@ pub struct AttachedQueue {
     failing: bool,
     /// The back-end broke the ring, and the control thread knows.
     broken: bool,
-    mailbox: Arc<QueueMailbox>,
+    mailbox: Arc<QueueMailbox<R>>,
     number: u16,
     /// Of the ring, and of the memory.
     ring_number: u64,
@@ -59,16 +59,16 @@ pub struct AttachedQueue {
     gone_max_ns: u64,
     /// A back-end goes on in the ring that has not been kicked yet.
     unheard: bool,
-    line: ControlSender,
+    control: ControlSender<R>,
 }
 
 /// So many back-ends that die one after the other over the same requests are told of; and then twice as many, and so
 /// on.
 const DEATHS_TOLD: u64 = 4;
 
-impl AttachedQueue {
-    pub(crate) fn new(opened: Opened, line: ControlSender) -> AttachedQueue {
-        let mut queue = AttachedQueue {
+impl<R: RemoteRing> RemoteQueue<R> {
+    pub(crate) fn new(opened: Opened<R>, control: ControlSender<R>) -> RemoteQueue<R> {
+        let mut queue = RemoteQueue {
             ring: None,
             kick: None,
             place: SignalSlot::default(),
@@ -88,7 +88,7 @@ impl AttachedQueue {
             lost: Vec::new(),
             gone_max_ns: opened.gone_max_ns,
             unheard: false,
-            line,
+            control,
         };
         if let Some(end) = opened.ring {
             queue.take_ring(end);
@@ -105,7 +105,7 @@ impl AttachedQueue {
         self.ring.as_ref().is_none_or(|ring| ring.in_flight().next().is_none())
     }
 
-    fn take_ring(&mut self, end: RingEnd) {
+    fn take_ring(&mut self, end: RingEnd<R>) {
         let RingEnd { mut ring, kick, number } = end;
         // A ring begins with calls wanted. We are awake; before a lane sleeps it asks for them.
         ring.disarm();
@@ -143,7 +143,7 @@ impl AttachedQueue {
     /// Tells the control thread, if it waits for that, when nothing is in flight.
     fn answer_rest(&mut self) {
         if let Some(number) = self.resting.take_if(|_| self.ring.as_ref().is_none_or(is_idle)) {
-            self.line.send(DeviceCommand::Rested(self.number, number));
+            self.control.send(DeviceCommand::Rested(self.number, number));
         }
         self.slow_path = self.mourns || self.resting.is_some() || !self.lost.is_empty();
     }
@@ -187,7 +187,7 @@ impl AttachedQueue {
 
     /// Takes what is finished, and sees to what is waited for: an answer, a rest, one of the requests that were lost.
     #[cold]
-    fn poll_slow_path(&mut self, done: &mut Done<'_>) -> Result<(), DeviceFault> {
+    fn poll_slow_path(&mut self, done: &mut Done<'_>) -> Result<(), R::Fault> {
         let Some(ring) = &mut self.ring else { return Ok(()) };
         let before: Vec<_> = ring.in_flight().collect();
         let polled = ring.poll(done);
@@ -221,7 +221,7 @@ impl AttachedQueue {
             // A broken ring has nothing more to say.
             let _ = self.poll_slow_path(done);
             let lost = &mut self.lost;
-            for tag in self.ring.iter_mut().flat_map(BlkRing::take_in_flight) {
+            for tag in self.ring.iter_mut().flat_map(R::take_in_flight) {
                 let number = lost.iter().position(|(place, _)| *place == tag.index());
                 let is_over = number.is_some_and(|number| now_ns.saturating_sub(lost[number].1) >= self.gone_max_ns);
                 let status = status.or(is_over.then_some(Status::Timeout));
@@ -237,11 +237,11 @@ impl AttachedQueue {
     }
 }
 
-fn is_idle(ring: &BlkRing) -> bool {
+fn is_idle(ring: &impl RemoteRing) -> bool {
     ring.in_flight().next().is_none()
 }
 
-impl<Cx: ?Sized + SignalEventfd> Driver<Cx> for AttachedQueue {
+impl<Cx: ?Sized + SignalEventfd, R: RemoteRing> Driver<Cx> for RemoteQueue<R> {
     #[inline]
     fn queue_rqs(&mut self, cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
         if self.mailbox.has_mail() && self.is_empty() {
@@ -272,7 +272,7 @@ impl<Cx: ?Sized + SignalEventfd> Driver<Cx> for AttachedQueue {
             if let Err(fault) = polled
                 && !std::mem::replace(&mut self.broken, true)
             {
-                self.line.send(DeviceCommand::Fault(self.number, self.ring_number, fault.to_string()));
+                self.control.send(DeviceCommand::Fault(self.number, self.ring_number, fault.to_string()));
             }
         }
         if self.mailbox.has_mail() {
@@ -292,7 +292,7 @@ impl<Cx: ?Sized + SignalEventfd> Driver<Cx> for AttachedQueue {
     fn timed_out(&mut self, _: &mut Cx, _: &RegionTable, place: usize, done: &mut Done<'_>, _: u64) -> TimedOut {
         let request = done.request_at(place).0;
         let what = format!("a {:?} of {} sectors at sector {}", request.op(), request.sectors(), request.sector());
-        self.line.send(DeviceCommand::Late(self.number, self.ring_number, what));
+        self.control.send(DeviceCommand::Late(self.number, self.ring_number, what));
         TimedOut::MoreTime
     }
 
@@ -312,14 +312,14 @@ impl<Cx: ?Sized + SignalEventfd> Driver<Cx> for AttachedQueue {
             // The next call may come from another lane.
             cx.forget(&mut self.place);
         }
-        self.line.send(DeviceCommand::Memory(self.number, self.memory_number, regions));
+        self.control.send(DeviceCommand::Memory(self.number, self.memory_number, regions));
     }
 
     fn arm(&mut self) -> bool {
         if self.mailbox.polled {
             return false;
         }
-        let finished = !self.broken && self.ring.as_mut().is_some_and(BlkRing::arm);
+        let finished = !self.broken && self.ring.as_mut().is_some_and(R::arm);
         if !self.mailbox.has_mail() {
             return finished;
         }
@@ -343,7 +343,7 @@ impl<Cx: ?Sized + SignalEventfd> Driver<Cx> for AttachedQueue {
     }
 }
 
-impl Drop for AttachedQueue {
+impl<R: RemoteRing> Drop for RemoteQueue<R> {
     fn drop(&mut self) {
         let end = self.ring.take().zip(self.kick.take()).and_then(|(ring, kick)| {
             if is_idle(&ring) {
@@ -354,13 +354,13 @@ impl Drop for AttachedQueue {
             std::mem::forget(ring);
             None
         });
-        self.line.send(DeviceCommand::Close(self.number, end.filter(|_| !self.broken)));
+        self.control.send(DeviceCommand::Close(self.number, end.filter(|_| !self.broken)));
     }
 }
 
-impl std::fmt::Debug for AttachedQueue {
+impl<R: RemoteRing> std::fmt::Debug for RemoteQueue<R> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("AttachedQueue")
+        f.debug_struct("RemoteQueue")
             .field("name", &self.name())
             .field("known", &self.known)
             .field("failing", &self.failing)

@@ -1,4 +1,5 @@
-//! Modules of a crate that stand on each other: no circle in the crates that are free of them.
+//! Modules of a crate that stand on each other: no circle in the crates that are free of them, and no protocol named by
+//! the core that serves all protocols.
 //!
 //! An edge is a `crate::NAME` in a module's files, comments excepted. Names that a crate's root exports hide edges, so
 //! this suits crates whose modules name each other, as the program's do.
@@ -12,7 +13,11 @@ use anyhow::{Context, Result};
 use super::Finding;
 
 /// Folders in `crates/` whose modules form no circle.
-const FREE: &[&str] = &["lab", "cli"];
+const FREE: &[&str] = &["attach", "lab", "cli"];
+
+/// Folders in `crates/` with a core for every protocol, and their modules that are one protocol each. The core names
+/// neither these nor what the crate exports of them.
+const PROTOCOLS: &[(&str, &[&str])] = &[("attach", &["vhost_user"])];
 
 /// The modules that each module of a crate names.
 type ModuleEdges = BTreeMap<String, BTreeSet<String>>;
@@ -32,7 +37,45 @@ pub fn check(root: &Path, files: &[PathBuf]) -> Result<Vec<Finding>> {
             findings.push(Finding::new(&folder, 0, format!("module {module} stands on itself, through others")));
         }
     }
+    for (name, protocols) in PROTOCOLS {
+        check_core(root, &Path::new("crates").join(name).join("src"), protocols, files, &mut findings)?;
+    }
     Ok(findings)
+}
+
+/// Finds files of a crate's core that name one of its protocols.
+fn check_core(
+    root: &Path,
+    folder: &Path,
+    protocols: &[&str],
+    files: &[PathBuf],
+    findings: &mut Vec<Finding>,
+) -> Result<()> {
+    let read = |file: &Path| {
+        fs::read_to_string(root.join(file)).with_context(|| format!("cannot read {}", root.join(file).display()))
+    };
+    let mut forbidden: BTreeSet<String> = protocols.iter().map(|&protocol| protocol.to_owned()).collect();
+    if files.iter().any(|file| *file == folder.join("lib.rs")) {
+        for line in read(&folder.join("lib.rs"))?.lines() {
+            let Some((module, names)) = line.strip_prefix("pub use ").and_then(|used| used.split_once("::")) else {
+                continue;
+            };
+            if protocols.contains(&module) {
+                let names = names.trim_matches(['{', '}', ';']).split(", ");
+                forbidden.extend(names.map(|name| name.trim_matches(['{', '}', ';']).to_owned()));
+            }
+        }
+    }
+    for file in files {
+        let Some(module) = file.strip_prefix(folder).ok().and_then(module) else { continue };
+        if protocols.contains(&&*module) {
+            continue;
+        }
+        for name in named(&read(file)?).intersection(&forbidden) {
+            findings.push(Finding::new(file, 0, format!("the core names {name}, which is of one protocol")));
+        }
+    }
+    Ok(())
 }
 
 /// The module at the top of its crate that a file belongs to, unless it is the root.
@@ -78,6 +121,33 @@ fn reached<'a>(edges: &'a ModuleEdges, from: &str) -> BTreeSet<&'a str> {
 mod tests {
     use super::*;
 
+    /// Writes these files, and returns their paths.
+    fn write(root: &Path, files: &[(&str, &str)]) -> Vec<PathBuf> {
+        for (file, text) in files {
+            fs::create_dir_all(root.join(file).parent().unwrap()).unwrap();
+            fs::write(root.join(file), text).unwrap();
+        }
+        files.iter().map(|(file, _)| PathBuf::from(file)).collect()
+    }
+
+    #[test]
+    fn core_that_names_a_protocol_is_found() {
+        let root = tempfile::tempdir().unwrap();
+        let core = "crates/attach/src/control.rs";
+        let files = [
+            ("crates/attach/src/lib.rs", "mod vhost_user;\npub use vhost_user::{Attached, QUEUE_SIZE_MAX};\n"),
+            (core, "use crate::queue::RemoteQueue;\n// Not crate::vhost_user.\n"),
+            ("crates/attach/src/vhost_user/mod.rs", "use crate::vhost_user::rings;\nuse crate::Attached;\n"),
+        ];
+        let paths = write(root.path(), &files);
+        assert_eq!(check(root.path(), &paths).unwrap(), []);
+        for text in ["use crate::vhost_user::rings;\n", "fn f() -> u16 { crate::QUEUE_SIZE_MAX }\n"] {
+            write(root.path(), &[(core, text)]);
+            let found = check(root.path(), &paths).unwrap();
+            assert!(found.len() == 1 && found[0].to_string().starts_with(core), "{text}: {found:?}");
+        }
+    }
+
     #[test]
     fn circle_of_modules_is_found() {
         let root = tempfile::tempdir().unwrap();
@@ -88,11 +158,7 @@ mod tests {
             ("crates/cli/src/c.rs", ""),
             ("crates/mq/src/x.rs", "use crate::x::y;\n"),
         ];
-        let paths: Vec<_> = files.iter().map(|(file, _)| PathBuf::from(file)).collect();
-        for (file, text) in files {
-            fs::create_dir_all(root.path().join(file).parent().unwrap()).unwrap();
-            fs::write(root.path().join(file), text).unwrap();
-        }
+        let paths = write(root.path(), &files);
         assert_eq!(check(root.path(), &paths).unwrap(), []);
         fs::write(root.path().join("crates/cli/src/c.rs"), "use crate::a::E;\n").unwrap();
         let findings = check(root.path(), &paths).unwrap();

@@ -30,7 +30,7 @@ fn open(mut spec: Spec, connector: Option<MakeConnector<'_>>) -> Result<Device, 
     let gone_s = spec.take_number("gone_s", 0, u64::from(u32::MAX))?;
     spec.finish()?;
     let connector = connector.map_or_else(|| Ok(Arc::clone(&usual.connector)), |make| make());
-    let connector = connector.map_err(|source| AttachError::System { path: usual.socket.clone(), source })?;
+    let connector = connector.map_err(|source| AttachError::System { disk: usual.name(), source })?;
     let config = AttachConfig {
         connector,
         queues: queues.map(|queues| queues as u16),

@@ -62,9 +62,6 @@ pub(crate) const REPLY: u32 = 4;
 pub(crate) const NEED_REPLY: u32 = 8;
 /// Bytes of a payload, at most: as QEMU and the `vhost` crate have it.
 pub(crate) const PAYLOAD_MAX: usize = 4096;
-/// Bytes of a back-end that was left that one look throws away. One that writes without end must not hold up whoever
-/// looks.
-const DISCARD_MAX: usize = 16 << 10;
 /// Descriptors beside one message.
 pub(crate) const DESCRIPTORS_MAX: usize = 8;
 
@@ -99,17 +96,6 @@ pub(crate) fn words(words: &[u64]) -> Vec<u8> {
 /// A payload about one queue: its number, and a word.
 pub(crate) fn state(queue: u16, word: u32) -> Vec<u8> {
     [u32::from(queue), word].into_iter().flat_map(u32::to_ne_bytes).collect()
-}
-
-/// What a back-end does on a connection that was left.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PeerState {
-    /// It has closed its end.
-    Closed,
-    /// There is nothing to read.
-    Silent,
-    /// There is more to read than one look does.
-    Talking,
 }
 
 /// A connection to a back-end.
@@ -164,23 +150,10 @@ impl Connection {
     }
 
     /// Says that nothing more will come. The back-end closes its end once it has let go of what it was given.
-    pub(crate) fn hang_up(&self) {
+    pub(crate) fn hang_up(self) -> OwnedFd {
         // One that has closed already needs not be told.
         let _ = self.stream.shutdown(Shutdown::Write);
-    }
-
-    /// Whether the back-end has closed its end. What it still says is thrown away, [`DISCARD_MAX`] bytes at a look.
-    pub(crate) fn look(&self) -> PeerState {
-        let (mut bytes, mut discarded) = ([0; 512], 0);
-        while discarded < DISCARD_MAX {
-            match read_now(&self.stream, &mut bytes) {
-                Ok(0) => return PeerState::Silent,
-                Ok(count) => discarded += count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return PeerState::Closed,
-            }
-        }
-        PeerState::Talking
+        self.stream.into()
     }
 
     /// From now on every message is to be answered: both sides have agreed on it.
@@ -362,23 +335,6 @@ mod tests {
         theirs.read_exact(&mut said).unwrap();
         assert_eq!(said[..12], message(3, NEED_REPLY, &[]));
         assert_eq!(said[12..], message(8, NEED_REPLY, &[3, 0, 0, 0, 64, 0, 0, 0]));
-    }
-
-    #[test]
-    fn one_look_reads_a_bounded_part_of_a_flood() {
-        let (talk, mut theirs) = pair(Duration::from_mins(1));
-        theirs.set_nonblocking(true).unwrap();
-        let mut sent = 0;
-        while let Ok(count) = theirs.write(&[7; 1024]) {
-            sent += count;
-        }
-        assert!(sent > DISCARD_MAX);
-        for _ in 0..sent / DISCARD_MAX {
-            assert_eq!(talk.look(), PeerState::Talking);
-        }
-        assert_eq!(talk.look(), PeerState::Silent);
-        drop(theirs);
-        assert_eq!(talk.look(), PeerState::Closed);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 
-use crate::message::{HEADER_BYTES, Header, NEED_REPLY, REPLY, message, read_now, words};
+use super::message::{HEADER_BYTES, Header, NEED_REPLY, REPLY, message, read_now, words};
 
 /// The configuration has changed.
 const CONFIG_CHANGE: u32 = 2;

@@ -2,18 +2,23 @@
 //!
 //! Owned by the control thread of its device. What is done after a connection ends is decided elsewhere (`control.rs`).
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use blkyard_mem::Region;
-use blkyard_sys::EventFd;
+use blkyard_mq::DeviceInfo;
+use blkyard_sys::{EventFd, PollFd, PollFlags, is_ready};
 use blkyard_virtio::Features;
-use blkyard_virtio::driver::{BlkDisk, BlkLayout, DRIVER_FEATURES};
+use blkyard_virtio::driver::{BlkDisk, BlkLayout, BlkRing, DRIVER_FEATURES};
 use rustix::fs::FileType;
 
-use crate::channel::BackendChannelReader;
-use crate::message::{Connection, DESCRIPTORS_MAX, FrontendMessage, state, words};
-use crate::{AttachConfig, AttachError, TalkError};
+use super::channel::BackendChannelReader;
+use super::message::{Connection, DESCRIPTORS_MAX, FrontendMessage, state, words};
+use super::rings::Rings;
+use super::{AttachConfig, QUEUE_SIZE_MAX};
+use crate::protocol::{NewRing, QueueShared, RemoteSession};
+use crate::queues::has;
+use crate::{AttachError, TalkError};
 
 /// Protocol features, by bit.
 mod protocol {
@@ -55,15 +60,19 @@ pub(crate) struct RingPlace {
 
 /// A connection.
 #[derive(Debug)]
-pub(crate) struct BackendSession {
+pub struct BackendSession {
     talk: Connection,
     /// Where the back-end tells us of changes, if it does.
-    pub(crate) channel: Option<BackendChannelReader>,
+    channel: Option<BackendChannelReader>,
+    /// Signalled by a back-end that thinks a ring is broken. One that is gone, and yet is not, still has that of
+    /// another session.
+    error: EventFd,
     protocol: u64,
     /// What it serves.
-    pub(crate) disk: BlkDisk,
-    /// Queues that we may use.
-    pub(crate) queues: u16,
+    disk: BlkDisk,
+    layout: BlkLayout,
+    /// Queues that we use.
+    queues: u16,
     /// Regions it can know at one time.
     slots: usize,
     known: Vec<Arc<Region>>,
@@ -72,16 +81,10 @@ pub(crate) struct BackendSession {
 }
 
 impl BackendSession {
-    /// Connects, and agrees on all but rings and memory.
-    pub(crate) fn open(config: &AttachConfig, end: &Arc<EventFd>) -> Result<BackendSession, AttachError> {
-        let talk = connect(config, end)?;
-        BackendSession::agree(config, talk)
-    }
-
     fn agree(config: &AttachConfig, mut talk: Connection) -> Result<BackendSession, AttachError> {
-        let path = || config.socket.clone();
-        let failed = |source| AttachError::Talk { path: path(), source };
-        let missing = |feature, cure| AttachError::Feature { path: path(), feature, cure };
+        let failed = |source| AttachError::Talk { disk: config.name(), source };
+        let missing = |feature, cure| AttachError::Feature { disk: config.name(), feature, cure };
+        let system = |source| AttachError::System { disk: config.name(), source };
         talk.tell(FrontendMessage::SET_OWNER, &[], &[]).map_err(failed)?;
         let offered = talk.ask_number(FrontendMessage::GET_FEATURES).map_err(failed)?;
         if offered & Features::PROTOCOL_FEATURES.bits() == 0 {
@@ -116,7 +119,6 @@ impl BackendSession {
         let channel = if protocol & protocol::BACKEND_REQ == 0 {
             None
         } else {
-            let system = |source| AttachError::System { path: path(), source };
             let (channel, theirs) = BackendChannelReader::pair().map_err(system)?;
             talk.tell(FrontendMessage::SET_BACKEND_REQ_FD, &[], &[theirs.as_fd()]).map_err(failed)?;
             Some(channel)
@@ -129,42 +131,147 @@ impl BackendSession {
         let wanted = config.queues.unwrap_or(have.max(1));
         if wanted > have {
             let cure = if have == 0 { "start it with at least one" } else { "ask for fewer, or start it with more" };
-            return Err(AttachError::Queues { path: path(), wanted: wanted.into(), have: have.into(), cure });
+            return Err(AttachError::Queues { disk: config.name(), wanted: wanted.into(), have: have.into(), cure });
         }
-        Ok(BackendSession { talk, channel, protocol, disk, queues: wanted, slots, known: Vec::new(), runs: false })
+        let (layout, error) = (BlkLayout::new(&disk, config.queue_size), EventFd::new().map_err(system)?);
+        let (known, runs) = (Vec::new(), false);
+        Ok(BackendSession { talk, channel, error, protocol, disk, layout, queues: wanted, slots, known, runs })
     }
 
-    /// Begins a conversation: the back-end has all its time again.
-    pub(crate) fn begin(&mut self) {
+    /// The same, in one message.
+    fn set_table(&mut self, wanted: Vec<Arc<Region>>) -> Result<(), TalkError> {
+        let wanted = fitting(wanted, &self.known, self.slots);
+        if is_same(&wanted, &self.known) {
+            return Ok(());
+        }
+        let mut payload = [wanted.len() as u32, 0].into_iter().flat_map(u32::to_ne_bytes).collect::<Vec<_>>();
+        wanted.iter().for_each(|region| payload.extend(words(&place(region))));
+        let files: Vec<_> = wanted.iter().filter_map(|region| Some(region.file()?.0)).collect();
+        self.talk.tell(FrontendMessage::SET_MEM_TABLE, &payload, &files)?;
+        self.known = wanted;
+        self.talk.settle()
+    }
+
+    /// Memory for what will be in flight, if the back-end keeps that.
+    fn new_inflight(&self) -> Result<Option<InflightMemory>, TalkError> {
+        if !self.is_tracked() {
+            return Ok(None);
+        }
+        let queue_size = self.layout.size;
+        let mut record = InflightMemory { file: self.dummy()?, bytes: 0, offset: 0, queues: self.queues, queue_size };
+        let (answer, file) = self.talk.ask(FrontendMessage::GET_INFLIGHT_FD, &record.words())?;
+        let word = |at: usize| answer.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_ne_bytes);
+        match (word(0), word(8), file) {
+            (Some(bytes), Some(offset), Some(file)) if bytes > 0 && has_bytes(&file, offset, bytes) => {
+                (record.bytes, record.offset, record.file) = (bytes, offset, file);
+                Ok(Some(record))
+            }
+            _ => Err(TalkError::Nonsense { request: "GET_INFLIGHT_FD".into() }),
+        }
+    }
+
+    /// Something to stand where a descriptor will be.
+    fn dummy(&self) -> Result<OwnedFd, TalkError> {
+        self.talk.as_fd().try_clone_to_owned().map_err(|error| TalkError::System(error.to_string()))
+    }
+
+    /// Hands over what the one before had in flight, or memory for it.
+    fn set_inflight(&self, record: &InflightMemory) -> Result<(), TalkError> {
+        self.talk.tell(FrontendMessage::SET_INFLIGHT_FD, &record.words(), &[record.file.as_fd()])
+    }
+
+    /// Tells the back-end of a ring, which it serves once it is enabled.
+    fn start_ring(&self, number: u16, ring: &RingPlace, kick: &EventFd, call: &EventFd) -> Result<(), TalkError> {
+        let talk = &self.talk;
+        let [desc, avail, used] = ring.layout.parts.map(|part| ring.addr + part as u64);
+        talk.tell(FrontendMessage::SET_VRING_NUM, &state(number, ring.layout.size.into()), &[])?;
+        talk.tell(FrontendMessage::SET_VRING_BASE, &state(number, ring.base), &[])?;
+        let addresses = [state(number, 0), words(&[desc, used, avail, 0])].concat();
+        talk.tell(FrontendMessage::SET_VRING_ADDR, &addresses, &[])?;
+        for (request, event) in [
+            (FrontendMessage::SET_VRING_CALL, call),
+            (FrontendMessage::SET_VRING_ERR, &self.error),
+            (FrontendMessage::SET_VRING_KICK, kick),
+        ] {
+            talk.tell(request, &words(&[number.into()]), &[event.as_fd()])?;
+        }
+        Ok(())
+    }
+}
+
+impl RemoteSession for BackendSession {
+    type Config = AttachConfig;
+    type Agreed = BlkDisk;
+    type Ring = BlkRing;
+    type Rings = Rings;
+
+    fn open(config: &AttachConfig, end: &Arc<EventFd>) -> Result<BackendSession, AttachError> {
+        BackendSession::agree(config, connect(config, end)?)
+    }
+
+    fn agreed(&self) -> &BlkDisk {
+        &self.disk
+    }
+
+    fn check_same(&self, old: &BlkDisk) -> Result<(), TalkError> {
+        let new = &self.disk;
+        let what = if new.features != old.features {
+            format!("it offers {:?} where {:?} was agreed on", new.features, old.features)
+        } else if new.info.limits != old.info.limits {
+            "it changed its limits".into()
+        } else if new.info.volatile_cache && !old.info.volatile_cache {
+            // Who was told that there is no cache flushes none.
+            "it has a volatile write cache now".into()
+        } else {
+            return Ok(());
+        };
+        Err(TalkError::Changed { what })
+    }
+
+    fn info(&self) -> &DeviceInfo {
+        &self.disk.info
+    }
+
+    fn read_info(&self, config: &AttachConfig) -> Result<DeviceInfo, AttachError> {
+        let space = read_config(&self.talk).map_err(|source| AttachError::Talk { disk: config.name(), source })?;
+        Ok(BlkDisk::new(&config.name(), self.disk.features, &space, config.queue_size)?.info)
+    }
+
+    fn queues(&self) -> usize {
+        self.queues.into()
+    }
+
+    fn set_queues(&mut self, queues: usize) {
+        self.queues = queues as u16;
+    }
+
+    fn depth_max(&self, config: &AttachConfig) -> usize {
+        self.disk.depth(config.queue_size).into()
+    }
+
+    fn depth_cure() -> String {
+        format!("lower the depth, or raise ?queue_size=N, up to {QUEUE_SIZE_MAX}")
+    }
+
+    fn is_tracked(&self) -> bool {
+        self.protocol & protocol::INFLIGHT_SHMFD != 0
+    }
+
+    fn begin(&mut self) {
         self.talk.begin();
     }
 
-    /// Hangs up. What remains is to be looked at until the back-end has closed its end, too.
-    pub(crate) fn leave(self) -> Connection {
-        self.talk.hang_up();
-        self.talk
-    }
-
-    /// Whether memory comes and goes region by region, and rings may run meanwhile. Otherwise a table takes the place
-    /// of the one before, and there are back-ends that begin their session anew for it.
-    pub(crate) fn adds_regions(&self) -> bool {
+    fn adds_regions(&self) -> bool {
         self.protocol & protocol::CONFIGURE_MEM_SLOTS != 0
     }
 
-    /// Whether the back-end would get another table for these regions.
-    pub(crate) fn needs_table(&self, wanted: &[Arc<Region>]) -> bool {
+    /// Where regions are not added one by one, a table takes the place of the one before, and there are back-ends that
+    /// begin their session anew for it.
+    fn must_quiesce(&self, wanted: &[Arc<Region>]) -> bool {
         !self.adds_regions() && !is_same(&fitting(wanted.to_vec(), &self.known, self.slots), &self.known)
     }
 
-    /// What the back-end serves now.
-    pub(crate) fn read_disk(&self, config: &AttachConfig) -> Result<BlkDisk, AttachError> {
-        let space =
-            read_config(&self.talk).map_err(|source| AttachError::Talk { path: config.socket.clone(), source })?;
-        Ok(BlkDisk::new(&config.name(), self.disk.features, &space, config.queue_size)?)
-    }
-
-    /// Has the back-end know these regions and no others, or as many of them as it can.
-    pub(crate) fn set_regions(&mut self, wanted: Vec<Arc<Region>>) -> Result<(), TalkError> {
+    fn set_regions(&mut self, wanted: Vec<Arc<Region>>) -> Result<(), TalkError> {
         if !self.adds_regions() {
             return self.set_table(wanted);
         }
@@ -191,89 +298,43 @@ impl BackendSession {
         self.talk.settle()
     }
 
-    /// The same, in one message.
-    fn set_table(&mut self, wanted: Vec<Arc<Region>>) -> Result<(), TalkError> {
-        let wanted = fitting(wanted, &self.known, self.slots);
-        if is_same(&wanted, &self.known) {
-            return Ok(());
-        }
-        let mut payload = [wanted.len() as u32, 0].into_iter().flat_map(u32::to_ne_bytes).collect::<Vec<_>>();
-        wanted.iter().for_each(|region| payload.extend(words(&place(region))));
-        let files: Vec<_> = wanted.iter().filter_map(|region| Some(region.file()?.0)).collect();
-        self.talk.tell(FrontendMessage::SET_MEM_TABLE, &payload, &files)?;
-        self.known = wanted;
-        self.talk.settle()
-    }
-
-    /// Whether the back-end knows all of these.
-    pub(crate) fn knows(&self, regions: &[Arc<Region>]) -> bool {
+    fn knows(&self, regions: &[Arc<Region>]) -> bool {
         regions.iter().all(|region| has(&self.known, region))
     }
 
-    /// Regions it knows.
-    pub(crate) fn regions(&self) -> usize {
+    fn regions(&self) -> usize {
         self.known.len()
     }
 
-    /// Whether it keeps what is in flight for the one after it.
-    pub(crate) fn tracks(&self) -> bool {
-        self.protocol & protocol::INFLIGHT_SHMFD != 0
-    }
-
-    /// Memory for what will be in flight, if the back-end keeps that.
-    pub(crate) fn new_inflight(&self, queue_size: u16) -> Result<Option<InflightMemory>, TalkError> {
-        if !self.tracks() {
-            return Ok(None);
+    fn make_rings(&self, queues: &[QueueShared]) -> Result<(Rings, Vec<NewRing<BlkRing>>), TalkError> {
+        let region = Region::shared(self.layout.bytes * queues.len()).map_err(system)?;
+        let mut rings = Rings { region, record: self.new_inflight()?, kicks: Vec::new() };
+        let mut new = Vec::with_capacity(queues.len());
+        for (number, queue) in queues.iter().enumerate() {
+            let (memory, violations) = (rings.memory(number, &self.layout), Arc::clone(&queue.violations));
+            let ring = BlkRing::new(&self.disk, self.layout.size, &memory, violations).map_err(system)?;
+            let kick = Arc::new(EventFd::new().map_err(system)?);
+            rings.kicks.push(Arc::clone(&kick));
+            new.push(NewRing { ring, kick });
         }
-        let mut record = InflightMemory { file: self.dummy()?, bytes: 0, offset: 0, queues: self.queues, queue_size };
-        let (answer, file) = self.talk.ask(FrontendMessage::GET_INFLIGHT_FD, &record.words())?;
-        let word = |at: usize| answer.get(at..at + 8).and_then(|bytes| bytes.try_into().ok()).map(u64::from_ne_bytes);
-        match (word(0), word(8), file) {
-            (Some(bytes), Some(offset), Some(file)) if bytes > 0 && has_bytes(&file, offset, bytes) => {
-                (record.bytes, record.offset, record.file) = (bytes, offset, file);
-                Ok(Some(record))
-            }
-            _ => Err(TalkError::Nonsense { request: "GET_INFLIGHT_FD".into() }),
+        Ok((rings, new))
+    }
+
+    fn ring_region(rings: &Rings) -> Option<&Arc<Region>> {
+        Some(&rings.region)
+    }
+
+    fn is_recorded(rings: &Rings) -> bool {
+        rings.record.is_some()
+    }
+
+    fn start_rings(&mut self, rings: &Rings, queues: &[QueueShared], resumed: bool) -> Result<(), TalkError> {
+        rings.record.iter().try_for_each(|record| self.set_inflight(record))?;
+        for (number, queue) in queues.iter().enumerate() {
+            let place = rings.place(number, &self.layout, self.disk.features, resumed);
+            // Also if the queue is polled and never asks to be called: libvhost-user panics where it would call nobody.
+            self.start_ring(number as u16, &place, &rings.kicks[number], &queue.call)?;
         }
-    }
-
-    /// Something to stand where a descriptor will be.
-    fn dummy(&self) -> Result<OwnedFd, TalkError> {
-        self.talk.as_fd().try_clone_to_owned().map_err(|error| TalkError::System(error.to_string()))
-    }
-
-    /// Hands over what the one before had in flight, or memory for it.
-    pub(crate) fn set_inflight(&self, record: &InflightMemory) -> Result<(), TalkError> {
-        self.talk.tell(FrontendMessage::SET_INFLIGHT_FD, &record.words(), &[record.file.as_fd()])
-    }
-
-    /// Tells the back-end of a ring, which it serves once it is [enabled](BackendSession::enable_rings).
-    pub(crate) fn start_ring(
-        &self,
-        number: u16,
-        ring: &RingPlace,
-        kick: &EventFd,
-        call: &EventFd,
-        error: &EventFd,
-    ) -> Result<(), TalkError> {
-        let talk = &self.talk;
-        let [desc, avail, used] = ring.layout.parts.map(|part| ring.addr + part as u64);
-        talk.tell(FrontendMessage::SET_VRING_NUM, &state(number, ring.layout.size.into()), &[])?;
-        talk.tell(FrontendMessage::SET_VRING_BASE, &state(number, ring.base), &[])?;
-        let addresses = [state(number, 0), words(&[desc, used, avail, 0])].concat();
-        talk.tell(FrontendMessage::SET_VRING_ADDR, &addresses, &[])?;
-        for (request, event) in [
-            (FrontendMessage::SET_VRING_CALL, call),
-            (FrontendMessage::SET_VRING_ERR, error),
-            (FrontendMessage::SET_VRING_KICK, kick),
-        ] {
-            talk.tell(request, &words(&[number.into()]), &[event.as_fd()])?;
-        }
-        Ok(())
-    }
-
-    /// Has the back-end serve all rings.
-    pub(crate) fn enable_rings(&mut self) -> Result<(), TalkError> {
         for number in 0..self.queues {
             self.talk.tell(FrontendMessage::SET_VRING_ENABLE, &state(number, 1), &[])?;
         }
@@ -282,8 +343,7 @@ impl BackendSession {
         Ok(())
     }
 
-    /// Has the back-end let go of all rings.
-    pub(crate) fn stop_rings(&mut self) -> Result<(), TalkError> {
+    fn stop_rings(&mut self) -> Result<(), TalkError> {
         for number in 0..self.queues {
             self.talk.tell(FrontendMessage::SET_VRING_ENABLE, &state(number, 0), &[])?;
             self.talk.ask(FrontendMessage::GET_VRING_BASE, &state(number, 0))?;
@@ -292,15 +352,42 @@ impl BackendSession {
         Ok(())
     }
 
-    /// Whether the back-end serves rings.
-    pub(crate) fn runs(&self) -> bool {
+    fn runs(&self) -> bool {
         self.runs
     }
 
-    /// Readable when the back-end hangs up, or says what nobody asked for.
-    pub(crate) fn socket(&self) -> BorrowedFd<'_> {
-        self.talk.as_fd()
+    fn add_fds<'a>(&'a self, fds: &mut Vec<PollFd<'a>>) {
+        fds.push(PollFd::new(&self.error, PollFlags::IN));
+        fds.push(PollFd::new(&self.talk, PollFlags::IN | PollFlags::RDHUP));
+        fds.extend(self.channel.iter().map(|channel| PollFd::new(channel, PollFlags::IN)));
     }
+
+    fn look(&mut self) -> Result<bool, TalkError> {
+        if self.error.take() {
+            return Err(TalkError::RingError);
+        }
+        if is_ready(&self.talk, PollFlags::IN | PollFlags::RDHUP) {
+            // All answers were read: this is the end, or nonsense.
+            return Err(TalkError::HungUp);
+        }
+        match self.channel.as_mut().map(BackendChannelReader::read) {
+            None => Ok(false),
+            Some(Ok(changed)) => Ok(changed),
+            Some(Err(_)) => {
+                // It tells us of nothing any more.
+                self.channel = None;
+                Ok(false)
+            }
+        }
+    }
+
+    fn leave(self) -> OwnedFd {
+        self.talk.hang_up()
+    }
+}
+
+fn system(error: impl std::fmt::Display) -> TalkError {
+    TalkError::System(error.to_string())
 }
 
 impl InflightMemory {
@@ -346,10 +433,6 @@ fn is_same(some: &[Arc<Region>], others: &[Arc<Region>]) -> bool {
     some.len() == others.len() && some.iter().all(|region| has(others, region))
 }
 
-pub(crate) fn has(regions: &[Arc<Region>], region: &Arc<Region>) -> bool {
-    regions.iter().any(|known| Arc::ptr_eq(known, region))
-}
-
 fn read_config(talk: &Connection) -> Result<Vec<u8>, TalkError> {
     let head = [0, CONFIG_BYTES, 0].into_iter().flat_map(u32::to_ne_bytes);
     let head_bytes = head.clone().count();
@@ -376,7 +459,7 @@ fn connect(config: &AttachConfig, end: &Arc<EventFd>) -> Result<Connection, Atta
             ErrorKind::ResourceBusy => error.to_string(),
             _ => format!("it cannot be connected to: {error}; name a socket of at most 107 bytes"),
         };
-        AttachError::Socket { path: config.socket.clone(), cause }
+        AttachError::Socket { disk: config.name(), cause }
     })
 }
 

@@ -1,0 +1,192 @@
+//! What a protocol is to the core: sessions for the control thread, and rings for the lanes.
+//!
+//! The core opens queues, carries commands to them, announces memory, waits, gives up on a session and connects again.
+//! A protocol says what is sent and what a ring consists of, and nothing of when.
+
+use std::fmt::{Debug, Display};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use blkyard_mem::{Region, Segment};
+use blkyard_mq::{Batch, DeviceInfo, Done, Tag};
+use blkyard_sys::{EventFd, PollFd, TimeSource};
+use blkyard_virtio::Violations;
+
+use crate::{AttachError, TalkError};
+
+/// Name, clock and time limits of a disk, whatever its protocol.
+#[derive(Clone, Debug)]
+pub struct RemoteOptions {
+    /// The name, for messages.
+    pub name: String,
+    /// The clock of the control thread.
+    pub clock: Arc<dyn TimeSource>,
+    /// How long the back-end may take to answer messages: all of a set-up, or of one change.
+    pub reply_max: Duration,
+    /// How long it may take for a request. After that its session is given up.
+    pub io_max: Duration,
+    /// How long I/O waits for a back-end that is gone, or is submitted again at one that does not answer it.
+    pub gone_max: Duration,
+}
+
+/// What the rings of one queue share, from the first session to the last.
+#[derive(Clone, Debug)]
+pub struct QueueShared {
+    /// Signalled by the back-end when it has finished something.
+    pub call: Arc<EventFd>,
+    /// What the back-end did wrong on the queue.
+    pub violations: Arc<Violations>,
+}
+
+/// The driver's end of one queue of a session, used by its lane.
+pub trait RemoteRing: Debug + Send + 'static {
+    /// How the back-end broke the ring.
+    type Fault: Display;
+
+    /// Takes requests from the batch and offers them to the back-end, all at once. `translate` returns the address at
+    /// which the back-end finds the bytes of a segment, or none if it cannot reach them. True if it wants a kick.
+    #[must_use = "a back-end that is not kicked when it wants to be sleeps for ever"]
+    fn queue(&mut self, batch: &mut Batch<'_>, translate: impl FnMut(Segment) -> Option<u64>) -> bool;
+
+    /// Hands over what the back-end has finished.
+    ///
+    /// # Errors
+    /// The back-end broke the ring, now or before. What is in flight stays so.
+    fn poll(&mut self, done: &mut Done<'_>) -> Result<(), Self::Fault>;
+
+    /// The slots of the requests in flight.
+    fn in_flight(&self) -> impl Iterator<Item = usize>;
+
+    /// Takes back the tags of all requests in flight, for good: the back-end can no longer touch their memory.
+    fn take_in_flight(&mut self) -> impl Iterator<Item = Tag>;
+
+    /// Asks the back-end to signal the call eventfd. True if something came before it was asked.
+    fn arm(&mut self) -> bool;
+
+    /// The back-end need not signal any more.
+    fn disarm(&mut self);
+}
+
+/// One connection to a back-end, agreed on all but memory and rings. Owned by the control thread.
+///
+/// A method that returns a [`TalkError`] ends the session.
+pub trait RemoteSession: Sized + Send + 'static {
+    /// How the back-end is reached, and what is asked of it.
+    type Config: Debug + Send + Sync;
+    /// What the first session agreed on, which holds for all later ones.
+    type Agreed: Clone + Debug + Send;
+    /// The driver's end of a queue.
+    type Ring: RemoteRing;
+    /// The control thread's end of the rings of all queues. Dropped when no session can serve them any more.
+    type Rings: Send;
+
+    /// Connects to the back-end, and agrees on all but memory and rings. Ends early once `end` is readable.
+    ///
+    /// # Errors
+    /// See [`AttachError`].
+    fn open(config: &Self::Config, end: &Arc<EventFd>) -> Result<Self, AttachError>;
+
+    /// What was agreed on.
+    fn agreed(&self) -> &Self::Agreed;
+
+    /// Checks that this session can serve users of what was agreed on before.
+    ///
+    /// # Errors
+    /// What differs.
+    fn check_same(&self, agreed: &Self::Agreed) -> Result<(), TalkError>;
+
+    /// What the back-end serves.
+    fn info(&self) -> &DeviceInfo;
+
+    /// Reads again what the back-end serves.
+    ///
+    /// # Errors
+    /// [`AttachError::Talk`] ends the session; after any other error what was said before holds.
+    fn read_info(&self, config: &Self::Config) -> Result<DeviceInfo, AttachError>;
+
+    /// Number of queues in use; before [`set_queues`](RemoteSession::set_queues) the number that may be used.
+    fn queues(&self) -> usize;
+
+    /// Uses so many queues, at most as many as it has.
+    fn set_queues(&mut self, queues: usize);
+
+    /// Requests that a queue can have in flight.
+    fn depth_max(&self, config: &Self::Config) -> usize;
+
+    /// How a user gets deeper queues, for an error.
+    fn depth_cure() -> String;
+
+    /// Whether the back-end records what is in flight, for the next session.
+    fn is_tracked(&self) -> bool;
+
+    /// Begins a conversation: from now on the back-end has all its time to answer.
+    fn begin(&mut self);
+
+    /// Whether regions are added and removed while rings run.
+    fn adds_regions(&self) -> bool;
+
+    /// Whether all queues must be quiesced and all rings stopped before the back-end knows these regions.
+    fn must_quiesce(&self, wanted: &[Arc<Region>]) -> bool;
+
+    /// Announces these regions and withdraws all others. A back-end may have slots for some of them only.
+    ///
+    /// # Errors
+    /// See [`TalkError`].
+    fn set_regions(&mut self, wanted: Vec<Arc<Region>>) -> Result<(), TalkError>;
+
+    /// Whether the back-end knows all of these.
+    fn knows(&self, regions: &[Arc<Region>]) -> bool;
+
+    /// Number of regions that it knows.
+    fn regions(&self) -> usize;
+
+    /// Makes a ring for each queue, in new memory. Returns the driver's end of each, with its kick.
+    ///
+    /// # Errors
+    /// See [`TalkError`].
+    fn make_rings(&self, queues: &[QueueShared]) -> Result<(Self::Rings, Vec<NewRing<Self::Ring>>), TalkError>;
+
+    /// The memory of rings, if the back-end must know some.
+    fn ring_region(rings: &Self::Rings) -> Option<&Arc<Region>>;
+
+    /// Whether what is in flight in these rings is recorded, so that another session can go on in them.
+    fn is_recorded(rings: &Self::Rings) -> bool;
+
+    /// Has the back-end serve these rings; `resumed` if it may find requests of another session there.
+    ///
+    /// # Errors
+    /// See [`TalkError`].
+    fn start_rings(&mut self, rings: &Self::Rings, queues: &[QueueShared], resumed: bool) -> Result<(), TalkError>;
+
+    /// Has the back-end let go of all rings.
+    ///
+    /// # Errors
+    /// See [`TalkError`].
+    fn stop_rings(&mut self) -> Result<(), TalkError>;
+
+    /// Whether the back-end serves rings.
+    fn runs(&self) -> bool;
+
+    /// Adds the descriptors that are ready when [`look`](RemoteSession::look) has something to find.
+    fn add_fds<'a>(&'a self, fds: &mut Vec<PollFd<'a>>);
+
+    /// Reads what the back-end says by itself, without waiting. True if what it serves has changed.
+    ///
+    /// # Errors
+    /// The session has ended, or a ring is broken.
+    fn look(&mut self) -> Result<bool, TalkError>;
+
+    /// Shuts our side of the connection down. The back-end may use what it was given until it closes its side of the
+    /// socket that is returned.
+    fn leave(self) -> OwnedFd;
+}
+
+/// A ring for one queue.
+#[derive(Debug)]
+pub struct NewRing<R> {
+    /// The driver's end.
+    pub ring: R,
+    /// Signalled for the back-end to look at the ring.
+    pub kick: Arc<EventFd>,
+}
