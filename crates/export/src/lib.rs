@@ -30,9 +30,10 @@ pub use acceptor::{Accepted, Acceptor};
 pub use backend::{BackendConfig, QUEUE_SIZE_MAX, QUEUES_MAX, SEG_MAX};
 pub use handover::{ExportState, Handed, QuiescedExport, SessionState};
 pub use orders::{Changed, ExportHand};
-pub use queue::VhostQueue;
+pub use queue::{DetachedVirtqueue, VhostQueue, VirtqueueShare};
 pub use remote::{
-    QueueHost, QueuePort, QueueRemote, QueueWatch, SharedQueuePort, on_demand_queues, queue_pair, shared_queue_pair,
+    PartError, QueueHost, QueueMover, QueuePort, QueueRemote, QueueWatch, SharedQueuePort, on_demand_queues,
+    queue_pair, shared_queue_pair,
 };
 pub use server::{ExportStatus, Server, Taking};
 pub use socket::{BoundSocket, SocketConfig, SocketError};

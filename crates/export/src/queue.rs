@@ -5,13 +5,14 @@
 //! A chain is fetched only while a bio is at hand to carry it. The guest's mistakes end in an error status, or
 //! stop this virtqueue with a counted reason; they reach nobody else.
 //!
-//! Most hardware queues serve one virtqueue. Several share one where their order matters to the device
-//! ([`VhostQueue::shared`]): a scheduler then sees all of them. They feed it in turn by plain calls, and each has its
-//! own state ([`virtqueue`]).
+//! Several virtqueues of an export may share a hardware queue ([`VhostQueue::shared`]). They feed it in turn by plain
+//! calls, and each has its own state ([`virtqueue`]) and counters. One can leave for the hardware queue of another lane
+//! while the others go on ([`members`]).
 //!
 //! Owned by its lane. What the control path wants comes as commands (see [`crate::remote`]). A queue that moves to
 //! another lane comes to rest first and takes its sessions along: a connected front-end notices a pause only.
 
+mod members;
 mod virtqueue;
 
 use std::os::fd::{AsFd, BorrowedFd};
@@ -20,9 +21,11 @@ use std::sync::Arc;
 use blkyard_mq::{Driver, HwQueue, Poller, PollerState, RegionTable, SignalEventfd, Wake};
 use blkyard_virtio::SerialId;
 
-use self::virtqueue::{GuestQueue, virtqueue_of};
+pub use self::members::DetachedVirtqueue;
+pub(crate) use self::virtqueue::GuestQueue;
+use self::virtqueue::virtqueue_of;
 use crate::kicks::KickSet;
-use crate::remote::{QueuePort, SharedQueuePort};
+use crate::remote::{Command, QueuePort, SharedQueuePort};
 
 /// How often a queue without a kick descriptor looks for work by itself.
 const POLL_NS: u64 = 200_000;
@@ -30,32 +33,48 @@ const POLL_NS: u64 = 200_000;
 /// A hardware queue and its virtqueues.
 pub struct VhostQueue<D> {
     hw: HwQueue<D>,
-    /// At least one.
+    /// At least one, but for the moment after the last one left.
     virtqueues: Vec<GuestQueue>,
-    /// The kicks of all virtqueues, if there are several.
+    /// Index in `virtqueues`, by the number of a virtqueue.
+    positions: Vec<u8>,
+    /// The kicks of all virtqueues, if there are several or were.
     kicks: Option<KickSet>,
+    /// Wakes its lane.
+    waker: Option<Arc<dyn Wake>>,
     /// The virtqueue that feeds the hardware queue first in the next round.
     first: usize,
     now_ns: u64,
 }
 
+/// What each virtqueue of a hardware queue may use of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VirtqueueShare {
+    /// Bios it has.
+    pub bios: usize,
+    /// Requests in flight, at most. Virtqueues that share a hardware queue have the sum together; where its scheduler
+    /// orders, the device sees no more than from one.
+    pub depth: usize,
+}
+
 impl<D> VhostQueue<D> {
     /// A virtqueue with a hardware queue of its own, on its lane, stopped.
-    pub fn new(mut hw: HwQueue<D>, serial: SerialId, port: QueuePort) -> VhostQueue<D> {
-        port.count(&mut hw);
-        let virtqueue = GuestQueue::new(0, serial, port, hw.room());
-        VhostQueue { hw, virtqueues: vec![virtqueue], kicks: None, first: 0, now_ns: 0 }
+    pub fn new(hw: HwQueue<D>, serial: SerialId, port: QueuePort) -> VhostQueue<D> {
+        let share = VirtqueueShare { bios: hw.room(), depth: hw.depth() };
+        VhostQueue::of(hw, vec![GuestQueue::new(0, serial, port, share)], None)
     }
 
-    /// Virtqueues of one export that share a hardware queue, stopped. Each has an equal part of the bios that the
-    /// hardware queue takes. Its counters are those of the first virtqueue.
-    pub fn shared(mut hw: HwQueue<D>, serial: SerialId, port: SharedQueuePort) -> VhostQueue<D> {
+    /// Virtqueues of one export that share a hardware queue, stopped.
+    pub fn shared(hw: HwQueue<D>, serial: SerialId, port: SharedQueuePort, share: VirtqueueShare) -> VhostQueue<D> {
         let SharedQueuePort { ports, kicks } = port;
-        ports[0].count(&mut hw);
-        let bios = hw.room() / ports.len();
-        let virtqueue = |(number, port)| GuestQueue::new(number, serial, port, bios);
+        let virtqueue = |(number, port)| GuestQueue::new(number, serial, port, share);
         let virtqueues = ports.into_iter().enumerate().map(virtqueue).collect();
-        VhostQueue { hw, virtqueues, kicks, first: 0, now_ns: 0 }
+        VhostQueue::of(hw, virtqueues, kicks)
+    }
+
+    fn of(hw: HwQueue<D>, virtqueues: Vec<GuestQueue>, kicks: Option<KickSet>) -> VhostQueue<D> {
+        let mut queue = VhostQueue { hw, virtqueues, positions: Vec::new(), kicks, waker: None, first: 0, now_ns: 0 };
+        queue.members_changed();
+        queue
     }
 
     /// The same, and bios say who submits them, for schedulers: no two virtqueues that share a device's queue have the
@@ -72,14 +91,47 @@ impl<D> VhostQueue<D> {
         self
     }
 
-    /// Does what the control path asks of a virtqueue.
+    /// Does what the control path asks of a virtqueue. What concerns the hardware queue is asked of all virtqueues of
+    /// an export alike, and done once.
     #[cold]
     fn read_mail<Cx: ?Sized + SignalEventfd>(&mut self, index: usize, cx: &mut Cx)
     where
         D: Driver<Cx>,
     {
-        let shares = others_run(&self.virtqueues, index);
-        self.virtqueues[index].read_mail(&mut self.hw, self.kicks.as_ref(), cx, shares, self.now_ns);
+        let is_first = index == 0;
+        for command in self.virtqueues[index].port.shared.mailbox.take() {
+            match command {
+                Command::Adopt(virtqueue, adopted) => {
+                    self.adopt(*virtqueue, cx);
+                    let _ = adopted.send(());
+                }
+                Command::Depth(depth, answer) => {
+                    let depth = self.virtqueues[index].set_depth(depth);
+                    self.set_depth();
+                    let _ = answer.send(depth);
+                }
+                Command::Schedule(config, answer) => {
+                    if is_first {
+                        self.hw.schedule(0, config);
+                        self.set_depth();
+                    }
+                    let _ = answer.send(());
+                }
+                Command::Rates(limits, answer) => {
+                    if is_first {
+                        self.hw.set_rates(0, limits);
+                    }
+                    let _ = answer.send(());
+                }
+                Command::Look(answer) => {
+                    let _ = answer.send(self.virtqueues[index].view(&self.hw, is_first, self.now_ns));
+                }
+                command => {
+                    let shares = others_run(&self.virtqueues, index);
+                    self.virtqueues[index].obey(&mut self.hw, self.kicks.as_ref(), cx, shares, command);
+                }
+            }
+        }
     }
 }
 
@@ -94,10 +146,10 @@ fn others_run(virtqueues: &[GuestQueue], index: usize) -> bool {
 fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
     hw: &mut HwQueue<D>,
     virtqueues: &mut [GuestQueue],
+    positions: &[u8],
     kicks: Option<&KickSet>,
     first: usize,
     cx: &mut Cx,
-    had_mail: bool,
     now_ns: u64,
 ) -> PollerState {
     let (mut stopping, mut running) = (false, false);
@@ -113,14 +165,14 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         hw.set_hurry(stopping);
     }
     if !running {
-        return if had_mail { PollerState::Busy } else { PollerState::Idle };
+        return PollerState::Idle;
     }
-    let mut busy = had_mail;
+    let mut busy = false;
     if !hw.is_idle() {
         virtqueues.iter_mut().for_each(GuestQueue::resume);
         busy |= hw.reap(cx, now_ns, &mut |bio| match &mut *virtqueues {
             [only] => only.end(bio),
-            several => several[virtqueue_of(bio.cookie)].end(bio),
+            several => several[usize::from(positions[virtqueue_of(bio.cookie)])].end(bio),
         }) > 0;
     }
     let device_idle = hw.is_idle();
@@ -149,12 +201,12 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
 fn shared_round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
     queue: &mut VhostQueue<D>,
     cx: &mut Cx,
-    had_mail: bool,
     now_ns: u64,
 ) -> PollerState {
     let first = queue.first;
     queue.first = if first + 1 < queue.virtqueues.len() { first + 1 } else { 0 };
-    round(&mut queue.hw, &mut queue.virtqueues, queue.kicks.as_ref(), first, cx, had_mail, now_ns)
+    let VhostQueue { hw, virtqueues, positions, kicks, .. } = queue;
+    round(hw, virtqueues, positions, kicks.as_ref(), first, cx, now_ns)
 }
 
 impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>> Poller<Cx> for VhostQueue<D> {
@@ -163,6 +215,7 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>> Poller<Cx> for VhostQueue<D> {
         if let Some(session) = running {
             self.hw.set_memory(cx, Arc::clone(session.memory.table()));
         }
+        self.waker = Some(Arc::clone(waker));
         for virtqueue in &mut self.virtqueues {
             virtqueue.set_leaving(false);
             // Before the first run, which looks for mail.
@@ -197,10 +250,14 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>> Poller<Cx> for VhostQueue<D> {
                 self.read_mail(index, cx);
             }
         }
-        match &mut self.virtqueues[..] {
-            [only] => round(&mut self.hw, std::slice::from_mut(only), None, 0, cx, had_mail, now_ns),
-            _ => shared_round(self, cx, had_mail, now_ns),
-        }
+        let state = match &mut self.virtqueues[..] {
+            [only] => {
+                let kicks = self.kicks.as_ref();
+                round(&mut self.hw, std::slice::from_mut(only), &[], kicks, 0, cx, now_ns)
+            }
+            _ => shared_round(self, cx, now_ns),
+        };
+        if had_mail || self.hw.is_in_hurry() { state.max(self.end_slow_round(had_mail, cx)) } else { state }
     }
 
     fn arm(&mut self) -> bool {

@@ -11,11 +11,12 @@
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::AtomicBool;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 
 use blkyard_mem::Mailbox;
-use blkyard_mq::{DeviceInfo, HwQueue, HwStats, LaneWaker, RateLimit, SchedulerConfig, Wake};
+use blkyard_mq::{DeviceInfo, HwStats, LaneWaker, RateLimit, SchedulerConfig, Wake};
 use blkyard_sys::EventFd;
 use blkyard_virtio::{GuestMemory, Inflight, Refusals, RingBase, RingLayout};
 
@@ -23,6 +24,7 @@ use crate::QueueView;
 use crate::kicks::KickSet;
 use crate::log::ExportLog;
 use crate::notes::Notes;
+use crate::queue::{DetachedVirtqueue, GuestQueue};
 
 /// All a queue needs to run.
 pub(crate) struct Setup {
@@ -71,6 +73,12 @@ pub(crate) enum Command {
     Schedule(SchedulerConfig, Sender<()>),
     /// Pass these limits from now on, then say so.
     Rates(Vec<Arc<RateLimit>>, Sender<()>),
+    /// Finish what was fetched, then leave the hardware queue; the answer is the virtqueue.
+    Part(Sender<Box<GuestQueue>>),
+    /// Need not leave after all, if it has not left.
+    Stay,
+    /// Have the hardware queue serve one more virtqueue, then say so.
+    Adopt(Box<DetachedVirtqueue>, Sender<()>),
     /// Say what there is to see. Of no consequence to anything else.
     Look(Sender<QueueView>),
     /// Finish what was fetched, then never run again.
@@ -92,8 +100,6 @@ struct RemoteState {
     /// The way to its poller; unset while it has none.
     link: Mutex<Option<Arc<QueueLink>>>,
     counters: Arc<QueueCounters>,
-    /// Number of the queue with which the hardware queue is shown, if that is another.
-    shown_with: Option<usize>,
 }
 
 /// What a queue has counted, also by pollers that it had before.
@@ -123,10 +129,9 @@ pub struct QueuePort {
 }
 
 impl QueuePort {
-    /// Has a new hardware queue count on where the one before stopped.
-    pub(crate) fn count<D>(&self, hw: &mut HwQueue<D>) {
-        let stats = self.counters.stats.get_or_init(|| Arc::clone(hw.stats()));
-        hw.set_stats(stats);
+    /// Where its I/O is counted, now and in later sessions.
+    pub(crate) fn stats(&self) -> Arc<HwStats> {
+        Arc::clone(self.counters.stats.get_or_init(Arc::default))
     }
 
     /// Where the guest's mistakes are counted.
@@ -161,6 +166,26 @@ pub struct QueueRemote {
 #[derive(Clone)]
 pub struct QueueWatch {
     commands: Commands,
+}
+
+/// The handle of whoever places virtqueues on hardware queues. It keeps nothing alive.
+#[derive(Clone)]
+pub struct QueueMover {
+    commands: Commands,
+}
+
+/// Why a virtqueue stays where it is.
+#[derive(Debug, thiserror::Error)]
+pub enum PartError {
+    /// A request of its own is in flight.
+    #[error("it was not drained within {0:?}: a request at its device does not complete; try again later")]
+    Undrained(Duration),
+    /// The lane has ended.
+    #[error("the lane of this queue has ended; see the messages above")]
+    Gone,
+    /// There is no descriptor to hear several kicks by.
+    #[error("its kick cannot be listened to: {0}; raise the limit on open files")]
+    Kicks(io::Error),
 }
 
 /// How commands reach the queue.
@@ -220,8 +245,10 @@ impl OnDemand {
         }
         poller.is_open = true;
         if let Some(depth) = poller.depth {
-            let commands = Commands { state: Arc::clone(&self.queues[0]) };
-            commands.ask(|answer| Command::Depth(depth, answer)).map_err(|gone| gone.to_string())?;
+            for queue in &self.queues {
+                let commands = Commands { state: Arc::clone(queue) };
+                commands.ask(|answer| Command::Depth(depth, answer)).map_err(|gone| gone.to_string())?;
+            }
         }
         Ok(())
     }
@@ -261,10 +288,12 @@ impl Suspension {
 
 /// Makes the two ends of a queue.
 pub fn queue_pair() -> (QueueRemote, QueuePort) {
-    pair(None)
+    let state = Arc::new(RemoteState::default());
+    let port = state.connect();
+    (QueueRemote { commands: Commands { state }, on_demand: None }, port)
 }
 
-/// Makes the two ends of all queues of an export, which share a hardware queue.
+/// Makes the two ends of several queues of an export, which share a hardware queue.
 ///
 /// # Errors
 /// The system has no descriptor to hear several kicks by.
@@ -274,7 +303,7 @@ pub fn queue_pair() -> (QueueRemote, QueuePort) {
 pub fn shared_queue_pair(queues: usize) -> io::Result<(Vec<QueueRemote>, SharedQueuePort)> {
     assert!(queues > 0, "a hardware queue of no virtqueue");
     let kicks = if queues > 1 { Some(KickSet::new()?) } else { None };
-    let (remotes, ports) = (0..queues).map(|number| pair((number > 0).then_some(0))).unzip();
+    let (remotes, ports) = (0..queues).map(|_| queue_pair()).unzip();
     Ok((remotes, SharedQueuePort { ports, kicks }))
 }
 
@@ -285,17 +314,10 @@ pub fn shared_queue_pair(queues: usize) -> io::Result<(Vec<QueueRemote>, SharedQ
 /// If there is to be no queue.
 pub fn on_demand_queues(queues: usize, host: Box<dyn QueueHost>) -> Vec<QueueRemote> {
     assert!(queues > 0, "a hardware queue of no virtqueue");
-    let state = |number| Arc::new(RemoteState { shown_with: (number > 0).then_some(0), ..RemoteState::default() });
-    let queues: Vec<_> = (0..queues).map(state).collect();
+    let queues: Vec<Arc<RemoteState>> = (0..queues).map(|_| Arc::default()).collect();
     let on_demand = Arc::new(OnDemand { host, queues: queues.clone(), poller: Mutex::default() });
     let remote = |state| QueueRemote { commands: Commands { state }, on_demand: Some(Arc::clone(&on_demand)) };
     queues.into_iter().map(remote).collect()
-}
-
-fn pair(shown_with: Option<usize>) -> (QueueRemote, QueuePort) {
-    let state = Arc::new(RemoteState { shown_with, ..RemoteState::default() });
-    let port = state.connect();
-    (QueueRemote { commands: Commands { state }, on_demand: None }, port)
 }
 
 impl QueueRemote {
@@ -392,6 +414,11 @@ impl QueueRemote {
         self.commands.ask(|answer| Command::Call(call, answer))
     }
 
+    /// For whoever places virtqueues on hardware queues.
+    pub fn mover(&self) -> QueueMover {
+        QueueMover { commands: self.commands.clone() }
+    }
+
     /// A handle that only looks.
     pub fn watch(&self) -> QueueWatch {
         QueueWatch { commands: self.commands.clone() }
@@ -399,16 +426,10 @@ impl QueueRemote {
 }
 
 impl QueueWatch {
-    /// The counters of the hardware queue, once it is on its lane; none if it is [shown with another
-    /// queue](QueueWatch::shown_with).
+    /// What is counted of its I/O, once it is on its lane. The first virtqueue of a hardware queue also counts what
+    /// concerns that as a whole, such as the batches it gives its driver.
     pub fn stats(&self) -> Option<&Arc<HwStats>> {
         self.commands.state.counters.stats.get()
-    }
-
-    /// Number of the queue of its export with which the hardware queue is shown that it feeds: its counters, and what
-    /// it has in flight. None if it is this one.
-    pub fn shown_with(&self) -> Option<usize> {
-        self.commands.state.shown_with
     }
 
     /// What the guest sent that made no sense, by reason.
@@ -427,6 +448,40 @@ impl QueueWatch {
         let (answer, wait) = channel();
         self.commands.send(Command::Look(answer)).ok()?;
         Some(wait)
+    }
+}
+
+impl QueueMover {
+    /// Has the virtqueue leave its hardware queue: it finishes what it fetched, whatever others have in flight there.
+    /// If that takes longer than `limit` it stays and continues.
+    ///
+    /// # Errors
+    /// See [`PartError`].
+    pub fn part(&self, limit: Duration) -> Result<DetachedVirtqueue, PartError> {
+        // What it may need where it arrives: found missing before anything has changed.
+        let kicks = KickSet::new().map_err(PartError::Kicks)?;
+        let (answer, wait) = channel();
+        self.commands.send(Command::Part(answer)).map_err(|Gone| PartError::Gone)?;
+        let virtqueue = match wait.recv_timeout(limit) {
+            Ok(virtqueue) => virtqueue,
+            Err(RecvTimeoutError::Disconnected) => return Err(PartError::Gone),
+            Err(RecvTimeoutError::Timeout) => {
+                self.commands.send(Command::Stay).map_err(|Gone| PartError::Gone)?;
+                // It may have left at the last moment.
+                wait.recv().map_err(|_| PartError::Undrained(limit))?
+            }
+        };
+        Ok(DetachedVirtqueue { virtqueue, kicks })
+    }
+
+    /// Has the hardware queue that serves this virtqueue serve another one of its export, too.
+    ///
+    /// # Errors
+    /// The lane has ended, and the other virtqueue with it.
+    pub fn adopt(&self, detached: DetachedVirtqueue) -> Result<(), PartError> {
+        let (adopted, wait) = channel();
+        self.commands.send(Command::Adopt(Box::new(detached), adopted)).map_err(|Gone| PartError::Gone)?;
+        wait.recv().map_err(|_| PartError::Gone)
     }
 }
 

@@ -11,8 +11,7 @@ use blkyard_virtio::Features;
 pub struct QueueView {
     /// Where its ring stands; none while no front-end runs it.
     pub ring: Option<RingView>,
-    /// The hardware queue; only how it is set, and this queue's bios, if the rest is [shown with
-    /// another](crate::QueueWatch::shown_with).
+    /// The hardware queue, as the first of its virtqueues shows it; the others show how it is set, and their own bios.
     pub hw: HwSnapshot,
     /// It fetches no more, and comes to rest once all it fetched is finished.
     pub is_suspending: bool,

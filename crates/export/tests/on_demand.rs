@@ -6,7 +6,9 @@ mod common;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
-use blkyard_export::{BackendConfig, QueueHost, SEG_MAX, SharedQueuePort, VhostQueue, on_demand_queues};
+use blkyard_export::{
+    BackendConfig, QueueHost, SEG_MAX, SharedQueuePort, VhostQueue, VirtqueueShare, on_demand_queues,
+};
 use blkyard_mq::{HwQueue, HwQueueConfig};
 use blkyard_os::Lanes;
 use blkyard_virtio::{BlkConfig, SerialId};
@@ -31,8 +33,9 @@ impl QueueHost for Host {
             return Err("lane lane0: it is full; run more lanes".into());
         }
         let config = HwQueueConfig::default();
+        let share = VirtqueueShare { bios: config.bios_max, depth: config.depth };
         let hw = HwQueue::new(self.device.queue(config.depth), Arc::new(self.device.info.clone()), config);
-        let queue = VhostQueue::shared(hw, SerialId::new(SERIAL).unwrap(), port);
+        let queue = VhostQueue::shared(hw, SerialId::new(SERIAL).unwrap(), port, share);
         *self.number.lock().unwrap() = Some(self.lanes.lock().unwrap().admit(0, move || queue).unwrap());
         self.pollers.fetch_add(1, SeqCst);
         Ok(())

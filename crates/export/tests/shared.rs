@@ -4,6 +4,8 @@ mod common;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 
+use blkyard_export::PartError;
+use blkyard_mq::OpClass;
 use common::{AnyDevice, Data, Ends, Front, Gate, Ram, VQ_BYTES, Vq, World, kind, load, until};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
@@ -99,6 +101,85 @@ fn shared_hardware_queue_moves_and_changes_memory_under_load() {
                     front.remove(&dimm).unwrap();
                 }
                 // One of them comes to rest while the others go on.
+                front.set_vring_enable(round % QUEUES, false).unwrap();
+                front.set_vring_enable(round % QUEUES, true).unwrap();
+                until("all virtqueues go on", || {
+                    answered.iter().zip(&before).all(|(count, before)| count.load(SeqCst) > *before)
+                });
+            }
+            over.store(true, SeqCst);
+        });
+        front.leave(&world.exports[0]);
+        world.stop();
+    }
+}
+
+#[test]
+fn virtqueue_leaves_and_joins_beside_io_of_another() {
+    let gate = Gate::shut();
+    let device = AnyDevice::gated(&gate);
+    let mut world = World::shared(&device, 3, 2);
+    let (_ram, front, mut vqs) = connect(&world, 3);
+    // The first and the last stay, so what has a number above it in flight has another index afterwards.
+    for index in [0, 2] {
+        vqs[index].put(0, kind::OUT, 8 * index as u64, Data::Out(&[1; 512]));
+        vqs[index].publish();
+        until("the write is with the device", || gate.held() == index.max(1));
+    }
+    world.carry_apart(&device, 1, 1);
+    vqs[1].put(0, kind::OUT, 8, Data::Out(&[2; 512]));
+    vqs[1].publish();
+    until("the write of the other lane is with the device", || gate.held() == 3);
+    // What is in flight cannot leave, and goes on where it is.
+    let limit = std::time::Duration::from_millis(10);
+    assert!(matches!(world.exports[0].mover(0).part(limit), Err(PartError::Undrained(_))));
+    gate.set_shut(false);
+    let used: Vec<_> = vqs.iter_mut().map(Vq::wait_used).collect();
+    assert_eq!(used, [(0, 1); 3]);
+    gate.set_shut(true);
+    vqs[2].put(0, kind::OUT, 16, Data::Out(&[3; 512]));
+    vqs[2].publish();
+    until("a write is in flight again", || gate.held() == 1);
+    world.carry_to(1, 2);
+    world.carry_to(0, 1);
+    gate.set_shut(false);
+    assert_eq!(vqs[2].wait_used(), (0, 1));
+    for vq in &mut vqs {
+        assert_eq!(vq.write(0, &[7; 512]), 0);
+    }
+    let counted = |queue| world.exports[0].stats(queue).snapshot().op(OpClass::Write).ios;
+    assert_eq!([0, 1, 2].map(counted), [2, 2, 3], "each has its own counters, wherever it is");
+    front.leave(&world.exports[0]);
+    world.stop();
+}
+
+#[test]
+fn virtqueues_change_hardware_queues_under_load() {
+    for device in [AnyDevice::ram(0), AnyDevice::ram(200_000)] {
+        let mut world = World::shared(&device, QUEUES, 2);
+        let (_ram, mut front, mut vqs) = connect(&world, QUEUES);
+        let over = AtomicBool::new(false);
+        let answered: Vec<AtomicU64> = (0..QUEUES).map(|_| AtomicU64::new(0)).collect();
+        let dimm = Ram::at(1 << 32, 1 << 20);
+        std::thread::scope(|scope| {
+            let _ends = Ends(&over);
+            for (number, (vq, answered)) in vqs.iter_mut().zip(&answered).enumerate() {
+                let over = &over;
+                scope.spawn(move || load(number, vq, answered, over));
+            }
+            for round in 0..24 {
+                let before: Vec<u64> = answered.iter().map(|count| count.load(SeqCst)).collect();
+                // All on one, then each on its own, then in pairs; the lanes take turns.
+                match round % 3 {
+                    0 => (1..QUEUES).for_each(|queue| world.carry_apart(&device, queue, (round + queue) % 2)),
+                    1 => [(1, 0), (3, 2)].into_iter().for_each(|(queue, other)| world.carry_to(queue, other)),
+                    _ => (1..QUEUES).for_each(|queue| world.carry_to(queue, 0)),
+                }
+                if round % 4 == 0 {
+                    front.add(&dimm).unwrap();
+                } else if round % 4 == 2 {
+                    front.remove(&dimm).unwrap();
+                }
                 front.set_vring_enable(round % QUEUES, false).unwrap();
                 front.set_vring_enable(round % QUEUES, true).unwrap();
                 until("all virtqueues go on", || {

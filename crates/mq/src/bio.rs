@@ -108,8 +108,9 @@ pub struct Bio {
     pub cookie: u64,
     /// Where the data is, in order. Empty for operations without data.
     pub segments: Vec<Segment>,
-    /// Of whom a shared queue has it.
-    pub(crate) submitter: u16,
+    /// Index of its submitter, where a hardware queue has several: the thread of a shared queue, or whose counters
+    /// count it (see [`HwQueue::set_stats`](crate::HwQueue::set_stats)).
+    pub submitter: u16,
     /// What became of it, once it is given back.
     pub status: Status,
     /// What of its flush sequence is still to come.

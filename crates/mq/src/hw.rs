@@ -47,7 +47,7 @@ use crate::driver::{Batch, DeviceInfo, Done, Driver, Shortage};
 use crate::fifo::Fifo;
 use crate::lane::POLLER_BYTES_MAX;
 use crate::limits::FastPath;
-use crate::request::{Look, Marks, RequestState, RequestTable};
+use crate::request::{Look, Marks, Request, RequestState, RequestTable};
 use crate::sched::SchedulerConfig;
 use crate::stats::{HwStats, OpClass};
 use crate::{Bio, BioFlags, BudgetShare, IoError, Op, SECTOR_SHIFT, Status, TagSet};
@@ -113,6 +113,8 @@ pub struct HwQueue<D> {
     namespaces: Box<[Namespace]>,
     /// Where what is plain is counted, if anything is: with the only namespace, or the first.
     counted: Option<Arc<HwStats>>,
+    /// Counters of each submitter, by [`Bio::submitter`], if they are counted apart.
+    submitters: Vec<Arc<HwStats>>,
     tags: TagSet,
     table: RequestTable,
     /// Bios in the queue, waiting or in flight.
@@ -226,6 +228,7 @@ impl<D> HwQueue<D> {
             config,
             namespaces,
             counted,
+            submitters: Vec::new(),
             tags: TagSet::new(depth, config.reserved),
             table,
             bios_held: 0,
@@ -285,6 +288,11 @@ impl<D> HwQueue<D> {
         &self.memory
     }
 
+    /// What orders the bios that wait; of several namespaces those of the first.
+    pub fn scheduler(&self) -> SchedulerConfig {
+        self.config.scheduler
+    }
+
     /// The counters, readable by anyone; of several namespaces those of the first.
     pub fn stats(&self) -> &Arc<HwStats> {
         &self.namespaces[0].stats
@@ -298,6 +306,11 @@ impl<D> HwQueue<D> {
     /// The driver, for what only its kind can do.
     pub fn driver_mut(&mut self) -> &mut D {
         &mut self.driver
+    }
+
+    /// Requests that can be in flight at one time: tags, with those reserved.
+    pub fn depth(&self) -> usize {
+        self.tags.depth()
     }
 
     /// How many more bios fit; none while the queue is [frozen](HwQueue::freeze).
@@ -491,9 +504,13 @@ impl<D> HwQueue<D> {
         while let Some(&(number, status)) = self.done.get(at) {
             let request = &self.table.requests[usize::from(number)];
             let alike = if request.look.is_in_flight(Marks::empty()) && status.is_ok() {
-                self.finish_alike::<false>(at, now_ns, sink)
+                if self.submitters.is_empty() {
+                    self.finish_alike::<false, false>(at, now_ns, sink)
+                } else {
+                    self.finish_alike::<false, true>(at, now_ns, sink)
+                }
             } else if request.look.is_in_flight(Marks::SHARED) && status.is_ok() && self.namespaces.len() == 1 {
-                self.finish_alike::<true>(at, now_ns, sink)
+                self.finish_alike::<true, true>(at, now_ns, sink)
             } else {
                 ended += self.finish_slow(number, status, now_ns, sink);
                 at += 1;
@@ -508,23 +525,29 @@ impl<D> HwQueue<D> {
     }
 
     /// The end of a plain request, from a scheduler or not, and of all behind it that look the same and were handed to
-    /// the driver at the same time: they are counted together.
+    /// the driver at the same time: they are counted together. `APART` says that submitters may be counted apart.
     #[inline]
-    fn finish_alike<const SCHEDULED: bool>(
+    fn finish_alike<const SCHEDULED: bool, const APART: bool>(
         &mut self,
         from: usize,
         now_ns: u64,
         sink: &mut impl FnMut(Box<Bio>),
     ) -> usize {
-        let HwQueue { done, table, tags, namespaces, counted, .. } = self;
+        let HwQueue { done, table, tags, namespaces, counted, submitters, .. } = self;
         let (requests, ended) = (&mut table.requests[..], &done[from..]);
         let first = &requests[usize::from(ended[0].0)];
         let (look, start_ns) = (first.look, first.start_ns);
+        let submitter_of = |request: &Request| request.bio.as_ref().map_or(0, |bio| bio.submitter);
+        let counted_apart = APART && !submitters.is_empty();
+        let submitter = if counted_apart { submitter_of(first) } else { 0 };
         let (mut rest, mut sectors) = (ended, 0);
         while let [(number, status), behind @ ..] = rest {
             let number = *number;
             let request = &mut requests[usize::from(number)];
             if request.look != look || request.start_ns != start_ns || !status.is_ok() {
+                break;
+            }
+            if counted_apart && submitter_of(request) != submitter {
                 break;
             }
             rest = behind;
@@ -540,10 +563,18 @@ impl<D> HwQueue<D> {
         }
         let count = ended.len() - rest.len();
         if let Some(stats) = counted {
+            let stats = if counted_apart { submitters.get(usize::from(submitter)).unwrap_or(stats) } else { stats };
             let latency_ns = now_ns.saturating_sub(start_ns);
             stats.completed(OpClass::of(look.op()), latency_ns, count as u64, sectors << SECTOR_SHIFT);
         }
         count
+    }
+
+    /// Where the I/O of a submitter is counted.
+    #[inline]
+    fn stats_of(&self, namespace: u16, submitter: u16) -> &HwStats {
+        let stats = &self.namespaces[usize::from(namespace)].stats;
+        self.submitters.get(usize::from(submitter)).unwrap_or(stats)
     }
 
     /// What is done makes room: for what the driver did not take, and for others who share the budget.
@@ -580,15 +611,20 @@ impl<D> HwQueue<D> {
                 errors.note(IoError { op, sector, bytes, status, errno });
             }
         }
-        let stats = &self.namespaces[usize::from(namespace)].stats;
+        if marks.contains(Marks::SLOW) {
+            self.namespaces[usize::from(namespace)].stats.slow_ended();
+        }
         if self.config.stats {
+            let submitter = match &first {
+                Some(bio) => bio.submitter,
+                None if marks.contains(Marks::PART) => self.table.split_submitter(more),
+                None => 0,
+            };
+            let stats = self.stats_of(namespace, submitter);
             stats.request(OpClass::of(op), bytes);
             if !status.is_ok() {
                 stats.failed(OpClass::of(op));
             }
-        }
-        if marks.contains(Marks::SLOW) {
-            stats.slow_ended();
         }
         if marks.contains(Marks::FLUSH) {
             self.flushed(usize::from(namespace), status, now_ns);

@@ -312,6 +312,11 @@ impl RequestTable {
         Some(self.errnos.swap_remove(noted).1)
     }
 
+    /// The submitter of a bio that was split.
+    pub(crate) fn split_submitter(&self, place: u16) -> u16 {
+        self.bios.splits[usize::from(place)].bio.as_ref().map_or(0, |bio| bio.submitter)
+    }
+
     /// The limits of a namespace are these from now on.
     pub(crate) fn set_limits(&mut self, namespace: usize, limits: &QueueLimits) {
         self.bios.pieces[namespace] = limits.pieces();

@@ -243,6 +243,12 @@ impl ServedLanes {
         self.lanes.threads()
     }
 
+    /// The numbers of the queues that each hardware queue of an export serves.
+    pub fn hardware_queues(&self, export: usize) -> Vec<Vec<usize>> {
+        let of_export = self.pollers.iter().filter(|place| place.export == export);
+        of_export.map(|place| place.queues.clone().collect()).collect()
+    }
+
     /// The lane of each queue, export by export.
     pub fn places(&self) -> Vec<usize> {
         let of_poller = |place: &PollerPlace| {

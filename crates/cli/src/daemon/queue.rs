@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkyard::rate::RateSlot;
 use blkyard::{Device, DeviceError};
-use blkyard_export::{QueueHost, QueueRemote, SharedQueuePort, VhostQueue, on_demand_queues};
+use blkyard_export::{QueueHost, QueueRemote, SharedQueuePort, VhostQueue, VirtqueueShare, on_demand_queues};
 use blkyard_mq::{HwQueue, HwQueueConfig, QueueKind};
 use blkyard_virtio::SerialId;
 
@@ -67,10 +67,11 @@ impl PollerHost {
         // Each virtqueue has as many bios as with a hardware queue of its own.
         let bios_max = usual.bios_max * self.streams.len();
         let config = HwQueueConfig { depth: depth_of(device), scheduler: self.device.scheduler(), bios_max, ..usual };
+        let share = VirtqueueShare { bios: usual.bios_max, depth: config.depth };
         let driver = device.queue(QueueKind::Default, config.depth)?;
         let mut hw = HwQueue::new(driver, info, config);
         hw.set_rates(0, self.device.rates(&self.rate));
-        Ok(VhostQueue::shared(hw, self.serial, port).with_streams(self.streams.iter().copied()))
+        Ok(VhostQueue::shared(hw, self.serial, port, share).with_streams(self.streams.iter().copied()))
     }
 }
 

@@ -28,9 +28,10 @@ const ANSWER_TIME: Duration = Duration::from_secs(2);
 pub fn collect(daemon: &Daemon) -> Tree {
     let all: Vec<_> = daemon.exports.iter().map(ServedExport::queues).collect();
     let asked: Vec<Vec<_>> = all.iter().map(|queues| queues.iter().map(QueueWatch::look).collect()).collect();
-    let (lanes, places) = {
+    let (lanes, places, shares) = {
         let lanes = daemon.lanes();
-        (lane_nodes(&lanes, &all), lanes.places())
+        let shares: Vec<_> = (0..all.len()).map(|export| lanes.hardware_queues(export)).collect();
+        (lane_nodes(&lanes, &all), lanes.places(), shares)
     };
     let mut places = places.into_iter();
     let until = Instant::now() + ANSWER_TIME;
@@ -44,9 +45,11 @@ pub fn collect(daemon: &Daemon) -> Tree {
             None => Some(queue_at_rest(export, &daemon.devices[export.device])),
         };
         let queues = queues.iter().zip(places.by_ref()).zip(asked).enumerate();
-        let queues =
-            queues.map(|(number, ((queue, lane), asked))| queue_node(number, queue, lane, now(queue, asked))).collect();
-        export_node(number, export, queues)
+        let queues = queues.map(|(queue_number, ((queue, lane), asked))| {
+            let node = queue_node(queue_number, queue, lane, now(queue, asked));
+            node.sharing(shares[number].iter().find(|numbers| numbers.contains(&queue_number)))
+        });
+        export_node(number, export, queues.collect())
     });
     Tree {
         schema: SCHEMA,
@@ -131,12 +134,22 @@ fn queue_node(number: usize, queue: &QueueWatch, lane: usize, now: Option<QueueN
     QueueNode {
         number,
         lane,
-        shown_with: queue.shown_with(),
+        shown_with: None,
+        shares_with: Vec::new(),
         now,
         ops: ops.into(),
         batches: stats.dispatched,
         counters: counters(&stats),
         refusals: refusals.filter(|(_, n)| *n > 0).map(|(reason, n)| (reason.to_owned(), n)).collect(),
+    }
+}
+
+impl QueueNode {
+    /// The same, with the numbers of all queues that its hardware queue serves.
+    fn sharing(mut self, numbers: Option<&Vec<usize>>) -> QueueNode {
+        self.shares_with = numbers.into_iter().flatten().copied().filter(|number| *number != self.number).collect();
+        self.shown_with = numbers.and_then(|numbers| numbers.first().copied()).filter(|first| *first != self.number);
+        self
     }
 }
 

@@ -110,9 +110,12 @@ fn queue(out: &mut String, node: &QueueNode) {
         None => "its lane does not answer".into(),
         Some(now) => format!("{}, ring of {}", now.state, now.ring_size),
     };
-    let shared = match node.shown_with {
-        Some(other) => format!(", feeds the hardware queue of queue {other}"),
-        None => String::new(),
+    let others: Vec<_> = node.shares_with.iter().map(ToString::to_string).collect();
+    let shared = match (&others[..], node.shown_with) {
+        ([], _) => String::new(),
+        (_, Some(first)) => format!(", shares the hardware queue shown with queue {first}"),
+        ([other], None) => format!(", shares its hardware queue with queue {other}"),
+        (others, None) => format!(", shares its hardware queue with queues {}", others.join(", ")),
     };
     line(out, 1, &format!("queue {} on lane {}: {now}{shared}", node.number, node.lane));
     if node.shown_with.is_none() {

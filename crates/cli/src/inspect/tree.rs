@@ -105,16 +105,20 @@ pub struct SessionNode {
     pub has_channel: bool,
 }
 
-/// A hardware queue, and the guest's ring that feeds it.
+/// A virtqueue, and the hardware queue that it feeds. Operations are counted for each virtqueue.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct QueueNode {
     /// Its number within the export.
     pub number: usize,
     /// The number of the lane it lives on.
     pub lane: usize,
-    /// Number of the queue with which the hardware queue is shown that it feeds; none if it is this one.
+    /// Number of the queue with which the hardware queue is shown that it feeds: tags, requests, batches and what else
+    /// is counted; none if it is this one.
     #[serde(default)]
     pub shown_with: Option<usize>,
+    /// Numbers of the other queues that feed the same hardware queue.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub shares_with: Vec<usize>,
     /// What its owner said; none if it did not answer in time.
     pub now: Option<QueueNow>,
     /// By operation.

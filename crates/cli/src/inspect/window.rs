@@ -130,6 +130,7 @@ mod tests {
             number: 0,
             lane: 0,
             shown_with: None,
+            shares_with: Vec::new(),
             now: None,
             ops: BTreeMap::from([(super::super::op_name(OpClass::Read).to_owned(), OpNode::of(&op))]),
             batches: [times_ns.len() as u64; 7],

@@ -157,20 +157,19 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     if let Some(scheduler) = scheduler {
         served.set_scheduler(scheduler);
         let asked: Vec<_> = exports.iter().map(|export| export.hand.schedule(scheduler)).collect();
-        let named = |of: fn(&[blkyard_export::QueueWatch]) -> bool| {
-            let those = exports.iter().filter(|export| of(&export.queues()));
-            those.map(ToString::to_string).collect::<Vec<_>>()
-        };
-        let shared = named(|queues| queues.iter().any(|queue| queue.shown_with().is_some()));
-        let several = named(|queues| queues.len() > 1);
+        let of_device = daemon.exports.iter().enumerate().filter(|(_, export)| export.device == number);
+        let apart = |(export, _): &(usize, &ServedExport)| daemon.lanes().hardware_queues(*export).len() > 1;
+        let apart: Vec<_> = of_device.filter(apart).map(|(_, export)| export.to_string()).collect();
         for (export, answer) in wait_for_all(&exports, asked) {
             match answer {
                 Ok(()) => {
                     let name = scheduler.name();
                     // Which queues share a hardware queue was decided when they were made.
-                    let alone = scheduler.orders() && !shared.contains(&export) && several.contains(&export);
-                    let by_queue =
-                        if alone { " of each queue by itself; start or take over to have it order all" } else { "" };
+                    let by_queue = if scheduler.orders() && apart.contains(&export) {
+                        " of each queue by itself; start or take over to have it order all"
+                    } else {
+                        ""
+                    };
                     done.push(format!("{export}: scheduler {name} orders what waits{by_queue}"));
                 }
                 Err(why) => problems.push(format!("{export}: {why}")),

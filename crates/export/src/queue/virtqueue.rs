@@ -16,13 +16,14 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 
 use blkyard_mem::Region;
-use blkyard_mq::{Bio, Driver, HwQueue, RegionTable, Segment, SignalEventfd, SignalSlot};
+use blkyard_mq::{Bio, Driver, HwQueue, HwStats, RegionTable, Segment, SignalEventfd, SignalSlot};
 use blkyard_sys::EventFd;
 use blkyard_virtio::{
     Chain, ChainHead, DeviceRing, GuestMemory, ParseContext, Parsed, Refusals, RingBase, SerialId, VirtioStatus, parse,
     status_of, write_status, written,
 };
 
+use super::VirtqueueShare;
 use crate::kicks::KickSet;
 use crate::log::ExportLog;
 use crate::notes::Notes;
@@ -43,15 +44,22 @@ const ROUND_MAX: usize = 256;
 const NOTED_ROUND_MAX: usize = 16;
 
 /// A virtqueue of a [`VhostQueue`](super::VhostQueue).
-pub(super) struct GuestQueue {
-    /// Its number among the virtqueues of its hardware queue.
+pub(crate) struct GuestQueue {
+    /// Its number among the virtqueues of its hardware queue; stays while it is one of them.
     number: usize,
     pub(super) port: QueuePort,
     serial: SerialId,
     refusals: Arc<Refusals>,
     pub(super) session: Option<GuestRing>,
     bios: Bios,
+    /// What is counted of its I/O.
+    stats: Arc<HwStats>,
+    /// Requests it may have in flight, and the most that can be.
+    depth: usize,
+    depth_max: usize,
     suspending: Vec<Sender<RingBase>>,
+    /// Asked to leave its hardware queue, by whoever waits for it.
+    parting: Option<Sender<Box<GuestQueue>>>,
     flushing: Flushing,
     retiring: bool,
     /// To move to another lane once what was fetched is finished.
@@ -155,14 +163,16 @@ struct Pending {
 }
 
 impl GuestQueue {
-    /// A stopped virtqueue that has so many bios.
-    pub(super) fn new(number: usize, serial: SerialId, port: QueuePort, bios: usize) -> GuestQueue {
+    /// A stopped virtqueue that has such a share of its hardware queue.
+    pub(super) fn new(number: usize, serial: SerialId, port: QueuePort, share: VirtqueueShare) -> GuestQueue {
+        let VirtqueueShare { bios, depth } = share;
         let bio = |index| {
             let mut bio = Bio::with_capacity(SEGMENTS);
             bio.cookie = cookie(number, index as u32);
+            bio.submitter = number as u16;
             bio
         };
-        let refusals = port.refusals();
+        let (stats, refusals) = (port.stats(), port.refusals());
         GuestQueue {
             number,
             port,
@@ -170,12 +180,43 @@ impl GuestQueue {
             refusals,
             session: None,
             bios: Bios { free: (0..bios).map(bio).collect(), pending: (0..bios).map(|_| None).collect() },
+            stats,
+            depth,
+            depth_max: depth,
             suspending: Vec::new(),
+            parting: None,
             flushing: Flushing::new(number),
             retiring: false,
             leaving: false,
             signal: SignalSlot::default(),
         }
+    }
+
+    pub(super) fn number(&self) -> usize {
+        self.number
+    }
+
+    /// It has this number from now on. No bio of its own is in a hardware queue.
+    pub(super) fn set_number(&mut self, number: usize) {
+        self.number = number;
+        for bio in self.bios.free.iter_mut().chain(&mut self.flushing.bio) {
+            bio.cookie = cookie(number, request_of(bio.cookie));
+            bio.submitter = number as u16;
+        }
+    }
+
+    pub(super) fn stats(&self) -> &Arc<HwStats> {
+        &self.stats
+    }
+
+    pub(super) fn depth(&self) -> usize {
+        self.depth
+    }
+
+    /// Bounds the requests it may have in flight; says what the bound has become.
+    pub(super) fn set_depth(&mut self, depth: usize) -> usize {
+        self.depth = depth.clamp(1, self.depth_max);
+        self.depth
     }
 
     /// Its bios say who submits them.
@@ -194,66 +235,107 @@ impl GuestQueue {
 
     #[inline]
     pub(super) fn is_stopping(&self) -> bool {
-        self.retiring || self.leaving || !self.suspending.is_empty()
+        self.retiring || self.leaving || self.parting.is_some() || !self.suspending.is_empty()
+    }
+
+    /// It is asked to leave its hardware queue, and nothing of it is in flight.
+    pub(super) fn is_parting(&self) -> bool {
+        self.parting.is_some() && self.owes_nothing() && self.is_drained()
+    }
+
+    /// All that a daemon before us had in flight is fetched, or never will be.
+    fn owes_nothing(&self) -> bool {
+        self.session.as_ref().is_none_or(|session| session.ring.left() == 0 || session.broken)
+    }
+
+    /// Leaves its hardware queue, and says who waits for it. `shares` says whether other virtqueues of it run.
+    pub(super) fn part<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
+        &mut self,
+        hw: &mut HwQueue<D>,
+        kicks: Option<&KickSet>,
+        cx: &mut Cx,
+        shares: bool,
+    ) -> Option<Sender<Box<GuestQueue>>> {
+        self.leave(cx);
+        if let Some(session) = &self.session {
+            session.leave_kick(kicks, cx);
+            if !shares {
+                hw.set_memory(cx, Arc::new(RegionTable::default()));
+            }
+        }
+        self.parting.take()
+    }
+
+    /// Continues at another hardware queue. `shares` says whether other virtqueues of it run.
+    pub(super) fn enter<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
+        &mut self,
+        hw: &mut HwQueue<D>,
+        kicks: Option<&KickSet>,
+        cx: &mut Cx,
+        shares: bool,
+    ) {
+        let Some(session) = &mut self.session else { return };
+        if !shares {
+            hw.set_memory(cx, Arc::clone(session.memory.table()));
+        } else if !hw.memory().is_same(session.memory.table()) {
+            // Changes of memory suspend all queues first, and this one was not.
+            session.stop("the other queues of its hardware queue run with other memory");
+        }
+        if let Some(kicks) = kicks {
+            session.join_kicks(kicks);
+        }
+    }
+
+    /// Its kick is heard through a set from now on, and no more by its lane itself.
+    pub(super) fn kick_through<Cx: ?Sized + SignalEventfd>(&mut self, kicks: &KickSet, cx: &mut Cx) {
+        if let Some(session) = &mut self.session {
+            session.leave_kick(None, cx);
+            session.join_kicks(kicks);
+        }
     }
 
     pub(super) fn is_over(&self) -> bool {
         self.retiring && self.session.is_none()
     }
 
-    /// Does what the control path asks. `shares` says whether other virtqueues of the hardware queue run.
+    /// Does what the control path asks, but for what concerns its hardware queue. `shares` says whether other
+    /// virtqueues of that run.
     #[cold]
-    pub(super) fn read_mail<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
+    pub(super) fn obey<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
         &mut self,
         hw: &mut HwQueue<D>,
         kicks: Option<&KickSet>,
         cx: &mut Cx,
         shares: bool,
-        now_ns: u64,
+        command: Command,
     ) {
-        for command in self.port.shared.mailbox.take() {
-            match command {
-                Command::Run(setup, answer) => {
-                    let _ = answer.send(self.start(hw, kicks, cx, shares, *setup));
+        match command {
+            Command::Run(setup, answer) => {
+                let _ = answer.send(self.start(hw, kicks, cx, shares, *setup));
+            }
+            Command::Suspend(answer) => self.suspending.push(answer),
+            Command::Flush(answer) => self.flushing.asked.push(answer),
+            Command::Call(call, answer) => {
+                if let Some(session) = &mut self.session {
+                    cx.forget(&mut self.signal);
+                    session.call = call;
+                    // The guest may have missed one that went to the old descriptor.
+                    session.call(cx, &mut self.signal);
                 }
-                Command::Suspend(answer) => self.suspending.push(answer),
-                Command::Flush(answer) => self.flushing.asked.push(answer),
-                Command::Call(call, answer) => {
-                    if let Some(session) = &mut self.session {
-                        cx.forget(&mut self.signal);
-                        session.call = call;
-                        // The guest may have missed one that went to the old descriptor.
-                        session.call(cx, &mut self.signal);
-                    }
-                    let _ = answer.send(());
+                let _ = answer.send(());
+            }
+            Command::Change(info, answer) => {
+                let at_rest = self.session.is_none() && hw.is_idle();
+                if at_rest {
+                    hw.set_info(0, info);
                 }
-                Command::Change(info, answer) => {
-                    let at_rest = self.session.is_none() && hw.is_idle();
-                    if at_rest {
-                        hw.set_info(0, info);
-                    }
-                    let _ = answer.send(at_rest.then_some(()).ok_or_else(|| "the queue runs".into()));
-                }
-                Command::Depth(depth, answer) => {
-                    let _ = answer.send(hw.set_depth(depth));
-                }
-                Command::Schedule(config, answer) => {
-                    // All virtqueues of an export are told the same: once is enough.
-                    if self.number == 0 {
-                        hw.schedule(0, config);
-                    }
-                    let _ = answer.send(());
-                }
-                Command::Rates(limits, answer) => {
-                    if self.number == 0 {
-                        hw.set_rates(0, limits);
-                    }
-                    let _ = answer.send(());
-                }
-                Command::Look(answer) => {
-                    let _ = answer.send(self.view(hw, now_ns));
-                }
-                Command::Retire => self.retiring = true,
+                let _ = answer.send(at_rest.then_some(()).ok_or_else(|| "the queue runs".into()));
+            }
+            Command::Part(answer) => self.parting = Some(answer),
+            Command::Stay => self.parting = None,
+            Command::Retire => self.retiring = true,
+            Command::Adopt(..) | Command::Depth(..) | Command::Schedule(..) | Command::Rates(..) | Command::Look(_) => {
+                unreachable!("done by the hardware queue")
             }
         }
     }
@@ -333,12 +415,7 @@ impl GuestQueue {
         if let Some(eventfd) = session.notes.as_ref().and_then(Notes::untold) {
             signal_once(cx, &mut self.signal, eventfd);
         }
-        if let Some(kick) = &session.kick {
-            match kicks {
-                Some(kicks) => kicks.remove(kick.as_fd()),
-                None => cx.ignore(kick.as_fd()),
-            }
-        }
+        session.leave_kick(kicks, cx);
         let base = session.ring.base();
         drop(session);
         if !shares {
@@ -351,7 +428,7 @@ impl GuestQueue {
 
     /// What there is to see. What the hardware queue holds is shown with the first of its virtqueues; with the others
     /// only how it is set, and their own bios.
-    fn view<D>(&self, hw: &HwQueue<D>, now_ns: u64) -> QueueView {
+    pub(super) fn view<D>(&self, hw: &HwQueue<D>, is_first: bool, now_ns: u64) -> QueueView {
         let ring = self.session.as_ref().map(|session| RingView {
             size: session.ring.size(),
             next_avail: session.ring.base().next_avail(),
@@ -360,7 +437,7 @@ impl GuestQueue {
             is_broken: session.broken,
         });
         let mut hw = hw.snapshot(now_ns);
-        if self.number > 0 {
+        if !is_first {
             let bios = self.bios.pending.len() - self.bios.free.len();
             (hw.bios, hw.tags_in_use, hw.in_flight, hw.dispatch) = (bios, 0, 0, 0);
             hw.requests.clear();
@@ -453,12 +530,10 @@ impl GuestQueue {
             signal_once(cx, &mut self.signal, error);
             busy = true;
         }
-        if stopping {
-            let owes = session.ring.left() > 0 && !session.broken;
-            if !owes && self.is_drained() && (self.retiring || !self.suspending.is_empty()) {
-                self.rest(hw, kicks, cx, shares());
-                return true;
-            }
+        let is_to_rest = self.retiring || !self.suspending.is_empty();
+        if stopping && is_to_rest && self.owes_nothing() && self.is_drained() {
+            self.rest(hw, kicks, cx, shares());
+            return true;
         }
         busy
     }
@@ -506,6 +581,26 @@ impl GuestRing {
     #[inline]
     fn is_cut_short(&self) -> bool {
         self.memory.is_faulted() || self.records.as_ref().is_some_and(|records| records.is_faulted())
+    }
+
+    /// Has its kick heard through a set.
+    #[cold]
+    fn join_kicks(&mut self, kicks: &KickSet) {
+        let Some(kick) = &self.kick else { return };
+        if let Err(error) = kicks.add(kick.as_fd()) {
+            self.log
+                .warn(format_args!("{}: its kick cannot be listened to, so its ring is polled: {error}", self.name));
+            self.kick = None;
+        }
+    }
+
+    /// Has its kick no longer heard.
+    fn leave_kick<Cx: ?Sized + SignalEventfd>(&self, kicks: Option<&KickSet>, cx: &mut Cx) {
+        match (&self.kick, kicks) {
+            (Some(kick), Some(kicks)) => kicks.remove(kick.as_fd()),
+            (Some(kick), None) => cx.ignore(kick.as_fd()),
+            (None, _) => {}
+        }
     }
 
     /// Fetches chains while there are bios to carry them, but no more than `most`, and what the pace says if the device

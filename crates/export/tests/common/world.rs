@@ -6,8 +6,8 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use blkyard_export::{
-    BackendConfig, BoundSocket, ExportStatus, Handed, QueueRemote, QueueWatch, QuiescedExport, SEG_MAX, Server,
-    SocketConfig, VhostQueue, queue_pair, shared_queue_pair,
+    BackendConfig, BoundSocket, ExportStatus, Handed, QueueMover, QueueRemote, QueueWatch, QuiescedExport, SEG_MAX,
+    Server, SocketConfig, VhostQueue, VirtqueueShare, queue_pair, shared_queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, HwStats};
 use blkyard_os::{LaneConfig, LaneError, Lanes};
@@ -25,6 +25,7 @@ pub struct Served {
     server: Option<Server>,
     status: Arc<ExportStatus>,
     watches: Vec<QueueWatch>,
+    movers: Vec<QueueMover>,
 }
 
 impl Served {
@@ -44,6 +45,11 @@ impl Served {
     /// A hand on a queue that only looks.
     pub fn watch(&self, queue: usize) -> &QueueWatch {
         &self.watches[queue]
+    }
+
+    /// A hand on a queue that takes it to another lane by itself.
+    pub fn mover(&self, queue: usize) -> &QueueMover {
+        &self.movers[queue]
     }
 
     fn refusals(&self, queue: usize) -> &Refusals {
@@ -83,9 +89,25 @@ impl World {
         let (driver, info) = (device.queue(config.depth), Arc::new(device.info.clone()));
         let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
         let serial = SerialId::new(SERIAL).unwrap();
-        let make = move || VhostQueue::shared(HwQueue::new(driver, info, config), serial, port);
+        let share = VirtqueueShare { bios: usual.bios_max, depth: usual.depth };
+        let make = move || VhostQueue::shared(HwQueue::new(driver, info, config), serial, port, share);
         dealt.admit(0, make).unwrap();
         World::serving((vec![BackendConfig { name: "shared".into(), disk, queues: remotes }], dealt))
+    }
+
+    /// The virtqueue is alone at a hardware queue from now on, on this lane.
+    pub fn carry_apart(&mut self, device: &AnyDevice, queue: usize, lane: usize) {
+        let config = HwQueueConfig::default();
+        let (driver, info) = (device.queue(config.depth), Arc::new(device.info.clone()));
+        let detached = self.exports[0].mover(queue).part(super::PATIENCE).unwrap();
+        let make = move || VhostQueue::of_detached(HwQueue::new(driver, info, config), detached);
+        self.lanes.admit(lane, make).unwrap();
+    }
+
+    /// The virtqueue shares the hardware queue of another from now on.
+    pub fn carry_to(&self, queue: usize, other: usize) {
+        let detached = self.exports[0].mover(queue).part(super::PATIENCE).unwrap();
+        self.exports[0].mover(other).adopt(detached).unwrap();
     }
 
     /// These exports, whose queues live on these lanes.
@@ -95,8 +117,9 @@ impl World {
             let path = folder.path().join(format!("{number}.sock"));
             let socket = SocketConfig { path: path.clone(), mode: None, group: None };
             let watches = config.queues.iter().map(QueueRemote::watch).collect();
+            let movers = config.queues.iter().map(QueueRemote::mover).collect();
             let server = Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
-            Served { path, status: Arc::clone(server.status()), server: Some(server), watches }
+            Served { path, status: Arc::clone(server.status()), server: Some(server), watches, movers }
         };
         let exports = made.into_iter().enumerate().map(serve).collect();
         World { exports, lanes, folder }
@@ -114,15 +137,16 @@ impl World {
         for (handed, config) in handed.zip(made) {
             let Handed { state, rest } = handed;
             let watches = config.queues.iter().map(QueueRemote::watch).collect();
+            let movers = config.queues.iter().map(QueueRemote::mover).collect();
             let socket = BoundSocket::adopt(state.listener, state.path.clone(), state.identity);
             let taking = Server::take_over(socket, config, state.offered, state.wce, state.session);
-            taken.push((state.path, taking.unwrap_or_else(|why| panic!("{why}")), watches));
+            taken.push((state.path, taking.unwrap_or_else(|why| panic!("{why}")), watches, movers));
             rests.push(rest);
         }
         rests.into_iter().for_each(QuiescedExport::let_go);
-        let exports = taken.into_iter().map(|(path, taking, watches)| {
+        let exports = taken.into_iter().map(|(path, taking, watches, movers)| {
             let server = taking.go();
-            Served { path, status: Arc::clone(server.status()), server: Some(server), watches }
+            Served { path, status: Arc::clone(server.status()), server: Some(server), watches, movers }
         });
         let exports = exports.collect();
         let pause = begin.elapsed();

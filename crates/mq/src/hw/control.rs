@@ -58,16 +58,6 @@ impl<D> HwQueue<D> {
         self.choose_plain();
     }
 
-    /// Counts on where another queue stopped that was in this one's place. That one has ended.
-    ///
-    /// # Panics
-    /// If the queue is not [idle](HwQueue::is_idle).
-    pub fn set_stats(&mut self, stats: &Arc<HwStats>) {
-        assert!(self.is_idle(), "counters were replaced under I/O in flight");
-        self.namespaces[0].stats = Arc::clone(stats);
-        self.counted = self.config.stats.then(|| Arc::clone(stats));
-    }
-
     /// Lets no more than `depth` requests out at one time from now on, those reserved among them: at least one that is
     /// not reserved, at most as many as the queue was made with. Returns what the depth has become. What is out beyond
     /// that comes back when it is over.
@@ -75,6 +65,19 @@ impl<D> HwQueue<D> {
         let depth = self.tags.set_limit(depth);
         self.reshare();
         depth
+    }
+
+    /// Counts on in these counters: what concerns the queue as a whole, and the I/O of submitters without counters of
+    /// their own, in `of_queue`; other I/O in those that [`Bio::submitter`](crate::Bio::submitter) is the index of.
+    /// For a queue of one namespace.
+    pub fn set_stats(&mut self, of_queue: Arc<HwStats>, of_submitters: Vec<Arc<HwStats>>) {
+        let was = std::mem::replace(&mut self.namespaces[0].stats, Arc::clone(&of_queue));
+        if !Arc::ptr_eq(&was, &of_queue) {
+            // A gauge, found out again at the next look for slow requests.
+            was.set_slow_now(0);
+        }
+        self.counted = self.config.stats.then_some(of_queue);
+        self.submitters = if self.config.stats { of_submitters } else { Vec::new() };
     }
 
     /// Has a driver that does its work in the lane's thread copy so many bytes in one turn, and one request more, when

@@ -184,6 +184,9 @@ impl<D> HwQueue<D> {
         let Some(of) = self.namespaces.get(usize::from(namespace)) else { return };
         let scheduler = config.build(depth, bios_max, &of.info);
         self.set_scheduler(namespace, scheduler);
+        if namespace == 0 {
+            self.config.scheduler = config;
+        }
     }
 
     /// A bio that is to be scheduled, if it does not rather come back than wait.

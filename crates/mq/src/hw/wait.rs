@@ -124,13 +124,13 @@ impl<D> HwQueue<D> {
         if !self.config.stats {
             return;
         }
-        let stats = &self.namespaces[usize::from(bio.namespace)].stats;
         let wait =
             if bio.wait.since_ns == Wait::UNKNOWN { Wait { since_ns: start_ns, held_ns: [0; 3] } } else { bio.wait };
         let [limit, scheduler, tag] = wait.held_ns;
         let waited_ns = start_ns.saturating_sub(wait.since_ns);
         let dispatch = waited_ns.saturating_sub(limit + scheduler + tag);
         let latency_ns = now_ns.saturating_sub(wait.since_ns);
+        let stats = self.stats_of(bio.namespace, bio.submitter);
         stats.ended(OpClass::of(bio.op), latency_ns, [limit, scheduler, tag, dispatch]);
     }
 }
