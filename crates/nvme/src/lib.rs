@@ -6,14 +6,19 @@
 //! Data pointers: the host writes PRP lists and SGLs ([`ListPool`]), the controller walks them ([`DataWalker`]). Both
 //! find the bytes of an address in a [`DmaMap`].
 //!
+//! Queue pairs: [`HostQueuePair`] and [`ControllerQueuePair`] over the same rings and [`Doorbells`].
+//!
 //! This crate does no I/O, starts no thread, reads no clock and makes no system call.
 //!
 //! Names are those of the NVMe Base Specification 2.0 and the NVM Command Set Specification 1.0. All values are
 //! little-endian in memory.
 #![forbid(unsafe_code)]
 
+mod controller;
 mod cqe;
 mod dma;
+pub mod doorbell;
+mod host;
 mod identify;
 mod lists;
 pub mod registers;
@@ -21,8 +26,11 @@ mod sqe;
 mod status;
 mod walk;
 
+pub use controller::{ControllerQueuePair, ControllerRings, DoorbellFault, Fetched};
 pub use cqe::{CQE_BYTES, Cqe};
 pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment};
+pub use doorbell::{Doorbells, ShadowDoorbells};
+pub use host::{Completed, CqeFault, CqeFaults, HostQueuePair, QueueRings};
 pub use identify::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, LbaFormat};
 pub use lists::{ListError, ListPool, SGL_DESCRIPTORS_MAX, TRANSFER_BYTES_MAX};
 pub use sqe::{DSM_RANGE_BYTES, DsmRange, Psdt, SQE_BYTES, Sqe, admin, cns, control, feature, io};

@@ -68,19 +68,19 @@ pub enum ListError {
 
 /// Segments with those that continue each other joined.
 #[derive(Clone, Debug)]
-struct Runs<I> {
+struct JoinedSegments<I> {
     segments: I,
     next: Option<DmaSegment>,
 }
 
-impl<I: Iterator<Item = DmaSegment>> Runs<I> {
-    fn new(mut segments: I) -> Runs<I> {
+impl<I: Iterator<Item = DmaSegment>> JoinedSegments<I> {
+    fn new(mut segments: I) -> JoinedSegments<I> {
         let next = segments.next();
-        Runs { segments, next }
+        JoinedSegments { segments, next }
     }
 }
 
-impl<I: Iterator<Item = DmaSegment>> Iterator for Runs<I> {
+impl<I: Iterator<Item = DmaSegment>> Iterator for JoinedSegments<I> {
     type Item = DmaSegment;
 
     #[inline]
@@ -159,7 +159,7 @@ impl ListPool {
         let Some(threshold) = sgl_threshold else {
             return self.prp(slot, bytes, segments).map(|pointer| (Psdt::Prp, pointer));
         };
-        let mut runs = Runs::new(segments.clone());
+        let mut runs = JoinedSegments::new(segments.clone());
         let first = runs.next().ok_or(ListError::Length)?;
         let (mut count, mut end, mut is_torn) = (1_u64, first.addr.wrapping_add(first.len), false);
         for run in runs {
@@ -187,7 +187,7 @@ impl ListPool {
         bytes: u64,
         segments: impl Iterator<Item = DmaSegment>,
     ) -> Result<[u64; 2], ListError> {
-        let mut runs = Runs::new(segments);
+        let mut runs = JoinedSegments::new(segments);
         let first = runs.next().ok_or(ListError::Length)?;
         if first.addr & 3 != 0 {
             return Err(ListError::Unaligned);
@@ -261,7 +261,7 @@ impl ListPool {
             return Err(ListError::TooLong);
         }
         let (mut count, mut total, mut bits) = (0, 0, 0);
-        for run in Runs::new(segments.clone()) {
+        for run in JoinedSegments::new(segments.clone()) {
             (count, total, bits) = (count + 1, total + run.len, bits | run.addr | run.len);
         }
         if total != bytes || count == 0 {
@@ -270,7 +270,7 @@ impl ListPool {
         if bits & 3 != 0 {
             return Err(ListError::Unaligned);
         }
-        let mut runs = Runs::new(segments);
+        let mut runs = JoinedSegments::new(segments);
         if count == 1 {
             let first = runs.next().ok_or(ListError::Length)?;
             return Ok(sgl::words(sgl::DATA_BLOCK, first.addr, first.len as u32));
