@@ -1,8 +1,8 @@
-//! Event descriptors: our own, those that another process has a copy of, and those that it sends.
+//! Eventfds: our own, those of which another process has a copy, and those that another process sends.
 //!
 //! A copy shares its flags and its counter: the other process may make it blocking and full at any time. So
-//! [`EventFd::take`] never waits, and [`EventFd::signal_shared`] looks first. A lane signals foreign descriptors
-//! through its ring instead (`SignalEventfd` of `mq`).
+//! [`EventFd::take`] never waits, and [`EventFd::signal_shared`] polls it before it writes. A lane signals foreign
+//! descriptors through its ring instead (`SignalEventfd` of `mq`).
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -11,6 +11,7 @@ use rustix::event::{EventfdFlags, PollFlags, eventfd};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::{ReadWriteFlags, preadv2, retry_on_intr};
 
+use crate::fd_name::{fd_name, is_eventfd_name};
 use crate::wait::is_ready;
 
 /// An eventfd, non-blocking and closed on exec.
@@ -27,7 +28,7 @@ pub enum EventFdError {
     #[error("the eventfd is a semaphore, which stays readable after it was read: make it without EFD_SEMAPHORE")]
     Semaphore,
     /// A system call failed.
-    #[error("the eventfd cannot be made non-blocking: {0}")]
+    #[error("a system call on the eventfd failed: {0}")]
     System(#[from] io::Error),
 }
 
@@ -46,9 +47,9 @@ impl EventFd {
     /// The descriptor is no eventfd, or a system call failed.
     pub fn from_foreign(descriptor: impl Into<OwnedFd>) -> Result<EventFd, EventFdError> {
         let descriptor = descriptor.into();
-        let link = std::fs::read_link(format!("/proc/self/fd/{}", descriptor.as_raw_fd()))?;
-        if !link.to_string_lossy().starts_with("anon_inode:[eventfd") {
-            return Err(EventFdError::NotAnEventfd(link.display().to_string()));
+        let name = fd_name(&descriptor)?;
+        if !is_eventfd_name(&name) {
+            return Err(EventFdError::NotAnEventfd(name));
         }
         let flags = fcntl_getfl(&descriptor).map_err(io::Error::from)?;
         fcntl_setfl(&descriptor, flags | OFlags::NONBLOCK).map_err(io::Error::from)?;
@@ -62,7 +63,7 @@ impl EventFd {
     pub fn from_foreign_to_read(descriptor: impl Into<OwnedFd>) -> Result<EventFd, EventFdError> {
         let event = EventFd::from_foreign(descriptor)?;
         // Older kernels do not report it. There the lane that listens moderates the eventfd.
-        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", event.0.as_raw_fd()))?;
+        let info = std::fs::read_to_string(format!("/proc/thread-self/fdinfo/{}", event.0.as_raw_fd()))?;
         if info.lines().filter_map(|line| line.strip_prefix("eventfd-semaphore:")).any(|value| value.trim() != "0") {
             return Err(EventFdError::Semaphore);
         }
@@ -140,7 +141,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_peer_that_makes_it_blocking_delays_nobody() {
+    fn a_peer_that_makes_it_blocking_causes_no_wait() {
         let event = EventFd::new().unwrap();
         fcntl_setfl(&event, OFlags::empty()).unwrap();
         assert!(!event.take(), "it was not signalled");
@@ -153,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_counter_delays_no_signal_of_ours() {
+    fn a_full_counter_does_not_block_our_signal() {
         let event = EventFd::new().unwrap();
         rustix::io::write(&event, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         event.signal();

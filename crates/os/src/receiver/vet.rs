@@ -1,4 +1,4 @@
-//! What a descriptor from outside is, found out without waiting for whoever stands behind it.
+//! Classifies a foreign descriptor without waiting for the process or file system behind it.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -6,59 +6,59 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use blkyard_mem::check_near;
+use blkyard_sys::{fd_name, is_eventfd_name};
 use rustix::net::{AddressFamily, SocketType, sockopt};
 use rustix::thread::{Pid, gettid};
 
 use super::table::STACK_BYTES;
 
-/// How long a file system may take to say what it is. A disk of this machine answers from memory.
+/// Time limit for a file system to report its type. One on a disk of this machine answers from memory.
 const ANSWER_TIME: Duration = Duration::from_secs(2);
 
-/// What a descriptor is.
+/// Kind of a foreign descriptor.
 pub(super) enum DescriptorKind {
-    /// Nobody has to answer when it is used or closed: an eventfd, or a file in memory or on a disk of this machine.
+    /// Can be used and closed without an answer of another process: an eventfd, or a file in memory or on a disk of
+    /// this machine.
     Safe,
-    /// A unix stream socket. What lies in it unread may be anything.
+    /// A unix stream socket. Its unread bytes may carry any descriptor.
     Stream,
-    /// Anything else, and why it is not passed on.
+    /// Anything else, with the reason why it is not passed on.
     Refused(String),
 }
 
-/// Looks at a descriptor. One that is refused must stay open as long as its table: a file system that has not answered
-/// may still be asked, by a thread that `asking` then names.
+/// Classifies a descriptor. A refused one must stay open as long as its descriptor table: a query of its file system
+/// may still be under way, on a thread that is then added to `asking`.
 pub(super) fn kind(file: &OwnedFd, asking: &mut Vec<Pid>) -> DescriptorKind {
-    // The name alone: the file system is not asked for it. The thread has a table of its own.
-    let link = std::fs::read_link(format!("/proc/thread-self/fd/{}", file.as_raw_fd()));
-    let link = match &link {
+    let name = match fd_name(file) {
         // A peer chooses the name, and it goes into the log.
-        Ok(link) => link.to_string_lossy().escape_debug().to_string(),
-        Err(error) => return DescriptorKind::Refused(format!("it cannot be looked at: {error}")),
+        Ok(name) => name.escape_debug().to_string(),
+        Err(error) => return DescriptorKind::Refused(format!("its type cannot be read from /proc: {error}")),
     };
-    if link.starts_with("anon_inode:[eventfd") {
+    if is_eventfd_name(&name) {
         DescriptorKind::Safe
-    } else if link.starts_with("socket:[") {
+    } else if name.starts_with("socket:[") {
         if is_stream(file) {
             DescriptorKind::Stream
         } else {
-            DescriptorKind::Refused("it is a socket, and no unix stream".into())
+            DescriptorKind::Refused("it is a socket, but not a unix stream socket".into())
         }
-    } else if link.starts_with("pipe:[") || link.starts_with("anon_inode:") {
-        DescriptorKind::Refused(format!("it is {link}"))
+    } else if name.starts_with("pipe:[") || name.starts_with("anon_inode:") {
+        DescriptorKind::Refused(format!("it is {name}"))
     } else {
         match ask(file.as_fd(), asking) {
             Ok(()) => DescriptorKind::Safe,
-            Err(why) => DescriptorKind::Refused(format!("{link}: {why}")),
+            Err(why) => DescriptorKind::Refused(format!("{name}: {why}")),
         }
     }
 }
 
-/// Whether a descriptor is a unix stream socket. That is known to this machine.
+/// Whether a descriptor is a unix stream socket. The kernel answers by itself.
 pub(super) fn is_stream(file: &OwnedFd) -> bool {
     let kind = sockopt::socket_domain(file).ok().zip(sockopt::socket_type(file).ok());
     kind == Some((AddressFamily::UNIX, SocketType::STREAM))
 }
 
-/// Asks the file system, in a thread that may wait for ever.
+/// Queries the file system, on a thread that may block for ever.
 fn ask(file: BorrowedFd<'_>, asking: &mut Vec<Pid>) -> Result<(), String> {
     let number = file.as_raw_fd();
     let (begun, id) = channel();
@@ -74,7 +74,7 @@ fn ask(file: BorrowedFd<'_>, asking: &mut Vec<Pid>) -> Result<(), String> {
     thread.map_err(|error: io::Error| error.to_string())?;
     came.recv_timeout(ANSWER_TIME).unwrap_or_else(|_| {
         asking.extend(id.recv());
-        Err(format!("its file system has not answered for {} s", ANSWER_TIME.as_secs()))
+        Err(format!("its file system has not answered within {} s", ANSWER_TIME.as_secs()))
     })
 }
 
