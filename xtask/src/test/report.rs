@@ -1,5 +1,5 @@
-//! The account of a test run: a line for each item as it ends, all failures again at the end, and a
-//! closing line for programs: `N passed, N failed, N skipped`.
+//! Report of a test run: a line for each item as it ends, all failures again at the end, and a closing line for
+//! programs: `N passed, N failed, N skipped`, with `: no verdict` after it where a quick run is not complete.
 
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -12,10 +12,24 @@ use super::progress::{ItemPosition, Progress, WatchedOutput};
 /// What begins a line with the command that runs only what failed.
 pub const RERUN: &str = "rerun: ";
 
-/// How many lines of one failure are said again at the end.
+/// Lines of one failure that are repeated at the end.
 const TELLING_LINES: usize = 12;
 
-/// How a thing ended that did not fail as a whole.
+/// Exit code of a quick run in which nothing failed and something did not run. 2 is that of wrong arguments.
+const NO_VERDICT: u8 = 3;
+
+/// What a run must do beside not failing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Completeness {
+    /// Items that did not run are listed.
+    Optional,
+    /// Without all items there is no verdict.
+    ForVerdict,
+    /// Items that did not run count as failed.
+    Mandatory,
+}
+
+/// Result of an item that did not fail as a whole.
 pub enum Verdict {
     /// So many tests in it passed.
     Passed(usize),
@@ -38,10 +52,9 @@ impl Verdict {
 }
 
 pub struct Report {
-    /// What did not run has failed.
-    strict: bool,
+    completeness: Completeness,
     start: Instant,
-    /// How many items there are, and how many of them have begun.
+    /// Number of items, and how many of them have begun.
     items: usize,
     begun: usize,
     passed: usize,
@@ -53,10 +66,10 @@ pub struct Report {
 }
 
 impl Report {
-    /// An account of so many items.
-    pub fn new(strict: bool, items: usize) -> Self {
+    /// A report of so many items.
+    pub fn new(completeness: Completeness, items: usize) -> Self {
         Self {
-            strict,
+            completeness,
             start: Instant::now(),
             items,
             begun: 0,
@@ -97,11 +110,10 @@ impl Report {
         let verdict = run();
         drop(progress);
         let took = start.elapsed();
-        let strict = self.strict;
         let (word, text) = self.count(name, verdict);
         let start_of_line = if is_terminal { "\r\x1b[K" } else { "" };
         println!("{start_of_line}{name:24} {word:8} {}{text}", seconds(took));
-        if strict && word == "skipped" {
+        if self.completeness == Completeness::Mandatory && word == "skipped" {
             println!("{:24} CI is set, so this counts as failed", "");
         }
     }
@@ -129,7 +141,7 @@ impl Report {
                 ("FAILED", format!("  {passed} tests passed, {failed} failed\n{}", indent(&text)))
             }
             Ok(Verdict::Skipped(reason)) => {
-                if self.strict {
+                if self.completeness == Completeness::Mandatory {
                     self.failed += 1;
                 } else {
                     self.skipped += 1;
@@ -159,16 +171,25 @@ impl Report {
         }
         println!("after {}:", seconds(self.start.elapsed()).trim());
         println!("{}", self.closing_line());
-        if self.failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+        ExitCode::from(self.exit_code())
     }
 
     fn closing_line(&self) -> String {
-        format!("{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped)
+        let verdict = if self.exit_code() == NO_VERDICT { ": no verdict" } else { "" };
+        format!("{} passed, {} failed, {} skipped{verdict}", self.passed, self.failed, self.skipped)
+    }
+
+    fn exit_code(&self) -> u8 {
+        match (self.failed, self.skipped, self.completeness) {
+            (1.., _, _) => 1,
+            (0, 1.., Completeness::ForVerdict) => NO_VERDICT,
+            _ => 0,
+        }
     }
 }
 
-/// The lines of a failure that name its cause: the tests that failed, the programs they are in, and what a compiler or
-/// a system call said; the first line where there are none.
+/// The lines of a failure that name its cause: failed tests, their programs, and errors of a compiler or a system call;
+/// the first line where there are none.
 fn telling(text: &str) -> Vec<&str> {
     let tells = |line: &&str| {
         (line.starts_with("test ") && line.ends_with("FAILED"))
@@ -196,8 +217,8 @@ mod tests {
 
     use super::*;
 
-    fn counted(strict: bool) -> Report {
-        let mut report = Report::new(strict, 5);
+    fn counted(completeness: Completeness) -> Report {
+        let mut report = Report::new(completeness, 5);
         report.count("a", Ok(Verdict::passed()));
         report.count("b", Ok(Verdict::Passed(5)));
         report.count("c", Ok(Verdict::skipped("no reason")));
@@ -208,8 +229,8 @@ mod tests {
 
     #[test]
     fn everything_is_counted() {
-        assert_eq!(counted(false).closing_line(), "8 passed, 2 failed, 1 skipped");
-        assert_eq!(counted(false).failures.len(), 2);
+        assert_eq!(counted(Completeness::Optional).closing_line(), "8 passed, 2 failed, 1 skipped");
+        assert_eq!(counted(Completeness::Optional).failures.len(), 2);
     }
 
     #[test]
@@ -221,7 +242,27 @@ mod tests {
     }
 
     #[test]
-    fn where_nothing_is_optional_the_skipped_have_failed() {
-        assert_eq!(counted(true).closing_line(), "8 passed, 3 failed, 0 skipped");
+    fn skipped_items_fail_a_run_in_which_all_are_mandatory() {
+        assert_eq!(counted(Completeness::Mandatory).closing_line(), "8 passed, 3 failed, 0 skipped");
+    }
+
+    #[test]
+    fn a_quick_run_with_skipped_items_has_no_verdict() {
+        let ended = |completeness, verdicts: Vec<Result<Verdict>>| {
+            let mut report = Report::new(completeness, verdicts.len());
+            verdicts.into_iter().for_each(|verdict| drop(report.count("a", verdict)));
+            (report.exit_code(), report.closing_line())
+        };
+        let passed = || Ok(Verdict::passed());
+        let late = || Ok(Verdict::skipped("the time is over"));
+        let quick = Completeness::ForVerdict;
+        assert_eq!(ended(quick, vec![passed(), passed()]), (0, "2 passed, 0 failed, 0 skipped".into()));
+        assert_eq!(ended(quick, vec![passed(), late()]), (3, "1 passed, 0 failed, 1 skipped: no verdict".into()));
+        let failed = || Err(anyhow!("broken"));
+        assert_eq!(ended(quick, vec![failed(), late()]), (1, "0 passed, 1 failed, 1 skipped".into()));
+        assert_eq!(ended(Completeness::Optional, vec![passed(), late()]).0, 0);
+        // Tests that their program ignores did not run either.
+        let ignored = Ok(Verdict::Mixed { passed: 3, failed: 0, skipped: 1, text: String::new() });
+        assert_eq!(ended(quick, vec![ignored]).0, 3);
     }
 }
