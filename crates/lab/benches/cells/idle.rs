@@ -58,13 +58,13 @@ pub fn idle_cells(plan: WindowPlan, quick: bool, report: &mut CellReport) {
 struct Ground {
     alone: ListeningServer,
     beside: ListeningServer,
-    idle: Vec<Lines<Clock>>,
+    idle: Vec<Lines<BoxedClock>>,
     _folder: CellFolder,
 }
 
-type Clock = Box<dyn FnMut() -> u64>;
+type BoxedClock = Box<dyn FnMut() -> u64>;
 
-fn boxed_clock() -> Clock {
+fn boxed_clock() -> BoxedClock {
     Box::new(clock())
 }
 
@@ -131,7 +131,7 @@ fn sparse(plan: WindowPlan, names: &[String], p99: &str, report: &mut CellReport
 /// A busy client that asks, now and then, on the queues of one export after another.
 struct SparseLines<'a, C: FnMut() -> u64> {
     busy: Lines<C>,
-    idle: &'a mut [Lines<Clock>],
+    idle: &'a mut [Lines<BoxedClock>],
     /// The export that is asked, or is to be asked next.
     next: usize,
     /// When it was asked, ns.
