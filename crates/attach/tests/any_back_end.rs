@@ -17,8 +17,7 @@ use blkyard_attach::{AttachConfig, Attached};
 use blkyard_mem::Region;
 use blkyard_mq::{Op, QueueKind, Status};
 use blkyard_virtio::{BlkConfig, Features};
-use common::{Backend, User, blk_config, config, disk, disk_info, message, place, read, send_account, until};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use common::{Backend, User, blk_config, config, disk, disk_info, is_ready, message, place, read, send_account, until};
 
 /// Numbers that seem to be of no order (xorshift, Marsaglia 2003).
 struct Chance(u64);
@@ -42,15 +41,10 @@ fn serve_wildly(path: &Path, disk: &BlkConfig, chance: &mut Chance, stop: &Atomi
     let _ = std::fs::remove_file(path);
     let listener = UnixListener::bind(path).unwrap();
     while !stop.load(Relaxed) {
-        if is_ready(listener.as_fd(), 5) {
+        if is_ready(&listener, 5) {
             session(&listener.accept().unwrap().0, disk, chance, stop);
         }
     }
-}
-
-fn is_ready(fd: std::os::fd::BorrowedFd<'_>, within_ms: i64) -> bool {
-    let time = Timespec { tv_sec: 0, tv_nsec: within_ms * 1_000_000 };
-    poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], Some(&time)) == Ok(1)
 }
 
 /// One front-end, mostly answered as it should be.
@@ -58,7 +52,7 @@ fn session(stream: &UnixStream, disk: &BlkConfig, chance: &mut Chance, stop: &At
     let (mut regions, mut eventfds): (Vec<Arc<Region>>, Vec<OwnedFd>) = (Vec::new(), Vec::new());
     let mut account = None;
     while !stop.load(Relaxed) {
-        if !is_ready(stream.as_fd(), 1) {
+        if !is_ready(stream, 1) {
             do_anything(regions.first(), &eventfds, chance);
             if chance.once_in(8) {
                 do_anything(account.as_ref(), &[], chance);
@@ -68,7 +62,7 @@ fn session(stream: &UnixStream, disk: &BlkConfig, chance: &mut Chance, stop: &At
             }
             continue;
         }
-        let (request, flags, payload, file) = read(stream)?;
+        let (request, flags, payload, fds) = read(stream)?;
         let mut answer = match request {
             1 => Some((disk.features() | Features::PROTOCOL_FEATURES).bits().to_ne_bytes().to_vec()),
             11 => Some(payload.clone()),
@@ -86,7 +80,7 @@ fn session(stream: &UnixStream, disk: &BlkConfig, chance: &mut Chance, stop: &At
             36 => Some(8_u64.to_ne_bytes().to_vec()),
             _ => (flags & 8 != 0).then(|| vec![0; 8]),
         };
-        match (request, file) {
+        match (request, fds.into_iter().next()) {
             (37, Some(file)) => {
                 let word = |at: usize| u64::from_ne_bytes(payload[at..at + 8].try_into().unwrap());
                 regions.push(Region::map_file(file.as_fd(), word(32), word(16)).unwrap());

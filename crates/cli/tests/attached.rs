@@ -4,6 +4,8 @@
 
 #[path = "../../attach/tests/common/lossy.rs"]
 mod lossy;
+#[path = "../../attach/tests/common/wire.rs"]
+mod wire;
 
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::Ordering::Relaxed;

@@ -1,44 +1,32 @@
 //! How `serve` and `bench` end when they are told to, whatever hangs; and how `inspect` waits: for a bounded time.
 
+mod common;
+
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process};
+use common::{PATIENCE, Process, inspect, run, wait_until};
+use rustix::process::Signal;
 
-/// Longer than anything takes here on a busy machine, and far less than for ever.
-const PATIENCE: Duration = Duration::from_mins(1);
-
-/// A process that does not outlive its test. What it says lies in a file of its own.
-struct Process {
-    child: Child,
+/// A process that writes its output to a file.
+struct LoggedProcess {
+    process: Process,
     log: PathBuf,
 }
 
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-impl Process {
+impl LoggedProcess {
     /// Starts a shell command in a folder, in which `$B` is the program.
-    fn start(folder: &Path, name: &str, command: &str) -> Process {
+    fn start(folder: &Path, name: &str, command: &str) -> LoggedProcess {
         let log = folder.join(format!("{name}.log"));
         let output = File::create(&log).unwrap();
-        let child = Command::new("sh")
-            .args(["-c", command])
-            .env("B", env!("CARGO_BIN_EXE_blkyard"))
-            .current_dir(folder)
-            .stdin(Stdio::null())
-            .stdout(output.try_clone().unwrap())
-            .stderr(output)
-            .spawn();
-        Process { child: child.unwrap(), log }
+        let mut shell = Command::new("sh");
+        shell.args(["-c", command]).env("B", env!("CARGO_BIN_EXE_blkyard")).current_dir(folder).stdin(Stdio::null());
+        let process = Process::spawn(shell.stdout(output.try_clone().unwrap()).stderr(output));
+        LoggedProcess { process, log }
     }
 
     fn said(&self) -> String {
@@ -46,32 +34,25 @@ impl Process {
     }
 
     fn wait_until(&mut self, what: &str, enough: impl Fn(&str) -> bool) {
-        let begin = Instant::now();
-        while !enough(&self.said()) {
-            let ended = self.child.try_wait().unwrap();
-            assert!(ended.is_none() && begin.elapsed() < PATIENCE, "{what} ({ended:?}): {}", self.said());
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        wait_until(what, || {
+            let said = self.said();
+            assert!(self.process.is_running(), "ended before this: {what}: {said}");
+            enough(&said)
+        });
     }
 
     fn ready(&mut self) {
-        self.wait_until("it is not ready", |said| said.lines().any(|line| line == "ready"));
+        self.wait_until("the daemon is ready", |said| said.lines().any(|line| line == "ready"));
     }
 
     fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
+        self.process.signal(signal);
     }
 
-    /// Its end, which must come within this time.
+    /// Its exit status, which it must have within this time.
     fn ended(&mut self, within: Duration) -> ExitStatus {
-        let begin = Instant::now();
-        loop {
-            if let Some(status) = self.child.try_wait().unwrap() {
-                return status;
-            }
-            assert!(begin.elapsed() < within, "still there after {within:?}: {}", self.said());
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        let status = self.process.ended_within(within);
+        status.unwrap_or_else(|| panic!("not ended after {within:?}: {}", self.said()))
     }
 }
 
@@ -85,10 +66,10 @@ fn daemon_without_descriptors_still_ends() {
             "ulimit -n {limit}; exec $B serve --device ram:16M --export 'vhost-user-blk:s{limit}?queues=64' --lanes 1 \
              --control none"
         );
-        let mut daemon = Process::start(folder.path(), &format!("daemon{limit}"), &serve);
+        let mut daemon = LoggedProcess::start(folder.path(), &format!("daemon{limit}"), &serve);
         daemon.ready();
         let client = format!("exec $B bench 'vhost-user:s{limit}?timeout_s=5' --numjobs 8 --iodepth 1 --runtime 1");
-        (daemon, Process::start(folder.path(), &format!("client{limit}"), &client))
+        (daemon, LoggedProcess::start(folder.path(), &format!("client{limit}"), &client))
     };
     let started: Vec<_> = limits.map(start).collect();
     std::thread::sleep(Duration::from_secs(1));
@@ -102,62 +83,88 @@ fn daemon_without_descriptors_still_ends() {
     }
 }
 
+/// The first queue of the first export of the daemon whose control socket is `c`.
+fn queue(folder: &Path) -> serde_json::Value {
+    inspect(folder, &["export:0"])["exports"][0]["queues"][0].clone()
+}
+
+/// I/Os that a queue has completed.
+fn completed(queue: &serde_json::Value) -> u64 {
+    queue["ops"].as_object().unwrap().values().filter_map(|op| op["ios"].as_u64()).sum()
+}
+
+/// Of each thread of a process: its state, such as `S`, and how often it has gone to sleep.
+fn threads(process: &LoggedProcess) -> Vec<(char, u64)> {
+    let folder = format!("/proc/{}/task", process.process.0.id());
+    let status = |task: std::io::Result<std::fs::DirEntry>| {
+        let text = std::fs::read_to_string(task.ok()?.path().join("status")).ok()?;
+        let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+        Some((field("State:")?.chars().next()?, field("voluntary_ctxt_switches:")?.parse().ok()?))
+    };
+    std::fs::read_dir(folder).unwrap().filter_map(status).collect()
+}
+
+/// Waits until a process that was sent SIGSTOP executes nothing more.
+fn wait_until_stopped(process: &LoggedProcess) {
+    wait_until("the process is stopped", || threads(process).iter().all(|&(state, _)| state == 'T'));
+}
+
+/// Waits until all threads of a client sleep. Its back-end completes nothing: what it can submit is submitted then.
+fn wait_until_asleep(process: &LoggedProcess) {
+    let mut before = Vec::new();
+    wait_until("all threads of the process sleep", || {
+        // None has run between two looks if none went to sleep again.
+        let now = threads(process);
+        let is_asleep = now == before && now.iter().all(|&(state, _)| state == 'S');
+        before = now;
+        is_asleep
+    });
+}
+
 /// A chain of two daemons and a client: the first has the data, the second serves it on, with these arguments.
 struct Chain {
     folder: tempfile::TempDir,
-    first: Process,
-    second: Process,
-    client: Process,
+    first: LoggedProcess,
+    second: LoggedProcess,
+    client: LoggedProcess,
 }
 
 /// How the second daemon of a [`Chain`] is started.
 const SECOND: &str = "exec $B serve --device 'vhost-user:first?timeout_s=600' --export 'vhost-user-blk:second?queues=1' \
-                      --control control";
+                      --control c";
 
 impl Chain {
     /// The client writes; each request takes 10 ms with the first daemon.
     fn start(arguments: &str) -> Chain {
         let folder = tempfile::tempdir().unwrap();
-        let mut first = Process::start(
+        let mut first = LoggedProcess::start(
             folder.path(),
             "first",
             "exec $B serve --device 'model:latency?us=10000&size=8M' --export 'vhost-user-blk:first?queues=1' --control none",
         );
         first.ready();
-        let mut second = Process::start(folder.path(), "second", &format!("{SECOND} {arguments}"));
+        let mut second = LoggedProcess::start(folder.path(), "second", &format!("{SECOND} {arguments}"));
         second.ready();
-        let client = Process::start(
+        let client = LoggedProcess::start(
             folder.path(),
             "client",
             "exec $B bench 'vhost-user:second?gone_s=600' --rw randwrite --verify crc32c --iodepth 4",
         );
         let chain = Chain { folder, first, second, client };
-        let begin = Instant::now();
-        while chain.queue()["ops"]["write"]["ios"].as_u64().unwrap_or(0) == 0 {
-            assert!(begin.elapsed() < PATIENCE, "nothing is written: {}", chain.client.said());
-        }
+        wait_until("the client writes", || chain.queue()["ops"]["write"]["ios"].as_u64() > Some(0));
         chain
     }
 
     /// The second daemon's queue, as `inspect` shows it.
     fn queue(&self) -> serde_json::Value {
-        let mut look = Command::new(env!("CARGO_BIN_EXE_blkyard"));
-        look.args(["inspect", "--control", "control", "--json"]).current_dir(self.folder.path());
-        let tree: serde_json::Value = serde_json::from_slice(&look.output().unwrap().stdout).unwrap();
-        tree["exports"][0]["queues"][0].clone()
+        queue(self.folder.path())
     }
 
     /// Stops the first daemon, and waits until it has in flight all that the client submits.
     fn hang(&self) {
         self.first.signal(Signal::STOP);
-        let begin = Instant::now();
-        // Twice in a row, in case it has not stopped yet.
-        let mut full = 0;
-        while full < 2 {
-            full = if self.queue()["now"]["in_flight"] == 4 { full + 1 } else { 0 };
-            assert!(begin.elapsed() < PATIENCE, "the queue does not fill: {}", self.queue());
-            std::thread::sleep(Duration::from_millis(100));
-        }
+        wait_until_stopped(&self.first);
+        wait_until("the queue fills", || self.queue()["now"]["in_flight"] == 4);
     }
 
     /// The first daemon hangs; what it had in flight is reported by the second, which ends.
@@ -172,7 +179,7 @@ impl Chain {
         ] {
             assert!(said.contains(words), "'{words}' is missing: {said}");
         }
-        for socket in ["second", "control"] {
+        for socket in ["second", "c"] {
             assert!(!self.folder.path().join(socket).exists(), "{socket} is left behind");
         }
     }
@@ -187,7 +194,7 @@ fn hanging_device_is_left_after_the_drain_time_and_its_requests_are_done_again()
     chain.check_left(PATIENCE);
     assert!(begin.elapsed() >= Duration::from_secs(2), "it waited for {:?} only", begin.elapsed());
     chain.first.signal(Signal::CONT);
-    let mut second = Process::start(chain.folder.path(), "third", SECOND);
+    let mut second = LoggedProcess::start(chain.folder.path(), "third", SECOND);
     second.ready();
     let status = chain.client.ended(2 * PATIENCE);
     let said = chain.client.said();
@@ -201,7 +208,7 @@ fn second_signal_ends_at_once() {
     let mut chain = Chain::start("--drain-s 3600");
     chain.hang();
     chain.second.signal(Signal::TERM);
-    chain.second.wait_until("it does not drain", |said| said.contains("for 3600 s at most"));
+    chain.second.wait_until("the daemon drains", |said| said.contains("for 3600 s at most"));
     chain.second.signal(Signal::INT);
     chain.check_left(Duration::from_secs(20));
 }
@@ -210,7 +217,7 @@ fn second_signal_ends_at_once() {
 fn idle_daemon_ends_although_its_back_end_is_silent() {
     let mut chain = Chain::start("--drain-s 2");
     chain.client.signal(Signal::KILL);
-    chain.second.wait_until("the client has not left", |said| said.contains("the front-end left"));
+    chain.second.wait_until("the client has left", |said| said.contains("the front-end left"));
     chain.first.signal(Signal::STOP);
     chain.second.signal(Signal::TERM);
     let status = chain.second.ended(PATIENCE);
@@ -224,7 +231,7 @@ fn signal_ends_a_daemon_that_still_starts() {
     let silent = UnixListener::bind(folder.path().join("silent")).unwrap();
     let serve = "exec $B serve --device 'vhost-user:silent?timeout_s=600' --export vhost-user-blk:s";
     for signal in [Signal::INT, Signal::TERM] {
-        let mut daemon = Process::start(folder.path(), "daemon", serve);
+        let mut daemon = LoggedProcess::start(folder.path(), "daemon", serve);
         let connection = silent.accept().unwrap();
         daemon.signal(signal);
         let status = daemon.ended(Duration::from_secs(20));
@@ -238,7 +245,7 @@ fn front_end_that_hangs_does_not_delay_the_end_and_sighup_is_no_end() {
     let folder = tempfile::tempdir().unwrap();
     let serve = "exec $B serve --device ram:16M --export vhost-user-blk:a --device ram:16M --export vhost-user-blk:b \
                  --control none --drain-s 600";
-    let mut daemon = Process::start(folder.path(), "daemon", serve);
+    let mut daemon = LoggedProcess::start(folder.path(), "daemon", serve);
     daemon.ready();
     // One stops in the middle of a header, the other asks for the features and never reads.
     let mut half = UnixStream::connect(folder.path().join("a")).unwrap();
@@ -249,7 +256,7 @@ fn front_end_that_hangs_does_not_delay_the_end_and_sighup_is_no_end() {
     let begin = Instant::now();
     while deaf.write_all(&question).is_ok() || begin.elapsed() < Duration::from_secs(1) {}
     daemon.signal(Signal::HUP);
-    daemon.wait_until("SIGHUP is not logged", |said| said.contains("SIGHUP is ignored: reload is not implemented"));
+    daemon.wait_until("SIGHUP is logged", |said| said.contains("SIGHUP is ignored: reload is not implemented"));
     daemon.signal(Signal::TERM);
     let status = daemon.ended(Duration::from_secs(20));
     assert!(status.success(), "{}", daemon.said());
@@ -259,23 +266,19 @@ fn front_end_that_hangs_does_not_delay_the_end_and_sighup_is_no_end() {
 fn idle_connections_keep_nobody_from_the_control_socket() {
     const IDLE: usize = 3000;
     let folder = tempfile::tempdir().unwrap();
-    let mut daemon = Process::start(
+    let mut daemon = LoggedProcess::start(
         folder.path(),
         "daemon",
-        "exec $B serve --device ram:16M --export vhost-user-blk:s --control control",
+        "exec $B serve --device ram:16M --export vhost-user-blk:s --control c",
     );
     daemon.ready();
     let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
     rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).unwrap();
-    let control = folder.path().join("control");
+    let control = folder.path().join("c");
     let idle: Vec<_> = (0..IDLE).map(|_| UnixStream::connect(&control).unwrap()).collect();
     let begin = Instant::now();
-    let inspect = |arguments: &[&str]| {
-        let mut inspect = Command::new(env!("CARGO_BIN_EXE_blkyard"));
-        inspect.arg("inspect").args(arguments).current_dir(folder.path()).output().unwrap()
-    };
-    let answered = inspect(&["--control", "control", "--timeout-s", "30"]);
+    let answered = run(folder.path(), &["inspect", "--control", "c", "--timeout-s", "30"]);
     eprintln!("inspect answered after {:?} beside {} idle connections", begin.elapsed(), idle.len());
     assert!(answered.status.success(), "{}", String::from_utf8_lossy(&answered.stderr));
 }
@@ -297,7 +300,7 @@ fn inspect_waits_for_a_bounded_time() {
     });
     for name in ["silent", "full", "slow"] {
         let command = format!("exec $B inspect --control {name} --timeout-s 1");
-        let mut inspect = Process::start(folder.path(), "inspect", &command);
+        let mut inspect = LoggedProcess::start(folder.path(), "inspect", &command);
         let status = inspect.ended(Duration::from_secs(30));
         let said = inspect.said();
         let words = format!("control socket {name}: no answer within 1s; wait longer with --timeout-s");
@@ -306,24 +309,19 @@ fn inspect_waits_for_a_bounded_time() {
     drop(silent);
 }
 
-/// Runs `bench` in its two ways, a job for each queue and more jobs than queues, until it has done some I/O and `hang`
-/// has made its back-end silent; it must then end soon at one signal.
-fn check_bench_ends(serve: &str, signals: &[(Signal, &str)], hang: impl Fn(&Process)) {
+/// Runs `bench` in its two ways, a job for each queue and more jobs than queues, against a back-end that becomes
+/// silent; it must then end soon at one signal. `hang` returns once all that the client can submit is outstanding.
+fn check_bench_ends(device: &str, signals: &[(Signal, &str)], hang: impl Fn(&Silence<'_>)) {
     for (jobs, outstanding) in [(1, 4), (3, 12)] {
         let folder = tempfile::tempdir().unwrap();
-        let mut daemon = Process::start(folder.path(), "daemon", serve);
+        let serve = format!("exec $B serve --device '{device}' --export 'vhost-user-blk:s?queues=1' --control c");
+        let mut daemon = LoggedProcess::start(folder.path(), "daemon", &serve);
         daemon.ready();
-        let mut sessions = 0;
-        for &(signal, name) in signals {
+        for (sessions, &(signal, name)) in signals.iter().enumerate() {
             let bench = format!("exec $B bench vhost-user:s?timeout_s=600 --iodepth 4 --numjobs {jobs} --runtime 3600");
-            let mut bench = Process::start(folder.path(), name, &bench);
-            let connections = sessions + 1;
-            daemon.wait_until("no client", |said| said.matches("a front-end connected").count() >= connections);
-            sessions = connections;
-            // Once connected it has I/O in flight before long, and always.
-            std::thread::sleep(Duration::from_secs(2));
-            hang(&daemon);
-            std::thread::sleep(Duration::from_secs(1));
+            let mut bench = LoggedProcess::start(folder.path(), name, &bench);
+            daemon.wait_until("the client connects", |said| said.matches("a front-end connected").count() > sessions);
+            hang(&Silence { folder: folder.path(), daemon: &daemon, bench: &bench });
             bench.signal(signal);
             let begin = Instant::now();
             let status = bench.ended(Duration::from_secs(30));
@@ -336,17 +334,30 @@ fn check_bench_ends(serve: &str, signals: &[(Signal, &str)], hang: impl Fn(&Proc
     }
 }
 
+/// A client and its daemon, which is about to stop answering.
+struct Silence<'a> {
+    folder: &'a Path,
+    daemon: &'a LoggedProcess,
+    bench: &'a LoggedProcess,
+}
+
 #[test]
 fn bench_ends_at_a_signal_although_its_back_end_is_silent() {
-    let serve = "exec $B serve --device null:1G --export 'vhost-user-blk:s?queues=1' --control none";
-    check_bench_ends(serve, &[(Signal::INT, "int"), (Signal::TERM, "term")], |daemon| daemon.signal(Signal::STOP));
+    check_bench_ends("null:1G", &[(Signal::INT, "int"), (Signal::TERM, "term")], |silence| {
+        let before = completed(&queue(silence.folder));
+        wait_until("the client does I/O", || completed(&queue(silence.folder)) > before);
+        silence.daemon.signal(Signal::STOP);
+        wait_until_stopped(silence.daemon);
+        wait_until_asleep(silence.bench);
+    });
 }
 
 #[test]
 fn bench_ends_at_a_signal_although_its_requests_are_dropped() {
-    // Each request is lost until its queue asks for it, which is long after.
-    let serve =
-        "exec $B serve --device 'chaos:16M?timeouts=1&requeues=0' --export 'vhost-user-blk:s?queues=1' --control none";
-    // One for each daemon: the next client would have to wait until the requests are asked for.
-    check_bench_ends(serve, &[(Signal::INT, "int")], |_| ());
+    // Each request is lost until its queue times out, which is long after. One client for each daemon: the next one
+    // would have to wait for the time-out.
+    check_bench_ends("chaos:16M?timeouts=1&requeues=0", &[(Signal::INT, "int")], |silence| {
+        wait_until("requests are in flight", || queue(silence.folder)["now"]["in_flight"].as_u64() > Some(0));
+        wait_until_asleep(silence.bench);
+    });
 }

@@ -1,66 +1,22 @@
 //! The figures of `serve --stats` and `inspect`, against those of a client that measures for itself.
 
-use std::io::{BufRead, BufReader};
-use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
-use std::sync::{Arc, Mutex};
+mod common;
 
+use std::path::Path;
+
+use common::{Daemon, inspect, succeed};
 use serde_json::Value;
 
-/// A process that does not outlive its test.
-struct Process(Child);
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn program(folder: &Path, words: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
-    command.args(words).current_dir(folder);
-    command
-}
-
-fn run(folder: &Path, words: &[&str]) -> Output {
-    let output = program(folder, words).output().unwrap();
-    assert!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
-    output
-}
-
-fn text(output: Output) -> String {
-    String::from_utf8(output.stdout).unwrap()
-}
-
-/// A daemon of one export of this device, at `s`, with its control socket at `c`. It says its figures each second.
-struct Daemon {
-    _process: Process,
-    lines: Arc<Mutex<Vec<String>>>,
-}
-
+/// A daemon of one export of this device, at `s`, with its control socket at `c`. It writes statistics each second.
 fn serve(folder: &Path, device: &str, queues: &str) -> Daemon {
     let export = format!("vhost-user-blk:s?queues={queues}");
-    let words = ["serve", "--device", device, "--export", &export, "--control", "c", "--stats", "1"];
-    let mut child = program(folder, &words).stdout(Stdio::piped()).spawn().unwrap();
-    let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
-    let process = Process(child);
-    assert!(said.by_ref().any(|line| line.unwrap() == "ready"), "it is not ready");
-    let lines = Arc::new(Mutex::new(Vec::new()));
-    let heard = Arc::clone(&lines);
-    std::thread::spawn(move || said.map_while(Result::ok).for_each(|line| heard.lock().unwrap().push(line)));
-    Daemon { _process: process, lines }
+    Daemon::start(folder, &["--device", device, "--export", &export, "--control", "c", "--stats", "1"])
 }
 
 /// Report of a client that does this for so many seconds.
 fn bench(folder: &Path, rw: &str, iodepth: &str, seconds: &str) -> Value {
     let words = ["bench", "vhost-user:s", "--rw", rw, "--bs", "4k", "--iodepth", iodepth, "--runtime", seconds];
-    serde_json::from_slice(&run(folder, &[&words[..], &["--output-format", "json"]].concat()).stdout).unwrap()
-}
-
-fn inspect(folder: &Path, words: &[&str]) -> Value {
-    let all = [&["inspect", "--control", "c", "--json"], words].concat();
-    serde_json::from_slice(&run(folder, &all).stdout).unwrap()
+    serde_json::from_str(&succeed(folder, &[&words[..], &["--output-format", "json"]].concat())).unwrap()
 }
 
 fn op<'a>(tree: &'a Value, name: &str) -> &'a Value {
@@ -76,7 +32,7 @@ fn percentiles_and_lines_keep_their_bounds() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let daemon = serve(folder, "ram:16M", "40");
-    let fresh = text(run(folder, &["inspect", "--control", "c"]));
+    let fresh = succeed(folder, &["inspect", "--control", "c"]);
     assert!(fresh.contains(" s\n") && !fresh.contains("up for 0 ns"), "{fresh}");
     bench(folder, "randread", "8", "2");
     let tree = inspect(folder, &[]);
@@ -86,9 +42,9 @@ fn percentiles_and_lines_keep_their_bounds() {
     for (percent, ns) in latency["percentile_ns"].as_object().unwrap() {
         assert!(ns.as_u64().unwrap() <= max_ns, "p{percent} exceeds the longest: {latency:#}");
     }
-    let shown = text(run(folder, &["inspect", "--control", "c"]));
+    let shown = succeed(folder, &["inspect", "--control", "c"]);
     assert!(!shown.contains("of 0 bytes"), "{shown}");
-    let said = daemon.lines.lock().unwrap().join("\n");
+    let said = daemon.lines_so_far().join("\n");
     assert!(said.contains("read ") && said.contains(" IOPS "), "{said}");
     for line in shown.lines().chain(said.lines()) {
         assert!(line.chars().count() <= 110, "{} columns: {line}", line.chars().count());
@@ -120,7 +76,7 @@ fn compare(device: &str, values: &[&str], name: &str, dominant: &str) {
     let folder = folder.path();
     let daemon = serve(folder, device, "1");
     if !values.is_empty() {
-        run(folder, &[&["set", "--control", "c", "export:0"], values].concat());
+        succeed(folder, &[&["set", "--control", "c", "export:0"], values].concat());
     }
     let report = bench(folder, &format!("rand{name}"), "16", "3");
     let theirs_ns = report["jobs"][0][name]["clat_ns"]["mean"].as_f64().unwrap();
@@ -133,7 +89,7 @@ fn compare(device: &str, values: &[&str], name: &str, dominant: &str) {
     assert_eq!(sum, latency["sum_ns"].as_u64().unwrap(), "the parts are not the whole: {latency:#}");
     let most = parts.iter().max_by_key(|(_, ns)| ns.as_u64()).unwrap().0;
     assert_eq!(most, dominant, "{latency:#}");
-    let said = daemon.lines.lock().unwrap().join("\n");
+    let said = daemon.lines_so_far().join("\n");
     assert!(said.contains(&format!(" % {dominant})")), "{said}");
 }
 

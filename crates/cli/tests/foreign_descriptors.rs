@@ -3,22 +3,26 @@
 
 #[path = "common/back_end.rs"]
 mod back_end;
+mod common;
 #[path = "common/fuse.rs"]
 mod fuse;
+#[path = "../../attach/tests/common/wire.rs"]
+mod wire;
 
-use std::io::{BufRead, BufReader, IoSlice, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use back_end::{GET_CONFIG, GET_INFLIGHT_FD, agree};
+use blkyard_sys::send_fds;
+use common::{Daemon, Process, program, succeed};
 use fuse::{FLUSH, Fuse, STATFS};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg, sockopt};
+use rustix::net::{SendFlags, sockopt};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Longer than anything here takes on a busy machine, and shorter than what hangs.
@@ -99,11 +103,8 @@ fn sends_a_file() {
 }
 
 fn send(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)));
-    // A daemon that has left is no matter here.
-    let _ = sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
+    // A daemon that has closed the connection is no failure here.
+    let _ = send_fds(to, bytes, fds, SendFlags::empty());
 }
 
 fn message(request: u32, body: &[u8]) -> Vec<u8> {
@@ -111,57 +112,28 @@ fn message(request: u32, body: &[u8]) -> Vec<u8> {
     header.iter().flat_map(|word| word.to_ne_bytes()).chain(body.iter().copied()).collect()
 }
 
-/// A process that does not outlive its test.
-struct Daemon(Child);
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        // One that cannot end is not waited for.
-        let _ = self.0.try_wait();
-    }
+/// Starts a daemon with two images at two sockets.
+fn serve_images(folder: &Path) -> Process {
+    serve(folder, "file:a.img")
 }
 
-impl Daemon {
-    /// Two images at two sockets.
-    fn start(folder: &Path) -> Daemon {
-        Daemon::serving(folder, "file:a.img")
-    }
+/// Starts a daemon with a device and an image at two sockets.
+fn serve(folder: &Path, device: &str) -> Process {
+    Daemon::launch(&mut serving(folder, device)).process
+}
 
-    /// A device and an image at two sockets.
-    fn serving(folder: &Path, device: &str) -> Daemon {
-        let mut daemon = Daemon::spawn(folder, device);
-        let lines = BufReader::new(daemon.0.stdout.take().unwrap()).lines();
-        let (told, ready) = channel();
-        std::thread::spawn(move || {
-            let is_ready = lines.map_while(Result::ok).any(|line| line == "ready");
-            let _ = told.send(is_ready);
-        });
-        assert_eq!(ready.recv_timeout(PATIENCE), Ok(true), "it does not get ready");
-        daemon
+/// The command that serves a device and an image at two sockets.
+fn serving(folder: &Path, device: &str) -> Command {
+    let mut command = program(folder, &["serve", "--control", "c"]);
+    for (name, device) in [("a", device), ("b", "file:b.img")] {
+        std::fs::File::create(folder.join(format!("{name}.img"))).unwrap().set_len(1 << 20).unwrap();
+        command.args(["--device", device, "--export", &format!("vhost-user-blk:{name}?queues=1")]);
     }
+    command
+}
 
-    /// The same, not waited for.
-    fn spawn(folder: &Path, device: &str) -> Daemon {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
-        command.args(["serve", "--control", "c"]).current_dir(folder).stdout(Stdio::piped());
-        for (name, device) in [("a", device), ("b", "file:b.img")] {
-            std::fs::File::create(folder.join(format!("{name}.img"))).unwrap().set_len(1 << 20).unwrap();
-            command.args(["--device", device, "--export", &format!("vhost-user-blk:{name}?queues=1")]);
-        }
-        Daemon(command.spawn().unwrap())
-    }
-
-    fn ends(&mut self, how: &str) -> ExitStatus {
-        let begin = Instant::now();
-        loop {
-            if let Some(status) = self.0.try_wait().unwrap() {
-                return status;
-            }
-            assert!(begin.elapsed() < PATIENCE, "{how}: it does not end");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
+fn ended(daemon: &mut Process, how: &str) -> ExitStatus {
+    daemon.ended_within(PATIENCE).unwrap_or_else(|| panic!("{how}: the daemon does not end"))
 }
 
 fn connect(folder: &Path, socket: &str) -> UnixStream {
@@ -208,24 +180,22 @@ fn survives(ending: &str) {
             let how = format!("{name} {way}, {ending}");
             let folder = tempfile::tempdir_in(ground.path()).unwrap();
             let folder = folder.path();
-            let mut daemon = Daemon::start(folder);
+            let mut daemon = serve_images(folder);
             attack(folder, &mut weapon, way);
             drop(is_served(folder, "a", &how));
             drop(is_served(folder, "b", &how));
-            let mut inspect = Command::new(env!("CARGO_BIN_EXE_blkyard"));
-            let inspected = inspect.args(["inspect", "--control", "c"]).current_dir(folder).output().unwrap();
-            assert!(inspected.status.success(), "{how}: {}", String::from_utf8_lossy(&inspected.stderr));
+            succeed(folder, &["inspect", "--control", "c"]);
             // And once more, so that this is there when the daemon ends.
             let busy = is_served(folder, "a", &how);
             weapon.send(&busy, &message(SET_VRING_CALL, &0_u64.to_ne_bytes()));
             weapon.send(&connect(folder, "a"), b"x");
             let signal = if ending == "stopped" { Signal::TERM } else { Signal::KILL };
             let begin = Instant::now();
-            kill_process(Pid::from_child(&daemon.0), signal).unwrap();
-            let status = daemon.ends(&how);
+            daemon.signal(signal);
+            let status = ended(&mut daemon, &how);
             assert!(ending == "killed" || status.success(), "{how}: it ends badly: {status}");
             let ended = begin.elapsed();
-            drop(Daemon::start(folder));
+            drop(serve_images(folder));
             println!("{how}: ended after {ended:?}, serves again after {:?}", begin.elapsed());
         }
     }
@@ -283,7 +253,7 @@ fn survives_back_ends(ending: &str) {
                 let last = attack_as_back_end(&listener, &mut weapon, way);
                 let _ = told.send((last, weapon, listener));
             });
-            let mut daemon = Daemon::serving(folder, "vhost-user:disk");
+            let mut daemon = serve(folder, "vhost-user:disk");
             let attacked = done.recv_timeout(PATIENCE);
             let Ok((last, mut used, _listener)) = attacked else { panic!("{how}: it is not connected to again") };
             drop(is_served(folder, "a", &how));
@@ -292,10 +262,10 @@ fn survives_back_ends(ending: &str) {
             used.send(&last.1, &CHANGED);
             used.send(&last.0, b"x");
             let signal = if ending == "stopped" { Signal::TERM } else { Signal::KILL };
-            kill_process(Pid::from_child(&daemon.0), signal).unwrap();
-            let status = daemon.ends(&how);
+            daemon.signal(signal);
+            let status = ended(&mut daemon, &how);
             assert!(ending == "killed" || status.success(), "{how}: it ends badly: {status}");
-            drop(Daemon::start(folder));
+            drop(serve_images(folder));
             weapon = used;
         }
     }
@@ -320,7 +290,7 @@ fn foreign_in_flight_memory_is_refused_and_holds_nobody() {
     for (name, mut weapon) in Weapon::all(ground.path()) {
         let folder = tempfile::tempdir_in(ground.path()).unwrap();
         let listener = UnixListener::bind(folder.path().join("disk")).unwrap();
-        let mut daemon = Daemon::spawn(folder.path(), "vhost-user:disk");
+        let mut daemon = Process::spawn(serving(folder.path(), "vhost-user:disk").stdout(Stdio::null()));
         std::thread::spawn(move || {
             let stream = listener.accept().unwrap().0;
             let answer = |request, bytes: &[u8], _| match request {
@@ -333,8 +303,8 @@ fn foreign_in_flight_memory_is_refused_and_holds_nobody() {
             std::thread::sleep(PATIENCE);
             drop(weapon);
         });
-        assert!(!daemon.ends(name).success(), "{name}: it is taken");
-        drop(Daemon::start(folder.path()));
+        assert!(!ended(&mut daemon, name).success(), "{name}: it is taken");
+        drop(serve_images(folder.path()));
     }
 }
 
@@ -348,13 +318,13 @@ fn nothing_is_left_once_whoever_should_answer_has_gone() {
         entries.filter_map(of).filter(|cwd| cwd == folder.path()).count()
     };
     let weapons = Weapon::all(folder.path());
-    let mut daemon = Daemon::start(folder.path());
+    let mut daemon = serve_images(folder.path());
     assert!(names() >= 2, "the daemon and its receiver are there");
     let mut weapons = weapons;
     weapons.iter_mut().for_each(|(_, weapon)| attack(folder.path(), weapon, "with a message"));
     drop(is_served(folder.path(), "a", "all at once"));
-    kill_process(Pid::from_child(&daemon.0), Signal::TERM).unwrap();
-    assert!(daemon.ends("all at once").success());
+    daemon.signal(Signal::TERM);
+    assert!(ended(&mut daemon, "all at once").success());
     drop(weapons);
     let begin = Instant::now();
     while names() > 0 {
@@ -372,7 +342,7 @@ fn sessions_that_never_end_are_bounded_and_the_daemon_says_so() {
     std::fs::create_dir(&mount).unwrap();
     let Some(fuse) = Fuse::mount(&mount, &[FLUSH]) else { return };
     let mut weapon = Weapon::Fuse(fuse);
-    let _daemon = Daemon::start(&folder);
+    let _daemon = serve_images(&folder);
     let begin = Instant::now();
     let refused = loop {
         let mut stream = connect(&folder, "a");
@@ -396,7 +366,7 @@ fn sessions_that_never_end_are_bounded_and_the_daemon_says_so() {
 #[test]
 fn a_receiver_that_is_killed_is_started_again() {
     let folder = tempfile::tempdir().unwrap();
-    let daemon = Daemon::start(folder.path());
+    let daemon = serve_images(folder.path());
     let receivers = || {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.0.id())).unwrap().map_while(Result::ok);
         let of = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
@@ -423,15 +393,9 @@ fn refused_descriptors_do_not_fill_the_log() {
     const FRONT_ENDS: usize = 200;
     let folder = tempfile::tempdir().unwrap();
     let log = std::fs::File::create(folder.path().join("log")).unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
-    command.args(["serve", "--control", "none", "--log-format", "json", "--device", "ram:1M"]);
-    command.args(["--export", "vhost-user-blk:a?queues=1"]).current_dir(folder.path()).stderr(log);
-    let mut daemon = Daemon(command.stdout(Stdio::null()).spawn().unwrap());
-    let begin = Instant::now();
-    while !folder.path().join("a").exists() {
-        assert!(begin.elapsed() < PATIENCE, "it does not get ready");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    let mut command = program(folder.path(), &["serve", "--control", "none", "--log-format", "json"]);
+    command.args(["--device", "ram:1M", "--export", "vhost-user-blk:a?queues=1"]).stderr(log);
+    let mut daemon = Daemon::launch(&mut command).process;
     let null = std::fs::File::open("/dev/null").unwrap();
     for _ in 0..FRONT_ENDS {
         let mut stream = connect(folder.path(), "a");
@@ -439,8 +403,8 @@ fn refused_descriptors_do_not_fill_the_log() {
         // Until it is let go.
         let _ = stream.read(&mut [0; 1]);
     }
-    kill_process(Pid::from_child(&daemon.0), Signal::TERM).unwrap();
-    assert!(daemon.ends("flooded").success());
+    daemon.signal(Signal::TERM);
+    assert!(ended(&mut daemon, "flooded").success());
     let log = std::fs::read_to_string(folder.path().join("log")).unwrap();
     let told = log.lines().filter(|line| line.contains("a descriptor of a front-end is not taken")).count();
     assert!((1..FRONT_ENDS / 2).contains(&told), "{told} lines on {FRONT_ENDS} descriptors");

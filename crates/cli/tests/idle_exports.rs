@@ -2,10 +2,10 @@
 //! and an idle one is answered when it wakes, also after commands, moves and reconnects.
 #![forbid(unsafe_code)]
 
-use std::io::{BufRead, BufReader};
+mod common;
+
 use std::os::fd::BorrowedFd;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
@@ -14,9 +14,8 @@ use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SignalEventfd, SignalSlot};
 use blkyard_os::{SystemClock, now_ns};
+use common::{Daemon, PATIENCE, program, succeed};
 
-/// Longer than anything here takes on a busy machine; what takes longer hangs.
-const PATIENCE: Duration = Duration::from_mins(1);
 const EXPORTS: usize = 24;
 const QUEUES: usize = 4;
 const BLOCK_BYTES: usize = 4096;
@@ -95,27 +94,6 @@ impl Drop for Guest {
     }
 }
 
-/// A daemon that does not outlive its test.
-struct Daemon(Child);
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn program(folder: &Path, words: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
-    command.args(words).current_dir(folder);
-    command
-}
-
-fn run(folder: &Path, words: &[&str]) {
-    let done = program(folder, words).output().unwrap();
-    assert!(done.status.success(), "{words:?}: {}", String::from_utf8_lossy(&done.stderr));
-}
-
 #[test]
 fn idle_exports_answer_beside_a_busy_one() {
     let folder = tempfile::tempdir().unwrap();
@@ -124,9 +102,7 @@ fn idle_exports_answer_beside_a_busy_one() {
     for export in 0..=EXPORTS {
         serve.args(["--device", "ram:1M", "--export", &format!("vhost-user-blk:s{export}?queues={QUEUES}")]);
     }
-    let mut daemon = Daemon(serve.stdout(Stdio::piped()).spawn().unwrap());
-    let mut lines = BufReader::new(daemon.0.stdout.take().unwrap()).lines();
-    assert!(lines.any(|line| line.unwrap() == "ready"), "not ready");
+    let daemon = Daemon::launch(&mut serve);
     let socket = |export: usize| folder.join(format!("s{export}"));
     let mut idle: Vec<_> = (0..EXPORTS).map(|export| Guest::connect(&socket(export), QUEUES)).collect();
     let mut busy = Guest::connect(&socket(EXPORTS), 1);
@@ -153,8 +129,8 @@ fn idle_exports_answer_beside_a_busy_one() {
             idle.iter_mut().for_each(|guest| guest.check_all(round));
         }
         rest(100);
-        run(folder, &["inspect", "--control", "c"]);
-        run(folder, &["set", "--control", "c", "export:0", "depth=3", "iops_max=100000"]);
+        succeed(folder, &["inspect", "--control", "c"]);
+        succeed(folder, &["set", "--control", "c", "export:0", "depth=3", "iops_max=100000"]);
         rest(100);
         idle.iter_mut().for_each(|guest| guest.check_all(3));
         // Front-ends leave and come, on queues that were parked.
@@ -168,15 +144,13 @@ fn idle_exports_answer_beside_a_busy_one() {
         // Parked queues move to another lane and back.
         for lanes in ["lanes=2", "lanes=1"] {
             rest(100);
-            run(folder, &["set", "--control", "c", "daemon", lanes]);
+            succeed(folder, &["set", "--control", "c", "daemon", lanes]);
             rest(100);
             idle.iter_mut().for_each(|guest| guest.check_all(5));
         }
     });
     drop((idle, busy));
-    let pid = rustix::process::Pid::from_child(&daemon.0);
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-    assert!(daemon.0.wait().unwrap().success(), "it ended badly");
+    daemon.stop();
 }
 
 struct Stop<'a>(&'a AtomicBool);

@@ -1,89 +1,50 @@
 //! The program as a process whose standard output or error fails or stalls, while a client does I/O.
 
+mod common;
+
 use std::fs::{File, OpenOptions};
 use std::io::{PipeReader, PipeWriter, Read, Write, pipe};
 use std::net::Shutdown;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use blkyard::{Bio, Disk, DiskConfig, Op, Status, Submitter};
+use common::{PATIENCE, Process, program, run, succeed};
 use rustix::fs::{MemfdFlags, SealFlags};
-use rustix::process::{Pid, Signal, kill_process};
 
-/// Longer than anything takes on a busy machine.
-const PATIENCE: Duration = Duration::from_mins(1);
-
-fn blkyard(folder: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
-    command.current_dir(folder);
-    command
+/// Starts a daemon with one disk in memory; returns once it can be connected to.
+fn serve(folder: &Path, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> Process {
+    let arguments = ["serve", "--device", "ram:16M", "--export", "vhost-user-blk:s", "--stats", "1", "--control", "c"];
+    start(program(folder, &arguments), folder, stdout, stderr)
 }
 
-/// A daemon that does not outlive its test.
-struct Daemon(Child);
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+/// The same for any command whose control socket is `c`. Its standard output may be unusable, so `ready` is not read.
+fn start(mut serve: Command, folder: &Path, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> Process {
+    let mut daemon = Process::spawn(serve.stdout(stdout).stderr(stderr));
+    daemon.wait_for(&folder.join("c"));
+    daemon
 }
 
-impl Daemon {
-    /// A daemon with one disk in memory, once it can be connected to.
-    fn serve(folder: &Path, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> Daemon {
-        let mut serve = blkyard(folder);
-        serve.args(["serve", "--device", "ram:16M", "--export", "vhost-user-blk:s", "--stats", "1", "--control", "c"]);
-        Daemon::start(&mut serve, folder, stdout, stderr)
-    }
+/// Stops a daemon and returns what it logged.
+fn log(daemon: Process, mut reader: PipeReader) -> String {
+    daemon.stop();
+    let mut log = String::new();
+    reader.read_to_string(&mut log).unwrap();
+    log
+}
 
-    fn start(serve: &mut Command, folder: &Path, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> Daemon {
-        let mut daemon = Daemon(serve.stdout(stdout).stderr(stderr).spawn().unwrap());
-        // Not by connecting, which would be a front-end.
-        let begin = Instant::now();
-        while !folder.join("c").exists() {
-            assert!(daemon.0.try_wait().unwrap().is_none() && begin.elapsed() < PATIENCE, "it does not serve");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        daemon
+/// Has clients come, do I/O and go, and stops the daemon.
+fn serves_and_ends_well(mut daemon: Process, folder: &Path) {
+    for _ in 0..2 {
+        let words = ["bench", "vhost-user:s", "--rw", "randwrite", "--runtime", "1", "--output-format", "json"];
+        succeed(folder, &words);
     }
-
-    fn ended(&mut self) -> ExitStatus {
-        let begin = Instant::now();
-        loop {
-            if let Some(status) = self.0.try_wait().unwrap() {
-                return status;
-            }
-            assert!(begin.elapsed() < PATIENCE, "it does not end");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-
-    /// Stops it and returns what it logged.
-    fn log(&mut self, mut reader: PipeReader) -> String {
-        kill_process(Pid::from_child(&self.0), Signal::TERM).unwrap();
-        assert!(self.ended().success());
-        let mut log = String::new();
-        reader.read_to_string(&mut log).unwrap();
-        log
-    }
-
-    /// Has clients come, do I/O and go, and stops it.
-    fn serves_and_ends_well(&mut self, folder: &Path) {
-        for _ in 0..2 {
-            let mut bench = blkyard(folder);
-            bench.args(["bench", "vhost-user:s", "--rw", "randwrite", "--runtime", "1", "--output-format", "json"]);
-            let done = bench.output().unwrap();
-            assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        }
-        assert!(blkyard(folder).args(["inspect", "--control", "c"]).output().unwrap().status.success());
-        assert!(self.0.try_wait().unwrap().is_none(), "it ended by itself");
-        kill_process(Pid::from_child(&self.0), Signal::TERM).unwrap();
-        assert!(self.ended().success(), "it ended badly");
-    }
+    succeed(folder, &["inspect", "--control", "c"]);
+    assert!(daemon.is_running(), "the daemon ended by itself");
+    daemon.stop();
 }
 
 fn full() -> File {
@@ -127,35 +88,34 @@ fn version_names_the_program() {
 #[test]
 fn daemon_serves_with_its_log_on_a_full_disk() {
     let folder = tempfile::tempdir().unwrap();
-    Daemon::serve(folder.path(), full(), full()).serves_and_ends_well(folder.path());
+    serves_and_ends_well(serve(folder.path(), full(), full()), folder.path());
 }
 
 #[test]
-fn daemon_serves_when_the_reader_of_its_log_has_died() {
+fn daemon_serves_after_the_reader_of_its_log_died() {
     let folder = tempfile::tempdir().unwrap();
-    Daemon::serve(folder.path(), without_reader(), without_reader()).serves_and_ends_well(folder.path());
+    serves_and_ends_well(serve(folder.path(), without_reader(), without_reader()), folder.path());
 }
 
 #[test]
-fn daemon_serves_and_ends_while_nobody_reads_its_log() {
+fn daemon_serves_and_ends_while_its_log_is_not_read() {
     let folder = tempfile::tempdir().unwrap();
     let ((_out, stdout), (_err, stderr)) = (stalled(), stalled());
-    Daemon::serve(folder.path(), stdout, stderr).serves_and_ends_well(folder.path());
+    serves_and_ends_well(serve(folder.path(), stdout, stderr), folder.path());
 }
 
 #[test]
 fn log_is_whole_when_its_reader_wakes() {
     let folder = tempfile::tempdir().unwrap();
     let (mut reader, stderr) = stalled();
-    let mut daemon = Daemon::serve(folder.path(), Stdio::null(), stderr);
+    let daemon = serve(folder.path(), Stdio::null(), stderr);
     visit(folder.path());
     let log = std::thread::spawn(move || {
         let mut log = Vec::new();
         reader.read_to_end(&mut log).unwrap();
         String::from_utf8(log).unwrap()
     });
-    kill_process(Pid::from_child(&daemon.0), Signal::TERM).unwrap();
-    assert!(daemon.ended().success());
+    daemon.stop();
     let log = log.join().unwrap();
     let words = ["a front-end connected", "the front-end left", "stopping"];
     assert!(words.iter().all(|word| log.contains(word)), "{}", log.trim_start_matches('x'));
@@ -175,26 +135,25 @@ const REPORTS: &[&[&str]] = &[
 #[test]
 fn report_that_cannot_be_written_is_a_failure() {
     let folder = tempfile::tempdir().unwrap();
-    let mut daemon = Daemon::serve(folder.path(), Stdio::null(), Stdio::null());
+    let daemon = serve(folder.path(), Stdio::null(), Stdio::null());
     let asks: &[&[&str]] = &[
         &["inspect", "--control", "c"],
         &["inspect", "--control", "c", "--json"],
         &["set", "--control", "c", "daemon", "stats=5"],
     ];
     for arguments in REPORTS.iter().chain(asks) {
-        let done = blkyard(folder.path()).args(*arguments).stdout(full()).output().unwrap();
+        let done = program(folder.path(), arguments).stdout(full()).output().unwrap();
         let said = String::from_utf8(done.stderr).unwrap();
         assert_eq!(done.status.code(), Some(1), "{arguments:?}: {said}");
         assert!(said.contains("standard output") && said.lines().count() == 1, "{arguments:?}: {said}");
         // A reader that has left is no news.
-        let done = blkyard(folder.path()).args(*arguments).stdout(without_reader()).output().unwrap();
+        let done = program(folder.path(), arguments).stdout(without_reader()).output().unwrap();
         let said = String::from_utf8(done.stderr).unwrap();
         assert_eq!((done.status.code(), said.as_str()), (Some(1), ""), "{arguments:?}");
-        let done = blkyard(folder.path()).args(*arguments).stdout(full()).stderr(full()).output().unwrap();
+        let done = program(folder.path(), arguments).stdout(full()).stderr(full()).output().unwrap();
         assert_eq!(done.status.code(), Some(1), "{arguments:?}");
     }
-    kill_process(Pid::from_child(&daemon.0), Signal::TERM).unwrap();
-    assert!(daemon.ended().success());
+    daemon.stop();
 }
 
 #[test]
@@ -204,7 +163,7 @@ fn error_that_cannot_be_written_is_a_failure_all_the_same() {
     {
         let (_reader, stalled) = stalled();
         for stderr in [Stdio::from(full()), Stdio::from(without_reader()), Stdio::from(stalled)] {
-            let ended = blkyard(folder.path()).args(arguments).stderr(stderr).status().unwrap();
+            let ended = program(folder.path(), arguments).stderr(stderr).status().unwrap();
             assert_eq!(ended.code(), Some(1), "{arguments:?}");
         }
     }
@@ -213,8 +172,8 @@ fn error_that_cannot_be_written_is_a_failure_all_the_same() {
 /// The log of a daemon that a front-end came to and left.
 fn log_with(arguments: &[&str], journal: bool) -> String {
     let folder = tempfile::tempdir().unwrap();
-    let mut serve = blkyard(folder.path());
-    serve.args(["serve", "--device", "ram:16M", "--export", "vhost-user-blk:s", "--control", "c"]).args(arguments);
+    let device = ["serve", "--device", "ram:16M", "--export", "vhost-user-blk:s", "--control", "c"];
+    let mut serve = program(folder.path(), &[&device, arguments].concat());
     let (reader, stderr) = pipe().unwrap();
     if journal {
         let stat = rustix::fs::fstat(&stderr).unwrap();
@@ -222,11 +181,9 @@ fn log_with(arguments: &[&str], journal: bool) -> String {
     } else {
         serve.env("JOURNAL_STREAM", "1:2");
     }
-    let mut daemon = Daemon::start(&mut serve, folder.path(), Stdio::null(), stderr);
-    // It holds the write end, too.
-    drop(serve);
+    let daemon = start(serve, folder.path(), Stdio::null(), stderr);
     visit(folder.path());
-    daemon.log(reader)
+    log(daemon, reader)
 }
 
 /// Whether a text begins as 2026-11-22T20:33:01.123Z does.
@@ -270,7 +227,7 @@ fn log_format_is_read_from_a_file_and_errors_keep_to_it() {
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("disk.toml"), "log_format = \"json\"\n[[device]]\nspec = \"ram:1M\"").unwrap();
     for arguments in [&["--config", "disk.toml"][..], &["--log-format", "json", "--device", "ram:1M"]] {
-        let done = blkyard(folder.path()).arg("serve").args(arguments).output().unwrap();
+        let done = run(folder.path(), &[&["serve"], arguments].concat());
         let said = String::from_utf8(done.stderr).unwrap();
         let line: serde_json::Value = serde_json::from_str(&said).unwrap();
         assert!(line["message"].as_str().unwrap().contains("no export serves this device"), "{said}");
@@ -305,16 +262,15 @@ fn failed_reads(queue: &mut Submitter, time: Duration) -> u64 {
 fn io_errors_leave_few_lines_that_count_all() {
     let folder = tempfile::tempdir().unwrap();
     let (reader, stderr) = pipe().unwrap();
-    let mut serve = blkyard(folder.path());
-    serve.args(["serve", "--device", "chaos:16M?errors=2&requeues=0&timeouts=0", "--export", "vhost-user-blk:s"]);
+    let mut serve = program(folder.path(), &["serve"]);
+    serve.args(["--device", "chaos:16M?errors=2&requeues=0&timeouts=0", "--export", "vhost-user-blk:s"]);
     serve.args(["--control", "c", "--log-format", "json"]);
-    let mut daemon = Daemon::start(&mut serve, folder.path(), Stdio::null(), stderr);
-    drop(serve);
+    let daemon = start(serve, folder.path(), Stdio::null(), stderr);
     let begin = Instant::now();
     let name = format!("vhost-user:{}", folder.path().join("s").display());
     let config = DiskConfig { threads: 1, buffer_bytes: 4096, ..DiskConfig::default() };
     let seen = Disk::open(&name, config).unwrap().run(|queue| failed_reads(queue, Duration::from_secs(7)));
-    let log = daemon.log(reader);
+    let log = log(daemon, reader);
     let (lines, seconds) = (io_errors(&log), begin.elapsed().as_secs());
     let errors: u64 = lines.iter().map(|line| line["errors"].as_u64().unwrap()).sum();
     assert_eq!(seen, [errors], "{log}");
@@ -335,16 +291,14 @@ fn failed_write_and_failed_sync_of_a_file_are_logged_with_their_errno() {
     file.set_len(16 << 20).unwrap();
     let device = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
     let (reader, stderr) = pipe().unwrap();
-    let mut serve = blkyard(folder.path());
-    serve.args(["serve", "--device", &format!("{device}?cache=writethrough"), "--export", "vhost-user-blk:s"]);
+    let mut serve = program(folder.path(), &["serve"]);
+    serve.args(["--device", &format!("{device}?cache=writethrough"), "--export", "vhost-user-blk:s"]);
     serve.args(["--control", "c", "--log-format", "json"]);
-    let mut daemon = Daemon::start(&mut serve, folder.path(), Stdio::null(), stderr);
-    drop(serve);
+    let daemon = start(serve, folder.path(), Stdio::null(), stderr);
     rustix::fs::fcntl_add_seals(&file, SealFlags::WRITE).unwrap();
-    let mut bench = blkyard(folder.path());
-    let done = bench.args(["bench", "vhost-user:s", "--rw", "randwrite", "--runtime", "1"]).output().unwrap();
+    let done = run(folder.path(), &["bench", "vhost-user:s", "--rw", "randwrite", "--runtime", "1"]);
     assert_eq!(done.status.code(), Some(1), "the client saw no error");
-    let log = daemon.log(reader);
+    let log = log(daemon, reader);
     let lines = io_errors(&log);
     let line = &lines[0];
     assert_eq!((line["errno"].as_i64(), line["operation"].as_str()), (Some(1), Some("write")), "{log}");
@@ -358,13 +312,13 @@ fn hostile_reconnects_leave_few_lines_that_count_all() {
     const FRONT_ENDS: u64 = 3000;
     let folder = tempfile::tempdir().unwrap();
     let (reader, stderr) = pipe().unwrap();
-    let mut daemon = Daemon::serve(folder.path(), Stdio::null(), stderr);
+    let daemon = serve(folder.path(), Stdio::null(), stderr);
     let begin = Instant::now();
     (0..FRONT_ENDS).for_each(|_| visit(folder.path()));
     let seconds = begin.elapsed().as_secs();
     // The rest is told once a line may be written again.
     std::thread::sleep(Duration::from_secs(12));
-    let log = daemon.log(reader);
+    let log = log(daemon, reader);
     let lines = log.lines().filter(|line| line.contains("vhost-user-blk:s: ")).count() as u64;
     assert!((30..=40 + seconds / 10).contains(&lines), "{lines} lines in {seconds} s: {log}");
     let counts = log.lines().filter_map(|line| {
@@ -381,9 +335,9 @@ fn hostile_reconnects_leave_few_lines_that_count_all() {
 fn lone_front_end_is_logged_at_once() {
     let folder = tempfile::tempdir().unwrap();
     let (reader, stderr) = pipe().unwrap();
-    let mut daemon = Daemon::serve(folder.path(), Stdio::null(), stderr);
+    let daemon = serve(folder.path(), Stdio::null(), stderr);
     (0..5).for_each(|_| visit(folder.path()));
-    let log = daemon.log(reader);
+    let log = log(daemon, reader);
     assert_eq!(log.matches("a front-end connected\n").count(), 5, "{log}");
     assert_eq!(log.matches("the front-end left\n").count(), 5, "{log}");
 }

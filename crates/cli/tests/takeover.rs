@@ -1,144 +1,81 @@
 //! `serve --takeover` as processes: one daemon takes the place of another under a client that checks what it wrote.
 
-use std::io::{BufRead, BufReader, Lines, Read, Write};
+mod common;
+
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-/// Longer than anything here takes on a busy machine.
-const PATIENCE: Duration = Duration::from_mins(2);
+use common::{Daemon, PATIENCE, Process, inspect, program, run, succeed, wait_until};
 
 /// Written once, block by block, and read back: some seconds.
 const IMAGE_BYTES: u64 = 512 << 20;
 
-/// A process that does not outlive its test.
-struct Process(Child);
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+/// A daemon with an image, whose control socket is `c`.
+fn serve_image(folder: &Path) -> Daemon {
+    std::fs::File::create(folder.join("disk.img")).unwrap().set_len(IMAGE_BYTES).unwrap();
+    let export = "vhost-user-blk:s?queues=2";
+    Daemon::start(folder, &["--device", "file:disk.img", "--export", export, "--control", "c", "--lanes", "2"])
 }
 
-impl Process {
-    fn is_there(&mut self) -> bool {
-        self.0.try_wait().unwrap().is_none()
-    }
-
-    /// Waits until it has ended; whether it did so with success.
-    fn ends_well(&mut self) -> bool {
-        let begin = Instant::now();
-        loop {
-            if let Some(status) = self.0.try_wait().unwrap() {
-                return status.success();
-            }
-            assert!(begin.elapsed() < PATIENCE, "it does not end");
-            std::thread::sleep(Duration::from_millis(5));
-        }
-    }
+/// Time for which guests were paused by a takeover, ms, as the new daemon reports it.
+fn pause_ms(new: &Daemon) -> f64 {
+    let line = new.greeting.iter().find_map(|line| line.strip_prefix("took over: guests rested "));
+    line.expect("the new daemon reports the pause").split(' ').next().unwrap().parse().unwrap()
 }
 
-struct Daemon {
-    process: Process,
-    _lines: Lines<BufReader<ChildStdout>>,
-    /// How long guests rested, milliseconds, if it took over.
-    rested_ms: Option<f64>,
+/// Replaces a daemon by one with these arguments; the old one must end with success.
+fn replace(folder: &Path, old: &mut Daemon, arguments: &[&str]) {
+    let new = Daemon::start(folder, &[&["--takeover", "c"], arguments].concat());
+    let status = std::mem::replace(old, new).process.ended();
+    assert!(status.success(), "the old daemon ends with {status}");
 }
 
-fn program(folder: &Path, words: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_blkyard"));
-    command.args(words).current_dir(folder);
-    command
-}
-
-impl Daemon {
-    /// Starts one with its control socket at `c` and waits until it is ready.
-    fn start(folder: &Path, words: &[&str]) -> Daemon {
-        let mut child = program(folder, &[&["serve"], words].concat()).stdout(Stdio::piped()).spawn().unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        let process = Process(child);
-        let mut rested_ms = None;
-        loop {
-            let line = lines.next().expect("it ends before it is ready").unwrap();
-            if let Some(rest) = line.strip_prefix("took over: guests rested ") {
-                rested_ms = rest.split(' ').next().unwrap().parse().ok();
-            }
-            if line == "ready" {
-                return Daemon { process, _lines: lines, rested_ms };
-            }
-        }
-    }
-
-    fn on_image(folder: &Path) -> Daemon {
-        std::fs::File::create(folder.join("disk.img")).unwrap().set_len(IMAGE_BYTES).unwrap();
-        let export = "vhost-user-blk:s?queues=2";
-        Daemon::start(folder, &["--device", "file:disk.img", "--export", export, "--control", "c", "--lanes", "2"])
-    }
-
-    fn stop(mut self) {
-        let pid = rustix::process::Pid::from_child(&self.process.0);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
-        assert!(self.process.ends_well(), "it ends badly");
-    }
-}
-
-fn run(folder: &Path, words: &[&str]) -> Output {
-    program(folder, words).output().unwrap()
-}
-
-/// What the daemon at `c` tells of its only export's session.
+/// The text of `inspect` on the daemon at `c`.
 fn sessions(folder: &Path) -> String {
-    let told = run(folder, &["inspect", "--control", "c"]);
-    assert!(told.status.success(), "{}", String::from_utf8_lossy(&told.stderr));
-    String::from_utf8(told.stdout).unwrap()
+    succeed(folder, &["inspect", "--control", "c"])
 }
 
 fn writes_and_checks(folder: &Path) {
     let words = ["bench", "vhost-user:s", "--rw", "randwrite", "--verify", "crc32c", "--size", "1M", "--iodepth", "8"];
-    let done = run(folder, &words);
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    succeed(folder, &words);
 }
 
 /// A client that writes all of the disk and reads it back.
 fn client(folder: &Path) -> Process {
-    Process(
+    Process::spawn(
         program(folder, &["bench", "vhost-user:s", "--rw", "randwrite", "--verify", "crc32c", "--queues", "2"])
             .args(["--numjobs", "2", "--iodepth", "16"])
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap(),
+            .stderr(Stdio::piped()),
     )
 }
 
 #[test]
-fn daemons_take_over_one_from_another_under_a_client_that_checks_what_it_wrote() {
+fn takeovers_under_a_verifying_client_lose_no_write() {
     /// Takeovers that begin and end in the middle of a client's work.
     const AMID: usize = 8;
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let mut daemon = Daemon::on_image(folder);
+    let mut daemon = serve_image(folder);
     let (begin, mut amid) = (Instant::now(), 0);
     // A quick machine needs more than one client: each is through with it all in less time than so many takeovers take.
     while amid < AMID {
         assert!(begin.elapsed() < PATIENCE, "clients are gone before they can notice anything: {amid} takeovers");
         let mut client = client(folder);
-        while !sessions(folder).contains("is connected") && client.is_there() {
+        while !sessions(folder).contains("is connected") && client.is_running() {
             assert!(begin.elapsed() < PATIENCE, "the client never connects:\n{}", sessions(folder));
             std::thread::sleep(Duration::from_millis(10));
         }
-        while client.is_there() && amid < AMID {
-            let heir = Daemon::start(folder, &["--takeover", "c"]);
-            println!("guests rested {:?} ms", heir.rested_ms);
-            assert!(heir.rested_ms.is_some());
-            let mut old = std::mem::replace(&mut daemon, heir);
-            assert!(old.process.ends_well(), "the old daemon ends badly");
+        while client.is_running() && amid < AMID {
+            replace(folder, &mut daemon, &[]);
+            println!("guests were paused for {} ms", pause_ms(&daemon));
             assert!(folder.join("s").exists() && folder.join("c").exists(), "a socket went with the old daemon");
-            amid += usize::from(client.is_there());
+            amid += usize::from(client.is_running());
         }
-        let ended = client.ends_well();
+        let ended = client.ended().success();
         let mut said = String::new();
         client.0.stdout.take().unwrap().read_to_string(&mut said).unwrap();
         client.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
@@ -158,19 +95,14 @@ fn daemons_take_over_one_from_another_under_a_client_that_checks_what_it_wrote()
 }
 
 #[test]
-fn queues_that_were_made_since_and_what_bounds_them_go_with_the_rest() {
+fn takeover_keeps_added_queues_and_their_depth() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let mut daemon = Daemon::on_image(folder);
-    let set = |words: &[&str]| {
-        let done = run(folder, &[&["set", "--control", "c"], words].concat());
-        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-        String::from_utf8(done.stdout).unwrap()
-    };
+    let mut daemon = serve_image(folder);
+    let set = |words: &[&str]| succeed(folder, &[&["set", "--control", "c"], words].concat());
     let works_with = |queues: &str| {
         let words = ["bench", "vhost-user:s", "--rw", "randwrite", "--verify", "crc32c", "--size", "4M", "--queues"];
-        let done = run(folder, &[&words[..], &[queues, "--numjobs", queues, "--iodepth", "8"]].concat());
-        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        succeed(folder, &[&words[..], &[queues, "--numjobs", queues, "--iodepth", "8"]].concat());
     };
     set(&["export:0", "depth=3"]);
     let said = set(&["export:0", "queues=5"]);
@@ -179,8 +111,7 @@ fn queues_that_were_made_since_and_what_bounds_them_go_with_the_rest() {
     // The bound holds for those that came after it.
     let bounded = |told: &str| told.matches("0 of 3 ").count();
     assert_eq!(bounded(&sessions(folder)), 5, "{}", sessions(folder));
-    let heir = Daemon::start(folder, &["--takeover", "c"]);
-    assert!(std::mem::replace(&mut daemon, heir).process.ends_well());
+    replace(folder, &mut daemon, &[]);
     works_with("5");
     assert_eq!(bounded(&sessions(folder)), 5, "{}", sessions(folder));
     set(&["export:0", "queues=2"]);
@@ -190,11 +121,9 @@ fn queues_that_were_made_since_and_what_bounds_them_go_with_the_rest() {
     daemon.stop();
 }
 
-/// What a daemon tells of itself that nobody but `set` changes.
-fn habits(folder: &Path) -> serde_json::Value {
-    let told = run(folder, &["inspect", "--json", "--control", "c"]);
-    assert!(told.status.success(), "{}", String::from_utf8_lossy(&told.stderr));
-    let mut tree: serde_json::Value = serde_json::from_slice(&told.stdout).unwrap();
+/// The settings of a daemon, which only `set` changes.
+fn settings(folder: &Path) -> serde_json::Value {
+    let mut tree = inspect(folder, &[]);
     let all = |part: &mut serde_json::Value| part.as_array_mut().map(std::mem::take).unwrap();
     let queues = |export: &mut serde_json::Value| -> serde_json::Value {
         let of = |mut queue: serde_json::Value| {
@@ -218,7 +147,7 @@ fn habits(folder: &Path) -> serde_json::Value {
 }
 
 #[test]
-fn all_that_set_changes_goes_with_the_rest() {
+fn takeover_keeps_all_settings() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let words = [
@@ -252,26 +181,23 @@ fn all_that_set_changes_goes_with_the_rest() {
         // Options alone are of the scheduler that is there.
         &["device:0", "idle_ms=4"],
     ] {
-        let done = run(folder, &[&["set", "--control", "c"], set].concat());
-        assert!(done.status.success(), "{set:?}: {}", String::from_utf8_lossy(&done.stderr));
+        succeed(folder, &[&["set", "--control", "c"], set].concat());
     }
-    let set = habits(folder);
+    let set = settings(folder);
     let text = set.to_string();
     for word in ["3:200+7:10", "\"idle_ms\":\"4\"", "\"slice\"", "1200", "17"] {
         assert!(text.contains(word), "{word} was not set: {text}");
     }
-    for heir in 0..2 {
-        let heir_of = Daemon::start(folder, &["--takeover", "c"]);
-        assert!(std::mem::replace(&mut daemon, heir_of).process.ends_well());
-        assert_eq!(habits(folder), set, "heir {heir}");
+    for takeover in 0..2 {
+        replace(folder, &mut daemon, &[]);
+        assert_eq!(settings(folder), set, "takeover {takeover}");
     }
-    // What is given to the heir is what it does; and without a scheduler, or lines of statistics, there are none.
+    // Arguments of the new daemon take precedence; an absent scheduler and disabled statistics are inherited too.
     for set in [&["device:0", "scheduler=none"][..], &["daemon", "stats=0"]] {
-        assert!(run(folder, &[&["set", "--control", "c"], set].concat()).status.success());
+        succeed(folder, &[&["set", "--control", "c"], set].concat());
     }
-    let heir = Daemon::start(folder, &["--takeover", "c", "--spin-us", "3", "--lanes", "1"]);
-    assert!(std::mem::replace(&mut daemon, heir).process.ends_well());
-    let now = habits(folder);
+    replace(folder, &mut daemon, &["--spin-us", "3", "--lanes", "1"]);
+    let now = settings(folder);
     assert_eq!(now["lanes"], serde_json::json!([[[0], 3]]));
     assert_eq!((&now["stats"], &now["exports"][0][3][0][1]), (&0.into(), &serde_json::Value::Null));
     assert_eq!(now["exports"][1], set["exports"][1]);
@@ -279,10 +205,10 @@ fn all_that_set_changes_goes_with_the_rest() {
 }
 
 #[test]
-fn a_daemon_goes_on_when_its_heir_dies_or_cannot_or_is_none() {
+fn a_daemon_continues_after_a_failed_takeover() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
-    let mut daemon = Daemon::on_image(folder);
+    let mut daemon = serve_image(folder);
     let ask = |words: &str| {
         let stream = UnixStream::connect(folder.join("c")).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -316,36 +242,33 @@ fn a_daemon_goes_on_when_its_heir_dies_or_cannot_or_is_none() {
     );
     assert!(hear(&ask("{\"blkyard\":1,\"do\":\"taken\"}\n")).contains("nothing is being handed over"));
     writes_and_checks(folder);
-    assert!(daemon.process.0.try_wait().unwrap().is_none(), "the old daemon has ended");
+    assert!(daemon.is_running(), "the old daemon has ended");
     assert!(folder.join("s").exists() && folder.join("c").exists());
     daemon.stop();
 }
 
-/// Has a front-end leave the export at `s` with reads under way, for which the export's thread then waits.
+/// Has a front-end leave the export at `s` with reads in flight, for which the export's thread then waits.
 fn hold_up(folder: &Path) {
     let words = ["bench", "vhost-user:s", "--rw", "read", "--bs", "1M", "--size", "16M", "--iodepth", "16"];
-    let mut front_end = Process(program(folder, &words).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
-    let begin = Instant::now();
-    while !sessions(folder).contains("is connected") {
-        assert!(front_end.is_there() && begin.elapsed() < PATIENCE, "it never connects");
-        std::thread::sleep(Duration::from_millis(10));
-    }
-    // It reads as soon as it is connected.
-    std::thread::sleep(Duration::from_secs(2));
-    drop(front_end);
+    let mut front_end = Process::spawn(program(folder, &words).stdout(Stdio::null()).stderr(Stdio::null()));
+    wait_until("reads are in flight", || {
+        assert!(front_end.is_running(), "the front-end ended by itself");
+        let tree = inspect(folder, &["export:0"]);
+        let queues = tree["exports"][0]["queues"].as_array().unwrap();
+        queues.iter().any(|queue| queue["now"]["in_flight"].as_u64() > Some(0))
+    });
 }
 
 #[test]
-fn nobody_rests_for_an_export_that_its_front_end_holds_up() {
+fn an_export_that_drains_blocks_a_takeover_before_any_pause() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let served =
         ["--device", "null:16M?latency_us=10000000&mbps=1", "--export", "vhost-user-blk:s", "--device", "null:16M"];
     let other = ["--export", "vhost-user-blk:t", "--control", "c", "--lanes", "1"];
-    let daemon = Daemon::start(folder, &[served, other].concat());
+    let mut daemon = Daemon::start(folder, &[served, other].concat());
     let goes_on = || {
-        let done = run(folder, &["bench", "vhost-user:t", "--rw", "randread", "--size", "1M"]);
-        assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+        succeed(folder, &["bench", "vhost-user:t", "--rw", "randread", "--size", "1M"]);
     };
     hold_up(folder);
     goes_on();
@@ -356,20 +279,15 @@ fn nobody_rests_for_an_export_that_its_front_end_holds_up() {
         assert!(said.contains(word), "'{word}' is missing in: {said}");
     }
     goes_on();
-    // Once the reads have ended.
-    let begin = Instant::now();
-    while sessions(folder).contains("is connected") {
-        assert!(begin.elapsed() < PATIENCE, "its front-end is not let go");
-        std::thread::sleep(Duration::from_millis(100));
-    }
-    let heir = Daemon::start(folder, &["--takeover", "c"]);
-    drop(daemon);
+    // The session ends once the reads have ended.
+    wait_until("the session of the front-end ends", || !sessions(folder).contains("is connected"));
+    replace(folder, &mut daemon, &[]);
     goes_on();
-    heir.stop();
+    daemon.stop();
 }
 
 #[test]
-fn what_cannot_be_handed_over_is_refused_with_what_helps() {
+fn a_takeover_that_is_not_possible_is_refused_with_a_cure() {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
     let refused = |words: &[&str], explained: &[&str]| {
@@ -388,13 +306,13 @@ fn what_cannot_be_handed_over_is_refused_with_what_helps() {
     refused(&["serve", "--takeover", "c", "--device", "ram:1M"], &["--takeover", "cannot be used with"]);
     writes_and_checks(folder);
     ram.stop();
-    let null = Daemon::start(folder, &["--device", "null:16M", "--export", export, "--control", "c", "--lanes", "2"]);
+    let mut null =
+        Daemon::start(folder, &["--device", "null:16M", "--export", export, "--control", "c", "--lanes", "2"]);
     // The new one has fewer lanes than the export names.
     refused(&["serve", "--takeover", "c", "--lanes", "1"], &["no lane 1", "run more lanes"]);
     assert!(folder.join("s").exists() && folder.join("c").exists());
-    let heir = Daemon::start(folder, &["--takeover", "c"]);
-    drop(null);
-    heir.stop();
+    replace(folder, &mut null, &[]);
+    null.stop();
     let silent = std::os::unix::net::UnixListener::bind(PathBuf::from(folder).join("old")).unwrap();
     let older = std::thread::spawn(move || {
         let (stream, _) = silent.accept().unwrap();

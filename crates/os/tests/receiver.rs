@@ -1,7 +1,6 @@
 //! The receiver between a peer and a daemon: what passes, what does not, and who waits for whom.
 
-use std::io::{ErrorKind, IoSlice, IoSliceMut, Read, Write};
-use std::mem::MaybeUninit;
+use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -9,12 +8,10 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use blkyard_os::{AcceptedConnection, Receiver};
+use blkyard_sys::{PASSED_FDS_MAX, recv_fds, send_fds};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, fstat, memfd_create};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-    recvmsg, sendmsg, sockopt,
-};
+use rustix::net::{RecvFlags, SendFlags, sockopt};
 
 /// Longer than anything here takes on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
@@ -56,23 +53,14 @@ impl Ground {
 }
 
 fn put(to: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    assert!(fds.is_empty() || control.push(SendAncillaryMessage::ScmRights(fds)));
-    assert_eq!(sendmsg(to, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL).unwrap(), bytes.len());
+    assert_eq!(send_fds(to, bytes, fds, SendFlags::empty()), Ok(bytes.len()));
 }
 
-fn get(from: &UnixStream, most: usize) -> (Vec<u8>, Vec<OwnedFd>) {
-    let mut bytes = vec![0; most];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let got = recvmsg(from, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC).unwrap();
-    bytes.truncate(got.bytes);
-    let files = control.drain().flat_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(files) => files.collect::<Vec<_>>(),
-        _ => Vec::new(),
-    });
-    (bytes, files.collect())
+fn get(from: &UnixStream, bytes_max: usize) -> (Vec<u8>, Vec<OwnedFd>) {
+    let mut bytes = vec![0; bytes_max];
+    let received = recv_fds(from, &mut bytes, PASSED_FDS_MAX, RecvFlags::empty()).unwrap();
+    bytes.truncate(received.bytes);
+    (bytes, received.fds)
 }
 
 fn same(one: impl AsFd, other: impl AsFd) -> bool {

@@ -1,7 +1,6 @@
-//! A back-end that means ill: it agrees on everything, and then does not do as it should.
+//! A faulty back-end: it negotiates as it should, and then breaks the protocol in the way that a test chooses.
 
-use std::io::{IoSlice, IoSliceMut, Write};
-use std::mem::MaybeUninit;
+use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
@@ -10,12 +9,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
 use blkyard_mem::{Region, View};
+use blkyard_sys::send_fds;
 use blkyard_virtio::{BlkConfig, Features, inflight_bytes};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-    recvmsg, sendmsg,
-};
+use rustix::net::SendFlags;
+
+use super::wire::{message, read};
 
 /// What it does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -151,7 +150,8 @@ fn serve(stream: &UnixStream, config: &BlkConfig, faults: Faults, kicks: &Atomic
             }
             kick = None;
         }
-        let Some((request, flags, payload, file)) = read(stream) else { return error };
+        let Some((request, flags, payload, fds)) = read(stream) else { return error };
+        let file = fds.into_iter().next();
         if kicked || !from_kick {
             messages += 1;
         }
@@ -211,12 +211,6 @@ fn serve(stream: &UnixStream, config: &BlkConfig, faults: Faults, kicks: &Atomic
     }
 }
 
-/// An answer as it lies on the wire.
-pub fn message(request: u32, answer: &[u8]) -> Vec<u8> {
-    let words = [request, 1 | 4, answer.len() as u32];
-    words.iter().flat_map(|word| word.to_ne_bytes()).chain(answer.iter().copied()).collect()
-}
-
 /// Answers with memory for an account of what is in flight, which may say that something is.
 pub fn send_account(stream: &UnixStream, payload: &[u8], in_flight: bool) -> Arc<Region> {
     let number = |at: usize| u16::from_ne_bytes([payload[at], payload[at + 1]]);
@@ -233,12 +227,8 @@ pub fn send_account(stream: &UnixStream, payload: &[u8], in_flight: bool) -> Arc
     let words = [region.len() as u64, 0].map(u64::to_ne_bytes).concat();
     let bytes = message(31, &[&words, &payload[16..]].concat());
     let (file, _) = region.file().unwrap();
-    let files = [file];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
-    // One who has left gets none.
-    let sent = sendmsg(stream, &[IoSlice::new(&bytes)], &mut control, SendFlags::NOSIGNAL);
+    // Fails if the front-end has disconnected.
+    let sent = send_fds(stream, &bytes, &[file], SendFlags::empty());
     assert!(sent.is_err() || sent == Ok(bytes.len()));
     region
 }
@@ -266,33 +256,4 @@ fn used_ring(regions: &[Told], used: u64) -> View {
 fn lie(regions: &[Told], used: u64, call: &OwnedFd) {
     used_ring(regions, used).store_u16(2, 0x7777, Ordering::Release);
     rustix::io::write(call, &1_u64.to_ne_bytes()).unwrap();
-}
-
-/// The next message: request, flags, payload, descriptor. Nothing at the end.
-pub fn read(stream: &UnixStream) -> Option<(u32, u32, Vec<u8>, Option<OwnedFd>)> {
-    let mut header = [0; 12];
-    let mut file = None;
-    fill(stream, &mut header, &mut file)?;
-    let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().unwrap());
-    let mut payload = vec![0; word(8) as usize];
-    fill(stream, &mut payload, &mut file)?;
-    Some((word(0), word(4), payload, file))
-}
-
-fn fill(stream: &UnixStream, mut to: &mut [u8], file: &mut Option<OwnedFd>) -> Option<()> {
-    while !to.is_empty() {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let message = recvmsg(stream, &mut [IoSliceMut::new(to)], &mut control, RecvFlags::CMSG_CLOEXEC).ok()?;
-        if message.bytes == 0 {
-            return None;
-        }
-        let brought = control.drain().find_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(mut files) => files.next(),
-            _ => None,
-        });
-        *file = file.take().or(brought);
-        to = &mut to[message.bytes..];
-    }
-    Some(())
 }

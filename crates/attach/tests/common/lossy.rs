@@ -5,8 +5,7 @@
 //! What it had fetched is lost then. It may also drop single requests, or all of them.
 
 use std::collections::BTreeMap;
-use std::io::{IoSliceMut, Write};
-use std::mem::MaybeUninit;
+use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -21,7 +20,8 @@ use blkyard_virtio::{
     RingLayout, VirtioStatus, parse, write_status, written,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+
+use super::wire::{is_ready, message, read};
 
 const MQ: u64 = 1;
 const REPLY_ACK: u64 = 1 << 3;
@@ -111,11 +111,6 @@ impl Drop for Lossy {
         let _ = std::fs::remove_file(&self.path);
         assert!(std::thread::panicking() || ended.is_none_or(|ended| ended.is_ok()), "the back-end panicked");
     }
-}
-
-fn is_ready(fd: &impl AsFd, within_ms: i64) -> bool {
-    let time = Timespec { tv_sec: 0, tv_nsec: within_ms * 1_000_000 };
-    poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&time)) == Ok(1)
 }
 
 /// A ring as it was told of.
@@ -259,9 +254,7 @@ impl<'a> Session<'a> {
             _ => {}
         }
         if let Some(answer) = answer {
-            let words = [request, 1 | 4, answer.len() as u32];
-            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).chain(answer).collect();
-            (&*stream).write_all(&bytes).ok()?;
+            (&*stream).write_all(&message(request, &answer)).ok()?;
         }
         Some(())
     }
@@ -346,32 +339,4 @@ fn blk_config(queues: u16) -> BlkConfig {
     let limits = QueueLimits::default();
     let info = DeviceInfo { name: "lossy".into(), capacity_sectors: SECTORS, limits, ..DeviceInfo::default() };
     BlkConfig::new(&info, queues, 126, false)
-}
-
-/// The next message: request, flags, payload, descriptors. Nothing at the end.
-fn read(stream: &UnixStream) -> Option<(u32, u32, Vec<u8>, Vec<OwnedFd>)> {
-    let (mut header, mut files) = ([0; 12], Vec::new());
-    fill(stream, &mut header, &mut files)?;
-    let word = |at: usize| u32::from_ne_bytes(header[at..at + 4].try_into().unwrap());
-    let mut payload = vec![0; word(8) as usize];
-    fill(stream, &mut payload, &mut files)?;
-    Some((word(0), word(4), payload, files))
-}
-
-fn fill(stream: &UnixStream, mut to: &mut [u8], files: &mut Vec<OwnedFd>) -> Option<()> {
-    while !to.is_empty() {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let message = recvmsg(stream, &mut [IoSliceMut::new(to)], &mut control, RecvFlags::CMSG_CLOEXEC).ok()?;
-        if message.bytes == 0 {
-            return None;
-        }
-        for message in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(brought) = message {
-                files.extend(brought);
-            }
-        }
-        to = &mut to[message.bytes..];
-    }
-    Some(())
 }

@@ -1,11 +1,12 @@
-//! What the tests of this crate share: back-ends that serve a disk in memory, one that means ill, and a user of an
-//! attached disk.
+//! Shared by the tests of this crate: back-ends that serve a disk in memory, faulty ones, and a user of an attached
+//! disk.
 //!
-//! Nothing here waits without a limit: who waits too long panics and says for what.
+//! Every wait is bounded: a wait that times out panics with what it waited for.
 #![allow(dead_code, unused_imports, reason = "each test file uses its own part")]
 
 mod fake;
 mod lossy;
+mod wire;
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,8 +23,9 @@ use blkyard_os::{LaneConfig, Lanes, Ring, RingConfig, SystemClock, now_ns};
 use blkyard_virtio::{BlkConfig, SerialId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-pub use fake::{Fake, Faults, Ill, message, read, send_account};
+pub use fake::{Fake, Faults, Ill, send_account};
 pub use lossy::{Lossy, LossyConfig};
+pub use wire::{is_ready, message, read};
 
 /// Longer than anything here takes on a busy machine; what takes longer hangs.
 pub const PATIENCE: Duration = Duration::from_mins(1);
