@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SendError, TryRecvError};
 use std::time::{Duration, Instant};
 
-use blkyard_mem::Region;
+use blkyard_mem::{DmaDomain, Region};
 use blkyard_mq::{DeviceInfo, HeldBack, LogLimit, QueueKind};
 use blkyard_sys::{EventFd, PollFd, PollFlags};
 
@@ -79,6 +79,7 @@ pub(crate) struct Control<S: RemoteSession> {
 /// What the first session says of the disk.
 pub(crate) struct Discovered<A> {
     pub(crate) shared: Arc<SharedState>,
+    pub(crate) domain: Arc<DmaDomain>,
     pub(crate) info: DeviceInfo,
     pub(crate) agreed: A,
     pub(crate) queues: usize,
@@ -98,11 +99,14 @@ impl<S: RemoteSession> Control<S> {
         let disk = options.name.clone();
         let talk = |source| AttachError::Talk { disk: disk.clone(), source };
         let (info, agreed, now) = (session.info().clone(), session.agreed().clone(), options.clock.now());
-        let queues =
-            DriverQueues::new(session.queues()).map_err(|source| AttachError::System { disk: disk.clone(), source })?;
+        let told = Arc::clone(wake);
+        let domain = DmaDomain::new(move || told.signal());
+        let queues = DriverQueues::new(session.queues(), Arc::clone(&domain));
+        let queues = queues.map_err(|source| AttachError::System { disk: disk.clone(), source })?;
         let shared = Arc::new(SharedState::new(options, info.capacity_sectors));
         let found = Discovered {
             shared: Arc::clone(&shared),
+            domain,
             info,
             agreed: agreed.clone(),
             queues: queues.len(),
@@ -160,7 +164,7 @@ impl<S: RemoteSession> Control<S> {
                 Err(TryRecvError::Disconnected) => return false,
             }
         }
-        if self.changed {
+        if self.changed || self.queues.is_domain_changed() {
             self.with_session(Control::change);
         }
         self.look();
@@ -231,7 +235,7 @@ impl<S: RemoteSession> Control<S> {
             }
             DeviceCommand::Close(number, end) => {
                 let ring = self.ring_number(number);
-                self.changed |= self.queues.close(number, end, ring);
+                self.queues.close(number, end, ring);
                 self.note_queues();
             }
         }

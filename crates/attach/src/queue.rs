@@ -18,6 +18,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+use blkyard_mem::{DmaDomain, DmaMapping};
 use blkyard_mq::{Batch, Done, Driver, RegionTable, Shortage, SignalEventfd, SignalSlot, Status, TimedOut};
 use blkyard_sys::EventFd;
 
@@ -35,6 +36,8 @@ pub struct RemoteQueue<R: RemoteRing> {
     moved: bool,
     /// By number of a region: whether a back-end can reach it, if it has a place for it.
     reach: Vec<bool>,
+    /// Of those regions.
+    mapping: DmaMapping,
     /// The back-end was told of the memory.
     known: bool,
     /// And had a place for all of it.
@@ -67,13 +70,14 @@ pub struct RemoteQueue<R: RemoteRing> {
 const DEATHS_TOLD: u64 = 4;
 
 impl<R: RemoteRing> RemoteQueue<R> {
-    pub(crate) fn new(opened: Opened<R>, control: ControlSender<R>) -> RemoteQueue<R> {
+    pub(crate) fn new(opened: Opened<R>, domain: &Arc<DmaDomain>, control: ControlSender<R>) -> RemoteQueue<R> {
         let mut queue = RemoteQueue {
             ring: None,
             kick: None,
             place: SignalSlot::default(),
             moved: false,
             reach: Vec::new(),
+            mapping: domain.map(Vec::new()),
             known: false,
             placed: false,
             failing: false,
@@ -312,6 +316,7 @@ impl<Cx: ?Sized + SignalEventfd, R: RemoteRing> Driver<Cx> for RemoteQueue<R> {
             // The next call may come from another lane.
             cx.forget(&mut self.place);
         }
+        self.mapping.replace(regions.clone());
         self.control.send(DeviceCommand::Memory(self.number, self.memory_number, regions));
     }
 

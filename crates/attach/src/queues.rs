@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use blkyard_mem::Region;
+use blkyard_mem::{DmaDomain, Region};
 use blkyard_mq::QueueKind;
 use blkyard_sys::EventFd;
 
@@ -55,6 +55,10 @@ pub(crate) struct OpenedQueue<R> {
 /// The queues of a disk, by number.
 pub(crate) struct DriverQueues<R> {
     all: Vec<DriverQueue<R>>,
+    /// The memory that the back-end is to know.
+    domain: Arc<DmaDomain>,
+    /// Changes of the domain that [`regions`](DriverQueues::regions) has seen.
+    domain_changes: u64,
     /// Memory for queues that was made before they have it.
     reserved: Vec<Arc<Region>>,
     quiesce: Option<QuiesceState>,
@@ -63,13 +67,13 @@ pub(crate) struct DriverQueues<R> {
 }
 
 impl<R> DriverQueues<R> {
-    pub(crate) fn new(count: usize) -> std::io::Result<DriverQueues<R>> {
+    pub(crate) fn new(count: usize, domain: Arc<DmaDomain>) -> std::io::Result<DriverQueues<R>> {
         let queue = |_| {
             let shared = QueueShared { call: Arc::new(EventFd::new()?), violations: Arc::default() };
             Ok(DriverQueue { shared, deaths: Arc::default(), spare: None, used: false, user: None })
         };
         let all = (0..count).map(queue).collect::<std::io::Result<_>>()?;
-        Ok(DriverQueues { all, reserved: Vec::new(), quiesce: None, quiesces: 0 })
+        Ok(DriverQueues { all, domain, domain_changes: 0, reserved: Vec::new(), quiesce: None, quiesces: 0 })
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -126,19 +130,16 @@ impl<R> DriverQueues<R> {
         Some(OpenedQueue { number, mailbox, ring, was_used })
     }
 
-    /// A queue is not in use any more. Keeps the end of its ring if that has this number. True if the back-end may
-    /// forget memory.
-    pub(crate) fn close(&mut self, number: u16, end: Option<RingEnd<R>>, ring: Option<u64>) -> bool {
+    /// A queue is not in use any more. Keeps the end of its ring if that has this number.
+    pub(crate) fn close(&mut self, number: u16, end: Option<RingEnd<R>>, ring: Option<u64>) {
         let queue = &mut self.all[usize::from(number)];
-        let Some(user) = queue.user.take() else { return false };
+        let Some(user) = queue.user.take() else { return };
         // It may have a new one by now, and not know.
         let unread = user.mailbox.take().into_iter().filter_map(|command| match command {
             QueueCommand::Run(end) => Some(end),
             _ => None,
         });
         queue.spare = unread.chain(end).find(|end| Some(end.number) == ring);
-        // What was made for the disk stays with it until something else changes.
-        user.regions.iter().any(|region| !has(&self.reserved, region))
     }
 
     /// Memory that queues will use.
@@ -157,6 +158,11 @@ impl<R> DriverQueues<R> {
         self.users().any(|user| user.memory_number > 0)
     }
 
+    /// Whether the domain has changed since its regions were read.
+    pub(crate) fn is_domain_changed(&self) -> bool {
+        self.domain.changes() != self.domain_changes
+    }
+
     /// All memory that the back-end is to know, that of the rings first. `knows` says whether it knows a region now.
     pub(crate) fn regions(
         &mut self,
@@ -165,8 +171,10 @@ impl<R> DriverQueues<R> {
     ) -> Vec<Arc<Region>> {
         // Of a region that nobody else has nothing is in use; the session has those that it knows.
         self.reserved.retain(|region| Arc::strong_count(region) > 1 + usize::from(knows(region)));
+        // Before the regions, so that a change in between is seen again.
+        self.domain_changes = self.domain.changes();
         let mut wanted: Vec<_> = rings.into_iter().collect();
-        for region in self.reserved.iter().chain(self.users().flat_map(|user| &user.regions)) {
+        for region in self.reserved.iter().chain(&self.domain.regions()) {
             if !has(&wanted, region) {
                 wanted.push(Arc::clone(region));
             }
@@ -265,13 +273,17 @@ mod tests {
         mailbox.take().into_iter().map(name).collect()
     }
 
+    fn queues(count: usize) -> DriverQueues<()> {
+        DriverQueues::new(count, DmaDomain::new(|| {})).unwrap()
+    }
+
     fn end(number: u64) -> RingEnd<()> {
         RingEnd { ring: Box::new(()), kick: Arc::new(EventFd::new().unwrap()), number }
     }
 
     #[test]
     fn queues_are_quiesced_when_all_have_answered_the_last_question() {
-        let mut queues = DriverQueues::<()>::new(3).unwrap();
+        let mut queues = queues(3);
         let opened = [(); 2].map(|()| queues.open(QueueKind::Default).unwrap());
         queues.resume(|_| true);
         assert!(!queues.are_quiesced());
@@ -294,11 +306,11 @@ mod tests {
 
     #[test]
     fn queue_that_never_was_in_use_is_given_first() {
-        let mut queues = DriverQueues::<()>::new(2).unwrap();
+        let mut queues = queues(2);
         queues.give_rings(vec![end(1), end(2)]);
         let first = queues.open(QueueKind::Default).unwrap();
         assert!((first.number, first.was_used) == (0, false) && first.ring.is_some());
-        assert!(!queues.close(0, first.ring, Some(1)));
+        queues.close(0, first.ring, Some(1));
         let second = queues.open(QueueKind::Poll).unwrap();
         assert_eq!((second.number, queues.name(1)), (1, Some("req_poll.1")));
         let again = queues.open(QueueKind::Default).unwrap();
@@ -308,7 +320,7 @@ mod tests {
 
     #[test]
     fn ring_of_a_closed_queue_is_kept_only_if_it_is_the_last_one() {
-        let mut queues = DriverQueues::<()>::new(1).unwrap();
+        let mut queues = queues(1);
         queues.give_rings(vec![end(1)]);
         let mut opened = queues.open(QueueKind::Default).unwrap();
         queues.close(0, opened.ring.take(), Some(2));
@@ -323,17 +335,21 @@ mod tests {
 
     #[test]
     fn memory_is_wanted_once_and_as_long_as_somebody_has_it() {
-        let mut queues = DriverQueues::<()>::new(2).unwrap();
+        let domain = DmaDomain::new(|| {});
+        let mut queues = DriverQueues::<()>::new(2, Arc::clone(&domain)).unwrap();
         let regions = [(); 3].map(|()| Region::shared(1).unwrap());
         let [rings, buffers, other] = &regions;
         queues.reserve(Arc::clone(buffers));
         assert!(queues.open(QueueKind::Default).is_some() && !queues.have_memory());
-        assert!(queues.set_memory(0, 1, vec![Arc::clone(buffers), Arc::clone(other)]) && queues.have_memory());
+        let mapping = domain.map(vec![Arc::clone(buffers), Arc::clone(other)]);
+        assert!(queues.set_memory(0, 1, Vec::new()) && queues.have_memory() && queues.is_domain_changed());
         assert!(!queues.set_memory(1, 1, Vec::new()), "nobody uses it");
         let wanted = queues.regions(Some(Arc::clone(rings)), |_| true);
         assert!(wanted.len() == 3 && wanted.iter().zip(&regions).all(|(wanted, region)| Arc::ptr_eq(wanted, region)));
-        drop(wanted);
-        assert!(queues.close(0, None, None), "one of them nobody has any more");
+        drop((wanted, queues.regions(None, |_| true)));
+        assert!(!queues.is_domain_changed());
+        drop(mapping);
+        assert!(queues.is_domain_changed(), "one of them nobody has any more");
         let [rings, buffers, _] = regions;
         assert!(has(&queues.regions(Some(rings), |_| false), &buffers));
         drop(buffers);

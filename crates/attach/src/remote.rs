@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::thread::JoinHandle;
 
-use blkyard_mem::Region;
+use blkyard_mem::{DmaDomain, Region};
 use blkyard_mq::{DeviceInfo, QueueKind};
 use blkyard_sys::EventFd;
 
@@ -21,6 +21,7 @@ use crate::shared::{AttachedView, SharedState};
 #[derive(Debug)]
 pub struct RemoteDisk<S: RemoteSession> {
     shared: Arc<SharedState>,
+    domain: Arc<DmaDomain>,
     /// Until the end.
     commands: Option<ControlSender<S::Ring>>,
     info: DeviceInfo,
@@ -39,12 +40,12 @@ impl<S: RemoteSession> RemoteDisk<S> {
         let end = Arc::new(EventFd::new().map_err(failed)?);
         let (sender, receiver) = channel();
         let (control, found) = Control::<S>::open(config, options, receiver, &wake, &end)?;
-        let Discovered { shared, mut info, agreed, queues, depth_max } = found;
+        let Discovered { shared, domain, mut info, agreed, queues, depth_max } = found;
         info.timeout_ns = shared.options.io_max.as_nanos().try_into().unwrap_or(u64::MAX);
         let thread = std::thread::Builder::new().name("attach".into());
         let control = Some(thread.spawn(move || control.run()).map_err(failed)?);
         let commands = Some(ControlSender::new(sender, &wake, &end));
-        Ok(RemoteDisk { shared, commands, info, agreed, queues, depth_max, control })
+        Ok(RemoteDisk { shared, domain, commands, info, agreed, queues, depth_max, control })
     }
 
     /// What the disk was when it was attached.
@@ -82,6 +83,12 @@ impl<S: RemoteSession> RemoteDisk<S> {
         self.shared.view()
     }
 
+    /// The memory that the back-end knows. The owner of memory for several queues maps it here before they have it, and
+    /// until they are done with it: then the back-end hears of it once, and not whenever a queue stops.
+    pub fn dma_domain(&self) -> &Arc<DmaDomain> {
+        &self.domain
+    }
+
     /// Memory that queues will use, for as long as the disk is open. What is made before the first queue has memory is
     /// announced to the back-end with it, and changes nothing later. Each call takes one of the regions that a back-end
     /// can know, some as few as eight: one for all queues is best.
@@ -115,7 +122,7 @@ impl<S: RemoteSession> RemoteDisk<S> {
             RecvTimeoutError::Timeout => AttachError::Busy { disk, limit },
             RecvTimeoutError::Disconnected => AttachError::Ended { disk },
         })??;
-        Ok(RemoteQueue::new(opened, commands))
+        Ok(RemoteQueue::new(opened, &self.domain, commands))
     }
 }
 

@@ -12,6 +12,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use blkyard_attach::Connector;
+use blkyard_mem::DmaDomain;
 use blkyard_mq::{DeviceInfo, Driver, QueueKind, Region, TagSet};
 use blkyard_os::Ring;
 
@@ -80,6 +81,13 @@ pub trait DeviceOps: Debug + Send + Sync {
     fn memory(&self, parts: usize, bytes: usize) -> io::Result<Vec<(Arc<Region>, u64)>> {
         // Private memory is cheapest, and a queue that is used with one part pins no other.
         (0..parts).map(|_| Ok((Region::anonymous(bytes)?, 0))).collect()
+    }
+
+    /// Where it reaches memory: one domain for each of its paths that maps memory. None for a device that uses our
+    /// addresses. Memory that its owner maps there stays mapped whatever queues do; what else a queue is given is mapped
+    /// for as long as the queue has it.
+    fn dma_domains(&self) -> Vec<Arc<DmaDomain>> {
+        Vec::new()
     }
 
     /// What stands behind it: the bounds of its size.

@@ -17,6 +17,7 @@ use blkyard_export::{
     Acceptor, BackendConfig, BoundSocket, ExportState, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SessionState,
     SocketConfig, Taking,
 };
+use blkyard_mem::DmaDomain;
 use blkyard_mq::{HeldBack, IdlePolicy, LogLimit};
 use blkyard_os::{LaneConfig, RingConfig, Signals, allow_all_descriptors, cpu_places};
 use blkyard_virtio::{BlkConfig, SerialId};
@@ -155,6 +156,7 @@ struct ReadyExport {
     socket: Arc<BoundSocket>,
     disk: BlkConfig,
     remotes: Vec<QueueRemote>,
+    domains: Vec<Arc<DmaDomain>>,
     serial: SerialId,
     rate: Arc<RateSlot>,
     device: usize,
@@ -173,8 +175,8 @@ struct Inherited {
 impl ReadyExport {
     /// Serves it, or prepares to go on with it.
     fn start(self) -> Result<Start, ServeError> {
-        let ReadyExport { name, socket, disk, remotes, inherited, .. } = self;
-        let config = BackendConfig { name: name.clone(), disk, queues: remotes };
+        let ReadyExport { name, socket, disk, remotes, domains, inherited, .. } = self;
+        let config = BackendConfig { name: name.clone(), disk, queues: remotes, domains };
         let Some(Inherited { offered, depth, wce, session }) = inherited else {
             return Ok(Start::Served(Server::start(socket, config)?));
         };
@@ -582,7 +584,8 @@ fn bind(
         None => (tracked(BoundSocket::bind(&want.socket)?)?, None),
     };
     let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, info.volatile_cache);
-    Ok(ReadyExport { name, socket, disk, remotes, serial: want.serial, rate, device: device_index, inherited })
+    let domains = served.device.dma_domains();
+    Ok(ReadyExport { name, socket, disk, remotes, domains, serial: want.serial, rate, device: device_index, inherited })
 }
 
 /// How each lane is made.

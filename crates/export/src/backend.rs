@@ -14,6 +14,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use blkyard_mem::{DmaDomain, DmaMapping};
 use blkyard_mq::{DeviceInfo, RateLimit, SchedulerConfig};
 use blkyard_sys::EventFd;
 use blkyard_virtio::{BlkConfig, DirtyLog, Features, RingBase};
@@ -65,6 +66,9 @@ pub struct BackendConfig {
     pub disk: BlkConfig,
     /// One for each virtqueue.
     pub queues: Vec<QueueRemote>,
+    /// Where the device reaches the memory of front-ends: one for each of its paths that maps memory. None for a device
+    /// that uses our addresses.
+    pub domains: Vec<Arc<DmaDomain>>,
 }
 
 impl BackendConfig {
@@ -111,6 +115,8 @@ pub(crate) struct Backend {
     config: BackendConfig,
     vrings: Vec<Vring>,
     memory: Memory,
+    /// Keeps the memory mapped for the device, whatever its queues do meanwhile.
+    mappings: Vec<DmaMapping>,
     /// Whether it was looked at for what a guest must have left there.
     memory_seen: bool,
     /// Where the queues record what is in flight, if the front-end keeps such memory.
@@ -142,6 +148,7 @@ impl Backend {
             vrings,
             lines,
             memory: Memory::default(),
+            mappings: config.domains.iter().map(|domain| domain.map(Vec::new())).collect(),
             memory_seen: false,
             records: None,
             log: None,

@@ -67,6 +67,11 @@ impl Memory {
         memory.map(Arc::new).map_err(|error| MemoryError::Overlap(error.to_string()))
     }
 
+    /// Its regions.
+    pub(crate) fn regions(&self) -> Vec<Arc<Region>> {
+        self.slots.iter().map(|(_, region)| Arc::clone(region)).collect()
+    }
+
     /// How many regions there are, and their bytes all together.
     pub(crate) fn extent(&self) -> (usize, u64) {
         (self.slots.len(), self.slots.iter().map(|(announced, _)| announced.len).sum())

@@ -3,9 +3,13 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use common::{AnyDevice, Bystander, Data, Front, Gate, Ram, Request, Seen, Vq, World, kind, one_queue, until};
+use blkyard_mem::DmaDomain;
+use common::{
+    AnyDevice, Bystander, Data, Front, Gate, Ram, Request, Seen, VQ_BYTES, Vq, World, kind, one_queue, until,
+};
 use vhost::vhost_user::VhostUserFrontend;
 
 /// Keeps writing and reading back until the other side of the work is done.
@@ -256,5 +260,42 @@ fn memory_truncated_under_requests_in_flight_ends_that_session_only() {
     until("the front-end is let go", || !world.exports[0].status().is_connected());
     bystander.goes_on();
     drop((front, bystander));
+    world.stop();
+}
+
+#[test]
+fn memory_is_mapped_once_for_all_queues_of_a_device() {
+    const QUEUES: u64 = 4;
+    let told = Arc::new(AtomicU64::new(0));
+    let counter = Arc::clone(&told);
+    let domain = DmaDomain::new(move || {
+        counter.fetch_add(1, Relaxed);
+    });
+    let mut device = AnyDevice::ram(0);
+    device.domains.push(Arc::clone(&domain));
+    let world = World::new(vec![device], QUEUES as usize, 2);
+    let (mut front, ram) = (Front::connect(&world.exports[0]), Ram::new(QUEUES * VQ_BYTES));
+    front.share(&[&ram]).unwrap();
+    let mut vqs: Vec<_> = (0..QUEUES).map(|number| Vq::new(&ram, number)).collect();
+    vqs.iter().enumerate().for_each(|(index, vq)| front.start(index, vq));
+    let mapped = || (domain.regions().len(), told.load(Relaxed));
+    let mut all_are_served = || {
+        vqs.iter_mut().for_each(|vq| assert_eq!(vq.read(0, 512).len(), 512));
+        mapped()
+    };
+    assert_eq!(all_are_served(), (1, 1));
+    // A queue stops and goes on, and then all of them at once.
+    front.set_vring_enable(2, false).unwrap();
+    front.set_vring_enable(2, true).unwrap();
+    front.share(&[&ram, &Ram::at(1 << 32, 1 << 20)]).unwrap();
+    // The whole table is new memory, though it is the same file: one change.
+    assert_eq!(all_are_served(), (2, 2));
+    let dimm = Ram::at(2 << 32, 1 << 20);
+    front.add(&dimm).unwrap();
+    assert_eq!(all_are_served(), (3, 3));
+    front.remove(&dimm).unwrap();
+    assert_eq!(all_are_served(), (2, 4));
+    front.leave(&world.exports[0]);
+    until("the memory is unmapped", || mapped() == (0, 5));
     world.stop();
 }

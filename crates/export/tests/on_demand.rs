@@ -62,7 +62,7 @@ fn pollers_live_from_first_start_to_end_of_session() {
     };
     let queues = (0..QUEUES).flat_map(|_| on_demand_queues(1, Box::new(host()))).collect();
     let disk = BlkConfig::new(&device.info, QUEUES as u16, SEG_MAX, true);
-    let config = BackendConfig { name: "on demand".into(), disk, queues };
+    let config = BackendConfig { name: "on demand".into(), disk, queues, domains: Vec::new() };
     let world = World::serving((vec![config], start_lanes(1)));
     let export = &world.exports[0];
     let living = || pollers.load(SeqCst);

@@ -129,7 +129,7 @@ fn an_export_that_nobody_takes_goes_on() {
 fn config(queues: usize) -> BackendConfig {
     let disk = BlkConfig::new(&AnyDevice::ram(0).info, queues as u16, SEG_MAX, true);
     let queues = (0..queues).map(|_| queue_pair().0).collect();
-    BackendConfig { name: "heir".into(), disk, queues }
+    BackendConfig { name: "heir".into(), disk, queues, domains: Vec::new() }
 }
 
 #[test]

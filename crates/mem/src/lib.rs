@@ -1,12 +1,13 @@
 //! Every byte that has more than one writer.
 //!
 //! A guest, the kernel and other threads write to memory that we read. This crate is the one place where such
-//! memory is touched: regions and the segments that point into them, views of fields shared with a
-//! peer, the rings and mailboxes between threads, and the words that say who owns a queue and who sleeps. Everything
-//! here is `unsafe` inside and safe outside. It knows nothing of I/O, devices or protocols.
+//! memory is touched: regions and the segments that point into them, the domains in which devices reach regions, views
+//! of fields shared with a peer, the rings and mailboxes between threads, and the words that say who owns a queue and
+//! who sleeps. Everything here is `unsafe` inside and safe outside. It knows nothing of I/O, devices or protocols.
 
 mod baton;
 mod counting;
+mod dma;
 mod fault;
 #[cfg(kill)]
 pub mod kill;
@@ -20,6 +21,7 @@ mod wake_flag;
 
 pub use baton::{Baton, Holder};
 pub use counting::CountingAllocator;
+pub use dma::{DmaDomain, DmaMapping};
 pub use mailbox::Mailbox;
 pub use region::{MapError, Region, check_near};
 pub use segment::{RegionTable, Segment, Span};

@@ -1,10 +1,11 @@
 //! The control thread's rules, on a protocol of the tests' own, with a clock that the tests move. Nothing here waits.
 
+use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 use std::sync::Mutex;
 use std::sync::mpsc::{Sender, channel};
 
-use blkyard_mem::Segment;
+use blkyard_mem::{DmaMapping, Segment};
 use blkyard_mq::{Batch, Done, Tag};
 use blkyard_sys::TimeSource;
 
@@ -216,6 +217,9 @@ struct Disk {
     back_end: Shared,
     clock: Arc<ManualClock>,
     commands: Sender<DeviceCommand<TestRing>>,
+    domain: Arc<DmaDomain>,
+    /// By queue.
+    mappings: HashMap<u16, DmaMapping>,
 }
 
 impl Disk {
@@ -227,8 +231,8 @@ impl Disk {
         let (commands, receiver) = channel();
         let eventfd = || Arc::new(EventFd::new().unwrap());
         let opened = Control::open(Arc::clone(&back_end), options, receiver, &eventfd(), &eventfd());
-        let Ok((control, _)) = opened else { panic!("it refuses") };
-        Disk { control, back_end, clock, commands }
+        let Ok((control, found)) = opened else { panic!("it refuses") };
+        Disk { control, back_end, clock, commands, domain: found.domain, mappings: HashMap::new() }
     }
 
     /// The time goes on, and the control thread looks.
@@ -251,8 +255,20 @@ impl Disk {
     /// A queue with one region of memory.
     fn open_with_memory(&mut self) -> Opened<TestRing> {
         let opened = self.open_queue();
-        self.send(DeviceCommand::Memory(opened.number, 1, vec![Region::shared(1).unwrap()]));
+        self.set_memory(opened.number);
         opened
+    }
+
+    /// Gives a queue one region of memory.
+    fn set_memory(&mut self, number: u16) {
+        let regions = vec![Region::shared(1).unwrap()];
+        self.mappings.insert(number, self.domain.map(regions.clone()));
+        self.send(DeviceCommand::Memory(number, 1, regions));
+    }
+
+    fn close(&mut self, number: u16, ring: Option<RingEnd<TestRing>>) {
+        self.mappings.remove(&number);
+        self.send(DeviceCommand::Close(number, ring));
     }
 
     /// The session is found to have ended; the back-end closes its side if `closes`.
@@ -301,7 +317,7 @@ fn rings_start_with_all_memory_when_the_first_queue_has_some() {
     let queue = disk.open_queue();
     assert!(queue.ring.is_some());
     assert_eq!(disk.told(), ["connect"], "no memory yet");
-    disk.send(DeviceCommand::Memory(queue.number, 1, vec![Region::shared(1).unwrap()]));
+    disk.set_memory(queue.number);
     assert_eq!(disk.told(), ["2 regions", "resume"], "one is reserved for nobody; nothing was served before");
     assert_eq!(unread(&queue.mailbox), ["Memory(1, true)"]);
 }
@@ -311,7 +327,7 @@ fn a_change_of_memory_waits_until_all_are_quiesced_and_begins_new_rings() {
     let mut disk = Disk::open(BackEnd { takes_table: true, ..BackEnd::default() });
     let (first, second) = (disk.open_with_memory(), disk.open_queue());
     assert_eq!((disk.told().pop().as_deref(), unread(&first.mailbox).len()), (Some("resume"), 1));
-    disk.send(DeviceCommand::Memory(second.number, 1, vec![Region::shared(1).unwrap()]));
+    disk.set_memory(second.number);
     assert_eq!((disk.told().len(), unread(&first.mailbox)), (0, vec!["Rest(1)".to_owned()]));
     disk.advance(IO_MAX.saturating_sub(MS));
     assert!(disk.told().is_empty(), "it has time");
@@ -326,7 +342,7 @@ fn a_change_of_memory_waits_until_all_are_quiesced_and_begins_new_rings() {
 fn a_queue_that_does_not_quiesce_in_time_ends_the_session() {
     let mut disk = Disk::open(BackEnd { takes_table: true, ..BackEnd::default() });
     let (first, second) = (disk.open_with_memory(), disk.open_queue());
-    disk.send(DeviceCommand::Memory(second.number, 1, vec![Region::shared(1).unwrap()]));
+    disk.set_memory(second.number);
     disk.told();
     unread(&first.mailbox);
     disk.advance(IO_MAX.saturating_sub(MS));
@@ -343,7 +359,7 @@ fn regions_are_added_while_rings_run() {
     let mut disk = Disk::open(BackEnd::default());
     let (_first, second) = (disk.open_with_memory(), disk.open_queue());
     disk.told();
-    disk.send(DeviceCommand::Memory(second.number, 1, vec![Region::shared(1).unwrap()]));
+    disk.set_memory(second.number);
     assert_eq!(disk.told(), ["2 regions"]);
     assert_eq!(unread(&second.mailbox).last().map(String::as_str), Some("Memory(1, true)"));
 }
@@ -452,7 +468,7 @@ fn closed_queues_give_their_ring_back_and_the_thread_ends_with_its_senders() {
     let mut disk = Disk::open(BackEnd::default());
     let mut queue = disk.open_with_memory();
     disk.told();
-    disk.send(DeviceCommand::Close(queue.number, queue.ring.take()));
+    disk.close(queue.number, queue.ring.take());
     assert_eq!(disk.told(), ["0 regions"], "its memory is withdrawn");
     let rings = [disk.open_queue(), disk.open_queue()].map(|queue| queue.ring.map(|end| end.number));
     assert_eq!(rings, [Some(2), Some(1)]);

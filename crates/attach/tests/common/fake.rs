@@ -78,7 +78,15 @@ type Told = (u64, u64, u64, OwnedFd);
 /// One that listens.
 pub struct Fake {
     thread: JoinHandle<Option<OwnedFd>>,
-    kicks: Arc<AtomicUsize>,
+    heard: Arc<Heard>,
+}
+
+/// What it has heard so far.
+#[derive(Default)]
+struct Heard {
+    kicks: AtomicUsize,
+    /// Regions that were added, and removed.
+    regions: [AtomicUsize; 2],
 }
 
 impl Fake {
@@ -96,8 +104,8 @@ impl Fake {
     ) -> Fake {
         let _ = std::fs::remove_file(path);
         let listener = UnixListener::bind(path).unwrap();
-        let (kicks, faults) = (Arc::new(AtomicUsize::new(0)), faults.into_iter());
-        let counter = Arc::clone(&kicks);
+        let (heard, faults) = (Arc::new(Heard::default()), faults.into_iter());
+        let counter = Arc::clone(&heard);
         let thread = std::thread::spawn(move || {
             let mut error = None;
             for faults in faults {
@@ -106,12 +114,17 @@ impl Fake {
             }
             error
         });
-        Fake { thread, kicks }
+        Fake { thread, heard }
     }
 
     /// Kicks that it has heard.
     pub fn kicks(&self) -> usize {
-        self.kicks.load(Ordering::Relaxed)
+        self.heard.kicks.load(Ordering::Relaxed)
+    }
+
+    /// Regions of memory that it was told of one by one: to add, to remove.
+    pub fn regions(&self) -> [usize; 2] {
+        self.heard.regions.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
 
     /// It has served all it was to.
@@ -126,7 +139,7 @@ impl Fake {
     }
 }
 
-fn serve(stream: &UnixStream, config: &BlkConfig, faults: Faults, kicks: &AtomicUsize) -> Option<OwnedFd> {
+fn serve(stream: &UnixStream, config: &BlkConfig, faults: Faults, heard: &Heard) -> Option<OwnedFd> {
     let Faults { ill, account, table, messages_max, from_kick } = faults;
     let (mut messages, mut kicked) = (0, false);
     let mut regions: Vec<Told> = Vec::new();
@@ -137,7 +150,7 @@ fn serve(stream: &UnixStream, config: &BlkConfig, faults: Faults, kicks: &Atomic
             && was_kicked(eventfd, stream)
         {
             kicked = true;
-            kicks.fetch_add(1, Ordering::Relaxed);
+            heard.kicks.fetch_add(1, Ordering::Relaxed);
             match ill {
                 Ill::Holds => {}
                 Ill::Swallows | Ill::Small => return error,
@@ -170,7 +183,7 @@ fn serve(stream: &UnixStream, config: &BlkConfig, faults: Faults, kicks: &Atomic
                 let slots = if table { 0 } else { MEM_SLOTS };
                 Some((MQ | REPLY_ACK | CONFIG | slots | account).to_ne_bytes().to_vec())
             }
-            17 => Some(if ill == Ill::NoQueues { 0_u64 } else { 2 }.to_ne_bytes().to_vec()),
+            17 => Some(if ill == Ill::NoQueues { 0 } else { u64::from(config.queues().max(2)) }.to_ne_bytes().to_vec()),
             24 => {
                 let mut space = config.read(0, 60).unwrap();
                 if ill == Ill::NoBlocks {
@@ -192,6 +205,9 @@ fn serve(stream: &UnixStream, config: &BlkConfig, faults: Faults, kicks: &Atomic
             }
             _ => (flags & 8 != 0).then(|| vec![0; 8]),
         };
+        if let 37 | 38 = request {
+            heard.regions[request as usize - 37].fetch_add(1, Ordering::Relaxed);
+        }
         match request {
             37 => regions.push((word(24), word(16), word(32), file.unwrap())),
             9 => used = word(16),

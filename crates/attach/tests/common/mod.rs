@@ -82,7 +82,7 @@ impl Backend {
         }
         let socket = SocketConfig { path: path.into(), mode: None, group: None };
         let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, write_back);
-        let config = BackendConfig { name: "backend".into(), disk, queues: remotes };
+        let config = BackendConfig { name: "backend".into(), disk, queues: remotes, domains: Vec::new() };
         Backend { server: Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap(), lanes }
     }
 
@@ -117,6 +117,15 @@ impl User {
         let mut ring = Ring::new(RingConfig::default()).unwrap();
         hw.set_memory(&mut ring, Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
         User { ring, hw, region, ended: Vec::new() }
+    }
+
+    /// Has the queue use this memory from now on, or none, as one that stops does.
+    pub fn set_memory(&mut self, region: Option<&Arc<Region>>) {
+        let regions = region.into_iter().map(Arc::clone).collect();
+        self.hw.set_memory(&mut self.ring, Arc::new(RegionTable::new(regions)));
+        if let Some(region) = region {
+            self.region = Arc::clone(region);
+        }
     }
 
     /// Submits an I/O of a block, whose data is at the slot, that is not merged with others.

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use blkyard_attach::{AttachConfig, AttachError, Attached};
-use blkyard_mem::PAGE_BYTES;
+use blkyard_mem::{DmaDomain, PAGE_BYTES};
 use blkyard_mq::{DeviceInfo, QueueKind, Region, SECTOR_SHIFT};
 use blkyard_os::SystemClock;
 
@@ -78,6 +78,10 @@ impl DeviceOps for Attached {
         let all = part_bytes.checked_mul(parts).ok_or(io::ErrorKind::OutOfMemory)?;
         let region = Attached::memory(self, all)?;
         Ok((0..parts).map(|part| (Arc::clone(&region), (part_bytes * part) as u64)).collect())
+    }
+
+    fn dma_domains(&self) -> Vec<Arc<DmaDomain>> {
+        vec![Arc::clone(self.dma_domain())]
     }
 
     fn backing(&self) -> io::Result<Backing> {

@@ -166,6 +166,7 @@ impl Backend {
         let memory = change(&self.memory).and_then(|memory| memory.snapshot().map(|_| memory));
         let memory = memory.map_err(|error| self.refuse("the memory", error))?;
         let running = self.suspend_all()?;
+        self.mappings.iter_mut().for_each(|mapping| mapping.replace(memory.regions()));
         self.memory = memory;
         running.into_iter().try_for_each(|index| self.run_if_ready(index))
     }

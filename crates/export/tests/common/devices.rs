@@ -6,6 +6,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
+use blkyard_mem::DmaDomain;
 use blkyard_mq::{
     Batch, BioFlags, BlockDevice, DeviceInfo, Done, Driver, NullConfig, NullDevice, Op, QueueLimits, RamDevice,
     RegionTable, Status, Tag,
@@ -30,6 +31,8 @@ pub fn disk_info() -> DeviceInfo {
 #[derive(Clone)]
 pub struct AnyDevice {
     pub info: DeviceInfo,
+    /// Where it reaches memory.
+    pub domains: Vec<Arc<DmaDomain>>,
     make: Arc<dyn Fn(usize) -> AnyQueue + Send + Sync>,
 }
 
@@ -44,7 +47,7 @@ impl AnyDevice {
 
     pub fn ram_with(info: DeviceInfo, latency_ns: u64) -> AnyDevice {
         let device = RamDevice::new(info.clone(), NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
-        AnyDevice { info, make: Arc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
+        AnyDevice { info, domains: Vec::new(), make: Arc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
     }
 
     /// A file, as soon as nobody else has it.
@@ -55,13 +58,21 @@ impl AnyDevice {
             device.is_some()
         });
         let Some(device) = device else { unreachable!("waited for") };
-        AnyDevice { info: device.info().clone(), make: Arc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
+        AnyDevice {
+            info: device.info().clone(),
+            domains: Vec::new(),
+            make: Arc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))),
+        }
     }
 
     /// Nothing at all.
     pub fn null(latency_ns: u64) -> AnyDevice {
         let device = NullDevice::new(disk_info(), NullConfig { latency_ns, bytes_per_s: 0 });
-        AnyDevice { info: disk_info(), make: Arc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))) }
+        AnyDevice {
+            info: disk_info(),
+            domains: Vec::new(),
+            make: Arc::new(move |depth| AnyQueue(Box::new(device.queue(depth)))),
+        }
     }
 
     /// One that records, and completes nothing while its gate is shut.
@@ -70,7 +81,7 @@ impl AnyDevice {
         let make = move |_| {
             AnyQueue(Box::new(GatedQueue { gate: Arc::clone(&gate), held: VecDeque::new(), mapped: 0, now_ns: 0 }))
         };
-        AnyDevice { info: disk_info(), make: Arc::new(make) }
+        AnyDevice { info: disk_info(), domains: Vec::new(), make: Arc::new(make) }
     }
 
     pub fn queue(&self, depth: usize) -> AnyQueue {

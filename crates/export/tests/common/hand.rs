@@ -41,7 +41,7 @@ impl Hand {
         let refusals = Arc::clone(remote.watch().refusals().unwrap());
         let socket = SocketConfig { path: folder.path().join("disk.sock"), mode: None, group: None };
         let disk = BlkConfig::new(info, 1, SEG_MAX, true);
-        let config = BackendConfig { name: "disk".into(), disk, queues: vec![remote] };
+        let config = BackendConfig { name: "disk".into(), disk, queues: vec![remote], domains: Vec::new() };
         let server = Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
         Hand { queue, refusals, server, now_ns: 0, folder }
     }

@@ -92,7 +92,10 @@ impl World {
         let share = VirtqueueShare { bios: usual.bios_max, depth: usual.depth };
         let make = move || VhostQueue::shared(HwQueue::new(driver, info, config), serial, port, share);
         dealt.admit(0, make).unwrap();
-        World::serving((vec![BackendConfig { name: "shared".into(), disk, queues: remotes }], dealt))
+        World::serving((
+            vec![BackendConfig { name: "shared".into(), disk, queues: remotes, domains: Vec::new() }],
+            dealt,
+        ))
     }
 
     /// The virtqueue is alone at a hardware queue from now on, on this lane.
@@ -202,7 +205,12 @@ fn make(devices: Vec<AnyDevice>, queues: usize, lanes: usize) -> (Vec<BackendCon
             next += 1;
         }
         let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
-        made.push(BackendConfig { name: format!("export {number}"), disk, queues: remotes });
+        made.push(BackendConfig {
+            name: format!("export {number}"),
+            disk,
+            queues: remotes,
+            domains: device.domains.clone(),
+        });
     }
     (made, dealt)
 }

@@ -132,7 +132,7 @@ pub fn one_core<C: FnMut() -> u64 + Send>(
     let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: None, group: None });
     let (info, (remote, port)) = (info(), queue_pair());
     let disk = BlkConfig::new(&info, 1, SEG_MAX, true);
-    let config = BackendConfig { name: "cell".into(), disk, queues: vec![remote] };
+    let config = BackendConfig { name: "cell".into(), disk, queues: vec![remote], domains: Vec::new() };
     let server = blkyard_export::Server::start(socket.map_err(|error| error.to_string())?, config);
     let server = server.map_err(|error| error.to_string())?;
     let config = HwQueueConfig::default();

@@ -180,7 +180,7 @@ where
     let (remotes, mut halves): (Vec<_>, Vec<_>) = ios.iter().map(half).unzip();
     let disk = BlkConfig::new(&info, ios.len() as u16, SEG_MAX, false);
     let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: None, group: None });
-    let backend = BackendConfig { name: name.into(), disk, queues: remotes };
+    let backend = BackendConfig { name: name.into(), disk, queues: remotes, domains: Vec::new() };
     let server = Server::start(socket.map_err(io::Error::other)?, backend)?;
     let count = ios.len();
     let opening = thread::Builder::new().spawn(move || {
