@@ -27,15 +27,15 @@ pub struct DmaRange {
     pub len: u64,
     /// The region in its table.
     pub region: u32,
-    /// First byte in the region.
+    /// First byte in the region; a multiple of 4096, so that both sides mean the same by the offset in a page.
     pub offset: u64,
 }
 
 /// Why ranges make no map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DmaMapError {
-    /// Address or length is not in pages, or the length is zero.
-    #[error("DMA range at {0:#x}: address and length must be multiples of 4096 and the length not zero")]
+    /// Address, length or offset is not in pages, or the length is zero.
+    #[error("DMA range at {0:#x}: address, length and offset must be multiples of 4096 and the length not zero")]
     Unaligned(u64),
     /// It ends beyond its region, or there is no such region.
     #[error("DMA range at {0:#x}: lies outside its memory region")]
@@ -62,7 +62,7 @@ impl DmaMap {
     /// See [`DmaMapError`].
     pub fn new(table: Arc<RegionTable>, mut ranges: Vec<DmaRange>) -> Result<DmaMap, DmaMapError> {
         for range in &ranges {
-            if range.len == 0 || (range.addr | range.len) & (PAGE - 1) != 0 {
+            if range.len == 0 || (range.addr | range.len | range.offset) & (PAGE - 1) != 0 {
                 return Err(DmaMapError::Unaligned(range.addr));
             }
             if range.addr.checked_add(range.len).is_none() {
@@ -180,7 +180,8 @@ mod tests {
             (&[(0x1001, 0x1000, 0, 0)], Unaligned(0x1001)),
             (&[(0x1000, 0x1800, 0, 0)], Unaligned(0x1000)),
             (&[(0x1000, 0x5000, 0, 0)], OutsideRegion(0x1000)),
-            (&[(0x1000, 0x1000, 0, u64::MAX)], OutsideRegion(0x1000)),
+            (&[(0x1000, 0x1000, 0, 0x800)], Unaligned(0x1000)),
+            (&[(0x1000, 0x1000, 0, !0xfff)], OutsideRegion(0x1000)),
             (&[(0x1000, 0x1000, 2, 0)], OutsideRegion(0x1000)),
             (&[(!0xfff, 0x1000, 0, 0)], Overlap(!0xfff)),
             (&[(0x2000, 0x1000, 0, 0), (0x1000, 0x2000, 1, 0)], Overlap(0x2000)),

@@ -6,7 +6,9 @@
 //! Data pointers: the host writes PRP lists and SGLs ([`ListPool`]), the controller walks them ([`DataWalker`]). Both
 //! find the bytes of an address in a [`DmaMap`].
 //!
-//! Queue pairs: [`HostQueuePair`] and [`ControllerQueuePair`] over the same rings and [`Doorbells`].
+//! Queue pairs: [`HostQueuePair`] and [`ControllerQueuePair`] over the same rings and [`Doorbells`]. On them stand the
+//! driver of an I/O queue ([`IoQueue`]) and the controller's parser of I/O commands ([`IoParser`]); [`NvmeLoopback`]
+//! puts both on one thread.
 //!
 //! This crate does no I/O, starts no thread, reads no clock and makes no system call.
 //!
@@ -20,7 +22,11 @@ mod dma;
 pub mod doorbell;
 mod host;
 mod identify;
+mod io_queue;
 mod lists;
+mod loopback;
+mod namespace;
+mod parse;
 pub mod registers;
 mod sqe;
 mod status;
@@ -32,7 +38,11 @@ pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment};
 pub use doorbell::{Doorbells, ShadowDoorbells};
 pub use host::{Completed, CqeFault, CqeFaults, HostQueuePair, QueueRings};
 pub use identify::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, LbaFormat};
+pub use io_queue::IoQueue;
 pub use lists::{ListError, ListPool, SGL_DESCRIPTORS_MAX, TRANSFER_BYTES_MAX};
+pub use loopback::{LoopbackController, NvmeLoopback, NvmeLoopbackConfig};
+pub use namespace::NvmeNamespace;
+pub use parse::{IoCommand, IoParser, NamespaceFormat};
 pub use sqe::{DSM_RANGE_BYTES, DsmRange, Psdt, SQE_BYTES, Sqe, admin, cns, control, feature, io};
 pub use status::NvmeStatus;
 pub use walk::DataWalker;

@@ -1,0 +1,184 @@
+//! A namespace as the queue core sees it: identify data becomes a [`DeviceInfo`] with its limits.
+//!
+//! Host side. What a controller says is checked for sense: a namespace that the queue core cannot use is none.
+
+use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_BYTES, SECTOR_SHIFT};
+
+use crate::{IdentifyController, IdentifyNamespace, PAGE, SGL_DESCRIPTORS_MAX, Sqe, TRANSFER_BYTES_MAX};
+
+/// Time after which an I/O command is asked about, ns: 30 s, as in Linux.
+const IO_TIMEOUT_NS: u64 = 30_000_000_000;
+/// Average segment from which on an SGL is preferred to PRP entries, bytes, as in Linux.
+const SGL_THRESHOLD: u32 = 32 << 10;
+/// Longest discard, sectors: 512 GiB, so that sums of lengths fit 32 bits.
+const DISCARD_SECTORS_MAX: u32 = 1 << 30;
+
+/// What the driver of a queue must know of a namespace.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NvmeNamespace {
+    /// Namespace identifier.
+    pub nsid: u32,
+    /// Sectors of 512 bytes in a logical block, as a power of two.
+    pub sector_shift: u8,
+    /// Average segment from which on an SGL is preferred; nothing if the controller takes none.
+    pub sgl_threshold: Option<u32>,
+}
+
+impl NvmeNamespace {
+    /// A namespace of a controller whose smallest page is 4096 << `page_min` bytes (CAP.MPSMIN), and what the queue
+    /// core is to know of it. `write_zeroes_blocks` is the longest Write Zeroes, zero for unlimited (WZSL).
+    ///
+    /// Nothing if it is not active, has metadata, or has blocks or a size that cannot be used.
+    pub fn new(
+        nsid: u32,
+        controller: &IdentifyController,
+        namespace: &IdentifyNamespace,
+        page_min: u8,
+        write_zeroes_blocks: u64,
+    ) -> Option<(NvmeNamespace, DeviceInfo)> {
+        let format = namespace.current_format().filter(|format| format.metadata_bytes == 0)?;
+        let capacity_sectors = namespace.capacity_sectors()?;
+        let block = 1_u32 << format.block_shift;
+        let sector_shift = format.block_shift - SECTOR_SHIFT as u8;
+        let sectors = |blocks: u64| u32::try_from(blocks << sector_shift).unwrap_or(u32::MAX);
+        let bytes_max = controller.transfer_bytes_max(page_min).unwrap_or(u64::MAX).min(TRANSFER_BYTES_MAX);
+        let sectors_max = ((bytes_max / SECTOR_BYTES) as u32).min(sectors(u64::from(Sqe::BLOCKS_MAX)));
+        let has_sgl = controller.has_sgl();
+        // A block more than the pages of a transfer: it may begin within one.
+        let prp_segments_max = (bytes_max / PAGE + 1) as u16;
+        let boundary = u64::from(namespace.optimal_boundary);
+        let has_dsm = controller.nvm_commands & 1 << 2 != 0;
+        let has_zeroes = controller.nvm_commands & 1 << 3 != 0;
+        let zeroes_max = u64::from(Sqe::BLOCKS_MAX);
+        let zeroes_max = if write_zeroes_blocks == 0 { zeroes_max } else { zeroes_max.min(write_zeroes_blocks) };
+        let has_sizes = namespace.features & 1 << 4 != 0;
+        let granularity = u64::from(namespace.deallocate_granularity) + 1;
+        let deallocate = if has_sizes { granularity * u64::from(block) } else { u64::from(block) };
+        let limits = QueueLimits {
+            logical_block_bytes: block,
+            physical_block_bytes: physical_block(controller, namespace, block),
+            sectors_max,
+            segments_max: if has_sgl { SGL_DESCRIPTORS_MAX as u16 } else { prp_segments_max },
+            segment_bytes_max: bytes_max as u32,
+            chunk_sectors: if boundary.is_power_of_two() { sectors(boundary) } else { 0 },
+            virt_boundary_mask: if has_sgl { 0 } else { PAGE as u32 - 1 },
+            dma_alignment_mask: 3,
+            discard_sectors_max: if has_dsm { DISCARD_SECTORS_MAX } else { 0 },
+            discard_granularity_bytes: u32::try_from(deallocate).unwrap_or(block),
+            discard_segments_max: Sqe::RANGES_MAX,
+            write_zeroes_sectors_max: if has_zeroes { sectors(zeroes_max) } else { 0 },
+            ..QueueLimits::default()
+        };
+        limits.check().ok()?;
+        let info = DeviceInfo {
+            capacity_sectors,
+            limits,
+            read_only: namespace.attributes & 1 != 0,
+            volatile_cache: controller.write_cache & 1 != 0,
+            fua: controller.write_cache & 1 != 0,
+            timeout_ns: IO_TIMEOUT_NS,
+            ..DeviceInfo::default()
+        };
+        let sgl_threshold = has_sgl.then_some(SGL_THRESHOLD);
+        Some((NvmeNamespace { nsid, sector_shift, sgl_threshold }, info))
+    }
+}
+
+/// The preferred write granularity, but no more than what is written whole when power fails.
+fn physical_block(controller: &IdentifyController, namespace: &IdentifyNamespace, block: u32) -> u32 {
+    let of_namespace = namespace.features & 1 << 1 != 0 && namespace.atomic_power_fail_blocks > 0;
+    let atomic = match (namespace.atomic_offset, of_namespace) {
+        (0, true) => u64::from(namespace.atomic_power_fail_blocks) + 1,
+        (0, false) => u64::from(controller.atomic_power_fail_blocks) + 1,
+        _ => 1,
+    };
+    let has_sizes = namespace.features & 1 << 4 != 0;
+    let preferred = if has_sizes { u64::from(namespace.write_granularity) + 1 } else { 1 };
+    let blocks = preferred.min(atomic);
+    // The queue core wants a power of two.
+    u32::try_from((1 << blocks.ilog2()) * u64::from(block)).unwrap_or(block)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::LbaFormat;
+
+    fn identify() -> (IdentifyController, IdentifyNamespace) {
+        let controller = IdentifyController { mdts: 5, nvm_commands: 0xc, write_cache: 1, ..Default::default() };
+        let mut namespace = IdentifyNamespace { blocks: 1 << 20, capacity: 1 << 20, ..Default::default() };
+        namespace.set_lba_format(0, LbaFormat { block_shift: 12, ..LbaFormat::default() });
+        (controller, namespace)
+    }
+
+    fn device(
+        change: impl FnOnce(&mut IdentifyController, &mut IdentifyNamespace),
+    ) -> Option<(NvmeNamespace, DeviceInfo)> {
+        let (mut controller, mut namespace) = identify();
+        change(&mut controller, &mut namespace);
+        NvmeNamespace::new(7, &controller, &namespace, 0, 0)
+    }
+
+    fn limits(change: impl FnOnce(&mut IdentifyController, &mut IdentifyNamespace)) -> QueueLimits {
+        device(change).unwrap().1.limits
+    }
+
+    #[test]
+    fn identify_data_becomes_limits() {
+        let (namespace, info) = device(|_, _| ()).unwrap();
+        assert_eq!(namespace, NvmeNamespace { nsid: 7, sector_shift: 3, sgl_threshold: None });
+        assert_eq!((info.capacity_sectors, info.limits.logical_block_bytes), (8 << 20, 4096));
+        assert!(info.volatile_cache && info.fua && !info.read_only);
+        assert_eq!((info.limits.sectors_max, info.limits.segments_max), (256, 33));
+        assert_eq!((info.limits.virt_boundary_mask, info.limits.dma_alignment_mask), (4095, 3));
+        assert_eq!((info.limits.discard_sectors_max, info.limits.discard_segments_max), (1 << 30, 256));
+        assert_eq!(info.limits.write_zeroes_sectors_max, 65536 * 8);
+        assert_eq!((info.limits.chunk_sectors, info.limits.physical_block_bytes), (0, 4096));
+    }
+
+    #[test]
+    fn each_field_changes_its_limit() {
+        assert_eq!(limits(|controller, _| controller.mdts = 0).sectors_max, 16384, "8 MiB at most");
+        assert_eq!(limits(|controller, _| controller.mdts = 1).sectors_max, 16);
+        let sgl = limits(|controller, _| controller.sgl = 1);
+        assert_eq!((sgl.virt_boundary_mask, sgl.segments_max), (0, 256));
+        let none = limits(|controller, _| controller.nvm_commands = 0);
+        assert_eq!((none.discard_sectors_max, none.write_zeroes_sectors_max), (0, 0));
+        assert_eq!(limits(|_, namespace| namespace.optimal_boundary = 32).chunk_sectors, 256);
+        assert_eq!(limits(|_, namespace| namespace.optimal_boundary = 33).chunk_sectors, 0, "no power of two");
+        let sizes = |awupf: u16, offset: u16| {
+            limits(move |controller, namespace| {
+                controller.atomic_power_fail_blocks = awupf;
+                (namespace.features, namespace.atomic_offset) = (1 << 4, offset);
+                (namespace.write_granularity, namespace.deallocate_granularity) = (15, 255);
+            })
+        };
+        assert_eq!(sizes(31, 0).physical_block_bytes, 65536);
+        assert_eq!(sizes(3, 0).physical_block_bytes, 16384, "no more than is written whole");
+        assert_eq!(sizes(31, 1).physical_block_bytes, 4096, "atomic blocks begin elsewhere");
+        assert_eq!(sizes(31, 0).discard_granularity_bytes, 1 << 20);
+        assert!(device(|_, namespace| namespace.attributes = 1).unwrap().1.read_only);
+        let (controller, namespace) = identify();
+        let wzsl = NvmeNamespace::new(7, &controller, &namespace, 0, 128).unwrap().1;
+        assert_eq!(wzsl.limits.write_zeroes_sectors_max, 1024);
+    }
+
+    #[test]
+    fn a_namespace_that_cannot_be_used_is_none() {
+        assert!(device(|_, namespace| namespace.capacity = 0).is_none());
+        assert!(device(|_, namespace| namespace.format = 1).is_none());
+        for (metadata_bytes, block_shift) in [(8, 12), (0, 8), (0, 13), (0, 255)] {
+            let format = LbaFormat { metadata_bytes, block_shift, performance: 0 };
+            assert!(device(|_, namespace| namespace.set_lba_format(0, format)).is_none(), "{format:?}");
+        }
+        // Whatever a controller says, what comes of it can be used.
+        for byte in [1, 0x7f, 0x80, 0xff] {
+            let controller = IdentifyController::parse(&[byte; 4096]);
+            let mut namespace = IdentifyNamespace::parse(&[byte; 4096]);
+            (namespace.blocks, namespace.format) = (1000, 0);
+            namespace.set_lba_format(0, LbaFormat { block_shift: 9, ..LbaFormat::default() });
+            let (_, info) = NvmeNamespace::new(1, &controller, &namespace, byte & 0xf, u64::MAX).unwrap();
+            assert_eq!(info.limits.check(), Ok(()));
+        }
+    }
+}

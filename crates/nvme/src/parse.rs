@@ -1,0 +1,175 @@
+//! I/O commands, controller side: a command becomes a bio, or the status to refuse it with.
+//!
+//! All that a host writes is hostile. The command is a copy; its data pointers are walked once.
+
+use blkyard_mq::{Bio, BioFlags, Op, SECTOR_SHIFT};
+
+use crate::{DSM_RANGE_BYTES, DataWalker, DmaMap, DsmRange, NvmeStatus, Sqe, control, io};
+
+/// What a controller must know of a namespace to parse commands for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NamespaceFormat {
+    /// Namespace identifier.
+    pub nsid: u32,
+    /// Logical blocks.
+    pub blocks: u64,
+    /// Size of a logical block as a power of two, 9 to 12.
+    pub block_shift: u8,
+}
+
+/// A command that makes sense.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoCommand {
+    /// The bio is filled in.
+    Bio,
+    /// The ranges are to be discarded: each fills a bio ([`IoParser::discard`]).
+    Deallocate,
+    /// There is nothing to do.
+    Nothing,
+}
+
+/// Parses the I/O commands of one queue.
+#[derive(Debug)]
+pub struct IoParser {
+    walker: DataWalker,
+    ranges: Vec<DsmRange>,
+}
+
+impl IoParser {
+    /// A parser for transfers of at most `bytes_max` (MDTS), which takes SGLs.
+    pub fn new(bytes_max: u64) -> IoParser {
+        IoParser { walker: DataWalker::new(bytes_max, true), ranges: Vec::with_capacity(usize::from(Sqe::RANGES_MAX)) }
+    }
+
+    /// Most segments of a bio.
+    pub fn segments_max(&self) -> usize {
+        self.walker.segments_max()
+    }
+
+    /// Fills in the bio of a command for a namespace. Its segments point into the table of `map`.
+    ///
+    /// # Errors
+    /// The status to complete the command with.
+    pub fn parse(
+        &mut self,
+        sqe: &Sqe,
+        namespace: &NamespaceFormat,
+        map: &DmaMap,
+        bio: &mut Bio,
+    ) -> Result<IoCommand, NvmeStatus> {
+        bio.reset();
+        if sqe.fused() != 0 {
+            return Err(NvmeStatus::INVALID_FIELD.with_dnr());
+        }
+        let is_for_all = sqe.opcode() == io::FLUSH && sqe.nsid() == u32::MAX;
+        if sqe.nsid() != namespace.nsid && !is_for_all {
+            return Err(NvmeStatus::INVALID_NAMESPACE.with_dnr());
+        }
+        let fua = if sqe.control() & control::FUA != 0 { BioFlags::FUA } else { BioFlags::empty() };
+        match sqe.opcode() {
+            io::FLUSH => bio.op = Op::Flush,
+            opcode @ (io::READ | io::WRITE) => {
+                let range = DsmRange { slba: sqe.slba(), blocks: sqe.blocks() };
+                namespace.check(range)?;
+                namespace.place(range, bio);
+                bio.op = if opcode == io::READ { Op::Read } else { Op::Write };
+                bio.flags = if opcode == io::READ { BioFlags::empty() } else { fua };
+                let bytes = bio.bytes();
+                self.walker.walk(map, sqe, bytes, &mut bio.segments)?;
+            }
+            io::WRITE_ZEROES => {
+                let range = DsmRange { slba: sqe.slba(), blocks: sqe.blocks() };
+                namespace.check(range)?;
+                namespace.place(range, bio);
+                bio.op = Op::WriteZeroes;
+                let stays = sqe.control() & control::DEAC == 0;
+                bio.flags = fua | if stays { BioFlags::NO_UNMAP } else { BioFlags::empty() };
+            }
+            io::DSM => return self.ranges(sqe, namespace, map, bio),
+            _ => return Err(NvmeStatus::INVALID_OPCODE.with_dnr()),
+        }
+        Ok(IoCommand::Bio)
+    }
+
+    /// Reads the ranges of a Dataset Management command. All are checked before any is discarded.
+    fn ranges(
+        &mut self,
+        sqe: &Sqe,
+        namespace: &NamespaceFormat,
+        map: &DmaMap,
+        bio: &mut Bio,
+    ) -> Result<IoCommand, NvmeStatus> {
+        // All other attributes are hints.
+        if !sqe.is_deallocate() {
+            return Ok(IoCommand::Nothing);
+        }
+        let mut left = usize::from(sqe.ranges());
+        self.walker.walk(map, sqe, (left * DSM_RANGE_BYTES) as u64, &mut bio.segments)?;
+        self.ranges.clear();
+        let (mut bytes, mut filled) = ([0; DSM_RANGE_BYTES], 0);
+        // A range may lie across segments.
+        for segment in &bio.segments {
+            let Some(span) = map.table().resolve(*segment) else {
+                return Err(NvmeStatus::DATA_TRANSFER_ERROR.with_dnr());
+            };
+            let mut at = 0;
+            while at < span.len() {
+                let len = (DSM_RANGE_BYTES - filled).min(span.len() - at);
+                span.part(at, len).copy_to_slice(&mut bytes[filled..filled + len]);
+                (at, filled) = (at + len, filled + len);
+                if filled == DSM_RANGE_BYTES && left > 0 {
+                    let words = [0, 8].map(|word| {
+                        let mut field = [0; 8];
+                        field.copy_from_slice(&bytes[word..word + 8]);
+                        u64::from_le_bytes(field)
+                    });
+                    self.ranges.push(DsmRange::from_words(words));
+                    (filled, left) = (0, left - 1);
+                }
+            }
+        }
+        bio.segments.clear();
+        for range in &self.ranges {
+            namespace.check(*range)?;
+        }
+        Ok(IoCommand::Deallocate)
+    }
+
+    /// Fills in the bio that discards the next range, the last one first; nothing once all are done. Empty ranges are
+    /// left out, and those longer than a bio are discarded in parts.
+    pub fn discard(&mut self, namespace: &NamespaceFormat, bio: &mut Bio) -> bool {
+        let blocks_max = u32::MAX >> namespace.sector_shift();
+        while let Some(range) = self.ranges.pop() {
+            if range.blocks == 0 {
+                continue;
+            }
+            let blocks = range.blocks.min(blocks_max);
+            if blocks < range.blocks {
+                self.ranges.push(DsmRange { slba: range.slba + u64::from(blocks), blocks: range.blocks - blocks });
+            }
+            bio.reset();
+            bio.op = Op::Discard;
+            namespace.place(DsmRange { blocks, ..range }, bio);
+            return true;
+        }
+        false
+    }
+}
+
+impl NamespaceFormat {
+    fn check(&self, range: DsmRange) -> Result<(), NvmeStatus> {
+        let end = range.slba.checked_add(u64::from(range.blocks));
+        if end.is_some_and(|end| end <= self.blocks) { Ok(()) } else { Err(NvmeStatus::LBA_OUT_OF_RANGE.with_dnr()) }
+    }
+
+    /// Sets the range of a bio, which was checked.
+    fn place(&self, range: DsmRange, bio: &mut Bio) {
+        bio.sector = range.slba << self.sector_shift();
+        bio.sectors = range.blocks << self.sector_shift();
+    }
+
+    /// Sectors of a logical block, as a power of two.
+    fn sector_shift(&self) -> u32 {
+        u32::from(self.block_shift) - SECTOR_SHIFT
+    }
+}
