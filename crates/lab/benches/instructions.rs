@@ -11,6 +11,8 @@
 mod lines;
 #[path = "cells/load.rs"]
 mod load;
+#[path = "cells/nvme.rs"]
+mod nvme;
 #[path = "cells/ring.rs"]
 mod ring;
 #[path = "cells/sched.rs"]
@@ -29,6 +31,7 @@ use blkyard_virtio::{Chain, DeviceRing, Features, ParseContext, Parsed, VirtioSt
 
 use lines::one_core;
 use load::{Load, buffers, load_only, null};
+use nvme::pair;
 use ring::ring;
 use sched::{Queued, deadline, fair, kyber, slices};
 
@@ -54,6 +57,8 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("virtio-ring-split-b1", || Box::new(ring(false, 1, clock()))),
     ("virtio-ring-split-b32", || Box::new(ring(false, 32, clock()))),
     ("virtio-ring-packed-b32", || Box::new(ring(true, 32, clock()))),
+    ("nvme-pair-b1", || Box::new(pair(1, clock()))),
+    ("nvme-pair-b32", || Box::new(pair(32, clock()))),
     ("vhost-one-core-split-b32", || Box::new(together(false, 32))),
     ("vhost-one-core-packed-b32", || Box::new(together(true, 32))),
 ];
