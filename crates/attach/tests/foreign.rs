@@ -6,13 +6,14 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
 use blkyard_attach::{AttachConfig, Attached};
 use blkyard_mq::{Op, QueueKind, Status};
 use blkyard_virtio::Features;
-use common::{Lossy, LossyConfig, PATIENCE, SLOTS, User, config, place, until};
+use common::{Lossy, LossyConfig, PATIENCE, SLOTS, TestClock, User, config, place, until};
 
 /// Writes and reads back blocks of its own, until it is told to stop.
 fn keep_busy(user: &mut User, first: u64, stop: &AtomicBool) {
@@ -128,14 +129,27 @@ fn a_request_that_is_dropped_is_done_again() {
 fn a_back_end_that_answers_messages_and_never_a_request_fails_io_in_time() {
     let (_folder, path) = place();
     let lossy = Lossy::start(&path, LossyConfig { drop_every: 1, ..LossyConfig::new(2, 1) });
-    let attached = Attached::open(impatient(&path)).unwrap();
-    let mut user = User::new(&attached, QueueKind::Default);
-    let start = Instant::now();
+    let clock = TestClock::new();
+    let config = AttachConfig::new(&path, Arc::clone(&clock) as _);
+    let (io_max, gone_max) = (config.io_max, config.gone_max);
+    let attached = Attached::open(config).unwrap();
+    let mut user = User::new(&attached, QueueKind::Default).by(&clock);
     user.submit(Op::Read, 5, 0);
     user.submit(Op::Write, 5, 1);
-    user.drain_asleep();
+    until("it is over", || {
+        user.turn_idle();
+        // Time for what the other side does is not that of the clock.
+        let dropped = lossy.seen.dropped.load(Relaxed);
+        if attached.view().is_connected && dropped == 2 * lossy.seen.sessions.load(Relaxed) {
+            clock.advance(Duration::from_millis(500));
+        } else if !attached.view().is_connected {
+            clock.advance(Duration::from_millis(1));
+        }
+        user.hw.is_idle()
+    });
     assert!(user.ended.drain(..).all(|bio| bio.status == Status::Timeout));
-    assert!(start.elapsed() >= Duration::from_millis(1200), "{:?}", start.elapsed());
+    let passed = clock.passed();
+    assert!(passed >= io_max + gone_max, "{passed:?}");
     assert!(lossy.seen.sessions.load(Relaxed) > 2, "it was tried again");
 }
 
@@ -160,15 +174,38 @@ fn a_request_that_is_dropped_each_time_fails_and_the_others_do_not() {
 fn nothing_is_done_again_before_a_silent_back_end_has_closed_the_connection() {
     let (_folder, path) = place();
     let lossy = Lossy::start(&path, LossyConfig { drop_every: 1, clings: true, ..LossyConfig::new(2, 1) });
-    let attached = Attached::open(impatient(&path)).unwrap();
-    let mut user = User::new(&attached, QueueKind::Default);
+    let clock = TestClock::new();
+    let config = AttachConfig::new(&path, Arc::clone(&clock) as _);
+    let (io_max, gone_max) = (config.io_max, config.gone_max);
+    let attached = Attached::open(config).unwrap();
+    let mut user = User::new(&attached, QueueKind::Default).by(&clock);
     user.submit(Op::Write, 5, 0);
-    user.drain_asleep();
+    until("the back-end has it", || {
+        user.turn();
+        lossy.seen.dropped.load(Relaxed) == 1
+    });
+    until("it is left", || {
+        clock.advance(Duration::from_millis(100));
+        user.turn();
+        !attached.view().is_connected
+    });
+    let left = clock.passed();
+    assert!(left >= io_max, "{left:?}");
+    // It was left at some time during the last steps.
+    let slack = Duration::from_secs(1);
+    clock.advance(gone_max.saturating_sub(slack));
+    user.turn();
+    assert!(user.ended.is_empty(), "it may still be done");
+    clock.advance(slack);
+    until("it fails", || user.turn() > 0);
     assert_eq!(user.ended.pop().unwrap().status, Status::Io);
     assert_eq!(lossy.seen.dropped.load(Relaxed), 1, "it was given to nobody else");
     drop(lossy);
     let good = Lossy::start(&path, LossyConfig::new(2, 1));
-    until("a good one serves", || user.one(Op::Write, 5, 0) == Status::Ok);
+    until("a good one serves", || {
+        clock.advance(Duration::from_millis(500));
+        user.one(Op::Write, 5, 0) == Status::Ok
+    });
     drop((user, attached, good));
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use blkyard_attach::{AttachConfig, Attached};
 use blkyard_mq::{Op, QueueKind, Status};
-use common::{Backend, Fake, Ill, SLOTS, User, blk_config, config, disk, disk_info, place, until};
+use common::{Backend, Fake, Ill, SLOTS, TestClock, User, blk_config, config, disk, disk_info, place, until};
 
 #[test]
 fn what_cannot_be_attached_says_what_is_wrong_and_what_helps() {
@@ -193,14 +193,30 @@ fn io_for_a_back_end_that_stays_away_fails_after_its_time_and_goes_on_when_it_is
     let (_folder, path) = place();
     let device = disk();
     let backend = Backend::start(&path, &device, 1);
-    let gone_max = Duration::from_millis(50);
-    let attached = Attached::open(AttachConfig { gone_max, ..config(&path) }).unwrap();
-    let mut user = User::new(&attached, QueueKind::Default);
+    let clock = TestClock::new();
+    let config = AttachConfig::new(&path, Arc::clone(&clock) as _);
+    let gone_max = config.gone_max;
+    let attached = Attached::open(config).unwrap();
+    let mut user = User::new(&attached, QueueKind::Default).by(&clock);
     assert_eq!(user.one(Op::Read, 0, 0), Status::Ok);
     backend.stop();
-    assert_eq!(user.one(Op::Read, 0, 0), Status::Io);
+    until("it is gone", || !attached.view().is_connected);
+    user.submit(Op::Read, 0, 0);
+    let step = Duration::from_millis(250);
+    while clock.passed() + step < gone_max {
+        clock.advance(step);
+        user.turn();
+        assert!(user.ended.is_empty(), "after {:?}", clock.passed());
+    }
+    // It is looked for each half second.
+    (0..4).for_each(|_| clock.advance(step));
+    until("it fails", || user.turn() > 0);
+    assert_eq!(user.ended.pop().unwrap().status, Status::Io);
     let backend = Backend::start(&path, &device, 1);
-    until("it serves again", || user.one(Op::Read, 0, 0) == Status::Ok);
+    until("it serves again", || {
+        clock.advance(step);
+        user.one(Op::Read, 0, 0) == Status::Ok
+    });
     drop((user, attached));
     backend.stop();
 }

@@ -4,6 +4,7 @@
 //! Every wait is bounded: a wait that times out panics with what it waited for.
 #![allow(dead_code, unused_imports, reason = "each test file uses its own part")]
 
+mod clock;
 mod fake;
 mod lossy;
 mod wire;
@@ -23,6 +24,7 @@ use blkyard_os::{LaneConfig, Lanes, Ring, RingConfig, SystemClock, now_ns};
 use blkyard_virtio::{BlkConfig, SerialId};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+pub use clock::TestClock;
 pub use fake::{Fake, Faults, Ill, send_account};
 pub use lossy::{Lossy, LossyConfig};
 pub use wire::{is_ready, message, read};
@@ -102,6 +104,8 @@ pub struct User {
     ring: Ring,
     pub hw: HwQueue<AttachedQueue>,
     region: Arc<Region>,
+    /// The time is the system's without one.
+    clock: Option<Arc<TestClock>>,
     /// Bios that came back, in order.
     pub ended: Vec<Box<Bio>>,
 }
@@ -116,7 +120,13 @@ impl User {
         let mut hw = HwQueue::new(disk.queue(kind, config.depth).unwrap(), Arc::new(disk.info().clone()), config);
         let mut ring = Ring::new(RingConfig::default()).unwrap();
         hw.set_memory(&mut ring, Arc::new(RegionTable::new(vec![Arc::clone(&region)])));
-        User { ring, hw, region, ended: Vec::new() }
+        User { ring, hw, region, clock: None, ended: Vec::new() }
+    }
+
+    /// The same, with the time of this clock.
+    pub fn by(mut self, clock: &Arc<TestClock>) -> User {
+        self.clock = Some(Arc::clone(clock));
+        self
     }
 
     /// Has the queue use this memory from now on, or none, as one that stops does.
@@ -155,7 +165,8 @@ impl User {
 
     /// One round. How many came back in it.
     pub fn turn(&mut self) -> usize {
-        let (now_ns, ended) = (now_ns(), &mut self.ended);
+        let now_ns = self.clock.as_ref().map_or_else(now_ns, |clock| clock.turn_ns());
+        let ended = &mut self.ended;
         self.ring.reap();
         let count = self.hw.reap(&mut self.ring, now_ns, &mut |bio| ended.push(bio));
         self.hw.issue(&mut self.ring, now_ns);
