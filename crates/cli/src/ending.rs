@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use blkyard_export::{BoundSocket, QueueView, QueueWatch};
 use blkyard_mq::RequestState;
 use blkyard_os::{Signal, Signals};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blkyard_sys::{PollFd, PollFlags, wait_until};
 
 use crate::daemon::Daemon;
 use crate::error::ServeError;
@@ -192,18 +192,17 @@ fn next_event(signals: &Signals, events: &mut PipeReader, deadline: Option<Insta
         if let Some(signal) = signals.wait(Some(Duration::ZERO)) {
             return MainEvent::Signal(signal);
         }
-        let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-        let time = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
+        let now = Instant::now();
         let mut fds = [PollFd::new(&*events, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
-        match poll(&mut fds, time.as_ref()) {
-            Ok(0) => return MainEvent::Timeout,
-            Ok(_) if !fds[0].revents().is_empty() => {
-                // The other end is closed when the thread ends, however it does.
-                let said = events.read(&mut [0]).is_ok_and(|bytes| bytes > 0);
-                return if said { MainEvent::Stops } else { MainEvent::Ended };
-            }
-            // A signal; or interrupted, most likely by one.
-            _ => {}
+        // Whatever ends it early, all is looked at again.
+        let ready = wait_until(&mut fds, now, deadline).unwrap_or(0);
+        if ready > 0 && !fds[0].revents().is_empty() {
+            // The other end is closed when the thread ends, however it does.
+            let said = events.read(&mut [0]).is_ok_and(|bytes| bytes > 0);
+            return if said { MainEvent::Stops } else { MainEvent::Ended };
+        }
+        if ready == 0 && deadline.is_some_and(|deadline| now >= deadline) {
+            return MainEvent::Timeout;
         }
     }
 }

@@ -17,8 +17,7 @@ use std::time::{Duration, Instant};
 
 use blkyard_export::BoundSocket;
 use blkyard_mq::{HeldBack, LogLimit};
-use blkyard_sys::EventFd;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blkyard_sys::{EventFd, PollFd, PollFlags, wait_until};
 use serde_json::Value;
 
 use super::wire::{ControlRequest, REQUEST_BYTES_MAX, answer_line, parse_request};
@@ -28,6 +27,9 @@ pub const CLIENTS_MAX: usize = 32;
 
 /// Connections taken in one round: some are always answered before the next are taken.
 const ACCEPTS_MAX: usize = 256;
+
+/// Pause after a connection that failed: the process is out of descriptors, most likely.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long a client may take from one request to the next, and to read an answer. People do not type here.
 pub const CLIENT_TIME: Duration = Duration::from_secs(10);
@@ -66,8 +68,15 @@ impl ControlServer {
         let stop = Arc::new(EventFd::new()?);
         socket.listener().set_nonblocking(true)?;
         let limit = LogLimit::default();
-        let serving =
-            ServingControl { socket, stop: Arc::clone(&stop), clients: Vec::new(), client_time, limit, answer };
+        let serving = ServingControl {
+            socket,
+            stop: Arc::clone(&stop),
+            clients: Vec::new(),
+            client_time,
+            accept_at: None,
+            limit,
+            answer,
+        };
         let thread = std::thread::Builder::new().name("control".into()).spawn(move || serving.run())?;
         Ok(ControlServer { thread: Some(thread), stop })
     }
@@ -93,6 +102,8 @@ struct ServingControl<A> {
     stop: Arc<EventFd>,
     clients: Vec<ControlClient>,
     client_time: Duration,
+    /// When connections are taken again, after one that failed.
+    accept_at: Option<Instant>,
     /// Of the log lines that clients cause.
     limit: LogLimit,
     answer: A,
@@ -132,7 +143,10 @@ enum Fate {
 impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
     fn run(mut self) {
         while !self.wait() {
-            self.accept();
+            if self.accept_at.is_none_or(|at| Instant::now() >= at) {
+                self.accept_at = None;
+                self.accept();
+            }
             let mut index = 0;
             while index < self.clients.len() {
                 match self.turn(index) {
@@ -149,24 +163,19 @@ impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
     /// Waits until there is something to do; true if that is to end.
     fn wait(&self) -> bool {
         let now = Instant::now();
-        let left = |client: &ControlClient| {
-            let left = self.client_time.saturating_sub(now.duration_since(client.since));
-            if client.has_request() { Duration::ZERO } else { left }
-        };
-        let due = self.clients.iter().map(left).min();
-        let timeout =
-            due.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: i64::from(left.subsec_nanos()) });
+        let due = |client: &ControlClient| if client.has_request() { now } else { client.since + self.client_time };
+        let deadline = self.clients.iter().map(due).chain(self.accept_at).min();
         let mut fds = vec![PollFd::new(&*self.stop, PollFlags::IN)];
-        if self.clients.len() < CLIENTS_MAX || self.clients.iter().any(ControlClient::is_idle) {
+        let has_room = self.clients.len() < CLIENTS_MAX || self.clients.iter().any(ControlClient::is_idle);
+        if has_room && self.accept_at.is_none() {
             fds.push(PollFd::new(self.socket.listener(), PollFlags::IN));
         }
         for client in &self.clients {
             let flags = if client.is_owed() { PollFlags::OUT } else { PollFlags::IN };
             fds.push(PollFd::from_borrowed_fd(client.stream.as_fd(), flags));
         }
-        match poll(&mut fds, timeout.as_ref()) {
+        match wait_until(&mut fds, now, deadline) {
             Ok(_) => !fds[0].revents().is_empty(),
-            Err(rustix::io::Errno::INTR) => false,
             Err(error) => {
                 tracing::error!("the control socket is given up: {error}");
                 true
@@ -190,8 +199,7 @@ impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
                 Ok(None) => return,
                 Err(error) => {
                     self.warn(format_args!("a connection failed: {error}"));
-                    // Out of descriptors, most likely: do not spin until somebody closes some.
-                    std::thread::sleep(Duration::from_millis(100));
+                    self.accept_at = Some(Instant::now() + ACCEPT_PAUSE);
                     return;
                 }
             }

@@ -11,7 +11,7 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use blkyard_sys::{PollFd, PollFlags, wait_for};
 
 /// Size of the lines that wait for a reader, at most. Some thousand lines: hours of an ordinary log.
 const QUEUE_BYTES_MAX: usize = 256 << 10;
@@ -116,7 +116,7 @@ fn write_line(stream: &mut (impl Write + AsFd), mut line: &[u8]) -> io::Result<(
             Ok(count) => line = &line[count..],
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                let _ = poll(&mut [PollFd::new(&*stream, PollFlags::OUT)], None);
+                let _ = wait_for(&mut [PollFd::new(&*stream, PollFlags::OUT)], None);
             }
             Err(error) => return Err(error),
         }
