@@ -79,6 +79,8 @@ fn a_change_of_memory_can_fail_at_any_message() {
         let fake = fakes(&path, 2, [first]);
         let attached = Attached::open(config(&path)).unwrap();
         let mut users = vec![User::new(&attached, QueueKind::Default)];
+        // The memory of the second comes after the set-up has begun, or it would be part of it.
+        until("the back-end has hung up, or was told of the first memory", || fake.is_over() || fake.tables() > 0);
         users.push(User::new(&attached, QueueKind::Default));
         users[1].submit(Op::Read, 0, 0);
         until("the back-end has hung up, or has the request", || {

@@ -85,6 +85,8 @@ pub struct Fake {
 #[derive(Default)]
 struct Heard {
     kicks: AtomicUsize,
+    /// Tables of memory.
+    tables: AtomicUsize,
     /// Regions that were added, and removed.
     regions: [AtomicUsize; 2],
 }
@@ -120,6 +122,11 @@ impl Fake {
     /// Kicks that it has heard.
     pub fn kicks(&self) -> usize {
         self.heard.kicks.load(Ordering::Relaxed)
+    }
+
+    /// Tables of memory that it was told of.
+    pub fn tables(&self) -> usize {
+        self.heard.tables.load(Ordering::Relaxed)
     }
 
     /// Regions of memory that it was told of one by one: to add, to remove.
@@ -209,6 +216,9 @@ fn serve(stream: &UnixStream, config: &BlkConfig, faults: Faults, heard: &Heard)
             heard.regions[request as usize - 37].fetch_add(1, Ordering::Relaxed);
         }
         match request {
+            5 => {
+                heard.tables.fetch_add(1, Ordering::Relaxed);
+            }
             37 => regions.push((word(24), word(16), word(32), file.unwrap())),
             9 => used = word(16),
             12 => kick = file,
