@@ -139,7 +139,7 @@ struct CommandSlot {
     /// Goes on when a command of the slot is over, however it ended.
     sequence: u32,
     /// Number of the submission, counted without end.
-    submission: u32,
+    submission: u64,
     in_flight: bool,
 }
 
@@ -150,13 +150,13 @@ pub struct HostQueuePair {
     rings: QueueRings,
     /// Where the next command goes, and its number.
     sq_tail: u16,
-    submissions: u32,
+    submissions: u64,
     /// The same as the controller was last told.
     announced_tail: u16,
-    announced: u32,
+    announced: u64,
     /// How far the controller has fetched, by the last completion that was believed, and the number of the next.
     sq_head: u16,
-    fetched: u32,
+    fetched: u64,
     cq_head: u16,
     /// The phase bit of a new completion, in its place.
     phase: u64,
@@ -257,7 +257,7 @@ impl HostQueuePair {
         let sqe = sqe.with_cid(cid(slot, entry.sequence));
         self.rings.sq.store_u64s(usize::from(self.sq_tail) * SQE_BYTES, sqe.0, Relaxed);
         self.sq_tail = self.next(self.sq_tail);
-        self.submissions = self.submissions.wrapping_add(1);
+        self.submissions += 1;
         self.in_flight += 1;
     }
 
@@ -326,11 +326,11 @@ impl HostQueuePair {
         }
         let (head, entries) = (cqe.sq_head(), self.rings.entries);
         let step = if head >= self.sq_head { head - self.sq_head } else { head + entries - self.sq_head };
-        let fetched = self.fetched.wrapping_add(u32::from(step));
-        if head >= entries || u32::from(step) > self.announced.wrapping_sub(self.fetched) {
+        let fetched = self.fetched + u64::from(step);
+        if head >= entries || fetched > self.announced {
             return Err(CqeFault::HeadJumped);
         }
-        if entry.submission.wrapping_sub(fetched) as i32 >= 0 {
+        if entry.submission >= fetched {
             return Err(CqeFault::NotFetched);
         }
         (self.sq_head, self.fetched) = (head, fetched);

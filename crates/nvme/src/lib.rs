@@ -1,6 +1,6 @@
 //! NVMe over shared memory, host side and controller side.
 //!
-//! Formats: [registers](registers), submission and completion queue entries ([`Sqe`], [`Cqe`]), [`NvmeStatus`] and the
+//! Formats: [registers], submission and completion queue entries ([`Sqe`], [`Cqe`]), [`NvmeStatus`] and the
 //! identify data that a block driver uses.
 //!
 //! Data pointers: the host writes PRP lists and SGLs ([`ListPool`]), the controller walks them ([`DataWalker`]). Both
