@@ -84,7 +84,7 @@ pub trait DeviceOps: Debug + Send + Sync {
     }
 
     /// Where it reaches memory: one domain for each of its paths that maps memory. None for a device that uses our
-    /// addresses. What its owner maps there stays mapped whatever queues do; what else a queue is given is mapped for as
+    /// addresses. What its owner maps there stays mapped whatever queues do. Other memory of a queue is mapped for as
     /// long as the queue has it.
     fn dma_domains(&self) -> Vec<Arc<DmaDomain>> {
         Vec::new()
