@@ -269,7 +269,7 @@ impl<S: RemoteSession> Control<S> {
     fn open_queue(&mut self, kind: QueueKind) -> Result<Opened<S::Ring>, AttachError> {
         let Some(opened) = self.queues.open(kind) else {
             let (disk, have) = (self.options().name.clone(), self.queues.len());
-            let cure = "ask for fewer, or start it with more";
+            let cure = "lower ?queues=N, or start the back-end with more queues";
             return Err(AttachError::Queues { disk, wanted: have + 1, have, cure });
         };
         self.changed |= opened.ring.is_none();
@@ -331,8 +331,8 @@ impl<S: RemoteSession> Control<S> {
             && let Some(held_back) = self.pass()
         {
             tracing::error!(
-                "{}: its back-end can know {} memory regions and {count} are in use; I/O in the others fails. Use fewer \
-                 guests, or queues with memory of their own{held_back}",
+                "{}: its back-end accepts {} memory regions and {count} are in use: I/O in the others fails; use fewer \
+                 guests, or give the back-end more memory slots{held_back}",
                 self.options().name,
                 session.regions()
             );
@@ -416,7 +416,7 @@ impl<S: RemoteSession> Control<S> {
             }
         };
         if let Some(held_back) = self.pass() {
-            tracing::warn!("{}: {why}. I/O waits for it to come back{held_back}", self.options().name);
+            tracing::warn!("{}: {why}; I/O waits until it is connected again{held_back}", self.options().name);
         }
         let mut outage = Outage::new(now, self.history.lost(now.saturating_duration_since(since), broken));
         outage.set_left(LeftPeer(session.leave()));
@@ -437,7 +437,9 @@ impl<S: RemoteSession> Control<S> {
     fn give_up(&mut self) {
         if let Some(held_back) = self.pass() {
             let name = &self.options().name;
-            tracing::error!("{name}: I/O fails from now on, until its back-end is well again{held_back}");
+            tracing::error!(
+                "{name}: the back-end failed repeatedly: I/O fails until it is connected again; see its log{held_back}"
+            );
         }
         self.rings = None;
         self.queues.post_all(|| QueueCommand::Fail);
@@ -465,7 +467,7 @@ impl<S: RemoteSession> Control<S> {
             Link::Up { .. } => Duration::ZERO,
         };
         if let Some(held_back) = self.pass() {
-            tracing::info!("{}: served again, after {away:?}{held_back}", self.options().name);
+            tracing::info!("{}: connected again after {away:?}{held_back}", self.options().name);
         }
         let capacity = session.info().capacity_sectors;
         self.begin(session);
@@ -506,7 +508,7 @@ impl<S: RemoteSession> Control<S> {
             Err(AttachError::Talk { source, .. }) => self.leave(&source),
             Err(error) => {
                 if let Some(held_back) = self.pass() {
-                    tracing::warn!("{error}; what it said before holds{held_back}");
+                    tracing::warn!("{error}; the previous configuration stays in use{held_back}");
                 }
             }
         }
@@ -517,7 +519,7 @@ impl<S: RemoteSession> Control<S> {
         if old != sectors
             && let Some(held_back) = self.pass()
         {
-            tracing::info!("{}: {sectors} sectors now, {old} before{held_back}", self.options().name);
+            tracing::info!("{}: the capacity changed from {old} to {sectors} sectors{held_back}", self.options().name);
         }
     }
 

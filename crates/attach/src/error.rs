@@ -56,7 +56,7 @@ pub enum TalkError {
         request: String,
     },
     /// It said no.
-    #[error("its back-end refuses {request} ({code}); see the back-end's log")]
+    #[error("its back-end refused {request} with code {code}; see the back-end's log")]
     Refused {
         /// What it was told.
         request: String,
@@ -67,7 +67,7 @@ pub enum TalkError {
     #[error("its back-end reports a broken ring; see the back-end's log")]
     RingError,
     /// It broke a ring.
-    #[error("its back-end broke {queue}: {fault}")]
+    #[error("its back-end corrupted {queue}: {fault}; see the back-end's log")]
     Fault {
         /// The queue, by its name.
         queue: String,
@@ -84,7 +84,7 @@ pub enum TalkError {
         what: String,
     },
     /// The system refused.
-    #[error("system call failed: {0}")]
+    #[error("a system call failed: {0}; see the limits on memory, threads and open files")]
     System(String),
 }
 
@@ -166,7 +166,7 @@ pub enum AttachError {
         limit: Duration,
     },
     /// The thread that talks to the back-end is gone: a bug of ours.
-    #[error("{disk}: its control thread has ended; see the messages above, and report this")]
+    #[error("{disk}: its control thread has ended; see the messages above, and report a bug")]
     Ended {
         /// Name of the disk.
         disk: String,

@@ -170,8 +170,8 @@ impl<R: RemoteRing> RemoteQueue<R> {
             return;
         };
         tracing::error!(
-            "{}: {in_a_row} back-ends died one after the other and answered nothing; {waiting} requests are in flight, the oldest a \
-             {:?} of {} sectors at sector {}. They are done again until they are answered; see what the back-end says of them",
+            "{}: {in_a_row} back-ends in a row died without completing a request: {waiting} requests are in flight, the oldest a \
+             {:?} of {} sectors at sector {}; they are submitted again until they complete, see the back-end's log",
             self.name(),
             oldest.op(),
             oldest.sectors(),
@@ -355,7 +355,10 @@ impl<R: RemoteRing> Drop for RemoteQueue<R> {
                 return Some(RingEnd { ring: Box::new(ring), kick, number: self.ring_number });
             }
             // The back-end may still look at it, and at what it names.
-            tracing::warn!("{}: closed with requests in flight, whose fate is unknown", self.name());
+            tracing::warn!(
+                "{}: closed with requests in flight: their data may or may not have reached the disk",
+                self.name()
+            );
             std::mem::forget(ring);
             None
         });

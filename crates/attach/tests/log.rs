@@ -29,6 +29,6 @@ fn back_end_that_comes_and_goes_causes_few_lines() {
     let said = std::io::read_to_string(said).unwrap();
     // Two a session, but for the deaths that the queue tells of.
     let lines =
-        said.lines().filter(|line| line.contains("closed the connection") || line.contains("served again")).count();
+        said.lines().filter(|line| line.contains("closed the connection") || line.contains("connected again")).count();
     assert!((20..=31).contains(&lines), "{lines} lines: {said}");
 }

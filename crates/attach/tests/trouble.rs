@@ -22,7 +22,7 @@ fn what_cannot_be_attached_says_what_is_wrong_and_what_helps() {
     let (_folder, path) = place();
     refused(soon(&path), ["no such socket", "start its back-end"]);
     drop(UnixListener::bind(&path).unwrap());
-    refused(soon(&path), ["nobody listens", "start its back-end"]);
+    refused(soon(&path), ["no process listens", "start its back-end"]);
     std::fs::remove_file(&path).unwrap();
     for (ill, words) in [
         (Ill::Silent, ["did not answer", "another front-end"]),
@@ -38,7 +38,7 @@ fn what_cannot_be_attached_says_what_is_wrong_and_what_helps() {
         fake.join();
     }
     let fake = Fake::start(&path, blk_config(&disk_info(), 1), Ill::Swallows, 1);
-    refused(AttachConfig { queues: Some(3), ..config(&path) }, ["has 1 of 3 queues", "ask for fewer"]);
+    refused(AttachConfig { queues: Some(3), ..config(&path) }, ["has 1 of 3 queues", "lower ?queues=N"]);
     fake.join();
 }
 
@@ -96,7 +96,7 @@ fn back_ends_that_die_over_the_same_requests_are_counted_until_something_is_answ
     assert!(user.ended.is_empty(), "nobody did anything");
     said.rewind().unwrap();
     let said = std::io::read_to_string(said).unwrap();
-    let told: Vec<_> = said.lines().filter(|line| line.contains("died one after the other")).collect();
+    let told: Vec<_> = said.lines().filter(|line| line.contains("in a row died")).collect();
     let words = ["req.0: 4 back-ends", "1 requests are in flight", "a Write of 8 sectors at sector 56"];
     assert!(
         told.len() == 1 && words.iter().all(|word| told[0].contains(word)),

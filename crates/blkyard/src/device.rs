@@ -26,7 +26,7 @@ pub enum DeviceError {
     #[error(transparent)]
     Spec(#[from] SpecError),
     /// There is no memory for it.
-    #[error("{name}: out of memory: {source}; choose a smaller size")]
+    #[error("{name}: out of memory: {source}; give a smaller size")]
     Memory {
         /// The device's name.
         name: String,
@@ -217,7 +217,7 @@ impl Device {
     /// # Errors
     /// Says why not.
     pub fn can_be_handed_over(&self) -> Result<(), SpecError> {
-        let refusal = |cause| SpecError::new(&self.info().name, cause, "serve it by a daemon of its own");
+        let refusal = |cause| SpecError::new(&self.info().name, cause, "serve it by a separate daemon");
         self.handover().map(|_| ()).map_err(refusal)
     }
 }

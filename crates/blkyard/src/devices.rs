@@ -48,18 +48,19 @@ pub(crate) fn kind_of<'a>(kinds: &'a [DeviceKind], spec: &Spec) -> Result<&'a De
     kinds.iter().find(|kind| kind.schemes.contains(&spec.scheme.as_str())).ok_or_else(|| {
         let (last, others) = kinds.split_last().map_or(("", kinds), |(last, others)| (last.usage, others));
         let others: Vec<_> = others.iter().map(|kind| kind.usage).collect();
-        let cause = format!("'{}' is no kind of device", spec.scheme);
+        let cause = format!("unknown kind of device '{}'", spec.scheme);
         SpecError::new(&spec.name, cause, format!("use {} or {last}", others.join(", ")))
     })
 }
 
 /// The other daemon hands over what this kind cannot continue with.
 pub(crate) fn no_handover(spec: &Spec) -> DeviceError {
-    SpecError::new(&spec.name, "it is not handed over so", "start this daemon without --takeover").into()
+    SpecError::new(&spec.name, "this kind of device cannot be handed over", "start this daemon without --takeover")
+        .into()
 }
 
 /// Why a disk in memory cannot be handed over.
-const MEMORY_ENDS: &str = "its memory ends with this daemon";
+const MEMORY_ENDS: &str = "its memory is lost when this daemon ends";
 
 /// Whether completed writes may wait for a flush.
 fn take_write_back(spec: &mut Spec) -> Result<Option<bool>, SpecError> {

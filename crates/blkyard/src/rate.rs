@@ -86,7 +86,7 @@ pub fn take_rate(spec: &mut Spec, now: RateConfig) -> Result<Option<RateConfig>,
         burst_ms: burst_ms.map_or(now.burst_ms, |ms| ms as u32),
     };
     if burst_ms.is_some() && config.iops == 0 && config.bytes_per_s == 0 {
-        let cause = "burst_ms says how much of a rate may be saved up, and there is no rate";
+        let cause = "burst_ms needs a rate limit, and none is set";
         return Err(SpecError::new(&spec.name, cause, "give iops_max or bytes_per_s_max with it"));
     }
     Ok((iops.is_some() || bytes_per_s.is_some() || burst_ms.is_some()).then_some(config))
@@ -140,7 +140,7 @@ mod tests {
             ("ram:1M?bytes_per_s_max=100", "from 4k to 1T, such as 100M, or off"),
             ("ram:1M?iops_max=5&burst_ms=0", "a number from 1 to 60000"),
             ("ram:1M?burst_ms=5", "give iops_max or bytes_per_s_max with it"),
-            ("ram:1M?iops=5", "the keys known here are: iops_max, bytes_per_s_max, burst_ms"),
+            ("ram:1M?iops=5", "the known keys are: iops_max, bytes_per_s_max, burst_ms"),
         ] {
             let error = taken(name, NONE).unwrap_err();
             assert!(error.starts_with(name) && error.contains(words), "{name}: {error}");

@@ -86,7 +86,7 @@ impl Options<'_> {
     fn of_timeslice(&mut self, config: &mut TimesliceConfig) -> Result<(), SpecError> {
         self.number("slice_us", 0, TIME_MAX_US, &mut config.slice_us)?;
         self.number("extensions", 0, 1_000_000, &mut config.extensions)?;
-        let wanted = "microseconds, or 'slice' for as long as the slice lasts";
+        let wanted = "a number of microseconds, or 'slice' for the rest of the slice";
         let parse =
             |text: &str| if text == "slice" { Some(u32::MAX) } else { text.parse().ok().filter(|us| *us < u32::MAX) };
         let show = |us: &u32| if *us == u32::MAX { "slice".into() } else { us.to_string() };
@@ -108,7 +108,7 @@ impl Options<'_> {
         self.number("in_flight_kib", 0, u32::MAX.into(), &mut config.in_flight_kib)?;
         self.switch("per_queue", &mut config.per_queue)?;
         let wanted =
-            format!("up to {FAIR_WEIGHTS_MAX} times STREAM:WEIGHT with a '+' between, weights from 10 to 1000");
+            format!("up to {FAIR_WEIGHTS_MAX} pairs STREAM:WEIGHT joined by '+', with weights from 10 to 1000");
         self.option("weights", &wanted, parse_weights, show_weights, &mut config.weights)
     }
 
@@ -227,7 +227,7 @@ mod tests {
             ("ram:1M?scheduler=timeslice&key=cpu", "stream or queue"),
             ("ram:1M?scheduler=kyber&read_target_us=0", "from 1 to"),
             ("ram:1M?scheduler=fair&weights=3:9", "weights from 10 to 1000"),
-            ("ram:1M?scheduler=fair&weights=1:10+2:10+3:10+4:10+5:10+6:10+7:10+8:10+9:10", "up to 8 times"),
+            ("ram:1M?scheduler=fair&weights=1:10+2:10+3:10+4:10+5:10+6:10+7:10+8:10+9:10", "up to 8 pairs"),
         ] {
             let error = taken(name, SchedulerConfig::None).unwrap_err();
             assert!(error.contains(words), "{name}: {error}");

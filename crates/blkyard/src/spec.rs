@@ -64,7 +64,7 @@ impl Spec {
             _ => ("", thing),
         };
         if body.is_empty() {
-            return Err(SpecError::new(format!("'{name}'"), "nothing is named", "write it as scheme:name?key=value"));
+            return Err(SpecError::new(format!("'{name}'"), "the name is empty", "write it as scheme:name?key=value"));
         }
         let mut spec = Spec {
             name: name.into(),
@@ -123,7 +123,7 @@ impl Spec {
         parse: impl FnOnce(&str) -> Option<T>,
     ) -> Result<Option<T>, SpecError> {
         let Some(value) = self.take(key) else { return Ok(None) };
-        let wrong = || SpecError::new(&self.name, format!("{key}={value} is not understood"), format!("give {wanted}"));
+        let wrong = || SpecError::new(&self.name, format!("{key}={value} is invalid"), format!("give {wanted}"));
         parse(&value).ok_or_else(wrong).map(Some)
     }
 
@@ -155,7 +155,7 @@ impl Spec {
     pub fn finish(self) -> Result<(), SpecError> {
         let Some(key) = self.options.keys().next() else { return Ok(()) };
         let known = if self.known.is_empty() { "none".into() } else { self.known.join(", ") };
-        Err(SpecError::new(self.name, format!("unknown key '{key}'"), format!("the keys known here are: {known}")))
+        Err(SpecError::new(self.name, format!("unknown key '{key}'"), format!("the known keys are: {known}")))
     }
 }
 
@@ -212,7 +212,7 @@ mod tests {
         assert_eq!(spec.take_number("queues", 1, 64), Ok(None));
         assert_eq!(spec.take_switch("readonly"), Ok(Some(true)));
         let error = spec.finish().unwrap_err().to_string();
-        assert_eq!(error, "ram:1G?queus=4&readonly=on: unknown key 'queus'; the keys known here are: queues, readonly");
+        assert_eq!(error, "ram:1G?queus=4&readonly=on: unknown key 'queus'; the known keys are: queues, readonly");
     }
 
     #[test]

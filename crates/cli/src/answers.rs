@@ -24,9 +24,7 @@ pub fn serve(socket: Arc<BoundSocket>, daemon: Arc<Daemon>) -> std::io::Result<C
                 Given::Gone => return Answer::Last,
                 Given::Kept(why) => Err(why),
             },
-            ControlRequest::Taken => {
-                Err("nothing is being handed over; ask for it with blkyard serve --takeover".into())
-            }
+            ControlRequest::Taken => Err("no handover is in progress; start one with blkyard serve --takeover".into()),
         })
     })
 }

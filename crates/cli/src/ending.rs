@@ -83,7 +83,7 @@ impl<T> std::ops::Deref for Parts<'_, T> {
 impl<T> Drop for Parts<'_, T> {
     fn drop(&mut self) {
         if !self.parts.is_empty() {
-            self.stop.fails("the start failed, and what was started does not end");
+            self.stop.fails("the start failed, and the threads already started do not end");
             self.stop.stops();
         }
     }
@@ -211,12 +211,12 @@ fn next_event(signals: &Signals, events: &mut PipeReader, deadline: Option<Insta
 fn leave(shared: &EndingState, when: &str) -> Result<(), ServeError> {
     lock(&shared.sockets).iter().filter_map(Weak::upgrade).for_each(|socket| socket.remove());
     let Some(serving) = shared.serving.get() else {
-        tracing::info!("stopped before anything was served");
+        tracing::info!("stopped before the first export was served");
         return shared.outcome();
     };
     let daemon = serving.daemon.upgrade().filter(|_| !shared.drained.load(Ordering::Acquire));
     let Some(daemon) = daemon else {
-        tracing::warn!("all I/O is finished, but a device is not closed {when}: its back-end does not answer");
+        tracing::warn!("all I/O has completed, but a device is not closed {when}: its back-end does not answer");
         return shared.outcome();
     };
     let left = Left::of(&daemon);
@@ -258,7 +258,7 @@ impl Left {
                 }
             }
             if export.status.is_connected() && before == left.lines.len() {
-                left.lines.push(format!("{export}: nothing is in flight, but its session does not end"));
+                left.lines.push(format!("{export}: no requests are in flight, but its session does not end"));
             }
         }
         left
@@ -301,7 +301,7 @@ impl Left {
                  which does again what is recorded, and check the guests"
                     .into()
             }
-            0 => "the front-ends keep the records: start the daemon again, and these requests are done again".into(),
+            0 => "the front-ends keep the records: start the daemon again, and it submits these requests again".into(),
             unrecorded => format!(
                 "the front-ends of {unrecorded} of these keep no record: their guests have to be reset; those with a \
                  record are done again when the daemon is started again"
@@ -329,7 +329,7 @@ mod tests {
         let error = left.error("after 1 s").to_string();
         assert!(error.contains("2 requests") && error.contains("not known"), "{error}");
         let left = Left { requests: 2, ..Left::default() };
-        assert!(left.error("after 1 s").to_string().contains("done again"));
+        assert!(left.error("after 1 s").to_string().contains("submits these requests again"));
     }
 
     #[test]
@@ -359,9 +359,9 @@ mod tests {
         let ended = supervise(&signals, |stop| {
             let mut parts = Parts::new(stop);
             parts.push(Hangs);
-            Err(ServeError::Broken("a part is missing".into()))
+            Err(ServeError::Broken("a part of the daemon is missing".into()))
         });
         assert!(begin.elapsed() < Duration::from_secs(30));
-        assert!(ended.unwrap_err().to_string().contains("does not end"));
+        assert!(ended.unwrap_err().to_string().contains("do not end"));
     }
 }

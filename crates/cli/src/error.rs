@@ -50,6 +50,6 @@ pub enum ServeError {
         cure: String,
     },
     /// A part of the daemon ended by itself.
-    #[error("{0}; see the messages above, and report this")]
+    #[error("{0}; see the messages above, and report a bug")]
     Broken(String),
 }

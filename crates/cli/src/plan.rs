@@ -15,7 +15,7 @@ pub(crate) const MODE_KEY: &str = "mode";
 const MODE_MAX: u32 = 0o777;
 /// How permissions are written, for messages.
 pub(crate) const MODE_WANTED: &str =
-    "octal permissions: ?mode=0660 behind a name, mode = \"0660\" or mode = 0o660 in a file";
+    "give octal permissions: ?mode=0660 after a name, mode = \"0660\" or mode = 0o660 in a file";
 
 /// All that a configuration file says.
 #[derive(Debug, Clone)]
@@ -91,7 +91,7 @@ pub fn from_words(words: &[Word]) -> Result<Vec<DiskPlan>, PlanError> {
             Word::Device(name) => disks.push(DiskPlan { device: Spec::parse(name)?, exports: Vec::new() }),
             Word::Export(name) => {
                 let export = Spec::parse(name)?;
-                let cause = "no device stands before this export";
+                let cause = "no device precedes this export";
                 let cure = "write --device SPEC before the exports that serve it";
                 let disk = disks.last_mut().ok_or_else(|| SpecError::new(name, cause, cure))?;
                 disk.exports.push(export);
@@ -161,7 +161,7 @@ fn from_toml(text: &str, path: &Path) -> Result<Plan, PlanError> {
             if export.export.is_empty() {
                 return entry_spec(export);
             }
-            Err(SpecError::new(&export.spec, "an export has no exports", "list it under its device"))
+            Err(SpecError::new(&export.spec, "an export cannot have exports", "list it under its device"))
         });
         let exports = exports.collect::<Result<_, _>>()?;
         disks.push(DiskPlan { device: entry_spec(&entry)?, exports });

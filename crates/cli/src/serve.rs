@@ -128,7 +128,7 @@ impl ServeArgs {
     fn or(&self, settings: Settings) -> Result<ServeArgs, SpecError> {
         let bounded = |key: &str, value: Option<u64>, min: u64, max: u64| match value {
             Some(value) if !(min..=max).contains(&value) => {
-                let cause = format!("{value} is out of bounds");
+                let cause = format!("{value} is out of range");
                 Err(SpecError::new(key, cause, format!("give a number from {min} to {max}")))
             }
             value => Ok(value),
@@ -181,8 +181,8 @@ impl ReadyExport {
             return Ok(Start::Served(Server::start(socket, config)?));
         };
         let taking = Server::take_over(socket, config, offered, wce, session);
-        let cure = "the other daemon goes on; stop it instead";
-        let taking = taking.map_err(|why| SpecError::new(name, format!("it cannot be gone on with: {why}"), cure))?;
+        let cure = "the other daemon continues; stop it instead";
+        let taking = taking.map_err(|why| SpecError::new(name, format!("it cannot be taken over: {why}"), cure))?;
         if let Some(depth) = depth {
             // Done as soon as it serves; there is nothing that could fail.
             let _ = taking.server().hand().set_depth(depth);
@@ -227,7 +227,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
 /// Opens, serves and ends, on a thread of its own.
 fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), ServeError> {
     if let Err(error) = allow_all_descriptors() {
-        tracing::warn!("the limit on open files stays as it is: {error}");
+        tracing::warn!("the limit on open files could not be raised: {error}");
     }
     // Before any image is open: it must not keep one from being locked again.
     let receiver = Arc::new(ReceiverProcess::start()?);
@@ -302,7 +302,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     if let Some((socket, pause)) = taken {
         let [rest, whole] = [pause.rest, pause.whole].map(|time| time.as_secs_f64() * 1e3);
         say(format_args!(
-            "took over: guests rested {whole:.1} ms, {rest:.1} of them until what was in flight had ended"
+            "took over: guests were paused for {whole:.1} ms, {rest:.1} of them until the requests in flight had completed"
         ));
         control = tracked(socket).map_err(|error| tell_no_control(&error)).ok();
     }
@@ -343,7 +343,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         // Not here: it waits for queues, and we are to hear of signals.
         if follower.as_ref().is_none_or(JoinHandle::is_finished) {
             follower = follow_sizes(&daemon, &resize_log).unwrap_or_else(|error| {
-                tracing::warn!("a disk that was resized cannot be followed: {error}; it is tried again");
+                tracing::warn!("the new size of a disk could not be applied: {error}; it is tried again");
                 None
             });
         }
@@ -360,7 +360,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         stop.fails(why);
     }
     stop.stops();
-    tracing::info!("stopping: finishing what is in flight, for {} s at most", daemon.drain_s);
+    tracing::info!("stopping: draining requests in flight, for {} s at most", daemon.drain_s);
     servers.iter().for_each(Server::ask_to_stop);
     servers.take().into_iter().for_each(Server::join);
     // Exports that have ended answer it at once.
@@ -383,7 +383,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
 
 /// There is no way back after a takeover: the guests are served, and the daemon cannot be looked at.
 fn tell_no_control(error: &impl std::fmt::Display) {
-    tracing::error!("the daemon took over and has no control socket: {error}; restart it when that suits the guests");
+    tracing::error!("the daemon took over and has no control socket: {error}; restart it when the guests permit");
 }
 
 /// A disk that another process serves may have been resized there: whoever has it attached here is told, by a thread
@@ -446,7 +446,7 @@ impl Patience<'_> {
                 Err(DeviceError::Held(_)) if start.elapsed() < self.limit => {
                     if !std::mem::replace(&mut told, true) {
                         tracing::warn!(
-                            "{}: waiting for its lock, up to {} s: nobody is seen to hold it, so a daemon that died may have I/O under way",
+                            "{}: waiting for its lock, up to {} s: no process is known to hold it, so a dead daemon may have I/O in flight",
                             spec.name,
                             self.limit.as_secs()
                         );
@@ -494,8 +494,7 @@ fn open(
         }
         if plan.exports.len() > 1 && !share && !device.info().read_only {
             let cause = format!("{} exports would write to one disk", plan.exports.len());
-            let cure =
-                "guests that do not know of each other destroy its data: add ?readonly=on, or ?share=on if they do";
+            let cure = "add ?readonly=on, or ?share=on if the guests coordinate their writes; others destroy its data";
             return Err(SpecError::new(name, cause, cure).into());
         }
         let mut wanted = Vec::new();
@@ -516,7 +515,7 @@ fn open(
 
 fn want(mut spec: Spec, number: usize, queues_max: usize) -> Result<Wanted, ServeError> {
     if spec.scheme != "vhost-user-blk" {
-        let cause = format!("'{}' is no kind of export", spec.scheme);
+        let cause = format!("unknown kind of export '{}'", spec.scheme);
         return Err(SpecError::new(&spec.name, cause, "use vhost-user-blk:SOCKET").into());
     }
     let queues = spec.take_number("queues", 1, u64::from(QUEUES_MAX))?;
@@ -546,9 +545,8 @@ fn group_number(object: &str, name: &str) -> Result<u32, SpecError> {
     let groups = std::fs::read_to_string("/etc/group").unwrap_or_default();
     let mut lines = groups.lines().map(|line| line.split(':').collect::<Vec<_>>());
     let found = lines.find(|fields| fields.first() == Some(&name)).and_then(|fields| fields.get(2)?.parse().ok());
-    found.ok_or_else(|| {
-        SpecError::new(object, format!("there is no group '{name}'"), "name one of /etc/group, or a number")
-    })
+    found
+        .ok_or_else(|| SpecError::new(object, format!("no such group '{name}'"), "name one of /etc/group, or a number"))
 }
 
 /// Binds an export's socket or goes on with what is left of it, and makes its queues, whose first place on the lanes is
@@ -623,7 +621,7 @@ fn default_disk() -> Result<[Word; 2], ServeError> {
 /// Answers at the control socket, and says how to reach it.
 fn introduce_control(socket: Arc<BoundSocket>, daemon: &Arc<Daemon>) -> Result<ControlServer, ServeError> {
     let path = std::path::absolute(socket.path()).unwrap_or_else(|_| socket.path().into());
-    say("look at it with");
+    say("inspect it with");
     say(format_args!("  blkyard inspect --control {}", path.display()));
     Ok(answers::serve(socket, Arc::clone(daemon))?)
 }
@@ -642,8 +640,8 @@ fn introduce(devices: &[Arc<ServedDevice>], exports: &[(ReadyExport, Vec<usize>)
     let queues = exports.iter().map(|(export, _)| export.remotes.len());
     let what = match exports.len() {
         0..=1 => "it".into(),
-        2..=qemu::DISKS_MAX => "all of them; each has a -chardev and a -device".into(),
-        _ => format!("the first {}, as many as it has room for; each has a -chardev and a -device", qemu::DISKS_MAX),
+        2..=qemu::DISKS_MAX => "all disks; each has a -chardev and a -device".into(),
+        _ => format!("the first {} disks, its maximum; each has a -chardev and a -device", qemu::DISKS_MAX),
     };
     say(format_args!("start a virtual machine with {what} ({}):", qemu::VERSIONS));
     say(format_args!("  {}", qemu::command(sockets.iter().map(PathBuf::as_path).zip(queues))));

@@ -235,7 +235,11 @@ fn signal_ends_a_daemon_that_still_starts() {
         let connection = silent.accept().unwrap();
         daemon.signal(signal);
         let status = daemon.ended(Duration::from_secs(20));
-        assert!(status.success() && daemon.said().contains("stopped before anything was served"), "{}", daemon.said());
+        assert!(
+            status.success() && daemon.said().contains("stopped before the first export was served"),
+            "{}",
+            daemon.said()
+        );
         drop(connection);
     }
 }
@@ -327,7 +331,7 @@ fn check_bench_ends(device: &str, signals: &[(Signal, &str)], hang: impl Fn(&Sil
             let status = bench.ended(Duration::from_secs(30));
             let said = bench.said();
             eprintln!("{jobs} jobs, {name}: ended after {:?}", begin.elapsed());
-            let words = format!("outstanding  : {outstanding} I/Os were submitted and not finished");
+            let words = format!("outstanding  : {outstanding} I/Os were submitted and have not completed");
             assert!(status.code() == Some(1) && said.contains(&words), "{status}: {said}");
             daemon.signal(Signal::CONT);
         }

@@ -22,7 +22,7 @@ fn serve_image(folder: &Path) -> Daemon {
 
 /// Time for which guests were paused by a takeover, ms, as the new daemon reports it.
 fn pause_ms(new: &Daemon) -> f64 {
-    let line = new.greeting.iter().find_map(|line| line.strip_prefix("took over: guests rested "));
+    let line = new.greeting.iter().find_map(|line| line.strip_prefix("took over: guests were paused for "));
     line.expect("the new daemon reports the pause").split(' ').next().unwrap().parse().unwrap()
 }
 
@@ -81,7 +81,7 @@ fn takeovers_under_a_verifying_client_lose_no_write() {
         client.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
         assert!(ended, "the client says:\n{said}");
         assert!(
-            !said.contains("I/O waits for it") && !said.contains("served again"),
+            !said.contains("I/O waits until") && !said.contains("connected again"),
             "the client lost its session:\n{said}"
         );
         println!("{said}");
@@ -232,15 +232,17 @@ fn a_daemon_continues_after_a_failed_takeover() {
     let stream = ask(request);
     hear(&stream);
     (&stream).write_all(b"{\"blkyard\":1,\"do\":\"inspect\"}\n").unwrap();
-    assert!(hear(&stream).contains("should have taken it"));
+    assert!(hear(&stream).contains("instead of confirming"));
     writes_and_checks(folder);
     // It speaks another version, or out of turn.
     let other = hear(&ask(&request.replace("\"version\":2", "\"version\":9")));
     assert!(
-        other.contains("version 2") && other.contains("asked for 9") && other.contains("without --takeover"),
+        other.contains("version 2")
+            && other.contains("version 9 was requested")
+            && other.contains("without --takeover"),
         "{other}"
     );
-    assert!(hear(&ask("{\"blkyard\":1,\"do\":\"taken\"}\n")).contains("nothing is being handed over"));
+    assert!(hear(&ask("{\"blkyard\":1,\"do\":\"taken\"}\n")).contains("no handover is in progress"));
     writes_and_checks(folder);
     assert!(daemon.is_running(), "the old daemon has ended");
     assert!(folder.join("s").exists() && folder.join("c").exists());
@@ -275,7 +277,7 @@ fn an_export_that_drains_blocks_a_takeover_before_any_pause() {
     let refused = run(folder, &["serve", "--takeover", "c"]);
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(!refused.status.success(), "{said}");
-    for word in ["vhost-user-blk:s: it has heard nothing", "nothing was asked to rest", "blkyard inspect"] {
+    for word in ["vhost-user-blk:s: it has not responded", "no export was paused", "blkyard inspect"] {
         assert!(said.contains(word), "'{word}' is missing in: {said}");
     }
     goes_on();
@@ -302,7 +304,7 @@ fn a_takeover_that_is_not_possible_is_refused_with_a_cure() {
         folder,
         &["--device", "ram:16M", "--export", "vhost-user-blk:s", "--control", "c", "--lanes", "1"],
     );
-    refused(&["serve", "--takeover", "c"], &["takeover of c", "ram:16M", "memory ends", "goes on"]);
+    refused(&["serve", "--takeover", "c"], &["takeover of c", "ram:16M", "memory is lost", "continues"]);
     refused(&["serve", "--takeover", "c", "--device", "ram:1M"], &["--takeover", "cannot be used with"]);
     writes_and_checks(folder);
     ram.stop();

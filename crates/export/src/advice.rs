@@ -33,20 +33,20 @@ pub(crate) fn no_ring(memory: &Memory, error: RingSetupError) -> String {
 pub(crate) fn blank_memory() -> String {
     // QEMU before 11 sends the descriptor of memory that it maps for itself alone.
     format!(
-        "the guest's memory is not shared, it seems: its first MiB reads as zeros, so the guest will wait for ever; {SHARE}"
+        "the guest's memory seems not to be shared: its first MiB reads as zeros, so the guest would wait for ever; {SHARE}"
     )
 }
 
 /// What there is to say of a queue that is not served.
 pub(crate) fn no_queue(index: u32, served: usize) -> String {
     let cure = more_queues(served);
-    format!("there is no queue {index}: {served} are served; {cure}")
+    format!("no such queue {index}: {served} are served; {cure}")
 }
 
 /// What there is to say of a front-end that leaves as soon as it is told how many queues are served.
 pub(crate) fn left_at_queues(served: usize) -> String {
     let cure = more_queues(served);
-    format!("the front-end left when it was told that {served} queues are served; if it wants more, {cure}")
+    format!("the front-end disconnected after it read that {served} queues are served; if it needs more, {cure}")
 }
 
 fn more_queues(served: usize) -> String {
@@ -106,7 +106,7 @@ pub(crate) fn second_front_end(connected: i32) -> String {
     format!(
         "another front-end waits for this socket, and is served when {} leaves; end that one, or serve the second an \
          export of its own",
-        peer(connected).unwrap_or_else(|| "the one that is connected".into())
+        peer(connected).unwrap_or_else(|| "the connected one".into())
     )
 }
 

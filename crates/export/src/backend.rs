@@ -196,7 +196,7 @@ impl Backend {
         match self.channel.as_ref().map(BackendChannel::config_changed) {
             Some(Ok(())) => Ok(Changed::Told),
             Some(Err(error)) => {
-                self.lines.warn(format_args!("the front-end cannot be told of the new size: {error}"));
+                self.lines.warn(format_args!("the front-end cannot be notified of the new size: {error}; it reads the size when it connects again"));
                 Ok(Changed::Untold)
             }
             None => Ok(Changed::Untold),
@@ -222,7 +222,7 @@ impl Backend {
     pub(crate) fn go_on(&mut self, running: Vec<usize>) {
         for index in running {
             if let Err(error) = self.run_if_ready(index) {
-                self.lines.warn(format_args!("queue {index} does not run again: {error}"));
+                self.lines.warn(format_args!("queue {index} could not be resumed: {error}"));
             }
         }
     }
@@ -271,7 +271,7 @@ impl Backend {
         let Some(index) = self.vrings.iter().position(|vring| vring.running) else { return Ok(()) };
         match self.config.queues[index].flush() {
             Ok(true) => Ok(()),
-            Ok(false) => Err(self.refuse("write-through mode", "what was written before cannot be made durable")),
+            Ok(false) => Err(self.refuse("write-through mode", "earlier writes cannot be made durable")),
             Err(_) => Err(Error::BackendInternalError),
         }
     }
@@ -354,7 +354,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<Vec<RegionBase>>> {
         if regions.len() != files.len() {
-            return Err(self.refuse("the memory table", "it has not one descriptor for each region"));
+            return Err(self.refuse("the memory table", "its number of descriptors differs from its number of regions"));
         }
         let announced = regions.iter().map(|region| Announced {
             guest_addr: region.guest_phys_addr,
@@ -414,7 +414,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
     fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
         if !self.features.contains(Features::RING_PACKED) && base > u16::MAX.into() {
-            return Err(self.refuse("a ring's base", format!("{base} is no ring index")));
+            return Err(self.refuse("a ring's base", format!("{base} is not an index of the ring")));
         }
         self.change_vring(index, |vring| vring.base = Some(RingBase::from_bits(base)))
     }
@@ -472,7 +472,7 @@ impl VhostUserBackendReqHandlerMut for Backend {
 
     fn set_config(&mut self, offset: u32, bytes: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
         if !self.config.disk.write(offset, bytes) {
-            let what = format!("{} bytes at {offset}: only the cache mode, a 0 or 1, can be written", bytes.len());
+            let what = format!("{} bytes at {offset}: only the cache mode can be written, as 0 or 1", bytes.len());
             return Err(self.refuse("writing the configuration", what));
         }
         let was = self.write_back.load(Ordering::Relaxed);
@@ -498,19 +498,21 @@ impl VhostUserBackendReqHandlerMut for Backend {
     fn get_inflight_fd(&mut self, wanted: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
         let VhostUserInflight { num_queues, queue_size, .. } = *wanted;
         if usize::from(num_queues) > self.vrings.len() || queue_size > QUEUE_SIZE_MAX {
-            let why =
-                format!("{num_queues} queues of {queue_size} are more than {} of {QUEUE_SIZE_MAX}", self.vrings.len());
-            return Err(self.refuse("memory for what is in flight", why));
+            let why = format!(
+                "{num_queues} queues of {queue_size} entries exceed {} queues of {QUEUE_SIZE_MAX}",
+                self.vrings.len()
+            );
+            return Err(self.refuse("the in-flight memory", why));
         }
         let made = inflight::make(self.features, num_queues, queue_size);
-        let (file, bytes) = made.map_err(|error| self.refuse("memory for what is in flight", error))?;
+        let (file, bytes) = made.map_err(|error| self.refuse("the in-flight memory", error))?;
         Ok((VhostUserInflight::new(bytes, 0, num_queues, queue_size), file))
     }
 
     fn set_inflight_fd(&mut self, kept: &VhostUserInflight, file: File) -> Result<()> {
         let VhostUserInflight { mmap_size, mmap_offset, num_queues, queue_size } = *kept;
         let records = Records::map(self.features, &file, mmap_offset, mmap_size, num_queues, queue_size)
-            .map_err(|error| self.refuse("the memory for what is in flight", error))?;
+            .map_err(|error| self.refuse("the in-flight memory", error))?;
         let running = self.suspend_all()?;
         self.records = Some(records);
         running.into_iter().try_for_each(|index| self.run_if_ready(index))

@@ -32,7 +32,7 @@ pub(crate) fn make(features: Features, queues: u16, queue_size: u16) -> io::Resu
 pub(crate) enum RecordError {
     #[error(transparent)]
     Map(#[from] MapError),
-    #[error("{bytes} bytes at {offset} have no room for the records of {queues} queues of {queue_size}")]
+    #[error("{bytes} bytes at {offset} are too few for the records of {queues} queues of {queue_size}")]
     TooSmall { bytes: u64, offset: u64, queues: u16, queue_size: u16 },
 }
 

@@ -37,7 +37,7 @@ impl Announced {
 pub(crate) enum MemoryError {
     #[error("guest memory at {guest_addr:#x}: {source}")]
     Map { guest_addr: u64, source: MapError },
-    #[error("more than {SLOTS_MAX} memory regions")]
+    #[error("more than {SLOTS_MAX} memory regions; share fewer, larger ones")]
     TooMany,
     #[error("no memory region at {0:#x} to remove")]
     Unknown(u64),

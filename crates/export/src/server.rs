@@ -129,7 +129,7 @@ impl Server {
     ) -> Result<Taking, String> {
         let made = config.queues.len();
         if !(1..=made).contains(&usize::from(offered)) {
-            return Err(format!("{offered} queues cannot be offered: {made} were made"));
+            return Err(format!("{offered} queues cannot be offered: only {made} exist"));
         }
         config.disk.set_wce(wce);
         let said = |error: io::Error| error.to_string();
@@ -290,7 +290,7 @@ fn next(mut config: BackendConfig, context: &ExportContext) -> Option<Session> {
             Ok(Call::Stop) => return None,
             Ok(Call::Order) => {
                 if context.obey(&mut Subject::Waiting(&mut config)).is_break() {
-                    log.info("another process goes on with the export");
+                    log.info("the export was handed over to another process");
                     return None;
                 }
             }
@@ -303,8 +303,8 @@ fn next(mut config: BackendConfig, context: &ExportContext) -> Option<Session> {
                 }
                 Ok((_, None)) => {}
                 Err(error) => {
-                    let cure = "raise the limit on open files if that is the cause";
-                    log.warn(format_args!("a connection failed: {error}; {cure}"));
+                    let cure = "check the limit on open files";
+                    log.warn(format_args!("a connection could not be accepted: {error}; {cure}"));
                     // Out of descriptors, most likely: do not spin until somebody closes some.
                     std::thread::sleep(Duration::from_millis(100));
                 }
@@ -420,7 +420,7 @@ impl ExportContext {
         subject.config().add(more, self.status.depth())?;
         let made = subject.config().queues.len();
         if !(1..=made).contains(&usize::from(queues)) {
-            return Err(format!("{queues} queues cannot be offered: {made} were made"));
+            return Err(format!("{queues} queues cannot be offered: only {made} exist"));
         }
         self.status.offered.store(queues, Ordering::Relaxed);
         Ok(if matches!(subject, Subject::Connected(..)) { Changed::Silent } else { Changed::Unseen })

@@ -82,7 +82,8 @@ impl Session {
         // While the guest is served by the other process.
         config.queues[..queues.into()].iter().try_for_each(QueueRemote::open)?;
         let mut session = Session::new(state.connection.into(), sockets, config, log);
-        session.inbox = MessageBuffer::of(state.part).ok_or("what has come of a message is more than a message")?;
+        session.inbox =
+            MessageBuffer::of(state.part).ok_or("the received part of a message is longer than a message")?;
         for message in &state.setup {
             session.handle(message).1.map_err(|error| error.to_string())?;
         }
@@ -173,13 +174,13 @@ impl Session {
         let (config, ended) = backend.into_inner().unwrap_or_else(PoisonError::into_inner).end();
         drop(connection);
         match end {
-            End::Handed => log.info("another process goes on with the front-end"),
-            End::Stopped => log.info("the front-end is let go, since the export ends"),
+            End::Handed => log.info("the session was handed over to another process"),
+            End::Stopped => log.info("the front-end is disconnected: the export ends"),
             End::Over(Error::Disconnected) if last == Some(FrontendReq::GET_QUEUE_NUM.into()) => {
                 log.warn(advice::left_at_queues(config.disk.queues().into()));
             }
             End::Over(Error::Disconnected) => log.info("the front-end left"),
-            End::Over(error) => log.warn(format_args!("the front-end is let go: {error}")),
+            End::Over(error) => log.warn(format_args!("the front-end is disconnected: {error}")),
         }
         (config, ended)
     }

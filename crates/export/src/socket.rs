@@ -87,9 +87,9 @@ impl BoundSocket {
         remove_stale(&path, &failed)?;
         let wants = config.mode.is_some() || config.group.is_some();
         let listener = listen_at(&path, wants)
-            .map_err(|error| failed("cannot listen", "see that its folder exists and is writable")(error.into()))?;
-        let metadata =
-            std::fs::symlink_metadata(&path).map_err(failed("cannot look at it", "see who else changes it"))?;
+            .map_err(|error| failed("cannot listen", "check that its folder exists and is writable")(error.into()))?;
+        let metadata = std::fs::symlink_metadata(&path)
+            .map_err(failed("cannot be examined", "check which other program changes it"))?;
         let bound = BoundSocket {
             listener: Some(listener),
             acceptor: Arc::new(DirectAcceptor),
@@ -99,12 +99,12 @@ impl BoundSocket {
         };
         if let Some(group) = config.group {
             std::os::unix::fs::chown(&path, None, Some(group))
-                .map_err(failed("cannot give it to the group", "name a group this user belongs to"))?;
+                .map_err(failed("its group cannot be set", "name a group that this user belongs to"))?;
         }
         if wants {
             let mode = config.mode.unwrap_or_else(|| 0o777 & !umask());
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode))
-                .map_err(failed("cannot set its mode", "see that this user owns it"))?;
+                .map_err(failed("its mode cannot be set", "check that this user owns it"))?;
         }
         Ok(bound)
     }
@@ -213,7 +213,7 @@ where
     let metadata = match std::fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(failed("cannot look at it", "see that its folder can be read")(error)),
+        Err(error) => return Err(failed("cannot be examined", "check that its folder can be read")(error)),
     };
     if !metadata.file_type().is_socket() {
         return Err(SocketError::NotASocket(path.into()));
@@ -231,11 +231,11 @@ where
     match knocked {
         Ok(()) | Err(Errno::AGAIN) => Err(SocketError::Alive(path.into())),
         Err(Errno::CONNREFUSED) => {
-            std::fs::remove_file(path).map_err(failed("is left over and cannot be removed", "remove it by hand"))
+            std::fs::remove_file(path).map_err(failed("is stale and cannot be removed", "remove it by hand"))
         }
-        Err(error) => {
-            Err(failed("cannot tell whether somebody listens on it", "remove it by hand if nobody does")(error.into()))
-        }
+        Err(error) => Err(failed("cannot determine whether a server listens on it", "remove it by hand if none does")(
+            error.into(),
+        )),
     }
 }
 
@@ -314,10 +314,7 @@ mod tests {
                         let is_given = group.is_none_or(|group| metadata.gid() == group);
                         let most = if is_given { wanted | 0o600 } else { 0o600 };
                         if bits & !most != 0 {
-                            return Err(format!(
-                                "mode {bits:o} of group {} where {most:o} is the most",
-                                metadata.gid()
-                            ));
+                            return Err(format!("mode {bits:o} of group {} exceeds {most:o}", metadata.gid()));
                         }
                         seen += 1;
                     }

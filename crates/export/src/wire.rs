@@ -223,7 +223,7 @@ impl Relay {
             // More than the padding is what it did not care to read of a message that it refused.
             (unread, Err(error)) if unread > PADDING.len() => Err(error),
             _ => Err(Error::SocketError(io::Error::other(
-                "no descriptors are left for those of a message; raise the limit on open files",
+                "too many open files to receive the descriptors of a message; raise the limit on open files",
             ))),
         };
         (answer, outcome)

@@ -182,7 +182,7 @@ fn the_next_front_end_is_offered_another_number_of_queues() {
     let mut front = Front::connect(&world.exports[0]);
     assert_eq!(front.get_queue_num().unwrap(), 2);
     assert_eq!(hand.offer(1, Vec::new()).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Silent));
-    assert_eq!(front.get_queue_num().unwrap(), 2, "the one that is connected keeps what it has");
+    assert_eq!(front.get_queue_num().unwrap(), 2, "the connected one keeps its queues");
     front.leave(&world.exports[0]);
     let mut front = Front::connect(&world.exports[0]);
     assert_eq!(

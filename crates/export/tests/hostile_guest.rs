@@ -30,8 +30,8 @@ fn two_queues(world: &World) -> (Front, Vq, Vq) {
 fn a_ring_that_makes_no_sense_is_stopped_and_counted_and_the_other_queues_go_on() {
     type Break = fn(&mut Vq);
     let cases: [(&str, Break); 4] = [
-        ("available index jumped", |vq| vq.avail.store_u16(2, vq.next_avail.wrapping_add(65), SeqCst)),
-        ("available index jumped", |vq| vq.avail.store_u16(2, vq.next_avail.wrapping_sub(1), SeqCst)),
+        ("available index advanced", |vq| vq.avail.store_u16(2, vq.next_avail.wrapping_add(65), SeqCst)),
+        ("available index advanced", |vq| vq.avail.store_u16(2, vq.next_avail.wrapping_sub(1), SeqCst)),
         ("head outside", |vq| {
             vq.offer(64);
             vq.publish_silently();

@@ -183,7 +183,7 @@ fn truncation(prepare: impl FnOnce(&mut Front, &mut Vq), touch: impl FnOnce(&mut
     ram.truncate(0);
     touch(&mut front, &mut vq);
     front.raw.wait_closed();
-    until("the front-end is let go", || !export.status().is_connected());
+    until("the front-end is disconnected", || !export.status().is_connected());
     assert!(start.elapsed() < common::PATIENCE);
     assert_eq!(export.refused_in_all(0), 0, "a ring that was cut off is not the guest's mistake");
     bystander.goes_on();
@@ -257,7 +257,7 @@ fn memory_truncated_under_requests_in_flight_ends_that_session_only() {
     vq.ram.truncate(0);
     gate.set_shut(false);
     front.raw.wait_closed();
-    until("the front-end is let go", || !world.exports[0].status().is_connected());
+    until("the front-end is disconnected", || !world.exports[0].status().is_connected());
     bystander.goes_on();
     drop((front, bystander));
     world.stop();

@@ -61,7 +61,7 @@ fn a_front_end_that_leaves_in_the_middle_has_its_writes_finished_before_memory_g
     assert!(world.exports[0].status().is_connected(), "let go of with writes in flight");
     assert_eq!(gate.seen().last(), Some(&Seen::Taken(Op::Write, blkyard_mq::BioFlags::empty(), 14)));
     gate.set_shut(false);
-    until("the front-end is let go", || !world.exports[0].status().is_connected());
+    until("the front-end is disconnected", || !world.exports[0].status().is_connected());
     let seen = gate.seen();
     let gone = seen.iter().rposition(|seen| *seen == Seen::Memory(0)).unwrap();
     let ended = seen.iter().filter(|seen| matches!(seen, Seen::Ended(Op::Write, _))).count();

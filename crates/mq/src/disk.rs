@@ -60,7 +60,7 @@ pub trait QueueFactory {
 #[derive(Debug, thiserror::Error)]
 pub enum QueuesError<E: std::error::Error + 'static> {
     /// None at all.
-    #[error("no default queue; set at least 1")]
+    #[error("default queues: 0 were asked for; set at least 1")]
     None,
     /// A kind would come or go.
     #[error("{} queues cannot change from {has} to {asked}: queue kinds are fixed when the device is opened; keep {}",
@@ -74,7 +74,7 @@ pub enum QueuesError<E: std::error::Error + 'static> {
         asked: usize,
     },
     /// They could not be made.
-    #[error("the new queues could not be made: {0}; the disk keeps those it has")]
+    #[error("new queues could not be created: {0}; the disk keeps its present queues")]
     Make(#[source] E),
 }
 

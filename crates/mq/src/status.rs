@@ -64,7 +64,7 @@ impl std::fmt::Display for Status {
             Status::NoSpace => "no space",
             Status::Medium => "medium error",
             Status::Io => "I/O error",
-            Status::Again => "would have had to wait",
+            Status::Again => "would have to wait",
             Status::Offline => "device offline",
             Status::Invalid => "invalid request",
         })

@@ -92,9 +92,9 @@ impl std::fmt::Display for Mode {
         match self {
             Mode::Direct { offset_align: 1, .. } => f.write_str("direct"),
             Mode::Direct { memory_align, .. } if *memory_align > 1 => {
-                write!(f, "past the page cache, from memory aligned to {memory_align}")
+                write!(f, "bypassing the page cache, from memory aligned to {memory_align}")
             }
-            Mode::Direct { .. } => write!(f, "past the page cache"),
+            Mode::Direct { .. } => write!(f, "bypassing the page cache"),
             Mode::Buffered { reason } => write!(f, "through the page cache ({reason})"),
         }
     }

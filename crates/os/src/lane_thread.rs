@@ -71,7 +71,7 @@ pub enum LaneError {
         source: RingError,
     },
     /// It may not run where it was told to.
-    #[error("lane {name} cannot be pinned to CPUs {cpus:?}: {source}. Name CPUs that this process may run on")]
+    #[error("lane {name}: cannot be pinned to CPUs {cpus:?}: {source}; name CPUs that this process may run on")]
     Pin {
         /// The lane.
         name: String,
@@ -91,7 +91,7 @@ pub enum LaneError {
         max: usize,
     },
     /// No thread, or no descriptor for it.
-    #[error("lane {name} cannot be started: {source}")]
+    #[error("lane {name}: its thread cannot be started: {source}; see the limits on threads and memory")]
     Thread {
         /// The lane.
         name: String,
@@ -112,7 +112,7 @@ pub enum LaneError {
         limit: Duration,
     },
     /// A lane that is gone neither gives nor takes pollers.
-    #[error("lane {name} has ended; see the messages above")]
+    #[error("lane {name}: its thread has ended; see the messages above")]
     Ended {
         /// The lane.
         name: String,

@@ -77,7 +77,7 @@ reasons! {
         /// The last sector would lie beyond what a number holds.
         Overflow = "sector range wraps around",
         /// A change to a disk that was offered as read-only.
-        ReadOnly = "change to a read-only disk",
+        ReadOnly = "write to a read-only disk",
         /// Less room than the identification needs.
         ShortId = "identification buffer too short",
     }
@@ -412,7 +412,7 @@ pub enum SerialError {
     #[error("the serial number {0:?} has more than {ID_BYTES} characters; shorten it")]
     TooLong(String),
     /// It has characters that are not printable ASCII.
-    #[error("the serial number {0:?} holds {1:?}; only printable ASCII characters are allowed")]
+    #[error("the serial number {0:?} contains {1:?}; use printable ASCII characters only")]
     Character(String, char),
 }
 

@@ -57,7 +57,7 @@ reasons! {
     /// What a device did that no device does. Its ring is used no more.
     DeviceFault {
         /// More chains came back than are in flight.
-        UsedJumped = "used index jumped further than chains are in flight",
+        UsedJumped = "used index advanced by more than the chains in flight",
         /// An id that no chain can have.
         IdOutOfRange = "used id outside the ring",
         /// An id that was not given, or has come back already.
@@ -65,7 +65,7 @@ reasons! {
         /// More bytes written than the chain has room for.
         LengthTooLong = "used length beyond the writable bytes",
         /// Flags that neither side writes. [2.8.1]
-        FlagsNonsense = "used descriptor with flags that nobody writes",
+        FlagsNonsense = "used descriptor with invalid flags",
     }
 }
 

@@ -72,7 +72,7 @@ pub enum TranslateError {
     #[error("not in guest memory")]
     NotMapped,
     /// The list of segments is full.
-    #[error("more segments than there is room for")]
+    #[error("more segments than fit in a bio")]
     Full,
 }
 

@@ -90,27 +90,27 @@ reasons! {
         /// Of a format that is not known here.
         Version = "it has a version other than 0 and 1",
         /// It uses what is not known here.
-        Features = "it has features that are not known here",
+        Features = "it has unknown features",
         /// Its number of records cannot be: they do not fit, or are fewer than the ring has while something is in
         /// flight.
-        DescNum = "its number of records does not go with its length and its ring",
+        DescNum = "its number of entries does not match its length and its ring",
         /// The used index is further ahead than the ring is long, though something is in flight.
-        UsedJumped = "its used index is further from the ring's than the ring is long",
+        UsedJumped = "its used index differs from the ring's by more than the ring size",
         /// The list of what was published last leads out of the ring.
-        BatchOutOfRange = "the list of its last batch leads out of the ring",
+        BatchOutOfRange = "the list of its last batch has an entry outside the ring",
         /// A descriptor beyond the ring is in flight.
-        HeadOutOfRange = "it has a descriptor in flight that its ring does not have",
+        HeadOutOfRange = "it has a descriptor in flight outside its ring",
         /// A place for used elements lies outside the ring.
         UsedOutOfRange = "its used index lies outside the ring",
         /// The list of free entries runs in a circle.
-        FreeLoop = "its list of free entries runs in a circle",
+        FreeLoop = "its list of free entries has a cycle",
         /// A chain in flight leads out of the record, or has another length than it says.
-        ChainOutOfRange = "a chain in flight does not end where it says",
+        ChainOutOfRange = "the end of a chain in flight is inconsistent",
         /// An entry is free and in flight at once, or in two chains.
-        ChainTwice = "a chain in flight has an entry that is not its own",
+        ChainTwice = "a chain in flight has an entry of another chain",
         /// An entry is neither free nor in flight.
         EntryLost = "an entry is neither free nor in flight",
         /// There is no memory for a copy of what is in flight.
-        NoMemory = "there is no memory for a copy of what is in flight",
+        NoMemory = "out of memory for a copy of the requests in flight",
     }
 }

@@ -153,7 +153,7 @@ reasons! {
     /// What is wrong with a ring. It is used no more until the driver sets it up again.
     RingFault {
         /// The available index is further ahead than the ring is long, or a packed ring offers places that are out.
-        AvailJumped = "available index jumped further than the ring is long",
+        AvailJumped = "available index advanced by more than the ring size",
         /// A head lies outside the descriptor table.
         HeadOutOfRange = "head outside the descriptor table",
         /// A head was offered that has not come back yet.

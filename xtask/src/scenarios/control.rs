@@ -119,7 +119,7 @@ pub(super) fn all_answered(tree: &Value) -> bool {
     exports.filter_map(|export| export["queues"].as_array()).flatten().all(|queue| !queue["now"].is_null())
 }
 
-/// Sets the number of lanes; again while a queue needs longer to come to rest than `set` has patience.
+/// Sets the number of lanes; again while a queue is not drained within the time limit of `set`.
 fn set_lanes(ground: &ScenarioContext, lanes: usize) -> Result<String> {
     let begin = Instant::now();
     loop {
@@ -127,7 +127,7 @@ fn set_lanes(ground: &ScenarioContext, lanes: usize) -> Result<String> {
         if ended.status.success() {
             return Ok(ended.stdout);
         }
-        let may_try_again = ended.stderr.contains("did not come to rest") && begin.elapsed() < CLIENT_LIMIT;
+        let may_try_again = ended.stderr.contains("was not drained") && begin.elapsed() < CLIENT_LIMIT;
         ensure!(may_try_again, "lanes={lanes} was not set:\n{}", ended.said());
     }
 }
@@ -341,7 +341,7 @@ fn limits(ground: &ScenarioContext) -> Result<()> {
     ensure!(limit == Some(2), "the limit is shown as {limit:?}");
 
     let said = succeed(ground, &["set", "export:0", "queues=1"])?;
-    ensure!(said.contains("keeps what it has"), "set says: {said}");
+    ensure!(said.contains("keeps its queues"), "set says: {said}");
     ensure!(tree(ground)?["exports"][0]["offered"] == 1, "it does not offer one queue");
     drop(bench);
     tree_when(ground, "the client's end", |tree| tree["exports"][0]["session"].is_null())?;
@@ -517,15 +517,15 @@ fn refusals(ground: &ScenarioContext) -> Result<()> {
     for (words, explained) in [
         (&["device:0", "size=lots"][..], &["device:0", "size=lots", "2G"][..]),
         (&["device:0", "size=1000"], &["device:0", "1000 bytes", "blocks of 512"]),
-        (&["device:1", "size=32M"], &["device:1", "taken at start", "larger"]),
-        (&["device:2", "size=16M"], &["device:2", "reading only", "size=probe"]),
-        (&["device:0", "force=on"], &["device:0", "force=on", "which size"]),
+        (&["device:1", "size=32M"], &["device:1", "allocated at start", "larger"]),
+        (&["device:2", "size=16M"], &["device:2", "read-only", "size=probe"]),
+        (&["device:0", "force=on"], &["device:0", "force=on", "size=SIZE"]),
         (&["device:0", "colour=red"], &["device:0", "unknown key 'colour'", "sectors_max"]),
         (&["device:0", "size=16M", "depth=0"], &["device:0", "depth=0", "from 1 to"]),
         (&["device:0", "size=16M", "sectors_max=999999999"], &["device:0", "sectors_max=999999999", "from 1 to"]),
         (&["device:0", "size=16M", "size=24M"], &["device:0", "twice"]),
-        (&["device:img", "depth=8"], &["device:img", "any of 0", "by its number"]),
-        (&["device:9", "depth=8"], &["device:9", "none of that name", "inspect"]),
+        (&["device:img", "depth=8"], &["device:img", "ambiguous: 0", "by its number"]),
+        (&["device:9", "depth=8"], &["device:9", "no part of that name", "inspect"]),
         (&["floor:0", "depth=8"], &["floor:0", "device:0"]),
         (&["export:0", "queues=65"], &["export:0", "queues=65", "from 1 to 64"]),
         (&["lane:0", "spin_us=3"], &["lane:0", "set daemon"]),
@@ -544,7 +544,7 @@ fn refusals(ground: &ScenarioContext) -> Result<()> {
     );
     ensure!(image.path.metadata()?.len() == 8 * MIB, "the image was grown");
     server.stop()?;
-    refused(ground, &["set", "device:0", "size=16M"], &["control.sock", "see that the daemon runs"])
+    refused(ground, &["set", "device:0", "size=16M"], &["control.sock", "check that the daemon runs"])
 }
 
 fn guest_grows(ground: &ScenarioContext) -> Result<()> {
@@ -571,8 +571,8 @@ fn guest_grows(ground: &ScenarioContext) -> Result<()> {
     // A guest that is emulated on a busy machine may need longer for what is in flight than `set` waits; the change
     // comes all the same.
     let set = ask(ground, &["set", "device:0", "size=32M"])?;
-    let late = set.stderr.contains("it is done as soon as that is over");
-    ensure!(late || set.stdout.contains("its front-end was told"), "set says: {}", set.said());
+    let late = set.stderr.contains("the change is made once it has");
+    ensure!(late || set.stdout.contains("its front-end was notified"), "set says: {}", set.said());
     let output = machine.wait()?.success()?;
     let lines: Vec<_> = output.lines().collect();
     ensure!(lines == ["32768", "65536", "done"], "the guest says: {lines:?}");

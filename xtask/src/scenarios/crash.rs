@@ -59,7 +59,7 @@ pub(super) const END_AT: u64 = 60 * MIB;
 pub(super) const END: &str = "end";
 
 /// What a queue says that begins with requests of a daemon that died.
-const LEFT: &str = "requests that were in flight before";
+const LEFT: &str = "requests of the previous session are submitted again";
 
 /// How many requests daemons found in flight when they began.
 pub(super) fn left(said: &str) -> u64 {

@@ -52,7 +52,7 @@ fn guest_fio(ground: &ScenarioContext, packed: bool) -> Result<()> {
 
 /// Starts a daemon that takes the place of the one that serves, and asks it how long guests rested.
 fn take_over(ground: &ScenarioContext, export: &Export) -> Result<(ReadyServer, Duration)> {
-    const SAID: &str = "took over: guests rested ";
+    const SAID: &str = "took over: guests were paused for ";
     let mut command = ground.program.command()?;
     command.args(["serve", "--takeover"]).arg(ground.path("control.sock"));
     let server = ReadyServer::start_command(&command, std::slice::from_ref(&export.socket), &ground.log)?;

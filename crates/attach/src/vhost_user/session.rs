@@ -105,7 +105,10 @@ impl BackendSession {
         if !config.packed {
             features.remove(Features::RING_PACKED);
         } else if !features.contains(Features::RING_PACKED) {
-            return Err(missing("packed rings (RING_PACKED)", "leave out packed=on, or switch them on there"));
+            return Err(missing(
+                "packed rings (RING_PACKED)",
+                "omit packed=on, or enable packed rings at the back-end",
+            ));
         }
         let queues = if protocol & protocol::MQ == 0 {
             1
@@ -130,7 +133,11 @@ impl BackendSession {
         let have = queues.min(u64::from(disk.queues)).min(QUEUES_MAX) as u16;
         let wanted = config.queues.unwrap_or(have.max(1));
         if wanted > have {
-            let cure = if have == 0 { "start it with at least one" } else { "ask for fewer, or start it with more" };
+            let cure = if have == 0 {
+                "start the back-end with at least one queue"
+            } else {
+                "lower ?queues=N, or start the back-end with more queues"
+            };
             return Err(AttachError::Queues { disk: config.name(), wanted: wanted.into(), have: have.into(), cure });
         }
         let (layout, error) = (BlkLayout::new(&disk, config.queue_size), EventFd::new().map_err(system)?);
@@ -216,7 +223,7 @@ impl RemoteSession for BackendSession {
     fn check_same(&self, old: &BlkDisk) -> Result<(), TalkError> {
         let new = &self.disk;
         let what = if new.features != old.features {
-            format!("it offers {:?} where {:?} was agreed on", new.features, old.features)
+            format!("it offers features {:?} where {:?} were negotiated", new.features, old.features)
         } else if new.info.limits != old.info.limits {
             "it changed its limits".into()
         } else if new.info.volatile_cache && !old.info.volatile_cache {
@@ -452,15 +459,15 @@ fn connect(config: &AttachConfig, end: &Arc<EventFd>) -> Result<Connection, Atta
     use std::io::ErrorKind;
     Connection::open(&*config.connector, &config.socket, config.reply_max, end, &config.clock).map_err(|error| {
         let cause = match error.kind() {
-            ErrorKind::NotFound => "there is no such socket: start its back-end first, or correct the path".into(),
-            ErrorKind::ConnectionRefused => "nobody listens there: start its back-end, or name a socket".into(),
-            ErrorKind::PermissionDenied => "it may not be used by this user: see its mode and group".into(),
+            ErrorKind::NotFound => "no such socket; start its back-end first, or correct the path".into(),
+            ErrorKind::ConnectionRefused => "no process listens on it; start its back-end, or name another socket".into(),
+            ErrorKind::PermissionDenied => "permission denied; check its mode and group".into(),
             ErrorKind::TimedOut => format!(
-                "its back-end took no connection within {:?}: it hangs, or serves others; end those, or start it anew",
+                "its back-end accepted no connection within {:?}: it hangs, or serves another front-end; end that front-end, or restart the back-end",
                 config.reply_max
             ),
             ErrorKind::ResourceBusy => error.to_string(),
-            _ => format!("it cannot be connected to: {error}; name a socket of at most 107 bytes"),
+            _ => format!("connecting failed: {error}; name a stream socket whose path has at most 107 bytes"),
         };
         AttachError::Socket { disk: config.name(), cause }
     })

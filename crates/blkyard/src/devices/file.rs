@@ -66,9 +66,9 @@ impl DeviceOps for FileDevice {
 
     fn backing(&self) -> io::Result<Backing> {
         let fixed = if self.is_block_device() {
-            Some(("is a block device", "grow that by its own means, and then set size=probe"))
+            Some(("is a block device", "grow it with its own tools, and then set size=probe"))
         } else if BlockDevice::info(self).read_only {
-            Some(("is open for reading only", "grow it from outside, and then set size=probe"))
+            Some(("is open read-only", "grow it with another program, and then set size=probe"))
         } else {
             None
         };

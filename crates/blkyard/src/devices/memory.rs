@@ -38,7 +38,7 @@ pub(super) fn take_info(mut spec: Spec, bounds: RequestBounds) -> Result<DeviceI
     let size = parse_size(&spec.body).filter(|size| *size > 0 && size.is_multiple_of(u64::from(block_bytes)));
     let size = size.ok_or_else(|| {
         let cause = format!("'{}' is not a size in blocks of {block_bytes} bytes", spec.body);
-        SpecError::new(&spec.name, cause, "write it as 512M or 4G, say")
+        SpecError::new(&spec.name, cause, "give a size such as 512M or 4G")
     })?;
     let read_only = spec.take_switch("readonly")?.unwrap_or(false);
     let discard = spec.take_switch("discard")?.unwrap_or(true);

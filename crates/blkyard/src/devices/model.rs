@@ -76,7 +76,7 @@ fn open_model(mut spec: Spec) -> Result<Modelled, DeviceError> {
             Model::Line(FixedLatency::new(model, seed))
         }
         other => {
-            let cause = format!("there is no model '{other}'");
+            let cause = format!("unknown model '{other}'");
             return Err(SpecError::new(&spec.name, cause, "use model:disk, model:flash or model:latency").into());
         }
     };

@@ -25,7 +25,7 @@ fn names_that_are_wrong_say_what_would_be_right() {
     for (name, words) in [
         ("ram:lots", ["lots", "512M"]),
         ("vhost-user:/nonexistent.sock", ["/nonexistent.sock", "start its back-end"]),
-        ("vhost-user:/dev/null", ["/dev/null", "nobody listens"]),
+        ("vhost-user:/dev/null", ["/dev/null", "no process listens"]),
         ("vhost-user:/x?queue_size=100", ["queue_size=100", "power of two"]),
         ("vhost-user:/x?queues=0", ["queues=0", "from 1"]),
         ("vhost-user:/x?queue=1", ["'queue'", "queues, queue_size, packed"]),
@@ -57,7 +57,7 @@ fn kinds_that_end_with_the_daemon_say_why_they_are_not_handed_over() {
         assert!(error.starts_with(name) && error.contains("without --takeover"), "{error}");
     }
     let error = Device::open("ram:1M").unwrap().can_be_handed_over().unwrap_err().to_string();
-    assert!(error.contains("ram:1M: its memory ends with this daemon"), "{error}");
+    assert!(error.contains("ram:1M: its memory is lost when this daemon ends"), "{error}");
     let null = Device::open("null:1M").unwrap();
     assert!(null.can_be_handed_over().is_ok());
     assert!(Device::adopt(Spec::parse("null:1M").unwrap(), None, false).is_ok());

@@ -85,7 +85,7 @@ impl DeviceOps for Attached {
     }
 
     fn backing(&self) -> io::Result<Backing> {
-        let fixed = Some(("is served by another process", "resize it there, and the new size is known here"));
+        let fixed = Some(("is served by another process", "resize it there; the new size is read automatically"));
         Ok(Backing::File { bytes: self.capacity_sectors() << SECTOR_SHIFT, fixed })
     }
 
@@ -94,7 +94,7 @@ impl DeviceOps for Attached {
     }
 
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str> {
-        Err("its back-end knows this daemon only")
+        Err("its back-end serves this daemon only")
     }
 
     fn counters(&self) -> BTreeMap<String, u64> {

@@ -31,7 +31,7 @@ pub enum AskError {
     #[error("several daemons are running; choose one with --control PATH:\n{}", list(.0))]
     Several(Vec<PathBuf>),
     /// Nobody listens there.
-    #[error("control socket {}: {cause}; see that the daemon runs, and was started with this --control", path.display())]
+    #[error("control socket {}: {cause}; check that the daemon runs, and was started with this --control", path.display())]
     Connect {
         /// The socket.
         path: PathBuf,
@@ -39,7 +39,7 @@ pub enum AskError {
         cause: std::io::Error,
     },
     /// The daemon did not answer.
-    #[error("control socket {}: no answer {cause}; wait longer with --timeout-s, or see whether the daemon hangs or ends", path.display())]
+    #[error("control socket {}: no answer {cause}; wait longer with --timeout-s, or check whether the daemon hangs or is ending", path.display())]
     Silent {
         /// The socket.
         path: PathBuf,

@@ -66,7 +66,11 @@ fn bind_anywhere(first_export: Option<&Path>) -> Option<BoundSocket> {
         name.push(BESIDE);
         PathBuf::from(name)
     })?;
-    bind(&beside).map_err(|error| tracing::warn!("no control socket, so nothing can be inspected or set: {error}")).ok()
+    bind(&beside)
+        .map_err(|error| {
+            tracing::warn!("no control socket: {error}; inspect and set do not work until the daemon is restarted");
+        })
+        .ok()
 }
 
 /// Folders in which sockets are named after their daemons.

@@ -177,7 +177,9 @@ impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
         match wait_until(&mut fds, now, deadline) {
             Ok(_) => !fds[0].revents().is_empty(),
             Err(error) => {
-                tracing::error!("the control socket is given up: {error}");
+                tracing::error!(
+                    "the control socket is closed: {error}; inspect and set do not work until the daemon is restarted"
+                );
                 true
             }
         }
@@ -195,10 +197,12 @@ impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
                     client.read_ahead();
                     self.clients.push(client);
                 }
-                Ok(Some(_)) => self.warn("another user's process was turned away"),
+                Ok(Some(_)) => self.warn("a process of another user was refused"),
                 Ok(None) => return,
                 Err(error) => {
-                    self.warn(format_args!("a connection failed: {error}"));
+                    self.warn(format_args!(
+                        "a connection could not be accepted: {error}; check the limit on open files"
+                    ));
                     self.accept_at = Some(Instant::now() + ACCEPT_PAUSE);
                     return;
                 }
@@ -323,7 +327,9 @@ impl ControlClient {
             }
             if self.input.len() >= REQUEST_BYTES_MAX {
                 self.closing = true;
-                self.owe(answer_line(&Err(format!("the request is longer than {REQUEST_BYTES_MAX} bytes; send less"))));
+                self.owe(answer_line(&Err(format!(
+                    "the request exceeds {REQUEST_BYTES_MAX} bytes; send a shorter one"
+                ))));
                 return self.send();
             }
             let mut bytes = [0; 4096];
@@ -413,7 +419,7 @@ mod tests {
         line.as_bytes().iter().for_each(|byte| say(&client, &[*byte]).unwrap());
         assert_eq!(hear(&mut client).unwrap().unwrap(), "xxx");
         say(&client, b"nonsense\n").unwrap();
-        assert!(hear(&mut client).unwrap().unwrap_err().contains("not one of ours"));
+        assert!(hear(&mut client).unwrap().unwrap_err().contains("not of blkyard's protocol"));
         say(&client, line.as_bytes()).unwrap();
         assert!(hear(&mut client).unwrap().is_ok(), "one mistake is forgiven");
     }
@@ -423,7 +429,7 @@ mod tests {
         let ground = ground(LIMIT, 3);
         let mut client = ground.dial();
         let _ = say(&client, &vec![b' '; REQUEST_BYTES_MAX + 1]);
-        assert!(hear(&mut client).unwrap().unwrap_err().contains("longer than"));
+        assert!(hear(&mut client).unwrap().unwrap_err().contains("exceeds"));
         assert!(is_closed(&mut client));
     }
 

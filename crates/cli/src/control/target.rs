@@ -54,7 +54,7 @@ impl FromStr for Target {
             "lane" | "lanes" => PartKind::Lane,
             _ => {
                 let cure = "name daemon, devices, exports, lanes, or one of them as device:0, export:NAME, lane:0";
-                return Err(SpecError::new(format!("'{text}'"), "no part of a daemon is called so", cure));
+                return Err(SpecError::new(format!("'{text}'"), "a daemon has no such part", cure));
             }
         };
         Ok(Target { kind, name: name.map(Into::into) })

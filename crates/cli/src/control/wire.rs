@@ -62,15 +62,18 @@ pub fn request_line(request: &ControlRequest) -> String {
 /// Says what is wrong with it, for the client.
 pub fn parse_request(line: &[u8]) -> Result<ControlRequest, String> {
     let not_ours = |error| {
-        format!("the request is not one of ours: {error}; write {}", request_line(&ControlRequest::Inspect).trim_end())
+        format!(
+            "the request is not of blkyard's protocol: {error}; write {}",
+            request_line(&ControlRequest::Inspect).trim_end()
+        )
     };
     let Versioned { blkyard } = serde_json::from_slice(line).map_err(not_ours)?;
     if blkyard != VERSION {
         return Err(format!(
-            "the request is in version {blkyard} of the language and this daemon speaks {VERSION}; use the blkyard program that the daemon was started from"
+            "the request has protocol version {blkyard} and this daemon has {VERSION}; use the blkyard program that the daemon was started from"
         ));
     }
-    serde_json::from_slice(line).map_err(|error| format!("the request is not understood: {error}"))
+    serde_json::from_slice(line).map_err(|error| format!("the request is invalid: {error}"))
 }
 
 /// The line of an answer: a result, or why there is none.
@@ -87,7 +90,7 @@ pub fn answer_line(outcome: &Result<Value, String>) -> String {
 /// # Errors
 /// What the daemon said in place of a result, or what is wrong with its answer.
 pub fn parse_answer(line: &[u8]) -> Result<Value, String> {
-    let odd = || "the answer is none of a blkyard daemon; see what listens there".to_owned();
+    let odd = || "the answer is not from a blkyard daemon; check which program listens there".to_owned();
     let mut answer: BTreeMap<String, Value> = serde_json::from_slice(line).map_err(|_| odd())?;
     match (answer.get("blkyard").and_then(Value::as_u64), answer.remove("ok"), answer.remove("error")) {
         (Some(_), Some(value), None) => Ok(value),
@@ -136,12 +139,12 @@ mod tests {
     #[test]
     fn what_is_not_understood_is_refused_with_the_reason() {
         for (line, words) in [
-            ("", ["not one of ours", "\"do\":\"inspect\""]),
-            ("inspect", ["not one of ours", "\"do\":\"inspect\""]),
+            ("", ["not of blkyard's protocol", "\"do\":\"inspect\""]),
+            ("inspect", ["not of blkyard's protocol", "\"do\":\"inspect\""]),
             ("{\"do\":\"inspect\"}", ["missing field `blkyard`", "write"]),
-            ("{\"blkyard\":2,\"do\":\"inspect\"}", ["version 2", "speaks 1"]),
+            ("{\"blkyard\":2,\"do\":\"inspect\"}", ["version 2", "this daemon has 1"]),
             ("{\"blkyard\":1,\"do\":\"dance\"}", ["dance", "inspect"]),
-            ("{\"blkyard\":1}", ["not understood", "do"]),
+            ("{\"blkyard\":1}", ["is invalid", "do"]),
         ] {
             let error = parse_request(line.as_bytes()).unwrap_err();
             assert!(words.iter().all(|word| error.contains(word)), "{line}: {error}");
@@ -151,7 +154,7 @@ mod tests {
         for line in
             ["", "HTTP/1.1 400 Bad Request", "{}", "{\"blkyard\":1}", "{\"ok\":1}", "{\"blkyard\":1,\"error\":3}"]
         {
-            assert!(parse_answer(line.as_bytes()).unwrap_err().contains("none of a blkyard daemon"), "{line}");
+            assert!(parse_answer(line.as_bytes()).unwrap_err().contains("not from a blkyard daemon"), "{line}");
         }
     }
 }

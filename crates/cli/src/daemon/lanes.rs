@@ -47,8 +47,8 @@ fn deal(shares: &[Share], lanes: usize) -> Result<Vec<usize>, SpecError> {
                 None => (map.queue_of(queue) + first) % lanes,
             };
             if lane >= lanes {
-                let cause = format!("there is no lane {lane}");
-                let cure = format!("lanes are numbered 0 to {}: name others, or run more lanes", lanes - 1);
+                let cause = format!("no lane {lane}");
+                let cure = format!("name lanes from 0 to {}, or run more lanes", lanes - 1);
                 return Err(SpecError::new(&share.name, cause, cure));
             }
             places.push(lane);
@@ -165,7 +165,7 @@ impl ServedLanes {
     /// left.
     pub fn set_lanes(&mut self, count: u64) -> Result<Moves, SetLanesError> {
         if !(1..=LANES_MAX).contains(&count) {
-            let cause = format!("{count} is out of bounds");
+            let cause = format!("{count} is out of range");
             return Err(SpecError::new("lanes", cause, format!("give a number from 1 to {LANES_MAX}")).into());
         }
         let count = count as usize;
@@ -199,7 +199,7 @@ impl ServedLanes {
                     "it did not come to rest within {limit:?} and stays on {name}, since its device has a request that \
                      does not end"
                 );
-                let cure = "queues that have moved stay where they are now; set the same lanes again when it has ended";
+                let cure = "queues that have moved stay on their new lanes; set the same number of lanes again when that request has completed";
                 SpecError::new(object, cause, cure).into()
             }
             error => SetLanesError::from(error),

@@ -48,10 +48,10 @@ pub enum InspectError {
     #[error(transparent)]
     Ask(#[from] AskError),
     /// Another version of the program, most likely.
-    #[error("the daemon's answer is not understood: {0}; use the program that the daemon was started from, or --json")]
+    #[error("the daemon's answer is invalid: {0}; use the program that the daemon was started from, or --json")]
     Tree(#[from] serde_json::Error),
     /// Another daemon answered the second time.
-    #[error("the daemon with process ID {then} was replaced by one with {now} within the time: ask again")]
+    #[error("the daemon with process ID {then} was replaced by one with {now} during the window; repeat the command")]
     Replaced {
         /// Process ID of the first.
         then: u32,
@@ -59,7 +59,7 @@ pub enum InspectError {
         now: u32,
     },
     /// There is no such part.
-    #[error("{0}: the daemon has none of that name; blkyard inspect alone shows all there is")]
+    #[error("{0}: the daemon has no part of that name; blkyard inspect without a name lists all")]
     Absent(Target),
 }
 

@@ -123,7 +123,7 @@ fn stdout() -> &'static LineWriter {
 }
 
 fn tell_lost(stream: &str, lost: u64) {
-    tracing::warn!("{lost} lines of {stream} were lost: they could not be written, or nobody read them");
+    tracing::warn!("{stream}: {lost} lines were dropped: they could not be written, or were not read in time");
 }
 
 /// Tells a panic as any other error, so that it waits for no reader, and remembers the thread.

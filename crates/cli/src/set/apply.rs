@@ -32,7 +32,7 @@ const CHANGE_TIME: Duration = Duration::from_secs(20);
 pub fn apply(daemon: &Daemon, what: &str, values: BTreeMap<String, String>) -> Result<Vec<String>, String> {
     let target: Target = what.parse().map_err(|error: SpecError| error.to_string())?;
     if values.is_empty() {
-        return Err(SpecError::new(target, "nothing is to be set", "write what, as key=value").to_string());
+        return Err(SpecError::new(target, "no setting is given", "write it as key=value").to_string());
     }
     let keys = Spec::of_options(&target.to_string(), values);
     let done = match target.kind {
@@ -43,9 +43,7 @@ pub fn apply(daemon: &Daemon, what: &str, values: BTreeMap<String, String>) -> R
         PartKind::Export => the_one(&target, daemon.exports.iter().map(|export| export.name.as_str()))
             .map_err(Problem::from)
             .and_then(|number| set_export(daemon, number, keys)),
-        PartKind::Lane => {
-            Err(SpecError::new(target, "a lane by itself has nothing to set", "see blkyard set daemon").into())
-        }
+        PartKind::Lane => Err(SpecError::new(target, "a single lane has no settings", "use blkyard set daemon").into()),
     };
     done.map_err(|Problem(text)| text)
 }
@@ -64,10 +62,10 @@ fn the_one<'a>(target: &Target, names: impl Iterator<Item = &'a str>) -> Result<
     let meant: Vec<_> = names.enumerate().filter(|(number, name)| target.means(*number, name)).collect();
     match meant[..] {
         [(number, _)] => Ok(number),
-        [] => Err(SpecError::new(target, "the daemon has none of that name", "blkyard inspect shows what there is")),
+        [] => Err(SpecError::new(target, "the daemon has no part of that name", "blkyard inspect lists all")),
         _ => {
             let all: Vec<_> = meant.iter().map(|(number, name)| format!("{number} ({name})")).collect();
-            Err(SpecError::new(target, format!("that may be any of {}", all.join(", ")), "name one by its number"))
+            Err(SpecError::new(target, format!("the name is ambiguous: {}", all.join(", ")), "name one by its number"))
         }
     }
 }
@@ -86,14 +84,14 @@ fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, Problem> {
         daemon.lanes().set_spin_us(spin_us).map_err(|error| Problem(format!("daemon: spin_us={spin_us}: {error}")))?;
         done.push(match spin_us {
             0 => "daemon: lanes sleep as soon as they find no work".into(),
-            _ => format!("daemon: lanes look for work for {spin_us} us before they sleep"),
+            _ => format!("daemon: lanes busy-poll for {spin_us} us before they sleep"),
         });
     }
     if let Some(seconds) = stats {
         daemon.stats_s.store(seconds, Relaxed);
         done.push(match seconds {
-            0 => "daemon: it prints no statistics any more".into(),
-            _ => format!("daemon: it prints statistics every {seconds} s"),
+            0 => "daemon: statistics are off".into(),
+            _ => format!("daemon: statistics are printed every {seconds} s"),
         });
     }
     Ok(done)
@@ -104,14 +102,14 @@ fn set_lanes(lanes: &mut ServedLanes, count: u64) -> Result<String, Problem> {
     let before = lanes.threads().len();
     let moves = lanes.set_lanes(count).map_err(|error| Problem(format!("daemon: lanes={count}: {error}")))?;
     let moved = match moves.count {
-        0 => "no queue had to move".into(),
+        0 => "no queue moved".into(),
         n => {
             let longest = show_time(u64::try_from(moves.longest.as_nanos()).unwrap_or(u64::MAX));
             let queues = if n == 1 { "queue" } else { "queues" };
-            format!("{n} {queues} moved, and rested {longest} at most")
+            format!("{n} {queues} moved, paused for {longest} at most")
         }
     };
-    Ok(format!("daemon: lanes: {count}, and was {before}; {moved}"))
+    Ok(format!("daemon: lanes: {before} before, {count} now; {moved}"))
 }
 
 fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<String>, Problem> {
@@ -129,7 +127,7 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let rate = take_rate(&mut keys, served.rate.config())?;
     keys.finish()?;
     if force && size.is_none() {
-        return Err(SpecError::new(name, "force=on goes with size", "say which size").into());
+        return Err(SpecError::new(name, "force=on needs a size", "add size=SIZE").into());
     }
 
     // The size of a disk that another process serves is followed by a thread of its own.
@@ -166,11 +164,11 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
                     let name = scheduler.name();
                     // Which queues share a hardware queue was decided when they were made.
                     let by_queue = if scheduler.orders() && apart.contains(&export) {
-                        " of each queue by itself; start or take over to have it order all"
+                        " of each queue separately; restart or take over the daemon to let it order all queues"
                     } else {
                         ""
                     };
-                    done.push(format!("{export}: scheduler {name} orders what waits{by_queue}"));
+                    done.push(format!("{export}: scheduler {name} orders waiting I/O{by_queue}"));
                 }
                 Err(why) => problems.push(format!("{export}: {why}")),
             }
@@ -196,7 +194,7 @@ fn resize(
     let made = served.device.info();
     let now_bytes = info.capacity_sectors << SECTOR_SHIFT;
     let unknown =
-        |error| SpecError::new(name, format!("its length is not known: {error}"), "see that it is still there");
+        |error| SpecError::new(name, format!("its length cannot be read: {error}"), "check that it still exists");
     let backing = served.device.backing().map_err(unknown)?;
     let resize =
         Resize { object: name, now_bytes, block_bytes: made.limits.logical_block_bytes, backing, in_use, force };
@@ -204,7 +202,7 @@ fn resize(
     if decision.grows_file {
         served.device.grow(decision.bytes).map_err(|error| {
             let cause = format!("the file cannot be grown to {}: {error}", show_size(decision.bytes));
-            SpecError::new(name, cause, "see what the file system allows; nothing has changed")
+            SpecError::new(name, cause, "check the limits of the file system; the size is unchanged")
         })?;
     }
     info.capacity_sectors = decision.bytes >> SECTOR_SHIFT;
@@ -213,7 +211,7 @@ fn resize(
         Backing::File { bytes, .. } if bytes > decision.bytes => format!("; the file keeps its {}", show_size(bytes)),
         _ => String::new(),
     };
-    Ok(format!("{name}: {}, and was {}{file}", show_size(decision.bytes), show_size(now_bytes)))
+    Ok(format!("{name}: {} now, {} before{file}", show_size(decision.bytes), show_size(now_bytes)))
 }
 
 /// Has all these exports serve the device as it is now.
@@ -221,11 +219,11 @@ fn change(exports: &[&ServedExport], info: &Arc<DeviceInfo>, done: &mut Vec<Stri
     let asked: Vec<_> = exports.iter().map(|export| export.hand.change(Arc::clone(info))).collect();
     for (export, answer) in wait_for_all(exports, asked) {
         match answer {
-            Ok(Changed::Unseen) => done.push(format!("{export}: no front-end is connected; the next finds it so")),
+            Ok(Changed::Unseen) => done.push(format!("{export}: no front-end is connected; the next one reads the new size")),
             Ok(Changed::Silent) => done.push(format!("{export}: in force")),
-            Ok(Changed::Told) => done.push(format!("{export}: its front-end was told")),
+            Ok(Changed::Told) => done.push(format!("{export}: its front-end was notified")),
             Ok(Changed::Untold) => done.push(format!(
-                "{export}: its front-end gave no way to be told; it finds the size when it looks or connects again"
+                "{export}: its front-end has no back-end channel; it sees the size when it reads the configuration or connects again"
             )),
             Err(why) => problems.push(format!("{export}: {why}")),
         }
@@ -261,10 +259,10 @@ fn wait_for_all<T>(
     let wait = |asked: Receiver<Result<T, String>>| match asked
         .recv_timeout(until.saturating_duration_since(Instant::now()))
     {
-        Ok(answer) => answer.map_err(|why| format!("{why}; see the messages of the daemon")),
-        Err(RecvTimeoutError::Disconnected) => Err("it has ended; see the messages of the daemon".into()),
+        Ok(answer) => answer.map_err(|why| format!("{why}; see the daemon's log")),
+        Err(RecvTimeoutError::Disconnected) => Err("its thread has ended; see the daemon's log".into()),
         Err(RecvTimeoutError::Timeout) => Err(format!(
-            "not within {CHANGE_TIME:?}: a request in flight does not end; it is done as soon as that is over"
+            "not within {CHANGE_TIME:?}: a request in flight does not complete; the change is made once it has"
         )),
     };
     exports.iter().map(ToString::to_string).zip(asked.into_iter().map(wait)).collect()
@@ -286,7 +284,7 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
             let from = |when| format!("{export}: it offers {queues} queues{made}{when}");
             match answer {
                 Ok(Changed::Unseen) => done.push(from("")),
-                Ok(_) => done.push(from(" from the next front-end on; the one that is connected keeps what it has")),
+                Ok(_) => done.push(from(" from the next front-end on; the connected one keeps its queues")),
                 Err(why) => problems.push(format!("{export}: {why}")),
             }
         }

@@ -41,14 +41,14 @@ impl Resize<'_> {
         let no = |cause: String, cure: &str| Err(SpecError::new(self.object, cause, cure));
         let bytes = match (request, self.backing) {
             ("probe", Backing::File { bytes, .. }) => bytes,
-            ("probe", _) => return no("there is no file to probe".into(), "give a size, such as size=2G"),
+            ("probe", _) => return no("the device has no file to probe".into(), "give a size, such as size=2G"),
             _ => match parse_size(request) {
                 Some(bytes) => bytes,
-                None => return no(format!("size={request} is not understood"), "give a size, such as 2G, or probe"),
+                None => return no(format!("size={request} is invalid"), "give a size, such as 2G, or probe"),
             },
         };
         if bytes == 0 || !bytes.is_multiple_of(u64::from(self.block_bytes)) {
-            let cause = format!("{bytes} bytes are no whole number of blocks of {}", self.block_bytes);
+            let cause = format!("{bytes} bytes are not a multiple of its blocks of {}", self.block_bytes);
             return no(cause, "choose a multiple of the block; a file can be rounded up with truncate -s %4096");
         }
         let grows_file = match self.backing {
@@ -57,7 +57,7 @@ impl Resize<'_> {
                 None => true,
             },
             Backing::Memory(made_bytes) if bytes > made_bytes => {
-                let cause = format!("its memory of {} was taken at start", show_size(made_bytes));
+                let cause = format!("its memory of {} was allocated at start", show_size(made_bytes));
                 return no(cause, "start the daemon with a larger one, or serve a file");
             }
             _ => false,
@@ -67,7 +67,7 @@ impl Resize<'_> {
                 format!("it is attached and would shrink from {} to {}", show_size(self.now_bytes), show_size(bytes));
             return no(
                 cause,
-                "shrink what the guest keeps on it, detach it, or add force=on if the end of it may be lost",
+                "shrink its file systems in the guest first, detach it, or add force=on if the data at its end may be lost",
             );
         }
         Ok(Decision { bytes, grows_file })
@@ -109,7 +109,7 @@ mod tests {
             (FILE, "lots", ["size=lots", "2G"]),
             (FILE, "0", ["0 bytes", "multiple"]),
             (FILE, "1000", ["blocks of 4096", "multiple"]),
-            (memory, "2M", ["1 MiB was taken at start", "larger"]),
+            (memory, "2M", ["1 MiB was allocated at start", "larger"]),
             (memory, "probe", ["no file", "size=2G"]),
             (Resize { backing: longer(1 << 20), ..FILE }, "2M", ["1 MiB and is a block device", "size=probe"]),
             (FILE, "512k", ["from 1 MiB to 512 KiB", "force=on"]),

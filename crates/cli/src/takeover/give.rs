@@ -37,18 +37,18 @@ pub enum Given {
 pub fn give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream, version: u32) -> Given {
     if version != VERSION {
         return Given::Kept(format!(
-            "it hands over in version {VERSION} and was asked for {version}; stop it, and start the new one without --takeover"
+            "its handover protocol has version {VERSION}, and version {version} was requested; stop it, and start the new one without --takeover"
         ));
     }
     let may_wait = client.set_nonblocking(false).map_err(|error| error.to_string());
     match may_wait.and_then(|()| try_give(daemon, control, client)) {
         Ok(spent) => {
-            tracing::info!("another daemon goes on with everything, after {:.1} ms", spent.as_secs_f64() * 1e3);
+            tracing::info!("handed over to another daemon after {:.1} ms", spent.as_secs_f64() * 1e3);
             Given::Gone
         }
         Err(why) => {
             let _ = client.set_nonblocking(true);
-            tracing::warn!("nothing was handed over: {why}");
+            tracing::warn!("the handover failed, and this daemon continues: {why}");
             Given::Kept(why)
         }
     }
@@ -70,7 +70,7 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     for (answer, export) in asked.into_iter().zip(&daemon.exports) {
         let left = REST_TIME.saturating_sub(begin.elapsed());
         let rested = answer.recv_timeout(left).map_err(|_| {
-            format!("{export}: it did not come to rest within {REST_TIME:?}; see blkyard inspect for what its device has in hand")
+            format!("{export}: not drained within {REST_TIME:?}; blkyard inspect shows the requests at its device")
         })?;
         handed.push(rested.map_err(|why| format!("{export}: {why}; see blkyard inspect"))?);
     }
@@ -82,13 +82,15 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
     let (socket, devices, rests) = pack(daemon, control, handed, &mut files)?;
     let handover = HandoverState { lanes, habits, control: socket, devices };
     let handover = serde_json::to_value(handover).map_err(|error| error.to_string())?;
-    let left = |error| format!("the new daemon does not listen: {error}; see what it says");
+    let left = |error| format!("the new daemon does not read: {error}; see its messages");
     send(client, &files, &answer_line(&Ok(handover)), WORD_TIME).map_err(left)?;
     drop(files);
     let (_, word) = receive(client, WORD_BYTES_MAX, WORD_TIME).map_err(left)?;
     match parse_request(&word)? {
         ControlRequest::Taken => {}
-        other => return Err(format!("the new daemon should have taken it, and said {other:?}; see what it is")),
+        other => {
+            return Err(format!("the new daemon answered {other:?} instead of confirming; check which program it is"));
+        }
     }
     // The last moment to go on ourselves: if it cannot be told, it has not been.
     let yours = answer_line(&Ok(Value::from(rested.as_micros() as u64)));
@@ -107,8 +109,8 @@ fn all_hear(daemon: &Daemon) -> Result<(), String> {
     for (answer, export) in asked.into_iter().zip(&daemon.exports) {
         answer.recv_timeout(HEAR_TIME.saturating_sub(begin.elapsed())).map_err(|_| {
             format!(
-                "{export}: it has heard nothing for {HEAR_TIME:?}, held up by its device or by what its front-end sent, so \
-                 nothing was asked to rest; see blkyard inspect, and end that front-end if it is to blame"
+                "{export}: it has not responded for {HEAR_TIME:?}, delayed by its device or its front-end, so no export was \
+                 paused; see blkyard inspect, and end that front-end if it is the cause"
             )
         })?;
     }

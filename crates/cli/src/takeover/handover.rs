@@ -82,7 +82,7 @@ pub(super) type PassedFiles = VecDeque<OwnedFd>;
 /// # Errors
 /// There is none.
 pub(super) fn next(files: &mut PassedFiles) -> Result<OwnedFd, String> {
-    files.pop_front().ok_or_else(|| "fewer descriptors came than it takes".into())
+    files.pop_front().ok_or_else(|| "descriptors are missing".into())
 }
 
 impl ExportPart {
@@ -191,7 +191,7 @@ mod tests {
         assert_eq!((spec_back, numbers(&back), files.len()), (spec, before, 0));
         assert_eq!((back.made, back.offered, back.depth, back.wce), (6, 4, Some(3), true));
         assert_eq!(back.session.unwrap().setup[1].bytes, [1, 2, 2]);
-        assert!(unpack(&text, &mut files).unwrap_err().contains("fewer descriptors"));
+        assert!(unpack(&text, &mut files).unwrap_err().contains("descriptors are missing"));
         for made in ["0", "65"] {
             let odd = text.replace("\"made\":6", &format!("\"made\":{made}"));
             assert!(unpack(&odd, &mut PassedFiles::new()).unwrap_err().contains("queues"));

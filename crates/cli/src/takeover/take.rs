@@ -76,9 +76,9 @@ pub struct Pause {
 pub fn take(path: &Path) -> Result<InheritedState, SpecError> {
     let problem = |cause: String, cure: &str| SpecError::new(format!("takeover of {}", path.display()), cause, cure);
     let silent =
-        |error: std::io::Error| problem(format!("no answer: {error}"), "see whether that daemon is busy or ending");
+        |error: std::io::Error| problem(format!("no answer: {error}"), "check whether that daemon hangs or is ending");
     let daemon = connect(path, Instant::now() + ANSWER_TIME).map_err(|error| {
-        let cure = "name the control socket of a daemon that runs, which it says when it starts";
+        let cure = "name the control socket of a running daemon, which it prints when it starts";
         problem(format!("no daemon listens there: {error}"), cure)
     })?;
     let begin = Instant::now();
@@ -88,14 +88,16 @@ pub fn take(path: &Path) -> Result<InheritedState, SpecError> {
     let handover = parse_answer(&line).map_err(|said| {
         if said.contains("unknown variant") {
             problem(
-                "that daemon is older, and hands nothing over".into(),
+                "that daemon is older and does not support takeover".into(),
                 "stop it, and start this one without --takeover",
             )
         } else {
-            problem(said, "it goes on")
+            problem(said, "that daemon continues")
         }
     })?;
-    let odd = |why: String| problem(format!("what it hands over makes no sense: {why}"), "it goes on; stop it instead");
+    let odd = |why: String| {
+        problem(format!("its handover state is invalid: {why}"), "that daemon continues; stop it instead")
+    };
     let handover: HandoverState = serde_json::from_value(handover).map_err(|error| odd(error.to_string()))?;
     unpack(handover, &mut files, daemon, path, begin).map_err(odd)
 }
@@ -128,7 +130,7 @@ fn unpack(
         disks.push(DiskPlan { device: part.spec, exports: specs });
     }
     if !files.is_empty() {
-        return Err(format!("{} descriptors came too many", files.len()));
+        return Err(format!("{} surplus descriptors", files.len()));
     }
     Ok(InheritedState { disks, settings, devices, exports, control, daemon, path: path.into(), begin })
 }
@@ -142,7 +144,11 @@ impl InheritedState {
     pub fn taken(self) -> Result<(BoundSocket, Pause), SpecError> {
         let kept = |why: String| {
             let object = format!("takeover of {}", self.path.display());
-            SpecError::new(object, format!("that daemon did not let go: {why}"), "see what it says, and try again")
+            SpecError::new(
+                object,
+                format!("that daemon did not release its exports: {why}"),
+                "see its messages, and try again",
+            )
         };
         let silent = |error: std::io::Error| kept(error.to_string());
         send(&self.daemon, &PassedFiles::new(), &request_line(&ControlRequest::Taken), ANSWER_TIME).map_err(silent)?;

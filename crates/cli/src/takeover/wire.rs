@@ -63,10 +63,10 @@ pub(super) fn receive(
         let received = recv_fds(from, &mut byte, AT_ONCE, RecvFlags::empty())?;
         files.extend(received.fds);
         if received.truncated {
-            return Err(too_much("not all descriptors can be had; see the limit on open files"));
+            return Err(too_much("not all descriptors could be received; raise the limit on open files"));
         }
         if files.len() > DESCRIPTORS_MAX {
-            return Err(too_much("more descriptors come than a daemon can have"));
+            return Err(too_much("more descriptors than a daemon can have"));
         }
         if received.bytes == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
@@ -84,7 +84,7 @@ pub(super) fn receive(
                     Err(error) => return Err(error),
                 }
                 if line.len() > line_bytes_max {
-                    return Err(too_much("the line does not end"));
+                    return Err(too_much("the line is too long"));
                 }
             }
             return Ok((files, line));

@@ -22,7 +22,7 @@ impl Backend {
     /// What is written is noted here from now on.
     pub(super) fn keep_log(&mut self, log: &VhostUserLog, file: &File) -> Result<()> {
         let region = Region::map_file(file.as_fd(), log.mmap_offset, log.mmap_size);
-        let log = region.map(DirtyLog::new).map_err(|error| self.refuse("the log of pages that are written", error))?;
+        let log = region.map(DirtyLog::new).map_err(|error| self.refuse("the dirty log", error))?;
         self.change_log(|ours| ours.log = log.map(Arc::new))
     }
 
@@ -42,8 +42,8 @@ impl Backend {
         if !message.is_bare() {
             return Err(Error::InvalidMessage);
         }
-        let eventfd = eventfd.try_clone().map_err(|error| self.refuse("the eventfd of the log", error))?;
-        let eventfd = self.event("the eventfd of the log", Some(eventfd.into()))?;
+        let eventfd = eventfd.try_clone().map_err(|error| self.refuse("the eventfd of the dirty log", error))?;
+        let eventfd = self.event("the eventfd of the dirty log", Some(eventfd.into()))?;
         self.change_log(|ours| ours.log_eventfd = eventfd)
     }
 

@@ -329,7 +329,7 @@ impl GuestQueue {
                 if at_rest {
                     hw.set_info(0, info);
                 }
-                let _ = answer.send(at_rest.then_some(()).ok_or_else(|| "the queue runs".into()));
+                let _ = answer.send(at_rest.then_some(()).ok_or_else(|| "the queue is running".into()));
             }
             Command::Part(answer) => self.parting = Some(answer),
             Command::Stay => self.parting = None,
@@ -349,23 +349,23 @@ impl GuestQueue {
         setup: Setup,
     ) -> Result<(), String> {
         if self.session.is_some() {
-            return Err("the queue runs already".into());
+            return Err("the queue is running already".into());
         }
         if shares && !hw.memory().is_same(setup.memory.table()) {
-            return Err("the other queues of the hardware queue run with other memory".into());
+            return Err("the other queues of its hardware queue use other memory".into());
         }
         let mut ring = DeviceRing::new(setup.layout, setup.size, setup.disk.features, setup.base)
             .map_err(|error| error.to_string())?;
         let records = setup.record.as_ref().map(|record| Arc::clone(record.region()));
         if let Some(record) = setup.record {
-            ring.track(record).map_err(|fault| format!("the record of what is in flight cannot be: {fault}"))?;
+            ring.track(record).map_err(|fault| format!("the in-flight record is invalid: {fault}"))?;
             if ring.left() > 0 {
                 let (name, left) = (&setup.name, ring.left());
-                setup.log.info(format_args!("{name}: it begins with {left} requests that were in flight before"));
+                setup.log.info(format_args!("{name}: {left} requests of the previous session are submitted again"));
             }
         }
         if let (Some(kicks), Some(kick)) = (kicks, &setup.kick) {
-            kicks.add(kick.as_fd()).map_err(|error| format!("its kick descriptor cannot be listened to: {error}"))?;
+            kicks.add(kick.as_fd()).map_err(|error| format!("its kick eventfd cannot be polled: {error}"))?;
         }
         if !shares {
             hw.set_memory(cx, Arc::clone(setup.memory.table()));
@@ -741,7 +741,7 @@ impl GuestRing {
         if !self.broken {
             self.broken = true;
             self.alarm = true;
-            self.log.warn(format_args!("{}: it is stopped: {why}", self.name));
+            self.log.warn(format_args!("{}: stopped: {why}", self.name));
         }
     }
 
@@ -751,7 +751,7 @@ impl GuestRing {
     fn lose(&mut self) {
         if !self.lost {
             self.lost = true;
-            self.stop("the memory it lives in was truncated by the front-end");
+            self.stop("the front-end truncated the memory of the queue");
             let _ = self.connection.shutdown(Shutdown::Both);
         }
     }

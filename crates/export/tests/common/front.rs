@@ -141,7 +141,7 @@ impl Front {
     pub fn leave(self, export: &Served) {
         let sessions = export.status().sessions();
         drop(self);
-        super::until("the front-end is let go", || {
+        super::until("the front-end is disconnected", || {
             !export.status().is_connected() || export.status().sessions() > sessions
         });
     }

@@ -182,7 +182,7 @@ impl BenchPlan {
         }
         let mixed = matches!(pattern, Pattern::Rw | Pattern::RandRw);
         if args.rwmixread.is_some() && !mixed {
-            let cause = format!("there is nothing to mix in --rw {}", pattern.name());
+            let cause = format!("--rw {} is not a mix of reads and writes", pattern.name());
             return wrong("--rwmixread", cause, "use --rw rw or randrw");
         }
         if args.verify.is_some() && (mixed || matches!(pattern, Pattern::Trim | Pattern::RandTrim)) {
@@ -191,7 +191,7 @@ impl BenchPlan {
         }
         if args.iodepth_batch == 0 || args.iodepth_batch > args.iodepth {
             let cause = format!("{} is not from 1 to --iodepth, which is {}", args.iodepth_batch, args.iodepth);
-            return wrong("--iodepth_batch", cause, "give a number in between");
+            return wrong("--iodepth_batch", cause, "give a number in that range");
         }
         let sliced = !pattern.is_random() || args.verify.is_some();
         if blocks == 0 || (sliced && blocks < jobs as u64) {

@@ -77,7 +77,7 @@ pub enum BenchError {
     #[error("bench cannot start: {0}; see the limits on threads and open files")]
     System(#[from] std::io::Error),
     /// A thread ended without a word.
-    #[error("a job ended by itself after {0} of {1} had reported; see the messages above, and report this")]
+    #[error("a job ended by itself after {0} of {1} had reported; see the messages above, and report a bug")]
     Lost(usize, usize),
 }
 
@@ -118,10 +118,7 @@ fn lay_out(args: &BenchArgs, device: &Device) -> Result<(), BenchError> {
     let plan = BenchPlan::new(args, device.info(), 1)?;
     let bytes = plan.blocks * u64::from(plan.block_bytes);
     if memory_available().is_some_and(|available| bytes > available / 2) {
-        tracing::warn!(
-            "{}: too large to be written before the run: reads of what was never written look fast",
-            args.device
-        );
+        tracing::warn!("{}: too large to be written before the run: reads of unwritten blocks look fast", args.device);
         return Ok(());
     }
     let write = BenchArgs {
@@ -321,7 +318,7 @@ fn add_up(
     for (job, live) in silent.into_iter().enumerate().filter_map(|(job, live)| Some((job, live?))) {
         summary.merge(&live.summary());
         outstanding += live.in_flight();
-        violations.push(format!("job {job}: it sleeps until its I/O is finished; its latencies are not known"));
+        violations.push(format!("job {job}: it sleeps until its I/O has completed; its latencies are unknown"));
     }
     BenchReport {
         device: device.info().name.clone(),

@@ -24,7 +24,7 @@ pub(crate) fn text(report: &BenchReport) -> String {
     }
     let (user, system) = report.cpu_percent();
     let per_io = match report.cpu_ns_per_io() {
-        0.0 => "too short to tell per I/O".into(),
+        0.0 => "too short to show per I/O".into(),
         ns => format!("{ns:.0} ns per I/O"),
     };
     let _ = writeln!(out, "  cpu          : usr={user:.2}%, sys={system:.2}%, {per_io}");
@@ -39,7 +39,7 @@ pub(crate) fn text(report: &BenchReport) -> String {
         let _ = writeln!(out, "  errors       : {} I/Os failed", report.errors());
     }
     if report.outstanding() > 0 {
-        let _ = writeln!(out, "  outstanding  : {} I/Os were submitted and not finished", report.outstanding());
+        let _ = writeln!(out, "  outstanding  : {} I/Os were submitted and have not completed", report.outstanding());
     }
     for violation in &report.violations {
         let _ = writeln!(out, "  {violation}");

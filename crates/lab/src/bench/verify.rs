@@ -45,14 +45,14 @@ pub(crate) fn check(block: &[u8], sector: u64, scratch: &mut [u8]) -> Result<(),
     let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|i| block[at + i]));
     if block[..8] != MAGIC {
         let what = if block.iter().all(|byte| *byte == 0) { "all zeroes" } else { "something else" };
-        return Err(format!("it was never written by a verifying run, or lost: it holds {what}"));
+        return Err(format!("it was never written by a verifying run, or lost: it contains {what}"));
     }
     let computed = crc32c(scratch);
     if computed == crc {
         let len = word(16) as u32;
         return match (word(8), len as usize == block.len()) {
             (_, false) => Err(format!("it was written in blocks of {len} bytes and read in blocks of {}", block.len())),
-            (place, _) if place != sector => Err(format!("it is whole, but belongs to sector {place}")),
+            (place, _) if place != sector => Err(format!("it is intact, but belongs to sector {place}")),
             _ => Ok(()),
         };
     }

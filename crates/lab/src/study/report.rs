@@ -107,7 +107,7 @@ impl StudyReport {
         }
         let _ = writeln!(
             out,
-            "  sleep and be woken {:.0}, ring a sleeper's eventfd {:.0} (both system), mail a bio {mail_ns:.0}, lock from another CPU {}\n",
+            "  sleep and be woken {:.0}, signal a sleeper's eventfd {:.0} (both system), hand a bio to another thread {mail_ns:.0}, lock from another CPU {}\n",
             sleep.total_ns(),
             ring.total_ns(),
             hand_over_ns.map_or("unknown: one CPU".into(), |ns| format!("{ns:.0} more"))

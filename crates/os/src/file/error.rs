@@ -128,8 +128,8 @@ pub enum OpenError {
     },
     /// Nobody is seen who has it: what is left is I/O that the kernel has not finished for somebody who died.
     #[error(
-        "{path} is in use, and by no process that can be seen: either one of another user or container holds a lock on it, \
-         then stop that; or I/O of one that was killed is still under way, then wait until it has ended",
+        "{path} is in use by a process that cannot be identified: one of another user or container holds a lock on it, \
+         then stop that process; or I/O of a killed process is still in flight, then wait until it has completed",
         path = path.display()
     )]
     Held {

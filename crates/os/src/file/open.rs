@@ -54,7 +54,8 @@ impl FileDevice {
     /// # Errors
     /// See [`OpenError`]: it is not locked, say, since this is another description.
     pub fn adopt(config: FileConfig, file: OwnedFd, sync_failed: bool) -> Result<FileDevice, OpenError> {
-        let flags = rustix::fs::fcntl_getfl(&file).map_err(|error| system(&config, "it is not open")(error.into()))?;
+        let flags = rustix::fs::fcntl_getfl(&file)
+            .map_err(|error| system(&config, "its descriptor is invalid")(error.into()))?;
         let probed = match config.direct {
             Direct::Off => Probed::NotAsked,
             _ if flags.contains(rustix::fs::OFlags::DIRECT) => Probed::Direct,
@@ -179,7 +180,7 @@ fn claim(config: &FileConfig) -> Result<Claimed, OpenError> {
     let Some(holder) = named.or_else(|| living_holder(&metadata(config).ok()?)) else {
         return Err(OpenError::Held { path });
     };
-    let hint = if config.read_only { "" } else { ", or open it with ?readonly=on if that only reads, too" };
+    let hint = if config.read_only { "" } else { ", or open it with ?readonly=on if that program only reads too" };
     Err(OpenError::InUse { path, holder, hint })
 }
 
@@ -198,7 +199,7 @@ fn try_claim(config: &FileConfig) -> Result<Claim, OpenError> {
 fn claim_open(config: &FileConfig, file: OwnedFd, probed: Probed) -> Result<Claim, OpenError> {
     // The name may have come to mean something else since it was looked at.
     let file = std::fs::File::from(file);
-    let now = file.metadata().map_err(system(config, "its kind cannot be read"))?;
+    let now = file.metadata().map_err(system(config, "its type cannot be read"))?;
     let block_device = kind_of(&config.path, now.file_type())?;
     let file = OwnedFd::from(file);
     // Some kernels open such a device all the same, and refuse each write.
@@ -236,7 +237,7 @@ fn metadata(config: &FileConfig) -> Result<Metadata, OpenError> {
         io::ErrorKind::PermissionDenied => {
             OpenError::Permission { path: config.path.clone(), wanted: "search", hint: " on the folders above it" }
         }
-        _ => OpenError::System { path: config.path.clone(), what: "it cannot be looked at", source },
+        _ => OpenError::System { path: config.path.clone(), what: "it cannot be examined", source },
     })
 }
 
@@ -250,7 +251,7 @@ fn kind_of(path: &Path, kind: FileType) -> Result<bool, OpenError> {
         kind if kind.is_fifo() => Err(OpenError::Kind { path, kind: "pipe" }),
         kind if kind.is_socket() => Err(OpenError::Kind { path, kind: "socket" }),
         kind if kind.is_char_device() => Err(OpenError::Kind { path, kind: "character device" }),
-        _ => Err(OpenError::Kind { path, kind: "file of an unknown kind" }),
+        _ => Err(OpenError::Kind { path, kind: "file of unknown type" }),
     }
 }
 
@@ -284,7 +285,7 @@ fn open_error(config: &FileConfig, block_device: bool, source: io::Error) -> Ope
     match source.raw_os_error() {
         Some(libc::ENOENT) => OpenError::Missing { path },
         Some(libc::EROFS) => OpenError::ReadOnly { path, cause: "its file system is mounted read-only" },
-        Some(libc::ETXTBSY) => OpenError::ReadOnly { path, cause: "it is a program that is running" },
+        Some(libc::ETXTBSY) => OpenError::ReadOnly { path, cause: "it is a running program" },
         Some(libc::EACCES | libc::EPERM) if !config.read_only => {
             let Ok(readable) = OpenOptions::new().read(true).open(&config.path) else {
                 return OpenError::Permission { path, wanted: "read and write", hint: "" };
@@ -322,7 +323,7 @@ fn mode(config: &FileConfig, file: BorrowedFd<'_>, device_block: u32, probed: Pr
         Ok(()) => Ok(Mode::Buffered { reason }),
         Err(errno) => Err(OpenError::System {
             path: config.path.clone(),
-            what: "direct I/O cannot be switched off",
+            what: "direct I/O cannot be disabled",
             source: errno.into(),
         }),
     }

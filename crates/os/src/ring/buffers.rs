@@ -82,7 +82,7 @@ pub(super) struct Buffers {
 impl Buffers {
     pub(super) fn new(uring: &IoUring, view: Arc<RingCounters>) -> Buffers {
         let made = uring.submitter().register_buffers_sparse(PIECES_MAX as u32);
-        let no_table = made.err().map(|error| format!("the kernel makes no table of buffers: {error}"));
+        let no_table = made.err().map(|error| format!("the kernel cannot create a buffer table: {error}"));
         let taken = if no_table.is_none() { vec![false; PIECES_MAX] } else { Vec::new() };
         Buffers { attached: Vec::new(), taken, no_table, view }
     }
@@ -159,7 +159,7 @@ impl Buffers {
             return;
         }
         let Some(first) = self.taken.windows(pieces).position(|run| run.iter().all(|taken| !taken)) else {
-            attached.refusal = Some(format!("more than {PIECES_MAX} pieces of memory on one lane"));
+            attached.refusal = Some(format!("more than {PIECES_MAX} buffers on one lane"));
             return;
         };
         for piece in 0..pieces {
@@ -216,7 +216,7 @@ fn reason(error: &std::io::Error) -> String {
                 "more memory than may be locked ({limit}): raise it with `ulimit -l unlimited` or LimitMEMLOCK=infinity"
             )
         }
-        Some(libc::EFAULT) => "memory that is not there, or cannot be written".into(),
+        Some(libc::EFAULT) => "memory that is not mapped, or not writable".into(),
         _ => format!("the kernel refuses to lock memory: {error}"),
     }
 }

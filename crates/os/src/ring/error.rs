@@ -11,7 +11,7 @@ use super::FixedBuffers;
 pub enum RingError {
     /// The administrator switched it off, for all or for us.
     #[error(
-        "io_uring is switched off: {cause}. Set `sysctl kernel.io_uring_disabled=0`, or let the container's seccomp \
+        "io_uring is disabled: {cause}; set `sysctl kernel.io_uring_disabled=0`, or let the container's seccomp \
          profile allow io_uring_setup, io_uring_enter and io_uring_register"
     )]
     Disabled {
@@ -26,15 +26,15 @@ pub enum RingError {
     },
     /// Rings count as locked memory on some kernels.
     #[error(
-        "io_uring has no memory for a ring: raise the limit on locked memory (`ulimit -l`, LimitMEMLOCK=), or ask for \
+        "out of locked memory for an io_uring; raise the limit on locked memory (`ulimit -l`, LimitMEMLOCK=), or use \
          fewer entries"
     )]
     Memory,
     /// Something else.
-    #[error("io_uring could not be set up: {0}")]
+    #[error("io_uring set-up failed: {0}; see the limits on memory and open files")]
     System(#[source] io::Error),
     /// The kernel serves it no more. What it has in flight cannot be learned.
-    #[error("the kernel refuses its io_uring: {0}; see the kernel's log, and report this")]
+    #[error("io_uring failed: {0}; see the kernel's log, and report a bug")]
     Refused(#[source] io::Error),
 }
 
@@ -50,11 +50,11 @@ impl RingError {
                 };
                 RingError::Disabled { cause }
             }
-            Some(libc::ENOSYS) => RingError::Disabled {
-                cause: "the kernel does not know the system call, or a seccomp filter hides it".into(),
-            },
+            Some(libc::ENOSYS) => {
+                RingError::Disabled { cause: "the kernel lacks the system call, or a seccomp filter hides it".into() }
+            }
             Some(libc::ENOMEM) => RingError::Memory,
-            Some(libc::EINVAL) => RingError::TooOld { missing: "a flag that we set up rings with" },
+            Some(libc::EINVAL) => RingError::TooOld { missing: "a set-up flag" },
             _ => RingError::System(error),
         }
     }
@@ -154,7 +154,7 @@ mod tests {
     #[test]
     fn an_error_names_the_switch_and_the_cure() {
         for (errno, words) in [
-            (libc::EPERM, ["switched off", "kernel.io_uring_disabled=0"]),
+            (libc::EPERM, ["disabled", "kernel.io_uring_disabled=0"]),
             (libc::ENOSYS, ["seccomp", "kernel.io_uring_disabled=0"]),
             (libc::ENOMEM, ["locked memory", "ulimit -l"]),
             (libc::EINVAL, ["lacks", "Linux 5.19"]),

@@ -102,7 +102,7 @@ impl EventfdPolls {
                 }
                 Err(error) => {
                     if !eventfd.deaf {
-                        tracing::error!(%error, index, "an eventfd cannot be duplicated: its queue is looked at now and then");
+                        tracing::error!(%error, index, "an eventfd cannot be duplicated, so its queue is polled at intervals; raise the limit on open files");
                         eventfd.deaf = true;
                         self.deaf += 1;
                     }
@@ -175,7 +175,7 @@ impl EventfdPolls {
             tracing::warn!(
                 index,
                 result,
-                "an eventfd cannot be heard, so its queue is not served until it is replaced"
+                "an eventfd cannot be polled, so its queue is not served until it is replaced"
             );
         }
         known

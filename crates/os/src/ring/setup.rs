@@ -85,7 +85,7 @@ fn build(config: RingConfig, completions: u32) -> io::Result<IoUring> {
 
 fn check_features(params: &Parameters) -> Result<(), RingError> {
     let needed = [
-        (params.is_feature_nodrop(), "completions that are kept when the ring is full"),
+        (params.is_feature_nodrop(), "retention of completions when the ring is full (NODROP)"),
         (params.is_feature_submit_stable(), "entries that may be reused once submitted"),
         (params.is_feature_ext_arg(), "a time limit on waiting"),
     ];

@@ -122,7 +122,9 @@ impl SignalEventfd for Ring {
         if place.eventfd.is_none() {
             match eventfd.try_clone_to_owned() {
                 Ok(own) => place.eventfd = Some(own),
-                Err(error) => return tracing::error!(%error, "an eventfd cannot be duplicated, so it is not rung"),
+                Err(error) => {
+                    return tracing::error!(%error, "an eventfd cannot be duplicated, so it is not signalled; raise the limit on open files");
+                }
             }
         }
         self.ring_at(index);

@@ -38,7 +38,7 @@ reasons! {
         /// An operation that was not negotiated.
         NotNegotiated = "operation that was not negotiated",
         /// It came back without a status, or with one that means nothing.
-        NoStatus = "used without a status that means anything",
+        NoStatus = "used without a valid status",
     }
 }
 

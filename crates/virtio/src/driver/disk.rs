@@ -79,16 +79,16 @@ pub enum ConfigCause {
     #[error("has an invalid block size of {0} bytes; set a power of two from 512 to {BLOCK_BYTES_MAX} at its back-end")]
     BlockSize(u32),
     /// A physical block beyond any medium.
-    #[error("has 2^{0} logical blocks in a physical one: correct the topology at its back-end")]
+    #[error("reports 2^{0} logical blocks in a physical one; correct the topology at its back-end")]
     PhysicalBlock(u8),
     /// Segments too short for a block.
-    #[error("takes segments of at most {0} bytes, less than a block: raise size_max at its back-end")]
+    #[error("accepts segments of at most {0} bytes, less than a block; raise size_max at its back-end")]
     SizeMax(u32),
     /// Several queues, of which there are none.
-    #[error("offers several queues and has 0; set at least one at its back-end")]
+    #[error("offers multiple queues and has 0; set at least one at its back-end")]
     NoQueues,
     /// A ring that cannot hold a request.
-    #[error("has rings of {0} entries without indirect descriptors, and a request takes three: use larger rings")]
+    #[error("has rings of {0} entries without indirect descriptors, but a request takes three; use larger rings")]
     RingSize(u16),
     /// What it says of itself does not fit together.
     #[error("has inconsistent limits: {0}; correct them at its back-end")]
@@ -153,8 +153,8 @@ fn read(name: &str, features: Features, space: &Space<'_>, ring_size: u16) -> Re
     let mut may_unmap = false;
     if has(Features::WRITE_ZEROES) {
         limits.write_zeroes_sectors_max =
-            or_unlimited(space.u32(field::MAX_WRITE_ZEROES_SECTORS, "longest write of zeroes")?);
-        may_unmap = space.u8(field::WRITE_ZEROES_MAY_UNMAP, "way to write zeroes")? != 0;
+            or_unlimited(space.u32(field::MAX_WRITE_ZEROES_SECTORS, "write-zeroes limit")?);
+        may_unmap = space.u8(field::WRITE_ZEROES_MAY_UNMAP, "write-zeroes mode")? != 0;
     }
     limits.check().map_err(ConfigCause::Limits)?;
     let sectors = space.u64(field::CAPACITY, "capacity")?;
@@ -221,7 +221,7 @@ fn read_blocks(features: Features, space: &Space<'_>, limits: &mut QueueLimits) 
 
 fn read_discard(space: &Space<'_>, limits: &mut QueueLimits) -> Result<(), ConfigCause> {
     limits.discard_sectors_max = or_unlimited(space.u32(field::MAX_DISCARD_SECTORS, "longest discard")?);
-    let ranges = or_unlimited(space.u32(field::MAX_DISCARD_SEG, "ranges of a discard")?);
+    let ranges = or_unlimited(space.u32(field::MAX_DISCARD_SEG, "discard segment limit")?);
     let fits = super::place::ranges_max(limits.segments_max).min(RANGES_MAX);
     limits.discard_segments_max = u16::try_from(ranges).unwrap_or(fits).min(fits);
     let alignment = space.u32(field::DISCARD_SECTOR_ALIGNMENT, "discard alignment")?;

@@ -45,7 +45,7 @@ pub(super) fn ram() -> io::Result<RamDevice> {
     hw.set_memory(&mut (), memory);
     let mut bio = Some(Bio::with_capacity(1));
     for block in 0..BLOCKS {
-        let Some(mut write) = bio.take() else { return Err(io::Error::other("the disk in memory keeps a bio")) };
+        let Some(mut write) = bio.take() else { return Err(io::Error::other("the RAM disk did not complete a bio")) };
         aim(&mut write, Op::Write, block, 0);
         hw.submit(write);
         hw.issue(&mut (), 0);
@@ -147,7 +147,7 @@ pub(super) type VqRigQueue<D> = HwQueue<RingPair<D>>;
 
 /// Takes the device's half, to be turned elsewhere.
 pub(super) fn part<D>(queue: &mut VqRigQueue<D>) -> io::Result<Half<D>> {
-    queue.driver_mut().device.take().ok_or_else(|| io::Error::other("the halves of this queue have parted already"))
+    queue.driver_mut().device.take().ok_or_else(|| io::Error::other("the halves of this queue are separated already"))
 }
 
 /// What keeps the halves of some virtqueues together: the export of the one, the attachment of the other. To be dropped
@@ -225,7 +225,7 @@ fn begin<D: Driver<()>>(queues: &mut [VqRigQueue<D>]) -> io::Result<()> {
     let (mut missing, limit) = (queues.len(), Instant::now() + READY_LIMIT);
     while missing > 0 {
         if Instant::now() > limit {
-            return Err(io::Error::other("driver and device do not find each other"));
+            return Err(io::Error::other("driver and device did not connect"));
         }
         let now_ns = now_ns();
         for queue in &mut *queues {
