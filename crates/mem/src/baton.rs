@@ -1,4 +1,4 @@
-//! The baton: one owner at a time, and nobody waits for it.
+//! The baton: a lock with one owner at a time, on which no thread waits.
 //!
 //! A [`Baton`] is an ownership lock with a PENDING bit, and keeps what several threads share and one at a time may
 //! touch: a hardware queue. It is a lock without a slow path: a thread that finds it held sets the bit and leaves. The
@@ -21,9 +21,9 @@
 //!
 //! How often a holder takes the pending bit before it passes the baton on, and to whom, is decided by its user, the
 //! software queue of `mq`. A thread that is preempted while it holds the baton delays the others; they can leave and
-//! sleep meanwhile, but not go around it.
+//! sleep meanwhile, but not bypass it.
 //!
-//! Unsafe: what is kept is reached by the holder's reference, through the shared baton.
+//! Unsafe: the holder reaches the protected value by a reference, through the shared baton.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};

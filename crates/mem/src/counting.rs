@@ -1,9 +1,10 @@
 //! An allocator that counts, for tests that prove that the data path allocates nothing.
 //!
-//! A test program makes it its global allocator and compares the counts around what must not allocate. Each thread has
-//! a count of its own, so that neither the test's harness nor its neighbours disturb it. No program but a test uses it.
+//! A test program makes it its global allocator and compares the counts before and after code that must not allocate.
+//! Each thread has a count of its own, so that neither the test's harness nor other tests disturb it. Only tests use
+//! it.
 //!
-//! Unsafe: being an allocator is.
+//! Unsafe: implementing an allocator is.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

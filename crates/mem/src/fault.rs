@@ -1,12 +1,12 @@
-//! SIGBUS, contained.
+//! Handling of SIGBUS in mapped regions.
 //!
-//! A peer that shares a file with us may truncate it while we have it mapped; the next touch raises SIGBUS, which
-//! ends a process that does not handle it. Here the whole region is replaced by private zero pages and marked as
-//! faulted; the thread goes on, finds zeroes, and its owner stops the export that the region belonged to. A SIGBUS
-//! anywhere else ends the process as it always did.
+//! A peer that shares a file may truncate it while it is mapped; the next access raises SIGBUS, which ends a process
+//! that does not handle it. Here the whole region is replaced by private zero pages and marked as faulted. The thread
+//! continues and reads zeroes, and its owner stops the export that the region belongs to. A SIGBUS anywhere else ends
+//! the process as usual.
 //!
-//! The handler runs in the thread that touched the page. It uses nothing but atomics and one system call, `mmap`. The
-//! region it looks up cannot go away meanwhile: the interrupted thread is inside an access that borrows it.
+//! The handler runs in the thread that accessed the page. It uses nothing but atomics and one system call, `mmap`. The
+//! region that it looks up cannot be dropped meanwhile: the interrupted thread is inside an access that borrows it.
 
 use std::io;
 use std::sync::Once;

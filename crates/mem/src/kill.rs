@@ -1,8 +1,8 @@
-//! A life that ends at a chosen store: what one that is killed there leaves in shared memory.
+//! Ends a thread's stores at a chosen one: leaves in shared memory what a process killed there would leave.
 //!
-//! For tests built with `--cfg kill`. A process that gets SIGKILL stops between two instructions: all it stored before
-//! is there, nothing after it. Which instructions lie between two stores to shared memory makes no difference to
-//! whoever looks at the memory, so to stop before each store in turn is to stop everywhere. Counts the stores of
+//! For tests built with `--cfg kill`. A process that gets SIGKILL stops between two instructions: all its earlier
+//! stores are done, no later one is. The instructions between two stores to shared memory make no difference to a
+//! reader of that memory, so stopping before each store in turn covers every case. Counts the stores of
 //! [`View`](crate::View) on one thread; bytes copied into a region are not counted.
 
 use std::cell::Cell;

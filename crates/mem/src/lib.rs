@@ -1,9 +1,10 @@
 //! Every byte that has more than one writer.
 //!
-//! A guest, the kernel and other threads write to memory that we read. This crate is the one place where such
-//! memory is touched: regions and the segments that point into them, the domains in which devices reach regions, views
-//! of fields shared with a peer, the rings and mailboxes between threads, and the words that say who owns a queue and
-//! who sleeps. Everything here is `unsafe` inside and safe outside. It knows nothing of I/O, devices or protocols.
+//! A guest, the kernel and other threads write to memory that this process reads. This crate is the one place where
+//! such memory is accessed: regions and the segments that point into them, the domains in which devices reach regions,
+//! views of fields shared with a peer, the rings and mailboxes between threads, and the words that say which thread
+//! owns a queue and which sleeps. Everything here is `unsafe` inside and safe outside. It knows nothing of I/O, devices
+//! or protocols.
 
 mod baton;
 mod counting;

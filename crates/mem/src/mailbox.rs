@@ -1,14 +1,14 @@
-//! A mailbox: commands of other threads for one that looks now and then.
+//! A mailbox: commands of other threads for an owner that checks it now and then.
 //!
-//! Any thread sends; the owner asks [`Mailbox::is_pending`] as often as it likes, which costs a plain load, and takes
-//! what there is. To send wakes nobody: whoever sends to an owner that may sleep wakes it afterwards, by a
+//! Any thread sends. The owner checks [`Mailbox::is_pending`] as often as it likes, which costs a plain load, and
+//! takes the commands. Sending wakes no thread: a sender to an owner that may sleep wakes it afterwards, by a
 //! [`WakeFlag`](crate::WakeFlag) or an eventfd.
 //!
-//! Nothing is left behind: a sender puts its command in and then sets the flag; the owner clears the flag and then
-//! takes what is in. A command that comes too late for the owner's look has its flag set after the owner cleared
-//! it, because the lock orders the two. What is sent after [`Mailbox::close`] is given back.
+//! No command is lost: a sender adds its command and then sets the flag; the owner clears the flag and then takes the
+//! commands. A command that the owner just misses has its flag set after the owner cleared it, because the lock orders
+//! the two. Commands sent after [`Mailbox::close`] are returned to their sender.
 //!
-//! For the control path: a lock and a list. The owner touches the lock only if something came.
+//! For the control path: a lock and a list. The owner takes the lock only if a command was sent.
 
 use std::sync::PoisonError;
 

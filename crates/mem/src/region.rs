@@ -1,7 +1,7 @@
-//! A run of memory that someone else may write at any time.
+//! A range of memory that another party may write at any time.
 //!
-//! A [`Region`] is mapped once and stays where it is until its last holder lets go. It may be memory of our own that
-//! the kernel reads into, or a file shared with a virtual machine. No reference into it is ever formed: bytes go in and
+//! A [`Region`] is mapped once and stays at its address until its last holder drops it. It is private memory that the
+//! kernel reads into, or a file shared with a virtual machine. No reference into it is ever formed: bytes go in and
 //! out by copy, fields through [`crate::View`].
 
 use std::io;

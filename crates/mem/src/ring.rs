@@ -1,4 +1,4 @@
-//! The ring between two threads: one puts values in, the other takes them out, in order.
+//! A ring between two threads: one pushes values, the other pops them, in order.
 //!
 //! Each end is owned by one thread, cannot be copied, and may move to another thread. There is no lock, and no locked
 //! instruction:
@@ -11,12 +11,11 @@
 //!                                     pop                         push
 //! ```
 //!
-//! An end tells the other how far it has come once per batch: [`Producer::publish`], [`Consumer::release`]. It
-//! remembers how far it has seen the other come, and looks again only when that does not suffice. So a batch costs one
-//! line each way besides the slots themselves.
+//! An end publishes its position once per batch: [`Producer::publish`], [`Consumer::release`]. It caches the position
+//! of the other end, and reads it again only when that does not suffice. So a batch costs one cache line each way
+//! besides the slots themselves.
 //!
-//! Knows nothing of waking anybody: who wants to sleep until something comes arranges that elsewhere
-//! ([`crate::Baton`]).
+//! It wakes no thread: sleeping until a value arrives is arranged elsewhere ([`crate::Baton`]).
 //!
 //! Unsafe: a slot is written by one thread and read by another.
 

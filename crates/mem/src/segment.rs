@@ -1,8 +1,8 @@
 //! Where the bytes of an I/O are: segments, and the table of regions they point into.
 //!
-//! A [`Segment`] is three numbers and proves nothing. It becomes a [`Span`] only through the [`RegionTable`] that its
-//! owner holds, which checks it. So a segment may be copied and queued without counting references; who holds
-//! the table keeps the memory mapped.
+//! A [`Segment`] is three numbers and unchecked. It becomes a [`Span`] only through the [`RegionTable`] that its owner
+//! holds, which checks it. So a segment may be copied and queued without counting references; the holder of the table
+//! keeps the memory mapped.
 
 use std::marker::PhantomData;
 use std::ptr::NonNull;

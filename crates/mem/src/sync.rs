@@ -1,8 +1,8 @@
-//! Atomics, cells and locks as the model checkers want to see them.
+//! Atomics, cells and locks that model checkers can replace.
 //!
-//! What several threads share goes through here, in this crate and above, so that `--cfg loom` and `--cfg shuttle` put
-//! checked ones in the place of those of the machine. loom tries every order of a small model, weak memory included;
-//! shuttle draws orders of a large one. In an ordinary build nothing of this is left.
+//! Shared state of several threads goes through here, in this crate and above, so that `--cfg loom` and `--cfg
+//! shuttle` substitute checked types. loom tries every order of a small model, weak memory included; shuttle draws
+//! orders of a large one. An ordinary build uses the plain types.
 
 #[cfg(loom)]
 pub use loom::{

@@ -1,7 +1,7 @@
 //! Fields of a structure that two parties share, such as the rings of a virtqueue.
 //!
 //! A [`View`] is a checked part of a region. Its fields are read and written whole, once, as atomics, little-endian as
-//! virtio has them. What a field means is not known here.
+//! in virtio. The meaning of a field is not known here.
 
 use std::ptr::NonNull;
 use std::sync::Arc;

@@ -3,8 +3,8 @@
 //! A [`WakeFlag`] stands between one sleeper and any number of wakers. A waker publishes its work and calls
 //! [`WakeFlag::wake`]. The sleeper asks [`WakeFlag::take_call`] before it looks for work, and looks everywhere if it
 //! was called; if it finds nothing it sleeps, but only if [`WakeFlag::prepare_wait`] allows it: not after a call that
-//! it has not taken. What a sleep and a signal are made of is the caller's: a signal must last until the sleeper has
-//! seen it, as that of an eventfd does.
+//! it has not taken. The caller provides sleep and signal: a signal must last until the sleeper has seen it, as that of
+//! an eventfd does.
 //!
 //! ```text
 //!                 prepare_wait                          wake: signals

@@ -1,4 +1,4 @@
-//! The bio: what somebody wants from a block device.
+//! The bio: one I/O that a submitter wants done by a block device.
 
 use blkyard_mem::Segment;
 

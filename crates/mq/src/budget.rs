@@ -1,35 +1,36 @@
-//! The budget: places at a device that several hardware queues share, on whatever lanes they are.
+//! The budget: slots at a device that several hardware queues share, on any lanes.
 //!
-//! Each queue has a [`BudgetShare`] and takes places from it before it offers requests to its driver, and gives them
-//! back as requests end; both in batches. While there are enough for all, that is one atomic word, and nobody hears of
-//! anybody.
+//! Each queue has a [`BudgetShare`]. It takes slots from it before it offers requests to its driver, and gives them
+//! back as requests complete, both in batches. While there are enough slots for all, that is one atomic word, and
+//! queues do not notice each other.
 //!
-//! A queue that comes out short says how many it lacks and goes to its other work, or to sleep. From then on the places
-//! belong to those who wait, until none does:
+//! A queue that gets too few slots records how many it lacks and continues with other work, or sleeps. From then on
+//! free slots go to the waiting queues, until none waits:
 //!
 //! ```text
 //!                    a share comes out short
 //!   open ─────────────────────────────────────────▶ short
-//!   take: from the word                             take: says what it lacks ─┐
-//!   give: to the word                               give: to the word ────────┤ then deals, or leaves word
-//!     ▲                                                                       ▼ with who is dealing
-//!     └──────────── nobody waits any more ───────── deal: places go to those who wait, in turn; they are woken
+//!   take: from the word                             take: records what it lacks ──┐
+//!   give: to the word                               give: to the word ────────────┤ then deals, or sets the pending
+//!     ▲                                                                           ▼ bit for the dealer
+//!     └──────────── no share waits ──────────────── deal: slots go to waiting shares, in turn; they are woken
 //! ```
 //!
-//! **No wake-up is lost.** A share writes down what it lacks, marks the word short by a read-modify-write, then goes to
-//! the ledger, which is under a [`Baton`]. A place that was given before the mark is in the word, and the ledger's
-//! holder finds it; one given after it meets the mark, and its giver goes to the ledger too. The holder cannot put the
-//! baton down without having heard of everyone who came. It takes the mark away only when nobody waits; who said so too
-//! late for it to see has left word, and is seen in the next round.
+//! **No wake-up is lost.** A share records what it lacks, marks the word short by a read-modify-write, and then goes
+//! to the ledger, which is under a [`Baton`]. A slot that was given back before the mark is in the word, and the
+//! holder of the ledger finds it. One given back after it meets the mark, and its giver goes to the ledger too. The
+//! holder cannot release the baton before it has seen the pending bit of everyone who came. It clears the mark only
+//! when no share waits; a share that records its lack too late for that has set the pending bit, and is seen in the
+//! next round.
 //!
-//! **Fair, and no herd.** Nobody passes by those who wait. Places are dealt in lots, each share in its turn, and only
-//! who was dealt something is woken: so each share that waits gets on, however much the others want, and one place
-//! wakes one thread.
+//! **Fair, and no thundering herd.** No share overtakes the waiting ones. Slots are dealt in lots, to each share in
+//! turn, and only shares that were dealt something are woken. So each waiting share makes progress whatever the others
+//! want, and one slot wakes one thread.
 //!
-//! **The price**: a place that was dealt lies idle until its share has woken up.
+//! **The price**: a slot that was dealt is idle until its share has woken up.
 //!
-//! It knows nothing of requests and tags, and does not say what a place is: a tag of the whole host
-//! (`BLK_MQ_F_TAG_HCTX_SHARED`), an entry of a device's queue (SCSI's budget), memory.
+//! The budget knows nothing of requests and tags, and does not define what a slot is: a tag of the whole host
+//! (`BLK_MQ_F_TAG_HCTX_SHARED`), an entry of a device's queue (SCSI's budget), or memory.
 
 use std::sync::{Arc, Mutex, PoisonError};
 

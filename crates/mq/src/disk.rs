@@ -1,24 +1,25 @@
 //! The disk that threads share, [`SharedDisk`]: all hardware queues of a device, their maps, and a [`SharedSubmitter`]
 //! for each thread.
 //!
-//! A thread submits to its own submitter, which has an end of one hardware queue of each kind the device has: by the
-//! kind of an I/O and the thread's number, as the maps say. How many queues there are may change while all threads run:
+//! A thread submits to its own submitter, which has an end of one hardware queue of each kind that the device has. The
+//! kind of an I/O and the thread's number choose the queue by the maps. The number of queues can change while all
+//! threads run:
 //!
 //! ```text
-//!   make      new queues, by the factory; if it cannot, all stays as it was
-//!   freeze    the old queues take nothing more in; what is submitted waits in the threads' rings
-//!   drain     what the old queues have comes to its end; each that is empty is taken apart
-//!   move      the rings go to the new queues, by new maps; the threads are told, and woken if they sleep
+//!   make      create the new queues, by the factory; if that fails, the old ones stay
+//!   freeze    the old queues accept nothing more; submitted bios wait in the threads' rings
+//!   drain     the requests of the old queues complete; each empty queue is dismantled
+//!   move      the rings go to the new queues, by new maps; the threads are notified, and woken if they sleep
 //! ```
 //!
-//! A thread takes no part in it and need not be running. On the way of an I/O there is nothing to look at: a thread
-//! notices when it next goes to its queue and finds it closed. What it submitted meanwhile is in its ring, in order,
-//! and goes on from there.
+//! A thread takes no part in it and need not be running. The I/O path checks nothing: a thread notices when it next
+//! goes to its queue and finds it closed. Bios that it submitted meanwhile are in its ring, in order, and continue
+//! from there.
 //!
-//! The rules are those of Linux (`blk_mq_update_nr_hw_queues`), with one difference: the new queues are made before the
-//! old ones are gone, so that there is nothing to go back to when that fails, and a device must have room for both.
+//! The rules are those of Linux (`blk_mq_update_nr_hw_queues`), with one difference: the new queues are created before
+//! the old ones are gone. So no rollback is needed when that fails, and a device must have room for both.
 //!
-//! It does not choose a thread's number, and does not say what a queue is made of: see [`QueueFactory`].
+//! The disk does not choose a thread's number, and does not define what a queue is made of: see [`QueueFactory`].
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

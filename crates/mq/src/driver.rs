@@ -1,4 +1,4 @@
-//! What a hardware queue drives, and what a user opens.
+//! The interface of a driver, [`Driver`], which a hardware queue drives, and of a device, which a user opens.
 
 use std::os::fd::BorrowedFd;
 

@@ -1,7 +1,7 @@
 //! I/O errors of a device, kept until they are logged: `mq` has no log.
 //!
-//! Every queue of the device notes its failed requests here, on the slow path. Whoever logs takes the oldest one and
-//! the number of those since, as often as a [`LogLimit`](crate::LogLimit) allows.
+//! Every queue of the device records its failed requests here, on the slow path. The logging thread takes the oldest
+//! one and the number of those since, as often as a [`LogLimit`](crate::LogLimit) allows.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,8 +1,8 @@
 //! A bounded first-in-first-out list of tag numbers.
 //!
-//! Holds tags that were put down on their way to the driver. It stands in an array with room for twice as many as there
-//! can be, and is moved to its front when it reaches the end: which is rare, for a driver that takes all it is offered
-//! leaves it empty. It never grows, since there are no more numbers than tags.
+//! Holds tags that wait on their way to the driver. It is an array with twice as many entries as there can be tags,
+//! whose content is moved to its front when it reaches the end. That is rare, since a driver that takes all it is
+//! offered leaves the list empty. It never grows: there are no more numbers than tags.
 
 #[derive(Debug)]
 pub(crate) struct Fifo {

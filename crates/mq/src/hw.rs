@@ -1,9 +1,9 @@
 //! The hardware queue: one queue pair of a device, with its tags, its requests and the bios that wait for one.
 //!
-//! Owned by one lane at a time, through `&mut`. A round has two halves: [`HwQueue::reap`] gives back what is over,
-//! [`HwQueue::issue`] passes on what waits. The lane reads the clock once between rounds, so that one timestamp ends a
-//! batch and begins the next. What is submitted between two calls of `issue` is a plug: it merges, and reaches the
-//! driver as one batch.
+//! Owned by one lane at a time, through `&mut`. A round has two halves: [`HwQueue::reap`] completes bios,
+//! [`HwQueue::issue`] dispatches waiting ones. The lane reads the clock once between rounds, so that one timestamp
+//! ends a batch and begins the next. The bios submitted between two calls of `issue` are a plug: they merge, and reach
+//! the driver as one batch.
 //!
 //! ```text
 //!            ┌─ merge ──────────┐
@@ -15,13 +15,13 @@
 //!                      └─────────── next step ◀──────────┘
 //! ```
 //!
-//! A bio is only accepted while there is room for it, and a request only made when there is a tag: nothing is held that
-//! cannot be put down. After construction nothing here allocates.
+//! A bio is only accepted while there is room for it, and a request is only made when there is a tag: the queue holds
+//! nothing that it has no slot for. After construction nothing here allocates.
 //!
 //! Several devices may live behind one queue pair, the namespaces of a controller. They share its tags fairly
-//! (`namespace.rs`). What is rare has a file of its own: making requests (`split.rs`), flushes (`flush.rs`), timeouts
-//! (`timeout.rs`), bios that a scheduler orders (`scheduled.rs`), rates that they must not exceed (`rated.rs`),
-//! changing a queue that runs (`control.rs`), looking into one (`inspect.rs`), what bios wait for (`wait.rs`).
+//! (`namespace.rs`). Rare work has files of its own: making requests (`split.rs`), flushes (`flush.rs`), timeouts
+//! (`timeout.rs`), scheduled bios (`scheduled.rs`), rate limits (`rated.rs`), changing a running queue (`control.rs`),
+//! inspecting one (`inspect.rs`), and the parts of a bio's wait (`wait.rs`).
 
 mod control;
 mod edges;

@@ -1,12 +1,12 @@
-//! When a lane that finds no work stops looking for it and sleeps.
+//! The idle policy: when a lane without work stops busy-polling and sleeps.
 //!
-//! To look burns a CPU; to sleep costs two passages through the kernel, and whoever wants something waits for the
-//! wake-up. Who knows nothing looks for as long as a sleep would have cost, and then sleeps: it never pays more than
-//! twice what it had to. A lane learns how far apart work comes, from work to work, with the sleep that may lie
-//! between; so work every 50 us stays 50 us apart whether the lane slept or not. Of four lengths, from a short look for
-//! answers that follow at once to the whole, it takes the one that would have been cheapest for its last pauses.
+//! Busy-polling burns a CPU. Sleeping costs two passages through the kernel, and the submitter waits for the wake-up.
+//! A lane without history polls for as long as a sleep would have cost, and then sleeps: it never pays more than twice
+//! the optimum. A lane learns the distance between pieces of work, including a sleep between them, so that work every
+//! 50 us counts as 50 us whether the lane slept or not. It has four polling times, from a short one for answers that
+//! follow at once to the whole window, and takes the one that would have been cheapest for its last pauses.
 //!
-//! One lane owns a [`Lookout`]. Time is told to it; it knows no clock.
+//! One lane owns a [`Lookout`]. Time is an argument; it reads no clock.
 
 /// How long a lane turns without work before it sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,22 +1,22 @@
-//! The lane: one thread's worth of queues, and when it may sleep.
+//! The lane: the queues of one thread, and when it may sleep.
 //!
-//! A lane runs each of its active pollers in turn. A poller is a queue with whoever feeds it: a virtqueue and
-//! its hardware queue, a job of load. After work a lane goes on turning for as long as has paid of late; then
-//! it asks every active poller's outside to signal an eventfd, looks once more, and sleeps. It does not know what a
-//! thread, an eventfd or a sleep is made of: that is told by whoever runs it.
+//! A lane runs each of its active pollers in turn. A poller is a queue with its feeder, such as a virtqueue and its
+//! hardware queue, or a job of load. After work a lane keeps turning for as long as that has paid recently. Then it
+//! arms every active poller, so that its eventfd is signalled on work, looks once more, and sleeps. Threads, eventfds
+//! and sleeping are provided by the lane's runner.
 //!
 //! A poller that stays idle while others are active is parked: it is armed by itself, the lane's runner listens to its
-//! eventfds, and neither turns nor sleeps cost anything for it until an eventfd is signalled or the lane's waker is
-//! called. So the cost of a turn depends on the active pollers only, however many a lane has.
+//! eventfds, and it costs nothing in turns or sleeps until an eventfd is signalled or the lane's waker is called. So
+//! the cost of a turn depends on the active pollers only, however many a lane has.
 //!
-//! Pollers come and go while the others work. One that is to leave comes to rest first: it takes nothing more and
-//! finishes what it took; then nothing of it is left here, and it may be carried to another lane.
+//! Pollers come and go while the others work. One that is to leave is drained first: it fetches nothing more and
+//! completes its requests. Then it is detached, and may be admitted to another lane.
 //!
 //! ```text
-//!            ask_to_leave                     at rest
-//!   living ───────────────▶ coming to rest ────────────▶ parted
-//!   │ ▲ ▲  ◀───────────────────┘ ask_to_stay               │
-//!   │ │ └──────────────────────────────────────────────────┘ admit, here or on another lane
+//!            ask_to_leave              drained
+//!   living ───────────────▶ draining ────────────▶ detached
+//!   │ ▲ ▲  ◀───────────────────┘ ask_to_stay            │
+//!   │ │ └───────────────────────────────────────────────┘ admit, here or on another lane
 //!   ▼ │ unpark
 //!   parked
 //! ```

@@ -1,10 +1,9 @@
-//! The queue core: many software queues feed many hardware queues, every request in flight holds a tag, and nothing on
-//! the way is shared that need not be.
+//! The queue core: many software queues feed many hardware queues, every request in flight holds a tag, and the I/O
+//! path shares no memory unless it must.
 //!
-//! A submitter fills a [`Bio`] and hands it to a [`HwQueue`]; the queue cuts it into requests within the
-//! [`QueueLimits`] of the device, gives each a [`Tag`], and passes them in batches to its [`Driver`]. What the driver
-//! finishes comes back as the same bio with its [`Status`]. Work on a hardware queue happens through `&mut`: one owner
-//! at a time.
+//! A submitter fills a [`Bio`] and passes it to a [`HwQueue`]. The queue splits it into requests within the
+//! [`QueueLimits`] of the device, gives each a [`Tag`], and passes them in batches to its [`Driver`]. A completed bio
+//! comes back with its [`Status`]. Work on a hardware queue happens through `&mut`: one owner at a time.
 //!
 //! This crate starts no thread, reads no clock and makes no system call. Time is an argument.
 #![forbid(unsafe_code)]

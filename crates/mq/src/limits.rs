@@ -1,8 +1,8 @@
-//! What one request to a device may look like.
+//! The limits of a device on one request.
 //!
-//! The rules and their order follow Linux (`block/blk-settings.c`, `struct queue_limits`). They are pure: where a bio
-//! must be split is said in `split.rs`, which bios may share a request in `merge.rs`, which need no look at all in
-//! `fast_path.rs`.
+//! The rules and their order follow Linux (`block/blk-settings.c`, `struct queue_limits`). They are pure functions:
+//! `split.rs` finds where a bio must be split, `merge.rs` which bios may share a request, `fast_path.rs` which bios
+//! need no check.
 
 mod fast_path;
 mod merge;

@@ -1,4 +1,4 @@
-//! How large the caches of a CPU are, for those who measure beyond one of them.
+//! Sizes of a CPU's caches, for measurements whose data must exceed one of them.
 
 use std::path::Path;
 

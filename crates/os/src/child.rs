@@ -1,6 +1,6 @@
-//! Programs that we start and that must not outlive us.
+//! Child processes that must not outlive this process.
 //!
-//! Unsafe: what runs between fork and exec may do no more than a signal handler may.
+//! Unsafe: code between fork and exec may do no more than a signal handler.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;

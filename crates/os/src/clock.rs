@@ -1,8 +1,9 @@
-//! The clock, the only one of the project. Whoever needs the time gets it from a caller who read it here.
+//! The clock, the only one of the project. All other code gets the time as an argument from a caller that read it
+//! here.
 //!
-//! [`now_ns`] asks the system. A loop that reads the time in each round has a [`Clock`], which tells the same time for
-//! less where the time-stamp counter can be trusted (`clock/tsc.rs`), and asks the system where not. Control threads of
-//! the crates below get a [`SystemClock`].
+//! [`now_ns`] asks the system. A loop that reads the time in each round has a [`Clock`], which reads the same time at
+//! less cost where the time-stamp counter can be trusted (`clock/tsc.rs`), and asks the system elsewhere. Control
+//! threads of the crates below get a [`SystemClock`].
 //!
 //! Unsafe: one call of the C library, since the safe wrapper would bring a feature of its own.
 

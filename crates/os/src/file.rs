@@ -1,15 +1,14 @@
 //! A file or a block device as a disk.
 //!
-//! [`FileDevice::open`] finds out what the file can do, locks it, and from then on only its queues touch it, through
-//! the ring of the lane they live on. Direct I/O where the file system does it, through the page cache where it does
-//! not; the alignment direct I/O asks for becomes the logical block, and memory that does not fit it is copied and
+//! [`FileDevice::open`] probes the abilities of the file and locks it. From then on only its queues use it, through
+//! the ring of their lane. I/O is direct where the file system supports that, and goes through the page cache
+//! elsewhere. The alignment of direct I/O becomes the logical block size; memory that does not fit it is copied and
 //! counted.
 //!
-//! The lock sits on the very description that carries the I/O, and the kernel keeps that open until the last
-//! operation is over. So nobody else gets the image while any I/O of ours is unfinished, however we end.
+//! The lock is on the file description that carries the I/O, and the kernel keeps that open until the last operation
+//! has completed. So no other program gets the image while I/O of this process is in flight, however it ends.
 //!
-//! It does not cache, does not grow the file unless it is told to, and does not know image formats: bytes are where
-//! they are.
+//! It does not cache, does not grow the file unless asked to, and knows no image format.
 
 mod error;
 mod holder;

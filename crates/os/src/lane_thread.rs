@@ -9,26 +9,26 @@
 //!                                                                                   nobody can give orders
 //! ```
 //!
-//! Orders let a poller in, ask for one back, or let it stay after all; they come through a [`Mailbox`]. A poller
-//! that has parted is listened to no more before it is handed over: an eventfd is made quiet by reading it, and this
-//! lane must not take what was meant for the next.
+//! Orders admit a poller, ask for one back, or let it stay after all; they come through a [`Mailbox`]. The eventfds of
+//! a detached poller are forgotten before it is handed over: reading an eventfd resets it, and this lane must not reset
+//! a signal that was meant for the next one.
 //!
-//! No wake-up is lost. A lane sleeps only after a turn in which every poller was asked to have its eventfd rung from
-//! now on, and looked once more after asking (`Lane::turn`); what comes later rings. Eventfds are level-triggered and
-//! quieted only by reading them before the next turn, so one that rings before we listen ends the sleep as well.
+//! No wake-up is lost. A lane sleeps only after a turn in which every poller was armed, so that its eventfd is
+//! signalled on work, and looked once more after that (`Lane::turn`); later work signals. Eventfds are
+//! level-triggered and reset only by reading them before the next turn, so one signalled before the lane listens ends
+//! the sleep as well.
 //! Completions end it because the kernel counts those already in the ring. Calls of other threads go through
 //! [`Waker`], whose flag is checked last of all.
 //!
-//! A parked poller is armed, and its eventfds are listened to from the turn that parks it on, across any number of
-//! turns and sleeps. It comes back when one of them is reaped; if one cannot be listened to; and at each call, with all
-//! others.
+//! A parked poller is armed, and its eventfds are polled from the turn that parks it on, across any number of turns and
+//! sleeps. It is unparked when one of them is reaped, if one cannot be polled, and at each call, with all others.
 //!
-//! A poller's eventfd may be replaced by another descriptor, even one of the same number, which cannot be told from
-//! here: the poller has the old one [ignored](blkyard_mq::SignalEventfd::ignore) first.
+//! A poller's eventfd may be replaced by another descriptor, even one of the same number, which is not visible here:
+//! the poller has the old one [ignored](blkyard_mq::SignalEventfd::ignore) first.
 //!
-//! Knows nothing of what the pollers do.
+//! It does not know what the pollers do.
 //!
-//! Unsafe: asking for the clock of a thread takes two calls of the C library.
+//! Unsafe: reading the CPU clock of a thread takes two calls of the C library.
 
 use std::ops::Range;
 use std::os::unix::thread::JoinHandleExt;

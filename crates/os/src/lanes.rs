@@ -1,11 +1,11 @@
-//! A set of lanes, and which poller lives on which.
+//! A set of lanes, and the placement of pollers on them.
 //!
-//! Lanes are started and retired, and pollers moved from one to another, while all of them work. A move is: the
-//! poller comes to rest on its lane and leaves it, is carried over, and goes on where it stood. Only what has to move
-//! does, one poller at a time, so that the others go on meanwhile.
+//! Lanes are started and retired, and pollers moved from one to another, while all of them work. To move, a poller is
+//! drained on its lane, detached, admitted to the other lane, and continues there. Only pollers whose place changes
+//! move, one at a time, so that the others continue meanwhile.
 //!
-//! Owned by whoever is in control; its calls wait for the lanes, each for a bounded time. What a poller is, and which
-//! lane is the right one for it, it does not know.
+//! Owned by the control plane; its calls wait for the lanes, each for a bounded time. It does not know what a poller
+//! is, nor which lane suits it.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};

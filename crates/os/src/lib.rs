@@ -1,8 +1,8 @@
-//! The real world: rings of system calls, files, threads, descriptors, connections, CPUs, signals, the clock.
+//! The operating system: io_uring, files, threads, descriptors, connections, CPUs, signals, the clock.
 //!
-//! Everything below this floor gets time and events as arguments; here they come from. A lane thread owns one
-//! [`Ring`] and lends it to its queues; a [`FileDevice`] gives out queues that read and write through it. Nothing
-//! here knows what is exported, or to whom.
+//! All crates below get time and events as arguments; this one provides them. A lane thread owns one [`Ring`] and
+//! lends it to its queues; a [`FileDevice`] has queues that read and write through it. Nothing here knows what is
+//! exported, or to whom.
 
 mod caches;
 mod child;

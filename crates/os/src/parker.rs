@@ -1,11 +1,11 @@
-//! Where a thread sleeps that shares a queue with others, over a ring that changes owners.
+//! Where a thread of a shared queue sleeps, over a ring that changes owners.
 //!
-//! A [`RingParker`] has an eventfd of its own, and a second descriptor of the ring itself, or of each of a few. Who
-//! merely sleeps listens to the eventfd; who keeps watch listens to both. The ring's descriptor is readable as long as
-//! completions wait in it, so a watch that begins after one came ends at once: nothing is slept over. A driver's
-//! eventfd is listened to by the ring, and so ends a watch as well.
+//! A [`RingParker`] has an eventfd of its own, and a second descriptor of the ring itself, or of each of a few. A
+//! thread that only sleeps polls the eventfd; one that watches the ring polls both. The ring's descriptor is readable
+//! while completions wait in it, so a watch that begins after a completion ends at once, and no completion is missed.
+//! The ring polls a driver's eventfd, which therefore ends a watch as well.
 //!
-//! Made for rings without a [single owner](crate::RingConfig::single_owner): there the kernel hands completions over by
+//! For rings without a [single owner](crate::RingConfig::single_owner): there the kernel delivers completions by
 //! itself.
 
 use std::io;

@@ -1,18 +1,17 @@
-//! The ring of system calls, one to a lane: what all its queues want of the kernel goes in with one call, and the
-//! lane sleeps here.
+//! The ring of system calls, one for each lane: it submits the operations of all queues with one call, and the lane
+//! sleeps in it.
 //!
 //! Owned by one thread at a time, and lent to each driver for the length of a call (`Cx` of `blkyard_mq::Driver`). A
-//! driver opens an inbox, pushes entries for it, and takes from it what the lane has reaped. An entry carries the
-//! inbox and the driver's [`Cid`]; what comes back under a name that is not out is counted and dropped, never
-//! followed.
+//! driver opens an inbox, pushes entries for it, and takes from it the completions that the lane has reaped. An entry
+//! carries the inbox and the driver's [`Cid`]; a completion whose id is not in flight is counted and dropped.
 //!
-//! The completion ring cannot overflow: an entry is pushed only while there is [room](Ring::room) for its answer, and
-//! the place is given back when the driver takes it. Eventfds have places of their own.
+//! The completion ring cannot overflow: an entry is pushed only while there is [room](Ring::room) for its completion,
+//! and the slot is returned when the driver takes it. Eventfds have slots of their own.
 //!
-//! It reads no clock but for the length of a sleep, and knows nothing of requests, files or guests.
+//! It reads no clock except for the length of a sleep, and knows nothing of requests, files or guests.
 //!
-//! Unsafe: entries hold addresses that the kernel will use later. Who pushes one promises that they stay valid until
-//! the completion is taken; the ring in turn is not gone before the kernel has finished.
+//! Unsafe: entries hold addresses that the kernel will use later. The code that pushes one guarantees that they stay
+//! valid until the completion is taken; the ring is not dropped before the kernel has finished.
 
 mod buffers;
 mod error;

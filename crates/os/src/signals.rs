@@ -1,10 +1,9 @@
-//! SIGINT, SIGTERM and SIGHUP as something the main thread can wait for.
+//! SIGINT, SIGTERM and SIGHUP as events that the main thread waits for.
 //!
-//! The handler leaves a note and rings an event descriptor. The third SIGINT or SIGTERM does what it does by default:
-//! a program that does not obey the first two is killed.
+//! The handler records the signal and signals an eventfd. The third SIGINT or SIGTERM has its default effect: a
+//! program that does not obey the first two is killed.
 //!
-//! Unsafe: installing a handler is, and so is what runs in it. It uses atomics and one `write`, both of which a
-//! handler may.
+//! Unsafe: installing a handler, and the handler itself. It uses atomics and one `write`, both async-signal-safe.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};

@@ -1,4 +1,4 @@
-//! The CPUs this process may run on, and where they sit.
+//! The CPUs that this process may run on, with their cores and NUMA nodes.
 
 use std::path::Path;
 

@@ -1,7 +1,7 @@
-//! Waking a lane from another thread, cheaply while it is awake.
+//! Wakes a lane from another thread, at low cost while it is awake.
 //!
-//! A [`WakeFlag`] says whether the lane sleeps, and an event descriptor ends its sleep. The poll of it is
-//! level-triggered, so a signal that comes before the sleep begins ends it all the same.
+//! A [`WakeFlag`] says whether the lane sleeps, and an eventfd ends its sleep. Its poll is level-triggered, so a
+//! signal that arrives before the sleep begins ends it all the same.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;

@@ -1,17 +1,16 @@
 //! The chaos device: a disk in memory that does, at random, all that a device or a driver may do, and some that no
 //! device should.
 //!
-//! For tests, and for trying out whoever is above. It completes in any order, on the spot or late, and moves data as a
-//! request begins or as it ends. It takes only some of a batch, takes and puts back, hands back to be done again, fails
-//! requests, and loses some until their time is up. Behind its ids it completes what is over, again, and what never
-//! was: that must be refused, and is counted ([`ChaosCounts`]). With a volatile cache it also knows what a power
-//! failure would leave ([`ChaosDevice::read_stable`]).
+//! For tests of the layers above. It completes in any order, at once or late, and moves data at the start or the end
+//! of a request. It takes only a part of a batch, takes requests and puts them back, requeues them, fails them, and
+//! loses some until they time out. Behind its ids it completes requests a second time, and ids that never existed:
+//! both must be refused, and are counted ([`ChaosCounts`]). With a volatile cache it also knows what a power failure
+//! would leave ([`ChaosDevice::read_stable`]).
 //!
-//! All is drawn from a seed and from the time it is told: the same calls make the same story. After construction
-//! nothing here allocates. What it did can be heard in the order it was done ([`ChaosDevice::take_events`]), for a test
-//! to judge by.
+//! All is drawn from a seed and from the time arguments: the same calls give the same events. After construction
+//! nothing here allocates. A test can read the events in order ([`ChaosDevice::take_events`]) and judge them.
 //!
-//! Its queues share the store and the story, under a lock: it is no device to measure with.
+//! Its queues share the store and the events, under a lock: it is not a device to measure with.
 
 mod queue;
 mod store;

@@ -1,8 +1,8 @@
-//! A device with a narrow place: every command passes a serial stage, one at a time, and then takes a while more, which
-//! all may do at once. The narrow place is its ceiling, the sum of both its latency.
+//! A device with a bottleneck: every command passes a serial stage, one at a time, and then takes a further time, in
+//! parallel with others. The stage sets its ceiling, the sum of both its latency.
 //!
-//! Owned by the world it is dreamed in, which hands it its events. It moves no data and never fails. Among queues with
-//! commands the stage is given in turn, as NVMe's default arbitration does (Base 2.0c, 3.4.4).
+//! Owned by the simulation, which delivers its events. It moves no data and never fails. Queues with commands get the
+//! stage in turn, as in NVMe's default arbitration (Base 2.0c, 3.4.4).
 
 use std::collections::VecDeque;
 

@@ -1,9 +1,8 @@
-//! virtio-blk: a chain becomes a bio, a bio's status becomes an answer. [5.2.6]
+//! virtio-blk: a chain becomes a bio, a bio's status becomes a status byte. [5.2.6]
 //!
-//! Pure: the same chain gives the same answer, nothing is kept or counted. The request's header is copied once, and
-//! what the guest makes of it afterwards makes no difference. Bounds and alignment of the range against the device
-//! are the business of the queue core, which checks every bio; here is checked that a request is made as its type
-//! demands.
+//! Pure: the same chain gives the same result; nothing is stored or counted. The request's header is copied once, and
+//! later changes by the guest have no effect. The queue core checks bounds and alignment of every bio against the
+//! device; this module checks that a request has the form that its type requires.
 
 use blkyard_mq::{Bio, BioFlags, Op, SECTOR_BYTES, Segment, Status};
 

@@ -1,9 +1,9 @@
 //! One chain of descriptors, as segments.
 //!
-//! A chain is walked once, when it is fetched; every descriptor is copied before it is looked at, and what the guest
-//! writes to it later makes no difference. A chain can be wrong in itself although its ring is sound: then it says so
-//! in [`Chain::fault`], and still tells, where that is certain, which byte a status belongs into. Reused from fetch
-//! to fetch; its lists never grow. What the bytes mean is not known here.
+//! A chain is walked once, when it is fetched. Every descriptor is copied before it is examined, and later writes by
+//! the guest have no effect. A chain can be malformed although its ring is sound: then [`Chain::fault`] says so, and
+//! the byte for the status is still known where that is certain. Reused from fetch to fetch; its lists never grow. The
+//! meaning of the bytes is not known here.
 
 use blkyard_mem::{Segment, Span, View};
 

@@ -1,7 +1,7 @@
-//! What a virtio-blk device says of itself: feature bits and configuration space. [5.2.3, 5.2.4]
+//! Feature bits and configuration space of a virtio-blk device. [5.2.3, 5.2.4]
 //!
-//! Owned by the control path of one exported disk. The driver can write the cache mode and nothing else; we may change
-//! the size under it, and tell it. What was negotiated is not known here.
+//! Owned by the control path of one exported disk. The driver can write only the cache mode; the device may change the
+//! size and notify the driver. The negotiated features are not known here.
 
 use blkyard_mq::{DeviceInfo, SECTOR_SHIFT};
 

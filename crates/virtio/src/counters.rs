@@ -1,7 +1,7 @@
-//! What was refused, and how often.
+//! Counters of refused requests and of violations.
 //!
-//! Written by the one owner of a queue, read by anyone at any time; a reader may see a count one late. Counts belong
-//! to a queue, not to a ring, so that they outlive a guest's reset.
+//! Written by the one owner of a queue, read by any thread at any time; a reader may see a count one late. Counters
+//! belong to a queue, not to a ring, so that they outlive a guest's reset.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -1,11 +1,11 @@
-//! Which pages of the guest's memory we have written, for a front-end that moves the guest elsewhere while it runs.
+//! The dirty log: pages of guest memory that the device has written, for a front-end that migrates a running guest.
 //! [vhost-user, Migration]
 //!
-//! A bit for each page, in memory that the front-end shares: it takes bits away and copies the pages they stand for,
-//! over and over, at last when the rings have stopped. A bit is set after the bytes it stands for are written. Were it
-//! set before, the front-end could take it and copy the page in between, and the bytes would be lost; set after, the
-//! page is copied once more at worst. Bits are set in one step with whoever takes them, which also orders what was
-//! written before: so a bit that is there already is set again all the same.
+//! A bit for each page, in memory that the front-end shares: it clears bits and copies their pages, repeatedly, the
+//! last time after the rings have stopped. A bit is set after the bytes it stands for are written. If it were set
+//! before, the front-end could clear it and copy the page in between, and the bytes would be lost; set after, the page
+//! is copied once more at worst. Bits are set atomically, which also orders earlier writes: so a bit that is set
+//! already is set again.
 
 use std::sync::Arc;
 

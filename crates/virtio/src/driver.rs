@@ -1,13 +1,13 @@
 //! The driver's side: a ring over shared memory, and the virtio-blk driver on it.
 //!
-//! [`DriverRing`] offers chains of buffers to a device and takes back what it has used. Owned by one thread. It does no
-//! I/O and wakes nobody: it says when the device wants a kick, and somebody rings. A chain is known by its *token*, a
-//! small number of the owner's choice: the place of its request. On one ring all chains have a table of their own each,
-//! at a place that its token names ([`Tables`]), or none has.
+//! [`DriverRing`] offers chains of buffers to a device and takes back used ones. Owned by one thread. It does no I/O
+//! and sends no kick: it says when the device wants one. A chain is known by its *token*, a small number of the
+//! owner's choice: the slot of its request. On one ring all chains have a table of their own each, at an address given
+//! by its token ([`Tables`]), or none has.
 //!
-//! The device is not trusted. What it writes is read once; what no honest device writes breaks the ring for good
-//! ([`DeviceFault`]), for nothing that follows it can be believed. Whoever owns the ring then ends the session, and
-//! only after that are the buffers his again.
+//! The device is not trusted. Its writes are read once; a write that no honest device makes breaks the ring for good
+//! ([`DeviceFault`]), since later writes cannot be trusted either. The owner of the ring then ends the session, and
+//! may reuse the buffers only after that.
 
 mod blk;
 mod disk;

@@ -1,8 +1,8 @@
-//! A guest in a box: memory, one ring of either format, and the driver's side of it. For tests and benchmarks.
+//! A model of a guest: memory, one ring of either format, and the driver's side of it. For tests and benchmarks.
 //!
-//! Small and plain rather than fast, and as honest as a test wants it: chains are built properly from free
-//! descriptors, or any bytes are written anywhere. Owned by one thread, which may be another one than the device's.
-//! It trusts the device where a real driver must not. It shares no arithmetic with the device's side.
+//! Simple rather than fast. A test builds valid chains from free descriptors, or writes any bytes anywhere. Owned by
+//! one thread, which may differ from the device's. It trusts the device where a real driver must not. It shares no
+//! arithmetic with the device's side.
 
 mod packed;
 mod split;

@@ -1,4 +1,4 @@
-//! Feature bits: what device and driver agree on before the first request.
+//! Feature bits, which device and driver negotiate before the first request.
 
 bitflags::bitflags! {
     /// The feature bits this crate knows. [virtio 1.2, 5.2.3 and 6]

@@ -1,8 +1,8 @@
-//! Where the guest's addresses lie in our memory.
+//! Translation of the guest's addresses to mapped memory.
 //!
-//! An immutable snapshot, shared by the queues of one device and replaced as a whole when the guest's memory
-//! changes. Ranges are checked when the snapshot is made, so that a translated address always has bytes behind it. It
-//! copies no data, and keeps nothing between calls: the range hit last is remembered by the caller.
+//! An immutable snapshot, shared by the queues of one device and replaced as a whole when the guest's memory changes.
+//! Ranges are checked when the snapshot is made, so that a translated address always has bytes behind it. It copies no
+//! data and stores nothing between calls: the caller remembers the range hit last.
 
 use std::sync::Arc;
 

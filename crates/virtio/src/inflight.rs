@@ -1,14 +1,14 @@
-//! What of a ring is in flight, recorded in memory that outlives us. [vhost-user, Inflight I/O tracking]
+//! The in-flight record of a ring, in memory that outlives the daemon. [vhost-user, Inflight I/O tracking]
 //!
-//! The front-end keeps a region of memory for each queue. What is fetched is recorded there before it is acted on, and
-//! crossed out when its used element is published. A daemon that is killed leaves in the region and the ring together
-//! what it owed the driver; the next one reads both when it sets the ring up, and fetches that first, in the order
-//! it was fetched before. So a request may be done twice, and is answered once.
+//! The front-end keeps a region of memory for each queue. A fetched chain is recorded there before it is processed,
+//! and cleared when its used element is published. The region and the ring of a killed daemon together hold what it
+//! owed the driver. The next daemon reads both when it sets the ring up, and fetches those chains first, in their
+//! earlier order. So a request may be executed twice, and is completed once.
 //!
-//! The layout is that of the vhost-user document, byte for byte: other back-ends can go on from what we leave,
-//! and we from what they leave. Fields are little-endian. Whoever sees the memory may write to it, so the region is
-//! read when the ring is set up and never again: after that it only mirrors what is known here. A region that makes no
-//! sense is refused before anything in it is changed.
+//! The layout is that of the vhost-user document, byte for byte: another back-end can continue from our record, and we
+//! from its. Fields are little-endian. The peer may write to this memory, so the region is read when the ring is set
+//! up and never again: after that it only mirrors private state. An inconsistent region is refused before anything in
+//! it is changed.
 //!
 //! Owned by the ring it records. Knows nothing of chains and requests.
 

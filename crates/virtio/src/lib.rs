@@ -1,11 +1,11 @@
 //! Virtio rings and the logic of virtio-blk, of the device and of the driver.
 //!
-//! A guest shares its memory and a ring with us. [`DeviceRing`] takes chains of descriptors from the ring,
-//! [`GuestMemory`] says where their bytes are, [`parse`] turns a chain into a bio, and the answer goes back as a
-//! status byte and a used element. Everything the guest writes is hostile: each field is read once into a copy, the
-//! copy is parsed into a type that cannot be wrong, and what is refused has a reason that is counted ([`Refusals`]).
+//! A guest shares its memory and a ring with the device. [`DeviceRing`] fetches chains of descriptors from the ring,
+//! [`GuestMemory`] translates their addresses, [`parse`] turns a chain into a bio, and the result goes back as a
+//! status byte and a used element. All input from the guest is hostile: each field is read once into a copy, the copy
+//! is parsed into a type that cannot be wrong, and each refusal has a reason that is counted ([`Refusals`]).
 //!
-//! The other side of both is in [`driver`], which trusts the device as little.
+//! The driver's side is in [`driver`], which trusts the device as little.
 //!
 //! This crate does no I/O, has no thread and makes no system call; it knows neither eventfds nor sockets. Nothing is
 //! allocated between the construction of a ring and its end.

@@ -1,12 +1,12 @@
-//! No wake-up is lost: all interleavings of one side that publishes and one that goes to sleep, on a machine whose
-//! stores are seen late.
+//! A model check that no wake-up is lost: all interleavings of one side that publishes and one that goes to sleep,
+//! with delayed stores.
 //!
 //! The same protocol runs in both directions of a ring: [`crate::SplitRing::publish`] against a driver that arms its
 //! interrupt, a driver's kick against [`crate::SplitRing::enable_notify`]. The model has the steps of both, each a
-//! single access, and a store buffer per side as on x86: a store waits there until it is drained, which may be at any
-//! later step, while loads go ahead. A sequentially consistent store followed by a load is a store that is drained
-//! before the load. The model is shown to have teeth: with any one precaution left out it finds a sleeper that nobody
-//! wakes.
+//! single access, and a store buffer for each side as on x86: a store waits there until it is drained, which may be at
+//! any later step, while loads go ahead. A sequentially consistent store followed by a load is a store that is drained
+//! before the load. The model also shows that it finds errors: with any one precaution left out, it finds a sleeper
+//! that is never woken.
 
 use std::collections::HashSet;
 

@@ -1,8 +1,8 @@
-//! Chains in the order they were fetched, for drivers that rely on it. [2.7.9, 2.8.11]
+//! In-order completion: used elements in the order of the fetches, for drivers that rely on it. [2.7.9, 2.8.11]
 //!
-//! Completions come in any order and wait here until all before them have come; then the driver is told, of a whole
-//! batch by its last chain where it may be. A ring has one of these only if that was negotiated. It touches no shared
-//! memory, and its places are all made at the set-up.
+//! Completions arrive in any order and wait here until all earlier ones have arrived. Then they are published, a whole
+//! batch by its last chain where that is permitted. A ring has an instance only if the feature was negotiated. It
+//! touches no shared memory, and all its slots are allocated at set-up.
 
 /// What was fetched and not told, oldest first.
 #[derive(Debug)]

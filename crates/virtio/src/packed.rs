@@ -1,13 +1,12 @@
 //! The device side of a packed virtqueue. [2.8]
 //!
-//! One ring of descriptors: the driver fills places in turn and marks them available, the device writes used elements
-//! over them in turn. Two wrap counters say which lap a mark belongs to. A chain lies in neighbouring places, its id
-//! stands in the last of them, and its used element takes the first place that is due and skips as many as the chain
-//! had.
+//! One ring of descriptors: the driver fills slots in turn and marks them available, the device overwrites them with
+//! used elements in turn. Two wrap counters say which lap a mark belongs to. A chain lies in adjacent slots, with its
+//! id in the last. Its used element takes the next slot to be used, and skips as many slots as the chain had.
 //!
-//! Owned by one thread. The guest may write any of it at any time: a chain that does not end, or places offered that
-//! are still out, break the ring for good ([`RingFault`]), for then nobody knows where the next chain begins. An id is
-//! the driver's word and is given back as it came; no number of the driver's is a place in a table of ours.
+//! Owned by one thread. The guest may write any of it at any time. A chain without end, or an offered slot that is
+//! still in flight, breaks the ring for good ([`RingFault`]), since the position of the next chain is then unknown. An
+//! id is opaque and is returned unchanged; no number from the driver is an index into a private table.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 

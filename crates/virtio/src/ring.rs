@@ -1,8 +1,8 @@
-//! The device side of a virtqueue, in whichever of the two formats was negotiated.
+//! The device side of a virtqueue, in either of the two formats.
 //!
-//! What the formats have in common is here: where the parts of a ring lie, where a ring stands, what breaks it, and
-//! the head that names a chain while it is out. What a ring is made of is known to [`SplitRing`] and [`PackedRing`]
-//! alone. One branch at each call tells them apart; neither knows of the other.
+//! The formats share what is here: the layout of a ring, its position, the faults that break it, and the head that
+//! names a chain in flight. The contents of a ring are known to [`SplitRing`] and [`PackedRing`] alone. One branch at
+//! each call selects the format; neither knows of the other.
 
 use blkyard_mem::View;
 

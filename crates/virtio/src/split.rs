@@ -1,9 +1,9 @@
 //! The device side of a split virtqueue. [2.7]
 //!
-//! Owned by one thread. It takes heads from the available ring, and puts used elements into the used ring; indexes
-//! are read and written once per batch. The guest may write any of it at any time: an index or head that makes no
-//! sense, or a head that is still out, breaks the ring for good ([`RingFault`]), since nothing that follows it can be
-//! believed. It does not look into buffers and does not wake anybody: it only says when to.
+//! Owned by one thread. It takes heads from the available ring, and puts used elements into the used ring; indexes are
+//! read and written once per batch. The guest may write any of it at any time. An invalid index or head, or a head
+//! that is still in flight, breaks the ring for good ([`RingFault`]), since later contents cannot be trusted. It does
+//! not read buffers and sends no call: it only says when to.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 

@@ -1,12 +1,12 @@
-//! Changing a queue that runs: memory, size, limits, depth; keeping bios out (freeze) or requests in (quiesce).
+//! Changes of a running queue: memory, size, limits, depth; blocking bios (freeze) or requests (quiesce).
 //!
-//! | | bios enter | requests reach the driver | what is in |
+//! | | bios enter | requests reach the driver | what is inside |
 //! |---|---|---|---|
-//! | frozen | no: there is no room | yes | drains; when the queue is [idle](HwQueue::is_idle) nothing is in it |
-//! | quiesced | yes | no | waits; what the driver has still comes back |
+//! | frozen | no: there is no room | yes | drains; when the queue is [idle](HwQueue::is_idle) it is empty |
+//! | quiesced | yes | no | waits; requests at the driver still complete |
 //!
-//! Both nest. A queue has one owner, so the call that quiesces it is the proof that no driver call runs. A queue that
-//! is frozen and quiesced does not drain: who recovers a device lets it run again before waiting for it to drain.
+//! Both nest. A queue has one owner, so the call that quiesces it proves that no driver call runs. A queue that is
+//! frozen and quiesced does not drain: unquiesce it before waiting for it to drain.
 
 use std::sync::Arc;
 

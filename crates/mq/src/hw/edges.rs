@@ -1,9 +1,9 @@
-//! Where the bios that wait begin and end, roughly.
+//! A filter for the sectors at which waiting bios begin and end.
 //!
-//! Most bios have no neighbour, and to find that out by looking for one costs more than all else that is done for them.
-//! So edges are counted by hash (a counting filter: Fan and others, 2000), and it is looked for neighbours only where
-//! there may be one. That is never wrong about there being one, but for one case that nobody will miss: when as many
-//! bios begin at one sector as a count can tell.
+//! Most bios have no neighbour to merge with, and searching for one costs more than all other work on them. So the
+//! edges are counted by hash (a counting filter: Fan and others, 2000), and the queue searches for neighbours only
+//! where one may be. The filter misses a neighbour in one case only, which is harmless: when more bios begin at one
+//! sector than a count can hold.
 
 use crate::Bio;
 use crate::sched::Reach;

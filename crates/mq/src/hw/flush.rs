@@ -1,21 +1,21 @@
-//! The flush machine: who wants something to be durable shares one flush of the device with all others who do.
+//! The flush machine: all bios that must become durable at one time share one flush of the device.
 //!
-//! A bio may ask for up to three steps: a flush before its data, the data, a flush after. Which are needed follows from
-//! its flags and the device (Linux `block/blk-flush.c`, the policy):
+//! A bio has up to three steps: a flush before its data, the data, a flush after. Its flags and the device say which
+//! are needed (Linux `block/blk-flush.c`, the policy):
 //!
 //! | device | flush | write, PREFLUSH | write, FUA |
 //! |---|---|---|---|
 //! | no volatile cache | done at once | data | data |
-//! | cache, FUA of its own | flush | flush, data | data with FUA |
+//! | cache, native FUA | flush | flush, data | data with FUA |
 //! | cache | flush | flush, data | data, flush |
 //!
-//! Two lists make sure that a flush covers only what came before it: those who wait for one that is yet to be issued,
-//! and those who ride on the one in flight. A flush is issued if none is in flight and someone waits, once no data of a
-//! sequence is in flight, whose flush could be shared too, or the first has waited for too long.
+//! Two lists ensure that a flush covers only earlier writes: bios that wait for a flush not yet issued, and bios that
+//! wait on the one in flight. A flush is issued if none is in flight and a bio waits, as soon as no data of a flush
+//! sequence is in flight, whose flush could be shared too, or the first bio has waited too long.
 //!
 //! Each namespace of each hardware queue has its own machine, owned by the queue. A flush of one still covers what has
-//! completed on the others before, for it is the device's cache that is flushed. This holds bios and decides; requests
-//! and tags are the queue's business.
+//! completed on the others before, since it flushes the device's cache. This module holds bios and decides; requests
+//! and tags belong to the queue.
 
 use std::collections::VecDeque;
 

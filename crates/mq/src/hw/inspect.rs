@@ -1,4 +1,4 @@
-//! Looking into a queue: what it holds at one moment, as plain data. Made when somebody asks; nothing is kept for it.
+//! Inspection of a queue: what it holds at one moment, as plain data. Built on request; nothing is kept for it.
 
 use std::sync::Arc;
 

@@ -1,10 +1,9 @@
 //! A namespace: one of the devices behind a hardware queue, and its share of the tags.
 //!
-//! A namespace alone may have all tags. When several are active each may hold as many as an equal share, rounded up,
-//! and never fewer than four (Linux `hctx_may_queue`): a busy one cannot keep the others out, and a few tags are left
-//! idle rather than fought over. One becomes active with its first bio, before it gets a tag, and stops being so when
-//! it has had none for a tenth of a second. Linux waits for the timeout of a request before it notices; until then the
-//! others have half.
+//! A single active namespace may use all tags. When several are active, each may hold an equal share, rounded up, and
+//! never fewer than four (Linux `hctx_may_queue`): a busy one cannot keep the others out, and a few tags stay idle. A
+//! namespace becomes active with its first bio, before it gets a tag, and inactive when it has had none for a tenth of
+//! a second. Linux notices inactivity only after a request timeout, and until then the others have half.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

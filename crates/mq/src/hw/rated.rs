@@ -1,25 +1,25 @@
-//! Bios that must not pass faster than a rate: what a queue books of the [limits](crate::RateLimit) it shares, and when
-//! what waits may go.
+//! Rate limits of a queue: how much it books of the [limits](crate::RateLimit) it shares, and when waiting bios may
+//! pass.
 //!
-//! A bio passes when it gets a tag, or joins a request. Until then it waits where bios wait for tags, so all that holds
-//! for those holds for it, and a scheduler orders it. Nothing is asked of a limit before something waits:
+//! A bio passes when it gets a tag, or joins a request. Until then it waits where bios wait for tags, so the rules of
+//! those apply to it, and a scheduler orders it. A limit is not consulted before a bio waits:
 //!
 //! ```text
 //!   waits ──▶ booked ──▶ held until its time ──▶ passes: a tag, or a request it joins
 //!                 └───── or at once ───────────────▲
 //! ```
 //!
-//! A queue books for some of those that wait at one time, not for a certain bio: up to [`LOT_NS`] of its share. So
-//! queues that wait for the same limit get lots in turn, and one that may have a hundred thousand a second is looked
-//! after four thousand times. What it has booked and not used stays its own, and is given back when the limit changes
-//! or the queue goes.
+//! A queue books for a number of waiting bios, not for a certain one: up to [`LOT_NS`] of its share. So queues that
+//! wait for the same limit get lots in turn, and one with a limit of a hundred thousand a second books four thousand
+//! times a second. Bookings that it has not used stay its own, and are returned when the limit changes or the queue is
+//! dropped.
 //!
-//! Each bio is one I/O, however many requests it is split in or whose it joins, and as many bytes as it moves. Not
-//! held: flushes, for others' data waits for them; bios with a reserved tag; the rest of a bio, and what the device
-//! handed back.
+//! Each bio counts as one I/O, even if it is split or joins another's request, and as the bytes it moves. Not held are
+//! flushes, since the data of others waits for them; bios with a reserved tag; the rest of a split bio; and requests
+//! that the device handed back.
 //!
-//! A queue that is [frozen](HwQueue::freeze) or [in a hurry](HwQueue::set_hurry) is to be empty soon. What it has goes
-//! at once then, and is paid for: what comes next waits for it.
+//! A queue that is [frozen](HwQueue::freeze) or [in a hurry](HwQueue::set_hurry) is to be empty soon. Its bios then
+//! pass at once and are still charged: later ones wait for it.
 
 use std::sync::Arc;
 

@@ -1,12 +1,12 @@
-//! Bios that a scheduler orders: how they get to it, and from it to a tag.
+//! Scheduled bios: their way to the scheduler, and from it to a tag.
 //!
-//! What is submitted between two rounds is inserted as the next one begins, with its time. As long as there are tags
-//! the scheduler is asked for a bio; the one it hands out is placed as any other, and then those it has beside it join
-//! its request, which takes no tag. If it keeps what it has, it is not asked again before the time it says, or before
-//! something comes or ends.
+//! Bios submitted between two rounds are inserted as the next one begins, with its time. While there are tags, the
+//! scheduler is asked for a bio. The bio that it dispatches is placed like any other, and then the adjacent bios that
+//! the scheduler holds join its request, which takes no tag. A scheduler that dispatches nothing is not asked again
+//! before the time it names, or before a bio is inserted or completes.
 //!
-//! A scheduler can be replaced at any time. What waits goes on with the next one in the order in which it came; what is
-//! on its way belongs to nobody then, for a bio knows by its ticket who has handed it out.
+//! A scheduler can be replaced at any time. Waiting bios move to the next one in order of arrival. Bios in flight then
+//! belong to neither: the generation in a bio says which scheduler dispatched it.
 
 use super::edges::Edges;
 use super::namespace::Namespace;

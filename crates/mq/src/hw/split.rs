@@ -1,10 +1,10 @@
-//! From bios to requests: what is refused, merged, held back for want of a tag, or split.
+//! From bios to requests: bios that are refused, merged, kept waiting for a tag, or split.
 //!
-//! A bio is merged into a request that waits for the driver if it can be (Linux `block/blk-merge.c`): with the one
+//! A bio is merged into a request that waits for the driver if possible (Linux `block/blk-merge.c`): with the one
 //! submitted just before, or, when requests are left over from earlier rounds, with any of the last few. Merging takes
-//! no tag. Otherwise it becomes a request as soon as there is a tag, in the order of submission; several if it does not
-//! fit the limits of the device. Namespaces take turns, one bio each. Where there is a scheduler it says which bio is
-//! next: `scheduled.rs`; where there are limits it passes in its time: `rated.rs`.
+//! no tag. Otherwise it becomes a request as soon as there is a tag, in order of submission; several requests if it
+//! exceeds the limits of the device. Namespaces take turns, one bio each. A scheduler, if there is one, chooses the
+//! next bio (`scheduled.rs`); a rate limit delays it (`rated.rs`).
 
 use super::flush::{self, FlushNext};
 use super::{Head, HwQueue, Merging, Plug};

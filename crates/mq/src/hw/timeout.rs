@@ -1,14 +1,13 @@
-//! Requests whose time is up, and requests that come back to be done again.
+//! Request timeouts, and requests that are requeued.
 //!
-//! A request has a deadline from the moment the driver takes it. Nothing is done about it as it completes: the queue
-//! knows of one time at which a deadline may have passed, and only then goes through the requests; it acts on those
-//! that are late and takes the earliest deadline of the others for the next time (Linux `blk_mq_timeout_work`). In
-//! steady state that is once a timeout.
+//! A request has a deadline from the moment the driver takes it. Completion does not touch it: the queue knows one
+//! time at which a deadline may have passed, and only then walks its requests. It acts on those that are late, and
+//! takes the earliest deadline of the others as the next time (Linux `blk_mq_timeout_work`). In steady state that is
+//! one walk for each timeout period.
 //!
-//! The driver hears of what it had finished before it hears of what is late, so a request that completes while it is
-//! looked for is simply complete. What it answers decides: what it can take back it completes, now or later, and is not
-//! asked again; to what it cannot take back it gives more time. A request that waits for the driver has no deadline,
-//! whatever it had before.
+//! The driver's completions are reaped before timeouts are handled, so a request that completes meanwhile is simply
+//! complete. The driver's answer decides: a request that it can cancel is completed, now or later, and not asked for
+//! again; one that it cannot cancel gets more time. A request that waits for the driver has no deadline.
 
 use super::HwQueue;
 use crate::Bio;

@@ -1,27 +1,27 @@
-//! What a bio waits for before the driver takes it, and for how long.
+//! The causes for which a bio waits before the driver takes it, and the time spent on each.
 //!
-//! The latency of a bio begins with the first [`issue`](HwQueue::issue) after it was submitted, whose time is that of
-//! the round that brought it, and ends when it is given back. It has these parts:
+//! The latency of a bio begins with the first [`issue`](HwQueue::issue) after it was submitted, at the time of the
+//! round that brought it, and ends when it completes. It has these parts:
 //!
 //! | part | time in which |
 //! |---|---|
-//! | [`Held::Limit`] | it waits, and a limit holds its namespace |
+//! | [`Held::Limit`] | it waits, and a rate limit holds its namespace |
 //! | [`Held::Tag`] | it waits, and no tag is free for its namespace |
-//! | [`Held::Scheduler`] | it waits with its scheduler, which could pass something on and does not |
+//! | [`Held::Scheduler`] | it waits in its scheduler, which could dispatch and does not |
 //! | [`Held::Dispatch`] | the driver has not taken its request, or handed it back, or the queue is quiesced |
-//! | device | the driver has its request, or has finished it and it is not reaped yet |
+//! | device | the driver has its request, or has completed it and it is not reaped yet |
 //!
-//! One cause holds all that wait in a namespace at one time. So a namespace has a clock for each cause, which goes on
-//! while it is the one; a bio notes what they show when it begins to wait, and what they went on by when it gets its
-//! tag. That costs the same however many wait.
+//! One cause at a time applies to all waiting bios of a namespace. So a namespace has a clock for each cause, which
+//! advances while that cause applies. A bio records the clocks when it begins to wait, and the differences when it
+//! gets its tag. That costs the same for any number of waiting bios.
 //!
-//! A bio that is a request as it stands and is taken by the driver in its round has not waited: nothing is written or
-//! counted for it here, and its latency is the request's. What waits has its request [marked](Marks::HELD).
+//! A bio that is one whole request and is taken by the driver in its round has not waited: nothing is written or
+//! counted for it here, and its latency is the request's. The request of a bio that waited is [marked](Marks::HELD).
 //!
-//! Each bio that shares a request counts for itself, from its own start. A bio that is split is with the device from
-//! the start of its first part to the end of its last. A bio that needs flushes is with the device while it waits for
-//! them: they wait for what the device has in flight. What a thread has put into the ring of a shared queue begins when
-//! the queue's owner takes it from there.
+//! Each bio that shares a request counts for itself, from its own start. A split bio is at the device from the start
+//! of its first part to the end of its last. A bio that needs flushes is at the device while it waits for them, since
+//! they wait for requests in flight. A bio in the ring of a shared queue starts when the queue's owner takes it from
+//! there.
 
 use super::HwQueue;
 use super::namespace::Namespace;

@@ -1,11 +1,11 @@
-//! Which pollers of a lane its turns leave out.
+//! The parked pollers of a lane, which its turns leave out.
 //!
 //! An idle poller is parked: armed by itself, in no turn, and in no preparation for a sleep. [`Lane::unpark`] brings
-//! it back when one of its eventfds is signalled, [`Lane::unpark_all`] when the lane's waker was called. Its
-//! completions and deadlines need nothing: a poller that has either is not idle, or is not parked.
+//! it back when one of its eventfds is signalled, [`Lane::unpark_all`] when the lane's waker was called. A poller with
+//! completions or deadlines outstanding is not idle, and is not parked.
 //!
-//! To whoever runs the lane falls the other half. It listens to the eventfds of each poller that [`Lane::next_parked`]
-//! tells of, and goes on listening across turns and sleeps.
+//! The lane's runner does the other half: it listens to the eventfds of each poller that [`Lane::next_parked`]
+//! returns, and keeps listening across turns and sleeps.
 
 use std::ops::RangeInclusive;
 

@@ -1,7 +1,7 @@
-//! Telling at a glance that a bio needs no care.
+//! Recognises bios that need neither checks nor splitting, in a few instructions.
 //!
-//! Nearly all bios are plain. Whoever finds one so may make a request of it as it stands; whoever does not has to
-//! ask [`QueueLimits::admit`] and [`QueueLimits::split`], which know the rules.
+//! Nearly all bios are such. A bio that passes may become a request as it is; any other goes through
+//! [`QueueLimits::admit`] and [`QueueLimits::split`], which know the rules.
 
 use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT};
 

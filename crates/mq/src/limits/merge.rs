@@ -1,15 +1,14 @@
 //! Which bio may join which waiting request. After `block/blk-merge.c` of Linux (`blk_try_merge`, `ll_back_merge_fn`,
 //! `ll_front_merge_fn`, `bio_will_gap`).
 //!
-//! Pure: says whether, and what the request looks like afterwards. Where candidates are looked for, and how bios are
-//! chained, is the hardware queue's business.
+//! Pure: says whether, and the shape of the request afterwards. The hardware queue finds candidates and chains bios.
 //!
-//! **How segments are counted.** A request of several bios is the segments of each, in order, each split as
-//! [`Pieces`](super::split::Pieces) says. Where two bios meet, and only there, the last segment of the one and the
-//! first of the other are one segment if [`joins`](Pieces::joins) says so. What was joined counts as the last segment
-//! of its bio for the next seam, so that a row of small bios whose memory is in a row becomes one segment. Whoever
-//! iterates over the segments of a request from its first bio on, and joins wherever memory goes on and the limits
-//! allow, finds at most [`Shape::segments`] of them.
+//! **How segments are counted.** A request of several bios has the segments of each, in order, each split as
+//! [`Pieces`](super::split::Pieces) says. Only where two bios meet, the last segment of the one and the first of the
+//! other are one segment if [`joins`](Pieces::joins) says so. A joined segment counts as the last segment of its bio
+//! for the next seam, so that a row of small bios with contiguous memory becomes one segment. An iteration over the
+//! segments of a request from its first bio on, which joins wherever memory is contiguous and the limits allow, finds
+//! at most [`Shape::segments`] of them.
 
 use super::split::{Cursor, Pieces};
 use crate::{Bio, BioFlags, Op, QueueLimits, Segment};

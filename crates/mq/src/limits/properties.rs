@@ -1,5 +1,5 @@
-//! What holds of splitting and merging, whatever the limits and the bios. The judge here is slow and simple, and shares
-//! nothing with what it judges: memory is looked at in crumbs of 128 bytes, one by one.
+//! Properties of splitting and merging for any limits and bios. The judge is slow and simple, and shares no code with
+//! what it judges: it checks memory in units of 128 bytes, one by one.
 
 use std::collections::VecDeque;
 

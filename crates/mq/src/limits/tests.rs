@@ -1,4 +1,4 @@
-//! Bios to try the limits on, and which limits and bios make sense.
+//! Bios and limits for tests of the limits, and which of them are valid.
 
 use super::*;
 use crate::Segment;

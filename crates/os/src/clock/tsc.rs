@@ -1,8 +1,8 @@
-//! The time-stamp counter of an x86 CPU: read, and trusted or not.
+//! The time-stamp counter of an x86 CPU: how it is read, and whether it can be trusted.
 //!
-//! Trusted only where the kernel tells its own time by it and the CPU says that it ticks at one rate on all CPUs,
-//! whatever they do. Then CPUs agree: the kernel checks that for as long as it runs. What a cycle is in nanoseconds is
-//! not known here.
+//! Trusted only where the kernel uses it as its own clock source and the CPU reports that it runs at one rate on all
+//! CPUs in every power state. Then CPUs agree: the kernel checks that continuously. The length of a cycle is not known
+//! here.
 //!
 //! Unsafe: the instruction itself, and one call of the C library.
 

@@ -1,4 +1,4 @@
-//! Why a file cannot be a disk: each case with its object, its cause and its cure.
+//! The reasons why a file cannot be opened as a disk, each with object, cause and cure.
 
 use std::io;
 use std::path::PathBuf;

@@ -1,9 +1,10 @@
-//! Who has a file, of those who can be seen: to tell one who lives from what one who died has left in the kernel.
+//! Finds the process that holds the lock of a file, to distinguish a live process from I/O that a dead one left
+//! behind.
 //!
-//! A process that is killed with I/O under way is gone long before that I/O is: the kernel keeps the file, and the lock
-//! on it, until the last operation is over. The lock names nobody. But whoever is alive and holds it has the file open,
-//! and the kernel shows which of a process's files carry locks (proc(5), `/proc/PID/fdinfo`). Processes of other users
-//! and other containers cannot be looked into, and so are not found. Asks only when a file is not to be had.
+//! A process that is killed with I/O in flight is gone long before that I/O: the kernel keeps the file, and the lock
+//! on it, until the last operation has completed. The lock names no process. But a live holder has the file open, and
+//! the kernel shows which files of a process carry locks (proc(5), `/proc/PID/fdinfo`). Processes of other users and
+//! other containers cannot be inspected, and so are not found. Used only when a file cannot be locked.
 
 use std::fs::{self, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};

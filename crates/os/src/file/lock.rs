@@ -1,14 +1,14 @@
-//! The lock on an image: one writer, or any number of readers, here and in QEMU alike.
+//! The lock on an image: one writer, or any number of readers, for this program and for QEMU.
 //!
 //! Open file description locks over the whole file: they belong to the description that carries the I/O, not to the
-//! process, and are gone only with it. They reach beyond the end of the file, so that they work on block devices and
+//! process, and last as long as it. They reach beyond the end of the file, so that they work on block devices and
 //! images of any size.
 //!
-//! QEMU locks single bytes in the same way (`block/file-posix.c`, RAW_LOCK_*): a shared lock on byte 100 + p says
-//! that it uses permission p, one on byte 200 + p that it lets nobody else use it; then it asks whether anyone else
+//! QEMU locks single bytes in the same way (`block/file-posix.c`, RAW_LOCK_*): a shared lock on byte 100 + p means
+//! that it uses permission p, one on byte 200 + p that no other may use it; then it tests whether another process
 //! holds the opposite byte. Permissions are consistent read, write, write unchanged and resize: 0 to 3. A writer of
-//! ours locks everything exclusively and so collides with any of that, in either order. A reader of ours speaks
-//! QEMU's words: it says that it reads and that nobody may write or resize, and asks whether anyone does.
+//! ours locks all bytes exclusively, and so conflicts with any of those, in either order. A reader of ours follows
+//! QEMU's protocol: it announces that it reads and that no other may write or resize, and tests whether another does.
 //!
 //! ```text
 //!   byte      0 ............ 100 │ 101 102 103 ......... 200 │ 201 ........... end

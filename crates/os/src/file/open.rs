@@ -1,8 +1,8 @@
-//! Opening a file: what it is, how large, how aligned, and whether it is ours.
+//! Opens a file: determines its type, size and alignment, and locks it.
 //!
 //! Runs once, at start, before anything is served. Changes nothing in the file.
 //!
-//! Unsafe: two questions to block devices have no safe wrapper.
+//! Unsafe: two ioctls of block devices have no safe wrapper.
 
 use std::fs::{FileType, Metadata, OpenOptions};
 use std::io;

@@ -1,4 +1,4 @@
-//! One request in the kernel's hands: what it was asked, and what to ask next.
+//! One request at the kernel: the operation in flight, and the next one.
 //!
 //! ```text
 //!   read, write ──▶ the rest of it (short), the same again (EAGAIN) ──▶ done
@@ -7,7 +7,7 @@
 //!   write zeroes ─▶ punch ─or─ zero range ─or─ punch, allocate ─or─ writes of zeroes ──▶ sync if durable ──▶ done
 //! ```
 //!
-//! Pure: takes results, gives entries. A request is over only when the kernel has answered its last question.
+//! Pure: takes results, returns entries. A request has completed only when the kernel has answered its last operation.
 
 use std::os::fd::AsRawFd;
 use std::sync::atomic::Ordering::Relaxed;

@@ -1,14 +1,14 @@
 //! The driver: one hardware queue of a file, through the ring of its lane.
 //!
-//! Requests become entries as they are taken; the lane submits them for all its queues with one call. Takes nothing
-//! while the ring has no room for the answer, or no buffer is left for a request that must be copied: both come back
-//! with a completion on this lane.
+//! Requests become entries as they are taken; the lane submits those of all its queues with one call. The driver takes
+//! no request while the ring has no room for the completion, or no buffer is free for a request that must be copied:
+//! both become free with a completion on this lane.
 //!
-//! Owns no memory of requests. The regions they point into are attached to the ring, which keeps them mapped while
-//! anything of ours is in flight.
+//! Owns no memory of requests. The regions that they point into are attached to the ring, which keeps them mapped
+//! while I/O of this queue is in flight.
 //!
 //! Unsafe: entries carry addresses. They point into attached regions, or into tables of this queue that are leaked
-//! rather than freed should it be dropped with I/O in flight.
+//! rather than freed if it is dropped with I/O in flight.
 
 use std::mem::ManuallyDrop;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! How long a file is now, and growing it. For whoever serves it and is told to; no I/O depends on either.
+//! Reads the length of a file and grows it, for the control plane. No I/O depends on either.
 
 use std::io;
 

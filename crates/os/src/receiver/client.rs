@@ -1,4 +1,4 @@
-//! The daemon's side of a receiver: starts it, again if it has ended, and asks it for connections.
+//! The daemon's side of a receiver: starts it, restarts it if it has ended, and asks it for connections.
 
 use std::io::{self, Read};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

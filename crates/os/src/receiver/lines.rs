@@ -1,6 +1,6 @@
-//! What a receiver says to its daemon on the socket for commands: that it is ready, or why not, and lines for the log.
+//! Messages of a receiver to its daemon on the command socket: that it is ready, or why not, and lines for the log.
 //!
-//! The daemon logs the lines, in its own format and with a limit for each socket: a peer causes as many as it likes.
+//! The daemon logs the lines, in its own format and with a limit for each socket, since a peer can cause any number.
 //! The receiver itself writes no log.
 
 use std::collections::HashMap;

@@ -1,4 +1,4 @@
-//! The receiver: takes and makes connections for a daemon, and all descriptors that come from outside.
+//! The receiver: accepts and makes connections for a daemon, and receives all descriptors that come from outside.
 //!
 //! ```text
 //!   peer ──── connection ────▶ session ──── channel ────▶ daemon
@@ -6,17 +6,17 @@
 //!                              own table)   ends of our own sockets
 //! ```
 //!
-//! A descriptor can hang whoever closes it: a file of a file system whose server is silent, a TCP socket that lingers.
-//! It hangs whoever merely closes a socket in which it lies unread. So the daemon has none of them. It sends its
-//! listening socket and one end of a channel to the receiver, which takes the next connection on a thread with a
-//! descriptor table of its own, and passes on what it has looked at. The receiver is a process, so that one that hangs
-//! keeps neither the daemon's files open nor the daemon from ending; or, for tests, a thread.
+//! Closing a descriptor can block: a file of a file system whose server is silent, a TCP socket that lingers. Closing
+//! a socket in which such a descriptor lies unread can block, too. So the daemon has none of them. It sends its
+//! listening socket and one end of a channel to the receiver, which accepts the next connection on a thread with a
+//! descriptor table of its own, and passes on what it has vetted. The receiver is a process, so that one that hangs
+//! keeps neither the daemon's files open nor the daemon from ending; for tests it can be a thread.
 //!
-//! A back-end whose disk the daemon uses is a peer like any other: the session connects to its socket instead of taking
-//! a connection.
+//! A back-end whose disk the daemon uses is a peer like any other: the session connects to its socket instead of
+//! accepting a connection.
 //!
-//! It keeps a duplicate of each listening socket: a daemon that is killed then never closes the last one, in whose
-//! backlog anything may lie. It lives as long as the daemon or any session, and knows no protocol.
+//! It keeps a duplicate of each listening socket: a daemon that is killed then never closes the last one, whose
+//! backlog may hold any descriptor. It lives as long as the daemon or any session, and knows no protocol.
 
 mod client;
 mod lines;

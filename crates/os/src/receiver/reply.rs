@@ -1,7 +1,7 @@
 //! The receiver's answer to a request for a connection: the first bytes on its channel.
 //!
-//! Its own kind says that no connection waits. No error of the system does: with too few threads, for example, a
-//! connection cannot be had either, and the daemon must not wait for it as for one that has not come.
+//! A kind of its own says that no connection waits. It is not an error of the system: when threads are short, for
+//! example, there is no connection either, and the daemon must not wait then as for one that has not arrived.
 
 use rustix::io::Errno;
 

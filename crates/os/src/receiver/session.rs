@@ -1,13 +1,13 @@
-//! One connection: bytes both ways between a peer and the daemon, and of the peer's descriptors only those that cannot
-//! hang whoever uses or closes them.
+//! One connection: relays bytes both ways between a peer and the daemon, and of the peer's descriptors only those
+//! whose use and close cannot block.
 //!
-//! Runs on a thread with a table of its own, which holds what it does not pass on until it ends. It knows nothing of
-//! the protocol: instead of a descriptor that is refused the daemon gets /dev/null, and refuses that itself. A unix
-//! stream is replaced by one end of a new pair, and its bytes are relayed both ways. That holds for streams that a peer
-//! sends and, where the daemon has connected to the peer, for those that the daemon sends there: the peer may send
+//! Runs on a thread with a descriptor table of its own, which holds the refused descriptors until it ends. It knows
+//! nothing of the protocol: instead of a refused descriptor the daemon gets /dev/null, and refuses that itself. A unix
+//! stream is replaced by one end of a new pair, and its bytes are relayed both ways. That applies to streams that a
+//! peer sends and, where the daemon has connected to the peer, to those that the daemon sends: the peer may send
 //! descriptors into them, too.
 //!
-//! Unsafe: the process at the other end is 0 if it is in another namespace, for which the safe call has no words.
+//! Unsafe: the process at the other end is 0 if it is in another namespace, which the safe call cannot represent.
 
 use std::collections::VecDeque;
 use std::io;

@@ -1,14 +1,14 @@
-//! Pieces of a unix stream with the descriptors that came with them.
+//! Pieces of a unix stream with their descriptors.
 //!
-//! A stream may give plain bytes and the bytes behind them, to which descriptors are attached, in one read. Sent on as
-//! one piece the descriptors would then come with the first of all these bytes. A piece here never does that: its
+//! One read of a stream may return plain bytes and the bytes after them, to which descriptors are attached. Sent on as
+//! one piece, the descriptors would then arrive with the first of all these bytes. A piece here never does that: its
 //! descriptors belong to its first byte. And a piece does not end within what was sent at once, unless that is long:
-//! some programs take a message for broken of which they read a part.
+//! some programs treat a partly received message as broken.
 //!
-//! Linux charges descriptors in flight to the user who sent them, and once a user has more than its limit on open
-//! files no process of that user can send any. So a [`SendQueue`] leaves only few unread.
+//! Linux charges descriptors in flight to the user who sent them, and once a user exceeds its limit on open files, no
+//! process of that user can send any. So a [`SendQueue`] leaves only few unread.
 //!
-//! Unsafe: the ioctl that tells how much a socket's other end has not read.
+//! Unsafe: the ioctl that reports the unread bytes of a socket's other end.
 
 use std::collections::VecDeque;
 use std::io::IoSliceMut;

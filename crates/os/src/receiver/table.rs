@@ -1,9 +1,9 @@
 //! Threads with a descriptor table of their own.
 //!
-//! A descriptor that hangs when it is closed then hangs the thread whose table it is in, and no other. Such a thread
-//! ends without closing what it does not trust: the kernel does that once the thread is gone for everybody else.
+//! A descriptor whose close blocks then blocks the thread in whose table it is, and no other. Such a thread ends
+//! without closing untrusted descriptors: the kernel closes them after the thread has ended for all others.
 //!
-//! Unsafe: a number that names one file in one table names another, or none, in the next.
+//! Unsafe: a descriptor number names one file in one table and another, or none, in the next.
 
 use std::io;
 use std::mem::ManuallyDrop;

@@ -1,14 +1,13 @@
-//! Memory that a ring knows by number ("fixed buffers"): its pages are looked up and pinned once instead of for each
-//! I/O.
+//! Registered ("fixed") buffers of a ring: the kernel looks up and pins their pages once instead of for each I/O.
 //!
-//! Only private memory. Memory that is shared with others is theirs: they may give its pages back and get new ones at
-//! the same place, and what is pinned would still be the old ones; and they say how much there is of it (ADR 28).
+//! Only private memory is registered. The owner of shared memory may give its pages back and get new ones at the same
+//! address, and the old ones would stay pinned; the owner also decides how much there is (ADR 28).
 //!
 //! The kernel takes pieces of at most a gibibyte and counts them as locked memory. A region that it refuses, for that
-//! or another reason, is used without; it is tried again when another region has gone. Registered or not, a region
-//! that is attached stays mapped.
+//! or another reason, is used unregistered, and is tried again when another region has gone. Registered or not, an
+//! attached region stays mapped.
 //!
-//! Unsafe: the kernel is told addresses that it will use until it is told otherwise.
+//! Unsafe: the kernel is given addresses that it uses until they are unregistered.
 
 use std::sync::Arc;
 

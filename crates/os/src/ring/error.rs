@@ -1,4 +1,4 @@
-//! Why there is no ring, and what others may see of one.
+//! Errors of setting up a ring, and what they report about the system.
 
 use std::io;
 use std::sync::Mutex;

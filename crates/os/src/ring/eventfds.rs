@@ -1,4 +1,4 @@
-//! The eventfds of a lane: event descriptors that end its sleep.
+//! The eventfds that end a lane's sleep.
 //!
 //! ```text
 //!            watch                 rung (read, so that it is quiet)
@@ -7,15 +7,15 @@
 //!     └───────────────────┘ (cancelled; the answer of an older generation is ignored)
 //! ```
 //!
-//! Polls are level-triggered: an eventfd rung before we listen ends the next sleep all the same, so nothing is lost
-//! between looking and sleeping. Holds a duplicate of each descriptor, since its owner may close it at any time and the
-//! number may come to mean another file. One that cannot be duplicated, for want of descriptors, is tried again before
-//! each sleep, and no sleep is long until then. Pushes nothing itself.
+//! Polls are level-triggered: an eventfd signalled before the lane listens ends the next sleep all the same, so no
+//! signal is lost between the last look and the sleep. Holds a duplicate of each descriptor, since its owner may close
+//! it at any time and the number may then name another file. One that cannot be duplicated, for want of descriptors,
+//! is tried again before each sleep, and sleeps are short until then. Pushes no entries itself.
 //!
-//! Whoever signals an eventfd in vain, again and again, wakes the lane for nothing; an eventfd made as a semaphore can
-//! be made to ring for ever with one write. Such an eventfd is listened to less and less often, as interrupts are
-//! moderated: after [`IN_VAIN_FREE`] wake-ups in a row without work only after a pause, which doubles up to
-//! [`PAUSE_MAX_NS`]. Nothing is lost by that: the lane looks for work when the pause is over, and then listens again.
+//! An eventfd that is signalled repeatedly without work wakes the lane in vain, and one created as a semaphore stays
+//! readable after a single write. Such an eventfd is polled less and less often, as in interrupt moderation: after
+//! [`IN_VAIN_FREE`] wake-ups in a row without work only after a pause, which doubles up to [`PAUSE_MAX_NS`]. Nothing
+//! is lost by that: the lane looks for work when the pause is over, and then listens again.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};

@@ -1,8 +1,8 @@
-//! Files that entries of a ring name. They stay open while an entry may reach the kernel that has their descriptor:
-//! what is pushed is submitted later, and by then the number might be another file's.
+//! Files that entries of a ring name. They stay open while an entry with their descriptor may reach the kernel: an
+//! entry is submitted later than it is pushed, and by then the number might name another file.
 //!
-//! The kernel is told of none of them. It would keep a file that a ring knows by number until it has taken the dead
-//! ring apart, long after the last I/O of a process that was killed (ADR 25).
+//! None is registered with the kernel. It would keep a registered file until it has dismantled the ring, long after
+//! the last I/O of a killed process (ADR 25).
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

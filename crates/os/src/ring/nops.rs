@@ -1,6 +1,6 @@
-//! What one operation of a ring costs when the operation is nothing: a limit of the machine, for whoever measures.
+//! The cost of an empty operation of a ring: a limit of the machine, for measurements.
 //!
-//! Set up as the ring of a lane is, with one owner. On no path of an I/O.
+//! Set up as the ring of a lane is, with one owner. Not on the I/O path.
 //!
 //! Unsafe: entries are pushed; these point to no memory.
 

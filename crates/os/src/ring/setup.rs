@@ -1,4 +1,4 @@
-//! Making a ring as good as the kernel can, and as large as we are allowed.
+//! Sets up a ring with the best features of the kernel, and as large as the limits allow.
 
 use std::io;
 

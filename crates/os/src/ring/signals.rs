@@ -1,10 +1,10 @@
-//! Eventfds of others that a lane rings: event descriptors that a front-end gave us to call it by.
+//! Foreign eventfds that a lane signals: the call eventfds of a front-end.
 //!
-//! Each ring is an entry of the lane's own ring, submitted at once. The kernel writes without waiting as long as the
-//! descriptor allows; if whoever shares it has made it blocking, a thread of the kernel's writes, and waits while its
-//! counter is full; the lane does not. One entry for each place may be out, so such a peer holds up nothing but its own
-//! eventfd. It may have gone through before we hear of it, and been answered: so an eventfd that is to be rung
-//! meanwhile is rung once more when it comes back.
+//! Each signal is an entry of the lane's own ring, submitted at once. The kernel writes without waiting if the
+//! descriptor is non-blocking. If the peer has made it blocking, a kernel thread writes, and waits while its counter
+//! is full; the lane does not. One entry for each slot may be in flight, so such a peer delays only its own eventfd.
+//! The peer may have received the signal and reacted before the completion is reaped, so an eventfd that is to be
+//! signalled meanwhile is signalled once more on completion.
 //!
 //! Unsafe: entries carry the address of the count that is written, which is static.
 

@@ -1,4 +1,4 @@
-//! One queue of a chaos device: the driver with its table of ids on one side, the ill-meaning device on the other.
+//! One queue of a chaos device: the driver with its table of ids on one side, the faulty device on the other.
 
 use std::sync::Arc;
 

@@ -1,8 +1,8 @@
-//! What a chaos device holds: its sectors as they read, and as a power failure would leave them.
+//! The sectors of a chaos device as they read, and as a power failure would leave them.
 //!
-//! A volatile cache promises little: what has completed before a flush is issued is stable when the flush completes.
-//! This one keeps to that and gives nothing away: no sector becomes stable by itself, unless it is written again. It
-//! then has to, for what is cached is one version of each sector.
+//! A volatile cache guarantees little: a write that completed before a flush was issued is stable when the flush
+//! completes. This one guarantees no more: no sector becomes stable by itself, unless it is written again. It then
+//! must, since the cache holds one version of each sector.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

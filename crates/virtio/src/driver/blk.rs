@@ -1,13 +1,13 @@
 //! The virtio-blk driver of one queue: requests become chains, used chains become statuses. [5.2.6]
 //!
-//! Owned by one thread, inside whatever is the queue core's driver. It says when to kick and never does; it knows no
-//! session and no clock. A request is known to the device by the place of its tag. Header, status and table are in
-//! memory that is shared for the purpose ([`BlkLayout`]); the data stays where its segments point, and whoever owns the
-//! queue says where the device finds that.
+//! Owned by one thread, inside the queue core's driver. It says when to kick and never does; it knows no session and
+//! no clock. The slot of its tag names a request to the device. Header, status and table are in memory shared for the
+//! purpose ([`BlkLayout`]). The data stays where its segments point, and the owner of the queue provides the device's
+//! address of it.
 //!
-//! A device that breaks its ring, or whose session is lost, leaves requests in flight. Only when it can no longer touch
-//! the memory are they taken back ([`BlkRing::take_in_flight`]), to be done again or failed; then a new `BlkRing` goes
-//! over the same memory.
+//! A device that breaks its ring, or whose session is lost, leaves requests in flight. They are taken back only when
+//! the device can no longer access the memory ([`BlkRing::take_in_flight`]), to be submitted again or failed; then a
+//! new `BlkRing` uses the same memory.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;

@@ -1,7 +1,7 @@
-//! What a driver makes of a device's feature bits and configuration space. [5.2.3, 5.2.4]
+//! The disk that a driver derives from a device's feature bits and configuration space. [5.2.3, 5.2.4]
 //!
-//! Pure. The space is a copy, read once; what it says is checked, and a device that contradicts itself is refused
-//! rather than guessed at. Limits follow Linux's driver (`virtblk_read_limits`).
+//! Pure. The space is a copy, read once. Its values are checked, and a device that contradicts itself is refused.
+//! Limits follow Linux's driver (`virtblk_read_limits`).
 
 use blkyard_mq::{DeviceInfo, LimitsError, QueueLimits, SECTOR_SHIFT};
 

@@ -1,9 +1,7 @@
-//! Driver and device on one thread, over one ring in memory: a queue of requests on one side, whoever serves bios on
-//! the other. For tests, benchmarks and studies, which so see both sides and nothing else: no socket, no second thread,
-//! nobody is woken.
+//! Driver and device on one thread, over one ring in memory: a queue of requests on one side, a handler of bios on the
+//! other. For tests, benchmarks and studies of both sides alone: there is no socket, no second thread and no wake-up.
 //!
-//! The device has its turn when the driver is polled. Its half is what a back-end does with a chain, and answers at
-//! once.
+//! The device runs when the driver is polled. Its half treats a chain as a back-end does, and completes it at once.
 
 use std::io;
 use std::sync::Arc;

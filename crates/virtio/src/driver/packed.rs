@@ -1,8 +1,8 @@
 //! The driver's side of a packed virtqueue. [2.8]
 //!
-//! Owned by one thread. One ring of descriptors goes round: we write chains into it, the device writes over them what
-//! it has used, each from its own position, and a bit that flips with every lap (the wrap counter) tells new from old.
-//! What we need of a chain later is kept in memory of our own. It has no in-order completion.
+//! Owned by one thread. There is one circular ring of descriptors: the driver writes chains into it, the device
+//! overwrites them with used elements, each from its own position, and a bit that flips with every lap (the wrap
+//! counter) marks new ones. State needed later is kept in private memory. It has no in-order completion.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 

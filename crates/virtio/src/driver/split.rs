@@ -1,8 +1,8 @@
 //! The driver's side of a split virtqueue. [2.7]
 //!
-//! Owned by one thread. Descriptors and the available ring are written by us only, and what we need of them later is
-//! kept in memory of our own: nothing that the device could have changed is ever read back. Of the used ring the index
-//! is read once for a run of elements, each element once.
+//! Owned by one thread. Only the driver writes descriptors and the available ring, and their state that is needed
+//! later is kept in private memory: nothing that the device could have changed is ever read back. The used index is
+//! read once for a run of elements, each element once.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 

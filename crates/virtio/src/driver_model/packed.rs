@@ -1,6 +1,6 @@
 //! The driver's side of a packed ring. [2.8]
 //!
-//! Places are counted from the beginning and never wrap here: place and wrap counter are remainder and parity of the
+//! Positions are counted from the beginning and never wrap here: slot and wrap counter are remainder and parity of the
 //! quotient.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};

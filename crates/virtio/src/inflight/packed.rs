@@ -1,5 +1,4 @@
-//! The record of a packed ring: copies of the descriptors in flight, since used elements are written over them in the
-//! ring.
+//! The record of a packed ring: copies of the descriptors in flight, since used elements overwrite them in the ring.
 //!
 //! ```text
 //!   0 features u64 │ 8 version u16 │ 10 desc_num u16 │ 12 free_head u16 │ 14 old_free_head u16
@@ -8,12 +7,12 @@
 //!                  id u16, flags u16, len u32, addr u64
 //! ```
 //!
-//! A chain takes entries from a list of free ones and gives them back when it is published. What is published is said
-//! twice: the fields without `old_` are stored before the ring shows the batch, those with it afterwards. While they
-//! differ, the ring itself decides: the place at `old_used_idx` has either been given to the driver, and then the newer
-//! ones hold, or not, and then the older ones do. The document compares used indexes only, which are equal after a
-//! batch as long as the ring; and it stores them one by one, so that one who dies in between leaves an index of one
-//! time beside a wrap counter of another. Here what belongs together is stored at once, and compared so.
+//! A chain takes entries from a list of free ones and returns them when it is published. The published position is
+//! stored twice: the fields without `old_` are stored before the ring shows the batch, those with it afterwards. While
+//! they differ, the ring decides: if the slot at `old_used_idx` has been given to the driver, the newer fields hold,
+//! and otherwise the older ones. The document compares used indexes only, which are equal after a batch as long as the
+//! ring; and it stores the fields one by one, so that a daemon killed in between leaves an index of one time beside a
+//! wrap counter of another. Here fields that belong together are stored at once, and compared so.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::sync::atomic::fence;

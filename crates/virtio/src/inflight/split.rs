@@ -5,9 +5,9 @@
 //!  16 + 16·i       inflight u8, 5 of nothing, next u16, counter u64
 //! ```
 //!
-//! The used ring's index says what the driver has been given, and it is published with one store. So the record need
-//! not be exact at every moment: while `used_idx` differs from that index, the entries of the last batch, a list of as
-//! many from `last_batch_head` on, are in flight no more, whatever they say.
+//! The used ring's index says which chains the driver has been given, and is published with one store. So the record
+//! need not be exact at every moment: while `used_idx` differs from that index, the entries of the last batch, a list
+//! of as many from `last_batch_head` on, are no longer in flight, whatever they say.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::sync::atomic::fence;
