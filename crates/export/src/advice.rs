@@ -33,14 +33,14 @@ pub(crate) fn no_ring(memory: &Memory, error: RingSetupError) -> String {
 pub(crate) fn blank_memory() -> String {
     // QEMU before 11 sends the descriptor of memory that it maps for itself alone.
     format!(
-        "the guest's memory seems not to be shared: its first MiB reads as zeros, so the guest would wait for ever; {SHARE}"
+        "the guest's memory is probably not shared: its first MiB reads as zeros, so the guest would wait for ever; {SHARE}"
     )
 }
 
 /// What there is to say of a queue that is not served.
 pub(crate) fn no_queue(index: u32, served: usize) -> String {
     let cure = more_queues(served);
-    format!("no such queue {index}: {served} are served; {cure}")
+    format!("no queue {index}: {served} are served; {cure}")
 }
 
 /// What there is to say of a front-end that leaves as soon as it is told how many queues are served.

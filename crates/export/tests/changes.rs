@@ -194,7 +194,7 @@ fn the_next_front_end_is_offered_another_number_of_queues() {
     assert_eq!(hand.offer(2, Vec::new()).recv_timeout(PATIENCE).unwrap(), Ok(Changed::Unseen));
     for number in [0, 3] {
         let refused = hand.offer(number, Vec::new()).recv_timeout(PATIENCE).unwrap().unwrap_err();
-        assert!(refused.contains("2 were made"), "{refused}");
+        assert!(refused.contains("only 2 exist"), "{refused}");
     }
     let mut front = Front::connect(&world.exports[0]);
     assert_eq!(front.get_queue_num().unwrap(), 2);

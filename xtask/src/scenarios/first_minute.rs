@@ -160,7 +160,7 @@ fn mistakes(ground: &ScenarioContext) -> Result<()> {
         server.wait_until_said(LIMIT, says).with_context(|| format!("no line with {words:?}"))
     };
     let qemu = paste(ground, &unshared)?;
-    answered(&["WARN", "memory seems not to be shared", "share=on", "memory-backend=mem"])?;
+    answered(&["WARN", "not shared", "share=on", "memory-backend=mem"])?;
     drop(qemu);
     let qemu = paste(ground, &greedy)?;
     answered(&["WARN", "2 queues are served", "num-queues=2", "queues=N"])?;

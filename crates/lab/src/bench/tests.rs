@@ -108,7 +108,7 @@ fn what_is_written_is_found_again_and_what_is_changed_is_found_out() {
     assert_eq!((report.mismatches(), report.checked, report.is_good()), (3, 256, false));
     let words = report.violations.join("\n");
     for part in
-        ["sector 40: checksum", "the first at 100", "sector 72: it is whole, but belongs to sector 56", "all zeroes"]
+        ["sector 40: checksum", "the first at 100", "sector 72: it is intact, but belongs to sector 56", "all zeroes"]
     {
         assert!(words.contains(part), "{part}: {words}");
     }
