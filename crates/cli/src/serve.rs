@@ -14,8 +14,8 @@ use blkyard::scheduler::take_device_scheduler;
 use blkyard::spec::{Spec, SpecError, number, show_size};
 use blkyard::{Connector, Device, DeviceError};
 use blkyard_export::{
-    Acceptor, BackendConfig, BoundSocket, ExportState, QUEUES_MAX, QueueRemote, SEG_MAX, Server, SessionState,
-    SocketConfig, Taking,
+    Acceptor, BackendConfig, BoundSocket, ControlLoop, ExportState, QUEUES_MAX, QueueRemote, SEG_MAX, Server,
+    SessionState, SocketConfig, Taking,
 };
 use blkyard_mem::DmaDomain;
 use blkyard_mq::{HeldBack, IdlePolicy, LogLimit};
@@ -174,13 +174,13 @@ struct Inherited {
 
 impl ReadyExport {
     /// Serves it, or prepares to go on with it.
-    fn start(self) -> Result<Start, ServeError> {
+    fn start(self, control: &ControlLoop) -> Result<Start, ServeError> {
         let ReadyExport { name, socket, disk, remotes, domains, inherited, .. } = self;
         let config = BackendConfig { name: name.clone(), disk, queues: remotes, domains };
         let Some(Inherited { offered, depth, wce, session }) = inherited else {
-            return Ok(Start::Served(Server::start(socket, config)?));
+            return Ok(Start::Served(Server::start_on(control, socket, config)?));
         };
-        let taking = Server::take_over(socket, config, offered, wce, session);
+        let taking = Server::take_over_on(control, socket, config, offered, wce, session);
         let cure = "the other daemon continues; stop it instead";
         let taking = taking.map_err(|why| SpecError::new(name, format!("it cannot be taken over: {why}"), cure))?;
         if let Some(depth) = depth {
@@ -275,13 +275,14 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     let place = args.control.clone().unwrap_or_default();
     let mut control = if inherited.is_none() { place.bind(first)?.map(tracked).transpose()? } else { None };
     let mut watch = Watch::new(exports.len());
+    let exports_control = ControlLoop::start()?;
     let mut starts = Parts::new(stop);
     let mut served = Vec::new();
     for (export, _) in exports {
         let queues: Vec<_> = export.remotes.iter().map(QueueRemote::watch).collect();
         let (name, device, serial) = (export.name.clone(), export.device, export.serial);
         let rate = Arc::clone(&export.rate);
-        let start = export.start()?;
+        let start = export.start(&exports_control)?;
         let server = start.server();
         served.push(ServedExport {
             name,
@@ -371,10 +372,9 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     // Nobody else has it but who has given up on us, and ends the process.
     if let Some(daemon) = Arc::into_inner(daemon) {
         let Daemon { lanes, devices, .. } = daemon;
-        // All that else had them were the exports.
-        if let Some(lanes) = Arc::into_inner(lanes) {
-            lanes.into_inner().unwrap_or_else(PoisonError::into_inner).join()?;
-        }
+        // All that else had them were the exports, which have ended.
+        let Some(lanes) = Arc::into_inner(lanes) else { unreachable!("queues of an export outlive it") };
+        lanes.into_inner().unwrap_or_else(PoisonError::into_inner).join()?;
         stop.drained();
         drop(devices);
     }
@@ -628,12 +628,17 @@ fn introduce_control(socket: Arc<BoundSocket>, daemon: &Arc<Daemon>) -> Result<C
 
 /// Says what is served, and how to attach it.
 fn introduce(devices: &[Arc<ServedDevice>], exports: &[(ReadyExport, Vec<usize>)], lanes: usize) {
-    for (export, lane_of) in exports {
+    /// Exports that are introduced: as many as somebody reads.
+    const INTRODUCED_MAX: usize = 64;
+    for (export, lane_of) in exports.iter().take(INTRODUCED_MAX) {
         let device = &devices[export.device].device;
         let info = devices[export.device].info();
         let access = if info.read_only { ", read-only" } else { "" };
         say(format_args!("{}: {}{access}; {}", info.name, show_size(info.capacity_sectors << 9), device.describe()));
         say(format_args!("  on {} with {} queues, on lanes {lane_of:?} of {lanes}", export.name, export.remotes.len()));
+    }
+    if exports.len() > INTRODUCED_MAX {
+        say(format_args!("and {} more exports; blkyard inspect shows them", exports.len() - INTRODUCED_MAX));
     }
     let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.into());
     let sockets: Vec<_> = exports.iter().map(|(export, _)| absolute(export.socket.path())).collect();

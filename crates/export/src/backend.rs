@@ -1,6 +1,6 @@
 //! The control path of one vhost-user-blk export: what the front-end's messages mean.
 //!
-//! Owned by the export's own thread, which handles one message at a time. It keeps what the front-end has said of each
+//! Owned by its export, which handles one message at a time. It keeps what the front-end has said of each
 //! ring; a ring runs while it has size, addresses and a kick descriptor and is enabled. Whenever something changes
 //! under a running ring, memory above all, the ring is suspended first: what was fetched is finished, then it goes on
 //! from where it stood (see [`rings`]). Nothing here touches a ring or a request.
@@ -28,9 +28,9 @@ use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBack
 
 use crate::advice;
 use crate::channel::BackendChannel;
+use crate::core::ExportLog;
 use crate::handover::SessionState;
 use crate::inflight::{self, Records};
-use crate::log::ExportLog;
 use crate::memory::{Announced, Memory, SLOTS_MAX};
 use crate::orders::Changed;
 use crate::remote::QueueRemote;

@@ -5,10 +5,12 @@
 //! others, and there is one way to set a session up. All is prepared before the queues are to run; until they do, the
 //! export that handed over can go on as if nothing had happened.
 
+use std::fmt;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::mpsc::Sender;
 
+use crate::core::EndpointCaller;
 use crate::wire::Message;
 
 /// A session whose queues are at rest.
@@ -57,13 +59,34 @@ pub struct Handed {
 }
 
 /// An export that rests until it is known whether somebody takes it. Dropping this lets it go on.
-#[derive(Debug)]
-pub struct QuiescedExport(pub(crate) Sender<()>);
+pub struct QuiescedExport {
+    /// There until it is dropped.
+    verdict: Option<Sender<()>>,
+    caller: EndpointCaller,
+}
 
 impl QuiescedExport {
+    pub(crate) fn new(verdict: Sender<()>, caller: EndpointCaller) -> QuiescedExport {
+        QuiescedExport { verdict: Some(verdict), caller }
+    }
+
     /// Somebody has taken it: the export ends, and leaves its socket and its front-end alone.
     pub fn let_go(self) {
         // An export that has ended meanwhile has nothing to let go of.
-        let _ = self.0.send(());
+        let _ = self.verdict.as_ref().map(|verdict| verdict.send(()));
+    }
+}
+
+impl Drop for QuiescedExport {
+    fn drop(&mut self) {
+        // Before the export looks.
+        self.verdict = None;
+        self.caller.call();
+    }
+}
+
+impl fmt::Debug for QuiescedExport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("QuiescedExport").finish_non_exhaustive()
     }
 }

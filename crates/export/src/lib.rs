@@ -2,18 +2,19 @@
 //!
 //! Today one: a vhost-user-blk back-end, for virtual machines and for programs that speak virtio-blk over a socket. The
 //! messages of the control path come through the `vhost` crate; rings, requests and data are ours, and every virtqueue
-//! feeds a hardware queue: its own, or one that it shares. This crate does no file I/O and starts one thread per
-//! export, for its socket.
+//! feeds a hardware queue: its own, or one that it shares. This crate does no file I/O. One thread waits for all
+//! exports of a program, and workers run what they have to do.
+//!
+//! `core` is what every front end stands on; all other modules are vhost-user's.
 #![forbid(unsafe_code)]
 
-mod acceptor;
 mod advice;
 mod backend;
 mod channel;
+mod core;
 mod handover;
 mod inflight;
 mod kicks;
-mod log;
 mod memory;
 mod notes;
 mod orders;
@@ -22,12 +23,11 @@ mod queue;
 mod remote;
 mod server;
 mod session;
-mod socket;
 mod view;
 mod wire;
 
-pub use acceptor::{Accepted, Acceptor};
 pub use backend::{BackendConfig, QUEUE_SIZE_MAX, QUEUES_MAX, SEG_MAX};
+pub use core::{Accepted, Acceptor, BoundSocket, ControlLoop, SocketConfig, SocketError};
 pub use handover::{ExportState, Handed, QuiescedExport, SessionState};
 pub use orders::{Changed, ExportHand};
 pub use queue::{DetachedVirtqueue, VhostQueue, VirtqueueShare};
@@ -36,6 +36,5 @@ pub use remote::{
     queue_pair, shared_queue_pair,
 };
 pub use server::{ExportStatus, Server, Taking};
-pub use socket::{BoundSocket, SocketConfig, SocketError};
 pub use view::{QueueView, RingView, SessionView, VringView};
 pub use wire::{MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message};

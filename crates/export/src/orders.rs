@@ -1,17 +1,16 @@
 //! What an export may be told while it serves, from outside its socket: another size, other limits, another number of
 //! queues.
 //!
-//! The export's own thread does it, between two messages of its front-end or while it waits for one. So nothing changes
-//! under a message; and a front-end that stops in the middle of one, or never reads an answer, delays nothing.
+//! The export itself does it, in a step between two messages of its front-end or while it waits for one. So nothing
+//! changes under a message; and a front-end that stops in the middle of one, or never reads an answer, delays nothing.
 
-use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use blkyard_mq::{DeviceInfo, RateLimit, SchedulerConfig};
-use blkyard_sys::EventFd;
 
 use crate::QueueRemote;
+use crate::core::EndpointCaller;
 use crate::handover::Handed;
 
 /// What came of a change.
@@ -48,20 +47,16 @@ pub(crate) enum ExportCommand {
 #[derive(Clone)]
 pub struct ExportHand {
     orders: Sender<ExportCommand>,
-    eventfd: Arc<EventFd>,
+    caller: EndpointCaller,
 }
 
 /// The export's end.
-pub(crate) struct ExportCommands {
-    orders: Receiver<ExportCommand>,
-    eventfd: Arc<EventFd>,
-}
+pub(crate) struct ExportCommands(Receiver<ExportCommand>);
 
-/// Makes the two ends.
-pub(crate) fn orders() -> io::Result<(ExportHand, ExportCommands)> {
-    let eventfd = Arc::new(EventFd::new()?);
-    let (sender, receiver) = channel();
-    Ok((ExportHand { orders: sender, eventfd: Arc::clone(&eventfd) }, ExportCommands { orders: receiver, eventfd }))
+/// Makes the two ends, for an export that is called by this.
+pub(crate) fn orders(caller: EndpointCaller) -> (ExportHand, ExportCommands) {
+    let (orders, receiver) = channel();
+    (ExportHand { orders, caller }, ExportCommands(receiver))
 }
 
 impl ExportHand {
@@ -97,8 +92,8 @@ impl ExportHand {
         self.give(|answer| ExportCommand::Offer(queues, more, answer))
     }
 
-    /// Asks whether orders are heard by now: not while the export's thread waits for a device, or for what its
-    /// front-end sent. The channel ends without an answer if the export has ended.
+    /// Asks whether orders are heard by now: not while it waits for a device, or for what its front-end sent. The
+    /// channel ends without an answer if the export has ended.
     pub fn hears(&self) -> Receiver<()> {
         self.give(ExportCommand::Hear)
     }
@@ -111,23 +106,16 @@ impl ExportHand {
 
     fn give<T>(&self, order: impl FnOnce(Sender<T>) -> ExportCommand) -> Receiver<T> {
         let (answer, wait) = channel();
-        // Without its thread the order is dropped, and the channel for the answer with it.
+        // If the export is over the order is dropped, and the channel for the answer with it.
         let _ = self.orders.send(order(answer));
-        self.eventfd.signal();
+        self.caller.call();
         wait
     }
 }
 
 impl ExportCommands {
-    /// Readable while there is an order.
-    pub(crate) fn eventfd(&self) -> &EventFd {
-        &self.eventfd
-    }
-
     /// The next order, if there is one.
     pub(crate) fn next(&self) -> Option<ExportCommand> {
-        // Before we look: an order that comes later rings again.
-        self.eventfd.take();
-        self.orders.try_recv().ok()
+        self.0.try_recv().ok()
     }
 }

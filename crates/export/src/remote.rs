@@ -21,8 +21,8 @@ use blkyard_sys::EventFd;
 use blkyard_virtio::{GuestMemory, Inflight, Refusals, RingBase, RingLayout};
 
 use crate::QueueView;
+use crate::core::ExportLog;
 use crate::kicks::KickSet;
-use crate::log::ExportLog;
 use crate::notes::Notes;
 use crate::queue::{DetachedVirtqueue, GuestQueue};
 

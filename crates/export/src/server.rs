@@ -1,34 +1,41 @@
-//! The thread of one export: takes one front-end after another, and handles its messages.
+//! One export: takes one front-end after another, and handles its messages.
+//!
+//! ```text
+//!              a connection                       an order to hand over
+//!   waiting ─────────────────▶ connected ───────────────────────────────▶ resting ──▶ over, if another process goes on
+//!      ▲                        │     ▲                                      │
+//!      └── the front-end left ──┘     └──────── back to where it was ────────┘
+//! ```
 //!
 //! While a front-end is connected the next one waits in the socket's backlog, and the log says so. When one leaves, or
 //! sends what cannot be answered, its queues finish what they fetched, its memory is let go, and the next finds the
-//! disk as it is. Between two messages, or while nobody is connected, the thread does what it is told from outside (see
+//! disk as it is. Between two messages, or while nobody is connected, the export does what it is told from outside (see
 //! [`crate::orders`]).
+//!
+//! It is an [`Endpoint`] of a control loop: a step waits for its own queues, for the receiver, and for nothing else.
 
 use std::io;
-use std::ops::ControlFlow;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::UnixStream;
+use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use blkyard_sys::EventFd;
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
+use blkyard_sys::{EventFlags, PollFlags, is_ready};
 
 use crate::QueueRemote;
-use crate::advice::{self, Waiters};
 use crate::backend::{Backend, BackendConfig};
+use crate::core::BoundSocket;
+use crate::core::ExportLog;
+use crate::core::{AwaitedFd, ControlLoop, Endpoint, EndpointCaller, EndpointEnd, EndpointState};
 use crate::handover::{ExportState, Handed, QuiescedExport, SessionState};
-use crate::log::ExportLog;
 use crate::orders::{Changed, ExportCommand, ExportCommands, ExportHand, orders};
-use crate::session::{End, Session};
-use crate::socket::BoundSocket;
+use crate::session::{End, Session, SessionStep};
 use crate::view::SessionView;
-use crate::wire::{Message, MessageBuffer, RelaySockets};
+use crate::wire::{Message, RelaySockets};
+
+/// How long an export waits that could not take a connection: out of descriptors, most likely.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What others may know of an export while it serves.
 #[derive(Debug)]
@@ -92,27 +99,43 @@ impl ExportStatus {
 
 /// An export that serves. Dropped, it is asked to end, and waited for: nothing of it is left behind, its socket either.
 pub struct Server {
-    /// There until it is waited for.
-    thread: Option<JoinHandle<()>>,
-    stop: Arc<Stop>,
+    end: Arc<EndpointEnd>,
+    stop: Stop,
     status: Arc<ExportStatus>,
     hand: ExportHand,
+    /// It is not waited for any more.
+    is_done: bool,
+    /// What runs it. Last: it may end with this.
+    _control: ControlLoop,
 }
 
-/// How the thread is told to end, wherever it waits.
+/// How an export is told to end.
+#[derive(Clone)]
 struct Stop {
-    eventfd: EventFd,
-    asked: AtomicBool,
+    asked: Arc<AtomicBool>,
+    caller: EndpointCaller,
 }
 
 impl Server {
-    /// Serves a disk on a socket, from now on.
+    /// Serves a disk on a socket, from now on, with a control loop of its own.
     ///
     /// # Errors
     /// The system gives no thread or descriptor.
     pub fn start(socket: impl Into<Arc<BoundSocket>>, config: BackendConfig) -> io::Result<Server> {
+        Server::start_on(&ControlLoop::start()?, socket, config)
+    }
+
+    /// The same, with a control loop that it shares with other exports. None holds up another.
+    ///
+    /// # Errors
+    /// The socket cannot be waited for.
+    pub fn start_on(
+        control: &ControlLoop,
+        socket: impl Into<Arc<BoundSocket>>,
+        config: BackendConfig,
+    ) -> io::Result<Server> {
         let status = ExportStatus::new(config.name.clone(), config.disk.queues());
-        Server::spawn(socket.into(), status, move |context| serve(Begin::Waiting(config), context))
+        Server::add(control, socket.into(), status, ExportPhase::Waiting(config, None))
     }
 
     /// Prepares to go on with an export that another process has handed over, on its socket. Nothing is served, and
@@ -121,6 +144,22 @@ impl Server {
     /// # Errors
     /// The session is none that this disk could have, or the system gives no thread or descriptor.
     pub fn take_over(
+        socket: impl Into<Arc<BoundSocket>>,
+        config: BackendConfig,
+        offered: u16,
+        wce: bool,
+        session: Option<SessionState>,
+    ) -> Result<Taking, String> {
+        let control = ControlLoop::start().map_err(|error| error.to_string())?;
+        Server::take_over_on(&control, socket, config, offered, wce, session)
+    }
+
+    /// The same, with a control loop that it shares with other exports.
+    ///
+    /// # Errors
+    /// As for [`Server::take_over`].
+    pub fn take_over_on(
+        control: &ControlLoop,
         socket: impl Into<Arc<BoundSocket>>,
         mut config: BackendConfig,
         offered: u16,
@@ -139,31 +178,34 @@ impl Server {
             Some(state) => {
                 let sockets = RelaySockets::new().map_err(said)?;
                 let (session, run) = Session::resume(state, sockets, config, &status.log)?;
-                Begin::Connected(session, run)
+                Begin::Connected(Box::new(session), run)
             }
         };
         let (go, told) = channel();
-        let server = Server::spawn(socket.into(), status, move |context| {
-            // Without a word it was all for nothing.
-            if told.recv().is_err() {
-                return;
-            }
-            context.socket.set_owned(true);
-            serve(begin, context);
-        });
-        Ok(Taking { go, server: server.map_err(said)? })
+        let server = Server::add(control, socket.into(), status, ExportPhase::Prepared(told, begin)).map_err(said)?;
+        Ok(Taking { go, server })
     }
 
-    fn spawn(
+    fn add(
+        control: &ControlLoop,
         socket: Arc<BoundSocket>,
         status: Arc<ExportStatus>,
-        serve: impl FnOnce(&ExportContext) + Send + 'static,
+        phase: ExportPhase,
     ) -> io::Result<Server> {
-        let stop = Arc::new(Stop { eventfd: EventFd::new()?, asked: AtomicBool::new(false) });
-        let (hand, orders) = orders()?;
-        let context = ExportContext { socket, stop: Arc::clone(&stop), status: Arc::clone(&status), orders };
-        let thread = std::thread::Builder::new().name("export".into()).spawn(move || serve(&context))?;
-        Ok(Server { thread: Some(thread), stop, status, hand })
+        // A connection that poll has seen may be gone: another process may have the same listener.
+        socket.listener().set_nonblocking(true)?;
+        let asked = Arc::new(AtomicBool::new(false));
+        let (about, stopped) = (Arc::clone(&status), Arc::clone(&asked));
+        let mut hand = None;
+        let (caller, end) = control.add(|caller| {
+            let (given, orders) = orders(caller.clone());
+            hand = Some(given);
+            let stop = Stop { asked: stopped, caller };
+            VhostUserExport { context: ExportContext { socket, stop, status: about, orders }, phase }
+        });
+        let Some(hand) = hand else { unreachable!("the endpoint was made") };
+        let stop = Stop { asked, caller };
+        Ok(Server { end, stop, status, hand, is_done: false, _control: control.clone() })
     }
 
     /// For changing it while it serves.
@@ -176,36 +218,31 @@ impl Server {
         &self.status
     }
 
-    /// Whether the thread has ended by itself, which it does only when its lanes are gone.
+    /// Whether it has ended by itself, which it does only when its lanes are gone.
     pub fn is_finished(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+        self.end.is_set()
     }
 
     /// Asks it to end: no new front-end is taken, the one there is let go of once what it had fetched is finished.
     pub fn ask_to_stop(&self) {
         self.stop.asked.store(true, Ordering::SeqCst);
-        self.stop.eventfd.signal();
+        self.stop.caller.call();
     }
 
     /// Waits until it has ended, by itself or because it was asked to.
     pub fn join(mut self) {
-        self.wait();
-    }
-
-    fn wait(&mut self) {
-        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
-            tracing::error!("the thread of an export panicked");
-        }
+        self.end.wait();
+        self.is_done = true;
     }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        if self.thread.is_some() {
+        if !self.is_done {
             self.ask_to_stop();
             // What a panic has left may never come to rest.
             if !std::thread::panicking() {
-                self.wait();
+                self.end.wait();
             }
         }
     }
@@ -213,7 +250,7 @@ impl Drop for Server {
 
 /// An export that is about to be taken over. Dropped, it leaves everything as it was.
 pub struct Taking {
-    /// Goes before the server, which waits for its thread, which waits for this.
+    /// Goes before the server, which waits for its end, which waits for this.
     go: Sender<()>,
     server: Server,
 }
@@ -221,8 +258,9 @@ pub struct Taking {
 impl Taking {
     /// Serves from now on: the other process has let go.
     pub fn go(self) -> Server {
-        // The thread waits for this and nothing else.
+        // The export waits for this and nothing else.
         let _ = self.go.send(());
+        self.server.stop.caller.call();
         self.server
     }
 
@@ -235,160 +273,197 @@ impl Taking {
 /// What an export begins with: nobody, or a front-end whose queues run once they are told this.
 enum Begin {
     Waiting(BackendConfig),
-    Connected(Session, Vec<Message>),
+    Connected(Box<Session>, Vec<Message>),
 }
 
-/// What the thread has to do with: its socket, what reaches it from elsewhere, and what it tells.
+/// What an export is at.
+enum ExportPhase {
+    /// It was handed over by another process, which has not let go yet.
+    Prepared(Receiver<()>, Begin),
+    /// Nobody is connected. No connection is taken before this time, if there is one.
+    Waiting(BackendConfig, Option<Instant>),
+    /// A front-end is connected.
+    Connected(Box<Session>),
+    /// It rests until it is known whether another process goes on with it.
+    Resting(Receiver<()>, Rested),
+    /// It has ended.
+    Over,
+}
+
+/// An export that rests: nobody is connected, or somebody whose queues of these numbers ran.
+enum Rested {
+    Waiting(BackendConfig),
+    Connected(Box<Session>, Vec<usize>),
+}
+
+/// An export, with all that it knows.
+struct VhostUserExport {
+    context: ExportContext,
+    phase: ExportPhase,
+}
+
+/// What an export has to do with: its socket, what reaches it from elsewhere, and what it tells.
 pub(crate) struct ExportContext {
     socket: Arc<BoundSocket>,
-    stop: Arc<Stop>,
+    stop: Stop,
     status: Arc<ExportStatus>,
     orders: ExportCommands,
 }
 
-/// Serves one front-end after another. The queues are retired with what is dropped in the end.
-fn serve(mut begin: Begin, context: &ExportContext) {
-    loop {
-        let (mut session, run) = match begin {
-            Begin::Connected(session, run) => (session, run),
-            Begin::Waiting(config) => match next(config, context) {
-                Some(session) => (session, Vec::new()),
-                None => return,
-            },
-        };
-        context.note(session.view());
-        context.status.connected.store(true, Ordering::Relaxed);
-        context.status.sessions.fetch_add(1, Ordering::Relaxed);
-        let end = match session.begin(&run) {
-            Ok(()) => session.run(context),
-            Err(error) => End::Over(error),
-        };
-        let (config, outcome) = session.end(&end);
-        context.status.connected.store(false, Ordering::Relaxed);
-        if let Err(error) = outcome {
-            tracing::error!("{}: the export ends: {error}", config.name);
-            return;
-        }
-        if matches!(end, End::Handed) || context.stop.asked.load(Ordering::SeqCst) {
-            return;
-        }
-        begin = Begin::Waiting(config);
-    }
-}
-
-/// The next front-end; none once the export is to end.
-fn next(mut config: BackendConfig, context: &ExportContext) -> Option<Session> {
-    let (listener, path) = (context.socket.listener(), context.socket.path().display());
-    // One that poll has seen may be gone: another process may have the same listener.
-    if let Err(error) = listener.set_nonblocking(true) {
-        tracing::error!("{path}: cannot wait for a connection: {error}");
-        return None;
-    }
-    let log = &context.status.log;
-    loop {
-        match context.wait(listener.as_fd(), PollFlags::IN) {
-            Ok(Call::Stop) => return None,
-            Ok(Call::Order) => {
-                if context.obey(&mut Subject::Waiting(&mut config)).is_break() {
-                    log.info("the export was handed over to another process");
-                    return None;
-                }
-            }
-            // Sockets first: a connection that was taken must not be lost for want of them.
-            Ok(Call::Socket) => match RelaySockets::new().and_then(|sockets| Ok((sockets, context.socket.accept()?))) {
-                Ok((sockets, Some(taken))) => {
-                    log.info("a front-end connected");
-                    config.disk.set_queues(context.status.offered());
-                    return Some(Session::new(taken.stream, sockets, config, log).of_process(taken.pid));
-                }
-                Ok((_, None)) => {}
-                Err(error) => {
-                    let cure = "check the limit on open files";
-                    log.warn(format_args!("a connection could not be accepted: {error}; {cure}"));
-                    // Out of descriptors, most likely: do not spin until somebody closes some.
-                    std::thread::sleep(Duration::from_millis(100));
-                }
-            },
-            Err(error) => {
-                tracing::error!("{}: cannot wait for a connection: {error}", config.name);
-                return None;
+impl Endpoint for VhostUserExport {
+    fn step(&mut self) -> EndpointState {
+        loop {
+            let phase = std::mem::replace(&mut self.phase, ExportPhase::Over);
+            let (phase, goes_on) = self.context.advance(phase);
+            self.phase = phase;
+            if !goes_on {
+                break;
             }
         }
+        match &self.phase {
+            ExportPhase::Over => EndpointState::Over,
+            ExportPhase::Waiting(_, until) => EndpointState::Waiting(*until),
+            ExportPhase::Connected(session) => EndpointState::Waiting(session.deadline()),
+            ExportPhase::Prepared(..) | ExportPhase::Resting(..) => EndpointState::Waiting(None),
+        }
     }
-}
 
-/// What the thread has to turn to.
-pub(crate) enum Call {
-    Stop,
-    Order,
-    /// A connection, a message, or room for an answer.
-    Socket,
+    fn interests(&self) -> Vec<(AwaitedFd, EventFlags)> {
+        let listener = || (Arc::clone(&self.context.socket) as _, EventFlags::IN);
+        match &self.phase {
+            ExportPhase::Waiting(_, None) => vec![listener()],
+            ExportPhase::Connected(session) => {
+                let others = session.looks_for_others().then(listener);
+                others.into_iter().chain([session.interest()]).collect()
+            }
+            _ => Vec::new(),
+        }
+    }
 }
 
 impl ExportContext {
-    /// Waits until there is something to do, or the socket is as awaited; what comes from our own side goes first.
-    pub(crate) fn wait(&self, socket: BorrowedFd<'_>, awaited: PollFlags) -> Result<Call, Errno> {
-        loop {
-            if let (Some(call), _) = self.poll(socket, awaited, false, None)? {
-                return Ok(call);
+    /// One move; says whether another may follow at once.
+    fn advance(&self, phase: ExportPhase) -> (ExportPhase, bool) {
+        let stops = self.stop.asked.load(Ordering::SeqCst);
+        match phase {
+            ExportPhase::Over => (ExportPhase::Over, false),
+            ExportPhase::Prepared(told, begin) => match told.try_recv() {
+                Ok(()) => {
+                    self.socket.set_owned(true);
+                    match begin {
+                        Begin::Waiting(config) => (ExportPhase::Waiting(config, None), true),
+                        Begin::Connected(session, run) => (self.begin(session, &run), true),
+                    }
+                }
+                Err(TryRecvError::Empty) if !stops => (ExportPhase::Prepared(told, begin), false),
+                // Without a word it was all for nothing.
+                Err(_) => (ExportPhase::Over, false),
+            },
+            ExportPhase::Waiting(..) if stops => (ExportPhase::Over, false),
+            ExportPhase::Waiting(mut config, until) => {
+                if let Some((said, _)) = self.obey(&mut Subject::Waiting(&mut config)) {
+                    return (ExportPhase::Resting(said, Rested::Waiting(config)), true);
+                }
+                if until.is_some_and(|until| Instant::now() < until) {
+                    return (ExportPhase::Waiting(config, until), false);
+                }
+                self.accept(config)
+            }
+            ExportPhase::Connected(session) if stops => (self.end(*session, &End::Stopped), true),
+            ExportPhase::Connected(mut session) => {
+                if let Some((said, running)) = session.obey(self) {
+                    return (ExportPhase::Resting(said, Rested::Connected(session, running)), true);
+                }
+                let step = session.step();
+                self.note(session.view());
+                match step {
+                    SessionStep::Waiting => {
+                        session.look_for_others(&self.socket);
+                        (ExportPhase::Connected(session), false)
+                    }
+                    SessionStep::Handled => (ExportPhase::Connected(session), true),
+                    SessionStep::Over(error) => (self.end(*session, &End::Over(error)), true),
+                }
+            }
+            ExportPhase::Resting(said, rested) => match (said.try_recv(), rested) {
+                (Err(TryRecvError::Empty), rested) => (ExportPhase::Resting(said, rested), false),
+                (Ok(()), rested) => {
+                    self.socket.set_owned(false);
+                    match rested {
+                        Rested::Waiting(_) => {
+                            self.status.log.info("the export was handed over to another process");
+                            (ExportPhase::Over, false)
+                        }
+                        Rested::Connected(session, _) => (self.end(*session, &End::Handed), true),
+                    }
+                }
+                (Err(TryRecvError::Disconnected), Rested::Waiting(config)) => {
+                    (ExportPhase::Waiting(config, None), true)
+                }
+                (Err(TryRecvError::Disconnected), Rested::Connected(session, running)) => {
+                    session.go_on(running);
+                    (ExportPhase::Connected(session), true)
+                }
+            },
+        }
+    }
+
+    /// Takes the next front-end, if one waits.
+    fn accept(&self, mut config: BackendConfig) -> (ExportPhase, bool) {
+        if !is_ready(self.socket.listener(), PollFlags::IN) {
+            return (ExportPhase::Waiting(config, None), false);
+        }
+        let log = &self.status.log;
+        // Sockets first: a connection that was taken must not be lost for want of them.
+        match RelaySockets::new().and_then(|sockets| Ok((sockets, self.socket.accept()?))) {
+            Ok((sockets, Some(taken))) => {
+                log.info("a front-end connected");
+                config.disk.set_queues(self.status.offered());
+                let session = Session::new(taken.stream, sockets, config, log).of_process(taken.pid);
+                (self.begin(Box::new(session), &[]), true)
+            }
+            Ok((_, None)) => (ExportPhase::Waiting(config, None), false),
+            Err(error) => {
+                let cure = "check the limit on open files";
+                log.warn(format_args!("a connection could not be accepted: {error}; {cure}"));
+                (ExportPhase::Waiting(config, Some(Instant::now() + ACCEPT_PAUSE)), false)
             }
         }
     }
 
-    /// The same while a front-end is connected. Others that wait at the export's socket meanwhile are told of in the
-    /// log, and wait on.
-    pub(crate) fn wait_beside(
-        &self,
-        connection: &UnixStream,
-        awaited: PollFlags,
-        waiters: &mut Waiters,
-    ) -> Result<Call, Errno> {
-        loop {
-            let (looks, time) = waiters.look(Instant::now());
-            let (call, waits) = self.poll(connection.as_fd(), awaited, looks, time)?;
-            // Whoever has left, or says something, goes first: the other may be its successor.
-            if let Some(call) = call {
-                return Ok(call);
-            }
-            if looks && waiters.found(waits, Instant::now()) {
-                self.status.log.warn(advice::second_front_end(waiters.connected()));
-            }
+    /// A session begins; its queues run once they are told this.
+    fn begin(&self, mut session: Box<Session>, run: &[Message]) -> ExportPhase {
+        self.note(session.view());
+        self.status.connected.store(true, Ordering::Relaxed);
+        self.status.sessions.fetch_add(1, Ordering::Relaxed);
+        match session.begin(run) {
+            Ok(()) => ExportPhase::Connected(session),
+            Err(error) => self.end(*session, &End::Over(error)),
         }
     }
 
-    /// Waits once, for a time at most: what there is to do, and whether somebody waits at the export's socket, if that
-    /// is looked at.
-    fn poll(
-        &self,
-        socket: BorrowedFd<'_>,
-        awaited: PollFlags,
-        looks: bool,
-        time: Option<Duration>,
-    ) -> Result<(Option<Call>, bool), Errno> {
-        // The eventfd is never silenced, so this also finds that we were asked while nobody looked.
-        let mut fds = [
-            PollFd::new(&self.stop.eventfd, PollFlags::IN),
-            PollFd::new(self.orders.eventfd(), PollFlags::IN),
-            PollFd::from_borrowed_fd(socket, awaited),
-            PollFd::new(self.socket.listener(), PollFlags::IN),
-        ];
-        let fds = &mut fds[..if looks { 4 } else { 3 }];
-        let time = time.and_then(|time| Timespec::try_from(time).ok());
-        match poll(fds, time.as_ref()) {
-            Err(Errno::INTR) => return Ok((None, false)),
-            Err(error) => return Err(error),
-            Ok(_) => {}
+    /// A session ends: its queues finish what they fetched.
+    fn end(&self, session: Session, end: &End) -> ExportPhase {
+        let (config, outcome) = session.end(end);
+        self.status.connected.store(false, Ordering::Relaxed);
+        if let Err(error) = outcome {
+            tracing::error!("{}: the export ends: {error}", config.name);
+            return ExportPhase::Over;
         }
-        let calls = [Call::Stop, Call::Order, Call::Socket];
-        let call = calls.into_iter().zip(&*fds).find(|(_, fd)| !fd.revents().is_empty()).map(|(call, _)| call);
-        Ok((call, fds.get(3).is_some_and(|fd| !fd.revents().is_empty())))
+        if matches!(end, End::Handed) { ExportPhase::Over } else { ExportPhase::Waiting(config, None) }
     }
 
-    /// Does what was ordered. Breaks off once another process goes on with all there is.
-    pub(crate) fn obey(&self, subject: &mut Subject<'_>) -> ControlFlow<()> {
+    /// Does what was ordered. Stops where it has come to rest to be handed over: says where it will be known whether
+    /// another process goes on, and which queues ran.
+    pub(crate) fn obey(&self, subject: &mut Subject<'_>) -> Option<(Receiver<()>, Vec<usize>)> {
         while let Some(order) = self.orders.next() {
             match order {
-                ExportCommand::HandOver(answer) => self.hand_over(subject, &answer)?,
+                ExportCommand::HandOver(answer) => {
+                    let resting = self.hand_over(subject, &answer);
+                    if resting.is_some() {
+                        return resting;
+                    }
+                }
                 ExportCommand::Hear(answer) => drop(answer.send(())),
                 ExportCommand::Change(info, answer) => {
                     let _ = answer.send(match subject {
@@ -412,7 +487,7 @@ impl ExportContext {
                 }
             }
         }
-        ControlFlow::Continue(())
+        None
     }
 
     /// Has these queues as well, and offers so many to the next front-end: one that is connected keeps what it has.
@@ -426,8 +501,12 @@ impl ExportContext {
         Ok(if matches!(subject, Subject::Connected(..)) { Changed::Silent } else { Changed::Unseen })
     }
 
-    /// Rests until it is known whether somebody goes on with what there is; goes on if nobody does.
-    fn hand_over(&self, subject: &mut Subject<'_>, answer: &Sender<Result<Handed, String>>) -> ControlFlow<()> {
+    /// Comes to rest, and describes all there is for who asks. Goes on at once if that cannot be told.
+    fn hand_over(
+        &self,
+        subject: &mut Subject<'_>,
+        answer: &Sender<Result<Handed, String>>,
+    ) -> Option<(Receiver<()>, Vec<usize>)> {
         let (running, session) = match subject {
             Subject::Waiting(_) => (Vec::new(), Ok(None)),
             Subject::Connected(backend, inbox) => match inbox.part() {
@@ -450,17 +529,18 @@ impl ExportContext {
                 session,
             })
         });
+        let rests = state.is_ok();
         // Whoever drops the one lets us know through the other.
         let (verdict, said) = channel();
-        let told = answer.send(state.map(|state| Handed { state, rest: QuiescedExport(verdict) })).is_ok();
-        if told && said.recv().is_ok() {
-            self.socket.set_owned(false);
-            return ControlFlow::Break(());
+        let rest = QuiescedExport::new(verdict, self.stop.caller.clone());
+        let told = answer.send(state.map(|state| Handed { state, rest })).is_ok();
+        if told && rests {
+            return Some((said, running));
         }
         if let Subject::Connected(backend, _) = subject {
             backend.go_on(running);
         }
-        ControlFlow::Continue(())
+        None
     }
 
     /// Tells what there is to see of a session.
@@ -472,7 +552,7 @@ impl ExportContext {
 /// What orders are about: an export that waits, or one with a front-end, of whose message this has come.
 pub(crate) enum Subject<'a> {
     Waiting(&'a mut BackendConfig),
-    Connected(&'a mut Backend, &'a MessageBuffer),
+    Connected(&'a mut Backend, &'a crate::wire::MessageBuffer),
 }
 
 impl Subject<'_> {

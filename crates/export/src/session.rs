@@ -1,26 +1,27 @@
 //! One front-end, from its first message to its last, or from where another process stopped.
 //!
-//! Owned by the export's thread, which handles one message at a time.
+//! Owned by its export, which handles one message at a time, without waiting for the front-end.
 
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use blkyard_sys::{EventFlags, PollFlags, is_ready};
 use vhost::vhost_user::Error;
 use vhost::vhost_user::message::FrontendReq;
 
 use crate::advice::{self, Waiters};
 use crate::backend::{Backend, BackendConfig};
 use crate::channel::BackendChannel;
+use crate::core::AwaitedFd;
+use crate::core::BoundSocket;
+use crate::core::ExportLog;
 use crate::handover::SessionState;
-use crate::log::ExportLog;
 use crate::remote::QueueRemote;
-use crate::server::{Call, ExportContext, Subject};
+use crate::server::{ExportContext, Subject};
 use crate::view::SessionView;
 use crate::wire::{Message, MessageBuffer, Relay, RelaySockets, reply};
-
-/// Not at all.
-const AT_ONCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// A session.
 pub(crate) struct Session {
@@ -31,7 +32,22 @@ pub(crate) struct Session {
     connection: Arc<UnixStream>,
     /// What the front-end said last.
     last: Option<u32>,
+    /// It has no room for an answer.
+    lacks_room: bool,
     waiters: Waiters,
+    /// Whether, and from when on, others are looked for at the export's socket.
+    looks_for_others: bool,
+    deadline: Option<Instant>,
+}
+
+/// What a step came to.
+pub(crate) enum SessionStep {
+    /// Nothing is there to do.
+    Waiting,
+    /// A message was handled; there may be more.
+    Handled,
+    /// The session is over.
+    Over(Error),
 }
 
 /// How a session ended.
@@ -55,8 +71,18 @@ impl Session {
         let (log, connection) = (Arc::clone(log), Arc::new(connection));
         let backend = Arc::new(Mutex::new(Backend::new(config, Arc::clone(&connection), Arc::clone(&log))));
         let relay = Relay::new(sockets, Arc::clone(&backend));
-        let (last, waiters) = (None, Waiters::default());
-        Session { log, backend, relay, inbox: MessageBuffer::default(), connection, last, waiters }
+        Session {
+            log,
+            backend,
+            relay,
+            inbox: MessageBuffer::default(),
+            connection,
+            last: None,
+            lacks_room: false,
+            waiters: Waiters::default(),
+            looks_for_others: false,
+            deadline: None,
+        }
     }
 
     /// The same, of this process; 0 if that is not known.
@@ -107,46 +133,79 @@ impl Session {
         self.ours().view()
     }
 
-    /// Handles messages until the session ends.
-    pub(crate) fn run(&mut self, context: &ExportContext) -> End {
-        let mut awaited = PollFlags::IN;
-        loop {
-            match context.wait_beside(&self.connection, awaited, &mut self.waiters) {
-                Ok(Call::Stop) => return End::Stopped,
-                Err(error) => return End::Over(Error::SocketError(error.into())),
-                Ok(Call::Order) => {
-                    let mut backend = self.backend.lock().unwrap_or_else(PoisonError::into_inner);
-                    if context.obey(&mut Subject::Connected(&mut backend, &self.inbox)).is_break() {
-                        return End::Handed;
-                    }
-                }
-                Ok(Call::Socket) => {
-                    // Room for the answer comes before the question: one that asks and never reads would keep us in the
-                    // middle of an answer, out of reach.
-                    awaited = if self.may_answer() { PollFlags::IN } else { PollFlags::OUT };
-                    if awaited == PollFlags::IN
-                        && let Err(error) = self.turn()
-                    {
-                        return End::Over(error);
-                    }
-                }
-            }
-            context.note(self.view());
+    /// Does what was ordered from outside: see [`ExportContext::obey`].
+    pub(crate) fn obey(&mut self, context: &ExportContext) -> Option<(Receiver<()>, Vec<usize>)> {
+        let mut backend = self.backend.lock().unwrap_or_else(PoisonError::into_inner);
+        context.obey(&mut Subject::Connected(&mut backend, &self.inbox))
+    }
+
+    /// Nobody goes on with it but us.
+    pub(crate) fn go_on(&self, running: Vec<usize>) {
+        self.ours().go_on(running);
+    }
+
+    /// Handles a message, if one is whole by now.
+    pub(crate) fn step(&mut self) -> SessionStep {
+        // Room for the answer comes before the question: one that asks and never reads would keep us in the middle of
+        // an answer, out of reach.
+        self.lacks_room = !self.may_answer();
+        if self.lacks_room {
+            return SessionStep::Waiting;
         }
+        match self.turn() {
+            Ok(true) => SessionStep::Handled,
+            Ok(false) => SessionStep::Waiting,
+            Err(error) => SessionStep::Over(error),
+        }
+    }
+
+    /// What it waits for: a message, or room for an answer.
+    pub(crate) fn interest(&self) -> (AwaitedFd, EventFlags) {
+        (Arc::clone(&self.connection) as _, if self.lacks_room { EventFlags::OUT } else { EventFlags::IN })
+    }
+
+    /// Looks for others that wait at the export's socket, if it is time to, and tells of them in the log. They wait on.
+    pub(crate) fn look_for_others(&mut self, socket: &BoundSocket) {
+        loop {
+            let now = Instant::now();
+            let (looks, time) = self.waiters.look(now);
+            self.looks_for_others = looks && time.is_none();
+            self.deadline = time.map(|time| now + time);
+            if !looks {
+                return;
+            }
+            let waits = is_ready(socket.listener(), PollFlags::IN);
+            if self.waiters.found(waits, now) {
+                self.log.warn(advice::second_front_end(self.waiters.connected()));
+            } else if self.looks_for_others && !waits {
+                // Until somebody comes.
+                return;
+            }
+        }
+    }
+
+    /// Whether it is to be run when somebody waits at the export's socket.
+    pub(crate) fn looks_for_others(&self) -> bool {
+        self.looks_for_others
+    }
+
+    /// When it is to be run although nothing has come.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.deadline
     }
 
     /// Whether the front-end has room for an answer, or is gone.
     fn may_answer(&self) -> bool {
         // Writable means three quarters of the buffer are free, and no answer is longer than a page.
-        poll(&mut [PollFd::new(&self.connection, PollFlags::OUT)], Some(&AT_ONCE)).is_ok_and(|ready| ready > 0)
+        is_ready(&*self.connection, PollFlags::OUT)
     }
 
-    /// Takes what has come, and handles a message that is whole by now.
-    fn turn(&mut self) -> Result<(), Error> {
-        let Some(message) = self.inbox.take(&self.connection)? else { return Ok(()) };
+    /// Takes what has come, and handles a message that is whole by now. False if none is.
+    fn turn(&mut self) -> Result<bool, Error> {
+        let Some(message) = self.inbox.take(&self.connection)? else { return Ok(false) };
         self.last = message.request();
         let (answer, outcome) = self.handle(&message);
-        reply(&self.connection, &answer).and(outcome)
+        reply(&self.connection, &answer).and(outcome).map(|()| true)
     }
 
     fn handle(&mut self, message: &Message) -> (Message, Result<(), Error>) {

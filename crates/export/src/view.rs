@@ -1,7 +1,7 @@
 //! What others may see of queues and sessions: plain data, made at the moment somebody asks.
 //!
 //! The owner of a queue makes a [`QueueView`] when a command asks for one; nothing is kept for it meanwhile. What the
-//! export's thread knows of its session it notes after each message, which is no part of any I/O.
+//! export knows of its session it notes after each message, which is no part of any I/O.
 
 use blkyard_mq::HwSnapshot;
 use blkyard_virtio::Features;
@@ -32,7 +32,7 @@ pub struct RingView {
     pub is_broken: bool,
 }
 
-/// A front-end that is connected, as the export's thread knows it.
+/// A front-end that is connected, as its export knows it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SessionView {
     /// What it took of what was offered.

@@ -1,7 +1,7 @@
 //! Messages of a front-end as they lie on the wire, and the way they take to the message layer.
 //!
-//! What comes is collected here until a message is whole, so that a front-end that stops in the middle of one has the
-//! export's thread wait for nothing. The message layer reads from a pair of sockets of our own: it keeps what was
+//! What comes is collected here until a message is whole, so that a front-end that stops in the middle of one has its
+//! export wait for nothing. The message layer reads from a pair of sockets of our own: it keeps what was
 //! negotiated to itself and learns it by messages only, and so a session can be given to it that began in another
 //! process (see [`crate::handover`]).
 //!

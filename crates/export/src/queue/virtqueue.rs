@@ -24,8 +24,8 @@ use blkyard_virtio::{
 };
 
 use super::VirtqueueShare;
+use crate::core::ExportLog;
 use crate::kicks::KickSet;
-use crate::log::ExportLog;
 use crate::notes::Notes;
 use crate::pace::FetchPace;
 use crate::remote::{Command, DiskView, QueuePort, Setup};

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-use crate::acceptor::{Accepted, Acceptor, DirectAcceptor};
+use super::acceptor::{Accepted, Acceptor, DirectAcceptor};
 
 /// How long to wait, time after time, for a socket that somebody listens on: of a daemon that was killed a last
 /// duplicate may be open for a moment. Each time costs that listener a connection.
@@ -82,7 +82,11 @@ impl BoundSocket {
         }
         let failed = |doing, cure| {
             let path = path.clone();
-            move |source| SocketError::System { path, doing, cure, source }
+            move |source: io::Error| {
+                let is_full = [Errno::MFILE, Errno::NFILE].map(Some).contains(&Errno::from_io_error(&source));
+                let cure = if is_full { "raise the limit on open files" } else { cure };
+                SocketError::System { path, doing, cure, source }
+            }
         };
         remove_stale(&path, &failed)?;
         let wants = config.mode.is_some() || config.group.is_some();
@@ -166,6 +170,12 @@ impl BoundSocket {
     pub fn listener(&self) -> &UnixListener {
         let Some(listener) = &self.listener else { unreachable!("it is closed last") };
         listener
+    }
+}
+
+impl AsFd for BoundSocket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener().as_fd()
     }
 }
 
