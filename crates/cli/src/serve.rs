@@ -259,13 +259,12 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     let lanes = Arc::new(Mutex::new(lanes));
     let mut exports = Vec::new();
     let mut devices = Vec::new();
-    let mut place = 0;
     for (device, wanted) in opened {
         let device = Arc::new(device);
         for want in wanted {
             let lane_of: Vec<_> = places.by_ref().take(want.share.queues).collect();
             let left = inherited.as_mut().and_then(|inherited| inherited.exports.pop_front());
-            let export = bind(&device, devices.len(), want, left, (&lanes, &mut place), &tracked)?;
+            let export = bind(&device, devices.len(), want, left, (&lanes, exports.len()), &tracked)?;
             exports.push((export, lane_of));
         }
         devices.push(device);
@@ -503,8 +502,9 @@ fn open(
             if let Some(left) = inherited.as_ref().and_then(|inherited| inherited.exports.get(exports)) {
                 want.share.queues = left.made.into();
             }
-            let share = &mut want.share;
-            share.is_shared = share.queues > 1 && (scheduler.orders() || share.queues > device.queues_max());
+            want.share.device = opened.len();
+            want.share.device_queues = device.queues_max();
+            want.share.orders = scheduler.orders();
             wanted.push(want);
             exports += 1;
         }
@@ -533,7 +533,7 @@ fn want(mut spec: Spec, number: usize, queues_max: usize) -> Result<Wanted, Serv
     let name = format!("{}:{}", spec.scheme, spec.body);
     let path = PathBuf::from(&spec.body);
     spec.finish()?;
-    let share = Share { name, queues, named, is_shared: false };
+    let share = Share { name, queues, named, device: 0, device_queues: usize::MAX, orders: false };
     Ok(Wanted { share, socket: SocketConfig { path, mode, group }, serial, rate })
 }
 
@@ -549,31 +549,28 @@ fn group_number(object: &str, name: &str) -> Result<u32, SpecError> {
         .ok_or_else(|| SpecError::new(object, format!("no such group '{name}'"), "name one of /etc/group, or a number"))
 }
 
-/// Binds an export's socket or goes on with what is left of it, and makes its queues, whose first place on the lanes is
-/// `place`.
+/// Binds the socket of the export of this number or goes on with what is left of it, and makes its queues.
 fn bind(
     served: &Arc<ServedDevice>,
     device_index: usize,
     want: Wanted,
     left: Option<ExportState>,
-    (lanes, place): (&Arc<Mutex<ServedLanes>>, &mut usize),
+    (lanes, export): (&Arc<Mutex<ServedLanes>>, usize),
     tracked: &impl Fn(BoundSocket) -> std::io::Result<Arc<BoundSocket>>,
 ) -> Result<ReadyExport, ServeError> {
     let info = served.info();
-    let Share { name, queues, is_shared, .. } = want.share;
+    let Share { name, queues, .. } = want.share;
     let rate = Arc::new(want.rate);
     let maker = QueueMaker {
         lanes: Arc::clone(lanes),
+        export,
         device: Arc::clone(served),
         serial: want.serial,
         rate: Arc::clone(&rate),
     };
-    let (pollers, each) = if is_shared { (1, queues) } else { (queues, 1) };
-    let mut remotes = Vec::new();
-    for _ in 0..pollers {
-        remotes.extend(maker.make(*place, each).map_err(ServeError::Queue)?);
-        *place += 1;
-    }
+    maker.register();
+    let remotes =
+        (0..queues).map(|queue| maker.make(queue)).collect::<Result<Vec<_>, _>>().map_err(ServeError::Queue)?;
     let (socket, inherited) = match left {
         Some(ExportState { listener, path, identity, offered, depth, wce, session, .. }) => {
             let socket = BoundSocket::adopt(listener, path, identity);

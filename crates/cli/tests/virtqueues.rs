@@ -1,6 +1,6 @@
 //! Queues of one export that share a hardware queue, in a daemon as a user starts it.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
@@ -30,7 +30,11 @@ fn run(folder: &Path, words: &[&str]) -> String {
 
 /// A daemon with these words and a control socket at `c`; ready.
 fn serve(folder: &Path, words: &[&str]) -> Process {
-    let words = [&["serve", "--control", "c"], words].concat();
+    serve_at(folder, "c", words)
+}
+
+fn serve_at(folder: &Path, control: &str, words: &[&str]) -> Process {
+    let words = [&["serve", "--control", control], words].concat();
     let mut child = program(folder, &words).stdout(Stdio::piped()).spawn().unwrap();
     let mut said = BufReader::new(child.stdout.take().unwrap()).lines();
     let process = Process(child);
@@ -75,4 +79,129 @@ fn queues_that_share_are_counted_each() {
         "{shown}"
     );
     assert!(shown.contains(", shares the hardware queue shown with queue 0"), "{shown}");
+}
+
+/// A load that writes blocks with checksums by four jobs, each on a queue of its own, and reads them all again.
+fn verifying_load(folder: &Path, size: &str) -> Process {
+    let words =
+        ["bench", "vhost-user:s?queues=4", "--numjobs", "4", "--rw", "randwrite", "--bs", "4k", "--iodepth", "8"];
+    let words = [&words[..], &["--size", size, "--verify", "crc32c"]].concat();
+    Process(program(folder, &words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+}
+
+/// Waits for its end, which is to be a good one.
+fn succeed(mut load: Process) {
+    let status = load.0.wait().unwrap();
+    let mut said = String::new();
+    load.0.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert!(status.success(), "{said}");
+}
+
+/// The lane of each queue of the first export, and how many queues it shares its hardware queue with.
+fn shape(folder: &Path) -> Vec<(u64, usize)> {
+    let tree = tree(folder);
+    let queues = tree["exports"][0]["queues"].as_array().unwrap();
+    let of_queue =
+        |queue: &Value| (queue["lane"].as_u64().unwrap(), queue["shares_with"].as_array().map_or(0, Vec::len));
+    queues.iter().map(of_queue).collect()
+}
+
+#[test]
+fn lanes_and_schedulers_change_under_verified_io() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let export = "vhost-user-blk:s?queues=4";
+    let _daemon = serve(folder, &["--device", "ram:128M?mbps=60", "--export", export, "--lanes", "2"]);
+    assert_eq!(shape(folder), [(0, 1), (0, 1), (1, 1), (1, 1)], "they share on each lane");
+    let mut load = verifying_load(folder, "128M");
+    let set = |part: &str, value: &str| run(folder, &["set", "--control", "c", part, value]);
+    let mut changes = 0;
+    while load.0.try_wait().unwrap().is_none() || changes < 12 {
+        match changes % 6 {
+            0 => {
+                set("device:0", "scheduler=fair");
+                assert_eq!(shape(folder), [(0, 3); 4], "a scheduler that orders sees all of them");
+            }
+            1 => {
+                set("device:0", "scheduler=none");
+                assert_eq!(shape(folder), [(0, 1), (0, 1), (1, 1), (1, 1)]);
+            }
+            2 => {
+                set("daemon", "lanes=4");
+                assert_eq!(shape(folder), [(0, 0), (1, 0), (2, 0), (3, 0)]);
+            }
+            3 => {
+                set("device:0", "scheduler=deadline");
+                assert_eq!(shape(folder), [(0, 3); 4]);
+            }
+            4 => {
+                set("daemon", "lanes=1");
+                set("device:0", "scheduler=none");
+                assert_eq!(shape(folder), [(0, 3); 4], "one lane, one hardware queue");
+            }
+            _ => {
+                set("daemon", "lanes=2");
+                assert_eq!(shape(folder), [(0, 1), (0, 1), (1, 1), (1, 1)]);
+            }
+        }
+        changes += 1;
+    }
+    succeed(load);
+}
+
+#[test]
+fn added_queues_share_by_the_same_rule() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let export = "vhost-user-blk:s?queues=2";
+    let _daemon = serve(folder, &["--device", "ram:16M?scheduler=fair", "--export", export, "--lanes", "2"]);
+    run(folder, &["set", "--control", "c", "export:0", "queues=4"]);
+    assert_eq!(shape(folder), [(0, 3); 4]);
+    succeed(verifying_load(folder, "16M"));
+    run(folder, &["set", "--control", "c", "device:0", "scheduler=none"]);
+    assert_eq!(shape(folder), [(0, 1), (0, 1), (1, 1), (1, 1)]);
+    succeed(verifying_load(folder, "16M"));
+}
+
+#[test]
+fn queues_share_those_of_a_device_that_has_fewer() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    for queues in ["1", "2"] {
+        let export = format!("vhost-user-blk:b{queues}?queues={queues}");
+        let _back_end = serve_at(folder, "d", &["--device", "ram:16M", "--export", &export]);
+        let device = format!("vhost-user:b{queues}");
+        let _daemon = serve(folder, &["--device", &device, "--export", "vhost-user-blk:s?queues=4", "--lanes", "2"]);
+        let spread = vec![(0, 1), (0, 1), (1, 1), (1, 1)];
+        assert_eq!(shape(folder), if queues == "1" { vec![(0, 3); 4] } else { spread });
+        let mut load = verifying_load(folder, "16M");
+        let mut changes = 0;
+        while load.0.try_wait().unwrap().is_none() || changes < 4 {
+            for value in ["scheduler=deadline", "scheduler=none"] {
+                run(folder, &["set", "--control", "c", "device:0", value]);
+                changes += 1;
+            }
+        }
+        succeed(load);
+    }
+}
+
+#[test]
+fn exports_of_one_device_leave_each_other_queues() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let _back_end = serve_at(folder, "d", &["--device", "ram:16M", "--export", "vhost-user-blk:b?queues=3"]);
+    let words = ["--device", "vhost-user:b?share=on", "--export", "vhost-user-blk:s?queues=4"];
+    let others = ["--export", "vhost-user-blk:t?queues=4", "--lanes", "2"];
+    let _daemon = serve(folder, &[&words[..], &others].concat());
+    let tree = tree(folder);
+    let lanes = |export: usize| {
+        let queues = tree["exports"][export]["queues"].as_array().unwrap();
+        queues.iter().map(|queue| queue["lane"].as_u64().unwrap()).collect::<Vec<_>>()
+    };
+    assert_eq!([lanes(0), lanes(1)], [[0, 0, 1, 1], [1; 4]], "three queues: two for one and one for the other");
+    succeed(verifying_load(folder, "16M"));
+    run(folder, &["set", "--control", "c", "daemon", "lanes=1"]);
+    run(folder, &["set", "--control", "c", "daemon", "lanes=3"]);
+    succeed(verifying_load(folder, "16M"));
 }

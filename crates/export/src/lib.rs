@@ -31,10 +31,7 @@ pub use core::{Accepted, Acceptor, BoundSocket, ControlLoop, SocketConfig, Socke
 pub use handover::{ExportState, Handed, QuiescedExport, SessionState};
 pub use orders::{Changed, ExportHand};
 pub use queue::{DetachedVirtqueue, VhostQueue, VirtqueueShare};
-pub use remote::{
-    PartError, QueueHost, QueueMover, QueuePort, QueueRemote, QueueWatch, SharedQueuePort, on_demand_queues,
-    queue_pair, shared_queue_pair,
-};
+pub use remote::{PartError, QueueHost, QueueMover, QueuePort, QueueRemote, QueueWatch, on_demand_queue, queue_pair};
 pub use server::{ExportStatus, Server, Taking};
 pub use view::{QueueView, RingView, SessionView, VringView};
 pub use wire::{MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message};

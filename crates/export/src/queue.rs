@@ -5,9 +5,9 @@
 //! A chain is fetched only while a bio is at hand to carry it. The guest's mistakes end in an error status, or
 //! stop this virtqueue with a counted reason; they reach nobody else.
 //!
-//! Several virtqueues of an export may share a hardware queue ([`VhostQueue::shared`]). They feed it in turn by plain
+//! Several virtqueues of an export may share a hardware queue ([`members`]). They feed it in turn by plain
 //! calls, and each has its own state ([`virtqueue`]) and counters. One can leave for the hardware queue of another lane
-//! while the others go on ([`members`]).
+//! while the others go on.
 //!
 //! Owned by its lane. What the control path wants comes as commands (see [`crate::remote`]). A queue that moves to
 //! another lane comes to rest first and takes its sessions along: a connected front-end notices a pause only.
@@ -25,7 +25,7 @@ pub use self::members::DetachedVirtqueue;
 pub(crate) use self::virtqueue::GuestQueue;
 use self::virtqueue::virtqueue_of;
 use crate::kicks::KickSet;
-use crate::remote::{Command, QueuePort, SharedQueuePort};
+use crate::remote::{Command, QueuePort};
 
 /// How often a queue without a kick descriptor looks for work by itself.
 const POLL_NS: u64 = 200_000;
@@ -63,32 +63,10 @@ impl<D> VhostQueue<D> {
         VhostQueue::of(hw, vec![GuestQueue::new(0, serial, port, share)], None)
     }
 
-    /// Virtqueues of one export that share a hardware queue, stopped.
-    pub fn shared(hw: HwQueue<D>, serial: SerialId, port: SharedQueuePort, share: VirtqueueShare) -> VhostQueue<D> {
-        let SharedQueuePort { ports, kicks } = port;
-        let virtqueue = |(number, port)| GuestQueue::new(number, serial, port, share);
-        let virtqueues = ports.into_iter().enumerate().map(virtqueue).collect();
-        VhostQueue::of(hw, virtqueues, kicks)
-    }
-
     fn of(hw: HwQueue<D>, virtqueues: Vec<GuestQueue>, kicks: Option<KickSet>) -> VhostQueue<D> {
         let mut queue = VhostQueue { hw, virtqueues, positions: Vec::new(), kicks, waker: None, first: 0, now_ns: 0 };
         queue.members_changed();
         queue
-    }
-
-    /// The same, and bios say who submits them, for schedulers: no two virtqueues that share a device's queue have the
-    /// same stream.
-    #[must_use]
-    pub fn with_stream(self, stream: u32) -> VhostQueue<D> {
-        self.with_streams([stream])
-    }
-
-    /// The same for several virtqueues: a stream for each.
-    #[must_use]
-    pub fn with_streams(mut self, streams: impl IntoIterator<Item = u32>) -> VhostQueue<D> {
-        self.virtqueues.iter_mut().zip(streams).for_each(|(virtqueue, stream)| virtqueue.set_stream(stream));
-        self
     }
 
     /// Does what the control path asks of a virtqueue. What concerns the hardware queue is asked of all virtqueues of
@@ -107,13 +85,14 @@ impl<D> VhostQueue<D> {
                 }
                 Command::Depth(depth, answer) => {
                     let depth = self.virtqueues[index].set_depth(depth);
-                    self.set_depth();
+                    self.set_depth(self.hw.scheduler().orders());
                     let _ = answer.send(depth);
                 }
                 Command::Schedule(config, answer) => {
                     if is_first {
+                        // A scheduler is made for the depth there is.
+                        self.set_depth(config.orders());
                         self.hw.schedule(0, config);
-                        self.set_depth();
                     }
                     let _ = answer.send(());
                 }

@@ -5,7 +5,7 @@
 //!
 //! The queue may move to another lane meanwhile, and takes its mailbox along: see [`LaneWaker`].
 //!
-//! A poller has bios, tags and tables for a full ring, some hundred KiB. A queue made [on demand](on_demand_queues) has
+//! A poller has bios, tags and tables for a full ring, some hundred KiB. A queue made [on demand](on_demand_queue) has
 //! one only from the first start of its ring to the end of the session; its counters go on over sessions.
 
 use std::io;
@@ -146,20 +146,11 @@ impl Drop for QueuePort {
     }
 }
 
-/// The lane's end of several queues of one export, from which a [`VhostQueue`](crate::VhostQueue) is made that all of
-/// them share.
-pub struct SharedQueuePort {
-    /// At least one.
-    pub(crate) ports: Vec<QueuePort>,
-    /// Where their kicks are heard, if they are several.
-    pub(crate) kicks: Option<KickSet>,
-}
-
 /// The control path's end. A queue without it is retired: nobody else could ever end it.
 pub struct QueueRemote {
     commands: Commands,
     /// What makes the poller, if it is not there from the start.
-    on_demand: Option<Arc<OnDemand>>,
+    on_demand: Option<OnDemand>,
 }
 
 /// A handle that only looks: sees the queue for as long as it is there, and keeps nothing alive.
@@ -194,22 +185,22 @@ struct Commands {
     state: Arc<RemoteState>,
 }
 
-/// Makes the poller of queues [on demand](on_demand_queues), and takes it back.
+/// Has a queue made [on demand](on_demand_queue) served, and takes it back.
 pub trait QueueHost: Send + Sync {
-    /// Has a poller with these ends live on its lane. Returns when it does.
+    /// Has a hardware queue on some lane serve the virtqueue with this end. Returns when it does.
     ///
     /// # Errors
     /// Says in words why there is none: object, cause, cure.
-    fn open(&self, port: SharedQueuePort) -> Result<(), String>;
+    fn open(&self, port: QueuePort) -> Result<(), String>;
 
-    /// Takes that poller off its lane. Its queues are at rest.
+    /// Has it served no more. It is at rest.
     fn close(&self);
 }
 
-/// The queues of one poller, which is there while a session needs it.
+/// A queue that is served while a session needs it.
 struct OnDemand {
     host: Box<dyn QueueHost>,
-    queues: Vec<Arc<RemoteState>>,
+    queue: Arc<RemoteState>,
     poller: Mutex<PollerPresence>,
 }
 
@@ -234,21 +225,14 @@ impl OnDemand {
         if poller.is_open {
             return Ok(());
         }
-        let several = self.queues.len() > 1;
-        let kicks = several.then(KickSet::new).transpose();
-        let kicks = kicks.map_err(|error| format!("its kicks: {error}; raise the limit on open files"))?;
-        let ports = self.queues.iter().map(|queue| queue.connect()).collect();
-        let opened = self.host.open(SharedQueuePort { ports, kicks });
-        if let Err(why) = opened {
-            self.queues.iter().for_each(|queue| *queue.link() = None);
+        if let Err(why) = self.host.open(self.queue.connect()) {
+            *self.queue.link() = None;
             return Err(why);
         }
         poller.is_open = true;
         if let Some(depth) = poller.depth {
-            for queue in &self.queues {
-                let commands = Commands { state: Arc::clone(queue) };
-                commands.ask(|answer| Command::Depth(depth, answer)).map_err(|gone| gone.to_string())?;
-            }
+            let commands = Commands { state: Arc::clone(&self.queue) };
+            commands.ask(|answer| Command::Depth(depth, answer)).map_err(|gone| gone.to_string())?;
         }
         Ok(())
     }
@@ -256,10 +240,8 @@ impl OnDemand {
     fn close(&self) {
         if std::mem::take(&mut self.poller().is_open) {
             // Should it not leave its lane, it is over at least, and holds up no end of the lane.
-            for queue in &self.queues {
-                let link = queue.link().take();
-                link.iter().for_each(|link| drop(link.send(Command::Retire)));
-            }
+            let link = self.queue.link().take();
+            link.iter().for_each(|link| drop(link.send(Command::Retire)));
             self.host.close();
         }
     }
@@ -293,31 +275,12 @@ pub fn queue_pair() -> (QueueRemote, QueuePort) {
     (QueueRemote { commands: Commands { state }, on_demand: None }, port)
 }
 
-/// Makes the two ends of several queues of an export, which share a hardware queue.
-///
-/// # Errors
-/// The system has no descriptor to hear several kicks by.
-///
-/// # Panics
-/// If there is to be no queue.
-pub fn shared_queue_pair(queues: usize) -> io::Result<(Vec<QueueRemote>, SharedQueuePort)> {
-    assert!(queues > 0, "a hardware queue of no virtqueue");
-    let kicks = if queues > 1 { Some(KickSet::new()?) } else { None };
-    let (remotes, ports) = (0..queues).map(|_| queue_pair()).unzip();
-    Ok((remotes, SharedQueuePort { ports, kicks }))
-}
-
-/// Makes the control path's ends of as many queues as one hardware queue serves, whose poller `host` makes when the
-/// ring of one of them is first started, and takes back at the end of each session.
-///
-/// # Panics
-/// If there is to be no queue.
-pub fn on_demand_queues(queues: usize, host: Box<dyn QueueHost>) -> Vec<QueueRemote> {
-    assert!(queues > 0, "a hardware queue of no virtqueue");
-    let queues: Vec<Arc<RemoteState>> = (0..queues).map(|_| Arc::default()).collect();
-    let on_demand = Arc::new(OnDemand { host, queues: queues.clone(), poller: Mutex::default() });
-    let remote = |state| QueueRemote { commands: Commands { state }, on_demand: Some(Arc::clone(&on_demand)) };
-    queues.into_iter().map(remote).collect()
+/// Makes the control path's end of a queue that `host` has served from the first start of its ring to the end of each
+/// session.
+pub fn on_demand_queue(host: Box<dyn QueueHost>) -> QueueRemote {
+    let queue = Arc::new(RemoteState::default());
+    let on_demand = OnDemand { host, queue: Arc::clone(&queue), poller: Mutex::default() };
+    QueueRemote { commands: Commands { state: queue }, on_demand: Some(on_demand) }
 }
 
 impl QueueRemote {
@@ -509,7 +472,7 @@ impl Commands {
 
 impl Drop for QueueRemote {
     fn drop(&mut self) {
-        // One that is made on demand is given back with the last of the queues that share it.
+        // One that is made on demand is given back by its host.
         if self.on_demand.is_none() {
             self.retire();
         }

@@ -6,9 +6,7 @@ mod common;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
-use blkyard_export::{
-    BackendConfig, QueueHost, SEG_MAX, SharedQueuePort, VhostQueue, VirtqueueShare, on_demand_queues,
-};
+use blkyard_export::{BackendConfig, QueueHost, QueuePort, SEG_MAX, VhostQueue, on_demand_queue};
 use blkyard_mq::{HwQueue, HwQueueConfig};
 use blkyard_os::Lanes;
 use blkyard_virtio::{BlkConfig, SerialId};
@@ -28,14 +26,13 @@ struct Host {
 }
 
 impl QueueHost for Host {
-    fn open(&self, port: SharedQueuePort) -> Result<(), String> {
+    fn open(&self, port: QueuePort) -> Result<(), String> {
         if self.fails.load(SeqCst) {
             return Err("lane lane0: it is full; run more lanes".into());
         }
         let config = HwQueueConfig::default();
-        let share = VirtqueueShare { bios: config.bios_max, depth: config.depth };
         let hw = HwQueue::new(self.device.queue(config.depth), Arc::new(self.device.info.clone()), config);
-        let queue = VhostQueue::shared(hw, SerialId::new(SERIAL).unwrap(), port, share);
+        let queue = VhostQueue::new(hw, SerialId::new(SERIAL).unwrap(), port);
         *self.number.lock().unwrap() = Some(self.lanes.lock().unwrap().admit(0, move || queue).unwrap());
         self.pollers.fetch_add(1, SeqCst);
         Ok(())
@@ -60,7 +57,7 @@ fn pollers_live_from_first_start_to_end_of_session() {
         pollers: Arc::clone(&pollers),
         fails: Arc::clone(&fails),
     };
-    let queues = (0..QUEUES).flat_map(|_| on_demand_queues(1, Box::new(host()))).collect();
+    let queues = (0..QUEUES).map(|_| on_demand_queue(Box::new(host()))).collect();
     let disk = BlkConfig::new(&device.info, QUEUES as u16, SEG_MAX, true);
     let config = BackendConfig { name: "on demand".into(), disk, queues, domains: Vec::new() };
     let world = World::serving((vec![config], start_lanes(1)));

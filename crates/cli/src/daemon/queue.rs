@@ -1,18 +1,21 @@
-//! How queues of an export are made: their places on lanes at the start, their poller when a front-end needs it.
+//! How queues of an export are made: their places on lanes at the start, the rest when a front-end needs it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkyard::rate::RateSlot;
-use blkyard::{Device, DeviceError};
-use blkyard_export::{QueueHost, QueueRemote, SharedQueuePort, VhostQueue, VirtqueueShare, on_demand_queues};
-use blkyard_mq::{HwQueue, HwQueueConfig, QueueKind};
+use blkyard::{Device, DeviceQueue};
+use blkyard_export::{DetachedVirtqueue, QueueHost, QueuePort, QueueRemote, VirtqueueShare, on_demand_queue};
+use blkyard_mq::{HwQueue, HwQueueConfig, QueueKind, TagSet};
 use blkyard_virtio::SerialId;
 
 use super::{ServedDevice, ServedLanes};
 
 /// What the queues of one export are made of.
+#[derive(Clone)]
 pub(crate) struct QueueMaker {
     pub(crate) lanes: Arc<Mutex<ServedLanes>>,
+    /// Number of the export.
+    pub(crate) export: usize,
     pub(crate) device: Arc<ServedDevice>,
     /// What the disk calls itself.
     pub(crate) serial: SerialId,
@@ -21,69 +24,69 @@ pub(crate) struct QueueMaker {
 }
 
 impl QueueMaker {
-    /// Makes as many queues as one poller serves, whose place on the lanes this is. There is no poller until a
-    /// front-end starts one of their rings, unless the device has a bounded number of queues: then it has to be known
-    /// now whether they are enough.
+    /// Has the lanes know how hardware queues of the export are made.
+    pub(crate) fn register(&self) {
+        let (device, rate) = (Arc::clone(&self.device), Arc::clone(&self.rate));
+        let make = move |queues| make_hw_queue(&device, &rate, queues);
+        lock(&self.lanes).make_by(self.export, Box::new(make));
+    }
+
+    /// Makes the queue of this number. It is not served until a front-end starts its ring, unless the device has a
+    /// bounded number of queues: then it has to be known now whether they are enough.
     ///
     /// # Errors
     /// The device has no more queues, or the lane has no room: object, cause, cure.
-    pub(crate) fn make(&self, poller: usize, queues: usize) -> Result<Vec<QueueRemote>, String> {
-        let host = PollerHost {
-            lanes: Arc::clone(&self.lanes),
-            poller,
-            device: Arc::clone(&self.device),
-            serial: self.serial,
-            rate: Arc::clone(&self.rate),
-            streams: (0..queues).map(|_| self.device.new_stream()).collect(),
-        };
-        let remotes = on_demand_queues(queues, Box::new(host));
+    pub(crate) fn make(&self, queue: usize) -> Result<QueueRemote, String> {
+        let remote = on_demand_queue(Box::new(VirtqueueHost {
+            maker: self.clone(),
+            queue,
+            // For schedulers.
+            stream: self.device.new_stream(),
+        }));
+        lock(&self.lanes).move_by(self.export, queue, remote.mover());
         if self.device.device.queues_max() < usize::MAX {
-            remotes[0].open_for_good()?;
+            remote.open_for_good()?;
         }
-        Ok(remotes)
+        Ok(remote)
     }
 }
 
-/// Makes one poller, and has it live on its lane.
-struct PollerHost {
-    lanes: Arc<Mutex<ServedLanes>>,
-    poller: usize,
-    device: Arc<ServedDevice>,
-    serial: SerialId,
-    rate: Arc<RateSlot>,
-    /// The stream of each queue, for schedulers.
-    streams: Vec<u32>,
+/// Made before it comes to its lane: that takes as long as a hundred I/Os of the lane's other queues.
+fn make_hw_queue(device: &ServedDevice, rate: &RateSlot, queues: usize) -> Result<HwQueue<DeviceQueue>, String> {
+    let (usual, scheduler) = (HwQueueConfig::default(), device.scheduler());
+    // Each virtqueue has as many bios and tags as with a hardware queue of its own. What orders for the device gets
+    // along with the tags of one.
+    let wanted = if scheduler.orders() { usual.depth } else { usual.depth * queues };
+    let depth = wanted.min(device.device.depth_max()).min(TagSet::DEPTH_MAX);
+    let config = HwQueueConfig { depth, scheduler, bios_max: usual.bios_max * queues, ..usual };
+    let driver = device.device.queue(QueueKind::Default, depth).map_err(|error| error.to_string())?;
+    let mut hw = HwQueue::new(driver, device.info(), config);
+    hw.set_rates(0, device.rates(rate));
+    Ok(hw)
 }
 
-impl PollerHost {
-    fn lanes(&self) -> MutexGuard<'_, ServedLanes> {
-        self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Made here, not on the lane: that takes as long as a hundred I/Os of the lane's other queues.
-    fn make(&self, port: SharedQueuePort) -> Result<VhostQueue<blkyard::DeviceQueue>, DeviceError> {
-        let (device, info) = (&self.device.device, self.device.info());
-        let usual = HwQueueConfig::default();
-        // Each virtqueue has as many bios as with a hardware queue of its own.
-        let bios_max = usual.bios_max * self.streams.len();
-        let config = HwQueueConfig { depth: depth_of(device), scheduler: self.device.scheduler(), bios_max, ..usual };
-        let share = VirtqueueShare { bios: usual.bios_max, depth: config.depth };
-        let driver = device.queue(QueueKind::Default, config.depth)?;
-        let mut hw = HwQueue::new(driver, info, config);
-        hw.set_rates(0, self.device.rates(&self.rate));
-        Ok(VhostQueue::shared(hw, self.serial, port, share).with_streams(self.streams.iter().copied()))
-    }
+fn lock(lanes: &Mutex<ServedLanes>) -> MutexGuard<'_, ServedLanes> {
+    lanes.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl QueueHost for PollerHost {
-    fn open(&self, port: SharedQueuePort) -> Result<(), String> {
-        let queue = self.make(port).map_err(|error| error.to_string())?;
-        self.lanes().admit(self.poller, queue).map_err(|error| error.to_string())
+/// Has one virtqueue served on its lane.
+struct VirtqueueHost {
+    maker: QueueMaker,
+    queue: usize,
+    stream: u32,
+}
+
+impl QueueHost for VirtqueueHost {
+    fn open(&self, port: QueuePort) -> Result<(), String> {
+        let QueueMaker { lanes, export, device, serial, .. } = &self.maker;
+        let share = VirtqueueShare { bios: HwQueueConfig::default().bios_max, depth: depth_of(&device.device) };
+        let virtqueue = DetachedVirtqueue::new(*serial, port, share, self.stream);
+        let virtqueue = virtqueue.map_err(|error| format!("its kicks: {error}; raise the limit on open files"))?;
+        lock(lanes).open(*export, self.queue, virtqueue)
     }
 
     fn close(&self) {
-        let removed = self.lanes().remove(self.poller);
-        if let Err(error) = removed {
+        if let Err(error) = lock(&self.maker.lanes).close(self.maker.export, self.queue) {
             tracing::error!("{error}");
         }
     }

@@ -16,6 +16,7 @@ use blkyard::scheduler::take_scheduler;
 use blkyard::spec::{Spec, SpecError, show_size};
 use blkyard_export::{Changed, QUEUES_MAX, QueueRemote};
 use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
+use blkyard_os::Moves;
 
 use super::size::Resize;
 use crate::control::{PartKind, Target};
@@ -78,6 +79,8 @@ fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, Problem> {
     let mut done = Vec::new();
     // First, since it is the one that may fail.
     if let Some(lanes) = lanes {
+        // What queues are made with must not change meanwhile.
+        let _alone: Vec<_> = daemon.devices.iter().map(|device| device.change()).collect();
         done.push(set_lanes(&mut daemon.lanes(), lanes)?);
     }
     if let Some(spin_us) = spin_us {
@@ -101,15 +104,18 @@ fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, Problem> {
 fn set_lanes(lanes: &mut ServedLanes, count: u64) -> Result<String, Problem> {
     let before = lanes.threads().len();
     let moves = lanes.set_lanes(count).map_err(|error| Problem(format!("daemon: lanes={count}: {error}")))?;
-    let moved = match moves.count {
-        0 => "no queue moved".into(),
-        n => {
-            let longest = show_time(u64::try_from(moves.longest.as_nanos()).unwrap_or(u64::MAX));
-            let queues = if n == 1 { "queue" } else { "queues" };
-            format!("{n} {queues} moved, paused for {longest} at most")
-        }
-    };
+    let moved = moved(moves);
     Ok(format!("daemon: lanes: {before} before, {count} now; {moved}"))
+}
+
+/// Which queues moved, in words.
+fn moved(moves: Moves) -> String {
+    let longest = show_time(u64::try_from(moves.longest.as_nanos()).unwrap_or(u64::MAX));
+    match moves.count {
+        0 => "no queue moved".into(),
+        1 => format!("1 queue moved, paused for {longest} at most"),
+        n => format!("{n} queues moved, paused for {longest} at most"),
+    }
 }
 
 fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<String>, Problem> {
@@ -155,23 +161,19 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     if let Some(scheduler) = scheduler {
         served.set_scheduler(scheduler);
         let asked: Vec<_> = exports.iter().map(|export| export.hand.schedule(scheduler)).collect();
-        let of_device = daemon.exports.iter().enumerate().filter(|(_, export)| export.device == number);
-        let apart = |(export, _): &(usize, &ServedExport)| daemon.lanes().hardware_queues(*export).len() > 1;
-        let apart: Vec<_> = of_device.filter(apart).map(|(_, export)| export.to_string()).collect();
         for (export, answer) in wait_for_all(&exports, asked) {
             match answer {
                 Ok(()) => {
-                    let name = scheduler.name();
-                    // Which queues share a hardware queue was decided when they were made.
-                    let by_queue = if scheduler.orders() && apart.contains(&export) {
-                        " of each queue separately; restart or take over the daemon to let it order all queues"
-                    } else {
-                        ""
-                    };
-                    done.push(format!("{export}: scheduler {name} orders waiting I/O{by_queue}"));
+                    done.push(format!("{export}: scheduler {} orders waiting I/O", scheduler.name()));
                 }
                 Err(why) => problems.push(format!("{export}: {why}")),
             }
+        }
+        let placed = daemon.lanes().set_orders(number, scheduler.orders());
+        match placed {
+            Ok(moves) if moves.count > 0 => done.push(format!("{name}: {}", moved(moves))),
+            Ok(_) => {}
+            Err(error) => problems.push(error.to_string()),
         }
     }
     if let Some(rate) = rate {
@@ -274,6 +276,7 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let depth = keys.take_number("depth", 1, export.depth_max as u64)?;
     let rate = take_rate(&mut keys, export.rate.config())?;
     keys.finish()?;
+    let _alone = daemon.devices[export.device].change();
     let (mut done, mut problems) = (Vec::new(), Vec::new());
     if let Some(queues) = queues {
         let (more, problem) = make_queues(daemon, number, queues as usize);
@@ -305,17 +308,18 @@ fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> (Vec<QueueRemot
     let export = &daemon.exports[number];
     let maker = QueueMaker {
         lanes: Arc::clone(&daemon.lanes),
+        export: number,
         device: Arc::clone(&daemon.devices[export.device]),
         serial: export.serial,
         rate: Arc::clone(&export.rate),
     };
     let mut remotes = Vec::new();
     for _ in export.queues().len()..wanted {
-        let place = daemon.lanes().add(number);
-        match maker.make(place, 1) {
-            Ok(made) => remotes.extend(made),
+        let queue = daemon.lanes().add(number);
+        match maker.make(queue) {
+            Ok(made) => remotes.push(made),
             Err(why) => {
-                daemon.lanes().take_back(place);
+                daemon.lanes().take_back(number);
                 return (remotes, Some(format!("{export}: queues={wanted}: {why}")));
             }
         }

@@ -4,13 +4,16 @@
 //! in flight. It takes its session, bios, counters and unread commands along, and continues where it stood when another
 //! hardware queue of its export has adopted it. The control path carries it ([`QueueMover`](crate::QueueMover)).
 
+use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::SendError;
 
 use blkyard_mq::{Driver, HwQueue, PollerState, SignalEventfd};
+use blkyard_virtio::SerialId;
 
-use super::{GuestQueue, VhostQueue, others_run};
+use super::{GuestQueue, VhostQueue, VirtqueueShare, others_run};
 use crate::kicks::KickSet;
+use crate::remote::QueuePort;
 
 /// A virtqueue between two hardware queues. Its front-end notices a pause. Dropped, it never runs again.
 pub struct DetachedVirtqueue {
@@ -19,8 +22,21 @@ pub struct DetachedVirtqueue {
     pub(crate) kicks: KickSet,
 }
 
+impl DetachedVirtqueue {
+    /// A virtqueue that no hardware queue serves yet, stopped. Its bios say for schedulers who submits them: no two
+    /// virtqueues of a device have the same stream.
+    ///
+    /// # Errors
+    /// The system has no descriptor to hear several kicks by.
+    pub fn new(serial: SerialId, port: QueuePort, share: VirtqueueShare, stream: u32) -> io::Result<DetachedVirtqueue> {
+        let mut virtqueue = Box::new(GuestQueue::new(0, serial, port, share));
+        virtqueue.set_stream(stream);
+        Ok(DetachedVirtqueue { virtqueue, kicks: KickSet::new()? })
+    }
+}
+
 impl<D> VhostQueue<D> {
-    /// A hardware queue for a virtqueue that has left another one of the same export.
+    /// A hardware queue for a virtqueue that is new or has left another one of the same export.
     pub fn of_detached(hw: HwQueue<D>, detached: DetachedVirtqueue) -> VhostQueue<D> {
         let mut virtqueue = *detached.virtqueue;
         virtqueue.set_number(0);
@@ -96,14 +112,14 @@ impl<D> VhostQueue<D> {
         }
         self.hw.set_stats(Arc::clone(first.stats()), stats);
         self.first = 0;
-        self.set_depth();
+        self.set_depth(self.hw.scheduler().orders());
     }
 
-    /// Bounds what is in flight by the depths of the virtqueues.
-    pub(super) fn set_depth(&mut self) {
+    /// Bounds what is in flight by the depths of the virtqueues. `orders` says whether a scheduler orders them.
+    pub(super) fn set_depth(&mut self, orders: bool) {
         let depths = self.virtqueues.iter().map(GuestQueue::depth);
         // What orders for the device orders as little as if there were one virtqueue.
-        let depth = if self.hw.scheduler().orders() { depths.max().unwrap_or(1) } else { depths.sum() };
+        let depth = if orders { depths.max().unwrap_or(1) } else { depths.sum() };
         self.hw.set_depth(depth);
     }
 }

@@ -6,8 +6,8 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use blkyard_export::{
-    BackendConfig, BoundSocket, ExportStatus, Handed, QueueMover, QueueRemote, QueueWatch, QuiescedExport, SEG_MAX,
-    Server, SocketConfig, VhostQueue, VirtqueueShare, queue_pair, shared_queue_pair,
+    BackendConfig, BoundSocket, DetachedVirtqueue, ExportStatus, Handed, QueueMover, QueueRemote, QueueWatch,
+    QuiescedExport, SEG_MAX, Server, SocketConfig, VhostQueue, VirtqueueShare, queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, HwStats};
 use blkyard_os::{LaneConfig, LaneError, Lanes};
@@ -83,15 +83,17 @@ impl World {
     /// One export, whose queues share a hardware queue on the first lane.
     pub fn shared(device: &AnyDevice, queues: usize, lanes: usize) -> World {
         let mut dealt = start_lanes(lanes);
-        let (remotes, port) = shared_queue_pair(queues).unwrap();
         let usual = HwQueueConfig::default();
         let config = HwQueueConfig { bios_max: usual.bios_max * queues, ..usual };
         let (driver, info) = (device.queue(config.depth), Arc::new(device.info.clone()));
         let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
-        let serial = SerialId::new(SERIAL).unwrap();
         let share = VirtqueueShare { bios: usual.bios_max, depth: usual.depth };
-        let make = move || VhostQueue::shared(HwQueue::new(driver, info, config), serial, port, share);
-        dealt.admit(0, make).unwrap();
+        let (remotes, ports): (Vec<_>, Vec<_>) = (0..queues).map(|_| queue_pair()).unzip();
+        let virtqueue = |port| DetachedVirtqueue::new(SerialId::new(SERIAL).unwrap(), port, share, 0).unwrap();
+        let mut virtqueues = ports.into_iter().map(virtqueue);
+        let first = virtqueues.next().unwrap();
+        dealt.admit(0, move || VhostQueue::of_detached(HwQueue::new(driver, info, config), first)).unwrap();
+        virtqueues.for_each(|virtqueue| remotes[0].mover().adopt(virtqueue).unwrap());
         World::serving((
             vec![BackendConfig { name: "shared".into(), disk, queues: remotes, domains: Vec::new() }],
             dealt,

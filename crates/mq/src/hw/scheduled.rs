@@ -10,7 +10,7 @@
 
 use super::edges::Edges;
 use super::namespace::Namespace;
-use super::{Head, HwQueue, HwQueueConfig, Merging};
+use super::{Head, HwQueue, Merging};
 use crate::bio::Wait;
 use crate::limits::FastPath;
 use crate::request::Marks;
@@ -180,7 +180,7 @@ impl<D> HwQueue<D> {
 
     /// The same, by what is wanted of it. Makes the scheduler, and so allocates.
     pub fn schedule(&mut self, namespace: u16, config: SchedulerConfig) {
-        let HwQueueConfig { depth, bios_max, .. } = self.config;
+        let (depth, bios_max) = (self.tags.limit(), self.config.bios_max);
         let Some(of) = self.namespaces.get(usize::from(namespace)) else { return };
         let scheduler = config.build(depth, bios_max, &of.info);
         self.set_scheduler(namespace, scheduler);
