@@ -2,6 +2,7 @@
 //! front-ends stop in the middle of a message hold up no other.
 #![forbid(unsafe_code)]
 
+mod common;
 #[path = "common/guest.rs"]
 mod guest;
 
@@ -130,6 +131,22 @@ fn thousands_of_exports_take_no_thread_and_little_memory_each() {
     assert!(beside <= threads + 1, "{beside} threads beside front-ends that stop in the middle");
     drop((halves, deaf, guest));
     many.stop();
+}
+
+#[test]
+fn hundreds_of_exports_are_taken_over() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut serve = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+    serve.args(["serve", "--control", "c"]).current_dir(folder.path());
+    for number in 0..300 {
+        serve.args(["--device", "null:1M", "--export", &format!("vhost-user-blk:{number}.sock?queues=4")]);
+    }
+    let old = common::Daemon::launch(&mut serve);
+    let mut takes = Command::new(env!("CARGO_BIN_EXE_blkyard"));
+    let new = common::Daemon::launch(takes.args(["serve", "--takeover", "c"]).current_dir(folder.path()));
+    drop(old);
+    Guest::connect(&folder.path().join("299.sock"), 4);
+    drop(new);
 }
 
 #[test]

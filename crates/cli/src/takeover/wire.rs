@@ -13,8 +13,8 @@ use rustix::net::{RecvFlags, SendFlags};
 
 use super::handover::PassedFiles;
 
-/// Descriptors sent with one byte; the system takes 253.
-const AT_ONCE: usize = 128;
+/// Descriptors sent with one byte: as many as the receiver, through which a control socket is reached, relays at once.
+const AT_ONCE: usize = 32;
 /// Descriptors of one daemon: each of 64 exports with as many queues and regions of memory as it may have takes 261.
 const DESCRIPTORS_MAX: usize = 1 << 16;
 /// What is written in one call: less than a buffer of the system's, for each of which it waits anew.
