@@ -164,7 +164,9 @@ impl<S: RemoteSession> Control<S> {
                 Err(TryRecvError::Disconnected) => return false,
             }
         }
-        if self.changed || self.queues.is_domain_changed() {
+        // Kept until it is done: the domain is read again and again while queues quiesce.
+        self.changed |= self.queues.is_domain_changed();
+        if self.changed {
             self.with_session(Control::change);
         }
         self.look();

@@ -339,6 +339,20 @@ fn a_change_of_memory_waits_until_all_are_quiesced_and_begins_new_rings() {
 }
 
 #[test]
+fn memory_that_its_owner_maps_is_announced_once_all_are_quiesced() {
+    let mut disk = Disk::open(BackEnd { takes_table: true, ..BackEnd::default() });
+    let queue = disk.open_with_memory();
+    disk.told();
+    unread(&queue.mailbox);
+    let _mapping = disk.domain.map(vec![Region::shared(1).unwrap()]);
+    disk.advance(Duration::ZERO);
+    assert_eq!((disk.told().len(), unread(&queue.mailbox)), (0, vec!["Rest(1)".to_owned()]));
+    disk.send(DeviceCommand::Rested(queue.number, 1));
+    assert_eq!(disk.told(), ["stop", "2 regions", "start"], "no other change was needed");
+    assert_eq!(unread(&queue.mailbox), ["Run(3)", "Memory(1, true)"]);
+}
+
+#[test]
 fn a_queue_that_does_not_quiesce_in_time_ends_the_session() {
     let mut disk = Disk::open(BackEnd { takes_table: true, ..BackEnd::default() });
     let (first, second) = (disk.open_with_memory(), disk.open_queue());
