@@ -1,8 +1,8 @@
 //! A hardware queue and the virtqueues that feed it, as a poller of a lane.
 //!
-//! A round gives back what the device finished, fetches what the guest published (half of it, if the device has
-//! nothing), and passes it on: one look at the clock, and for each virtqueue one used index and at most one call.
-//! A chain is fetched only while a bio is at hand to carry it. The guest's mistakes end in an error status, or
+//! A round returns what the device finished, fetches what the guest published (half of it, if the device has
+//! nothing), and passes it on: for each virtqueue one used index and at most one call. The time is that of the lane's
+//! turn. A chain is fetched only while a bio is free to carry it. The guest's mistakes end in an error status, or
 //! stop this virtqueue with a counted reason; they reach nobody else.
 //!
 //! Several virtqueues of an export may share a hardware queue ([`members`]). They feed it in turn by plain

@@ -1,12 +1,13 @@
-//! The two ends of a queue: the poller on its lane, and the handle that the control path has on it.
+//! The two ends of a virtqueue: what a poller has of it on its lane, and the handle that the control path has on it.
 //!
 //! A queue that runs belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and
 //! waits for the answer, which for a suspension comes only when all that was fetched is finished.
 //!
 //! The queue may move to another lane meanwhile, and takes its mailbox along: see [`LaneWaker`].
 //!
-//! A poller has bios, tags and tables for a full ring, some hundred KiB. A queue made [on demand](on_demand_queue) has
-//! one only from the first start of its ring to the end of the session; its counters go on over sessions.
+//! A virtqueue on a lane has bios, tags and tables for a full ring, some hundred KiB. One made
+//! [on demand](on_demand_queue) is in a poller only from the first start of its ring to the end of the session; its
+//! counters go on over sessions.
 
 use std::io;
 use std::os::unix::net::UnixStream;

@@ -1,7 +1,7 @@
 //! The hardware queue: one queue pair of a device, with its tags, its requests and the bios that wait for one.
 //!
 //! Owned by one lane at a time, through `&mut`. A round has two halves: [`HwQueue::reap`] completes bios,
-//! [`HwQueue::issue`] dispatches waiting ones. The lane reads the clock once between rounds, so that one timestamp
+//! [`HwQueue::issue`] dispatches waiting ones. The lane reads the clock once a turn, so that one timestamp
 //! ends a batch and begins the next. The bios submitted between two calls of `issue` are a plug: they merge, and reach
 //! the driver as one batch.
 //!

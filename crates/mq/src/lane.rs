@@ -61,32 +61,32 @@ impl Wake for LaneWaker {
     }
 }
 
-/// What the pollers of a lane do with eventfds of the outside: ring them, and listen to them no more. Whoever holds the
-/// other end may have arranged that a plain write would wait for it; here nobody waits.
+/// What the pollers of a lane do with eventfds of other processes: signal them, and listen to them no more. Whoever
+/// holds the other end may have arranged that a plain write would block; here nothing blocks.
 pub trait SignalEventfd {
-    /// Signals an eventfd. If an earlier ring under the same `place` is not known to have gone through, it is rung once
-    /// more when it has. A place is the caller's own, and given a number when it is first used.
+    /// Signals an eventfd. If an earlier signal of the same slot is not known to be done, the eventfd is signalled once
+    /// more when it is. A slot is the caller's own, and given a number when it is first used.
     fn signal(&mut self, place: &mut SignalSlot, eventfd: BorrowedFd<'_>);
 
-    /// The eventfd under this place is about to be another: what has not gone through is called off.
+    /// The eventfd of this slot is about to be another: a signal that is not done is cancelled.
     fn forget(&mut self, place: &mut SignalSlot);
 
-    /// Listens no more to an eventfd that is rung for one of the pollers: from here on it is somebody else's to hear. A
-    /// lane that heard it would make it quiet. By default there is none to listen to.
+    /// Listens no more to an eventfd of one of the pollers: from here on it is another lane's to read. A lane that read
+    /// it would reset it. By default there is none to listen to.
     fn ignore(&mut self, _eventfd: BorrowedFd<'_>) {}
 }
 
-/// Where a poller's ring is kept track of.
+/// Names a poller's signal that is not known to be done.
 #[derive(Debug, Default)]
 pub struct SignalSlot(pub Option<u32>);
 
-/// Rings nothing: for lanes that are models.
+/// Signals nothing: for lanes that are models.
 impl SignalEventfd for () {
     fn signal(&mut self, _place: &mut SignalSlot, _eventfd: BorrowedFd<'_>) {}
     fn forget(&mut self, _place: &mut SignalSlot) {}
 }
 
-/// What a turn of the run came to.
+/// What one round of a poller came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PollerState {
     /// Nothing is wanted and nothing is in flight.
@@ -97,7 +97,7 @@ pub enum PollerState {
     Busy,
 }
 
-/// A queue and whoever feeds it. `Cx` is what the pollers of a lane share.
+/// A hardware queue and what feeds it. `Cx` is what the pollers of a lane share.
 pub trait Poller<Cx: ?Sized> {
     /// It lives on a lane from now on, which `waker` wakes. Called before the first run there.
     fn enter(&mut self, _cx: &mut Cx, _waker: &Arc<dyn Wake>) {}
@@ -119,24 +119,24 @@ pub trait Poller<Cx: ?Sized> {
     /// One round: gives back what is over, takes what is wanted, passes it on.
     fn run_once(&mut self, cx: &mut Cx, now_ns: u64) -> PollerState;
 
-    /// Asks the outside, on both sides of the queue, to ring from now on. True if something came in before it heard:
-    /// then do not sleep.
+    /// Asks both sides of the queue, guest and device, to signal from now on. True if something came in before they
+    /// were asked: then do not sleep.
     fn arm(&mut self) -> bool;
 
-    /// The outside need not ring any more.
+    /// They need not signal any more.
     fn disarm(&mut self);
 
-    /// The event descriptor the outside rings, if it has one now. Before another takes its place the poller has it
-    /// [ignored](SignalEventfd::ignore).
+    /// The event descriptor that is signalled when there is something to fetch, if there is one now. Before another
+    /// takes its place the poller has it [ignored](SignalEventfd::ignore).
     fn eventfd(&self) -> Option<BorrowedFd<'_>>;
 
-    /// The event descriptor the device behind the queue rings, if it tells of what it has finished by one. As for
+    /// The event descriptor that the device signals when it has completed something, if it does. As for
     /// [`Poller::eventfd`].
     fn device_eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// When to be run next although no eventfd may ring.
+    /// When to be run next although no eventfd may be signalled.
     fn deadline_ns(&self) -> Option<u64> {
         None
     }

@@ -1,5 +1,5 @@
-//! The queue core: many software queues feed many hardware queues, every request in flight holds a tag, and the I/O
-//! path shares no memory unless it must.
+//! The queue core: submitters (software queues, virtqueues) feed hardware queues, every request in flight holds a tag,
+//! and the I/O path shares no memory unless it must.
 //!
 //! A submitter fills a [`Bio`] and passes it to a [`HwQueue`]. The queue splits it into requests within the
 //! [`QueueLimits`] of the device, gives each a [`Tag`], and passes them in batches to its [`Driver`]. A completed bio

@@ -6,19 +6,19 @@
 //!   │                                                                    │      watch active ─▶ sleep ──┤
 //!   └────────────────────────────────────────────────────────────────────┼──────────────────────────────┘
 //!                                                                        └─ End ──▶ the thread ends, once
-//!                                                                                   nobody can give orders
+//!                                                                                   no command can come
 //! ```
 //!
-//! Orders admit a poller, ask for one back, or let it stay after all; they come through a [`Mailbox`]. The eventfds of
-//! a detached poller are forgotten before it is handed over: reading an eventfd resets it, and this lane must not reset
-//! a signal that was meant for the next one.
+//! Commands admit a poller, ask for one back, or let it stay after all; they come through a [`Mailbox`]. The eventfds
+//! of a detached poller are forgotten before it is handed over: reading an eventfd resets it, and this lane must not
+//! reset a signal that was meant for the next one.
 //!
 //! No wake-up is lost. A lane sleeps only after a turn in which every poller was armed, so that its eventfd is
 //! signalled on work, and looked once more after that (`Lane::turn`); later work signals. Eventfds are
 //! level-triggered and reset only by reading them before the next turn, so one signalled before the lane listens ends
-//! the sleep as well.
-//! Completions end it because the kernel counts those already in the ring. Calls of other threads go through
-//! [`Waker`], whose flag is checked last of all.
+//! the sleep as well. The kicks of several virtqueues are one epoll descriptor, which reports each kick once (`KickSet`
+//! of `export`). Completions end it because the kernel counts those already in the ring. Calls of other threads go
+//! through [`Waker`], whose flag is checked last of all.
 //!
 //! A parked poller is armed, and its eventfds are polled from the turn that parks it on, across any number of turns and
 //! sleeps. It is unparked when one of them is reaped, if one cannot be polled, and at each call, with all others.

@@ -1,8 +1,9 @@
 //! virtio-blk: a chain becomes a bio, a bio's status becomes a status byte. [5.2.6]
 //!
-//! Pure: the same chain gives the same result; nothing is stored or counted. The request's header is copied once, and
-//! later changes by the guest have no effect. The queue core checks bounds and alignment of every bio against the
-//! device; this module checks that a request has the form that its type requires.
+//! It keeps no state: the same chain gives the same result. It writes status bytes and the disk's serial number to
+//! guest memory, nothing else. The request's header is copied once, and later changes by the guest have no effect. The
+//! queue core checks bounds and alignment of every bio against the device; this module checks that a request has the
+//! form that its type requires.
 
 use blkyard_mq::{Bio, BioFlags, Op, SECTOR_BYTES, Segment, Status};
 
