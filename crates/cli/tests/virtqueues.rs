@@ -3,6 +3,8 @@
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
@@ -83,8 +85,12 @@ fn queues_that_share_are_counted_each() {
 
 /// A load that writes blocks with checksums by four jobs, each on a queue of its own, and reads them all again.
 fn verifying_load(folder: &Path, size: &str) -> Process {
-    let words =
-        ["bench", "vhost-user:s?queues=4", "--numjobs", "4", "--rw", "randwrite", "--bs", "4k", "--iodepth", "8"];
+    verifying_load_of(folder, 4, size)
+}
+
+fn verifying_load_of(folder: &Path, queues: usize, size: &str) -> Process {
+    let (device, jobs) = (format!("vhost-user:s?queues={queues}"), queues.to_string());
+    let words = ["bench", &device, "--numjobs", &jobs, "--rw", "randwrite", "--bs", "4k", "--iodepth", "8"];
     let words = [&words[..], &["--size", size, "--verify", "crc32c"]].concat();
     Process(program(folder, &words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
 }
@@ -161,6 +167,51 @@ fn added_queues_share_by_the_same_rule() {
     run(folder, &["set", "--control", "c", "device:0", "scheduler=none"]);
     assert_eq!(shape(folder), [(0, 1), (0, 1), (1, 1), (1, 1)]);
     succeed(verifying_load(folder, "16M"));
+}
+
+#[test]
+fn queues_are_added_beside_io_to_an_export_of_a_device_with_few_queues() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let _back_end = serve_at(folder, "d", &["--device", "ram:64M?mbps=30", "--export", "vhost-user-blk:b?queues=2"]);
+    let _daemon = serve(folder, &["--device", "vhost-user:b", "--export", "vhost-user-blk:s?queues=1", "--lanes", "2"]);
+    let mut load = verifying_load_of(folder, 1, "64M");
+    let written = || tree(folder)["exports"][0]["queues"][0]["ops"]["write"]["ios"].as_u64().unwrap();
+    while written() == 0 {
+        assert!(load.0.try_wait().unwrap().is_none(), "it is over before it began");
+    }
+    run(folder, &["set", "--control", "c", "export:0", "queues=4"]);
+    assert!(load.0.try_wait().unwrap().is_none(), "there was no I/O beside the change");
+    succeed(load);
+    succeed(verifying_load(folder, "16M"));
+}
+
+#[test]
+fn lanes_change_while_front_ends_come_and_go() {
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    let words = ["--device", "ram:16M", "--export", "vhost-user-blk:a?queues=1", "--device", "ram:16M"];
+    let mut daemon = serve(folder, &[&words[..], &["--export", "vhost-user-blk:s?queues=2", "--lanes", "2"]].concat());
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let words = ["bench", "vhost-user:s?queues=2", "--numjobs", "2", "--rw", "randread", "--runtime", "20ms"];
+            let mut sessions = 0;
+            while !stop.load(Relaxed) || sessions < 20 {
+                run(folder, &words);
+                sessions += 1;
+            }
+        });
+        let begin = Instant::now();
+        while begin.elapsed() < Duration::from_secs(5) {
+            for lanes in ["lanes=1", "lanes=2"] {
+                run(folder, &["set", "--control", "c", "daemon", lanes]);
+            }
+        }
+        stop.store(true, Relaxed);
+    });
+    assert!(daemon.0.try_wait().unwrap().is_none(), "the daemon has ended");
+    succeed(verifying_load_of(folder, 2, "16M"));
 }
 
 #[test]

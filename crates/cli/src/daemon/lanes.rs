@@ -165,8 +165,10 @@ impl ServedLanes {
     /// # Errors
     /// The device has no more queues, the lane is full, or has ended: object, cause, cure.
     pub fn open(&mut self, export: usize, queue: usize, virtqueue: DetachedVirtqueue) -> Result<(), String> {
+        // One that could not be removed before serves nothing; should it stay once more, it is passed over.
+        let _ = self.remove_unused();
         let lane = self.exports[export].queues[queue].lane;
-        let of_export = |hw: &PlacedHwQueue| hw.export == export;
+        let of_export = |hw: &PlacedHwQueue| hw.export == export && !hw.queues.is_empty();
         if let Some(hw) = self.hw_queues.iter().position(|hw| of_export(hw) && hw.lane == lane) {
             return self.adopt(hw, queue, virtqueue).map_err(|error| error.to_string());
         }
@@ -354,12 +356,13 @@ impl ServedLanes {
         // A device may have as many queues as are in use: first those exports that need fewer.
         wanted.sort();
         let mut longest = Duration::ZERO;
-        let mut outcome = Ok(());
         for (_, export, by_lane) in wanted {
             let placed = self.place_export(export, &by_lane, &mut longest);
-            outcome = outcome.and(placed).and(self.remove_unused().map_err(SetLanesError::from));
+            let removed = self.remove_unused();
+            // No further: each export of a device that hangs would take its time, and all control waits meanwhile.
+            placed?;
+            removed?;
         }
-        outcome?;
         let served = |place: usize| self.is_served(place);
         let moved = was.iter().zip(self.places()).enumerate();
         let count = moved.filter(|(place, (was, is))| *was != is && served(*place)).count();
@@ -464,12 +467,15 @@ impl ServedLanes {
         }
         let mover = self.exports[export].queues[queue].mover.clone();
         let virtqueue = match mover.ok_or(PartError::Gone).and_then(|mover| mover.part(PART_MAX)) {
-            Err(PartError::Gone) => return Ok(None),
+            Err(PartError::Gone) => {
+                // Its session ends: it is at rest, and closed next. What served it is needed no longer.
+                self.forget(export, queue);
+                self.exports[export].queues[queue].lane = lane;
+                return Ok(None);
+            }
             parted => parted.map_err(failed)?,
         };
-        self.hw_queues.iter_mut().filter(|hw| hw.export == export).for_each(|hw| {
-            hw.queues.retain(|other| *other != queue);
-        });
+        self.forget(export, queue);
         match (self.hw_queues.iter().position(|hw| Some(hw.number) == home), new.take()) {
             (_, Some(made)) => self.admit(export, queue, lane, made, virtqueue)?,
             (Some(index), None) => self.adopt(index, queue, virtqueue).map_err(failed)?,
@@ -479,6 +485,12 @@ impl ServedLanes {
         self.exports[export].queues[queue].lane = lane;
         let number = self.hw_queues.iter().find(|hw| hw.export == export && hw.queues.contains(&queue));
         Ok(number.map(|hw| hw.number))
+    }
+
+    /// No hardware queue serves this virtqueue any more.
+    fn forget(&mut self, export: usize, queue: usize) {
+        let of_export = self.hw_queues.iter_mut().filter(|hw| hw.export == export);
+        of_export.for_each(|hw| hw.queues.retain(|other| *other != queue));
     }
 
     /// The places of queues that are served are those of their hardware queues.

@@ -16,7 +16,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 
 use blkyard_mem::Region;
-use blkyard_mq::{Bio, Driver, HwQueue, HwStats, RegionTable, Segment, SignalEventfd, SignalSlot};
+use blkyard_mq::{Bio, DeviceInfo, Driver, HwQueue, HwStats, RegionTable, Segment, SignalEventfd, SignalSlot};
 use blkyard_sys::EventFd;
 use blkyard_virtio::{
     Chain, ChainHead, DeviceRing, GuestMemory, ParseContext, Parsed, Refusals, RingBase, SerialId, VirtioStatus, parse,
@@ -326,10 +326,13 @@ impl GuestQueue {
             }
             Command::Change(info, answer) => {
                 let at_rest = self.session.is_none() && hw.is_idle();
+                // A virtqueue that is new beside others that run is told what its hardware queue knows.
+                let is_known = self.session.is_none() && is_same_disk(hw.info(), &info);
                 if at_rest {
                     hw.set_info(0, info);
                 }
-                let _ = answer.send(at_rest.then_some(()).ok_or_else(|| "the queue is running".into()));
+                let done = (at_rest || is_known).then_some(());
+                let _ = answer.send(done.ok_or_else(|| "the queue is running".into()));
             }
             Command::Part(answer) => self.parting = Some(answer),
             Command::Stay => self.parting = None,
@@ -755,6 +758,14 @@ impl GuestRing {
             let _ = self.connection.shutdown(Shutdown::Both);
         }
     }
+}
+
+/// Whether two descriptions are of the same disk in the same state.
+fn is_same_disk(one: &DeviceInfo, other: &DeviceInfo) -> bool {
+    let parts = |info: &DeviceInfo| {
+        (info.capacity_sectors, info.limits, info.read_only, info.volatile_cache, info.fua, info.rotational)
+    };
+    parts(one) == parts(other)
 }
 
 /// Signals another eventfd than the guest's, under the same place. A call of the guest's that has not gone through goes
