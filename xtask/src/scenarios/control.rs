@@ -388,7 +388,7 @@ fn lanes(ground: &ScenarioContext) -> Result<()> {
             // Each queue begins one lane after that of the export before.
             for (lanes, places) in [(1, [0, 0, 0]), (3, [0, 1, 2]), (2, [0, 1, 0])] {
                 let said = set_lanes(ground, lanes)?;
-                ensure!(said.contains(&format!("lanes: {lanes}, and was")), "set says: {said}");
+                ensure!(said.contains(&format!("before, {lanes} now")), "set says: {said}");
                 let tree = tree(ground)?;
                 check_places(&tree, lanes, &places)?;
                 // Those that were there and those that are new.
