@@ -57,6 +57,8 @@ pub struct Seen {
     pub sessions: AtomicU64,
     /// Messages with a table of memory.
     pub tables: AtomicU64,
+    /// Those with more regions than the one before.
+    pub tables_grown: AtomicU64,
     /// The same while any ring ran.
     pub tables_running: AtomicU64,
     /// Requests in hand when it began anew.
@@ -229,6 +231,8 @@ impl<'a> Session<'a> {
                     ranges.push(GuestRange { guest_addr, user_addr, len, region: number as u32, offset: 0 });
                 }
                 self.seen.tables.fetch_add(1, Relaxed);
+                let before = self.memory.as_ref().map_or(0, |memory| memory.table().iter().count());
+                self.seen.tables_grown.fetch_add(u64::from(regions.len() > before), Relaxed);
                 self.seen.tables_running.fetch_add(u64::from(self.runs()), Relaxed);
                 self.memory = Some(Arc::new(GuestMemory::new(Arc::new(RegionTable::new(regions)), ranges).unwrap()));
                 self.begin_anew();
