@@ -13,6 +13,7 @@ use super::Finding;
 /// Folder of each crate in `crates/`, and the crates it may import.
 const FLOORS: &[(&str, &[&str])] = &[
     ("mem", &[]),
+    ("wire", &[]),
     ("mq", &["mem"]),
     ("sys", &["mem"]),
     ("virtio", &["mem", "mq"]),
@@ -21,9 +22,9 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("attach", &["mem", "mq", "sys", "virtio"]),
     ("os", &["mem", "mq", "sys"]),
     ("sim", &["mem", "mq", "virtio", "export", "attach"]),
-    ("blkyard", &["mem", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim"]),
-    ("lab", &["mem", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim", "blkyard"]),
-    ("cli", &["mem", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim", "blkyard", "lab"]),
+    ("blkyard", &["mem", "wire", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim"]),
+    ("lab", &["mem", "wire", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim", "blkyard"]),
+    ("cli", &["mem", "wire", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim", "blkyard", "lab"]),
 ];
 
 /// What a crate's tests may import besides: the queue core is tested over the simulation's chaos device, an export on

@@ -1,0 +1,150 @@
+//! What can be wrong with frames and with messages.
+//!
+//! After a [`FrameError`] the boundaries of the stream are lost, and the connection with them. After a [`MessageError`]
+//! they are not: a server replies with an error, a client leaves the server.
+
+use super::Command;
+
+/// Why a byte stream is not one of messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// Shorter than its own header, or longer than the receiver takes.
+    #[error("message size {size} is not in 16..={max}")]
+    Size {
+        /// Bytes, the header included.
+        size: u32,
+        /// The most that the receiver takes.
+        max: u32,
+    },
+    /// Neither command nor reply, reserved bits, or bits that exclude each other.
+    #[error("message flags {0:#x} are undefined")]
+    Flags(u32),
+    /// More descriptors than the receiver takes with one message.
+    #[error("a message brought more than {max} descriptors")]
+    Descriptors {
+        /// The most that the receiver takes.
+        max: usize,
+    },
+    /// The stream ended inside a message.
+    #[error("the stream ended after {bytes} bytes of a message")]
+    Truncated {
+        /// Bytes of the message that came.
+        bytes: usize,
+    },
+}
+
+/// Why a payload is not what its command needs.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum MessageError {
+    /// No such command, or not one of this direction.
+    #[error("command {0} is unknown here")]
+    UnknownCommand(u16),
+    /// The payload has not the length that its contents demand.
+    #[error("{command}: payload of {bytes} bytes, {expected} expected")]
+    Length {
+        /// The command.
+        command: Command,
+        /// Bytes of the payload.
+        bytes: usize,
+        /// Bytes of the structure and of the data that it announces; at least so many if there may be more.
+        expected: u64,
+    },
+    /// `argsz` is less than the structure takes, or differs from what is sent.
+    #[error("{command}: argsz {argsz} is invalid")]
+    Argsz {
+        /// The command.
+        command: Command,
+        /// Its value.
+        argsz: u32,
+    },
+    /// Undefined flags, or flags that exclude each other.
+    #[error("{command}: flags {flags:#x} are invalid")]
+    Flags {
+        /// The command.
+        command: Command,
+        /// Their value.
+        flags: u32,
+    },
+    /// A range ends beyond what 64 bits (32 for interrupts) can count, or is empty where it must not be.
+    #[error("{command}: range of {len} at {start:#x} is invalid")]
+    Range {
+        /// The command.
+        command: Command,
+        /// Its start.
+        start: u64,
+        /// Its length.
+        len: u64,
+    },
+    /// More data than the receiver takes with one message.
+    #[error("{command}: {count} bytes of data, {max} at most")]
+    DataTooLong {
+        /// The command.
+        command: Command,
+        /// Bytes that are asked for or announced.
+        count: u64,
+        /// The most that the receiver takes.
+        max: u32,
+    },
+    /// A count that the command does not allow.
+    #[error("{command}: count {count} is invalid")]
+    Count {
+        /// The command.
+        command: Command,
+        /// Its value.
+        count: u64,
+    },
+    /// The number of descriptors is not one that the message can have.
+    #[error("{command}: {came} descriptors, at most {max} expected")]
+    Descriptors {
+        /// The command.
+        command: Command,
+        /// How many came.
+        came: usize,
+        /// How many may come.
+        max: usize,
+    },
+    /// A message names a descriptor that did not come, or needs one and has none.
+    #[error("{command}: descriptor {index} is missing")]
+    NoDescriptor {
+        /// The command.
+        command: Command,
+        /// Its place among those of the message.
+        index: u32,
+    },
+    /// The data of VERSION does not end with NUL, or is too long.
+    #[error("VERSION: data of {bytes} bytes is not terminated by NUL or too long")]
+    VersionData {
+        /// Bytes of the data.
+        bytes: usize,
+    },
+    /// The data of VERSION is not the JSON that it should be.
+    #[error("VERSION: invalid data: {0}")]
+    Json(String),
+    /// A capability of a region lies outside the payload or before another, or stands twice.
+    #[error("DEVICE_GET_REGION_INFO: capability at offset {offset} is invalid")]
+    Capability {
+        /// Its offset.
+        offset: u32,
+    },
+    /// A capability has a version that is not known.
+    #[error("DEVICE_GET_REGION_INFO: capability {id} has unknown version {version}")]
+    CapabilityVersion {
+        /// The capability.
+        id: u16,
+        /// Its version.
+        version: u16,
+    },
+    /// An area to be mapped lies outside its region.
+    #[error("DEVICE_GET_REGION_INFO: area of {len:#x} bytes at {start:#x} is outside its region of {region:#x} bytes")]
+    OutsideRegion {
+        /// Start of the area in the region.
+        start: u64,
+        /// Bytes of the area.
+        len: u64,
+        /// Bytes of the region.
+        region: u64,
+    },
+    /// A file descriptor for I/O of a kind that is not known.
+    #[error("DEVICE_GET_REGION_IO_FDS: type {0} is unknown")]
+    IoFdType(u32),
+}
