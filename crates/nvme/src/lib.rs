@@ -36,7 +36,7 @@ pub use controller::{ControllerQueuePair, ControllerRings, DoorbellFault, Fetche
 pub use cqe::{CQE_BYTES, Cqe};
 pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment};
 pub use doorbell::{Doorbells, ShadowDoorbells};
-pub use host::{Completed, CqeFault, CqeFaults, HostQueuePair, QueueRings};
+pub use host::{Completed, ControllerTransport, CqeFault, CqeFaults, DeviceGone, HostQueuePair, QueueRings};
 pub use identify::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, LbaFormat};
 pub use io_queue::IoQueue;
 pub use lists::{ListError, ListPool, SGL_DESCRIPTORS_MAX, TRANSFER_BYTES_MAX};

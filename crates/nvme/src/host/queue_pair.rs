@@ -1,0 +1,363 @@
+//! A queue pair, host side: commands go into the submission ring, completions come out of the completion ring.
+//!
+//! Owned by one thread. A command is known by its slot, which the owner chooses: the place of its tag. Its identifier
+//! (cid) is the slot and four bits of a sequence that goes on with each use of the slot.
+//!
+//! The controller is not trusted. Each completion is read once and checked against the slot before anything is
+//! believed; what no honest controller writes is refused and counted ([`CqeFault`]), and the command stays in flight.
+//!
+//! Does not reset anything: whoever owns the controller cancels what is in flight once the device is proven silent.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::sync::atomic::Ordering::{Acquire, Relaxed};
+
+use blkyard_mem::View;
+
+use crate::doorbell::{Doorbell, Doorbells};
+use crate::{CQE_BYTES, Cqe, NvmeStatus, SQE_BYTES, Sqe};
+
+/// Bits of a cid that name the slot; the others are of its sequence.
+const SLOT_BITS: u32 = 12;
+const SLOT_MASK: u16 = (1 << SLOT_BITS) - 1;
+/// Where the phase stands in the second word of a completion.
+const PHASE_BIT: u64 = 1 << 48;
+
+/// The memory of a queue pair: both rings have the same number of entries.
+#[derive(Clone, Debug)]
+pub struct QueueRings {
+    /// Submission ring.
+    pub sq: View,
+    /// Completion ring.
+    pub cq: View,
+    /// Entries of each.
+    pub entries: u16,
+}
+
+impl QueueRings {
+    /// Fewest entries: one of them always stays free.
+    pub const ENTRIES_MIN: u16 = 2;
+    /// Most entries, so that a slot fits a cid.
+    pub const ENTRIES_MAX: u16 = 1 << SLOT_BITS;
+
+    /// Bytes of both rings, the submission ring first.
+    pub fn bytes(entries: u16) -> [usize; 2] {
+        [usize::from(entries) * SQE_BYTES, usize::from(entries) * CQE_BYTES]
+    }
+
+    /// # Panics
+    /// If there are too few or too many entries, or the memory is too short for them.
+    fn check(&self) {
+        let [sq, cq] = QueueRings::bytes(self.entries);
+        assert!(
+            (QueueRings::ENTRIES_MIN..=QueueRings::ENTRIES_MAX).contains(&self.entries)
+                && self.sq.len() >= sq
+                && self.cq.len() >= cq,
+            "a queue pair of {} entries in {} and {} bytes",
+            self.entries,
+            self.sq.len(),
+            self.cq.len()
+        );
+    }
+}
+
+/// Makes an enum of faults with their names, and counters for them.
+macro_rules! faults {
+    ($($(#[$doc:meta])* $variant:ident = $text:literal,)+) => {
+        /// Why a completion was refused.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum CqeFault { $($(#[$doc])* $variant,)+ }
+
+        impl CqeFault {
+            /// Every fault.
+            pub const ALL: &'static [CqeFault] = &[$(CqeFault::$variant,)+];
+
+            /// In words.
+            pub fn name(self) -> &'static str {
+                match self { $(CqeFault::$variant => $text,)+ }
+            }
+        }
+    };
+}
+
+faults! {
+    /// Another submission queue than the one of this pair.
+    WrongQueue = "completion for another submission queue",
+    /// A head that lies beyond what was submitted.
+    HeadJumped = "submission queue head beyond the tail",
+    /// A cid whose slot does not exist.
+    SlotOutOfRange = "command identifier out of range",
+    /// A cid whose slot has no command: repeated or invented.
+    NotInFlight = "command identifier that is not in flight",
+    /// A cid of an earlier use of its slot: late or repeated.
+    Stale = "command identifier of an earlier command",
+    /// A command that the controller has not fetched, by its own head.
+    NotFetched = "completion of a command that was not fetched",
+}
+
+/// How often each fault was met on one queue pair. Written by its owner, read by anyone.
+#[derive(Debug, Default)]
+pub struct CqeFaults([AtomicU64; CqeFault::ALL.len()]);
+
+impl CqeFaults {
+    fn count(&self, fault: CqeFault) {
+        let counter = &self.0[fault as usize];
+        // One writer: a plain load and store.
+        counter.store(counter.load(Relaxed) + 1, Relaxed);
+    }
+
+    /// All counts with their names.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        CqeFault::ALL.iter().map(|fault| fault.name()).zip(self.0.iter().map(|counter| counter.load(Relaxed)))
+    }
+
+    /// How often this one was met.
+    pub fn get(&self, fault: CqeFault) -> u64 {
+        self.0[fault as usize].load(Relaxed)
+    }
+
+    /// All of them together.
+    pub fn total(&self) -> u64 {
+        self.iter().map(|(_, count)| count).sum()
+    }
+}
+
+/// A command that is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Completed {
+    /// Its slot, which may be used again.
+    pub slot: u16,
+    /// What became of it.
+    pub status: NvmeStatus,
+    /// Its own result.
+    pub result: u64,
+}
+
+/// What is known of a slot.
+#[derive(Clone, Copy, Debug, Default)]
+struct CommandSlot {
+    /// Goes on when a command of the slot is over, however it ended.
+    sequence: u32,
+    /// Number of the submission, counted without end.
+    submission: u64,
+    in_flight: bool,
+}
+
+/// A queue pair, host side.
+#[derive(Debug)]
+pub struct HostQueuePair {
+    qid: u16,
+    rings: QueueRings,
+    /// Where the next command goes, and its number.
+    sq_tail: u16,
+    submissions: u64,
+    /// The same as the controller was last told.
+    announced_tail: u16,
+    announced: u64,
+    /// How far the controller has fetched, by the last completion that was believed, and the number of the next.
+    sq_head: u16,
+    fetched: u64,
+    cq_head: u16,
+    /// The phase bit of a new completion, in its place.
+    phase: u64,
+    sq_doorbell: Doorbell,
+    cq_doorbell: Doorbell,
+    slots: Box<[CommandSlot]>,
+    in_flight: u16,
+    /// Commands were cancelled: what the controller has fetched is not known until the next reset.
+    is_cancelled: bool,
+    faults: Arc<CqeFaults>,
+}
+
+impl HostQueuePair {
+    /// An empty queue pair over memory that no controller looks at yet. Faults outlive the queue pair: its successor
+    /// goes on counting them.
+    ///
+    /// # Panics
+    /// If the memory does not suffice: its layout is of our own making.
+    pub fn new(qid: u16, rings: QueueRings, doorbells: &Doorbells, faults: Arc<CqeFaults>) -> HostQueuePair {
+        rings.check();
+        let slots = vec![CommandSlot::default(); usize::from(rings.entries - 1)].into();
+        let (sq_doorbell, cq_doorbell) = (doorbells.sq_tail(qid), doorbells.cq_head(qid));
+        let mut queue = HostQueuePair {
+            qid,
+            rings,
+            sq_tail: 0,
+            submissions: 0,
+            announced_tail: 0,
+            announced: 0,
+            sq_head: 0,
+            fetched: 0,
+            cq_head: 0,
+            phase: PHASE_BIT,
+            sq_doorbell,
+            cq_doorbell,
+            slots,
+            in_flight: 0,
+            is_cancelled: false,
+            faults,
+        };
+        queue.reset();
+        queue
+    }
+
+    /// Empties both rings, for the controller to create the queues anew. Identifiers of commands before the reset stay
+    /// stale.
+    ///
+    /// # Panics
+    /// If commands are in flight: they are [cancelled](HostQueuePair::cancel) first.
+    pub fn reset(&mut self) {
+        assert!(self.in_flight == 0, "{} commands are in flight", self.in_flight);
+        for entry in 0..usize::from(self.rings.entries) {
+            self.rings.cq.store_u64s(entry * CQE_BYTES, [0, 0], Relaxed);
+        }
+        (self.sq_tail, self.announced_tail, self.sq_head, self.cq_head) = (0, 0, 0, 0);
+        (self.announced, self.fetched) = (self.submissions, self.submissions);
+        self.phase = PHASE_BIT;
+        self.is_cancelled = false;
+        self.sq_doorbell.clear_shadow();
+        self.cq_doorbell.clear_shadow();
+    }
+
+    /// Commands that may be in flight at one time; slots are below it. One entry of a ring always stays free, so with
+    /// no more than that neither ring overflows.
+    pub fn depth(&self) -> u16 {
+        self.slots.len() as u16
+    }
+
+    /// Commands in flight.
+    pub fn in_flight(&self) -> u16 {
+        self.in_flight
+    }
+
+    /// What there is against the controller.
+    pub fn faults(&self) -> &Arc<CqeFaults> {
+        &self.faults
+    }
+
+    /// The cid of the command in a slot, for an Abort; nothing if there is none.
+    pub fn cid(&self, slot: u16) -> Option<u16> {
+        self.slots.get(usize::from(slot)).filter(|entry| entry.in_flight).map(|entry| cid(slot, entry.sequence))
+    }
+
+    /// The full sequence of a slot: it changes when the command there is over.
+    pub fn sequence(&self, slot: u16) -> Option<u32> {
+        self.slots.get(usize::from(slot)).map(|entry| entry.sequence)
+    }
+
+    /// Puts a command into the submission ring. The controller sees it with the next [`HostQueuePair::announce`].
+    ///
+    /// # Panics
+    /// If the slot is in use or not below the depth, or commands were cancelled since the last reset.
+    #[inline]
+    pub fn push(&mut self, slot: u16, sqe: Sqe) {
+        let entry = &mut self.slots[usize::from(slot)];
+        assert!(!entry.in_flight && !self.is_cancelled, "slot {slot} is in use, or the queue pair not reset");
+        (entry.in_flight, entry.submission) = (true, self.submissions);
+        let sqe = sqe.with_cid(cid(slot, entry.sequence));
+        self.rings.sq.store_u64s(usize::from(self.sq_tail) * SQE_BYTES, sqe.0, Relaxed);
+        self.sq_tail = self.next(self.sq_tail);
+        self.submissions += 1;
+        self.in_flight += 1;
+    }
+
+    /// Tells the controller of all that was pushed, by one doorbell. Says whether the doorbell register was written:
+    /// with shadow doorbells that is only needed if the controller asked for it.
+    #[inline]
+    pub fn announce(&mut self) -> bool {
+        if self.announced == self.submissions {
+            return false;
+        }
+        let old = std::mem::replace(&mut self.announced_tail, self.sq_tail);
+        self.announced = self.submissions;
+        self.sq_doorbell.ring(old, self.sq_tail)
+    }
+
+    /// Whether a completion is there to be polled.
+    #[inline]
+    pub fn is_pending(&self) -> bool {
+        self.rings.cq.load_u64(usize::from(self.cq_head) * CQE_BYTES + 8, Relaxed) & PHASE_BIT == self.phase
+    }
+
+    /// Hands over what is complete, at most a ring of it, and rings the completion queue's doorbell once. Says whether
+    /// its register was written.
+    #[inline]
+    pub fn poll(&mut self, mut each: impl FnMut(Completed)) -> bool {
+        let old = self.cq_head;
+        let mut taken = 0;
+        while taken < self.rings.entries {
+            // The second word first: it has the phase.
+            let cqe = Cqe(self.rings.cq.load_u64s_back(usize::from(self.cq_head) * CQE_BYTES, Acquire));
+            if cqe.0[1] & PHASE_BIT != self.phase {
+                break;
+            }
+            self.cq_head += 1;
+            if self.cq_head == self.rings.entries {
+                self.cq_head = 0;
+                self.phase ^= PHASE_BIT;
+            }
+            taken += 1;
+            match self.take(cqe) {
+                Ok(completed) => each(completed),
+                Err(fault) => self.faults.count(fault),
+            }
+        }
+        match taken {
+            0 => false,
+            // The index is where it was, and says nothing: the controller learns of it with the next completion.
+            _ if self.cq_head == old => false,
+            _ => self.cq_doorbell.ring(old, self.cq_head),
+        }
+    }
+
+    /// Believes a completion, or says why not.
+    #[inline]
+    fn take(&mut self, cqe: Cqe) -> Result<Completed, CqeFault> {
+        if cqe.sq_id() != self.qid {
+            return Err(CqeFault::WrongQueue);
+        }
+        let slot = cqe.cid() & SLOT_MASK;
+        let entry = self.slots.get_mut(usize::from(slot)).ok_or(CqeFault::SlotOutOfRange)?;
+        if !entry.in_flight {
+            return Err(CqeFault::NotInFlight);
+        }
+        if cqe.cid() != cid(slot, entry.sequence) {
+            return Err(CqeFault::Stale);
+        }
+        let (head, entries) = (cqe.sq_head(), self.rings.entries);
+        let step = if head >= self.sq_head { head - self.sq_head } else { head + entries - self.sq_head };
+        let fetched = self.fetched + u64::from(step);
+        if head >= entries || fetched > self.announced {
+            return Err(CqeFault::HeadJumped);
+        }
+        if entry.submission >= fetched {
+            return Err(CqeFault::NotFetched);
+        }
+        (self.sq_head, self.fetched) = (head, fetched);
+        entry.in_flight = false;
+        entry.sequence = entry.sequence.wrapping_add(1);
+        self.in_flight -= 1;
+        Ok(Completed { slot, status: cqe.status(), result: cqe.result() })
+    }
+
+    /// Gives up the command in a slot, which the controller can no longer touch: it is disabled or gone. Says whether
+    /// there was one. What still comes for it is refused, and nothing is pushed before a [reset](HostQueuePair::reset).
+    pub fn cancel(&mut self, slot: u16) -> bool {
+        let Some(entry) = self.slots.get_mut(usize::from(slot)).filter(|entry| entry.in_flight) else { return false };
+        entry.in_flight = false;
+        entry.sequence = entry.sequence.wrapping_add(1);
+        self.in_flight -= 1;
+        self.is_cancelled = true;
+        true
+    }
+
+    #[inline]
+    fn next(&self, index: u16) -> u16 {
+        if index + 1 == self.rings.entries { 0 } else { index + 1 }
+    }
+}
+
+#[inline]
+const fn cid(slot: u16, sequence: u32) -> u16 {
+    (sequence as u16) << SLOT_BITS | slot
+}
