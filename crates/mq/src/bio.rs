@@ -4,7 +4,7 @@ use blkyard_mem::Segment;
 
 use crate::{SECTOR_SHIFT, Status};
 
-/// What is wanted.
+/// Operation of a bio.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Op {
@@ -13,7 +13,7 @@ pub enum Op {
     Read,
     /// Memory to device.
     Write,
-    /// Make durable what has completed.
+    /// Makes all completed writes durable.
     Flush,
     /// The contents of a range no longer matter.
     Discard,
@@ -28,7 +28,7 @@ impl Op {
         matches!(self, Op::Read | Op::Write)
     }
 
-    /// Whether the operation changes what the device holds; a read-only device refuses it.
+    /// Whether the operation changes the medium; a read-only device refuses it.
     #[inline]
     pub fn is_write(self) -> bool {
         matches!(self, Op::Write | Op::Discard | Op::WriteZeroes)
@@ -43,7 +43,7 @@ bitflags::bitflags! {
         const FUA = 1;
         /// Zeroed blocks stay allocated.
         const NO_UNMAP = 2;
-        /// What has completed before is durable before this begins.
+        /// All earlier completions are durable before this operation begins.
         const PREFLUSH = 4;
         /// Rather comes back with [`Status::Again`] than wait for a tag or a thaw.
         const NOWAIT = 8;
@@ -51,7 +51,7 @@ bitflags::bitflags! {
         const ATOMIC = 16;
         /// Its submitter polls for it.
         const POLLED = 32;
-        /// Stays a request of its own.
+        /// Is not merged with other bios.
         const NO_MERGE = 64;
         /// Takes a reserved tag, and so gets through when all others are out.
         const RESERVED = 128;
@@ -67,7 +67,7 @@ pub enum Priority {
     /// As most.
     #[default]
     BestEffort,
-    /// When nobody else wants anything.
+    /// Served when no other class has I/O.
     Idle,
 }
 
@@ -86,21 +86,22 @@ bitflags::bitflags! {
     }
 }
 
-/// A request for I/O on a contiguous range of sectors, and later its outcome.
+/// A request for I/O on a contiguous range of sectors, and later its status.
 ///
-/// A bio is made once, by the submitter, and goes round: filled in, submitted, given back with its status, filled in
-/// again. The list of segments keeps its capacity, so that the round allocates nothing.
-// In this order, so that what is looked at together is read at once.
+/// The submitter allocates a bio once and reuses it: filled in, submitted, returned with its status, filled in again.
+/// The list of segments keeps its capacity, so reuse allocates nothing.
+// In this order, so that fields used together share a cache line.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct Bio {
-    /// What is wanted.
+    /// Operation.
     pub op: Op,
     /// How.
     pub flags: BioFlags,
     /// Which namespace of the hardware queue it is for; zero where there is one.
     pub namespace: u16,
-    /// Sectors of 512 bytes, whatever the logical block. For operations with data this is the sum of the segments.
+    /// Number of 512-byte sectors, for any logical block size. For operations with data this is the sum of the
+    /// segments.
     pub sectors: u32,
     /// First sector.
     pub sector: u64,
@@ -108,24 +109,24 @@ pub struct Bio {
     pub cookie: u64,
     /// Where the data is, in order. Empty for operations without data.
     pub segments: Vec<Segment>,
-    /// Index of its submitter, where a hardware queue has several: the thread of a shared queue, or whose counters
-    /// count it (see [`HwQueue::set_stats`](crate::HwQueue::set_stats)).
+    /// Index of the submitter, where a hardware queue has several: the thread of a shared queue, or the owner of
+    /// separate counters (see [`HwQueue::set_stats`](crate::HwQueue::set_stats)).
     pub submitter: u16,
-    /// What became of it, once it is given back.
+    /// Status, once the bio is returned.
     pub status: Status,
-    /// What of its flush sequence is still to come.
+    /// Steps of its flush sequence that are still to come.
     pub(crate) steps: FlushSteps,
-    /// Who submits: a thread, a connection, a guest's queue. Zero if nobody says; a shared queue then says which
-    /// thread. Whoever schedules by it treats equal numbers as one.
+    /// Stream, for schedulers: a thread, a connection, a guest's queue. Zero if unset; a shared queue then sets the
+    /// thread's number. Equal numbers are one stream.
     pub stream: u32,
     /// How long it waited for its turn, microseconds; the largest number for anything longer. Kept by schedulers that
     /// need it.
     pub(crate) waited_us: u32,
-    /// Which scheduler has handed it out, while it is on its way; zero for none. See `hw/scheduled.rs`.
+    /// Generation of the scheduler that dispatched it, while it is in flight; zero for none. See `hw/scheduled.rs`.
     pub(crate) ticket: u16,
     /// How urgent it is beside others.
     pub priority: Priority,
-    /// Whether somebody waits for it, although it is a write: see [`Bio::is_sync`].
+    /// Whether a write is synchronous: see [`Bio::is_sync`].
     pub sync: bool,
     /// Its waiting before the driver took it. Not written for a bio that does not wait: see `hw/wait.rs`.
     pub(crate) wait: Wait,
@@ -133,13 +134,13 @@ pub struct Bio {
 
 const _: () = assert!(std::mem::offset_of!(Bio, wait) == 64, "a bio that does not wait is one line of cache");
 
-/// When a bio came, and how long it waited for what. Times in nanoseconds.
+/// Time of arrival, and time held by each cause. In ns.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub(crate) struct Wait {
     /// Time of the first issue after it was submitted; [`Wait::UNKNOWN`] before that.
     pub(crate) since_ns: u64,
-    /// While it waits for a tag, its namespace's clocks when that began; afterwards what they went on by.
+    /// While it waits for a tag: its namespace's clocks when the wait began. Afterwards: their advance.
     pub(crate) held_ns: [u64; 3],
 }
 
@@ -147,13 +148,13 @@ impl Wait {
     /// No time.
     pub(crate) const UNKNOWN: u64 = u64::MAX;
 
-    /// It has just been seen, and waits while these clocks go on.
+    /// It has arrived, and waits while these clocks advance.
     #[inline]
     pub(crate) fn begin(&mut self, now_ns: u64, clocks_ns: &[u64; 3]) {
         *self = Wait { since_ns: now_ns, held_ns: *clocks_ns };
     }
 
-    /// Turns what the clocks showed when it began to wait into what it has waited, and back.
+    /// Converts between the clocks at the beginning of the wait and the time waited.
     #[inline]
     pub(crate) fn toggle(&mut self, clocks_ns: &[u64; 3]) {
         if self.since_ns != Wait::UNKNOWN {
@@ -174,8 +175,7 @@ impl Bio {
         Box::new(Bio { segments: Vec::with_capacity(segments), ..Bio::default() })
     }
 
-    /// Forgets the last round; the capacity stays, and so does what is said about the submitter: stream, priority and
-    /// whether it waits for its writes.
+    /// Resets the bio for the next use. The capacity stays, and so do the submitter's settings: stream, priority, sync.
     #[inline]
     pub fn reset(&mut self) {
         self.flags = BioFlags::empty();
@@ -186,8 +186,7 @@ impl Bio {
         self.segments.clear();
     }
 
-    /// Whether somebody waits for it: for what is read, for what is to be durable at once, and for a write that says
-    /// so.
+    /// Whether its submitter waits for it: reads, FUA writes, and writes marked as synchronous.
     #[inline]
     pub fn is_sync(&self) -> bool {
         self.sync || self.op == Op::Read || self.flags.intersects(BioFlags::FUA | BioFlags::PREFLUSH)
@@ -205,7 +204,7 @@ impl Bio {
         u64::from(self.sectors) << SECTOR_SHIFT
     }
 
-    /// Bytes that it moves. What is discarded or zeroed moves none.
+    /// Bytes of data. Discards and zeroes have none.
     #[inline]
     pub fn moves_bytes(&self) -> u64 {
         if self.op.has_data() { self.bytes() } else { 0 }

@@ -39,12 +39,13 @@ use blkyard_mem::sync::{AtomicU64, CachePadded, Ordering};
 
 use crate::Wake;
 
-/// Beside the number of free places, which is shifted by one: somebody waits, and places are only dealt.
+/// Lowest bit of the word, below the number of free slots: some share waits, and free slots are distributed by the
+/// ledger only.
 const SHORT: u64 = 1;
 /// Places that one share gets in its turn, if it lacks as many: four, below which Linux lets no user of shared tags
 /// fall (`hctx_may_queue`), and enough to be worth a wake-up.
 const LOT: u64 = 4;
-/// In a member's word: what is lacking below, what was dealt above.
+/// In a member's word: slots lacking below, slots granted above.
 const DEALT_SHIFT: u32 = 32;
 const LACKING_MASK: u64 = (1 << DEALT_SHIFT) - 1;
 
@@ -66,8 +67,7 @@ pub struct BudgetError {
 
 /// One hardware queue's share in a budget.
 ///
-/// Owned by the queue. Places that are out when it is dropped are a bug of ours, and loud: somebody's request is still
-/// with the device.
+/// Owned by the queue. Dropping it with slots in use is a bug and panics: a request still uses them at the device.
 pub struct BudgetShare {
     books: Arc<Books>,
     member: usize,
@@ -81,7 +81,7 @@ pub struct BudgetShare {
 
 #[derive(Debug)]
 struct Books {
-    /// Free places, and whether they are only dealt.
+    /// Free slots, and the `SHORT` bit.
     word: CachePadded<AtomicU64>,
     ledger: Baton<Ledger>,
     members: Box<[BudgetMember]>,
@@ -90,15 +90,15 @@ struct Books {
 
 #[derive(Debug)]
 struct Ledger {
-    /// Whose turn it is.
+    /// Share that is served next.
     next: usize,
 }
 
 struct BudgetMember {
-    /// What its share lacks, written by the share; and what it was dealt, written by the ledger's holder, who makes the
-    /// other as much smaller.
+    /// Slots that its share lacks, written by the share; and slots granted, written by the ledger's holder, which
+    /// reduces the other by as many.
     word: AtomicU64,
-    /// Whom to call. Locked to join and leave and, for as long as it takes to copy it, to wake.
+    /// Waker of the share's queue. Locked to join and leave and, for the time of a copy, to wake.
     waker: Mutex<Option<Arc<dyn Wake>>>,
 }
 
@@ -106,11 +106,11 @@ impl Budget {
     /// Places that a budget may have.
     pub const PLACES_MAX: usize = u32::MAX as usize;
 
-    /// A budget of so many places for up to `shares_max` queues.
+    /// A budget of `places` slots for up to `shares_max` queues.
     ///
     /// # Panics
-    /// If there are no places or nobody to share them, or more than [`Budget::PLACES_MAX`]: budgets are checked where
-    /// they are configured.
+    /// If `places` or `shares_max` is zero, or `places` exceeds [`Budget::PLACES_MAX`]: budgets are checked where they
+    /// are configured.
     pub fn new(places: usize, shares_max: usize) -> Budget {
         assert!((1..=Budget::PLACES_MAX).contains(&places) && shares_max > 0, "a budget of {places} for {shares_max}");
         let member = |_| BudgetMember { word: AtomicU64::new(0), waker: Mutex::new(None) };
@@ -119,17 +119,17 @@ impl Budget {
         Budget { books: Arc::new(Books { word, ledger: Baton::new(Ledger { next: 0 }), members, places }) }
     }
 
-    /// How many places there are.
+    /// Number of slots.
     pub fn places(&self) -> usize {
         self.books.places
     }
 
-    /// How many nobody holds just now, for whoever looks on.
+    /// Number of free slots, for inspection.
     pub fn free(&self) -> usize {
         (self.books.word.0.load(Ordering::Relaxed) >> 1) as usize
     }
 
-    /// A share for one more queue; `waker` wakes whoever will have the queue take again.
+    /// A share for one more queue; `waker` wakes the thread that runs this queue.
     ///
     /// # Errors
     /// As many queues as the budget was made for have joined already.
@@ -148,9 +148,8 @@ impl Budget {
 }
 
 impl BudgetShare {
-    /// Takes up to `wanted` places and returns how many it took. If that is less, the share waits for the rest: it is
-    /// woken when there are some, and then takes again, saying anew how many it wants. One that wants none does not
-    /// wait.
+    /// Takes up to `wanted` slots and returns how many it took. If that is less, the share waits for the rest: it is
+    /// woken when slots are granted, and then takes again, with a new number. A share that wants 0 does not wait.
     #[inline]
     pub fn take(&mut self, wanted: usize) -> usize {
         let mut took = 0;
@@ -166,10 +165,10 @@ impl BudgetShare {
         took
     }
 
-    /// Gives back so many places of those it took.
+    /// Returns slots.
     ///
     /// # Panics
-    /// If they were not taken.
+    /// If the share has not taken as many.
     #[inline]
     pub fn give(&mut self, count: usize) {
         assert!(count <= self.held, "{count} places were given back of {} taken", self.held);
@@ -196,8 +195,8 @@ impl BudgetShare {
         let wanted = wanted.min(Budget::PLACES_MAX) as u64;
         let mut took = self.settle(wanted);
         if took < wanted {
-            // Said before the mark is set, see the module's head. Release, for the giver that meets the mark; acquire,
-            // for what was given before.
+            // Recorded before the mark is set, see the module's head. Release, for a giver that meets the mark;
+            // acquire, for slots returned before.
             self.books.word.0.fetch_or(SHORT, Ordering::AcqRel);
             self.books.deal(Some(self.member), &mut self.calls);
             took += self.settle(wanted - took);
@@ -206,14 +205,14 @@ impl BudgetShare {
         took as usize
     }
 
-    /// Takes what was dealt, up to what is wanted, and says what is still lacking. What was dealt beyond goes back.
+    /// Takes granted slots, up to `wanted`, and records the number still lacking. Excess slots are returned.
     fn settle(&mut self, wanted: u64) -> u64 {
         let member = &self.books.members[self.member].word;
         let mut was = member.load(Ordering::Relaxed);
         let dealt = loop {
             let dealt = was >> DEALT_SHIFT;
-            // Acquire pairs with the release in `BudgetMember::deal`. Release, so that the ledger's holder sees it as
-            // we left it; that it sees it at all is the baton's doing.
+            // Acquire pairs with the release in `BudgetMember::deal`. Release, so that the ledger's holder sees the
+            // word as we left it; the baton guarantees that it looks.
             match member.compare_exchange(was, wanted.saturating_sub(dealt), Ordering::AcqRel, Ordering::Relaxed) {
                 Ok(_) => break dealt,
                 Err(now) => was = now,
@@ -227,7 +226,7 @@ impl BudgetShare {
 }
 
 impl Books {
-    /// Takes up to `wanted` places that are free for all.
+    /// Takes up to `wanted` slots that are free for all.
     #[inline]
     fn take_open(&self, wanted: usize) -> usize {
         let mut was = self.word.0.load(Ordering::Relaxed);
@@ -237,7 +236,7 @@ impl Books {
             if took == 0 {
                 return 0;
             }
-            // Acquire pairs with the release in `give`: who has a place comes after whoever had it before.
+            // Acquire pairs with the release in `give`: the use of a slot comes after its previous use.
             match self.word.0.compare_exchange_weak(was, was - (took << 1), Ordering::Acquire, Ordering::Relaxed) {
                 Ok(_) => return took as usize,
                 Err(now) => was = now,
@@ -245,15 +244,15 @@ impl Books {
         }
     }
 
-    /// Puts places back into the word. True if somebody waits, and they must be dealt.
+    /// Returns slots to the word. True if a share waits, and the slots must be distributed.
     #[inline]
     fn give(&self, count: u64) -> bool {
-        // Acquire: whoever goes to the ledger because of the mark comes after the one who set it.
+        // Acquire: a thread that goes to the ledger because of the mark comes after the one that set it.
         count > 0 && self.word.0.fetch_add(count << 1, Ordering::AcqRel) & SHORT != 0
     }
 
-    /// Deals what is free to those who wait, unless somebody is at it, who then does it again. Wakes them, but for
-    /// `me`.
+    /// Distributes free slots to waiting shares, unless another thread is doing so, which then does it again. Wakes the
+    /// shares, except `me`.
     #[inline(never)]
     fn deal(&self, me: Option<usize>, calls: &mut Vec<usize>) {
         let Some(mut ledger) = self.ledger.take() else { return };
@@ -311,7 +310,7 @@ impl BudgetMember {
         self.word.load(Ordering::Acquire) & LACKING_MASK != 0
     }
 
-    /// Deals up to so many places; returns how many were lacking.
+    /// Grants up to `places` slots; returns how many were lacking.
     fn deal(&self, places: u64) -> u64 {
         let mut was = self.word.load(Ordering::Relaxed);
         loop {
@@ -333,7 +332,7 @@ impl Drop for BudgetShare {
     fn drop(&mut self) {
         let held = std::mem::take(&mut self.held);
         self.settle(0);
-        // While a panic unwinds nobody else will give them back.
+        // During a panic's unwinding no other code will return them.
         if self.books.give(held as u64) {
             self.books.deal(None, &mut self.calls);
         }
@@ -467,8 +466,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the order of calls, there are as many places as there were, and whoever waits is woken if somebody
-        /// gives.
+        /// For any order of calls the number of slots is constant, and a waiting share is woken when slots are
+        /// returned.
         #[test]
         fn places_are_neither_made_nor_lost(
             places in 1_usize..12,

@@ -30,11 +30,11 @@ use crate::stats::HwStats;
 use crate::sw::{BatonOutcome, Ends, Member, POLLS_MAX, Places, QueueLocation, SharedHwQueue, rings};
 use crate::{Bio, BioFlags, Context, Driver, HwQueue, Parker, Status, SwQueue};
 
-/// Makes hardware queues, with what their drivers need, for whatever the device is.
+/// Creates hardware queues of a device, with the resources that their drivers need.
 pub trait QueueFactory {
-    /// What drives a queue.
+    /// Driver of a queue.
     type Driver: Driver<Self::Cx>;
-    /// What a driver borrows from whoever runs its queue: each queue has its own.
+    /// Context that a driver borrows from the thread that runs its queue: one for each queue.
     type Cx: Context;
     /// Why a queue cannot be made.
     type Error: std::error::Error + 'static;
@@ -50,17 +50,17 @@ pub trait QueueFactory {
         threads: usize,
     ) -> Result<(HwQueue<Self::Driver>, Self::Cx), Self::Error>;
 
-    /// Makes a place to sleep for a thread that uses these queues, one of each kind the disk has, in order.
+    /// Creates a parker for a thread that uses these queues, one of each kind of the disk, in order.
     ///
     /// # Errors
-    /// The system has no more.
+    /// A resource of the system is exhausted.
     fn parker(&mut self, beside: &[&Self::Cx]) -> Result<Arc<dyn Parker>, Self::Error>;
 }
 
 /// Why a disk cannot have these queues. It keeps those it had.
 #[derive(Debug, thiserror::Error)]
 pub enum QueuesError<E: std::error::Error + 'static> {
-    /// None at all.
+    /// Zero default queues.
     #[error("default queues: 0 were asked for; set at least 1")]
     None,
     /// A kind would come or go.
@@ -79,14 +79,14 @@ pub enum QueuesError<E: std::error::Error + 'static> {
     Make(#[source] E),
 }
 
-/// A device that threads share, seen by whoever changes it. The threads have its [`SharedSubmitter`]s.
+/// A device that threads share, for the thread that changes it. The threads have its [`SharedSubmitter`]s.
 pub struct SharedDisk<F: QueueFactory> {
     /// For one change at a time. No thread that does I/O comes here.
     state: Mutex<State<F>>,
     /// The queues are being changed.
     frozen: Arc<AtomicBool>,
     threads: usize,
-    /// The kinds that have queues of their own, in order: what is by thread and kind below is in this order.
+    /// Kinds with queues of their own; the order of all fields by thread and kind below.
     kinds: Vec<QueueKind>,
 }
 
@@ -94,7 +94,7 @@ struct State<F: QueueFactory> {
     factory: F,
     counts: QueueCounts,
     queues: Vec<Open<F>>,
-    /// By thread and kind: where the thread is told of moves.
+    /// By thread and kind: the location of its queue, updated by moves.
     location: Vec<Arc<QueueLocation<F::Driver, F::Cx>>>,
 }
 
@@ -102,30 +102,30 @@ struct State<F: QueueFactory> {
 struct Open<F: QueueFactory> {
     kind: QueueKind,
     shared: Arc<SharedHwQueue<F::Driver, F::Cx>>,
-    /// By submitter: of whom it is, by thread and kind.
+    /// By submitter: its thread and kind, as an index.
     users: Vec<usize>,
 }
 
-/// Queues that nobody uses yet.
+/// New queues that are not in use yet.
 struct Made<F: QueueFactory> {
     queues: Vec<(HwQueue<F::Driver>, F::Cx, QueueKind)>,
-    /// By queue: by thread and kind, who is to use it.
+    /// By queue: its future users, by thread and kind.
     users: Vec<Vec<usize>>,
     /// By thread.
     parkers: Vec<Arc<dyn Parker>>,
-    /// By queue: for whoever closes it.
+    /// By queue: the parker of the thread that closes it.
     closers: Vec<Arc<dyn Parker>>,
 }
 
 impl<F: QueueFactory> SharedDisk<F> {
-    /// Opens a disk for so many threads, each of which may have up to `places` bios out. More queues of a kind than
-    /// threads are of no use, and not made. What comes with the disk is for the threads, in the order of their numbers.
+    /// Opens a disk for a number of threads, each with up to `places` bios in flight. At most one queue of a kind for
+    /// each thread is created. The returned submitters are in the order of the threads' numbers.
     ///
     /// # Errors
     /// See [`QueuesError`].
     ///
     /// # Panics
-    /// If there are no threads, or no places.
+    /// Without threads, or with `places` of 0.
     #[expect(clippy::type_complexity, reason = "two things, each named by its own type")]
     pub fn open(
         mut factory: F,
@@ -183,11 +183,11 @@ impl<F: QueueFactory> SharedDisk<F> {
         self.state().queues.iter().map(|open| (open.kind, Arc::clone(open.shared.stats()))).collect()
     }
 
-    /// Changes how many queues there are, while threads use them. Returns how many there are now: of each kind no more
-    /// than threads. Waits until all that is in the old queues is over, and helps it along.
+    /// Changes the number of queues while threads use them. Returns the new numbers: of each kind at most the number of
+    /// threads. Drains the old queues, and runs them while it waits.
     ///
-    /// Meanwhile a bio that says `NOWAIT` comes back with [`Status::Again`]; others wait in their rings. The order in
-    /// which a thread submitted to one kind of queue is kept.
+    /// Meanwhile a `NOWAIT` bio comes back with [`Status::Again`]; others wait in their rings. Each thread's order of
+    /// submission to a kind of queue is kept.
     ///
     /// # Errors
     /// See [`QueuesError`]; the disk then keeps the queues it had.
@@ -215,7 +215,7 @@ impl<F: QueueFactory> SharedDisk<F> {
         self.frozen.store(true, Ordering::Relaxed);
         let old = std::mem::take(&mut state.queues);
         let mut calls = Vec::new();
-        // All are told before the first is waited for.
+        // All queues are frozen before the first is waited for.
         old.iter().for_each(|open| open.shared.freeze(&mut calls));
         let mut members: Vec<Option<Member>> = state.location.iter().map(|_| None).collect();
         for open in &old {
@@ -233,13 +233,13 @@ impl<F: QueueFactory> SharedDisk<F> {
         state.counts = counts;
         self.frozen.store(false, Ordering::Relaxed);
         old.iter().for_each(|open| open.shared.wake_all());
-        // What was submitted meanwhile: its threads may believe that somebody has it.
+        // For bios submitted meanwhile: their threads may rely on another one to run the queue.
         state.queues.iter().for_each(|open| open.shared.start(&mut calls, clock));
         Ok(counts)
     }
 }
 
-/// Makes queues and parkers. Nothing is changed by it.
+/// Creates queues and parkers, without changing the disk.
 fn make<F: QueueFactory>(
     factory: &mut F,
     counts: QueueCounts,
@@ -294,7 +294,7 @@ pub struct SharedSubmitter<D, Cx> {
     /// By kind: which of them serves it.
     end_of: [Option<usize>; 3],
     places: Places,
-    /// Bios that never got into a ring, on their way back.
+    /// Bios refused before they entered a ring, to be returned.
     refused: Vec<Box<Bio>>,
     /// The queues are being changed.
     frozen: Arc<AtomicBool>,
@@ -313,13 +313,13 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
         self.places.held()
     }
 
-    /// Accepts a bio into a ring of this thread's, by its kind, where nobody sees it before [`SharedSubmitter::ring`].
-    /// It comes back through [`SharedSubmitter::poll`] or [`SharedSubmitter::wait`], whatever happens: with
-    /// [`Status::NotSupported`] if it is to be polled for and there are no queues for that, with [`Status::Again`] if
-    /// it must not wait and the queues are being changed.
+    /// Adds a bio to this thread's plug, for a queue of its kind; it becomes visible with [`SharedSubmitter::ring`]. It
+    /// always comes back through [`SharedSubmitter::poll`] or [`SharedSubmitter::wait`]: with [`Status::NotSupported`]
+    /// if it is polled and there are no poll queues, with [`Status::Again`] if it must not wait while the queues are
+    /// being changed.
     ///
     /// # Panics
-    /// If there is no [room](SharedSubmitter::room): the caller holds a place before it makes a request.
+    /// Without [room](SharedSubmitter::room): the caller needs a free slot before it creates a request.
     #[inline]
     pub fn submit(&mut self, bio: Box<Bio>) {
         self.places.hold();
@@ -339,14 +339,14 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
         self.refused.push(bio);
     }
 
-    /// Makes visible what was submitted, and passes it on to the device, or has it passed on by whoever is at it.
+    /// Makes submitted bios visible, and dispatches them, or leaves that to the thread that runs the queue.
     #[inline]
     pub fn ring(&mut self, clock: &impl Fn() -> u64) {
         self.ends.iter_mut().for_each(|end| end.ring(clock));
     }
 
-    /// Gives back what is over, without waiting. Looks after the queues if nothing has come and nobody else does.
-    /// Returns how many bios were given back.
+    /// Returns completed bios, without waiting. Runs the queues if none has completed and no other thread runs them.
+    /// Returns the number of bios.
     #[inline]
     pub fn poll(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         let mut ended = self.give_back_refused(sink);
@@ -357,11 +357,10 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
         ended
     }
 
-    /// Makes visible what was submitted and sleeps until at least one bio is over. Returns how many were given back:
-    /// none only if none is out.
+    /// Makes submitted bios visible and sleeps until at least one bio completes. Returns the number of completed bios:
+    /// 0 only if none is in flight.
     ///
-    /// A thread that has bios out on a queue for polling does not sleep: it polls, and now and then lets others have
-    /// the CPU.
+    /// A thread with bios in flight on a poll queue does not sleep: it polls, and yields the CPU now and then.
     pub fn wait(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         let mut ended = self.give_back_refused(sink);
         if ended == 0 {
@@ -399,7 +398,8 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
         if self.ends.iter().any(|end| end.is_polled() && end.in_flight() > 0) {
             return self.poll_for_any(clock, sink);
         }
-        // Also if something has come already: who has left no word is not heard.
+        // Also if a bio has completed already: an owner runs the queue only for threads that have set their pending
+        // bit.
         self.ring(clock);
         let mut lies = [false; 3];
         loop {
@@ -431,8 +431,8 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
             if again {
                 continue;
             }
-            // The parkers of one thread are one and the same. Only while the rings arrive at new queues, one after the
-            // other, there may be an old and a new one; whoever moves them wakes the old one in the end.
+            // A thread has one parker for all its queues. Only while its rings move to new queues, one after the other,
+            // there may be an old and a new one; the moving thread wakes the old one at the end.
             let parker = closed.map_or_else(|| self.parker(), |index| self.ends[index].parker());
             match watch {
                 None => parker.sleep(),

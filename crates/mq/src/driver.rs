@@ -8,37 +8,36 @@ use crate::fifo::put_first;
 use crate::request::{Ranges, Request, RequestState, RequestTable, Segments};
 use crate::{IoErrors, QueueLimits, SharedDepth, Status, Tag};
 
-/// What a hardware queue drives: one queue pair of a device.
+/// Driver of a hardware queue: one queue pair of a device.
 ///
-/// `Cx` is what all queues of one lane share and the driver borrows for each call: the ring of system calls, say.
-/// Drivers that need nothing work with any.
+/// `Cx` is the state that all queues of one lane share and the driver borrows for each call, such as the io_uring.
+/// Drivers that need no such state accept any.
 pub trait Driver<Cx: ?Sized> {
-    /// Takes requests from the front of the batch, in order, until the batch is empty or the device is full. What is
-    /// taken is in flight until its tag comes back, here ([`Batch::complete`], [`Batch::put_back`]) or in
-    /// [`Driver::poll`]; what is left stays with the core, which offers it again, in the same order. When depends on
-    /// what the driver was short of ([`Batch::short_of`]).
+    /// Takes requests from the front of the batch, in order, until the batch is empty or the device is full. Requests
+    /// taken are in flight until their tag comes back, here ([`Batch::complete`], [`Batch::put_back`]) or in
+    /// [`Driver::poll`]. Requests left stay with the core, which offers them again in the same order, at a time that
+    /// depends on the shortage ([`Batch::short_of`]).
     ///
-    /// A driver whose requests are done before this returns takes them by [`Batch::take_inline`], and its limits bound
-    /// what one request moves: the other queues of its lane wait meanwhile.
+    /// A driver that completes requests before it returns takes them by [`Batch::take_inline`], and its limits bound
+    /// the bytes of one request: the other queues of its lane wait meanwhile.
     ///
-    /// Before it returns the driver announces to the device all it took: one doorbell for the batch. A driver whose
-    /// doorbell is shared by the whole lane leaves that to the lane.
+    /// Before it returns the driver announces the batch to the device with one doorbell write. A driver whose doorbell
+    /// is shared by the whole lane leaves that to the lane.
     fn queue_rqs(&mut self, cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>);
 
-    /// Hands over what the device has finished since the last call. `now_ns` is the time of this batch.
+    /// Returns requests that the device has completed since the last call. `now_ns` is the time of this batch.
     fn poll(&mut self, cx: &mut Cx, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64);
 
-    /// Whether the driver must be polled although nothing is in flight: another thread has left something for it. Asked
-    /// in every round of an idle queue.
+    /// Whether the driver must be polled although no request is in flight, for a message from another thread. Asked in
+    /// every round of an idle queue.
     #[inline]
     fn wants_poll(&self) -> bool {
         false
     }
 
-    /// The request at this place has been in flight for longer than it may; what the device has finished by now has
-    /// been handed over. A driver that can prove that the device will not touch the request any more may complete it.
-    /// One that cannot, as with a file in the hands of the kernel, leaves it as it is, however late: that is what
-    /// happens by default.
+    /// The request in this slot has exceeded its timeout; earlier completions have been returned. A driver that can
+    /// prove that the device will not touch the request any more may complete it. One that cannot, such as the file
+    /// driver with a request in the kernel, leaves it in flight, however late: the default.
     fn timed_out(
         &mut self,
         _cx: &mut Cx,
@@ -50,14 +49,13 @@ pub trait Driver<Cx: ?Sized> {
         TimedOut::MoreTime
     }
 
-    /// The memory of the requests to come; nothing is in flight. A driver may prepare it, by registering it with the
-    /// kernel, say, and lets go of what it prepared before. Given none at all it lets go of all it has with this `cx`,
-    /// for the next call may bring another.
+    /// The memory of later requests; none is in flight. A driver may prepare it, for instance register it with the
+    /// kernel, and releases the memory it prepared before. An empty table releases all resources held with this `cx`;
+    /// the next call may bring another.
     fn set_memory(&mut self, _cx: &mut Cx, _memory: &RegionTable) {}
 
-    /// Asks the device to ring the [eventfd](Driver::eventfd) from now on, whenever it has finished something. True if
-    /// something came before it heard: then there is something to poll for. Nothing to do for a driver without an
-    /// eventfd.
+    /// Asks the device to signal the [eventfd](Driver::eventfd) on every later completion. True if a completion came
+    /// before the device saw that: then the driver must be polled. A driver without an eventfd does nothing.
     fn arm(&mut self) -> bool {
         false
     }
@@ -65,20 +63,18 @@ pub trait Driver<Cx: ?Sized> {
     /// The device need not ring any more.
     fn disarm(&mut self) {}
 
-    /// The event descriptor that the device rings, if it tells of what it has finished by one. The same one for as long
-    /// as the driver lives.
+    /// Event descriptor that the device signals on completion, if it uses one. The same one for the life of the driver.
     fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
 
-    /// When the driver must be polled next, at the latest, although nothing outside will wake it; for models with
-    /// timers.
+    /// Latest time of the next poll, although no eventfd will be signalled; for models with timers.
     fn deadline_ns(&self) -> Option<u64> {
         None
     }
 }
 
-/// A driver of a kind that is known when the program runs: one indirect call for a batch, none for a request.
+/// A driver of a kind known at run time: one indirect call for a batch, none for a request.
 impl<Cx: ?Sized, D: Driver<Cx> + ?Sized> Driver<Cx> for Box<D> {
     #[inline]
     fn queue_rqs(&mut self, cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
@@ -131,7 +127,7 @@ impl<Cx: ?Sized, D: Driver<Cx> + ?Sized> Driver<Cx> for Box<D> {
     }
 }
 
-/// What a driver does about a request whose time is up (`BLK_EH_DONE` and `BLK_EH_RESET_TIMER` of Linux).
+/// A driver's answer for a request that has timed out (`BLK_EH_DONE` and `BLK_EH_RESET_TIMER` of Linux).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TimedOut {
     /// It has completed it, or will: the request is not asked about again.
@@ -140,20 +136,20 @@ pub enum TimedOut {
     MoreTime,
 }
 
-/// Why a driver leaves requests in a batch, and so what must happen before it is offered them again.
+/// Cause for which a driver leaves requests in a batch; determines when they are offered again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Shortage {
-    /// The device is full: something must come back from it. If nothing is there, the queue tries again after a while.
+    /// The device is full: a completion is needed. With no request in flight the queue retries after a delay.
     #[default]
     Device,
-    /// Something is missing that nobody will tell of: the queue tries again after a while.
+    /// A system resource without notification is exhausted: the queue retries after a delay.
     System,
-    /// What the lane shares, its time among it, is used up until the next round. By then what it holds has been passed
-    /// on, and the other queues have had their turn.
+    /// A resource of the lane, such as its time, is used up until the next round. By then the lane has submitted its
+    /// entries, and the other queues have had their turn.
     Lane,
 }
 
-/// Requests on their way to the driver.
+/// Requests offered to the driver.
 #[derive(Debug)]
 pub struct Batch<'a> {
     /// Those offered, in order. Those taken are of no meaning any more.
@@ -194,7 +190,7 @@ impl Batch<'_> {
     }
 
     /// Takes the next request: it is in flight from here on.
-    // Always inlined, so that a driver that does not look at the segments does not pay for them.
+    // Always inlined, so that a driver that does not use the segments does not pay for them.
     #[inline(always)]
     pub fn take(&mut self) -> Option<(Tag, &Request, Segments<'_>)> {
         let number = *self.offered.get(self.taken)?;
@@ -207,7 +203,7 @@ impl Batch<'_> {
         request.look.set_state(RequestState::InFlight);
         request.start_ns = self.now_ns;
         let request = &*request;
-        // Picked up last: so a tag that is held over a look into the table is not kept on the stack.
+        // Picked up last: a tag that is held across a table lookup would be kept on the stack.
         Some((Tag::pick_up(number), request, bios.segments(request)))
     }
 
@@ -243,8 +239,8 @@ impl Batch<'_> {
         self.done.push((tag.put_down(), status));
     }
 
-    /// Gives back a request of this batch that the device would not have after all: it waits again, where it stood. One
-    /// that was taken earlier comes back through [`Done::requeue`].
+    /// Returns a request of this batch that the device refused: it waits again, in its old position. One that was taken
+    /// earlier comes back through [`Done::requeue`].
     pub fn put_back(&mut self, tag: Tag) {
         let (requests, number) = (&mut self.table.requests, tag.put_down());
         let request = &mut requests[usize::from(number)];
@@ -260,13 +256,13 @@ impl Batch<'_> {
     }
 }
 
-/// By itself, so that the number needs no place in memory.
+/// A separate function, so that the number needs no stack slot.
 #[cold]
 fn started_twice(number: u16) -> ! {
     panic!("request {number} was started twice");
 }
 
-/// Where a driver puts what the device has finished.
+/// Completions, as the driver reports them.
 #[derive(Debug)]
 pub struct Done<'a> {
     pub(crate) ended: &'a mut Vec<(u16, Status)>,
@@ -277,8 +273,8 @@ pub struct Done<'a> {
 }
 
 impl Done<'_> {
-    /// Whether the [bytes of this turn](crate::HwQueue::set_turn_bytes) are used up. A driver that copies what has come
-    /// back leaves the rest for the next turn then.
+    /// Whether the [bytes of this turn](crate::HwQueue::set_turn_bytes) are used up. A driver that copies completed
+    /// data then leaves the rest for the next turn.
     #[inline]
     pub fn is_spent(&self) -> bool {
         self.bytes_left == 0
@@ -296,7 +292,7 @@ impl Done<'_> {
         self.request_at(tag.index())
     }
 
-    /// The request at a place, and its segments.
+    /// The request in a slot, and its segments.
     #[inline]
     pub fn request_at(&self, index: usize) -> (&Request, Segments<'_>) {
         let request = &self.table.requests[index];
@@ -308,33 +304,33 @@ impl Done<'_> {
         self.table.bios.ranges(&self.table.requests[tag.index()])
     }
 
-    /// A request is over.
+    /// Completes a request.
     #[inline]
     pub fn complete(&mut self, tag: Tag, status: Status) {
         self.ended.push((tag.put_down(), status));
     }
 
-    /// Notes what the system said to the request at a place, which fails now.
+    /// Records the errno of the request in a slot, which fails now.
     #[cold]
     pub fn note_errno(&mut self, index: usize, errno: i32) {
         self.table.errnos.push((index as u16, errno));
     }
 
-    /// A request is to be done again: it waits before all that was submitted after it.
+    /// Requeues a request: it waits ahead of all that were submitted after it.
     pub fn requeue(&mut self, tag: Tag) {
         self.table.requests[tag.index()].set_idle();
         self.requeued.push(tag.put_down());
     }
 }
 
-/// What a device is, the same for all its queues.
+/// Properties of a device, the same for all its queues.
 #[derive(Clone, Debug, Default)]
 pub struct DeviceInfo {
     /// As the user named it, for messages.
     pub name: String,
     /// Size, sectors of 512 bytes.
     pub capacity_sectors: u64,
-    /// What one request may look like.
+    /// Limits of a request.
     pub limits: QueueLimits,
     /// Writes are refused.
     pub read_only: bool,
@@ -343,22 +339,22 @@ pub struct DeviceInfo {
     /// With a volatile cache: the device makes single writes durable by itself when they say FUA. Otherwise the queue
     /// flushes.
     pub fua: bool,
-    /// An arm has to move: what lies far apart takes longer than what lies together.
+    /// Has seeks: distant positions take longer than adjacent ones.
     pub rotational: bool,
     /// Time after which the driver is asked about a request, ns; zero for that of the queue's configuration.
     pub timeout_ns: u64,
     /// How much of it all its queues have in flight together, where a scheduler learns that.
     pub depth: SharedDepth,
-    /// What failed and is not logged yet.
+    /// I/O errors that are not logged yet.
     pub errors: IoErrors,
 }
 
-/// What a user opens: a disk that gives out hardware queues.
+/// An opened disk that provides hardware queues.
 pub trait BlockDevice {
-    /// What drives one queue of this device.
+    /// Driver of one queue of this device.
     type Queue;
 
-    /// What the device is.
+    /// Properties of the device.
     fn info(&self) -> &DeviceInfo;
 
     /// Opens one more queue of `depth` requests.

@@ -11,7 +11,7 @@ use crate::{Op, Status};
 /// A failed request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoError {
-    /// What it was to do.
+    /// Its operation.
     pub op: Op,
     /// First sector.
     pub sector: u64,
@@ -19,7 +19,7 @@ pub struct IoError {
     pub bytes: u64,
     /// How it failed.
     pub status: Status,
-    /// What the system said, if the device is one of its.
+    /// Errno, if the error came from the operating system.
     pub errno: Option<i32>,
 }
 
@@ -61,7 +61,7 @@ impl IoErrors {
     /// since, that one included.
     pub fn take(&self) -> Option<(Option<IoError>, u64)> {
         let mut first = self.0.first.lock().unwrap_or_else(PoisonError::into_inner);
-        // Whoever keeps an error has counted it, since both are done under the lock.
+        // An error that is kept has been counted, since both are done under the lock.
         let count = self.count();
         let errors = count - self.0.taken.swap(count, Relaxed);
         (errors > 0).then(|| (first.take(), errors))

@@ -1,12 +1,12 @@
 //! A bounded first-in-first-out list of tag numbers.
 //!
-//! Holds tags that wait on their way to the driver. It is an array with twice as many entries as there can be tags,
-//! whose content is moved to its front when it reaches the end. That is rare, since a driver that takes all it is
-//! offered leaves the list empty. It never grows: there are no more numbers than tags.
+//! Holds the tags that wait for dispatch. It is an array with twice as many entries as there can be tags, whose content
+//! is moved to its front when it reaches the end. That is rare, since a driver that takes every offered request leaves
+//! the list empty. It never grows: there are no more numbers than tags.
 
 #[derive(Debug)]
 pub(crate) struct Fifo {
-    /// What was taken, and from `head` on what is in.
+    /// Taken numbers up to `head`, waiting ones from there.
     numbers: Vec<u16>,
     head: usize,
 }
@@ -52,8 +52,7 @@ impl Fifo {
         self.head = head;
     }
 
-    /// Puts a number before all those that `later` says come after it: at the front, and behind what came back before
-    /// it.
+    /// Inserts a number before all for which `later` is true: at the front, behind earlier requeued ones.
     pub(crate) fn put_back(&mut self, number: u16, later: impl Fn(u16) -> bool) {
         if self.head == 0 {
             self.move_to(self.numbers.capacity() - self.len() - 1);
@@ -89,8 +88,7 @@ impl Fifo {
         &mut self.numbers[self.head..][..count]
     }
 
-    /// Takes the first so many numbers. Their places are of use again once the list is [rewound](Fifo::rewind) or
-    /// moved.
+    /// Takes the first `count` numbers. Their slots are reused once the list is [rewound](Fifo::rewind) or moved.
     #[inline]
     pub(crate) fn take(&mut self, count: usize) {
         self.head += count;
@@ -108,7 +106,7 @@ impl Fifo {
     }
 }
 
-/// Puts a number into a list whose first place is free: before all those that `later` says come after it.
+/// Inserts a number into a list whose first slot is free: before all for which `later` is true.
 pub(crate) fn put_first(numbers: &mut [u16], number: u16, later: impl Fn(u16) -> bool) {
     let mut at = 0;
     while at + 1 < numbers.len() && !later(numbers[at + 1]) {

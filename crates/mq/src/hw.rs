@@ -55,7 +55,7 @@ use crate::{Bio, BioFlags, BudgetShare, IoError, Op, SECTOR_SHIFT, Status, TagSe
 /// Which bios may share a request, as Linux's `nomerges` has it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Merging {
-    /// None.
+    /// No statistics.
     Off,
     /// With the bio that was submitted just before.
     Last,
@@ -80,9 +80,9 @@ pub struct HwQueueConfig {
     pub timeout_ns: u64,
     /// Age at which a request in flight counts as slow.
     pub slow_ns: u64,
-    /// Whether I/O is counted and timed; off only to measure what that costs.
+    /// Whether I/O is counted and timed; off only to measure the cost of statistics.
     pub stats: bool,
-    /// What orders the bios that wait, of each namespace.
+    /// Scheduler of the waiting bios, for each namespace.
     pub scheduler: SchedulerConfig,
 }
 
@@ -96,7 +96,7 @@ impl Default for HwQueueConfig {
             merging: Merging::default(),
             // As in Linux (`blk_mq_alloc_tag_set`).
             timeout_ns: 30_000_000_000,
-            // Far beyond what a healthy disk takes, far below the time after which a guest gives up on a request.
+            // Far above the latency of a healthy disk, far below a guest's timeout.
             slow_ns: 5_000_000_000,
             stats: true,
             scheduler: SchedulerConfig::None,
@@ -111,7 +111,7 @@ pub struct HwQueue<D> {
     memory: Arc<RegionTable>,
     config: HwQueueConfig,
     namespaces: Box<[Namespace]>,
-    /// Where what is plain is counted, if anything is: with the only namespace, or the first.
+    /// Counters of the fast path, if enabled: those of the only or the first namespace.
     counted: Option<Arc<HwStats>>,
     /// Counters of each submitter, by [`Bio::submitter`], if they are counted apart.
     submitters: Vec<Arc<HwStats>>,
@@ -119,33 +119,33 @@ pub struct HwQueue<D> {
     table: RequestTable,
     /// Bios in the queue, waiting or in flight.
     bios_held: usize,
-    /// Bios that may be: none while the queue is frozen.
+    /// Limit of bios in the queue: 0 while it is frozen.
     bios_max: usize,
-    /// What is a request as it stands, without a look at anything else. Nothing is if there are several namespaces, or
-    /// while requests are left over.
+    /// The bios that become requests without further checks. Empty with several namespaces, or while requests are left
+    /// over.
     fast_path: FastPath,
-    /// Bios not yet split, of all namespaces, and those who wait for a flush that is not issued.
+    /// Bios not yet split, of all namespaces, and bios that wait for a flush that is not issued.
     unsplit: usize,
-    /// The namespace whose turn it is to be split from.
+    /// Namespace whose bios are split next.
     turn: usize,
     /// Requests made so far.
     order: u32,
     /// Where the request made last begins and ends, for merging; both beyond any device if it is not to be merged with.
     plug: Plug,
-    /// Requests on their way to the driver.
+    /// Requests to be dispatched.
     dispatch: Fifo,
-    /// What the driver has finished.
+    /// Requests that the driver has completed.
     done: Vec<(u16, Status)>,
-    /// What the driver has handed back.
+    /// Requests that the driver has requeued.
     requeued: Vec<u16>,
-    /// Bios that are over and were no request of their own, on their way back.
+    /// Completed bios that had no request of their own, to be returned.
     over: VecDeque<Box<Bio>>,
-    /// Where each request needs a place beside its tag before it is offered to the driver.
+    /// Budget from which each request needs a slot beside its tag before it is offered to the driver.
     budget: Option<BudgetShare>,
-    /// Whether a round has to look at more than what waits, for there are neighbours or a budget, or something holds
-    /// requests back or did so lately. Set by whatever begins that; [`HwQueue::settle`] finds out when it is over.
+    /// Whether a round must check more than the waiting bios, because of other namespaces, a budget, or held requests
+    /// now or lately. Set by the code that begins such a state; [`HwQueue::settle`] detects its end.
     slow_path: bool,
-    /// Not to be offered to the driver again before this, if nothing comes back first.
+    /// Earliest retry of a refused batch, if no request completes before.
     retry_ns: Option<u64>,
     /// To be offered again in the next round: the driver waits for its lane alone, or something has come back since.
     again: bool,
@@ -153,22 +153,22 @@ pub struct HwQueue<D> {
     busy: u32,
     /// Time after which the driver is asked about a request; the largest number for never.
     timeout_ns: u64,
-    /// When to look for requests whose time is up; never, while nothing is in flight.
+    /// Time of the next timeout scan; never, with no request in flight.
     expire_ns: u64,
-    /// When it was looked for namespaces at rest.
+    /// Time of the last idle-namespace scan.
     looked_ns: u64,
     frozen: u32,
     quiesced: u32,
-    /// Whether any namespace has limits, and whether they hold nothing back just now.
+    /// Whether some namespace has limits, and whether they hold no bio now.
     rated: bool,
     hurry: bool,
     /// Bytes that the driver may copy in one turn, each way.
     turn_bytes: u64,
-    /// A bio has joined a request that is left over, and nobody has noted when.
+    /// A bio has joined a request that is left over, at a time not yet recorded.
     joined: bool,
 }
 
-/// What a plain request takes over from its bio.
+/// Fields that a request of the fast path copies from its bio.
 #[derive(Clone, Copy, Debug)]
 struct Head {
     op: Op,
@@ -178,8 +178,8 @@ struct Head {
 }
 
 impl Head {
-    // Read once, before anything is written: what lies side by side would be read again as one word, which a processor
-    // waits for while it is in the pieces in which it was written.
+    // Read once, before anything is written: adjacent fields would be read again as one word, which stalls while their
+    // separate writes are in the store buffer.
     #[inline(always)]
     fn of(bio: &Bio) -> Head {
         Head { op: bio.op, flags: bio.flags, sectors: bio.sectors, sector: bio.sector }
@@ -264,8 +264,8 @@ impl<D> HwQueue<D> {
         queue
     }
 
-    /// Says anew what is plain. Nothing is while requests are left over: a bio may belong to any of them; nor where a
-    /// scheduler or a limit has a say.
+    /// Sets the fast path's conditions again. It is closed while requests are left over, since a bio may merge with any
+    /// of them, and with a scheduler or a limit.
     fn choose_plain(&mut self) {
         self.fast_path = FastPath::NOTHING;
         if let [only] = &mut self.namespaces[..] {
@@ -278,7 +278,7 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// What the device is; of several namespaces the first.
+    /// Properties of the device; of the first one with several namespaces.
     pub fn info(&self) -> &Arc<DeviceInfo> {
         &self.namespaces[0].info
     }
@@ -288,7 +288,7 @@ impl<D> HwQueue<D> {
         &self.memory
     }
 
-    /// What orders the bios that wait; of several namespaces those of the first.
+    /// Scheduler of the waiting bios; of the first namespace.
     pub fn scheduler(&self) -> SchedulerConfig {
         self.config.scheduler
     }
@@ -303,7 +303,7 @@ impl<D> HwQueue<D> {
         self.namespaces.get(usize::from(namespace)).map(|namespace| &namespace.stats)
     }
 
-    /// The driver, for what only its kind can do.
+    /// The driver, for operations of its own kind.
     pub fn driver_mut(&mut self) -> &mut D {
         &mut self.driver
     }
@@ -313,7 +313,7 @@ impl<D> HwQueue<D> {
         self.tags.depth()
     }
 
-    /// How many more bios fit; none while the queue is [frozen](HwQueue::freeze).
+    /// Number of bios that the queue accepts; 0 while it is [frozen](HwQueue::freeze).
     #[inline]
     pub fn room(&self) -> usize {
         self.bios_max.saturating_sub(self.bios_held)
@@ -340,10 +340,10 @@ impl<D> HwQueue<D> {
         self.tags.in_use() - self.dispatch.len() - self.done.len() - self.requeued.len()
     }
 
-    /// Accepts a bio; it comes back through [`HwQueue::reap`], whatever happens.
+    /// Accepts a bio; it always comes back through [`HwQueue::reap`].
     ///
     /// # Panics
-    /// If there is no [room](HwQueue::room): the caller holds a place before it takes a request.
+    /// Without [room](HwQueue::room): the caller needs a free slot before it accepts a request.
     #[inline]
     pub fn submit(&mut self, bio: Box<Bio>) {
         self.accept(bio);
@@ -355,7 +355,8 @@ impl<D> HwQueue<D> {
         assert!(self.bios_held < self.bios_max, "a bio was submitted to a full queue");
         self.bios_held += 1;
         let head = Head::of(&bio);
-        // With nothing waiting and a tag at hand, a plain bio that does not touch the one before is a request.
+        // With no waiting bio and a free tag, a fast-path bio that is not adjacent to the previous one becomes a
+        // request.
         if self.unsplit == 0
             && self.fast_path.is(&bio)
             && !self.plug.touches(&bio)
@@ -403,7 +404,7 @@ impl<D> HwQueue<D> {
         taken
     }
 
-    /// Splits what waits, and says how many requests may be offered to the driver now.
+    /// Splits waiting bios, and returns how many requests may be offered to the driver now.
     #[inline(never)]
     fn make_ready(&mut self, now_ns: u64) -> usize {
         if self.unsplit > 0 || self.namespaces.len() > 1 {
@@ -415,7 +416,7 @@ impl<D> HwQueue<D> {
             self.note_left(now_ns);
         }
         let Some(budget) = &mut self.budget else { return wanted };
-        // What is not offered must not keep places from others: none are wanted then.
+        // Takes 0 slots if it offers no request, so that others can have them.
         let offered = budget.take(wanted);
         if offered == 0 && wanted > 0 {
             self.settle(Shortage::Device, 0, now_ns);
@@ -423,7 +424,7 @@ impl<D> HwQueue<D> {
         offered
     }
 
-    /// Collects what is over and gives each bio back to `sink`. Returns how many.
+    /// Reaps completions and returns each bio to `sink`. Returns the number of bios.
     #[inline]
     pub fn reap<Cx: ?Sized>(&mut self, cx: &mut Cx, now_ns: u64, sink: &mut impl FnMut(Box<Bio>)) -> usize
     where
@@ -451,7 +452,7 @@ impl<D> HwQueue<D> {
         ended
     }
 
-    /// When the queue must be looked after next, at the latest, although the device may say nothing.
+    /// Latest time of the queue's next round, even without a completion.
     pub fn deadline_ns<Cx: ?Sized>(&self) -> Option<u64>
     where
         D: Driver<Cx>,
@@ -460,7 +461,7 @@ impl<D> HwQueue<D> {
             return self.driver.deadline_ns();
         }
         let expire_ns = Some(self.expire_ns).filter(|ns| *ns < u64::MAX);
-        // A queue that is quiesced offers nothing; it is run when it is let run.
+        // A quiesced queue issues no request; it is run after unquiesce.
         let retry_ns = self.retry_ns.filter(|_| self.quiesced == 0);
         let due_ns = [self.driver.deadline_ns(), retry_ns, expire_ns, self.waiting_due_ns()];
         due_ns.into_iter().flatten().min()
@@ -524,8 +525,8 @@ impl<D> HwQueue<D> {
         ended
     }
 
-    /// The end of a plain request, from a scheduler or not, and of all behind it that look the same and were handed to
-    /// the driver at the same time: they are counted together. `APART` says that submitters may be counted apart.
+    /// Completes a fast-path request, with or without a scheduler, and all behind it of the same shape that were
+    /// dispatched at the same time: they are counted together. With `APART` submitters may have separate counters.
     #[inline]
     fn finish_alike<const SCHEDULED: bool, const APART: bool>(
         &mut self,
@@ -577,11 +578,11 @@ impl<D> HwQueue<D> {
         self.submitters.get(usize::from(submitter)).unwrap_or(stats)
     }
 
-    /// What is done makes room: for what the driver did not take, and for others who share the budget.
+    /// Completions make room: for requests that the driver refused, and for other queues of the budget.
     #[inline(never)]
     fn make_room(&mut self) {
         self.retry_ns = None;
-        // Whoever reaps last in a round hears of it, too.
+        // The last reap of a round sees it, too.
         self.again |= !self.dispatch.is_empty();
         if let Some(budget) = &mut self.budget {
             budget.give(self.done.len());
@@ -604,7 +605,7 @@ impl<D> HwQueue<D> {
         let sector = request.sector;
         self.uncount_tag(usize::from(namespace));
         if !status.is_ok() {
-            // What a device does not do is no fault of it.
+            // An unsupported operation is no device error.
             let errno = self.table.take_errno(number);
             if status != Status::NotSupported {
                 let errors = &self.namespaces[usize::from(namespace)].info.errors;
@@ -638,7 +639,7 @@ impl<D> HwQueue<D> {
         } else if let Some(mut bio) = first {
             bio.status = status;
             if !marks.intersects(Marks::HELD | Marks::SEQUENCE) {
-                // It did not wait; what stands there may be of another round.
+                // It did not wait; the field may be of an earlier use.
                 bio.wait = Wait::default();
             }
             ended += self.end_bio(bio, [start_ns; 2], now_ns, sink);
@@ -654,8 +655,8 @@ impl<D> HwQueue<D> {
         ended
     }
 
-    /// A bio's data is over: so is the bio, if it was not in the middle of a flush sequence. Its first part was handed
-    /// to the driver at the first of these times, and the part that ended last at the second.
+    /// A bio's data has completed: so has the bio, unless it is in the middle of a flush sequence. Its first part was
+    /// dispatched at `start_ns`, and the part that ended last at the second time.
     fn end_bio(
         &mut self,
         mut bio: Box<Bio>,
@@ -681,8 +682,7 @@ impl<D> HwQueue<D> {
         1
     }
 
-    /// A part of a bio is over. If that was the last, gives the bio back, and when its first part was handed to the
-    /// driver.
+    /// A part of a bio has completed. For the last one returns the bio, and the dispatch time of its first part.
     fn finish_part(&mut self, place: u16, status: Status, start_ns: u64) -> Option<(Box<Bio>, u64)> {
         let split = &mut self.table.bios.splits[usize::from(place)];
         split.parts_in_flight -= 1;
@@ -693,7 +693,7 @@ impl<D> HwQueue<D> {
         if split.parts_in_flight > 0 || split.unsplit { None } else { Some((split.bio.take()?, split.start_ns)) }
     }
 
-    /// Gives back what was no request.
+    /// Returns bios that had no request.
     #[inline(never)]
     fn give_back(&mut self, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         let mut ended = 0;

@@ -22,38 +22,38 @@ impl IdlePolicy {
 
 impl Default for IdlePolicy {
     fn default() -> Self {
-        // What a wake-up costs: 23 to 27 us in docs/benchmarks/daemon.md.
+        // Cost of a wake-up: 23 to 27 us in docs/benchmarks/daemon.md.
         IdlePolicy { spin_ns: 25_000 }
     }
 }
 
-/// Lengths of a look, in parts of the whole; a sleep costs as much as the whole.
+/// Lengths of the spin window, in parts of the whole; a sleep costs as much as the whole.
 const LOOKS: [u64; 4] = [1, 4, 8, WHOLE];
 const WHOLE: u64 = 16;
-/// So many pauses are looked at together; those before them weigh half as much each time.
+/// Number of pauses in an evaluation; earlier ones lose half of their weight each time.
 const PAUSES: u32 = 32;
 
-/// What a lane knows of its pauses.
+/// History of a lane's pauses.
 #[derive(Debug)]
 pub(crate) struct Lookout {
     policy: IdlePolicy,
     last_work_ns: u64,
-    /// How long to look now.
+    /// Current spin window.
     look_ns: u64,
-    /// Pauses by the shortest look that sees their end, and last those that outlast all. What the first look sees all
-    /// see, so it is not counted.
+    /// Pauses by the shortest window that sees their end, and last those that outlast all. The first window is not
+    /// counted: all others include it.
     pauses: [u32; LOOKS.len()],
-    /// How many came since they were looked at.
+    /// Pauses since the last evaluation.
     new: u32,
 }
 
 impl Lookout {
-    /// Nothing is known yet.
+    /// Without history.
     pub(crate) fn new(policy: IdlePolicy) -> Lookout {
         Lookout { policy, last_work_ns: 0, look_ns: policy.spin_ns, pauses: [0; LOOKS.len()], new: 0 }
     }
 
-    /// Looks by this from now on, and learns anew.
+    /// Sets the policy and forgets the history.
     pub(crate) fn set_policy(&mut self, policy: IdlePolicy) {
         *self = Lookout { last_work_ns: self.last_work_ns, ..Lookout::new(policy) };
     }
@@ -66,7 +66,7 @@ impl Lookout {
         }
     }
 
-    /// There was none: whether to look again rather than to sleep.
+    /// After a turn without work: whether to spin rather than to sleep.
     pub(crate) fn goes_on(&self, now_ns: u64) -> bool {
         now_ns.saturating_sub(self.last_work_ns) < self.look_ns
     }
@@ -84,7 +84,7 @@ impl Lookout {
         }
     }
 
-    /// What these pauses would have cost with this look.
+    /// Cost of these pauses with this window.
     fn cost(&self, look: usize) -> u64 {
         let (seen, slept) = self.pauses.split_at(look);
         let looked: u64 = seen.iter().zip(&LOOKS[1..]).map(|(&pauses, look)| u64::from(pauses) * look).sum();
@@ -99,7 +99,7 @@ mod tests {
     /// Parts of a microsecond are easy to see here.
     const WHOLE_NS: u64 = 24_000;
 
-    /// How long a lane looks after work that came so far apart.
+    /// Spin window of a lane after these pauses.
     fn looks_ns(pauses_ns: &[u64]) -> u64 {
         let mut lookout = Lookout::new(IdlePolicy { spin_ns: WHOLE_NS });
         let mut now_ns = 0;

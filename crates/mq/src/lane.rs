@@ -32,22 +32,22 @@ use crate::idle::{IdlePolicy, Lookout};
 use crate::stats::TurnStats;
 use parking::park_ns;
 
-/// Wakes whoever sleeps at the other end. May be called from any thread, and when nobody sleeps.
+/// Wakes a sleeping thread. May be called from any thread, and while none sleeps.
 pub trait Wake: Send + Sync {
     /// Makes the next sleep, or the one going on, end at once.
     fn wake(&self);
 }
 
-/// The waker of the lane that a poller lives on, for those who do not know which one that is.
+/// The waker of a poller's current lane, for threads that do not know the lane.
 ///
-/// Whoever sends something to a poller wakes it afterwards; a poller that enters a lane registers that lane's waker
-/// before it looks at what was sent. So either the new lane is woken, or the poller finds what was sent by itself: the
-/// lock says which of the two came first. Until there is a lane nobody is woken.
+/// A thread that sends to a poller wakes it afterwards; a poller that enters a lane registers that lane's waker before
+/// it reads its messages. So either the new lane is woken, or the poller finds the message: the lock orders the two.
+/// Before the first lane no thread is woken.
 #[derive(Default)]
 pub struct LaneWaker(Mutex<Option<Arc<dyn Wake>>>);
 
 impl LaneWaker {
-    /// The poller lives on another lane from now on, and looks at what was sent to it after this.
+    /// Sets the poller's lane; the poller reads its messages after this.
     pub fn register(&self, waker: &Arc<dyn Wake>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(waker));
     }
@@ -61,35 +61,35 @@ impl Wake for LaneWaker {
     }
 }
 
-/// What the pollers of a lane do with eventfds of other processes: signal them, and listen to them no more. Whoever
-/// holds the other end may have arranged that a plain write would block; here nothing blocks.
+/// Eventfds of other processes, for the pollers of a lane: signals them, and stops polling them. The other end may have
+/// arranged that a plain write would block; these calls never block.
 pub trait SignalEventfd {
     /// Signals an eventfd. If an earlier signal of the same slot is not known to be done, the eventfd is signalled once
-    /// more when it is. A slot is the caller's own, and given a number when it is first used.
+    /// more when it is. A slot belongs to the caller and is numbered at its first use.
     fn signal(&mut self, place: &mut SignalSlot, eventfd: BorrowedFd<'_>);
 
     /// The eventfd of this slot is about to be another: a signal that is not done is cancelled.
     fn forget(&mut self, place: &mut SignalSlot);
 
-    /// Listens no more to an eventfd of one of the pollers: from here on it is another lane's to read. A lane that read
-    /// it would reset it. By default there is none to listen to.
+    /// Stops polling an eventfd of a poller, which another lane will read from now on: a lane that reads an eventfd
+    /// resets it. By default none is polled.
     fn ignore(&mut self, _eventfd: BorrowedFd<'_>) {}
 }
 
-/// Names a poller's signal that is not known to be done.
+/// Identifies a poller's signal that is not known to be done.
 #[derive(Debug, Default)]
 pub struct SignalSlot(pub Option<u32>);
 
-/// Signals nothing: for lanes that are models.
+/// Signals nothing: for lanes in models.
 impl SignalEventfd for () {
     fn signal(&mut self, _place: &mut SignalSlot, _eventfd: BorrowedFd<'_>) {}
     fn forget(&mut self, _place: &mut SignalSlot) {}
 }
 
-/// What one round of a poller came to.
+/// Result of one round of a poller.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PollerState {
-    /// Nothing is wanted and nothing is in flight.
+    /// No work and no request in flight.
     Idle,
     /// Something is in flight, or due later; the device will tell.
     Waiting,
@@ -97,14 +97,14 @@ pub enum PollerState {
     Busy,
 }
 
-/// A hardware queue and what feeds it. `Cx` is what the pollers of a lane share.
+/// A hardware queue and its feeder. `Cx` is the state that the pollers of a lane share.
 pub trait Poller<Cx: ?Sized> {
     /// It lives on a lane from now on, which `waker` wakes. Called before the first run there.
     fn enter(&mut self, _cx: &mut Cx, _waker: &Arc<dyn Wake>) {}
 
-    /// It is to leave: from now on it takes nothing more and finishes what it took. Asked after every turn until it is
-    /// true; then nothing is in flight, nothing of it is left with `cx`, and it may enter another lane. By default a
-    /// poller stays for good.
+    /// Asks it to leave: from now on it fetches nothing and completes its requests. Called after every turn until it is
+    /// true; then no request is in flight, `cx` holds nothing of it, and it may enter another lane. By default a poller
+    /// never leaves.
     fn leave(&mut self, _cx: &mut Cx) -> bool {
         false
     }
@@ -112,11 +112,11 @@ pub trait Poller<Cx: ?Sized> {
     /// It need not leave after all.
     fn stay(&mut self) {}
 
-    /// From now on it copies so many bytes in one round, and the rest of a request: the others of the lane wait
-    /// meanwhile. Nothing to do for a poller whose device works by itself.
+    /// Limits the bytes that it copies in one round, plus the rest of a request: the others of the lane wait meanwhile.
+    /// Ignored by a poller whose device works by itself.
     fn set_turn_bytes(&mut self, _bytes: u64) {}
 
-    /// One round: gives back what is over, takes what is wanted, passes it on.
+    /// One round: completes, fetches, dispatches.
     fn run_once(&mut self, cx: &mut Cx, now_ns: u64) -> PollerState;
 
     /// Asks both sides of the queue, guest and device, to signal from now on. True if something came in before they
@@ -126,8 +126,8 @@ pub trait Poller<Cx: ?Sized> {
     /// They need not signal any more.
     fn disarm(&mut self);
 
-    /// The event descriptor that is signalled when there is something to fetch, if there is one now. Before another
-    /// takes its place the poller has it [ignored](SignalEventfd::ignore).
+    /// Current event descriptor that is signalled when there is something to fetch, if any. Before it is replaced the
+    /// poller has it [ignored](SignalEventfd::ignore).
     fn eventfd(&self) -> Option<BorrowedFd<'_>>;
 
     /// The event descriptor that the device signals when it has completed something, if it does. As for
@@ -141,21 +141,21 @@ pub trait Poller<Cx: ?Sized> {
         None
     }
 
-    /// Called now and then, at most every second or so: for looking after what takes long.
+    /// Called at most every second or so: for scans for slow requests.
     fn tick(&mut self, _now_ns: u64) {}
 
-    /// Nothing will ever come again.
+    /// Whether no work will ever come again.
     fn is_over(&self) -> bool;
 }
 
-/// What the lane wants next.
+/// The lane's next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Idle {
     /// Another turn, at once.
     Turn,
     /// Sleep until an eventfd, a completion, or this time.
     Sleep(Option<u64>),
-    /// All pollers are over, or there are none.
+    /// All pollers have ended, or there are none.
     End,
 }
 
@@ -165,13 +165,13 @@ const TURN_BYTES: u64 = 4 << 20;
 /// Bytes that one of them copies in a turn at most: a whole queue of 128 requests of 4 KiB, so that only long requests
 /// are ever put off.
 pub(crate) const POLLER_BYTES_MAX: u64 = 512 << 10;
-/// And what it may at least: many times what a turn costs by itself.
+/// Lower bound of a poller's bytes: many times the cost of a turn.
 const POLLER_BYTES_MIN: u64 = 128 << 10;
 
 /// How often pollers are ticked.
 const TICK_NS: u64 = 1_000_000_000;
 
-/// A poller, by the name that whoever runs the lanes gave it.
+/// A poller, by its name from the lanes' runner.
 #[derive(Debug)]
 struct Resident<S> {
     name: u32,
@@ -199,7 +199,7 @@ pub struct Lane<S> {
     parked: usize,
     /// How many were asked to leave.
     leaving: usize,
-    /// Bytes that an active poller may copy in a turn, as it was last told.
+    /// Bytes that an active poller may copy in a turn, as last set.
     turn_bytes: u64,
     lookout: Lookout,
     /// Idle time after which a poller is parked, ns.
@@ -249,10 +249,10 @@ impl<S> Lane<S> {
         self.slots.iter().flatten().map(|resident| &resident.poller)
     }
 
-    /// A poller by its slot, and whether it had work since this was called last.
+    /// A poller by its slot, and whether it had work since the last call.
     ///
     /// # Panics
-    /// If there is none.
+    /// If the slot is empty.
     pub fn take_worked(&mut self, slot: Slot) -> (&S, bool) {
         let resident = resident_mut(&mut self.slots, slot);
         (&resident.poller, std::mem::take(&mut resident.worked))
@@ -273,14 +273,14 @@ impl<S> Lane<S> {
             self.slots.len() - 1
         };
         self.active.push(slot);
-        // Room for all from the start: to park allocates nothing.
+        // Room for all from the start: parking allocates nothing.
         self.active.reserve(self.slots.len() - self.active.len());
         self.newly_parked.reserve(self.slots.len() - self.newly_parked.len());
         self.share_turn::<Cx>(Some(slot));
     }
 
-    /// Deals what may be copied in one turn out to the active pollers. One that `came` has to be told, the others only
-    /// if it changes.
+    /// Divides the bytes of a turn among the active pollers. The one that `came` is always told, the others only after
+    /// a change.
     fn share_turn<Cx: ?Sized>(&mut self, came: Option<Slot>)
     where
         S: Poller<Cx>,
@@ -296,7 +296,7 @@ impl<S> Lane<S> {
         self.slots.iter().position(|resident| resident.as_ref().is_some_and(|resident| resident.name == name))
     }
 
-    /// Asks a poller to come to rest; [`Lane::part`] gives it back then. False if there is none of this name.
+    /// Asks a poller to drain; [`Lane::part`] returns it then. False if there is none of this name.
     pub fn ask_to_leave<Cx: ?Sized>(&mut self, name: u32) -> bool
     where
         S: Poller<Cx>,
@@ -322,8 +322,7 @@ impl<S> Lane<S> {
         }
     }
 
-    /// The next poller of those asked to leave that has come to rest, with its slot and name. To be asked after every
-    /// turn.
+    /// The next drained poller of those asked to leave, with its slot and name. Called after every turn.
     #[inline]
     pub fn part<Cx: ?Sized>(&mut self, cx: &mut Cx) -> Option<(Slot, u32, S)>
     where
@@ -352,8 +351,8 @@ impl<S> Lane<S> {
         Some((slot, name, poller))
     }
 
-    /// Runs every active poller once, parks those that have been idle, and says whether to go on or sleep. Before a
-    /// sleep every poller is armed; the next turn disarms the active ones.
+    /// Runs every active poller once, parks those that have been idle, and returns whether to continue or sleep. Before
+    /// a sleep every poller is armed; the next turn disarms the active ones.
     pub fn turn<Cx: ?Sized>(&mut self, cx: &mut Cx, now_ns: u64) -> Idle
     where
         S: Poller<Cx>,
@@ -399,14 +398,14 @@ impl<S> Lane<S> {
             return Idle::Turn;
         }
         self.armed = true;
-        // Every poller is armed, even after one had work: what is armed is what the next turn disarms.
+        // Every poller is armed, even after one had work: the next turn disarms all of them.
         let arm = |work, &slot| resident_mut(&mut self.slots, slot).poller.arm() | work;
         if self.active.iter().fold(false, arm) {
             return Idle::Turn;
         }
         let deadline_ns = |&slot: &Slot| resident(&self.slots, slot).poller.deadline_ns();
         let deadline = self.active.iter().filter_map(deadline_ns).min();
-        // While anything is in flight the tick must come, for it is what counts I/O that takes too long.
+        // With requests in flight the tick must come, since it detects slow I/O.
         let tick = (busiest == PollerState::Waiting).then_some(self.last_tick_ns + TICK_NS);
         Idle::Sleep([deadline, tick].into_iter().flatten().min())
     }

@@ -56,7 +56,7 @@ pub use status::Status;
 pub use sw::{Context, Parker, SwQueue};
 pub use tag::{Cid, Cids, Forged, Tag, TagSet};
 
-/// Bytes in a sector, whatever the logical block of the device.
+/// Bytes in a sector, for any logical block size.
 pub const SECTOR_BYTES: u64 = 512;
 /// The same as a shift.
 pub const SECTOR_SHIFT: u32 = 9;

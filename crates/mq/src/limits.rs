@@ -34,7 +34,7 @@ pub struct QueueLimits {
     /// Boundary that no segment may cross, less one byte, counted from the start of its region; a power of two less
     /// one.
     pub segment_boundary_mask: u32,
-    /// Boundary that requests must not cross, sectors; zero if there is none. A stripe, say.
+    /// Boundary that requests must not cross, such as a stripe, sectors; 0 for none.
     pub chunk_sectors: u32,
     /// Bits that must be zero where two segments of a request meet; 4095 for NVMe PRP lists, zero if any gap is fine.
     pub virt_boundary_mask: u32,
@@ -43,7 +43,7 @@ pub struct QueueLimits {
     /// Unit in which a zone is written, bytes: a write is split at multiples of it. Zero if there are no zones, and the
     /// logical block will do.
     pub write_granularity_bytes: u32,
-    /// Longest [atomic](BioFlags::ATOMIC) write, sectors; zero if the device knows none.
+    /// Longest [atomic](BioFlags::ATOMIC) write, sectors; 0 if unsupported.
     pub atomic_sectors_max: u32,
     /// Longest discard, all its ranges together, sectors; zero if the device cannot discard.
     pub discard_sectors_max: u32,
@@ -64,7 +64,7 @@ impl Default for QueueLimits {
             physical_block_bytes: 512,
             // 1 MiB: long enough that the cost per request vanishes, short enough that a bounce buffer is cheap.
             sectors_max: 2048,
-            // What Linux assumes of a device that does not say (BLK_MAX_SEGMENTS).
+            // Linux's default for a device that reports no limit (BLK_MAX_SEGMENTS).
             segments_max: 128,
             segment_bytes_max: 1 << 20,
             // As Linux has it (BLK_SEG_BOUNDARY_MASK): a counter of 32 bits in a device does not overflow.
@@ -94,11 +94,11 @@ fn is_mask(mask: u32) -> bool {
 }
 
 impl QueueLimits {
-    /// Checks the limits against each other: with those that pass, whatever is admitted can be split, but for segments
-    /// that are too many or too torn for a single block.
+    /// Checks the limits against each other: with valid limits every admitted bio can be split, except for segments
+    /// that are too many or too fragmented for a single block.
     ///
     /// # Errors
-    /// Names the first rule that is broken.
+    /// Names the first violated rule.
     pub fn check(&self) -> Result<(), LimitsError> {
         let lbs = self.logical_block_bytes;
         if !lbs.is_power_of_two() || lbs < 512 {

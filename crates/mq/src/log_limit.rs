@@ -3,7 +3,7 @@
 use std::fmt::{self, Display};
 use std::time::{Duration, Instant};
 
-/// Lines at once that one peer causes: some restarts of a guest, each with what its firmware and its kernel cause.
+/// Burst of log lines that one peer may cause: some restarts of a guest, with the lines of its firmware and its kernel.
 const PEER_BURST: u32 = 30;
 /// Time to the next line after that. A flood of years fills a megabyte in a day.
 const PEER_INTERVAL: Duration = Duration::from_secs(10);

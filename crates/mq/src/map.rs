@@ -1,11 +1,11 @@
-//! Which queue serves which CPU, for which kind of I/O.
+//! Maps from CPUs to queues, for each kind of I/O.
 //!
-//! The rule is that of Linux (`lib/group_cpus.c`, `blk_mq_map_queues`): CPUs are dealt to as many groups as there are
-//! queues; every NUMA node gets a share of the groups that matches its CPUs, at least one; inside a node CPUs go in
-//! order with the threads of a core together, and the first groups take what is left over.
+//! The rule is that of Linux (`lib/group_cpus.c`, `blk_mq_map_queues`): CPUs form as many groups as there are queues.
+//! Every NUMA node gets a share of the groups that matches its CPUs, at least one. Inside a node CPUs are assigned in
+//! order with the threads of a core together, and the first groups take the remainder.
 //!
-//! A device may set queues aside for reads, and for submitters that poll. Each kind then has a map of its own over its
-//! own range of hardware queues; a kind without queues uses those of the default kind (`HCTX_TYPE_*`,
+//! A device may reserve queues for reads, and for polling submitters. Each kind then has a separate map over its own
+//! range of hardware queues; a kind without queues uses those of the default kind (`HCTX_TYPE_*`,
 //! `blk_mq_map_swqueue`).
 
 use crate::Op;
@@ -21,7 +21,7 @@ pub struct CpuPlace {
     pub cpu: u32,
 }
 
-/// For every CPU, or whatever else shares queues, the queue it uses.
+/// The queue of every CPU, or of other users that share queues.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueMap {
     queue_of: Vec<u32>,
@@ -97,15 +97,15 @@ impl QueueMap {
     }
 }
 
-/// What hardware queues may be set aside for.
+/// Purpose of a hardware queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum QueueKind {
-    /// All that has no queues of its own.
+    /// All I/O whose kind has no queues of its own.
     #[default]
     Default,
     /// Reads.
     Read,
-    /// Whatever its submitter polls for. Nobody sleeps on such a queue.
+    /// Polled I/O. No thread sleeps on such a queue.
     Poll,
 }
 
@@ -138,11 +138,11 @@ impl QueueKind {
 pub struct QueueRange {
     /// The first of them.
     pub first: usize,
-    /// How many; zero if the kind has none of its own.
+    /// Number of queues; 0 if the kind has none of its own.
     pub count: usize,
 }
 
-/// How many hardware queues each kind has of its own.
+/// Number of hardware queues of each kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueCounts {
     /// For all that has no other; at least one.
@@ -190,7 +190,7 @@ impl QueueCounts {
 /// The maps of a device: for each CPU and kind, the hardware queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueueMaps {
-    /// By kind; none where a kind has no queues.
+    /// By kind; `None` for a kind without queues.
     maps: [Option<(usize, QueueMap)>; 3],
 }
 
@@ -224,7 +224,7 @@ impl QueueMaps {
         }
     }
 
-    /// What kind a hardware queue is of: the last that lists it. None if no kind does.
+    /// Kind of a hardware queue: the last that lists it. `None` if no kind does.
     pub fn kind_of(&self, queue: usize) -> Option<QueueKind> {
         let lists = |kind: &&QueueKind| {
             let map = &self.maps[**kind as usize];
@@ -233,7 +233,7 @@ impl QueueMaps {
         QueueKind::ALL.iter().rev().find(lists).copied()
     }
 
-    /// The CPUs that use a hardware queue, each once, whatever for.
+    /// CPUs that use a hardware queue for any kind, each once.
     pub fn cpus_of(&self, queue: usize) -> Vec<usize> {
         let mut cpus: Vec<usize> = Vec::new();
         for (first, map) in self.maps.iter().flatten() {

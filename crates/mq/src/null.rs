@@ -1,7 +1,7 @@
-//! The null device: completes everything and keeps nothing, for measuring all that is not the device.
+//! The null device: completes every request without effect, to measure all other layers.
 //!
-//! Its knobs are those of Linux's null_blk that have a meaning here: size, block size, latency, throughput
-//! ceiling, discard. Reads leave the memory as it was.
+//! Its parameters are those of Linux's null_blk that apply here: size, block size, latency, throughput ceiling,
+//! discard. Reads do not change the memory.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -12,16 +12,16 @@ use crate::driver::{Batch, BlockDevice, DeviceInfo, Done, Driver};
 use crate::pace::Pace;
 use crate::{Status, Tag};
 
-/// What a null or RAM device is like.
+/// Parameters of a null or RAM device.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NullConfig {
     /// Time from submission to completion; zero completes on the spot.
     pub latency_ns: u64,
-    /// Throughput ceiling of the whole device, bytes per second; zero for none.
+    /// Throughput ceiling of the whole device, bytes per second; 0 for none.
     pub bytes_per_s: u64,
 }
 
-/// A device that does nothing.
+/// The null device.
 #[derive(Debug)]
 pub struct NullDevice {
     info: DeviceInfo,
@@ -54,7 +54,7 @@ pub struct NullQueue {
 }
 
 impl<Cx: ?Sized> Driver<Cx> for NullQueue {
-    // Always inlined: a call would be more than what it does for one request.
+    // Always inlined: a call would cost more than the work for one request.
     #[inline(always)]
     fn queue_rqs(&mut self, _cx: &mut Cx, _memory: &RegionTable, batch: &mut Batch<'_>) {
         if self.timed.pace.is_instant() {
@@ -88,7 +88,7 @@ impl Timed {
         Timed { pace, due: VecDeque::with_capacity(depth) }
     }
 
-    /// Takes a batch whole, to be done in time.
+    /// Takes a whole batch, to be completed after the latency.
     // Inlined, so that the batch of a device that completes on the spot has no address.
     #[inline(always)]
     fn take(&mut self, batch: &mut Batch<'_>) {

@@ -1,10 +1,10 @@
-//! The RAM device: a disk in memory of our own, gone when the process ends.
+//! The RAM device: a disk in private memory, lost when the process ends.
 //!
-//! All queues share one region and copy in and out of it on the spot; two writes to the same sector at one time leave
+//! All queues share one region and copy in and out of it at once; two concurrent writes to the same sector leave
 //! either's bytes, as on a disk. With a latency or a ceiling the data moves at once and the completion waits.
 //!
-//! What a request wants is far from the processor, as a rule: while one is copied, the first page of the next is on its
-//! way (ADR 23, 27).
+//! Request data is usually not in a cache: while one request is copied, the first page of the next one is prefetched
+//! (ADR 23, 27).
 
 use std::io;
 use std::sync::Arc;
@@ -78,13 +78,13 @@ impl RamStore {
         &self.region
     }
 
-    /// The place of a request; nothing, if it lies outside.
+    /// Position of a request in the store; `None` if it is out of range.
     #[inline]
     fn place(&self, request: &Request) -> Span<'_> {
         self.region.span(request.offset_bytes(), request.bytes() as usize).unwrap_or_default()
     }
 
-    /// Does what a request wants, at once. `next` is what is probably asked for after it: its first lines are fetched
+    /// Executes a request at once. `next` is the position of the probable next one: its first lines are prefetched
     /// meanwhile.
     #[inline]
     pub fn transfer(&self, memory: &RegionTable, request: &Request, segments: Segments<'_>, next: Span<'_>) -> Status {
@@ -104,8 +104,7 @@ impl RamStore {
     }
 }
 
-/// Moves the data of a request between a place in a store and the submitter's memory. `next` is a place that is needed
-/// after that, if one is known.
+/// Copies the data of a request between a store and the submitter's memory. `next` is the next position, if known.
 #[inline]
 fn copy(memory: &RegionTable, is_read: bool, place: Span<'_>, segments: Segments<'_>, next: Span<'_>) -> Status {
     let mut at = 0;

@@ -1,15 +1,13 @@
-//! Rate limits: how many I/Os and bytes a second pass, whatever hardware queues they come by.
+//! Rate limits on I/Os and bytes a second, shared by hardware queues.
 //!
-//! A limit is one number for each of the two: the time up to which what has passed so far, at its rate, takes. An I/O
-//! that costs `c` ns takes that time, or now if it is past, and leaves it `c` later. Whoever is ahead of now by more
-//! than the burst waits for the rest. This is the generic cell rate algorithm of ATM (ITU-T I.371, virtual scheduling),
+//! A limit is one number for each of the two: the time up to which the I/O so far takes, at that rate. An I/O that
+//! costs `c` ns starts at that time, or now if it is past, and moves it `c` later. An I/O ahead of now by more than the
+//! burst waits for the difference. This is the generic cell rate algorithm of ATM (ITU-T I.371, virtual scheduling),
 //! with two differences:
 //!
-//! * The test does not ask what the I/O costs. So one that is longer than the burst passes, and the next ones wait for
-//!   it.
-//! * Nobody is refused. Who must wait has *booked*: its I/O has its place in the number already, and a time at which it
-//!   may go. What others book later comes later, so nobody waits for longer than what was booked before takes, however
-//!   lucky others are.
+//! * The cost of the I/O itself is not tested. So one that is longer than the burst passes, and later ones wait for it.
+//! * No I/O is refused. A waiting I/O is *booked*: it has its position in the number already, and a time at which it
+//!   may pass. Later bookings get later times, so an I/O never waits longer than the earlier bookings take.
 //!
 //! ```text
 //!             burst                        one more, booked
@@ -19,8 +17,8 @@
 //!                           └─ waits so ───┘
 //! ```
 //!
-//! Shared by all queues and lanes it holds for; a booking is one compare-and-exchange. What a queue books and when it
-//! passes is said in `hw/rated.rs`. A limit that is changed is another one, which begins with its whole burst.
+//! Shared by all its queues and lanes; a booking is one compare-and-exchange. `hw/rated.rs` defines the size of a
+//! booking and when it passes. A changed limit is a new one, which begins with its whole burst.
 
 use blkyard_mem::sync::{AtomicU64, CachePadded, Ordering::Relaxed};
 
@@ -36,7 +34,7 @@ pub struct RateConfig {
 }
 
 impl RateConfig {
-    /// Shortest burst: twice what a queue books at one time, so that one which is run late loses nothing.
+    /// Shortest burst: twice a queue's booking, so that a late queue loses nothing.
     pub const BURST_MS_MIN: u32 = 1;
 }
 
@@ -56,7 +54,7 @@ pub struct RateLimit {
 }
 
 impl RateLimit {
-    /// A limit nothing has passed yet; none if the configuration asks for none.
+    /// An unused limit; `None` if the configuration is unlimited.
     pub fn new(config: RateConfig) -> Option<RateLimit> {
         let burst_ns = u64::from(config.burst_ms.max(RateConfig::BURST_MS_MIN)) * 1_000_000;
         let meter = |per_s| (per_s > 0).then(|| Meter::new(per_s, burst_ns));
@@ -64,7 +62,7 @@ impl RateLimit {
         (limit.ios.is_some() || limit.bytes.is_some()).then_some(limit)
     }
 
-    /// What it was made for.
+    /// Its configuration.
     pub fn config(&self) -> RateConfig {
         self.config
     }
@@ -75,7 +73,7 @@ impl RateLimit {
 pub(crate) struct Meter {
     /// When all that has passed or is booked is through, at the rate.
     free_ns: CachePadded<AtomicU64>,
-    /// What one unit takes, in nanoseconds with 32 bits behind the point, rounded up.
+    /// Time of one unit, ns in fixed point with 32 fractional bits, rounded up.
     unit_ns_q32: u64,
     burst_ns: u64,
 }
@@ -86,7 +84,7 @@ impl Meter {
         Meter { free_ns: CachePadded(AtomicU64::new(0)), unit_ns_q32, burst_ns }
     }
 
-    /// What so many units take at the rate, rounded up.
+    /// Time of so many units at the rate, rounded up.
     #[inline]
     pub(crate) fn takes_ns(&self, units: u64) -> u64 {
         let takes_ns = (u128::from(units) * u128::from(self.unit_ns_q32)).div_ceil(1 << 32);
@@ -114,8 +112,7 @@ impl Meter {
         self.put(|free_ns| free_ns.saturating_sub(takes_ns));
     }
 
-    /// Puts another number in the place of the one that is there; returns that. A number by itself: nothing is passed
-    /// on with it.
+    /// Replaces the number; returns the previous one. Relaxed: it orders no other data.
     #[inline]
     fn put(&self, next: impl Fn(u64) -> u64) -> u64 {
         self.free_ns.0.fetch_update(Relaxed, Relaxed, |free_ns| Some(next(free_ns))).unwrap_or_else(|free_ns| free_ns)
@@ -198,8 +195,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is booked when: in any stretch of time no more passes than the rate allows in it, the burst, and
-        /// one.
+        /// For any bookings: in any interval no more passes than the rate allows in it, the burst, and one.
         #[test]
         fn never_more_than_the_rate_and_the_burst(
             per_s in 1_u64..1_000_000, burst_ms in 1_u32..20,

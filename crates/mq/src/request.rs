@@ -1,7 +1,6 @@
-//! The request: what a driver is given. A share of a bio that fits the device, one bio whole, or several that lie side
-//! by side.
+//! The request, as a driver gets it: a part of a bio that fits the device, one whole bio, or several adjacent ones.
 //!
-//! Requests stand in a table made at start, each at the place its tag names. The table belongs to its hardware queue;
+//! Requests are in a table made at start, each in the slot that its tag names. The table belongs to its hardware queue;
 //! drivers see it through [`Batch`](crate::Batch) and [`Done`](crate::Done).
 
 use blkyard_mem::Segment;
@@ -17,41 +16,41 @@ pub enum RequestState {
     /// Free, or waiting for the driver.
     #[default]
     Idle,
-    /// With the driver, or handed back by it and not yet looked at.
+    /// At the driver, or completed by it and not reaped.
     InFlight,
-    /// The driver has said what became of it; its bios are not given back yet. Seen only by who looks in between.
+    /// Completed by the driver; its bios are not returned yet. Seen only by scans and snapshots.
     Complete,
 }
 
 bitflags::bitflags! {
-    /// What makes a request other than most: whatever is set here is looked after off the short way.
+    /// Marks of requests that need the slow path.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub(crate) struct Marks: u16 {
         /// Counted as slow already.
         const SLOW = 1;
-        /// The driver was told that its time is up.
+        /// The driver was told that it has timed out.
         const LATE = 2;
         /// More bios than the first are in the chain.
         const CHAINED = 4;
         /// A part of a bio in `splits`.
         const PART = 8;
-        /// A flush on behalf of all who wait for one.
+        /// A flush for all bios that wait for one.
         const FLUSH = 16;
         /// Its bio is in the middle of a flush sequence.
         const SEQUENCE = 32;
         /// Not worth another attempt to merge.
         const NO_MERGE = 64;
-        /// Its namespace has neighbours, or a scheduler: who is told when it ends.
+        /// Its namespace has neighbours, or a scheduler that is told of its end.
         const SHARED = 128;
         /// Its bios have waited, or it waited for the driver: they know since when.
         const HELD = 256;
     }
 }
 
-/// What a request is, where it stands and what is special about it, in one word.
+/// Operation, flags, state and marks of a request, in one word.
 ///
-/// It is read and written whole: a processor waits for a word that is still in the pieces in which it was written, and
-/// one I/O at a time looks at it as soon as it is written.
+/// It is read and written whole: a read of a word after separate writes to its parts stalls, and at depth 1 the word is
+/// read as soon as it is written.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Look(u32);
 
@@ -100,7 +99,7 @@ impl Look {
         self.0 = self.0 & !(0xffff << Look::MARKS_SHIFT) | u32::from(marks.bits()) << Look::MARKS_SHIFT;
     }
 
-    /// Whether it is in flight and has these marks, whatever it is.
+    /// Whether it is in flight with these marks, for any operation.
     #[inline]
     pub(crate) fn is_in_flight(self, marks: Marks) -> bool {
         let mut look = Look::idle(Op::Read, marks);
@@ -109,8 +108,8 @@ impl Look {
     }
 }
 
-/// One request to the device, at the place its tag names.
-// In this order, so that what is looked at together is read at once.
+/// One request to the device, in the slot that its tag names.
+// In this order, so that fields used together share a cache line.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct Request {
@@ -119,9 +118,9 @@ pub struct Request {
     pub(crate) sector: u64,
     /// When it was handed to the driver.
     pub(crate) start_ns: u64,
-    /// The bio, or the first of several; none for a part or a flush.
+    /// The bio, or the first of several; `None` for a part or a flush.
     pub(crate) bio: Option<Box<Bio>>,
-    /// When it was made, counted in requests: what is handed back goes before what was made later.
+    /// Serial number: a requeued request goes ahead of later ones.
     pub(crate) order: u32,
     /// Segments, as [`QueueLimits`] counts them. Kept where requests may merge.
     pub(crate) segments: u16,
@@ -131,7 +130,7 @@ pub struct Request {
     /// The driver has taken it back, or will: it is not asked again.
     pub(crate) taken_back: bool,
     pub(crate) flags: BioFlags,
-    /// The place of the split bio it is a part of, or the first link of its chain.
+    /// Slot of the split bio of which it is a part, or the first link of its chain.
     pub(crate) more: u16,
     /// The last link of its chain.
     pub(crate) last: u16,
@@ -142,7 +141,7 @@ pub struct Request {
 const _: () = assert!(size_of::<Request>() == 64, "a request is one line of cache");
 
 impl Request {
-    /// What is wanted.
+    /// Operation.
     #[inline]
     pub fn op(&self) -> Op {
         self.look.op()
@@ -210,7 +209,7 @@ impl Request {
         self.sector << SECTOR_SHIFT
     }
 
-    /// Back from the driver, to wait for it again: what it was told about time is forgotten.
+    /// Back from the driver, to wait again: its timeout marks are cleared.
     pub(crate) fn set_idle(&mut self) {
         self.look.set_state(RequestState::Idle);
         self.unmark(Marks::LATE);
@@ -231,7 +230,7 @@ impl Request {
     }
 }
 
-/// How far a piece may reach if nobody says.
+/// Bounds of a piece without limits.
 const ANY: Pieces = Pieces { bytes_max: u32::MAX, boundary_mask: u32::MAX };
 
 /// No link.
@@ -263,7 +262,7 @@ impl MergedBios {
     }
 }
 
-/// Bios that were split into several requests, by place.
+/// Bios that were split into several requests, by slot.
 #[derive(Debug, Default)]
 pub(crate) struct Split {
     pub(crate) bio: Option<Box<Bio>>,
@@ -278,7 +277,7 @@ pub(crate) struct Split {
 pub(crate) struct RequestTable {
     pub(crate) requests: Box<[Request]>,
     pub(crate) bios: OpenBios,
-    /// By place of a request that has failed: what the system said.
+    /// Errnos by slot of the failed request.
     pub(crate) errnos: Vec<(u16, i32)>,
 }
 
@@ -287,7 +286,7 @@ pub(crate) struct RequestTable {
 pub(crate) struct OpenBios {
     pub(crate) splits: Box<[Split]>,
     chain: MergedBios,
-    /// By place of the request: what merging knows of one of several bios.
+    /// By slot of the request: its shape for merging, with several bios.
     shapes: Box<[Shape]>,
     /// By namespace: how far a piece of memory may reach.
     pieces: Box<[Pieces]>,
@@ -306,7 +305,7 @@ impl RequestTable {
         RequestTable { requests, bios, errnos: Vec::with_capacity(depth) }
     }
 
-    /// What the system said to a request that has failed.
+    /// Errno of a failed request.
     pub(crate) fn take_errno(&mut self, number: u16) -> Option<i32> {
         let noted = self.errnos.iter().position(|(of, _)| *of == number)?;
         Some(self.errnos.swap_remove(noted).1)
@@ -322,7 +321,7 @@ impl RequestTable {
         self.bios.pieces[namespace] = limits.pieces();
     }
 
-    /// A place for a bio that is split in parts.
+    /// A free slot for a split bio.
     pub(crate) fn free_split(&self) -> u16 {
         let free = self.bios.splits.iter().position(|split| split.bio.is_none());
         let Some(place) = free else { unreachable!("there are more places than requests") };
@@ -351,7 +350,7 @@ impl RequestTable {
         let request = &mut self.requests[usize::from(number)];
         let Some(mut first) = request.bio.replace(bio) else { unreachable!("only requests of whole bios merge") };
         if !request.has(Marks::HELD) {
-            // It came in this round; what stands there may be of another.
+            // It arrived in this round; the field may be of an earlier use.
             first.wait = Wait::default();
         }
         let chained = request.has(Marks::CHAINED);
@@ -398,7 +397,7 @@ impl RequestTable {
         }
     }
 
-    /// What merging must know of a request; nothing if it is of a kind that does not merge.
+    /// Shape of a request for merging; `None` if its kind does not merge.
     pub(crate) fn shape(&self, number: u16) -> Option<Shape> {
         let request = &self.requests[usize::from(number)];
         if request.has(Marks::PART | Marks::FLUSH | Marks::SEQUENCE | Marks::NO_MERGE) {
@@ -410,7 +409,7 @@ impl RequestTable {
         }
     }
 
-    /// A bio was chained to a request, which looks like this now.
+    /// A bio was chained to a request, which has this shape now.
     pub(crate) fn set_shape(&mut self, number: u16, shape: Shape) {
         let request = &mut self.requests[usize::from(number)];
         request.sector = shape.sector;
@@ -500,8 +499,8 @@ impl Iterator for Ranges<'_> {
     }
 }
 
-/// The pieces of memory of one request, in order, split to the limits of the device. Where one bio ends and the next
-/// begins, memory that goes on is one piece; counted the same way in `limits/merge.rs`.
+/// The pieces of memory of one request, in order, split to the limits of the device. Contiguous memory across two bios
+/// is one piece; `limits/merge.rs` counts the same way.
 #[derive(Clone, Debug)]
 pub struct Segments<'a>(RequestForm<'a>);
 
@@ -509,14 +508,14 @@ pub struct Segments<'a>(RequestForm<'a>);
 enum RequestForm<'a> {
     /// One piece, as nearly always.
     One(Segment),
-    /// Any number, before the first is asked for: so that a walk nobody takes needs no place.
+    /// Any number, before the first step: an unused walk needs no stack slot.
     Whole(&'a OpenBios, &'a Request),
     Many(SegmentWalk<'a>),
     Over,
 }
 
 impl Segments<'_> {
-    /// The first piece of those that are left, for who wants no others.
+    /// The first piece of the rest, for a caller that needs no other.
     #[inline(always)]
     pub fn first(self) -> Option<Segment> {
         match self.0 {
@@ -527,8 +526,7 @@ impl Segments<'_> {
         }
     }
 
-    /// The segment of a request that has one, as it stands; nothing if it may have more. Says nothing once the walk has
-    /// begun.
+    /// The segment of a request that has exactly one; `None` if it may have more. Undefined once the walk has begun.
     #[inline(always)]
     pub fn only(&self) -> Option<Segment> {
         if let RequestForm::One(piece) = self.0 { Some(piece) } else { None }
@@ -565,7 +563,7 @@ struct SegmentWalk<'a> {
     rest: std::slice::Iter<'a, Segment>,
     /// Bytes of the first segment that belong to an earlier request.
     skip: u32,
-    /// What is left of the segment we are in, with those of later bios that continue it.
+    /// Rest of the current segment, with those of later bios that continue it.
     run: Segment,
     bytes_left: u64,
     pieces: Pieces,
@@ -573,9 +571,8 @@ struct SegmentWalk<'a> {
     next: u16,
 }
 
-// All of it always inlined: a walk that is lent to a function lives in memory, and so does the one piece that stands in
-// its place. That would be written in words and read at once in something wider, for which a CPU waits until it is in
-// its cache: a tenth of all there is to do for an I/O.
+// Always inlined: a walk passed to a function lives in memory, and so does the single piece in it. That would be
+// written in words and read at once in something wider, which stalls: a tenth of the cost of an I/O.
 impl<'a> SegmentWalk<'a> {
     /// The segments of the next bio.
     #[inline(always)]
@@ -594,7 +591,7 @@ impl<'a> SegmentWalk<'a> {
                 continue;
             };
             let skip = std::mem::take(&mut self.skip);
-            // A segment proves nothing: one beyond all memory is the driver's to refuse.
+            // A segment is not trusted: the driver refuses one beyond its region.
             let offset = segment.offset.wrapping_add(u64::from(skip));
             self.run = Segment { offset, len: segment.len - skip, ..*segment };
         }

@@ -1,16 +1,15 @@
-//! Schedulers: which of the bios that wait for a tag gets the next one.
+//! Schedulers: the order in which bios that wait for a tag get one.
 //!
-//! Without a scheduler bios wait in the order in which they came, and most do not wait at all. With one, whatever is
-//! submitted between two rounds is [inserted](Scheduler::insert) when the round begins, and each tag goes to the bio
-//! that the scheduler hands out [next](Scheduler::next). It is asked for no more than there are tags for: what it has
-//! not handed out it may still order anew. Bios that lie beside the one that was handed out last join its request
-//! without a tag ([`Scheduler::join`]).
+//! Without a scheduler bios wait in order of arrival, and most do not wait at all. With one, the bios submitted between
+//! two rounds are [inserted](Scheduler::insert) when the next round begins, and each tag goes to the bio that the
+//! scheduler returns [next](Scheduler::next). It is called once for each free tag, so it may still reorder all bios
+//! that it holds. Bios adjacent to the one returned last join its request without a tag ([`Scheduler::join`]).
 //!
-//! What is on its way already does not come here: flushes, requests that are handed back, bios with a reserved tag, the
-//! rest of a bio that is cut in parts.
+//! Some bios bypass the scheduler, because they are dispatched already: flushes, requeued requests, bios with a
+//! reserved tag, the rest of a split bio.
 //!
-//! A scheduler belongs to one namespace of one hardware queue, so nothing here is shared. It allocates at start, for as
-//! many bios as its queue takes; it reads no clock and knows of no tags. `docs/schedulers.md` has the rules of each.
+//! A scheduler belongs to one namespace of one hardware queue and shares no state. It allocates at start, for as many
+//! bios as its queue accepts; it reads no clock and knows no tags. `docs/schedulers.md` has the rules of each.
 //!
 //! [spec A.26, D.1; Linux `block/elevator.h`]
 
@@ -32,12 +31,12 @@ pub use self::kyber::KyberConfig;
 pub use self::timeslice::{SliceKey, SliceOrder, TimesliceConfig};
 use crate::{Bio, DeviceInfo};
 
-/// What a scheduler says when it is asked for a bio.
+/// Answer of a scheduler to a call of [`Scheduler::next`].
 #[derive(Debug)]
 pub enum Selected {
     /// This one.
     Bio(Box<Bio>),
-    /// None before this time, nanoseconds, unless one comes or ends before; the largest number if no time helps.
+    /// No bio before this time, ns, unless one is inserted or ends earlier; `u64::MAX` if only such an event helps.
     Wait(u64),
 }
 
@@ -49,19 +48,19 @@ pub trait Scheduler: fmt::Debug + Send {
     /// Hands out the next bio, for which there is a tag.
     fn next(&mut self, now_ns: u64) -> Selected;
 
-    /// Hands out a bio that begins or ends where a request ends or begins, and for which `fits` is true: it joins that
-    /// request, which was made of what was handed out last. None if there is none, or none that may go before others.
+    /// Returns a waiting bio that is adjacent to a request and for which `fits` is true: it joins that request, which
+    /// was made of the bio returned last. `None` if there is no such bio, or it must not overtake others.
     fn join(&mut self, range: Reach, fits: &mut dyn FnMut(&Bio) -> bool, now_ns: u64) -> Option<Box<Bio>>;
 
-    /// A bio that this scheduler handed out is over. The driver had the last of its requests since `start_ns`, if it
-    /// had any: else that is `now_ns`.
+    /// A bio that this scheduler returned has ended. `start_ns`: dispatch of its last request to the driver, or
+    /// `now_ns` if it had none.
     fn ended(&mut self, bio: &Bio, start_ns: u64, now_ns: u64);
 
     /// Gives back all bios that were not handed out, in the order in which they came. It is not used any more
     /// afterwards.
     fn drain(&mut self, each: &mut dyn FnMut(Box<Bio>));
 
-    /// How it stands.
+    /// State for inspection.
     fn snapshot(&self, now_ns: u64) -> SchedulerSnapshot;
 }
 
@@ -86,25 +85,25 @@ impl Reach {
 pub struct SchedulerSnapshot {
     /// Its name, as in [`SchedulerConfig`].
     pub name: &'static str,
-    /// What it was told.
+    /// Options in effect.
     pub options: Vec<(&'static str, String)>,
     /// Bios that wait.
     pub waiting: usize,
     /// For how long the one does that has waited for longest.
     pub oldest_ns: u64,
-    /// What else there is to know, by name.
+    /// Further facts, by name.
     pub facts: Vec<(&'static str, u64)>,
 }
 
 /// Which scheduler, and its options.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SchedulerConfig {
-    /// None: bios go in the order in which they come.
+    /// No scheduler: order of arrival.
     #[default]
     None,
     /// Requests in the order of sectors, in batches, and each within its time: mq-deadline.
     Deadline(DeadlineConfig),
-    /// As many requests on their way as keep latencies what they should be.
+    /// A number of requests in flight that keeps latencies within targets.
     Kyber(KyberConfig),
     /// Each stream for a while, one after the other.
     Timeslice(TimesliceConfig),
@@ -113,8 +112,8 @@ pub enum SchedulerConfig {
 }
 
 impl SchedulerConfig {
-    /// Makes the scheduler of a queue of so many tags and bios, of this device. There is none to make for
-    /// [`SchedulerConfig::None`], nor for slices of no length: which so cost nothing.
+    /// Builds the scheduler of a queue with `depth` tags and `bios_max` bios, on this device. Returns `None` for
+    /// [`SchedulerConfig::None`] and for slices of length 0: these queues have no scheduler, and no cost of one.
     pub fn build(&self, depth: usize, bios_max: usize, info: &DeviceInfo) -> Option<Box<dyn Scheduler>> {
         match self {
             SchedulerConfig::None => None,
@@ -126,8 +125,8 @@ impl SchedulerConfig {
         }
     }
 
-    /// Whether it orders bios by time or place. Such a scheduler has to see all that goes to a device: several queues
-    /// in front of it do better to share one hardware queue.
+    /// Whether it orders bios by time or position. Such a scheduler must see all I/O of a device, so several queues in
+    /// front of it should share one hardware queue.
     pub fn orders(&self) -> bool {
         match self {
             SchedulerConfig::None | SchedulerConfig::Kyber(_) => false,
@@ -148,7 +147,7 @@ impl SchedulerConfig {
     }
 }
 
-/// How many of those that wait are looked at for one that joins a request, where they are in no order of sectors (Linux
+/// Number of waiting bios examined for one that joins a request, if they are not sorted by sector (Linux
 /// `blk_bio_list_merge`).
 const LOOK_BACK: usize = 8;
 

@@ -1,15 +1,15 @@
 //! Statistics, always on: counters and a latency histogram for each hardware queue.
 //!
-//! One writer, the queue's owner, with plain loads and stores; any number of readers, who see each number whole and
-//! the set of them a moment apart. Completions of one batch share their timestamp, so runs of equal ones are
-//! counted together.
+//! One writer, the queue's owner, with plain loads and stores; any number of readers, who see each number whole and the
+//! set of them a moment apart. Completions of one batch share their timestamp, so runs of equal latencies are counted
+//! together.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::Op;
 use crate::limits::Merge;
 
-/// The kinds of operation that are told apart.
+/// Kinds of operation with separate counters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum OpClass {
@@ -39,7 +39,7 @@ impl OpClass {
     }
 }
 
-/// What may hold a bio before the device has it: see `hw/wait.rs`.
+/// Causes that hold a bio before dispatch: see `hw/wait.rs`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Held {
@@ -74,7 +74,7 @@ fn add(counter: &AtomicU64, n: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(n), Relaxed);
 }
 
-/// How many bits a number has. Looked up: to look for the first one takes some processors longer.
+/// Number of bits of a byte, as a table: faster than the bit-scan instruction of some processors.
 const BITS: [u8; 33] = {
     let (mut bits, mut n) = ([0; 33], 1);
     while n < bits.len() {
@@ -96,9 +96,9 @@ const COUNT_BITS: u32 = 48;
 #[derive(Debug)]
 pub struct Histogram {
     buckets: Box<[AtomicU64; BUCKETS]>,
-    /// What was recorded last, which is put into its bucket when the next comes: bucket and count, as
-    /// [`Histogram::late`] makes them. Where a value belongs is known only once the clock was read, and what a
-    /// processor does ahead of a store whose place it does not know it often has to do again.
+    /// The latest record, stored into its bucket when the next one comes: bucket and count, as made by
+    /// [`Histogram::late`]. The bucket's address depends on the clock that was just read; a store to it would delay
+    /// later instructions.
     last: AtomicU64,
 }
 
@@ -130,13 +130,13 @@ impl Histogram {
         add(&self.buckets[index], n);
     }
 
-    /// Bucket and count of what is not in its bucket yet.
+    /// Bucket and count of the record that is not in its bucket yet.
     #[inline]
     fn late(last: u64) -> (usize, u64) {
         ((last >> COUNT_BITS) as usize, last & ((1 << COUNT_BITS) - 1))
     }
 
-    /// The counts so far. While more are made, what came last may be missing.
+    /// Counts so far. During concurrent updates the latest record may be missing.
     pub fn snapshot(&self) -> HistogramSnapshot {
         let mut counts: Vec<u64> = self.buckets.iter().map(|bucket| bucket.load(Relaxed)).collect();
         let (index, n) = Histogram::late(self.last.load(Relaxed));
@@ -188,15 +188,15 @@ impl HistogramSnapshot {
         self.counts.iter_mut().zip(&other.counts).for_each(|(to, from)| *to += from);
     }
 
-    /// What was counted since an earlier snapshot of the same histogram.
+    /// Counts since an earlier snapshot of the same histogram.
     #[must_use]
     pub fn since(&self, earlier: &HistogramSnapshot) -> HistogramSnapshot {
-        // What was on its way to its bucket may have been seen then and not now.
+        // A record pending at the earlier snapshot may be missing in the later one.
         let counts = self.counts.iter().zip(&earlier.counts).map(|(now, then)| now.saturating_sub(*then)).collect();
         HistogramSnapshot { counts }
     }
 
-    /// Smallest and largest value that the counted samples can have had; none without samples.
+    /// Bounds of the smallest and the largest sample; `None` without samples.
     fn bounds_ns(&self) -> Option<(u64, u64)> {
         let first = self.counts.iter().position(|count| *count > 0)?;
         let last = self.counts.iter().rposition(|count| *count > 0)?;
@@ -215,7 +215,7 @@ impl FromIterator<(u64, u64)> for HistogramSnapshot {
     }
 }
 
-// What every I/O counts is one line of cache, and the size needs no multiplication.
+// The counters of every I/O share one cache line, and the size is a power of two.
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 struct OpStats {
@@ -238,7 +238,7 @@ impl OpStats {
         if latency_ns > self.max_ns.load(Relaxed) {
             self.max_ns.store(latency_ns, Relaxed);
         }
-        // Kept inverted, so that zero stands for "none yet".
+        // Kept inverted, so that zero means unset.
         if !latency_ns > self.min_ns_inverted.load(Relaxed) {
             self.min_ns_inverted.store(!latency_ns, Relaxed);
         }
@@ -261,8 +261,8 @@ impl OpStats {
     }
 }
 
-/// How long the turns of a lane take in which something moved, written by the lane alone. What a device finishes
-/// meanwhile is found in the next turn.
+/// Length of a lane's turns with work, written by the lane alone. Completions that arrive during a turn are found in
+/// the next one.
 #[derive(Debug, Default)]
 pub struct TurnStats(OpStats);
 
@@ -308,7 +308,7 @@ impl HwStats {
         op.record(latency_ns, ios);
     }
 
-    /// Counts a request whose bios are counted one by one.
+    /// Counts a request whose bios are counted separately.
     pub(crate) fn request(&self, class: OpClass, bytes: u64) {
         let op = &self.ops[class as usize];
         add(&op.ios, 1);
@@ -343,22 +343,22 @@ impl HwStats {
         add(&self.merged[merge as usize], 1);
     }
 
-    /// A request came back from the driver to be done again.
+    /// The driver requeued a request.
     pub(crate) fn requeued(&self) {
         add(&self.requeued, 1);
     }
 
-    /// The driver was asked about a request whose time is up.
+    /// The driver was asked about a request that has timed out.
     pub(crate) fn timed_out(&self) {
         add(&self.timed_out, 1);
     }
 
-    /// A flush was issued for all who waited for one.
+    /// A flush was issued for all bios that wait for one.
     pub(crate) fn flush_issued(&self) {
         add(&self.flushes, 1);
     }
 
-    /// A limit holds what waits.
+    /// A limit holds waiting bios.
     pub(crate) fn held(&self) {
         add(&self.held, 1);
     }
@@ -409,15 +409,15 @@ pub struct OpSnapshot {
     pub bytes: u64,
     /// Requests that failed.
     pub errors: u64,
-    /// Sum of the latencies of the bios that ended, each from when it came to the queue to its end.
+    /// Sum of the latencies of completed bios, each from its arrival in the queue to its end.
     pub sum_ns: u64,
-    /// Shortest; the largest number there is if there are none.
+    /// Shortest latency; `u64::MAX` without samples.
     pub min_ns: u64,
     /// Longest.
     pub max_ns: u64,
     /// All of them.
     pub latency: HistogramSnapshot,
-    /// What of the sum was spent before the device had it, by [`Held`]; the rest was with the device.
+    /// Part of the sum before dispatch, by [`Held`]; the rest was at the device.
     pub held_ns: [u64; 4],
 }
 
@@ -460,19 +460,19 @@ impl OpSnapshot {
         self.held_ns.iter_mut().zip(other.held_ns).for_each(|(to, from)| *to = to.wrapping_add(from));
     }
 
-    /// The parts of the sum by name, nanoseconds: what held bios, by [`Held`], and last the device.
+    /// Parts of the sum by name, ns: causes that held bios, by [`Held`], and last the device.
     pub fn parts_ns(&self) -> [(&'static str, u64); 5] {
         let [limit, scheduler, tag, dispatch] = Held::ALL.map(|held| (held.name(), self.held_ns[held as usize]));
         [limit, scheduler, tag, dispatch, ("device", self.device_ns())]
     }
 
-    /// What of the sum was spent with the device, nanoseconds.
+    /// Part of the sum at the device, ns.
     pub fn device_ns(&self) -> u64 {
         self.sum_ns.saturating_sub(self.held_ns.iter().sum())
     }
 
-    /// What was counted since an earlier snapshot of the same counters. Shortest and longest are not counted by time:
-    /// they are the ends of the buckets that were hit since, within those of all time.
+    /// Counts since an earlier snapshot of the same counters. Shortest and longest are the bounds of the buckets hit
+    /// since, within those of all time.
     #[must_use]
     pub fn since(&self, earlier: &OpSnapshot) -> OpSnapshot {
         let latency = self.latency.since(&earlier.latency);
@@ -503,13 +503,13 @@ pub struct StatsSnapshot {
     pub slow_now: u64,
     /// Bios that share a request with another: put behind it, before it, and discards joined to others.
     pub merged: [u64; 3],
-    /// Requests that came back from the driver to be done again.
+    /// Requests that the driver requeued.
     pub requeued: u64,
-    /// How often the driver was asked about a request whose time was up.
+    /// Number of times the driver was asked about a request that has timed out.
     pub timed_out: u64,
-    /// Flushes issued, each for all who waited for one.
+    /// Flushes issued, each for all bios that waited for one.
     pub flushes: u64,
-    /// How often a limit held what waited.
+    /// Number of times a limit held waiting bios.
     pub held: u64,
     /// For how long, all in all.
     pub held_ns: u64,

@@ -1,4 +1,4 @@
-//! What became of an I/O: one byte, a closed set.
+//! Status of an I/O: one byte, a closed set.
 
 /// The outcome of a bio or request. The numbers are our own; the names and errnos follow the block layer of
 /// Linux (`blk_status_t`).
@@ -14,11 +14,11 @@ pub enum Status {
     Timeout = 2,
     /// No room left behind the device.
     NoSpace = 3,
-    /// The medium cannot give back what was written.
+    /// The medium cannot return the data.
     Medium = 7,
     /// Anything else that went wrong at the device.
     Io = 10,
-    /// It would have had to wait, and was told not to.
+    /// It would have had to wait, and is `NOWAIT`.
     Again = 12,
     /// The device is gone.
     Offline = 16,
@@ -27,7 +27,7 @@ pub enum Status {
 }
 
 impl Status {
-    /// The status for an errno that the operating system gave for an I/O; what is unknown is [`Status::Io`].
+    /// Status for an errno of an I/O from the operating system; [`Status::Io`] for an unknown one.
     pub fn from_errno(errno: i32) -> Status {
         // Numbers as on every Linux architecture we build for (asm-generic/errno.h).
         match errno {

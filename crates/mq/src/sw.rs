@@ -1,8 +1,8 @@
-//! The software queue: a submitting thread's own end of a hardware queue that it shares with others.
+//! The software queue: a thread's own end of a hardware queue that it shares with others.
 //!
-//! Each thread has a [`SwQueue`] to itself: a ring of requests, a ring of answers, and a number of places. Between them
-//! stands one hardware queue under a [`Baton`]. Whoever finds it idle turns its run; whoever finds it owned leaves
-//! word and goes, and then the owner runs for it, too.
+//! Each thread has a private [`SwQueue`]: a ring of requests, a ring of completions, and a number of slots. Between the
+//! threads is one hardware queue under a [`Baton`]. A thread that finds it idle runs it. A thread that finds it owned
+//! sets its pending bit and continues; the owner then runs the queue for it, too.
 //!
 //! ```text
 //!   thread A   submit ─▶ sq ─┐                                  ┌─ sq ◀─ submit   thread B
@@ -12,55 +12,54 @@
 //!                                       └─────────┘ under the baton
 //! ```
 //!
-//! **Places.** A submitter holds a place from [`submit`](SwQueue::submit) until the bio is given back, and both its
-//! rings have as many places. So nothing enters the left ring without a place on the right, and a completion always has
-//! room.
+//! **Slots.** A submitter holds a slot from [`submit`](SwQueue::submit) until the bio is returned, and both its rings
+//! have as many entries. So nothing enters the left ring without a slot on the right, and a completion always has room.
 //!
-//! **Rings are for what crosses.** What a thread passes on by itself goes to the hardware queue straight from its plug,
-//! and what it finds to be over straight to its own list. Only when word is left do the bios go into the ring; and the
-//! owner looks at the rings of others only when it has heard word, so that threads that take turns do not touch each
-//! other's lines.
+//! **Rings are for crossing threads.** Bios that a thread dispatches itself go to the hardware queue straight from its
+//! plug, and completions that it reaps itself straight to its own list. Only with the pending bit do bios go into the
+//! ring; and the owner reads the rings of others only after it has seen that bit, so threads that take turns do not
+//! touch each other's cache lines.
 //!
-//! **Stays.** A bio that is carried to another CPU costs two cache lines there and two back; the queue, some sixty
-//! once. So it is better that the queue goes to the batch than the batch to the queue, and best if it then stays for
-//! many. A thread that is back with a batch within moments of its last, as happens where the device answers on the
-//! spot, lets the others have the queue for a while (`STAY_NS`) if it finds it owned. Then it takes it between two of
-//! their batches; or, if it does not come to that soon, leaves word like everyone. It waits for that time to pass, not
-//! for a holder. Small batches, and those of devices that take their time, are not kept waiting.
+//! **Holding the queue.** A bio that crosses to another CPU costs two cache lines there and two back; the queue some
+//! sixty once. So moving the queue's lines once per many batches costs less than moving the bios' lines. A thread that
+//! returns with a batch within moments of its last one, as with a device that completes at once, lets the others keep
+//! the queue for a while (`STAY_NS`) if it finds it owned. Then it takes the queue between two of their batches; or, if
+//! that fails, sets the pending bit like all others. It waits for that time to pass, not for a holder. Small batches,
+//! and those of slower devices, never wait.
 //!
-//! **Turns.** The owner takes from the rings in turn, a bounded share of each per round, so that first come is first
-//! served and nobody's burst keeps the others out. It goes on while work is left or can be made, for a bounded number
-//! of rounds; then it passes on: it wakes a sleeper, who will take the queue. If none sleeps, everyone who wants
-//! something is running, and comes for it.
+//! **Turns.** The owner takes from the rings in turn, a bounded share of each per round, so service is in order of
+//! arrival and no thread's burst blocks the others. It continues while there is work, for a bounded number of rounds;
+//! then it passes the queue on: it wakes a sleeper, which takes the queue. If none sleeps, every thread with work is
+//! running, and will take it.
 //!
 //! **Sleep.** A thread sleeps only on its own completion ring. It first announces itself, then goes to the baton as
 //! with any work:
 //!
 //! ```text
 //!             announce, take the baton
-//!    awake ──────────┬─ owned by another ──▶ parked   the owner cannot leave without hearing of it
-//!      ▲             └─ ours: run; nothing for us ─┬─ nobody keeps watch ──▶ on watch, until a deadline
-//!      │                                             └─ somebody does ───────▶ parked
-//!      └──── completions came, or its turn to keep watch, or to take the queue over ────┘
+//!    awake ──────────┬─ owned by another ──▶ parked   the owner sees the pending bit before it leaves
+//!      ▲             └─ ours: run; no completion ──┬─ no thread watches ─────▶ on watch, until a deadline
+//!      │                                             └─ another one does ────▶ parked
+//!      └──── completions came, or its turn to watch, or to take the queue over ────┘
 //! ```
 //!
-//! One of the sleepers keeps watch: it is the armed sleeper that hears device and deadlines, and does not hold the
-//! queue meanwhile, so a submitter need not wake it to get through. An owner that leaves while threads are parked and
-//! nobody keeps watch wakes one of them. What lets all this do with the baton's one word: who sleeps is either written
-//! down under the baton, or announced before *work* is set, and so heard before the baton is put down.
+//! One of the sleepers watches: it is the armed sleeper that is woken by device and deadlines. It does not own the
+//! queue meanwhile, so a submitter need not wake it. An owner that leaves while threads are parked and none watches
+//! wakes one of them. This needs only the baton's one word, because a sleeper is either recorded under the baton, or
+//! announced before the pending bit is set, and so seen before the baton is released.
 //!
-//! **Moves.** A queue that is [closed](shared::SharedHwQueue::close) takes nothing more in, and once nothing is left in
-//! it, it is taken apart. The rings of its threads, with what they hold, go to other queues. A thread finds out when it
-//! next goes to the baton: it follows its rings, or sleeps until it is told where they are. So a move costs nothing on
-//! the way of an I/O. See [`SharedDisk`](crate::SharedDisk).
+//! **Moves.** A queue that is [closed](shared::SharedHwQueue::close) accepts no more bios, and is dismantled once it is
+//! empty. The rings of its threads, with their content, go to other queues. A thread notices when it next goes to the
+//! baton: it follows its rings, or sleeps until it is told their location. So a move costs nothing on the I/O path. See
+//! [`SharedDisk`](crate::SharedDisk).
 //!
-//! **The price**: an owner that is preempted delays those who share its queue; they sleep. Threads that only poll come
-//! last after those that sleep when the rounds are used up. Who waits out a stay uses its CPU for nothing; it has no
-//! more places to submit from.
+//! **The price**: a preempted owner delays the threads that share its queue; they sleep. Threads that only poll come
+//! after sleepers when the rounds are used up. A thread that waits for `STAY_NS` uses its CPU for nothing; it has no
+//! more slots to submit from.
 //!
 //! It starts no thread, reads no clock and makes no system call: time is a closure, sleep is a [`Parker`]. It does not
-//! choose the queue for a thread: see [`SharedDisk`](crate::SharedDisk). It does not bind bios to the thread
-//! that issued them: see [`SwQueue::leave`].
+//! choose the queue for a thread: see [`SharedDisk`](crate::SharedDisk). It does not bind bios to the thread that
+//! issued them: see [`SwQueue::leave`].
 
 mod ends;
 mod shared;
@@ -76,38 +75,38 @@ pub(crate) use ends::{Ends, Member, Places, rings};
 use shared::Why;
 pub(crate) use shared::{BatonOutcome, SharedHwQueue};
 
-/// Times that a thread looks at a queue it polls before it lets others have the CPU.
+/// Polls of a queue before the thread yields the CPU.
 pub(crate) const POLLS_MAX: u32 = 64;
 
-/// Where one thread sleeps. To [wake](Wake::wake) it works from any thread, and holds for the next sleep if none is
-/// going on.
+/// Sleep of one thread. [`wake`](Wake::wake) works from any thread, and applies to the next sleep if the thread is
+/// awake.
 ///
-/// Both sleeps may end for no reason; whoever slept looks again.
+/// Both sleeps may end spuriously; the caller checks again.
 pub trait Parker: Wake {
     /// Sleeps until woken.
     fn sleep(&self);
 
-    /// Keeps watch: sleeps until woken, until the device may have something to say, or until the deadline. If the
-    /// device had something to say before and nobody has looked since, returns at once.
+    /// Watches: sleeps until woken, until the device may have completions, or until the deadline. Returns at once if
+    /// the device had some before that were not collected.
     fn watch(&self, deadline_ns: u64);
 
-    /// Keeps watch for one of several devices that this parker is beside, by its place among them.
+    /// Watches one of the several devices of this parker, by its index among them.
     fn watch_one(&self, _beside: usize, deadline_ns: u64) {
         self.watch(deadline_ns);
     }
 
-    /// Lets other threads have the CPU, for one who polls and finds nothing.
+    /// Yields the CPU, for a thread that polls without result.
     fn give_way(&self) {
         std::hint::spin_loop();
     }
 }
 
-/// What the drivers of a shared queue borrow (`Cx` of [`Driver`]), as its owner for the time being must treat it.
+/// Context of a shared queue's drivers (`Cx` of [`Driver`]), for its current owner.
 pub trait Context {
-    /// Announces to the device what drivers have left to be announced together.
+    /// Announces to the device the entries that drivers left to be announced together.
     fn commit(&mut self) {}
 
-    /// Fetches what the device has finished, for drivers to find.
+    /// Collects the device's completions, for drivers to reap.
     fn collect(&mut self) {}
 
     /// Whether there is something of drivers to be announced, or something fetched that they have not taken: no watch
@@ -116,8 +115,8 @@ pub trait Context {
         false
     }
 
-    /// Whoever keeps watch is told when this eventfd is signalled, a driver's, once: as if a completion had come.
-    /// [`Context::collect`] makes it quiet again.
+    /// Polls a driver's eventfd once: its signal wakes the watching thread, like a completion. [`Context::collect`]
+    /// resets it.
     fn listen(&mut self, _eventfd: BorrowedFd<'_>) {}
 }
 
@@ -133,20 +132,20 @@ pub struct SwQueue<D, Cx> {
     submitter: usize,
     ends: Ends,
     places: Places,
-    /// Submitters whose threads are to be woken as soon as the baton is put down.
+    /// Submitters whose threads are to be woken once the baton is released.
     calls: Vec<usize>,
-    /// Where we are told of moves.
+    /// Current location of the queue, updated by moves.
     location: Arc<QueueLocation<D, Cx>>,
-    /// What bios get that do not say whose they are.
+    /// Stream of bios without one.
     stream: u32,
 }
 
-/// Has somebody turn the run of a shared queue, for a budget that it takes from.
+/// Has some thread run a shared queue, for its budget.
 struct SharedQueueWaker<D, Cx> {
     /// Known once the queue is shared; it is idle before. The queue has the budget, and the budget this waker: so it
     /// does not keep the queue.
     shared: OnceLock<Weak<SharedHwQueue<D, Cx>>>,
-    /// A list for the submitters whose threads are to be woken.
+    /// List of submitters whose threads are to be woken.
     calls: Mutex<Vec<usize>>,
 }
 
@@ -159,7 +158,8 @@ impl<D, Cx> SharedQueueWaker<D, Cx> {
 impl<D: Driver<Cx> + Send, Cx: Context + Send> Wake for SharedQueueWaker<D, Cx> {
     fn wake(&self) {
         if let Some(shared) = self.shared.get().and_then(Weak::upgrade) {
-            // Taken out, so that nobody waits here for who has it. Who finds it gone makes one of its own.
+            // Taken out of the mutex, so that no thread waits for its user. A thread that finds it taken allocates its
+            // own.
             let list = || self.calls.lock().unwrap_or_else(PoisonError::into_inner);
             let mut calls = std::mem::take(&mut *list());
             shared.set_pending(true, &mut calls);
@@ -168,7 +168,7 @@ impl<D: Driver<Cx> + Send, Cx: Context + Send> Wake for SharedQueueWaker<D, Cx> 
     }
 }
 
-/// Where a thread is told which queue its rings lead to, and at which submitter.
+/// Current queue of a thread's rings, and its submitter index there.
 pub(crate) struct QueueLocation<D, Cx>(Mutex<(Arc<SharedHwQueue<D, Cx>>, usize)>);
 
 impl<D, Cx> QueueLocation<D, Cx> {
@@ -179,7 +179,7 @@ impl<D, Cx> QueueLocation<D, Cx> {
 }
 
 impl<D, Cx> SwQueue<D, Cx> {
-    /// Whoever has these ends sits here.
+    /// The owner of these ends has this submitter index.
     pub(crate) fn seated(
         shared: &Arc<SharedHwQueue<D, Cx>>,
         submitter: usize,
@@ -192,7 +192,7 @@ impl<D, Cx> SwQueue<D, Cx> {
         SwQueue { shared: Arc::clone(shared), submitter, ends, places, calls, location, stream }
     }
 
-    /// Where this thread is told of moves.
+    /// Location of this thread's queue, updated by moves.
     pub(crate) fn location(&self) -> &Arc<QueueLocation<D, Cx>> {
         &self.location
     }
@@ -200,11 +200,10 @@ impl<D, Cx> SwQueue<D, Cx> {
 
 impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
     /// Shares an idle hardware queue, whose memory is set, among as many threads as there are parkers. Each may have up
-    /// to
-    /// `places` bios out.
+    /// to `places` bios in flight.
     ///
     /// # Panics
-    /// If the queue is not idle, or nobody or nothing is to be served.
+    /// If the queue is not idle, or without threads or slots.
     pub fn share(hw: HwQueue<D>, cx: Cx, places: usize, parkers: Vec<Arc<dyn Parker>>) -> Vec<SwQueue<D, Cx>> {
         assert!(!parkers.is_empty(), "a queue is shared among nobody");
         let (ends, members): (Vec<_>, Vec<_>) = parkers.iter().map(|_| rings(places)).unzip();
@@ -216,8 +215,8 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
             .collect()
     }
 
-    /// As [`SwQueue::share`], where each request takes a place from a budget, too: see [`HwQueue::set_budget`]. When
-    /// the budget has places for this queue, one of its threads turns the run.
+    /// As [`SwQueue::share`], with a slot of a budget for each request: see [`HwQueue::set_budget`]. When the budget
+    /// has slots for this queue, one of its threads runs it.
     ///
     /// # Errors
     /// The budget is shared by as many queues as it was made for.
@@ -242,7 +241,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         Ok(queues)
     }
 
-    /// What the device is.
+    /// Properties of the device.
     pub fn info(&self) -> &Arc<DeviceInfo> {
         self.shared.info()
     }
@@ -252,7 +251,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         self.shared.memory()
     }
 
-    /// The counters of the hardware queue, for all who share it.
+    /// Counters of the hardware queue, for all its threads.
     pub fn stats(&self) -> &Arc<HwStats> {
         self.shared.stats()
     }
@@ -269,11 +268,11 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         self.places.held()
     }
 
-    /// Accepts a bio, which nobody sees before [`SwQueue::ring`]. It comes back through [`SwQueue::poll`] or
-    /// [`SwQueue::wait`], whatever happens.
+    /// Adds a bio to the plug; it becomes visible with [`SwQueue::ring`]. It always comes back through
+    /// [`SwQueue::poll`] or [`SwQueue::wait`].
     ///
     /// # Panics
-    /// If there is no [room](SwQueue::room): the caller holds a place before it makes a request.
+    /// Without [room](SwQueue::room): the caller needs a free slot before it creates a request.
     #[inline]
     pub fn submit(&mut self, mut bio: Box<Bio>) {
         self.places.hold();
@@ -283,9 +282,8 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         self.ends.plug.push(bio);
     }
 
-    /// Passes on to the device what was submitted, if the queue is idle; if it is owned, makes it visible and its owner
-    /// will. With a batch at a device that answers on the spot it may take its turn, some microseconds later: see the
-    /// module's head.
+    /// Dispatches submitted bios, if the queue is idle; if it is owned, makes them visible to its owner. A batch for a
+    /// device that completes at once may take its turn some microseconds later: see the module's head.
     #[inline]
     pub fn ring(&mut self, clock: &impl Fn() -> u64) {
         if !self.ends.plug.is_empty() {
@@ -293,10 +291,10 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         }
     }
 
-    /// Gives back what is over, without waiting. Looks after the queue if nothing has come and nobody else does.
-    /// Returns how many bios were given back.
+    /// Returns completed bios, without waiting. Runs the queue if none has completed and no other thread runs it.
+    /// Returns the number of bios.
     ///
-    /// Bios still to be made visible stay so: see [`SwQueue::ring`].
+    /// Bios in the plug stay there: see [`SwQueue::ring`].
     #[inline]
     pub fn poll(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         let ended = self.drain(sink);
@@ -309,11 +307,11 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         }
     }
 
-    /// Makes visible what was submitted and sleeps until at least one bio is over. Returns how many were given back:
-    /// none only if none is out.
+    /// Makes submitted bios visible and sleeps until at least one bio completes. Returns the number of completed bios:
+    /// 0 only if none is in flight.
     ///
-    /// It sleeps as soon as it can; a thread that rather spins a while polls first. On a queue that is
-    /// [polled](crate::QueueKind::Poll) it does not sleep: it polls, and now and then lets others have the CPU.
+    /// It sleeps as soon as it can; a thread that prefers to spin polls first. On a [poll
+    /// queue](crate::QueueKind::Poll) it does not sleep: it polls, and yields the CPU now and then.
     pub fn wait(&mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         loop {
             let ended = self.drain(sink);
@@ -328,15 +326,16 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         }
     }
 
-    /// Leaves: waits until all bios of this thread are given back.
+    /// Leaves: waits until all bios of this thread are returned.
     ///
-    /// What this thread has issued for others may still be in flight. Where a device binds I/O to the thread that
-    /// issued it, as `io_uring` does, a thread must not end before [all](SwQueue::stats) are done with the queue.
+    /// Requests that this thread has issued for others may still be in flight. Where a device binds I/O to the issuing
+    /// thread, as `io_uring` does, a thread must not end before [all](SwQueue::stats) requests of the queue have
+    /// completed.
     pub fn leave(mut self, clock: &impl Fn() -> u64, sink: &mut impl FnMut(Box<Bio>)) {
         while self.wait(clock, sink) > 0 {}
     }
 
-    /// Whether nobody sleeps here.
+    /// Whether this is a poll queue, on which no thread sleeps.
     pub(crate) fn is_polled(&self) -> bool {
         self.shared.is_polled()
     }
@@ -345,13 +344,13 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         self.shared.parker(self.submitter)
     }
 
-    /// Makes visible what was submitted, runs, unless another does, and gets ready to sleep; what it comes to says
-    /// how. A queue that is polled is run for a while, and nobody gets ready for anything.
+    /// Makes submitted bios visible, runs the queue unless another thread does, and prepares to sleep; the result says
+    /// how. A poll queue is run for a while, without preparation.
     pub(crate) fn lie_down(&mut self, clock: &impl Fn() -> u64) -> BatonOutcome {
         self.ends.publish();
         if !self.shared.is_polled() {
-            // Announced here, made known by the baton's read-modify-write: an owner who is there hears it before it
-            // leaves. Release, so that an owner who hears it early knows our ring as empty as we left it.
+            // Announced here, published by the baton's read-modify-write: the current owner sees it before it leaves.
+            // Release, so that an owner which sees it early sees our ring as empty as we left it.
             self.shared.announce(self.submitter);
             return self.turn(Why::Wait, clock);
         }
@@ -366,7 +365,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         BatonOutcome::Ran
     }
 
-    /// Gets up after lying down, though nothing has come here.
+    /// Ends a prepared sleep without a completion.
     pub(crate) fn get_up(&mut self, clock: &impl Fn() -> u64) {
         self.shared.announce_up(self.submitter);
         self.turn(Why::Up, clock);
@@ -379,7 +378,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         ended
     }
 
-    /// Goes to the baton, and runs the queue if it is ours.
+    /// Goes to the baton, and runs the queue if it is free.
     #[inline]
     fn turn(&mut self, why: Why, clock: &impl Fn() -> u64) -> BatonOutcome {
         let SwQueue { shared, submitter, ends, calls, .. } = self;
@@ -389,8 +388,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         }
     }
 
-    /// The queue is closed: goes after our rings. They may still be on the way, and then whoever moves them runs for
-    /// us.
+    /// The queue is closed: follows our rings. They may still be moving; then the moving thread runs the queue for us.
     #[inline(never)]
     fn follow(&mut self, why: Why, clock: &impl Fn() -> u64) -> BatonOutcome {
         {
@@ -405,8 +403,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
             // Announced at the old submitter, not at this.
             return BatonOutcome::Ran;
         }
-        // Even for one who only looks: we may have been left word at the old place, which is to be heard at the new
-        // one.
+        // Even for a poll: a pending bit set at the old location applies to the new one.
         self.turn(if why == Why::Poll { Why::Up } else { why }, clock)
     }
 }
@@ -414,7 +411,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
 impl<D, Cx> Drop for SwQueue<D, Cx> {
     fn drop(&mut self) {
         if self.shared.is_broken() {
-            // They find out as they look again.
+            // They notice when they check again.
             self.shared.wake_all();
         }
         let held = self.places.held();

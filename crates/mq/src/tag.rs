@@ -1,17 +1,17 @@
-//! Tags: places in flight, as things one holds.
+//! Tags: slots in flight, as values.
 //!
-//! A [`Tag`] can be moved and not copied; who holds it may use the request of its number, and must give it back. A
-//! [`Cid`] is the number under which somebody outside knows the request; it proves nothing until it is redeemed.
+//! A [`Tag`] can be moved and not copied; its holder may use the request of its number, and must return it. A [`Cid`]
+//! is the number under which the device or the kernel knows the request; it proves nothing until it is redeemed.
 
 use std::ops::Range;
 
-/// A place in flight. Dropping one that is out is a bug of ours, and loud.
+/// A slot in flight. Dropping one in use is a bug and panics.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a tag that is not given back is lost"]
 pub struct Tag(u16);
 
 impl Tag {
-    /// The number of the place.
+    /// Number of the slot.
     #[inline]
     pub fn index(&self) -> usize {
         usize::from(self.0)
@@ -34,15 +34,15 @@ impl Tag {
 
 impl Drop for Tag {
     fn drop(&mut self) {
-        // While a panic unwinds there is nobody left to give it back to.
+        // During a panic's unwinding there is no owner to return it to.
         assert!(std::thread::panicking(), "tag {} was dropped while it was out", self.0);
     }
 }
 
-/// The tags of one hardware queue. They belong to its owner: plain words, no atomics. What came back last is taken
-/// first, while its request is still in the cache.
+/// The tags of one hardware queue. They belong to its owner: plain words, no atomics. Last in, first out, while the
+/// request is still in the cache.
 ///
-/// The lowest numbers may be reserved, for what must get through when all others are out.
+/// The lowest numbers may be reserved, for bios that must make progress when all others are in use.
 #[derive(Debug)]
 pub struct TagSet {
     /// Normal tags that are in; there is room for all.
@@ -83,13 +83,13 @@ impl TagSet {
         self.numbers.start
     }
 
-    /// How many tags may be out at one time, with those reserved.
+    /// Limit of tags in use, with reserved ones.
     pub fn limit(&self) -> usize {
         self.depth() - self.kept
     }
 
-    /// Lets no more than `limit` tags out from now on, those reserved among them: at least one that is not, and at most
-    /// all. What is out beyond that comes back when it is over. Returns what the limit has become.
+    /// Limits the tags in use to `limit`, reserved ones included: at least one that is not reserved, and at most all.
+    /// Excess tags return as their requests complete. Returns the new limit.
     pub fn set_limit(&mut self, limit: usize) -> usize {
         let limit = limit.clamp(self.reserved() + 1, self.depth());
         self.kept = self.depth() - limit;
@@ -125,10 +125,10 @@ impl TagSet {
         self.reserved.pop().map(Tag)
     }
 
-    /// Takes a tag back. That no tag comes back twice is certain, for it cannot be copied.
+    /// Takes a tag back. It cannot come back twice, since it cannot be copied.
     ///
     /// # Panics
-    /// If the tag is not from this set: all are in, or its number is beyond the depth.
+    /// If the tag is not from this set: all are free, or its number is beyond the depth.
     #[inline]
     pub fn put(&mut self, tag: Tag) {
         assert!(tag.index() < self.numbers.end, "tag {} came back to a set it is not from", tag.index());
@@ -154,7 +154,7 @@ impl TagSet {
     }
 }
 
-/// The number by which a device or the kernel knows a request: generation in the upper half, place in the lower.
+/// The number by which a device or the kernel knows a request: generation in the upper half, slot in the lower.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cid(pub u32);
 
@@ -166,11 +166,11 @@ pub struct Forged(pub u32);
 /// The tags a driver has handed to the other side, each under an id that is good once.
 #[derive(Debug)]
 pub struct Cids {
-    /// By place: the id under which its tag is out; while it is not, the last generation with `NOWHERE` for the place.
+    /// By slot: the id of its tag in flight; otherwise the last generation with `NOWHERE` for the slot.
     ids: Box<[u32]>,
 }
 
-/// The lower half of an id, which names its place; and no place by itself.
+/// Lower half of an id that names no slot.
 const NOWHERE: u32 = 0xffff;
 const _: () = assert!(TagSet::DEPTH_MAX <= NOWHERE as usize);
 
@@ -180,10 +180,10 @@ impl Cids {
         Cids { ids: vec![NOWHERE; depth].into() }
     }
 
-    /// Parks a tag; the id redeems it, once.
+    /// Stores a tag; the id redeems it, once.
     ///
     /// # Panics
-    /// If the tag's place is taken, which would take two tags of one number.
+    /// If the tag's slot is taken, which would take two tags of one number.
     #[inline]
     pub fn park(&mut self, tag: Tag) -> Cid {
         let number = tag.put_down();
@@ -193,7 +193,7 @@ impl Cids {
         Cid(*id)
     }
 
-    /// The place a valid id names, without redeeming it.
+    /// The slot that a valid id names, without redeeming it.
     ///
     /// # Errors
     /// The id is not in flight.
@@ -214,7 +214,7 @@ impl Cids {
         Ok(Tag::pick_up(index as u16))
     }
 
-    /// Whether nothing is parked.
+    /// Whether no tag is stored.
     pub fn is_empty(&self) -> bool {
         self.ids.iter().all(|id| id & NOWHERE == NOWHERE)
     }
@@ -297,8 +297,8 @@ mod tests {
     }
 
     proptest! {
-        /// No tag is owned twice, what is out is what was taken less what came back, and what is taken stays within the
-        /// limit, which may change at any time.
+        /// No tag is owned twice, the count in use is taken less returned, and taking respects the limit, which may
+        /// change at any time.
         #[test]
         fn tags_out_are_distinct_counted_and_within_the_limit(
             depth in 1_usize..300,

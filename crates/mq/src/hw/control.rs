@@ -17,10 +17,9 @@ use crate::BudgetShare;
 use crate::driver::{DeviceInfo, Driver, Shortage};
 use crate::stats::HwStats;
 
-/// How long after the driver found itself short of something that nobody will tell of the queue tries again, as in
-/// Linux (`BLK_MQ_RESOURCE_DELAY`).
+/// Delay before a retry after a shortage without notification, as in Linux (`BLK_MQ_RESOURCE_DELAY`).
 const RETRY_NS: u64 = 3_000_000;
-/// `dispatch_busy` of Linux: weight of the past, and what a round that left something counts.
+/// `dispatch_busy` of Linux: weight of the past, and of a round that left requests.
 const BUSY_WEIGHT: u32 = 8;
 const BUSY_FACTOR: u32 = 16;
 
@@ -44,10 +43,10 @@ impl<D> HwQueue<D> {
         self.memory = memory;
     }
 
-    /// Replaces what a namespace is: its size, limits, caches. A namespace that does not exist stays that way.
+    /// Replaces the properties of a namespace: size, limits, caches. An unknown namespace stays unknown.
     ///
     /// # Panics
-    /// If the queue is not [idle](HwQueue::is_idle): what waits was judged by what held before.
+    /// If the queue is not [idle](HwQueue::is_idle): waiting bios were checked against the old limits.
     pub fn set_info(&mut self, namespace: u16, info: Arc<DeviceInfo>) {
         assert!(self.is_idle(), "limits were replaced under I/O in flight");
         let number = usize::from(namespace);
@@ -58,54 +57,53 @@ impl<D> HwQueue<D> {
         self.choose_plain();
     }
 
-    /// Lets no more than `depth` requests out at one time from now on, those reserved among them: at least one that is
-    /// not reserved, at most as many as the queue was made with. Returns what the depth has become. What is out beyond
-    /// that comes back when it is over.
+    /// Limits the requests in flight to `depth`, reserved ones included: at least one that is not reserved, at most as
+    /// many as the queue was made with. Returns the new depth. Excess tags return as their requests complete.
     pub fn set_depth(&mut self, depth: usize) -> usize {
         let depth = self.tags.set_limit(depth);
         self.reshare();
         depth
     }
 
-    /// Counts on in these counters: what concerns the queue as a whole, and the I/O of submitters without counters of
-    /// their own, in `of_queue`; other I/O in those that [`Bio::submitter`](crate::Bio::submitter) is the index of.
-    /// For a queue of one namespace.
+    /// Continues with these counters: queue-wide events, and the I/O of submitters without counters of their own, count
+    /// in `of_queue`; other I/O in those with the index [`Bio::submitter`](crate::Bio::submitter). For a queue of one
+    /// namespace.
     pub fn set_stats(&mut self, of_queue: Arc<HwStats>, of_submitters: Vec<Arc<HwStats>>) {
         let was = std::mem::replace(&mut self.namespaces[0].stats, Arc::clone(&of_queue));
         if !Arc::ptr_eq(&was, &of_queue) {
-            // A gauge, found out again at the next look for slow requests.
+            // A gauge, set again by the next scan for slow requests.
             was.set_slow_now(0);
         }
         self.counted = self.config.stats.then_some(of_queue);
         self.submitters = if self.config.stats { of_submitters } else { Vec::new() };
     }
 
-    /// Has a driver that does its work in the lane's thread copy so many bytes in one turn, and one request more, when
-    /// it takes requests; and as many when it gives them back. The rest follows in the next turns.
+    /// Limits the bytes that a driver working in the lane's thread copies in one turn, when it takes requests and again
+    /// when it returns them: to this number, and one more request. The rest follows in later turns.
     ///
     /// # Panics
-    /// If it is zero: nothing would ever be done.
+    /// If it is 0: no request would ever be done.
     pub fn set_turn_bytes(&mut self, bytes: u64) {
         assert!(bytes > 0, "a turn without bytes");
         self.turn_bytes = bytes;
     }
 
-    /// Has each request take a place from a budget, beside its tag, before it is offered to the driver. Whoever turns
-    /// this queue's run is woken when the budget has places for it.
+    /// Has each request take a slot from a budget, beside its tag, before it is offered to the driver. The thread that
+    /// runs this queue is woken when the budget has slots for it.
     ///
     /// # Panics
-    /// If the queue is not [idle](HwQueue::is_idle): what is with the driver has taken no place.
+    /// If the queue is not [idle](HwQueue::is_idle): requests at the driver have taken no slot.
     pub fn set_budget(&mut self, budget: Option<BudgetShare>) {
         assert!(self.is_idle(), "a budget was set under I/O in flight");
         self.budget = budget;
         self.slow_path = true;
     }
 
-    /// Lets no bio in, until it is [thawed](HwQueue::thaw) as often. What is in drains.
+    /// Accepts no bios, until it is [thawed](HwQueue::thaw) as often. Accepted bios drain.
     pub fn freeze(&mut self) {
         self.frozen += 1;
         self.bios_max = 0;
-        // What is in is to drain.
+        // Bios in the queue are to drain.
         self.release();
     }
 
@@ -121,14 +119,14 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// Passes nothing on to the driver, until it is [let run](HwQueue::unquiesce) as often. Bios still enter, as long
-    /// as there is room, and what the driver has still comes back.
+    /// Issues no requests, until it is [unquiesced](HwQueue::unquiesce) as often. Bios still enter, as long as there is
+    /// room, and requests at the driver still complete.
     pub fn quiesce(&mut self) {
         self.quiesced += 1;
         self.slow_path = true;
     }
 
-    /// Undoes one [`HwQueue::quiesce`]. The owner turns the run afterwards, for what has gathered.
+    /// Undoes one [`HwQueue::quiesce`]. The owner runs the queue afterwards, for the waiting bios.
     ///
     /// # Panics
     /// If the queue is not quiesced.
@@ -143,7 +141,7 @@ impl<D> HwQueue<D> {
     pub(super) fn settle(&mut self, shortage: Shortage, refused: usize, now_ns: u64) {
         if let Some(budget) = &mut self.budget {
             if refused > 0 {
-                // It is the driver that is short: more places would only be dealt to us and refused again.
+                // The driver is the cause: more slots would only be granted to us and refused again.
                 budget.take(0);
             }
             budget.give(refused);
@@ -157,12 +155,12 @@ impl<D> HwQueue<D> {
             self.choose_plain();
         }
         self.again = left && shortage == Shortage::Lane;
-        // With nothing on its way back, nobody else would ever restart this queue.
+        // With no completion to come, no other event would restart this queue.
         let on_its_way = self.in_flight() > 0 || !self.done.is_empty();
         self.retry_ns = match shortage {
             _ if !left => None,
             Shortage::Lane => None,
-            // Woken when there are places. If the driver refused those it could have, being woken is no help.
+            // Woken when slots are granted. If the driver refused those it had, a wake-up does not help.
             _ if refused == 0 && self.budget.as_ref().is_some_and(BudgetShare::is_waiting) => None,
             Shortage::Device if on_its_way => None,
             Shortage::Device | Shortage::System => Some(now_ns + RETRY_NS),

@@ -8,8 +8,7 @@
 use crate::Bio;
 use crate::sched::Reach;
 
-/// Counts for each bio that can wait: with all of them waiting three of four looks for an edge that is not there are
-/// spared.
+/// Counters for each bio that can wait: with all of them waiting, three of four lookups for an absent edge are skipped.
 const COUNTS_PER_BIO: usize = 4;
 /// And no fewer than this, which is little memory and spares nearly all where few can wait.
 const COUNTS_MIN: usize = 1024;
@@ -70,8 +69,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever comes and goes, a neighbour that waits is never denied; and of an empty one nothing is said to
-        /// touch.
+        /// For any insertions and removals a waiting neighbour is never denied; an empty filter reports none.
         #[test]
         fn a_neighbour_is_never_denied(
             steps in prop::collection::vec((any::<bool>(), 0_u64..60, 1_u32..9), 1..100), start in 0_u64..60, sectors in 1_u64..9,

@@ -22,10 +22,10 @@ use std::collections::VecDeque;
 use crate::bio::FlushSteps;
 use crate::{Bio, BioFlags, DeviceInfo, Op, Status};
 
-/// How long those who wait for a flush let data of other sequences go first, as Linux has it (`FLUSH_PENDING_TIMEOUT`).
+/// Longest time for which waiting flushes let data of other sequences go first, as in Linux (`FLUSH_PENDING_TIMEOUT`).
 const PENDING_MAX_NS: u64 = 5_000_000_000;
 
-/// What of its flags a device must be asked for in steps.
+/// Steps needed for the flags that the device does not support itself.
 pub(super) fn steps(bio: &Bio, info: &DeviceInfo) -> FlushSteps {
     let mut steps = if bio.op == Op::Flush { FlushSteps::empty() } else { FlushSteps::DATA };
     if info.volatile_cache {
@@ -45,26 +45,26 @@ pub(super) fn request_flags(info: &DeviceInfo) -> BioFlags {
     fua | BioFlags::NO_UNMAP | BioFlags::ATOMIC
 }
 
-/// Who waits for a flush in one namespace of one hardware queue.
+/// Bios that wait for a flush in one namespace of one hardware queue.
 #[derive(Debug, Default)]
 pub(super) struct Flush {
-    /// Those who wait for the next flush.
+    /// Bios that wait for the next flush.
     pending: VecDeque<Box<Bio>>,
-    /// Those who ride on the flush in flight.
+    /// Bios that wait on the flush in flight.
     running: VecDeque<Box<Bio>>,
     in_flight: bool,
-    /// Bios whose data is on its way, within a sequence.
+    /// Bios of a sequence whose data is in flight.
     data_in_flight: usize,
     /// When the first of `pending` was seen waiting.
     pending_since_ns: Option<u64>,
 }
 
-/// What a bio that has made a step does next.
+/// Next step of a bio.
 #[derive(Debug)]
 pub(super) enum FlushNext {
-    /// Its data goes to the device, before what else waits.
+    /// Its data goes to the device, ahead of other waiting bios.
     Data(Box<Bio>),
-    /// It is over.
+    /// It has completed.
     Over(Box<Bio>),
 }
 
@@ -88,7 +88,7 @@ impl Flush {
         Some(bio)
     }
 
-    /// Those who wait for the next flush, the last first.
+    /// Bios that wait for the next flush, the last first.
     pub(super) fn newest_pending(&mut self) -> impl Iterator<Item = &mut Box<Bio>> {
         self.pending.iter_mut().rev()
     }
@@ -113,7 +113,7 @@ impl Flush {
         waits.then(|| self.pending_since_ns.map_or(0, |since_ns| since_ns + PENDING_MAX_NS))
     }
 
-    /// A flush is on its way for those who wait.
+    /// A flush has been issued for the waiting bios.
     pub(super) fn issued(&mut self) {
         debug_assert!(!self.in_flight && self.running.is_empty());
         std::mem::swap(&mut self.pending, &mut self.running);
@@ -121,8 +121,8 @@ impl Flush {
         self.pending_since_ns = None;
     }
 
-    /// The flush in flight is over. Each who rode on it makes its next step; the last comes first, so that who puts
-    /// each before others keeps their order.
+    /// The flush in flight has completed. Each bio that waited on it makes its next step; the last comes first, so that
+    /// inserting each ahead of the others keeps their order.
     pub(super) fn flushed(&mut self, status: Status, mut each: impl FnMut(FlushNext)) {
         self.in_flight = false;
         while let Some(mut bio) = self.running.pop_back() {
@@ -140,7 +140,7 @@ impl Flush {
         }
     }
 
-    /// The data of a sequence is over, its status in the bio. Given back if that was all.
+    /// The data of a sequence has completed, with its status in the bio. Returns the bio if that was its last step.
     pub(super) fn data_ended(&mut self, mut bio: Box<Bio>) -> Option<Box<Bio>> {
         self.data_in_flight -= 1;
         bio.steps.remove(FlushSteps::DATA);
@@ -157,7 +157,7 @@ impl Flush {
         !self.pending.is_empty() && !self.in_flight
     }
 
-    /// Those who wait for the next flush, and those who ride on the one in flight.
+    /// Bios that wait for the next flush, and on the one in flight.
     pub(super) fn riders(&self) -> (usize, usize) {
         (self.pending.len(), self.running.len())
     }

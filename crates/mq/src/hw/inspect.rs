@@ -12,7 +12,7 @@ use crate::{BioFlags, DeviceInfo, Op};
 pub struct HwSnapshot {
     /// Tags there are, with those reserved.
     pub depth: usize,
-    /// Tags that may be out at one time, with those reserved.
+    /// Limit of tags in use, with reserved ones.
     pub depth_limit: usize,
     /// Tags that are reserved.
     pub reserved: usize,
@@ -41,7 +41,7 @@ pub struct HwSnapshot {
 /// A namespace of a hardware queue at one moment.
 #[derive(Clone, Debug)]
 pub struct NamespaceSnapshot {
-    /// What it is.
+    /// Properties of the device.
     pub info: Arc<DeviceInfo>,
     /// Bios that wait to become requests.
     pub waiting: usize,
@@ -49,11 +49,11 @@ pub struct NamespaceSnapshot {
     pub tags_held: usize,
     /// Tags it may hold.
     pub tags_max: usize,
-    /// Whether it counts among those who share.
+    /// Whether it counts as active for the shares.
     pub active: bool,
     /// Its flush machine.
     pub flush: FlushSnapshot,
-    /// What orders the bios that wait, if anything does.
+    /// Scheduler of the waiting bios, if any.
     pub scheduler: Option<SchedulerSnapshot>,
     /// For how much longer a limit holds them, if one does.
     pub held_ns: Option<u64>,
@@ -75,7 +75,7 @@ pub struct RequestSnapshot {
     pub tag: usize,
     /// Which namespace it is for.
     pub namespace: u16,
-    /// What is wanted.
+    /// Operation.
     pub op: Op,
     /// How.
     pub flags: BioFlags,
@@ -85,7 +85,7 @@ pub struct RequestSnapshot {
     pub sectors: u32,
     /// Where it is in its life.
     pub state: RequestState,
-    /// Time since the driver took it; none while it waits.
+    /// Time since the driver took it; `None` while it waits.
     pub age_ns: Option<u64>,
     /// Whether its time is up, and the driver is at it.
     pub timed_out: bool,

@@ -18,39 +18,39 @@ use crate::{Bio, BioFlags, DeviceInfo, QueueLimits};
 
 /// The least that an active namespace may hold.
 const SHARE_MIN: usize = 4;
-/// A namespace without bios for so long leaves its tags to the others: long against the pauses of someone who works,
-/// short against what a person notices.
+/// A namespace without bios for this long leaves its tags to the others: long against a busy user's pauses, short
+/// against what a person notices.
 const IDLE_NS: u64 = 100_000_000;
-/// How often it is looked for such.
+/// Interval of the scan for idle namespaces.
 const LOOK_NS: u64 = 10_000_000;
 
 /// One device behind a hardware queue.
 #[derive(Debug)]
 pub(super) struct Namespace {
     pub(super) info: Arc<DeviceInfo>,
-    /// Copied from `info`, to be at hand.
+    /// Copy of the limits in `info`, in the same cache line.
     pub(super) limits: QueueLimits,
     /// The flags of bios that requests take over.
     pub(super) request_flags: BioFlags,
     /// Bios not yet split, in the order they came. The first may be split in part. With a scheduler only those that do
     /// not pass through it.
     pub(super) bios: VecDeque<Box<Bio>>,
-    /// What orders all others, if anything does.
+    /// Scheduler of all other bios, if any.
     pub(super) scheduled: Option<Scheduled>,
     /// How often that has changed.
     pub(super) tickets: u16,
-    /// What they must not exceed, if there is anything.
+    /// Rate limits, if any.
     pub(super) rated: Option<Rated>,
-    /// Set while a bio is split in part: its place among the splits and how far.
+    /// Set while a bio is partly split: its slot among the splits, and the position reached.
     pub(super) partial: Option<(u16, Cursor)>,
     pub(super) flush: Flush,
     /// Bios that have come since the last round and wait here, not with the scheduler.
     pub(super) fresh: usize,
-    /// What those wait for who wait here.
+    /// Cause for which the waiting bios are held.
     pub(super) held_by: Option<Held>,
     /// For how long that was a limit, the scheduler, a tag, nanoseconds; up to `clocks_at_ns`.
     pub(super) clocks_ns: [u64; 3],
-    /// When the clocks were looked after last.
+    /// Time of the clocks' last update.
     pub(super) clocks_at_ns: u64,
     pub(super) stats: Arc<HwStats>,
     /// Tags it holds. Counted while there are others.
@@ -58,7 +58,7 @@ pub(super) struct Namespace {
     /// Tags it may hold.
     share: usize,
     active: bool,
-    /// It got a bio since it was last looked at.
+    /// Whether a bio has arrived since the last scan.
     used: bool,
     /// When it was last seen with something to do.
     seen_ns: u64,
@@ -97,15 +97,15 @@ impl Namespace {
         self.info = info;
     }
 
-    /// What is a request as it stands.
+    /// Conditions of the fast path.
     pub(super) fn plain(&self) -> FastPath {
-        // What a request takes over as it is needs no steps.
+        // The fast path has no flush steps.
         let in_steps = BioFlags::PREFLUSH | BioFlags::FUA;
         let slow = (in_steps - self.request_flags) | BioFlags::NOWAIT | BioFlags::ATOMIC | BioFlags::RESERVED;
         FastPath::new(&self.limits, self.info.capacity_sectors, self.info.read_only, slow)
     }
 
-    /// Whether bios wait for nothing but a tag.
+    /// Whether bios wait only for a tag.
     #[inline]
     pub(super) fn is_waiting(&self) -> bool {
         self.partial.is_some() || (!self.bios.is_empty() && !self.is_held())
@@ -141,7 +141,7 @@ impl Namespace {
         self.held > 0 || self.waiting() > 0 || self.flush.is_wanted()
     }
 
-    /// Tags it holds and may hold, and whether it counts among those who share.
+    /// Tags in use, their limit, and whether it counts as active for the shares.
     pub(super) fn tags(&self) -> (usize, usize, bool) {
         (self.held, self.share, self.active)
     }
@@ -176,7 +176,7 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// Deals the tags out among those who are active.
+    /// Divides the tags among the active namespaces.
     #[inline(never)]
     pub(super) fn reshare(&mut self) {
         let tags = self.tags.limit() - self.tags.reserved();
@@ -185,7 +185,7 @@ impl<D> HwQueue<D> {
         self.namespaces.iter_mut().for_each(|namespace| namespace.share = share);
     }
 
-    /// When to look next for those at rest, if there are any whose tags others may be waiting for.
+    /// Time of the next idle scan, if other namespaces may be waiting for tags.
     pub(super) fn rest_due_ns(&self) -> Option<u64> {
         if self.namespaces.len() == 1 {
             return None;
@@ -195,7 +195,7 @@ impl<D> HwQueue<D> {
         resting.map(rested_ns).min().map(|due_ns| due_ns.max(self.looked_ns + LOOK_NS))
     }
 
-    /// Notes who is at rest.
+    /// Marks idle namespaces.
     pub(super) fn look_for_idle(&mut self, now_ns: u64) {
         if self.namespaces.len() == 1 || now_ns.saturating_sub(self.looked_ns) < LOOK_NS {
             return;

@@ -28,11 +28,11 @@ use super::split::must_not_wait;
 use crate::rate::{Meter, RateLimit};
 use crate::{Bio, BioFlags, SECTOR_BYTES, Status};
 
-/// How much a queue books at one time, and for how long it is held at least: long against what a wake-up costs, short
-/// against what anybody notices of a limit.
+/// Time of which a queue books the rate at once, and shortest time for which it is held: long against the cost of a
+/// wake-up, short against what a user notices of a limit.
 const LOT_NS: u64 = 250_000;
 
-/// The limits of a namespace of a queue, and what it has booked.
+/// Rate limits of a namespace of a queue, and its bookings.
 #[derive(Debug)]
 pub(super) struct Rated {
     limits: Box<[Arc<RateLimit>]>,
@@ -42,9 +42,9 @@ pub(super) struct Rated {
     bytes: u64,
     /// When those may.
     at_ns: u64,
-    /// Bytes of the one that passed last: what the next is taken for.
+    /// Bytes of the bio that passed last: the estimate for the next.
     usual_bytes: u64,
-    /// Nothing passes before.
+    /// No bio passes before this time.
     held_until_ns: Option<u64>,
     /// Since when.
     held_since_ns: u64,
@@ -59,7 +59,7 @@ impl Rated {
         self.limits.iter().filter_map(|limit| limit.bytes.as_ref())
     }
 
-    /// Whether nothing passes just now.
+    /// Whether no bio passes now.
     #[inline]
     pub(super) fn is_held(&self) -> bool {
         self.held_until_ns.is_some()
@@ -93,7 +93,7 @@ impl Rated {
         let ios_ns = self.ios_meters().map(|meter| meter.takes_ns(1));
         let each_ns = ios_ns.chain(self.bytes_meters().map(|meter| meter.takes_ns(each_bytes))).max();
         let lot = (LOT_NS / each_ns.unwrap_or(1).max(1)).min(waiting).max(1);
-        // What is left of the last one counts.
+        // The rest of the previous lot counts.
         let (ios, bytes) = (lot.saturating_sub(self.ios), (lot * each_bytes).saturating_sub(self.bytes));
         let book = |meter: &Meter, units: u64, one: u64| {
             if units == 0 { 0 } else { meter.book(now_ns, units, one.min(units)) }
@@ -107,7 +107,7 @@ impl Rated {
 
     /// A bio has passed.
     fn passed(&mut self, bytes: u64, now_ns: u64) {
-        // Nothing was booked for one in a hurry, and a guess may have been short.
+        // A queue in a hurry has booked nothing for this bio, and an estimate may have been short.
         let (ios_short, bytes_short) = (1_u64.saturating_sub(self.ios), bytes.saturating_sub(self.bytes));
         self.ios = self.ios.saturating_sub(1);
         self.bytes = self.bytes.saturating_sub(bytes);
@@ -131,8 +131,8 @@ impl Drop for Rated {
 }
 
 impl<D> HwQueue<D> {
-    /// Has all bios of a namespace pass within these limits from now on, all of them at one time; none is no limit.
-    /// What was booked of those before is given back.
+    /// Sets the rate limits of a namespace; all of them apply, and an empty list is no limit. Bookings of the previous
+    /// limits are returned.
     pub fn set_rates(&mut self, namespace: u16, limits: Vec<Arc<RateLimit>>) {
         self.release();
         let Some(namespace) = self.namespaces.get_mut(usize::from(namespace)) else { return };
@@ -149,8 +149,7 @@ impl<D> HwQueue<D> {
         self.choose_plain();
     }
 
-    /// Whether limits are to hold nothing back, for the queue is to be empty soon: what it has goes at once, and is
-    /// paid for.
+    /// Whether limits hold no bio, because the queue is to be drained: bios pass at once and are charged.
     pub fn set_hurry(&mut self, hurry: bool) {
         self.hurry = hurry;
         if hurry {
@@ -164,7 +163,7 @@ impl<D> HwQueue<D> {
         self.hurry
     }
 
-    /// Nothing is held until it is asked for again.
+    /// Releases held bios until the next check.
     pub(super) fn release(&mut self) {
         self.namespaces
             .iter_mut()
@@ -204,7 +203,7 @@ impl<D> HwQueue<D> {
         may_pass
     }
 
-    /// What must be known of a bio once it has passed, if there is a limit.
+    /// Accounts for a bio that has passed, if there is a limit.
     #[inline]
     pub(super) fn charge(&self, number: usize, bio: &Bio) -> Option<u64> {
         let pays = self.rated && self.namespaces[number].rated.is_some() && !bio.flags.contains(BioFlags::RESERVED);
@@ -221,7 +220,7 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// A round begins: who was held may have waited long enough.
+    /// Begins a round: held bios may have waited long enough.
     #[inline(never)]
     pub(super) fn look_at_rates(&mut self, now_ns: u64) {
         for namespace in &mut self.namespaces {
@@ -236,7 +235,7 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// Who must not wait is not held. Those that a scheduler has already are not looked for.
+    /// `NOWAIT` bios are not held. Those that the scheduler has already are not searched.
     #[inline(never)]
     pub(super) fn refuse_held(&mut self) {
         for number in 0..self.namespaces.len() {
@@ -253,7 +252,7 @@ impl<D> HwQueue<D> {
                     self.namespaces[number].bios.push_back(bio);
                 }
             }
-            // With nobody left whom it holds nobody would look when it is over.
+            // With no held bio left, no later event would end the hold.
             let namespace = &mut self.namespaces[number];
             if namespace.waiting() == usize::from(namespace.partial.is_some())
                 && let Some(rated) = &mut namespace.rated
@@ -263,7 +262,7 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// When what is held may go. For want of a tag nobody is asked.
+    /// Time at which held bios may pass. Not needed while no tag is free.
     pub(super) fn rated_due_ns(&self) -> Option<u64> {
         let may_ask = |number: &usize| self.may_take(*number, BioFlags::empty());
         let held = |number: usize| self.namespaces[number].rated.as_ref()?.held_until_ns;

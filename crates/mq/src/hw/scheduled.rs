@@ -17,26 +17,27 @@ use crate::request::Marks;
 use crate::sched::{Reach, Scheduler, SchedulerConfig, SchedulerSnapshot, Selected};
 use crate::{Bio, BioFlags, Status};
 
-/// The ticket of a bio that waits and is a request as it stands. No scheduler has it.
+/// Generation of a waiting fast-path bio. No scheduler has it.
 const PLAIN: u16 = u16::MAX;
 
-/// A scheduler, and what is on its way to it.
+/// A scheduler, and the bios to be inserted into it.
 #[derive(Debug)]
 pub(super) struct Scheduled {
     scheduler: Box<dyn Scheduler>,
-    /// Says that a bio on its way was handed out by this one.
+    /// Generation, recorded in each bio that this scheduler dispatches.
     ticket: u16,
-    /// What may arrive as it is, and is a request as it stands: nothing if there are several namespaces.
+    /// Conditions for bios to be inserted without further checks, to become requests on the fast path: none with
+    /// several namespaces.
     fast_path: FastPath,
     /// Bios submitted since the last round.
     arrived: Vec<Box<Bio>>,
-    /// Of those the first, which another scheduler had: they wait since they came to it.
+    /// Number of the first bios that came from another scheduler: their wait began there.
     carried: usize,
     /// Bios it has.
     waiting: usize,
     /// Where those begin and end.
     edges: Edges,
-    /// It keeps them until then, if nothing comes or ends.
+    /// Time until which the scheduler keeps its bios, without an insertion or a completion.
     kept_until_ns: Option<u64>,
     /// When the last round began.
     round_ns: u64,
@@ -55,25 +56,25 @@ impl Scheduled {
         self.arrived.len() + self.waiting
     }
 
-    /// Says anew what is plain.
+    /// Sets the fast path's conditions again.
     pub(super) fn set_fast_path(&mut self, fast_path: FastPath) {
         self.fast_path = fast_path;
     }
 
-    /// Whether a bio may arrive without a further look.
+    /// Whether a bio may be inserted without further checks.
     #[inline]
     pub(super) fn takes(&self, bio: &Bio) -> bool {
         self.fast_path.is(bio)
     }
 
-    /// A bio is to be scheduled that is a request as it stands.
+    /// Adds a fast-path bio to the arrivals.
     #[inline]
     pub(super) fn arrive_plain(&mut self, mut bio: Box<Bio>) {
         bio.ticket = PLAIN;
         self.arrived.push(bio);
     }
 
-    /// Tells the scheduler what has come since the last round, and what time it is.
+    /// Inserts arrived bios into the scheduler, with the round's time.
     fn begin_round(&mut self, now_ns: u64, clocks_ns: &[u64; 3]) {
         if !self.arrived.is_empty() || self.kept_until_ns.is_some_and(|until_ns| now_ns >= until_ns) {
             self.kept_until_ns = None;
@@ -105,7 +106,7 @@ impl Scheduled {
         self.scheduler.snapshot(now_ns)
     }
 
-    /// The next bio, and whether it is a request as it stands.
+    /// The next bio, and whether it is of the fast path.
     #[inline]
     fn next(&mut self, now_ns: u64) -> Option<(Box<Bio>, bool)> {
         if self.waiting == 0 || self.kept_until_ns.is_some() {
@@ -133,9 +134,8 @@ impl Scheduled {
 }
 
 impl<D> HwQueue<D> {
-    /// Has this scheduler order the bios of a namespace from now on, or none; returns the one it had, empty. Nothing is
-    /// lost: what waits goes on with the new one. It must be [made](crate::SchedulerConfig::build) for as many bios as
-    /// the queue takes.
+    /// Sets the scheduler of a namespace's bios, or none; returns the previous one, empty. Waiting bios move to the new
+    /// one. It must be [made](crate::SchedulerConfig::build) for as many bios as the queue accepts.
     pub fn set_scheduler(
         &mut self,
         namespace: u16,
@@ -155,7 +155,7 @@ impl<D> HwQueue<D> {
             None => (None, Vec::with_capacity(bios_max), 0),
         };
         if let Some(scheduler) = scheduler {
-            // Zero is for none. Before a number comes again, all that was handed out with it is long over.
+            // Zero is for none. Before a number is reused, all bios with it have completed.
             namespace.tickets = namespace.tickets % (PLAIN - 1) + 1;
             let ticket = namespace.tickets;
             namespace.scheduled = Some(Scheduled {
@@ -178,7 +178,7 @@ impl<D> HwQueue<D> {
         had
     }
 
-    /// The same, by what is wanted of it. Makes the scheduler, and so allocates.
+    /// The same, by its configuration. Builds the scheduler, which allocates.
     pub fn schedule(&mut self, namespace: u16, config: SchedulerConfig) {
         let (depth, bios_max) = (self.tags.limit(), self.config.bios_max);
         let Some(of) = self.namespaces.get(usize::from(namespace)) else { return };
@@ -199,7 +199,7 @@ impl<D> HwQueue<D> {
         self.unsplit += 1;
     }
 
-    /// Tells schedulers what has come since the last round, and what time it is.
+    /// Inserts arrived bios into their schedulers, with the round's time.
     pub(super) fn insert_arrived(&mut self, now_ns: u64) {
         for namespace in &mut self.namespaces {
             if let Some(scheduled) = &mut namespace.scheduled {
@@ -208,8 +208,8 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// Moves the bio on that is next by the scheduler, and those that lie beside it. False if there is none, or no tag;
-    /// or if the queue is quiesced, since what is handed out counts as on its way, also to others who share the device.
+    /// Dispatches the scheduler's next bio, and its neighbours. False without a bio or a tag; or if the queue is
+    /// quiesced, since dispatched bios count as in flight, also for others that share the device.
     pub(super) fn step_scheduled(&mut self, number: usize, now_ns: u64) -> bool {
         if self.quiesced > 0 || !self.may_take(number, BioFlags::empty()) {
             return false;
@@ -221,15 +221,15 @@ impl<D> HwQueue<D> {
             return false;
         };
         let Some((mut bio, is_plain)) = scheduled.next(now_ns) else { return false };
-        // Nobody looks at what stands in a plain bio that came in this round: its request has no mark.
+        // This field of a fast-path bio of this round is never read: its request has no mark.
         let has_waited = bio.wait.since_ns != now_ns;
         if has_waited || !is_plain {
             bio.wait.toggle(clocks_ns);
         }
         let charge = self.charge(number, &bio);
         self.unsplit -= 1;
-        // As in `submit`: with nothing left over a plain bio is a request. What joins it the scheduler says, which
-        // knows who waits.
+        // As in `submit`: with no request left over, a fast-path bio becomes a request. Neighbours come from the
+        // scheduler, which knows the waiting bios.
         if is_plain
             && !self.slow_path
             && let Some(tag) = self.tags.take()
@@ -298,7 +298,7 @@ impl<D> HwQueue<D> {
         namespace.tell_scheduler(bio, round_ns, round_ns);
     }
 
-    /// When a scheduler that keeps what it has must be asked again. For want of a tag nobody is asked.
+    /// Time of the scheduler's next call, if it keeps bios. Not needed while no tag is free.
     pub(super) fn scheduled_due_ns(&self) -> Option<u64> {
         let may_ask = |number: &usize| self.may_take(*number, BioFlags::empty());
         let kept = |number: usize| {
@@ -310,7 +310,7 @@ impl<D> HwQueue<D> {
 }
 
 impl Namespace {
-    /// The data of a bio that a scheduler handed out is over.
+    /// The data of a bio that a scheduler dispatched has completed.
     #[inline]
     pub(super) fn tell_scheduler(&mut self, bio: &mut Bio, start_ns: u64, now_ns: u64) {
         let ticket = std::mem::take(&mut bio.ticket);

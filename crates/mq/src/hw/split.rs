@@ -17,27 +17,27 @@ use crate::{Bio, BioFlags, Op, Status, Tag};
 const LOOK_BACK: usize = 8;
 
 impl<D> HwQueue<D> {
-    /// A bio that is a request as it stands, whose tag is at hand; the common case.
+    /// The common case: a fast-path bio with a free tag.
     #[inline(always)]
     pub(super) fn enter_plain(&mut self, tag: Tag, head: Head, marks: Marks, bio: Box<Bio>) {
-        // Put down before the first look into the table: so it is not kept on the stack.
+        // Before the first table lookup, so that it is not kept on the stack.
         let number = tag.put_down();
         let request = &mut self.table.requests[usize::from(number)];
         request.look = Look::idle(head.op, marks);
-        // Nothing in them that is done in steps: a bio that asks for that is not plain.
+        // No flag that needs steps: such a bio is not on the fast path.
         request.flags = head.flags;
         request.sectors = head.sectors;
         request.sector = head.sector;
         request.segments = 1;
         request.order = self.order;
-        // There was none. Forgotten rather than dropped, so that nobody looks.
+        // The slot was empty. Forgotten rather than dropped, which would check for a value.
         std::mem::forget(request.bio.replace(bio));
         self.order = self.order.wrapping_add(1);
         self.plug = Plug { start: head.sector, end: head.sector + u64::from(head.sectors) };
         self.dispatch.push(number);
     }
 
-    /// What is plain, too, but for a scheduler; or not plain, or may be merged, or has to wait.
+    /// The slow path: with a scheduler, merging or waiting, or for a bio with special flags.
     #[inline(never)]
     pub(super) fn submit_other(&mut self, bio: Box<Bio>) {
         match &mut self.namespaces[0].scheduled {
@@ -66,7 +66,7 @@ impl<D> HwQueue<D> {
         }
         (bio.steps, bio.ticket, bio.wait) = (FlushSteps::empty(), 0, Wait::default());
         if steps.is_empty() {
-            // A flush, and nothing that could be lost.
+            // A flush of a device without a volatile cache.
             bio.status = Status::Ok;
             return self.over.push_back(bio);
         }
@@ -86,7 +86,7 @@ impl<D> HwQueue<D> {
         if self.namespaces[number].rated.is_some() && !bio.flags.contains(BioFlags::RESERVED) {
             return self.await_rate(number, bio);
         }
-        // A tag that something waiting could have is not for who comes now: a flush, or another namespace.
+        // A tag that a waiting flush or another namespace could use is not for a new bio.
         let is_next = !self.namespaces[number].is_waiting() && (self.unsplit == 0 || !self.can_split());
         if is_next || self.may_overtake(number, &bio) {
             match self.place(number, bio) {
@@ -108,8 +108,8 @@ impl<D> HwQueue<D> {
         self.unsplit += 1;
     }
 
-    /// Whether a bio must not wait and would: something holds it, as many tags as are free are wanted before it, or
-    /// there is none for it.
+    /// Whether a `NOWAIT` bio would have to wait: it is held, the free tags are needed by earlier bios, or none is
+    /// free.
     pub(super) fn must_come_back(&self, number: usize, bio: &Bio) -> bool {
         let namespace = &self.namespaces[number];
         must_not_wait(bio)
@@ -166,7 +166,7 @@ impl<D> HwQueue<D> {
         })
     }
 
-    /// The flags of the bio of a namespace whose turn is next: the one split in part, or the first that waits.
+    /// Flags of the next bio of a namespace: the partly split one, or the first that waits.
     fn next_flags(&self, number: usize) -> BioFlags {
         let namespace = &self.namespaces[number];
         let bio = match namespace.partial {
@@ -176,7 +176,7 @@ impl<D> HwQueue<D> {
         bio.map_or(BioFlags::empty(), |bio| bio.flags)
     }
 
-    /// When what waits must be looked after, although nothing comes back.
+    /// Latest time of the next look at waiting bios, even without a completion.
     pub(super) fn waiting_due_ns(&self) -> Option<u64> {
         if self.unsplit == 0 {
             return None;
@@ -207,7 +207,7 @@ impl<D> HwQueue<D> {
                 self.enter_flush(number);
             }
         }
-        // Over when nobody could move in a whole turn.
+        // Ends when no namespace could proceed in a whole turn.
         let mut stuck = 0;
         while stuck < self.namespaces.len() {
             if self.turn >= self.namespaces.len() {
@@ -219,7 +219,7 @@ impl<D> HwQueue<D> {
         if self.rated {
             self.refuse_held();
         }
-        // With nothing waiting the cause of the last wait may stay: its clock goes on, and nobody compares it.
+        // With no waiting bio the last cause may stay: its clock advances, but is not read.
         if self.unsplit > 0 {
             self.note_causes();
         }
@@ -325,7 +325,7 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// Makes a request and lists it for dispatch; the caller says what bio it is of. There is a tag.
+    /// Creates a request and adds it to the dispatch list; the caller sets its bio. A tag is free.
     fn enter(&mut self, number: usize, op: Op, flags: BioFlags, sector: u64, sectors: u32) -> &mut Request {
         let reserved = if flags.contains(BioFlags::RESERVED) { self.tags.take_reserved() } else { None };
         let Some(tag) = reserved.or_else(|| self.tags.take()) else { unreachable!("checked by the caller") };
@@ -344,7 +344,7 @@ impl<D> HwQueue<D> {
         request
     }
 
-    /// Issues a flush for all who wait for one, before whatever else waits. There is a tag.
+    /// Issues a flush for all that wait for one, ahead of all waiting requests. A tag is free.
     fn enter_flush(&mut self, number: usize) {
         let Some(tag) = self.tags.take() else { unreachable!("checked by the caller") };
         self.count_tag(number);
@@ -354,7 +354,7 @@ impl<D> HwQueue<D> {
         if self.config.stats {
             namespace.stats.flush_issued();
         }
-        // Made now, but it stands first: also if it comes back.
+        // Created now, but first in order: also after a requeue.
         let first = self.dispatch.front().map(|first| self.table.requests[usize::from(first)].order.wrapping_sub(1));
         let request = &mut self.table.requests[tag.index()];
         *request = Request {
@@ -367,14 +367,14 @@ impl<D> HwQueue<D> {
         self.dispatch.push_front(tag.put_down());
     }
 
-    /// A flush is over: those who rode on it go on.
+    /// A flush has completed: the bios that waited on it continue.
     pub(super) fn flushed(&mut self, number: usize, status: Status, now_ns: u64) {
         self.namespaces[number].advance_clocks(now_ns);
         let mut ended = 0;
         let HwQueue { namespaces, over, unsplit, .. } = self;
         let namespace = &mut namespaces[number];
         let (bios, clocks_ns) = (&mut namespace.bios, &namespace.clocks_ns);
-        // Bios in the queue are fewer than places in either list.
+        // Either list has room for all bios of the queue.
         namespace.flush.flushed(status, |next| match next {
             FlushNext::Data(mut bio) => {
                 *unsplit += 1;
@@ -392,7 +392,7 @@ impl<D> HwQueue<D> {
         self.over.iter().take(ended).for_each(|bio| self.count_sequence(bio, now_ns));
     }
 
-    /// The data of a bio is over. Given back if nothing of a flush sequence is left.
+    /// The data of a bio has completed. Returns the bio if no step of a flush sequence is left.
     #[inline]
     pub(super) fn leave_sequence(&mut self, bio: Box<Bio>) -> Option<Box<Bio>> {
         if bio.steps.is_empty() {

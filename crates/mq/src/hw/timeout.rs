@@ -15,12 +15,12 @@ use crate::bio::Wait;
 use crate::driver::{Done, Driver, TimedOut};
 use crate::request::{Marks, RequestState};
 
-/// Requests may be this much late before anyone looks, as a share of the timeout: so that a queue with many deadlines
-/// close together is not gone through for each.
+/// Allowed delay of a timeout scan, as a share of the timeout: so a queue with many close deadlines is not scanned for
+/// each.
 const SLACK_SHARE: u64 = 16;
 
 impl<D> HwQueue<D> {
-    /// Asks the driver about each request whose time is up. What it has finished is not looked at here.
+    /// Asks the driver about each request that has timed out. Completions are not handled here.
     #[inline(never)]
     pub(super) fn expire<Cx: ?Sized>(&mut self, cx: &mut Cx, now_ns: u64)
     where
@@ -50,7 +50,7 @@ impl<D> HwQueue<D> {
                 bytes_left: self.turn_bytes,
             };
             let answer = self.driver.timed_out(cx, &self.memory, index, &mut done, now_ns);
-            // What it does about one may end others.
+            // Its answer for one request may complete others.
             self.mark_done(RequestState::Complete);
             let request = &mut self.table.requests[index];
             if answer == TimedOut::MoreTime && request.state() == RequestState::InFlight {
@@ -62,7 +62,7 @@ impl<D> HwQueue<D> {
         }
         self.mark_done(RequestState::InFlight);
         self.expire_ns = if next_ns == u64::MAX {
-            // Until something is taken, if nothing is left; and what is with the driver past its time is not asked for
+            // Until a request is taken, if none is left; a request that stays past its timeout is not asked about
             // again.
             u64::MAX
         } else {
@@ -76,7 +76,7 @@ impl<D> HwQueue<D> {
         }
     }
 
-    /// Lists what the driver has handed back before all that was made later, to be offered again at once.
+    /// Lists requeued requests ahead of all later ones, to be offered again at once.
     #[inline(never)]
     pub(super) fn requeue(&mut self) {
         (self.retry_ns, self.again, self.slow_path) = (None, true, true);

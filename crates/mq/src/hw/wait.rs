@@ -31,7 +31,7 @@ use crate::request::Marks;
 use crate::stats::{Held, OpClass};
 
 impl Namespace {
-    /// Lets the clock go on of what those who wait here have waited for.
+    /// Advances the clock of the cause for which the bios here have waited.
     pub(super) fn advance_clocks(&mut self, now_ns: u64) {
         if let Some(held) = self.held_by {
             self.clocks_ns[held as usize] += now_ns.saturating_sub(self.clocks_at_ns);
@@ -104,7 +104,7 @@ impl<D> HwQueue<D> {
             request.mark(Marks::HELD);
             if let Some(bio) = &mut request.bio {
                 if !is_noted {
-                    // Made in this round, so it has not waited; what stands there may be of another round.
+                    // Created in this round, so it has not waited; the field may be of an earlier use.
                     bio.wait = Wait::default();
                 }
                 begin(bio);
@@ -119,7 +119,7 @@ impl<D> HwQueue<D> {
         self.count_latency(bio, bio.wait.since_ns.saturating_add(held_ns).min(now_ns), now_ns);
     }
 
-    /// A bio has ended whose request, or first part, was last handed to the driver at `start_ns`.
+    /// Counts the latency of a bio whose request, or first part, was last dispatched at `start_ns`.
     pub(super) fn count_latency(&self, bio: &Bio, start_ns: u64, now_ns: u64) {
         if !self.config.stats {
             return;
@@ -144,7 +144,7 @@ mod tests {
         BlockDevice, DeadlineConfig, DeviceInfo, HwQueueConfig, NullConfig, NullDevice, NullQueue, Op, SchedulerConfig,
     };
 
-    /// A round that submits so many bios which are no neighbours, and ends what the device has finished.
+    /// A round that submits so many bios, none adjacent, and reaps completions.
     fn round(hw: &mut HwQueue<NullQueue>, bios: u64, now_ns: u64) {
         for number in 0..bios {
             let mut bio = Bio::with_capacity(1);
@@ -157,7 +157,7 @@ mod tests {
 
     #[test]
     fn causes_are_noted_only_while_something_waits() {
-        // As many as there are tags pass this one.
+        // As many as there are tags bypass this limit.
         let deadline = DeadlineConfig { async_depth: 4, ..DeadlineConfig::default() };
         for scheduler in [SchedulerConfig::None, SchedulerConfig::Deadline(deadline)] {
             let limits = crate::QueueLimits { discard_sectors_max: 8, ..crate::QueueLimits::default() };
@@ -165,7 +165,7 @@ mod tests {
             let config = HwQueueConfig { depth: 4, scheduler, ..HwQueueConfig::default() };
             let driver = NullDevice::new(info.clone(), NullConfig::default()).queue(config.depth);
             let mut hw = HwQueue::new(driver, Arc::new(info), config);
-            // Nothing waits for this, so it stays until causes are noted.
+            // Applies to no bio, so it stays until causes are recorded.
             let untouched = Some(Held::Limit);
             hw.namespaces[0].held_by = untouched;
             (1..9).for_each(|now_ns| round(&mut hw, 4, now_ns));

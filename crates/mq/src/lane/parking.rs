@@ -12,10 +12,10 @@ use std::ops::RangeInclusive;
 use super::{Lane, Poller, Slot, resident, resident_mut};
 use crate::idle::IdlePolicy;
 
-/// Bounds of the idle time after which a poller is parked, ns. Between them it is the idle policy's spin time, for
-/// which clients expect to be seen without a kick. To park a poller and bring it back takes about 2 us of system calls
-/// and arming: one that is used again after more than the lower bound pays a few percent. The upper bound is for lanes
-/// that never sleep.
+/// Bounds of the idle time after which a poller is parked, ns. Between them it is the idle policy's spin time, within
+/// which clients expect to be seen without a kick. Parking and unparking a poller takes about 2 us of system calls and
+/// arming: one used again after more than the lower bound loses a few percent. The upper bound is for lanes that never
+/// sleep.
 const PARK_NS: RangeInclusive<u64> = 50_000..=1_000_000;
 
 pub(super) fn park_ns(policy: IdlePolicy) -> u64 {
@@ -28,15 +28,14 @@ impl<S> Lane<S> {
         &self.active
     }
 
-    /// Slot of a poller that the last turn parked. Its eventfds are to be listened to from now on; if one of them
-    /// cannot be, or when one is signalled, it is to be [unparked](Lane::unpark). To be asked after every turn until it
-    /// says none.
+    /// Slot of a poller that the last turn parked. Its eventfds are polled from now on; if one of them cannot be, or
+    /// when one is signalled, the poller is [unparked](Lane::unpark). Called after every turn until it returns `None`.
     #[inline]
     pub fn next_parked(&mut self) -> Option<Slot> {
         self.newly_parked.pop()
     }
 
-    /// The eventfd of a poller was signalled: from the next turn on it is run again. Does nothing if it is not parked.
+    /// Runs a poller again from the next turn on, because its eventfd was signalled. Does nothing if it is not parked.
     pub fn unpark<Cx: ?Sized>(&mut self, slot: Slot)
     where
         S: Poller<Cx>,
@@ -95,7 +94,7 @@ impl<S> Lane<S> {
             if waits_for_eventfd {
                 resident.poller.disarm();
             }
-            // Looked at again after the same time.
+            // Checked again after the same time.
             resident.busy_ns = *now_ns;
             true
         });

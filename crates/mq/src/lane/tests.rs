@@ -1,4 +1,4 @@
-//! Turns, parking, leaving: the lane over pollers that do what they are told.
+//! Turns, parking, leaving: the lane over scripted pollers.
 
 use super::*;
 
@@ -205,7 +205,7 @@ fn a_slot_is_given_again_and_its_new_poller_turns() {
     turn_until(&mut lane, 0, 100_000);
     assert!(lane.ask_to_leave::<()>(0) && lane.part(&mut ()).is_some());
     lane.admit(&mut (), &waker(), 9, Fake { work: 1, ..Fake::default() });
-    // An eventfd of the poller before may still be told of.
+    // A late event of the previous poller's eventfd.
     lane.unpark::<()>(0);
     lane.unpark::<()>(7);
     turn_until(&mut lane, 110_000, 110_000);

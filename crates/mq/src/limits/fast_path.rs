@@ -5,8 +5,8 @@
 
 use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT};
 
-/// What makes a bio plain: data in one segment, nothing wrong with it, no request out of the ordinary, and one request
-/// of one piece as it stands. What the rules would find out is boiled down to a few comparisons.
+/// Conditions of the fast path: a valid bio with data in one segment, no special flags, and one request of one piece. A
+/// few comparisons cover all rules.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FastPath {
     capacity_sectors: u64,
@@ -16,8 +16,8 @@ pub(crate) struct FastPath {
     boundary_bits: u64,
     /// No more than there are. Zero if requests must not cross chunks: then no bio is plain.
     sectors_max: u64,
-    /// Bits of operation and flags that no plain bio has. Looked at one by one, as they were written just before: a
-    /// processor waits for a word that is still in pieces.
+    /// Bits of operation and flags that exclude the fast path. Tested separately, as they were just written: a read of
+    /// both as one word would stall.
     op_slow: u8,
     flags_slow: u8,
 }
@@ -25,7 +25,7 @@ pub(crate) struct FastPath {
 const _: () = assert!(Op::Read as u8 == 0 && Op::Write as u8 == 1, "one bit tells data from all else");
 
 impl FastPath {
-    /// Nothing is plain.
+    /// Closed fast path.
     pub(crate) const NOTHING: FastPath = FastPath {
         capacity_sectors: 0,
         block_mask: 0,
@@ -36,8 +36,7 @@ impl FastPath {
         flags_slow: u8::MAX,
     };
 
-    /// What is plain on a device that is alone behind its queue; a bio with one of `flags_slow` never is, nor is one
-    /// that must stay whole.
+    /// Conditions on a device that is alone behind its queue; a bio with one of `flags_slow` or `ATOMIC` is excluded.
     pub(crate) fn new(limits: &QueueLimits, capacity_sectors: u64, read_only: bool, flags_slow: BioFlags) -> FastPath {
         let sectors_max = limits.sectors_max.min(limits.segment_bytes_max >> SECTOR_SHIFT);
         FastPath {
@@ -46,7 +45,7 @@ impl FastPath {
             dma_mask: u64::from(limits.dma_alignment_mask),
             boundary_bits: !u64::from(limits.segment_boundary_mask),
             sectors_max: if limits.chunk_sectors == 0 { u64::from(sectors_max).min(capacity_sectors) } else { 0 },
-            // Whether a device takes atomic writes at all, and how long they may be, are rules of their own.
+            // Support and length of atomic writes are separate rules.
             flags_slow: (flags_slow | BioFlags::ATOMIC).bits(),
             op_slow: !(Op::Write as u8 * u8::from(!read_only)),
         }
@@ -66,7 +65,7 @@ impl FastPath {
             | u64::from(bio.namespace);
         wrong == 0
             && sectors.wrapping_sub(1) < self.sectors_max
-            // What is within the longest is within the device.
+            // A bio within the maximum length is within the device.
             && bio.sector <= self.capacity_sectors - sectors
     }
 }
@@ -82,8 +81,8 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(1024))]
 
-        /// What is taken at a glance is what the long way would admit, and pass on in one piece; and little else is
-        /// left to it.
+        /// The fast path accepts only bios that the slow path would admit as one piece; and it accepts nearly all of
+        /// these.
         #[test]
         fn a_plain_bio_is_one_request(
             op in prop::sample::select(&[Op::Read, Op::Write, Op::Discard, Op::Flush][..]), read_only: bool,

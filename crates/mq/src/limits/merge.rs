@@ -29,11 +29,11 @@ pub(crate) enum Merge {
 pub(crate) enum NoMerge {
     /// They are not neighbours, or not of a kind.
     Kind,
-    /// They would be too much together. No use to look further, nor to try this request again.
+    /// Together they exceed a limit. Neither an earlier request nor this one is worth another try.
     Limits,
 }
 
-/// What merging must know of a waiting request.
+/// A waiting request, as merging sees it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Shape {
     pub(crate) op: Op,
@@ -44,18 +44,17 @@ pub(crate) struct Shape {
     pub(crate) segments: u16,
     /// Ranges of a discard; one for everything else.
     pub(crate) ranges: u16,
-    /// First segment, with what was joined to it; of no meaning without data.
+    /// First segment, with those joined to it; undefined without data.
     pub(crate) first: Segment,
-    /// Last segment, with what was joined to it; of no meaning without data.
+    /// Last segment, with those joined to it; undefined without data.
     pub(crate) last: Segment,
 }
 
-/// Bios that stay requests of their own: steps of a flush sequence, those that asked for it, and those that must not
-/// wait for others to get through.
+/// Bios that are never merged: steps of a flush sequence, `NO_MERGE`, and reserved ones that must not wait for others.
 const LONERS: BioFlags = BioFlags::FUA.union(BioFlags::PREFLUSH).union(BioFlags::NO_MERGE).union(BioFlags::RESERVED);
 
 impl Shape {
-    /// The shape of a bio that became a request as it stands, with as many `segments` as its split said.
+    /// Shape of a bio that became one request, with the `segments` of its split.
     #[inline]
     pub(crate) fn of(bio: &Bio, segments: u16) -> Shape {
         Shape {
@@ -85,14 +84,13 @@ impl Pieces {
 }
 
 impl QueueLimits {
-    /// Whether a bio may join a waiting request of whole bios, and how. Then `request` becomes what the two are
-    /// together.
+    /// Whether a bio may join a waiting request of whole bios, and how. Then `request` becomes both together.
     ///
-    /// Both were [admitted](QueueLimits::admit). Their flags must be equal: so those that do not wait, those that are
-    /// atomic and those that are polled for stay among themselves.
+    /// Both were [admitted](QueueLimits::admit). Their flags must be equal: `NOWAIT`, atomic and polled bios join their
+    /// own kind only.
     ///
     /// # Errors
-    /// Says whether another request may do ([`NoMerge::Kind`]); `request` is untouched then.
+    /// Says whether another request may match ([`NoMerge::Kind`]); `request` is unchanged then.
     #[inline]
     pub(crate) fn merge(&self, request: &mut Shape, bio: &Bio) -> Result<Merge, NoMerge> {
         let kind = self.merge_kind(request, bio).ok_or(NoMerge::Kind)?;
@@ -100,7 +98,7 @@ impl QueueLimits {
         Ok(kind)
     }
 
-    /// How a bio would join a request, if the limits allow: a few comparisons, none of which looks at segments.
+    /// How a bio would join a request, within the limits: a few comparisons, without the segments.
     #[inline]
     pub(crate) fn merge_kind(&self, request: &Shape, bio: &Bio) -> Option<Merge> {
         let kind = if bio.op == Op::Discard && self.discard_segments_max > 1 {
@@ -116,14 +114,14 @@ impl QueueLimits {
             && bio.flags == request.flags
             && !bio.flags.intersects(LONERS)
             && matches!(bio.op, Op::Read | Op::Write | Op::Discard)
-            // A zone is written in order: what came later must not come first.
+            // A zone is written in order: a later write must not come first.
             && !(kind == Merge::Front && bio.op == Op::Write && self.write_granularity_bytes > 0);
         mergeable.then_some(kind)
     }
 
     #[inline(never)]
     fn merged(&self, request: &Shape, bio: &Bio, kind: Merge) -> Option<Shape> {
-        // What has to be split anyway does not become one request by joining another.
+        // A bio that must be split does not become one request by joining another.
         let whole = self.split(bio, Cursor::default()).ok().filter(|split| split.sectors == bio.sectors)?;
         let added = Shape::of(bio, whole.segments);
         let (front, back) = if kind == Merge::Front { (&added, request) } else { (request, &added) };
@@ -152,8 +150,8 @@ impl QueueLimits {
             let end = last.offset.wrapping_add(u64::from(last.len));
             // As Linux, which so leaves alone requests that began torn, rather than to follow them for long.
             let begins_torn = kind == Merge::Back && front.first.offset & boundary != 0;
-            // What was joined before would be joined otherwise if its first bytes now went with those before them: its
-            // seams, which were none, might then be gaps. A segment of several pieces was never joined.
+            // Earlier joins would change if its first bytes now joined those before them: their seams might become
+            // gaps. A segment of several pieces was never joined.
             let one_byte = Segment { len: 1, ..first };
             let shifts = kind == Merge::Front && pieces.is_one(first) && pieces.joins(last, one_byte);
             if (end | first.offset) & boundary != 0 || begins_torn || shifts {
@@ -182,7 +180,7 @@ mod tests {
     use super::super::tests::{bio, with};
     use super::*;
 
-    /// What became of a bio, and first sector, length, segments and ranges of the request afterwards.
+    /// Result for a bio, and first sector, length, segments and ranges of the request afterwards.
     type Want = Result<(Merge, u64, u32, u16, u16), NoMerge>;
 
     fn merged(limits: &QueueLimits, first: &Bio, second: &Bio) -> Want {

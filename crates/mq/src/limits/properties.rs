@@ -1,5 +1,5 @@
-//! Properties of splitting and merging for any limits and bios. The judge is slow and simple, and shares no code with
-//! what it judges: it checks memory in units of 128 bytes, one by one.
+//! Properties of splitting and merging for any limits and bios. The reference is slow and simple, and shares no code
+//! with the tested functions: it checks memory in units of 128 bytes, one by one.
 
 use std::collections::VecDeque;
 
@@ -10,7 +10,7 @@ use crate::Segment;
 
 const CRUMB: u64 = 128;
 
-/// Many of the bios tried make no sense to the device: that is not what is tested here.
+/// Many random bios are invalid for the device, which is not tested here.
 fn config() -> ProptestConfig {
     ProptestConfig { cases: 2048, max_global_rejects: 1 << 16, ..ProptestConfig::default() }
 }
@@ -105,7 +105,7 @@ fn pieces(limits: &QueueLimits, segments: &[Segment], skip: u64, bytes: u64) -> 
     out
 }
 
-/// What is wrong with a request that would look like this; nothing, if a device can take it.
+/// Violation by a request of this shape, or `None` if a device can take it.
 fn wrong(limits: &QueueLimits, kind: (Op, BioFlags), sector: u64, sectors: u32, pieces: &[Segment]) -> Option<String> {
     let (op, flags) = kind;
     let longest = match op {
@@ -159,7 +159,7 @@ fn wrong_share(limits: &QueueLimits, bio: &Bio, skip: u32, sectors: u32) -> Opti
     wrong(limits, (bio.op, bio.flags), bio.sector + u64::from(skip), sectors, &pieces)
 }
 
-/// What the shares of a bio that must be split are multiples of, sectors.
+/// Unit of the parts of a split bio, sectors.
 fn unit(limits: &QueueLimits, op: Op) -> u32 {
     (if op == Op::Write {
         limits.write_granularity_bytes.max(limits.logical_block_bytes)
@@ -171,8 +171,8 @@ fn unit(limits: &QueueLimits, op: Op) -> u32 {
 proptest! {
     #![proptest_config(config())]
 
-    /// What comes out of splitting covers exactly what went in, in order, never crosses a limit, and is split no
-    /// shorter than it must be; what comes to nothing was invalid.
+    /// Parts cover exactly the bio, in order, never exceed a limit, and are no shorter than necessary; a bio without
+    /// parts was invalid.
     #[test]
     fn splits_cover_the_bio_and_keep_the_limits(
         limits in any_limits(), op in any_op(), block in 0_u64..60, blocks in 1_u32..60, raw in any_segments(),
@@ -237,7 +237,7 @@ proptest! {
         }
     }
 
-    /// Atomic bios and those that do not wait are one request, or none.
+    /// Atomic and `NOWAIT` bios are one request, or none.
     #[test]
     fn whole_or_nothing(
         limits in any_limits(), op in any_op(), block in 0_u64..60, blocks in 1_u32..20, raw in any_segments(), flags: u8,
@@ -295,8 +295,8 @@ fn any_place() -> impl Strategy<Value = Placement> {
 proptest! {
     #![proptest_config(config())]
 
-    /// What merging allows never crosses a limit, and could as well have been split from one bio of the same shape;
-    /// what it refuses would have crossed one, or is among the few things it leaves alone.
+    /// A permitted merge never exceeds a limit, and equals a split of one bio of the same shape; a refused one would
+    /// have exceeded a limit, or is one of the few exceptions.
     #[test]
     fn merged_requests_keep_the_limits(
         limits in any_limits(), op in any_op(), atomic in prop::bool::weighted(0.1), block in 30_u64..60,
@@ -373,7 +373,7 @@ proptest! {
                 Err(NoMerge::Limits) => {
                     prop_assert_eq!(shape, before);
                     let torn = back && before.first.offset & u64::from(limits.virt_boundary_mask) != 0;
-                    // Segments that were joined before the bio came might go with it instead: that is not looked into.
+                    // Segments that were joined earlier might join this bio instead: ignored.
                     let shifts = front && op.has_data() && bio_end == Some((before.first.region, before.first.offset));
                     let ranges = as_range && before.ranges == limits.discard_segments_max;
                     prop_assert!(fault.is_some() || torn || shifts || ranges, "{before:?} and {bio:?} would fit");

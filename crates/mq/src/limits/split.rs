@@ -1,12 +1,11 @@
-//! Where a bio must be split to fit the device. After `block/blk-merge.c` of Linux (`bio_split_rw`, `get_max_io_size`,
-//! `bvec_split_segs`, `bio_split_discard`).
+//! Positions at which a bio must be split to fit the device. After `block/blk-merge.c` of Linux (`bio_split_rw`,
+//! `get_max_io_size`, `bvec_split_segs`, `bio_split_discard`).
 //!
-//! Pure: takes a bio that is [admitted](QueueLimits::admit) and a place in it, and says how far the next request may
-//! reach.
+//! Pure: takes an [admitted](QueueLimits::admit) bio and a position in it, and returns the extent of the next request.
 
 use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT, Segment, Status};
 
-/// A place inside a bio.
+/// A position inside a bio.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cursor {
     /// Sectors before it.
@@ -43,7 +42,7 @@ impl Pieces {
         left.min(u64::from(self.bytes_max)).min(mask + 1 - (offset & mask)) as u32
     }
 
-    /// Whether a segment is one piece as it stands.
+    /// Whether a segment is one piece.
     #[inline]
     pub(crate) fn is_one(self, segment: Segment) -> bool {
         let last_byte = segment.offset.wrapping_add(u64::from(segment.len)).wrapping_sub(1);
@@ -91,7 +90,7 @@ impl QueueLimits {
     pub(super) fn sectors_max_at(&self, op: Op, flags: BioFlags, sector: u64) -> u32 {
         let max = match op {
             Op::Flush => return 0,
-            // Chunks are of no concern to an operation that moves nothing.
+            // Chunks do not apply to operations without data.
             Op::Discard => return self.discard_sectors_max / self.granularity() * self.granularity(),
             Op::WriteZeroes => self.write_zeroes_sectors_max,
             Op::Read | Op::Write if flags.contains(BioFlags::ATOMIC) => self.atomic_sectors_max,
@@ -125,11 +124,11 @@ impl QueueLimits {
         Ok(split)
     }
 
-    /// How far a request from `from` may reach, whatever its segments: sectors.
+    /// Longest request from `from`, without regard to segments, sectors.
     ///
-    /// What fits is never split. Where a split must be, it had better be at the end of a physical block. (Linux lowers
-    /// the maximum to such an end before it looks how long the bio is, and so splits some that would fit: one request
-    /// more, and the same blocks torn.)
+    /// A bio that fits is never split. A necessary split should be at the end of a physical block. (Linux lowers the
+    /// maximum to such an end before it compares the length, and so splits some bios that would fit: one request more,
+    /// with the same blocks torn.)
     fn split_length(&self, bio: &Bio, from: Cursor) -> u32 {
         let start = bio.sector + u64::from(from.sectors);
         let left = bio.sectors - from.sectors;
@@ -161,7 +160,7 @@ impl QueueLimits {
         (self.discard_granularity_bytes >> SECTOR_SHIFT).max(1)
     }
 
-    /// What the shares of a bio that is split are made of, bytes.
+    /// Unit of the parts of a split bio, bytes.
     fn unit_bytes(&self, op: Op) -> u32 {
         if op == Op::Write {
             self.write_granularity_bytes.max(self.logical_block_bytes)
@@ -170,7 +169,7 @@ impl QueueLimits {
         }
     }
 
-    /// As much of `sectors` as the segments allow; nothing if that is not even a block.
+    /// As much of `sectors` as the segments allow; empty if that is less than a block.
     fn split_data(&self, bio: &Bio, from: Cursor, sectors: u32) -> BioSplit {
         let split = |(bytes, segments, end): (u64, u16, Cursor)| {
             let sectors = (bytes >> SECTOR_SHIFT) as u32;

@@ -1,20 +1,19 @@
-//! `deadline`: in the order of sectors, in batches, and each bio within its time. After mq-deadline of Linux
+//! `deadline`: order of sectors, in batches, with a deadline for each bio. After mq-deadline of Linux
 //! (`block/mq-deadline.c`); spec A.26.
 //!
-//! Three classes by priority, each with reads and writes apart, each of these in two orders: by sector and by age.
+//! Three priority classes, each with separate reads and writes, each of these in two orders: by sector and by age.
 //!
-//! 1. Which class: the most urgent of which anything is here, waiting or on its way; but first whoever waits in a lower
-//!    one for longer than `prio_aging_expire`.
-//! 2. Which direction: that of the batch, while it has a next sector and is shorter than `fifo_batch`. Else reads,
-//!    unless writes wait that have been passed over `writes_starved` times.
-//! 3. Where a batch begins: with the oldest, if its time is up or no higher sector waits; else with the next higher
+//! 1. Class: the most urgent one with a bio waiting or in flight. A bio of a lower class goes first once it has waited
+//!    longer than `prio_aging_expire`.
+//! 2. Direction: that of the batch, while it has a next sector and is shorter than `fifo_batch`. Otherwise reads,
+//!    unless waiting writes have been passed over `writes_starved` times.
+//! 3. Start of a batch: the oldest bio, if its deadline has passed or no higher sector waits; otherwise the next higher
 //!    sector.
 //!
-//! Bios beside the one handed out join its request, so that a batch counts requests; before it only with
-//! `front_merges`. Writes nobody waits for have no more than `async_depth` tags at one time, so that one is left for
-//! who does.
+//! Bios adjacent to the one returned join its request, so a batch counts requests; front merges need `front_merges`.
+//! Asynchronous writes use at most `async_depth` tags at a time, which leaves one for synchronous bios.
 //!
-//! What is neither read nor written, a discard say, goes with the writes.
+//! Operations that are neither reads nor writes, such as discards, are treated as writes.
 
 use super::orders::{OrderList, OrderLists};
 use super::slots::{List, Slots};
@@ -36,7 +35,7 @@ pub struct DeadlineConfig {
     pub prio_aging_expire_ms: u32,
     /// Whether bios join requests that begin where they end.
     pub front_merges: bool,
-    /// Writes nobody waits for that may be on their way at one time; zero for three quarters of the tags.
+    /// Limit of asynchronous writes in flight; 0 for three quarters of the tags.
     pub async_depth: u32,
 }
 
@@ -72,7 +71,7 @@ impl Direction {
 struct DeadlineQueue {
     sorted: OrderList,
     fifo: List,
-    /// The first sector of what was handed out last.
+    /// First sector of the bio returned last.
     position: u64,
 }
 
@@ -88,14 +87,14 @@ pub(crate) struct Deadline {
     /// By class: bios here, and bios handed out that are not over.
     here: [usize; 3],
     out: [usize; 3],
-    /// Writes nobody waits for, handed out and not over.
+    /// Asynchronous writes in flight.
     async_out: usize,
     direction: Direction,
     /// Requests of the batch so far.
     batch: u32,
     /// How often writes were passed over.
     starved: u32,
-    /// Class and direction of what was handed out last.
+    /// Class and direction of the bio returned last.
     last: (usize, Direction),
 }
 
@@ -117,7 +116,7 @@ impl Deadline {
             out: [0; 3],
             async_out: 0,
             direction: Direction::Read,
-            // There is none to go on with.
+            // No batch to continue.
             batch: config.fifo_batch,
             starved: 0,
             last: (0, Direction::Read),
@@ -129,7 +128,7 @@ impl Deadline {
         &self.queues[class][direction as usize]
     }
 
-    /// Whether nothing but what it is keeps a bio here.
+    /// Whether a bio may be dispatched: it is synchronous, or `async_depth` has room.
     fn is_free(&self, at: u32) -> bool {
         self.async_out < self.async_max || self.slots.bio(at).is_sync()
     }
@@ -161,7 +160,7 @@ impl Deadline {
         None
     }
 
-    /// The next of a class, and whether it goes on with the batch.
+    /// The next bio of a class, and whether it continues the batch.
     fn choose(&mut self, class: usize, now_ns: u64) -> Option<(Direction, u32)> {
         if self.batch < self.config.fifo_batch
             && let Some(at) = self.next_sector(class, self.direction)
@@ -236,7 +235,7 @@ impl Scheduler for Deadline {
                 break;
             }
         }
-        // What is here waits for something more urgent to end, or for room among the writes; or else grows old.
+        // The bios here wait for a more urgent one to end, or for `async_depth`; otherwise for their age.
         let aging_ns = u64::from(self.config.prio_aging_expire_ms) * 1_000_000;
         let lower = self.queues[1..].iter().flatten().filter_map(|queue| queue.fifo.first());
         let free = lower.filter(|at| aging_ns > 0 && self.is_free(*at));

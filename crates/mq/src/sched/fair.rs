@@ -1,25 +1,24 @@
 //! `fair`: streams share a device by the time they take of it.
 //!
-//! A stream is who submits, with one priority class. Writes that nobody waits for are one stream for each class,
-//! whoever they are from. How streams share is up to the device:
+//! A stream is a submitter with one priority class. Asynchronous writes are one stream for each class, whatever their
+//! submitter. The way of sharing depends on the device:
 //!
 //! | | with seeks | without |
 //! |---|---|---|
-//! | who reads or writes in a row | has [turns](turn): the device is its alone for a while, and waits for it | mixes |
-//! | who seeks | mixes with others who do; all of them together have turns | mixes |
-//! | what is accounted for | wall time of the device | bytes, and a price for each bio |
-//! | in flight | what fits in the rest of the turn | what keeps the device [busy](depth) |
-//! | in a stream | sorted in batches | as it came |
+//! | sequential stream | has [turns](turn): the device serves it alone for a while, and idles for it | mixes |
+//! | random stream | mixes with other random ones; all of them together have turns | mixes |
+//! | charge | wall time of the device | bytes, and a cost for each bio |
+//! | in flight | as much as fits in the rest of the turn | as much as keeps the device [busy](depth) |
+//! | within a stream | sorted in batches | order of arrival |
 //!
-//! To take turns and to mix are the same algorithm with another unit: see [`line`]. Which kind of device it is is
-//! [measured](device). A stream alone has it to itself: nothing is waited for and nothing limited.
+//! Turns and mixing are one algorithm with different units: see [`line`]. The kind of device is [measured](device). A
+//! lone stream is neither waited for nor limited.
 //!
-//! A more urgent class goes first, also before who has his turn. How long anybody waits is bounded: within a class by a
-//! round, which is `target_ms` or as many shortest turns as there are streams; a class below another one has a turn
-//! after [`CLASS_LATE_NS`]; a bio in its stream goes at the latest in the batch after the one it came in.
+//! A more urgent class goes first, also ahead of the owner of a turn. Waiting is bounded. Within a class the bound is a
+//! round: `target_ms`, or one shortest turn for each stream. A lower class has a turn after [`CLASS_LATE_NS`]. Within a
+//! stream a bio is dispatched at the latest in the batch after the one in which it arrived.
 //!
-//! After CFQ and BFQ of Linux in what is waited for and for how long (spec D.3 to D.5); sorted batches are N-step-SCAN
-//! (Coffman and others, 1972).
+//! Idling follows CFQ and BFQ of Linux (spec D.3 to D.5); sorted batches are N-step-SCAN (Coffman and others, 1972).
 
 mod depth;
 mod device;
@@ -45,15 +44,15 @@ use crate::{Bio, DeviceInfo, Op, Priority};
 
 /// Classes of priority.
 const CLASSES: usize = Priority::ALL.len();
-/// The weight of who has no other.
+/// Default weight of a stream.
 pub(super) const WEIGHT: u32 = 100;
-/// A lower class gets something after this long at the latest, whatever a more urgent one wants; and who has used up
-/// his due in a mix, whoever comes back meanwhile.
+/// Longest wait of a lower class, whatever a more urgent one submits; and of a stream in a mix that has used up its
+/// share, whatever streams return meanwhile.
 const CLASS_LATE_NS: u64 = 2_000_000_000;
 /// Within a class, the same.
 const LATE_NS: u64 = 300_000_000;
-/// What each bio costs in a mix beside its bytes, in bytes: what flash does in the time of a small read (100 000 a
-/// second beside 800 MB/s).
+/// Cost of a bio in a mix beside its bytes, in bytes: the transfer of flash in the time of a small read (100 000 reads
+/// a second, 800 MB/s).
 const PRICE: i64 = 8 << 10;
 /// The same where there are seeks: 8 ms of a disk that does 64 MB/s.
 const SEEK_PRICE: i64 = 512 << 10;
@@ -62,14 +61,13 @@ const DUE: i64 = 1311;
 /// The same where there are seeks: two of them.
 const SEEK_DUE: i64 = 10486;
 
-/// The most that one bio counts for in a mix beside its price, bytes: as much as anybody reads at one time. What is
-/// owed is paid off in rounds, one by one, and a guest may well ask for a terabyte.
+/// Upper bound of a bio's charge in a mix beside its cost, bytes: the largest usual read. Debts are paid off round by
+/// round, and a guest may submit a bio of a terabyte.
 const COUNTED_MAX: u64 = 16 << 20;
-/// A device that several streams have used counts as theirs for so long, whoever thinks: as long as a stream with short
-/// thoughts is waited for.
+/// Time for which a device counts as shared after several streams used it: the longest idling for a stream.
 const SHARED_NS: u64 = history::IDLE_NS;
-/// Largest request of bios that join, where others share a device without seeks: who comes meanwhile waits for one at
-/// least.
+/// Largest request made by joining bios while other streams share a device without seeks: a new bio waits for at least
+/// one request.
 const JOIN_SECTORS: u64 = 256;
 
 /// Weights that streams can be given.
@@ -83,7 +81,7 @@ pub enum FairDevice {
     Measured,
     /// It has.
     Seeks,
-    /// It has none.
+    /// Without seeks.
     Flat,
 }
 
@@ -95,19 +93,18 @@ pub struct FairConfig {
     /// How long a round of turns is to last, milliseconds: turns are shorter the more streams there are, but no shorter
     /// than five times the way from one to the other.
     pub target_ms: u32,
-    /// How long a stream is waited for in its turn at most, milliseconds; zero for not at all: then a turn ends as soon
-    /// as nothing waits.
+    /// Longest idling for a stream in its turn, ms; 0 ends a turn as soon as no bio of it waits.
     pub idle_ms: u32,
-    /// Weight of writes nobody waits for, of a hundred.
+    /// Weight of asynchronous writes, of a hundred.
     pub async_percent: u32,
-    /// Whether a turn begins when nothing of the one before is in flight any more.
+    /// Whether a turn begins only when all requests of the previous one have completed.
     pub drain: bool,
-    /// What the device is.
+    /// Kind of device.
     pub device: FairDevice,
-    /// How much all queues of a device without seeks have in flight together, where several streams share it: KiB, and
-    /// 8 more for each bio. Zero for what is measured.
+    /// Bytes in flight of all queues of a device without seeks that several streams share, KiB, plus 8 for each bio; 0
+    /// for the measured amount.
     pub in_flight_kib: u32,
-    /// Whether each queue of the device goes by itself, whatever others have in flight.
+    /// Whether each queue of the device has its own depth and ignores the others.
     pub per_queue: bool,
     /// Weights of streams, by their numbers, 10 to 1000; all others have 100. Those of weight zero are no entries.
     pub weights: [(u32, u16); FAIR_WEIGHTS_MAX],
@@ -116,7 +113,7 @@ pub struct FairConfig {
 impl Default for FairConfig {
     fn default() -> FairConfig {
         FairConfig {
-            // As CFQ has it (slice_sync): ten times what a seek and the wait for the platter take.
+            // CFQ's value (slice_sync): ten times a seek and the rotational latency.
             slice_ms: 100,
             // CFQ's target_latency.
             target_ms: 300,
@@ -133,13 +130,13 @@ impl Default for FairConfig {
 }
 
 impl FairConfig {
-    /// As CFQ shares a disk, waiting so long for who has his turn: 8 ms, or zero.
+    /// Shares a disk like CFQ, which idles for the owner of a turn for `idle_ms`: 8 ms, or 0.
     pub fn like_cfq(idle_ms: u32) -> FairConfig {
         FairConfig { idle_ms, drain: false, device: FairDevice::Seeks, ..FairConfig::default() }
     }
 }
 
-/// A stream with its bios; or all that seek of one class, who have turns as one.
+/// A stream with its bios; or all random streams of a class, which have turns as one.
 #[derive(Clone, Copy, Debug, Default)]
 struct FairStream {
     share: MemberShare,
@@ -147,13 +144,13 @@ struct FairStream {
     in_flight: u32,
     /// How many of its bios, from the first on, are of the batch that is sorted.
     batch: u32,
-    /// The sector behind what was handed out last.
+    /// End sector of the bio returned last.
     position: u64,
     history: StreamHistory,
     /// Mean time from one end to the next in its turns.
     gap_ns: u32,
     class: u8,
-    /// Somebody waits for what it wants.
+    /// Whether its bios are synchronous.
     sync: bool,
     /// It mixes with others.
     mixes: bool,
@@ -170,41 +167,40 @@ pub(crate) struct Fair {
     depth: DepthShare,
     /// Several streams use the device until then, even if one of them thinks.
     shared_until_ns: u64,
-    /// By class, in the order of urgency: who waits for a turn, in nanoseconds.
+    /// Queues for turns, in ns, by class in the order of urgency.
     turns: [MemberQueue; CLASSES],
-    /// Who mixes, in bytes.
+    /// Queues of mixing streams, in bytes.
     mixes: [MemberQueue; CLASSES],
-    /// The places of those who mix, as one.
+    /// Slots of the random streams of each class, as one member.
     crowds: [u32; CLASSES],
     turn: Option<ActiveTurn>,
     /// How long the device is left alone after a turn of writes.
     hold_off: WriteHoldOff,
-    /// What they may have who wait for writes.
+    /// Writeback credit of the streams.
     room: Room,
-    /// The batch of whose turn it is: how far ahead of its position each bio is, and where it is kept. The nearest is
-    /// the last.
+    /// Sorted batch of the turn's owner: distance ahead of its position, and slot, of each bio; the nearest one last.
     batch: Vec<(u64, u32)>,
-    /// Whose bio was handed out last, for what joins it.
+    /// Stream of the bio returned last, for joins.
     last: Option<u32>,
     waiting: [usize; CLASSES],
     out: [usize; CLASSES],
-    /// Bios that wait, of those who mix.
+    /// Waiting bios of mixing streams.
     mixing: [usize; CLASSES],
-    /// Who is in front of a mix has been served, and wanted more. It goes to the end before the next is: until then its
-    /// bios join what it was given, and one whose bios all did leaves the line.
+    /// Whether the front of a mix has been served and had more bios. It goes to the back before the next call: until
+    /// then its bios join the request made, and a stream whose bios all joined leaves the queue.
     served: [bool; CLASSES],
-    /// Streams that have a bio here or in flight, and what they weigh.
+    /// Streams with a bio waiting or in flight, and their total weight.
     busy: usize,
     weight: u64,
 }
 
-/// What a stream is known by: its number and class; that of async writes, or of a crowd, only by its class.
+/// Key of a stream: its number and class; for asynchronous writes and the random streams of a class, the class only.
 fn key(bio: &Bio) -> u64 {
     let class = (bio.priority as u64) << 32;
     if bio.is_sync() { class | u64::from(bio.stream) } else { class | ASYNC_KEY }
 }
 
-/// What a bio counts for in the depth of a device.
+/// Charge of a bio in the depth of a device.
 #[inline]
 fn cost(bio: &Bio) -> u64 {
     PRICE as u64 + bio.moves_bytes()
@@ -258,7 +254,7 @@ impl Fair {
         entry.map_or(WEIGHT, |(_, weight)| u32::from((*weight).clamp(10, 1000)))
     }
 
-    /// What is due to a member of a mix in a round.
+    /// Share of a mix's member in a round.
     fn mix_due(&self, at: u32) -> i64 {
         i64::from(self.streams.get(at).share.weight) * if self.device.seeks() { SEEK_DUE } else { DUE }
     }
@@ -267,7 +263,7 @@ impl Fair {
         self.turn.as_ref().is_some_and(|turn| turn.who == at)
     }
 
-    /// The place of a bio's stream.
+    /// Slot of a bio's stream.
     fn find_stream(&mut self, bio: &Bio) -> u32 {
         let at = self.streams.find_or_add(key(bio));
         if self.streams.get(at).share.weight == 0 {
@@ -279,7 +275,7 @@ impl Fair {
         at
     }
 
-    /// A stream that has bios, is in no line and has no turn stands in line: with those it belongs to by now.
+    /// Queues a stream that has bios, is in no queue and has no turn, with the streams of its current kind.
     fn stand_in_line(&mut self, at: u32, now_ns: u64) {
         let seeks = self.device.seeks();
         let stream = self.streams.get_mut(at);
@@ -304,7 +300,7 @@ impl Fair {
         }
     }
 
-    /// Who takes the next bio of a mix; it is in front of its line.
+    /// The stream that takes the next bio of a mix; it is at the front of its queue.
     #[inline]
     fn front_of_mix(&mut self, class: usize, now_ns: u64) -> Option<u32> {
         if std::mem::take(&mut self.served[class]) {
@@ -316,8 +312,7 @@ impl Fair {
         if takes { Some(at) } else { self.bring_to_front(class, now_ns) }
     }
 
-    /// Has all of a mix go to their places who have nothing or may not have it now, until one is in front who takes the
-    /// next bio.
+    /// Moves streams of a mix to their positions while the front has no bio or may not dispatch one.
     #[inline(never)]
     fn bring_to_front(&mut self, class: usize, now_ns: u64) -> Option<u32> {
         loop {
@@ -339,7 +334,7 @@ impl Fair {
         }
     }
 
-    /// Hands out the next bio of who is in front of a mix.
+    /// Returns the next bio of the stream at the front of a mix.
     #[inline]
     fn next_of_mix(&mut self, class: usize, at: u32) -> Selected {
         let price = if self.device.seeks() { SEEK_PRICE } else { PRICE };
@@ -360,7 +355,7 @@ impl Fair {
         let cost = cost(self.slots.bio(first));
         let several = self.is_shared(now_ns);
         if !self.depth.fits(cost, several, self.weight, now_ns) {
-            // Who wants little, and has nothing there, does not wait for those who do.
+            // A light stream with no request in flight does not wait for heavy ones.
             let may_pass = self.mixes[class].front_is_light() && stream.in_flight == 0;
             if !may_pass || self.depth.is_far_beyond(cost) {
                 let until_ns = self.depth.wait_ns(cost, self.weight, now_ns);
@@ -428,7 +423,7 @@ impl Fair {
         bio
     }
 
-    /// Gives up the place of a stream, if it has nothing to do.
+    /// Frees the slot of a stream, if it is idle.
     fn rest(&mut self, at: u32) {
         let stream = self.streams.get(at);
         let idle = stream.bios.is_empty() && stream.in_flight == 0 && !stream.share.queued;
@@ -437,7 +432,7 @@ impl Fair {
         }
     }
 
-    /// The device has shown that it is of the other kind: everybody stands in line anew.
+    /// The device turned out to be of the other kind: all streams are queued again.
     #[inline(never)]
     fn change_kind(&mut self, now_ns: u64) {
         let owner = self.turn.take().map(|turn| turn.who).filter(|who| !self.crowds.contains(who));
@@ -532,7 +527,7 @@ impl Scheduler for Fair {
     }
 
     fn ended(&mut self, bio: &Bio, start_ns: u64, now_ns: u64) {
-        // It is there as long as anything of it is in flight.
+        // The stream is known while a request of it is in flight.
         let Some(at) = self.streams.find(key(bio)) else { return };
         let stream = self.streams.get_mut(at);
         stream.in_flight -= 1;

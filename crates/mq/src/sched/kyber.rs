@@ -1,24 +1,24 @@
-//! `kyber`: as many requests on their way as keep latencies what they should be. After Kyber of Linux
+//! `kyber`: a number of requests in flight that keeps latencies within targets. After Kyber of Linux
 //! (`block/kyber-iosched.c`); spec A.26.
 //!
-//! Requests fall into four domains: reads, writes, discards, and others. Each has tokens, which what is on its way
-//! holds, so that writes can never take all there is; and each hands out a batch before the next has its turn. Within
-//! one the order is that of arrival.
+//! Requests fall into four domains: reads, writes, discards, and others. Each has tokens, held by its requests in
+//! flight, so that writes can never take all; and each dispatches a batch before the next domain. Within a domain the
+//! order is that of arrival.
 //!
-//! How many tokens a domain has follows from what was measured. Two latencies count, each against its domain's target,
-//! in quarters of it: that of the device alone, and that from arrival to end. Every window, when the slowest tenth of
-//! any domain took longer than its target with the device, the device is congested: then each domain's tokens are
-//! scaled by where its slowest hundredth is as a whole,
+//! The number of tokens follows from measurements. Two latencies count, each in quarters of its domain's target: that
+//! of the device, and that from arrival to end. The device is congested in a window if the slowest tenth of some domain
+//! exceeded its target at the device. Then each domain's tokens are scaled by the quarter of its p99 from arrival to
+//! end,
 //!
 //! ```text
 //!   tokens × (quarter + 1) / 4        quarter: 0 .. 3 within the target, 4 .. 7 beyond
 //! ```
 //!
-//! so that who is well within its target gets fewer, and who suffers gets more, up to what it began with. Without
-//! congestion only those who suffer get more.
+//! so a domain well within its target gets fewer, and one beyond it gets more, up to the initial number. Without
+//! congestion only domains beyond their target get more.
 //!
-//! Linux measures by CPU and has one set of tokens for a device; here each hardware queue measures, and counts, for
-//! itself.
+//! Linux measures by CPU and has one set of tokens for a device; here each hardware queue measures and counts
+//! separately.
 
 use super::slots::{List, Slots};
 use super::{Reach, Scheduler, SchedulerSnapshot, Selected, join_from};
@@ -47,15 +47,15 @@ const DOMAINS: usize = 4;
 const NAMES: [&str; DOMAINS] = ["read_tokens", "write_tokens", "discard_tokens", "other_tokens"];
 /// Tokens that each has at first and at most.
 const TOKENS: [u32; DOMAINS] = [256, 128, 64, 16];
-/// Requests that each hands out in a row.
+/// Requests of each domain's batch.
 const BATCH: [u32; DOMAINS] = [16, 8, 1, 1];
-/// Quarters of a target that are told apart: as many within it, and as many beyond.
+/// Latency classes in quarters of the target: half within it, half beyond.
 const QUARTERS: usize = 8;
 /// The first that is beyond it.
 const BAD: usize = 4;
-/// How long after something ended latencies are looked at.
+/// Interval between a completion and the evaluation of latencies.
 const WINDOW_NS: u64 = 100_000_000;
-/// A percentile is taken of so many, or of what there is after so long.
+/// Samples for a percentile; fewer suffice after the time below.
 const SAMPLES: u64 = 500;
 const SAMPLING_NS: u64 = 1_000_000_000;
 
@@ -72,7 +72,7 @@ fn domain_of(op: Op) -> usize {
 #[derive(Clone, Copy, Debug, Default)]
 struct Latencies {
     counts: [u64; QUARTERS],
-    /// When what there is will do, however little it is.
+    /// Time from which the present samples suffice.
     due_ns: Option<u64>,
 }
 
@@ -84,7 +84,7 @@ impl Latencies {
         self.counts[quarter] += 1;
     }
 
-    /// In which quarter a percentile is; nothing before there is enough to say. Then counting begins anew.
+    /// Quarter of a percentile, or `None` with too few samples. Resets the counts otherwise.
     fn percentile(&mut self, percent: u64, now_ns: u64) -> Option<usize> {
         let total: u64 = self.counts.iter().sum();
         if total == 0 {
@@ -124,10 +124,10 @@ pub(crate) struct Kyber {
     config: KyberConfig,
     slots: Slots,
     domains: [Domain; DOMAINS],
-    /// Whose turn it is, and how many it has handed out.
+    /// Domain of the current batch, and its requests so far.
     turn: usize,
     batch: u32,
-    /// When latencies are looked at.
+    /// End of the window.
     window_ends_ns: Option<u64>,
 }
 
@@ -144,7 +144,7 @@ impl Kyber {
         }
     }
 
-    /// What a domain aims at; nothing for the last.
+    /// Latency target of a domain; `None` for the last.
     fn target_ns(&self, domain: usize) -> Option<u64> {
         let KyberConfig { read_target_us, write_target_us, discard_target_us } = self.config;
         let targets_us = [read_target_us, write_target_us, discard_target_us];
@@ -158,15 +158,15 @@ impl Kyber {
         !domain.bios.is_empty() && domain.out < domain.tokens
     }
 
-    /// Scales the domains' tokens by what was measured.
+    /// Scales the domains' tokens by the measured latencies.
     #[inline(never)]
     fn scale(&mut self, now_ns: u64) {
         let is_bad = |domain: &mut Domain| domain.io.percentile(90, now_ns).is_some_and(|quarter| quarter >= BAD);
-        // All are looked at, since looking begins anew.
+        // All domains are evaluated, since that resets their counts.
         let congested = self.domains.iter_mut().filter_map(|domain| is_bad(domain).then_some(())).count() > 0;
         for (domain, most) in self.domains.iter_mut().zip(TOKENS) {
             let mut slowest = domain.whole.percentile(99, now_ns);
-            // Not each domain has enough samples in each window. What one had is good for one congestion.
+            // Not every domain has enough samples in each window. A domain's result is valid for one congestion.
             if congested {
                 slowest = slowest.or(domain.slowest.take());
                 domain.slowest = None;
@@ -194,7 +194,7 @@ impl Scheduler for Kyber {
 
     fn next(&mut self, now_ns: u64) -> Selected {
         if self.batch >= BATCH[self.turn] || !self.is_ready(self.turn) {
-            // The others in turn, and itself again if they have none.
+            // The other domains in turn, and the same one again if they have none.
             let others = (1..=DOMAINS).map(|step| (self.turn + step) % DOMAINS);
             let Some(turn) = others.into_iter().find(|domain| self.is_ready(*domain)) else {
                 return Selected::Wait(u64::MAX);

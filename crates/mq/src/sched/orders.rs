@@ -1,16 +1,15 @@
-//! Orders by a number, sectors mostly, over the places of what is ordered.
+//! Sorted lists by a number, mostly sectors, over the slots of bios or streams.
 //!
-//! Each order is a row of runs, and each run a few entries in a row of memory. To find an entry is to find its run by
-//! halves, and then the entry in it: some dozen steps in a few lines of cache, where a tree has as many lines as steps.
-//! An insertion or a removal moves a part of one run. A run that is full is cut in two, two neighbours that have become
-//! small are made one. Nothing depends on what the keys are, or who chooses them, and nothing allocates. Equal keys
-//! stand in the order in which they came.
+//! Each list is a sequence of runs, and each run a few entries in contiguous memory. A lookup is a binary search for
+//! the run and then for the entry: some dozen steps in a few cache lines, where a tree has a line for each step. An
+//! insertion or a removal moves a part of one run. A full run is split in two, two small neighbours are joined. Cost
+//! does not depend on the keys, and nothing allocates. Equal keys keep their order of insertion.
 
 use std::cell::Cell;
 
 /// Entries of a run: as many as are moved in the time that a miss in the cache takes.
 const RUN: usize = 64;
-/// Two neighbours of so many together become one. Less than a half, so that what was cut in two is not soon joined
+/// Largest sum of two neighbours that are joined. Less than a half, so that the halves of a split are not soon joined
 /// again.
 const JOINED_MAX: usize = RUN / 2;
 
@@ -26,7 +25,7 @@ struct OrderRun {
     first: u64,
     /// Which of the runs of all orders it is.
     at: u32,
-    /// How many entries it has; never none.
+    /// Number of entries, at least 1.
     len: u32,
 }
 
@@ -36,7 +35,7 @@ struct OrderEntry {
     place: u32,
 }
 
-/// Where an entry stands: in which run of its order, and where there.
+/// Position of an entry: run of its list, and index in the run.
 type Spot = (usize, usize);
 
 /// The entries of all orders.
@@ -45,12 +44,12 @@ pub(crate) struct OrderLists {
     /// By run.
     entries: Box<[[OrderEntry; RUN]]>,
     free: Vec<u32>,
-    /// What was found last, which mostly is what is taken out next.
+    /// Entry found last, usually the next one to be removed.
     found: Cell<Spot>,
 }
 
 impl OrderLists {
-    /// For so many places at one time, in so many orders.
+    /// For `places` slots at a time, in `orders` lists.
     pub(crate) fn new(places: usize, orders: usize) -> OrderLists {
         // Of two neighbours in an order at least one is not small.
         let runs = 2 * places / (JOINED_MAX + 1) + orders;
@@ -61,7 +60,7 @@ impl OrderLists {
         }
     }
 
-    /// An order with nothing in it.
+    /// An empty list.
     pub(crate) fn order(&self) -> OrderList {
         OrderList { runs: Vec::with_capacity(self.entries.len()) }
     }
@@ -71,7 +70,7 @@ impl OrderLists {
         &self.entries[run.at as usize][..run.len as usize]
     }
 
-    /// The first spot whose key is this or more; it may be the end of a run.
+    /// First position with this key or a larger one; it may be the end of a run.
     #[inline]
     fn find(&self, order: &OrderList, key: u64) -> Spot {
         let run = order.runs.partition_point(|run| run.first < key).saturating_sub(1);
@@ -79,7 +78,7 @@ impl OrderLists {
         (run, at)
     }
 
-    /// Puts a place, which is in no order, where its key belongs. No key is the largest number.
+    /// Inserts a slot, which is in no list, by its key; `u64::MAX` is not a key.
     pub(crate) fn insert(&mut self, order: &mut OrderList, place: u32, key: u64) {
         let (mut run, mut at) = self.find(order, key + 1);
         match order.runs.get(run) {
@@ -104,7 +103,7 @@ impl OrderLists {
         Some(self.entries(*order.runs.get(run)?).get(at)?.place)
     }
 
-    /// Takes a place out of the order it is in, where it has this key.
+    /// Removes a slot from its list, in which it has this key.
     pub(crate) fn remove(&mut self, order: &mut OrderList, place: u32, key: u64) {
         let found = Some(self.found.get()).filter(|spot| self.get(order, *spot) == Some(place));
         let (mut run, mut from) = found.unwrap_or_else(|| self.find(order, key));
@@ -118,7 +117,7 @@ impl OrderLists {
         }
     }
 
-    /// The first place whose key is this or more.
+    /// First slot with this key or a larger one.
     pub(crate) fn first_from(&self, order: &OrderList, key: u64) -> Option<u32> {
         let mut spot = self.find(order, key);
         if order.runs.get(spot.0)?.len as usize == spot.1 {
@@ -128,7 +127,7 @@ impl OrderLists {
         self.get(order, spot)
     }
 
-    /// The last place whose key is less than this.
+    /// Last slot with a smaller key.
     pub(crate) fn last_before(&self, order: &OrderList, key: u64) -> Option<u32> {
         let (run, at) = self.find(order, key);
         // Were that another run's last entry, `find` would have found the end of that one.
@@ -136,7 +135,7 @@ impl OrderLists {
         Some(self.entries(order.runs[run])[before].place)
     }
 
-    /// Takes out the place whose key is the least.
+    /// Removes and returns the slot with the smallest key.
     pub(crate) fn pop_first(&mut self, order: &mut OrderList) -> Option<u32> {
         let first = self.entries(*order.runs.first()?)[0].place;
         self.remove_at(order, (0, 0));
@@ -173,7 +172,7 @@ impl OrderLists {
         self.free.push(next.at);
     }
 
-    /// Moves the second half of a full run to one of its own, behind it.
+    /// Splits a full run: its second half becomes the next run.
     #[inline(never)]
     fn halve(&mut self, order: &mut OrderList, number: usize) {
         let full = &mut order.runs[number];
@@ -207,8 +206,7 @@ mod tests {
     }
 
     proptest! {
-        /// What a map that is kept in order says, over two orders that share their places; filled, and emptied from
-        /// anywhere.
+        /// Compares two lists over the same slots with sorted maps, through random insertions and removals.
         #[test]
         fn an_order_is_a_map_that_keeps_order(
             keys in prop::sample::select(&[20_u64, 1 << 40][..]),

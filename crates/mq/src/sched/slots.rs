@@ -1,12 +1,12 @@
-//! Places for the bios that a scheduler holds, and lists of them.
+//! Slots for the bios that a scheduler holds, and lists of them.
 //!
-//! Made at start for as many bios as the queue takes. A bio is known by the number of its place; lists, and the orders
-//! of [`Orders`](super::orders::OrderLists), are made of such numbers, so that to queue a bio allocates nothing and to
-//! take one from the middle of a list costs no more than from its end.
+//! Made at start for as many bios as the queue accepts. A bio is known by its slot number. Lists, and those of
+//! [`OrderLists`](super::orders::OrderLists), consist of such numbers, so queueing a bio allocates nothing, and removal
+//! from the middle of a list costs as much as from its end.
 
 use crate::Bio;
 
-/// No place.
+/// No slot.
 pub(crate) const NONE: u32 = u32::MAX;
 
 /// Places, by number.
@@ -25,7 +25,7 @@ struct SchedSlot {
     since_ns: u64,
     /// How many came before it.
     order: u64,
-    /// In its list. Nobody is before the first, so there `prev` says nothing, nor does it of those that are free.
+    /// Next in its list. `prev` is undefined for the first of a list and for free slots.
     next: u32,
     prev: u32,
 }
@@ -69,10 +69,10 @@ impl Slots {
         Slots { places: (0..count as u32).map(slot).collect(), free: after(0), order: 0 }
     }
 
-    /// Gives a bio a place behind all others of a list.
+    /// Appends a bio to a list, in a free slot.
     ///
     /// # Panics
-    /// If there is none: a queue holds no more bios than its scheduler was made for.
+    /// Without a free slot: a queue holds no more bios than its scheduler was made for.
     #[inline]
     pub(crate) fn push(&mut self, list: &mut List, bio: Box<Bio>, now_ns: u64) -> u32 {
         let at = self.free;
@@ -80,7 +80,7 @@ impl Slots {
         self.free = slot.next;
         (slot.next, slot.prev) = (NONE, list.last);
         (slot.since_ns, slot.order) = (now_ns, self.order);
-        // There was none. Forgotten rather than dropped, so that nobody looks.
+        // The slot was empty. Forgotten rather than dropped, which would check for a value.
         std::mem::forget(slot.bio.replace(bio));
         self.order += 1;
         if list.is_empty() {
@@ -93,8 +93,7 @@ impl Slots {
         at
     }
 
-    /// Takes the first bio of a list, if there is one, and says when it came. What the next call will look at is
-    /// fetched meanwhile.
+    /// Removes the first bio of a list, if any, with its time of arrival. Prefetches the slot that the next call reads.
     #[inline]
     pub(crate) fn pop(&mut self, list: &mut List) -> Option<(Box<Bio>, u64)> {
         let at = list.first()?;
@@ -135,20 +134,20 @@ impl Slots {
         bio
     }
 
-    /// The bio at a place that is in use.
+    /// The bio in a slot that is in use.
     #[inline]
     pub(crate) fn bio(&self, at: u32) -> &Bio {
         let Some(bio) = &self.places[at as usize].bio else { unreachable!("a place in a list holds a bio") };
         bio
     }
 
-    /// When the bio at a place came.
+    /// Time of arrival of the bio in a slot.
     #[inline]
     pub(crate) fn since_ns(&self, at: u32) -> u64 {
         self.places[at as usize].since_ns
     }
 
-    /// The places of a list, the first one first.
+    /// Slots of a list, from the front.
     pub(crate) fn iter(&self, list: &List) -> impl Iterator<Item = u32> {
         std::iter::successors(list.first(), |at| Some(self.places[*at as usize].next).filter(|next| *next != NONE))
     }
@@ -175,7 +174,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Two lists over the same places are two deques, whatever is taken from where.
+        /// Two lists over the same slots behave like two deques, for removals at any position.
         #[test]
         fn lists_are_deques_that_give_from_the_middle(steps in prop::collection::vec((any::<bool>(), 0_usize..12, 0..2_usize), 1..200)) {
             let mut slots = Slots::new(16);

@@ -1,27 +1,27 @@
-//! What a scheduler knows of each stream, for as many streams as are at work at one time and some more.
+//! State that a scheduler keeps for each stream, for the active streams and some more.
 //!
-//! A stream is found by its number through a hash table whose chains go from place to place. One that is at rest keeps
-//! its place until another needs it: the one that has been at rest for longest goes first. There are more places than
-//! bios in the queue, so one at rest can always be found, and nothing allocates.
+//! A stream is found by its number through a hash table with chains of slots. An idle stream keeps its slot until
+//! another stream needs it; the one idle for longest is replaced first. There are more slots than bios in the queue, so
+//! an idle one always exists, and nothing allocates.
 
 use super::slots::NONE;
 
-/// Streams that are remembered beside those that can be at work: enough that what was served in an epoch of many
-/// streams is known until its end.
+/// Slots beside those of the streams that can be active: enough that the streams served in a large epoch are remembered
+/// until its end.
 const SPARE: usize = 256;
 
-/// Streams, by place.
+/// Streams, by slot.
 #[derive(Debug)]
 pub(crate) struct Streams<T> {
     entries: Box<[StreamEntry<T>]>,
     /// By hash: the first of a chain.
     chains: Box<[u32]>,
     shift: u32,
-    /// The one looked for last, who mostly is the next one, too.
+    /// Stream of the last lookup, usually that of the next one, too.
     recent: u32,
     /// Places in use.
     used: u32,
-    /// Those at rest: the one that rests for longest, and the one that does for the shortest time.
+    /// Idle streams: the one idle for longest, and the latest.
     first: u32,
     last: u32,
 }
@@ -32,7 +32,7 @@ struct StreamEntry<T> {
     stream: u64,
     /// The next of its chain.
     next: u32,
-    /// Neighbours among those at rest.
+    /// Neighbours among idle streams.
     newer: u32,
     older: u32,
     at_rest: bool,
@@ -68,7 +68,7 @@ impl<T: Copy + Default> Streams<T> {
         (stream.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> self.shift) as usize
     }
 
-    /// The place of a stream, if it is known.
+    /// Slot of a known stream.
     #[inline]
     pub(crate) fn find(&mut self, stream: u64) -> Option<u32> {
         let mut at = self.recent;
@@ -82,7 +82,7 @@ impl<T: Copy + Default> Streams<T> {
         Some(at)
     }
 
-    /// The place of a stream. One that is not known is from now on, as new and at rest.
+    /// Slot of a stream. An unknown stream is added, new and idle.
     #[inline]
     pub(crate) fn find_or_add(&mut self, stream: u64) -> u32 {
         match self.find(stream) {
@@ -126,7 +126,7 @@ impl<T: Copy + Default> Streams<T> {
         self.entries[at as usize].next = next;
     }
 
-    /// A stream has something to do, and keeps its place.
+    /// Marks a stream as active: it keeps its slot.
     #[inline]
     pub(crate) fn work(&mut self, at: u32) {
         let StreamEntry { newer, older, at_rest, .. } = self.entries[at as usize];
@@ -144,7 +144,7 @@ impl<T: Copy + Default> Streams<T> {
         }
     }
 
-    /// A stream has nothing to do.
+    /// Marks a stream as idle.
     #[inline]
     pub(crate) fn rest(&mut self, at: u32) {
         let last = self.last;
@@ -186,7 +186,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Streams at work keep their places and what is known of them; of those at rest the last ones do.
+        /// Active streams keep slots and state; of idle ones the latest do.
         #[test]
         fn who_is_at_work_is_remembered(steps in prop::collection::vec((0_u64..2000, any::<bool>()), 1..2000)) {
             let mut streams = Streams::<u64>::new(8);

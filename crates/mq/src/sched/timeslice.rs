@@ -1,27 +1,25 @@
-//! `timeslice`: the device belongs to one stream at a time, for a while.
+//! `timeslice`: the device serves one stream at a time, for a slice.
 //!
-//! After the patch "blk-mq: per software queue time slices" in the form of spec D.1. A stream that has its slice is the
-//! owner: its bios are handed out and nobody else's, in the order in which they came. A slice ends when its time is up;
-//! if the owner had something to do in it, it is extended, a few times. Then the next stream has its turn. All who had
-//! one wait until all others have, which is an epoch: nobody has two in one epoch.
+//! After the patch "blk-mq: per software queue time slices" in the form of spec D.1. The stream with the current slice
+//! is the owner: only its bios are dispatched, in order of arrival. A slice ends when its time is up; if the owner had
+//! bios in it, it is extended, a few times. Then the next stream has a slice. A stream that had one waits until all
+//! others had one, which is an epoch: at most one slice a stream in each epoch.
 //!
-//! What the post says and what its code does are not the same, and neither is always right. Each difference is an
-//! option:
+//! The post's text and its code differ, and neither is always right. Each difference is an option:
 //!
 //! | | the post's text | its code | here |
 //! |---|---|---|---|
-//! | whose | software queue | software queue, by CPU | `key`: stream, or software queue |
-//! | a slice lasts | slice, extended up to 3 times | up to 5 units | `extensions`, 3 |
-//! | the owner has nothing to do | the slice ends | all wait for its end | `idle_us`: they wait as CFQ would, 8 ms |
-//! | a slice is measured in | µs | ticks, rounded up: 4 ms at HZ 250 | ns; `tick_us` rounds up to ticks |
-//! | what others have in flight | | is mixed with the owner's | `drain`: off, or waited for |
-//! | next in an epoch | | the lowest number | `order`: who came first, or the lowest number |
+//! | owner of a slice | software queue | software queue, by CPU | `key`: stream, or software queue |
+//! | length of a slice | slice, extended up to 3 times | up to 5 units | `extensions`, 3 |
+//! | the owner has no bio | the slice ends | all wait for its end | `idle_us`: they wait as in CFQ, 8 ms |
+//! | unit of a slice | µs | ticks, rounded up: 4 ms at HZ 250 | ns; `tick_us` rounds up to ticks |
+//! | others' requests in flight | | mixed with the owner's | `drain`: off, or waited for |
+//! | next in an epoch | | the lowest number | `order`: arrival, or the lowest number |
 //!
-//! The seventh is how time is compared: the code does it in 32 bits that begin five minutes before they overflow, and
-//! is switched off until then on machines where that is all there is. Here time has 64 bits, and no slice is due at
-//! first.
+//! A seventh difference is the comparison of times: the code uses 32 bits that begin five minutes before they overflow,
+//! and is off until then on 32-bit machines. Here times have 64 bits, and no slice is due at first.
 //!
-//! A slice of no length is no scheduler at all: see [`SchedulerConfig::build`](super::SchedulerConfig::build).
+//! A slice of length 0 is no scheduler: see [`SchedulerConfig::build`](super::SchedulerConfig::build).
 
 use std::collections::VecDeque;
 
@@ -31,20 +29,20 @@ use super::streams::Streams;
 use super::{Reach, Scheduler, SchedulerSnapshot, Selected, join_from};
 use crate::Bio;
 
-/// Whose a slice is.
+/// Owner of a slice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SliceKey {
     /// A stream's: [`Bio::stream`].
     #[default]
     Stream,
-    /// A software queue's: who shares a hardware queue has one each; else all are one.
+    /// A software queue: one for each thread of a shared hardware queue, otherwise one for all.
     Queue,
 }
 
-/// Whose turn is next in an epoch.
+/// Order within an epoch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SliceOrder {
-    /// Who has waited for longest.
+    /// Longest wait first.
     #[default]
     Arrival,
     /// The lowest number.
@@ -58,16 +56,16 @@ pub struct TimesliceConfig {
     pub slice_us: u32,
     /// How often a slice in which the owner had something to do is extended by its length.
     pub extensions: u32,
-    /// How long all wait for an owner that has nothing to do and nothing in flight, microseconds, while its slice
-    /// lasts. The largest number: until its slice is over.
+    /// Wait for an owner without waiting bios and without requests in flight, µs, within its slice. The largest number:
+    /// until the end of its slice.
     pub idle_us: u32,
     /// Slices are rounded up to multiples of this, microseconds, and end on one; zero if they are not.
     pub tick_us: u32,
-    /// Whose a slice is.
+    /// Owner of a slice.
     pub key: SliceKey,
-    /// Whose turn is next.
+    /// Order within an epoch.
     pub order: SliceOrder,
-    /// Whether an owner waits until nothing of others is in flight; its slice then begins.
+    /// Whether an owner waits until no request of others is in flight; its slice begins then.
     pub drain: bool,
 }
 
@@ -78,7 +76,7 @@ impl Default for TimesliceConfig {
             // seek.
             slice_us: 20_000,
             extensions: 3,
-            // As CFQ waits (slice_idle): most who read in a row are back by then.
+            // CFQ's value (slice_idle): most sequential readers return within it.
             idle_us: 8000,
             tick_us: 0,
             key: SliceKey::default(),
@@ -102,7 +100,7 @@ impl TimesliceConfig {
         }
     }
 
-    /// When a slice is over that begins now.
+    /// End of a slice that begins now.
     fn end_ns(&self, now_ns: u64) -> u64 {
         let slice_ns = u64::from(self.slice_us) * 1000;
         match u64::from(self.tick_us) * 1000 {
@@ -121,7 +119,7 @@ struct TimesliceStream {
     served: u64,
 }
 
-/// Streams whose turn it will be, by place.
+/// Streams that wait for a slice, by slot.
 #[derive(Debug)]
 enum Turns {
     /// In the order in which they came; each is in it once.
@@ -135,7 +133,7 @@ pub(crate) struct Timeslice {
     config: TimesliceConfig,
     slots: Slots,
     streams: Streams<TimesliceStream>,
-    /// By place of the stream, for the order by number.
+    /// Stream slots, for the order by number.
     numbers: OrderLists,
     /// Those with bios that had no turn in this epoch.
     turn: Turns,
@@ -153,12 +151,12 @@ pub(crate) struct Timeslice {
 struct Slice {
     /// Place of its owner.
     stream: u32,
-    /// When it is over, unless it is extended; none before it has begun.
+    /// End of the slice, without extensions; `None` before it has begun.
     end_ns: Option<u64>,
     /// The owner had something to do since it began or was extended.
     used: bool,
     extended: u32,
-    /// Since when the owner has nothing to do and nothing in flight.
+    /// Time since which the owner has had no bio waiting or in flight.
     idle_since_ns: Option<u64>,
 }
 
@@ -204,7 +202,7 @@ impl Timeslice {
         }
     }
 
-    /// A stream that has bios stands in line.
+    /// Queues a stream that has bios.
     fn line_up(&mut self, stream: u32) {
         let line = if self.streams.get(stream).served == self.epoch { &mut self.later } else { &mut self.turn };
         match line {
@@ -213,7 +211,7 @@ impl Timeslice {
         }
     }
 
-    /// Whose turn it is, if anybody's: when all had theirs a new epoch begins.
+    /// Next stream with bios, if any; begins a new epoch if all had a slice.
     fn next_in_line(&mut self) -> Option<u32> {
         for _ in 0..2 {
             let next = match &mut self.turn {
@@ -229,8 +227,8 @@ impl Timeslice {
         None
     }
 
-    /// One step where there is nothing to hand out: a slice begins, is extended, or is the next one's. Or until when
-    /// the owner is waited for.
+    /// One step without a bio to return: a slice begins, is extended or passes on; or the time until which to wait for
+    /// the owner.
     #[inline(never)]
     fn move_on(&mut self, now_ns: u64) -> Option<u64> {
         let Some(slice) = &mut self.owner else { return self.change_owner() };
@@ -258,7 +256,7 @@ impl Timeslice {
         self.change_owner()
     }
 
-    /// The next slice is given away. If nobody wants it, no time helps.
+    /// Passes the slice on. `None` if no stream waits, in which case no time helps.
     fn change_owner(&mut self) -> Option<u64> {
         if let Some(slice) = self.owner.take() {
             let stream = self.streams.get(slice.stream);
@@ -328,7 +326,7 @@ impl Scheduler for Timeslice {
 
     fn ended(&mut self, bio: &Bio, _start_ns: u64, now_ns: u64) {
         self.in_flight -= 1;
-        // It is there as long as anything of it is in flight.
+        // The stream is known while a request of it is in flight.
         let Some(at) = self.streams.find(self.key(bio)) else { return };
         let stream = self.streams.get_mut(at);
         stream.in_flight -= 1;

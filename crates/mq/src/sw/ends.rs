@@ -1,5 +1,5 @@
-//! What a thread has of a queue that it shares: its ends of the rings, its places, and the lists of what need not
-//! cross.
+//! A thread's part of a shared queue: its ends of the rings, its slots, and the lists of bios that need not cross
+//! threads.
 
 use blkyard_mem::ring::{Consumer, Producer, channel};
 
@@ -13,8 +13,8 @@ pub(crate) fn rings(places: usize) -> (Ends, Member) {
     (Ends { plug: list(), sq: to_queue, cq: from_queue, own: list(), rang_ns: 0 }, Member { sq, cq })
 }
 
-/// A thread's own ends of its rings, and what never gets into one: what this thread passes on by itself, and what it
-/// finds to be over, does not cross to another.
+/// A thread's own ends of its rings, and the bios that bypass them: those that it dispatches itself, and those that it
+/// completes itself.
 pub(crate) struct Ends {
     /// Submitted, and not passed on or made visible.
     pub(super) plug: Vec<Box<Bio>>,
@@ -22,17 +22,17 @@ pub(crate) struct Ends {
     cq: Consumer<Box<Bio>>,
     /// Over, as this thread itself found out.
     pub(super) own: Vec<Box<Bio>>,
-    /// When this thread last passed on what it had submitted.
+    /// Time at which this thread last dispatched its plug.
     pub(super) rang_ns: u64,
 }
 
 impl Ends {
-    /// Bios that the rings have places for.
+    /// Number of slots of the rings.
     pub(super) fn places(&self) -> usize {
         self.sq.capacity()
     }
 
-    /// Makes visible what was submitted.
+    /// Makes submitted bios visible.
     pub(super) fn publish(&mut self) {
         for bio in self.plug.drain(..) {
             let Ok(()) = self.sq.push(bio) else { unreachable!("the ring has a place for each place held") };
@@ -40,13 +40,13 @@ impl Ends {
         self.sq.publish();
     }
 
-    /// Whether nothing is to be given back.
+    /// Whether no bio is to be returned.
     #[inline]
     pub(super) fn is_empty(&mut self) -> bool {
         self.own.is_empty() && self.cq.is_empty()
     }
 
-    /// Gives back all that is over. Returns how many bios.
+    /// Returns all completed bios, and their number.
     #[inline]
     pub(super) fn drain(&mut self, sink: &mut impl FnMut(Box<Bio>)) -> usize {
         let mut ended = self.own.len();

@@ -1,7 +1,6 @@
-//! What all who share a hardware queue have in common: the queue under its baton, and the submitters of its threads.
+//! State shared by the threads of a hardware queue: the queue under its baton, and the submitters.
 //!
-//! The turns, the records of who sleeps, and the end of a queue are here; how it looks from a thread is in
-//! [`SwQueue`](super::SwQueue).
+//! Turns, records of sleepers, and the end of a queue are here; [`SwQueue`](super::SwQueue) is a thread's view.
 
 use std::sync::Arc;
 
@@ -15,75 +14,75 @@ use crate::{Bio, DeviceInfo, Driver, HwQueue};
 
 /// Bios that one ring may get through in one round: a batch as submitters tend to make them.
 const SHARE: usize = 32;
-/// Rounds that an owner turns for others before it passes on: 16 rounds of a few batches take about as long as the
-/// wake-up of a thread, which is what passing on costs.
+/// Rounds that an owner runs for others before it passes the queue on: 16 rounds of a few batches take about as long as
+/// the wake-up of a thread, the cost of passing on.
 const ROUNDS_MAX: u32 = 16;
 /// Bios from which on a batch is worth waiting for the queue itself to come over, some sixty cache lines once, instead
 /// of being carried to it: two lines for each bio, there and back.
 const WORTH_A_STAY: usize = 16;
-/// Within this a thread is back with its next batch if the device answers on the spot. Where one takes its time, it is
-/// kept waiting by nobody.
+/// Time within which a thread returns with its next batch if the device completes at once. For slower devices no thread
+/// is made to wait.
 const BACK_NS: u64 = 2_000;
 /// How long a thread that is back so soon lets the others have the queue: some hundred batches, for which its lines
 /// cross once. They take 0.6 us to come over if the CPUs are near each other, and 2.4 us if they are far apart; this is
 /// long against either, and no longer than a wake-up may take.
 const STAY_NS: u64 = 64_000;
-/// Looks at the clock in that time, at most: one may stand still.
+/// Limit of clock reads in that time, in case the clock stands still.
 const STAY_LOOKS_MAX: u32 = 8192;
-/// Looks at the baton after that: it is put down between two batches.
+/// Attempts to take the baton after that time; it is released between two batches.
 const LOOKS_MAX: u32 = 64;
-/// How often requests are looked at that take too long, and so how long a watch lasts at most.
+/// Interval of the scan for slow requests, and so the longest watch.
 const TICK_NS: u64 = 1_000_000_000;
 
 /// A shared hardware queue.
 pub(crate) struct SharedHwQueue<D, Cx> {
     /// Empty once the queue is closed.
     baton: Baton<Option<Core<D, Cx>>>,
-    /// Those of the members, and one for whoever closes the queue if it can be.
+    /// Slots of the members, and one for the thread that closes the queue, if any.
     submitters: Box<[SubmitterSlot]>,
-    /// The queue is to take nothing more in. Set before the baton is gone to, and so heard by its holder.
+    /// The queue is to accept no more bios. Set before the baton is requested, and so seen by its holder.
     closing: AtomicBool,
-    /// Nobody sleeps here.
+    /// Poll queue: no thread sleeps here.
     polled: bool,
     info: Arc<DeviceInfo>,
     memory: Arc<RegionTable>,
     stats: Arc<HwStats>,
 }
 
-/// What others may know of a thread without holding the baton.
+/// State of a thread that others may read without the baton.
 #[repr(align(128))]
 struct SubmitterSlot {
-    /// Set by the thread that wants to be parked, cleared by the owner who wakes it.
+    /// Set by a thread that wants to be parked, cleared by the owner that wakes it.
     parked: AtomicBool,
-    /// Set by a thread that has got up, whatever is on record; cleared by the owner who has heard it.
+    /// Set by a thread that has woken up, whatever is recorded; cleared by the owner that has seen it.
     up: AtomicBool,
     parker: Arc<dyn Parker>,
-    /// Our device's place among those the parker is beside.
+    /// Index of our device among those of the parker.
     beside: usize,
 }
 
-/// What is done under the baton alone.
+/// State that only the holder of the baton accesses.
 pub(crate) struct Core<D, Cx> {
     hw: HwQueue<D>,
     cx: Cx,
     members: Box<[Member]>,
     /// Word was left by others, and something may be in their rings.
     heard: bool,
-    /// Whose turn it is to be served first.
+    /// Submitter that is served first.
     next: usize,
-    /// By submitter: who is parked, by our own record.
+    /// By submitter: whether it is recorded as parked.
     asleep: Box<[bool]>,
     /// How many are.
     parked: usize,
     watch: Option<SleepWatch>,
     ticked_ns: u64,
-    /// Nothing is taken in any more, for good.
+    /// Accepts no more bios, permanently.
     frozen: bool,
     /// The device was asked to signal its eventfd.
     armed: bool,
 }
 
-/// Who keeps watch, and until when.
+/// The watching thread, and its deadline.
 #[derive(Clone, Copy)]
 struct SleepWatch {
     submitter: usize,
@@ -96,13 +95,13 @@ pub(super) enum Why {
     Ring,
     /// To see whether anything has come.
     Poll,
-    /// Nothing can be done before something has come.
+    /// No progress is possible before an event.
     Wait,
     /// Something has come elsewhere: we do not sleep here any more.
     Up,
 }
 
-/// What going to the baton came to.
+/// Result of a request for the baton.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BatonOutcome {
     /// It is owned by another.
@@ -113,13 +112,13 @@ pub(crate) enum BatonOutcome {
     Park,
     /// The same, and now we keep watch until then.
     Watch(u64),
-    /// There is nothing here any more.
+    /// The queue has been moved.
     Closed,
 }
 
 impl<D, Cx> SharedHwQueue<D, Cx> {
-    /// Shares an idle hardware queue among members. There is a parker for each of them, with the place it has for this
-    /// device, and one more for whoever [closes](SharedHwQueue::close) the queue, if somebody does.
+    /// Shares an idle hardware queue among members. Each has a parker, with its index for this device; one more is for
+    /// the thread that [closes](SharedHwQueue::close) the queue, if any.
     ///
     /// # Panics
     /// If the queue is not idle.
@@ -199,21 +198,21 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
         let parker = &self.submitters[submitter].parker;
         match turn {
             BatonOutcome::Watch(until_ns) => parker.watch_one(self.submitters[submitter].beside, until_ns),
-            // Pairs with the store in `Core::rouse`. Only an owner ends this, and strikes us off its record as it does;
-            // so nobody who is awake is counted on as a sleeper.
+            // Pairs with the store in `Core::rouse`. Only an owner ends this sleep, and removes us from its record at
+            // the same time; so an awake thread never counts as a sleeper.
             BatonOutcome::Owned | BatonOutcome::Park if !self.polled => {
                 while self.submitters[submitter].parked.load(Ordering::Acquire) {
                     parker.sleep();
                 }
             }
-            // Whoever moves the rings wakes us when they have arrived.
+            // The moving thread wakes us when the rings have arrived.
             BatonOutcome::Closed => parker.sleep(),
             _ if self.polled => parker.give_way(),
             _ => {}
         }
     }
 
-    /// Wakes all, who will find that there is nothing here any more and go after their rings.
+    /// Wakes all threads; they find the queue closed and follow their rings.
     pub(crate) fn wake_all(&self) {
         for submitter in &self.submitters {
             submitter.parked.store(false, Ordering::Release);
@@ -225,14 +224,14 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
         self.baton.is_broken()
     }
 
-    /// Wakes those who are to be woken.
+    /// Wakes the listed threads.
     #[inline]
     fn call(&self, calls: &mut Vec<usize>) {
         calls.drain(..).for_each(|submitter| self.submitters[submitter].parker.wake());
     }
 
-    /// Puts down the baton of a queue that is closed. Who left word counts on us, and is woken: not before, or it might
-    /// come back and find us here again, and again.
+    /// Releases the baton of a closed queue. Threads that set the pending bit rely on us, and are woken after the
+    /// release: earlier they might find us here again, and again.
     #[inline(never)]
     fn leave_closed(&self, mut holder: Holder<'_, Option<Core<D, Cx>>>, me: usize) {
         self.submitters[me].parked.store(false, Ordering::Relaxed);
@@ -248,7 +247,7 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
 }
 
 impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
-    /// Goes to the baton, and runs the queue if it is ours.
+    /// Goes to the baton, and runs the queue if it is free.
     pub(super) fn turn(
         &self,
         me: usize,
@@ -275,7 +274,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
         }
         let (mut rounds, mut left) = (0, true);
         let turn = loop {
-            // Nobody is woken later than the round after.
+            // Threads are woken one round later at the latest.
             self.call(calls);
             let pending = holder.take_pending();
             let core = core(&mut holder);
@@ -301,7 +300,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
                 }
             }
             if why == Why::Ring {
-                // What did not fit: the queue knows that there is more.
+                // Bios that did not fit: the queue knows that there are more.
                 ends.publish();
             }
             let turn = if sleeps {
@@ -324,7 +323,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
         turn
     }
 
-    /// Takes the baton for what was submitted; or makes that visible and leaves word.
+    /// Takes the baton for the submitted bios; or makes them visible and sets the pending bit.
     #[inline]
     fn take_with(&self, ends: &mut Ends, clock: &impl Fn() -> u64) -> Option<Holder<'_, Option<Core<D, Cx>>>> {
         let mut holder = self.baton.take_if_idle();
@@ -337,8 +336,8 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
         })
     }
 
-    /// Takes the baton if it is put down, after a stay of the others. It is that time which passes here, whatever they
-    /// do: a holder that is off its CPU is not waited for.
+    /// Takes the baton if it is released, after the others' `STAY_NS`. Time alone counts: a holder that is off its CPU
+    /// is not waited for.
     #[inline(never)]
     fn take_after_a_stay(
         &self,
@@ -346,7 +345,8 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
         clock: &impl Fn() -> u64,
     ) -> Option<Holder<'_, Option<Core<D, Cx>>>> {
         let start_ns = clock();
-        // This counts as having rung: or whoever leaves word once would be too late for a stay from then on.
+        // Counts as a dispatch: otherwise a thread that set the pending bit once would be too late for `STAY_NS` from
+        // then on.
         let last_ns = std::mem::replace(rang_ns, start_ns);
         if start_ns.saturating_sub(last_ns) >= BACK_NS {
             return None;
@@ -368,22 +368,21 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
         None
     }
 
-    /// Takes in what is in the rings, for threads that may not know yet where these are.
+    /// Takes bios from the rings, for threads that may not know their new location yet.
     pub(crate) fn start(&self, calls: &mut Vec<usize>, clock: &impl Fn() -> u64) {
         let (mut nobody, _) = rings(1);
         self.turn(self.submitters.len() - 1, Why::Up, &mut nobody, calls, clock);
     }
 
-    /// Takes nothing more in from now on. Whoever has the queue hears it.
+    /// Accepts no more bios. The current owner sees it.
     pub(crate) fn freeze(&self, calls: &mut Vec<usize>) {
-        // Made known by the baton's read-modify-write, like all that is announced.
+        // Published by the baton's read-modify-write, like all announcements.
         self.closing.store(true, Ordering::Release);
         self.set_pending(false, calls);
     }
 
-    /// Leaves word for whoever has the queue, or takes note in its place. If something may be `left` to do, whoever has
-    /// the queue will turn the run, or a sleeper is woken who does; if none sleeps, all who want something are
-    /// running, and come for it.
+    /// Sets the pending bit for the owner, or acts in its place. If work may be `left`, the owner runs the queue, or a
+    /// sleeper is woken that does; if none sleeps, every thread with work is running, and will take it.
     pub(super) fn set_pending(&self, left: bool, calls: &mut Vec<usize>) {
         let Some(mut holder) = self.baton.take() else { return };
         loop {
@@ -398,8 +397,8 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
         self.call(calls);
     }
 
-    /// Waits until nothing is left in a queue that is frozen, and takes it apart. Returns the members with their
-    /// rings; queue and context are gone.
+    /// Waits until a frozen queue is empty, and dismantles it. Returns the members with their rings; queue and context
+    /// are dropped.
     pub(crate) fn close(&self, calls: &mut Vec<usize>, clock: &impl Fn() -> u64) -> Vec<Member> {
         let me = self.submitters.len() - 1;
         let (mut nobody, _) = rings(1);
@@ -438,15 +437,16 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
     }
 }
 
-/// What the baton keeps, of a queue that is not closed.
+/// The state under the baton of a queue that is not closed.
 #[inline]
 fn core<'a, D, Cx>(holder: &'a mut Holder<'_, Option<Core<D, Cx>>>) -> &'a mut Core<D, Cx> {
     let Some(core) = holder.as_mut() else { unreachable!("a queue is closed by one thread, and looked at before") };
     core
 }
 
-/// Puts what is over into its submitter's ring.
-// Not inlined, nor is `take_from_ring`: what crosses costs more than a call, and what does not has fewer words to keep.
+/// Puts completed bios into their submitter's ring.
+// Not inlined, like `take_from_ring`: crossing threads costs more than a call, and the other path has fewer values to
+// keep.
 #[inline(never)]
 fn put_back(members: &mut [Member], bio: Box<Bio>) {
     let Ok(()) = members[usize::from(bio.submitter)].cq.push(bio) else {
@@ -454,7 +454,7 @@ fn put_back(members: &mut [Member], bio: Box<Bio>) {
     };
 }
 
-/// Takes what a member has put into its ring, so many at most. Returns how many.
+/// Takes up to `max` bios from a member's ring. Returns how many.
 #[inline(never)]
 fn take_from_ring<D>(hw: &mut HwQueue<D>, sq: &mut Consumer<Box<Bio>>, submitter: usize, most: usize) -> usize {
     let mut taken = 0;
@@ -493,7 +493,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             now_ns = clock();
         }
         self.cx.collect();
-        // Rings into which nothing was put are left to their threads.
+        // Rings without new entries are left to their threads.
         if self.reap(me, &mut ends.own, now_ns) {
             self.publish(shared, calls);
         }
@@ -507,14 +507,14 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         self.hw.has_work() || (more && self.hw.room() > 0) || self.cx.has_more()
     }
 
-    // Not inlined, nor is `reap`: so their loops have the registers to themselves. What a loop keeps on the stack
-    // instead may lie where a processor takes it for a part of the queue, and both get slow.
+    // Not inlined, like `reap`: each loop has the registers to itself. A loop's stack slots may alias the queue in the
+    // cache, which slows both.
     #[inline(never)]
     fn issue(&mut self, now_ns: u64) -> usize {
         self.hw.issue(&mut self.cx, now_ns)
     }
 
-    /// Collects what is over: what is this thread's own into its list, all else into rings. True if there is such.
+    /// Reaps completions: this thread's own into its list, the others into rings. True if there are others.
     #[inline(never)]
     fn reap(&mut self, me: usize, own: &mut Vec<Box<Bio>>, now_ns: u64) -> bool {
         let Core { hw, cx, members, .. } = self;
@@ -541,8 +541,8 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         hw.arm::<Cx>()
     }
 
-    /// Takes what this thread has, and what others have if they left word, while the hardware queue has room. True if
-    /// something may be left.
+    /// Takes this thread's bios, and others' if they set the pending bit, while the hardware queue has room. True if
+    /// bios may be left.
     #[inline]
     fn take_in(&mut self, me: usize, plug: Option<&mut Vec<Box<Bio>>>) -> bool {
         self.heard = if self.heard { self.take_from_all(me, plug) } else { self.take_from(me, plug) };
@@ -556,7 +556,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         for step in 0..count {
             let submitter = if first + step < count { first + step } else { first + step - count };
             if self.hw.room() == 0 {
-                // Who was not served is first in the next round.
+                // A member that was not served is first in the next round.
                 self.next = submitter;
                 return true;
             }
@@ -583,7 +583,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         !plug.is_empty() || (share == 0 && !sq.is_empty())
     }
 
-    /// Tells the members what was put into their rings, and wakes those who sleep on them.
+    /// Publishes the members' rings, and wakes the threads that sleep on them.
     #[inline]
     fn publish(&mut self, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
         for submitter in 0..self.members.len() {
@@ -600,8 +600,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         }
     }
 
-    /// Writes down who has announced that it wants to be parked, or has got up. Called after the baton's word was
-    /// acknowledged.
+    /// Records threads that have announced a sleep or a wake-up. Called after the baton's word was acknowledged.
     fn hear(&mut self, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
         self.heard = true;
         // Pairs with the store in `SharedHwQueue::freeze`.
@@ -610,7 +609,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             self.hw.freeze();
         }
         for (submitter, place) in shared.submitters.iter().enumerate() {
-            // Pairs with the store in `SharedHwQueue::announce_up`: what it has announced since then is seen below.
+            // Pairs with the store in `SharedHwQueue::announce_up`: its later announcements are seen below.
             if place.up.load(Ordering::Relaxed) && place.up.swap(false, Ordering::Acquire) {
                 self.strike_off(submitter);
             }
@@ -618,13 +617,13 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             if self.asleep[submitter] || !place.parked.load(Ordering::Acquire) {
                 continue;
             }
-            // Who comes off its watch and finds the queue owned is parked from here on.
+            // A watching thread that wakes and finds the queue owned is parked from here on.
             if self.watch.is_some_and(|watch| watch.submitter == submitter) {
                 self.watch = None;
             }
             self.asleep[submitter] = true;
             self.parked += 1;
-            // It looked before we published, perhaps in an earlier round, when we did not know of it.
+            // It checked before we published, perhaps in an earlier round.
             if self.members.get_mut(submitter).is_some_and(|member| !member.cq.is_empty()) {
                 self.rouse(submitter, shared, calls);
             }
@@ -653,15 +652,15 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         true
     }
 
-    /// Before the owner goes on with its own: sees to it that those who sleep are not forgotten.
+    /// Before the owner continues with its own bios: makes sure that a sleeper will be woken.
     #[inline]
     fn pass_on(&mut self, left: bool, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
         if self.frozen {
             self.tell_closer(shared, calls);
         }
         let roused = (left || self.watch.is_none()) && self.rouse_one(shared, calls);
-        // Whoever was roused takes the queue, and then keeps watch itself. Who keeps watch already is disturbed if
-        // there is nobody else to take over, or if it would sleep too long.
+        // A woken sleeper takes the queue, and then watches. The current watcher is woken if no other thread can take
+        // over, or if it would sleep too long.
         if let Some(watch) = self.watch
             && !roused
             && (left || self.due_ns() < watch.until_ns)
@@ -671,7 +670,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         }
     }
 
-    /// Before the owner sleeps: it keeps watch if nobody does so well enough.
+    /// Before the owner sleeps: it watches if no thread does so with an early enough deadline.
     fn lie_down(&mut self, me: usize, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) -> BatonOutcome {
         if self.frozen {
             self.tell_closer(shared, calls);
@@ -692,7 +691,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         }
     }
 
-    /// Wakes whoever closes the queue once there is nothing in it.
+    /// Wakes the closing thread once the queue is empty.
     #[inline(never)]
     fn tell_closer(&mut self, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
         let closer = shared.submitters.len() - 1;
@@ -707,14 +706,14 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         }
     }
 
-    /// This thread is awake, whatever was announced or written down before.
+    /// Marks this thread as awake, whatever was announced or recorded before.
     fn get_up(&mut self, me: usize, shared: &SharedHwQueue<D, Cx>) {
         self.strike_off(me);
         shared.submitters[me].parked.store(false, Ordering::Relaxed);
         shared.submitters[me].up.store(false, Ordering::Relaxed);
     }
 
-    /// Nobody sleeps at this submitter, by our record.
+    /// Removes a submitter from the record of sleepers.
     fn strike_off(&mut self, submitter: usize) {
         if self.watch.is_some_and(|watch| watch.submitter == submitter) {
             self.watch = None;
@@ -724,7 +723,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         }
     }
 
-    /// When somebody must look after the queue although nothing may have come.
+    /// Latest time of the queue's next run, even without an event.
     fn due_ns(&self) -> u64 {
         let tick_ns = self.ticked_ns + TICK_NS;
         self.hw.deadline_ns::<Cx>().map_or(tick_ns, |due_ns| due_ns.min(tick_ns))

@@ -1,33 +1,31 @@
-//! How much of a device's queue is worth using, where several streams share it.
+//! Depth of a device's queue that is worth using while several streams share it.
 //!
-//! Whoever comes late waits for what the device has already. So it is given no more than keeps it busy, which is
-//! measured, in bytes and a price for each bio: by turns it has the whole depth for a while, and a quarter less. If
-//! that makes no difference to what it does, the depth becomes less; if it does, an eighth is tried, and a sixteenth.
-//! If all of them do, a little more than the whole is tried in the same way. The two are compared over several turns,
-//! so that it does not matter that what is wanted changes meanwhile.
+//! A late bio waits for all requests that the device has already. So the device gets no more than keeps it busy, which
+//! is measured in bytes plus a cost for each bio. The device alternately has the whole depth for a while, and a quarter
+//! less. If its throughput is the same, the depth is reduced; if not, an eighth is tried, then a sixteenth. If all of
+//! them lose throughput, a little more than the whole is tried in the same way. Each comparison spans several turns, so
+//! that changes of the load do not matter.
 //!
-//! When nothing is better, the device is given a sixteenth less of large bios than that: it loses that much at most,
-//! and nothing queues in it. Small ones may have it all: as many of them as keep a device busy are at work in it, and
-//! do not wait for each other. The next attempt is made after a pause, which is the longer the more often nothing was
-//! better, and ends at once when the device does clearly more or less than it did: attempts cost some of what the
-//! device could do, or somebody's time. So the last step is decided when two comparisons have said the same; and where
-//! more has shown no use it is not tried each time.
+//! When no step is an improvement, large bios get a sixteenth less than the depth found: that is the most throughput
+//! lost, and no queue forms in the device. Small bios may use all of it: as many as keep the device busy are served at
+//! the same time and do not wait for each other. The next attempt follows after a pause, which grows with each attempt
+//! without effect, and ends at once when the device's throughput clearly changes. Attempts cost throughput or latency,
+//! so the last step needs two comparisons that agree only, and more depth is not tried each time if it had no effect.
 //!
-//! If nobody waits although the device has less than the depth, the depth is what it has had. A stream that is alone
-//! has whatever it wants, which is more than the depth and says nothing of it: what was measured before holds when
-//! somebody else comes.
+//! If no bio waits although the device has less than the depth, the depth becomes the amount it has had. A lone stream
+//! has no limit; its amount is more than the depth and says nothing about it, so the last measurement applies when
+//! another stream arrives.
 //!
-//! A depth of two and a half large bios can be kept, too: when two are left and half of one of them must be done by
-//! now, as long as the device takes for so much, the next one goes. Two would not keep it busy, and behind three there
-//! would be a queue.
+//! A depth of two and a half large bios is possible: with two in flight, the third is dispatched when half of one must
+//! have completed, by the measured rate. Two would not keep the device busy, and three would form a queue.
 
 /// How long a turn lasts at least.
 const TURN_NS: u64 = 5_000_000;
 /// Ends in a turn, at least.
 const TURN_ENDS: u64 = 128;
-/// Pairs of turns that are compared. The best and the worst count for nothing: a device that is away collecting garbage
-/// says nothing of depths. A little less is enough only if all others say so: where much is by chance, too much is
-/// better than too little.
+/// Pairs of turns in a comparison. The best and the worst are ignored: a device that is collecting garbage says nothing
+/// about depths. A smaller depth is accepted only if all others agree: with noisy results too much depth is better than
+/// too little.
 const TURNS: usize = 4;
 /// So many turns in a row that took an eighth more or less than usual show that something has changed, and not that
 /// garbage was collected.
@@ -35,25 +33,25 @@ const CHANGED_TURNS: u32 = 8;
 /// Steps down that are tried: a quarter, an eighth, a sixteenth.
 const STEP_MIN: u32 = 2;
 const STEP_MAX: u32 = 4;
-/// So much less of a hundred may be done for each hundred less of depth, if that is to be enough: where three quarters
-/// do 98.5 of 100, all do 95 of what any depth could, in a device that grows as slowly with its depth as one whose dies
-/// are hit at random.
+/// Throughput that may be lost, in percent for each hundred percent less of depth: where three quarters of the depth
+/// give 98.5 % of the throughput, all of it gives 95 % of that of any depth, for a device whose throughput grows as
+/// slowly with depth as with random hits on its dies.
 const LOSS_PERCENT: u64 = 6;
-/// What was the whole does as much as an eighth more if it does at least this, in two comparisons.
+/// A larger depth is useless if the previous whole reaches at least this part of its throughput, in two comparisons.
 const USELESS_PERMILLE: u64 = 990;
 /// The least depth: two small bios, for of one there are no three quarters.
 const DEPTH_MIN: u64 = 24 << 10;
-/// The most, which is none.
+/// Upper bound; effectively unlimited.
 const DEPTH_MAX: u64 = 1 << 40;
 /// And this or less where both are too little to keep the device busy.
 const LINEAR_PERMILLE: u64 = 955;
 /// Attempts that pass, after one in which more was of no use, before more is tried again: a minute.
 const MORE_AGAIN: u32 = 2;
-/// Turns until the next attempt after one that has changed nothing: the first time, and at most. Each attempt is 20 ms
-/// with a queue in the device: of a thousand who come, one is to meet it.
+/// Turns until the next attempt after one without effect: the first pause, and the longest. An attempt is 20 ms with a
+/// queue in the device: of a thousand bios one may meet it.
 const PAUSE_MIN: u32 = 8;
 const PAUSE_MAX: u32 = 4096;
-/// A turn in which nothing ended for so long begins anew: nothing was wanted, which says nothing of the device.
+/// A turn without a completion for this long begins again: the load was idle, which says nothing about the device.
 const PAUSED_NS: u64 = 1_000_000_000;
 /// From this size on it is worth a timer to send a bio between two ends.
 const LARGE: u64 = 64 << 10;
@@ -81,7 +79,8 @@ impl DepthLimit {
         has + cost > 2 * self.all
     }
 
-    /// When something fits that does not now, if nothing ends before and something ended then. None if no time helps.
+    /// Time at which a bio that does not fit now will fit, if no request ends before and the last one ended at
+    /// `ended_ns`. `None` if no time helps.
     pub(super) fn fits_at_ns(self, has: u64, cost: u64, ended_ns: u64) -> Option<u64> {
         let waits = has <= self.all && cost >= LARGE && self.mib_ns > 0;
         waits.then(|| ended_ns + ((has + cost).saturating_sub(self.all).saturating_mul(self.mib_ns) >> 20))
@@ -94,7 +93,7 @@ pub(super) struct Depth {
     /// The depth that has been found to do, or is tried beside `less`.
     whole: u64,
     less: u64,
-    /// What was found while somebody waited; zero until then.
+    /// Depth found while a bio waited; 0 until then.
     measured: u64,
     /// How much may be in flight just now, and how much of small bios.
     limit: u64,
@@ -107,7 +106,7 @@ pub(super) struct Depth {
     low: bool,
     /// It was used up in this turn.
     bound: bool,
-    /// What the device has, and the most it had in this turn.
+    /// Amount at the device, and its maximum in this turn.
     has: u64,
     peak: u64,
     /// Turns until the next attempt, and how many there will be after that.
@@ -116,7 +115,7 @@ pub(super) struct Depth {
     since_ns: u64,
     /// When something ended last.
     ended_ns: u64,
-    /// What has to end until what belongs to the turn before is over.
+    /// Amount that must end until the previous turn's requests are over.
     skip: u64,
     ends: u64,
     cost: u64,
@@ -126,7 +125,7 @@ pub(super) struct Depth {
     whole_ns: u64,
     /// Turns in a row that took clearly more or less than the mean.
     changed: u32,
-    /// Of a thousand, what was done with less of what was done with the whole just before; so many of them.
+    /// Throughput with the smaller depth over that with the whole one just before, per mille, for each comparison.
     permille: [u64; TURNS],
     turns: usize,
     /// Attempts until more than the whole may be tried.
@@ -134,7 +133,7 @@ pub(super) struct Depth {
 }
 
 impl Depth {
-    /// Of a device of which nothing is known.
+    /// For an unknown device.
     pub(super) fn new() -> Depth {
         Depth {
             whole: DEPTH_MAX,
@@ -178,8 +177,8 @@ impl Depth {
         } else {
             self.whole
         };
-        // Until it is measured the whole is only what somebody wanted, and it shows at a little less that he wants
-        // more.
+        // Until it is measured the whole is only the load's demand; a slightly smaller limit shows whether the demand
+        // is larger.
         self.limit_small = if self.pause > 0 && self.measured > 0 { self.whole } else { self.limit };
     }
 
@@ -188,8 +187,7 @@ impl Depth {
         DepthLimit { all: self.limit, small: self.limit_small, mib_ns: self.mib_ns }
     }
 
-    /// The device has so much, and had so much at most in this turn; and somebody has waited because of the limit, or
-    /// not.
+    /// Records the amount at the device, its maximum in this turn, and whether a bio has waited because of the limit.
     pub(super) fn stands(&mut self, has: u64, peak: u64, bound: bool) {
         (self.has, self.peak, self.bound) = (has, peak.max(has), bound);
     }
@@ -217,7 +215,7 @@ impl Depth {
         if self.pause > 0 {
             self.pause -= 1;
             if self.bound && self.measured == 0 {
-                // Until now it was only what somebody wanted.
+                // Until now it was only the load's demand.
                 (self.pause, self.next_pause) = (0, PAUSE_MIN);
             } else if self.bound {
                 self.look_for_change(mib_ns);
@@ -227,7 +225,7 @@ impl Depth {
             self.keep();
         } else {
             if !self.bound {
-                // Not at once, unless nothing is known: a moment in which nobody wants much is no habit.
+                // Not at once, unless the depth is unknown: a short lull does not change the load.
                 let known = self.whole < DEPTH_MAX;
                 let is_alone = self.measured > 0 && self.peak > 2 * self.measured;
                 let had = if is_alone { self.measured } else { self.peak };
@@ -265,7 +263,7 @@ impl Depth {
         (self.less, self.whole, self.grows) = (self.whole, (self.whole + more).min(DEPTH_MAX), true);
     }
 
-    /// Nothing changes for a while.
+    /// Starts a pause without changes.
     fn keep(&mut self) {
         (self.grows, self.low, self.turns) = (false, false, 0);
         (self.pause, self.next_pause) = (self.next_pause, (self.next_pause * 4).min(PAUSE_MAX));
@@ -339,8 +337,9 @@ mod tests {
 
     const COST: u64 = 12 << 10;
 
-    /// The depth that is found on a device that does `rate(depth)` small bios a second, between these seconds, if up to
-    /// `wanted` are to be had.
+    /// Depth found on a device that does `rate(depth)` small bios a second, between these seconds, with a demand of up
+    /// to
+    /// `wanted`.
     fn find(depth: &mut Depth, wanted: u64, seconds: [u64; 2], rate: impl FnMut(u64) -> f64) -> u64 {
         find_ns(depth, wanted, seconds.map(|s| s as f64 * 1e9), rate)
     }
@@ -396,8 +395,7 @@ mod tests {
         }
     }
 
-    /// A stream that is alone has 128 small bios at a device that does one in 20 us, for so long. Returns when it is
-    /// over.
+    /// A lone stream submits 128 small bios to a device that takes 20 us for one. Returns the end time.
     fn alone(depth: &mut Depth, [mut now_ns, end_ns]: [u64; 2]) -> u64 {
         while now_ns < end_ns {
             now_ns += 20_000;
@@ -416,7 +414,7 @@ mod tests {
         alone(&mut depth, [10_000_000_000, 70_000_000_000]);
         let after = (depth.depth() + COST / 2) / COST;
         assert!((4..=6).contains(&after), "{found}, and {after} after a minute alone");
-        // One of whom nothing is known beside: it is measured as soon as somebody waits.
+        // A depth of unknown value: it is measured as soon as a bio waits.
         let mut depth = Depth::new();
         alone(&mut depth, [0, 60_000_000_000]);
         let found = find(&mut depth, 128, [60, 64], rate);

@@ -1,20 +1,18 @@
-//! Whether it costs a device time to go from one place to another.
+//! Detection of a device with seeks: whether it costs time to go from one position to another.
 //!
-//! Measured where the queue runs anyhow: the time from one end to the next while the device had something to do, apart
-//! for reads that lie near the one before and far from it, and by size, since a large one takes longer wherever it
-//! lies. A far one that takes clearly longer than a near one as large or larger shows that there are seeks; one that
-//! takes as long as a near one as large or smaller shows that there are none. Writes say nothing: a cache takes them
-//! wherever they go.
+//! Measured while the queue runs: the time from one completion to the next while the device was busy, separately for
+//! reads near the previous one and far from it, and by size, since a large one takes longer at any position. A far read
+//! that takes clearly longer than a near one of the same size or more shows seeks; one that takes as long as a near one
+//! of the same size or less shows none. Writes are ignored, since a cache accepts them at any position.
 //!
-//! Any single read may have waited for something else: for a flash device that collects garbage, for a disk that
-//! empties its write cache. So a near one counts with about what the quicker ones take, and of those far away six of
-//! eight must agree.
+//! A single read may have waited for another cause: garbage collection of flash, or a disk's destaging. So near reads
+//! count with about the time of the quicker ones, and of the far ones six of eight must agree.
 
 /// A read this far from the end of the one before is near, sectors: 1 MiB, which a disk's arm need not move for.
 const NEAR_SECTORS: u64 = 2048;
 /// And this far is far: 64 MiB, which it must move for and then wait for the platter.
 const FAR_SECTORS: u64 = 128 << 10;
-/// Sizes told apart: up to 16 KiB, 128 KiB, 1 MiB, and all beyond; sectors.
+/// Bounds of the size classes: up to 16 KiB, 128 KiB, 1 MiB, and larger; sectors.
 const SIZES: [u32; 3] = [32, 256, 2048];
 /// Near reads of a size before anything is compared with them.
 const SAMPLES_MIN: u32 = 8;
@@ -23,10 +21,10 @@ const AGREE_MIN: u32 = 6;
 /// Something far takes so much longer if there are seeks: a disk turns by half in 4 ms, and the arm takes 1 ms at
 /// least.
 const SEEK_NS: u64 = 2_000_000;
-/// And no more than this if there are none.
+/// Upper bound for a device without seeks.
 const NO_SEEK_NS: u64 = 500_000;
 
-/// What the quicker reads of a kind take.
+/// Time of the quicker reads of a class.
 #[derive(Clone, Copy, Debug, Default)]
 struct Quick {
     ns: u64,
@@ -64,7 +62,7 @@ pub(super) struct DeviceEstimate {
 }
 
 impl DeviceEstimate {
-    /// A device that is said to have seeks, or none.
+    /// For a device reported with or without seeks.
     pub(super) fn new(seeks: bool) -> DeviceEstimate {
         let near = [Quick::default(); SIZES.len() + 1];
         DeviceEstimate { seeks, near, wrong: [0; SIZES.len() + 1], last_ns: 0, last_end: u64::MAX }
@@ -112,8 +110,8 @@ impl DeviceEstimate {
 mod tests {
     use super::*;
 
-    /// Reads, near and far by turns, each as soon as the one before is over; whether it was found out that the device
-    /// is otherwise.
+    /// Runs near and far reads in turn, each as soon as the previous one ends; returns whether the estimate has
+    /// changed.
     fn look(seeks: bool, sectors: [u32; 2], near_ns: u64, far_ns: u64) -> bool {
         let (mut device, mut now_ns, mut sector) = (DeviceEstimate::new(seeks), 0, 0);
         for at in 0..200 {

@@ -1,4 +1,4 @@
-//! What a stream is used to doing: how long it thinks between what it wants, and how far apart that lies.
+//! History of a stream: its think time between bios, and the distance between them.
 
 use crate::Bio;
 
@@ -6,14 +6,14 @@ use crate::Bio;
 const FAR_SECTORS: u64 = 8 * 100;
 /// So many of the last 32 bios that are far away make a stream that seeks (CFQ, `CFQQ_SEEKY`).
 const FAR_MAX: u32 = 32 / 8;
-/// How long a stream with short thoughts is waited for at most, whatever it is used to: CFQ's `slice_idle`.
+/// Longest idling for a stream with short think times: CFQ's `slice_idle`.
 pub(super) const IDLE_NS: u64 = 8_000_000;
 /// How long one is waited for at least, if at all: a thought that is a little longer than usual must not cost two
 /// seeks. BFQ does not wait for less.
 const IDLE_MIN_NS: u64 = 2_000_000;
 /// Thoughts that are longer count as this long, so that one long one is forgotten soon (CFQ: twice `slice_idle`).
 const THINK_MAX_NS: u64 = 2 * IDLE_NS;
-/// Thoughts before which nothing is said of their length.
+/// Samples before think times are used.
 const THOUGHTS_MIN: u8 = 3;
 
 /// See the head of the module.
@@ -32,7 +32,7 @@ pub(super) struct StreamHistory {
 }
 
 impl StreamHistory {
-    /// A bio has come; `alone` if none of the stream was here or on its way.
+    /// A bio has arrived; `alone` if no other of the stream waits or is in flight.
     #[inline]
     pub(super) fn came(&mut self, bio: &Bio, alone: bool, now_ns: u64) {
         let far = self.known && bio.sector.abs_diff(self.end) > FAR_SECTORS;

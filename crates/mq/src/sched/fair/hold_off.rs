@@ -1,22 +1,22 @@
-//! How long a device with seeks is left alone after a turn of writes that nobody waits for.
+//! Hold-off of a device with seeks after a turn of asynchronous writes.
 //!
-//! A disk with a write cache says that writes are over when the cache has them. What is too much for it to keep it
-//! writes beside whatever comes next, a little at a time, with a seek there and back for each: what takes 80 ms in one
-//! go takes three times as long. So nothing is sent for a while, and that is part of the turn of who wrote. For how
-//! long is learned from the reads in a row that follow: it becomes more as long as some of them take clearly longer
-//! than usual, and a little less when none does. A device without such a cache never shows it, and is never left alone;
-//! one whose reads are slow all the same is given up for a while.
+//! A disk with a write cache completes writes when the cache has them. It destages the rest during the requests that
+//! follow, a little at a time, with a seek there and back for each part: 80 ms of continuous writing take three times
+//! as long. So the scheduler dispatches no request for a while, as part of the writers' turn. The length is learned
+//! from the sequential reads that follow: it grows while some of them take clearly longer than usual, and shrinks
+//! slowly when none does. A device without such a cache never shows this, and gets no hold-off. One whose reads stay
+//! slow all the same gets none for a while.
 
 /// A read in a row that takes this much longer than usual, and half as long again, was held up by something far away: a
 /// turn of the platter, which a read can miss by itself, and some more.
 const SLOW_NS: u64 = 10_000_000;
 /// How long after a turn of writes that shows in reads: some turns of others.
 const LOOK_NS: u64 = 300_000_000;
-/// What each slow read adds: the least that a disk writes for a seek there and back.
+/// Increase for each slow read: the shortest destaging for a seek there and back.
 const MORE_NS: u64 = 4_000_000;
-/// What a turn of writes that shows in no read takes off, as a part.
+/// Decrease, as a part, after a turn of writes without a slow read.
 const LESS_PART: u64 = 16;
-/// The most, as long as a turn.
+/// Upper bound: the length of a turn.
 const MOST_NS: u64 = 100_000_000;
 /// Turns of writes for which it is given up, if it does not help: minutes.
 const GIVEN_UP: u32 = 512;
@@ -28,7 +28,7 @@ pub(super) struct WriteHoldOff {
     /// When writes had their last turn, and how many reads have been slow since.
     since_ns: Option<u64>,
     slow: u64,
-    /// The most that were slow after a turn, since there was no silence at all.
+    /// Largest number of slow reads after a turn, since the hold-off was zero.
     slow_most: u64,
     given_up: u32,
 }
@@ -39,7 +39,7 @@ impl WriteHoldOff {
         self.ns
     }
 
-    /// A turn of writes is over, and what they left was waited for.
+    /// A turn of writes has ended, with its hold-off.
     pub(super) fn wrote(&mut self, now_ns: u64) {
         let slow = std::mem::take(&mut self.slow);
         self.since_ns = Some(now_ns);
@@ -59,8 +59,8 @@ impl WriteHoldOff {
         }
     }
 
-    /// A read in a row has ended in a turn, so long after the end before it, where so long is usual. Returns what it
-    /// lost to what had been written.
+    /// A sequential read has ended in a turn, `took_ns` after the previous end, where `usual_ns` is usual. Returns the
+    /// time it lost to earlier writes.
     pub(super) fn read(&mut self, took_ns: u64, usual_ns: u64, now_ns: u64) -> u64 {
         let looks = self.since_ns.is_some_and(|since_ns| now_ns.saturating_sub(since_ns) < LOOK_NS);
         if !looks || took_ns <= usual_ns + usual_ns / 2 + SLOW_NS {

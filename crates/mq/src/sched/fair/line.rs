@@ -1,40 +1,40 @@
-//! Whose turn is next among members that share something: the time of a device, or its depth.
+//! Order of the members that share a resource: the time of a device, or its depth.
 //!
-//! Deficit round robin (Shreedhar and Varghese, 1995): each member has a credit, and is served as long as that lasts.
-//! Whose credit is used up goes to the end and is given as much as is its due. Who comes back and has not used up what
-//! was its due in this round goes before all who have: so whoever wants little does not wait for those who want all
-//! they can get (as the new flows of FQ-CoDel, RFC 8290). It cannot come before them more often than its due lets it.
-//! Of several that come back who has been served least goes first, and not whoever happens to be there first.
-//! All of it in a constant number of steps, for any number of members.
+//! Deficit round robin (Shreedhar and Varghese, 1995): each member has a credit and is served while it lasts. A member
+//! without credit goes to the back and is given its share of the next round. A returning member that has not used up
+//! its share of this round goes ahead of all that have, so a light member does not wait for heavy ones (as the new
+//! flows of FQ-CoDel, RFC 8290). Its share limits how often this can happen. Of several returning members the least
+//! served one goes first, independent of arrival. All operations take a constant number of steps for any number of
+//! members.
 
 use super::super::slots::NONE;
 use super::super::streams::Streams;
 use super::FairStream;
 
-/// Where a member stands.
+/// Position of a member.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct MemberShare {
-    /// What it may still use, in the unit of its line. Less than nothing if it has used more.
+    /// Remaining credit, in the unit of its queue; negative if overdrawn.
     pub(super) credit: i64,
-    /// Since when it stands where it stands.
+    /// Time at which it took its position.
     pub(super) since_ns: u64,
-    /// The round whose due it has been given.
+    /// Round of its latest share.
     round: u32,
     /// The next in its row.
     next: u32,
     /// The credit it takes for it to be served, if that is more than for others.
     pub(super) needs: i64,
-    /// What it has had since it is known, in bytes at a usual weight, if anybody counts it.
+    /// Total service, in bytes at the default weight, if counted.
     pub(super) served: u64,
-    /// Of a hundred, what is its due beside others.
+    /// Share beside others, of a hundred.
     pub(super) weight: u32,
-    /// What the line counts for it.
+    /// Its weight as counted in the queue's total.
     counted: u32,
     pub(super) queued: bool,
 }
 
 impl MemberShare {
-    /// Of who has had nothing yet.
+    /// For a member without service so far.
     pub(super) fn new(weight: u32) -> MemberShare {
         MemberShare { weight, ..MemberShare::default() }
     }
@@ -79,19 +79,19 @@ impl MemberList {
 /// Members that wait for their turn.
 #[derive(Debug)]
 pub(super) struct MemberQueue {
-    /// Who has something left of its due.
+    /// Members with a rest of their share.
     light: MemberList,
     heavy: MemberList,
     /// Whether the one in front is of the light ones.
     front_is_light: bool,
-    /// Counted from one. A round is over when all have been served that were heavy at its beginning.
+    /// Number of the round, from 1. A round ends when all members that were heavy at its beginning have been served.
     round: u32,
     left: u32,
     /// Sum of all weights.
     weight: u64,
-    /// What it takes to be served.
+    /// Smallest credit with which a member is served.
     least: i64,
-    /// How long a heavy one waits while there are light ones; from then on who came first goes first.
+    /// Longest wait of a heavy member while light ones exist; after that the order of arrival applies.
     late_ns: u64,
 }
 
@@ -110,12 +110,12 @@ impl MemberQueue {
         }
     }
 
-    /// What it takes to be served.
+    /// Smallest credit with which a member is served.
     pub(super) fn least(&self) -> i64 {
         self.least
     }
 
-    /// A line as it stands; what stays is empty, and a round further.
+    /// Takes all members out; the queue stays empty, and a round further.
     pub(super) fn take(&mut self) -> MemberQueue {
         let next =
             MemberQueue { round: self.round.wrapping_add(1).max(1), ..MemberQueue::new(self.least, self.late_ns) };
@@ -131,7 +131,7 @@ impl MemberQueue {
         self.weight
     }
 
-    /// How many stand in it.
+    /// Number of members.
     pub(super) fn len(&self) -> u32 {
         self.light.len + self.heavy.len
     }
@@ -153,7 +153,7 @@ impl MemberQueue {
         let share = &mut streams.get_mut(at).share;
         let rounds = i64::from(self.round.wrapping_sub(share.round) as i32);
         if share.round == 0 || rounds > 0 {
-            // What was left of earlier rounds is gone, what was owed is not.
+            // Credit of earlier rounds expires, debts do not.
             share.credit = share.credit.saturating_add(due.saturating_mul(rounds.max(1))).min(due);
             share.round = self.round;
         }
@@ -171,11 +171,11 @@ impl MemberQueue {
         }
     }
 
-    /// A member wants more than was its due, and is given what will be in the next round.
+    /// Queues a member that exceeds its share at the back, with the share of the next round.
     pub(super) fn enter_last(&mut self, streams: &mut Streams<FairStream>, at: u32, due: i64, now_ns: u64) {
         let share = &mut streams.get_mut(at).share;
         if due > 0 {
-            // Nobody saves more than it takes to be served.
+            // Savings are limited to the credit needed to be served.
             share.credit = share.credit.min(due.max(self.least).max(share.needs)) + due;
             share.round = self.round.wrapping_add(1).max(1);
         }
@@ -188,7 +188,7 @@ impl MemberQueue {
         self.weight += u64::from(share.weight);
     }
 
-    /// Who is next.
+    /// The next member.
     #[inline]
     pub(super) fn front(&mut self, streams: &Streams<FairStream>, now_ns: u64) -> Option<u32> {
         let since_ns = |row: &MemberList| streams.get(row.first).share.since_ns;

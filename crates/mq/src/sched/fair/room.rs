@@ -1,15 +1,15 @@
-//! What streams may have that wait for room in a page cache, and each one's part of it.
+//! Writeback credit: the bytes that streams which wait for room in a page cache may read, and each stream's part.
 //!
-//! Who copies files reads until the cache is full of what is not written yet, and from then on as much as is written.
-//! That is not a whole number of turns: one had two of them and the other one and a half, and whose file then ended had
-//! to wait for another turn of writes. So when a turn of writes begins that nobody else waits beside, as many bytes as
-//! it writes are what the others may have until the next one, and no turn is longer than its stream's part of what is
-//! left of them. Those who seek wait for no room: where they are nothing is shared out.
+//! A copy of a file reads until the cache is full of dirty pages; from then on it reads as much as is written back.
+//! Without a rule one stream had two turns of that and the other one and a half, and the one whose file then ended had
+//! to wait for another turn of writes. So a turn of writes without other waiting streams sets a credit: the bytes that
+//! it writes. The other streams may read that much until the next one, and no turn is longer than its stream's part of
+//! the remaining credit. Random streams do not wait for room; where they exist there is no credit.
 
 use super::WEIGHT;
 use super::line::MemberShare;
 
-/// Who has had less than others counts as behind them by no more than this: what a disk reads in a round.
+/// Upper bound of a stream's arrears, bytes: the amount a disk reads in a round.
 const BEHIND_MAX: u64 = 32 << 20;
 
 /// See the head of the module.
@@ -17,30 +17,30 @@ const BEHIND_MAX: u64 = 32 << 20;
 pub(super) struct Room {
     /// Bytes that may still be had.
     left: u64,
-    /// The most that anybody has had in turns, in bytes at a usual weight.
+    /// Largest service of a stream in turns, in bytes at the default weight.
     most: u64,
-    /// Those who seek have had a turn since writes had one.
+    /// Whether random streams have had a turn since the last turn of writes.
     crowded: bool,
 }
 
 impl Room {
-    /// A turn of writes is over, in which so much was written; `alone` if nobody else wanted anything when it began.
+    /// A turn of writes has ended with so many bytes; `alone` if no other stream waited when it began.
     pub(super) fn wrote(&mut self, bytes: u64, alone: bool) {
         self.left = if alone && !self.crowded { bytes } else { 0 };
         self.crowded = false;
     }
 
-    /// Those who seek have had a turn.
+    /// Random streams have had a turn.
     pub(super) fn crowd(&mut self) {
         self.crowded = true;
     }
 
-    /// Who has not been there for long is not behind by all that others have had.
+    /// Limits the arrears of a stream that has arrived recently.
     pub(super) fn came(&self, share: &mut MemberShare) {
         share.served = share.served.max(self.most.saturating_sub(BEHIND_MAX));
     }
 
-    /// Somebody has had so much in its turn.
+    /// A stream has used so many bytes in its turn.
     pub(super) fn had(&mut self, share: &mut MemberShare, bytes: u64) {
         let bytes_by_weight = bytes.saturating_mul(u64::from(WEIGHT)) / u64::from(share.weight.max(1));
         share.served = share.served.saturating_add(bytes_by_weight);
@@ -48,16 +48,16 @@ impl Room {
         self.left = self.left.saturating_sub(bytes);
     }
 
-    /// What somebody may have in its turn, with so many others in line: as much as it is behind, and its part of what
-    /// is left then. Who writes is one of them, so what is left at last is little, and so is what one has of it before
-    /// the others. All it wants, if nobody waits for room.
+    /// Bytes that a stream may use in its turn with `others` in the queue: its arrears, and its part of the credit left
+    /// after that. The writer counts as one of them, so the credit and the lead of one stream become small at the end.
+    /// Unlimited if no stream waits for room.
     pub(super) fn part(&self, share: &MemberShare, others: u32) -> u64 {
         if self.left == 0 {
             return u64::MAX;
         }
         let behind =
             self.most.saturating_sub(share.served).min(BEHIND_MAX) * u64::from(share.weight) / u64::from(WEIGHT);
-        // Never nothing, or a turn would be over before it begins.
+        // At least 1: a turn of 0 would end before it begins.
         ((self.left + u64::from(others) * behind) / (u64::from(others) + 1)).max(1)
     }
 }

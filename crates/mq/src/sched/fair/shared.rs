@@ -1,21 +1,21 @@
-//! How much of a device its hardware queues have between them, and who of them may have more.
+//! Depth of a device shared by its hardware queues.
 //!
-//! Each queue of a device has a member: a line of memory that only its owner writes, with what it has there and, once a
-//! round, what has ended of it. Before a queue hands something out it adds up what the others have, once a round as
-//! well; while it is alone it looks at a single word that says whether there is news. All of them together have no more
-//! than the [depth](super::depth) that keeps the device busy:
+//! Each queue of a device has a slot: a cache line that only its owner writes, with its amount in flight and, once a
+//! round, its completions. Before a queue dispatches it sums up the others' slots, also once a round; a lone queue
+//! reads a single word that says whether they have changed. All of them together use no more than the
+//! [depth](super::depth) that keeps the device busy:
 //!
-//! * who has nothing there may always have one, at once and without a look at anybody;
-//! * while there is room everybody may, unless somebody has less than a fair share and wants more: then only they;
-//! * a stream that is alone on the device has everything.
+//! * a queue with no request in flight may always have one, at once and without reading the slots;
+//! * while there is room every queue may dispatch, unless one with less than a fair share was refused: then only such
+//!   queues;
+//! * a stream that is alone on the device has no limit.
 //!
-//! **Nobody has to be woken.** Whoever is refused has something in flight, and asks again when that ends; and after
-//! [`AGAIN_NS`], in case that takes long. The price is that a place may lie idle until then.
+//! **No wake-ups.** A refused queue has requests in flight and asks again when one ends; and after [`AGAIN_NS`], in
+//! case that takes long. The price: depth may stay unused until then.
 //!
-//! **No lock, and no word that is fought for.** What is read of the others may be as old as a round, and then all
-//! together have a little more than they should. This is a measure of what is worth having there, and no bound that
-//! anything relies on: those are tags, and a [`Budget`](crate::Budget). Who finds that it is time to look at what the
-//! device has done takes a lock, if it is free.
+//! **No lock, and no contended word.** The others' slots may be as old as a round; then all together exceed the depth
+//! slightly. The depth is a guideline that nothing relies on: tags and a [`Budget`](crate::Budget) are bounds. A queue
+//! that finds a measurement due takes a lock, if it is free.
 
 use std::sync::{Arc, OnceLock, TryLockError};
 
@@ -30,23 +30,23 @@ use super::depth::{Depth, DepthLimit};
 /// as it pleases.
 /// A model has fewer: loom makes each anew for each order of events.
 const MEMBERS_MAX: usize = if cfg!(loom) { 4 } else { 256 };
-/// When a queue that was refused asks again, if nothing of it has ended: seldom enough to cost nothing.
+/// Time after which a refused queue asks again if none of its requests has ended: long enough to cost nothing.
 const AGAIN_NS: u64 = 1_000_000;
-/// Who was refused and has not asked for so long does not want more: its lane is at something else.
+/// A refused queue that has not asked for this long no longer counts as waiting: its lane is busy with other work.
 const LACKING_NS: u64 = 4 * AGAIN_NS;
-/// A queue is alone when no other has wanted anything for so long. Until then it has what keeps the device busy, which
-/// costs it next to nothing; and someone who wants something now and then does not find the device full.
+/// A queue is alone when no other has submitted for this long. Until then it has the depth that keeps the device busy,
+/// at nearly no cost, and an occasional submitter does not find the device full.
 const ALONE_NS: u64 = 1_000_000_000;
-/// How old what a member says of that may be.
+/// Longest age of a slot's entry about this.
 const SEEN_NS: u64 = 1_000_000;
-/// Who has wanted nothing for so long tells those who may be alone by now. Half of it, as the clocks of two lanes are a
-/// round apart.
+/// A queue idle for this long announces it to those that may be alone now. Half of `ALONE_NS`, since the clocks of two
+/// lanes differ by up to a round.
 const NEWS_NS: u64 = ALONE_NS / 2;
-/// How often it is looked at what the device has done: a small part of the turns of [`Depth`].
+/// Interval of the device's measurement: a small part of the turns of [`Depth`].
 const LOOK_NS: u64 = 250_000;
 
-/// What the hardware queues of one device know of each other. Part of what a device [is](crate::DeviceInfo): a clone is
-/// of the same device.
+/// State shared by the hardware queues of one device. Part of [`DeviceInfo`](crate::DeviceInfo): a clone belongs to the
+/// same device.
 ///
 /// Empty until a queue has a scheduler that shares.
 #[derive(Clone, Default)]
@@ -58,29 +58,29 @@ struct Table {
     regulator: Mutex<Regulator>,
 }
 
-/// What is read often and written now and then.
+/// Words that are read often and written rarely.
 struct Read {
     /// The depth that has been found to do, and how much may be there just now: [`DepthLimit`].
     depth: AtomicU64,
     limit: AtomicU64,
     small: AtomicU64,
     mib_ns: AtomicU64,
-    /// Counted up after any of these has changed, and after somebody has come who was not there: what a queue looks at
-    /// that is alone.
+    /// Counter of changes to the other words here, and of queues that become active: the one word that a lone queue
+    /// reads.
     news: AtomicU64,
     /// Members ever taken.
     used: AtomicUsize,
-    /// It is not looked at what the device has done before this.
+    /// Earliest time of the next measurement.
     look_ns: AtomicU64,
     /// Counted up when marks begin anew.
     turn: AtomicU64,
-    /// Somebody waits because of the limit.
+    /// Whether a queue waits because of the limit.
     bound: AtomicBool,
 }
 
 struct Regulator {
     depth: Depth,
-    /// What had ended when it was last looked.
+    /// Completions at the last measurement.
     ends: u64,
     cost: u64,
 }
@@ -88,10 +88,10 @@ struct Regulator {
 #[derive(Default)]
 struct DepthMember {
     taken: AtomicBool,
-    /// What it has there, and the most it had since the turn began.
+    /// Amount in flight, and its maximum since the turn began.
     has: AtomicU64,
     peak: AtomicU64,
-    /// What weigh its streams that want something.
+    /// Total weight of this queue's active streams.
     weight: AtomicU64,
     /// When it was last refused with less than its share; zero if it has had its due since.
     lacking_ns: AtomicU64,
@@ -99,17 +99,17 @@ struct DepthMember {
     seen_ns: AtomicU64,
     /// When something of it ended last.
     ended_ns: AtomicU64,
-    /// What has ended since the table was made, whoever sat here.
+    /// Completions since the table was made, of all owners of the slot.
     ends: AtomicU64,
     cost: AtomicU64,
 }
 
-/// One queue's part in it. What things are worth is in the unit of [`Depth`].
+/// One queue's access to the shared depth. Amounts are in the unit of [`Depth`].
 pub(super) struct DepthShare {
     table: Arc<Table>,
     member: Arc<CachePadded<DepthMember>>,
     number: usize,
-    /// None for what is measured.
+    /// Configured depth; `None` for the measured one.
     given: Option<u64>,
     has: u64,
     peak: u64,
@@ -122,7 +122,7 @@ pub(super) struct DepthShare {
     /// From when on its member is to say again that it wants something.
     seen_until_ns: u64,
     ended_ns: u64,
-    /// The round in which it was last looked at the others, what news there was then, and what they were found at.
+    /// Round of the last sum over the others, the news count at that time, and the sum.
     round_ns: u64,
     news: u64,
     others: Others,
@@ -198,7 +198,7 @@ impl Table {
         &self.members[..self.read.0.used.load(Relaxed)]
     }
 
-    /// Looks at what the device has done, unless somebody is at it.
+    /// Measures the device's throughput, unless another queue is doing so.
     #[inline(never)]
     fn look(&self, now_ns: u64) {
         let mut regulator = match self.regulator.try_lock() {
@@ -233,7 +233,7 @@ impl Table {
         }
     }
 
-    /// There is news. What it is was written before: who sees the count sees that, too.
+    /// Announces a change. The change was written before, so a queue that sees the count sees it, too.
     fn tell(&self) {
         self.read.0.news.fetch_add(1, Release);
     }
@@ -266,13 +266,13 @@ impl DepthShare {
         others.limit.fits(others.has + self.has, cost) && (!others.lacking || self.has < self.fair_share(weight))
     }
 
-    /// Whether the device has more than twice of what it should, or would.
+    /// Whether the device has more than twice its depth, or would have it with this bio.
     pub(super) fn is_far_beyond(&self, cost: u64) -> bool {
         self.others.limit.is_far_beyond(self.others.has + self.has, cost)
     }
 
-    /// Somebody waits because it does not fit: until then, unless something of the queue ends before. The largest
-    /// number if only that helps.
+    /// A bio does not fit: the time until which to wait, unless a request of the queue ends before. `u64::MAX` if only
+    /// that helps.
     pub(super) fn wait_ns(&mut self, cost: u64, weight: u64, now_ns: u64) -> u64 {
         let bound = &self.table.read.0.bound;
         if !bound.load(Relaxed) {
@@ -371,8 +371,8 @@ impl DepthShare {
         }
     }
 
-    /// Writes down what others need to know only once a round, when the first of it has ended: before that the queue
-    /// had the most since the last time.
+    /// Publishes the values that others need only once a round, at its first completion, when the queue's amount is at
+    /// its maximum.
     #[inline(never)]
     fn write_down(&mut self, had: u64, now_ns: u64) {
         let (read, member) = (&self.table.read.0, &self.member.0);
@@ -402,7 +402,7 @@ impl Drop for DepthShare {
         for word in [&member.has, &member.peak, &member.weight, &member.lacking_ns, &member.seen_ns, &member.ended_ns] {
             word.store(0, Relaxed);
         }
-        // Pairs with the acquire of who sits down next, who counts on from what has ended.
+        // Pairs with the acquire of the slot's next owner, which continues the count of completions.
         member.taken.store(false, Release);
     }
 }
@@ -430,7 +430,7 @@ mod tests {
     const COST: u64 = 12 << 10;
     const MS: u64 = 1_000_000;
 
-    /// Queues that share a device of so many places, and one stream each.
+    /// Queues that share a device of so many slots, with one stream each.
     fn queues(count: usize, places: u32) -> Vec<DepthShare> {
         let shared = SharedDepth::default();
         (0..count).map(|_| shared.join(places * 12)).collect()
@@ -518,7 +518,7 @@ mod tests {
         let mut has = [16, 0, 0, 0];
         for round in 2..60 {
             for (share, has) in queues.iter_mut().zip(&mut has) {
-                // One of each ends, and everybody takes what there is.
+                // One request of each ends, and every queue dispatches as much as it may.
                 let ends = (*has).min(1);
                 end(share, ends, round * MS);
                 *has = *has + take(share, 100, round * MS) - ends;
@@ -585,7 +585,7 @@ mod tests {
 
     #[test]
     fn one_depth_is_learned_for_all() {
-        // 100 us each, and 16 at one time: whatever the two want.
+        // 100 us each, and 16 at a time: the demand of both.
         let shared = SharedDepth::default();
         let mut queues = [shared.join(0), shared.join(0)];
         let (mut has, mut now_ns, mut of) = ([0_usize; 2], 0, 0);

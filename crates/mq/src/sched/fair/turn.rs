@@ -1,41 +1,40 @@
-//! Turns: the device is one stream's for a while, so that the way to where it reads is paid for once.
+//! Turns: the device serves one stream for a while, so that the seek to its position is paid once.
 //!
-//! A turn is as long as the owner's credit, counted from the first end in it, so that nobody pays for the way from
-//! where another has been; what is still in flight when it is over is waited for, and paid for by who sent it. An owner
-//! with nothing to do is waited for as long as its history make it likely that it comes back, and worth it. Beyond that
-//! its turn is over, and it keeps the rest of its credit for this round. Who has used up its credit stands at the end
-//! of the line at once, though it may think just then: so turns go round, and nobody has two of them while another
-//! waits for one.
+//! A turn is as long as the owner's credit, counted from its first completion, so that a stream does not pay for the
+//! seek from another's position. Requests still in flight at its end are waited for and charged to their stream. The
+//! scheduler idles for an owner without bios as long as its history makes a worthwhile return likely. After that the
+//! turn ends, and the owner keeps the rest of its credit for this round. An owner that has used up its credit goes to
+//! the back at once, also while it thinks, so no stream has two turns while another waits for one.
 //!
-//! Writes nobody waits for save up what is due to them until it is a whole slice: each turn of theirs leaves a disk
-//! with its write cache full, and lasts until that has [settled](super::hold_off). What reads lose to it all the same
-//! is not charged to who reads.
+//! Asynchronous writes save up their shares until they have a whole slice. Each of their turns leaves a disk with a
+//! full write cache and includes its [hold-off](super::hold_off). Time that reads lose to destaging all the same is not
+//! charged to the readers.
 //!
-//! Of several that come back, as all do who wait for [room](super::room) in one page cache, who has had least is next,
-//! and has no more than its part of that. Nobody who was away has it for long. A crowd comes first: each of those in it
-//! waits for one thing.
+//! Of several returning streams, such as those that wait for [room](super::room) in one page cache, the least served
+//! one is next, with no more than its part of the credit. The random streams come first: each of their streams waits
+//! for one bio.
 //!
-//! While others wait, an owner has no more in flight than fits in the rest of its turn, by how long each took: so a
-//! turn of who seeks ends in time, and who reads in a row has all the depth it can use.
+//! While other streams wait, an owner has only as much in flight as fits in the rest of its turn, by the service time
+//! of its bios. So a turn of random streams ends in time, and a sequential stream uses all the depth it needs.
 
 use super::history;
 use super::{Fair, FairConfig, FairStream, WEIGHT};
 use crate::sched::Selected;
 
-/// What is due in a round is no less than this, however many want a turn: five times the way to where another reads.
+/// Smallest share of a round, for any number of streams: five times a seek to another stream's position.
 const SLICE_MIN_NS: u64 = 50_000_000;
-/// With less credit than this nobody has a turn: two seeks, each with half a turn of the platter and some reading. It
-/// must be well below what is due, or who has gone a little beyond its turn would miss the next.
+/// Smallest credit for a turn: two seeks, each with half a revolution and some reading. It must be well below a share,
+/// or a stream that slightly exceeded its turn would miss the next.
 const TURN_MIN_NS: u64 = SLICE_MIN_NS / 2;
-/// A line of so many keeps no place for who wants nothing just now: there are so many places of streams beyond those
-/// with bios, for three classes.
+/// A queue of this length keeps no position for idle streams: that many slots exist beyond those with bios, for three
+/// classes.
 const KEPT_MAX: u32 = 64;
-/// Whoever is in front has a turn when so many more than there are in the line have been passed over for what they owe,
-/// or save up: some hundred rounds, where one that is due a hundredth of a turn saves up for all of it.
+/// The front has a turn once this many more members than the queue's length have been passed over for debts or savings:
+/// some hundred rounds, in which a member with a hundredth of a turn saves up for all of it.
 const PASSED_MAX: u32 = 1024;
 /// Bios of a stream that are sorted at one time: some more than a disk sorts by itself.
 const BATCH: usize = 64;
-/// The same of writes nobody waits for: some MiB of small ones.
+/// The same for asynchronous writes: some MiB of small ones.
 const BATCH_ASYNC: usize = 1024;
 
 /// The turn that lasts.
@@ -49,14 +48,14 @@ pub(super) struct ActiveTurn {
     slice_ns: u64,
     /// It was given because a lower class had waited for too long: a more urgent one waits for it.
     late: bool,
-    /// Nothing more is handed out.
+    /// No further dispatch.
     closing: bool,
-    /// What was handed out of it, and the most that it may have.
+    /// Bytes dispatched in the turn, and their limit.
     pub(super) bytes: u64,
     bytes_max: u64,
-    /// Nobody else waited when it began.
+    /// Whether no other stream waited when it began.
     alone: bool,
-    /// What its reads lost to what had been written before.
+    /// Time that its reads lost to earlier writes.
     lost_ns: u64,
     /// When something of it ended last, and of which stream that was.
     ended_ns: u64,
@@ -69,7 +68,7 @@ pub(super) fn least_ns(config: &FairConfig) -> i64 {
 }
 
 impl Fair {
-    /// A member of the line for turns, which is in none, stands in it.
+    /// Queues a member that is in no queue for turns.
     pub(super) fn line_up(&mut self, at: u32, now_ns: u64) {
         let slice_ns = i64::from(self.config.slice_ms.max(1)) * 1_000_000;
         let stream = self.streams.get_mut(at);
@@ -82,11 +81,11 @@ impl Fair {
         self.turns[class].enter(&mut self.streams, at, due, sync, now_ns);
     }
 
-    /// What is due to a member in a round, nanoseconds: its share of what a round is to last.
+    /// Share of a member in a round, ns, of the length of a round.
     fn turn_due(&mut self, at: u32) -> i64 {
         let class = usize::from(self.streams.get(at).class);
         if at == self.crowds[class] {
-            // While they all think it weighs what it did.
+            // While all streams think, the total weight stays.
             let weight = self.mixes[class].weight().min(1 << 20) as u32;
             let share = &mut self.streams.get_mut(at).share;
             share.weight = if weight > 0 { weight } else { share.weight.max(1) };
@@ -157,7 +156,7 @@ impl Fair {
         if who == self.crowds[class] { self.mixing[class] } else { self.streams.get(who).bios.len() }
     }
 
-    /// When the device has done what a turn of writes has left in its cache.
+    /// Time at which the device has destaged the writes of a turn.
     fn hold_off_end_ns(&self, turn: &ActiveTurn) -> u64 {
         let waits = self.config.drain && !self.streams.get(turn.who).sync;
         if waits { turn.ended_ns + self.hold_off.ns() } else { 0 }
@@ -176,7 +175,7 @@ impl Fair {
         turn.ended_ns.saturating_add(last.history.idle_ns(most_ns))
     }
 
-    /// The turn that is next begins. False if nobody wants it.
+    /// Begins the next turn. False if no stream waits for one.
     #[inline(never)]
     fn take_turn(&mut self, now_ns: u64) -> bool {
         let mut passed = 0;
@@ -225,8 +224,8 @@ impl Fair {
         }
     }
 
-    /// The turn is over and paid for. Who wants more stands in line again; so does who has used it up and only thinks
-    /// just now, for else others would come before it, or it before them, by the moment.
+    /// Ends and charges the turn. An owner with more bios is queued again; so is one that has used up its credit and
+    /// thinks, since its position would otherwise depend on the moment.
     fn end_turn(&mut self, now_ns: u64) {
         let Some(turn) = self.turn.take() else { return };
         self.batch.clear();
@@ -245,7 +244,7 @@ impl Fair {
             self.room.had(share, turn.bytes);
         }
         if is_crowd && self.mixing[class] == 0 {
-            // Whoever is in its line has nothing any more, and leaves it.
+            // The front of its queue is idle, and leaves it.
             self.front_of_mix(class, now_ns);
         }
         let wants_more = self.waiting_of(turn.who, class) > 0;
@@ -277,7 +276,7 @@ impl Fair {
         Some(Selected::Bio(self.hand_out(turn.who, bio)))
     }
 
-    /// Sorts the bios that came first, or those that are left of them: first what lies ahead, then what lies behind.
+    /// Sorts the oldest bios, or the rest of them: first those ahead of the position, then those behind.
     fn sort_batch(&mut self, at: u32) {
         let stream = self.streams.get_mut(at);
         if stream.batch == 0 {
@@ -289,7 +288,7 @@ impl Fair {
         self.batch.sort_unstable_by(|one, other| other.cmp(one));
     }
 
-    /// Something of `at` has ended, which has turns as `who`.
+    /// A request of stream `at` has ended, whose turns are those of `who`.
     pub(super) fn ended_in_turn(&mut self, at: u32, who: u32, start_ns: u64, now_ns: u64) {
         let Some(turn) = self.turn.as_mut().filter(|turn| turn.who == who) else { return };
         if turn.began_ns.is_some() {
