@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-/// Bytes of the data cache of this level that the first CPU uses; nothing where the system does not tell.
+/// Bytes of the data cache of this level that the first CPU uses; `None` if the system does not report it.
 pub fn cache_bytes(level: u32) -> Option<u64> {
     find(Path::new("/sys/devices/system/cpu/cpu0/cache"), level)
 }

@@ -52,26 +52,26 @@ impl TimeSource for SystemClock {
     }
 }
 
-/// The monotonic clock for one thread that reads it all the time: within [`Clock::ERROR_NS_MAX`] of [`now_ns`], and it
-/// never goes back.
+/// The monotonic clock for one thread that reads it continually: within [`Clock::ERROR_NS_MAX`] of [`now_ns`], and
+/// monotonic.
 ///
-/// About 10 ns where the time-stamp counter can be trusted, as [`now_ns`] elsewhere. What the counter means is learnt
-/// from the system's clock and looked up again every millisecond, so that no error lives longer.
+/// About 10 ns where the time-stamp counter can be trusted, as [`now_ns`] elsewhere. The counter's offset and rate are
+/// learnt from the system's clock and refreshed every millisecond, so that no error lives longer.
 #[derive(Debug)]
 pub struct Clock {
     by_counter: bool,
     scale: Cell<Scale>,
-    /// What was told last.
+    /// Latest time returned.
     told_ns: Cell<u64>,
 }
 
 impl Clock {
-    /// How far from [`now_ns`] a reading may be.
+    /// Largest difference of a reading from [`now_ns`].
     ///
     /// Three errors add up. The system slews its clock by a thousandth at most, one way or the other (`adjtimex`: 500
-    /// parts per million, and as many while it makes up for an offset), so in a millisecond it goes at most 2 us away
-    /// from what was learnt. The two comparisons with the counter from which that was learnt are each off by half a
-    /// microsecond at most (`COMPARED_CYCLES_MAX`).
+    /// parts per million, and as many while it corrects an offset), so in a millisecond it deviates by at most 2 us
+    /// from the learnt rate. Each of the two comparisons with the counter from which that was learnt has an error of at
+    /// most half a microsecond (`COMPARED_CYCLES_MAX`).
     pub const ERROR_NS_MAX: u64 = 3_000;
 
     /// A clock for this thread.
@@ -89,7 +89,7 @@ impl Clock {
         now_ns
     }
 
-    /// Asks the system, and learns from it what the counter means.
+    /// Reads the system's clock, and learns the counter's offset and rate from it.
     #[inline(never)]
     fn ask(&self) -> u64 {
         if !self.by_counter {
@@ -98,7 +98,7 @@ impl Clock {
         let before = tsc::cycles();
         let now_ns = now_ns();
         let after = tsc::cycles();
-        // Whoever was interrupted in between does not know when the clock was read.
+        // An interruption in between makes the time of the clock's reading unknown.
         if after.wrapping_sub(before) < COMPARED_CYCLES_MAX {
             let mut scale = self.scale.get();
             scale.compare(before, now_ns);
@@ -111,14 +111,14 @@ impl Clock {
 /// Counter and clock are compared when no more cycles than this pass in doing so. It takes about a hundred; a counter
 /// of 1 GHz, the slowest in use, makes half a microsecond of them.
 const COMPARED_CYCLES_MAX: u64 = 500;
-/// How long what was learnt is used, and the least time over which a rate is measured: short, since an error lives for
-/// as long; long against the hundred nanoseconds that it takes to learn it anew.
+/// Validity of a learnt rate, and shortest time over which a rate is measured: short, since an error lives as long;
+/// long against the hundred nanoseconds of learning it again.
 const SPAN_NS: u64 = 1_000_000;
-/// Two rates agree if they differ by less than this share. More than slewing can do, so one of them was measured while
-/// clock or counter stood still: the machine slept, or moved to another host.
+/// Two rates agree if they differ by less than this share. More than slewing can cause, so one of them was measured
+/// while clock or counter stood still: the machine slept, or moved to another host.
 const AGREE_SHARE: u64 = 1 << 9;
 
-/// What the counter means.
+/// Offset and rate of the counter.
 #[derive(Clone, Copy, Debug, Default)]
 struct Scale {
     /// The counter and the clock when they were compared.
@@ -126,7 +126,7 @@ struct Scale {
     ns: u64,
     /// Nanoseconds to a cycle, times 2^32.
     rate: u64,
-    /// Cycles from then on for which this holds: none unless two measurements of the rate, one after the other, agree.
+    /// Cycles from then on for which this is valid: 0 unless two consecutive measurements of the rate agree.
     span: u64,
 }
 
@@ -173,7 +173,7 @@ mod tests {
             n = std::hint::black_box(n + 1);
         }
         assert!(n > 0);
-        // A machine whose host takes the CPU away charges that to whoever runs just then, now and then.
+        // A machine whose host takes the CPU away sometimes charges that time to the running thread.
         let sleeps_free = (0..20).any(|_| {
             let ran = thread_cpu_ns();
             std::thread::sleep(std::time::Duration::from_millis(50));
@@ -182,11 +182,11 @@ mod tests {
         assert!(sleeps_free, "it was charged for each of its sleeps");
     }
 
-    /// How long a clock may take to learn what the counter means, on a machine that does other things as well.
+    /// Longest time in which a clock learns the counter's rate, on a machine with other load.
     const LEARNT_NS_MAX: u64 = 60_000_000_000;
 
-    /// Reads a clock for so long, between two readings of the system's, and longer if it is to be told by the counter
-    /// and was not yet; says how often it was.
+    /// Reads a clock for this time, between two readings of the system's, and longer until it uses the counter; returns
+    /// the number of readings.
     fn read_for(clock: &Clock, duration_ns: u64) -> u64 {
         let (start_ns, mut by_counter) = (now_ns(), 0);
         let mut told_ns = clock.now_ns();

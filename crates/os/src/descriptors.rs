@@ -4,11 +4,11 @@ use std::io;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Allows this process as many descriptors as it may allow itself, and returns how many: each queue of a guest takes a
-/// handful, and the usual limit is kept low for programs that could not wait on larger numbers.
+/// Raises the limit on open files to this process's maximum, and returns it: each queue of a guest takes a handful of
+/// descriptors, and the usual limit is kept low for programs that use `select`.
 ///
 /// # Errors
-/// What the system said. Nothing has changed then.
+/// The system's error. The limit is unchanged then.
 pub fn allow_all_descriptors() -> io::Result<Option<u64>> {
     let most = getrlimit(Resource::Nofile).maximum;
     setrlimit(Resource::Nofile, Rlimit { current: most, maximum: most })?;

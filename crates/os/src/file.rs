@@ -41,7 +41,7 @@ pub enum Direct {
     Off,
 }
 
-/// What to open, and how.
+/// File to open, and its options.
 #[derive(Clone, Debug)]
 pub struct FileConfig {
     /// Where it is.
@@ -50,9 +50,9 @@ pub struct FileConfig {
     pub read_only: bool,
     /// Whether I/O goes past the page cache.
     pub direct: Direct,
-    /// Logical block, bytes; by default 512, or what direct I/O asks for if that is more.
+    /// Logical block, bytes; by default 512, or the alignment of direct I/O if that is more.
     pub block_bytes: Option<u32>,
-    /// Each write is durable when it completes, so that flushes have nothing to do.
+    /// Each write is durable when it completes, so flushes are no-ops.
     pub write_through: bool,
 }
 
@@ -74,9 +74,9 @@ impl FileConfig {
 pub enum Mode {
     /// Past the page cache.
     Direct {
-        /// What memory must be aligned to, bytes; memory that is not is copied.
+        /// Alignment of memory for direct I/O, bytes; unaligned data is copied.
         memory_align: u32,
-        /// What places and lengths in the file must be aligned to, bytes.
+        /// Alignment of offsets and lengths in the file, bytes.
         offset_align: u32,
     },
     /// Through the page cache.
@@ -99,7 +99,7 @@ impl std::fmt::Display for Mode {
     }
 }
 
-/// What happened to a file beside I/O going well. Counted by all its queues, readable by anyone.
+/// Counters of unusual events of a file. Written by all its queues, readable by any thread.
 #[derive(Debug, Default)]
 pub struct FileCounters {
     bounced: AtomicU64,
@@ -109,7 +109,7 @@ pub struct FileCounters {
 }
 
 impl FileCounters {
-    /// Requests whose data was copied because their memory was not aligned.
+    /// Requests whose data was copied because of its alignment.
     pub fn bounced(&self) -> u64 {
         self.bounced.load(Relaxed)
     }
@@ -130,7 +130,7 @@ impl FileCounters {
     }
 }
 
-/// What all queues of a file share.
+/// State that all queues of a file share.
 #[derive(Debug)]
 struct SharedFile {
     /// The device, for messages.
@@ -138,7 +138,7 @@ struct SharedFile {
     file: Arc<OwnedFd>,
     /// Bits that must be zero in the address of memory; zero if any will do.
     memory_mask: usize,
-    /// Bits that must be zero in places in the file, and in the length of each segment.
+    /// Bits that must be zero in file offsets, and in the length of each segment.
     offset_mask: u64,
     bounce_bytes: u32,
     segments_max: u16,
@@ -149,10 +149,10 @@ struct SharedFile {
     no_trim: AtomicBool,
     no_punch: AtomicBool,
     no_zero_range: AtomicBool,
-    /// A sync has failed. The kernel says so once and forgets, to one of all who ask through this description: what was
-    /// lost is lost for all, so no flush succeeds from then on.
+    /// A sync has failed. The kernel reports that once for each description, and the lost writes stay lost, so no flush
+    /// succeeds from then on.
     sync_failed: AtomicBool,
-    /// What is written where zeroes cannot be asked for. Never touched, so it takes no memory.
+    /// Source of zeroes where the file has no operation for them. Never written, so it takes no memory.
     zeroes: Arc<Region>,
 }
 
@@ -185,7 +185,7 @@ impl FileDevice {
         &self.mode
     }
 
-    /// What happened beside I/O going well.
+    /// Counters of unusual events.
     pub fn counters(&self) -> &FileCounters {
         &self.shared.counters
     }

@@ -50,7 +50,7 @@ use crate::wake::Waker;
 pub struct LaneConfig {
     /// Name of the thread; the system shows its first 15 bytes.
     pub name: String,
-    /// CPUs it may run on; any that the process may, if none are named.
+    /// CPUs it may run on; `None` for all of the process.
     pub cpus: Option<Vec<u32>>,
     /// How long it turns without work before it sleeps.
     pub policy: IdlePolicy,
@@ -70,14 +70,14 @@ pub enum LaneError {
         #[source]
         source: RingError,
     },
-    /// It may not run where it was told to.
+    /// It cannot be pinned to its CPUs.
     #[error("lane {name}: cannot be pinned to CPUs {cpus:?}: {source}; name CPUs that this process may run on")]
     Pin {
         /// The lane.
         name: String,
-        /// Where it was told to run.
+        /// Its CPUs.
         cpus: Vec<u32>,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// More than it can listen to.
@@ -85,9 +85,9 @@ pub enum LaneError {
     Pollers {
         /// The lane.
         name: String,
-        /// What it was given.
+        /// Number of pollers.
         count: usize,
-        /// What it can have.
+        /// Upper bound.
         max: usize,
     },
     /// No thread, or no descriptor for it.
@@ -95,10 +95,10 @@ pub enum LaneError {
     Thread {
         /// The lane.
         name: String,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A poller was to leave and has work in hand that does not end.
+    /// A poller that is to leave has requests in flight that do not end.
     #[error(
         "queue {poller} was not drained within {limit:?} and stays on lane {name}: a request at its device does \
          not complete; try again later"
@@ -122,18 +122,18 @@ pub enum LaneError {
     Panicked {
         /// The lane.
         name: String,
-        /// What it said.
+        /// Its message.
         message: String,
     },
 }
 
 /// Number of the waker's eventfd; those of the pollers follow.
 const OWN: usize = 0;
-/// Eventfds a poller may have: those of who feeds its queue, and of the device behind it.
+/// Eventfds of a poller: that of its feeder, and that of the device.
 const EVENTFDS_EACH: usize = 2;
 
-/// A running lane. It runs until all its pollers are over and nobody can give it more: dropping the handle does not
-/// stop it, but lets it end.
+/// A running lane. It runs until all its pollers have ended and no command can come: dropping the handle does not stop
+/// it, but lets it end.
 pub struct LaneThread<S> {
     name: String,
     thread: JoinHandle<()>,
@@ -143,15 +143,15 @@ pub struct LaneThread<S> {
     turns: Arc<TurnStats>,
 }
 
-/// What is asked of a lane from outside.
+/// Command to a lane from another thread.
 enum LaneCommand<S> {
-    /// A poller comes to live here; it is made or carried here by this. Answered when it has entered.
+    /// A poller enters this lane; the closure creates or moves it. Answered when it has entered.
     Admit(u32, Box<dyn FnOnce() -> S + Send>, Sender<()>),
-    /// A poller is to come to rest and leave. The answer is the poller, or none if it stays after all.
+    /// A poller is to drain and leave. The answer is the poller, or `None` if it stays.
     Leave(u32, Sender<Option<S>>),
     /// It may stay, if it has not left.
     Stay(u32),
-    /// Look for work for as long as this says before each sleep. Answered when it does.
+    /// Sets the idle policy. Answered when it applies.
     Policy(IdlePolicy, Sender<()>),
     /// No more orders.
     Close,
@@ -177,8 +177,8 @@ impl<S> Drop for LaneCommands<S> {
     }
 }
 
-/// Ends the lane, since the kernel refuses its ring: its requests cannot be completed and its queues are served no
-/// more. It unwinds, since nothing else lets go of [tags](blkyard_mq::Tag) that are out.
+/// Ends the lane, since the kernel refuses its ring: its requests cannot complete and its queues are no longer served.
+/// It unwinds, since only that releases [tags](blkyard_mq::Tag) in use.
 #[cold]
 fn give_up(error: std::io::Error) -> ! {
     let thread = std::thread::current();
@@ -225,7 +225,7 @@ where
                 let view = (Arc::clone(ring.view()), Arc::clone(lane.turns()));
                 let mut turning = Turning { ring, lane, mail, waker: on_thread };
                 pollers.into_iter().enumerate().for_each(|(name, poller)| turning.admit(name as u32, poller));
-                // The spawner waits for this and nothing else; should it be gone, we run all the same.
+                // The spawner waits for this only; if it has ended, the lane runs all the same.
                 let _ = told.send(Ok(view));
                 turning.run();
             }
@@ -258,7 +258,7 @@ fn pin(config: &LaneConfig) -> Result<(), LaneError> {
 /// The lane's end of the orders.
 struct Mail<S> {
     mailbox: Arc<Mailbox<LaneCommand<S>>>,
-    /// Who waits for which poller.
+    /// Pending requests for pollers, with their reply channels.
     asked: Vec<(u32, Sender<Option<S>>)>,
     /// The kernel refuses the ring.
     has_failed: Arc<AtomicBool>,
@@ -329,7 +329,7 @@ impl<S: Poller<Ring>> Turning<S> {
         }
         self.ring.submit();
         if let Some(error) = self.ring.take_failure() {
-            // Known now: the ring is only let go of once the kernel has finished, which may take for ever.
+            // Set now: the ring is dropped only when the kernel has finished, which may never happen.
             self.mail.has_failed.store(true, Ordering::Relaxed);
             self.mail.mailbox.close();
             self.mail.asked.clear();
@@ -337,7 +337,7 @@ impl<S: Poller<Ring>> Turning<S> {
         }
     }
 
-    /// Listens to the eventfds of the pollers that the turn parked. One whose eventfd is not listened to is not parked.
+    /// Polls the eventfds of the pollers that the turn parked. A poller whose eventfd cannot be polled is unparked.
     #[inline]
     fn watch_parked(&mut self, now_ns: u64) {
         while let Some(slot) = self.lane.next_parked() {
@@ -414,7 +414,7 @@ impl<S: Poller<Ring>> Turning<S> {
         self.lane.admit(&mut self.ring, &waker, name, poller);
     }
 
-    /// Gives a poller that has parted to whoever asked for it. From here on nothing of it comes to this lane.
+    /// Hands a detached poller to the thread that asked for it. From here on no event of it reaches this lane.
     #[cold]
     fn hand_over(&mut self, slot: Slot, name: u32, poller: S) {
         eventfds(slot).for_each(|index| self.ring.unwatch(index));
@@ -423,7 +423,7 @@ impl<S: Poller<Ring>> Turning<S> {
         match asked.map(|index| self.mail.asked.swap_remove(index)) {
             Some((_, answer)) => {
                 if let Err(SendError(Some(poller))) = answer.send(Some(poller)) {
-                    // Whoever asked is gone. It is better served here than nowhere.
+                    // The asking thread has ended. The poller stays in service here.
                     self.admit(name, poller);
                 }
             }
@@ -432,7 +432,7 @@ impl<S: Poller<Ring>> Turning<S> {
     }
 }
 
-/// Slot of the poller whose eventfd has this number; none if it is the waker's.
+/// Slot of the poller with this eventfd index; `None` for the waker's.
 fn slot_of(eventfd: usize) -> Option<Slot> {
     eventfd.checked_sub(OWN + 1).map(|eventfd| eventfd / EVENTFDS_EACH)
 }
@@ -465,7 +465,7 @@ impl<S> LaneThread<S> {
         &self.name
     }
 
-    /// Wakes the lane from any thread: for who has published something to one of its pollers, or replaced an eventfd.
+    /// Wakes the lane from any thread, after a message to one of its pollers or a new eventfd.
     pub fn waker(&self) -> Arc<dyn Wake> {
         Arc::clone(&self.orders.waker) as Arc<dyn Wake>
     }
@@ -481,11 +481,10 @@ impl<S> LaneThread<S> {
         wait.recv().map_err(|_| self.ended())
     }
 
-    /// Asks for a poller back that lives here: it comes to rest, nothing of it is left on this lane, and here it is.
-    /// If that takes longer than `limit` it stays and goes on.
+    /// Drains and detaches a poller, and returns it. If that takes longer than `limit` it stays and continues.
     ///
     /// # Errors
-    /// It did not come to rest in time, or the lane has ended.
+    /// It did not drain in time, or the lane has ended.
     pub(crate) fn release(&self, name: u32, limit: Duration) -> Result<S, LaneError> {
         let (answer, wait) = channel();
         self.orders.give(LaneCommand::Leave(name, answer));
@@ -515,7 +514,7 @@ impl<S> LaneThread<S> {
         LaneError::Ended { name: self.name.clone() }
     }
 
-    /// What can be seen of its ring.
+    /// Counters of its ring.
     pub fn ring(&self) -> &Arc<RingCounters> {
         &self.ring
     }
@@ -525,7 +524,7 @@ impl<S> LaneThread<S> {
         &self.turns
     }
 
-    /// CPU time it has used so far; nothing once it has ended.
+    /// CPU time used so far; `None` once it has ended.
     pub fn cpu_ns(&self) -> Option<u64> {
         let mut clock = 0;
         // SAFETY: the thread has not been joined, since we hold its handle, so its id is valid; `clock` is ours.
@@ -533,13 +532,13 @@ impl<S> LaneThread<S> {
         if status == 0 { clock_ns(clock) } else { None }
     }
 
-    /// Whether the thread has ended, one way or the other, or serves nothing any more since the kernel refuses its
-    /// ring: then it ends once its I/O in flight is over.
+    /// Whether the thread has ended, or serves no queue any more since the kernel refuses its ring: then it ends once
+    /// its I/O in flight has completed.
     pub fn is_finished(&self) -> bool {
         self.has_failed.load(Ordering::Relaxed) || self.thread.is_finished()
     }
 
-    /// Waits until all its pollers are over; it gets no more.
+    /// Waits until all its pollers have ended; no more can be admitted.
     ///
     /// # Errors
     /// It panicked.

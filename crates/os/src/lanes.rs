@@ -1,11 +1,11 @@
 //! A set of lanes, and the placement of pollers on them.
 //!
 //! Lanes are started and retired, and pollers moved from one to another, while all of them work. To move, a poller is
-//! drained on its lane, detached, admitted to the other lane, and continues there. Only pollers whose place changes
+//! drained on its lane, detached, admitted to the other lane, and continues there. Only pollers whose lane changes
 //! move, one at a time, so that the others continue meanwhile.
 //!
-//! Owned by the control plane; its calls wait for the lanes, each for a bounded time. It does not know what a poller
-//! is, nor which lane suits it.
+//! Owned by the control plane; its calls wait for the lanes, each for a bounded time. It knows neither the content of a
+//! poller nor the lane that suits it.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -15,8 +15,8 @@ use blkyard_mq::{IdlePolicy, Poller};
 use crate::lane_thread::{LaneConfig, LaneError, LaneThread, spawn};
 use crate::ring::Ring;
 
-/// How long a poller may take to come to rest before it is let stay where it is. A healthy disk needs milliseconds; a
-/// guest gives up on a request after thirty seconds, and should find its queue fetching again before.
+/// Time limit for draining a poller, after which it stays on its lane. A healthy disk needs milliseconds; a guest gives
+/// up on a request after thirty seconds, and its queue should fetch again before that.
 const REST_MAX: Duration = Duration::from_secs(10);
 
 /// Lanes and where their pollers live.
@@ -25,19 +25,19 @@ pub struct Lanes<S> {
     threads: Vec<LaneThread<S>>,
     /// The lane of each poller, by the poller's number.
     places: BTreeMap<u32, usize>,
-    /// Number of the next poller. None is given twice.
+    /// Number of the next poller. Numbers are not reused.
     next: u32,
     rest_max: Duration,
-    /// What was decided since about sleep, for all of them.
+    /// Idle policy set after start, for all lanes.
     policy: Option<IdlePolicy>,
 }
 
-/// What re-dealing came to.
+/// Result of a new placement.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
     /// Pollers that live elsewhere now.
     pub count: usize,
-    /// The longest that one was on its way: from when it was asked to come to rest until it went on.
+    /// Longest move of a poller: from the request to drain until it continued.
     pub longest: Duration,
 }
 
@@ -45,7 +45,7 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
     /// Starts `count` lanes without pollers. Lane `n`, now or later, is made as `config(n)` says.
     ///
     /// # Errors
-    /// One of them cannot be started; then none is.
+    /// A lane cannot be started; then none runs.
     pub fn start(
         count: usize,
         config: impl Fn(usize) -> LaneConfig + Send + Sync + 'static,
@@ -79,10 +79,10 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
         Ok(number)
     }
 
-    /// Takes a poller off its lane for good: it comes to rest, and here it is. None if there is none of this number.
+    /// Drains and removes a poller from its lane, and returns it. `None` without a poller of this number.
     ///
     /// # Errors
-    /// It does not come to rest, and stays; or the lane has ended, and the poller with it.
+    /// It does not drain, and stays; or the lane has ended, and the poller with it.
     pub fn remove(&mut self, number: u32) -> Result<Option<S>, LaneError> {
         let Some(&lane) = self.places.get(&number) else { return Ok(None) };
         let removed = self.threads[lane].release(number, self.rest_max);
@@ -92,17 +92,16 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
         removed.map(Some)
     }
 
-    /// Changes the number of lanes to `count`, and has each poller live where `place` says, given its number. Lanes
-    /// are started first, then pollers move, then lanes are retired; pollers go on working all the while, but for the
-    /// moment they move.
+    /// Changes the number of lanes to `count`, and moves each poller to the lane that `place` returns for its number.
+    /// Lanes are started first, then pollers move, then lanes are retired; pollers continue, except for the time of
+    /// their own move.
     ///
     /// # Errors
-    /// A lane cannot be started or would be full: nothing has changed. A poller does not come to rest, or a lane has
-    /// ended: what has moved lives where it should, the rest where it did, and no lane is retired; trying again does
-    /// what is left.
+    /// A lane cannot be started or would be full: nothing has changed. A poller does not drain, or a lane has ended:
+    /// earlier moves stay, the rest is where it was, and no lane is retired; another call completes the change.
     ///
     /// # Panics
-    /// If there are to be no lanes, or `place` names one that is not to be.
+    /// If `count` is 0, or `place` returns a lane beyond it.
     pub fn deal(&mut self, count: usize, place: impl Fn(usize) -> usize) -> Result<Moves, LaneError> {
         let wanted: Vec<_> = self.places.iter().map(|(&poller, &is)| (poller, is, place(poller as usize))).collect();
         assert!(count > 0 && wanted.iter().all(|(_, _, to)| *to < count), "dealt to lanes that are not to be");
@@ -137,7 +136,7 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
         Ok(start.elapsed())
     }
 
-    /// Starts the lanes that are missing, or none.
+    /// Starts all missing lanes, or none.
     fn grow(&mut self, count: usize) -> Result<(), LaneError> {
         let mut more = Vec::new();
         for number in self.threads.len()..count {
@@ -168,33 +167,33 @@ impl<S> Lanes<S> {
         self.places.values().copied().collect()
     }
 
-    /// The lane of a poller; none if there is none of this number.
+    /// Lane of a poller; `None` without a poller of this number.
     pub fn place(&self, number: u32) -> Option<usize> {
         self.places.get(&number).copied()
     }
 
-    /// How a lane is made, whether it runs or not, and with what was decided since.
+    /// Configuration of a lane, running or not, with later settings.
     pub fn config(&self, lane: usize) -> LaneConfig {
         let made = (self.config)(lane);
         LaneConfig { policy: self.policy.unwrap_or(made.policy), ..made }
     }
 
-    /// Changes how long all lanes, those to come among them, turn without work before they sleep.
+    /// Sets the time without work before a sleep, for all present and later lanes.
     ///
     /// # Errors
-    /// A lane has ended. The others do as they are told.
+    /// A lane has ended. The others have the new policy.
     pub fn set_policy(&mut self, policy: IdlePolicy) -> Result<(), LaneError> {
         self.policy = Some(policy);
         let told: Vec<_> = self.threads.iter().map(|lane| lane.set_policy(policy)).collect();
         told.into_iter().collect()
     }
 
-    /// How long a poller may take to come to rest when it is to move.
+    /// Sets the time limit for draining a poller that moves.
     pub fn set_rest_max(&mut self, rest_max: Duration) {
         self.rest_max = rest_max;
     }
 
-    /// Waits until all pollers are over, and the lanes have ended.
+    /// Waits until all pollers and lanes have ended.
     ///
     /// # Errors
     /// One of them panicked; the others have ended all the same.

@@ -1,8 +1,7 @@
 //! The operating system: io_uring, files, threads, descriptors, connections, CPUs, signals, the clock.
 //!
-//! All crates below get time and events as arguments; this one provides them. A lane thread owns one [`Ring`] and
-//! lends it to its queues; a [`FileDevice`] has queues that read and write through it. Nothing here knows what is
-//! exported, or to whom.
+//! All crates below get time and events as arguments; this one provides them. A lane thread owns one [`Ring`] and lends
+//! it to its queues; a [`FileDevice`] has queues that read and write through it. Exports are unknown here.
 
 mod caches;
 mod child;

@@ -1,9 +1,9 @@
-//! Where a thread of a shared queue sleeps, over a ring that changes owners.
+//! Sleep of a shared queue's thread, over a ring that changes owners.
 //!
-//! A [`RingParker`] has an eventfd of its own, and a second descriptor of the ring itself, or of each of a few. A
-//! thread that only sleeps polls the eventfd; one that watches the ring polls both. The ring's descriptor is readable
-//! while completions wait in it, so a watch that begins after a completion ends at once, and no completion is missed.
-//! The ring polls a driver's eventfd, which therefore ends a watch as well.
+//! A [`RingParker`] has a private eventfd, and a second descriptor of the ring itself, or of each of a few. A thread
+//! that only sleeps polls the eventfd; one that watches the ring polls both. The ring's descriptor is readable while
+//! completions wait in it, so a watch that begins after a completion ends at once, and no completion is missed. The
+//! ring polls a driver's eventfd, which therefore ends a watch as well.
 //!
 //! For rings without a [single owner](crate::RingConfig::single_owner): there the kernel delivers completions by
 //! itself.
@@ -18,7 +18,7 @@ use blkyard_sys::{EventFd, PollFd, PollFlags, wait_for};
 
 use crate::{Ring, now_ns};
 
-/// One thread's place to sleep beside a shared ring.
+/// Parker of one thread beside a shared ring.
 #[derive(Debug)]
 pub struct RingParker {
     eventfd: EventFd,
@@ -73,7 +73,7 @@ impl Wake for RingParker {
 
 impl Parker for RingParker {
     fn sleep(&self) {
-        // Whatever ends this early, a signal say, whoever slept looks again.
+        // May end early, for instance by a signal: the caller checks again.
         let _ = wait_for(&mut [PollFd::new(&self.eventfd, PollFlags::IN)], None);
         self.eventfd.take();
     }
@@ -94,13 +94,13 @@ impl Parker for RingParker {
 impl Context for Ring {
     fn commit(&mut self) {
         self.submit();
-        // Those who share the ring have no other way to hear of it.
+        // The threads that share the ring have no other notification of its failure.
         assert!(!self.has_failed(), "{:?}", self.take_failure());
     }
 
     fn collect(&mut self) {
         self.reap();
-        // There is one eventfd, and whoever collects looks at everything.
+        // There is one eventfd, and its collector checks everything.
         while self.next_signalled().is_some() {}
     }
 

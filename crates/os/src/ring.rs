@@ -52,7 +52,7 @@ pub(crate) struct InboxId {
     index: u32,
 }
 
-/// What the kernel said to one entry: a count, or a negative errno.
+/// Result of one entry: a count, or a negative errno.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Completion {
     pub(crate) cid: Cid,
@@ -68,11 +68,11 @@ struct CompletionInbox {
     closed: bool,
 }
 
-/// How long a lane sleeps at most while it lacks a descriptor to hear an eventfd by: seldom enough to cost nothing,
-/// often enough that a guest waits and does not give up.
+/// Longest sleep of a lane that lacks a descriptor to poll an eventfd: rare enough to cost nothing, frequent enough
+/// that a guest does not give up.
 const DEAF_NS: u64 = 100_000_000;
 
-/// Who an entry belongs to: the upper byte of its name.
+/// Owner of an entry: the upper byte of its `user_data`.
 const KIND_DRIVER: u64 = 1;
 const KIND_EVENTFD: u64 = 2;
 const KIND_CANCEL: u64 = 3;
@@ -101,9 +101,9 @@ pub struct Ring {
     /// Places of the completion ring that drivers hold: pushed and not yet taken.
     held: usize,
     held_max: usize,
-    /// Completions reaped and not yet taken: while there are any, nobody sleeps.
+    /// Completions reaped and not yet taken: a lane with some does not sleep.
     untaken: usize,
-    /// Entries pushed and completions reaped, ever: the difference, less what still waits in the ring, is with the
+    /// Total of entries pushed and completions reaped: the difference, less the entries still in the ring, is in the
     /// kernel.
     pushed: u64,
     reaped: u64,
@@ -140,7 +140,7 @@ impl Ring {
         })
     }
 
-    /// What others may see of this ring.
+    /// The ring's counters for other threads.
     pub fn view(&self) -> &Arc<RingCounters> {
         &self.view
     }
@@ -155,9 +155,9 @@ impl Ring {
         self.view.buffers()
     }
 
-    /// Keeps a region mapped at least until the last holder of the attachment lets go. Private memory is made known to
-    /// the kernel, so that I/O into it need not look up its pages each time; where the kernel refuses, I/O goes on
-    /// without, and [`Ring::buffers`] says why.
+    /// Keeps a region mapped at least until the last holder of the attachment drops it. Private memory is registered
+    /// with the kernel, so that I/O into it need not look up its pages each time; if the kernel refuses, I/O works
+    /// without, and [`Ring::buffers`] has the cause.
     pub fn attach(&mut self, region: &Arc<Region>) -> Arc<Attachment> {
         self.buffers.attach(&self.uring, region)
     }
@@ -168,7 +168,7 @@ impl Ring {
         attached.is_some_and(|attached| memory.iter().any(|(_, region)| Arc::ptr_eq(region, attached)))
     }
 
-    /// Forgets the memory and the files that nobody holds any more. A control operation.
+    /// Releases unheld memory and files. A control operation.
     pub fn sweep(&mut self) {
         self.buffers.sweep(&self.uring);
         self.files.sweep();
@@ -180,14 +180,14 @@ impl Ring {
         self.buffers.fixed(attachment, offset, len)
     }
 
-    /// Keeps a file open for entries that name it, until the last holder of what this returns lets go and the ring
+    /// Keeps a file open for entries that name it, until the last holder of the result drops it and the ring
     /// [sweeps](Ring::sweep).
     pub(crate) fn hold(&mut self, file: &Arc<OwnedFd>) -> FileHolder {
         self.sweep();
         self.files.hold(file)
     }
 
-    /// An inbox for a driver that has at most `depth` entries out at one time.
+    /// An inbox for a driver with at most `depth` entries in flight.
     pub(crate) fn inbox(&mut self, depth: usize) -> InboxId {
         let inbox = CompletionInbox { arrived: VecDeque::with_capacity(depth), out: 0, closed: false };
         let free = self.inboxes.iter().position(|inbox| inbox.closed);
@@ -213,19 +213,19 @@ impl Ring {
         self.view.count_inboxes(-1);
     }
 
-    /// How many more entries may be pushed by drivers: places for their completions.
+    /// Number of entries that drivers may push: free slots for their completions.
     #[inline]
     pub(crate) fn room(&self) -> usize {
         self.held_max - self.held
     }
 
-    /// Puts an entry into the ring, for the next call into the kernel. Makes that call if the ring is full.
+    /// Pushes an entry, for the next call into the kernel. Makes that call if the ring is full.
     ///
     /// # Safety
-    /// What the entry points to stays valid until the completion is [taken](Ring::take), or the ring is gone.
+    /// All memory that the entry names stays valid until the completion is [taken](Ring::take), or the ring is dropped.
     ///
     /// # Panics
-    /// If there is no [room](Ring::room), or the inbox is another ring's.
+    /// Without [room](Ring::room), or with the inbox of another ring.
     #[inline]
     pub(crate) unsafe fn push(&mut self, inbox: InboxId, cid: Cid, entry: squeue::Entry) {
         assert!(inbox.ring == self.id && self.held < self.held_max, "pushed to another ring, or without a place");
@@ -264,9 +264,8 @@ impl Ring {
         Some(completion)
     }
 
-    /// Tells the kernel all that was pushed since the last call, for all queues, and lets it hand over what it has
-    /// finished. Without either, no call is made. What the kernel does not accept now stays in the ring for the next
-    /// call.
+    /// Submits all entries pushed since the last call, for all queues, and lets the kernel deliver completions. Without
+    /// either, no call is made. Entries that the kernel does not accept now stay in the ring for the next call.
     #[inline]
     pub fn submit(&mut self) {
         let (waiting, wanted) = {
@@ -293,7 +292,7 @@ impl Ring {
         }
     }
 
-    /// Takes note of a call that did nothing: all it would have submitted is still in the ring.
+    /// Records a failed call: all its entries are still in the ring.
     fn refused(&mut self, error: std::io::Error) {
         match error.raw_os_error() {
             Some(libc::EINTR | libc::ETIME) => {}
@@ -308,7 +307,7 @@ impl Ring {
         }
     }
 
-    /// Whether the kernel serves the ring no more. Its owner is to let go of it: nothing is answered any more.
+    /// Whether the kernel refuses the ring. Its owner must drop it: no entry completes any more.
     #[inline]
     pub(crate) fn has_failed(&self) -> bool {
         self.failure.is_some()
@@ -319,8 +318,8 @@ impl Ring {
         self.failure.take()
     }
 
-    /// Moves what the kernel has finished into the inboxes, and quiets the eventfds that rang. Makes no call into the
-    /// ring, but to signal eventfds of others once more. Returns how many completions there were.
+    /// Moves completions into the inboxes, and resets the eventfds that were signalled. Makes no call into the ring,
+    /// except to repeat signals of others' eventfds. Returns the number of completions.
     #[inline]
     pub fn reap(&mut self) -> usize {
         let mut count = 0;
@@ -340,7 +339,7 @@ impl Ring {
                 },
                 KIND_EVENTFD => {
                     let known = self.eventfds.rang(index, data as u32, result);
-                    // The answer to a poll that was cancelled says nothing of the one that came after.
+                    // The result of a cancelled poll says nothing about the later one.
                     if !self.eventfds.is_listening(index) {
                         self.signalled.push(index);
                     }
@@ -359,12 +358,11 @@ impl Ring {
         count as usize
     }
 
-    /// Listens to an eventfd from now on, an event descriptor, under a number of the caller's: when it is signalled, a
-    /// sleep ends, the descriptor is made quiet, and it is listened to no more. Does nothing if it is listened to
-    /// already.
+    /// Polls an eventfd from now on, under an index of the caller's: a signal ends a sleep, resets the descriptor and
+    /// ends the poll. Does nothing if it is polled already.
     pub fn watch(&mut self, eventfd: BorrowedFd<'_>, index: usize) {
         let Some(step) = self.eventfds.watch(eventfd, index) else { return };
-        // Room for each from the start: to reap allocates nothing.
+        // Room for each from the start: reaping allocates nothing.
         self.signalled.reserve((index + 1).saturating_sub(self.signalled.len()));
         if let Some(old) = step.cancel {
             self.cancel(old);
@@ -384,8 +382,8 @@ impl Ring {
         self.signalled.pop()
     }
 
-    /// Listens to the eventfd of a poller, which `worked` since the last sleep or not. Not at once, if the eventfd has
-    /// ended many sleeps for nothing: says then at what time to look for work and to listen again.
+    /// Polls the eventfd of a poller, which `worked` since the last sleep or not. Delayed, if the eventfd has ended
+    /// many sleeps in vain: returns the time at which to look for work and poll again.
     pub(crate) fn watch_moderated(
         &mut self,
         eventfd: BorrowedFd<'_>,
@@ -419,7 +417,7 @@ impl Ring {
         self.untaken > 0 || !self.uring.submission().is_empty()
     }
 
-    /// Submits what waits and sleeps until a completion, an eventfd, a signal, or the time is there. Returns at once if
+    /// Submits pushed entries and sleeps until a completion, an eventfd, a signal, or the deadline. Returns at once if
     /// a completion has not been reaped yet, or was reaped and not taken by its driver, or by the lane if it is an
     /// eventfd's.
     pub fn sleep(&mut self, deadline_ns: Option<u64>) {
@@ -427,7 +425,7 @@ impl Ring {
             self.submit();
             return;
         }
-        // Nobody would end a sleep for an eventfd that we do not hear.
+        // An eventfd that is not polled cannot end a sleep.
         let deadline_ns = if self.eventfds.are_deaf() {
             Some(deadline_ns.unwrap_or(u64::MAX).min(now_ns() + DEAF_NS))
         } else {
@@ -448,31 +446,31 @@ impl Ring {
 }
 
 impl Drop for Ring {
-    /// Waits until the kernel has finished everything that was submitted: it may be writing to memory that is
-    /// unmapped right after. What was pushed and never submitted is forgotten.
+    /// Waits until the kernel has completed every submitted entry: it may be writing to memory that is unmapped right
+    /// after. Entries that were pushed and not submitted are dropped.
     fn drop(&mut self) {
         if self.quiesce() {
             // The kernel takes a ring apart some time after it is closed; limits on locked memory should not have to
             // wait for that. If it refuses, they do.
             let _ = self.uring.submitter().unregister_buffers();
         } else {
-            // We cannot learn when it has finished: what it may write to stays mapped for good.
+            // The time of completion is unknown: the memory it may write to stays mapped permanently.
             self.buffers.leak();
         }
     }
 }
 
 impl Ring {
-    /// Waits until nothing is with the kernel that could touch memory. False if that cannot be known.
+    /// Waits until no entry in the kernel could touch memory. False if that cannot be known.
     fn quiesce(&mut self) -> bool {
-        // Polls and rings are over once they are cancelled. One that rang meanwhile, or was never submitted, is not
-        // found. Kernels before 6.0 cannot cancel so; there a poll ends with the ring, and need not be waited for,
-        // since it writes to no memory.
+        // Polls and signals are over once they are cancelled. One that has completed meanwhile, or was never submitted,
+        // is not found. Kernels before 6.0 have no such cancel; there a poll ends with the ring, and need not be waited
+        // for, since it writes to no memory.
         let cancel = |old: u64| self.uring.submitter().register_sync_cancel(None, CancelBuilder::user_data(old));
         let left = |old: u64| loop {
             match cancel(old).map_err(|error| error.kind()) {
                 Ok(()) | Err(ErrorKind::NotFound) => break false,
-                // A signal: what is left would count as over although it is not.
+                // A signal: the remaining ones would count as cancelled although they are not.
                 Err(ErrorKind::Interrupted) => {}
                 Err(_) => break true,
             }
@@ -485,7 +483,7 @@ impl Ring {
             if with_kernel <= polls_left {
                 return true;
             }
-            // SAFETY: nothing is submitted, and no argument is passed.
+            // SAFETY: submits no entry and passes no argument.
             let waited = unsafe {
                 self.uring.submitter().enter::<libc::sigset_t>(0, 1, io_uring::EnterFlags::GETEVENTS.bits(), None)
             };

@@ -23,7 +23,7 @@ pub enum Signal {
     Hangup,
 }
 
-/// The handler's descriptor; none if negative.
+/// The handler's descriptor; unset if negative.
 static EVENTFD: AtomicI32 = AtomicI32::new(-1);
 /// Signals that came and were not waited for yet: a bit for each of [`KINDS`].
 static CAME: AtomicU8 = AtomicU8::new(0);
@@ -35,7 +35,7 @@ const ENDINGS_MAX: u8 = 2;
 const KINDS: [(libc::c_int, Signal); 3] =
     [(libc::SIGINT, Signal::Interrupt), (libc::SIGTERM, Signal::Terminate), (libc::SIGHUP, Signal::Hangup)];
 
-/// The one place where the program waits for signals.
+/// The program's wait for signals.
 #[derive(Debug)]
 pub struct Signals {
     eventfd: &'static EventFd,
@@ -54,7 +54,7 @@ impl Signals {
         EVENTFD.store(eventfd.as_fd().as_raw_fd(), Ordering::Release);
         ENDINGS.store(0, Ordering::Release);
         [libc::SIGINT, libc::SIGTERM].into_iter().try_for_each(take_over)?;
-        // A file that may not grow as far as somebody wants is an error of that request, and no reason to end.
+        // A file at its size limit is an error of that request, and no reason to end.
         // SAFETY: ignoring a signal runs no code of ours.
         if unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) } == libc::SIG_ERR {
             return Err(io::Error::last_os_error());
@@ -78,14 +78,14 @@ impl Signals {
             if let Some(signal) = taken() {
                 return Some(signal);
             }
-            // Signalled for what was taken before, or by a signal after the look: look again.
+            // Signalled for a signal already taken, or after the check: check again.
             if self.eventfd.take() {
                 continue;
             }
             if deadline.is_some_and(|deadline| now >= deadline) {
                 return None;
             }
-            // Whatever ends it early, all is looked at again.
+            // After an early end everything is checked again.
             let _ = wait_until(&mut [PollFd::new(self.eventfd, PollFlags::IN)], now, deadline);
             now = Instant::now();
         }
@@ -104,7 +104,7 @@ fn take_over(signal: libc::c_int) -> io::Result<()> {
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = on_signal as *const () as usize;
     action.sa_flags = libc::SA_RESTART;
-    // SAFETY: `action` is initialised, the handler has the plain signature and does only what a handler may.
+    // SAFETY: `action` is initialised, the handler has the required signature and is async-signal-safe.
     match unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
@@ -136,8 +136,7 @@ extern "C" fn on_signal(number: libc::c_int) {
         }
     }
     let one = 1_u64;
-    // SAFETY: eight bytes of ours; the descriptor is never closed once it is stored. Nothing could be done about a
-    // failure.
+    // SAFETY: eight bytes of ours; the descriptor is never closed once it is stored. A failure has no remedy.
     unsafe { libc::write(EVENTFD.load(Ordering::Acquire), (&raw const one).cast(), 8) };
     // SAFETY: as above.
     unsafe { *errno = before };

@@ -11,7 +11,7 @@ const LANES_DEFAULT_MAX: usize = 8;
 
 /// The CPUs this process may run on, by number.
 ///
-/// What the system does not tell is filled in: one node, and each CPU a core of its own.
+/// Missing information gets defaults: one node, and each CPU a separate core.
 pub fn cpu_places() -> Vec<CpuPlace> {
     let allowed = sched_getaffinity(None).unwrap_or_else(|_| CpuSet::new());
     let mut places: Vec<_> =
@@ -22,8 +22,8 @@ pub fn cpu_places() -> Vec<CpuPlace> {
     places
 }
 
-/// How many lanes to run on these CPUs if nobody says: one for each core, since threads of a core share what a lane
-/// keeps busy, and no more than the process is given time for.
+/// Default number of lanes on these CPUs: one for each core, since threads of a core share the resources of a lane, and
+/// at most the CPU quota of the process.
 pub fn lanes_default(places: &[CpuPlace]) -> usize {
     let mut cores: Vec<_> = places.iter().map(|place| place.core).collect();
     cores.sort_unstable();

@@ -19,10 +19,10 @@ use rustix::io::Errno;
 
 use crate::wait::timespec;
 
-/// The longest wait: what the system call takes everywhere, in milliseconds. A longer one returns early.
+/// The longest wait: the range of the system call, in milliseconds. A longer one returns early.
 const WAIT_MAX: Duration = Duration::from_millis(i32::MAX as u64);
 
-/// Events that one wait returns at most. What else is ready is returned by the next ones, in turn.
+/// Events that one wait returns at most. Other ready descriptors are returned by the next waits, in turn.
 pub const EVENTS_MAX: usize = 64;
 
 /// A set of descriptors, for the one thread that waits.
@@ -31,7 +31,7 @@ pub const EVENTS_MAX: usize = 64;
 #[derive(Debug)]
 pub struct Epoll(Arc<OwnedFd>);
 
-/// What one wait has found about one descriptor.
+/// Events of one descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReadyFd {
     /// The token under which it is registered.
@@ -59,10 +59,10 @@ impl Epoll {
         Ok(Registered { descriptor: Some(descriptor), token, set: Arc::clone(&self.0) })
     }
 
-    /// Waits until a descriptor is ready, the deadline has passed, or a signal arrives, and returns what is ready.
+    /// Waits until a descriptor is ready, the deadline has passed, or a signal arrives, and returns the ready ones.
     /// Without a deadline the wait is unlimited. An empty result does not mean that the deadline has passed.
     ///
-    /// A descriptor that is dropped while the result is looked through may still follow in it, so its token is not used
+    /// A descriptor that is dropped while the result is processed may still follow in it, so its token is not used
     /// again before the next wait.
     ///
     /// # Errors

@@ -1,17 +1,17 @@
-//! What a descriptor refers to, by the name that the kernel gives it in `/proc`.
+//! Name of a descriptor's file, as the kernel reports it in `/proc`.
 //!
-//! No file system is asked, so a descriptor of another process cannot delay the caller.
+//! File systems are not queried, so a descriptor of another process cannot delay the caller.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// Name of what a descriptor refers to: a path, or a kind in brackets such as `socket:[4711]`. A peer may have chosen
-/// it: escape it before it is logged.
+/// Name of a descriptor's file: a path, or a kind in brackets such as `socket:[4711]`. A peer may have chosen it:
+/// escape it before it is logged.
 ///
 /// # Errors
 /// `/proc` is not mounted, or the system refuses to read it.
 pub fn fd_name(fd: impl AsFd) -> io::Result<String> {
-    // A thread may have a descriptor table of its own.
+    // A thread may have a private descriptor table.
     let link = std::fs::read_link(format!("/proc/thread-self/fd/{}", fd.as_fd().as_raw_fd()))?;
     Ok(link.to_string_lossy().into_owned())
 }

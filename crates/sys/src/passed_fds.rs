@@ -1,7 +1,6 @@
 //! Descriptors over a unix socket, beside bytes (`SCM_RIGHTS`).
 //!
-//! One call is one `sendmsg` or `recvmsg`: what a message is, and how long to wait for the rest of it, the protocols
-//! above know.
+//! One call is one `sendmsg` or `recvmsg`; the protocols above define messages and timeouts.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -19,7 +18,7 @@ pub const PASSED_FDS_MAX: usize = 253;
 /// Bytes of the ancillary data of so many descriptors.
 const SPACE_BYTES_MAX: usize = rustix::cmsg_space!(ScmRights(PASSED_FDS_MAX));
 
-/// What one call has received. Descriptors that nobody takes out are closed with it.
+/// Result of one receive. Descriptors left in it are closed with it.
 #[derive(Debug)]
 pub struct ReceivedFds {
     /// How many bytes came; 0 at the end of the stream.
@@ -30,12 +29,12 @@ pub struct ReceivedFds {
     pub truncated: bool,
 }
 
-/// Sends bytes, and descriptors with the first of them. Says how many bytes were sent: at least one, with which all
+/// Sends bytes, and descriptors with the first of them. Returns the number of bytes sent: at least one, with which all
 /// descriptors have gone.
 ///
 /// # Errors
-/// `MSGSIZE` for more descriptors than [`PASSED_FDS_MAX`], or what the system said; `AGAIN` if there is no room and it
-/// shall not wait. An interrupted call is repeated. There is no SIGPIPE.
+/// `MSGSIZE` for more descriptors than [`PASSED_FDS_MAX`], or the system's error; `AGAIN` for a non-blocking call
+/// without room. An interrupted call is repeated. There is no SIGPIPE.
 pub fn send_fds(to: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>], flags: SendFlags) -> Result<usize, Errno> {
     if fds.len() > PASSED_FDS_MAX {
         return Err(Errno::MSGSIZE);
@@ -50,7 +49,7 @@ pub fn send_fds(to: impl AsFd, bytes: &[u8], fds: &[BorrowedFd<'_>], flags: Send
 /// alignment leaves it: a caller that needs an exact bound compares the count.
 ///
 /// # Errors
-/// What the system said: `AGAIN` if nothing is there and it shall not wait. An interrupted call is repeated.
+/// The system's error: `AGAIN` for a non-blocking call without data. An interrupted call is repeated.
 ///
 /// # Panics
 /// If `fds_max` is beyond [`PASSED_FDS_MAX`].

@@ -1,9 +1,9 @@
 //! Waits over a handful of descriptors, with a timeout or an absolute deadline (`ppoll`).
 //!
-//! A thread whose descriptors change with its state lists them anew for each wait; one that has hundreds registers them
-//! once with an [`Epoll`](crate::Epoll). The time is the caller's: a loop reads the clock, does what is due, and waits
-//! until the next deadline. An early return is normal, since a signal interrupts a wait. So a loop compares its
-//! deadlines with the clock, and not with the result of the wait.
+//! A thread whose descriptors change with its state lists them for each wait; one with hundreds registers them once
+//! with an [`Epoll`](crate::Epoll). The time is the caller's: a loop reads the clock, handles due work, and waits until
+//! the next deadline. An early return is normal, since a signal interrupts a wait. So a loop compares its deadlines
+//! with the clock, and not with the result of the wait.
 
 use std::fmt::Debug;
 use std::io;

@@ -23,7 +23,7 @@ pub enum OpenError {
     Kind {
         /// The file.
         path: PathBuf,
-        /// What it is.
+        /// Its type.
         kind: &'static str,
     },
     /// Not for us.
@@ -34,9 +34,9 @@ pub enum OpenError {
     Permission {
         /// The file.
         path: PathBuf,
-        /// What it lacks.
+        /// Missing property.
         wanted: &'static str,
-        /// What else would help.
+        /// Further cure.
         hint: &'static str,
     },
     /// The file system, or the file on it, takes no writes.
@@ -44,10 +44,10 @@ pub enum OpenError {
     ReadOnly {
         /// The file.
         path: PathBuf,
-        /// What stands against it.
+        /// Cause.
         cause: &'static str,
     },
-    /// Nothing in it.
+    /// Empty file.
     #[error("{path} is empty: give it a size with `truncate -s 1G {path}`", path = path.display())]
     Empty {
         /// The file.
@@ -66,7 +66,7 @@ pub enum OpenError {
         bytes: u64,
         /// The logical block.
         block: u32,
-        /// What else would help.
+        /// Further cure.
         hint: &'static str,
     },
     /// No size for a block.
@@ -77,7 +77,7 @@ pub enum OpenError {
     Block {
         /// The file.
         path: PathBuf,
-        /// What was asked for.
+        /// Value of the option.
         asked: u32,
         /// The largest that can be.
         max: u32,
@@ -90,11 +90,11 @@ pub enum OpenError {
     BlockTooSmall {
         /// The file.
         path: PathBuf,
-        /// What was asked for.
+        /// Value of the option.
         asked: u32,
-        /// What the file system or the device needs.
+        /// Alignment needed by the file system or the device.
         align: u32,
-        /// What else would help.
+        /// Further cure.
         hint: &'static str,
     },
     /// Direct I/O was asked for and cannot be had.
@@ -105,12 +105,12 @@ pub enum OpenError {
         /// Why not.
         reason: &'static str,
     },
-    /// What the system says of it makes no sense.
+    /// The system reports inconsistent limits.
     #[error("{path}: inconsistent limits: {source}; open it with another ?block_size", path = path.display())]
     Limits {
         /// The file.
         path: PathBuf,
-        /// What does.
+        /// Violated rule.
         source: blkyard_mq::LimitsError,
     },
     /// Someone else has it.
@@ -121,12 +121,12 @@ pub enum OpenError {
     InUse {
         /// The image.
         path: PathBuf,
-        /// Who, as far as can be told.
+        /// Its owner, as far as known.
         holder: String,
-        /// What else would help.
+        /// Further cure.
         hint: &'static str,
     },
-    /// Nobody is seen who has it: what is left is I/O that the kernel has not finished for somebody who died.
+    /// No owner of the lock is visible: the kernel has not completed the I/O of a process that died.
     #[error(
         "{path} is in use by a process that cannot be identified: one of another user or container holds a lock on it, \
          then stop that process; or I/O of a killed process is still in flight, then wait until it has completed",
@@ -145,7 +145,7 @@ pub enum OpenError {
     Lock {
         /// The image.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// Something else.
@@ -153,9 +153,9 @@ pub enum OpenError {
     System {
         /// The file.
         path: PathBuf,
-        /// What was being done.
+        /// Failed operation.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }

@@ -10,7 +10,7 @@ use std::fs::{self, Metadata};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-/// Says who holds a file, as far as can be seen.
+/// Owner of a file's lock, as far as visible.
 pub(super) fn living_holder(file: &Metadata) -> Option<String> {
     let processes = fs::read_dir("/proc").ok()?.flatten();
     let numbers = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -39,7 +39,7 @@ fn holds(process: u32, file: &Metadata) -> bool {
     })
 }
 
-/// Whether a process has been killed, and what is left of it is on its way out.
+/// Whether a process has been killed and is still ending.
 fn is_dying(process: u32) -> bool {
     const SIGKILL: u64 = 1 << 8;
     const PF_EXITING: u64 = 1 << 2;
@@ -56,7 +56,7 @@ fn is_dying(process: u32) -> bool {
     flags.is_none_or(|flags| flags & PF_EXITING != 0)
 }
 
-/// What a block device is used for, other than by a process.
+/// Use of a block device other than by a process.
 fn occupation(file: &Metadata) -> Option<String> {
     if !file.file_type().is_block_device() {
         return None;

@@ -28,7 +28,7 @@ const FORBIDS_WRITE: i64 = 201;
 /// To the end of the file and beyond.
 const REST: i64 = 0;
 
-/// What came of asking for a lock.
+/// Result of a lock attempt.
 #[derive(Debug)]
 pub(super) enum Locked {
     Yes,
@@ -60,7 +60,7 @@ pub(super) fn lock(file: BorrowedFd<'_>, read_only: bool) -> io::Result<Locked> 
         }
     }
     if read_only {
-        // After our own lock is in place: of a reader and a writer who come at once, at least one sees the other.
+        // After our own lock is in place: of a concurrent reader and writer at least one sees the other.
         let writer = holder(file, libc::F_WRLCK, USES_WRITE, USES_RESIZE - USES_WRITE + 1)?;
         if let Some(pid) = writer {
             return Ok(Locked::Taken { pid: (pid > 0).then_some(pid) });
@@ -88,7 +88,7 @@ fn set(file: BorrowedFd<'_>, kind: libc::c_int, start: i64, len: i64) -> io::Res
     }
 }
 
-/// The process that holds a lock in the way of this one, -1 if the lock does not name it; nothing if there is none.
+/// Process that holds a conflicting lock, -1 if the lock does not name it; `None` without a conflict.
 fn holder(file: BorrowedFd<'_>, kind: libc::c_int, start: i64, len: i64) -> io::Result<Option<i32>> {
     let mut lock = request(kind, start, len);
     // SAFETY: the descriptor is open, and the command reads and writes one flock, which `lock` is.

@@ -22,9 +22,9 @@ use super::lock::{Locked, lock};
 use super::place::{BOUNCES, ZEROES_BYTES};
 use super::{Direct, FileConfig, FileCounters, FileDevice, Mode, OpenError, SharedFile};
 
-/// Largest logical block: what virtio and its guests can do with pages of the usual size.
+/// Largest logical block: the limit of virtio and its guests with pages of the usual size.
 const BLOCK_BYTES_MAX: u32 = 4096;
-/// Alignment of direct I/O where nobody states it: no disk in use needs more.
+/// Default alignment of direct I/O: no disk in use needs more.
 const ALIGN_UNKNOWN: u32 = 4096;
 /// A process that ends takes its locks with it only once the kernel has taken its rings apart, some milliseconds
 /// later. One that follows on its heels waits for that, a third of a second in all, and asks often: a guest waits, too.
@@ -71,7 +71,7 @@ impl FileDevice {
         }
     }
 
-    /// What carries its I/O and its lock, for the process that is to [adopt](FileDevice::adopt) it.
+    /// The description that carries its I/O and its lock, for the process that [adopts](FileDevice::adopt) it.
     pub fn description(&self) -> BorrowedFd<'_> {
         self.shared.file.as_fd()
     }
@@ -99,7 +99,7 @@ impl FileDevice {
         let physical = if block_device {
             rustix::fs::ioctl_blkpbszget(&file).unwrap_or(block)
         } else {
-            // What the file system allocates, if it is a size one can believe; huge pages are not.
+            // The file system's allocation unit, if the size is plausible; huge pages are not.
             u32::try_from(now.blksize()).ok().filter(|size| (512..=1 << 16).contains(size)).unwrap_or(4096)
         };
         let physical = if physical.is_power_of_two() { physical.max(block) } else { block };
@@ -161,11 +161,11 @@ struct Claimed {
 /// Whether a file can be had.
 enum Claim {
     Got(Claimed),
-    /// Somebody else has it: the process, if its lock names it.
+    /// Another process has it, named by its lock if known.
     Held(Option<i32>),
 }
 
-/// Opens and locks a file, and waits a little where somebody else has it.
+/// Opens and locks a file, and waits a little if another process has it.
 fn claim(config: &FileConfig) -> Result<Claimed, OpenError> {
     let mut held = None;
     for _ in 0..CLAIM_TRIES {
@@ -188,7 +188,7 @@ fn try_claim(config: &FileConfig) -> Result<Claim, OpenError> {
     let block_device = kind_of(&config.path, metadata(config)?.file_type())?;
     let (file, probed) = match open_file(config, block_device) {
         Ok(opened) => opened,
-        // Somebody has it for himself: see `open_file`.
+        // Another process has it exclusively: see `open_file`.
         Err(error) if error.raw_os_error() == Some(libc::EBUSY) => return Ok(Claim::Held(None)),
         Err(error) => return Err(open_error(config, block_device, error)),
     };
@@ -197,7 +197,7 @@ fn try_claim(config: &FileConfig) -> Result<Claim, OpenError> {
 
 /// Locks a file that is open.
 fn claim_open(config: &FileConfig, file: OwnedFd, probed: Probed) -> Result<Claim, OpenError> {
-    // The name may have come to mean something else since it was looked at.
+    // The name may refer to another file by now.
     let file = std::fs::File::from(file);
     let now = file.metadata().map_err(system(config, "its type cannot be read"))?;
     let block_device = kind_of(&config.path, now.file_type())?;
@@ -213,7 +213,7 @@ fn claim_open(config: &FileConfig, file: OwnedFd, probed: Probed) -> Result<Clai
     }
 }
 
-/// What the system said, for whom it said it.
+/// Maps an error of the system to the operation that failed.
 fn system(config: &FileConfig, what: &'static str) -> impl FnOnce(io::Error) -> OpenError + use<> {
     let path = config.path.clone();
     move |source| OpenError::System { path, what, source }
@@ -255,7 +255,7 @@ fn kind_of(path: &Path, kind: FileType) -> Result<bool, OpenError> {
     }
 }
 
-/// What opening told about direct I/O.
+/// Result of opening with direct I/O.
 #[derive(Clone, Copy)]
 enum Probed {
     Direct,
@@ -329,7 +329,7 @@ fn mode(config: &FileConfig, file: BorrowedFd<'_>, device_block: u32, probed: Pr
     }
 }
 
-/// What direct I/O on this file needs of memory and of places, bytes; nothing if there is none.
+/// Alignment of memory and of offsets for direct I/O on this file, bytes; `None` without direct I/O.
 fn stated_alignment(file: BorrowedFd<'_>, device_block: u32) -> Option<(u32, u32)> {
     /// `statfs(2)`, TMPFS_MAGIC.
     const TMPFS: i64 = 0x0102_1994;
@@ -340,7 +340,7 @@ fn stated_alignment(file: BorrowedFd<'_>, device_block: u32) -> Option<(u32, u32
         let (memory, offset) = (stated.stx_dio_mem_align, stated.stx_dio_offset_align);
         return (memory.is_power_of_two() && offset.is_power_of_two()).then_some((memory, offset));
     }
-    // On tmpfs direct and cached are the same, and any place will do.
+    // On tmpfs direct and cached I/O are the same, at any offset.
     if rustix::fs::fstatfs(file).is_ok_and(|fs| fs.f_type == TMPFS) {
         return Some((1, 1));
     }
@@ -348,12 +348,12 @@ fn stated_alignment(file: BorrowedFd<'_>, device_block: u32) -> Option<(u32, u32
     let works = |align: &u32| try_read(file, u64::from(*align));
     let offset =
         std::iter::successors(Some(from), |align| Some(align * 2)).take_while(|a| *a <= ALIGN_UNKNOWN).find(works);
-    // Memory aligned like places always will do.
+    // Memory with the alignment of offsets is always sufficient.
     offset.map(|offset| (offset, offset))
 }
 
-/// Whether a direct read works at a place that is aligned to `align` and no better. Holes tell nothing, for no device
-/// is asked: without data only the most cautious answer will do.
+/// Whether a direct read works at an offset that is aligned to exactly `align`. Holes prove nothing, since the device
+/// is not read: a file without data gets the largest alignment.
 fn try_read(file: BorrowedFd<'_>, align: u64) -> bool {
     if align == u64::from(ALIGN_UNKNOWN) {
         return true;
@@ -362,7 +362,7 @@ fn try_read(file: BorrowedFd<'_>, align: u64) -> bool {
     let Ok(data) = seek(file, SeekFrom::Data(0)) else { return false };
     let place = data.next_multiple_of(u64::from(ALIGN_UNKNOWN)) + align;
     let Some(span) = memory.span(0, align as usize) else { return false };
-    // SAFETY: `span` is mapped and writable for its length, and nobody else uses it.
+    // SAFETY: `span` is mapped and writable for its length, and has no other user.
     let read = unsafe { libc::pread(file.as_raw_fd(), span.as_ptr().cast(), span.len(), place as i64) };
     read == align as isize
 }

@@ -18,8 +18,7 @@ use io_uring::{opcode, squeue};
 
 use super::SharedFile;
 
-/// Buffers for copies that one queue holds: unaligned memory is what firmware and old guests bring, with few requests
-/// at a time.
+/// Bounce buffers of one queue: firmware and old guests use unaligned memory, with few requests at a time.
 pub(super) const BOUNCES: usize = 16;
 /// Longest single write where zeroes must be written out.
 pub(super) const ZEROES_BYTES: usize = 1 << 20;
@@ -34,7 +33,7 @@ const PUNCH: i32 = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
 const ZERO_RANGE: i32 = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
 const ALLOCATE: i32 = libc::FALLOC_FL_KEEP_SIZE;
 
-/// What the kernel is doing for a request.
+/// Operation in the kernel for a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum FileStep {
     #[default]
@@ -42,7 +41,7 @@ enum FileStep {
     Write,
     Sync,
     Discard,
-    /// The same on a block device: its own discard, which promises nothing of what is read afterwards.
+    /// The same on a block device: its own discard, which does not define later reads.
     Trim,
     /// Zeroes by giving the space back.
     Punch,
@@ -64,11 +63,11 @@ pub(super) enum Data {
     Fixed { address: u64, buffer: u16 },
     /// One run of memory.
     One { address: u64 },
-    /// Several: the vectors of the place, from the first that is not done.
+    /// Several: the slot's vectors, from the first that is not done.
     Many { first: u16, count: u16 },
 }
 
-/// A place for a request, made at start.
+/// A slot for a request, made at start.
 #[derive(Debug, Default)]
 pub(super) struct FileSlot {
     step: FileStep,
@@ -79,11 +78,11 @@ pub(super) struct FileSlot {
     done: u64,
     data: Data,
     retries: u16,
-    /// The buffer that stands in for the request's own memory.
+    /// Bounce buffer used instead of the request's own memory.
     pub(super) bounce: Option<u16>,
 }
 
-/// What comes after an answer of the kernel.
+/// Next step after a completion from the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Next {
     Over(Status),
@@ -140,7 +139,7 @@ impl FileSlot {
         }
     }
 
-    /// The next question to the kernel. `vectors` are those of this place.
+    /// The next entry for the kernel. `vectors` are those of this slot.
     #[inline]
     pub(super) fn entry(&self, vectors: *const libc::iovec, shared: &SharedFile) -> squeue::Entry {
         let fd = Fd(shared.file.as_raw_fd());
@@ -214,8 +213,8 @@ impl FileSlot {
             return Next::Over(Status::Ok);
         }
         self.done += bytes;
-        // Nothing at all is the end of the file, which has become shorter than the disk; so is a part of a block where
-        // only whole ones can be asked for.
+        // 0 bytes are the end of a file that has become shorter than the disk; so is a part of a block where only whole
+        // blocks are possible.
         if bytes == 0 || bytes > self.len || self.done & shared.offset_mask != 0 {
             return Next::Over(Status::Io);
         }
@@ -239,7 +238,7 @@ impl FileSlot {
 
     fn failed(&mut self, errno: i32, shared: &SharedFile) -> Next {
         match errno {
-            // The last one when the thread that submitted has ended; nothing of ours cancels I/O.
+            // ECANCELED when the submitting thread has ended; our code cancels no I/O.
             libc::EAGAIN | libc::EINTR | libc::ECANCELED if self.retries < RETRIES_MAX => {
                 self.retries += 1;
                 shared.counters.retried.fetch_add(1, Relaxed);
@@ -250,23 +249,23 @@ impl FileSlot {
                 if self.loses_more_than_itself(errno, shared) {
                     shared.fail_sync(errno);
                 }
-                // Nobody told the kernel not to wait: what it would not do for so long has failed.
+                // NOWAIT was not set: an operation that the kernel refuses for this long has failed.
                 let status = Status::from_errno(errno);
                 Next::Over(if status == Status::Again { Status::Io } else { status })
             }
         }
     }
 
-    /// Whether this failure may have been of a sync, and so of what others have written before.
+    /// Whether this failure may have been of a sync, and so of earlier writes.
     fn loses_more_than_itself(&self, errno: i32, shared: &SharedFile) -> bool {
         match (self.step, errno) {
             (FileStep::Sync, _) => true,
-            // Its memory was not there, or no room for it, and that is found out before anything is written. Without
-            // direct I/O room may be wanting later, for what was taken long before.
+            // Unmapped memory or a full file system: detected before any write. Without direct I/O space may be lacking
+            // later, for writes accepted long before.
             (FileStep::Write | FileStep::Zeroes, libc::EFAULT) => false,
             (FileStep::Write | FileStep::Zeroes, libc::ENOSPC | libc::EDQUOT) if shared.offset_mask != 0 => false,
             (FileStep::Write | FileStep::Zeroes, _) => self.durable,
-            // These make nothing durable: the sync that does follows them.
+            // These make no data durable: a sync follows them.
             _ => false,
         }
     }
@@ -287,7 +286,7 @@ impl FileSlot {
             FileStep::Punch | FileStep::PunchThenAllocate => shared.no_punch.store(true, Relaxed),
             FileStep::ZeroRange => shared.no_zero_range.store(true, Relaxed),
             FileStep::Allocate => {
-                // The hole is there already; written zeroes fill it.
+                // The hole exists already; written zeroes fill it.
                 self.step = FileStep::Zeroes;
                 return Next::Ask;
             }
@@ -424,7 +423,7 @@ mod tests {
             assert!(matches!(place.answer(-errno, &mut [], &direct), Next::Over(_)), "{step:?} {errno}");
             assert!(!direct.sync_failed.load(Relaxed), "{step:?} {errno}");
         }
-        // Through the page cache it may be what was written long ago that finds no room.
+        // Through the page cache ENOSPC may be of a much earlier write.
         for (step, errno, offset_mask) in
             [(FileStep::Write, libc::ENOSPC, 0), (FileStep::Write, libc::EIO, 511), (FileStep::Zeroes, libc::EIO, 511)]
         {

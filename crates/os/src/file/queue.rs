@@ -32,13 +32,13 @@ pub struct FileQueue {
     attached: ManuallyDrop<Vec<Option<Arc<Attachment>>>>,
     cids: Cids,
     places: Box<[FileSlot]>,
-    /// Room for the vectors of each place, one after another.
+    /// The vectors of all slots, one after another.
     vectors: ManuallyDrop<Box<[libc::iovec]>>,
     bounces: ManuallyDrop<Bounces>,
     in_flight: usize,
 }
 
-// SAFETY: the vectors hold addresses for the kernel, which mean the same on every thread; nothing here reads through
+// SAFETY: the vectors hold addresses for the kernel, which are valid on every thread; this code does not read through
 // them.
 unsafe impl Send for FileQueue {}
 
@@ -76,7 +76,7 @@ impl FileQueue {
         *self.inbox.insert(ring.inbox(self.places.len()))
     }
 
-    /// Leaves the ring: nothing of this queue is known to it any more.
+    /// Leaves the ring, which keeps nothing of this queue.
     fn close_inbox(&mut self, ring: &mut Ring) {
         if let Some(inbox) = self.inbox.take() {
             ring.close(inbox);
@@ -100,7 +100,7 @@ impl FileQueue {
         })
     }
 
-    /// Finds out where the data of a request is, for the place `index`. Nothing if it is not in memory.
+    /// Resolves the data of the request in slot `index`. `None` if it is not in mapped memory.
     #[inline]
     fn lay_out(
         &mut self,
@@ -152,7 +152,7 @@ impl FileQueue {
         &mut self.vectors[index * max..(index + 1) * max]
     }
 
-    /// The request at `index` is over: what it read goes where it belongs, and its buffer back to the others.
+    /// Completes the request in slot `index`: copies bounced data, and frees its buffer.
     fn settle(&mut self, memory: &RegionTable, index: usize, segments: Segments<'_>, status: Status) -> Status {
         let Some(bounce) = self.places[index].bounce.take() else { return status };
         let buffer = self.bounces.buffer(bounce);
@@ -166,7 +166,7 @@ impl FileQueue {
     }
 }
 
-/// Calls `each` with the spans of a request and where they lie in it. Nothing if one of them is not in memory.
+/// Calls `each` with the spans of a request and their offsets. `None` if one of them is not in mapped memory.
 fn copy(memory: &RegionTable, segments: Segments<'_>, mut each: impl FnMut(usize, Span<'_>)) -> Option<()> {
     let mut at = 0;
     for segment in segments {
@@ -191,7 +191,7 @@ impl Driver<Ring> for FileQueue {
             if needs_bounce && self.bounces.free.is_empty() && self.bounces.region.is_some() {
                 return;
             }
-            // What the page cache has is copied when the lane enters the kernel, and so it is on file systems in
+            // Data in the page cache is copied when the lane enters the kernel, and so is that of file systems in
             // memory.
             let Some((tag, request, segments)) = batch.take_inline() else { return };
             let index = tag.index();
@@ -218,8 +218,8 @@ impl Driver<Ring> for FileQueue {
             let vectors = self.vectors[index * max..].as_ptr();
             let entry = self.places[index].entry(vectors, &self.shared);
             self.in_flight += 1;
-            // SAFETY: the entry points into regions that are attached or bounce buffers, vectors of this place, or
-            // the shared zeroes; all stay until the tag is redeemed, or are leaked if the queue goes before.
+            // SAFETY: the entry points into regions that are attached or bounce buffers, vectors of this slot, or the
+            // shared zeroes; all stay until the tag is redeemed, or are leaked if the queue is dropped earlier.
             unsafe { ring.push(inbox, self.cids.park(tag), entry) };
         }
     }
@@ -254,7 +254,7 @@ impl Driver<Ring> for FileQueue {
                     done.spend(self.places[index].bytes_asked());
                     let vectors = self.vectors_of(index).as_ptr();
                     let entry = self.places[index].entry(vectors, &self.shared);
-                    // SAFETY: as when it was pushed first; the place of the answer just taken is free.
+                    // SAFETY: as for its first push; the slot of the completion just taken is free.
                     unsafe { ring.push(inbox, completion.cid, entry) };
                 }
             }
@@ -266,8 +266,8 @@ impl Driver<Ring> for FileQueue {
             return self.close_inbox(ring);
         }
         self.inbox(ring);
-        // What stays keeps its attachment. What goes is let go before anything new is attached: both together might
-        // be more than may be locked.
+        // Kept regions keep their attachment. Others are detached before new ones are attached, since both together
+        // might exceed the limit on locked memory.
         let kept = std::mem::take(&mut *self.attached);
         let kept: Vec<_> = kept.into_iter().flatten().filter(|held| ring.is_attached_in(held, memory)).collect();
         ring.sweep();
@@ -285,8 +285,8 @@ impl Driver<Ring> for FileQueue {
 impl Drop for FileQueue {
     fn drop(&mut self) {
         if self.in_flight > 0 {
-            // Only while a panic unwinds. The kernel may still use all this, and the zeroes of the device; the ring
-            // keeps the file open as long as it lives, for what it has not submitted.
+            // Only during a panic's unwinding. The kernel may still use all this, and the zeroes of the device; the
+            // ring keeps the file open as long as it lives, for entries not submitted.
             std::mem::forget(Arc::clone(&self.shared.zeroes));
             std::mem::forget(self.file.take());
             return;
@@ -309,7 +309,7 @@ impl std::fmt::Debug for FileQueue {
     }
 }
 
-/// Aligned buffers that stand in for memory that is not. Their pages are taken when they are first used.
+/// Aligned buffers for unaligned requests. Their pages are allocated at the first use.
 struct Bounces {
     region: Option<Arc<Region>>,
     bytes: u32,

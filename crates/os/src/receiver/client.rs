@@ -35,7 +35,7 @@ const RESTARTED: &str = "the receiver of descriptors had ended, and was started 
 /// A connection that was taken.
 #[derive(Debug)]
 pub struct AcceptedConnection {
-    /// Our end of the channel to the peer. What comes from it can be used and closed without waiting for the peer.
+    /// Our end of the channel to the peer. Its content can be used and closed without waiting for the peer.
     pub stream: UnixStream,
     /// The user at the other end.
     pub uid: u32,
@@ -43,7 +43,7 @@ pub struct AcceptedConnection {
     pub pid: i32,
 }
 
-/// A receiver. Dropped, it goes on until its sessions have ended.
+/// A receiver. After it is dropped, it continues until its sessions have ended.
 pub struct Receiver {
     start: Box<dyn Fn() -> io::Result<(OwnedFd, Option<Child>)> + Send + Sync>,
     state: Mutex<ReceiverState>,
@@ -56,7 +56,7 @@ impl std::fmt::Debug for Receiver {
 }
 
 struct ReceiverState {
-    /// Where commands go; `None` once it was found closed or without an answer.
+    /// Channel for commands; `None` once it was found closed or without an answer.
     command: Option<CommandSocket>,
     /// How many were started.
     started: u64,
@@ -104,7 +104,7 @@ impl Receiver {
         Ok(Receiver { start, state: Mutex::new(state) })
     }
 
-    /// Tells of a socket that listens, which is to be closed by [`Receiver::close`].
+    /// Registers a listening socket, which is to be closed by [`Receiver::close`].
     ///
     /// # Errors
     /// There is no receiver, and none can be started.
@@ -112,7 +112,7 @@ impl Receiver {
         self.send(Kind::Keep, path, &[listener]).map(drop)
     }
 
-    /// Takes the next connection of a socket, which is non-blocking; none if none waits.
+    /// Accepts the next connection of a non-blocking socket; `None` if none waits.
     ///
     /// # Errors
     /// The system gives no descriptor, or the receiver does not answer.
@@ -120,11 +120,11 @@ impl Receiver {
         self.ask(Kind::Accept, path, &[listener], "front-ends")
     }
 
-    /// Connects to the socket of a back-end, without waiting; none if its backlog is full. A shutdown of either half
+    /// Connects to the socket of a back-end, without waiting; `None` if its backlog is full. A shutdown of either half
     /// passes through.
     ///
     /// # Errors
-    /// Nobody listens there, the system gives no descriptor, or the receiver does not answer.
+    /// No process listens there, the system gives no descriptor, or the receiver does not answer.
     pub fn connect(&self, path: &Path) -> io::Result<Option<AcceptedConnection>> {
         self.ask(Kind::Connect, path, &[], "back-ends")
     }
@@ -166,7 +166,7 @@ impl Receiver {
         }
     }
 
-    /// Closes a socket in whose backlog anything may lie. Without a receiver it stays open.
+    /// Closes a socket whose backlog may hold any descriptor. Without a receiver it stays open.
     pub fn close(&self, path: &Path, listener: OwnedFd) {
         // First the receiver has one, so that ours is not the last.
         if let Err(error) = self.send(Kind::Keep, path, &[listener.as_fd()]) {
@@ -175,7 +175,7 @@ impl Receiver {
             return;
         }
         drop(listener);
-        // Without a receiver there is nothing to forget.
+        // Without a receiver there is no entry to remove.
         let _ = self.send(Kind::Forget, path, &[]);
     }
 
@@ -282,7 +282,7 @@ impl Drop for CommandSocket {
     }
 }
 
-/// Starts a receiver that is ready, and a thread that logs what it says.
+/// Starts a receiver that is ready, and a thread that logs its lines.
 fn begin(start: &dyn Fn() -> io::Result<(OwnedFd, Option<Child>)>) -> io::Result<(CommandSocket, Option<Child>)> {
     let (near, mut child) = start()?;
     let command = CommandSocket(Arc::new(near));
@@ -327,7 +327,7 @@ pub(super) mod tests {
         receiver.state().started
     }
 
-    /// Ends the receiver as it looks from here.
+    /// Makes the receiver appear ended to this side.
     pub(in super::super) fn end(receiver: &Receiver) {
         let command = pair().unwrap().0;
         receiver.state().command = Some(CommandSocket(Arc::new(command)));

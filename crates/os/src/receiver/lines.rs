@@ -65,7 +65,7 @@ pub(super) fn say(to: &OwnedFd, path: &Path, text: impl Into<String>) {
     ReceiverLine::Line(path.into(), text.into()).send(to);
 }
 
-/// Logs what comes until the receiver or the daemon has left.
+/// Logs incoming lines until the receiver or the daemon has left.
 pub(super) fn log_all(from: &OwnedFd) {
     let mut lines = ReceiverLines::default();
     let mut bytes = vec![0; MESSAGE_BYTES_MAX];
@@ -94,12 +94,12 @@ pub(super) fn log_all(from: &OwnedFd) {
 #[derive(Debug, Default)]
 struct ReceiverLines {
     limits: HashMap<PathBuf, LogLimit>,
-    /// A line was held back since the last look.
+    /// Whether a line was dropped since the last check.
     holds_back: bool,
 }
 
 impl ReceiverLines {
-    /// The line as it is logged; none if it is held back.
+    /// The line as it is logged; `None` if it is dropped.
     fn pass(&mut self, path: &Path, text: &str, now: Instant) -> Option<String> {
         let limit = self.limits.entry(path.into()).or_insert_with(|| LogLimit::new(BURST, INTERVAL));
         let Some(count) = limit.pass(now) else {

@@ -1,4 +1,4 @@
-//! The receiver: accepts and makes connections for a daemon, and receives all descriptors that come from outside.
+//! The receiver: accepts and makes connections for a daemon, and receives all descriptors from other processes.
 //!
 //! ```text
 //!   peer ──── connection ────▶ session ──── channel ────▶ daemon
@@ -6,17 +6,17 @@
 //!                              own table)   ends of our own sockets
 //! ```
 //!
-//! Closing a descriptor can block: a file of a file system whose server is silent, a TCP socket that lingers. Closing
-//! a socket in which such a descriptor lies unread can block, too. So the daemon has none of them. It sends its
-//! listening socket and one end of a channel to the receiver, which accepts the next connection on a thread with a
-//! descriptor table of its own, and passes on what it has vetted. The receiver is a process, so that one that hangs
-//! keeps neither the daemon's files open nor the daemon from ending; for tests it can be a thread.
+//! Closing a descriptor can block: a file of a file system whose server is silent, a TCP socket that lingers. Closing a
+//! socket that holds such an unread descriptor can block, too. So the daemon never has one. It sends its listening
+//! socket and one end of a channel to the receiver, which accepts the next connection on a thread with a private
+//! descriptor table, and passes on vetted descriptors only. The receiver is a process, so that one that hangs neither
+//! keeps the daemon's files open nor the daemon from ending; for tests it can be a thread.
 //!
-//! A back-end whose disk the daemon uses is a peer like any other: the session connects to its socket instead of
-//! accepting a connection.
+//! A back-end whose disk the daemon uses is a peer as well: the session connects to its socket instead of accepting a
+//! connection.
 //!
-//! It keeps a duplicate of each listening socket: a daemon that is killed then never closes the last one, whose
-//! backlog may hold any descriptor. It lives as long as the daemon or any session, and knows no protocol.
+//! It keeps a duplicate of each listening socket: a daemon that is killed then never closes the last one, whose backlog
+//! may hold any descriptor. It lives as long as the daemon or any session, and knows no protocol.
 
 mod client;
 mod lines;
@@ -52,7 +52,7 @@ const STUCK_MAX: usize = 16;
 /// Bytes of a command: its kind, and the path of a socket.
 const COMMAND_BYTES_MAX: usize = 4352;
 
-/// What a command asks for, in its first byte. The path of a socket follows.
+/// Kind of a command, in its first byte. The path of a socket follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 enum Kind {
@@ -94,7 +94,7 @@ struct Hub {
     listeners: HashMap<PathBuf, Listener>,
     /// Threads of sessions that connected to a path.
     connected: HashMap<PathBuf, Arc<EndedThreads>>,
-    /// Where sessions say what is to be logged; each has a duplicate while it runs.
+    /// Log channel of the sessions; each has a duplicate while it runs.
     report: OwnedFd,
 }
 
@@ -102,7 +102,7 @@ struct Hub {
 /// that [`Receiver::process`] starts.
 ///
 /// # Errors
-/// Standard input is none of a receiver's, or the system gives no table of descriptors.
+/// Standard input is not a receiver's socket, or the system gives no descriptor table.
 pub fn receive_for_daemon() -> io::Result<()> {
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
         // SAFETY: ignoring a signal runs no code of ours.
@@ -121,7 +121,7 @@ pub fn receive_for_daemon() -> io::Result<()> {
     run(&command)
 }
 
-/// Obeys a daemon until it and all sessions have left, on a thread with a table of its own.
+/// Executes a daemon's commands until it and all sessions have left, on a thread with a private table.
 fn run(command: &OwnedFd) -> io::Result<()> {
     let (reports, report) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
     let mut hub = Some(Hub { listeners: HashMap::new(), connected: HashMap::new(), report });
@@ -136,7 +136,7 @@ fn run(command: &OwnedFd) -> io::Result<()> {
         let [reported, commanded] = [0, 1].map(|index| fds.get(index).is_some_and(|fd| !fd.revents().is_empty()));
         if reported {
             match recv(&reports, &mut line[..], RecvFlags::DONTWAIT) {
-                // Whoever could say anything has left.
+                // All writers have left.
                 Ok((0, _)) => return Ok(()),
                 Ok((_, bytes)) => {
                     let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
@@ -233,7 +233,7 @@ impl Hub {
     }
 }
 
-/// Closes sockets in whose backlog anything may lie, on a thread that ends with them.
+/// Closes sockets whose backlog may hold any descriptor, on a thread that ends with them.
 fn close(sockets: Vec<OwnedFd>, log: &OwnedFd) {
     if sockets.is_empty() {
         return;

@@ -1,6 +1,6 @@
 //! The receiver's answer to a request for a connection: the first bytes on its channel.
 //!
-//! A kind of its own says that no connection waits. It is not an error of the system: when threads are short, for
+//! A separate kind says that no connection waits. It differs from an error of the system: when threads are short, for
 //! example, there is no connection either, and the daemon must not wait then as for one that has not arrived.
 
 use rustix::io::Errno;

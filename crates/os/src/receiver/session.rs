@@ -35,17 +35,16 @@ use super::vet::{self, DescriptorKind};
 const LAST_ANSWER_TIME: Duration = Duration::from_secs(5);
 /// Streams that a peer may send in its life. A front-end has one at a time, and few in all.
 const STREAMS_MAX: usize = 16;
-/// Descriptors of one peer that are refused before it is let go.
+/// Refused descriptors after which a peer's session ends.
 const REFUSED_MAX: usize = 64;
-/// How long to wait where a socket is ready and has nothing, or until descriptors are looked for that were not read,
-/// which only an odd peer brings about.
+/// Pause after a ready socket had no data, or between checks of unread descriptors, which only an odd peer causes.
 const ODD_TIME: Duration = Duration::from_millis(1);
 
-/// What tells the receiver's log of this session, and its list of threads.
+/// The session's connection to the receiver's log and its list of threads.
 pub(super) struct Outside {
     /// Where lines for the log go.
     pub(super) report: OwnedFd,
-    /// Threads of this listener's sessions that have ended, but for what they hold.
+    /// Threads of this listener's ended sessions, which still hold their descriptors.
     pub(super) ended: Arc<EndedThreads>,
     /// Path of the socket, for the log.
     pub(super) path: PathBuf,
@@ -104,7 +103,7 @@ fn credentials(peer: &OwnedFd) -> (u32, i32) {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
     let mut bytes = size_of::<libc::ucred>() as libc::socklen_t;
     let to = (&raw mut found).cast();
-    // SAFETY: `found` has the size that is told. What a failure leaves of it is nobody.
+    // SAFETY: `found` has the size that is passed. After a failure it stays 0.
     unsafe { libc::getsockopt(peer.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, to, &raw mut bytes) };
     (found.uid, found.pid)
 }
@@ -112,19 +111,19 @@ fn credentials(peer: &OwnedFd) -> (u32, i32) {
 struct RelaySession {
     peer: Foreign,
     daemon: OwnedFd,
-    /// What is on its way, in each direction. No more is taken before all of it has passed.
+    /// Pieces to be sent in each direction. Reading continues when all have been sent.
     to_daemon: SendQueue,
     to_peer: SendQueue,
-    /// Nothing more is read from the peer.
+    /// The peer's stream has ended.
     peer_ended: bool,
-    /// Nothing more comes from the daemon, which may still read.
+    /// The daemon's stream has ended; it may still read.
     daemon_ended: bool,
     /// When the daemon was seen to have closed.
     daemon_left: Option<Instant>,
     /// The daemon asked for this connection, and did not take it.
     has_connected: bool,
     streams: Vec<Stream>,
-    /// Number of streams so far. Those that are over stay open until the thread ends.
+    /// Number of streams so far. Ended ones stay open until the thread ends.
     streams_taken: usize,
     refused: usize,
     /// Threads that ask file systems which have not answered.
@@ -144,7 +143,8 @@ struct Stream {
 }
 
 impl RelaySession {
-    /// Tells the daemon who is there. Plain bytes that have come by now come along: the daemon finds them at once.
+    /// Tells the daemon the peer's credentials. Plain bytes that have arrived are sent along: the daemon finds them at
+    /// once.
     fn begin(&mut self) -> io::Result<()> {
         let (uid, pid) = credentials(&self.peer);
         let mut pieces = VecDeque::from([Piece::plain(Reply::Taken { uid, pid }.to_bytes().to_vec())]);
@@ -158,7 +158,7 @@ impl RelaySession {
         }
     }
 
-    /// Passes on what comes, until one side has left and the other has all that was said.
+    /// Relays both ways, until one side has left and the other has all its bytes.
     fn relay(&mut self) {
         loop {
             let last = self.daemon_left.map(|left| left + LAST_ANSWER_TIME);
@@ -171,7 +171,7 @@ impl RelaySession {
                 Some(&[ours, theirs]) => {
                     let goes_on = stream.pass_on(ours, theirs).unwrap_or(false);
                     if !goes_on {
-                        // It stays open with the thread: its other end is to see that nothing more comes.
+                        // It stays open with the thread; its other end sees the shutdown.
                         let _ = shutdown(&*stream.theirs, Shutdown::Both);
                     }
                     goes_on
@@ -184,8 +184,8 @@ impl RelaySession {
         }
     }
 
-    /// Waits until something is ready: the daemon, the peer, then each stream's two ends. A side that nothing is wanted
-    /// of is not looked at, unless it is to be seen leaving.
+    /// Waits until a descriptor is ready: the daemon, the peer, then each stream's two ends. An unneeded side is polled
+    /// only for its hang-up.
     fn wait(&self, last: Option<Instant>) -> io::Result<Vec<PollFlags>> {
         let wanted = |reads: bool, writes: bool| {
             let reads = if reads { PollFlags::IN } else { PollFlags::empty() };
@@ -265,14 +265,14 @@ impl RelaySession {
             }
             // A reset is said once, before the end.
             Ok(()) | Err(Errno::INTR | Errno::CONNRESET) => {}
-            // Ready and nothing there is odd, and must not become a loop that never rests.
+            // Ready without data is odd, and must not become a busy loop.
             Err(Errno::AGAIN) => std::thread::sleep(ODD_TIME),
             Err(error) => return Err(self.let_go(error)),
         }
         self.send_to_daemon()
     }
 
-    /// Looks at what has come of the peer, and has it passed on.
+    /// Vets the peer's pieces, and queues them.
     fn take_in(&mut self, mut pieces: VecDeque<Piece>) -> io::Result<()> {
         while let Some(mut piece) = pieces.pop_front() {
             match self.vetted(std::mem::take(&mut piece.files)) {
@@ -292,7 +292,7 @@ impl RelaySession {
     fn send_to_daemon(&mut self) -> io::Result<()> {
         match self.to_daemon.send(&self.daemon) {
             Ok(()) => Ok(()),
-            // It has left: what it said before is still passed on.
+            // It has left: its earlier bytes are still sent.
             Err(Errno::PIPE | Errno::CONNRESET) => {
                 self.peer_ended = true;
                 Ok(())
@@ -303,7 +303,7 @@ impl RelaySession {
 
     fn send_to_peer(&mut self) -> io::Result<()> {
         match self.to_peer.send(&self.peer) {
-            // A peer that has left is told nothing.
+            // A peer that has left gets no bytes.
             Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
             Err(error) => Err(self.let_go(error)),
         }
@@ -321,7 +321,7 @@ impl RelaySession {
         error.into()
     }
 
-    /// Has what the daemon says passed on. If the daemon has connected to the peer, streams that it sends are replaced.
+    /// Queues the daemon's pieces. If the daemon has connected to the peer, streams that it sends are replaced.
     fn take_out(&mut self, pieces: VecDeque<Piece>) -> io::Result<()> {
         for mut piece in pieces {
             for file in piece.files.iter_mut().filter(|file| self.has_connected && vet::is_stream(file)) {
@@ -337,17 +337,17 @@ impl RelaySession {
         Ok(())
     }
 
-    /// What the daemon gets for the descriptors of a piece.
+    /// The daemon's replacements of a piece's descriptors.
     fn vetted(&mut self, files: Vec<OwnedFd>) -> io::Result<Vec<OwnedFd>> {
         let mut files = files.into_iter();
         let vetted = files.by_ref().map(|file| self.vet(file)).collect();
-        // After an error those that were not looked at are as foreign.
+        // After an error the remaining descriptors count as foreign.
         files.for_each(leave);
         vetted
     }
 
     fn vet(&mut self, file: OwnedFd) -> io::Result<OwnedFd> {
-        // Whoever sends one that is not passed on has the rest of its session refused: nobody is asked again.
+        // After a refused descriptor the rest of the session's descriptors are refused without a query.
         let kind = match self.refused {
             0 => vet::kind(&file, &mut self.asking),
             _ => DescriptorKind::Refused("it follows one that was refused".into()),
@@ -395,13 +395,13 @@ impl RelaySession {
         self.outside.ended.note(self.asking.drain(..).chain([gettid()]));
     }
 
-    /// Leaves both sides. What is foreign goes with the thread: one that ends does not linger on a socket, and one that
-    /// hangs is missed by nobody.
+    /// Leaves both sides. Foreign descriptors go with the thread: an ending thread does not linger on a socket, and one
+    /// that hangs delays no other.
     fn end(mut self) {
         self.note_end();
         let RelaySession { peer, daemon, to_daemon, to_peer, streams, outside, .. } = self;
         let _ = shutdown(&*peer, Shutdown::Both);
-        // From here on all that is closed is ours, or was looked at.
+        // From here on only our own or vetted descriptors are closed.
         drop((to_daemon, to_peer, daemon, streams, outside));
     }
 }
@@ -411,8 +411,8 @@ impl Stream {
         Stream { ours, theirs: Foreign::new(theirs), to_theirs: Vec::new(), to_ours: Vec::new() }
     }
 
-    /// Passes on what there is. False once either end has left, or descriptors came, which nobody wants here: then both
-    /// are to see the end.
+    /// Relays available bytes. False once either end has left, or descriptors came, which are not allowed here: then
+    /// both see the end.
     fn pass_on(&mut self, ours: PollFlags, theirs: PollFlags) -> Result<bool, Errno> {
         if theirs.intersects(PollFlags::HUP | PollFlags::ERR) {
             return Ok(false);
@@ -422,14 +422,14 @@ impl Stream {
     }
 }
 
-/// Passes on in one direction what waits, or else what has come. False at the end.
+/// Relays in one direction: waiting bytes, or else new ones. False at the end.
 fn pass(from: &OwnedFd, to: &OwnedFd, waiting: &mut Vec<u8>, ready: PollFlags) -> Result<bool, Errno> {
     if waiting.is_empty() && ready.intersects(PollFlags::IN | PollFlags::HUP) {
         let mut pieces = VecDeque::new();
         match Piece::receive(from, &mut pieces) {
             Ok(()) if pieces.is_empty() => return Ok(false),
             Ok(()) => {}
-            // Ready and nothing there is odd, and must not become a loop that never rests.
+            // Ready without data is odd, and must not become a busy loop.
             Err(Errno::AGAIN | Errno::INTR) => std::thread::sleep(ODD_TIME),
             Err(error) => {
                 pieces.into_iter().for_each(Piece::leave_files);

@@ -24,8 +24,8 @@ use super::table::leave;
 const PIECE_BYTES: usize = 32 << 10;
 /// Pieces with descriptors that are taken at once.
 const PIECES_MAX: usize = 16;
-/// Descriptors that a session leaves unread in one direction, and so the most that may come with a piece. As many as a
-/// vhost-user message can have.
+/// Descriptors that a session leaves unread in one direction, and so the maximum of a piece. As many as a vhost-user
+/// message can have.
 pub(super) const UNREAD_FILES_MAX: usize = 32;
 
 /// A piece.
@@ -43,12 +43,12 @@ impl Piece {
         Piece { bytes, ..Piece::default() }
     }
 
-    /// Takes what there is of a stream, without waiting, as pieces in their order; none at its end. Those taken before
-    /// an error are there, too.
+    /// Reads available bytes of a stream, without waiting, as pieces in order; none at its end. Pieces read before an
+    /// error are returned, too.
     ///
     /// # Errors
-    /// `AGAIN` if there is nothing yet, `TOOMANYREFS` if more than [`UNREAD_FILES_MAX`] come with a piece or
-    /// not all descriptors can be had, or what the system said.
+    /// `AGAIN` without data, `TOOMANYREFS` if more than [`UNREAD_FILES_MAX`] come with a piece or not all descriptors
+    /// can be received, or the system's error.
     pub(super) fn receive(from: &OwnedFd, pieces: &mut VecDeque<Piece>) -> Result<(), Errno> {
         loop {
             let (there, has_files) = match look(from, PIECE_BYTES) {
@@ -102,10 +102,10 @@ impl Piece {
         self.files.into_iter().for_each(leave);
     }
 
-    /// Sends on what is left, as far as that goes without waiting; whether all is sent.
+    /// Sends the rest without waiting, as far as possible; whether all is sent.
     ///
     /// # Errors
-    /// The other side is gone, or what the system said.
+    /// The other side has left, or the system's error.
     fn send(&mut self, to: &OwnedFd) -> Result<bool, Errno> {
         while self.sent < self.bytes.len() {
             let fds: Vec<_> = self.files.iter().map(|file| file.as_fd()).collect();
@@ -122,7 +122,7 @@ impl Piece {
     }
 }
 
-/// Pieces on their way to one end of a session.
+/// Pieces to be sent to one end of a session.
 #[derive(Debug, Default)]
 pub(super) struct SendQueue {
     pieces: VecDeque<Piece>,
@@ -146,10 +146,10 @@ impl SendQueue {
         next > 0 && self.unread_files + next > UNREAD_FILES_MAX
     }
 
-    /// Sends as far as that goes without waiting. A queue whose other end has left is empty then, too.
+    /// Sends without waiting, as far as possible. A queue whose other end has left is empty then, too.
     ///
     /// # Errors
-    /// `PIPE` or `CONNRESET` if the other end has left, or what the system said.
+    /// `PIPE` or `CONNRESET` if the other end has left, or the system's error.
     pub(super) fn send(&mut self, to: &OwnedFd) -> Result<(), Errno> {
         while !self.pieces.is_empty() {
             if self.is_held() && is_all_read(to)? {
@@ -189,8 +189,8 @@ fn is_all_read(socket: &OwnedFd) -> Result<bool, Errno> {
     Ok(unread == 0)
 }
 
-/// How many of the next bytes are there, up to `most`, and whether descriptors come with the last of them or, in some
-/// versions of Linux, with the one behind. Nothing is taken.
+/// Number of available bytes, up to `most`, and whether descriptors come with the last of them or, in some versions of
+/// Linux, with the next one. Consumes nothing.
 fn look(from: &OwnedFd, most: usize) -> Result<(usize, bool), Errno> {
     let mut bytes = vec![0; most];
     let mut control = RecvAncillaryBuffer::default();
@@ -199,7 +199,7 @@ fn look(from: &OwnedFd, most: usize) -> Result<(usize, bool), Errno> {
     Ok((got.bytes, got.flags.contains(ReturnFlags::CTRUNC)))
 }
 
-/// The fewest bytes of which [`look`] finds that descriptors come with them, at least 1. `beyond` are known to.
+/// The fewest bytes for which [`look`] finds descriptors, at least 1. `beyond` are known to have some.
 fn fewest_with_files(from: &OwnedFd, mut beyond: usize) -> Result<usize, Errno> {
     let mut without = 0;
     while beyond - without > 1 {

@@ -1,7 +1,7 @@
-//! Threads with a descriptor table of their own.
+//! Threads with a private descriptor table.
 //!
-//! A descriptor whose close blocks then blocks the thread in whose table it is, and no other. Such a thread ends
-//! without closing untrusted descriptors: the kernel closes them after the thread has ended for all others.
+//! A descriptor whose close blocks then blocks only the thread in whose table it is. Such a thread ends without closing
+//! untrusted descriptors: the kernel closes them after the thread has ended for all others.
 //!
 //! Unsafe: a descriptor number names one file in one table and another, or none, in the next.
 
@@ -12,9 +12,10 @@ use std::sync::mpsc::channel;
 
 use rustix::fs::{Mode, OFlags, open};
 
-/// Standard input, output and errors. They stay taken in every table, so that nothing foreign gets their numbers.
+/// Standard input, output and error. They stay open in every table, so that foreign descriptors do not get their
+/// numbers.
 const STANDARD: RawFd = 3;
-/// Bytes of a thread's stack: what a session handles lies on the heap.
+/// Bytes of a thread's stack: a session's data is on the heap.
 pub(super) const STACK_BYTES: usize = 256 << 10;
 
 /// A descriptor with a number beyond those of standard input, output and errors.
@@ -22,8 +23,8 @@ pub(super) fn raise(file: &OwnedFd) -> io::Result<OwnedFd> {
     Ok(rustix::io::fcntl_dupfd_cloexec(file, STANDARD)?)
 }
 
-/// Gives the calling thread a table of its own with only these descriptors of the old one, and with /dev/null as
-/// standard input, output and errors.
+/// Gives the calling thread a private table with only these descriptors of the old one, and with /dev/null as standard
+/// input, output and error.
 fn isolate(kept: &[RawFd]) -> io::Result<()> {
     unshare()?;
     let mut kept: Vec<_> = kept.iter().map(|fd| fd.cast_unsigned()).collect();
@@ -41,10 +42,10 @@ fn isolate(kept: &[RawFd]) -> io::Result<()> {
     Ok(())
 }
 
-/// Gives the calling thread a copy of the table that it shares. Not by `unshare`, which containers allow to those alone
-/// who may also mount: by `close_range`, which is needed anyway, of no descriptor.
+/// Gives the calling thread a copy of the shared table, by a `close_range` that closes no descriptor: containers allow
+/// `unshare` only together with mounting.
 fn unshare() -> io::Result<()> {
-    // SAFETY: no descriptor has this number, so none is closed. The callers below see to it that this thread uses no
+    // SAFETY: no descriptor has this number, so none is closed. The callers below ensure that this thread uses no
     // descriptor of the old table but those it keeps.
     let done = unsafe { libc::syscall(libc::SYS_close_range, u32::MAX, u32::MAX, libc::CLOSE_RANGE_UNSHARE) };
     if done == 0 { Ok(()) } else { Err(not_allowed()) }
@@ -53,7 +54,7 @@ fn unshare() -> io::Result<()> {
 /// Closes the descriptors from one number up to another.
 fn close_range(first: u32, last: Option<u32>) -> io::Result<()> {
     let Some(last) = last.filter(|last| *last >= first) else { return Ok(()) };
-    // SAFETY: closes descriptors of the calling thread's own table, which nothing of this thread uses.
+    // SAFETY: closes descriptors of the calling thread's private table, which this thread does not use.
     match unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } {
         0 => Ok(()),
         _ => Err(not_allowed()),
@@ -70,12 +71,12 @@ fn not_allowed() -> io::Error {
 
 /// Has a standard number name this file.
 fn put(file: &OwnedFd, number: RawFd) -> io::Result<()> {
-    // SAFETY: standard input, output and errors are owned by nobody in a thread with a table of its own.
+    // SAFETY: standard input, output and error have no owner in a thread with a private table.
     if unsafe { libc::dup2(file.as_raw_fd(), number) } < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Gives the calling thread a table of its own with this descriptor alone. The thread must use no other
-/// descriptor that was made before.
+/// Gives the calling thread a private table with this descriptor only. The thread must use no other descriptor that was
+/// made before.
 ///
 /// # Errors
 /// The system gives no table.
@@ -83,7 +84,7 @@ pub(super) fn isolate_with(file: &OwnedFd) -> io::Result<()> {
     isolate(&[file.as_raw_fd()])
 }
 
-/// Starts a thread with a table of its own that has these descriptors, and no others of the caller's. The caller's are
+/// Starts a thread with a private table that has these descriptors, and no others of the caller's. The caller's are
 /// closed before the thread begins.
 ///
 /// # Errors
@@ -101,7 +102,7 @@ where
         if told.send(isolated).is_err() || started.recv().is_err() || !is_alone {
             return;
         }
-        // SAFETY: the numbers name the same files in this thread's own table, where nothing else owns them.
+        // SAFETY: the numbers name the same files in this thread's private table, where they have no other owner.
         let files = numbers.into_iter().map(|number| unsafe { OwnedFd::from_raw_fd(number) }).collect();
         work(files);
     };

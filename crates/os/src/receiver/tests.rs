@@ -10,7 +10,7 @@ use super::client::tests::{end, let_pause_end, started};
 use super::reply::REPLY_BYTES;
 use super::*;
 
-/// Has these system calls fail with an error, on a thread of its own and on those that it starts.
+/// Has these system calls fail with an error, on a separate thread and on those that it starts.
 fn with_refused<T: Send>(calls: &[libc::c_long], error: Errno, work: impl FnOnce() -> T + Send) -> T {
     let statement = |code: u32, jt: u8, jf: u8, k: u32| libc::sock_filter { code: code as u16, jt, jf, k };
     let ret = libc::BPF_RET | libc::BPF_K;
@@ -46,7 +46,7 @@ fn hub() -> (Hub, tempfile::TempDir, PathBuf) {
     (hub, folder, path)
 }
 
-/// What a hub answers when it is asked for a connection.
+/// A hub's answer to a request for a connection.
 fn reply(hub: &Hub, path: &Path) -> Reply {
     let (mut near, far) = UnixStream::pair().unwrap();
     hub.accept(path.into(), far.into());

@@ -58,7 +58,7 @@ pub(super) fn is_stream(file: &OwnedFd) -> bool {
     kind == Some((AddressFamily::UNIX, SocketType::STREAM))
 }
 
-/// Queries the file system, on a thread that may block for ever.
+/// Queries the file system, on a thread that may block without limit.
 fn ask(file: BorrowedFd<'_>, asking: &mut Vec<Pid>) -> Result<(), String> {
     let number = file.as_raw_fd();
     let (begun, id) = channel();

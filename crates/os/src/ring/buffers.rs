@@ -59,7 +59,7 @@ struct AttachedBuffers {
 }
 
 impl AttachedBuffers {
-    /// Nobody but us can take its pages away.
+    /// Whether only this process can free its pages.
     fn is_private(&self) -> bool {
         self.region.file().is_none()
     }
@@ -115,7 +115,7 @@ impl Buffers {
         holder
     }
 
-    /// Lets go of regions that nobody holds attached, and tries those again that were refused before.
+    /// Releases regions without a holder, and tries those again that were refused before.
     pub(super) fn sweep(&mut self, uring: &IoUring) {
         let mut gone = false;
         for index in 0..self.attached.len() {
@@ -178,13 +178,13 @@ impl Buffers {
         attached.first = Some(first as u16);
     }
 
-    /// Empties places of the table. I/O in flight keeps its pages pinned until it is over.
+    /// Empties table entries. I/O in flight keeps its pages pinned until it completes.
     fn withdraw(&mut self, uring: &IoUring, first: usize, pieces: usize) {
         for place in first..first + pieces {
             let empty = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
             // SAFETY: an empty entry names no memory.
             let updated = unsafe { uring.submitter().register_buffers_update(place as u32, &[empty], None) };
-            // A place that stays full keeps its pages pinned, which harms nobody; it is not used again.
+            // An entry that stays full keeps its pages pinned, which is harmless; it is not reused.
             self.taken[place] = updated.is_err();
         }
     }

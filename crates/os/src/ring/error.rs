@@ -15,7 +15,7 @@ pub enum RingError {
          profile allow io_uring_setup, io_uring_enter and io_uring_register"
     )]
     Disabled {
-        /// What switched it off, as far as can be told.
+        /// Setting that disabled it, as far as known.
         cause: String,
     },
     /// The kernel lacks it, or a part that we cannot do without.
@@ -33,7 +33,7 @@ pub enum RingError {
     /// Something else.
     #[error("io_uring set-up failed: {0}; see the limits on memory and open files")]
     System(#[source] io::Error),
-    /// The kernel serves it no more. What it has in flight cannot be learned.
+    /// The kernel refuses it. The state of its entries in flight is unknown.
     #[error("io_uring failed: {0}; see the kernel's log, and report a bug")]
     Refused(#[source] io::Error),
 }
@@ -60,7 +60,7 @@ impl RingError {
     }
 }
 
-/// What a ring has of its queues. A queue that has left the lane counts in none of it.
+/// Resources that a ring holds for its queues. A queue that has left the lane counts in none of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Holdings {
     /// Inboxes of drivers.
@@ -73,7 +73,7 @@ pub struct Holdings {
     pub signals: u32,
 }
 
-/// What threads other than its owner may see of a ring.
+/// Counters of a ring for threads other than its owner.
 #[derive(Debug, Default)]
 pub struct RingCounters {
     buffers: Mutex<FixedBuffers>,
@@ -91,7 +91,7 @@ impl RingCounters {
         RingCounters { pollers_max, ..RingCounters::default() }
     }
 
-    /// Pollers whose eventfds the ring has room for.
+    /// Number of pollers whose eventfds fit into the ring.
     pub fn pollers_max(&self) -> usize {
         self.pollers_max
     }
@@ -111,12 +111,12 @@ impl RingCounters {
         }
     }
 
-    /// Completions that nobody was waiting for.
+    /// Completions without a request.
     pub fn strays(&self) -> u64 {
         self.strays.load(Relaxed)
     }
 
-    /// What the ring has of its queues.
+    /// Resources that the ring holds for its queues.
     pub fn holdings(&self) -> Holdings {
         Holdings {
             inboxes: self.inboxes.load(Relaxed),

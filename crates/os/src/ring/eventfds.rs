@@ -1,20 +1,20 @@
 //! The eventfds that end a lane's sleep.
 //!
 //! ```text
-//!            watch                 rung (read, so that it is quiet)
+//!            watch                signalled (read, which resets it)
 //!   quiet ──────────▶ listening ──────────────────────────────────▶ quiet
 //!     ▲                   │ forget, or another descriptor under the same number
 //!     └───────────────────┘ (cancelled; the answer of an older generation is ignored)
 //! ```
 //!
 //! Polls are level-triggered: an eventfd signalled before the lane listens ends the next sleep all the same, so no
-//! signal is lost between the last look and the sleep. Holds a duplicate of each descriptor, since its owner may close
-//! it at any time and the number may then name another file. One that cannot be duplicated, for want of descriptors,
-//! is tried again before each sleep, and sleeps are short until then. Pushes no entries itself.
+//! signal is lost between the last check and the sleep. Holds a duplicate of each descriptor, since its owner may close
+//! it at any time and the number may then name another file. One that cannot be duplicated, for want of descriptors, is
+//! tried again before each sleep, and sleeps are short until then. Pushes no entries itself.
 //!
 //! An eventfd that is signalled repeatedly without work wakes the lane in vain, and one created as a semaphore stays
 //! readable after a single write. Such an eventfd is polled less and less often, as in interrupt moderation: after
-//! [`IN_VAIN_FREE`] wake-ups in a row without work only after a pause, which doubles up to [`PAUSE_MAX_NS`]. Nothing
+//! [`IN_VAIN_FREE`] wake-ups in a row without work only after a pause, which doubles up to [`PAUSE_MAX_NS`]. No signal
 //! is lost by that: the lane looks for work when the pause is over, and then listens again.
 
 use std::mem::MaybeUninit;
@@ -25,11 +25,11 @@ use io_uring::{opcode, squeue, types};
 use super::{KIND_EVENTFD, name};
 
 /// Completions that one eventfd may have outstanding: of its poll, of a poll that is being cancelled, and of the
-/// cancellation. As many as one place for signalling an eventfd.
+/// cancellation. As many as one signal slot.
 pub(super) const COMPLETIONS_EACH: usize = 3;
 
 /// Wake-ups in a row without work that an eventfd may cause before it is moderated. An honest driver causes one now and
-/// then, when its kick crosses a look of ours.
+/// then, when its kick crosses a poll of ours.
 const IN_VAIN_FREE: u32 = 8;
 /// The first pause: less than a wake-up costs.
 const PAUSE_MIN_NS: u64 = 16_000;
@@ -50,11 +50,11 @@ struct EventfdPoll {
     held: Option<(OwnedFd, i32)>,
     generation: u32,
     listening: bool,
-    /// Could not be made quiet: listening again would never end.
+    /// Could not be reset: polling it again would never end.
     broken: bool,
     /// Could not be duplicated the last time.
     deaf: bool,
-    /// It rang since its queue was last asked for work.
+    /// Signalled since its queue was last asked for work.
     rang: bool,
     /// Wake-ups in a row that brought no work.
     in_vain: u32,
@@ -69,7 +69,7 @@ pub(super) struct EventfdPolls {
     deaf: usize,
 }
 
-/// What the ring does to listen to an eventfd.
+/// Next operation of the ring to poll an eventfd.
 pub(super) struct PollStep {
     /// The poll of the descriptor that this eventfd was before.
     pub(super) cancel: Option<u64>,
@@ -120,8 +120,8 @@ impl EventfdPolls {
         Some(PollStep { cancel, poll })
     }
 
-    /// Takes note of whether the queue of an eventfd had work since the last sleep. Until when the eventfd is not to be
-    /// listened to, if it has rung in vain too often.
+    /// Records whether the queue of an eventfd had work since the last sleep. Returns the time until which the eventfd
+    /// is not polled, if it was signalled in vain too often.
     pub(super) fn moderate(&mut self, fd: BorrowedFd<'_>, index: usize, worked: bool, now_ns: u64) -> Option<u64> {
         let eventfd = self.eventfds.get_mut(index)?;
         if eventfd.held.as_ref().is_none_or(|(_, number)| *number != fd.as_raw_fd()) {
@@ -163,7 +163,7 @@ impl EventfdPolls {
     pub(super) fn rang(&mut self, index: usize, generation: u32, result: i32) -> bool {
         let Some(eventfd) = self.eventfds.get_mut(index) else { return false };
         if generation != eventfd.generation {
-            return true; // Cancelled, or rung while it was being cancelled.
+            return true; // Cancelled, or signalled during the cancellation.
         }
         let known = std::mem::take(&mut eventfd.listening);
         if result == -libc::ECANCELED {
@@ -197,14 +197,13 @@ fn quiet(eventfd: BorrowedFd<'_>) -> bool {
         Ok(8) | Err(rustix::io::Errno::AGAIN) => true,
         // Older than Linux 5.12: event descriptors had no such call.
         Err(rustix::io::Errno::OPNOTSUPP) => rustix::io::read(eventfd, &mut count) == Ok(8),
-        // A set of eventfds cannot be read: it is quiet once it has told of all that were signalled.
+        // An epoll instance cannot be read: it is reset once it has reported all its events.
         Err(rustix::io::Errno::INVAL) => quiet_set(eventfd),
         _ => false,
     }
 }
 
-/// Takes the events out of an edge-triggered epoll instance; should there be more, it stays readable. False if it is
-/// none.
+/// Drains an edge-triggered epoll instance; with more events it stays readable. False if it is not one.
 fn quiet_set(set: BorrowedFd<'_>) -> bool {
     /// As many as an export has queues.
     const EVENTS: usize = 64;

@@ -1,8 +1,8 @@
 //! Files that entries of a ring name. They stay open while an entry with their descriptor may reach the kernel: an
 //! entry is submitted later than it is pushed, and by then the number might name another file.
 //!
-//! None is registered with the kernel. It would keep a registered file until it has dismantled the ring, long after
-//! the last I/O of a killed process (ADR 25).
+//! No file is registered with the kernel, which would keep it until it has dismantled the ring, long after the last I/O
+//! of a killed process (ADR 25).
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ impl Files {
         holder
     }
 
-    /// Lets go of files that nobody holds.
+    /// Releases files without a holder.
     pub(super) fn sweep(&mut self) {
         let before = self.known.len();
         self.known.retain(|known| Arc::strong_count(&known.holder) > 1);

@@ -9,13 +9,13 @@ use io_uring::{IoUring, opcode};
 use super::setup::set_up;
 use super::{RingConfig, RingError};
 
-/// A ring that is given operations that do nothing.
+/// A ring for no-op entries.
 pub struct NopRing {
     uring: IoUring,
 }
 
 impl NopRing {
-    /// A ring whose batches have at most `batch_max` operations. This is the thread that uses it.
+    /// A ring whose batches have at most `batch_max` entries, for the calling thread.
     ///
     /// # Errors
     /// As for [`super::Ring::new`].

@@ -10,12 +10,12 @@ use super::eventfds::COMPLETIONS_EACH;
 /// How a ring is made.
 #[derive(Clone, Copy, Debug)]
 pub struct RingConfig {
-    /// Entries that can be pushed between two system calls; more cost a call of their own.
+    /// Entries that can be pushed between two system calls; more need a further call.
     pub entries: u32,
     /// Completions that may be outstanding at one time, for all queues of the lane.
     pub outstanding_max: u32,
-    /// Pollers whose eventfds it is to listen to. Each takes twelve completions of 16 bytes, and all together at most
-    /// three quarters of the 65536 that Linux allows: 4096 pollers.
+    /// Pollers whose eventfds it polls. Each takes twelve completions of 16 bytes, and all together at most three
+    /// quarters of the 65536 that Linux allows: 4096 pollers.
     pub pollers_max: u32,
     /// Only the thread that makes the ring uses it. Cheaper: completions are then handed over inside our own calls.
     /// Without, the ring may change owners, one at a time.
@@ -55,8 +55,8 @@ pub(super) fn set_up(config: RingConfig) -> Result<IoUring, RingError> {
     Ok(uring)
 }
 
-/// What a ring as it was made has room for: completions that drivers may have outstanding, and pollers. A smaller one
-/// than was wanted keeps a quarter for the drivers.
+/// Capacity of a new ring: completions that drivers may have outstanding, and pollers. A ring smaller than requested
+/// keeps a quarter for the drivers.
 pub(super) fn room(params: &Parameters, config: RingConfig) -> (usize, usize) {
     let made = params.cq_entries() as usize;
     let pollers = (made * 3 / 4 / POLLER_COMPLETIONS).min(config.pollers_max as usize).max(1);
@@ -67,7 +67,7 @@ pub(super) fn room(params: &Parameters, config: RingConfig) -> (usize, usize) {
 fn build(config: RingConfig, completions: u32) -> io::Result<IoUring> {
     let plain = || {
         let mut builder: Builder = IoUring::builder();
-        // A bad entry fails alone; the ring goes on with those behind it. Sizes beyond the kernel's are cut to them.
+        // A bad entry fails alone; the ring continues with those behind it. Sizes beyond the kernel's are clamped.
         builder.setup_submit_all().setup_clamp().setup_cqsize(completions);
         builder
     };

@@ -16,31 +16,31 @@ use io_uring::{opcode, types};
 
 use super::{KIND_SIGNAL, Ring, RingCounters, name};
 
-/// What is added to the counter of an event descriptor.
+/// Value added to the counter of an event descriptor.
 static ONE: [u8; 8] = 1_u64.to_ne_bytes();
 
-/// A place, and whether it has a ring out.
+/// A slot, and whether a signal of it is in flight.
 #[derive(Debug, Default)]
 struct SignalState {
     out: bool,
-    /// It was to be rung once more meanwhile.
+    /// To be signalled once more when the current signal completes.
     again: bool,
-    /// How many rings were called off: what comes back under an older number is of another eventfd.
+    /// Number of cancelled signals: a completion with an older number is of another eventfd.
     generation: u32,
     /// Whether it is anybody's now.
     taken: bool,
-    /// Our duplicate of the eventfd: an entry may have to wait for the kernel, while its owner closes the descriptor
-    /// and the number comes to mean another file.
+    /// Our duplicate of the eventfd: an entry may wait for the kernel while the owner closes the descriptor and its
+    /// number names another file.
     eventfd: Option<OwnedFd>,
 }
 
-/// The places of a lane.
+/// Signal slots of a lane.
 #[derive(Debug)]
 pub(super) struct EventfdSignals {
     places: Vec<SignalState>,
     /// Eventfds of rings that were called off, which entries not yet submitted may still name.
     parting: Vec<OwnedFd>,
-    /// Places that are to be rung once more, now that the ring before is over.
+    /// Slots to be signalled once more, since their previous signal has completed.
     owed: Vec<u32>,
     view: Arc<RingCounters>,
 }
@@ -50,7 +50,7 @@ impl EventfdSignals {
         EventfdSignals { places: Vec::new(), parting: Vec::new(), owed: Vec::new(), view }
     }
 
-    /// The number of a place, given when it is first asked for.
+    /// Index of a slot, assigned at its first use.
     #[inline]
     fn number(&mut self, place: &mut SignalSlot) -> u32 {
         *place.0.get_or_insert_with(|| self.give())
@@ -61,7 +61,7 @@ impl EventfdSignals {
         let free = self.places.iter().position(|place| !place.taken);
         let index = free.unwrap_or_else(|| {
             self.places.push(SignalState::default());
-            // Room for all from the start: to signal allocates nothing.
+            // Room for all from the start: signalling allocates nothing.
             self.owed.reserve(self.places.len() - self.owed.len());
             self.places.len() - 1
         });
@@ -70,7 +70,7 @@ impl EventfdSignals {
         index as u32
     }
 
-    /// A ring went through, or failed for good. False if none was ever out there.
+    /// A signal has completed, or failed permanently. False if none was in flight.
     pub(super) fn rang(&mut self, index: usize, generation: u32) -> bool {
         let Some(place) = self.places.get_mut(index) else { return false };
         if generation != place.generation {
@@ -90,7 +90,7 @@ impl EventfdSignals {
 }
 
 impl Ring {
-    /// Rings once more what was to be rung while it was not known whether the ring before had gone through.
+    /// Repeats signals that were requested while the previous one was in flight.
     #[inline]
     pub(super) fn ring_owed(&mut self) {
         while let Some(index) = self.signals.owed.pop() {
@@ -98,7 +98,7 @@ impl Ring {
         }
     }
 
-    /// Rings the eventfd of a place, which has no ring out.
+    /// Signals the eventfd of a slot without a signal in flight.
     fn ring_at(&mut self, index: u32) {
         let place = &mut self.signals.places[index as usize];
         let Some(own) = &place.eventfd else { return };

@@ -43,13 +43,13 @@ fn sleeps(ring: &mut Ring, deadline_ns: Option<u64>) -> Duration {
     start.elapsed()
 }
 
-/// The numbers of the eventfds that rang; until they are taken, no sleep begins.
+/// Indexes of the signalled eventfds; no sleep begins until they are taken.
 fn take_signalled(ring: &mut Ring) -> Vec<usize> {
     std::iter::from_fn(|| ring.next_signalled()).collect()
 }
 
-/// Sleeps until soon; whether nothing ended the sleep before. By the deadline itself and not by a length: whoever is
-/// interrupted between the choice of the one and the start of the other sleeps for a shorter time.
+/// Sleeps until soon; whether it lasted until the deadline. Compared with the deadline and not with a length: a thread
+/// interrupted between choosing the deadline and sleeping sleeps for a shorter time.
 fn sleeps_through(ring: &mut Ring) -> bool {
     take_signalled(ring);
     let deadline_ns = soon();
@@ -349,7 +349,7 @@ fn a_ring_of_an_eventfd_that_was_called_off_is_not_taken_for_one_of_the_next_at_
     assert_eq!(ring.view().holdings().signals, 1);
     ring.forget(&mut one);
     assert!(ring.view().holdings() == Holdings::default() && one.0.is_none());
-    // The place is another's now, whose rings are all heard.
+    // The slot has another user now, all of whose signals arrive.
     let heard = new_eventfd();
     for _ in 0..3 {
         ring.signal(&mut two, heard.as_fd());
