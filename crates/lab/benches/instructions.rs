@@ -59,8 +59,9 @@ const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("virtio-ring-packed-b32", || Box::new(ring(true, 32, clock()))),
     ("nvme-pair-b1", || Box::new(pair(1, clock()))),
     ("nvme-pair-b32", || Box::new(pair(32, clock()))),
-    ("vhost-one-core-split-b32", || Box::new(together(false, 32))),
-    ("vhost-one-core-packed-b32", || Box::new(together(true, 32))),
+    ("vhost-one-core-split-b32", || Box::new(together(1, 32, false))),
+    ("vhost-one-core-packed-b32", || Box::new(together(1, 32, true))),
+    ("vhost-one-core-2q-b16", || Box::new(together(2, 16, false))),
 ];
 
 fn main() -> ExitCode {
@@ -95,8 +96,8 @@ fn device(depth: usize) -> impl Round {
 }
 
 /// Driver and server on one thread, over a socket.
-fn together(packed: bool, depth: usize) -> impl Round {
-    one_core(depth, packed, clock).unwrap_or_else(|why| panic!("a session with ourselves: {why}"))
+fn together(queues: usize, depth: usize, packed: bool) -> impl Round {
+    one_core(queues, depth, packed, clock).unwrap_or_else(|why| panic!("a session with ourselves: {why}"))
 }
 
 /// A clock that goes on by a microsecond each time it is read.

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
-use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostQueue, queue_pair};
+use blkyard_export::{
+    BackendConfig, BoundSocket, DetachedVirtqueue, SEG_MAX, SocketConfig, VhostQueue, VirtqueueShare, queue_pair,
+};
 use blkyard_lab::floor::{IO_BYTES, Round};
 use blkyard_mem::Region;
 use blkyard_mq::{
@@ -14,7 +16,7 @@ use blkyard_mq::{
     SignalSlot,
 };
 use blkyard_os::SystemClock;
-use blkyard_virtio::BlkConfig;
+use blkyard_virtio::{BlkConfig, SerialId};
 use tempfile::TempDir;
 
 use crate::load::{Load, info};
@@ -122,7 +124,9 @@ impl<C: FnMut() -> u64> Drop for OneCore<C> {
     }
 }
 
+/// The same with so many virtqueues, which share the hardware queue, each with this depth.
 pub fn one_core<C: FnMut() -> u64 + Send>(
+    queues: usize,
     depth: usize,
     packed: bool,
     clock: impl Fn() -> C + Sync,
@@ -130,18 +134,29 @@ pub fn one_core<C: FnMut() -> u64 + Send>(
     let folder = tempfile::Builder::new().prefix("blkyard-cell").tempdir().map_err(|error| error.to_string())?;
     let path = folder.path().join("socket");
     let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: None, group: None });
-    let (info, (remote, port)) = (info(), queue_pair());
-    let disk = BlkConfig::new(&info, 1, SEG_MAX, true);
-    let config = BackendConfig { name: "cell".into(), disk, queues: vec![remote], domains: Vec::new() };
+    let info = info();
+    let (remotes, mut ports): (Vec<_>, Vec<_>) = (0..queues).map(|_| queue_pair()).unzip();
+    let others = ports.split_off(1);
+    let port = ports.pop().ok_or("no queue")?;
+    let mover = remotes[0].mover();
+    let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
+    let config = BackendConfig { name: "cell".into(), disk, queues: remotes, domains: Vec::new() };
     let server = blkyard_export::Server::start(socket.map_err(|error| error.to_string())?, config);
     let server = server.map_err(|error| error.to_string())?;
     let config = HwQueueConfig::default();
+    let share = VirtqueueShare { bios: config.bios_max / queues, depth: config.depth / queues };
     let driver = NullDevice::new(info.clone(), NullConfig::default()).queue(config.depth);
-    let serial = "cell".parse().map_err(|_| "no serial number")?;
+    let serial: SerialId = "cell".parse().map_err(|_| "no serial number")?;
     let mut device = VhostQueue::new(HwQueue::new(driver, Arc::new(info), config), serial, port);
     // The control path waits for a queue that turns.
     let lines = std::thread::scope(|scope| {
-        let lines = scope.spawn(|| lines(&path, 1, depth, packed, &clock));
+        let lines = scope.spawn(|| {
+            for (stream, port) in (1..).zip(others) {
+                let virtqueue = DetachedVirtqueue::new(serial, port, share, stream);
+                mover.adopt(virtqueue.map_err(|error| error.to_string())?).map_err(|error| error.to_string())?;
+            }
+            lines(&path, queues, depth, packed, &clock)
+        });
         while !lines.is_finished() {
             let _ = device.run_once(&mut DirectSignals, 0);
             // The others have the CPU: who waits is not to be counted.

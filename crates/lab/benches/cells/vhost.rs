@@ -47,12 +47,13 @@ pub fn driver_cells(plan: WindowPlan, report: &mut CellReport) {
             }
         }
     }
-    for depth in [1, 32, 128] {
-        let [split, packed] = ["", "-packed"].map(|format| format!("vhost-null-one-core-qd{depth}{format}"));
+    for (depth, queues) in [(1, 1), (32, 1), (128, 1), (32, 2)] {
+        let some = if queues == 1 { String::new() } else { format!("-{queues}q") };
+        let [split, packed] = ["", "-packed"].map(|format| format!("vhost-null-one-core-qd{depth}{some}{format}"));
         if ![&split, &packed].into_iter().any(|cell| report.wants(cell)) {
             continue;
         }
-        match (one_core(depth, false, clock), one_core(depth, true, clock)) {
+        match (one_core(queues, depth, false, clock), one_core(queues, depth, true, clock)) {
             (Ok(of_split), Ok(of_packed)) => {
                 let variants = [variant(of_split), variant(of_packed)];
                 let ([of_split, of_packed], _) = measure_beside(plan, &[], variants);
