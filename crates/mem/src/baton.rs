@@ -34,7 +34,7 @@ const IDLE: u32 = 0;
 const OWNED: u32 = 1;
 /// Only ever beside `OWNED`.
 const WORK: u32 = 2;
-/// A holder panicked: what was kept is in no state to go on with. For good.
+/// A holder panicked: the protected value is unusable. Permanent.
 const BROKEN: u32 = 4;
 
 /// Something with one owner at a time.
@@ -44,13 +44,13 @@ pub struct Baton<T> {
     kept: UnsafeCell<T>,
 }
 
-// SAFETY: the word lets one thread at a time reach what is kept, and hands it from one to the next with release and
-// acquire. So it moves between threads, which is what `Send` allows, and is never shared between them.
+// SAFETY: the word gives one thread at a time access to the value, and passes it on with release and acquire. So the
+// value moves between threads, which `Send` allows, and is never shared between them.
 unsafe impl<T: Send> Sync for Baton<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Send for Baton<T> {}
 
-/// Holds the baton. Must be [given back](Holder::give_back): dropping it breaks the baton for everyone.
+/// Ownership of the baton. Must be [given back](Holder::give_back): dropping it breaks the baton for all threads.
 #[must_use = "a holder that is dropped breaks the baton"]
 #[derive(Debug)]
 pub struct Holder<'a, T> {
@@ -65,8 +65,8 @@ impl<T> Baton<T> {
         Baton { word: CachePadded(AtomicU32::new(IDLE)), kept: UnsafeCell::new(kept) }
     }
 
-    /// Takes the baton if it is idle; otherwise leaves word for its holder that there is work, who will find what this
-    /// thread has published before.
+    /// Takes the baton if it is idle; otherwise sets its PENDING bit, and the holder will see all that this thread has
+    /// published before.
     ///
     /// # Panics
     /// If a holder panicked.
@@ -76,8 +76,8 @@ impl<T> Baton<T> {
             return Some(holder);
         }
         // Release pairs with the swap in `Holder::take_pending`: the holder sees what we published. Acquire pairs with
-        // the compare-exchange in `Holder::give_back`, for the case that we find it idle after all; then the word says
-        // "work" although it is only us, and we take it ourselves.
+        // the compare-exchange in `Holder::give_back`, in case we find it idle after all; then the pending bit is our
+        // own, and we take it ourselves.
         match self.word.0.fetch_or(OWNED | WORK, Ordering::AcqRel) {
             IDLE => Some(self.holder()),
             was => {
@@ -87,10 +87,10 @@ impl<T> Baton<T> {
         }
     }
 
-    /// Takes the baton if it is idle; otherwise leaves no trace.
+    /// Takes the baton if it is idle; otherwise changes nothing.
     #[inline]
     pub fn take_if_idle(&self) -> Option<Holder<'_, T>> {
-        // Looks first: a thread that polls must not pull the line away from the holder each time.
+        // A load first: a polling thread must not pull the cache line away from the holder each time.
         match self.word.0.load(Ordering::Relaxed) {
             IDLE => self.take_idle(),
             was => {
@@ -119,28 +119,28 @@ impl<T> Baton<T> {
 }
 
 impl<'a, T> Holder<'a, T> {
-    /// Takes the pending bit. True if it was set: what other threads published before they set it is visible from
+    /// Takes the pending bit. True if it was set: all that other threads published before they set it is visible from
     /// here on.
     #[inline]
     pub fn take_pending(&mut self) -> bool {
         let word = &self.baton.word.0;
-        // A plain load may miss what comes just now; then `give_back` does not.
+        // A plain load may miss a bit that is just being set; then `give_back` does not.
         if word.load(Ordering::Relaxed) & WORK == 0 {
             return false;
         }
-        // Acquire pairs with the fetch-or in `Baton::take`. Those who left before the last one are covered too:
+        // Acquire pairs with the fetch-or in `Baton::take`. Earlier setters than the last are covered too:
         // read-modify-writes continue a release.
         word.swap(OWNED, Ordering::Acquire);
         true
     }
 
-    /// Puts the baton down.
+    /// Releases the baton.
     ///
     /// # Errors
-    /// Somebody left work that was not [acknowledged](Holder::take_pending). The holder stays in charge.
+    /// The pending bit is set and not [taken](Holder::take_pending). The holder keeps the baton.
     #[inline]
     pub fn give_back(self) -> Result<(), Holder<'a, T>> {
-        // Release pairs with the acquires in `Baton::take` and `Baton::take_if_idle`: the next holder sees what we did.
+        // Release pairs with the acquires in `Baton::take` and `Baton::take_if_idle`: the next holder sees our changes.
         match self.baton.word.0.compare_exchange(OWNED, IDLE, Ordering::Release, Ordering::Relaxed) {
             Ok(_) => {
                 std::mem::forget(self);

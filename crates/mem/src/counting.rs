@@ -1,8 +1,7 @@
 //! An allocator that counts, for tests that prove that the data path allocates nothing.
 //!
 //! A test program makes it its global allocator and compares the counts before and after code that must not allocate.
-//! Each thread has a count of its own, so that neither the test's harness nor other tests disturb it. Only tests use
-//! it.
+//! Each thread has a separate count, so that neither the test's harness nor other tests disturb it. Only tests use it.
 //!
 //! Unsafe: implementing an allocator is.
 
@@ -25,7 +24,7 @@ impl CountingAllocator {
     }
 }
 
-// SAFETY: everything is passed on to the system's allocator as it came, and what it returns is returned.
+// SAFETY: all calls are passed on to the system's allocator unchanged, and so are its results.
 unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         COUNT.set(COUNT.get() + 1);

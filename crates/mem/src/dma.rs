@@ -45,7 +45,7 @@ impl DmaDomain {
         self.lock().regions.iter().map(|(region, _)| Arc::clone(region)).collect()
     }
 
-    /// Changes of the list so far. A device that has seen this number has nothing new to map.
+    /// Number of changes of the list. A device that has seen this number has nothing new to map.
     pub fn changes(&self) -> u64 {
         self.lock().changes
     }
@@ -87,7 +87,7 @@ pub struct DmaMapping {
 }
 
 impl DmaMapping {
-    /// Has these regions mapped in place of those before, as one change: the device never sees both, nor neither.
+    /// Replaces all mapped regions by these, as one change: the device never sees both sets, nor neither.
     pub fn replace(&mut self, regions: Vec<Arc<Region>>) {
         let mut mapped = self.domain.lock();
         let mut changed = regions.iter().fold(false, |changed, region| mapped.add(region) | changed);

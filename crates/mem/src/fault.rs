@@ -50,10 +50,10 @@ impl WatchedMapping {
         let faulted = Box::new(AtomicBool::new(false));
         for (index, slot) in SLOTS.iter().enumerate() {
             if slot.start.compare_exchange(FREE, BUSY, Ordering::Acquire, Ordering::Relaxed).is_ok() {
-                // Who reads this length sees the slot busy, or later, when it looks at the start again.
+                // A reader of this length sees the slot busy, or later, when it checks the start again.
                 slot.len.store(len, Ordering::Release);
                 slot.faulted.store(std::ptr::from_ref(&*faulted).cast_mut(), Ordering::Relaxed);
-                // Pairs with the handler's load: who sees the start sees the length and the flag.
+                // Pairs with the handler's load: a reader of the start sees the length and the flag.
                 slot.start.store(start, Ordering::Release);
                 return Ok(WatchedMapping { slot: index, faulted });
             }
@@ -80,8 +80,8 @@ fn install() -> io::Result<()> {
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
         action.sa_sigaction = on_sigbus as *const () as usize;
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-        // SAFETY: `action` is initialised and the handler has the signature that SA_SIGINFO asks for; it does only
-        // what a signal handler may.
+        // SAFETY: `action` is initialised and the handler has the signature that SA_SIGINFO needs; it is
+        // async-signal-safe.
         let status = unsafe { libc::sigaction(libc::SIGBUS, &raw const action, std::ptr::null_mut()) };
         FAILED.store(status != 0, Ordering::Relaxed);
     });
@@ -102,8 +102,8 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, _contex
         if start <= BUSY || slot.start.load(Ordering::Acquire) != start || address < start || address - start >= len {
             continue;
         }
-        // SAFETY: the range is a mapping of ours, watched, and therefore alive; replacing its pages at the
-        // same place keeps every pointer into it valid.
+        // SAFETY: the range is a watched mapping of ours, and therefore alive; replacing its pages at the same address
+        // keeps every pointer into it valid.
         let replaced = unsafe {
             libc::mmap(
                 start as *mut libc::c_void,
@@ -132,7 +132,7 @@ mod tests {
 
     #[test]
     fn sixty_four_exports_may_have_all_the_memory_they_can_and_replace_it_at_the_same_time() {
-        // No process has such addresses, so nothing is ever found there.
+        // No process has such addresses, so none is ever found.
         let places = (0..64 * 2 * 64).map(|place| 0xffff_8000_0000_0000 + place * 4096);
         let watched: io::Result<Vec<_>> = places.map(|start| WatchedMapping::new(start, 4096)).collect();
         assert!(watched.unwrap().iter().all(|watched| !watched.faulted()));

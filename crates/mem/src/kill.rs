@@ -9,14 +9,14 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
 thread_local! {
-    /// Stores left to this life; none if nobody wants its death.
+    /// Stores left before the thread is killed; `None` for unlimited.
     static LEFT: Cell<Option<u64>> = const { Cell::new(None) };
 }
 
-/// What a life ends with.
+/// Payload of the unwind that ends a life.
 struct Killed;
 
-/// Runs `life`, which dies before its store number `stores`, counted from 0. Nothing if it did.
+/// Runs `life`, which is killed before its store number `stores`, counted from 0. Returns `None` if it was.
 pub fn after<R>(stores: u64, life: impl FnOnce() -> R) -> Option<R> {
     LEFT.set(Some(stores));
     let end = catch_unwind(AssertUnwindSafe(life));
@@ -28,7 +28,7 @@ pub fn after<R>(stores: u64, life: impl FnOnce() -> R) -> Option<R> {
     }
 }
 
-/// Does what somebody else does while a life goes on: its stores do not count.
+/// Runs code of another process during a life: its stores are not counted.
 pub fn spared<R>(other: impl FnOnce() -> R) -> R {
     let left = LEFT.take();
     let value = other();
@@ -39,7 +39,7 @@ pub fn spared<R>(other: impl FnOnce() -> R) -> R {
 pub(crate) fn before_store() {
     match LEFT.get() {
         None => {}
-        // Not a panic: nobody is to hear of it, and nothing is wrong.
+        // Not a panic: no hook runs and no message is printed.
         Some(0) => resume_unwind(Box::new(Killed)),
         Some(left) => LEFT.set(Some(left - 1)),
     }

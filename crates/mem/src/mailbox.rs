@@ -19,7 +19,7 @@ use crate::sync::{AtomicBool, Mutex, Ordering};
 pub struct Mailbox<T> {
     /// Set when something was sent that has not been taken.
     pending: AtomicBool,
-    /// None once it is closed.
+    /// `None` once closed.
     sent: Mutex<Option<Vec<T>>>,
 }
 
@@ -39,13 +39,13 @@ impl<T> Mailbox<T> {
             Some(sent) => sent.push(command),
             None => return Err(command),
         }
-        // After the lock: an owner that sees it need not wait for us. Relaxed: whoever sees it finds the command by the
-        // lock, and whoever must see it is woken.
+        // After the lock: an owner that sees it need not wait for us. Relaxed: the lock makes the command visible, and
+        // an owner that must see it is woken.
         self.pending.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Whether something was sent. May be late by as much as stores take; who was woken after a command sees it.
+    /// Whether a message was sent. May be late by as much as stores take; an owner woken after a message sees it.
     #[inline]
     pub fn is_pending(&self) -> bool {
         self.pending.load(Ordering::Relaxed)
@@ -54,13 +54,13 @@ impl<T> Mailbox<T> {
     /// Takes all that was sent, in its order. For the owner alone.
     #[cold]
     pub fn take(&self) -> Vec<T> {
-        // Before the look, see the head of the module.
+        // Before the list is read, see the module's head.
         self.pending.store(false, Ordering::Relaxed);
         let mut sent = self.sent.lock().unwrap_or_else(PoisonError::into_inner);
         sent.as_mut().map_or_else(Vec::new, std::mem::take)
     }
 
-    /// Nobody will take anything any more: what is in is dropped, and what comes goes back.
+    /// Closes the mailbox: waiting messages are dropped, and later ones are returned to their senders.
     pub fn close(&self) {
         let left = self.sent.lock().unwrap_or_else(PoisonError::into_inner).take();
         // Not under the lock: to drop a command may send another.

@@ -20,26 +20,26 @@ const HUGE_BYTES: usize = 2 << 20;
 
 /// Mapped memory with more than one writer.
 pub struct Region {
-    /// First byte of the region; not page-aligned if its place in the file is not. What lies before and behind is
-    /// nobody's.
+    /// First byte of the region; not page-aligned if its offset in the file is not. The mapped bytes before and behind
+    /// it are unused.
     base: NonNull<u8>,
     len: usize,
     mapping: *mut std::ffi::c_void,
     mapping_len: usize,
     watched: Option<WatchedMapping>,
-    /// What others map to share it, and its place there.
+    /// File for other processes to map, and the region's offset there.
     file: Option<(OwnedFd, u64)>,
 }
 
 // SAFETY: a region is an address range that stays mapped while the region lives; all access is by raw copies and
 // atomics, which any thread may do.
 unsafe impl Send for Region {}
-// SAFETY: as above; no method hands out a reference into the memory.
+// SAFETY: as above; no method returns a reference into the memory.
 unsafe impl Sync for Region {}
 
-/// Kinds of file systems whose files are touched without anybody's help: in memory, or on a disk of this machine, for
-/// which one waits no longer than for others' I/O. Not those of other processes (FUSE) and machines (NFS), and not
-/// overlays, below which such a one may lie.
+/// Types of file systems whose files need no other process or machine: in memory, or on a disk of this machine, for
+/// which a thread waits no longer than for other I/O. Not those of other processes (FUSE) and machines (NFS), and no
+/// overlays, which may contain one.
 const NEAR: [u64; 9] = [
     0x0102_1994, // tmpfs
     0x9584_58f6, // hugetlbfs
@@ -53,11 +53,11 @@ const NEAR: [u64; 9] = [
 ];
 
 /// Checks that a descriptor is a regular file which is read, written and closed without waiting for another process or
-/// machine. A file in memory has seals, and is known by them without asking its file system. Any other file system is
-/// asked, and may keep the caller waiting: call this on a thread that nobody depends on.
+/// machine. A memfd has seals, and is recognised by them without a query of its file system. Any other file system is
+/// queried, and may keep the caller waiting: call this on a thread on which no other depends.
 ///
 /// # Errors
-/// [`MapError::Far`], [`MapError::NotAFile`], or what the system said.
+/// [`MapError::Far`], [`MapError::NotAFile`], or the system's error.
 pub fn check_near(file: BorrowedFd<'_>) -> Result<(), MapError> {
     if rustix::fs::fcntl_get_seals(file).is_ok() {
         return Ok(());
@@ -66,7 +66,7 @@ pub fn check_near(file: BorrowedFd<'_>) -> Result<(), MapError> {
     if !NEAR.contains(&kind) {
         return Err(MapError::Far { kind });
     }
-    // A device or pipe has a name in a near file system, and a driver of its own that is closed.
+    // A device or pipe has a name in a near file system, but its own driver handles its close.
     let mode = rustix::fs::fstat(file).map_err(io::Error::from)?.st_mode;
     let is_file = rustix::fs::FileType::from_raw_mode(mode) == rustix::fs::FileType::RegularFile;
     if is_file { Ok(()) } else { Err(MapError::NotAFile) }
@@ -85,10 +85,10 @@ pub enum MapError {
         /// Length of the file, bytes.
         file_len: u64,
     },
-    /// Only files whose length can be known are mapped.
+    /// Only files with a known length are mapped.
     #[error("memory region's descriptor is not a file: share the memory as a memfd or a file on tmpfs or hugetlbfs")]
     NotAFile,
-    /// Whoever touches it would wait for another process or machine, which may never answer.
+    /// An access would wait for another process or machine, which may never answer.
     #[error(
         "memory region's file is neither in memory nor on a disk of this machine, its file system being of kind \
          {kind:#x}: share the memory as a memfd or a file on tmpfs or hugetlbfs"
@@ -97,7 +97,7 @@ pub enum MapError {
         /// The number by which the system names the kind (`linux/magic.h`).
         kind: u64,
     },
-    /// Length zero, or offset and length beyond what an address can hold.
+    /// Length zero, or offset and length beyond the address range.
     #[error("memory region of {len} bytes at offset {offset} has no valid extent")]
     Extent {
         /// Place of the region in the file, bytes.
@@ -119,12 +119,12 @@ impl Region {
     pub fn anonymous(len: usize) -> io::Result<Arc<Region>> {
         let too_long = || io::Error::from(io::ErrorKind::OutOfMemory);
         let align = if len < HUGE_BYTES { PAGE_BYTES } else { HUGE_BYTES };
-        // The kernel aligns to pages. What is mapped beyond is never touched, and takes no memory.
+        // The kernel aligns to pages. The mapped rest is never accessed, and takes no memory.
         let mapping_len = len
             .checked_next_multiple_of(PAGE_BYTES)
             .and_then(|len| len.checked_add(align - PAGE_BYTES))
             .ok_or_else(too_long)?;
-        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
         let mapping = unsafe {
             mmap_anonymous(
                 std::ptr::null_mut(),
@@ -139,12 +139,11 @@ impl Region {
         Ok(Arc::new(Region { base, len, mapping, mapping_len, watched: None, file: None }))
     }
 
-    /// Asks the system for huge pages, which spare whoever touches the memory at random most of the walks through page
-    /// tables. Advice: nothing tells whether it was taken, and nothing needs it. From then on a touch may take 2 MiB of
-    /// memory where it took a page.
+    /// Asks the system for huge pages, which avoid most page-table walks of random accesses. Advice only: its effect is
+    /// not visible and not required. From then on a first access may take 2 MiB of memory instead of a page.
     ///
-    /// Not asked for what is larger than the machine's memory, since that can only be used in parts, nor for memory
-    /// that is [shared](Region::file): how that is kept is its owner's affair.
+    /// Not used for regions larger than the machine's memory, of which only parts can be used, nor for
+    /// [shared](Region::file) memory, which its owner configures.
     pub fn prefer_huge_pages(&self) {
         let machine = rustix::system::sysinfo();
         let machine_bytes = u128::from(machine.totalram) * u128::from(machine.mem_unit);
@@ -156,8 +155,7 @@ impl Region {
         let _ = unsafe { rustix::mm::madvise(self.base.as_ptr().cast(), self.len, rustix::mm::Advice::LinuxHugepage) };
     }
 
-    /// Maps `len` bytes of zeroed memory of our own that [can be shared](Region::file): an unnamed file, whose length
-    /// nobody can change any more.
+    /// Maps `len` bytes of zeroed private memory that [can be shared](Region::file): a memfd with a sealed length.
     ///
     /// # Errors
     /// The system has no room, or `len` is zero.
@@ -172,10 +170,10 @@ impl Region {
         })
     }
 
-    /// Maps `len` bytes at `offset` of a file, shared with whoever else has it. Should the file shrink later, the
-    /// region turns into zeroes and [`Region::is_faulted`] says so. Only a file that is touched without anybody's help:
-    /// who sends a descriptor may be the one who would have to answer. To learn that may take as long as the file's
-    /// file system likes, so it is not for a thread that others depend on.
+    /// Maps `len` bytes at `offset` of a file, shared with its other users. If the file shrinks later, the region turns
+    /// into zeroes and [`Region::is_faulted`] is true. Only a near file is mapped, since its sender might have to
+    /// answer accesses to it. The check may take as long as the file's file system likes, so it is not for a thread on
+    /// which others depend.
     ///
     /// # Errors
     /// See [`MapError`]; nothing stays mapped.
@@ -187,7 +185,7 @@ impl Region {
         if end > file_len {
             return Err(MapError::BeyondEnd { offset, len, file_len });
         }
-        // Huge pages want offsets of their own size; a block size beyond a page is how hugetlbfs tells its own.
+        // Huge pages need offsets of their own size; a block size beyond a page is how hugetlbfs reports its page size.
         let page = u64::try_from(stat.st_blksize).unwrap_or(0).max(PAGE_BYTES as u64);
         let page = if page.is_power_of_two() && offset.is_multiple_of(page) { page } else { PAGE_BYTES as u64 };
         let lead = (offset % page) as usize;
@@ -197,7 +195,7 @@ impl Region {
             .and_then(|len| len.checked_add(lead))
             .and_then(|len| len.checked_next_multiple_of(page as usize))
             .ok_or_else(extent)?;
-        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps no other.
         let mapping = unsafe {
             mmap(
                 std::ptr::null_mut(),
@@ -222,18 +220,18 @@ impl Region {
         self.len
     }
 
-    /// The file that is mapped, and the offset of the region there, for those who are to map the same memory. None if
-    /// the memory is private.
+    /// The mapped file, and the offset of the region there, for processes that map the same memory. `None` if the
+    /// memory is private.
     pub fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
         self.file.as_ref().map(|(file, offset)| (file.as_fd(), *offset))
     }
 
-    /// Whether the file behind the region was cut short while it was mapped. What the region held is gone.
+    /// Whether the file behind the region was truncated while it was mapped. The region's content is lost.
     pub fn is_faulted(&self) -> bool {
         self.watched.as_ref().is_some_and(WatchedMapping::faulted)
     }
 
-    /// The `len` bytes from `offset`, or nothing if they do not lie in the region.
+    /// The `len` bytes from `offset`, or `None` if they are not in the region.
     #[inline]
     pub fn span(&self, offset: u64, len: usize) -> Option<Span<'_>> {
         let offset = usize::try_from(offset).ok()?;
@@ -271,8 +269,8 @@ impl Region {
 impl Drop for Region {
     fn drop(&mut self) {
         self.watched = None;
-        // SAFETY: the mapping is ours, and every span borrowed from it has ended. Failure would leave it mapped, which
-        // harms nobody.
+        // SAFETY: the mapping is ours, and every span borrowed from it has ended. After a failure it stays mapped,
+        // which is harmless.
         let _ = unsafe { munmap(self.mapping, self.mapping_len) };
     }
 }
@@ -353,7 +351,7 @@ mod tests {
         );
     }
 
-    /// What the system says of the mapping in which a region begins.
+    /// The system's entry for the mapping in which a region begins.
     fn mapped(region: &Region, key: &str) -> String {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let base = region.base.as_ptr().addr();
@@ -416,7 +414,7 @@ mod tests {
 
     #[test]
     fn a_file_whose_pages_somebody_else_would_have_to_bring_is_not_memory() {
-        // One that the kernel makes up stands for those of other processes and machines: it is regular, and has a
+        // A file that the kernel generates stands for those of other processes and machines: it is regular, and has a
         // length.
         let file = std::fs::File::open("/sys/devices/system/cpu/online").unwrap();
         assert!(file.metadata().unwrap().is_file() && file.metadata().unwrap().len() >= 4096);

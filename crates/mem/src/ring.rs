@@ -6,8 +6,8 @@
 //! ```text
 //!             head (consumer's line)        tail (producer's line)
 //!               │                             │
-//!    ───free────┼────written and told─────────┼──written, not told──┼───free───
-//!               │◀── taken, not told ──▶│     │                     │
+//!    ───free────┼───────published─────────────┼─────pushed only─────┼───free───
+//!               │◀──── taken only ─────▶│     │                     │
 //!                                     pop                         push
 //! ```
 //!
@@ -24,16 +24,16 @@ use std::mem::MaybeUninit;
 use crate::sync::{Arc, AtomicUsize, CachePadded, Ordering, UnsafeCell};
 
 struct RingMemory<T> {
-    /// What lies before it is written. Written by the producer alone. Counts without end; a slot is its lower bits.
+    /// End of the written slots. Written by the producer alone. A free-running count; a slot is its lower bits.
     tail: CachePadded<AtomicUsize>,
-    /// What lies before it is free again. Written by the consumer alone.
+    /// End of the free slots. Written by the consumer alone.
     head: CachePadded<AtomicUsize>,
     slots: Box<[UnsafeCell<MaybeUninit<T>>]>,
     capacity: usize,
 }
 
 // SAFETY: the indexes give each slot to one thread at a time, see the module's head. Values move from one thread to the
-// other, which is what `Send` allows; no reference to one is shared.
+// other, which `Send` allows; no reference to one is shared.
 unsafe impl<T: Send> Sync for RingMemory<T> {}
 // SAFETY: as above; a ring that moves takes its values with it.
 unsafe impl<T: Send> Send for RingMemory<T> {}
@@ -41,18 +41,18 @@ unsafe impl<T: Send> Send for RingMemory<T> {}
 impl<T> RingMemory<T> {
     #[inline(always)]
     fn slot(&self, index: usize) -> &UnsafeCell<MaybeUninit<T>> {
-        // SAFETY: the length is a power of two, so what is masked with one less is below it.
+        // SAFETY: the length is a power of two, so an index masked with one less is below it.
         unsafe { self.slots.get_unchecked(index & (self.slots.len() - 1)) }
     }
 }
 
 impl<T> Drop for RingMemory<T> {
     fn drop(&mut self) {
-        // Both ends are gone, and told how far they came when they went; their count, when it reached zero, put all
-        // they did before this.
+        // Both ends are dropped, and published their positions before; the reference count, when it reached zero,
+        // ordered all their writes before this.
         let (mut head, tail) = (self.head.0.load(Ordering::Relaxed), self.tail.0.load(Ordering::Relaxed));
         while head != tail {
-            // SAFETY: what lies between head and tail is written, and nobody else is left to take it.
+            // SAFETY: slots between head and tail are written, and have no other owner.
             self.slot(head).with_mut(|slot| unsafe { (*slot).assume_init_drop() });
             head = head.wrapping_add(1);
         }
@@ -81,10 +81,10 @@ pub struct Consumer<T> {
     tail_seen: usize,
 }
 
-/// A ring for `capacity` values. All its memory is taken here.
+/// A ring for `capacity` values. All its memory is allocated here.
 ///
 /// # Panics
-/// If there is room for nothing.
+/// If `capacity` is 0.
 pub fn channel<T>(capacity: usize) -> (Producer<T>, Consumer<T>) {
     assert!(capacity > 0, "a ring without places");
     let slots = (0..capacity.next_power_of_two()).map(|_| UnsafeCell::new(MaybeUninit::uninit())).collect();
@@ -101,37 +101,37 @@ impl<T> Producer<T> {
         self.ring.capacity
     }
 
-    /// Places that are free, as far as the consumer has told.
+    /// Free slots, as published by the consumer.
     #[inline]
     pub fn room(&mut self) -> usize {
         self.look();
         self.ring.capacity - self.tail.wrapping_sub(self.head_seen)
     }
 
-    /// Values in the ring, told or not, as far as the consumer has told what it took.
+    /// Values in the ring, published or not, less those that the consumer has released.
     #[inline]
     pub fn len(&mut self) -> usize {
         self.look();
         self.tail.wrapping_sub(self.head_seen)
     }
 
-    /// Whether the consumer has told that it took everything.
+    /// Whether the consumer has released every value.
     #[inline]
     pub fn is_empty(&mut self) -> bool {
         self.len() == 0
     }
 
-    /// Writes a value into the next place. The consumer does not see it before it is [published](Producer::publish).
+    /// Writes a value into the next slot. The consumer sees it once it is [published](Producer::publish).
     ///
     /// # Errors
-    /// There is no place; the value comes back.
+    /// No slot is free; the value comes back.
     #[inline]
     pub fn push(&mut self, value: T) -> Result<(), T> {
         if self.tail.wrapping_sub(self.head_seen) == self.ring.capacity && self.room() == 0 {
             return Err(value);
         }
-        // SAFETY: the place at `tail` lies less than the capacity after what the consumer has released, so it is free,
-        // and it is ours until we publish it.
+        // SAFETY: the slot at `tail` is less than the capacity after the consumer's released position, so it is free,
+        // and ours until we publish it.
         self.ring.slot(self.tail).with_mut(|slot| unsafe {
             (*slot).write(value);
         });
@@ -139,14 +139,14 @@ impl<T> Producer<T> {
         Ok(())
     }
 
-    /// Tells the consumer of all that was pushed. False if there was nothing to tell.
+    /// Publishes all pushed values. False if there are none.
     #[inline]
     pub fn publish(&mut self) -> bool {
         if self.told == self.tail {
             return false;
         }
-        // Pairs with the load in `Consumer::look`: who sees this tail sees the slots written before it. Without, it
-        // would read slots before they are written.
+        // Pairs with the load in `Consumer::look`: a thread that sees this tail sees the slots written before it.
+        // Without that, it would read slots before they are written.
         self.ring.tail.0.store(self.tail, Ordering::Release);
         self.told = self.tail;
         true
@@ -154,8 +154,8 @@ impl<T> Producer<T> {
 
     #[inline]
     fn look(&mut self) {
-        // Pairs with the store in `Consumer::release`: who sees this head writes its slots after they were read.
-        // Without, a value could be overwritten while it is taken.
+        // Pairs with the store in `Consumer::release`: a thread that sees this head writes its slots after they were
+        // read. Without that, a value could be overwritten while it is taken.
         self.head_seen = self.ring.head.0.load(Ordering::Acquire);
     }
 }
@@ -168,26 +168,26 @@ impl<T> Consumer<T> {
         self.tail_seen.wrapping_sub(self.head)
     }
 
-    /// Whether nothing was published that is not yet taken.
+    /// Whether all published values have been taken.
     #[inline]
     pub fn is_empty(&mut self) -> bool {
         self.tail_seen == self.head && self.len() == 0
     }
 
-    /// Takes the next value. Its place is not free before it is [released](Consumer::release).
+    /// Takes the next value. Its slot is free once it is [released](Consumer::release).
     #[inline]
     pub fn pop(&mut self) -> Option<T> {
         if self.is_empty() {
             return None;
         }
-        // SAFETY: the place at `head` lies before the tail that we have seen, so it is written; it is ours until we
-        // release it, and since `head` moves on it is read once.
+        // SAFETY: the slot at `head` is before the tail that we have seen, so it is written; it is ours until we
+        // release it, and since `head` advances it is read once.
         let value = self.ring.slot(self.head).with(|slot| unsafe { (*slot).assume_init_read() });
         self.head = self.head.wrapping_add(1);
         Some(value)
     }
 
-    /// Tells the producer that the places of all that was taken are free. False if there was nothing to tell.
+    /// Publishes the slots of all taken values as free. False if there are none.
     #[inline]
     pub fn release(&mut self) -> bool {
         if self.told == self.head {
@@ -263,7 +263,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the order of calls, values come out once, in order, and never more than fit are inside.
+        /// For any order of calls, values come out once, in order, and within the capacity.
         #[test]
         fn first_in_first_out(capacity in 1_usize..9, steps in proptest::collection::vec(0_u8..4, 0..400)) {
             let (mut producer, mut consumer) = channel(capacity);

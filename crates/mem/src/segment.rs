@@ -24,8 +24,8 @@ pub struct Segment {
     pub region: u32,
 }
 
-/// The regions that the segments of one queue may point into. Places keep their numbers for as long as the table
-/// lives; a table is replaced as a whole, and only when nothing is in flight that points into it.
+/// The regions that the segments of one queue may point into. An index stays valid for the life of the table; a table
+/// is replaced as a whole, and only when no segment in flight points into it.
 #[derive(Clone, Debug, Default)]
 pub struct RegionTable {
     places: Vec<Option<Arc<Region>>>,
@@ -37,7 +37,7 @@ impl RegionTable {
         RegionTable { places: regions.into_iter().map(Some).collect() }
     }
 
-    /// Puts a region into the first free place; returns its number.
+    /// Puts a region into the first free slot; returns its index.
     pub fn insert(&mut self, region: Arc<Region>) -> u32 {
         let free = self.places.iter().position(Option::is_none);
         let index = free.unwrap_or_else(|| {
@@ -48,12 +48,12 @@ impl RegionTable {
         index as u32
     }
 
-    /// Takes the region out of a place, which stays empty.
+    /// Removes the region from a slot, which stays empty.
     pub fn remove(&mut self, index: u32) -> Option<Arc<Region>> {
         self.places.get_mut(index as usize)?.take()
     }
 
-    /// The region in a place.
+    /// The region in a slot.
     #[inline]
     pub fn region(&self, index: u32) -> Option<&Arc<Region>> {
         self.places.get(index as usize)?.as_ref()
@@ -74,7 +74,7 @@ impl RegionTable {
             })
     }
 
-    /// The bytes a segment points to, or nothing if it points outside the table.
+    /// The bytes of a segment, or `None` if it points outside the table.
     #[inline]
     pub fn resolve(&self, segment: Segment) -> Option<Span<'_>> {
         self.region(segment.region)?.span(segment.offset, segment.len as usize)
@@ -86,7 +86,7 @@ impl RegionTable {
     }
 }
 
-/// Bytes inside a region, checked to be there. Others may write them while we look: they are copied, never
+/// Bytes inside a region, with checked bounds. Other processes may write them at any time: they are copied, never
 /// referenced.
 #[derive(Clone, Copy)]
 pub struct Span<'a> {
@@ -114,7 +114,7 @@ impl Span<'_> {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -138,7 +138,7 @@ impl Span<'_> {
         unsafe { Span::new(self.start.add(offset), len) }
     }
 
-    /// Has the line of a byte fetched, to be read and written soon, while other work goes on. A hint, to nobody's harm.
+    /// Prefetches the cache line of a byte, to be read and written soon. A hint without side effects.
     #[inline]
     pub fn warm(&self, offset: usize) {
         if offset < self.len {
@@ -195,11 +195,11 @@ impl Span<'_> {
         unsafe { std::ptr::copy(from.start.as_ptr(), self.start.as_ptr(), self.len) };
     }
 
-    /// Copies the bytes of another span, which is as long, into this one, and meanwhile has the first lines of `next`
-    /// fetched, as many as it copies and a page at most. What overlaps comes out as some mixture of the two.
+    /// Copies the bytes of another span of the same length into this one, and meanwhile prefetches the first lines of
+    /// `next`: as many as it copies, at most a page. Overlapping spans give some mixture of both.
     ///
-    /// They are fetched into the second level, one for each line that is copied. In the first they would take the
-    /// places that the copy itself waits for.
+    /// The lines are fetched into the second-level cache, one for each line that is copied. In the first level they
+    /// would evict lines that the copy itself needs.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -232,8 +232,8 @@ impl Span<'_> {
     }
 }
 
-/// Reads a word once, little-endian, which others may write meanwhile. Not by an atomic: who shares the memory decides
-/// how it is aligned, and to look at that first costs more than the load.
+/// Reads a word once, little-endian, which others may write meanwhile. Not atomic: the peer chooses the alignment, and
+/// a check of it would cost more than the load.
 ///
 /// # Safety
 /// Eight bytes from there on are mapped.
@@ -241,7 +241,7 @@ impl Span<'_> {
 #[inline(always)]
 unsafe fn load_u64(at: NonNull<u8>) -> u64 {
     let word: u64;
-    // SAFETY: promised by the caller; the processor reads at any alignment, and the compiler knows nothing of it.
+    // SAFETY: promised by the caller; the processor reads at any alignment, and the compiler makes no assumption.
     unsafe {
         std::arch::asm!(
             "mov {word}, qword ptr [{at}]",

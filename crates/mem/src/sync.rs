@@ -25,7 +25,7 @@ pub use std::sync::{
     atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence},
 };
 
-/// A cell whose content is reached through closures, as loom's is.
+/// A cell whose content is accessed through closures, like loom's.
 #[cfg(not(loom))]
 #[derive(Debug)]
 #[repr(transparent)]
@@ -38,13 +38,13 @@ impl<T> UnsafeCell<T> {
         UnsafeCell(std::cell::UnsafeCell::new(value))
     }
 
-    /// Lends the content for reading. What may be done with the pointer is the caller's to prove.
+    /// Lends the content for reading. The caller proves each use of the pointer.
     #[inline(always)]
     pub fn with<R>(&self, read: impl FnOnce(*const T) -> R) -> R {
         read(self.0.get())
     }
 
-    /// Lends the content for writing. What may be done with the pointer is the caller's to prove.
+    /// Lends the content for writing. The caller proves each use of the pointer.
     #[inline(always)]
     pub fn with_mut<R>(&self, write: impl FnOnce(*mut T) -> R) -> R {
         write(self.0.get())

@@ -12,7 +12,7 @@ use crate::{Region, Span};
 /// A part of a region, read and written field by field. Offsets are bytes from its start.
 #[derive(Clone, Debug)]
 pub struct View {
-    /// Keeps what `start` points to mapped.
+    /// Keeps the memory behind `start` mapped.
     region: Arc<Region>,
     start: NonNull<u8>,
     len: usize,
@@ -59,7 +59,7 @@ impl View {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether it has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -91,10 +91,10 @@ impl View {
         self.field::<[AtomicU64; 2]>(offset).each_ref().map(|field| u64::from_le(field.load(order)))
     }
 
-    /// The same, the second one first: for those whose second one says whether the first is there.
+    /// Loads two fields, the second one first: for pairs whose second field says whether the first is valid.
     ///
     /// # Panics
-    /// As for the load of one.
+    /// As for a single load.
     #[inline]
     pub fn load_u64s_back(&self, offset: usize, order: Ordering) -> [u64; 2] {
         let [first, second] = self.field::<[AtomicU64; 2]>(offset);
@@ -129,8 +129,7 @@ impl View {
         }
     }
 
-    /// Sets bits of the byte at `offset`, in one step with whoever else sets or takes bits of it. What was written
-    /// before is seen by whoever sees them.
+    /// Sets bits of the byte at `offset` atomically. A reader of these bits sees all earlier writes.
     ///
     /// # Panics
     /// As for the load.
@@ -139,8 +138,7 @@ impl View {
         self.field::<AtomicU8>(offset).fetch_or(bits, Ordering::SeqCst);
     }
 
-    /// Takes all bits of the byte at `offset` away, in one step with whoever sets some: the other side of
-    /// [`View::set_bits`].
+    /// Clears the byte at `offset` atomically and returns it: the other side of [`View::set_bits`].
     ///
     /// # Panics
     /// As for the load.
@@ -149,8 +147,7 @@ impl View {
         self.field::<AtomicU8>(offset).swap(0, Ordering::SeqCst)
     }
 
-    /// Has the line of this byte fetched, to be read and written soon, while other work goes on. A hint, to nobody's
-    /// harm.
+    /// Prefetches the cache line of this byte, to be read and written soon. A hint without side effects.
     #[inline]
     pub fn warm(&self, offset: usize) {
         if offset < self.len {
@@ -159,8 +156,8 @@ impl View {
         }
     }
 
-    /// Has the line of this byte fetched, to be read soon. Whoever writes it keeps it until then, so this may be said
-    /// again and again while he does.
+    /// Prefetches the cache line of this byte for reading. Its writer keeps the line until it writes, so this may be
+    /// repeated.
     #[inline]
     pub fn warm_to_read(&self, offset: usize) {
         if offset < self.len {
@@ -186,7 +183,7 @@ impl View {
     }
 }
 
-/// Has the line fetched in which something begins that will be used soon, while other work goes on. A hint.
+/// Prefetches the cache line at which an object begins that will be used soon. A hint.
 #[inline]
 pub fn warm<T>(thing: &T) {
     warm_at(NonNull::from(thing).cast());
@@ -195,10 +192,10 @@ pub fn warm<T>(thing: &T) {
 /// Has a line fetched, for writing: so it comes once, and not again when it is written.
 #[inline]
 pub(crate) fn warm_at(at: NonNull<u8>) {
-    // What the compiler offers becomes a fetch for reading, since the oldest processors of the kind do not know the
-    // other. On those this does nothing.
+    // The compiler's intrinsic becomes a prefetch for reading, since the oldest processors do not know the other
+    // instruction; there it has no effect.
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: a prefetch changes nothing but caches, and faults at no address.
+    // SAFETY: a prefetch changes only caches, and faults at no address.
     unsafe {
         std::arch::asm!("prefetchw [{}]", in(reg) at.as_ptr(), options(nostack, preserves_flags, readonly));
     }
@@ -209,7 +206,7 @@ pub(crate) fn warm_at(at: NonNull<u8>) {
 #[inline]
 pub(crate) fn fetch_at(at: NonNull<u8>) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: a prefetch changes nothing but caches, and faults at no address.
+    // SAFETY: a prefetch changes only caches, and faults at no address.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T1>(at.as_ptr().cast());
@@ -221,7 +218,7 @@ pub(crate) fn fetch_at(at: NonNull<u8>) {
 #[inline]
 fn warm_to_read_at(at: NonNull<u8>) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: a prefetch changes nothing but caches, and faults at no address.
+    // SAFETY: a prefetch changes only caches, and faults at no address.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T0>(at.as_ptr().cast());

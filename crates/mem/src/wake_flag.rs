@@ -44,23 +44,23 @@ impl WakeFlag {
     /// sleeps or is about to.
     #[inline]
     pub fn wake(&self, signal: impl FnOnce()) {
-        // Done even if it says woken already: the sleeper may be about to take that down, having looked before we
+        // Done even if it is `WOKEN` already: the sleeper may be about to clear that, having looked before we
         // published. Release pairs with the acquire in `take_call`; several wakers are one release sequence.
         if self.0.swap(WOKEN, Ordering::Release) == ASLEEP {
             signal();
         }
     }
 
-    /// Whether the thread was called since it last asked: then it looks for work everywhere, and finds what was
-    /// published before the call. Costs a plain load if it was not.
+    /// Whether the thread was called since the last check: then it looks for work everywhere, and finds all that was
+    /// published before the call. Costs a plain load otherwise.
     #[inline]
     pub fn take_call(&self) -> bool {
         // Acquire pairs with the swap in `wake`.
         self.0.load(Ordering::Relaxed) == WOKEN && self.0.swap(AWAKE, Ordering::Acquire) == WOKEN
     }
 
-    /// The thread has found no work and wants to sleep. False if it was called since it last asked [`take_call`]: it
-    /// must ask and look again.
+    /// The thread has found no work and wants to sleep. False after a call since the last [`take_call`]: it must take
+    /// the call and look again.
     ///
     /// [`take_call`]: WakeFlag::take_call
     #[inline]
@@ -69,7 +69,7 @@ impl WakeFlag {
         self.0.compare_exchange(AWAKE, ASLEEP, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 
-    /// The thread is awake again, whatever has ended its sleep. A call is kept for the next `take_call`.
+    /// The thread is awake again, for any cause. A call is kept for the next `take_call`.
     #[inline]
     pub fn finish_wait(&self) {
         let _ = self.0.compare_exchange(ASLEEP, AWAKE, Ordering::Relaxed, Ordering::Relaxed);

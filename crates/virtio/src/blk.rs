@@ -38,7 +38,7 @@ pub enum VirtioStatus {
     Unsupp = 2,
 }
 
-/// The answer for what became of a bio.
+/// The status byte for a bio's status.
 #[inline]
 pub fn status_of(status: Status) -> VirtioStatus {
     match status {
@@ -49,9 +49,9 @@ pub fn status_of(status: Status) -> VirtioStatus {
 }
 
 reasons! {
-    /// What is wrong with a request whose chain is sound.
+    /// Fault of a request whose chain is valid.
     RequestFault {
-        /// No writable byte at the end: nothing can be answered.
+        /// No writable byte at the end: the request cannot be answered.
         NoStatus = "request without a status byte",
         /// Less than the 16 bytes of a header.
         ShortHeader = "request header too short",
@@ -74,7 +74,7 @@ reasons! {
         RangeFlags = "discard or write zeroes with unknown flags",
         /// A range without sectors.
         EmptyRange = "discard or write zeroes without sectors",
-        /// The last sector would lie beyond what a number holds.
+        /// The last sector overflows.
         Overflow = "sector range wraps around",
         /// A change to a disk that was offered as read-only.
         ReadOnly = "write to a read-only disk",
@@ -94,16 +94,16 @@ pub enum Refusal {
     Request(RequestFault),
 }
 
-/// What the meaning of a request depends on.
+/// Session state on which parsing depends.
 #[derive(Clone, Copy, Debug)]
 pub struct ParseContext {
-    /// What was negotiated.
+    /// Negotiated features.
     pub features: Features,
     /// Whether completed writes may wait for a flush. Only so if the driver can flush, too.
     pub write_back: bool,
 }
 
-/// What a chain asks for.
+/// Result of parsing a chain.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
 pub enum Parsed {
@@ -117,9 +117,9 @@ pub enum Parsed {
         /// Where the status goes.
         status_at: Segment,
     },
-    /// Nothing that can be done.
+    /// An impossible request.
     Reject {
-        /// What to answer.
+        /// Status to return.
         status: VirtioStatus,
         /// Where, if that is known. If not, the chain is given back with length zero.
         status_at: Option<Segment>,
@@ -128,9 +128,9 @@ pub enum Parsed {
     },
 }
 
-/// Reads a request, and fills in the bio if it asks for I/O; otherwise the bio means nothing.
+/// Reads a request, and fills in the bio if it is I/O; otherwise the bio is undefined.
 ///
-/// The bio's list of segments is not grown: its capacity is the most segments a request may have.
+/// The bio's list of segments is not grown: its capacity is the maximum of a request's segments.
 // Always inlined, with reads: for one the call, and its answer in memory, would be a fifth of it.
 #[inline(always)]
 pub fn parse(chain: &Chain, memory: &GuestMemory, context: &ParseContext, bio: &mut Bio) -> Parsed {
@@ -159,7 +159,7 @@ pub fn parse(chain: &Chain, memory: &GuestMemory, context: &ParseContext, bio: &
 #[cold]
 fn reject(status_at: Option<Segment>, fault: RequestFault) -> Parsed {
     let status = match fault {
-        // What a driver may try though we do not offer it; the specification asks for this answer. [5.2.6.2]
+        // A driver may try operations that are not offered; the specification prescribes this status. [5.2.6.2]
         RequestFault::Unknown | RequestFault::RangeFlags | RequestFault::TooManyRanges => VirtioStatus::Unsupp,
         _ => VirtioStatus::IoErr,
     };
@@ -172,7 +172,7 @@ fn fill_read(chain: &Chain, bio: &mut Bio) -> Result<bool, RequestFault> {
     if chain.readable_bytes() != HEADER_BYTES as u64 {
         return Err(RequestFault::Direction);
     }
-    // The last byte is the status, which usually has a segment of its own.
+    // The last byte is the status, usually in a segment of its own.
     let Some((last, data)) = chain.writable().split_last() else { return Err(RequestFault::NoStatus) };
     let rest = (last.len > 1).then(|| Segment { len: last.len - 1, ..*last });
     fill_data(bio, None, data, rest, chain.writable_bytes() - 1)
@@ -253,7 +253,7 @@ fn fill_other(
     match kind {
         kind::FLUSH if has(Features::FLUSH) => {
             bio.op = Op::Flush;
-            // The sector of a flush means nothing. [5.2.6.1]
+            // The sector of a flush is ignored. [5.2.6.1]
             bio.sector = 0;
             if chain.readable_bytes() != HEADER_BYTES as u64 || chain.writable_bytes() != 1 {
                 return Err(RequestFault::Direction);
@@ -320,7 +320,7 @@ fn durability(context: &ParseContext) -> BioFlags {
     if context.write_back && context.features.contains(Features::FLUSH) { BioFlags::empty() } else { BioFlags::FUA }
 }
 
-/// Copies the header: type and sector, if there is a whole one. What lies between the two is reserved.
+/// Copies the header: type and sector, if it is complete. The field between the two is reserved.
 // Always inlined: the call, and the answer through memory, would cost a request 36 instructions.
 #[inline(always)]
 fn read_header(chain: &Chain, memory: &GuestMemory) -> Option<(u32, u64)> {
@@ -365,7 +365,7 @@ fn gather(segments: &[Segment], mut skip: usize, memory: &GuestMemory, to: &mut 
     false
 }
 
-/// Writes a status byte. The memory is that of the chain; a byte that is no longer in it is written by nobody.
+/// Writes a status byte. The memory is that of the chain; a byte that is no longer mapped is skipped.
 #[inline]
 pub fn write_status(memory: &GuestMemory, at: Segment, status: VirtioStatus) {
     if let Some(span) = memory.table().resolve(Segment { len: 1, ..at }) {
@@ -373,11 +373,11 @@ pub fn write_status(memory: &GuestMemory, at: Segment, status: VirtioStatus) {
     }
 }
 
-/// The length for the used element of a request whose status was written, when `data_bytes` is the room for data
-/// before the status byte.
+/// The length for the used element of a request whose status was written, when `data_bytes` is the room for data before
+/// the status byte.
 ///
-/// The specification makes it a promise that so many bytes were written from the first writable one on, without a
-/// gap. [2.7.8.2] After a failed read nobody knows what was written before the status, so the promise is zero then.
+/// The specification makes it a promise that so many bytes were written from the first writable one on, without a gap.
+/// [2.7.8.2] After a failed read the bytes written before the status are unknown, so the length is 0 then.
 #[inline]
 pub fn written(data_bytes: u64, status: VirtioStatus) -> u32 {
     match status {
@@ -386,7 +386,7 @@ pub fn written(data_bytes: u64, status: VirtioStatus) -> u32 {
     }
 }
 
-/// What became of a request, by its status byte; nothing if it is none that the specification knows.
+/// Status of a request, by its status byte; `None` for an undefined value.
 #[inline]
 pub(crate) fn status_from(byte: u8) -> Option<Status> {
     const OK: u8 = VirtioStatus::Ok as u8;
@@ -401,11 +401,11 @@ pub(crate) fn status_from(byte: u8) -> Option<Status> {
     }
 }
 
-/// What the guest sees as the disk's serial number: up to 20 printable ASCII characters. [5.2.6, GET_ID]
+/// The disk's serial number: up to 20 printable ASCII characters. [5.2.6, GET_ID]
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct SerialId([u8; ID_BYTES]);
 
-/// A serial number that is none.
+/// An invalid serial number.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SerialError {
     /// It has more than 20 characters.
@@ -431,7 +431,7 @@ impl SerialId {
         Ok(SerialId(bytes))
     }
 
-    /// As the guest gets it: padded with zeroes, none if it has all 20 characters.
+    /// In the guest's format: padded with zeroes, or all 20 characters.
     pub fn bytes(&self) -> &[u8; ID_BYTES] {
         &self.0
     }

@@ -23,7 +23,7 @@ const REQUEST_ROWS: u32 = 3;
 const BYTES_MAX: u64 = 1 << 32;
 
 reasons! {
-    /// What is wrong with a chain.
+    /// Fault of a chain.
     ChainFault {
         /// More descriptors than the table has: it runs in a circle. [2.7.5.2]
         Loop = "descriptor loop",
@@ -57,7 +57,7 @@ reasons! {
 pub(crate) struct Desc {
     addr: u64,
     len: u32,
-    /// Flags, and the next descriptor above them; in a packed ring the id. One number, to have one register.
+    /// Flags, and the next descriptor above them; in a packed ring the id. One number, to use one register.
     tail: u32,
 }
 
@@ -90,15 +90,15 @@ impl Desc {
         self.tail & u32::from(flag) != 0
     }
 
-    /// Descriptors in the table that it points to; nothing if no table is so long.
+    /// Descriptors in the table that it points to; `None` if no table can be so long.
     #[inline]
     fn rows(self) -> Option<u32> {
         let can_be = self.len > 0 && self.len.is_multiple_of(DESC_BYTES as u32) && self.len <= INDIRECT_BYTES_MAX;
         can_be.then_some(self.len / DESC_BYTES as u32)
     }
 
-    /// Whether these are a whole table of a split ring that goes from row to row: the first to be read, the last to be
-    /// written, and no flags that nobody sets.
+    /// Whether these are a whole table of a split ring with consecutive rows: the first readable, the last writable,
+    /// and no undefined flags.
     #[inline]
     fn are_in_a_row([first, second, third]: [Desc; 3]) -> bool {
         const FLAGS: u32 = 0xffff;
@@ -106,7 +106,7 @@ impl Desc {
         (first.tail ^ (next | 1 << 16)) | (second.tail & !write ^ (next | 2 << 16)) | (third.tail & FLAGS ^ write) == 0
     }
 
-    /// The place of the next one, or the id.
+    /// Index of the next descriptor, or the id.
     #[inline]
     fn next(self) -> u16 {
         (self.tail >> 16) as u16
@@ -145,7 +145,7 @@ pub(crate) struct FilledSlots<'a> {
 }
 
 impl FilledSlots<'_> {
-    /// Where the descriptor lies that is so many places further on.
+    /// Address of the descriptor `count` rows further on.
     #[inline]
     pub(crate) fn offset(self, ahead: u32) -> usize {
         let place = u32::from(self.place) + ahead;
@@ -177,7 +177,7 @@ fn read_torn(memory: &GuestMemory, table: u64, index: u32) -> Option<[u64; 2]> {
     there.then_some([words as u64, (words >> 64) as u64])
 }
 
-/// A chain of buffers: what the device may read, then what it may write.
+/// A chain of buffers: those that the device reads, then those that it writes.
 #[derive(Debug)]
 pub struct Chain {
     readable: Box<[Segment]>,
@@ -187,8 +187,8 @@ pub struct Chain {
     hints: Hints,
 }
 
-/// The ranges of guest memory that were hit last, kept from chain to chain: what describes requests and what they move
-/// often lie in two.
+/// The ranges of guest memory that were hit last, kept from chain to chain: requests and their data are often in two
+/// ranges.
 #[derive(Clone, Copy, Debug, Default)]
 struct Hints {
     last: usize,
@@ -228,20 +228,20 @@ struct WalkTotals {
     /// Bytes of all buffers, mapped or not.
     readable_bytes: u64,
     writable_bytes: u64,
-    /// The descriptor looked at last is writable and mapped. After the walk that is the last one, whose last byte is
-    /// where a status goes.
+    /// Whether the latest descriptor is writable and mapped. After the walk that is the last one, whose last byte is
+    /// the status.
     ends_writable: bool,
 }
 
-/// Why a walk does not simply go on.
+/// Cause that interrupts a walk.
 enum WalkEnd {
     /// The chain ends here.
     End,
     /// The rest of it is in another table.
     Indirect(Desc),
-    /// A buffer that wants a closer look; it is not taken yet.
+    /// A buffer that needs the slow path; it is not taken yet.
     Odd,
-    /// What can be told only of the chain as a whole.
+    /// A fault of the chain as a whole.
     Fault(ChainFault),
 }
 
@@ -332,13 +332,13 @@ impl Chain {
         Chain { readable: list(), writable: list(), tally: WalkTotals::default(), fault: None, hints: Hints::default() }
     }
 
-    /// What the device may read, in order. Means nothing if there is a fault.
+    /// Readable buffers, in order. Undefined after a fault.
     #[inline]
     pub fn readable(&self) -> &[Segment] {
         &self.readable[..self.tally.readable]
     }
 
-    /// What the device may write, in order. Means nothing if there is a fault.
+    /// Writable buffers, in order. Undefined after a fault.
     #[inline]
     pub fn writable(&self) -> &[Segment] {
         &self.writable[..self.tally.writable]
@@ -356,14 +356,14 @@ impl Chain {
         self.tally.writable_bytes
     }
 
-    /// What is wrong with the chain, the first thing found.
+    /// The chain's first fault.
     #[inline]
     pub fn fault(&self) -> Option<ChainFault> {
         self.fault
     }
 
-    /// The last writable byte. There is none if the chain does not end in a writable descriptor, or if a fault
-    /// leaves in doubt where it ends.
+    /// The last writable byte. `None` if the chain does not end in a writable descriptor, or if a fault makes its end
+    /// uncertain.
     #[inline]
     pub fn status_at(&self) -> Option<Segment> {
         let last = self.writable().last().filter(|_| self.tally.ends_writable)?;
@@ -423,7 +423,7 @@ impl Chain {
         }
     }
 
-    /// Nothing is known of the chain yet.
+    /// Resets the chain.
     #[inline]
     fn begin(&mut self) {
         self.fault = None;
@@ -463,8 +463,8 @@ impl Chain {
         Some([0, 1, 2].map(|index| read(read_words(&span, index))))
     }
 
-    /// Takes what nearly all chains are: a header to read, data, a status to write, each in one of the ranges hit last,
-    /// and nothing else. False if one of them is not; then the chain is walked as any other, from copies made anew.
+    /// Takes the common case: a header to read, data, a status to write, each in one of the ranges hit last. False
+    /// otherwise; then the chain is walked like any other, from new copies.
     #[inline(always)]
     fn take_request(&mut self, memory: &GuestMemory, [header, data, status]: [Desc; 3]) -> bool {
         let (near, far) = (memory.range(self.hints.last), memory.range(self.hints.before));
@@ -504,8 +504,8 @@ impl Chain {
         self.walk_table(memory, memory.range(self.hints.last), &mut Linked::new(size, first, read))
     }
 
-    /// Walks the chain of a packed ring whose first descriptor has these words, if it is in one place that points to a
-    /// table, as most are of drivers that may do so. Returns its id; nothing if it is another.
+    /// Walks the chain of a packed ring whose first descriptor has these words, if it is one descriptor that points to
+    /// a table, the common case with indirect descriptors. Returns its id; `None` for other chains.
     #[inline(always)]
     pub(crate) fn walk_packed(&mut self, memory: &GuestMemory, first: [u64; 2], negotiated: bool) -> Option<u16> {
         let desc = Desc::from_packed_words(first);
@@ -525,8 +525,8 @@ impl Chain {
         Some(desc.next())
     }
 
-    /// Walks the chain at the first of these places of a packed ring, where these words were read. Returns the chain's
-    /// id and how many places it takes; nothing if it does not end there.
+    /// Walks the chain at this position of a packed ring, where these words were read. Returns the chain's id and
+    /// length in slots; `None` if it does not end within the ring's free part.
     #[inline(never)]
     pub(crate) fn walk_slots(
         &mut self,
@@ -542,7 +542,7 @@ impl Chain {
             // A table in a chain of several. [2.8.19]
             self.spoil(ChainFault::IndirectWithNext);
         }
-        // Whatever is wrong with the chain, the next one begins behind its end.
+        // After any fault of this chain, the next one begins behind its end.
         loop {
             match steps.step() {
                 Ok(()) => {}
@@ -630,7 +630,7 @@ impl Chain {
         None
     }
 
-    /// Walks on from an odd buffer. Where it stands goes in and out by value: nothing of it need be in memory before.
+    /// Continues the walk from an odd buffer. The position is passed by value, so none of it need be in memory before.
     #[cold]
     #[inline(never)]
     fn walk_odd<S: DescriptorSource>(&mut self, memory: &GuestMemory, mut steps: S) -> (WalkEnd, S) {
@@ -646,10 +646,10 @@ impl Chain {
         }
     }
 
-    /// Walks on as long as buffers are in one range each, in order, and nothing is wrong. What is counted is kept in
-    /// plain variables, which stay in registers. `range` is that of the hint. What lies in the range hit before that is
-    /// no reason to change hints: header and status often lie in one, and data in the other.
-    // Always inlined, into whoever knows where descriptors come from.
+    /// Continues the walk as long as buffers are in one range each, in order, and valid. Counts are local variables,
+    /// which stay in registers. `range` is that of the hint. A buffer in the range hit before does not change the
+    /// hints: header and status are often in one, and data in the other.
+    // Always inlined, into callers that know the source of descriptors.
     #[inline(always)]
     fn walk_plain<'a>(
         &mut self,
@@ -738,7 +738,7 @@ impl Chain {
         }
     }
 
-    /// Records a fault; an earlier one stands.
+    /// Records a fault; an earlier one is kept.
     #[cold]
     fn note(&mut self, fault: ChainFault) {
         self.fault = self.fault.or(Some(fault));

@@ -7,8 +7,8 @@ use blkyard_mq::{DeviceInfo, SECTOR_SHIFT};
 
 use crate::Features;
 
-/// Bytes of the configuration space that may be read: the longest message of vhost-user. What the device does not
-/// define reads as zero, so that a driver that knows more fields than we do finds them absent.
+/// Bytes of the configuration space that may be read: the longest message of vhost-user. Undefined fields read as zero,
+/// so a driver that knows more fields finds them absent.
 pub const CONFIG_BYTES: u32 = 256;
 
 /// Where the fields are. [5.2.4]
@@ -40,7 +40,7 @@ pub struct BlkConfig {
 
 impl BlkConfig {
     /// The configuration of a device served with this many queues and requests of at most `seg_max` data segments.
-    /// `wce`: whether the cache begins as write-back; a device that has none is write-through always.
+    /// `wce`: whether the cache begins as write-back; a device without a cache is always write-through.
     ///
     /// # Panics
     /// Without queues.
@@ -70,14 +70,14 @@ impl BlkConfig {
         features
     }
 
-    /// The bytes of a part of the configuration space; nothing if it reaches beyond [`CONFIG_BYTES`] or is empty.
+    /// A part of the configuration space; `None` if it reaches beyond [`CONFIG_BYTES`] or is empty.
     pub fn read(&self, offset: u32, size: u32) -> Option<Vec<u8>> {
         let end = offset.checked_add(size).filter(|end| size > 0 && *end <= CONFIG_BYTES)?;
         Some(self.space()[offset as usize..end as usize].to_vec())
     }
 
-    /// Writes a part of the configuration space. Only the cache mode can be written, with 0 or 1; false if it was
-    /// anything else, and nothing has changed.
+    /// Writes a part of the configuration space. Only the cache mode can be written, with 0 or 1; otherwise returns
+    /// false and changes nothing.
     pub fn write(&mut self, offset: u32, bytes: &[u8]) -> bool {
         match bytes {
             [wce @ (0 | 1)] if offset as usize == field::WCE && self.info.volatile_cache => {
@@ -93,8 +93,8 @@ impl BlkConfig {
         self.wce
     }
 
-    /// Switches the cache between write-back and write-through; a device that has none stays write-through. A
-    /// guest's reset does this, too. [5.2.5.2]
+    /// Switches the cache between write-back and write-through; a device without a cache stays write-through. A guest's
+    /// reset does this, too. [5.2.5.2]
     pub fn set_wce(&mut self, wce: bool) {
         self.wce = wce && self.info.volatile_cache;
     }
@@ -105,7 +105,7 @@ impl BlkConfig {
         self.wce &= info.volatile_cache;
     }
 
-    /// Serves the disk with so many queues from now on: not under a driver that was told of another number.
+    /// Sets the number of queues; not while a driver uses another number.
     ///
     /// # Panics
     /// Without queues.
@@ -124,7 +124,7 @@ impl BlkConfig {
         &self.info
     }
 
-    /// All fields at their places. [5.2.4] A field whose feature is not offered is zero.
+    /// All fields at their offsets. [5.2.4] A field whose feature is not offered is zero.
     fn space(&self) -> [u8; CONFIG_BYTES as usize] {
         let mut space = [0; CONFIG_BYTES as usize];
         let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);

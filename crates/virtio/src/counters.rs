@@ -84,7 +84,7 @@ impl Refusals {
     }
 }
 
-/// What a driver has against its device, and how often.
+/// A driver's counters of its device's violations.
 #[derive(Debug)]
 pub struct Violations {
     ring: [AtomicU64; DeviceFault::ALL.len()],

@@ -13,7 +13,7 @@ use blkyard_mem::{Region, Segment, View};
 
 use crate::GuestMemory;
 
-/// Bytes of guest memory that a bit stands for.
+/// Bytes of guest memory for each bit.
 pub const LOG_PAGE_BYTES: u64 = 4096;
 
 /// Bits for all of a guest's pages, by guest address from zero on.
@@ -32,7 +32,7 @@ impl DirtyLog {
         self.0.region()
     }
 
-    /// These bytes were written. Pages that the log has no bits for are nobody's.
+    /// Marks written bytes. Pages beyond the log are ignored.
     pub fn mark(&self, guest_addr: u64, len: u64) {
         let Some(last) = len.checked_sub(1).and_then(|more| guest_addr.checked_add(more)) else { return };
         let (mut page, last) = (guest_addr / LOG_PAGE_BYTES, last / LOG_PAGE_BYTES);
@@ -72,7 +72,7 @@ mod tests {
             (3 * 4096, 13 * 4096),
             (100, 0),
             (255 * 4096, 4096),
-            // Beyond what the log has bits for.
+            // Beyond the bits of the log.
             (255 * 4096, 1 << 40),
             (256 * 4096, 1),
             (u64::MAX, 1),

@@ -54,7 +54,7 @@ pub struct UsedChain {
 pub struct NoRoom;
 
 reasons! {
-    /// What a device did that no device does. Its ring is used no more.
+    /// A write that no conforming device makes. The ring is not used any more.
     DeviceFault {
         /// More chains came back than are in flight.
         UsedJumped = "used index advanced by more than the chains in flight",
@@ -69,7 +69,7 @@ reasons! {
     }
 }
 
-/// Tables of descriptors, one for each token, each at its own fixed place. [2.7.5.3, 2.8.7]
+/// Tables of descriptors, one for each token, each at a fixed address. [2.7.5.3, 2.8.7]
 #[derive(Clone, Debug)]
 pub struct Tables {
     view: View,
@@ -116,7 +116,7 @@ impl Tables {
     }
 }
 
-/// Writes a descriptor whose place nobody reads yet, as the two words that a device reads.
+/// Writes a descriptor that the device does not read yet, as the two words that a device reads.
 #[inline]
 fn write_desc(view: &View, at: usize, words: [u64; 2]) {
     view.store_u64s(at, words, std::sync::atomic::Ordering::Relaxed);
@@ -132,10 +132,10 @@ fn writable_bytes(buffers: &[Buffer]) -> u32 {
 /// Why there is no row to write, and no table to add.
 const NO_TABLES: &str = "a ring without tables";
 
-/// What a chain must be like, whatever the ring.
+/// Requirements for a chain, for any ring.
 ///
 /// # Panics
-/// If it is empty, has a buffer without bytes, or a readable one after a writable one: chains are of our own making.
+/// If it is empty, has an empty buffer, or a readable buffer after a writable one: chains are made by this crate.
 #[inline]
 fn check_chain(buffers: &[Buffer]) {
     let in_order = buffers.is_sorted_by_key(|buffer| buffer.writable);
@@ -162,11 +162,11 @@ macro_rules! either {
 }
 
 impl DriverRing {
-    /// An empty ring of `size` entries that begins at `base`. The features say which format it is, and what else was
-    /// negotiated for rings; the parts are as that format wants them. No device may look at the memory yet.
+    /// An empty ring of `size` entries that begins at `base`. The features select the format and its options; the parts
+    /// are as that format needs them. The device must not access the memory yet.
     ///
     /// # Errors
-    /// The size is none for this format, or the base lies outside the ring.
+    /// The size is invalid for this format, or the base is outside the ring.
     ///
     /// # Panics
     /// If there are tables, but not for each entry.
@@ -187,7 +187,7 @@ impl DriverRing {
     /// Adds a chain: readable buffers, then writable ones. The device sees it with the next [`DriverRing::publish`].
     ///
     /// # Errors
-    /// There are not enough free descriptors; nothing has changed. With tables there always are.
+    /// There are not enough free descriptors; nothing has changed. Cannot happen with tables.
     ///
     /// # Panics
     /// If the token is in flight or not below the ring's size, or the chain is longer than its table or the ring, or
@@ -197,7 +197,7 @@ impl DriverRing {
         either!(self, ring => ring.add(token, buffers))
     }
 
-    /// A row of a table as a device reads it; `more` says whether the chain goes on with the next.
+    /// A row of a table in the device's format; `more` says whether the chain continues with the next row.
     #[inline(always)]
     pub(crate) fn row(&self, row: u16, buffer: Buffer, more: bool) -> [u64; 2] {
         match self {
@@ -206,9 +206,9 @@ impl DriverRing {
         }
     }
 
-    /// Adds the chain that stands in the first rows of a token's table: readable buffers, then writable ones of so many
-    /// bytes. Rows stay as they are until they are written again, from chain to chain. The device sees it with the next
-    /// [`DriverRing::publish`].
+    /// Adds the chain in the first rows of a token's table: readable buffers, then writable ones with this total
+    /// length. Rows stay as they are until they are written again, from chain to chain. The device sees it with the
+    /// next [`DriverRing::publish`].
     ///
     /// # Panics
     /// If there are no tables, or the token is in flight or not below the ring's size.
@@ -217,8 +217,8 @@ impl DriverRing {
         either!(self, ring => ring.add_table(token, rows, writable_bytes));
     }
 
-    /// The token of the chain that will be taken after so many others, if the device is known to have used it. What the
-    /// device says is not checked here: it is good for a guess, such as which memory will be wanted.
+    /// The token of the chain that will be taken `ahead` chains later, if the device is known to have used it.
+    /// Unchecked input of the device: only for guesses, such as prefetches.
     #[inline]
     pub fn coming(&self, after: u16) -> Option<u16> {
         either!(self, ring => ring.coming(after))
@@ -240,19 +240,18 @@ impl DriverRing {
         either!(self, ring => ring.poll())
     }
 
-    /// Asks the device to call when it uses the next chain. Says whether one is there already: then there may be no
-    /// call.
+    /// Asks the device for a call when it uses the next chain. True if one is used already: then there may be no call.
     pub fn arm(&mut self) -> bool {
         either!(self, ring => ring.arm())
     }
 
-    /// Asks the device to call when it has used three quarters of what is in flight, if it can count that (event
-    /// index); otherwise with the next chain. Says whether any is there already: then there may be no call.
+    /// Asks the device for a call when it has used three quarters of the chains in flight, if it can count (event
+    /// index); otherwise with the next chain. True if any is used already: then there may be no call.
     pub fn arm_delayed(&mut self) -> bool {
         either!(self, ring => ring.arm_delayed())
     }
 
-    /// Tells the device that we look by ourselves. A hint: calls may come nevertheless.
+    /// Tells the device that we poll. A hint: calls may come nevertheless.
     pub fn disarm(&mut self) {
         either!(self, ring => ring.disarm());
     }

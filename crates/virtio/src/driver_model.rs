@@ -16,7 +16,7 @@ use self::packed::PackedDriverModel;
 use self::split::SplitDriverModel;
 use crate::{DeviceRing, Features, GuestMemory, GuestRange, RingBase, RingLayout, packed_ring_bytes, ring_bytes};
 
-/// Where the guest's memory begins; nothing is mapped below.
+/// Start of the guest's memory; no address below is mapped.
 pub const GUEST_BASE: u64 = 0x10_0000;
 /// Where the front-end's process would have it.
 pub const USER_BASE: u64 = 0x7f00_0000_0000;
@@ -32,7 +32,7 @@ pub struct ModelBuffer {
     pub writable: bool,
 }
 
-/// A descriptor as it stands in a table. [2.7.5]
+/// A descriptor as in a table. [2.7.5]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub struct Descriptor {
     /// First byte, guest physical.
@@ -41,12 +41,12 @@ pub struct Descriptor {
     pub len: u32,
     /// [`Descriptor::NEXT`] and the others.
     pub flags: u16,
-    /// Place of the next descriptor; in a packed ring the id.
+    /// Index of the next descriptor; in a packed ring the id.
     pub next: u16,
 }
 
 impl Descriptor {
-    /// The chain goes on.
+    /// The chain continues.
     pub const NEXT: u16 = 1;
     /// The device may write the buffer.
     pub const WRITE: u16 = 2;
@@ -63,7 +63,7 @@ impl Descriptor {
         bytes
     }
 
-    /// As in the memory of a packed ring, where id and flags have changed places. [2.8.13]
+    /// In the layout of a packed ring, with id and flags exchanged. [2.8.13]
     pub fn to_packed_bytes(self) -> [u8; 16] {
         Descriptor { flags: self.next, next: self.flags, ..self }.to_bytes()
     }
@@ -86,7 +86,7 @@ pub struct ModelGuest {
 pub struct RingDriver {
     features: Features,
     format: ModelFormat,
-    /// With `IN_ORDER`: what was offered and not polled.
+    /// With `IN_ORDER`: chains offered and not polled.
     offered: VecDeque<u16>,
     /// The last chain of a batch that is being polled, and the bytes written to it.
     batch: Option<(u32, u32)>,
@@ -133,12 +133,12 @@ impl RingDriver {
         }
     }
 
-    /// Builds a chain of free descriptors; nothing if there are not enough.
+    /// Builds a chain of free descriptors; `None` without enough of them.
     pub fn chain(&mut self, buffers: &[ModelBuffer]) -> Option<u16> {
         driver!(self, driver => driver.chain(buffers))
     }
 
-    /// One descriptor for a chain that lies in a table of its own, which is as [`RingDriver::table`] says.
+    /// One descriptor for a chain in an indirect table, in the format of [`RingDriver::table`].
     pub fn chain_indirect(&mut self, table: u64, buffers: &[ModelBuffer]) -> Option<u16> {
         driver!(self, driver => driver.chain_indirect(table, buffers))
     }
@@ -147,7 +147,7 @@ impl RingDriver {
     pub fn table(&self, buffers: &[ModelBuffer]) -> Vec<u8> {
         let is_packed = matches!(self.format, ModelFormat::Packed(_));
         let row = buffers.iter().enumerate().flat_map(|(at, buffer)| {
-            // In a packed ring's table the order says what is next.
+            // In a packed ring's table rows are consecutive.
             let next = (at + 1 < buffers.len() && !is_packed).then_some(at as u16 + 1);
             let descriptor = link(*buffer, next);
             if is_packed { descriptor.to_packed_bytes() } else { descriptor.to_bytes() }
@@ -163,15 +163,15 @@ impl RingDriver {
         }
     }
 
-    /// Shows the device what was offered. Says whether it wants to be notified.
+    /// Publishes offered chains. Returns whether the device wants a notification.
     pub fn publish(&mut self) -> bool {
         driver!(self, driver => driver.publish())
     }
 
-    /// Takes the next chain the device gives back: head and length. Its descriptors are free again.
+    /// Takes the next used chain: head and length. Its descriptors are free again.
     ///
     /// # Panics
-    /// If a device that keeps the order gives back what was not offered.
+    /// If an in-order device returns a chain that was not offered.
     pub fn poll(&mut self) -> Option<(u32, u32)> {
         let told = self.batch.take().or_else(|| driver!(self, driver => driver.look()));
         let (mut id, mut len) = told?;
@@ -240,12 +240,12 @@ impl ModelGuest {
         }
     }
 
-    /// Lets the ring begin as if so many chains, or places of a packed ring, had gone round already.
+    /// Starts the ring as after so many chains, or slots of a packed ring.
     pub fn start_at(&mut self, index: u16) {
         self.driver.start_at(index);
     }
 
-    /// The device's side of the ring, from where the guest stands.
+    /// The device's side of the ring, at the guest's current position.
     pub fn device(&self, indirect: bool) -> DeviceRing {
         self.device_at(indirect, self.driver.base())
     }
@@ -257,7 +257,7 @@ impl ModelGuest {
         DeviceRing::new(self.layout.clone(), self.size, features, base).expect("the size was checked")
     }
 
-    /// What was agreed on about the ring.
+    /// Negotiated ring features.
     pub fn features(&self) -> Features {
         self.features
     }
@@ -277,10 +277,10 @@ impl ModelGuest {
         self.addrs
     }
 
-    /// Takes `len` bytes for a buffer; they are never given back.
+    /// Allocates `len` bytes for a buffer; they are never freed.
     ///
     /// # Panics
-    /// If there are none left.
+    /// If none are left.
     pub fn alloc(&mut self, len: u32, align: u64) -> u64 {
         let addr = self.heap.next_multiple_of(align);
         self.heap = addr + u64::from(len);
@@ -292,7 +292,7 @@ impl ModelGuest {
     /// Writes bytes anywhere in the guest's memory.
     ///
     /// # Panics
-    /// If there is none.
+    /// Outside of it.
     pub fn write(&self, addr: u64, bytes: &[u8]) {
         let Some(region) = self.memory.table().region(0) else { unreachable!() };
         let span = addr.checked_sub(GUEST_BASE).and_then(|offset| region.span(offset, bytes.len()));
@@ -302,7 +302,7 @@ impl ModelGuest {
     /// Reads bytes anywhere in the guest's memory.
     ///
     /// # Panics
-    /// If there is none.
+    /// Outside of it.
     pub fn read(&self, addr: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         assert!(self.memory.read(addr, &mut bytes), "the address is in guest memory");
@@ -321,7 +321,7 @@ impl ModelGuest {
         self.driver.chain(buffers)
     }
 
-    /// Builds a chain in a table of its own, and one descriptor that points to it.
+    /// Builds a chain in an indirect table, and one descriptor that points to it.
     pub fn chain_indirect(&mut self, table: u64, buffers: &[ModelBuffer]) -> Option<u16> {
         self.write(table, &self.driver.table(buffers));
         self.driver.chain_indirect(table, buffers)

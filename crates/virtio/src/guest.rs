@@ -169,7 +169,7 @@ impl GuestMemory {
         outcome
     }
 
-    /// The same into a slice; returns how many places were filled.
+    /// The same into a slice; returns the number of entries filled.
     pub(crate) fn translate_into(
         &self,
         addr: u64,
@@ -217,7 +217,7 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// The range of a hint; one without bytes if there is none.
+    /// The range of a hint; empty without one.
     #[inline]
     pub(crate) fn range(&self, hint: usize) -> &GuestRange {
         const NONE: &GuestRange = &GuestRange { guest_addr: 0, user_addr: 0, len: 0, region: 0, offset: 0 };
@@ -230,7 +230,7 @@ impl GuestMemory {
         self.views.get(hint)?.span(addr.wrapping_sub(self.range(hint).guest_addr), len as usize)
     }
 
-    /// The guest address of a hint's range, and its bytes: none if there is no such range.
+    /// Guest address and bytes of a hint's range; empty without one.
     #[inline]
     pub(crate) fn bytes_of(&self, hint: usize) -> (u64, Span<'_>) {
         let span = self.views.get(hint).and_then(|view| view.span(0, view.len()));
@@ -245,8 +245,8 @@ impl GuestMemory {
         self.ranges[index].segment(addr, len)
     }
 
-    /// Copies bytes out of guest memory, across ranges if need be. False if not all are there; what `to` holds then
-    /// means nothing.
+    /// Copies bytes out of guest memory, across ranges if necessary. False if not all are mapped; `to` is undefined
+    /// then.
     pub(crate) fn read(&self, mut addr: u64, mut to: &mut [u8]) -> bool {
         while !to.is_empty() {
             let Some(index) = self.find(addr) else { return false };
@@ -289,7 +289,7 @@ impl GuestMemory {
         Some(range.guest_addr + (segment.offset - range.offset))
     }
 
-    /// The guest address of what lies at an address of the front-end's process.
+    /// Guest address for an address of the front-end's process.
     pub fn guest_addr_of_user(&self, user_addr: u64) -> Option<u64> {
         let into = |range: &GuestRange| user_addr.wrapping_sub(range.user_addr);
         let range = self.ranges.iter().find(|range| into(range) < range.len)?;

@@ -34,7 +34,7 @@ const FEATURES: usize = 0;
 const VERSION: usize = 8;
 const DESC_NUM: usize = 10;
 
-/// What a part that is in use has for a version. A fresh one has zero.
+/// Version of a part in use. A fresh one has zero.
 const VERSION_ONE: u16 = 1;
 
 /// Bytes of one queue's part of a region, for a ring of up to `size` entries of the format these features say. Parts
@@ -59,12 +59,13 @@ impl Inflight {
         self.0.region()
     }
 
-    /// The ring begins anew: nothing is in flight, and where it stood means nothing any more.
+    /// Clears the record for a new ring: no chain is in flight, and the old position is invalid.
     pub fn forget(&self) {
         self.0.store_u16(VERSION, 0, Relaxed);
     }
 
-    /// What every format asks of a part before it is read. Returns how many records are in use; nothing if it is fresh.
+    /// Checks common to both formats, before a part is read. Returns the number of records in use; `None` if it is
+    /// fresh.
     fn open(&self, size: u16, bytes: fn(u16) -> usize) -> Result<Option<u16>, InflightFault> {
         if self.0.len() < bytes(size) {
             return Err(InflightFault::TooSmall);
@@ -89,18 +90,18 @@ reasons! {
         TooSmall = "it is shorter than its ring needs",
         /// Of a format that is not known here.
         Version = "it has a version other than 0 and 1",
-        /// It uses what is not known here.
+        /// Unknown features.
         Features = "it has unknown features",
         /// Its number of records cannot be: they do not fit, or are fewer than the ring has while something is in
         /// flight.
         DescNum = "its number of entries does not match its length and its ring",
         /// The used index is further ahead than the ring is long, though something is in flight.
         UsedJumped = "its used index differs from the ring's by more than the ring size",
-        /// The list of what was published last leads out of the ring.
+        /// The list of the last batch points outside the ring.
         BatchOutOfRange = "the list of its last batch has an entry outside the ring",
         /// A descriptor beyond the ring is in flight.
         HeadOutOfRange = "it has a descriptor in flight outside its ring",
-        /// A place for used elements lies outside the ring.
+        /// A used index is outside the ring.
         UsedOutOfRange = "its used index lies outside the ring",
         /// The list of free entries runs in a circle.
         FreeLoop = "its list of free entries has a cycle",
@@ -110,7 +111,7 @@ reasons! {
         ChainTwice = "a chain in flight has an entry of another chain",
         /// An entry is neither free nor in flight.
         EntryLost = "an entry is neither free nor in flight",
-        /// There is no memory for a copy of what is in flight.
+        /// No memory for a copy of the chains in flight.
         NoMemory = "out of memory for a copy of the requests in flight",
     }
 }

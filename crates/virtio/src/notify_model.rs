@@ -15,19 +15,19 @@ use crate::split::needs_event;
 
 /// Elements that are published, in batches.
 const ELEMENTS: u16 = 3;
-/// Places of a packed ring: as many as elements are out at one time, so that it wraps within the run.
+/// Size of the packed ring: the number of elements in flight at a time, so that it wraps within the run.
 const SIZE: u16 = ELEMENTS;
 /// The index starts where it wraps within the run.
 const START: u16 = 65534;
 
-/// How a side says when it wants to be told.
+/// Format of a side's request for notifications.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum NotifyMode {
     /// A flag. [2.7.7]
     Flag,
     /// An event index. [2.7.7]
     Event,
-    /// A packed ring's event area, one word: nothing, everything, or with event indexes a place. [2.8.10]
+    /// A packed ring's event area, one word: disabled, enabled, or with event indexes a position. [2.8.10]
     Packed { event_idx: bool },
 }
 
@@ -40,7 +40,7 @@ impl NotifyMode {
         NotifyMode::Packed { event_idx: true },
     ];
 
-    /// What was wished before the run.
+    /// Request before the run.
     fn at_start(self) -> u32 {
         match self {
             NotifyMode::Flag => 0,
@@ -49,7 +49,7 @@ impl NotifyMode {
         }
     }
 
-    /// What is stored by who does not want to be told; nothing if that cannot be said.
+    /// Value stored to disable notifications; `None` if the format has none.
     fn disarm(self) -> Option<u32> {
         match self {
             NotifyMode::Flag => Some(0),
@@ -58,7 +58,7 @@ impl NotifyMode {
         }
     }
 
-    /// What is stored by who has taken all up to an index.
+    /// Value stored after taking all up to an index.
     fn arm(self, taken: u16) -> u32 {
         match self {
             NotifyMode::Flag => 1,
@@ -68,7 +68,7 @@ impl NotifyMode {
         }
     }
 
-    /// Whether who has published from `old` to `new` is to tell.
+    /// Whether a side that has published from `old` to `new` must notify.
     fn is_met(self, request: u32, old: u16, new: u16) -> bool {
         match self {
             NotifyMode::Flag => request != 0,
@@ -80,7 +80,7 @@ impl NotifyMode {
     }
 }
 
-/// Where in a packed ring an element is. The run begins at the second place.
+/// Position of an element in a packed ring. The run begins at the second slot.
 fn position(index: u16) -> Position {
     let mut position = Position::new(1, true);
     position.advance(index.wrapping_sub(START), SIZE);
@@ -201,8 +201,7 @@ impl ModelState {
     }
 }
 
-/// Looks at every state that can be reached. Returns one in which nothing can happen any more though not all was
-/// taken.
+/// Explores every reachable state. Returns one without a next step though elements are left.
 fn lost_wake_up(how: Precautions) -> Option<ModelState> {
     let mut seen = HashSet::from([ModelState::start(how)]);
     let mut open = vec![ModelState::start(how)];
@@ -218,8 +217,8 @@ fn lost_wake_up(how: Precautions) -> Option<ModelState> {
     None
 }
 
-/// With all precautions, in each way to request and with each length of batches: but not all at once, which who sleeps
-/// could not miss.
+/// All precautions, in each format and with each length of batches: but not all at once, which a sleeper could not
+/// miss.
 fn all() -> impl Iterator<Item = Precautions> {
     NotifyMode::ALL.into_iter().flat_map(|request| {
         let drains =

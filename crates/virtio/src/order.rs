@@ -4,7 +4,7 @@
 //! batch by its last chain where that is permitted. A ring has an instance only if the feature was negotiated. It
 //! touches no shared memory, and all its slots are allocated at set-up.
 
-/// What was fetched and not told, oldest first.
+/// Chains fetched and not published, oldest first.
 #[derive(Debug)]
 pub(crate) struct InOrder {
     places: Box<[UsedSlot]>,
@@ -47,7 +47,7 @@ impl InOrder {
         InOrder { places: vec![UsedSlot::default(); usize::from(size)].into(), first: 0, next: 0, len: 0 }
     }
 
-    /// A chain was fetched; there is room for it. Returns its place.
+    /// Adds a fetched chain; there is room for it. Returns its slot.
     #[inline(never)]
     pub(crate) fn fetched(&mut self, id: u16, record: u16, slots: u16, writable_bytes: u64) -> u16 {
         let place = self.next;
@@ -58,16 +58,15 @@ impl InOrder {
         place
     }
 
-    /// The chain at a place has ended.
+    /// The chain in a slot has completed.
     #[inline(never)]
     pub(crate) fn done(&mut self, place: u16, written: u32) {
         let place = &mut self.places[usize::from(place)];
         (place.written, place.done) = (written, true);
     }
 
-    /// The next used element there is to tell; `each` hears the record of every chain it stands for. A batch ends
-    /// before a chain that is not done, and after one whose room was not filled: those that are skipped count as
-    /// filled.
+    /// The next used element to publish; `each` gets the record of every chain it covers. A batch ends before a chain
+    /// that is not completed, and after one whose buffer was not filled: skipped ones count as filled.
     pub(crate) fn tell(&mut self, mut each: impl FnMut(u16)) -> Option<UsedElement> {
         let mut told = None;
         while self.len > 0 {
@@ -106,7 +105,7 @@ mod tests {
     #[test]
     fn a_batch_is_told_by_its_last_chain_and_ends_where_one_was_not_filled() {
         let mut order = InOrder::new(5);
-        // The places have gone round a little already.
+        // The slots have wrapped already.
         for id in 0..3 {
             let place = order.fetched(id, 0, 1, 1);
             order.done(place, 1);

@@ -16,7 +16,7 @@ use crate::order::{InOrder, UsedElement};
 use crate::ring::{ChainHead, RUN_MAX, RingBase, RingFault, RingLayout, RingSetupError, check_size};
 use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
 
-/// The marks in a descriptor's flags. [2.8.1] What is available differs from what is used in the second.
+/// Marks in a descriptor's flags. [2.8.1] Available and used descriptors differ in the second.
 const AVAIL: u16 = 1 << 7;
 const USED: u16 = 1 << 15;
 pub(crate) const MARKS: u16 = AVAIL | USED;
@@ -24,21 +24,21 @@ pub(crate) const MARKS: u16 = AVAIL | USED;
 /// In a used element: the device has written to the buffer. [2.8.4]
 const WRITE: u16 = 1 << 1;
 
-/// The wrap counter, in a place as the other side is told it. [2.8.10]
+/// The wrap counter, in a position as published to the other side. [2.8.10]
 pub(crate) const WRAP: u16 = 1 << 15;
 
-/// What a side wants to be told of, the upper half of an event area; the lower half is a place. [2.8.10]
+/// Notification request of a side, the upper half of an event area; the lower half is a position. [2.8.10]
 pub(crate) mod request {
     use super::{Position, WRAP};
 
     /// Everything.
     pub(crate) const ENABLE: u32 = 0;
-    /// Nothing.
+    /// Disabled.
     pub(crate) const DISABLE: u32 = 1;
-    /// The moment a place is passed.
+    /// When a position is passed.
     pub(crate) const DESC: u32 = 2;
 
-    /// Whether a side with this request is to be told that so many places were passed from `old` on, in a ring of
+    /// Whether a side with this request must be notified that `count` slots were passed from `old` on, in a ring of
     /// `size`.
     #[inline]
     pub(crate) fn is_met(request: u32, event_idx: bool, old: Position, passed: u16, size: u16) -> bool {
@@ -48,7 +48,7 @@ pub(crate) mod request {
                 let event = Position::new(request as u16 & !WRAP, request as u16 & WRAP != 0);
                 event.after(old, size) < u32::from(passed)
             }
-            // Also what was not negotiated, and what means nothing: that is no reason to be silent.
+            // Also a value that was not negotiated or is undefined: a spurious notification is harmless.
             _ => true,
         }
     }
@@ -63,11 +63,11 @@ pub fn packed_ring_bytes(size: u16) -> [(usize, usize); 3] {
     [(usize::from(size) * DESC_BYTES, 16), (EVENT_BYTES, 4), (EVENT_BYTES, 4)]
 }
 
-/// A place in the ring and the lap it belongs to.
+/// A position in the ring and its lap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Position {
     pub(crate) place: u16,
-    /// The marks of what is used in this lap: both, or none in every other.
+    /// Marks of used descriptors in this lap: both, or none in every other.
     lap: u16,
 }
 
@@ -77,7 +77,7 @@ impl Position {
         Position { place, lap: if wrap { MARKS } else { 0 } }
     }
 
-    /// From a word that both sides understand; nothing if the ring has no such place.
+    /// From the word that both sides use; `None` if it is outside the ring.
     pub(crate) fn from_word(word: u16, size: u16) -> Option<Position> {
         let place = word & !WRAP;
         (place < size).then_some(Position::new(place, word & WRAP != 0))
@@ -118,7 +118,7 @@ impl Position {
         (rest >> 48) as u16 & MARKS == self.available()
     }
 
-    /// Moves on by no more places than there are.
+    /// Advances by at most the ring's size.
     #[inline]
     pub(crate) fn advance(&mut self, slots: u16, size: u16) {
         // At most twice 32768 less one.
@@ -131,7 +131,7 @@ impl Position {
         }
     }
 
-    /// Moves back by no more places than there are.
+    /// Goes back by at most the ring's size.
     #[inline]
     fn retreat(&mut self, slots: u16, size: u16) {
         if self.place < slots {
@@ -153,7 +153,7 @@ impl Position {
         usize::from(self.place) * DESC_BYTES
     }
 
-    /// Places from `old` on to this one, in a ring in which every other lap looks the same.
+    /// Slots from `old` to this position, in a ring in which every other lap looks the same.
     #[inline]
     pub(crate) fn after(self, old: Position, size: u16) -> u32 {
         let lap = |at: Position| u32::from(at.place) + if at.wrap() { 0 } else { u32::from(size) };
@@ -172,7 +172,7 @@ struct Element {
 }
 
 impl Element {
-    /// The descriptor's second word, for an element at this place.
+    /// Second word of a descriptor, for an element at this position.
     #[inline]
     fn word(self, at: Position) -> u64 {
         let flags = at.used() | if self.written > 0 { WRITE } else { 0 };
@@ -192,9 +192,9 @@ pub struct PackedRing {
     size: u16,
     event_idx: bool,
     indirect: bool,
-    /// The next descriptor to look at.
+    /// Next descriptor to read.
     next_avail: Position,
-    /// Chains to fetch whose lines were sent for.
+    /// Chains to fetch whose lines were prefetched.
     warm: u16,
     /// The driver takes turns with us.
     is_near: bool,
@@ -202,11 +202,11 @@ pub struct PackedRing {
     next_used: Position,
     /// Places passed by used elements that the driver cannot see yet.
     unpublished: u16,
-    /// These elements, as long as the ring from the start. They are written together: the driver looks at the first
-    /// again and again, and each time takes its line from us.
+    /// These elements, as long as the ring from the start. They are written together: the driver polls the first, and
+    /// each poll takes its line from us.
     elements: Vec<Element>,
-    /// Nothing was published since the set-up. Whether the driver was told of what an earlier owner of the ring
-    /// published is not known.
+    /// No element was published since the set-up. Whether the driver was notified of an earlier owner's elements is
+    /// unknown.
     untold: bool,
     /// Places the driver must not fill: of chains that are out, and of used elements it cannot see yet.
     slots_out: u16,
@@ -215,19 +215,19 @@ pub struct PackedRing {
     fault: Option<RingFault>,
     /// If the driver wants its chains back in the order it offered them.
     order: Option<InOrder>,
-    /// What the driver has been owed since before the set-up: fetched before anything else. None once that is done.
+    /// Chains left in flight before the set-up: fetched first. `None` once that is done.
     left: Option<LeftInRecord>,
-    /// Where what is in flight is recorded.
+    /// Record of the chains in flight.
     inflight: Option<PackedInflight>,
 }
 
 impl PackedRing {
-    /// A ring of `size` entries whose parts have the lengths and alignments of [`packed_ring_bytes`], with what the
-    /// features say of rings. It goes on from `base`: shared memory does not tell where used elements go on, unlike
-    /// in a split ring.
+    /// A ring of `size` entries whose parts have the lengths and alignments of [`packed_ring_bytes`], with the ring
+    /// features. It continues from `base`: unlike in a split ring, shared memory does not hold the position of used
+    /// elements.
     ///
     /// # Errors
-    /// The size is zero or beyond [`RING_SIZE_MAX`](crate::RING_SIZE_MAX), or the base lies outside the ring.
+    /// The size is zero or beyond [`RING_SIZE_MAX`](crate::RING_SIZE_MAX), or the base is outside the ring.
     pub fn new(
         layout: RingLayout,
         size: u16,
@@ -258,12 +258,12 @@ impl PackedRing {
         })
     }
 
-    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first.
-    /// The ring goes on where the record says, if that has been used before: a front-end cannot tell after a crash,
-    /// since shared memory does not. To be called before anything is fetched.
+    /// Records chains in flight from now on. Chains in flight in an existing record are fetched first, and the ring
+    /// continues at the record's position: a front-end cannot know it after a crash, since shared memory does not hold
+    /// it. To be called before the first fetch.
     ///
     /// # Errors
-    /// The record makes no sense; neither it nor the ring was changed.
+    /// The record is inconsistent; neither it nor the ring was changed.
     pub fn track(&mut self, record: Inflight) -> Result<(), InflightFault> {
         let (inflight, left) = PackedInflight::recover(record, self.size, &self.layout.desc, self.next_used)?;
         self.inflight = Some(inflight);
@@ -282,8 +282,7 @@ impl PackedRing {
         self.left.as_ref().map_or(0, |left| left.chains.len())
     }
 
-    /// Chains that looked as if they were offered, and not fetched yet, a run at most. None is looked for while the
-    /// driver is near.
+    /// Number of chains that looked available and are not fetched yet, at most a run. 0 while the driver is near.
     #[inline]
     pub fn in_sight(&self) -> usize {
         usize::from(self.warm)
@@ -295,7 +294,7 @@ impl PackedRing {
         self.is_near = is_near;
     }
 
-    /// The first place from the next one on that does not look as if it was offered. For comparison only.
+    /// The first position from the next one on that does not look available. For comparison only.
     pub fn front(&self) -> u16 {
         let mut at = self.next_avail;
         for _ in self.slots_out..self.size {
@@ -352,7 +351,7 @@ impl PackedRing {
         Ok(Some(self.head(chain, id, slots, record)))
     }
 
-    /// Takes a chain that is not in a table alone: returns its id, how many places it takes, and where it is recorded.
+    /// Takes a chain that is not a single indirect descriptor: returns its id, its length in slots, and its record.
     #[inline(never)]
     fn fetch_slots(
         &mut self,
@@ -374,8 +373,8 @@ impl PackedRing {
         Ok((id, count, record))
     }
 
-    /// Sends for the lines with which the next chains begin, and for these together. Looks as if each chain took one
-    /// place, as those with tables do. The look ahead is read anew: a driver may take back meanwhile what it offered.
+    /// Prefetches the first lines of the next chains together. Assumes one slot for each chain, as with tables. The
+    /// descriptors are read again later: a driver may withdraw an offer meanwhile.
     #[inline(never)]
     fn warm_run(&mut self, memory: &GuestMemory, chain: &Chain) {
         let (mut at, mut run) = (self.next_avail, 0);
@@ -388,7 +387,7 @@ impl PackedRing {
             is_offered.then_some(addr)
         });
         chain.warm(memory, descs);
-        // Used elements will be written where these stand.
+        // Used elements will replace these descriptors.
         for ahead in (0..run).step_by(LINE_DESCS).skip(usize::from(run == 1)) {
             let mut at = self.next_avail;
             at.advance(ahead, self.size);
@@ -406,7 +405,7 @@ impl PackedRing {
             let size = left.slots;
             let copies = FilledSlots { view: &left.copies, size, place: at, free: slots };
             let first = left.copies.load_u64s(copies.offset(0), Relaxed);
-            // What was copied was a whole chain, unless somebody wrote to the record.
+            // The copy was a whole chain, unless another process wrote to the record.
             let walked = match chain.walk_packed(memory, first, self.indirect) {
                 Some(id) => Some((id, 1)),
                 None => chain.walk_slots(memory, copies, first),
@@ -427,7 +426,7 @@ impl PackedRing {
 
     #[inline]
     fn head(&mut self, chain: &Chain, id: u16, slots: u16, record: u16) -> ChainHead {
-        // Each chain takes a place at least, so there is one for it in the order, too.
+        // Each chain takes at least one slot, so there is one for it in the order, too.
         let place = self.order.as_mut().map_or(0, |order| order.fetched(id, record, slots, chain.writable_bytes()));
         ChainHead { id, slots, place, record }
     }
@@ -459,7 +458,7 @@ impl PackedRing {
         }
     }
 
-    /// A batch takes the first of its places and leaves the others as they were. [2.8.11]
+    /// A batch takes the first of its slots and leaves the others unchanged. [2.8.11]
     #[inline(always)]
     fn put(&mut self, used: UsedElement) {
         self.in_flight -= used.chains;
@@ -484,16 +483,16 @@ impl PackedRing {
         if let Some(inflight) = &mut self.inflight {
             inflight.publishing(self.next_used);
         }
-        // Until the first is written, the driver does not look at the others. Those in its line come last, too.
+        // Until the first is written, the driver does not read the others. Those in its line come last, too.
         let mut at = self.next_used;
         for element in others.iter().rev() {
             at.retreat(element.slots, self.size);
             self.layout.desc.store_u64(at.offset() + 8, element.word(at), Relaxed);
         }
-        // As in a split ring: we store an element, then load what the driver wants; the driver, before it sleeps,
-        // stores what it wants, has a full barrier, then loads that element. If either side's load overtook its own
-        // store, the driver could miss the element and we its request, and it would sleep for ever. [2.8.21.3]
-        // The store also releases the other elements of the batch, and the data, to whoever sees this one.
+        // As in a split ring: we store an element, then load the driver's request; the driver, before it sleeps, stores
+        // its request, has a full barrier, then loads that element. If either side's load overtook its own store, the
+        // driver could miss the element and we its request, and it would sleep without end. [2.8.21.3] The store also
+        // releases the other elements of the batch, and the data, to a reader of this one.
         self.layout.desc.store_u64(old.offset() + 8, first.word(old), SeqCst);
         self.elements.clear();
         if let Some(inflight) = &mut self.inflight {
@@ -503,12 +502,12 @@ impl PackedRing {
         std::mem::replace(&mut self.untold, false) || wanted
     }
 
-    /// Asks the driver to notify us of the next chain it offers. Says whether one is there already: then there may be
-    /// no notification.
+    /// Asks the driver for a notification of the next chain it offers. True if one is available already: then there may
+    /// be no notification.
     pub fn enable_notify(&mut self) -> bool {
         // The mirror image of `publish`: we store our request, then load the next descriptor; the driver stores that,
-        // has a full barrier, then loads our request. Were our load to overtake our store, a chain offered between the
-        // two would be seen by nobody. [2.8.10, 2.8.21.3] Place and flags of a request are one store.
+        // has a full barrier, then loads our request. If our load overtook our store, neither side would see a chain
+        // offered between the two. [2.8.10, 2.8.21.3] Position and flags of a request are one store.
         let request =
             if self.event_idx { request::DESC << 16 | u32::from(self.next_avail.word()) } else { request::ENABLE };
         self.layout.used.store_u32(0, request, SeqCst);
@@ -516,13 +515,13 @@ impl PackedRing {
         self.left.is_some() || self.fault.is_none() && self.next_avail.is_available(rest)
     }
 
-    /// Tells the driver that we look by ourselves. A hint: notifications may come nevertheless.
+    /// Tells the driver that we poll. A hint: notifications may come nevertheless.
     pub fn disable_notify(&mut self) {
-        // Also with event indexes: a place that was wished for comes round again in every other lap.
+        // Also with event indexes: a requested position comes round again in every other lap.
         self.layout.used.store_u32(0, request::DISABLE << 16, Relaxed);
     }
 
-    /// Where fetching and used elements go on: where another device could, once nothing is in flight.
+    /// Position of fetching and of used elements, at which another device could continue once no chain is in flight.
     pub fn base(&self) -> RingBase {
         let mut next_used = self.next_used;
         next_used.advance(self.unpublished, self.size);

@@ -14,8 +14,8 @@ use crate::{Chain, Features, GuestMemory, Inflight, InflightFault};
 /// The largest ring of either format. [2.7, 2.8.10.1]
 pub const RING_SIZE_MAX: u16 = 32768;
 
-/// Chains that are looked at together, at most, on either side: their lines are sent for at once, and a processor waits
-/// for hardly more at one time.
+/// Upper bound of chains in a run, on either side: their lines are prefetched together, and a processor has hardly more
+/// outstanding loads.
 pub(crate) const RUN_MAX: u16 = 16;
 
 /// The three parts of a ring, as [`ring_bytes`] or [`packed_ring_bytes`] wants them.
@@ -32,11 +32,11 @@ pub struct RingLayout {
 }
 
 impl RingLayout {
-    /// Finds the parts of a ring of `size` at these addresses of the front-end's process: descriptors, available
-    /// ring or driver's area, used ring or device's area.
+    /// Finds the parts of a ring of `size` at these addresses of the front-end's process: descriptors, available ring
+    /// or driver's area, used ring or device's area.
     ///
     /// # Errors
-    /// The size is none for this format; or a part is not in shared memory, or not aligned.
+    /// The size is invalid for this format; or a part is not in shared memory, or not aligned.
     pub fn locate(
         memory: &GuestMemory,
         features: Features,
@@ -76,10 +76,10 @@ pub enum RingSetupError {
         addr: u64,
         /// Its length, bytes.
         len: usize,
-        /// What its address must be a multiple of.
+        /// Required alignment.
         align: usize,
     },
-    /// The ring cannot stand there.
+    /// The base is outside the ring.
     #[error("a ring's base of {base:#x}: the ring has only {size} entries")]
     Base {
         /// As the front-end said it.
@@ -99,12 +99,12 @@ pub(crate) fn check_size(features: Features, size: u16) -> Result<(), RingSetupE
     }
 }
 
-/// Where a ring stands, as vhost-user's SET_VRING_BASE and GET_VRING_BASE have it.
+/// Position of a ring, as in vhost-user's SET_VRING_BASE and GET_VRING_BASE.
 ///
 /// ```text
-///  split    0 .. 15  index of the next chain to fetch      (used elements go on where the used ring says)
-///  packed   0 .. 14  place of the next descriptor to fetch    15  its wrap counter
-///          16 .. 30  place of the next used element           31  its wrap counter
+///  split    0 .. 15  index of the next chain to fetch      (the used ring has the position of used elements)
+///  packed   0 .. 14  index of the next descriptor to fetch    15  its wrap counter
+///          16 .. 30  index of the next used element           31  its wrap counter
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingBase(u32);
@@ -112,7 +112,7 @@ pub struct RingBase(u32);
 impl RingBase {
     /// Where a split ring begins.
     pub const SPLIT_START: RingBase = RingBase(0);
-    /// Where a packed ring begins: both places zero, both wrap counters one. [2.8.1]
+    /// Start of a packed ring: both positions zero, both wrap counters one. [2.8.1]
     pub const PACKED_START: RingBase = RingBase(0x8000_8000);
 
     /// Where a ring of this format begins.
@@ -130,12 +130,12 @@ impl RingBase {
         self.0
     }
 
-    /// The lower half: where fetching goes on. Of a packed ring, place and wrap counter.
+    /// The lower half: position of the next fetch. For a packed ring, index and wrap counter.
     pub fn next_avail(self) -> u16 {
         self.0 as u16
     }
 
-    /// The upper half: where used elements go on in a packed ring, place and wrap counter. Zero for a split ring.
+    /// The upper half: position of used elements in a packed ring, index and wrap counter. Zero for a split ring.
     pub fn next_used(self) -> u16 {
         (self.0 >> 16) as u16
     }
@@ -150,31 +150,30 @@ impl RingBase {
 }
 
 reasons! {
-    /// What is wrong with a ring. It is used no more until the driver sets it up again.
+    /// Fault of a ring. It is not used any more until the driver sets it up again.
     RingFault {
-        /// The available index is further ahead than the ring is long, or a packed ring offers places that are out.
+        /// The available index is ahead by more than the ring's size, or a packed ring offers slots that are in flight.
         AvailJumped = "available index advanced by more than the ring size",
         /// A head lies outside the descriptor table.
         HeadOutOfRange = "head outside the descriptor table",
         /// A head was offered that has not come back yet.
         HeadTwice = "head offered again before it was used",
-        /// A chain of a packed ring does not end within the places the driver may fill, so that nobody knows where the
-        /// next one begins.
+        /// A chain of a packed ring does not end within the free slots, so the position of the next one is unknown.
         ChainOverrun = "chain longer than the free part of a packed ring",
     }
 }
 
-/// A chain that was fetched and has not been completed. It can be redeemed once, at the ring it came from.
+/// A chain that was fetched and has not been completed. It can be redeemed once, at its own ring.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a head that is not completed is lost to the guest"]
 pub struct ChainHead {
-    /// Split: the first descriptor's place in the table. Packed: the buffer's id.
+    /// Split: index of the first descriptor. Packed: the buffer's id.
     pub(crate) id: u16,
     /// Descriptors it takes in a packed ring; 1 in a split one.
     pub(crate) slots: u16,
-    /// Its place among those that wait for their order; means nothing otherwise.
+    /// Its slot in the in-order list; otherwise undefined.
     pub(crate) place: u16,
-    /// Where it is recorded as being in flight in a packed ring; means nothing otherwise.
+    /// Its in-flight record in a packed ring; otherwise undefined.
     pub(crate) record: u16,
 }
 
@@ -196,11 +195,11 @@ pub enum DeviceRing {
 }
 
 impl DeviceRing {
-    /// A ring of `size` entries that goes on from `base`. The parts are those that [`RingLayout::locate`] finds for the
-    /// same features and size; the features say which format it is, and what else was negotiated for rings.
+    /// A ring of `size` entries that continues from `base`. The parts are those that [`RingLayout::locate`] finds for
+    /// the same features and size; the features select the format and its options.
     ///
     /// # Errors
-    /// The size is none for this format, or the base lies outside the ring.
+    /// The size is invalid for this format, or the base is outside the ring.
     pub fn new(
         layout: RingLayout,
         size: u16,
@@ -214,11 +213,11 @@ impl DeviceRing {
         }
     }
 
-    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first,
-    /// and the ring goes on after it, wherever it was said to. To be called before anything is fetched.
+    /// Records chains in flight from now on. Chains in flight in an existing record are fetched first, and the ring
+    /// continues after them, whatever its base. To be called before the first fetch.
     ///
     /// # Errors
-    /// The record makes no sense; neither it nor the ring was changed.
+    /// The record is inconsistent; neither it nor the ring was changed.
     pub fn track(&mut self, record: Inflight) -> Result<(), InflightFault> {
         match self {
             DeviceRing::Split(ring) => ring.track(record),
@@ -235,7 +234,7 @@ impl DeviceRing {
         }
     }
 
-    /// Chains known to be offered and not fetched yet, a run at most. A packed ring only guesses, and knows of none
+    /// Number of chains known to be available and not fetched yet, at most a run. For a packed ring a guess, and 0
     /// while the driver is near.
     #[inline]
     pub fn in_sight(&self) -> usize {
@@ -245,8 +244,8 @@ impl DeviceRing {
         }
     }
 
-    /// Says whether the driver takes turns with us on one CPU: what it has written is near then, and nothing is sent
-    /// for ahead.
+    /// Sets whether the driver shares our CPU and alternates with us: then its writes are near, and there is no
+    /// prefetch.
     #[inline]
     pub fn set_near(&mut self, is_near: bool) {
         match self {
@@ -308,8 +307,8 @@ impl DeviceRing {
         }
     }
 
-    /// Asks the driver to notify us of the next chain it offers. Says whether one is there already: then there may be
-    /// no notification.
+    /// Asks the driver for a notification of the next chain it offers. True if one is available already: then there may
+    /// be no notification.
     pub fn enable_notify(&mut self) -> bool {
         match self {
             DeviceRing::Split(ring) => ring.enable_notify(),
@@ -317,7 +316,7 @@ impl DeviceRing {
         }
     }
 
-    /// Tells the driver that we look by ourselves. A hint: notifications may come nevertheless.
+    /// Tells the driver that we poll. A hint: notifications may come nevertheless.
     pub fn disable_notify(&mut self) {
         match self {
             DeviceRing::Split(ring) => ring.disable_notify(),
@@ -325,7 +324,7 @@ impl DeviceRing {
         }
     }
 
-    /// Where the ring stands: where another device could go on, once nothing is in flight.
+    /// Position of the ring, at which another device could continue once no chain is in flight.
     pub fn base(&self) -> RingBase {
         match self {
             DeviceRing::Split(ring) => ring.base(),

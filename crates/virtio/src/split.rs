@@ -34,7 +34,7 @@ pub fn ring_bytes(size: u16) -> [(usize, usize); 3] {
 ///
 /// ```text
 ///  used ring ── published ──────▶ next_used      available ring ── next_avail ──────▶ avail_seen
-///                     completed, not told                             offered, not fetched
+///                     completed, unpublished                          offered, not fetched
 /// ```
 #[derive(Debug)]
 pub struct SplitRing {
@@ -51,31 +51,30 @@ pub struct SplitRing {
     next_used: u16,
     /// The used index as the driver can see it.
     published: u16,
-    /// Nothing was published since the set-up. Whether the driver was told of what an earlier owner of the ring
-    /// published is not known.
+    /// No element was published since the set-up. Whether the driver was notified of an earlier owner's elements is
+    /// unknown.
     untold: bool,
     /// How far fetching was ahead of completing at the set-up, by the indexes.
     lead: u16,
     fault: Option<RingFault>,
     /// Which heads are out. A byte each, not a bit: neighbours in one word would wait for each other.
     out: Box<[bool]>,
-    /// What the driver has been owed since before the set-up: fetched before anything else, from the end on.
+    /// Chains left in flight before the set-up: fetched first, from the end.
     left: Vec<u16>,
-    /// Where what is in flight is recorded.
+    /// Record of the chains in flight.
     inflight: Option<SplitInflight>,
     /// If the driver wants its chains back in the order it offered them.
     order: Option<InOrder>,
-    /// Neither of these: what is asked of each chain instead of both.
+    /// Neither of these: one test for each chain instead of both.
     plain: bool,
 }
 
 impl SplitRing {
-    /// A ring of `size` entries whose parts have the lengths and alignments of [`ring_bytes`], with what the features
-    /// say of rings.
+    /// A ring of `size` entries whose parts have the lengths and alignments of [`ring_bytes`], with the ring features.
     ///
-    /// `next_avail` is where fetching goes on. Where used elements go on is read from the ring: only a device ever
-    /// writes that index, and the driver compares what it has seen with nothing else, so to go on from any other
-    /// number would lose or invent elements. After an orderly stop the two are equal; after a crash they need not be.
+    /// `next_avail` is the position of the next fetch. That of used elements is read from the ring: only a device
+    /// writes that index, and the driver compares it with its own last value only, so any other number would lose or
+    /// invent elements. After an orderly stop the two are equal; after a crash they need not be.
     ///
     /// # Errors
     /// The size is not a power of two.
@@ -109,11 +108,11 @@ impl SplitRing {
         })
     }
 
-    /// Records from now on what is in flight. What the record says somebody else has left in flight is fetched first,
-    /// and the ring goes on after it, wherever it was said to. To be called before anything is fetched.
+    /// Records chains in flight from now on. Chains in flight in an existing record are fetched first, and the ring
+    /// continues after them, whatever its base. To be called before the first fetch.
     ///
     /// # Errors
-    /// The record makes no sense; it was not changed.
+    /// The record is inconsistent; it was not changed.
     pub fn track(&mut self, record: Inflight) -> Result<(), InflightFault> {
         let (inflight, left) = SplitInflight::recover(record, self.size, self.next_used)?;
         self.inflight = Some(inflight);
@@ -186,8 +185,8 @@ impl SplitRing {
         if index >= self.size {
             return Err(self.breaks(RingFault::HeadOutOfRange));
         }
-        // One that has ended, and waits to be told, has no place if it is offered again: not in the order, and not
-        // among those that are recorded until they are published.
+        // A chain that has completed and is not published has no slot if it is offered again: neither in the order, nor
+        // in the record.
         let has_place = self.plain || self.next_avail.wrapping_sub(self.published).wrapping_sub(self.lead) < self.size;
         if std::mem::replace(&mut self.out[usize::from(index)], true) || !has_place {
             return Err(self.breaks(RingFault::HeadTwice));
@@ -199,8 +198,7 @@ impl SplitRing {
         Ok(index)
     }
 
-    /// Reads the available index. Says whether there is something to fetch from the ring, which comes after what is
-    /// left.
+    /// Reads the available index. Returns whether the ring has a chain to fetch; chains left in flight come first.
     // Not inlined: once for each run.
     #[inline(never)]
     fn look(&mut self, memory: &GuestMemory, chain: &Chain) -> Result<bool, RingFault> {
@@ -221,8 +219,7 @@ impl SplitRing {
             // The entry comes with the index then, where that is another line, and not after it.
             self.layout.avail.warm_to_read(RING + usize::from(self.next_avail & self.mask) * AVAIL_ELEMENT);
         }
-        // What the driver has written last lies in its caches. Sent for together, the lines take hardly longer than
-        // one.
+        // The driver's latest writes are in its caches. Requested together, the lines take hardly longer than one.
         if run > 1 && !self.is_near {
             let places = (0..run).map(|ahead| usize::from(self.next_avail.wrapping_add(ahead) & self.mask));
             let heads = places.map(|place| self.layout.avail.load_u16(RING + place * AVAIL_ELEMENT, Relaxed));
@@ -259,7 +256,7 @@ impl SplitRing {
         }
     }
 
-    /// Makes the used elements of all whose turn has come.
+    /// Writes the used elements of all chains that are next in order.
     #[inline(never)]
     fn tell(&mut self) {
         while let Some(order) = &mut self.order {
@@ -288,12 +285,12 @@ impl SplitRing {
             return false;
         }
         let old = std::mem::replace(&mut self.published, self.next_used);
-        // A fence has two sides. We store the index, then load what the driver wants; the driver, before it
-        // sleeps, stores what it wants, has a full barrier, then loads the index. Both stores cannot be missed by
-        // both loads only if neither side's load overtakes its store. Here a sequentially consistent store and load
-        // see to that; on x86 they are one exchange and a plain load. Without them the driver could miss the element
-        // and we its request: it would sleep for ever. [2.7.7.2, 2.7.14]
-        // The store also releases the used elements and the data to whoever sees the index.
+        // A fence has two sides. We store the index, then load the driver's request; the driver, before it sleeps,
+        // stores its request, has a full barrier, then loads the index. Both stores cannot be missed by both loads only
+        // if neither side's load overtakes its store. Here a sequentially consistent store and load guarantee that; on
+        // x86 they are one exchange and a plain load. Without them the driver could miss the element and we its
+        // request: it would sleep without end. [2.7.7.2, 2.7.14] The store also releases the used elements and the data
+        // to a reader of the index.
         self.layout.used.store_u16(INDEX, self.next_used, SeqCst);
         if let Some(inflight) = &mut self.inflight {
             inflight.published(self.next_used);
@@ -307,12 +304,12 @@ impl SplitRing {
         std::mem::replace(&mut self.untold, false) || wanted
     }
 
-    /// Asks the driver to notify us of the next chain it offers. Says whether one is there already: then there may be
-    /// no notification.
+    /// Asks the driver for a notification of the next chain it offers. True if one is available already: then there may
+    /// be no notification.
     pub fn enable_notify(&mut self) -> bool {
         // The mirror image of `publish`: we store our request, then load the index; the driver stores the index, has a
-        // full barrier, then loads our request. Were our load to overtake our store, a chain offered between the two
-        // would be seen by nobody. [2.7.10.2, 2.7.13.4]
+        // full barrier, then loads our request. If our load overtook our store, neither side would see a chain offered
+        // between the two. [2.7.10.2, 2.7.13.4]
         if self.event_idx {
             let place = RING + usize::from(self.size) * USED_ELEMENT;
             self.layout.used.store_u16(place, self.next_avail, SeqCst);
@@ -322,16 +319,15 @@ impl SplitRing {
         !self.left.is_empty() || self.fault.is_none() && self.layout.avail.load_u16(INDEX, SeqCst) != self.next_avail
     }
 
-    /// Tells the driver that we look by ourselves. A hint: notifications may come nevertheless. With event indexes
-    /// there is nothing to store, since the request of the last [`SplitRing::enable_notify`] is fulfilled once.
-    /// [2.7.10]
+    /// Tells the driver that we poll. A hint: notifications may come nevertheless. With event indexes there is nothing
+    /// to store, since the request of the last [`SplitRing::enable_notify`] applies once. [2.7.10]
     pub fn disable_notify(&mut self) {
         if !self.event_idx {
             self.layout.used.store_u16(FLAGS, NO_NOTIFY, Relaxed);
         }
     }
 
-    /// The index of the next chain to fetch: where another device could go on, once nothing is in flight.
+    /// Index of the next chain to fetch, at which another device could continue once no chain is in flight.
     pub fn base(&self) -> RingBase {
         RingBase::split(self.next_avail)
     }
@@ -348,8 +344,8 @@ impl SplitRing {
     }
 }
 
-/// Whether moving an index from `old` to `new` passes `event`: the place after which the other side wants to be
-/// told. [2.7.10.2]
+/// Whether moving an index from `old` to `new` passes `event`, the position after which the other side wants a
+/// notification. [2.7.10.2]
 #[inline]
 pub(crate) fn needs_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)

@@ -23,7 +23,8 @@ use crate::counters::reasons;
 use crate::ring::RUN_MAX;
 use crate::{Features, RingBase, RingLayout, RingSetupError, Violations};
 
-/// What a status byte is before the device writes it: none of the specification's. The seven behind it are nobody's.
+/// Value of a status byte before the device writes it: undefined in the specification. The seven bytes behind it are
+/// unused.
 const NOT_WRITTEN: u64 = 0xff;
 const _: () = assert!(STATUS_AT == 16 && HEADER_BYTES == 16 && TABLE_AT == 32, "a request's line is written as one");
 
@@ -37,7 +38,7 @@ reasons! {
         NotReachable = "data outside the memory shared with the device",
         /// An operation that was not negotiated.
         NotNegotiated = "operation that was not negotiated",
-        /// It came back without a status, or with one that means nothing.
+        /// Used without a status, or with an undefined one.
         NoStatus = "used without a valid status",
     }
 }
@@ -57,22 +58,21 @@ pub struct SharedMemory {
 #[derive(Debug)]
 pub struct BlkRing {
     ring: DriverRing,
-    /// The places of requests, and where the device finds them.
+    /// Request slots, and their address at the device.
     places: View,
     places_addr: u64,
     stride: usize,
-    /// Of each place's table.
+    /// Rows of each slot's table.
     rows: u16,
     features: Features,
     may_unmap: bool,
     ranges_max: usize,
-    /// The tags of requests in flight, by place.
+    /// Tags of requests in flight, by slot.
     parked: Box<[Option<Tag>]>,
     /// The chain being made, if there are no tables.
     buffers: Vec<Buffer>,
     has_tables: bool,
-    /// By place: the row of its table that is the status, if it is known to be one. It stays so from request to
-    /// request.
+    /// By slot: the row of its table that is the status, if known. It stays from request to request.
     status_rows: Box<[u16]>,
     phase: RequestPhase,
     violations: Arc<Violations>,
@@ -94,11 +94,11 @@ struct Draft {
     /// The last buffer's row.
     row: u16,
     writable_bytes: u64,
-    /// The row that was the status before; none of the next chain's while it is made.
+    /// The previous status row; outside the next chain while that is made.
     status_row: u16,
 }
 
-/// What a request says beside its data.
+/// Header fields of a request.
 #[derive(Clone, Copy)]
 struct RequestInfo {
     kind: u32,
@@ -106,14 +106,14 @@ struct RequestInfo {
 }
 
 impl BlkRing {
-    /// The queue of a disk over this memory, which no device looks at yet. Violations outlive the queue: its successor
-    /// goes on counting them.
+    /// The queue of a disk over this memory, which the device does not access yet. `violations` outlive the queue: its
+    /// successor continues counting.
     ///
     /// # Errors
-    /// No ring has this size.
+    /// The ring's size is invalid.
     ///
     /// # Panics
-    /// If the memory is too short or not aligned ([`BlkLayout::ALIGN`]): its layout is of our own making.
+    /// If the memory is too short or not aligned ([`BlkLayout::ALIGN`]): its layout is made by this crate.
     pub fn new(
         disk: &BlkDisk,
         size: u16,
@@ -168,8 +168,8 @@ impl BlkRing {
         self.parked.len() as u16
     }
 
-    /// Takes requests from the batch and offers them to the device, all at once. `translate` says where the device
-    /// finds the bytes of a segment, or nothing if it cannot reach them. Says whether the device wants a kick.
+    /// Takes requests from the batch and offers them to the device at once. `translate` returns the device's address of
+    /// a segment, or `None` if the device cannot reach it. Returns whether the device wants a kick.
     #[inline]
     #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
     pub fn queue(&mut self, batch: &mut Batch<'_>, mut translate: impl FnMut(Segment) -> Option<u64>) -> bool {
@@ -253,10 +253,10 @@ impl BlkRing {
         true
     }
 
-    /// Hands over what the device has used since the last time.
+    /// Returns requests that the device has completed since the last call.
     ///
     /// # Errors
-    /// The device broke the ring, now or before. What is in flight stays so: see [`BlkRing::take_in_flight`].
+    /// The device broke the ring, now or before. Requests stay in flight: see [`BlkRing::take_in_flight`].
     #[inline]
     pub fn poll(&mut self, done: &mut Done<'_>) -> Result<(), DeviceFault> {
         if self.phase == RequestPhase::Over {
@@ -269,7 +269,7 @@ impl BlkRing {
             let status = self.status(place);
             match self.parked[place].take() {
                 Some(tag) => done.complete(tag, status),
-                // Nothing else was offered.
+                // No other request was offered.
                 None => self.phase = RequestPhase::Serving,
             }
         }
@@ -286,7 +286,7 @@ impl BlkRing {
         })
     }
 
-    /// Sends for the places of the chains to be taken next, all together: their statuses are read soon, and they are
+    /// Prefetches the slots of the chains to be taken next, all together: their statuses are read soon, and they are
     /// the next to be written. Returns how many.
     #[inline(never)]
     fn warm_run(&self) -> u16 {
@@ -325,7 +325,7 @@ impl BlkRing {
         }
     }
 
-    /// Writes a row of a place's table.
+    /// Writes a row of a slot's table.
     fn put_row(&mut self, place: usize, row: u16, buffer: Buffer, more: bool) {
         assert!(row < self.rows, "a chain longer than a table of {} rows", self.rows);
         let at = place * self.stride + TABLE_AT + usize::from(row) * DESC_BYTES;
@@ -391,7 +391,7 @@ impl BlkRing {
         if self.features.contains(needs) { Ok(RequestInfo { kind, sector }) } else { Err(Violation::NotNegotiated) }
     }
 
-    /// Writes header and status of the request at a place, and adds its chain to the ring.
+    /// Writes header and status of the request in a slot, and adds its chain to the ring.
     fn finish(&mut self, draft: &Draft, request: RequestInfo) -> Result<(), NoRoom> {
         let place = draft.place;
         let line = [u64::from(request.kind), request.sector, NOT_WRITTEN];
@@ -409,7 +409,7 @@ impl BlkRing {
         Ok(())
     }
 
-    /// What the status byte at a place says.
+    /// Value of a slot's status byte.
     #[inline]
     fn status(&self, place: usize) -> Status {
         let byte = self.places.load_u8(place * self.stride + STATUS_AT, Relaxed);
@@ -419,7 +419,7 @@ impl BlkRing {
         })
     }
 
-    /// Where the device finds a byte of a place.
+    /// Device address of a byte of a slot.
     #[inline]
     fn addr(&self, place: usize, at: usize) -> u64 {
         self.places_addr + (place * self.stride + at) as u64
@@ -442,13 +442,13 @@ impl BlkRing {
         self.ring.publish()
     }
 
-    /// The serial number, once it is there: up to 20 bytes, padded with zeroes, or why there is none.
+    /// The serial number, once it has arrived: up to 20 bytes, padded with zeroes, or the error.
     ///
     /// # Errors
     /// The device broke the ring.
     ///
     /// # Panics
-    /// If it was not asked for.
+    /// If it was not requested.
     pub fn poll_id(&mut self) -> Result<Option<Result<[u8; ID_BYTES], Status>>, DeviceFault> {
         assert!(self.phase == RequestPhase::Asking, "nobody asked for the serial number");
         if self.next_used()?.is_none() {
@@ -468,30 +468,30 @@ impl BlkRing {
         self.ring.arm()
     }
 
-    /// Tells the device that we look by ourselves.
+    /// Tells the device that we poll.
     pub fn disarm(&mut self) {
         self.ring.disarm();
     }
 
-    /// The places of all requests in flight.
+    /// Slots of all requests in flight.
     pub fn in_flight(&self) -> impl Iterator<Item = usize> {
         self.parked.iter().enumerate().filter(|(_, tag)| tag.is_some()).map(|(place, _)| place)
     }
 
-    /// Takes back the tags of all requests in flight, to be done again elsewhere or failed. From then on nothing is
-    /// taken from a batch, and what the device still says is not listened to. It must have let go of the memory: its
-    /// session is over, and its process gone or reset.
+    /// Takes back the tags of all requests in flight, to be submitted again or failed. From then on no request is taken
+    /// from a batch, and the ring is not read. The device must not access the memory any more: its session is over, and
+    /// its process gone or reset.
     pub fn take_in_flight(&mut self) -> impl Iterator<Item = Tag> {
         self.phase = RequestPhase::Over;
         self.parked.iter_mut().filter_map(Option::take)
     }
 
-    /// What there is against the device.
+    /// Counters of the device's violations.
     pub fn violations(&self) -> &Arc<Violations> {
         &self.violations
     }
 
-    /// The ring, for what only it knows.
+    /// The ring, for queries of its own state.
     pub fn ring(&self) -> &DriverRing {
         &self.ring
     }

@@ -8,8 +8,7 @@ use blkyard_mq::{DeviceInfo, LimitsError, QueueLimits, SECTOR_SHIFT};
 use crate::Features;
 use crate::config::field;
 
-/// The features this driver knows what to do with. It needs [`Features::VERSION_1`]; the others are taken where
-/// offered.
+/// Features supported by this driver. It needs [`Features::VERSION_1`]; the others are used where offered.
 pub const DRIVER_FEATURES: Features = Features::SIZE_MAX
     .union(Features::SEG_MAX)
     .union(Features::RO)
@@ -25,24 +24,24 @@ pub const DRIVER_FEATURES: Features = Features::SIZE_MAX
     .union(Features::VERSION_1)
     .union(Features::RING_PACKED);
 
-/// Most data segments in one request, whatever the device allows: 1 MiB in pages of 4 KiB without two that touch is as
-/// much as a request has sectors.
+/// Upper bound of data segments in a request, for any device: 1 MiB in separate pages of 4 KiB, the sectors of the
+/// largest request.
 pub const SEGMENTS_MAX: u16 = 254;
 
 /// Most ranges in one discard, as in Linux (`MAX_DISCARD_SEGMENTS`).
 const RANGES_MAX: u16 = 256;
 
-/// The largest logical block: what Linux takes at the least, a page.
+/// The largest logical block: what every Linux accepts, a page.
 const BLOCK_BYTES_MAX: u32 = 4096;
 
 /// A virtio-blk device as its driver sees it.
 #[derive(Clone, Debug)]
 pub struct BlkDisk {
-    /// What the queue core must know.
+    /// Properties for the queue core.
     pub info: DeviceInfo,
     /// Queues the device has.
     pub queues: u16,
-    /// What was negotiated.
+    /// Negotiated features.
     pub features: Features,
     /// Whether zeroed blocks may be given back.
     pub may_unmap: bool,
@@ -54,11 +53,11 @@ pub struct BlkDisk {
 pub struct ConfigError {
     /// The device, as the user named it.
     pub name: String,
-    /// What is wrong, and what helps.
+    /// Fault and cure.
     pub cause: ConfigCause,
 }
 
-/// What is wrong with a configuration.
+/// Fault of a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigCause {
     /// Only the legacy interface.
@@ -67,7 +66,7 @@ pub enum ConfigCause {
     /// A field that a feature promises is not there.
     #[error("has {have} bytes of configuration, too few for its {what}; disable that feature at its back-end")]
     Short {
-        /// What the field holds.
+        /// Content of the field.
         what: &'static str,
         /// Bytes of the space.
         have: usize,
@@ -75,7 +74,7 @@ pub enum ConfigCause {
     /// More bytes than 64 bits can count.
     #[error("reports {0} sectors, above the maximum; check its back-end")]
     Capacity(u64),
-    /// A block size that is none.
+    /// Invalid block size.
     #[error("has an invalid block size of {0} bytes; set a power of two from 512 to {BLOCK_BYTES_MAX} at its back-end")]
     BlockSize(u32),
     /// A physical block beyond any medium.
@@ -84,13 +83,13 @@ pub enum ConfigCause {
     /// Segments too short for a block.
     #[error("accepts segments of at most {0} bytes, less than a block; raise size_max at its back-end")]
     SizeMax(u32),
-    /// Several queues, of which there are none.
+    /// Multiple queues offered, with a count of 0.
     #[error("offers multiple queues and has 0; set at least one at its back-end")]
     NoQueues,
     /// A ring that cannot hold a request.
     #[error("has rings of {0} entries without indirect descriptors, but a request takes three; use larger rings")]
     RingSize(u16),
-    /// What it says of itself does not fit together.
+    /// Inconsistent limits.
     #[error("has inconsistent limits: {0}; correct them at its back-end")]
     Limits(LimitsError),
 }
@@ -122,10 +121,10 @@ impl Space<'_> {
 }
 
 impl BlkDisk {
-    /// Reads a copy of the configuration space. `features` were negotiated, rings have `ring_size` entries.
+    /// Parses a copy of the configuration space. `features` were negotiated, rings have `ring_size` entries.
     ///
     /// # Errors
-    /// The device is none this driver can drive, or its configuration makes no sense.
+    /// This driver cannot drive the device, or its configuration is inconsistent.
     pub fn new(name: &str, features: Features, space: &[u8], ring_size: u16) -> Result<BlkDisk, ConfigError> {
         read(name, features, &Space(space), ring_size).map_err(|cause| ConfigError { name: name.into(), cause })
     }
@@ -170,7 +169,7 @@ fn read(name: &str, features: Features, space: &Space<'_>, ring_size: u16) -> Re
     let block_sectors = u64::from(limits.logical_block_bytes >> SECTOR_SHIFT);
     let info = DeviceInfo {
         name: name.into(),
-        // What is left of a last block cannot be reached.
+        // A partial last block cannot be reached.
         capacity_sectors: sectors - sectors % block_sectors,
         limits,
         read_only: has(Features::RO),
@@ -183,8 +182,8 @@ fn read(name: &str, features: Features, space: &Space<'_>, ring_size: u16) -> Re
     Ok(BlkDisk { info, queues, features, may_unmap })
 }
 
-/// Data segments in one request. The device's limit; one if it names none. A chain is no longer than the ring, were
-/// it in a table of its own. [2.7.5.3.1, 2.8.8]
+/// Data segments in one request: the device's limit, or 1 without one. A chain is no longer than the ring, even in an
+/// indirect table. [2.7.5.3.1, 2.8.8]
 fn segments_max(features: Features, space: &Space<'_>, ring_size: u16) -> Result<u16, ConfigCause> {
     let said = if features.contains(Features::SEG_MAX) { space.u32(field::SEG_MAX, "most segments")? } else { 1 };
     let fits = ring_size.saturating_sub(2).clamp(1, SEGMENTS_MAX);
@@ -226,7 +225,7 @@ fn read_discard(space: &Space<'_>, limits: &mut QueueLimits) -> Result<(), Confi
     limits.discard_segments_max = u16::try_from(ranges).unwrap_or(fits).min(fits);
     let alignment = space.u32(field::DISCARD_SECTOR_ALIGNMENT, "discard alignment")?;
     if alignment > 0 {
-        // What overflows is no multiple of a block, and refused for that.
+        // On overflow a value that is no multiple of a block, and is refused for that.
         limits.discard_granularity_bytes = alignment.checked_mul(1 << SECTOR_SHIFT).unwrap_or(1);
     }
     Ok(())

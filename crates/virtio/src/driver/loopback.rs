@@ -20,7 +20,7 @@ use crate::{
 const QUEUE_ADDR: u64 = 1 << 32;
 const REGION_SPACE: u64 = 1 << 40;
 
-/// What a loopback is made of.
+/// Configuration of a loopback.
 #[derive(Clone, Debug)]
 pub struct LoopbackConfig {
     /// The disk behind the device.
@@ -29,7 +29,7 @@ pub struct LoopbackConfig {
     pub wanted: Features,
     /// Entries of the ring.
     pub size: u16,
-    /// What the disk says when asked for its serial number.
+    /// Serial number of the disk.
     pub serial: SerialId,
 }
 
@@ -49,7 +49,7 @@ pub struct Loopback<S> {
 pub struct LoopbackDevice<S> {
     /// The ring.
     pub ring: DeviceRing,
-    /// What was refused.
+    /// Refused requests.
     pub refusals: Refusals,
     /// Whether it does anything at its turn.
     pub is_running: bool,
@@ -66,7 +66,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> Loopback<S> {
     /// A queue whose device serves bios by calling `serve`, which gets the table that their segments point into.
     ///
     /// # Errors
-    /// The configuration makes no sense, or there is no memory.
+    /// The configuration is inconsistent, or there is no memory.
     pub fn new(config: &LoopbackConfig, serve: S) -> io::Result<Loopback<S>> {
         let offer = BlkConfig::new(&config.info, 1, u32::from(SEGMENTS_MAX), true);
         let features = (offer.features() & DRIVER_FEATURES & config.wanted) | Features::VERSION_1;
@@ -103,7 +103,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> LoopbackDevice<S> {
         if !self.is_running {
             return false;
         }
-        // A broken ring says so each time, and brings nothing.
+        // A broken ring returns an error each time, and no chain.
         while let Ok(Some(head)) = self.ring.fetch(&self.memory, &mut self.chain) {
             let room = self.chain.writable_bytes().saturating_sub(1);
             let (status, at) = match parse(&self.chain, &self.memory, &self.context, &mut self.bio) {
@@ -126,7 +126,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> LoopbackDevice<S> {
         self.ring.publish()
     }
 
-    /// The memory of the queue: ring and places of requests.
+    /// Memory of the queue: ring and request slots.
     pub fn queue_memory(&self) -> &Arc<Region> {
         &self.queue
     }
@@ -158,7 +158,7 @@ fn region_addr(region: u32) -> u64 {
 impl<S: FnMut(&Bio, &RegionTable) -> Status, Cx: ?Sized> Driver<Cx> for Loopback<S> {
     #[inline]
     fn queue_rqs(&mut self, _cx: &mut Cx, memory: &RegionTable, batch: &mut Batch<'_>) {
-        // The device looks whenever it has its turn.
+        // The device polls in its turn.
         let _ = self.driver.queue(batch, |segment: Segment| {
             memory.resolve(segment).map(|_| region_addr(segment.region) + segment.offset)
         });
@@ -167,7 +167,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status, Cx: ?Sized> Driver<Cx> for Loopback
     #[inline]
     fn poll(&mut self, _cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
         let _ = self.device.turn();
-        // What breaks a ring is counted, and its requests stay in flight.
+        // A broken ring is counted, and its requests stay in flight.
         let _ = self.driver.poll(done);
     }
 

@@ -18,7 +18,7 @@ const REST: usize = 8;
 /// A chain by its id, which is its token.
 #[derive(Clone, Copy, Debug, Default)]
 struct PackedChain {
-    /// Descriptors of the ring; none if the chain is not in flight.
+    /// Descriptors of the ring; 0 if the chain is not in flight.
     descriptors: u16,
     writable_bytes: u32,
 }
@@ -27,9 +27,9 @@ struct PackedChain {
 ///
 /// ```text
 ///  ── used ─────────────────────▶ published ──────▶ next
-///          in flight, in any order         added, not told
+///          in flight, in any order         added, unpublished
 /// ```
-// On lines of its own: rings of neighbour queues are written by other threads.
+// On separate cache lines: rings of neighbour queues are written by other threads.
 #[derive(Debug)]
 #[repr(align(128))]
 pub struct PackedDriver {
@@ -41,10 +41,10 @@ pub struct PackedDriver {
     next: Position,
     /// Where the next used element will be.
     used: Position,
-    /// The first descriptor that the device has not been told of, and the word that will tell.
+    /// The first descriptor not published yet, and the word that will publish it.
     untold: Position,
     telling: u64,
-    /// Chains added, told of and taken back so far, modulo 2^16.
+    /// Chains added, published and taken back so far, modulo 2^16.
     added: u16,
     published: u16,
     taken: u16,
@@ -54,11 +54,11 @@ pub struct PackedDriver {
 
 impl PackedDriver {
     /// An empty ring of `size` entries whose parts have the lengths and alignments of
-    /// [`packed_ring_bytes`](crate::packed_ring_bytes), with what the features say of rings. The memory is made ready
-    /// here; no device may look at it yet. Both sides begin at `base`, and nothing is in flight.
+    /// [`packed_ring_bytes`](crate::packed_ring_bytes), with the ring features. The memory is initialised here; the
+    /// device must not access it yet. Both sides begin at `base`, and no chain is in flight.
     ///
     /// # Errors
-    /// The size is zero or beyond [`RING_SIZE_MAX`](crate::RING_SIZE_MAX), or the base lies outside the ring.
+    /// The size is zero or beyond [`RING_SIZE_MAX`](crate::RING_SIZE_MAX), or the base is outside the ring.
     ///
     /// # Panics
     /// If there are tables, but not for each entry.
@@ -159,7 +159,7 @@ impl PackedDriver {
             return None;
         }
         if usize::from(after).is_multiple_of(LINE_DESCS) {
-            // New descriptors will be written where used elements stand.
+            // New descriptors will replace these used elements.
             self.layout.desc.warm(at.offset());
         }
         Some((rest >> 32) as u16)
@@ -212,10 +212,10 @@ impl PackedDriver {
             return Ok(None);
         }
         if !self.used.is_used(rest) {
-            // What stands here was written by us in this lap, and only the device has written since.
+            // This slot was written by us in this lap, and only the device has written since.
             return Err(self.breaks(DeviceFault::FlagsNonsense));
         }
-        // Without the flag nothing was written, and the length means nothing. [2.8.5]
+        // Without the flag no byte was written, and the length is undefined. [2.8.5]
         let written = if flags & Desc::WRITE == 0 { 0 } else { written };
         let Some(out) = self.out.get_mut(usize::from(id)) else {
             return Err(self.breaks(DeviceFault::IdOutOfRange));
@@ -234,7 +234,7 @@ impl PackedDriver {
 
     #[cold]
     fn breaks(&mut self, fault: DeviceFault) -> DeviceFault {
-        // Nothing is looked at any more.
+        // The ring is not read any more.
         self.published = self.taken;
         *self.fault.get_or_insert(fault)
     }

@@ -1,16 +1,16 @@
-//! Where the parts of a virtio-blk queue lie in the memory shared with the device.
+//! Layout of a virtio-blk queue in the memory shared with the device.
 //!
 //! ```text
 //!  ┌────────────┬─────────┬────────┬─────────┬─────────┬─
-//!  │ desc       │ avail   │ used   │ place 0 │ place 1 │ …      each part and place on lines of its own
+//!  │ desc       │ avail   │ used   │ slot 0  │ slot 1  │ …      each part and slot on separate cache lines
 //!  └────────────┴─────────┴────────┴─────────┴─────────┴─
-//!   a place   0  header: type, reserved, sector        64  … status, or further segments
+//!   a slot    0  header: type, reserved, sector        64  … status, or further segments
 //!            16  status                                80  … or, in a discard, ranges; or the serial number
 //!            32  table: header, first segment, …
 //! ```
 //!
-//! Header, status and all of the table that changes from one request of one segment to the next are one line: we write
-//! it, the device reads and writes it, we read it. A request with ranges has a table of three rows and no segments, so
+//! Header, status and the variable rows of a table for one segment share one cache line: we write it, the device reads
+//! and writes it, we read it. A request with ranges has a table of three rows and no segments, so
 //! that the rest of its rows is room for them.
 
 use crate::blk::{HEADER_BYTES, ID_BYTES, RANGE_BYTES};
@@ -24,7 +24,7 @@ const PLACE_ALIGN: usize = 2 * LINE_BYTES;
 
 pub(super) const STATUS_AT: usize = HEADER_BYTES;
 
-/// The rows of a place. Two of them are in the first line.
+/// Table of a slot. Two of its rows are in the first cache line.
 pub(super) const TABLE_AT: usize = LINE_BYTES - 2 * DESC_BYTES;
 const _: () = assert!(STATUS_AT < TABLE_AT);
 /// Rows that a request with ranges needs for its table: header, ranges, status.
@@ -35,7 +35,8 @@ const _: () = assert!(RANGE_BYTES == DESC_BYTES);
 pub(super) const ID_AT: usize = RANGES_AT;
 const _: () = assert!(ID_AT + ID_BYTES <= PLACE_ALIGN);
 
-/// Rows for a request of so many segments, header and status included; at least what one with a range needs.
+/// Rows for a request of so many segments, header and status included; at least as many as a request with a range
+/// needs.
 fn rows(segments_max: u16) -> u16 {
     (segments_max + 2).max(RANGE_ROWS + 1)
 }
@@ -50,26 +51,26 @@ pub(super) fn ranges_max(segments_max: u16) -> u16 {
 pub struct BlkLayout {
     /// Entries of the ring.
     pub size: u16,
-    /// Where descriptors, available and used ring are; of a packed ring the descriptors, the driver's and the device's
+    /// Offsets of descriptors, available and used ring; for a packed ring of descriptors, the driver's and the device's
     /// event area.
     pub parts: [usize; 3],
-    /// Where the places of requests begin.
+    /// Offset of the first request slot.
     pub places: usize,
-    /// From one place to the next.
+    /// Distance between two slots.
     pub stride: usize,
     /// Places.
     pub depth: u16,
-    /// Rows of each place's table.
+    /// Rows of each slot's table.
     pub rows: u16,
     /// Bytes in all.
     pub bytes: usize,
 }
 
 impl BlkLayout {
-    /// What the memory must begin at a multiple of, here and for the device.
+    /// Alignment of the memory's start, here and at the device.
     pub const ALIGN: usize = PLACE_ALIGN;
 
-    /// The memory for a queue of this disk whose ring has `size` entries.
+    /// Layout for a queue of this disk whose ring has `size` entries.
     pub fn new(disk: &BlkDisk, size: u16) -> BlkLayout {
         let packed = disk.features.contains(Features::RING_PACKED);
         let mut at = 0;

@@ -12,13 +12,13 @@ use crate::ring::check_size;
 use crate::split::{AVAIL_ELEMENT, FLAGS, INDEX, NO_INTERRUPT, NO_NOTIFY, RING, USED_ELEMENT, needs_event};
 use crate::{Features, RingBase, RingLayout, RingSetupError};
 
-/// A chain by the place of its first descriptor.
+/// A chain, by the index of its first descriptor.
 #[derive(Clone, Copy, Debug, Default)]
 struct SplitChain {
     token: u16,
     /// Its last descriptor.
     tail: u16,
-    /// Descriptors of the ring; none if the chain is not in flight.
+    /// Descriptors of the ring; 0 if the chain is not in flight.
     descriptors: u16,
     writable_bytes: u32,
 }
@@ -29,14 +29,14 @@ struct SplitChain {
 ///
 /// ```text
 ///  used ring ── last_used ──────▶ used_seen      available ring ── published ──────▶ next_avail
-///                     used, not taken                                added, not told
+///                     used, not taken                                added, unpublished
 /// ```
-// On lines of its own: rings of neighbour queues are written by other threads.
+// On separate cache lines: rings of neighbour queues are written by other threads.
 #[derive(Debug)]
 #[repr(align(128))]
 pub struct SplitDriver {
     layout: RingLayout,
-    /// With tables the first descriptor of a chain stands at the place of its token, and never changes.
+    /// With tables the first descriptor of a chain is at the index of its token, and never changes.
     tables: Option<Tables>,
     size: u16,
     mask: u16,
@@ -58,8 +58,8 @@ pub struct SplitDriver {
 
 impl SplitDriver {
     /// An empty ring of `size` entries whose parts have the lengths and alignments of
-    /// [`ring_bytes`](crate::ring_bytes), with what the features say of rings. The memory is made ready here; no device
-    /// may look at it yet. Both indexes begin at `base`.
+    /// [`ring_bytes`](crate::ring_bytes), with the ring features. The memory is initialised here; the device must not
+    /// access it yet. Both indexes begin at `base`.
     ///
     /// # Errors
     /// The size is not a power of two.
@@ -104,7 +104,7 @@ impl SplitDriver {
             free: size,
             free_head: 0,
             fault: None,
-            // The last one's successor is never looked at: none is free then.
+            // The last one's successor is never used: no descriptor is free then.
             next: (0..size).map(|at| (at + 1) & (size - 1)).collect(),
             out: vec![SplitChain::default(); usize::from(size)].into(),
         })
@@ -277,7 +277,7 @@ impl SplitDriver {
         } else {
             self.layout.avail.store_u16(FLAGS, 0, SeqCst);
         }
-        // With nothing in flight nothing can have come, whatever the index says: who waits for nothing sleeps.
+        // With no chain in flight none can be used, whatever the index says.
         self.published != self.last_used && self.layout.used.load_u16(INDEX, SeqCst) != self.last_used
     }
 

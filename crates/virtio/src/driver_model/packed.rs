@@ -48,7 +48,7 @@ impl PackedDriverModel {
 
     pub(super) fn start_at(&mut self, index: u16) {
         (self.filled, self.published, self.passed) = (index.into(), index.into(), index.into());
-        // As a device has left them that used each place by itself.
+        // As left by a device that used each slot separately.
         for count in u64::from(index).saturating_sub(self.size.into())..index.into() {
             let marks = if self.wrap(count) { AVAIL | USED } else { 0 };
             self.layout.desc.store_u64(self.offset(count) + 8, u64::from(marks) << 48, Relaxed);

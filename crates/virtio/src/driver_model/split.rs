@@ -15,7 +15,7 @@ pub(super) struct SplitDriverModel {
     avail_published: u16,
     used_seen: u16,
     free: Vec<u16>,
-    /// Descriptors of the chain that begins at each place, by the driver's own account, and room for the device.
+    /// By head: descriptors of the chain in the driver's own record, and the device's room.
     chains: Vec<(Vec<u16>, u32)>,
 }
 

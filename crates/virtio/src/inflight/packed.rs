@@ -3,7 +3,7 @@
 //! ```text
 //!   0 features u64 │ 8 version u16 │ 10 desc_num u16 │ 12 free_head u16 │ 14 old_free_head u16
 //!  16 used_idx u16 │ 18 old_used_idx u16 │ 20 used_wrap_counter u8 │ 21 old_used_wrap_counter u8
-//!  32 + 32·i       inflight u8, nothing u8, next u16, last u16, num u16, counter u64,
+//!  32 + 32·i       inflight u8, unused u8, next u16, last u16, num u16, counter u64,
 //!                  id u16, flags u16, len u32, addr u64
 //! ```
 //!
@@ -25,7 +25,7 @@ use crate::packed::{MARKS, Position};
 
 /// `free_head` and `old_free_head`, stored at once.
 const FREE: usize = 12;
-/// Both used indexes and both wrap counters, and two bytes of nothing, stored at once.
+/// Both used indexes and both wrap counters, and two unused bytes, stored at once.
 const USED: usize = 16;
 const ENTRIES: usize = 32;
 const ENTRY_BYTES: usize = 32;
@@ -47,7 +47,7 @@ fn entry(index: u16) -> usize {
     ENTRIES + usize::from(index) * ENTRY_BYTES
 }
 
-/// What is known of an entry.
+/// Private copy of an entry.
 #[derive(Clone, Copy, Debug, Default)]
 struct Links {
     /// Of a free entry the next free one, of others the next of the same chain.
@@ -81,7 +81,7 @@ pub(crate) struct LeftChain {
     pub(crate) at: u16,
 }
 
-/// What was left in flight.
+/// Chains left in flight.
 #[derive(Debug)]
 pub(crate) struct LeftInRecord {
     /// The one fetched first last.
@@ -90,11 +90,11 @@ pub(crate) struct LeftInRecord {
     pub(crate) copies: View,
     /// Descriptors of all chains together.
     pub(crate) slots: u16,
-    /// Where used elements go on.
+    /// Position of the next used element.
     pub(crate) next_used: Position,
 }
 
-/// What is in flight of a packed ring.
+/// Chains in flight of a packed ring.
 #[derive(Debug)]
 pub(crate) struct PackedInflight {
     region: View,
@@ -103,19 +103,18 @@ pub(crate) struct PackedInflight {
     free: u16,
     /// Of the next chain that is fetched.
     counter: u64,
-    /// Where used elements go on, as far as published.
+    /// Published position of used elements.
     used: Position,
     /// First entries of chains completed and not published. As long as the ring from the start.
     batch: Vec<u16>,
 }
 
 impl PackedInflight {
-    /// Goes on from what a region says of a ring of `size` descriptors in `ring`, or begins anew if the region is
-    /// fresh: then used elements go on at `used`. Returns with it what is in flight, be it nothing; none if the region
-    /// is fresh.
+    /// Continues from a region's record of a ring of `size` descriptors in `ring`, or starts a fresh region: then used
+    /// elements continue at `used`. Returns with it the chains in flight; `None` if the region is fresh.
     ///
     /// # Errors
-    /// The region makes no sense; nothing in it or in the ring was changed.
+    /// The region is inconsistent; neither it nor the ring was changed.
     pub(crate) fn recover(
         part: Inflight,
         size: u16,
@@ -128,7 +127,7 @@ impl PackedInflight {
         let region = part.0;
         let copy = Copy::read(&region, records);
         if !copy.entries.iter().any(|(_, in_flight)| *in_flight) {
-            // A record of a ring of another size has nothing to say of this one.
+            // A record of a ring of another size does not apply to this one.
             let stood = copy.decide(size, ring).ok().filter(|_| records == size);
             let next_used = stood.map_or(used, |(_, next_used)| next_used);
             let inflight = PackedInflight::begin(region, size, next_used);
@@ -153,7 +152,7 @@ impl PackedInflight {
         Ok((inflight, Some(left)))
     }
 
-    /// Makes a region one in use of a ring with nothing in flight. The version comes last: until then a fresh region
+    /// Initialises a region for a ring without chains in flight. The version comes last: until then a fresh region
     /// stays one.
     fn begin(region: View, size: u16, used: Position) -> PackedInflight {
         // The last one leads beyond the end.
@@ -172,7 +171,7 @@ impl PackedInflight {
 
     /// Copies the descriptors of chains out of the record, in the order they were fetched.
     fn copy_out(&self, mut chains: Vec<(u64, u16)>, next_used: Position) -> Result<LeftInRecord, InflightFault> {
-        // What the front-end made of the counters decides about the order and nothing else.
+        // The front-end can change counters, which affect the order only.
         chains.sort_unstable();
         let slots = chains.iter().map(|(_, head)| self.links[usize::from(*head)].num).sum::<u16>();
         let memory = Region::anonymous((usize::from(slots) * DESC_BYTES).max(DESC_BYTES))
@@ -231,8 +230,8 @@ impl PackedInflight {
         head
     }
 
-    /// The entries of a chain are free no more; the first that is, is this. Until now they are, whatever is written in
-    /// them.
+    /// Allocates the entries of a chain; `first_free` is the next free one. Until now they are free, whatever they
+    /// contain.
     #[inline]
     fn take_entries(&mut self, next: u16) {
         self.counter = self.counter.wrapping_add(1);
@@ -246,7 +245,7 @@ impl PackedInflight {
         self.batch.push(record);
     }
 
-    /// What was completed is about to be published: used elements go on at this place then.
+    /// Before the completed chains are published: used elements continue at this position afterwards.
     #[inline]
     pub(crate) fn publishing(&mut self, used: Position) {
         let old_free = self.free;
@@ -267,10 +266,10 @@ impl PackedInflight {
         self.used = used;
     }
 
-    /// What was completed is published.
+    /// The completed chains are published.
     #[inline]
     pub(crate) fn published(&mut self) {
-        // Nothing of this may be there before the ring shows it: it would be lost to the driver.
+        // None of this may be visible before the ring's elements: a chain would be lost to the driver.
         fence(Release);
         self.batch.iter().for_each(|record| self.cross_out(*record));
         self.batch.clear();
@@ -282,7 +281,7 @@ impl PackedInflight {
         self.region.store_u16(entry(record) + LINKS, 0, Relaxed);
     }
 
-    /// Nothing is half done.
+    /// No publication is in progress.
     #[inline]
     fn settle(&self, used: Position) {
         self.region.store_u32(FREE, u32::from(self.free) | u32::from(self.free) << 16, Release);
@@ -291,7 +290,7 @@ impl PackedInflight {
     }
 }
 
-/// Where used elements go on, and where they did before, as they lie in a record.
+/// New and old position of used elements, in the record's format.
 fn used_word(used: Position, old: Position) -> u64 {
     u64::from(used.place) | u64::from(old.place) << 16 | u64::from(used.wrap()) << 32 | u64::from(old.wrap()) << 40
 }
@@ -315,7 +314,7 @@ impl Copy {
         }
     }
 
-    /// The first free entry, and where used elements go on, now that the ring has said what of the two is true.
+    /// The first free entry, and the position of used elements, after the ring has decided between the two.
     fn decide(&self, size: u16, ring: &View) -> Result<(u16, Position), InflightFault> {
         let position = |place: u64, wrap: u64| {
             let position = Position::new(place as u16, wrap & 0xff != 0);

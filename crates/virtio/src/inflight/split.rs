@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   0 features u64 │ 8 version u16 │ 10 desc_num u16 │ 12 last_batch_head u16 │ 14 used_idx u16
-//!  16 + 16·i       inflight u8, 5 of nothing, next u16, counter u64
+//!  16 + 16·i       inflight u8, 5 unused, next u16, counter u64
 //! ```
 //!
 //! The used ring's index says which chains the driver has been given, and is published with one store. So the record
@@ -20,7 +20,7 @@ const LAST_BATCH_HEAD: usize = 12;
 const USED_IDX: usize = 14;
 const ENTRIES: usize = 16;
 const ENTRY_BYTES: usize = 16;
-/// One byte, written with the one after it, which means nothing.
+/// One byte, written together with the next one, which is unused.
 const INFLIGHT: usize = 0;
 const NEXT: usize = 6;
 const COUNTER: usize = 8;
@@ -34,7 +34,7 @@ fn entry(index: u16) -> usize {
     ENTRIES + usize::from(index) * ENTRY_BYTES
 }
 
-/// What is in flight of a split ring.
+/// Chains in flight of a split ring.
 #[derive(Debug)]
 pub(crate) struct SplitInflight {
     region: View,
@@ -46,12 +46,11 @@ pub(crate) struct SplitInflight {
 }
 
 impl SplitInflight {
-    /// Goes on from what a region says of a ring of `size` entries whose used index is this, or begins anew if the
-    /// region is fresh. Returns with it the heads in flight, the one fetched first last; nothing if the region is
-    /// fresh.
+    /// Continues from a region's record of a ring of `size` entries with this used index, or starts a fresh region.
+    /// Returns with it the heads in flight, the one to fetch first last; `None` if the region is fresh.
     ///
     /// # Errors
-    /// The region makes no sense; nothing in it was changed.
+    /// The region is inconsistent; nothing in it was changed.
     pub(crate) fn recover(
         part: Inflight,
         size: u16,
@@ -71,7 +70,7 @@ impl SplitInflight {
             note_published(&region, used_idx, &mut published)?;
             left.retain(|(_, index)| !published[usize::from(*index)]);
         }
-        // What the front-end made of the counters decides about the order and nothing else.
+        // The front-end can change counters, which affect the order only.
         left.sort_unstable();
         let inflight = SplitInflight {
             counter: left.last().map_or(0, |(counter, _)| counter.wrapping_add(1)),
@@ -88,7 +87,7 @@ impl SplitInflight {
         Ok((inflight, records.map(|_| heads)))
     }
 
-    /// Nothing is in flight. The version comes last: until then a fresh region stays one.
+    /// Clears the record. The version comes last: until then a fresh region stays one.
     fn begin(&self, size: u16, used_idx: u16) {
         for index in 0..size {
             self.region.store_u16(entry(index) + INFLIGHT, 0, Relaxed);
@@ -116,7 +115,7 @@ impl SplitInflight {
         self.batch.push(head);
     }
 
-    /// What was completed is published: the used ring's index is this.
+    /// The completed chains are published, with this used index.
     #[inline]
     pub(crate) fn published(&mut self, used_idx: u16) {
         self.cross_out(self.batch.iter().copied(), used_idx);
@@ -125,7 +124,7 @@ impl SplitInflight {
 
     #[inline]
     fn cross_out(&self, heads: impl Iterator<Item = u16>, used_idx: u16) {
-        // Nothing of this may be there before the used ring's index is: it would be lost to the driver.
+        // None of this may be visible before the used ring's index: a chain would be lost to the driver.
         fence(Release);
         for head in heads {
             self.region.store_u16(entry(head) + INFLIGHT, 0, Relaxed);
