@@ -1,10 +1,40 @@
 //! Host side: what drives an NVMe controller.
 //!
 //! [`HostQueuePair`] is one pair of rings. [`ControllerTransport`] is how a controller is reached: registers, memory,
-//! doorbells, interrupts.
+//! doorbells, interrupts. [`Enable`] and [`Disable`] are the register sequences.
+//!
+//! All of it are state machines without I/O of their own and without a clock: time is an argument, and a machine that
+//! has to wait says until when ([`HostStep`]).
 
+mod admin;
+mod bring_up;
+mod disable;
+mod enable;
+mod error;
+mod host_controller;
+mod io_queues;
+mod memory;
+mod negotiate;
+mod nvm_limits;
 mod queue_pair;
+mod retry;
+mod scan;
+mod state;
+mod teardown;
 mod transport;
+mod watch;
 
+pub use disable::{Disable, Silence};
+pub use enable::{AdminRings, Enable};
+pub use error::{HostStep, NvmeHostError};
+pub(crate) use host_controller::HostPhase;
+pub use host_controller::{HostController, HostEvent, NvmeHostConfig};
+pub use negotiate::QueueDemand;
+pub use nvm_limits::NvmLimits;
 pub use queue_pair::{Completed, CqeFault, CqeFaults, HostQueuePair, QueueRings};
+pub(crate) use retry::Retries;
+pub use retry::{Disposition, RETRIES_MAX, RetryDelays};
+pub use scan::{NAMESPACES_MAX, NamespaceIds, ScannedNamespace};
+pub use state::ControllerState;
 pub use transport::{ControllerTransport, DeviceGone};
+pub use watch::LateAction;

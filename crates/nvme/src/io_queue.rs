@@ -1,34 +1,110 @@
 //! The driver of one I/O queue pair: requests become commands, completions become statuses.
 //!
 //! Owned by one thread, inside whatever is the queue core's driver. It says when the doorbell register was written and
-//! wakes nobody; it knows no registers and no clock. A request's slot is the place of its tag. The data stays where its
+//! wakes nobody; it knows no registers and no clock. A request's slot is the index of its tag. The data stays where its
 //! segments point, and whoever owns the queue says at which bus address the controller finds that.
 //!
-//! Does not time out, abort or retry: requests of a controller that is reset are taken back
-//! ([`IoQueue::take_in_flight`]) once it is proven silent.
+//! The owner of the controller says when the queue stops and goes on ([`IoQueueCommand`]), and is told of commands that
+//! are late ([`LateCommand`]); it alone aborts and resets. A request whose command fails is sent again as its status
+//! allows.
 
 use blkyard_mem::Segment;
-use blkyard_mq::{Batch, BioFlags, Done, Op, Shortage, Status, Tag};
+use blkyard_mq::{Batch, BioFlags, Done, Op, Shortage, Status, Tag, TimedOut};
 
-use crate::{DmaSegment, DsmRange, HostQueuePair, ListError, ListPool, NvmeNamespace, Psdt, Sqe, control, io};
+use crate::host::Retries;
+use crate::{
+    DmaSegment, DsmRange, HostQueuePair, ListError, ListPool, NvmeNamespace, NvmeStatus, Psdt, RetryDelays, Sqe,
+    control, io,
+};
+
+/// What the owner of the controller has a queue do. Each but `Start` and `Fail` is answered by an [`IoQueueReport`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoQueueCommand {
+    /// To send nothing more. Requests wait.
+    Stop,
+    /// The controller is silent: to complete what it has completed, give up the rest, and empty the rings.
+    Cancel,
+    /// The queue was created anew: to go on.
+    Start,
+    /// There is no controller: to fail all requests.
+    Fail,
+}
+
+/// What a queue has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum IoQueueReport {
+    /// It sends nothing more.
+    Stopped,
+    /// Nothing is in flight, and the rings are empty.
+    Cancelled,
+}
+
+/// A command whose time is up, as the owner of its queue saw it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LateCommand {
+    /// Its queue.
+    pub qid: u16,
+    /// Its slot.
+    pub slot: u16,
+    /// Its identifier, for an Abort.
+    pub cid: u16,
+    /// The sequence of the slot: it tells the command from a later one in the same slot.
+    pub sequence: u32,
+    /// How often the queue had been started.
+    pub starts: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum QueueMode {
+    Running,
+    Stopped,
+    Failed,
+}
 
 /// The host's side of one I/O queue, for the namespaces of one hardware queue.
 #[derive(Debug)]
 pub struct IoQueue {
+    qid: u16,
     pair: HostQueuePair,
     lists: ListPool,
     /// By number of the namespace in the hardware queue.
     namespaces: Box<[NvmeNamespace]>,
     /// The tags of requests in flight, by slot.
     parked: Box<[Option<Tag>]>,
-    is_over: bool,
+    retries: Retries,
+    mode: QueueMode,
+    /// The next poll has to give up what is in flight.
+    wants_cancel: bool,
+    /// The next poll has to fail what waits here.
+    wants_fail: bool,
+    report: Option<IoQueueReport>,
+    late: Vec<LateCommand>,
+    starts: u32,
 }
 
 impl IoQueue {
-    /// A queue over an empty queue pair, with lists for its [depth](HostQueuePair::depth).
-    pub fn new(pair: HostQueuePair, lists: ListPool, namespaces: Box<[NvmeNamespace]>) -> IoQueue {
-        let parked = (0..pair.depth()).map(|_| None).collect();
-        IoQueue { pair, lists, namespaces, parked, is_over: false }
+    /// A queue over an empty queue pair, with lists for its [depth](HostQueuePair::depth). It runs.
+    pub fn new(pair: HostQueuePair, lists: ListPool, namespaces: Box<[NvmeNamespace]>, delays: RetryDelays) -> IoQueue {
+        let depth = pair.depth();
+        IoQueue {
+            qid: pair.qid(),
+            pair,
+            lists,
+            namespaces,
+            parked: (0..depth).map(|_| None).collect(),
+            retries: Retries::new(depth, delays),
+            mode: QueueMode::Running,
+            wants_cancel: false,
+            wants_fail: false,
+            report: None,
+            late: Vec::with_capacity(usize::from(depth)),
+            starts: 0,
+        }
+    }
+
+    /// Its identifier.
+    pub fn qid(&self) -> u16 {
+        self.qid
     }
 
     /// Requests that may be in flight at one time: the queue core has as many tags, or fewer.
@@ -41,8 +117,8 @@ impl IoQueue {
     /// register was written.
     #[inline]
     pub fn queue(&mut self, batch: &mut Batch<'_>, translate: impl Fn(Segment) -> Option<u64> + Copy) -> bool {
-        if self.is_over {
-            batch.short_of(Shortage::Device);
+        if self.mode != QueueMode::Running {
+            self.refuse(batch);
             return false;
         }
         while let Some((tag, request, segments)) = batch.take() {
@@ -92,50 +168,128 @@ impl IoQueue {
                     batch.short_of(Shortage::Device);
                     break;
                 }
-                Err(_) => batch.complete(tag, Status::Invalid),
+                Err(_) => {
+                    self.retries.forget(&tag);
+                    batch.complete(tag, Status::Invalid);
+                }
             }
         }
         self.pair.announce()
     }
 
+    /// Requests come while the queue is stopped or its controller gone for good.
+    #[cold]
+    fn refuse(&mut self, batch: &mut Batch<'_>) {
+        if self.mode == QueueMode::Stopped {
+            batch.short_of(Shortage::Device);
+            return;
+        }
+        while let Some((tag, ..)) = batch.take() {
+            self.retries.forget(&tag);
+            batch.complete(tag, Status::Offline);
+        }
+    }
+
     /// Hands over what the controller has completed. Says whether the doorbell register was written.
     #[inline]
-    pub fn poll(&mut self, done: &mut Done<'_>) -> bool {
-        let IoQueue { pair, lists, parked, .. } = self;
+    pub fn poll(&mut self, done: &mut Done<'_>, now_ns: u64) -> bool {
+        self.retries.requeue_due(done, now_ns);
+        let is_rung = self.reap(done, now_ns);
+        if self.wants_poll() {
+            self.carry_out(done, now_ns);
+        }
+        is_rung
+    }
+
+    /// Whether it must be polled although nothing may be in flight: a command waits to be carried out.
+    #[inline]
+    pub fn wants_poll(&self) -> bool {
+        self.wants_cancel || self.wants_fail
+    }
+
+    #[inline]
+    fn reap(&mut self, done: &mut Done<'_>, now_ns: u64) -> bool {
+        let IoQueue { pair, lists, parked, retries, .. } = self;
         pair.poll(|completed| {
             lists.release(completed.slot);
             // The queue pair hands over only what was pushed.
             let Some(tag) = parked[usize::from(completed.slot)].take() else { return };
-            done.complete(tag, completed.status.to_status());
+            if completed.status.is_success() && retries.is_empty() {
+                done.complete(tag, Status::Ok);
+            } else {
+                retries.finish(tag, completed.status, done, now_ns);
+            }
         })
     }
 
-    /// Whether a completion is there to be polled.
+    /// Whether a completion is there to be polled, or a command of the controller's owner to be carried out.
     #[inline]
     pub fn is_pending(&self) -> bool {
-        self.pair.is_pending()
+        self.wants_poll() || self.pair.is_pending()
     }
 
-    /// Takes back the tags of all requests in flight, to be done again elsewhere or failed. From then on nothing is
-    /// taken from a batch. The controller must have let go of the memory: it is disabled or gone.
-    pub fn take_in_flight(&mut self) -> impl Iterator<Item = Tag> {
-        self.is_over = true;
-        let IoQueue { pair, lists, parked, .. } = self;
-        parked.iter_mut().enumerate().filter_map(move |(slot, tag)| {
-            let tag = tag.take()?;
-            pair.cancel(slot as u16);
-            lists.release(slot as u16);
-            Some(tag)
-        })
+    /// When it must be polled next, although nothing outside may wake it: a delay before a retry is over.
+    #[inline]
+    pub fn deadline_ns(&self) -> Option<u64> {
+        self.retries.deadline_ns()
     }
 
-    /// Goes on after [`IoQueue::take_in_flight`], over rings that are emptied for the controller to create anew.
-    ///
-    /// # Panics
-    /// If requests are in flight.
-    pub fn reset(&mut self) {
-        self.pair.reset();
-        self.is_over = false;
+    /// The request of this slot has been in flight for longer than it may, and is not among what the controller has
+    /// completed. The owner of the controller is [told](IoQueue::take_late); until it has proven the controller silent
+    /// the request stays.
+    pub fn timed_out(&mut self, slot: u16) -> TimedOut {
+        if let (QueueMode::Running, Some(cid), Some(sequence)) =
+            (self.mode, self.pair.cid(slot), self.pair.sequence(slot))
+            && self.late.len() < self.late.capacity()
+        {
+            self.late.push(LateCommand { qid: self.qid, slot, cid, sequence, starts: self.starts });
+        }
+        TimedOut::MoreTime
+    }
+
+    /// Commands that have become late since the last call.
+    pub fn take_late(&mut self) -> impl Iterator<Item = LateCommand> {
+        self.late.drain(..)
+    }
+
+    /// Takes a command of the controller's owner. What it needs of the queue core is done at the next poll.
+    pub fn command(&mut self, command: IoQueueCommand) {
+        match command {
+            IoQueueCommand::Stop => {
+                self.mode = QueueMode::Stopped;
+                self.report = Some(IoQueueReport::Stopped);
+            }
+            IoQueueCommand::Cancel => self.wants_cancel = true,
+            IoQueueCommand::Start => {
+                self.mode = QueueMode::Running;
+                self.starts = self.starts.wrapping_add(1);
+            }
+            IoQueueCommand::Fail => (self.mode, self.wants_fail) = (QueueMode::Failed, true),
+        }
+    }
+
+    /// What it has done since the last call.
+    pub fn take_report(&mut self) -> Option<IoQueueReport> {
+        self.report.take()
+    }
+
+    /// Carries out what was commanded. What the controller has completed was handed over just before.
+    #[cold]
+    fn carry_out(&mut self, done: &mut Done<'_>, now_ns: u64) {
+        if std::mem::take(&mut self.wants_cancel) {
+            self.late.clear();
+            for slot in 0..self.parked.len() {
+                let Some(tag) = self.parked[slot].take() else { continue };
+                self.pair.cancel(slot as u16);
+                self.lists.release(slot as u16);
+                self.retries.finish(tag, NvmeStatus::HOST_ABORTED, done, now_ns);
+            }
+            self.pair.reset();
+            self.report = Some(IoQueueReport::Cancelled);
+        }
+        if std::mem::take(&mut self.wants_fail) {
+            self.retries.fail_delayed(done);
+        }
     }
 
     /// The queue pair, for what only it knows.

@@ -36,9 +36,13 @@ pub use controller::{ControllerQueuePair, ControllerRings, DoorbellFault, Fetche
 pub use cqe::{CQE_BYTES, Cqe};
 pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment};
 pub use doorbell::{Doorbells, ShadowDoorbells};
-pub use host::{Completed, ControllerTransport, CqeFault, CqeFaults, DeviceGone, HostQueuePair, QueueRings};
+pub use host::{
+    AdminRings, Completed, ControllerState, ControllerTransport, CqeFault, CqeFaults, DeviceGone, Disable, Disposition,
+    Enable, HostController, HostEvent, HostQueuePair, HostStep, LateAction, NAMESPACES_MAX, NamespaceIds, NvmLimits,
+    NvmeHostConfig, NvmeHostError, QueueDemand, QueueRings, RETRIES_MAX, RetryDelays, ScannedNamespace, Silence,
+};
 pub use identify::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, LbaFormat};
-pub use io_queue::IoQueue;
+pub use io_queue::{IoQueue, IoQueueCommand, IoQueueReport, LateCommand};
 pub use lists::{ListError, ListPool, SGL_DESCRIPTORS_MAX, TRANSFER_BYTES_MAX};
 pub use loopback::{LoopbackController, NvmeLoopback, NvmeLoopbackConfig};
 pub use namespace::NvmeNamespace;

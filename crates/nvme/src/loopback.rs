@@ -7,12 +7,12 @@ use std::io;
 use std::sync::Arc;
 
 use blkyard_mem::{Region, RegionTable, View};
-use blkyard_mq::{Batch, Bio, DeviceInfo, Done, Driver, Status};
+use blkyard_mq::{Batch, Bio, DeviceInfo, Done, Driver, Status, TimedOut};
 
 use crate::{
     ControllerQueuePair, ControllerRings, DmaMap, DmaRange, Doorbells, Fetched, HostQueuePair, IdentifyController,
-    IdentifyNamespace, IoCommand, IoParser, IoQueue, ListPool, NamespaceFormat, NvmeNamespace, NvmeStatus, PAGE,
-    QueueRings, ShadowDoorbells, TRANSFER_BYTES_MAX,
+    IdentifyNamespace, IoCommand, IoParser, IoQueue, ListPool, NamespaceFormat, NvmLimits, NvmeNamespace, NvmeStatus,
+    PAGE, QueueRings, RetryDelays, ShadowDoorbells, TRANSFER_BYTES_MAX,
 };
 
 /// Identifiers of the one queue pair and the one namespace.
@@ -72,8 +72,8 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> NvmeLoopback<S> {
     pub fn new(config: &NvmeLoopbackConfig, serve: S) -> io::Result<NvmeLoopback<S>> {
         let unusable = || io::Error::new(io::ErrorKind::InvalidInput, "the namespace cannot be used");
         let format = config.namespace.current_format().ok_or_else(unusable)?;
-        let (namespace, info) =
-            NvmeNamespace::new(NSID, &config.controller, &config.namespace, 0, 0).ok_or_else(unusable)?;
+        let (namespace, info) = NvmeNamespace::new(NSID, &config.controller, &config.namespace, &NvmLimits::default())
+            .ok_or_else(unusable)?;
         let page = PAGE as usize;
         let [sq_bytes, cq_bytes] = QueueRings::bytes(config.entries).map(|bytes| bytes.next_multiple_of(page));
         let lists_bytes = ListPool::bytes(config.entries - 1, config.list_pages);
@@ -107,7 +107,11 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> NvmeLoopback<S> {
             map: bus(&queue, &RegionTable::default())?,
             queue,
         };
-        Ok(NvmeLoopback { host: IoQueue::new(host, lists, [namespace].into()), controller, info })
+        Ok(NvmeLoopback {
+            host: IoQueue::new(host, lists, [namespace].into(), RetryDelays::new(&config.controller)),
+            controller,
+            info,
+        })
     }
 }
 
@@ -163,9 +167,28 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status, Cx: ?Sized> Driver<Cx> for NvmeLoop
     }
 
     #[inline]
-    fn poll(&mut self, _cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, _now_ns: u64) {
+    fn poll(&mut self, _cx: &mut Cx, _memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         self.controller.turn();
-        let _ = self.host.poll(done);
+        let _ = self.host.poll(done, now_ns);
+    }
+
+    fn wants_poll(&self) -> bool {
+        self.host.wants_poll()
+    }
+
+    fn timed_out(
+        &mut self,
+        _cx: &mut Cx,
+        _memory: &RegionTable,
+        place: usize,
+        _done: &mut Done<'_>,
+        _now_ns: u64,
+    ) -> TimedOut {
+        self.host.timed_out(place as u16)
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        self.host.deadline_ns()
     }
 
     fn set_memory(&mut self, _cx: &mut Cx, memory: &RegionTable) {

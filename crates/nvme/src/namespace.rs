@@ -4,7 +4,7 @@
 
 use blkyard_mq::{DeviceInfo, QueueLimits, SECTOR_BYTES, SECTOR_SHIFT};
 
-use crate::{IdentifyController, IdentifyNamespace, PAGE, SGL_DESCRIPTORS_MAX, Sqe, TRANSFER_BYTES_MAX};
+use crate::{IdentifyController, IdentifyNamespace, NvmLimits, PAGE, SGL_DESCRIPTORS_MAX, Sqe, TRANSFER_BYTES_MAX};
 
 /// Time after which an I/O command is asked about, ns: 30 s, as in Linux.
 const IO_TIMEOUT_NS: u64 = 30_000_000_000;
@@ -25,23 +25,21 @@ pub struct NvmeNamespace {
 }
 
 impl NvmeNamespace {
-    /// A namespace of a controller whose smallest page is 4096 << `page_min` bytes (CAP.MPSMIN), and what the queue
-    /// core is to know of it. `write_zeroes_blocks` is the longest Write Zeroes, zero for unlimited (WZSL).
+    /// A namespace of a controller whose smallest page is 4096 bytes, and what the queue core is to know of it.
     ///
     /// Nothing if it is not active, has metadata, or has blocks or a size that cannot be used.
     pub fn new(
         nsid: u32,
         controller: &IdentifyController,
         namespace: &IdentifyNamespace,
-        page_min: u8,
-        write_zeroes_blocks: u64,
+        nvm: &NvmLimits,
     ) -> Option<(NvmeNamespace, DeviceInfo)> {
         let format = namespace.current_format().filter(|format| format.metadata_bytes == 0)?;
         let capacity_sectors = namespace.capacity_sectors()?;
         let block = 1_u32 << format.block_shift;
         let sector_shift = format.block_shift - SECTOR_SHIFT as u8;
         let sectors = |blocks: u64| u32::try_from(blocks << sector_shift).unwrap_or(u32::MAX);
-        let bytes_max = controller.transfer_bytes_max(page_min).unwrap_or(u64::MAX).min(TRANSFER_BYTES_MAX);
+        let bytes_max = controller.transfer_bytes_max(0).unwrap_or(u64::MAX).min(TRANSFER_BYTES_MAX);
         let sectors_max = ((bytes_max / SECTOR_BYTES) as u32).min(sectors(u64::from(Sqe::BLOCKS_MAX)));
         let has_sgl = controller.has_sgl();
         // A block more than the pages of a transfer: it may begin within one.
@@ -49,8 +47,10 @@ impl NvmeNamespace {
         let boundary = u64::from(namespace.optimal_boundary);
         let has_dsm = controller.nvm_commands & 1 << 2 != 0;
         let has_zeroes = controller.nvm_commands & 1 << 3 != 0;
-        let zeroes_max = u64::from(Sqe::BLOCKS_MAX);
-        let zeroes_max = if write_zeroes_blocks == 0 { zeroes_max } else { zeroes_max.min(write_zeroes_blocks) };
+        let zeroes_max = match nvm.write_zeroes_bytes {
+            0 => u64::from(Sqe::BLOCKS_MAX),
+            bytes => u64::from(Sqe::BLOCKS_MAX).min(bytes >> format.block_shift),
+        };
         let has_sizes = namespace.features & 1 << 4 != 0;
         let granularity = u64::from(namespace.deallocate_granularity) + 1;
         let deallocate = if has_sizes { granularity * u64::from(block) } else { u64::from(block) };
@@ -63,9 +63,12 @@ impl NvmeNamespace {
             chunk_sectors: if boundary.is_power_of_two() { sectors(boundary) } else { 0 },
             virt_boundary_mask: if has_sgl { 0 } else { PAGE as u32 - 1 },
             dma_alignment_mask: 3,
-            discard_sectors_max: if has_dsm { DISCARD_SECTORS_MAX } else { 0 },
+            discard_sectors_max: if has_dsm { discard_sectors(nvm, sector_shift) } else { 0 },
             discard_granularity_bytes: u32::try_from(deallocate).unwrap_or(block),
-            discard_segments_max: Sqe::RANGES_MAX,
+            discard_segments_max: match nvm.deallocate_ranges {
+                0 => Sqe::RANGES_MAX,
+                ranges => u16::from(ranges),
+            },
             write_zeroes_sectors_max: if has_zeroes { sectors(zeroes_max) } else { 0 },
             ..QueueLimits::default()
         };
@@ -82,6 +85,15 @@ impl NvmeNamespace {
         let sgl_threshold = has_sgl.then_some(SGL_THRESHOLD);
         Some((NvmeNamespace { nsid, sector_shift, sgl_threshold }, info))
     }
+}
+
+/// Longest discard. The queue core has one limit for all ranges together, so the shorter of both counts, and at least a
+/// block.
+fn discard_sectors(nvm: &NvmLimits, sector_shift: u8) -> u32 {
+    let limits = [nvm.deallocate_blocks, u64::from(nvm.deallocate_range_blocks)];
+    let blocks = limits.into_iter().filter(|blocks| *blocks > 0).min();
+    let sectors = blocks.map(|blocks| blocks.saturating_mul(1 << sector_shift));
+    sectors.and_then(|sectors| u32::try_from(sectors).ok()).unwrap_or(u32::MAX).min(DISCARD_SECTORS_MAX)
 }
 
 /// The preferred write granularity, but no more than what is written whole when power fails.
@@ -116,7 +128,7 @@ mod tests {
     ) -> Option<(NvmeNamespace, DeviceInfo)> {
         let (mut controller, mut namespace) = identify();
         change(&mut controller, &mut namespace);
-        NvmeNamespace::new(7, &controller, &namespace, 0, 0)
+        NvmeNamespace::new(7, &controller, &namespace, &NvmLimits::default())
     }
 
     fn limits(change: impl FnOnce(&mut IdentifyController, &mut IdentifyNamespace)) -> QueueLimits {
@@ -159,8 +171,20 @@ mod tests {
         assert_eq!(sizes(31, 0).discard_granularity_bytes, 1 << 20);
         assert!(device(|_, namespace| namespace.attributes = 1).unwrap().1.read_only);
         let (controller, namespace) = identify();
-        let wzsl = NvmeNamespace::new(7, &controller, &namespace, 0, 128).unwrap().1;
-        assert_eq!(wzsl.limits.write_zeroes_sectors_max, 1024);
+        let nvm = |change: fn(&mut NvmLimits)| {
+            let mut nvm = NvmLimits::default();
+            change(&mut nvm);
+            NvmeNamespace::new(7, &controller, &namespace, &nvm).unwrap().1.limits
+        };
+        assert_eq!(nvm(|nvm| nvm.write_zeroes_bytes = 128 << 12).write_zeroes_sectors_max, 1024);
+        assert_eq!(nvm(|nvm| nvm.write_zeroes_bytes = u64::MAX).write_zeroes_sectors_max, 65536 * 8);
+        assert_eq!(nvm(|nvm| nvm.deallocate_ranges = 7).discard_segments_max, 7);
+        assert_eq!(nvm(|nvm| nvm.deallocate_range_blocks = 100).discard_sectors_max, 800);
+        assert_eq!(
+            nvm(|nvm| (nvm.deallocate_range_blocks, nvm.deallocate_blocks) = (100, 90)).discard_sectors_max,
+            720
+        );
+        assert_eq!(nvm(|nvm| nvm.deallocate_blocks = u64::MAX).discard_sectors_max, 1 << 30);
     }
 
     #[test]
@@ -177,7 +201,8 @@ mod tests {
             let mut namespace = IdentifyNamespace::parse(&[byte; 4096]);
             (namespace.blocks, namespace.format) = (1000, 0);
             namespace.set_lba_format(0, LbaFormat { block_shift: 9, ..LbaFormat::default() });
-            let (_, info) = NvmeNamespace::new(1, &controller, &namespace, byte & 0xf, u64::MAX).unwrap();
+            let nvm = NvmLimits::parse(&[byte; 4096]);
+            let (_, info) = NvmeNamespace::new(1, &controller, &namespace, &nvm).unwrap();
             assert_eq!(info.limits.check(), Ok(()));
         }
     }

@@ -10,8 +10,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use blkyard_mem::{CountingAllocator, Region, RegionTable, Segment, View};
 use blkyard_mq::{Bio, BioFlags, Driver, HwQueue, HwQueueConfig, Op, Status};
 use blkyard_nvme::{
-    DmaMap, DmaRange, IdentifyController, IdentifyNamespace, IoCommand, IoParser, LbaFormat, NamespaceFormat,
-    NvmeLoopback, NvmeLoopbackConfig, NvmeStatus, Psdt, Sqe, control, io,
+    DmaMap, DmaRange, IdentifyController, IdentifyNamespace, IoCommand, IoParser, IoQueueCommand, IoQueueReport,
+    LbaFormat, NamespaceFormat, NvmeLoopback, NvmeLoopbackConfig, NvmeStatus, Psdt, Sqe, control, io,
 };
 use proptest::prelude::*;
 
@@ -258,28 +258,73 @@ fn requests_wait_for_list_pages_in_order() {
 }
 
 #[test]
-fn requests_of_a_controller_that_is_gone_are_taken_back() {
+fn requests_of_a_silent_controller_are_sent_again_in_order() {
     let form = Form { block_shift: 9, sgl: true, has_shadow: true };
-    let count = Rc::new(Cell::new(0));
-    let counter = Rc::clone(&count);
-    let mut bench = Bench::new(&config(form, 8), move |_: &Bio, _: &RegionTable| {
-        counter.set(counter.get() + 1);
+    let order = Rc::new(RefCell::new(vec![]));
+    let log = Rc::clone(&order);
+    let mut bench = Bench::new(&config(form, 8), move |bio: &Bio, _: &RegionTable| {
+        log.borrow_mut().push(bio.sector);
         Status::Ok
     });
     bench.hw.driver_mut().controller.is_running = false;
-    for number in 0..5 {
+    for number in 0..9 {
         bench.submit(Op::Write, BioFlags::NO_MERGE, number * 8, 512, &[(0x200, 512 * 512)], number);
     }
     bench.round();
-    let NvmeLoopback { host, .. } = bench.hw.driver_mut();
-    assert_eq!((host.pair().in_flight(), count.get()), (5, 0));
-    let tags: Vec<_> = host.take_in_flight().collect();
-    assert_eq!((tags.len(), host.pair().in_flight()), (5, 0));
-    // What has no queue to go back to ends with the test: its tags are not dropped.
-    std::mem::forget(tags);
-    host.reset();
-    assert!(!host.is_pending());
-    std::mem::forget(bench);
+    let host = &mut bench.hw.driver_mut().host;
+    assert_eq!(host.pair().in_flight(), 7, "a ring of 8 entries");
+    host.command(IoQueueCommand::Stop);
+    assert_eq!(host.take_report(), Some(IoQueueReport::Stopped));
+    bench.round();
+    assert_eq!(bench.hw.driver_mut().host.pair().in_flight(), 7, "not before the controller is silent");
+    let host = &mut bench.hw.driver_mut().host;
+    host.command(IoQueueCommand::Cancel);
+    assert!(host.wants_poll() && host.take_report().is_none());
+    bench.round();
+    let host = &mut bench.hw.driver_mut().host;
+    assert_eq!((host.take_report(), host.pair().in_flight()), (Some(IoQueueReport::Cancelled), 0));
+    assert!(!host.is_pending() && bench.ended.is_empty());
+    // The controller's half of the pair has not moved, and need not be made anew.
+    bench.hw.driver_mut().host.command(IoQueueCommand::Start);
+    bench.hw.driver_mut().controller.is_running = true;
+    assert!(bench.finish().iter().all(|(_, status)| status.is_ok()));
+    assert_eq!(*order.borrow(), (0..9).map(|number| number * 8).collect::<Vec<u64>>());
+}
+
+#[test]
+fn requests_fail_once_there_is_no_controller() {
+    let form = Form { block_shift: 9, sgl: true, has_shadow: true };
+    let mut bench = Bench::new(&config(form, 8), |_: &Bio, _: &RegionTable| Status::Ok);
+    bench.hw.driver_mut().controller.is_running = false;
+    for number in 0..20 {
+        bench.submit(Op::Write, BioFlags::NO_MERGE, number * 8, 8, &[(0, 4096)], number);
+    }
+    bench.round();
+    for command in [IoQueueCommand::Stop, IoQueueCommand::Cancel, IoQueueCommand::Fail] {
+        bench.hw.driver_mut().host.command(command);
+    }
+    let ended = bench.finish();
+    assert_eq!(ended.len(), 20);
+    assert!(ended.iter().all(|(_, status)| *status == Status::Offline));
+}
+
+#[test]
+fn a_failure_is_retried_five_times() {
+    let form = Form { block_shift: 9, sgl: true, has_shadow: true };
+    let failures = Rc::new(Cell::new(0));
+    for (fail, status, calls) in [(5, Status::Ok, 6), (6, Status::Medium, 6)] {
+        failures.set(0);
+        let counter = Rc::clone(&failures);
+        let mut bench = Bench::new(&config(form, 8), move |_: &Bio, _: &RegionTable| {
+            counter.set(counter.get() + 1);
+            if counter.get() <= fail { Status::Medium } else { Status::Ok }
+        });
+        assert_eq!(bench.one(Op::Read, NONE, 0, 8, &[(0, 4096)]), status);
+        assert_eq!(failures.get(), calls);
+        // The next request of the slot begins with none.
+        failures.set(fail);
+        assert_eq!(bench.one(Op::Read, NONE, 0, 8, &[(0, 4096)]), Status::Ok);
+    }
 }
 
 #[test]

@@ -176,8 +176,21 @@ impl HostQueuePair {
     /// # Panics
     /// If the memory does not suffice: its layout is of our own making.
     pub fn new(qid: u16, rings: QueueRings, doorbells: &Doorbells, faults: Arc<CqeFaults>) -> HostQueuePair {
+        let slots = rings.entries - 1;
+        HostQueuePair::with_slots(qid, rings, doorbells, faults, slots)
+    }
+
+    /// The same with another number of slots. If there are more than the depth, the owner uses no more of them at one
+    /// time.
+    pub(crate) fn with_slots(
+        qid: u16,
+        rings: QueueRings,
+        doorbells: &Doorbells,
+        faults: Arc<CqeFaults>,
+        slots: u16,
+    ) -> HostQueuePair {
         rings.check();
-        let slots = vec![CommandSlot::default(); usize::from(rings.entries - 1)].into();
+        let slots = vec![CommandSlot::default(); usize::from(slots)].into();
         let (sq_doorbell, cq_doorbell) = (doorbells.sq_tail(qid), doorbells.cq_head(qid));
         let mut queue = HostQueuePair {
             qid,
@@ -219,10 +232,15 @@ impl HostQueuePair {
         self.cq_doorbell.clear_shadow();
     }
 
-    /// Commands that may be in flight at one time; slots are below it. One entry of a ring always stays free, so with
-    /// no more than that neither ring overflows.
+    /// Commands that may be in flight at one time; slots of I/O queues are below it. One entry of a ring always stays
+    /// free, so with no more than that neither ring overflows.
     pub fn depth(&self) -> u16 {
-        self.slots.len() as u16
+        self.rings.entries - 1
+    }
+
+    /// Identifier of both queues.
+    pub fn qid(&self) -> u16 {
+        self.qid
     }
 
     /// Commands in flight.

@@ -1,0 +1,340 @@
+//! The way up: from a controller in any state to a live one, command by command.
+//!
+//! Memory of the admin queue, registers, Identify Controller, limits, number of queues, shadow doorbells, I/O queues,
+//! events, keep-alive, namespaces. If the controller rejects an I/O queue, all are deleted and fewer are asked for, so
+//! that the split into kinds is made for the number there is.
+
+use blkyard_mem::View;
+use blkyard_mq::QueueCounts;
+
+use crate::host::admin::{ADMIN_TIMEOUT_NS, AdminMemory, AdminQueue};
+use crate::host::host_controller::{AdminPurpose, HostPhase, PhaseChanged};
+use crate::host::io_queues::IoQueueSlot;
+use crate::host::negotiate::{doorbell_queues, granted, queues_dword, ring_entries, split, vector};
+use crate::host::nvm_limits::NvmLimits;
+use crate::host::scan::{Scan, ScannedNamespace};
+use crate::host::watch::KeepAlive;
+use crate::host::{ControllerState, ControllerTransport, Enable, HostController, HostEvent, NvmeHostError};
+use crate::{Doorbells, IdentifyController, NvmeStatus, PAGE, Sqe, admin, cns, feature};
+
+/// Notices that a host asks for, where the controller has them: namespace attributes changed. Errors need no asking.
+const NOTICES: u32 = 1 << 8;
+
+/// A command of the way up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SetupStep {
+    Identify,
+    NvmLimits,
+    QueueCount,
+    Shadow,
+    CreateCq(u16),
+    CreateSq(u16),
+    /// Queues from this one down are deleted, for there will be fewer.
+    DeleteSq(u16),
+    DeleteCq(u16),
+    Events,
+    KeepAlive,
+    Scan,
+}
+
+impl SetupStep {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            SetupStep::Identify => "Identify (controller)",
+            SetupStep::NvmLimits => "Identify (NVM command set)",
+            SetupStep::QueueCount => "Set Features (number of queues)",
+            SetupStep::Shadow => "Doorbell Buffer Config",
+            SetupStep::CreateCq(_) => "Create I/O Completion Queue",
+            SetupStep::CreateSq(_) => "Create I/O Submission Queue",
+            SetupStep::DeleteSq(_) => "Delete I/O Submission Queue",
+            SetupStep::DeleteCq(_) => "Delete I/O Completion Queue",
+            SetupStep::Events => "Set Features (asynchronous events)",
+            SetupStep::KeepAlive => "Set Features (keep-alive timer)",
+            SetupStep::Scan => "Identify (namespaces)",
+        }
+    }
+}
+
+impl<T: ControllerTransport> HostController<T> {
+    /// Begins the way up.
+    pub(crate) fn connect(&mut self, now_ns: u64) {
+        self.is_mute = false;
+        if let Some(admin) = &self.admin {
+            self.phase = HostPhase::Enable { enable: Enable::new(admin.rings()), memory: None };
+            return;
+        }
+        match AdminMemory::new(&self.transport) {
+            Ok(memory) => self.phase = HostPhase::Map { memory, until_ns: now_ns.saturating_add(ADMIN_TIMEOUT_NS) },
+            Err(error) => self.end(error, now_ns),
+        }
+    }
+
+    /// Waits for the memory of the admin queue.
+    pub(crate) fn step_map(&mut self, now_ns: u64) -> Result<Option<u64>, PhaseChanged> {
+        let HostPhase::Map { memory, until_ns } = std::mem::replace(&mut self.phase, HostPhase::Idle) else {
+            return Ok(None);
+        };
+        match memory.rings(&self.transport) {
+            Some(rings) => self.phase = HostPhase::Enable { enable: Enable::new(rings), memory: Some(memory) },
+            None if now_ns < until_ns => {
+                self.phase = HostPhase::Map { memory, until_ns };
+                return Ok(Some(until_ns));
+            }
+            None => self.end(NvmeHostError::Memory, now_ns),
+        }
+        Err(PhaseChanged)
+    }
+
+    /// The controller is enabled.
+    pub(crate) fn enabled(&mut self, now_ns: u64) {
+        let HostPhase::Enable { enable, memory } = std::mem::replace(&mut self.phase, HostPhase::Idle) else { return };
+        self.capabilities = enable.capabilities();
+        if let Some(memory) = memory {
+            let shared = self.transport.doorbells();
+            let is_forwarded = shared.is_none();
+            let registers = shared.map_or_else(|| self.private_doorbells(), Ok);
+            let (registers, rings) = match (registers, memory.rings(&self.transport)) {
+                (Ok(registers), Some(rings)) => (registers, rings),
+                (Err(error), _) => return self.end(error, now_ns),
+                (_, None) => return self.end(NvmeHostError::Memory, now_ns),
+            };
+            let stride = self.capabilities.doorbell_stride;
+            if doorbell_queues(registers.len(), stride) == 0 {
+                return self.end(NvmeHostError::Memory, now_ns);
+            }
+            self.registers = Some(registers.clone());
+            self.admin = Some(AdminQueue::new(memory, rings, registers, is_forwarded, stride));
+        }
+        self.set_up(SetupStep::Identify, now_ns);
+    }
+
+    /// Sends the command of a step; a step that does not apply is left out.
+    pub(crate) fn set_up(&mut self, step: SetupStep, now_ns: u64) {
+        self.phase = HostPhase::Setup(step);
+        let command = match step {
+            SetupStep::Identify => Ok((Sqe::identify(cns::CONTROLLER, 0, 0, 0), true)),
+            SetupStep::NvmLimits => Ok((Sqe::identify(cns::CSI_CONTROLLER, 0, 0, 0), true)),
+            SetupStep::QueueCount => {
+                Ok((Sqe::feature(admin::SET_FEATURES, feature::QUEUES, queues_dword(self.asked)), false))
+            }
+            SetupStep::Shadow => match self.shadow_command() {
+                Some(sqe) => Ok((sqe, false)),
+                None => return self.doorbells_ready(false, now_ns),
+            },
+            SetupStep::CreateCq(qid) | SetupStep::CreateSq(qid) => {
+                let is_sq = matches!(step, SetupStep::CreateSq(_));
+                self.create_command(qid, is_sq).map(|sqe| (sqe, false))
+            }
+            SetupStep::DeleteSq(qid) | SetupStep::DeleteCq(qid) => {
+                let is_sq = matches!(step, SetupStep::DeleteSq(_));
+                let queue = self.queue_mut(qid).filter(|queue| if is_sq { queue.has_sq } else { queue.has_cq });
+                match queue {
+                    Some(queue) => Ok((queue.delete(is_sq), false)),
+                    None => return self.deleted(step, now_ns),
+                }
+            }
+            SetupStep::Events => match self.identify.async_events & NOTICES {
+                0 => return self.set_up(SetupStep::KeepAlive, now_ns),
+                notices => Ok((Sqe::feature(admin::SET_FEATURES, feature::ASYNC_EVENTS, notices), false)),
+            },
+            SetupStep::KeepAlive if self.config.keep_alive_ms > 0 && self.identify.keep_alive > 0 => {
+                Ok((Sqe::feature(admin::SET_FEATURES, feature::KEEP_ALIVE, self.config.keep_alive_ms), false))
+            }
+            SetupStep::KeepAlive => return self.set_up(SetupStep::Scan, now_ns),
+            SetupStep::Scan => {
+                self.scan = Some(Scan::new());
+                return self.go_on_scanning(now_ns);
+            }
+        };
+        match command {
+            Ok((sqe, has_data)) => {
+                let deadline_ns = now_ns.saturating_add(ADMIN_TIMEOUT_NS);
+                if !self.submit(sqe, has_data, AdminPurpose::Setup(step), deadline_ns) {
+                    self.end(NvmeHostError::Timeout(step.name()), now_ns);
+                }
+            }
+            Err(error) => self.end(error, now_ns),
+        }
+    }
+
+    /// The answer to the command of a step.
+    pub(crate) fn setup_completed(&mut self, step: SetupStep, slot: u16, status: NvmeStatus, result: u64, now_ns: u64) {
+        if !matches!(self.phase, HostPhase::Setup(current) if current == step) {
+            // The way up was left meanwhile.
+            return;
+        }
+        let is_ok = status.is_success();
+        match step {
+            SetupStep::Identify if is_ok => {
+                if let Some(admin) = &self.admin {
+                    self.identify = IdentifyController::parse(&admin.data(slot));
+                }
+                self.watch.start(self.identify.abort_limit);
+                self.set_up(SetupStep::NvmLimits, now_ns);
+            }
+            SetupStep::Identify => self.end(NvmeHostError::Command { command: step.name(), status }, now_ns),
+            SetupStep::NvmLimits => {
+                // Before version 2.0 there are none.
+                let data = self.admin.as_ref().filter(|_| is_ok).map(|admin| admin.data(slot));
+                self.nvm_limits = data.map_or_else(NvmLimits::default, |data| NvmLimits::parse(&data));
+                let doorbells = self.registers.as_ref().map_or(0, View::len);
+                let doorbells = doorbell_queues(doorbells, self.capabilities.doorbell_stride);
+                self.asked = self.config.queues.total().min(doorbells);
+                self.set_up(SetupStep::QueueCount, now_ns);
+            }
+            SetupStep::QueueCount => {
+                let queues = if is_ok { granted(result, self.asked) } else { 0 };
+                self.plan(queues, now_ns);
+            }
+            SetupStep::Shadow => self.doorbells_ready(is_ok, now_ns),
+            SetupStep::CreateCq(qid) if is_ok => {
+                self.queue_mut(qid).into_iter().for_each(|queue| queue.has_cq = true);
+                self.set_up(SetupStep::CreateSq(qid), now_ns);
+            }
+            SetupStep::CreateSq(qid) if is_ok => {
+                self.queue_mut(qid).into_iter().for_each(|queue| queue.has_sq = true);
+                if usize::from(qid) < self.planned.map_or(0, QueueCounts::total) {
+                    self.create(qid + 1, now_ns);
+                } else {
+                    self.queues_created(now_ns);
+                }
+            }
+            SetupStep::CreateCq(qid) | SetupStep::CreateSq(qid) => {
+                // The controller takes no more than those before: they are what is asked for next.
+                self.asked = qid - 1;
+                self.set_up(SetupStep::DeleteSq(qid), now_ns);
+            }
+            SetupStep::DeleteSq(_) | SetupStep::DeleteCq(_) => self.deleted(step, now_ns),
+            // Without events there is still a controller.
+            SetupStep::Events => self.set_up(SetupStep::KeepAlive, now_ns),
+            SetupStep::KeepAlive => {
+                self.keep_alive = is_ok.then(|| {
+                    let is_by_traffic = self.identify.attributes & 1 << 6 != 0;
+                    KeepAlive::new(u64::from(self.config.keep_alive_ms) * 1_000_000, is_by_traffic, now_ns)
+                });
+                self.set_up(SetupStep::Scan, now_ns);
+            }
+            SetupStep::Scan => {}
+        }
+    }
+
+    /// So many queues may be created.
+    fn plan(&mut self, queues: u16, now_ns: u64) {
+        self.planned = split(queues, self.transport.vectors(), self.config.queues);
+        self.set_up(SetupStep::Shadow, now_ns);
+    }
+
+    /// The command for shadow doorbells, if the controller has them and they fit a page.
+    fn shadow_command(&mut self) -> Option<Sqe> {
+        let queues = self.planned.map_or(0, QueueCounts::total) + 1;
+        let bytes = queues * (8 << self.capabilities.doorbell_stride);
+        let is_wanted = self.config.has_shadow && self.identify.has_shadow_doorbells() && bytes <= PAGE as usize;
+        let admin = self.admin.as_ref().filter(|_| is_wanted)?;
+        admin.clear_shadow();
+        let [doorbells, events] = admin.shadow().1;
+        Some(Sqe::doorbell_buffer(doorbells, events))
+    }
+
+    /// It is known whether there are shadow doorbells.
+    fn doorbells_ready(&mut self, has_shadow: bool, now_ns: u64) {
+        let (Some(registers), Some(admin)) = (&self.registers, &self.admin) else { return };
+        let stride = self.capabilities.doorbell_stride;
+        let shadow = has_shadow.then(|| admin.shadow().0);
+        if self.queues.iter().any(IoQueueSlot::is_taken) && has_shadow != self.has_shadow {
+            // The owners of the queues go on as they began.
+            let status = NvmeStatus::INVALID_OPCODE;
+            return self.end(NvmeHostError::Command { command: SetupStep::Shadow.name(), status }, now_ns);
+        }
+        self.has_shadow = has_shadow;
+        self.doorbells = Some(Doorbells::new(registers.clone(), stride, shadow));
+        if self.planned.is_some() {
+            self.create(1, now_ns);
+        } else {
+            self.queues_created(now_ns);
+        }
+    }
+
+    fn create(&mut self, qid: u16, now_ns: u64) {
+        let entries = ring_entries(self.capabilities.queue_entries_max, self.config.ring_entries);
+        match self.prepare_queue(qid, entries) {
+            Ok(()) => self.set_up(SetupStep::CreateCq(qid), now_ns),
+            Err(error) => self.end(error, now_ns),
+        }
+    }
+
+    fn create_command(&mut self, qid: u16, is_sq: bool) -> Result<Sqe, NvmeHostError> {
+        let vector = self.planned.and_then(|counts| vector(qid - 1, self.transport.vectors(), counts));
+        let queue = self.queues.get(usize::from(qid) - 1).ok_or(NvmeHostError::Memory)?;
+        queue.create(&self.transport, vector, is_sq).ok_or(NvmeHostError::Memory)
+    }
+
+    /// A half of a queue is deleted, or was not there: first the submission queues, downwards, then the others.
+    fn deleted(&mut self, step: SetupStep, now_ns: u64) {
+        let highest = self.queues.len() as u16;
+        let next = match step {
+            SetupStep::DeleteSq(qid) => {
+                self.queue_mut(qid).into_iter().for_each(|queue| queue.has_sq = false);
+                if qid > 1 { SetupStep::DeleteSq(qid - 1) } else { SetupStep::DeleteCq(highest) }
+            }
+            SetupStep::DeleteCq(qid) => {
+                self.queue_mut(qid).into_iter().for_each(|queue| queue.has_cq = false);
+                match (qid > 1, self.asked) {
+                    (true, _) => SetupStep::DeleteCq(qid - 1),
+                    (false, 0) => return self.plan(0, now_ns),
+                    (false, _) => SetupStep::QueueCount,
+                }
+            }
+            other => other,
+        };
+        self.set_up(next, now_ns);
+    }
+
+    fn queues_created(&mut self, now_ns: u64) {
+        self.counts = self.planned;
+        self.set_up(SetupStep::Events, now_ns);
+    }
+
+    /// Sends the next command of a scan, or ends it.
+    pub(crate) fn go_on_scanning(&mut self, now_ns: u64) {
+        let Some(scan) = &self.scan else { return };
+        if let Some(step) = scan.step() {
+            let deadline_ns = now_ns.saturating_add(ADMIN_TIMEOUT_NS);
+            let is_sent = self.submit(step.sqe(), true, AdminPurpose::Scan(step), deadline_ns);
+            if !is_sent && self.state == ControllerState::Connecting {
+                self.end(NvmeHostError::Timeout(SetupStep::Scan.name()), now_ns);
+            } else if !is_sent {
+                // All slots are in use: later.
+                self.scan = None;
+                self.watch.wants_scan = true;
+            }
+            return;
+        }
+        let found = self.scan.take().map_or_else(Vec::new, Scan::into_found);
+        let is_same = found.len() == self.namespaces.len()
+            && found.iter().zip(&self.namespaces).all(|(new, old)| ScannedNamespace::is_same(new, old));
+        self.namespaces = found;
+        if !is_same {
+            self.events.push_back(HostEvent::NamespacesChanged);
+        }
+        if matches!(self.phase, HostPhase::Setup(SetupStep::Scan)) {
+            self.live(now_ns);
+        }
+    }
+
+    pub(crate) fn scan_completed(&mut self, slot: u16, status: NvmeStatus, now_ns: u64) {
+        let (Some(scan), Some(admin)) = (&mut self.scan, &self.admin) else { return };
+        scan.completed(status, &admin.data(slot), &self.identify, &self.nvm_limits);
+        self.go_on_scanning(now_ns);
+    }
+
+    /// The way up is done.
+    fn live(&mut self, now_ns: u64) {
+        self.phase = HostPhase::Idle;
+        if let Err(error) = self.start_queues() {
+            return self.end(error, now_ns);
+        }
+        self.state.change(ControllerState::Live);
+        self.watch.wants_event = true;
+        self.events.push_back(HostEvent::Live);
+    }
+}

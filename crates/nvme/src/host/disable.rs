@@ -1,0 +1,136 @@
+//! Disables a controller, and proves that it is silent: that it will not touch the memory of its queues any more.
+//!
+//! It is silent when CSTS.RDY reads zero after CC.EN was cleared, after a reset of the whole device, or when it is
+//! gone. Until then nothing that the controller knows of may be used again.
+
+use crate::host::enable::{capabilities, timeout_ns};
+use crate::host::{ControllerTransport, DeviceGone, HostStep, NvmeHostError};
+use crate::registers::{CC, ControllerConfig};
+
+/// Time between two looks at a register that is to change, ns.
+const REGISTER_POLL_NS: u64 = 1_000_000;
+/// CC.SHN: normal shutdown.
+const SHUTDOWN_NORMAL: u8 = 1;
+/// CSTS.SHST: shutdown complete.
+const SHUTDOWN_COMPLETE: u8 = 2;
+
+/// What has proven that a controller is silent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Silence {
+    /// It is disabled.
+    Disabled,
+    /// It is gone.
+    Gone,
+}
+
+#[derive(Debug)]
+enum DisableState {
+    Start,
+    Shutdown { until_ns: u64 },
+    Clear,
+    Idle { since_ns: u64, until_ns: u64 },
+    Done(Silence),
+}
+
+/// The disable sequence.
+#[derive(Debug)]
+pub struct Disable {
+    /// Time for an orderly shutdown before, ns.
+    shutdown_ns: Option<u64>,
+    state: DisableState,
+    was_reset: bool,
+}
+
+impl Disable {
+    /// A sequence that clears CC.EN, after an orderly shutdown for which the controller has this time, ns. A shutdown
+    /// that takes longer is cut short.
+    pub fn new(shutdown_ns: Option<u64>) -> Disable {
+        Disable { shutdown_ns, state: DisableState::Start, was_reset: false }
+    }
+
+    /// How it is known that the controller is silent, once it is.
+    pub fn silence(&self) -> Option<Silence> {
+        match self.state {
+            DisableState::Done(silence) => Some(silence),
+            _ => None,
+        }
+    }
+
+    /// Whether the controller turned out to be gone.
+    pub fn is_gone(&self) -> bool {
+        self.silence() == Some(Silence::Gone)
+    }
+
+    /// Whether the device had to be reset as a whole.
+    pub fn was_reset(&self) -> bool {
+        self.was_reset
+    }
+
+    /// Goes on as far as it can. A controller that is gone is silent, and so the sequence is done. After a failure the
+    /// controller may still touch memory; the sequence can be started again.
+    pub fn advance<T: ControllerTransport + ?Sized>(&mut self, transport: &mut T, now_ns: u64) -> HostStep {
+        self.steps(transport, now_ns).unwrap_or_else(|DeviceGone| {
+            self.state = DisableState::Done(Silence::Gone);
+            HostStep::Done
+        })
+    }
+
+    fn steps<T: ControllerTransport + ?Sized>(
+        &mut self,
+        transport: &mut T,
+        now_ns: u64,
+    ) -> Result<HostStep, DeviceGone> {
+        loop {
+            match self.state {
+                DisableState::Start => {
+                    let status = transport.status()?;
+                    let config = ControllerConfig::from_bits(transport.read32(CC)?);
+                    self.state = match self.shutdown_ns.filter(|_| status.ready && config.enabled) {
+                        Some(shutdown_ns) => {
+                            let config = ControllerConfig { shutdown: SHUTDOWN_NORMAL, ..config };
+                            transport.write32(CC, config.bits())?;
+                            DisableState::Shutdown { until_ns: now_ns.saturating_add(shutdown_ns) }
+                        }
+                        None => DisableState::Clear,
+                    };
+                }
+                DisableState::Shutdown { until_ns } => {
+                    let status = transport.status()?;
+                    if status.shutdown != SHUTDOWN_COMPLETE && now_ns < until_ns {
+                        return Ok(poll_at(now_ns, until_ns));
+                    }
+                    self.state = DisableState::Clear;
+                }
+                DisableState::Clear => {
+                    let timeout_ns = timeout_ns(capabilities(transport)?);
+                    let config = ControllerConfig::from_bits(transport.read32(CC)?);
+                    if config.enabled {
+                        let config = ControllerConfig { enabled: false, shutdown: 0, ..config };
+                        transport.write32(CC, config.bits())?;
+                    }
+                    self.state = DisableState::Idle { since_ns: now_ns, until_ns: now_ns.saturating_add(timeout_ns) };
+                }
+                DisableState::Idle { since_ns, until_ns } => {
+                    if !transport.status()?.ready {
+                        self.state = DisableState::Done(Silence::Disabled);
+                    } else if now_ns < until_ns {
+                        return Ok(poll_at(now_ns, until_ns));
+                    } else if !self.was_reset && transport.reset_function() {
+                        self.was_reset = true;
+                        // Looked at again, so that a device that has not survived it is noticed.
+                        self.state = DisableState::Clear;
+                    } else {
+                        self.state = DisableState::Start;
+                        return Ok(HostStep::Failed(NvmeHostError::NotIdle((now_ns - since_ns) / 1_000_000)));
+                    }
+                }
+                DisableState::Done(_) => return Ok(HostStep::Done),
+            }
+        }
+    }
+}
+
+/// The next look at a register, no later than the end of the wait.
+pub(crate) fn poll_at(now_ns: u64, until_ns: u64) -> HostStep {
+    HostStep::Wait { deadline_ns: now_ns.saturating_add(REGISTER_POLL_NS).min(until_ns) }
+}

@@ -1,0 +1,61 @@
+//! Why control of a controller failed, and the answer of a step machine.
+
+use crate::{DeviceGone, NvmeStatus};
+
+/// What a step machine wants next.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum HostStep {
+    /// To be called again at this time, or earlier if something has come.
+    Wait {
+        /// Time of the next call, ns.
+        deadline_ns: u64,
+    },
+    /// It is through.
+    Done,
+    /// It has given up.
+    Failed(NvmeHostError),
+}
+
+/// Why a controller cannot be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NvmeHostError {
+    /// It does not answer.
+    #[error(transparent)]
+    Gone(#[from] DeviceGone),
+    /// Its pages are larger than ours.
+    #[error("NVMe controller: its smallest page is {0} bytes; only controllers with pages of 4096 bytes are supported")]
+    PageSize(u64),
+    /// It has no NVM command set.
+    #[error("NVMe controller: offers no I/O command set; an administrative controller has no namespaces to use")]
+    NoCommandSet,
+    /// Its queues are too short.
+    #[error("NVMe controller: its queues have {0} entries; at least 2 are needed")]
+    QueueEntries(u32),
+    /// RDY did not become one.
+    #[error("NVMe controller: not ready {0} ms after it was enabled; reset the device or look into its log")]
+    NotReady(u64),
+    /// RDY did not become zero. It may still reach the memory of its queues.
+    #[error("NVMe controller: still active {0} ms after it was disabled; reset the device")]
+    NotIdle(u64),
+    /// CSTS.CFS
+    #[error("NVMe controller: reports a fatal error; reset the device or look into its log")]
+    Fatal,
+    /// A command that bring-up needs has failed.
+    #[error("NVMe controller: {command} failed, {status}; look into its error log")]
+    Command {
+        /// Name of the command.
+        command: &'static str,
+        /// Status of the controller.
+        status: NvmeStatus,
+    },
+    /// A command that bring-up needs was not completed.
+    #[error("NVMe controller: {0} was not completed in time; reset the device")]
+    Timeout(&'static str),
+    /// The memory of the queues cannot be had or not be mapped.
+    #[error("NVMe controller: memory for its queues cannot be mapped; check limits on shared and locked memory")]
+    Memory,
+    /// It was removed by the user.
+    #[error("NVMe controller: is being removed; open it again")]
+    Removed,
+}

@@ -1,0 +1,437 @@
+//! A controller as its host sees it: brought up, watched, reset, given up.
+//!
+//! Owned by one thread, which calls [`HostController::advance`] when the admin queue's interrupt has come, when the
+//! returned time is reached and after each call of another method. The owners of I/O queues are other threads. They get
+//! commands by [`HostEvent::Queue`], and whoever stands between passes their reports on.
+//!
+//! ```text
+//!   New ──▶ Connecting ──────────────▶ Live ──▶ Resetting ──┐
+//!              ▲   enable, identify,                        │ queues stop, are deleted, controller disabled,
+//!              │   queues, namespaces                       │ queues cancel
+//!              └────────────────────────────────────────────┘
+//!   on failure or removal: Deleting, the same way down, then Dead or DeletingNoIo
+//! ```
+//!
+//! Nothing that the controller may touch is given back before it is proven silent: until then queues are not told to
+//! cancel. A controller that cannot be proven silent keeps what it has, and is asked again and again.
+
+use std::collections::VecDeque;
+
+use blkyard_mem::{Region, View};
+use blkyard_mq::QueueCounts;
+
+use crate::host::admin::{AdminCompleted, AdminMemory, AdminQueue};
+use crate::host::bring_up::SetupStep;
+use crate::host::io_queues::IoQueueSlot;
+use crate::host::nvm_limits::NvmLimits;
+use crate::host::scan::{Scan, ScanStep, ScannedNamespace};
+use crate::host::teardown::DeleteQueues;
+use crate::host::watch::{HostWatch, KeepAlive};
+use crate::host::{
+    ControllerState, ControllerTransport, DeviceGone, Disable, Enable, HostStep, NvmeHostError, QueueDemand,
+};
+use crate::registers::Capabilities;
+use crate::{Doorbells, IdentifyController, IoQueue, IoQueueCommand, NvmeStatus, PAGE, Sqe};
+
+/// How a controller is used.
+#[derive(Clone, Copy, Debug)]
+pub struct NvmeHostConfig {
+    /// I/O queues that are wanted.
+    pub queues: QueueDemand,
+    /// Entries of their rings that are wanted, 2 to 4095.
+    pub ring_entries: u16,
+    /// Pages for long lists of each queue, at least 5.
+    pub list_pages: u16,
+    /// Whether shadow doorbells are used where the controller has them.
+    pub has_shadow: bool,
+    /// Keep-alive timeout, ms; zero for none.
+    pub keep_alive_ms: u32,
+}
+
+impl Default for NvmeHostConfig {
+    fn default() -> NvmeHostConfig {
+        NvmeHostConfig {
+            queues: QueueDemand { submitters: 1, write_queues: 0, poll_queues: 0 },
+            // As in Linux (`io_queue_depth`).
+            ring_entries: 1024,
+            // Sixteen requests of more than 128 KiB at one time, or three of 8 MiB.
+            list_pages: 16,
+            has_shadow: true,
+            keep_alive_ms: 0,
+        }
+    }
+}
+
+/// What others must know of a controller.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HostEvent {
+    /// The owner of this I/O queue gets this command.
+    Queue(u16, IoQueueCommand),
+    /// The controller is in use, for the first time or again. Queues that are new can be
+    /// [taken](HostController::take_queue).
+    Live,
+    /// [Namespaces](HostController::namespaces) have come, gone or changed.
+    NamespacesChanged,
+    /// A command of the user is over.
+    Completed {
+        /// The user's number for it.
+        user: u64,
+        /// Its status.
+        status: NvmeStatus,
+        /// Its result.
+        result: u64,
+    },
+    /// The controller has failed. What is in flight fails once it is silent.
+    Failed(NvmeHostError),
+    /// The controller is silent for good.
+    Over,
+}
+
+/// What an admin command is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AdminPurpose {
+    Setup(SetupStep),
+    Scan(ScanStep),
+    Delete,
+    Abort,
+    KeepAlive,
+    EventLog,
+    User(u64),
+}
+
+impl AdminPurpose {
+    fn name(self) -> &'static str {
+        match self {
+            AdminPurpose::Setup(step) => step.name(),
+            AdminPurpose::Scan(_) => "Identify (namespace)",
+            AdminPurpose::Delete => "Delete I/O Queue",
+            AdminPurpose::Abort => "Abort",
+            AdminPurpose::KeepAlive => "Keep Alive",
+            AdminPurpose::EventLog => "Get Log Page",
+            AdminPurpose::User(_) => "a command of the user",
+        }
+    }
+}
+
+/// Where the controller is on its way up or down.
+#[derive(Debug)]
+pub(crate) enum HostPhase {
+    /// Nothing to do.
+    Idle,
+    /// Until the memory of the admin queue is mapped.
+    Map {
+        memory: AdminMemory,
+        until_ns: u64,
+    },
+    Enable {
+        enable: Enable,
+        memory: Option<AdminMemory>,
+    },
+    Setup(SetupStep),
+    /// Until all I/O queues have stopped.
+    Stop,
+    Delete(DeleteQueues),
+    Disable(Disable),
+    /// Disabling has failed: again at this time.
+    Unproven(u64),
+    /// Until all I/O queues have cancelled what was in flight.
+    Cancel,
+}
+
+/// A controller.
+#[derive(Debug)]
+pub struct HostController<T> {
+    pub(crate) transport: T,
+    pub(crate) config: NvmeHostConfig,
+    pub(crate) state: ControllerState,
+    pub(crate) phase: HostPhase,
+    /// It is not to be enabled again after it was disabled.
+    pub(crate) is_ending: bool,
+    /// It was removed, and did not fail.
+    pub(crate) is_removed: bool,
+    /// Its admin queue answers nothing: it gets no more commands.
+    pub(crate) is_mute: bool,
+    pub(crate) error: Option<NvmeHostError>,
+    pub(crate) admin: Option<AdminQueue<AdminPurpose>>,
+    /// Doorbells, or memory in their place.
+    pub(crate) registers: Option<View>,
+    pub(crate) doorbells: Option<Doorbells>,
+    pub(crate) has_shadow: bool,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) identify: IdentifyController,
+    pub(crate) nvm_limits: NvmLimits,
+    /// Queues asked for and planned, while they are set up; and those that work.
+    pub(crate) asked: u16,
+    pub(crate) planned: Option<QueueCounts>,
+    pub(crate) counts: Option<QueueCounts>,
+    pub(crate) queues: Vec<IoQueueSlot>,
+    pub(crate) scan: Option<Scan>,
+    pub(crate) namespaces: Vec<ScannedNamespace>,
+    pub(crate) watch: HostWatch,
+    pub(crate) keep_alive: Option<KeepAlive>,
+    pub(crate) events: VecDeque<HostEvent>,
+    completions: Vec<AdminCompleted<AdminPurpose>>,
+}
+
+impl<T: ControllerTransport> HostController<T> {
+    /// A controller that was not touched yet.
+    pub fn new(transport: T, config: NvmeHostConfig) -> HostController<T> {
+        HostController {
+            transport,
+            config,
+            state: ControllerState::New,
+            phase: HostPhase::Idle,
+            is_ending: false,
+            is_removed: false,
+            is_mute: false,
+            error: None,
+            admin: None,
+            registers: None,
+            doorbells: None,
+            has_shadow: false,
+            capabilities: Capabilities::default(),
+            identify: IdentifyController::default(),
+            nvm_limits: NvmLimits::default(),
+            asked: 0,
+            planned: None,
+            counts: None,
+            queues: vec![],
+            scan: None,
+            namespaces: vec![],
+            watch: HostWatch::default(),
+            keep_alive: None,
+            events: VecDeque::new(),
+            completions: vec![],
+        }
+    }
+
+    /// Its state.
+    pub fn state(&self) -> ControllerState {
+        self.state
+    }
+
+    /// Why it has failed, if it has.
+    pub fn error(&self) -> Option<NvmeHostError> {
+        self.error
+    }
+
+    /// What it says of itself, once it was live.
+    pub fn identify(&self) -> &IdentifyController {
+        &self.identify
+    }
+
+    /// How many I/O queues work, of each kind; none if the controller granted none.
+    pub fn queue_counts(&self) -> Option<QueueCounts> {
+        self.counts
+    }
+
+    /// Its namespaces. Hardware queues number them in this order.
+    pub fn namespaces(&self) -> &[ScannedNamespace] {
+        &self.namespaces
+    }
+
+    /// The transport, for those that own it.
+    pub fn transport(&mut self) -> &mut T {
+        &mut self.transport
+    }
+
+    /// What others must know, in order.
+    pub fn next_event(&mut self) -> Option<HostEvent> {
+        self.events.pop_front()
+    }
+
+    /// An I/O queue that was created and not taken yet, in the order of their identifiers.
+    pub fn take_queue(&mut self) -> Option<IoQueue> {
+        if self.state != ControllerState::Live {
+            return None;
+        }
+        self.queues.iter_mut().find_map(IoQueueSlot::hand_over)
+    }
+
+    /// Brings a new controller up. Once is enough.
+    pub fn start(&mut self, now_ns: u64) {
+        if self.state.change(ControllerState::Connecting) {
+            self.connect(now_ns);
+        }
+    }
+
+    /// Resets a live controller: what is in flight is sent again afterwards. Says whether a reset begins; one that is
+    /// going on is not begun again.
+    pub fn reset(&mut self, now_ns: u64) -> bool {
+        let begins = self.state == ControllerState::Live && self.state.change(ControllerState::Resetting);
+        if begins {
+            self.tear_down(now_ns);
+        }
+        begins
+    }
+
+    /// Removes the controller: it is shut down, and what is in flight fails.
+    pub fn remove(&mut self, now_ns: u64) {
+        self.is_removed = true;
+        match self.state {
+            ControllerState::New | ControllerState::Dead => {
+                // Nothing is in use.
+                self.state = ControllerState::DeletingNoIo;
+                self.events.push_back(HostEvent::Over);
+            }
+            _ => self.end(NvmeHostError::Removed, now_ns),
+        }
+    }
+
+    /// Looks whether the controller is still there and well. For when the transport has news, and before a late command
+    /// is judged.
+    pub fn check(&mut self, now_ns: u64) {
+        if self.state.is_terminal() || self.state == ControllerState::New {
+            return;
+        }
+        match self.transport.status() {
+            Err(gone) => self.end(gone.into(), now_ns),
+            Ok(status) if status.fatal || status.subsystem_reset => {
+                self.reset(now_ns);
+            }
+            Ok(_) => {}
+        }
+    }
+
+    /// Sends an admin command of the user. Its data, if it has any, is the page of the returned number.
+    ///
+    /// # Errors
+    /// All slots are in use, or the controller is not live: the number comes back.
+    pub fn submit_admin(
+        &mut self,
+        sqe: Sqe,
+        has_data: bool,
+        user: u64,
+        timeout_ns: u64,
+        now_ns: u64,
+    ) -> Result<(), u64> {
+        if self.state != ControllerState::Live {
+            return Err(user);
+        }
+        self.submit(sqe, has_data, AdminPurpose::User(user), now_ns.saturating_add(timeout_ns))
+            .then_some(())
+            .ok_or(user)
+    }
+
+    /// Goes on as far as it can. Returns when it must be called next, at the latest.
+    pub fn advance(&mut self, now_ns: u64) -> Option<u64> {
+        loop {
+            self.poll_admin(now_ns);
+            self.expire_admin(now_ns);
+            let deadline_ns = match self.step(now_ns) {
+                Ok(deadline_ns) => deadline_ns,
+                // The phase has changed.
+                Err(PhaseChanged) => continue,
+            };
+            self.watch_live(now_ns);
+            if let Some(admin) = &mut self.admin
+                && !admin.announce(&mut self.transport)
+                && !self.state.is_terminal()
+            {
+                self.end(DeviceGone.into(), now_ns);
+                continue;
+            }
+            let admin = self.admin.as_ref().filter(|_| !self.is_mute).and_then(AdminQueue::deadline_ns);
+            let keep_alive = self.keep_alive.as_ref().map(KeepAlive::due_ns);
+            return [deadline_ns, admin, keep_alive].into_iter().flatten().min();
+        }
+    }
+
+    /// Takes what the admin queue has completed.
+    fn poll_admin(&mut self, now_ns: u64) {
+        let Some(admin) = &mut self.admin else { return };
+        let mut completions = std::mem::take(&mut self.completions);
+        admin.poll(&mut self.transport, &mut completions);
+        for completed in completions.drain(..) {
+            self.admin_completed(&completed, now_ns);
+        }
+        self.completions = completions;
+    }
+
+    fn admin_completed(&mut self, completed: &AdminCompleted<AdminPurpose>, now_ns: u64) {
+        let AdminCompleted { slot, purpose, status, result } = *completed;
+        let Some(purpose) = purpose else {
+            self.async_event(status, result, now_ns);
+            return;
+        };
+        match purpose {
+            AdminPurpose::Setup(step) => self.setup_completed(step, slot, status, result, now_ns),
+            AdminPurpose::Scan(_) => self.scan_completed(slot, status, now_ns),
+            AdminPurpose::Delete => {
+                if let HostPhase::Delete(delete) = &mut self.phase {
+                    delete.completed();
+                }
+            }
+            AdminPurpose::Abort => self.watch.abort_completed(),
+            AdminPurpose::KeepAlive if status.is_success() => {
+                self.keep_alive.iter_mut().for_each(|keep_alive| keep_alive.answered(now_ns));
+            }
+            AdminPurpose::KeepAlive => {
+                self.reset(now_ns);
+            }
+            // Reading it has cleared the event: the next one may come.
+            AdminPurpose::EventLog => self.watch.wants_event = true,
+            AdminPurpose::User(user) => self.events.push_back(HostEvent::Completed { user, status, result }),
+        }
+    }
+
+    /// Acts on admin commands whose time is up.
+    fn expire_admin(&mut self, now_ns: u64) {
+        if self.is_mute {
+            return;
+        }
+        let Some(purpose) = self.admin.as_ref().and_then(|admin| admin.late(now_ns)).copied() else { return };
+        // Whatever becomes of it, the admin queue has nothing more to say before the controller was disabled.
+        self.is_mute = true;
+        match self.state {
+            ControllerState::Connecting => self.end(NvmeHostError::Timeout(purpose.name()), now_ns),
+            ControllerState::Live => {
+                self.check(now_ns);
+                self.reset(now_ns);
+            }
+            // The way down does not wait for it.
+            _ => {}
+        }
+    }
+
+    /// Sends an admin command, if there is a slot.
+    pub(crate) fn submit(&mut self, sqe: Sqe, has_data: bool, purpose: AdminPurpose, deadline_ns: u64) -> bool {
+        let Some(admin) = self.admin.as_mut().filter(|_| !self.is_mute) else { return false };
+        admin.submit(sqe, has_data, purpose, deadline_ns).is_ok()
+    }
+
+    /// One step of the current phase.
+    fn step(&mut self, now_ns: u64) -> Result<Option<u64>, PhaseChanged> {
+        match &mut self.phase {
+            HostPhase::Idle | HostPhase::Setup(_) => Ok(None),
+            HostPhase::Map { .. } => self.step_map(now_ns),
+            HostPhase::Enable { enable, .. } => match enable.advance(&mut self.transport, now_ns) {
+                HostStep::Wait { deadline_ns } => Ok(Some(deadline_ns)),
+                HostStep::Done => {
+                    self.enabled(now_ns);
+                    Err(PhaseChanged)
+                }
+                HostStep::Failed(error) => {
+                    self.end(error, now_ns);
+                    Err(PhaseChanged)
+                }
+            },
+            HostPhase::Stop
+            | HostPhase::Delete(_)
+            | HostPhase::Disable(_)
+            | HostPhase::Unproven(_)
+            | HostPhase::Cancel => self.step_down(now_ns),
+        }
+    }
+
+    /// Memory in place of the doorbells, for a controller that does not share them.
+    pub(crate) fn private_doorbells(&self) -> Result<View, NvmeHostError> {
+        let bytes = self.transport.doorbell_bytes().clamp(PAGE as usize, 1 << 19).next_multiple_of(PAGE as usize);
+        let region = Region::anonymous(bytes).map_err(|_| NvmeHostError::Memory)?;
+        View::new(region, 0, bytes, PAGE as usize).ok_or(NvmeHostError::Memory)
+    }
+}
+
+/// The phase has changed: there may be more to do.
+#[derive(Debug)]
+pub(crate) struct PhaseChanged;

@@ -1,0 +1,213 @@
+//! The I/O queues of a controller, as the owner of the controller keeps them.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use crate::host::memory::{IoQueueLayout, SharedBlock};
+use crate::host::{ControllerTransport, HostController, HostEvent, HostPhase, HostQueuePair, NvmeHostError};
+use crate::registers::{DOORBELLS, cq_doorbell, sq_doorbell};
+use crate::{Doorbells, IoQueue, IoQueueCommand, IoQueueReport, ListPool, RetryDelays, Sqe, admin};
+
+/// What the owner of an I/O queue was told last, and has answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum QueueRun {
+    /// Nothing is in flight, and nothing is sent.
+    Drained,
+    Running,
+    Stopping,
+    Stopped,
+    Cancelling,
+}
+
+/// One I/O queue.
+#[derive(Debug)]
+pub(crate) struct IoQueueSlot {
+    pub(crate) qid: u16,
+    pub(crate) run: QueueRun,
+    pub(crate) has_cq: bool,
+    pub(crate) has_sq: bool,
+    /// How often its owner was told to start.
+    pub(crate) starts: u32,
+    /// By slot of the queue: the sequence of the command that an Abort was sent for.
+    pub(crate) aborted: Box<[Option<u32>]>,
+    layout: IoQueueLayout,
+    /// Mapped for as long as the controller lives.
+    block: SharedBlock,
+    /// Made and not taken yet.
+    made: Option<Box<IoQueue>>,
+    is_taken: bool,
+}
+
+impl IoQueueSlot {
+    /// Hands a new queue over to its owner. From then on it runs.
+    pub(crate) fn hand_over(&mut self) -> Option<IoQueue> {
+        let queue = self.made.take()?;
+        (self.is_taken, self.run) = (true, QueueRun::Running);
+        Some(*queue)
+    }
+
+    /// Whether it was created on the controller, in full.
+    pub(crate) fn is_created(&self) -> bool {
+        self.has_cq && self.has_sq
+    }
+
+    /// Whether an owner has it.
+    pub(crate) fn is_taken(&self) -> bool {
+        self.is_taken
+    }
+
+    /// The command that creates a half of it.
+    pub(crate) fn create<T: ControllerTransport>(
+        &self,
+        transport: &T,
+        vector: Option<u16>,
+        is_sq: bool,
+    ) -> Option<Sqe> {
+        let addr = self.block.addr(transport)?;
+        let entries = u32::from(self.layout.entries);
+        Some(if is_sq {
+            Sqe::create_sq(self.qid, entries, addr, self.qid)
+        } else {
+            Sqe::create_cq(self.qid, entries, addr + self.layout.cq_at as u64, vector)
+        })
+    }
+
+    /// The command that deletes a half of it.
+    pub(crate) fn delete(&self, is_sq: bool) -> Sqe {
+        Sqe::delete_queue(if is_sq { admin::DELETE_SQ } else { admin::DELETE_CQ }, self.qid)
+    }
+
+    fn make<T: ControllerTransport>(
+        &mut self,
+        transport: &T,
+        doorbells: &Doorbells,
+        namespaces: Box<[crate::NvmeNamespace]>,
+        delays: RetryDelays,
+    ) -> Option<()> {
+        let lists: ListPool = self.layout.lists(&self.block, self.block.addr(transport)?);
+        let pair = HostQueuePair::new(self.qid, self.layout.rings(&self.block), doorbells, Arc::default());
+        self.made = Some(Box::new(IoQueue::new(pair, lists, namespaces, delays)));
+        Some(())
+    }
+}
+
+impl<T: ControllerTransport> HostController<T> {
+    /// The owner of an I/O queue has done what it was told.
+    pub fn queue_report(&mut self, qid: u16, report: IoQueueReport) {
+        let Some(queue) = self.queue_mut(qid) else { return };
+        queue.run = match (queue.run, report) {
+            (QueueRun::Stopping, IoQueueReport::Stopped) => QueueRun::Stopped,
+            (QueueRun::Cancelling, IoQueueReport::Cancelled) => QueueRun::Drained,
+            (run, _) => run,
+        };
+    }
+
+    pub(crate) fn queue_mut(&mut self, qid: u16) -> Option<&mut IoQueueSlot> {
+        self.queues.get_mut(usize::from(qid).checked_sub(1)?)
+    }
+
+    /// Memory for an I/O queue; what is there stays.
+    pub(crate) fn prepare_queue(&mut self, qid: u16, entries: u16) -> Result<(), NvmeHostError> {
+        if let Some(queue) = self.queue_mut(qid) {
+            // Its owner has rings of this size.
+            return if queue.layout.entries <= entries {
+                Ok(())
+            } else {
+                Err(NvmeHostError::QueueEntries(u32::from(entries)))
+            };
+        }
+        let layout = IoQueueLayout::new(entries, self.config.list_pages);
+        let block = SharedBlock::new(&self.transport, layout.bytes)?;
+        self.queues.push(IoQueueSlot {
+            qid,
+            run: QueueRun::Drained,
+            has_cq: false,
+            has_sq: false,
+            starts: 0,
+            aborted: vec![None; usize::from(entries - 1)].into(),
+            layout,
+            block,
+            made: None,
+            is_taken: false,
+        });
+        Ok(())
+    }
+
+    /// The controller is live: its queues run, and those it does not have fail if there is none at all.
+    pub(crate) fn start_queues(&mut self) -> Result<(), NvmeHostError> {
+        let Some(doorbells) = &self.doorbells else { return Ok(()) };
+        let namespaces: Vec<_> = self.namespaces.iter().map(|scanned| scanned.namespace).collect();
+        let delays = RetryDelays::new(&self.identify);
+        let has_queues = self.queues.iter().any(IoQueueSlot::is_created);
+        for queue in &mut self.queues {
+            queue.aborted.fill(None);
+            match (queue.is_created(), queue.is_taken) {
+                (true, true) => {
+                    queue.run = QueueRun::Running;
+                    queue.starts = queue.starts.wrapping_add(1);
+                    self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Start));
+                }
+                (true, false) if queue.made.is_none() && !namespaces.is_empty() => {
+                    let made = queue.make(&self.transport, doorbells, namespaces.clone().into(), delays);
+                    made.ok_or(NvmeHostError::Memory)?;
+                }
+                (false, true) if !has_queues => {
+                    self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Fail));
+                }
+                // Its requests wait for it to come back.
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Queues that run stop.
+    pub(crate) fn stop_queues(&mut self) {
+        for queue in self.queues.iter_mut().filter(|queue| queue.run == QueueRun::Running) {
+            queue.run = QueueRun::Stopping;
+            self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Stop));
+        }
+    }
+
+    /// The controller is silent: queues that have stopped give up what is in flight.
+    pub(crate) fn cancel_queues(&mut self) {
+        for queue in &mut self.queues {
+            (queue.has_cq, queue.has_sq) = (false, false);
+            if queue.run == QueueRun::Stopped {
+                queue.run = QueueRun::Cancelling;
+                self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Cancel));
+            }
+        }
+    }
+
+    /// The controller is over: so is each request.
+    pub(crate) fn fail_queues(&mut self) {
+        for queue in self.queues.iter_mut().filter(|queue| queue.is_taken) {
+            self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Fail));
+        }
+        self.queues.iter_mut().for_each(|queue| queue.made = None);
+    }
+
+    /// Whether any queue is in this state.
+    pub(crate) fn any_queue(&self, run: QueueRun) -> bool {
+        self.queues.iter().any(|queue| queue.run == run)
+    }
+
+    /// Writes the doorbell registers of an I/O queue, for a transport that does not share them. Its owner has this done
+    /// when the queue says that a register was written.
+    pub fn forward_doorbells(&mut self, qid: u16, now_ns: u64) {
+        let Some(registers) = self.registers.as_ref().filter(|_| self.transport.doorbells().is_none()) else { return };
+        let stride = self.capabilities.doorbell_stride;
+        for at in [sq_doorbell(qid, stride), cq_doorbell(qid, stride)] {
+            let index = registers.load_u32(at, Relaxed);
+            if let Err(gone) = self.transport.write32(DOORBELLS + at, index) {
+                return self.end(gone.into(), now_ns);
+            }
+        }
+    }
+
+    /// Whether it is on its way up or down.
+    pub fn is_busy(&self) -> bool {
+        !matches!(self.phase, HostPhase::Idle)
+    }
+}

@@ -1,0 +1,196 @@
+//! How many I/O queues a host asks for, and what it makes of what it gets.
+//!
+//! The rules are those of Linux's driver. Bounds in their order: what is asked for, what the controller grants (Set
+//! Features 07h), the doorbells that the transport shows, the interrupt vectors. What is left is split into queues for
+//! polling, for reads and for everything else; those come first in the numbering, then reads, then polling.
+
+use blkyard_mq::QueueCounts;
+
+/// What a host wants of I/O queues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueDemand {
+    /// Threads or CPUs that submit.
+    pub submitters: u16,
+    /// Queues for all but reads, beside those for reads; zero if reads share them.
+    pub write_queues: u16,
+    /// Queues whose submitters poll.
+    pub poll_queues: u16,
+}
+
+impl QueueDemand {
+    /// Queues to ask for; at least one.
+    pub fn total(self) -> u16 {
+        self.submitters.saturating_add(self.write_queues).saturating_add(self.poll_queues).clamp(1, u16::MAX - 1)
+    }
+}
+
+/// Dword 11 of Set Features 07h for so many queues of each kind, at least one.
+pub fn queues_dword(queues: u16) -> u32 {
+    let count = u32::from(queues.saturating_sub(1));
+    count | count << 16
+}
+
+/// Queues that a controller grants, by the result of Set Features 07h: no more than were asked for.
+pub fn granted(result: u64, asked: u16) -> u16 {
+    let [submission, completion] = [result & 0xffff, result >> 16 & 0xffff].map(|count| count + 1);
+    u16::try_from(submission.min(completion)).unwrap_or(u16::MAX).min(asked)
+}
+
+/// I/O queues whose doorbells lie within so many bytes of registers, beside those of the admin queue. `stride` is
+/// CAP.DSTRD.
+pub fn doorbell_queues(doorbell_bytes: usize, stride: u8) -> u16 {
+    let pairs = doorbell_bytes / (8 << stride);
+    u16::try_from(pairs.saturating_sub(1)).unwrap_or(u16::MAX)
+}
+
+/// Splits granted queues by kind. `vectors` are all interrupt vectors, the admin queue's among them; with zero every
+/// queue is polled and needs none. None if no queues were granted.
+pub fn split(granted: u16, vectors: u16, demand: QueueDemand) -> Option<QueueCounts> {
+    if granted == 0 {
+        return None;
+    }
+    let poll = demand.poll_queues.min(granted - 1);
+    let rest = granted - poll;
+    // One vector belongs to the admin queue. A single one serves both.
+    let interrupt = if vectors == 0 { rest } else { rest.min((vectors - 1).max(1)) };
+    let write = demand.write_queues;
+    let read = match interrupt {
+        0 | 1 => 0,
+        _ if write == 0 => 0,
+        _ if write >= interrupt => 1,
+        _ => interrupt - write,
+    };
+    let [default, read, poll] = [interrupt - read, read, poll].map(usize::from);
+    Some(QueueCounts { default, read, poll })
+}
+
+/// The interrupt vector of an I/O queue, numbered from zero; unset for one that is polled.
+pub fn vector(queue: u16, vectors: u16, counts: QueueCounts) -> Option<u16> {
+    if vectors == 0 || usize::from(queue) >= counts.default + counts.read {
+        return None;
+    }
+    Some(if vectors == 1 { 0 } else { queue + 1 })
+}
+
+/// Entries of each ring of an I/O queue: as wanted, but no more than the controller takes (CAP.MQES) and a cid can
+/// name, and at least two. One entry always stays free.
+pub fn ring_entries(queue_entries_max: u32, wanted: u16) -> u16 {
+    /// So that slots fit the twelve bits that a cid has for them, as in Linux.
+    const ENTRIES_MAX: u16 = 4095;
+    let entries = u32::from(wanted.clamp(2, ENTRIES_MAX)).min(queue_entries_max);
+    u16::try_from(entries).unwrap_or(ENTRIES_MAX).max(2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn demand(submitters: u16, write_queues: u16, poll_queues: u16) -> QueueDemand {
+        QueueDemand { submitters, write_queues, poll_queues }
+    }
+
+    fn counts(granted: u16, vectors: u16, demand: QueueDemand) -> [usize; 3] {
+        split(granted, vectors, demand).map_or([0; 3], |counts| [counts.default, counts.read, counts.poll])
+    }
+
+    #[test]
+    fn a_queue_for_each_submitter_and_kind_is_asked_for() {
+        assert_eq!(demand(4, 0, 0).total(), 4);
+        assert_eq!(demand(4, 2, 3).total(), 9);
+        assert_eq!(demand(0, 0, 0).total(), 1);
+        assert_eq!(demand(u16::MAX, 1, 1).total(), u16::MAX - 1);
+    }
+
+    #[test]
+    fn the_feature_counts_from_zero() {
+        assert_eq!(queues_dword(1), 0);
+        assert_eq!(queues_dword(9), 8 | 8 << 16);
+        assert_eq!(queues_dword(0), 0);
+    }
+
+    #[test]
+    fn the_smaller_grant_counts_and_never_more_than_was_asked() {
+        for (result, asked, queues) in [
+            (7 | 7 << 16, 8, 8),
+            (7 | 3 << 16, 8, 4),
+            (3 | 7 << 16, 8, 4),
+            (63 | 63 << 16, 8, 8),
+            (0, 8, 1),
+            (0xffff_ffff, 8, 8),
+            (0xffff_ffff, u16::MAX - 1, u16::MAX - 1),
+        ] {
+            assert_eq!(granted(result, asked), queues, "{result:#x}");
+        }
+    }
+
+    #[test]
+    fn doorbells_bound_the_queues() {
+        for (bytes, stride, queues) in [
+            (0, 0, 0),
+            (8, 0, 0),
+            (15, 0, 0),
+            (16, 0, 1),
+            (4096, 0, 511),
+            (4096, 2, 127),
+            (4096, 9, 0),
+            (1 << 20, 0, 65535),
+        ] {
+            assert_eq!(doorbell_queues(bytes, stride), queues, "{bytes} bytes, stride {stride}");
+        }
+    }
+
+    /// Rows: granted, vectors, write queues, polled queues; default, read, poll.
+    #[test]
+    fn queues_are_split_by_kind() {
+        for (given, want) in [
+            // Nothing granted: the admin queue alone.
+            ((0, 9, 0, 0), [0, 0, 0]),
+            // No write queues: reads and writes share.
+            ((8, 9, 0, 0), [8, 0, 0]),
+            // One queue, whatever was wanted of writes.
+            ((1, 9, 4, 0), [1, 0, 0]),
+            // As many write queues as there are, or more: one for reads.
+            ((8, 9, 8, 0), [7, 1, 0]),
+            ((8, 9, 20, 0), [7, 1, 0]),
+            // Otherwise the rest is for reads.
+            ((8, 9, 2, 0), [2, 6, 0]),
+            ((2, 9, 1, 0), [1, 1, 0]),
+            // Polled queues leave at least one other.
+            ((8, 9, 0, 2), [6, 0, 2]),
+            ((4, 9, 0, 4), [1, 0, 3]),
+            ((1, 9, 0, 4), [1, 0, 0]),
+            ((8, 9, 2, 2), [2, 4, 2]),
+            // Vectors bound those that are not polled; one is the admin queue's.
+            ((8, 4, 0, 0), [3, 0, 0]),
+            ((8, 4, 0, 2), [3, 0, 2]),
+            ((8, 4, 1, 2), [1, 2, 2]),
+            ((8, 2, 0, 0), [1, 0, 0]),
+            // A single vector serves the admin queue and one other.
+            ((8, 1, 3, 0), [1, 0, 0]),
+            // Without vectors all are polled, and none is bounded.
+            ((8, 0, 0, 0), [8, 0, 0]),
+            ((8, 0, 2, 3), [2, 3, 3]),
+        ] {
+            let (granted, vectors, write, poll) = given;
+            assert_eq!(counts(granted, vectors, demand(8, write, poll)), want, "{given:?}");
+        }
+    }
+
+    #[test]
+    fn each_interrupt_queue_has_a_vector() {
+        let counts = QueueCounts { default: 2, read: 1, poll: 1 };
+        let vectors = |all| [0, 1, 2, 3].map(|queue| vector(queue, all, counts));
+        assert_eq!(vectors(4), [Some(1), Some(2), Some(3), None]);
+        assert_eq!(vectors(0), [None; 4]);
+        assert_eq!(vector(0, 1, QueueCounts::only(1)), Some(0), "shared with the admin queue");
+    }
+
+    #[test]
+    fn rings_are_as_long_as_both_sides_can() {
+        for (max, wanted, entries) in
+            [(1024, 1024, 1024), (64, 1024, 64), (1 << 16, 5000, 4095), (2, 1024, 2), (1024, 0, 2), (1024, 1, 2)]
+        {
+            assert_eq!(ring_entries(max, wanted), entries);
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! What becomes of a request whose command has failed: it ends, or is sent again, at once or after a delay.
+
+use blkyard_mq::{Done, Status, Tag};
+
+use crate::{IdentifyController, NvmeStatus};
+
+/// How often a request is sent again, as in Linux.
+pub const RETRIES_MAX: u8 = 5;
+/// Unit of the controller's retry delays, ns.
+const DELAY_UNIT_NS: u64 = 100_000_000;
+
+/// The delays that a controller asks for (CRDT1 to CRDT3), ns.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RetryDelays([u64; 3]);
+
+impl RetryDelays {
+    /// From identify data.
+    pub fn new(controller: &IdentifyController) -> RetryDelays {
+        let delays = [controller.retry_delay_1, controller.retry_delay_2, controller.retry_delay_3];
+        RetryDelays(delays.map(|delay| u64::from(delay) * DELAY_UNIT_NS))
+    }
+
+    /// The delay that a status asks for.
+    fn of(self, status: NvmeStatus) -> u64 {
+        match status.retry_delay() {
+            0 => 0,
+            number => self.0[usize::from(number) - 1],
+        }
+    }
+}
+
+/// What becomes of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Disposition {
+    /// It ends with the status.
+    Complete,
+    /// It is sent again after so many ns.
+    Retry(u64),
+}
+
+impl Disposition {
+    /// What becomes of a request that was sent again `retries` times before.
+    pub fn of(status: NvmeStatus, retries: u8, delays: RetryDelays) -> Disposition {
+        if status.is_success() || status.is_final() || retries >= RETRIES_MAX {
+            return Disposition::Complete;
+        }
+        Disposition::Retry(delays.of(status))
+    }
+}
+
+/// The failed requests of one queue.
+#[derive(Debug)]
+pub(crate) struct Retries {
+    delays: RetryDelays,
+    /// By slot: how often its request was sent again.
+    counts: Box<[u8]>,
+    /// Slots whose count is not zero.
+    retried: usize,
+    /// Requests that wait, and until when, ns.
+    delayed: Vec<(u64, Tag)>,
+}
+
+impl Retries {
+    pub(crate) fn new(slots: u16, delays: RetryDelays) -> Retries {
+        let slots = usize::from(slots);
+        Retries { delays, counts: vec![0; slots].into(), retried: 0, delayed: Vec::with_capacity(slots) }
+    }
+
+    /// Whether a request that succeeds can be completed without [`Retries::finish`].
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.retried == 0
+    }
+
+    /// A command is over: completes its request, or has it sent again.
+    #[cold]
+    pub(crate) fn finish(&mut self, tag: Tag, status: NvmeStatus, done: &mut Done<'_>, now_ns: u64) {
+        let count = &mut self.counts[tag.index()];
+        match Disposition::of(status, *count, self.delays) {
+            Disposition::Complete => {
+                self.forget(&tag);
+                done.complete(tag, status.to_status());
+            }
+            Disposition::Retry(delay_ns) => {
+                self.retried += usize::from(*count == 0);
+                *count += 1;
+                match delay_ns {
+                    0 => done.requeue(tag),
+                    _ => self.delayed.push((now_ns.saturating_add(delay_ns), tag)),
+                }
+            }
+        }
+    }
+
+    /// A request ends without a command.
+    #[inline]
+    pub(crate) fn forget(&mut self, tag: &Tag) {
+        if self.retried > 0 {
+            self.retried -= usize::from(std::mem::take(&mut self.counts[tag.index()]) > 0);
+        }
+    }
+
+    /// When the next delay is over.
+    pub(crate) fn deadline_ns(&self) -> Option<u64> {
+        self.delayed.iter().map(|(due_ns, _)| *due_ns).min()
+    }
+
+    /// Sends those again whose delay is over.
+    #[inline]
+    pub(crate) fn requeue_due(&mut self, done: &mut Done<'_>, now_ns: u64) {
+        if !self.delayed.is_empty() {
+            self.requeue_before(now_ns, done);
+        }
+    }
+
+    #[cold]
+    fn requeue_before(&mut self, now_ns: u64, done: &mut Done<'_>) {
+        let mut number = 0;
+        while let Some((due_ns, _)) = self.delayed.get(number) {
+            if *due_ns <= now_ns {
+                done.requeue(self.delayed.swap_remove(number).1);
+            } else {
+                number += 1;
+            }
+        }
+    }
+
+    /// Completes all that wait, for there is no device to send them to.
+    pub(crate) fn fail_delayed(&mut self, done: &mut Done<'_>) {
+        while let Some((_, tag)) = self.delayed.pop() {
+            self.forget(&tag);
+            done.complete(tag, Status::Offline);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_is_retried_unless_it_is_final() {
+        let identify = IdentifyController { retry_delay_1: 1, retry_delay_3: 30, ..Default::default() };
+        let delays = RetryDelays::new(&identify);
+        let of = |status, retries| Disposition::of(status, retries, delays);
+        assert_eq!(of(NvmeStatus::SUCCESS, 0), Disposition::Complete);
+        assert_eq!(of(NvmeStatus::INTERNAL, 0), Disposition::Retry(0));
+        assert_eq!(of(NvmeStatus::INTERNAL, 4), Disposition::Retry(0));
+        assert_eq!(of(NvmeStatus::INTERNAL, 5), Disposition::Complete, "five times at most");
+        assert_eq!(of(NvmeStatus::LBA_OUT_OF_RANGE.with_dnr(), 0), Disposition::Complete);
+        assert_eq!(of(NvmeStatus::HOST_ABORTED, 0), Disposition::Retry(0));
+        assert_eq!(of(NvmeStatus::ABORT_REQUESTED, 0), Disposition::Retry(0));
+        let delayed = |number: u16| NvmeStatus(NvmeStatus::COMMAND_INTERRUPTED.0 | number << 11);
+        assert_eq!(of(delayed(1), 0), Disposition::Retry(100_000_000));
+        assert_eq!(of(delayed(2), 0), Disposition::Retry(0), "a delay that the controller does not name");
+        assert_eq!(of(delayed(3), 1), Disposition::Retry(3_000_000_000));
+    }
+}

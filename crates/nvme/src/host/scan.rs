@@ -1,0 +1,189 @@
+//! The namespace scan: which namespaces there are, and what the queue core is to know of each.
+//!
+//! Pages of the active namespace list, 1024 identifiers each, until a page is not full; then for each namespace its
+//! identification descriptors and its data. A controller without the list has its namespaces tried one by one. What the
+//! controller says is bounded here: at most [`NAMESPACES_MAX`], in ascending order.
+
+use blkyard_mq::DeviceInfo;
+
+use crate::host::nvm_limits::NvmLimits;
+use crate::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, NvmeNamespace, NvmeStatus, Sqe, cns};
+
+/// Most namespaces that are looked at.
+pub const NAMESPACES_MAX: usize = 4096;
+/// Identifiers on a page of the list.
+const PAGE_IDS: usize = IDENTIFY_BYTES / 4;
+/// The NVM command set.
+const CSI_NVM: u8 = 0;
+
+/// By what a namespace is known wherever it turns up; unset ones are zero.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct NamespaceIds {
+    /// IEEE extended unique identifier, big-endian.
+    pub eui64: [u8; 8],
+    /// Globally unique identifier, big-endian.
+    pub nguid: [u8; 16],
+    /// UUID, big-endian.
+    pub uuid: [u8; 16],
+    /// Command set.
+    pub csi: u8,
+}
+
+impl NamespaceIds {
+    /// From a list of identification descriptors. What is not well-formed ends it.
+    pub fn parse(bytes: &[u8; IDENTIFY_BYTES]) -> NamespaceIds {
+        let mut ids = NamespaceIds::default();
+        let mut rest = &bytes[..];
+        while let [kind, len, _, _, after @ ..] = rest {
+            let value = after.split_at_checked(usize::from(*len)).filter(|_| *kind > 0 && *len > 0);
+            let Some((value, next)) = value else { break };
+            match (kind, value.len()) {
+                (1, 8) => ids.eui64.copy_from_slice(value),
+                (2, 16) => ids.nguid.copy_from_slice(value),
+                (3, 16) => ids.uuid.copy_from_slice(value),
+                (4, 1) => ids.csi = value[0],
+                _ => {}
+            }
+            rest = next;
+        }
+        ids
+    }
+}
+
+/// A namespace that can be used.
+#[derive(Clone, Debug)]
+pub struct ScannedNamespace {
+    /// By what it is known.
+    pub ids: NamespaceIds,
+    /// What the driver of a queue must know.
+    pub namespace: NvmeNamespace,
+    /// What the queue core must know.
+    pub info: DeviceInfo,
+}
+
+impl ScannedNamespace {
+    /// Whether it is the same namespace as it was, and looks the same.
+    pub fn is_same(&self, other: &ScannedNamespace) -> bool {
+        let look = |scanned: &ScannedNamespace| {
+            let info = &scanned.info;
+            (info.capacity_sectors, info.limits, info.read_only, info.volatile_cache, info.fua)
+        };
+        self.ids == other.ids && self.namespace == other.namespace && look(self) == look(other)
+    }
+}
+
+/// A command of a scan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ScanStep {
+    /// Identifiers above this one.
+    List(u32),
+    Ids(u32),
+    Data(u32),
+}
+
+impl ScanStep {
+    pub(crate) fn sqe(self) -> Sqe {
+        match self {
+            ScanStep::List(after) => Sqe::identify(cns::ACTIVE_NAMESPACES, after, 0, 0),
+            ScanStep::Ids(nsid) => Sqe::identify(cns::NAMESPACE_IDS, nsid, 0, 0),
+            ScanStep::Data(nsid) => Sqe::identify(cns::NAMESPACE, nsid, 0, 0),
+        }
+    }
+}
+
+/// A scan in progress: one command at a time.
+#[derive(Debug)]
+pub(crate) struct Scan {
+    step: Option<ScanStep>,
+    /// Those still to be looked at, the next one last.
+    nsids: Vec<u32>,
+    ids: NamespaceIds,
+    found: Vec<ScannedNamespace>,
+}
+
+impl Scan {
+    pub(crate) fn new() -> Scan {
+        Scan { step: Some(ScanStep::List(0)), nsids: vec![], ids: NamespaceIds::default(), found: vec![] }
+    }
+
+    /// The next command; nothing once the scan is complete.
+    pub(crate) fn step(&self) -> Option<ScanStep> {
+        self.step
+    }
+
+    /// What was found.
+    pub(crate) fn into_found(self) -> Vec<ScannedNamespace> {
+        self.found
+    }
+
+    /// Takes the answer to the current command.
+    pub(crate) fn completed(
+        &mut self,
+        status: NvmeStatus,
+        bytes: &[u8; IDENTIFY_BYTES],
+        controller: &IdentifyController,
+        limits: &NvmLimits,
+    ) {
+        let Some(step) = self.step else { return };
+        let is_ok = status.is_success();
+        self.step = match step {
+            ScanStep::List(after) if is_ok => self.list(after, bytes),
+            ScanStep::List(_) => {
+                // Before version 1.1 there is no list.
+                let count = controller.namespaces.min(NAMESPACES_MAX as u32);
+                self.nsids = (1..=count).rev().collect();
+                self.next_namespace()
+            }
+            ScanStep::Ids(nsid) => {
+                // Before version 1.3 there are no descriptors.
+                self.ids = if is_ok { NamespaceIds::parse(bytes) } else { NamespaceIds::default() };
+                Some(ScanStep::Data(nsid))
+            }
+            ScanStep::Data(nsid) => {
+                if is_ok {
+                    self.data(nsid, bytes, controller, limits);
+                }
+                self.next_namespace()
+            }
+        };
+    }
+
+    fn list(&mut self, after: u32, bytes: &[u8; IDENTIFY_BYTES]) -> Option<ScanStep> {
+        let mut last = after;
+        let mut count = 0;
+        for id in bytes.as_chunks().0.iter().map(|id| u32::from_le_bytes(*id)) {
+            if id <= last || self.nsids.len() == NAMESPACES_MAX {
+                break;
+            }
+            self.nsids.push(id);
+            (last, count) = (id, count + 1);
+        }
+        if count == PAGE_IDS && self.nsids.len() < NAMESPACES_MAX {
+            return Some(ScanStep::List(last));
+        }
+        self.nsids.reverse();
+        self.next_namespace()
+    }
+
+    fn next_namespace(&mut self) -> Option<ScanStep> {
+        self.nsids.pop().map(ScanStep::Ids)
+    }
+
+    fn data(&mut self, nsid: u32, bytes: &[u8; IDENTIFY_BYTES], controller: &IdentifyController, limits: &NvmLimits) {
+        let data = IdentifyNamespace::parse(bytes);
+        let mut ids = self.ids;
+        if ids.nguid == [0; 16] {
+            ids.nguid = data.nguid;
+        }
+        if ids.eui64 == [0; 8] {
+            ids.eui64 = data.eui64;
+        }
+        if ids.csi != CSI_NVM {
+            return;
+        }
+        if let Some((namespace, mut info)) = NvmeNamespace::new(nsid, controller, &data, limits) {
+            info.name = format!("namespace {nsid}");
+            self.found.push(ScannedNamespace { ids, namespace, info });
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! The way down: I/O queues stop, are deleted, the controller is disabled, and only then requests are given back.
+
+use crate::host::admin::ADMIN_TIMEOUT_NS;
+use crate::host::host_controller::{AdminPurpose, HostPhase, PhaseChanged};
+use crate::host::io_queues::QueueRun;
+use crate::host::{ControllerState, ControllerTransport, Disable, HostController, HostEvent, HostStep, NvmeHostError};
+use crate::{NvmeStatus, Sqe};
+
+/// Time between two attempts to disable a controller that stays active, ns.
+const UNPROVEN_RETRY_NS: u64 = 1_000_000_000;
+/// Time for an orderly shutdown, ns, at least and at most, whatever the controller asks for (RTD3E).
+const SHUTDOWN_MIN_NS: u64 = 5_000_000_000;
+const SHUTDOWN_MAX_NS: u64 = 60_000_000_000;
+
+/// Deletion of all I/O queues, within the time of one admin command: submission queues first, then the others.
+#[derive(Debug)]
+pub(crate) struct DeleteQueues {
+    is_sq: bool,
+    /// Commands not sent yet.
+    left: Vec<Sqe>,
+    in_flight: usize,
+    until_ns: u64,
+}
+
+impl DeleteQueues {
+    pub(crate) fn completed(&mut self) {
+        self.in_flight -= 1;
+    }
+}
+
+impl<T: ControllerTransport> HostController<T> {
+    /// Begins the way down.
+    pub(crate) fn tear_down(&mut self, now_ns: u64) {
+        let _ = now_ns;
+        self.stop_queues();
+        self.scan = None;
+        self.keep_alive = None;
+        self.phase = HostPhase::Stop;
+    }
+
+    /// Gives the controller up: on its way down it does not turn back.
+    pub(crate) fn end(&mut self, error: NvmeHostError, now_ns: u64) {
+        if self.is_ending {
+            return;
+        }
+        let was_going_down = self.state == ControllerState::Resetting;
+        if !self.state.change(ControllerState::Deleting) {
+            return;
+        }
+        self.is_ending = true;
+        if error != NvmeHostError::Removed {
+            self.error = Some(error);
+            self.events.push_back(HostEvent::Failed(error));
+        }
+        if matches!(error, NvmeHostError::Gone(_) | NvmeHostError::Fatal) {
+            self.is_mute = true;
+        }
+        if !was_going_down {
+            self.tear_down(now_ns);
+        }
+    }
+
+    /// One step of the way down.
+    pub(crate) fn step_down(&mut self, now_ns: u64) -> Result<Option<u64>, PhaseChanged> {
+        match &mut self.phase {
+            HostPhase::Stop => {
+                if self.any_queue(QueueRun::Stopping) {
+                    return Ok(None);
+                }
+                self.phase = self.begin_delete(now_ns);
+            }
+            HostPhase::Delete(_) => {
+                if let Some(until_ns) = self.step_delete(now_ns) {
+                    return Ok(Some(until_ns));
+                }
+            }
+            HostPhase::Disable(disable) => match disable.advance(&mut self.transport, now_ns) {
+                HostStep::Wait { deadline_ns } => return Ok(Some(deadline_ns)),
+                HostStep::Done => {
+                    let is_gone = disable.is_gone();
+                    self.silent(is_gone, now_ns);
+                }
+                HostStep::Failed(error) => {
+                    self.end(error, now_ns);
+                    self.phase = HostPhase::Unproven(now_ns.saturating_add(UNPROVEN_RETRY_NS));
+                }
+            },
+            HostPhase::Unproven(retry_ns) => {
+                if now_ns < *retry_ns {
+                    return Ok(Some(*retry_ns));
+                }
+                self.phase = HostPhase::Disable(Disable::new(None));
+            }
+            HostPhase::Cancel => {
+                if self.any_queue(QueueRun::Cancelling) {
+                    return Ok(None);
+                }
+                self.down(now_ns);
+            }
+            _ => return Ok(None),
+        }
+        Err(PhaseChanged)
+    }
+
+    /// Queues of a controller that answers are deleted first.
+    fn begin_delete(&mut self, now_ns: u64) -> HostPhase {
+        let answers = !self.is_mute && self.transport.status().is_ok_and(|status| status.ready && !status.fatal);
+        self.is_mute |= !answers;
+        if !answers || self.admin.is_none() {
+            return self.begin_disable();
+        }
+        HostPhase::Delete(DeleteQueues {
+            is_sq: true,
+            left: self.queues.iter().filter(|queue| queue.has_sq).map(|queue| queue.delete(true)).collect(),
+            in_flight: 0,
+            until_ns: now_ns.saturating_add(ADMIN_TIMEOUT_NS),
+        })
+    }
+
+    fn begin_disable(&self) -> HostPhase {
+        let wanted_ns = (u64::from(self.identify.shutdown_us) * 1000).next_multiple_of(1_000_000_000);
+        let shutdown_ns = wanted_ns.clamp(SHUTDOWN_MIN_NS, SHUTDOWN_MAX_NS);
+        HostPhase::Disable(Disable::new((self.is_ending && !self.is_mute).then_some(shutdown_ns)))
+    }
+
+    /// Returns until when to wait, if it has to.
+    fn step_delete(&mut self, now_ns: u64) -> Option<u64> {
+        let HostPhase::Delete(mut delete) = std::mem::replace(&mut self.phase, HostPhase::Stop) else { return None };
+        if now_ns < delete.until_ns && !self.is_mute {
+            while let Some(sqe) = delete.left.last() {
+                if !self.submit(*sqe, false, AdminPurpose::Delete, delete.until_ns) {
+                    break;
+                }
+                delete.left.pop();
+                delete.in_flight += 1;
+            }
+            let is_through = delete.left.is_empty() && delete.in_flight == 0;
+            if is_through && delete.is_sq {
+                delete.is_sq = false;
+                let others = self.queues.iter().filter(|queue| queue.has_cq);
+                delete.left = others.map(|queue| queue.delete(false)).collect();
+                self.phase = HostPhase::Delete(delete);
+                return None;
+            }
+            if !is_through {
+                let until_ns = delete.until_ns;
+                self.phase = HostPhase::Delete(delete);
+                return Some(until_ns);
+            }
+        }
+        self.phase = self.begin_disable();
+        None
+    }
+
+    /// The controller is silent: what it had is ours again.
+    fn silent(&mut self, is_gone: bool, now_ns: u64) {
+        if is_gone {
+            self.end(crate::DeviceGone.into(), now_ns);
+        }
+        if let Some(admin) = &mut self.admin {
+            for purpose in admin.cancel() {
+                if let AdminPurpose::User(user) = purpose {
+                    let status = NvmeStatus::HOST_ABORTED;
+                    self.events.push_back(HostEvent::Completed { user, status, result: 0 });
+                }
+            }
+        }
+        self.cancel_queues();
+        self.phase = HostPhase::Cancel;
+    }
+
+    /// Nothing is in flight any more.
+    fn down(&mut self, now_ns: u64) {
+        self.counts = None;
+        if !self.is_ending {
+            self.state.change(ControllerState::Connecting);
+            self.connect(now_ns);
+            return;
+        }
+        self.phase = HostPhase::Idle;
+        self.fail_queues();
+        self.state.change(if self.is_removed { ControllerState::DeletingNoIo } else { ControllerState::Dead });
+        self.events.push_back(HostEvent::Over);
+    }
+}

@@ -1,0 +1,202 @@
+//! A live controller is watched: late commands, asynchronous events, keep-alive.
+
+use crate::host::admin::ADMIN_TIMEOUT_NS;
+use crate::host::host_controller::AdminPurpose;
+use crate::host::scan::Scan;
+use crate::host::{ControllerState, ControllerTransport, HostController};
+use crate::{LateCommand, NvmeStatus, Sqe, admin};
+
+/// Type of an asynchronous event: error, and a notice.
+const EVENT_ERROR: u64 = 0;
+const EVENT_NOTICE: u64 = 2;
+/// Error: persistent internal error.
+const ERROR_PERSISTENT: u64 = 3;
+/// Notice: namespace attributes changed.
+const NOTICE_NAMESPACES: u64 = 0;
+/// Dwords of a log page that are read to clear an event.
+const LOG_DWORDS: u32 = 128;
+
+/// What was decided about a late command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LateAction {
+    /// It is over already, or will be once the controller is silent.
+    Nothing,
+    /// It is given as much time again.
+    MoreTime,
+    /// The controller was told to abort it, and it is given as much time again.
+    Abort,
+    /// The controller is reset.
+    Reset,
+    /// The controller is given up.
+    GiveUp,
+}
+
+/// What is going on beside I/O.
+#[derive(Debug, Default)]
+pub(crate) struct HostWatch {
+    /// Abort commands that may be sent, of those the controller takes at one time.
+    aborts_left: u16,
+    /// The Asynchronous Event Request is to be sent.
+    pub(crate) wants_event: bool,
+    pub(crate) wants_scan: bool,
+    /// A log page to be read.
+    log: Option<u8>,
+}
+
+impl HostWatch {
+    /// The controller was enabled; it takes so many Abort commands, and one.
+    pub(crate) fn start(&mut self, abort_limit: u8) {
+        *self = HostWatch { aborts_left: u16::from(abort_limit) + 1, ..HostWatch::default() };
+    }
+
+    pub(crate) fn abort_completed(&mut self) {
+        self.aborts_left += 1;
+    }
+}
+
+/// Keep-alive commands, at a part of the timeout.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KeepAlive {
+    timeout_ns: u64,
+    interval_ns: u64,
+    is_by_traffic: bool,
+    /// Completions were seen since the last look.
+    saw_traffic: bool,
+    sent_ns: Option<u64>,
+    due_ns: u64,
+}
+
+impl KeepAlive {
+    /// With this timeout. A controller that counts any command as a sign of life is asked more often, and only while
+    /// nothing else is.
+    pub(crate) fn new(timeout_ns: u64, is_by_traffic: bool, now_ns: u64) -> KeepAlive {
+        let interval_ns = timeout_ns / if is_by_traffic { 4 } else { 2 };
+        let due_ns = now_ns.saturating_add(interval_ns);
+        KeepAlive { timeout_ns, interval_ns, is_by_traffic, saw_traffic: false, sent_ns: None, due_ns }
+    }
+
+    /// When it must be looked at.
+    pub(crate) fn due_ns(&self) -> u64 {
+        if self.sent_ns.is_some() { u64::MAX } else { self.due_ns }
+    }
+
+    /// Whether a command is to be sent now.
+    fn is_due(&mut self, now_ns: u64) -> bool {
+        if now_ns < self.due_ns() {
+            return false;
+        }
+        if self.is_by_traffic && std::mem::take(&mut self.saw_traffic) {
+            self.due_ns = now_ns.saturating_add(self.interval_ns);
+            return false;
+        }
+        self.sent_ns = Some(now_ns);
+        true
+    }
+
+    /// The command was answered: the next one follows an interval after this one was sent.
+    pub(crate) fn answered(&mut self, now_ns: u64) {
+        let round_trip_ns = self.sent_ns.take().map_or(0, |sent_ns| now_ns.saturating_sub(sent_ns));
+        self.saw_traffic = false;
+        self.due_ns = now_ns.saturating_add(self.interval_ns.saturating_sub(round_trip_ns));
+    }
+}
+
+impl<T: ControllerTransport> HostController<T> {
+    /// Decides about a late command, in the order of Linux's driver. Its queue was polled before and has not got it.
+    pub fn late_command(&mut self, late: LateCommand, now_ns: u64) -> LateAction {
+        let Some(queue) = self.queues.get(usize::from(late.qid).wrapping_sub(1)) else { return LateAction::Nothing };
+        if queue.starts != late.starts {
+            // Of before a reset: it was given up then.
+            return LateAction::Nothing;
+        }
+        let was_live = self.state == ControllerState::Live;
+        self.check(now_ns);
+        match self.state {
+            ControllerState::Live => {}
+            ControllerState::Resetting if was_live => return LateAction::Reset,
+            ControllerState::Resetting => return LateAction::MoreTime,
+            ControllerState::Connecting | ControllerState::New => return LateAction::Nothing,
+            _ => return LateAction::GiveUp,
+        }
+        let has_budget = self.watch.aborts_left > 0;
+        let aborted = self.queue_mut(late.qid).and_then(|queue| queue.aborted.get_mut(usize::from(late.slot)));
+        let Some(aborted) = aborted else { return LateAction::Nothing };
+        if *aborted == Some(late.sequence) {
+            self.reset(now_ns);
+            return LateAction::Reset;
+        }
+        if !has_budget {
+            return LateAction::MoreTime;
+        }
+        *aborted = Some(late.sequence);
+        let deadline_ns = now_ns.saturating_add(ADMIN_TIMEOUT_NS);
+        if !self.submit(Sqe::abort(late.qid, late.cid), false, AdminPurpose::Abort, deadline_ns) {
+            return LateAction::MoreTime;
+        }
+        self.watch.aborts_left -= 1;
+        LateAction::Abort
+    }
+
+    /// I/O was completed: a sign of life to a controller that counts such.
+    pub fn note_traffic(&mut self) {
+        self.keep_alive.iter_mut().for_each(|keep_alive| keep_alive.saw_traffic = true);
+    }
+
+    /// Does what a live controller is owed.
+    pub(crate) fn watch_live(&mut self, now_ns: u64) {
+        if self.state != ControllerState::Live {
+            return;
+        }
+        let deadline_ns = now_ns.saturating_add(ADMIN_TIMEOUT_NS);
+        if let Some(lid) = self.watch.log
+            && self.submit(
+                Sqe::get_log_page(lid, u32::MAX, 0, LOG_DWORDS, 0),
+                true,
+                AdminPurpose::EventLog,
+                deadline_ns,
+            )
+        {
+            self.watch.log = None;
+        }
+        if self.watch.wants_scan && self.scan.is_none() {
+            self.watch.wants_scan = false;
+            self.scan = Some(Scan::new());
+            self.go_on_scanning(now_ns);
+        }
+        if self.watch.wants_event
+            && let Some(admin) = &mut self.admin
+        {
+            self.watch.wants_event = false;
+            admin.arm_event();
+        }
+        if let Some(keep_alive) = &mut self.keep_alive
+            && keep_alive.is_due(now_ns)
+        {
+            let deadline_ns = now_ns.saturating_add(keep_alive.timeout_ns);
+            if !self.submit(Sqe::new(admin::KEEP_ALIVE, 0), false, AdminPurpose::KeepAlive, deadline_ns) {
+                self.reset(now_ns);
+            }
+        }
+    }
+
+    /// The Asynchronous Event Request was completed.
+    pub(crate) fn async_event(&mut self, status: NvmeStatus, result: u64, now_ns: u64) {
+        if !status.is_success() {
+            // The controller has none; nothing is sent in its place.
+            return;
+        }
+        let (kind, info, log) = (result & 7, result >> 8 & 0xff, (result >> 16) as u8);
+        match (kind, info) {
+            (EVENT_ERROR, ERROR_PERSISTENT) => {
+                self.reset(now_ns);
+            }
+            (EVENT_NOTICE, NOTICE_NAMESPACES) => self.watch.wants_scan = true,
+            _ => {}
+        }
+        // An event stays masked until its log page was read.
+        match log {
+            0 => self.watch.wants_event = true,
+            lid => self.watch.log = Some(lid),
+        }
+    }
+}

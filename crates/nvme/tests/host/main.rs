@@ -1,0 +1,7 @@
+//! The host's side of a controller against one that the tests control: registers, bring-up, failure and races.
+#![forbid(unsafe_code)]
+
+mod bring_up;
+mod enable;
+mod fake;
+mod rig;
