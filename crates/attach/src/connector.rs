@@ -1,7 +1,7 @@
-//! Connections to back-ends, and what may come through them.
+//! Connections to back-ends.
 //!
-//! A connector decides which descriptors of a back-end get through. What a message means is checked elsewhere all the
-//! same (`session.rs`).
+//! A connector decides which descriptors of a back-end are passed on. Messages are checked independently of it
+//! (`session.rs`).
 
 use std::fmt::Debug;
 use std::io;
@@ -13,17 +13,17 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connec
 
 /// Connects to the socket of a back-end.
 ///
-/// A back-end that is not trusted needs one whose streams bring no descriptor that blocks on close, and leave none in
-/// their queue. A shutdown of either half must pass through: a disk that is lost waits until its back-end has closed.
+/// An untrusted back-end needs a connector whose streams bring no descriptor that blocks on close, and leave none in
+/// their queue. A shutdown of either half must pass through: a lost disk waits until its back-end has closed.
 pub trait Connector: Debug + Send + Sync {
-    /// Connects, without waiting; none if the back-end's backlog is full.
+    /// Connects, without waiting; `None` if the back-end's backlog is full.
     ///
     /// # Errors
-    /// Nobody listens there, or the system gives no descriptor.
+    /// No process listens there, or the system gives no descriptor.
     fn connect(&self, path: &Path) -> io::Result<Option<UnixStream>>;
 }
 
-/// Connects in this process: for those who trust their back-ends.
+/// Connects in this process: for trusted back-ends.
 #[derive(Debug)]
 pub(crate) struct DirectConnector;
 

@@ -1,25 +1,24 @@
-//! The control thread of a remote disk: it does all that is said to the back-end, one thing after the other.
+//! The control thread of a remote disk: sends all messages to the back-end, in sequence.
 //!
 //! ```text
 //!                     hangs up, hangs, breaks a ring
 //!     up ────────────────────────────────────────────────▶ down
-//!     ▲   the old rings go on, if the back-end kept account   │ waits for its end of the connection to close
-//!     │   of what was in flight; otherwise there are new ones │ tries again, ever less often
+//!     ▲   the old rings continue, if the back-end recorded    │ waits for its end of the connection to close
+//!     │   the requests in flight; otherwise new rings         │ reconnects, with a growing pause
 //!     └───────────────────────────────────────────────────────┘ after `gone_max`: all I/O fails
 //! ```
 //!
-//! All rings are set up at once, with all memory that is known, when the first queue has memory: as virtual machines do
-//! it. A back-end may have to be stopped for a change of memory and lose what it has in flight. So such a change is
-//! made while nothing is: all queues are quiesced, the rings are stopped, and new ones begin.
+//! All rings are set up at once, with all known memory, when the first queue has memory, as virtual machines do it. A
+//! back-end may have to be stopped for a change of memory, and lose its requests in flight. So such a change is made
+//! while none are: all queues are quiesced, the rings are stopped, and new ones begin.
 //!
-//! What was in flight at a back-end that is gone is not over. With an account of it, in memory that the next back-end
-//! is given, that one finishes it, in the rings where it stands. Without, each queue gets a ring in new memory, which
-//! the old back-end does not know; it takes what is finished out of the old one, and what is not is done again, in the
-//! order it was submitted. So nothing that was acknowledged is done twice, and nothing is lost.
+//! Requests in flight at a lost back-end have not completed. If they are recorded, in memory that the next back-end
+//! gets, that one completes them, in the same rings. Otherwise each queue gets a ring in new memory, which the old
+//! back-end does not know; it takes completions from the old ring, and submits the rest again, in order of submission.
+//! So no acknowledged write is done twice, and none is lost.
 //!
-//! Owned by its own thread, and bounded in each wait. What is said is the protocol's (`protocol.rs`), who uses the
-//! queues is known in `queues.rs`, and when to connect again in `outage.rs`. Queues are told by commands
-//! (`mailbox.rs`).
+//! Owned by its own thread, and bounded in each wait. The protocol (`protocol.rs`) defines messages, `queues.rs` knows
+//! the users of the queues, and `outage.rs` the time to reconnect. Queues get commands (`mailbox.rs`).
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SendError, TryRecvError};
@@ -43,14 +42,14 @@ enum Link<S> {
     Down(Outage),
 }
 
-/// The rings of all queues: what a session serves, and the next one may go on in.
+/// The rings of all queues: those of a session, in which the next one may continue.
 ///
-/// They are one value, so that what a set-up does that fails half-way is undone by dropping it.
+/// One value, so that a set-up that fails half-way is undone by dropping it.
 struct RingSet<R> {
     rings: R,
     /// By queue: number of its ring, of all rings of the disk so far.
     numbers: Vec<u64>,
-    /// A back-end was told of them, and may have begun there.
+    /// Whether a back-end knows them, and may have used them.
     served: bool,
 }
 
@@ -59,15 +58,15 @@ pub(crate) struct Control<S: RemoteSession> {
     shared: Arc<SharedState>,
     commands: Receiver<DeviceCommand<S::Ring>>,
     wake: Arc<EventFd>,
-    /// Signalled when nobody can want anything any more.
+    /// Signalled when the disk and all its queues are dropped.
     end: Arc<EventFd>,
     link: Link<S>,
     queues: DriverQueues<S::Ring>,
-    /// The memory or the rings of the queues are not what the back-end knows.
+    /// Whether memory or rings of the queues differ from the back-end's.
     changed: bool,
-    /// What was agreed on, for good.
+    /// Result of the first negotiation, valid for all sessions.
     agreed: S::Agreed,
-    /// What the next set-up may go on in; if there is nothing, it makes new ones.
+    /// Rings in which the next set-up may continue; without them it makes new ones.
     rings: Option<RingSet<S::Rings>>,
     /// Rings made so far.
     made: u64,
@@ -76,7 +75,7 @@ pub(crate) struct Control<S: RemoteSession> {
     log: LogLimit,
 }
 
-/// What the first session says of the disk.
+/// Result of the first session.
 pub(crate) struct Discovered<A> {
     pub(crate) shared: Arc<SharedState>,
     pub(crate) domain: Arc<DmaDomain>,
@@ -144,14 +143,14 @@ impl<S: RemoteSession> Control<S> {
         self.options().clock.now()
     }
 
-    /// Runs until nobody can want anything any more.
+    /// Runs until the disk and all its queues are dropped.
     pub(crate) fn run(mut self) {
         while self.run_once() {
             self.wait();
         }
     }
 
-    /// Does all that is wanted, was said, or is due. False once nobody can want anything any more.
+    /// Handles all due commands, messages and deadlines. False once the disk and all its queues are dropped.
     fn run_once(&mut self) -> bool {
         self.wake.take();
         if let Link::Up { session, .. } = &mut self.link {
@@ -185,11 +184,11 @@ impl<S: RemoteSession> Control<S> {
                 deadline = Some(deadline.map_or(due, |deadline| deadline.min(due)));
             }
         }
-        // Whatever ends this early, all is looked at.
+        // After an early end everything is checked again.
         let _ = self.options().clock.wait(&mut fds, deadline);
     }
 
-    /// Looks after the connection.
+    /// Checks the connection.
     fn look(&mut self) {
         match &mut self.link {
             Link::Up { session, .. } => match session.look() {
@@ -277,7 +276,7 @@ impl<S: RemoteSession> Control<S> {
         self.changed |= opened.ring.is_none();
         if let Link::Down(outage) = &self.link {
             if opened.was_used {
-                // What whoever had it before has left in the account is not this one's.
+                // The record belongs to the previous user.
                 self.rings = None;
             }
             if outage.gave_up() {
@@ -342,7 +341,7 @@ impl<S: RemoteSession> Control<S> {
         Ok(())
     }
 
-    /// Has all queues go on with the memory that the session knows.
+    /// Resumes all queues with the memory that the session knows.
     fn resume(&mut self, session: &S) {
         self.changed = false;
         self.queues.resume(|regions| session.knows(regions));
@@ -350,17 +349,17 @@ impl<S: RemoteSession> Control<S> {
 
     /// Has the back-end know all memory, and serve all queues: in the rings they have, or in new ones. No ring runs.
     fn set_up(&mut self, session: &mut S) -> Result<(), TalkError> {
-        // All queues have their ring, and the session goes by the account of what is in flight if there is one.
+        // All queues have their ring, and the session uses the in-flight record if there is one.
         let can_resume =
             |old: &RingSet<_>| self.queues.all_have_rings() && S::is_recorded(&old.rings) == session.is_tracked();
         if let Some(mut rings) = self.rings.take().filter(can_resume) {
             let was_served = std::mem::replace(&mut rings.served, true);
             let done = self.serve(session, &rings.rings, true);
-            // Also if that failed: what is in flight there the next one finds in the account.
+            // Also after an error: the next session finds the requests in flight in the record.
             self.rings = Some(rings);
             done?;
             if was_served {
-                // What the one before did not hear this one must, and what it did not say nobody will.
+                // This session must see kicks that the previous one missed, and repeat its calls.
                 self.queues.post_all(|| QueueCommand::GoesOn);
             }
         } else {
@@ -379,7 +378,7 @@ impl<S: RemoteSession> Control<S> {
         session.start_rings(rings, &self.queues.shared(), resumed)
     }
 
-    /// A new ring for each queue, in new memory: who has the old ones writes to nobody's ring.
+    /// A new ring for each queue, in new memory: writes of the old rings' owner reach no ring in use.
     fn make_rings(&mut self, session: &S) -> Result<(RingSet<S::Rings>, Vec<RingEnd<S::Ring>>), TalkError> {
         let (rings, new) = session.make_rings(&self.queues.shared())?;
         let mut set = RingSet { rings, numbers: Vec::with_capacity(new.len()), served: false };
@@ -392,7 +391,7 @@ impl<S: RemoteSession> Control<S> {
         Ok((set, ends))
     }
 
-    /// These are the rings from now on. Hands them to those who use the queues, and keeps the others.
+    /// Replaces the rings: passes them to the users of the queues, and keeps the others.
     fn give_rings(&mut self, rings: RingSet<S::Rings>, ends: Vec<RingEnd<S::Ring>>) {
         self.rings = Some(rings);
         self.queues.give_rings(ends);
@@ -406,7 +405,7 @@ impl<S: RemoteSession> Control<S> {
         let broken = matches!(why, TalkError::Fault { .. } | TalkError::RingError);
         let silent = matches!(why, TalkError::Silent { .. });
         if broken || silent || self.rings.as_ref().is_some_and(|rings| !S::is_recorded(&rings.rings)) {
-            // Also while there is none: the next one must not go on in these rings.
+            // Also without new ones: the next session must not continue in these rings.
             self.rings = None;
         }
         let now = self.now();
@@ -488,7 +487,7 @@ impl<S: RemoteSession> Control<S> {
         }
     }
 
-    /// Has a back-end that is connected go on where the one before stopped.
+    /// Has a newly connected back-end continue for the previous one.
     fn take_over(&mut self, session: &mut S) -> Result<(), TalkError> {
         session.check_same(&self.agreed)?;
         let (have, used) = (session.queues(), self.queues.len());
@@ -502,7 +501,7 @@ impl<S: RemoteSession> Control<S> {
         Ok(())
     }
 
-    /// What the back-end serves has changed.
+    /// The back-end's disk has changed.
     fn read_info(&mut self) {
         let Link::Up { session, .. } = &self.link else { return };
         match session.read_info(&self.config) {
@@ -525,7 +524,7 @@ impl<S: RemoteSession> Control<S> {
         }
     }
 
-    /// Whether a line that the back-end causes is logged, and what it says of those that were not.
+    /// Whether a log line that the back-end causes is logged, with the number of those that were not.
     fn pass(&mut self) -> Option<HeldBack> {
         let now = self.now();
         self.log.pass(now).map(HeldBack)

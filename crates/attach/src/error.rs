@@ -4,19 +4,19 @@ use std::time::Duration;
 
 use blkyard_virtio::driver::ConfigError;
 
-/// What went wrong between us and a back-end. The connection is of no use after it.
+/// Error between us and a back-end. The connection is unusable after it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TalkError {
     /// It has closed.
     #[error("its back-end closed the connection at {request}; see the back-end's log")]
     Closed {
-        /// What it was told or asked.
+        /// Message or request.
         request: String,
     },
-    /// The same, while nothing was said.
+    /// The same, outside of a request.
     #[error("its back-end closed the connection; see the back-end's log")]
     HungUp,
-    /// The device is let go of; nothing is wrong with the back-end.
+    /// The device is closed; the back-end has no fault.
     #[error("the disk was closed")]
     LetGo,
     /// It answers messages, if at all, and a request it does not.
@@ -25,12 +25,12 @@ pub enum TalkError {
          timeout_s"
     )]
     Silent {
-        /// The queue, and what was asked for.
+        /// Queue and request.
         request: String,
         /// How long it had.
         limit: Duration,
     },
-    /// A queue of ours did not come to rest for a change of memory.
+    /// A queue of ours did not drain for a change of memory.
     #[error("{queue} was not quiesced within {limit:?} for a change of memory; the session is set up again")]
     Restless {
         /// The queue, by its name.
@@ -44,7 +44,7 @@ pub enum TalkError {
          front-end, restart the back-end, or raise timeout_s"
     )]
     Late {
-        /// What it was told or asked.
+        /// Message or request.
         request: String,
         /// How long it had.
         limit: Duration,
@@ -52,13 +52,13 @@ pub enum TalkError {
     /// It answered something else.
     #[error("its back-end's answer to {request} is invalid; check that the socket belongs to a vhost-user back-end")]
     Nonsense {
-        /// What it was told or asked.
+        /// Message or request.
         request: String,
     },
     /// It said no.
     #[error("its back-end refused {request} with code {code}; see the back-end's log")]
     Refused {
-        /// What it was told.
+        /// Message.
         request: String,
         /// Its answer.
         code: u64,
@@ -71,16 +71,16 @@ pub enum TalkError {
     Fault {
         /// The queue, by its name.
         queue: String,
-        /// What it did.
+        /// Violation.
         fault: String,
     },
     /// It knows no memory of ours, and so no ring.
     #[error("its back-end has no slot for the memory region of the rings; give it more memory slots")]
     NoMemory,
-    /// It is not what it was.
+    /// The disk is not the same as before.
     #[error("its back-end changed: {what}; serve the same disk there with the same options")]
     Changed {
-        /// What differs.
+        /// Difference.
         what: String,
     },
     /// The system refused.
@@ -96,7 +96,7 @@ pub enum AttachError {
     Socket {
         /// Name of the disk.
         disk: String,
-        /// Why, and what helps.
+        /// Cause and cure.
         cause: String,
     },
     /// The back-end does not do as it should.
@@ -104,21 +104,21 @@ pub enum AttachError {
     Talk {
         /// Name of the disk.
         disk: String,
-        /// What it did.
+        /// Violation.
         #[source]
         source: TalkError,
     },
-    /// The back-end cannot do what is needed.
+    /// The back-end lacks a feature.
     #[error("{disk}: its back-end does not offer {feature}: {cure}")]
     Feature {
         /// Name of the disk.
         disk: String,
-        /// What is missing.
+        /// Missing feature.
         feature: &'static str,
-        /// What helps.
+        /// Cure.
         cure: &'static str,
     },
-    /// What the back-end says of its disk makes no sense.
+    /// The back-end's configuration is inconsistent.
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// More queues are wanted than there are.
@@ -126,11 +126,11 @@ pub enum AttachError {
     Queues {
         /// Name of the disk.
         disk: String,
-        /// What was asked for.
+        /// Number requested.
         wanted: usize,
-        /// What there is.
+        /// Number available.
         have: usize,
-        /// What helps.
+        /// Cure.
         cure: &'static str,
     },
     /// A queue deeper than its ring.
@@ -138,11 +138,11 @@ pub enum AttachError {
     Depth {
         /// Name of the disk.
         disk: String,
-        /// What was asked for.
+        /// Requested depth.
         depth: usize,
-        /// What fits.
+        /// Available depth.
         room: usize,
-        /// What helps.
+        /// Cure.
         cure: String,
     },
     /// The system gives no memory, thread or descriptor.
@@ -150,7 +150,7 @@ pub enum AttachError {
     System {
         /// Name of the disk.
         disk: String,
-        /// What it said.
+        /// Its error.
         #[source]
         source: std::io::Error,
     },

@@ -5,17 +5,17 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 
-/// Bytes that one look throws away. A back-end that writes without end must not hold up the control thread.
+/// Bytes discarded at a time. A back-end that writes without end must not block the control thread.
 const DISCARD_MAX: usize = 16 << 10;
 
-/// What the other side of a connection that was left does.
+/// State of the other side of a closed connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PeerState {
     /// It has closed its end.
     Closed,
-    /// There is nothing to read.
+    /// No data to read.
     Silent,
-    /// There is more to read than one look reads.
+    /// More data than one check reads.
     Talking,
 }
 
@@ -24,7 +24,7 @@ pub(crate) enum PeerState {
 pub(crate) struct LeftPeer(pub(crate) OwnedFd);
 
 impl LeftPeer {
-    /// Whether the other side has closed. What it still says is thrown away, 16 KiB at a look.
+    /// Whether the other side has closed. Its data is discarded, 16 KiB at a time.
     pub(crate) fn look(&self) -> PeerState {
         let (mut bytes, mut discarded) = ([0; 512], 0);
         while discarded < DISCARD_MAX {

@@ -1,20 +1,20 @@
-//! Devices that others serve: the core that every protocol shares, and the front-end of vhost-user-blk on it.
+//! Disks that other processes serve: a core shared by all protocols, and the front-end of vhost-user-blk on it.
 //!
 //! [`RemoteDisk`] is a disk that a back-end serves. Each of its queues is the driver of a hardware queue
-//! ([`RemoteQueue`]). A control thread for each disk does all that is said to the back-end. No lane ever waits for it:
-//! a queue whose ring or memory the back-end does not know yet takes nothing. A back-end that hangs, lies or dies is
-//! left, and looked for again; what was in flight is kept and goes on, or is done again.
+//! ([`RemoteQueue`]). A control thread for each disk sends all messages to the back-end. No lane ever waits for it: a
+//! queue whose ring or memory the back-end does not know yet accepts no request. A back-end that hangs, lies or dies is
+//! disconnected, and reconnected; requests in flight are kept, and continue or are submitted again.
 //!
 //! A protocol is a module that implements the traits of `protocol.rs`; the core names none. There is one: [`Attached`]
-//! is a disk over vhost-user. Its rings and headers are in memory of ours that the back-end maps; data stays where it
-//! is, in regions that have a file.
+//! is a disk over vhost-user. Its rings and headers are in memory of ours that the back-end maps; data stays in place,
+//! in regions that have a file.
 //!
-//! A back-end may answer with descriptors, and some hang whoever closes them, or closes a socket in which they lie
-//! unread: a file of a FUSE mount whose server is silent, a TCP socket that lingers. Then the control thread hangs, and
-//! with it whoever drops the disk. Only connections of a [`Connector`] that sees to that are safe; by default there is
-//! none, for those who trust their back-ends.
+//! A back-end may answer with descriptors whose close blocks, or blocks the close of a socket in which they lie unread:
+//! a file of a FUSE mount whose server is silent, a TCP socket that lingers. Then the control thread hangs, and with it
+//! the thread that drops the disk. Only a [`Connector`] that filters them is safe; by default there is none, for
+//! trusted back-ends.
 //!
-//! Does no file I/O and knows no `io_uring`: kicks go through whatever the lane signals eventfds with.
+//! Does no file I/O and knows no `io_uring`: kicks go through the lane's way to signal eventfds.
 #![forbid(unsafe_code)]
 
 mod connector;

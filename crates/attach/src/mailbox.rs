@@ -1,7 +1,7 @@
-//! What a queue on its lane and the control thread of its device leave for each other.
+//! Messages between a queue on its lane and the control thread of its device.
 //!
-//! The control thread puts commands behind the queue's mailbox and signals its eventfd; the queue reads them when it is
-//! next at work. The queue sends commands to the control thread, and nobody on a lane waits for an answer.
+//! The control thread puts commands into the queue's mailbox and signals its eventfd; the queue reads them in its next
+//! round. The queue sends commands to the control thread, and no lane waits for an answer.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -17,19 +17,19 @@ use crate::AttachError;
 /// To a queue.
 #[derive(Debug)]
 pub(crate) enum QueueCommand<R> {
-    /// From now on this is its ring, of this number. What the one before has in flight is to be done again.
+    /// Use this ring, of this number, from now on. Requests in flight in the previous one are to be submitted again.
     Run(RingEnd<R>),
     /// Its memory of this number is known to the back-end, or cannot be. Ends a rest.
     Memory(u64, bool),
-    /// Take no request, and answer with this number once none is in flight: the memory of the session changes.
+    /// Accept no request, and answer with this number once none is in flight: the memory of the session changes.
     Rest(u64),
     /// Its back-end has died.
     Died,
     /// Its back-end was left because it did not answer a request.
     Silent,
-    /// Another goes on in its ring, which it may have to be told.
+    /// Another back-end continues in its ring, and may need a kick.
     GoesOn,
-    /// No back-end serves it any more: what it has and gets fails, until there is a ring again.
+    /// No back-end serves it any more: present and new requests fail, until there is a ring again.
     Fail,
 }
 
@@ -42,22 +42,22 @@ pub(crate) struct RingEnd<R> {
     pub(crate) number: u64,
 }
 
-/// From whoever uses a device.
+/// Command from a user of the device.
 #[derive(Debug)]
 pub(crate) enum DeviceCommand<R> {
     /// One more queue.
     Open(QueueKind, Sender<Result<Opened<R>, AttachError>>),
     /// Memory that queues will use, to be announced with the next change.
     Reserve(Arc<Region>),
-    /// The memory of a queue is this from now on, under this number; nothing of the old is in flight.
+    /// The memory of a queue, under this number; no request in the old memory is in flight.
     Memory(u16, u64, Vec<Arc<Region>>),
-    /// The queue has nothing in flight, and takes nothing: the answer to a [`QueueCommand::Rest`] of this number.
+    /// The queue has no request in flight, and accepts none: the answer to a [`QueueCommand::Rest`] of this number.
     Rested(u16, u64),
     /// The back-end broke this ring of a queue.
     Fault(u16, u64, String),
     /// A request has been in this ring of a queue for too long: which one.
     Late(u16, u64, String),
-    /// The queue is gone. Its ring, if nothing is in flight there.
+    /// The queue is dropped. Its ring, if no request is in flight there.
     Close(u16, Option<RingEnd<R>>),
 }
 
@@ -66,24 +66,24 @@ pub(crate) enum DeviceCommand<R> {
 pub(crate) struct Opened<R> {
     pub(crate) number: u16,
     pub(crate) mailbox: Arc<QueueMailbox<R>>,
-    /// Later, if there is none yet.
+    /// `None` until there is one.
     pub(crate) ring: Option<RingEnd<R>>,
-    /// How long what a silent back-end had is done again before it fails, ns.
+    /// Time for which requests of a silent back-end are submitted again before they fail, ns.
     pub(crate) gone_max_ns: u64,
 }
 
-/// What others may see of a queue.
+/// State of a queue for other threads.
 #[derive(Clone, Debug)]
 pub struct DriverQueueView {
     /// `req.N`, or `req_poll.N` for one that is polled, as Linux names them.
     pub name: String,
-    /// What the back-end did wrong on it, by reason.
+    /// Violations of the back-end on it, by reason.
     pub violations: Arc<Violations>,
-    /// Back-ends that died one after the other while it had requests in flight, and answered none.
+    /// Consecutive back-ends that died while it had requests in flight, and completed none.
     pub deaths: Arc<AtomicU64>,
 }
 
-/// A queue's mailbox. On lines of its own: neighbours are looked at by other threads.
+/// A queue's mailbox. On separate cache lines: neighbours are read by other threads.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct QueueMailbox<R> {
@@ -104,7 +104,7 @@ impl<R> QueueMailbox<R> {
         // Never closed: a queue that is gone takes no commands, and they go with its mailbox.
         let _ = self.commands.send(command);
         // After the command: an armed queue is woken by the eventfd and finds the command. A polled queue finds it in
-        // its next round; nobody would reset its eventfd.
+        // its next round; its eventfd would never be reset.
         if !self.polled {
             self.eventfd.signal_shared();
         }
@@ -129,7 +129,7 @@ pub(crate) struct ControlSender<R>(Arc<SenderEnd<R>>);
 struct SenderEnd<R> {
     commands: Option<Sender<DeviceCommand<R>>>,
     wake: Arc<EventFd>,
-    /// Signalled when no sender is left: whatever the control thread waits for, it waits no longer.
+    /// Signalled when no sender is left: ends every wait of the control thread.
     end: Arc<EventFd>,
 }
 

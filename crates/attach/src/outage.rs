@@ -1,4 +1,4 @@
-//! The time without a back-end: when it is looked for, and when I/O fails.
+//! The time without a back-end: reconnection, and failure of I/O.
 //!
 //! Time rules only, with the time as an argument; `control.rs` connects and tells the queues.
 
@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 
 use crate::left_peer::{LeftPeer, PeerState};
 
-/// The first pause before a back-end that is gone is looked for again. Connecting to nobody costs microseconds.
+/// First pause before a reconnection. An attempt without a listener costs microseconds.
 pub(crate) const PAUSE_MIN: Duration = Duration::from_millis(1);
 /// The longest pause.
 const PAUSE_MAX: Duration = Duration::from_millis(500);
 /// In between a pause is this share of the time that the back-end has been away.
 const PAUSE_SHARE: u32 = 8;
-/// Rings that back-ends may break one after the other before what is in flight fails: it may be what breaks them.
+/// Consecutive broken rings after which requests in flight fail, since they may be the cause.
 const FAULTS_MAX: u32 = 3;
 /// A back-end that has served for so long is good again.
 const GOOD_AFTER: Duration = Duration::from_secs(10);
@@ -43,7 +43,7 @@ impl LossHistory {
         pause
     }
 
-    /// Whether what is in flight may be what breaks the rings.
+    /// Whether the requests in flight may be the cause of the broken rings.
     pub(crate) fn has_too_many_faults(&self) -> bool {
         self.faults >= FAULTS_MAX
     }
@@ -53,46 +53,46 @@ impl LossHistory {
 #[derive(Debug)]
 pub(crate) struct Outage {
     since: Instant,
-    /// When the back-end is looked for.
+    /// Time of the next connection attempt.
     try_at: Instant,
-    /// The connection that was left, until the back-end has closed its end: it may do what it was asked for until then,
-    /// and nothing is submitted again before.
+    /// The old connection, until the back-end has closed its end: until then it may execute requests, and none is
+    /// submitted again.
     left: Option<LeftPeer>,
-    /// There it writes more than one look reads.
+    /// Whether it sends more than one check reads.
     floods: bool,
     /// I/O fails.
     gave_up: bool,
-    /// What went wrong last, so that it is logged once.
+    /// Latest error, so that it is logged once.
     said: String,
 }
 
-/// What is due.
+/// Next step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum OutageStep {
-    /// Nothing.
+    /// No step is due.
     Wait,
-    /// The back-end is to be looked for.
+    /// Connect to the back-end.
     Connect,
     /// I/O is to fail.
     Fail,
 }
 
 impl Outage {
-    /// The back-end is looked for after the pause.
+    /// Connects after the pause.
     pub(crate) fn new(now: Instant, pause: Duration) -> Outage {
         Outage { since: now, try_at: now + pause, left: None, floods: false, gave_up: false, said: String::new() }
     }
 
-    /// A connection was left, and its other side may still use what it was given.
+    /// Keeps the old connection, whose other side may still use our memory.
     pub(crate) fn set_left(&mut self, left: LeftPeer) {
         self.left = Some(left);
     }
 
-    /// When to [look](Outage::look) at the latest.
+    /// Latest time of the next [check](Outage::look).
     pub(crate) fn deadline(&self, now: Instant, gone_max: Duration) -> Instant {
         match self.left {
             None => self.try_at,
-            // What it writes would wake us without end.
+            // Its data would wake us without end.
             Some(_) if self.floods => (self.since + gone_max).min(now + PAUSE_MIN),
             Some(_) => self.since + gone_max,
         }
@@ -103,7 +103,7 @@ impl Outage {
         self.left.as_ref().filter(|_| !self.floods)
     }
 
-    /// Looks at the connection that was left, and at the time.
+    /// Checks the old connection, and the time.
     pub(crate) fn look(&mut self, now: Instant, gone_max: Duration) -> OutageStep {
         let is_over = self.away(now) >= gone_max;
         let peer = self.left.as_ref().map(LeftPeer::look);
@@ -118,8 +118,7 @@ impl Outage {
         }
     }
 
-    /// The back-end was looked for, and this was the reason that there is none. Returns whether I/O is to fail now, and
-    /// whether the reason is news.
+    /// A connection attempt failed, for this reason. Returns the next step and whether the reason is new.
     pub(crate) fn try_later(&mut self, now: Instant, gone_max: Duration, why: &str) -> (OutageStep, bool) {
         let away = self.away(now);
         self.try_at = now + (away / PAUSE_SHARE).clamp(PAUSE_MIN, PAUSE_MAX);

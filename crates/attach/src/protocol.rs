@@ -1,7 +1,7 @@
-//! What a protocol is to the core: sessions for the control thread, and rings for the lanes.
+//! Interface of a protocol to the core: sessions for the control thread, and rings for the lanes.
 //!
-//! The core opens queues, carries commands to them, announces memory, waits, gives up on a session and connects again.
-//! A protocol says what is sent and what a ring consists of, and nothing of when.
+//! The core opens queues, carries commands to them, announces memory, waits, gives up on a session and reconnects. A
+//! protocol defines messages and rings, and no times.
 
 use std::fmt::{Debug, Display};
 use std::os::fd::OwnedFd;
@@ -15,7 +15,7 @@ use blkyard_virtio::Violations;
 
 use crate::{AttachError, TalkError};
 
-/// Name, clock and time limits of a disk, whatever its protocol.
+/// Name, clock and time limits of a disk, for any protocol.
 #[derive(Clone, Debug)]
 pub struct RemoteOptions {
     /// The name, for messages.
@@ -30,12 +30,12 @@ pub struct RemoteOptions {
     pub gone_max: Duration,
 }
 
-/// What the rings of one queue share, from the first session to the last.
+/// State that the rings of one queue share, across all sessions.
 #[derive(Clone, Debug)]
 pub struct QueueShared {
     /// Signalled by the back-end when it has finished something.
     pub call: Arc<EventFd>,
-    /// What the back-end did wrong on the queue.
+    /// Violations of the back-end on the queue.
     pub violations: Arc<Violations>,
 }
 
@@ -44,15 +44,15 @@ pub trait RemoteRing: Debug + Send + 'static {
     /// How the back-end broke the ring.
     type Fault: Display;
 
-    /// Takes requests from the batch and offers them to the back-end, all at once. `translate` returns the address at
-    /// which the back-end finds the bytes of a segment, or none if it cannot reach them. True if it wants a kick.
+    /// Takes requests from the batch and offers them to the back-end at once. `translate` returns the back-end's
+    /// address of a segment, or `None` if it cannot reach it. True if the back-end wants a kick.
     #[must_use = "a back-end that is not kicked when it wants to be sleeps for ever"]
     fn queue(&mut self, batch: &mut Batch<'_>, translate: impl FnMut(Segment) -> Option<u64>) -> bool;
 
-    /// Hands over what the back-end has finished.
+    /// Returns requests that the back-end has completed.
     ///
     /// # Errors
-    /// The back-end broke the ring, now or before. What is in flight stays so.
+    /// The back-end broke the ring, now or before. Requests stay in flight.
     fn poll(&mut self, done: &mut Done<'_>) -> Result<(), Self::Fault>;
 
     /// The slots of the requests in flight.
@@ -72,9 +72,9 @@ pub trait RemoteRing: Debug + Send + 'static {
 ///
 /// A method that returns a [`TalkError`] ends the session.
 pub trait RemoteSession: Sized + Send + 'static {
-    /// How the back-end is reached, and what is asked of it.
+    /// Address of the back-end, and requested options.
     type Config: Debug + Send + Sync;
-    /// What the first session agreed on, which holds for all later ones.
+    /// Result of the first negotiation, valid for all later sessions.
     type Agreed: Clone + Debug + Send;
     /// The driver's end of a queue.
     type Ring: RemoteRing;
@@ -87,22 +87,22 @@ pub trait RemoteSession: Sized + Send + 'static {
     /// See [`AttachError`].
     fn open(config: &Self::Config, end: &Arc<EventFd>) -> Result<Self, AttachError>;
 
-    /// What was agreed on.
+    /// Result of the negotiation.
     fn agreed(&self) -> &Self::Agreed;
 
-    /// Checks that this session can serve users of what was agreed on before.
+    /// Checks that this session can serve users of the earlier negotiation.
     ///
     /// # Errors
-    /// What differs.
+    /// The difference.
     fn check_same(&self, agreed: &Self::Agreed) -> Result<(), TalkError>;
 
-    /// What the back-end serves.
+    /// Properties of the back-end's disk.
     fn info(&self) -> &DeviceInfo;
 
-    /// Reads again what the back-end serves.
+    /// Reads the properties of the back-end's disk again.
     ///
     /// # Errors
-    /// [`AttachError::Talk`] ends the session; after any other error what was said before holds.
+    /// [`AttachError::Talk`] ends the session; after any other error the earlier properties stay valid.
     fn read_info(&self, config: &Self::Config) -> Result<DeviceInfo, AttachError>;
 
     /// Number of queues in use; before [`set_queues`](RemoteSession::set_queues) the number that may be used.
@@ -117,7 +117,7 @@ pub trait RemoteSession: Sized + Send + 'static {
     /// How a user gets deeper queues, for an error.
     fn depth_cure() -> String;
 
-    /// Whether the back-end records what is in flight, for the next session.
+    /// Whether the back-end records requests in flight, for the next session.
     fn is_tracked(&self) -> bool;
 
     /// Begins a conversation: from now on the back-end has all its time to answer.
@@ -150,7 +150,7 @@ pub trait RemoteSession: Sized + Send + 'static {
     /// The memory of rings, if the back-end must know some.
     fn ring_region(rings: &Self::Rings) -> Option<&Arc<Region>>;
 
-    /// Whether what is in flight in these rings is recorded, so that another session can go on in them.
+    /// Whether requests in flight in these rings are recorded, so that another session can continue in them.
     fn is_recorded(rings: &Self::Rings) -> bool;
 
     /// Has the back-end serve these rings; `resumed` if it may find requests of another session there.
@@ -159,7 +159,7 @@ pub trait RemoteSession: Sized + Send + 'static {
     /// See [`TalkError`].
     fn start_rings(&mut self, rings: &Self::Rings, queues: &[QueueShared], resumed: bool) -> Result<(), TalkError>;
 
-    /// Has the back-end let go of all rings.
+    /// Has the back-end stop all rings.
     ///
     /// # Errors
     /// See [`TalkError`].
@@ -168,17 +168,17 @@ pub trait RemoteSession: Sized + Send + 'static {
     /// Whether the back-end serves rings.
     fn runs(&self) -> bool;
 
-    /// Adds the descriptors that are ready when [`look`](RemoteSession::look) has something to find.
+    /// Adds the descriptors that are ready when [`look`](RemoteSession::look) has a message to read.
     fn add_fds<'a>(&'a self, fds: &mut Vec<PollFd<'a>>);
 
-    /// Reads what the back-end says by itself, without waiting. True if what it serves has changed.
+    /// Reads unsolicited messages of the back-end, without waiting. True if its disk has changed.
     ///
     /// # Errors
     /// The session has ended, or a ring is broken.
     fn look(&mut self) -> Result<bool, TalkError>;
 
-    /// Shuts our side of the connection down. The back-end may use what it was given until it closes its side of the
-    /// socket that is returned.
+    /// Shuts our side of the connection down. The back-end may use our memory until it closes its side of the returned
+    /// socket.
     fn leave(self) -> OwnedFd;
 }
 
@@ -187,6 +187,6 @@ pub trait RemoteSession: Sized + Send + 'static {
 pub struct NewRing<R> {
     /// The driver's end.
     pub ring: R,
-    /// Signalled for the back-end to look at the ring.
+    /// Kick eventfd: signalled for the back-end to read the ring.
     pub kick: Arc<EventFd>,
 }

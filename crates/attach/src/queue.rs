@@ -1,18 +1,16 @@
-//! One queue of a remote disk as the driver of a hardware queue, whatever its protocol.
+//! One queue of a remote disk as the driver of a hardware queue, for any protocol.
 //!
 //! ```text
 //!            ring and memory known        the back-end is lost: a new ring comes, and
-//!   waiting ──────────────────────▶ serving ────────────────┐  what was in flight is done again
+//!   waiting ──────────────────────▶ serving ────────────────┐  requests in flight are submitted again
 //!      ▲  ◀──────────── other memory ─┘ ▲ └─────────────────┘
-//!      └───────── a new ring ──────── failing ◀── nobody serves it for too long
+//!      └───────── a new ring ──────── failing ◀── no back-end for too long
 //! ```
 //!
-//! Owned by its lane. It never waits: what it wants of the back-end it asks of the control thread (`control.rs`), and
-//! takes no request until that has said so. Kicks go through the lane, since whoever holds the other end might make us
-//! wait.
+//! Owned by its lane. It never waits: it sends requests to the control thread (`control.rs`), and accepts no I/O until
+//! that has answered. Kicks go through the lane, since the owner of the other end might make us wait.
 //!
-//! While a back-end is gone that kept account of what was in flight, the queue goes on filling its ring, for the next
-//! one.
+//! While a lost back-end's requests in flight are recorded, the queue continues to fill its ring, for the next one.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -26,21 +24,21 @@ use crate::mailbox::{ControlSender, DeviceCommand, Opened, QueueCommand, QueueMa
 use crate::protocol::RemoteRing;
 
 /// One hardware queue of an attached disk.
-// On lines of its own, whatever is beside it.
+// On separate cache lines, whatever is beside it.
 #[repr(align(128))]
 pub struct RemoteQueue<R: RemoteRing> {
     ring: Option<R>,
     kick: Option<Arc<EventFd>>,
     place: SignalSlot,
-    /// The kick under the place is another by now.
+    /// Whether the slot's kick eventfd has been replaced.
     moved: bool,
-    /// By number of a region: whether a back-end can reach it, if it has a place for it.
+    /// By region index: whether a back-end can reach it, if it has room for it.
     reach: Vec<bool>,
     /// Of those regions.
     mapping: DmaMapping,
-    /// The back-end was told of the memory.
+    /// Whether the back-end was told of the memory.
     known: bool,
-    /// And had a place for all of it.
+    /// Whether it had room for all of it.
     placed: bool,
     failing: bool,
     /// The back-end broke the ring, and the control thread knows.
@@ -50,9 +48,9 @@ pub struct RemoteQueue<R: RemoteRing> {
     /// Of the ring, and of the memory.
     ring_number: u64,
     memory_number: u64,
-    /// Any of the three below holds: what is finished is looked at one by one.
+    /// Any of the three below holds: completions are handled one by one.
     slow_path: bool,
-    /// Back-ends have died over what is in flight, and nothing was answered since.
+    /// Back-ends have died with these requests in flight, and none has completed since.
     mourns: bool,
     /// Number of the rest that the control thread waits for.
     resting: Option<u64>,
@@ -60,13 +58,12 @@ pub struct RemoteQueue<R: RemoteRing> {
     lost: Vec<(usize, u64)>,
     /// How long such a request is done again before it fails, ns.
     gone_max_ns: u64,
-    /// A back-end goes on in the ring that has not been kicked yet.
+    /// A back-end continues in the ring that has not been kicked yet.
     unheard: bool,
     control: ControlSender<R>,
 }
 
-/// So many back-ends that die one after the other over the same requests are told of; and then twice as many, and so
-/// on.
+/// Consecutive deaths over the same requests before a log line; the next after twice as many, and so on.
 const DEATHS_TOLD: u64 = 4;
 
 impl<R: RemoteRing> RemoteQueue<R> {
@@ -117,7 +114,7 @@ impl<R: RemoteRing> RemoteQueue<R> {
         (self.moved, self.failing, self.broken) = (true, false, false);
     }
 
-    /// Reads what the control thread has to say. `done` takes what was in flight; without it, nothing is.
+    /// Handles the control thread's commands. `done` takes requests in flight; without it, there are none.
     #[cold]
     fn read_mail(&mut self, mut done: Option<&mut Done<'_>>, now_ns: u64) {
         for command in self.mailbox.take() {
@@ -144,7 +141,7 @@ impl<R: RemoteRing> RemoteQueue<R> {
         self.answer_rest();
     }
 
-    /// Tells the control thread, if it waits for that, when nothing is in flight.
+    /// Answers the control thread's request to drain, when no request is in flight.
     fn answer_rest(&mut self) {
         if let Some(number) = self.resting.take_if(|_| self.ring.as_ref().is_none_or(is_idle)) {
             self.control.send(DeviceCommand::Rested(self.number, number));
@@ -152,8 +149,8 @@ impl<R: RemoteRing> RemoteQueue<R> {
         self.slow_path = self.mourns || self.resting.is_some() || !self.lost.is_empty();
     }
 
-    /// A back-end has died. One that dies of a request is given it again by whoever starts the next, without end (ADR
-    /// 24): that is at least told.
+    /// A back-end has died. One that dies of a request gets it again after each restart, without end (ADR 24): that is
+    /// at least logged.
     fn note_death(&mut self, done: Option<&Done<'_>>) {
         let deaths = &self.mailbox.view.deaths;
         let waiting = self.ring.as_ref().map_or(0, |ring| ring.in_flight().count());
@@ -179,7 +176,8 @@ impl<R: RemoteRing> RemoteQueue<R> {
         );
     }
 
-    /// The back-end is left for its silence. What it has in flight is done again, but not without end (ADR 13).
+    /// The back-end is disconnected for its silence. Its requests in flight are submitted again, but not without end
+    /// (ADR 13).
     fn note_silence(&mut self, now_ns: u64) {
         let Some(ring) = &self.ring else { return };
         for place in ring.in_flight() {
@@ -189,7 +187,7 @@ impl<R: RemoteRing> RemoteQueue<R> {
         }
     }
 
-    /// Takes what is finished, and sees to what is waited for: an answer, a rest, one of the requests that were lost.
+    /// Takes completions, and handles events that depend on them: a reply, a drain, a repeated request.
     #[cold]
     fn poll_slow_path(&mut self, done: &mut Done<'_>) -> Result<(), R::Fault> {
         let Some(ring) = &mut self.ring else { return Ok(()) };
@@ -197,7 +195,7 @@ impl<R: RemoteRing> RemoteQueue<R> {
         let polled = ring.poll(done);
         let after: Vec<_> = ring.in_flight().collect();
         if self.mourns && after.len() != before.len() {
-            // Something was answered: what back-ends died of was something else.
+            // A request has completed: the cause of the deaths was another.
             self.mourns = false;
             self.mailbox.view.deaths.store(0, Relaxed);
         }
@@ -218,11 +216,11 @@ impl<R: RemoteRing> RemoteQueue<R> {
         }
     }
 
-    /// The back-end of the ring is gone: takes what it has still finished. The rest ends with this status, or is to be
-    /// done again unless that has gone on for too long.
+    /// The back-end of the ring is lost: takes its remaining completions. Other requests end with this status, or are
+    /// submitted again unless that has lasted too long.
     fn leave_ring(&mut self, done: Option<&mut Done<'_>>, status: Option<Status>, now_ns: u64) {
         if let Some(done) = done {
-            // A broken ring has nothing more to say.
+            // A broken ring has no more completions.
             let _ = self.poll_slow_path(done);
             let lost = &mut self.lost;
             for tag in self.ring.iter_mut().flat_map(R::take_in_flight) {
@@ -292,7 +290,7 @@ impl<Cx: ?Sized + SignalEventfd, R: RemoteRing> Driver<Cx> for RemoteQueue<R> {
         self.mailbox.has_mail()
     }
 
-    /// A request in the hands of a back-end stays there until its session is over. That is given up now.
+    /// A request at a back-end stays there until its session ends. The session is given up now.
     fn timed_out(&mut self, _: &mut Cx, _: &RegionTable, place: usize, done: &mut Done<'_>, _: u64) -> TimedOut {
         let request = done.request_at(place).0;
         let what = format!("a {:?} of {} sectors at sector {}", request.op(), request.sectors(), request.sector());
@@ -328,7 +326,7 @@ impl<Cx: ?Sized + SignalEventfd, R: RemoteRing> Driver<Cx> for RemoteQueue<R> {
         if !self.mailbox.has_mail() {
             return finished;
         }
-        // Without anything in flight nobody would poll. What waits may go on with what is read.
+        // With no request in flight the queue would not be polled. Waiting requests may continue after the read.
         if self.is_empty() {
             self.read_mail(None, 0);
         }
@@ -354,7 +352,7 @@ impl<R: RemoteRing> Drop for RemoteQueue<R> {
             if is_idle(&ring) {
                 return Some(RingEnd { ring: Box::new(ring), kick, number: self.ring_number });
             }
-            // The back-end may still look at it, and at what it names.
+            // The back-end may still read it, and the memory it names.
             tracing::warn!(
                 "{}: closed with requests in flight: their data may or may not have reached the disk",
                 self.name()

@@ -1,8 +1,6 @@
-//! The queues of a disk as its control thread sees them: who uses which, with what memory, and whether all are
-//! quiesced.
+//! The queues of a disk, as its control thread sees them: users, memory, and whether all are quiesced.
 //!
-//! Owned by the control thread. Users are told by commands (`mailbox.rs`); what the back-end is told is decided in
-//! `control.rs`.
+//! Owned by the control thread. Users get commands (`mailbox.rs`); `control.rs` decides the messages to the back-end.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -15,7 +13,7 @@ use blkyard_sys::EventFd;
 use crate::mailbox::{DriverQueueView, QueueCommand, QueueMailbox, RingEnd};
 use crate::protocol::QueueShared;
 
-/// One queue of the disk, whether somebody uses it or not.
+/// One queue of the disk, in use or not.
 struct DriverQueue<R> {
     shared: QueueShared,
     deaths: Arc<AtomicU64>,
@@ -26,14 +24,14 @@ struct DriverQueue<R> {
     user: Option<User<R>>,
 }
 
-/// Who uses a queue.
+/// User of a queue.
 struct User<R> {
     mailbox: Arc<QueueMailbox<R>>,
     regions: Vec<Arc<Region>>,
     memory_number: u64,
     /// It was given a ring, of those that were made last.
     has_ring: bool,
-    /// It has nothing in flight, and takes nothing until it is told that its memory is known.
+    /// It has no request in flight, and accepts none until it is told that its memory is known.
     quiesced: bool,
 }
 
@@ -48,7 +46,7 @@ pub(crate) struct OpenedQueue<R> {
     pub(crate) number: usize,
     pub(crate) mailbox: Arc<QueueMailbox<R>>,
     pub(crate) ring: Option<RingEnd<R>>,
-    /// Somebody else has used it before.
+    /// Whether it has had another user before.
     pub(crate) was_used: bool,
 }
 
@@ -80,7 +78,7 @@ impl<R> DriverQueues<R> {
         self.all.len()
     }
 
-    /// What the rings of each queue share.
+    /// Shared state of each queue's rings.
     pub(crate) fn shared(&self) -> Vec<QueueShared> {
         self.all.iter().map(|queue| queue.shared.clone()).collect()
     }
@@ -93,7 +91,7 @@ impl<R> DriverQueues<R> {
         self.all[usize::from(number)].user.as_mut()
     }
 
-    /// What others may see of those in use.
+    /// State of the queues in use, for other threads.
     pub(crate) fn views(&self) -> Vec<DriverQueueView> {
         self.users().map(|user| user.mailbox.view.clone()).collect()
     }
@@ -108,7 +106,7 @@ impl<R> DriverQueues<R> {
         self.users().for_each(|user| user.mailbox.post(command()));
     }
 
-    /// Opens a queue that is not in use, one that never was if there is one. None if all are in use.
+    /// Opens a free queue, preferably one without an earlier user. `None` if all are in use.
     pub(crate) fn open(&mut self, kind: QueueKind) -> Option<OpenedQueue<R>> {
         let is_free = |queue: &DriverQueue<R>| queue.user.is_none();
         let fresh = self.all.iter().position(|queue| is_free(queue) && !queue.used);
@@ -147,7 +145,7 @@ impl<R> DriverQueues<R> {
         self.reserved.push(region);
     }
 
-    /// A queue has other memory from now on, under this number; nothing is in flight there. False if it is not in use.
+    /// Sets the memory of a queue, under this number; no request is in flight there. False if it is not in use.
     pub(crate) fn set_memory(&mut self, number: u16, memory_number: u64, regions: Vec<Arc<Region>>) -> bool {
         let user = self.user_mut(number);
         user.map(|user| (user.regions, user.memory_number, user.quiesced) = (regions, memory_number, true)).is_some()
@@ -169,7 +167,7 @@ impl<R> DriverQueues<R> {
         rings: Option<Arc<Region>>,
         knows: impl Fn(&Arc<Region>) -> bool,
     ) -> Vec<Arc<Region>> {
-        // Of a region that nobody else has nothing is in use; the session has those that it knows.
+        // A region without other holders is unused; the session holds those that it knows.
         self.reserved.retain(|region| Arc::strong_count(region) > 1 + usize::from(knows(region)));
         // Before the regions, so that a change in between is seen again.
         self.domain_changes = self.domain.changes();
@@ -187,7 +185,7 @@ impl<R> DriverQueues<R> {
         self.users().all(|user| user.has_ring)
     }
 
-    /// The same for queues that are not in use: none was closed in the middle of I/O.
+    /// The same for free queues: none was closed with I/O in flight.
     pub(crate) fn all_have_rings(&self) -> bool {
         self.all.iter().all(|queue| queue.user.as_ref().map_or(queue.spare.is_some(), |user| user.has_ring))
     }
@@ -205,7 +203,7 @@ impl<R> DriverQueues<R> {
         }
     }
 
-    /// Has all queues go on with their memory, as far as the back-end knows it.
+    /// Resumes all queues with their memory, as far as the back-end knows it.
     pub(crate) fn resume(&mut self, knows: impl Fn(&[Arc<Region>]) -> bool) {
         self.quiesce = None;
         for user in self.all.iter_mut().filter_map(|queue| queue.user.as_mut()) {
@@ -238,7 +236,7 @@ impl<R> DriverQueues<R> {
         self.users().all(|user| user.quiesced)
     }
 
-    /// No queue need answer any more: the session is over.
+    /// The session is over: no queue need answer any more.
     pub(crate) fn end_quiesce(&mut self) {
         self.quiesce = None;
     }
@@ -248,7 +246,7 @@ impl<R> DriverQueues<R> {
         self.quiesce.as_ref().map(|quiesce| quiesce.until)
     }
 
-    /// A queue that has not answered in time; empty if one has left meanwhile. None if there is time left.
+    /// Name of a queue that has not answered in time; empty if one has left meanwhile. `None` before the limit.
     pub(crate) fn overdue(&self, now: Instant) -> Option<String> {
         self.quiesce_deadline().filter(|until| now >= *until)?;
         let running = self.users().find(|user| !user.quiesced);

@@ -1,4 +1,4 @@
-//! The disk that a back-end serves: how it is opened, and what can be asked of it, whatever the protocol.
+//! The disk that a back-end serves: opening and operations, for any protocol.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -17,7 +17,7 @@ use crate::shared::{AttachedView, SharedState};
 
 /// A disk that a back-end serves.
 ///
-/// It is let go of once this and all its queues are gone.
+/// Closed once this and all its queues are dropped.
 #[derive(Debug)]
 pub struct RemoteDisk<S: RemoteSession> {
     shared: Arc<SharedState>,
@@ -48,12 +48,12 @@ impl<S: RemoteSession> RemoteDisk<S> {
         Ok(RemoteDisk { shared, domain, commands, info, agreed, queues, depth_max, control })
     }
 
-    /// What the disk was when it was attached.
+    /// Properties of the disk when it was attached.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
     }
 
-    /// What was agreed on with the first back-end, and holds for all.
+    /// Result of the first negotiation, valid for all sessions.
     pub(crate) fn agreed(&self) -> &S::Agreed {
         &self.agreed
     }
@@ -73,12 +73,12 @@ impl<S: RemoteSession> RemoteDisk<S> {
         self.depth_max
     }
 
-    /// Whether its control thread has ended, which it does not by itself while this is there.
+    /// Whether its control thread has ended, which never happens by itself while this exists.
     pub fn is_finished(&self) -> bool {
         self.control.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// What there is to see.
+    /// State for inspection.
     pub fn view(&self) -> AttachedView {
         self.shared.view()
     }
@@ -89,9 +89,9 @@ impl<S: RemoteSession> RemoteDisk<S> {
         &self.domain
     }
 
-    /// Memory that queues will use, for as long as the disk is open. What is made before the first queue has memory is
-    /// announced to the back-end with it, and changes nothing later. Each call takes one of the regions that a back-end
-    /// can know, some as few as eight: one for all queues is best.
+    /// Memory that queues will use, for as long as the disk is open. Memory made before the first queue has memory is
+    /// announced to the back-end together with it, and needs no later change. Each call takes one of the regions that a
+    /// back-end can know, some as few as eight: use one for all queues.
     ///
     /// # Errors
     /// The system has no room.
@@ -131,7 +131,7 @@ impl<S: RemoteSession> Drop for RemoteDisk<S> {
     fn drop(&mut self) {
         let is_last = self.commands.take().is_some_and(|commands| commands.is_last());
         if let Some(control) = self.control.take().filter(|_| is_last) {
-            // Whatever it waits for, it waits no longer.
+            // The end event ends all its waits.
             let _ = control.join();
         }
     }

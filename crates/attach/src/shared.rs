@@ -1,4 +1,4 @@
-//! What a disk, its queues and its control thread have in common, and what others may see of it.
+//! State shared by a disk, its queues and its control thread, and its view for other threads.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use crate::mailbox::DriverQueueView;
 use crate::protocol::RemoteOptions;
 
-/// What others may see of a disk at one moment.
+/// State of a disk at one moment, for other threads.
 #[derive(Clone, Debug, Default)]
 pub struct AttachedView {
     /// A back-end serves it.
@@ -17,13 +17,13 @@ pub struct AttachedView {
     pub faults: u64,
     /// Why the last connection was left.
     pub last_loss: Option<String>,
-    /// The back-end keeps account of what is in flight, for the one after it.
+    /// Whether the back-end records requests in flight, for its successor.
     pub is_tracked: bool,
     /// Queues in use.
     pub queues: Vec<DriverQueueView>,
 }
 
-/// What the disk, its queues and its control thread have in common.
+/// State shared by the disk, its queues and its control thread.
 #[derive(Debug)]
 pub(crate) struct SharedState {
     pub(crate) options: RemoteOptions,
@@ -36,7 +36,7 @@ impl SharedState {
         SharedState { options, capacity_sectors: AtomicU64::new(capacity_sectors), view: Mutex::default() }
     }
 
-    /// What there is to see.
+    /// State for inspection.
     pub(crate) fn view(&self) -> AttachedView {
         self.view.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -46,12 +46,12 @@ impl SharedState {
         self.capacity_sectors.load(Ordering::Relaxed)
     }
 
-    /// Notes what has changed.
+    /// Records a change.
     pub(crate) fn note(&self, change: impl FnOnce(&mut AttachedView)) {
         change(&mut self.view.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// The disk has this size from now on. Returns what it had.
+    /// Sets the size of the disk. Returns the previous one.
     pub(crate) fn set_capacity(&self, sectors: u64) -> u64 {
         self.capacity_sectors.swap(sectors, Ordering::Relaxed)
     }

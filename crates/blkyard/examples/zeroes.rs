@@ -1,18 +1,16 @@
-//! How much of a disk holds nothing: reads it whole, from a thread for each CPU, and counts the blocks that are all
-//! zeroes.
+//! Amount of unused space on a disk: reads it whole, from a thread for each CPU, and counts the blocks of zeroes.
 //!
 //! ```text
 //! cargo run --release --example zeroes -- disk.img
 //! ```
 //!
-//! Any device that `blkyard serve` takes will do: `ram:1G`, `vhost-user:SOCKET`,
-//! `disk.img?scheduler=fair&iops_max=5000`.
+//! Accepts the devices of `blkyard serve`: `ram:1G`, `vhost-user:SOCKET`, `disk.img?scheduler=fair&iops_max=5000`.
 
 use std::error::Error;
 
 use blkyard::{Bio, Disk, DiskConfig, Op, SECTOR_BYTES, Status, Submitter};
 
-/// What is looked at: most filesystems' block.
+/// Size of a block: that of most filesystems.
 const BLOCK_BYTES: usize = 4096;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -22,7 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Blocks that hold only zeroes, and blocks there are. What is left behind the last whole block does not count.
+/// Number of zero blocks, and of all blocks. A partial last block is not counted.
 fn count(name: &str) -> Result<(u64, u64), Box<dyn Error>> {
     let config = DiskConfig::default();
     let mut disk = Disk::open(name, config)?;

@@ -1,7 +1,7 @@
-//! An open device, of whatever kind.
+//! An open device of any kind.
 //!
 //! A kind of device is a type that implements [`DeviceOps`], and the driver of its queues. `devices.rs` knows the names
-//! of all kinds. Users of a [`Device`] treat all kinds alike. What only one kind can do is a method with a default.
+//! of all kinds. Users of a [`Device`] treat all kinds alike. An operation of a single kind is a method with a default.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -30,26 +30,26 @@ pub enum DeviceError {
     Memory {
         /// The device's name.
         name: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// It is locked, and no process is seen to use it: I/O of one that has ended may be under way. Worth another try.
     #[error(transparent)]
     Held(Box<dyn Error + Send + Sync>),
-    /// What else its kind says: an error with object, cause and cure.
+    /// Error of its kind, with object, cause and cure.
     #[error(transparent)]
     Other(Box<dyn Error + Send + Sync>),
 }
 
-/// The driver of one hardware queue, of whatever kind the device is.
+/// Driver of one hardware queue, for any kind of device.
 pub type DeviceQueue = Box<dyn QueueDriver>;
 
-/// A driver that lives on a lane of the real world.
+/// A driver that runs on a real lane.
 pub trait QueueDriver: Driver<Ring> + Debug + Send {}
 
 impl<D: Driver<Ring> + Debug + Send> QueueDriver for D {}
 
-/// What can be asked of an open device.
+/// Operations on an open device.
 pub trait DeviceOps: Debug + Send + Sync {
     /// Its name, size and limits when it was opened.
     fn info(&self) -> &DeviceInfo;
@@ -60,7 +60,7 @@ pub trait DeviceOps: Debug + Send + Sync {
     /// Opens one more queue of `depth` requests.
     ///
     /// # Errors
-    /// The device has no more queues, or none so deep.
+    /// The device has no more queues, or none of this depth.
     fn queue(&self, kind: QueueKind, depth: usize) -> Result<DeviceQueue, DeviceError>;
 
     /// Queues that can be open at one time.
@@ -83,20 +83,20 @@ pub trait DeviceOps: Debug + Send + Sync {
         (0..parts).map(|_| Ok((Region::anonymous(bytes)?, 0))).collect()
     }
 
-    /// Where it reaches memory: one domain for each of its paths that maps memory. None for a device that uses our
-    /// addresses. What its owner maps there stays mapped whatever queues do. Other memory of a queue is mapped for as
-    /// long as the queue has it.
+    /// DMA domains: one for each path that maps memory; empty for a device that uses our addresses. Memory that its
+    /// owner maps there stays mapped, independent of queues. Other memory of a queue is mapped for as long as the queue
+    /// has it.
     fn dma_domains(&self) -> Vec<Arc<DmaDomain>> {
         Vec::new()
     }
 
-    /// What stands behind it: the bounds of its size.
+    /// Its backing: the bounds of its size.
     ///
     /// # Errors
-    /// The system does not say.
+    /// The system's error.
     fn backing(&self) -> io::Result<Backing>;
 
-    /// Makes what stands behind it longer.
+    /// Grows its backing.
     ///
     /// # Errors
     /// The system has no room, or this kind does not grow.
@@ -109,10 +109,10 @@ pub trait DeviceOps: Debug + Send + Sync {
         None
     }
 
-    /// What another process needs, beside the name, to continue with it.
+    /// Everything beside the name that another process needs to continue with it.
     ///
     /// # Errors
-    /// Why none can: a clause that follows the device's name.
+    /// The reason why none can: a clause that follows the device's name.
     fn handover(&self) -> Result<DeviceHandover<'_>, &'static str>;
 
     /// Counts beside those of its queues, by name.
@@ -131,23 +131,23 @@ pub trait DeviceOps: Debug + Send + Sync {
     }
 }
 
-/// What stands behind a device.
+/// Backing of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Backing {
     /// A file or block device.
     File {
         /// Its length now, bytes.
         bytes: u64,
-        /// Why it cannot be grown by us, with what helps; none if it can.
+        /// Reason why we cannot grow it, and cure; `None` if we can.
         fixed: Option<(&'static str, &'static str)>,
     },
     /// Memory of so many bytes, taken at start.
     Memory(u64),
-    /// Nothing.
+    /// No backing.
     Nothing,
 }
 
-/// What another process needs, beside the name, to continue with a device.
+/// Everything beside the name that another process needs to continue with a device.
 #[derive(Debug, Default)]
 pub struct DeviceHandover<'a> {
     /// The descriptor that carries its I/O and its lock, if that is a file.
@@ -178,7 +178,7 @@ impl Device {
     /// Opens a device by its name. A back-end that serves it must be trusted: see [`Connector`].
     ///
     /// # Errors
-    /// See [`DeviceError`]: each names the device, what is wrong and what helps.
+    /// See [`DeviceError`]: each names device, cause and cure.
     pub fn open(name: &str) -> Result<Device, DeviceError> {
         Device::from_spec(Spec::parse(name)?)
     }
@@ -191,8 +191,8 @@ impl Device {
         (kind_of(KINDS, &spec)?.open)(spec, None)
     }
 
-    /// Opens a device by its parsed name. If another process serves it, `connector` makes what connects to it, and sees
-    /// to it that none of its descriptors can hang us.
+    /// Opens a device by its parsed name. If another process serves it, `connector` makes the connector, which must
+    /// keep descriptors away that block on close.
     ///
     /// # Errors
     /// As for [`Device::open`].

@@ -1,8 +1,8 @@
 //! The kinds of device: `file:PATH` or a bare path, `vhost-user:SOCKET`, `ram:SIZE`, `null:SIZE`, `chaos:SIZE`,
 //! `model:NAME`.
 //!
-//! Each has a file of its own, with the scheme of its names, its options, and what it does as
-//! [`DeviceOps`](crate::DeviceOps). A further kind is such a file and its line in [`KINDS`]; nothing else names kinds.
+//! Each has a separate file, with the scheme of its names, its options, and its [`DeviceOps`](crate::DeviceOps). A
+//! further kind is such a file and its line in [`KINDS`]; no other code names kinds.
 
 mod chaos;
 mod file;
@@ -33,14 +33,14 @@ pub(crate) struct DeviceKind {
     usage: &'static str,
     /// Opens one.
     pub(crate) open: fn(Spec, Option<MakeConnector<'_>>) -> Result<Device, DeviceError>,
-    /// Continues with one that another process hands over: its file, and whether a sync of it has failed. None for a
-    /// kind that cannot be handed over.
+    /// Continues with a device that another process hands over: its file, and whether a sync of it has failed. `None`
+    /// for a kind that cannot be handed over.
     pub(crate) adopt: Option<AdoptDevice>,
 }
 
 pub(crate) type AdoptDevice = fn(Spec, Option<OwnedFd>, bool) -> Result<Device, DeviceError>;
 
-/// Makes what connects to back-ends. Without one they are connected to directly.
+/// Makes the connector to back-ends. Without one the connection is direct.
 pub(crate) type MakeConnector<'a> = Box<dyn FnOnce() -> io::Result<Arc<dyn Connector>> + 'a>;
 
 /// The kind of device that a name is for.
@@ -53,7 +53,7 @@ pub(crate) fn kind_of<'a>(kinds: &'a [DeviceKind], spec: &Spec) -> Result<&'a De
     })
 }
 
-/// The other daemon hands over what this kind cannot continue with.
+/// The other daemon hands over resources that this kind cannot use.
 pub(crate) fn no_handover(spec: &Spec) -> DeviceError {
     SpecError::new(&spec.name, "this kind of device cannot be handed over", "start this daemon without --takeover")
         .into()

@@ -60,9 +60,9 @@ pub enum DiskError {
     Memory {
         /// The device's name.
         name: String,
-        /// What one thread was to have.
+        /// Bytes for one thread.
         bytes: usize,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// There is no descriptor for a thread to sleep on.
@@ -70,7 +70,7 @@ pub enum DiskError {
     Parker {
         /// The device's name.
         name: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// Such queues cannot be had, for a reason of their number.
@@ -94,7 +94,7 @@ pub struct DiskConfig {
     pub threads: usize,
     /// Bios that each may have out, at least one.
     pub depth: usize,
-    /// Bytes of each of a thread's `depth` buffers: a multiple of the disk's block; none if nothing is to be moved.
+    /// Bytes of each of a thread's `depth` buffers: a multiple of the disk's block; 0 for no buffers.
     pub buffer_bytes: usize,
     /// Hardware queues of each kind: no more than threads are made, and no more than the device has. Of those the
     /// default kind has the first, then reads.
@@ -122,10 +122,10 @@ impl Disk {
     /// options.
     ///
     /// # Errors
-    /// See [`DiskError`]: each names the device, what is wrong and what helps.
+    /// See [`DiskError`]: each names device, cause and cure.
     ///
     /// # Panics
-    /// If there are no threads, or they may have nothing out.
+    /// Without threads, or with a depth of 0.
     pub fn open(name: &str, config: DiskConfig) -> Result<Disk, DiskError> {
         let mut spec = Spec::parse(name).map_err(DeviceError::from)?;
         let scheduler = take_device_scheduler(&mut spec).map_err(DeviceError::from)?;
@@ -159,7 +159,7 @@ impl Disk {
         Ok(Disk { info, queues: Arc::new(queues), submitters: submitters.collect() })
     }
 
-    /// What the disk is: its size, its limits, what it can do.
+    /// Properties of the disk: size, limits, features.
     pub fn info(&self) -> &DeviceInfo {
         &self.info
     }
@@ -170,24 +170,24 @@ impl Disk {
         &self.queues
     }
 
-    /// Runs the same work on each of the disk's threads, and returns what each made of it, in the order of their
-    /// numbers. What work leaves in flight is waited for, and lost. May be called again and again.
+    /// Runs the same work on each of the disk's threads, and returns the results in the order of the threads' numbers.
+    /// Bios left in flight are waited for, and dropped. May be called repeatedly.
     ///
-    /// Each thread stays until the I/O of all is over: the kernel forgets what a thread has issued when the thread
-    /// ends, and whoever finds a queue idle issues I/O for all.
+    /// Each thread stays until all I/O has completed: the kernel cancels a thread's requests when it ends, and a thread
+    /// that finds a queue idle issues I/O for all.
     ///
     /// # Panics
-    /// If work does, when all threads have ended; if the system does not give a thread for each, before any works.
+    /// If `work` panics, when all threads have ended; if the system does not give a thread for each, before any works.
     pub fn run<T: Send>(&mut self, work: impl Fn(&mut Submitter) -> T + Sync) -> Vec<T> {
         let all_over = &Barrier::new(self.submitters.len());
         let all_there = &RwLock::new(false);
         let work = &work;
         let ends: Vec<_> = std::thread::scope(|scope| {
-            // Held until it is known: who looks waits.
+            // Held until the result is known: readers wait.
             let mut begin = all_there.write().unwrap_or_else(PoisonError::into_inner);
             let threads = self.submitters.iter_mut().map(|queue| {
                 Builder::new().spawn_scoped(scope, move || {
-                    // Without all of them those that are there would meet nobody.
+                    // With a thread missing, the others would wait for it without end.
                     if !*all_there.read().unwrap_or_else(PoisonError::into_inner) {
                         return None;
                     }
@@ -205,7 +205,7 @@ impl Disk {
         })
         .unwrap_or_else(|error| panic!("{}: a thread for each submitter cannot be had: {error}", self.info.name));
         if ends.iter().any(Result::is_err) {
-            // What a thread left that did not come to its end.
+            // Bios of a thread that panicked.
             self.submitters.iter_mut().for_each(|queue| while queue.wait(|_| ()) > 0 {});
         }
         ends.into_iter().filter_map(|end| end.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
@@ -229,9 +229,9 @@ impl Drop for Meet<'_> {
     }
 }
 
-/// One thread's way to a [`Disk`], and its buffers.
+/// One thread's access to a [`Disk`], and its buffers.
 ///
-/// Bios go round: one that is given back may be filled in and submitted again, so that nothing is allocated on the way.
+/// A returned bio may be filled in and submitted again, so that the I/O path allocates nothing.
 #[derive(Debug)]
 pub struct Submitter {
     way: blkyard_mq::SharedSubmitter<DeviceQueue, Ring>,
@@ -278,30 +278,30 @@ impl Submitter {
         self.way.in_flight()
     }
 
-    /// Accepts a bio, which the disk does not see before [`Submitter::ring`] or [`Submitter::wait`]: what is submitted
-    /// in between merges, and goes to the device as one batch. It comes back through [`Submitter::poll`] or
-    /// [`Submitter::wait`], whatever happens, with its status.
+    /// Accepts a bio, which the disk sees with [`Submitter::ring`] or [`Submitter::wait`]: bios submitted until then
+    /// merge, and go to the device as one batch. It always comes back through [`Submitter::poll`] or
+    /// [`Submitter::wait`], with its status.
     ///
     /// # Panics
-    /// If there is no [room](Submitter::room).
+    /// Without [room](Submitter::room).
     pub fn submit(&mut self, bio: Box<Bio>) {
         self.way.submit(bio);
     }
 
-    /// Passes on to the device what was submitted.
+    /// Dispatches submitted bios to the device.
     pub fn ring(&mut self) {
         let Submitter { way, clock, .. } = self;
         way.ring(&|| clock.now_ns());
     }
 
-    /// Gives back what is over, without waiting. Returns how many bios that were.
+    /// Returns completed bios, without waiting, and their number.
     pub fn poll(&mut self, mut sink: impl FnMut(Box<Bio>)) -> usize {
         let Submitter { way, clock, .. } = self;
         way.poll(&|| clock.now_ns(), &mut sink)
     }
 
-    /// Passes on what was submitted, and sleeps until at least one bio is over. Returns how many were given back: none
-    /// only if none is out.
+    /// Dispatches submitted bios, and sleeps until at least one bio completes. Returns the number of completed bios: 0
+    /// only if none is in flight.
     pub fn wait(&mut self, mut sink: impl FnMut(Box<Bio>)) -> usize {
         let Submitter { way, clock, .. } = self;
         way.wait(&|| clock.now_ns(), &mut sink)
@@ -324,7 +324,7 @@ pub struct Queues<R> {
     pub tags: usize,
     /// Scheduler of each queue.
     pub scheduler: SchedulerConfig,
-    /// What all queues together do not exceed, if there is anything.
+    /// Rate limits of all queues together.
     pub rates: Vec<Arc<RateLimit>>,
 }
 

@@ -14,8 +14,8 @@ const BYTES_PER_S: std::ops::RangeInclusive<u64> = 4096..=1 << 40;
 /// An I/O that may have been saved up for longer than this was not meant to be limited.
 const BURST_MS_MAX: u64 = 60_000;
 
-/// The limit of a device or an export, which may change; and what was asked for, though it be no limit: a burst is kept
-/// for the next one.
+/// The limit of a device or an export, which may change; and its configuration, even if unlimited: a burst is kept for
+/// the next limit.
 #[derive(Debug, Default)]
 pub struct RateSlot(Mutex<(RateConfig, Option<Arc<RateLimit>>)>);
 
@@ -30,24 +30,24 @@ impl RateSlot {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).1.clone()
     }
 
-    /// What it was asked for.
+    /// Its configuration.
     pub fn config(&self) -> RateConfig {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Another limit from now on, for queues that are told of it.
+    /// Replaces the limit, for queues that are told of it.
     pub fn set(&self, config: RateConfig) {
         let limit = RateLimit::new(config).map(Arc::new);
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (config, limit);
     }
 
-    /// Writes it into the name of what it limits, as it would be given for the same.
+    /// Writes it into the name of its object, as it would be given there.
     pub fn put_into(&self, spec: &mut Spec) {
         options(self.config()).into_iter().for_each(|(key, value)| spec.put(key, value));
     }
 }
 
-/// What a limit is, as options; nothing of what is not limited.
+/// A limit as options; `None` for unlimited values.
 pub fn options(config: RateConfig) -> [(&'static str, Option<u64>); 3] {
     let some = |n: u64| (n > 0).then_some(n);
     let is_any = config.iops > 0 || config.bytes_per_s > 0;
@@ -65,7 +65,7 @@ pub fn describe(config: RateConfig) -> String {
     if words.is_empty() { "no limit".into() } else { format!("limited to {}", words.join(" ")) }
 }
 
-/// Takes the limit that is wanted. What is not named stays as it is `now`; nothing if nothing is named.
+/// Takes a limit. Values that are not named stay as in `now`; `None` if none is named.
 ///
 /// # Errors
 /// A value is out of bounds, or there is a burst without a rate.
@@ -92,7 +92,7 @@ pub fn take_rate(spec: &mut Spec, now: RateConfig) -> Result<Option<RateConfig>,
     Ok((iops.is_some() || bytes_per_s.is_some() || burst_ms.is_some()).then_some(config))
 }
 
-/// The limit that a name asks for; none if it does not.
+/// The limit in a name; unlimited without one.
 ///
 /// # Errors
 /// As for [`take_rate`].

@@ -12,11 +12,11 @@ use crate::spec::{Spec, SpecError};
 const TIME_MAX_MS: u64 = 3_600_000;
 const TIME_MAX_US: u64 = u32::MAX as u64 - 1;
 
-/// Takes which scheduler is wanted, and its options. Without a name options are of the one that there is, `now`;
-/// nothing if neither is named.
+/// Takes the scheduler and its options. Without a name the options are those of the current one, `now`; `None` if
+/// neither is named.
 ///
 /// # Errors
-/// There is no such scheduler, or an option does not take its value.
+/// There is no such scheduler, or an option does not accept its value.
 pub fn take_scheduler(spec: &mut Spec, now: SchedulerConfig) -> Result<Option<SchedulerConfig>, SpecError> {
     let named = spec.take_with("scheduler", "none, deadline, kyber, timeslice or fair", |name| match name {
         "none" => Some(SchedulerConfig::None),
@@ -31,7 +31,7 @@ pub fn take_scheduler(spec: &mut Spec, now: SchedulerConfig) -> Result<Option<Sc
     Ok((named.is_some() || config != now).then_some(config))
 }
 
-/// The scheduler that a device's name asks for; none if it does not.
+/// The scheduler in a device's name; none without one.
 ///
 /// # Errors
 /// As for [`take_scheduler`].
@@ -39,18 +39,17 @@ pub fn take_device_scheduler(spec: &mut Spec) -> Result<SchedulerConfig, SpecErr
     Ok(take_scheduler(spec, SchedulerConfig::None)?.unwrap_or_default())
 }
 
-/// Has a device's name ask for this scheduler, and for no other.
+/// Sets the scheduler in a device's name.
 ///
 /// # Errors
-/// What it asked for before is not understood.
+/// The name's current scheduler is invalid.
 pub fn put_device_scheduler(spec: &mut Spec, mut config: SchedulerConfig) -> Result<(), SpecError> {
     take_device_scheduler(spec)?;
     spec.put("scheduler", Some(config.name()));
     Options::Put(spec).of(&mut config)
 }
 
-/// What is done with the options of a scheduler: they are taken from a name, or put into it. One list of them serves
-/// both.
+/// Direction for a scheduler's options: taken from a name, or put into it. One list of them serves both.
 enum Options<'a> {
     Take(&'a mut Spec),
     Put(&'a mut Spec),
@@ -112,7 +111,7 @@ impl Options<'_> {
         self.option("weights", &wanted, parse_weights, show_weights, &mut config.weights)
     }
 
-    /// An option of any kind: `wanted` says what a value looks like.
+    /// An option of any type: `wanted` describes its values.
     fn option<T>(
         &mut self,
         key: &'static str,

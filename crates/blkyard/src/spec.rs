@@ -1,8 +1,7 @@
-//! How things are named: `scheme:body?key=value&key=value`.
+//! Names of devices and exports: `scheme:body?key=value&key=value`.
 //!
-//! Devices and exports are named the same on the command line, in a configuration file and by embedders. A [`Spec`] is
-//! the name taken apart; whoever makes a thing of it takes the options it knows and refuses the rest, with the list
-//! of what it would have known.
+//! Devices and exports have the same names on the command line, in a configuration file and in programs. A [`Spec`] is
+//! the parsed name; its user takes the known options and refuses the rest, with the list of known ones.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -15,9 +14,9 @@ use serde::{Deserialize, Serialize};
 pub struct SpecError {
     /// The name, as it was given.
     pub object: String,
-    /// What is wrong with it.
+    /// Cause.
     pub cause: String,
-    /// What would be right.
+    /// Cure.
     pub cure: String,
 }
 
@@ -28,7 +27,7 @@ impl SpecError {
     }
 }
 
-/// What a flag of the command line takes that is a number from `min` to `max`: the error says which.
+/// Parser of a command-line flag that is a number from `min` to `max`: its error names both.
 pub fn number(min: u64, max: u64) -> impl Fn(&str) -> Result<u64, String> + Clone {
     move |text| {
         let number = text.parse().ok().filter(|number| (min..=max).contains(number));
@@ -41,7 +40,7 @@ pub fn number(min: u64, max: u64) -> impl Fn(&str) -> Result<u64, String> + Clon
 pub struct Spec {
     /// As it was given.
     pub name: String,
-    /// What kind of thing: before the colon. Empty for a bare path.
+    /// Scheme, before the colon. Empty for a bare path.
     pub scheme: String,
     /// Which one: a path, a size.
     pub body: String,
@@ -51,10 +50,10 @@ pub struct Spec {
 }
 
 impl Spec {
-    /// Takes a name apart. What stands before the first colon is the scheme if it is a word; a path may be bare.
+    /// Parses a name. The part before the first colon is the scheme if it is a word; a path may be bare.
     ///
     /// # Errors
-    /// Nothing is named, or an option has no value or stands there twice.
+    /// The name is empty, or an option has no value or occurs twice.
     pub fn parse(name: &str) -> Result<Spec, SpecError> {
         let (thing, query) = name.split_once('?').unwrap_or((name, ""));
         let is_scheme =
@@ -87,10 +86,10 @@ impl Spec {
         Spec { name: name.into(), scheme: String::new(), body: String::new(), options, known: Vec::new() }
     }
 
-    /// Adds an option that is given apart from the name, as a configuration file does.
+    /// Adds an option that is given separately from the name, as in a configuration file.
     ///
     /// # Errors
-    /// It is there already.
+    /// It exists already.
     pub fn set(&mut self, key: &str, value: &str) -> Result<(), SpecError> {
         match self.options.insert(key.into(), value.into()) {
             None => Ok(()),
@@ -98,7 +97,7 @@ impl Spec {
         }
     }
 
-    /// Puts an option in the place of one that is there, or takes that away.
+    /// Replaces an option, or removes it.
     pub fn put(&mut self, key: &str, value: Option<impl Display>) {
         match value {
             Some(value) => self.options.insert(key.into(), value.to_string()),
@@ -106,16 +105,16 @@ impl Spec {
         };
     }
 
-    /// Takes an option, if it is there.
+    /// Takes an option, if present.
     pub fn take(&mut self, key: &'static str) -> Option<String> {
         self.known.push(key);
         self.options.remove(key)
     }
 
-    /// Takes an option through a parser; `wanted` says what a value looks like.
+    /// Takes an option through a parser; `wanted` describes its values.
     ///
     /// # Errors
-    /// The parser does not take the value.
+    /// The parser refuses the value.
     pub fn take_with<T>(
         &mut self,
         key: &'static str,
@@ -148,10 +147,10 @@ impl Spec {
         })
     }
 
-    /// All options must have been taken by now.
+    /// Checks that all options have been taken.
     ///
     /// # Errors
-    /// Names an option that nobody took, and those that somebody would have.
+    /// Names an option that was not taken, and the known ones.
     pub fn finish(self) -> Result<(), SpecError> {
         let Some(key) = self.options.keys().next() else { return Ok(()) };
         let known = if self.known.is_empty() { "none".into() } else { self.known.join(", ") };
@@ -159,8 +158,8 @@ impl Spec {
     }
 }
 
-/// Parses a size: a number of bytes, or of KiB, MiB, GiB, TiB with the letters k, m, g, t (large or small; `KiB` and
-/// the like are taken too).
+/// Parses a size: a number of bytes, or of KiB, MiB, GiB, TiB with the letters k, m, g, t (upper or lower case; `KiB`
+/// and the like are accepted, too).
 pub fn parse_size(text: &str) -> Option<u64> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);

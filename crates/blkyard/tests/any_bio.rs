@@ -1,6 +1,6 @@
-//! Bios that a program may make, whatever is in them: each comes back, and what can be done is done.
+//! Arbitrary bios of a program: each comes back, and valid ones are executed.
 //!
-//! With `ANY_CASES=N` in the environment so many are tried.
+//! `ANY_CASES=N` in the environment sets the number of cases.
 
 use blkyard::{Bio, BioFlags, Disk, DiskConfig, Op, QueueCounts, Segment, Status};
 use proptest::prelude::*;
@@ -24,7 +24,7 @@ fn edge() -> impl Strategy<Value = u64> {
     ]
 }
 
-/// A segment that is there, mostly; or any.
+/// A segment, usually a valid one.
 fn segment() -> impl Strategy<Value = Segment> {
     let there = (0..DEPTH as u64, 1..=16_u32).prop_map(|(buffer, blocks)| Segment {
         region: 0,

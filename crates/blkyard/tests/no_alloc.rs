@@ -1,5 +1,4 @@
-//! After start the data path allocates nothing: a hardware queue in its steady state, over the null and the RAM
-//! device.
+//! After start the data path allocates nothing: a hardware queue in its steady state, over the null and the RAM device.
 
 use std::sync::Arc;
 
@@ -81,7 +80,7 @@ fn steady_within<D: Driver<()>>(
     assert_eq!(CountingAllocator::count() - before, 0);
 }
 
-/// None, and each there is; slices so short that streams take turns.
+/// All schedulers, and none; slices so short that streams take turns.
 fn schedulers() -> [SchedulerConfig; 5] {
     let slices =
         |order| SchedulerConfig::Timeslice(TimesliceConfig { slice_us: 2, order, ..TimesliceConfig::default() });

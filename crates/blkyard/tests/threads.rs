@@ -1,4 +1,4 @@
-//! A disk for more threads than the system gives. A process of its own, since it takes the process's memory away.
+//! A disk for more threads than the system gives. A separate process, since it uses up the process's memory.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -1,4 +1,4 @@
-//! The control thread's rules, on a protocol of the tests' own, with a clock that the tests move. Nothing here waits.
+//! Rules of the control thread, on a test protocol, with a manual clock. These tests never wait.
 
 use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
@@ -17,7 +17,7 @@ const MS: Duration = Duration::from_millis(1);
 const IO_MAX: Duration = Duration::from_secs(30);
 const GONE_MAX: Duration = Duration::from_mins(1);
 
-/// A clock that stands still until a test moves it.
+/// A clock that tests advance.
 #[derive(Debug)]
 struct ManualClock(Mutex<Instant>);
 
@@ -31,15 +31,15 @@ impl TimeSource for ManualClock {
     }
 }
 
-/// A back-end as a test wants it, and what it was told.
+/// A scripted back-end, and its log of messages.
 #[derive(Debug, Default)]
 struct BackEnd {
     refuses: bool,
-    /// It records what is in flight.
+    /// Whether it records requests in flight.
     records: bool,
     /// It takes memory as a table.
     takes_table: bool,
-    /// What the session finds next.
+    /// Error of the session's next check.
     ends: Option<TalkError>,
     told: Vec<String>,
     /// The other sides of the connections.
@@ -211,7 +211,7 @@ impl RemoteSession for TestSession {
     }
 }
 
-/// A disk whose control thread takes a step when the test says so.
+/// A disk whose control thread makes steps on request.
 struct Disk {
     control: Control<TestSession>,
     back_end: Shared,
@@ -235,7 +235,7 @@ impl Disk {
         Disk { control, back_end, clock, commands, domain: found.domain, mappings: HashMap::new() }
     }
 
-    /// The time goes on, and the control thread looks.
+    /// Advances the clock, and runs the control thread once.
     fn advance(&mut self, by: Duration) {
         *self.clock.0.lock().unwrap() += by;
         assert!(self.control.run_once());
@@ -281,7 +281,7 @@ impl Disk {
         }
     }
 
-    /// What the back-end was told since this was last asked.
+    /// Messages to the back-end since the last call.
     fn told(&self) -> Vec<String> {
         std::mem::take(&mut self.back_end.lock().unwrap().told)
     }

@@ -1,6 +1,6 @@
-//! The channel on which a back-end speaks unasked: the configuration of its disk has changed.
+//! The back-end channel, on which a back-end reports a changed configuration of its disk.
 //!
-//! What else it may say is refused, and descriptors that come along are let go of. Nothing here waits.
+//! Other messages are refused, and their descriptors are closed. This module never waits.
 
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -15,7 +15,7 @@ const CONFIG_CHANGE: u32 = 2;
 #[derive(Debug)]
 pub(crate) struct BackendChannelReader {
     stream: UnixStream,
-    /// What has come of the next message.
+    /// Received bytes of the next message.
     come: Vec<u8>,
 }
 
@@ -27,10 +27,10 @@ impl BackendChannelReader {
         Ok((BackendChannelReader { stream, come: Vec::new() }, theirs))
     }
 
-    /// Reads what has come. True if the configuration has changed.
+    /// Reads available bytes. True if the configuration has changed.
     ///
     /// # Errors
-    /// The back-end has closed its end, or talks nonsense: nothing more will come.
+    /// The back-end has closed its end, or sends an invalid message: the channel is over.
     pub(crate) fn read(&mut self) -> io::Result<bool> {
         let mut bytes = [0; 512];
         let count = read_now(&self.stream, &mut bytes)?;
@@ -46,7 +46,7 @@ impl BackendChannelReader {
             let known = header.request == CONFIG_CHANGE;
             changed |= known;
             if header.flags & NEED_REPLY != 0 {
-                // One who does not read its answers goes without.
+                // A back-end that does not read its replies gets none.
                 let answer = message(header.request, REPLY, &words(&[u64::from(!known)]));
                 let _ = (&self.stream).write(&answer);
             }

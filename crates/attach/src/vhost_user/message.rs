@@ -1,11 +1,11 @@
-//! Messages to a back-end, and its answers: a header of three words, a payload, descriptors beside it.
-//! [vhost-user protocol]
+//! Messages to a back-end, and its replies: a header of three words, a payload, descriptors beside it. [vhost-user
+//! protocol]
 //!
-//! Every wait has an end: a back-end that does not answer, or not with what was asked for, is an error, after which the
-//! connection is of no use any more. What the payloads mean is known elsewhere (`session.rs`).
+//! Every wait has an end: a missing or wrong reply is an error, after which the connection is unusable. `session.rs`
+//! interprets the payloads.
 //!
-//! The `vhost` crate has such messages, too. Its front-end waits for ever, and has no words for a packed ring's base,
-//! or for descriptors that are not of its own type.
+//! The `vhost` crate has such messages, too. Its front-end waits without limit, and supports neither a packed ring's
+//! base nor descriptors of other types.
 
 use std::io::{self, Read};
 use std::net::Shutdown;
@@ -22,7 +22,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use crate::TalkError;
 use crate::connector::Connector;
 
-/// What a front-end may say.
+/// Requests of a front-end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 #[expect(non_camel_case_types, reason = "the names of the protocol")]
@@ -58,7 +58,7 @@ pub(crate) const VERSION: u32 = 1;
 const VERSION_MASK: u32 = 3;
 /// The message is an answer.
 pub(crate) const REPLY: u32 = 4;
-/// The message wants an answer, though by itself it has none.
+/// The message needs a reply, though its type has none.
 pub(crate) const NEED_REPLY: u32 = 8;
 /// Bytes of a payload, at most: as QEMU and the `vhost` crate have it.
 pub(crate) const PAYLOAD_MAX: usize = 4096;
@@ -74,7 +74,7 @@ pub(crate) struct Header {
 }
 
 impl Header {
-    /// Reads one; nothing if it is of another version, or longer than messages are.
+    /// Parses a header; `None` for another version, or a length beyond the limit.
     pub(crate) fn parse(bytes: [u8; HEADER_BYTES]) -> Option<Header> {
         let word = |at: usize| u32::from_ne_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let header = Header { request: word(0), flags: word(4), len: word(8) as usize };
@@ -106,7 +106,7 @@ pub(crate) struct Connection {
     reply_max: Duration,
     /// When this conversation must be over.
     until: Instant,
-    /// Readable when the device is let go of: then no answer is waited for.
+    /// Readable when the device is closed: then no reply is waited for.
     end: Arc<EventFd>,
     /// Every message is answered.
     acknowledged: bool,
@@ -122,7 +122,7 @@ impl Connection {
         end: &Arc<EventFd>,
         clock: &Arc<dyn TimeSource>,
     ) -> io::Result<Connection> {
-        /// How soon a full queue of connections is looked at again.
+        /// Interval of attempts to connect to a full backlog.
         const AGAIN: Duration = Duration::from_millis(5);
         let until = clock.now() + reply_max;
         let stream = loop {
@@ -149,9 +149,9 @@ impl Connection {
         self.until = self.clock.now() + self.reply_max;
     }
 
-    /// Says that nothing more will come. The back-end closes its end once it has let go of what it was given.
+    /// Shuts our side down. The back-end closes its end once it has released our memory.
     pub(crate) fn hang_up(self) -> OwnedFd {
-        // One that has closed already needs not be told.
+        // A back-end that has closed already needs no shutdown.
         let _ = self.stream.shutdown(Shutdown::Write);
         self.stream.into()
     }
@@ -178,13 +178,13 @@ impl Connection {
         Ok(())
     }
 
-    /// Asks for what comes with one word.
+    /// Sends a request whose reply is one word.
     pub(crate) fn ask_number(&self, request: FrontendMessage) -> Result<u64, TalkError> {
         self.send(request, 0, &[], &[])?;
         self.number(request)
     }
 
-    /// Asks for what comes with a payload, and may bring a descriptor.
+    /// Sends a request whose reply has a payload, and perhaps a descriptor.
     pub(crate) fn ask(
         &self,
         request: FrontendMessage,
@@ -294,7 +294,7 @@ impl AsFd for Connection {
     }
 }
 
-/// Reads without waiting; how much there was, or nothing if the other side has closed.
+/// Reads without waiting; the number of bytes, or 0 if the other side has closed.
 pub(crate) fn read_now(stream: &UnixStream, to: &mut [u8]) -> io::Result<usize> {
     match (&*stream).read(to) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(0),

@@ -1,7 +1,7 @@
-//! vhost-user-blk: how a disk is attached over it.
+//! vhost-user-blk: the protocol of attached disks.
 //!
-//! What is said (`session.rs`), the bytes of it (`message.rs`), what a back-end says unasked (`channel.rs`), and the
-//! rings (`rings.rs`). When something is said, and to whom it matters, is the core's.
+//! Its requests (`session.rs`), their bytes (`message.rs`), unsolicited messages of a back-end (`channel.rs`), and the
+//! rings (`rings.rs`). The core decides when a message is sent, and who is affected.
 
 mod channel;
 mod message;
@@ -63,7 +63,7 @@ impl AttachConfig {
             connector: Arc::new(DirectConnector),
             clock,
             queues: None,
-            // Twice what the usual hardware queue has out, and memory that is taken as it is used.
+            // Twice the usual number of requests of a hardware queue; the memory is allocated on use.
             queue_size: 256,
             packed: false,
             // A busy machine answers within milliseconds, and hardly ever within seconds.
@@ -93,10 +93,11 @@ impl AttachConfig {
 }
 
 impl Attached {
-    /// Connects to the back-end and agrees on everything but memory. Takes no longer than the back-end's answers may.
+    /// Connects to the back-end and negotiates everything but memory. Takes at most as long as the back-end's replies
+    /// may.
     ///
     /// # Errors
-    /// See [`AttachError`]: each names the socket, what is wrong and what helps.
+    /// See [`AttachError`]: each names socket, cause and cure.
     pub fn open(config: AttachConfig) -> Result<Attached, AttachError> {
         let options = config.options();
         RemoteDisk::connect(config, options)

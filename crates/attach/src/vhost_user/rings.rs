@@ -1,4 +1,4 @@
-//! Virtqueues of an attached disk: their memory, their kicks, and the account of what is in flight in them.
+//! Virtqueues of an attached disk: their memory, their kicks, and their in-flight records.
 //!
 //! Owned by the control thread, which decides who serves them.
 
@@ -18,7 +18,7 @@ use crate::protocol::RemoteRing;
 pub struct Rings {
     /// Memory of all rings, one after another.
     pub(crate) region: Arc<Region>,
-    /// Where the back-end keeps account of what is in flight in them, if it does.
+    /// In-flight record, if the back-end keeps one.
     pub(crate) record: Option<InflightMemory>,
     /// By queue.
     pub(crate) kicks: Vec<Arc<EventFd>>,
@@ -30,11 +30,11 @@ impl Rings {
         SharedMemory { region: Arc::clone(&self.region), offset, addr: addr_of(&self.region) + offset }
     }
 
-    /// Where the ring of a queue lies, and where a back-end begins in it, or goes on if another one was there before.
+    /// Addresses of a queue's ring, and the base at which a back-end begins, or continues for an earlier one.
     pub(crate) fn place(&self, number: usize, layout: &BlkLayout, features: Features, resumed: bool) -> RingPlace {
         let memory = self.memory(number, layout);
-        // Of a packed ring nobody but the account knows where it goes on, and it says so to the back-end; in a fresh
-        // one nothing has begun.
+        // The position of a packed ring is only in the record, and the back-end reads it there; a fresh ring has the
+        // start position.
         let is_split = !features.contains(Features::RING_PACKED);
         let begins = RingBase::start(features).bits();
         let base = if resumed && is_split { used_index(&memory, layout).into() } else { begins };
@@ -42,7 +42,7 @@ impl Rings {
     }
 }
 
-/// How many chains of a split ring came back so far: what is beyond that a back-end finds in its account. [2.7.8]
+/// Used index of a split ring; a back-end finds later chains in its record. [2.7.8]
 fn used_index(memory: &SharedMemory, layout: &BlkLayout) -> u16 {
     /// Flags come first.
     const INDEX: usize = 2;

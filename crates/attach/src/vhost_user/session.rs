@@ -1,6 +1,6 @@
-//! One connection to a back-end: what was agreed on it, and which memory and rings it knows. [vhost-user protocol]
+//! One connection to a back-end: its negotiation, and the memory and rings it knows. [vhost-user protocol]
 //!
-//! Owned by the control thread of its device. What is done after a connection ends is decided elsewhere (`control.rs`).
+//! Owned by the control thread of its device. `control.rs` decides what follows the end of a connection.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ mod protocol {
     pub(super) const CONFIG: u64 = 1 << 9;
     pub(super) const INFLIGHT_SHMFD: u64 = 1 << 12;
     pub(super) const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
-    /// Those we know what to do with.
+    /// Supported protocol features.
     pub(super) const KNOWN: u64 = MQ | REPLY_ACK | BACKEND_REQ | CONFIG | INFLIGHT_SHMFD | CONFIGURE_MEM_SLOTS;
 }
 
@@ -38,7 +38,7 @@ const CONFIG_BYTES: u32 = 60;
 /// The queue's number in the messages about its descriptors is one byte.
 const QUEUES_MAX: u64 = 256;
 
-/// Memory in which a back-end keeps what it has in flight, for the one after it.
+/// Memory in which a back-end records its requests in flight, for its successor.
 #[derive(Debug)]
 pub(crate) struct InflightMemory {
     file: OwnedFd,
@@ -54,7 +54,7 @@ pub(crate) struct RingPlace {
     /// First byte of the queue's memory.
     pub(crate) addr: u64,
     pub(crate) layout: BlkLayout,
-    /// Where the back-end goes on, in the words of the protocol.
+    /// Position at which the back-end continues, in the protocol's format.
     pub(crate) base: u32,
 }
 
@@ -68,7 +68,7 @@ pub struct BackendSession {
     /// another session.
     error: EventFd,
     protocol: u64,
-    /// What it serves.
+    /// Its disk.
     disk: BlkDisk,
     layout: BlkLayout,
     /// Queues that we use.
@@ -159,7 +159,7 @@ impl BackendSession {
         self.talk.settle()
     }
 
-    /// Memory for what will be in flight, if the back-end keeps that.
+    /// Memory for the in-flight record, if the back-end keeps one.
     fn new_inflight(&self) -> Result<Option<InflightMemory>, TalkError> {
         if !self.is_tracked() {
             return Ok(None);
@@ -177,12 +177,12 @@ impl BackendSession {
         }
     }
 
-    /// Something to stand where a descriptor will be.
+    /// Placeholder for a descriptor.
     fn dummy(&self) -> Result<OwnedFd, TalkError> {
         self.talk.as_fd().try_clone_to_owned().map_err(|error| TalkError::System(error.to_string()))
     }
 
-    /// Hands over what the one before had in flight, or memory for it.
+    /// Passes the previous back-end's in-flight record, or memory for one.
     fn set_inflight(&self, record: &InflightMemory) -> Result<(), TalkError> {
         self.talk.tell(FrontendMessage::SET_INFLIGHT_FD, &record.words(), &[record.file.as_fd()])
     }
@@ -227,7 +227,7 @@ impl RemoteSession for BackendSession {
         } else if new.info.limits != old.info.limits {
             "it changed its limits".into()
         } else if new.info.volatile_cache && !old.info.volatile_cache {
-            // Who was told that there is no cache flushes none.
+            // A user of a disk without a cache sends no flushes.
             "it has a volatile write cache now".into()
         } else {
             return Ok(());
@@ -272,8 +272,8 @@ impl RemoteSession for BackendSession {
         self.protocol & protocol::CONFIGURE_MEM_SLOTS != 0
     }
 
-    /// Where regions are not added one by one, a table takes the place of the one before, and there are back-ends that
-    /// begin their session anew for it.
+    /// Without messages for single regions a table replaces the previous one, and some back-ends begin their session
+    /// anew for that.
     fn must_quiesce(&self, wanted: &[Arc<Region>]) -> bool {
         !self.adds_regions() && !is_same(&fitting(wanted.to_vec(), &self.known, self.slots), &self.known)
     }
@@ -342,7 +342,7 @@ impl RemoteSession for BackendSession {
         rings.record.iter().try_for_each(|record| self.set_inflight(record))?;
         for (number, queue) in queues.iter().enumerate() {
             let place = rings.place(number, &self.layout, self.disk.features, resumed);
-            // Also if the queue is polled and never asks to be called: libvhost-user panics where it would call nobody.
+            // Also if the queue is polled and never asks for a call: libvhost-user panics without a call descriptor.
             self.start_ring(number as u16, &place, &rings.kicks[number], &queue.call)?;
         }
         for number in 0..self.queues {
@@ -384,7 +384,7 @@ impl RemoteSession for BackendSession {
             None => Ok(false),
             Some(Ok(changed)) => Ok(changed),
             Some(Err(_)) => {
-                // It tells us of nothing any more.
+                // No change of the disk will be reported any more.
                 self.channel = None;
                 Ok(false)
             }
@@ -420,7 +420,7 @@ fn has_bytes(file: &OwnedFd, offset: u64, bytes: u64) -> bool {
     })
 }
 
-/// The words of a region: addresses, which are ours, size, and place in its file.
+/// The words of a region: addresses, which are ours, size, and offset in its file.
 fn place(region: &Region) -> [u64; 4] {
     let addr = addr_of(region);
     let offset = region.file().map_or(0, |(_, offset)| offset);
@@ -432,7 +432,7 @@ pub(crate) fn addr_of(region: &Region) -> u64 {
     region.span(0, 1).map_or(0, |span| span.as_ptr() as u64)
 }
 
-/// As many of the regions as there are places, those that are known first: somebody may have I/O in them.
+/// As many of the regions as there is room for, known ones first: they may have I/O in flight.
 fn fitting(mut wanted: Vec<Arc<Region>>, known: &[Arc<Region>], places: usize) -> Vec<Arc<Region>> {
     wanted.sort_by_key(|region| !has(known, region));
     wanted.truncate(places);

@@ -1,4 +1,4 @@
-//! `chaos:SIZE`: a disk in memory that misbehaves as it is told.
+//! `chaos:SIZE`: a disk in memory with injected faults.
 
 use std::io;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ fn open_chaos(mut spec: Spec) -> Result<ChaosDevice, DeviceError> {
     ChaosDevice::new(vec![Arc::new(info)], config).map_err(|source| DeviceError::Memory { name, source })
 }
 
-/// Takes what is injected, and how often, once in so many requests (`interval` of Linux's null_blk).
+/// Takes the injected faults, and their rate: one in so many requests (`interval` of Linux's null_blk).
 fn take_config(spec: &mut Spec) -> Result<ChaosConfig, SpecError> {
     let latency_us = take_latency_us(spec)?;
     let config = ChaosConfig::wild(spec.take_number("seed", 0, u64::MAX)?.unwrap_or(0));

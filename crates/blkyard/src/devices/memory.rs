@@ -1,4 +1,4 @@
-//! Options that `ram:SIZE`, `null:SIZE` and `chaos:SIZE` have in common. No kind of its own.
+//! Options that `ram:SIZE`, `null:SIZE` and `chaos:SIZE` share. Not a kind by itself.
 
 use blkyard_mq::{DeviceInfo, NullConfig, QueueLimits};
 

@@ -1,7 +1,6 @@
-//! Models of devices by name, `model:NAME?key=value`: memory that takes as long as a real device would.
+//! Models of devices by name, `model:NAME?key=value`: memory with the service times of a real device.
 //!
-//! What the models are and where their figures are from: `docs/models.md`. Here they run in real time, driven by the
-//! time of the lanes.
+//! `docs/models.md` describes the models and their sources. Here they run in real time, with the lanes' clock.
 
 use std::io;
 
@@ -85,7 +84,7 @@ fn open_model(mut spec: Spec) -> Result<Modelled, DeviceError> {
     Modelled::new(info, model, Keeps::Bytes).map_err(|source| DeviceError::Memory { name, source })
 }
 
-/// What is not fixed by a model: a size, and that memory can be given back.
+/// Properties that a model does not fix: a size, and support for discard.
 fn take_memory(info: &mut DeviceInfo, size: Option<u64>) {
     info.capacity_sectors = size.unwrap_or(1 << 30) >> SECTOR_SHIFT;
     info.limits.discard_sectors_max = RequestBounds::COPIED.discard_sectors;

@@ -1,4 +1,4 @@
-//! `null:SIZE`: a disk that does nothing.
+//! `null:SIZE`: a disk that completes requests without effect.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -12,7 +12,7 @@ use crate::spec::Spec;
 
 pub(super) const KIND: DeviceKind = DeviceKind { schemes: &["null"], usage: "null:SIZE", open, adopt: Some(adopt) };
 
-/// A request costs the same whatever its length.
+/// The cost of a request does not depend on its length.
 const BOUNDS: RequestBounds = RequestBounds { sectors: 8 << 11, discard_sectors: 1 << 21 };
 
 fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {

@@ -1,4 +1,4 @@
-//! Names of all kinds, and a further kind that nothing else knows.
+//! Names of all kinds, and a further kind that only this file knows.
 
 use std::sync::Arc;
 
@@ -63,8 +63,8 @@ fn kinds_that_end_with_the_daemon_say_why_they_are_not_handed_over() {
     assert!(Device::adopt(Spec::parse("null:1M").unwrap(), None, false).is_ok());
 }
 
-/// A kind that fills what is read with the byte of its name. All that it takes stands here: this is what the file of a
-/// further kind looks like, and [`FILLED`] is its line in the table.
+/// A kind whose reads return the byte of its name. This is the complete code of a further kind; [`FILLED`] is its line
+/// in the table.
 const FILLED: DeviceKind = DeviceKind { schemes: &["filled"], usage: "filled:BYTE", open, adopt: None };
 
 fn open(mut spec: Spec, _: Option<MakeConnector<'_>>) -> Result<Device, DeviceError> {
