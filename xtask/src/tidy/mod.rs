@@ -1,8 +1,9 @@
-//! What we care about and a compiler does not check: floors, circles of modules, unsafe, size, heads, leftovers.
+//! Rules of the house that a compiler does not check: floors, circles of modules, unsafe, size, heads, leftovers,
+//! words, and names in documents.
 //!
-//! Reads files and says what is wrong with them; changes nothing. Each rule is a function that its
-//! own tests make fail.
+//! Reads files and reports findings; changes nothing. Each rule is a function that its own tests make fail.
 
+mod docs;
 mod floors;
 mod modules;
 mod rules;
@@ -15,15 +16,16 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
+use self::docs::Names;
 use self::words::Words;
 
-/// The folders that are ours to keep tidy; files at the top are looked at too.
+/// The project's folders; files at the top are checked, too.
 const FOLDERS: &[&str] = &["crates", "xtask", "docs", ".cargo", ".ci"];
 
-/// What people write by hand.
+/// Extensions of hand-written files.
 const EXTENSIONS: &[&str] = &["rs", "toml", "md", "sh"];
 
-/// One thing that is wrong, and where.
+/// A violation of a rule, and its location.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Finding {
     file: PathBuf,
@@ -47,12 +49,12 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Everything that is wrong in the checkout at `root`.
+/// All findings in the checkout at `root`.
 pub fn check(root: &Path) -> Result<Vec<Finding>> {
     let mut findings = floors::check(root)?;
     let files = files(root)?;
     findings.extend(modules::check(root, &files)?);
-    let mut words = Words::default();
+    let (mut words, mut names) = (Words::default(), Names::default());
     for file in &files {
         let path = root.join(file);
         let bytes = fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -60,9 +62,16 @@ pub fn check(root: &Path) -> Result<Vec<Finding>> {
         rules::check(file, &text, &mut findings);
         if file.extension().is_some_and(|extension| extension == "rs") {
             words.read(file, &text, &mut findings);
+            if !file.starts_with("xtask/src/tidy") {
+                names.read_code(&text);
+            }
+        } else if file.extension().is_some_and(|extension| extension == "md") {
+            words::check_document(file, &text, &mut findings);
+            names.read_document(file, &text);
         }
     }
     words.repeated(&mut findings);
+    names.missing(&files, &mut findings);
     Ok(findings)
 }
 

@@ -1,7 +1,7 @@
-//! What the whole tree has to keep of ARCHITECTURE.md's glossary: a type name stands once, and retired words stay away.
+//! The rules of ARCHITECTURE.md's glossary for the whole tree: a type name occurs once, and retired words do not occur.
 //!
-//! Looks at definitions and identifiers, file by file and then all together. Test-only types may share a name, and so
-//! may the few that Rust qualifies by their module. Does not judge sentences.
+//! Checks definitions and identifiers, and retired words of one meaning also in comments and documents. Test-only types
+//! may share a name, and so may the few that Rust qualifies by their module. Does not judge sentences.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -32,6 +32,12 @@ const RETIRED: &[(&str, &str)] = &[
     ("yard", "shared hardware queue"),
 ];
 
+/// Retired words that have no other use in comments and documents.
+const RETIRED_IN_PROSE: &[&str] = &["bell", "chime", "crank", "heed", "heritage", "parcel", "whereabouts", "yard"];
+
+/// The decision on words and the index of the decisions name retired words.
+const EXCEPTIONS: &[&str] = &["docs/adr/README.md", "docs/adr/0032-the-fields-words.md", "tidy/words.rs"];
+
 /// The types defined so far.
 #[derive(Default)]
 pub struct Words {
@@ -42,9 +48,10 @@ impl Words {
     /// Takes in one Rust file.
     pub fn read(&mut self, file: &Path, text: &str, findings: &mut Vec<Finding>) {
         let source = Source::split(text);
-        // The lists above are the one place for these words.
-        if !file.ends_with("tidy/words.rs") {
+        if !is_exception(file) {
             retired(file, &source, findings);
+            let comments = source.comments.iter().map(String::as_str);
+            retired_in_prose(file, comments, findings);
         }
         if is_test(file) {
             return;
@@ -59,7 +66,7 @@ impl Words {
         }
     }
 
-    /// Type names that stand more than once.
+    /// Type names that occur more than once.
     pub fn repeated(self, findings: &mut Vec<Finding>) {
         for (name, places) in self.types {
             let Some(((first, _), others)) = places.split_first() else { continue };
@@ -69,6 +76,29 @@ impl Words {
             for (file, line) in others {
                 let text = format!("type {name} is defined in {} too: one type name stands once", first.display());
                 findings.push(Finding::new(file, *line, text));
+            }
+        }
+    }
+}
+
+/// Checks the words of one document.
+pub fn check_document(file: &Path, text: &str, findings: &mut Vec<Finding>) {
+    if !is_exception(file) {
+        retired_in_prose(file, text.lines(), findings);
+    }
+}
+
+fn is_exception(file: &Path) -> bool {
+    EXCEPTIONS.iter().any(|exception| file.ends_with(exception))
+}
+
+fn retired_in_prose<'a>(file: &Path, lines: impl Iterator<Item = &'a str>, findings: &mut Vec<Finding>) {
+    for (index, line) in lines.enumerate() {
+        for word in line.split(|character| !is_word(character)) {
+            let lower = word.to_lowercase();
+            let is_retired = |old: &&&str| lower == **old || lower.strip_suffix('s') == Some(**old);
+            if let Some(old) = RETIRED_IN_PROSE.iter().find(is_retired) {
+                findings.push(Finding::new(file, index + 1, format!("{old} is a retired word: say it in the field's")));
             }
         }
     }
@@ -149,7 +179,9 @@ mod tests {
             ("struct RingBell;", 1),
             ("fn no_wish_is_lost() {}", 1),
             ("let doorbell = 1;", 0),
-            ("// The bell of a door.", 0),
+            ("// The bell of a door.", 1),
+            ("/// Cranks whoever heeds it.", 2),
+            ("// The doorbell of a device.", 0),
             ("let text = \"bell\";", 0),
         ] {
             assert_eq!(findings(&[("crates/a/src/a.rs", text)]).len(), count, "{text}");
