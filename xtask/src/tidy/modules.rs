@@ -17,13 +17,7 @@ const FREE: &[&str] = &["attach", "lab", "cli"];
 
 /// Folders in `crates/` with a core for every protocol, and their modules that are one protocol each. The core names
 /// neither these nor what the crate exports of them.
-const PROTOCOLS: &[(&str, &[&str])] = &[("attach", &["vhost_user"]), ("export", VHOST_USER_OF_EXPORT)];
-
-/// All modules of `export` but `core`.
-const VHOST_USER_OF_EXPORT: &[&str] = &[
-    "advice", "backend", "channel", "handover", "inflight", "kicks", "memory", "notes", "orders", "pace", "queue",
-    "remote", "server", "session", "view", "wire",
-];
+const PROTOCOLS: &[(&str, &[&str])] = &[("attach", &["vhost_user"]), ("export", &["vhost_user"])];
 
 /// The modules that each module of a crate names.
 type ModuleEdges = BTreeMap<String, BTreeSet<String>>;

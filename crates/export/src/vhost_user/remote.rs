@@ -21,11 +21,11 @@ use blkyard_mq::{DeviceInfo, HwStats, LaneWaker, RateLimit, SchedulerConfig, Wak
 use blkyard_sys::EventFd;
 use blkyard_virtio::{GuestMemory, Inflight, Refusals, RingBase, RingLayout};
 
-use crate::QueueView;
+use crate::vhost_user::QueueView;
 use crate::core::ExportLog;
-use crate::kicks::KickSet;
-use crate::notes::Notes;
-use crate::queue::{DetachedVirtqueue, GuestQueue};
+use crate::vhost_user::kicks::KickSet;
+use crate::vhost_user::notes::Notes;
+use crate::vhost_user::queue::{DetachedVirtqueue, GuestQueue};
 
 /// All a queue needs to run.
 pub(crate) struct Setup {

@@ -3,7 +3,7 @@
 //! What comes is collected here until a message is whole, so that a front-end that stops in the middle of one has its
 //! export wait for nothing. The message layer reads from a pair of sockets of our own: it keeps what was
 //! negotiated to itself and learns it by messages only, and so a session can be given to it that began in another
-//! process (see [`crate::handover`]).
+//! process (see [`crate::vhost_user::handover`]).
 //!
 //! What messages mean is not known here.
 
@@ -18,7 +18,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use vhost::vhost_user::message::{FrontendReq, MAX_ATTACHED_FD_ENTRIES, MAX_MSG_SIZE};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
-use crate::backend::Backend;
+use crate::vhost_user::backend::Backend;
 
 /// A header: request, flags, bytes of the body; each 32 bits in the order of this machine.
 pub(crate) const HEADER_BYTES: usize = 12;

@@ -25,14 +25,14 @@ use blkyard_virtio::{
 
 use super::VirtqueueShare;
 use crate::core::ExportLog;
-use crate::kicks::KickSet;
-use crate::notes::Notes;
-use crate::pace::FetchPace;
-use crate::remote::{Command, DiskView, QueuePort, Setup};
-use crate::view::{QueueView, RingView};
+use crate::vhost_user::kicks::KickSet;
+use crate::vhost_user::notes::Notes;
+use crate::vhost_user::pace::FetchPace;
+use crate::vhost_user::remote::{Command, DiskView, QueuePort, Setup};
+use crate::vhost_user::view::{QueueView, RingView};
 
 /// Segments a bio has room for from the start: as many as we tell the guest it may send, and header and status.
-const SEGMENTS: usize = crate::backend::SEG_MAX as usize + 2;
+const SEGMENTS: usize = crate::vhost_user::backend::SEG_MAX as usize + 2;
 
 /// Chains fetched in one round, at most: as many as there are bios by default. A request that is answered on the spot
 /// gives its bio back at once, so without this a guest that publishes as fast as we fetch would keep the lane from its

@@ -15,8 +15,8 @@ use vhost::vhost_user::{Error, Result};
 
 use super::Backend;
 use super::rings::Vring;
-use crate::notes::Notes;
-use crate::wire::Message;
+use crate::vhost_user::notes::Notes;
+use crate::vhost_user::wire::Message;
 
 impl Backend {
     /// What is written is noted here from now on.

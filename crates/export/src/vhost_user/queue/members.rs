@@ -12,8 +12,8 @@ use blkyard_mq::{Driver, HwQueue, PollerState, SignalEventfd};
 use blkyard_virtio::SerialId;
 
 use super::{GuestQueue, VhostQueue, VirtqueueShare, others_run};
-use crate::kicks::KickSet;
-use crate::remote::QueuePort;
+use crate::vhost_user::kicks::KickSet;
+use crate::vhost_user::remote::QueuePort;
 
 /// A virtqueue between two hardware queues. Its front-end notices a pause. Dropped, it never runs again.
 pub struct DetachedVirtqueue {

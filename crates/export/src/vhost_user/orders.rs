@@ -9,9 +9,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use blkyard_mq::{DeviceInfo, RateLimit, SchedulerConfig};
 
-use crate::QueueRemote;
+use crate::vhost_user::QueueRemote;
 use crate::core::EndpointCaller;
-use crate::handover::Handed;
+use crate::vhost_user::handover::Handed;
 
 /// What came of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

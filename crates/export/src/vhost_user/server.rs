@@ -10,7 +10,7 @@
 //! While a front-end is connected the next one waits in the socket's backlog, and the log says so. When one leaves, or
 //! sends what cannot be answered, its queues finish what they fetched, its memory is let go, and the next finds the
 //! disk as it is. Between two messages, or while nobody is connected, the export does what it is told from outside (see
-//! [`crate::orders`]).
+//! [`crate::vhost_user::orders`]).
 //!
 //! It is an [`Endpoint`] of a control loop: a step waits for its own queues, for the receiver, and for nothing else.
 
@@ -23,16 +23,16 @@ use std::time::{Duration, Instant};
 
 use blkyard_sys::{EventFlags, PollFlags, is_ready};
 
-use crate::QueueRemote;
-use crate::backend::{Backend, BackendConfig};
+use crate::vhost_user::QueueRemote;
+use crate::vhost_user::backend::{Backend, BackendConfig};
 use crate::core::BoundSocket;
 use crate::core::ExportLog;
 use crate::core::{AwaitedFd, ControlLoop, Endpoint, EndpointCaller, EndpointEnd, EndpointState};
-use crate::handover::{ExportState, Handed, QuiescedExport, SessionState};
-use crate::orders::{Changed, ExportCommand, ExportCommands, ExportHand, orders};
-use crate::session::{End, Session, SessionStep};
-use crate::view::SessionView;
-use crate::wire::{Message, RelaySockets};
+use crate::vhost_user::handover::{ExportState, Handed, QuiescedExport, SessionState};
+use crate::vhost_user::orders::{Changed, ExportCommand, ExportCommands, ExportHand, orders};
+use crate::vhost_user::session::{End, Session, SessionStep};
+use crate::vhost_user::view::SessionView;
+use crate::vhost_user::wire::{Message, RelaySockets};
 
 /// How long an export waits that could not take a connection: out of descriptors, most likely.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -552,7 +552,7 @@ impl ExportContext {
 /// What orders are about: an export that waits, or one with a front-end, of whose message this has come.
 pub(crate) enum Subject<'a> {
     Waiting(&'a mut BackendConfig),
-    Connected(&'a mut Backend, &'a crate::wire::MessageBuffer),
+    Connected(&'a mut Backend, &'a crate::vhost_user::wire::MessageBuffer),
 }
 
 impl Subject<'_> {

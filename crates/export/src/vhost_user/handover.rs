@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::sync::mpsc::Sender;
 
 use crate::core::EndpointCaller;
-use crate::wire::Message;
+use crate::vhost_user::wire::Message;
 
 /// A session whose queues are at rest.
 #[derive(Debug)]

@@ -11,17 +11,17 @@ use blkyard_sys::{EventFlags, PollFlags, is_ready};
 use vhost::vhost_user::Error;
 use vhost::vhost_user::message::FrontendReq;
 
-use crate::advice::{self, Waiters};
-use crate::backend::{Backend, BackendConfig};
-use crate::channel::BackendChannel;
+use crate::vhost_user::advice::{self, Waiters};
+use crate::vhost_user::backend::{Backend, BackendConfig};
+use crate::vhost_user::channel::BackendChannel;
 use crate::core::AwaitedFd;
 use crate::core::BoundSocket;
 use crate::core::ExportLog;
-use crate::handover::SessionState;
-use crate::remote::QueueRemote;
-use crate::server::{ExportContext, Subject};
-use crate::view::SessionView;
-use crate::wire::{Message, MessageBuffer, Relay, RelaySockets, reply};
+use crate::vhost_user::handover::SessionState;
+use crate::vhost_user::remote::QueueRemote;
+use crate::vhost_user::server::{ExportContext, Subject};
+use crate::vhost_user::view::SessionView;
+use crate::vhost_user::wire::{Message, MessageBuffer, Relay, RelaySockets, reply};
 
 /// A session.
 pub(crate) struct Session {

@@ -9,7 +9,7 @@
 //! calls, and each has its own state ([`virtqueue`]) and counters. One can leave for the hardware queue of another lane
 //! while the others go on.
 //!
-//! Owned by its lane. What the control path wants comes as commands (see [`crate::remote`]). A queue that moves to
+//! Owned by its lane. What the control path wants comes as commands (see [`crate::vhost_user::remote`]). A queue that moves to
 //! another lane comes to rest first and takes its sessions along: a connected front-end notices a pause only.
 
 mod members;
@@ -24,8 +24,8 @@ use blkyard_virtio::SerialId;
 pub use self::members::DetachedVirtqueue;
 pub(crate) use self::virtqueue::GuestQueue;
 use self::virtqueue::virtqueue_of;
-use crate::kicks::KickSet;
-use crate::remote::{Command, QueuePort};
+use crate::vhost_user::kicks::KickSet;
+use crate::vhost_user::remote::{Command, QueuePort};
 
 /// How often a queue without a kick descriptor looks for work by itself.
 const POLL_NS: u64 = 200_000;

@@ -12,7 +12,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::net::{SendFlags, send};
 use vhost::vhost_user::message::{BackendReq, FrontendReq};
 
-use crate::wire::{Message, VERSION};
+use crate::vhost_user::wire::{Message, VERSION};
 
 /// Our end of the channel.
 #[derive(Debug)]

@@ -12,7 +12,7 @@ use vhost::vhost_user::message::{FrontendReq, VhostUserProtocolFeatures, VhostUs
 
 use super::Backend;
 use super::rings::{Kick, Vring};
-use crate::wire::Message;
+use crate::vhost_user::wire::Message;
 
 /// The bit of a kick, call or error message that says it brings no descriptor.
 const NO_DESCRIPTOR: u64 = 0x100;

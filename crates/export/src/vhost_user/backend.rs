@@ -26,16 +26,16 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBackendReqHandlerMut};
 
-use crate::advice;
-use crate::channel::BackendChannel;
+use crate::vhost_user::advice;
+use crate::vhost_user::channel::BackendChannel;
 use crate::core::ExportLog;
-use crate::handover::SessionState;
-use crate::inflight::{self, Records};
-use crate::memory::{Announced, Memory, SLOTS_MAX};
-use crate::orders::Changed;
-use crate::remote::QueueRemote;
-use crate::view::{SessionView, VringView};
-use crate::wire::Message;
+use crate::vhost_user::handover::SessionState;
+use crate::vhost_user::inflight::{self, Records};
+use crate::vhost_user::memory::{Announced, Memory, SLOTS_MAX};
+use crate::vhost_user::orders::Changed;
+use crate::vhost_user::remote::QueueRemote;
+use crate::vhost_user::view::{SessionView, VringView};
+use crate::vhost_user::wire::Message;
 
 use rings::{Kick, Vring, may_have_size};
 

@@ -17,9 +17,9 @@ use blkyard_virtio::{Features, RingBase, RingLayout};
 use vhost::vhost_user::{Error, Result};
 
 use super::{Backend, QUEUE_SIZE_MAX};
-use crate::advice;
-use crate::memory::{Memory, MemoryError};
-use crate::remote::{DiskView, Gone, Setup, Suspension};
+use crate::vhost_user::advice;
+use crate::vhost_user::memory::{Memory, MemoryError};
+use crate::vhost_user::remote::{DiskView, Gone, Setup, Suspension};
 
 /// How a ring tells of new work.
 #[derive(Default)]

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use blkyard_virtio::RingSetupError;
 
-use crate::backend::QUEUES_MAX;
-use crate::memory::Memory;
+use crate::vhost_user::backend::QUEUES_MAX;
+use crate::vhost_user::memory::Memory;
 
 /// How QEMU is told to share a guest's memory.
 const SHARE: &str = "start QEMU with -object memory-backend-memfd,id=mem,size=SIZE,share=on -machine memory-backend=mem, \
