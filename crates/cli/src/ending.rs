@@ -16,7 +16,7 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use blkyard_export::{BoundSocket, QueueView, QueueWatch};
+use blkyard_export::{BoundSocket, QueueView, VirtqueueWatch};
 use blkyard_mq::RequestState;
 use blkyard_os::{Signal, Signals};
 use blkyard_sys::{PollFd, PollFlags, wait_until};
@@ -241,7 +241,8 @@ struct Left {
 impl Left {
     fn of(daemon: &Daemon) -> Left {
         let all: Vec<_> = daemon.exports.iter().map(|export| (export, export.queues())).collect();
-        let asked: Vec<Vec<_>> = all.iter().map(|(_, queues)| queues.iter().map(QueueWatch::look).collect()).collect();
+        let asked: Vec<Vec<_>> =
+            all.iter().map(|(_, queues)| queues.iter().map(VirtqueueWatch::look).collect()).collect();
         let until = Instant::now() + LOOK_TIME;
         let mut left = Left::default();
         for ((export, _), asked) in all.iter().zip(asked) {

@@ -14,8 +14,8 @@ use blkyard::scheduler::take_device_scheduler;
 use blkyard::spec::{Spec, SpecError, number, show_size};
 use blkyard::{Connector, Device, DeviceError};
 use blkyard_export::{
-    Acceptor, BackendConfig, BoundSocket, ControlLoop, ExportState, QUEUES_MAX, QueueRemote, SEG_MAX, Server,
-    SessionState, SocketConfig, Taking,
+    Acceptor, BackendConfig, BoundSocket, ControlLoop, QUEUES_MAX, SEG_MAX, SessionState, SocketConfig,
+    VhostUserServer, VhostUserState, VhostUserTaking, VirtqueueRemote,
 };
 use blkyard_mem::DmaDomain;
 use blkyard_mq::{HeldBack, IdlePolicy, LogLimit};
@@ -155,7 +155,7 @@ struct ReadyExport {
     name: String,
     socket: Arc<BoundSocket>,
     disk: BlkConfig,
-    remotes: Vec<QueueRemote>,
+    remotes: Vec<VirtqueueRemote>,
     domains: Vec<Arc<DmaDomain>>,
     serial: SerialId,
     rate: Arc<RateSlot>,
@@ -178,9 +178,9 @@ impl ReadyExport {
         let ReadyExport { name, socket, disk, remotes, domains, inherited, .. } = self;
         let config = BackendConfig { name: name.clone(), disk, queues: remotes, domains };
         let Some(Inherited { offered, depth, wce, session }) = inherited else {
-            return Ok(Start::Served(Server::start_on(control, socket, config)?));
+            return Ok(Start::Served(VhostUserServer::start_on(control, socket, config)?));
         };
-        let taking = Server::take_over_on(control, socket, config, offered, wce, session);
+        let taking = VhostUserServer::take_over_on(control, socket, config, offered, wce, session);
         let cure = "the other daemon continues; stop it instead";
         let taking = taking.map_err(|why| SpecError::new(name, format!("it cannot be taken over: {why}"), cure))?;
         if let Some(depth) = depth {
@@ -193,19 +193,19 @@ impl ReadyExport {
 
 /// An export that is served, or will be once its other daemon lets go.
 enum Start {
-    Served(Server),
-    Taking(Taking),
+    Served(VhostUserServer),
+    Taking(VhostUserTaking),
 }
 
 impl Start {
-    fn server(&self) -> &Server {
+    fn server(&self) -> &VhostUserServer {
         match self {
             Start::Served(server) => server,
             Start::Taking(taking) => taking.server(),
         }
     }
 
-    fn go(self) -> Server {
+    fn go(self) -> VhostUserServer {
         match self {
             Start::Served(server) => server,
             Start::Taking(taking) => taking.go(),
@@ -278,7 +278,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     let mut starts = Parts::new(stop);
     let mut served = Vec::new();
     for (export, _) in exports {
-        let queues: Vec<_> = export.remotes.iter().map(QueueRemote::watch).collect();
+        let queues: Vec<_> = export.remotes.iter().map(VirtqueueRemote::watch).collect();
         let (name, device, serial) = (export.name.clone(), export.device, export.serial);
         let rate = Arc::clone(&export.rate);
         let start = export.start(&exports_control)?;
@@ -361,8 +361,8 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     }
     stop.stops();
     tracing::info!("stopping: draining requests in flight, for {} s at most", daemon.drain_s);
-    servers.iter().for_each(Server::ask_to_stop);
-    servers.take().into_iter().for_each(Server::join);
+    servers.iter().for_each(VhostUserServer::ask_to_stop);
+    servers.take().into_iter().for_each(VhostUserServer::join);
     // Exports that have ended answer it at once.
     follower.into_iter().for_each(|follower| drop(follower.join()));
     // Answered until here: what is in flight while the daemon stops is worth a look, too. From now on nothing is.
@@ -554,7 +554,7 @@ fn bind(
     served: &Arc<ServedDevice>,
     device_index: usize,
     want: Wanted,
-    left: Option<ExportState>,
+    left: Option<VhostUserState>,
     (lanes, export): (&Arc<Mutex<ServedLanes>>, usize),
     tracked: &impl Fn(BoundSocket) -> std::io::Result<Arc<BoundSocket>>,
 ) -> Result<ReadyExport, ServeError> {
@@ -572,7 +572,7 @@ fn bind(
     let remotes =
         (0..queues).map(|queue| maker.make(queue)).collect::<Result<Vec<_>, _>>().map_err(ServeError::Queue)?;
     let (socket, inherited) = match left {
-        Some(ExportState { listener, path, identity, offered, depth, wce, session, .. }) => {
+        Some(VhostUserState { listener, path, identity, offered, depth, wce, session, .. }) => {
             let socket = BoundSocket::adopt(listener, path, identity);
             (tracked(socket)?, Some(Inherited { offered, depth, wce, session }))
         }

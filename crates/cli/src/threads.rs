@@ -1,6 +1,6 @@
 //! The threads of a daemon: which of them has ended although nobody asked it to.
 
-use blkyard_export::Server;
+use blkyard_export::VhostUserServer;
 
 use crate::control::ControlServer;
 use crate::daemon::Daemon;
@@ -8,7 +8,7 @@ use crate::log;
 
 /// Says which thread has ended by itself, if one has: the daemon is not whole any more, and is to end. `servers` are
 /// the exports of the daemon, in their order.
-pub fn ended(daemon: &Daemon, servers: &[Server], control: Option<&ControlServer>) -> Option<String> {
+pub fn ended(daemon: &Daemon, servers: &[VhostUserServer], control: Option<&ControlServer>) -> Option<String> {
     // Known before the thread is over, which may take as long as I/O in its hands.
     if let Some(name) = log::panicked_thread() {
         return Some(format!("thread {name} panicked"));

@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::time::Instant;
 
 use blkyard::Device;
-use blkyard_export::QueueWatch;
+use blkyard_export::VirtqueueWatch;
 use blkyard_mq::{OpClass, OpSnapshot, StatsSnapshot};
 
 use crate::daemon::Daemon;
@@ -46,9 +46,9 @@ impl Watch {
 
 impl WatchedExport {
     /// What happened since the last call: a line for each kind of I/O there was, and one for what went wrong.
-    fn lines(&mut self, device: &Device, queues: &[QueueWatch]) -> Vec<String> {
+    fn lines(&mut self, device: &Device, queues: &[VirtqueueWatch]) -> Vec<String> {
         let mut now = StatsSnapshot::default();
-        queues.iter().filter_map(QueueWatch::stats).for_each(|stats| now.merge(&stats.snapshot()));
+        queues.iter().filter_map(VirtqueueWatch::stats).for_each(|stats| now.merge(&stats.snapshot()));
         let seconds = self.at.elapsed().as_secs_f64().max(1e-9);
         self.at = Instant::now();
         let ops = OpClass::ALL.map(|class| (class, now.op(class).since(self.before.op(class))));
@@ -57,7 +57,7 @@ impl WatchedExport {
         if lines.is_empty() {
             lines.push("0 IOPS".into());
         }
-        let refusals = queues.iter().filter_map(QueueWatch::refusals).map(|refusals| refusals.total()).sum::<u64>();
+        let refusals = queues.iter().filter_map(VirtqueueWatch::refusals).map(|refusals| refusals.total()).sum::<u64>();
         let bounced = device.counters().get("bounced").copied().unwrap_or(0);
         let trouble = [
             ("failed", ops.iter().map(|(_, op)| op.errors).sum()),

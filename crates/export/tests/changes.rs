@@ -216,7 +216,7 @@ fn who_looks_at_a_queue_sees_what_it_does() {
     until("the writes are with the device", || gate.held() == 3);
     let view = look();
     let ring = view.ring.unwrap();
-    assert_eq!((ring.size, ring.in_flight, ring.next_avail, ring.is_broken), (vq.size, 3, 3, false));
+    assert_eq!((ring.size, ring.in_flight, ring.next, ring.is_broken), (vq.size, 3, 3, false));
     assert_eq!((view.hw.in_flight, view.hw.bios, view.hw.tags_in_use, view.is_suspending), (3, 3, 3, false));
     assert!(view.hw.requests.iter().all(|request| (request.op, request.sectors) == (Op::Write, 1)));
     // The front-end is answered before the session is noted.

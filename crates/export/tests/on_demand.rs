@@ -6,7 +6,9 @@ mod common;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
-use blkyard_export::{BackendConfig, QueueHost, QueuePort, SEG_MAX, VhostQueue, on_demand_queue};
+use blkyard_export::{
+    BackendConfig, QueueHost, SEG_MAX, VirtqueuePoller, VirtqueuePort, VirtqueueSession, on_demand_queue,
+};
 use blkyard_mq::{HwQueue, HwQueueConfig};
 use blkyard_os::Lanes;
 use blkyard_virtio::{BlkConfig, SerialId};
@@ -18,21 +20,21 @@ const QUEUES: usize = 4;
 
 /// Makes pollers on a lane, and counts them.
 struct Host {
-    lanes: Arc<Mutex<Lanes<VhostQueue<AnyQueue>>>>,
+    lanes: Arc<Mutex<Lanes<VirtqueuePoller<AnyQueue>>>>,
     device: AnyDevice,
     number: Mutex<Option<u32>>,
     pollers: Arc<AtomicUsize>,
     fails: Arc<AtomicBool>,
 }
 
-impl QueueHost for Host {
-    fn open(&self, port: QueuePort) -> Result<(), String> {
+impl QueueHost<VirtqueueSession> for Host {
+    fn open(&self, port: VirtqueuePort) -> Result<(), String> {
         if self.fails.load(SeqCst) {
             return Err("lane lane0: it is full; run more lanes".into());
         }
         let config = HwQueueConfig::default();
         let hw = HwQueue::new(self.device.queue(config.depth), Arc::new(self.device.info.clone()), config);
-        let queue = VhostQueue::new(hw, SerialId::new(SERIAL).unwrap(), port);
+        let queue = VirtqueuePoller::new(hw, SerialId::new(SERIAL).unwrap(), port);
         *self.number.lock().unwrap() = Some(self.lanes.lock().unwrap().admit(0, move || queue).unwrap());
         self.pollers.fetch_add(1, SeqCst);
         Ok(())

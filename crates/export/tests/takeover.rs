@@ -6,7 +6,7 @@ mod common;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::time::Duration;
 
-use blkyard_export::{BackendConfig, BoundSocket, Message, SEG_MAX, Server, queue_pair};
+use blkyard_export::{BackendConfig, BoundSocket, Message, SEG_MAX, VhostUserServer, queue_pair};
 use blkyard_mq::IdlePolicy;
 use blkyard_virtio::{BlkConfig, Features};
 use common::{
@@ -149,7 +149,7 @@ fn what_makes_no_session_is_refused_and_the_old_export_goes_on() {
         let made = if spoil == "queues" { 2 } else { QUEUES };
         let offered = made as u16;
         let socket = BoundSocket::adopt(state.listener, state.path, state.identity);
-        let refused = Server::take_over(socket, config(made), offered, state.wce, state.session);
+        let refused = VhostUserServer::take_over(socket, config(made), offered, state.wce, state.session);
         let why = refused.err().unwrap_or_else(|| panic!("{spoil} is taken"));
         assert!(why.contains(words), "{spoil}: {why}");
         drop(handed.rest);
@@ -172,7 +172,7 @@ fn memory_that_was_cut_short_and_is_used_by_nobody_is_not_taken_over_and_the_old
         let handed = world.exports[0].server().hand().hand_over().recv_timeout(PATIENCE).unwrap().unwrap();
         let state = handed.state;
         let socket = BoundSocket::adopt(state.listener, state.path, state.identity);
-        let refused = Server::take_over(socket, config(QUEUES), QUEUES as u16, state.wce, state.session);
+        let refused = VhostUserServer::take_over(socket, config(QUEUES), QUEUES as u16, state.wce, state.session);
         assert!(refused.is_err(), "memory that is not there is taken over");
         drop(handed.rest);
         assert_eq!(vqs[0].write(0, &[1; 512]), 0);

@@ -11,13 +11,18 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 
 use super::Finding;
+use super::source::{Source, is_word};
+use super::words::defined_type;
 
 /// Folders in `crates/` whose modules form no circle.
 const FREE: &[&str] = &["attach", "lab", "cli"];
 
-/// Folders in `crates/` with a core for every protocol, and their modules that are one protocol each. The core names
-/// neither these nor what the crate exports of them.
-const PROTOCOLS: &[(&str, &[&str])] = &[("attach", &["vhost_user"]), ("export", &["vhost_user"])];
+/// Folders in `crates/` with a core for every protocol, their modules that are one protocol each, and the crates of
+/// protocols. The core names none of these, nor what the crate exports of its protocols.
+const PROTOCOLS: &[(&str, &[&str], &[&str])] = &[
+    ("attach", &["vhost_user"], &["vhost"]),
+    ("export", &["vhost_user"], &["vhost", "blkyard_virtio", "blkyard_nvme"]),
+];
 
 /// The modules that each module of a crate names.
 type ModuleEdges = BTreeMap<String, BTreeSet<String>>;
@@ -37,17 +42,18 @@ pub fn check(root: &Path, files: &[PathBuf]) -> Result<Vec<Finding>> {
             findings.push(Finding::new(&folder, 0, format!("module {module} stands on itself, through others")));
         }
     }
-    for (name, protocols) in PROTOCOLS {
-        check_core(root, &Path::new("crates").join(name).join("src"), protocols, files, &mut findings)?;
+    for (name, protocols, imports) in PROTOCOLS {
+        check_core(root, &Path::new("crates").join(name).join("src"), protocols, imports, files, &mut findings)?;
     }
     Ok(findings)
 }
 
-/// Finds files of a crate's core that name one of its protocols.
+/// Finds files of a crate's core that name one of its protocols, or a crate of one.
 fn check_core(
     root: &Path,
     folder: &Path,
     protocols: &[&str],
+    imports: &[&str],
     files: &[PathBuf],
     findings: &mut Vec<Finding>,
 ) -> Result<()> {
@@ -55,27 +61,52 @@ fn check_core(
         fs::read_to_string(root.join(file)).with_context(|| format!("cannot read {}", root.join(file).display()))
     };
     let mut forbidden: BTreeSet<String> = protocols.iter().map(|&protocol| protocol.to_owned()).collect();
-    if files.iter().any(|file| *file == folder.join("lib.rs")) {
-        for line in read(&folder.join("lib.rs"))?.lines() {
-            let Some((module, names)) = line.strip_prefix("pub use ").and_then(|used| used.split_once("::")) else {
-                continue;
-            };
-            if protocols.contains(&module) {
-                let names = names.trim_matches(['{', '}', ';']).split(", ");
-                forbidden.extend(names.map(|name| name.trim_matches(['{', '}', ';']).to_owned()));
-            }
+    let read_if_there = |file: PathBuf| if files.contains(&file) { read(&file) } else { Ok(String::new()) };
+    for (module, names) in exported(&read_if_there(folder.join("lib.rs"))?) {
+        if !protocols.contains(&&*module) {
+            continue;
         }
+        if names.contains("*") {
+            // All that the module itself exports.
+            let text = read_if_there(folder.join(&module).join("mod.rs"))?;
+            forbidden.extend(exported(&text).into_iter().flat_map(|(_, names)| names));
+            forbidden.extend(text.lines().filter_map(defined_type).map(ToOwned::to_owned));
+        }
+        forbidden.extend(names);
     }
     for file in files {
         let Some(module) = file.strip_prefix(folder).ok().and_then(module) else { continue };
         if protocols.contains(&&*module) {
             continue;
         }
-        for name in named(&read(file)?).intersection(&forbidden) {
+        let text = read(file)?;
+        for name in named(&text).intersection(&forbidden) {
             findings.push(Finding::new(file, 0, format!("the core names {name}, which is of one protocol")));
+        }
+        let words: BTreeSet<String> =
+            Source::split(&text).code.iter().flat_map(|line| words(line)).map(ToOwned::to_owned).collect();
+        for name in imports.iter().filter(|name| words.contains(**name)) {
+            findings.push(Finding::new(file, 0, format!("the core imports {name}, which is of one protocol")));
         }
     }
     Ok(())
+}
+
+/// What a file exports of its modules, by module: `x` and `Y`, `Z` of `pub use x::{Y, Z};`.
+fn exported(text: &str) -> Vec<(String, BTreeSet<String>)> {
+    let mut found = Vec::new();
+    for (at, _) in text.match_indices("pub use ").filter(|(at, _)| *at == 0 || text[..*at].ends_with('\n')) {
+        let used = text[at..].trim_start_matches("pub use ");
+        let Some((module, names)) = used.split(';').next().and_then(|used| used.split_once("::")) else { continue };
+        let names = names.split([',', '{', '}']).map(str::trim).filter(|name| !name.is_empty());
+        found.push((module.to_owned(), names.map(ToOwned::to_owned).collect()));
+    }
+    found
+}
+
+/// The words of a line.
+fn words(line: &str) -> impl Iterator<Item = &str> {
+    line.split(|character| !is_word(character))
 }
 
 /// The module at the top of its crate that a file belongs to, unless it is the root.
@@ -141,8 +172,35 @@ mod tests {
         ];
         let paths = write(root.path(), &files);
         assert_eq!(check(root.path(), &paths).unwrap(), []);
-        for text in ["use crate::vhost_user::rings;\n", "fn f() -> u16 { crate::QUEUE_SIZE_MAX }\n"] {
+        for text in [
+            "use crate::vhost_user::rings;\n",
+            "fn f() -> u16 { crate::QUEUE_SIZE_MAX }\n",
+            "use vhost::vhost_user::Error;\n",
+        ] {
             write(root.path(), &[(core, text)]);
+            let found = check(root.path(), &paths).unwrap();
+            assert!(found.len() == 1 && found[0].to_string().starts_with(core), "{text}: {found:?}");
+        }
+    }
+
+    #[test]
+    fn core_that_names_what_a_protocol_exports_by_a_glob_is_found() {
+        let root = tempfile::tempdir().unwrap();
+        let core = "crates/export/src/core/server.rs";
+        let files = [
+            ("crates/export/src/lib.rs", "mod core;\nmod vhost_user;\npub use core::*;\npub use vhost_user::*;\n"),
+            (core, "use blkyard_mq::Bio;\nuse crate::core::QueuePoller;\n// blkyard_virtio is not imported.\n"),
+            (
+                "crates/export/src/vhost_user/mod.rs",
+                "pub use wire::{\n    MESSAGE_BYTES_MAX,\n    Message,\n};\npub type VirtqueuePoller<D> = core::QueuePoller<D>;\n",
+            ),
+        ];
+        let paths = write(root.path(), &files);
+        assert_eq!(check(root.path(), &paths).unwrap(), []);
+        for text in
+            ["crate::Message", "crate::VirtqueuePoller<D>", "crate::vhost_user::wire", "blkyard_virtio::Features"]
+        {
+            write(root.path(), &[(core, &format!("type T = {text};\n"))]);
             let found = check(root.path(), &paths).unwrap();
             assert!(found.len() == 1 && found[0].to_string().starts_with(core), "{text}: {found:?}");
         }

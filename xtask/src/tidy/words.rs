@@ -109,7 +109,7 @@ fn is_test(file: &Path) -> bool {
 }
 
 /// The name in a definition of a type; none for what stands inside a function or a trait.
-fn defined_type(line: &str) -> Option<&str> {
+pub fn defined_type(line: &str) -> Option<&str> {
     let (word, rest) = line.split_once(' ')?;
     let definition = if word.starts_with("pub") { rest } else { line };
     let (keyword, rest) = definition.strip_prefix("unsafe ").unwrap_or(definition).split_once(' ')?;

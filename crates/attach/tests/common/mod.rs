@@ -14,7 +14,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
-use blkyard_export::{BackendConfig, BoundSocket, QueueRemote, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
+use blkyard_export::{
+    BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostUserServer, VirtqueuePoller, VirtqueueRemote, queue_pair,
+};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{
     Bio, BioFlags, BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, Op, QueueKind, QueueLimits, RamDevice,
@@ -60,8 +62,8 @@ pub fn disk() -> RamDevice {
 
 /// A back-end of our own.
 pub struct Backend {
-    pub server: Server,
-    lanes: Lanes<VhostQueue<RamQueue>>,
+    pub server: VhostUserServer,
+    lanes: Lanes<VirtqueuePoller<RamQueue>>,
 }
 
 impl Backend {
@@ -73,19 +75,20 @@ impl Backend {
     pub fn caching(path: &Path, device: &RamDevice, queues: usize, write_back: bool) -> Backend {
         let mut lanes = Lanes::start(1, |_| LaneConfig { name: "lane".into(), ..LaneConfig::default() }).unwrap();
         let info = Arc::new(device.info().clone());
-        let mut remotes: Vec<QueueRemote> = Vec::new();
+        let mut remotes: Vec<VirtqueueRemote> = Vec::new();
         for _ in 0..queues {
             let (remote, port) = queue_pair();
             let config = HwQueueConfig::default();
             let (driver, info) = (device.queue(config.depth), Arc::clone(&info));
-            let make = move || VhostQueue::new(HwQueue::new(driver, info, config), SerialId::new("x").unwrap(), port);
+            let make =
+                move || VirtqueuePoller::new(HwQueue::new(driver, info, config), SerialId::new("x").unwrap(), port);
             lanes.admit(0, make).unwrap();
             remotes.push(remote);
         }
         let socket = SocketConfig { path: path.into(), mode: None, group: None };
         let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, write_back);
         let config = BackendConfig { name: "backend".into(), disk, queues: remotes, domains: Vec::new() };
-        Backend { server: Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap(), lanes }
+        Backend { server: VhostUserServer::start(BoundSocket::bind(&socket).unwrap(), config).unwrap(), lanes }
     }
 
     pub fn stop(self) {

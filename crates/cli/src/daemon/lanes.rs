@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use blkyard::DeviceQueue;
 use blkyard::spec::SpecError;
-use blkyard_export::{DetachedVirtqueue, PartError, QueueMover, VhostQueue};
+use blkyard_export::{DetachedVirtqueue, PartError, VirtqueueMover, VirtqueuePoller};
 use blkyard_mq::{HwQueue, IdlePolicy, QueueMap};
 use blkyard_os::{LaneConfig, LaneError, LaneThread, Lanes, Moves};
 
@@ -97,7 +97,7 @@ pub(crate) type MakeHwQueue = Box<dyn Fn(usize) -> Result<HwQueue<DeviceQueue>, 
 /// The lanes, running, and the places of all queues on them. A queue has its place from the start, and is served there
 /// only while a front-end needs it (see [`blkyard_export::on_demand_queue`]).
 pub struct ServedLanes {
-    lanes: Lanes<VhostQueue<DeviceQueue>>,
+    lanes: Lanes<VirtqueuePoller<DeviceQueue>>,
     exports: Vec<PlacedExport>,
     /// Those that live, each a poller of its lane.
     hw_queues: Vec<PlacedHwQueue>,
@@ -114,7 +114,7 @@ struct PlacedExport {
 struct PlacedQueue {
     lane: usize,
     /// Unset before it is known.
-    mover: Option<QueueMover>,
+    mover: Option<VirtqueueMover>,
 }
 
 /// A hardware queue that lives.
@@ -156,7 +156,7 @@ impl ServedLanes {
     }
 
     /// Says how a queue is moved. To be known before it is served.
-    pub fn move_by(&mut self, export: usize, queue: usize, mover: QueueMover) {
+    pub fn move_by(&mut self, export: usize, queue: usize, mover: VirtqueueMover) {
         self.exports[export].queues[queue].mover = Some(mover);
     }
 
@@ -215,7 +215,7 @@ impl ServedLanes {
         (hw, capacity): (HwQueue<DeviceQueue>, usize),
         virtqueue: DetachedVirtqueue,
     ) -> Result<(), LaneError> {
-        let number = self.lanes.admit(lane, move || VhostQueue::of_detached(hw, virtqueue))?;
+        let number = self.lanes.admit(lane, move || VirtqueuePoller::of_detached(hw, virtqueue))?;
         let is_narrow = self.exports[export].share.orders;
         self.hw_queues.push(PlacedHwQueue { number, export, lane, capacity, is_narrow, queues: vec![queue] });
         Ok(())
@@ -531,7 +531,7 @@ impl ServedLanes {
     }
 
     /// The lanes, by their number.
-    pub fn threads(&self) -> &[LaneThread<VhostQueue<DeviceQueue>>] {
+    pub fn threads(&self) -> &[LaneThread<VirtqueuePoller<DeviceQueue>>] {
         self.lanes.threads()
     }
 
@@ -576,7 +576,7 @@ impl fmt::Debug for ServedLanes {
 mod tests {
     use super::*;
     use blkyard::Device;
-    use blkyard_export::{QueueRemote, VirtqueueShare, queue_pair};
+    use blkyard_export::{QueueShare, VirtqueueRemote, queue_pair};
     use blkyard_mq::{HwQueueConfig, QueueKind};
     use blkyard_virtio::SerialId;
     use std::sync::Arc;
@@ -602,7 +602,7 @@ mod tests {
     }
 
     /// Lanes on which every queue is served.
-    fn served(count: usize, shares: Vec<Share>) -> (ServedLanes, Vec<QueueRemote>) {
+    fn served(count: usize, shares: Vec<Share>) -> (ServedLanes, Vec<VirtqueueRemote>) {
         let queues: Vec<usize> = shares.iter().map(|share| share.queues).collect();
         let mut lanes = ServedLanes::start(count, shares, |_| LaneConfig::default()).unwrap();
         let all =
@@ -611,7 +611,7 @@ mod tests {
         (lanes, remotes)
     }
 
-    fn open(lanes: &mut ServedLanes, export: usize, queue: usize) -> QueueRemote {
+    fn open(lanes: &mut ServedLanes, export: usize, queue: usize) -> VirtqueueRemote {
         let (remote, port) = queue_pair();
         lanes.make_by(
             export,
@@ -623,7 +623,7 @@ mod tests {
             }),
         );
         lanes.move_by(export, queue, remote.mover());
-        let share = VirtqueueShare { bios: 8, depth: 8 };
+        let share = QueueShare { bios: 8, depth: 8 };
         let virtqueue = DetachedVirtqueue::new(SerialId::new("x").unwrap(), port, share, 0).unwrap();
         lanes.open(export, queue, virtqueue).unwrap();
         remote

@@ -17,7 +17,7 @@ use std::time::Instant;
 use blkyard::Device;
 use blkyard::rate::RateSlot;
 use blkyard::spec::Spec;
-use blkyard_export::{ExportHand, ExportStatus, QueueWatch};
+use blkyard_export::{VhostUserHand, VhostUserStatus, VirtqueueWatch};
 use blkyard_mq::{DeviceInfo, RateConfig, RateLimit, SchedulerConfig};
 use blkyard_virtio::SerialId;
 
@@ -121,27 +121,27 @@ pub struct ServedExport {
     /// The place of its device among the daemon's.
     pub device: usize,
     /// Its session.
-    pub status: Arc<ExportStatus>,
+    pub status: Arc<VhostUserStatus>,
     /// For changing it.
-    pub hand: ExportHand,
+    pub hand: VhostUserHand,
     /// What its disks call themselves.
     pub serial: SerialId,
     /// What its queues together do not exceed.
     pub rate: Arc<RateSlot>,
     /// Each queue. There may come more.
-    pub queues: Mutex<Vec<QueueWatch>>,
+    pub queues: Mutex<Vec<VirtqueueWatch>>,
     /// Requests in flight that each queue was made for.
     pub depth_max: usize,
 }
 
 impl ServedExport {
     /// Each queue that it has by now.
-    pub fn queues(&self) -> Vec<QueueWatch> {
+    pub fn queues(&self) -> Vec<VirtqueueWatch> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Notes that it has another queue.
-    pub fn add_queue(&self, queue: QueueWatch) {
+    pub fn add_queue(&self, queue: VirtqueueWatch) {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner).push(queue);
     }
 }

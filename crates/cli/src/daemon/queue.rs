@@ -4,7 +4,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blkyard::rate::RateSlot;
 use blkyard::{Device, DeviceQueue};
-use blkyard_export::{DetachedVirtqueue, QueueHost, QueuePort, QueueRemote, VirtqueueShare, on_demand_queue};
+use blkyard_export::{
+    DetachedVirtqueue, QueueHost, QueueShare, VirtqueuePort, VirtqueueRemote, VirtqueueSession, on_demand_queue,
+};
 use blkyard_mq::{HwQueue, HwQueueConfig, QueueKind, TagSet};
 use blkyard_virtio::SerialId;
 
@@ -36,7 +38,7 @@ impl QueueMaker {
     ///
     /// # Errors
     /// The device has no more queues, or the lane has no room: object, cause, cure.
-    pub(crate) fn make(&self, queue: usize) -> Result<QueueRemote, String> {
+    pub(crate) fn make(&self, queue: usize) -> Result<VirtqueueRemote, String> {
         let remote = on_demand_queue(Box::new(VirtqueueHost {
             maker: self.clone(),
             queue,
@@ -76,10 +78,10 @@ struct VirtqueueHost {
     stream: u32,
 }
 
-impl QueueHost for VirtqueueHost {
-    fn open(&self, port: QueuePort) -> Result<(), String> {
+impl QueueHost<VirtqueueSession> for VirtqueueHost {
+    fn open(&self, port: VirtqueuePort) -> Result<(), String> {
         let QueueMaker { lanes, export, device, serial, .. } = &self.maker;
-        let share = VirtqueueShare { bios: HwQueueConfig::default().bios_max, depth: depth_of(&device.device) };
+        let share = QueueShare { bios: HwQueueConfig::default().bios_max, depth: depth_of(&device.device) };
         let virtqueue = DetachedVirtqueue::new(*serial, port, share, self.stream);
         let virtqueue = virtqueue.map_err(|error| format!("its kicks: {error}; raise the limit on open files"))?;
         lock(lanes).open(*export, self.queue, virtqueue)

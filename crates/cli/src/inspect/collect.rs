@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use blkyard::rate::{RateSlot, options};
-use blkyard_export::{QueueView, QueueWatch};
+use blkyard_export::{QueueView, VirtqueueWatch};
 use blkyard_mq::{
     HwQueueConfig, NamespaceSnapshot, Op, OpClass, QueueLimits, RequestSnapshot, RequestState, SchedulerSnapshot,
     StatsSnapshot,
@@ -27,7 +27,7 @@ const ANSWER_TIME: Duration = Duration::from_secs(2);
 /// The tree as it is now.
 pub fn collect(daemon: &Daemon) -> Tree {
     let all: Vec<_> = daemon.exports.iter().map(ServedExport::queues).collect();
-    let asked: Vec<Vec<_>> = all.iter().map(|queues| queues.iter().map(QueueWatch::look).collect()).collect();
+    let asked: Vec<Vec<_>> = all.iter().map(|queues| queues.iter().map(VirtqueueWatch::look).collect()).collect();
     let (lanes, places, shares) = {
         let lanes = daemon.lanes();
         let shares: Vec<_> = (0..all.len()).map(|export| lanes.hardware_queues(export)).collect();
@@ -39,7 +39,7 @@ pub fn collect(daemon: &Daemon) -> Tree {
         asked?.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
     };
     let exports = daemon.exports.iter().zip(&all).zip(asked).enumerate().map(|(number, ((export, queues), asked))| {
-        let now = |queue: &QueueWatch, asked| match wait(asked) {
+        let now = |queue: &VirtqueueWatch, asked| match wait(asked) {
             Some(view) => Some(queue_now(&view)),
             None if queue.is_open() => None,
             None => Some(queue_at_rest(export, &daemon.devices[export.device])),
@@ -127,7 +127,7 @@ fn export_node(number: usize, export: &ServedExport, queues: Vec<QueueNode>) -> 
     }
 }
 
-fn queue_node(number: usize, queue: &QueueWatch, lane: usize, now: Option<QueueNow>) -> QueueNode {
+fn queue_node(number: usize, queue: &VirtqueueWatch, lane: usize, now: Option<QueueNow>) -> QueueNode {
     let stats = queue.stats().map_or_else(StatsSnapshot::default, |stats| stats.snapshot());
     let ops = OpClass::ALL.map(|class| (op_name(class).to_owned(), OpNode::of(stats.op(class))));
     let refusals = queue.refusals().into_iter().flat_map(|refusals| refusals.iter());
@@ -279,8 +279,9 @@ pub(crate) fn request_node(request: &RequestSnapshot) -> RequestNode {
     }
 }
 
-fn lane_nodes(lanes: &ServedLanes, exports: &[Vec<QueueWatch>]) -> Vec<LaneNode> {
-    let of_export = |(number, queues): (usize, &Vec<QueueWatch>)| (0..queues.len()).map(move |queue| (number, queue));
+fn lane_nodes(lanes: &ServedLanes, exports: &[Vec<VirtqueueWatch>]) -> Vec<LaneNode> {
+    let of_export =
+        |(number, queues): (usize, &Vec<VirtqueueWatch>)| (0..queues.len()).map(move |queue| (number, queue));
     let placed: Vec<_> = lanes.places().into_iter().zip(exports.iter().enumerate().flat_map(of_export)).collect();
     let see = |(number, thread): (usize, &LaneThread<_>)| {
         let LaneConfig { cpus, policy, .. } = lanes.config(number);

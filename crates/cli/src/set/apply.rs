@@ -14,7 +14,7 @@ use blkyard::Backing;
 use blkyard::rate::{describe, take_rate};
 use blkyard::scheduler::take_scheduler;
 use blkyard::spec::{Spec, SpecError, show_size};
-use blkyard_export::{Changed, QUEUES_MAX, QueueRemote};
+use blkyard_export::{Changed, QUEUES_MAX, VirtqueueRemote};
 use blkyard_mq::{DeviceInfo, IdlePolicy, SECTOR_SHIFT};
 use blkyard_os::Moves;
 
@@ -304,7 +304,7 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
 }
 
 /// Makes the queues that an export lacks, or as many of them as there is room for; they are yet to be given to it.
-fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> (Vec<QueueRemote>, Option<String>) {
+fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> (Vec<VirtqueueRemote>, Option<String>) {
     let export = &daemon.exports[number];
     let maker = QueueMaker {
         lanes: Arc::clone(&daemon.lanes),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use blkyard::DeviceHandover;
 use blkyard::scheduler::put_device_scheduler;
-use blkyard_export::{BoundSocket, Handed, QuiescedExport};
+use blkyard_export::{BoundSocket, Handed, QuiescedExport, SessionState};
 use serde_json::Value;
 
 use super::VERSION;
@@ -120,7 +120,7 @@ fn all_hear(daemon: &Daemon) -> Result<(), String> {
 fn pack(
     daemon: &Daemon,
     control: &BoundSocket,
-    handed: Vec<Handed>,
+    handed: Vec<Handed<SessionState>>,
     files: &mut PassedFiles,
 ) -> Result<(SocketPart, Vec<DevicePart>, Vec<QuiescedExport>), String> {
     let text = |error: std::io::Error| error.to_string();

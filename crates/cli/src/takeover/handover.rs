@@ -5,7 +5,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 
 use blkyard::spec::Spec;
-use blkyard_export::{ExportState, MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message, QUEUES_MAX, SessionState};
+use blkyard_export::{MESSAGE_BYTES_MAX, MESSAGE_FILES_MAX, Message, QUEUES_MAX, SessionState, VhostUserState};
 use serde::{Deserialize, Serialize};
 
 /// All of a daemon. Its descriptors: the control socket, then those of each device.
@@ -86,8 +86,8 @@ pub(super) fn next(files: &mut PassedFiles) -> Result<OwnedFd, String> {
 }
 
 impl ExportPart {
-    pub(super) fn pack(spec: Spec, state: ExportState, files: &mut PassedFiles) -> ExportPart {
-        let ExportState { listener, path, identity, made, offered, depth, wce, session } = state;
+    pub(super) fn pack(spec: Spec, state: VhostUserState, files: &mut PassedFiles) -> ExportPart {
+        let VhostUserState { listener, path, identity, made, offered, depth, wce, session } = state;
         files.push_back(listener);
         let session = session.map(|SessionState { connection, queues, part, setup, run }| {
             files.push_back(connection);
@@ -98,7 +98,7 @@ impl ExportPart {
         ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session }
     }
 
-    pub(super) fn unpack(self, files: &mut PassedFiles) -> Result<(Spec, ExportState), String> {
+    pub(super) fn unpack(self, files: &mut PassedFiles) -> Result<(Spec, VhostUserState), String> {
         let ExportPart { spec, socket: SocketPart { path, identity }, made, offered, depth, wce, session } = self;
         if !(1..=QUEUES_MAX).contains(&made) {
             return Err(format!("an export has {made} queues"));
@@ -116,7 +116,7 @@ impl ExportPart {
                 Some(SessionState { connection, queues, part, setup, run })
             }
         };
-        Ok((spec, ExportState { listener, path, identity, made, offered, depth, wce, session }))
+        Ok((spec, VhostUserState { listener, path, identity, made, offered, depth, wce, session }))
     }
 }
 
@@ -164,13 +164,13 @@ mod tests {
             setup: vec![message(0), message(2)],
             run: vec![message(1)],
         };
-        let numbers = |state: &ExportState| {
+        let numbers = |state: &VhostUserState| {
             let session = state.session.as_ref().unwrap();
             let messages = [&session.part].into_iter().chain(&session.setup).chain(&session.run);
             let files = messages.flat_map(|message| message.files.iter());
             [&state.listener, &session.connection].into_iter().chain(files).map(number).collect::<Vec<_>>()
         };
-        let state = ExportState {
+        let state = VhostUserState {
             listener: end(),
             path: "/x".into(),
             identity: (1, 2),

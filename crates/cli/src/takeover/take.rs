@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use blkyard::spec::SpecError;
-use blkyard_export::{BoundSocket, ExportState};
+use blkyard_export::{BoundSocket, VhostUserState};
 use blkyard_mq::DeviceInfo;
 
 use super::VERSION;
@@ -53,7 +53,7 @@ pub struct InheritedState {
     /// One for each disk.
     pub devices: VecDeque<InheritedDevice>,
     /// One for each export of each disk, in their order.
-    pub exports: VecDeque<ExportState>,
+    pub exports: VecDeque<VhostUserState>,
     control: BoundSocket,
     daemon: UnixStream,
     path: PathBuf,

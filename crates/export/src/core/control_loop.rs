@@ -32,7 +32,7 @@ const OWN: u64 = u64::MAX;
 const LOOK_TIME: Duration = Duration::from_secs(1);
 
 /// A descriptor that an endpoint waits for.
-pub(crate) type AwaitedFd = Arc<dyn AsFd + Send + Sync>;
+pub type AwaitedFd = Arc<dyn AsFd + Send + Sync>;
 
 /// The control path of one export, as a state machine.
 pub(crate) trait Endpoint: Send {

@@ -10,7 +10,7 @@ use blkyard_mq::{HeldBack, LogLimit};
 
 /// The log of one export.
 #[derive(Debug)]
-pub(crate) struct ExportLog {
+pub struct ExportLog {
     name: String,
     limit: Mutex<LogLimit>,
 }
@@ -20,13 +20,15 @@ impl ExportLog {
         ExportLog { name, limit: Mutex::new(LogLimit::default()) }
     }
 
-    pub(crate) fn info(&self, line: impl Display) {
+    /// Logs a line, if the limit on lines allows it.
+    pub fn info(&self, line: impl Display) {
         if let Some(held_back) = self.pass() {
             tracing::info!("{}: {line}{held_back}", self.name);
         }
     }
 
-    pub(crate) fn warn(&self, line: impl Display) {
+    /// Logs a warning, if the limit on lines allows it.
+    pub fn warn(&self, line: impl Display) {
         if let Some(held_back) = self.pass() {
             tracing::warn!("{}: {line}{held_back}", self.name);
         }

@@ -14,10 +14,10 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use blkyard_mem::{DmaDomain, DmaMapping};
-use blkyard_mq::{DeviceInfo, RateLimit, SchedulerConfig};
+use blkyard_mem::DmaMapping;
+use blkyard_mq::DeviceInfo;
 use blkyard_sys::EventFd;
-use blkyard_virtio::{BlkConfig, DirtyLog, Features, RingBase};
+use blkyard_virtio::{DirtyLog, Features, RingBase};
 use vhost::vhost_user::GpuBackend;
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
@@ -26,16 +26,15 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{Backend as FrontEndChannel, Error, Result, VhostUserBackendReqHandlerMut};
 
+use crate::core::{Changed, ExportLog};
 use crate::vhost_user::advice;
 use crate::vhost_user::channel::BackendChannel;
-use crate::core::ExportLog;
 use crate::vhost_user::handover::SessionState;
 use crate::vhost_user::inflight::{self, Records};
 use crate::vhost_user::memory::{Announced, Memory, SLOTS_MAX};
-use crate::vhost_user::orders::Changed;
-use crate::vhost_user::remote::QueueRemote;
 use crate::vhost_user::view::{SessionView, VringView};
 use crate::vhost_user::wire::Message;
+use crate::vhost_user::{BackendConfig, VirtqueueRemote};
 
 use rings::{Kick, Vring, may_have_size};
 
@@ -57,59 +56,6 @@ const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::
     .union(VhostUserProtocolFeatures::RESET_DEVICE);
 
 type RegionBase = vhost::VhostUserMemoryRegionBase;
-
-/// What one export serves.
-pub struct BackendConfig {
-    /// Its name, for messages.
-    pub name: String,
-    /// The disk as the guest sees it.
-    pub disk: BlkConfig,
-    /// One for each virtqueue.
-    pub queues: Vec<QueueRemote>,
-    /// Where the device reaches the memory of front-ends: one for each of its paths that maps memory. None for a device
-    /// that uses our addresses.
-    pub domains: Vec<Arc<DmaDomain>>,
-}
-
-impl BackendConfig {
-    /// The device is this from now on. Its queues are at rest.
-    pub(crate) fn change(&mut self, info: &Arc<DeviceInfo>) -> std::result::Result<(), String> {
-        for (number, queue) in self.queues.iter().enumerate() {
-            let changed = queue.change(info).unwrap_or_else(|gone| Err(gone.to_string()));
-            changed.map_err(|why| format!("queue {number}: {why}"))?;
-        }
-        self.disk.set_info(info);
-        Ok(())
-    }
-
-    /// Has more queues, which serve what the others do.
-    pub(crate) fn add(&mut self, more: Vec<QueueRemote>, depth: Option<usize>) -> std::result::Result<(), String> {
-        let info = Arc::new(self.disk.info().clone());
-        for queue in more {
-            queue.change(&info).map_err(|gone| gone.to_string())??;
-            depth.map(|depth| queue.set_depth(depth)).transpose().map_err(|gone| gone.to_string())?;
-            self.queues.push(queue);
-        }
-        Ok(())
-    }
-
-    /// Bounds the requests in flight of each queue; says what the bound has become.
-    pub(crate) fn set_depth(&mut self, depth: usize) -> std::result::Result<usize, String> {
-        let set = self.queues.iter().map(|queue| queue.set_depth(depth));
-        let depths = set.collect::<std::result::Result<Vec<_>, _>>().map_err(|gone| gone.to_string())?;
-        Ok(depths.into_iter().min().unwrap_or(depth))
-    }
-
-    /// Has each queue order what waits by this scheduler.
-    pub(crate) fn schedule(&mut self, config: SchedulerConfig) -> std::result::Result<(), String> {
-        self.queues.iter().try_for_each(|queue| queue.schedule(config)).map_err(|gone| gone.to_string())
-    }
-
-    /// Has what passes the queues pass these limits.
-    pub(crate) fn set_rates(&mut self, limits: &[Arc<RateLimit>]) -> std::result::Result<(), String> {
-        self.queues.iter().try_for_each(|queue| queue.set_rates(limits.to_vec())).map_err(|gone| gone.to_string())
-    }
-}
 
 pub(crate) struct Backend {
     config: BackendConfig,
@@ -169,7 +115,7 @@ impl Backend {
     pub(crate) fn end(mut self) -> (BackendConfig, Result<()>) {
         let _ = self.suspend_all();
         // One that did not come to rest has lost its lane, and its poller with it.
-        self.config.queues.iter().for_each(QueueRemote::close);
+        self.config.queues.iter().for_each(VirtqueueRemote::close);
         (self.config, if self.lane_gone { Err(Error::BackendInternalError) } else { Ok(()) })
     }
 

@@ -163,7 +163,7 @@ impl MessageBuffer {
 
 /// The sockets between the session and its message layer.
 #[derive(Debug)]
-pub(crate) struct RelaySockets {
+pub struct RelaySockets {
     /// Our end.
     near: UnixStream,
     /// The message layer's end, and a copy of it for what the message layer has not read.

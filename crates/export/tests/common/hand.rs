@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
+use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostUserServer, VirtqueuePoller, queue_pair};
 use blkyard_mq::{
     BlockDevice, DeviceInfo, HwQueue, HwQueueConfig, NullConfig, Poller, PollerState, RamDevice, RamQueue,
     SignalEventfd,
@@ -13,9 +13,9 @@ use super::{Data, Front, Ram, Vq, disk_info};
 
 /// A queue to be run by hand.
 pub struct Hand {
-    queue: VhostQueue<RamQueue>,
+    queue: VirtqueuePoller<RamQueue>,
     refusals: Arc<Refusals>,
-    server: Server,
+    server: VhostUserServer,
     now_ns: u64,
     folder: tempfile::TempDir,
 }
@@ -37,12 +37,12 @@ impl Hand {
         let device = RamDevice::new(info.clone(), NullConfig { latency_ns, bytes_per_s: 0 }).unwrap();
         let (remote, port) = queue_pair();
         let hw = HwQueue::new(device.queue(config.depth), Arc::new(info.clone()), config);
-        let queue = VhostQueue::new(hw, SerialId::new("by hand").unwrap(), port);
+        let queue = VirtqueuePoller::new(hw, SerialId::new("by hand").unwrap(), port);
         let refusals = Arc::clone(remote.watch().refusals().unwrap());
         let socket = SocketConfig { path: folder.path().join("disk.sock"), mode: None, group: None };
         let disk = BlkConfig::new(info, 1, SEG_MAX, true);
         let config = BackendConfig { name: "disk".into(), disk, queues: vec![remote], domains: Vec::new() };
-        let server = Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
+        let server = VhostUserServer::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
         Hand { queue, refusals, server, now_ns: 0, folder }
     }
 

@@ -6,8 +6,8 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use blkyard_export::{
-    BackendConfig, BoundSocket, DetachedVirtqueue, ExportStatus, Handed, QueueMover, QueueRemote, QueueWatch,
-    QuiescedExport, SEG_MAX, Server, SocketConfig, VhostQueue, VirtqueueShare, queue_pair,
+    BackendConfig, BoundSocket, DetachedVirtqueue, Handed, QueueShare, QuiescedExport, SEG_MAX, SocketConfig,
+    VhostUserServer, VhostUserStatus, VirtqueueMover, VirtqueuePoller, VirtqueueRemote, VirtqueueWatch, queue_pair,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig, HwStats};
 use blkyard_os::{LaneConfig, LaneError, Lanes};
@@ -22,18 +22,18 @@ pub const SERIAL: &str = "disk-0001";
 /// An export that serves.
 pub struct Served {
     pub path: PathBuf,
-    server: Option<Server>,
-    status: Arc<ExportStatus>,
-    watches: Vec<QueueWatch>,
-    movers: Vec<QueueMover>,
+    server: Option<VhostUserServer>,
+    status: Arc<VhostUserStatus>,
+    watches: Vec<VirtqueueWatch>,
+    movers: Vec<VirtqueueMover>,
 }
 
 impl Served {
-    pub fn status(&self) -> &ExportStatus {
+    pub fn status(&self) -> &VhostUserStatus {
         &self.status
     }
 
-    pub fn server(&self) -> &Server {
+    pub fn server(&self) -> &VhostUserServer {
         self.server.as_ref().unwrap()
     }
 
@@ -43,12 +43,12 @@ impl Served {
     }
 
     /// A hand on a queue that only looks.
-    pub fn watch(&self, queue: usize) -> &QueueWatch {
+    pub fn watch(&self, queue: usize) -> &VirtqueueWatch {
         &self.watches[queue]
     }
 
     /// A hand on a queue that takes it to another lane by itself.
-    pub fn mover(&self, queue: usize) -> &QueueMover {
+    pub fn mover(&self, queue: usize) -> &VirtqueueMover {
         &self.movers[queue]
     }
 
@@ -70,7 +70,7 @@ impl Served {
 /// Lanes and the exports whose queues live on them.
 pub struct World {
     pub exports: Vec<Served>,
-    pub lanes: Lanes<VhostQueue<AnyQueue>>,
+    pub lanes: Lanes<VirtqueuePoller<AnyQueue>>,
     folder: tempfile::TempDir,
 }
 
@@ -87,12 +87,12 @@ impl World {
         let config = HwQueueConfig { bios_max: usual.bios_max * queues, ..usual };
         let (driver, info) = (device.queue(config.depth), Arc::new(device.info.clone()));
         let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
-        let share = VirtqueueShare { bios: usual.bios_max, depth: usual.depth };
+        let share = QueueShare { bios: usual.bios_max, depth: usual.depth };
         let (remotes, ports): (Vec<_>, Vec<_>) = (0..queues).map(|_| queue_pair()).unzip();
         let virtqueue = |port| DetachedVirtqueue::new(SerialId::new(SERIAL).unwrap(), port, share, 0).unwrap();
         let mut virtqueues = ports.into_iter().map(virtqueue);
         let first = virtqueues.next().unwrap();
-        dealt.admit(0, move || VhostQueue::of_detached(HwQueue::new(driver, info, config), first)).unwrap();
+        dealt.admit(0, move || VirtqueuePoller::of_detached(HwQueue::new(driver, info, config), first)).unwrap();
         virtqueues.for_each(|virtqueue| remotes[0].mover().adopt(virtqueue).unwrap());
         World::serving((
             vec![BackendConfig { name: "shared".into(), disk, queues: remotes, domains: Vec::new() }],
@@ -105,7 +105,7 @@ impl World {
         let config = HwQueueConfig::default();
         let (driver, info) = (device.queue(config.depth), Arc::new(device.info.clone()));
         let detached = self.exports[0].mover(queue).part(super::PATIENCE).unwrap();
-        let make = move || VhostQueue::of_detached(HwQueue::new(driver, info, config), detached);
+        let make = move || VirtqueuePoller::of_detached(HwQueue::new(driver, info, config), detached);
         self.lanes.admit(lane, make).unwrap();
     }
 
@@ -116,14 +116,14 @@ impl World {
     }
 
     /// These exports, whose queues live on these lanes.
-    pub fn serving((made, lanes): (Vec<BackendConfig>, Lanes<VhostQueue<AnyQueue>>)) -> World {
+    pub fn serving((made, lanes): (Vec<BackendConfig>, Lanes<VirtqueuePoller<AnyQueue>>)) -> World {
         let folder = tempfile::tempdir().unwrap();
         let serve = |(number, config): (usize, BackendConfig)| {
             let path = folder.path().join(format!("{number}.sock"));
             let socket = SocketConfig { path: path.clone(), mode: None, group: None };
-            let watches = config.queues.iter().map(QueueRemote::watch).collect();
-            let movers = config.queues.iter().map(QueueRemote::mover).collect();
-            let server = Server::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
+            let watches = config.queues.iter().map(VirtqueueRemote::watch).collect();
+            let movers = config.queues.iter().map(VirtqueueRemote::mover).collect();
+            let server = VhostUserServer::start(BoundSocket::bind(&socket).unwrap(), config).unwrap();
             Served { path, status: Arc::clone(server.status()), server: Some(server), watches, movers }
         };
         let exports = made.into_iter().enumerate().map(serve).collect();
@@ -141,10 +141,10 @@ impl World {
         let mut taken = Vec::new();
         for (handed, config) in handed.zip(made) {
             let Handed { state, rest } = handed;
-            let watches = config.queues.iter().map(QueueRemote::watch).collect();
-            let movers = config.queues.iter().map(QueueRemote::mover).collect();
+            let watches = config.queues.iter().map(VirtqueueRemote::watch).collect();
+            let movers = config.queues.iter().map(VirtqueueRemote::mover).collect();
             let socket = BoundSocket::adopt(state.listener, state.path.clone(), state.identity);
-            let taking = Server::take_over(socket, config, state.offered, state.wce, state.session);
+            let taking = VhostUserServer::take_over(socket, config, state.offered, state.wce, state.session);
             taken.push((state.path, taking.unwrap_or_else(|why| panic!("{why}")), watches, movers));
             rests.push(rest);
         }
@@ -176,20 +176,24 @@ impl World {
     pub fn stop(mut self) {
         self.exports.iter().for_each(|export| export.server().ask_to_stop());
         super::until("the exports end", || self.exports.iter().all(|export| export.server().is_finished()));
-        self.exports.iter_mut().filter_map(|export| export.server.take()).for_each(Server::join);
+        self.exports.iter_mut().filter_map(|export| export.server.take()).for_each(VhostUserServer::join);
         end(self.lanes).unwrap();
         assert_eq!(self.folder.path().read_dir().unwrap().count(), 0, "a socket was left behind");
     }
 }
 
 /// Lanes without pollers.
-pub fn start_lanes(lanes: usize) -> Lanes<VhostQueue<AnyQueue>> {
+pub fn start_lanes(lanes: usize) -> Lanes<VirtqueuePoller<AnyQueue>> {
     let config = |number| LaneConfig { name: format!("lane{number}"), ..LaneConfig::default() };
     Lanes::start(lanes, config).unwrap()
 }
 
 /// What exports are to serve, with their queues on lanes.
-fn make(devices: Vec<AnyDevice>, queues: usize, lanes: usize) -> (Vec<BackendConfig>, Lanes<VhostQueue<AnyQueue>>) {
+fn make(
+    devices: Vec<AnyDevice>,
+    queues: usize,
+    lanes: usize,
+) -> (Vec<BackendConfig>, Lanes<VirtqueuePoller<AnyQueue>>) {
     let mut dealt = start_lanes(lanes);
     let mut made = Vec::new();
     let mut next = 0;
@@ -201,7 +205,7 @@ fn make(devices: Vec<AnyDevice>, queues: usize, lanes: usize) -> (Vec<BackendCon
             let config = HwQueueConfig::default();
             let (driver, info) = (device.queue(config.depth), Arc::clone(&info));
             let serial = SerialId::new(SERIAL).unwrap();
-            let make = move || VhostQueue::new(HwQueue::new(driver, info, config), serial, port);
+            let make = move || VirtqueuePoller::new(HwQueue::new(driver, info, config), serial, port);
             dealt.admit(next % lanes, make).unwrap();
             remotes.push(remote);
             next += 1;
@@ -218,7 +222,7 @@ fn make(devices: Vec<AnyDevice>, queues: usize, lanes: usize) -> (Vec<BackendCon
 }
 
 /// Waits until the lanes have ended; panics if that takes too long.
-pub fn end(lanes: Lanes<VhostQueue<AnyQueue>>) -> Result<(), LaneError> {
+pub fn end(lanes: Lanes<VirtqueuePoller<AnyQueue>>) -> Result<(), LaneError> {
     let (told, ended) = channel();
     std::thread::spawn(move || told.send(lanes.join()));
     ended.recv_timeout(super::PATIENCE).expect("the lanes end")

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
 use blkyard_export::{
-    BackendConfig, BoundSocket, DetachedVirtqueue, SEG_MAX, SocketConfig, VhostQueue, VirtqueueShare, queue_pair,
+    BackendConfig, BoundSocket, DetachedVirtqueue, QueueShare, SEG_MAX, SocketConfig, VirtqueuePoller, queue_pair,
 };
 use blkyard_lab::floor::{IO_BYTES, Round};
 use blkyard_mem::Region;
@@ -96,10 +96,10 @@ pub fn first_answer(mut round: impl FnMut() -> u64) -> Result<(), String> {
 /// Driver and server on one thread: both cores, both sides of the ring, and the null device, run in turn.
 pub struct OneCore<C: FnMut() -> u64> {
     /// Goes before the driver, whose good-bye would wait for an answer that nobody gives.
-    device: VhostQueue<NullQueue>,
+    device: VirtqueuePoller<NullQueue>,
     lines: Lines<C>,
     clock: C,
-    _server: blkyard_export::Server,
+    _server: blkyard_export::VhostUserServer,
     _folder: TempDir,
 }
 
@@ -141,13 +141,13 @@ pub fn one_core<C: FnMut() -> u64 + Send>(
     let mover = remotes[0].mover();
     let disk = BlkConfig::new(&info, queues as u16, SEG_MAX, true);
     let config = BackendConfig { name: "cell".into(), disk, queues: remotes, domains: Vec::new() };
-    let server = blkyard_export::Server::start(socket.map_err(|error| error.to_string())?, config);
+    let server = blkyard_export::VhostUserServer::start(socket.map_err(|error| error.to_string())?, config);
     let server = server.map_err(|error| error.to_string())?;
     let config = HwQueueConfig::default();
-    let share = VirtqueueShare { bios: config.bios_max / queues, depth: config.depth / queues };
+    let share = QueueShare { bios: config.bios_max / queues, depth: config.depth / queues };
     let driver = NullDevice::new(info.clone(), NullConfig::default()).queue(config.depth);
     let serial: SerialId = "cell".parse().map_err(|_| "no serial number")?;
-    let mut device = VhostQueue::new(HwQueue::new(driver, Arc::new(info), config), serial, port);
+    let mut device = VirtqueuePoller::new(HwQueue::new(driver, Arc::new(info), config), serial, port);
     // The control path waits for a queue that turns.
     let lines = std::thread::scope(|scope| {
         let lines = scope.spawn(|| {

@@ -17,9 +17,10 @@ use blkyard_virtio::{Features, RingBase, RingLayout};
 use vhost::vhost_user::{Error, Result};
 
 use super::{Backend, QUEUE_SIZE_MAX};
+use crate::core::{LaneGone, Suspension};
 use crate::vhost_user::advice;
 use crate::vhost_user::memory::{Memory, MemoryError};
-use crate::vhost_user::remote::{DiskView, Gone, Setup, Suspension};
+use crate::vhost_user::virtqueue::{DiskView, VirtqueueSetup};
 
 /// How a ring tells of new work.
 #[derive(Default)]
@@ -72,7 +73,7 @@ pub(super) fn may_have_size(features: Features, size: u16) -> bool {
 }
 
 impl Backend {
-    pub(super) fn lost_lane(&mut self, index: usize, gone: &Gone) -> Error {
+    pub(super) fn lost_lane(&mut self, index: usize, gone: &LaneGone) -> Error {
         tracing::error!("{}: queue {index}: {gone}", self.config.name);
         self.lane_gone = true;
         Error::BackendInternalError
@@ -97,7 +98,7 @@ impl Backend {
         for (index, asked) in asked {
             self.vrings[index].running = false;
             match asked.and_then(Suspension::wait) {
-                Ok(base) => self.vrings[index].base = Some(base),
+                Ok(base) => self.vrings[index].base = base.or(self.vrings[index].base),
                 Err(gone) => outcome = Err(self.lost_lane(index, &gone)),
             }
         }
@@ -132,7 +133,7 @@ impl Backend {
             self.lines.warn(advice::blank_memory());
         }
         let vring = &self.vrings[index];
-        let setup = Setup {
+        let setup = VirtqueueSetup {
             name: format!("queue {index}"),
             log: Arc::clone(&self.lines),
             layout,

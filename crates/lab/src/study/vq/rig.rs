@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use blkyard_attach::{AttachConfig, Attached, AttachedQueue};
-use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, Server, SocketConfig, VhostQueue, queue_pair};
+use blkyard_export::{BackendConfig, BoundSocket, SEG_MAX, SocketConfig, VhostUserServer, VirtqueuePoller, queue_pair};
 use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{
     Batch, Bio, BlockDevice, DeviceInfo, Done, Driver, HwQueue, HwQueueConfig, NullConfig, NullDevice, Op, Poller,
@@ -80,8 +80,8 @@ fn aim(bio: &mut Bio, op: Op, block: u64, buffer: usize) {
 
 /// Our device's half of a virtqueue. Dropped, it goes home, where it is turned until all have parted in good order.
 pub(super) struct Half<D> {
-    queue: Option<VhostQueue<D>>,
-    home: Sender<VhostQueue<D>>,
+    queue: Option<VirtqueuePoller<D>>,
+    home: Sender<VirtqueuePoller<D>>,
 }
 
 impl<D: Driver<()>> Half<D> {
@@ -153,8 +153,8 @@ pub(super) fn part<D>(queue: &mut VqRigQueue<D>) -> io::Result<Half<D>> {
 /// What keeps the halves of some virtqueues together: the export of the one, the attachment of the other. To be dropped
 /// after the queues.
 pub(super) struct Tie<D: Driver<()>> {
-    home: Receiver<VhostQueue<D>>,
-    ends: Option<(Attached, Server)>,
+    home: Receiver<VirtqueuePoller<D>>,
+    ends: Option<(Attached, VhostUserServer)>,
     _folder: Folder,
 }
 
@@ -175,13 +175,13 @@ where
         let (remote, port) = queue_pair();
         let config = HwQueueConfig { depth: TAGS, ..HwQueueConfig::default() };
         let hw = HwQueue::new(device.queue(config.depth), Arc::clone(&info), config);
-        (remote, VhostQueue::new(hw, serial, port))
+        (remote, VirtqueuePoller::new(hw, serial, port))
     };
     let (remotes, mut halves): (Vec<_>, Vec<_>) = ios.iter().map(half).unzip();
     let disk = BlkConfig::new(&info, ios.len() as u16, SEG_MAX, false);
     let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: None, group: None });
     let backend = BackendConfig { name: name.into(), disk, queues: remotes, domains: Vec::new() };
-    let server = Server::start(socket.map_err(io::Error::other)?, backend)?;
+    let server = VhostUserServer::start(socket.map_err(io::Error::other)?, backend)?;
     let count = ios.len();
     let opening = thread::Builder::new().spawn(move || {
         let config = AttachConfig {

@@ -1,4 +1,4 @@
-//! One export: takes one front-end after another, and handles its messages.
+//! One export: takes one front-end after another, and has its protocol handle what it says.
 //!
 //! ```text
 //!              a connection                       an order to hand over
@@ -10,7 +10,7 @@
 //! While a front-end is connected the next one waits in the socket's backlog, and the log says so. When one leaves, or
 //! sends what cannot be answered, its queues finish what they fetched, its memory is let go, and the next finds the
 //! disk as it is. Between two messages, or while nobody is connected, the export does what it is told from outside (see
-//! [`crate::vhost_user::orders`]).
+//! [`super::orders`]).
 //!
 //! It is an [`Endpoint`] of a control loop: a step waits for its own queues, for the receiver, and for nothing else.
 
@@ -23,34 +23,32 @@ use std::time::{Duration, Instant};
 
 use blkyard_sys::{EventFlags, PollFlags, is_ready};
 
-use crate::vhost_user::QueueRemote;
-use crate::vhost_user::backend::{Backend, BackendConfig};
-use crate::core::BoundSocket;
-use crate::core::ExportLog;
-use crate::core::{AwaitedFd, ControlLoop, Endpoint, EndpointCaller, EndpointEnd, EndpointState};
-use crate::vhost_user::handover::{ExportState, Handed, QuiescedExport, SessionState};
-use crate::vhost_user::orders::{Changed, ExportCommand, ExportCommands, ExportHand, orders};
-use crate::vhost_user::session::{End, Session, SessionStep};
-use crate::vhost_user::view::SessionView;
-use crate::vhost_user::wire::{Message, RelaySockets};
+use super::control_loop::{AwaitedFd, ControlLoop, Endpoint, EndpointCaller, EndpointEnd, EndpointState};
+use super::front_end::{ExportConfig, ExportedDisk, FrontEndSession, SessionEnd, SessionStep};
+use super::handover::{ExportState, Handed, QuiescedExport};
+use super::log::ExportLog;
+use super::orders::{Changed, ExportCommand, ExportCommands, ExportHand, orders};
+use super::queue::QueueRemote;
+use super::socket::BoundSocket;
+use super::waiters::Waiters;
 
 /// How long an export waits that could not take a connection: out of descriptors, most likely.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What others may know of an export while it serves.
 #[derive(Debug)]
-pub struct ExportStatus {
+pub struct ExportStatus<V> {
     log: Arc<ExportLog>,
     connected: AtomicBool,
     sessions: AtomicU64,
     offered: AtomicU16,
     /// None is zero.
     depth: AtomicUsize,
-    session: Mutex<SessionView>,
+    session: Mutex<V>,
 }
 
-impl ExportStatus {
-    fn new(name: String, offered: u16) -> Arc<ExportStatus> {
+impl<V: Clone + Default> ExportStatus<V> {
+    fn new(name: String, offered: u16) -> Arc<ExportStatus<V>> {
         Arc::new(ExportStatus {
             log: Arc::new(ExportLog::new(name)),
             connected: AtomicBool::default(),
@@ -87,22 +85,22 @@ impl ExportStatus {
     }
 
     /// The front-end that is connected, as of its last message; none if there is none.
-    pub fn session(&self) -> Option<SessionView> {
+    pub fn session(&self) -> Option<V> {
         let session = self.session.lock().unwrap_or_else(PoisonError::into_inner);
         self.is_connected().then(|| session.clone())
     }
 
-    fn note(&self, session: SessionView) {
+    fn note(&self, session: V) {
         *self.session.lock().unwrap_or_else(PoisonError::into_inner) = session;
     }
 }
 
 /// An export that serves. Dropped, it is asked to end, and waited for: nothing of it is left behind, its socket either.
-pub struct Server {
+pub struct Server<F: FrontEndSession> {
     end: Arc<EndpointEnd>,
     stop: Stop,
-    status: Arc<ExportStatus>,
-    hand: ExportHand,
+    status: Arc<ExportStatus<F::View>>,
+    hand: ExportHand<F>,
     /// It is not waited for any more.
     is_done: bool,
     /// What runs it. Last: it may end with this.
@@ -116,12 +114,12 @@ struct Stop {
     caller: EndpointCaller,
 }
 
-impl Server {
+impl<F: FrontEndSession> Server<F> {
     /// Serves a disk on a socket, from now on, with a control loop of its own.
     ///
     /// # Errors
     /// The system gives no thread or descriptor.
-    pub fn start(socket: impl Into<Arc<BoundSocket>>, config: BackendConfig) -> io::Result<Server> {
+    pub fn start(socket: impl Into<Arc<BoundSocket>>, config: ExportConfig<F>) -> io::Result<Server<F>> {
         Server::start_on(&ControlLoop::start()?, socket, config)
     }
 
@@ -132,8 +130,8 @@ impl Server {
     pub fn start_on(
         control: &ControlLoop,
         socket: impl Into<Arc<BoundSocket>>,
-        config: BackendConfig,
-    ) -> io::Result<Server> {
+        config: ExportConfig<F>,
+    ) -> io::Result<Server<F>> {
         let status = ExportStatus::new(config.name.clone(), config.disk.queues());
         Server::add(control, socket.into(), status, ExportPhase::Waiting(config, None))
     }
@@ -145,11 +143,11 @@ impl Server {
     /// The session is none that this disk could have, or the system gives no thread or descriptor.
     pub fn take_over(
         socket: impl Into<Arc<BoundSocket>>,
-        config: BackendConfig,
+        config: ExportConfig<F>,
         offered: u16,
         wce: bool,
-        session: Option<SessionState>,
-    ) -> Result<Taking, String> {
+        session: Option<F::State>,
+    ) -> Result<Taking<F>, String> {
         let control = ControlLoop::start().map_err(|error| error.to_string())?;
         Server::take_over_on(&control, socket, config, offered, wce, session)
     }
@@ -161,24 +159,24 @@ impl Server {
     pub fn take_over_on(
         control: &ControlLoop,
         socket: impl Into<Arc<BoundSocket>>,
-        mut config: BackendConfig,
+        mut config: ExportConfig<F>,
         offered: u16,
         wce: bool,
-        session: Option<SessionState>,
-    ) -> Result<Taking, String> {
+        session: Option<F::State>,
+    ) -> Result<Taking<F>, String> {
         let made = config.queues.len();
         if !(1..=made).contains(&usize::from(offered)) {
             return Err(format!("{offered} queues cannot be offered: only {made} exist"));
         }
-        config.disk.set_wce(wce);
+        config.disk.set_write_cache(wce);
         let said = |error: io::Error| error.to_string();
         let status = ExportStatus::new(config.name.clone(), offered);
         let begin = match session {
             None => Begin::Waiting(config),
             Some(state) => {
-                let sockets = RelaySockets::new().map_err(said)?;
-                let (session, run) = Session::resume(state, sockets, config, &status.log)?;
-                Begin::Connected(Box::new(session), run)
+                let reserve = F::reserve().map_err(said)?;
+                let (session, start) = F::resume(state, reserve, config, &status.log)?;
+                Begin::Connected(Box::new(session), start)
             }
         };
         let (go, told) = channel();
@@ -189,9 +187,9 @@ impl Server {
     fn add(
         control: &ControlLoop,
         socket: Arc<BoundSocket>,
-        status: Arc<ExportStatus>,
-        phase: ExportPhase,
-    ) -> io::Result<Server> {
+        status: Arc<ExportStatus<F::View>>,
+        phase: ExportPhase<F>,
+    ) -> io::Result<Server<F>> {
         // A connection that poll has seen may be gone: another process may have the same listener.
         socket.listener().set_nonblocking(true)?;
         let asked = Arc::new(AtomicBool::new(false));
@@ -201,7 +199,7 @@ impl Server {
             let (given, orders) = orders(caller.clone());
             hand = Some(given);
             let stop = Stop { asked: stopped, caller };
-            VhostUserExport { context: ExportContext { socket, stop, status: about, orders }, phase }
+            ExportEndpoint { context: ExportContext { socket, stop, status: about, orders }, phase }
         });
         let Some(hand) = hand else { unreachable!("the endpoint was made") };
         let stop = Stop { asked, caller };
@@ -209,12 +207,12 @@ impl Server {
     }
 
     /// For changing it while it serves.
-    pub fn hand(&self) -> &ExportHand {
+    pub fn hand(&self) -> &ExportHand<F> {
         &self.hand
     }
 
     /// What others may know of it.
-    pub fn status(&self) -> &Arc<ExportStatus> {
+    pub fn status(&self) -> &Arc<ExportStatus<F::View>> {
         &self.status
     }
 
@@ -236,7 +234,7 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl<F: FrontEndSession> Drop for Server<F> {
     fn drop(&mut self) {
         if !self.is_done {
             self.ask_to_stop();
@@ -249,15 +247,15 @@ impl Drop for Server {
 }
 
 /// An export that is about to be taken over. Dropped, it leaves everything as it was.
-pub struct Taking {
+pub struct Taking<F: FrontEndSession> {
     /// Goes before the server, which waits for its end, which waits for this.
     go: Sender<()>,
-    server: Server,
+    server: Server<F>,
 }
 
-impl Taking {
+impl<F: FrontEndSession> Taking<F> {
     /// Serves from now on: the other process has let go.
-    pub fn go(self) -> Server {
+    pub fn go(self) -> Server<F> {
         // The export waits for this and nothing else.
         let _ = self.go.send(());
         self.server.stop.caller.call();
@@ -265,52 +263,58 @@ impl Taking {
     }
 
     /// The export to be.
-    pub fn server(&self) -> &Server {
+    pub fn server(&self) -> &Server<F> {
         &self.server
     }
 }
 
-/// What an export begins with: nobody, or a front-end whose queues run once they are told this.
-enum Begin {
-    Waiting(BackendConfig),
-    Connected(Box<Session>, Vec<Message>),
+/// What an export begins with: nobody, or a front-end whose queues run once it has begun with this.
+enum Begin<F: FrontEndSession> {
+    Waiting(ExportConfig<F>),
+    Connected(Box<F>, F::Start),
+}
+
+/// A front-end that is connected, and the others at its socket.
+struct ConnectedFrontEnd<F> {
+    session: F,
+    waiters: Waiters,
 }
 
 /// What an export is at.
-enum ExportPhase {
+enum ExportPhase<F: FrontEndSession> {
     /// It was handed over by another process, which has not let go yet.
-    Prepared(Receiver<()>, Begin),
+    Prepared(Receiver<()>, Begin<F>),
     /// Nobody is connected. No connection is taken before this time, if there is one.
-    Waiting(BackendConfig, Option<Instant>),
+    Waiting(ExportConfig<F>, Option<Instant>),
     /// A front-end is connected.
-    Connected(Box<Session>),
+    Connected(Box<ConnectedFrontEnd<F>>),
     /// It rests until it is known whether another process goes on with it.
-    Resting(Receiver<()>, Rested),
+    Resting(Receiver<()>, Rested<F>),
     /// It has ended.
     Over,
 }
 
 /// An export that rests: nobody is connected, or somebody whose queues of these numbers ran.
-enum Rested {
-    Waiting(BackendConfig),
-    Connected(Box<Session>, Vec<usize>),
+enum Rested<F: FrontEndSession> {
+    Waiting(ExportConfig<F>),
+    Connected(Box<ConnectedFrontEnd<F>>, Vec<usize>),
 }
 
 /// An export, with all that it knows.
-struct VhostUserExport {
-    context: ExportContext,
-    phase: ExportPhase,
+struct ExportEndpoint<F: FrontEndSession> {
+    context: ExportContext<F>,
+    phase: ExportPhase<F>,
 }
 
 /// What an export has to do with: its socket, what reaches it from elsewhere, and what it tells.
-pub(crate) struct ExportContext {
+struct ExportContext<F: FrontEndSession> {
     socket: Arc<BoundSocket>,
     stop: Stop,
-    status: Arc<ExportStatus>,
-    orders: ExportCommands,
+    status: Arc<ExportStatus<F::View>>,
+    orders: ExportCommands<F>,
 }
 
-impl Endpoint for VhostUserExport {
+impl<F: FrontEndSession> Endpoint for ExportEndpoint<F> {
     fn step(&mut self) -> EndpointState {
         loop {
             let phase = std::mem::replace(&mut self.phase, ExportPhase::Over);
@@ -323,7 +327,7 @@ impl Endpoint for VhostUserExport {
         match &self.phase {
             ExportPhase::Over => EndpointState::Over,
             ExportPhase::Waiting(_, until) => EndpointState::Waiting(*until),
-            ExportPhase::Connected(session) => EndpointState::Waiting(session.deadline()),
+            ExportPhase::Connected(front_end) => EndpointState::Waiting(front_end.waiters.deadline),
             ExportPhase::Prepared(..) | ExportPhase::Resting(..) => EndpointState::Waiting(None),
         }
     }
@@ -332,18 +336,18 @@ impl Endpoint for VhostUserExport {
         let listener = || (Arc::clone(&self.context.socket) as _, EventFlags::IN);
         match &self.phase {
             ExportPhase::Waiting(_, None) => vec![listener()],
-            ExportPhase::Connected(session) => {
-                let others = session.looks_for_others().then(listener);
-                others.into_iter().chain([session.interest()]).collect()
+            ExportPhase::Connected(front_end) => {
+                let others = front_end.waiters.looks.then(listener);
+                others.into_iter().chain([front_end.session.interest()]).collect()
             }
             _ => Vec::new(),
         }
     }
 }
 
-impl ExportContext {
+impl<F: FrontEndSession> ExportContext<F> {
     /// One move; says whether another may follow at once.
-    fn advance(&self, phase: ExportPhase) -> (ExportPhase, bool) {
+    fn advance(&self, phase: ExportPhase<F>) -> (ExportPhase<F>, bool) {
         let stops = self.stop.asked.load(Ordering::SeqCst);
         match phase {
             ExportPhase::Over => (ExportPhase::Over, false),
@@ -352,7 +356,7 @@ impl ExportContext {
                     self.socket.set_owned(true);
                     match begin {
                         Begin::Waiting(config) => (ExportPhase::Waiting(config, None), true),
-                        Begin::Connected(session, run) => (self.begin(session, &run), true),
+                        Begin::Connected(session, start) => (self.begin(*session, 0, Some(start)), true),
                     }
                 }
                 Err(TryRecvError::Empty) if !stops => (ExportPhase::Prepared(told, begin), false),
@@ -369,20 +373,20 @@ impl ExportContext {
                 }
                 self.accept(config)
             }
-            ExportPhase::Connected(session) if stops => (self.end(*session, &End::Stopped), true),
-            ExportPhase::Connected(mut session) => {
-                if let Some((said, running)) = session.obey(self) {
-                    return (ExportPhase::Resting(said, Rested::Connected(session, running)), true);
+            ExportPhase::Connected(front_end) if stops => (self.end(front_end.session, &SessionEnd::Stopped), true),
+            ExportPhase::Connected(mut front_end) => {
+                if let Some((said, running)) = self.obey(&mut Subject::Connected(&mut front_end.session)) {
+                    return (ExportPhase::Resting(said, Rested::Connected(front_end, running)), true);
                 }
-                let step = session.step();
-                self.note(session.view());
+                let step = front_end.session.step();
+                self.status.note(front_end.session.view());
                 match step {
                     SessionStep::Waiting => {
-                        session.look_for_others(&self.socket);
-                        (ExportPhase::Connected(session), false)
+                        front_end.waiters.look_at(&self.socket, &self.status.log);
+                        (ExportPhase::Connected(front_end), false)
                     }
-                    SessionStep::Handled => (ExportPhase::Connected(session), true),
-                    SessionStep::Over(error) => (self.end(*session, &End::Over(error)), true),
+                    SessionStep::Handled => (ExportPhase::Connected(front_end), true),
+                    SessionStep::Over(error) => (self.end(front_end.session, &SessionEnd::Over(error)), true),
                 }
             }
             ExportPhase::Resting(said, rested) => match (said.try_recv(), rested) {
@@ -394,33 +398,32 @@ impl ExportContext {
                             self.status.log.info("the export was handed over to another process");
                             (ExportPhase::Over, false)
                         }
-                        Rested::Connected(session, _) => (self.end(*session, &End::Handed), true),
+                        Rested::Connected(front_end, _) => (self.end(front_end.session, &SessionEnd::Handed), true),
                     }
                 }
                 (Err(TryRecvError::Disconnected), Rested::Waiting(config)) => {
                     (ExportPhase::Waiting(config, None), true)
                 }
-                (Err(TryRecvError::Disconnected), Rested::Connected(session, running)) => {
-                    session.go_on(running);
-                    (ExportPhase::Connected(session), true)
+                (Err(TryRecvError::Disconnected), Rested::Connected(mut front_end, running)) => {
+                    front_end.session.go_on(running);
+                    (ExportPhase::Connected(front_end), true)
                 }
             },
         }
     }
 
     /// Takes the next front-end, if one waits.
-    fn accept(&self, mut config: BackendConfig) -> (ExportPhase, bool) {
+    fn accept(&self, mut config: ExportConfig<F>) -> (ExportPhase<F>, bool) {
         if !is_ready(self.socket.listener(), PollFlags::IN) {
             return (ExportPhase::Waiting(config, None), false);
         }
         let log = &self.status.log;
-        // Sockets first: a connection that was taken must not be lost for want of them.
-        match RelaySockets::new().and_then(|sockets| Ok((sockets, self.socket.accept()?))) {
-            Ok((sockets, Some(taken))) => {
+        match F::reserve().and_then(|reserve| Ok((reserve, self.socket.accept()?))) {
+            Ok((reserve, Some(taken))) => {
                 log.info("a front-end connected");
                 config.disk.set_queues(self.status.offered());
-                let session = Session::new(taken.stream, sockets, config, log).of_process(taken.pid);
-                (self.begin(Box::new(session), &[]), true)
+                let pid = taken.pid;
+                (self.begin(F::accept(taken, reserve, config, log), pid, None), true)
             }
             Ok((_, None)) => (ExportPhase::Waiting(config, None), false),
             Err(error) => {
@@ -431,31 +434,31 @@ impl ExportContext {
         }
     }
 
-    /// A session begins; its queues run once they are told this.
-    fn begin(&self, mut session: Box<Session>, run: &[Message]) -> ExportPhase {
-        self.note(session.view());
+    /// A session begins, with a front-end of this process; 0 if that is not known.
+    fn begin(&self, mut session: F, pid: i32, start: Option<F::Start>) -> ExportPhase<F> {
+        self.status.note(session.view());
         self.status.connected.store(true, Ordering::Relaxed);
         self.status.sessions.fetch_add(1, Ordering::Relaxed);
-        match session.begin(run) {
-            Ok(()) => ExportPhase::Connected(session),
-            Err(error) => self.end(*session, &End::Over(error)),
+        match session.begin(start) {
+            Ok(()) => ExportPhase::Connected(Box::new(ConnectedFrontEnd { session, waiters: Waiters::beside(pid) })),
+            Err(error) => self.end(session, &SessionEnd::Over(error)),
         }
     }
 
     /// A session ends: its queues finish what they fetched.
-    fn end(&self, session: Session, end: &End) -> ExportPhase {
+    fn end(&self, session: F, end: &SessionEnd<F::Error>) -> ExportPhase<F> {
         let (config, outcome) = session.end(end);
         self.status.connected.store(false, Ordering::Relaxed);
         if let Err(error) = outcome {
             tracing::error!("{}: the export ends: {error}", config.name);
             return ExportPhase::Over;
         }
-        if matches!(end, End::Handed) { ExportPhase::Over } else { ExportPhase::Waiting(config, None) }
+        if matches!(end, SessionEnd::Handed) { ExportPhase::Over } else { ExportPhase::Waiting(config, None) }
     }
 
     /// Does what was ordered. Stops where it has come to rest to be handed over: says where it will be known whether
     /// another process goes on, and which queues ran.
-    pub(crate) fn obey(&self, subject: &mut Subject<'_>) -> Option<(Receiver<()>, Vec<usize>)> {
+    fn obey(&self, subject: &mut Subject<'_, F>) -> Option<(Receiver<()>, Vec<usize>)> {
         while let Some(order) = self.orders.next() {
             match order {
                 ExportCommand::HandOver(answer) => {
@@ -468,19 +471,19 @@ impl ExportContext {
                 ExportCommand::Change(info, answer) => {
                     let _ = answer.send(match subject {
                         Subject::Waiting(config) => config.change(&info).map(|()| Changed::Unseen),
-                        Subject::Connected(backend, _) => backend.change(&info),
+                        Subject::Connected(session) => session.change(&info),
                     });
                 }
                 ExportCommand::Depth(depth, answer) => {
-                    let set = subject.config().set_depth(depth);
+                    let set = subject.with_config(|config| config.set_depth(depth));
                     set.iter().for_each(|depth| self.status.depth.store(*depth, Ordering::Relaxed));
                     let _ = answer.send(set);
                 }
                 ExportCommand::Schedule(config, answer) => {
-                    let _ = answer.send(subject.config().schedule(config));
+                    let _ = answer.send(subject.with_config(|ours| ours.schedule(config)));
                 }
                 ExportCommand::Rates(limits, answer) => {
-                    let _ = answer.send(subject.config().set_rates(&limits));
+                    let _ = answer.send(subject.with_config(|config| config.set_rates(&limits)));
                 }
                 ExportCommand::Offer(queues, more, answer) => {
                     let _ = answer.send(self.offer(subject, queues, more));
@@ -491,9 +494,14 @@ impl ExportContext {
     }
 
     /// Has these queues as well, and offers so many to the next front-end: one that is connected keeps what it has.
-    fn offer(&self, subject: &mut Subject<'_>, queues: u16, more: Vec<QueueRemote>) -> Result<Changed, String> {
-        subject.config().add(more, self.status.depth())?;
-        let made = subject.config().queues.len();
+    fn offer(
+        &self,
+        subject: &mut Subject<'_, F>,
+        queues: u16,
+        more: Vec<QueueRemote<F::Queue>>,
+    ) -> Result<Changed, String> {
+        subject.with_config(|config| config.add(more, self.status.depth()))?;
+        let made = subject.with_config(|config| config.queues.len());
         if !(1..=made).contains(&usize::from(queues)) {
             return Err(format!("{queues} queues cannot be offered: only {made} exist"));
         }
@@ -504,28 +512,26 @@ impl ExportContext {
     /// Comes to rest, and describes all there is for who asks. Goes on at once if that cannot be told.
     fn hand_over(
         &self,
-        subject: &mut Subject<'_>,
-        answer: &Sender<Result<Handed, String>>,
+        subject: &mut Subject<'_, F>,
+        answer: &Sender<Result<Handed<F::State>, String>>,
     ) -> Option<(Receiver<()>, Vec<usize>)> {
         let (running, session) = match subject {
             Subject::Waiting(_) => (Vec::new(), Ok(None)),
-            Subject::Connected(backend, inbox) => match inbox.part() {
-                Ok(part) => {
-                    let (running, session) = backend.hand_over(part);
-                    (running, session.map(Some))
-                }
-                Err(error) => (Vec::new(), Err(error.to_string())),
-            },
+            Subject::Connected(session) => {
+                let (running, state) = session.hand_over();
+                (running, state.map(Some))
+            }
         };
+        let (made, wce) = subject.with_config(|config| (config.queues.len() as u16, config.disk.write_cache()));
         let state = session.and_then(|session| {
             Ok(ExportState {
                 listener: self.socket.listener().as_fd().try_clone_to_owned().map_err(|error| error.to_string())?,
                 path: std::path::absolute(self.socket.path()).map_err(|error| error.to_string())?,
                 identity: self.socket.identity(),
-                made: subject.config().queues.len() as u16,
+                made,
                 offered: self.status.offered(),
                 depth: self.status.depth(),
-                wce: subject.config().disk.wce(),
+                wce,
                 session,
             })
         });
@@ -537,29 +543,24 @@ impl ExportContext {
         if told && rests {
             return Some((said, running));
         }
-        if let Subject::Connected(backend, _) = subject {
-            backend.go_on(running);
+        if let Subject::Connected(session) = subject {
+            session.go_on(running);
         }
         None
     }
-
-    /// Tells what there is to see of a session.
-    pub(crate) fn note(&self, session: SessionView) {
-        self.status.note(session);
-    }
 }
 
-/// What orders are about: an export that waits, or one with a front-end, of whose message this has come.
-pub(crate) enum Subject<'a> {
-    Waiting(&'a mut BackendConfig),
-    Connected(&'a mut Backend, &'a crate::vhost_user::wire::MessageBuffer),
+/// What orders are about: an export that waits, or one with a front-end.
+enum Subject<'a, F: FrontEndSession> {
+    Waiting(&'a mut ExportConfig<F>),
+    Connected(&'a mut F),
 }
 
-impl Subject<'_> {
-    fn config(&mut self) -> &mut BackendConfig {
+impl<F: FrontEndSession> Subject<'_, F> {
+    fn with_config<T>(&mut self, change: impl FnOnce(&mut ExportConfig<F>) -> T) -> T {
         match self {
-            Subject::Waiting(config) => config,
-            Subject::Connected(backend, _) => backend.config_mut(),
+            Subject::Waiting(config) => change(config),
+            Subject::Connected(session) => session.with_config(change),
         }
     }
 }

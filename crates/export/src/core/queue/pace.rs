@@ -1,19 +1,19 @@
 //! How much of what is offered a round takes of a queue whose device has nothing to do.
 //!
 //! Half of it, and the rest in the next round: a device that answers on the spot has then given the one half back while
-//! it is at the other, so that guest and device work at the same time. Where they take turns on one CPU nobody works
-//! meanwhile, and more rounds only cost more. So now and then the queue looks whether the guest offers anything between
-//! the beginning of the first half and the end of the second: one that takes turns with us cannot.
+//! it is at the other, so that client and device work at the same time. Where they take turns on one CPU nobody works
+//! meanwhile, and more rounds only cost more. So now and then the queue looks whether the client offers anything
+//! between the beginning of the first half and the end of the second: one that takes turns with us cannot.
 //!
 //! One on another CPU falls into step with us, and offers at the same moment each time. That may well be while we give
 //! something back, or while the lane is at another queue: so these count, too.
 //!
-//! Owned by its queue. What it is told of the guest's doing is a guess, and a guest that feigns slows down itself.
+//! Owned by its queue. What it is told of the client's doing is a guess, and a client that feigns slows down itself.
 
 /// Half of what is offered, but no less than this: less is not worth a round.
 const HALF_MIN: usize = 3;
 
-/// Looks in a row in which the guest offered nothing, after which it seems to take turns with us. One on another CPU
+/// Looks in a row in which the client offered nothing, after which it seems to take turns with us. One on another CPU
 /// offers something sooner.
 const LOOKS_MAX: u16 = 32;
 
@@ -25,15 +25,15 @@ const ROUNDS_KEPT: u16 = 1024;
 #[derive(Debug)]
 pub struct FetchPace {
     knows: Knows,
-    /// How far the guest had offered when the look began, if there is one under way.
+    /// How far the client had offered when the look began, if there is one under way.
     front: Option<u16>,
-    /// It says something if the guest offers nothing, too.
+    /// It says something if the client offers nothing, too.
     counts: bool,
 }
 
 #[derive(Debug)]
 enum Knows {
-    /// Not yet whether the guest works meanwhile; it did not in so many looks.
+    /// Not yet whether the client works meanwhile; it did not in so many looks.
     Nothing { in_vain: u16 },
     /// That it does or does not, which holds for so many rounds.
     Whether { works: bool, rounds: u16 },
@@ -46,7 +46,7 @@ impl Default for FetchPace {
 }
 
 impl FetchPace {
-    /// A round begins that gives something back first; `front` tells how far the guest has offered.
+    /// A round begins that gives something back first; `front` tells how far the client has offered.
     #[inline]
     pub fn resume(&mut self, front: impl FnOnce() -> u16) {
         // Not before a look was in vain: one I/O at a time is never looked for.
@@ -55,8 +55,8 @@ impl FetchPace {
         }
     }
 
-    /// How many chains the round takes when so many are in sight, which does not matter if the guest takes turns with
-    /// us; `front` tells how far the guest has offered.
+    /// How many requests the round takes when so many are in sight, which does not matter if the client takes turns
+    /// with us; `front` tells how far the client has offered.
     #[inline]
     pub fn begin(&mut self, in_sight: usize, front: impl FnOnce() -> u16) -> usize {
         let works = match &mut self.knows {
@@ -78,7 +78,7 @@ impl FetchPace {
         if works { in_sight.div_ceil(2).max(HALF_MIN) } else { usize::MAX }
     }
 
-    /// Whether the guest is known to take turns with us: it never works while we do.
+    /// Whether the client is known to take turns with us: it never works while we do.
     #[inline]
     pub fn takes_turns(&self) -> bool {
         matches!(self.knows, Knows::Whether { works: false, .. })
@@ -108,7 +108,7 @@ impl FetchPace {
 mod tests {
     use super::*;
 
-    /// Rounds with so many in sight, each of which the guest offers something in or not: what each took of them, and
+    /// Rounds with so many in sight, each of which the client offers something in or not: what each took of them, and
     /// how often was looked.
     fn rounds(pace: &mut FetchPace, count: u16, in_sight: usize, moves: bool) -> (Vec<usize>, usize) {
         let mut looks = 0;

@@ -9,9 +9,10 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 use blkyard_mq::{DeviceInfo, RateLimit, SchedulerConfig};
 
-use crate::vhost_user::QueueRemote;
-use crate::core::EndpointCaller;
-use crate::vhost_user::handover::Handed;
+use super::control_loop::EndpointCaller;
+use super::front_end::FrontEndSession;
+use super::handover::Handed;
+use super::queue::QueueRemote;
 
 /// What came of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +27,8 @@ pub enum Changed {
     Untold,
 }
 
-pub(crate) enum ExportCommand {
+/// What an export is told.
+pub(super) enum ExportCommand<F: FrontEndSession> {
     /// The device is this from now on.
     Change(Arc<DeviceInfo>, Sender<Result<Changed, String>>),
     /// Each queue has no more than so many requests in flight; the answer is what that came to.
@@ -36,30 +38,35 @@ pub(crate) enum ExportCommand {
     /// Each queue passes these limits.
     Rates(Vec<Arc<RateLimit>>, Sender<Result<(), String>>),
     /// Have these queues as well, and offer so many from the next front-end on.
-    Offer(u16, Vec<QueueRemote>, Sender<Result<Changed, String>>),
+    Offer(u16, Vec<QueueRemote<F::Queue>>, Sender<Result<Changed, String>>),
     /// Say that orders are heard.
     Hear(Sender<()>),
     /// Come to rest, and wait until it is known whether somebody else goes on.
-    HandOver(Sender<Result<Handed, String>>),
+    HandOver(Sender<Result<Handed<F::State>, String>>),
 }
 
 /// A hand on an export from outside. Cloned at will; keeps nothing alive.
-#[derive(Clone)]
-pub struct ExportHand {
-    orders: Sender<ExportCommand>,
+pub struct ExportHand<F: FrontEndSession> {
+    orders: Sender<ExportCommand<F>>,
     caller: EndpointCaller,
 }
 
+impl<F: FrontEndSession> Clone for ExportHand<F> {
+    fn clone(&self) -> ExportHand<F> {
+        ExportHand { orders: self.orders.clone(), caller: self.caller.clone() }
+    }
+}
+
 /// The export's end.
-pub(crate) struct ExportCommands(Receiver<ExportCommand>);
+pub(super) struct ExportCommands<F: FrontEndSession>(Receiver<ExportCommand<F>>);
 
 /// Makes the two ends, for an export that is called by this.
-pub(crate) fn orders(caller: EndpointCaller) -> (ExportHand, ExportCommands) {
+pub(super) fn orders<F: FrontEndSession>(caller: EndpointCaller) -> (ExportHand<F>, ExportCommands<F>) {
     let (orders, receiver) = channel();
     (ExportHand { orders, caller }, ExportCommands(receiver))
 }
 
-impl ExportHand {
+impl<F: FrontEndSession> ExportHand<F> {
     /// Asks that the device be this from now on: of another size, of other limits. Queues finish what they fetched,
     /// change and go on; a front-end that can be told hears of another size. The channel ends without an answer if the
     /// export has ended.
@@ -88,7 +95,7 @@ impl ExportHand {
     /// Asks that so many queues be offered from the next front-end on: at least one, at most as many as were made, with
     /// those in `more`, which live on their lanes already. They are given the device and the bound that the others have
     /// by now.
-    pub fn offer(&self, queues: u16, more: Vec<QueueRemote>) -> Receiver<Result<Changed, String>> {
+    pub fn offer(&self, queues: u16, more: Vec<QueueRemote<F::Queue>>) -> Receiver<Result<Changed, String>> {
         self.give(|answer| ExportCommand::Offer(queues, more, answer))
     }
 
@@ -100,11 +107,11 @@ impl ExportHand {
 
     /// Asks that it come to rest with all it serves, so that another process can go on with that. It rests until what
     /// comes is let go of or dropped.
-    pub fn hand_over(&self) -> Receiver<Result<Handed, String>> {
+    pub fn hand_over(&self) -> Receiver<Result<Handed<F::State>, String>> {
         self.give(ExportCommand::HandOver)
     }
 
-    fn give<T>(&self, order: impl FnOnce(Sender<T>) -> ExportCommand) -> Receiver<T> {
+    fn give<T>(&self, order: impl FnOnce(Sender<T>) -> ExportCommand<F>) -> Receiver<T> {
         let (answer, wait) = channel();
         // If the export is over the order is dropped, and the channel for the answer with it.
         let _ = self.orders.send(order(answer));
@@ -113,9 +120,9 @@ impl ExportHand {
     }
 }
 
-impl ExportCommands {
+impl<F: FrontEndSession> ExportCommands<F> {
     /// The next order, if there is one.
-    pub(crate) fn next(&self) -> Option<ExportCommand> {
+    pub(super) fn next(&self) -> Option<ExportCommand<F>> {
         self.0.try_recv().ok()
     }
 }

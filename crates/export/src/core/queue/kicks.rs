@@ -1,7 +1,7 @@
-//! The kicks of several virtqueues as one descriptor, on which their lane sleeps.
+//! The kicks of several client queues as one descriptor, on which their lane sleeps.
 //!
 //! An epoll instance, edge-triggered: it is readable from a kick on until the lane has heard it, and the kick
-//! descriptors themselves are never read. So a kick of one virtqueue that is stopped meanwhile is still there for
+//! descriptors themselves are never read. So a kick of one client queue that is stopped meanwhile is still there for
 //! whoever listens to its descriptor next. It holds no descriptor: each is removed before its owner drops it.
 
 use std::io;
@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 
-/// The kicks of the virtqueues of one hardware queue.
+/// The kicks of the client queues of one hardware queue.
 #[derive(Debug)]
 pub(crate) struct KickSet(OwnedFd);
 

@@ -1,17 +1,15 @@
-//! The two ends of a virtqueue: what a poller has of it on its lane, and the handle that the control path has on it.
+//! The two ends of a client queue: what a poller has of it on its lane, and the handle that the control path has on it.
 //!
 //! A queue that runs belongs to its lane. The control path never touches it: it sends a command, wakes the lane, and
 //! waits for the answer, which for a suspension comes only when all that was fetched is finished.
 //!
 //! The queue may move to another lane meanwhile, and takes its mailbox along: see [`LaneWaker`].
 //!
-//! A virtqueue on a lane has bios, tags and tables for a full ring, some hundred KiB. One made
+//! A client queue on a lane has bios, tags and tables for a full ring, some hundred KiB. One made
 //! [on demand](on_demand_queue) is in a poller only from the first start of its ring to the end of the session; its
 //! counters go on over sessions.
 
 use std::io;
-use std::os::unix::net::UnixStream;
-use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -19,49 +17,19 @@ use std::time::Duration;
 use blkyard_mem::Mailbox;
 use blkyard_mq::{DeviceInfo, HwStats, LaneWaker, RateLimit, SchedulerConfig, Wake};
 use blkyard_sys::EventFd;
-use blkyard_virtio::{GuestMemory, Inflight, Refusals, RingBase, RingLayout};
 
-use crate::vhost_user::QueueView;
-use crate::core::ExportLog;
-use crate::vhost_user::kicks::KickSet;
-use crate::vhost_user::notes::Notes;
-use crate::vhost_user::queue::{DetachedVirtqueue, GuestQueue};
+use super::DetachedQueue;
+use super::client::ClientQueue;
+use super::kicks::KickSet;
+use super::protocol::QueueSession;
+use super::view::QueueView;
 
-/// All a queue needs to run.
-pub(crate) struct Setup {
-    /// For messages: the queue's number in its export.
-    pub(crate) name: String,
-    pub(crate) log: Arc<ExportLog>,
-    pub(crate) memory: Arc<GuestMemory>,
-    pub(crate) layout: RingLayout,
-    pub(crate) size: u16,
-    /// Where the ring goes on.
-    pub(crate) base: RingBase,
-    /// Where it records what is in flight. Says where it goes on, once it has been used.
-    pub(crate) record: Option<Inflight>,
-    /// Where it notes which of the guest's pages it writes.
-    pub(crate) notes: Option<Notes>,
-    pub(crate) kick: Option<Arc<EventFd>>,
-    pub(crate) call: Option<Arc<EventFd>>,
-    pub(crate) error: Option<Arc<EventFd>>,
-    pub(crate) disk: DiskView,
-    /// The connection, to be closed should the shared memory go away under us.
-    pub(crate) connection: Arc<UnixStream>,
-}
-
-/// What requests are judged by, the same for all queues of a session.
-#[derive(Clone)]
-pub(crate) struct DiskView {
-    pub(crate) features: blkyard_virtio::Features,
-    /// Whether writes may be lost until they are flushed; changes while running.
-    pub(crate) write_back: Arc<AtomicBool>,
-}
-
-pub(crate) enum Command {
+/// What the control path asks of a queue.
+pub(super) enum ClientCommand<S: QueueSession> {
     /// Run with this; the answer says whether the rings are sound.
-    Run(Box<Setup>, Sender<Result<(), String>>),
+    Run(Box<S::Setup>, Sender<Result<(), String>>),
     /// Finish what was fetched, then say where the queue stands.
-    Suspend(Sender<RingBase>),
+    Suspend(Sender<Option<S::Base>>),
     /// Make durable what has completed, then say whether that worked.
     Flush(Sender<bool>),
     /// Ring this from now on.
@@ -74,12 +42,12 @@ pub(crate) enum Command {
     Schedule(SchedulerConfig, Sender<()>),
     /// Pass these limits from now on, then say so.
     Rates(Vec<Arc<RateLimit>>, Sender<()>),
-    /// Finish what was fetched, then leave the hardware queue; the answer is the virtqueue.
-    Part(Sender<Box<GuestQueue>>),
+    /// Finish what was fetched, then leave the hardware queue; the answer is the queue.
+    Part(Sender<Box<ClientQueue<S>>>),
     /// Need not leave after all, if it has not left.
     Stay,
-    /// Have the hardware queue serve one more virtqueue, then say so.
-    Adopt(Box<DetachedVirtqueue>, Sender<()>),
+    /// Have the hardware queue serve one more client queue, then say so.
+    Adopt(Box<DetachedQueue<S>>, Sender<()>),
     /// Say what there is to see. Of no consequence to anything else.
     Look(Sender<QueueView>),
     /// Finish what was fetched, then never run again.
@@ -87,86 +55,86 @@ pub(crate) enum Command {
 }
 
 /// The way from the control path to a poller.
-#[derive(Default)]
-pub(crate) struct QueueLink {
+pub(super) struct QueueLink<S: QueueSession> {
     /// Looked at once a round.
-    pub(crate) mailbox: Mailbox<Command>,
+    pub(super) mailbox: Mailbox<ClientCommand<S>>,
     /// Wakes the lane that the poller lives on.
-    pub(crate) waker: LaneWaker,
+    pub(super) waker: LaneWaker,
 }
 
 /// A queue as the control path knows it, with or without a poller.
-#[derive(Default)]
-struct RemoteState {
+struct RemoteState<S: QueueSession> {
     /// The way to its poller; unset while it has none.
-    link: Mutex<Option<Arc<QueueLink>>>,
-    counters: Arc<QueueCounters>,
+    link: Mutex<Option<Arc<QueueLink<S>>>>,
+    counters: Arc<QueueCounters<S::Refusals>>,
 }
 
 /// What a queue has counted, also by pollers that it had before.
-#[derive(Default)]
-struct QueueCounters {
+struct QueueCounters<R> {
     stats: OnceLock<Arc<HwStats>>,
-    refusals: OnceLock<Arc<Refusals>>,
+    refusals: OnceLock<Arc<R>>,
 }
 
-impl RemoteState {
-    fn link(&self) -> MutexGuard<'_, Option<Arc<QueueLink>>> {
+impl<S: QueueSession> RemoteState<S> {
+    fn new() -> Arc<RemoteState<S>> {
+        let counters = QueueCounters { stats: OnceLock::new(), refusals: OnceLock::new() };
+        Arc::new(RemoteState { link: Mutex::new(None), counters: Arc::new(counters) })
+    }
+
+    fn link(&self) -> MutexGuard<'_, Option<Arc<QueueLink<S>>>> {
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The other end of a new link.
-    fn connect(&self) -> QueuePort {
-        let shared = Arc::new(QueueLink::default());
+    fn connect(&self) -> QueuePort<S> {
+        let shared = Arc::new(QueueLink { mailbox: Mailbox::default(), waker: LaneWaker::default() });
         *self.link() = Some(Arc::clone(&shared));
         QueuePort { shared, counters: Arc::clone(&self.counters) }
     }
 }
 
-/// The lane's end, from which a [`VhostQueue`](crate::VhostQueue) is made.
-pub struct QueuePort {
-    pub(crate) shared: Arc<QueueLink>,
-    counters: Arc<QueueCounters>,
+/// The lane's end, from which a [`QueuePoller`](super::QueuePoller) is made.
+pub struct QueuePort<S: QueueSession> {
+    pub(super) shared: Arc<QueueLink<S>>,
+    counters: Arc<QueueCounters<S::Refusals>>,
 }
 
-impl QueuePort {
+impl<S: QueueSession> QueuePort<S> {
     /// Where its I/O is counted, now and in later sessions.
-    pub(crate) fn stats(&self) -> Arc<HwStats> {
+    pub(super) fn stats(&self) -> Arc<HwStats> {
         Arc::clone(self.counters.stats.get_or_init(Arc::default))
     }
 
-    /// Where the guest's mistakes are counted.
-    pub(crate) fn refusals(&self) -> Arc<Refusals> {
+    /// Where the client's mistakes are counted.
+    pub(super) fn refusals(&self) -> Arc<S::Refusals> {
         Arc::clone(self.counters.refusals.get_or_init(Arc::default))
     }
 }
 
-impl Drop for QueuePort {
+impl<S: QueueSession> Drop for QueuePort<S> {
     fn drop(&mut self) {
         self.shared.mailbox.close();
     }
 }
 
 /// The control path's end. A queue without it is retired: nobody else could ever end it.
-pub struct QueueRemote {
-    commands: Commands,
+pub struct QueueRemote<S: QueueSession> {
+    commands: CommandSender<S>,
     /// What makes the poller, if it is not there from the start.
-    on_demand: Option<OnDemand>,
+    on_demand: Option<OnDemand<S>>,
 }
 
 /// A handle that only looks: sees the queue for as long as it is there, and keeps nothing alive.
-#[derive(Clone)]
-pub struct QueueWatch {
-    commands: Commands,
+pub struct QueueWatch<S: QueueSession> {
+    commands: CommandSender<S>,
 }
 
-/// The handle of whoever places virtqueues on hardware queues. It keeps nothing alive.
-#[derive(Clone)]
-pub struct QueueMover {
-    commands: Commands,
+/// The handle of whoever places client queues on hardware queues. It keeps nothing alive.
+pub struct QueueMover<S: QueueSession> {
+    commands: CommandSender<S>,
 }
 
-/// Why a virtqueue stays where it is.
+/// Why a client queue stays where it is.
 #[derive(Debug, thiserror::Error)]
 pub enum PartError {
     /// A request of its own is in flight.
@@ -181,27 +149,44 @@ pub enum PartError {
 }
 
 /// How commands reach the queue.
-#[derive(Clone)]
-struct Commands {
-    state: Arc<RemoteState>,
+struct CommandSender<S: QueueSession> {
+    state: Arc<RemoteState<S>>,
+}
+
+impl<S: QueueSession> Clone for CommandSender<S> {
+    fn clone(&self) -> CommandSender<S> {
+        CommandSender { state: Arc::clone(&self.state) }
+    }
+}
+
+impl<S: QueueSession> Clone for QueueWatch<S> {
+    fn clone(&self) -> QueueWatch<S> {
+        QueueWatch { commands: self.commands.clone() }
+    }
+}
+
+impl<S: QueueSession> Clone for QueueMover<S> {
+    fn clone(&self) -> QueueMover<S> {
+        QueueMover { commands: self.commands.clone() }
+    }
 }
 
 /// Has a queue made [on demand](on_demand_queue) served, and takes it back.
-pub trait QueueHost: Send + Sync {
-    /// Has a hardware queue on some lane serve the virtqueue with this end. Returns when it does.
+pub trait QueueHost<S: QueueSession>: Send + Sync {
+    /// Has a hardware queue on some lane serve the queue with this end. Returns when it does.
     ///
     /// # Errors
     /// Says in words why there is none: object, cause, cure.
-    fn open(&self, port: QueuePort) -> Result<(), String>;
+    fn open(&self, port: QueuePort<S>) -> Result<(), String>;
 
     /// Has it served no more. It is at rest.
     fn close(&self);
 }
 
 /// A queue that is served while a session needs it.
-struct OnDemand {
-    host: Box<dyn QueueHost>,
-    queue: Arc<RemoteState>,
+struct OnDemand<S: QueueSession> {
+    host: Box<dyn QueueHost<S>>,
+    queue: Arc<RemoteState<S>>,
     poller: Mutex<PollerPresence>,
 }
 
@@ -215,7 +200,7 @@ struct PollerPresence {
     depth: Option<usize>,
 }
 
-impl OnDemand {
+impl<S: QueueSession> OnDemand<S> {
     fn poller(&self) -> MutexGuard<'_, PollerPresence> {
         self.poller.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -232,8 +217,8 @@ impl OnDemand {
         }
         poller.is_open = true;
         if let Some(depth) = poller.depth {
-            let commands = Commands { state: Arc::clone(&self.queue) };
-            commands.ask(|answer| Command::Depth(depth, answer)).map_err(|gone| gone.to_string())?;
+            let commands = CommandSender { state: Arc::clone(&self.queue) };
+            commands.ask(|answer| ClientCommand::Depth(depth, answer)).map_err(|gone| gone.to_string())?;
         }
         Ok(())
     }
@@ -242,52 +227,55 @@ impl OnDemand {
         if std::mem::take(&mut self.poller().is_open) {
             // Should it not leave its lane, it is over at least, and holds up no end of the lane.
             let link = self.queue.link().take();
-            link.iter().for_each(|link| drop(link.send(Command::Retire)));
+            link.iter().for_each(|link| drop(link.send(ClientCommand::Retire)));
             self.host.close();
         }
     }
 }
 
-impl Drop for OnDemand {
+impl<S: QueueSession> Drop for OnDemand<S> {
     fn drop(&mut self) {
         self.close();
     }
 }
 
-/// The lane is gone.
+/// The lane of a queue has ended.
 #[derive(Debug, thiserror::Error)]
 #[error("the lane of this queue has ended")]
-pub(crate) struct Gone;
+pub struct LaneGone;
 
 /// A queue that was asked to come to rest.
-pub(crate) struct Suspension(Receiver<RingBase>);
+pub struct Suspension<B>(Receiver<Option<B>>);
 
-impl Suspension {
-    /// Waits until all that was fetched is finished; says where the queue stands.
-    pub(crate) fn wait(self) -> Result<RingBase, Gone> {
-        self.0.recv().map_err(|_| Gone)
+impl<B> Suspension<B> {
+    /// Waits until all that was fetched is finished; says where the ring stands, if a session ran.
+    ///
+    /// # Errors
+    /// Its lane has ended.
+    pub fn wait(self) -> Result<Option<B>, LaneGone> {
+        self.0.recv().map_err(|_| LaneGone)
     }
 }
 
 /// Makes the two ends of a queue.
-pub fn queue_pair() -> (QueueRemote, QueuePort) {
-    let state = Arc::new(RemoteState::default());
+pub fn queue_pair<S: QueueSession>() -> (QueueRemote<S>, QueuePort<S>) {
+    let state = RemoteState::new();
     let port = state.connect();
-    (QueueRemote { commands: Commands { state }, on_demand: None }, port)
+    (QueueRemote { commands: CommandSender { state }, on_demand: None }, port)
 }
 
 /// Makes the control path's end of a queue that `host` has served from the first start of its ring to the end of each
 /// session.
-pub fn on_demand_queue(host: Box<dyn QueueHost>) -> QueueRemote {
-    let queue = Arc::new(RemoteState::default());
+pub fn on_demand_queue<S: QueueSession>(host: Box<dyn QueueHost<S>>) -> QueueRemote<S> {
+    let queue = RemoteState::new();
     let on_demand = OnDemand { host, queue: Arc::clone(&queue), poller: Mutex::default() };
-    QueueRemote { commands: Commands { state: queue }, on_demand: Some(on_demand) }
+    QueueRemote { commands: CommandSender { state: queue }, on_demand: Some(on_demand) }
 }
 
-impl QueueRemote {
+impl<S: QueueSession> QueueRemote<S> {
     /// Ends the queue once it has finished what it fetched.
     pub fn retire(&self) {
-        let _ = self.commands.send(Command::Retire);
+        let _ = self.commands.send(ClientCommand::Retire);
     }
 
     /// Has a poller from now on, if one is made on demand. Otherwise that is done with the first start of the ring.
@@ -306,8 +294,9 @@ impl QueueRemote {
         self.on_demand.as_ref().map_or(Ok(()), |on_demand| on_demand.open(true))
     }
 
-    /// Gives a poller back that was made on demand. The queue, and all that share the poller, are at rest.
-    pub(crate) fn close(&self) {
+    /// Gives a poller back that was made on demand, unless it is [there for good](QueueRemote::open_for_good). The
+    /// queue, and all that share the poller, are at rest.
+    pub fn close(&self) {
         if let Some(on_demand) = self.on_demand.as_ref().filter(|on_demand| !on_demand.poller().is_kept) {
             on_demand.close();
         }
@@ -318,86 +307,99 @@ impl QueueRemote {
         self.on_demand.as_ref().is_some_and(|on_demand| !on_demand.poller().is_open)
     }
 
-    pub(crate) fn run(&self, setup: Setup) -> Result<Result<(), String>, Gone> {
+    /// Runs a session; the answer says whether its ring is sound.
+    ///
+    /// # Errors
+    /// Its lane has ended.
+    pub fn run(&self, setup: S::Setup) -> Result<Result<(), String>, LaneGone> {
         if let Err(why) = self.open() {
             return Ok(Err(why));
         }
-        self.commands.ask(|answer| Command::Run(Box::new(setup), answer))
+        self.commands.ask(|answer| ClientCommand::Run(Box::new(setup), answer))
     }
 
     /// Asks the queue to come to rest. Several may be asked before any is waited for.
-    pub(crate) fn suspend(&self) -> Result<Suspension, Gone> {
+    ///
+    /// # Errors
+    /// Its lane has ended.
+    pub fn suspend(&self) -> Result<Suspension<S::Base>, LaneGone> {
         let (answer, wait) = channel();
-        self.commands.send(Command::Suspend(answer))?;
+        self.commands.send(ClientCommand::Suspend(answer))?;
         Ok(Suspension(wait))
     }
 
     /// Makes durable what has completed, whichever queue it came by; true if that worked.
-    pub(crate) fn flush(&self) -> Result<bool, Gone> {
-        self.commands.ask(Command::Flush)
+    ///
+    /// # Errors
+    /// Its lane has ended.
+    pub fn flush(&self) -> Result<bool, LaneGone> {
+        self.commands.ask(ClientCommand::Flush)
     }
 
     /// Has the queue, which is at rest, serve a device that is this from now on.
-    pub(crate) fn change(&self, info: &Arc<DeviceInfo>) -> Result<Result<(), String>, Gone> {
+    pub(crate) fn change(&self, info: &Arc<DeviceInfo>) -> Result<Result<(), String>, LaneGone> {
         if self.is_closed() {
             return Ok(Ok(()));
         }
-        self.commands.ask(|answer| Command::Change(Arc::clone(info), answer))
+        self.commands.ask(|answer| ClientCommand::Change(Arc::clone(info), answer))
     }
 
     /// Bounds the requests in flight; says what the bound has become.
-    pub(crate) fn set_depth(&self, depth: usize) -> Result<usize, Gone> {
+    pub(crate) fn set_depth(&self, depth: usize) -> Result<usize, LaneGone> {
         if let Some(on_demand) = &self.on_demand {
             on_demand.poller().depth = Some(depth);
         }
         if self.is_closed() {
             return Ok(depth);
         }
-        self.commands.ask(|answer| Command::Depth(depth, answer))
+        self.commands.ask(|answer| ClientCommand::Depth(depth, answer))
     }
 
     /// Has this scheduler order the bios that wait, from now on.
-    pub(crate) fn schedule(&self, config: SchedulerConfig) -> Result<(), Gone> {
+    pub(crate) fn schedule(&self, config: SchedulerConfig) -> Result<(), LaneGone> {
         if self.is_closed() {
             return Ok(());
         }
-        self.commands.ask(|answer| Command::Schedule(config, answer))
+        self.commands.ask(|answer| ClientCommand::Schedule(config, answer))
     }
 
     /// Has what passes the queue pass these limits, from now on.
-    pub(crate) fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Result<(), Gone> {
+    pub(crate) fn set_rates(&self, limits: Vec<Arc<RateLimit>>) -> Result<(), LaneGone> {
         if self.is_closed() {
             return Ok(());
         }
-        self.commands.ask(|answer| Command::Rates(limits, answer))
+        self.commands.ask(|answer| ClientCommand::Rates(limits, answer))
     }
 
     /// Has the queue signal this from now on. Waited for, as everything a front-end asks for is: else one that asks
     /// faster than a lane hears would have us hold descriptors without end.
-    pub(crate) fn set_call(&self, call: Option<Arc<EventFd>>) -> Result<(), Gone> {
-        self.commands.ask(|answer| Command::Call(call, answer))
+    ///
+    /// # Errors
+    /// Its lane has ended.
+    pub fn set_call(&self, call: Option<Arc<EventFd>>) -> Result<(), LaneGone> {
+        self.commands.ask(|answer| ClientCommand::Call(call, answer))
     }
 
-    /// For whoever places virtqueues on hardware queues.
-    pub fn mover(&self) -> QueueMover {
+    /// For whoever places client queues on hardware queues.
+    pub fn mover(&self) -> QueueMover<S> {
         QueueMover { commands: self.commands.clone() }
     }
 
     /// A handle that only looks.
-    pub fn watch(&self) -> QueueWatch {
+    pub fn watch(&self) -> QueueWatch<S> {
         QueueWatch { commands: self.commands.clone() }
     }
 }
 
-impl QueueWatch {
-    /// What is counted of its I/O, once it is on its lane. The first virtqueue of a hardware queue also counts what
+impl<S: QueueSession> QueueWatch<S> {
+    /// What is counted of its I/O, once it is on its lane. The first client queue of a hardware queue also counts what
     /// concerns that as a whole, such as the batches it gives its driver.
     pub fn stats(&self) -> Option<&Arc<HwStats>> {
         self.commands.state.counters.stats.get()
     }
 
-    /// What the guest sent that made no sense, by reason.
-    pub fn refusals(&self) -> Option<&Arc<blkyard_virtio::Refusals>> {
+    /// What its clients sent that made no sense, by reason.
+    pub fn refusals(&self) -> Option<&Arc<S::Refusals>> {
         self.commands.state.counters.refusals.get()
     }
 
@@ -410,68 +412,68 @@ impl QueueWatch {
     /// poller now, or the lane has ended.
     pub fn look(&self) -> Option<Receiver<QueueView>> {
         let (answer, wait) = channel();
-        self.commands.send(Command::Look(answer)).ok()?;
+        self.commands.send(ClientCommand::Look(answer)).ok()?;
         Some(wait)
     }
 }
 
-impl QueueMover {
-    /// Has the virtqueue leave its hardware queue: it finishes what it fetched, whatever others have in flight there.
-    /// If that takes longer than `limit` it stays and continues.
+impl<S: QueueSession> QueueMover<S> {
+    /// Has the client queue leave its hardware queue: it finishes what it fetched, whatever others have in flight
+    /// there. If that takes longer than `limit` it stays and continues.
     ///
     /// # Errors
     /// See [`PartError`].
-    pub fn part(&self, limit: Duration) -> Result<DetachedVirtqueue, PartError> {
+    pub fn part(&self, limit: Duration) -> Result<DetachedQueue<S>, PartError> {
         // What it may need where it arrives: found missing before anything has changed.
         let kicks = KickSet::new().map_err(PartError::Kicks)?;
         let (answer, wait) = channel();
-        self.commands.send(Command::Part(answer)).map_err(|Gone| PartError::Gone)?;
-        let virtqueue = match wait.recv_timeout(limit) {
-            Ok(virtqueue) => virtqueue,
+        self.commands.send(ClientCommand::Part(answer)).map_err(|_| PartError::Gone)?;
+        let queue = match wait.recv_timeout(limit) {
+            Ok(queue) => queue,
             Err(RecvTimeoutError::Disconnected) => return Err(PartError::Gone),
             Err(RecvTimeoutError::Timeout) => {
-                self.commands.send(Command::Stay).map_err(|Gone| PartError::Gone)?;
+                self.commands.send(ClientCommand::Stay).map_err(|_| PartError::Gone)?;
                 // It may have left at the last moment.
                 wait.recv().map_err(|_| PartError::Undrained(limit))?
             }
         };
-        Ok(DetachedVirtqueue { virtqueue, kicks })
+        Ok(DetachedQueue { queue, kicks })
     }
 
-    /// Has the hardware queue that serves this virtqueue serve another one of its export, too.
+    /// Has the hardware queue that serves this client queue serve another one of its export, too.
     ///
     /// # Errors
-    /// The lane has ended, and the other virtqueue with it.
-    pub fn adopt(&self, detached: DetachedVirtqueue) -> Result<(), PartError> {
+    /// The lane has ended, and the other queue with it.
+    pub fn adopt(&self, detached: DetachedQueue<S>) -> Result<(), PartError> {
         let (adopted, wait) = channel();
-        self.commands.send(Command::Adopt(Box::new(detached), adopted)).map_err(|Gone| PartError::Gone)?;
+        self.commands.send(ClientCommand::Adopt(Box::new(detached), adopted)).map_err(|_| PartError::Gone)?;
         wait.recv().map_err(|_| PartError::Gone)
     }
 }
 
-impl QueueLink {
-    fn send(&self, command: Command) -> Result<(), Gone> {
-        self.mailbox.send(command).map_err(|_| Gone)?;
+impl<S: QueueSession> QueueLink<S> {
+    fn send(&self, command: ClientCommand<S>) -> Result<(), LaneGone> {
+        self.mailbox.send(command).map_err(|_| LaneGone)?;
         self.waker.wake();
         Ok(())
     }
 }
 
-impl Commands {
-    fn send(&self, command: Command) -> Result<(), Gone> {
+impl<S: QueueSession> CommandSender<S> {
+    fn send(&self, command: ClientCommand<S>) -> Result<(), LaneGone> {
         let link = self.state.link().clone();
-        link.ok_or(Gone)?.send(command)
+        link.ok_or(LaneGone)?.send(command)
     }
 
     /// Sends a command that is answered, and waits for the answer.
-    fn ask<T>(&self, command: impl FnOnce(Sender<T>) -> Command) -> Result<T, Gone> {
+    fn ask<T>(&self, command: impl FnOnce(Sender<T>) -> ClientCommand<S>) -> Result<T, LaneGone> {
         let (answer, wait) = channel();
         self.send(command(answer))?;
-        wait.recv().map_err(|_| Gone)
+        wait.recv().map_err(|_| LaneGone)
     }
 }
 
-impl Drop for QueueRemote {
+impl<S: QueueSession> Drop for QueueRemote<S> {
     fn drop(&mut self) {
         // One that is made on demand is given back by its host.
         if self.on_demand.is_none() {

@@ -1,0 +1,158 @@
+//! The bios of one client queue: those at hand, and for those in the hardware queue what their end needs.
+//!
+//! A request is fetched only while a bio is free to carry it, so what is free bounds what is in flight. The control
+//! path's flush has a bio of its own.
+
+use std::sync::mpsc::Sender;
+
+use blkyard_mq::{Bio, HwQueue, Op};
+
+/// The request number in the cookie of the control path's flush, which is no request of the client.
+const FLUSH: u32 = u32::MAX;
+
+/// What a bio of a client queue carries: whose it is, and the number of its request there.
+fn cookie(member: usize, request: u32) -> u64 {
+    (member as u64) << 32 | u64::from(request)
+}
+
+/// The number of the client queue that a bio belongs to.
+#[inline]
+pub(super) fn member_of(cookie: u64) -> usize {
+    (cookie >> 32) as usize
+}
+
+#[inline]
+fn request_of(cookie: u64) -> u32 {
+    cookie as u32
+}
+
+/// Whether a bio is the control path's flush.
+#[inline]
+pub(super) fn is_flush(bio: &Bio) -> bool {
+    request_of(bio.cookie) == FLUSH
+}
+
+/// A bio is from now on of the client queue with this number.
+pub(super) fn set_member(bio: &mut Bio, member: usize) {
+    bio.cookie = cookie(member, request_of(bio.cookie));
+    bio.submitter = member as u16;
+}
+
+/// The bios of a client queue. `T` is what the protocol needs at the end of each.
+pub(super) struct BioPool<T> {
+    free: Vec<Box<Bio>>,
+    /// By request number; set for those that are in the hardware queue.
+    pending: Box<[Option<T>]>,
+}
+
+impl<T> BioPool<T> {
+    /// So many bios, with room for so many segments each, of the client queue with this number.
+    pub(super) fn new(member: usize, bios: usize, segments: usize) -> BioPool<T> {
+        let bio = |index| {
+            let mut bio = Bio::with_capacity(segments);
+            bio.cookie = cookie(member, index as u32);
+            bio.submitter = member as u16;
+            bio
+        };
+        BioPool { free: (0..bios).map(bio).collect(), pending: (0..bios).map(|_| None).collect() }
+    }
+
+    #[inline(always)]
+    pub(super) fn take(&mut self) -> Option<Box<Bio>> {
+        self.free.pop()
+    }
+
+    #[inline(always)]
+    pub(super) fn put_back(&mut self, bio: Box<Bio>) {
+        self.free.push(bio);
+    }
+
+    /// A bio goes to the hardware queue.
+    #[inline(always)]
+    pub(super) fn keep(&mut self, bio: &Bio, pending: T) {
+        self.pending[request_of(bio.cookie) as usize] = Some(pending);
+    }
+
+    /// A bio has come back.
+    #[inline(always)]
+    pub(super) fn pending_of(&mut self, bio: &Bio) -> T {
+        let Some(pending) = self.pending[request_of(bio.cookie) as usize].take() else {
+            unreachable!("a bio that is out has its request");
+        };
+        pending
+    }
+
+    /// Bios at hand. None is in the hardware queue.
+    pub(super) fn free_mut(&mut self) -> &mut [Box<Bio>] {
+        &mut self.free
+    }
+
+    #[inline]
+    pub(super) fn is_empty(&self) -> bool {
+        self.free.is_empty()
+    }
+
+    /// Bios in the hardware queue.
+    #[inline]
+    pub(super) fn out(&self) -> usize {
+        self.pending.len() - self.free.len()
+    }
+}
+
+/// Flushes that the control path asks for, one at a time.
+pub(super) struct Flushing {
+    /// Not on its way: ready for the next.
+    bio: Option<Box<Bio>>,
+    asked: Vec<Sender<bool>>,
+}
+
+impl Flushing {
+    pub(super) fn new(member: usize) -> Flushing {
+        let mut bio = Bio::with_capacity(0);
+        bio.op = Op::Flush;
+        bio.cookie = cookie(member, FLUSH);
+        bio.submitter = member as u16;
+        Flushing { bio: Some(bio), asked: Vec::new() }
+    }
+
+    /// Makes durable what has completed, then says whether that worked.
+    pub(super) fn ask(&mut self, answer: Sender<bool>) {
+        self.asked.push(answer);
+    }
+
+    /// Sends a flush on its way if one is asked for and there is room.
+    #[inline]
+    pub(super) fn submit<D>(&mut self, hw: &mut HwQueue<D>) {
+        if !self.asked.is_empty()
+            && hw.room() > 0
+            && let Some(bio) = self.bio.take()
+        {
+            hw.submit(bio);
+        }
+    }
+
+    #[cold]
+    pub(super) fn end(&mut self, bio: Box<Bio>) {
+        self.answer(bio.status.is_ok());
+        self.bio = Some(bio);
+    }
+
+    /// Answers all who ask.
+    #[inline]
+    pub(super) fn answer(&mut self, is_durable: bool) {
+        for answer in self.asked.drain(..) {
+            let _ = answer.send(is_durable);
+        }
+    }
+
+    /// No flush is on its way.
+    #[inline]
+    pub(super) fn is_at_hand(&self) -> bool {
+        self.bio.is_some()
+    }
+
+    /// The bio, unless it is on its way.
+    pub(super) fn bio_mut(&mut self) -> Option<&mut Box<Bio>> {
+        self.bio.as_mut()
+    }
+}

@@ -1,0 +1,426 @@
+//! One client queue of an export: its bios, its commands and its session, apart from the hardware queue it feeds.
+//!
+//! A hardware queue may serve several client queues. Each has its own bios, ring, call descriptor and mailbox, and
+//! suspends by itself: it is drained when its own bios are back, whatever the others have in flight. A bio's cookie
+//! says whose it is.
+//!
+//! Owned by a [`QueuePoller`](super::QueuePoller), which lends it the hardware queue for each step of a round. Memory
+//! belongs to the hardware queue: the first client queue that starts brings it, the others must bring the same, and the
+//! last one that stops takes it away. What a ring consists of is known to the protocol alone ([`QueueSession`]).
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+
+use blkyard_mem::RegionTable;
+use blkyard_mq::{Bio, DeviceInfo, Driver, HwQueue, HwStats, SignalEventfd, SignalSlot};
+
+use super::QueueShare;
+use super::bios::{BioPool, Flushing, is_flush, set_member};
+use super::kicks::KickSet;
+use super::protocol::{BioFeed, QueueSession, QueueSignals};
+use super::remote::{ClientCommand, QueuePort};
+use super::view::QueueView;
+
+/// A client queue of a [`QueuePoller`](super::QueuePoller), with a session or at rest.
+pub(crate) struct ClientQueue<S: QueueSession> {
+    /// Its number among the members of its hardware queue; stays while it is one of them.
+    number: usize,
+    pub(super) port: QueuePort<S>,
+    identity: S::Identity,
+    refusals: Arc<S::Refusals>,
+    pub(super) session: Option<S>,
+    bios: BioPool<S::Pending>,
+    /// What is counted of its I/O.
+    stats: Arc<HwStats>,
+    /// Requests it may have in flight, and the most that can be.
+    depth: usize,
+    depth_max: usize,
+    suspending: Vec<Sender<Option<S::Base>>>,
+    /// Asked to leave its hardware queue, by whoever waits for it.
+    parting: Option<Sender<Box<ClientQueue<S>>>>,
+    flushing: Flushing,
+    retiring: bool,
+    /// To move to another lane once what was fetched is finished.
+    leaving: bool,
+    signal: SignalSlot,
+}
+
+impl<S: QueueSession> ClientQueue<S> {
+    /// A stopped queue that has such a share of its hardware queue.
+    pub(super) fn new(number: usize, identity: S::Identity, port: QueuePort<S>, share: QueueShare) -> ClientQueue<S> {
+        let QueueShare { bios, depth } = share;
+        let (stats, refusals) = (port.stats(), port.refusals());
+        ClientQueue {
+            number,
+            port,
+            identity,
+            refusals,
+            session: None,
+            bios: BioPool::new(number, bios, S::SEGMENTS),
+            stats,
+            depth,
+            depth_max: depth,
+            suspending: Vec::new(),
+            parting: None,
+            flushing: Flushing::new(number),
+            retiring: false,
+            leaving: false,
+            signal: SignalSlot::default(),
+        }
+    }
+
+    pub(super) fn number(&self) -> usize {
+        self.number
+    }
+
+    /// It has this number from now on. No bio of its own is in a hardware queue.
+    pub(super) fn set_number(&mut self, number: usize) {
+        self.number = number;
+        for bio in self.bios.free_mut().iter_mut().chain(self.flushing.bio_mut()) {
+            set_member(bio, number);
+        }
+    }
+
+    pub(super) fn stats(&self) -> &Arc<HwStats> {
+        &self.stats
+    }
+
+    pub(super) fn depth(&self) -> usize {
+        self.depth
+    }
+
+    /// Bounds the requests it may have in flight; says what the bound has become.
+    pub(super) fn set_depth(&mut self, depth: usize) -> usize {
+        self.depth = depth.clamp(1, self.depth_max);
+        self.depth
+    }
+
+    /// Its bios say who submits them.
+    pub(super) fn set_stream(&mut self, stream: u32) {
+        self.bios.free_mut().iter_mut().for_each(|bio| bio.stream = stream);
+    }
+
+    pub(super) fn set_leaving(&mut self, leaving: bool) {
+        self.leaving = leaving;
+    }
+
+    /// No bio of its own is in the hardware queue.
+    pub(super) fn is_drained(&self) -> bool {
+        self.bios.out() == 0 && self.flushing.is_at_hand()
+    }
+
+    #[inline]
+    pub(super) fn is_stopping(&self) -> bool {
+        self.retiring || self.leaving || self.parting.is_some() || !self.suspending.is_empty()
+    }
+
+    /// It is asked to leave its hardware queue, and nothing of it is in flight.
+    pub(super) fn is_parting(&self) -> bool {
+        self.parting.is_some() && self.owes_nothing() && self.is_drained()
+    }
+
+    /// All that a session before this one had in flight is fetched, or never will be.
+    fn owes_nothing(&self) -> bool {
+        self.session.as_ref().is_none_or(|session| session.left() == 0 || session.is_broken())
+    }
+
+    /// Leaves its hardware queue, and says who waits for it. `shares` says whether other members of it run.
+    pub(super) fn part<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
+        &mut self,
+        hw: &mut HwQueue<D>,
+        kicks: Option<&KickSet>,
+        cx: &mut Cx,
+        shares: bool,
+    ) -> Option<Sender<Box<ClientQueue<S>>>> {
+        self.leave(cx);
+        if let Some(session) = &self.session {
+            leave_kick(session, kicks, cx);
+            if !shares {
+                hw.set_memory(cx, Arc::new(RegionTable::default()));
+            }
+        }
+        self.parting.take()
+    }
+
+    /// Continues at another hardware queue. `shares` says whether other members of it run.
+    pub(super) fn enter<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
+        &mut self,
+        hw: &mut HwQueue<D>,
+        kicks: Option<&KickSet>,
+        cx: &mut Cx,
+        shares: bool,
+    ) {
+        let Some(session) = &mut self.session else { return };
+        if !shares {
+            hw.set_memory(cx, Arc::clone(session.memory()));
+        } else if !hw.memory().is_same(session.memory()) {
+            // Changes of memory suspend all queues first, and this one was not.
+            session.stop("the other queues of its hardware queue run with other memory");
+        }
+        if let Some(kicks) = kicks {
+            join_kicks(session, kicks);
+        }
+    }
+
+    /// Its kick is heard through a set from now on, and no more by its lane itself.
+    pub(super) fn kick_through<Cx: ?Sized + SignalEventfd>(&mut self, kicks: &KickSet, cx: &mut Cx) {
+        if let Some(session) = &mut self.session {
+            leave_kick(session, None, cx);
+            join_kicks(session, kicks);
+        }
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.retiring && self.session.is_none()
+    }
+
+    /// Does what the control path asks, but for what concerns its hardware queue. `shares` says whether other members
+    /// of that run.
+    #[cold]
+    pub(super) fn obey<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
+        &mut self,
+        hw: &mut HwQueue<D>,
+        kicks: Option<&KickSet>,
+        cx: &mut Cx,
+        shares: bool,
+        command: ClientCommand<S>,
+    ) {
+        match command {
+            ClientCommand::Run(setup, answer) => {
+                let _ = answer.send(self.start(hw, kicks, cx, shares, *setup));
+            }
+            ClientCommand::Suspend(answer) => self.suspending.push(answer),
+            ClientCommand::Flush(answer) => self.flushing.ask(answer),
+            ClientCommand::Call(call, answer) => {
+                if let Some(session) = &mut self.session {
+                    session.set_call(call, &mut QueueSignals { cx, slot: &mut self.signal });
+                }
+                let _ = answer.send(());
+            }
+            ClientCommand::Change(info, answer) => {
+                let at_rest = self.session.is_none() && hw.is_idle();
+                // A queue that is new beside others that run is told what its hardware queue knows.
+                let is_known = self.session.is_none() && is_same_disk(hw.info(), &info);
+                if at_rest {
+                    hw.set_info(0, info);
+                }
+                let done = (at_rest || is_known).then_some(());
+                let _ = answer.send(done.ok_or_else(|| "the queue is running".into()));
+            }
+            ClientCommand::Part(answer) => self.parting = Some(answer),
+            ClientCommand::Stay => self.parting = None,
+            ClientCommand::Retire => self.retiring = true,
+            ClientCommand::Adopt(..)
+            | ClientCommand::Depth(..)
+            | ClientCommand::Schedule(..)
+            | ClientCommand::Rates(..)
+            | ClientCommand::Look(_) => {
+                unreachable!("done by the hardware queue")
+            }
+        }
+    }
+
+    fn start<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
+        &mut self,
+        hw: &mut HwQueue<D>,
+        kicks: Option<&KickSet>,
+        cx: &mut Cx,
+        shares: bool,
+        setup: S::Setup,
+    ) -> Result<(), String> {
+        if self.session.is_some() {
+            return Err("the queue is running already".into());
+        }
+        let mut session = S::start(setup)?;
+        if shares && !hw.memory().is_same(session.memory()) {
+            return Err("the other queues of its hardware queue use other memory".into());
+        }
+        if let (Some(kicks), Some(kick)) = (kicks, session.kick()) {
+            kicks.add(kick).map_err(|error| format!("its kick eventfd cannot be polled: {error}"))?;
+        }
+        if !shares {
+            hw.set_memory(cx, Arc::clone(session.memory()));
+        }
+        session.begin(&mut QueueSignals { cx, slot: &mut self.signal });
+        self.session = Some(session);
+        Ok(())
+    }
+
+    /// Once nothing fetched is left: lets go of the client and says where the queue stands.
+    #[cold]
+    fn rest<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
+        &mut self,
+        hw: &mut HwQueue<D>,
+        kicks: Option<&KickSet>,
+        cx: &mut Cx,
+        shares: bool,
+    ) {
+        cx.forget(&mut self.signal);
+        let Some(session) = self.session.take() else { return };
+        leave_kick(&session, kicks, cx);
+        let base = session.rest(&mut QueueSignals { cx, slot: &mut self.signal });
+        if !shares {
+            hw.set_memory(cx, Arc::new(RegionTable::default()));
+        }
+        for answer in self.suspending.drain(..) {
+            let _ = answer.send(Some(base));
+        }
+    }
+
+    /// What there is to see. What the hardware queue holds is shown with the first of its members; with the others only
+    /// how it is set, and their own bios.
+    pub(super) fn view<D>(&self, hw: &HwQueue<D>, is_first: bool, now_ns: u64) -> QueueView {
+        let mut hw = hw.snapshot(now_ns);
+        if !is_first {
+            (hw.bios, hw.tags_in_use, hw.in_flight, hw.dispatch) = (self.bios.out(), 0, 0, 0);
+            hw.requests.clear();
+            hw.namespaces.iter_mut().for_each(|namespace| (namespace.waiting, namespace.held_ns) = (0, None));
+        }
+        let ring = self.session.as_ref().map(S::view);
+        QueueView { ring, hw, is_suspending: self.is_stopping() && self.session.is_some() }
+    }
+
+    /// Answers what needs nothing done while no session runs.
+    #[inline]
+    pub(super) fn answer_at_rest(&mut self) {
+        // At rest already: memory was let go of when the session ended.
+        for answer in self.suspending.drain(..) {
+            let _ = answer.send(None);
+        }
+        // Without memory nothing was written since.
+        self.flushing.answer(true);
+    }
+
+    /// A round begins that gives back what is over.
+    #[inline(always)]
+    pub(super) fn resume(&mut self) {
+        if let Some(session) = &mut self.session {
+            session.resume();
+        }
+    }
+
+    /// One of its bios is over.
+    #[inline(always)]
+    pub(super) fn end(&mut self, bio: Box<Bio>) {
+        match &mut self.session {
+            _ if is_flush(&bio) => self.flushing.end(bio),
+            Some(session) => {
+                let pending = self.bios.pending_of(&bio);
+                session.end(&bio, pending);
+                self.bios.put_back(bio);
+            }
+            None => unreachable!("a queue rests once its bios are back"),
+        }
+    }
+
+    /// Passes on what the client offered, and shows it what was completed if anything has moved by now.
+    #[inline(always)]
+    pub(super) fn feed<Cx: ?Sized + SignalEventfd, D>(
+        &mut self,
+        hw: &mut HwQueue<D>,
+        cx: &mut Cx,
+        device_idle: bool,
+        mut busy: bool,
+    ) -> bool {
+        let stopping = self.is_stopping();
+        let Some(session) = &mut self.session else { return busy };
+        self.flushing.submit(hw);
+        if !session.is_broken() {
+            // A queue that comes to rest owes what was in flight before it began, and nothing else that it has not
+            // fetched.
+            let most = if stopping { session.left().min(session.round_max()) } else { session.round_max() };
+            // The control path's flush takes a place, too: there may be more bios at hand than there is room for.
+            let most = most.min(hw.room());
+            let (identity, refusals) = (&self.identity, &*self.refusals);
+            let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals };
+            busy |= session.fetch(&mut feed, most, device_idle);
+        }
+        // Before the device has its turn, which may take a while: the client need not wait for that.
+        if busy {
+            session.publish(&mut QueueSignals { cx, slot: &mut self.signal });
+        }
+        busy
+    }
+
+    /// Ends its part of a round. True if it came to rest, or told the client something.
+    #[inline(always)]
+    pub(super) fn end_round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>>(
+        &mut self,
+        hw: &mut HwQueue<D>,
+        kicks: Option<&KickSet>,
+        cx: &mut Cx,
+        shares: impl FnOnce() -> bool,
+    ) -> bool {
+        let stopping = self.is_stopping();
+        let Some(session) = &mut self.session else { return false };
+        let told = session.end_round(&mut QueueSignals { cx, slot: &mut self.signal });
+        let is_to_rest = self.retiring || !self.suspending.is_empty();
+        if stopping && is_to_rest && self.owes_nothing() && self.is_drained() {
+            self.rest(hw, kicks, cx, shares());
+            return true;
+        }
+        told
+    }
+
+    /// Lets go of the lane it was on.
+    pub(super) fn leave<Cx: ?Sized + SignalEventfd>(&mut self, cx: &mut Cx) {
+        // A call that has not gone through goes to an eventfd that is signalled already.
+        cx.forget(&mut self.signal);
+    }
+
+    /// Asks the client to kick from now on. True if there is something to do already.
+    pub(super) fn arm(&mut self, room: usize) -> bool {
+        // A queue that is being stopped fetches nothing, whatever the client offers: it waits for completions only.
+        let fetches = !self.is_stopping();
+        match &mut self.session {
+            Some(session) if fetches && !session.is_broken() => {
+                let offered = session.arm() && !self.bios.is_empty() && room > 0;
+                offered || session.is_lost()
+            }
+            _ => false,
+        }
+    }
+
+    pub(super) fn disarm(&mut self) {
+        if let Some(session) = &mut self.session {
+            session.disarm();
+        }
+    }
+
+    /// The descriptor that the client kicks, if it is to be listened to now.
+    pub(super) fn kick(&self) -> Option<BorrowedFd<'_>> {
+        self.session.as_ref().filter(|session| !session.is_broken() && !self.is_stopping())?.kick()
+    }
+
+    /// It runs without a kick descriptor: the lane is to look by itself.
+    pub(super) fn is_polled(&self) -> bool {
+        let polls = |session: &S| session.kick().is_none() && !session.is_broken();
+        !self.is_stopping() && self.session.as_ref().is_some_and(polls)
+    }
+}
+
+/// Has a session's kick heard through a set.
+#[cold]
+fn join_kicks<S: QueueSession>(session: &mut S, kicks: &KickSet) {
+    if let Some(Err(error)) = session.kick().map(|kick| kicks.add(kick)) {
+        session.lose_kick(&error);
+    }
+}
+
+/// Has a session's kick no longer heard.
+fn leave_kick<S: QueueSession, Cx: ?Sized + SignalEventfd>(session: &S, kicks: Option<&KickSet>, cx: &mut Cx) {
+    match (session.kick(), kicks) {
+        (Some(kick), Some(kicks)) => kicks.remove(kick),
+        (Some(kick), None) => cx.ignore(kick),
+        (None, _) => {}
+    }
+}
+
+/// Whether two descriptions are of the same disk in the same state.
+fn is_same_disk(one: &DeviceInfo, other: &DeviceInfo) -> bool {
+    let parts = |info: &DeviceInfo| {
+        (info.capacity_sectors, info.limits, info.read_only, info.volatile_cache, info.fua, info.rotational)
+    };
+    parts(one) == parts(other)
+}

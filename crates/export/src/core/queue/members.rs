@@ -1,0 +1,132 @@
+//! Which client queues a hardware queue serves, and how that changes while they run.
+//!
+//! A client queue leaves by itself: it fetches nothing more, and goes once its own bios are back, whatever the others
+//! have in flight. It takes its session, bios, counters and unread commands along, and continues where it stood when
+//! another hardware queue of its export has adopted it. The control path carries it
+//! ([`QueueMover`](super::QueueMover)).
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::SendError;
+
+use blkyard_mq::{Driver, HwQueue, PollerState, SignalEventfd};
+
+use super::client::ClientQueue;
+use super::kicks::KickSet;
+use super::protocol::QueueSession;
+use super::remote::QueuePort;
+use super::{QueuePoller, QueueShare, others_run};
+
+/// A client queue between two hardware queues. Its front-end notices a pause. Dropped, it never runs again.
+pub struct DetachedQueue<S: QueueSession> {
+    pub(super) queue: Box<ClientQueue<S>>,
+    /// For the kicks of its next hardware queue, should that have served one client queue only.
+    pub(super) kicks: KickSet,
+}
+
+impl<S: QueueSession> DetachedQueue<S> {
+    /// A client queue that no hardware queue serves yet, stopped. Its bios say for schedulers who submits them: no two
+    /// client queues of a device have the same stream.
+    ///
+    /// # Errors
+    /// The system has no descriptor to hear several kicks by.
+    pub fn new(
+        identity: S::Identity,
+        port: QueuePort<S>,
+        share: QueueShare,
+        stream: u32,
+    ) -> io::Result<DetachedQueue<S>> {
+        let mut queue = Box::new(ClientQueue::new(0, identity, port, share));
+        queue.set_stream(stream);
+        Ok(DetachedQueue { queue, kicks: KickSet::new()? })
+    }
+}
+
+impl<D, S: QueueSession> QueuePoller<D, S> {
+    /// A hardware queue for a client queue that is new or has left another one of the same export.
+    pub fn of_detached(hw: HwQueue<D>, detached: DetachedQueue<S>) -> QueuePoller<D, S> {
+        let mut queue = *detached.queue;
+        queue.set_number(0);
+        QueuePoller::of(hw, vec![queue], None)
+    }
+
+    /// Hands over the members that are asked for and drained. Busy if one has left, or there was mail.
+    #[cold]
+    pub(super) fn end_slow_round<Cx: ?Sized + SignalEventfd>(&mut self, had_mail: bool, cx: &mut Cx) -> PollerState
+    where
+        D: Driver<Cx>,
+    {
+        let before = self.members.len();
+        while let Some(index) = self.members.iter().position(ClientQueue::is_parting) {
+            let shares = others_run(&self.members, index);
+            let mut member = self.members.remove(index);
+            let answer = member.part(&mut self.hw, self.kicks.as_ref(), cx, shares);
+            self.members_changed();
+            if let Some(answer) = answer
+                && let Err(SendError(member)) = answer.send(Box::new(member))
+            {
+                // Whoever asked is gone. It is better served here than nowhere.
+                self.join(*member, cx);
+            }
+        }
+        if had_mail || self.members.len() < before { PollerState::Busy } else { PollerState::Idle }
+    }
+
+    /// Serves one more client queue, which continues where it stood.
+    pub(super) fn adopt<Cx: ?Sized + SignalEventfd>(&mut self, detached: DetachedQueue<S>, cx: &mut Cx)
+    where
+        D: Driver<Cx>,
+    {
+        let DetachedQueue { queue, kicks } = detached;
+        if self.kicks.is_none() && !self.members.is_empty() {
+            self.members.iter_mut().for_each(|member| member.kick_through(&kicks, cx));
+            self.kicks = Some(kicks);
+        }
+        self.join(*queue, cx);
+    }
+
+    fn join<Cx: ?Sized + SignalEventfd>(&mut self, mut queue: ClientQueue<S>, cx: &mut Cx)
+    where
+        D: Driver<Cx>,
+    {
+        let is_free = |number: &usize| self.members.iter().all(|member| member.number() != *number);
+        queue.set_number((0..=self.members.len()).find(is_free).unwrap_or_default());
+        if let Some(waker) = &self.waker {
+            // Before the next round, which looks for mail.
+            queue.port.shared.waker.register(waker);
+        }
+        self.members.push(queue);
+        let index = self.members.len() - 1;
+        let shares = others_run(&self.members, index);
+        self.members[index].enter(&mut self.hw, self.kicks.as_ref(), cx, shares);
+        self.members_changed();
+    }
+
+    /// Has the hardware queue count, and bound what is in flight, for the members there are.
+    pub(super) fn members_changed(&mut self) {
+        let Some(first) = self.members.first() else { return };
+        let numbers = self.members.iter().map(ClientQueue::number).max().unwrap_or_default() + 1;
+        // A number that is not in use is of no bio.
+        let mut stats = vec![Arc::clone(first.stats()); numbers];
+        self.positions = vec![0; numbers];
+        for (position, member) in self.members.iter().enumerate() {
+            stats[member.number()] = Arc::clone(member.stats());
+            self.positions[member.number()] = position as u8;
+        }
+        if self.members.len() == 1 {
+            // Nothing to tell apart.
+            stats.clear();
+        }
+        self.hw.set_stats(Arc::clone(first.stats()), stats);
+        self.first = 0;
+        self.set_depth(self.hw.scheduler().orders());
+    }
+
+    /// Bounds what is in flight by the depths of the members. `orders` says whether a scheduler orders them.
+    pub(super) fn set_depth(&mut self, orders: bool) {
+        let depths = self.members.iter().map(ClientQueue::depth);
+        // What orders for the device orders as little as if there were one member.
+        let depth = if orders { depths.max().unwrap_or(1) } else { depths.sum() };
+        self.hw.set_depth(depth);
+    }
+}

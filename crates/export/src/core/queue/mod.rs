@@ -1,0 +1,292 @@
+//! A hardware queue and the client queues that feed it, as a poller of a lane, whatever the protocol.
+//!
+//! A round returns what the device finished, fetches what the clients offered (half of it, if the device has nothing
+//! and the protocol paces itself), and passes it on: for each client queue one publication and at most one call. The
+//! time is that of the lane's turn. A request is fetched only while a bio is free to carry it. A client's mistakes end
+//! in an error status, or stop its queue with a counted reason; they reach nobody else.
+//!
+//! A client queue is a virtqueue, say: what its ring consists of is known to the protocol that implements
+//! [`QueueSession`]. Several client queues of an export may share a hardware queue ([`members`]). They feed it in turn
+//! by plain calls, and each has its own state ([`client`]) and counters. One can leave for the hardware queue of
+//! another lane while the others go on.
+//!
+//! Owned by its lane. What the control path wants comes as commands (see [`remote`]). A queue that moves to another
+//! lane comes to rest first and takes its sessions along: a connected front-end notices a pause only.
+
+mod bios;
+mod client;
+mod kicks;
+mod members;
+mod pace;
+mod protocol;
+mod remote;
+mod view;
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use blkyard_mq::{Driver, HwQueue, Poller, PollerState, RegionTable, SignalEventfd, Wake};
+
+use self::bios::member_of;
+use self::client::ClientQueue;
+use self::kicks::KickSet;
+pub use self::members::DetachedQueue;
+pub use self::pace::FetchPace;
+pub use self::protocol::{BioFeed, QueueSession, QueueSignals};
+use self::remote::ClientCommand;
+pub use self::remote::{
+    LaneGone, PartError, QueueHost, QueueMover, QueuePort, QueueRemote, QueueWatch, Suspension, on_demand_queue,
+    queue_pair,
+};
+pub use self::view::{QueueView, RingView};
+
+/// How often a queue without a kick descriptor looks for work by itself.
+const POLL_NS: u64 = 200_000;
+
+/// A hardware queue and the client queues that feed it, its members.
+pub struct QueuePoller<D, S: QueueSession> {
+    hw: HwQueue<D>,
+    /// At least one, but for the moment after the last one left.
+    members: Vec<ClientQueue<S>>,
+    /// Index in `members`, by the number of a member.
+    positions: Vec<u8>,
+    /// The kicks of all members, if there are several or were.
+    kicks: Option<KickSet>,
+    /// Wakes its lane.
+    waker: Option<Arc<dyn Wake>>,
+    /// The member that feeds the hardware queue first in the next round.
+    first: usize,
+    now_ns: u64,
+}
+
+/// What each client queue of a hardware queue may use of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueShare {
+    /// Bios it has.
+    pub bios: usize,
+    /// Requests in flight, at most. Client queues that share a hardware queue have the sum together; where its
+    /// scheduler orders, the device sees no more than from one.
+    pub depth: usize,
+}
+
+impl<D, S: QueueSession> QueuePoller<D, S> {
+    /// A client queue with a hardware queue of its own, on its lane, stopped.
+    pub fn new(hw: HwQueue<D>, identity: S::Identity, port: QueuePort<S>) -> QueuePoller<D, S> {
+        let share = QueueShare { bios: hw.room(), depth: hw.depth() };
+        QueuePoller::of(hw, vec![ClientQueue::new(0, identity, port, share)], None)
+    }
+
+    fn of(hw: HwQueue<D>, members: Vec<ClientQueue<S>>, kicks: Option<KickSet>) -> QueuePoller<D, S> {
+        let mut queue = QueuePoller { hw, members, positions: Vec::new(), kicks, waker: None, first: 0, now_ns: 0 };
+        queue.members_changed();
+        queue
+    }
+
+    /// Does what the control path asks of a member. What concerns the hardware queue is asked of all client queues of
+    /// an export alike, and done once.
+    #[cold]
+    fn read_mail<Cx: ?Sized + SignalEventfd>(&mut self, index: usize, cx: &mut Cx)
+    where
+        D: Driver<Cx>,
+    {
+        let is_first = index == 0;
+        for command in self.members[index].port.shared.mailbox.take() {
+            match command {
+                ClientCommand::Adopt(queue, adopted) => {
+                    self.adopt(*queue, cx);
+                    let _ = adopted.send(());
+                }
+                ClientCommand::Depth(depth, answer) => {
+                    let depth = self.members[index].set_depth(depth);
+                    self.set_depth(self.hw.scheduler().orders());
+                    let _ = answer.send(depth);
+                }
+                ClientCommand::Schedule(config, answer) => {
+                    if is_first {
+                        // A scheduler is made for the depth there is.
+                        self.set_depth(config.orders());
+                        self.hw.schedule(0, config);
+                    }
+                    let _ = answer.send(());
+                }
+                ClientCommand::Rates(limits, answer) => {
+                    if is_first {
+                        self.hw.set_rates(0, limits);
+                    }
+                    let _ = answer.send(());
+                }
+                ClientCommand::Look(answer) => {
+                    let _ = answer.send(self.members[index].view(&self.hw, is_first, self.now_ns));
+                }
+                command => {
+                    let shares = others_run(&self.members, index);
+                    self.members[index].obey(&mut self.hw, self.kicks.as_ref(), cx, shares, command);
+                }
+            }
+        }
+    }
+}
+
+/// Whether another member than this runs.
+fn others_run<S: QueueSession>(members: &[ClientQueue<S>], index: usize) -> bool {
+    members.iter().enumerate().any(|(other, member)| other != index && member.session.is_some())
+}
+
+/// One round of a hardware queue, fed by these members, the one at `first` first. Inlined twice: for a lone
+/// member, whose slice the compiler knows to be of one, it is a round without loops.
+#[inline(always)]
+fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
+    hw: &mut HwQueue<D>,
+    members: &mut [ClientQueue<S>],
+    positions: &[u8],
+    kicks: Option<&KickSet>,
+    first: usize,
+    cx: &mut Cx,
+    now_ns: u64,
+) -> PollerState {
+    let (mut stopping, mut running) = (false, false);
+    for member in members.iter_mut() {
+        stopping |= member.is_stopping();
+        if member.session.is_some() {
+            running = true;
+        } else {
+            member.answer_at_rest();
+        }
+    }
+    if stopping != hw.is_in_hurry() {
+        hw.set_hurry(stopping);
+    }
+    if !running {
+        return PollerState::Idle;
+    }
+    let mut busy = false;
+    if !hw.is_idle() {
+        members.iter_mut().for_each(ClientQueue::resume);
+        busy |= hw.reap(cx, now_ns, &mut |bio| match &mut *members {
+            [only] => only.end(bio),
+            several => several[usize::from(positions[member_of(bio.cookie)])].end(bio),
+        }) > 0;
+    }
+    let device_idle = hw.is_idle();
+    for step in 0..members.len() {
+        let index = first + step;
+        let index = if index < members.len() { index } else { index - members.len() };
+        busy = members[index].feed(hw, cx, device_idle, busy);
+    }
+    busy |= hw.issue(cx, now_ns) > 0;
+    for index in 0..members.len() {
+        let (before, rest) = members.split_at_mut(index);
+        let Some((member, after)) = rest.split_first_mut() else { break };
+        let shares = || before.iter().chain(&*after).any(|other| other.session.is_some());
+        busy |= member.end_round(hw, kicks, cx, shares);
+    }
+    match (busy || hw.has_work(), hw.is_idle()) {
+        (true, _) => PollerState::Busy,
+        (false, false) => PollerState::Waiting,
+        (false, true) => PollerState::Idle,
+    }
+}
+
+/// A round of several members. Who comes first is another one each time: what a round may take is used up by those
+/// before.
+#[inline(never)]
+fn shared_round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
+    queue: &mut QueuePoller<D, S>,
+    cx: &mut Cx,
+    now_ns: u64,
+) -> PollerState {
+    let first = queue.first;
+    queue.first = if first + 1 < queue.members.len() { first + 1 } else { 0 };
+    let QueuePoller { hw, members, positions, kicks, .. } = queue;
+    round(hw, members, positions, kicks.as_ref(), first, cx, now_ns)
+}
+
+impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for QueuePoller<D, S> {
+    fn enter(&mut self, cx: &mut Cx, waker: &Arc<dyn Wake>) {
+        let running = self.members.iter().find_map(|member| member.session.as_ref());
+        if let Some(session) = running {
+            self.hw.set_memory(cx, Arc::clone(session.memory()));
+        }
+        self.waker = Some(Arc::clone(waker));
+        for member in &mut self.members {
+            member.set_leaving(false);
+            // Before the first run, which looks for mail.
+            member.port.shared.waker.register(waker);
+        }
+    }
+
+    fn leave(&mut self, cx: &mut Cx) -> bool {
+        self.members.iter_mut().for_each(|member| member.set_leaving(true));
+        if !self.hw.is_idle() {
+            return false;
+        }
+        self.members.iter_mut().for_each(|member| member.leave(cx));
+        self.hw.set_memory(cx, Arc::new(RegionTable::default()));
+        true
+    }
+
+    fn stay(&mut self) {
+        self.members.iter_mut().for_each(|member| member.set_leaving(false));
+    }
+
+    fn set_turn_bytes(&mut self, bytes: u64) {
+        self.hw.set_turn_bytes(bytes);
+    }
+
+    fn run_once(&mut self, cx: &mut Cx, now_ns: u64) -> PollerState {
+        self.now_ns = now_ns;
+        let mut had_mail = false;
+        for index in 0..self.members.len() {
+            if self.members[index].port.shared.mailbox.is_pending() {
+                had_mail = true;
+                self.read_mail(index, cx);
+            }
+        }
+        let state = match &mut self.members[..] {
+            [only] => {
+                let kicks = self.kicks.as_ref();
+                round(&mut self.hw, std::slice::from_mut(only), &[], kicks, 0, cx, now_ns)
+            }
+            _ => shared_round(self, cx, now_ns),
+        };
+        if had_mail || self.hw.is_in_hurry() { state.max(self.end_slow_round(had_mail, cx)) } else { state }
+    }
+
+    fn arm(&mut self) -> bool {
+        let room = self.hw.room();
+        // Each is armed, even after one has work.
+        let work = self.members.iter_mut().fold(false, |work, member| member.arm(room) | work);
+        let finished = self.hw.arm::<Cx>();
+        work || finished || self.members.iter().any(|member| member.port.shared.mailbox.is_pending())
+    }
+
+    fn disarm(&mut self) {
+        self.members.iter_mut().for_each(ClientQueue::disarm);
+        self.hw.disarm::<Cx>();
+    }
+
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
+        match (&self.kicks, &self.members[..]) {
+            (Some(kicks), _) => Some(kicks.as_fd()),
+            (None, [only]) => only.kick(),
+            (None, _) => None,
+        }
+    }
+
+    fn device_eventfd(&self) -> Option<BorrowedFd<'_>> {
+        self.hw.eventfd::<Cx>()
+    }
+
+    fn deadline_ns(&self) -> Option<u64> {
+        let poll = self.members.iter().any(ClientQueue::is_polled).then_some(self.now_ns + POLL_NS);
+        [self.hw.deadline_ns(), poll].into_iter().flatten().min()
+    }
+
+    fn tick(&mut self, now_ns: u64) {
+        self.hw.mark_slow(now_ns);
+    }
+
+    fn is_over(&self) -> bool {
+        self.members.iter().all(ClientQueue::is_over)
+    }
+}

@@ -1,0 +1,374 @@
+//! The session of one virtqueue: a guest's ring, its requests and its eventfds, as the core's queues have them.
+//!
+//! Chains are fetched while a bio is free to carry them, parsed into it, and completed when it is back. A malformed
+//! chain is completed with an error here; a malformed ring stops the virtqueue with a counted reason. Draining, bounds
+//! and commands are the core's.
+//!
+//! Owned by a lane, in a [`VirtqueuePoller`](crate::VirtqueuePoller).
+
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use blkyard_mem::{Region, RegionTable};
+use blkyard_mq::{Bio, Segment, SignalEventfd};
+use blkyard_sys::EventFd;
+use blkyard_virtio::{
+    Chain, ChainHead, DeviceRing, Features, GuestMemory, Inflight, ParseContext, Parsed, Refusals, RingBase,
+    RingLayout, SerialId, VirtioStatus, parse, status_of, write_status, written,
+};
+
+use crate::core::{BioFeed, ExportLog, FetchPace, QueueSession, QueueSignals, RingView};
+use crate::vhost_user::notes::Notes;
+
+/// Chains fetched in one round, at most: as many as there are bios by default.
+const ROUND_MAX: usize = 256;
+
+/// The same while what is written is noted for the front-end: a request may name 4 GiB of memory without moving any of
+/// it, an unknown one, say, and to note that takes a millisecond.
+const NOTED_ROUND_MAX: usize = 16;
+
+/// All a virtqueue needs to run.
+pub struct VirtqueueSetup {
+    /// For messages: the queue's number in its export.
+    pub(crate) name: String,
+    pub(crate) log: Arc<ExportLog>,
+    pub(crate) memory: Arc<GuestMemory>,
+    pub(crate) layout: RingLayout,
+    pub(crate) size: u16,
+    /// Where the ring goes on.
+    pub(crate) base: RingBase,
+    /// Where it records what is in flight. Says where it goes on, once it has been used.
+    pub(crate) record: Option<Inflight>,
+    /// Where it notes which of the guest's pages it writes.
+    pub(crate) notes: Option<Notes>,
+    pub(crate) kick: Option<Arc<EventFd>>,
+    pub(crate) call: Option<Arc<EventFd>>,
+    pub(crate) error: Option<Arc<EventFd>>,
+    pub(crate) disk: DiskView,
+    /// The connection, to be closed should the shared memory go away under us.
+    pub(crate) connection: Arc<UnixStream>,
+}
+
+/// What requests are judged by, the same for all queues of a session.
+#[derive(Clone)]
+pub(crate) struct DiskView {
+    pub(crate) features: Features,
+    /// Whether writes may be lost until they are flushed; changes while running.
+    pub(crate) write_back: Arc<AtomicBool>,
+}
+
+/// The guest's side of a queue that runs.
+pub struct VirtqueueSession {
+    /// For messages: the export, and the queue's number there.
+    name: String,
+    log: Arc<ExportLog>,
+    ring: DeviceRing,
+    memory: Arc<GuestMemory>,
+    /// Where the record of what is in flight lies.
+    records: Option<Arc<Region>>,
+    /// Where is noted which of the guest's pages are written, if somebody wants to know.
+    notes: Option<Notes>,
+    /// Chains fetched in one round, at most.
+    round_max: usize,
+    kick: Option<Arc<EventFd>>,
+    call: Option<Arc<EventFd>>,
+    error: Option<Arc<EventFd>>,
+    disk: DiskView,
+    connection: Arc<UnixStream>,
+    chain: Chain,
+    pace: FetchPace,
+    /// A broken ring is fetched from no more; what was fetched still ends.
+    broken: bool,
+    /// It broke in this round: the front-end is to be told.
+    alarm: bool,
+    /// Its memory was cut short, and the control path has been told.
+    lost: bool,
+}
+
+/// What the end of a request needs.
+pub struct PendingChain {
+    head: ChainHead,
+    status_at: Segment,
+    /// Room for data before the status.
+    room_bytes: u64,
+}
+
+impl QueueSession for VirtqueueSession {
+    type Setup = VirtqueueSetup;
+    type Identity = SerialId;
+    type Pending = PendingChain;
+    type Base = RingBase;
+    type Refusals = Refusals;
+
+    /// As many as we tell the guest it may send, and header and status.
+    const SEGMENTS: usize = crate::SEG_MAX as usize + 2;
+
+    fn start(setup: VirtqueueSetup) -> Result<VirtqueueSession, String> {
+        let mut ring = DeviceRing::new(setup.layout, setup.size, setup.disk.features, setup.base)
+            .map_err(|error| error.to_string())?;
+        let records = setup.record.as_ref().map(|record| Arc::clone(record.region()));
+        if let Some(record) = setup.record {
+            ring.track(record).map_err(|fault| format!("the in-flight record is invalid: {fault}"))?;
+            if ring.left() > 0 {
+                let (name, left) = (&setup.name, ring.left());
+                setup.log.info(format_args!("{name}: {left} requests of the previous session are submitted again"));
+            }
+        }
+        Ok(VirtqueueSession {
+            name: setup.name,
+            log: setup.log,
+            // A small ring may still bring chains as long as we said they may be, in tables of their own.
+            chain: Chain::new(setup.size.max(Self::SEGMENTS as u16)),
+            pace: FetchPace::default(),
+            ring,
+            memory: setup.memory,
+            records,
+            round_max: if setup.notes.is_some() { NOTED_ROUND_MAX } else { ROUND_MAX },
+            notes: setup.notes,
+            kick: setup.kick,
+            call: setup.call,
+            error: setup.error,
+            disk: setup.disk,
+            connection: setup.connection,
+            broken: false,
+            alarm: false,
+            lost: false,
+        })
+    }
+
+    fn begin<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) {
+        self.disarm();
+        if self.records.is_some() {
+            // Who had the ring before us may have died between showing the guest an answer and calling it.
+            self.call(signals);
+        }
+    }
+
+    fn memory(&self) -> &Arc<RegionTable> {
+        self.memory.table()
+    }
+
+    fn kick(&self) -> Option<BorrowedFd<'_>> {
+        self.kick.as_ref().map(|kick| kick.as_fd())
+    }
+
+    fn lose_kick(&mut self, error: &io::Error) {
+        self.log.warn(format_args!("{}: its kick cannot be listened to, so its ring is polled: {error}", self.name));
+        self.kick = None;
+    }
+
+    fn set_call<Cx: ?Sized + SignalEventfd>(&mut self, call: Option<Arc<EventFd>>, signals: &mut QueueSignals<'_, Cx>) {
+        signals.forget_call();
+        self.call = call;
+        // The guest may have missed one that went to the old descriptor.
+        self.call(signals);
+    }
+
+    #[inline(always)]
+    fn is_broken(&self) -> bool {
+        self.broken
+    }
+
+    /// Fetches no more from this ring.
+    #[cold]
+    fn stop(&mut self, why: &str) {
+        if !self.broken {
+            self.broken = true;
+            self.alarm = true;
+            self.log.warn(format_args!("{}: stopped: {why}", self.name));
+        }
+    }
+
+    #[inline]
+    fn is_lost(&self) -> bool {
+        self.memory.is_faulted() || self.records.as_ref().is_some_and(|records| records.is_faulted())
+    }
+
+    #[inline]
+    fn left(&self) -> usize {
+        self.ring.left()
+    }
+
+    #[inline(always)]
+    fn round_max(&self) -> usize {
+        self.round_max
+    }
+
+    #[inline(always)]
+    fn resume(&mut self) {
+        self.pace.resume(|| self.ring.front());
+    }
+
+    /// If the device has nothing, no more than what the pace says.
+    #[inline(always)]
+    fn fetch<D>(&mut self, feed: &mut BioFeed<'_, D, Self>, mut most: usize, device_idle: bool) -> bool {
+        self.ring.set_near(self.pace.takes_turns());
+        // What is in sight by now is the rest of what the last round took half of.
+        let rest = self.ring.in_sight();
+        if device_idle && rest > 0 {
+            most = most.min(rest);
+        }
+        let mut fetched = 0;
+        while fetched < most {
+            let Some(mut bio) = feed.take() else { break };
+            let head = match self.ring.fetch(&self.memory, &mut self.chain) {
+                Ok(Some(head)) => head,
+                Ok(None) => {
+                    feed.put_back(bio);
+                    break;
+                }
+                Err(fault) => {
+                    feed.put_back(bio);
+                    // A ring whose memory is gone reads as zeroes: that is not what the guest wrote.
+                    if !self.is_lost() {
+                        feed.refusals.ring_fault(&fault);
+                        self.stop(&fault.to_string());
+                    }
+                    break;
+                }
+            };
+            fetched += 1;
+            if fetched == 1 && rest == 0 && device_idle {
+                most = most.min(self.pace.begin(1 + self.ring.in_sight(), || self.ring.front()));
+            }
+            // Looked at after the chain was found: what was published after the mode had changed is done in the new
+            // one.
+            let write_back = self.disk.write_back.load(Ordering::Acquire);
+            let context = ParseContext { features: self.disk.features, write_back };
+            match parse(&self.chain, &self.memory, &context, &mut bio) {
+                Parsed::Io { status_at } => {
+                    let room_bytes = self.chain.writable_bytes() - 1;
+                    feed.submit(bio, PendingChain { head, status_at, room_bytes });
+                }
+                Parsed::GetId { status_at } => {
+                    let id_bytes = feed.identity.write(&self.memory, self.chain.writable());
+                    write_status(&self.memory, status_at, VirtioStatus::Ok);
+                    if let Some(notes) = &self.notes {
+                        notes.first_bytes(&self.memory, self.chain.writable(), id_bytes);
+                        notes.segments(&self.memory, &[status_at]);
+                    }
+                    // Between a longer buffer's first bytes and the status is a gap.
+                    let whole = u64::from(id_bytes) + 1 == self.chain.writable_bytes();
+                    self.ring.complete(head, id_bytes + u32::from(whole));
+                    feed.put_back(bio);
+                }
+                Parsed::Reject { status, status_at, reason } => {
+                    feed.refusals.request(&reason);
+                    match status_at {
+                        Some(at) => self.finish(head, at, status, self.chain.writable_bytes() - 1),
+                        None => self.ring.complete(head, 0),
+                    }
+                    feed.put_back(bio);
+                }
+            }
+        }
+        fetched > 0
+    }
+
+    #[inline(always)]
+    fn end(&mut self, bio: &Bio, pending: PendingChain) {
+        if let Some(notes) = &self.notes {
+            notes.ended(&self.memory, bio);
+        }
+        self.finish(pending.head, pending.status_at, status_of(bio.status), pending.room_bytes);
+    }
+
+    #[inline(always)]
+    fn publish<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) {
+        let wanted = self.ring.publish();
+        self.note_ring();
+        if wanted {
+            self.call(signals);
+        }
+        if let Some(eventfd) = self.notes.as_ref().and_then(Notes::untold) {
+            signals.signal_once(eventfd);
+        }
+    }
+
+    #[inline(always)]
+    fn end_round<Cx: ?Sized + SignalEventfd>(&mut self, signals: &mut QueueSignals<'_, Cx>) -> bool {
+        self.pace.end(self.ring.in_sight() > 0, || self.ring.front());
+        // Also without work: looking for some touches the memory.
+        if self.is_lost() {
+            self.lose();
+        }
+        if std::mem::take(&mut self.alarm)
+            && let Some(error) = &self.error
+        {
+            signals.signal_once(error);
+            return true;
+        }
+        false
+    }
+
+    fn arm(&mut self) -> bool {
+        let offered = self.ring.enable_notify();
+        self.note_ring();
+        offered
+    }
+
+    fn disarm(&mut self) {
+        self.ring.disable_notify();
+        self.note_ring();
+    }
+
+    fn rest<Cx: ?Sized + SignalEventfd>(mut self, signals: &mut QueueSignals<'_, Cx>) -> RingBase {
+        // Whoever looks at the ring now is kicked as usual, and we are not to take that from him.
+        self.arm();
+        if let Some(eventfd) = self.notes.as_ref().and_then(Notes::untold) {
+            signals.signal_once(eventfd);
+        }
+        self.ring.base()
+    }
+
+    fn view(&self) -> RingView {
+        RingView {
+            size: self.ring.size(),
+            next: self.ring.base().next_avail(),
+            in_flight: self.ring.in_flight(),
+            is_recorded: self.records.is_some(),
+            is_broken: self.broken,
+        }
+    }
+}
+
+impl VirtqueueSession {
+    /// Writes a request's status and puts it into the used ring.
+    #[inline(always)]
+    fn finish(&mut self, head: ChainHead, status_at: Segment, status: VirtioStatus, room_bytes: u64) {
+        write_status(&self.memory, status_at, status);
+        if let Some(notes) = &self.notes {
+            notes.segments(&self.memory, &[status_at]);
+        }
+        self.ring.complete(head, written(room_bytes, status));
+    }
+
+    #[inline]
+    fn note_ring(&self) {
+        if let Some(notes) = &self.notes {
+            notes.ring();
+        }
+    }
+
+    #[inline]
+    fn call<Cx: ?Sized + SignalEventfd>(&self, signals: &mut QueueSignals<'_, Cx>) {
+        if let Some(call) = &self.call {
+            signals.call(call);
+        }
+    }
+
+    /// The memory was cut short under the ring. Ends the control path's session, which suspends all queues and lets go
+    /// of the memory.
+    #[cold]
+    fn lose(&mut self) {
+        if !self.lost {
+            self.lost = true;
+            self.stop("the front-end truncated the memory of the queue");
+            let _ = self.connection.shutdown(Shutdown::Both);
+        }
+    }
+}
