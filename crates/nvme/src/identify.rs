@@ -93,6 +93,8 @@ identify! {
         controller_id: u16 = 78,
         /// Version, as in the register (VER).
         version: u32 = 80,
+        /// Latency of becoming ready after a power loss, us (RTD3R).
+        resume_us: u32 = 84,
         /// Latency of entering shutdown, us (RTD3E).
         shutdown_us: u32 = 88,
         /// Asynchronous events (OAES).
@@ -113,12 +115,20 @@ identify! {
         abort_limit: u8 = 258,
         /// Asynchronous event requests at one time, less one (AERL).
         async_event_limit: u8 = 259,
-        /// Log page attributes (LPA): bit 0 SMART by namespace.
+        /// Firmware updates (FRMW): bit 0 slot 1 read-only, bits 1-3 number of slots.
+        firmware_updates: u8 = 260,
+        /// Log page attributes (LPA): bit 0 SMART by namespace, bit 1 commands supported and effects, bit 2 offsets.
         log_attributes: u8 = 261,
+        /// Entries of the error log, less one (ELPE).
+        error_log_entries: u8 = 262,
         /// Power states, less one (NPSS).
         power_states: u8 = 263,
         /// Autonomous power state transitions (APSTA).
         autonomous_power: u8 = 265,
+        /// Temperature from which on the controller warns, K (WCTEMP).
+        warning_kelvin: u16 = 266,
+        /// Temperature from which on the controller stops, K (CCTEMP).
+        critical_kelvin: u16 = 268,
         /// Preferred host memory buffer, 4 KiB (HMPRE).
         host_memory_preferred: u32 = 272,
         /// Smallest host memory buffer, 4 KiB (HMMIN).
@@ -141,9 +151,10 @@ identify! {
         commands_max: u16 = 514,
         /// Largest namespace identifier (NN).
         namespaces: u32 = 516,
-        /// Optional NVM commands (ONCS): bit 2 dataset management, bit 3 write zeroes, bit 5 reservations.
+        /// Optional NVM commands (ONCS): bit 0 compare, bit 2 dataset management, bit 3 write zeroes, bit 4 save and
+        /// select of features, bit 5 reservations, bit 6 timestamp, bit 7 verify.
         nvm_commands: u16 = 520,
-        /// Volatile write cache (VWC): bit 0 present.
+        /// Volatile write cache (VWC): bit 0 present, bits 1-2 11b if a Flush may be for all namespaces.
         write_cache: u8 = 525,
         /// Atomic write unit, blocks, less one (AWUN).
         atomic_blocks: u16 = 526,
@@ -210,6 +221,8 @@ identify! {
         protection_type: u8 = 29,
         /// Bit 0: shared by several controllers (NMIC).
         sharing: u8 = 30,
+        /// Deallocation (DLFEAT): bits 0-2 what deallocated blocks read as, bit 3 Write Zeroes may deallocate.
+        deallocate_features: u8 = 33,
         /// Atomic write unit, blocks, less one (NAWUN).
         atomic_blocks: u16 = 34,
         /// Atomic write unit at power failure, blocks, less one (NAWUPF).
@@ -320,6 +333,7 @@ mod tests {
         (77, 1),
         (78, 2),
         (80, 4),
+        (84, 4),
         (88, 4),
         (92, 4),
         (96, 4),
@@ -330,9 +344,13 @@ mod tests {
         (256, 2),
         (258, 1),
         (259, 1),
+        (260, 1),
         (261, 1),
+        (262, 1),
         (263, 1),
         (265, 1),
+        (266, 2),
+        (268, 2),
         (272, 4),
         (276, 4),
         (320, 2),
@@ -366,6 +384,7 @@ mod tests {
         (28, 1),
         (29, 1),
         (30, 1),
+        (33, 1),
         (34, 2),
         (36, 2),
         (42, 2),

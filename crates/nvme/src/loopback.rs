@@ -100,7 +100,12 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> NvmeLoopback<S> {
         let controller = LoopbackController {
             is_running: true,
             pair,
-            format: NamespaceFormat { nsid: NSID, blocks: config.namespace.blocks, block_shift: format.block_shift },
+            format: NamespaceFormat {
+                nsid: NSID,
+                blocks: config.namespace.blocks,
+                block_shift: format.block_shift,
+                read_only: false,
+            },
             serve,
             bio: Bio::with_capacity(parser.segments_max()),
             parser,
@@ -135,6 +140,8 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> LoopbackController<S> {
                     NvmeStatus::from_status(status)
                 }
                 Ok(IoCommand::Nothing) => NvmeStatus::SUCCESS,
+                // It has no memory of its own to read into.
+                Ok(IoCommand::Compare | IoCommand::Verify) => NvmeStatus::INVALID_OPCODE.with_dnr(),
                 Err(status) => status,
             };
             self.pair.complete(token, status, 0);

@@ -7,7 +7,7 @@ use blkyard_mq::{Bio, BioFlags, Op, SECTOR_SHIFT};
 use crate::{DSM_RANGE_BYTES, DataWalker, DmaMap, DsmRange, NvmeStatus, Sqe, control, io};
 
 /// What a controller must know of a namespace to parse commands for it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NamespaceFormat {
     /// Namespace identifier.
     pub nsid: u32,
@@ -15,6 +15,8 @@ pub struct NamespaceFormat {
     pub blocks: u64,
     /// Size of a logical block as a power of two, 9 to 12.
     pub block_shift: u8,
+    /// Whether it is write protected.
+    pub read_only: bool,
 }
 
 /// A command that makes sense.
@@ -24,6 +26,10 @@ pub enum IoCommand {
     Bio,
     /// The ranges are to be discarded: each fills a bio ([`IoParser::discard`]).
     Deallocate,
+    /// The bio has the range, and the segments with which its blocks are to be compared.
+    Compare,
+    /// The bio has the range, whose blocks are to be read without a transfer.
+    Verify,
     /// There is nothing to do.
     Nothing,
 }
@@ -68,16 +74,28 @@ impl IoParser {
         let fua = if sqe.control() & control::FUA != 0 { BioFlags::FUA } else { BioFlags::empty() };
         match sqe.opcode() {
             io::FLUSH => bio.op = Op::Flush,
-            opcode @ (io::READ | io::WRITE) => {
+            opcode @ (io::READ | io::WRITE | io::COMPARE) => {
+                namespace.check_writable(opcode == io::WRITE)?;
                 let range = DsmRange { slba: sqe.slba(), blocks: sqe.blocks() };
                 namespace.check(range)?;
                 namespace.place(range, bio);
-                bio.op = if opcode == io::READ { Op::Read } else { Op::Write };
-                bio.flags = if opcode == io::READ { BioFlags::empty() } else { fua };
+                bio.op = if opcode == io::WRITE { Op::Write } else { Op::Read };
+                bio.flags = if opcode == io::WRITE { fua } else { BioFlags::empty() };
                 let bytes = bio.bytes();
                 self.walker.walk(map, sqe, bytes, &mut bio.segments)?;
+                if opcode == io::COMPARE {
+                    return Ok(IoCommand::Compare);
+                }
+            }
+            io::VERIFY => {
+                let range = DsmRange { slba: sqe.slba(), blocks: sqe.blocks() };
+                namespace.check(range)?;
+                namespace.place(range, bio);
+                bio.op = Op::Read;
+                return Ok(IoCommand::Verify);
             }
             io::WRITE_ZEROES => {
+                namespace.check_writable(true)?;
                 let range = DsmRange { slba: sqe.slba(), blocks: sqe.blocks() };
                 namespace.check(range)?;
                 namespace.place(range, bio);
@@ -103,6 +121,7 @@ impl IoParser {
         if !sqe.is_deallocate() {
             return Ok(IoCommand::Nothing);
         }
+        namespace.check_writable(true)?;
         let mut left = usize::from(sqe.ranges());
         self.walker.walk(map, sqe, (left * DSM_RANGE_BYTES) as u64, &mut bio.segments)?;
         self.ranges.clear();
@@ -162,8 +181,13 @@ impl NamespaceFormat {
         if end.is_some_and(|end| end <= self.blocks) { Ok(()) } else { Err(NvmeStatus::LBA_OUT_OF_RANGE.with_dnr()) }
     }
 
+    /// Refuses a write of a write-protected namespace.
+    fn check_writable(&self, is_write: bool) -> Result<(), NvmeStatus> {
+        if is_write && self.read_only { Err(NvmeStatus::WRITE_PROTECTED.with_dnr()) } else { Ok(()) }
+    }
+
     /// Sets the range of a bio, which was checked.
-    fn place(&self, range: DsmRange, bio: &mut Bio) {
+    pub(crate) fn place(&self, range: DsmRange, bio: &mut Bio) {
         bio.sector = range.slba << self.sector_shift();
         bio.sectors = range.blocks << self.sector_shift();
     }

@@ -75,14 +75,24 @@ pub mod cns {
 
 /// Feature identifiers.
 pub mod feature {
+    /// Arbitration.
+    pub const ARBITRATION: u8 = 0x01;
     /// Power management.
     pub const POWER: u8 = 0x02;
+    /// Temperature threshold.
+    pub const TEMPERATURE: u8 = 0x04;
+    /// Error recovery.
+    pub const ERROR_RECOVERY: u8 = 0x05;
     /// Volatile write cache.
     pub const WRITE_CACHE: u8 = 0x06;
     /// Number of queues.
     pub const QUEUES: u8 = 0x07;
     /// Interrupt coalescing.
     pub const COALESCING: u8 = 0x08;
+    /// Interrupt vector configuration.
+    pub const VECTOR: u8 = 0x09;
+    /// Write atomicity normal.
+    pub const WRITE_ATOMICITY: u8 = 0x0a;
     /// Asynchronous event configuration.
     pub const ASYNC_EVENTS: u8 = 0x0b;
     /// Autonomous power state transition.

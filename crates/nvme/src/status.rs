@@ -92,6 +92,14 @@ codes! {
     INVALID_VECTOR = 0x108, "invalid interrupt vector";
     /// The log page does not exist.
     INVALID_LOG_PAGE = 0x109, "invalid log page";
+    /// Delete I/O Completion Queue: submission queues still use it.
+    INVALID_QUEUE_DELETION = 0x10c, "invalid queue deletion";
+    /// The feature cannot be saved.
+    FEATURE_NOT_SAVEABLE = 0x10d, "feature identifier not saveable";
+    /// The feature cannot be changed.
+    FEATURE_NOT_CHANGEABLE = 0x10e, "feature not changeable";
+    /// The feature is not that of a namespace.
+    FEATURE_NOT_NAMESPACE = 0x10f, "feature not namespace specific";
     /// Attributes that conflict, such as overlapping ranges.
     CONFLICTING_ATTRIBUTES = 0x180, "conflicting attributes";
     /// Protection information that does not fit the format.
@@ -201,6 +209,18 @@ impl NvmeStatus {
             | NvmeStatus::COMPARE_FAILURE => Status::Medium,
             _ => Status::Io,
         }
+    }
+
+    /// What a controller answers for a status of the queue core, if the command wrote: a medium that fails a write did
+    /// not take the data.
+    pub fn from_write_status(status: Status) -> NvmeStatus {
+        if status == Status::Medium { NvmeStatus::WRITE_FAULT } else { NvmeStatus::from_status(status) }
+    }
+
+    /// The same, with an entry of the error log that says more.
+    #[must_use]
+    pub const fn with_more(self) -> NvmeStatus {
+        NvmeStatus(self.0 | MORE)
     }
 
     /// What a controller answers for a status of the queue core.

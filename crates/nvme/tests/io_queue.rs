@@ -358,7 +358,7 @@ struct Parse {
     memory: View,
 }
 
-const FORMAT: NamespaceFormat = NamespaceFormat { nsid: 1, blocks: 1000, block_shift: 12 };
+const FORMAT: NamespaceFormat = NamespaceFormat { nsid: 1, blocks: 1000, block_shift: 12, read_only: false };
 const MDTS_BYTES: u64 = 128 << 10;
 
 impl Parse {
@@ -396,7 +396,7 @@ fn each_command_that_makes_no_sense_gets_its_status() {
     let of = |opcode| Sqe::new(opcode, 1);
     let vectors = [
         ("unknown opcode", of(0x77), NvmeStatus::INVALID_OPCODE),
-        ("compare", of(io::COMPARE), NvmeStatus::INVALID_OPCODE),
+        ("write uncorrectable", of(io::WRITE_UNCORRECTABLE), NvmeStatus::INVALID_OPCODE),
         ("first half of a fused pair", fused(1), NvmeStatus::INVALID_FIELD),
         ("second half of a fused pair", fused(2), NvmeStatus::INVALID_FIELD),
         ("reserved data format", fused(0xc0), NvmeStatus::INVALID_FIELD),

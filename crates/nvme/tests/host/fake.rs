@@ -429,6 +429,7 @@ impl FakeController {
             nsid: sqe.nsid(),
             blocks: namespace.blocks,
             block_shift: namespace.current_format().unwrap().block_shift,
+            read_only: false,
         };
         let mut bio = Bio::with_capacity(16);
         match self.parser.parse(sqe, &format, &self.map, &mut bio) {
