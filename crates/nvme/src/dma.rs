@@ -5,9 +5,12 @@
 
 use std::sync::Arc;
 
-use blkyard_mem::{RegionTable, Segment};
+use blkyard_mem::{Region, RegionTable, Segment, View};
 
 use crate::PAGE;
+
+/// Alignment of shared fields: that of a completion queue entry.
+const SHARED_ALIGN: usize = 16;
 
 /// A run of bytes at a bus address.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -110,6 +113,21 @@ impl DmaMap {
         Some(Segment { region: range.region, offset: range.offset + skip, len })
     }
 
+    /// The bytes from `addr` on as fields that both sides share; nothing if they are not mapped in one run.
+    pub fn view(&self, addr: u64, len: usize) -> Option<View> {
+        let segment = self.segment(addr, u32::try_from(len).ok()?)?;
+        let region = self.table.region(segment.region).filter(|_| segment.len as usize == len)?;
+        View::new(Arc::clone(region), segment.offset, len, SHARED_ALIGN)
+    }
+
+    /// The same ranges, with a region more in the table that has no address; and its number there.
+    #[must_use]
+    pub fn with_region(&self, region: Arc<Region>) -> (DmaMap, u32) {
+        let mut table = RegionTable::clone(&self.table);
+        let number = table.insert(region);
+        (DmaMap { table: Arc::new(table), ..self.clone() }, number)
+    }
+
     /// Copies bytes from `addr` on, each read once. Says whether all are mapped.
     #[must_use]
     pub fn read(&self, mut addr: u64, mut bytes: &mut [u8]) -> bool {
@@ -130,7 +148,6 @@ impl DmaMap {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use blkyard_mem::Region;
 
     fn map(ranges: &[(u64, u64, u32, u64)]) -> Result<DmaMap, DmaMapError> {
         let regions = vec![Region::anonymous(0x4000).unwrap(), Region::anonymous(0x4000).unwrap()];

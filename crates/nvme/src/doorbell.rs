@@ -159,6 +159,14 @@ impl Doorbell {
         }
     }
 
+    /// Controller: begins to use the shadow doorbell of a queue that exists already, whose index is this.
+    pub(crate) fn start_shadow(&self, index: u32) {
+        if let Some((doorbell, event)) = &self.shadow {
+            doorbell.store(index, Ordering::Release);
+            event.store(index, Ordering::Relaxed);
+        }
+    }
+
     /// Controller: zeroes the register, as the queue is created.
     pub(crate) fn clear_register(&self) {
         self.register.store(0, Ordering::Relaxed);

@@ -32,7 +32,11 @@ mod sqe;
 mod status;
 mod walk;
 
-pub use controller::{ControllerQueuePair, ControllerRings, DoorbellFault, Fetched};
+pub use controller::{
+    Controller, ControllerIoQueue, ControllerMemory, ControllerOptions, ControllerQueueCommand, ControllerQueuePair,
+    ControllerQueueReply, ControllerRequest, ControllerRings, DoorbellFault, ErrorEntry, Fetched, NamespaceTable,
+    NewSubmissionQueue, RegisterFault, ServedNamespace,
+};
 pub use cqe::{CQE_BYTES, Cqe};
 pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment};
 pub use doorbell::{Doorbells, ShadowDoorbells};

@@ -194,6 +194,11 @@ impl ControllerStatus {
     }
 }
 
+/// CSTS.SHST: a shutdown is running.
+pub const SHUTDOWN_RUNNING: u8 = 1;
+/// CSTS.SHST: a shutdown is complete.
+pub const SHUTDOWN_COMPLETE: u8 = 2;
+
 /// AQA for admin queues of so many entries, 1 to 4096 each.
 pub const fn admin_queue_attributes(sq_entries: u16, cq_entries: u16) -> u32 {
     (sq_entries.saturating_sub(1) as u32 & 0xfff) | (cq_entries.saturating_sub(1) as u32 & 0xfff) << 16

@@ -1,0 +1,488 @@
+//! An NVMe controller: registers, the admin queue, and what becomes of it all when the controller is enabled, reset or
+//! shut down.
+//!
+//! [`Controller`] is the admin side, owned by the control path. I/O queues ([`ControllerIoQueue`]) are owned by lanes,
+//! each apart from it; the two sides meet by plain messages when a queue is created or deleted, a command is aborted,
+//! or the controller is reset.
+//!
+//! ```text
+//!   registers ──▶ Controller ──ControllerRequest──▶ owner ──ControllerQueueCommand──▶ ControllerIoQueue
+//!  (transport)        ▲                                                                      │
+//!                     └─────────────────────────ControllerQueueReply─────────────────────────┘
+//! ```
+//!
+//! A reset is over (CSTS.RDY 0) when each I/O queue has said that it is stopped: from then on nothing of the time
+//! before is written to the memory of the host.
+//!
+//! It starts no thread, reads no clock (time is an argument), and signals nothing: it says what is to be signalled.
+//! Devices, memory and transport belong to its owner.
+
+mod admin;
+mod capabilities;
+mod events;
+mod features;
+mod group;
+mod io;
+mod logs;
+mod namespaces;
+mod pair;
+mod registers;
+mod rings;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+
+use blkyard_mem::{Region, Segment, View};
+
+use self::admin::PendingAdmin;
+pub use self::capabilities::ControllerOptions;
+use self::events::{ControllerEvent, PendingEvents};
+use self::features::Features;
+use self::io::IoShared;
+pub use self::io::{
+    ControllerIoQueue, ControllerMemory, ControllerQueueCommand, ControllerQueueReply, NewSubmissionQueue,
+};
+use self::logs::ControllerLogs;
+pub use self::logs::ErrorEntry;
+pub use self::namespaces::{NamespaceTable, ServedNamespace};
+pub use self::pair::{ControllerQueuePair, ControllerRings, Fetched};
+use self::registers::QueueAddresses;
+pub use self::registers::RegisterFault;
+pub use self::rings::DoorbellFault;
+use crate::doorbell::{Doorbells, ShadowDoorbells};
+use crate::registers as reg;
+use crate::{DataWalker, DmaMap, IdentifyController, NvmeStatus};
+
+/// Admin commands executed by one call of [`Controller::poll`]: the caller's thread has other work, too.
+const COMMANDS_MAX: usize = 64;
+
+/// What a controller asks of its owner.
+#[derive(Debug)]
+pub enum ControllerRequest {
+    /// Give this I/O completion queue to a lane.
+    Create(Box<ControllerIoQueue>),
+    /// Hand a command to the I/O completion queue of this identifier.
+    Queue(u16, ControllerQueueCommand),
+    /// Flush the devices of all namespaces, then call [`Controller::flushed`] with this number.
+    Flush(u64),
+}
+
+/// What the admin side knows of an I/O completion queue.
+#[derive(Debug)]
+struct IoCompletionQueue {
+    shared: Arc<IoShared>,
+    is_deleting: bool,
+}
+
+/// What the admin side knows of an I/O submission queue.
+#[derive(Debug)]
+struct IoSubmissionQueue {
+    cqid: u16,
+    is_deleting: bool,
+}
+
+/// A controller.
+#[derive(Debug)]
+pub struct Controller {
+    options: ControllerOptions,
+    /// CC as it was written.
+    cc: u32,
+    status: reg::ControllerStatus,
+    /// AQA, ASQ and ACQ.
+    admin_addresses: QueueAddresses,
+    /// Registers of all doorbells.
+    registers: View,
+    /// Addresses of the shadow doorbells and event indexes.
+    shadow: Option<(u64, u64)>,
+    doorbells: Doorbells,
+    memory: ControllerMemory,
+    bounce: Arc<Region>,
+    namespaces: Arc<NamespaceTable>,
+    /// The admin queue, while commands are processed.
+    admin: Option<ControllerQueuePair>,
+    /// Whether its doorbell fault was taken note of.
+    is_admin_fault_told: bool,
+    /// By identifier; place 0 is empty.
+    cqs: Box<[Option<IoCompletionQueue>]>,
+    sqs: Box<[Option<IoSubmissionQueue>]>,
+    pending: Vec<(u16, PendingAdmin)>,
+    events: PendingEvents,
+    features: Features,
+    logs: ControllerLogs,
+    walker: DataWalker,
+    segments: Vec<Segment>,
+    requests: VecDeque<ControllerRequest>,
+    /// Owners that have not said yet that their queue is stopped; unset while queues run.
+    stopping: Option<usize>,
+    is_resetting: bool,
+    /// Owners that still use the memory before the last change.
+    remapping: usize,
+    is_write_through: bool,
+    /// Numbers of flushes: the last one, and the one that a shutdown waits for.
+    flushes: u64,
+    shutdown_flush: Option<u64>,
+    keep_alive_until_ns: Option<u64>,
+    now_ns: u64,
+}
+
+impl Controller {
+    /// A disabled controller. `registers` is the memory of its doorbell registers (offset 1000h on), with room for the
+    /// admin queue and all I/O queues. It may be shared with the host.
+    ///
+    /// # Errors
+    /// There is no memory.
+    ///
+    /// # Panics
+    /// If options are out of range, or `registers` too short: both are of our own making.
+    pub fn new(
+        options: ControllerOptions,
+        registers: View,
+        map: &DmaMap,
+        namespaces: NamespaceTable,
+    ) -> std::io::Result<Controller> {
+        options.check();
+        let doorbell_bytes = reg::sq_doorbell(options.io_queues + 1, 0);
+        assert!(
+            registers.len() >= doorbell_bytes && registers.len().is_multiple_of(8),
+            "{} bytes of doorbells",
+            registers.len()
+        );
+        let bounce = Region::anonymous(2 * options.transfer_bytes as usize * usize::from(options.io_queues))?;
+        let (map, number) = map.with_region(Arc::clone(&bounce));
+        let walker = DataWalker::new(u64::from(options.transfer_bytes), false);
+        let places = usize::from(options.io_queues) + 1;
+        let mut controller = Controller {
+            cc: 0,
+            status: reg::ControllerStatus::default(),
+            admin_addresses: QueueAddresses::default(),
+            doorbells: Doorbells::new(registers.clone(), 0, None),
+            registers,
+            shadow: None,
+            memory: ControllerMemory::new(map, number, options.transfer_bytes),
+            bounce,
+            namespaces: Arc::new(namespaces),
+            admin: None,
+            is_admin_fault_told: false,
+            cqs: (0..places).map(|_| None).collect(),
+            sqs: (0..places).map(|_| None).collect(),
+            pending: Vec::new(),
+            events: PendingEvents::default(),
+            features: Features::new(options.io_queues, options.vectors),
+            logs: ControllerLogs::new([0; 8]),
+            segments: Vec::with_capacity(walker.segments_max()),
+            walker,
+            requests: VecDeque::new(),
+            stopping: None,
+            is_resetting: false,
+            remapping: 0,
+            is_write_through: false,
+            flushes: 0,
+            shutdown_flush: None,
+            keep_alive_until_ns: None,
+            now_ns: 0,
+            options,
+        };
+        controller.logs = ControllerLogs::new(controller.identify_controller().firmware);
+        Ok(controller)
+    }
+
+    /// Executes admin commands and tells of events. Says whether vector 0 is to be signalled.
+    pub fn poll(&mut self, now_ns: u64) -> bool {
+        self.now_ns = now_ns;
+        if self.keep_alive_until_ns.is_some_and(|until| now_ns >= until) && self.admin.is_some() {
+            self.fail();
+        }
+        for _ in 0..COMMANDS_MAX {
+            let Some(fetched) = self.admin.as_mut().and_then(|pair| pair.fetch().ok().flatten()) else { break };
+            self.execute(fetched.token, &fetched.sqe);
+        }
+        self.tell_events();
+        self.admin.as_mut().is_some_and(ControllerQueuePair::take_posted)
+    }
+
+    /// Says whether the admin queue has something to do already; otherwise the host writes a register before it has.
+    pub fn arm(&mut self) -> bool {
+        self.admin.as_mut().is_some_and(|pair| pair.arm() == Ok(true))
+    }
+
+    /// When [`Controller::poll`] is to be called at the latest.
+    pub fn deadline_ns(&self) -> Option<u64> {
+        self.keep_alive_until_ns.filter(|_| self.admin.is_some())
+    }
+
+    /// What the owner is to do next.
+    pub fn take_request(&mut self) -> Option<ControllerRequest> {
+        self.requests.pop_front()
+    }
+
+    /// Takes an answer of the owner of an I/O completion queue.
+    pub fn reply(&mut self, cqid: u16, reply: ControllerQueueReply) {
+        match reply {
+            ControllerQueueReply::Stopped => {
+                self.remove_cq(cqid);
+                if let Some(left) = &mut self.stopping {
+                    *left = left.saturating_sub(1);
+                    self.finish_stop();
+                }
+            }
+            ControllerQueueReply::MemorySet(is_mapped) => {
+                self.remapping = self.remapping.saturating_sub(1);
+                if !is_mapped {
+                    self.fail();
+                }
+            }
+            // What was asked for before a reset or shutdown concerns nobody any more.
+            _ if self.stopping.is_some() => {}
+            ControllerQueueReply::SubmissionQueueDeleted(qid) => {
+                self.sqs[usize::from(qid)] = None;
+                self.finish_pending(PendingAdmin::DeleteSq(qid), 0);
+            }
+            ControllerQueueReply::Deleted => {
+                self.remove_cq(cqid);
+                self.finish_pending(PendingAdmin::DeleteCq(cqid), 0);
+            }
+            ControllerQueueReply::AbortDone { sqid, cid, is_aborted } => {
+                self.finish_pending(PendingAdmin::Abort { sqid, cid }, u64::from(!is_aborted));
+            }
+            ControllerQueueReply::DoorbellsSet => self.doorbells_set(),
+            ControllerQueueReply::Fault(sqid, _) => self.doorbell_fault(sqid),
+            ControllerQueueReply::Failed(entry) => self.logs.errors.push(entry),
+        }
+    }
+
+    /// All namespaces are flushed, as [`ControllerRequest::Flush`] asked for.
+    pub fn flushed(&mut self, number: u64) {
+        if self.shutdown_flush == Some(number) {
+            self.shutdown_flush = None;
+            self.status.shutdown = reg::SHUTDOWN_COMPLETE;
+        }
+        self.finish_pending(PendingAdmin::Flush(number), 0);
+    }
+
+    /// Replaces the memory of the host. The old one is in use until [`Controller::is_remapping`] says otherwise.
+    pub fn set_memory(&mut self, map: &DmaMap) {
+        let (map, number) = map.with_region(Arc::clone(&self.bounce));
+        self.memory = ControllerMemory::new(map, number, self.options.transfer_bytes);
+        if let Some((doorbells, events)) = self.shadow {
+            if let Some(shadow) = self.shadow_at(doorbells, events) {
+                self.set_shadow(shadow);
+            } else {
+                self.shadow = None;
+                self.doorbells = Doorbells::new(self.registers.clone(), 0, None);
+                self.fail();
+            }
+        }
+        let is_mapped = self.admin.as_mut().is_none_or(|pair| pair.remap(self.memory.map()));
+        if !is_mapped {
+            self.fail();
+        }
+        if self.stopping.is_none() {
+            let queues: Vec<_> = self.cq_ids().collect();
+            for cqid in queues {
+                self.remapping += 1;
+                self.ask(cqid, ControllerQueueCommand::SetMemory(self.memory.clone(), self.doorbells.clone()));
+            }
+        }
+    }
+
+    /// Whether an owner of a queue may still use the memory before the last [`Controller::set_memory`].
+    pub fn is_remapping(&self) -> bool {
+        self.remapping > 0 || self.stopping.is_some_and(|owners| owners > 0)
+    }
+
+    /// Replaces the namespaces, and tells the host of those that changed.
+    pub fn set_namespaces(&mut self, namespaces: NamespaceTable) {
+        let is_changed = self.logs.compare(&self.namespaces, &namespaces);
+        self.namespaces = Arc::new(namespaces);
+        let queues: Vec<_> = self.cq_ids().collect();
+        for cqid in queues {
+            self.ask(cqid, ControllerQueueCommand::SetNamespaces(Arc::clone(&self.namespaces)));
+        }
+        if is_changed {
+            self.events.push(ControllerEvent::NamespacesChanged, self.features.async_events);
+        }
+    }
+
+    /// The memory that the controller reaches.
+    pub fn memory(&self) -> &ControllerMemory {
+        &self.memory
+    }
+
+    fn identify_controller(&self) -> IdentifyController {
+        let has_cache = self.namespaces.iter().any(|namespace| namespace.has_cache);
+        self.options.identify(self.namespaces.identifiers(), has_cache)
+    }
+
+    /// Enables the controller, as CC, AQA, ASQ and ACQ say; anything wrong is fatal (CSTS.CFS).
+    fn enable(&mut self) {
+        let QueueAddresses { sq, cq, .. } = self.admin_addresses;
+        let (sq_entries, cq_entries) = reg::admin_queue_entries(self.admin_addresses.attributes);
+        let config = reg::ControllerConfig::from_bits(self.cc);
+        let is_supported = config.command_set == 0 && config.page == 0 && config.arbitration == 0;
+        let are_rings = sq_entries >= 2 && cq_entries >= 2 && (sq | cq).is_multiple_of(crate::PAGE);
+        let map = self.memory.map();
+        let [sq_bytes, cq_bytes] =
+            [usize::from(sq_entries) * crate::SQE_BYTES, usize::from(cq_entries) * crate::CQE_BYTES];
+        let views = map.view(sq, sq_bytes).zip(map.view(cq, cq_bytes));
+        let Some((sq_view, cq_view)) = views.filter(|_| is_supported && are_rings) else {
+            self.status.fatal = true;
+            return;
+        };
+        let rings = ControllerRings { sq: sq_view, sq_entries, cq: cq_view, cq_entries };
+        self.admin = Some(ControllerQueuePair::new(0, rings, &self.doorbells).at(sq, cq));
+        self.status.ready = true;
+    }
+
+    /// Begins a reset (CC.EN 0).
+    fn reset(&mut self) {
+        self.is_resetting = true;
+        self.stop();
+    }
+
+    /// Begins a shutdown (CC.SHN).
+    fn shut_down(&mut self) {
+        self.status.shutdown = reg::SHUTDOWN_RUNNING;
+        self.stop();
+    }
+
+    /// Processes no more commands, and has all I/O queues stop.
+    fn stop(&mut self) {
+        self.admin = None;
+        self.pending.clear();
+        self.keep_alive_until_ns = None;
+        // A queue that stops has no other answer left.
+        self.remapping = 0;
+        if self.stopping.is_none() {
+            let queues: Vec<_> = self.cq_ids().collect();
+            self.stopping = Some(queues.len());
+            for cqid in queues {
+                self.ask(cqid, ControllerQueueCommand::Stop);
+            }
+        }
+        self.finish_stop();
+    }
+
+    /// Goes on with a reset or shutdown once all queues are stopped.
+    fn finish_stop(&mut self) {
+        if self.stopping != Some(0) {
+            return;
+        }
+        if self.is_resetting {
+            self.finish_reset();
+        } else if self.status.shutdown == reg::SHUTDOWN_RUNNING && self.shutdown_flush.is_none() {
+            self.shutdown_flush = Some(self.request_flush());
+        }
+    }
+
+    fn finish_reset(&mut self) {
+        self.is_resetting = false;
+        self.stopping = None;
+        self.shutdown_flush = None;
+        self.sqs.fill_with(|| None);
+        self.events = PendingEvents::default();
+        self.features = Features::new(self.options.io_queues, self.options.vectors);
+        self.is_write_through = false;
+        self.is_admin_fault_told = false;
+        self.shadow = None;
+        self.doorbells = Doorbells::new(self.registers.clone(), 0, None);
+        self.status = reg::ControllerStatus::default();
+        if reg::ControllerConfig::from_bits(self.cc).enabled {
+            // The host did not wait for the end of the reset.
+            self.enable();
+        } else {
+            self.cc = 0;
+        }
+    }
+
+    /// A fatal error: no command is processed before the next reset.
+    fn fail(&mut self) {
+        self.status.fatal = true;
+        self.stop();
+    }
+
+    fn ask(&mut self, cqid: u16, command: ControllerQueueCommand) {
+        self.requests.push_back(ControllerRequest::Queue(cqid, command));
+    }
+
+    /// I/O completion queues that have an owner.
+    fn cq_ids(&self) -> impl Iterator<Item = u16> {
+        self.cqs.iter().enumerate().filter_map(|(qid, queue)| queue.as_ref().map(|_| qid as u16))
+    }
+
+    fn remove_cq(&mut self, cqid: u16) {
+        if let Some(queue) = self.cqs.get_mut(usize::from(cqid)).and_then(Option::take) {
+            self.logs.totals.add(&queue.shared);
+        }
+    }
+
+    fn complete_admin(&mut self, token: u16, status: NvmeStatus, result: u64) {
+        if let Some(pair) = &mut self.admin {
+            pair.complete(token, status, result);
+        }
+    }
+
+    /// Completes the commands that wait for this.
+    fn finish_pending(&mut self, what: PendingAdmin, result: u64) {
+        while let Some(place) = self.pending.iter().position(|(_, pending)| *pending == what) {
+            let (token, _) = self.pending.remove(place);
+            self.complete_admin(token, NvmeStatus::SUCCESS, result);
+        }
+    }
+
+    /// One more owner uses the shadow doorbells of the first command that waits for that.
+    fn doorbells_set(&mut self) {
+        let waiting = self.pending.iter_mut().find_map(|(_, pending)| match pending {
+            PendingAdmin::Doorbells(left) => Some(left),
+            _ => None,
+        });
+        if let Some(left) = waiting {
+            *left -= 1;
+            self.finish_pending(PendingAdmin::Doorbells(0), 0);
+        }
+    }
+
+    fn set_shadow(&mut self, shadow: ShadowDoorbells) {
+        self.doorbells = Doorbells::new(self.registers.clone(), 0, Some(shadow));
+    }
+
+    fn set_write_through(&mut self, is_write_through: bool) {
+        self.is_write_through = is_write_through;
+        for queue in self.cqs.iter().flatten() {
+            queue.shared.write_through.store(is_write_through, Relaxed);
+        }
+    }
+
+    fn request_flush(&mut self) -> u64 {
+        self.flushes += 1;
+        self.requests.push_back(ControllerRequest::Flush(self.flushes));
+        self.flushes
+    }
+
+    fn start_keep_alive(&mut self) {
+        self.keep_alive_until_ns = self.features.keep_alive_ns().map(|timeout| self.now_ns.saturating_add(timeout));
+    }
+
+    /// A doorbell of a queue has a value that no honest host writes.
+    fn doorbell_fault(&mut self, sqid: u16) {
+        let status = NvmeStatus::INVALID_FIELD;
+        self.logs.errors.push(ErrorEntry { sqid, cid: u16::MAX, status, location: u16::MAX, ..ErrorEntry::default() });
+        self.events.push(ControllerEvent::InvalidDoorbellValue, self.features.async_events);
+    }
+
+    /// Completes requests for events, as long as their completions have room.
+    fn tell_events(&mut self) {
+        let is_faulted = self.admin.as_ref().is_some_and(|pair| pair.fault().is_some());
+        if is_faulted && !self.is_admin_fault_told {
+            self.is_admin_fault_told = true;
+            self.doorbell_fault(0);
+        }
+        let Some(pair) = &mut self.admin else { return };
+        while let Some((cid, event)) = self.events.next() {
+            if !pair.complete_detached(cid, NvmeStatus::SUCCESS, u64::from(event.result())) {
+                return;
+            }
+            self.events.told(event);
+        }
+    }
+}

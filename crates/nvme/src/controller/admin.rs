@@ -1,0 +1,376 @@
+//! Admin commands of a controller.
+//!
+//! A command is completed at once, or kept until the owners of I/O queues have answered
+//! ([`PendingAdmin`]). What a host writes is hostile: each command is a copy, checked field by field, and the first
+//! thing wrong gives the status.
+
+use std::sync::Arc;
+
+use super::capabilities::{self, ABORTS_MAX};
+use super::features::{FeatureContext, FeatureEffect, Features, TIMESTAMP_BYTES};
+use super::io::{ControllerIoQueue, ControllerQueueCommand, IoShared, NewSubmissionQueue};
+use super::logs::ErrorEntry;
+use super::rings::{CompletionRing, SubmissionRing};
+use super::{Controller, ControllerRequest, IoCompletionQueue, IoSubmissionQueue};
+use crate::doorbell::ShadowDoorbells;
+use crate::registers::ControllerConfig;
+use crate::{IDENTIFY_BYTES, NvmeStatus, PAGE, Sqe, admin, cns};
+
+/// Entry sizes that CC must have before queues are created, as powers of two.
+const ENTRY_SHIFTS: (u8, u8) = (6, 4);
+
+/// What becomes of an admin command.
+pub(super) enum AdminOutcome {
+    /// It is complete, with this result.
+    Done(u64),
+    /// It waits for owners of queues.
+    Pending(PendingAdmin),
+    /// It waits for an event.
+    Event,
+}
+
+/// For what an admin command waits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PendingAdmin {
+    DeleteSq(u16),
+    DeleteCq(u16),
+    Abort {
+        sqid: u16,
+        cid: u16,
+    },
+    /// So many owners are to use the shadow doorbells.
+    Doorbells(usize),
+    /// The volatile write cache is flushed, by this number.
+    Flush(u64),
+}
+
+type AdminResult = Result<AdminOutcome, NvmeStatus>;
+
+fn refuse<T>(status: NvmeStatus) -> Result<T, NvmeStatus> {
+    Err(status.with_dnr())
+}
+
+impl Controller {
+    /// Executes an admin command that was fetched.
+    pub(super) fn execute(&mut self, token: u16, sqe: &Sqe) {
+        let outcome = if sqe.fused() == 0 { self.dispatch(sqe) } else { refuse(NvmeStatus::INVALID_FIELD) };
+        match outcome {
+            Ok(AdminOutcome::Done(result)) => self.complete_admin(token, NvmeStatus::SUCCESS, result),
+            Ok(AdminOutcome::Pending(pending)) => self.pending.push((token, pending)),
+            Ok(AdminOutcome::Event) => {
+                if let Some(pair) = &mut self.admin {
+                    let cid = pair.detach(token);
+                    self.events.add_request(cid);
+                }
+            }
+            Err(status) => {
+                // A command that nobody knows: the log says which byte is wrong, the opcode.
+                let location = if status.without_flags() == NvmeStatus::INVALID_OPCODE { 0 } else { u16::MAX };
+                let status = status.with_more();
+                let (cid, nsid) = (sqe.cid(), sqe.nsid());
+                self.logs.errors.push(ErrorEntry { sqid: 0, cid, status, location, slba: 0, nsid });
+                self.complete_admin(token, status, 0);
+            }
+        }
+    }
+
+    fn dispatch(&mut self, sqe: &Sqe) -> AdminResult {
+        match sqe.opcode() {
+            admin::CREATE_CQ => self.create_cq(sqe),
+            admin::CREATE_SQ => self.create_sq(sqe),
+            admin::DELETE_CQ => self.delete_cq(sqe.dword(10) as u16),
+            admin::DELETE_SQ => self.delete_sq(sqe.dword(10) as u16),
+            admin::IDENTIFY => self.identify(sqe),
+            admin::GET_LOG_PAGE => self.get_log_page(sqe),
+            admin::SET_FEATURES => self.set_features(sqe),
+            admin::GET_FEATURES => self.get_features(sqe),
+            admin::ABORT => Ok(self.abort(sqe)?),
+            admin::ASYNC_EVENT if self.events.has_room() => Ok(AdminOutcome::Event),
+            admin::ASYNC_EVENT => refuse(NvmeStatus::ASYNC_EVENT_LIMIT),
+            admin::KEEP_ALIVE => {
+                self.start_keep_alive();
+                Ok(AdminOutcome::Done(0))
+            }
+            admin::DOORBELL_BUFFER => self.doorbell_buffer(sqe),
+            // Format NVM and namespace management among them: data is erased and disks are made by the owner of the
+            // daemon, and identify data says so (OACS).
+            _ => refuse(NvmeStatus::INVALID_OPCODE),
+        }
+    }
+
+    /// Checks what Create I/O Completion Queue and Submission Queue have in common; returns the entries.
+    fn check_ring(&self, sqe: &Sqe, entry_shift: u8, entry_shift_wanted: u8) -> Result<u16, NvmeStatus> {
+        let entries = (sqe.dword(10) >> 16) + 1;
+        if entries < 2 || entries > u32::from(self.options.queue_entries) || entry_shift != entry_shift_wanted {
+            return refuse(NvmeStatus::INVALID_QUEUE_SIZE);
+        }
+        // CAP.CQR: physically contiguous only.
+        if sqe.dword(11) & 1 == 0 {
+            return refuse(NvmeStatus::INVALID_FIELD);
+        }
+        if !sqe.data()[0].is_multiple_of(PAGE) {
+            return refuse(NvmeStatus::INVALID_PRP_OFFSET);
+        }
+        Ok(entries as u16)
+    }
+
+    fn create_cq(&mut self, sqe: &Sqe) -> AdminResult {
+        let (qid, flags) = (sqe.dword(10) as u16, sqe.dword(11));
+        let [_, granted] = self.features.queues();
+        if qid == 0 || qid > granted || self.cqs[usize::from(qid)].is_some() {
+            return refuse(NvmeStatus::INVALID_QID);
+        }
+        let shift = ControllerConfig::from_bits(self.cc).cq_entry_shift;
+        let entries = self.check_ring(sqe, shift, ENTRY_SHIFTS.1)?;
+        let vector = (flags >> 16) as u16;
+        let has_interrupts = flags & 2 != 0;
+        if has_interrupts && vector >= self.options.vectors {
+            return refuse(NvmeStatus::INVALID_VECTOR);
+        }
+        let ring = CompletionRing::map(qid, sqe.data()[0], entries, self.memory.map(), &self.doorbells);
+        let ring = ring.ok_or(NvmeStatus::DATA_TRANSFER_ERROR.with_dnr())?;
+        let shared = Arc::new(IoShared::default());
+        shared.write_through.store(self.is_write_through, std::sync::atomic::Ordering::Relaxed);
+        let queue = ControllerIoQueue::new(
+            (qid, ring),
+            has_interrupts.then_some(vector),
+            self.options.depth,
+            self.memory.clone(),
+            Arc::clone(&self.namespaces),
+            Arc::clone(&shared),
+        );
+        self.cqs[usize::from(qid)] = Some(IoCompletionQueue { shared, is_deleting: false });
+        self.requests.push_back(ControllerRequest::Create(Box::new(queue)));
+        Ok(AdminOutcome::Done(0))
+    }
+
+    fn create_sq(&mut self, sqe: &Sqe) -> AdminResult {
+        let (qid, cqid) = (sqe.dword(10) as u16, (sqe.dword(11) >> 16) as u16);
+        let [granted, granted_cqs] = self.features.queues();
+        if qid == 0 || qid > granted || self.sqs[usize::from(qid)].is_some() {
+            return refuse(NvmeStatus::INVALID_QID);
+        }
+        if cqid == 0 || cqid > granted_cqs {
+            return refuse(NvmeStatus::INVALID_QID);
+        }
+        if self.cqs[usize::from(cqid)].as_ref().is_none_or(|queue| queue.is_deleting) {
+            return refuse(NvmeStatus::INVALID_CQ);
+        }
+        let shift = ControllerConfig::from_bits(self.cc).sq_entry_shift;
+        let entries = self.check_ring(sqe, shift, ENTRY_SHIFTS.0)?;
+        let ring = SubmissionRing::map(qid, sqe.data()[0], entries, self.memory.map(), &self.doorbells);
+        let ring = ring.ok_or(NvmeStatus::DATA_TRANSFER_ERROR.with_dnr())?;
+        self.sqs[usize::from(qid)] = Some(IoSubmissionQueue { cqid, is_deleting: false });
+        self.ask(cqid, ControllerQueueCommand::AddSubmissionQueue(NewSubmissionQueue(ring)));
+        Ok(AdminOutcome::Done(0))
+    }
+
+    fn delete_sq(&mut self, qid: u16) -> AdminResult {
+        let queue = self.sqs.get_mut(usize::from(qid)).and_then(Option::as_mut);
+        let Some(queue) = queue.filter(|queue| !queue.is_deleting) else { return refuse(NvmeStatus::INVALID_QID) };
+        queue.is_deleting = true;
+        let cqid = queue.cqid;
+        self.ask(cqid, ControllerQueueCommand::DeleteSubmissionQueue(qid));
+        Ok(AdminOutcome::Pending(PendingAdmin::DeleteSq(qid)))
+    }
+
+    fn delete_cq(&mut self, qid: u16) -> AdminResult {
+        let queue = self.cqs.get_mut(usize::from(qid)).and_then(Option::as_mut);
+        let Some(queue) = queue.filter(|queue| !queue.is_deleting) else { return refuse(NvmeStatus::INVALID_QID) };
+        if self.sqs.iter().flatten().any(|sq| sq.cqid == qid) {
+            return refuse(NvmeStatus::INVALID_QUEUE_DELETION);
+        }
+        queue.is_deleting = true;
+        self.ask(qid, ControllerQueueCommand::Delete);
+        Ok(AdminOutcome::Pending(PendingAdmin::DeleteCq(qid)))
+    }
+
+    fn abort(&mut self, sqe: &Sqe) -> AdminResult {
+        let (sqid, cid) = (sqe.dword(10) as u16, (sqe.dword(10) >> 16) as u16);
+        let aborts = self.pending.iter().filter(|(_, pending)| matches!(pending, PendingAdmin::Abort { .. })).count();
+        if aborts >= ABORTS_MAX {
+            return refuse(NvmeStatus::ABORT_LIMIT);
+        }
+        if sqid == 0 {
+            // Commands of the admin queue are complete, or wait for others; only requests for events can go.
+            let is_aborted = self.events.has_request(cid)
+                && self.admin.as_mut().is_some_and(|pair| pair.complete_detached(cid, NvmeStatus::ABORT_REQUESTED, 0));
+            if is_aborted {
+                self.events.remove_request(cid);
+            }
+            return Ok(AdminOutcome::Done(u64::from(!is_aborted)));
+        }
+        match self.sqs.get(usize::from(sqid)).and_then(Option::as_ref) {
+            Some(queue) => {
+                let cqid = queue.cqid;
+                self.ask(cqid, ControllerQueueCommand::Abort { sqid, cid });
+                Ok(AdminOutcome::Pending(PendingAdmin::Abort { sqid, cid }))
+            }
+            // Not aborted: there is no such command.
+            None => Ok(AdminOutcome::Done(1)),
+        }
+    }
+
+    fn identify(&mut self, sqe: &Sqe) -> AdminResult {
+        capabilities::check_command_set(sqe)?;
+        let (what, nsid) = (sqe.dword(10) as u8, sqe.nsid());
+        let mut bytes = [0; IDENTIFY_BYTES];
+        let invalid = NvmeStatus::INVALID_NAMESPACE;
+        let is_valid = (1..=self.namespaces.identifiers()).contains(&nsid);
+        match what {
+            // There is no namespace management: all ones names no namespace either. Inactive ones read as zeroes.
+            cns::NAMESPACE | cns::CSI_NAMESPACE | cns::INDEPENDENT_NAMESPACE if !is_valid => return refuse(invalid),
+            cns::NAMESPACE => {
+                if let Ok(namespace) = self.namespaces.find(nsid) {
+                    namespace.identify().write(&mut bytes);
+                }
+            }
+            // No protection information, no zones: zeroes.
+            cns::CSI_NAMESPACE => {}
+            cns::INDEPENDENT_NAMESPACE => {
+                if let Ok(namespace) = self.namespaces.find(nsid) {
+                    bytes[8] = u8::from(namespace.format.read_only);
+                    // Ready.
+                    bytes[14] = 1;
+                }
+            }
+            cns::CONTROLLER => self.identify_controller().write(&mut bytes),
+            cns::CSI_CONTROLLER => capabilities::identify_nvm(&mut bytes),
+            cns::ACTIVE_NAMESPACES if nsid >= u32::MAX - 1 => return refuse(invalid),
+            cns::ACTIVE_NAMESPACES => {
+                let active = self.namespaces.iter().map(|namespace| namespace.format.nsid).filter(|id| *id > nsid);
+                for (place, id) in bytes.chunks_exact_mut(4).zip(active) {
+                    place.copy_from_slice(&id.to_le_bytes());
+                }
+            }
+            cns::NAMESPACE_IDS => self.namespaces.find(nsid)?.descriptors(&mut bytes),
+            _ => return refuse(NvmeStatus::INVALID_FIELD),
+        }
+        self.send(sqe, &bytes)
+    }
+
+    fn get_log_page(&mut self, sqe: &Sqe) -> AdminResult {
+        let (dword10, dword11) = (sqe.dword(10), sqe.dword(11));
+        let (id, retains) = (dword10 as u8, dword10 & 1 << 15 != 0);
+        let bytes = (u64::from(dword10 >> 16 | (dword11 & 0xffff) << 16) + 1) * 4;
+        let offset = u64::from(sqe.dword(12)) | u64::from(sqe.dword(13)) << 32;
+        let queues = self.cqs.iter().flatten().map(|queue| &queue.shared);
+        let Some(page) = self.logs.page(id, queues) else { return refuse(NvmeStatus::INVALID_LOG_PAGE) };
+        // Logs are the controller's (LPA bit 0), offsets are in bytes.
+        let has_index = sqe.dword(14) & 1 << 23 != 0;
+        if !matches!(sqe.nsid(), 0 | u32::MAX) || has_index || !offset.is_multiple_of(4) || offset > page.len() as u64 {
+            return refuse(NvmeStatus::INVALID_FIELD);
+        }
+        // Before anything is made of that length.
+        if bytes > u64::from(self.options.transfer_bytes) {
+            return refuse(NvmeStatus::INVALID_FIELD);
+        }
+        let rest = &page[offset as usize..];
+        let mut data = vec![0; bytes as usize];
+        let len = rest.len().min(data.len());
+        data[..len].copy_from_slice(&rest[..len]);
+        let done = self.send(sqe, &data)?;
+        if !retains {
+            self.logs.was_read(id);
+            self.events.was_read(id);
+        }
+        Ok(done)
+    }
+
+    fn set_features(&mut self, sqe: &Sqe) -> AdminResult {
+        let mut data = [0; TIMESTAMP_BYTES];
+        let len = Features::set_bytes(sqe);
+        if len > 0 {
+            self.receive(sqe, &mut data[..len])?;
+        }
+        let context = self.feature_context();
+        let (result, effect) = self.features.set(sqe, data, &context)?;
+        match effect {
+            FeatureEffect::KeepAlive => self.start_keep_alive(),
+            FeatureEffect::WriteCache(is_enabled) => {
+                self.set_write_through(!is_enabled);
+                if !is_enabled {
+                    // What was written before is to be durable as what comes.
+                    return Ok(AdminOutcome::Pending(PendingAdmin::Flush(self.request_flush())));
+                }
+            }
+            FeatureEffect::Nothing | FeatureEffect::SendTimestamp(_) => {}
+        }
+        Ok(AdminOutcome::Done(u64::from(result)))
+    }
+
+    fn get_features(&mut self, sqe: &Sqe) -> AdminResult {
+        let (result, effect) = self.features.get(sqe, &self.feature_context())?;
+        if let FeatureEffect::SendTimestamp(bytes) = effect {
+            self.send(sqe, &bytes)?;
+        }
+        Ok(AdminOutcome::Done(u64::from(result)))
+    }
+
+    fn feature_context(&self) -> FeatureContext {
+        FeatureContext {
+            has_cache: self.namespaces.iter().any(|namespace| namespace.has_cache),
+            has_queues: self.cqs.iter().any(Option::is_some) || self.sqs.iter().any(Option::is_some),
+            identifiers: self.namespaces.identifiers(),
+            now_ns: self.now_ns,
+        }
+    }
+
+    fn doorbell_buffer(&mut self, sqe: &Sqe) -> AdminResult {
+        let [doorbells, events] = sqe.data();
+        if !doorbells.is_multiple_of(PAGE) || !events.is_multiple_of(PAGE) || doorbells == events {
+            return refuse(NvmeStatus::INVALID_FIELD);
+        }
+        let Some(shadow) = self.shadow_at(doorbells, events) else { return refuse(NvmeStatus::INVALID_FIELD) };
+        self.shadow = Some((doorbells, events));
+        self.set_shadow(shadow);
+        let queues: Vec<_> = self.cq_ids().collect();
+        for cqid in &queues {
+            self.ask(*cqid, ControllerQueueCommand::SetDoorbells(self.doorbells.clone()));
+        }
+        Ok(match queues.len() {
+            0 => AdminOutcome::Done(0),
+            owners => AdminOutcome::Pending(PendingAdmin::Doorbells(owners)),
+        })
+    }
+
+    /// The two pages of shadow doorbells, if they are mapped.
+    pub(super) fn shadow_at(&self, doorbells: u64, events: u64) -> Option<ShadowDoorbells> {
+        let page = |addr| self.memory.map().view(addr, PAGE as usize);
+        Some(ShadowDoorbells { doorbells: page(doorbells)?, events: page(events)? })
+    }
+
+    /// Transfers data to the host.
+    fn send(&mut self, sqe: &Sqe, bytes: &[u8]) -> AdminResult {
+        self.walk(sqe, bytes.len())?;
+        let mut rest = bytes;
+        for segment in &self.segments {
+            let Some(span) = self.memory.table().resolve(*segment) else {
+                return refuse(NvmeStatus::DATA_TRANSFER_ERROR);
+            };
+            let (now, later) = rest.split_at(span.len());
+            span.copy_from_slice(now);
+            rest = later;
+        }
+        Ok(AdminOutcome::Done(0))
+    }
+
+    /// Transfers data from the host.
+    fn receive(&mut self, sqe: &Sqe, bytes: &mut [u8]) -> Result<(), NvmeStatus> {
+        self.walk(sqe, bytes.len())?;
+        let mut rest = bytes;
+        for segment in &self.segments {
+            let Some(span) = self.memory.table().resolve(*segment) else {
+                return refuse(NvmeStatus::DATA_TRANSFER_ERROR);
+            };
+            let (now, later) = rest.split_at_mut(span.len());
+            span.copy_to_slice(now);
+            rest = later;
+        }
+        Ok(())
+    }
+
+    fn walk(&mut self, sqe: &Sqe, bytes: usize) -> Result<(), NvmeStatus> {
+        self.walker.walk(self.memory.map(), sqe, bytes as u64, &mut self.segments)
+    }
+}

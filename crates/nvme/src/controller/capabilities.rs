@@ -1,0 +1,184 @@
+//! What a controller can do: its options, the capability registers, and identify data of the controller.
+
+use super::events::REQUESTS_MAX;
+use super::logs::ERRORS_MAX;
+use crate::registers::Capabilities;
+use crate::{IDENTIFY_BYTES, IdentifyController, NvmeStatus, PAGE, Sqe, admin, cns};
+
+/// Version 2.0.
+pub(crate) const VERSION: u32 = 2 << 16;
+/// Aborts at one time.
+pub(crate) const ABORTS_MAX: usize = 4;
+/// Temperature from which on a controller warns, K. There is no sensor.
+pub(crate) const WARNING_KELVIN: u16 = 343;
+const CRITICAL_KELVIN: u16 = 353;
+/// Granularity of the keep-alive timer, 100 ms: a second.
+const KEEP_ALIVE_UNITS: u16 = 10;
+
+/// All admin commands.
+pub(crate) const ADMIN_COMMANDS: [u8; 12] = [
+    admin::DELETE_SQ,
+    admin::CREATE_SQ,
+    admin::GET_LOG_PAGE,
+    admin::DELETE_CQ,
+    admin::CREATE_CQ,
+    admin::IDENTIFY,
+    admin::ABORT,
+    admin::SET_FEATURES,
+    admin::GET_FEATURES,
+    admin::ASYNC_EVENT,
+    admin::KEEP_ALIVE,
+    admin::DOORBELL_BUFFER,
+];
+
+/// How a controller is made.
+#[derive(Clone, Debug)]
+pub struct ControllerOptions {
+    /// Serial number, ASCII.
+    pub serial: String,
+    /// Model number, ASCII.
+    pub model: String,
+    /// Firmware revision, ASCII.
+    pub firmware: String,
+    /// NQN of the subsystem.
+    pub subsystem: String,
+    /// Controller identifier (CNTLID).
+    pub controller_id: u16,
+    /// Most I/O submission and completion queues, each.
+    pub io_queues: u16,
+    /// Most entries of an I/O queue.
+    pub queue_entries: u16,
+    /// Commands in flight of an I/O completion queue.
+    pub depth: u16,
+    /// Interrupt vectors. Vector 0 is that of the admin queue.
+    pub vectors: u16,
+    /// Longest transfer, bytes: a page times a power of two.
+    pub transfer_bytes: u32,
+}
+
+impl Default for ControllerOptions {
+    fn default() -> ControllerOptions {
+        ControllerOptions {
+            serial: String::new(),
+            model: "blkyard".to_owned(),
+            firmware: env!("CARGO_PKG_VERSION").to_owned(),
+            subsystem: String::new(),
+            controller_id: 0,
+            io_queues: 16,
+            queue_entries: 1024,
+            depth: 128,
+            vectors: 17,
+            transfer_bytes: 128 << 10,
+        }
+    }
+}
+
+impl ControllerOptions {
+    /// Most I/O queues: the doorbells of all, the admin queue among them, fit a shadow doorbell page.
+    pub const IO_QUEUES_MAX: u16 = (PAGE / 8) as u16 - 1;
+    /// Longest transfer of all, bytes.
+    pub const TRANSFER_BYTES_MAX: u32 = 4 << 20;
+
+    /// # Panics
+    /// If a number is out of range: options are our own.
+    pub(crate) fn check(&self) {
+        let pages = u64::from(self.transfer_bytes) / PAGE;
+        assert!(
+            (1..=ControllerOptions::IO_QUEUES_MAX).contains(&self.io_queues)
+                && (2..=1 << 15).contains(&self.queue_entries)
+                && self.depth > 0
+                && self.vectors > 0
+                && self.transfer_bytes <= ControllerOptions::TRANSFER_BYTES_MAX
+                && u64::from(self.transfer_bytes).is_multiple_of(PAGE)
+                && pages.is_power_of_two()
+                && pages > 1,
+            "{self:?}"
+        );
+    }
+
+    /// CAP.
+    pub(crate) fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            queue_entries_max: u32::from(self.queue_entries),
+            contiguous_queues: true,
+            // I/O that a device has must come back before a reset is over.
+            timeout_500ms: READY_500MS,
+            // The NVM command set.
+            command_sets: 1,
+            // Ready with media.
+            ready_modes: 1,
+            ..Capabilities::default()
+        }
+    }
+
+    /// Identify data of the controller.
+    pub(crate) fn identify(&self, namespaces: u32, has_cache: bool) -> IdentifyController {
+        let pages = u64::from(self.transfer_bytes) / PAGE;
+        IdentifyController {
+            serial: padded(&self.serial),
+            model: padded(&self.model),
+            firmware: padded(&self.firmware),
+            subsystem: terminated(&self.subsystem),
+            mdts: pages.ilog2() as u8,
+            controller_id: self.controller_id,
+            version: VERSION,
+            // Namespace attribute notices.
+            async_events: 1 << 8,
+            // An I/O controller.
+            controller_type: 1,
+            // Doorbell Buffer Config.
+            admin_commands: 1 << 8,
+            abort_limit: ABORTS_MAX as u8 - 1,
+            async_event_limit: REQUESTS_MAX as u8 - 1,
+            // One slot, read-only.
+            firmware_updates: 1 | 1 << 1,
+            log_attributes: 1 << 1 | 1 << 2 | 1 << 5,
+            error_log_entries: ERRORS_MAX as u8 - 1,
+            warning_kelvin: WARNING_KELVIN,
+            critical_kelvin: CRITICAL_KELVIN,
+            keep_alive: KEEP_ALIVE_UNITS,
+            sq_entry_shifts: 0x66,
+            cq_entry_shifts: 0x44,
+            namespaces,
+            namespaces_max: namespaces,
+            // Compare, Dataset Management, Write Zeroes, select of features, Timestamp, Verify.
+            nvm_commands: 1 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 6 | 1 << 7,
+            // A Flush may be for all namespaces.
+            write_cache: 3 << 1 | u8::from(has_cache),
+            // SGLs, in dwords.
+            sgl: 2,
+            ..IdentifyController::default()
+        }
+    }
+}
+
+/// CAP.TO and CRTO, in 500 ms: as long as a host may wait for a device that recovers.
+pub(crate) const READY_500MS: u8 = 120;
+
+/// Refuses an Identify command that is for another command set than NVM.
+pub(crate) fn check_command_set(sqe: &Sqe) -> Result<(), NvmeStatus> {
+    let has_set = matches!(sqe.dword(10) as u8, cns::CSI_NAMESPACE | cns::CSI_CONTROLLER);
+    if has_set && sqe.dword(11) >> 24 != 0 { Err(NvmeStatus::INVALID_FIELD.with_dnr()) } else { Ok(()) }
+}
+
+/// Identify data of the controller that is the NVM command set's (CNS 06h): no limits beside MDTS.
+pub(crate) fn identify_nvm(bytes: &mut [u8; IDENTIFY_BYTES]) {
+    bytes.fill(0);
+}
+
+/// ASCII, padded with blanks, cut to fit. Other characters become question marks.
+fn padded<const N: usize>(text: &str) -> [u8; N] {
+    let mut bytes = [b' '; N];
+    for (byte, character) in bytes.iter_mut().zip(text.chars()) {
+        *byte = if character.is_ascii_graphic() || character == ' ' { character as u8 } else { b'?' };
+    }
+    bytes
+}
+
+/// UTF-8, ended by a zero byte, cut to fit.
+fn terminated<const N: usize>(text: &str) -> [u8; N] {
+    let mut bytes = [0; N];
+    let end = text.floor_char_boundary(N - 1);
+    bytes[..end].copy_from_slice(&text.as_bytes()[..end]);
+    bytes
+}

@@ -1,0 +1,170 @@
+//! A completion queue with the submission queues that complete to it.
+//!
+//! Owned by one thread: the entries of the completion ring are shared by all its submission rings, so they cannot be
+//! apart. Submission queues are served round robin, one command each (CC.AMS 0, arbitration burst 1). No command is
+//! fetched unless its completion has an entry. A submission ring whose doorbell is broken stops alone; a completion
+//! ring whose doorbell is broken stops them all.
+
+use super::pair::Fetched;
+use super::rings::{CompletionRing, DoorbellFault, SubmissionRing, TokenTable};
+use crate::doorbell::Doorbells;
+use crate::{DmaMap, NvmeStatus};
+
+/// A submission queue of a group.
+#[derive(Debug)]
+struct GroupMember {
+    ring: SubmissionRing,
+    in_flight: u16,
+    /// It is being deleted.
+    is_stopping: bool,
+    /// Its fault was taken note of.
+    is_fault_told: bool,
+}
+
+/// A completion queue and its submission queues.
+#[derive(Debug)]
+pub(crate) struct QueueGroup {
+    cq: CompletionRing,
+    /// Places are kept while commands of them are out.
+    members: Vec<Option<GroupMember>>,
+    tokens: TokenTable,
+    /// Whose turn it is.
+    turn: usize,
+    is_fault_told: bool,
+}
+
+impl QueueGroup {
+    /// A completion queue without submission queues, with at most `depth` commands in flight.
+    pub(crate) fn new(cq: CompletionRing, depth: u16) -> QueueGroup {
+        let tokens = TokenTable::new(cq.depth().min(depth));
+        QueueGroup { cq, members: Vec::new(), tokens, turn: 0, is_fault_told: false }
+    }
+
+    /// Commands that are handed out.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.tokens.in_flight()
+    }
+
+    /// Adds a submission queue.
+    pub(crate) fn add(&mut self, ring: SubmissionRing) {
+        let member = Some(GroupMember { ring, in_flight: 0, is_stopping: false, is_fault_told: false });
+        match self.members.iter_mut().find(|member| member.is_none()) {
+            Some(place) => *place = member,
+            None => self.members.push(member),
+        }
+    }
+
+    /// Has a submission queue fetch nothing more: it is removed when its last command is complete.
+    pub(crate) fn begin_removal(&mut self, qid: u16) {
+        if let Some(member) = self.members.iter_mut().flatten().find(|member| member.ring.qid == qid) {
+            member.is_stopping = true;
+        }
+    }
+
+    /// Removes a submission queue that is being removed and has no command in flight.
+    pub(crate) fn finish_removal(&mut self) -> Option<u16> {
+        let is_over = |member: &GroupMember| member.is_stopping && member.in_flight == 0;
+        let place = self.members.iter_mut().find(|member| member.as_ref().is_some_and(is_over))?;
+        place.take().map(|member| member.ring.qid)
+    }
+
+    /// Fetches the next command of the submission queue whose turn it is, if there is one, a token is free and its
+    /// completion has room. Queues that are broken or empty are passed over.
+    #[inline]
+    pub(crate) fn fetch(&mut self) -> Option<Fetched> {
+        let mut empty = 0;
+        // Each cid that is in use takes an entry of the completion ring, so this ends.
+        while empty < self.members.len() {
+            let place = if self.turn < self.members.len() { self.turn } else { 0 };
+            let member = self.members[place].as_mut().filter(|member| !member.is_stopping);
+            let Some(member) = member.and_then(|member| (member.ring.has_next() == Ok(true)).then_some(member)) else {
+                self.turn = place + 1;
+                empty += 1;
+                continue;
+            };
+            // The queue keeps its turn while it waits for room.
+            if !self.tokens.has_free() || self.cq.has_room() != Ok(true) {
+                self.turn = place;
+                return None;
+            }
+            self.turn = place + 1;
+            let sqe = member.ring.take();
+            let cid = sqe.cid();
+            if !member.ring.claim(cid) {
+                self.cq.write(cid, &member.ring, NvmeStatus::CID_CONFLICT.with_dnr(), 0);
+                empty = 0;
+                continue;
+            }
+            member.in_flight += 1;
+            self.cq.reserve();
+            return Some(Fetched { token: self.tokens.take(place as u16, cid), sqe });
+        }
+        None
+    }
+
+    /// Completes a command that was handed out, in any order. Returns its submission queue and cid.
+    ///
+    /// # Panics
+    /// If the token is not out.
+    #[inline]
+    pub(crate) fn complete(&mut self, token: u16, status: NvmeStatus, result: u64) -> (u16, u16) {
+        let (place, cid) = self.tokens.put(token);
+        let Some(member) = &mut self.members[usize::from(place)] else {
+            unreachable!("a submission queue stays while it has commands in flight")
+        };
+        member.in_flight -= 1;
+        member.ring.release(cid);
+        self.cq.unreserve();
+        self.cq.write(cid, &member.ring, status, result);
+        (member.ring.qid, cid)
+    }
+
+    /// Whether completions were written since the last call: the host is to be interrupted.
+    #[inline]
+    pub(crate) fn take_posted(&mut self) -> bool {
+        self.cq.take_posted()
+    }
+
+    /// The token of a command in flight.
+    pub(crate) fn find(&self, sqid: u16, cid: u16) -> Option<u16> {
+        let is_it = |member: &Option<GroupMember>| member.as_ref().is_some_and(|member| member.ring.qid == sqid);
+        let place = self.members.iter().position(is_it)?;
+        self.tokens.find(place as u16, cid)
+    }
+
+    /// A doorbell that was found broken, once each: the submission queue, or zero for the completion queue.
+    pub(crate) fn take_fault(&mut self) -> Option<(u16, DoorbellFault)> {
+        if let Some(fault) = self.cq.fault().filter(|_| !self.is_fault_told) {
+            self.is_fault_told = true;
+            return Some((0, fault));
+        }
+        self.members.iter_mut().flatten().filter(|member| !member.is_fault_told).find_map(|member| {
+            let fault = member.ring.fault()?;
+            member.is_fault_told = true;
+            Some((member.ring.qid, fault))
+        })
+    }
+
+    /// Asks the host to write the doorbell registers when it moves on. Says whether a command can be fetched already.
+    pub(crate) fn arm(&mut self) -> bool {
+        let mut has_next = false;
+        for member in self.members.iter_mut().flatten().filter(|member| !member.is_stopping) {
+            has_next |= member.ring.listen() == Ok(true);
+        }
+        let has_room = self.cq.listen() == Ok(true);
+        has_next && has_room
+    }
+
+    /// Goes on with other doorbells: see [`CompletionRing::rebind`].
+    pub(crate) fn rebind(&mut self, doorbells: &Doorbells, is_new: bool) {
+        self.cq.rebind(doorbells, is_new);
+        for member in self.members.iter_mut().flatten() {
+            member.ring.rebind(doorbells, is_new);
+        }
+    }
+
+    /// Finds all rings anew in memory that has changed. Says whether all are mapped.
+    pub(crate) fn remap(&mut self, map: &DmaMap) -> bool {
+        self.members.iter_mut().flatten().fold(self.cq.remap(map), |mapped, member| member.ring.remap(map) && mapped)
+    }
+}

@@ -1,0 +1,153 @@
+//! The namespaces of a controller, as its queues and its identify data have them.
+//!
+//! A table is made whole and replaced whole: queues hold the one they were given last.
+
+use blkyard_mq::{DeviceInfo, SECTOR_BYTES};
+
+use crate::{IDENTIFY_BYTES, IdentifyNamespace, LbaFormat, NamespaceFormat, NvmeStatus};
+
+/// Types of namespace identification descriptors (CNS 03h).
+mod descriptor {
+    pub(super) const EUI64: u8 = 1;
+    pub(super) const NGUID: u8 = 2;
+    pub(super) const UUID: u8 = 3;
+    pub(super) const CSI: u8 = 4;
+}
+
+/// A namespace that a controller serves.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ServedNamespace {
+    /// What is needed to parse commands for it.
+    pub format: NamespaceFormat,
+    /// Number of the device behind it: [`Bio::namespace`](blkyard_mq::Bio::namespace) of its bios.
+    pub device: u16,
+    /// Whether completed writes may be lost until they are flushed.
+    pub has_cache: bool,
+    /// Granularity of deallocation, logical blocks.
+    pub deallocate_blocks: u32,
+    /// Physical block, logical blocks.
+    pub physical_blocks: u32,
+    /// Globally unique identifier, big-endian; zero for none.
+    pub nguid: [u8; 16],
+    /// IEEE extended unique identifier, big-endian; zero for none.
+    pub eui64: [u8; 8],
+    /// UUID, big-endian; zero for none.
+    pub uuid: [u8; 16],
+}
+
+impl ServedNamespace {
+    /// A device as a namespace, without identifiers. Unset if its logical block is not 512 to 4096 bytes.
+    pub fn new(nsid: u32, device: u16, info: &DeviceInfo) -> Option<ServedNamespace> {
+        let block = info.limits.logical_block_bytes;
+        if !block.is_power_of_two() {
+            return None;
+        }
+        let block_shift = block.trailing_zeros() as u8;
+        if !(LbaFormat { block_shift, ..LbaFormat::default() }).is_usable() {
+            return None;
+        }
+        let blocks = info.capacity_sectors / (u64::from(block) / SECTOR_BYTES);
+        Some(ServedNamespace {
+            format: NamespaceFormat { nsid, blocks, block_shift, read_only: info.read_only },
+            device,
+            has_cache: info.volatile_cache,
+            deallocate_blocks: info.limits.discard_granularity_bytes / block,
+            physical_blocks: info.limits.physical_block_bytes / block,
+            ..ServedNamespace::default()
+        })
+    }
+
+    /// Identify data of the namespace (CNS 00h).
+    pub(crate) fn identify(&self) -> IdentifyNamespace {
+        let NamespaceFormat { blocks, block_shift, read_only, .. } = self.format;
+        let zero_based = |blocks: u32| u16::try_from(blocks.max(1) - 1).unwrap_or(u16::MAX);
+        let mut data = IdentifyNamespace {
+            blocks,
+            capacity: blocks,
+            used: blocks,
+            // The optimal sizes are valid.
+            features: 1 << 4,
+            // Whether reads of deallocated blocks return zeroes is not known (DLFEAT 0); Write Zeroes may deallocate.
+            deallocate_features: 1 << 3,
+            write_granularity: zero_based(self.physical_blocks),
+            write_alignment: zero_based(self.physical_blocks),
+            deallocate_granularity: zero_based(self.deallocate_blocks),
+            deallocate_alignment: zero_based(self.deallocate_blocks),
+            attributes: u8::from(read_only),
+            nguid: self.nguid,
+            eui64: self.eui64,
+            ..IdentifyNamespace::default()
+        };
+        data.set_lba_format(0, LbaFormat { block_shift, ..LbaFormat::default() });
+        data
+    }
+
+    /// Identification descriptors (CNS 03h).
+    pub(crate) fn descriptors(&self, bytes: &mut [u8; IDENTIFY_BYTES]) {
+        let mut at = 0;
+        let mut put = |kind: u8, value: &[u8]| {
+            (bytes[at], bytes[at + 1]) = (kind, value.len() as u8);
+            bytes[at + 4..at + 4 + value.len()].copy_from_slice(value);
+            at += 4 + value.len();
+        };
+        for (kind, value) in
+            [(descriptor::EUI64, &self.eui64[..]), (descriptor::NGUID, &self.nguid), (descriptor::UUID, &self.uuid)]
+        {
+            if value.iter().any(|byte| *byte != 0) {
+                put(kind, value);
+            }
+        }
+        // The NVM command set.
+        put(descriptor::CSI, &[0]);
+    }
+}
+
+/// The namespaces of a controller by identifier, from 1 on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NamespaceTable {
+    places: Vec<Option<ServedNamespace>>,
+}
+
+impl NamespaceTable {
+    /// Most namespaces: a list of identifiers is one page.
+    pub const NAMESPACES_MAX: u32 = 1024;
+
+    /// A table with room for so many identifiers (NN), one at least.
+    ///
+    /// # Panics
+    /// If there are more than [`NamespaceTable::NAMESPACES_MAX`].
+    pub fn new(identifiers: u32) -> NamespaceTable {
+        assert!((1..=NamespaceTable::NAMESPACES_MAX).contains(&identifiers), "{identifiers} namespaces");
+        NamespaceTable { places: vec![None; identifiers as usize] }
+    }
+
+    /// Puts a namespace in its place, or takes the one of this identifier away.
+    ///
+    /// # Panics
+    /// If there is no such place.
+    pub fn set(&mut self, nsid: u32, namespace: Option<ServedNamespace>) {
+        assert!(namespace.as_ref().is_none_or(|namespace| namespace.format.nsid == nsid), "namespace {nsid}");
+        self.places[nsid as usize - 1] = namespace;
+    }
+
+    /// Largest valid identifier (NN).
+    pub fn identifiers(&self) -> u32 {
+        self.places.len() as u32
+    }
+
+    /// All active namespaces, in the order of their identifiers.
+    pub fn iter(&self) -> impl Iterator<Item = &ServedNamespace> {
+        self.places.iter().flatten()
+    }
+
+    /// The namespace of an identifier.
+    ///
+    /// # Errors
+    /// Invalid Namespace or Format for an invalid identifier (zero, or above NN); Invalid Field for an inactive one.
+    #[inline]
+    pub fn find(&self, nsid: u32) -> Result<&ServedNamespace, NvmeStatus> {
+        let place = (nsid as usize).checked_sub(1).and_then(|place| self.places.get(place));
+        let place = place.ok_or(NvmeStatus::INVALID_NAMESPACE.with_dnr())?;
+        place.as_ref().ok_or(NvmeStatus::INVALID_FIELD.with_dnr())
+    }
+}

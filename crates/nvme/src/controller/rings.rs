@@ -1,0 +1,380 @@
+//! The two rings of a controller: submission rings are read, completion rings are written.
+//!
+//! Each is owned by one thread, inside a queue pair or a completion queue with its submission queues. The host is not
+//! trusted: each field is read once, and a doorbell value outside its ring stops the ring for good
+//! ([`DoorbellFault`]).
+
+use std::sync::atomic::Ordering::{Relaxed, Release};
+
+use blkyard_mem::View;
+
+use crate::doorbell::{Doorbell, Doorbells};
+use crate::{CQE_BYTES, Cqe, DmaMap, NvmeStatus, SQE_BYTES, Sqe};
+
+/// A doorbell value that no honest host writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DoorbellFault {
+    /// A tail that is no index of the submission ring.
+    #[error("submission queue tail {0} is outside the ring")]
+    Tail(u32),
+    /// A head that is no index of the completion ring, or beyond what was completed.
+    #[error("completion queue head {0} is outside the ring or beyond the tail")]
+    Head(u32),
+}
+
+/// A submission ring, controller side.
+#[derive(Debug)]
+pub(crate) struct SubmissionRing {
+    pub(crate) qid: u16,
+    /// Where the host has it.
+    pub(crate) addr: u64,
+    view: View,
+    entries: u16,
+    head: u16,
+    /// As last read.
+    tail: u16,
+    doorbell: Doorbell,
+    /// A bit for each cid that is in use.
+    used_cids: Box<[u64]>,
+    fault: Option<DoorbellFault>,
+}
+
+impl SubmissionRing {
+    /// An empty ring of at least 2 entries. Its doorbell register is zeroed.
+    ///
+    /// # Panics
+    /// If the memory does not suffice: what a host says of it is checked before.
+    pub(crate) fn new(qid: u16, view: View, entries: u16, doorbells: &Doorbells) -> SubmissionRing {
+        let len = view.len();
+        assert!(
+            entries >= 2 && len >= usize::from(entries) * SQE_BYTES,
+            "a submission queue of {entries} entries in {len} bytes"
+        );
+        let doorbell = doorbells.sq_tail(qid);
+        doorbell.clear_register();
+        let used_cids = vec![0; (1 << 16) / 64].into();
+        SubmissionRing { qid, addr: 0, view, entries, head: 0, tail: 0, doorbell, used_cids, fault: None }
+    }
+
+    /// Why the ring has stopped, if it has.
+    pub(crate) fn fault(&self) -> Option<DoorbellFault> {
+        self.fault
+    }
+
+    /// Whether a command is there to be taken.
+    #[inline]
+    pub(crate) fn has_next(&mut self) -> Result<bool, DoorbellFault> {
+        if self.head != self.tail {
+            return Ok(true);
+        }
+        let tail = self.doorbell.read();
+        self.set_tail(tail)?;
+        Ok(self.head != self.tail)
+    }
+
+    /// Takes the next command, which is there: a copy.
+    #[inline]
+    pub(crate) fn take(&mut self) -> Sqe {
+        let at = usize::from(self.head) * SQE_BYTES;
+        let mut sqe = Sqe::default();
+        for (number, words) in sqe.0.as_chunks_mut().0.iter_mut().enumerate() {
+            *words = self.view.load_u64s(at + number * 16, Relaxed);
+        }
+        self.head = next(self.head, self.entries);
+        sqe
+    }
+
+    /// Marks a cid as in use. Says whether it was free.
+    #[inline]
+    pub(crate) fn claim(&mut self, cid: u16) -> bool {
+        let (word, bit) = (&mut self.used_cids[usize::from(cid / 64)], 1 << (cid % 64));
+        let is_free = *word & bit == 0;
+        *word |= bit;
+        is_free
+    }
+
+    /// Marks a cid as free.
+    #[inline]
+    pub(crate) fn release(&mut self, cid: u16) {
+        self.used_cids[usize::from(cid / 64)] &= !(1 << (cid % 64));
+    }
+
+    /// Asks for a write of the register once the tail moves on. Says whether a command is there already.
+    pub(crate) fn listen(&mut self) -> Result<bool, DoorbellFault> {
+        let tail = self.doorbell.listen(self.tail);
+        self.set_tail(tail)?;
+        Ok(self.head != self.tail)
+    }
+
+    /// A ring in the memory of the host, at this address; nothing if that is not mapped in one run.
+    pub(crate) fn map(
+        qid: u16,
+        addr: u64,
+        entries: u16,
+        map: &DmaMap,
+        doorbells: &Doorbells,
+    ) -> Option<SubmissionRing> {
+        let view = map.view(addr, usize::from(entries) * SQE_BYTES)?;
+        Some(SubmissionRing { addr, ..SubmissionRing::new(qid, view, entries, doorbells) })
+    }
+
+    /// Finds the ring anew in memory that has changed. Says whether it is mapped.
+    pub(crate) fn remap(&mut self, map: &DmaMap) -> bool {
+        let view = map.view(self.addr, usize::from(self.entries) * SQE_BYTES);
+        let is_mapped = view.is_some();
+        self.view = view.unwrap_or_else(|| self.view.clone());
+        is_mapped
+    }
+
+    /// Goes on with other doorbells; with shadow doorbells that are new, from the index that the register has.
+    pub(crate) fn rebind(&mut self, doorbells: &Doorbells, is_new: bool) {
+        let now = self.doorbell.read();
+        self.doorbell = doorbells.sq_tail(self.qid);
+        if is_new {
+            self.doorbell.start_shadow(now);
+        }
+    }
+
+    #[inline]
+    fn set_tail(&mut self, tail: u32) -> Result<(), DoorbellFault> {
+        if let Some(fault) = self.fault {
+            return Err(fault);
+        }
+        if tail >= u32::from(self.entries) {
+            return self.stop(DoorbellFault::Tail(tail));
+        }
+        self.tail = tail as u16;
+        Ok(())
+    }
+
+    /// Fetches nothing more.
+    #[cold]
+    fn stop(&mut self, fault: DoorbellFault) -> Result<(), DoorbellFault> {
+        self.fault = Some(fault);
+        self.tail = self.head;
+        Err(fault)
+    }
+}
+
+/// A completion ring, controller side.
+#[derive(Debug)]
+pub(crate) struct CompletionRing {
+    qid: u16,
+    /// Where the host has it.
+    pub(crate) addr: u64,
+    view: View,
+    entries: u16,
+    tail: u16,
+    /// As last read.
+    head: u16,
+    phase: bool,
+    doorbell: Doorbell,
+    /// Entries that are owed to commands in flight.
+    owed: u16,
+    /// Entries were written since the last [`CompletionRing::take_posted`].
+    is_posted: bool,
+    fault: Option<DoorbellFault>,
+}
+
+impl CompletionRing {
+    /// An empty ring of at least 2 entries. Its doorbell register is zeroed.
+    ///
+    /// # Panics
+    /// If the memory does not suffice: what a host says of it is checked before.
+    pub(crate) fn new(qid: u16, view: View, entries: u16, doorbells: &Doorbells) -> CompletionRing {
+        let len = view.len();
+        assert!(
+            entries >= 2 && len >= usize::from(entries) * CQE_BYTES,
+            "a completion queue of {entries} entries in {len} bytes"
+        );
+        let doorbell = doorbells.cq_head(qid);
+        doorbell.clear_register();
+        CompletionRing {
+            qid,
+            addr: 0,
+            view,
+            entries,
+            tail: 0,
+            head: 0,
+            phase: true,
+            doorbell,
+            owed: 0,
+            is_posted: false,
+            fault: None,
+        }
+    }
+
+    /// Most commands in flight: one entry always stays free.
+    pub(crate) fn depth(&self) -> u16 {
+        self.entries - 1
+    }
+
+    /// Why the ring has stopped, if it has.
+    pub(crate) fn fault(&self) -> Option<DoorbellFault> {
+        self.fault
+    }
+
+    /// Whether one more completion than those owed has an entry.
+    #[inline]
+    pub(crate) fn has_room(&mut self) -> Result<bool, DoorbellFault> {
+        if self.is_roomy() { Ok(true) } else { self.look_for_room() }
+    }
+
+    /// Reads the head; says whether there is room now.
+    #[cold]
+    fn look_for_room(&mut self) -> Result<bool, DoorbellFault> {
+        let head = self.doorbell.read();
+        self.set_head(head)?;
+        Ok(self.is_roomy())
+    }
+
+    #[inline]
+    fn is_roomy(&self) -> bool {
+        let unread = distance(self.head, self.tail, self.entries);
+        self.fault.is_none() && unread + self.owed < self.entries - 1
+    }
+
+    /// Reserves an entry, for which there is room.
+    #[inline]
+    pub(crate) fn reserve(&mut self) {
+        self.owed += 1;
+    }
+
+    /// Gives a reserved entry back.
+    #[inline]
+    pub(crate) fn unreserve(&mut self) {
+        self.owed -= 1;
+    }
+
+    /// Writes a completion into an entry for which there is room.
+    #[inline]
+    pub(crate) fn write(&mut self, cid: u16, sq: &SubmissionRing, status: NvmeStatus, result: u64) {
+        let cqe = Cqe::new(cid, sq.qid, sq.head, status, result, self.phase);
+        // The second word last: it has the phase.
+        self.view.store_u64s(usize::from(self.tail) * CQE_BYTES, cqe.0, Release);
+        self.tail = next(self.tail, self.entries);
+        self.phase ^= self.tail == 0;
+        self.is_posted = true;
+    }
+
+    /// Whether entries were written since the last call: the host is to be interrupted.
+    #[inline]
+    pub(crate) fn take_posted(&mut self) -> bool {
+        std::mem::take(&mut self.is_posted)
+    }
+
+    /// Asks for a write of the register once the head moves on. Says whether there is room.
+    pub(crate) fn listen(&mut self) -> Result<bool, DoorbellFault> {
+        let head = self.doorbell.listen(self.head);
+        self.set_head(head)?;
+        Ok(self.is_roomy())
+    }
+
+    /// A ring in the memory of the host, at this address; nothing if that is not mapped in one run.
+    pub(crate) fn map(
+        qid: u16,
+        addr: u64,
+        entries: u16,
+        map: &DmaMap,
+        doorbells: &Doorbells,
+    ) -> Option<CompletionRing> {
+        let view = map.view(addr, usize::from(entries) * CQE_BYTES)?;
+        Some(CompletionRing { addr, ..CompletionRing::new(qid, view, entries, doorbells) })
+    }
+
+    /// Finds the ring anew in memory that has changed. Says whether it is mapped.
+    pub(crate) fn remap(&mut self, map: &DmaMap) -> bool {
+        let view = map.view(self.addr, usize::from(self.entries) * CQE_BYTES);
+        let is_mapped = view.is_some();
+        self.view = view.unwrap_or_else(|| self.view.clone());
+        is_mapped
+    }
+
+    /// Goes on with other doorbells; with shadow doorbells that are new, from the index that the register has.
+    pub(crate) fn rebind(&mut self, doorbells: &Doorbells, is_new: bool) {
+        let now = self.doorbell.read();
+        self.doorbell = doorbells.cq_head(self.qid);
+        if is_new {
+            self.doorbell.start_shadow(now);
+        }
+    }
+
+    #[inline]
+    fn set_head(&mut self, head: u32) -> Result<(), DoorbellFault> {
+        if let Some(fault) = self.fault {
+            return Err(fault);
+        }
+        let entries = self.entries;
+        let is_index = head < u32::from(entries);
+        if !is_index || distance(self.head, head as u16, entries) > distance(self.head, self.tail, entries) {
+            let fault = DoorbellFault::Head(head);
+            self.fault = Some(fault);
+            return Err(fault);
+        }
+        self.head = head as u16;
+        Ok(())
+    }
+}
+
+/// Commands that are handed out, by token.
+#[derive(Debug)]
+pub(crate) struct TokenTable {
+    /// Which submission queue of the owner, and the host's cid.
+    out: Box<[Option<(u16, u16)>]>,
+    free: Vec<u16>,
+}
+
+impl TokenTable {
+    pub(crate) fn new(tokens: u16) -> TokenTable {
+        TokenTable { out: vec![None; usize::from(tokens)].into(), free: (0..tokens).rev().collect() }
+    }
+
+    /// Commands that are out.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.out.len() - self.free.len()
+    }
+
+    /// Whether one more can be handed out.
+    #[inline]
+    pub(crate) fn has_free(&self) -> bool {
+        !self.free.is_empty()
+    }
+
+    /// A token for a command.
+    ///
+    /// # Panics
+    /// If all are out.
+    #[inline]
+    pub(crate) fn take(&mut self, sq: u16, cid: u16) -> u16 {
+        let Some(token) = self.free.pop() else { unreachable!("as many tokens as completions have room") };
+        self.out[usize::from(token)] = Some((sq, cid));
+        token
+    }
+
+    /// Takes a token back: its submission queue and cid.
+    ///
+    /// # Panics
+    /// If the token is not out.
+    #[inline]
+    pub(crate) fn put(&mut self, token: u16) -> (u16, u16) {
+        let Some(command) = self.out[usize::from(token)].take() else { panic!("token {token} is not out") };
+        self.free.push(token);
+        command
+    }
+
+    /// The token of a command.
+    pub(crate) fn find(&self, sq: u16, cid: u16) -> Option<u16> {
+        self.out.iter().position(|command| *command == Some((sq, cid))).map(|token| token as u16)
+    }
+}
+
+#[inline]
+const fn next(index: u16, entries: u16) -> u16 {
+    if index + 1 == entries { 0 } else { index + 1 }
+}
+
+/// Steps from one index to another, round a ring.
+#[inline]
+const fn distance(from: u16, to: u16, entries: u16) -> u16 {
+    if to >= from { to - from } else { to + (entries - from) }
+}
