@@ -17,7 +17,7 @@ use blkyard_nvme::registers::{
     admin_queue_entries,
 };
 use blkyard_nvme::{
-    ControllerQueuePair, ControllerRings, ControllerTransport, DeviceGone, DmaMap, DmaRange, Doorbells, Fetched,
+    ControllerQueuePair, ControllerRings, ControllerTransport, Cqe, DeviceGone, DmaMap, DmaRange, Doorbells, Fetched,
     IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, IoCommand, IoParser, LbaFormat, NamespaceFormat, NvmeStatus,
     ShadowDoorbells, Sqe, admin, cns, feature, io,
 };
@@ -60,10 +60,13 @@ pub struct FakeController {
     pub has_active_list: bool,
     /// I/O queues that are granted; none for a failure of the feature.
     pub grant: Option<u16>,
+    granted: u16,
     /// Queues from this one on are rejected.
     pub reject_from: Option<u16>,
     /// The n-th command of an opcode is not answered.
     pub ignored: HashMap<u8, u32>,
+    /// Tokens of those that were not.
+    pub ignored_tokens: Vec<u16>,
     /// Admin commands are not answered.
     pub mute: bool,
     pub vectors: u16,
@@ -153,8 +156,10 @@ impl FakeTransport {
             nvm_limits: None,
             has_active_list: true,
             grant: Some(8),
+            granted: 0,
             reject_from: None,
             ignored: HashMap::new(),
+            ignored_tokens: vec![],
             mute: false,
             vectors: 0,
             shares_doorbells: true,
@@ -184,6 +189,11 @@ impl FakeController {
     pub fn at(&mut self, now_ns: u64) {
         self.now_ns = now_ns;
         let wants = self.config & 1 == 1;
+        if wants != self.ready && self.ready_at_ns.is_none() {
+            let (never, delay_ns) =
+                if wants { (self.never_ready, self.ready_delay_ns) } else { (self.never_idle, self.idle_delay_ns) };
+            self.ready_at_ns = (!never).then(|| now_ns + delay_ns);
+        }
         if self.ready_at_ns.is_some_and(|at_ns| at_ns <= now_ns) {
             self.ready_at_ns = None;
             self.ready = wants;
@@ -218,9 +228,7 @@ impl FakeController {
             let (sq_entries, cq_entries) = admin_queue_entries(self.aqa);
             self.admin = Some(self.pair(0, self.asq, sq_entries, self.acq, cq_entries));
         }
-        let never = if is.enabled { self.never_ready } else { self.never_idle };
-        let delay_ns = if is.enabled { self.ready_delay_ns } else { self.idle_delay_ns };
-        self.ready_at_ns = (!never).then(|| self.now_ns + delay_ns);
+        self.ready_at_ns = None;
         let now_ns = self.now_ns;
         self.at(now_ns);
     }
@@ -295,7 +303,8 @@ impl FakeController {
         self.admin.as_mut()?.fetch().expect("an admin queue that is in order")
     }
 
-    fn answer(&mut self, token: u16, status: NvmeStatus, result: u64) {
+    /// Answers an admin command.
+    pub fn answer(&mut self, token: u16, status: NvmeStatus, result: u64) {
         if let Some(admin) = &mut self.admin {
             admin.complete(token, status, result);
         }
@@ -304,6 +313,7 @@ impl FakeController {
     fn execute(&mut self, token: u16, sqe: Sqe) {
         if let Some(left) = self.ignored.get_mut(&sqe.opcode()) {
             if *left == 0 {
+                self.ignored_tokens.push(token);
                 return;
             }
             *left -= 1;
@@ -314,7 +324,8 @@ impl FakeController {
             admin::SET_FEATURES if sqe.dword(10) as u8 == feature::QUEUES => match self.grant {
                 Some(queues) => {
                     let asked = (sqe.dword(11) & 0xffff) as u16 + 1;
-                    let count = u64::from(queues.max(asked.min(queues))) - 1;
+                    self.granted = queues.min(asked);
+                    let count = u64::from(queues) - 1;
                     (ok, count | count << 16)
                 }
                 None => (NvmeStatus::INVALID_FIELD.with_dnr(), 0),
@@ -400,7 +411,7 @@ impl FakeController {
         if self.reject_from.is_some_and(|first| qid >= first) || qid == 0 {
             return NvmeStatus::INVALID_QID.with_dnr();
         }
-        if self.grant.is_none_or(|grant| qid > grant) {
+        if qid > self.granted {
             self.violations.push(format!("queue {qid} was created beyond what was granted"));
         }
         let addr = sqe.data()[0];
@@ -419,6 +430,19 @@ impl FakeController {
         let pending = self.pending.remove(number);
         let status = if status.is_success() { self.transfer(&pending.sqe) } else { status };
         self.answer_io(pending, status);
+    }
+
+    /// Writes the first completion of the queue of a pending command, under another identifier.
+    pub fn complete_as(&mut self, number: usize, cid: u16) {
+        let qid = self.pending[number].qid;
+        let (addr, entries) = self.cqs[&qid];
+        let ring = self.view(addr, usize::from(entries) * 16);
+        ring.store_u64s(0, Cqe::new(cid, qid, 1, NvmeStatus::SUCCESS, 0, true).0, std::sync::atomic::Ordering::Release);
+    }
+
+    /// Whether it can touch no memory.
+    pub fn is_silent(&self) -> bool {
+        !self.ready
     }
 
     /// Moves the data of a command: it is reached whether or not the command will be completed.

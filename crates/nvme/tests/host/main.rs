@@ -3,5 +3,7 @@
 
 mod bring_up;
 mod enable;
+mod failure;
 mod fake;
 mod rig;
+mod walk;

@@ -58,6 +58,8 @@ pub struct Rig {
     pub fake: Rc<RefCell<FakeController>>,
     pub queues: BTreeMap<u16, HwQueue<QueueDriver>>,
     pub now_ns: u64,
+    /// The least that time goes on by.
+    pub tick_ns: u64,
     /// On their way between threads.
     pub commands: Vec<(u16, IoQueueCommand)>,
     pub reports: Vec<(u16, IoQueueReport)>,
@@ -110,6 +112,7 @@ impl Rig {
             fake,
             queues: BTreeMap::new(),
             now_ns: 1,
+            tick_ns: 1,
             commands: vec![],
             reports: vec![],
             late: vec![],
@@ -219,13 +222,14 @@ impl Rig {
         while !self.reports.is_empty() {
             self.deliver_report(0);
         }
+        self.turn_fake();
     }
 
     /// Lets time go on to the next deadline.
     pub fn pass(&mut self) {
         let queues = self.queues.values().filter_map(HwQueue::deadline_ns::<()>).min();
         let next_ns = [self.deadline_ns, queues].into_iter().flatten().min().unwrap_or(self.now_ns + MS);
-        self.now_ns = next_ns.clamp(self.now_ns + 1, self.now_ns + S);
+        self.now_ns = next_ns.clamp(self.now_ns + self.tick_ns, self.now_ns + S);
     }
 
     /// Rounds until something holds.
@@ -252,6 +256,11 @@ impl Rig {
     pub fn check(&self) {
         let fake = self.fake.borrow();
         assert!(fake.violations.is_empty(), "{:?}", fake.violations);
+    }
+
+    /// Bios in flight.
+    pub fn in_flight(&self) -> usize {
+        self.flying.len()
     }
 
     /// Submits a bio to a queue, unless the queue or the buffer is full or something is in flight at its place.
