@@ -1,10 +1,11 @@
 //! Figures of `cargo xtask bench`, cell by cell.
 //!
-//! `cargo xtask bench [CELL...] [--json] [--quick]` measures the cells whose names contain one of the words,
-//! or all. Each line holds value, unit, 10th and 90th percentile of the windows, and what stands beside it: the floor,
-//! which is the limit of the machine that `limits` names for the cell, and the baseline, which is what others take.
+//! `cargo xtask bench [CELL...] [--json] [--quick]` measures the cells whose names contain one of the words, or all.
+//! Each line has value, unit, 10th and 90th percentile of the windows, and two references: the floor, which is the
+//! limit of the machine that `limits` names for the cell, and the baseline, which is the value of another program or
+//! state.
 //!
-//! It does not judge: goals live with whoever reads the figures.
+//! It gives no verdict: goals are in docs/goals.md.
 
 #[path = "cells/clients.rs"]
 mod clients;

@@ -1,9 +1,9 @@
 //! Work to count instructions of, for `cargo xtask test instructions`, which runs it under valgrind.
 //!
-//! `instructions CASE ROUNDS` does so many rounds of a case and ends, printing how many I/Os that were. The same
-//! arguments always do the same: time is counted, not read, one microsecond to a round. Only what this thread executes
-//! in [`counted_rounds`] counts: set-up takes as many turns as it has to wait for other threads. What a round costs is
-//! the difference between two runs of different length, so that the first rounds do not count either.
+//! `instructions CASE ROUNDS` runs so many rounds of a case and ends, printing the number of I/Os. The same arguments
+//! always do the same: time is simulated, one microsecond a round. Only this thread's instructions in
+//! [`counted_rounds`] count: set-up takes as many turns as it has to wait for other threads. The cost of a round is the
+//! difference between two runs of different length, so that the first rounds do not count either.
 //!
 //! Measures nothing itself.
 
@@ -35,7 +35,7 @@ use nvme::pair;
 use ring::ring;
 use sched::{Queued, deadline, fair, kyber, slices};
 
-/// Each case, by the name of the cell or path it stands for.
+/// Each case, by the name of its cell or path.
 const CASES: &[(&str, fn() -> Box<dyn Round>)] = &[
     ("core-null-b1", || Box::new(null(1, true, clock()))),
     ("core-null-b8", || Box::new(null(8, true, clock()))),
@@ -81,7 +81,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// What is counted. `cargo xtask` knows it by its name.
+/// The counted part; `cargo xtask` finds it by its name.
 #[inline(never)]
 fn counted_rounds(case: &mut dyn Round, rounds: u64) -> u64 {
     (0..rounds).map(|_| case.round()).sum()
@@ -100,7 +100,7 @@ fn together(queues: usize, depth: usize, packed: bool) -> impl Round {
     one_core(queues, depth, packed, clock).unwrap_or_else(|why| panic!("a session with ourselves: {why}"))
 }
 
-/// A clock that goes on by a microsecond each time it is read.
+/// A clock that advances by a microsecond with each read.
 fn clock() -> impl FnMut() -> u64 {
     let mut now_ns = 0;
     move || {
@@ -112,8 +112,8 @@ fn clock() -> impl FnMut() -> u64 {
 const BATCH: u16 = 32;
 const RING_SIZE: u16 = 128;
 
-/// The device's side of a virtqueue of 4 KiB reads: fetch, complete and publish; with requests also what lies between,
-/// the parsing of the header and the writing of the status. The driver only moves its index.
+/// The device's side of a virtqueue of 4 KiB reads: fetch, complete and publish; with requests also the parsing of the
+/// header and the writing of the status. The driver only moves its index.
 struct RingCost {
     guest: ModelGuest,
     device: DeviceRing,
@@ -126,7 +126,7 @@ struct RingCost {
 impl RingCost {
     fn new(indirect: bool, requests: bool) -> RingCost {
         let mut guest = ModelGuest::new(RING_SIZE, 1 << 21, true);
-        // As many chains as the ring has descriptors for, and their heads in the available ring, over and over.
+        // As many chains as the ring has descriptors for, with their heads in the available ring, repeatedly.
         let chains = if indirect { RING_SIZE } else { BATCH };
         let heads: Vec<u16> = (0..chains).map(|sector| read_4k(&mut guest, indirect, u64::from(sector))).collect();
         let device = guest.device(true);

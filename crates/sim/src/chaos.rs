@@ -1,10 +1,10 @@
-//! The chaos device: a disk in memory that does, at random, all that a device or a driver may do, and some that no
-//! device should.
+//! The chaos device: a disk in memory that does, at random, all that a device or a driver may do, and some things that
+//! no device should.
 //!
-//! For tests of the layers above. It completes in any order, at once or late, and moves data at the start or the end
-//! of a request. It takes only a part of a batch, takes requests and puts them back, requeues them, fails them, and
-//! loses some until they time out. Behind its ids it completes requests a second time, and ids that never existed:
-//! both must be refused, and are counted ([`ChaosCounts`]). With a volatile cache it also knows what a power failure
+//! For tests of the layers above. It completes in any order, at once or late, and moves data at the start or the end of
+//! a request. It takes only a part of a batch, takes requests and puts them back, requeues them, fails them, and loses
+//! some until they time out. Behind its ids it completes requests a second time, and ids that never existed: both must
+//! be refused, and are counted ([`ChaosCounts`]). With a volatile cache it also reports the data that a power failure
 //! would leave ([`ChaosDevice::read_stable`]).
 //!
 //! All is drawn from a seed and from the time arguments: the same calls give the same events. After construction
@@ -24,8 +24,7 @@ use blkyard_mq::{BioFlags, BlockDevice, DeviceInfo, Op, Request, Status};
 pub use self::queue::ChaosQueue;
 use self::store::Store;
 
-/// Events kept until somebody asks for them; the oldest are forgotten first. More than the deepest queue makes in one
-/// round.
+/// Events kept until they are read; the oldest are dropped first. More than the deepest queue makes in one round.
 const EVENTS_MAX: usize = 4096;
 
 /// How a chaos device behaves. Each `_every` is the mean distance between two such events, counted in occasions: one
@@ -50,14 +49,14 @@ pub struct ChaosConfig {
     pub fail_every: u32,
     /// Does not complete before the driver is asked about it, if then. The queue must have a timeout.
     pub lose_every: u32,
-    /// Completes again what has just completed.
+    /// Repeats a completion.
     pub repeat_every: u32,
-    /// Completes what is not in flight; an occasion is each poll.
+    /// Completes an id that is not in flight; one occasion a poll.
     pub forge_every: u32,
 }
 
 impl ChaosConfig {
-    /// Does what it is told, in order, on the spot.
+    /// No faults: in order, at once.
     pub fn quiet(seed: u64) -> ChaosConfig {
         ChaosConfig {
             seed,
@@ -74,7 +73,7 @@ impl ChaosConfig {
         }
     }
 
-    /// Does everything now and then, but for failing and losing requests: whoever is above sees a disk without fault.
+    /// Everything now and then, except failed and lost requests: the layer above sees a disk without errors.
     pub fn wild(seed: u64) -> ChaosConfig {
         ChaosConfig {
             delay_ns_max: 1_000_000,
@@ -92,13 +91,13 @@ impl ChaosConfig {
 /// Something that a chaos device did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ChaosEvent {
-    /// When, as the driver was told.
+    /// Time, as passed to the driver.
     pub now_ns: u64,
-    /// What.
+    /// Kind of event.
     pub step: ChaosStep,
     /// Tag of the request.
     pub tag: usize,
-    /// What it wants.
+    /// Operation.
     pub op: Op,
     /// How.
     pub flags: BioFlags,
@@ -110,12 +109,12 @@ pub struct ChaosEvent {
     pub sectors: u32,
 }
 
-/// What a chaos device did with a request.
+/// Event of a request at a chaos device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChaosStep {
     /// Began it.
     Taken,
-    /// Handed it back, to be done again.
+    /// Requeued.
     Requeued,
     /// Completed it.
     Ended(Status),
@@ -138,7 +137,7 @@ pub struct ChaosDevice {
     shared: Arc<Shared>,
 }
 
-/// What the queues of a device have in common.
+/// State shared by the queues of a device.
 #[derive(Debug)]
 struct Shared {
     store: Store,
@@ -149,7 +148,7 @@ struct Shared {
 struct Story {
     events: VecDeque<ChaosEvent>,
     counts: ChaosCounts,
-    /// Queues opened so far: each has chances of its own.
+    /// Queues opened so far: each has a separate random sequence.
     queues: u64,
 }
 
@@ -168,7 +167,7 @@ impl ChaosDevice {
         Ok(ChaosDevice { infos: infos.into(), config, shared: Arc::new(Shared { store, story: Mutex::new(story) }) })
     }
 
-    /// What its namespaces are, by number.
+    /// Properties of its namespaces, by number.
     pub fn infos(&self) -> &[Arc<DeviceInfo>] {
         &self.infos
     }
@@ -178,7 +177,7 @@ impl ChaosDevice {
         &self.config
     }
 
-    /// Appends what happened since it was last asked.
+    /// Appends the events since the last call.
     pub fn take_events(&self, to: &mut Vec<ChaosEvent>) {
         to.extend(self.shared.story().events.drain(..));
     }
@@ -283,7 +282,7 @@ mod tests {
             self.queue.submit(bio);
         }
 
-        /// Runs until nothing is left; returns what failed.
+        /// Runs until no bio is left; returns the failed ones.
         fn drain(&mut self) -> usize {
             let mut failed = 0;
             for _ in 0..100_000 {

@@ -11,7 +11,7 @@ use blkyard_mq::Status;
 use crate::pair::{DeviceEnd, HostEnd, PairCompletion, queue_pair};
 use crate::{Events, Rng};
 
-/// What a device is like, as data.
+/// Parameters of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceModel {
     /// Where the figures come from.
@@ -27,9 +27,8 @@ pub struct DeviceModel {
 }
 
 impl DeviceModel {
-    /// The device under the first NVMe driver on blk-mq: 270 K IOPS at most, 11.9 us alone, and a deviation of 0.46 us
-    /// that goes with it. How the 11.9 us divide follows from the ceiling; the ring is what a driver of the time asked
-    /// for.
+    /// The device under the first NVMe driver on blk-mq: at most 270 K IOPS, 11.9 us alone, with a deviation of 0.46
+    /// us. The division of the 11.9 us follows from the ceiling; the ring has the size that drivers of the time used.
     pub const NVME_2013: DeviceModel = DeviceModel {
         source: "M. Bjørling, linux-nvme, October 2013: 4 KiB random writes, multi-queue column, rows 1,1 and 1,16",
         serial_ns: 3_700,
@@ -44,7 +43,7 @@ impl DeviceModel {
     }
 }
 
-/// What the device asks to be told, at a time it names.
+/// Event that the device schedules for itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceEvent {
     /// The command in the serial stage leaves it.
@@ -64,9 +63,9 @@ pub struct ModelDevice {
     model: DeviceModel,
     rng: Rng,
     queues: Vec<ModelQueue>,
-    /// What is in the serial stage: queue and id.
+    /// Command in the serial stage: queue and id.
     staged: Option<(usize, u32)>,
-    /// Whose turn for the stage is next.
+    /// Queue that is next for the stage.
     turn: usize,
 }
 
@@ -90,7 +89,7 @@ impl ModelDevice {
         host
     }
 
-    /// The doorbell of a queue was rung.
+    /// The doorbell of a queue was written.
     pub fn doorbell<E: From<DeviceEvent>>(&mut self, queue: usize, events: &mut Events<E>) {
         let ModelQueue { end, waiting } = &mut self.queues[queue];
         while let Some(command) = end.command() {

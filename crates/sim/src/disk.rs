@@ -1,24 +1,24 @@
-//! A disk that turns: seek, rotation, zones, a track cache that reads ahead, a write cache that is destaged, and native
+//! A rotating disk: seek, rotation, zones, a track cache with read-ahead, a write cache with destaging, and native
 //! queueing.
 //!
-//! Owned by whoever runs it (see [`Model`](crate::Model)). Every figure is data ([`DiskModel`]), with its source in
-//! `docs/models.md`. What it is made of:
+//! Owned by its runner (see [`Model`](crate::Model)). All figures are data ([`DiskModel`]), with sources in
+//! `docs/models.md`. Its parts:
 //!
 //! ```text
 //!                 decoded      ┌─ cached ──────────────▶ interface ─▶ done
 //!   command ─────────────────▶ ┤                            ▲
 //!   (at most 31)               └─ waits for the arm ─┐      │ write cache ─┐
 //!                                                    ▼      │              ▼
-//!            shortest access first, older is nearer  arm ◀──┴──────── destaged: half full, idle, or flush
-//!                                                    └─ reads on behind what was read, while nobody waits
+//!            shortest access first, less by age      arm ◀──┴──────── destaged: half full, idle, or flush
+//!                                                    └─ reads ahead while no command waits
 //! ```
 //!
-//! One arm, one thing at a time. A stream that is read in order is read on for a stretch even while others wait, and
-//! not for longer. Writes are over when they are in the cache, if it has room, and leave it in the order of their
-//! place; a flush waits for what came before it.
+//! One arm, one operation at a time. A sequential stream is read for a stretch while others wait, and not longer.
+//! Writes complete when they are in the cache, if it has room, and leave it in order of position; a flush waits for
+//! earlier writes.
 //!
-//! What it does not model: bad sectors, zones of spare tracks, thermal recalibration, standby, and reads that a dirty
-//! range answers in part. Nothing is drawn but where the platter and the arm are at the beginning.
+//! Not modelled: bad sectors, spare tracks, thermal recalibration, standby, and reads that a dirty range answers in
+//! part. Only the initial positions of platter and arm are random.
 
 mod dirty;
 mod layout;
@@ -34,10 +34,10 @@ use self::segments::CacheSegments;
 use crate::Rng;
 use crate::model::{Access, ModelEvent, SECTOR_BYTES};
 
-/// What a disk is like, as data.
+/// Parameters of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskModel {
-    /// Size, sectors of 512 bytes. The platters are this large; who uses only the outer part opens less of it.
+    /// Size of the platters, sectors of 512 bytes; a user of the outer part opens less.
     pub sectors: u64,
     /// Surfaces.
     pub heads: u64,
@@ -55,13 +55,13 @@ pub struct DiskModel {
     pub cylinder_switch_ns: u64,
     /// Shortest seek, and so the settling in each.
     pub seek_min_ns: u64,
-    /// What the square root of the distance, a share of the full stroke, adds to that, up to a quarter of the stroke.
+    /// Added for the square root of the distance, as a share of the full stroke, up to a quarter of the stroke.
     pub seek_root_ns: u64,
-    /// What the rest of the distance, as such a share, adds beyond.
+    /// Added for the rest of the distance, as such a share.
     pub seek_linear_ns: u64,
     /// How much longer a write settles.
     pub write_settle_ns: u64,
-    /// From the arrival of a command until the disk knows what to do.
+    /// Time to decode a command.
     pub command_ns: u64,
     /// More for a command that needs the arm.
     pub miss_ns: u64,
@@ -73,7 +73,7 @@ pub struct DiskModel {
     pub segments: usize,
     /// Longest of them, sectors.
     pub segment_sectors: u64,
-    /// Sectors that are read behind what was asked for, while nobody waits.
+    /// Sectors read ahead while no command waits.
     pub read_ahead_sectors: u64,
     /// Sectors of one stream that are read in one go while others wait: no less, for the disk reads ahead, and no more.
     pub stretch_sectors: u64,
@@ -81,7 +81,7 @@ pub struct DiskModel {
     pub write_cache_sectors: u64,
     /// Ranges that may be.
     pub dirty_extents: usize,
-    /// Dirty sectors beyond which they are destaged beside whatever else is to be done.
+    /// Dirty sectors above which they are destaged beside other work.
     pub destage_above_sectors: u64,
     /// Time without a command after which they are destaged anyhow.
     pub destage_idle_ns: u64,
@@ -89,7 +89,7 @@ pub struct DiskModel {
     pub destage_sectors: u64,
     /// Commands that the disk takes at one time.
     pub depth: usize,
-    /// What a command's age takes off its access time, in thousandths of the age.
+    /// Reduction of a command's access time by its age, in thousandths of the age.
     pub aging_permille: u64,
 }
 
@@ -126,14 +126,14 @@ impl DiskModel {
     };
 }
 
-/// What the arm does.
+/// Activity of the arm.
 #[derive(Clone, Copy, Debug)]
 enum Arm {
-    /// Nothing.
+    /// Idle.
     Still,
     /// This, until then.
     At(Work, u64),
-    /// Reads on behind what was read.
+    /// Read-ahead.
     Ahead(Ahead),
 }
 
@@ -147,7 +147,7 @@ enum Work {
 #[derive(Clone, Copy, Debug)]
 struct Ahead {
     segment: usize,
-    /// What began to pass at `since_ns`.
+    /// First sector, which began to pass at `since_ns`.
     from: u64,
     since_ns: u64,
     /// Where it ends.
@@ -171,7 +171,7 @@ pub struct RotaryDisk {
     now_ns: u64,
     /// Commands taken that are not over.
     commands: usize,
-    /// Commands on their way in, each with the time it is decoded.
+    /// Commands being decoded, each with the time it is done.
     arriving: VecDeque<(u64, Access)>,
     waiting: Vec<Waiting>,
     /// Writes for which the cache has no room.
@@ -180,18 +180,18 @@ pub struct RotaryDisk {
     flushes: VecDeque<(u64, u64)>,
     /// Flushes so far.
     epoch: u64,
-    /// What passes the interface, each with the time it is through.
+    /// Transfers on the interface, each with the time it is done.
     answers: VecDeque<(u64, u64)>,
     interface_free_ns: u64,
     segments: CacheSegments,
     dirty: Dirty,
     arm: Arm,
-    /// The sector that follows what was read or written last, and its track.
+    /// The sector that follows the last one read or written, and its track.
     head: u64,
     track: u64,
     /// Where the present run of one stream began.
     run_from: u64,
-    /// Whether it is one: it went on where an earlier read ended.
+    /// Whether it is sequential: it began where an earlier read ended.
     is_stream: bool,
     /// Whether destaging is next, when others wait as well.
     destage_turn: bool,
@@ -201,7 +201,7 @@ pub struct RotaryDisk {
 }
 
 impl RotaryDisk {
-    /// A disk at rest, its caches empty.
+    /// An idle disk with empty caches.
     pub fn new(model: DiskModel, seed: u64) -> RotaryDisk {
         let layout = Layout::new(&model);
         let mut rng = Rng::new(seed);
@@ -232,7 +232,7 @@ impl RotaryDisk {
         }
     }
 
-    /// What it is like.
+    /// Its parameters.
     pub fn model(&self) -> &DiskModel {
         &self.model
     }
@@ -312,7 +312,7 @@ impl RotaryDisk {
         }
     }
 
-    /// A command is over.
+    /// Completes a command.
     fn end(&mut self, id: u64) {
         self.commands -= 1;
         self.wanted_ns = self.now_ns;
@@ -348,7 +348,7 @@ impl RotaryDisk {
                 self.stalled.push_back(access);
                 self.fill_cache();
             }
-            // Nothing is given back: sectors have their place.
+            // Not supported: sectors have fixed positions.
             Op::Discard => self.answer(access.id, 0, 0),
         }
     }
@@ -364,7 +364,7 @@ impl RotaryDisk {
         self.answer(access.id, 0, access.sectors);
         let Some(segment) = self.segments.find(start) else { return };
         self.segments.used(segment);
-        // Its stream will want what follows: go on reading, or begin to.
+        // Its stream will read what follows: continue reading, or begin to.
         let limit = (end + self.model.read_ahead_sectors).min(self.model.sectors);
         let read_to = self.segments.end(segment);
         let is_still = matches!(self.arm, Arm::Still) && self.waiting.is_empty() && !self.must_destage();
@@ -405,7 +405,7 @@ impl RotaryDisk {
         !self.flushes.is_empty() || !self.stalled.is_empty() || self.dirty.sectors() > self.model.destage_above_sectors
     }
 
-    /// The arm has done what it was at.
+    /// The arm has completed its operation.
     fn finish(&mut self, work: Work) {
         self.arm = Arm::Still;
         match work {
@@ -459,7 +459,7 @@ impl RotaryDisk {
         if self.is_stream { self.run_from + self.model.stretch_sectors } else { self.run_from }
     }
 
-    /// What is left of an access to be read begins here.
+    /// First sector of an access that is not in the cache.
     fn missing_from(&self, access: &Access) -> u64 {
         if access.op == Op::Read { self.segments.missing_from(access.sector, access.end()) } else { access.sector }
     }
@@ -475,7 +475,7 @@ impl RotaryDisk {
         let destage = self.must_destage();
         let reads_on = matches!(self.arm, Arm::Ahead(_));
         let held = reads_on && self.head < self.stretch_end();
-        // Who has had its stretch comes last: what the head is about to come to anyhow is of that stream.
+        // A stream that has had its stretch comes last: the sectors next under the head belong to it.
         let near = self.head..self.stream_reaches();
         let had_its_turn = |waiting: &Waiting| {
             reads_on && self.is_stream && !held && near.contains(&self.missing_from(&waiting.access))
@@ -490,7 +490,7 @@ impl RotaryDisk {
         }
         let others = self.waiting.iter().any(|waiting| !had_its_turn(waiting));
         let may_be = |waiting: &&Waiting| !(others && had_its_turn(waiting));
-        // What goes on where another ends comes after it, even if it would pass sooner.
+        // An access that begins where another ends comes after it, even if it would pass sooner.
         let comes_later = |waiting: &Waiting| {
             let from = self.missing_from(&waiting.access);
             let ends_there = |other: &Waiting| other.access.end() == from && other.access.op == waiting.access.op;
@@ -514,7 +514,7 @@ impl RotaryDisk {
         }
     }
 
-    /// How far the stream that is being read may be asked for already: a segment on, and what goes on from there.
+    /// End of the range that the current stream may have requested: one segment, and its sequential successors.
     fn stream_reaches(&self) -> u64 {
         let mut reach = self.head + self.model.segment_sectors;
         let goes_on = |reach, access: &Access| (self.head..=reach).contains(&access.sector) && access.end() > reach;
@@ -524,7 +524,7 @@ impl RotaryDisk {
         reach
     }
 
-    /// What speaks against a command: when its first sector would pass, less the reward of waiting.
+    /// Cost of a command: the time until its first sector passes, less the bonus for waiting.
     fn cost_ns(&self, waiting: &Waiting) -> i64 {
         let begins_ns = self.begins_ns(waiting) - self.now_ns;
         let age_ns = self.now_ns - waiting.decoded_ns;
@@ -539,8 +539,7 @@ impl RotaryDisk {
     /// When the first sector that a command needs passes, if the arm turns to it now.
     fn begins_ns(&self, waiting: &Waiting) -> u64 {
         let from = self.missing_from(&waiting.access);
-        // What goes on from where the head is reading is not late: it is read, whether the command is understood or
-        // not.
+        // A continuation of the current read is never late: it is read before the command is decoded.
         let understood_ns = if self.goes_on(from) { 0 } else { waiting.decoded_ns + self.model.miss_ns };
         self.reach_ns(self.now_ns.max(understood_ns), from, waiting.access.op != Op::Read)
     }
@@ -565,7 +564,7 @@ impl RotaryDisk {
         self.arm = Arm::At(work, until_ns);
     }
 
-    /// The arm turns to what is dirty, if anything is. What a flush waits for comes first.
+    /// The arm begins to destage dirty data, if any. Data that a flush waits for comes first.
     fn start_destage(&mut self) -> bool {
         let epoch = self.flushes.front().map_or(u64::MAX, |(epoch, _)| *epoch);
         let Some(extent) = self.dirty.take(self.head, epoch, self.model.destage_sectors) else { return false };
@@ -576,7 +575,7 @@ impl RotaryDisk {
         true
     }
 
-    /// When a sector begins to pass under the head if the arm sets out at this time.
+    /// Time at which a sector begins to pass under the head, if the arm starts at `from_ns`.
     fn reach_ns(&self, from_ns: u64, sector: u64, write: bool) -> u64 {
         let there_ns = from_ns + self.seek_ns(self.layout.track(sector), write);
         let (turn_ns, angle_ns) = (self.model.turn_ns, self.layout.angle_ns(sector));

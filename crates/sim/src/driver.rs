@@ -1,7 +1,7 @@
-//! A driver for one queue pair: the core's requests go out as commands, completions come back by their ids.
+//! A driver for one queue pair: the core's requests become commands, completions come back by their ids.
 //!
-//! Owned by its hardware queue. One doorbell for a batch; an id is good once ([`Cids`]). There is an entry for each
-//! tag, so it never asks for room. It does not know what is at the other end, nor the time.
+//! Owned by its hardware queue. One doorbell write for a batch; an id is valid once ([`Cids`]). There is an entry for
+//! each tag, so it never lacks room. The other end and the time are unknown to it.
 
 use blkyard_mem::RegionTable;
 use blkyard_mq::{Batch, Cid, Cids, Done, Driver};
@@ -26,7 +26,7 @@ impl PairDriver {
         PairDriver { host, cids: Cids::new(depth), forged: 0 }
     }
 
-    /// Completions that named nothing in flight.
+    /// Completions of ids that are not in flight.
     pub fn forged(&self) -> u64 {
         self.forged
     }

@@ -1,7 +1,7 @@
-//! Clock and calendar: what happens next, and what time it is then.
+//! Clock and calendar: the next event, and its time.
 //!
-//! Owned by whoever runs the world. Events of one instant come in the order they were entered, so a run depends on
-//! nothing but its seed. It does not know what an event means.
+//! Owned by the simulation's runner. Events of one instant come in order of insertion, so a run depends only on its
+//! seed. The meaning of an event is unknown here.
 
 use std::cmp::Ordering;
 use std::collections::BinaryHeap;
@@ -28,16 +28,16 @@ impl<E> Default for Events<E> {
 }
 
 impl<E> Events<E> {
-    /// The time, nanoseconds since the world began.
+    /// Time since the simulation began, ns.
     #[inline]
     pub fn now_ns(&self) -> u64 {
         self.now_ns
     }
 
-    /// Enters an event for a time that is not past.
+    /// Adds an event for a time that is not past.
     ///
     /// # Panics
-    /// If it is past: the model would change what has happened.
+    /// If it is past: the model would change earlier events.
     #[inline]
     pub fn at(&mut self, at_ns: u64, event: impl Into<E>) {
         assert!(at_ns >= self.now_ns, "an event for {at_ns} was entered at {}", self.now_ns);
@@ -57,7 +57,7 @@ impl<E> Events<E> {
         self.heap.peek().map(|entry| entry.at_ns)
     }
 
-    /// Nothing of what was entered will happen.
+    /// Drops all pending events.
     pub fn clear(&mut self) {
         self.heap.clear();
     }

@@ -1,8 +1,8 @@
-//! Flash: channels of dies, pages that are programmed and blocks that are erased, a write cache, and pauses for
-//! collecting garbage.
+//! Flash: channels of dies, pages that are programmed and blocks that are erased, a write cache, and pauses for garbage
+//! collection.
 //!
-//! Owned by whoever runs it (see [`Model`](crate::Model)). Every figure is data ([`FlashModel`]), with its source in
-//! `docs/models.md`. Nothing is drawn. All dies work at once, each at one thing at a time and in the order it came:
+//! Owned by its runner (see [`Model`](crate::Model)). All figures are data ([`FlashModel`]), with sources in
+//! `docs/models.md`. Nothing is random. All dies work in parallel, each on one operation at a time, in order:
 //!
 //! ```text
 //!   read  ─▶ command ─▶ die of its page: read ─▶ channel of the die ─▶ done
@@ -10,12 +10,11 @@
 //!                         └─ a page full, or a flush ─▶ next die: program
 //! ```
 //!
-//! So a read that comes to a die that programs or erases waits for it, and that is what its tail is made of. When a
-//! block has been filled another must be free: as many pages are moved as the model says that it still held, and it is
-//! erased.
+//! So a read of a busy die waits for its program or erase, which makes the tail latency. When a block is full another
+//! must be free: the model's number of valid pages is moved, and the block is erased.
 //!
-//! What it does not model: where each page really lies (a read finds its die by its place on the device), wear,
-//! suspended programs, and what a discard saves.
+//! Not modelled: the map of pages (the position of a read determines its die), wear, suspended programs, and the effect
+//! of discard.
 
 use std::collections::VecDeque;
 
@@ -24,7 +23,7 @@ use blkyard_mq::Op;
 use crate::Events;
 use crate::model::{Access, ModelEvent, SECTOR_BYTES};
 
-/// What a flash device is like, as data.
+/// Parameters of a flash device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FlashModel {
     /// Channels, each with its own wires.
@@ -45,7 +44,7 @@ pub struct FlashModel {
     pub channel_bytes_per_s: u64,
     /// Of each block that is collected, how many pages in a thousand are still wanted and moved.
     pub valid_permille: u64,
-    /// From the arrival of a command until the device knows what to do, and back.
+    /// Time to decode a command, and to answer it.
     pub command_ns: u64,
     /// Bytes per second between host and device.
     pub interface_bytes_per_s: u64,
@@ -93,10 +92,10 @@ pub struct Flash {
     interface_free_ns: u64,
     /// The die that programs next.
     next_die: usize,
-    /// What is in the cache for a page that is not full, and how many sectors that are.
+    /// Data in the cache for a partial page: data, and number of sectors.
     open: Vec<(u64, u64)>,
     open_sectors: u64,
-    /// What is being programmed: until when at the least, and how many sectors.
+    /// Pages being programmed: earliest end, and number of sectors.
     programming: VecDeque<(u64, u64)>,
     programming_sectors: u64,
     /// When all that was ever to be programmed is.
@@ -105,7 +104,7 @@ pub struct Flash {
 }
 
 impl Flash {
-    /// A device at rest, its cache empty.
+    /// An idle device with an empty cache.
     pub fn new(model: FlashModel) -> Flash {
         Flash {
             events: Events::default(),
@@ -237,7 +236,7 @@ impl Flash {
         room_ns
     }
 
-    /// Programs what is in the cache for a page, full or not.
+    /// Programs the cached data of a page, full or not.
     fn close(&mut self, now_ns: u64) {
         if self.open.is_empty() {
             return;
@@ -264,8 +263,8 @@ impl Flash {
     }
 }
 
-/// When so many bytes have passed wires that others share, and that they are ready for at a time. What is ready late
-/// keeps nobody from passing before: the wires are counted as taken from when the command came.
+/// Time at which so many bytes have passed shared wires, if they are ready at `ready_ns`. Late data does not block
+/// others: the wires count as used from the time of the command.
 fn pass(free_ns: &mut u64, bytes_per_s: u64, bytes: u64, now_ns: u64, ready_ns: u64) -> u64 {
     let passes_ns = bytes * 1_000_000_000 / bytes_per_s;
     *free_ns = (*free_ns).max(now_ns) + passes_ns;
@@ -279,8 +278,8 @@ mod tests {
 
     const MODEL: FlashModel = FlashModel::NVME_2018;
 
-    /// Keeps `depth` of what `next` names out until `count` are over. Returns accesses per second, and how long each
-    /// took, sorted.
+    /// Keeps `depth` accesses of `next` in flight until `count` have completed. Returns accesses per second, and their
+    /// sorted durations.
     fn keep(
         model: FlashModel,
         depth: usize,
@@ -328,7 +327,7 @@ mod tests {
         let (_, took) = keep(MODEL, 1, 1000, anywhere(Op::Write));
         assert!(took.iter().all(|took_ns| *took_ns < 13_000), "{:?}", took.last());
         let mut sector = 0;
-        // Through an interface that is not what holds it up.
+        // With an interface that is no bottleneck.
         let wide = FlashModel { interface_bytes_per_s: 32_000_000_000, ..MODEL };
         let (rate, took) = keep(wide, 32, 40_000, || {
             sector += 256;

@@ -1,15 +1,15 @@
-//! The dreamed world: virtual time, seeded chance, and devices that exist in neither wood nor metal.
+//! The simulation: virtual time, seeded chance, and models of devices.
 //!
-//! Here an hour passes in a moment and the same seed makes the same hour, to the last bit. [`Events`] is clock and
-//! calendar in one. A [`Model`] is a machine of events with figures for data: a [`RotaryDisk`] that turns, [`Flash`], a
-//! [`FixedLatency`] of a given latency and ceiling. A [`Modelled`] device puts one under the real core, and keeps the
-//! bytes; its queues are driven by whatever time their lane has, so it is at home in real time as well. A
-//! [`ModelDevice`] is one with queue pairs, as NVMe has them: [`PairDriver`] drives one end of a [`queue_pair`].
+//! An hour of virtual time takes a moment, and the same seed gives the same run to the bit. [`Events`] is clock and
+//! calendar. A [`Model`] is an event machine with figures as data: a [`RotaryDisk`], [`Flash`], a [`FixedLatency`] with
+//! a ceiling. A [`Modelled`] device runs one under the real core, and stores the bytes; its queues use the time of
+//! their lane, so it also works in real time. A [`ModelDevice`] has queue pairs, like NVMe: [`PairDriver`] drives one
+//! end of a [`queue_pair`].
 //!
-//! A world ([`run_world`]) is drawn from a seed, runs the real queues on such a device, and judges what comes of it.
+//! A seeded run ([`run_world`]) is drawn from its seed, runs the real queues on such a device, and judges the results.
 //!
-//! No thread is started and no clock is read here. Who dreams owns the loop: take the next event, hand it to whom it
-//! concerns, let them add theirs.
+//! No thread is started and no clock is read here. The caller owns the loop: it takes the next event and passes it to
+//! its target, which may add others.
 #![forbid(unsafe_code)]
 
 mod chaos;

@@ -1,18 +1,18 @@
-//! A device of a given latency and ceiling: every access passes a narrow place, one at a time, and then takes a while
-//! more, which all may do at once.
+//! A device with a given latency and ceiling: every access passes a serial stage, one at a time, and then takes the
+//! latency, in parallel with others.
 //!
-//! It is what is left of a device when its inside does not matter: a network path, a fast disk under test. It keeps
-//! order, unless its latency varies, and has no cache.
+//! A model for devices whose inside does not matter: a network path, a fast disk under test. It keeps order, unless its
+//! latency varies, and has no cache.
 
 use crate::model::{Access, ModelEvent, SECTOR_BYTES};
 use crate::{Events, Rng};
 
-/// What it is like.
+/// Parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LineModel {
-    /// Time in the narrow place for each access, whatever its length: the inverse of the most it does in a second.
+    /// Time of each access in the serial stage, for any length: the inverse of the maximum rate.
     pub access_ns: u64,
-    /// Bytes per second through the narrow place; zero for no such ceiling.
+    /// Bytes per second through the serial stage; 0 for no such ceiling.
     pub bytes_per_s: u64,
     /// Time after it.
     pub latency_ns: u64,
@@ -27,16 +27,16 @@ pub struct LineModel {
 pub struct FixedLatency {
     model: LineModel,
     rng: Rng,
-    /// When the narrow place is free.
+    /// Time at which the serial stage is free.
     free_ns: u64,
-    /// What ends, and when.
+    /// Pending completions.
     due: Events<Access>,
     out: usize,
     happened: Vec<ModelEvent>,
 }
 
 impl FixedLatency {
-    /// A device at rest.
+    /// An idle device.
     pub fn new(model: LineModel, seed: u64) -> FixedLatency {
         let happened = Vec::with_capacity(2 * model.depth.min(1024));
         FixedLatency { model, rng: Rng::new(seed), free_ns: 0, due: Events::default(), out: 0, happened }

@@ -1,7 +1,7 @@
-//! Runs worlds: `blkyard-sim SEED|FIRST..END [--seconds N] [key=value..]`. `cargo xtask sim` is the way to it.
+//! Runs simulations: `blkyard-sim SEED|FIRST..END [--seconds N] [key=value..]`, usually by `cargo xtask sim`.
 //!
-//! Options not given are drawn from the seed. A run that fails prints how to do it again, whole; the exit status is 1
-//! then. The clock is read to know when enough have been run, and for nothing else.
+//! Options not given are drawn from the seed. A failing run prints the complete command that repeats it; the exit
+//! status is 1 then. The clock is read only to end after the given time.
 
 #![forbid(unsafe_code)]
 
@@ -16,7 +16,7 @@ const USAGE: &str = "use SEED, or FIRST..END for several, then [--seconds N] and
 
 struct SimArguments {
     seeds: Range<u64>,
-    /// No world is begun after that.
+    /// No run begins after that.
     limit: Duration,
     options: Vec<String>,
 }

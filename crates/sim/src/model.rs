@@ -1,7 +1,7 @@
-//! What all models of devices have in common: commands with a time go in, and what happened, and when, comes out.
+//! Interface of all device models: commands with a time go in, and events with their times come out.
 //!
-//! A model is a machine of events. It knows no clock: whoever has it says what time it is, and asks when something
-//! happens next. It moves no data and never fails. It is told of times in their order; one that is past counts as now.
+//! A model is an event machine without a clock: the caller passes the time, and asks for the time of the next event. It
+//! moves no data and never fails. Times must be in order; a past one counts as now.
 
 use blkyard_mq::Op;
 
@@ -11,14 +11,14 @@ use crate::line::FixedLatency;
 
 pub(crate) use blkyard_mq::SECTOR_BYTES;
 
-/// What a device is asked for.
+/// A command for a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Access {
-    /// What it will be known by; whoever asks makes sure that it is unique among those that are not over.
+    /// Its id; the caller ensures that it is unique among commands in flight.
     pub id: u64,
-    /// What is wanted.
+    /// Operation.
     pub op: Op,
-    /// The write is on the medium when it is over.
+    /// The write completes when it is on the medium.
     pub fua: bool,
     /// First sector.
     pub sector: u64,
@@ -33,17 +33,18 @@ impl Access {
     }
 }
 
-/// What has happened.
+/// An event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelEvent {
-    /// An access is over.
+    /// A command has completed.
     Done {
         /// By its id.
         id: u64,
         /// When.
         at_ns: u64,
     },
-    /// A range has reached the medium, and would outlive a power failure. Of an access with FUA the end is told first.
+    /// A range has reached the medium, and would survive a power failure. For a command with FUA its completion comes
+    /// first.
     OnMedium {
         /// First sector.
         sector: u64,
@@ -86,7 +87,7 @@ impl Model {
         }
     }
 
-    /// When something happens next, if nothing more comes.
+    /// Time of the next event, without further commands.
     pub fn next_ns(&self) -> Option<u64> {
         match self {
             Model::Disk(disk) => disk.next_ns(),
@@ -95,7 +96,7 @@ impl Model {
         }
     }
 
-    /// Tells `to` all that has happened up to now and was not told, in the order it happened.
+    /// Passes all events up to now to `to`, in order.
     pub fn run(&mut self, now_ns: u64, to: impl FnMut(ModelEvent)) {
         let happened = match self {
             Model::Disk(disk) => disk.run(now_ns),
@@ -105,8 +106,8 @@ impl Model {
         happened.drain(..).for_each(to);
     }
 
-    /// The power fails, and is back at once: what is in flight and what a volatile cache holds is gone, and will not be
-    /// told of.
+    /// A power failure with immediate restart: commands in flight and the content of a volatile cache are lost, without
+    /// events.
     pub fn cut_power(&mut self, now_ns: u64) {
         match self {
             Model::Disk(disk) => disk.cut_power(now_ns),

@@ -1,11 +1,11 @@
-//! A device whose time is a model's and whose bytes are memory's, under the real core.
+//! A device with the time of a model and the bytes of memory, under the real core.
 //!
-//! Its queues share the model under a lock; each passes commands on and runs the model up to the time it is told, so a
-//! lane in real time and a world in virtual time drive it alike. Data moves when a command is taken, and the completion
-//! waits. It is no device to measure the core with.
+//! Its queues share the model under a lock; each passes commands on and runs the model up to the given time, so lanes
+//! in real time and simulations in virtual time drive it alike. Data moves when a command is taken, and the completion
+//! waits. It is not a device to measure the core with.
 //!
-//! One that [keeps](Keeps::Medium) the medium apart knows what a power failure leaves: what has reached the medium.
-//! Everything else of its memory is the cache's.
+//! One that [keeps](Keeps::Medium) the medium separately knows the effect of a power failure: only data that has
+//! reached the medium remains. All other content of its memory is the cache's.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,10 +15,10 @@ use blkyard_mq::{Batch, BioFlags, BlockDevice, Cid, Cids, DeviceInfo, Done, Driv
 
 use crate::model::{Access, Model, ModelEvent};
 
-/// What a modelled device remembers of what is written to it.
+/// Data that a modelled device keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keeps {
-    /// Nothing: reads leave the memory as it was.
+    /// None: reads leave the memory unchanged.
     Nothing,
     /// Its bytes.
     Bytes,
@@ -38,7 +38,7 @@ pub struct Modelled {
 struct SharedCore {
     model: Model,
     medium: Option<RamStore>,
-    /// By queue: what is over and was not fetched.
+    /// By queue: completions not reaped.
     over: Vec<Vec<Cid>>,
     /// Power failures so far.
     cuts: u64,
@@ -51,7 +51,7 @@ pub struct ModelledQueue {
     store: Option<RamStore>,
     number: u64,
     cids: Cids,
-    /// By tag: what the device has.
+    /// By tag: commands at the device.
     out: Box<[Option<Cid>]>,
     in_flight: usize,
     /// Power failures that it knows of.
@@ -70,10 +70,11 @@ impl Modelled {
         Ok(Modelled { info, store: bytes, shared: Arc::new(Mutex::new(shared)) })
     }
 
-    /// The power fails, and is back at once. What was in flight fails, and what had not reached the medium is gone.
+    /// A power failure with immediate restart. Commands in flight fail, and data that had not reached the medium is
+    /// lost.
     ///
     /// # Panics
-    /// If it does not [keep](Keeps::Medium) the medium apart.
+    /// If it does not [keep](Keeps::Medium) the medium separately.
     pub fn cut_power(&self, now_ns: u64) {
         let mut shared = lock(&self.shared);
         shared.run(self.store.as_ref(), now_ns);
@@ -154,7 +155,7 @@ impl<Cx: ?Sized> Driver<Cx> for ModelledQueue {
         if self.in_flight == 0 {
             self.cuts = shared.cuts;
         }
-        // What was lost with the power is told of first.
+        // Commands lost in the power failure are reported first.
         while shared.model.room() > 0 && self.cuts == shared.cuts {
             let Some((tag, request, segments)) = batch.take_inline() else { break };
             let status = self
@@ -258,7 +259,7 @@ mod tests {
             self.queue.submit(bio);
         }
 
-        /// Lets time pass from one deadline to the next until all is over; returns how it went.
+        /// Advances time from one deadline to the next until all requests have completed; returns their statuses.
         fn drain(&mut self) -> Vec<Status> {
             let mut ended = Vec::new();
             self.queue.issue(&mut (), self.now_ns);
@@ -295,7 +296,7 @@ mod tests {
         bench.device.cut_power(bench.now_ns);
         assert_eq!(bench.drain(), [Status::Io]);
         assert_eq!([0, 800, 1600].map(|sector| bench.byte(sector)), [7, 0, 7]);
-        // A failure that finds nothing in flight is nobody's.
+        // A failure without requests in flight has no effect on them.
         bench.device.cut_power(bench.now_ns);
         bench.submit(Op::Read, BioFlags::empty(), 800);
         assert_eq!(bench.drain(), [Status::Ok]);

@@ -1,30 +1,29 @@
-//! A queue pair in memory: commands one way, completions the other, as an NVMe controller has it.
+//! A queue pair in memory: commands one way, completions the other, like that of an NVMe controller.
 //!
-//! The host owns [`HostEnd`], the device [`DeviceEnd`]; they may live in one thread or in two. Commands are written
-//! first and told of later, by one store, which stands for the doorbell. It knows no time and no tags: what an id means
-//! is the host's business.
+//! The host owns [`HostEnd`], the device [`DeviceEnd`], in one thread or in two. Commands are written first and
+//! published by one store, which stands for the doorbell. It knows no time and no tags: the host defines ids.
 
 use blkyard_mem::Segment;
 use blkyard_mem::ring::{Consumer, Producer, channel};
 use blkyard_mq::{Op, Status};
 
-/// What the host wants, as it stands in a submission queue: 64 bytes, as with NVMe.
+/// A command as in a submission queue: 64 bytes, as with NVMe.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C, align(64))]
 pub struct Command {
-    /// What the completion will be known by.
+    /// Its id, returned in the completion.
     pub cid: u32,
-    /// What is wanted.
+    /// Operation.
     pub op: Op,
     /// First sector.
     pub sector: u64,
     /// Sectors of 512 bytes.
     pub sectors: u32,
-    /// Where the first byte of data is; the models move none.
+    /// First byte of data; the models move none.
     pub data: Segment,
 }
 
-/// What became of a command.
+/// Result of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(C, align(16))]
 pub struct PairCompletion {
@@ -85,7 +84,7 @@ impl HostEnd {
         self.sq.publish();
     }
 
-    /// The next completion. Its entry is the device's again once [told](HostEnd::release).
+    /// The next completion. Its entry is the device's again once [released](HostEnd::release).
     #[inline]
     pub fn completion(&mut self) -> Option<PairCompletion> {
         self.cq.pop()
@@ -99,7 +98,7 @@ impl HostEnd {
 }
 
 impl DeviceEnd {
-    /// The next command that was rung for.
+    /// The next command that the doorbell has announced.
     #[inline]
     pub fn command(&mut self) -> Option<Command> {
         let command = self.sq.pop();

@@ -1,8 +1,8 @@
-//! Chance, from a seed: the same seed makes the same world.
+//! Random numbers from a seed: the same seed gives the same run.
 //!
-//! Integers only, so that no machine rounds differently. Not for secrets.
+//! Integers only, so that rounding is the same on all machines. Not for secrets.
 
-/// A source of numbers that look random (splitmix64, as Vigna has it).
+/// A pseudo-random generator (splitmix64, by Vigna).
 #[derive(Clone, Debug)]
 pub struct Rng(u64);
 

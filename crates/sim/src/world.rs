@@ -1,16 +1,16 @@
-//! A world from a seed: submitters with chances of their own, the real queue core, a device, and an oracle that judges
-//! what comes back.
+//! A seeded simulation: submitters with separate random sequences, the real queue core, a device, and an oracle that
+//! judges the results.
 //!
-//! Nothing in it is a copy: the queues are [`HwQueue`] and [`SwQueue`], over the drivers that others use. Time is the
-//! calendar's. A lane turns when somebody submits, when it has work left or at the time it named, and not otherwise:
-//! one that forgets something stands still, and that is found. Threads that share a queue take steps in an order that
-//! is drawn. Power fails, queues change under load, devices make trouble, as the [options](WorldOptions) say.
+//! All parts are real: the queues are [`HwQueue`] and [`SwQueue`], over the drivers of other users. Time is the
+//! calendar's. A lane turns when a submitter has submitted, when it has work left or at the time it named, and not
+//! otherwise: one that forgets a wake-up stops, which is detected. Threads that share a queue take steps in a random
+//! order. Power fails, queues change under load, devices inject faults, as the [options](WorldOptions) say.
 //!
-//! Judged are: what is read, and what a power failure leaves ([`Oracle`]); that each bio comes back once, as it was,
-//! without an error that nobody made; that nothing waits for longer than `PATIENCE_NS`; and that the run does not stand
-//! still.
+//! Judged are: data that is read, and data that a power failure leaves ([`Oracle`]); that each bio comes back once,
+//! unchanged, without an error that was not injected; that no bio waits longer than `PATIENCE_NS`; and that the run
+//! does not stop.
 //!
-//! The same seed and options make the same run: [`WorldResult`] has a number of all that happened and when.
+//! The same seed and options give the same run: [`WorldResult`] has a hash of all events and times.
 
 mod device;
 mod options;
@@ -33,12 +33,12 @@ use crate::{Events, Rng};
 /// Longest time that a bio may take. The slowest device here takes a second for all that a queue holds; one that loses
 /// requests takes a timeout for each loss in a row.
 const PATIENCE_NS: u64 = 120_000_000_000;
-/// Events of a run: far more than any needs that comes to an end.
+/// Limit of a run's events: far more than any terminating run needs.
 const EVENTS_MAX: u64 = 50_000_000;
 /// How long a submitter waits that found no room, and a thread before it polls again; twice that at most.
 const AGAIN_NS: u64 = 50_000;
 
-/// What a run came to.
+/// Result of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorldResult {
     /// Bios that came back, and how many of them failed.
@@ -111,7 +111,7 @@ struct World {
     submitters: Vec<SimSubmitter>,
     region: Arc<Region>,
     free_slots: Vec<u64>,
-    /// By bio; none once it is over.
+    /// By bio; `None` once it has completed.
     submitted: Vec<Option<SubmittedBio>>,
     out: u64,
     oracle: Oracle,
@@ -123,17 +123,17 @@ fn limit(iops: u64, bytes_per_s: u64) -> Option<Arc<RateLimit>> {
     RateLimit::new(RateConfig { iops, bytes_per_s, burst_ms: 2 }).map(Arc::new)
 }
 
-/// Runs a world until all its bios are over.
+/// Runs a simulation until all its bios have completed.
 ///
 /// # Panics
-/// If anything is not as it should be; says what.
+/// If a check fails; says which.
 pub fn run(seed: u64, options: WorldOptions) -> WorldResult {
     let mut world = World::new(seed, options);
     world.run();
     world.outcome
 }
 
-/// Nobody sleeps here: who waits polls.
+/// Threads never sleep here: they poll.
 struct NoParker;
 
 impl Wake for NoParker {
@@ -406,7 +406,7 @@ impl World {
         over.into_iter().for_each(|bio| self.end(&bio));
     }
 
-    /// A thread looks for what is over.
+    /// A thread polls for completions.
     fn poll(&mut self, submitter: usize) {
         let SubmitPath::Shared(ends) = &mut self.way else { return };
         let clock = clock(self.events.now_ns());
@@ -465,7 +465,7 @@ impl World {
         }
     }
 
-    /// A queue is changed under load; as it was, once nothing more is submitted.
+    /// Changes a queue under load; restores it once no more bios are submitted.
     fn change(&mut self) {
         let over = self.is_over();
         let SubmitPath::Lanes(lanes) = &mut self.way else { return };
@@ -509,7 +509,7 @@ impl World {
         self.events.after(self.options.cuts_us * 1000, WorldEvent::Cut);
     }
 
-    /// The power fails; what is left is judged.
+    /// Power fails; the remaining data is judged.
     fn fail_power(&mut self) {
         self.device.cut_power(self.events.now_ns());
         let device = &self.device;
@@ -517,7 +517,7 @@ impl World {
     }
 }
 
-/// Memory of one bio: its data, and what lies between its pieces.
+/// Memory of one bio: its data, and the gaps between its pieces.
 fn slot_bytes(options: &WorldOptions) -> u64 {
     (options.bio_sectors.max(1) + 3) * 512
 }

@@ -1,9 +1,9 @@
-//! `vhost-*-libblkio`, `-qemu-img` and `vhost-tmpfs-*`: clients that are programs of their own, or sleep, at our daemon
-//! and at qemu-storage-daemon in turn.
+//! `vhost-*-libblkio`, `-qemu-img` and `vhost-tmpfs-*`: clients that are separate programs, or that sleep, at our
+//! daemon and at qemu-storage-daemon in turn.
 //!
 //! `BLKYARD_BLKIO` is the command of the program `blkio-load`, which changes sockets by itself from window to window;
 //! `BLKYARD_QEMU_IMG` names the other. Without them their cells are not measured. Servers are on one CPU and the client
-//! on the other, but for files on tmpfs, where the kernel's workers want both: there nobody is pinned.
+//! on the other, except for files on tmpfs, where the kernel's workers need both: there no thread is pinned.
 
 use std::path::Path;
 use std::process::Command;
@@ -23,7 +23,7 @@ struct Cli {
     bench: BenchArgs,
 }
 
-/// Who asks.
+/// Client program.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Client {
     Ours,
@@ -53,7 +53,7 @@ pub fn client_cells(quick: bool, report: &mut CellReport) {
     for store in [CellStore::Null, CellStore::Ram, CellStore::Tmpfs] {
         for client in [Client::Ours, Client::Libblkio, Client::QemuImg] {
             for (depth, queues) in [(1, 1), (32, 1), (128, 1), (1, 2), (32, 2), (128, 2)] {
-                // It uses one queue; and what our driver does with memory the cells of `vhost` measure.
+                // It uses one queue; the cells of `vhost` measure our driver on memory.
                 if client == Client::QemuImg && queues > 1 || client == Client::Ours && store != CellStore::Tmpfs {
                     continue;
                 }
@@ -147,7 +147,7 @@ fn qemu_img(span: MeasuredSpan, socket: &Path, depth: usize) -> Result<f64, Stri
     run((about * span.seconds) as usize + 1)
 }
 
-/// Our own `bench`, whose queues sleep if they have nothing to do.
+/// Our own `bench`, whose queues sleep when idle.
 pub fn our_bench(span: MeasuredSpan, socket: &Path, depth: usize, queues: usize) -> Result<f64, String> {
     let device = Device::open(&format!("vhost-user:{}", socket.display())).map_err(|error| error.to_string())?;
     let (depth, jobs, runtime) = (depth.to_string(), queues.to_string(), format!("{}ms", span.seconds * 1000.0));
@@ -160,7 +160,7 @@ pub fn our_bench(span: MeasuredSpan, socket: &Path, depth: usize, queues: usize)
     if report.is_good() && iops > 0.0 { Ok(iops) } else { Err("our own run failed".into()) }
 }
 
-/// What a program says that ends well.
+/// Output of a program that ends without error.
 fn said(command: &mut Command) -> Result<String, String> {
     let output = command.output().map_err(|error| format!("{command:?}: {error}"))?;
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -20,7 +20,7 @@ pub fn clock() -> impl Fn() -> u64 {
     move || clock.now_ns()
 }
 
-/// `core-null-*` on one thread: what the core itself costs, and `load-only-*`, which is in each of them.
+/// `core-null-*` on one thread: the cost of the core, and `load-only-*`, which is a part of each of them.
 pub fn null_cells(plan: WindowPlan, report: &mut CellReport) {
     for depth in [1, 8, 32] {
         let name = format!("core-null-b{depth}");
@@ -43,8 +43,7 @@ pub fn null_cells(plan: WindowPlan, report: &mut CellReport) {
     }
 }
 
-/// `core-null-2x2`, and `sched-null-2x2` with time slices: how many times one thread on a queue two are, each on a
-/// queue of its own.
+/// `core-null-2x2`, and `sched-null-2x2` with time slices: rate of two threads with a queue each, over that of one.
 pub fn two_queues_cell(plan: WindowPlan, report: &mut CellReport) {
     two_queues(plan, report, "core-null-2x2", || null(32, true, clock()));
     two_queues(plan, report, "sched-null-2x2", || null(32, true, clock()).scheduled(slices()));
@@ -67,8 +66,8 @@ fn two_queues<R: Round + Send>(plan: WindowPlan, report: &mut CellReport, cell: 
     }
 }
 
-/// `sched-*`: a scheduler by itself with 10 000 bios queued, and `sched-null-b32`: the core with one that has nothing
-/// to order.
+/// `sched-*`: a scheduler alone with 10 000 bios queued, and `sched-null-b32`: the core with a scheduler that has no
+/// bio to order.
 pub fn scheduler_cells(plan: WindowPlan, report: &mut CellReport) {
     let timeslice = |streams| Queued::new(slices(), streams);
     let cells: [(&str, fn(u32) -> Queued, u32); 6] = [
@@ -113,7 +112,7 @@ pub fn ram_cells(plan: WindowPlan, report: &mut CellReport) {
     }
 }
 
-/// `virtio-ring-*`: the core over a driver, a ring and a device that does nothing, all on one thread.
+/// `virtio-ring-*`: the core over a driver, a ring and a null device, all on one thread.
 pub fn ring_cells(plan: WindowPlan, report: &mut CellReport) {
     for depth in [1, 32, 128] {
         let [split, packed] = ["split", "packed"].map(|format| format!("virtio-ring-{format}-qd{depth}"));
@@ -127,7 +126,7 @@ pub fn ring_cells(plan: WindowPlan, report: &mut CellReport) {
     }
 }
 
-/// Writes the whole device once, so that every page is there.
+/// Writes the whole device once, so that every page is allocated.
 fn write_all(device: &RamDevice) {
     const BYTES: u32 = 1 << 20;
     let mut queue =

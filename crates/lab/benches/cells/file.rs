@@ -1,12 +1,12 @@
-//! Cells of the file device on tmpfs, against fio with `io_uring` at the same depth: what is left between us and the
+//! Cells of the file device on tmpfs, against fio with `io_uring` at the same depth: the cost of our layers above the
 //! kernel.
 //!
-//! Both read the same file from the same CPU, in turn, a second each. fio gets what helps it: registered files and
-//! buffers, and submission in batches. Its program is named by `BLKYARD_FIO`, or found in the path; without it we are
-//! measured alone, and say so.
+//! Both read the same file from the same CPU, in turn, a second each. fio gets its fast options: registered files and
+//! buffers, and submission in batches. `BLKYARD_FIO` names its program, otherwise the path; without it only our figure
+//! is measured, and the report says so.
 //!
-//! CPU time is that of the whole process, with the kernel's workers, which do the copying on tmpfs; of fio's, what it
-//! takes to start is left out.
+//! CPU time is that of the whole process, with the kernel's workers, which do the copying on tmpfs; fio's start is not
+//! counted.
 
 use std::io::Write;
 use std::path::Path;
@@ -69,7 +69,7 @@ fn compare(depth: u32, windows: usize, runtime: &str) -> Result<(FileFigures, Fi
         file.write_all(&chunk).map_err(|error| format!("{}: {error}", file.path().display()))?;
     }
     let (mut ours, mut theirs) = (FileFigures::default(), FileFigures::default());
-    // We take what the file system gives; fio is told the same.
+    // Direct I/O as the file system supports it; fio gets the same setting.
     let device = Device::open(&file.path().display().to_string()).map_err(|error| error.to_string())?;
     let direct = !device.describe().contains("page cache");
     let mut fio = true;
@@ -108,7 +108,7 @@ fn run_ours(device: &Device, depth: u32, runtime: &str) -> Result<(f64, f64), St
     Ok((iops.ok_or("our own run failed")?, report.cpu_ns_per_io()))
 }
 
-/// Runs fio, and says what CPU time that took.
+/// Runs fio, and returns its CPU time.
 fn fio_cpu_ns<T>(run: impl FnOnce() -> Result<T, String>) -> Result<(T, f64), String> {
     let before = children_cpu_ns().ok_or("/proc/self/stat cannot be read")?;
     let done = run()?;

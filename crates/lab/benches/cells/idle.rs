@@ -1,12 +1,12 @@
-//! `idle-*`: one busy client beside exports of the same daemon that do nothing, or next to nothing.
+//! `idle-*`: one busy client beside idle or nearly idle exports of the same daemon.
 //!
 //! The daemon has one lane on one CPU; the client, on the other, reads 4 KiB at depth 1 or 32 from a null device.
 //! `idle-N-qdD` is its cost per I/O beside N connected queues, four to an export, that are not used; the baseline is
-//! the same without them, in windows that lie between. The daemon polls for 100 us before it sleeps, and the client
-//! never sleeps; `idle-N-qdD-sleeping` is the rate of a client that does, `blkyard bench` by default.
+//! the same without them, in alternating windows. The daemon polls for 100 us before it sleeps, and the client never
+//! sleeps; `idle-N-qdD-sleeping` is the rate of a client that does, `blkyard bench` by default.
 //!
-//! `idle-sparse500-*` has ten I/Os a second on each of 500 queues, four at a time, asked for by the same thread;
-//! `-p99` is how long those take, from when they are asked for to when that thread sees the last of the four.
+//! `idle-sparse500-*` has ten I/Os a second on each of 500 queues, four at a time, submitted by the same thread; `-p99`
+//! is their latency, from submission until that thread sees the last of the four.
 
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -137,12 +137,12 @@ struct SparseLines<'a, C: FnMut() -> u64> {
     /// When it was asked, ns.
     asked_ns: Option<u64>,
     due_ns: u64,
-    /// What an export's queues took, ns.
+    /// Latencies of an export's queues, ns.
     latencies: Samples,
 }
 
 impl<C: FnMut() -> u64> SparseLines<'_, C> {
-    /// Sees the answers of what was asked: what lies between two windows is nobody's latency.
+    /// Takes completions: latency between two windows is not counted.
     fn settle(&mut self) {
         while self.asked_ns.is_some() {
             self.round_of_idle(now_ns());
@@ -165,7 +165,7 @@ impl<C: FnMut() -> u64> SparseLines<'_, C> {
             None if now_ns >= self.due_ns => {
                 self.idle[self.next].round();
                 self.asked_ns = Some(now_ns);
-                // Windows of the other daemon lie between: nothing is made up for.
+                // Windows of the other daemon are in between: missed I/Os are not repeated.
                 self.due_ns = now_ns + SPARSE_GAP_NS / self.idle.len() as u64;
             }
             _ => {}

@@ -9,11 +9,11 @@ use blkyard_lab::floor::{MachineLimit, Samples, Variant, WindowPlan, measure};
 pub struct Beside {
     pub cell: &'static str,
     pub against: Against,
-    /// Why this limit: for who reads the table.
+    /// Reason for this limit.
     pub why: &'static str,
 }
 
-/// What a cell is compared with.
+/// Reference of a cell.
 pub enum Against {
     /// The sum of these limits: nanoseconds.
     Limits(&'static [&'static str]),
@@ -77,7 +77,7 @@ pub fn beside(cell: &str) -> Option<&'static Beside> {
 pub struct Floors(Vec<(&'static str, f64)>);
 
 impl Floors {
-    /// What the table says of a cell, if all it needs was measured.
+    /// The reference value of a cell, if all its inputs were measured.
     pub fn of(&self, cell: &str) -> Option<f64> {
         match beside(cell)?.against {
             Limits(names) => names.iter().map(|name| self.cost(name)).sum(),

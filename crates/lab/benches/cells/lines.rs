@@ -43,7 +43,7 @@ pub struct Lines<C: FnMut() -> u64> {
 }
 
 impl<C: FnMut() -> u64> Lines<C> {
-    /// Takes what has ended, and asks for nothing more. True once nothing is in flight.
+    /// Takes completions, without new submissions. True once no I/O is in flight.
     pub fn is_answered(&mut self) -> bool {
         self.loads.iter_mut().map(Load::drains).fold(true, |all, one| all & one)
     }
@@ -95,7 +95,7 @@ pub fn first_answer(mut round: impl FnMut() -> u64) -> Result<(), String> {
 
 /// Driver and server on one thread: both cores, both sides of the ring, and the null device, run in turn.
 pub struct OneCore<C: FnMut() -> u64> {
-    /// Goes before the driver, whose good-bye would wait for an answer that nobody gives.
+    /// Dropped before the driver, which would wait for an answer on its end.
     device: VirtqueuePoller<NullQueue>,
     lines: Lines<C>,
     clock: C,
@@ -159,7 +159,7 @@ pub fn one_core<C: FnMut() -> u64 + Send>(
         });
         while !lines.is_finished() {
             let _ = device.run_once(&mut DirectSignals, 0);
-            // The others have the CPU: who waits is not to be counted.
+            // Yields the CPU: the sleeper's own polling is not to be counted.
             std::thread::yield_now();
         }
         lines.join().unwrap_or_else(|_| Err("the driver panicked".into()))

@@ -1,7 +1,7 @@
-//! The load of the core cells, as light as it can be, and the same load without a core.
+//! The load of the core cells, as light as possible, and the same load without a core.
 //!
-//! A round is what a lane does: collect what is over, fill the bios anew, hand them in, offer them to the device.
-//! Filling is an operation, a place from a cheap generator, and one segment. One owner, one thread, nothing shared.
+//! A round is that of a lane: reap completions, fill the bios again, submit them, issue. Filling sets an operation, a
+//! position from a cheap generator, and one segment. One owner, one thread, no sharing.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub fn info() -> DeviceInfo {
     }
 }
 
-/// Makes a read of the next place of it.
+/// Makes a read of the next position of it.
 #[inline]
 pub fn fill(bio: &mut Bio, places: &mut RandomOffsets) {
     let slot = bio.cookie;
@@ -42,7 +42,7 @@ pub fn bios(count: usize) -> Vec<Box<Bio>> {
     bios
 }
 
-/// A hardware queue under load, a clock that is read once a round, and what the driver needs of its lane.
+/// A hardware queue under load, a clock that is read once a round, and the driver's context.
 pub struct Load<D: Driver<Cx>, C: FnMut() -> u64, Cx = ()> {
     queue: HwQueue<D>,
     clock: C,
@@ -103,7 +103,7 @@ impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Round for Load<D, C, Cx> {
 }
 
 impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Load<D, C, Cx> {
-    /// A round that begins nothing. True once nothing is in flight.
+    /// A round without submissions. True once no I/O is in flight.
     pub fn drains(&mut self) -> bool {
         let (now_ns, free) = ((self.clock)(), &mut self.free);
         self.queue.issue(&mut self.cx, now_ns);
@@ -113,13 +113,13 @@ impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Load<D, C, Cx> {
 }
 
 impl<D: Driver<Cx>, C: FnMut() -> u64, Cx> Drop for Load<D, C, Cx> {
-    /// What is in flight comes back before the queue may go.
+    /// I/O in flight completes before the queue is dropped.
     fn drop(&mut self) {
         while !self.drains() {}
     }
 }
 
-/// The load without the core: the clock, the places, the bios.
+/// The load without the core: the clock, the positions, the bios.
 pub fn load_only(depth: usize, mut clock: impl FnMut() -> u64) -> impl Round {
     let (mut ended, mut free, mut places) = (bios(depth), Vec::with_capacity(depth), RandomOffsets::new());
     move || {

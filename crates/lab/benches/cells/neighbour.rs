@@ -1,12 +1,12 @@
-//! `*-greedy-neighbour-*`: what a guest notices of another one on the same lane that asks for as much as it may.
+//! `*-greedy-neighbour-*`: effect of a guest with the largest possible load on another one on the same lane.
 //!
-//! The daemon has one lane, on the other CPU, and two disks. Of one a greedy client has 21 reads of 64 MiB under way
-//! all the time; of the other, in memory, the neighbour reads 4 KiB at random, one at a time. Its latency is counted
-//! from when it asks to when it sees the answer; both clients are one thread that never sleeps. The baseline is the
-//! same with nothing asked of the greedy one's disk, in windows that lie between.
+//! The daemon has one lane, on the other CPU, and two disks. On one a greedy client keeps 21 reads of 64 MiB in flight;
+//! on the other, in memory, the neighbour reads 4 KiB at random, one at a time. Its latency lasts from submission until
+//! it sees the completion; both clients are one thread that never sleeps. The baseline is the same without the greedy
+//! load, in alternating windows.
 //!
-//! The greedy one's disk is memory (`ram`), or a file on tmpfs (`tmpfs`), which the kernel copies when the lane enters
-//! it.
+//! The greedy client's disk is memory (`ram`), or a file on tmpfs (`tmpfs`), which the kernel copies when the lane
+//! enters it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -45,7 +45,7 @@ pub fn neighbour_cells(quick: bool, report: &mut CellReport) {
     }
 }
 
-/// Half of the neighbour's latencies, and 99 of 100 of them: with nobody beside it, and with the greedy client.
+/// The neighbour's p50 and p99: alone, and with the greedy client.
 fn measure(store: CellStore, window: Duration, windows: usize) -> Result<[[Samples; 2]; 2], String> {
     let (ground, cpu) = (CellFolder::new()?, Some(partner_cpu()?));
     let (server, socket) = ListeningServer::pair(&ground, store, cpu)?;
@@ -92,7 +92,7 @@ fn measure(store: CellStore, window: Duration, windows: usize) -> Result<[[Sampl
     Ok(figures)
 }
 
-/// One queue of a disk, and a thread that looks all the time.
+/// One queue of a disk, and a thread that polls it.
 struct PolledClient {
     /// Goes before the disk.
     queue: HwQueue<AttachedQueue>,
@@ -114,7 +114,7 @@ impl PolledClient {
         let blocks = (info.capacity_sectors / u64::from(bytes >> SECTOR_SHIFT)) as u32;
         let config = HwQueueConfig { depth: depth.max(2), bios_max: depth.max(2), ..HwQueueConfig::default() };
         let mut queue = HwQueue::new(driver, Arc::new(info), config);
-        // All into the same place: nobody looks at what comes.
+        // All into the same memory: the data is not used.
         let memory = Region::shared(bytes as usize).map_err(|error| error.to_string())?;
         queue.set_memory(&mut DirectSignals, Arc::new(RegionTable::new(vec![memory])));
         let free = (0..depth).map(|_| Bio::with_capacity(1)).collect();

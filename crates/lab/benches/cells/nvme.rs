@@ -1,5 +1,5 @@
 //! An NVMe driver and a controller on one thread: the driver's queue core, both sides of the queue pair, PRP entries,
-//! parsing and completing, and a device that does nothing.
+//! parsing and completing, and a null device.
 
 use blkyard_mem::RegionTable;
 use blkyard_mq::{Bio, SECTOR_BYTES, Status};

@@ -1,4 +1,4 @@
-//! What is printed: a line a cell, for people or for programs. Knows which cells were asked for.
+//! The output: a line for each cell, as text or JSON. Knows the selected cells.
 
 use blkyard_lab::floor::Samples;
 use serde::Serialize;
@@ -12,15 +12,15 @@ pub struct Figure {
     pub cell: String,
     /// The figure itself.
     pub value: f64,
-    /// What it is counted in.
+    /// Unit.
     pub unit: &'static str,
     /// 10th percentile of the windows.
     pub low: f64,
     /// 90th percentile of the windows.
     pub high: f64,
-    /// What the machine itself takes for it, measured in the same minute.
+    /// Limit of the machine, measured in the same minute.
     pub floor: Option<f64>,
-    /// What others take for it, measured in the same minute.
+    /// Value of another program or state, measured in the same minute.
     pub baseline: Option<f64>,
     /// Of a cell across CPUs: a cache line handed over, nanoseconds, in windows that lie between.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -74,7 +74,7 @@ impl Figure {
         Figure { floor: Some(floor), ..self }
     }
 
-    /// Beside what others take.
+    /// Adds the baseline.
     pub fn beside(self, baseline: Option<f64>) -> Figure {
         Figure { baseline, ..self }
     }
@@ -89,7 +89,7 @@ pub struct CellReport {
 }
 
 impl CellReport {
-    /// Of the cells whose names hold one of the filters; of all, if there are none.
+    /// For the cells whose names contain one of the filters; for all without filters.
     pub fn new(filters: Vec<String>, json: bool) -> CellReport {
         CellReport { filters, json, head: false }
     }

@@ -1,5 +1,5 @@
 //! A virtio-blk driver and a device on one thread: the driver's queue core, both sides of the ring, parsing and
-//! answering, and a device that does nothing.
+//! completing, and a null device.
 
 use blkyard_mem::RegionTable;
 use blkyard_mq::{Bio, Status};

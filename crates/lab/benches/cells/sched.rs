@@ -1,16 +1,15 @@
-//! Schedulers by themselves, with ten thousand bios queued: what it takes to take one in, to hand one out, and to hear
-//! of its end.
+//! Schedulers alone, with ten thousand bios queued: cost of insertion, dispatch and completion.
 //!
-//! A round hands out a batch, hears that it is over, and queues the same bios again. Time is counted: each request
-//! takes so long that a slice of time slices is a few dozen requests. With many streams each has few bios, which is the
-//! hardest case: all memory is cold.
+//! A round dispatches a batch, completes it, and inserts the same bios again. Time is simulated: each request takes so
+//! long that a slice of time slices is a few dozen requests. With many streams each has few bios, the hardest case: all
+//! memory is cold.
 
 use blkyard_lab::floor::{RandomOffsets, Round};
 use blkyard_mq::{
     Bio, DeadlineConfig, DeviceInfo, FairConfig, KyberConfig, Op, Scheduler, SchedulerConfig, Selected, TimesliceConfig,
 };
 
-/// Bios that are queued, and those handed out at one time.
+/// Queued bios, and bios of a batch.
 const QUEUED: usize = 10_000;
 const BATCH: usize = 32;
 /// How long a request takes.
@@ -18,7 +17,7 @@ const REQUEST_NS: u64 = 10_000;
 /// Sectors of the device, in blocks of 4 KiB.
 const BLOCKS: u32 = 1 << 24;
 
-/// A scheduler, and what it has handed out.
+/// A scheduler, and its dispatched bios.
 pub struct Queued {
     scheduler: Box<dyn Scheduler>,
     out: Vec<Box<Bio>>,
@@ -79,7 +78,7 @@ pub fn kyber(streams: u32) -> Queued {
     Queued::new(SchedulerConfig::Kyber(KyberConfig::default()), streams)
 }
 
-/// `fair` as it is by itself, with so many streams: they mix, for nothing that is over at once shows a seek.
+/// `fair` with its defaults and so many streams: they mix, since completions at once show no seeks.
 pub fn fair(streams: u32) -> Queued {
     Queued::new(SchedulerConfig::Fair(FairConfig::default()), streams)
 }

@@ -1,7 +1,7 @@
-//! Servers of vhost-user-blk to compare: our daemon, and qemu-storage-daemon with an I/O thread of its own.
+//! Servers of vhost-user-blk to compare: our daemon, and qemu-storage-daemon with one I/O thread.
 //!
 //! Each is a process with one export, which ends with us or when it is dropped. `BLKYARD_PROGRAM` names our program and
-//! `BLKYARD_QSD` the other. Both look for work for as long after the last.
+//! `BLKYARD_QSD` the other. Both busy-poll for the same time.
 
 use std::fs::File;
 use std::io::Write;
@@ -13,18 +13,17 @@ use std::time::{Duration, Instant};
 use blkyard_lab::floor::STORE_BYTES;
 use tempfile::TempDir;
 
-/// How long a server looks for work before it sleeps: longer than any round trip here, and than our daemon's default of
-/// 50.
+/// Busy-polling of a server before it sleeps: longer than any round trip here, and than our daemon's default of 50.
 const SPIN_US: u64 = 100;
 const READY_LIMIT: Duration = Duration::from_secs(20);
-/// What is in the path may be any version, and a version decides by a factor of two.
+/// The path may have any version, and versions differ by a factor of two.
 const NO_QSD: &str =
     "BLKYARD_QSD does not say which qemu-storage-daemon to compare with: run cargo xtask bench, which does";
 const NO_PROGRAM: &str = "BLKYARD_PROGRAM does not name the program blkyard: run cargo xtask bench, which builds it";
 /// Memory that has a name: a folder on tmpfs.
 const SHM: &str = "/dev/shm";
 
-/// What is served.
+/// Backing of the server.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum CellStore {
     Null,
@@ -43,7 +42,7 @@ impl CellStore {
     }
 }
 
-/// Who serves.
+/// Server program.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Who {
     Ours,
@@ -65,7 +64,7 @@ impl CellFolder {
         Ok(CellFolder { folder: folder(&std::env::temp_dir())?, shm: folder(Path::new(SHM))? })
     }
 
-    /// A place for a socket that nobody listens at yet.
+    /// A path for a socket, without a listener yet.
     pub fn socket(&self) -> PathBuf {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         self.folder.path().join(COUNT.fetch_add(1, Relaxed).to_string())
@@ -73,7 +72,7 @@ impl CellFolder {
 
     /// A file of the size of all stores, every page of it there.
     fn file(&self, who: Who) -> Result<PathBuf, String> {
-        // Each has its own: an image is locked by who serves it.
+        // Separate images: each is locked by its server.
         let path = self.shm.path().join(if who == Who::Ours { "ours" } else { "theirs" });
         if !path.exists() {
             let chunk: Vec<u8> = (0..1 << 20).map(|i: u32| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
@@ -128,8 +127,7 @@ impl ListeningServer {
         }
     }
 
-    /// Starts our daemon, which looks for work for so long before it sleeps; as long as by default, if that is not
-    /// said.
+    /// Starts our daemon with this spin time, or the default.
     pub fn ours(
         ground: &CellFolder,
         device: &str,
@@ -194,7 +192,7 @@ impl ListeningServer {
         Ok(server)
     }
 
-    /// What its threads have used of CPUs.
+    /// CPU time of its threads.
     pub fn cpu_ns(&self) -> Result<u64, String> {
         let path = format!("/proc/{}/task", self.child.id());
         let failed = |error| format!("{path}: {error}");

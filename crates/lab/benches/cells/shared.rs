@@ -1,7 +1,7 @@
-//! Cells of a hardware queue that threads share: what the way through rings and baton costs over the null device, for a
-//! thread alone and for two.
+//! Cells of a hardware queue that threads share: cost of rings and baton over the null device, for one thread and for
+//! two.
 //!
-//! Threads poll and never sleep: waking is the system's price, and `core-*` have none of it either.
+//! Threads poll and never sleep: wake-ups are a cost of the system, and `core-*` have none either.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::report::{self, CellReport, Figure};
 
 const BATCH: usize = 32;
 
-/// For those who never sleep.
+/// For threads that never sleep.
 struct Restless;
 
 impl Wake for Restless {
@@ -42,7 +42,7 @@ struct SharedLoad {
 }
 
 impl SharedLoad {
-    /// As many as share one queue.
+    /// Threads that share one queue.
     fn sharing(threads: usize) -> Vec<SharedLoad> {
         let device = NullDevice::new(info(), NullConfig::default());
         let depth = BATCH * threads;

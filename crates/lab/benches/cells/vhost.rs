@@ -98,7 +98,7 @@ fn two_cores(
     Ok(())
 }
 
-/// Writes a served disk once, so that every page is there.
+/// Writes a served disk once, so that every page is allocated.
 pub fn write_all(socket: &Path) -> Result<(), String> {
     const BYTES: u32 = 256 << 10;
     let disk = attach(socket, false)?;

@@ -1,10 +1,9 @@
-//! `wait-*`: what a daemon takes that has little or nothing to do, and what its looking for work is worth.
+//! `wait-*`: cost of a daemon with little or no work, and the benefit of its busy-polling.
 //!
-//! `wait-idle-16q` is the CPU of a daemon with sixteen queues attached and nothing asked. For the others a client that
-//! never sleeps asks for 4 KiB at even distances, 20 000 times a second, whatever becomes of those before; latency
-//! counts from when each was due. The daemon on the other CPU sleeps at once (`sleep`), is as it is by default
-//! (`usual`), or never sleeps meanwhile (`busy`); all in turn. Its disk takes no time (`null`) or as long as flash does
-//! (`flash`).
+//! `wait-idle-16q` is the CPU of an idle daemon with sixteen attached queues. For the others a client that never sleeps
+//! submits 4 KiB reads at a constant rate of 20 000 a second, independent of completions; latency counts from the time
+//! at which each was due. The daemon on the other CPU sleeps at once (`sleep`), has its defaults (`usual`), or never
+//! sleeps (`busy`); all in turn. Its disk takes no time (`null`) or as long as flash does (`flash`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,14 +21,14 @@ use crate::servers::{CellFolder, ListeningServer};
 
 /// 20 000 a second.
 const GAP_NS: u64 = 50_000;
-/// Many times what the rate keeps in flight.
+/// Many times the rate's usual number in flight.
 const DEPTH: usize = 64;
 const IDLE_QUEUES: usize = 16;
 
 /// Disks, by their names here and there.
 const DISKS: [(&str, &str); 2] = [("null", "null:1G"), ("flash", "null:1G?latency_us=80")];
 
-/// How a daemon waits: its name here, and how long it looks for work, microseconds.
+/// Waiting modes of a daemon: name here, and spin time, us.
 const WAYS: [(&str, Option<u64>); 3] = [("sleep", Some(0)), ("usual", None), ("busy", Some(1000))];
 
 pub fn waiting_cells(quick: bool, report: &mut CellReport) {
@@ -92,7 +91,7 @@ fn paced(spec: &str, window: Duration, windows: usize) -> Result<Vec<[Samples; 3
     let mut latencies = Vec::new();
     for _ in 0..windows {
         for ((client, _, server), figures) in started.iter_mut().zip(&mut ways) {
-            // Longer than the one before looks for work.
+            // Longer than the previous server's busy-polling.
             std::thread::sleep(Duration::from_millis(5));
             latencies.clear();
             let (before_ns, start_ns) = (server.cpu_ns()?, now_ns());
@@ -115,7 +114,7 @@ fn percent(used_ns: u64, passed_ns: u64) -> f64 {
     used_ns as f64 * 100.0 / passed_ns as f64
 }
 
-/// One queue, and a thread that looks all the time.
+/// One queue, and a thread that polls it.
 struct WaitingClient {
     queue: HwQueue<AttachedQueue>,
     free: Vec<Box<Bio>>,
@@ -141,7 +140,7 @@ impl WaitingClient {
         })
     }
 
-    /// Asks for what was due then, if there is a bio for it.
+    /// Submits the read that was due then, if a bio is free.
     fn ask(&mut self, due_ns: u64) {
         if let Some(mut bio) = self.free.pop() {
             self.due_ns[bio.cookie as usize] = due_ns;

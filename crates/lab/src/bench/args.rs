@@ -1,6 +1,7 @@
-//! What `bench` may be told, in fio's words, and the plan that comes of it.
+//! The flags of `bench`, with fio's names, and the plan made from them.
 //!
-//! Everything is checked here, against itself and against the device; what runs later has nothing left to refuse.
+//! Everything is checked here, against itself and against the device; the code that runs later has nothing left to
+//! refuse.
 
 use std::sync::Arc;
 
@@ -104,12 +105,12 @@ pub enum Pattern {
 }
 
 impl Pattern {
-    /// Whether places are random.
+    /// Whether positions are random.
     pub fn is_random(self) -> bool {
         matches!(self, Pattern::RandRead | Pattern::RandWrite | Pattern::RandRw | Pattern::RandTrim)
     }
 
-    /// Whether it changes what the device holds.
+    /// Whether it changes the medium.
     pub fn is_write(self) -> bool {
         !matches!(self, Pattern::Read | Pattern::RandRead)
     }
@@ -128,7 +129,7 @@ pub enum Verify {
     Crc32c,
 }
 
-/// What the report looks like.
+/// Format of the report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "lower")]
 pub enum ReportFormat {
@@ -157,7 +158,7 @@ pub(crate) struct BenchPlan {
     pub(crate) seed: u64,
     pub(crate) fsync: u64,
     pub(crate) scheduler: SchedulerConfig,
-    /// What all jobs together do not exceed, if there is anything.
+    /// Rate limits of all jobs together.
     pub(crate) rates: Vec<Arc<RateLimit>>,
 }
 

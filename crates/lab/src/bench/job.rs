@@ -1,16 +1,15 @@
-//! A job: one stream of I/O, what it wants next and what became of it.
+//! A job: one stream of I/O, its next requests and its results.
 //!
-//! The job owns its bios, its buffers and its tallies, and is owned by one thread. It decides what comes next and
-//! accounts for what is over; how a bio gets to the device and back is the business of whoever drives it, a queue of
-//! its own ([`super::own`]) or one shared with other jobs ([`super::shared`]). It reads no clock and, once made,
-//! allocates nothing but the words of a violation.
+//! The job owns its bios, its buffers and its counters, and is owned by one thread. It decides the next request and
+//! accounts for completions; the caller moves bios to the device and back, through a private queue ([`super::own`]) or
+//! a shared one ([`super::shared`]). It reads no clock and allocates only the text of a violation after start.
 //!
 //! ```text
 //!   waiting ──gate opens──▶ working ──all done or time is up──▶ over
 //!                              └──wrote, and verifies──▶ checking ──▶ over
 //! ```
 //!
-//! A phase ends when nothing of it is in flight.
+//! A phase ends when no I/O of it is in flight.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -23,16 +22,16 @@ use super::places::{BlockOrder, FastRng, Mix, stir};
 use super::tally::{LiveCounters, Summary, Tallies};
 use super::verify;
 
-/// What all jobs look at: whether to begin, and whether to stop.
+/// Flags for all jobs: start and stop.
 #[derive(Debug, Default)]
 pub(crate) struct Gate {
     pub(crate) open: AtomicBool,
     pub(crate) stop: AtomicBool,
-    /// Set after `stop`: report without waiting for what is in flight.
+    /// Set after `stop`: report without waiting for I/O in flight.
     pub(crate) abandon: AtomicBool,
 }
 
-/// What a job has to say when it is over.
+/// Final report of a job.
 #[derive(Debug)]
 pub(crate) struct JobResult {
     /// The job's number.
@@ -40,7 +39,7 @@ pub(crate) struct JobResult {
     /// I/Os submitted and not finished.
     pub(crate) outstanding: u64,
     pub(crate) summary: Summary,
-    /// Blocks that were not what they should be, of those read back.
+    /// Mismatching blocks, of those read back.
     pub(crate) mismatches: u64,
     pub(crate) checked: u64,
     /// Words about the first few things that went wrong.
@@ -169,7 +168,7 @@ impl BenchJob {
         self.in_flight
     }
 
-    /// Whether now is the time to submit: enough places are free for a batch, or nothing is in flight.
+    /// Whether to submit now: enough slots are free for a batch, or no I/O is in flight.
     #[inline]
     pub(crate) fn is_ready(&self) -> bool {
         self.left > 0
@@ -177,7 +176,7 @@ impl BenchJob {
             && (self.free.len() >= self.plan.batch || self.in_flight == 0)
     }
 
-    /// The next request, if there is one and a place for it. Segments point into `region` of the queue's table.
+    /// The next request, if there is one and a slot is free. Segments point into `region` of the queue's table.
     #[inline]
     pub(crate) fn request(&mut self, region: u32, now_ns: u64) -> Option<Box<Bio>> {
         if self.left == 0 {
@@ -254,11 +253,11 @@ impl BenchJob {
         self.free.push(bio);
     }
 
-    /// The end of a round: what was counted can be seen, and the phase changes if it is time.
+    /// Ends a round: publishes the counters, and changes the phase if it is time.
     #[inline]
     pub(crate) fn settle(&mut self, now_ns: u64) {
         if self.phase == JobPhase::Waiting {
-            // Pairs with the store that opens it: what was set up before is seen.
+            // Pairs with the store that opens it: the set-up before it is visible.
             if self.gate.open.load(Ordering::Acquire) {
                 self.phase = JobPhase::Working;
                 self.until_ns = self.plan.runtime_ns.map_or(u64::MAX, |runtime_ns| now_ns + runtime_ns);
@@ -290,7 +289,7 @@ impl BenchJob {
             return;
         }
         self.phase = JobPhase::Over;
-        // Whoever asked is waiting; if it is gone, so is the interest.
+        // The receiver is waiting; if it has ended, the report is not needed.
         let _ = self.report.send(JobResult {
             job: self.number,
             outstanding: self.in_flight as u64,
@@ -306,7 +305,7 @@ impl BenchJob {
         self.memory.resolve(Segment { region: 0, offset: self.first_byte + slot as u64 * u64::from(len), len })
     }
 
-    /// Fills a buffer with what belongs to its place.
+    /// Fills a buffer with the content for its position.
     fn prepare(&mut self, slot: usize, sector: u64) {
         verify::fill(&mut self.block, sector, self.plan.seed);
         if let Some(span) = self.span(slot) {
@@ -344,12 +343,12 @@ impl BenchJob {
     }
 }
 
-/// Each job has numbers of its own.
+/// Separate seed for each job.
 fn job_seed(seed: u64, number: usize) -> u64 {
     stir(seed.wrapping_add(number as u64))
 }
 
-/// Touches every page, so that none is first touched while the clock runs, with bytes that no device can shrink.
+/// Writes incompressible bytes to every page, so that no first access happens during the measurement.
 fn scribble(region: &Region, first_byte: u64, bytes: usize, seed: u64) {
     let mut rng = FastRng::new(seed);
     let mut page = vec![0; blkyard_mem::PAGE_BYTES];

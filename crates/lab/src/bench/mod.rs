@@ -1,10 +1,10 @@
-//! The command `bench`: load on any device, through the same core that serves guests, in fio's words.
+//! The command `bench`: load on any device, through the core that serves guests, with fio's flags.
 //!
-//! Jobs are streams of I/O. Up to as many jobs as hardware queues, each has a queue and a lane to itself (`own`);
-//! beyond, threads share queues (`shared`). What a job wants and counts is the same in both (`job`). This module checks
-//! the requests, sets everything up, opens the gate, waits, and adds up.
+//! Jobs are streams of I/O. Up to as many jobs as hardware queues, each has a private queue and lane (`own`); beyond,
+//! threads share queues (`shared`). The load and its counters are the same in both (`job`). This module checks the
+//! flags, sets everything up, opens the gate, waits, and sums up.
 //!
-//! It does not touch the device's data but through I/O of the jobs, and it does not ask before it overwrites it.
+//! It touches the device's data only through I/O of the jobs, and overwrites it without a question.
 
 mod args;
 mod cpu;
@@ -70,7 +70,7 @@ pub enum BenchError {
         jobs: usize,
         /// Size of a job's buffers.
         bytes: u64,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The system gave no descriptor.
@@ -81,8 +81,8 @@ pub enum BenchError {
     Lost(usize, usize),
 }
 
-/// Runs the command: opens the device, measures, prints. Exit code 1 if an I/O failed or a block was not what it
-/// should be. A device that another process serves is connected to by what `connector` makes.
+/// Runs the command: opens the device, measures, prints. Exit code 1 if an I/O failed or a block mismatched.
+/// `connector` makes the connection to a device that another process serves.
 ///
 /// # Errors
 /// See [`BenchError`]; nothing was measured then.
@@ -109,8 +109,8 @@ pub fn run(
     Ok(code)
 }
 
-/// Writes a fresh RAM device once. Pages never written are all the same page of zeroes, which sits in the cache and
-/// makes reads look several times as fast as memory is; pages written first while the clock runs make writes look slow.
+/// Writes a fresh RAM device once. Unwritten pages are all the same page of zeroes, which stays in the cache and makes
+/// reads look several times too fast; pages first written during the measurement make writes look slow.
 fn lay_out(args: &BenchArgs, device: &Device) -> Result<(), BenchError> {
     if !device.needs_preconditioning() || device.info().read_only {
         return Ok(());
@@ -135,7 +135,7 @@ fn lay_out(args: &BenchArgs, device: &Device) -> Result<(), BenchError> {
         fsync: 0,
         ..args.clone()
     };
-    // What is measured is limited, and this is not.
+    // Rate limits apply to the measurement only.
     let plan = BenchPlan { rates: Vec::new(), ..plan_for(&write, device)? };
     measure_plan(&write, device, plan).map(|_| ())
 }
@@ -147,8 +147,8 @@ fn memory_available() -> Option<u64> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-/// Runs the load on an open device. SIGINT or SIGTERM ends it early, with the report of what was done so far. What is
-/// in flight then is waited for, but only for a moment.
+/// Runs the load on an open device. SIGINT or SIGTERM ends it early, with the report so far. I/O in flight is then
+/// waited for, but only for a moment.
 ///
 /// # Errors
 /// See [`BenchError`].
@@ -176,7 +176,7 @@ fn measure_plan(args: &BenchArgs, device: &Device, plan: BenchPlan) -> Result<Be
     } else {
         Workers::Lanes(spawn_own(args, &plan, device, jobs)?)
     };
-    // Not before: whatever takes long until here ends by a signal as any program does.
+    // Not earlier: until here a signal ends the program as usual.
     let signals = Signals::install()?;
     let cpu_before = CpuTime::now();
     gate.open.store(true, Ordering::Release);
@@ -187,7 +187,7 @@ fn measure_plan(args: &BenchArgs, device: &Device, plan: BenchPlan) -> Result<Be
     let cpu = CpuTime::now().since(cpu_before);
     progress.finish();
     let is_cut_short = gate.stop.load(Ordering::Relaxed);
-    // Threads that have I/O in flight for ever do not end, and are left behind.
+    // Threads with I/O that never completes do not end, and are abandoned.
     let is_abandoned = gate.abandon.load(Ordering::Relaxed);
     if !is_abandoned && (!workers.join()? || outcomes.len() < plan.jobs) {
         return Err(BenchError::Lost(outcomes.len(), plan.jobs));
@@ -195,14 +195,14 @@ fn measure_plan(args: &BenchArgs, device: &Device, plan: BenchPlan) -> Result<Be
     Ok(BenchReport { is_cut_short, ..add_up(args, &plan, device, outcomes, &lives, cpu) })
 }
 
-/// Who does the work.
+/// Threads of the jobs.
 enum Workers {
     Lanes(Vec<LaneThread<Own<DeviceQueue>>>),
     Threads(Vec<JoinHandle<()>>),
 }
 
 impl Workers {
-    /// Has them look at the gate.
+    /// Has them check the gate.
     fn call(&self) {
         match self {
             Workers::Lanes(lanes) => lanes.iter().for_each(|lane| lane.waker().wake()),
@@ -210,7 +210,7 @@ impl Workers {
         }
     }
 
-    /// Waits for their end. False if one of them panicked, which it has told the world itself.
+    /// Waits for their end. False if one of them panicked, with its own message.
     fn join(self) -> Result<bool, LaneError> {
         match self {
             Workers::Lanes(lanes) => lanes.into_iter().try_for_each(LaneThread::join).map(|()| true),
@@ -219,7 +219,7 @@ impl Workers {
     }
 }
 
-/// Each job on a queue and a lane of its own.
+/// Each job on a private queue and lane.
 fn spawn_own(
     args: &BenchArgs,
     plan: &BenchPlan,

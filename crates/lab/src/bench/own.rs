@@ -1,7 +1,7 @@
-//! A job with a hardware queue to itself, run to completion on a lane: no lock, no hand-off, nothing shared per I/O.
+//! A job with a private hardware queue, run to completion on a lane: no lock, no hand-off, nothing shared per I/O.
 //!
-//! Each round gives back what is over, submits what comes next, and passes it on; one timestamp ends the one batch
-//! and begins the other.
+//! Each round takes completions, submits the next requests, and issues them; one timestamp ends one batch and begins
+//! the next.
 
 use std::os::fd::BorrowedFd;
 
@@ -57,7 +57,7 @@ impl<D: Driver<Cx>, Cx: ?Sized> Poller<Cx> for Own<D> {
         self.hw.disarm::<Cx>();
     }
 
-    /// Nobody has anything to tell the job but who opens the gate, and that one calls the lane.
+    /// The gate is the job's only external event, and its opener calls the lane.
     fn eventfd(&self) -> Option<BorrowedFd<'_>> {
         None
     }

@@ -1,8 +1,8 @@
-//! What comes next: where on the device, and in which direction.
+//! The next request: its position and direction.
 //!
-//! Pure arithmetic from a seed; the same seed makes the same sequence. Knows nothing of bios or time.
+//! Pure arithmetic from a seed; the same seed gives the same sequence. Bios and time are unknown here.
 
-/// A fast source of numbers that look random (xorshift64*); not for secrets.
+/// A fast pseudo-random generator (xorshift64*); not for secrets.
 #[derive(Clone, Debug)]
 pub(crate) struct FastRng(u64);
 
@@ -42,7 +42,7 @@ pub(crate) enum BlockOrder {
     Sequential { next: u64 },
     /// Anywhere, again and again.
     Random(FastRng),
-    /// Anywhere, but each block once before any comes again: what is to be checked is written once.
+    /// Random, with each block once before any repeats: data to be verified is written once.
     Shuffled { walk: BlockWalk },
 }
 
@@ -70,9 +70,8 @@ impl BlockOrder {
     }
 }
 
-/// A walk that visits every number below a bound once, in an order of the seed's: a linear congruence of full period
-/// over the next power of two, whose numbers beyond the bound are left out, with its bits stirred so that neighbours
-/// part.
+/// A walk over all numbers below a bound in a seeded order: a linear congruential generator of full period over the
+/// next power of two, skipping numbers beyond the bound, with mixed bits so that neighbours are apart.
 #[derive(Clone, Debug)]
 pub(crate) struct BlockWalk {
     state: u64,

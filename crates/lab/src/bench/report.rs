@@ -1,4 +1,4 @@
-//! The result of a run, and its JSON: fio's keys where fio has them, so that what reads the one reads the other.
+//! The result of a run, and its JSON: with fio's keys where fio has them, so that the same programs read both.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ pub(crate) const PERCENTILES: [f64; 17] =
 /// Names of the depth levels.
 pub(crate) const DEPTH_NAMES: [&str; DEPTHS] = ["1", "2", "4", "8", "16", "32", ">=64"];
 
-/// What a run of `bench` came to.
+/// Result of a run of `bench`.
 #[derive(Clone, Debug)]
 pub struct BenchReport {
     pub(crate) device: String,
@@ -49,7 +49,7 @@ impl BenchReport {
         self.summary.errors()
     }
 
-    /// Blocks that were not what they should be.
+    /// Number of mismatching blocks.
     pub fn mismatches(&self) -> u64 {
         self.mismatches
     }
@@ -59,7 +59,7 @@ impl BenchReport {
         self.outstanding
     }
 
-    /// Whether nothing failed, nothing differed and nothing is outstanding.
+    /// Whether no I/O failed, mismatched or is outstanding.
     pub fn is_good(&self) -> bool {
         self.errors() == 0 && self.mismatches == 0 && self.outstanding == 0
     }
@@ -202,7 +202,7 @@ struct DirectionReport {
     runtime: u64,
     total_ios: u64,
     total_err: u64,
-    /// From submission to completion, as fio has it; submission itself takes no time that could be told apart.
+    /// From submission to completion, as in fio; submission itself takes no measurable time.
     clat_ns: Latency,
     /// The whole, which is the same.
     lat_ns: Latency,
@@ -220,7 +220,7 @@ impl Sync {
     }
 }
 
-/// A map in the order it was made, which for numbers as keys is not that of their letters.
+/// A map in insertion order, which for numeric keys differs from the order of strings.
 struct Ordered<K, V>(Vec<(K, V)>);
 
 impl<K: Serialize, V: Serialize> Serialize for Ordered<K, V> {
@@ -255,7 +255,7 @@ impl Latency {
     }
 }
 
-/// A percentile is the end of its bucket, but nothing took longer than the longest.
+/// The end of the percentile's bucket, at most the maximum.
 pub(crate) fn percentile_ns(class: &ClassSummary, percent: f64) -> u64 {
     class.latency.percentile_ns(percent).min(class.max_ns)
 }

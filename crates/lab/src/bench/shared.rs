@@ -1,8 +1,8 @@
-//! Jobs that share hardware queues: more threads than queues, or queues of several kinds; each job at its own way to
+//! Jobs that share hardware queues: more threads than queues, or queues of several kinds; each job has a submitter of
 //! the disk.
 //!
-//! A thread submits into its ring, makes it visible, and takes back what is over; whoever finds the queue idle turns
-//! its run for all (see [`SharedDisk`]). With nothing to do it polls for a while and then sleeps on its own ring.
+//! A thread submits into its ring, makes it visible, and takes completions; a thread that finds the queue idle runs it
+//! for all (see [`SharedDisk`]). Without work it polls for a while and then sleeps on its own ring.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Barrier};
@@ -37,7 +37,7 @@ pub(crate) fn spawn(
     };
     let (_, submitters) = SharedDisk::open(queues, plan.jobs, plan.iodepth, plan.queues).map_err(DiskError::from)?;
     let spin_ns = args.spin_us.saturating_mul(1000);
-    // Who has issued I/O for others stays until theirs is over: see `SwQueue::leave`.
+    // A thread that has issued I/O for others stays until theirs has completed: see `SwQueue::leave`.
     let all_done = Arc::new(Barrier::new(plan.jobs));
     let mut threads = Vec::with_capacity(plan.jobs);
     for (number, (queue, job)) in submitters.into_iter().zip(jobs).enumerate() {

@@ -1,7 +1,7 @@
-//! What a job counts: per direction how many, how much, how long.
+//! Counters of a job: number, bytes and latency for each direction.
 //!
-//! Plain words of the job's own thread. What others may see while it runs is [`LiveCounters`], published once a round;
-//! the rest is handed over as a [`Summary`] when the job is over.
+//! Plain words of the job's own thread. [`LiveCounters`] is the part that others may read while it runs, published once
+//! a round; the rest is returned as a [`Summary`] at the end of the job.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -30,7 +30,7 @@ impl LiveCounters {
         self.in_flight.load(Relaxed)
     }
 
-    /// What was counted so far, without latencies: of a job that does not say it.
+    /// Counters so far, without latencies, of a job that reports none.
     pub(crate) fn summary(&self) -> Summary {
         let class = |index: usize| ClassSummary {
             ios: self.ios[index].load(Relaxed),
@@ -138,7 +138,7 @@ impl Tallies {
         tally.latency.record(latency_ns, ios);
     }
 
-    /// The end of a round: what was counted can be seen.
+    /// Ends a round: publishes the counters.
     #[inline]
     pub(crate) fn publish(&mut self, live: &LiveCounters, now_ns: u64) {
         self.flush();
@@ -153,7 +153,7 @@ impl Tallies {
         }
     }
 
-    /// All of it, once the job is over.
+    /// All counters, at the end of the job.
     pub(crate) fn summary(&self) -> Summary {
         Summary { classes: std::array::from_fn(|index| self.classes[index].summary()), depths: self.depths }
     }
@@ -176,7 +176,7 @@ impl DirectionTally {
     }
 }
 
-/// What one job, or several together, did in one direction.
+/// Results of one job, or several together, in one direction.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct ClassSummary {
     pub(crate) ios: u64,
@@ -249,7 +249,7 @@ fn per_second(count: u64, ns: u64) -> f64 {
     if ns == 0 { 0.0 } else { count as f64 * 1e9 / ns as f64 }
 }
 
-/// What one job, or several together, did.
+/// Results of one job, or several together.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Summary {
     classes: [ClassSummary; 4],

@@ -33,7 +33,7 @@ fn without_a_time_each_block_is_done_once() {
         ("--rw trim --bs 128k", 32),
         // Shared by four.
         ("--rw randwrite --iodepth 8 --numjobs 4 --queues 1", 1024),
-        // Reads and writes on queues of their own, and nobody sleeps.
+        // Reads and writes on separate queues, without sleepers.
         ("--rw randrw --iodepth 8 --numjobs 3 --queues 2 --read_queues 1", 1024),
         ("--rw randrw --iodepth 8 --numjobs 2 --hipri --poll_queues 1", 1024),
     ] {

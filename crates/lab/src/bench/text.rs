@@ -1,4 +1,4 @@
-//! The report as people who know fio read it. Pure formatting.
+//! The text report, in fio's style. Pure formatting.
 
 use std::fmt::Write;
 

@@ -1,13 +1,13 @@
-//! Blocks that can be recognised: a header that says what they are, contents that follow from it, and a checksum.
+//! Recognisable blocks: a header with their identity, content derived from it, and a checksum.
 //!
 //! ```text
 //!   byte  0        8        16       20       24        32
 //!         ├ magic ─┼ sector ┼ length ┼ crc32c ┼ origin ─┼ contents ...
 //! ```
 //!
-//! Little-endian. The checksum covers the whole block, with its own four bytes as zero. *Origin* is the seed of the
-//! run that wrote the block; contents are numbers drawn from origin and sector. So whoever reads a block can tell a
-//! torn, misplaced or stale one from a good one without remembering what was written, and which byte is wrong.
+//! Little-endian. The checksum covers the whole block, with its own four bytes as zero. *Origin* is the seed of the run
+//! that wrote the block; content is drawn from origin and sector. So a reader can tell a torn, misplaced or stale block
+//! from a good one without a record of the writes, and find the wrong byte.
 //!
 //! Does no I/O.
 
@@ -17,7 +17,7 @@ use super::places::{FastRng, stir};
 pub(crate) const HEADER_BYTES: usize = 32;
 const MAGIC: [u8; 8] = *b"blkyard1";
 
-/// Makes the block for a place. `block` is at least a sector.
+/// Makes the block for a position. `block` is at least a sector.
 pub(crate) fn fill(block: &mut [u8], sector: u64, origin: u64) {
     let (header, contents) = block.split_at_mut(HEADER_BYTES);
     header[..8].copy_from_slice(&MAGIC);
@@ -34,10 +34,11 @@ pub(crate) fn fill(block: &mut [u8], sector: u64, origin: u64) {
     block[20..24].copy_from_slice(&crc.to_le_bytes());
 }
 
-/// Checks a block that was read from a place. `scratch` is as long; it is used to find the byte that differs.
+/// Checks a block that was read from a position. `scratch` has the same length; it is used to find the byte that
+/// differs.
 ///
 /// # Errors
-/// What is wrong with it, in words.
+/// The mismatch, as text.
 pub(crate) fn check(block: &[u8], sector: u64, scratch: &mut [u8]) -> Result<(), String> {
     let crc = u32::from_le_bytes([block[20], block[21], block[22], block[23]]);
     scratch.copy_from_slice(block);
@@ -65,9 +66,9 @@ pub(crate) fn check(block: &[u8], sector: u64, scratch: &mut [u8]) -> Result<(),
     Err(format!("checksum {computed:#010x}, but its header says {crc:#010x}{from}"))
 }
 
-/// CRC-32C (Castagnoli), as iSCSI, ext4 and fio have it; reflected polynomial 0x82f63b78.
+/// CRC-32C (Castagnoli), as in iSCSI, ext4 and fio; reflected polynomial 0x82f63b78.
 ///
-/// Eight tables, eight bytes a step: some 2 GB/s, which leaves the device to be what is measured.
+/// Eight tables, eight bytes a step: some 2 GB/s, fast enough for the device to be the limit.
 pub(crate) fn crc32c(bytes: &[u8]) -> u32 {
     let mut crc = !0_u32;
     let mut words = bytes.chunks_exact(8);

@@ -16,8 +16,8 @@ fn cpus() -> &'static [u32] {
     CPUS.get_or_init(|| cpu_places().iter().map(|place| place.cpu).collect())
 }
 
-/// Keeps this thread on one CPU, so that windows differ by their code and not by their place: the last it may use,
-/// since the first serves most interrupts.
+/// Pins this thread to its last CPU, so that windows differ by their code and not by their CPU; the first one serves
+/// most interrupts.
 pub fn pin() {
     if let Some(cpu) = cpus().last() {
         pin_to(*cpu);
@@ -43,7 +43,7 @@ pub(crate) fn pin_to(cpu: u32) {
     }
 }
 
-/// Rounds here while another thread, on another CPU, makes `follow` go round; counts what is done here.
+/// Rounds on this CPU while another thread runs `follow` on another one; counts the rounds here.
 ///
 /// # Errors
 /// There is no second CPU.
@@ -68,9 +68,8 @@ pub(crate) fn led<'a>(lead: impl FnMut() -> u64 + 'a, follow: impl FnMut() + Sen
     }))
 }
 
-/// The same load here and, at the same time, on another CPU. The cost is that of one operation of the two together: two
-/// threads that do not hinder each other halve it. A window in which either was off its CPU counts for nothing: the
-/// other was alone.
+/// The same load here and, at the same time, on another CPU. The cost is that of one operation of both together: two
+/// independent threads halve it. A window in which either was off its CPU is dropped: the other was alone.
 ///
 /// # Errors
 /// There is no second CPU.
@@ -94,13 +93,13 @@ pub fn together<'a>(ours: impl Round + 'a, theirs: impl Round + Send + 'a) -> Re
             await_ready(&ready);
             let ours_ns = on_cpu(|| for_a_window(window_ns, || ours.round()));
             over.store(true, Relaxed);
-            // A partner that panicked has said so; its window counts for nothing.
+            // A partner that panicked has printed its message; its window is dropped.
             partner.join().map_or(f64::NAN, |theirs_ns| 1.0 / (1.0 / ours_ns + 1.0 / theirs_ns))
         })
     }))
 }
 
-/// What was measured, if this thread had its CPU to itself meanwhile.
+/// The measurement, if this thread had its CPU to itself meanwhile.
 fn on_cpu(measured: impl FnOnce() -> f64) -> f64 {
     let (wall_ns, cpu_ns) = (now_ns(), thread_cpu_ns());
     let value = measured();

@@ -1,7 +1,7 @@
-//! Limits of two CPUs that hand each other cache lines: a line alone, a pair of NVMe queues, a virtqueue.
+//! Limits of two CPUs that exchange cache lines: a single line, a pair of NVMe queues, a virtqueue.
 //!
-//! The rings here have the lines of the real ones and their order of stores and loads, so that as many lines move; what
-//! is in them means nothing. Neither side checks the other.
+//! The rings here have the cache lines of the real ones and their order of stores and loads, so that as many lines
+//! move; their content is meaningless. Neither side checks the other.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -60,7 +60,7 @@ fn shared<T>(what: T) -> (Arc<T>, Arc<T>) {
     (Arc::clone(&ours), ours)
 }
 
-/// A stream of lines, told of in batches: what is written is on its way while more is written.
+/// A stream of lines, published in batches: earlier lines transfer while later ones are written.
 pub(super) fn pipelined() -> Result<Variant<'static>, String> {
     const LINES: u64 = 256;
     const BATCH: u64 = 64;
@@ -99,8 +99,8 @@ pub(super) fn pipelined() -> Result<Variant<'static>, String> {
 /// Entries of the rings below; the largest depth.
 const ENTRIES: u64 = 128;
 
-/// A submission and a completion queue as NVMe has them: entries of 64 and 16 bytes, a doorbell, and a phase bit in the
-/// completion, so that its line is all the host looks at.
+/// A submission and a completion queue as in NVMe: entries of 64 and 16 bytes, a doorbell, and a phase bit in the
+/// completion, so that the host reads only its line.
 struct NvmePair {
     doorbell: Alone,
     submissions: Box<[LineWords]>,
@@ -109,7 +109,7 @@ struct NvmePair {
 }
 
 impl NvmePair {
-    /// Words of a submission that a read needs: command and cid, namespace, address, place, length.
+    /// Words of a submission that a read needs: command and cid, namespace, address, position, length.
     const WORDS: usize = 5;
 
     fn submission(&self, index: u64) -> &[AtomicU64] {
@@ -167,8 +167,8 @@ pub(super) fn queue_pair(depth: u64) -> Result<Variant<'static>, String> {
     )
 }
 
-/// A split virtqueue with requests of three descriptors in the table, header and status in one line, and indexes told
-/// of once for each batch.
+/// A split virtqueue with requests of three descriptors in the table, header and status in one line, and indexes
+/// published once a batch.
 struct Virtqueue {
     /// The three descriptors of a request, and room for a fourth.
     table: Box<[LineWords]>,

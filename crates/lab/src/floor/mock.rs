@@ -1,8 +1,7 @@
-//! What a queue core does, and nothing else: the floor for `core-null`.
+//! The necessary work of a queue core, and no other: the floor for `core-null`.
 //!
-//! Takes a place, fills a request, passes its number to a device that does nothing, collects it, looks the request up,
-//! counts it, puts the place back. No limits, no cutting, no owner to give the I/O back to, no error. Plain memory of
-//! one thread.
+//! Takes a slot, fills a request, passes its number to a null device, collects it, looks the request up, counts it,
+//! frees the slot. No limits, no splitting, no owner to return the I/O to, no error. Private memory of one thread.
 
 use blkyard_os::Clock;
 
@@ -12,11 +11,11 @@ use super::{IO_BYTES, RandomOffsets};
 /// When the mock reads the clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stamps {
-    /// Never, and it counts nothing.
+    /// Never, without counters.
     None,
     /// Once for each batch.
     Batch,
-    /// Twice for each I/O: when it begins and when it is over.
+    /// Twice for each I/O: at its begin and end.
     Io,
 }
 
@@ -32,7 +31,7 @@ struct MockRequest {
 
 /// Requests of the mock are reads from a device of this many blocks, 1 GiB.
 const BLOCKS: u32 = (1 << 30) / IO_BYTES;
-/// Places, and the largest batch. A power of two, so that a mask stands for the check of a bound.
+/// Slots, and the largest batch. A power of two, so that a mask replaces the bounds check.
 const PLACES: usize = 32;
 const MASK: usize = PLACES - 1;
 const SUB_BITS: u32 = 5;
@@ -42,14 +41,14 @@ pub struct Mock {
     batch: usize,
     stamps: Stamps,
     clock: Clock,
-    /// The numbers of free places, as a stack.
+    /// Free slots, as a stack.
     free: [u8; PLACES],
-    /// What the device is given, and gives back.
+    /// Requests passed to the device, and returned.
     ring: [u8; PLACES],
     done: usize,
     requests: [MockRequest; PLACES],
     places: RandomOffsets,
-    /// What the device looked at, so that it is written at all.
+    /// Reads of the device, so that the writes are not optimised away.
     seen: u64,
     ios: u64,
     bytes: u64,
@@ -86,7 +85,7 @@ impl Mock {
         self.latency[((shift as usize) << SUB_BITS) + (latency_ns >> shift) as usize] += ios;
     }
 
-    /// Looks up what is over and puts its places back.
+    /// Looks up completed requests and frees their slots.
     #[inline]
     fn reap(&mut self, now_ns: u64) {
         let (mut run_ns, mut ios, mut bytes) = (0, 0, 0);
@@ -115,7 +114,7 @@ impl Mock {
         }
     }
 
-    /// Fills a request for each place.
+    /// Fills a request for each slot.
     #[inline]
     fn submit(&mut self, now_ns: u64) {
         for index in 0..self.batch {
@@ -129,7 +128,7 @@ impl Mock {
         }
     }
 
-    /// Looks at what it is given.
+    /// Reads its requests.
     #[inline]
     fn device(&mut self) {
         for index in 0..self.batch {

@@ -1,9 +1,9 @@
-//! `blkyard floor`: what the machine itself can do, wherever this runs.
+//! `blkyard floor`: limits of the machine it runs on.
 //!
-//! A figure of a path means little without the limit it runs against. [`LIMITS`] are those limits: cache lines handed
-//! from one CPU to another, copies, wake-ups, the clock, system calls, and the least a queue core can cost. The
-//! benchmark cells measure them beside each path. What is here is measured with plain loads and stores; it uses no
-//! ring, queue or core of ours, or a slow one would make its own floor.
+//! A figure of a path means little without its limit. [`LIMITS`] are those: cache lines passed from one CPU to another,
+//! copies, wake-ups, the clock, system calls, and the minimum cost of a queue core. The benchmark cells measure them
+//! beside each path. All are measured with plain loads and stores; none uses our rings, queues or core, since a slow
+//! one would lower its own floor.
 
 pub(crate) mod cpus;
 mod lines;
@@ -37,12 +37,12 @@ pub struct FloorArgs {
 /// Something the machine cannot do faster.
 #[derive(Clone, Copy)]
 pub struct MachineLimit {
-    /// What it is called.
+    /// Name.
     pub name: &'static str,
-    /// What is done once.
+    /// Operation that is measured.
     pub sentence: &'static str,
-    /// Whether two CPUs hand each other lines. A host that moves virtual CPUs about makes such figures differ from one
-    /// minute to the next, so each is measured in turn with the plainest one.
+    /// Whether two CPUs exchange lines. A host that moves virtual CPUs changes such figures from one minute to the
+    /// next, so each is measured in turn with a single-line transfer.
     pub across: bool,
     make: fn() -> Result<Variant<'static>, String>,
 }
@@ -125,7 +125,7 @@ pub fn run(args: FloorArgs, console: Console) -> ExitCode {
     report.close()
 }
 
-/// The windows of a limit, and those of the hand-off in turn with it, if it is one across CPUs.
+/// Windows of a limit, and those of the single-line transfer in turn with it, if it is one across CPUs.
 fn one(limit: &MachineLimit, plan: WindowPlan) -> Result<(Samples, Option<Samples>), String> {
     let mut variants = vec![limit.variant()?];
     if limit.across
@@ -140,7 +140,7 @@ fn one(limit: &MachineLimit, plan: WindowPlan) -> Result<(Samples, Option<Sample
 /// Bytes of an I/O, here and in the cells.
 pub const IO_BYTES: u32 = 4096;
 
-/// Places at random, the same for all who start. As cheap as can be: a multiplication and an addition.
+/// Random positions, the same sequence for every user, as cheap as possible: a multiplication and an addition.
 #[derive(Clone, Copy, Debug)]
 pub struct RandomOffsets(u64);
 

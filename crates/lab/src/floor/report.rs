@@ -1,4 +1,4 @@
-//! What `floor` prints: a line a limit, for people or for programs, and what the limits add up to.
+//! The output of `floor`: a line for each limit, as text or JSON, and sums of the limits.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -12,7 +12,7 @@ use crate::Console;
 #[derive(Serialize)]
 struct FloorRow {
     limit: &'static str,
-    /// 10th percentile of the windows: what it costs when nobody disturbs.
+    /// 10th percentile of the windows: the cost without disturbances.
     value: f64,
     unit: &'static str,
     /// 10th percentile, median and 90th percentile of the windows.
@@ -49,7 +49,7 @@ impl FloorReport {
         }
     }
 
-    /// Whether standard output has failed: nobody needs the rest.
+    /// Whether standard output has failed: the rest is not needed.
     pub(super) fn has_failed(&self) -> bool {
         self.code != ExitCode::SUCCESS
     }
@@ -71,7 +71,7 @@ impl FloorReport {
         self.print(format_args!("{name:18} {low:>9.1} {median:>9.1} {high:>9.1} {hand_off:>9}  {sentence}"));
     }
 
-    /// What a path costs, from its limits.
+    /// Cost of a path, from its limits.
     pub(super) fn close(mut self) -> ExitCode {
         if !self.json {
             self.print(format_args!("\n{}", formula(&self.values)));

@@ -12,7 +12,7 @@ use super::cpus::{partner_cpu, pin_to};
 use super::windows::{Variant, for_a_window, variant};
 use super::{IO_BYTES, RandomOffsets};
 
-/// Where what is copied comes from.
+/// Source of a copy.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum From {
     L2,
@@ -22,7 +22,7 @@ pub(super) enum From {
 
 /// Beyond any last-level cache, so that the copy comes from memory, as it would on a disk's worth of data.
 pub const STORE_BYTES: u64 = 1 << 30;
-/// What caches are taken for where the system does not tell: common sizes.
+/// Default cache sizes where the system does not report them.
 const L2_BYTES: u64 = 1 << 20;
 const L3_BYTES: u64 = 16 << 20;
 /// Buffers that are copied into, in turn.
@@ -40,7 +40,7 @@ impl From {
     }
 }
 
-/// When it is known what is copied next.
+/// When the next source is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum CopyOrder {
     /// When it is its turn, as with one request at a time.
@@ -49,7 +49,7 @@ pub(super) enum CopyOrder {
     Known,
 }
 
-/// 4 KiB from a random place into one of a few buffers, as a read from memory is.
+/// Copies 4 KiB from a random position into one of a few buffers, like a read from memory.
 pub(super) fn copy(from: From, known: CopyOrder) -> Result<Variant<'static>, String> {
     let store = touched(from.bytes())?;
     let buffers = touched(BUFFERS * u64::from(IO_BYTES))?;
@@ -70,7 +70,7 @@ pub(super) fn copy(from: From, known: CopyOrder) -> Result<Variant<'static>, Str
     }))
 }
 
-/// Memory with every page written, so that none is the shared page of zeroes; in huge pages, where the system has some.
+/// Memory with every page written, so that none is the shared page of zeroes; in huge pages, if available.
 ///
 /// # Errors
 /// It cannot be mapped.
@@ -104,7 +104,7 @@ fn readings(clock: impl Fn() -> u64 + 'static) -> Variant<'static> {
     })
 }
 
-/// One locked addition to a word that nobody else uses.
+/// One locked addition to a word without other users.
 pub(super) fn locked_add() -> Variant<'static> {
     let word = AtomicU64::new(0);
     variant(move || {
@@ -115,7 +115,7 @@ pub(super) fn locked_add() -> Variant<'static> {
     })
 }
 
-/// One operation of a ring of system calls, that does nothing, in calls of so many.
+/// One no-op entry of an io_uring, in calls of `batch`.
 pub(super) fn nops(batch: usize) -> Result<Variant<'static>, String> {
     let mut ring = NopRing::new(batch as u32).map_err(|error| error.to_string())?;
     if ring.round(batch) != batch {

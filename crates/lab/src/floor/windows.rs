@@ -1,8 +1,8 @@
-//! Short windows, one variant after another, many times over: what is compared shares its minute.
+//! Short windows, one variant after another, repeatedly: compared variants share their minute.
 //!
-//! A machine with neighbours is slow in bursts. The fast end of many short windows is what the code costs; the slow
-//! end is what the neighbours cost. So a cost is the 10th percentile of its windows, and a difference is taken
-//! between windows that lie side by side. Nothing here knows what is measured.
+//! A machine with neighbours is slow in bursts. The fast end of many short windows is the cost of the code; the slow
+//! end is the cost of the neighbours. So a cost is the 10th percentile of its windows, and a difference is taken
+//! between adjacent windows. The measured code is unknown here.
 
 use blkyard_os::now_ns;
 
@@ -30,7 +30,7 @@ impl Samples {
         sorted.get(rank.min(sorted.len().saturating_sub(1))).copied().unwrap_or(f64::NAN)
     }
 
-    /// What the code costs: see the head of this module.
+    /// Cost of the code: see the head of this module.
     pub fn cost(&self) -> f64 {
         self.percentile(10.0)
     }
@@ -69,7 +69,7 @@ impl<F: FnMut() -> u64> Round for F {
 /// A variant, ready to be run for a window of so many nanoseconds; returns nanoseconds per operation.
 pub type Variant<'a> = Box<dyn FnMut(u64) -> f64 + 'a>;
 
-/// Rounds between two looks at the clock that ends a window; together they take some microseconds.
+/// Rounds between two clock reads at the end of a window; together they take some microseconds.
 const ROUNDS: u64 = 64;
 
 /// Makes a variant of a round. The loop lies inside, so that the call through the box is paid once a window.

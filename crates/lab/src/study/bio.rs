@@ -1,13 +1,13 @@
-//! Mode `bio`: the driver that takes bios as they are, as the NVMe driver did before it moved to the multi-queue core.
+//! Mode `bio`: a driver that takes bios directly, as the NVMe driver did before it moved to the multi-queue core.
 //!
 //! No requests and no tags of the core. Each queue has one lock and, under it, a bitmap of command ids and a list of
-//! bios for which there was none. Every bio rings the doorbell for itself. Once the list holds anything, whatever comes
-//! is put behind it, and only the helper takes from it: one thread for all queues, called by whoever takes completions
-//! while the list holds something, and besides by a tick. (Linux 3.12, drivers/block/nvme-core.c: `nvme_make_request`,
+//! bios without an id. Every bio writes the doorbell by itself. Once the list is not empty, every new bio is queued
+//! behind it, and only the helper takes from it: one thread for all queues, called by the thread that takes completions
+//! while the list is not empty, and besides by a tick. (Linux 3.12, drivers/block/nvme-core.c: `nvme_make_request`,
 //! `nvme_kthread`, `nvme_resubmit_bios`.)
 //!
-//! Written with the same care as the core, so that what differs is the design: plain words under the lock, no search
-//! from the first id, completions looked up by id and checked, I/Os counted and timed.
+//! Written with the same care as the core, so that only the design differs: plain words under the lock, no search from
+//! the first id, completions looked up by id and checked, I/Os counted and timed.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -25,11 +25,11 @@ pub(crate) struct BioQueue {
     helper: Arc<dyn Wake>,
 }
 
-/// What is under the lock.
+/// State under the lock.
 struct Inner {
     host: HostEnd,
     ids: Ids,
-    /// By id: what is in flight.
+    /// Bios in flight, by id.
     places: Box<[BioSlot]>,
     /// Bios for which there was no id, in the order they came.
     list: VecDeque<Box<Bio>>,
@@ -43,7 +43,7 @@ struct BioSlot {
     start_ns: u64,
 }
 
-/// What the driver counts, as the one of the time did for /proc/diskstats.
+/// Counters of the driver, as for /proc/diskstats at the time.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Account {
     pub(crate) ios: u64,
@@ -71,7 +71,7 @@ impl BioQueue {
         Arc::new(BioQueue { inner: Mutex::new(inner), job_flags, helper })
     }
 
-    /// What was counted.
+    /// The counters.
     #[cfg(test)]
     pub(crate) fn account(&self) -> Account {
         lock(&self.inner).account
@@ -85,8 +85,7 @@ impl BioQueue {
 }
 
 impl Inner {
-    /// Whether a bio makes sense and fits one command. The driver of the time split those that do not fit; here the
-    /// load has none.
+    /// Whether a bio is valid and fits one command. The driver of the time split longer ones; this load has none.
     #[inline]
     fn takes(&self, bio: &Bio) -> bool {
         let DeviceInfo { capacity_sectors, limits, read_only, .. } = &*self.info;
@@ -116,13 +115,13 @@ impl Inner {
         self.places[id] = BioSlot { bio: Some(bio), start_ns: now_ns };
     }
 
-    /// Takes what the device has finished.
+    /// Takes the device's completions.
     #[inline]
     fn reap(&mut self, now_ns: u64, mut sink: impl FnMut(Box<Bio>)) -> usize {
         let mut reaped = 0;
         while let Some(completion) = self.host.completion() {
             let id = completion.cid as usize;
-            // What names nothing in flight is dropped, as everywhere.
+            // An unknown id is dropped, as everywhere.
             let Some(BioSlot { bio, start_ns }) = self.places.get_mut(id) else { continue };
             let Some(mut bio) = bio.take() else { continue };
             self.ids.put(id);
@@ -142,7 +141,7 @@ impl Inner {
 pub(crate) struct BioEnd {
     queue: Arc<BioQueue>,
     job: usize,
-    /// What was taken for others, on its way to them.
+    /// Completions of other jobs, to be delivered.
     away: Vec<Box<Bio>>,
 }
 
@@ -210,7 +209,7 @@ impl Helper {
         Helper { queues, away: Vec::with_capacity(bios) }
     }
 
-    /// Looks after one queue: takes what is over, and passes on what waits while there are ids.
+    /// Serves one queue: takes completions, and submits waiting bios while ids are free.
     #[inline]
     pub(crate) fn look_after(&mut self, queue: usize, now_ns: u64) -> Moved {
         let Helper { queues, away } = self;

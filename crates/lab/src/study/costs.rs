@@ -1,10 +1,10 @@
-//! What the steps of a mode cost on this machine: data, and how a step is charged. Nothing here measures.
+//! Measured costs of a mode's steps on this machine, as data, and the charge of a step. Measures nothing itself.
 
 use serde::Serialize;
 
 use super::end::Moved;
 
-/// The sizes of batch that are measured; between them costs are interpolated, beyond them the last slope goes on.
+/// The measured sizes of batch; costs are interpolated between them, and extrapolated by the last slope.
 pub(crate) const BATCHES: [usize; 9] = [0, 1, 2, 4, 8, 16, 32, 64, 128];
 
 /// Cost of a step by the size of its batch, nanoseconds.
@@ -12,7 +12,7 @@ pub(crate) const BATCHES: [usize; 9] = [0, 1, 2, 4, 8, 16, 32, 64, 128];
 pub(crate) struct Curve(pub(crate) [f64; BATCHES.len()]);
 
 impl Curve {
-    /// So much for each, and nothing else.
+    /// A cost for each, without a fixed part.
     pub(crate) fn each(ns: f64) -> Curve {
         Curve(BATCHES.map(|n| n as f64 * ns))
     }
@@ -26,16 +26,16 @@ impl Curve {
     }
 }
 
-/// The steps of one mode. All of it is user time: none of them makes a system call.
+/// The steps of one mode. All of it is user time: they make no system call.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub(crate) struct StepCosts {
-    /// Taking what is over.
+    /// Taking completions.
     pub(crate) collect: Curve,
     /// Filling bios in and passing them on.
     pub(crate) submit: Curve,
     /// Filling bios in and putting them on a list, since there is no id. Only `bio` does.
     pub(crate) list: Curve,
-    /// The helper's look after one queue, by what it passes on. Only `bio` has one.
+    /// The helper's service of one queue, by the bios it submits. Only `bio` has one.
     pub(crate) pass: Curve,
 }
 
@@ -67,18 +67,17 @@ pub(crate) struct Costs {
     pub(crate) mq: ModeCosts,
     /// Putting a bio into another job's box, and taking it out there: half each.
     pub(crate) mail_ns: f64,
-    /// To go to sleep on an eventfd, and to be back after it rang.
+    /// To sleep on an eventfd, and to continue after its signal.
     pub(crate) sleep: CallCost,
-    /// To signal the eventfd of one who sleeps.
+    /// To signal the eventfd of a sleeper.
     pub(crate) ring: CallCost,
-    /// What a lock and its data cost more if the last holder was on another CPU. Unknown, and not charged, where there
-    /// is one CPU.
+    /// Extra cost of a lock and its data if the last holder was on another CPU. Unknown, and not charged, with one CPU.
     pub(crate) hand_over_ns: Option<f64>,
     /// Windows that each figure is the 10th percentile of.
     pub(crate) windows: usize,
 }
 
-/// A step of somebody's loop.
+/// A step of a task's loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CostStep {
     Collect,
@@ -88,7 +87,7 @@ pub(crate) enum CostStep {
 }
 
 impl StepCosts {
-    /// What a step costs that came to this.
+    /// Cost of a step with this result.
     pub(crate) fn charge(&self, step: CostStep, moved: &Moved, mail_ns: f64) -> f64 {
         let mail = (moved.delivered + moved.mailed) as f64 * mail_ns / 2.0;
         mail + match step {

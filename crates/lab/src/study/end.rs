@@ -1,17 +1,17 @@
-//! A job's end of its queue: what every mode must offer, to be run in virtual time and to be measured in real time.
+//! A job's end of its queue: the interface of every mode, to be run in virtual time and measured in real time.
 
 use std::sync::Arc;
 
 use blkyard_mq::{Bio, DeviceInfo, HwQueueConfig, Op, SECTOR_SHIFT, Segment};
 use blkyard_sim::Rng;
 
-/// Size of the model disk. Nothing is stored, so it is only a range for random places.
+/// Size of the model disk. No data is stored, so it is only a range for random positions.
 const CAPACITY_SECTORS: u64 = 1 << 31;
 /// The post's block.
 const IO_BYTES: u32 = 4096;
 const IO_SECTORS: u32 = IO_BYTES >> SECTOR_SHIFT;
 
-/// What one step came to: what it is charged for.
+/// Result of one step, which determines its charge.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Moved {
     /// Completions taken off the device.
@@ -30,7 +30,7 @@ pub(crate) struct Moved {
 
 /// A job's end of the queue it uses.
 pub(crate) trait JobEnd {
-    /// Bios that one call of [`JobEnd::submit`] may be given: one, if each rings the doorbell for itself.
+    /// Bios that one call of [`JobEnd::submit`] may get: one, if each writes the doorbell by itself.
     const BATCH: usize;
     /// Whether everything happens under a lock of the queue.
     const LOCKED: bool;
@@ -38,11 +38,11 @@ pub(crate) trait JobEnd {
     /// Submits bios of this job and tells the device.
     fn submit(&mut self, bios: &mut Vec<Box<Bio>>, now_ns: u64) -> Moved;
 
-    /// Takes what is over, for this job and, where the queue is shared, on behalf of others.
+    /// Takes completions, for this job and, where the queue is shared, on behalf of others.
     fn collect(&mut self, now_ns: u64, out: &mut Vec<Box<Bio>>) -> Moved;
 }
 
-/// Fills a bio in: what the job itself does for each I/O, a 4 KiB write at a random place. Its cookie stays.
+/// Fills in a bio, the job's own work for each I/O: a 4 KiB write at a random position. Its cookie stays.
 #[inline]
 pub(crate) fn fill(bio: &mut Bio, slot: usize, rng: &mut Rng) {
     bio.reset();
@@ -52,7 +52,7 @@ pub(crate) fn fill(bio: &mut Bio, slot: usize, rng: &mut Rng) {
     bio.segments.push(Segment { region: 0, offset: slot as u64 * u64::from(IO_BYTES), len: IO_BYTES });
 }
 
-/// The model disk, as the core is told.
+/// Properties of the model disk, for the core.
 pub(crate) fn info() -> Arc<DeviceInfo> {
     Arc::new(DeviceInfo { name: "model:nvme-2013".into(), capacity_sectors: CAPACITY_SECTORS, ..DeviceInfo::default() })
 }

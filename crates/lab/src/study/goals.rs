@@ -1,4 +1,4 @@
-//! What is to be reached, and whether it is; and what the post claims, and whether it can be seen here.
+//! Goals and their verdicts, and the post's claims with whether they are reproduced.
 
 use serde::Serialize;
 
@@ -21,7 +21,7 @@ pub(crate) struct PostClaim {
     pub(crate) what: String,
     pub(crate) found: String,
     pub(crate) reproduced: bool,
-    /// Why not, or what else is to be known.
+    /// Reason, or a remark.
     pub(crate) reason: &'static str,
 }
 
@@ -29,7 +29,7 @@ pub(crate) struct PostClaim {
 pub(crate) fn goals(rows: &[GridRow]) -> Vec<Goal> {
     let iops = |row: &GridRow| both(row).map(|ratios| ratios.iops).into_iter().fold(f64::INFINITY, f64::min);
     let cpu = |row: &GridRow| both(row).map(|ratios| ratios.cpu).into_iter().fold(0.0, f64::max);
-    // A queue for each job has one job's bios to hand its tags to; the queue for all has those of four.
+    // A private queue passes its tags on among one job's bios; a shared one among those of four.
     let of_mean =
         |row: &GridRow| [row.mq, row.single].map(|mode| mode.stdev_us / mode.mean_us).into_iter().fold(0.0, f64::max);
     let max_of_mean =
@@ -81,7 +81,7 @@ fn worst(rows: &[GridRow], which: impl Fn(&GridRow) -> bool, value: impl Fn(&Gri
     worst.map_or((f64::NAN, String::new()), |(value, row)| (value, format!("{} x {}", row.post.jobs, row.post.depth)))
 }
 
-/// What the post claims besides.
+/// The post's other claims.
 pub(crate) fn claims(rows: &[GridRow]) -> Vec<PostClaim> {
     // The rows in which the post's device is at its ceiling in both columns.
     let saturated: Vec<_> =

@@ -24,7 +24,7 @@ pub(crate) const TICK_NS: u64 = 2_100_000;
 pub(crate) struct GridLength {
     /// I/Os at least.
     pub(crate) ios: u64,
-    /// Times that every place in flight is used, at least.
+    /// Least number of times that every slot is used.
     pub(crate) rounds: u64,
 }
 
@@ -50,12 +50,12 @@ pub(crate) struct Ratios {
 }
 
 impl GridRow {
-    /// What came out here.
+    /// Ratios of this run.
     pub(crate) fn ratios(&self) -> Ratios {
         Ratios::of(&self.mq, &self.bio)
     }
 
-    /// What the post claims.
+    /// Ratios of the post.
     pub(crate) fn post_ratios(&self) -> Ratios {
         let PostRow { jobs, mq, bio, .. } = self.post;
         Ratios {
@@ -154,7 +154,7 @@ impl GridPoint<'_> {
         StudyWorld::new(scene, cast).run()
     }
 
-    /// What a queue's steps cost with so many bios on it.
+    /// Costs of a queue's steps with so many bios on it.
     fn steps<'a>(&self, mode: &'a ModeCosts, bios: usize) -> &'a StepCosts {
         if bios > self.model.commands_max() { &mode.beyond } else { &mode.within }
     }

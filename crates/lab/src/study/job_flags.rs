@@ -1,8 +1,7 @@
-//! What a job is to those who share its queue: a mailbox for what ended while somebody else was looking, and an
-//! eventfd.
+//! A job's flags for the sharers of its queue: a box for its completions that other threads found, and an eventfd.
 //!
-//! For the modes with a lock. Whoever takes a completion off the device for another job puts it into that job's box,
-//! and rings once. It knows nothing of sleep: an eventfd is anything that [wakes](Wake).
+//! For the modes with a lock. A thread that takes another job's completion off the device puts it into that job's box,
+//! and signals once. Sleep is unknown here: an eventfd is anything that [wakes](Wake).
 
 use std::hint;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
 use blkyard_mq::{Bio, Wake};
 
-/// A bio's cookie on its way: the job above, the job's own number below.
+/// A bio's cookie in flight: the job above, the job's own number below.
 const JOB_SHIFT: u32 = 32;
 
 /// The cookie of a bio of this job.
@@ -19,7 +18,7 @@ pub(crate) fn cookie(job: usize, slot: usize) -> u64 {
     (job as u64) << JOB_SHIFT | slot as u64
 }
 
-/// Whose bio it is.
+/// Job of a bio.
 #[inline]
 pub(crate) fn job_of(bio: &Bio) -> usize {
     (bio.cookie >> JOB_SHIFT) as usize
@@ -50,7 +49,7 @@ impl JobFlag {
         JobFlag { mail: Mutex::new(Vec::with_capacity(bios)), has_mail: AtomicBool::new(false), eventfd }
     }
 
-    /// Takes what others have left. Returns how many.
+    /// Takes the completions that others have delivered. Returns how many.
     #[inline]
     pub(crate) fn take_mail(&self, out: &mut Vec<Box<Bio>>) -> usize {
         if !self.has_mail.load(Ordering::Acquire) {
@@ -64,7 +63,7 @@ impl JobFlag {
     }
 }
 
-/// Gives bios of other jobs to them, and rings for each job once for a run of its own.
+/// Delivers bios of other jobs, and signals each job once for a run of its own.
 pub(crate) fn deliver(job_flags: &[JobFlag], bios: &mut Vec<Box<Bio>>) {
     let mut rest = bios.drain(..).peekable();
     while let Some(first) = rest.next() {
@@ -87,7 +86,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes a lock as the driver of a kernel does: looks until it is free, and never sleeps.
+/// Takes a spin lock, as a kernel driver does: polls until it is free, and never sleeps.
 #[inline]
 pub(crate) fn spin_lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     loop {

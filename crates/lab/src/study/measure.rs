@@ -1,19 +1,19 @@
-//! What the steps of each mode cost here and now: the very code that runs in virtual time, run against the clock.
+//! Measurement of each mode's steps on this machine: the code that runs in virtual time, against the clock.
 //!
-//! One thread, one CPU, the device played by the same thread. Costs are differences between phases that share the
-//! device's part:
+//! One thread, one CPU; the same thread plays the device. Costs are differences between phases that share the device's
+//! part:
 //!
 //! ```text
 //!   posts:    the device posts n                                            × 128/n
 //!   reaps:    the device posts n, collect                                   × 128/n     collect = reaps - posts
 //!   turns:    the device posts n, collect, fill in and submit n             × 128/n     submit  = turns - reaps
-//!   passes:   the device posts n, collect, the helper looks after the queue × 128/n     pass    = passes - reaps
+//!   passes:   the device posts n, collect, the helper serves the queue      × 128/n     pass    = passes - reaps
 //! ```
 //!
-//! All modes take turns in short windows, so that what disturbs one disturbs all; a figure is the 10th percentile of
-//! its windows. The monotonic clock divides a window among its phases. The thread's CPU clock, which is too slow for
-//! that, says whether the thread ran all the while; a window in which it did not is taken again. There is no system
-//! call in any of this, so it is all user time.
+//! All modes take turns in short windows, so that a disturbance affects all; a figure is the 10th percentile of its
+//! windows. The monotonic clock divides a window among its phases. The thread's CPU clock, which is too slow for that,
+//! shows whether the thread ran all the time; otherwise the window is repeated. There is no system call in any of this,
+//! so it is all user time.
 
 use std::collections::VecDeque;
 use std::hint::black_box;
@@ -40,12 +40,12 @@ const WITHIN: usize = 256;
 const WINDOW_NS: u64 = 200_000;
 /// Windows that do not count.
 const WARM_UP: usize = 3;
-/// Share of a window that the thread must have run, or the window is not whole: what remains is the kernel's ticks.
+/// Share of a window in which the thread must have run: the rest is the kernel's ticks.
 const WHOLE: f64 = 0.95;
 /// Where no window is whole, the machine is too busy to wait for one.
 const TRIES_MAX: usize = 20;
 
-/// What was measured of the modes' own code.
+/// Measured costs of the modes' own code.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MeasuredModes {
     pub(crate) bio: ModeCosts,
@@ -153,7 +153,7 @@ struct ModeRig<M: JobEnd> {
     batch: Vec<Box<Bio>>,
     rng: Rng,
     helper: Option<Helper>,
-    /// What the mode is told for the time: as late as the model's device would be.
+    /// Time passed to the mode: as late as the model's device would be.
     now_ns: u64,
 }
 
@@ -235,7 +235,7 @@ impl<M: JobEnd> ModeRig<M> {
         black_box(self.end.collect(self.now_ns, &mut self.free));
     }
 
-    /// Fills in and submits so many of what is free.
+    /// Fills in and submits so many free bios.
     #[inline]
     fn submit(&mut self, batch: usize) {
         let mut left = batch.min(self.free.len());
@@ -306,8 +306,8 @@ impl<M: JobEnd> ModeRig<M> {
     }
 }
 
-/// Rounds for a window, in which this thread had its CPU to itself; tries again if it had not. Returns how many rounds,
-/// and the sums of what they took.
+/// Rounds for a window in which this thread had its CPU to itself; repeats it otherwise. Returns the number of rounds,
+/// and the sums of their times.
 pub(crate) fn whole_window<const N: usize>(mut round: impl FnMut() -> [u64; N]) -> (usize, [u64; N]) {
     let mut tries = 0;
     loop {
@@ -325,14 +325,14 @@ pub(crate) fn whole_window<const N: usize>(mut round: impl FnMut() -> [u64; N]) 
     }
 }
 
-/// What it takes to put a bio into another job's box, and to take it out there, nanoseconds.
+/// Time to put a bio into another job's box, and to take it out there, ns.
 pub(crate) fn mail_ns(windows: usize) -> f64 {
     let (mut mail, mut samples) = (WokenJobs::new(), Samples::default());
     (0..windows).for_each(|_| samples.push(mail.window()));
     samples.cost()
 }
 
-/// Two jobs, of which one leaves mail for the other.
+/// Two jobs, of which one delivers to the other.
 struct WokenJobs {
     job_flags: [JobFlag; 1],
     bios: Vec<Box<Bio>>,
@@ -365,7 +365,7 @@ impl WokenJobs {
 }
 
 impl<M: JobEnd> Drop for ModeRig<M> {
-    /// What is out comes back before a queue may go.
+    /// I/O in flight completes before a queue is dropped.
     fn drop(&mut self) {
         loop {
             self.fetch();
@@ -378,7 +378,7 @@ impl<M: JobEnd> Drop for ModeRig<M> {
             if let Some(helper) = &mut self.helper {
                 helper.look_after(0, self.now_ns);
             }
-            // Of nothing; what waited in the queue goes out with it.
+            // An empty batch; it submits the bios waiting in the queue.
             self.end.submit(&mut self.batch, self.now_ns);
         }
     }

@@ -1,4 +1,4 @@
-//! What a run in virtual time came to: I/Os, CPU time, latencies, and how often something happened.
+//! Results of a run in virtual time: I/Os, CPU time, latencies, and event counts.
 
 use serde::Serialize;
 
@@ -49,7 +49,7 @@ impl StudyResult {
 }
 
 impl StudyMeter {
-    /// Forgets what was, and counts for good.
+    /// Drops earlier counts, and starts counting.
     pub(crate) fn start(&mut self, now_ns: u64) {
         *self = StudyMeter { started_ns: Some(now_ns), ..StudyMeter::default() };
     }
@@ -82,7 +82,7 @@ impl StudyMeter {
         }
     }
 
-    /// An I/O took so long. Mean and deviation by Welford's method, which loses nothing to rounding.
+    /// Adds the latency of an I/O. Mean and deviation by Welford's method, which is numerically stable.
     #[inline]
     pub(crate) fn ended(&mut self, took_ns: u64) {
         self.min_ns = if self.ios == 0 { took_ns } else { self.min_ns.min(took_ns) };

@@ -1,10 +1,10 @@
-//! `blkyard study`: a published claim, run again. The post's figures and ours stand next to each other, then each goal
-//! with its verdict.
+//! `blkyard study`: repetition of a published measurement. The post's figures and ours are printed beside each other,
+//! then each goal with its verdict.
 //!
 //! `mq-vs-bio` is the first: the NVMe driver moves from bios to the multi-queue core (M. Bjørling, linux-nvme, October
 //! 2013). Each mode's own code is measured step by step on this machine (`measure.rs`, `wakes.rs`) and then run on a
-//! model of the post's device and host in virtual time, which charges each step what it was measured to cost
-//! (`world.rs`). So the noise of the machine has no part in the latencies, and the cost of the code does.
+//! model of the post's device and host in virtual time, which charges each step its measured cost (`world.rs`). So
+//! latencies contain the cost of the code and no noise of the machine.
 //!
 //! `multi-vq` is the second: every virtqueue of a virtio-blk disk becomes a hardware queue (M. Lei, linux-kernel, June
 //! 2014); see `vq/`.
@@ -84,7 +84,7 @@ pub enum Study {
 /// Why a study was not run.
 #[derive(Debug, thiserror::Error)]
 pub enum StudyError {
-    /// What the measurement takes was not to be had.
+    /// The measurement lacks a resource.
     #[error("the machine cannot be measured: {0}; free descriptors and threads and run the study again")]
     Measure(#[from] io::Error),
     /// The picture was not written.
@@ -95,10 +95,10 @@ pub enum StudyError {
         /// Why.
         error: io::Error,
     },
-    /// A back-end that is to be measured does not do what it should.
+    /// A measured back-end misbehaves.
     #[error("{0}")]
     Served(String),
-    /// Somebody wants the program to end.
+    /// A signal ended the study.
     #[error("the study was interrupted")]
     Interrupted,
 }
@@ -149,7 +149,7 @@ fn mq_vs_bio(args: &StudyArgs, say: impl Fn(String)) -> Result<StudyReport, Stud
     Ok(StudyReport::new(model, &costs, length, args.seed, rows))
 }
 
-/// Draws and prints what is wanted of a report.
+/// Draws and prints the requested parts of a report.
 fn publish(
     args: &StudyArgs,
     console: Console,
@@ -166,7 +166,7 @@ fn publish(
     Ok((console.print)(&report, code))
 }
 
-/// Measures everything on a thread of its own, which stays on one CPU.
+/// Measures everything on a separate thread, which is pinned to one CPU.
 fn measure(model: DeviceModel, windows: usize) -> io::Result<Costs> {
     let measuring = thread::Builder::new().spawn(move || {
         let hand_over_ns = wakes::hand_over_ns(windows)?;

@@ -1,5 +1,4 @@
-//! Mode `mq`: the core as it is meant. A job owns its hardware queue: no lock, nothing shared, one doorbell for a
-//! batch.
+//! Mode `mq`: the core as designed. A job owns its hardware queue: no lock, no sharing, one doorbell for a batch.
 
 use blkyard_mq::{Bio, Driver, HwQueue};
 use blkyard_sim::{HostEnd, PairDriver};

@@ -1,10 +1,10 @@
-//! The post's table, as published: the NVMe driver on the multi-queue core against the bio-based one it replaced.
+//! The post's table, as published: the NVMe driver on the multi-queue core against its bio-based predecessor.
 //!
-//! M. Bjørling, linux-nvme, October 2013. 4 KiB random writes, a device that tops out at 270 K IOPS, a host with four
+//! M. Bjørling, linux-nvme, October 2013. 4 KiB random writes, a device with at most 270 K IOPS, a host with four
 //! cores. The post prints the latencies of row 4,1024 (multi-queue) and of both rows 4,2048 in milliseconds; here all
 //! are in microseconds, as Little's law confirms (4096 / 270 K = 15.2 ms).
 
-/// What one driver reached in one row.
+/// Result of one driver in one row.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PostCell {
     pub(crate) iops: f64,

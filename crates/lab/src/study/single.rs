@@ -1,7 +1,7 @@
 //! Mode `single`: the core with one hardware queue for all, under one lock.
 //!
-//! What a port without thought for queues would be: requests, tags and batches of the core, but every job waits for the
-//! same lock, and what ends for another job goes to its box.
+//! A port that ignores queues: requests, tags and batches of the core, but every job waits for the same lock, and
+//! completions of another job go to its box.
 
 use std::sync::{Arc, Mutex};
 
@@ -65,7 +65,7 @@ impl<D: Driver<()>> JobEnd for SingleEnd<D> {
         let mut hw = spin_lock(&queue.hw);
         let route = &mut |bio: Box<Bio>| if job_of(&bio) == *job { out.push(bio) } else { away.push(bio) };
         let reaped = hw.reap(&mut (), now_ns, route);
-        // Tags came back, and somebody's bios may wait for them.
+        // Tags came back, and bios may wait for them.
         if reaped > 0 && hw.has_work() {
             hw.issue(&mut (), now_ns);
         }

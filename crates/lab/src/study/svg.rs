@@ -1,5 +1,4 @@
-//! The figures as a picture: for each point of the grid, what the post claims beside what came out here. Drawn by hand,
-//! so that it needs nothing but a browser.
+//! The figures as SVG: for each point of the grid, the post's value beside ours. Drawn by hand; needs only a browser.
 
 use std::fmt::Write;
 
@@ -34,7 +33,7 @@ const PANELS: [Panel; 3] = [
 ];
 
 impl Panel {
-    /// Where a value lies, 0 at the bottom and 1 at the top; what lies beyond is drawn at the edge.
+    /// Position of a value, 0 at the bottom and 1 at the top; values beyond are drawn at the edge.
     fn place(&self, value: f64) -> f64 {
         let (Some(low), Some(high)) = (self.lines.first(), self.lines.last()) else { return 0.0 };
         let logarithmic = high / low > 20.0 && *low > 0.0;

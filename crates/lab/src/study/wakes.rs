@@ -1,10 +1,9 @@
-//! What sleep, wake-up and a lock that changes CPUs cost here and now.
+//! Cost of sleep, wake-up and a lock that changes CPUs on this machine.
 //!
-//! An eventfd is an event descriptor; a sleeper reads it, whoever wakes it writes. Waker and sleeper share a CPU: so
-//! the price is that of the two system calls and the switch, without the interrupt between CPUs and the idle loop,
-//! which depend on the machine and, under a hypervisor, cost many times as much. A completion interrupts the CPU of its
-//! sleeper, so that is also the closer picture. For `bio`, which wakes its helper besides, it is the lowest price there
-//! is.
+//! A sleeper reads an eventfd, its waker writes it. Both share a CPU: so the cost is that of the two system calls and
+//! the switch, without the interrupt between CPUs and the idle loop, which depend on the machine and, under a
+//! hypervisor, cost many times as much. A completion interrupts the CPU of its sleeper, so that is also the closer
+//! model. For `bio`, which wakes its helper besides, it is the lowest possible cost.
 
 use std::hint::spin_loop;
 use std::io;
@@ -23,18 +22,18 @@ use crate::floor::windows::Samples;
 
 /// Sleeps in one window.
 const CYCLES: usize = 100;
-/// Sleepers that are rung one after another in one window.
+/// Sleepers that are signalled one after another in one window.
 const SLEEPERS: usize = 32;
 /// The least of all priorities.
 const NICE: i32 = 19;
-/// What that many sleepers take to wake and sleep again, many times over.
+/// Many times the time for all sleepers to wake and sleep again.
 const REST: Duration = Duration::from_micros(500);
 /// Hand-overs in one window.
 const HAND_OVERS: u32 = 400;
 
-/// What it costs to sleep and be woken, and to signal the eventfd of a sleeper.
+/// Cost of a sleep with its wake-up, and of a signal to a sleeper's eventfd.
 ///
-/// Sleepers give way to the one who rings, so that nobody is switched to in the middle of a ring.
+/// Sleepers have a lower priority than the waker, so that no switch happens in the middle of a signal.
 ///
 /// # Errors
 /// The system has no descriptors or threads left.
@@ -45,7 +44,7 @@ pub(crate) fn sleep_and_ring(windows: usize) -> io::Result<(CallCost, CallCost)>
     let mut clock = Samples::default();
     let (mut rings, mut cycles) = (Samples::default(), Samples::default());
     for _ in 0..windows {
-        // Time for all to be asleep again. One who is not is cheaper to ring, so the price errs to the low side.
+        // Time for all to be asleep again. One that is not is cheaper to signal, so the error is to the low side.
         thread::sleep(REST);
         let start_ns = thread_cpu_ns();
         clock.push((thread_cpu_ns() - start_ns) as f64);
@@ -63,13 +62,12 @@ pub(crate) fn sleep_and_ring(windows: usize) -> io::Result<(CallCost, CallCost)>
     }
     let ring_ns = ((rings.cost() - clock.cost()) / SLEEPERS as f64).max(0.0);
     let cycle_ns = (cycles.cost() - clock.cost()) / CYCLES as f64;
-    // Two system calls; what they take outside the system is a few nanoseconds, and the kernel's tick is too coarse to
-    // tell.
+    // Two system calls; their user part is a few nanoseconds, and the kernel's tick is too coarse to show it.
     let call = |ns| CallCost { user_ns: 0.0, system_ns: ns };
     Ok((call((cycle_ns - ring_ns).max(0.0)), call(ring_ns)))
 }
 
-/// A thread that sleeps on its eventfd, and answers if it has somebody to answer to.
+/// A thread that sleeps on its eventfd, and answers to a partner, if any.
 struct WokenThread {
     eventfd: Arc<BlockingEventFd>,
     over: Arc<AtomicBool>,
@@ -106,11 +104,9 @@ impl Drop for WokenThread {
     }
 }
 
-/// What a lock and the data under it cost more when they come from another CPU, nanoseconds; nothing where there is one
-/// CPU.
+/// Extra cost of a lock and its data when they come from another CPU, ns; `None` with one CPU.
 ///
-/// Two threads take turns, told by a word of their own. What that word alone costs is measured beside, and does not
-/// count.
+/// Two threads take turns, through a separate word. The cost of that word is measured as well, and subtracted.
 ///
 /// # Errors
 /// The system has no threads left.
@@ -144,10 +140,10 @@ pub(crate) fn hand_over_ns(windows: usize) -> io::Result<Option<f64>> {
     Ok(Some((both.cost() - word.cost()).max(0.0)))
 }
 
-/// What two threads pass between them.
+/// State passed between two threads.
 #[derive(Default)]
 struct Field {
-    /// Hand-overs left; whose turn it is, is its lowest bit.
+    /// Remaining hand-overs; the lowest bit says whose turn it is.
     left: WakeWord<AtomicU32>,
     locked: WakeWord<AtomicBool>,
     over: WakeWord<AtomicBool>,
@@ -167,8 +163,7 @@ impl<T> std::ops::Deref for WakeWord<T> {
 }
 
 impl Field {
-    /// Takes every other turn until none is left. A partner that is late may have lost its CPU: spinning then gives
-    /// way.
+    /// Takes every other turn until none is left. A late partner may have lost its CPU: then spinning yields.
     fn turns(&self, odd: u32) {
         // As long a path, without the line that moves.
         let own = Mutex::new(0);

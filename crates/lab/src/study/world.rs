@@ -1,18 +1,18 @@
 //! The host in virtual time: CPUs, jobs, locks, sleep, around the real code of a mode and the model of the device.
 //!
 //! A task runs step by step. A step begins when its CPU is free and, in a mode with a lock, when the lock is; then the
-//! real code runs, at once, and its CPU is taken for as long as such a step was measured to take. At the end of that
-//! time the device hears the doorbell, I/Os count as over, and those wake whose eventfds were rung.
+//! real code runs, and its CPU is occupied for the measured cost of the step. At the end of that time the device sees
+//! the doorbell, I/Os count as completed, and signalled tasks wake.
 //!
 //! ```text
-//!   job:     submit ─▶ collect ─▶ submit ─▶ ... ─▶ nothing came ─▶ sleep ─▶ interrupt, or an eventfd ─▶ collect
-//!   helper:  sleep ─▶ an eventfd, or the tick ─▶ look after queue 0, 1, .. ─▶ again if rung meanwhile, else sleep
+//!   job:     submit ─▶ collect ─▶ submit ─▶ ... ─▶ no completion ─▶ sleep ─▶ interrupt, or an eventfd ─▶ collect
+//!   helper:  sleep ─▶ an eventfd, or the tick ─▶ serve queue 0, 1, .. ─▶ again if signalled meanwhile, else sleep
 //! ```
 //!
-//! As fio's jobs do over libaio, a job keeps its depth out: it takes what is over, submits as many anew, and sleeps
-//! only if nothing is over. Each job has a CPU to itself; the helper runs on one that is idle if there is one, and
-//! waits for the first to be free otherwise. An interrupt costs what it costs to be woken by an eventfd, in every mode.
-//! Who waits for a lock spins.
+//! Like fio's jobs over libaio, a job keeps its depth in flight: it takes completions, submits as many, and sleeps only
+//! without completions. Each job has a CPU to itself; the helper runs on an idle one if there is one, and waits for the
+//! first to be free otherwise. An interrupt costs as much as a wake-up by an eventfd, in every mode. A thread that
+//! waits for a lock spins.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -30,12 +30,12 @@ use super::meter::{StudyMeter, StudyResult};
 /// CPUs of the post's host.
 pub(crate) const CPUS: usize = 4;
 
-/// What is to be dreamed.
+/// Configuration of a run.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Scene<'a> {
     pub(crate) model: DeviceModel,
     pub(crate) jobs: usize,
-    /// I/Os that each job keeps out.
+    /// I/Os that each job keeps in flight.
     pub(crate) depth: usize,
     /// I/Os that count, after as many as are needed to settle.
     pub(crate) ios: u64,
@@ -52,7 +52,7 @@ pub(crate) struct Scene<'a> {
 pub(crate) struct RecordedSignal(AtomicBool);
 
 impl RecordedSignal {
-    /// Whether it was rung since the last time it was asked.
+    /// Whether it was signalled since the last call.
     pub(crate) fn take(&self) -> bool {
         self.0.swap(false, Ordering::Relaxed)
     }
@@ -76,7 +76,7 @@ enum StudyEvent {
     Device(DeviceEvent),
     /// A task wants its CPU.
     Run(usize),
-    /// The step of a task is over.
+    /// A task's step has ended.
     Over(usize),
     Tick,
 }
@@ -90,7 +90,7 @@ impl From<DeviceEvent> for StudyEvent {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum JobState {
     Asleep,
-    /// Its eventfd was rung, and whoever rang it has not finished doing so.
+    /// Its eventfd was signalled, in a step that has not ended yet.
     Called,
     /// Awake as soon as it gets its CPU and has paid for it.
     Waking,
@@ -100,9 +100,9 @@ enum JobState {
 struct Task {
     state: JobState,
     cpu: usize,
-    /// Its eventfd was rung while it was awake.
+    /// Its eventfd was signalled while it was awake.
     again: bool,
-    /// Whom to wake when its step is over.
+    /// Tasks to wake when its step ends.
     calls: Vec<usize>,
 }
 
@@ -120,7 +120,7 @@ struct StudyJob<M> {
 
 #[derive(Clone, Copy, Default)]
 struct StudyQueue {
-    /// Completions the device has posted and nobody has taken.
+    /// Completions posted by the device and not taken.
     posted: usize,
     lock_free_ns: u64,
     lock_cpu: Option<usize>,
@@ -198,7 +198,7 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
         }
     }
 
-    /// Lets it happen, and says what came of it. Everything that went out has come back then.
+    /// Runs the simulation to its end, and returns the result. All I/O has completed then.
     pub(crate) fn run(mut self) -> StudyResult {
         let mut outcome = None;
         while !self.stopping || self.jobs.iter().any(|job| job.out > 0) {
@@ -299,7 +299,7 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
         let user_ns = self.scene.steps.charge(step, &moved, self.scene.costs.mail_ns) + hand_over_ns;
         let mut until_ns = self.occupy(cpu, CallCost { user_ns, system_ns: 0.0 });
         self.queues[queue].lock_free_ns = until_ns;
-        // Eventfds are rung after the lock is given back.
+        // Eventfds are signalled after the lock is released.
         for called in self.answer_eventfds(task) {
             until_ns = self.occupy(cpu, self.scene.costs.ring);
             self.tasks[task].calls.push(called);
@@ -330,7 +330,7 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
         end.submit(batch, now_ns)
     }
 
-    /// Whose eventfds were rung in their sleep. Those who are awake will look again.
+    /// Tasks whose eventfds were signalled in their sleep. Awake ones will poll again.
     fn answer_eventfds(&mut self, me: usize) -> Vec<usize> {
         let mut called = Vec::new();
         for (task, eventfd) in self.eventfds.iter().enumerate() {
@@ -369,7 +369,7 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
         }
     }
 
-    /// What a task does after a step; nothing if it sleeps.
+    /// Next step of a task; `None` if it sleeps.
     fn next(&mut self, task: usize, step: CostStep) -> Option<CostStep> {
         if let CostStep::LookAfter(queue) = step {
             let next = queue + 1;
@@ -381,7 +381,7 @@ impl<'a, M: JobEnd> StudyWorld<'a, M> {
         let job = &mut self.jobs[task];
         if !job.free.is_empty() {
             if self.stopping {
-                // Nothing is submitted any more, but the queue goes on passing on what it holds.
+                // No more submissions, but the queue still submits its waiting bios.
                 job.free.clear();
             }
             return Some(CostStep::Submit);

@@ -7,7 +7,7 @@ use blkyard_mq::{Batch, Cid, Cids, Done, Driver, Op, Shortage, Status, Tag, Time
 
 use super::{ChaosConfig, ChaosStep, Shared};
 
-/// Ids that were good once and are kept to be sent again. Fewer than an id has generations, so none comes true again.
+/// Ids that were once valid and are kept to be repeated. Fewer than an id has generations, so none becomes valid again.
 const OLD_IDS: usize = 64;
 
 /// One queue of a chaos device.
@@ -18,7 +18,7 @@ pub struct ChaosQueue {
     rng: FaultRng,
     cids: Cids,
     depth: usize,
-    /// What the device has.
+    /// Commands at the device.
     held: Vec<HeldCommand>,
     /// Ids that the device believes in and the driver does not any more: their completions come too late.
     late: Vec<HeldCommand>,
@@ -38,7 +38,7 @@ struct HeldCommand {
     moved: bool,
     /// Whether a discard leaves the data as it was.
     keep: bool,
-    /// For a flush, what it covers.
+    /// Write clock up to which a flush covers.
     flush_clock: u64,
 }
 
@@ -65,7 +65,7 @@ impl ChaosQueue {
         [Shortage::Device, Shortage::System, Shortage::Lane][self.rng.below(3) as usize]
     }
 
-    /// What becomes of a request that is begun now, but for its id.
+    /// Draws the fate of a new request, except for its id.
     fn begin(&mut self, now_ns: u64, op: Op) -> HeldCommand {
         let fails = self.rng.one_in(self.config.fail_every);
         let due_ns = if self.rng.one_in(self.config.lose_every) { u64::MAX } else { self.due_ns(now_ns) };
@@ -137,9 +137,9 @@ impl ChaosQueue {
     fn forged(&mut self) -> Cid {
         let place = self.rng.below(self.depth as u64) as u32;
         match self.rng.below(3) {
-            // A place that does not exist, however deep the queue.
+            // A slot that does not exist, for any depth.
             0 => Cid(0xffff | place << 16),
-            // A place that does, in another generation.
+            // A valid slot, in another generation.
             1 if !self.held.is_empty() => {
                 let held = self.held[self.rng.below(self.held.len() as u64) as usize].cid;
                 Cid(held.0.wrapping_add(1 << 16))
@@ -199,7 +199,7 @@ impl<Cx: ?Sized> Driver<Cx> for ChaosQueue {
     fn poll(&mut self, _cx: &mut Cx, memory: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         let mut at = 0;
         while at < self.held.len() && !done.is_spent() {
-            // One of those not looked at yet.
+            // One of those not visited yet.
             let other = at + self.rng.below((self.held.len() - at) as u64) as usize;
             self.held.swap(at, other);
             if self.held[at].due_ns <= now_ns {
@@ -250,7 +250,8 @@ impl<Cx: ?Sized> Driver<Cx> for ChaosQueue {
                 let tag = self.redeem(held.cid);
                 self.requeue(tag, done, now_ns);
             }
-            // It is taken back at once, and over. Nothing of it may move any more, and the device forgets to forget it.
+            // It is taken back at once, and completes. No data of it may move any more; the device completes it all the
+            // same.
             _ => {
                 let held = self.held.swap_remove(at);
                 let tag = self.redeem(held.cid);
@@ -265,7 +266,7 @@ impl<Cx: ?Sized> Driver<Cx> for ChaosQueue {
     }
 
     fn deadline_ns(&self) -> Option<u64> {
-        // What comes too late is not waited for.
+        // Late completions are not waited for.
         self.held.iter().map(|held| held.due_ns).filter(|due_ns| *due_ns != u64::MAX).min()
     }
 }

@@ -29,7 +29,7 @@ struct Place {
 struct Cache {
     /// As a power failure leaves it.
     stable: Arc<Region>,
-    /// By sector: when what is not stable was written; zero for what is. Empty without a volatile cache.
+    /// By sector: write clock of unstable data; 0 for stable data. Empty without a volatile cache.
     dirty: Box<[u64]>,
     /// Writes completed and flushes issued so far.
     clock: u64,
@@ -55,7 +55,7 @@ impl Store {
         self.cache.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where a range lies in the store; nothing if it does not lie in its namespace.
+    /// Offset of a range in the store; `None` if it is outside its namespace.
     fn find(&self, namespace: u16, sector: u64, sectors: u32) -> Option<(u64, bool)> {
         let place = self.namespaces.get(usize::from(namespace))?;
         let end = sector.checked_add(u64::from(sectors))?;
@@ -104,14 +104,14 @@ impl Store {
         Status::Ok
     }
 
-    /// A flush is issued: it covers what was written up to here.
+    /// A flush is issued: it covers writes up to this clock.
     pub(super) fn flush_issued(&self) -> u64 {
         let mut cache = self.cache();
         cache.clock += 1;
         cache.clock
     }
 
-    /// A request has completed without error: what it wrote is dirty, or stable; what a flush covers is stable.
+    /// A request has completed without error: its data is dirty, or stable; data that a flush covers is stable.
     pub(super) fn ended(&self, request: &Request, ranges: Ranges<'_>, keep: bool, flush_clock: u64) {
         let Some(place) = self.namespaces.get(usize::from(request.namespace())) else { return };
         if !request.op().is_write() && request.op() != Op::Flush || request.op() == Op::Discard && keep {
@@ -139,7 +139,7 @@ impl Store {
     }
 }
 
-/// Moves the data of a request between a place in the store and the submitter's memory.
+/// Copies the data of a request between the store and the submitter's memory.
 fn copy(memory: &RegionTable, is_read: bool, place: Span<'_>, segments: Segments<'_>) -> Status {
     let mut at = 0;
     for segment in segments {
@@ -157,7 +157,7 @@ fn sector_of(region: &Region, sector: u64) -> Span<'_> {
 }
 
 impl Cache {
-    /// What is dirty in a range is about to be written over.
+    /// Dirty data of a range is about to be overwritten.
     fn save(&mut self, now: &Region, first: u64, sectors: u32) {
         for sector in first..first + u64::from(sectors) {
             if std::mem::take(&mut self.dirty[sector as usize]) != 0 {
@@ -169,8 +169,7 @@ impl Cache {
     fn written(&mut self, now: &Region, first: u64, sectors: u32, volatile: bool) {
         for sector in first..first + u64::from(sectors) {
             if volatile {
-                // Of two writes at one time, what covers the one that was over first covers what came of both: it was
-                // promised.
+                // Of two concurrent writes, a flush that covers the first to complete covers both.
                 let dirty = &mut self.dirty[sector as usize];
                 *dirty = if *dirty == 0 { self.clock } else { *dirty };
                 continue;

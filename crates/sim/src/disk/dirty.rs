@@ -1,19 +1,19 @@
-//! What the write cache holds and the platters do not: ranges, each with the number of flushes that came before it.
+//! Ranges of the write cache that are not on the platters, each with the number of earlier flushes.
 //!
-//! Owned by the disk. A table of bounded size, ordered by place: a disk's firmware has no other. It holds no data.
+//! Owned by the disk. A table of bounded size, ordered by position, as in a disk's firmware. It holds no data.
 
 /// A range that is not on the platters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Extent {
     pub(super) start: u64,
     pub(super) end: u64,
-    /// Flushes that had come when it was written. A flush covers what has no more than were before it.
+    /// Flushes before it was written. A flush covers ranges with at most as many as were before itself.
     pub(super) epoch: u64,
 }
 
 #[derive(Debug)]
 pub(super) struct Dirty {
-    /// By place; none touch others of their epoch, none overlap.
+    /// By position; ranges of one epoch never touch, and none overlap.
     extents: Vec<Extent>,
     extents_max: usize,
     sectors: u64,
@@ -45,7 +45,7 @@ impl Dirty {
         self.extents.len() < self.extents_max && (self.is_empty() || self.sectors + sectors <= self.sectors_max)
     }
 
-    /// A range was written. What of it was dirty before stays with its flush: that one has promised it.
+    /// Adds a written range. Parts that were dirty before stay with their flush, which covers them.
     pub(super) fn insert(&mut self, start: u64, end: u64, epoch: u64) {
         let mut index = self.extents.partition_point(|extent| extent.end <= start);
         let mut at = start;
@@ -78,8 +78,8 @@ impl Dirty {
         index
     }
 
-    /// Takes the next piece for the platters: the first at or after `from`, or from the beginning if there is none
-    /// there; no longer than `sectors_max`, and none that is later than `epoch`.
+    /// Takes the next piece to destage: the first at or after `from`, or from the beginning if there is none; at most
+    /// `sectors_max` long, and not later than `epoch`.
     pub(super) fn take(&mut self, from: u64, epoch: u64, sectors_max: u64) -> Option<Extent> {
         let first = self.extents.partition_point(|extent| extent.end <= from);
         let mut order = (first..self.extents.len()).chain(0..first);

@@ -1,9 +1,9 @@
-//! Where a sector lies and when it passes under the head.
+//! Positions of sectors, and the times at which they pass under the head.
 //!
-//! Owned by the disk; pure. A disk is zones of tracks, outermost first; a track of one zone holds as many sectors as
-//! any other of it. Angles are times: how long after the index mark a sector begins to pass. Tracks are skewed by the
-//! time a switch to them takes, so that what is in order is read without waiting. All is integer, and what passes in
-//! several goes passes in the same time as in one: a rounding error here would cost a turn of the platter.
+//! Owned by the disk; pure. A disk is zones of tracks, outermost first; all tracks of a zone have equally many sectors.
+//! Angles are times: how long after the index mark a sector begins to pass. Tracks are skewed by the time of a switch
+//! to them, so sequential reads need not wait. All is integer, and several short accesses take the same time as one
+//! long one: a rounding error would cost a revolution.
 
 use super::DiskModel;
 use crate::model::SECTOR_BYTES;
@@ -37,8 +37,7 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// The layout of a disk whose zones are equally wide and whose sustained rate falls evenly from the first to the
-    /// last.
+    /// The layout of a disk with zones of equal width, whose sustained rate falls evenly from the first to the last.
     pub(super) fn new(model: &DiskModel) -> Layout {
         let cylinder_ns = (model.heads - 1) * model.head_switch_ns + model.cylinder_switch_ns;
         // While a track is read the platter turns once, and then for as long as the switch takes.
@@ -123,8 +122,8 @@ impl Layout {
         }
     }
 
-    /// How far the head has come by `now_ns` if `from` began to pass at `since_ns`: what is under it is read to its
-    /// end. No further than `limit`.
+    /// Position of the head at `now_ns` if `from` began to pass at `since_ns`: the sector under it is read to its end.
+    /// At most `limit`.
     pub(super) fn reached(&self, from: u64, since_ns: u64, limit: u64, now_ns: u64) -> u64 {
         let (mut sector, mut at_ns) = (from, since_ns);
         while sector < limit && at_ns < now_ns {

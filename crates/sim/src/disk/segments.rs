@@ -36,7 +36,7 @@ impl CacheSegments {
         self.runs.iter().position(has).or_else(|| self.runs.iter().position(reaches))
     }
 
-    /// What of a range must be read yet begins here: at its end if all is here.
+    /// First sector of a range that is not cached: its end if all is.
     pub(super) fn missing_from(&self, start: u64, end: u64) -> u64 {
         let has = |segment: &&CacheSegment| segment.start <= start && start < segment.end;
         self.runs.iter().find(has).map_or(start, |segment| segment.end.min(end))
@@ -60,8 +60,8 @@ impl CacheSegments {
         segment.start = segment.start.max(segment.end.saturating_sub(self.sectors_max));
     }
 
-    /// A range is being read: into the segment that it goes on with, or into one of its own, which takes the place of
-    /// the one that was not used for longest. Returns which.
+    /// A range is being read: into the segment that it continues, or into a new one, which replaces the least recently
+    /// used. Returns its index.
     pub(super) fn begin(&mut self, start: u64) -> usize {
         let index = self.find(start).unwrap_or_else(|| {
             if self.runs.len() < self.count_max {

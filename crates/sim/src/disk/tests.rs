@@ -1,4 +1,4 @@
-//! The figures of a disk of its kind, each measured on the model: what was published beside what comes out.
+//! Figures of a disk of its kind, each measured on the model and compared with the published one.
 
 use proptest::prelude::*;
 
@@ -8,11 +8,11 @@ use crate::{Model, Rng};
 const MODEL: DiskModel = DiskModel::DESKTOP_2012;
 const MS: u64 = 1_000_000;
 
-/// A model and one who asks it for things.
+/// A model and its submitter.
 struct Bench {
     model: Model,
     now_ns: u64,
-    /// Asked for and not over: when, and what.
+    /// Accesses in flight, with their start.
     out: Vec<(u64, Access)>,
     on_medium: Vec<(u64, u64)>,
     asked: u64,
@@ -37,7 +37,7 @@ impl Bench {
         access.id
     }
 
-    /// Goes on until a time, or until something is over. Returns what is, and how long each took.
+    /// Advances to a time, or until an access completes. Returns completed ones, with their durations.
     fn run(&mut self, until_ns: u64) -> Vec<(u64, Access)> {
         let mut over = Vec::new();
         while over.is_empty() {
@@ -71,7 +71,8 @@ impl Bench {
         }
     }
 
-    /// Keeps `depth` of what `next` names out until `count` are over. Returns bytes per second and accesses per second.
+    /// Keeps `depth` accesses of `next` in flight until `count` have completed. Returns bytes per second and accesses
+    /// per second.
     fn keep(&mut self, depth: usize, count: usize, mut next: impl FnMut() -> (Op, u64, u32)) -> (f64, f64) {
         let (begun_ns, mut over, mut sectors) = (self.now_ns, 0, 0_u64);
         while over < count {
@@ -126,7 +127,7 @@ fn seeks_take_what_the_data_sheet_says() {
 
 #[test]
 fn the_platter_keeps_one_waiting_for_half_a_turn() {
-    // Nothing else costs anything.
+    // All other costs are zero.
     let bare = DiskModel {
         seek_min_ns: 0,
         seek_root_ns: 0,
@@ -163,8 +164,8 @@ fn a_long_read_goes_at_the_rate_of_its_zone() {
 fn random_reads_are_as_many_as_such_disks_do() {
     let iops = |depth| Bench::new(MODEL, 4).keep(depth, 6_000, anywhere(Op::Read, 5)).1;
     let (alone, queued) = (iops(1), iops(31));
-    // 1 / (overhead + average seek + half a turn), and what is measured of such disks: 75 to 90 alone; with 32 queued
-    // about twice that.
+    // 1 / (overhead + average seek + half a revolution), and the measured range of such disks: 75 to 90 alone; with 32
+    // queued about twice that.
     assert!((75.0..90.0).contains(&alone), "{alone}");
     assert!((1.7..2.6).contains(&(queued / alone)), "{queued}");
 }
@@ -178,7 +179,7 @@ fn what_is_in_the_track_cache_needs_no_arm() {
         let again_ns = bench.one(Op::Read, 4_000_000, 8);
         assert!((80_000..100_000).contains(&again_ns), "{again_ns}");
     }
-    // And what follows is read ahead, if there is time: up to 2 MiB.
+    // And later sectors are read ahead, if there is time: up to 2 MiB.
     bench.run(bench.now_ns + 40 * MS);
     let ahead_ns = bench.one(Op::Read, 4_000_000 + 4088, 8);
     assert!((80_000..100_000).contains(&ahead_ns), "{ahead_ns}");
@@ -205,7 +206,7 @@ fn writes_are_over_when_the_cache_has_them_and_at_the_rate_of_the_disk_when_it_i
     assert!(bench.on_medium.is_empty());
     let (rate, _) = Bench::new(MODEL, 7).keep(4, 4096, in_order(Op::Write, 0, 1024));
     assert_near("sequential write", rate, 105e6, 0.02);
-    // In the order of their place they need short seeks only.
+    // In order of position they need short seeks only.
     let (_, iops) = Bench::new(MODEL, 7).keep(31, 20_000, anywhere(Op::Write, 8));
     assert!((120.0..400.0).contains(&iops), "{iops}");
     // Without a cache, as without one.
@@ -264,7 +265,7 @@ fn two_streams_are_read_by_turns_a_stretch_at_a_time() {
         let mut bench = Bench::new(model, 12);
         let mut got = [0_u64; 2];
         for reader in &mut readers {
-            // Pipelined: the next window is asked for while one is on its way.
+            // Pipelined: the next window is requested while one is in flight.
             (0..2).for_each(|_| {
                 let (op, sector, sectors) = reader();
                 bench.ask(op, false, sector, sectors);
@@ -321,7 +322,7 @@ fn one_seed_is_one_run_to_the_bit() {
 }
 
 proptest! {
-    /// Whatever is asked for, all is over once, in bounded time, and a flush leaves nothing of before it.
+    /// For any accesses: all complete once, in bounded time, and a flush leaves no earlier dirty data.
     #[test]
     fn everything_ends(
         asked in proptest::collection::vec((0_u32..8, any::<bool>(), 0_u64..5000, 1_u32..600, 0_u64..20 * MS), 1..200),

@@ -1,4 +1,4 @@
-//! The devices of a world, and their drivers, as one kind each.
+//! Devices of a simulation and their drivers, as one enum each.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::{
     Modelled, ModelledQueue, RotaryDisk,
 };
 
-/// A device of a world.
+/// A device of a simulation.
 pub(super) enum SimDevice {
     Modelled(Modelled),
     Chaos(ChaosDevice),
@@ -72,7 +72,7 @@ impl SimDevice {
         }
     }
 
-    /// The power fails. A chaos device only says what would be left.
+    /// Power fails. A chaos device only reports the data that would be left.
     pub(super) fn cut_power(&self, now_ns: u64) {
         if let SimDevice::Modelled(device) = self {
             device.cut_power(now_ns);

@@ -1,4 +1,5 @@
-//! What a world is like: drawn from its seed, or said. As text, `key=value`, so that a run can be told and done again.
+//! Options of a simulation: drawn from its seed, or given. As text, `key=value`, so that a run can be printed and
+//! repeated.
 
 use std::fmt;
 
@@ -6,7 +7,7 @@ use blkyard_mq::{DeadlineConfig, FairConfig, KyberConfig, Merging, SchedulerConf
 
 use crate::Rng;
 
-/// Which device a world has.
+/// Device of a simulation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorldDevice {
     /// [`Disk`](crate::RotaryDisk).
@@ -22,7 +23,7 @@ pub enum WorldDevice {
 /// Which scheduler its queues have at first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WorldScheduler {
-    /// None.
+    /// No device.
     None,
     /// The usual one of its name.
     Deadline,
@@ -58,17 +59,17 @@ impl WorldScheduler {
 
 macro_rules! options {
     ($($(#[doc = $doc:literal])+ $name:ident: $type:ty,)+) => {
-        /// A world, but for its seed.
+        /// Options of a simulation, without its seed.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub struct WorldOptions {
             $($(#[doc = $doc])+ pub $name: $type,)+
         }
 
         impl WorldOptions {
-            /// Sets one option as it is written: `key=value`.
+            /// Sets one option in the form `key=value`.
             ///
             /// # Errors
-            /// Says what is wrong with it, and what there is.
+            /// Names the fault, and the known options.
             pub fn set(&mut self, text: &str) -> Result<(), String> {
                 let (key, value) = text.split_once('=').ok_or_else(|| format!("'{text}' is not key=value"))?;
                 match key {
@@ -115,15 +116,15 @@ options! {
     bios_max: u64,
     /// Which bios may share a request.
     merging: Merging,
-    /// Who orders what waits.
+    /// Scheduler of waiting bios.
     scheduler: WorldScheduler,
-    /// What all queues have in flight together if that is fair; zero for what is measured.
+    /// Bytes in flight of all queues together with `fair`; 0 for the measured amount.
     share_kib: u64,
     /// Longest request.
     sectors_max: u64,
     /// Most pieces of memory in one.
     segments_max: u64,
-    /// Boundary that none crosses; zero for none.
+    /// Boundary that no request crosses; 0 for none.
     chunk_sectors: u64,
     /// The device has a volatile cache.
     cache: bool,
@@ -137,15 +138,15 @@ options! {
     zeroes: u64,
     /// Of a hundred writes, how many say FUA or want a flush before.
     forced: u64,
-    /// Once in how many requests a chaos device fails, hands back, loses; zero for never.
+    /// One in so many requests that a chaos device fails, requeues or loses; 0 for never.
     errors: u64,
     /// As above.
     requeues: u64,
     /// As above.
     losses: u64,
-    /// Time between two changes of a queue: its depth, its scheduler, its limit, frozen, quiesced; zero for none.
+    /// Time between two changes of a queue: its depth, its scheduler, its limit, frozen, quiesced; 0 for none.
     changes_us: u64,
-    /// Time between two power failures; zero for none.
+    /// Time between two power failures; 0 for none.
     cuts_us: u64,
     /// I/Os a second that all queues together do not exceed; zero for any number.
     iops_max: u64,
@@ -158,7 +159,7 @@ options! {
 }
 
 impl WorldOptions {
-    /// What a seed makes of it.
+    /// Options drawn from a seed.
     pub fn draw(seed: u64) -> WorldOptions {
         let mut rng = Rng::new(seed ^ 0x6f70_7469_6f6e_7300);
         let mut from = |low: u64, high: u64| low + rng.below(high - low + 1);
@@ -200,7 +201,7 @@ impl WorldOptions {
             losses,
             changes_us: if shared { 0 } else { changes_us },
             cuts_us: if chaos { 0 } else { cuts_us },
-            // Last, so that the other options of a seed stay what they were. Some that nobody could miss.
+            // Last, so that the other options of existing seeds stay the same. Some values are tight.
             iops_max: [0, 0, 0, 2000, 50_000][from(0, 4) as usize],
             bytes_per_s_max: [0, 0, 0, 8 << 20, 256 << 20][from(0, 4) as usize],
             classed: [0, 0, 20, 70][from(0, 3) as usize],

@@ -1,9 +1,8 @@
-//! What the sectors of a device may hold, by what was written to them, when, and how that ended. It knows nothing of
-//! requests.
+//! Possible content of a device's sectors, from the writes to them, their times and results. Requests are unknown here.
 //!
-//! Writes to one sector may be under way at one time, and then any of them may be the one that stays. A read may see a
-//! write unless another was over, well, before the read began, and had begun after the first was over. What a power
-//! failure leaves is judged the same way, where only what is durable counts as having been over.
+//! Concurrent writes to one sector may end in any order. A read may see a write unless another one completed without
+//! error before the read began, and had begun after the first completed. Data after a power failure is judged the same
+//! way, where only durable writes count as completed.
 
 use std::collections::BTreeSet;
 
@@ -14,21 +13,21 @@ use blkyard_mq::{Bio, BioFlags, Op, Status};
 struct Version {
     /// Each of its words.
     word: u64,
-    /// Whose.
+    /// Its bio.
     bio: u64,
-    /// When it was submitted and when it was over, in events.
+    /// Event numbers of submission and completion.
     begun: u64,
     ended: u64,
     /// It was written, and not only perhaps.
     certain: bool,
-    /// It outlives a power failure, or what was written after it does.
+    /// It survives a power failure, or a later write to the sector does.
     durable: bool,
 }
 
 /// Not over.
 const NEVER: u64 = u64::MAX;
 
-/// What may be where.
+/// Possible content, by sector.
 #[derive(Debug)]
 pub(super) struct Oracle {
     sectors: Vec<Vec<Version>>,
@@ -39,7 +38,7 @@ pub(super) struct Oracle {
     under_way: BTreeSet<u64>,
 }
 
-/// What a bio writes into each word of a sector; no two bios the same, and none zero.
+/// Word that a bio writes into each word of a sector; different for all bios, and never zero.
 pub(super) fn word(bio: u64, sector: u64) -> u64 {
     (bio + 1) << 16 | sector
 }
@@ -57,7 +56,7 @@ impl Oracle {
         Oracle { sectors: vec![vec![blank]; sectors as usize], volatile, now: 0, under_way: BTreeSet::new() }
     }
 
-    /// A bio is on its way: what it writes may turn up from now on. Returns when that is.
+    /// A bio is submitted: its data may appear from now on. Returns the current event number.
     pub(super) fn submitted(&mut self, bio: &Bio) -> u64 {
         self.now += 1;
         self.under_way.insert(self.now);
@@ -72,7 +71,7 @@ impl Oracle {
         self.now
     }
 
-    /// A bio is over that was submitted at `begun`; `data` is what it read.
+    /// A bio that was submitted at `begun` has completed; `data` is what it read.
     pub(super) fn ended(&mut self, bio: &Bio, begun: u64, data: &[u8]) {
         self.now += 1;
         let (now, well) = (self.now, bio.status.is_ok());
@@ -86,13 +85,13 @@ impl Oracle {
         for sector in bio.sector..bio.sector + u64::from(bio.sectors) {
             let versions = &mut self.sectors[sector as usize];
             if bio.op.is_write() && bio.status == Status::Again {
-                // It would have had to wait, and nothing of it was done.
+                // It would have had to wait, and was not executed.
                 versions.retain(|version| version.bio != bio.cookie);
             } else if bio.op.is_write() {
                 let ours = versions.iter_mut().filter(|version| version.bio == bio.cookie && version.ended == NEVER);
                 for version in ours {
                     version.ended = now;
-                    // A device may keep what was discarded.
+                    // A device may keep discarded data.
                     version.certain = well && bio.op != Op::Discard;
                     version.durable = version.certain && durable;
                 }
@@ -110,7 +109,7 @@ impl Oracle {
         }
     }
 
-    /// All that was over before `begun` is durable.
+    /// All writes completed before `begun` are durable.
     fn flushed(&mut self, begun: u64) {
         let oldest = self.oldest();
         for versions in &mut self.sectors {
@@ -121,12 +120,12 @@ impl Oracle {
         }
     }
 
-    /// When the bio was submitted that has been under way for longest; now, if none is.
+    /// Submission of the oldest bio in flight; now, if none is.
     fn oldest(&self) -> u64 {
         self.under_way.first().copied().unwrap_or(self.now)
     }
 
-    /// The power has failed, and this is what is left: checked, and from now on as if it had been written then.
+    /// Checks the data after a power failure, which counts from now on as written at this time.
     pub(super) fn power_failed(&mut self, mut read: impl FnMut(u64) -> u64) {
         self.now += 1;
         let oldest = self.oldest();
@@ -134,7 +133,7 @@ impl Oracle {
             let word = read(sector as u64);
             let kept = may_be(versions, word, |other| other.durable);
             assert!(kept, "sector {sector} is {word:#x} after a power failure: {versions:?}");
-            // What is under way may still come, and a read that is may have seen, in part, what was before.
+            // Writes in flight may still appear, and a read in flight may have seen earlier data in part.
             let (begun, ended) = (self.now, self.now);
             versions.push(Version { word, bio: NEVER, begun, ended, certain: true, durable: true });
             forget(versions, oldest);
@@ -148,8 +147,7 @@ fn may_be(versions: &[Version], word: u64, counts: impl Fn(&Version) -> bool) ->
     versions.iter().any(|version| version.word == word && version.ended >= newest)
 }
 
-/// Forgets what can turn up no more, not even after a power failure, nor for a read that has been under way since
-/// `oldest`.
+/// Drops versions that cannot appear any more, not even after a power failure, nor for a read in flight since `oldest`.
 fn forget(versions: &mut Vec<Version>, oldest: u64) {
     let past = versions.iter().filter(|version| version.durable && version.ended < oldest);
     let newest = past.map(|version| version.begun).max().unwrap_or(0);

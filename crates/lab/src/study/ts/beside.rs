@@ -1,8 +1,8 @@
-//! Part 3: one who reads 4 KiB at a time beside two streams that take all they can get, on flash and on a disk.
+//! Part 3: a reader of 4 KiB blocks beside two streams without a rate limit, on flash and on a disk.
 //!
-//! The streams are two copies: what they read, alone, as the two copies of the post that seem to have written into the
-//! page cache only; and with what is written back. What they lose is counted from what they have without the reader and
-//! without a scheduler.
+//! The streams are two copies: their reads alone, as the two copies of the post, which seem to have written into the
+//! page cache only; and with writeback. Their loss is counted from their rate without the reader and without a
+//! scheduler.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,23 +16,23 @@ use super::part::{Drawn, Part, column};
 use super::reader::{FileExtent, ReadAhead, Reader};
 use super::rig::{Hands, MS, S, SubmitterTally, TimesliceRequest, TimesliceScene, TimesliceSubmitter, run};
 
-/// One in so many runs of the study, each with a seed of its own; of each figure the worst of them counts.
+/// One in so many runs of the study, each with a separate seed; of each figure the worst run counts.
 const RUNS_SHARE: u64 = 8;
 /// Where the reader reads, and where each copy does and writes to; sectors. On the disk that is 8 GB, and 50 GB apart.
 const RANGE_SECTORS: u64 = 16 << 20;
 const APART_SECTORS: u64 = 100 << 20;
 /// Of each file: more than any copy reads in the time there is.
 const FILE_SECTORS: u64 = 16 << 21;
-/// Between the end of a read and the next of who reads at depth 1.
+/// Think time of the reader at depth 1.
 const THINK_NS: u64 = 10_000;
-/// What a copy has read and not written yet, bytes.
+/// Limit of a copy's unwritten data, bytes.
 const DIRTY_BYTES: u64 = 32 << 20;
-/// Writes of a copy on their way.
+/// Writes of a copy in flight.
 const WRITES: u64 = 8;
-/// A copy so slow that it might be none: one block in so long.
+/// A slow copy: one block in this time.
 const TRICKLE_NS: u64 = 13 * MS;
 
-/// What the reader is beside, and on what.
+/// Load beside the reader, and the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Setting {
     Flash { writes: bool },
@@ -50,8 +50,7 @@ impl Setting {
             Setting::Flash { .. } => TimesliceScene::flash(FlashModel::NVME_2018, 1, 128, scheduler),
             Setting::Disk { .. } => TimesliceScene::disk(DiskModel::DESKTOP_2012, scheduler, seed),
         };
-        // What a scheduler has to find out is found out by then. A second of flash is as much work as minutes of a
-        // disk.
+        // A scheduler's measurements are done by then. A second of flash is as much work as minutes of a disk.
         let (warm_ns, counted_ns) = match self {
             Setting::Flash { .. } => (length.seconds * S / 12, length.seconds * S / 2),
             Setting::Disk { .. } => (2 * S, length.seconds * S * 2),
@@ -78,13 +77,13 @@ impl Setting {
     }
 }
 
-/// Who reads a block, and writes it elsewhere when it is there and its turn comes; nobody waits for that.
+/// A copy: reads blocks, and writes each elsewhere when it has arrived and its turn comes; the writes are asynchronous.
 #[derive(Clone, Debug)]
 struct Copier {
     stream: u32,
     first: u64,
     sectors: u32,
-    /// Reads on their way at one time.
+    /// Reads in flight.
     depth: u64,
     /// Between one read and the next.
     think_ns: u64,
@@ -137,7 +136,7 @@ impl TimesliceSubmitter for Copier {
     }
 }
 
-/// What came of a run: of the reader percentiles, nanoseconds, and reads in a second; of the copies bytes in a second.
+/// Result of a run: the reader's percentiles, ns, and reads a second; the copies' bytes a second.
 #[derive(Clone, Copy, Debug, Default)]
 struct Got {
     percentiles_ns: [Option<u64>; 4],
@@ -161,7 +160,7 @@ impl Got {
 
     /// Of each figure the worse.
     fn worse(self, other: Got) -> Got {
-        // None is the worst.
+        // `None` is the worst.
         let at = |at: usize| Some(self.percentiles_ns[at]?.max(other.percentiles_ns[at]?));
         Got {
             percentiles_ns: [at(0), at(1), at(2), at(3)],

@@ -1,9 +1,9 @@
-//! The page cache of who copies, and who writes it back.
+//! The page cache of the copies, and its writeback.
 //!
-//! What a [`Reader`](super::reader::Reader) has used becomes dirty. Beyond a background limit a flusher writes, file by
-//! file, much at one time; beyond the other limit who makes more dirty waits. When all is read the rest is written and
-//! flushed, as `sync` does. After Linux (`mm/page-writeback.c`, `fs/fs-writeback.c`), with its usual limits on a
-//! machine of 4 GB.
+//! Data used by a [`Reader`](super::reader::Reader) becomes dirty. Above a background limit a flusher writes, file by
+//! file, large parts at a time; above the other limit the reader waits. When all is read the rest is written and
+//! flushed, as by `sync`. After Linux (`mm/page-writeback.c`, `fs/fs-writeback.c`), with its usual limits on a machine
+//! of 4 GB.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -15,24 +15,24 @@ use super::rig::{Hands, MS, TimesliceRequest, TimesliceSubmitter};
 
 /// Dirty sectors from which on they are written back: a tenth of 4 GB.
 const BACKGROUND_SECTORS: u64 = 400_000_000 / 512;
-/// Dirty sectors from which on nobody may make more: a fifth.
+/// Dirty sectors at which readers wait: a fifth of the memory.
 const LIMIT_SECTORS: u64 = 800_000_000 / 512;
-/// What is written of one file before the other has its turn: half a second of what the disk does.
+/// Amount written of one file before the other: half a second of the disk's work.
 const CHUNK_SECTORS: u64 = 48 << 11;
 /// A bio of the flusher, sectors.
 const BIO_SECTORS: u64 = 1024;
-/// Its bios that are on their way at one time: as many as the disk has tags, then a thread that wants one more sleeps.
+/// Its bios in flight: as many as the disk has tags, then a thread that needs one more sleeps.
 const OUT_MAX: usize = 31;
-/// How long who waits for the other side sleeps before it looks again.
+/// Interval at which a waiting side checks again.
 pub(super) const LOOK_NS: u64 = 10 * MS;
 
-/// What two copies have in memory.
+/// State of two copies in memory.
 #[derive(Debug, Default)]
 pub(super) struct CopyCache {
     /// By copy: sectors made dirty, and on the disk again.
     dirtied: [u64; 2],
     cleaned: [u64; 2],
-    /// Who has read all.
+    /// Whether a copy has read all.
     read: [bool; 2],
 }
 
@@ -73,7 +73,7 @@ impl CopyShare {
     }
 }
 
-/// Who writes back.
+/// The flusher.
 #[derive(Debug)]
 pub(super) struct Flusher {
     cache: Rc<RefCell<CopyCache>>,

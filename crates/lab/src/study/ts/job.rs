@@ -1,4 +1,4 @@
-//! Who keeps so much on its way: a job of fio. In a row or anywhere in a range, with or without a thought in between.
+//! A submitter with a constant depth, like a job of fio: sequential or random in a range, with or without a think time.
 
 use blkyard_mq::Op;
 
@@ -10,7 +10,7 @@ pub(super) struct TimesliceJob {
     pub(super) op: Op,
     /// Of each of its requests; at most [`REQUEST_SECTORS_MAX`](super::rig::REQUEST_SECTORS_MAX).
     pub(super) sectors: u32,
-    /// How many are on their way at one time.
+    /// I/Os in flight.
     pub(super) depth: usize,
     /// Its range: first sector and how many. It begins again at the end.
     pub(super) first: u64,

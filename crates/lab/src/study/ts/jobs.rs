@@ -1,5 +1,5 @@
-//! Part 2: 1 to 16 jobs that read in a row, from a disk; and, to see what schedulers cost where there is nothing to
-//! order, that read anywhere, from flash.
+//! Part 2: 1 to 16 sequential readers on a disk; and, for the cost of schedulers without a benefit, random readers on
+//! flash.
 
 use std::io;
 
@@ -19,12 +19,12 @@ const JOBS: [u64; 5] = [1, 2, 4, 8, 16];
 const FILE_SECTORS: u64 = 16 << 21;
 /// Sectors between the beginnings of two files.
 const APART_SECTORS: u64 = 40 << 21;
-/// Time until who begins at once has found its place.
+/// Time in which the start-up phase ends.
 const WARM_SECONDS: u64 = 2;
 /// Gain of time slices over none with 8 jobs, percent, in the post.
 const POST_GAIN: f64 = 40.0;
 
-/// Bytes per second of so many readers, and what 99 of 100 of their windows take at most, nanoseconds.
+/// Bytes per second of so many readers, and the p99 of their windows, ns.
 fn readers(
     jobs: u64,
     scheduler: SchedulerConfig,
@@ -46,7 +46,7 @@ fn readers(
     Ok((rate, longest_ns(&tallies)))
 }
 
-/// What 99 of 100 take at most of what any of them wanted, nanoseconds. None if one has nothing to show.
+/// The worst p99 of these submitters, ns. `None` if one has no samples.
 fn longest_ns(tallies: &[SubmitterTally]) -> Option<u64> {
     let each: Option<Vec<u64>> = tallies.iter().map(|tally| tally.percentile_ns(99.0)).collect();
     each?.into_iter().max()
@@ -105,7 +105,7 @@ pub(super) fn disk(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     Ok(part)
 }
 
-/// Who reads anywhere on flash: nothing to gain, and something to lose.
+/// Random readers on flash: no gain possible, only a loss.
 pub(super) fn flash(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     let mut part = Part {
         name: "jobs_flash",

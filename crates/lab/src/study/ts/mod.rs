@@ -1,8 +1,8 @@
-//! `blkyard study time-slice`: streams that share a device, ordered by time slices or by something better (A. Herrmann,
+//! `blkyard study time-slice`: streams that share a device, ordered by time slices or by `fair` (A. Herrmann,
 //! linux-kernel, February 2016: "blk-mq: per software queue time slices").
 //!
-//! Everything is virtual time on models of devices ([`rig`]): no figure depends on the machine. Each part hands in a
-//! [`Part`]; report and picture are made of those.
+//! Everything is virtual time on device models ([`rig`]): no figure depends on the machine. Each part returns a
+//! [`Part`], from which report and picture are made.
 
 mod beside;
 mod cache;
@@ -24,7 +24,7 @@ use self::report::TimesliceReport;
 /// How much is run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct TimesliceLength {
-    /// Runs of what depends on where things lie, each with a seed of its own.
+    /// Runs of scenes that depend on positions, each with a separate seed.
     pub(super) runs: u64,
     /// How long jobs run that have no end, seconds.
     pub(super) seconds: u64,
@@ -36,7 +36,7 @@ impl TimesliceLength {
     }
 }
 
-/// A part, and what it is about, for who waits.
+/// A part, and its title for progress output.
 type Runs = fn(TimesliceLength, u64) -> io::Result<Part>;
 const PARTS: [(&str, Runs); 14] = [
     ("the one figure that is calibrated", parallel::calibration),

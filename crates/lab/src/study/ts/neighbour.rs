@@ -1,5 +1,5 @@
-//! Part 4: noisy neighbours. Two guests' queues on one device: one with 256 on their way, the other with one. What the
-//! second notices of the first, and whether the device does as much as before.
+//! Part 4: noisy neighbours. Two guests' queues on one device, one at depth 256, the other at depth 1: the second one's
+//! latency, and the work of the device.
 
 use std::io;
 
@@ -11,18 +11,17 @@ use super::job::TimesliceJob;
 use super::part::{Drawn, Part, column};
 use super::rig::{MS, S, SubmitterTally, TimesliceScene, run};
 
-/// What a neighbour has on its way.
+/// Depth of the neighbour.
 const DEPTH: usize = 256;
 /// Of the device that each of the two has.
 const RANGE_SECTORS: u64 = 1 << 26;
-/// How long whoever waits for one thinks, before the next.
+/// Think time of the reader.
 const THINK_NS: u64 = 20_000;
-/// Until whoever learns has learned.
+/// Time in which schedulers complete their measurements.
 const WARM_NS: u64 = 2 * S;
-/// Fixed depths of the neighbour: what could be reached by any scheduler that knew the right one.
+/// Fixed depths of the neighbour: the result of a scheduler that knew the right one.
 const LIMITS: [usize; 9] = [1, 2, 4, 8, 12, 16, 32, 64, 128];
-/// Goals: 99 of 100 wait no longer than so many times what they wait alone, and the device does so much of what it
-/// could.
+/// Goals: the p99 over that alone, and the share of the device's work.
 const P99_TIMES: f64 = 1.5;
 const WORK: f64 = 0.95;
 /// A network path, or an array behind one: 100 us for one, 100 thousand a second, 3.2 GB/s.
@@ -47,7 +46,7 @@ const READS: NeighbourLoad = NeighbourLoad { name: "random reads of 4 KiB", op: 
 const LARGE_READS: NeighbourLoad = NeighbourLoad { name: "reads of 128 KiB in a row", op: Op::Read, sectors: 256 };
 const WRITES: NeighbourLoad = NeighbourLoad { name: "writes of 128 KiB in a row", op: Op::Write, sectors: 256 };
 
-/// What a run came to, or several with a seed each.
+/// Result of a run, or of several with different seeds.
 #[derive(Clone, Copy, Default)]
 struct NeighbourFigures {
     p50_us: f64,
@@ -77,8 +76,8 @@ pub(super) fn flash_writes(length: TimesliceLength, seed: u64) -> io::Result<Par
     part("neighbour_flash_writes", NeighbourDevice::Flash, WRITES, length, seed)
 }
 
-/// The device with a queue of its own for each guest; the neighbour may have no more than `limit` there, and if it has
-/// a limit its requests do not become longer instead.
+/// The device with a queue for each guest. `limit` bounds the neighbour's requests there; with a limit its requests do
+/// not become longer instead.
 fn scene(
     device: NeighbourDevice,
     scheduler: SchedulerConfig,
@@ -115,7 +114,7 @@ fn neighbour(load: NeighbourLoad) -> TimesliceJob {
     TimesliceJob { op, sectors, random, queue: 1, ..TimesliceJob::anywhere(2, RANGE_SECTORS, RANGE_SECTORS, DEPTH) }
 }
 
-/// Not a number of nothing: no mean has one then, and no goal is met.
+/// NaN without samples: no mean exists then, and no goal is met.
 fn us(tally: &SubmitterTally, percent: f64) -> f64 {
     tally.percentile_ns(percent).map_or(f64::NAN, |ns| ns as f64 / 1e3)
 }
@@ -192,7 +191,7 @@ fn part(
     };
     let quiet = alone(victim(), device, length, seed)?;
     let noisy_iops = alone(neighbour(load), device, length, seed)?.ios_per_s();
-    // What the device does at most of what the other wants.
+    // Maximum rate of the device for the reader's load.
     let most_iops = alone(neighbour(READS), device, length, seed)?.ios_per_s();
     let p99_us = us(&quiet, 99.0);
     let share = Some(quiet.ios_per_s() / most_iops * 100.0);
@@ -224,7 +223,7 @@ fn part(
     part.at_most("p99 beside a neighbour, times alone", times, P99_TIMES, at());
     part.at_least("what the device does then, of what it could", does, WORK, at());
     let mut best = f64::INFINITY;
-    // A short study looks at two of them.
+    // A short study runs two of them.
     let (first, step) = if runs(length) > 1 { (0, 1) } else { (4, 3) };
     for limit in LIMITS.into_iter().skip(first).step_by(step) {
         let (times, does) = row(&mut part, format!("none, neighbour at {limit}"), SchedulerConfig::None, limit)?;

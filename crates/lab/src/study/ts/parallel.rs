@@ -1,7 +1,7 @@
-//! Part 1: two files of 750 MB, read, and copied, at the same time on a disk that turns.
+//! Part 1: two files of 750 MB, read, and copied, at the same time on a rotating disk.
 //!
-//! The post has four rows of seconds. One figure of the disk that nobody publishes is calibrated with the ratio of two
-//! of them, and then all that is said of the other rows is a prediction.
+//! The post has four rows of seconds. One unpublished parameter of the disk is calibrated with the ratio of two of
+//! them; the other rows are predictions.
 
 use std::io;
 
@@ -27,18 +27,18 @@ const CFQ_NO_IDLE: &str = "like CFQ, idle 0";
 const POSTED: &str = "timeslice as posted, 250 us";
 /// The post's row without a scheduler: seconds, and deviation.
 const POST_NONE: (f64, f64) = (24.37, 2.05);
-/// Its two rows of CFQ: with an idle time of 8 ms, and of none.
+/// Its two rows of CFQ: with an idle time of 8 ms, and without.
 const POST_CFQ: (f64, f64) = (16.18, 4.95);
 const POST_CFQ_NO_IDLE: (f64, f64) = (23.74, 2.82);
 /// Its own.
 const POST_SLICES: (f64, f64) = (25.58, 3.16);
 
-/// Who orders, and what the post has for it.
+/// A scheduler, and the post's figures for it.
 #[derive(Clone, Copy, Debug)]
 struct Contender {
     name: &'static str,
     scheduler: SchedulerConfig,
-    /// Streams are software queues, of which each CPU has one: who moves is another stream.
+    /// Streams are software queues, one for each CPU: a reader that moves is another stream.
     by_cpu: bool,
     /// Seconds, and deviation.
     post: Option<(f64, f64)>,
@@ -66,14 +66,13 @@ fn contenders() -> Vec<Contender> {
     ]
 }
 
-/// As the post's code behaves on its machine, but that streams are the software queues: who submits says on which CPU
-/// it runs.
+/// As the post's code behaves on its machine, with software queues as streams: the submitter names its CPU.
 pub(super) fn posted(slice_us: u32) -> SchedulerConfig {
     let config = TimesliceConfig { key: SliceKey::Stream, ..TimesliceConfig::as_posted(slice_us, TICK_US) };
     SchedulerConfig::Timeslice(config)
 }
 
-/// Where two files lie, where they are copied to, and when who reads them begins.
+/// Positions of two files and of their copies, and the readers' start times.
 struct Placed {
     files: [FileExtent; 2],
     copies: [FileExtent; 2],
@@ -81,8 +80,8 @@ struct Placed {
     seed: u64,
 }
 
-/// All lies in the outermost zone: what ends later shall not do so because it lies where the disk is slower. The files
-/// lie 2 GB apart or some more, either first; the copies 24 GB and more behind.
+/// All in the outermost zone: the end of a file must not depend on the zone's speed. The files are 2 GB apart or more,
+/// either first; the copies 24 GB and more behind.
 fn place(seed: u64, more_gigabytes: u64) -> Placed {
     let mut rng = Rng::new(seed);
     let gigabytes = |n: u64| n * 1_000_000_000 / 4096 * 8;
@@ -136,7 +135,7 @@ impl Took {
     }
 }
 
-/// Two readers, and nobody who writes.
+/// Two readers, without writes.
 fn read(model: DiskModel, contender: &Contender, placed: Placed) -> io::Result<Took> {
     let Placed { files: [one, other], starts_ns, seed, .. } = placed;
     let reader = |stream: u32, file, starts_ns| {
@@ -147,7 +146,7 @@ fn read(model: DiskModel, contender: &Contender, placed: Placed) -> io::Result<T
     Ok(Took::of([&one, &other], None))
 }
 
-/// Two copies, and who writes back for both.
+/// Two copies, with writeback for both.
 fn copy(model: DiskModel, contender: &Contender, placed: Placed) -> io::Result<Took> {
     let Placed { files: [one, other], copies, starts_ns, seed } = placed;
     let [share, other_share] = CopyShare::two();
@@ -172,7 +171,7 @@ fn one_by_one(model: DiskModel, placed: Placed) -> io::Result<f64> {
     Ok(seconds)
 }
 
-/// What came of a contender.
+/// Result of a scheduler.
 struct Reached {
     contender: Contender,
     /// Mean and deviation.
@@ -208,7 +207,7 @@ fn play(length: TimesliceLength, seed: u64, play: Play) -> io::Result<(Vec<Reach
     Ok((contenders().into_iter().map(reach).collect::<io::Result<_>>()?, mean(&raw)))
 }
 
-/// What else a disk does with two readers, were the one figure other that nobody publishes.
+/// The two readers' ratio for other values of the unpublished parameter.
 pub(super) fn calibration(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     let usual = DiskModel::DESKTOP_2012;
     let mut part = Part {
@@ -342,7 +341,7 @@ pub(super) fn copies(length: TimesliceLength, seed: u64) -> io::Result<Part> {
     Ok(part)
 }
 
-/// What `fair` is to reach.
+/// Goals of `fair`.
 fn goals(part: &mut Part, rows: &[Reached], of: fn(&Reached) -> (f64, f64), raw: f64, at: &str) {
     let find = |name| rows.iter().find(|reached| reached.contender.name == name);
     let (Some(fair), Some(cfq)) = (find(FAIR), find(CFQ)) else { return };
@@ -400,7 +399,7 @@ mod tests {
         }
     }
 
-    /// Property (e): what it costs is another question.
+    /// Property (e); costs are measured elsewhere.
     #[test]
     fn slices_of_no_length_are_none_to_the_last_nanosecond() {
         let took = |scheduler| {

@@ -1,5 +1,4 @@
-//! What each part of the study hands in: a table, what is to be reached, what the post claims. Tables, JSON and picture
-//! are made of it alone.
+//! A part's result: a table, goals, the post's claims. Text, JSON and picture are made from it.
 
 use crate::study::goals::{Goal, PostClaim};
 
@@ -8,11 +7,11 @@ use crate::study::goals::{Goal, PostClaim};
 pub(crate) struct Part {
     /// For programs.
     pub(crate) name: &'static str,
-    /// What was done, on what, in a line.
+    /// Load and device, in one line.
     pub(crate) title: String,
     pub(crate) columns: Vec<Column>,
     pub(crate) rows: Vec<PartRow>,
-    /// Below the table: what else is to be known.
+    /// Remarks below the table.
     pub(crate) notes: Vec<String>,
     pub(crate) drawn: Drawn,
     pub(crate) goals: Vec<Goal>,
@@ -30,14 +29,14 @@ pub(crate) struct Column {
     pub(crate) digits: usize,
 }
 
-/// A row: what it is of, and a figure for each column, if there is one.
+/// A row: its name, and a figure for each column, if any.
 #[derive(Clone, Debug)]
 pub(crate) struct PartRow {
     pub(crate) name: String,
     pub(crate) values: Vec<Option<f64>>,
 }
 
-/// Which columns the picture shows, by key: a bar for each row, its deviation, and what the post has. Empty for none.
+/// Columns of the picture, by key: a bar for each row, its deviation, and the post's value. Empty for none.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Drawn {
     pub(crate) bar: &'static str,
@@ -67,7 +66,7 @@ impl Part {
         row.values[at]
     }
 
-    /// Something is to be no more than this. What there is none of is not met.
+    /// A figure with an upper bound. A missing one is not met.
     pub(crate) fn at_most(
         &mut self,
         what: impl Into<String>,

@@ -1,7 +1,7 @@
-//! Who reads a file through the page cache of an operating system, from beginning to end.
+//! A sequential reader of a file through an operating system's page cache.
 //!
-//! Read-ahead as spec D.7 has it: windows, of which the next is asked for as soon as half of the one before is used; so
-//! while one is used one is on its way. What has come is used at the rate at which a CPU copies.
+//! Read-ahead as in spec D.7: windows, of which the next is requested as soon as half of the previous one is used; so
+//! one is in flight while one is used. Data is used at the rate of a CPU's copy.
 
 use std::ops::Range;
 
@@ -13,8 +13,8 @@ const EXTENT_SECTORS: u64 = 128 << 11;
 /// Most that lies between two of them.
 const GAP_SECTORS: u64 = 16 << 11;
 
-/// CPUs of the post's machine, of which nothing is published, and how often who moves is on another one: once in so
-/// many bios of 512 KiB, some four times a second. Inferred.
+/// CPUs of the post's machine, about which nothing is published, and the rate of moves: one in so many bios of 512 KiB,
+/// some four times a second. Inferred.
 const CPUS: u64 = 4;
 const MOVES_ONE_IN: u64 = 32;
 
@@ -61,9 +61,9 @@ impl FileExtent {
 pub(super) struct ReadAhead {
     /// A window, sectors.
     pub(super) window_sectors: u64,
-    /// How fast what has come is used, bytes per second.
+    /// Rate at which arrived data is used, bytes per second.
     pub(super) copy_bytes_per_s: u64,
-    /// What a window takes beside that.
+    /// Additional time of a window.
     pub(super) think_ns: u64,
 }
 
@@ -78,7 +78,7 @@ impl ReadAhead {
     }
 }
 
-/// Of which stream somebody's bios are.
+/// Stream of a submitter's bios.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StreamNumbers {
     stream: u32,
@@ -93,7 +93,7 @@ impl StreamNumbers {
         StreamNumbers { stream, moves: false, asked: 0 }
     }
 
-    /// That of the CPU it happens to run on.
+    /// The CPU on which it runs at the time.
     pub(super) fn moving() -> StreamNumbers {
         StreamNumbers { moves: true, ..StreamNumbers::fixed(0) }
     }
@@ -118,15 +118,15 @@ const WHOLE: u64 = 2;
 pub(super) struct Reader {
     stream: StreamNumbers,
     file: FileExtent,
-    /// Where what it has read becomes dirty, if it copies.
+    /// Cache in which its data becomes dirty, if it copies.
     copies: Option<CopyShare>,
     how: ReadAhead,
     /// Not before this.
     starts_ns: u64,
-    /// Sectors asked for, and windows, of which the last few may be on their way.
+    /// Requested sectors and windows, of which the last few may be in flight.
     asked: u64,
     windows: u64,
-    /// Bios of the two windows that may be on their way.
+    /// Bios of the two windows that may be in flight.
     out: [u32; 2],
     /// Windows used, and whether one is being used.
     used: u64,
@@ -152,12 +152,12 @@ impl Reader {
         }
     }
 
-    /// Who moves from CPU to CPU, if streams are those.
+    /// A reader that moves between CPUs, which are its streams.
     pub(super) fn on(self, stream: StreamNumbers) -> Reader {
         Reader { stream, ..self }
     }
 
-    /// Who copies into a cache.
+    /// A reader that copies into a cache.
     pub(super) fn into(self, share: CopyShare) -> Reader {
         Reader { copies: Some(share), ..self }
     }
@@ -191,7 +191,7 @@ impl Reader {
         self.windows += 1;
     }
 
-    /// Begins to use the next window, if it is there.
+    /// Begins to use the next window, if it has arrived.
     fn go_on(&mut self, hands: &mut Hands<'_>) {
         let has_next = self.used < self.windows && self.out[(self.used % 2) as usize] == 0;
         if !self.using && has_next {

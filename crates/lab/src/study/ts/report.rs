@@ -1,4 +1,4 @@
-//! What came out, for people and for programs. Pure formatting.
+//! The report, as text and JSON. Pure formatting.
 
 use std::fmt::Write;
 

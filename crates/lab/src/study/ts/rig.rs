@@ -1,12 +1,13 @@
-//! The rig: submitters, the real queue core with its schedulers, and one model of a device, in virtual time.
+//! The rig: submitters, the real queue core with its schedulers, and one device model, in virtual time.
 //!
-//! Nothing in it is a copy: the queues are [`HwQueue`], over the driver that `model:` devices have. A queue turns when
-//! somebody has submitted to it, when the device has something, and at the time it named; not otherwise. No CPU time is
-//! charged but what a submitter says it thinks. The same scene and submitters make the same run, bit for bit.
+//! All parts are real: the queues are [`HwQueue`], over the driver of `model:` devices. A queue runs when a submitter
+//! has submitted to it, when the device has an event, and at the time it named; not otherwise. No CPU time is charged
+//! except a submitter's think time. The same scene and submitters give the same run, bit for bit.
 //!
-//! A part of the study says who submits ([`TimesliceSubmitter`]; [`TimesliceJob`](super::job::TimesliceJob) and
-//! [`Reader`](super::reader::Reader) are most of what it takes), on what ([`TimesliceScene`]), and is told what each of
-//! them got ([`SubmitterTally`]). No data moves: all bios share the same few bytes of memory.
+//! A part of the study defines the submitters ([`TimesliceSubmitter`]; usually
+//! [`TimesliceJob`](super::job::TimesliceJob) and [`Reader`](super::reader::Reader)) and the device
+//! ([`TimesliceScene`]), and gets each submitter's results ([`SubmitterTally`]). No data moves: all bios share the same
+//! few bytes of memory.
 
 use std::io;
 use std::sync::Arc;
@@ -25,21 +26,21 @@ pub(super) const MS: u64 = 1_000_000;
 pub(super) const REQUEST_SECTORS_MAX: u32 = 2048;
 /// A queue that has work left although it has just turned does so again after this.
 const AGAIN_NS: u64 = 100;
-/// Longest latency that is told apart; a minute.
+/// Largest latency with a bucket of its own; a minute.
 const LATENCY_MAX_NS: u64 = 60 * S;
 
-/// What a run is on.
+/// Device and length of a run.
 #[derive(Debug)]
 pub(super) struct TimesliceScene {
     pub(super) info: DeviceInfo,
     pub(super) model: Model,
     /// The hardware queues, all over the same device.
     pub(super) queues: Vec<HwQueueConfig>,
-    /// Of what submitters draw.
+    /// Seed of the submitters.
     pub(super) seed: u64,
-    /// What ends from this time on is counted.
+    /// Completions from this time on are counted.
     pub(super) from_ns: u64,
-    /// The run ends at this time, if not everybody is over before.
+    /// End of the run, if not all submitters have ended before.
     pub(super) until_ns: u64,
 }
 
@@ -77,7 +78,7 @@ fn info(name: &str) -> DeviceInfo {
     DeviceInfo { name: name.into(), limits, ..DeviceInfo::default() }
 }
 
-/// What a submitter wants.
+/// A request of a submitter.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct TimesliceRequest {
     pub(super) op: Op,
@@ -86,20 +87,20 @@ pub(super) struct TimesliceRequest {
     pub(super) sectors: u32,
     /// Which hardware queue.
     pub(super) queue: usize,
-    /// Who submits, for schedulers.
+    /// Stream, for schedulers.
     pub(super) stream: u32,
-    /// Somebody waits for it although it is a write.
+    /// Whether a write is synchronous.
     pub(super) sync: bool,
     /// The submitter's own word.
     pub(super) word: u64,
 }
 
-/// Somebody who submits: a machine of its own, driven by what happens to it.
+/// A submitter: an event-driven state machine.
 pub(super) trait TimesliceSubmitter {
     /// It is the beginning (word zero), or a time has come that it asked for.
     fn wake(&mut self, word: u64, hands: &mut Hands<'_>);
 
-    /// Something it wanted is over.
+    /// One of its requests has completed.
     fn ended(&mut self, request: &TimesliceRequest, hands: &mut Hands<'_>);
 
     /// It has all that it ever wanted. The run ends when everybody has.
@@ -108,7 +109,7 @@ pub(super) trait TimesliceSubmitter {
     }
 }
 
-/// What a submitter can do as it is driven.
+/// Operations available to a submitter.
 #[derive(Debug)]
 pub(super) struct Hands<'a> {
     pub(super) now_ns: u64,
@@ -128,16 +129,16 @@ impl Hands<'_> {
         self.wakes.push((self.now_ns + delay_ns, word));
     }
 
-    /// A time around this one: at most a fifth less or more, so that nothing keeps step with the platter.
+    /// A random time within a fifth of this one, so that no submitter stays in step with the platter.
     pub(super) fn about(&mut self, ns: u64) -> u64 {
         ns - ns / 5 + self.rng.below(ns / 5 * 2 + 1)
     }
 }
 
-/// What a submitter got in the time that counts.
+/// Results of a submitter in the counted time.
 #[derive(Clone, Debug)]
 pub(super) struct SubmitterTally {
-    /// What ended. What was still out counts for nothing but its latency.
+    /// Completed I/Os. Those still in flight count for the latency only.
     pub(super) ios: u64,
     pub(super) read_bytes: u64,
     pub(super) written_bytes: u64,
@@ -177,8 +178,8 @@ impl SubmitterTally {
         self.ios as f64 * 1e9 / self.span_ns.max(1) as f64
     }
 
-    /// The latency below which so many of a hundred lie, nanoseconds: from the request to its end. What was still out
-    /// when the run was over counts as what it took then, when nobody wanted anything more. None of nothing.
+    /// Latency percentile, ns: from the request to its end. Requests in flight at the end of the run count with their
+    /// time until then. `None` without samples.
     pub(super) fn percentile_ns(&self, percent: f64) -> Option<u64> {
         (!self.latency.is_empty()).then(|| self.latency.value_at_quantile(percent / 100.0))
     }
@@ -188,12 +189,12 @@ struct TimesliceLane {
     queue: HwQueue<ModelledQueue>,
     /// Not to turn before this.
     from_ns: u64,
-    /// Somebody has submitted since it turned.
+    /// Whether a submitter has submitted since its last run.
     rung: bool,
 }
 
 impl TimesliceLane {
-    /// When it turns next, if nobody submits.
+    /// Time of its next run, without submissions.
     fn due_ns(&self) -> Option<u64> {
         if self.queue.is_idle() {
             return None;
@@ -219,25 +220,25 @@ struct TimesliceWorld<'a, 'b> {
     now_ns: u64,
     lanes: Vec<TimesliceLane>,
     rng: Rng,
-    /// What ends between these is counted, and after the second nobody wants anything any more.
+    /// Completions between these times are counted; after the second no more requests are made.
     from_ns: u64,
     until_ns: u64,
     /// By cookie.
     out: Vec<Option<TimesliceBio>>,
     free: Vec<u64>,
     spare: Vec<Box<Bio>>,
-    // What a submitter has just wanted.
+    // New requests of a submitter.
     requests: Vec<TimesliceRequest>,
     wakes: Vec<(u64, u64)>,
 }
 
-/// Lets submitters have a device until all are over, or the scene is. Returns what each got, in their order.
+/// Runs submitters on a device until all have ended, or the scene has. Returns their results, in order.
 ///
 /// # Errors
-/// There is no memory for it.
+/// There is not enough memory.
 ///
 /// # Panics
-/// If nothing will ever happen again although somebody wants something, or a submitter wants what is not there.
+/// If no event is left though a submitter has requests, or a submitter makes an invalid request.
 pub(super) fn run(
     scene: TimesliceScene,
     submitters: &mut [&mut dyn TimesliceSubmitter],
@@ -290,7 +291,7 @@ impl TimesliceWorld<'_, '_> {
                 return;
             }
             self.now_ns = next_ns;
-            // Who wakes at this moment wants something before queues turn, so that what is wanted together is a plug.
+            // Submitters that wake now make requests before queues run, so that concurrent requests form a plug.
             if wake_ns <= lane_ns {
                 if let Some((who, word)) = self.events.advance() {
                     self.drive(who, |submitter, hands| submitter.wake(word, hands));
@@ -301,7 +302,7 @@ impl TimesliceWorld<'_, '_> {
         }
     }
 
-    /// Lets all that is out come back: the core does not part with less, and what nobody was given would not be seen.
+    /// Completes all I/O in flight, which the core needs before it is dropped, and counts its latency.
     fn settle(&mut self) {
         self.until_ns = self.now_ns;
         while let Some((due_ns, lane)) = self.next_turn() {
@@ -347,7 +348,7 @@ impl TimesliceWorld<'_, '_> {
         self.drive(who, |submitter, hands| submitter.ended(&request, hands));
     }
 
-    /// Has a submitter do something, and does what it wants then.
+    /// Runs a submitter's handler, and submits its requests.
     fn drive(&mut self, who: usize, what: impl FnOnce(&mut dyn TimesliceSubmitter, &mut Hands<'_>)) {
         let TimesliceWorld { submitters, rng, requests, wakes, now_ns, .. } = self;
         what(submitters[who], &mut Hands { now_ns: *now_ns, rng, requests, wakes });
@@ -383,7 +384,7 @@ mod tests {
     use crate::study::ts::job::TimesliceJob;
     use blkyard_mq::FairConfig;
 
-    /// Who reads alone on flash: IOPS and the longest latency.
+    /// A lone reader on flash: IOPS and the largest latency.
     fn alone(seed: u64) -> (f64, u64) {
         let mut scene = TimesliceScene::flash(FlashModel::NVME_2018, 2, 64, SchedulerConfig::default());
         (scene.seed, scene.from_ns, scene.until_ns) = (seed, 10 * MS, 110 * MS);
@@ -397,7 +398,7 @@ mod tests {
         (tallies[0].ios_per_s(), tallies[0].percentile_ns(100.0).unwrap())
     }
 
-    /// Wants one thing in the beginning, and nothing after it.
+    /// Makes one request at the start.
     struct Once(TimesliceRequest);
 
     impl TimesliceSubmitter for Once {
@@ -410,7 +411,7 @@ mod tests {
 
     #[test]
     fn who_gets_nothing_until_the_end_is_not_one_who_waited_for_nothing() {
-        // The device does one thing at a time, each in a second; the run is over before the second one is.
+        // The device serves one request at a time, a second each; the run ends before the second one does.
         let mut queue = HwQueueConfig { depth: 1, ..HwQueueConfig::default() };
         queue.merging = blkyard_mq::Merging::Off;
         let line = blkyard_sim::LineModel { access_ns: S, bytes_per_s: 1 << 40, latency_ns: 0, jitter_ns: 0, depth: 1 };
@@ -429,7 +430,7 @@ mod tests {
         let tallies = run(scene, &mut [&mut first, &mut second, &mut never, &mut idle]).unwrap();
         assert_eq!(tallies.iter().map(|tally| tally.ios).collect::<Vec<_>>(), [1, 0, 0, 0]);
         let took = |at: usize| tallies[at].percentile_ns(99.0).map(|ns| ns / MS);
-        // Those who had nothing yet waited for at least as long as the run lasted; who wanted nothing, for nothing.
+        // Requests in flight count with at least the length of the run; a submitter without requests counts nothing.
         assert!(took(0) == Some(1000) && took(1) >= Some(1500) && took(2) >= Some(1500), "{tallies:?}");
         assert_eq!(took(3), None);
     }

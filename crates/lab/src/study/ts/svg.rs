@@ -1,5 +1,5 @@
-//! All parts as one picture: a bar for each row of each table, its deviation, and the post's figure as a mark. Drawn by
-//! hand, so that it needs nothing but a browser.
+//! All parts as one SVG: a bar for each row of each table, its deviation, and the post's figure as a mark. Drawn by
+//! hand; needs only a browser.
 
 use std::fmt::Write;
 

@@ -5,11 +5,11 @@ use std::io;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-/// The folder, which nobody else may look into. Goes with all that is in it.
+/// A private folder. Removed with its content on drop.
 pub(super) struct Folder(PathBuf);
 
 impl Folder {
-    /// A folder of this name among the system's temporary ones; the name is told apart from that of other processes.
+    /// A folder of this name among the system's temporary ones; the name differs from those of other processes.
     pub(super) fn new(name: &str) -> io::Result<Folder> {
         let path = std::env::temp_dir().join(format!("blkyard-{name}-{}", std::process::id()));
         DirBuilder::new().mode(0o700).create(&path)?;

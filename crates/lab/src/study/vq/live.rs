@@ -1,8 +1,8 @@
-//! The forms that two CPUs can run in real time.
+//! The variants that two CPUs can run in real time.
 //!
-//! Run to completion: driver and device of a queue are run on one thread, by the job itself. Two jobs have a queue
-//! each, or share one under its lock, as `single` does. And apart: the job and its driver on one CPU, the device on the
-//! other, both looking all the time.
+//! Run to completion: driver and device of a queue run on one thread, by the job itself. Two jobs have a queue each, or
+//! share one under its lock, as `single` does. And apart: the job and its driver on one CPU, the device on the other,
+//! both polling.
 
 use std::io;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use crate::study::world::RecordedSignal;
 /// Long enough for two threads to be started and to meet.
 const WINDOW_NS: u64 = 1_000_000;
 
-/// Nanoseconds for an I/O of all threads together, 10th percentile. Nothing where there are not two CPUs.
+/// Nanoseconds for an I/O of all threads together, 10th percentile. `None` without two CPUs.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[expect(clippy::struct_field_names, reason = "a unit comes last, and all have the same")]
 pub(crate) struct VqLive {
@@ -73,7 +73,7 @@ pub(super) fn live(ram: &RamDevice, windows: usize, seed: u64) -> io::Result<VqL
         .map(Samples::cost)
         .collect();
     drop(variants);
-    // What is out comes back before the queue may go.
+    // I/O in flight completes before the queue is dropped.
     while apart.is_out() {
         device.run_once(now_ns());
         apart.collect();
@@ -121,7 +121,7 @@ impl<M: JobEnd> Drop for LiveJob<M> {
 }
 
 impl<M: JobEnd> Round for LiveJob<M> {
-    /// Submits all that is free, and takes what is over.
+    /// Submits all free bios, and takes completions.
     #[inline]
     fn round(&mut self) -> u64 {
         let now_ns = now_ns();

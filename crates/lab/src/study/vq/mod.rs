@@ -1,10 +1,10 @@
 //! `multi-vq`: every virtqueue a hardware queue (M. Lei, linux-kernel, June 2014), driver and device both ours.
 //!
-//! Simulated: what the steps of driver and device cost is measured (`steps.rs`), and played on as many CPUs as there
-//! are threads (`world.rs`), with the post's one thread behind all queues and with one for each. In real time: the
-//! forms that two CPUs can run (`live.rs`), with the same code on both sides that a daemon and its client run, of which
-//! driver and device apart also tells what a ring between two CPUs costs more than on one. In processes: our driver
-//! over a socket, at our daemon and at another's (`served.rs`).
+//! Simulated: the costs of driver and device are measured step by step (`steps.rs`), and replayed on as many CPUs as
+//! there are threads (`world.rs`), with the post's one thread behind all queues and with one for each. In real time:
+//! the variants that two CPUs can run (`live.rs`), with the code that a daemon and its client run on both sides; driver
+//! and device apart also give the extra cost of a ring between two CPUs. In processes: our driver over a socket, at our
+//! daemon and at another's (`served.rs`).
 
 mod folder;
 mod live;
@@ -34,7 +34,7 @@ use crate::floor::cpus;
 
 /// Jobs and queues of the post's grid, as far as the issue goes.
 pub(crate) const COUNTS: [usize; 3] = [1, 2, 4];
-/// The most of them.
+/// The largest number.
 const QUEUES_MAX: usize = COUNTS[COUNTS.len() - 1];
 /// CPUs that are simulated.
 const CPUS: [usize; 5] = [1, 2, 4, 8, 16];
@@ -51,7 +51,7 @@ pub(crate) struct VqLength {
     pub(crate) windows: usize,
     /// I/Os of each point in virtual time.
     pub(crate) ios: u64,
-    /// Windows of each point in processes of their own.
+    /// Windows of each point in separate processes.
     pub(crate) served: ServedWindows,
 }
 
@@ -72,10 +72,10 @@ pub(crate) struct VqCosts {
     pub(crate) mail_ns: f64,
     /// Unknown, and not charged, where there is one CPU.
     pub(crate) hand_over_ns: Option<f64>,
-    /// What an I/O costs more on both sides when driver and device are on two CPUs: so much that one job and one queue
-    /// take in virtual time what they were measured to take. Unknown, and not charged, where there is one CPU.
+    /// Extra cost of an I/O on both sides with driver and device on two CPUs: such that one job on one queue takes its
+    /// measured time in virtual time. Unknown, and not charged, with one CPU.
     pub(crate) lines_ns: Option<f64>,
-    /// To signal the eventfd of one who sleeps: printed, and not charged, since nobody sleeps.
+    /// To signal the eventfd of a sleeper: printed, and not charged, since there are no sleepers.
     pub(crate) ring: CallCost,
     pub(crate) live: VqLive,
 }
@@ -91,7 +91,7 @@ impl VqCosts {
     }
 }
 
-/// A scene and what came of it.
+/// A scene and its result.
 #[derive(Clone, Copy, Debug, serde::Serialize)]
 pub(crate) struct VqPoint {
     #[serde(flatten)]
@@ -133,7 +133,7 @@ fn on_cpus(cpus: usize) -> Vec<VqScene> {
     scenes
 }
 
-/// Measures on a thread of its own, which stays on one CPU.
+/// Measures on a separate thread, which is pinned to one CPU.
 fn measure(windows: usize, seed: u64) -> io::Result<VqCosts> {
     let measuring = thread::Builder::new().spawn(move || {
         let hand_over_ns = wakes::hand_over_ns(windows)?;
@@ -149,8 +149,8 @@ fn measure(windows: usize, seed: u64) -> io::Result<VqCosts> {
     measuring.join().unwrap_or_else(|_| Err(io::Error::other("a measuring thread panicked")))
 }
 
-/// What lines must cost on both sides, if one job and one queue are to take so long in virtual time. Nothing, if they
-/// take as long without.
+/// Cost of cache lines on both sides with which one job on one queue takes this time in virtual time. 0 if it takes as
+/// long without.
 fn lines_ns(costs: &VqCosts, apart_ns: f64) -> f64 {
     let scene = VqScene { jobs: 1, queues: 1, devices: Devices::Each };
     let ios = VqLength::new(true).ios;

@@ -1,4 +1,4 @@
-//! What came out, for people and for programs. Pure formatting.
+//! The report, as text and JSON. Pure formatting.
 
 use std::fmt::Write;
 
@@ -285,12 +285,12 @@ struct VqJson<'a> {
     seed: u64,
     /// The sizes of batch that the curves in `costs` are of.
     batches: &'a [usize],
-    /// With what was measured in real time.
+    /// Measurements in real time.
     costs: &'a VqCosts,
     simulated_grid: &'a [VqPoint],
     simulated_cpus: &'a [VqPoint],
     served_windows: ServedWindows,
-    /// In processes of their own, in real time.
+    /// In separate processes, in real time.
     served: &'a [BackendTable],
     post: [VqPost; 3],
     /// In the post's order.

@@ -1,7 +1,6 @@
 //! The real code of the study: the core over our vhost-user driver, a ring in shared memory, our back-end's queue, and
-//! the core again over a disk in memory. They are connected over a socket as any two are, by their own threads; then
-//! nothing sleeps and no kick or call is wanted, and each half is turned by whoever the form says, with the lane's part
-//! in it left out.
+//! the core again over a disk in memory. They are connected over a socket as usual, by their own threads; then no
+//! thread sleeps, kicks and calls are off, and the variant decides which thread runs each half, without the lane.
 
 use std::io;
 use std::sync::Arc;
@@ -24,11 +23,11 @@ use super::folder::Folder;
 use crate::floor::IO_BYTES;
 use crate::study::end::config;
 
-/// I/Os that each job keeps out, as in the post.
+/// I/Os that each job keeps in flight, as in the post.
 pub(super) const DEPTH: usize = 64;
 /// Entries of a ring: a request each, for four jobs that share one.
 pub(super) const RING: u16 = 256;
-/// Requests that the device's half has in hand at most: as a daemon's queue, by default.
+/// Requests in flight of the device's half: the daemon's default.
 pub(super) const TAGS: usize = 128;
 /// The disk: larger than a second-level cache and small enough for a busy machine.
 pub(super) const STORE_BYTES: u64 = 1 << 28;
@@ -54,7 +53,7 @@ pub(super) fn ram() -> io::Result<RamDevice> {
     Ok(device)
 }
 
-/// A disk that does nothing.
+/// A null disk.
 pub(super) fn null() -> NullDevice {
     NullDevice::new(info(), NullConfig::default())
 }
@@ -85,8 +84,8 @@ pub(super) struct Half<D> {
 }
 
 impl<D: Driver<()>> Half<D> {
-    /// Gives back what is finished, fetches half of what there is or all, and has the device do it. What that finishes
-    /// at once is given back with the next. Says whether there was anything to do.
+    /// Completes finished requests, fetches half of the available ones or all, and issues them. Immediate completions
+    /// are returned with the next round. Returns whether there was work.
     #[inline]
     pub(super) fn run_once(&mut self, now_ns: u64) -> bool {
         self.queue.as_mut().is_some_and(|queue| queue.run_once(&mut (), now_ns) == PollerState::Busy)
@@ -96,7 +95,7 @@ impl<D: Driver<()>> Half<D> {
 impl<D> Drop for Half<D> {
     fn drop(&mut self) {
         if let Some(queue) = self.queue.take() {
-            // With nobody at home it ends here.
+            // Without a receiver it ends here.
             let _ = self.home.send(queue);
         }
     }
@@ -105,7 +104,7 @@ impl<D> Drop for Half<D> {
 /// Both halves of a virtqueue, on one thread: the device has its turn when the driver is polled.
 pub(super) struct RingPair<D> {
     front: AttachedQueue,
-    /// None once it has been [parted](part) from the driver.
+    /// `None` once it has been [separated](part) from the driver.
     device: Option<Half<D>>,
 }
 
@@ -150,8 +149,8 @@ pub(super) fn part<D>(queue: &mut VqRigQueue<D>) -> io::Result<Half<D>> {
     queue.driver_mut().device.take().ok_or_else(|| io::Error::other("the halves of this queue are separated already"))
 }
 
-/// What keeps the halves of some virtqueues together: the export of the one, the attachment of the other. To be dropped
-/// after the queues.
+/// Keeps the halves of some virtqueues connected: the export of one, the attachment of the other. To be dropped after
+/// the queues.
 pub(super) struct Tie<D: Driver<()>> {
     home: Receiver<VirtqueuePoller<D>>,
     ends: Option<(Attached, VhostUserServer)>,

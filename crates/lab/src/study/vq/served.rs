@@ -1,10 +1,10 @@
-//! In real time, over vhost-user: the load of `bench` through our driver, and a back-end that is a process of its own.
+//! In real time, over vhost-user: the load of `bench` through our driver, and a back-end in a separate process.
 //!
-//! Every back-end runs all the time, with as many queues as the grid has at most, and sleeps while it is not its turn;
-//! the driver opens as many as the point says. A window is one point on one back-end, and all take turns, so that what
-//! disturbs one disturbs all. Jobs and back-ends wait as they do when nobody tells them otherwise.
+//! Every back-end runs all the time, with the grid's largest number of queues, and sleeps while it is not measured; the
+//! driver opens as many queues as the point needs. A window is one point on one back-end, and all take turns, so that a
+//! disturbance affects all. Jobs and back-ends have their default waiting.
 //!
-//! Another's back-end that is not there is named, with what helps. Ours has to be there.
+//! A missing back-end of another project is named, with the cure. Ours must exist.
 
 use std::fmt::Display;
 use std::fs::{self, File};
@@ -27,12 +27,12 @@ use crate::bench::{self, BenchArgs, Pattern, ReportFormat};
 use crate::floor::Samples;
 use crate::study::StudyError;
 
-/// A back-end that does not serve by then never will: it has nothing to do but bind a socket, on a busy machine.
+/// Time limit for a back-end's start, which only binds a socket, on a busy machine.
 const READY_LIMIT: Duration = Duration::from_secs(30);
-/// Between two looks whether it does.
+/// Interval of the checks.
 const READY_LOOK: Duration = Duration::from_millis(10);
 
-/// Whoever serves.
+/// A back-end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum BackEnd {
@@ -69,7 +69,7 @@ impl Spread {
     }
 }
 
-/// What came of a back-end.
+/// Result of a back-end.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct BackendTable {
     pub(crate) back_end: BackEnd,
@@ -81,11 +81,11 @@ pub(crate) struct BackendTable {
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Found {
     Measured(Box<MeasuredBackend>),
-    /// Why there is nothing, and what helps.
+    /// Cause and cure of a missing result.
     NotMeasured(String),
 }
 
-/// What a back-end reached.
+/// Rates of a back-end.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub(crate) struct MeasuredBackend {
     pub(crate) iops: Grid<Spread>,
@@ -171,7 +171,7 @@ impl BackEnd {
         }
     }
 
-    /// The command that serves at this socket. What it serves lies in the file, if there is one, and goes with it.
+    /// The command that serves at this socket. The file holds its data, if any, and is removed with it.
     fn command(self, qemu: &Path, socket: &Path) -> io::Result<(Command, Option<File>)> {
         if self.is_ours() {
             let mut command = Command::new(std::env::current_exe()?);
@@ -180,7 +180,7 @@ impl BackEnd {
             return Ok((command, None));
         }
         let (node, store) = if self == BackEnd::QemuFile {
-            // The pages of tmpfs without a place where one is mounted.
+            // Pages of tmpfs without a mount.
             let store = File::from(memfd_create("blkyard-study", MemfdFlags::CLOEXEC)?);
             store.set_len(STORE_BYTES)?;
             let path = format!("/proc/{}/fd/{}", std::process::id(), store.as_raw_fd());
@@ -211,7 +211,7 @@ struct RunningBackend {
 }
 
 impl RunningBackend {
-    /// Starts it, and writes its disk once: what was never written is not read from memory.
+    /// Starts it, and writes its disk once: unwritten data would not be read from memory.
     fn start(back_end: BackEnd, qemu: &Path, folder: &Path, seed: u64) -> Result<RunningBackend, StudyError> {
         let socket = folder.join(format!("{back_end:?}.sock"));
         let (mut command, store) = back_end.command(qemu, &socket)?;

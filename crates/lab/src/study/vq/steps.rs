@@ -1,13 +1,13 @@
-//! What the steps of driver and device cost here and now, measured one after another on one thread:
+//! Costs of the steps of driver and device on this machine, measured one after another on one thread:
 //!
 //! ```text
 //!   job: fill n ─▶ driver: requests, chains, publish ─▶ device: fetch, parse, copy
-//!                                        ... ◀─ driver: reap n ◀─ answer, publish ◀┘
+//!                                        ... ◀─ driver: reap n ◀─ complete, publish ◀┘
 //! ```
 //!
-//! Each step lies between two looks at the clock, whose own cost is measured in the same windows and does not count.
-//! Rigs and batches take turns; a figure is the 10th percentile of its windows. A window in which the thread was off
-//! its CPU is taken again.
+//! Each step is between two clock reads, whose own cost is measured in the same windows and subtracted. Rigs and
+//! batches take turns; a figure is the 10th percentile of its windows. A window in which the thread was off its CPU is
+//! repeated.
 
 use std::hint::black_box;
 use std::io;
@@ -22,7 +22,7 @@ use crate::floor::windows::Samples;
 use crate::study::costs::{BATCHES, Curve};
 use crate::study::measure::whole_window;
 
-/// Rounds between two looks at whether the window is over.
+/// Rounds between two checks of the window's end.
 const CYCLES: usize = 16;
 
 /// Nanoseconds for each step by its batch.
@@ -36,17 +36,17 @@ pub(crate) struct BatchCosts {
     pub(crate) turn: Curve,
     /// The same without the copy: fetch, parse, answer, publish.
     pub(crate) turn_null: Curve,
-    /// The driver's queue hands back what is used.
+    /// The driver's queue returns used chains.
     pub(crate) reap: Curve,
 }
 
 /// The sections of a cycle.
 const SECTIONS: usize = 6;
-/// Two of them: a round of the device in which there is nothing to do, and a look at the clock alone.
+/// Two more phases: a round of the device without work, and a clock read alone.
 const IDLE: usize = 4;
 const CLOCK: usize = 5;
 
-/// A queue whose halves have parted. The tie goes last.
+/// A queue with separated halves. The connection is dropped last.
 struct DetachedRig<D: Driver<()>> {
     queue: VqRigQueue<D>,
     device: Half<D>,
@@ -97,7 +97,7 @@ impl<D: Driver<()>> DetachedRig<D> {
         self.batch.drain(..).for_each(|bio| self.queue.submit(bio));
         self.queue.issue(&mut (), start);
         let submitted = now_ns();
-        // As many rounds as it takes, and one in which there is nothing to do.
+        // As many rounds as needed, and one without work.
         while self.device.run_once(submitted) {}
         let turned = now_ns();
         self.device.run_once(submitted);

@@ -1,5 +1,5 @@
-//! The grid as a picture: IOPS over those of one job and one queue, by jobs, a line for each number of queues. Drawn by
-//! hand, so that it needs nothing but a browser.
+//! The grid as SVG: IOPS over those of one job and one queue, by jobs, a line for each number of queues. Drawn by hand;
+//! needs only a browser.
 
 use std::fmt::Write;
 

@@ -1,4 +1,4 @@
-//! What is to be reached, and what of the post's shape can be seen.
+//! Goals, and the reproduced part of the post's curve.
 
 use super::live::VqLive;
 use super::served::{BackEnd, BackendTable, Found, Grid, MeasuredBackend, Spread};
@@ -37,7 +37,7 @@ pub(super) fn goals(grid: &[VqPoint], live: &VqLive, served: &[BackendTable], cp
             at_least(format!("IOPS, {what}, at least the post's"), value, post, "virtual time")
         })
         .collect();
-    // What two queues cannot give four jobs, whose two device threads are at most twice one.
+    // Two device threads are at most twice one, so two queues cannot give this to four jobs.
     let own = iops(grid, 4, 4, Devices::Each) / iops(grid, 4, 1, Devices::Each);
     let (_, post) = POST[1];
     goals.push(at_least(
@@ -71,8 +71,8 @@ pub(super) fn goals(grid: &[VqPoint], live: &VqLive, served: &[BackendTable], cp
     goals
 }
 
-/// A job and a device thread for each queue want a CPU each for the post's ratios to be seen: with fewer all of them
-/// take turns on the same CPUs, and a second queue brings none with it. In the post's order.
+/// CPUs needed for the post's ratios, one for each job and device thread: with fewer they share CPUs, and a second
+/// queue adds none. In the post's order.
 const CPUS_WANTED: [usize; 3] = [4, 6, 6];
 
 fn measured(served: &[BackendTable], back_end: BackEnd) -> Option<&MeasuredBackend> {

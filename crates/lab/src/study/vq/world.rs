@@ -1,21 +1,20 @@
-//! Jobs, locks and devices in virtual time. Every thread has a CPU to itself and looks all the time; what it costs is
-//! measured, and who waits for whom is played.
+//! Jobs, locks and devices in virtual time. Every thread has a CPU to itself and polls; costs are measured, and waits
+//! are simulated.
 //!
 //! ```text
-//!   job:     look (lock) ─▶ fill ─▶ submit (lock) ─▶ look ...     until it has as much out as it may and nothing comes
+//!   job:     look (lock) ─▶ fill ─▶ submit (lock) ─▶ look ...     until its depth is in flight and no completion comes
 //!   device:  turn of a queue with something to do ─▶ turn of the next ...                      until there is none
 //! ```
 //!
-//! A queue has one lock, which its jobs wait for in the order they came; whoever gets it from another CPU pays for
-//! that. Who looks takes all that is used, and leaves what is another's in that job's box. A device fetches half of
-//! what it has in sight when its turn of the queue begins and the rest in the next, as the real one does (ADR 22), and
-//! gives that back when its next turn begins: so job and device work at once. A job that is its own device takes all
-//! there is in each look. Nothing is by chance. Who finds nothing has spun when something comes, and sees it at once:
-//! so nobody wants a kick or a call, as the real rings of `live.rs` want none.
+//! A queue has one lock, which its jobs wait for in order of arrival; a change of CPU costs extra. A poll takes all
+//! used chains, and puts another job's into that job's box. A device fetches half of the chains in sight when its turn
+//! of the queue begins and the rest in the next, as the real one does (ADR 22), and completes them when its next turn
+//! begins: so job and device work at the same time. A job that is its own device takes all chains in each poll. Nothing
+//! is random. A thread without work spins, and sees a new event at once: so kicks and calls are off, as with the real
+//! rings of `live.rs`.
 //!
-//! A ring is a list of jobs here. All requests are alike, and each that can be out has a place in the ring, so what a
-//! ring could do beyond that, which is to be full and to change their order, does not happen; what its use costs is in
-//! the steps, which are measured with real ones.
+//! A ring is a list of jobs here. All requests are alike, and each has an entry in the ring, so a full ring and
+//! reordering do not occur; the cost of using it is in the steps, which are measured with real ones.
 
 use std::collections::VecDeque;
 
@@ -25,12 +24,12 @@ use serde::Serialize;
 use super::rig::{DEPTH, TAGS};
 use super::steps::BatchCosts;
 
-/// What a real device sees at a time, `RUN_MAX` of the rings (ADR 18), and the least it takes of it (`HALF_MIN`, ADR
+/// Chains in sight of a real device, `RUN_MAX` of the rings (ADR 18), and the least number it takes (`HALF_MIN`, ADR
 /// 22).
 const RUN_MAX: usize = 16;
 const HALF_MIN: usize = 3;
 
-/// Who serves the queues.
+/// Threads that serve the queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Devices {
@@ -38,11 +37,11 @@ pub(crate) enum Devices {
     One,
     /// A thread for each queue.
     Each,
-    /// The job that looks after the queue, on its own thread: run to completion.
+    /// The job that polls the queue, on its own thread: run to completion.
     Jobs,
 }
 
-/// What is played.
+/// A simulated scene.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct VqScene {
     pub(crate) jobs: usize,
@@ -51,7 +50,7 @@ pub(crate) struct VqScene {
 }
 
 impl VqScene {
-    /// CPUs that it takes. A thread that no job has a queue for takes none.
+    /// CPUs that it uses. A thread without a job's queue needs none.
     pub(crate) fn cpus(self) -> usize {
         self.jobs
             + match self.devices {
@@ -62,7 +61,7 @@ impl VqScene {
     }
 }
 
-/// What is charged.
+/// Charged costs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Prices<'a> {
     pub(crate) steps: &'a BatchCosts,
@@ -70,19 +69,19 @@ pub(crate) struct Prices<'a> {
     pub(crate) mail_ns: f64,
     /// A lock, and the data under it, that come from another CPU.
     pub(crate) hand_over_ns: f64,
-    /// What an I/O costs more on both sides if driver and device are on two CPUs.
+    /// Extra cost of an I/O on both sides if driver and device are on two CPUs.
     pub(crate) lines_ns: f64,
 }
 
 impl Prices<'_> {
-    /// Taking so many of those that are offered, as their share of what it costs to do all of them.
+    /// Cost of taking some of the available chains, as their share of the cost of all.
     fn turn_ns(&self, taken: usize, offered: usize) -> f64 {
         let all_ns = self.steps.turn.at(offered);
         if taken == 0 { all_ns } else { all_ns * taken as f64 / offered as f64 }
     }
 }
 
-/// What came out.
+/// Result.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(crate) struct VqResult {
     pub(crate) iops: f64,
@@ -90,18 +89,18 @@ pub(crate) struct VqResult {
     pub(crate) waiting: f64,
 }
 
-/// The step of a thread is over.
+/// A thread's step has ended.
 struct Over(usize);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Doing {
-    /// Nothing to do.
+    /// No work.
     Parked,
     Fill,
     /// Under the lock, or waiting for it.
     Submit,
     Look,
-    /// Others' I/Os go to their boxes, what was in its own comes out.
+    /// Others' I/Os go to their boxes, those in its own box come out.
     Mail,
     /// Of a device: it has so many of this queue.
     Turn {
@@ -114,9 +113,9 @@ struct Thread {
     doing: Doing,
     /// I/Os that are not out.
     free: usize,
-    /// What others left in its box.
+    /// I/Os in its box.
     boxed: usize,
-    /// Of the last look: its own, from the box too, and how many of whom else.
+    /// Of the latest poll: its own, with those of the box, and the number for each other job.
     own: usize,
     away: Vec<usize>,
     /// Since when it waits for the lock.
@@ -140,8 +139,8 @@ struct VqQueue {
 }
 
 impl VqQueue {
-    /// How many a device on another CPU takes now, which are the first that are available: half of what it sees, and
-    /// the rest of that next time.
+    /// Number of chains that a device on another CPU takes now, the first available ones: half of those in sight, and
+    /// the rest next time.
     fn half(&mut self) -> usize {
         if self.in_sight > 0 {
             return std::mem::take(&mut self.in_sight);
@@ -254,7 +253,7 @@ impl VqWorld<'_> {
         }
     }
 
-    /// A job has all it got from a look.
+    /// A job has all completions of a poll.
     fn collected(&mut self, job: usize) {
         let has_news = self.has_news(self.queue_of(job));
         let thread = &mut self.threads[job];
@@ -271,7 +270,7 @@ impl VqWorld<'_> {
         }
     }
 
-    /// Whether a look at a queue would find anything.
+    /// Whether a poll of a queue would find a completion.
     fn has_news(&self, queue: usize) -> bool {
         let VqQueue { available, used, .. } = &self.queues[queue];
         !used.is_empty() || self.scene.devices == Devices::Jobs && !available.is_empty()
@@ -288,7 +287,7 @@ impl VqWorld<'_> {
         }
     }
 
-    /// A job has the lock, and does what it came for.
+    /// A job has the lock, and executes its step.
     fn locked(&mut self, job: usize, number: usize) {
         let VqWorld { scene, prices, threads, queues, .. } = self;
         let (thread, queue) = (&mut threads[job], &mut queues[number]);
@@ -431,7 +430,7 @@ mod tests {
     #[test]
     fn jobs_on_one_queue_are_serial_under_its_lock_and_pay_for_bringing_it_over() {
         let fast = BatchCosts { turn: Curve::each(1.0), ..steps() };
-        // Filling goes on beside; 35 ns of each I/O do not.
+        // Filling runs concurrently; 35 ns of each I/O do not.
         let free = iops(4, 1, Devices::Each, &fast, 0.0);
         assert!(free <= 1e9 / 35.0 * 1.01 && free > 1e9 / 40.0, "{free}");
         let paid = iops(4, 1, Devices::Each, &fast, 2_000.0);
