@@ -7,7 +7,9 @@ use std::fmt::Debug;
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
+use blkyard_sys::{EventFd, PollFd, PollFlags, TimeSource};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
@@ -21,6 +23,32 @@ pub trait Connector: Debug + Send + Sync {
     /// # Errors
     /// No process listens there, or the system gives no descriptor.
     fn connect(&self, path: &Path) -> io::Result<Option<UnixStream>>;
+}
+
+/// Connects, and waits while the back-end is busy with others, until then or until `end` is readable.
+pub(crate) fn connect_until(
+    connector: &dyn Connector,
+    path: &Path,
+    until: Instant,
+    end: &EventFd,
+    clock: &dyn TimeSource,
+) -> io::Result<UnixStream> {
+    /// How soon a full queue of connections is looked at again.
+    const AGAIN: Duration = Duration::from_millis(5);
+    loop {
+        match connector.connect(path) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+            Ok(Some(stream)) => return Ok(stream),
+            Ok(None) => {
+                let now = clock.now();
+                let is_let_go = clock.wait(&mut [PollFd::new(end, PollFlags::IN)], Some(now + AGAIN))? > 0;
+                if now >= until || is_let_go {
+                    return Err(io::ErrorKind::TimedOut.into());
+                }
+            }
+        }
+    }
 }
 
 /// Connects in this process: for trusted back-ends.

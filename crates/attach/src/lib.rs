@@ -14,6 +14,9 @@
 //! the thread that drops the disk. Only a [`Connector`] that filters them is safe; by default there is none, for
 //! trusted back-ends.
 //!
+//! [`VfioUserController`] is an NVMe controller that a vfio-user server offers: the transport of the NVMe host of crate
+//! `nvme`. It stands beside the core and uses its connectors only.
+//!
 //! Does no file I/O and knows no `io_uring`: kicks go through the lane's way to signal eventfds.
 #![forbid(unsafe_code)]
 
@@ -28,6 +31,7 @@ mod queue;
 mod queues;
 mod remote;
 mod shared;
+mod vfio_user;
 mod vhost_user;
 
 pub use connector::Connector;
@@ -36,4 +40,5 @@ pub use mailbox::DriverQueueView;
 pub use queue::RemoteQueue;
 pub use remote::RemoteDisk;
 pub use shared::AttachedView;
+pub use vfio_user::{VfioUserConfig, VfioUserController, VfioUserError};
 pub use vhost_user::{AttachConfig, Attached, AttachedQueue, QUEUE_SIZE_MAX};

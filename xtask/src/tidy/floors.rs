@@ -19,7 +19,7 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("virtio", &["mem", "mq"]),
     ("nvme", &["mem", "mq"]),
     ("export", &["mem", "mq", "sys", "virtio"]),
-    ("attach", &["mem", "mq", "sys", "virtio"]),
+    ("attach", &["mem", "wire", "mq", "sys", "virtio", "nvme"]),
     ("os", &["mem", "mq", "sys"]),
     ("sim", &["mem", "mq", "virtio", "export", "attach"]),
     ("blkyard", &["mem", "wire", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim"]),

@@ -20,7 +20,7 @@ const FREE: &[&str] = &["attach", "lab", "cli"];
 /// Folders in `crates/` with a core for every protocol, their modules that are one protocol each, and the crates of
 /// protocols. The core names none of these, nor what the crate exports of its protocols.
 const PROTOCOLS: &[(&str, &[&str], &[&str])] = &[
-    ("attach", &["vhost_user"], &["vhost"]),
+    ("attach", &["vfio_user", "vhost_user"], &["vhost", "blkyard_wire", "blkyard_nvme"]),
     ("export", &["vhost_user"], &["vhost", "blkyard_virtio", "blkyard_nvme"]),
 ];
 

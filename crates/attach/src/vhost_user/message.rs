@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
 
 use crate::TalkError;
-use crate::connector::Connector;
+use crate::connector::{Connector, connect_until};
 
 /// Requests of a front-end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -122,23 +122,8 @@ impl Connection {
         end: &Arc<EventFd>,
         clock: &Arc<dyn TimeSource>,
     ) -> io::Result<Connection> {
-        /// Interval of attempts to connect to a full backlog.
-        const AGAIN: Duration = Duration::from_millis(5);
         let until = clock.now() + reply_max;
-        let stream = loop {
-            match connector.connect(path) {
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-                Ok(Some(stream)) => break stream,
-                Ok(None) => {
-                    let now = clock.now();
-                    let is_let_go = clock.wait(&mut [PollFd::new(&**end, PollFlags::IN)], Some(now + AGAIN))? > 0;
-                    if now >= until || is_let_go {
-                        return Err(io::ErrorKind::TimedOut.into());
-                    }
-                }
-            }
-        };
+        let stream = connect_until(connector, path, until, end, &**clock)?;
         stream.set_nonblocking(true)?;
         let (end, clock) = (Arc::clone(end), Arc::clone(clock));
         Ok(Connection { stream, reply_max, until, end, acknowledged: false, clock })

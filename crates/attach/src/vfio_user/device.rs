@@ -1,0 +1,356 @@
+//! An NVMe controller that a vfio-user server offers: registers by message, doorbells in shared memory where the server
+//! has them there, memory mapped by descriptor, interrupts by eventfd.
+//!
+//! [`VfioUserController`] is owned by the thread that controls the device. Queues get the doorbells, addresses and
+//! eventfds, and never come here. Each call takes no longer than the server's replies may.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use blkyard_mem::{DmaDomain, Region, View};
+use blkyard_sys::{EventFd, TimeSource};
+use blkyard_wire::vfio_user::{
+    DeviceFlags, DeviceRegions, IrqAction, IrqData, IrqRange, IrqSetRequest, REGION_INFO_BYTES, RegionAccess,
+    RegionFlags, RegionInfo, VfioRequest, irq_index, region_index,
+};
+
+use crate::connector::{Connector, DirectConnector, connect_until};
+use crate::vfio_user::VfioUserError;
+use crate::vfio_user::connection::ServerConnection;
+use crate::vfio_user::memory::ServerMemory;
+use crate::vfio_user::pci::{self, CONFIG_BYTES, MsixCapability};
+use crate::vfio_user::session::VfioAnswer;
+
+/// Where the doorbells begin in BAR 0 (NVMe over PCIe 1.0, 3.1.2).
+const DOORBELLS_AT: u64 = 0x1000;
+/// Bytes of the doorbells of one queue, at least.
+const DOORBELL_PAIR_BYTES: u64 = 8;
+
+/// How a controller is reached.
+#[derive(Clone, Debug)]
+pub struct VfioUserConfig {
+    /// The server's socket.
+    pub socket: PathBuf,
+    /// Makes the connection to it.
+    pub connector: Arc<dyn Connector>,
+    /// The clock of the thread that controls the device.
+    pub clock: Arc<dyn TimeSource>,
+    /// How long the server may take for a reply.
+    pub reply_max: Duration,
+    /// Interrupt vectors to use, at most as many as the device has.
+    pub vectors_max: u16,
+    /// Readable when the device is let go of: then no reply is waited for.
+    pub end: Arc<EventFd>,
+}
+
+impl VfioUserConfig {
+    /// The defaults, for a socket: a vector for the admin queue and for each of 32 I/O queues.
+    ///
+    /// # Errors
+    /// The process or the system has no descriptors left.
+    pub fn new(socket: impl Into<PathBuf>, clock: Arc<dyn TimeSource>) -> std::io::Result<VfioUserConfig> {
+        Ok(VfioUserConfig {
+            socket: socket.into(),
+            connector: Arc::new(DirectConnector),
+            clock,
+            // A busy machine answers within milliseconds, and hardly ever within seconds.
+            reply_max: Duration::from_secs(10),
+            vectors_max: 33,
+            end: Arc::new(EventFd::new()?),
+        })
+    }
+}
+
+/// The connection, and what the server has mapped.
+#[derive(Debug)]
+pub(crate) struct DeviceState {
+    connection: ServerConnection,
+    memory: ServerMemory,
+}
+
+/// An NVMe controller over vfio-user.
+#[derive(Debug)]
+pub struct VfioUserController {
+    state: Mutex<DeviceState>,
+    domain: Arc<DmaDomain>,
+    /// Signalled when the domain's list has changed.
+    dma_changed: Arc<EventFd>,
+    /// The server takes DEVICE_RESET.
+    is_resettable: bool,
+    bar0_bytes: u64,
+    msix: Option<MsixCapability>,
+    vectors: Vec<EventFd>,
+    doorbells: Option<View>,
+    doorbell_bytes: usize,
+}
+
+impl VfioUserController {
+    /// Connects to the server, and prepares the device as a PCI driver does. Its registers are as the server has them.
+    ///
+    /// # Errors
+    /// See [`VfioUserError`].
+    pub fn open(config: &VfioUserConfig) -> Result<VfioUserController, VfioUserError> {
+        let VfioUserConfig { socket, connector, clock, reply_max, vectors_max, end } = config;
+        let stream = connect_until(&**connector, socket, clock.now() + *reply_max, end, &**clock).map_err(|error| {
+            VfioUserError::Socket { socket: socket.display().to_string(), cause: error.to_string() }
+        })?;
+        let connection = ServerConnection::open(stream, Arc::clone(clock), Arc::clone(end), *reply_max)?;
+        let mut state = DeviceState { connection, memory: ServerMemory::default() };
+        let device = state.device()?;
+        let (config_space, _) = state.region(region_index::CONFIG)?;
+        if config_space.size < CONFIG_BYTES {
+            return Err(VfioUserError::Device { what: "PCI configuration space" });
+        }
+        let (bar0, descriptors) = state.region(region_index::BAR0)?;
+        let msix = MsixCapability::find(&mut state)?;
+        let end = msix.and_then(|msix| msix.first_in_bar0(DOORBELLS_AT)).unwrap_or(bar0.size).min(bar0.size);
+        if end < DOORBELLS_AT + DOORBELL_PAIR_BYTES {
+            return Err(VfioUserError::Device { what: "doorbell registers in BAR 0" });
+        }
+        let doorbells = map_doorbells(&bar0, &descriptors, end)?;
+        let vectors = if msix.is_some() { state.vectors(device, *vectors_max)? } else { 0 };
+        let vectors = (0..vectors).map(|_| EventFd::new()).collect::<Result<Vec<_>, _>>();
+        let dma_changed = Arc::new(EventFd::new().map_err(|error| VfioUserError::System(error.to_string()))?);
+        let changed = Arc::clone(&dma_changed);
+        let mut controller = VfioUserController {
+            state: Mutex::new(state),
+            domain: DmaDomain::new(move || changed.signal()),
+            dma_changed,
+            is_resettable: device.flags.contains(DeviceFlags::RESET),
+            bar0_bytes: bar0.size,
+            msix,
+            vectors: vectors.map_err(|error| VfioUserError::System(error.to_string()))?,
+            doorbell_bytes: doorbells.as_ref().map_or((end - DOORBELLS_AT) as usize, View::len),
+            doorbells,
+        };
+        controller.prepare()?;
+        Ok(controller)
+    }
+
+    /// Reads a 32-bit register of BAR 0.
+    ///
+    /// # Errors
+    /// See [`VfioUserError`].
+    pub fn read_register(&mut self, offset: u64) -> Result<u32, VfioUserError> {
+        let mut word = [0; 4];
+        self.state_mut().read_region(region_index::BAR0, offset, &mut word)?;
+        Ok(u32::from_le_bytes(word))
+    }
+
+    /// Writes a 32-bit register of BAR 0.
+    ///
+    /// # Errors
+    /// See [`VfioUserError`].
+    pub fn write_register(&mut self, offset: u64, value: u32) -> Result<(), VfioUserError> {
+        self.state_mut().write_region(region_index::BAR0, offset, &value.to_le_bytes())
+    }
+
+    /// Resets the device, and prepares it again. False if the server cannot.
+    ///
+    /// # Errors
+    /// See [`VfioUserError`].
+    pub fn reset_device(&mut self) -> Result<bool, VfioUserError> {
+        if !self.is_resettable {
+            return Ok(false);
+        }
+        self.state_mut().call(&VfioRequest::DeviceReset, &[])?;
+        self.prepare()?;
+        Ok(true)
+    }
+
+    /// The address space of the device.
+    pub fn domain(&self) -> &Arc<DmaDomain> {
+        &self.domain
+    }
+
+    /// Readable when memory is to be mapped or unmapped by [`VfioUserController::sync_dma`].
+    pub fn dma_changed(&self) -> &EventFd {
+        &self.dma_changed
+    }
+
+    /// Has the server map what the domain lists, and let go of all else.
+    ///
+    /// # Errors
+    /// See [`VfioUserError`].
+    pub fn sync_dma(&self) -> Result<(), VfioUserError> {
+        self.dma_changed.take();
+        let mut state = self.lock();
+        let DeviceState { connection, memory } = &mut *state;
+        memory.sync(connection, &self.domain)
+    }
+
+    /// Where the device finds a byte of a region that the domain lists; it is mapped first if it is new. None if the
+    /// server cannot map it, or does not answer any more.
+    pub fn mapped_address(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
+        self.sync_dma().ok()?;
+        self.lock().memory.address(region, offset)
+    }
+
+    /// The doorbell registers as memory that is shared with the server. Without, each is written by
+    /// [`VfioUserController::write_register`].
+    pub fn shared_doorbells(&self) -> Option<&View> {
+        self.doorbells.as_ref()
+    }
+
+    /// Bytes of the doorbell registers.
+    pub fn doorbell_bytes(&self) -> usize {
+        self.doorbell_bytes
+    }
+
+    /// The eventfd of each interrupt vector. The server has a copy of each.
+    pub fn eventfds(&self) -> &[EventFd] {
+        &self.vectors
+    }
+
+    /// Answers messages that the server sends by itself. To be called when the socket is readable.
+    ///
+    /// # Errors
+    /// The server is gone, or broke the protocol.
+    pub fn look(&mut self) -> Result<(), VfioUserError> {
+        let DeviceState { connection, memory } = self.state_mut();
+        connection.look(memory)
+    }
+
+    /// Why the connection is of no use any more.
+    pub fn failure(&self) -> Option<VfioUserError> {
+        self.lock().connection.failure().cloned()
+    }
+
+    /// Whether the server has closed the connection: it has let go of our memory, or has ended.
+    pub fn is_closed_by_server(&self) -> bool {
+        self.lock().connection.is_closed_by_peer()
+    }
+
+    /// A copy of the socket's descriptor, to wait for messages that the server sends by itself, or for its end.
+    ///
+    /// # Errors
+    /// The process or the system has no descriptors left.
+    pub fn socket(&self) -> std::io::Result<OwnedFd> {
+        self.lock().connection.as_fd().try_clone_to_owned()
+    }
+
+    /// What a driver does once after a reset: BAR 0, bus master, interrupts.
+    fn prepare(&mut self) -> Result<(), VfioUserError> {
+        let (msix, bar0_bytes) = (self.msix, self.bar0_bytes);
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        pci::enable(state, bar0_bytes)?;
+        let Some(msix) = msix.filter(|_| !self.vectors.is_empty()) else { return Ok(()) };
+        state.set_eventfds(&self.vectors)?;
+        msix.enable(state)?;
+        let range = IrqRange { index: irq_index::MSIX, start: 0, count: self.vectors.len() as u32 };
+        let unmask = IrqSetRequest { range, action: IrqAction::Unmask, data: IrqData::All };
+        match state.call(&VfioRequest::DeviceSetIrqs(unmask), &[]) {
+            Err(VfioUserError::Refused { .. }) => msix.unmask(state, self.vectors.len() as u16),
+            other => other.map(drop),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, DeviceState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn state_mut(&mut self) -> &mut DeviceState {
+        self.state.get_mut().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl DeviceState {
+    /// Reads bytes of a region, in messages as long as the server takes.
+    pub(crate) fn read_region(&mut self, region: u32, offset: u64, to: &mut [u8]) -> Result<(), VfioUserError> {
+        let bytes_max = self.connection.peer().data_bytes as usize;
+        let mut at = offset;
+        for part in to.chunks_mut(bytes_max) {
+            let access = RegionAccess { offset: at, region, count: part.len() as u32 };
+            if let VfioAnswer::Data(data) = self.call(&VfioRequest::RegionRead(access), &[])? {
+                part.copy_from_slice(&data);
+            }
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Writes bytes of a region, in messages as long as the server takes.
+    pub(crate) fn write_region(&mut self, region: u32, offset: u64, from: &[u8]) -> Result<(), VfioUserError> {
+        let bytes_max = self.connection.peer().data_bytes as usize;
+        let mut at = offset;
+        for part in from.chunks(bytes_max) {
+            let access = RegionAccess { offset: at, region, count: part.len() as u32 };
+            self.call(&VfioRequest::RegionWrite(access, part), &[])?;
+            at += part.len() as u64;
+        }
+        Ok(())
+    }
+
+    fn call(
+        &mut self,
+        request: &VfioRequest<'_>,
+        descriptors: &[BorrowedFd<'_>],
+    ) -> Result<VfioAnswer<OwnedFd>, VfioUserError> {
+        self.connection.call(request, descriptors, &self.memory)
+    }
+
+    fn device(&mut self) -> Result<DeviceRegions, VfioUserError> {
+        match self.call(&VfioRequest::DeviceGetInfo, &[])? {
+            VfioAnswer::Device(device)
+                if device.flags.contains(DeviceFlags::PCI) && device.regions > region_index::CONFIG =>
+            {
+                Ok(device)
+            }
+            _ => Err(VfioUserError::Device { what: "PCI regions" }),
+        }
+    }
+
+    /// A region, asked for again if its description is longer.
+    fn region(&mut self, index: u32) -> Result<(RegionInfo, Vec<OwnedFd>), VfioUserError> {
+        let mut argsz = REGION_INFO_BYTES as u32;
+        loop {
+            match self.call(&VfioRequest::DeviceGetRegionInfo { argsz, index }, &[])? {
+                VfioAnswer::RegionNeeds(needed) => argsz = needed,
+                VfioAnswer::Region(info, descriptors) => return Ok((info, descriptors)),
+                _ => return Err(VfioUserError::Device { what: "such region" }),
+            }
+        }
+    }
+
+    /// MSI-X vectors to use.
+    fn vectors(&mut self, device: DeviceRegions, max: u16) -> Result<u16, VfioUserError> {
+        if device.irqs <= irq_index::MSIX {
+            return Ok(0);
+        }
+        match self.call(&VfioRequest::DeviceGetIrqInfo { index: irq_index::MSIX }, &[])? {
+            VfioAnswer::Irq(info) => Ok(info.count.min(u32::from(max)) as u16),
+            _ => Ok(0),
+        }
+    }
+
+    /// Sets the eventfd of each vector, as many at a time as the server takes descriptors.
+    fn set_eventfds(&mut self, vectors: &[EventFd]) -> Result<(), VfioUserError> {
+        let at_once = self.connection.peer().descriptors.max(1);
+        let mut start = 0;
+        for part in vectors.chunks(at_once) {
+            let range = IrqRange { index: irq_index::MSIX, start, count: part.len() as u32 };
+            let set = IrqSetRequest { range, action: IrqAction::Trigger, data: IrqData::SetEventfds };
+            let descriptors: Vec<_> = part.iter().map(AsFd::as_fd).collect();
+            self.call(&VfioRequest::DeviceSetIrqs(set), &descriptors)?;
+            start += part.len() as u32;
+        }
+        Ok(())
+    }
+}
+
+/// Maps the doorbells, up to `end` in BAR 0, if the server offers the area in which they begin.
+fn map_doorbells(bar0: &RegionInfo, descriptors: &[OwnedFd], end: u64) -> Result<Option<View>, VfioUserError> {
+    let Some(file) = descriptors.first().filter(|_| bar0.flags.contains(RegionFlags::MMAP)) else { return Ok(None) };
+    let areas = bar0.sparse.as_ref().map(|areas| areas.iter().map(|area| (area.offset, area.size)).collect());
+    let areas = areas.unwrap_or_else(|| vec![(0, bar0.size)]);
+    let area = areas.into_iter().find(|(offset, size)| (*offset..offset + size).contains(&DOORBELLS_AT));
+    let Some((offset, size)) = area else { return Ok(None) };
+    let failed = |cause: String| VfioUserError::Map { index: bar0.index, cause };
+    let region =
+        Region::map_file(file.as_fd(), bar0.offset + offset, size).map_err(|error| failed(error.to_string()))?;
+    let len = end.min(offset + size) - DOORBELLS_AT;
+    let view = View::new(region, DOORBELLS_AT - offset, len as usize, 4);
+    view.map(Some).ok_or_else(|| failed("its doorbells are not aligned".into()))
+}

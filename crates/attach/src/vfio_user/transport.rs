@@ -1,0 +1,50 @@
+//! The seam to the NVMe host: a controller over vfio-user as its transport.
+//!
+//! An access that fails means that the device is gone. Its server may reach our memory until it has closed the
+//! connection: [`VfioUserController::is_closed_by_server`].
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::Arc;
+
+use blkyard_mem::{DmaDomain, Region, View};
+use blkyard_nvme::{ControllerTransport, DeviceGone};
+
+use crate::vfio_user::VfioUserController;
+
+impl ControllerTransport for VfioUserController {
+    fn read32(&mut self, offset: usize) -> Result<u32, DeviceGone> {
+        self.read_register(offset as u64).map_err(|_| DeviceGone)
+    }
+
+    fn write32(&mut self, offset: usize, value: u32) -> Result<(), DeviceGone> {
+        self.write_register(offset as u64, value).map_err(|_| DeviceGone)
+    }
+
+    fn dma_domain(&self) -> &Arc<DmaDomain> {
+        self.domain()
+    }
+
+    fn dma_addr(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
+        self.mapped_address(region, offset)
+    }
+
+    fn doorbells(&self) -> Option<View> {
+        self.shared_doorbells().cloned()
+    }
+
+    fn doorbell_bytes(&self) -> usize {
+        VfioUserController::doorbell_bytes(self)
+    }
+
+    fn vectors(&self) -> u16 {
+        self.eventfds().len() as u16
+    }
+
+    fn eventfd(&self, vector: u16) -> Option<BorrowedFd<'_>> {
+        self.eventfds().get(usize::from(vector)).map(AsFd::as_fd)
+    }
+
+    fn reset_function(&mut self) -> bool {
+        self.reset_device().unwrap_or(false)
+    }
+}
