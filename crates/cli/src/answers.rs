@@ -1,4 +1,4 @@
-//! What a daemon answers at its control socket: each request goes to the command that it belongs to.
+//! Requests at the daemon's control socket: each goes to its command.
 
 use std::sync::Arc;
 

@@ -1,14 +1,14 @@
-//! How a daemon ends: the main thread supervises the thread that serves, and does not wait for it without a bound.
+//! The end of a daemon: the main thread supervises the thread that serves, with bounded waits.
 //!
 //! ```text
-//!   serving ── SIGINT, SIGTERM ──▶ draining ── all is finished ───────────▶ exit, 0
-//!                                     └── drain_s, or a second signal ──▶ report what is in flight ──▶ exit, 1
+//!   serving ── SIGINT, SIGTERM ──▶ draining ── all has completed ─────────▶ exit, 0
+//!                                     └── drain_s, or a second signal ──▶ report requests in flight ──▶ exit, 1
 //! ```
 //!
-//! The thread that serves may hang, in a device or in a file system; the main thread does neither I/O nor anything that
-//! waits for a lane. When the time is up it leaves the other threads as they are: no request is answered, no memory is
-//! unmapped, and no image is unlocked by us. The front-ends' records of what is in flight stay as they are, and the
-//! kernel keeps the images' locks until it is done with the I/O (ADR 12). Only the sockets are removed.
+//! The thread that serves may hang, in a device or in a file system; the main thread neither does I/O nor waits for a
+//! lane. When the time is up it leaves the other threads running: no request is completed, no memory is unmapped, and
+//! no image is unlocked by us. The front-ends' in-flight records stay unchanged, and the kernel keeps the images' locks
+//! until it has completed the I/O (ADR 12). Only the sockets are removed.
 
 use std::io::{PipeReader, PipeWriter, Read, Write, pipe};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,14 +25,14 @@ use crate::daemon::Daemon;
 use crate::error::ServeError;
 use crate::inspect::{request_node, show_time};
 
-/// How long a daemon that does not serve yet may take to end: nothing is in flight.
+/// Time limit for the end of a daemon that does not serve yet: no request is in flight.
 const START_TIME: Duration = Duration::from_secs(1);
-/// How long all queues together may take to say what they have in flight.
+/// Time limit for all queues together to report their requests in flight.
 const LOOK_TIME: Duration = Duration::from_secs(1);
 /// Requests of a queue that are reported one by one, the oldest first.
 const REQUESTS_MAX: usize = 8;
 
-/// What both threads share.
+/// State shared by both threads.
 #[derive(Default)]
 struct EndingState {
     requested: Mutex<bool>,
@@ -51,8 +51,8 @@ impl EndingState {
     }
 }
 
-/// What is served. Dropped before it is stopped in order, it has a deadline to end: each part waits for what it has in
-/// flight, and a device may hang.
+/// The served parts. Dropped before an orderly stop, it sets a deadline for the end: each part waits for its requests
+/// in flight, and a device may hang.
 pub(crate) struct Parts<'a, T> {
     stop: &'a StopToken,
     parts: Vec<T>,
@@ -114,7 +114,7 @@ impl StopToken {
         *lock(&self.shared.requested)
     }
 
-    /// A socket that is removed at the end, whatever happens.
+    /// Registers a socket that is removed at the end in any case.
     pub(crate) fn track(&self, socket: BoundSocket) -> Arc<BoundSocket> {
         let socket = Arc::new(socket);
         lock(&self.shared.sockets).push(Arc::downgrade(&socket));
@@ -129,7 +129,7 @@ impl StopToken {
 
     /// It stops, because it is to or for another reason. From here on it has as long as it may take to drain.
     pub(crate) fn stops(&self) {
-        // Whoever supervises is there until the end.
+        // The supervisor stays until the end.
         let _ = (&self.events).write(&[0]);
     }
 
@@ -138,13 +138,13 @@ impl StopToken {
         let _ = self.shared.broken.set(why.into());
     }
 
-    /// Everything that was fetched is finished, and nothing is fetched any more.
+    /// All fetched requests have completed, and no more are fetched.
     pub(crate) fn drained(&self) {
         self.shared.drained.store(true, Ordering::Release);
     }
 }
 
-/// What the main thread has to turn to.
+/// Events for the main thread.
 enum MainEvent {
     Signal(Signal),
     Stops,
@@ -152,10 +152,10 @@ enum MainEvent {
     Timeout,
 }
 
-/// Runs `serve` on a thread of its own until it ends, or until a signal came and its time is up.
+/// Runs `serve` on a separate thread until it ends, or until a signal came and its time is up.
 ///
 /// # Errors
-/// Those of `serve`; or that it did not end in time, and what was in flight then.
+/// Those of `serve`; or that it did not end in time, with the requests in flight.
 pub(crate) fn supervise<F>(signals: &Signals, serve: F) -> Result<(), ServeError>
 where
     F: FnOnce(&StopToken) -> Result<(), ServeError> + Send + 'static,
@@ -194,7 +194,7 @@ fn next_event(signals: &Signals, events: &mut PipeReader, deadline: Option<Insta
         }
         let now = Instant::now();
         let mut fds = [PollFd::new(&*events, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
-        // Whatever ends it early, all is looked at again.
+        // After an early end everything is checked again.
         let ready = wait_until(&mut fds, now, deadline).unwrap_or(0);
         if ready > 0 && !fds[0].revents().is_empty() {
             // The other end is closed when the thread ends, however it does.
@@ -222,12 +222,12 @@ fn leave(shared: &EndingState, when: &str) -> Result<(), ServeError> {
     let left = Left::of(&daemon);
     left.lines.iter().for_each(|line| tracing::warn!("{line}"));
     let error = left.error(when);
-    // Its end waits for what hangs.
+    // Its drop would wait for the hanging thread.
     std::mem::forget(daemon);
     Err(error)
 }
 
-/// What a daemon leaves in flight.
+/// Requests that a daemon leaves in flight.
 #[derive(Default)]
 struct Left {
     /// Requests fetched and not answered, and those of them that no record tells of.
@@ -247,7 +247,7 @@ impl Left {
         let mut left = Left::default();
         for ((export, _), asked) in all.iter().zip(asked) {
             let (device, before) = (&daemon.devices[export.device].info().name, left.lines.len());
-            // A queue whose lane has ended has nothing in flight.
+            // A queue whose lane has ended has no request in flight.
             for (number, view) in asked.into_iter().enumerate().filter_map(|(number, view)| Some((number, view?))) {
                 match view.recv_timeout(until.saturating_duration_since(Instant::now())) {
                     Ok(view) => left.add(&format!("{export}: queue {number}"), device, &view),
@@ -265,7 +265,7 @@ impl Left {
         left
     }
 
-    /// Adds what a queue has in flight.
+    /// Adds a queue's requests in flight.
     fn add(&mut self, queue: &str, device: &str, view: &QueueView) {
         let Some(ring) = view.ring.filter(|ring| ring.in_flight > 0) else { return };
         let unanswered = usize::from(ring.in_flight);

@@ -1,4 +1,4 @@
-//! Why a daemon does not start, or ends: the error of `serve` and of what it is made of.
+//! Errors with which a daemon does not start, or ends: those of `serve` and its parts.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use blkyard::spec::SpecError;
 
 use crate::plan::PlanError;
 
-/// Why nothing is served, or no more.
+/// Reason why `serve` failed or ended.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
     /// A name or file is not understood.
@@ -33,20 +33,20 @@ pub enum ServeError {
     Image {
         /// The image.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
     /// The system gave no thread or descriptor.
     #[error("the daemon cannot start: {0}; see the limits on threads and open files")]
     System(#[from] std::io::Error),
-    /// It was told to end, and something did not finish in time.
+    /// It was told to end, and requests did not complete in time.
     #[error("ended {when} {what}; {cure}")]
     Unfinished {
         /// When it gave up.
         when: String,
-        /// What was not finished.
+        /// Requests in flight.
         what: String,
-        /// What becomes of it.
+        /// Their fate.
         cure: String,
     },
     /// A part of the daemon ended by itself.

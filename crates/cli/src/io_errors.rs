@@ -9,7 +9,7 @@ use crate::daemon::Daemon;
 /// Time between two lines on one device.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// What is logged of each device.
+/// Log of each device's I/O errors.
 pub struct ErrorLog {
     limits: Vec<LogLimit>,
 }

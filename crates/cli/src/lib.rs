@@ -1,7 +1,7 @@
-//! The commands of the program `blkyard` that have to do with a daemon: it is started by `serve`, looked at by
-//! `inspect`, changed by `set`, and replaced by another with `serve --takeover`.
+//! The commands of the program `blkyard` for daemons: `serve` starts one, `inspect` shows it, `set` changes it, and
+//! `serve --takeover` replaces it.
 //!
-//! `main.rs` reads the command line. The other commands live in `blkyard-lab`.
+//! `main.rs` reads the command line. The other commands are in `blkyard-lab`.
 #![forbid(unsafe_code)]
 
 pub mod control;

@@ -51,7 +51,7 @@ enum Command {
     Receiver,
 }
 
-/// Exit code of a program whose main thread panicked, as Rust has it.
+/// Exit code of a Rust program whose main thread panicked.
 const PANICKED: u8 = 101;
 
 fn main() -> ExitCode {
@@ -94,7 +94,7 @@ fn report<E: std::fmt::Display>(result: Result<ExitCode, E>) -> ExitCode {
     })
 }
 
-/// Devices and exports in the order they stand on the command line, which says what belongs together.
+/// Devices and exports in the order of the command line, which groups them.
 fn words(matches: &ArgMatches) -> Vec<Word> {
     let of = |id: &str, make: fn(String) -> Word| {
         let places = matches.indices_of(id).into_iter().flatten();

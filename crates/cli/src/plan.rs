@@ -1,4 +1,4 @@
-//! What a daemon is asked to serve, from the command line or a file: checked names, nothing opened yet.
+//! Configuration of a daemon, from the command line or a file: checked names, no device opened yet.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ use crate::log::LogFormat;
 
 /// The key of a socket's permissions, which are octal wherever they are text.
 pub(crate) const MODE_KEY: &str = "mode";
-/// The most that permissions can be: there are no other bits that mean anything on a socket.
+/// Upper bound of permissions: no other bits apply to a socket.
 const MODE_MAX: u32 = 0o777;
 /// How permissions are written, for messages.
 pub(crate) const MODE_WANTED: &str =
@@ -22,28 +22,28 @@ pub(crate) const MODE_WANTED: &str =
 pub struct Plan {
     /// The disks.
     pub disks: Vec<DiskPlan>,
-    /// What else it sets; each is what the flag of the same name sets.
+    /// Other settings; each is the flag of the same name.
     pub settings: Settings,
 }
 
-/// Settings of the whole daemon. What is not set here is as the command line says.
+/// Settings of the whole daemon. The command line has precedence.
 #[derive(Debug, Clone, Default)]
 pub struct Settings {
     /// Threads that do the work.
     pub lanes: Option<u64>,
     /// CPUs they are kept on.
     pub cpus: Option<Vec<u32>>,
-    /// How long one looks for work before it sleeps, microseconds.
+    /// Longest busy-polling of a lane before it sleeps, us.
     pub spin_us: Option<u64>,
     /// Seconds between lines of statistics.
     pub stats: Option<u64>,
-    /// Where to listen for those who inspect and set.
+    /// Path of the control socket.
     pub control: Option<ControlPlace>,
     /// How long to wait for an image that a daemon which died still has, seconds.
     pub lock_wait_s: Option<u64>,
-    /// How long what is in flight may take when the daemon ends, seconds.
+    /// Time limit for requests in flight at the end of the daemon, seconds.
     pub drain_s: Option<u64>,
-    /// How log lines look.
+    /// Format of log lines.
     pub log_format: Option<LogFormat>,
 }
 
@@ -55,15 +55,15 @@ pub enum PlanError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The file is not what it should be.
+    /// Invalid file.
     #[error("configuration {}: {source}", path.display())]
     Parse {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and where.
+        /// Fault and position.
         source: Box<toml::de::Error>,
     },
     /// A name in it, or on the command line, is not understood.
@@ -71,7 +71,7 @@ pub enum PlanError {
     Spec(#[from] SpecError),
 }
 
-/// One word of the command line, in the order they stood there.
+/// One argument of the command line, in order.
 #[derive(Debug, Clone)]
 pub enum Word {
     /// `--device`
@@ -226,8 +226,7 @@ fn some_device_is_named(disks: Vec<DiskPlan>) -> Result<Vec<DiskPlan>, PlanError
     Ok(disks)
 }
 
-/// A device that nobody would see. To be said once the device is open, for what is wrong with its name is closer to
-/// whoever wrote it.
+/// A device without an export. Reported once the device is open, since errors of its name come first.
 pub(crate) fn unserved(device: &str) -> SpecError {
     let cure = "add --export vhost-user-blk:SOCKET after it, or [[device.export]] in the file";
     SpecError::new(device, "no export serves this device", cure)

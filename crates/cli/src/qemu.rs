@@ -1,19 +1,20 @@
-//! The QEMU command that attaches what `serve` serves: one line, to be pasted into a shell as it is.
+//! The QEMU command that attaches the disks of `serve`: one line, to be pasted into a shell.
 //!
-//! Starts nothing and does not look which QEMU is installed.
+//! Starts no program and does not check which QEMU is installed.
 
 use std::fmt::Write;
 use std::path::Path;
 
-/// How often QEMU looks for a daemon that was restarted, ms: a guest hardly notices, and looking costs nothing.
+/// Interval at which QEMU reconnects to a restarted daemon, ms: hardly noticeable for a guest, and the attempts cost
+/// nothing.
 const RECONNECT_MS: u32 = 20;
 
 /// Which QEMU takes the line; for [`command`].
 pub const VERSIONS: &str =
     "QEMU 9.2 or newer; for an older one, such as Debian 12's 7.2, write reconnect=1 instead of reconnect-ms=20";
 
-/// Disks that QEMU may place by itself. It gives each a slot of the machine's root bus, which has 32; the host bridge,
-/// the chipset, a display and a network card have four, and users add devices of their own.
+/// Disks with automatic slots. QEMU gives each a slot of the machine's root bus, which has 32; the host bridge, the
+/// chipset, a display and a network card have four, and users add devices of their own.
 const SLOTS_MAX: usize = 16;
 /// Functions of a PCI device.
 const FUNCTIONS: usize = 8;

@@ -1,7 +1,7 @@
-//! The receiver: a process of this program that takes and makes connections for another one, and has all descriptors
-//! that come with them.
+//! The receiver: a process of this program that accepts and makes connections for another one, and receives all
+//! descriptors that come with them.
 //!
-//! What it does, and why, is said in [`blkyard_os::Receiver`].
+//! [`blkyard_os::Receiver`] describes it.
 
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -24,7 +24,7 @@ impl ReceiverProcess {
     /// # Errors
     /// The system gives no process or descriptor.
     pub(crate) fn start() -> io::Result<ReceiverProcess> {
-        // Not by its path, where a newer program may stand by now.
+        // Not by its path, which may name a newer program by now.
         let command = || {
             let mut command = Command::new("/proc/self/exe");
             command.arg("receiver");

@@ -1,7 +1,6 @@
-//! The command `serve`: opens devices, makes queues and lanes, serves exports until it is told to stop.
+//! The command `serve`: opens devices, creates queues and lanes, serves exports until it is stopped.
 //!
-//! Everything is checked before anything is served: names, devices, sockets. Which queue lives on which lane is said in
-//! `lanes.rs`.
+//! Names, devices and sockets are checked before anything is served. `lanes.rs` places queues on lanes.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -39,7 +38,7 @@ use crate::watch::Watch;
 
 pub use crate::error::ServeError;
 
-/// What `serve` may be told.
+/// Arguments of `serve`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ServeArgs {
     /// A disk to serve, by its name, with options as ?key=value&key=value. Repeat for more disks.
@@ -124,7 +123,7 @@ const DRAIN_S_MAX: u64 = 3600;
 const DRAIN_S: u64 = 30;
 
 impl ServeArgs {
-    /// These, but what the file sets and the command line does not.
+    /// These arguments, with defaults from the file.
     fn or(&self, settings: Settings) -> Result<ServeArgs, SpecError> {
         let bounded = |key: &str, value: Option<u64>, min: u64, max: u64| match value {
             Some(value) if !(min..=max).contains(&value) => {
@@ -160,11 +159,11 @@ struct ReadyExport {
     serial: SerialId,
     rate: Arc<RateSlot>,
     device: usize,
-    /// What another daemon left of it.
+    /// State inherited from another daemon.
     inherited: Option<Inherited>,
 }
 
-/// What another daemon left of an export, beside its socket.
+/// State of an export inherited from another daemon, beside its socket.
 struct Inherited {
     offered: u16,
     depth: Option<usize>,
@@ -173,7 +172,7 @@ struct Inherited {
 }
 
 impl ReadyExport {
-    /// Serves it, or prepares to go on with it.
+    /// Serves it, or prepares to continue with it.
     fn start(self, control: &ControlLoop) -> Result<Start, ServeError> {
         let ReadyExport { name, socket, disk, remotes, domains, inherited, .. } = self;
         let config = BackendConfig { name: name.clone(), disk, queues: remotes, domains };
@@ -184,14 +183,14 @@ impl ReadyExport {
         let cure = "the other daemon continues; stop it instead";
         let taking = taking.map_err(|why| SpecError::new(name, format!("it cannot be taken over: {why}"), cure))?;
         if let Some(depth) = depth {
-            // Done as soon as it serves; there is nothing that could fail.
+            // Applied as soon as it serves; it cannot fail.
             let _ = taking.server().hand().set_depth(depth);
         }
         Ok(Start::Taking(taking))
     }
 }
 
-/// An export that is served, or will be once its other daemon lets go.
+/// An export that is served, or will be once the other daemon has let go.
 enum Start {
     Served(VhostUserServer),
     Taking(VhostUserTaking),
@@ -216,7 +215,7 @@ impl Start {
 /// Serves until SIGINT or SIGTERM.
 ///
 /// # Errors
-/// See [`ServeError`]. What was in flight is finished first, if that is done in time.
+/// See [`ServeError`]. Requests in flight complete first, within the time limit.
 pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     args.log_format.iter().for_each(|format| log::set_format(*format));
     let signals = Signals::install()?.and_hangup()?;
@@ -224,7 +223,7 @@ pub fn run(args: &ServeArgs, words: &[Word]) -> Result<(), ServeError> {
     supervise(&signals, move |stop| serve(&args, &words, stop))
 }
 
-/// Opens, serves and ends, on a thread of its own.
+/// Opens, serves and ends, on a separate thread.
 fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), ServeError> {
     if let Err(error) = allow_all_descriptors() {
         tracing::warn!("the limit on open files could not be raised: {error}");
@@ -365,10 +364,11 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     servers.take().into_iter().for_each(VhostUserServer::join);
     // Exports that have ended answer it at once.
     follower.into_iter().for_each(|follower| drop(follower.join()));
-    // Answered until here: what is in flight while the daemon stops is worth a look, too. From now on nothing is.
+    // Serves until here, so that requests in flight can be inspected while the daemon stops. From now on there are
+    // none.
     drop(control);
     tell_rest(&daemon);
-    // Nobody else has it but who has given up on us, and ends the process.
+    // The only other owner has given up waiting, and ends the process.
     if let Some(daemon) = Arc::into_inner(daemon) {
         let Daemon { lanes, devices, .. } = daemon;
         // All that else had them were the exports, which have ended.
@@ -380,13 +380,13 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
     broken.map_or(Ok(()), |why| Err(ServeError::Broken(why)))
 }
 
-/// There is no way back after a takeover: the guests are served, and the daemon cannot be looked at.
+/// There is no way back after a takeover: the guests are served, and the daemon cannot be inspected.
 fn tell_no_control(error: &impl std::fmt::Display) {
     tracing::error!("the daemon took over and has no control socket: {error}; restart it when the guests permit");
 }
 
-/// A disk that another process serves may have been resized there: whoever has it attached here is told, by a thread
-/// that ends when that is done. None if there is nothing to tell.
+/// A disk that another process serves may have been resized there: a thread tells its front-ends here, and ends with
+/// the daemon. `None` if there is no such disk.
 fn follow_sizes(daemon: &Arc<Daemon>, log: &Arc<Vec<Mutex<LogLimit>>>) -> std::io::Result<Option<JoinHandle<()>>> {
     let resized = |served: &Arc<ServedDevice>| {
         // A size of zero is announced to no front-end: I/O on that device fails soon enough.
@@ -404,7 +404,7 @@ fn follow_sizes(daemon: &Arc<Daemon>, log: &Arc<Vec<Mutex<LogLimit>>>) -> std::i
 }
 
 fn follow_size(daemon: &Daemon, number: usize, log: &Mutex<LogLimit>) {
-    // It has that size already, whatever is lost.
+    // It has that size already, even if data is lost.
     let values = [("size", "probe"), ("force", "on")].map(|(key, value)| (key.into(), value.into()));
     let done = crate::set::apply(daemon, &format!("device:{number}"), values.into());
     let pass = || log.lock().unwrap_or_else(PoisonError::into_inner).pass(Instant::now()).map(HeldBack);
@@ -416,7 +416,7 @@ fn follow_size(daemon: &Daemon, number: usize, log: &Mutex<LogLimit>) {
     }
 }
 
-/// What an export is to be, checked.
+/// A checked export.
 struct Wanted {
     share: Share,
     socket: SocketConfig,
@@ -434,8 +434,8 @@ struct Patience<'a> {
 }
 
 impl Patience<'_> {
-    /// Opens a device. While what has its image is seen to be no process, it is tried again, unless nobody is to be
-    /// served by it. Nothing if we were told to stop.
+    /// Opens a device. While its image is locked without a visible owner, it is tried again, unless it has no export.
+    /// `None` after a stop.
     fn open(&self, spec: &Spec, is_served: bool) -> Result<Option<Device>, ServeError> {
         let start = Instant::now();
         let mut told = false;
@@ -465,7 +465,7 @@ impl Patience<'_> {
     }
 }
 
-/// Opens every device and checks every export; nothing if we were told to stop meanwhile.
+/// Opens every device and checks every export; `None` after a stop.
 fn open(
     plans: Vec<DiskPlan>,
     patience: &Patience<'_>,
@@ -549,7 +549,7 @@ fn group_number(object: &str, name: &str) -> Result<u32, SpecError> {
         .ok_or_else(|| SpecError::new(object, format!("no such group '{name}'"), "name one of /etc/group, or a number"))
 }
 
-/// Binds the socket of the export of this number or goes on with what is left of it, and makes its queues.
+/// Binds the socket of the export of this number or continues with the inherited one, and creates its queues.
 fn bind(
     served: &Arc<ServedDevice>,
     device_index: usize,
@@ -595,7 +595,7 @@ fn lane_configs(args: &ServeArgs) -> impl Fn(usize) -> LaneConfig + Send + Sync 
     }
 }
 
-/// The disk of someone who named none.
+/// The default disk.
 fn default_disk() -> Result<[Word; 2], ServeError> {
     const BYTES: u64 = 1 << 30;
     let path = Path::new("blkyard.img");
@@ -603,7 +603,7 @@ fn default_disk() -> Result<[Word; 2], ServeError> {
     match std::fs::File::create_new(path) {
         Ok(image) => {
             image.set_len(BYTES).map_err(|error| {
-                // Left behind, it would be taken for somebody's disk next time.
+                // Left behind, it would be used as a disk the next time.
                 let _ = std::fs::remove_file(path);
                 failed(error)
             })?;
@@ -623,9 +623,9 @@ fn introduce_control(socket: Arc<BoundSocket>, daemon: &Arc<Daemon>) -> Result<C
     Ok(answers::serve(socket, Arc::clone(daemon))?)
 }
 
-/// Says what is served, and how to attach it.
+/// Prints the exports, and how to attach them.
 fn introduce(devices: &[Arc<ServedDevice>], exports: &[(ReadyExport, Vec<usize>)], lanes: usize) {
-    /// Exports that are introduced: as many as somebody reads.
+    /// Exports that are printed, in readable number.
     const INTRODUCED_MAX: usize = 64;
     for (export, lane_of) in exports.iter().take(INTRODUCED_MAX) {
         let device = &devices[export.device].device;

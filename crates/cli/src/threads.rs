@@ -1,4 +1,4 @@
-//! The threads of a daemon: which of them has ended although nobody asked it to.
+//! The threads of a daemon: detection of those that have ended by themselves.
 
 use blkyard_export::VhostUserServer;
 
@@ -9,7 +9,7 @@ use crate::log;
 /// Says which thread has ended by itself, if one has: the daemon is not whole any more, and is to end. `servers` are
 /// the exports of the daemon, in their order.
 pub fn ended(daemon: &Daemon, servers: &[VhostUserServer], control: Option<&ControlServer>) -> Option<String> {
-    // Known before the thread is over, which may take as long as I/O in its hands.
+    // Known before the thread ends, which may take as long as its I/O in flight.
     if let Some(name) = log::panicked_thread() {
         return Some(format!("thread {name} panicked"));
     }
@@ -18,7 +18,7 @@ pub fn ended(daemon: &Daemon, servers: &[VhostUserServer], control: Option<&Cont
     let controls = control.filter(|control| control.is_finished()).map(|_| "control socket".to_owned());
     let devices = daemon.devices.iter().filter(|served| served.device.has_ended());
     let devices = devices.map(|served| served.info().name.clone());
-    // While their number changes they are looked at by who changes it.
+    // While their number changes, the changing thread checks them.
     let lanes = daemon
         .lanes_at_rest()
         .and_then(|lanes| lanes.threads().iter().find(|lane| lane.is_finished()).map(|lane| lane.name().to_owned()));

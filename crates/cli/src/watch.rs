@@ -1,4 +1,4 @@
-//! What `serve` says while it serves, on request: for each export what happened since it last said so.
+//! Statistics lines of `serve --stats`: for each export its counters since the previous line.
 
 use std::fmt::Write;
 use std::time::Instant;
@@ -19,7 +19,7 @@ pub struct Watch {
 struct WatchedExport {
     /// Counters at the last call.
     before: StatsSnapshot,
-    /// Requests refused by then, by the queues and by what reads the rings.
+    /// Requests refused by then, by the queues and by the ring parsers.
     refused: u64,
     /// Requests bounced by then.
     bounced: u64,
@@ -33,7 +33,7 @@ impl Watch {
         Watch { exports: (0..exports).map(|_| begin()).collect() }
     }
 
-    /// Prints what happened to each since the last call.
+    /// Prints the counters of each since the last call.
     pub fn print(&mut self, daemon: &Daemon) {
         for (watched, export) in self.exports.iter_mut().zip(&daemon.exports) {
             let state = if export.status.is_connected() { "" } else { " (no front-end)" };
@@ -45,7 +45,7 @@ impl Watch {
 }
 
 impl WatchedExport {
-    /// What happened since the last call: a line for each kind of I/O there was, and one for what went wrong.
+    /// Lines since the last call: one for each kind of I/O, and one for errors.
     fn lines(&mut self, device: &Device, queues: &[VirtqueueWatch]) -> Vec<String> {
         let mut now = StatsSnapshot::default();
         queues.iter().filter_map(VirtqueueWatch::stats).for_each(|stats| now.merge(&stats.snapshot()));
@@ -85,7 +85,7 @@ fn op_line(class: OpClass, op: &OpSnapshot, seconds: f64) -> String {
         let [p50, p99] = [50.0, 99.0].map(|percent| show_time(op.percentile_ns(percent)));
         let _ = write!(line, ", mean {}, p50 {p50}, p99 {p99}", show_time(op.mean_ns()));
     }
-    // What the most of it is.
+    // Its largest part.
     if let Some((name, ns)) = op.parts_ns().into_iter().max_by_key(|(_, ns)| *ns)
         && ns > 0
     {

@@ -12,13 +12,13 @@ use serde_json::Value;
 use super::place;
 use super::wire::{ANSWER_BYTES_MAX, ControlRequest, parse_answer, request_line};
 
-/// How long `inspect` waits for an answer unless it is told: lanes have 2 s to say what they see.
+/// Default time limit of `inspect` for an answer: lanes have 2 s for theirs.
 pub const INSPECT_TIMEOUT_S: u64 = 10;
 /// How long `set` does: longer than most changes take, and others before us.
 pub const SET_TIMEOUT_S: u64 = 120;
-/// As long as either may be told to wait.
+/// Upper bound of the time limits of both.
 pub const TIMEOUT_S_MAX: u64 = 86_400;
-/// How soon a listener whose backlog was full is tried again.
+/// Interval of attempts to connect to a full backlog.
 const RETRY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Why there is no answer.
@@ -30,12 +30,12 @@ pub enum AskError {
     /// There are several to choose from.
     #[error("several daemons are running; choose one with --control PATH:\n{}", list(.0))]
     Several(Vec<PathBuf>),
-    /// Nobody listens there.
+    /// No listener.
     #[error("control socket {}: {cause}; check that the daemon runs, and was started with this --control", path.display())]
     Connect {
         /// The socket.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         cause: std::io::Error,
     },
     /// The daemon did not answer.
@@ -43,7 +43,7 @@ pub enum AskError {
     Silent {
         /// The socket.
         path: PathBuf,
-        /// Within what time; or what the system said.
+        /// Time limit, or the system's error.
         cause: String,
     },
     /// The daemon said no.
@@ -86,7 +86,7 @@ pub fn ask(socket: Option<&Path>, request: &ControlRequest, within: Duration) ->
         })?;
         match exchange(&stream, request_line(request).as_bytes(), deadline) {
             Ok(line) => return parse_answer(&line).map_err(AskError::Refused),
-            // Crowded out before it was read. Looking twice harms nobody.
+            // Replaced before its request was read. Repeating `inspect` is harmless.
             Err(error) if was_let_go(&error) && *request == ControlRequest::Inspect && Instant::now() < deadline => {
                 std::thread::sleep(RETRY_INTERVAL);
             }
@@ -122,10 +122,10 @@ fn left(deadline: Instant) -> io::Result<Duration> {
     if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
 }
 
-/// Connects. A listener whose backlog is full is tried again until the deadline, at least once.
+/// Connects. A listener with a full backlog is tried again until the deadline, at least once.
 ///
 /// # Errors
-/// Nobody listens there, or takes no connection in time.
+/// There is no listener, or it accepts no connection in time.
 pub fn connect(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
     let address = SocketAddrUnix::new(path)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -143,7 +143,7 @@ pub fn connect(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
-/// Whether somebody listens at a socket. A full backlog is somebody who does.
+/// Whether a socket has a listener, also one with a full backlog.
 pub fn is_listened_at(path: &Path) -> bool {
     connect(path, Instant::now()).map_or_else(|error| error.kind() == io::ErrorKind::TimedOut, |_| true)
 }

@@ -1,9 +1,9 @@
-//! The control socket of a daemon: where it is, what is said over it, and both of its ends.
+//! The control socket of a daemon: its path, its protocol, and both of its ends.
 //!
-//! A thread of its own serves it, and gives each request to a function that is passed in. No I/O passes through it, and
-//! while no request comes it costs nothing.
+//! A separate thread serves it, and passes each request to a given function. No I/O passes through it, and without
+//! requests it costs nothing.
 //!
-//! It does not know what the requests are about: `answers.rs` does.
+//! It does not interpret requests: `answers.rs` does.
 
 mod client;
 mod place;

@@ -1,7 +1,7 @@
-//! Where control sockets are: made there by `serve`, and found there by `inspect` and `set`.
+//! Paths of control sockets: made there by `serve`, and found there by `inspect` and `set`.
 //!
-//! `$XDG_RUNTIME_DIR/blkyard/PID.sock`, or `/run/blkyard/PID.sock`, or where neither folder can be had
-//! `SOCKET.control` beside the first export's SOCKET, where only who stands in that folder finds it.
+//! `$XDG_RUNTIME_DIR/blkyard/PID.sock`, or `/run/blkyard/PID.sock`, or if neither folder can be made `SOCKET.control`
+//! beside the first export's SOCKET, where it is only found from within that folder.
 
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt};
 use std::path::{Path, PathBuf};
@@ -10,10 +10,10 @@ use blkyard_export::{BoundSocket, SocketConfig, SocketError};
 
 use super::client::is_listened_at;
 
-/// What follows an export's socket in the name of the control socket beside it.
+/// Suffix of a control socket beside an export's socket.
 const BESIDE: &str = "control";
 
-/// Where `serve` shall listen for those who inspect and set.
+/// Path of the control socket of `serve`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum ControlPlace {
     /// Wherever there is room for it.
@@ -32,11 +32,11 @@ impl From<&str> for ControlPlace {
 }
 
 impl ControlPlace {
-    /// Binds the socket; nothing if there is to be none. A place that the user did not name is no condition: where none
-    /// can be had, a line says so.
+    /// Binds the socket; `None` if there is to be none. A default path is optional: if none can be used, that is
+    /// logged.
     ///
     /// # Errors
-    /// The user named a place that cannot be had.
+    /// The path given by the user cannot be used.
     pub fn bind(&self, first_export: Option<&Path>) -> Result<Option<BoundSocket>, SocketError> {
         match self {
             ControlPlace::None => Ok(None),
@@ -53,7 +53,7 @@ fn bind(path: &Path) -> Result<BoundSocket, SocketError> {
 fn bind_anywhere(first_export: Option<&Path>) -> Option<BoundSocket> {
     let leaf = format!("{}.sock", std::process::id());
     for folder in folders() {
-        // One that is there already may belong to somebody else; then the next line fails.
+        // An existing folder may belong to another user; then the next line fails.
         let _ = std::fs::DirBuilder::new().mode(0o700).create(&folder);
         if let Ok(socket) = bind(&folder.join(&leaf)) {
             sweep(&folder);
@@ -87,7 +87,7 @@ pub fn daemons() -> Vec<PathBuf> {
     all.filter(|path| is_listened_at(path)).collect()
 }
 
-/// Removes what daemons left behind that were killed.
+/// Removes sockets of killed daemons.
 fn sweep(folder: &Path) {
     for path in sockets(folder, "sock") {
         let ended = path.file_stem().is_some_and(|id| !Path::new("/proc").join(id).exists());

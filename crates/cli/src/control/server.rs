@@ -1,11 +1,10 @@
-//! The thread of a control socket: takes a bounded number of clients and answers one request at a time.
+//! The thread of a control socket: accepts a bounded number of clients and answers one request at a time.
 //!
-//! A client may be slow, silent, endless or gone: it holds up nobody but itself, and only for a bounded time. While
-//! its answer is not sent it is not read from, so what is kept for it is bounded as well. A new client takes the place
-//! of the one that has been without a request for longest, so thousands of idle connections keep nobody out; one whose
-//! request has come by then is answered.
+//! A slow, silent, endless or closed client delays only itself, and only for a bounded time. While its answer is not
+//! sent it is not read from, so its buffers are bounded as well. A new client replaces the one without a request for
+//! longest, so thousands of idle connections block nobody; one whose request has arrived by then is answered.
 //!
-//! Does not know what the requests mean.
+//! Does not interpret the requests.
 
 use std::fmt::Display;
 use std::io::{self, Read, Write};
@@ -22,7 +21,7 @@ use serde_json::Value;
 
 use super::wire::{ControlRequest, REQUEST_BYTES_MAX, answer_line, parse_request};
 
-/// Clients at one time. The next takes the place of an idle one, and waits in the socket's backlog while there is none.
+/// Clients at a time. The next replaces an idle one, and waits in the socket's backlog while there is none.
 pub const CLIENTS_MAX: usize = 32;
 
 /// Connections taken in one round: some are always answered before the next are taken.
@@ -34,11 +33,11 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How long a client may take from one request to the next, and to read an answer. People do not type here.
 pub const CLIENT_TIME: Duration = Duration::from_secs(10);
 
-/// What is answered.
+/// Answer to a request.
 pub enum Answer {
     /// This, and the next request may come.
     Say(Result<Value, String>),
-    /// All has been said over the connection itself, and nobody is to be answered here any more.
+    /// The request was answered over the connection itself; the server ends.
     Last,
 }
 
@@ -111,7 +110,7 @@ struct ServingControl<A> {
 
 struct ControlClient {
     stream: UnixStream,
-    /// What was read of the next request.
+    /// Received bytes of the next request.
     input: Vec<u8>,
     /// The answer that is being sent, and how much of it was.
     output: Vec<u8>,
@@ -122,21 +121,21 @@ struct ControlClient {
     closing: bool,
 }
 
-/// What a client's turn came to.
+/// Result of a client's turn.
 enum ClientTurn {
-    /// Nothing to do before it is readable or writable again.
+    /// Waits until it is readable or writable again.
     Wait,
     /// A whole request.
     Request(Vec<u8>),
-    /// It is over.
+    /// Ended.
     Gone,
 }
 
-/// What becomes of a client after its turn.
+/// State of a client after its turn.
 enum Fate {
     Stays,
     Leaves,
-    /// Of all: nobody is answered any more.
+    /// The server ends, and with it all clients.
     Ends,
 }
 
@@ -193,7 +192,7 @@ impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
             match self.socket.accept() {
                 Ok(Some(taken)) if is_ours(taken.uid) && taken.stream.set_nonblocking(true).is_ok() => {
                     let mut client = ControlClient::new(taken.stream);
-                    // Its request may have come while it waited: then it keeps its place until it is answered.
+                    // Its request may have arrived while it waited: then it is not replaced before it is answered.
                     client.read_ahead();
                     self.clients.push(client);
                 }
@@ -216,7 +215,7 @@ impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
         }
     }
 
-    /// Lets go of the client that has been idle for longest. False if there is none.
+    /// Drops the client that has been idle for longest. False if there is none.
     fn make_room(&mut self) -> bool {
         loop {
             let idle = self.clients.iter().enumerate().filter(|(_, client)| client.is_idle());
@@ -281,12 +280,12 @@ impl ControlClient {
         !self.is_owed() && !self.closing && self.input.contains(&b'\n')
     }
 
-    /// Whether it has asked for nothing that is still to be answered.
+    /// Whether it has no request that is still to be answered.
     fn is_idle(&self) -> bool {
         !self.is_owed() && !self.has_request()
     }
 
-    /// Reads what has come, if it is none that waits already. What is wrong with the connection is found in its turn.
+    /// Reads available bytes, unless a request waits already. Errors of the connection are handled in its turn.
     fn read_ahead(&mut self) {
         let mut bytes = [0; 4096];
         while self.is_idle() && self.input.len() < REQUEST_BYTES_MAX {
@@ -298,7 +297,7 @@ impl ControlClient {
         }
     }
 
-    /// Sends what is owed, as far as it goes.
+    /// Sends the answer, as far as possible.
     fn send(&mut self) -> ClientTurn {
         while self.is_owed() {
             match self.stream.write(&self.output[self.sent..]) {

@@ -10,9 +10,9 @@ use blkyard::spec::SpecError;
 pub enum PartKind {
     /// The daemon itself.
     Daemon,
-    /// What it has open.
+    /// A device.
     Device,
-    /// What others see of it.
+    /// An export.
     Export,
     /// A thread that does the work.
     Lane,
@@ -32,7 +32,7 @@ impl Target {
         match &self.name {
             None => true,
             Some(wanted) if wanted.parse() == Ok(number) => true,
-            // What a number names is not looked for among the names.
+            // A number is not searched among the names.
             Some(wanted) => wanted.parse::<usize>().is_err() && name.ends_with(wanted.as_str()),
         }
     }

@@ -23,7 +23,7 @@ pub const REQUEST_BYTES_MAX: usize = 16 << 10;
 /// Bytes of the longest answer: 256 lanes and 10,000 queues with full histograms stay well below.
 pub const ANSWER_BYTES_MAX: usize = 256 << 20;
 
-/// What a client wants.
+/// A client's request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "do", rename_all = "lowercase")]
 pub enum ControlRequest {
@@ -33,16 +33,15 @@ pub enum ControlRequest {
     Set {
         /// Which one: see [`Target`](super::Target).
         what: String,
-        /// What it is to be.
+        /// New values.
         values: BTreeMap<String, String>,
     },
     /// Hand everything over.
     Takeover {
-        /// The version of what is to be handed over.
+        /// Version of the handover format.
         version: u32,
     },
-    /// What was handed over can be gone on with. Means something while something is being handed over, and nothing
-    /// else.
+    /// The new daemon has set everything up. Valid during a handover only.
     Taken,
 }
 
@@ -56,10 +55,10 @@ pub fn request_line(request: &ControlRequest) -> String {
     line(&Tagged { blkyard: VERSION, body: request })
 }
 
-/// Understands a request.
+/// Parses a request.
 ///
 /// # Errors
-/// Says what is wrong with it, for the client.
+/// The fault, for the client.
 pub fn parse_request(line: &[u8]) -> Result<ControlRequest, String> {
     let not_ours = |error| {
         format!(
@@ -76,7 +75,7 @@ pub fn parse_request(line: &[u8]) -> Result<ControlRequest, String> {
     serde_json::from_slice(line).map_err(|error| format!("the request is invalid: {error}"))
 }
 
-/// The line of an answer: a result, or why there is none.
+/// The line of an answer: a result, or an error.
 pub fn answer_line(outcome: &Result<Value, String>) -> String {
     let (key, value) = match outcome {
         Ok(value) => ("ok", value.clone()),
@@ -85,10 +84,10 @@ pub fn answer_line(outcome: &Result<Value, String>) -> String {
     line(&Tagged { blkyard: VERSION, body: BTreeMap::from([(key, value)]) })
 }
 
-/// Understands an answer.
+/// Parses an answer.
 ///
 /// # Errors
-/// What the daemon said in place of a result, or what is wrong with its answer.
+/// The daemon's error, or the fault of its answer.
 pub fn parse_answer(line: &[u8]) -> Result<Value, String> {
     let odd = || "the answer is not from a blkyard daemon; check which program listens there".to_owned();
     let mut answer: BTreeMap<String, Value> = serde_json::from_slice(line).map_err(|_| odd())?;

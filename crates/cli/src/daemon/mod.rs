@@ -1,10 +1,10 @@
 //! State of a daemon: its devices, exports, queues and lanes.
 //!
-//! `serve` makes it when all is placed and shares it with the thread of the control socket, where `inspect` reads it
-//! and `set` and `takeover` change it. The lanes are its own, since their number can be set; `serve` takes them back at
-//! the end. Of queues and exports it holds watching hands only.
+//! `serve` creates it after start and shares it with the thread of the control socket, where `inspect` reads it and
+//! `set` and `takeover` change it. It owns the lanes, since their number can be set; `serve` takes them back at the
+//! end. Of queues and exports it holds handles for inspection only.
 //!
-//! It knows none of the commands, and not how they reach it.
+//! Commands, and the way to them, are unknown here.
 
 mod lanes;
 mod queue;
@@ -33,23 +33,23 @@ pub struct DiskPlan {
     pub exports: Vec<Spec>,
 }
 
-/// What a daemon serves, and with what.
+/// State of a daemon.
 pub struct Daemon {
     /// When it began to serve.
     pub started: Instant,
-    /// Seconds between the lines it prints of each export; zero for none.
+    /// Seconds between statistics lines of each export; 0 for none.
     pub stats_s: AtomicU64,
-    /// What it was asked to serve: a plan for each device.
+    /// Its configuration: a plan for each device.
     pub plans: Vec<DiskPlan>,
-    /// CPUs that its lanes are kept on, one after another; none if the system chooses.
+    /// CPUs to which its lanes are pinned, one after another; empty if the system chooses.
     pub cpus: Vec<u32>,
-    /// How long what is in flight may take when it ends, seconds.
+    /// Time limit for requests in flight at its end, seconds.
     pub drain_s: u64,
-    /// Another daemon goes on with all it served.
+    /// Whether another daemon has taken over.
     pub is_handed: AtomicBool,
-    /// What it has open.
+    /// Its devices.
     pub devices: Vec<Arc<ServedDevice>>,
-    /// What others see of it.
+    /// Its exports.
     pub exports: Vec<ServedExport>,
     /// The threads that do the work.
     pub lanes: Arc<Mutex<ServedLanes>>,
@@ -61,9 +61,9 @@ pub struct ServedDevice {
     pub device: Device,
     /// As it is served now.
     info: Mutex<Arc<DeviceInfo>>,
-    /// What orders the bios that wait at its queues.
+    /// Scheduler of the bios that wait at its queues.
     scheduler: Mutex<SchedulerConfig>,
-    /// What all its exports together do not exceed.
+    /// Rate limit of all its exports together.
     pub rate: RateSlot,
     /// Queues made for it so far.
     streams: AtomicU32,
@@ -77,8 +77,7 @@ impl ServedDevice {
         ServedDevice { device, info, scheduler, rate: RateSlot::new(rate), streams, changes: Mutex::new(()) }
     }
 
-    /// For one change at a time: what it is, is looked at, changed, noted and told to all who serve it while this is
-    /// held.
+    /// Serialises changes: the state is read, changed, recorded and sent to its users while this is held.
     pub fn change(&self) -> MutexGuard<'_, ()> {
         self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -88,7 +87,7 @@ impl ServedDevice {
         self.streams.fetch_add(1, Relaxed).wrapping_add(1)
     }
 
-    /// What orders the bios that wait at its queues.
+    /// Scheduler of the bios that wait at its queues.
     pub fn scheduler(&self) -> SchedulerConfig {
         *self.scheduler.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -118,15 +117,15 @@ impl ServedDevice {
 pub struct ServedExport {
     /// As the user named it.
     pub name: String,
-    /// The place of its device among the daemon's.
+    /// Index of its device.
     pub device: usize,
     /// Its session.
     pub status: Arc<VhostUserStatus>,
     /// For changing it.
     pub hand: VhostUserHand,
-    /// What its disks call themselves.
+    /// Serial number of its disks.
     pub serial: SerialId,
-    /// What its queues together do not exceed.
+    /// Rate limit of its queues together.
     pub rate: Arc<RateSlot>,
     /// Each queue. There may come more.
     pub queues: Mutex<Vec<VirtqueueWatch>>,
@@ -153,12 +152,12 @@ impl fmt::Display for ServedExport {
 }
 
 impl Daemon {
-    /// Seconds between the lines it prints; none if it prints none.
+    /// Seconds between statistics lines; `None` for none.
     pub fn stats_every(&self) -> Option<u64> {
         Some(self.stats_s.load(Relaxed)).filter(|seconds| *seconds > 0)
     }
 
-    /// The lanes. While their number changes, which may take as long as a queue takes to come to rest, this waits.
+    /// The lanes. Waits while their number changes, which may take as long as a queue needs to drain.
     pub fn lanes(&self) -> MutexGuard<'_, ServedLanes> {
         self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,4 +1,4 @@
-//! How queues of an export are made: their places on lanes at the start, the rest when a front-end needs it.
+//! Construction of an export's queues: their slots on lanes at the start, the rest when a front-end needs it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,16 +12,16 @@ use blkyard_virtio::SerialId;
 
 use super::{ServedDevice, ServedLanes};
 
-/// What the queues of one export are made of.
+/// Parameters of the queues of one export.
 #[derive(Clone)]
 pub(crate) struct QueueMaker {
     pub(crate) lanes: Arc<Mutex<ServedLanes>>,
     /// Number of the export.
     pub(crate) export: usize,
     pub(crate) device: Arc<ServedDevice>,
-    /// What the disk calls itself.
+    /// Serial number of the disk.
     pub(crate) serial: SerialId,
-    /// What its queues together do not exceed.
+    /// Rate limit of its queues together.
     pub(crate) rate: Arc<RateSlot>,
 }
 
@@ -53,11 +53,11 @@ impl QueueMaker {
     }
 }
 
-/// Made before it comes to its lane: that takes as long as a hundred I/Os of the lane's other queues.
+/// Created before it enters its lane: that takes as long as a hundred I/Os of the lane's other queues.
 fn make_hw_queue(device: &ServedDevice, rate: &RateSlot, queues: usize) -> Result<HwQueue<DeviceQueue>, String> {
     let (usual, scheduler) = (HwQueueConfig::default(), device.scheduler());
-    // Each virtqueue has as many bios and tags as with a hardware queue of its own. What orders for the device gets
-    // along with the tags of one.
+    // Each virtqueue has as many bios and tags as with a private hardware queue. A scheduler that orders needs the tags
+    // of one.
     let wanted = if scheduler.orders() { usual.depth } else { usual.depth * queues };
     let depth = wanted.min(device.device.depth_max()).min(TagSet::DEPTH_MAX);
     let config = HwQueueConfig { depth, scheduler, bios_max: usual.bios_max * queues, ..usual };

@@ -1,9 +1,9 @@
-//! Lines on their way to a stream that may fail or stall: a bounded queue and one writer thread.
+//! Lines for a stream that may fail or stall: a bounded queue and one writer thread.
 //!
 //! [`LineWriter::push`] never waits for the stream and never fails: a line that finds the queue full, or that the
-//! stream does not take, is counted as lost. The writer reports the count when the stream takes lines again.
+//! stream does not accept, is counted as lost. The writer reports the count when the stream accepts lines again.
 //!
-//! It does not format, and does not know what the lines say.
+//! It neither formats nor interprets lines.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Write};
@@ -19,7 +19,7 @@ const QUEUE_BYTES_MAX: usize = 256 << 10;
 /// The queue and its writer thread. The thread is never joined: it may be stuck in a write for good.
 pub(super) struct LineWriter {
     shared: Arc<WriterState>,
-    /// There is a thread. Without one all lines are lost: whoever pushes must not wait for the stream.
+    /// Whether the thread exists. Without it all lines are lost, since the caller must not wait for the stream.
     has_thread: bool,
 }
 
@@ -108,7 +108,7 @@ fn run(shared: &WriterState, mut stream: impl Write + AsFd, report: impl Fn(u64)
     }
 }
 
-/// Writes a whole line. The stream may be non-blocking, since whoever shares it may have made it so.
+/// Writes a whole line. The stream may be non-blocking, since another process that shares it may have set that.
 fn write_line(stream: &mut (impl Write + AsFd), mut line: &[u8]) -> io::Result<()> {
     while !line.is_empty() {
         match stream.write(line) {

@@ -1,8 +1,8 @@
-//! What the program tells: the log on standard error, lines for people on standard output, and reports.
+//! The program's output: the log on standard error, messages on standard output, and reports.
 //!
-//! The log and the lines never hold up or end whoever writes them, whatever becomes of the stream: each stream has a
-//! bounded queue and a thread that writes (`lines.rs`). A report of a command that ends with it is written in place,
-//! and one that cannot be written is the command's failure.
+//! Log and messages never block or end their writer, whatever the state of the stream: each stream has a bounded queue
+//! and a writer thread (`lines.rs`). A command's final report is written directly, and a failure to write it is the
+//! command's failure.
 
 mod lines;
 
@@ -25,10 +25,10 @@ use lines::LineWriter;
 
 /// How long the end of the program waits for its last lines to be written.
 const FLUSH_MAX: Duration = Duration::from_secs(1);
-/// The same of a panic, whose thread may end the program next.
+/// The same for a panic, whose thread may end the program next.
 const PANIC_FLUSH_MAX: Duration = Duration::from_millis(100);
 
-/// How log lines look.
+/// Format of log lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LogFormat {
@@ -43,7 +43,7 @@ static IS_JSON: AtomicBool = AtomicBool::new(false);
 /// Name of the first thread that panicked.
 static PANICKED: OnceLock<String> = OnceLock::new();
 
-/// Has the log written to standard error from now on, and panics told there.
+/// Writes the log to standard error from now on, and panics too.
 pub fn install(level: Level) {
     let format = Format::default().with_target(false);
     let log = tracing_subscriber::fmt().with_max_level(level).with_ansi(io::stderr().is_terminal());
@@ -56,7 +56,7 @@ pub fn install(level: Level) {
     std::panic::set_hook(Box::new(tell_panic));
 }
 
-/// Has log lines look like this from now on.
+/// Sets the format of log lines.
 pub fn set_format(format: LogFormat) {
     IS_JSON.store(format == LogFormat::Json, Relaxed);
 }
@@ -75,13 +75,13 @@ pub fn note(line: impl Display) {
     stderr().push(format!("{line}\n").into_bytes());
 }
 
-/// Tells a line to whoever started the daemon. Nobody may listen any more: that ends the telling, not the daemon.
+/// Prints a line for the user who started the daemon. A closed stream ends the output, not the daemon.
 pub fn say(line: impl Display) {
     stdout().push(format!("{line}\n").into_bytes());
 }
 
 /// Prints a report on standard output. Returns the exit code: `code`, or failure if the report cannot be written. A
-/// reader that has left is no news to whoever started both.
+/// closed pipe is not reported.
 pub fn print(report: impl Display, code: ExitCode) -> ExitCode {
     let mut stdout = io::stdout().lock();
     let written = write!(stdout, "{report}").and_then(|()| stdout.flush());
@@ -101,7 +101,7 @@ pub fn unwritten(error: &io::Error) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Waits a moment until all that was told is written.
+/// Waits briefly until all lines are written.
 pub fn flush() {
     stdout().flush(FLUSH_MAX);
     stderr().flush(FLUSH_MAX);
@@ -142,7 +142,7 @@ fn tell_panic(panic: &PanicHookInfo<'_>) {
     stderr().flush(PANIC_FLUSH_MAX);
 }
 
-/// Whether standard error is journald's, which has timestamps of its own.
+/// Whether standard error is journald's, which adds timestamps.
 fn is_journal() -> bool {
     let stream = std::env::var("JOURNAL_STREAM").ok();
     let is_it =
@@ -186,7 +186,7 @@ impl FormatTime for Timestamp {
     }
 }
 
-/// The one format or the other, as was told last.
+/// One of two formats, as last set.
 struct EitherFormat<T> {
     text: Format<Full, T>,
     json: Format<Json, T>,

@@ -1,4 +1,4 @@
-//! The daemon that hands over.
+//! The side of the daemon that hands over.
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -16,24 +16,24 @@ use super::wire::{receive, send};
 use crate::control::{ControlRequest, answer_line, parse_request};
 use crate::daemon::Daemon;
 
-/// How long exports may take to hear that they are asked for anything. Nobody rests meanwhile.
+/// Time limit for exports to respond. No export is quiesced meanwhile.
 const HEAR_TIME: Duration = Duration::from_secs(5);
-/// How long exports may take to come to rest: as long as for any other change.
+/// Time limit for exports to drain, as for any other change.
 const REST_TIME: Duration = Duration::from_secs(20);
 /// How long the new daemon may take from one word to the next. Guests wait meanwhile.
 const WORD_TIME: Duration = Duration::from_secs(5);
-/// Bytes of what the new daemon may say.
+/// Upper bound of the new daemon's messages, bytes.
 const WORD_BYTES_MAX: usize = 1 << 10;
 
-/// What became of it.
+/// Result of a handover.
 pub enum Given {
-    /// Somebody goes on with everything: this daemon is to end.
+    /// The other daemon continues with everything: this one ends.
     Gone,
-    /// Nothing has changed.
+    /// Unchanged.
     Kept(String),
 }
 
-/// Hands everything over to who asked. `control` is the socket through which it was asked.
+/// Hands everything over to the requesting daemon. `control` is the socket of the request.
 pub fn give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream, version: u32) -> Given {
     if version != VERSION {
         return Given::Kept(format!(
@@ -55,7 +55,7 @@ pub fn give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream, version
 }
 
 fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Result<Duration, String> {
-    // What cannot be is found before any guest waits.
+    // Unsupported devices are found before any guest waits.
     for served in &daemon.devices {
         served.device.can_be_handed_over().map_err(|error| error.to_string())?;
     }
@@ -92,7 +92,7 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
             return Err(format!("the new daemon answered {other:?} instead of confirming; check which program it is"));
         }
     }
-    // The last moment to go on ourselves: if it cannot be told, it has not been.
+    // Last point of return: if the message cannot be sent, this daemon continues.
     let yours = answer_line(&Ok(Value::from(rested.as_micros() as u64)));
     send(client, &PassedFiles::new(), &yours, WORD_TIME).map_err(left)?;
     // Before any of them ends.
@@ -136,7 +136,7 @@ fn pack(
             files.push_back(file.try_clone_to_owned().map_err(text)?);
         }
         let mut exports = Vec::new();
-        // Exports stand in the order of the plan.
+        // Exports are in the order of the plan.
         for (spec, Handed { state, rest }) in plan.exports.iter().zip(handed.by_ref()) {
             let mut spec = spec.clone();
             if let Some(export) = of_daemon.next() {

@@ -1,4 +1,4 @@
-//! What is handed over, as plain data beside descriptors: which is which follows from the order alone.
+//! Handover state as plain data beside descriptors, which are identified by their order.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -18,7 +18,7 @@ pub(super) struct HandoverState {
     pub(super) devices: Vec<DevicePart>,
 }
 
-/// What else a daemon is told, as the settings of these names. A daemon that does not say keeps them to itself.
+/// Settings of a daemon, by the names of its flags. Settings that an older daemon does not send get their defaults.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(super) struct HandoverSettings {

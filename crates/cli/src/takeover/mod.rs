@@ -1,17 +1,17 @@
-//! A daemon that takes the place of another, which ends: `serve --takeover SOCKET`.
+//! Takeover: a daemon replaces another, which ends (`serve --takeover SOCKET`).
 //!
 //! ```text
 //!   new                                      old
-//!    │── "takeover" ─────────────────────────▶│ every export comes to rest
-//!    │◀─ descriptors, and what they are ──────│
-//!    │ opens, builds, sets everything up      │ waits; goes on by itself if nobody speaks
+//!    │── "takeover" ─────────────────────────▶│ every export drains
+//!    │◀─ descriptors, and their description ──│
+//!    │ opens, builds, sets everything up      │ waits; continues by itself after a timeout
 //!    │── "taken" ────────────────────────────▶│
-//!    │◀─ "yours" ─────────────────────────────│ lets go, ends
-//!    │ lets the queues run                    │
+//!    │◀─ "yours" ─────────────────────────────│ releases everything, ends
+//!    │ starts the queues                      │
 //! ```
 //!
-//! Until it has said "yours" the old daemon can go on as if nothing had happened, and does so if the new one refuses,
-//! dies or takes too long. It says so only while the new one listens, and never runs a queue afterwards.
+//! Until it has sent "yours" the old daemon can continue unchanged, and does so if the new one refuses, dies or takes
+//! too long. It sends it only while the new one is connected, and never runs a queue afterwards.
 
 mod give;
 mod handover;
@@ -21,5 +21,5 @@ mod wire;
 pub use give::{Given, give};
 pub use take::{InheritedState, take};
 
-/// The version of what is handed over. A change that another program would misread gets the next number.
+/// Version of the handover format, incremented by every incompatible change.
 pub const VERSION: u32 = 2;

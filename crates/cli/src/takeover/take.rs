@@ -17,15 +17,15 @@ use crate::control::{ControlRequest, connect, parse_answer, request_line};
 use crate::daemon::DiskPlan;
 use crate::plan::Settings;
 
-/// How long the old daemon may take: for its exports to come to rest, and for others that it answers before.
+/// Time limit for the old daemon: to drain its exports, and to answer earlier requests.
 const ANSWER_TIME: Duration = Duration::from_mins(1);
-/// Bytes of what is handed over, without descriptors: some kilobytes for each export.
+/// Upper bound of the handover state, bytes without descriptors: some kilobytes for each export.
 const HANDOVER_BYTES_MAX: usize = 64 << 20;
 
-/// What is left of a device.
+/// A device's inherited resources.
 #[derive(Debug)]
 pub struct InheritedDevice {
-    /// What carries its I/O and its lock.
+    /// File with its I/O and its lock.
     pub file: Option<OwnedFd>,
     /// A sync has failed.
     pub sync_failed: bool,
@@ -43,12 +43,13 @@ impl InheritedDevice {
     }
 }
 
-/// What another daemon leaves, until it is known whether we can go on with it. Dropped, it stays that one's.
+/// Inherited state, until it is known whether this daemon can continue with it. When dropped, the other daemon keeps
+/// it.
 #[derive(Debug)]
 pub struct InheritedState {
-    /// What it serves.
+    /// Its devices and exports.
     pub disks: Vec<DiskPlan>,
-    /// Threads that did its work, and what else it was told of its habits.
+    /// Its lanes and other settings.
     pub settings: Settings,
     /// One for each disk.
     pub devices: VecDeque<InheritedDevice>,
@@ -63,16 +64,17 @@ pub struct InheritedState {
 /// How long guests had to wait.
 #[derive(Debug, Clone, Copy)]
 pub struct Pause {
-    /// Until what was in flight had ended.
+    /// Time until its requests in flight had completed.
     pub rest: Duration,
     /// In all.
     pub whole: Duration,
 }
 
-/// Asks the daemon at a control socket to hand over. It rests until this is [taken](InheritedState::taken) or dropped.
+/// Asks the daemon at a control socket to hand over. It stays quiesced until this is [taken](InheritedState::taken) or
+/// dropped.
 ///
 /// # Errors
-/// There is none, it cannot, or it will not: it goes on.
+/// There is no daemon, or it refuses: it continues.
 pub fn take(path: &Path) -> Result<InheritedState, SpecError> {
     let problem = |cause: String, cure: &str| SpecError::new(format!("takeover of {}", path.display()), cause, cure);
     let silent =
@@ -136,11 +138,11 @@ fn unpack(
 }
 
 impl InheritedState {
-    /// Says that all is prepared, and waits until the other daemon has let go. Gives its control socket, which is ours
-    /// from then on.
+    /// Reports that all is prepared, and waits until the other daemon has let go. Returns its control socket, which is
+    /// ours from then on.
     ///
     /// # Errors
-    /// It did not let go, and goes on.
+    /// It did not let go, and continues.
     pub fn taken(self) -> Result<(BoundSocket, Pause), SpecError> {
         let kept = |why: String| {
             let object = format!("takeover of {}", self.path.display());

@@ -1,7 +1,7 @@
-//! How descriptors and lines go from one daemon to the other.
+//! Transfer of descriptors and lines from one daemon to the other.
 //!
-//! Descriptors come first, some with each byte `#`; then the line that says what they are, as every line of a control
-//! socket. Nothing follows before the other side has spoken.
+//! Descriptors come first, some with each byte `#`; then the line that describes them, like every line of a control
+//! socket. Nothing follows before the other side has answered.
 
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
@@ -17,12 +17,12 @@ use super::handover::PassedFiles;
 const AT_ONCE: usize = 32;
 /// Descriptors of one daemon: each of 64 exports with as many queues and regions of memory as it may have takes 261.
 const DESCRIPTORS_MAX: usize = 1 << 16;
-/// What is written in one call: less than a buffer of the system's, for each of which it waits anew.
+/// Bytes of one call: less than a buffer of the system's, for each of which the call waits again.
 const PIECE_BYTES: usize = 16 << 10;
-/// What precedes descriptors. No line begins so.
+/// Byte that carries descriptors. No line begins with it.
 const MARK: u8 = b'#';
 
-/// Sends descriptors, and the line that says what they are.
+/// Sends descriptors, and the line that describes them.
 ///
 /// # Errors
 /// The other side is gone, or does not read all within this time.
@@ -73,7 +73,7 @@ pub(super) fn receive(
         }
         if byte[0] != MARK {
             let mut line = byte.to_vec();
-            // Nothing follows the line, so it may be read in large pieces.
+            // The line is the last, so it may be read in large pieces.
             let mut piece = vec![0; 1 << 16];
             while line.last() != Some(&b'\n') {
                 from.set_read_timeout(Some(limit.left()?))?;
@@ -92,7 +92,7 @@ pub(super) fn receive(
     }
 }
 
-/// Until when all of something must have been said: whoever dribbles has no more time than others.
+/// Deadline for a whole message, however slowly it arrives.
 struct Limit(Instant);
 
 impl Limit {
