@@ -1,4 +1,4 @@
-//! Why a disk cannot be attached, or a back-end is left: object, cause, cure.
+//! Errors of attaching a disk, and of a session: object, cause, cure.
 
 use std::time::Duration;
 

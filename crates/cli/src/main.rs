@@ -13,7 +13,7 @@ use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 #[derive(Debug, Parser)]
 #[command(name = "blkyard", version, arg_required_else_help = true)]
 struct Cli {
-    /// Say more of what happens, on standard error.
+    /// Log more, on standard error.
     #[arg(long, short, global = true)]
     verbose: bool,
     #[command(subcommand)]
@@ -26,27 +26,27 @@ enum Command {
     ///
     /// Without arguments: makes a 1 GiB sparse image and a socket in this folder, and serves the one on the other.
     Serve(serve::ServeArgs),
-    /// Put load on a device and report as fio does.
+    /// Run load on a device, with a report like fio's.
     ///
-    /// The device is named as for serve. Writing patterns overwrite it without asking.
+    /// Devices have the same names as for serve. Writing patterns overwrite it without asking.
     Bench(bench::BenchArgs),
-    /// Show what a running daemon has open, serves and does.
+    /// Show the devices, exports and lanes of a running daemon.
     ///
-    /// Queues, requests, latencies, lanes; as text or JSON.
+    /// With queues, requests and latencies; as text or JSON.
     Inspect(inspect::InspectArgs),
-    /// Change a running daemon: the size of a disk, limits, what an export offers.
+    /// Change settings of a running daemon: sizes, limits, queues, lanes.
     ///
-    /// A guest whose disk has grown is told.
+    /// A guest sees its disk grow.
     Set(set::SetArgs),
-    /// Measure what this machine can do at most: hand-offs, copies, wake-ups, system calls.
+    /// Measure the limits of this machine: cache-line transfers, copies, wake-ups, system calls.
     ///
-    /// Takes both of two CPUs, 1 GiB of memory, and half a minute.
+    /// Uses two CPUs, 1 GiB of memory, and half a minute.
     Floor(floor::FloorArgs),
-    /// Run a published claim again, and print its figures beside ours.
+    /// Repeat a published measurement, and print its figures beside ours.
     ///
-    /// What depends on the code is measured on this machine; the rest happens in virtual time.
+    /// Costs of the code are measured on this machine; the rest is simulated in virtual time.
     Study(study::StudyArgs),
-    /// Take connections and their descriptors for a daemon, which starts this.
+    /// Accept connections and their descriptors for a daemon, which starts this process.
     #[command(hide = true)]
     Receiver,
 }

@@ -41,40 +41,40 @@ pub use crate::error::ServeError;
 /// Arguments of `serve`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct ServeArgs {
-    /// A disk to serve, by its name, with options as ?key=value&key=value. Repeat for more disks.
+    /// Disk to serve, by its name, with options as ?key=value&key=value. Repeat for more disks.
     ///
     /// file:PATH or a bare path, through io_uring: readonly=on|off, direct=auto|on|off (bypass the page cache),
     /// cache=writeback|writethrough, block_size=512|4k.
     ///
-    /// vhost-user:SOCKET, a disk that another process serves: queues=N, queue_size=N, packed=on|off, timeout_s (how
-    /// long an answer may take), gone_s (how long I/O waits for a back-end that is gone).
+    /// vhost-user:SOCKET, a disk that another process serves: queues=N, queue_size=N, packed=on|off, timeout_s (time
+    /// limit of an answer), gone_s (time limit of I/O without a back-end).
     ///
-    /// ram:SIZE and null:SIZE, memory and nothing at all: readonly, cache, block_size, latency_us, mbps,
-    /// discard=on|off, max_sectors, virt_boundary=on|off.
+    /// ram:SIZE and null:SIZE, memory and a null device: readonly, cache, block_size, latency_us, mbps, discard=on|off,
+    /// max_sectors, virt_boundary=on|off.
     ///
-    /// chaos:SIZE, memory that makes trouble: as ram without mbps; seed; and once in how many requests: errors,
-    /// requeues, timeouts.
+    /// chaos:SIZE, memory with injected faults: as ram without mbps; seed; and one in N requests: errors, requeues,
+    /// timeouts.
     ///
-    /// model:disk, model:flash, model:latency, memory that takes as long as a model says: size, seed, readonly; cache
+    /// model:disk, model:flash, model:latency, memory with the service times of a model: size, seed, readonly; cache
     /// for disk and flash; us, jitter_us, iops and mbps for latency.
     ///
     /// Any of them: share=on to give one writable disk to several exports;
-    /// scheduler=none|deadline|kyber|timeslice|fair; iops_max=N, bytes_per_s_max=SIZE and burst_ms=N, which all its
-    /// exports together do not exceed.
+    /// scheduler=none|deadline|kyber|timeslice|fair; iops_max=N, bytes_per_s_max=SIZE and burst_ms=N, limits of all its
+    /// exports together.
     #[arg(long, value_name = "SPEC")]
     pub device: Vec<String>,
-    /// How the disk named before is served: vhost-user-blk:SOCKET. Repeat for more exports.
+    /// Export of the disk named before: vhost-user-blk:SOCKET. Repeat for more exports.
     ///
     /// Options follow as ?key=value: queues=N (default: one for each CPU), serial=TEXT (up to 20 characters), mode=0660
-    /// and group=NAME of the socket, lanes=0,1,... (which lane each queue lives on, in turn), iops_max=N,
-    /// bytes_per_s_max=SIZE and burst_ms=N (what its queues together do not exceed).
+    /// and group=NAME of the socket, lanes=0,1,... (lane of each queue, in turn), iops_max=N, bytes_per_s_max=SIZE and
+    /// burst_ms=N (limits of its queues together).
     #[arg(long, value_name = "SPEC")]
     pub export: Vec<String>,
-    /// Go on with all that a running daemon serves, whose control socket this is. Guests notice a pause; that daemon
+    /// Replace the running daemon with this control socket, and continue its exports. Guests see a pause; that daemon
     /// ends.
     ///
-    /// Its devices, exports and control socket become those of the new one, with all that was set; and its lanes, cpus,
-    /// spin_us and stats, unless they are given. Disks in files and null disks can be handed over.
+    /// Devices, exports and control socket are taken over with their settings; lanes, cpus, spin_us and stats unless
+    /// they are given. Disks in files and null disks can be handed over.
     #[arg(long, value_name = "SOCKET", conflicts_with_all = ["device", "export", "config", "control", "lock_wait_s"])]
     pub takeover: Option<PathBuf>,
     /// Read devices and exports from a TOML file instead: tables `device` and `device.export`, each with spec = "..."
@@ -91,24 +91,23 @@ pub struct ServeArgs {
     /// Keep lanes on these CPUs, one after another: 0,1,2,3. Default: the system chooses.
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub cpus: Vec<u32>,
-    /// How long a lane keeps looking for work before it sleeps, at most, microseconds: it learns whether looking pays.
-    /// More shortens latency and costs CPU. Default: 25.
+    /// Longest busy-polling of a lane before it sleeps, microseconds; shorter where it does not pay. A longer time
+    /// shortens latency and costs CPU. Default: 25.
     #[arg(long, value_name = "US", value_parser = number(0, IdlePolicy::SPIN_US_MAX))]
     pub spin_us: Option<u64>,
-    /// Where to listen for blkyard inspect and set, or none. Default: PID.sock in $XDG_RUNTIME_DIR/blkyard or
+    /// Control socket for blkyard inspect and set, or none. Default: PID.sock in $XDG_RUNTIME_DIR/blkyard or
     /// /run/blkyard, or SOCKET.control beside the first export.
     #[arg(long, value_name = "PATH", value_parser = |text: &str| Ok::<_, String>(ControlPlace::from(text)))]
     pub control: Option<ControlPlace>,
-    /// How long to wait for an image that nobody alive is seen to have: a daemon that was killed leaves I/O behind that
-    /// must end before its requests are done again. Seconds; default: 60.
+    /// Time to wait for an image whose lock has no live owner: I/O of a killed daemon must end before its requests are
+    /// submitted again. Seconds; default: 60.
     #[arg(long, value_name = "SECONDS", value_parser = number(0, LOCK_WAIT_S_MAX))]
     pub lock_wait_s: Option<u64>,
-    /// How long what is in flight may take to finish after SIGINT or SIGTERM. Then, or at a second signal, the daemon
-    /// says what is still in flight, and exits; the front-ends keep the record of it. Seconds; default: 30.
+    /// Time limit for requests in flight after SIGINT or SIGTERM. Then, or at a second signal, the daemon reports the
+    /// rest and exits; the front-ends keep their records. Seconds; default: 30.
     #[arg(long, value_name = "SECONDS", value_parser = number(0, DRAIN_S_MAX))]
     pub drain_s: Option<u64>,
-    /// How the lines of the log look, on standard error: text for people, or JSON for machines, an object a line.
-    /// Default: text.
+    /// Format of the log on standard error: text, or one JSON object a line. Default: text.
     #[arg(long, value_name = "FORMAT", value_enum)]
     pub log_format: Option<LogFormat>,
 }

@@ -1,4 +1,4 @@
-//! Where the bytes of an I/O are: segments, and the table of regions they point into.
+//! Location of an I/O's bytes: segments, and the table of regions they point into.
 //!
 //! A [`Segment`] is three numbers and unchecked. It becomes a [`Span`] only through the [`RegionTable`] that its owner
 //! holds, which checks it. So a segment may be copied and queued without counting references; the holder of the table

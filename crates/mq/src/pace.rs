@@ -1,4 +1,4 @@
-//! How long a model device takes: a latency, and a ceiling on throughput shared by all its queues.
+//! Service time of a model device: a latency, and a ceiling on throughput shared by all its queues.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 

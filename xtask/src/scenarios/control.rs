@@ -1,4 +1,4 @@
-//! What a running daemon tells of itself over its control socket, and what it lets itself be told.
+//! The control socket of a running daemon: `inspect` and `set`.
 //!
 //! `inspect` and `set` are run as a user runs them; their JSON is looked at as a user's program would.
 

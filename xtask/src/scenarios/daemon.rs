@@ -1,4 +1,4 @@
-//! How the daemon lives: its devices, its idle hours, its clients' deaths and its own end.
+//! Life of the daemon: its devices, its idle cost, clients that die, and its end.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;

@@ -1,4 +1,4 @@
-//! What qemu-io and `qemu-img bench`, which speak vhost-user-blk through libblkio, write and find.
+//! Data written and read by qemu-io and `qemu-img bench`, which use vhost-user-blk through libblkio.
 //!
 //! The host's own view of the image is always the judge. Nothing here is about how the daemon
 //! starts, refuses or ends: see `daemon` and `refusals`.

@@ -1,4 +1,4 @@
-//! What a Linux guest finds behind its virtio disk, and what the host then finds in the image.
+//! I/O of a Linux guest on its virtio disk, and the resulting content of the image on the host.
 //!
 //! Each boot takes seconds, so a boot asks several questions where they belong together. Rates in
 //! an emulated guest mean nothing and are not looked at.

@@ -1,4 +1,4 @@
-//! What the daemon refuses before it serves anything, and how well it explains itself.
+//! Refusals of the daemon at its start, and their error messages.
 //!
 //! An error names the object, the cause and the cure. The object is checked by its name, the other two
 //! by words of which at least one must be there: how the sentence is put is its author's affair.

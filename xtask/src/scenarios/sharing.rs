@@ -1,4 +1,4 @@
-//! How exports share a device in real time: one with hundreds of I/Os on their way, another with one.
+//! Sharing of a device between exports in real time: one with hundreds of I/Os in flight, another with one.
 
 use std::process::Command;
 use std::time::{Duration, Instant};

@@ -1,4 +1,4 @@
-//! What is under way while an item runs for long: so many tests done of how many, and how long it has taken.
+//! Progress of a long item: tests done, their number, and the elapsed time.
 //!
 //! A thread of its own looks into the item's log, so whoever runs the item knows nothing of this. On a terminal the
 //! item's line is drawn anew each second; elsewhere a line comes now and then.

@@ -1,4 +1,4 @@
-//! What needs no daemon: format, lints, tidiness, documentation, tests, models, instructions, and the build of the
+//! Steps without a daemon: format, lints, tidiness, documentation, tests, models, instructions, and the build of the
 //! product.
 
 use std::env;

@@ -1,4 +1,4 @@
-//! What is said over a control socket: one JSON object a line, a request, then its answer.
+//! The protocol of a control socket: one JSON object a line, a request, then its answer.
 //!
 //! ```text
 //! {"blkyard":1,"do":"inspect"}                                       {"blkyard":1,"ok":{"daemon":{..},..}}
@@ -6,15 +6,15 @@
 //! {"blkyard":7}                                                      {"blkyard":1,"error":".."}
 //! ```
 //!
-//! Both sides bound what they take. Knows no sockets: bytes in, lines out.
+//! Both sides bound their input. Knows no sockets: bytes in, lines out.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// The version of the language, in every line. A change that an older program would misread gets the next number;
-/// fields that are added do not.
+/// The version of the language, in every line. It is incremented by every incompatible change; fields that are added do
+/// not.
 pub const VERSION: u32 = 1;
 
 /// Bytes of the longest request, its line end included: several paths of the greatest length.

@@ -1,4 +1,4 @@
-//! Which limit of the machine each cell is compared with, and why that one: the only table of it.
+//! The limit of the machine for each cell, with the reason for it: the only table of them.
 //!
 //! A limit is measured in turn with the cell's own windows, so that both share their minute. Limits are those of
 //! `blkyard floor`.

@@ -14,15 +14,15 @@ use clap::ValueEnum;
 /// Command-line options of `bench`. Names and meanings follow fio; where they differ the text says so.
 #[derive(Clone, Debug, clap::Args)]
 pub struct BenchArgs {
-    /// The device: ram:SIZE, null:SIZE, model:NAME, file:PATH or a bare path, vhost-user:SOCKET. Writing load destroys
-    /// what is on it.
+    /// The device: ram:SIZE, null:SIZE, model:NAME, file:PATH or a bare path, vhost-user:SOCKET. Write load destroys
+    /// its content.
     ///
-    /// Options follow as ?key=value, as for `serve`: 'ram:1G?latency_us=100&scheduler=fair', say.
+    /// Options follow as ?key=value, as for `serve`, such as 'ram:1G?latency_us=100&scheduler=fair'.
     #[arg(value_name = "DEVICE")]
     pub device: String,
-    /// What to do: read, write, randread, randwrite, rw (half reads, half writes), randrw, trim, randtrim.
+    /// Pattern: read, write, randread, randwrite, rw (half reads, half writes), randrw, trim, randtrim.
     ///
-    /// Sequential jobs each have a slice of the device and go round in it; random ones share all of it.
+    /// Sequential jobs each have a slice of the device and start over at its end; random ones share all of it.
     #[arg(long, visible_alias = "readwrite", value_enum, value_name = "PATTERN", default_value_t = Pattern::Read)]
     pub rw: Pattern,
     /// Bytes per I/O: 4k, 128k, 1m.
@@ -31,59 +31,58 @@ pub struct BenchArgs {
     /// I/Os that each job keeps in flight. 1 measures latency; 32 or more, throughput.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub iodepth: u32,
-    /// Start new I/Os only once this many places are free, so that they go to the device together.
+    /// Submit new I/Os only once this many slots are free, as one batch.
     #[arg(long = "iodepth_batch", visible_alias = "iodepth-batch", value_name = "N", default_value_t = 1)]
     pub iodepth_batch: u32,
     /// Jobs, each a thread with its own stream of I/O.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub numjobs: u32,
-    /// Hardware queues. With fewer than jobs, jobs share them. Default: one a job, but no more than CPUs.
+    /// Hardware queues. With fewer than jobs, jobs share them. Default: one a job, at most the number of CPUs.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub queues: Option<u32>,
     /// Hardware queues for reads alone, beside --queues for the rest. Jobs then share the device's queues.
     #[arg(long = "read_queues", visible_alias = "read-queues", value_name = "N",
         value_parser = clap::value_parser!(u32).range(1..=256))]
     pub read_queues: Option<u32>,
-    /// Poll for reads and writes: they go to queues that nobody sleeps on. Keeps a CPU busy for each job.
+    /// Poll for reads and writes, on poll queues. Uses a whole CPU for each job.
     #[arg(long)]
     pub hipri: bool,
     /// Hardware queues for --hipri. Default: as many as --queues.
     #[arg(long = "poll_queues", visible_alias = "poll-queues", value_name = "N", requires = "hipri",
         value_parser = clap::value_parser!(u32).range(1..=256))]
     pub poll_queues: Option<u32>,
-    /// How long to run: 10, 10s, 2m, 1h. Jobs start over when they are through, as with fio's time_based.
+    /// Run time: 10, 10s, 2m, 1h. Jobs start over at their end, as with fio's time_based.
     ///
-    /// Default: until all of --size has been done once.
+    /// Default: one pass over --size.
     #[arg(long, value_name = "TIME")]
     pub runtime: Option<String>,
-    /// The part of the device to use, from its start: 512m, or 10%. All jobs together, unlike fio. Default: all of
-    /// it.
+    /// Part of the device to use, from its start: 512m, or 10%. For all jobs together, unlike fio. Default: all of it.
     #[arg(long, value_name = "SIZE", default_value = "100%")]
     pub size: String,
     /// Percentage of reads in rw and randrw.
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(0..=100))]
     pub rwmixread: Option<u32>,
-    /// Give every block a header with place, origin and checksum, and check it on reading.
+    /// Write a header with position, origin and checksum into every block, and check it on reads.
     ///
     /// write and randwrite write all of --size once (or what --runtime allows), then read it all back; read and
-    /// randread check what an earlier run with the same --bs wrote. A block that differs is reported with its sector
-    /// and what differs, and the exit code is 1.
+    /// randread check the data of an earlier run with the same --bs. A mismatching block is reported with its sector
+    /// and the difference, and the exit code is 1.
     #[arg(long, value_enum, value_name = "METHOD")]
     pub verify: Option<Verify>,
-    /// Seed of all that is random: places, mix, contents. The same seed makes the same I/O.
+    /// Seed of all random choices: positions, mix, contents. The same seed gives the same I/O.
     #[arg(long, value_name = "SEED", default_value_t = 0x0062_6c6b_7961_7264)]
     pub randseed: u64,
-    /// Flush after every so many writes of a job. The flush is queued like any other I/O; 0 for never.
+    /// Flush after every N writes of a job. The flush is queued like any other I/O; 0 for never.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub fsync: u64,
-    /// How long a thread with nothing to do keeps looking before it sleeps, microseconds.
+    /// Busy-polling of a thread without work before it sleeps, microseconds.
     ///
-    /// 0 sleeps at once, as fio's io_uring engine does. More shortens latency where the device answers sooner than a
-    /// sleeper wakes and has a CPU of its own; elsewhere it takes the device's CPU away.
+    /// 0 sleeps at once, as fio's io_uring engine does. A longer time shortens latency where the device has a CPU of
+    /// its own and completes sooner than a sleeper wakes; elsewhere it takes the device's CPU away.
     #[arg(long = "spin_us", visible_alias = "spin-us", value_name = "US", default_value_t = 0,
         value_parser = number(0, IdlePolicy::SPIN_US_MAX))]
     pub spin_us: u64,
-    /// The report: for people, or for programs (with fio's keys).
+    /// Format of the report: text, or JSON with fio's keys.
     #[arg(long = "output-format", value_enum, value_name = "FORMAT", default_value_t = ReportFormat::Normal)]
     pub output_format: ReportFormat,
 }
@@ -144,7 +143,7 @@ pub enum ReportFormat {
 pub(crate) struct BenchPlan {
     pub(crate) pattern: Pattern,
     pub(crate) block_bytes: u32,
-    /// Blocks of the part that is used.
+    /// Blocks of the used part.
     pub(crate) blocks: u64,
     pub(crate) iodepth: usize,
     pub(crate) batch: usize,
@@ -235,13 +234,13 @@ impl BenchPlan {
         (at(job), at(job + 1) - at(job))
     }
 
-    /// Blocks that one job does before it is through, unless it runs for a time.
+    /// Blocks of one pass of a job, unless it runs for a time.
     pub(crate) fn share(&self, job: usize) -> u64 {
         let at = |job: usize| (u128::from(self.blocks) * job as u128 / self.jobs as u128) as u64;
         at(job + 1) - at(job)
     }
 
-    /// Tags that one job wants: one for each request that its bios are cut into.
+    /// Tags of one job: one for each request of its split bios.
     pub(crate) fn tags(&self, info: &DeviceInfo) -> usize {
         let parts = self.block_bytes.div_ceil(info.limits.sectors_max << SECTOR_SHIFT).max(1);
         self.iodepth * parts as usize
@@ -249,7 +248,7 @@ impl BenchPlan {
 }
 
 fn block_bytes(args: &BenchArgs, info: &DeviceInfo) -> Result<u32, SpecError> {
-    /// A bio's length is counted in 32 bits; this leaves room and is more than anybody measures with.
+    /// A bio's length has 32 bits; this leaves room and exceeds all useful sizes.
     const BLOCK_BYTES_MAX: u64 = 1 << 30;
     let object = format!("--bs {}", args.bs);
     let lbs = u64::from(info.limits.logical_block_bytes);

@@ -1,4 +1,5 @@
-//! Which bio may join which waiting request. After `block/blk-merge.c` of Linux (`blk_try_merge`, `ll_back_merge_fn`,
+//! Merging: whether a bio may join a waiting request. After `block/blk-merge.c` of Linux (`blk_try_merge`,
+//! `ll_back_merge_fn`,
 //! `ll_front_merge_fn`, `bio_will_gap`).
 //!
 //! Pure: says whether, and the shape of the request afterwards. The hardware queue finds candidates and chains bios.
