@@ -24,6 +24,7 @@ mod teardown;
 mod transport;
 mod watch;
 
+pub use admin::AdminData;
 pub use disable::{Disable, Silence};
 pub use enable::{AdminRings, Enable};
 pub use error::{HostStep, NvmeHostError};

@@ -22,6 +22,8 @@ use crate::{
 pub enum IoQueueCommand {
     /// To send nothing more. Requests wait.
     Stop,
+    /// The same, but to report only when nothing is in flight.
+    Drain,
     /// The controller is silent: to complete what it has completed, give up the rest, and empty the rings.
     Cancel,
     /// The queue was created anew: to go on.
@@ -73,6 +75,8 @@ pub struct IoQueue {
     parked: Box<[Option<Tag>]>,
     retries: Retries,
     mode: QueueMode,
+    /// It has to report when nothing is in flight.
+    wants_drain: bool,
     /// The next poll has to give up what is in flight.
     wants_cancel: bool,
     /// The next poll has to fail what waits here.
@@ -94,6 +98,7 @@ impl IoQueue {
             parked: (0..depth).map(|_| None).collect(),
             retries: Retries::new(depth, delays),
             mode: QueueMode::Running,
+            wants_drain: false,
             wants_cancel: false,
             wants_fail: false,
             report: None,
@@ -195,7 +200,7 @@ impl IoQueue {
     pub fn poll(&mut self, done: &mut Done<'_>, now_ns: u64) -> bool {
         self.retries.requeue_due(done, now_ns);
         let is_rung = self.reap(done, now_ns);
-        if self.wants_poll() {
+        if self.wants_drain | self.wants_cancel | self.wants_fail {
             self.carry_out(done, now_ns);
         }
         is_rung
@@ -255,10 +260,9 @@ impl IoQueue {
     /// Takes a command of the controller's owner. What it needs of the queue core is done at the next poll.
     pub fn command(&mut self, command: IoQueueCommand) {
         match command {
-            IoQueueCommand::Stop => {
-                self.mode = QueueMode::Stopped;
-                self.report = Some(IoQueueReport::Stopped);
-            }
+            IoQueueCommand::Stop => self.stopped(),
+            IoQueueCommand::Drain if self.pair.in_flight() == 0 => self.stopped(),
+            IoQueueCommand::Drain => (self.mode, self.wants_drain) = (QueueMode::Stopped, true),
             IoQueueCommand::Cancel => self.wants_cancel = true,
             IoQueueCommand::Start => {
                 self.mode = QueueMode::Running;
@@ -273,9 +277,17 @@ impl IoQueue {
         self.report.take()
     }
 
+    fn stopped(&mut self) {
+        (self.mode, self.wants_drain) = (QueueMode::Stopped, false);
+        self.report = Some(IoQueueReport::Stopped);
+    }
+
     /// Carries out what was commanded. What the controller has completed was handed over just before.
     #[cold]
     fn carry_out(&mut self, done: &mut Done<'_>, now_ns: u64) {
+        if self.wants_drain && self.pair.in_flight() == 0 {
+            self.stopped();
+        }
         if std::mem::take(&mut self.wants_cancel) {
             self.late.clear();
             for slot in 0..self.parked.len() {

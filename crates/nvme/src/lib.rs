@@ -41,9 +41,10 @@ pub use cqe::{CQE_BYTES, Cqe};
 pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment};
 pub use doorbell::{Doorbells, ShadowDoorbells};
 pub use host::{
-    AdminRings, Completed, ControllerState, ControllerTransport, CqeFault, CqeFaults, DeviceGone, Disable, Disposition,
-    Enable, HostController, HostEvent, HostQueuePair, HostStep, LateAction, NAMESPACES_MAX, NamespaceIds, NvmLimits,
-    NvmeHostConfig, NvmeHostError, QueueDemand, QueueRings, RETRIES_MAX, RetryDelays, ScannedNamespace, Silence,
+    AdminData, AdminRings, Completed, ControllerState, ControllerTransport, CqeFault, CqeFaults, DeviceGone, Disable,
+    Disposition, Enable, HostController, HostEvent, HostQueuePair, HostStep, LateAction, NAMESPACES_MAX, NamespaceIds,
+    NvmLimits, NvmeHostConfig, NvmeHostError, QueueDemand, QueueRings, RETRIES_MAX, RetryDelays, ScannedNamespace,
+    Silence,
 };
 pub use identify::{IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, LbaFormat};
 pub use io_queue::{IoQueue, IoQueueCommand, IoQueueReport, LateCommand};

@@ -31,6 +31,17 @@ const SHADOW_PAGE: usize = 2;
 const DATA_PAGE: usize = 4;
 const PAGES: usize = DATA_PAGE + ADMIN_SLOTS as usize;
 
+/// The data of an admin command: at most a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AdminData<'a> {
+    /// Without.
+    None,
+    /// From the controller.
+    Read,
+    /// To the controller; what is beyond a page is cut off.
+    Write(&'a [u8]),
+}
+
 /// A command that is over, or was given up.
 #[derive(Debug)]
 pub(crate) struct AdminCompleted<P> {
@@ -131,9 +142,17 @@ impl<P> AdminQueue<P> {
     }
 
     /// Sends a command, with the data page of its slot if it has data. Gives the purpose back if all slots are in use.
-    pub(crate) fn submit(&mut self, sqe: Sqe, has_data: bool, purpose: P, deadline_ns: u64) -> Result<u16, P> {
+    pub(crate) fn submit(&mut self, sqe: Sqe, data: AdminData<'_>, purpose: P, deadline_ns: u64) -> Result<u16, P> {
         let Some(slot) = self.free.pop() else { return Err(purpose) };
-        let sqe = if has_data { sqe.with_data(Psdt::Prp, [self.data_addr(slot), 0]) } else { sqe };
+        let sqe = match data {
+            AdminData::None => sqe,
+            _ => sqe.with_data(Psdt::Prp, [self.data_addr(slot), 0]),
+        };
+        if let (AdminData::Write(bytes), Some(span)) = (data, self.page(slot).span(0, PAGE_BYTES)) {
+            let len = bytes.len().min(PAGE_BYTES);
+            span.fill(0);
+            span.part(0, len).copy_from_slice(&bytes[..len]);
+        }
         self.commands[usize::from(slot)] = Some(AdminCommand { purpose, deadline_ns });
         self.pair.push(slot, sqe);
         Ok(slot)

@@ -7,7 +7,7 @@
 use blkyard_mem::View;
 use blkyard_mq::QueueCounts;
 
-use crate::host::admin::{ADMIN_TIMEOUT_NS, AdminMemory, AdminQueue};
+use crate::host::admin::{ADMIN_TIMEOUT_NS, AdminData, AdminMemory, AdminQueue};
 use crate::host::host_controller::{AdminPurpose, HostPhase, PhaseChanged};
 use crate::host::io_queues::IoQueueSlot;
 use crate::host::negotiate::{doorbell_queues, granted, queues_dword, ring_entries, split, vector};
@@ -112,33 +112,33 @@ impl<T: ControllerTransport> HostController<T> {
     pub(crate) fn set_up(&mut self, step: SetupStep, now_ns: u64) {
         self.phase = HostPhase::Setup(step);
         let command = match step {
-            SetupStep::Identify => Ok((Sqe::identify(cns::CONTROLLER, 0, 0, 0), true)),
-            SetupStep::NvmLimits => Ok((Sqe::identify(cns::CSI_CONTROLLER, 0, 0, 0), true)),
+            SetupStep::Identify => Ok((Sqe::identify(cns::CONTROLLER, 0, 0, 0), AdminData::Read)),
+            SetupStep::NvmLimits => Ok((Sqe::identify(cns::CSI_CONTROLLER, 0, 0, 0), AdminData::Read)),
             SetupStep::QueueCount => {
-                Ok((Sqe::feature(admin::SET_FEATURES, feature::QUEUES, queues_dword(self.asked)), false))
+                Ok((Sqe::feature(admin::SET_FEATURES, feature::QUEUES, queues_dword(self.asked)), AdminData::None))
             }
             SetupStep::Shadow => match self.shadow_command() {
-                Some(sqe) => Ok((sqe, false)),
+                Some(sqe) => Ok((sqe, AdminData::None)),
                 None => return self.doorbells_ready(false, now_ns),
             },
             SetupStep::CreateCq(qid) | SetupStep::CreateSq(qid) => {
                 let is_sq = matches!(step, SetupStep::CreateSq(_));
-                self.create_command(qid, is_sq).map(|sqe| (sqe, false))
+                self.create_command(qid, is_sq).map(|sqe| (sqe, AdminData::None))
             }
             SetupStep::DeleteSq(qid) | SetupStep::DeleteCq(qid) => {
                 let is_sq = matches!(step, SetupStep::DeleteSq(_));
                 let queue = self.queue_mut(qid).filter(|queue| if is_sq { queue.has_sq } else { queue.has_cq });
                 match queue {
-                    Some(queue) => Ok((queue.delete(is_sq), false)),
+                    Some(queue) => Ok((queue.delete(is_sq), AdminData::None)),
                     None => return self.deleted(step, now_ns),
                 }
             }
             SetupStep::Events => match self.identify.async_events & NOTICES {
                 0 => return self.set_up(SetupStep::KeepAlive, now_ns),
-                notices => Ok((Sqe::feature(admin::SET_FEATURES, feature::ASYNC_EVENTS, notices), false)),
+                notices => Ok((Sqe::feature(admin::SET_FEATURES, feature::ASYNC_EVENTS, notices), AdminData::None)),
             },
             SetupStep::KeepAlive if self.config.keep_alive_ms > 0 && self.identify.keep_alive > 0 => {
-                Ok((Sqe::feature(admin::SET_FEATURES, feature::KEEP_ALIVE, self.config.keep_alive_ms), false))
+                Ok((Sqe::feature(admin::SET_FEATURES, feature::KEEP_ALIVE, self.config.keep_alive_ms), AdminData::None))
             }
             SetupStep::KeepAlive => return self.set_up(SetupStep::Scan, now_ns),
             SetupStep::Scan => {
@@ -147,9 +147,9 @@ impl<T: ControllerTransport> HostController<T> {
             }
         };
         match command {
-            Ok((sqe, has_data)) => {
+            Ok((sqe, data)) => {
                 let deadline_ns = now_ns.saturating_add(ADMIN_TIMEOUT_NS);
-                if !self.submit(sqe, has_data, AdminPurpose::Setup(step), deadline_ns) {
+                if !self.submit(sqe, data, AdminPurpose::Setup(step), deadline_ns) {
                     self.end(NvmeHostError::Timeout(step.name()), now_ns);
                 }
             }
@@ -299,7 +299,7 @@ impl<T: ControllerTransport> HostController<T> {
         let Some(scan) = &self.scan else { return };
         if let Some(step) = scan.step() {
             let deadline_ns = now_ns.saturating_add(ADMIN_TIMEOUT_NS);
-            let is_sent = self.submit(step.sqe(), true, AdminPurpose::Scan(step), deadline_ns);
+            let is_sent = self.submit(step.sqe(), AdminData::Read, AdminPurpose::Scan(step), deadline_ns);
             if !is_sent && self.state == ControllerState::Connecting {
                 self.end(NvmeHostError::Timeout(SetupStep::Scan.name()), now_ns);
             } else if !is_sent {
@@ -336,5 +336,8 @@ impl<T: ControllerTransport> HostController<T> {
         self.state.change(ControllerState::Live);
         self.watch.wants_event = true;
         self.events.push_back(HostEvent::Live);
+        if self.wants_suspend {
+            self.suspend(now_ns);
+        }
     }
 }

@@ -20,7 +20,7 @@ use std::collections::VecDeque;
 use blkyard_mem::{Region, View};
 use blkyard_mq::QueueCounts;
 
-use crate::host::admin::{AdminCompleted, AdminMemory, AdminQueue};
+use crate::host::admin::{AdminCompleted, AdminData, AdminMemory, AdminQueue};
 use crate::host::bring_up::SetupStep;
 use crate::host::io_queues::IoQueueSlot;
 use crate::host::nvm_limits::NvmLimits;
@@ -31,7 +31,7 @@ use crate::host::{
     ControllerState, ControllerTransport, DeviceGone, Disable, Enable, HostStep, NvmeHostError, QueueDemand,
 };
 use crate::registers::Capabilities;
-use crate::{Doorbells, IdentifyController, IoQueue, IoQueueCommand, NvmeStatus, PAGE, Sqe};
+use crate::{Doorbells, IDENTIFY_BYTES, IdentifyController, IoQueue, IoQueueCommand, NvmeStatus, PAGE, Sqe};
 
 /// How a controller is used.
 #[derive(Clone, Copy, Debug)]
@@ -80,7 +80,11 @@ pub enum HostEvent {
         status: NvmeStatus,
         /// Its result.
         result: u64,
+        /// Its data, if it succeeded and reads some.
+        data: Option<Box<[u8; IDENTIFY_BYTES]>>,
     },
+    /// The controller is shut down until it is [resumed](HostController::resume).
+    Suspended,
     /// The controller has failed. What is in flight fails once it is silent.
     Failed(NvmeHostError),
     /// The controller is silent for good.
@@ -96,7 +100,7 @@ pub(crate) enum AdminPurpose {
     Abort,
     KeepAlive,
     EventLog,
-    User(u64),
+    User { user: u64, is_read: bool },
 }
 
 impl AdminPurpose {
@@ -108,7 +112,7 @@ impl AdminPurpose {
             AdminPurpose::Abort => "Abort",
             AdminPurpose::KeepAlive => "Keep Alive",
             AdminPurpose::EventLog => "Get Log Page",
-            AdminPurpose::User(_) => "a command of the user",
+            AdminPurpose::User { .. } => "a command of the user",
         }
     }
 }
@@ -128,8 +132,10 @@ pub(crate) enum HostPhase {
         memory: Option<AdminMemory>,
     },
     Setup(SetupStep),
-    /// Until all I/O queues have stopped.
-    Stop,
+    /// Until all I/O queues have stopped. What is in flight may end until then, unless the time is over.
+    Stop {
+        until_ns: Option<u64>,
+    },
     Delete(DeleteQueues),
     Disable(Disable),
     /// Disabling has failed: again at this time.
@@ -149,6 +155,8 @@ pub struct HostController<T> {
     pub(crate) is_ending: bool,
     /// It was removed, and did not fail.
     pub(crate) is_removed: bool,
+    /// It is not to be enabled again before it is resumed.
+    pub(crate) wants_suspend: bool,
     /// Its admin queue answers nothing: it gets no more commands.
     pub(crate) is_mute: bool,
     pub(crate) error: Option<NvmeHostError>,
@@ -183,6 +191,7 @@ impl<T: ControllerTransport> HostController<T> {
             phase: HostPhase::Idle,
             is_ending: false,
             is_removed: false,
+            wants_suspend: false,
             is_mute: false,
             error: None,
             admin: None,
@@ -260,9 +269,31 @@ impl<T: ControllerTransport> HostController<T> {
     pub fn reset(&mut self, now_ns: u64) -> bool {
         let begins = self.state == ControllerState::Live && self.state.change(ControllerState::Resetting);
         if begins {
-            self.tear_down(now_ns);
+            self.tear_down(false, now_ns);
         }
         begins
+    }
+
+    /// Shuts a controller down, to be brought up again: requests wait meanwhile, however long. What is in flight has
+    /// time to end before. A controller that is not live yet is suspended when it is.
+    pub fn suspend(&mut self, now_ns: u64) {
+        self.wants_suspend = true;
+        if self.state == ControllerState::Live && self.state.change(ControllerState::Resetting) {
+            self.tear_down(true, now_ns);
+        }
+    }
+
+    /// Brings a suspended controller up again. One that is still on its way down follows.
+    pub fn resume(&mut self, now_ns: u64) {
+        self.wants_suspend = false;
+        if self.is_suspended() && self.state.change(ControllerState::Connecting) {
+            self.connect(now_ns);
+        }
+    }
+
+    /// Whether it is shut down and can be resumed.
+    pub fn is_suspended(&self) -> bool {
+        self.state == ControllerState::Resetting && matches!(self.phase, HostPhase::Idle)
     }
 
     /// Removes the controller: it is shut down, and what is in flight fails.
@@ -293,24 +324,23 @@ impl<T: ControllerTransport> HostController<T> {
         }
     }
 
-    /// Sends an admin command of the user. Its data, if it has any, is the page of the returned number.
+    /// Sends an admin command of the user, who knows it by a number. It ends as [`HostEvent::Completed`], also if the
+    /// controller is reset meanwhile. A command that is late has the controller reset.
     ///
     /// # Errors
     /// All slots are in use, or the controller is not live: the number comes back.
     pub fn submit_admin(
         &mut self,
         sqe: Sqe,
-        has_data: bool,
+        data: AdminData<'_>,
         user: u64,
         timeout_ns: u64,
         now_ns: u64,
     ) -> Result<(), u64> {
-        if self.state != ControllerState::Live {
-            return Err(user);
-        }
-        self.submit(sqe, has_data, AdminPurpose::User(user), now_ns.saturating_add(timeout_ns))
-            .then_some(())
-            .ok_or(user)
+        let purpose = AdminPurpose::User { user, is_read: data == AdminData::Read };
+        let is_live = self.state == ControllerState::Live;
+        let is_sent = is_live && self.submit(sqe, data, purpose, now_ns.saturating_add(timeout_ns));
+        is_sent.then_some(()).ok_or(user)
     }
 
     /// Goes on as far as it can. Returns when it must be called next, at the latest.
@@ -371,7 +401,11 @@ impl<T: ControllerTransport> HostController<T> {
             }
             // Reading it has cleared the event: the next one may come.
             AdminPurpose::EventLog => self.watch.wants_event = true,
-            AdminPurpose::User(user) => self.events.push_back(HostEvent::Completed { user, status, result }),
+            AdminPurpose::User { user, is_read } => {
+                let admin = self.admin.as_ref().filter(|_| is_read && status.is_success());
+                let data = admin.map(|admin| admin.data(slot));
+                self.events.push_back(HostEvent::Completed { user, status, result, data });
+            }
         }
     }
 
@@ -395,9 +429,9 @@ impl<T: ControllerTransport> HostController<T> {
     }
 
     /// Sends an admin command, if there is a slot.
-    pub(crate) fn submit(&mut self, sqe: Sqe, has_data: bool, purpose: AdminPurpose, deadline_ns: u64) -> bool {
+    pub(crate) fn submit(&mut self, sqe: Sqe, data: AdminData<'_>, purpose: AdminPurpose, deadline_ns: u64) -> bool {
         let Some(admin) = self.admin.as_mut().filter(|_| !self.is_mute) else { return false };
-        admin.submit(sqe, has_data, purpose, deadline_ns).is_ok()
+        admin.submit(sqe, data, purpose, deadline_ns).is_ok()
     }
 
     /// One step of the current phase.
@@ -416,7 +450,7 @@ impl<T: ControllerTransport> HostController<T> {
                     Err(PhaseChanged)
                 }
             },
-            HostPhase::Stop
+            HostPhase::Stop { .. }
             | HostPhase::Delete(_)
             | HostPhase::Disable(_)
             | HostPhase::Unproven(_)

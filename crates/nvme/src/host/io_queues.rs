@@ -161,10 +161,17 @@ impl<T: ControllerTransport> HostController<T> {
         Ok(())
     }
 
-    /// Queues that run stop.
-    pub(crate) fn stop_queues(&mut self) {
+    /// Queues that run stop, by this command.
+    pub(crate) fn stop_queues(&mut self, command: IoQueueCommand) {
         for queue in self.queues.iter_mut().filter(|queue| queue.run == QueueRun::Running) {
             queue.run = QueueRun::Stopping;
+            self.events.push_back(HostEvent::Queue(queue.qid, command));
+        }
+    }
+
+    /// Queues that still drain stop at once.
+    pub(crate) fn hurry_queues(&mut self) {
+        for queue in self.queues.iter().filter(|queue| queue.run == QueueRun::Stopping) {
             self.events.push_back(HostEvent::Queue(queue.qid, IoQueueCommand::Stop));
         }
     }

@@ -1,13 +1,15 @@
 //! The way down: I/O queues stop, are deleted, the controller is disabled, and only then requests are given back.
 
-use crate::host::admin::ADMIN_TIMEOUT_NS;
+use crate::host::admin::{ADMIN_TIMEOUT_NS, AdminData};
 use crate::host::host_controller::{AdminPurpose, HostPhase, PhaseChanged};
 use crate::host::io_queues::QueueRun;
 use crate::host::{ControllerState, ControllerTransport, Disable, HostController, HostEvent, HostStep, NvmeHostError};
-use crate::{NvmeStatus, Sqe};
+use crate::{IoQueueCommand, NvmeStatus, Sqe};
 
 /// Time between two attempts to disable a controller that stays active, ns.
 const UNPROVEN_RETRY_NS: u64 = 1_000_000_000;
+/// Time in which requests in flight may end before an orderly shutdown, ns, as in Linux.
+const DRAIN_NS: u64 = 30_000_000_000;
 /// Time for an orderly shutdown, ns, at least and at most, whatever the controller asks for (RTD3E).
 const SHUTDOWN_MIN_NS: u64 = 5_000_000_000;
 const SHUTDOWN_MAX_NS: u64 = 60_000_000_000;
@@ -29,13 +31,12 @@ impl DeleteQueues {
 }
 
 impl<T: ControllerTransport> HostController<T> {
-    /// Begins the way down.
-    pub(crate) fn tear_down(&mut self, now_ns: u64) {
-        let _ = now_ns;
-        self.stop_queues();
+    /// Begins the way down. An orderly one has time for what is in flight.
+    pub(crate) fn tear_down(&mut self, is_orderly: bool, now_ns: u64) {
+        self.stop_queues(if is_orderly { IoQueueCommand::Drain } else { IoQueueCommand::Stop });
         self.scan = None;
         self.keep_alive = None;
-        self.phase = HostPhase::Stop;
+        self.phase = HostPhase::Stop { until_ns: is_orderly.then(|| now_ns.saturating_add(DRAIN_NS)) };
     }
 
     /// Gives the controller up: on its way down it does not turn back.
@@ -43,7 +44,8 @@ impl<T: ControllerTransport> HostController<T> {
         if self.is_ending {
             return;
         }
-        let was_going_down = self.state == ControllerState::Resetting;
+        let was_going_down = self.state == ControllerState::Resetting && !self.is_suspended();
+        let is_orderly = self.state == ControllerState::Live && error == NvmeHostError::Removed;
         if !self.state.change(ControllerState::Deleting) {
             return;
         }
@@ -56,18 +58,24 @@ impl<T: ControllerTransport> HostController<T> {
             self.is_mute = true;
         }
         if !was_going_down {
-            self.tear_down(now_ns);
+            self.tear_down(is_orderly, now_ns);
         }
     }
 
     /// One step of the way down.
     pub(crate) fn step_down(&mut self, now_ns: u64) -> Result<Option<u64>, PhaseChanged> {
         match &mut self.phase {
-            HostPhase::Stop => {
-                if self.any_queue(QueueRun::Stopping) {
-                    return Ok(None);
+            HostPhase::Stop { until_ns } => {
+                let until_ns = *until_ns;
+                let is_late = until_ns.is_some_and(|until_ns| until_ns <= now_ns) || self.is_mute && until_ns.is_some();
+                if is_late {
+                    self.hurry_queues();
+                    self.phase = HostPhase::Stop { until_ns: None };
+                } else if self.any_queue(QueueRun::Stopping) {
+                    return Ok(until_ns);
+                } else {
+                    self.phase = self.begin_delete(now_ns);
                 }
-                self.phase = self.begin_delete(now_ns);
             }
             HostPhase::Delete(_) => {
                 if let Some(until_ns) = self.step_delete(now_ns) {
@@ -120,15 +128,17 @@ impl<T: ControllerTransport> HostController<T> {
     fn begin_disable(&self) -> HostPhase {
         let wanted_ns = (u64::from(self.identify.shutdown_us) * 1000).next_multiple_of(1_000_000_000);
         let shutdown_ns = wanted_ns.clamp(SHUTDOWN_MIN_NS, SHUTDOWN_MAX_NS);
-        HostPhase::Disable(Disable::new((self.is_ending && !self.is_mute).then_some(shutdown_ns)))
+        HostPhase::Disable(Disable::new(
+            ((self.is_ending || self.wants_suspend) && !self.is_mute).then_some(shutdown_ns),
+        ))
     }
 
     /// Returns until when to wait, if it has to.
     fn step_delete(&mut self, now_ns: u64) -> Option<u64> {
-        let HostPhase::Delete(mut delete) = std::mem::replace(&mut self.phase, HostPhase::Stop) else { return None };
+        let HostPhase::Delete(mut delete) = std::mem::replace(&mut self.phase, HostPhase::Cancel) else { return None };
         if now_ns < delete.until_ns && !self.is_mute {
             while let Some(sqe) = delete.left.last() {
-                if !self.submit(*sqe, false, AdminPurpose::Delete, delete.until_ns) {
+                if !self.submit(*sqe, AdminData::None, AdminPurpose::Delete, delete.until_ns) {
                     break;
                 }
                 delete.left.pop();
@@ -159,9 +169,9 @@ impl<T: ControllerTransport> HostController<T> {
         }
         if let Some(admin) = &mut self.admin {
             for purpose in admin.cancel() {
-                if let AdminPurpose::User(user) = purpose {
+                if let AdminPurpose::User { user, .. } = purpose {
                     let status = NvmeStatus::HOST_ABORTED;
-                    self.events.push_back(HostEvent::Completed { user, status, result: 0 });
+                    self.events.push_back(HostEvent::Completed { user, status, result: 0, data: None });
                 }
             }
         }
@@ -172,6 +182,11 @@ impl<T: ControllerTransport> HostController<T> {
     /// Nothing is in flight any more.
     fn down(&mut self, now_ns: u64) {
         self.counts = None;
+        if !self.is_ending && self.wants_suspend {
+            self.phase = HostPhase::Idle;
+            self.events.push_back(HostEvent::Suspended);
+            return;
+        }
         if !self.is_ending {
             self.state.change(ControllerState::Connecting);
             self.connect(now_ns);

@@ -1,6 +1,6 @@
 //! A live controller is watched: late commands, asynchronous events, keep-alive.
 
-use crate::host::admin::ADMIN_TIMEOUT_NS;
+use crate::host::admin::{ADMIN_TIMEOUT_NS, AdminData};
 use crate::host::host_controller::AdminPurpose;
 use crate::host::scan::Scan;
 use crate::host::{ControllerState, ControllerTransport, HostController};
@@ -130,7 +130,7 @@ impl<T: ControllerTransport> HostController<T> {
         }
         *aborted = Some(late.sequence);
         let deadline_ns = now_ns.saturating_add(ADMIN_TIMEOUT_NS);
-        if !self.submit(Sqe::abort(late.qid, late.cid), false, AdminPurpose::Abort, deadline_ns) {
+        if !self.submit(Sqe::abort(late.qid, late.cid), AdminData::None, AdminPurpose::Abort, deadline_ns) {
             return LateAction::MoreTime;
         }
         self.watch.aborts_left -= 1;
@@ -151,7 +151,7 @@ impl<T: ControllerTransport> HostController<T> {
         if let Some(lid) = self.watch.log
             && self.submit(
                 Sqe::get_log_page(lid, u32::MAX, 0, LOG_DWORDS, 0),
-                true,
+                AdminData::Read,
                 AdminPurpose::EventLog,
                 deadline_ns,
             )
@@ -173,7 +173,7 @@ impl<T: ControllerTransport> HostController<T> {
             && keep_alive.is_due(now_ns)
         {
             let deadline_ns = now_ns.saturating_add(keep_alive.timeout_ns);
-            if !self.submit(Sqe::new(admin::KEEP_ALIVE, 0), false, AdminPurpose::KeepAlive, deadline_ns) {
+            if !self.submit(Sqe::new(admin::KEEP_ALIVE, 0), AdminData::None, AdminPurpose::KeepAlive, deadline_ns) {
                 self.reset(now_ns);
             }
         }

@@ -2,7 +2,8 @@
 
 use blkyard_mq::{Op, QueueCounts};
 use blkyard_nvme::{
-    ControllerState, HostEvent, NvmeHostConfig, NvmeHostError, NvmeStatus, QueueDemand, Sqe, admin, cns, feature,
+    AdminData, ControllerState, HostEvent, IdentifyController, NvmeHostConfig, NvmeHostError, NvmeStatus, QueueDemand,
+    Sqe, admin, cns, feature,
 };
 
 use crate::fake::{FakeTransport, namespace};
@@ -245,16 +246,33 @@ fn a_keep_alive_is_sent_at_half_its_time() {
 #[test]
 fn a_command_of_the_user_is_passed_on() {
     let mut rig = live(|_| (), config(1));
-    rig.events.clear();
-    let sqe = Sqe::feature(admin::GET_FEATURES, feature::WRITE_CACHE, 0);
-    rig.host.submit_admin(sqe, false, 77, S, rig.now_ns).unwrap();
-    rig.run(|rig| !rig.events.is_empty(), S);
+    let ask = |rig: &mut Rig, sqe, data: AdminData<'_>| {
+        rig.events.clear();
+        rig.host.submit_admin(sqe, data, 77, S, rig.now_ns).unwrap();
+        rig.run(|rig| !rig.events.is_empty(), 10 * S);
+        rig.events.remove(0)
+    };
     let status = NvmeStatus::INVALID_OPCODE.with_dnr();
-    assert_eq!(rig.events, [HostEvent::Completed { user: 77, status, result: 0 }]);
+    let unknown = Sqe::feature(admin::GET_FEATURES, feature::WRITE_CACHE, 0);
+    let event = ask(&mut rig, unknown, AdminData::None);
+    assert_eq!(event, HostEvent::Completed { user: 77, status, result: 0, data: None });
+    let identify = Sqe::identify(cns::CONTROLLER, 0, 0, 0);
+    let HostEvent::Completed { status, data: Some(data), .. } = ask(&mut rig, identify, AdminData::Read) else {
+        panic!("a command without data")
+    };
+    assert_eq!((status, IdentifyController::parse(&data)), (NvmeStatus::SUCCESS, rig.fake.borrow().identify.clone()));
+    // To the controller, the rest of the page is zero.
+    let timestamp = Sqe::feature(admin::SET_FEATURES, feature::TIMESTAMP, 0);
+    let event = ask(&mut rig, timestamp, AdminData::Write(&[1, 2, 3]));
+    assert_eq!(event, HostEvent::Completed { user: 77, status: NvmeStatus::SUCCESS, result: 0, data: None });
+    let mut want = [0; 4096];
+    want[..3].copy_from_slice(&[1, 2, 3]);
+    assert_eq!(rig.fake.borrow().written, want);
     // Of a controller that is reset it is given back.
     rig.fake.borrow_mut().mute = true;
-    rig.host.submit_admin(sqe, false, 78, S, rig.now_ns).unwrap();
-    rig.events.clear();
-    rig.run(|rig| !rig.events.is_empty(), 10 * S);
-    assert_eq!(rig.events[0], HostEvent::Completed { user: 78, status: NvmeStatus::HOST_ABORTED, result: 0 });
+    let event = ask(&mut rig, unknown, AdminData::None);
+    assert_eq!(event, HostEvent::Completed { user: 77, status: NvmeStatus::HOST_ABORTED, result: 0, data: None });
+    // And one that is not live takes none.
+    assert_ne!(rig.host.state(), ControllerState::Live);
+    assert_eq!(rig.host.submit_admin(unknown, AdminData::None, 78, S, rig.now_ns), Err(78));
 }

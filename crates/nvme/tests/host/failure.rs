@@ -453,6 +453,99 @@ fn a_removed_controller_is_shut_down() {
 }
 
 #[test]
+fn what_is_in_flight_may_end_before_a_removal() {
+    let mut rig = slow(1, |_| ());
+    for block in 0..3 {
+        rig.submit(1, 0, Op::Write, block).unwrap();
+    }
+    rig.round();
+    rig.host.remove(rig.now_ns);
+    rig.round();
+    rig.submit(1, 0, Op::Write, 9).unwrap();
+    for _ in 0..3 {
+        rig.now_ns += 5 * S;
+        rig.round();
+        assert_eq!(rig.fake.borrow().pending.len(), 3, "nothing is sent any more");
+    }
+    prompt(&rig);
+    rig.finish();
+    assert_eq!(statuses(&rig), [Status::Ok, Status::Ok, Status::Ok, Status::Offline]);
+    rig.run(|rig| rig.host.state() == ControllerState::DeletingNoIo, S);
+}
+
+#[test]
+fn a_suspended_controller_goes_on_where_it_was() {
+    // Requests end within their time, or they are sent again.
+    for is_slow in [false, true] {
+        let mut rig = slow(2, |_| ());
+        for round in 0..8 {
+            rig.submit(1, 0, Op::Write, round).unwrap();
+            rig.round();
+            rig.host.suspend(rig.now_ns);
+            rig.submit(2, 0, Op::Write, 100 + round).unwrap();
+            rig.round();
+            assert!(!rig.host.is_suspended(), "a request is in flight");
+            if !is_slow {
+                prompt(&rig);
+            }
+            let before_ns = rig.now_ns;
+            rig.run(|rig| rig.host.is_suspended(), 100 * S);
+            let waited_s = (rig.now_ns - before_ns) / S;
+            assert!(if is_slow { (30..35).contains(&waited_s) } else { waited_s < 2 }, "{waited_s} s");
+            assert_eq!(rig.fake.borrow().shutdowns, round as u32 + 1);
+            // For hours.
+            for _ in 0..100 {
+                rig.now_ns += 100 * S;
+                rig.round();
+            }
+            assert_eq!(rig.ended.len(), if is_slow { 2 * round as usize } else { 2 * round as usize + 1 });
+            rig.host.resume(rig.now_ns);
+            rig.run(|rig| rig.host.state() == ControllerState::Live, 10 * S);
+            prompt(&rig);
+            rig.finish();
+            rig.fake.borrow_mut().is_prompt = false;
+        }
+        assert_eq!(statuses(&rig), [Status::Ok; 16]);
+        assert_eq!(rig.fake.borrow().count(admin::ABORT), 0);
+    }
+}
+
+#[test]
+fn a_suspended_controller_can_be_removed_or_unplugged() {
+    for is_unplugged in [false, true] {
+        let mut rig = slow(1, |_| ());
+        rig.host.suspend(rig.now_ns);
+        rig.submit(1, 0, Op::Write, 1).unwrap();
+        rig.run(|rig| rig.host.is_suspended(), 10 * S);
+        assert_eq!(rig.events.last(), Some(&HostEvent::Suspended));
+        if is_unplugged {
+            rig.fake.borrow_mut().gone = true;
+            rig.host.check(rig.now_ns);
+        } else {
+            rig.host.remove(rig.now_ns);
+        }
+        rig.finish();
+        assert_eq!((statuses(&rig), rig.events.last()), (vec![Status::Offline], Some(&HostEvent::Over)));
+    }
+}
+
+#[test]
+fn a_controller_on_its_way_is_suspended_or_resumed_on_the_way() {
+    let mut rig = slow(1, |_| ());
+    rig.host.reset(rig.now_ns);
+    rig.run(|rig| rig.host.state() == ControllerState::Connecting, 10 * S);
+    rig.host.suspend(rig.now_ns);
+    rig.run(|rig| rig.host.is_suspended(), 10 * S);
+    rig.host.resume(rig.now_ns);
+    rig.run(|rig| rig.host.state() == ControllerState::Live, 10 * S);
+    rig.host.suspend(rig.now_ns);
+    rig.round();
+    rig.host.resume(rig.now_ns);
+    rig.run(|rig| rig.host.state() == ControllerState::Live, 10 * S);
+    assert_eq!(rig.events.iter().filter(|event| **event == HostEvent::Suspended).count(), 1);
+}
+
+#[test]
 fn a_persistent_internal_error_resets_the_controller() {
     let mut rig = slow(1, |_| ());
     rig.round();

@@ -79,6 +79,8 @@ pub struct FakeController {
     domain: Arc<DmaDomain>,
     map: DmaMap,
     map_changes: u64,
+    /// Data of the last Set Features that had any.
+    pub written: [u8; PAGE],
     /// Admin commands in their order.
     pub log: Vec<Sqe>,
     pub pending: Vec<PendingIo>,
@@ -171,6 +173,7 @@ impl FakeTransport {
             domain: Arc::clone(&domain),
             map: DmaMap::default(),
             map_changes: u64::MAX,
+            written: [0; PAGE],
             log: vec![],
             pending: vec![],
             is_prompt: true,
@@ -330,6 +333,11 @@ impl FakeController {
                 }
                 None => (NvmeStatus::INVALID_FIELD.with_dnr(), 0),
             },
+            admin::SET_FEATURES if sqe.data()[0] != 0 => {
+                let view = self.view(sqe.data()[0], PAGE);
+                view.span(0, PAGE).unwrap().copy_to_slice(&mut self.written);
+                (ok, 0)
+            }
             admin::SET_FEATURES | admin::KEEP_ALIVE | admin::GET_LOG_PAGE => (ok, 0),
             admin::CREATE_CQ | admin::CREATE_SQ => (self.create(sqe), 0),
             admin::DELETE_SQ => {

@@ -130,7 +130,7 @@ impl Walk {
     }
 
     fn break_something(&mut self) {
-        let (now_ns, kind) = (self.rig.now_ns, self.chance.below(14));
+        let (now_ns, kind) = (self.rig.now_ns, self.chance.below(16));
         match kind {
             0..=2 => {
                 self.rig.host.reset(now_ns);
@@ -159,6 +159,8 @@ impl Walk {
             11 if self.chance.one_in(4) => self.rig.fake.borrow_mut().never_ready ^= true,
             12 if self.chance.one_in(12) => self.rig.fake.borrow_mut().gone = true,
             13 if self.chance.one_in(12) => self.rig.host.remove(now_ns),
+            14 => self.rig.host.suspend(now_ns),
+            15 => self.rig.host.resume(now_ns),
             _ => {}
         }
     }
@@ -203,6 +205,7 @@ impl Walk {
             (fake.ready_delay_ns, fake.idle_delay_ns) = (MS, MS);
         }
         self.rig.tick_ns = 50 * MS;
+        self.rig.host.resume(self.rig.now_ns);
         self.rig.run(|rig| !rig.host.is_busy() && rig.commands.is_empty(), 600 * S);
         if self.rig.host.state() == ControllerState::Live {
             // Queues that were lost come back.
