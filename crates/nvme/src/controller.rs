@@ -41,7 +41,7 @@ use self::events::{ControllerEvent, PendingEvents};
 use self::features::Features;
 use self::io::IoShared;
 pub use self::io::{
-    ControllerIoQueue, ControllerMemory, ControllerQueueCommand, ControllerQueueReply, NewSubmissionQueue,
+    ControllerIoQueue, ControllerMemory, ControllerQueueCommand, ControllerQueueReply, NewSubmissionQueue, NextBio,
 };
 use self::logs::ControllerLogs;
 pub use self::logs::ErrorEntry;

@@ -35,7 +35,7 @@ mod walk;
 pub use controller::{
     Controller, ControllerIoQueue, ControllerMemory, ControllerOptions, ControllerQueueCommand, ControllerQueuePair,
     ControllerQueueReply, ControllerRequest, ControllerRings, DoorbellFault, ErrorEntry, Fetched, NamespaceTable,
-    NewSubmissionQueue, RegisterFault, ServedNamespace,
+    NewSubmissionQueue, NextBio, RegisterFault, ServedNamespace,
 };
 pub use cqe::{CQE_BYTES, Cqe};
 pub use dma::{DmaMap, DmaMapError, DmaRange, DmaSegment};

@@ -5,9 +5,9 @@
 mod machine;
 
 use blkyard_mem::CountingAllocator;
-use blkyard_mq::{Op, Status};
+use blkyard_mq::{Bio, Op, Status};
 use blkyard_nvme::registers::CC;
-use blkyard_nvme::{Cqe, NvmeStatus, Psdt, SQE_BYTES, Sqe, admin, control, io};
+use blkyard_nvme::{Cqe, NextBio, NvmeStatus, Psdt, SQE_BYTES, Sqe, admin, control, io};
 use machine::{BASE, Machine, PAGE, RawQueue, map_of, namespaces, result};
 
 #[global_allocator]
@@ -436,7 +436,7 @@ fn nothing_is_allocated_per_command() {
         Sqe::new(0x7f, 1),
     ];
     let mut io_queue = machine.queues.remove(&1).unwrap();
-    let mut out = Vec::with_capacity(64);
+    let mut bio = Bio::with_capacity(io_queue.segments_max());
     for round in 0..20 {
         for (number, sqe) in sqes.iter().enumerate() {
             let at = queue.sq + u64::from(queue.tail) * SQE_BYTES as u64;
@@ -446,9 +446,12 @@ fn nothing_is_allocated_per_command() {
         machine.ring_tail(1, u32::from(queue.tail));
         let before = CountingAllocator::count();
         for _ in 0..40 {
-            io_queue.fetch(8, |bio| out.push(bio));
-            for bio in out.drain(..) {
-                io_queue.complete(bio);
+            for _ in 0..8 {
+                match io_queue.fetch(&mut bio) {
+                    NextBio::Bio(token) => io_queue.end(token, Status::Ok),
+                    NextBio::Without => {}
+                    NextBio::Unavailable => break,
+                }
             }
             let _ = io_queue.publish();
             while io_queue.take_reply().is_some() {}

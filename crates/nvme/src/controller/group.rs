@@ -30,6 +30,8 @@ pub(crate) struct QueueGroup {
     tokens: TokenTable,
     /// Whose turn it is.
     turn: usize,
+    /// Submission queues that are being removed.
+    removing: usize,
     is_fault_told: bool,
 }
 
@@ -37,7 +39,7 @@ impl QueueGroup {
     /// A completion queue without submission queues, with at most `depth` commands in flight.
     pub(crate) fn new(cq: CompletionRing, depth: u16) -> QueueGroup {
         let tokens = TokenTable::new(cq.depth().min(depth));
-        QueueGroup { cq, members: Vec::new(), tokens, turn: 0, is_fault_told: false }
+        QueueGroup { cq, members: Vec::new(), tokens, turn: 0, removing: 0, is_fault_told: false }
     }
 
     /// Commands that are handed out.
@@ -58,13 +60,19 @@ impl QueueGroup {
     pub(crate) fn begin_removal(&mut self, qid: u16) {
         if let Some(member) = self.members.iter_mut().flatten().find(|member| member.ring.qid == qid) {
             member.is_stopping = true;
+            self.removing += 1;
         }
     }
 
     /// Removes a submission queue that is being removed and has no command in flight.
+    #[inline]
     pub(crate) fn finish_removal(&mut self) -> Option<u16> {
+        if self.removing == 0 {
+            return None;
+        }
         let is_over = |member: &GroupMember| member.is_stopping && member.in_flight == 0;
         let place = self.members.iter_mut().find(|member| member.as_ref().is_some_and(is_over))?;
+        self.removing -= 1;
         place.take().map(|member| member.ring.qid)
     }
 
@@ -152,7 +160,7 @@ impl QueueGroup {
             has_next |= member.ring.listen() == Ok(true);
         }
         let has_room = self.cq.listen() == Ok(true);
-        has_next && has_room
+        has_next && has_room && self.tokens.has_free()
     }
 
     /// Goes on with other doorbells: see [`CompletionRing::rebind`].

@@ -6,10 +6,10 @@
 //! which vector to signal.
 //!
 //! ```text
-//!  submission rings ──fetch──▶ bios ──▶ hardware queue ──complete──▶ completion ring ──publish──▶ vector
+//!  submission rings ──fetch──▶ bio ──▶ hardware queue ──end──▶ completion ring ──publish──▶ vector
 //! ```
 //!
-//! A command is fetched only if a bio is free for it and its completion has an entry. Some commands become several
+//! A command is fetched only when its owner has a bio for it and its completion an entry. Some commands become several
 //! bios, one such at a time: ranges to deallocate, blocks to verify, a flush of all namespaces. Compare reads into
 //! memory of the controller, one command at a time; the next one waits, and the queue with it.
 //!
@@ -175,11 +175,12 @@ enum Expansion {
     },
 }
 
-/// What comes of looking for the next bio.
-enum NextBio {
-    /// The bio of this command is filled in.
+/// What comes of [`ControllerIoQueue::fetch`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NextBio {
+    /// The bio is filled in. It is one of the command of this token: see [`ControllerIoQueue::end`].
     Bio(u16),
-    /// A command was completed without one.
+    /// A command was refused, begun or completed without one.
     Without,
     /// There is none for now.
     Unavailable,
@@ -198,7 +199,6 @@ pub struct ControllerIoQueue {
     namespaces: Arc<NamespaceTable>,
     shared: Arc<IoShared>,
     commands: Box<[IoCommandState]>,
-    free: Vec<Box<Bio>>,
     bios_out: usize,
     expansion: Option<(u16, Expansion)>,
     /// A Compare that waits for the one before.
@@ -212,7 +212,7 @@ pub struct ControllerIoQueue {
 }
 
 impl ControllerIoQueue {
-    /// A queue without submission queues, with at most `depth` commands in flight, and as many bios.
+    /// A queue without submission queues, with at most `depth` commands in flight.
     pub(crate) fn new(
         (cqid, ring): (u16, CompletionRing),
         vector: Option<u16>,
@@ -234,7 +234,6 @@ impl ControllerIoQueue {
             namespaces,
             shared,
             commands: vec![IoCommandState::default(); usize::from(depth)].into(),
-            free: (0..depth).map(|_| Bio::with_capacity(segments)).collect(),
             bios_out: 0,
             expansion: None,
             parked: None,
@@ -261,46 +260,41 @@ impl ControllerIoQueue {
         self.group.in_flight()
     }
 
-    /// Fetches commands and hands over their bios, at most `bios_max`. Commands that are refused, or need no bio, are
-    /// completed. Returns the number of bios.
-    #[inline]
-    pub fn fetch(&mut self, bios_max: usize, mut submit: impl FnMut(Box<Bio>)) -> usize {
-        let mut submitted = 0;
-        // Refused commands count, too: a host that sends many of them has its turn, as others have.
-        for _ in 0..bios_max {
-            if self.is_stopping || self.next_memory.is_some() {
-                break;
-            }
-            let Some(mut bio) = self.free.pop() else { break };
-            match self.next_bio(&mut bio) {
-                NextBio::Bio(token) => {
-                    bio.cookie = u64::from(token);
-                    self.commands[usize::from(token)].bios += 1;
-                    self.bios_out += 1;
-                    submitted += 1;
-                    submit(bio);
-                }
-                NextBio::Without => self.free.push(bio),
-                NextBio::Unavailable => {
-                    self.free.push(bio);
-                    break;
-                }
-            }
-        }
-        self.take_faults();
-        submitted
+    /// Most segments of a bio: one with room for so many never grows.
+    pub fn segments_max(&self) -> usize {
+        self.parser.segments_max()
     }
 
-    /// Takes a bio back, with its status. Its command is completed if it was the last one.
+    /// Looks for the next bio, which fills `bio` in; its cookie is left alone. A caller that gives other queues their
+    /// turn counts commands that needed no bio, too: a host can send those without end.
     #[inline]
-    pub fn complete(&mut self, bio: Box<Bio>) {
-        let token = bio.cookie as u16;
-        self.bios_out -= 1;
+    pub fn fetch(&mut self, bio: &mut Bio) -> NextBio {
+        if self.is_stopping || self.next_memory.is_some() {
+            return NextBio::Unavailable;
+        }
+        let next = self.next_bio(bio);
+        if let NextBio::Bio(token) = next {
+            self.commands[usize::from(token)].bios += 1;
+            self.bios_out += 1;
+        }
+        if let NextBio::Unavailable = next {
+            self.take_faults();
+        }
+        next
+    }
+
+    /// A bio of this command has ended. The command is completed if it was the last one.
+    ///
+    /// # Panics
+    /// If no bio of the command is out.
+    #[inline]
+    pub fn end(&mut self, token: u16, status: Status) {
         let command = &mut self.commands[usize::from(token)];
+        assert!(command.bios > 0, "no bio of token {token} is out");
         command.bios -= 1;
-        command.status = command.status.and(bio.status);
+        command.status = command.status.and(status);
         let is_over = command.bios == 0 && !command.is_expanding;
-        self.free.push(bio);
+        self.bios_out -= 1;
         if self.is_stopping {
             if self.bios_out == 0 {
                 self.replies.push_back(ControllerQueueReply::Stopped);
@@ -322,8 +316,8 @@ impl ControllerIoQueue {
         self.vector.filter(|_| is_posted)
     }
 
-    /// Asks the host to write doorbell registers, before the owner sleeps. Says whether there is something to do
-    /// already.
+    /// Asks the host to write doorbell registers, before the owner sleeps. Says whether there is something to fetch, or
+    /// to reply, already.
     pub fn arm(&mut self) -> bool {
         if self.is_stopping || self.next_memory.is_some() {
             return !self.replies.is_empty();
@@ -336,7 +330,7 @@ impl ControllerIoQueue {
             (None, Some(_)) => self.compare.is_none(),
             (None, None) => can_fetch,
         };
-        (can_go_on && !self.free.is_empty()) || !self.replies.is_empty()
+        can_go_on || !self.replies.is_empty()
     }
 
     /// Does what the admin side asks.

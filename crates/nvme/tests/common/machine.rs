@@ -11,7 +11,7 @@ use blkyard_mq::{Bio, DeviceInfo, Op, QueueLimits, Status};
 use blkyard_nvme::registers::{ACQ, AQA, ASQ, CC, CSTS, ControllerConfig, ControllerStatus, admin_queue_attributes};
 use blkyard_nvme::{
     CQE_BYTES, Controller, ControllerIoQueue, ControllerOptions, ControllerRequest, Cqe, DmaMap, DmaRange,
-    NamespaceTable, NvmeStatus, Psdt, SQE_BYTES, ServedNamespace, Sqe,
+    NamespaceTable, NextBio, NvmeStatus, Psdt, SQE_BYTES, ServedNamespace, Sqe,
 };
 
 /// Where the controller finds the memory of the host, and how much there is.
@@ -44,6 +44,7 @@ pub struct Machine {
     pub controller: Controller,
     pub queues: BTreeMap<u16, ControllerIoQueue>,
     pub devices: Vec<Arc<Region>>,
+    bios: Vec<Box<Bio>>,
     /// Bios that devices keep while `is_held`.
     pub held: Vec<(u16, Box<Bio>)>,
     pub is_held: bool,
@@ -102,15 +103,23 @@ pub fn namespaces() -> NamespaceTable {
     table
 }
 
+/// Bytes of the region before and behind the memory of the host, which no controller has any business with.
+const GUARD_BYTES: usize = 64 << 10;
+const GUARD: u8 = 0x5a;
+
 pub fn map_of(region: &Arc<Region>) -> DmaMap {
     let table = Arc::new(RegionTable::new(vec![Arc::clone(region)]));
-    DmaMap::new(table, vec![DmaRange { addr: BASE, len: MEMORY_BYTES as u64, region: 0, offset: 0 }]).unwrap()
+    let range = DmaRange { addr: BASE, len: MEMORY_BYTES as u64, region: 0, offset: GUARD_BYTES as u64 };
+    DmaMap::new(table, vec![range]).unwrap()
 }
 
 impl Machine {
     pub fn new() -> Machine {
-        let region = Region::anonymous(MEMORY_BYTES).unwrap();
-        let view = View::new(Arc::clone(&region), 0, MEMORY_BYTES, 4096).unwrap();
+        let region = Region::anonymous(MEMORY_BYTES + 2 * GUARD_BYTES).unwrap();
+        for at in [0, GUARD_BYTES + MEMORY_BYTES] {
+            region.span(at as u64, GUARD_BYTES).unwrap().fill(GUARD);
+        }
+        let view = View::new(Arc::clone(&region), GUARD_BYTES as u64, MEMORY_BYTES, 4096).unwrap();
         let doorbells = Region::anonymous(4096).unwrap();
         let registers = View::new(doorbells, 0, 4096, 4096).unwrap();
         let controller = Controller::new(options(), registers, &map_of(&region), namespaces()).unwrap();
@@ -118,6 +127,7 @@ impl Machine {
             controller,
             queues: BTreeMap::new(),
             devices: (0..3).map(|_| Region::anonymous(DEVICE_BYTES).unwrap()).collect(),
+            bios: vec![],
             held: vec![],
             is_held: false,
             answer: Status::Ok,
@@ -200,22 +210,31 @@ impl Machine {
     }
 
     pub fn put(&self, addr: u64, bytes: &[u8]) {
-        self.region.span(addr - BASE, bytes.len()).unwrap().copy_from_slice(bytes);
+        self.view.span(addr - BASE, bytes.len()).unwrap().copy_from_slice(bytes);
     }
 
     pub fn get(&self, addr: u64, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
-        self.region.span(addr - BASE, len).unwrap().copy_to_slice(&mut bytes);
+        self.view.span(addr - BASE, len).unwrap().copy_to_slice(&mut bytes);
         bytes
     }
 
     pub fn zero(&self, addr: u64, len: usize) {
-        self.region.span(addr - BASE, len).unwrap().fill(0);
+        self.view.span(addr - BASE, len).unwrap().fill(0);
     }
 
     pub fn put_words(&self, addr: u64, words: &[u64]) {
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         self.put(addr, &bytes);
+    }
+
+    /// Whether nothing was written beside the memory of the host.
+    pub fn guards_are_whole(&self) -> bool {
+        let mut bytes = vec![0; GUARD_BYTES];
+        [0, GUARD_BYTES + MEMORY_BYTES].into_iter().all(|at| {
+            self.region.span(at as u64, GUARD_BYTES).unwrap().copy_to_slice(&mut bytes);
+            bytes.iter().all(|byte| *byte == GUARD)
+        })
     }
 
     /// Everything that has something to do does it, until nothing has.
@@ -256,7 +275,19 @@ impl Machine {
         for (cqid, queue) in &mut self.queues {
             let (table, held) = (Arc::clone(queue.table()), &mut self.held);
             let before = held.len();
-            queue.fetch(4, |bio| held.push((*cqid, bio)));
+            for _ in 0..4 {
+                let mut bio = self.bios.pop().unwrap_or_else(|| Bio::with_capacity(queue.segments_max()));
+                match queue.fetch(&mut bio) {
+                    NextBio::Bio(token) => {
+                        bio.cookie = u64::from(token);
+                        held.push((*cqid, bio));
+                        continue;
+                    }
+                    NextBio::Without => is_busy = true,
+                    NextBio::Unavailable => {}
+                }
+                self.bios.push(bio);
+            }
             for (_, bio) in &held[before..] {
                 self.seen.push((bio.op, bio.flags.bits(), bio.namespace, bio.sector, bio.sectors));
                 is_busy = true;
@@ -294,7 +325,8 @@ impl Machine {
             if self.answer == Status::Ok {
                 bio.status = ram(&self.devices[usize::from(bio.namespace)], &bio, queue.table());
             }
-            queue.complete(bio);
+            queue.end(bio.cookie as u16, bio.status);
+            self.bios.push(bio);
         }
         count
     }
