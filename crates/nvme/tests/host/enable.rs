@@ -4,6 +4,7 @@ use blkyard_nvme::registers::{CAP, CC, Capabilities, ControllerConfig};
 use blkyard_nvme::{AdminRings, ControllerTransport, Disable, Enable, HostStep, NvmeHostError, Silence};
 
 use crate::fake::FakeTransport;
+use crate::peer::Peer;
 
 const MS: u64 = 1_000_000;
 

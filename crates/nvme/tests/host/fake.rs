@@ -6,23 +6,22 @@
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, HashSet};
-use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blkyard_mem::{DmaDomain, Region, RegionTable, View};
+use blkyard_mem::{DmaDomain, Region, View};
 use blkyard_mq::{Bio, Op};
 use blkyard_nvme::registers::{
     ACQ, AQA, ASQ, CAP, CC, CRTO, CSTS, Capabilities, ControllerConfig, ControllerStatus, DOORBELLS,
     admin_queue_entries,
 };
 use blkyard_nvme::{
-    ControllerQueuePair, ControllerRings, ControllerTransport, Cqe, DeviceGone, DmaMap, DmaRange, Doorbells, Fetched,
-    IDENTIFY_BYTES, IdentifyController, IdentifyNamespace, IoCommand, IoParser, LbaFormat, NamespaceFormat, NvmeStatus,
-    ShadowDoorbells, Sqe, admin, cns, feature, io,
+    ControllerQueuePair, ControllerRings, Cqe, DmaMap, Doorbells, Fetched, IDENTIFY_BYTES, IdentifyController,
+    IdentifyNamespace, IoCommand, IoParser, LbaFormat, NamespaceFormat, NvmeStatus, ShadowDoorbells, Sqe, admin, cns,
+    feature, io,
 };
 
-pub const PAGE: usize = 4096;
+use crate::peer::{PAGE, Peer, Transport, map_of};
 
 /// An I/O command that was fetched and is not complete.
 #[derive(Clone, Copy, Debug)]
@@ -94,21 +93,12 @@ pub struct FakeController {
     parser: IoParser,
 }
 
-/// The controller as its host reaches it.
-#[derive(Clone)]
-pub struct FakeTransport {
-    pub fake: Rc<RefCell<FakeController>>,
-    domain: Arc<DmaDomain>,
-}
+pub type FakeTransport = Transport<FakeController>;
 
 pub fn namespace(blocks: u64, block_shift: u8) -> IdentifyNamespace {
     let mut namespace = IdentifyNamespace { blocks, capacity: blocks, ..IdentifyNamespace::default() };
     namespace.set_lba_format(0, LbaFormat { block_shift, ..LbaFormat::default() });
     namespace
-}
-
-pub fn base(region: &Region) -> u64 {
-    region.span(0, 1).unwrap().as_ptr() as u64
 }
 
 impl FakeTransport {
@@ -183,13 +173,13 @@ impl FakeTransport {
             violations: vec![],
             parser: IoParser::new(1 << 20),
         };
-        FakeTransport { fake: Rc::new(RefCell::new(fake)), domain }
+        Transport::on(domain, fake)
     }
 }
 
 impl FakeController {
     /// Lets registers follow the time.
-    pub fn at(&mut self, now_ns: u64) {
+    fn follow(&mut self, now_ns: u64) {
         self.now_ns = now_ns;
         let wants = self.config & 1 == 1;
         if wants != self.ready && self.ready_at_ns.is_none() {
@@ -233,7 +223,7 @@ impl FakeController {
         }
         self.ready_at_ns = None;
         let now_ns = self.now_ns;
-        self.at(now_ns);
+        self.follow(now_ns);
     }
 
     fn remap(&mut self) {
@@ -241,15 +231,7 @@ impl FakeController {
             return;
         }
         self.map_changes = self.domain.changes();
-        let regions = self.domain.regions();
-        let range = |(region, memory): (usize, &Arc<Region>)| DmaRange {
-            addr: base(memory),
-            len: (memory.len() / PAGE * PAGE) as u64,
-            region: region as u32,
-            offset: 0,
-        };
-        let ranges = regions.iter().enumerate().map(range).collect();
-        self.map = DmaMap::new(Arc::new(RegionTable::new(regions)), ranges).unwrap();
+        self.map = map_of(&self.domain);
     }
 
     fn view(&mut self, addr: u64, len: usize) -> View {
@@ -271,8 +253,8 @@ impl FakeController {
     }
 
     /// Executes admin commands, and fetches I/O commands.
-    pub fn turn(&mut self, now_ns: u64) {
-        self.at(now_ns);
+    fn serve(&mut self, now_ns: u64) {
+        self.follow(now_ns);
         if self.gone || !self.ready {
             return;
         }
@@ -509,86 +491,76 @@ impl FakeController {
     }
 }
 
-impl ControllerTransport for FakeTransport {
-    fn read32(&mut self, offset: usize) -> Result<u32, DeviceGone> {
-        let fake = self.fake.borrow();
-        if fake.gone {
-            return Ok(u32::MAX);
-        }
-        let cap = fake.cap.bits();
-        let shutdown = if fake.config >> 14 & 3 != 0 { 2 } else { 0 };
-        Ok(match offset {
-            CAP => cap as u32,
-            offset if offset == CAP + 4 => (cap >> 32) as u32,
-            CC => fake.config,
-            CSTS => ControllerStatus { ready: fake.ready, fatal: fake.fatal, shutdown, ..ControllerStatus::default() }
-                .bits(),
-            CRTO => fake.crto,
-            other => panic!("register {other:#x}"),
-        })
+impl Peer for FakeController {
+    fn at(&mut self, now_ns: u64) {
+        self.follow(now_ns);
     }
 
-    fn write32(&mut self, offset: usize, value: u32) -> Result<(), DeviceGone> {
-        let mut fake = self.fake.borrow_mut();
-        if fake.gone {
-            return Ok(());
+    fn turn(&mut self, now_ns: u64) {
+        self.serve(now_ns);
+    }
+
+    fn read32(&mut self, offset: usize) -> u32 {
+        if self.gone {
+            return u32::MAX;
         }
+        let cap = self.cap.bits();
+        let shutdown = if self.config >> 14 & 3 != 0 { 2 } else { 0 };
         match offset {
-            CC => fake.set_config(value),
-            AQA => fake.aqa = value,
+            CAP => cap as u32,
+            offset if offset == CAP + 4 => (cap >> 32) as u32,
+            CC => self.config,
+            CSTS => ControllerStatus { ready: self.ready, fatal: self.fatal, shutdown, ..ControllerStatus::default() }
+                .bits(),
+            CRTO => self.crto,
+            other => panic!("register {other:#x}"),
+        }
+    }
+
+    fn write32(&mut self, offset: usize, value: u32) {
+        let half = |whole: &mut u64, shift: u32| {
+            *whole = *whole & !(0xffff_ffff << shift) | u64::from(value) << shift;
+        };
+        match offset {
+            _ if self.gone => {}
+            CC => self.set_config(value),
+            AQA => self.aqa = value,
+            ASQ => half(&mut self.asq, 0),
+            at if at == ASQ + 4 => half(&mut self.asq, 32),
+            ACQ => half(&mut self.acq, 0),
+            at if at == ACQ + 4 => half(&mut self.acq, 32),
             at if at >= DOORBELLS => {
-                assert!(!fake.shares_doorbells);
-                fake.doorbells.store_u32(at - DOORBELLS, value, std::sync::atomic::Ordering::Release);
+                assert!(!self.shares_doorbells);
+                self.doorbells.store_u32(at - DOORBELLS, value, std::sync::atomic::Ordering::Release);
             }
             other => panic!("register {other:#x}"),
         }
-        Ok(())
-    }
-
-    fn write64(&mut self, offset: usize, value: u64) -> Result<(), DeviceGone> {
-        let mut fake = self.fake.borrow_mut();
-        match offset {
-            ASQ => fake.asq = value,
-            ACQ => fake.acq = value,
-            other => panic!("register {other:#x}"),
-        }
-        Ok(())
-    }
-
-    fn dma_domain(&self) -> &Arc<DmaDomain> {
-        &self.domain
-    }
-
-    fn dma_addr(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
-        self.domain.regions().iter().any(|mapped| Arc::ptr_eq(mapped, region)).then(|| base(region) + offset)
     }
 
     fn doorbells(&self) -> Option<View> {
-        let fake = self.fake.borrow();
-        fake.shares_doorbells.then(|| fake.doorbells.clone())
-    }
-
-    fn doorbell_bytes(&self) -> usize {
-        PAGE
+        self.shares_doorbells.then(|| self.doorbells.clone())
     }
 
     fn vectors(&self) -> u16 {
-        self.fake.borrow().vectors
-    }
-
-    fn eventfd(&self, _vector: u16) -> Option<BorrowedFd<'_>> {
-        None
+        self.vectors
     }
 
     fn reset_function(&mut self) -> bool {
-        let mut fake = self.fake.borrow_mut();
-        if !fake.can_reset_function {
+        if !self.can_reset_function {
             return false;
         }
-        fake.function_resets += 1;
-        (fake.never_idle, fake.never_ready, fake.fatal, fake.mute) = (false, false, false, false);
-        (fake.config, fake.ready, fake.ready_at_ns) = (0, false, None);
-        fake.forget();
+        self.function_resets += 1;
+        (self.never_idle, self.never_ready, self.fatal, self.mute) = (false, false, false, false);
+        (self.config, self.ready, self.ready_at_ns) = (0, false, None);
+        self.forget();
         true
+    }
+
+    fn lent(&self) -> Rc<RefCell<HashSet<u64>>> {
+        Rc::clone(&self.lent)
+    }
+
+    fn violations(&self) -> Vec<String> {
+        self.violations.clone()
     }
 }

@@ -5,5 +5,8 @@ mod bring_up;
 mod enable;
 mod failure;
 mod fake;
+mod peer;
+mod real;
+
 mod rig;
 mod walk;

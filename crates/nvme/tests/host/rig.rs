@@ -15,7 +15,8 @@ use blkyard_nvme::{
     LateAction, LateCommand, NvmeHostConfig, QueueDemand,
 };
 
-use crate::fake::{FakeController, FakeTransport, PAGE, base};
+use crate::fake::FakeController;
+use crate::peer::{PAGE, Peer, Transport, base};
 
 pub const MS: u64 = 1_000_000;
 pub const S: u64 = 1_000_000_000;
@@ -53,9 +54,9 @@ impl Driver<()> for QueueDriver {
     }
 }
 
-pub struct Rig {
-    pub host: HostController<FakeTransport>,
-    pub fake: Rc<RefCell<FakeController>>,
+pub struct Rig<P = FakeController> {
+    pub host: HostController<Transport<P>>,
+    pub fake: Rc<RefCell<P>>,
     pub queues: BTreeMap<u16, HwQueue<QueueDriver>>,
     pub now_ns: u64,
     /// The least that time goes on by.
@@ -100,13 +101,13 @@ pub fn config(submitters: u16) -> NvmeHostConfig {
     }
 }
 
-impl Rig {
+impl<P: Peer> Rig<P> {
     /// A host whose controller was not started.
-    pub fn new(transport: FakeTransport, config: NvmeHostConfig) -> Rig {
+    pub fn new(transport: Transport<P>, config: NvmeHostConfig) -> Rig<P> {
         let buffer = Region::anonymous(PAGES as usize * PAGE).unwrap();
         let mapping = transport.dma_domain().map(vec![Arc::clone(&buffer)]);
         let fake = Rc::clone(&transport.fake);
-        let lent = Rc::clone(&fake.borrow().lent);
+        let lent = fake.borrow().lent();
         Rig {
             host: HostController::new(transport, config),
             fake,
@@ -132,7 +133,7 @@ impl Rig {
     }
 
     /// One that is live.
-    pub fn live(transport: FakeTransport, config: NvmeHostConfig) -> Rig {
+    pub fn live(transport: Transport<P>, config: NvmeHostConfig) -> Rig<P> {
         let mut rig = Rig::new(transport, config);
         rig.start();
         assert_eq!(rig.host.state(), ControllerState::Live, "{:?}", rig.host.error());
@@ -233,7 +234,7 @@ impl Rig {
     }
 
     /// Rounds until something holds.
-    pub fn run(&mut self, until: impl Fn(&Rig) -> bool, limit_ns: u64) {
+    pub fn run(&mut self, until: impl Fn(&Rig<P>) -> bool, limit_ns: u64) {
         let limit_ns = self.now_ns + limit_ns;
         loop {
             for _ in 0..6 {
@@ -254,8 +255,8 @@ impl Rig {
     }
 
     pub fn check(&self) {
-        let fake = self.fake.borrow();
-        assert!(fake.violations.is_empty(), "{:?}", fake.violations);
+        let violations = self.fake.borrow().violations();
+        assert!(violations.is_empty(), "{violations:?}");
     }
 
     /// Bios in flight.

@@ -11,15 +11,15 @@ use crate::fake::{FakeTransport, namespace};
 use crate::rig::{MS, Rig, S, config};
 
 /// Walks of a test run.
-const SEEDS: u64 = 3000;
+const SEEDS: u64 = 2000;
 /// Steps before the controller is healed.
 const STEPS: usize = 400;
 
 /// SplitMix64.
-struct Chance(u64);
+pub struct Chance(pub u64);
 
 impl Chance {
-    fn next(&mut self) -> u64 {
+    pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -27,11 +27,11 @@ impl Chance {
         z ^ (z >> 31)
     }
 
-    fn below(&mut self, count: usize) -> usize {
+    pub fn below(&mut self, count: usize) -> usize {
         (self.next() % count as u64) as usize
     }
 
-    fn one_in(&mut self, count: u64) -> bool {
+    pub fn one_in(&mut self, count: u64) -> bool {
         self.next().is_multiple_of(count)
     }
 }

@@ -1,0 +1,99 @@
+//! What stands behind a transport in these tests: the controller that breaks where it is told to, or the real one.
+
+use std::cell::RefCell;
+use std::collections::HashSet;
+use std::os::fd::BorrowedFd;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blkyard_mem::{DmaDomain, Region, RegionTable, View};
+use blkyard_nvme::{ControllerTransport, DeviceGone, DmaMap, DmaRange};
+
+pub const PAGE: usize = 4096;
+
+/// A controller on the thread of its host.
+pub trait Peer {
+    /// Lets registers follow the time.
+    fn at(&mut self, now_ns: u64);
+    /// Does what there is to do.
+    fn turn(&mut self, now_ns: u64);
+    /// All ones from one that is unplugged.
+    fn read32(&mut self, offset: usize) -> u32;
+    fn write32(&mut self, offset: usize, value: u32);
+    /// Its doorbells, if it shares them.
+    fn doorbells(&self) -> Option<View>;
+    fn vectors(&self) -> u16;
+    fn reset_function(&mut self) -> bool;
+    /// Pages of data that the host has lent, by address.
+    fn lent(&self) -> Rc<RefCell<HashSet<u64>>>;
+    /// What no host may do.
+    fn violations(&self) -> Vec<String>;
+}
+
+/// A controller as its host reaches it.
+pub struct Transport<P> {
+    pub fake: Rc<RefCell<P>>,
+    domain: Arc<DmaDomain>,
+}
+
+impl<P> Transport<P> {
+    pub fn on(domain: Arc<DmaDomain>, peer: P) -> Transport<P> {
+        Transport { fake: Rc::new(RefCell::new(peer)), domain }
+    }
+}
+
+pub fn base(region: &Region) -> u64 {
+    region.span(0, 1).unwrap().as_ptr() as u64
+}
+
+/// The regions of a domain at our own addresses.
+pub fn map_of(domain: &DmaDomain) -> DmaMap {
+    let regions = domain.regions();
+    let range = |(region, memory): (usize, &Arc<Region>)| DmaRange {
+        addr: base(memory),
+        len: (memory.len() / PAGE * PAGE) as u64,
+        region: region as u32,
+        offset: 0,
+    };
+    let ranges = regions.iter().enumerate().map(range).collect();
+    DmaMap::new(Arc::new(RegionTable::new(regions)), ranges).unwrap()
+}
+
+impl<P: Peer> ControllerTransport for Transport<P> {
+    fn read32(&mut self, offset: usize) -> Result<u32, DeviceGone> {
+        Ok(self.fake.borrow_mut().read32(offset))
+    }
+
+    fn write32(&mut self, offset: usize, value: u32) -> Result<(), DeviceGone> {
+        self.fake.borrow_mut().write32(offset, value);
+        Ok(())
+    }
+
+    fn dma_domain(&self) -> &Arc<DmaDomain> {
+        &self.domain
+    }
+
+    fn dma_addr(&self, region: &Arc<Region>, offset: u64) -> Option<u64> {
+        self.domain.regions().iter().any(|mapped| Arc::ptr_eq(mapped, region)).then(|| base(region) + offset)
+    }
+
+    fn doorbells(&self) -> Option<View> {
+        self.fake.borrow().doorbells()
+    }
+
+    fn doorbell_bytes(&self) -> usize {
+        PAGE
+    }
+
+    fn vectors(&self) -> u16 {
+        self.fake.borrow().vectors()
+    }
+
+    fn eventfd(&self, _vector: u16) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn reset_function(&mut self) -> bool {
+        self.fake.borrow_mut().reset_function()
+    }
+}

@@ -1,0 +1,306 @@
+//! Host and controller of this crate against each other: both sides of a reset, with I/O that devices still have.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use blkyard_mem::{DmaDomain, Region, View};
+use blkyard_mq::{Bio, DeviceInfo, Op, QueueLimits, Status};
+use blkyard_nvme::{
+    Controller, ControllerIoQueue, ControllerOptions, ControllerQueueReply, ControllerRequest, ControllerState,
+    NamespaceTable, NextBio, NvmeHostConfig, ServedNamespace,
+};
+
+use crate::peer::{PAGE, Peer, Transport, map_of};
+use crate::rig::{MS, Rig, S, config};
+use crate::walk::Chance;
+
+/// Walks of a test run.
+const SEEDS: u64 = 500;
+const STEPS: usize = 300;
+
+/// The controller with its queues, and devices that answer when they are told to.
+struct RealController {
+    controller: Controller,
+    queues: BTreeMap<u16, ControllerIoQueue>,
+    doorbells: View,
+    domain: Arc<DmaDomain>,
+    changes: u64,
+    held: Vec<(u16, u16, Box<Bio>)>,
+    is_prompt: bool,
+    gone: bool,
+    disk: HashMap<(u16, u64), u64>,
+    lent: Rc<RefCell<HashSet<u64>>>,
+    violations: Vec<String>,
+}
+
+fn device(block: u32) -> DeviceInfo {
+    let limits = QueueLimits { logical_block_bytes: block, physical_block_bytes: block, ..QueueLimits::default() };
+    DeviceInfo { capacity_sectors: 1 << 16, limits, volatile_cache: true, fua: true, ..DeviceInfo::default() }
+}
+
+impl RealController {
+    fn transport() -> Transport<RealController> {
+        let domain = DmaDomain::new(|| ());
+        let doorbells = View::new(Region::anonymous(PAGE).unwrap(), 0, PAGE, PAGE).unwrap();
+        let mut namespaces = NamespaceTable::new(4);
+        for (nsid, number, block) in [(1, 0, 512), (3, 1, 4096)] {
+            namespaces.set(nsid, ServedNamespace::new(nsid, number, &device(block)));
+        }
+        let options = ControllerOptions { io_queues: 4, queue_entries: 64, ..ControllerOptions::default() };
+        let controller = Controller::new(options, doorbells.clone(), &map_of(&domain), namespaces).unwrap();
+        let real = RealController {
+            controller,
+            queues: BTreeMap::new(),
+            doorbells,
+            changes: domain.changes(),
+            domain: Arc::clone(&domain),
+            held: vec![],
+            is_prompt: true,
+            gone: false,
+            disk: HashMap::new(),
+            lent: Rc::default(),
+            violations: vec![],
+        };
+        Transport::on(domain, real)
+    }
+
+    fn remap(&mut self) {
+        if self.domain.changes() != self.changes {
+            self.changes = self.domain.changes();
+            self.controller.set_memory(&map_of(&self.domain));
+        }
+    }
+
+    fn fetch(&mut self) {
+        for (cqid, queue) in &mut self.queues {
+            loop {
+                let mut bio = Bio::with_capacity(queue.segments_max());
+                match queue.fetch(&mut bio) {
+                    NextBio::Bio(token) => self.held.push((*cqid, token, bio)),
+                    NextBio::Without => {}
+                    NextBio::Unavailable => break,
+                }
+            }
+        }
+    }
+
+    /// A device is done with a bio.
+    fn complete(&mut self, number: usize, status: Status) {
+        let (cqid, token, bio) = self.held.remove(number);
+        let Some(queue) = self.queues.get_mut(&cqid) else {
+            self.violations.push(format!("queue {cqid} is gone before its bios are back"));
+            return;
+        };
+        let table = Arc::clone(queue.table());
+        for segment in bio.segments.iter().filter(|_| status.is_ok()) {
+            let span = table.resolve(*segment).unwrap();
+            let page = span.as_ptr() as u64 / PAGE as u64;
+            if !self.lent.borrow().contains(&page) {
+                self.violations.push(format!("{:?} reached page {page:#x} that was given back", bio.op));
+            }
+            let key = (bio.namespace, bio.sector);
+            if bio.op == Op::Read {
+                span.part(0, 8).copy_from_slice(&self.disk.get(&key).copied().unwrap_or(0).to_le_bytes());
+            } else {
+                let mut word = [0; 8];
+                span.part(0, 8).copy_to_slice(&mut word);
+                self.disk.insert(key, u64::from_le_bytes(word));
+            }
+        }
+        queue.end(token, status);
+    }
+
+    fn replies(&mut self) {
+        let mut over = vec![];
+        for (cqid, queue) in &mut self.queues {
+            queue.publish();
+            while let Some(reply) = queue.take_reply() {
+                if matches!(reply, ControllerQueueReply::Stopped | ControllerQueueReply::Deleted) {
+                    over.push(*cqid);
+                }
+                if let ControllerQueueReply::Fault(..) = reply {
+                    self.violations.push(format!("{reply:?}"));
+                }
+                self.controller.reply(*cqid, reply);
+            }
+        }
+        over.iter().for_each(|cqid| drop(self.queues.remove(cqid)));
+    }
+}
+
+impl Peer for RealController {
+    fn at(&mut self, _now_ns: u64) {}
+
+    fn turn(&mut self, now_ns: u64) {
+        if self.gone {
+            return;
+        }
+        self.remap();
+        let _ = self.controller.poll(now_ns);
+        while let Some(request) = self.controller.take_request() {
+            match request {
+                ControllerRequest::Create(queue) => {
+                    assert!(self.queues.insert(queue.cqid(), *queue).is_none(), "a queue that exists already");
+                }
+                ControllerRequest::Queue(cqid, command) => self.queues.get_mut(&cqid).unwrap().handle(command),
+                ControllerRequest::Flush(number) => self.controller.flushed(number),
+            }
+        }
+        self.fetch();
+        while self.is_prompt && !self.held.is_empty() {
+            self.complete(0, Status::Ok);
+        }
+        self.replies();
+    }
+
+    fn read32(&mut self, offset: usize) -> u32 {
+        if self.gone { u32::MAX } else { self.controller.read_register(offset as u64, 4).unwrap() as u32 }
+    }
+
+    fn write32(&mut self, offset: usize, value: u32) {
+        if !self.gone {
+            self.remap();
+            self.controller.write_register(offset as u64, 4, u64::from(value)).unwrap();
+        }
+    }
+
+    fn doorbells(&self) -> Option<View> {
+        Some(self.doorbells.clone())
+    }
+
+    fn vectors(&self) -> u16 {
+        5
+    }
+
+    fn reset_function(&mut self) -> bool {
+        false
+    }
+
+    fn lent(&self) -> Rc<RefCell<HashSet<u64>>> {
+        Rc::clone(&self.lent)
+    }
+
+    fn violations(&self) -> Vec<String> {
+        self.violations.clone()
+    }
+}
+
+fn live(queues: u16) -> Rig<RealController> {
+    Rig::live(RealController::transport(), NvmeHostConfig { ring_entries: 32, ..config(queues) })
+}
+
+#[test]
+fn our_host_uses_our_controller() {
+    let mut rig = live(3);
+    let found: Vec<_> = rig.host.namespaces().iter().map(|found| (found.namespace.nsid, found.info.clone())).collect();
+    assert_eq!(found.iter().map(|(nsid, _)| *nsid).collect::<Vec<_>>(), [1, 3]);
+    for ((_, info), block) in found.iter().zip([512, 4096]) {
+        assert_eq!((info.capacity_sectors, info.limits.logical_block_bytes), (1 << 16, block));
+        assert!(info.volatile_cache && info.fua && !info.read_only);
+    }
+    assert_eq!(rig.queues.len(), 3);
+    for op in [Op::Write, Op::Read] {
+        for block in 0..90 {
+            rig.submit(1 + block as u16 % 3, block as u16 % 2, op, block).unwrap();
+        }
+        rig.finish();
+    }
+    assert!(rig.ended.len() == 180 && rig.ended.iter().all(|(_, status)| status.is_ok()));
+    assert_eq!(rig.fake.borrow().disk.len(), 90);
+}
+
+#[test]
+fn a_reset_waits_for_what_devices_still_have() {
+    let mut rig = live(2);
+    rig.fake.borrow_mut().is_prompt = false;
+    for block in 0..20 {
+        rig.submit(1 + block as u16 % 2, 0, Op::Read, block).unwrap();
+    }
+    rig.run(|rig| rig.fake.borrow().held.len() == 20, S);
+    rig.host.reset(rig.now_ns);
+    // 60 s for the deletion of queues, and 60.5 s for the controller to become idle (CAP.TO).
+    let until_ns = rig.now_ns + 100 * S;
+    rig.tick_ns = 20 * MS;
+    while rig.now_ns < until_ns {
+        rig.round();
+        rig.pass();
+    }
+    assert_eq!((rig.host.state(), rig.ended.len()), (ControllerState::Resetting, 0));
+    rig.fake.borrow_mut().is_prompt = true;
+    rig.finish();
+    rig.run(|rig| rig.host.state() == ControllerState::Live, 200 * S);
+    assert!(rig.ended.iter().all(|(_, status)| status.is_ok()));
+}
+
+#[test]
+fn a_late_command_is_aborted_by_our_controller() {
+    let mut rig = live(1);
+    rig.fake.borrow_mut().is_prompt = false;
+    rig.submit(1, 0, Op::Read, 0).unwrap();
+    rig.run(|rig| !rig.actions.is_empty(), 100 * S);
+    rig.fake.borrow_mut().is_prompt = true;
+    rig.finish();
+    assert_eq!(rig.ended, [(1, Status::Ok)]);
+    assert_eq!(rig.host.state(), ControllerState::Live);
+}
+
+/// Random order of everything, with resets, suspends, removals and unplugs.
+fn walk(seed: u64, lives: &mut u64) {
+    let mut chance = Chance(seed);
+    let mut rig = live(1 + chance.below(4) as u16);
+    let queues = rig.queues.len();
+    rig.fake.borrow_mut().is_prompt = false;
+    for _ in 0..STEPS {
+        let (qid, now_ns) = (1 + chance.below(queues) as u16, rig.now_ns);
+        match chance.below(24) {
+            0..=5 => {
+                let op = if chance.one_in(2) { Op::Read } else { Op::Write };
+                let _ = rig.submit(qid, chance.below(2) as u16, op, chance.below(40) as u64);
+            }
+            6..=8 => rig.turn_queue(qid),
+            9..=10 => rig.turn_fake(),
+            11..=13 => rig.advance_host(),
+            14 if !rig.commands.is_empty() => rig.deliver_command(0),
+            15 if !rig.reports.is_empty() => rig.deliver_report(0),
+            16 if !rig.late.is_empty() => rig.deliver_late(0),
+            17..=20 => {
+                let held = rig.fake.borrow().held.len();
+                if held > 0 && !rig.fake.borrow().gone {
+                    let status = if chance.one_in(30) { Status::Io } else { Status::Ok };
+                    rig.fake.borrow_mut().complete(chance.below(held), status);
+                }
+            }
+            21 => rig.now_ns += chance.next() % [MS, S, 20 * S][chance.below(3)],
+            22 => rig.pass(),
+            23 if chance.one_in(4) => match chance.below(40) {
+                0 => rig.fake.borrow_mut().gone = true,
+                1 => rig.host.remove(now_ns),
+                2..=10 => rig.host.suspend(now_ns),
+                11..=20 => rig.host.resume(now_ns),
+                _ => drop(rig.host.reset(now_ns)),
+            },
+            _ => {}
+        }
+        rig.check();
+    }
+    rig.fake.borrow_mut().is_prompt = true;
+    rig.tick_ns = 50 * MS;
+    rig.host.resume(rig.now_ns);
+    rig.finish();
+    rig.run(|rig| !rig.host.is_busy(), 600 * S);
+    *lives += u64::from(rig.host.state() == ControllerState::Live);
+    rig.check();
+}
+
+#[test]
+fn no_walk_of_both_sides_loses_a_request() {
+    let mut lives = 0;
+    let one = std::env::var("NVME_WALK").ok().and_then(|seed| seed.parse().ok());
+    for seed in one.map_or(0..SEEDS, |seed| seed..seed + 1) {
+        println!("NVME_WALK={seed}");
+        walk(seed, &mut lives);
+    }
+    assert!(one.is_some() || lives > SEEDS / 2, "{lives} controllers were live in the end");
+}
