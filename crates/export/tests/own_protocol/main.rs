@@ -1,6 +1,7 @@
 //! The core of the exports with a protocol of its own: queues, server, orders, stop and takeover without a line of
 //! vhost-user.
 
+mod by_hand;
 mod mini;
 
 use std::io::{Read, Write};

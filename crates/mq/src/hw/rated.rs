@@ -163,6 +163,12 @@ impl<D> HwQueue<D> {
         self.hurry
     }
 
+    /// Whether there are limits.
+    #[inline]
+    pub fn is_rated(&self) -> bool {
+        self.rated
+    }
+
     /// Releases held bios until the next check.
     pub(super) fn release(&mut self) {
         self.namespaces

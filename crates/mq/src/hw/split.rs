@@ -120,7 +120,7 @@ impl<D> HwQueue<D> {
     pub(super) fn refuse(&mut self, number: usize, mut bio: Box<Bio>, status: Status) {
         bio.status = status;
         if self.config.stats {
-            self.namespaces[number].stats.refused();
+            self.stats_of(number as u16, bio.submitter).refused();
         }
         if bio.ticket != 0 {
             self.tell_refused(&mut bio);
@@ -434,6 +434,7 @@ impl<D> HwQueue<D> {
         let number = usize::from(bio.namespace);
         let is_unknown = bio.wait.since_ns == Wait::UNKNOWN;
         self.joined |= is_unknown && self.table.requests[usize::from(at)].has(Marks::HELD);
+        let submitter = bio.submitter;
         let chained = match merge {
             Merge::Back | Merge::Discard => self.table.chain_back(at, bio),
             Merge::Front => self.table.chain_front(at, bio),
@@ -446,7 +447,7 @@ impl<D> HwQueue<D> {
             self.plug = Plug { start: shape.sector, end: shape.sector + u64::from(shape.sectors) };
         }
         if self.config.stats {
-            self.namespaces[number].stats.merged(merge);
+            self.stats_of(number as u16, submitter).merged(merge);
         }
         None
     }

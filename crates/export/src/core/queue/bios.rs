@@ -43,6 +43,8 @@ pub(super) struct BioPool<T> {
     free: Vec<Box<Bio>>,
     /// By request number; set for those that are in the hardware queue.
     pending: Box<[Option<T>]>,
+    /// Bios that may be in the hardware queue at one time.
+    out_max: usize,
 }
 
 impl<T> BioPool<T> {
@@ -54,7 +56,7 @@ impl<T> BioPool<T> {
             bio.submitter = member as u16;
             bio
         };
-        BioPool { free: (0..bios).map(bio).collect(), pending: (0..bios).map(|_| None).collect() }
+        BioPool { free: (0..bios).map(bio).collect(), pending: (0..bios).map(|_| None).collect(), out_max: usize::MAX }
     }
 
     #[inline(always)]
@@ -87,9 +89,15 @@ impl<T> BioPool<T> {
         &mut self.free
     }
 
+    /// Lets no more than so many into the hardware queue. Bios beyond that number leave it when they complete.
+    pub(super) fn set_out_max(&mut self, out_max: usize) {
+        self.out_max = out_max;
+    }
+
+    /// How many more may go to the hardware queue.
     #[inline]
-    pub(super) fn is_empty(&self) -> bool {
-        self.free.is_empty()
+    pub(super) fn room(&self) -> usize {
+        self.free.len().min(self.out_max.saturating_sub(self.out()))
     }
 
     /// Bios in the hardware queue.

@@ -36,6 +36,8 @@ pub(crate) struct ClientQueue<S: QueueSession> {
     /// Requests it may have in flight, and the most that can be.
     depth: usize,
     depth_max: usize,
+    /// Whether that bound was asked for.
+    is_depth_set: bool,
     suspending: Vec<Sender<Option<S::Base>>>,
     /// Asked to leave its hardware queue, by whoever waits for it.
     parting: Option<Sender<Box<ClientQueue<S>>>>,
@@ -61,6 +63,7 @@ impl<S: QueueSession> ClientQueue<S> {
             stats,
             depth,
             depth_max: depth,
+            is_depth_set: false,
             suspending: Vec::new(),
             parting: None,
             flushing: Flushing::new(number),
@@ -92,8 +95,14 @@ impl<S: QueueSession> ClientQueue<S> {
 
     /// Bounds the requests it may have in flight; says what the bound has become.
     pub(super) fn set_depth(&mut self, depth: usize) -> usize {
-        self.depth = depth.clamp(1, self.depth_max);
+        (self.depth, self.is_depth_set) = (depth.clamp(1, self.depth_max), true);
         self.depth
+    }
+
+    /// Bounds its bios in the hardware queue by its depth, if that was asked for and the hardware queue has the depths
+    /// of several members together. Otherwise a member may use what the others leave.
+    pub(super) fn bound_bios(&mut self, shares_depth: bool) {
+        self.bios.set_out_max(if shares_depth && self.is_depth_set { self.depth } else { usize::MAX });
     }
 
     /// Its bios say who submits them.
@@ -314,13 +323,15 @@ impl<S: QueueSession> ClientQueue<S> {
         }
     }
 
-    /// Passes on what the client offered, and shows it what was completed if anything has moved by now.
+    /// Passes on what the client offered, and shows it what was completed if anything has moved by now. `waits` says
+    /// that it waits for another member to be drained.
     #[inline(always)]
     pub(super) fn feed<Cx: ?Sized + SignalEventfd, D>(
         &mut self,
         hw: &mut HwQueue<D>,
         cx: &mut Cx,
         device_idle: bool,
+        waits: bool,
         mut busy: bool,
     ) -> bool {
         let stopping = self.is_stopping();
@@ -329,9 +340,13 @@ impl<S: QueueSession> ClientQueue<S> {
         if !session.is_broken() {
             // A queue that comes to rest owes what was in flight before it began, and nothing else that it has not
             // fetched.
-            let most = if stopping { session.left().min(session.round_max()) } else { session.round_max() };
+            let most = match (stopping, waits) {
+                (true, _) => session.left().min(session.round_max()),
+                (false, true) => 0,
+                (false, false) => session.round_max(),
+            };
             // The control path's flush takes a place, too: there may be more bios at hand than there is room for.
-            let most = most.min(hw.room());
+            let most = most.min(hw.room()).min(self.bios.room());
             let (identity, refusals) = (&self.identity, &*self.refusals);
             let mut feed = BioFeed { hw, bios: &mut self.bios, identity, refusals };
             busy |= session.fetch(&mut feed, most, device_idle);
@@ -369,13 +384,14 @@ impl<S: QueueSession> ClientQueue<S> {
         cx.forget(&mut self.signal);
     }
 
-    /// Asks the client to kick from now on. True if there is something to do already.
-    pub(super) fn arm(&mut self, room: usize) -> bool {
+    /// Asks the client to kick from now on. True if there is something to do already. `waits` says that it waits for
+    /// another member to be drained.
+    pub(super) fn arm(&mut self, room: usize, waits: bool) -> bool {
         // A queue that is being stopped fetches nothing, whatever the client offers: it waits for completions only.
-        let fetches = !self.is_stopping();
+        let fetches = !self.is_stopping() && !waits;
         match &mut self.session {
             Some(session) if fetches && !session.is_broken() => {
-                let offered = session.arm() && !self.bios.is_empty() && room > 0;
+                let offered = session.arm() && self.bios.room() > 0 && room > 0;
                 offered || session.is_lost()
             }
             _ => false,

@@ -124,6 +124,8 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
 
     /// Bounds what is in flight by the depths of the members. `orders` says whether a scheduler orders them.
     pub(super) fn set_depth(&mut self, orders: bool) {
+        let shares_depth = self.members.len() > 1 && !orders;
+        self.members.iter_mut().for_each(|member| member.bound_bios(shares_depth));
         let depths = self.members.iter().map(ClientQueue::depth);
         // What orders for the device orders as little as if there were one member.
         let depth = if orders { depths.max().unwrap_or(1) } else { depths.sum() };

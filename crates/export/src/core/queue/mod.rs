@@ -64,8 +64,9 @@ pub struct QueuePoller<D, S: QueueSession> {
 pub struct QueueShare {
     /// Bios it has.
     pub bios: usize,
-    /// Requests in flight, at most. Client queues that share a hardware queue have the sum together; where its
-    /// scheduler orders, the device sees no more than from one.
+    /// Requests in flight, at most. Client queues that share a hardware queue have the sum together, and each may use
+    /// what the others leave until a bound is [set](QueueRemote::set_depth); where its scheduler orders, the device
+    /// sees no more than from one.
     pub depth: usize,
 }
 
@@ -160,6 +161,8 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
         return PollerState::Idle;
     }
     let mut busy = false;
+    // An idle queue is not polled: a driver with news for it (`Driver::wants_poll`) signals its eventfd, and reads them
+    // when it is armed, or when it is given the next request.
     if !hw.is_idle() {
         members.iter_mut().for_each(ClientQueue::resume);
         busy |= hw.reap(cx, now_ns, &mut |bio| match &mut *members {
@@ -168,10 +171,12 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
         }) > 0;
     }
     let device_idle = hw.is_idle();
+    // The bios of a member that is drained pass the limits at once, and so would those that others fetch meanwhile.
+    let waits = members.len() > 1 && stopping && hw.is_rated();
     for step in 0..members.len() {
         let index = first + step;
         let index = if index < members.len() { index } else { index - members.len() };
-        busy = members[index].feed(hw, cx, device_idle, busy);
+        busy = members[index].feed(hw, cx, device_idle, waits, busy);
     }
     busy |= hw.issue(cx, now_ns) > 0;
     for index in 0..members.len() {
@@ -254,8 +259,9 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for 
 
     fn arm(&mut self) -> bool {
         let room = self.hw.room();
+        let waits = self.hw.is_rated() && self.members.iter().any(ClientQueue::is_stopping);
         // Each is armed, even after one has work.
-        let work = self.members.iter_mut().fold(false, |work, member| member.arm(room) | work);
+        let work = self.members.iter_mut().fold(false, |work, member| member.arm(room, waits) | work);
         let finished = self.hw.arm::<Cx>();
         work || finished || self.members.iter().any(|member| member.port.shared.mailbox.is_pending())
     }

@@ -345,7 +345,10 @@ impl<S: QueueSession> QueueRemote<S> {
     }
 
     /// Bounds the requests in flight; says what the bound has become.
-    pub(crate) fn set_depth(&self, depth: usize) -> Result<usize, LaneGone> {
+    ///
+    /// # Errors
+    /// Its lane has ended.
+    pub fn set_depth(&self, depth: usize) -> Result<usize, LaneGone> {
         if let Some(on_demand) = &self.on_demand {
             on_demand.poller().depth = Some(depth);
         }

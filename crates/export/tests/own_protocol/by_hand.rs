@@ -1,0 +1,193 @@
+//! Members of a hardware queue, round by round, on a clock that the test moves.
+
+use std::sync::Arc;
+
+use blkyard_export::{DetachedQueue, QueuePoller, QueueRemote, QueueShare, queue_pair};
+use blkyard_mq::{BlockDevice, HwQueue, HwQueueConfig, Poller, PollerState, RamQueue, RateConfig, RateLimit};
+
+use super::mini::{MiniOp, MiniQueueSession, MiniRequest, MiniRing};
+use super::{IDENTITY, QUEUES, device};
+
+const MS: u64 = 1_000_000;
+
+/// Two members of a hardware queue, which run.
+struct Members {
+    poller: QueuePoller<RamQueue, MiniQueueSession>,
+    remotes: Vec<QueueRemote<MiniQueueSession>>,
+    rings: Vec<Arc<MiniRing>>,
+    now_ns: u64,
+    offered: u16,
+}
+
+impl Members {
+    fn new(latency_ns: u64, limits: &[Arc<RateLimit>]) -> Members {
+        let usual = HwQueueConfig::default();
+        let config = HwQueueConfig { bios_max: usual.bios_max * QUEUES, depth: usual.depth * QUEUES, ..usual };
+        let device = device(latency_ns);
+        let mut hw = HwQueue::new(device.queue(config.depth), Arc::new(device.info().clone()), config);
+        hw.set_rates(0, limits.to_vec());
+        let (remotes, ports): (Vec<_>, Vec<_>) = (0..QUEUES).map(|_| queue_pair()).unzip();
+        let share = QueueShare { bios: usual.bios_max, depth: usual.depth };
+        let mut detached = ports.into_iter().map(|port| DetachedQueue::new(IDENTITY, port, share, 0).unwrap());
+        let poller = QueuePoller::of_detached(hw, detached.next().unwrap());
+        let rings = MiniRing::several(QUEUES);
+        let mut members = Members { poller, remotes, rings, now_ns: 0, offered: 0 };
+        for queue in detached {
+            let mover = members.remotes[0].mover();
+            assert!(members.asking(move || mover.adopt(queue).is_ok()));
+        }
+        let remotes = std::mem::take(&mut members.remotes);
+        for (remote, ring) in remotes.iter().zip(members.rings.clone()) {
+            members.asking(|| remote.run((ring, 0)).unwrap().unwrap());
+        }
+        members.remotes = remotes;
+        members
+    }
+
+    /// What this comes to, on another thread, which the poller answers.
+    fn asking<T: Send>(&mut self, ask: impl FnOnce() -> T + Send) -> T {
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(ask);
+            while !asking.is_finished() {
+                self.turn();
+            }
+            asking.join().unwrap()
+        })
+    }
+
+    /// One round, a microsecond after the last.
+    fn turn(&mut self) -> PollerState {
+        self.now_ns += 1000;
+        self.poller.run_once(&mut (), self.now_ns)
+    }
+
+    fn turns(&mut self, count: usize) {
+        for _ in 0..count {
+            self.turn();
+        }
+    }
+
+    /// Whether it would have to stay awake.
+    fn nod(&mut self) -> bool {
+        let work = Poller::<()>::arm(&mut self.poller);
+        Poller::<()>::disarm(&mut self.poller);
+        work
+    }
+
+    /// Has all come to rest.
+    fn end(mut self, remotes: &[QueueRemote<MiniQueueSession>]) {
+        for remote in remotes {
+            self.asking(|| remote.suspend().unwrap().wait().unwrap());
+        }
+    }
+
+    fn offer(&mut self, queue: usize, count: u64) {
+        for _ in 0..count {
+            let (id, sector) = (self.offered, u64::from(self.offered) * 2 % 2048);
+            self.offered = self.offered.wrapping_add(1);
+            self.rings[queue].offer(MiniRequest { id, op: MiniOp::Read, sector, slot: 0 });
+        }
+    }
+
+    /// Takes what was completed at a ring; says how many.
+    fn completed(&self, queue: usize) -> u64 {
+        std::iter::from_fn(|| self.rings[queue].poll()).count() as u64
+    }
+}
+
+/// So many requests a second.
+fn limit(iops: u64) -> Arc<RateLimit> {
+    Arc::new(RateLimit::new(RateConfig { iops, bytes_per_s: 0, burst_ms: 10 }).unwrap())
+}
+
+#[test]
+fn suspended_member_lifts_no_limit_for_others() {
+    let mut members = Members::new(100 * MS, &[limit(100)]);
+    members.offer(0, 1);
+    members.turn();
+    // It is drained when its device answers. The other offers much meanwhile.
+    let suspension = members.remotes[0].suspend().unwrap();
+    members.turn();
+    members.offer(1, 200);
+    let begin_ns = members.now_ns;
+    assert_eq!(members.asking(|| suspension.wait().unwrap()), Some(1));
+    let drained_ms = (members.now_ns - begin_ns) / MS;
+    assert!(drained_ms <= 110, "it is drained once its device answers: {drained_ms} ms");
+    for second in 1..=3 {
+        let until_ns = begin_ns + second * 1000 * MS;
+        let mut done = 0;
+        while members.now_ns < until_ns {
+            members.turn();
+            done += members.completed(1);
+        }
+        assert!((70..=102).contains(&done), "{done} requests in second {second}, and a hundred may pass");
+        members.offer(1, 100);
+    }
+    let remotes = std::mem::take(&mut members.remotes);
+    members.end(&remotes);
+}
+
+#[test]
+fn member_that_waits_for_a_drain_lets_the_lane_sleep() {
+    let mut members = Members::new(100 * MS, &[limit(1000)]);
+    members.offer(0, 1);
+    members.turn();
+    let suspension = members.remotes[0].suspend().unwrap();
+    members.turn();
+    members.offer(1, 1);
+    members.turn();
+    assert!(!members.nod(), "nothing can be done before the device answers");
+    assert_eq!(members.asking(|| suspension.wait().unwrap()), Some(1));
+    let mut done = 0;
+    while done == 0 {
+        members.turn();
+        done = members.completed(1);
+    }
+}
+
+#[test]
+fn depth_bounds_each_member_of_a_hardware_queue() {
+    let mut members = Members::new(100 * MS, &[]);
+    let remotes = std::mem::take(&mut members.remotes);
+    for remote in &remotes {
+        assert_eq!(members.asking(|| remote.set_depth(8).unwrap()), 8);
+    }
+    members.offer(0, 100);
+    members.turns(20);
+    let ring = members.asking(|| remotes[0].watch().look().unwrap().recv().unwrap()).ring.unwrap();
+    assert_eq!(ring.in_flight, 8, "its own bound, whatever the others leave");
+    assert!(!members.nod(), "there is no bio for what waits");
+    members.offer(1, 100);
+    members.turns(20);
+    let ring = members.asking(|| remotes[1].watch().look().unwrap().recv().unwrap()).ring.unwrap();
+    assert_eq!(ring.in_flight, 8);
+    assert_eq!(members.asking(|| remotes[0].set_depth(16).unwrap()), 16);
+    members.turns(20);
+    let ring = members.asking(|| remotes[0].watch().look().unwrap().recv().unwrap()).ring.unwrap();
+    assert_eq!(ring.in_flight, 16);
+    members.end(&remotes);
+}
+
+#[test]
+fn refusals_and_merges_are_counted_with_their_member() {
+    let mut members = Members::new(0, &[]);
+    let counted = |members: &Members, queue: usize| {
+        let stats = members.remotes[queue].watch().stats().unwrap().snapshot();
+        (stats.refused, stats.merged.iter().sum::<u64>())
+    };
+    for (round, queue) in [(1, 1), (1, 0), (2, 1)] {
+        // Beyond the end; and two that touch.
+        for sector in [1 << 40, 6, 7] {
+            members.rings[queue].offer(MiniRequest { id: 0, op: MiniOp::Read, sector, slot: 0 });
+        }
+        members.turns(5);
+        assert_eq!(members.completed(queue), 3);
+        assert_eq!(counted(&members, queue), (round, round), "queue {queue}");
+    }
+    let mover = members.remotes[0].mover();
+    let detached = members.asking(move || mover.part(std::time::Duration::from_secs(30)).unwrap());
+    members.rings[1].offer(MiniRequest { id: 0, op: MiniOp::Read, sector: 1 << 40, slot: 0 });
+    members.turns(5);
+    assert_eq!([0, 1].map(|queue| counted(&members, queue)), [(1, 1), (3, 2)], "the first has left");
+    drop(detached);
+}
