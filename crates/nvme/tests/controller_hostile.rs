@@ -459,7 +459,7 @@ fn io_sqe() -> impl Strategy<Value = Vec<u64>> {
     let sgl = (addr(), 0..40_u64, prop::sample::select(&[0, 0, 0x20, 0x30, 0x40, 1][..]));
     let pointer = prop_oneof![
         4 => (addr(), addr()).prop_map(|(first, second)| (0, [first, second])),
-        1 => sgl.prop_map(|(addr, len, kind)| (0x40, [addr, len * 16 | kind << 56])),
+        1 => sgl.prop_map(|(addr, len, kind)| (0x40, [addr, (len * 16) | (kind << 56)])),
         1 => (addr(), 1..32_u64).prop_map(|(addr, blocks)| (0x40, [addr, blocks * 512])),
     ];
     (opcode, nsid, 0..60_u64, pointer, 0..2100_u64, prop_oneof![0..40_u64, any::<u16>().prop_map(u64::from)]).prop_map(
