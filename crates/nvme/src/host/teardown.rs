@@ -1,5 +1,7 @@
 //! The way down: I/O queues stop, are deleted, the controller is disabled, and only then requests are given back.
 
+use std::sync::atomic::Ordering::Relaxed;
+
 use crate::host::admin::{ADMIN_TIMEOUT_NS, AdminData};
 use crate::host::host_controller::{AdminPurpose, HostPhase, PhaseChanged};
 use crate::host::io_queues::QueueRun;
@@ -175,8 +177,19 @@ impl<T: ControllerTransport> HostController<T> {
                 }
             }
         }
+        self.clear_private_doorbells();
         self.cancel_queues();
         self.phase = HostPhase::Cancel;
+    }
+
+    /// Zeroes doorbell registers that the controller does not share: its own are zero when the queues are created anew,
+    /// and an old index must not be [forwarded](HostController::forward_doorbells) then.
+    fn clear_private_doorbells(&self) {
+        if let Some(registers) = self.registers.as_ref().filter(|_| self.transport.doorbells().is_none()) {
+            for at in (0..registers.len()).step_by(size_of::<u32>()) {
+                registers.store_u32(at, 0, Relaxed);
+            }
+        }
     }
 
     /// Nothing is in flight any more.

@@ -25,6 +25,7 @@ struct RealController {
     controller: Controller,
     queues: BTreeMap<u16, ControllerIoQueue>,
     doorbells: View,
+    shares_doorbells: bool,
     domain: Arc<DmaDomain>,
     changes: u64,
     held: Vec<(u16, u16, Box<Bio>)>,
@@ -54,6 +55,7 @@ impl RealController {
             controller,
             queues: BTreeMap::new(),
             doorbells,
+            shares_doorbells: true,
             changes: domain.changes(),
             domain: Arc::clone(&domain),
             held: vec![],
@@ -116,6 +118,8 @@ impl RealController {
         let mut over = vec![];
         for (cqid, queue) in &mut self.queues {
             queue.publish();
+            // As an owner that sleeps after each turn.
+            queue.arm();
             while let Some(reply) = queue.take_reply() {
                 if matches!(reply, ControllerQueueReply::Stopped | ControllerQueueReply::Deleted) {
                     over.push(*cqid);
@@ -167,7 +171,7 @@ impl Peer for RealController {
     }
 
     fn doorbells(&self) -> Option<View> {
-        Some(self.doorbells.clone())
+        self.shares_doorbells.then(|| self.doorbells.clone())
     }
 
     fn vectors(&self) -> u16 {
@@ -232,6 +236,31 @@ fn a_reset_waits_for_what_devices_still_have() {
     rig.finish();
     rig.run(|rig| rig.host.state() == ControllerState::Live, 200 * S);
     assert!(rig.ended.iter().all(|(_, status)| status.is_ok()));
+}
+
+#[test]
+fn doorbells_that_are_not_shared_begin_anew_after_a_reset() {
+    let transport = RealController::transport();
+    transport.fake.borrow_mut().shares_doorbells = false;
+    let mut rig = Rig::live(transport, NvmeHostConfig { ring_entries: 32, has_shadow: false, ..config(1) });
+    let mut total = 0;
+    for count in [9, 3, 5] {
+        total += count;
+        for block in 0..count {
+            rig.submit(1, 0, Op::Write, block as u64).unwrap();
+        }
+        for _ in 0..50 {
+            rig.round();
+            let now_ns = rig.now_ns;
+            rig.host.forward_doorbells(1, now_ns);
+            rig.pass();
+        }
+        // A stale head of the completion queue is none that an honest host writes.
+        rig.check();
+        assert_eq!(rig.ended.len(), total);
+        rig.host.reset(rig.now_ns);
+        rig.run(|rig| rig.host.state() == ControllerState::Live, 200 * S);
+    }
 }
 
 #[test]
