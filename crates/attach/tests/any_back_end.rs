@@ -1,6 +1,6 @@
-//! A back-end that does anything at all: what is in flight ends, and the next good one serves.
+//! A back-end with random behaviour: requests in flight end, and the next good one serves.
 //!
-//! With `ANY_CASES=N` in the environment so many are tried.
+//! `ANY_CASES=N` in the environment sets the number of cases.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -36,7 +36,7 @@ impl Chance {
     }
 }
 
-/// Serves one front-end after the other, each in its own way, until it is told to stop.
+/// Serves one front-end after the other, each in its own way, until it is stopped.
 fn serve_wildly(path: &Path, disk: &BlkConfig, chance: &mut Chance, stop: &AtomicBool) {
     let _ = std::fs::remove_file(path);
     let listener = UnixListener::bind(path).unwrap();
@@ -66,7 +66,7 @@ fn session(stream: &UnixStream, disk: &BlkConfig, chance: &mut Chance, stop: &At
         let mut answer = match request {
             1 => Some((disk.features() | Features::PROTOCOL_FEATURES).bits().to_ne_bytes().to_vec()),
             11 => Some(payload.clone()),
-            // Queues, acknowledgements, the configuration, slots of memory, and mostly an account of what is in flight.
+            // Queues, acknowledgements, the configuration, memory slots, and mostly an in-flight record.
             15 => {
                 let account = if chance.once_in(4) { 0 } else { 1_u64 << 12 };
                 Some((1_u64 | 1 << 3 | 1 << 9 | 1 << 15 | account).to_ne_bytes().to_vec())
@@ -101,7 +101,7 @@ fn session(stream: &UnixStream, disk: &BlkConfig, chance: &mut Chance, stop: &At
     None
 }
 
-/// Writes into a region, the first of which holds the rings, and rings whatever there is to ring.
+/// Writes into a region, the first of which holds the rings, and signals eventfds.
 fn do_anything(region: Option<&Arc<Region>>, eventfds: &[OwnedFd], chance: &mut Chance) {
     if let Some(region) = region {
         for _ in 0..chance.next() % 8 {

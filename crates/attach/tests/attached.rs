@@ -1,4 +1,4 @@
-//! A disk attached to a back-end of our own: what is written is read back, and whoever sleeps is called.
+//! A disk attached to a back-end of ours: written data is read back, and a sleeper is called.
 
 mod common;
 

@@ -31,7 +31,7 @@ fn all_are_served(users: &mut [User]) {
     assert!(users.iter_mut().flat_map(|user| user.ended.drain(..)).all(|bio| bio.status == Status::Ok));
 }
 
-/// All queues have this memory, one after the other, after none had any.
+/// Sets this memory in all queues, one after the other, after they had none.
 fn use_memory(users: &mut [User], region: &Arc<Region>) {
     users.iter_mut().for_each(|user| user.set_memory(Some(region)));
 }

@@ -1,7 +1,7 @@
-//! A foreign back-end that loses what it has in hand when its memory or a ring changes, or drops requests: every I/O
-//! ends, and nothing is in flight when the memory changes.
+//! A foreign back-end that loses its requests when its memory or a ring changes, or drops requests: every I/O ends, and
+//! none is in flight when the memory changes.
 //!
-//! With `LOSSY_SEEDS=N` in the environment so many orders of events are tried.
+//! `LOSSY_SEEDS=N` in the environment sets the number of seeds.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -15,7 +15,7 @@ use blkyard_mq::{Op, QueueKind, Status};
 use blkyard_virtio::Features;
 use common::{Lossy, LossyConfig, PATIENCE, SLOTS, TestClock, User, config, place, until};
 
-/// Writes and reads back blocks of its own, until it is told to stop.
+/// Writes and reads back its own blocks, until it is stopped.
 fn keep_busy(user: &mut User, first: u64, stop: &AtomicBool) {
     let mut round = 0_u8;
     while !stop.load(Relaxed) || round == 0 {
@@ -77,7 +77,7 @@ fn add_under_load(packed: bool) {
             for number in 0..4 {
                 let (attached, stop, seen) = (&attached, &stop, &lossy.seen);
                 scope.spawn(move || {
-                    // Each comes with a queue and memory of its own, while the others are at work.
+                    // Each brings a queue and separate memory, while the others work.
                     until("the first is at work", || number == 0 || seen.done.load(Relaxed) > 0);
                     std::thread::sleep(Duration::from_micros(number * (200 + 700 * (seed % 12))));
                     let mut user = User::new(attached, QueueKind::Default);
@@ -138,7 +138,7 @@ fn a_back_end_that_answers_messages_and_never_a_request_fails_io_in_time() {
     user.submit(Op::Write, 5, 1);
     until("it is over", || {
         user.turn_idle();
-        // Time for what the other side does is not that of the clock.
+        // The other side's work takes real time.
         let dropped = lossy.seen.dropped.load(Relaxed);
         if attached.view().is_connected && dropped == 2 * lossy.seen.sessions.load(Relaxed) {
             clock.advance(Duration::from_millis(500));
@@ -164,7 +164,7 @@ fn a_request_that_is_dropped_each_time_fails_and_the_others_do_not() {
     for bio in user.ended.drain(..) {
         assert_eq!(bio.status, if bio.cookie == 7 { Status::Timeout } else { Status::Ok }, "block {}", bio.cookie);
     }
-    // Its place is as good as any other by now.
+    // Its slot is free again by now.
     for block in (0..SLOTS).filter(|block| *block != 7) {
         assert_eq!(user.one(Op::Read, block, 0), Status::Ok);
     }
@@ -223,7 +223,7 @@ fn a_disk_is_let_go_of_at_once_whatever_its_back_end_does() {
     let _silent = listener.accept().unwrap();
     let start = Instant::now();
     drop((user, attached));
-    // As long as a message may take is a minute.
+    // The time limit of a message is a minute.
     assert!(start.elapsed() < PATIENCE / 2, "{:?}", start.elapsed());
 }
 

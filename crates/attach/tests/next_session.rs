@@ -1,5 +1,4 @@
-//! What one session leaves to the next: rings, accounts, queues and descriptors that are still good, and those that are
-//! not.
+//! State that passes from one session to the next: rings, records, queues and descriptors, valid and invalid ones.
 
 mod common;
 
@@ -116,7 +115,7 @@ fn who_served_before_cannot_complain_of_the_rings_of_the_next() {
     let backend = Backend::start(&path, &device, 1);
     user.drain_asleep();
     rustix::io::write(&error, &1_u64.to_ne_bytes()).unwrap();
-    // Whoever knows the second size has looked at all that was there at the first.
+    // A reader of the second size has handled everything sent at the first.
     for capacity_sectors in [8192, 4096] {
         let info = DeviceInfo { capacity_sectors, ..device.info().clone() };
         backend.server.hand().change(Arc::new(info)).recv().unwrap().unwrap();

@@ -1,5 +1,5 @@
 //! After start the data path allocates nothing, from the bio to the available ring and from the used ring to the bio.
-//! Counted on the thread that turns the queue; the control thread may allocate.
+//! Counted on the thread that runs the queue; the control thread may allocate.
 
 mod common;
 

@@ -1,4 +1,4 @@
-//! A set-up that fails at any of its messages costs nothing: the next back-end that is well serves all queues.
+//! A set-up that fails at any of its messages has no lasting effect: the next good back-end serves all queues.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -9,7 +9,7 @@ use blkyard_attach::Attached;
 use blkyard_mq::{Op, QueueKind, Status};
 use common::{Backend, Fake, Faults, Ill, User, blk_config, config, disk, disk_info, place, until};
 
-/// Keeps account of what is in flight, and does what it is told and no I/O.
+/// Keeps an in-flight record, and handles messages without I/O.
 const HOLDS: Faults = Faults { ill: Ill::Holds, account: true, table: false, messages_max: None, from_kick: false };
 /// More than any conversation of these tests has.
 const MESSAGES_MAX: usize = 80;
@@ -18,7 +18,7 @@ fn fakes<const N: usize>(path: &Path, queues: usize, faults: [Faults; N]) -> Fak
     Fake::start_each(path, blk_config(&disk_info(), queues), faults)
 }
 
-/// A good one takes over, and all who use the disk get all that they ask for.
+/// A good back-end takes over, and all users of the disk can do I/O.
 fn next_one_serves(path: &Path, attached: Attached, mut users: Vec<User>, what: &str) {
     let _ = std::fs::remove_file(path);
     let backend = Backend::start(path, &disk(), attached.queues_max());
@@ -31,8 +31,8 @@ fn next_one_serves(path: &Path, attached: Attached, mut users: Vec<User>, what: 
     backend.stop();
 }
 
-/// Has a back-end hang up after each number of messages, all at a time. Says after how many it was told all that there
-/// is.
+/// Has a back-end disconnect after each number of messages, one number at a time. Returns the number of a complete
+/// set-up.
 fn at_each_message(fails: impl Fn(usize) -> bool + Sync) -> usize {
     let failed: Vec<bool> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..MESSAGES_MAX)
@@ -74,7 +74,7 @@ fn a_set_up_with_new_rings_can_fail_at_any_message() {
 fn a_change_of_memory_can_fail_at_any_message() {
     let whole = at_each_message(|messages| {
         let (_folder, path) = place();
-        // The one before it was told all that is said at first.
+        // The previous one got all messages of a first set-up.
         let first = Faults { table: true, messages_max: Some(messages + 9), ..HOLDS };
         let fake = fakes(&path, 2, [first]);
         let attached = Attached::open(config(&path)).unwrap();

@@ -1,4 +1,4 @@
-//! Back-ends that hang, lie or die: contained, and nothing that was acknowledged is lost or done twice.
+//! Back-ends that hang, lie or die: contained, and no acknowledged write is lost or done twice.
 
 mod common;
 
@@ -50,7 +50,7 @@ fn what_a_dead_back_end_had_in_hand_is_done_by_the_next_in_the_same_order() {
     let mut user = User::new(&attached, QueueKind::Default);
     for slot in 0..SLOTS {
         user.fill(slot, slot as u8);
-        // Each block is written several times over; the last one stands.
+        // Each block is written several times; the last one counts.
         user.submit(Op::Write, slot % 5, slot);
     }
     until("the back-end is gone", || {
@@ -108,7 +108,7 @@ fn back_ends_that_die_over_the_same_requests_are_counted_until_something_is_answ
     user.drain_asleep();
     assert_eq!(user.ended.pop().unwrap().status, Status::Ok);
     assert_eq!(deaths(), 0, "it was answered");
-    // What it dies of now is something else, or nothing.
+    // Its next death has another cause.
     backend.stop();
     until("the good one is gone", || !attached.view().is_connected);
     user.submit(Op::Read, 7, 0);
@@ -208,7 +208,7 @@ fn io_for_a_back_end_that_stays_away_fails_after_its_time_and_goes_on_when_it_is
         user.turn();
         assert!(user.ended.is_empty(), "after {:?}", clock.passed());
     }
-    // It is looked for each half second.
+    // A connection is attempted each half second.
     (0..4).for_each(|_| clock.advance(step));
     until("it fails", || user.turn() > 0);
     assert_eq!(user.ended.pop().unwrap().status, Status::Io);

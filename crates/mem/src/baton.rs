@@ -1,8 +1,8 @@
 //! The baton: a lock with one owner at a time, on which no thread waits.
 //!
-//! A [`Baton`] is an ownership lock with a PENDING bit, and keeps what several threads share and one at a time may
-//! touch: a hardware queue. It is a lock without a slow path: a thread that finds it held sets the bit and leaves. The
-//! holder cannot release it without having taken the bit.
+//! A [`Baton`] is an ownership lock with a PENDING bit, and guards a value that several threads share, one at a time: a
+//! hardware queue. It is a lock without a slow path: a thread that finds it held sets the bit and leaves. The holder
+//! cannot release it without having taken the bit.
 //!
 //! ```text
 //!                       take                            take, by another

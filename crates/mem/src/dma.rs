@@ -1,12 +1,12 @@
-//! The memory that a device reaches: mapped once, whatever number of queues use it.
+//! The memory that a device reaches: mapped once for any number of queues.
 //!
 //! A [`DmaDomain`] is an address space in which the other side of a device reaches our memory: an IOMMU domain, or the
-//! memory table of a back-end. It belongs to the device, and says which regions are to be mapped there. Whoever owns
-//! memory holds a [`DmaMapping`] for as long as I/O may use it; queues hold one of the memory they were given. A region
-//! is mapped when its first holder comes, and unmapped when its last one has left.
+//! memory table of a back-end. It belongs to the device, and lists the regions to be mapped there. The owner of memory
+//! holds a [`DmaMapping`] for as long as I/O may use it; queues hold one of the memory they were given. A region is
+//! mapped when its first holder comes, and unmapped when its last one has left.
 //!
-//! The domain keeps the list. Mapping itself (an ioctl, a message) is the device's, which is told of changes. No I/O
-//! path comes here: a queue learns once what it can reach, when it is given memory.
+//! The domain keeps the list. The device, which is told of changes, does the mapping (an ioctl, a message). No I/O path
+//! comes here: a queue learns once, with its memory, which regions it can reach.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -375,7 +375,7 @@ mod tests {
         assert!(region.span(4096, 0).is_some());
     }
 
-    /// A file in memory, of which anybody may change the length.
+    /// A memfd without seals: its length can change.
     fn memory(len: u64) -> std::fs::File {
         let file = rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&file, len).unwrap();

@@ -214,7 +214,7 @@ impl Span<'_> {
         unsafe { std::ptr::copy(from.start.as_ptr(), self.start.as_ptr(), before) };
         for line in 0..lines {
             let at = line * LINE_BYTES;
-            // SAFETY: so many lines lie in `next`, and in the other two behind the first bytes.
+            // SAFETY: `next` has that many lines, and so have the other two behind the first bytes.
             unsafe {
                 crate::view::fetch_at(next.start.add(at));
                 let (from, to) = (from.start.add(before + at), self.start.add(before + at));

@@ -1,9 +1,9 @@
-//! The ownership word under loom: one owner at a time, no work lost, nobody left asleep.
+//! The baton under loom: one owner at a time, no lost work, no thread left asleep.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mem --test loom_baton`
 //!
-//! What is kept is a `loom` cell: touching it from two threads without the baton's order between them fails the model,
-//! however far apart in time. Models without a bound are explored to the end; each prints how many orders that were.
+//! The protected value is a `loom` cell: access from two threads without the baton's ordering between them fails the
+//! model, however far apart in time. Models without a bound are explored completely; each prints its number of orders.
 #![cfg(loom)]
 
 mod common;
@@ -15,14 +15,14 @@ use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use loom::sync::{Arc, Notify};
 use loom::thread;
 
-/// A counter that is no atomic: what a hardware queue is to the baton.
+/// A plain counter, in place of the hardware queue.
 struct Kept(UnsafeCell<usize>);
 
 impl Kept {
     fn add(&mut self, n: usize) {
         // Two accesses, so that an intruder between them is found out.
         let before = self.value();
-        // SAFETY: that nobody else is here is what the model checks; loom fails it before it could do harm.
+        // SAFETY: the model checks that no other thread is here; loom fails it before any harm.
         self.0.with_mut(|kept| unsafe { *kept = before + n });
     }
 
@@ -34,7 +34,7 @@ impl Kept {
 
 struct SharedQueue {
     baton: Baton<Kept>,
-    /// What each thread has published and no owner has taken yet.
+    /// Items published by each thread that no owner has taken yet.
     published: Vec<AtomicUsize>,
 }
 
@@ -46,7 +46,7 @@ impl SharedQueue {
 
     /// Publishes one item and goes to the baton.
     fn submit(&self, me: usize) {
-        // Relaxed: it is the baton's word that makes it visible.
+        // Relaxed: the baton's word makes it visible.
         self.published[me].store(1, Ordering::Relaxed);
         if let Some(holder) = self.baton.take() {
             self.run_once(holder);
@@ -69,7 +69,7 @@ impl SharedQueue {
         }
     }
 
-    /// After all threads are done: every item was taken, once, and the baton is idle.
+    /// At the end of all threads: every item was taken, once, and the baton is idle.
     fn check(&self, items: usize) {
         let Some(holder) = self.baton.take_if_idle() else { panic!("the baton was not put down") };
         assert_eq!(holder.value(), items, "work was lost, or done twice");
@@ -82,7 +82,7 @@ fn submitters(threads: usize, rounds: usize, preemptions: Option<usize>) {
         let shared = SharedQueue::new(threads);
         let run = move |shared: &SharedQueue, me: usize| {
             for _ in 0..rounds {
-                // An item at a time: the place is free once an owner has taken it, and it was, or will be.
+                // One item at a time: the slot is free once an owner has taken it, now or later.
                 while shared.published[me].load(Ordering::Relaxed) == 1 {
                     thread::yield_now();
                 }
@@ -116,8 +116,8 @@ fn three_submitters_lose_nothing() {
     submitters(3, 1, Some(4));
 }
 
-/// A submitter that sleeps until its item is taken, while another only looks in; whoever takes it wakes it. If the
-/// baton could be released with the pending bit set, the sleeper would sleep for ever, and loom would say so.
+/// A submitter sleeps until its item is taken, while another only polls; the thread that takes it wakes it. If the
+/// baton could be released with the pending bit set, the sleeper would sleep without end, and loom would report it.
 #[test]
 fn a_sleeper_is_woken_by_whoever_took_its_work() {
     explore("a sleeper", None, || {

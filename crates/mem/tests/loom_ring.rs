@@ -14,7 +14,7 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering};
 use loom::thread;
 
-/// Pushes `count` values in batches, as room permits; gives up its turn when there is none.
+/// Pushes `count` values in batches, as room permits; yields without room.
 fn produce(mut producer: Producer<usize>, count: usize, batch: usize) {
     for value in 0..count {
         let mut submission = value;
@@ -71,7 +71,7 @@ fn two_places_in_batches_wrap() {
     both("two places in batches", None, [2, 4, 2]);
 }
 
-/// What the ends left behind is dropped exactly once, whichever end goes last.
+/// Remaining values are dropped exactly once, whichever end is dropped last.
 #[test]
 fn what_is_left_is_dropped_once() {
     struct Counted(Arc<AtomicUsize>);

@@ -1,10 +1,10 @@
-//! Sleeping and waking under loom: no wake-up is lost, and no command stays in a mailbox while its owner sleeps.
+//! Sleep and wake-up under loom: no wake-up is lost, and no command stays in a mailbox while its owner sleeps.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mem --test loom_wake`
 //!
-//! The sleeper is a lane in small: it takes a call, looks, asks whether it may sleep, and sleeps until it is signalled.
-//! A signal is loom's `Notify`, which keeps as an eventfd does one that comes before the sleep. A wake-up that is lost
-//! is an order of events in which all sleep, and fails the model. Each prints how many orders it has.
+//! The sleeper is a small lane: it takes a call, looks for work, asks whether it may sleep, and sleeps until it is
+//! signalled. A signal is loom's `Notify`, which like an eventfd keeps one that comes before the sleep. A lost wake-up
+//! is an order of events in which all sleep, and fails the model. Each prints its number of orders.
 #![cfg(loom)]
 
 mod common;
@@ -19,7 +19,7 @@ struct Sleeper {
     flag: WakeFlag,
     signal: Notify,
     mailbox: Mailbox<usize>,
-    /// What was published by a store alone: only the flag makes it visible.
+    /// Published by a plain store: only the flag makes it visible.
     published: AtomicUsize,
 }
 
@@ -38,7 +38,7 @@ impl Sleeper {
         self.wake();
     }
 
-    /// Looks until `look` has found all, and sleeps in between.
+    /// Polls until `look` has found all, with sleeps in between.
     fn run(&self, mut look: impl FnMut(&Sleeper) -> bool) {
         loop {
             self.flag.take_call();
@@ -102,7 +102,7 @@ fn calls_of_two_wakers_are_one_release_sequence() {
 fn a_sleep_ended_by_another_event_loses_no_call() {
     explore("a call and a completion", Some(3), || {
         let sleeper = Sleeper::new();
-        // A completion ends the sleep by itself, as that of a ring does; it knows nothing of the flag.
+        // A completion ends the sleep directly, like that of a ring, without the flag.
         let completion = Arc::new(AtomicUsize::new(0));
         let device = {
             let completion = Arc::clone(&completion);

@@ -16,18 +16,17 @@
 //!     └──────────── no share waits ──────────────── deal: slots go to waiting shares, in turn; they are woken
 //! ```
 //!
-//! **No wake-up is lost.** A share records what it lacks, marks the word short by a read-modify-write, and then goes
-//! to the ledger, which is under a [`Baton`]. A slot that was given back before the mark is in the word, and the
-//! holder of the ledger finds it. One given back after it meets the mark, and its giver goes to the ledger too. The
-//! holder cannot release the baton before it has seen the pending bit of everyone who came. It clears the mark only
-//! when no share waits; a share that records its lack too late for that has set the pending bit, and is seen in the
-//! next round.
+//! **No wake-up is lost.** A share records what it lacks, marks the word short by a read-modify-write, and then goes to
+//! the ledger, which is under a [`Baton`]. A slot that was given back before the mark is in the word, and the holder of
+//! the ledger finds it. One given back after it meets the mark, and its giver goes to the ledger too. The holder cannot
+//! release the baton before it has taken the pending bit of all that came. It clears the mark only when no share waits;
+//! a share that records its lack too late for that has set the pending bit, and is seen in the next round.
 //!
-//! **Fair, and no thundering herd.** No share overtakes the waiting ones. Slots are dealt in lots, to each share in
-//! turn, and only shares that were dealt something are woken. So each waiting share makes progress whatever the others
-//! want, and one slot wakes one thread.
+//! **Fair, and no thundering herd.** No share overtakes the waiting ones. Slots are granted in lots, to each share in
+//! turn, and only shares that were granted some are woken. So each waiting share makes progress, independent of the
+//! others, and one slot wakes one thread.
 //!
-//! **The price**: a slot that was dealt is idle until its share has woken up.
+//! **The price**: a granted slot is idle until its share has woken up.
 //!
 //! The budget knows nothing of requests and tags, and does not define what a slot is: a tag of the whole host
 //! (`BLK_MQ_F_TAG_HCTX_SHARED`), an entry of a device's queue (SCSI's budget), or memory.

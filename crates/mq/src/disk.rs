@@ -39,7 +39,7 @@ pub trait QueueFactory {
     /// Why a queue cannot be made.
     type Error: std::error::Error + 'static;
 
-    /// Makes the queue of this number, idle and with its memory set, for so many threads.
+    /// Creates the queue of this number, idle and with its memory set, for `threads` threads.
     ///
     /// # Errors
     /// The device, or the system, has no more.
@@ -408,8 +408,8 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
                 ended += end.drain(sink);
             }
             if ended > 0 {
-                // Also where something came: an owner that served us before it heard us would write us down as asleep
-                // after.
+                // Also after a completion: an owner that served us before it saw our announcement would record us as
+                // asleep after.
                 self.ends.iter_mut().zip(lies).filter(|(_, lies)| *lies).for_each(|(end, _)| end.get_up(clock));
                 return ended;
             }

@@ -82,7 +82,7 @@ impl Fifo {
         self.numbers.get(self.head).copied()
     }
 
-    /// The first so many numbers.
+    /// The first `count` numbers.
     #[inline]
     pub(crate) fn first(&mut self, count: usize) -> &mut [u16] {
         &mut self.numbers[self.head..][..count]

@@ -19,7 +19,7 @@
 //! nothing that it has no slot for. After construction nothing here allocates.
 //!
 //! Several devices may live behind one queue pair, the namespaces of a controller. They share its tags fairly
-//! (`namespace.rs`). Rare work has files of its own: making requests (`split.rs`), flushes (`flush.rs`), timeouts
+//! (`namespace.rs`). Rare work is in separate files: making requests (`split.rs`), flushes (`flush.rs`), timeouts
 //! (`timeout.rs`), scheduled bios (`scheduled.rs`), rate limits (`rated.rs`), changing a running queue (`control.rs`),
 //! inspecting one (`inspect.rs`), and the parts of a bio's wait (`wait.rs`).
 
@@ -325,7 +325,7 @@ impl<D> HwQueue<D> {
         self.bios_held == 0
     }
 
-    /// Whether the next round has work of our own making: something to split, to offer or to give back.
+    /// Whether the next round has work: bios to split, requests to issue, or bios to return.
     #[inline]
     pub fn has_work(&self) -> bool {
         !self.done.is_empty()
@@ -467,7 +467,8 @@ impl<D> HwQueue<D> {
         due_ns.into_iter().flatten().min()
     }
 
-    /// Asks the device to signal its eventfd from now on, if it has one. True if something came before it heard.
+    /// Asks the device to signal its eventfd from now on, if it has one. True if a completion came before the device
+    /// saw that.
     #[inline]
     pub fn arm<Cx: ?Sized>(&mut self) -> bool
     where

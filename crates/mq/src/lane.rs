@@ -91,7 +91,7 @@ impl SignalEventfd for () {
 pub enum PollerState {
     /// No work and no request in flight.
     Idle,
-    /// Something is in flight, or due later; the device will tell.
+    /// A request is in flight, or due later; the device will signal.
     Waiting,
     /// Something moved.
     Busy,

@@ -53,7 +53,7 @@ impl LogLimit {
         Some(std::mem::take(&mut self.held_back))
     }
 
-    /// Asks for a line that only tells how many were held back. Some if there are any and it is to be shown.
+    /// Returns the number of dropped lines, for a line of its own, if there are any and one is due.
     pub fn pass_held_back(&mut self, now: Instant) -> Option<u64> {
         self.refill(now);
         if self.held_back == 0 || self.tokens == 0 { None } else { self.pass(now) }

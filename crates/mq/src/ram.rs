@@ -32,7 +32,7 @@ pub struct RamDevice {
 }
 
 impl RamDevice {
-    /// A disk as `info` describes it, all zeroes. Memory is taken as it is written: in huge pages, where the system has
+    /// A disk as `info` describes it, all zeroes. Memory is allocated on write: in huge pages, where the system has
     /// some and the disk is not larger than the machine's memory.
     ///
     /// # Errors
@@ -64,7 +64,7 @@ pub struct RamQueue {
 }
 
 impl RamStore {
-    /// So many sectors, all zeroes. Memory is taken as it is written.
+    /// A store of `sectors` sectors, all zeroes. Memory is allocated on write.
     ///
     /// # Errors
     /// The address space has no room for them.

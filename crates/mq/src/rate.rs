@@ -84,14 +84,14 @@ impl Meter {
         Meter { free_ns: CachePadded(AtomicU64::new(0)), unit_ns_q32, burst_ns }
     }
 
-    /// Time of so many units at the rate, rounded up.
+    /// Time of `units` at the rate, rounded up.
     #[inline]
     pub(crate) fn takes_ns(&self, units: u64) -> u64 {
         let takes_ns = (u128::from(units) * u128::from(self.unit_ns_q32)).div_ceil(1 << 32);
         u64::try_from(takes_ns).unwrap_or(u64::MAX)
     }
 
-    /// Books so many units, and says when the last `one` of them may go.
+    /// Books units, and returns the time at which the last `one` of them may pass.
     #[inline]
     pub(crate) fn book(&self, now_ns: u64, units: u64, one: u64) -> u64 {
         let all_ns = self.takes_ns(units);

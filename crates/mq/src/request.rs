@@ -172,7 +172,7 @@ impl Request {
         self.look.set_marks(self.look.marks() - marks);
     }
 
-    /// Its memory, if that is one segment of one bio and fits the device as it is.
+    /// Its memory, if that is one segment of one bio and fits the device.
     #[inline]
     fn one_piece(&self) -> Option<Segment> {
         let bio = self.bio.as_ref().filter(|_| self.segments == 1 && !self.has(Marks::CHAINED))?;
@@ -374,7 +374,7 @@ impl RequestTable {
         Ok(at)
     }
 
-    /// Takes the bio at a link out of its chain; also says which link comes next.
+    /// Takes the bio at a link out of its chain; also returns the next link.
     pub(crate) fn unlink(&mut self, at: u16) -> Option<(Box<Bio>, u16)> {
         let chain = &mut self.bios.chain;
         let link = chain.links.get_mut(usize::from(at))?;

@@ -151,7 +151,8 @@ impl SchedulerConfig {
 /// `blk_bio_list_merge`).
 const LOOK_BACK: usize = 8;
 
-/// Takes the first bio out of the first few of a list that touches a request and fits; also says when it came.
+/// Takes the first bio that is adjacent to a request and fits, among the first few of a list; also returns its time of
+/// arrival.
 fn join_from(
     slots: &mut slots::Slots,
     list: &mut slots::List,

@@ -267,7 +267,7 @@ impl OpStats {
 pub struct TurnStats(OpStats);
 
 impl TurnStats {
-    /// A turn has taken so long.
+    /// Adds the length of a turn.
     #[inline]
     pub(crate) fn record(&self, turn_ns: u64) {
         self.0.record(turn_ns, 1);
@@ -363,7 +363,7 @@ impl HwStats {
         add(&self.held, 1);
     }
 
-    /// It does no more, and did for so long.
+    /// The hold has ended, after this time.
     pub(crate) fn held_for(&self, ns: u64) {
         add(&self.held_ns, ns);
     }

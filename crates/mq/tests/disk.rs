@@ -1,5 +1,4 @@
-//! A disk that threads share, step by step: what is refused, what goes where, and what is left behind when its queues
-//! change.
+//! A disk that threads share, step by step: refusals, queue selection, and changes of the number of queues.
 #![cfg(not(any(loom, shuttle)))]
 
 mod common;
@@ -30,7 +29,7 @@ fn info() -> DeviceInfo {
     }
 }
 
-/// What the queues of one device have in common.
+/// State shared by the queues of one device.
 #[derive(Default)]
 struct Board {
     /// Sectors in the order they came, with the number of their queue.
@@ -39,12 +38,11 @@ struct Board {
     holds: AtomicBool,
     /// Queues that are there.
     queues: AtomicUsize,
-    /// Called by the second queue whenever it is polled. While it says so, what came since the last time is not done
-    /// yet.
+    /// Called by the second queue in each poll. While it returns true, recent requests are not completed.
     feeds: Mutex<Option<Box<dyn FnMut() -> bool + Send>>>,
 }
 
-/// Writes down what it gets, and may keep it for a while.
+/// Records its requests, and may keep them for a while.
 struct Queue {
     board: Arc<Board>,
     number: usize,
@@ -70,7 +68,7 @@ impl Driver<()> for Queue {
         }
     }
 
-    /// Nobody rings for this device: it is to be looked after often.
+    /// This device has no events: it must be polled often.
     fn deadline_ns(&self) -> Option<u64> {
         (!self.kept.is_empty()).then(|| now_ns() + 100_000)
     }
@@ -113,7 +111,7 @@ impl QueueFactory for Factory {
     }
 }
 
-/// Nobody is to sleep here.
+/// Must not sleep here.
 struct Sleepless;
 
 impl Wake for Sleepless {
@@ -139,7 +137,7 @@ fn open(threads: usize, counts: QueueCounts) -> (Arc<Board>, SharedDisk<Factory>
     (board, disk, submitters)
 }
 
-/// A bio without data, and a request of its own.
+/// A bio without data, as a separate request.
 fn bio(op: Op, sector: u64, flags: BioFlags) -> Box<Bio> {
     let (mut bio, flags) = (Bio::with_capacity(0), flags | BioFlags::NO_MERGE);
     (bio.op, bio.sector, bio.sectors, bio.flags, bio.cookie) = (op, sector, 1, flags, !sector);
@@ -187,7 +185,7 @@ fn each_thread_uses_the_queue_of_its_number() {
 fn reads_and_what_is_polled_for_have_queues_of_their_own() {
     let (board, disk, mut threads) = open(2, QueueCounts { default: 1, read: 2, poll: 1 });
     let thread = &mut threads[1];
-    // No memory is set: a read is refused by the queue it comes to, and that one counts it.
+    // No memory is set: a read is refused by its queue, which counts it.
     thread.submit(discard(1));
     thread.submit(bio(Op::Discard, 2, BioFlags::POLLED));
     thread.submit(discard(3));
@@ -224,7 +222,7 @@ fn nobody_sleeps_on_a_queue_that_is_polled() {
             scope.spawn(move || assert_eq!(finish(thread), [(number as u64, Status::Ok)]));
         }
         until("both are at the device", || board.order.lock().unwrap().len() == 2);
-        // Also whoever closes it only polls; the default queue is idle.
+        // The closing thread only polls; the default queue is idle.
         let disk = &disk;
         let change = scope.spawn(move || disk.set_queues(QueueCounts { default: 1, read: 0, poll: 2 }, &now_ns));
         until("the new queues are made, and the old ones to be closed", || board.queues.load(Ordering::Relaxed) == 4);
@@ -258,7 +256,7 @@ fn old_queues_leave_nothing_behind() {
     for (step, count) in [1, 3, 2, 4, 1, 4].into_iter().enumerate() {
         for thread in &mut threads {
             (0..8).for_each(|sector| thread.submit(discard(sector)));
-            // One in two is rung for; the others lie in their rings, and nobody looks after them.
+            // One in two is made visible; the others stay in the plug.
             if step % 2 == 0 {
                 thread.ring(&now_ns);
             }
@@ -354,7 +352,7 @@ fn who_must_not_wait_is_told_to_come_again_while_the_queues_change() {
             second[0].poll(&now_ns, &mut |bio| again += usize::from(bio.status == Status::Again));
             again > 0
         });
-        // One that may wait goes on when they have.
+        // One that may wait continues after them.
         second[0].submit(discard(3));
         second[0].ring(&now_ns);
         assert!(!change.is_finished());

@@ -1,5 +1,5 @@
 //! A disk shared by real threads while the number of its queues changes: every bio comes back once, to its submitter,
-//! and the data is what was written.
+//! and the data is correct.
 #![cfg(not(any(loom, shuttle)))]
 
 mod common;
@@ -58,8 +58,8 @@ fn factory(latency_ns: u64, memory: &Arc<Region>) -> Factory {
     Factory { device, memory: Arc::new(RegionTable::new(vec![Arc::clone(memory)])) }
 }
 
-/// One thread's life: it writes its part of the disk and reads it back, one I/O to a block at a time, so that what a
-/// read must find is known.
+/// One thread's work: it writes its part of the disk and reads it back, one I/O to a block at a time, so the expected
+/// data is known.
 struct Life<'a, D: blkyard_mq::Driver<Cx>, Cx: Context> {
     submitter: SharedSubmitter<D, Cx>,
     thread: u64,
@@ -117,7 +117,7 @@ impl<D: blkyard_mq::Driver<Cx>, Cx: Context> Life<'_, D, Cx> {
     }
 }
 
-/// Threads read and write; one more changes the queues `changes` times meanwhile, and they go on until it is through.
+/// Threads read and write until another one has changed the queues `changes` times.
 fn run(latency_ns: u64, kinds: QueueCounts, changes: usize, sleeps: impl Fn(u64) -> bool + Sync) {
     let memory = Region::anonymous(THREADS * PLACES * BLOCK as usize).unwrap();
     let (disk, submitters) = SharedDisk::open(factory(latency_ns, &memory), THREADS, PLACES, kinds).unwrap();

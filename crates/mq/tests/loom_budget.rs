@@ -1,10 +1,10 @@
-//! Budgets under loom: few places, two or three queues, every order within the bound, weak memory included.
+//! Budgets under loom: few slots, two or three queues, every order within the bound, weak memory included.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mq --test loom_budget`
 //!
-//! A queue takes, gives back what it took, and sleeps when it came out short. A wake-up that is lost is a schedule in
-//! which all sleep, and fails the model; so is a place that is lost. Places made out of nothing are counted. Each model
-//! names its bound on preemptions and prints how many orders it has.
+//! A queue takes, returns its slots, and sleeps when it came out short. A lost wake-up is a schedule in which all
+//! sleep, and fails the model; so does a lost slot. Slots in excess are counted. Each model names its bound on
+//! preemptions and prints its number of orders.
 #![cfg(loom)]
 
 use std::sync::Arc;
@@ -22,7 +22,7 @@ impl Wake for ModelLane {
     }
 }
 
-/// What the queues have out together. Not modelled: in a model one thread runs at a time.
+/// Slots in use of all queues together. Not modelled: in a model one thread runs at a time.
 struct Out {
     count: AtomicUsize,
     places: usize,
@@ -39,7 +39,7 @@ impl Out {
     }
 }
 
-/// Gets `work` requests through the device, as many at a time as there are places for.
+/// Gets `work` requests through the device, as many at a time as there are slots.
 fn live(mut share: BudgetShare, lane: &ModelLane, out: &Out, mut work: usize) {
     while work > 0 {
         let took = share.take(work);
@@ -52,7 +52,7 @@ fn live(mut share: BudgetShare, lane: &ModelLane, out: &Out, mut work: usize) {
             lane.0.wait();
         }
     }
-    // It may still be waiting for what it lacked: going must not take along what it is dealt now.
+    // It may still be waiting for slots: dropping it must not lose those granted now.
 }
 
 fn model(name: &str, preemptions: usize, places: usize, work: &'static [usize]) {

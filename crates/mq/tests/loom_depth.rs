@@ -1,15 +1,16 @@
-//! `SharedDepth` under loom: what the queues of one device know of each other, weak memory included.
+//! `SharedDepth` under loom: the state shared by the queues of one device, weak memory included.
 //!
 //! `RUSTFLAGS="--cfg loom -C overflow-checks" cargo test --release -p blkyard-mq --test loom_depth`
 //!
-//! Most of what a queue reads of others may be stale. Two things must hold:
+//! Most values that a queue reads of others may be stale. Two things must hold:
 //!
-//! * a queue that has read a new value of the news counter reads what it announces, since it does not look again;
-//! * the counts of what has ended never decrease when a submitter gets a new owner. A decrease is a subtraction that
-//!   overflows in the regulator, hence the overflow checks.
+//! * a queue that has read a new value of the news counter reads the change that it announces, since it does not check
+//!   again;
+//! * the completion counts never decrease when a slot gets a new owner. A decrease is a subtraction that overflows in
+//!   the regulator, hence the overflow checks.
 //!
-//! Built with the source files, since nothing of them is public. Each model names its bound on preemptions and prints
-//! how many orders of events it has.
+//! Built with the source files, since their items are private. Each model names its bound on preemptions and prints its
+//! number of orders.
 #![cfg(loom)]
 
 #[path = "../src/sched/fair/depth.rs"]
@@ -26,14 +27,14 @@ use shared::{DepthShare, SharedDepth};
 
 /// Cost of one bio.
 const COST: u64 = 64 << 10;
-/// Interval at which the regulator looks at what the device has done, ns.
+/// Interval of the regulator's measurements, ns.
 const LOOK_NS: u64 = 250_000;
 /// A turn of the measurement: completions and time, at least.
 const TURN_ENDS: u64 = 128;
 const TURN_NS: u64 = 5_000_000;
 /// A cost beyond any limit that is measured here, and far below the limit before the first measurement.
 const FAR: u64 = 1 << 30;
-/// A queue that has wanted nothing for so long is not counted, ns.
+/// Time after which an idle queue is not counted, ns.
 const ALONE_NS: u64 = 1_000_000_000;
 
 fn model(name: &str, preemptions: usize, story: impl Fn(SharedDepth) + Sync + Send + 'static) {
@@ -70,7 +71,7 @@ fn a_queue_that_reads_news_knows_the_other_queue() {
         });
         look(&mut first, 3);
         let _second = other.join().unwrap();
-        // The join above makes this round current, but for what round 3 has read already.
+        // The join above makes this round current, except for values that round 3 has read already.
         look(&mut first, 4);
         assert!(first.has_company(), "it takes the device for its own");
     });
@@ -98,11 +99,11 @@ fn two_queues_that_begin_at_once_know_each_other() {
 #[test]
 fn a_queue_that_reads_news_knows_the_limit() {
     model("the limit changes", 3, |shared| {
-        // The measured queue wants nothing any more: otherwise the other one would look in every round.
+        // The measured queue is idle now: otherwise the other one would check in every round.
         let mut measured = shared.join(0);
         measured.wants(1);
         (0..2 * TURN_ENDS).for_each(|_| measured.took(COST));
-        // The limit was reached: otherwise the measurement says nothing of the depth.
+        // The limit was reached: otherwise the measurement says nothing about the depth.
         measured.wait_ns(COST, 1, 1);
         let mut now_ns = 2 * ALONE_NS;
         (0..TURN_ENDS).for_each(|_| measured.ended(COST, now_ns));

@@ -1,13 +1,12 @@
-//! Lanes under loom: orders, commands and kicks reach a poller that sleeps, that is parked, that enters, and that
-//! moves to another lane.
+//! Lanes under loom: requests, commands and kicks reach a poller that sleeps, is parked, enters, or moves to another
+//! lane.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mq --test loom_lane`
 //!
-//! Lane, mailbox, wake flag and lane's waker are the real ones; the model's are a thread's loop in the order of that of
+//! Lane, mailbox, wake flag and lane's waker are the real ones; the model adds a thread's loop in the order of that of
 //! `os`, without a ring, and a poller that answers commands. A lane sleeps on loom's `Notify`, which keeps a signal as
-//! an eventfd does; so does an eventfd, which is a flag that the loop reaps. A command that nobody looks at is an order
-//! of events in which all sleep, and fails the model. Each names its bound on preemptions and prints how many orders it
-//! has.
+//! an eventfd does; an eventfd is a flag that the loop reaps. A missed command is an order of events in which all
+//! sleep, and fails the model. Each names its bound on preemptions and prints its number of orders.
 #![cfg(loom)]
 
 use std::os::fd::BorrowedFd;
@@ -45,26 +44,26 @@ impl Wake for Waker {
     }
 }
 
-/// One from each sender, so that no later one makes up for a lost wake-up: the poller is over with the last.
+/// One from each sender, so that a later one cannot hide a lost wake-up: the poller ends with the last.
 struct Answer;
 
-/// What a queue shares with the control path.
+/// State shared by a queue and the control path.
 struct Shared {
     mailbox: Mailbox<Answer>,
     waker: LaneWaker,
     /// Number of senders.
     senders: usize,
-    /// Not modelled: looked at when all is over.
+    /// Not modelled: checked at the end.
     answered: AtomicUsize,
     guest: Guest,
 }
 
-/// What a virtqueue shares with its driver.
+/// State shared by a virtqueue and its driver.
 #[derive(Default)]
 struct Guest {
     published: AtomicBool,
     kick_wanted: AtomicBool,
-    /// Its kick: rung, and not yet reaped.
+    /// Its kick: signalled, and not reaped.
     eventfd: AtomicBool,
 }
 
@@ -95,7 +94,7 @@ impl Shared {
 struct Queue {
     shared: Arc<Shared>,
     retired: bool,
-    /// Turns in which it has work of its own.
+    /// Turns in which it has work without a kick.
     busy: u32,
 }
 
@@ -178,7 +177,7 @@ fn run(end: &End, hand_over: impl Fn(Queue)) {
     let waker = Arc::clone(&end.waker) as Arc<dyn Wake>;
     let mut lane = Lane::new(IdlePolicy { spin_ns: 0 });
     let (mut closed, mut now_ns) = (false, 0);
-    // Whose eventfds are listened to, by slot.
+    // Polled eventfds, by slot.
     let mut eventfds: Vec<Option<Arc<Shared>>> = Vec::new();
     loop {
         now_ns += STEP_NS;

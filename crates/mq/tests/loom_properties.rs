@@ -1,12 +1,11 @@
-//! What threads have part in of the properties of a queue core, over a device that makes trouble, in every order within
-//! the bound: 1 (tags), 3 (no wake-up is lost), 6 (order), 7 (quiesce), 9 (announced), 11 (threads that leave). Larger
-//! ones, in orders drawn at random: `shuttle_properties.rs`.
+//! Properties of a queue core that involve threads, over the chaos device, in every order within the bound: 1 (tags), 3
+//! (no lost wake-up), 6 (order), 7 (quiesce), 9 (announced), 11 (threads that leave). Larger ones, in random orders:
+//! `shuttle_properties.rs`.
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mq --test loom_properties`
 //!
-//! One or two bios of each of two threads. What the device does is drawn from a seed, and so the same in orders that
-//! are the same; a model runs with several seeds, and says which kinds of trouble came to pass in them: all that it
-//! asks for, or it fails.
+//! One or two bios of each of two threads. The device's actions are drawn from a seed, so equal orders have equal
+//! actions; a model runs with several seeds, and fails unless all faults that it asks for have occurred.
 #![cfg(loom)]
 
 #[path = "common/model_parker.rs"]
@@ -26,7 +25,7 @@ use loom::thread;
 
 use model_parker::ModelParker;
 
-/// What drivers have taken and the lane has not announced.
+/// Requests taken by drivers and not announced by the lane.
 #[derive(Default)]
 struct Doorbell(usize);
 
@@ -56,7 +55,7 @@ struct Trouble {
     repeated: AtomicUsize,
 }
 
-/// A chaos driver that is heard, and leaves what it takes to be announced by the lane.
+/// A chaos driver with an event log, whose requests the lane announces.
 struct Heard {
     driver: ChaosQueue,
     trouble: Arc<Trouble>,
@@ -93,7 +92,7 @@ impl Driver<Doorbell> for Heard {
     }
 }
 
-/// What is tried.
+/// Parameters of a model.
 #[derive(Clone, Copy)]
 struct Plan {
     name: &'static str,
@@ -130,7 +129,7 @@ fn open(plan: &Plan, seed: u64, trouble: &Arc<Trouble>) -> (ChaosDevice, Heard) 
     (device, driver)
 }
 
-/// A request of its own, whose sector says whose it is and which.
+/// A separate request, whose sector encodes its thread and number.
 fn discard(me: u64, number: u64) -> Box<Bio> {
     let mut bio = Bio::with_capacity(0);
     (bio.op, bio.flags, bio.sector, bio.sectors) = (Op::Discard, BioFlags::NO_MERGE, me * 4 + number, 1);
@@ -154,8 +153,8 @@ fn live(mut queue: SwQueue<Heard, Doorbell>, me: u64, bios: u64, loses: bool, cl
     assert_eq!(ended.len() as u64, bios, "something of a thread that went is still in its ring");
 }
 
-/// The story of a device: each request is begun once between idle and idle, and none stays. Threads do not pass
-/// themselves, unless requests are handed back.
+/// Checks a device's events: each request begins once between idle and idle, and none is left. Bios of a thread keep
+/// their order, unless requests are requeued.
 fn check(events: &[ChaosEvent], plan: &Plan, trouble: &Trouble) {
     let mut held = BTreeSet::new();
     let mut last = [None; 4];
@@ -286,7 +285,7 @@ fn once_quiesced_the_driver_is_not_called_by_anyone_until_the_queue_may_run_agai
             })
         };
         with(&baton, |core| core.0.quiesce());
-        // From here on, whatever the other does.
+        // From here on, whatever the other thread does.
         let before = batches.load(Ordering::Relaxed);
         thread::yield_now();
         assert_eq!(batches.load(Ordering::Relaxed), before, "the driver was offered something");

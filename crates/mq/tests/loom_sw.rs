@@ -2,9 +2,9 @@
 //!
 //! `RUSTFLAGS="--cfg loom" cargo test --release -p blkyard-mq --test loom_sw`
 //!
-//! The real code over the null device. What the queue has in it is reached through the baton's cell, so an access
-//! without the right order fails the model, as does a schedule in which all sleep. Each model names its bound on
-//! preemptions and prints how many orders it has.
+//! The real code over the null device. The queue's content is accessed through the baton's cell, so an access without
+//! the right ordering fails the model, as does a schedule in which all sleep. Each model names its bound on preemptions
+//! and prints its number of orders.
 #![cfg(loom)]
 
 #[path = "common/model_parker.rs"]
@@ -33,7 +33,7 @@ fn info() -> DeviceInfo {
     }
 }
 
-/// A bio that goes to the device, as a request of its own.
+/// A bio that reaches the device as a separate request.
 fn discard(cookie: u64) -> Box<Bio> {
     let mut bio = Bio::with_capacity(0);
     (bio.op, bio.flags, bio.sector, bio.sectors) = (Op::Discard, BioFlags::NO_MERGE, cookie, 1);
@@ -41,7 +41,7 @@ fn discard(cookie: u64) -> Box<Bio> {
     bio
 }
 
-/// What a thread of a model does with its end.
+/// Work of a model's thread with its end.
 type Life = fn(SwQueue<NullQueue, ()>, u64, &dyn Fn() -> u64);
 
 /// Submits one bio and sleeps for it.
@@ -64,7 +64,7 @@ fn quiet_sleeper(mut queue: SwQueue<NullQueue, ()>, me: u64, clock: &dyn Fn() ->
     assert_eq!(ended, 1);
 }
 
-/// Looks in once before it sleeps.
+/// Polls once before it sleeps.
 fn poller(mut queue: SwQueue<NullQueue, ()>, me: u64, clock: &dyn Fn() -> u64) {
     let mut ended = 0;
     queue.submit(discard(me));

@@ -1,5 +1,5 @@
-//! No request stays in a queue whose worker is gone (A.28, property 11): pollers move between lanes in any order of
-//! events, each bio ends once, and a lane that a poller has left has nothing of it.
+//! No request stays in a queue whose worker has left (A.28, property 11): pollers move between lanes in any order of
+//! events, each bio ends once, and a lane keeps nothing of a poller that has left.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -16,7 +16,7 @@ use proptest::prelude::*;
 const POLLERS: usize = 4;
 const LANES: usize = 3;
 
-/// What the pollers of a lane share: a ring with room for a few requests, which end when the test says so.
+/// State shared by the pollers of a lane: a ring with room for a few requests, which end when the test says so.
 #[derive(Debug, Default)]
 struct SharedRing {
     /// Pollers that it knows.
@@ -77,7 +77,7 @@ impl Driver<SharedRing> for SharedRingQueue {
     }
 }
 
-/// What the outside has of a poller: what it wants, and what it got.
+/// A poller's submissions and completions, as seen from outside.
 #[derive(Debug, Default)]
 struct Outside {
     wanted: VecDeque<u64>,
@@ -162,7 +162,7 @@ enum Event {
     /// The outside wants so many more of a poller.
     Want(usize, u64),
     Turn(usize),
-    /// One of the requests that a lane's device has is over.
+    /// Completes one of the requests of a lane's device.
     Complete(usize, usize),
     /// A poller is to live on another lane.
     Leave(usize, usize),
@@ -238,7 +238,7 @@ impl World {
         }
     }
 
-    /// Asks a poller to leave whatever lane it is on, if it is on any.
+    /// Asks a poller to leave its current lane, if any.
     fn leave(&mut self, poller: usize) -> bool {
         self.lanes.iter_mut().any(|(lane, _)| lane.ask_to_leave::<SharedRing>(poller as u32))
     }
@@ -266,7 +266,7 @@ impl World {
         }
     }
 
-    /// Goes on without new submissions until nothing moves any more.
+    /// Continues without new submissions until all is idle.
     fn settle(&mut self) {
         for _ in 0..10_000 {
             self.arrive();

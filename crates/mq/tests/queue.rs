@@ -1,4 +1,4 @@
-//! A hardware queue from the outside: what goes in comes out, once, whatever the limits and the depth.
+//! A hardware queue from the outside: each bio comes back once, for any limits and depth.
 
 use std::sync::Arc;
 
@@ -138,7 +138,7 @@ fn latency_and_deadline_follow_the_clock_that_is_passed_in() {
 }
 
 proptest! {
-    /// A bio ends exactly once, with its cookie, and the memory holds what the device held.
+    /// A bio ends exactly once, with its cookie, and the memory has the device's data.
     #[test]
     fn every_bio_ends_once(
         depth in 1_usize..8, bios_max in 1_usize..12,

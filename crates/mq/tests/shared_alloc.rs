@@ -1,4 +1,4 @@
-//! After start a shared queue allocates nothing, whether its threads poll or sleep.
+//! After start a shared queue allocates nothing, for polling and for sleeping threads.
 #![cfg(not(any(loom, shuttle)))]
 
 mod common;

@@ -1,5 +1,5 @@
-//! What a shared queue does step by step, where the order of events can be arranged: one ring of the eventfd gets
-//! everything through, turns are fair, and a sleeper's watch follows the deadlines.
+//! A shared queue step by step, with a chosen order of events: one doorbell covers all requests, turns are fair, and a
+//! sleeper's watch follows the deadlines.
 #![cfg(not(any(loom, shuttle)))]
 
 mod common;
@@ -39,7 +39,7 @@ fn share<D: Driver<Cx>, Cx: Context>(
     SwQueue::share(HwQueue::new(driver, Arc::new(info()), config), cx, places, parkers)
 }
 
-/// A bio without data; its sector is all that the drivers here look at.
+/// A bio without data; the drivers here use its sector only.
 fn bio(sector: u64) -> Box<Bio> {
     let mut bio = Bio::with_capacity(0);
     bio.op = Op::Discard;
@@ -58,7 +58,7 @@ fn one_ring_gets_everything_through_a_small_queue() {
     assert_eq!((queue.room(), queue.in_flight()), (0, 8));
     queue.ring(&|| 5);
     let mut ended = Vec::new();
-    // The clock is not asked: nothing is left to run.
+    // The clock is not read: no work is left.
     assert_eq!(queue.poll(&|| panic!("run once more"), &mut |bio| ended.push((bio.sector, !bio.cookie))), 8);
     assert_eq!(ended, (0..8).map(|sector| (sector, sector)).collect::<Vec<_>>());
     assert_eq!((queue.poll(&|| 6, &mut |_| ()), queue.wait(&|| 6, &mut |_| ())), (0, 0));
@@ -96,7 +96,7 @@ fn a_burst_of_one_does_not_keep_out_the_others() {
             let mut late = late.lock().unwrap();
             let late = late.as_mut().unwrap();
             late.submit(bio(1000));
-            // The queue is owned: this leaves word and returns, without a look at the clock.
+            // The queue is owned: this sets the pending bit and returns, without reading the clock.
             late.ring(&|| panic!("the queue had two owners"));
         }
     };
@@ -132,7 +132,7 @@ fn under_pressure_rings_are_served_in_turn() {
         }
     };
     let driver = Hooked { hook: Some(Box::new(hook)), order: Arc::clone(&order) };
-    // One bio at a time: whoever is served is decided anew each time.
+    // One bio at a time: each is a new decision whom to serve.
     let config = HwQueueConfig { depth: 1, bios_max: 1, ..HwQueueConfig::default() };
     let mut ends = share(driver, (), config, 4, 3);
     *others.lock().unwrap() = ends.split_off(1);
@@ -174,11 +174,10 @@ impl Driver<()> for Timed {
     }
 }
 
-/// Sleeps in a time of its own: whoever keeps watch wakes up at the deadline, or because it is called by what happens
-/// the first time.
+/// Sleeps in a time of its own: the watching thread wakes at the deadline, or by the first event's call.
 struct TimeParker {
     now_ns: Arc<AtomicU64>,
-    /// The deadlines of those who kept watch.
+    /// Deadlines of the watching threads.
     watched: Arc<Mutex<Vec<u64>>>,
     meanwhile: Mutex<Option<Box<dyn FnOnce() + Send>>>,
     woken: AtomicBool,
@@ -225,7 +224,7 @@ fn whoever_keeps_watch_is_told_of_an_earlier_deadline() {
     let (mut fast, mut slow) = (ends.pop().unwrap(), ends.pop().unwrap());
     let (left, begun_ns) = (Arc::new(Mutex::new(None)), Arc::clone(&now_ns));
     let left_by = Arc::clone(&left);
-    // Passed on while the other keeps watch; then whoever brought it minds its own business.
+    // Dispatched while the other thread watches; then its submitter does other work.
     *parker.meanwhile.lock().unwrap() = Some(Box::new(move || {
         fast.submit(bio(10));
         fast.ring(&|| begun_ns.fetch_add(MS, Relaxed));
@@ -242,7 +241,7 @@ fn whoever_keeps_watch_is_told_of_an_earlier_deadline() {
     assert_eq!(fast.poll(&|| now_ns.load(Relaxed), &mut |_| ()), 1);
 }
 
-/// Says that it is done with all it has when it is told to, and has no deadline.
+/// Completes all its requests when told to, and has no deadline.
 #[derive(Default)]
 struct Silent {
     held: Vec<Tag>,
@@ -373,7 +372,7 @@ fn who_is_back_at_once_with_a_batch_lets_the_other_stay() {
     assert!((64..=70).contains(&reads), "who left word a moment ago is back as well, and here it took {reads}");
 }
 
-/// Counts what an owner must do for what its drivers share.
+/// Counts an owner's calls for its drivers' shared state.
 #[derive(Default)]
 struct Counted {
     committed: Arc<Mutex<(u32, u32)>>,
@@ -403,7 +402,7 @@ fn each_round_announces_and_fetches_once() {
     assert_eq!(*calls.lock().unwrap(), (3, 3));
 }
 
-/// Answers what lies below sector 100 on the spot. From there on it answers one, keeps one, and panics over the third.
+/// Completes requests below sector 100 at once. From there on it completes one, keeps one, and panics at the third.
 struct Trap {
     order: Arc<Mutex<Vec<u64>>>,
     kept: Vec<Tag>,
@@ -439,10 +438,10 @@ fn a_driver_that_panics_in_the_middle_of_a_batch_answers_nothing_twice_and_all_w
     let config = HwQueueConfig { merging: Merging::Off, ..HwQueueConfig::default() };
     let mut ends = share(driver, (), config, 4, 3);
     let (mut last, mut sleeper, mut first) = (ends.pop().unwrap(), ends.pop().unwrap(), ends.pop().unwrap());
-    // What has come back before is there, whatever happens to the queue.
+    // Earlier completions stay available, whatever happens to the queue.
     (0..2).for_each(|sector| first.submit(bio(sector)));
     first.ring(&|| 5);
-    // One that the device keeps for ever: asleep or just about to, it hears of it.
+    // A bio that the device keeps: its thread, asleep or about to be, is notified.
     let sleeper = std::thread::spawn(move || {
         sleeper.submit(bio(200));
         sleeper.wait(&|| 6, &mut |_| unreachable!("nobody answered it"))

@@ -1,5 +1,5 @@
 //! A hardware queue shared by real threads: more threads than queues, and fewer; every bio comes back once, to its
-//! submitter, and the data is what was written.
+//! submitter, and the data is correct.
 #![cfg(not(any(loom, shuttle)))]
 
 mod common;
@@ -32,7 +32,7 @@ fn info() -> DeviceInfo {
     }
 }
 
-/// Memory with a block for each place of each thread.
+/// Memory with a block for each slot of each thread.
 fn memory(threads: usize) -> Arc<Region> {
     Region::anonymous(threads * PLACES * BLOCK as usize).unwrap()
 }
@@ -65,7 +65,7 @@ enum Style {
     Mixed,
 }
 
-/// One thread's life: bios of its own, round and round, each checked as it comes back.
+/// One thread's work: its own bios, repeatedly, each checked as it comes back.
 struct Life<D: Driver<()>> {
     queue: SwQueue<D, ()>,
     thread: usize,
@@ -99,7 +99,7 @@ impl<D: Driver<()>> Life<D> {
         self.queue.submit(bio);
     }
 
-    /// Takes what is over; `done` sees the block of each.
+    /// Takes completions; `done` sees the block of each.
     fn take(&mut self, sleep: bool, mut done: impl FnMut(&Bio, u64)) -> usize {
         let Life { queue, thread, free, out } = self;
         let mut sink = |bio: Box<Bio>| {
@@ -192,8 +192,8 @@ fn fewer_threads_than_queues() {
     null(1, 1, Style::Sleep, 20_000, 1000);
 }
 
-/// Each thread writes its part of the disk and reads it back, over and over; the first word of a block says who wrote
-/// it, and when.
+/// Each thread writes its part of the disk and reads it back, repeatedly; the first word of a block names its writer
+/// and time.
 fn ram(threads: usize, queues: usize, style: Style, bios: u64) {
     let device = RamDevice::new(info(), NullConfig::default()).unwrap();
     let region = memory(threads);
@@ -208,7 +208,7 @@ fn ram(threads: usize, queues: usize, style: Style, bios: u64) {
                 let (mut next, mut ended) = (0_u64, 0);
                 while ended < bios {
                     while life.queue.room() > 0 && next < bios {
-                        // One I/O to a block at a time, so that what a read must find is known.
+                        // One I/O to a block at a time, so the expected data is known.
                         let block = next * 7 % BLOCKS;
                         if std::mem::replace(&mut busy[block as usize], true) {
                             break;
@@ -255,7 +255,7 @@ fn what_many_threads_write_through_few_queues_is_read_back() {
     ram(2, 4, Style::Poll, 20_000);
 }
 
-/// A thread whose bios are in flight leaves: it gets them back first, though the device takes its time and others stay.
+/// A thread with bios in flight leaves: it gets them back first, with a slow device and other threads staying.
 #[test]
 fn who_leaves_takes_its_bios_along() {
     let device = NullDevice::new(info(), NullConfig { latency_ns: 1_000_000, bytes_per_s: 0 });
@@ -268,7 +268,7 @@ fn who_leaves_takes_its_bios_along() {
     second.queue.ring(&now_ns);
     assert_eq!((first.queue.in_flight(), first.queue.room()), (1, PLACES - 1));
     first.end();
-    // One that was never rung is on the way as well.
+    // One that was never made visible is in flight as well.
     second.submit(Op::Read, 2);
     second.end();
 }
@@ -283,7 +283,7 @@ fn a_thread_that_goes_without_its_bios_is_loud() {
     drop(life.queue);
 }
 
-/// A driver that panics takes its queue with it, and all who share it find out, also those who sleep.
+/// A driver that panics drops its queue, and all threads that share it notice, also sleeping ones.
 #[test]
 fn a_broken_queue_leaves_nobody_asleep() {
     use blkyard_mq::{Batch, Done};
@@ -296,8 +296,7 @@ fn a_broken_queue_leaves_nobody_asleep() {
             self.fuse -= 1;
             assert!(self.fuse > 0, "the driver broke a promise");
             while let Some((tag, _, _)) = batch.take() {
-                // Kept for ever: the device never answers. Given up so that tags do not shout over the panic we want to
-                // see.
+                // Never completed. Forgotten so that its drop does not hide the expected panic.
                 std::mem::forget(tag);
             }
         }

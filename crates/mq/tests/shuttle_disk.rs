@@ -1,11 +1,11 @@
 //! A disk that threads share under shuttle: the number of its queues changes while they submit, sleep and poll, in
-//! schedules drawn at random.
+//! random schedules.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test --release -p blkyard-mq --test shuttle_disk`
 //!
-//! The real code over a device with a thread of its own, which rings for whoever keeps watch. A schedule in which all
-//! sleep is found and reported as a deadlock: a thread that was not told that its rings have moved, or a change that
-//! waits for a queue which nobody runs. A far deadline never comes: it would hide a wake-up that was lost.
+//! The real code over a device with its own thread, which signals the watching thread. A schedule in which all sleep is
+//! reported as a deadlock: a thread that was not told that its rings have moved, or a change that waits for a queue
+//! that no thread runs. A far deadline never comes: it would hide a lost wake-up.
 #![cfg(shuttle)]
 
 use std::collections::VecDeque;
@@ -24,7 +24,7 @@ use shuttle::thread;
 /// A watch longer than this is one until the next tick.
 const FAR_NS: u64 = 100_000_000;
 
-/// Everything outside the queues: who was called, and what the device has, by queue.
+/// Everything outside the queues: the threads called, and the device's requests, by queue.
 #[derive(Default)]
 struct World {
     state: Mutex<State>,
@@ -50,7 +50,7 @@ impl World {
         self.clock.fetch_add(10, Ordering::Relaxed)
     }
 
-    /// The life of the device: it finishes what it was given, one by one, in no order, and rings.
+    /// The device's thread: completes its requests, one by one, in random order, and signals.
     fn run_device(&self) {
         let mut state = self.state.lock().unwrap();
         loop {
@@ -121,7 +121,7 @@ impl ModelParker {
     }
 }
 
-/// A queue of the device, and what its driver borrows: its number, so that parkers can be put beside it.
+/// A queue of the device, and its driver's context: its number, to select its parkers.
 struct Queue(Arc<World>);
 struct Number(usize);
 
@@ -178,8 +178,7 @@ impl QueueFactory for Factory {
     }
 }
 
-/// One thread: submits its bios in batches, sometimes sleeps for them, sometimes only looks, and counts what comes
-/// back.
+/// One thread: submits its bios in batches, sometimes sleeps for them, sometimes only polls, and counts completions.
 fn submitter(mut queue: SharedSubmitter<Queue, Number>, bios: u64, polls: bool, kinds: bool, world: &World) {
     let now = || world.now_ns();
     let mut seen = vec![false; bios as usize];
@@ -268,7 +267,8 @@ fn two_threads_whose_reads_go_elsewhere() {
     shuttle::check_pct(move || run(2, 4, false, &counts), 5000, 3);
 }
 
-/// Schedules with few, well placed preemptions find what random ones rarely do; no thread may spin then, so all sleep.
+/// Schedules with few, well placed preemptions find what random ones rarely do; spinning is impossible then, so all
+/// sleep.
 #[test]
 fn sleepers_under_schedules_with_three_preemptions() {
     shuttle::check_pct(|| run(2, 3, false, &ONE_TWO_ONE), 10_000, 3);

@@ -1,11 +1,10 @@
-//! What threads have part in of the properties of a queue core, over a device that makes trouble, in schedules drawn at
-//! random: 1 (tags), 3 (no wake-up is lost), 6 (order), 7 (quiesce), 9 (announced), 11 (threads that leave). The
-//! others: `properties/`.
+//! Properties of a queue core that involve threads, over the chaos device, in random schedules: 1 (tags), 3 (no lost
+//! wake-up), 6 (order), 7 (quiesce), 9 (announced), 11 (threads that leave). The others: `properties/`.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test --release -p blkyard-mq --test shuttle_properties`
 //!
-//! A schedule in which all sleep is found and reported as a deadlock, with a seed to see it again. Time moves when
-//! somebody looks at it or sleeps for it; the tick, a second, never comes, for it would hide a wake-up that was lost.
+//! A schedule in which all sleep is reported as a deadlock, with a seed to repeat it. Time advances when it is read or
+//! slept for; the tick, a second, never comes, since it would hide a lost wake-up.
 #![cfg(shuttle)]
 
 use std::collections::BTreeSet;
@@ -24,7 +23,7 @@ use shuttle::thread;
 
 /// A watch longer than this is one until the next tick.
 const FAR_NS: u64 = 100_000_000;
-/// Bios that a thread has out at one time.
+/// Bios that a thread has in flight at a time.
 const PLACES: usize = 3;
 
 #[derive(Default)]
@@ -46,7 +45,7 @@ struct Dormitory {
 #[derive(Default)]
 struct State {
     called: Vec<bool>,
-    /// There are places in the budget for whoever keeps watch next.
+    /// The budget has slots for the next watching thread.
     rung: bool,
 }
 
@@ -87,7 +86,7 @@ impl Parker for ModelParker {
     }
 }
 
-/// Wakes whoever keeps watch, for places of the budget.
+/// Wakes the watching thread, for slots of the budget.
 struct Ringer(Arc<Dormitory>);
 
 impl Wake for Ringer {
@@ -97,7 +96,7 @@ impl Wake for Ringer {
     }
 }
 
-/// What drivers have taken and the lane has not announced.
+/// Requests taken by drivers and not announced by the lane.
 #[derive(Default)]
 struct Doorbell {
     unannounced: usize,
@@ -169,7 +168,7 @@ impl Driver<Doorbell> for Alone {
     }
 }
 
-/// What is tried.
+/// Parameters of a run.
 #[derive(Clone, Copy)]
 struct Plan {
     /// Bios of each thread of each queue: threads leave when they are through, some long before others.
@@ -177,7 +176,7 @@ struct Plan {
     chaos: ChaosConfig,
     /// Places that all queues share.
     budget: Option<usize>,
-    /// The queues are of one device as far as they know, and share what they have in flight: next to nothing.
+    /// The queues believe to be of one device, and share a very small depth.
     shares: bool,
     polls: bool,
 }
@@ -196,13 +195,13 @@ const WILD: ChaosConfig = ChaosConfig {
     forge_every: 3,
 };
 
-/// One thread: writes its blocks, looks whether they are there, and leaves, sometimes without having rung.
+/// One thread: writes its blocks, verifies them, and leaves, sometimes with bios in the plug.
 fn submitter(mut queue: SwQueue<Alone, Doorbell>, me: u64, bios: u64, plan: Plan, region: &Region, clock: &Clock) {
     let now = || clock.now_ns();
     let rng = || shuttle::rand::thread_rng();
     let place = |number: u64| (me * 16 + number) * 512;
     let byte = |number: u64| (me * 16 + number + 1) as u8;
-    // Where requests are lost some are given up, and what those left is not known.
+    // Where requests are lost some fail, and the content of their blocks is unknown.
     let mut written = BTreeSet::new();
     for op in [Op::Write, Op::Read] {
         let mut seen = BTreeSet::new();
@@ -243,7 +242,7 @@ fn submitter(mut queue: SwQueue<Alone, Doorbell>, me: u64, bios: u64, plan: Plan
         }
         assert_eq!(seen.len() as u64, bios);
     }
-    // One more that nobody has seen yet.
+    // One more, still in the plug.
     let mut last = Bio::with_capacity(0);
     (last.op, last.cookie) = (Op::Flush, me);
     queue.submit(last);
@@ -255,7 +254,7 @@ fn submitter(mut queue: SwQueue<Alone, Doorbell>, me: u64, bios: u64, plan: Plan
     assert_eq!(ended, 1, "something of a thread that went is still in its ring");
 }
 
-/// Tags are owned by one request at a time, and nothing is left with the device.
+/// Each tag has one request at a time, and none is left at the device.
 fn check_tags(events: &[ChaosEvent]) {
     let mut held = BTreeSet::new();
     for event in events {
@@ -430,7 +429,7 @@ fn once_quiesced_the_driver_is_not_called_by_anyone_until_the_queue_may_run_agai
             let mut holder = take(&baton);
             holder.0.quiesce();
             put_down(holder);
-            // From here on, whatever the others do.
+            // From here on, whatever the other threads do.
             let before = batches.load(Ordering::Relaxed);
             for _ in 0..shuttle::rand::thread_rng().gen_range(0..12) {
                 thread::yield_now();

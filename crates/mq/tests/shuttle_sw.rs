@@ -1,14 +1,13 @@
-//! Software queues under shuttle: many threads, several hardware queues, schedules drawn at random.
+//! Software queues under shuttle: many threads, several hardware queues, random schedules.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test --release -p blkyard-mq --test shuttle_sw`
 //!
 //! This is the real code: `--cfg shuttle` puts shuttle's atomics into `blkyard_mem::sync`, and every access to one is a
-//! point where another thread may go on. Who sleeps does so on shuttle's condition variables, so a schedule in which
-//! all sleep is found and reported as a deadlock, with a seed to see it again. Weak memory is not modelled here: that
-//! is loom's part.
+//! point where another thread may run. Threads sleep on shuttle's condition variables, so a schedule in which all sleep
+//! is reported as a deadlock, with a seed to repeat it. Weak memory is not modelled here, but by loom.
 //!
-//! Time is a number that moves when somebody looks at it or sleeps for it. The far deadline of a watch, the tick, never
-//! comes: it would hide a wake-up that was lost.
+//! Time is a number that advances when it is read or slept for. The far deadline of a watch, the tick, never comes: it
+//! would hide a lost wake-up.
 #![cfg(shuttle)]
 
 use std::collections::VecDeque;
@@ -35,7 +34,7 @@ impl Clock {
     }
 }
 
-/// Everything outside one hardware queue: who was called, and what the device has.
+/// Everything outside one hardware queue: the threads called, and the device's requests.
 struct World {
     state: Mutex<State>,
     eventfd: Condvar,
@@ -109,8 +108,8 @@ impl Parker for ModelParker {
     }
 }
 
-/// A device with a mind of its own: a thread that finishes what it was given, one by one, in no order, and rings for
-/// whoever keeps watch.
+/// An independent device: a thread that completes its requests, one by one, in random order, and signals the watching
+/// thread.
 struct EventDriver(Arc<World>);
 
 impl<Cx> Driver<Cx> for EventDriver {
@@ -169,8 +168,7 @@ fn info() -> DeviceInfo {
     }
 }
 
-/// One thread: submits its bios in batches, sometimes sleeps for them, sometimes only looks, and counts what comes
-/// back.
+/// One thread: submits its bios in batches, sometimes sleeps for them, sometimes only polls, and counts completions.
 fn submitter<D: Driver<Cx>, Cx: Context>(mut queue: SwQueue<D, Cx>, me: u64, bios: u64, polls: bool, clock: &Clock) {
     let now = || clock.now_ns();
     let mut seen = vec![false; bios as usize];
@@ -208,14 +206,14 @@ fn submitter<D: Driver<Cx>, Cx: Context>(mut queue: SwQueue<D, Cx>, me: u64, bio
     assert!(seen.into_iter().all(|seen| seen), "a bio of {me} did not come back");
 }
 
-/// Threads on queues, each with a world of its own.
+/// Threads on queues, each with its own world.
 #[derive(Clone, Copy)]
 struct Plan {
     threads: usize,
     queues: usize,
     bios: u64,
     polls: bool,
-    /// Places of a budget that all queues share; zero for none.
+    /// Slots of a budget that all queues share; 0 for none.
     budget: usize,
 }
 
@@ -285,7 +283,7 @@ fn two_threads_on_three_queues_whose_devices_ring() {
     shuttle::check_random(move || run(plan, |world| EventDriver(Arc::clone(world)), true), 10_000);
 }
 
-/// Who comes out short sleeps until the other queue gives back: with no deadline that would end it.
+/// A queue that comes out short sleeps until the other queue returns slots: no deadline would end it.
 #[test]
 fn threads_on_two_queues_that_share_a_budget() {
     for budget in [1, 3] {
@@ -298,7 +296,8 @@ fn threads_on_two_queues_that_share_a_budget() {
     }
 }
 
-/// Schedules with few, well placed preemptions find what random ones rarely do; no thread may spin then, so all sleep.
+/// Schedules with few, well placed preemptions find what random ones rarely do; spinning is impossible then, so all
+/// sleep.
 #[test]
 fn sleepers_under_schedules_with_three_preemptions() {
     shuttle::check_pct(|| run(SLEEPERS, null(500), false), 5000, 3);

@@ -57,7 +57,7 @@ pub struct FileConfig {
 }
 
 impl FileConfig {
-    /// The file at `path` as it is: writable, direct where possible, with a cache that wants flushing.
+    /// Defaults for the file at `path`: writable, direct where possible, with a volatile cache.
     pub fn new(path: impl Into<PathBuf>) -> FileConfig {
         FileConfig {
             path: path.into(),

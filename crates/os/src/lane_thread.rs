@@ -26,7 +26,7 @@
 //! A poller's eventfd may be replaced by another descriptor, even one of the same number, which is not visible here:
 //! the poller has the old one [ignored](blkyard_mq::SignalEventfd::ignore) first.
 //!
-//! It does not know what the pollers do.
+//! The work of pollers is unknown here.
 //!
 //! Unsafe: reading the CPU clock of a thread takes two calls of the C library.
 
@@ -347,8 +347,8 @@ impl<S: Poller<Ring>> Turning<S> {
         }
     }
 
-    /// Listens to the eventfds of the active pollers, but for those signalled in vain: says when to listen to the first
-    /// of these again.
+    /// Polls the eventfds of the active pollers, except those signalled in vain: returns the time to poll the first of
+    /// these again.
     fn watch_active(&mut self, now_ns: u64) -> Option<u64> {
         self.ring.watch(self.waker.eventfd(), OWN);
         let mut listen_ns = None;
@@ -448,7 +448,7 @@ fn eventfds(slot: Slot) -> Range<usize> {
 enum Heard {
     /// One is signalled in vain, and is listened to again at this time, ns.
     NotBefore(u64),
-    /// One cannot be heard.
+    /// One cannot be polled.
     NotAll,
     All,
 }

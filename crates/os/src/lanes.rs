@@ -126,7 +126,7 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
         Ok(moves)
     }
 
-    /// Moves one poller to another lane; says how long it rested.
+    /// Moves one poller to another lane; returns the length of its pause.
     fn carry(&mut self, poller: u32, from: usize, to: usize) -> Result<Duration, LaneError> {
         let (old, new) = (&self.threads[from], &self.threads[to]);
         let start = Instant::now();

@@ -6,7 +6,7 @@
 //! carries the inbox and the driver's [`Cid`]; a completion whose id is not in flight is counted and dropped.
 //!
 //! The completion ring cannot overflow: an entry is pushed only while there is [room](Ring::room) for its completion,
-//! and the slot is returned when the driver takes it. Eventfds have slots of their own.
+//! and the slot is returned when the driver takes it. Eventfds have separate slots.
 //!
 //! It reads no clock except for the length of a sleep, and knows nothing of requests, files or guests.
 //!

@@ -1,5 +1,5 @@
-//! Drivers whose device signals an eventfd: sleepers hear it, on a lane and on a shared queue, long before they would
-//! look by themselves.
+//! Drivers whose device signals an eventfd: sleepers wake by it, on a lane and on a shared queue, long before their
+//! next scan.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,18 +14,18 @@ use blkyard_mq::{
 use blkyard_os::{LaneConfig, Ring, RingConfig, RingParker, now_ns, spawn};
 use blkyard_sys::EventFd;
 
-/// I/Os one after another. Who does not hear the eventfd looks once a second, and takes minutes.
+/// I/Os one after another. Without the eventfd a thread polls once a second, and takes minutes.
 const ROUNDS: u64 = 200;
 const LIMIT: Duration = Duration::from_mins(1);
 
-/// What device and driver share.
+/// State shared by device and driver.
 struct Wire {
     finished: Mutex<Vec<usize>>,
     armed: AtomicBool,
     eventfd: EventFd,
 }
 
-/// A device of one thread: finishes what it is given, and rings if it was asked to.
+/// A device with one thread: completes its requests, and signals if armed.
 struct DoorbellDriver {
     wire: Arc<Wire>,
     work: Sender<usize>,
@@ -45,7 +45,7 @@ impl DoorbellDriver {
 
 fn serve(wire: &Wire, wanted: &Receiver<usize>) {
     while let Ok(place) = wanted.recv() {
-        // Long enough for the other side to fall asleep now and then, whatever the order.
+        // Long enough for the other side to fall asleep now and then, in any order.
         std::thread::sleep(Duration::from_micros(50 * (place as u64 % 5)));
         wire.finished.lock().unwrap().push(place);
         if wire.armed.swap(false, Ordering::SeqCst) {

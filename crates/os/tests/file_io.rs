@@ -1,4 +1,4 @@
-//! Data through a file device: what is written is in the file, what is in the file is read.
+//! Data through a file device: writes reach the file, reads return its content.
 
 mod common;
 
@@ -94,7 +94,7 @@ fn bios_in_a_row_share_requests_and_each_has_its_data() {
         let mut bench = Bench::new(FileConfig::new(&path), 4);
         let data = pattern(64 * 4096, 7);
         bench.fill(0, &data);
-        // Memory out of order, so that nothing is one piece by chance; more than are in flight at one time.
+        // Memory out of order, so that no two segments are adjacent; more than are in flight at a time.
         let place = |i: u64| (i ^ 1) * 4096;
         let row = |op| (0..64).map(|i| bio(op, i * 8, &[(place(i), 4096)])).collect();
         assert!(bench.run(row(Op::Write)).iter().all(|bio| bio.status.is_ok()));
@@ -108,7 +108,7 @@ fn bios_in_a_row_share_requests_and_each_has_its_data() {
     }
 }
 
-/// The kernel copies what the page cache has, or a file system in memory, when the lane enters it.
+/// The kernel copies data of the page cache, or of a file system in memory, when the lane enters it.
 #[test]
 fn what_is_copied_in_one_turn_is_bounded_in_bytes() {
     const TURN_BYTES: u64 = MIB / 2;
@@ -155,7 +155,7 @@ fn buffers_that_stand_in_for_unaligned_memory_are_emptied_in_turns() {
         (0..16).for_each(|i| queue.submit(bio(Op::Read, i * u64::from(BYTES) / 512, &[(place(i), BYTES)])));
         let mut ended = 0;
         while ended < 16 {
-            // What can end ends before anything is looked at.
+            // All requests that can complete do so before the check.
             ring.sleep(Some(now_ns() + 10_000_000));
             ring.reap();
             let now_ended = queue.reap(ring, now_ns(), &mut |bio| assert!(bio.status.is_ok()));
@@ -176,7 +176,7 @@ fn a_write_from_memory_that_is_gone_fails_alone() {
             let mut bench = Bench::new(FileConfig { direct, ..FileConfig::new(&path) }, 4);
             let (memory, region) = shared(MIB);
             bench.queue.set_memory(&mut bench.ring, Arc::new(RegionTable::new(vec![region])));
-            // As a front-end may do that means ill. In two pieces, so that their pages are looked up for this write.
+            // As a hostile front-end may do. In two pieces, so that their pages are looked up for this write.
             memory.set_len(0).unwrap();
             let mut durable = bio(Op::Write, 0, &[(0, 4096), (8192, 4096)]);
             durable.flags = BioFlags::FUA;
@@ -317,7 +317,7 @@ fn memory_beyond_one_piece_is_used_across_the_seam() {
     }
 }
 
-/// Memory of somebody else, as a front-end shares it: its file, and how we see it.
+/// Memory shared by another process, like a front-end's: its file, and our mapping.
 fn shared(bytes: u64) -> (fs::File, Arc<Region>) {
     let file = rustix::fs::memfd_create("guest", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&file, bytes).unwrap();
@@ -377,7 +377,7 @@ fn io_outlives_the_thread_that_submitted_it() {
                 bench.ring.submit();
                 bench
             });
-            // The kernel gives up what an ended thread had not begun.
+            // The kernel cancels requests of an ended thread that it had not begun.
             bench = submitted.join().unwrap();
             let mut ended = 0;
             while ended < 64 {

@@ -1,4 +1,4 @@
-//! Opening: what can be a disk, what cannot and why, and who else has it.
+//! Opening: files that can be disks, refusals with their cause, and locked files.
 
 mod common;
 
@@ -101,7 +101,7 @@ fn a_file_without_permission_is_told_apart() {
     mode(&locked, 0);
     fs::create_dir(folder.path().join("closed")).unwrap();
     mode(&folder.path().join("closed"), 0);
-    // The superuser may do all of this; nobody may not. The change is this thread's own.
+    // The superuser may do all of this; the user nobody may not. The change affects this thread only.
     let nobody = rustix::process::Uid::from_raw(65_534);
     let _ = rustix::thread::set_thread_res_uid(nobody, nobody, nobody);
     let error = refusal(FileConfig::new(&path)).to_string();
@@ -141,7 +141,7 @@ fn lock_bytes(file: &fs::File, bytes: &[i64]) -> bool {
     })
 }
 
-/// Whether somebody else has any of these bytes locked, as QEMU asks.
+/// Whether another process has locked any of these bytes, as QEMU tests it.
 fn others_hold(file: &fs::File, bytes: &[i64]) -> bool {
     bytes.iter().any(|byte| {
         // SAFETY: an all-zero flock is a valid value.
@@ -153,8 +153,8 @@ fn others_hold(file: &fs::File, bytes: &[i64]) -> bool {
     })
 }
 
-/// What QEMU holds for a disk: permissions it uses, and those it lets nobody else use (`block/file-posix.c`). Then the
-/// bytes it wants free.
+/// QEMU's locks for a disk: permissions it uses, and those it denies to others (`block/file-posix.c`). Then the bytes
+/// that must be free.
 const WRITER: (&[i64], &[i64]) = (&[100, 101, 103, 201, 203], &[200, 201, 203, 101, 103]);
 const READER: (&[i64], &[i64]) = (&[100, 201, 203], &[200, 101, 103]);
 
@@ -202,7 +202,7 @@ fn an_image_that_qemu_writes_or_reads_is_in_use_for_us_as_for_qemu() {
 
 const HELD: &str = "BLKYARD_TEST_HELD_IMAGE";
 
-/// Not a test of its own: the other process of the next one.
+/// Not a separate test: the other process of the next one.
 #[test]
 fn another_process_holds_an_image() {
     let Some(path) = std::env::var_os(HELD) else { return };
@@ -253,7 +253,8 @@ fn an_image_that_nobody_alive_has_is_held_until_the_kernel_lets_go() {
         let path = image(&folder, 1 << 20);
         let file = fs::File::options().read(true).write(true).open(&path).unwrap();
         assert!(lock_bytes(&file, &[0]));
-        // On its way through a socket it is in no process's hands, as the file of one that died with I/O under way.
+        // A descriptor in flight through a socket belongs to no process, like the file of a dead one with I/O in
+        // flight.
         let (near, far) = UnixStream::pair().unwrap();
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);

@@ -1,4 +1,5 @@
-//! A signal ends a wait with a deadline early: nothing is ready, and it is no error. Its own process: handlers are.
+//! A signal ends a wait with a deadline early: no descriptor is ready, and it is no error. A separate process, since
+//! handlers are global.
 //!
 //! Unsafe: the C library's call that sends a signal to one thread.
 

@@ -1,4 +1,4 @@
-//! Lane threads: they wake when there is something, sleep when there is nothing, and end when all is over.
+//! Lane threads: they wake for work, sleep without it, and end with their pollers.
 
 mod common;
 
@@ -16,14 +16,14 @@ use blkyard_os::{FileConfig, FileQueue, LaneConfig, LaneError, Ring, RingConfig,
 use common::{bio, folders, image, open, pattern};
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Longer than anything here takes on a busy machine; what takes longer hangs.
+/// Longer than any test on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
 
 fn config(name: &str, spin_ns: u64) -> LaneConfig {
     LaneConfig { name: name.into(), policy: IdlePolicy { spin_ns }, ..LaneConfig::default() }
 }
 
-/// Counts as far as it is asked to; the asking is seen by looking, or announced by an eventfd.
+/// Counts as far as requested; the request is found by polling, or announced by an eventfd.
 struct Counter {
     shared: Arc<Shared>,
     seen: u64,
@@ -62,7 +62,7 @@ impl Shared {
 
 struct Counting {
     counter: Counter,
-    /// What `eventfd` gives out; taken from the shared place when run.
+    /// The eventfd that it returns; set from the shared slot in each round.
     eventfd: Option<Arc<OwnedFd>>,
 }
 
@@ -217,8 +217,7 @@ fn an_idle_lane_sleeps_and_wakes_for_a_deadline() {
     let shared = Arc::new(Shared { eventfd: Mutex::new(Some(new_eventfd())), ..Shared::default() });
     let pollers: Vec<_> = (0..16).map(|_| counting(&shared)).collect();
     let lane = spawn(config("idle", 50_000), move |_| pollers).unwrap();
-    // When it falls asleep for the first time is the system's affair; a lane that keeps turning never has a quiet
-    // window.
+    // The system decides when it first falls asleep; a lane that keeps turning never has a quiet window.
     let start = Instant::now();
     loop {
         let (runs, cpu_ns) = (shared.runs.load(Ordering::Relaxed), lane.cpu_ns().unwrap());
@@ -324,7 +323,7 @@ enum Submission {
     End,
 }
 
-/// Falls over with I/O in the kernel's hands.
+/// Panics with I/O in the kernel.
 struct FailsInFlight {
     queue: HwQueue<FileQueue>,
 }
@@ -390,7 +389,7 @@ impl Poller<Ring> for Disk {
         while self.queue.room() > 0 {
             match self.waiting.pop_front() {
                 Some(Submission::Io(bio)) => self.queue.submit(bio),
-                // Memory in use must stay: whoever wants to replace it waits for what is in flight.
+                // Memory in use must stay: its replacement waits for requests in flight.
                 Some(submission @ Submission::Memory(_)) if !self.queue.is_idle() => {
                     self.waiting.push_front(submission);
                     break;

@@ -1,5 +1,5 @@
-//! Lanes that were started and retired under load leave no thread, no descriptor and no mapping. By itself, so that
-//! nobody else opens any meanwhile.
+//! Lanes that were started and retired under load leave no thread, no descriptor and no mapping. A separate program, so
+//! that no other test opens any meanwhile.
 
 mod common;
 
@@ -49,7 +49,7 @@ fn lanes_that_came_and_went_leave_nothing_behind() {
         let (device, tally) = (Arc::clone(&device), Arc::clone(&tally));
         lanes.admit(0, move || Mover::new(&device, number, &tally)).unwrap();
     }
-    // What a lane needs to sleep it has from its first sleep on.
+    // A lane has the resources of a sleep from its first sleep on.
     lanes.deal(2, |_| 1).unwrap();
     let used_ns = || lanes.threads()[0].cpu_ns().unwrap();
     until("a lane without pollers sleeps", || {

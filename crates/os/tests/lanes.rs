@@ -1,5 +1,5 @@
-//! Lanes that come and go under load: pollers move from one to another, nothing is lost, and what has left leaves
-//! nothing.
+//! Lanes that come and go under load: pollers move from one to another, no bio is lost, and a lane keeps nothing of a
+//! poller that has left.
 
 mod common;
 
@@ -28,7 +28,7 @@ fn until(what: &str, mut holds: impl FnMut() -> bool) {
     }
 }
 
-/// So many pollers on a file, each with the tally of its own.
+/// Pollers on a file, each with a separate tally.
 fn movers(lanes: &mut Lanes<Mover>, folder: &tempfile::TempDir, count: usize) -> Vec<Arc<Tally>> {
     let path = image(folder, count as u64 * BLOCKS * 4096);
     let device = Arc::new(open(FileConfig::new(&path)));
@@ -76,7 +76,7 @@ fn queues_move_between_lanes_under_load_and_no_request_is_lost_repeated_or_wrong
             longest[longest.len() / 2],
             longest.last()
         );
-        // All on the one, then all on the other: nothing of them is left on the first.
+        // All on one lane, then all on the other: the first keeps nothing of them.
         lanes.deal(2, |_| 0).unwrap();
         let all = Holdings { inboxes: QUEUES as u32, files: 1, regions: QUEUES as u32, signals: 0 };
         assert_eq!(lanes.threads()[0].ring().holdings(), all);
@@ -90,12 +90,12 @@ fn queues_move_between_lanes_under_load_and_no_request_is_lost_repeated_or_wrong
     }
 }
 
-/// Answers what it is asked; sleeps until its eventfd is signalled.
+/// Answers requests; sleeps until its eventfd is signalled.
 struct Ringer {
     shared: Arc<Shared>,
     seen: u64,
     leaving: bool,
-    /// Does not come to rest while this is set.
+    /// Does not drain while this is set.
     restless: Arc<AtomicBool>,
 }
 
@@ -209,8 +209,8 @@ fn end(shared: &Shared, lanes: Lanes<Ringer>) -> Result<(), LaneError> {
     lanes.join()
 }
 
-/// A poller that has moved leaves its lane unarmed: the lane it comes to looks before it sleeps. But its old lane must
-/// not make the eventfd quiet that rings for the new one.
+/// A poller that has moved leaves its lane unarmed: its new lane polls it before it sleeps. But its old lane must not
+/// reset the eventfd that signals the new one.
 #[test]
 fn no_eventfd_is_slept_through_while_its_poller_moves() {
     let shared = Shared::new();
@@ -252,11 +252,11 @@ fn a_lane_that_a_poller_has_left_does_not_answer_its_eventfd() {
     std::thread::sleep(Duration::from_millis(20));
     stays.busy.store(true, SeqCst);
     lanes.threads()[0].waker().wake();
-    // Nobody is to listen where it goes: so if the eventfd falls silent, it was the lane that it left.
+    // Its new lane does not poll it: a reset of the eventfd can only come from the old lane.
     shared.deaf.store(true, SeqCst);
     lanes.deal(2, |poller| usize::from(poller == 0)).unwrap();
     rustix::io::write(&shared.eventfd, &5_u64.to_ne_bytes()).unwrap();
-    // Time for the old lane to look at all that happened.
+    // Time for the old lane to handle all events.
     std::thread::sleep(Duration::from_millis(50));
     let mut count = [0; 8];
     assert_eq!(rustix::io::read(&shared.eventfd, &mut count), Ok(8), "the old lane has made it quiet");
@@ -299,7 +299,7 @@ fn a_poller_that_does_not_come_to_rest_stays_and_goes_on_and_may_move_later() {
     end(&shared, lanes).unwrap();
 }
 
-/// A lane that never sleeps never asks for its eventfd; one that does answers nobody who does not ring it.
+/// A lane that never sleeps never arms its eventfd; one that does answers only after a signal.
 #[test]
 fn how_long_lanes_look_for_work_changes_while_they_run() {
     let shared = Shared::new();

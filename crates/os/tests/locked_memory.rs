@@ -1,4 +1,4 @@
-//! Where memory may not be locked, I/O goes on without and says why. Its own process: the limit is.
+//! Without locked memory I/O works unregistered, with the cause. A separate process, since the limit is global.
 
 mod common;
 
@@ -15,12 +15,12 @@ fn beyond_the_limit_on_locked_memory_io_goes_on_and_says_why() {
     let folder = &folders()[0];
     let path = image(folder, 1 << 20);
     std::fs::write(&path, pattern(1 << 20, 8)).unwrap();
-    // No more than we may have: not everybody may raise what a machine allows.
+    // At most the hard limit, which not every user may raise.
     let most = getrlimit(Resource::Memlock).maximum;
     let limit = most.map_or(8 << 20, |most| most.min(8 << 20));
     setrlimit(Resource::Memlock, Rlimit { current: Some(limit), maximum: most }).unwrap();
-    // The limit is for all of a user's processes together, so it leaves room for what others lock meanwhile; the ring
-    // and the eight mebibytes of the queue are more. Of this thread only: the superuser's memory is not counted.
+    // The limit covers all of a user's processes, so it leaves room for others; the ring and the eight mebibytes of the
+    // queue are more. For this thread only: the superuser's memory is not counted.
     let mut own = capabilities(None).unwrap();
     own.effective.remove(CapabilitySet::IPC_LOCK);
     set_capabilities(None, own).unwrap();

@@ -1,4 +1,4 @@
-//! The receiver between a peer and a daemon: what passes, what does not, and who waits for whom.
+//! The receiver between a peer and a daemon: descriptors that pass, refusals, and waits.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -68,7 +68,7 @@ fn same(one: impl AsFd, other: impl AsFd) -> bool {
     identity(fstat(one).unwrap()) == identity(fstat(other).unwrap())
 }
 
-/// A TCP socket that whoever closes it waits for, and its other end, which reads nothing.
+/// A TCP socket whose close lingers, and its other end, which reads nothing.
 fn lingering() -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -95,7 +95,7 @@ fn bytes_pass_both_ways_and_safe_descriptors_with_them() {
     let mut count = [0; 8];
     rustix::io::read(&event, &mut count).unwrap();
     assert_eq!(u64::from_ne_bytes(count), 3);
-    // What the daemon sends is its own, whatever it is.
+    // Descriptors of the daemon are trusted.
     let (pipe, _writer) = std::io::pipe().unwrap();
     put(&daemon, b"answer", &[pipe.as_fd()]);
     let (bytes, files) = get(&peer, 100);

@@ -1,5 +1,5 @@
-//! A second ring of completions beside a lane's: of big entries, which wakes the lane by an eventfd, and of polled I/O,
-//! which keeps it awake. And what of io_uring that stands on (ADR 35), on the kernel of this machine.
+//! A second completion ring beside a lane's: of big entries, which wakes the lane by an eventfd, and of polled I/O,
+//! which keeps it awake. And the facts of io_uring behind ADR 35, on the kernel of this machine.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
@@ -19,18 +19,18 @@ use io_uring::{IoUring, cqueue, opcode, squeue};
 /// A ring of entries of 128 bytes, as passthrough of NVMe commands wants them.
 type BigRing = IoUring<squeue::Entry128, cqueue::Entry>;
 
-/// I/Os one after another. A lane that is not woken looks once a second, and takes minutes.
+/// I/Os one after another. A lane that is not woken polls once a second, and takes minutes.
 const ROUNDS: u64 = 200;
 const LIMIT: Duration = Duration::from_mins(1);
 /// `IORING_ENTER_GETEVENTS`.
 const GET_EVENTS: u32 = 1;
 
-/// What a driver's own ring is like.
+/// Kind of a driver's second ring.
 #[derive(Clone, Copy, PartialEq)]
 enum SecondRing {
     /// Its completions are handed over when it is entered, and it signals an eventfd.
     Deferred,
-    /// Its completions are looked for, and nothing tells of them.
+    /// Its completions are found by polling only.
     Polled,
 }
 
@@ -44,7 +44,7 @@ impl SecondRing {
         builder.build(8).unwrap()
     }
 
-    /// An entry of 128 bytes. Without a device that does passthrough it waits, or does nothing.
+    /// An entry of 128 bytes. Without a passthrough device it is a timeout or a no-op.
     fn entry(self, tag: usize) -> squeue::Entry128 {
         static MS: Timespec = Timespec::new().nsec(1_000_000);
         let entry = match self {
@@ -55,7 +55,7 @@ impl SecondRing {
     }
 }
 
-/// The driver of a queue that has a ring of its own.
+/// Driver of a queue with a second ring.
 struct SecondRingDriver {
     kind: SecondRing,
     eventfd: EventFd,
@@ -90,7 +90,7 @@ impl<Cx: ?Sized> Driver<Cx> for SecondRingDriver {
             let (place, entry) = (tag.index(), self.kind.entry(tag.index()));
             self.tags[place] = Some(tag);
             self.in_flight += 1;
-            // SAFETY: the entry points to no memory but a time that lives for ever.
+            // SAFETY: the entry points to no memory but a static time.
             unsafe { self.ring().submission().push(&entry) }.unwrap();
         }
         self.ring().submit().unwrap();
@@ -101,7 +101,7 @@ impl<Cx: ?Sized> Driver<Cx> for SecondRingDriver {
 
     fn poll(&mut self, _: &mut Cx, _: &RegionTable, done: &mut Done<'_>, now_ns: u64) {
         let Some(ring) = self.ring.as_mut().filter(|_| now_ns >= self.due_ns) else { return };
-        // SAFETY: nothing is passed but flags.
+        // SAFETY: only flags are passed.
         let entered = unsafe { ring.submitter().enter::<()>(0, 0, GET_EVENTS, None) };
         entered.unwrap();
         for completion in ring.completion() {
@@ -113,7 +113,7 @@ impl<Cx: ?Sized> Driver<Cx> for SecondRingDriver {
         }
     }
 
-    /// Polled I/O is found by looking: nobody sleeps while there is some.
+    /// Polled I/O is found by polling: the lane does not sleep while some is in flight.
     fn arm(&mut self) -> bool {
         self.kind == SecondRing::Polled && self.in_flight > 0
     }
@@ -188,7 +188,7 @@ fn run(kind: SecondRing) -> u64 {
 #[test]
 fn a_lane_sleeps_until_a_ring_of_big_entries_signals() {
     let turns = run(SecondRing::Deferred);
-    // Each I/O takes a millisecond, and some turns: to begin it, to end it, and one in vain. Not thousands of looks.
+    // Each I/O takes a millisecond, and some turns: to begin it, to end it, and one in vain. Not thousands of polls.
     assert!(turns < 3 * ROUNDS * 30, "{turns} turns: the lane did not sleep");
 }
 

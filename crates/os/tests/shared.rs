@@ -25,7 +25,7 @@ fn more_threads_than_queues_write_and_read_back_a_file() {
     let regions: Vec<_> = (0..THREADS).map(|_| Region::anonymous(DEPTH * 4096).unwrap()).collect();
     hw.set_memory(&mut ring, Arc::new(RegionTable::new(regions.clone())));
     let queues = SwQueue::share(hw, ring, DEPTH, parkers);
-    // What a thread has issued for others is the kernel's until it is done: nobody ends before all are done.
+    // Requests that a thread has issued for others stay in the kernel: no thread ends before all are done.
     let done = std::sync::Barrier::new(THREADS);
     std::thread::scope(|scope| {
         for (thread, (mut queue, region)) in queues.into_iter().zip(&regions).enumerate() {

@@ -1,8 +1,8 @@
 //! Descriptors that are registered once and waited for many times (`epoll`), each under a token of the caller.
 //!
-//! For one thread that waits for hundreds of descriptors: a wait costs what is ready, not what is registered. Events
-//! are level-triggered unless the caller asks for `ET`. Deadlines are absolute and the time is the caller's, as in
-//! [`wait_until`](crate::wait_until).
+//! For one thread that waits for hundreds of descriptors: the cost of a wait depends on the ready descriptors, not on
+//! the registered ones. Events are level-triggered unless the caller asks for `ET`. Deadlines are absolute and the time
+//! is the caller's, as in [`wait_until`](crate::wait_until).
 //!
 //! The kernel forgets a closed descriptor only if no duplicate of it is open, and another process has a duplicate of
 //! each descriptor that was sent to it. So a [`Registered`] owns its descriptor, and removes it from the set before it

@@ -87,7 +87,7 @@ impl EventFd {
         }
     }
 
-    /// Resets the counter without waiting; says whether it was signalled.
+    /// Resets the counter without waiting; returns whether it was signalled.
     pub fn take(&self) -> bool {
         let mut count = [0; 8];
         // Another process may have made it blocking, and may read it first.
@@ -121,13 +121,13 @@ impl BlockingEventFd {
         Ok(BlockingEventFd(eventfd(0, EventfdFlags::CLOEXEC)?))
     }
 
-    /// Signals it; says whether that succeeded.
+    /// Signals it; returns whether that succeeded.
     #[inline]
     pub fn signal(&self) -> bool {
         rustix::io::write(&self.0, &1_u64.to_ne_bytes()).is_ok()
     }
 
-    /// Sleeps until it is signalled, and resets it; says whether that succeeded.
+    /// Sleeps until it is signalled, and resets it; returns whether that succeeded.
     #[inline]
     pub fn wait(&self) -> bool {
         retry_on_intr(|| rustix::io::read(&self.0, &mut [0; 8])).is_ok()

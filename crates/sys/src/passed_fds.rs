@@ -15,7 +15,7 @@ use rustix::net::{
 /// Descriptors that Linux passes with one call at most (`SCM_MAX_FD`).
 pub const PASSED_FDS_MAX: usize = 253;
 
-/// Bytes of the ancillary data of so many descriptors.
+/// Bytes of the ancillary data of `fds` descriptors.
 const SPACE_BYTES_MAX: usize = rustix::cmsg_space!(ScmRights(PASSED_FDS_MAX));
 
 /// Result of one receive. Descriptors left in it are closed with it.

@@ -1,8 +1,8 @@
-//! What the device's side of a ring costs per request: 4 KiB reads, in batches.
+//! Cost of the device's side of a ring per request: 4 KiB reads, in batches.
 //!
-//! One thread, everything in its cache: the floor, to which a second core adds what its cache lines cost. The driver
-//! prepares its chains once; within the measurement it only moves its index. Of many short windows the 10th
-//! percentile is shown, since a shared machine only ever adds.
+//! One thread, all data in its cache: the floor, without the cache-line transfers of a second core. The driver prepares
+//! its chains once; within the measurement it only moves its index. The 10th percentile of many short windows is shown,
+//! since a shared machine only adds time.
 //!
 //! `walk` is fetch, complete and publish; `request` also parses the header and writes the status.
 
@@ -51,7 +51,7 @@ fn multiply() -> f64 {
 
 fn measure(indirect: bool, event_idx: bool, batch: u16, requests: bool) -> f64 {
     let mut guest = ModelGuest::new(SIZE, 1 << 21, event_idx);
-    // As many chains as the ring has descriptors for, and their heads in the available ring, over and over.
+    // As many chains as the ring has descriptors for, with their heads in the available ring, repeatedly.
     let chains = if indirect { SIZE } else { 32 };
     let heads: Vec<u16> = (0..chains).map(|sector| read_4k(&mut guest, indirect, u64::from(sector))).collect();
     let mut ring = guest.device(true);

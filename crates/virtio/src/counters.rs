@@ -103,7 +103,7 @@ impl Violations {
         bump(&self.ring[fault as usize]);
     }
 
-    /// A request failed in a way the device did not tell.
+    /// A request failed with an undefined status.
     pub fn request(&self, violation: Violation) {
         bump(&self.request[violation as usize]);
     }

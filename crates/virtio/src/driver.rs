@@ -1,9 +1,9 @@
 //! The driver's side: a ring over shared memory, and the virtio-blk driver on it.
 //!
 //! [`DriverRing`] offers chains of buffers to a device and takes back used ones. Owned by one thread. It does no I/O
-//! and sends no kick: it says when the device wants one. A chain is known by its *token*, a small number of the
-//! owner's choice: the slot of its request. On one ring all chains have a table of their own each, at an address given
-//! by its token ([`Tables`]), or none has.
+//! and sends no kick: it says when the device wants one. A chain is known by its *token*, a small number of the owner's
+//! choice: the slot of its request. Either all chains of a ring have an indirect table each, at an address given by the
+//! token ([`Tables`]), or none has.
 //!
 //! The device is not trusted. Its writes are read once; a write that no honest device makes breaks the ring for good
 //! ([`DeviceFault`]), since later writes cannot be trusted either. The owner of the ring then ends the session, and
@@ -82,8 +82,8 @@ impl Tables {
     /// Tables of `rows` descriptors, `stride` bytes apart. `view` begins with the first of them, which the device
     /// knows at `addr`.
     ///
-    /// # Panics
-    /// If a table has no rows or reaches into the next one, or not all are aligned: the layout is of our own making.
+    /// # Panics If a table has no rows or overlaps the next one, or not all are aligned: the layout is made by this
+    /// crate.
     pub fn new(view: View, addr: u64, stride: usize, rows: u16) -> Tables {
         let bytes = usize::from(rows) * DESC_BYTES;
         assert!(
@@ -224,7 +224,7 @@ impl DriverRing {
         either!(self, ring => ring.coming(after))
     }
 
-    /// Shows the device all that was added since the last time. Says whether it wants a kick for it.
+    /// Publishes all chains added since the last call. Returns whether the device wants a kick for them.
     #[inline]
     #[must_use = "a device that is not kicked when it wants to be sleeps for ever"]
     pub fn publish(&mut self) -> bool {

@@ -4,17 +4,17 @@ bitflags::bitflags! {
     /// The feature bits this crate knows. [virtio 1.2, 5.2.3 and 6]
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
     pub struct Features: u64 {
-        /// The config space says how long a segment may be. [5.2.3]
+        /// The config space has the maximum length of a segment. [5.2.3]
         const SIZE_MAX = 1 << 1;
-        /// The config space says how many segments a request may have. [5.2.3]
+        /// The config space has the maximum number of segments in a request. [5.2.3]
         const SEG_MAX = 1 << 2;
         /// The disk is read-only.
         const RO = 1 << 5;
-        /// The config space says how long a logical block is.
+        /// The config space has the logical block size.
         const BLK_SIZE = 1 << 6;
         /// There is a cache, and a request that flushes it.
         const FLUSH = 1 << 9;
-        /// The config space says how blocks lie on the medium.
+        /// The config space has the topology.
         const TOPOLOGY = 1 << 10;
         /// The cache can be switched between write-back and write-through in the config space.
         const CONFIG_WCE = 1 << 11;
@@ -28,7 +28,7 @@ bitflags::bitflags! {
         const LOG_ALL = 1 << 26;
         /// A descriptor may point to a table of descriptors. [2.7.5.3]
         const INDIRECT_DESC = 1 << 28;
-        /// Each side says at which index it wants to be notified. [2.7.7, 2.7.10]
+        /// Each side publishes the index at which it wants a notification. [2.7.7, 2.7.10]
         const EVENT_IDX = 1 << 29;
         /// vhost-user's own: there are protocol features to negotiate. The guest never sees it.
         const PROTOCOL_FEATURES = 1 << 30;

@@ -145,8 +145,7 @@ impl GuestMemory {
     /// `hint` is any number at first and afterwards the caller's memory of the range hit last. The list of segments
     /// never grows beyond its capacity.
     ///
-    /// # Errors
-    /// Not all bytes are in guest memory, or the list is full; then it is left as it was.
+    /// # Errors Not all bytes are in guest memory, or the list is full; the list is unchanged then.
     pub fn translate(
         &self,
         addr: u64,
@@ -187,7 +186,7 @@ impl GuestMemory {
         Ok(filled)
     }
 
-    /// Calls `put` with each segment until it says that there is no more room.
+    /// Calls `put` with each segment until it returns that there is no more room.
     #[inline]
     fn for_each(
         &self,

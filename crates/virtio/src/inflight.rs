@@ -1,9 +1,9 @@
 //! The in-flight record of a ring, in memory that outlives the daemon. [vhost-user, Inflight I/O tracking]
 //!
-//! The front-end keeps a region of memory for each queue. A fetched chain is recorded there before it is processed,
-//! and cleared when its used element is published. The region and the ring of a killed daemon together hold what it
-//! owed the driver. The next daemon reads both when it sets the ring up, and fetches those chains first, in their
-//! earlier order. So a request may be executed twice, and is completed once.
+//! The front-end keeps a region of memory for each queue. A fetched chain is recorded there before it is processed, and
+//! cleared when its used element is published. The region and the ring of a killed daemon together have its uncompleted
+//! chains. The next daemon reads both when it sets the ring up, and fetches those chains first, in their earlier order.
+//! So a request may be executed twice, and is completed once.
 //!
 //! The layout is that of the vhost-user document, byte for byte: another back-end can continue from our record, and we
 //! from its. Fields are little-endian. The peer may write to this memory, so the region is read when the ring is set

@@ -466,7 +466,7 @@ impl PackedRing {
         self.elements.push(Element { id: used.id, slots: used.slots, written: used.written });
     }
 
-    /// Shows the driver all that was completed since the last time. Says whether the driver wants a call for it.
+    /// Publishes all chains completed since the last call. Returns whether the driver wants a call for them.
     #[inline]
     #[must_use = "a driver that is not called when it wants to be sleeps for ever"]
     pub fn publish(&mut self) -> bool {

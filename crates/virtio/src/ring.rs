@@ -1,8 +1,8 @@
 //! The device side of a virtqueue, in either of the two formats.
 //!
-//! The formats share what is here: the layout of a ring, its position, the faults that break it, and the head that
-//! names a chain in flight. The contents of a ring are known to [`SplitRing`] and [`PackedRing`] alone. One branch at
-//! each call selects the format; neither knows of the other.
+//! Shared parts of both formats: the layout of a ring, its position, the faults that break it, and the head that names
+//! a chain in flight. The contents of a ring are known to [`SplitRing`] and [`PackedRing`] alone. One branch at each
+//! call selects the format; neither knows of the other.
 
 use blkyard_mem::View;
 
@@ -297,7 +297,7 @@ impl DeviceRing {
         }
     }
 
-    /// Shows the driver all that was completed since the last time. Says whether the driver wants a call for it.
+    /// Publishes all chains completed since the last call. Returns whether the driver wants a call for them.
     #[inline]
     #[must_use = "a driver that is not called when it wants to be sleeps for ever"]
     pub fn publish(&mut self) -> bool {

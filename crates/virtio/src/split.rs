@@ -1,9 +1,9 @@
 //! The device side of a split virtqueue. [2.7]
 //!
 //! Owned by one thread. It takes heads from the available ring, and puts used elements into the used ring; indexes are
-//! read and written once per batch. The guest may write any of it at any time. An invalid index or head, or a head
-//! that is still in flight, breaks the ring for good ([`RingFault`]), since later contents cannot be trusted. It does
-//! not read buffers and sends no call: it only says when to.
+//! read and written once per batch. The guest may write any of it at any time. An invalid index or head, or a head that
+//! is still in flight, breaks the ring for good ([`RingFault`]), since later contents cannot be trusted. It does not
+//! read buffers and sends no call: it only reports when to.
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 
@@ -274,7 +274,7 @@ impl SplitRing {
         self.next_used = self.next_used.wrapping_add(used.chains);
     }
 
-    /// Shows the driver all that was completed since the last time. Says whether the driver wants a call for it.
+    /// Publishes all chains completed since the last call. Returns whether the driver wants a call for them.
     #[inline]
     #[must_use = "a driver that is not called when it wants to be sleeps for ever"]
     pub fn publish(&mut self) -> bool {

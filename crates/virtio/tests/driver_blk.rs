@@ -41,7 +41,7 @@ fn each_operation_arrives_as_it_was_meant() {
         assert_eq!(ask(Op::WriteZeroes, NONE, 10, 65, &[]), (Op::WriteZeroes, NONE, 10, 65, vec![]));
         let stay = BioFlags::NO_UNMAP;
         assert_eq!(ask(Op::WriteZeroes, stay, 10, 65, &[]), (Op::WriteZeroes, stay, 10, 65, vec![]));
-        // What must be durable is flushed by the queue, since the device knows no such flag.
+        // The queue flushes durable writes, since the device has no such flag.
         assert_eq!(ask(Op::Write, BioFlags::FUA, 8, 1, &[(0, 512)]), (Op::Flush, NONE, 0, 0, vec![]));
         assert_eq!(seen.borrow_mut().pop().unwrap(), (Op::Write, NONE, 8, 1, vec![512]));
         assert!(seen.borrow().is_empty());
@@ -65,7 +65,7 @@ fn what_the_device_says_becomes_the_status() {
     }
 }
 
-/// What a test asks for, in terms small enough to collide often.
+/// A test's request, with values small enough to collide often.
 #[derive(Clone, Debug)]
 struct Request {
     op: Op,
@@ -97,7 +97,7 @@ fn byte(sector: u64, round: usize) -> u8 {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// A disk behind a driver, a ring and a device is a disk. What overlaps with anything in flight waits for it here.
+    /// A disk behind a driver, a ring and a device is a disk. Overlapping requests wait for each other here.
     #[test]
     fn a_disk_is_a_disk_whatever_lies_between(
         format in 0_usize..8,
@@ -223,7 +223,7 @@ fn a_serial_number_is_asked_for_before_all_else() {
     }
 }
 
-/// A driver whose session is lost when the ring breaks, and begins anew.
+/// A driver whose session is lost when the ring breaks, and begins again.
 struct Sessions<S> {
     config: LoopbackConfig,
     serve: S,
@@ -349,7 +349,7 @@ fn header_and_status_are_one_line_and_nothing_overlaps() {
 
 #[test]
 fn every_place_is_written_within_its_own_memory() {
-    // All requests in flight at one time, each with a pattern of its own.
+    // All requests in flight at once, each with a different pattern.
     for format in formats() {
         let store: Arc<Region> = store();
         let mut bench = bench(&config(format, 64), ram(Arc::clone(&store)));
@@ -367,18 +367,18 @@ fn every_place_is_written_within_its_own_memory() {
     }
 }
 
-/// A device that looks at discards and says yes.
+/// A device that records discards and accepts them.
 struct Ranges {
     blk: BlkRing,
     ring: DeviceRing,
     memory: GuestMemory,
     chain: Chain,
-    /// What each chain had to read.
+    /// Readable bytes of each chain.
     seen: Vec<Vec<u8>>,
 }
 
 impl Ranges {
-    /// With so many ranges in a discard, whatever the ring.
+    /// With this number of ranges in a discard, for any ring.
     fn new(features: Features, ranges: u16) -> (Ranges, BlkDisk) {
         let mut space = BlkConfig::new(&info(), 1, 126, true).read(0, 60).unwrap();
         space[40..42].copy_from_slice(&ranges.to_le_bytes());

@@ -1,5 +1,5 @@
-//! What a driver makes of a configuration space: what our device says arrives, and what makes no sense is refused with
-//! a word on what helps.
+//! A driver's parsing of a configuration space: our device's fields arrive, and inconsistent ones are refused with a
+//! cure.
 #![forbid(unsafe_code)]
 
 use blkyard_mq::{DeviceInfo, QueueLimits};
@@ -68,7 +68,7 @@ fn fields_whose_feature_is_not_there_mean_nothing() {
 
 #[test]
 fn limits_are_those_of_the_device_as_far_as_there_is_room() {
-    // Feature, place, bytes, ring, what becomes of it.
+    // Feature, offset, bytes, ring, result.
     type Row = (Features, usize, u32, u16, fn(&BlkDisk) -> u64, u64);
     let segments: fn(&BlkDisk) -> u64 = |disk| disk.info.limits.segments_max.into();
     let discards: fn(&BlkDisk) -> u64 = |disk| disk.info.limits.discard_sectors_max.into();

@@ -1,4 +1,4 @@
-//! A device that lies: what no device writes is found, breaks the ring for good, and harms nothing.
+//! A device that lies: impossible writes are found, break the ring permanently, and do no harm.
 #![forbid(unsafe_code)]
 
 #[path = "common/driver/mod.rs"]
@@ -27,14 +27,14 @@ fn rig(features: Features) -> Rig {
     rig
 }
 
-/// A used element in the second place of a split ring, and the index.
+/// A used element in the second slot of a split ring, and the index.
 fn lie_split(rig: &Rig, id: u32, len: u32, index: u16) {
     rig.put_u32(USED, 4 + 8, id);
     rig.put_u32(USED, 4 + 12, len);
     rig.put_u16(USED, 2, index);
 }
 
-/// A used descriptor in the second place of a packed ring.
+/// A used descriptor in the second slot of a packed ring.
 fn lie_packed(rig: &Rig, id: u16, len: u32, flags: u16) {
     rig.put_u32(DESC, 16 + 8, len);
     rig.put_u16(DESC, 16 + 12, id);
@@ -96,7 +96,7 @@ fn lies_in_a_packed_ring_are_found() {
         lie_packed(&rig, *id, *len, *flags);
         expect(rig, *want, name);
     }
-    // Without the flag the length means nothing.
+    // Without the flag the length is undefined.
     let mut rig = rig(PACKED);
     lie_packed(&rig, 1, u32::MAX, BOTH);
     assert_eq!(rig.driver.poll().unwrap().map(|used| (used.token, used.written)), Some((1, 0)));
@@ -122,7 +122,7 @@ fn a_device_with_nothing_to_do_cannot_invent_anything() {
             assert!(!rig.driver.arm());
         } else {
             lie_split(&rig, 1, 0, 1);
-            // Or whoever has nothing to wait for would not sleep, and would not poll either.
+            // Otherwise a driver with nothing in flight would neither sleep nor poll.
             assert!(!rig.driver.arm() && !rig.driver.arm_delayed());
             assert_eq!(rig.driver.poll(), Err(UsedJumped));
         }
@@ -132,8 +132,8 @@ fn a_device_with_nothing_to_do_cannot_invent_anything() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// Whatever the device writes into its parts, at any time: no token comes back that was not in flight, none twice,
-    /// no length beyond the room, and nothing panics.
+    /// For any writes of the device into its parts, at any time: no token comes back that was not in flight, none
+    /// twice, no length beyond the room, and no panic.
     #[test]
     fn garbage_gives_nothing_back_that_was_not_given(
         format in 0_usize..8,

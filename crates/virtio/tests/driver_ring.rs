@@ -1,5 +1,5 @@
-//! The driver's side of a ring against our device's: what is added comes out as it went in and goes back once, in both
-//! formats, wherever the indexes stand.
+//! The driver's side of a ring against our device's: each chain comes out unchanged and returns once, in both formats,
+//! at all index positions.
 #![forbid(unsafe_code)]
 
 #[path = "common/driver/mod.rs"]
@@ -12,7 +12,7 @@ use blkyard_virtio::{ChainHead, Features};
 use driver_common::{ROWS, Rig, formats};
 use proptest::prelude::*;
 
-/// A rig and what it should hold.
+/// A rig and its expected content.
 struct Pair {
     rig: Rig,
     size: u16,
@@ -110,7 +110,7 @@ impl Pair {
         assert_eq!(self.rig.driver.poll(), Ok(None));
     }
 
-    /// Everything goes round until nothing is in flight.
+    /// Runs until no chain is in flight.
     fn drain(&mut self) {
         self.publish();
         self.fetch();
@@ -177,7 +177,7 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 600, ..ProptestConfig::default() })]
 
-    /// In whatever order the two sides take their steps, and the device completes.
+    /// In any order of the two sides' steps, and of the device's completions.
     #[test]
     fn what_goes_in_comes_out_and_back_once(
         format in 0_usize..8,

@@ -1,5 +1,5 @@
-//! Arbitrary bytes in all of the guest's memory: no panic, no work without bound, and each offered place gives one
-//! chain or breaks the ring.
+//! Arbitrary bytes in all of the guest's memory: no panic, no unbounded work, and each offered slot gives one chain or
+//! breaks the ring.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -43,7 +43,7 @@ proptest! {
                 let len = bytes.len().min((BYTES - at * 16) as usize);
                 guest.write(GUEST_BASE + at * 16, &bytes[..len]);
             }
-            // Near where it stands, so that there is something to fetch.
+            // Near its current position, so that there is a chain to fetch.
             let avail = device.ring.base().next_avail().wrapping_add(index % (size + 2));
             guest.write(guest.addrs()[1] + 2, &avail.to_le_bytes());
             let before = device.ring.base().next_avail();
@@ -71,7 +71,7 @@ proptest! {
     }
 }
 
-/// What passes for I/O adds up.
+/// An accepted I/O is consistent.
 fn check(outcome: &Outcome) -> Result<(), TestCaseError> {
     if let Outcome::Io { op, sector, sectors, segments, .. } = outcome {
         prop_assert!(sector.checked_add(u64::from(*sectors)).is_some());

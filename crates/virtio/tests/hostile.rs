@@ -1,8 +1,8 @@
 //! A hostile guest, line by line: each malformed chain ends in an error status, or in a used element of length zero
-//! where no status byte can be found, or stops the queue. What is offered before and after it is served.
+//! without a status byte, or stops the queue. Earlier and later chains are served.
 //!
-//! The classes follow what has broken other devices: lengths believed, numbers used as places, directions
-//! unchecked, headers read twice, more requests than places.
+//! The classes follow faults of other devices: trusted lengths, numbers used as indexes, unchecked directions, headers
+//! read twice, more requests than slots.
 #![forbid(unsafe_code)]
 #![expect(clippy::unreadable_literal, reason = "bytes as they lie in memory")]
 
@@ -35,7 +35,7 @@ const S: Row = (STATUS, 1, WRITE, 0);
 /// An indirect descriptor to a table of three.
 const I: Row = (TABLE, 48, INDIRECT, 0);
 
-/// What must come of a chain.
+/// Expected result of a chain.
 enum Want {
     /// An error status is written.
     Error(ChainFault),
@@ -162,7 +162,7 @@ fn more_than_there_is_room_for_still_finds_its_status() {
         assert_eq!(guest.read(STATUS, 1), [u8::from(!fits)]);
         guest.poll().unwrap();
     }
-    // A chain that fits, but whose data does not fit the bio.
+    // A chain that fits, with data that does not fit the bio.
     device.chain = Chain::new(100);
     let mut buffers = vec![ModelBuffer { addr: HEADER, len: 16, writable: false }];
     buffers.extend((0..9).map(|_| ModelBuffer { addr: DATA, len: 512, writable: true }));
@@ -224,7 +224,7 @@ fn a_ring_that_makes_no_sense_stops_the_queue_for_good() {
         serve(&mut guest, &mut device, name);
         act(&mut guest);
         assert_eq!(device.turn(), Err(*fault), "{name}");
-        // Setting it right does not help: what else is wrong cannot be known.
+        // A correction does not help: further faults cannot be known.
         set_avail(&mut guest, 2);
         offer_all(&mut guest, &[0]);
         assert_eq!(device.turn(), Err(*fault), "{name}");
@@ -266,7 +266,7 @@ fn set_up(indirect: bool) -> (ModelGuest, Device) {
     let guest = ModelGuest::new(SIZE, 0x10000, true);
     assert_eq!(guest.memory().ranges()[0].guest_addr + guest.memory().ranges()[0].len, END);
     guest.write(HEADER, &blk_header(0, 8));
-    // The last descriptor in memory goes on to one beyond.
+    // The last descriptor in memory continues with one beyond.
     guest.set_descriptor(END - 16, 0, Descriptor { addr: HEADER, len: 16, flags: NEXT, next: 1 });
     let mut device = Device::new(&guest, indirect);
     device.chain = Chain::new(SIZE);

@@ -1,7 +1,6 @@
-//! The record of what is in flight: as the vhost-user document draws it, readable from other back-ends, and never
-//! believed.
+//! The in-flight record: in the format of the vhost-user document, readable from other back-ends, and never trusted.
 //!
-//! That nothing is lost or done twice when a device dies is shown by `kill_inflight.rs`.
+//! `kill_inflight.rs` shows that nothing is lost or done twice when a device dies.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -26,7 +25,7 @@ impl Bench {
         Bench::offering(&(0..offered).collect::<Vec<_>>(), used_idx, record)
     }
 
-    /// A driver that has offered these heads, a device that has fetched nothing, and a record with these bytes.
+    /// A driver that has offered these heads, a device that has fetched none, and a record with these bytes.
     fn offering(heads: &[u16], used_idx: u16, record: &[u8]) -> (Bench, Result<(), InflightFault>) {
         let mut guest = ModelGuest::new(SIZE, 0x1000, false);
         guest.start_at(used_idx);
@@ -119,14 +118,14 @@ fn parts_lie_as_other_back_ends_have_them() {
 fn what_another_back_end_left_is_fetched_in_the_order_it_was_fetched_before() {
     let mut entries = [NONE; 8];
     (entries[0], entries[1], entries[3]) = ((1, 7, 7), (1, 0, 5), (1, 0, 6));
-    // What is not 1 is not in flight.
+    // Only 1 means in flight.
     entries[5] = (2, 0, 1);
     // Three of those offered were fetched, in another order than their numbers.
     let (mut bench, outcome) = Bench::offering(&[1, 3, 0, 4], 65534, &record(1, 65534, 3, entries));
     outcome.unwrap();
     assert_eq!((bench.ring.left(), bench.ring.in_flight(), bench.ring.base().next_avail()), (3, 3, 1));
     assert!(bench.ring.enable_notify(), "there is work");
-    // Then what is offered behind the three that were in flight.
+    // Then the chains offered behind the three that were in flight.
     let then: Vec<_> = std::iter::from_fn(|| bench.fetch().map(|head| head.id())).take(4).collect();
     assert_eq!(then, [1, 3, 0, 4]);
 }
@@ -246,7 +245,7 @@ fn packed_record(places: [u16; 4], wraps: [u8; 2], entries: [Entry; 4]) -> Vec<u
     bytes
 }
 
-/// What the driver offers: writable and available in the first lap; with a next one or not.
+/// Flags of an offered descriptor: writable and available in the first lap; with a next one or not.
 const LAST: u16 = 2 | 1 << 7;
 const NOT_LAST: u16 = 3 | 1 << 7;
 
@@ -288,10 +287,10 @@ fn what_another_back_end_left_of_a_packed_ring_is_fetched_from_the_record() {
     let (mut bench, outcome) = PackedBench::new(&packed_record([4, 4, 0, 0], [1, 1], three_in_flight()));
     outcome.unwrap();
     assert_eq!((bench.ring.left(), bench.ring.in_flight()), (3, 3));
-    // Used elements of others have been written over what was offered.
+    // Others' used elements have overwritten the offered descriptors.
     let ids: Vec<_> = std::iter::from_fn(|| bench.fetch().map(|head| head.id())).collect();
     assert_eq!(ids, [0, 1, 2]);
-    // Another counter, another order; and what is half done counts or not, as the ring has it: here nothing is
+    // Another counter, another order; and a half-written batch counts or not, as the ring decides: here none is
     // published.
     let mut entries = three_in_flight();
     entries[3].1 = 0;
@@ -333,7 +332,7 @@ fn a_packed_record_that_makes_no_sense_is_refused_and_left_as_it_is() {
 }
 
 proptest! {
-    /// The same of a packed record: whatever it says, nothing panics and the ring goes on or is broken.
+    /// The same for a packed record: for any content, no panic, and the ring continues or is broken.
     #[test]
     fn any_bytes_in_a_packed_record_do_no_harm(
         noise in proptest::collection::vec((12..160_usize, prop_oneof![0..6_u8, any::<u8>()]), 0..12),
@@ -358,7 +357,7 @@ proptest! {
         let _ = bench.ring.publish();
     }
 
-    /// Whatever a record says, no more is fetched than the ring has, nothing twice, and the ring goes on.
+    /// For any content of a record, no more chains are fetched than the ring has, none twice, and the ring continues.
     #[test]
     fn any_bytes_in_a_record_do_no_harm(
         mut bytes in proptest::collection::vec(prop_oneof![Just(0), Just(1), any::<u8>()], 144),

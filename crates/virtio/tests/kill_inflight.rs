@@ -15,7 +15,7 @@ use blkyard_virtio::{Chain, ChainHead, DeviceRing, Features, GuestMemory, Inflig
 /// Chains in one story.
 const CHAINS: u32 = 7;
 
-/// What driver and device have agreed on.
+/// Negotiated options of driver and device.
 #[derive(Clone, Copy, Debug)]
 struct Rings {
     features: Features,
@@ -36,7 +36,7 @@ struct Habit {
     fetches_between: bool,
 }
 
-/// Those that make a difference. The next device has the next one: what one leaves half done, the other does otherwise.
+/// The relevant combinations. The next device has the next one, so each continues another's state.
 const HABITS: [Habit; 4] = [
     Habit { fetches: 1, reverse: false, keeps: 0, fetches_between: false },
     Habit { fetches: 5, reverse: true, keeps: 0, fetches_between: false },
@@ -44,14 +44,14 @@ const HABITS: [Habit; 4] = [
     Habit { fetches: 3, reverse: false, keeps: 2, fetches_between: true },
 ];
 
-/// What outlives a device: its driver, and the memory.
+/// State that outlives a device: its driver, and the memory.
 struct World {
     guest: ModelGuest,
     /// Where the ring began.
     base: RingBase,
     record: Arc<Region>,
     rings: Rings,
-    /// Devices so far, and what the first one was.
+    /// Devices so far, and the options of the first.
     lives: usize,
     offered: u32,
     /// The number of the chain that begins at a head, while it is out.
@@ -68,7 +68,7 @@ impl World {
         World { guest, base, record, rings, lives: first, offered: 0, out: BTreeMap::new(), used: BTreeSet::new() }
     }
 
-    /// The driver takes what is used, and offers as much as there is room for.
+    /// The driver takes used chains, and offers as many as there is room for.
     fn drive(&mut self) {
         while let Some((head, len)) = self.guest.poll() {
             let number = self.out.remove(&head).unwrap_or_else(|| panic!("{head} is used and was not out"));
@@ -107,8 +107,7 @@ fn buffers(rings: Rings, number: u32) -> Vec<ModelBuffer> {
     (0..count).map(|at| ModelBuffer { addr: GUEST_BASE, len: 1, writable: at + 1 == count }).collect()
 }
 
-/// What is said to be written: what tells a chain from others, or as much as there is room for, so that several are
-/// told by one used element.
+/// The length reported as written: distinct for each chain, or the full room, so that one used element covers several.
 fn written(rings: Rings, number: u32) -> u32 {
     if rings.features.contains(Features::IN_ORDER) && number % 4 != 3 { 1 } else { number }
 }
@@ -212,7 +211,7 @@ fn a_device_that_is_killed_again_and_again_gets_on_as_long_as_it_publishes_now_a
     }
 }
 
-/// Killed before each store of one publication: what the driver was not given is in the record, and nothing else is. A
+/// Killed before each store of one publication: exactly the chains that the driver was not given are in the record. A
 /// record that is cleared before the used index is stored loses chains; one that is never cleared repeats them.
 #[test]
 fn a_record_is_cleared_only_after_its_used_index() {
@@ -229,7 +228,7 @@ fn a_record_is_cleared_only_after_its_used_index() {
             }
             let died = kill::after(stores, || device.ring.publish()).is_none();
             world.drive();
-            // The next device is made of what the dead one left in memory.
+            // The next device is made from the memory that the dead one left.
             let left = Device::new(&world).ring.left();
             assert_eq!(world.used.len() + left, fetched, "{rings:?}: used and left, killed before store {stores}");
             if !died {

@@ -1,4 +1,4 @@
-//! From set-up on a ring allocates nothing, whatever the guest does.
+//! After set-up a ring allocates nothing, for any behaviour of the guest.
 #![forbid(unsafe_code)]
 
 mod common;

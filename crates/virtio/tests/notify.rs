@@ -1,9 +1,9 @@
-//! A driver and a device that sleep whenever they may: in whatever order they take their turns, neither sleeps for
-//! ever. Our own driver, in either format, and the reference driver.
+//! A driver and a device that sleep whenever they may: in any order of turns, neither sleeps without end. Our own
+//! driver, in either format, and the reference driver.
 //!
-//! The real rings on both sides, one call at a time, in every order of the first turns. What happens within a call,
-//! between one access and the next, is the business of `notify_model` in the crate: both formats publish and arm as it
-//! has it, a store and a load of two words each, all sequentially consistent.
+//! The real rings on both sides, one call at a time, in every order of the first turns. `notify_model` in the crate
+//! covers the accesses within a call: both formats publish and arm by a store and a load of two words each, all
+//! sequentially consistent.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -22,7 +22,7 @@ const TURNS: u32 = 14;
 
 /// A driver's ring and a device's.
 trait Rings {
-    /// Requests that may be out at one time.
+    /// Requests that may be in flight.
     fn size(&self) -> u32;
     fn offer(&mut self, number: u32);
     /// Whether the device is to be kicked.
@@ -187,7 +187,7 @@ impl<R: Rings> Pair<R> {
         Pair { rings, offered: 0, polled: 0, driver, device, kick: false, call: false }
     }
 
-    /// One call of the driver; false if it sleeps and nobody called.
+    /// One call of the driver; false if it sleeps without a call.
     fn drive(&mut self) -> bool {
         let may_offer = self.offered < REQUESTS && self.offered - self.polled < self.rings.size();
         self.driver = match self.driver {
@@ -218,7 +218,7 @@ impl<R: Rings> Pair<R> {
         true
     }
 
-    /// One call of the device; false if it sleeps and nobody kicked.
+    /// One call of the device; false if it sleeps without a kick.
     fn serve(&mut self) -> bool {
         self.device = match self.device {
             DeviceState::Work if self.rings.serve() => DeviceState::Publish,

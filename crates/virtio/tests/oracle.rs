@@ -1,7 +1,7 @@
-//! The ring against a foreign one: what the `virtio-queue` crate makes of the same bytes.
+//! The ring against a foreign one: the `virtio-queue` crate on the same bytes.
 //!
-//! Both walk the same descriptor tables, tidy ones and garbage. Where the two differ on purpose the difference is
-//! spelled out here: we refuse as a whole what it cuts short, and refuse some chains it lets pass.
+//! Both walk the same descriptor tables, valid ones and garbage. Intended differences are listed here: we refuse as a
+//! whole a chain that it truncates, and refuse some chains that it accepts.
 #![forbid(unsafe_code)]
 
 use blkyard_mem::Segment;
@@ -17,14 +17,14 @@ const HEAP: u64 = GUEST_BASE + 0x3000;
 const TABLE: u64 = HEAP + 0x1000;
 const BYTES: usize = 0x5000;
 
-/// What the oracle saw of one chain.
+/// One chain, as the oracle sees it.
 struct Seen {
     head: u16,
     /// Address, length, whether writable.
     buffers: Vec<(u64, u32, bool)>,
 }
 
-/// Copies the guest's memory for the oracle and lets it fetch what is available. Nothing if it refuses the ring.
+/// Copies the guest's memory for the oracle and lets it fetch available chains. `None` if it refuses the ring.
 fn ask_oracle(guest: &ModelGuest, next_avail: u16) -> Option<Vec<Seen>> {
     let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(GUEST_BASE), BYTES)]).unwrap();
     memory.write_slice(&guest.read(GUEST_BASE, BYTES), GuestAddress(GUEST_BASE)).unwrap();
@@ -99,7 +99,7 @@ proptest! {
                 return Ok(());
             }
             if std::mem::replace(&mut offered_before[usize::from(seen.head)], true) {
-                // The oracle does not look for this.
+                // The oracle does not check this.
                 prop_assert_eq!(fetched, Err(RingFault::HeadTwice));
                 return Ok(());
             }
@@ -142,7 +142,7 @@ proptest! {
     }
 }
 
-/// The chain is what the oracle saw, or has a fault that explains the difference.
+/// The chain equals the oracle's, or has a fault that explains the difference.
 fn compare(chain: &Chain, seen: &Seen) -> Result<(), TestCaseError> {
     let buffers = &seen.buffers;
     let Some(fault) = chain.fault() else {
@@ -157,8 +157,8 @@ fn compare(chain: &Chain, seen: &Seen) -> Result<(), TestCaseError> {
         prop_assert!(bytes > 0);
         return Ok(());
     };
-    // Whatever the oracle yields before it stops is what we took before the fault; of the fault itself there must be
-    // a sign in what it saw, where it can be seen at all.
+    // The oracle's buffers before it stops are those we took before the fault; where the fault is visible to it, there
+    // must be a sign of it.
     match fault {
         ChainFault::ZeroLength => prop_assert!(buffers.iter().any(|buffer| buffer.1 == 0)),
         ChainFault::NotMapped => prop_assert!(buffers.iter().any(|buffer| !is_mapped(buffer.0, buffer.1))),
@@ -175,7 +175,7 @@ fn compare(chain: &Chain, seen: &Seen) -> Result<(), TestCaseError> {
         | ChainFault::IndirectLength
         | ChainFault::IndirectNotMapped => {}
     }
-    // It cuts a chain short where the bytes pass what 32 bits hold; we look for the status to the end.
+    // It truncates a chain at 32 bits of bytes; we look for the status to the end.
     let cut_short = chain.readable_bytes() + chain.writable_bytes() > u64::from(u32::MAX);
     prop_assert!(cut_short || chain.status_at().is_none() || buffers.last().is_none_or(|last| last.2));
     Ok(())

@@ -1,5 +1,5 @@
-//! Packed rings, byte by byte: what the specification says of descriptors, used elements and event areas; and a
-//! hostile guest, line by line.
+//! Packed rings, byte by byte: descriptors, used elements and event areas of the specification; and a hostile guest,
+//! line by line.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -32,7 +32,7 @@ const H: Row = (HEADER, 16, NEXT);
 const D: Row = (DATA, 512, NEXT | WRITE);
 const S: Row = (STATUS, 1, WRITE);
 
-/// A guest that writes descriptors place by place.
+/// A guest that writes descriptors slot by slot.
 struct Bench {
     guest: ModelGuest,
     device: Device,
@@ -50,12 +50,12 @@ impl Bench {
         Bench { guest, device, size, filled: 0 }
     }
 
-    /// What marks the next place as available.
+    /// Mark of an available descriptor in the next slot.
     fn mark(&self) -> u16 {
         if (self.filled / u64::from(self.size)).is_multiple_of(2) { AVAIL } else { USED }
     }
 
-    /// Fills the next places with a chain, the first one's flags last.
+    /// Fills the next slots with a chain, the first one's flags last.
     fn offer(&mut self, rows: &[Row]) {
         for (at, (addr, len, flags)) in rows.iter().enumerate() {
             let next = if at + 1 == rows.len() { ID } else { 0x1111 };
@@ -66,19 +66,19 @@ impl Bench {
         }
     }
 
-    /// Address, length, id and flags of a place.
+    /// Address, length, id and flags of a slot.
     fn place(&self, place: u64) -> (u64, u32, u16, u16) {
         let bytes = self.guest.read(self.guest.addrs()[0] + place * 16, 16);
         let word = u128::from_le_bytes(bytes.try_into().unwrap());
         (word as u64, (word >> 64) as u32, (word >> 96) as u16, (word >> 112) as u16)
     }
 
-    /// The driver's request for calls: place with wrap counter, and flags.
+    /// The driver's request for calls: position with wrap counter, and flags.
     fn request(&self, off_wrap: u16, flags: u16) {
         self.guest.write(self.guest.addrs()[1], &(u32::from(off_wrap) | u32::from(flags) << 16).to_le_bytes());
     }
 
-    /// The device's request for kicks: place with wrap counter, and flags.
+    /// The device's request for kicks: position with wrap counter, and flags.
     fn asked(&self) -> (u16, u16) {
         let word = u32::from_le_bytes(self.guest.read(self.guest.addrs()[2], 4).try_into().unwrap());
         (word as u16, (word >> 16) as u16)
@@ -90,7 +90,7 @@ fn a_used_element_lies_where_the_specification_puts_it() {
     let mut bench = Bench::new(5, Features::empty());
     bench.offer(&[H, D, S]);
     bench.device.turn().unwrap();
-    // At the chain's first place, with the id of its last; the address means nothing.
+    // At the chain's first slot, with the id of its last; the address is unused.
     assert_eq!(bench.place(0), (HEADER, 513, ID, AVAIL | USED | WRITE));
     assert_eq!(bench.place(1).3 & USED, 0, "the others are left as they are");
     // The second chain goes over the end: its element lies in this lap, the next in the other.
@@ -99,7 +99,7 @@ fn a_used_element_lies_where_the_specification_puts_it() {
     assert_eq!(bench.place(3), (HEADER, 513, ID, AVAIL | USED | WRITE));
     bench.offer(&[(HEADER, 16, 0)]);
     bench.device.turn().unwrap();
-    // Nothing was written, which is a flag of its own; the lap's marks are both clear.
+    // No byte was written, by a separate flag; the lap's marks are both clear.
     assert_eq!(bench.place(1), (HEADER, 0, ID, 0));
     assert_eq!(bench.device.ring.base().bits(), 0x0002_0002);
 }
@@ -132,8 +132,8 @@ fn marks_of_another_lap_offer_nothing() {
 
 #[test]
 fn calls_come_when_the_driver_wants_them() {
-    // What the driver wants, and whether two chains of three places in a ring of 5, from place 0 and from place 3,
-    // are each told by a call. Place 4 and then, in the other lap, place 0 belong to the second chain.
+    // The driver's request, and whether each of two chains of three slots in a ring of 5, from slot 0 and from slot 3,
+    // needs a call. Slot 4 and then, in the other lap, slot 0 belong to the second chain.
     let lap = 1 << 15;
     let table: &[(&str, bool, u16, u16, [bool; 2])] = &[
         ("everything", true, 77, 0, [true, true]),
@@ -185,7 +185,7 @@ fn kicks_are_asked_for_from_the_next_place_on() {
     }
 }
 
-/// What must come of a chain.
+/// Expected result of a chain.
 enum Want {
     /// An error status is written.
     Error(ChainFault),
@@ -340,8 +340,8 @@ fn descriptor() -> impl Strategy<Value = Descriptor> {
     })
 }
 
-/// The same ring, as plain as can be: a copy of the memory, and counters that never wrap. What it offers next: how many
-/// places the chain takes and its id, nothing, or that it does not end.
+/// The same ring in its simplest form: a copy of the memory, and counters that never wrap. Returns its next chain:
+/// slots and id, none, or a chain without an end.
 fn reference(bench: &Bench, fetched: u64, free: u64) -> Option<Result<(u64, u16), ()>> {
     let size = u64::from(bench.size);
     let lap = if (fetched / size).is_multiple_of(2) { AVAIL } else { USED };
@@ -354,7 +354,7 @@ fn reference(bench: &Bench, fetched: u64, free: u64) -> Option<Result<(u64, u16)
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// Any descriptors at all: no panic, no work without bound, and exactly what the reference says is fetched.
+    /// Arbitrary descriptors: no panic, no unbounded work, and exactly the reference's chains are fetched.
     #[test]
     fn any_ring_is_survived(
         size in 1_u16..9,

@@ -1,4 +1,4 @@
-//! A ring from both sides: what is offered comes once, in order, and goes back once, wherever the indexes stand.
+//! A ring from both sides: each offered chain comes once, in order, and returns once, at all index positions.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -16,7 +16,7 @@ struct Reader {
     places: Vec<(u64, u64)>,
     data: u64,
     sector: u64,
-    /// Chains so far, or places of a packed ring.
+    /// Chains so far, or slots of a packed ring.
     passed: u64,
 }
 
@@ -45,7 +45,7 @@ impl Reader {
         Some(head)
     }
 
-    /// Where the ring stands once all is done, by plain counting.
+    /// Position of the ring at the end, by counting.
     fn base(&self) -> RingBase {
         if !is_packed(&self.guest) {
             return RingBase::from_bits(u32::from(self.passed as u16));
@@ -142,7 +142,7 @@ fn chains_come_back_in_order_if_that_was_agreed_on() {
             }
             for _ in 0..round % (out.len() + 1) {
                 let head = out.swap_remove((round * 7) % out.len());
-                // Some fail: then nobody knows how much was written, and no later one may speak for them.
+                // Some fail: then the written length is unknown, and no later one may cover them.
                 let written = if (round + out.len()).is_multiple_of(5) { 0 } else { 513 };
                 lengths.insert(head.id(), written);
                 device.ring.complete(head, written);

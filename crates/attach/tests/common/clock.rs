@@ -1,4 +1,4 @@
-//! A clock that stands still until a test moves it.
+//! A clock that tests advance.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use super::until;
 pub struct TestClock {
     start: Instant,
     passed: Mutex<Duration>,
-    /// Wake those who wait by this clock.
+    /// Wakes the threads that wait by this clock.
     waiting: Mutex<Vec<Arc<EventFd>>>,
 }
 
@@ -27,14 +27,14 @@ impl TestClock {
         *self.passed.lock().unwrap()
     }
 
-    /// The time of a turn of a queue, ns. A turn takes 10 us, so that a queue tries again what could not be taken.
+    /// The time of a queue's turn, ns. A turn takes 10 us, so that a queue retries refused requests.
     pub fn turn_ns(&self) -> u64 {
         let mut passed = self.passed.lock().unwrap();
         *passed += Duration::from_micros(10);
         (Duration::from_secs(1) + *passed).as_nanos() as u64
     }
 
-    /// Moves it. Returns once the control thread has looked at the new time, and waits again.
+    /// Advances it. Returns once the control thread has read the new time, and waits again.
     pub fn advance(&self, by: Duration) {
         *self.passed.lock().unwrap() += by;
         let woken = std::mem::take(&mut *self.waiting.lock().unwrap());
@@ -50,7 +50,7 @@ impl TimeSource for TestClock {
 
     fn wait(&self, fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> std::io::Result<usize> {
         let moved = Arc::new(EventFd::new()?);
-        // Before the look at the time: a move after it ends the wait.
+        // Before the time is read: a later advance ends the wait.
         self.waiting.lock().unwrap().push(Arc::clone(&moved));
         let is_due = deadline.is_some_and(|deadline| self.now() >= deadline);
         let mut all = fds.to_vec();

@@ -16,7 +16,7 @@ use rustix::net::SendFlags;
 
 use super::wire::{message, read};
 
-/// What it does.
+/// Behaviour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ill {
     /// Never answers.
@@ -33,7 +33,7 @@ pub enum Ill {
     Swallows,
     /// Says that more came back than was given.
     Lies,
-    /// Keeps account of what is in flight. Says that something came back that nobody gave, and hangs up.
+    /// Keeps an in-flight record. Completes a chain that was not offered, and disconnects.
     LiesAndDies,
     /// Leaves an account of something in flight, and hangs up as soon as it has a ring.
     Dies,
@@ -41,15 +41,15 @@ pub enum Ill {
     NoMemory,
     /// Knows two regions of memory, one of them that of the rings. Takes requests, and hangs up.
     Small,
-    /// Takes requests, and answers none.
+    /// Takes requests, and completes none.
     Holds,
 }
 
-/// How a back-end fails, and what it can do until then.
+/// Faults of a back-end, and its features.
 #[derive(Clone, Copy, Debug)]
 pub struct Faults {
     pub ill: Ill,
-    /// Keeps account of what is in flight.
+    /// Keeps an in-flight record.
     pub account: bool,
     /// Takes memory as a table; region by region otherwise.
     pub table: bool,
@@ -72,7 +72,7 @@ const CONFIG: u64 = 1 << 9;
 const INFLIGHT: u64 = 1 << 12;
 const MEM_SLOTS: u64 = 1 << 15;
 
-/// What it was told of a region: address, bytes, offset, file.
+/// An announced region: address, bytes, offset, file.
 type Told = (u64, u64, u64, OwnedFd);
 
 /// One that listens.
@@ -81,7 +81,7 @@ pub struct Fake {
     heard: Arc<Heard>,
 }
 
-/// What it has heard so far.
+/// Its messages so far.
 #[derive(Default)]
 struct Heard {
     kicks: AtomicUsize,
@@ -98,7 +98,7 @@ impl Fake {
         Fake::start_each(path, config, std::iter::repeat_n(faults, sessions))
     }
 
-    /// Serves one front-end after the other, each with faults of its own.
+    /// Serves one front-end after the other, each with different faults.
     pub fn start_each(
         path: &Path,
         config: BlkConfig,
@@ -124,12 +124,12 @@ impl Fake {
         self.heard.kicks.load(Ordering::Relaxed)
     }
 
-    /// Tables of memory that it was told of.
+    /// Number of memory tables received.
     pub fn tables(&self) -> usize {
         self.heard.tables.load(Ordering::Relaxed)
     }
 
-    /// Regions of memory that it was told of one by one: to add, to remove.
+    /// Number of single regions received: added, removed.
     pub fn regions(&self) -> [usize; 2] {
         self.heard.regions.each_ref().map(|count| count.load(Ordering::Relaxed))
     }
@@ -237,7 +237,7 @@ fn serve(stream: &UnixStream, config: &BlkConfig, faults: Faults, heard: &Heard)
     }
 }
 
-/// Answers with memory for an account of what is in flight, which may say that something is.
+/// Answers with memory for an in-flight record, which may have entries.
 pub fn send_account(stream: &UnixStream, payload: &[u8], in_flight: bool) -> Arc<Region> {
     let number = |at: usize| u16::from_ne_bytes([payload[at], payload[at + 1]]);
     let (queues, size) = (number(16), number(18));

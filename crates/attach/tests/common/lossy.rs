@@ -1,8 +1,8 @@
-//! A foreign back-end: it serves a disk in memory, knows its memory by SET_MEM_TABLE only, and does not finish what it
-//! has in hand before it begins its session anew.
+//! A foreign back-end: it serves a disk in memory, knows its memory by SET_MEM_TABLE only, and does not complete its
+//! requests before it restarts its session.
 //!
-//! A message that changes the memory, or a ring while another runs, makes it begin anew; so does the end of a ring.
-//! What it had fetched is lost then. It may also drop single requests, or all of them.
+//! A message that changes the memory, or a ring while another runs, makes it restart; so does the end of a ring. Its
+//! fetched requests are lost then. It may also drop single requests, or all of them.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -29,7 +29,7 @@ const CONFIG: u64 = 1 << 9;
 /// Sectors of its disk.
 const SECTORS: u64 = 16384;
 
-/// What kind of back-end it is.
+/// Behaviour of the back-end.
 #[derive(Clone, Copy, Debug)]
 pub struct LossyConfig {
     pub queues: u16,
@@ -41,7 +41,7 @@ pub struct LossyConfig {
     pub drop_sector: Option<u64>,
     /// Turns that a request takes, at most.
     pub turns_max: u64,
-    /// It does not notice that a front-end has left: it keeps the connection open until it is told to stop.
+    /// It does not notice that a front-end has left: it keeps the connection open until it is stopped.
     pub clings: bool,
 }
 
@@ -51,7 +51,7 @@ impl LossyConfig {
     }
 }
 
-/// What it has seen.
+/// Its counters.
 #[derive(Debug, Default)]
 pub struct Seen {
     pub sessions: AtomicU64,
@@ -61,7 +61,7 @@ pub struct Seen {
     pub tables_grown: AtomicU64,
     /// The same while any ring ran.
     pub tables_running: AtomicU64,
-    /// Requests in hand when it began anew.
+    /// Requests lost at a restart.
     pub lost: AtomicU64,
     pub dropped: AtomicU64,
     pub done: AtomicU64,
@@ -115,7 +115,7 @@ impl Drop for Lossy {
     }
 }
 
-/// A ring as it was told of.
+/// A ring as set up.
 #[derive(Default)]
 struct Vring {
     size: u16,
@@ -127,7 +127,7 @@ struct Vring {
     ring: Option<DeviceRing>,
 }
 
-/// A request in hand.
+/// A fetched request.
 struct Held {
     queue: u16,
     head: ChainHead,
@@ -172,7 +172,7 @@ impl<'a> Session<'a> {
         *self.chance % below.max(1)
     }
 
-    /// A message if there is one, then the rings. Nothing at the end.
+    /// Handles a message if there is one, then the rings. `None` at the end.
     fn turn(&mut self, stream: &UnixStream) -> Option<()> {
         let pause_ns = if self.held.is_empty() { 1_000_000 } else { 0 };
         let mut fds = vec![PollFd::new(stream, PollFlags::IN)];
@@ -188,7 +188,7 @@ impl<'a> Session<'a> {
         Some(())
     }
 
-    /// The session begins anew, with what the rings have fetched gone.
+    /// Restarts the session, and loses the fetched requests.
     fn begin_anew(&mut self) {
         self.seen.lost.fetch_add(self.held.len() as u64, Relaxed);
         self.held.clear();
@@ -263,7 +263,7 @@ impl<'a> Session<'a> {
         Some(())
     }
 
-    /// Takes what is offered in all rings.
+    /// Fetches the available chains of all rings.
     fn fetch(&mut self) {
         let Some(memory) = self.memory.clone() else { return };
         for queue in 0..self.config.queues {
@@ -276,7 +276,7 @@ impl<'a> Session<'a> {
         let Some(vring) = self.vrings.get_mut(&queue) else { return false };
         let Some(ring) = &mut vring.ring else { return false };
         let Some(head) = ring.fetch(memory, &mut self.chain).unwrap() else {
-            // Asked for at each turn: nothing is missed, whoever kicked.
+            // Polled in each turn: no kick is needed.
             let _ = ring.enable_notify();
             if let Some(kick) = vring.kick.as_ref().filter(|kick| is_ready(kick, 0)) {
                 let _ = rustix::io::read(kick, &mut [0; 8]);
@@ -301,7 +301,7 @@ impl<'a> Session<'a> {
         true
     }
 
-    /// Does what has been in hand for long enough.
+    /// Completes requests that have been held for long enough.
     fn finish(&mut self) {
         let Some(memory) = self.memory.clone() else { return };
         self.held.iter_mut().for_each(|held| held.turns = held.turns.saturating_sub(1));

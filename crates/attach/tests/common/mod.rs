@@ -1,7 +1,7 @@
 //! Shared by the tests of this crate: back-ends that serve a disk in memory, faulty ones, and a user of an attached
 //! disk.
 //!
-//! Every wait is bounded: a wait that times out panics with what it waited for.
+//! Every wait is bounded: a wait that times out panics with its condition.
 #![allow(dead_code, unused_imports, reason = "each test file uses its own part")]
 
 mod clock;
@@ -31,10 +31,10 @@ pub use fake::{Fake, Faults, Ill, send_account};
 pub use lossy::{Lossy, LossyConfig};
 pub use wire::{is_ready, message, read};
 
-/// Longer than anything here takes on a busy machine; what takes longer hangs.
+/// Longer than any test on a busy machine.
 pub const PATIENCE: Duration = Duration::from_mins(1);
 
-/// Waits until something holds; looks again every millisecond.
+/// Waits until the condition holds; checks every millisecond.
 pub fn until(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
@@ -50,7 +50,7 @@ pub fn disk_info() -> DeviceInfo {
     DeviceInfo { name, capacity_sectors: 16384, limits, volatile_cache: true, fua: true, ..DeviceInfo::default() }
 }
 
-/// What a back-end says of a disk.
+/// A back-end's configuration for a disk.
 pub fn blk_config(info: &DeviceInfo, queues: usize) -> BlkConfig {
     BlkConfig::new(info, queues as u16, SEG_MAX, true)
 }
@@ -98,7 +98,7 @@ impl Backend {
     }
 }
 
-/// Blocks that a user can have out at one time.
+/// Blocks that a user can have in flight.
 pub const SLOTS: u64 = 64;
 const BLOCK: u32 = 4096;
 
@@ -132,7 +132,7 @@ impl User {
         self
     }
 
-    /// Has the queue use this memory from now on, or none, as one that stops does.
+    /// Sets the queue's memory, or none, like a queue that stops.
     pub fn set_memory(&mut self, region: Option<&Arc<Region>>) {
         let regions = region.into_iter().map(Arc::clone).collect();
         self.hw.set_memory(&mut self.ring, Arc::new(RegionTable::new(regions)));
@@ -141,7 +141,7 @@ impl User {
         }
     }
 
-    /// Submits an I/O of a block, whose data is at the slot, that is not merged with others.
+    /// Submits an unmerged I/O of a block, with its data at the slot.
     pub fn submit(&mut self, op: Op, block: u64, slot: u64) {
         let mut bio = Bio::with_capacity(1);
         (bio.op, bio.cookie) = (op, slot);
@@ -184,7 +184,7 @@ impl User {
         self.hw.disarm::<Ring>();
     }
 
-    /// Turns until nothing is out.
+    /// Runs until no I/O is in flight.
     pub fn drain(&mut self) {
         let start = Instant::now();
         while !self.hw.is_idle() {
@@ -195,7 +195,7 @@ impl User {
         }
     }
 
-    /// The same, and sleeps in between as a lane does: by the eventfd alone, but for what the queue itself is due for.
+    /// The same, with sleeps in between like a lane's: by the eventfd alone, except for the queue's deadlines.
     pub fn drain_asleep(&mut self) {
         let start = Instant::now();
         while !self.hw.is_idle() {

@@ -21,7 +21,7 @@ pub(super) struct Edges {
 }
 
 impl Edges {
-    /// For so many bios at one time.
+    /// For up to `bios_max` bios.
     pub(super) fn new(bios_max: usize) -> Edges {
         let counts = (COUNTS_PER_BIO * bios_max).next_power_of_two().max(COUNTS_MIN);
         Edges { counts: vec![0; counts].into(), shift: u64::BITS - counts.trailing_zeros() }

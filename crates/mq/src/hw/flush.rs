@@ -69,7 +69,7 @@ pub(super) enum FlushNext {
 }
 
 impl Flush {
-    /// Room for so many bios.
+    /// Room for `bios_max` bios.
     pub(super) fn new(bios_max: usize) -> Flush {
         Flush {
             pending: VecDeque::with_capacity(bios_max),

@@ -1,4 +1,4 @@
-//! Inspection of a queue: what it holds at one moment, as plain data. Built on request; nothing is kept for it.
+//! Inspection of a queue: its content at one moment, as plain data. Built on request; no state is kept for it.
 
 use std::sync::Arc;
 

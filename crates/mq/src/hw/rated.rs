@@ -70,7 +70,7 @@ impl Rated {
         self.held_until_ns.map(|until_ns| until_ns.saturating_sub(now_ns))
     }
 
-    /// Whether one of so many bios that wait may pass now. Books it, if that is not done, and holds them all if not.
+    /// Whether one of `waiting` bios may pass now. Books it, unless it is booked, and holds all of them if it may not.
     fn may_pass(&mut self, waiting: usize, now_ns: u64) -> bool {
         if self.is_held() {
             return false;

@@ -1,7 +1,7 @@
 //! Recognises bios that need neither checks nor splitting, in a few instructions.
 //!
-//! Nearly all bios are such. A bio that passes may become a request as it is; any other goes through
-//! [`QueueLimits::admit`] and [`QueueLimits::split`], which know the rules.
+//! The common case. A bio that passes may become a request unchanged; any other goes through [`QueueLimits::admit`] and
+//! [`QueueLimits::split`], which know the rules.
 
 use crate::{Bio, BioFlags, Op, QueueLimits, SECTOR_SHIFT};
 

@@ -2,7 +2,8 @@
 //! `ll_back_merge_fn`,
 //! `ll_front_merge_fn`, `bio_will_gap`).
 //!
-//! Pure: says whether, and the shape of the request afterwards. The hardware queue finds candidates and chains bios.
+//! Pure: returns whether it may, and the shape of the request afterwards. The hardware queue finds candidates and
+//! chains bios.
 //!
 //! **How segments are counted.** A request of several bios has the segments of each, in order, each split as
 //! [`Pieces`](super::split::Pieces) says. Only where two bios meet, the last segment of the one and the first of the

@@ -213,7 +213,7 @@ proptest! {
             moved.extend(own);
             at = split.end;
         }
-        // The cursors, which tell where in memory a share begins, are those that the lengths tell.
+        // The cursors, the positions in memory at which parts begin, follow from the lengths.
         let crumbs = |segments: &[Segment]| -> Vec<(u32, u64)> {
             segments.iter().flat_map(|s| (0..u64::from(s.len) / CRUMB).map(|n| (s.region, s.offset + n * CRUMB))).collect()
         };

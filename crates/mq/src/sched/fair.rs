@@ -46,8 +46,8 @@ use crate::{Bio, DeviceInfo, Op, Priority};
 const CLASSES: usize = Priority::ALL.len();
 /// Default weight of a stream.
 pub(super) const WEIGHT: u32 = 100;
-/// Longest wait of a lower class, whatever a more urgent one submits; and of a stream in a mix that has used up its
-/// share, whatever streams return meanwhile.
+/// Longest wait of a lower class behind a more urgent one; and of a stream in a mix that has used up its share, behind
+/// returning streams.
 const CLASS_LATE_NS: u64 = 2_000_000_000;
 /// Within a class, the same.
 const LATE_NS: u64 = 300_000_000;
@@ -210,7 +210,7 @@ const ASYNC_KEY: u64 = 1 << 40;
 const CROWD_KEY: u64 = 1 << 41;
 
 impl Fair {
-    /// For a queue of so many bios, of this device.
+    /// For a queue of `bios_max` bios, of this device.
     pub(crate) fn new(config: FairConfig, bios_max: usize, info: &DeviceInfo) -> Fair {
         let seeks = match config.device {
             FairDevice::Measured => info.rotational,
@@ -594,7 +594,7 @@ impl Scheduler for Fair {
             ("in_flight", self.in_flight() as u64),
         ];
         if let Some(turn) = &self.turn {
-            // A crowd has no number.
+            // The random streams of a class have no number.
             let stream = self.streams.stream(turn.who);
             facts.push(if stream < ASYNC_KEY {
                 ("owner", stream & u64::from(u32::MAX))

@@ -39,7 +39,7 @@ struct StreamEntry<T> {
 }
 
 impl<T: Copy + Default> Streams<T> {
-    /// For a queue of so many bios.
+    /// For a queue of `bios_max` bios.
     pub(crate) fn new(bios_max: usize) -> Streams<T> {
         let count = bios_max + SPARE;
         assert!(count < NONE as usize, "a scheduler for {bios_max} bios");

@@ -1,4 +1,4 @@
-//! A scheduler driven by hand: bios go in, and what comes out is looked at, with a clock that is set.
+//! A scheduler driven by hand: bios are inserted, and dispatched ones checked, with a manual clock.
 
 mod any;
 mod deadline;
@@ -17,7 +17,7 @@ fn read(stream: u32, sector: u64) -> Box<Bio> {
     bio(Op::Read, stream, sector)
 }
 
-/// A write of 4 KiB that nobody waits for.
+/// An asynchronous write of 4 KiB.
 fn write(stream: u32, sector: u64) -> Box<Bio> {
     bio(Op::Write, stream, sector)
 }
@@ -39,7 +39,7 @@ struct Hand {
     scheduler: Box<dyn Scheduler>,
     now_ns: u64,
     out: Vec<Box<Bio>>,
-    /// Until when it said last that there is nothing.
+    /// Time of its latest `Wait`.
     until_ns: u64,
 }
 
@@ -89,7 +89,7 @@ impl Hand {
         self.take(usize::MAX)
     }
 
-    /// Joins what lies beside these sectors.
+    /// Joins a bio adjacent to these sectors.
     fn join(&mut self, start: u64, end: u64) -> Option<u64> {
         let bio = self.scheduler.join(Reach { start, end }, &mut |_| true, self.now_ns)?;
         let sector = bio.sector;
@@ -97,7 +97,7 @@ impl Hand {
         Some(sector)
     }
 
-    /// A bio that is out, of this first sector, is over.
+    /// Ends the dispatched bio with this first sector.
     fn end(&mut self, sector: u64) -> &mut Hand {
         let at = self.out.iter().position(|bio| bio.sector == sector).expect("it is out");
         let bio = self.out.remove(at);
@@ -105,7 +105,7 @@ impl Hand {
         self
     }
 
-    /// All that is out is over, and was with the device for so long.
+    /// Ends all dispatched bios, after this service time.
     fn end_all_after(&mut self, io_ns: u64) -> &mut Hand {
         for bio in std::mem::take(&mut self.out) {
             self.scheduler.ended(&bio, self.now_ns - io_ns, self.now_ns);

@@ -182,7 +182,7 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
         &self.submitters[submitter].parker
     }
 
-    /// The thread wants to be parked.
+    /// Announces that the thread will be parked.
     pub(super) fn announce(&self, submitter: usize) {
         self.submitters[submitter].parked.store(true, Ordering::Release);
     }
@@ -193,7 +193,7 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
         self.submitters[submitter].up.store(true, Ordering::Release);
     }
 
-    /// Sleeps as it was agreed.
+    /// Sleeps as prepared.
     pub(super) fn rest(&self, submitter: usize, turn: BatonOutcome) {
         let parker = &self.submitters[submitter].parker;
         match turn {
@@ -470,7 +470,8 @@ fn take_from_ring<D>(hw: &mut HwQueue<D>, sq: &mut Consumer<Box<Bio>>, submitter
 }
 
 impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
-    /// One round: takes in, passes on, gives back. True if there is more to do that the device will not tell us of.
+    /// One round: takes bios, dispatches, returns completions. True if there is more work that the device will not
+    /// signal.
     #[inline]
     fn round(
         &mut self,
@@ -530,8 +531,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         crossed
     }
 
-    /// Before anybody relies on a watch: has the device ring, if it has an eventfd. True if something came before it
-    /// heard.
+    /// Before a watch: arms the device's eventfd, if it has one. True if a completion came before the device saw that.
     #[inline]
     fn arm(&mut self) -> bool {
         let Core { hw, cx, armed, .. } = self;

@@ -1,4 +1,4 @@
-//! A clock and a place to sleep, for tests with real threads. Those of the program are in `os`.
+//! A clock and a parker, for tests with real threads. Those of the program are in `os`.
 
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ pub fn now_ns() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// A parker for devices that say nothing and only have deadlines.
+/// A parker for devices without events, which have only deadlines.
 #[derive(Default)]
 pub struct TimedParker {
     called: Mutex<bool>,

@@ -1,4 +1,4 @@
-//! A queue that is changed while it runs, and what one sees who looks into it.
+//! Changes of a running queue, and its inspection.
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ fn a_quiesced_queue_takes_bios_and_passes_nothing_on() {
     bench.submit_all([read(1000), read(2000)]);
     bench.turn();
     assert_eq!((bench.device().sectors(), bench.device().offers), (vec![0], 1));
-    // What the driver has still comes back.
+    // Requests at the driver still complete.
     bench.end(0, Status::Ok);
     assert_eq!((bench.take_ok(), bench.queue.has_work()), (vec![0], false));
     // They merge meanwhile.
@@ -73,7 +73,7 @@ fn a_device_is_recovered_quiesced_and_drains_when_it_runs_again() {
     bench.turn();
     bench.queue.freeze();
     bench.queue.quiesce();
-    // The reset hands back all that the device had.
+    // The reset requeues all requests of the device.
     (0..4).for_each(|_| bench.device().requeue(|_| true));
     bench.turn();
     assert_eq!((bench.queue.in_flight(), bench.queue.is_idle(), bench.snapshot().dispatch), (0, false, 4));
@@ -162,7 +162,7 @@ fn who_looks_in_sees_what_is_there() {
     bench.queue.thaw();
     bench.device().room = usize::MAX;
     bench.end(1000, Status::Ok);
-    // Those who waited ride on the flush now.
+    // The waiting bios are on the flush in flight now.
     assert_eq!(bench.snapshot().namespaces[0].flush, FlushSnapshot { pending: 0, running: 2 });
     bench.end_all();
     let snapshot = bench.snapshot();

@@ -1,5 +1,4 @@
-//! The flush machine in its queue: who shares a flush, who does not, and what becomes of errors (Linux
-//! `block/blk-flush.c`).
+//! The flush machine in its queue: which bios share a flush, and the propagation of errors (Linux `block/blk-flush.c`).
 
 use std::sync::Arc;
 
@@ -91,7 +90,7 @@ fn all_who_wait_share_one_flush_and_who_comes_later_takes_the_next() {
     bench.turn();
     assert_eq!(bench.ops(), [Op::Flush], "one at a time");
     bench.end(Op::Flush, Status::Ok);
-    // The flush in flight was issued before the others came: it does not cover what they were promised.
+    // The flush in flight was issued before the others arrived: it does not cover their writes.
     assert_eq!((bench.take_ended(), bench.ops()), (vec![(1, Status::Ok)], vec![Op::Flush]));
     bench.end(Op::Flush, Status::Ok);
     assert_eq!(bench.take_ended(), (2..6).map(|cookie| (cookie, Status::Ok)).collect::<Vec<_>>());
@@ -113,7 +112,7 @@ fn a_flush_waits_for_data_of_other_sequences_but_not_for_ever() {
     let mut ended = bench.take_ended();
     ended.sort_unstable_by_key(|(cookie, _)| *cookie);
     assert_eq!(ended, [(1, Status::Ok), (2, Status::Ok)]);
-    // Data that never ends holds nobody up for more than five seconds.
+    // Continuous data delays a flush by at most five seconds.
     bench.submit(4, Op::Flush, BioFlags::empty());
     bench.turn();
     assert_eq!(bench.ops(), [Op::Write]);
@@ -150,7 +149,7 @@ fn a_flush_gets_the_first_tag_that_comes_back_although_others_come_as_fast() {
     bench.turn();
     bench.submit(bio(Op::Flush, 0, 0));
     bench.turn();
-    // As many come as go, each before the queue has had its turn.
+    // As many arrive as end, each before the queue's next round.
     bench.device().end(|held| held.op == Op::Write, Status::Ok);
     bench.reap();
     bench.submit(bio(Op::Write, 2000, 8));
@@ -159,7 +158,7 @@ fn a_flush_gets_the_first_tag_that_comes_back_although_others_come_as_fast() {
     bench.end_all();
 }
 
-/// Two queues of a disk whose cache gives nothing away that is not flushed.
+/// Two queues of a disk whose cache destages only on a flush.
 struct Two {
     device: ChaosDevice,
     queues: [HwQueue<ChaosQueue>; 2],
@@ -188,7 +187,7 @@ impl Two {
         self.queues[queue].issue(&mut (), self.now_ns);
     }
 
-    /// Rounds of this queue until nothing is left in it.
+    /// Rounds of this queue until it is empty.
     fn end(&mut self, queue: usize) {
         while !self.queues[queue].is_idle() {
             self.now_ns += 1;
@@ -197,7 +196,7 @@ impl Two {
         }
     }
 
-    /// What sectors 0 and 8 would be after a power failure.
+    /// Sectors 0 and 8 after a power failure.
     fn stable(&self) -> [u8; 2] {
         [0, 8].map(|sector| {
             let mut bytes = [0; 512];
@@ -214,12 +213,12 @@ fn a_flush_covers_what_completed_on_another_queue_before_it_and_nothing_after() 
     two.end(0);
     assert_eq!(two.stable(), [0, 0]);
     two.begin(1, bio(Op::Flush, 0, 0));
-    // While the flush is at the device, through a queue that knows nothing of it.
+    // While the flush is at the device, through the other queue.
     two.begin(0, bio(Op::Write, 8, 8));
     two.end(0);
     two.end(1);
     assert_eq!(two.stable(), [1, 0]);
-    // So the next is no flush too many, though this queue has written nothing.
+    // So the next flush is necessary, though this queue has written nothing.
     two.begin(1, bio(Op::Flush, 0, 0));
     two.end(1);
     assert_eq!(two.stable(), [1, 1]);

@@ -1,5 +1,4 @@
-//! A device driven by hand: it takes what it is told to take, says what it is told to say, and remembers what it was
-//! given.
+//! A scripted device: takes and completes requests as told, and records what it was given.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,7 +20,7 @@ pub struct Held {
     pub tag: Tag,
 }
 
-/// What the device does when it hears of a request whose time is up.
+/// Action of the device on a request timeout.
 #[derive(Clone, Copy)]
 pub enum Late {
     /// It cannot take it back.
@@ -30,17 +29,17 @@ pub enum Late {
     Abort,
     /// It takes it back on the spot.
     End(Status),
-    /// It resets: everything it has is over.
+    /// Reset: completes all its requests.
     Reset(Status),
-    /// It hands it back to be done again.
+    /// Requeues the request.
     Requeue,
 }
 
 /// The device.
 pub struct Hand {
-    /// What it has, in the order in which it was given.
+    /// Requests at the device, in order of dispatch.
     pub held: Vec<Held>,
-    /// What it was given, call by call: first sectors.
+    /// First sectors of each batch.
     pub given: Vec<Vec<u64>>,
     /// How often it was offered anything.
     pub offers: usize,
@@ -48,9 +47,9 @@ pub struct Hand {
     pub room: usize,
     /// Takes one more than that, and puts it back.
     pub puts_back: bool,
-    /// What it says it is short of when it has no room.
+    /// Shortage that it reports when full.
     pub short_of: Shortage,
-    /// What it does about late requests, one after another; the last one for ever.
+    /// Actions on late requests, one after another; the last one repeats.
     pub late: VecDeque<Late>,
     /// Which requests it was asked about: first sectors.
     pub asked: Vec<u64>,
@@ -74,22 +73,22 @@ impl Default for Hand {
 }
 
 impl Hand {
-    /// What it has: operations.
+    /// Operations of its requests.
     pub fn ops(&self) -> Vec<Op> {
         self.held.iter().map(|held| held.op).collect()
     }
 
-    /// What it has: first sectors.
+    /// First sectors of its requests.
     pub fn sectors(&self) -> Vec<u64> {
         self.held.iter().map(|held| held.sector).collect()
     }
 
-    /// What it has: first sectors and lengths.
+    /// First sectors and lengths of its requests.
     pub fn extents(&self) -> Vec<(u64, u32)> {
         self.held.iter().map(|held| (held.sector, held.sectors)).collect()
     }
 
-    /// What it has of a namespace.
+    /// Number of its requests of a namespace.
     pub fn count_of(&self, namespace: u16) -> usize {
         self.held.iter().filter(|held| held.namespace == namespace).count()
     }
@@ -100,7 +99,7 @@ impl Hand {
         self.ready.push((tag, Some(status)));
     }
 
-    /// Will hand back the first request that this holds for.
+    /// Requeues the first matching request.
     pub fn requeue(&mut self, is: impl Fn(&Held) -> bool) {
         let tag = self.take(is);
         self.ready.push((tag, None));
@@ -168,7 +167,7 @@ impl Driver<()> for Hand {
     }
 }
 
-/// What most tests run on: a large disk that takes everything.
+/// The disk of most tests: large, with all features.
 pub fn disk() -> DeviceInfo {
     let limits =
         QueueLimits { discard_sectors_max: 1 << 20, write_zeroes_sectors_max: 1 << 20, ..QueueLimits::default() };
@@ -209,7 +208,7 @@ pub fn of(namespace: u16, mut bio: Box<Bio>) -> Box<Bio> {
     bio
 }
 
-/// A queue over such a device, its clock, and what came out of it.
+/// A queue over such a device, its clock, and its completed bios.
 pub struct Bench {
     pub queue: HwQueue<Hand>,
     pub now_ns: u64,
@@ -273,7 +272,7 @@ impl Bench {
         self.turn();
     }
 
-    /// The device is done with everything, round after round, until the queue is at rest.
+    /// Completes all requests, round after round, until the queue is idle.
     pub fn end_all(&mut self) {
         for _ in 0..100_000 {
             while !self.device().held.is_empty() {
@@ -283,7 +282,7 @@ impl Bench {
             if self.queue.is_idle() {
                 return;
             }
-            // What is given back next lets it go on; if nothing is, time must.
+            // The next requeue lets it continue; otherwise time must.
             if self.device().held.is_empty() {
                 self.now_ns = self.deadline_ns().map_or(self.now_ns, |ns| ns.max(self.now_ns));
             }
@@ -303,7 +302,7 @@ impl Bench {
         std::mem::take(&mut self.ended)
     }
 
-    /// What came out since: first sectors, in order, all of them well.
+    /// First sectors completed since the last call, in order, all without error.
     pub fn take_ok(&mut self) -> Vec<u64> {
         let ended = self.take_ended();
         assert!(ended.iter().all(|(_, status)| status.is_ok()), "{ended:?}");

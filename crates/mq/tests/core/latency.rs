@@ -1,4 +1,4 @@
-//! Latency is what the submitter sees, from when a bio comes to its end, and it is known what held it.
+//! Latency is measured from a bio's arrival to its end, with the parts for which it was held.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ fn of(bench: &Bench, class: OpClass) -> OpSnapshot {
     bench.queue.stats().snapshot().op(class).clone()
 }
 
-/// Reads so far: latencies recorded, their sum, and what of it they were held and at the device, all in microseconds.
+/// Reads so far: number of latencies, their sum, and its parts held and at the device, in microseconds.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Reads {
     count: u64,

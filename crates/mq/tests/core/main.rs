@@ -1,5 +1,5 @@
-//! The queue core by worked examples: each rule of blk-mq that it keeps, shown on a device driven by hand.
-//! `docs/queue-core.md` says which test shows which rule.
+//! The queue core by worked examples: each rule of blk-mq that it keeps, on a scripted device. `docs/queue-core.md`
+//! maps rules to tests.
 #![cfg(not(any(loom, shuttle)))]
 
 mod control;

@@ -88,7 +88,7 @@ fn without_a_free_tag_a_bio_still_joins_a_request_that_waits() {
     bench.submit_all([read(108), read(8), read(200)]);
     let snapshot = bench.snapshot();
     assert_eq!((counts(&bench), snapshot.tags_in_use, snapshot.namespaces[0].waiting), ([2, 0, 0], 2, 1));
-    // Behind one that waits for a tag nobody passes; as its turn comes it joins.
+    // A bio that waits for a tag is not overtaken; it joins in its turn.
     bench.submit(read(16));
     assert_eq!(bench.snapshot().namespaces[0].waiting, 2);
     bench.device().room = usize::MAX;
@@ -102,7 +102,7 @@ fn bios_of_two_namespaces_do_not_meet() {
     bench.submit_all([of(0, read(0)), of(1, read(8)), of(0, read(8)), of(1, read(16))]);
     bench.turn();
     let held: Vec<_> = bench.device().held.iter().map(|held| (held.namespace, held.sector, held.sectors)).collect();
-    // Between two of one namespace may stand one of another: the plug is looked through for its own last.
+    // A request of another namespace may be between two of one: the plug is searched for its own last.
     assert_eq!(held, [(0, 0, 16), (1, 8, 16)]);
     bench.end_all();
 }
@@ -156,7 +156,7 @@ fn the_first_of_a_kind_that_is_full_ends_the_search_and_is_not_tried_again() {
     assert_eq!(bench.snapshot().dispatch, 2, "twenty sectors are too many");
     bench.submit(read(120));
     assert_eq!((counts(&bench)[0], bench.snapshot().dispatch), (2, 3));
-    // Four sectors would fit, but it was told once that it is full.
+    // Four sectors would fit, but the request was found full before.
     bench.submit(bio(Op::Read, 120, 4));
     assert_eq!(bench.snapshot().dispatch, 4);
     bench.device().room = usize::MAX;
@@ -244,7 +244,7 @@ fn merged_bios_find_their_own_data() {
     let pieces = [(100, 8), (108, 3), (92, 8), (111, 5), (90, 2)];
     let ended = turn(pieces.iter().map(|&(sector, sectors)| bio(Op::Write, sector, sectors)).collect());
     assert_eq!(ended, [90, 92, 100, 108, 111].map(|sector| (sector, Status::Ok)));
-    // Read back into places that lie the other way round.
+    // Read back into buffers in reverse order.
     let reads = [(90_u64, 6_u32), (96, 10), (106, 1), (107, 9)];
     let place = |sector: u64| (1 << 20) - ((sector - 80) << 13);
     let ended = turn(

@@ -1,4 +1,4 @@
-//! Order: what waits reaches the driver in the order it was submitted, whatever comes back in between.
+//! Order: waiting requests reach the driver in order of submission, with requeues in between.
 
 use blkyard_mq::{BioFlags, DeviceInfo, HwQueueConfig, Op, QueueLimits, Status};
 

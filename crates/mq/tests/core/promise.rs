@@ -1,4 +1,4 @@
-//! What the status of a bio promises about its data: all orders of completions, all ways into a request.
+//! A bio's status and its data: all orders of completions, all ways into a request.
 
 use blkyard_mq::{
     Bio, BioFlags, DeadlineConfig, DeviceInfo, FairConfig, HwQueueConfig, KyberConfig, Op, QueueLimits,
@@ -95,7 +95,7 @@ fn fua_data_that_ends_under_a_flush_gets_the_next_one() {
 #[test]
 fn a_failed_part_fails_its_bio_in_every_order() {
     const ORDERS: [[u64; 3]; 6] = [[0, 8, 16], [0, 16, 8], [8, 0, 16], [8, 16, 0], [16, 0, 8], [16, 8, 0]];
-    // With FUA and no support for it there is a step behind the data, whose status must not hide that of the data.
+    // With unsupported FUA there is a step behind the data, whose status must not hide that of the data.
     for flags in [BioFlags::empty(), BioFlags::PREFLUSH, BioFlags::FUA, BioFlags::FUA | BioFlags::PREFLUSH] {
         for scheduler in schedulers() {
             for order in ORDERS {
@@ -122,7 +122,7 @@ fn a_failed_part_fails_its_bio_in_every_order() {
 
 #[test]
 fn a_part_that_fails_before_the_next_is_made_fails_its_bio() {
-    // One tag: each part is over before the next one is split off.
+    // One tag: each part ends before the next one is split off.
     for failed in [0, 8, 16] {
         let mut bench = bench(false, false, 1, SchedulerConfig::None);
         bench.submit(bio(Op::Write, 0, 3 * PART));

@@ -1,4 +1,4 @@
-//! Rates that bios must not exceed: who waits for how long, what counts as what, and what does not wait.
+//! Rate limits: waiting times, charges, and bios that do not wait.
 
 use std::sync::Arc;
 
@@ -35,7 +35,7 @@ fn held(bench: &Bench) -> usize {
     bench.snapshot().namespaces[0].waiting
 }
 
-/// Turns at the times that the queue names, and ends all, until nothing waits; says when each came.
+/// Runs at the times that the queue names, and completes all, until no bio waits; returns the arrival times.
 fn arrivals(bench: &mut Bench) -> Vec<u64> {
     let (mut when, mut seen) = (Vec::new(), 0);
     while held(bench) > 0 || seen < bench.device().given.iter().flatten().count() {
@@ -183,13 +183,13 @@ fn queues_that_share_a_limit_pass_in_turn() {
     queues.iter_mut().for_each(|bench| bench.submit_all(reads(100)));
     let mut now_ns = 500 * MS;
     while now_ns < 560 * MS {
-        // The first has the first look at all times.
+        // The first queue always runs first.
         queues.iter_mut().for_each(|bench| bench.turn_at(now_ns));
         now_ns = queues.iter().filter_map(Bench::deadline_ns).min().unwrap();
     }
     let passed = queues.each_mut().map(|bench| bench.device().held.len());
     assert!(passed.iter().sum::<usize>().abs_diff(61) <= 1, "{passed:?}");
-    // What was saved up is for who comes first.
+    // The burst goes to the first queue.
     assert!(passed[0] - passed[2] <= 3 && passed[1].abs_diff(passed[2]) <= 1, "{passed:?}");
     queues.iter_mut().for_each(Bench::end_all);
 }
@@ -281,7 +281,7 @@ fn who_must_not_wait_is_not_kept_out_by_what_is_long_over() {
     bench.turn();
     bench.end_all();
     bench.take_ended();
-    // Those that were held are gone, so nothing waits and nobody turns until somebody comes.
+    // The held bios are gone, so no bio waits and no round runs until the next submission.
     bench.now_ns = 1000 * MS;
     bench.submit(with(read(0), BioFlags::NOWAIT));
     bench.turn();

@@ -1,4 +1,4 @@
-//! What the driver left is offered again, always and no more often than of use: each shortage has its own restart.
+//! Requests left by the driver are offered again, always and not too often: each shortage has its own restart.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,7 +24,7 @@ fn a_full_device_that_has_something_is_offered_more_when_that_comes_back() {
     assert_eq!((bench.deadline_ns(), bench.queue.has_work()), (None, false), "nobody looks at the clock");
     bench.device().end(|_| true, Status::Ok);
     assert_eq!(bench.reap(), 1);
-    // Whoever collected it need not know that requests wait: the queue says so.
+    // The caller of reap need not know that requests wait: the queue reports work.
     assert!(bench.queue.has_work());
     assert_eq!(bench.issue(), 1);
     assert!(!bench.queue.has_work());
@@ -64,7 +64,7 @@ fn a_shortage_that_nobody_tells_of_is_waited_out_even_with_requests_in_flight() 
     bench.submit(read(9000));
     bench.turn();
     assert_eq!(bench.device().offers, 1);
-    // A completion may have freed what was missing.
+    // A completion may have freed the missing resource.
     bench.end(0, Status::Ok);
     assert_eq!((bench.device().offers, bench.device().sectors()), (2, vec![1000]));
     bench.device().room = usize::MAX;
@@ -197,7 +197,7 @@ fn a_driver_short_of_something_is_left_alone_though_the_budget_is_short_too() {
     bench.submit_all((0..3).map(|n| read(n * 1000)));
     bench.issue();
     assert_eq!(bench.deadline_ns(), Some(bench.now_ns + RETRY_NS));
-    // Its own places came back to it, which is no reason to try at once.
+    // Its own slots came back to it, which is no reason to retry at once.
     eventfd.rang();
     for _ in 0..10 {
         bench.turn();

@@ -1,5 +1,5 @@
-//! Many queues, round after round: nothing is lost on the way (the regression of June 2023, when virtio-blk ended
-//! requests in batches and a machine with many queues hung).
+//! Many queues, round after round: no bio is lost (the regression of June 2023, when virtio-blk ended requests in
+//! batches and a machine with many queues hung).
 
 use std::sync::Arc;
 
@@ -43,7 +43,7 @@ fn bursts_of_small_reads_to_sixteen_disks_with_four_queues_each_all_come_back() 
                 queue.submit(bio);
             });
         }
-        // Turns of the lane until all are at rest: as many as it takes to pass a burst through eight tags, and no more.
+        // Turns of the lane until all are idle: as many as a burst needs with eight tags, and no more.
         let mut turns = 0;
         while queues.iter().any(|queue| !queue.is_idle()) {
             for (queue, seen) in queues.iter_mut().zip(&mut seen) {
@@ -61,7 +61,7 @@ fn bursts_of_small_reads_to_sixteen_disks_with_four_queues_each_all_come_back() 
     }
 }
 
-/// Megabytes in one bio do not keep a lane from its other queues: what the driver does on the spot is done in turns.
+/// A bio of megabytes does not block the lane's other queues: inline work of the driver is spread over turns.
 #[test]
 fn long_requests_to_memory_are_done_in_turns_of_so_many_bytes() {
     const TURN_BYTES: u64 = 512 << 10;

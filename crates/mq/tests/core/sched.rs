@@ -1,4 +1,4 @@
-//! Bios that a scheduler orders: what passes through it and what does not, when it is asked, and what joins what.
+//! Scheduled bios: those that pass the scheduler and those that bypass it, the times of its calls, and joins.
 
 use blkyard_mq::{
     BioFlags, DeadlineConfig, DeviceInfo, HwQueueConfig, Merging, Op, SchedulerConfig, Status, TimesliceConfig,
@@ -42,7 +42,7 @@ fn neighbours_join_the_request_that_has_the_only_tag() {
     bench.submit_all([108, 116, 200, 100].map(read));
     bench.issue();
     assert_eq!((bench.device().extents(), waiting(&bench)), (vec![(100, 24)], 1));
-    // What comes later is a neighbour of nothing that waits.
+    // A later bio has no waiting neighbour.
     bench.submit(read(124));
     bench.end(100, Status::Ok);
     assert_eq!(bench.device().extents(), [(124, 8)]);
@@ -78,7 +78,7 @@ fn where_nothing_is_merged_nothing_joins() {
 
 #[test]
 fn what_is_submitted_is_there_from_the_round_on_that_begins_after_it() {
-    // The lane slept for a minute: what it then fetches has not waited for a minute.
+    // The lane slept for a minute: a bio fetched then has not waited for a minute.
     let mut bench = narrow(deadline());
     bench.submit(read(0));
     bench.turn();

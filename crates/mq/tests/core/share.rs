@@ -1,4 +1,4 @@
-//! Fair sharing: what each of several namespaces behind one queue may hold of its tags (Linux `hctx_may_queue`).
+//! Fair sharing: tags of each of several namespaces behind one queue (Linux `hctx_may_queue`).
 
 use blkyard_mq::{DeviceInfo, HwQueueConfig, Op, Status};
 
@@ -34,7 +34,7 @@ fn a_namespace_alone_has_all_tags() {
 #[test]
 fn each_active_namespace_reaches_an_equal_share_rounded_up_and_four_at_least() {
     for (depth, active, share) in [(16, 2, 8), (16, 3, 6), (7, 2, 4), (16, 8, 4), (12, 3, 4), (3, 2, 3)] {
-        // One more is there and rests: it does not count.
+        // One more namespace is idle: it does not count.
         let mut bench = shared(active + 1, depth);
         bench.submit_all((0..active as u16).map(|namespace| of(namespace, read(0))));
         bench.end_all();
@@ -55,7 +55,7 @@ fn a_burst_of_one_does_not_keep_out_the_other() {
     assert_eq!(counts(&mut bench), [16, 0]);
     burst(&mut bench, 1, 8);
     bench.turn();
-    // Whatever comes back is the newcomer's until it has its half.
+    // Each freed tag goes to the newcomer until it has its half.
     for n in 1..=8 {
         bench.device().end(|held| held.namespace == 0, Status::Ok);
         bench.turn();
@@ -90,7 +90,7 @@ fn who_goes_to_rest_leaves_its_tags_to_the_others_within_a_tenth_of_a_second() {
     bench.turn();
     let rest_ns = bench.now_ns;
     assert_eq!(counts(&mut bench), [8, 0]);
-    // Nothing comes back any more, and no timeout is set: still its lane is woken to look.
+    // No completion comes and no timeout is set: still the lane is woken for the scan.
     let mut turns = 0;
     while bench.device().count_of(0) < 16 {
         let due_ns = bench.deadline_ns().expect("the lane sleeps while tags lie idle");
@@ -108,7 +108,7 @@ fn who_is_served_at_once_counts_as_active_although_it_never_holds_a_tag_for_long
     let mut bench = shared(2, 16);
     bench.submit(of(0, read(0)));
     bench.turn_at(LOOK_NS);
-    // A bio between each two looks at who is at rest, over by the next.
+    // A bio between two idle scans, completed by the next.
     for n in 1..40 {
         bench.submit(of(1, read(n * 1000)));
         bench.turn_at(n * LOOK_NS + LOOK_NS / 2);

@@ -63,7 +63,7 @@ fn a_lane_sleeps_while_a_reserved_bio_waits_behind_one_that_is_split() {
     bench.turn();
     assert_eq!((bench.device().sectors(), bench.queue.has_work()), (vec![0], false));
     bench.end_all();
-    // Its own parts take what there is.
+    // Its own parts take the free tags.
     bench.submit(with(bio(Op::Read, 3000, 24), BioFlags::RESERVED));
     bench.turn();
     assert_eq!((bench.device().sectors(), bench.queue.has_work()), (vec![3000, 3008], false));

@@ -1,4 +1,4 @@
-//! Requests whose time is up: the races of `blk_mq_timeout_work`, one after another.
+//! Request timeouts: the races of `blk_mq_timeout_work`, one after another.
 
 use std::sync::Arc;
 
@@ -67,7 +67,7 @@ fn what_completes_while_it_is_looked_for_is_simply_complete() {
     let mut bench = bench(&[Late::End(Status::Timeout)]);
     bench.submit(read(0));
     bench.issue();
-    // The device has finished it, and nobody has looked since.
+    // The device has completed it, and it is not reaped.
     bench.device().end(|_| true, Status::Ok);
     bench.turn_at(10 * TIMEOUT_NS);
     assert_eq!((bench.take_ended(), bench.device().asked.len()), (vec![(0, Status::Ok)], 0));
@@ -164,7 +164,7 @@ fn a_second_timeout_resets_the_device_and_ends_the_others_too() {
     assert_eq!((bench.device().asked.clone(), bench.ended.len()), (vec![0, 1000, 2000], 0));
     assert_eq!(bench.deadline_ns(), Some(2 * TIMEOUT_NS + 1));
     bench.turn_at(2 * TIMEOUT_NS + 1);
-    // All three were late. The first reset ended the others, who are not asked about any more.
+    // All three were late. The first reset ended the others, about which the driver is not asked.
     assert_eq!(bench.device().asked, [0, 1000, 2000, 0]);
     assert_eq!(bench.take_ended(), [0, 1000, 2000].map(|sector| (sector, Status::Timeout)));
     assert_eq!(bench.queue.stats().snapshot().timed_out, 4);
@@ -284,7 +284,7 @@ fn a_driver_that_is_short_does_not_move_the_time_of_what_it_has() {
     bench.turn_at(TIMEOUT_NS);
     assert_eq!(bench.deadline_ns(), Some(TIMEOUT_NS + 1));
     bench.turn_at(TIMEOUT_NS + 1);
-    // In the same round: the place that came free is taken.
+    // In the same round: the freed tag is taken.
     assert_eq!((bench.take_ended(), bench.device().sectors()), (vec![(0, Status::Timeout)], vec![1000]));
     bench.end_all();
 }

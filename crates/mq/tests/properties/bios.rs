@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::world::{Entry, Plan, Step, Submission, World, any_plan};
 
-/// What the device said of the requests that have to do with a bio, while it was there.
+/// Events of the device for requests related to a bio, during its life.
 fn told<'a>(world: &'a World, submission: &'a Submission, until: usize) -> impl Iterator<Item = Status> {
     let flushes = submission.op == Op::Flush || submission.flags.intersects(BioFlags::PREFLUSH | BioFlags::FUA);
     world.log[submission.submitted..until].iter().filter_map(move |entry| match entry {
@@ -28,7 +28,7 @@ proptest! {
     #[test]
     fn a_bio_ends_once_with_the_status_of_the_first_part_that_failed(plan in any_plan()) {
         let mut plan = plan;
-        // The range of a discard of several is not what its event says.
+        // The event of a discard with several ranges does not list them.
         plan.limits.discard_segments_max = 1;
         let world = World::run(&plan);
         let mut ended = vec![0; world.submissions.len()];
@@ -77,7 +77,7 @@ proptest! {
     // 6
     #[test]
     fn without_merges_and_requeues_requests_reach_the_device_in_the_order_of_submission(plan in any_plan()) {
-        // Nothing is late either: what is late may be taken back and done again.
+        // No timeouts either: a late request may be taken back and repeated.
         let delay_ns_max = plan.chaos.delay_ns_max.min(1_000_000);
         let chaos = ChaosConfig { put_back_every: 0, requeue_every: 0, lose_every: 0, delay_ns_max, ..plan.chaos };
         let mut plan = Plan { chaos, ..plan }.unscheduled();
@@ -103,7 +103,7 @@ proptest! {
         }
     }
 
-    /// The order in which what is put back or handed back is done again is that of submission, too.
+    /// Refused and requeued requests are repeated in order of submission, too.
     #[test]
     fn what_comes_back_goes_before_what_came_later(plan in any_plan()) {
         let chaos = ChaosConfig { delay_ns_max: 0, lose_every: 0, instant_every: 0, ..plan.chaos };

@@ -1,4 +1,4 @@
-//! What the sectors of a device may hold, by what was written to them and how that ended. It knows nothing of requests.
+//! Possible content of a device's sectors, from the writes to them and their results. Requests are unknown here.
 
 use blkyard_mq::{Bio, BioFlags, DeviceInfo, Op};
 use blkyard_sim::ChaosDevice;
@@ -30,7 +30,7 @@ impl Sector {
         }
     }
 
-    /// What was certain at `then` has been flushed since.
+    /// Writes certain at `then` have been flushed since.
     fn flushed(&mut self, then: usize) {
         let covered = self.versions.iter().rposition(|version| version.certain && version.since <= then);
         self.stable = self.stable.max(covered.unwrap_or(0));
@@ -53,7 +53,7 @@ pub struct Content {
     volatile: bool,
 }
 
-/// What a bio writes into each word of a sector; no two bios the same, and none zero.
+/// Word that a bio writes into each word of a sector; different for all bios, and never zero.
 pub fn word(id: u64, sector: u64) -> u64 {
     (id + 1) << 16 | sector
 }
@@ -72,7 +72,7 @@ impl Content {
         Content { namespaces: vec![sectors; namespaces], volatile: info.volatile_cache }
     }
 
-    /// A bio is on its way: what it writes may turn up from now on.
+    /// A bio is submitted: its data may appear from now on.
     pub fn submitted(&mut self, bio: &Bio) {
         let Some(sectors) = self.namespaces.get_mut(usize::from(bio.namespace)) else { return };
         if bio.op.is_write() {
@@ -84,7 +84,7 @@ impl Content {
         }
     }
 
-    /// A bio is over. `data` is what it read, `submitted` and `now` are entries of the log.
+    /// A bio has ended. `data` is what it read, `submitted` and `now` are entries of the log.
     pub fn ended(&mut self, bio: &Bio, data: &[u8], submitted: usize, now: usize) {
         if !bio.status.is_ok() {
             return;
@@ -103,13 +103,13 @@ impl Content {
                     let word = word_of(&data[at * 512..(at + 1) * 512]);
                     assert!(known.may_read(word), "bio {} read {word:#x} at {sector}: {known:?}", bio.cookie);
                 }
-                // A device may keep what was discarded.
+                // A device may keep discarded data.
                 Op::Discard | Op::Flush => {}
             }
         }
     }
 
-    /// Whether the device would keep what was promised if the power failed now.
+    /// Whether the device would keep all durable data if the power failed now.
     pub fn check_stable(&self, device: &ChaosDevice) {
         let mut bytes = [0; 512];
         for (namespace, sectors) in self.namespaces.iter().enumerate() {

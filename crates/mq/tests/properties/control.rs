@@ -1,4 +1,4 @@
-//! Changing a queue that runs, and what must not be forgotten meanwhile: properties 3, 7 and 8.
+//! Changes of a running queue, and its wake-ups meanwhile: properties 3, 7 and 8.
 
 use blkyard_mq::Op;
 use blkyard_sim::{ChaosConfig, ChaosStep};
@@ -9,7 +9,7 @@ use super::world::{Entry, Plan, Step, World, any_plan};
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
-    // 3: `World::settle` turns only when the queue asks for it, and finds a queue that sleeps for ever.
+    // 3: `World::settle` runs the queue only at its request, and detects a queue that sleeps without end.
     #[test]
     fn a_queue_with_bios_in_it_always_says_what_it_waits_for(plan in any_plan(), trouble in 2_u32..6) {
         let chaos = ChaosConfig { refuse_every: trouble, put_back_every: trouble, requeue_every: trouble, lose_every: trouble, ..plan.chaos };
@@ -34,7 +34,7 @@ proptest! {
             if !quiesces.contains(&number) {
                 continue;
             }
-            // Twice, since it nests; and the device goes on with what it has.
+            // Twice, since it nests; the device continues with its requests.
             world.queue.quiesce();
             world.queue.quiesce();
             let (from, batches) = (world.log.len(), world.eventfd.0.lock().unwrap().batches);
@@ -83,7 +83,7 @@ proptest! {
                 }
             }
             prop_assert_eq!(has, 0, "the device still has some");
-            // What freezing is for: memory and limits may be changed now.
+            // The purpose of freezing: memory and limits may be changed now.
             let (memory, info) = (world.queue.memory().clone(), world.queue.info().clone());
             world.queue.set_memory(&mut world.eventfd, memory);
             world.queue.set_info(0, info);

@@ -1,4 +1,4 @@
-//! Flushes: property 10. That what they promise survives a power failure is checked in every world as it goes.
+//! Flushes: property 10. Every world checks during its run that flushed data survives a power failure.
 
 use std::collections::BTreeMap;
 

@@ -1,5 +1,4 @@
-//! Queues that share limits, on lanes that are late: nothing passes faster than it may, nothing is lost, and nothing
-//! waits without need.
+//! Queues that share limits, on late lanes: no rate is exceeded, no bio is lost, and none waits without need.
 
 use std::sync::Arc;
 
@@ -10,7 +9,7 @@ use blkyard_mq::{
 use proptest::prelude::*;
 
 const MS: u64 = 1_000_000;
-/// What one queue books ahead: a quarter of a millisecond of its share.
+/// A queue's booking: a quarter of a millisecond of its rate.
 const LOT_NS: u64 = 250_000;
 
 /// Submits so many bios to a queue.
@@ -29,7 +28,7 @@ fn any_submissions() -> impl Strategy<Value = Vec<Submission>> {
     proptest::collection::vec(submission, 1..40)
 }
 
-/// Slow ones as likely as fast ones; now and then none.
+/// Slow and fast rates alike; now and then none.
 fn any_rate(least: u64, doublings: u32) -> impl Strategy<Value = u64> {
     prop_oneof![1 => Just(0), 3 => (0..doublings, 0..least).prop_map(move |(times, more)| (least + more) << times)]
 }
@@ -77,7 +76,7 @@ impl Rig {
         panic!("it turns without end: {:?}", queue.snapshot(now_ns));
     }
 
-    /// Turns queues when they ask for it, and late by what is drawn, until a time or until all are idle.
+    /// Runs queues at their request, with a random delay, until a time or until all are idle.
     fn run_until(&mut self, end_ns: u64, late_ns: u64) {
         loop {
             let due = self.queues.iter().map(HwQueue::deadline_ns::<()>).enumerate();
@@ -120,8 +119,7 @@ proptest! {
         prop_assert!(rig.queues.iter().all(HwQueue::is_idle), "something sleeps with nothing to wait for");
         prop_assert_eq!(rig.passed.len(), bios);
         rig.passed.sort_unstable();
-        // In any stretch: what its time allows, the burst, and of each queue what it had booked, and one that was
-        // longer than thought.
+        // In any interval: its rate, the burst, and of each queue its booking, and one bio longer than estimated.
         let slack_ns = u128::from(u64::from(burst_ms) * MS) + 4 * (u128::from(LOT_NS + late_ns) + 2 * most_ns);
         for kind in 0..2 {
             let mut least = i128::MAX;
@@ -133,7 +131,7 @@ proptest! {
                 prop_assert!(sum_ns - i128::from(*at_ns) - least <= slack_ns as i128 + 1000, "{kind}: {} ns too much", sum_ns - i128::from(*at_ns) - least - slack_ns as i128);
             }
         }
-        // And all of it in the time it takes, if nobody had waited for anything else.
+        // And all of it in the time it takes, with no other wait.
         let (first_ns, last_ns) = (MS, rig.now_ns);
         let wished_ns: u64 = submissions.iter().map(|submission| submission.after_ns).sum();
         let slowest_ns = u128::from(wished_ns) + all_ns[0].max(all_ns[1]);

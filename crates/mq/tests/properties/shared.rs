@@ -28,7 +28,7 @@ impl Parker for ClockParker {
     }
 }
 
-/// What the threads of a shared queue do, one at a time.
+/// Actions of a shared queue's threads, one at a time.
 #[derive(Clone, Debug)]
 enum Act {
     Submit(usize, u64),
@@ -72,7 +72,7 @@ impl SharedRing {
         SharedRing { ends: ends.into_iter().map(Some).collect(), counts: vec![(0, 0); 4], clock, eventfd, device }
     }
 
-    /// Does one thing. When it is done, whatever the device has been given has been announced.
+    /// Executes one action. All requests of the device have been announced afterwards.
     fn act(&mut self, act: &Act) {
         let SharedRing { ends, counts, clock, eventfd, .. } = self;
         let clock = || clock.fetch_add(1000, Ordering::Relaxed);
@@ -134,7 +134,7 @@ proptest! {
         let mut shared = SharedRing::new(&plan);
         let middle = acts.len() / 2;
         acts[..middle].iter().for_each(|act| shared.act(act));
-        // Bios nobody has seen yet, too: it goes without having rung.
+        // Also bios that are still in the plug: the thread leaves without having made them visible.
         (0..5).for_each(|at| shared.act(&Act::Submit(gone, at * 8)));
         shared.act(&Act::Leave(gone));
         acts[middle..].iter().for_each(|act| shared.act(act));

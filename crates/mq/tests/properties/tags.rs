@@ -15,7 +15,7 @@ fn snapshots(world: &World) -> impl Iterator<Item = &HwSnapshot> {
     })
 }
 
-/// What the device has, request by request: panics if one is begun that it has, or ended that it has not.
+/// Requests at the device, one by one: panics if one begins twice, or ends without being there.
 fn check_turns_with_the_device(world: &World) {
     let mut held = BTreeMap::new();
     for entry in &world.log {
@@ -44,7 +44,7 @@ proptest! {
             let tags: BTreeSet<usize> = snapshot.requests.iter().map(|request| request.tag).collect();
             prop_assert_eq!(tags.len(), snapshot.requests.len());
             prop_assert!(tags.last().is_none_or(|tag| *tag < snapshot.depth));
-            // Those that wait are all different ones too: none is listed twice.
+            // Waiting ones are all different, too: none is listed twice.
             let waiting = snapshot.requests.iter().filter(|request| request.state == RequestState::Idle).count();
             prop_assert_eq!(waiting, snapshot.dispatch);
         }
@@ -87,7 +87,7 @@ proptest! {
     fn every_active_namespace_gets_its_share_of_the_tags(
         plan in any_plan(), busy in 2_u16..5, depth in 1_usize..33, seed: u64, lost in prop::bool::ANY,
     ) {
-        // Where all are lost nothing comes back before its time is up.
+        // With all lost no completion comes before the timeout.
         let chaos = ChaosConfig { seed, lose_every: u32::from(lost), ring: usize::MAX, ..plan.chaos };
         let steps = (0..u64::from(busy) * 40).map(|at| Step::Submit {
             op: Op::Read,
@@ -108,15 +108,15 @@ proptest! {
             let share = if active == 1 { depth } else { depth.div_ceil(active).max(4).min(depth) };
             for (number, namespace) in snapshot.namespaces.iter().enumerate() {
                 prop_assert_eq!(namespace.tags_max, share);
-                // Who waits has its share, or there is no tag that is free.
+                // A waiting namespace has its share, or no tag is free.
                 let stopped = namespace.tags_held >= share || snapshot.tags_in_use >= depth;
                 prop_assert!(namespace.waiting == 0 || stopped, "{namespace:?} of {snapshot:?}");
-                // Who has more had it before it had to share.
+                // A larger number dates from the time before it had to share.
                 prop_assert!(namespace.tags_held <= share.max(before[number]), "{namespace:?}");
                 before[number] = namespace.tags_held;
             }
         }
-        // With a share for each, each has come to have it while all were at it.
+        // With a share for each, all reach it while all are active.
         if lost && depth >= 4 * usize::from(busy) {
             let reached = |number: usize| snapshots(&world).map(|s| s.namespaces[number].tags_held).max();
             prop_assert!((0..usize::from(busy)).all(|number| reached(number).unwrap() >= depth / usize::from(busy)));

@@ -1,9 +1,8 @@
-//! Flushes over two hardware queues of one device: property 10, where what a flush covers is not the business of one
-//! queue.
+//! Flushes over two hardware queues of one device: property 10, where a flush covers writes of both queues.
 //!
-//! Each queue has a flush machine of its own, and knows nothing of what completed on the other. It must not need to:
-//! what has completed anywhere before somebody submits a flush to either queue is durable when that flush is over. The
-//! device here makes nothing durable that it need not, and tells what a power failure would leave.
+//! Each queue has a separate flush machine, and knows no completion of the other. It need not: writes that completed
+//! anywhere before the submission of a flush to either queue are durable when that flush completes. The device here
+//! destages only what it must, and reports the effect of a power failure.
 
 use std::sync::Arc;
 
@@ -28,7 +27,7 @@ struct Out {
     slot: u64,
 }
 
-/// Two queues, their device, and what must be on it.
+/// Two queues, their device, and its expected content.
 struct Pair {
     device: ChaosDevice,
     queues: [HwQueue<ChaosQueue>; 2],
@@ -90,7 +89,7 @@ impl Pair {
         self.queues[queue].submit(bio);
     }
 
-    /// A round of one of the queues, whatever the other is at.
+    /// A round of one of the queues, independent of the other.
     fn turn(&mut self, queue: usize) {
         self.now_ns += 1000;
         let mut ended = Vec::new();
@@ -141,7 +140,7 @@ proptest! {
         for (number, step) in (0_u64..).zip(&plan.steps) {
             match *step {
                 Step::Submit { op, flags, sector, sectors, tear, .. } => {
-                    // Mostly what leaves something to be flushed, and flushes of all three kinds.
+                    // Mostly dirty writes, and flushes of all three kinds.
                     let (op, flags) = match tear % (3 * often) {
                         0 => (Op::Flush, BioFlags::empty()),
                         1 => (Op::Write, flags | BioFlags::PREFLUSH),
@@ -156,7 +155,7 @@ proptest! {
                 _ => {}
             }
         }
-        // Whatever the one has not been told yet, a flush on the other leaves nothing open that was over before.
+        // Regardless of the one queue's state, a flush on the other covers all earlier completions.
         pair.settle(0);
         pair.submit(1, Op::Flush, BioFlags::empty(), 0, 0);
         pair.settle(1);

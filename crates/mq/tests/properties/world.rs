@@ -26,7 +26,7 @@ const TURN_NS: u64 = 1000;
 /// lost.
 const TURNS_MAX: usize = 200_000;
 
-/// What is done to a queue.
+/// Actions on a queue.
 #[derive(Clone, Debug)]
 pub enum Step {
     Submit {
@@ -51,7 +51,7 @@ pub enum Step {
     Rate(RateConfig),
 }
 
-/// A queue, a device, and what is done to them. Printed when a test fails, with its seed.
+/// A queue, a device, and the actions. Printed when a test fails, with its seed.
 #[derive(Clone, Debug)]
 pub struct Plan {
     pub chaos: ChaosConfig,
@@ -161,7 +161,7 @@ fn any_scheduler() -> impl Strategy<Value = SchedulerConfig> {
     prop_oneof![2 => Just(SchedulerConfig::None), 1 => deadline, 1 => kyber, 1 => slices, 1 => fair]
 }
 
-/// Any limit that is worth waiting for, or none.
+/// Any limit with an effect, or none.
 fn any_rate() -> impl Strategy<Value = RateConfig> {
     let rate = |from: u64, to: u64| prop_oneof![Just(0), from..to];
     (rate(500, 1_000_000), rate(1 << 20, 1 << 30), 1_u32..4).prop_map(|(iops, bytes_per_s, burst_ms)| RateConfig {
@@ -229,7 +229,7 @@ pub fn any_plan() -> impl Strategy<Value = Plan> {
     )
 }
 
-/// What the device is called with, and has not been told of.
+/// Requests taken by the device's driver and not announced.
 #[derive(Clone, Debug, Default)]
 pub struct Doorbell(pub Arc<Mutex<Rung>>);
 
@@ -294,7 +294,7 @@ pub enum Entry {
     Submitted,
     Device(ChaosEvent),
     Ended(u64, Status),
-    /// The queue after a turn, and what its room was.
+    /// The queue after a round, and its room before.
     Turned(Box<HwSnapshot>, usize),
 }
 
@@ -322,7 +322,7 @@ impl Submission {
     }
 }
 
-/// Tells that the budget has places.
+/// Records that the budget has slots.
 #[derive(Default)]
 pub struct Waker(AtomicBool);
 
@@ -362,7 +362,7 @@ pub fn infos(plan: &Plan) -> Vec<Arc<DeviceInfo>> {
 }
 
 impl Plan {
-    /// The same without a scheduler, where what is submitted goes in its order.
+    /// The same without a scheduler, in order of submission.
     pub fn unscheduled(mut self) -> Plan {
         self.config.scheduler = SchedulerConfig::None;
         self.steps.retain(|step| !matches!(step, Step::Scheduler(_)));
@@ -513,7 +513,7 @@ impl World {
         self.now_ns += TURN_NS;
         let (mut eventfd, device) = (self.eventfd.clone(), self.device.clone());
         self.woken.0.store(false, Ordering::Relaxed);
-        // What the device had done by then, and the bio.
+        // The device's events until then, and the bio.
         let mut ended = Vec::new();
         self.queue.reap(&mut eventfd, self.now_ns, &mut |bio| {
             let mut events = Vec::new();
@@ -562,8 +562,8 @@ impl World {
         self.submissions[id as usize].slot = u64::MAX;
     }
 
-    /// Turns until the queue is idle, but only when it asks for it: with work of its own, or at a time it named; or
-    /// when it is woken for places of its budget.
+    /// Runs until the queue is idle, but only at its request: with work, at a time it named, or when woken for slots of
+    /// its budget.
     pub fn settle(&mut self) {
         for _ in 0..TURNS_MAX {
             self.turn();

@@ -8,7 +8,7 @@
 
 use std::sync::OnceLock;
 
-/// Whether the counter may tell the time here. Found out once.
+/// Whether the counter can be trusted here. Determined once.
 pub(super) fn is_trusted() -> bool {
     static TRUSTED: OnceLock<bool> = OnceLock::new();
     *TRUSTED.get_or_init(|| ticks_evenly() && is_the_kernels_own() && may_be_read())

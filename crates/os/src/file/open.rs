@@ -142,7 +142,7 @@ impl FileDevice {
     }
 }
 
-/// Whether the kernel says that a block device, or the one that it is a part of, has an arm to move.
+/// Whether the kernel reports a block device, or the disk of a partition, as rotational.
 fn turns(device: &Metadata) -> bool {
     let number = device.rdev();
     let folder = format!("/sys/dev/block/{}:{}", rustix::fs::major(number), rustix::fs::minor(number));

@@ -113,7 +113,7 @@ impl ReceiverLines {
         Some(line)
     }
 
-    /// Lines that say how many were held back.
+    /// Lines with the number of dropped ones.
     fn held_back(&mut self, now: Instant) -> Vec<String> {
         self.holds_back = false;
         let counts = self.limits.iter_mut().filter_map(|(path, limit)| Some((path, limit.pass_held_back(now)?)));

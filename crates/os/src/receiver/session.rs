@@ -1,7 +1,7 @@
 //! One connection: relays bytes both ways between a peer and the daemon, and of the peer's descriptors only those
 //! whose use and close cannot block.
 //!
-//! Runs on a thread with a descriptor table of its own, which holds the refused descriptors until it ends. It knows
+//! Runs on a thread with a private descriptor table, which holds the refused descriptors until it ends. It knows
 //! nothing of the protocol: instead of a refused descriptor the daemon gets /dev/null, and refuses that itself. A unix
 //! stream is replaced by one end of a new pair, and its bytes are relayed both ways. That applies to streams that a
 //! peer sends and, where the daemon has connected to the peer, to those that the daemon sends: the peer may send

@@ -86,7 +86,7 @@ pub struct RingCounters {
 }
 
 impl RingCounters {
-    /// Those of a ring with room for so many pollers.
+    /// Counters of a ring with room for `pollers_max` pollers.
     pub(super) fn of(pollers_max: usize) -> RingCounters {
         RingCounters { pollers_max, ..RingCounters::default() }
     }

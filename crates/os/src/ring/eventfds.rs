@@ -36,7 +36,7 @@ const PAUSE_MIN_NS: u64 = 16_000;
 /// The longest pause, and so the longest that a kick waits: a thousand wake-ups a second take a hundredth of a CPU.
 const PAUSE_MAX_NS: u64 = 1_000_000;
 
-/// The pause after so many wake-ups in a row without work.
+/// The pause after `in_vain` wake-ups in a row without work.
 fn pause_ns(in_vain: u32) -> u64 {
     match in_vain.checked_sub(IN_VAIN_FREE + 1) {
         None => 0,
@@ -77,7 +77,7 @@ pub(super) struct PollStep {
 }
 
 impl EventfdPolls {
-    /// Whether some eventfd cannot be heard until it is watched again.
+    /// Whether some eventfd is not polled until it is watched again.
     #[inline]
     pub(super) fn are_deaf(&self) -> bool {
         self.deaf > 0
@@ -137,7 +137,7 @@ impl EventfdPolls {
         (eventfd.paused_until_ns > now_ns).then_some(eventfd.paused_until_ns)
     }
 
-    /// Whether this eventfd's ring will be heard.
+    /// Whether this eventfd is polled.
     pub(super) fn is_listening(&self, index: usize) -> bool {
         self.eventfds.get(index).is_some_and(|eventfd| eventfd.listening)
     }

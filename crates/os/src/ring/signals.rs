@@ -27,7 +27,7 @@ struct SignalState {
     again: bool,
     /// Number of cancelled signals: a completion with an older number is of another eventfd.
     generation: u32,
-    /// Whether it is anybody's now.
+    /// Whether it is in use.
     taken: bool,
     /// Our duplicate of the eventfd: an entry may wait for the kernel while the owner closes the descriptor and its
     /// number names another file.

@@ -57,7 +57,7 @@ fn sleeps_through(ring: &mut Ring) -> bool {
     now_ns() >= deadline_ns
 }
 
-/// Longer than a busy machine keeps anybody from a CPU.
+/// Longer than a busy machine keeps a thread from its CPU.
 const LONG: Duration = Duration::from_secs(30);
 
 fn later() -> u64 {
@@ -371,7 +371,7 @@ fn an_eventfd_that_is_to_be_rung_before_we_hear_of_the_last_ring_is_rung_once_mo
     let eventfd = new_eventfd();
     let mut place = SignalSlot::default();
     for _ in 0..20 {
-        // The first goes through, is heard and answered before we know. The second must be heard as well.
+        // The first is delivered and answered before we know. The second must be delivered as well.
         for knows in [false, true] {
             ring.signal(&mut place, eventfd.as_fd());
             let start = Instant::now();

@@ -1,4 +1,4 @@
-//! What the tests of this crate share: places for files, and a queue that is driven to rest.
+//! Shared by the tests of this crate: folders for files, and a queue that is drained.
 #![allow(dead_code, reason = "each test file uses its own part")]
 
 pub mod mover;

@@ -12,11 +12,11 @@ use blkyard_os::{FileDevice, FileQueue, Ring};
 
 use super::{bio, pattern};
 
-/// Blocks of 4 KiB a poller has in flight, each with a place of its own in the file.
+/// Blocks of 4 KiB that a poller has in flight, each with a separate position in the file.
 pub const BLOCKS: u64 = 16;
 const BLOCK_BYTES: u64 = 4096;
 
-/// What is known of a poller outside.
+/// A poller's state, for the test.
 #[derive(Debug, Default)]
 pub struct Tally {
     /// Bios that came back.
@@ -34,7 +34,7 @@ pub struct Mover {
     memory: Arc<RegionTable>,
     /// First block in the file.
     first: u64,
-    /// What each block was last written with, and whether that is being read back.
+    /// Latest content of each block, and whether it is being read back.
     rounds: Vec<(u32, bool)>,
     ready: Vec<Box<Bio>>,
     /// Whether each block's bio is in the queue: it must come back once.
@@ -89,7 +89,7 @@ impl Mover {
         self.submission(Op::Write, block)
     }
 
-    /// What comes after a bio.
+    /// The next bio after a completed one.
     fn next(&mut self, ended: &Bio) -> Box<Bio> {
         let block = ended.cookie;
         assert_eq!(ended.status, Status::Ok);
@@ -172,7 +172,7 @@ impl Poller<Ring> for Mover {
 
 impl Drop for Mover {
     fn drop(&mut self) {
-        // None was lost on the way, unless a lane fell over with it.
+        // No bio was lost, unless a lane panicked with it.
         assert!(std::thread::panicking() || self.out.iter().all(|out| !out), "bios are out when all is over");
     }
 }

@@ -425,7 +425,7 @@ impl BlkRing {
         self.places_addr + (place * self.stride + at) as u64
     }
 
-    /// Asks for the disk's serial number, before the queue has its first request. Says whether the device wants a kick.
+    /// Requests the disk's serial number, before the queue's first request. Returns whether the device wants a kick.
     ///
     /// # Panics
     /// If anything is in flight.

@@ -94,7 +94,7 @@ pub enum ConfigCause {
     Limits(LimitsError),
 }
 
-/// The configuration space, as far as it was read.
+/// The readable part of the configuration space.
 struct Space<'a>(&'a [u8]);
 
 impl Space<'_> {
@@ -231,7 +231,7 @@ fn read_discard(space: &Space<'_>, limits: &mut QueueLimits) -> Result<(), Confi
     Ok(())
 }
 
-/// Zero is how a device says that it has no limit.
+/// Zero means unlimited.
 fn or_unlimited(max: u32) -> u32 {
     if max == 0 { u32::MAX } else { max }
 }

@@ -97,7 +97,7 @@ impl<S: FnMut(&Bio, &RegionTable) -> Status> Loopback<S> {
 }
 
 impl<S: FnMut(&Bio, &RegionTable) -> Status> LoopbackDevice<S> {
-    /// Fetches and answers all there is. Says whether the driver wants a call.
+    /// Fetches and completes all available chains. Returns whether the driver wants a call.
     #[inline]
     pub fn turn(&mut self) -> bool {
         if !self.is_running {

@@ -192,8 +192,8 @@ impl PackedDriver {
         }
         let old = std::mem::replace(&mut self.untold, self.next);
         let passed = self.next.since(old, self.size);
-        // As in `SplitDriver::publish`: we store a descriptor, then load what the device wants; the device stores what
-        // it wants, then loads the descriptor (`PackedRing::enable_notify`). The store also releases all descriptors
+        // As in `SplitDriver::publish`: we store a descriptor, then load the device's request; the device stores its
+        // request, then loads the descriptor (`PackedRing::enable_notify`). The store also releases all descriptors
         // after it. [2.8.21.3]
         self.layout.desc.store_u64(old.offset() + REST, self.telling, SeqCst);
         request::is_met(self.layout.used.load_u32(0, SeqCst), self.event_idx, old, passed, self.size)

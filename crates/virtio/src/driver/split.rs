@@ -188,10 +188,10 @@ impl SplitDriver {
             return false;
         }
         let old = std::mem::replace(&mut self.published, self.next_avail);
-        // A fence has two sides. We store the index, then load what the device wants; the device, before it sleeps,
-        // stores what it wants, then loads the index (`SplitRing::enable_notify`). Were either load to overtake its
-        // store, the device could miss the chain and we its request. The store also releases descriptors, ring entries
-        // and the chains' data. [2.7.13.3, 2.7.13.4]
+        // A fence has two sides. We store the index, then load the device's request; the device, before it sleeps,
+        // stores its request, then loads the index (`SplitRing::enable_notify`). If either load overtook its store, the
+        // device could miss the chain and we its request. The store also releases descriptors, ring entries and the
+        // chains' data. [2.7.13.3, 2.7.13.4]
         self.layout.avail.store_u16(INDEX, self.next_avail, SeqCst);
         if self.event_idx {
             let event = self.layout.used.load_u16(RING + usize::from(self.size) * USED_ELEMENT, SeqCst);
@@ -306,7 +306,7 @@ impl SplitDriver {
     }
 }
 
-/// A row of a table: its chain goes on with the next row, or ends.
+/// A row of a table: its chain continues with the next row, or ends.
 #[inline(always)]
 pub(super) fn table_row(row: u16, buffer: Buffer, more: bool) -> [u64; 2] {
     desc(buffer, more, row + 1)

@@ -63,7 +63,7 @@ impl Links {
         u64::from(in_flight) | u64::from(self.next) << 16 | u64::from(self.last) << 32 | u64::from(self.num) << 48
     }
 
-    /// From a word, and whether it says that the entry is in flight.
+    /// From a word, with whether the entry is in flight.
     fn from_word(word: u64) -> (Links, bool) {
         let field = |at: u32| (word >> at) as u16;
         (Links { next: field(16), last: field(32), num: field(48) }, word & 0xff == 1)
@@ -86,7 +86,7 @@ pub(crate) struct LeftChain {
 pub(crate) struct LeftInRecord {
     /// The one fetched first last.
     pub(crate) chains: Vec<LeftChain>,
-    /// Copies of their descriptors, in memory of our own, as in a ring.
+    /// Copies of their descriptors, in private memory, as in a ring.
     pub(crate) copies: View,
     /// Descriptors of all chains together.
     pub(crate) slots: u16,

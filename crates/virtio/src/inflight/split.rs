@@ -7,7 +7,7 @@
 //!
 //! The used ring's index says which chains the driver has been given, and is published with one store. So the record
 //! need not be exact at every moment: while `used_idx` differs from that index, the entries of the last batch, a list
-//! of as many from `last_batch_head` on, are no longer in flight, whatever they say.
+//! of as many from `last_batch_head` on, are no longer in flight, whatever their flags.
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 use std::sync::atomic::fence;
@@ -129,7 +129,7 @@ impl SplitInflight {
         for head in heads {
             self.region.store_u16(entry(head) + INFLIGHT, 0, Relaxed);
         }
-        // Last, since it says that the entries are exact.
+        // Last, since it marks the entries as exact.
         self.region.store_u16(USED_IDX, used_idx, Release);
     }
 }
@@ -140,7 +140,7 @@ fn in_flight(region: &View, records: u16) -> Vec<(u64, u16)> {
     (0..records).filter(says_so).map(|index| (region.load_u64(entry(index) + COUNTER, Relaxed), index)).collect()
 }
 
-/// Notes which entries the used index has gone past although they may still say that they are in flight.
+/// Records the entries that the used index has passed although their flags may still say in flight.
 fn note_published(region: &View, used_idx: u16, published: &mut [bool]) -> Result<(), InflightFault> {
     let count = used_idx.wrapping_sub(region.load_u16(USED_IDX, Relaxed));
     if usize::from(count) > published.len() {

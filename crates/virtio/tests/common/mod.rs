@@ -1,4 +1,4 @@
-//! The smallest device there is: it answers whatever it fetches, at once, and remembers what it was asked.
+//! The smallest device: it completes each fetched chain at once, and records it.
 
 #![allow(dead_code, reason = "each test file uses its own part")]
 
@@ -14,7 +14,7 @@ use blkyard_virtio::{
 /// Segments in a bio; a chain has room for header and status, too.
 pub const SEGMENTS: u16 = 8;
 
-/// Every kind of ring there is, for what means the same in all of them.
+/// Every kind of ring, for format-independent tests.
 pub fn kinds() -> Vec<Features> {
     let bits = [Features::RING_PACKED, Features::EVENT_IDX, Features::IN_ORDER];
     (0..8_u32)
@@ -24,7 +24,7 @@ pub fn kinds() -> Vec<Features> {
         .collect()
 }
 
-/// What became of one chain.
+/// Result of one chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Outcome {
     Io { op: Op, flags: BioFlags, sector: u64, sectors: u32, segments: Vec<Segment> },

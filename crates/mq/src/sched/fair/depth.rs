@@ -67,8 +67,8 @@ pub(super) struct DepthLimit {
 }
 
 impl DepthLimit {
-    /// Whether something fits that is worth so much where there is so much. Small bios are as many as come nearest to
-    /// the limit.
+    /// Whether a bio of this cost fits beside the present amount. The number of small bios is the one nearest to the
+    /// limit.
     #[inline]
     pub(super) fn fits(self, has: u64, cost: u64) -> bool {
         if cost < LARGE { has + cost / 2 <= self.small } else { has == 0 || has + cost <= self.all }
@@ -192,7 +192,7 @@ impl Depth {
         (self.has, self.peak, self.bound) = (has, peak.max(has), bound);
     }
 
-    /// So many have ended that were worth so much. True if marks of the turn begin anew.
+    /// Requests of this total cost have ended. True if the turn's marks start again.
     pub(super) fn ended(&mut self, ends: u64, cost: u64, now_ns: u64) -> bool {
         let paused = now_ns.saturating_sub(std::mem::replace(&mut self.ended_ns, now_ns)) >= PAUSED_NS;
         if self.skip > 0 || paused {
@@ -221,7 +221,7 @@ impl Depth {
                 self.look_for_change(mib_ns);
             }
         } else if !self.bound && (self.grows || self.low) {
-            // There is more than anybody wants.
+            // The demand is below the depth.
             self.keep();
         } else {
             if !self.bound {
@@ -287,7 +287,7 @@ impl Depth {
         }
     }
 
-    /// Whether so much of a thousand is enough for the less that is tried.
+    /// Whether this share of the throughput, per mille, is enough for the smaller depth.
     fn is_enough(&self, permille: u64) -> bool {
         permille * 100 >= 100_000 - LOSS_PERCENT * (1000 >> self.step)
     }

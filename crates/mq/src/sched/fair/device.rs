@@ -16,10 +16,9 @@ const FAR_SECTORS: u64 = 128 << 10;
 const SIZES: [u32; 3] = [32, 256, 2048];
 /// Near reads of a size before anything is compared with them.
 const SAMPLES_MIN: u32 = 8;
-/// Of the last 8 reads that are far away so many must have taken longer, or no longer.
+/// Of the last 8 far reads this many must have taken longer, or no longer.
 const AGREE_MIN: u32 = 6;
-/// Something far takes so much longer if there are seeks: a disk turns by half in 4 ms, and the arm takes 1 ms at
-/// least.
+/// Difference of a far read on a device with seeks: half a revolution takes 4 ms, and the arm takes 1 ms at least.
 const SEEK_NS: u64 = 2_000_000;
 /// Upper bound for a device without seeks.
 const NO_SEEK_NS: u64 = 500_000;
@@ -54,7 +53,7 @@ impl Quick {
 pub(super) struct DeviceEstimate {
     seeks: bool,
     near: [Quick; SIZES.len() + 1],
-    /// A bit for each of the last reads far away that could be compared: whether it says that we are wrong.
+    /// A bit for each of the last comparable far reads: whether it contradicts the estimate.
     wrong: [u8; SIZES.len() + 1],
     /// When and behind which sector the last one ended.
     last_ns: u64,

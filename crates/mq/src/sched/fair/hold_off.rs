@@ -77,7 +77,7 @@ mod tests {
 
     const MS: u64 = 1_000_000;
 
-    /// Turns of writes, so many, each of which leaves so much to be written: 10 ms of it delay a read by 24.
+    /// Runs `turns` turns of writes, each of which leaves dirty data: 10 ms of it delay a read by 24.
     fn play(hold_off: &mut WriteHoldOff, turns: u64, left_ns: u64) {
         for turn in 0..turns {
             let now_ns = turn * 600 * MS;

@@ -96,7 +96,7 @@ pub(super) struct MemberQueue {
 }
 
 impl MemberQueue {
-    /// A line in which a member is served that has at least so much credit.
+    /// A queue in which a member is served that has at least `least` credit.
     pub(super) fn new(least: i64, late_ns: u64) -> MemberQueue {
         MemberQueue {
             light: MemberList::EMPTY,
@@ -222,8 +222,7 @@ impl MemberQueue {
         row.pop(streams);
     }
 
-    /// The one in front wants more than one thing at a time, and so does not go before others: with the credit that it
-    /// has.
+    /// The front has more than one bio at a time, so it does not go ahead of others: with the credit that it has.
     pub(super) fn demote(&mut self, streams: &mut Streams<FairStream>, now_ns: u64) {
         let at = self.light.first;
         if self.front_is_light && !streams.get(at).bios.is_empty() {

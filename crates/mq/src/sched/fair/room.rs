@@ -24,7 +24,7 @@ pub(super) struct Room {
 }
 
 impl Room {
-    /// A turn of writes has ended with so many bytes; `alone` if no other stream waited when it began.
+    /// A turn of writes has ended with `bytes` bytes; `alone` if no other stream waited when it began.
     pub(super) fn wrote(&mut self, bytes: u64, alone: bool) {
         self.left = if alone && !self.crowded { bytes } else { 0 };
         self.crowded = false;
@@ -40,7 +40,7 @@ impl Room {
         share.served = share.served.max(self.most.saturating_sub(BEHIND_MAX));
     }
 
-    /// A stream has used so many bytes in its turn.
+    /// A stream has used `bytes` bytes in its turn.
     pub(super) fn had(&mut self, share: &mut MemberShare, bytes: u64) {
         let bytes_by_weight = bytes.saturating_mul(u64::from(WEIGHT)) / u64::from(share.weight.max(1));
         share.served = share.served.saturating_add(bytes_by_weight);

@@ -116,7 +116,7 @@ pub(super) struct DepthShare {
     turn: u64,
     ends: u64,
     cost: u64,
-    /// Its member says that it lacks something.
+    /// Its slot records a refusal.
     lacking: bool,
     seen_ns: u64,
     /// From when on its member is to say again that it wants something.
@@ -140,8 +140,8 @@ struct Others {
 }
 
 impl SharedDepth {
-    /// A part for one more queue, for which all together may have so many KiB, or, for zero, as much as is measured to
-    /// keep the device busy.
+    /// Access for one more queue; all together may use this many KiB, or, for 0, the amount measured to keep the device
+    /// busy.
     pub(super) fn join(&self, in_flight_kib: u32) -> DepthShare {
         let table = self.0.get_or_init(|| Arc::new(Table::new()));
         let take = |member: &Arc<CachePadded<DepthMember>>| {
@@ -246,8 +246,7 @@ impl DepthShare {
         self.others.recent
     }
 
-    /// Whether the queue may have something more that is worth so much. Its own streams that want something weigh so
-    /// much, and are `several` or one.
+    /// Whether the queue may dispatch a bio of this cost. Its active streams have this much, and are `several` or one.
     #[inline]
     pub(super) fn fits(&mut self, cost: u64, several: bool, weight: u64, now_ns: u64) -> bool {
         if self.has == 0 {
@@ -358,7 +357,7 @@ impl DepthShare {
         }
     }
 
-    /// Something has ended that was worth so much.
+    /// A request of this cost has ended.
     #[inline]
     pub(super) fn ended(&mut self, cost: u64, now_ns: u64) {
         let had = self.has;
@@ -436,7 +435,7 @@ mod tests {
         (0..count).map(|_| shared.join(places * 12)).collect()
     }
 
-    /// Takes small things until no more fit, or it has so many; says how many it took.
+    /// Takes small bios until no more fit, or it has `most`; returns how many it took.
     fn take(share: &mut DepthShare, most: usize, now_ns: u64) -> usize {
         share.wants(now_ns);
         for took in 0..most {

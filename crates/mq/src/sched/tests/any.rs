@@ -1,5 +1,5 @@
-//! What holds for every scheduler, whatever is wanted, by whom, and when: all of it comes out, once, and one that says
-//! that no time helps has something on its way.
+//! Properties of every scheduler for any load: all bios are dispatched, once, and one that answers `u64::MAX` has a bio
+//! in flight.
 
 use proptest::prelude::*;
 
@@ -14,7 +14,7 @@ const BIOS_MAX: usize = 12;
 
 #[derive(Clone, Debug)]
 enum Act {
-    /// A stream, an operation, a place, a length, a class, and whether somebody waits for it although it is a write.
+    /// Stream, operation, position, length, class, and whether a write is synchronous.
     Insert(u32, Op, u64, u32, u8, bool),
     /// Hands one out, and lets so many join it, of which `fits` says which do.
     Next(usize, bool),
@@ -95,7 +95,7 @@ fn any_config() -> impl Strategy<Value = SchedulerConfig> {
     prop_oneof![1 => deadline, 1 => kyber, 2 => slices, 4 => fair]
 }
 
-/// Asks for one and what joins it.
+/// Dispatches one bio and those that join it.
 fn take(hand: &mut Hand, joins: usize, fits: bool) -> Result<usize, TestCaseError> {
     let Some(sector) = hand.next() else {
         prop_assert!(hand.until_ns < u64::MAX || !hand.out.is_empty(), "it waits for nothing");
@@ -135,7 +135,7 @@ proptest! {
                         wanted += 1;
                     }
                 }
-                // As the queue does: it asks only for what is there.
+                // Like the queue: asks only while bios are there.
                 Act::Next(joins, fits) if came < wanted => came += take(&mut hand, joins, fits)?,
                 Act::End(at) if !hand.out.is_empty() => {
                     let bio = hand.out.remove(at % hand.out.len());

@@ -23,7 +23,7 @@ fn a_batch_goes_up_by_sectors_and_the_next_begins_with_the_oldest_when_none_is_h
     let mut hand = usual();
     hand.insert([300, 100, 500, 200].map(|sector| read(0, sector)));
     assert_eq!(hand.take(2), [100, 200]);
-    // Behind the position, and so not before what is above it has gone.
+    // Behind the position, so after those above it.
     hand.insert([50, 20].map(|sector| read(0, sector)));
     assert_eq!(hand.all(), [300, 500, 50, 20]);
 }

@@ -1,4 +1,4 @@
-//! The rules of `fair`, one by one, with the device played by hand; on devices that take their time: `world.rs`.
+//! The rules of `fair`, one by one, with a device by hand; `world.rs` has devices with service times.
 
 mod world;
 
@@ -85,7 +85,7 @@ fn turns_go_round_though_each_thinks_when_its_turn_is_over() {
         (1..=streams).for_each(|stream| {
             hand.insert(one(stream, 0));
         });
-        // Each bio takes 5 ms, and who had it wants the next a little later, also when others have the device by then.
+        // Each bio takes 5 ms, and its stream submits the next a little later, also while others have the device.
         let (mut turns, mut at) = (vec![1], 1);
         while turns.len() < 10 * streams as usize {
             let owner = hand.next().expect("somebody always wants something") / 1_000_000;
@@ -158,7 +158,7 @@ fn writes_nobody_waits_for_have_fewer_turns_and_whole_slices() {
     (0..10).for_each(|at| {
         hand.insert(more(1, at)).insert(more(2, at));
     });
-    // Who had the device, and how often in a row; each bio takes 5 ms.
+    // Owner of the device, and its consecutive bios; each bio takes 5 ms.
     let mut turns = vec![(1, 0)];
     for at in 10..2000 {
         let owner = hand.next().expect("there is always something") / 1_000_000;
@@ -180,7 +180,7 @@ fn a_stream_goes_on_upwards_and_nobody_in_it_waits_for_more_than_two_batches() {
     let mut hand = hand(FairDevice::Seeks);
     hand.insert([500, 100, 900].map(|sector| bio(Op::Read, 1, sector)));
     assert_eq!(hand.take(2), [100, 500]);
-    // What came later is of the next batch, although it lies on the way.
+    // A later bio is of the next batch, although it is on the way.
     hand.insert([600, 50].map(|sector| bio(Op::Read, 1, sector)));
     assert_eq!(hand.all(), [900, 50, 600]);
 }
@@ -193,7 +193,7 @@ fn those_who_seek_have_their_turn_together() {
         at += 1;
         read(stream, u64::from(stream) * 1_000_000 + at * 7919 % 900 * 1000)
     };
-    // Two who jump about, until that is known, and one who does not.
+    // Two random streams, until detected, and a sequential one.
     for _ in 0..20 {
         hand.insert([jump(1), jump(2)]);
         let mut out = 0;
@@ -228,7 +228,7 @@ fn a_more_urgent_class_goes_first_and_the_last_only_when_nobody_else_wants_anyth
         hand.end_all().at(20 * MS);
         assert_eq!(hand.all(), [20], "{device:?}");
         hand.end_all().insert([with(read(3, 38), Priority::Realtime)]);
-        // Whose turn it is is not asked.
+        // Independent of the turn's owner.
         assert_eq!(hand.all(), [38], "{device:?}");
         hand.end_all().at(40 * MS);
         assert_eq!(hand.all(), [10], "{device:?}");
@@ -259,7 +259,7 @@ fn who_wants_little_does_not_wait_for_who_wants_much() {
     assert_eq!(owners(&hand.take(8)), [1; 8]);
     hand.insert(row(2, 0, 1));
     assert_eq!(owners(&hand.take(1)), [2]);
-    // Whoever wants much has it by turns, however many bios wait.
+    // Heavy streams take turns, for any number of waiting bios.
     hand.insert(row(3, 0, 13));
     let mut of = [0; 3];
     for _ in 0..5 {
@@ -306,7 +306,7 @@ fn who_comes_back_often_gets_no_more_than_its_due() {
     hand.insert(row(1, 0, 50));
     let mut of = [0; 2];
     for at in 0..60 {
-        // One bio at a time, as soon as the last is over.
+        // One bio at a time, as soon as the previous one ends.
         hand.insert(row(2, at, 1));
         loop {
             let next = hand.next().expect("there is always something") / 1_000_000;
@@ -345,8 +345,7 @@ fn what_is_discarded_is_no_data_that_others_wait_for() {
     all.sectors = u32::MAX;
     hand.insert([all]);
     assert_eq!(hand.next(), Some(0));
-    // Beside one who reads all the time, who discarded two terabytes is not last for as long as it takes to read as
-    // much.
+    // Beside a constant reader, a stream that discarded two terabytes does not wait until as much is read.
     hand.insert(row(1, 0, 20)).insert([write(3, 8)]);
     let mut came = Vec::new();
     for at in 20..500 {
@@ -362,7 +361,7 @@ fn what_is_discarded_is_no_data_that_others_wait_for() {
 #[test]
 fn streams_that_come_and_go_take_no_places() {
     let mut hand = hand(FairDevice::Flat);
-    // Many more than there are places, of whom nobody has more than two bios, and one joins the other.
+    // Many more than slots, with at most two bios each, of which one joins the other.
     for stream in 1..2000_u32 {
         let at = u64::from(stream) * 1_000_000;
         hand.insert(row(stream, 0, 2));
@@ -383,7 +382,7 @@ fn a_clock_that_goes_back_a_little_does_no_harm() {
     assert_eq!(owners(&hand.take(1)), [2]);
 }
 
-/// What somebody may want.
+/// A random request.
 fn request() -> impl Strategy<Value = (u32, u64, u8, bool, u64)> {
     (0_u32..6, 0_u64..50, 0_u8..3, any::<bool>(), 0_u64..30)
 }

@@ -21,13 +21,13 @@ fn hand(config: TimesliceConfig) -> Hand {
     Hand::new(SchedulerConfig::Timeslice(config))
 }
 
-/// Bios of streams: each begins at a sector that says whose it is, and its number.
+/// Bios of streams: the first sector encodes stream and number.
 fn of(streams: &[u32], bios: u64) -> Vec<Box<crate::Bio>> {
     let each = |number| streams.iter().map(move |stream| read(*stream, u64::from(*stream) * 1000 + number * 100));
     (0..bios).flat_map(each).collect()
 }
 
-/// Who has the device at these times, if bios never run out: who owns the one bio that is taken.
+/// Owner of the device at these times, with a constant load: the stream of the dispatched bio.
 fn owners(hand: &mut Hand, times_ms: impl IntoIterator<Item = u64>) -> Vec<Option<u64>> {
     times_ms.into_iter().map(|ms| hand.at(ms * MS).next().map(|sector| sector / 1000)).collect()
 }
@@ -79,7 +79,7 @@ fn a_slice_in_which_nothing_was_found_is_not_extended() {
 
 #[test]
 fn an_owner_with_nothing_to_do_keeps_others_waiting_as_long_as_the_option_says() {
-    // At once; for some time after its last is over; until its slice is.
+    // At once; after an idle time; at the end of its slice.
     for (idle_us, until_ms) in [(0, 4), (3000, 7), (u32::MAX, 10)] {
         let mut hand = hand(TimesliceConfig { idle_us, ..BARE });
         hand.insert(of(&[1, 2], 1));
@@ -215,7 +215,7 @@ fn as_posted_a_slice_of_250_us_is_a_tick_and_lasts_for_five() {
 }
 
 proptest! {
-    /// Property (f) of D.7: nobody is served twice in an epoch, unless it is the only one.
+    /// Property (f) of D.7: a stream is served twice in an epoch only if it is alone.
     #[test]
     fn a_stream_is_served_at_most_once_in_an_epoch(
         steps in prop::collection::vec((0_u32..6, 0_u64..12, any::<bool>()), 1..400),
@@ -249,7 +249,7 @@ proptest! {
                 }
             }
         }
-        // Whoever waits has its turn, if time passes and what is in flight ends.
+        // Each waiting stream is served as time passes and requests end.
         for _ in 0..1000 {
             let now_ns = hand.now_ns + 10 * MS;
             held -= hand.out.len();

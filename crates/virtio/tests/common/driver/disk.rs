@@ -25,7 +25,7 @@ pub fn info() -> DeviceInfo {
     }
 }
 
-/// What a disk does with a bio: data in a region of its own.
+/// A disk's handler of bios: data in a private region.
 pub fn ram(store: Arc<Region>) -> impl FnMut(&Bio, &RegionTable) -> Status {
     move |bio, memory| {
         let at = bio.sector * 512;
@@ -82,7 +82,7 @@ impl<D: Driver<()>> Bench<D> {
         Bench { hw, buffer, ended: Vec::with_capacity(512), now_ns: 0 }
     }
 
-    /// Submits an operation whose data is in these pieces of the buffer, offset and length.
+    /// Submits an operation with its data in these pieces of the buffer, offset and length.
     pub fn submit(&mut self, op: Op, flags: BioFlags, sector: u64, sectors: u32, pieces: &[(u64, u32)], cookie: u64) {
         let mut bio = Bio::with_capacity(pieces.len());
         (bio.op, bio.flags, bio.sector, bio.sectors, bio.cookie) = (op, flags, sector, sectors, cookie);
@@ -92,14 +92,14 @@ impl<D: Driver<()>> Bench<D> {
 
     /// One round of the queue.
     pub fn round(&mut self) {
-        // Beyond the time after which a queue whose device was full tries again.
+        // After the retry delay of a queue whose device was full.
         self.now_ns += 10_000_000;
         self.hw.issue(&mut (), self.now_ns);
         let ended = &mut self.ended;
         self.hw.reap(&mut (), self.now_ns, &mut |bio| ended.push(bio));
     }
 
-    /// Rounds until nothing is left; the statuses by cookie.
+    /// Rounds until no bio is left; the statuses by cookie.
     pub fn finish(&mut self) -> Vec<(u64, Status)> {
         let mut rounds = 0;
         while !self.hw.is_idle() {

@@ -43,7 +43,7 @@ pub struct Rig {
 }
 
 impl Rig {
-    /// An empty ring that both sides begin at `start`: an index, or of a packed ring a position and wrap counter.
+    /// An empty ring that both sides begin at `start`: an index, or for a packed ring a position and wrap counter.
     pub fn new(features: Features, size: u16, start: u16) -> Rig {
         let packed = features.contains(Features::RING_PACKED);
         let mut at = 0;
@@ -101,7 +101,7 @@ impl Rig {
         .collect()
     }
 
-    /// The device fetches one chain; what it sees of it.
+    /// The device fetches one chain; returns its buffers.
     pub fn fetch(&mut self) -> Option<(ChainHead, Vec<Buffer>)> {
         let head = self.device.fetch(&self.memory, &mut self.chain).unwrap()?;
         assert_eq!(self.chain.fault(), None);
@@ -118,7 +118,7 @@ impl Rig {
         self.region.span((self.parts[part] + at) as u64, len).unwrap()
     }
 
-    /// What a hostile device writes.
+    /// Write of a hostile device.
     pub fn put_u16(&self, part: usize, at: usize, value: u16) {
         self.part(part, at, 2).copy_from_slice(&value.to_le_bytes());
     }

@@ -1,5 +1,5 @@
-//! `fair` over devices that take their time: a disk with an arm and a platter, and one without. Not to predict how long
-//! something takes, but to see that what the rules promise comes about.
+//! `fair` over devices with service times: a disk with an arm and a platter, and one without. Not a prediction of
+//! times, but a check of the rules' guarantees.
 
 use crate::sched::tests::MS;
 use crate::sched::{FairConfig, FairDevice, Scheduler, SchedulerConfig, Selected};
@@ -7,17 +7,17 @@ use crate::{Bio, DeviceInfo, Op};
 
 const US: u64 = 1000;
 
-/// What takes time.
+/// Kind of device.
 #[derive(Clone, Copy)]
 enum Kind {
-    /// One arm: to another place it takes a seek and half a turn, then 100 bytes in a microsecond. The next one upwards
+    /// One arm: a seek and half a revolution to another position, then 100 bytes in a microsecond. The next one upwards
     /// goes first, for 50 ms.
     Disk,
     /// So many at one time, 80 us each and 2000 bytes in a microsecond on one wire.
     Flash { ways: usize },
 }
 
-/// Who reads.
+/// A reader.
 #[derive(Clone)]
 struct Reader {
     bios: u64,
@@ -27,7 +27,7 @@ struct Reader {
     /// How far apart its bios begin: in a row, or anywhere.
     random: bool,
     op: Op,
-    // How it stands.
+    // Progress.
     sent: u64,
     ended: u64,
     due_ns: Vec<u64>,
@@ -70,7 +70,7 @@ impl Reader {
     }
 }
 
-/// A device, what it has, and when that is over.
+/// A device, and its requests with their ends.
 struct Device {
     kind: Kind,
     places: usize,
@@ -174,7 +174,7 @@ fn all_over(readers: &[Reader]) -> bool {
     readers.iter().all(Reader::is_over)
 }
 
-/// A copy's reader: 128 KiB at a time, two on their way.
+/// A copy's reader: 128 KiB at a time, two in flight.
 fn copy(megabytes: u64) -> Reader {
     Reader::new(megabytes * 8, 256, 2)
 }
@@ -189,7 +189,7 @@ fn a_stream_alone_has_the_raw_rate() {
         let mut readers = [Reader::new(4000, 256, 16)];
         run(fair(device), kind, 32, &mut readers, all_over);
         let rate = readers[0].per_s() * 131_072.0;
-        // The command of 0.1 ms for each is what lacks of the disk's 100 MB/s.
+        // The difference from the disk's 100 MB/s is the 0.1 ms of each command.
         assert!(rate > 0.92 * raw, "{rate}");
     }
 }
@@ -260,7 +260,7 @@ fn one_who_wants_little_of_flash_beside_two_streams_hardly_notices() {
     let rates = [&two[..], &readers[..2]].map(|streams| streams.iter().map(Reader::per_s).sum::<f64>());
     let told = format!("{with} ns beside {without}, {rates:?} bios, {:?}", scheduler.snapshot(0).facts);
     assert!(rates[1] > 0.9 * rates[0], "{told}");
-    // The wire has 64 us for each bio of 128 KiB, and three of them must be on their way to keep it busy.
+    // The wire takes 64 us for each bio of 128 KiB, and three in flight keep it busy.
     assert!(with <= without + 5 * 64 * US, "{told}");
     println!("{told}");
 }
