@@ -147,7 +147,7 @@ impl<F: QueueFactory> SharedDisk<F> {
             for (submitter, user) in open.users.iter().enumerate() {
                 let (ends, queue) = &mut sw_queues[*user];
                 let stream = (*user / kinds.len()) as u32 + 1;
-                *queue = ends.take().map(|ends| SwQueue::seated(&open.shared, submitter, ends, stream));
+                *queue = ends.take().map(|ends| SwQueue::at_submitter(&open.shared, submitter, ends, stream));
             }
         }
         let mut sw_queues: Vec<_> = sw_queues.into_iter().filter_map(|(_, queue)| queue).collect();
@@ -228,7 +228,7 @@ impl<F: QueueFactory> SharedDisk<F> {
             open.users
                 .iter()
                 .enumerate()
-                .for_each(|(submitter, user)| state.location[*user].tell(&open.shared, submitter));
+                .for_each(|(submitter, user)| state.location[*user].set(&open.shared, submitter));
         }
         state.counts = counts;
         self.frozen.store(false, Ordering::Relaxed);
@@ -410,14 +410,14 @@ impl<D: Driver<Cx>, Cx: Context> SharedSubmitter<D, Cx> {
             if ended > 0 {
                 // Also after a completion: an owner that served us before it saw our announcement would record us as
                 // asleep after.
-                self.ends.iter_mut().zip(lies).filter(|(_, lies)| *lies).for_each(|(end, _)| end.get_up(clock));
+                self.ends.iter_mut().zip(lies).filter(|(_, lies)| *lies).for_each(|(end, _)| end.unpark(clock));
                 return ended;
             }
             let (mut again, mut closed) = (false, None);
             // Where this thread keeps watch: nowhere, at one queue, or at several; and until when.
             let mut watch: Option<(Option<usize>, u64)> = None;
             for (index, end) in self.ends.iter_mut().enumerate().filter(|(_, end)| end.in_flight() > 0) {
-                let turn = end.lie_down(clock);
+                let turn = end.prepare_park(clock);
                 lies[index] = matches!(turn, BatonOutcome::Owned | BatonOutcome::Park | BatonOutcome::Watch(_));
                 match turn {
                     BatonOutcome::Ran => again = true,

@@ -23,7 +23,7 @@
 //! **Holding the queue.** A bio that crosses to another CPU costs two cache lines there and two back; the queue some
 //! sixty once. So moving the queue's lines once per many batches costs less than moving the bios' lines. A thread that
 //! returns with a batch within moments of its last one, as with a device that completes at once, lets the others keep
-//! the queue for a while (`STAY_NS`) if it finds it owned. Then it takes the queue between two of their batches; or, if
+//! the queue for a while (`HOLD_NS`) if it finds it owned. Then it takes the queue between two of their batches; or, if
 //! that fails, sets the pending bit like all others. It waits for that time to pass, not for a holder. Small batches,
 //! and those of slower devices, never wait.
 //!
@@ -54,7 +54,7 @@
 //! [`SharedDisk`](crate::SharedDisk).
 //!
 //! **The price**: a preempted owner delays the threads that share its queue; they sleep. Threads that only poll come
-//! after sleepers when the rounds are used up. A thread that waits for `STAY_NS` uses its CPU for nothing; it has no
+//! after sleepers when the rounds are used up. A thread that waits for `HOLD_NS` uses its CPU for nothing; it has no
 //! more slots to submit from.
 //!
 //! It starts no thread, reads no clock and makes no system call: time is a closure, sleep is a [`Parker`]. It does not
@@ -173,14 +173,14 @@ pub(crate) struct QueueLocation<D, Cx>(Mutex<(Arc<SharedHwQueue<D, Cx>>, usize)>
 
 impl<D, Cx> QueueLocation<D, Cx> {
     /// The rings of the thread have moved.
-    pub(crate) fn tell(&self, shared: &Arc<SharedHwQueue<D, Cx>>, submitter: usize) {
+    pub(crate) fn set(&self, shared: &Arc<SharedHwQueue<D, Cx>>, submitter: usize) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (Arc::clone(shared), submitter);
     }
 }
 
 impl<D, Cx> SwQueue<D, Cx> {
     /// The owner of these ends has this submitter index.
-    pub(crate) fn seated(
+    pub(crate) fn at_submitter(
         shared: &Arc<SharedHwQueue<D, Cx>>,
         submitter: usize,
         ends: Ends,
@@ -211,7 +211,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
         let shared = Arc::new(SharedHwQueue::open(hw, cx, members, parkers, false));
         ends.into_iter()
             .enumerate()
-            .map(|(submitter, ends)| SwQueue::seated(&shared, submitter, ends, submitter as u32 + 1))
+            .map(|(submitter, ends)| SwQueue::at_submitter(&shared, submitter, ends, submitter as u32 + 1))
             .collect()
     }
 
@@ -319,7 +319,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
                 self.ring(clock);
                 return ended;
             }
-            let turn = self.lie_down(clock);
+            let turn = self.prepare_park(clock);
             if turn != BatonOutcome::Ran || self.ends.is_empty() {
                 self.shared.rest(self.submitter, turn);
             }
@@ -346,7 +346,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
 
     /// Makes submitted bios visible, runs the queue unless another thread does, and prepares to sleep; the result says
     /// how. A poll queue is run for a while, without preparation.
-    pub(crate) fn lie_down(&mut self, clock: &impl Fn() -> u64) -> BatonOutcome {
+    pub(crate) fn prepare_park(&mut self, clock: &impl Fn() -> u64) -> BatonOutcome {
         self.ends.publish();
         if !self.shared.is_polled() {
             // Announced here, published by the baton's read-modify-write: the current owner sees it before it leaves.
@@ -366,7 +366,7 @@ impl<D: Driver<Cx>, Cx: Context> SwQueue<D, Cx> {
     }
 
     /// Ends a prepared sleep without a completion.
-    pub(crate) fn get_up(&mut self, clock: &impl Fn() -> u64) {
+    pub(crate) fn unpark(&mut self, clock: &impl Fn() -> u64) {
         self.shared.announce_up(self.submitter);
         self.turn(Why::Up, clock);
     }

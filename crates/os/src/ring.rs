@@ -338,14 +338,14 @@ impl Ring {
                     _ => false,
                 },
                 KIND_EVENTFD => {
-                    let known = self.eventfds.rang(index, data as u32, result);
+                    let known = self.eventfds.poll_ended(index, data as u32, result);
                     // The result of a cancelled poll says nothing about the later one.
                     if !self.eventfds.is_listening(index) {
                         self.signalled.push(index);
                     }
                     known
                 }
-                KIND_SIGNAL => self.signals.rang(index, data as u32),
+                KIND_SIGNAL => self.signals.ended(index, data as u32),
                 KIND_CANCEL => true,
                 _ => false,
             };
@@ -354,7 +354,7 @@ impl Ring {
             }
         }
         self.reaped += count;
-        self.ring_owed();
+        self.repeat_signals();
         count as usize
     }
 

@@ -172,7 +172,7 @@ pub(crate) struct Fair {
     /// Queues of mixing streams, in bytes.
     mixes: [MemberQueue; CLASSES],
     /// Slots of the random streams of each class, as one member.
-    crowds: [u32; CLASSES],
+    seek_groups: [u32; CLASSES],
     turn: Option<ActiveTurn>,
     /// How long the device is left alone after a turn of writes.
     hold_off: WriteHoldOff,
@@ -218,7 +218,7 @@ impl Fair {
             FairDevice::Flat => false,
         };
         let mut streams = Streams::new(bios_max);
-        let crowds = Priority::ALL.map(|class| {
+        let seek_groups = Priority::ALL.map(|class| {
             let at = streams.find_or_add(CROWD_KEY | (class as u64) << 32);
             streams.work(at);
             *streams.get_mut(at) = FairStream { class: class as u8, sync: true, ..FairStream::default() };
@@ -234,7 +234,7 @@ impl Fair {
             shared_until_ns: 0,
             turns: Priority::ALL.map(|_| MemberQueue::new(turn::least_ns(&config), LATE_NS)),
             mixes: Priority::ALL.map(|_| MemberQueue::new(1, LATE_NS)),
-            crowds,
+            seek_groups,
             turn: None,
             hold_off: WriteHoldOff::default(),
             room: Room::default(),
@@ -291,9 +291,9 @@ impl Fair {
             self.mixing[class] += stream.bios.len();
             let due = self.mix_due(at);
             self.mixes[class].enter(&mut self.streams, at, due, sync, now_ns);
-            let crowd = self.crowds[class];
-            if seeks && !self.is_owner(crowd) && !self.streams.get(crowd).share.queued {
-                self.line_up(crowd, now_ns);
+            let seek_group = self.seek_groups[class];
+            if seeks && !self.is_owner(seek_group) && !self.streams.get(seek_group).share.queued {
+                self.line_up(seek_group, now_ns);
             }
         } else {
             self.line_up(at, now_ns);
@@ -427,7 +427,7 @@ impl Fair {
     fn rest(&mut self, at: u32) {
         let stream = self.streams.get(at);
         let idle = stream.bios.is_empty() && stream.in_flight == 0 && !stream.share.queued;
-        if idle && !self.is_owner(at) && !self.crowds.contains(&at) {
+        if idle && !self.is_owner(at) && !self.seek_groups.contains(&at) {
             self.streams.rest(at);
         }
     }
@@ -435,7 +435,7 @@ impl Fair {
     /// The device turned out to be of the other kind: all streams are queued again.
     #[inline(never)]
     fn change_kind(&mut self, now_ns: u64) {
-        let owner = self.turn.take().map(|turn| turn.who).filter(|who| !self.crowds.contains(who));
+        let owner = self.turn.take().map(|turn| turn.who).filter(|who| !self.seek_groups.contains(who));
         self.batch.clear();
         self.mixing = [0; CLASSES];
         for class in 0..CLASSES {
@@ -457,7 +457,7 @@ impl Fair {
         let stream = self.streams.get_mut(at);
         stream.share = MemberShare::new(stream.share.weight);
         stream.batch = 0;
-        if self.crowds.contains(&at) {
+        if self.seek_groups.contains(&at) {
             return;
         }
         if stream.bios.is_empty() { self.rest(at) } else { self.stand_in_line(at, now_ns) }
@@ -539,7 +539,7 @@ impl Scheduler for Fair {
             self.busy -= 1;
             self.weight -= u64::from(weight);
         }
-        self.ended_in_turn(at, if mixes { self.crowds[class] } else { at }, start_ns, now_ns);
+        self.ended_in_turn(at, if mixes { self.seek_groups[class] } else { at }, start_ns, now_ns);
         if over {
             self.rest(at);
         }

@@ -10,7 +10,7 @@ pub(crate) fn rings(places: usize) -> (Ends, Member) {
     let (to_queue, sq) = channel(places);
     let (cq, from_queue) = channel(places);
     let list = || Vec::with_capacity(places);
-    (Ends { plug: list(), sq: to_queue, cq: from_queue, own: list(), rang_ns: 0 }, Member { sq, cq })
+    (Ends { plug: list(), sq: to_queue, cq: from_queue, own: list(), dispatched_ns: 0 }, Member { sq, cq })
 }
 
 /// A thread's own ends of its rings, and the bios that bypass them: those that it dispatches itself, and those that it
@@ -23,7 +23,7 @@ pub(crate) struct Ends {
     /// Over, as this thread itself found out.
     pub(super) own: Vec<Box<Bio>>,
     /// Time at which this thread last dispatched its plug.
-    pub(super) rang_ns: u64,
+    pub(super) dispatched_ns: u64,
 }
 
 impl Ends {

@@ -26,11 +26,11 @@ const BACK_NS: u64 = 2_000;
 /// How long a thread that is back so soon lets the others have the queue: some hundred batches, for which its lines
 /// cross once. They take 0.6 us to come over if the CPUs are near each other, and 2.4 us if they are far apart; this is
 /// long against either, and no longer than a wake-up may take.
-const STAY_NS: u64 = 64_000;
+const HOLD_NS: u64 = 64_000;
 /// Limit of clock reads in that time, in case the clock stands still.
-const STAY_LOOKS_MAX: u32 = 8192;
+const HOLD_READS_MAX: u32 = 8192;
 /// Attempts to take the baton after that time; it is released between two batches.
-const LOOKS_MAX: u32 = 64;
+const ATTEMPTS_MAX: u32 = 64;
 /// Interval of the scan for slow requests, and so the longest watch.
 const TICK_NS: u64 = 1_000_000_000;
 
@@ -198,7 +198,7 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
         let parker = &self.submitters[submitter].parker;
         match turn {
             BatonOutcome::Watch(until_ns) => parker.watch_one(self.submitters[submitter].beside, until_ns),
-            // Pairs with the store in `Core::rouse`. Only an owner ends this sleep, and removes us from its record at
+            // Pairs with the store in `Core::wake_sleeper`. Only an owner ends this sleep, and removes us from its record at
             // the same time; so an awake thread never counts as a sleeper.
             BatonOutcome::Owned | BatonOutcome::Park if !self.polled => {
                 while self.submitters[submitter].parked.load(Ordering::Acquire) {
@@ -270,7 +270,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
             return BatonOutcome::Closed;
         }
         if matches!(why, Why::Wait | Why::Up) {
-            core(&mut holder).get_up(me, self);
+            core(&mut holder).unpark(me, self);
         }
         let (mut rounds, mut left) = (0, true);
         let turn = loop {
@@ -279,7 +279,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
             let pending = holder.take_pending();
             let core = core(&mut holder);
             if pending {
-                core.hear(self, calls);
+                core.record_sleepers(self, calls);
             }
             let mut may_go_on = rounds < ROUNDS_MAX || (why == Why::Wait && ends.is_empty());
             if may_go_on {
@@ -304,7 +304,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
                 ends.publish();
             }
             let turn = if sleeps {
-                core.lie_down(me, self, calls)
+                core.prepare_park(me, self, calls)
             } else {
                 core.pass_on(left, self, calls);
                 BatonOutcome::Ran
@@ -314,7 +314,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
                 Err(still) => {
                     holder = still;
                     if why == Why::Wait {
-                        self::core(&mut holder).get_up(me, self);
+                        self::core(&mut holder).unpark(me, self);
                     }
                 }
             }
@@ -328,7 +328,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
     fn take_with(&self, ends: &mut Ends, clock: &impl Fn() -> u64) -> Option<Holder<'_, Option<Core<D, Cx>>>> {
         let mut holder = self.baton.take_if_idle();
         if holder.is_none() && ends.plug.len() >= WORTH_A_STAY {
-            holder = self.take_after_a_stay(&mut ends.rang_ns, clock);
+            holder = self.take_after_hold(&mut ends.dispatched_ns, clock);
         }
         holder.or_else(|| {
             ends.publish();
@@ -336,35 +336,35 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
         })
     }
 
-    /// Takes the baton if it is released, after the others' `STAY_NS`. Time alone counts: a holder that is off its CPU
+    /// Takes the baton if it is released, after the others' `HOLD_NS`. Time alone counts: a holder that is off its CPU
     /// is not waited for.
     #[inline(never)]
-    fn take_after_a_stay(
+    fn take_after_hold(
         &self,
-        rang_ns: &mut u64,
+        dispatched_ns: &mut u64,
         clock: &impl Fn() -> u64,
     ) -> Option<Holder<'_, Option<Core<D, Cx>>>> {
         let start_ns = clock();
-        // Counts as a dispatch: otherwise a thread that set the pending bit once would be too late for `STAY_NS` from
+        // Counts as a dispatch: otherwise a thread that set the pending bit once would be too late for `HOLD_NS` from
         // then on.
-        let last_ns = std::mem::replace(rang_ns, start_ns);
+        let last_ns = std::mem::replace(dispatched_ns, start_ns);
         if start_ns.saturating_sub(last_ns) >= BACK_NS {
             return None;
         }
-        for _ in 0..STAY_LOOKS_MAX {
-            if clock().saturating_sub(start_ns) >= STAY_NS {
+        for _ in 0..HOLD_READS_MAX {
+            if clock().saturating_sub(start_ns) >= HOLD_NS {
                 break;
             }
             std::hint::spin_loop();
         }
-        for _ in 0..LOOKS_MAX {
+        for _ in 0..ATTEMPTS_MAX {
             let holder = self.baton.take_if_idle();
             if holder.is_some() {
                 return holder;
             }
             std::hint::spin_loop();
         }
-        *rang_ns = clock();
+        *dispatched_ns = clock();
         None
     }
 
@@ -387,7 +387,7 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
         let Some(mut holder) = self.baton.take() else { return };
         loop {
             holder.take_pending();
-            core(&mut holder).hear(self, calls);
+            core(&mut holder).record_sleepers(self, calls);
             core(&mut holder).pass_on(left, self, calls);
             match holder.give_back() {
                 Ok(()) => break,
@@ -411,10 +411,10 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
                 continue;
             };
             let turn = loop {
-                core(&mut holder).get_up(me, self);
+                core(&mut holder).unpark(me, self);
                 self.call(calls);
                 holder.take_pending();
-                core(&mut holder).hear(self, calls);
+                core(&mut holder).record_sleepers(self, calls);
                 if core(&mut holder).hw.is_idle() {
                     let core = holder.take();
                     self.leave_closed(holder, me);
@@ -425,7 +425,8 @@ impl<D: Driver<Cx>, Cx: Context> SharedHwQueue<D, Cx> {
                 if left || core(&mut holder).hw.is_idle() || (!self.polled && core(&mut holder).arm()) {
                     continue;
                 }
-                let turn = if self.polled { BatonOutcome::Ran } else { core(&mut holder).lie_down(me, self, calls) };
+                let turn =
+                    if self.polled { BatonOutcome::Ran } else { core(&mut holder).prepare_park(me, self, calls) };
                 match holder.give_back() {
                     Ok(()) => break turn,
                     Err(still) => holder = still,
@@ -499,7 +500,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             self.publish(shared, calls);
         }
         if why == Why::Ring {
-            ends.rang_ns = now_ns;
+            ends.dispatched_ns = now_ns;
         }
         if now_ns.saturating_sub(self.ticked_ns) >= TICK_NS {
             self.ticked_ns = now_ns;
@@ -592,7 +593,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
                 continue;
             }
             if self.asleep[submitter] {
-                self.rouse(submitter, shared, calls);
+                self.wake_sleeper(submitter, shared, calls);
             } else if self.watch.is_some_and(|watch| watch.submitter == submitter) {
                 self.watch = None;
                 calls.push(submitter);
@@ -601,7 +602,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
     }
 
     /// Records threads that have announced a sleep or a wake-up. Called after the baton's word was acknowledged.
-    fn hear(&mut self, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
+    fn record_sleepers(&mut self, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
         self.heard = true;
         // Pairs with the store in `SharedHwQueue::freeze`.
         if !self.frozen && shared.closing.load(Ordering::Acquire) {
@@ -611,7 +612,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         for (submitter, place) in shared.submitters.iter().enumerate() {
             // Pairs with the store in `SharedHwQueue::announce_up`: its later announcements are seen below.
             if place.up.load(Ordering::Relaxed) && place.up.swap(false, Ordering::Acquire) {
-                self.strike_off(submitter);
+                self.clear_sleeper(submitter);
             }
             // Pairs with the store in `SharedHwQueue::announce`.
             if self.asleep[submitter] || !place.parked.load(Ordering::Acquire) {
@@ -625,13 +626,13 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             self.parked += 1;
             // It checked before we published, perhaps in an earlier round.
             if self.members.get_mut(submitter).is_some_and(|member| !member.cq.is_empty()) {
-                self.rouse(submitter, shared, calls);
+                self.wake_sleeper(submitter, shared, calls);
             }
         }
     }
 
     /// Strikes a parked member off the record, and notes that it is to be woken.
-    fn rouse(&mut self, submitter: usize, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
+    fn wake_sleeper(&mut self, submitter: usize, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) {
         self.asleep[submitter] = false;
         self.parked -= 1;
         // Pairs with the load in `SwQueue::wait`.
@@ -648,7 +649,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
         let first = (0..count).map(|step| (self.next + step) % count).find(|submitter| self.asleep[*submitter]);
         let Some(submitter) = first else { unreachable!("those parked are counted") };
         self.next = if submitter < self.members.len() { submitter } else { 0 };
-        self.rouse(submitter, shared, calls);
+        self.wake_sleeper(submitter, shared, calls);
         true
     }
 
@@ -671,7 +672,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
     }
 
     /// Before the owner sleeps: it watches if no thread does so with an early enough deadline.
-    fn lie_down(&mut self, me: usize, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) -> BatonOutcome {
+    fn prepare_park(&mut self, me: usize, shared: &SharedHwQueue<D, Cx>, calls: &mut Vec<usize>) -> BatonOutcome {
         if self.frozen {
             self.tell_closer(shared, calls);
         }
@@ -699,7 +700,7 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
             return;
         }
         if self.asleep[closer] {
-            self.rouse(closer, shared, calls);
+            self.wake_sleeper(closer, shared, calls);
         } else if self.watch.is_some_and(|watch| watch.submitter == closer) {
             self.watch = None;
             calls.push(closer);
@@ -707,14 +708,14 @@ impl<D: Driver<Cx>, Cx: Context> Core<D, Cx> {
     }
 
     /// Marks this thread as awake, whatever was announced or recorded before.
-    fn get_up(&mut self, me: usize, shared: &SharedHwQueue<D, Cx>) {
-        self.strike_off(me);
+    fn unpark(&mut self, me: usize, shared: &SharedHwQueue<D, Cx>) {
+        self.clear_sleeper(me);
         shared.submitters[me].parked.store(false, Ordering::Relaxed);
         shared.submitters[me].up.store(false, Ordering::Relaxed);
     }
 
     /// Removes a submitter from the record of sleepers.
-    fn strike_off(&mut self, submitter: usize) {
+    fn clear_sleeper(&mut self, submitter: usize) {
         if self.watch.is_some_and(|watch| watch.submitter == submitter) {
             self.watch = None;
         }

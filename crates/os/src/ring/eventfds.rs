@@ -55,7 +55,7 @@ struct EventfdPoll {
     /// Could not be duplicated the last time.
     deaf: bool,
     /// Signalled since its queue was last asked for work.
-    rang: bool,
+    signalled: bool,
     /// Wake-ups in a row that brought no work.
     in_vain: u32,
     /// Not listened to before this time.
@@ -127,10 +127,10 @@ impl EventfdPolls {
         if eventfd.held.as_ref().is_none_or(|(_, number)| *number != fd.as_raw_fd()) {
             return None;
         }
-        let rang = std::mem::take(&mut eventfd.rang);
+        let signalled = std::mem::take(&mut eventfd.signalled);
         if worked {
             (eventfd.in_vain, eventfd.paused_until_ns) = (0, 0);
-        } else if rang {
+        } else if signalled {
             eventfd.in_vain = eventfd.in_vain.saturating_add(1);
             eventfd.paused_until_ns = now_ns + pause_ns(eventfd.in_vain);
         }
@@ -160,7 +160,7 @@ impl EventfdPolls {
     }
 
     /// A poll has ended. False if there never was one of this name.
-    pub(super) fn rang(&mut self, index: usize, generation: u32, result: i32) -> bool {
+    pub(super) fn poll_ended(&mut self, index: usize, generation: u32, result: i32) -> bool {
         let Some(eventfd) = self.eventfds.get_mut(index) else { return false };
         if generation != eventfd.generation {
             return true; // Cancelled, or signalled during the cancellation.
@@ -169,7 +169,7 @@ impl EventfdPolls {
         if result == -libc::ECANCELED {
             return known; // The thread that listened is ending, or the ring.
         }
-        eventfd.rang = true;
+        eventfd.signalled = true;
         eventfd.broken = result < 0 || eventfd.held.as_ref().is_none_or(|(own, _)| !quiet(own.as_fd()));
         if eventfd.broken {
             tracing::warn!(
@@ -235,7 +235,7 @@ mod tests {
             for _ in 0..times {
                 eventfds.watch(fd.as_fd(), 0).expect("it is not listened to");
                 let generation = eventfds.eventfds[0].generation;
-                assert!(eventfds.rang(0, generation, libc::POLLIN.into()));
+                assert!(eventfds.poll_ended(0, generation, libc::POLLIN.into()));
                 paused = eventfds.moderate(fd.as_fd(), 0, false, now_ns);
                 now_ns = paused.unwrap_or(now_ns);
             }

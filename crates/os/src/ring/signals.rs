@@ -41,13 +41,13 @@ pub(super) struct EventfdSignals {
     /// Eventfds of rings that were called off, which entries not yet submitted may still name.
     parting: Vec<OwnedFd>,
     /// Slots to be signalled once more, since their previous signal has completed.
-    owed: Vec<u32>,
+    repeats: Vec<u32>,
     view: Arc<RingCounters>,
 }
 
 impl EventfdSignals {
     pub(super) fn new(view: Arc<RingCounters>) -> EventfdSignals {
-        EventfdSignals { places: Vec::new(), parting: Vec::new(), owed: Vec::new(), view }
+        EventfdSignals { places: Vec::new(), parting: Vec::new(), repeats: Vec::new(), view }
     }
 
     /// Index of a slot, assigned at its first use.
@@ -62,7 +62,7 @@ impl EventfdSignals {
         let index = free.unwrap_or_else(|| {
             self.places.push(SignalState::default());
             // Room for all from the start: signalling allocates nothing.
-            self.owed.reserve(self.places.len() - self.owed.len());
+            self.repeats.reserve(self.places.len() - self.repeats.len());
             self.places.len() - 1
         });
         self.places[index].taken = true;
@@ -71,13 +71,13 @@ impl EventfdSignals {
     }
 
     /// A signal has completed, or failed permanently. False if none was in flight.
-    pub(super) fn rang(&mut self, index: usize, generation: u32) -> bool {
+    pub(super) fn ended(&mut self, index: usize, generation: u32) -> bool {
         let Some(place) = self.places.get_mut(index) else { return false };
         if generation != place.generation {
             return true; // Of an eventfd that was replaced.
         }
         if std::mem::take(&mut place.again) {
-            self.owed.push(index as u32);
+            self.repeats.push(index as u32);
         }
         std::mem::take(&mut place.out)
     }
@@ -92,14 +92,14 @@ impl EventfdSignals {
 impl Ring {
     /// Repeats signals that were requested while the previous one was in flight.
     #[inline]
-    pub(super) fn ring_owed(&mut self) {
-        while let Some(index) = self.signals.owed.pop() {
-            self.ring_at(index);
+    pub(super) fn repeat_signals(&mut self) {
+        while let Some(index) = self.signals.repeats.pop() {
+            self.signal_at(index);
         }
     }
 
     /// Signals the eventfd of a slot without a signal in flight.
-    fn ring_at(&mut self, index: u32) {
+    fn signal_at(&mut self, index: u32) {
         let place = &mut self.signals.places[index as usize];
         let Some(own) = &place.eventfd else { return };
         place.out = true;
@@ -127,7 +127,7 @@ impl SignalEventfd for Ring {
                 }
             }
         }
-        self.ring_at(index);
+        self.signal_at(index);
         self.reap();
     }
 

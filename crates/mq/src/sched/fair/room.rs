@@ -20,19 +20,19 @@ pub(super) struct Room {
     /// Largest service of a stream in turns, in bytes at the default weight.
     most: u64,
     /// Whether random streams have had a turn since the last turn of writes.
-    crowded: bool,
+    seeks_served: bool,
 }
 
 impl Room {
     /// A turn of writes has ended with `bytes` bytes; `alone` if no other stream waited when it began.
     pub(super) fn wrote(&mut self, bytes: u64, alone: bool) {
-        self.left = if alone && !self.crowded { bytes } else { 0 };
-        self.crowded = false;
+        self.left = if alone && !self.seeks_served { bytes } else { 0 };
+        self.seeks_served = false;
     }
 
     /// Random streams have had a turn.
-    pub(super) fn crowd(&mut self) {
-        self.crowded = true;
+    pub(super) fn seek_group_served(&mut self) {
+        self.seeks_served = true;
     }
 
     /// Limits the arrears of a stream that has arrived recently.
@@ -94,7 +94,7 @@ mod tests {
         let (mut room, share) = (Room::default(), MemberShare::new(100));
         room.wrote(MIB, false);
         assert_eq!(room.part(&share, 1), u64::MAX);
-        room.crowd();
+        room.seek_group_served();
         room.wrote(MIB, true);
         assert_eq!(room.part(&share, 1), u64::MAX, "those who seek are there");
         room.wrote(MIB, true);

@@ -75,7 +75,7 @@ impl Fair {
         let (class, sync) = (usize::from(stream.class), stream.sync);
         stream.share.needs = if sync { 0 } else { slice_ns };
         let due = self.turn_due(at);
-        if at != self.crowds[class] {
+        if at != self.seek_groups[class] {
             self.room.came(&mut self.streams.get_mut(at).share);
         }
         self.turns[class].enter(&mut self.streams, at, due, sync, now_ns);
@@ -84,7 +84,7 @@ impl Fair {
     /// Share of a member in a round, ns, of the length of a round.
     fn turn_due(&mut self, at: u32) -> i64 {
         let class = usize::from(self.streams.get(at).class);
-        if at == self.crowds[class] {
+        if at == self.seek_groups[class] {
             // While all streams think, the total weight stays.
             let weight = self.mixes[class].weight().min(1 << 20) as u32;
             let share = &mut self.streams.get_mut(at).share;
@@ -153,7 +153,7 @@ impl Fair {
 
     /// How many bios of a member of the line for turns wait.
     fn waiting_of(&self, who: u32, class: usize) -> usize {
-        if who == self.crowds[class] { self.mixing[class] } else { self.streams.get(who).bios.len() }
+        if who == self.seek_groups[class] { self.mixing[class] } else { self.streams.get(who).bios.len() }
     }
 
     /// Time at which the device has destaged the writes of a turn.
@@ -199,7 +199,7 @@ impl Fair {
             let late = self.waiting[..class].iter().any(|waiting| *waiting > 0);
             let alone = self.waiting.iter().sum::<usize>() == self.waiting_of(who, class);
             let stream = self.streams.get(who);
-            let is_one = stream.sync && who != self.crowds[class];
+            let is_one = stream.sync && who != self.seek_groups[class];
             let others = self.turns[class].len();
             let bytes_max = if is_one { self.room.part(&stream.share, others) } else { u64::MAX };
             // Its due may have become less meanwhile.
@@ -232,24 +232,24 @@ impl Fair {
         let class = turn.class;
         let used_ns = turn.began_ns.map_or(0, |began_ns| now_ns.saturating_sub(began_ns));
         let used_ns = used_ns.saturating_sub(turn.lost_ns);
-        let is_crowd = turn.who == self.crowds[class];
+        let is_seek_group = turn.who == self.seek_groups[class];
         let FairStream { share, sync, .. } = self.streams.get_mut(turn.who);
         share.credit -= used_ns as i64;
         if !*sync {
             self.hold_off.wrote(now_ns);
             self.room.wrote(turn.bytes, turn.alone);
-        } else if is_crowd {
-            self.room.crowd();
+        } else if is_seek_group {
+            self.room.seek_group_served();
         } else {
             self.room.had(share, turn.bytes);
         }
-        if is_crowd && self.mixing[class] == 0 {
+        if is_seek_group && self.mixing[class] == 0 {
             // The front of its queue is idle, and leaves it.
             self.front_of_mix(class, now_ns);
         }
         let wants_more = self.waiting_of(turn.who, class) > 0;
         let stream = self.streams.get(turn.who);
-        if !is_crowd && wants_more && stream.sync && stream.history.seeks() {
+        if !is_seek_group && wants_more && stream.sync && stream.history.seeks() {
             return self.stand_in_line(turn.who, now_ns);
         }
         let used_up = stream.sync && stream.share.credit < self.turns[class].least();
@@ -262,7 +262,7 @@ impl Fair {
     }
 
     fn next_of_turn(&mut self, turn: &ActiveTurn, now_ns: u64) -> Option<Selected> {
-        if turn.who == self.crowds[turn.class] {
+        if turn.who == self.seek_groups[turn.class] {
             let at = self.front_of_mix(turn.class, now_ns)?;
             return Some(self.next_of_mix(turn.class, at));
         }
