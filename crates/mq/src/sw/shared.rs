@@ -198,8 +198,8 @@ impl<D, Cx> SharedHwQueue<D, Cx> {
         let parker = &self.submitters[submitter].parker;
         match turn {
             BatonOutcome::Watch(until_ns) => parker.watch_one(self.submitters[submitter].beside, until_ns),
-            // Pairs with the store in `Core::wake_sleeper`. Only an owner ends this sleep, and removes us from its record at
-            // the same time; so an awake thread never counts as a sleeper.
+            // Pairs with the store in `Core::wake_sleeper`. Only an owner ends this sleep, and removes us from its
+            // record at the same time; so an awake thread never counts as a sleeper.
             BatonOutcome::Owned | BatonOutcome::Park if !self.polled => {
                 while self.submitters[submitter].parked.load(Ordering::Acquire) {
                     parker.sleep();
