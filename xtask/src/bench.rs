@@ -1,5 +1,4 @@
-//! `cargo xtask bench`: the benchmark cells, with fio, qemu-storage-daemon and clients of libblkio at hand to compare
-//! with.
+//! `cargo xtask bench`: the benchmark cells, with fio, qemu-storage-daemon and clients of libblkio for comparison.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;

@@ -1,7 +1,7 @@
-//! Programs that must be on this machine, each with the Debian package that has it.
+//! Programs that this machine needs, each with its Debian package.
 //!
-//! What is missing is installed when we are root on Debian, and said so; otherwise named, all of it
-//! at once. Does not look at versions.
+//! Missing ones are installed if we are root on Debian, with a message; otherwise all are named at once. Versions are
+//! not checked.
 
 use std::path::Path;
 use std::process::Command;

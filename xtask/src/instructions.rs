@@ -1,10 +1,10 @@
-//! Instructions for each I/O, counted by valgrind and compared with those that were recorded.
+//! Instructions for each I/O, counted by valgrind and compared with the recorded ones.
 //!
-//! Time depends on the neighbours, instructions do not: the same program executes as many each time. So this finds what
-//! a benchmark on a busy machine cannot. The record holds for one compiler and one architecture; another compiler makes
-//! another program of the same source, so there it is not compared.
+//! Time depends on the neighbours, instructions do not: the same program executes as many each time. So this finds
+//! changes that a benchmark on a busy machine cannot. The record is valid for one compiler and one architecture; with
+//! another compiler it is not compared.
 //!
-//! Says nothing of how long an instruction takes.
+//! The duration of an instruction is unknown here.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -19,12 +19,13 @@ use crate::process::{Running, succeed, tail};
 use crate::test::{Verdict, cargo};
 use crate::{host, repository};
 
-/// How much more than recorded is an error. Below lies what a new version of the C library or a moved branch makes.
+/// Excess over the record that is an error. Smaller differences come from a new version of the C library or a moved
+/// branch.
 const EXCESS_MAX: f64 = 0.03;
 /// Rounds of the shorter and the longer run of a case. Their difference makes an error of one instruction a round
 /// visible, and valgrind takes a second for both.
 const ROUNDS: [u64; 2] = [1000, 5000];
-/// One run under valgrind; some 20 times what it takes.
+/// One run under valgrind; some 20 times its usual length.
 const RUN_LIMIT: Duration = Duration::from_mins(1);
 /// A first build of everything on a busy machine.
 const BUILD_LIMIT: Duration = Duration::from_mins(15);
@@ -35,7 +36,7 @@ const ANEW: &str = "cargo xtask bench --record-instructions";
 /// Instructions for each I/O, by case.
 type Counts = BTreeMap<String, f64>;
 
-/// What was recorded, and where that holds.
+/// The record, and where it is valid.
 #[derive(Debug, PartialEq)]
 struct Record {
     rustc: String,
@@ -43,7 +44,7 @@ struct Record {
     counts: Counts,
 }
 
-/// The test: nothing may take more instructions than recorded.
+/// The test: no case may take more instructions than recorded.
 pub fn test(root: &Path, log: &File) -> Result<Verdict> {
     let path = root.join(RECORD);
     let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -156,7 +157,7 @@ fn build(root: &Path, log: &File) -> Result<PathBuf> {
 /// I/Os and instructions of one run.
 fn run(program: &Path, case: &str, rounds: u64) -> Result<(u64, u64)> {
     let mut command = Command::new("valgrind");
-    // By thread: what others execute meanwhile does not count.
+    // By thread: instructions of other threads do not count.
     command.args(["--tool=callgrind", "--callgrind-out-file=/dev/null", "--toggle-collect=*counted_rounds*"]);
     command.arg(program).arg(case).arg(rounds.to_string());
     let ended = Running::start("valgrind", &command)?.wait(RUN_LIMIT)?;

@@ -1,11 +1,11 @@
-//! Other programs, run so that none of them outlives us.
+//! Child processes, none of which outlives us.
 //!
-//! Every child leads a process group of its own, is killed by the kernel should we die first, and is
-//! ended by its own id when its owner lets go of it. Output goes to files, never to pipes, so a
-//! child cannot block on a reader and what it has said so far can be read at any time.
+//! Every child leads a process group of its own, is killed by the kernel should we die first, and is ended by its own
+//! id when its owner drops it. Output goes to files, never to pipes, so a child cannot block on a reader and its output
+//! so far can be read at any time.
 //!
-//! Starts no thread, and must itself be called from the main thread only: the kernel ties the
-//! death signal of a child to the thread that started it.
+//! Starts no thread, and must itself be called from the main thread only: the kernel ties the death signal of a child
+//! to the thread that started it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -20,7 +20,7 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 /// microseconds that asking costs.
 const POLL: Duration = Duration::from_millis(10);
 
-/// What a program left behind.
+/// Result of a program.
 pub struct Ended {
     pub status: ExitStatus,
     pub stdout: String,
@@ -47,7 +47,7 @@ pub struct Running {
     child: Child,
     stdout: File,
     stderr: File,
-    /// How much of both was there before the program began: a log may hold what others have said.
+    /// Length of both before the program began: a log may have earlier output of others.
     before: u64,
     ended: Option<ExitStatus>,
 }
@@ -246,7 +246,7 @@ mod tests {
         }
     }
 
-    /// Whether a process is there, and more than the memory of one that nobody has asked after yet.
+    /// Whether a process exists and is not a zombie.
     fn is_alive(id: &str) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
         stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))

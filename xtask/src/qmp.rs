@@ -1,6 +1,6 @@
-//! A running QEMU, told what to do: its machine protocol, one command at a time.
+//! A running QEMU, controlled by its machine protocol, one command at a time.
 //!
-//! What QEMU tells by itself in between is not listened to.
+//! QEMU's events in between are ignored.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
-/// The longest any command takes to be answered on a busy machine; what it begins may go on for longer.
+/// Time limit for a command's answer on a busy machine; the operation it starts may take longer.
 const ANSWER_LIMIT: Duration = Duration::from_mins(1);
 
 /// A connection to a QEMU's monitor.
@@ -27,7 +27,7 @@ impl Monitor {
         Ok(monitor)
     }
 
-    /// What a command returns.
+    /// Result of a command.
     pub fn command(&mut self, name: &str, arguments: &Value) -> Result<Value> {
         let command = json!({ "execute": name, "arguments": arguments });
         writeln!(self.0.get_mut(), "{command}").context("the monitor does not listen")?;

@@ -1,7 +1,6 @@
-//! The server under test, started and stopped.
+//! Start and stop of the server under test.
 //!
-//! It is `blkyard serve`. In its place can stand a server that nobody here wrote,
-//! qemu-storage-daemon: a scenario that fails against both is a mistake of the scenario.
+//! It is `blkyard serve`, or in its place qemu-storage-daemon: a scenario that fails against both has a mistake itself.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 
 use crate::repository;
 
-/// Runs worlds in the foreground; they report for themselves.
+/// Runs simulations in the foreground; they report for themselves.
 pub fn run(arguments: &[String]) -> Result<ExitCode> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let status = Command::new(cargo)

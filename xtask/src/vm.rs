@@ -1,9 +1,8 @@
 //! A virtual machine that boots the test guest, does one task and ends.
 //!
-//! The task goes in through QEMU's firmware configuration; its output and its exit status come back
-//! through serial ports of their own, into files, so the kernel's messages never mix with them and
-//! everything said so far can be read while the machine runs. Emulated, since KVM cannot be relied
-//! on. Knows nothing of the server of its disks but a socket.
+//! The task goes in through QEMU's firmware configuration; its output and its exit status come back through separate
+//! serial ports, into files, so the kernel's messages never mix with them and the output so far can be read while the
+//! machine runs. Emulated, since KVM cannot be relied on. Knows only the socket of a disk's server.
 
 use std::ffi::OsString;
 use std::fs;
@@ -26,7 +25,7 @@ const LIMIT: Duration = Duration::from_mins(10);
 /// Enough for the root (80 MB), a file system's cache and fio's shared memory.
 const MEMORY_MIB: u32 = 512;
 
-/// What a machine looks like.
+/// Configuration of a machine.
 pub struct Vm<'a> {
     guest: &'a Guest,
     kernel: Kernel,
@@ -48,13 +47,13 @@ struct VmDisk {
     in_port: bool,
 }
 
-/// What came of a task.
+/// Result of a task.
 pub struct Outcome {
     /// The task's exit status.
     pub status: i32,
-    /// What the task wrote, on both streams.
+    /// Output of the task, both streams.
     pub output: String,
-    /// What the kernel wrote.
+    /// Output of the kernel.
     pub console: String,
 }
 
@@ -198,13 +197,12 @@ impl<'a> Vm<'a> {
     }
 }
 
-/// Boots a machine by a shell's command line that somebody else has made, with the test guest's kernel and a task
-/// added.
+/// Boots a machine by a given shell command line, with the test guest's kernel and a task added.
 pub fn start_command_line(guest: &Guest, line: &str, task: &str) -> Result<Machine> {
     let folder = folder()?;
     let options = task_options(guest, Kernel::default(), folder.path(), task, KERNEL_WORDS)?;
     let mut shell = Command::new("sh");
-    // In the shell's place: whoever is ended ends the machine, too.
+    // Replaces the shell, so that ending the child ends the machine.
     shell.arg("-c").arg(format!("exec {line} \"$@\"")).arg("sh").args(options).arg("-no-reboot");
     // QEMU is found as by those who have it installed.
     shell.env("PATH", guest.search_path());

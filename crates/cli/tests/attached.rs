@@ -1,5 +1,5 @@
-//! The command `bench` as the client of a foreign back-end, which loses what it has in hand when memory or rings
-//! change, and drops requests.
+//! The command `bench` as the client of a foreign back-end, which loses its requests when memory or rings change, and
+//! drops requests.
 #![forbid(unsafe_code)]
 
 #[path = "../../attach/tests/common/lossy.rs"]
@@ -13,11 +13,10 @@ use std::time::{Duration, Instant};
 
 use lossy::{Lossy, LossyConfig};
 
-/// Longer than any of these takes on a busy machine; what takes longer hangs.
+/// Longer than any of these takes on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(2);
 
-/// Writes all of a disk of 8 MiB and reads it back; whatever hangs is killed. Returns what was said, and how long it
-/// took.
+/// Writes all of a disk of 8 MiB and reads it back; a hanging process is killed. Returns its output and its run time.
 fn bench(lossy: &Lossy, options: &str, arguments: &[&str]) -> (Output, Duration) {
     let start = Instant::now();
     let mut child = Command::new(env!("CARGO_BIN_EXE_blkyard"))

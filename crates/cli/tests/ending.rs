@@ -1,4 +1,4 @@
-//! How `serve` and `bench` end when they are told to, whatever hangs; and how `inspect` waits: for a bounded time.
+//! End of `serve` and `bench` after signals, also with hanging devices; and bounded waits of `inspect`.
 
 mod common;
 
@@ -83,7 +83,7 @@ fn daemon_without_descriptors_still_ends() {
     }
 }
 
-/// The first queue of the first export of the daemon whose control socket is `c`.
+/// The first queue of the first export of the daemon with the control socket `c`.
 fn queue(folder: &Path) -> serde_json::Value {
     inspect(folder, &["export:0"])["exports"][0]["queues"][0].clone()
 }
@@ -104,16 +104,16 @@ fn threads(process: &LoggedProcess) -> Vec<(char, u64)> {
     std::fs::read_dir(folder).unwrap().filter_map(status).collect()
 }
 
-/// Waits until a process that was sent SIGSTOP executes nothing more.
+/// Waits until a process has stopped after SIGSTOP.
 fn wait_until_stopped(process: &LoggedProcess) {
     wait_until("the process is stopped", || threads(process).iter().all(|&(state, _)| state == 'T'));
 }
 
-/// Waits until all threads of a client sleep. Its back-end completes nothing: what it can submit is submitted then.
+/// Waits until all threads of a client sleep. Its back-end completes nothing: all it can submit is submitted then.
 fn wait_until_asleep(process: &LoggedProcess) {
     let mut before = Vec::new();
     wait_until("all threads of the process sleep", || {
-        // None has run between two looks if none went to sleep again.
+        // No thread has run between two checks if none went to sleep again.
         let now = threads(process);
         let is_asleep = now == before && now.iter().all(|&(state, _)| state == 'S');
         before = now;
@@ -167,7 +167,7 @@ impl Chain {
         wait_until("the queue fills", || self.queue()["now"]["in_flight"] == 4);
     }
 
-    /// The first daemon hangs; what it had in flight is reported by the second, which ends.
+    /// The first daemon hangs; the second reports its requests in flight, and ends.
     fn check_left(&mut self, within: Duration) {
         let status = self.second.ended(within);
         let said = self.second.said();
@@ -221,7 +221,7 @@ fn idle_daemon_ends_although_its_back_end_is_silent() {
     chain.first.signal(Signal::STOP);
     chain.second.signal(Signal::TERM);
     let status = chain.second.ended(PATIENCE);
-    // Nothing is in flight, so nothing is left.
+    // No request is in flight, so none is left.
     assert!(status.success(), "{status}: {}", chain.second.said());
 }
 

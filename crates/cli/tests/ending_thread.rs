@@ -1,4 +1,4 @@
-//! A daemon one of whose threads panics. A process of its own, since the daemon hears of any thread of its process.
+//! A daemon with a panicking thread. A separate process, since the daemon detects panics of all threads of its process.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ struct Cli {
     serve: serve::ServeArgs,
 }
 
-/// The daemon runs its own program again as the receiver, with that one argument, which libtest takes for the name of a
+/// The daemon runs its own program again as the receiver, with one argument, which libtest takes for the name of a
 /// test. Called as a test, there is no daemon behind standard input, and nothing to receive.
 #[test]
 fn receiver() {

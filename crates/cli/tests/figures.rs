@@ -70,7 +70,7 @@ fn agree(ours_ns: f64, theirs_ns: f64) -> bool {
     (ours_ns - theirs_ns).abs() <= theirs_ns * 0.2 + 1e6
 }
 
-/// Compares a client's mean with what the daemon says of the same reads or trims.
+/// Compares a client's mean with the daemon's for the same reads or trims.
 fn compare(device: &str, values: &[&str], name: &str, dominant: &str) {
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();

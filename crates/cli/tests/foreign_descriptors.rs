@@ -1,5 +1,5 @@
-//! `serve` as a process, and front-ends and back-ends that send it descriptors which hang whoever closes them. Each
-//! costs its own session, and no other peer or export, not the end of the daemon, and not the images of a killed one.
+//! `serve` as a process, with front-ends and back-ends that send descriptors whose close blocks. Each loses its own
+//! session, and affects no other peer or export, nor the end of the daemon, nor the images of a killed one.
 
 #[path = "common/back_end.rs"]
 mod back_end;
@@ -25,16 +25,16 @@ use fuse::{FLUSH, Fuse, STATFS};
 use rustix::net::{SendFlags, sockopt};
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Longer than anything here takes on a busy machine, and shorter than what hangs.
+/// Longer than any test on a busy machine, and shorter than the blocking close.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Messages, by their numbers.
 const GET_FEATURES: u32 = 1;
 const SET_VRING_CALL: u32 = 13;
 
-/// A descriptor that hangs whoever closes it.
+/// A descriptor whose close blocks.
 enum Weapon {
-    /// A file whose server does not answer when it is closed, or not when it is asked what it is either.
+    /// A file whose server does not answer its close, or no query of it either.
     Fuse(Fuse),
     /// A socket with bytes that its peer does not read, and that is to wait for that when it is closed.
     Tcp(Vec<TcpStream>),
@@ -52,7 +52,7 @@ impl Weapon {
         fuses.into_iter().flatten().chain([("tcp", Weapon::Tcp(Vec::new()))]).collect()
     }
 
-    /// One that nobody but the taker will have.
+    /// One whose only owner will be the receiver of the message.
     fn send(&mut self, to: &UnixStream, bytes: &[u8]) {
         match self {
             Weapon::Fuse(fuse) => {
@@ -75,14 +75,14 @@ impl Weapon {
                 near.set_nonblocking(false).unwrap();
                 sockopt::set_socket_linger(&near, Some(PATIENCE * 20)).unwrap();
                 send(to, bytes, &[near.as_fd()]);
-                // Whoever else had it may have left: then it is this that waits.
+                // The other owners may have left: then this close blocks.
                 drop(std::thread::spawn(move || drop(near)));
             }
         }
     }
 }
 
-/// What the process that sends a file is told: which, and the bytes that go with it.
+/// For the process that sends a file: the file, and the bytes that go with it.
 const FILE: &str = "BLKYARD_TEST_FILE";
 const BYTES: &str = "BLKYARD_TEST_BYTES";
 
@@ -90,7 +90,7 @@ fn text(bytes: &[u8]) -> String {
     bytes.iter().map(u8::to_string).collect::<Vec<_>>().join(" ")
 }
 
-/// Not a test of its own: what runs in the process that sends a file to its standard input.
+/// Not a separate test: the process that sends a file to its standard input.
 #[test]
 fn sends_a_file() {
     let Some(path) = std::env::var_os(FILE) else { return };
@@ -159,7 +159,7 @@ fn attack(folder: &Path, weapon: &mut Weapon, way: &str) {
         "with a message" => weapon.send(&attacked(), &kick),
         "left unread" => {
             let stream = attacked();
-            // Not in this protocol: what follows is not read.
+            // Undefined in this protocol: the rest is not read.
             send(&stream, &message(4000, &[1, 2, 3]), &[]);
             (0..3).for_each(|_| weapon.send(&stream, &kick));
         }
@@ -185,7 +185,7 @@ fn survives(ending: &str) {
             drop(is_served(folder, "a", &how));
             drop(is_served(folder, "b", &how));
             succeed(folder, &["inspect", "--control", "c"]);
-            // And once more, so that this is there when the daemon ends.
+            // Once more, so that it exists when the daemon ends.
             let busy = is_served(folder, "a", &how);
             weapon.send(&busy, &message(SET_VRING_CALL, &0_u64.to_ne_bytes()));
             weapon.send(&connect(folder, "a"), b"x");
@@ -211,7 +211,7 @@ fn a_descriptor_that_blocks_on_close_does_not_keep_images_of_a_killed_daemon_loc
     survives("killed");
 }
 
-/// A back-end's sessions: an honest one that ends, one that attacks in a way, and an honest one, which goes on.
+/// A back-end's sessions: an honest one that ends, an attacking one, and an honest one, which continues.
 fn attack_as_back_end(listener: &UnixListener, weapon: &mut Weapon, way: &str) -> (UnixStream, UnixStream) {
     let honest = |stream: &UnixStream, _: u32, bytes: &[u8], file: Option<OwnedFd>| {
         send(stream, bytes, &file.iter().map(OwnedFd::as_fd).collect::<Vec<_>>());
@@ -258,7 +258,7 @@ fn survives_back_ends(ending: &str) {
             let Ok((last, mut used, _listener)) = attacked else { panic!("{how}: it is not connected to again") };
             drop(is_served(folder, "a", &how));
             drop(is_served(folder, "b", &how));
-            // And once more, so that this is there when the daemon ends.
+            // Once more, so that it exists when the daemon ends.
             used.send(&last.1, &CHANGED);
             used.send(&last.0, b"x");
             let signal = if ending == "stopped" { Signal::TERM } else { Signal::KILL };
@@ -308,7 +308,7 @@ fn foreign_in_flight_memory_is_refused_and_holds_nobody() {
     }
 }
 
-/// Sees that nothing of the daemons is left once the one who should answer has gone.
+/// Checks that no process of the daemons is left once the silent server is gone.
 #[test]
 fn nothing_is_left_once_whoever_should_answer_has_gone() {
     let folder = tempfile::tempdir().unwrap();
@@ -381,7 +381,7 @@ fn a_receiver_that_is_killed_is_started_again() {
     for socket in ["a", "b", "a"] {
         drop(is_served(folder.path(), socket, "after"));
     }
-    // What is told at the terminal, or by whoever looks after services, is for the daemon.
+    // Signals of a terminal or a service manager are for the daemon.
     for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
         receivers().into_iter().filter(|id| *id != first[0]).for_each(|id| kill_process(id, signal).unwrap());
     }
@@ -400,7 +400,7 @@ fn refused_descriptors_do_not_fill_the_log() {
     for _ in 0..FRONT_ENDS {
         let mut stream = connect(folder.path(), "a");
         send(&stream, &message(SET_VRING_CALL, &0_u64.to_ne_bytes()), &[null.as_fd()]);
-        // Until it is let go.
+        // Until it is disconnected.
         let _ = stream.read(&mut [0; 1]);
     }
     daemon.signal(Signal::TERM);

@@ -1,5 +1,5 @@
-//! Exports of `serve` whose front-ends are connected and idle, beside a busy one on the same lane: the busy one works,
-//! and an idle one is answered when it wakes, also after commands, moves and reconnects.
+//! Exports of `serve` with connected idle front-ends, beside a busy one on the same lane: the busy one works, and an
+//! idle one is served when it wakes, also after commands, moves and reconnects.
 #![forbid(unsafe_code)]
 
 mod common;

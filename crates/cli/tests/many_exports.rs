@@ -1,5 +1,5 @@
 //! Thousands of exports of one daemon: they start in seconds, take little memory and no thread each, and those whose
-//! front-ends stop in the middle of a message hold up no other.
+//! front-ends stop in the middle of a message delay no other.
 #![forbid(unsafe_code)]
 
 mod common;
@@ -15,13 +15,13 @@ use std::time::{Duration, Instant};
 
 use guest::Guest;
 
-/// Longer than anything here takes on a busy machine; what takes longer hangs.
+/// Longer than any test on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
 const EXPORTS: usize = 2000;
 const QUEUES: usize = 4;
 /// Exports whose front-ends send half a message, and as many whose front-ends never read.
 const HOSTILE: usize = 100;
-/// Memory of an export that nobody is connected to.
+/// Memory of an export without a connection.
 const EXPORT_KIB_MAX: usize = 100;
 
 /// Whether a well-behaved front-end is to connect to this export.
@@ -54,7 +54,7 @@ impl Daemon {
         let mut lines = lines.map_while(Result::ok);
         assert!(lines.any(|line| line == "ready"), "it does not start");
         let start = begin.elapsed();
-        // What it says later is of no interest, and must not fill a pipe.
+        // Its later output is not needed, and must not fill a pipe.
         std::thread::spawn(move || lines.for_each(drop));
         Daemon { child, start }
     }
@@ -110,7 +110,7 @@ fn thousands_of_exports_take_no_thread_and_little_memory_each() {
     let mut guest = Guest::connect(&socket(EXPORTS - 1), QUEUES);
     guest.check_all(1);
 
-    // Half a message, and questions whose answers are never read.
+    // Half a message, and requests whose replies are never read.
     let header = [1_u32, 1, 0].map(u32::to_ne_bytes).concat();
     let connect = |number| UnixStream::connect(socket(number)).unwrap();
     let halves: Vec<_> = (0..HOSTILE).map(connect).collect();

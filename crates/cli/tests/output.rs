@@ -1,4 +1,4 @@
-//! The program as a process whose standard output or error fails or stalls, while a client does I/O.
+//! The program as a process with failing or stalling standard output or error, while a client does I/O.
 
 mod common;
 
@@ -21,14 +21,14 @@ fn serve(folder: &Path, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> P
     start(program(folder, &arguments), folder, stdout, stderr)
 }
 
-/// The same for any command whose control socket is `c`. Its standard output may be unusable, so `ready` is not read.
+/// The same for any command with the control socket `c`. Its standard output may be unusable, so `ready` is not read.
 fn start(mut serve: Command, folder: &Path, stdout: impl Into<Stdio>, stderr: impl Into<Stdio>) -> Process {
     let mut daemon = Process::spawn(serve.stdout(stdout).stderr(stderr));
     daemon.wait_for(&folder.join("c"));
     daemon
 }
 
-/// Stops a daemon and returns what it logged.
+/// Stops a daemon and returns its log.
 fn log(daemon: Process, mut reader: PipeReader) -> String {
     daemon.stop();
     let mut log = String::new();
@@ -55,7 +55,7 @@ fn without_reader() -> PipeWriter {
     pipe().unwrap().1
 }
 
-/// A pipe without room, whose reader is there.
+/// A full pipe with a reader.
 fn stalled() -> (PipeReader, PipeWriter) {
     let (reader, mut writer) = pipe().unwrap();
     let flags = rustix::fs::fcntl_getfl(&writer).unwrap();
@@ -75,7 +75,7 @@ fn visit(folder: &Path) {
     stream.write_all(&GET_FEATURES.map(u32::to_ne_bytes).concat()).unwrap();
     stream.read_exact(&mut [0; ANSWER_BYTES]).unwrap();
     stream.shutdown(Shutdown::Write).unwrap();
-    // Closed by the daemon once the session is over.
+    // Closed by the daemon at the end of the session.
     assert_eq!(stream.read(&mut [0]).unwrap(), 0);
 }
 
@@ -169,7 +169,7 @@ fn error_that_cannot_be_written_is_a_failure_all_the_same() {
     }
 }
 
-/// The log of a daemon that a front-end came to and left.
+/// The log of a daemon after a front-end has connected and left.
 fn log_with(arguments: &[&str], journal: bool) -> String {
     let folder = tempfile::tempdir().unwrap();
     let device = ["serve", "--device", "ram:16M", "--export", "vhost-user-blk:s", "--control", "c"];
@@ -240,7 +240,7 @@ fn io_errors(log: &str) -> Vec<serde_json::Value> {
     lines.filter(|line| line["message"] == "I/O error").collect()
 }
 
-/// Reads blocks for so long, one after the other, whatever becomes of them; returns how many failed.
+/// Reads blocks for this time, one after the other; returns the number of failures.
 fn failed_reads(queue: &mut Submitter, time: Duration) -> u64 {
     let (begin, mut failed) = (Instant::now(), 0);
     let mut free = vec![Bio::with_capacity(1)];
@@ -316,7 +316,7 @@ fn hostile_reconnects_leave_few_lines_that_count_all() {
     let begin = Instant::now();
     (0..FRONT_ENDS).for_each(|_| visit(folder.path()));
     let seconds = begin.elapsed().as_secs();
-    // The rest is told once a line may be written again.
+    // The rest is logged once a line is due again.
     std::thread::sleep(Duration::from_secs(12));
     let log = log(daemon, reader);
     let lines = log.lines().filter(|line| line.contains("vhost-user-blk:s: ")).count() as u64;

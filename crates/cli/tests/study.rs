@@ -1,7 +1,7 @@
 //! The studies as a user runs them: quick, checked, as JSON and as a picture.
 //!
-//! What is virtual time holds everywhere. What is CPU time depends on the machine and on how the program was built, so
-//! of that the test asks only that verdicts and exit code agree.
+//! Virtual time is the same everywhere. CPU time depends on the machine and on the build, so the test only checks that
+//! verdicts and exit code agree.
 
 use std::fs;
 use std::process::Command;
@@ -68,7 +68,7 @@ fn the_second_study_says_what_is_simulated_and_its_verdicts_decide_the_exit_code
     assert!(ours.clone().all(|point| point["median"].as_f64().unwrap() > 0.0), "{served:?}");
     assert_eq!(ours.count(), 3 * 3);
     for theirs in &served[1..] {
-        // It may not be installed; then the report says so, and what helps.
+        // It may not be installed; then the report says so, with the cure.
         let cure = theirs["not_measured"].as_str();
         assert!(theirs["measured"].is_object() || cure.unwrap().contains("--qemu-storage-daemon"), "{theirs}");
     }

@@ -1,4 +1,4 @@
-//! `serve --takeover` as processes: one daemon takes the place of another under a client that checks what it wrote.
+//! `serve --takeover` as processes: one daemon replaces another under a client that verifies its data.
 
 mod common;
 
@@ -13,7 +13,7 @@ use common::{Daemon, PATIENCE, Process, inspect, program, run, succeed, wait_unt
 /// Written once, block by block, and read back: some seconds.
 const IMAGE_BYTES: u64 = 512 << 20;
 
-/// A daemon with an image, whose control socket is `c`.
+/// A daemon with an image and the control socket `c`.
 fn serve_image(folder: &Path) -> Daemon {
     std::fs::File::create(folder.join("disk.img")).unwrap().set_len(IMAGE_BYTES).unwrap();
     let export = "vhost-user-blk:s?queues=2";
@@ -183,7 +183,7 @@ fn takeover_keeps_all_settings() {
         &["device:1", "scheduler=timeslice", "idle_us=slice", "key=queue", "iops_max=4000"],
         &["export:0", "queues=3", "depth=5", "iops_max=80", "bytes_per_s_max=32M", "burst_ms=30"],
         &["daemon", "stats=1200", "lanes=2", "spin_us=17"],
-        // Options alone are of the scheduler that is there.
+        // Options alone apply to the current scheduler.
         &["device:0", "idle_ms=4"],
     ] {
         succeed(folder, &[&["set", "--control", "c"], set].concat());
@@ -226,7 +226,7 @@ fn a_daemon_continues_after_a_failed_takeover() {
         line
     };
     let request = "{\"blkyard\":1,\"do\":\"takeover\",\"version\":2}\n";
-    // It dies before it is told, when it has been told, and says something else.
+    // It dies before the answer, after it, and with another message.
     drop(ask(request));
     writes_and_checks(folder);
     let stream = ask(request);

@@ -83,7 +83,7 @@ fn queues_that_share_are_counted_each() {
     assert!(shown.contains(", shares the hardware queue shown with queue 0"), "{shown}");
 }
 
-/// A load that writes blocks with checksums by four jobs, each on a queue of its own, and reads them all again.
+/// A load that writes blocks with checksums by four jobs, each on a separate queue, and reads them all again.
 fn verifying_load(folder: &Path, size: &str) -> Process {
     verifying_load_of(folder, 4, size)
 }

@@ -77,7 +77,7 @@ impl Suite {
         debs(folder)
     }
 
-    /// Puts one package into `folder` without what it depends on.
+    /// Downloads one package into `folder` without its dependencies.
     pub fn fetch_alone(&self, package: &str, folder: &Path) -> Result<Vec<PathBuf>> {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
         let mut command = self.apt_get(&["download", package]);

@@ -100,7 +100,7 @@ fn payload(image: &[u8]) -> Result<&[u8]> {
     Ok(payload)
 }
 
-/// What `depmod` knows of a kernel's modules.
+/// Module dependencies from `depmod`.
 pub struct Modules {
     folder: PathBuf,
     /// Path of each module by its name, with the paths of all modules it needs.

@@ -73,7 +73,7 @@ impl Guest {
         self.folder.join("bin").join(name)
     }
 
-    /// Where a shell looks for programs, which finds those first.
+    /// Search path for programs of the guest, with precedence over the machine's.
     pub fn search_path(&self) -> OsString {
         let mut path = self.folder.join("bin").into_os_string();
         path.push(":");

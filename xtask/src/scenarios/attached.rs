@@ -1,7 +1,6 @@
-//! blkyard as the client: disks that others serve, attached by `bench` and by `serve`.
+//! blkyard as the client: disks of other servers, attached by `bench` and by `serve`.
 //!
-//! What is written carries checksums and is read back; where a file is behind it, the host's own view of that is the
-//! judge.
+//! Data is written with checksums and read back; if a file is behind it, the host's view of that is the judge.
 
 use std::process::Command;
 use std::time::{Duration, Instant};

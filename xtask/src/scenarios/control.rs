@@ -1,6 +1,6 @@
 //! The control socket of a running daemon: `inspect` and `set`.
 //!
-//! `inspect` and `set` are run as a user runs them; their JSON is looked at as a user's program would.
+//! `inspect` and `set` are run as a user runs them; their JSON is read as a user's program would.
 
 use std::path::Path;
 use std::process::Command;
@@ -255,7 +255,7 @@ fn socket(ground: &ScenarioContext) -> Result<()> {
     ])?;
     ensure!(refused.contains(&path) && refused.contains("listening"), "a socket in use was not refused so: {refused}");
 
-    // One is killed, and what it leaves disturbs nobody; its place can be had again.
+    // One is killed, and its rest has no effect; its path can be reused.
     second.kill();
     let left = inspect(&["--control", &path, "daemon"])?;
     ensure!(left.status.success(), "{}", left.said());
@@ -295,7 +295,7 @@ fn size(ground: &ScenarioContext) -> Result<()> {
     ground.qemu_io(&file.socket, &["write -P 0x61 15M 1M".into()])?;
     image.check_pattern(15 * MIB, MIB, 0x61)?;
 
-    // Somebody else makes it longer: nothing happens before we are told.
+    // Another program grows it: nothing changes before `set`.
     std::fs::File::options().write(true).open(&image.path)?.set_len(24 * MIB)?;
     ensure!(served(0)? == 16 * MIB, "the size changed by itself");
     succeed(ground, &["set", "device:0", "size=probe"])?;

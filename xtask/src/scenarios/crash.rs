@@ -1,6 +1,6 @@
-//! Daemons that are killed in the middle of a guest's writes, and those that come after them.
+//! Daemons that are killed in the middle of a guest's writes, and their successors.
 //!
-//! The guest is not told. Its QEMU connects to the next daemon, and brings what it has kept of what was in flight.
+//! The guest is not told. Its QEMU connects to the next daemon, with the record of the requests in flight.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -38,7 +38,7 @@ pub const SCENARIOS: &[Scenario] = &[
     },
 ];
 
-/// How long a daemon lives once the guest's QEMU has come to it.
+/// Life of a daemon after the guest's QEMU has connected.
 const LIFE: Duration = Duration::from_millis(150);
 
 /// How often daemons are killed in one scenario: so often, or as often as `BLKYARD_TEST_KILLS` says.
@@ -51,7 +51,7 @@ pub(super) fn kills(usually: usize) -> Result<usize> {
     }
 }
 
-/// How often QEMU looks for the next daemon.
+/// Reconnection interval of QEMU.
 const RECONNECT_MS: u32 = 20;
 
 /// Where a guest that writes on and on looks whether it may end, and what it finds there then: beyond all it writes.
@@ -180,7 +180,7 @@ fn slow_disk(ground: &ScenarioContext) -> Result<()> {
 }
 
 /// A disk that does one write a second, whatever becomes of who asked for it: a loop device, which has threads of the
-/// kernel, on a file of a FUSE server that nobody here wrote, qemu-storage-daemon.
+/// kernel, on a file of a foreign FUSE server, qemu-storage-daemon.
 struct SlowDisk {
     server: Running,
     device: PathBuf,

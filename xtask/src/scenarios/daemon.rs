@@ -129,7 +129,7 @@ fn sigterm(ground: &ScenarioContext) -> Result<()> {
     let started = client.wait_until(CLIENT_LIMIT, |_| image.holds(8 * MIB, 0x5e))?;
     ensure!(started, "the client ended too early: {}", client.stderr()?);
     server.stop()?;
-    // Nobody tells a client of libblkio that its server is gone; it may wait for its answers for ever.
+    // A client of libblkio does not notice the end of its server; it may wait for completions without end.
     drop(client);
     image.check_pattern(0, 4 * MIB, 0x5e)?;
     // Its lock is gone with it.

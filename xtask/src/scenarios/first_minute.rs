@@ -1,4 +1,4 @@
-//! The QEMU command that `serve` prints, as somebody uses it who has read nothing: pasted as it is.
+//! The QEMU command that `serve` prints, pasted unchanged, as a new user would.
 
 use std::path::Path;
 use std::process::Command;
@@ -181,7 +181,7 @@ fn survives_restarts(ground: &ScenarioContext) -> Result<()> {
     let mut server = served.serve(ground)?;
     let line = printed_line(&server.said()?)?.to_owned();
     let task = format!("{}\nprintf '{MARK}' | dd of=/dev/vdb conv=sync,notrunc oflag=direct 2>/dev/null", load());
-    // KVM cannot be relied on: where it is offered and does not work, nobody falls back.
+    // KVM cannot be relied on: where it is offered and does not work, QEMU does not fall back.
     let mut machine = vm::start_command_line(ground.guest, &format!("{line} -machine accel=tcg"), &task)?;
     wait_for_writes(&mut machine, first)?;
     for is_killed in [true, false] {

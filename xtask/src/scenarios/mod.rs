@@ -1,8 +1,8 @@
-//! Stories about the running daemon, told by clients that nobody here wrote.
+//! Scenarios: the running daemon with foreign clients.
 //!
-//! A scenario has a name, a sentence that completes "This test shows that …", and a function. Each
-//! gets a ground of its own: an empty folder, the server's program, the guest's programs. Scenarios
-//! do not share state and do not know the order they run in.
+//! A scenario has a name, a sentence that completes "This test shows that …", and a function. Each gets a separate
+//! context: an empty folder, the server's program, the guest's programs. Scenarios do not share state and do not know
+//! the order they run in.
 
 mod attached;
 mod blkio;
@@ -40,7 +40,7 @@ const CLIENT_LIMIT: Duration = Duration::from_mins(5);
 pub const KIB: u64 = 1 << 10;
 pub const MIB: u64 = 1 << 20;
 
-/// Where a scenario is told, and so what it needs.
+/// Place where a scenario runs, and so its requirements.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum RunsIn {
     /// Clients on this machine.
@@ -59,7 +59,7 @@ pub struct Scenario {
     pub tell: fn(&ScenarioContext) -> Result<()>,
 }
 
-/// All of them, in the order they are told.
+/// All of them, in the order they run.
 pub fn all() -> impl Iterator<Item = &'static Scenario> {
     let served = foreign::SCENARIOS.iter().chain(blkio::SCENARIOS).chain(daemon::SCENARIOS).chain(control::SCENARIOS);
     let host = served.chain(rates::SCENARIOS).chain(sharing::SCENARIOS);
@@ -72,7 +72,7 @@ pub fn all() -> impl Iterator<Item = &'static Scenario> {
         .chain(takeover::SCENARIOS)
 }
 
-/// What this machine lacks for a scenario, which is then not told.
+/// Something that this machine lacks for a scenario, which is skipped then.
 #[derive(Debug)]
 pub struct Missing(pub String);
 
@@ -84,13 +84,13 @@ impl std::fmt::Display for Missing {
 
 impl std::error::Error for Missing {}
 
-/// What a scenario stands on.
+/// Context of a scenario.
 pub struct ScenarioContext<'a> {
     pub program: &'a Program,
     pub guest: &'a Guest,
-    /// What servers say while the scenario runs.
+    /// Output of the servers while the scenario runs.
     pub log: File,
-    /// What was measured on the way, for whoever reads the report.
+    /// Measured values, for the report.
     measured: Mutex<Option<String>>,
     folder: TempDir,
 }
@@ -102,7 +102,7 @@ impl<'a> ScenarioContext<'a> {
         Ok(Self { program, guest, log, measured: Mutex::default(), folder })
     }
 
-    /// Has the report show what was measured.
+    /// Adds measured values to the report.
     pub fn measured(&self, what: String) {
         *self.measured.lock().unwrap_or_else(PoisonError::into_inner) = Some(what);
     }
@@ -195,8 +195,8 @@ impl<'a> ScenarioContext<'a> {
 /// depend on what else this machine does.
 fn check_idle(server: &ReadyServer) -> Result<()> {
     const WATCHED: Duration = Duration::from_secs(3);
-    // A host that takes the processor away charges that to whoever runs just then, now and then; a daemon that does not
-    // sleep shows in every window.
+    // A host that takes the processor away sometimes charges that to the running thread; a daemon that does not sleep
+    // shows in every window.
     let mut used = Vec::new();
     while used.len() < 5 {
         used.push(server.processor_time_within(WATCHED)?);

@@ -154,8 +154,8 @@ fn pulled(ground: &ScenarioContext) -> Result<()> {
     ];
     let mut server = ground.serve(&exports)?;
     // The disk that is pulled has the same name each time: the driver gives it the first one that is free. Its load
-    // reads nothing back: one that goes has no sectors all of a sudden, and whoever reads there is not told of an error
-    // but finds the end.
+    // reads nothing back: a pulled disk suddenly has no sectors, and a reader gets the end of the file instead of an
+    // error.
     let task = format!(
         "set -e
         modprobe virtio_blk

@@ -41,12 +41,12 @@ fn count(ground: &ScenarioContext) -> Result<IoCounts> {
     Ok(IoCounts { ios: [0, 1].map(|export| ios(export).unwrap_or(0)), between: [before, Instant::now()] })
 }
 
-/// How long it is measured, window by window, until whoever wants more than its limit reaches it: nothing makes up for
-/// what a machine that stood still, or was busy with something else, has missed.
+/// Time for measurements, window by window, until a load above its limit reaches it: time lost on a stalled or busy
+/// machine is not made up for.
 const PATIENCE: Duration = CLIENT_LIMIT;
 
 /// Measures both exports. Neither passes its limit by more than the burst, nor do both together that of the device, in
-/// any window; whoever wants more than its limit reaches it in one of them.
+/// any window; a load above its limit reaches it in one of them.
 fn measure(ground: &ScenarioContext, what: &str, limits: [Option<f64>; 2], device: f64) -> Result<String> {
     let begin = Instant::now();
     loop {

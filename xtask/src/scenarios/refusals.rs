@@ -211,13 +211,13 @@ fn missing_image(ground: &ScenarioContext) -> Result<()> {
 }
 
 fn unwritable_image(ground: &ScenarioContext) -> Result<()> {
-    /// Nobody's number on Debian; root may write whatever the permissions say.
+    /// Number of the user nobody on Debian; root may write regardless of permissions.
     const NOBODY: &str = "65534";
     let image = ground.image("disk.img", 8 * MIB)?;
     let all_may = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode));
     all_may(&image.path, 0o444)?;
     all_may(&ground.path(""), 0o777)?;
-    // The build may lie where nobody can reach it.
+    // The user nobody may not have access to the build folder.
     let program = ground.path("blkyard");
     fs::copy(ground.program.command()?.get_program(), &program).context("cannot copy the program")?;
     let serve = |option: &str| {

@@ -1,6 +1,6 @@
-//! Daemons that take over one from another under a guest that writes.
+//! Daemons that take over from one another under a guest that writes.
 //!
-//! The guest's QEMU is not told to connect again: were its connection lost, so would be the disk.
+//! The guest's QEMU does not reconnect: with a lost connection the disk would be lost.
 
 use std::time::Duration;
 
@@ -50,7 +50,7 @@ fn guest_fio(ground: &ScenarioContext, packed: bool) -> Result<()> {
     Ok(())
 }
 
-/// Starts a daemon that takes the place of the one that serves, and asks it how long guests rested.
+/// Starts a daemon that replaces the serving one, and returns the length of the guests' pause.
 fn take_over(ground: &ScenarioContext, export: &Export) -> Result<(ReadyServer, Duration)> {
     const SAID: &str = "took over: guests were paused for ";
     let mut command = ground.program.command()?;

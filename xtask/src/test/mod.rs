@@ -1,8 +1,7 @@
-//! `cargo xtask test`: every check there is, in order, all of them even when one fails.
+//! `cargo xtask test`: every check, in order, all of them even when one fails.
 //!
-//! Nothing is silent: what did not run is named with its reason, and where CI is set nothing may be
-//! left out. The checks themselves live elsewhere: those of the source in `steps`, stories about the running
-//! daemon in `scenarios`.
+//! Checks that did not run are named with the reason, and where CI is set none may be left out. The checks themselves
+//! are elsewhere: those of the source in `steps`, those of the running daemon in `scenarios`.
 
 mod progress;
 mod report;
@@ -25,11 +24,10 @@ use crate::scenarios::{self, Missing, RunsIn, Scenario, ScenarioContext};
 use crate::server::Program;
 use crate::{process, repository};
 
-/// Less than this free after a run, and it was probably none while something was linked.
+/// Free space after a run below which the disk was probably full during a link.
 const SCANT_BYTES: u64 = 2 << 30;
 
-/// The scenarios that a quick run has time for: foreign clients, what a user does first, and a guest that goes on when
-/// its daemon does not.
+/// Scenarios of a quick run: foreign clients, a user's first steps, and a guest whose daemon is restarted.
 const QUICK_SCENARIOS: &[&str] =
     &["pasted-line", "first-mistakes", "daemon-sigterm", "daemon-second-client", "daemon-options", "pasted-line-guest"];
 /// No check of a quick run is begun after this time; none takes a minute.
@@ -170,7 +168,7 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// What needs no daemon.
+    /// Steps without a daemon.
     fn steps(&mut self, wanted: Vec<&TestStep>) -> Result<()> {
         for step in wanted {
             let log = self.log(step.name)?;
@@ -185,7 +183,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Why no further check is begun, if the time of a quick run is over.
+    /// Reason why no further check is begun, if the time of a quick run is over.
     fn is_late(&self) -> Option<&'static str> {
         let is_late = self.options.quick && self.report.elapsed() > QUICK_TIME;
         is_late.then_some("the time of --quick is over; run cargo xtask test with this name")
@@ -267,7 +265,7 @@ fn tell(scenario: &Scenario, program: &Program, guest: &Guest, log: &Path) -> Re
 }
 
 fn create_log(path: &Path) -> Result<File> {
-    // Readable too: whoever starts a program with it looks at what the program has said so far.
+    // Readable too: the output of a started program is read from it.
     File::options()
         .read(true)
         .write(true)

@@ -1,7 +1,7 @@
 //! Progress of a long item: tests done, their number, and the elapsed time.
 //!
-//! A thread of its own looks into the item's log, so whoever runs the item knows nothing of this. On a terminal the
-//! item's line is drawn anew each second; elsewhere a line comes now and then.
+//! A separate thread reads the item's log, so the item's runner knows nothing of this. On a terminal the item's line is
+//! drawn again each second; elsewhere a line comes now and then.
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;

@@ -96,8 +96,7 @@ impl Report {
 
     /// Runs one item and says how it ended; in between, what can be watched of it.
     pub fn item(&mut self, name: &str, watched: &WatchedOutput, run: impl FnOnce() -> Result<Verdict>) {
-        // Whoever watches should see what is taking so long; in a file, half a line would only be in the
-        // way of what others write.
+        // A terminal shows the running item; in a file, half a line would only be in the way of what others write.
         let is_terminal = std::io::stdout().is_terminal();
         if is_terminal {
             print!("{name:24} ");

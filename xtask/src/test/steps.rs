@@ -31,7 +31,7 @@ pub struct TestStep {
 enum StepKind {
     /// Either fine or not.
     Check { arguments: &'static [&'static str], environment: &'static [(&'static str, &'static str)] },
-    /// What no tool of cargo's checks.
+    /// Rules that no tool of cargo checks.
     Tidy,
     /// Tests that count themselves, chosen by these arguments.
     Tests(&'static [&'static str]),
@@ -168,7 +168,7 @@ pub fn build(is_release: bool, root: &Path, log: &File) -> Result<PathBuf> {
     Ok(program)
 }
 
-/// Where cargo puts what it builds.
+/// Cargo's build folder.
 pub fn target_folder(root: &Path) -> PathBuf {
     root.join(env::var_os("CARGO_TARGET_DIR").map_or_else(|| PathBuf::from("target"), PathBuf::from))
 }

@@ -1,7 +1,7 @@
 //! The floors of the house: which of our crates may import which.
 //!
-//! The table is compared with the manifests, for programs, build scripts and tests alike; what tests alone may import
-//! besides is a table of its own. A crate outside the table has no floor yet: whoever makes one adds its line here.
+//! The table is compared with the manifests, for programs, build scripts and tests alike; a second table has the
+//! further imports of tests. A crate outside the table has no floor yet: its author adds a line here.
 
 use std::fs;
 use std::path::Path;
@@ -27,8 +27,8 @@ const FLOORS: &[(&str, &[&str])] = &[
     ("cli", &["mem", "wire", "mq", "sys", "virtio", "nvme", "export", "attach", "os", "sim", "blkyard", "lab"]),
 ];
 
-/// What a crate's tests may import besides: the queue core is tested over the simulation's chaos device, an export on
-/// real lanes, what is attached against an export.
+/// Further imports of a crate's tests: the queue core is tested over the simulation's chaos device, an export on real
+/// lanes, attached disks against an export.
 const TESTS: &[(&str, &[&str])] = &[("mq", &["sim"]), ("export", &["os"]), ("attach", &["export", "os"])];
 
 /// Crates of the command line, and who may import them: a program that embeds the library has its own.

@@ -1,4 +1,4 @@
-//! Modules of a crate that stand on each other: no circle in the crates that are free of them, and no protocol named by
+//! Modules of a crate and their dependencies: no circle in the crates that are free of them, and no protocol named by
 //! the core that serves all protocols.
 //!
 //! An edge is a `crate::NAME` in a module's files, comments excepted. Names that a crate's root exports hide edges, so

@@ -58,7 +58,7 @@ fn machine_paths(file: &Path, text: &str, findings: &mut Vec<Finding>) {
     }
 }
 
-/// The head says what the module is, who owns it, what it may assume and what it does not do.
+/// The head names the module's purpose, owner, assumptions and limits.
 fn head(file: &Path, text: &str, findings: &mut Vec<Finding>) {
     if !text.starts_with("//!") {
         findings.push(Finding::new(

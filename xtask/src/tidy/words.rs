@@ -108,7 +108,7 @@ fn is_test(file: &Path) -> bool {
     file.components().any(|part| part.as_os_str() == "tests") || file.ends_with("tests.rs")
 }
 
-/// The name in a definition of a type; none for what stands inside a function or a trait.
+/// The name in a definition of a type; `None` inside a function or a trait.
 pub fn defined_type(line: &str) -> Option<&str> {
     let (word, rest) = line.split_once(' ')?;
     let definition = if word.starts_with("pub") { rest } else { line };

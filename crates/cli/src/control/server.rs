@@ -2,7 +2,7 @@
 //!
 //! A slow, silent, endless or closed client delays only itself, and only for a bounded time. While its answer is not
 //! sent it is not read from, so its buffers are bounded as well. A new client replaces the one without a request for
-//! longest, so thousands of idle connections block nobody; one whose request has arrived by then is answered.
+//! longest, so thousands of idle connections block no client; one whose request has arrived by then is answered.
 //!
 //! Does not interpret the requests.
 

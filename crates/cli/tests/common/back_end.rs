@@ -22,8 +22,8 @@ pub const GET_INFLIGHT_FD: u32 = 31;
 const PROTOCOL: u64 = 1 | 1 << 5 | 1 << 9 | 1 << 12;
 const INFLIGHT_BYTES: u64 = 1 << 16;
 
-/// Answers one message after the other until this one has been answered. How the answers are sent is the test's.
-/// Returns the channel for requests of the back-end; `None` if the front-end has left.
+/// Answers messages until this one has been answered, by the test's `send`. Returns the channel for requests of the
+/// back-end; `None` if the front-end has left.
 pub fn agree(stream: &UnixStream, last: u32, mut send: impl FnMut(u32, &[u8], Option<OwnedFd>)) -> Option<UnixStream> {
     let info = DeviceInfo { name: "hostile".into(), capacity_sectors: 2048, ..DeviceInfo::default() };
     let disk = BlkConfig::new(&info, 1, 126, false);

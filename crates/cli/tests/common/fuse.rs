@@ -1,6 +1,6 @@
-//! A file system of this process, whose server answers what it takes to open a file, and then what the test wants.
+//! A file system of this process, whose server answers the requests for opening a file, and others as the test wants.
 //!
-//! When this is dropped everybody who waits for an answer gets an error.
+//! Dropping it ends all pending requests with an error.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -31,8 +31,8 @@ pub struct Fuse {
 }
 
 impl Fuse {
-    /// Mounts one at a folder. It does not answer the requests in `silent`. `None` where nothing may be mounted, which
-    /// fails where all tests must run.
+    /// Mounts one at a folder. It does not answer the requests in `silent`. `None` where mounts are not permitted,
+    /// which fails where all tests must run.
     pub fn mount(folder: &Path, silent: &'static [u32]) -> Option<Fuse> {
         let mounted = File::options().read(true).write(true).open("/dev/fuse").and_then(|device| {
             let options = format!("fd={},rootmode=40000,user_id=0,group_id=0", device.as_raw_fd());

@@ -10,7 +10,7 @@ use blkyard_mem::{Region, RegionTable, Segment};
 use blkyard_mq::{Bio, HwQueue, HwQueueConfig, Op, QueueKind, SignalEventfd, SignalSlot};
 use blkyard_os::{SystemClock, now_ns};
 
-/// Longer than anything here takes on a busy machine; what takes longer hangs.
+/// Longer than any test on a busy machine.
 const PATIENCE: Duration = Duration::from_mins(1);
 const BLOCK_BYTES: usize = 4096;
 const BLOCK_SECTORS: u32 = 8;

@@ -15,7 +15,7 @@ use serde_json::Value;
 /// Longer than any step of a test takes on a busy machine; a process that takes longer hangs.
 pub const PATIENCE: Duration = Duration::from_mins(2);
 
-/// Time for which a killed process is waited for: one whose close of a file hangs cannot end.
+/// Time for which a killed process is waited for: one that hangs in a close cannot end.
 const REAP_TIME: Duration = Duration::from_secs(5);
 
 /// The program with these arguments, in a folder.
@@ -37,7 +37,7 @@ pub fn succeed(folder: &Path, arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The tree of the daemon whose control socket is `c`.
+/// The tree of the daemon with the control socket `c`.
 pub fn inspect(folder: &Path, arguments: &[&str]) -> Value {
     let all = [&["inspect", "--control", "c", "--json"], arguments].concat();
     serde_json::from_str(&succeed(folder, &all)).unwrap()
