@@ -128,6 +128,22 @@ fn suspended_member_lifts_no_limit_for_others() {
 }
 
 #[test]
+fn retired_member_at_rest_changes_nothing_for_others() {
+    let mut members = Members::new(0, &[limit(100)]);
+    let mut remotes = std::mem::take(&mut members.remotes);
+    members.asking(|| remotes[0].suspend().unwrap().wait().unwrap());
+    remotes.remove(0).retire();
+    members.offer(1, 200);
+    let (until_ns, mut done) = (members.now_ns + 1000 * MS, 0);
+    while members.now_ns < until_ns {
+        members.turn();
+        done += members.completed(1);
+    }
+    assert!((90..=110).contains(&done), "{done} requests in a second, and a hundred may pass");
+    members.end(&remotes);
+}
+
+#[test]
 fn member_that_waits_for_a_drain_lets_the_lane_sleep() {
     let mut members = Members::new(100 * MS, &[limit(1000)]);
     members.offer(0, 1);

@@ -124,6 +124,12 @@ impl<S: QueueSession> ClientQueue<S> {
         self.retiring || self.leaving || self.parting.is_some() || !self.suspending.is_empty()
     }
 
+    /// It is to come to rest, and has not. A member that is retired may rest beside others for long.
+    #[inline]
+    pub(super) fn is_draining(&self) -> bool {
+        self.is_stopping() && self.session.is_some()
+    }
+
     /// It is asked to leave its hardware queue, and nothing of it is in flight.
     pub(super) fn is_parting(&self) -> bool {
         self.parting.is_some() && self.owes_nothing() && self.is_drained()
@@ -287,7 +293,7 @@ impl<S: QueueSession> ClientQueue<S> {
             hw.namespaces.iter_mut().for_each(|namespace| (namespace.waiting, namespace.held_ns) = (0, None));
         }
         let ring = self.session.as_ref().map(S::view);
-        QueueView { ring, hw, is_suspending: self.is_stopping() && self.session.is_some() }
+        QueueView { ring, hw, is_suspending: self.is_draining() }
     }
 
     /// Answers what needs nothing done while no session runs.

@@ -147,7 +147,7 @@ fn round<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession>(
 ) -> PollerState {
     let (mut stopping, mut running) = (false, false);
     for member in members.iter_mut() {
-        stopping |= member.is_stopping();
+        stopping |= member.is_draining();
         if member.session.is_some() {
             running = true;
         } else {
@@ -259,7 +259,7 @@ impl<Cx: ?Sized + SignalEventfd, D: Driver<Cx>, S: QueueSession> Poller<Cx> for 
 
     fn arm(&mut self) -> bool {
         let room = self.hw.room();
-        let waits = self.hw.is_rated() && self.members.iter().any(ClientQueue::is_stopping);
+        let waits = self.hw.is_rated() && self.members.iter().any(ClientQueue::is_draining);
         // Each is armed, even after one has work.
         let work = self.members.iter_mut().fold(false, |work, member| member.arm(room, waits) | work);
         let finished = self.hw.arm::<Cx>();
