@@ -196,7 +196,7 @@ impl ControlLoop {
             _own: set.register(own, OWN, EventFlags::IN)?,
             set,
             shared: Arc::clone(&shared),
-            workers: WorkerPool::new(Arc::clone(&shared)),
+            workers: WorkerPool::new(),
             slots: HashMap::new(),
             deadlines: BTreeSet::new(),
             is_closed: false,
@@ -323,7 +323,8 @@ impl EndpointSet {
         }
         slot.is_called = false;
         slot.awaited.clear();
-        self.workers.send(run);
+        let shared = Arc::clone(&self.shared);
+        self.workers.send(Box::new(move || run.run(&shared)));
     }
 
     /// An endpoint is back from its step.

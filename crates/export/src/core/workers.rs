@@ -1,43 +1,53 @@
-//! Threads that run the steps of endpoints, which may wait.
+//! Threads that run steps, which may block.
 //!
-//! A few threads are started as steps come. If one has waited for a thread for longer than [`GRACE`], the others are
-//! held up, and there is one thread more. So there are at most as many as steps that wait, and a few; a step that waits
-//! for its queue for ever delays others by [`GRACE`] once. A thread without work ends.
+//! A few threads are started as steps come. If a step has waited for a thread for longer than [`GRACE`], more are
+//! started: as many as are blocked, at least one, at most one for each waiting step. So the number of threads grows by
+//! a factor while steps block, and `n` blocked steps delay the others by `GRACE` times the logarithm of `n`. There are
+//! at most as many threads as steps, and a few. A thread without work ends.
+//!
+//! It does not know what a step does.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::control_loop::{EndpointRun, LoopShared};
-
 /// Threads that are started without a step that had to wait for one.
 const THREADS: usize = 4;
-/// How long a step waits for a thread before there is one more: longer than a step takes that waits for nothing.
+/// Time that a step waits for a thread before more are started: longer than a step takes that does not block.
 const GRACE: Duration = Duration::from_millis(5);
-/// How long a thread stays without work.
+/// Idle time after which a thread ends.
 const IDLE_TIME: Duration = Duration::from_secs(2);
+
+/// One step of something.
+pub(super) type Step = Box<dyn FnOnce() + Send>;
 
 /// The threads.
 pub(super) struct WorkerPool {
     shared: Arc<PoolShared>,
-    /// It was said that there is no thread to be had.
+    /// The log has a line that no thread can be started.
     is_told: bool,
 }
 
+#[derive(Default)]
 struct PoolShared {
     state: Mutex<PoolState>,
     changed: Condvar,
-    control: Arc<LoopShared>,
 }
 
 #[derive(Default)]
 struct PoolState {
     /// Steps without a thread, and since when.
-    waiting: VecDeque<(EndpointRun, Instant)>,
+    waiting: VecDeque<(Step, Instant)>,
     threads: usize,
     /// Threads without a step.
     idle: usize,
+    /// Times that a waiting step was found late.
+    looks: u64,
+    /// Threads whose step began before the last of them, [`GRACE`] ago or longer.
+    blocked: usize,
+    /// Threads whose step began since.
+    recent: usize,
     is_closed: bool,
 }
 
@@ -50,11 +60,14 @@ impl PoolShared {
     fn work(&self) {
         let mut state = self.state();
         loop {
-            if let Some((run, _)) = state.waiting.pop_front() {
+            if let Some((step, _)) = state.waiting.pop_front() {
+                let began = state.looks;
+                state.recent += 1;
                 drop(state);
                 // A panic ends the endpoint; whoever waits for that hears it, and it was logged when it happened.
-                let _ = catch_unwind(AssertUnwindSafe(|| run.run(&self.control)));
+                let _ = catch_unwind(AssertUnwindSafe(step));
                 state = self.state();
+                *(if began == state.looks { &mut state.recent } else { &mut state.blocked }) -= 1;
                 continue;
             }
             if state.is_closed {
@@ -77,16 +90,15 @@ impl PoolShared {
 }
 
 impl WorkerPool {
-    /// No thread yet. Steps go back to this loop.
-    pub(super) fn new(control: Arc<LoopShared>) -> WorkerPool {
-        let shared = PoolShared { state: Mutex::default(), changed: Condvar::new(), control };
-        WorkerPool { shared: Arc::new(shared), is_told: false }
+    /// No thread yet.
+    pub(super) fn new() -> WorkerPool {
+        WorkerPool { shared: Arc::default(), is_told: false }
     }
 
-    /// Has an endpoint run.
-    pub(super) fn send(&mut self, run: EndpointRun) {
+    /// Has a step run.
+    pub(super) fn send(&mut self, step: Step) {
         let mut state = self.shared.state();
-        state.waiting.push_back((run, Instant::now()));
+        state.waiting.push_back((step, Instant::now()));
         let is_short = state.waiting.len() > state.idle && state.threads < THREADS;
         drop(state);
         self.shared.changed.notify_one();
@@ -100,7 +112,7 @@ impl WorkerPool {
         self.shared.state().waiting.front().map(|(_, since)| *since + GRACE)
     }
 
-    /// Starts one more thread if a step has waited for too long.
+    /// Starts more threads if a step has waited for too long.
     pub(super) fn look(&mut self, now: Instant) {
         let mut state = self.shared.state();
         let is_late = state.waiting.front().is_some_and(|(_, since)| *since + GRACE <= now);
@@ -109,15 +121,23 @@ impl WorkerPool {
         }
         // The next look is due after the same time.
         state.waiting.iter_mut().for_each(|(_, since)| *since = now);
+        let more = state.blocked.clamp(1, state.waiting.len());
+        state.looks += 1;
+        state.blocked += std::mem::take(&mut state.recent);
         drop(state);
-        self.start_one();
+        for _ in 0..more {
+            if !self.start_one() {
+                return;
+            }
+        }
     }
 
-    fn start_one(&mut self) {
+    /// False if the system has no thread.
+    fn start_one(&mut self) -> bool {
         self.shared.state().threads += 1;
         let shared = Arc::clone(&self.shared);
         let started = std::thread::Builder::new().name("export".into()).spawn(move || shared.work());
-        match started {
+        match &started {
             Ok(_) => self.is_told = false,
             Err(error) => {
                 self.shared.state().threads -= 1;
@@ -126,6 +146,7 @@ impl WorkerPool {
                 }
             }
         }
+        started.is_ok()
     }
 
     /// Waits until all steps have ended.
@@ -135,5 +156,61 @@ impl WorkerPool {
         self.shared.changed.notify_all();
         let ended = self.shared.changed.wait_while(state, |state| state.threads > 0);
         drop(ended.unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    /// The time is virtual: each look comes `GRACE` after the one before, once every thread is at a step.
+    #[test]
+    fn blocked_steps_delay_others_by_their_logarithm() {
+        const BLOCKED: usize = 300;
+        let mut pool = WorkerPool::new();
+        let (go, wait) = channel::<()>();
+        let wait = Arc::new(Mutex::new(wait));
+        for _ in 0..BLOCKED {
+            let wait = Arc::clone(&wait);
+            pool.send(Box::new(move || assert!(wait.lock().unwrap().recv().is_err())));
+        }
+        let (told, done) = channel();
+        pool.send(Box::new(move || told.send(()).unwrap()));
+        let mut now = Instant::now();
+        let mut looks = 0;
+        while !pool.shared.state().waiting.is_empty() {
+            let begin = Instant::now();
+            let settled = |state: &PoolState| state.waiting.is_empty() || state.recent + state.blocked == state.threads;
+            while !settled(&pool.shared.state()) {
+                assert!(begin.elapsed() < PATIENCE, "a thread has no step");
+                std::thread::yield_now();
+            }
+            now += GRACE;
+            pool.look(now);
+            looks += 1;
+            assert!(looks <= 20, "the last step still waits after {:?}", GRACE * looks);
+        }
+        done.recv_timeout(PATIENCE).unwrap();
+        assert!(pool.shared.state().threads <= BLOCKED + THREADS);
+        drop(go);
+        pool.close();
+    }
+
+    #[test]
+    fn late_step_starts_one_thread_if_none_is_blocked() {
+        let mut pool = WorkerPool::new();
+        let (go, wait) = channel::<()>();
+        let wait = Arc::new(Mutex::new(wait));
+        for _ in 0..THREADS * 3 {
+            let wait = Arc::clone(&wait);
+            pool.send(Box::new(move || assert!(wait.lock().unwrap().recv().is_err())));
+        }
+        pool.look(Instant::now() + GRACE);
+        assert_eq!(pool.shared.state().threads, THREADS + 1, "their steps have only begun");
+        drop(go);
+        pool.close();
     }
 }
