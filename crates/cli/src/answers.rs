@@ -19,7 +19,10 @@ pub fn serve(socket: Arc<BoundSocket>, daemon: Arc<Daemon>) -> std::io::Result<C
             ControlRequest::Inspect => {
                 serde_json::to_value(inspect::collect(&daemon)).map_err(|error| error.to_string())
             }
-            ControlRequest::Set { what, values } => set::apply(&daemon, &what, values).map(Into::into),
+            ControlRequest::Set { what, values } => {
+                let daemon = Arc::clone(&daemon);
+                return Answer::Run(Box::new(move || set::apply(&daemon, &what, values).map(Into::into)));
+            }
             ControlRequest::Takeover { version } => match takeover::give(&daemon, &socket, client, version) {
                 Given::Gone => return Answer::Last,
                 Given::Kept(why) => Err(why),

@@ -253,14 +253,13 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         SetLanesError::Refused(error) => ServeError::from(error),
         SetLanesError::Lane(error) => error.into(),
     })?;
-    let mut places = lanes.places().into_iter();
-    let lanes = Arc::new(Mutex::new(lanes));
+    let lanes = Arc::new(lanes);
     let mut exports = Vec::new();
     let mut devices = Vec::new();
     for (device, wanted) in opened {
         let device = Arc::new(device);
         for want in wanted {
-            let lane_of: Vec<_> = places.by_ref().take(want.share.queues).collect();
+            let lane_of = lanes.seen(exports.len()).lanes;
             let left = inherited.as_mut().and_then(|inherited| inherited.exports.pop_front());
             let export = bind(&device, devices.len(), want, left, (&lanes, exports.len()), &tracked)?;
             exports.push((export, lane_of));
@@ -372,7 +371,7 @@ fn serve(args: &ServeArgs, words: &[Word], stop: &StopToken) -> Result<(), Serve
         let Daemon { lanes, devices, .. } = daemon;
         // All that else had them were the exports, which have ended.
         let Some(lanes) = Arc::into_inner(lanes) else { unreachable!("queues of an export outlive it") };
-        lanes.into_inner().unwrap_or_else(PoisonError::into_inner).join()?;
+        lanes.join()?;
         stop.drained();
         drop(devices);
     }
@@ -554,7 +553,7 @@ fn bind(
     device_index: usize,
     want: Wanted,
     left: Option<VhostUserState>,
-    (lanes, export): (&Arc<Mutex<ServedLanes>>, usize),
+    (lanes, export): (&Arc<ServedLanes>, usize),
     tracked: &impl Fn(BoundSocket) -> std::io::Result<Arc<BoundSocket>>,
 ) -> Result<ReadyExport, ServeError> {
     let info = served.info();

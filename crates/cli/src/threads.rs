@@ -18,10 +18,8 @@ pub fn ended(daemon: &Daemon, servers: &[VhostUserServer], control: Option<&Cont
     let controls = control.filter(|control| control.is_finished()).map(|_| "control socket".to_owned());
     let devices = daemon.devices.iter().filter(|served| served.device.has_ended());
     let devices = devices.map(|served| served.info().name.clone());
-    // While their number changes, the changing thread checks them.
-    let lanes = daemon
-        .lanes_at_rest()
-        .and_then(|lanes| lanes.threads().iter().find(|lane| lane.is_finished()).map(|lane| lane.name().to_owned()));
+    let lanes = daemon.lanes.lanes();
+    let lanes = lanes.threads().iter().find(|lane| lane.is_finished()).map(|lane| lane.name().to_owned());
     let name = lanes.or_else(|| exports.chain(controls).chain(devices).next())?;
     Some(format!("{name}: its thread ended by itself"))
 }

@@ -132,7 +132,8 @@ fn virtqueue_leaves_and_joins_beside_io_of_another() {
     until("the write of the other lane is with the device", || gate.held() == 3);
     // What is in flight cannot leave, and goes on where it is.
     let limit = std::time::Duration::from_millis(10);
-    assert!(matches!(world.exports[0].mover(0).part(limit), Err(PartError::Undrained(_))));
+    let left = world.exports[0].mover(0).part(limit, common::PATIENCE);
+    assert!(matches!(left, Err(PartError::Undrained(_))));
     gate.set_shut(false);
     let used: Vec<_> = vqs.iter_mut().map(Vq::wait_used).collect();
     assert_eq!(used, [(0, 1); 3]);

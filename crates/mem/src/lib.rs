@@ -2,9 +2,9 @@
 //!
 //! A guest, the kernel and other threads write to memory that this process reads. This crate is the one place where
 //! such memory is accessed: regions and the segments that point into them, the domains in which devices reach regions,
-//! views of fields shared with a peer, the rings and mailboxes between threads, and the words that say which thread
-//! owns a queue and which sleeps. Everything here is `unsafe` inside and safe outside. It knows nothing of I/O, devices
-//! or protocols.
+//! views of fields shared with a peer, the rings, mailboxes and oneshot channels between threads, and the words that
+//! say which thread owns a queue and which sleeps. Everything here is `unsafe` inside and safe outside. It knows
+//! nothing of I/O, devices or protocols.
 
 mod baton;
 mod counting;
@@ -13,6 +13,7 @@ mod fault;
 #[cfg(kill)]
 pub mod kill;
 mod mailbox;
+mod oneshot;
 mod region;
 pub mod ring;
 mod segment;
@@ -24,6 +25,7 @@ pub use baton::{Baton, Holder};
 pub use counting::CountingAllocator;
 pub use dma::{DmaDomain, DmaMapping};
 pub use mailbox::Mailbox;
+pub use oneshot::{OneshotReceiver, OneshotSender, oneshot};
 pub use region::{MapError, Region, check_near};
 pub use segment::{RegionTable, Segment, Span};
 pub use view::{View, warm};

@@ -32,13 +32,13 @@
 
 use std::ops::Range;
 use std::os::unix::thread::JoinHandleExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, SendError, Sender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use blkyard_mem::Mailbox;
+use blkyard_mem::{Mailbox, OneshotReceiver, OneshotSender, oneshot};
 use blkyard_mq::{Idle, IdlePolicy, Lane, Poller, Slot, TurnStats, Wake};
 
 use crate::clock::{Clock, clock_ns};
@@ -111,6 +111,14 @@ pub enum LaneError {
         /// How long it was given.
         limit: Duration,
     },
+    /// Its thread is held up, as by a driver that blocks.
+    #[error("lane {name}: it did not respond within {limit:?}, held up by one of its devices; see blkyard inspect")]
+    Unresponsive {
+        /// The lane.
+        name: String,
+        /// How long it was given.
+        limit: Duration,
+    },
     /// A lane that is gone neither gives nor takes pollers.
     #[error("lane {name}: its thread has ended; see the messages above")]
     Ended {
@@ -125,6 +133,13 @@ pub enum LaneError {
         /// Its message.
         message: String,
     },
+}
+
+impl LaneError {
+    /// Whether a poller that was to leave is gone with its lane. Otherwise it is where it was.
+    pub fn is_poller_gone(&self) -> bool {
+        !matches!(self, LaneError::Restless { .. } | LaneError::Unresponsive { .. })
+    }
 }
 
 /// Number of the waker's eventfd; those of the pollers follow.
@@ -145,16 +160,127 @@ pub struct LaneThread<S> {
 
 /// Command to a lane from another thread.
 enum LaneCommand<S> {
-    /// A poller enters this lane; the closure creates or moves it. Answered when it has entered.
-    Admit(u32, Box<dyn FnOnce() -> S + Send>, Sender<()>),
-    /// A poller is to drain and leave. The answer is the poller, or `None` if it stays.
-    Leave(u32, Sender<Option<S>>),
+    /// A poller comes to live here; it is made or carried here by this, unless that was taken back. Answered when it
+    /// has entered.
+    Admit(u32, MakeSlot<S>, Sender<()>),
+    /// A poller is to come to rest and leave. The answer is the poller, or none if it stays after all.
+    Leave(u32, OneshotSender<Option<S>>),
     /// It may stay, if it has not left.
     Stay(u32),
     /// Sets the idle policy. Answered when it applies.
     Policy(IdlePolicy, Sender<()>),
     /// No more orders.
     Close,
+}
+
+/// Makes a poller, or unpacks one that comes from another lane.
+pub type MakePoller<S> = Box<dyn FnOnce() -> S + Send>;
+/// It is taken from here by the lane, or back by who gave it.
+type MakeSlot<S> = Arc<Mutex<Option<MakePoller<S>>>>;
+
+fn take_make<S>(slot: &Mutex<Option<MakePoller<S>>>) -> Option<MakePoller<S>> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
+/// A poller on its way to a lane.
+#[must_use]
+pub struct Admission<S> {
+    lane: String,
+    make: MakeSlot<S>,
+    entered: Receiver<()>,
+}
+
+/// A poller that did not come to a lane.
+pub struct NotAdmitted<S> {
+    /// The lane has ended, or does not respond.
+    pub error: LaneError,
+    /// What makes it, unless it is gone with the lane.
+    pub make: Option<MakePoller<S>>,
+}
+
+impl<S> Admission<S> {
+    /// Waits until it has entered. If the lane does not look at its commands for `limit`, the poller is taken back.
+    ///
+    /// # Errors
+    /// See [`NotAdmitted`].
+    pub fn wait(self, limit: Duration) -> Result<(), NotAdmitted<S>> {
+        let error = match self.entered.recv_timeout(limit) {
+            Ok(()) => return Ok(()),
+            Err(RecvTimeoutError::Disconnected) => LaneError::Ended { name: self.lane },
+            Err(RecvTimeoutError::Timeout) => LaneError::Unresponsive { name: self.lane, limit },
+        };
+        match (error, take_make(&self.make)) {
+            // The lane has it.
+            (LaneError::Unresponsive { .. }, None) => Ok(()),
+            (error, make) => Err(NotAdmitted { error, make }),
+        }
+    }
+}
+
+/// A poller that was asked to leave its lane.
+#[must_use]
+pub struct Release<S> {
+    lane: String,
+    poller: u32,
+    answer: OneshotReceiver<Option<S>>,
+    mailbox: Arc<Mailbox<LaneCommand<S>>>,
+    waker: Arc<Waker>,
+}
+
+impl<S> Release<S> {
+    /// Waits until the poller is drained and nothing of it is left on the lane. If that takes longer than `drain`, it
+    /// stays and goes on. The lane has `answer` to say that it does.
+    ///
+    /// # Errors
+    /// It was not drained in time, or the lane has ended or does not respond.
+    pub fn wait(self, drain: Duration, answer: Duration) -> Result<S, LaneError> {
+        let Release { lane: name, poller, .. } = self;
+        let released = match self.answer.recv_timeout(drain) {
+            Ok(released) => released,
+            Err(RecvTimeoutError::Disconnected) => return Err(LaneError::Ended { name }),
+            Err(RecvTimeoutError::Timeout) => {
+                let _ = self.mailbox.send(LaneCommand::Stay(poller));
+                self.waker.wake();
+                // It may have left at the last moment.
+                match self.answer.recv_timeout(answer) {
+                    Ok(released) => released,
+                    Err(RecvTimeoutError::Disconnected) => return Err(LaneError::Ended { name }),
+                    // From here on the lane keeps it.
+                    Err(RecvTimeoutError::Timeout) => match self.answer.close() {
+                        Some(released) => released,
+                        None => return Err(LaneError::Unresponsive { name, limit: answer }),
+                    },
+                }
+            }
+        };
+        released.ok_or(LaneError::Restless { name, poller, limit: drain })
+    }
+}
+
+/// A change of policy that lanes were told of.
+#[must_use]
+pub struct PolicyChange(Vec<(String, Receiver<()>)>);
+
+impl PolicyChange {
+    pub(crate) fn of(told: impl Iterator<Item = (String, Receiver<()>)>) -> PolicyChange {
+        PolicyChange(told.collect())
+    }
+
+    /// Waits until it is in force on all of them.
+    ///
+    /// # Errors
+    /// A lane has ended, or none answered for `limit`. It is in force on the others, and will be on one that goes on.
+    pub fn wait(self, limit: Duration) -> Result<(), LaneError> {
+        let begin = Instant::now();
+        let wait = |(name, done): (String, Receiver<()>)| {
+            done.recv_timeout(limit.saturating_sub(begin.elapsed())).map_err(|error| match error {
+                RecvTimeoutError::Disconnected => LaneError::Ended { name },
+                RecvTimeoutError::Timeout => LaneError::Unresponsive { name, limit },
+            })
+        };
+        let outcomes: Vec<_> = self.0.into_iter().map(wait).collect();
+        outcomes.into_iter().collect()
+    }
 }
 
 /// Where orders are given.
@@ -258,8 +384,8 @@ fn pin(config: &LaneConfig) -> Result<(), LaneError> {
 /// The lane's end of the orders.
 struct Mail<S> {
     mailbox: Arc<Mailbox<LaneCommand<S>>>,
-    /// Pending requests for pollers, with their reply channels.
-    asked: Vec<(u32, Sender<Option<S>>)>,
+    /// Who waits for which poller.
+    asked: Vec<(u32, OneshotSender<Option<S>>)>,
     /// The kernel refuses the ring.
     has_failed: Arc<AtomicBool>,
     /// No order will come any more.
@@ -385,8 +511,10 @@ impl<S: Poller<Ring>> Turning<S> {
         for order in self.mail.mailbox.take() {
             match order {
                 LaneCommand::Admit(name, make, entered) => {
-                    self.admit(name, make());
-                    let _ = entered.send(());
+                    if let Some(make) = take_make(&make) {
+                        self.admit(name, make());
+                        let _ = entered.send(());
+                    }
                 }
                 LaneCommand::Leave(name, answer) => {
                     if self.lane.ask_to_leave::<Ring>(name) {
@@ -422,8 +550,8 @@ impl<S: Poller<Ring>> Turning<S> {
         let asked = self.mail.asked.iter().position(|(asked, _)| *asked == name);
         match asked.map(|index| self.mail.asked.swap_remove(index)) {
             Some((_, answer)) => {
-                if let Err(SendError(Some(poller))) = answer.send(Some(poller)) {
-                    // The asking thread has ended. The poller stays in service here.
+                if let Err(Some(poller)) = answer.send(Some(poller)) {
+                    // Whoever asked is gone. It is better served here than nowhere.
                     self.admit(name, poller);
                 }
             }
@@ -471,47 +599,34 @@ impl<S> LaneThread<S> {
     }
 
     /// Has a poller live here from now on, under a name that no other one here has. It is made, or unpacked, on the
-    /// lane's thread. Returns when it has entered.
-    ///
-    /// # Errors
-    /// The lane has ended, and the poller with it.
-    pub(crate) fn admit(&self, name: u32, make: Box<dyn FnOnce() -> S + Send>) -> Result<(), LaneError> {
-        let (entered, wait) = channel();
-        self.orders.give(LaneCommand::Admit(name, make, entered));
-        wait.recv().map_err(|_| self.ended())
+    /// lane's thread.
+    pub(crate) fn begin_admit(&self, name: u32, make: MakePoller<S>) -> Admission<S> {
+        let (told, entered) = channel();
+        let make = Arc::new(Mutex::new(Some(make)));
+        self.orders.give(LaneCommand::Admit(name, Arc::clone(&make), told));
+        Admission { lane: self.name.clone(), make, entered }
     }
 
-    /// Drains and detaches a poller, and returns it. If that takes longer than `limit` it stays and continues.
-    ///
-    /// # Errors
-    /// It did not drain in time, or the lane has ended.
-    pub(crate) fn release(&self, name: u32, limit: Duration) -> Result<S, LaneError> {
-        let (answer, wait) = channel();
-        self.orders.give(LaneCommand::Leave(name, answer));
-        let poller = match wait.recv_timeout(limit) {
-            Ok(poller) => poller,
-            Err(RecvTimeoutError::Disconnected) => return Err(self.ended()),
-            Err(RecvTimeoutError::Timeout) => {
-                self.orders.give(LaneCommand::Stay(name));
-                // It may have left at the last moment.
-                wait.recv().map_err(|_| self.ended())?
-            }
-        };
-        poller.ok_or_else(|| LaneError::Restless { name: self.name.clone(), poller: name, limit })
+    /// Asks for a poller back that lives here.
+    pub(crate) fn begin_release(&self, name: u32) -> Release<S> {
+        let (given, answer) = oneshot();
+        self.orders.give(LaneCommand::Leave(name, given));
+        let LaneCommands { mailbox, waker } = &self.orders;
+        Release {
+            lane: self.name.clone(),
+            poller: name,
+            answer,
+            mailbox: Arc::clone(mailbox),
+            waker: Arc::clone(waker),
+        }
     }
 
-    /// Changes how long it turns without work before it sleeps; from its next turn on.
-    ///
-    /// # Errors
-    /// The lane has ended.
-    pub(crate) fn set_policy(&self, policy: IdlePolicy) -> Result<(), LaneError> {
+    /// Changes how long it turns without work before it sleeps; from its next turn on. Says what it is called, and
+    /// where it answers.
+    pub(crate) fn set_policy(&self, policy: IdlePolicy) -> (String, Receiver<()>) {
         let (done, wait) = channel();
         self.orders.give(LaneCommand::Policy(policy, done));
-        wait.recv().map_err(|_| self.ended())
-    }
-
-    fn ended(&self) -> LaneError {
-        LaneError::Ended { name: self.name.clone() }
+        (self.name.clone(), wait)
     }
 
     /// Counters of its ring.
@@ -622,7 +737,7 @@ mod tests {
             assert!(begin.elapsed() < Duration::from_secs(30), "nobody learns that the lane has failed");
             std::thread::sleep(Duration::from_millis(1));
         }
-        let (answer, came) = channel();
+        let (answer, came) = oneshot();
         lane.orders.give(LaneCommand::Leave(0, answer));
         assert!(matches!(came.recv_timeout(Duration::from_secs(30)), Err(RecvTimeoutError::Disconnected)));
         assert!(!lane.thread.is_finished(), "its I/O is not over");

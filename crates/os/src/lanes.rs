@@ -4,20 +4,26 @@
 //! drained on its lane, detached, admitted to the other lane, and continues there. Only pollers whose lane changes
 //! move, one at a time, so that the others continue meanwhile.
 //!
-//! Owned by the control plane; its calls wait for the lanes, each for a bounded time. It knows neither the content of a
-//! poller nor the lane that suits it.
+//! Owned by the control plane; its calls wait for the lanes, each for a bounded time. What begins with `begin_` waits
+//! for nothing: several threads can share the set under a lock, and wait for a lane without it. It does not know what a
+//! poller is, nor which lane suits it.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use blkyard_mq::{IdlePolicy, Poller};
 
-use crate::lane_thread::{LaneConfig, LaneError, LaneThread, spawn};
+use crate::lane_thread::{
+    Admission, LaneConfig, LaneError, LaneThread, MakePoller, NotAdmitted, PolicyChange, Release, spawn,
+};
 use crate::ring::Ring;
 
-/// Time limit for draining a poller, after which it stays on its lane. A healthy disk needs milliseconds; a guest gives
-/// up on a request after thirty seconds, and its queue should fetch again before that.
-const REST_MAX: Duration = Duration::from_secs(10);
+/// How long a poller may take to come to rest before it is let stay where it is. A healthy disk needs milliseconds; a
+/// guest gives up on a request after thirty seconds, and should find its queue fetching again before.
+pub const REST_MAX: Duration = Duration::from_secs(10);
+/// How long a lane may take to look at its commands. One that turns does so within milliseconds, one that sleeps is
+/// woken; a driver that blocks holds it up.
+pub const ANSWER_MAX: Duration = Duration::from_secs(10);
 
 /// Lanes and where their pollers live.
 pub struct Lanes<S> {
@@ -28,7 +34,8 @@ pub struct Lanes<S> {
     /// Number of the next poller. Numbers are not reused.
     next: u32,
     rest_max: Duration,
-    /// Idle policy set after start, for all lanes.
+    answer_max: Duration,
+    /// What was decided since about sleep, for all of them.
     policy: Option<IdlePolicy>,
 }
 
@@ -56,6 +63,7 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
             places: BTreeMap::new(),
             next: 0,
             rest_max: REST_MAX,
+            answer_max: ANSWER_MAX,
             policy: None,
         };
         lanes.grow(count)?;
@@ -66,35 +74,94 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
     /// come.
     ///
     /// # Errors
-    /// The lane is full, or has ended.
+    /// The lane is full, has ended, or does not respond.
     ///
     /// # Panics
     /// If there is no such lane.
     pub fn admit(&mut self, lane: usize, make: impl FnOnce() -> S + Send + 'static) -> Result<u32, LaneError> {
-        self.check(lane, self.places.values().filter(|place| **place == lane).count() + 1)?;
+        let number = self.reserve(lane)?;
+        match self.begin_admit(number, Box::new(make)).wait(self.answer_max) {
+            Ok(()) => Ok(number),
+            Err(NotAdmitted { error, .. }) => {
+                self.forget(number);
+                Err(error)
+            }
+        }
+    }
+
+    /// Keeps room on a lane for a new poller; says its number. It is to be [admitted](Lanes::begin_admit) or
+    /// [forgotten](Lanes::forget).
+    ///
+    /// # Errors
+    /// The lane is full.
+    ///
+    /// # Panics
+    /// If there is no such lane.
+    pub fn reserve(&mut self, lane: usize) -> Result<u32, LaneError> {
+        self.check_one_more(lane)?;
         let number = self.next;
-        self.threads[lane].admit(number, Box::new(make))?;
         self.next += 1;
         self.places.insert(number, lane);
         Ok(number)
     }
 
-    /// Drains and removes a poller from its lane, and returns it. `None` without a poller of this number.
+    /// Sends a poller to its lane. If it is not admitted there, it is to be forgotten, or [placed](Lanes::place_on) and
+    /// sent elsewhere.
+    ///
+    /// # Panics
+    /// If there is none of this number.
+    pub fn begin_admit(&self, number: u32, make: MakePoller<S>) -> Admission<S> {
+        self.threads[self.places[&number]].begin_admit(number, make)
+    }
+
+    /// The place of a poller is on another lane from now on.
+    pub fn place_on(&mut self, number: u32, lane: usize) {
+        self.places.insert(number, lane);
+    }
+
+    /// A poller is gone, or was never there.
+    pub fn forget(&mut self, number: u32) {
+        self.places.remove(&number);
+    }
+
+    /// Takes a poller off its lane for good: it comes to rest, and here it is. None if there is none of this number.
     ///
     /// # Errors
-    /// It does not drain, and stays; or the lane has ended, and the poller with it.
+    /// It does not come to rest, or its lane does not respond, and it stays; or the lane has ended, and the poller with
+    /// it.
     pub fn remove(&mut self, number: u32) -> Result<Option<S>, LaneError> {
-        let Some(&lane) = self.places.get(&number) else { return Ok(None) };
-        let removed = self.threads[lane].release(number, self.rest_max);
-        if !matches!(removed, Err(LaneError::Restless { .. })) {
-            self.places.remove(&number);
+        let Some(release) = self.begin_release(number) else { return Ok(None) };
+        let removed = release.wait(self.rest_max, self.answer_max);
+        if removed.as_ref().map_or_else(LaneError::is_poller_gone, |_| true) {
+            self.forget(number);
         }
         removed.map(Some)
     }
 
-    /// Changes the number of lanes to `count`, and moves each poller to the lane that `place` returns for its number.
-    /// Lanes are started first, then pollers move, then lanes are retired; pollers continue, except for the time of
-    /// their own move.
+    /// Asks a poller to leave its lane. Once it has, it is to be [forgotten](Lanes::forget). None if there is none of
+    /// this number.
+    pub fn begin_release(&self, number: u32) -> Option<Release<S>> {
+        Some(self.threads[self.place(number)?].begin_release(number))
+    }
+
+    /// The same for a poller that is to go to another lane. That is its place from now on: if it does not leave, it is
+    /// to be [placed](Lanes::place_on) where it was.
+    ///
+    /// # Errors
+    /// The other lane is full.
+    ///
+    /// # Panics
+    /// If there is no such poller or lane.
+    pub fn begin_carry(&mut self, number: u32, to: usize) -> Result<Release<S>, LaneError> {
+        self.check_one_more(to)?;
+        let release = self.threads[self.places[&number]].begin_release(number);
+        self.places.insert(number, to);
+        Ok(release)
+    }
+
+    /// Changes the number of lanes to `count`, and has each poller live where `place` says, given its number. Lanes
+    /// are started first, then pollers move, then lanes are retired; pollers go on working all the while, but for the
+    /// moment they move.
     ///
     /// # Errors
     /// A lane cannot be started or would be full: nothing has changed. A poller does not drain, or a lane has ended:
@@ -122,18 +189,39 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
                 moves.count += 1;
             }
         }
-        self.threads.drain(count..).try_for_each(LaneThread::join)?;
+        self.set_count(count)?.into_iter().try_for_each(LaneThread::join)?;
         Ok(moves)
+    }
+
+    /// Starts lanes, or takes the last ones off, without any of their pollers moving: one that has pollers stays. Those
+    /// taken off are to be joined.
+    ///
+    /// # Errors
+    /// A lane cannot be started: nothing has changed.
+    pub fn set_count(&mut self, count: usize) -> Result<Vec<LaneThread<S>>, LaneError> {
+        self.grow(count)?;
+        let used = self.places.values().max().map_or(0, |lane| lane + 1);
+        Ok(self.threads.split_off(count.max(used)))
     }
 
     /// Moves one poller to another lane; returns the length of its pause.
     fn carry(&mut self, poller: u32, from: usize, to: usize) -> Result<Duration, LaneError> {
-        let (old, new) = (&self.threads[from], &self.threads[to]);
         let start = Instant::now();
-        let carried = old.release(poller, self.rest_max)?;
-        self.places.insert(poller, to);
-        new.admit(poller, Box::new(move || carried))?;
-        Ok(start.elapsed())
+        let carried = match self.begin_carry(poller, to)?.wait(self.rest_max, self.answer_max) {
+            Ok(carried) => carried,
+            Err(error) => {
+                self.place_on(poller, from);
+                return Err(error);
+            }
+        };
+        let admission = self.begin_admit(poller, Box::new(move || carried));
+        let Err(NotAdmitted { error, make }) = admission.wait(self.answer_max) else { return Ok(start.elapsed()) };
+        if let Some(make) = make {
+            // Back to where it came from.
+            self.place_on(poller, from);
+            self.begin_admit(poller, make).wait(self.answer_max).map_err(|refused| refused.error)?;
+        }
+        Err(error)
     }
 
     /// Starts all missing lanes, or none.
@@ -144,6 +232,11 @@ impl<S: Poller<Ring> + Send + 'static> Lanes<S> {
         }
         self.threads.append(&mut more);
         Ok(())
+    }
+
+    /// Whether a lane has room for one more poller.
+    fn check_one_more(&self, lane: usize) -> Result<(), LaneError> {
+        self.check(lane, self.places.values().filter(|place| **place == lane).count() + 1)
     }
 
     fn check(&self, lane: usize, pollers: usize) -> Result<(), LaneError> {
@@ -178,14 +271,10 @@ impl<S> Lanes<S> {
         LaneConfig { policy: self.policy.unwrap_or(made.policy), ..made }
     }
 
-    /// Sets the time without work before a sleep, for all present and later lanes.
-    ///
-    /// # Errors
-    /// A lane has ended. The others have the new policy.
-    pub fn set_policy(&mut self, policy: IdlePolicy) -> Result<(), LaneError> {
+    /// Changes how long all lanes, those to come among them, turn without work before they sleep.
+    pub fn set_policy(&mut self, policy: IdlePolicy) -> PolicyChange {
         self.policy = Some(policy);
-        let told: Vec<_> = self.threads.iter().map(|lane| lane.set_policy(policy)).collect();
-        told.into_iter().collect()
+        PolicyChange::of(self.threads.iter().map(|lane| lane.set_policy(policy)))
     }
 
     /// Sets the time limit for draining a poller that moves.
@@ -193,7 +282,12 @@ impl<S> Lanes<S> {
         self.rest_max = rest_max;
     }
 
-    /// Waits until all pollers and lanes have ended.
+    /// How long a lane may take to look at its commands.
+    pub fn set_answer_max(&mut self, answer_max: Duration) {
+        self.answer_max = answer_max;
+    }
+
+    /// Waits until all pollers are over, and the lanes have ended.
     ///
     /// # Errors
     /// One of them panicked; the others have ended all the same.

@@ -22,8 +22,10 @@ pub use child::bind_to_us;
 pub use clock::{Clock, SystemClock, now_ns, thread_cpu_ns};
 pub use descriptors::allow_all_descriptors;
 pub use file::{Direct, FileConfig, FileCounters, FileDevice, FileQueue, Mode, OpenError};
-pub use lane_thread::{LaneConfig, LaneError, LaneThread, spawn};
-pub use lanes::{Lanes, Moves};
+pub use lane_thread::{
+    Admission, LaneConfig, LaneError, LaneThread, MakePoller, NotAdmitted, PolicyChange, Release, spawn,
+};
+pub use lanes::{ANSWER_MAX, Lanes, Moves, REST_MAX};
 pub use parker::RingParker;
 pub use receiver::{AcceptedConnection, Receiver, receive_for_daemon};
 pub use ring::{Attachment, FixedBuffers, Holdings, NopRing, Ring, RingConfig, RingCounters, RingError};

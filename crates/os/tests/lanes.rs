@@ -4,8 +4,9 @@
 mod common;
 
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use blkyard_mq::{IdlePolicy, Poller, PollerState, QueueMap, Wake};
@@ -110,6 +111,8 @@ struct Shared {
     deaf: AtomicBool,
     /// It always has something to do.
     busy: AtomicBool,
+    /// Its next turn waits for the other end to be dropped, and holds up its lane.
+    blocks: Mutex<Option<Receiver<()>>>,
 }
 
 impl Shared {
@@ -123,6 +126,7 @@ impl Shared {
             panics: AtomicBool::new(false),
             deaf: AtomicBool::new(false),
             busy: AtomicBool::new(false),
+            blocks: Mutex::default(),
         })
     }
 
@@ -159,6 +163,8 @@ impl Poller<Ring> for Ringer {
 
     fn run_once(&mut self, _ring: &mut Ring, _now_ns: u64) -> PollerState {
         assert!(!self.shared.panics.load(SeqCst), "a bug that the test planted");
+        let blocks = self.shared.blocks.lock().unwrap().take();
+        blocks.iter().for_each(|wait| assert!(wait.recv().is_err()));
         if self.shared.busy.load(SeqCst) {
             return PollerState::Busy;
         }
@@ -305,16 +311,16 @@ fn how_long_lanes_look_for_work_changes_while_they_run() {
     let shared = Shared::new();
     let mut lanes = ringing(&shared, &Arc::default());
     until("the lane sleeps", || shared.eventfd_wanted.load(SeqCst));
-    lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).unwrap();
+    lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).wait(PATIENCE).unwrap();
     for n in 1..50 {
         shared.asked.store(n, SeqCst);
         shared.await_answer(n);
         std::thread::sleep(Duration::from_millis(1));
     }
-    lanes.set_policy(IdlePolicy { spin_ns: 0 }).unwrap();
+    lanes.set_policy(IdlePolicy { spin_ns: 0 }).wait(PATIENCE).unwrap();
     until("the lane sleeps again", || shared.eventfd_wanted.load(SeqCst));
     // One that is started later knows of it.
-    lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).unwrap();
+    lanes.set_policy(IdlePolicy { spin_ns: u64::MAX }).wait(PATIENCE).unwrap();
     lanes.deal(4, |_| 3).unwrap();
     for n in 50..100 {
         shared.asked.store(n, SeqCst);
@@ -354,5 +360,46 @@ fn more_pollers_than_a_lane_can_listen_to_are_refused_before_anything_moves() {
     assert!(error.to_string().contains("522 queues exceed its maximum of 512"), "{error}");
     assert!(lanes.places() == before && lanes.threads().len() == 2);
     assert!(lanes.threads().iter().all(|lane| !LaneThread::is_finished(lane)));
+    end(&shared, lanes).unwrap();
+}
+
+#[test]
+fn lane_that_is_held_up_is_waited_for_as_long_as_was_said() {
+    let limit = Duration::from_millis(20);
+    let (shared, moved, late) = (Shared::new(), Shared::new(), Shared::new());
+    let mut lanes = ringing(&shared, &Arc::default());
+    let ringer = |shared: &Arc<Shared>| {
+        let shared = Arc::clone(shared);
+        move || Ringer::new(&shared, &Arc::default())
+    };
+    let other = lanes.admit(1, ringer(&moved)).unwrap();
+    let (go, wait) = channel();
+    *shared.blocks.lock().unwrap() = Some(wait);
+    lanes.threads()[0].waker().wake();
+    until("the lane blocks", || shared.blocks.lock().unwrap().is_none());
+    lanes.set_rest_max(limit);
+    lanes.set_answer_max(limit);
+    let is_held_up = |error: LaneError| {
+        assert!(matches!(error, LaneError::Unresponsive { .. }), "{error}");
+        assert!(error.to_string().contains("lane lane0: it did not respond"), "{error}");
+    };
+    is_held_up(lanes.set_policy(IdlePolicy { spin_ns: 0 }).wait(limit).unwrap_err());
+    is_held_up(lanes.admit(0, ringer(&late)).unwrap_err());
+    assert_eq!(Arc::strong_count(&late), 1, "it is not on its way any more");
+    is_held_up(lanes.remove(0).err().unwrap());
+    is_held_up(lanes.deal(2, |_| 1).unwrap_err());
+    lanes.set_rest_max(PATIENCE);
+    is_held_up(lanes.deal(2, |_| 0).unwrap_err());
+    assert_eq!((lanes.place(0), lanes.place(other)), (Some(0), Some(1)), "both are where they were");
+    moved.ask(1);
+    moved.await_answer(1);
+    drop(go);
+    lanes.set_answer_max(PATIENCE);
+    shared.ask(1);
+    shared.await_answer(1);
+    lanes.deal(1, |_| 0).unwrap();
+    moved.ask(2);
+    moved.await_answer(2);
+    moved.over.store(true, SeqCst);
     end(&shared, lanes).unwrap();
 }

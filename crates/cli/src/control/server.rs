@@ -1,4 +1,7 @@
-//! The thread of a control socket: accepts a bounded number of clients and answers one request at a time.
+//! The thread of a control socket: accepts a bounded number of clients and answers their requests.
+//!
+//! A request that may wait for the daemon's queues is a [job](Answer::Run) on a thread of its own. Jobs, and all else
+//! that changes the daemon, are done one after another, in the order in which they came; a look is answered meanwhile.
 //!
 //! A slow, silent, endless or closed client delays only itself, and only for a bounded time. While its answer is not
 //! sent it is not read from, so its buffers are bounded as well. A new client replaces the one without a request for
@@ -6,11 +9,13 @@
 //!
 //! Does not interpret the requests.
 
+use std::collections::VecDeque;
 use std::fmt::Display;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -37,6 +42,8 @@ pub const CLIENT_TIME: Duration = Duration::from_secs(10);
 pub enum Answer {
     /// This, and the next request may come.
     Say(Result<Value, String>),
+    /// The result of a job, which runs on a thread of its own.
+    Run(Box<dyn FnOnce() -> Result<Value, String> + Send>),
     /// The request was answered over the connection itself; the server ends.
     Last,
 }
@@ -71,6 +78,10 @@ impl ControlServer {
             socket,
             stop: Arc::clone(&stop),
             clients: Vec::new(),
+            next_client: 0,
+            job: None,
+            job_ended: Arc::new(EventFd::new()?),
+            waiting: VecDeque::new(),
             client_time,
             accept_at: None,
             limit,
@@ -100,6 +111,14 @@ struct ServingControl<A> {
     socket: Arc<BoundSocket>,
     stop: Arc<EventFd>,
     clients: Vec<ControlClient>,
+    /// Number of the next client.
+    next_client: u64,
+    /// The job that runs: the client that asked for it, and where its answer comes.
+    job: Option<(u64, Receiver<Result<Value, String>>)>,
+    /// Signalled when it has ended.
+    job_ended: Arc<EventFd>,
+    /// Requests that wait for its end, with their clients.
+    waiting: VecDeque<(u64, ControlRequest)>,
     client_time: Duration,
     /// When connections are taken again, after one that failed.
     accept_at: Option<Instant>,
@@ -109,7 +128,10 @@ struct ServingControl<A> {
 }
 
 struct ControlClient {
+    number: u64,
     stream: UnixStream,
+    /// Its request is a job, or waits for the end of one. It is not read from meanwhile.
+    is_pending: bool,
     /// Received bytes of the next request.
     input: Vec<u8>,
     /// The answer that is being sent, and how much of it was.
@@ -142,9 +164,20 @@ enum Fate {
 impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
     fn run(mut self) {
         while !self.wait() {
+            self.end_job();
             if self.accept_at.is_none_or(|at| Instant::now() >= at) {
                 self.accept_at = None;
                 self.accept();
+            }
+            while self.job.is_none()
+                && let Some((client, request)) = self.waiting.pop_front()
+            {
+                let Some(index) = self.clients.iter().position(|other| other.number == client) else { continue };
+                match self.obey(index, request) {
+                    Fate::Stays => {}
+                    Fate::Leaves => drop(self.clients.swap_remove(index)),
+                    Fate::Ends => return,
+                }
             }
             let mut index = 0;
             while index < self.clients.len() {
@@ -155,7 +188,43 @@ impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
                 }
             }
             let (now, time) = (Instant::now(), self.client_time);
-            self.clients.retain(|client| now.duration_since(client.since) < time);
+            self.clients.retain(|client| client.is_pending || now.duration_since(client.since) < time);
+        }
+        if let Some((client, answer)) = self.job.take() {
+            self.reply_to(client, &answer.recv().unwrap_or_else(|_| Err(JOB_PANICKED.into())));
+        }
+    }
+
+    /// Answers who asked for a job that has ended.
+    fn end_job(&mut self) {
+        self.job_ended.take();
+        if let Some((client, answer)) = &self.job {
+            let (client, outcome) = match answer.try_recv() {
+                Ok(outcome) => (*client, outcome),
+                Err(TryRecvError::Disconnected) => (*client, Err(JOB_PANICKED.into())),
+                Err(TryRecvError::Empty) => return,
+            };
+            self.job = None;
+            self.reply_to(client, &outcome);
+        }
+    }
+
+    fn reply_to(&mut self, client: u64, outcome: &Result<Value, String>) {
+        if let Some(index) = self.clients.iter().position(|other| other.number == client)
+            && let Fate::Leaves = self.reply(index, outcome)
+        {
+            drop(self.clients.swap_remove(index));
+        }
+    }
+
+    fn reply(&mut self, index: usize, outcome: &Result<Value, String>) -> Fate {
+        let client = &mut self.clients[index];
+        client.is_pending = false;
+        client.since = Instant::now();
+        client.owe(answer_line(outcome));
+        match client.send() {
+            ClientTurn::Gone => Fate::Leaves,
+            _ => Fate::Stays,
         }
     }
 
@@ -163,13 +232,14 @@ impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
     fn wait(&self) -> bool {
         let now = Instant::now();
         let due = |client: &ControlClient| if client.has_request() { now } else { client.since + self.client_time };
-        let deadline = self.clients.iter().map(due).chain(self.accept_at).min();
-        let mut fds = vec![PollFd::new(&*self.stop, PollFlags::IN)];
+        let clients = || self.clients.iter().filter(|client| !client.is_pending);
+        let deadline = clients().map(due).chain(self.accept_at).min();
+        let mut fds = vec![PollFd::new(&*self.stop, PollFlags::IN), PollFd::new(&*self.job_ended, PollFlags::IN)];
         let has_room = self.clients.len() < CLIENTS_MAX || self.clients.iter().any(ControlClient::is_idle);
         if has_room && self.accept_at.is_none() {
             fds.push(PollFd::new(self.socket.listener(), PollFlags::IN));
         }
-        for client in &self.clients {
+        for client in clients() {
             let flags = if client.is_owed() { PollFlags::OUT } else { PollFlags::IN };
             fds.push(PollFd::from_borrowed_fd(client.stream.as_fd(), flags));
         }
@@ -191,7 +261,8 @@ impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
             }
             match self.socket.accept() {
                 Ok(Some(taken)) if is_ours(taken.uid) && taken.stream.set_nonblocking(true).is_ok() => {
-                    let mut client = ControlClient::new(taken.stream);
+                    let mut client = ControlClient::new(self.next_client, taken.stream);
+                    self.next_client += 1;
                     // Its request may have arrived while it waited: then it is not replaced before it is answered.
                     client.read_ahead();
                     self.clients.push(client);
@@ -233,25 +304,65 @@ impl<A: FnMut(ControlRequest, &UnixStream) -> Answer> ServingControl<A> {
         match self.clients[index].advance() {
             ClientTurn::Wait => Fate::Stays,
             ClientTurn::Gone => Fate::Leaves,
-            ClientTurn::Request(line) => {
-                let begin = Instant::now();
-                let outcome =
-                    match parse_request(&line).map(|request| (self.answer)(request, &self.clients[index].stream)) {
-                        Ok(Answer::Say(outcome)) => outcome,
-                        Ok(Answer::Last) => return Fate::Ends,
-                        Err(error) => Err(error),
-                    };
-                self.clients[index].owe(answer_line(&outcome));
-                // The time we took is not theirs.
-                let spent = begin.elapsed();
-                self.clients.iter_mut().for_each(|client| client.since += spent);
-                match self.clients[index].send() {
-                    ClientTurn::Gone => Fate::Leaves,
-                    _ => Fate::Stays,
+            ClientTurn::Request(line) => match parse_request(&line) {
+                Ok(request) if request.changes() && (self.job.is_some() || !self.waiting.is_empty()) => {
+                    let client = &mut self.clients[index];
+                    client.is_pending = true;
+                    self.waiting.push_back((client.number, request));
+                    Fate::Stays
                 }
-            }
+                Ok(request) => self.obey(index, request),
+                Err(error) => self.reply(index, &Err(error)),
+            },
         }
     }
+
+    fn obey(&mut self, index: usize, request: ControlRequest) -> Fate {
+        let begin = Instant::now();
+        let outcome = match (self.answer)(request, &self.clients[index].stream) {
+            Answer::Say(outcome) => outcome,
+            Answer::Last => return Fate::Ends,
+            Answer::Run(job) => match run(job, Arc::clone(&self.job_ended)) {
+                Ok(answer) => {
+                    let client = &mut self.clients[index];
+                    client.is_pending = true;
+                    self.job = Some((client.number, answer));
+                    return Fate::Stays;
+                }
+                Err(error) => Err(format!("no thread: {error}; see the limits on threads and memory")),
+            },
+        };
+        // The time we took is not theirs.
+        let spent = begin.elapsed();
+        self.clients.iter_mut().for_each(|client| client.since += spent);
+        self.reply(index, &outcome)
+    }
+}
+
+/// What a client is told whose job panicked.
+const JOB_PANICKED: &str = "the thread of this request panicked; see the daemon's log";
+
+/// Runs a job on a thread of its own, and signals when it has ended.
+fn run(
+    job: Box<dyn FnOnce() -> Result<Value, String> + Send>,
+    ended: Arc<EventFd>,
+) -> io::Result<Receiver<Result<Value, String>>> {
+    /// Also when a panic unwinds.
+    struct Signal(Arc<EventFd>);
+    impl Drop for Signal {
+        fn drop(&mut self) {
+            self.0.signal();
+        }
+    }
+    let (told, answer) = channel();
+    let run = move || {
+        let _signal = Signal(ended);
+        // Sent, or dropped by a panic, before the signal.
+        let told = told;
+        let _ = told.send(job());
+    };
+    std::thread::Builder::new().name("set".into()).spawn(run)?;
+    Ok(answer)
 }
 
 /// Whether the other end is a process of the same user, or of root: between the making of a socket and the setting of
@@ -261,8 +372,17 @@ fn is_ours(uid: u32) -> bool {
 }
 
 impl ControlClient {
-    fn new(stream: UnixStream) -> ControlClient {
-        ControlClient { stream, input: Vec::new(), output: Vec::new(), sent: 0, since: Instant::now(), closing: false }
+    fn new(number: u64, stream: UnixStream) -> ControlClient {
+        ControlClient {
+            number,
+            stream,
+            is_pending: false,
+            input: Vec::new(),
+            output: Vec::new(),
+            sent: 0,
+            since: Instant::now(),
+            closing: false,
+        }
     }
 
     /// Whether part of an answer is still to be sent.
@@ -277,12 +397,12 @@ impl ControlClient {
 
     /// Whether a whole request was read and not yet answered.
     fn has_request(&self) -> bool {
-        !self.is_owed() && !self.closing && self.input.contains(&b'\n')
+        !self.is_pending && !self.is_owed() && !self.closing && self.input.contains(&b'\n')
     }
 
     /// Whether it has no request that is still to be answered.
     fn is_idle(&self) -> bool {
-        !self.is_owed() && !self.has_request()
+        !self.is_pending && !self.is_owed() && !self.has_request()
     }
 
     /// Reads available bytes, unless a request waits already. Errors of the connection are handled in its turn.
@@ -315,6 +435,9 @@ impl ControlClient {
     }
 
     fn advance(&mut self) -> ClientTurn {
+        if self.is_pending {
+            return ClientTurn::Wait;
+        }
         match self.send() {
             ClientTurn::Wait if !self.is_owed() => {}
             turn => return turn,
@@ -526,6 +649,45 @@ mod tests {
         drop(server);
         assert!(!path.exists());
         drop(client);
+    }
+
+    #[test]
+    fn looks_are_answered_while_a_job_runs_and_jobs_run_in_their_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("c");
+        let socket = BoundSocket::bind(&SocketConfig { path: path.clone(), mode: Some(0o600), group: None }).unwrap();
+        let (go, wait) = channel::<()>();
+        let wait = Arc::new(std::sync::Mutex::new(wait));
+        let server = ControlServer::start(Arc::new(socket), move |request, _| match request {
+            ControlRequest::Set { what, .. } if what == "panics" => Answer::Run(Box::new(|| panic!("as planned"))),
+            ControlRequest::Set { what, .. } => {
+                let wait = Arc::clone(&wait);
+                Answer::Run(Box::new(move || Ok(format!("{what} {:?}", wait.lock().unwrap().recv()).into())))
+            }
+            _ => Answer::Say(Ok("seen".into())),
+        });
+        let ground = ControlContext { _server: server.unwrap(), path, _folder: folder };
+        let set = |what: &str| {
+            let client = ground.dial();
+            let request = ControlRequest::Set { what: what.into(), values: [].into() };
+            say(&client, request_line(&request).as_bytes()).unwrap();
+            client
+        };
+        let mut sets = [set("first"), set("second"), set("panics"), set("third")];
+        // One whose client leaves is no matter.
+        drop(set("fourth"));
+        let mut looks = ground.dial();
+        for _ in 0..3 {
+            say(&looks, request_line(&ControlRequest::Inspect).as_bytes()).unwrap();
+            assert_eq!(hear(&mut looks).unwrap().unwrap(), "seen");
+        }
+        go.send(()).unwrap();
+        assert_eq!(hear(&mut sets[0]).unwrap().unwrap(), "first Ok(())");
+        go.send(()).unwrap();
+        assert_eq!(hear(&mut sets[1]).unwrap().unwrap(), "second Ok(())");
+        assert_eq!(hear(&mut sets[2]).unwrap().unwrap_err(), JOB_PANICKED);
+        drop(go);
+        assert_eq!(hear(&mut sets[3]).unwrap().unwrap(), "third Err(RecvError)");
     }
 
     #[test]

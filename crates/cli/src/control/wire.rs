@@ -45,6 +45,13 @@ pub enum ControlRequest {
     Taken,
 }
 
+impl ControlRequest {
+    /// Whether it changes anything: then no other such request is served meanwhile.
+    pub(super) fn changes(&self) -> bool {
+        !matches!(self, ControlRequest::Inspect)
+    }
+}
+
 #[derive(Deserialize)]
 struct Versioned {
     blkyard: u32,

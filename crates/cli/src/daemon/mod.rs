@@ -7,11 +7,12 @@
 //! Commands, and the way to them, are unknown here.
 
 mod lanes;
+mod placement;
 mod queue;
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use blkyard::Device;
@@ -21,7 +22,8 @@ use blkyard_export::{VhostUserHand, VhostUserStatus, VirtqueueWatch};
 use blkyard_mq::{DeviceInfo, RateConfig, RateLimit, SchedulerConfig};
 use blkyard_virtio::SerialId;
 
-pub use lanes::{LANES_MAX, ServedLanes, SetLanesError, Share};
+pub use lanes::{LANES_MAX, SeenPlaces, ServedLanes, SetLanesError};
+pub use placement::Share;
 pub(crate) use queue::{QueueMaker, depth_of};
 
 /// A device and the exports that serve it, as the user named them.
@@ -52,7 +54,7 @@ pub struct Daemon {
     /// Its exports.
     pub exports: Vec<ServedExport>,
     /// The threads that do the work.
-    pub lanes: Arc<Mutex<ServedLanes>>,
+    pub lanes: Arc<ServedLanes>,
 }
 
 /// A device that is served.
@@ -139,9 +141,14 @@ impl ServedExport {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Notes that it has another queue.
-    pub fn add_queue(&self, queue: VirtqueueWatch) {
-        self.queues.lock().unwrap_or_else(PoisonError::into_inner).push(queue);
+    /// Notes that it has more queues.
+    pub fn add_queues(&self, queues: impl Iterator<Item = VirtqueueWatch>) {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner).extend(queues);
+    }
+
+    /// Notes that it has so many queues: others were not given to it.
+    pub fn keep_queues(&self, queues: usize) {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner).truncate(queues);
     }
 }
 
@@ -155,19 +162,5 @@ impl Daemon {
     /// Seconds between statistics lines; `None` for none.
     pub fn stats_every(&self) -> Option<u64> {
         Some(self.stats_s.load(Relaxed)).filter(|seconds| *seconds > 0)
-    }
-
-    /// The lanes. Waits while their number changes, which may take as long as a queue needs to drain.
-    pub fn lanes(&self) -> MutexGuard<'_, ServedLanes> {
-        self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The lanes, unless their number is changing.
-    pub fn lanes_at_rest(&self) -> Option<MutexGuard<'_, ServedLanes>> {
-        match self.lanes.try_lock() {
-            Ok(lanes) => Some(lanes),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
     }
 }

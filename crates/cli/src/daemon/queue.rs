@@ -1,6 +1,6 @@
 //! Construction of an export's queues: their slots on lanes at the start, the rest when a front-end needs it.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
 use blkyard::rate::RateSlot;
 use blkyard::{Device, DeviceQueue};
@@ -15,7 +15,7 @@ use super::{ServedDevice, ServedLanes};
 /// Parameters of the queues of one export.
 #[derive(Clone)]
 pub(crate) struct QueueMaker {
-    pub(crate) lanes: Arc<Mutex<ServedLanes>>,
+    pub(crate) lanes: Arc<ServedLanes>,
     /// Number of the export.
     pub(crate) export: usize,
     pub(crate) device: Arc<ServedDevice>,
@@ -30,7 +30,7 @@ impl QueueMaker {
     pub(crate) fn register(&self) {
         let (device, rate) = (Arc::clone(&self.device), Arc::clone(&self.rate));
         let make = move |queues| make_hw_queue(&device, &rate, queues);
-        lock(&self.lanes).make_by(self.export, Box::new(make));
+        self.lanes.make_by(self.export, Box::new(make));
     }
 
     /// Makes the queue of this number. It is not served until a front-end starts its ring, unless the device has a
@@ -45,7 +45,7 @@ impl QueueMaker {
             // For schedulers.
             stream: self.device.new_stream(),
         }));
-        lock(&self.lanes).move_by(self.export, queue, remote.mover());
+        self.lanes.move_by(self.export, queue, remote.mover());
         if self.device.device.queues_max() < usize::MAX {
             remote.open_for_good()?;
         }
@@ -67,10 +67,6 @@ fn make_hw_queue(device: &ServedDevice, rate: &RateSlot, queues: usize) -> Resul
     Ok(hw)
 }
 
-fn lock(lanes: &Mutex<ServedLanes>) -> MutexGuard<'_, ServedLanes> {
-    lanes.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// Has one virtqueue served on its lane.
 struct VirtqueueHost {
     maker: QueueMaker,
@@ -84,11 +80,11 @@ impl QueueHost<VirtqueueSession> for VirtqueueHost {
         let share = QueueShare { bios: HwQueueConfig::default().bios_max, depth: depth_of(&device.device) };
         let virtqueue = DetachedVirtqueue::new(*serial, port, share, self.stream);
         let virtqueue = virtqueue.map_err(|error| format!("its kicks: {error}; raise the limit on open files"))?;
-        lock(lanes).open(*export, self.queue, virtqueue)
+        lanes.open(*export, self.queue, virtqueue)
     }
 
     fn close(&self) {
-        if let Err(error) = lock(&self.maker.lanes).close(self.maker.export, self.queue) {
+        if let Err(error) = self.maker.lanes.close(self.maker.export, self.queue) {
             tracing::error!("{error}");
         }
     }

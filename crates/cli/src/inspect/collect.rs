@@ -18,7 +18,7 @@ use super::tree::{
     DaemonNode, DeviceNode, ExportNode, LaneNode, LatencyNode, OpNode, QueueNode, QueueNow, RequestNode, SCHEMA,
     SchedulerNode, SessionNode, TagsNode, Tree,
 };
-use crate::daemon::{Daemon, ServedDevice, ServedExport, ServedLanes};
+use crate::daemon::{Daemon, SeenPlaces, ServedDevice, ServedExport, ServedLanes};
 
 /// How long all queues together have to answer. A lane that turns does so within microseconds; one that sleeps is
 /// woken.
@@ -28,12 +28,8 @@ const ANSWER_TIME: Duration = Duration::from_secs(2);
 pub fn collect(daemon: &Daemon) -> Tree {
     let all: Vec<_> = daemon.exports.iter().map(ServedExport::queues).collect();
     let asked: Vec<Vec<_>> = all.iter().map(|queues| queues.iter().map(VirtqueueWatch::look).collect()).collect();
-    let (lanes, places, shares) = {
-        let lanes = daemon.lanes();
-        let shares: Vec<_> = (0..all.len()).map(|export| lanes.hardware_queues(export)).collect();
-        (lane_nodes(&lanes, &all), lanes.places(), shares)
-    };
-    let mut places = places.into_iter();
+    let seen: Vec<_> = (0..all.len()).map(|export| daemon.lanes.seen(export)).collect();
+    let lanes = lane_nodes(&daemon.lanes, &seen);
     let until = Instant::now() + ANSWER_TIME;
     let wait = |asked: Option<std::sync::mpsc::Receiver<QueueView>>| {
         asked?.recv_timeout(until.saturating_duration_since(Instant::now())).ok()
@@ -44,10 +40,11 @@ pub fn collect(daemon: &Daemon) -> Tree {
             None if queue.is_open() => None,
             None => Some(queue_at_rest(export, &daemon.devices[export.device])),
         };
-        let queues = queues.iter().zip(places.by_ref()).zip(asked).enumerate();
+        let SeenPlaces { lanes, hardware_queues } = &seen[number];
+        let queues = queues.iter().zip(lanes).zip(asked).enumerate();
         let queues = queues.map(|(queue_number, ((queue, lane), asked))| {
-            let node = queue_node(queue_number, queue, lane, now(queue, asked));
-            node.sharing(shares[number].iter().find(|numbers| numbers.contains(&queue_number)))
+            let node = queue_node(queue_number, queue, *lane, now(queue, asked));
+            node.sharing(hardware_queues.iter().find(|numbers| numbers.contains(&queue_number)))
         });
         export_node(number, export, queues.collect())
     });
@@ -279,12 +276,14 @@ pub(crate) fn request_node(request: &RequestSnapshot) -> RequestNode {
     }
 }
 
-fn lane_nodes(lanes: &ServedLanes, exports: &[Vec<VirtqueueWatch>]) -> Vec<LaneNode> {
-    let of_export =
-        |(number, queues): (usize, &Vec<VirtqueueWatch>)| (0..queues.len()).map(move |queue| (number, queue));
-    let placed: Vec<_> = lanes.places().into_iter().zip(exports.iter().enumerate().flat_map(of_export)).collect();
+fn lane_nodes(lanes: &ServedLanes, exports: &[SeenPlaces]) -> Vec<LaneNode> {
+    let lanes = lanes.lanes();
     let see = |(number, thread): (usize, &LaneThread<_>)| {
         let LaneConfig { cpus, policy, .. } = lanes.config(number);
+        let of_export = |(export, seen): (usize, &SeenPlaces)| {
+            let queues = seen.lanes.iter().enumerate().filter(|(_, lane)| **lane == number);
+            queues.map(|(queue, _)| (export, queue)).collect::<Vec<_>>()
+        };
         LaneNode {
             number,
             thread: thread.name().to_owned(),
@@ -292,7 +291,7 @@ fn lane_nodes(lanes: &ServedLanes, exports: &[Vec<VirtqueueWatch>]) -> Vec<LaneN
             spin_us: policy.spin_ns / 1000,
             strays: thread.ring().strays(),
             turn: LatencyNode::of_turns(&thread.turns().snapshot()),
-            queues: placed.iter().filter(|(lane, _)| *lane == number).map(|(_, queue)| *queue).collect(),
+            queues: exports.iter().enumerate().flat_map(of_export).collect(),
         }
     };
     lanes.threads().iter().enumerate().map(see).collect()

@@ -81,10 +81,10 @@ fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, Problem> {
     if let Some(lanes) = lanes {
         // What queues are made with must not change meanwhile.
         let _alone: Vec<_> = daemon.devices.iter().map(|device| device.change()).collect();
-        done.push(set_lanes(&mut daemon.lanes(), lanes)?);
+        done.push(set_lanes(&daemon.lanes, lanes)?);
     }
     if let Some(spin_us) = spin_us {
-        daemon.lanes().set_spin_us(spin_us).map_err(|error| Problem(format!("daemon: spin_us={spin_us}: {error}")))?;
+        daemon.lanes.set_spin_us(spin_us).map_err(|error| Problem(format!("daemon: spin_us={spin_us}: {error}")))?;
         done.push(match spin_us {
             0 => "daemon: lanes sleep as soon as they find no work".into(),
             _ => format!("daemon: lanes busy-poll for {spin_us} us before they sleep"),
@@ -101,8 +101,8 @@ fn set_daemon(daemon: &Daemon, mut keys: Spec) -> Result<Vec<String>, Problem> {
 }
 
 /// Changes the number of lanes, and says which queues that moved.
-fn set_lanes(lanes: &mut ServedLanes, count: u64) -> Result<String, Problem> {
-    let before = lanes.threads().len();
+fn set_lanes(lanes: &ServedLanes, count: u64) -> Result<String, Problem> {
+    let before = lanes.count();
     let moves = lanes.set_lanes(count).map_err(|error| Problem(format!("daemon: lanes={count}: {error}")))?;
     let moved = moved(moves);
     Ok(format!("daemon: lanes: {before} before, {count} now; {moved}"))
@@ -169,7 +169,7 @@ fn set_device(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
                 Err(why) => problems.push(format!("{export}: {why}")),
             }
         }
-        let placed = daemon.lanes().set_orders(number, scheduler.orders());
+        let placed = daemon.lanes.set_orders(number, scheduler.orders());
         match placed {
             Ok(moves) if moves.count > 0 => done.push(format!("{name}: {}", moved(moves))),
             Ok(_) => {}
@@ -258,16 +258,31 @@ fn wait_for_all<T>(
     asked: Vec<Receiver<Result<T, String>>>,
 ) -> Vec<(String, Result<T, String>)> {
     let until = Instant::now() + CHANGE_TIME;
-    let wait = |asked: Receiver<Result<T, String>>| match asked
-        .recv_timeout(until.saturating_duration_since(Instant::now()))
-    {
-        Ok(answer) => answer.map_err(|why| format!("{why}; see the daemon's log")),
-        Err(RecvTimeoutError::Disconnected) => Err("its thread has ended; see the daemon's log".into()),
-        Err(RecvTimeoutError::Timeout) => Err(format!(
-            "not within {CHANGE_TIME:?}: a request in flight does not complete; the change is made once it has"
-        )),
-    };
+    let wait = |asked| wait_until(until, &asked).map_err(|unchanged| unchanged.why);
     exports.iter().map(ToString::to_string).zip(asked.into_iter().map(wait)).collect()
+}
+
+/// Why an export did not change.
+struct Unchanged {
+    why: String,
+    /// It still may, later.
+    is_pending: bool,
+}
+
+/// The answer of an export.
+fn wait_until<T>(until: Instant, asked: &Receiver<Result<T, String>>) -> Result<T, Unchanged> {
+    let (why, is_pending) = match asked.recv_timeout(until.saturating_duration_since(Instant::now())) {
+        Ok(Ok(answer)) => return Ok(answer),
+        Ok(Err(why)) => (format!("{why}; see the daemon's log"), false),
+        Err(RecvTimeoutError::Disconnected) => ("its thread has ended; see the daemon's log".into(), false),
+        Err(RecvTimeoutError::Timeout) => (
+            format!(
+                "not within {CHANGE_TIME:?}: a request in flight does not complete; the change is made once it has"
+            ),
+            true,
+        ),
+    };
+    Err(Unchanged { why, is_pending })
 }
 
 fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<String>, Problem> {
@@ -279,17 +294,28 @@ fn set_export(daemon: &Daemon, number: usize, mut keys: Spec) -> Result<Vec<Stri
     let _alone = daemon.devices[export.device].change();
     let (mut done, mut problems) = (Vec::new(), Vec::new());
     if let Some(queues) = queues {
+        let before = export.queues().len();
         let (more, problem) = make_queues(daemon, number, queues as usize);
         let queues = if problem.is_none() { queues as u16 } else { export.status.offered() };
         problems.extend(problem);
-        let made = if more.is_empty() { String::new() } else { format!(", {} of them new,", more.len()) };
-        for (export, answer) in wait_for_all(&[export], vec![export.hand.offer(queues, more)]) {
-            let from = |when| format!("{export}: it offers {queues} queues{made}{when}");
-            match answer {
-                Ok(Changed::Unseen) => done.push(from("")),
-                Ok(_) => done.push(from(" from the next front-end on; the connected one keeps its queues")),
-                Err(why) => problems.push(format!("{export}: {why}")),
+        let count = more.len();
+        let made = if count == 0 { String::new() } else { format!(", {count} of them new,") };
+        let offered = export.hand.offer(queues, more);
+        let from = |when| format!("{export}: it offers {queues} queues{made}{when}");
+        match wait_until(Instant::now() + CHANGE_TIME, &offered) {
+            Ok(Changed::Unseen) => done.push(from("")),
+            Ok(_) => done.push(from(" from the next front-end on; the connected one keeps its queues")),
+            Err(Unchanged { why, is_pending }) => {
+                problems.push(format!("{export}: {why}"));
+                if !is_pending {
+                    take_back(daemon, number, before);
+                }
             }
+        }
+        if count > 0 && daemon.devices[export.device].device.queues_max() < usize::MAX {
+            // These are served already.
+            let placed = daemon.lanes.place_device(export.device);
+            problems.extend(placed.err().map(|error| error.to_string()));
         }
     }
     if let Some(depth) = depth {
@@ -313,24 +339,41 @@ fn make_queues(daemon: &Daemon, number: usize, wanted: usize) -> (Vec<VirtqueueR
         serial: export.serial,
         rate: Arc::clone(&export.rate),
     };
+    let made = export.queues().len();
     let mut remotes = Vec::new();
-    for _ in export.queues().len()..wanted {
-        let queue = daemon.lanes().add(number);
+    if wanted <= made {
+        return (remotes, None);
+    }
+    let placed = daemon.lanes.set_queues(number, wanted);
+    let mut problem = placed.err().map(|error| error.to_string());
+    for queue in made..wanted {
+        if problem.is_some() {
+            break;
+        }
         match maker.make(queue) {
             Ok(made) => remotes.push(made),
-            Err(why) => {
-                daemon.lanes().take_back(number);
-                return (remotes, Some(format!("{export}: queues={wanted}: {why}")));
-            }
+            Err(why) => problem = Some(format!("{export}: queues={wanted}: {why}")),
         }
-        remotes.last().into_iter().for_each(|remote| export.add_queue(remote.watch()));
     }
-    (remotes, None)
+    if problem.is_some() {
+        take_back(daemon, number, made + remotes.len());
+    }
+    export.add_queues(remotes.iter().map(VirtqueueRemote::watch));
+    (remotes, problem)
+}
+
+/// Takes the places of queues back that were not made, or not given to their export: it has so many.
+fn take_back(daemon: &Daemon, number: usize, queues: usize) {
+    let export = &daemon.exports[number];
+    export.keep_queues(queues);
+    // With fewer queues it names no lane that it did not name before.
+    if let Err(error) = daemon.lanes.set_queues(number, queues) {
+        tracing::error!("{export}: {error}");
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
     use std::sync::atomic::AtomicBool;
 
     use blkyard::Device;
@@ -353,7 +396,7 @@ mod tests {
             is_handed: AtomicBool::new(false),
             devices: vec![Arc::new(ServedDevice::new(device, info, SchedulerConfig::None, RateConfig::default()))],
             exports: Vec::new(),
-            lanes: Arc::new(Mutex::new(lanes.unwrap())),
+            lanes: Arc::new(lanes.unwrap()),
         }
     }
 

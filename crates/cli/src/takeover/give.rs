@@ -60,10 +60,7 @@ fn try_give(daemon: &Daemon, control: &BoundSocket, client: &UnixStream) -> Resu
         served.device.can_be_handed_over().map_err(|error| error.to_string())?;
     }
     all_hear(daemon)?;
-    let (lanes, spin_us) = {
-        let lanes = daemon.lanes();
-        (lanes.threads().len() as u64, lanes.spin_us())
-    };
+    let (lanes, spin_us) = (daemon.lanes.count() as u64, daemon.lanes.spin_us());
     let begin = Instant::now();
     let asked: Vec<_> = daemon.exports.iter().map(|export| export.hand.hand_over()).collect();
     let mut handed = Vec::new();

@@ -160,14 +160,14 @@ impl<F: FrontEndSession> ExportConfig<F> {
         Ok(())
     }
 
-    /// Has more queues, which serve what the others do.
+    /// Has more queues, which serve what the others do; none of them if one cannot.
     pub(super) fn add(&mut self, more: Vec<QueueRemote<F::Queue>>, depth: Option<usize>) -> Result<(), String> {
         let info = Arc::new(self.disk.info().clone());
-        for queue in more {
+        for queue in &more {
             queue.change(&info).map_err(|gone| gone.to_string())??;
             depth.map(|depth| queue.set_depth(depth)).transpose().map_err(|gone| gone.to_string())?;
-            self.queues.push(queue);
         }
+        self.queues.extend(more);
         Ok(())
     }
 

@@ -93,7 +93,7 @@ impl World {
         let mut virtqueues = ports.into_iter().map(virtqueue);
         let first = virtqueues.next().unwrap();
         dealt.admit(0, move || VirtqueuePoller::of_detached(HwQueue::new(driver, info, config), first)).unwrap();
-        virtqueues.for_each(|virtqueue| remotes[0].mover().adopt(virtqueue).unwrap());
+        virtqueues.for_each(|virtqueue| remotes[0].mover().adopt(virtqueue, super::PATIENCE).unwrap());
         World::serving((
             vec![BackendConfig { name: "shared".into(), disk, queues: remotes, domains: Vec::new() }],
             dealt,
@@ -104,15 +104,15 @@ impl World {
     pub fn carry_apart(&mut self, device: &AnyDevice, queue: usize, lane: usize) {
         let config = HwQueueConfig::default();
         let (driver, info) = (device.queue(config.depth), Arc::new(device.info.clone()));
-        let detached = self.exports[0].mover(queue).part(super::PATIENCE).unwrap();
+        let detached = self.exports[0].mover(queue).part(super::PATIENCE, super::PATIENCE).unwrap();
         let make = move || VirtqueuePoller::of_detached(HwQueue::new(driver, info, config), detached);
         self.lanes.admit(lane, make).unwrap();
     }
 
     /// The virtqueue shares the hardware queue of another from now on.
     pub fn carry_to(&self, queue: usize, other: usize) {
-        let detached = self.exports[0].mover(queue).part(super::PATIENCE).unwrap();
-        self.exports[0].mover(other).adopt(detached).unwrap();
+        let detached = self.exports[0].mover(queue).part(super::PATIENCE, super::PATIENCE).unwrap();
+        self.exports[0].mover(other).adopt(detached, super::PATIENCE).unwrap();
     }
 
     /// These exports, whose queues live on these lanes.

@@ -34,7 +34,7 @@ impl Members {
         let mut members = Members { poller, remotes, rings, now_ns: 0, offered: 0 };
         for queue in detached {
             let mover = members.remotes[0].mover();
-            assert!(members.asking(move || mover.adopt(queue).is_ok()));
+            assert!(members.asking(move || mover.adopt(queue, std::time::Duration::from_secs(30)).is_ok()));
         }
         let remotes = std::mem::take(&mut members.remotes);
         for (remote, ring) in remotes.iter().zip(members.rings.clone()) {
@@ -201,7 +201,8 @@ fn refusals_and_merges_are_counted_with_their_member() {
         assert_eq!(counted(&members, queue), (round, round), "queue {queue}");
     }
     let mover = members.remotes[0].mover();
-    let detached = members.asking(move || mover.part(std::time::Duration::from_secs(30)).unwrap());
+    let limit = std::time::Duration::from_secs(30);
+    let detached = members.asking(move || mover.part(limit, limit).unwrap());
     members.rings[1].offer(MiniRequest { id: 0, op: MiniOp::Read, sector: 1 << 40, slot: 0 });
     members.turns(5);
     assert_eq!([0, 1].map(|queue| counted(&members, queue)), [(1, 1), (3, 2)], "the first has left");

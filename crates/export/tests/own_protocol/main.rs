@@ -65,7 +65,7 @@ fn queues(
     let mut detached = detached.collect::<Vec<_>>().into_iter();
     let (first, hw_info) = (detached.next().unwrap(), Arc::clone(&info));
     lanes.admit(0, move || QueuePoller::of_detached(HwQueue::new(driver, hw_info, config), first)).unwrap();
-    detached.for_each(|queue| remotes[0].mover().adopt(queue).unwrap());
+    detached.for_each(|queue| remotes[0].mover().adopt(queue, std::time::Duration::from_secs(30)).unwrap());
     let disk =
         MiniDisk { info: DeviceInfo::clone(&info), queues: QUEUES as u16, write_back: true, rings: rings.to_vec() };
     (lanes, ExportConfig { name: "mini".into(), disk, queues: remotes, domains: Vec::new() })

@@ -153,7 +153,8 @@ pub fn one_core<C: FnMut() -> u64 + Send>(
         let lines = scope.spawn(|| {
             for (stream, port) in (1..).zip(others) {
                 let virtqueue = DetachedVirtqueue::new(serial, port, share, stream);
-                mover.adopt(virtqueue.map_err(|error| error.to_string())?).map_err(|error| error.to_string())?;
+                let virtqueue = virtqueue.map_err(|error| error.to_string())?;
+                mover.adopt(virtqueue, PATIENCE).map_err(|(error, _)| error.to_string())?;
             }
             lines(&path, queues, depth, packed, &clock)
         });

@@ -12,7 +12,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
-use blkyard_mem::RegionTable;
+use blkyard_mem::{OneshotSender, RegionTable};
 use blkyard_mq::{Bio, DeviceInfo, Driver, HwQueue, HwStats, SignalEventfd, SignalSlot};
 
 use super::QueueShare;
@@ -40,7 +40,7 @@ pub(crate) struct ClientQueue<S: QueueSession> {
     is_depth_set: bool,
     suspending: Vec<Sender<Option<S::Base>>>,
     /// Asked to leave its hardware queue, by whoever waits for it.
-    parting: Option<Sender<Box<ClientQueue<S>>>>,
+    parting: Option<OneshotSender<Box<ClientQueue<S>>>>,
     flushing: Flushing,
     retiring: bool,
     /// To move to another lane once what was fetched is finished.
@@ -147,7 +147,7 @@ impl<S: QueueSession> ClientQueue<S> {
         kicks: Option<&KickSet>,
         cx: &mut Cx,
         shares: bool,
-    ) -> Option<Sender<Box<ClientQueue<S>>>> {
+    ) -> Option<OneshotSender<Box<ClientQueue<S>>>> {
         self.leave(cx);
         if let Some(session) = &self.session {
             leave_kick(session, kicks, cx);

@@ -5,9 +5,9 @@
 //! another hardware queue of its export has adopted it. The control path carries it
 //! ([`QueueMover`](super::QueueMover)).
 
+use std::fmt;
 use std::io;
 use std::sync::Arc;
-use std::sync::mpsc::SendError;
 
 use blkyard_mq::{Driver, HwQueue, PollerState, SignalEventfd};
 
@@ -42,6 +42,12 @@ impl<S: QueueSession> DetachedQueue<S> {
     }
 }
 
+impl<S: QueueSession> fmt::Debug for DetachedQueue<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DetachedQueue").finish_non_exhaustive()
+    }
+}
+
 impl<D, S: QueueSession> QueuePoller<D, S> {
     /// A hardware queue for a client queue that is new or has left another one of the same export.
     pub fn of_detached(hw: HwQueue<D>, detached: DetachedQueue<S>) -> QueuePoller<D, S> {
@@ -63,7 +69,7 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
             let answer = member.part(&mut self.hw, self.kicks.as_ref(), cx, shares);
             self.members_changed();
             if let Some(answer) = answer
-                && let Err(SendError(member)) = answer.send(Box::new(member))
+                && let Err(member) = answer.send(Box::new(member))
             {
                 // Whoever asked is gone. It is better served here than nowhere.
                 self.join(*member, cx);

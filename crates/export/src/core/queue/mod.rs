@@ -93,9 +93,11 @@ impl<D, S: QueueSession> QueuePoller<D, S> {
         let is_first = index == 0;
         for command in self.members[index].port.shared.mailbox.take() {
             match command {
-                ClientCommand::Adopt(queue, adopted) => {
-                    self.adopt(*queue, cx);
-                    let _ = adopted.send(());
+                ClientCommand::Adopt(slot, adopted) => {
+                    if let Some(queue) = slot.take() {
+                        self.adopt(*queue, cx);
+                        let _ = adopted.send(());
+                    }
                 }
                 ClientCommand::Depth(depth, answer) => {
                     let depth = self.members[index].set_depth(depth);

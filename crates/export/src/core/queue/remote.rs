@@ -14,7 +14,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use blkyard_mem::Mailbox;
+use blkyard_mem::{Mailbox, OneshotSender, oneshot};
 use blkyard_mq::{DeviceInfo, HwStats, LaneWaker, RateLimit, SchedulerConfig, Wake};
 use blkyard_sys::EventFd;
 
@@ -43,15 +43,24 @@ pub(super) enum ClientCommand<S: QueueSession> {
     /// Pass these limits from now on, then say so.
     Rates(Vec<Arc<RateLimit>>, Sender<()>),
     /// Finish what was fetched, then leave the hardware queue; the answer is the queue.
-    Part(Sender<Box<ClientQueue<S>>>),
+    Part(OneshotSender<Box<ClientQueue<S>>>),
     /// Need not leave after all, if it has not left.
     Stay,
-    /// Have the hardware queue serve one more client queue, then say so.
-    Adopt(Box<DetachedQueue<S>>, Sender<()>),
+    /// Have the hardware queue serve one more client queue, unless that was taken back, then say so.
+    Adopt(Arc<AdoptSlot<S>>, Sender<()>),
     /// Say what there is to see. Of no consequence to anything else.
     Look(Sender<QueueView>),
     /// Finish what was fetched, then never run again.
     Retire,
+}
+
+/// A client queue on its way to a hardware queue. It is taken from here by the lane, or back by who gave it.
+pub(super) struct AdoptSlot<S: QueueSession>(Mutex<Option<Box<DetachedQueue<S>>>>);
+
+impl<S: QueueSession> AdoptSlot<S> {
+    pub(super) fn take(&self) -> Option<Box<DetachedQueue<S>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
 }
 
 /// The way from the control path to a poller.
@@ -143,6 +152,9 @@ pub enum PartError {
     /// The lane has ended.
     #[error("the lane of this queue has ended; see the messages above")]
     Gone,
+    /// The lane is held up, as by a driver that blocks.
+    #[error("the lane of this queue did not respond within {0:?}, held up by one of its devices; see blkyard inspect")]
+    Unresponsive(Duration),
     /// There is no descriptor to hear several kicks by.
     #[error("its kick cannot be listened to: {0}; raise the limit on open files")]
     Kicks(io::Error),
@@ -422,35 +434,57 @@ impl<S: QueueSession> QueueWatch<S> {
 
 impl<S: QueueSession> QueueMover<S> {
     /// Has the client queue leave its hardware queue: it finishes what it fetched, whatever others have in flight
-    /// there. If that takes longer than `limit` it stays and continues.
+    /// there. If that takes longer than `drain` it stays and continues. Its lane has `answer` to say that it does.
     ///
     /// # Errors
     /// See [`PartError`].
-    pub fn part(&self, limit: Duration) -> Result<DetachedQueue<S>, PartError> {
+    pub fn part(&self, drain: Duration, answer: Duration) -> Result<DetachedQueue<S>, PartError> {
         // What it may need where it arrives: found missing before anything has changed.
         let kicks = KickSet::new().map_err(PartError::Kicks)?;
-        let (answer, wait) = channel();
-        self.commands.send(ClientCommand::Part(answer)).map_err(|_| PartError::Gone)?;
-        let queue = match wait.recv_timeout(limit) {
+        let (parted, wait) = oneshot();
+        self.commands.send(ClientCommand::Part(parted)).map_err(|_| PartError::Gone)?;
+        let queue = match wait.recv_timeout(drain) {
             Ok(queue) => queue,
             Err(RecvTimeoutError::Disconnected) => return Err(PartError::Gone),
             Err(RecvTimeoutError::Timeout) => {
                 self.commands.send(ClientCommand::Stay).map_err(|_| PartError::Gone)?;
                 // It may have left at the last moment.
-                wait.recv().map_err(|_| PartError::Undrained(limit))?
+                match wait.recv_timeout(answer) {
+                    Ok(queue) => queue,
+                    Err(RecvTimeoutError::Disconnected) => return Err(PartError::Undrained(drain)),
+                    // From here on its lane keeps it.
+                    Err(RecvTimeoutError::Timeout) => wait.close().ok_or(PartError::Unresponsive(answer))?,
+                }
             }
         };
         Ok(DetachedQueue { queue, kicks })
     }
 
-    /// Has the hardware queue that serves this client queue serve another one of its export, too.
+    /// Has the hardware queue that serves this client queue serve another one of its export, too. If its lane does not
+    /// look at its commands for `answer`, that one is taken back.
     ///
     /// # Errors
-    /// The lane has ended, and the other queue with it.
-    pub fn adopt(&self, detached: DetachedQueue<S>) -> Result<(), PartError> {
+    /// The lane has ended, and the other queue with it; or it does not respond, and here is the queue.
+    pub fn adopt(
+        &self,
+        detached: DetachedQueue<S>,
+        answer: Duration,
+    ) -> Result<(), (PartError, Option<DetachedQueue<S>>)> {
         let (adopted, wait) = channel();
-        self.commands.send(ClientCommand::Adopt(Box::new(detached), adopted)).map_err(|_| PartError::Gone)?;
-        wait.recv().map_err(|_| PartError::Gone)
+        let slot = Arc::new(AdoptSlot(Mutex::new(Some(Box::new(detached)))));
+        let refused = |error| Err((error, slot.take().map(|detached| *detached)));
+        if self.commands.send(ClientCommand::Adopt(Arc::clone(&slot), adopted)).is_err() {
+            return refused(PartError::Gone);
+        }
+        match wait.recv_timeout(answer) {
+            Ok(()) => Ok(()),
+            Err(RecvTimeoutError::Disconnected) => refused(PartError::Gone),
+            Err(RecvTimeoutError::Timeout) => match refused(PartError::Unresponsive(answer)) {
+                // The lane has it.
+                Err((_, None)) => Ok(()),
+                refused => refused,
+            },
+        }
     }
 }
 
