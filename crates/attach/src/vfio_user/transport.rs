@@ -1,7 +1,7 @@
 //! The seam to the NVMe host: a controller over vfio-user as its transport.
 //!
 //! An access that fails means that the device is gone. Its server may reach our memory until it has closed the
-//! connection: [`VfioUserController::is_closed_by_server`].
+//! connection, and the host is told so.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -46,5 +46,9 @@ impl ControllerTransport for VfioUserController {
 
     fn reset_function(&mut self) -> bool {
         self.reset_device().unwrap_or(false)
+    }
+
+    fn is_silent_when_gone(&self) -> bool {
+        self.is_closed_by_server()
     }
 }

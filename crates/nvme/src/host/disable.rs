@@ -1,7 +1,8 @@
 //! Disables a controller, and proves that it is silent: that it will not touch the memory of its queues any more.
 //!
 //! It is silent when CSTS.RDY reads zero after CC.EN was cleared, after a reset of the whole device, or when it is
-//! gone. Until then nothing that the controller knows of may be used again.
+//! gone and its transport knows that it cannot come back. Until then nothing that the controller knows of may be used
+//! again.
 
 use crate::host::enable::{capabilities, timeout_ns};
 use crate::host::{ControllerTransport, DeviceGone, HostStep, NvmeHostError};
@@ -66,13 +67,19 @@ impl Disable {
         self.was_reset
     }
 
-    /// Goes on as far as it can. A controller that is gone is silent, and so the sequence is done. After a failure the
-    /// controller may still touch memory; the sequence can be started again.
+    /// Goes on as far as it can. With a controller that is gone for certain the sequence is done. After a failure the
+    /// controller may still touch memory; the sequence begins again with the next call.
     pub fn advance<T: ControllerTransport + ?Sized>(&mut self, transport: &mut T, now_ns: u64) -> HostStep {
-        self.steps(transport, now_ns).unwrap_or_else(|DeviceGone| {
+        let gone = match self.steps(transport, now_ns) {
+            Ok(step) => return step,
+            Err(gone) => gone,
+        };
+        if transport.is_silent_when_gone() {
             self.state = DisableState::Done(Silence::Gone);
-            HostStep::Done
-        })
+            return HostStep::Done;
+        }
+        self.state = DisableState::Start;
+        HostStep::Failed(gone.into())
     }
 
     fn steps<T: ControllerTransport + ?Sized>(

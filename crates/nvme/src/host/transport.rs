@@ -11,7 +11,7 @@ use blkyard_mem::{DmaDomain, Region, View};
 
 use crate::registers::{CSTS, ControllerStatus};
 
-/// The controller does not answer any more: it was unplugged, or its process has ended. It is silent from then on.
+/// The controller does not answer any more: it was unplugged, or its process has ended or hangs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("NVMe controller: no longer answers; check that it is still attached")]
 pub struct DeviceGone;
@@ -76,6 +76,12 @@ pub trait ControllerTransport {
     /// controller is disabled and silent then. By default there is no such way.
     fn reset_function(&mut self) -> bool {
         false
+    }
+
+    /// Once the controller does not answer: whether it is certain that it reaches no memory any more. So it is with a
+    /// device that was unplugged, the default; a process that hangs may go on one day.
+    fn is_silent_when_gone(&self) -> bool {
+        true
     }
 
     /// CSTS.

@@ -381,6 +381,31 @@ fn race_unplug_under_load() {
 }
 
 #[test]
+fn a_controller_that_hangs_keeps_its_requests_until_its_process_ends() {
+    let mut rig = slow(2, |_| ());
+    for block in 0..10 {
+        rig.submit(1 + block as u16 % 2, 0, Op::Read, block).unwrap();
+    }
+    rig.round();
+    let pending = rig.fake.borrow().pending.clone();
+    (rig.fake.borrow_mut().gone, rig.fake.borrow_mut().lingers) = (true, true);
+    rig.host.check(rig.now_ns);
+    let until_ns = rig.now_ns + 600 * S;
+    while rig.now_ns < until_ns {
+        rig.round();
+        pending.iter().for_each(|io| assert!(rig.fake.borrow_mut().transfer(&io.sqe).is_success()));
+        rig.pass();
+    }
+    rig.check();
+    assert_eq!((rig.ended.len(), rig.host.state()), (0, ControllerState::Deleting));
+    assert_eq!(rig.events.last(), Some(&HostEvent::Failed(blkyard_nvme::DeviceGone.into())), "told once");
+    rig.fake.borrow_mut().lingers = false;
+    rig.run(|rig| rig.host.state() == ControllerState::Dead, 10 * S);
+    rig.finish();
+    assert_eq!(statuses(&rig), [Status::Offline; 10]);
+}
+
+#[test]
 fn race_completion_of_an_earlier_generation_after_a_reset() {
     let mut rig = slow(1, |_| ());
     rig.submit(1, 0, Op::Write, 0).unwrap();

@@ -48,6 +48,8 @@ pub struct FakeController {
     pub never_idle: bool,
     pub fatal: bool,
     pub gone: bool,
+    /// Although it is gone it may move data: its process hangs.
+    pub lingers: bool,
     pub can_reset_function: bool,
     pub function_resets: u32,
     pub shutdowns: u32,
@@ -138,6 +140,7 @@ impl FakeTransport {
             never_idle: false,
             fatal: false,
             gone: false,
+            lingers: false,
             can_reset_function: false,
             function_resets: 0,
             shutdowns: 0,
@@ -554,6 +557,10 @@ impl Peer for FakeController {
         (self.config, self.ready, self.ready_at_ns) = (0, false, None);
         self.forget();
         true
+    }
+
+    fn is_silent_when_gone(&self) -> bool {
+        !self.lingers
     }
 
     fn lent(&self) -> Rc<RefCell<HashSet<u64>>> {

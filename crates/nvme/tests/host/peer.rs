@@ -24,6 +24,10 @@ pub trait Peer {
     fn doorbells(&self) -> Option<View>;
     fn vectors(&self) -> u16;
     fn reset_function(&mut self) -> bool;
+    /// Whether it can reach no memory once it is unplugged.
+    fn is_silent_when_gone(&self) -> bool {
+        true
+    }
     /// Pages of data that the host has lent, by address.
     fn lent(&self) -> Rc<RefCell<HashSet<u64>>>;
     /// What no host may do.
@@ -95,5 +99,9 @@ impl<P: Peer> ControllerTransport for Transport<P> {
 
     fn reset_function(&mut self) -> bool {
         self.fake.borrow_mut().reset_function()
+    }
+
+    fn is_silent_when_gone(&self) -> bool {
+        self.fake.borrow().is_silent_when_gone()
     }
 }

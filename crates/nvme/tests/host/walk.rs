@@ -124,7 +124,7 @@ impl Walk {
         let Some(number) = self.pick(pending) else { return };
         let mut fake = self.rig.fake.borrow_mut();
         let sqe = fake.pending[number].sqe;
-        if !fake.gone {
+        if !fake.gone || fake.lingers {
             let _ = fake.transfer(&sqe);
         }
     }
@@ -157,7 +157,10 @@ impl Walk {
             9 if self.chance.one_in(4) => self.rig.fake.borrow_mut().fatal ^= true,
             10 if self.chance.one_in(4) => self.rig.fake.borrow_mut().never_idle ^= true,
             11 if self.chance.one_in(4) => self.rig.fake.borrow_mut().never_ready ^= true,
-            12 if self.chance.one_in(12) => self.rig.fake.borrow_mut().gone = true,
+            12 if self.chance.one_in(12) => {
+                let mut fake = self.rig.fake.borrow_mut();
+                (fake.gone, fake.lingers) = (true, self.chance.one_in(2));
+            }
             13 if self.chance.one_in(12) => self.rig.host.remove(now_ns),
             14 => self.rig.host.suspend(now_ns),
             15 => self.rig.host.resume(now_ns),
@@ -200,6 +203,7 @@ impl Walk {
             let mut fake = self.rig.fake.borrow_mut();
             (fake.mute, fake.fatal, fake.never_idle, fake.never_ready) = (false, false, false, false);
             fake.ignored.clear();
+            fake.lingers = false;
             (fake.grant, fake.reject_from) = (Some(8), None);
             fake.is_prompt = true;
             (fake.ready_delay_ns, fake.idle_delay_ns) = (MS, MS);
