@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 use crate::host::memory::{IoQueueLayout, SharedBlock};
+use crate::host::negotiate::vector;
 use crate::host::{ControllerTransport, HostController, HostEvent, HostPhase, HostQueuePair, NvmeHostError};
 use crate::registers::{DOORBELLS, cq_doorbell, sq_doorbell};
 use crate::{Doorbells, IoQueue, IoQueueCommand, IoQueueReport, ListPool, RetryDelays, Sqe, admin};
@@ -211,6 +212,12 @@ impl<T: ControllerTransport> HostController<T> {
                 return self.end(gone.into(), now_ns);
             }
         }
+    }
+
+    /// The interrupt vector of an I/O queue; unset for one that is polled. [`ControllerTransport::eventfd`] is what its
+    /// owner waits for.
+    pub fn queue_vector(&self, qid: u16) -> Option<u16> {
+        vector(qid.checked_sub(1)?, self.transport.vectors(), self.counts?)
     }
 
     /// Whether it is on its way up or down.

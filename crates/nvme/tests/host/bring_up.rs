@@ -128,6 +128,7 @@ fn vectors_bound_the_queues_that_interrupt() {
     let demand = QueueDemand { submitters: 4, write_queues: 0, poll_queues: 1 };
     let rig = live(|fake| fake.vectors = 3, NvmeHostConfig { queues: demand, ..config(4) });
     assert_eq!(counts(&rig), [2, 0, 1]);
+    assert_eq!([0, 1, 2, 3].map(|qid| rig.host.queue_vector(qid)), [None, Some(1), Some(2), None]);
     let fake = rig.fake.borrow();
     let creates = fake.log.iter().filter(|sqe| sqe.opcode() == admin::CREATE_CQ);
     // Interrupt enable and vector.
