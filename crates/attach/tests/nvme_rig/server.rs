@@ -1,0 +1,248 @@
+//! Our own controller, with a disk in memory, behind the server of the `vfio_user` crate. One thread takes messages,
+//! another polls the queues.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use blkyard_mem::{Region, RegionTable, View};
+use blkyard_mq::{Bio, DeviceInfo, Op, Status};
+use blkyard_nvme::{
+    Controller, ControllerIoQueue, ControllerOptions, ControllerQueueReply, ControllerRequest, DmaMap, DmaRange,
+    NamespaceTable, NextBio, ServedNamespace,
+};
+use blkyard_os::now_ns;
+use vfio_user::{DmaMapFlags, DmaUnmapFlags, IrqInfo, Server, ServerBackend, ServerRegion, SparseArea};
+
+const DOORBELLS_AT: u64 = 0x1000;
+const MSIX_TABLE_AT: u64 = 0x2000;
+const BAR0_BYTES: u64 = 0x3000;
+const DISK_BYTES: usize = 8 << 20;
+const VECTORS: u16 = 3;
+
+/// The controller and what it serves.
+struct Machine {
+    controller: Controller,
+    queues: BTreeMap<u16, ControllerIoQueue>,
+    disk: Arc<Region>,
+    config: Vec<u8>,
+    mapped: Vec<(u64, u64, Arc<Region>)>,
+    eventfds: Vec<File>,
+}
+
+impl Machine {
+    fn new(doorbells: View) -> Machine {
+        let options = ControllerOptions {
+            serial: "S1".into(),
+            model: "test model".into(),
+            firmware: "1.0".into(),
+            subsystem: "nqn.2026-11.test:1".into(),
+            controller_id: 1,
+            io_queues: 2,
+            queue_entries: 64,
+            depth: 32,
+            vectors: VECTORS,
+            transfer_bytes: 64 << 10,
+        };
+        let info =
+            DeviceInfo { capacity_sectors: DISK_BYTES as u64 / 512, volatile_cache: true, ..DeviceInfo::default() };
+        let mut namespaces = NamespaceTable::new(1);
+        namespaces.set(1, ServedNamespace::new(1, 0, &info));
+        let controller = Controller::new(options, doorbells, &DmaMap::default(), namespaces).unwrap();
+        let mut config = vec![0; 256];
+        config[0x06] = 0x10;
+        config[0x34] = 0x40;
+        config[0x40..0x4c].copy_from_slice(&[0x11, 0, (VECTORS - 1) as u8, 0, 0, 0x20, 0, 0, 0, 0x28, 0, 0]);
+        let disk = Region::anonymous(DISK_BYTES).unwrap();
+        Machine { controller, queues: BTreeMap::new(), disk, config, mapped: Vec::new(), eventfds: Vec::new() }
+    }
+
+    fn signal(&self, vector: u16) {
+        // None before the client has set it.
+        if let Some(mut eventfd) = self.eventfds.get(usize::from(vector)) {
+            let _ = eventfd.write_all(&1_u64.to_ne_bytes());
+        }
+    }
+
+    /// One turn. Says whether anything happened.
+    fn turn(&mut self) -> bool {
+        let mut is_busy = self.controller.poll(now_ns());
+        if is_busy {
+            self.signal(0);
+        }
+        while let Some(request) = self.controller.take_request() {
+            is_busy = true;
+            match request {
+                ControllerRequest::Create(queue) => assert!(self.queues.insert(queue.cqid(), *queue).is_none()),
+                ControllerRequest::Queue(cqid, command) => self.queues.get_mut(&cqid).unwrap().handle(command),
+                ControllerRequest::Flush(number) => self.controller.flushed(number),
+            }
+        }
+        let mut over = Vec::new();
+        for cqid in self.queues.keys().copied().collect::<Vec<_>>() {
+            let queue = self.queues.get_mut(&cqid).unwrap();
+            let mut bio = Bio::with_capacity(queue.segments_max());
+            loop {
+                match queue.fetch(&mut bio) {
+                    NextBio::Bio(token) => queue.end(token, carry_out(&self.disk, &bio, queue.table())),
+                    NextBio::Without => {}
+                    NextBio::Unavailable => break,
+                }
+                is_busy = true;
+            }
+            let vector = queue.publish();
+            while let Some(reply) = queue.take_reply() {
+                is_busy = true;
+                if matches!(reply, ControllerQueueReply::Stopped | ControllerQueueReply::Deleted) {
+                    over.push(cqid);
+                }
+                self.controller.reply(cqid, reply);
+            }
+            is_busy |= queue.arm();
+            vector.into_iter().for_each(|vector| self.signal(vector));
+        }
+        over.iter().for_each(|cqid| drop(self.queues.remove(cqid)));
+        is_busy | self.controller.arm()
+    }
+
+    /// Has the controller reach what is mapped now, and no queue what was before.
+    fn remap(&mut self) {
+        let regions = self.mapped.iter().map(|(.., region)| Arc::clone(region)).collect();
+        let ranges = self.mapped.iter().zip(0..);
+        let ranges = ranges.map(|((addr, len, _), region)| DmaRange { addr: *addr, len: *len, region, offset: 0 });
+        let map = DmaMap::new(Arc::new(RegionTable::new(regions)), ranges.collect()).unwrap();
+        self.controller.set_memory(&map);
+        while self.controller.is_remapping() {
+            self.turn();
+        }
+    }
+}
+
+/// What a disk does with a bio.
+fn carry_out(disk: &Arc<Region>, bio: &Bio, memory: &RegionTable) -> Status {
+    let Some(place) = disk.span(bio.sector * 512, bio.bytes() as usize) else { return Status::Invalid };
+    let mut done = 0;
+    for segment in &bio.segments {
+        let span = memory.resolve(*segment).unwrap();
+        let part = place.part(done, span.len());
+        match bio.op {
+            Op::Read => span.copy_from(&part),
+            _ => part.copy_from(&span),
+        }
+        done += span.len();
+    }
+    Status::Ok
+}
+
+struct Backend(Arc<Mutex<Machine>>);
+
+impl ServerBackend for Backend {
+    fn region_read(&mut self, region: u32, offset: u64, data: &mut [u8]) -> Result<(), io::Error> {
+        let machine = self.0.lock().unwrap();
+        if region == 7 {
+            data.copy_from_slice(&machine.config[offset as usize..offset as usize + data.len()]);
+            return Ok(());
+        }
+        let value = machine.controller.read_register(offset, data.len());
+        let value = value.map_err(|_| io::ErrorKind::InvalidInput)?;
+        data.copy_from_slice(&value.to_le_bytes()[..data.len()]);
+        Ok(())
+    }
+
+    fn region_write(&mut self, region: u32, offset: u64, data: &[u8]) -> Result<(), io::Error> {
+        let mut machine = self.0.lock().unwrap();
+        if region == 7 {
+            machine.config[offset as usize..offset as usize + data.len()].copy_from_slice(data);
+        } else if offset < MSIX_TABLE_AT {
+            let mut value = [0; 8];
+            value[..data.len()].copy_from_slice(data);
+            let written = machine.controller.write_register(offset, data.len(), u64::from_le_bytes(value));
+            written.map_err(|_| io::ErrorKind::InvalidInput)?;
+        }
+        Ok(())
+    }
+
+    fn dma_map(
+        &mut self,
+        _flags: DmaMapFlags,
+        offset: u64,
+        address: u64,
+        size: u64,
+        fd: Option<File>,
+    ) -> Result<(), io::Error> {
+        let region = Region::map_file(fd.unwrap().as_fd(), offset, size).map_err(io::Error::other)?;
+        let mut machine = self.0.lock().unwrap();
+        machine.mapped.push((address, size, region));
+        machine.remap();
+        Ok(())
+    }
+
+    fn dma_unmap(&mut self, _flags: DmaUnmapFlags, address: u64, _size: u64) -> Result<(), io::Error> {
+        let mut machine = self.0.lock().unwrap();
+        machine.mapped.retain(|mapped| mapped.0 != address);
+        machine.remap();
+        Ok(())
+    }
+
+    fn reset(&mut self) -> Result<(), io::Error> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    fn set_irqs(&mut self, _index: u32, flags: u32, _start: u32, _count: u32, fds: Vec<File>) -> Result<(), io::Error> {
+        if flags == 0x24 {
+            self.0.lock().unwrap().eventfds.extend(fds);
+        }
+        Ok(())
+    }
+}
+
+/// Serves one client. The thread ends with it.
+pub fn serve(socket: &Path, shares_doorbells: bool) -> JoinHandle<()> {
+    let memory = Region::shared(BAR0_BYTES as usize).unwrap();
+    let doorbells = View::new(Arc::clone(&memory), DOORBELLS_AT, 0x1000, 4096).unwrap();
+    let machine = Arc::new(Mutex::new(Machine::new(doorbells)));
+    let region = |index: u32, size: u64| {
+        let mut region = ServerRegion { region_info: Default::default(), sparse_areas: Vec::new(), mmap_fd: None };
+        region.region_info.argsz = 32;
+        region.region_info.index = index;
+        region.region_info.size = size;
+        region.region_info.flags = 3;
+        region
+    };
+    let mut regions: Vec<_> = (0..9).map(|index| region(index, 0)).collect();
+    regions[0] = region(0, BAR0_BYTES);
+    regions[7] = region(7, 256);
+    if shares_doorbells {
+        regions[0].region_info.flags |= 4;
+        regions[0].mmap_fd = Some(memory.file().unwrap().0.as_raw_fd());
+        let mut area = SparseArea { area: Default::default() };
+        area.area.offset = DOORBELLS_AT;
+        area.area.size = 0x1000;
+        regions[0].sparse_areas.push(area);
+    }
+    let irqs = (0..5).map(|index| IrqInfo { index, flags: 1, count: if index == 2 { VECTORS.into() } else { 0 } });
+    let server = Server::new(socket, false, irqs.collect(), regions).unwrap();
+    std::thread::spawn(move || {
+        let over = Arc::new(AtomicBool::new(false));
+        let poller = {
+            let (machine, over) = (Arc::clone(&machine), Arc::clone(&over));
+            std::thread::spawn(move || {
+                while !over.load(Ordering::Relaxed) {
+                    if !machine.lock().unwrap().turn() {
+                        std::thread::sleep(Duration::from_micros(100));
+                    }
+                }
+            })
+        };
+        server.run(&mut Backend(machine)).unwrap();
+        over.store(true, Ordering::Relaxed);
+        poller.join().unwrap();
+        drop(memory);
+    })
+}
