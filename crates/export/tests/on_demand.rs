@@ -7,7 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 use std::sync::{Arc, Mutex};
 
 use blkyard_export::{
-    BackendConfig, QueueHost, SEG_MAX, VirtqueuePoller, VirtqueuePort, VirtqueueSession, on_demand_queue,
+    BackendConfig, BoundSocket, Handed, QueueHost, SEG_MAX, VhostUserServer, VirtqueuePoller, VirtqueuePort,
+    VirtqueueSession, on_demand_queue,
 };
 use blkyard_mq::{HwQueue, HwQueueConfig};
 use blkyard_os::Lanes;
@@ -47,24 +48,73 @@ impl QueueHost<VirtqueueSession> for Host {
     }
 }
 
+/// An export whose pollers are counted.
+struct Hosts {
+    lanes: Arc<Mutex<Lanes<VirtqueuePoller<AnyQueue>>>>,
+    pollers: Arc<AtomicUsize>,
+    fails: Arc<AtomicBool>,
+}
+
+impl Hosts {
+    fn new() -> Hosts {
+        Hosts { lanes: Arc::new(Mutex::new(start_lanes(1))), pollers: Arc::default(), fails: Arc::default() }
+    }
+
+    fn living(&self) -> usize {
+        self.pollers.load(SeqCst)
+    }
+
+    fn config(&self) -> BackendConfig {
+        let device = AnyDevice::ram(0);
+        let host = |_| Host {
+            lanes: Arc::clone(&self.lanes),
+            device: device.clone(),
+            number: Mutex::default(),
+            pollers: Arc::clone(&self.pollers),
+            fails: Arc::clone(&self.fails),
+        };
+        let queues = (0..QUEUES).map(|queue| on_demand_queue(Box::new(host(queue)))).collect();
+        let disk = BlkConfig::new(&device.info, QUEUES as u16, SEG_MAX, true);
+        BackendConfig { name: "on demand".into(), disk, queues, domains: Vec::new() }
+    }
+
+    fn end(self) {
+        assert_eq!(self.living(), 0);
+        end(Arc::into_inner(self.lanes).expect("all hosts are gone").into_inner().unwrap()).unwrap();
+    }
+}
+
+#[test]
+fn takeover_opens_queues_that_run_only() {
+    let [old, new] = [(); 2].map(|()| Hosts::new());
+    let world = World::serving((vec![old.config()], start_lanes(1)));
+    let (front, mut vq) = one_queue(&world.exports[0]);
+    assert_eq!(vq.write(0, &[7; 512]), 0);
+    let handed = world.exports[0].server().hand().hand_over().recv_timeout(PATIENCE).unwrap();
+    let Handed { state, rest } = handed.unwrap();
+    let socket = BoundSocket::adopt(state.listener, state.path, state.identity);
+    let taking = VhostUserServer::take_over(socket, new.config(), state.offered, state.wce, state.session);
+    let taking = taking.unwrap_or_else(|why| panic!("{why}"));
+    assert_eq!(new.living(), 1, "before the other process lets go, and no other ring runs");
+    rest.let_go();
+    let server = taking.go();
+    assert_eq!(vq.write(0, &[8; 512]), 0);
+    assert_eq!(new.living(), 1);
+    server.ask_to_stop();
+    server.join();
+    drop(front);
+    world.stop();
+    old.end();
+    new.end();
+}
+
 #[test]
 fn pollers_live_from_first_start_to_end_of_session() {
-    let lanes = Arc::new(Mutex::new(start_lanes(1)));
-    let (pollers, fails) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
-    let device = AnyDevice::ram(0);
-    let host = || Host {
-        lanes: Arc::clone(&lanes),
-        device: device.clone(),
-        number: Mutex::default(),
-        pollers: Arc::clone(&pollers),
-        fails: Arc::clone(&fails),
-    };
-    let queues = (0..QUEUES).map(|_| on_demand_queue(Box::new(host()))).collect();
-    let disk = BlkConfig::new(&device.info, QUEUES as u16, SEG_MAX, true);
-    let config = BackendConfig { name: "on demand".into(), disk, queues, domains: Vec::new() };
+    let hosts = Hosts::new();
+    let config = hosts.config();
     let world = World::serving((vec![config], start_lanes(1)));
     let export = &world.exports[0];
-    let living = || pollers.load(SeqCst);
+    let living = || hosts.living();
     let limit = || export.watch(0).look().unwrap().recv_timeout(PATIENCE).unwrap().hw.depth_limit;
     assert_eq!(living(), 0);
     assert!(!export.watch(0).is_open() && export.watch(0).look().is_none());
@@ -87,7 +137,7 @@ fn pollers_live_from_first_start_to_end_of_session() {
         assert_eq!(ios, 2 * u64::from(sessions), "of all sessions");
     }
 
-    fails.store(true, SeqCst);
+    hosts.fails.store(true, SeqCst);
     let ram = Ram::new(1 << 20);
     let front = Front::connect(export);
     front.share(&[&ram]).unwrap();
@@ -99,13 +149,11 @@ fn pollers_live_from_first_start_to_end_of_session() {
         "it has no poller"
     );
     drop(front);
-    fails.store(false, SeqCst);
+    hosts.fails.store(false, SeqCst);
     let (front, mut vq) = one_queue(export);
     assert_eq!(vq.write(0, &[9; 512]), 0);
     assert_eq!(living(), 1);
     world.stop();
-    assert_eq!(living(), 0);
     drop(front);
-    let lanes = Arc::into_inner(lanes).expect("all hosts are gone").into_inner().unwrap();
-    end(lanes).unwrap();
+    hosts.end();
 }

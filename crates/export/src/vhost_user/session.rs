@@ -13,6 +13,7 @@ use vhost::vhost_user::Error;
 use vhost::vhost_user::message::FrontendReq;
 
 use crate::core::{Accepted, AwaitedFd, Changed, ExportLog, ExportedDisk, FrontEndSession, SessionEnd, SessionStep};
+use crate::vhost_user::BackendConfig;
 use crate::vhost_user::advice;
 use crate::vhost_user::backend::Backend;
 use crate::vhost_user::channel::BackendChannel;
@@ -20,7 +21,6 @@ use crate::vhost_user::handover::SessionState;
 use crate::vhost_user::view::SessionView;
 use crate::vhost_user::virtqueue::VirtqueueSession;
 use crate::vhost_user::wire::{Message, MessageBuffer, Relay, RelaySockets, reply};
-use crate::vhost_user::{BackendConfig, VirtqueueRemote};
 
 /// A session over vhost-user.
 pub struct VhostUserSession {
@@ -123,14 +123,14 @@ impl FrontEndSession for VhostUserSession {
             return Err(format!("it has {queues} queues, and {made} were made"));
         }
         config.disk.set_queues(queues);
-        // While the guest is served by the other process.
-        config.queues[..queues.into()].iter().try_for_each(VirtqueueRemote::open)?;
         let mut session = VhostUserSession::new(state.connection.into(), sockets, config, log);
         session.inbox =
             MessageBuffer::of(state.part).ok_or("the received part of a message is longer than a message")?;
         for message in &state.setup {
             session.handle(message).1.map_err(|error| error.to_string())?;
         }
+        // Before the other process has let go.
+        session.ours().open_queues(&state.run)?;
         Ok((session, state.run))
     }
 

@@ -73,6 +73,11 @@ impl Message {
         self.word(0)
     }
 
+    /// The first word of its body.
+    pub(crate) fn body_word(&self) -> Option<u32> {
+        self.word(HEADER_BYTES / 4)
+    }
+
     fn word(&self, index: usize) -> Option<u32> {
         let bytes = self.bytes.get(index * 4..index * 4 + 4)?;
         bytes.try_into().ok().map(u32::from_ne_bytes)

@@ -16,6 +16,14 @@ use crate::vhost_user::wire::Message;
 
 /// The bit of a kick, call or error message that says it brings no descriptor.
 const NO_DESCRIPTOR: u64 = 0x100;
+/// The bits of its number of a ring.
+const INDEX_MASK: u32 = 0xff;
+
+/// The ring that a kick message is about.
+fn kicked(message: &Message) -> Option<usize> {
+    let is_kick = message.request() == Some(FrontendReq::SET_VRING_KICK.into());
+    message.body_word().filter(|_| is_kick).map(|word| (word & INDEX_MASK) as usize)
+}
 
 impl Backend {
     /// The messages that make this session, and those that then let its queues run. The queues are at rest.
@@ -69,6 +77,17 @@ impl Backend {
             self.tell_of(index as u32, vring, &mut setup, &mut run)?;
         }
         Ok((setup, run))
+    }
+
+    /// Opens the queues that these messages let run, which takes long. Nothing runs yet.
+    ///
+    /// # Errors
+    /// A queue cannot be opened: object, cause, cure.
+    pub(crate) fn open_queues(&self, run: &[Message]) -> Result<(), String> {
+        let is_ready = |index: &usize| {
+            self.vrings.get(*index).is_some_and(|ring| ring.enabled && ring.size > 0 && ring.addresses.is_some())
+        };
+        run.iter().filter_map(kicked).filter(is_ready).try_for_each(|index| self.config.queues[index].open())
     }
 
     fn tell_of(&self, index: u32, vring: &Vring, setup: &mut Vec<Message>, run: &mut Vec<Message>) -> io::Result<()> {
