@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use blkyard_attach::{VfioUserConfig, VfioUserController, VfioUserError};
 use blkyard_mem::Region;
+use blkyard_nvme::{ControllerTransport, DeviceGone};
 use blkyard_os::SystemClock;
 use blkyard_sys::{EventFd, PollFd, TimeSource};
 use blkyard_wire::vfio_user::{
@@ -229,9 +230,11 @@ fn an_error_ends_the_connection_for_good() {
     assert!(matches!(error, VfioUserError::Frame(FrameError::Size { .. })), "{error}");
     assert_eq!(controller.read_register(0x1c), Err(error.clone()));
     assert_eq!(controller.failure(), Some(error));
-    // It has seen our end, and closed its own.
+    // It has seen our end, and closed its own: from then on the host may use the memory again.
     for _ in 0..3000 {
-        if controller.is_closed_by_server() {
+        assert_eq!(controller.read32(0x1c), Err(DeviceGone));
+        if controller.is_silent_when_gone() {
+            assert!(controller.is_closed_by_server());
             return;
         }
         std::thread::sleep(Duration::from_millis(10));

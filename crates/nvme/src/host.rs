@@ -1,10 +1,11 @@
 //! Host side: what drives an NVMe controller.
 //!
-//! [`HostQueuePair`] is one pair of rings. [`ControllerTransport`] is how a controller is reached: registers, memory,
-//! doorbells, interrupts. [`Enable`] and [`Disable`] are the register sequences.
+//! [`HostController`] is a controller from its first register access to its end. [`ControllerTransport`] is how it is
+//! reached: registers, memory, doorbells, interrupts. [`HostQueuePair`] is one pair of rings; the driver of an I/O
+//! queue, which stands on it, is in `io_queue.rs`. [`Enable`] and [`Disable`] are the register sequences.
 //!
-//! All of it are state machines without I/O of their own and without a clock: time is an argument, and a machine that
-//! has to wait says until when ([`HostStep`]).
+//! Everything here is a state machine without I/O of its own and without a clock: time is an argument, and a machine
+//! that has to wait says until when ([`HostStep`]). ADR 39 says who owns what, and what proves a controller silent.
 
 mod admin;
 mod bring_up;

@@ -10,6 +10,9 @@
 //! driver of an I/O queue ([`IoQueue`]) and the controller's parser of I/O commands ([`IoParser`]); [`NvmeLoopback`]
 //! puts both on one thread.
 //!
+//! Control: [`HostController`] brings a controller up, watches it, resets it and gives it up, over a
+//! [`ControllerTransport`]. [`Controller`] is the other side: registers, admin commands, I/O queues.
+//!
 //! This crate does no I/O, starts no thread, reads no clock and makes no system call.
 //!
 //! Names are those of the NVMe Base Specification 2.0 and the NVM Command Set Specification 1.0. All values are
